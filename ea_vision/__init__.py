@@ -1,0 +1,8 @@
+"""ea_vision: vision networks whose attention maps evolve from layer to layer.
+
+Importing the package registers the models with timm; nothing else is loaded:
+
+    import ea_vision, timm
+    model = timm.create_model("ea_aa_resnet50")
+"""
+__version__ = "0.1.0"
