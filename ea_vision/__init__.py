@@ -6,3 +6,5 @@ Importing the package registers the models with timm; nothing else is loaded:
     model = timm.create_model("ea_aa_resnet50")
 """
 __version__ = "0.1.0"
+
+from ea_vision import models as models  # noqa: E402 (registers the networks)

@@ -1,0 +1,69 @@
+"""Models and optimisers by name, with errors that name what was near."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import timm
+import timm.optim
+import torch
+from torch import nn
+
+from ea_vision.engine.config import TrainConfig
+from ea_vision.engine.errors import UsageError, near_matches
+
+_UNKNOWN_KEYWORD = re.compile(r"unexpected keyword argument '(\w+)'")
+
+
+def check_model_name(name: str) -> None:
+    """Raise UsageError, with near matches, unless timm has a model of this name (a `.tag` is allowed)."""
+    if not timm.is_model(name):
+        raise UsageError(f"unknown model {name!r}; {near_matches(name.split('.')[0], timm.list_models(), 'models')}")
+
+
+def build_model(name: str, kwargs: dict[str, Any], optional: frozenset[str] = frozenset(), *, num_classes: int,
+                img_size: int, pretrained: bool = False, notice=print) -> tuple[nn.Module, dict[str, Any]]:
+    """Create a registered timm model for square RGB images.
+
+    Args:
+        kwargs: further keywords of the model; those in `optional` are left out, with a notice, where it lacks them.
+        img_size: side of the images in pixels; passed on to models that take an image size.
+
+    Returns:
+        The model, and the keywords that `timm.create_model(name, **keywords)` needs to build it again.
+
+    Raises:
+        UsageError: unknown model or keyword, or values the model refuses.
+    """
+    check_model_name(name)
+    wanted = {"num_classes": num_classes, "in_chans": 3, "img_size": img_size, **kwargs}
+    optional = optional | {"img_size"}
+    random_state = torch.get_rng_state()
+    while True:
+        torch.set_rng_state(random_state)  # a refused attempt must not change the weights of the next
+        try:
+            return timm.create_model(name, pretrained=pretrained, **wanted), wanted
+        except TypeError as error:
+            unknown = _UNKNOWN_KEYWORD.search(str(error))
+            if unknown is None or unknown[1] not in wanted:
+                raise
+            key = unknown[1]
+            if key not in optional:
+                raise UsageError(f"model {name} has no keyword {key!r} (given by --model-kwargs)") from error
+            if key != "img_size":
+                notice(f"{name} has no {key}: the recipe's {key}={wanted[key]} is left out")
+            del wanted[key]
+        except (ValueError, AssertionError, RuntimeError) as error:
+            shown = " ".join(f"{k}={v}" for k, v in wanted.items())
+            raise UsageError(f"model {name} refuses {shown}: {error}") from error
+
+
+def build_optimizer(config: TrainConfig, model: nn.Module, images_per_update: int) -> torch.optim.Optimizer:
+    """The timm optimiser of the config: no weight decay on norms, biases and what `model.no_weight_decay()` names."""
+    known = timm.optim.list_optimizers()
+    if config.opt not in known:
+        raise UsageError(f"unknown optimiser {config.opt!r}; {near_matches(config.opt, known, 'optimisers')}")
+    lr = config.lr * images_per_update / config.lr_base_batch if config.lr_base_batch else config.lr
+    return timm.optim.create_optimizer_v2(
+        model, opt=config.opt, lr=lr, weight_decay=config.weight_decay, momentum=config.momentum)

@@ -1,0 +1,165 @@
+"""Checkpoints: one safetensors file, no pickle. Tensors are stored as such, all else as JSON in the file's metadata,
+and a SHA-256 over both tells damage. Files are written beside their place, synced and renamed: a reader, or a machine
+that loses power, finds the old file or the new one, never half of one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors
+import safetensors.torch
+import torch
+
+from ea_vision.engine.errors import RunError
+
+FORMAT = "ea_vision-checkpoint-1"
+LAST, PREVIOUS, BEST = "last.ckpt", "last.prev.ckpt", "best.ckpt"
+
+
+class DamagedCheckpoint(ValueError):
+    """A file that is no checkpoint of ours, or not the one that was written."""
+
+
+def atomic_write(path: Path, data: bytes, keep_previous_as: Path | None = None) -> None:
+    """Replace `path` by `data`, all or nothing; the old file becomes `keep_previous_as` if that is given.
+
+    Raises:
+        RunError: the file could not be written (disk full, no permission); the old one is untouched.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        if keep_previous_as is not None and path.exists():
+            os.replace(path, keep_previous_as)
+        os.replace(temporary, path)
+        directory = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise RunError(f"cannot write {path}: {error.strerror}; what was there before is whole") from error
+
+
+def _flatten(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """Move the tensors of a nested state into `tensors`; return JSON that says where they were."""
+    if isinstance(value, torch.Tensor):
+        tensors[name] = value.detach().cpu().contiguous()
+        return {"__tensor__": name}
+    if isinstance(value, dict):  # as a list of pairs, for JSON would turn the optimiser's integer keys into text
+        return {"__dict__": [[k, _flatten(v, f"{name}.{k}" if name else str(k), tensors)] for k, v in value.items()]}
+    if isinstance(value, (list, tuple)):
+        return [_flatten(v, f"{name}.{i}", tensors) for i, v in enumerate(value)]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise TypeError(f"checkpoint entry {name} must be a tensor or plain data, got {type(value).__name__}")
+
+
+def _unflatten(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_unflatten(v, tensors) for v in value]
+    if isinstance(value, dict):
+        if "__tensor__" in value:
+            return tensors[value["__tensor__"]]
+        return {k: _unflatten(v, tensors) for k, v in value["__dict__"]}
+    return value
+
+
+def _digest(tree: str, tensors: dict[str, torch.Tensor]) -> str:
+    digest = hashlib.sha256(tree.encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy() if tensor.numel() else b"")
+    return digest.hexdigest()
+
+
+def encode(state: dict[str, Any]) -> bytes:
+    """The bytes of a checkpoint file. Tensors, dicts, lists, tuples (read back as lists), numbers, text and None."""
+    tensors: dict[str, torch.Tensor] = {}
+    tree = json.dumps(_flatten(state, "", tensors))
+    metadata = {"format": FORMAT, "tree": tree, "sha256": _digest(tree, tensors)}
+    return safetensors.torch.save(tensors, metadata)
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """Read and verify a checkpoint.
+
+    Raises:
+        DamagedCheckpoint: unreadable, foreign, or not what was written.
+    """
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            if metadata.get("format") != FORMAT:
+                raise DamagedCheckpoint(f"{path} is not a checkpoint of this trainer")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+    except (OSError, safetensors.SafetensorError) as error:
+        raise DamagedCheckpoint(f"{path} cannot be read as a checkpoint: {error}") from error
+    tree = metadata.get("tree", "")
+    if _digest(tree, tensors) != metadata.get("sha256"):
+        raise DamagedCheckpoint(f"{path} is damaged: its checksum does not match")
+    return _unflatten(json.loads(tree), tensors)
+
+
+def newest_checkpoint(folder: Path, notice) -> tuple[Path, dict[str, Any]] | None:
+    """The newest valid checkpoint of a run folder, and its path, or None.
+
+    A damaged or foreign file is named and put aside as NAME.damaged, so that it cannot push out a good one later.
+    """
+    found = []
+    for name in (LAST, PREVIOUS, BEST):
+        path = folder / name
+        if not path.exists():
+            continue
+        try:
+            state = read_checkpoint(path)
+        except DamagedCheckpoint as error:
+            aside = path.with_name(path.name + ".damaged")
+            os.replace(path, aside)
+            notice(f"skipped: {error}; kept as {aside.name}")
+            continue
+        found.append((state["progress"]["updates"], path, state))
+    if not found:
+        return None
+    _, path, state = max(found, key=lambda entry: entry[0])
+    return path, state
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """The state of every generator a step may draw from: torch's, CUDA's, NumPy's and Python's."""
+    version, internal, gauss = random.getstate()
+    numpy_state = np.random.get_state(legacy=False)
+    state = {
+        "torch": torch.get_rng_state(),
+        "python": [version, list(internal), gauss],
+        "numpy": {"key": torch.from_numpy(numpy_state["state"]["key"].astype(np.int64)),
+                  "pos": int(numpy_state["state"]["pos"]), "has_gauss": int(numpy_state["has_gauss"]),
+                  "gauss": float(numpy_state["gauss"])},
+    }
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def set_random_state(state: dict[str, Any], device: torch.device) -> None:
+    """Put back what `random_state` returned."""
+    torch.set_rng_state(state["torch"])
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    saved = state["numpy"]
+    np.random.set_state({"bit_generator": "MT19937", "has_gauss": saved["has_gauss"], "gauss": saved["gauss"],
+                         "state": {"key": saved["key"].numpy().astype(np.uint32), "pos": saved["pos"]}})
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)

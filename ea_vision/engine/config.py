@@ -1,0 +1,258 @@
+"""Options of a training run: a dataclass, filled from its defaults, then a recipe file, then the command line.
+
+Every field becomes a flag and a recipe key of the same name. An unknown key is an error that names its near matches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import typing
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ea_vision.engine.errors import UsageError, near_matches
+
+# Not part of the experiment: these may differ between the run that wrote a checkpoint and the one that continues it.
+FREE_TO_CHANGE = frozenset({
+    "recipe", "output", "resume", "device", "workers", "data_dir", "cache_dir", "download", "compile", "channels_last",
+    "checkpoint_steps", "on_nan", "epochs",
+})
+
+
+def option(default: Any, help: str, *, choices=None, minimum=None, maximum=None):
+    """A dataclass field with its help text (which states the unit) and the values it allows."""
+    metadata = {"help": help, "choices": choices, "minimum": minimum, "maximum": maximum}
+    if isinstance(default, (list, dict)):
+        return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclass
+class TrainConfig:
+    """What every trainer needs; a trainer adds the fields of its data set in a subclass."""
+
+    model: str = option("ea_conv_transformer_cifar", "registered timm model, ours or timm's")
+    model_kwargs: dict = option({}, "further keywords of the model, as key=value ...")
+    recipe: str = option("fast", "recipe: a name in ea_vision/recipes, a YAML file, or none")
+    data_dir: str = option("", "folder of the data set; empty: the cache folder's")
+    cache_dir: str = option("", "where decoded images are kept; empty: $XDG_CACHE_HOME/ea_vision; none: keep nothing")
+    output: str = option("", "run folder; empty: runs/DATASET-MODEL")
+    resume: str = option("auto", "auto: continue from the newest valid checkpoint of --output, or begin; "
+                                 "none: begin; PATH: continue from this checkpoint or run folder")
+    seed: int = option(0, "seed of weights, order, augmentation and held-out images", minimum=0)
+    workers: int = option(2, "threads that decode images", minimum=1)
+    device: str = option("auto", "where to compute; auto: cuda if there is one", choices=("auto", "cpu", "cuda"))
+
+    epochs: int = option(10, "passes over the training images", minimum=1)
+    batch_size: int = option(128, "images per process and step", minimum=1)
+    grad_accum: int = option(1, "batches added up for one update of the weights", minimum=1)
+    opt: str = option("sgd", "timm optimiser (timm's sgd is Nesterov's, momentum is the plain one)")
+    lr: float = option(0.2, "peak learning rate, per update", minimum=0.0)
+    lr_base_batch: int = option(0, "if not 0, lr is per this many images and scaled to those of an update", minimum=0)
+    momentum: float = option(0.9, "momentum of the optimiser", minimum=0.0, maximum=1.0)
+    weight_decay: float = option(5e-4, "weight decay (not of norms, biases and position tables)", minimum=0.0)
+    clip_grad: float = option(0.0, "largest norm of the gradient; 0: no limit", minimum=0.0)
+    schedule: str = option("one_cycle", "learning rate over time; one_cycle: line up, line down; cosine: warm-up, "
+                                        "then cosine cycles; step: warm-up, then factors at decay_epochs",
+                           choices=("one_cycle", "cosine", "step", "constant"))
+    warmup_epochs: float = option(2.0, "epochs of linear warm-up from 0", minimum=0.0)
+    lr_min: float = option(0.0, "lowest learning rate", minimum=0.0)
+    cycle_epochs: float = option(0.0, "cosine: epochs of the first cycle; 0: one cycle for all", minimum=0.0)
+    cycle_mul: float = option(1.0, "cosine: each cycle is this many times longer than the one before", minimum=1.0)
+    decay_epochs: list[float] = option([], "step: epochs at which the rate is multiplied by decay_rate")
+    decay_rate: float = option(0.1, "step: the factor", minimum=0.0, maximum=1.0)
+
+    label_smoothing: float = option(0.1, "share of the target spread over all classes", minimum=0.0, maximum=1.0)
+    mixup: float = option(0.0, "alpha of mixup; 0: off", minimum=0.0)
+    cutmix: float = option(0.0, "alpha of cutmix; 0: off", minimum=0.0)
+    random_erasing: float = option(0.0, "probability that an image has a rectangle replaced by noise",
+                                   minimum=0.0, maximum=1.0)
+    ema: float = option(0.0, "decay, per update, of the averaged weights that are evaluated and exported; 0: off",
+                        minimum=0.0, maximum=1.0)
+    ema_warmup: bool = option(True, "let the decay of the average grow from 0 at the start")
+
+    amp: str = option("none", "precision of the forward pass", choices=("none", "bfloat16", "float16"))
+    channels_last: bool = option(False, "keep images and weights channels-last in memory")
+    compile: bool = option(False, "compile the model with torch.compile")
+    sync_bn: bool = option(False, "batch statistics over all processes (CUDA only)")
+    eval_batch_size: int = option(500, "images per process and evaluation step", minimum=1)
+    checkpoint_steps: int = option(0, "updates between checkpoints inside an epoch; 0: at its end only", minimum=0)
+    on_nan: str = option("stop", "on a non-finite loss; rollback: continue from the last checkpoint, the learning rate "
+                                 "halved (at most 5 times)", choices=("stop", "rollback"))
+
+    def __post_init__(self):
+        hints = typing.get_type_hints(type(self))
+        for field in dataclasses.fields(self):
+            value = _coerce(field.name, getattr(self, field.name), hints[field.name])
+            _check_range(field, value)
+            setattr(self, field.name, value)
+        if self.schedule in ("one_cycle", "cosine", "step") and self.warmup_epochs > self.epochs:
+            raise UsageError(f"warmup_epochs must be at most epochs ({self.epochs}), got {self.warmup_epochs:g}")
+        if self.lr_min > self.lr:
+            raise UsageError(f"lr_min must be at most lr ({self.lr:g}), got {self.lr_min:g}")
+        if self.cycle_epochs and self.warmup_epochs:
+            raise UsageError(f"cosine restarts have no warm-up: warmup_epochs must be 0 when cycle_epochs is "
+                             f"{self.cycle_epochs:g}, got {self.warmup_epochs:g}")
+        if self.decay_epochs != sorted(self.decay_epochs):
+            raise UsageError(f"decay_epochs must rise, got {self.decay_epochs}")
+
+    def as_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def _coerce(name: str, value: Any, kind: Any) -> Any:
+    """Return `value` as `kind`. YAML reads 1e-4 as text, and 1 for a float as an integer: both are taken as meant."""
+    try:
+        if kind is bool:
+            if not isinstance(value, bool):
+                raise ValueError
+            return value
+        if kind is int:
+            if isinstance(value, bool) or float(value) != int(float(value)):
+                raise ValueError
+            return int(float(value))
+        if kind is float:
+            if isinstance(value, bool):
+                raise ValueError
+            return float(value)
+        if kind is str:
+            return "none" if value is None else str(value)
+        if kind is dict:
+            return dict(value or {})
+        return [float(v) for v in value or []]
+    except (TypeError, ValueError, OverflowError):
+        wanted = getattr(kind, "__name__", str(kind))
+        raise UsageError(f"{name} must be of type {wanted}, got {value!r}") from None
+
+
+def _check_range(field: dataclasses.Field, value: Any) -> None:
+    choices, low, high = (field.metadata[k] for k in ("choices", "minimum", "maximum"))
+    if choices is not None and value not in choices:
+        raise UsageError(f"{field.name} must be one of {', '.join(choices)}, got {value!r}")
+    if isinstance(value, float) and value != value:
+        raise UsageError(f"{field.name} must be a number, got nan")
+    if low is not None and value < low:
+        raise UsageError(f"{field.name} must be at least {low}, got {value}")
+    if high is not None and value > high:
+        raise UsageError(f"{field.name} must be at most {high}, got {value}")
+
+
+def recipe_names() -> list[str]:
+    """Names of the recipes the package ships."""
+    return sorted(f.name.removesuffix(".yaml") for f in resources.files("ea_vision.recipes").iterdir()
+                  if f.name.endswith(".yaml"))
+
+
+def load_recipe(name: str) -> dict[str, Any]:
+    """Read a recipe by name or path. A run folder's config.yaml is a recipe too: its `run` section is left out.
+
+    Raises:
+        UsageError: no such recipe, or not a YAML mapping.
+    """
+    if name == "none":
+        return {}
+    if name in recipe_names():
+        text = (resources.files("ea_vision.recipes") / f"{name}.yaml").read_text()
+    else:
+        path = Path(name)
+        if not path.is_file():
+            raise UsageError(f"no recipe {name!r}: {near_matches(name, recipe_names() + ['none'], 'recipes')}")
+        text = path.read_text()
+    try:
+        recipe = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UsageError(f"recipe {name} is not valid YAML: {error}") from error
+    if not isinstance(recipe, dict):
+        raise UsageError(f"recipe {name} must be a YAML mapping, got {type(recipe).__name__}")
+    recipe.pop("run", None)
+    return recipe
+
+
+def resolve(cls: type[TrainConfig], given: dict[str, Any]) -> tuple[Any, frozenset[str]]:
+    """Build the config: defaults < recipe < `given` (the command line). Model keywords are merged key by key.
+
+    Returns:
+        The config, and the model keywords that only the recipe asks for: a model that lacks them goes without.
+
+    Raises:
+        UsageError: unknown key (naming near matches), wrong type or range.
+    """
+    names = [f.name for f in dataclasses.fields(cls)]
+    recipe_name = given.get("recipe", cls.recipe)
+    recipe = load_recipe(recipe_name)
+    for source, keys in (("recipe " + recipe_name, recipe), ("command line", given)):
+        for key in keys:
+            if key not in names:
+                raise UsageError(f"{source}: unknown option {key!r}; {near_matches(key, names, 'options')}")
+    recipe_kwargs, given_kwargs = recipe.get("model_kwargs") or {}, given.get("model_kwargs") or {}
+    values = {**recipe, **given, "recipe": recipe_name, "model_kwargs": {**recipe_kwargs, **given_kwargs}}
+    return cls(**values), frozenset(recipe_kwargs) - frozenset(given_kwargs)
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse with one-line errors that name near matches."""
+
+    def error(self, message: str):
+        raise UsageError(f"{message} (see {self.prog} --help)")
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    def __init__(self, prog):
+        super().__init__(prog, max_help_position=30, width=120)
+
+
+class _KeyValues(argparse.Action):
+    """Collect key=value words into a dict; values are read as YAML (0.5, true, [1, 2], text)."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        result = dict(getattr(namespace, self.dest, None) or {})
+        for word in values:
+            key, equals, value = word.partition("=")
+            if not equals or not key:
+                parser.error(f"{option_string} takes key=value, got {word!r}")
+            result[key] = yaml.safe_load(value)
+        setattr(namespace, self.dest, result)
+
+
+def make_parser(cls: type[TrainConfig], prog: str, description: str, examples: str) -> argparse.ArgumentParser:
+    """A parser with one flag for each field of `cls`; shown defaults are those of the default recipe."""
+    parser = _Parser(prog=prog, description=description, epilog="examples:\n" + examples, allow_abbrev=False,
+                     formatter_class=_Help, argument_default=argparse.SUPPRESS)
+    defaults, _ = resolve(cls, {})
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        flag = "--" + field.name.replace("_", "-")
+        shown = getattr(defaults, field.name)
+        if isinstance(shown, dict):
+            shown = " ".join(f"{k}={v}" for k, v in shown.items())
+        help = f"{field.metadata['help']} (default: {shown if shown not in ('', []) else 'empty'})".replace("%", "%%")
+        kind = hints[field.name]
+        if kind is bool:
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction, help=help)
+        elif kind is dict:
+            parser.add_argument(flag, nargs="+", action=_KeyValues, metavar="KEY=VALUE", help=help)
+        elif kind in (str, int, float):
+            metavar = "|".join(field.metadata["choices"]) if field.metadata["choices"] else field.name.upper()
+            parser.add_argument(flag, metavar=metavar, help=help)
+        else:
+            parser.add_argument(flag, nargs="*", metavar="EPOCH", help=help)
+    return parser
+
+
+def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> dict[str, Any]:
+    """Return the options that the command line gives, and only those.
+
+    Raises:
+        UsageError: unknown flag (naming near matches) or missing value.
+    """
+    namespace, unknown = parser.parse_known_args(argv)
+    if unknown:
+        flags = [s for action in parser._actions for s in action.option_strings if s.startswith("--")]
+        word = unknown[0].partition("=")[0]
+        raise UsageError(f"unknown argument {unknown[0]!r}; {near_matches(word, flags, 'flags')}")
+    return vars(namespace)

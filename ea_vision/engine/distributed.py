@@ -1,0 +1,88 @@
+"""Processes of one run: torchrun starts them, gloo joins them on CPU and nccl on CUDA. Without torchrun there is one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ea_vision.engine.errors import UsageError
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes of a run, seen from one of them."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum over the processes, in place."""
+        if self.size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def gather(self, value: Any) -> list[Any]:
+        """The value of every process, in order of rank, in all of them."""
+        if self.size == 1:
+            return [value]
+        values = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def barrier(self) -> None:
+        if self.size > 1:
+            dist.barrier()
+
+    @contextmanager
+    def main_first(self) -> Iterator[None]:
+        """Let rank 0 do the block first: what it leaves in a cache, the others find."""
+        if not self.is_main:
+            self.barrier()
+        yield
+        if self.is_main:
+            self.barrier()
+
+
+def choose_device(name: str, local_rank: int = 0) -> torch.device:
+    """The device of this process.
+
+    Raises:
+        UsageError: CUDA asked for and not there.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda":
+        if not torch.cuda.is_available():
+            raise UsageError("--device cuda needs a CUDA device and a torch build with CUDA; none was found")
+        if local_rank >= torch.cuda.device_count():
+            raise UsageError(f"process {local_rank} needs its own CUDA device, {torch.cuda.device_count()} found")
+        torch.cuda.set_device(local_rank)
+        return torch.device("cuda", local_rank)
+    return torch.device("cpu")
+
+
+@contextmanager
+def join_world(device_name: str) -> Iterator[World]:
+    """Join the processes that torchrun started (it sets RANK, LOCAL_RANK and WORLD_SIZE), and leave them at the end."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    rank = int(os.environ.get("RANK", "0"))
+    device = choose_device(device_name, int(os.environ.get("LOCAL_RANK", "0")))
+    if size == 1:
+        yield World(0, 1, device)
+        return
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        yield World(rank, size, device)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,44 @@
+"""The two errors a trainer reports in one line instead of a traceback, and the exit codes that go with them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from difflib import get_close_matches
+
+
+class UsageError(ValueError):
+    """Something the user can mend: an option, a path, a broken image. Exit code 2."""
+
+
+class RunError(RuntimeError):
+    """A run that had to stop: disk full, non-finite loss, a signal. Exit code `code`, never 0."""
+
+    def __init__(self, message: str, code: int = 1):
+        super().__init__(message)
+        self.code = code
+
+
+def near_matches(wrong: str, known, kind: str) -> str:
+    """Return the end of an error message: the nearest of the `known` names, or how many there are."""
+    known = list(known)
+    near = get_close_matches(wrong, known, n=4, cutoff=0.5)
+    if near:
+        return f"did you mean {', '.join(near)}?"
+    if len(known) <= 20:
+        return f"known {kind}: {', '.join(sorted(known))}"
+    return f"none of the {len(known)} known {kind} is close"
+
+
+def exit_code(main: Callable[[], int]) -> int:
+    """Run `main`; turn the errors above into one line on stderr (from rank 0 only) and an exit code."""
+    try:
+        return main()
+    except (UsageError, RunError) as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return error.code if isinstance(error, RunError) else 2
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        return 130

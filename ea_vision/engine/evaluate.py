@@ -1,0 +1,57 @@
+"""Accuracy of a model: each image counted exactly once, on any number of processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ea_vision.engine.distributed import World
+
+
+def autocast(amp: str, device: torch.device) -> torch.autocast:
+    """The autocast context of an --amp choice: none, bfloat16 or float16."""
+    return torch.autocast(device.type, dtype=None if amp == "none" else getattr(torch, amp), enabled=amp != "none")
+
+
+@dataclass
+class Evaluation:
+    """Result over all images. top1 and top5 in percent; confusion[i, j]: images of class i taken for class j."""
+
+    images: int
+    top1: float
+    top5: float
+    loss: float
+    confusion: torch.Tensor
+
+    def per_class(self) -> torch.Tensor:
+        """Top-1 of each class in percent, nan for a class without images."""
+        return 100 * self.confusion.diagonal() / self.confusion.sum(1)
+
+
+@torch.inference_mode()
+def evaluate(model: nn.Module, loader, num_classes: int, world: World, amp: str = "none",
+             channels_last: bool = False) -> Evaluation:
+    """Evaluate in eval mode (left so) over `loader.batches(0)`, of which each process sees its own share."""
+    model.eval()
+    confusion = torch.zeros(num_classes * num_classes, dtype=torch.float64, device=world.device)
+    totals = torch.zeros(3, dtype=torch.float64, device=world.device)  # images, in the top 5, loss
+    for images, targets, _ in loader.batches(0):
+        if channels_last:
+            images = images.contiguous(memory_format=torch.channels_last)
+        with autocast(amp, world.device):
+            logits = model(images)
+        logits = logits.float()
+        top = logits.topk(min(5, num_classes), dim=1).indices
+        ones = torch.ones_like(targets, dtype=torch.float64)
+        confusion.index_add_(0, targets * num_classes + top[:, 0], ones)
+        totals += torch.stack([ones.sum(), (top == targets[:, None]).sum().double(),
+                               F.cross_entropy(logits, targets, reduction="sum").double()])
+    world.sum(confusion)
+    world.sum(totals)
+    count, in_top5, loss = totals.tolist()
+    confusion = confusion.view(num_classes, num_classes).cpu()
+    return Evaluation(int(count), 100 * confusion.diagonal().sum().item() / count, 100 * in_top5 / count,
+                      loss / count, confusion)

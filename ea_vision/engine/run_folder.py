@@ -1,0 +1,180 @@
+"""What a run leaves on disk: config.yaml, metrics.csv, last/best checkpoints, model.safetensors, results.json."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import timm
+import torch
+import torchvision
+import yaml
+from torch import nn
+
+import ea_vision
+from ea_vision.engine.checkpoint import BEST, LAST, PREVIOUS, atomic_write
+from ea_vision.engine.errors import RunError, UsageError
+
+CONFIG, METRICS, WEIGHTS, RESULTS = "config.yaml", "metrics.csv", "model.safetensors", "results.json"
+COLUMNS = ("epoch", "step", "lr", "train_loss", "top1", "top5", "images_per_s", "seconds")
+
+
+def provenance() -> dict[str, Any]:
+    """Versions, hardware and, in a checkout, the git commit (with `+changes` where files differ from it)."""
+    here = Path(__file__).parent
+    git = ["git", "-C", str(here)]
+    commit = None
+    try:
+        found = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        changes = subprocess.run([*git, "status", "--porcelain", "-uno", "--", "."], capture_output=True, text=True)
+        commit = found + ("+changes" if changes.stdout.strip() else "")
+    except (OSError, subprocess.CalledProcessError):
+        pass  # an installed package has no commit; its version says as much
+    return {
+        "versions": {"ea_vision": ea_vision.__version__, "torch": torch.__version__, "timm": timm.__version__,
+                     "torchvision": torchvision.__version__, "python": platform.python_version()},
+        "git_commit": commit,
+    }
+
+
+def hardware(device: torch.device, processes: int) -> str:
+    """One line: the device, how many of them, and threads on a CPU."""
+    if device.type == "cuda":
+        return f"{processes} x {torch.cuda.get_device_name(device)}"
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
+        model = names[0] if names else model
+    return f"{model}, {processes} process(es) x {torch.get_num_threads()} threads"
+
+
+def holds_run(folder: Path) -> bool:
+    """Whether a run has written into this folder."""
+    return any((folder / name).exists() for name in (CONFIG, LAST, PREVIOUS, BEST))
+
+
+def create(folder: Path) -> None:
+    """Make the run folder and clear what an interrupted write left behind."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"cannot make the run folder {folder}: {error.strerror}") from error
+    for leftover in folder.glob(".*.tmp"):
+        leftover.unlink()
+
+
+def write_config(folder: Path, config: dict[str, Any], run: dict[str, Any]) -> None:
+    """Write the resolved options and, under `run`, what is needed to judge and repeat the run."""
+    text = yaml.safe_dump({**config, "run": run}, sort_keys=False, width=120)
+    atomic_write(folder / CONFIG, text.encode())
+
+
+def read_config(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the options and the `run` section of a run folder.
+
+    Raises:
+        UsageError: not a run folder.
+    """
+    path = folder / CONFIG
+    try:
+        config = yaml.safe_load(path.read_text())
+        return config, config.pop("run")
+    except OSError as error:
+        raise UsageError(f"{folder} is not a run folder: it has no readable {CONFIG}") from error
+    except (yaml.YAMLError, AttributeError, KeyError) as error:
+        raise UsageError(f"{path} is not the {CONFIG} of a run") from error
+
+
+def write_metrics(folder: Path, rows: list[dict[str, float]]) -> None:
+    """Write metrics.csv: one row per epoch."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    atomic_write(folder / METRICS, text.getvalue().encode())
+
+
+def read_metrics(folder: Path) -> dict[str, list[float]]:
+    """Return the columns of metrics.csv as lists of numbers.
+
+    Raises:
+        UsageError: no metrics, or a file that is not ours.
+    """
+    path = folder / METRICS
+    try:
+        rows = list(csv.DictReader(path.read_text().splitlines()))
+        return {name: [float(row[name]) for row in rows] for name in COLUMNS}
+    except OSError as error:
+        raise UsageError(f"{folder} is not a run folder: it has no readable {METRICS}") from error
+    except (KeyError, TypeError, ValueError) as error:
+        raise UsageError(f"{path} is not a metrics file of this trainer; its columns must be {', '.join(COLUMNS)}") \
+            from error
+
+
+def write_weights(folder: Path, model: nn.Module) -> None:
+    """Write model.safetensors, for `timm.create_model(..., checkpoint_path=...)`."""
+    state = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
+    atomic_write(folder / WEIGHTS, safetensors.torch.save(state, {"format": "pt"}))
+
+
+def write_json(path: Path, value: Any) -> None:
+    atomic_write(path, (json.dumps(value, indent=2) + "\n").encode())
+
+
+def read_results(folder: Path) -> dict[str, Any] | None:
+    """Return results.json, which only a complete run has, or None."""
+    path = folder / RESULTS
+    if not path.exists():
+        return None
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise RunError(f"cannot read {path}: {error}") from error
+
+
+def load_run(folder: Path) -> tuple[nn.Module, dict[str, Any], dict[str, Any]]:
+    """Build the model of a run with its best weights, in eval mode; return it with the run's options and `run` section.
+
+    Raises:
+        UsageError: not a run folder, or weights that do not fit the model.
+    """
+    config, run = read_config(folder)
+    weights = folder / WEIGHTS
+    if not weights.exists():
+        raise UsageError(f"run {folder} has no {WEIGHTS} yet: it appears with the first evaluated epoch")
+    model = timm.create_model(config["model"], **run["model_kwargs"])
+    load_weights(model, weights)
+    return model.eval(), config, run
+
+
+def load_weights(model: nn.Module, path: Path) -> None:
+    """Load safetensors weights strictly.
+
+    Raises:
+        UsageError: no such file, not safetensors, or names and shapes that differ from the model's.
+    """
+    try:
+        state = safetensors.torch.load_file(path)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise UsageError(f"cannot read weights {path}: {error}") from error
+    check_state_fits(model, state, str(path))
+    model.load_state_dict(state)
+
+
+def check_state_fits(model: nn.Module, state: dict[str, torch.Tensor], source: str) -> None:
+    """Raise UsageError, naming the first differences, unless names and shapes of `state` are those of the model."""
+    own = model.state_dict()
+    differences = [f"{n} must be {tuple(own[n].shape)}, got {tuple(state[n].shape)}"
+                   for n in own if n in state and own[n].shape != state[n].shape]
+    differences += [f"{n} is missing" for n in own if n not in state]
+    differences += [f"{n} is unknown" for n in state if n not in own]
+    if differences:
+        more = f" and {len(differences) - 3} more" if len(differences) > 3 else ""
+        raise UsageError(f"weights {source} do not fit the model: {'; '.join(differences[:3])}{more}")

@@ -1,0 +1,229 @@
+"""Attention-augmented convolution whose attention maps may evolve from layer to layer.
+
+Papers:
+* AA: `Attention Augmented Convolutional Networks` - https://arxiv.org/abs/1904.09925
+* EA: `Evolving Attention with Residual Convolutions` - https://arxiv.org/abs/2102.12895
+* PA: `Predictive Attention Transformer` (2020)
+
+Shape letters: B batch, C channels, H x W the attention map, N = H*W its pixels (row-major), K heads, D width of a
+head.
+"""
+from typing import List, Optional, Tuple, Union
+
+import torch
+import torch.nn.functional as F
+from timm.models import register_notrace_module
+from torch import Tensor, nn
+
+from ea_vision.layers.rel_pos import fit_rel_table, relative_logits
+
+
+def _check_divides(name: str, value: int, num_heads: int) -> None:
+    if value < num_heads or value % num_heads:
+        raise ValueError(f"{name} must be a positive multiple of num_heads={num_heads}, got {value}")
+
+
+@register_notrace_module  # sizes are checked at run time, so FX keeps the layer whole
+class AugmentedConv2d(nn.Module):
+    """A convolution and a multi-head self-attention side by side, concatenated on channels (AA paper, section 3.2).
+
+    Args:
+        in_channels: channels of the input.
+        out_channels: channels of the output, both branches together.
+        kernel_size: odd side of the convolution's kernel.
+        stride: 1 or 2; at 2 the attention branch's input is average-pooled (3x3, stride 2).
+        dim_qk: width of queries and of keys, all heads together.
+        dim_v: width of values, all heads together.
+        num_heads: K.
+        feat_size: (height, width) of the attention map, which sizes the position tables. Other sizes run too: a
+            smaller map uses the middle of the tables, a larger one a resized copy.
+        relative: whether the logits have relative position terms.
+        pool_attention: how many further poolings precede the attention (True is one); the branch's result is then
+            resized bilinearly to the convolution's size.
+        evolution: module (logits, prev_logits) -> logits of a layer that has a predecessor in its chain, or None.
+        attn_channels: output channels of the attention branch (default `dim_v`).
+        dilation: of the convolution.
+        conv_drop: dropout on the convolution branch's output, a probability.
+        attn_drop: dropout on the attention probabilities, a probability.
+
+    Raises:
+        ValueError: a width that num_heads does not divide, attn_channels that leave the convolution nothing, a stride
+            other than 1 and 2, an even kernel_size, or a feat_size that is not two positive numbers.
+    """
+
+    def __init__(
+            self,
+            in_channels: int,
+            out_channels: int,
+            kernel_size: int = 3,
+            stride: int = 1,
+            *,
+            dim_qk: int,
+            dim_v: int,
+            num_heads: int = 8,
+            feat_size: Tuple[int, int],
+            relative: bool = True,
+            pool_attention: Union[bool, int] = False,
+            evolution: Optional[nn.Module] = None,
+            attn_channels: Optional[int] = None,
+            dilation: int = 1,
+            conv_drop: float = 0.0,
+            attn_drop: float = 0.0,
+            device=None,
+            dtype=None,
+    ) -> None:
+        dd = {"device": device, "dtype": dtype}
+        super().__init__()
+        attn_channels = dim_v if attn_channels is None else attn_channels
+        if num_heads < 1:
+            raise ValueError(f"num_heads must be 1 or more, got {num_heads}")
+        _check_divides("dim_qk", dim_qk, num_heads)
+        _check_divides("dim_v", dim_v, num_heads)
+        if not 0 < attn_channels < out_channels:
+            raise ValueError(
+                f"the attention branch must leave the convolution some of the {out_channels} output channels, "
+                f"got {attn_channels} attention channels")
+        if stride not in (1, 2):
+            raise ValueError(f"stride must be 1 or 2, got {stride}")
+        if kernel_size < 1 or kernel_size % 2 == 0:
+            raise ValueError(f"kernel_size must be odd and positive, got {kernel_size}")
+        if len(feat_size) != 2 or min(feat_size) < 1:
+            raise ValueError(f"feat_size must be a positive (height, width), got {tuple(feat_size)}")
+
+        self.dim_qk = dim_qk
+        self.dim_v = dim_v
+        self.num_heads = num_heads
+        self.dim_head_qk = dim_qk // num_heads
+        self.dim_head_v = dim_v // num_heads
+        self.feat_size = (int(feat_size[0]), int(feat_size[1]))
+        self.relative = relative
+        self.resize_result = int(pool_attention) > 0
+        self.num_pools = int(pool_attention) + (stride == 2)
+        self.scale = self.dim_head_qk ** -0.5
+
+        self.conv = nn.Conv2d(
+            in_channels, out_channels - attn_channels, kernel_size, stride=stride,
+            padding=dilation * (kernel_size // 2), dilation=dilation, bias=False, **dd)
+        self.conv_drop = nn.Dropout(conv_drop)
+        self.qkv = nn.Conv2d(in_channels, 2 * dim_qk + dim_v, 1, **dd)
+        if relative:
+            H, W = self.feat_size
+            self.height_rel = nn.Parameter(torch.empty(2 * H - 1, self.dim_head_qk, **dd))
+            self.width_rel = nn.Parameter(torch.empty(2 * W - 1, self.dim_head_qk, **dd))
+        else:
+            self.register_parameter("height_rel", None)
+            self.register_parameter("width_rel", None)
+        self.evolution = evolution
+        self.attn_drop = nn.Dropout(attn_drop)
+        self.proj = nn.Conv2d(dim_v, attn_channels, 1, **dd)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """He for the convolution, Glorot for the projections; tables normal with std dim_head_qk**-0.5 (AA code)."""
+        nn.init.kaiming_normal_(self.conv.weight, mode="fan_out", nonlinearity="relu")
+        for projection in (self.qkv, self.proj):
+            nn.init.xavier_uniform_(projection.weight)
+            nn.init.zeros_(projection.bias)
+        if self.relative:
+            nn.init.normal_(self.height_rel, std=self.scale)
+            nn.init.normal_(self.width_rel, std=self.scale)
+
+    @torch.jit.ignore
+    def set_feat_size(self, feat_size: Tuple[int, int]) -> None:
+        """Fit the position tables to another (height, width) of the map, for good."""
+        self.feat_size = (int(feat_size[0]), int(feat_size[1]))
+        if self.relative:
+            with torch.no_grad():
+                self.height_rel = nn.Parameter(fit_rel_table(self.height_rel, self.feat_size[0]).contiguous())
+                self.width_rel = nn.Parameter(fit_rel_table(self.width_rel, self.feat_size[1]).contiguous())
+
+    def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
+        """Position tables of a checkpoint made for another map size are fitted on load."""
+        for name, size in zip(("height_rel", "width_rel"), self.feat_size):
+            table = state_dict.get(prefix + name)
+            if self.relative and table is not None and table.ndim == 2 and table.shape[1] == self.dim_head_qk:
+                state_dict[prefix + name] = fit_rel_table(table, size)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def split_heads(self, x: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
+        """Queries (scaled), keys and values of the attention branch.
+
+        Args:
+            x: (B, C, H', W'), the layer's input.
+
+        Returns:
+            q (B, K, H, W, D), k (B, K, N, D), v (B, K, N, Dv), H x W the map's size after pooling.
+        """
+        for _ in range(self.num_pools):
+            x = F.avg_pool2d(x, 3, stride=2, padding=1, count_include_pad=False)
+        B, H, W = x.shape[0], x.shape[2], x.shape[3]
+        K, D, N = self.num_heads, self.dim_head_qk, H * W
+        q, k, v = self.qkv(x).split([self.dim_qk, self.dim_qk, self.dim_v], dim=1)  # (B, K*D, H, W) each
+        q = (q * self.scale).reshape(B, K, D, H, W).permute(0, 1, 3, 4, 2)
+        k = k.reshape(B, K, D, N).transpose(-2, -1)
+        v = v.reshape(B, K, self.dim_head_v, N).transpose(-2, -1)
+        return q, k, v
+
+    def self_logits(self, q: Tensor, k: Tensor) -> Tensor:
+        """This layer's own logits, dot product and position (AA paper, equation 4).
+
+        Args:
+            q: (B, K, H, W, D), scaled.
+            k: (B, K, N, D).
+
+        Returns:
+            (B, K, N, N), rows are queries.
+        """
+        B, K, H, W, D = q.shape
+        N = H * W
+        logits = q.reshape(B, K, N, D) @ k.transpose(-2, -1)
+        if self.relative:
+            height_logits, width_logits = relative_logits(q, self.height_rel, self.width_rel)
+            logits = logits.view(B, K, H, W, H, W) + height_logits.unsqueeze(-1) + width_logits.unsqueeze(-2)
+            logits = logits.view(B, K, N, N)
+        return logits
+
+    def attend(self, x: Tensor, prev_logits: Optional[Tensor]) -> Tuple[Tensor, Tensor]:
+        """The attention branch before its resizing: (B, attn_channels, H, W) and the logits (B, K, N, N)."""
+        q, k, v = self.split_heads(x)
+        B, H, W = q.shape[0], q.shape[2], q.shape[3]
+        logits = self.self_logits(q, k)
+
+        if self.evolution is not None:
+            if prev_logits is None:
+                raise ValueError(
+                    f"this layer evolves the previous layer's maps: prev_logits of shape {list(logits.shape)} "
+                    "required, got None")
+            if prev_logits.shape != logits.shape:
+                raise ValueError(
+                    f"prev_logits of shape {list(logits.shape)} required, got {list(prev_logits.shape)}")
+            logits = self.evolution(logits, prev_logits)
+
+        half = logits.dtype == torch.float16 or logits.dtype == torch.bfloat16
+        attn = logits.softmax(dim=-1, dtype=torch.float32 if half else logits.dtype)
+        out = self.attn_drop(attn).to(v.dtype) @ v  # (B, K, N, Dv)
+        out = out.transpose(1, 2).reshape(B, H, W, self.dim_v).permute(0, 3, 1, 2)  # heads concatenated
+        return self.proj(out), logits
+
+    def forward(self, x: Tensor, prev_logits: Optional[Tensor] = None) -> Tuple[Tensor, Tensor]:
+        """
+        Args:
+            x: (B, in_channels, H', W').
+            prev_logits: (B, K, N, N), the previous attention layer's logits; a layer without `evolution` does not
+                look at them.
+
+        Returns:
+            y (B, out_channels, H'/stride, W'/stride) and the logits (B, K, N, N) that entered the softmax.
+
+        Raises:
+            ValueError: prev_logits missing or of another shape, in a layer with `evolution`.
+        """
+        conv = self.conv_drop(self.conv(x))
+        attn, logits = self.attend(x, prev_logits)
+        if self.resize_result:
+            size: List[int] = [conv.shape[2], conv.shape[3]]
+            attn = F.interpolate(attn, size=size, mode="bilinear", align_corners=False)
+        return torch.cat([conv, attn], dim=1), logits
+
+    def extra_repr(self) -> str:
+        return f"num_heads={self.num_heads}, feat_size={self.feat_size}, relative={self.relative}"

@@ -1,0 +1,59 @@
+"""What the model families share when timm builds them."""
+from typing import Any, List, Optional, Tuple, Type, Union
+
+from timm.models import build_model_with_cfg, list_models, resolve_pretrained_cfg
+from torch import nn
+
+FAMILIES = ("attn_resnet", "conv_transformer")
+
+
+def to_size(img_size: Union[int, Tuple[int, int]]) -> Tuple[int, int]:
+    """(height, width) in pixels of an img_size given as one number or two.
+
+    Raises:
+        ValueError: not one or two positive whole numbers.
+    """
+    size = tuple(img_size) if isinstance(img_size, (tuple, list)) else (img_size, img_size)
+    if len(size) != 2 or any(not isinstance(side, int) or side < 1 for side in size):
+        raise ValueError(f"img_size must be a positive whole number or a (height, width) of them, got {img_size!r}")
+    return size
+
+
+def take_indices_of(num_features: int, indices: Optional[Union[int, List[int]]]) -> Tuple[List[int], int]:
+    """The features that `indices` asks for, timm's way: None all, n the last n, else those listed (negative from the
+    end).
+
+    Returns:
+        their indices counted from 0, and the largest.
+
+    Raises:
+        ValueError: an index that does not exist.
+    """
+    if indices is None:
+        indices = num_features
+    wanted = list(range(num_features - indices, num_features)) if isinstance(indices, int) else list(indices)
+    taken = [index + num_features if index < 0 else index for index in wanted]
+    if not taken or min(taken) < 0 or max(taken) >= num_features:
+        raise ValueError(f"feature indices must lie within the {num_features} features, got {indices}")
+    return taken, max(taken)
+
+
+def build_model(model_cls: Type[nn.Module], variant: str, pretrained: bool, **kwargs: Any) -> nn.Module:
+    """timm's build_model_with_cfg, features by forward_intermediates.
+
+    The stages hand attention logits on, so features cannot come from timm's default of running the stages one by one.
+
+    Raises:
+        RuntimeError: pretrained weights wanted where there are none.
+    """
+    if pretrained:
+        cfg = resolve_pretrained_cfg(variant, kwargs.get("pretrained_cfg"), kwargs.get("pretrained_cfg_overlay"))
+        if not cfg.has_weights:
+            having = [name for family in FAMILIES for name in list_models(module=family, pretrained=True)]
+            raise RuntimeError(
+                f"{variant} has no pretrained weights; create it with pretrained=False. "
+                f"Models of ea_vision that have them: {', '.join(having) or 'none yet'}")
+    return build_model_with_cfg(
+        model_cls, variant, pretrained,
+        feature_cfg=dict(out_indices=kwargs.pop("out_indices", model_cls.feature_indices), feature_cls="getter"),
+        **kwargs)

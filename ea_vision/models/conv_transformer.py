@@ -1,0 +1,370 @@
+"""Conv-Transformers for 32x32 images whose attention maps may evolve.
+
+A reconstruction: the PA paper describes these networks (12 blocks, 64 filters first, a 2x2 pooling and wider blocks
+every 3 blocks, dense connections, two bottleneck feed-forward layers after each block, attention at 8x8 and below with
+4 heads, half the width for the convolution and half for attention) and publishes their sizes, but does not fix the
+widths. These meet the sizes within 2%: 5.36M for the CNN (published 5.36M), 4.98M with attention (published 4.92M). No
+paper gives EA on CIFAR.
+
+Papers:
+* PA: `Predictive Attention Transformer` (2020)
+* EA: `Evolving Attention with Residual Convolutions` (ICML 2021) - https://arxiv.org/abs/2102.12895
+
+Shape letters: B batch, C channels, H x W image or map, N = H*W pixels of a map, K heads.
+"""
+from typing import Any, Dict, List, Optional, Set, Tuple, Union
+
+import torch
+import torch.nn.functional as F
+from timm.layers import ClassifierHead, ConvNormAct, DropPath
+from timm.models import checkpoint, generate_default_cfgs, register_model
+from torch import Tensor, nn
+
+from ea_vision.layers import AugmentedConv2d, create_evolution
+from ea_vision.models._builder import build_model, take_indices_of, to_size
+
+__all__ = ["ConvTransformer"]
+
+
+class FeedForward(nn.Module):
+    """Bottleneck feed-forward C -> C/2 -> C of 1x1 convolutions, each with BatchNorm."""
+
+    def __init__(self, channels: int, drop: float = 0.0, device=None, dtype=None) -> None:
+        dd = {"device": device, "dtype": dtype}
+        super().__init__()
+        self.conv1 = ConvNormAct(channels, channels // 2, 1, **dd)
+        self.drop = nn.Dropout(drop)
+        self.conv2 = ConvNormAct(channels // 2, channels, 1, apply_act=False, **dd)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv2(self.drop(self.conv1(x)))
+
+
+class ConvBlock(nn.Module):
+    """3x3 convolution and feed-forward, each with a residual; hands no attention logits on."""
+
+    def __init__(
+            self, channels: int, conv_drop: float = 0.0, ff_drop: float = 0.0, drop_path: float = 0.0,
+            device=None, dtype=None,
+    ) -> None:
+        dd = {"device": device, "dtype": dtype}
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 3, padding=1, bias=False, **dd)
+        self.conv_drop = nn.Dropout(conv_drop)
+        self.bn = nn.BatchNorm2d(channels, **dd)
+        self.ff = FeedForward(channels, ff_drop, **dd)
+        self.drop_path = DropPath(drop_path)
+
+    def forward(self, x: Tensor, prev_logits: Optional[Tensor] = None) -> Tuple[Tensor, Optional[Tensor]]:
+        x = F.relu(x + self.drop_path(self.bn(self.conv_drop(self.conv(x)))))
+        x = F.relu(x + self.drop_path(self.ff(x)))
+        return x, None
+
+
+class AttnBlock(nn.Module):
+    """Augmented convolution and feed-forward, each with a residual; (x, prev_logits) -> (x, logits)."""
+
+    def __init__(
+            self, conv: AugmentedConv2d, channels: int, ff_drop: float = 0.0, drop_path: float = 0.0,
+            device=None, dtype=None,
+    ) -> None:
+        dd = {"device": device, "dtype": dtype}
+        super().__init__()
+        self.conv = conv
+        self.bn = nn.BatchNorm2d(channels, **dd)
+        self.ff = FeedForward(channels, ff_drop, **dd)
+        self.drop_path = DropPath(drop_path)
+
+    def forward(self, x: Tensor, prev_logits: Optional[Tensor] = None) -> Tuple[Tensor, Optional[Tensor]]:
+        y, logits = self.conv(x, prev_logits)
+        x = F.relu(x + self.drop_path(self.bn(y)))
+        x = F.relu(x + self.drop_path(self.ff(x)))
+        return x, logits
+
+
+class DenseStage(nn.Module):
+    """Densely connected blocks of one resolution: a chain of attention maps begins and ends here.
+
+    Block j reads a 1x1 projection of the stage's input and the outputs of the blocks before it; the first reads the
+    stage's input.
+    """
+
+    def __init__(self, in_channels: int, channels: int, pool: bool, blocks: List[nn.Module], device=None, dtype=None):
+        dd = {"device": device, "dtype": dtype}
+        super().__init__()
+        self.pool = nn.AvgPool2d(2) if pool else nn.Identity()
+        self.proj = ConvNormAct(in_channels, channels, 1, **dd) if in_channels != channels else nn.Identity()
+        self.merge = nn.ModuleList(
+            nn.Identity() if j == 0 else ConvNormAct((j + 1) * channels, channels, 1, **dd)
+            for j in range(len(blocks)))
+        self.blocks = nn.ModuleList(blocks)
+        self.grad_checkpointing = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = [self.proj(self.pool(x))]
+        logits: Optional[Tensor] = None
+        for merge, block in zip(self.merge, self.blocks):
+            x = merge(torch.cat(features, dim=1))
+            if self.grad_checkpointing and not torch.jit.is_scripting():
+                x, logits = checkpoint(block, x, logits)
+            else:
+                x, logits = block(x, logits)
+            features.append(x)
+        return features[-1]
+
+
+class ConvTransformer(nn.Module):
+    """Four densely connected stages; the last two attend, each a chain of its own.
+
+    Args:
+        num_classes: classes; 0 for no classifier.
+        in_chans: channels of the input.
+        img_size: input size in pixels, one number or (height, width), at least 8; it sizes the position tables. Other
+            input sizes run too.
+        global_pool: pooling of the head, timm's names.
+        widths: channels by stage.
+        depth: blocks in a stage.
+        attention: whether the last two stages attend (else every block is a plain convolution).
+        evolution: "ea", "pa", or None for maps that do not evolve.
+        num_heads: K.
+        relative: whether the logits have relative position terms.
+        alpha: share of the previous layer's maps (0.5 unless given; `pa_conv_transformer_cifar` has 0.01).
+        beta: EA: share of the convolved maps (1.0 unless given).
+        kernel_size: side of the map convolutions' kernels (3 unless given).
+        num_layers: PA: convolutions that predict the maps (1 unless given).
+        drop_rate: dropout before the classifier.
+        conv_drop_rate: dropout on the convolutions' outputs.
+        attn_drop_rate: dropout on the attention probabilities.
+        ff_drop_rate: dropout between the two feed-forward layers.
+        drop_path_rate: stochastic depth at the last block, growing linearly from 0 at the first.
+
+    Raises:
+        ValueError: an option that the evolution does not have, widths that the heads do not divide, an img_size below
+            8 pixels.
+    """
+
+    feature_indices = (0, 1, 2, 3)
+
+    def __init__(
+            self,
+            num_classes: int = 10,
+            in_chans: int = 3,
+            img_size: Union[int, Tuple[int, int]] = 32,
+            global_pool: str = "avg",
+            widths: Tuple[int, ...] = (64, 128, 256, 256),
+            depth: int = 3,
+            attention: bool = True,
+            evolution: Optional[str] = None,
+            num_heads: int = 4,
+            relative: bool = True,
+            alpha: Optional[float] = None,
+            beta: Optional[float] = None,
+            kernel_size: Optional[int] = None,
+            num_layers: Optional[int] = None,
+            drop_rate: float = 0.0,
+            conv_drop_rate: float = 0.0,
+            attn_drop_rate: float = 0.0,
+            ff_drop_rate: float = 0.0,
+            drop_path_rate: float = 0.0,
+            device=None,
+            dtype=None,
+    ) -> None:
+        dd = {"device": device, "dtype": dtype}
+        super().__init__()
+        self.img_size = _check_size(img_size)
+        self.num_classes = num_classes
+        self.in_chans = in_chans
+        self.num_features = self.head_hidden_size = widths[-1]
+        if evolution is not None and not attention:
+            raise ValueError(f"evolution={evolution!r} needs attention=True, got attention=False")
+
+        def new_evolution() -> Optional[nn.Module]:
+            return create_evolution(
+                evolution, num_heads, alpha=alpha, beta=beta, kernel_size=kernel_size, num_layers=num_layers, **dd)
+
+        new_evolution()  # an option that fits no layer is an error at any depth
+        self.stem = ConvNormAct(in_chans, widths[0], 3, **dd)
+        stages = []
+        self.feature_info = []
+        in_channels = widths[0]
+        drop_paths = torch.linspace(0, drop_path_rate, depth * len(widths)).tolist()
+        for index, channels in enumerate(widths):
+            reduction = 2 ** index
+            blocks: List[nn.Module] = []
+            for j in range(depth):
+                drops = dict(ff_drop=ff_drop_rate, drop_path=drop_paths[index * depth + j])
+                if not attention or index < len(widths) - 2:
+                    blocks.append(ConvBlock(channels, conv_drop_rate, **drops, **dd))
+                    continue
+                conv = AugmentedConv2d(
+                    channels, channels, 3,
+                    dim_qk=channels, dim_v=channels, num_heads=num_heads, attn_channels=channels // 2,
+                    feat_size=_map_size(self.img_size, reduction),
+                    relative=relative,
+                    evolution=None if j == 0 else new_evolution(),
+                    conv_drop=conv_drop_rate, attn_drop=attn_drop_rate,
+                    **dd)
+                blocks.append(AttnBlock(conv, channels, **drops, **dd))
+            stages.append(DenseStage(in_channels, channels, pool=index > 0, blocks=blocks, **dd))
+            self.feature_info.append(dict(num_chs=channels, reduction=reduction, module=f"stages.{index}"))
+            in_channels = channels
+        self.stages = nn.Sequential(*stages)
+        self.head = ClassifierHead(self.num_features, num_classes, pool_type=global_pool, drop_rate=drop_rate, **dd)
+        self.init_weights()
+
+    @torch.jit.ignore
+    def init_weights(self) -> None:
+        """He for the convolutions; the augmented ones have their own."""
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        for module in self.modules():
+            if isinstance(module, AugmentedConv2d):
+                module.reset_parameters()
+
+    @torch.jit.ignore
+    def group_matcher(self, coarse: bool = False) -> Dict[str, Any]:
+        if coarse:
+            return dict(stem=r"^stem", blocks=r"^stages\.(\d+)")
+        return dict(
+            stem=r"^stem",
+            blocks=[(r"^stages\.(\d+)\.(?:blocks|merge)\.(\d+)", None), (r"^stages\.(\d+)\.proj", (0,))])
+
+    @torch.jit.ignore
+    def no_weight_decay(self) -> Set[str]:
+        return {name for name, _ in self.named_parameters() if name.endswith(("height_rel", "width_rel"))}
+
+    @torch.jit.ignore
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        for stage in self.stages:
+            stage.grad_checkpointing = enable
+
+    @torch.jit.ignore
+    def set_input_size(self, img_size: Union[int, Tuple[int, int]]) -> None:
+        """Fit the position tables to another input size, in pixels; see `AugmentedConv2d.set_feat_size`."""
+        self.img_size = _check_size(img_size)
+        for stage, info in zip(self.stages, self.feature_info):
+            for module in stage.modules():
+                if isinstance(module, AugmentedConv2d):
+                    module.set_feat_size(_map_size(self.img_size, info["reduction"]))
+
+    @torch.jit.ignore
+    def get_classifier(self) -> nn.Module:
+        return self.head.fc
+
+    @torch.jit.ignore
+    def reset_classifier(self, num_classes: int, global_pool: Optional[str] = None) -> None:
+        self.num_classes = num_classes
+        self.head.reset(num_classes, global_pool)
+        self.head_hidden_size = self.num_features * self.head.global_pool.feat_mult()
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        """(B, in_chans, H, W) -> (B, num_features, H/8, W/8)."""
+        return self.stages(self.stem(x))
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """(B, num_features, H, W) -> (B, num_classes), or the pooled features where `pre_logits`."""
+        return self.head(x, pre_logits=pre_logits)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.forward_head(self.forward_features(x))
+
+    def forward_intermediates(
+            self,
+            x: Tensor,
+            indices: Optional[Union[int, List[int]]] = None,
+            norm: bool = False,
+            stop_early: bool = False,
+            output_fmt: str = "NCHW",
+            intermediates_only: bool = False,
+    ) -> Union[List[Tensor], Tuple[Tensor, List[Tensor]]]:
+        """Features after each stage; arguments as in `AttnResNet.forward_intermediates`, indices 0..3 the stages.
+
+        Raises:
+            ValueError: an output_fmt other than "NCHW".
+        """
+        if output_fmt != "NCHW":
+            raise ValueError(f"output_fmt must be 'NCHW', got {output_fmt!r}")
+        take_indices, max_index = take_indices_of(len(self.feature_info), indices)
+        stages = self.stages[:max_index + 1] if stop_early else self.stages
+        intermediates = []
+        x = self.stem(x)
+        for index, stage in enumerate(stages):
+            x = stage(x)
+            if index in take_indices:
+                intermediates.append(x)
+        return intermediates if intermediates_only else (x, intermediates)
+
+    def prune_intermediate_layers(
+            self, indices: Union[int, List[int]] = 1, prune_norm: bool = False, prune_head: bool = True,
+    ) -> List[int]:
+        """Drop the stages after the last wanted one, and the head."""
+        take_indices, max_index = take_indices_of(len(self.feature_info), indices)
+        pruned = max_index + 1 < len(self.stages)
+        self.stages = self.stages[:max_index + 1]
+        self.num_features = self.feature_info[max_index]["num_chs"]
+        if prune_head or pruned:
+            self.head.in_features = self.num_features
+            self.reset_classifier(0, "")
+        return take_indices
+
+
+def _check_size(img_size: Union[int, Tuple[int, int]]) -> Tuple[int, int]:
+    size = to_size(img_size)
+    if min(size) < 8:
+        raise ValueError(f"img_size must be at least 8 pixels a side, got {img_size}")
+    return size
+
+
+def _map_size(img_size: Tuple[int, int], reduction: int) -> Tuple[int, int]:
+    """Every pooling rounds down, so together they do."""
+    return img_size[0] // reduction, img_size[1] // reduction
+
+
+def _create_conv_transformer(variant: str, pretrained: bool = False, **kwargs: Any) -> ConvTransformer:
+    return build_model(ConvTransformer, variant, pretrained, **kwargs)
+
+
+def _cfg(url: str = "", **kwargs: Any) -> Dict[str, Any]:
+    return {
+        "url": url,
+        "num_classes": 10, "input_size": (3, 32, 32), "pool_size": (4, 4),
+        "crop_pct": 1.0, "interpolation": "bilinear",
+        "mean": (0.4914, 0.4822, 0.4465), "std": (0.2470, 0.2435, 0.2616),
+        "first_conv": "stem.conv", "classifier": "head.fc",
+        "license": "apache-2.0",
+        **kwargs,
+    }
+
+
+default_cfgs = generate_default_cfgs({
+    "cnn_cifar": _cfg(),
+    "conv_transformer_cifar": _cfg(),
+    "pa_conv_transformer_cifar": _cfg(),
+    "ea_conv_transformer_cifar": _cfg(),
+})
+
+
+@register_model
+def cnn_cifar(pretrained: bool = False, **kwargs: Any) -> ConvTransformer:
+    """The PA paper's CNN for CIFAR, a reconstruction: no attention."""
+    return _create_conv_transformer("cnn_cifar", pretrained, **{"attention": False, **kwargs})
+
+
+@register_model
+def conv_transformer_cifar(pretrained: bool = False, **kwargs: Any) -> ConvTransformer:
+    """The PA paper's Conv-Transformer for CIFAR, a reconstruction: attention at 8x8 and 4x4."""
+    return _create_conv_transformer("conv_transformer_cifar", pretrained, **kwargs)
+
+
+@register_model
+def pa_conv_transformer_cifar(pretrained: bool = False, **kwargs: Any) -> ConvTransformer:
+    """The PA paper's PA-Conv-Transformer for CIFAR, a reconstruction: alpha 0.01, one convolution."""
+    return _create_conv_transformer(
+        "pa_conv_transformer_cifar", pretrained, **{"evolution": "pa", "alpha": 0.01, **kwargs})
+
+
+@register_model
+def ea_conv_transformer_cifar(pretrained: bool = False, **kwargs: Any) -> ConvTransformer:
+    """Evolving attention in the same network: alpha 0.5, beta 1.0; no paper gives EA on CIFAR."""
+    return _create_conv_transformer("ea_conv_transformer_cifar", pretrained, **{"evolution": "ea", **kwargs})
