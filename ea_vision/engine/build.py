@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 import timm
+import timm.data
 import timm.optim
 import torch
 from torch import nn
@@ -67,3 +68,9 @@ def build_optimizer(config: TrainConfig, model: nn.Module, images_per_update: in
     lr = config.lr * images_per_update / config.lr_base_batch if config.lr_base_batch else config.lr
     return timm.optim.create_optimizer_v2(
         model, opt=config.opt, lr=lr, weight_decay=config.weight_decay, momentum=config.momentum)
+
+
+def image_statistics(model: nn.Module) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and std, per channel, of images in 0..1 that the model's configuration asks for."""
+    data_config = timm.data.resolve_model_data_config(model)
+    return data_config["mean"], data_config["std"]

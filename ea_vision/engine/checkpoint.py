@@ -113,28 +113,29 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     return _unflatten(json.loads(tree), tensors)
 
 
-def newest_checkpoint(folder: Path, notice) -> tuple[Path, dict[str, Any]] | None:
-    """The newest valid checkpoint of a run folder, and its path, or None.
-
-    A damaged or foreign file is named and put aside as NAME.damaged, so that it cannot push out a good one later.
-    """
-    found = []
+def put_damaged_aside(folder: Path, notice) -> None:
+    """Rename damaged and foreign checkpoint files to NAME.damaged, so that none pushes out a good one later."""
     for name in (LAST, PREVIOUS, BEST):
         path = folder / name
-        if not path.exists():
-            continue
         try:
-            state = read_checkpoint(path)
+            if path.exists():
+                read_checkpoint(path)
         except DamagedCheckpoint as error:
             aside = path.with_name(path.name + ".damaged")
             os.replace(path, aside)
             notice(f"skipped: {error}; kept as {aside.name}")
-            continue
-        found.append((state["progress"]["updates"], path, state))
-    if not found:
-        return None
-    _, path, state = max(found, key=lambda entry: entry[0])
-    return path, state
+
+
+def newest_checkpoint(folder: Path) -> tuple[Path, dict[str, Any]] | None:
+    """The valid checkpoint of a run folder with the most updates, and its path, or None."""
+    found = []
+    for name in (LAST, PREVIOUS, BEST):
+        try:
+            if (folder / name).exists():
+                found.append((folder / name, read_checkpoint(folder / name)))
+        except DamagedCheckpoint:
+            continue  # put_damaged_aside has named it, or the user asked for another run's folder
+    return max(found, key=lambda entry: entry[1]["progress"]["updates"], default=None)
 
 
 def random_state(device: torch.device) -> dict[str, Any]:

@@ -60,7 +60,7 @@ class TrainConfig:
     schedule: str = option("one_cycle", "learning rate over time; one_cycle: line up, line down; cosine: warm-up, "
                                         "then cosine cycles; step: warm-up, then factors at decay_epochs",
                            choices=("one_cycle", "cosine", "step", "constant"))
-    warmup_epochs: float = option(2.0, "epochs of linear warm-up from 0", minimum=0.0)
+    warmup: float = option(0.2, "share of all updates that is linear warm-up from 0", minimum=0.0, maximum=1.0)
     lr_min: float = option(0.0, "lowest learning rate", minimum=0.0)
     cycle_epochs: float = option(0.0, "cosine: epochs of the first cycle; 0: one cycle for all", minimum=0.0)
     cycle_mul: float = option(1.0, "cosine: each cycle is this many times longer than the one before", minimum=1.0)
@@ -91,13 +91,11 @@ class TrainConfig:
             value = _coerce(field.name, getattr(self, field.name), hints[field.name])
             _check_range(field, value)
             setattr(self, field.name, value)
-        if self.schedule in ("one_cycle", "cosine", "step") and self.warmup_epochs > self.epochs:
-            raise UsageError(f"warmup_epochs must be at most epochs ({self.epochs}), got {self.warmup_epochs:g}")
         if self.lr_min > self.lr:
             raise UsageError(f"lr_min must be at most lr ({self.lr:g}), got {self.lr_min:g}")
-        if self.cycle_epochs and self.warmup_epochs:
-            raise UsageError(f"cosine restarts have no warm-up: warmup_epochs must be 0 when cycle_epochs is "
-                             f"{self.cycle_epochs:g}, got {self.warmup_epochs:g}")
+        if self.cycle_epochs and self.warmup:
+            raise UsageError(f"cosine restarts have no warm-up: warmup must be 0 when cycle_epochs is "
+                             f"{self.cycle_epochs:g}, got {self.warmup:g}")
         if self.decay_epochs != sorted(self.decay_epochs):
             raise UsageError(f"decay_epochs must rise, got {self.decay_epochs}")
 

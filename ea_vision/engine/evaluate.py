@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -31,14 +32,22 @@ class Evaluation:
         return 100 * self.confusion.diagonal() / self.confusion.sum(1)
 
 
-@torch.inference_mode()
-def evaluate(model: nn.Module, loader, num_classes: int, world: World, amp: str = "none",
-             channels_last: bool = False) -> Evaluation:
-    """Evaluate in eval mode (left so) over `loader.batches(0)`, of which each process sees its own share."""
+@torch.no_grad()  # not inference_mode: a tensor that a layer keeps from here must stay usable in training
+def evaluate(model: nn.Module, loader, num_classes: int, world: World, amp: str = "none", channels_last: bool = False,
+             should_stop: Callable[[], bool] | None = None) -> Evaluation | None:
+    """Evaluate in eval mode (left so) over `loader.batches()`, of which each process sees its own share.
+
+    The loader gives every process the same number of batches, empty ones if need be. Returns None if `should_stop`,
+    asked before each batch, said so.
+    """
     model.eval()
     confusion = torch.zeros(num_classes * num_classes, dtype=torch.float64, device=world.device)
     totals = torch.zeros(3, dtype=torch.float64, device=world.device)  # images, in the top 5, loss
-    for images, targets, _ in loader.batches(0):
+    for images, targets, _ in loader.batches():
+        if should_stop is not None and should_stop():
+            return None
+        if not len(images):
+            continue
         if channels_last:
             images = images.contiguous(memory_format=torch.channels_last)
         with autocast(amp, world.device):

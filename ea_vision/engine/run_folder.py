@@ -37,7 +37,7 @@ def provenance() -> dict[str, Any]:
     except (OSError, subprocess.CalledProcessError):
         pass  # an installed package has no commit; its version says as much
     return {
-        "versions": {"ea_vision": ea_vision.__version__, "torch": torch.__version__, "timm": timm.__version__,
+        "versions": {"ea_vision": ea_vision.__version__, "torch": str(torch.__version__), "timm": timm.__version__,
                      "torchvision": torchvision.__version__, "python": platform.python_version()},
         "git_commit": commit,
     }

@@ -19,7 +19,7 @@ from ea_vision.engine.config import TrainConfig
 def build_schedule(config: TrainConfig, optimizer: torch.optim.Optimizer, updates_per_epoch: int):
     """Return a timm scheduler; call `step_update(n)` after n updates, n = 0 included."""
     total = config.epochs * updates_per_epoch
-    warmup = round(config.warmup_epochs * updates_per_epoch)
+    warmup = round(config.warmup * total)
     common = {"warmup_t": warmup, "t_in_epochs": False}
     if config.schedule == "one_cycle":
         return PolyLRScheduler(optimizer, t_initial=max(total - warmup, 1), power=1.0, lr_min=config.lr_min,

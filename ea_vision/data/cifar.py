@@ -1,0 +1,261 @@
+"""Small images, decoded once: scikit-learn's digits, CIFAR-10, CIFAR-100, and folders or tars of class/name.png."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import logging
+import os
+import tarfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, UnidentifiedImageError
+
+from ea_vision.engine.checkpoint import atomic_write
+from ea_vision.engine.errors import RunError, UsageError
+
+log = logging.getLogger(__name__)
+DATASETS = ("digits", "cifar10", "cifar100", "folder")
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".ppm", ".tif", ".tiff")
+
+
+@dataclass
+class Images:
+    """One split. `names` are paths where the images have them."""
+
+    images: torch.Tensor  # uint8 (N, 3, H, W)
+    targets: torch.Tensor  # int64 (N,)
+    names: list[str]
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def select(self, index: torch.Tensor) -> Images:
+        return Images(self.images[index], self.targets[index], [self.names[i] for i in index.tolist()])
+
+
+@dataclass
+class DataSet:
+    """Training and test images and the names of the classes."""
+
+    name: str
+    train: Images
+    test: Images
+    classes: list[str]
+
+    def fingerprint(self) -> str:
+        """SHA-256 over pixels, targets and class names: the same for the same data, wherever it lay."""
+        digest = hashlib.sha256("\n".join(self.classes).encode())
+        for split in (self.train, self.test):
+            digest.update(split.images.numpy())
+            digest.update(split.targets.numpy())
+        return digest.hexdigest()
+
+
+def hold_out(images: Images, count: int, seed: int) -> tuple[Images, Images]:
+    """Split off `count` images, chosen by `seed`; return (kept, held out), both in their old order.
+
+    Raises:
+        UsageError: `count` leaves nothing to train on.
+    """
+    if not 0 < count < len(images):
+        raise UsageError(f"holdout must lie between 1 and {len(images) - 1} of {len(images)} images, got {count}")
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
+    return images.select(order[count:].sort().values), images.select(order[:count].sort().values)
+
+
+def load_dataset(name: str, data_dir: str = "", cache_dir: str = "", img_size: int = 32, download: bool = False,
+                 workers: int = 2) -> DataSet:
+    """Load a data set as uint8 tensors of `img_size` x `img_size` RGB pixels.
+
+    Args:
+        name: digits | cifar10 | cifar100 (torchvision's files in `data_dir`) | folder (`data_dir` has train and test, or
+            val, each a folder or a .tar of class/name.png).
+        cache_dir: where decoded folders are kept; empty: $XDG_CACHE_HOME/ea_vision; "none": nowhere. A cache that cannot
+            be written is done without.
+        workers: decoding threads.
+
+    Raises:
+        UsageError: missing data, broken images (all of them are found, the first named), classes that differ.
+    """
+    if name == "digits":
+        return _load_digits(img_size)
+    if name in ("cifar10", "cifar100"):
+        return _load_torchvision(name, Path(data_dir) if data_dir else cache_folder("") / "torchvision", img_size, download)
+    if name == "folder":
+        if not data_dir:
+            raise UsageError("--dataset folder needs --data-dir: a folder with train and test (or val)")
+        return _load_folder(Path(data_dir), cache_folder(cache_dir), img_size, workers)
+    raise UsageError(f"dataset must be one of {', '.join(DATASETS)}, got {name!r}")
+
+
+def cache_folder(cache_dir: str) -> Path | None:
+    """The folder of decoded images, or None for "none"."""
+    if cache_dir == "none":
+        return None
+    if cache_dir:
+        return Path(cache_dir)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ea_vision"
+
+
+def _load_digits(img_size: int) -> DataSet:
+    """scikit-learn's 1,797 handwritten digits of 8x8 pixels, enlarged; every fifth image of each class is for testing."""
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    grey = np.rint(digits.images * (255 / 16)).astype(np.uint8)  # (1797, 8, 8), values were 0..16
+    pixels = np.stack([np.asarray(Image.fromarray(g).resize((img_size, img_size), Image.Resampling.BICUBIC)) for g in grey])
+    images = torch.from_numpy(pixels)[:, None].expand(-1, 3, -1, -1).contiguous()
+    targets = torch.from_numpy(digits.target.astype(np.int64))
+    rank_in_class = torch.zeros_like(targets)
+    for target in range(10):
+        of_class = targets == target
+        rank_in_class[of_class] = torch.arange(int(of_class.sum()))
+    is_test = rank_in_class % 5 == 4
+    all_images = Images(images, targets, [f"digit {i}" for i in range(len(targets))])
+    return DataSet("digits", all_images.select((~is_test).nonzero()[:, 0]), all_images.select(is_test.nonzero()[:, 0]),
+                   [str(d) for d in range(10)])
+
+
+def _load_torchvision(name: str, root: Path, img_size: int, download: bool) -> DataSet:
+    """CIFAR-10 or -100 in torchvision's layout under `root`."""
+    from torchvision import datasets
+
+    kind = {"cifar10": datasets.CIFAR10, "cifar100": datasets.CIFAR100}[name]
+    splits = {}
+    for train in (True, False):
+        try:
+            found = kind(str(root), train=train, download=download)
+        except (RuntimeError, OSError) as error:
+            raise UsageError(f"{name} cannot be read from {root}: {error} (--download fetches it, or use --dataset folder)") \
+                from error
+        split = "train" if train else "test"
+        splits[split] = Images(_resized(np.asarray(found.data), img_size),
+                               torch.tensor(found.targets, dtype=torch.int64),
+                               [f"{name} {split} {i}" for i in range(len(found.targets))])
+    return DataSet(name, splits["train"], splits["test"], list(found.classes))
+
+
+def _resized(pixels: np.ndarray, img_size: int) -> torch.Tensor:
+    """uint8 (N, H, W, 3) -> (N, 3, img_size, img_size), bicubic where the size differs."""
+    if pixels.shape[1:3] != (img_size, img_size):
+        pixels = np.stack([_fit(Image.fromarray(p), img_size) for p in pixels])
+    return torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous()
+
+
+def _fit(image: Image.Image, img_size: int) -> np.ndarray:
+    """RGB uint8 (img_size, img_size, 3): another size is scaled by its short side and cut around its middle."""
+    image = image.convert("RGB")
+    if image.size != (img_size, img_size):
+        scale = img_size / min(image.size)
+        image = image.resize([max(img_size, round(side * scale)) for side in image.size], Image.Resampling.BICUBIC)
+        left, top = (image.width - img_size) // 2, (image.height - img_size) // 2
+        image = image.crop((left, top, left + img_size, top + img_size))
+    return np.asarray(image)
+
+
+def _load_folder(root: Path, cache: Path | None, img_size: int, workers: int) -> DataSet:
+    train_source = _find_split(root, ("train",))
+    test_source = _find_split(root, ("test", "val"))
+    train, train_classes = _load_split(train_source, cache, img_size, workers)
+    test, test_classes = _load_split(test_source, cache, img_size, workers)
+    if train_classes != test_classes:
+        differ = sorted(set(train_classes) ^ set(test_classes))
+        raise UsageError(f"{train_source} and {test_source} must have the same classes; "
+                         f"only one of them has {', '.join(differ[:5])}{' ...' if len(differ) > 5 else ''}")
+    return DataSet("folder", train, test, train_classes)
+
+
+def _find_split(root: Path, names: tuple[str, ...]) -> Path:
+    """The folder, else the tar, of a split."""
+    for name in names:
+        for path in (root / name, root / f"{name}.tar"):
+            if path.exists():
+                return path
+    wanted = " or ".join(f"{name}/ or {name}.tar" for name in names)
+    raise UsageError(f"data folder {root} must have {wanted}" + ("" if root.exists() else "; it does not exist"))
+
+
+def _load_split(source: Path, cache: Path | None, img_size: int, workers: int) -> tuple[Images, list[str]]:
+    """Decode a split, or take it from the cache if it has not changed since."""
+    cached = None if cache is None else cache / f"{_source_key(source, img_size)}.npz"
+    if cached is not None and cached.exists():
+        try:
+            with np.load(cached, allow_pickle=False) as file:
+                return (Images(torch.from_numpy(file["images"]), torch.from_numpy(file["targets"]),
+                               file["names"].tolist()), file["classes"].tolist())
+        except (OSError, ValueError, KeyError) as error:  # decoded anew below
+            log.warning("cache file %s cannot be read (%s): decoding again", cached, error)
+    split, classes = _decode(source, img_size, workers)
+    if cached is not None:
+        data = io.BytesIO()
+        np.savez(data, images=split.images.numpy(), targets=split.targets.numpy(), names=np.array(split.names),
+                 classes=np.array(classes))
+        try:
+            cached.parent.mkdir(parents=True, exist_ok=True)
+            atomic_write(cached, data.getbuffer())
+        except (OSError, RunError) as error:
+            log.warning("decoded images are not kept: %s", error)
+    return split, classes
+
+
+def _source_key(source: Path, img_size: int) -> str:
+    """Names a state of a source: its path and the size and time of its files."""
+    digest = hashlib.sha256(f"1 {source.resolve()} {img_size}".encode())
+    for path in [source] if source.is_file() else sorted(p for p in source.rglob("*") if p.is_file()):
+        status = path.stat()
+        digest.update(f"{path} {status.st_size} {status.st_mtime_ns}".encode())
+    return digest.hexdigest()[:32]
+
+
+def _files(source: Path) -> Iterator[tuple[str, bytes]]:
+    """Yield (class/name, content) of the images of a folder or tar."""
+    if source.is_dir():
+        for path in sorted(source.rglob("*")):
+            if path.suffix.lower() in IMAGE_SUFFIXES and path.is_file():
+                yield path.relative_to(source).as_posix(), path.read_bytes()
+        return
+    try:
+        with tarfile.open(source) as tar:
+            for member in tar:
+                if member.isfile() and member.name.lower().endswith(IMAGE_SUFFIXES):
+                    yield member.name.removeprefix("./"), tar.extractfile(member).read()
+    except (tarfile.TarError, EOFError) as error:
+        raise UsageError(f"{source} is not a readable tar: {error}") from error
+
+
+def _decode(source: Path, img_size: int, workers: int) -> tuple[Images, list[str]]:
+    """Decode all images of a folder or tar on `workers` threads, in the order of their names.
+
+    Raises:
+        UsageError: no images, images outside a class folder, or broken ones, by path.
+    """
+    def decode(entry: tuple[str, bytes]) -> tuple[str, np.ndarray | None, str]:
+        name, content = entry
+        try:
+            return name, _fit(Image.open(io.BytesIO(content)), img_size), ""
+        except (UnidentifiedImageError, OSError, ValueError, SyntaxError) as error:  # what Pillow raises on bad files
+            return name, None, str(error)
+
+    with ThreadPoolExecutor(workers) as pool:
+        decoded = sorted(pool.map(decode, _files(source)), key=lambda entry: entry[0])
+    broken = [f"{source}/{name} ({error})" for name, pixels, error in decoded if pixels is None]
+    if broken:
+        raise UsageError(f"{len(broken)} of {len(decoded)} images cannot be decoded: {'; '.join(broken[:5])}"
+                         f"{' ...' if len(broken) > 5 else ''}")
+    if not decoded:
+        raise UsageError(f"{source} has no images; class/name with a suffix of {', '.join(IMAGE_SUFFIXES)} is required")
+    stray = [name for name, _, _ in decoded if "/" not in name]
+    if stray:
+        raise UsageError(f"images of {source} must lie in class folders, got {stray[0]}")
+    labels = [name.split("/")[-2] for name, _, _ in decoded]
+    classes = sorted(set(labels))
+    number = {label: index for index, label in enumerate(classes)}
+    images = torch.from_numpy(np.stack([pixels for _, pixels, _ in decoded])).permute(0, 3, 1, 2).contiguous()
+    targets = torch.tensor([number[label] for label in labels], dtype=torch.int64)
+    return Images(images, targets, [f"{source}/{name}" for name, _, _ in decoded]), classes

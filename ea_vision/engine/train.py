@@ -1,0 +1,365 @@
+"""The training loop: updates, evaluation after each epoch, checkpoints, and what to do when something goes wrong.
+
+Counting: an update is one change of the weights, from `grad_accum` batches of every process; `progress.step` counts the
+updates within the epoch. A run that was killed and continued makes the same updates as one that was not: order and
+augmentation are functions of seed and epoch, and all random states are in the checkpoint.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from timm.data import Mixup
+from timm.data.random_erasing import RandomErasing
+from timm.utils import ModelEmaV3, distribute_bn
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from tqdm import tqdm
+
+from ea_vision.engine import checkpoint, run_folder
+from ea_vision.engine.build import build_optimizer
+from ea_vision.engine.config import TrainConfig
+from ea_vision.engine.distributed import World
+from ea_vision.engine.errors import RunError, UsageError
+from ea_vision.engine.evaluate import autocast, evaluate
+from ea_vision.engine.schedules import build_schedule
+from ea_vision.engine.signals import StopRequest
+
+log = logging.getLogger(__name__)
+MAX_ROLLBACKS = 5
+
+
+class NonFiniteLoss(RuntimeError):
+    """The loss, or a weight, is no longer a finite number."""
+
+
+@dataclass
+class Progress:
+    """Where a run stands. Sums are over the current epoch and all processes."""
+
+    epoch: int = 0  # complete epochs
+    step: int = 0  # updates within the epoch
+    updates: int = 0  # updates since the beginning
+    loss_sum: float = 0.0  # sum of the losses of the images
+    images: int = 0
+    seconds: float = 0.0
+    best_top1: float = -1.0
+    best_epoch: int = 0
+    rollbacks: int = 0
+    rows: list[dict[str, float]] = field(default_factory=list)  # of metrics.csv
+
+    def begin_epoch(self) -> None:
+        self.step, self.loss_sum, self.images, self.seconds = 0, 0.0, 0, 0.0
+
+
+class Trainer:
+    """A run: model, data and run folder, and everything a checkpoint holds.
+
+    Args:
+        model: on the device of `world`, with its initial weights.
+        train_loader: `batches(epoch, first)` yields this process's (images, targets, ids) from batch `first` on;
+            `len()` is the batches of an epoch, the same for all processes.
+        eval_loader: same, all batches, every image once over all processes.
+        num_classes: of the targets.
+        data_fingerprint: goes into checkpoints, so that a run is not continued on other data.
+        describe: sample id -> text, for the report on a non-finite loss.
+    """
+
+    def __init__(self, config: TrainConfig, model: nn.Module, train_loader, eval_loader, *, num_classes: int,
+                 world: World, folder: Path, stop: StopRequest, data_fingerprint: str, describe):
+        self.config, self.world, self.folder, self.stop = config, world, folder, stop
+        self.data_fingerprint, self.describe = data_fingerprint, describe
+        self.train_loader, self.eval_loader, self.num_classes = train_loader, eval_loader, num_classes
+        self.updates_per_epoch = len(train_loader) // config.grad_accum
+        if self.updates_per_epoch < 1:
+            raise UsageError(f"an update needs {config.batch_size * config.grad_accum * world.size} training images "
+                             f"(batch_size x grad_accum x processes), and the data set has fewer")
+        if config.sync_bn:
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        if config.channels_last:
+            model = model.to(memory_format=torch.channels_last)
+        self.model = model
+        self.net = torch.compile(model) if config.compile else model
+        self.eval_net = self.net
+        self.ema = ModelEmaV3(model, decay=config.ema, use_warmup=config.ema_warmup) if config.ema else None
+        if world.size > 1:
+            self.net = DistributedDataParallel(self.net, [world.device.index] if world.device.type == "cuda" else None)
+        self.optimizer = build_optimizer(config, model, config.batch_size * config.grad_accum * world.size)
+        self.scheduler = build_schedule(config, self.optimizer, self.updates_per_epoch)
+        self.scaler = torch.amp.GradScaler(world.device.type, enabled=config.amp == "float16")
+        self.mix = None
+        if config.mixup or config.cutmix:
+            self.mix = Mixup(config.mixup, config.cutmix, label_smoothing=config.label_smoothing,
+                             num_classes=num_classes)
+        self.erase = None
+        if config.random_erasing:
+            self.erase = RandomErasing(config.random_erasing, mode="pixel", device=world.device)
+        self.progress = Progress()
+        self.last_good: Path | None = None
+
+    # ---- state ----------------------------------------------------------------------------------------------------
+
+    @property
+    def best_model(self) -> nn.Module:
+        """The model that is evaluated and exported: the averaged weights where they are on."""
+        return self.ema.module if self.ema is not None else self.model
+
+    def state(self) -> dict[str, Any] | None:
+        """All that resuming needs; None on all processes but the first."""
+        random_states = self.world.gather(checkpoint.random_state(self.world.device))
+        if not self.world.is_main:
+            return None
+        return {
+            "config": self.config.as_dict(),
+            "data_fingerprint": self.data_fingerprint,
+            "world_size": self.world.size,
+            "progress": dataclasses.asdict(self.progress),
+            "model": self.model.state_dict(),
+            "ema": self.ema.module.state_dict() if self.ema is not None else None,
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.scheduler.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "random": random_states,
+        }
+
+    def load(self, state: dict[str, Any], source: Path) -> None:
+        """Continue from a checkpoint's state.
+
+        Raises:
+            UsageError: its weights are another model's, or it lies inside an epoch of other batches.
+        """
+        saved = Progress(**state["progress"])
+        per_update = [state["config"][k] for k in ("batch_size", "grad_accum", "seed")] + [state["world_size"]]
+        own = [self.config.batch_size, self.config.grad_accum, self.config.seed, self.world.size]
+        if saved.step and per_update != own:
+            raise UsageError(f"{source} lies inside an epoch, so batch_size, grad_accum, seed and number of processes "
+                             f"must be {per_update}, got {own}")
+        run_folder.check_state_fits(self.model, state["model"], str(source))
+        if (state["ema"] is None) != (self.ema is None):
+            raise UsageError(f"{source} was written with ema {state['config']['ema']:g}, got {self.config.ema:g}")
+        self.model.load_state_dict(state["model"])
+        if self.ema is not None:
+            self.ema.module.load_state_dict(state["ema"])
+        self._load_optimizer(state["optimizer"], source)
+        self.scaler.load_state_dict(state["scaler"])
+        if state["world_size"] == self.world.size:
+            checkpoint.set_random_state(state["random"][self.world.rank], self.world.device)
+        self.progress = saved
+        self.last_good = source
+        self._slow_down()
+
+    def _load_optimizer(self, state: dict[str, Any], source: Path) -> None:
+        """Load the optimiser's averages; its hyperparameters are this run's, the slow-down of a rollback apart."""
+        groups = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
+        try:
+            self.optimizer.load_state_dict(state)
+        except ValueError as error:
+            raise UsageError(f"optimiser state of {source} does not fit {self.config.opt}: {error}") from error
+        for group, own in zip(self.optimizer.param_groups, groups, strict=True):
+            group.update(own)
+        for parameter, averages in self.optimizer.state.items():
+            for name, value in averages.items():
+                if torch.is_tensor(value) and value.shape == parameter.shape:  # back to the memory format of the weight
+                    averages[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+
+    def save(self, best: bool = False) -> None:
+        """Write the checkpoint; the one it replaces is kept. All processes must call this.
+
+        The order matters: last.ckpt comes after everything that belongs to it, so that whatever a kill leaves undone is
+        done again by the run that continues.
+        """
+        state = self.state()
+        self.last_good = self.folder / checkpoint.LAST
+        if state is None:
+            return
+        data = checkpoint.encode(state)
+        if best:
+            run_folder.write_weights(self.folder, self.best_model)
+            checkpoint.atomic_write(self.folder / checkpoint.BEST, data)
+        run_folder.write_metrics(self.folder, self.progress.rows)
+        checkpoint.atomic_write(self.last_good, data, keep_previous_as=self.folder / checkpoint.PREVIOUS)
+
+    # ---- one update -----------------------------------------------------------------------------------------------
+
+    def _batch_loss(self, images: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Mean loss of one batch, images (B, 3, H, W), targets (B,)."""
+        if self.erase is not None:
+            images = self.erase(images)
+        smoothing = self.config.label_smoothing
+        if self.mix is not None:
+            if len(images) % 2:  # timm mixes pairs
+                images, targets = images[:-1], targets[:-1]
+            images, targets = self.mix(images, targets)  # targets (B, classes), smoothed
+            smoothing = 0.0
+        if self.config.channels_last:
+            images = images.contiguous(memory_format=torch.channels_last)
+        with autocast(self.config.amp, self.world.device):
+            logits = self.net(images)
+        return F.cross_entropy(logits.float(), targets, label_smoothing=smoothing)
+
+    def _update(self, batches: list) -> tuple[float, bool]:
+        """Make one update from `grad_accum` batches; return the mean loss and whether any process was asked to stop.
+
+        Raises:
+            NonFiniteLoss: on every process, before the weights change.
+        """
+        self.scheduler.step_update(self.progress.updates)
+        self.optimizer.zero_grad(set_to_none=True)
+        total = torch.zeros((), device=self.world.device)
+        for index, (images, targets, _) in enumerate(batches):
+            wait = self.world.size > 1 and index < len(batches) - 1  # gradients are averaged with the last batch
+            with self.net.no_sync() if wait else nullcontext():
+                loss = self._batch_loss(images, targets) / len(batches)
+                self.scaler.scale(loss).backward()
+            total += loss.detach().float()
+        # One small sum over the processes: they all learn of a bad loss or a signal in the same update.
+        news = torch.stack([total, torch.full_like(total, self.stop.signal is not None)])
+        loss, stops = self.world.sum(news).tolist()
+        if not math.isfinite(loss):
+            raise NonFiniteLoss(f"the loss of update {self.progress.step + 1} of epoch {self.progress.epoch + 1} is {loss}")
+        if self.config.clip_grad:
+            self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_grad)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.progress.updates += 1
+        self.progress.step += 1
+        if self.ema is not None:
+            self.ema.update(self.model, step=self.progress.updates)
+        return loss / self.world.size, stops > 0
+
+    def _check_weights(self) -> None:
+        """Raise NonFiniteLoss for a weight that no checkpoint should hold: a gradient can overflow where a loss does not."""
+        if not torch.stack([p.detach().isfinite().all() for p in self.model.parameters()]).all():
+            raise NonFiniteLoss(f"a weight is not finite after update {self.progress.step} of epoch "
+                                f"{self.progress.epoch + 1}")
+
+    # ---- epochs ---------------------------------------------------------------------------------------------------
+
+    def train_epoch(self) -> None:
+        """Make the updates of the current epoch that are still to make."""
+        config, progress = self.config, self.progress
+        self.net.train()
+        accum = config.grad_accum
+        source = self.train_loader.batches(progress.epoch, progress.step * accum)
+        bar = tqdm(total=self.updates_per_epoch, initial=progress.step, desc=f"epoch {progress.epoch + 1}", leave=False,
+                   disable=None if self.world.is_main else True, unit="step")
+        with bar:
+            while progress.step < self.updates_per_epoch:
+                start = time.perf_counter()
+                batches = [next(source) for _ in range(accum)]
+                try:
+                    loss, stop = self._update(batches)
+                    done = progress.step == self.updates_per_epoch
+                    due = config.checkpoint_steps and progress.step % config.checkpoint_steps == 0
+                    if stop or done or due:
+                        self._check_weights()
+                except NonFiniteLoss as error:
+                    self._report_non_finite(error, batches)
+                    raise
+                images = config.batch_size * accum * self.world.size
+                progress.loss_sum += loss * images
+                progress.images += images
+                progress.seconds += time.perf_counter() - start
+                bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
+                bar.update()
+                if stop:
+                    self._leave()
+                if due and not done:
+                    self.save()
+
+    def finish_epoch(self) -> None:
+        """Evaluate, add the epoch's row, save."""
+        progress = self.progress
+        start = time.perf_counter()
+        if self.world.size > 1:  # batch statistics are each process's own until here
+            distribute_bn(self.best_model, self.world.size, reduce=False)
+        net = self.ema.module if self.ema is not None else self.eval_net
+        result = evaluate(net, self.eval_loader, self.num_classes, self.world, self.config.amp,
+                          self.config.channels_last, should_stop=self._stop_wanted)
+        if result is None:
+            self._leave()
+        trained = progress.seconds
+        seconds = trained + time.perf_counter() - start
+        progress.epoch += 1
+        row = {
+            "epoch": progress.epoch, "step": progress.updates, "lr": self.optimizer.param_groups[0]["lr"],
+            "train_loss": progress.loss_sum / progress.images, "top1": result.top1, "top5": result.top5,
+            "images_per_s": progress.images / trained, "seconds": seconds,
+        }
+        row = {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in row.items()}
+        progress.rows.append(row)
+        best = result.top1 > progress.best_top1
+        if best:
+            progress.best_top1, progress.best_epoch = result.top1, progress.epoch
+        progress.begin_epoch()
+        self.save(best)
+        log.info("epoch %d/%d  loss %.4f  top1 %.2f%%  top5 %.2f%%  lr %.5f  %.0f images/s  %.1f s%s",
+                 row["epoch"], self.config.epochs, row["train_loss"], row["top1"], row["top5"], row["lr"],
+                 row["images_per_s"], row["seconds"], "  best" if best else "")
+
+    def fit(self) -> None:
+        """Train until `config.epochs` epochs are complete.
+
+        Raises:
+            RunError: stopped by a signal (code 128 + signal), a non-finite loss, or a full disk.
+        """
+        if self.progress.updates == 0:
+            self.save()  # finds out now whether the folder can be written, and gives a rollback something to go to
+        while self.progress.epoch < self.config.epochs:
+            try:
+                self.train_epoch()
+                self.finish_epoch()
+            except NonFiniteLoss as error:
+                if self.config.on_nan == "stop" or self.progress.rollbacks >= MAX_ROLLBACKS:
+                    raise RunError(f"{error}; last good checkpoint: {self.last_good}; the samples of this update are "
+                                   f"in {self.folder}/nonfinite-*.json") from error
+                self._roll_back(error)
+
+    # ---- trouble --------------------------------------------------------------------------------------------------
+
+    def _stop_wanted(self) -> bool:
+        """Whether any process was asked to stop; all processes must ask together."""
+        wanted = torch.tensor(float(self.stop.signal is not None), device=self.world.device)
+        return self.world.sum(wanted).item() > 0
+
+    def _leave(self) -> None:
+        self.save()
+        self.world.barrier()  # nobody leaves, and has the others ended, before the checkpoint is written
+        number = self.stop.signal or 15
+        raise RunError(f"stopped by signal {number} after update {self.progress.step} of epoch "
+                       f"{self.progress.epoch + 1}; saved {self.last_good}", 128 + number)
+
+    def _report_non_finite(self, error: NonFiniteLoss, batches: list) -> None:
+        """Write which samples every process had in the update whose loss is not finite."""
+        ids = self.world.gather([i for _, _, batch_ids in batches for i in batch_ids.tolist()])
+        if self.world.is_main:
+            progress = self.progress
+            name = f"nonfinite-epoch{progress.epoch + 1:03d}-update{progress.step + 1:05d}.json"
+            run_folder.write_json(self.folder / name, {
+                "error": str(error), "epoch": progress.epoch + 1, "update": progress.step + 1,
+                "lr": self.optimizer.param_groups[0]["lr"], "last_good_checkpoint": str(self.last_good),
+                "sample_ids": ids, "samples": [[self.describe(i) for i in of_rank] for of_rank in ids]})
+
+    def _roll_back(self, error: NonFiniteLoss) -> None:
+        """Go back to the last checkpoint with the learning rate halved once more."""
+        self.world.barrier()  # the checkpoint is written by rank 0 and read by all
+        rollbacks = self.progress.rollbacks + 1
+        self.load(checkpoint.read_checkpoint(self.last_good), self.last_good)
+        self.progress.rollbacks = rollbacks
+        self._slow_down()
+        log.warning("%s: back to %s with the learning rate times %g", error, self.last_good, 0.5**rollbacks)
+
+    def _slow_down(self) -> None:
+        """Halve the learning rate once per rollback; timm's schedulers multiply by a group's `lr_scale`."""
+        for group in self.optimizer.param_groups:
+            group["lr_scale"] = 0.5**self.progress.rollbacks
