@@ -56,8 +56,8 @@ class ConvBlock(nn.Module):
         self.drop_path = DropPath(drop_path)
 
     def forward(self, x: Tensor, prev_logits: Optional[Tensor] = None) -> Tuple[Tensor, Optional[Tensor]]:
-        x = F.relu(x + self.drop_path(self.bn(self.conv_drop(self.conv(x)))))
-        x = F.relu(x + self.drop_path(self.ff(x)))
+        x = F.relu_(x + self.drop_path(self.bn(self.conv_drop(self.conv(x)))))
+        x = F.relu_(x + self.drop_path(self.ff(x)))
         return x, None
 
 
@@ -77,8 +77,8 @@ class AttnBlock(nn.Module):
 
     def forward(self, x: Tensor, prev_logits: Optional[Tensor] = None) -> Tuple[Tensor, Optional[Tensor]]:
         y, logits = self.conv(x, prev_logits)
-        x = F.relu(x + self.drop_path(self.bn(y)))
-        x = F.relu(x + self.drop_path(self.ff(x)))
+        x = F.relu_(x + self.drop_path(self.bn(y)))
+        x = F.relu_(x + self.drop_path(self.ff(x)))
         return x, logits
 
 
@@ -101,16 +101,17 @@ class DenseStage(nn.Module):
         self.grad_checkpointing = False
 
     def forward(self, x: Tensor) -> Tensor:
-        features = [self.proj(self.pool(x))]
+        x = self.proj(self.pool(x))
+        features = [x]
         logits: Optional[Tensor] = None
         for merge, block in zip(self.merge, self.blocks):
-            x = merge(torch.cat(features, dim=1))
+            x = merge(x if len(features) == 1 else torch.cat(features, dim=1))
             if self.grad_checkpointing and not torch.jit.is_scripting():
                 x, logits = checkpoint(block, x, logits)
             else:
                 x, logits = block(x, logits)
             features.append(x)
-        return features[-1]
+        return x
 
 
 class ConvTransformer(nn.Module):
