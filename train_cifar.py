@@ -7,15 +7,27 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 import ea_vision  # noqa: F401  (registers the models)
 from ea_vision.data.augment import Augmentation
 from ea_vision.data.cifar import DATASETS, DataSet, hold_out, load_dataset
 from ea_vision.data.on_device import EvalLoader, TrainLoader
 from ea_vision.engine import run_folder
-from ea_vision.engine.build import build_model, check_model_name, image_statistics
+from ea_vision.engine.build import (
+    build_model,
+    check_classes,
+    check_model_name,
+    image_statistics,
+    load_weights,
+    pretrained_model,
+)
 from ea_vision.engine.config import TrainConfig, make_parser, option, parse, resolve
+from ea_vision.engine.curves import draw_learning_curves
 from ea_vision.engine.distributed import World, join_world
-from ea_vision.engine.errors import exit_code
+from ea_vision.engine.errors import UsageError, exit_code
+from ea_vision.engine.evaluate import evaluate
+from ea_vision.engine.report import write_evaluation
 from ea_vision.engine.run import begin_or_resume, finish, is_complete, log_to_stdout, seed_everything
 from ea_vision.engine.signals import StopRequest
 from ea_vision.engine.train import Trainer
@@ -23,9 +35,11 @@ from ea_vision.engine.train import Trainer
 EXAMPLES = """\
   python train_cifar.py                                         # digits, a few minutes on a CPU
   python train_cifar.py --dataset cifar10 --download --amp bfloat16 --channels-last
-  python train_cifar.py --dataset folder --data-dir DIR         # DIR has train and test, folders or tars of class/name.png
+  python train_cifar.py --dataset folder --data-dir DIR         # DIR: train and test, folders or tars of class/name.png
   python train_cifar.py --recipe pa_cifar10 --dataset cifar10 --data-dir DIR --device cuda
   python train_cifar.py --model-kwargs alpha=0.3 beta=0.5       # keywords of the model
+  python train_cifar.py --evaluate runs/digits-ea_conv_transformer_cifar
+  python train_cifar.py --learning-curves runs/a runs/b --output curves.png
   torchrun --nproc-per-node 4 train_cifar.py --dataset cifar10 --data-dir DIR --device cuda
 """
 
@@ -34,7 +48,7 @@ EXAMPLES = """\
 class CifarConfig(TrainConfig):
     """The options of this trainer."""
 
-    dataset: str = option("digits", "digits (scikit-learn's, enlarged), cifar10, cifar100 (torchvision's files), folder",
+    dataset: str = option("digits", "digits (scikit-learn's), cifar10, cifar100 (torchvision's files), folder",
                           choices=DATASETS)
     download: bool = option(False, "fetch cifar10 or cifar100 if it is not in data_dir")
     img_size: int = option(32, "side of the images in pixels; others are scaled and cut", minimum=8)
@@ -70,7 +84,6 @@ def train(config: CifarConfig, optional_kwargs: frozenset[str]) -> int:
         seed_everything(config.seed)
         model, kwargs = build_model(config.model, config.model_kwargs, optional_kwargs, num_classes=len(data.classes),
                                     img_size=config.img_size)
-        config.model_kwargs = {k: v for k, v in kwargs.items() if k in config.model_kwargs}
         model.to(world.device)
         seed_everything(config.seed + 1 + world.rank)  # dropout must differ between processes
         mean, std = image_statistics(model)
@@ -92,14 +105,68 @@ def train(config: CifarConfig, optional_kwargs: frozenset[str]) -> int:
                           folder=folder, stop=stop, data_fingerprint=fingerprint, describe=training.names.__getitem__)
         begin_or_resume(trainer, run)
         trainer.fit()
-        test_loader = EvalLoader(data.test, batch_size=config.eval_batch_size, **common) if config.holdout else eval_loader
+        test_loader = EvalLoader(data.test, batch_size=config.eval_batch_size, **common)
         finish(trainer, test_loader, len(data.test), eval_split, run)
+    return 0
+
+
+def evaluate_target(target: str, weights: str, given: dict) -> int:
+    """Evaluate a run folder, or a model by name, on the test images."""
+    run = Path(target) / run_folder.CONFIG
+    if run.is_file():
+        given = {"recipe": str(run), **{k: v for k, v in given.items() if k != "model"}}
+    else:
+        check_model_name(target, "or run folder ")
+        given = {**given, "model": target}
+    config, _ = resolve(CifarConfig, given)
+    with join_world(config.device) as world:
+        log_to_stdout(world.rank)
+        data = load_data(config, world)
+        expected, output = None, Path("runs") / f"evaluation-{target}"
+        if run.is_file():
+            model, _, about = run_folder.load_run(run.parent)
+            expected, output = about["classes"], run.parent / "evaluation"
+        elif weights:
+            model, _ = build_model(target, config.model_kwargs, num_classes=len(data.classes), img_size=config.img_size)
+            load_weights(model, Path(weights))
+        else:
+            model = pretrained_model(target, config.model_kwargs)
+        check_classes(model, data.classes, expected, target)
+        mean, std = image_statistics(model)
+        loader = EvalLoader(data.test, mean=mean, std=std, device=world.device, batch_size=config.eval_batch_size,
+                            rank=world.rank, world_size=world.size)
+        model.to(world.device, memory_format=torch.channels_last if config.channels_last else torch.preserve_format)
+        result = evaluate(model, loader, len(data.classes), world, config.amp, config.channels_last)
+        if world.is_main:
+            about = {"target": target, "weights": weights or None, "dataset": config.dataset, "amp": config.amp,
+                     "data_fingerprint": data.fingerprint(), **run_folder.provenance()}
+            written = write_evaluation(Path(config.output or output), result, data.classes, about)
+            print(f"top1 {result.top1:.2f}%  top5 {result.top5:.2f}%  loss {result.loss:.4f}  {result.images} images")
+            print("written:", *written)
     return 0
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = make_parser(CifarConfig, "train_cifar.py", __doc__, EXAMPLES)
-    config, optional_kwargs = resolve(CifarConfig, parse(parser, argv))
+    modes = parser.add_argument_group("instead of training")
+    modes.add_argument("--evaluate", metavar="RUN|MODEL", help="test a run folder's best weights, or a model by name: "
+                       "accuracy, per class too, and a confusion picture, into --output (default: RUN/evaluation)")
+    modes.add_argument("--weights", metavar="FILE", default="", help="with --evaluate MODEL: safetensors weights "
+                       "(default: the model's own pretrained ones)")
+    modes.add_argument("--learning-curves", metavar="RUN", nargs="+", help="draw loss and accuracy of run folders "
+                       "into the PNG --output (default: learning_curves.png)")
+    given = parse(parser, argv)
+    target, weights, runs = given.pop("evaluate", ""), given.pop("weights"), given.pop("learning_curves", [])
+    if runs:
+        output = Path(given.get("output", "learning_curves.png"))
+        draw_learning_curves([Path(run) for run in runs], output)
+        print(f"written: {output}")
+        return 0
+    if target:
+        return evaluate_target(target, weights, given)
+    if weights:
+        raise UsageError("--weights goes with --evaluate MODEL")
+    config, optional_kwargs = resolve(CifarConfig, given)
     return train(config, optional_kwargs)
 
 

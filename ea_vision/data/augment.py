@@ -1,7 +1,7 @@
 """Augmentation of whole batches on their device, one random draw per image, no loop over images.
 
-The draws for an epoch are made at once, on the CPU, from seed and epoch: what happens to an image depends neither on the
-device nor on the number of processes, and a run that continues inside an epoch sees the same images.
+The draws for an epoch are made at once, on the CPU, from seed and epoch: what happens to an image depends neither on
+the device nor on the number of processes, and a run that continues inside an epoch sees the same images.
 """
 
 from __future__ import annotations

@@ -74,10 +74,10 @@ def load_dataset(name: str, data_dir: str = "", cache_dir: str = "", img_size: i
     """Load a data set as uint8 tensors of `img_size` x `img_size` RGB pixels.
 
     Args:
-        name: digits | cifar10 | cifar100 (torchvision's files in `data_dir`) | folder (`data_dir` has train and test, or
-            val, each a folder or a .tar of class/name.png).
-        cache_dir: where decoded folders are kept; empty: $XDG_CACHE_HOME/ea_vision; "none": nowhere. A cache that cannot
-            be written is done without.
+        name: digits | cifar10 | cifar100 (torchvision's files in `data_dir`) | folder (`data_dir` has train and test,
+            or val, each a folder or a .tar of class/name.png).
+        cache_dir: where decoded folders are kept; empty: $XDG_CACHE_HOME/ea_vision; "none": nowhere. A cache that
+            cannot be written is done without.
         workers: decoding threads.
 
     Raises:
@@ -86,7 +86,8 @@ def load_dataset(name: str, data_dir: str = "", cache_dir: str = "", img_size: i
     if name == "digits":
         return _load_digits(img_size)
     if name in ("cifar10", "cifar100"):
-        return _load_torchvision(name, Path(data_dir) if data_dir else cache_folder("") / "torchvision", img_size, download)
+        root = Path(data_dir) if data_dir else cache_folder("") / "torchvision"
+        return _load_torchvision(name, root, img_size, download)
     if name == "folder":
         if not data_dir:
             raise UsageError("--dataset folder needs --data-dir: a folder with train and test (or val)")
@@ -104,13 +105,12 @@ def cache_folder(cache_dir: str) -> Path | None:
 
 
 def _load_digits(img_size: int) -> DataSet:
-    """scikit-learn's 1,797 handwritten digits of 8x8 pixels, enlarged; every fifth image of each class is for testing."""
+    """scikit-learn's 1,797 handwritten digits of 8x8 pixels, enlarged; every fifth image of a class is for testing."""
     from sklearn.datasets import load_digits
 
     digits = load_digits()
     grey = np.rint(digits.images * (255 / 16)).astype(np.uint8)  # (1797, 8, 8), values were 0..16
-    pixels = np.stack([np.asarray(Image.fromarray(g).resize((img_size, img_size), Image.Resampling.BICUBIC)) for g in grey])
-    images = torch.from_numpy(pixels)[:, None].expand(-1, 3, -1, -1).contiguous()
+    images = _resized(grey[..., None].repeat(3, axis=-1), img_size)
     targets = torch.from_numpy(digits.target.astype(np.int64))
     rank_in_class = torch.zeros_like(targets)
     for target in range(10):
@@ -132,8 +132,8 @@ def _load_torchvision(name: str, root: Path, img_size: int, download: bool) -> D
         try:
             found = kind(str(root), train=train, download=download)
         except (RuntimeError, OSError) as error:
-            raise UsageError(f"{name} cannot be read from {root}: {error} (--download fetches it, or use --dataset folder)") \
-                from error
+            raise UsageError(f"{name} cannot be read from {root}: {error} (--download fetches it; --dataset folder "
+                             "reads tars and folders)") from error
         split = "train" if train else "test"
         splits[split] = Images(_resized(np.asarray(found.data), img_size),
                                torch.tensor(found.targets, dtype=torch.int64),

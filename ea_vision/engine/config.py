@@ -147,7 +147,7 @@ def recipe_names() -> list[str]:
 
 
 def load_recipe(name: str) -> dict[str, Any]:
-    """Read a recipe by name or path. A run folder's config.yaml is a recipe too: its `run` section is left out.
+    """Read a recipe by name or path. A run folder's config.yaml is a recipe too.
 
     Raises:
         UsageError: no such recipe, or not a YAML mapping.
@@ -167,7 +167,8 @@ def load_recipe(name: str) -> dict[str, Any]:
         raise UsageError(f"recipe {name} is not valid YAML: {error}") from error
     if not isinstance(recipe, dict):
         raise UsageError(f"recipe {name} must be a YAML mapping, got {type(recipe).__name__}")
-    recipe.pop("run", None)
+    if "run" in recipe:  # a run folder's: its place on disk is not part of the experiment
+        recipe = {key: value for key, value in recipe.items() if key not in ("run", "output", "resume")}
     return recipe
 
 

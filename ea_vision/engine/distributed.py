@@ -1,4 +1,4 @@
-"""Processes of one run: torchrun starts them, gloo joins them on CPU and nccl on CUDA. Without torchrun there is one."""
+"""Processes of one run: torchrun starts them, gloo joins them on CPU, nccl on CUDA. Without torchrun there is one."""
 
 from __future__ import annotations
 

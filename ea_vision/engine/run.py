@@ -14,7 +14,6 @@ import torch
 
 from ea_vision.engine import checkpoint, run_folder
 from ea_vision.engine.config import FREE_TO_CHANGE, TrainConfig
-from ea_vision.engine.distributed import World
 from ea_vision.engine.errors import UsageError
 from ea_vision.engine.evaluate import evaluate
 from ea_vision.engine.train import Trainer

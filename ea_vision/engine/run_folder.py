@@ -18,6 +18,7 @@ import yaml
 from torch import nn
 
 import ea_vision
+from ea_vision.engine.build import load_weights
 from ea_vision.engine.checkpoint import BEST, LAST, PREVIOUS, atomic_write
 from ea_vision.engine.errors import RunError, UsageError
 
@@ -152,29 +153,3 @@ def load_run(folder: Path) -> tuple[nn.Module, dict[str, Any], dict[str, Any]]:
     model = timm.create_model(config["model"], **run["model_kwargs"])
     load_weights(model, weights)
     return model.eval(), config, run
-
-
-def load_weights(model: nn.Module, path: Path) -> None:
-    """Load safetensors weights strictly.
-
-    Raises:
-        UsageError: no such file, not safetensors, or names and shapes that differ from the model's.
-    """
-    try:
-        state = safetensors.torch.load_file(path)
-    except (OSError, safetensors.SafetensorError) as error:
-        raise UsageError(f"cannot read weights {path}: {error}") from error
-    check_state_fits(model, state, str(path))
-    model.load_state_dict(state)
-
-
-def check_state_fits(model: nn.Module, state: dict[str, torch.Tensor], source: str) -> None:
-    """Raise UsageError, naming the first differences, unless names and shapes of `state` are those of the model."""
-    own = model.state_dict()
-    differences = [f"{n} must be {tuple(own[n].shape)}, got {tuple(state[n].shape)}"
-                   for n in own if n in state and own[n].shape != state[n].shape]
-    differences += [f"{n} is missing" for n in own if n not in state]
-    differences += [f"{n} is unknown" for n in state if n not in own]
-    if differences:
-        more = f" and {len(differences) - 3} more" if len(differences) > 3 else ""
-        raise UsageError(f"weights {source} do not fit the model: {'; '.join(differences[:3])}{more}")

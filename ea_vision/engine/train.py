@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from ea_vision.engine import checkpoint, run_folder
-from ea_vision.engine.build import build_optimizer
+from ea_vision.engine.build import build_optimizer, check_state_fits
 from ea_vision.engine.config import TrainConfig
 from ea_vision.engine.distributed import World
 from ea_vision.engine.errors import RunError, UsageError
@@ -143,7 +143,7 @@ class Trainer:
         if saved.step and per_update != own:
             raise UsageError(f"{source} lies inside an epoch, so batch_size, grad_accum, seed and number of processes "
                              f"must be {per_update}, got {own}")
-        run_folder.check_state_fits(self.model, state["model"], str(source))
+        check_state_fits(self.model, state["model"], str(source))
         if (state["ema"] is None) != (self.ema is None):
             raise UsageError(f"{source} was written with ema {state['config']['ema']:g}, got {self.config.ema:g}")
         self.model.load_state_dict(state["model"])
@@ -225,7 +225,8 @@ class Trainer:
         news = torch.stack([total, torch.full_like(total, self.stop.signal is not None)])
         loss, stops = self.world.sum(news).tolist()
         if not math.isfinite(loss):
-            raise NonFiniteLoss(f"the loss of update {self.progress.step + 1} of epoch {self.progress.epoch + 1} is {loss}")
+            raise NonFiniteLoss(f"the loss of update {self.progress.step + 1} of epoch {self.progress.epoch + 1} "
+                                f"is {loss}")
         if self.config.clip_grad:
             self.scaler.unscale_(self.optimizer)
             nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_grad)
@@ -238,7 +239,7 @@ class Trainer:
         return loss / self.world.size, stops > 0
 
     def _check_weights(self) -> None:
-        """Raise NonFiniteLoss for a weight that no checkpoint should hold: a gradient can overflow where a loss does not."""
+        """Raise NonFiniteLoss for weights that no checkpoint should hold: gradients can overflow where losses do not."""
         if not torch.stack([p.detach().isfinite().all() for p in self.model.parameters()]).all():
             raise NonFiniteLoss(f"a weight is not finite after update {self.progress.step} of epoch "
                                 f"{self.progress.epoch + 1}")

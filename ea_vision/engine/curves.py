@@ -1,0 +1,46 @@
+"""Learning curves of several runs in one picture (figure 5 of the EA paper, figure 7 of the PA paper)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ea_vision.engine.checkpoint import atomic_write
+from ea_vision.engine.errors import UsageError
+from ea_vision.engine.report import figure_bytes
+from ea_vision.engine.run_folder import read_config, read_metrics
+
+
+def draw_learning_curves(folders: list[Path], output: Path) -> None:
+    """Draw training loss and top-1 over epochs, one line per run folder, into the PNG `output`.
+
+    Raises:
+        UsageError: not a run folder, or a run without a complete epoch.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    if output.suffix.lower() != ".png":
+        raise UsageError(f"learning curves are drawn as PNG: --output must end in .png, got {output}")
+    runs = []
+    for folder in folders:
+        config, run = read_config(folder)
+        metrics = read_metrics(folder)
+        if not metrics["epoch"]:
+            raise UsageError(f"{folder} has no complete epoch yet")
+        runs.append((f"{folder.name}: {config['model']}", run["eval_split"], metrics))
+
+    figure = Figure(figsize=(12, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    loss_axes, accuracy_axes = figure.subplots(1, 2)
+    for label, _, metrics in runs:
+        loss_axes.plot(metrics["epoch"], metrics["train_loss"], label=label, marker=".")
+        best = max(metrics["top1"])
+        accuracy_axes.plot(metrics["epoch"], metrics["top1"], label=f"{label} ({best:.2f}%)", marker=".")
+    splits = sorted({split.replace("_", "-") for _, split, _ in runs})
+    loss_axes.set(xlabel="epoch", ylabel="training loss")
+    accuracy_axes.set(xlabel="epoch", ylabel=f"top-1 on {' or '.join(splits)} images (%)")
+    for axes in (loss_axes, accuracy_axes):
+        axes.grid(alpha=0.3)
+    accuracy_axes.legend(fontsize=8)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    atomic_write(output, figure_bytes(figure))

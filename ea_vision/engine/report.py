@@ -1,0 +1,69 @@
+"""What an evaluation leaves on disk: numbers, accuracy of each class, the confusion matrix as a picture."""
+
+from __future__ import annotations
+
+import csv
+import io
+from pathlib import Path
+from typing import Any
+
+from ea_vision.engine.checkpoint import atomic_write
+from ea_vision.engine.evaluate import Evaluation
+from ea_vision.engine.run_folder import create, write_json
+
+
+def write_evaluation(folder: Path, result: Evaluation, classes: list[str], about: dict[str, Any]) -> list[Path]:
+    """Write evaluation.json, per_class.csv and confusion.png; return their paths."""
+    create(folder)
+    paths = [folder / "evaluation.json", folder / "per_class.csv", folder / "confusion.png"]
+    numbers = {"images": result.images, "top1": round(result.top1, 4), "top5": round(result.top5, 4),
+               "loss": round(result.loss, 6)}
+    write_json(paths[0], {**about, **numbers})
+    table = io.StringIO()
+    writer = csv.writer(table, lineterminator="\n")
+    writer.writerow(["class", "images", "top1", "most_confused_with", "confused_images"])
+    for index, (name, top1) in enumerate(zip(classes, result.per_class().tolist(), strict=True)):
+        row = result.confusion[index].clone()
+        images = int(row.sum())
+        row[index] = 0
+        worst = int(row.argmax())
+        writer.writerow([name, images, f"{top1:.2f}", classes[worst] if row[worst] else "", int(row[worst])])
+    atomic_write(paths[1], table.getvalue().encode())
+    atomic_write(paths[2], _confusion_picture(result, classes))
+    return paths
+
+
+def _confusion_picture(result: Evaluation, classes: list[str]) -> bytes:
+    """PNG of the confusion matrix, each row as percent of its class; the numbers are shown for up to 20 classes."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    percent = 100 * result.confusion / result.confusion.sum(1, keepdim=True).clamp(min=1)
+    count = len(classes)
+    side = min(max(4.0, 0.45 * count + 2), 16.0)
+    figure = Figure(figsize=(side + 1, side), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    image = axes.imshow(percent.numpy(), cmap="Blues", vmin=0, vmax=100)
+    figure.colorbar(image, ax=axes, label="percent of the class", shrink=0.8)
+    axes.set(xlabel="taken for", ylabel="class",
+             title=f"top-1 {result.top1:.2f}%, top-5 {result.top5:.2f}%, {result.images} images")
+    if count <= 100:
+        size = 9 if count <= 30 else 5
+        axes.set_xticks(range(count), classes, rotation=90, fontsize=size)
+        axes.set_yticks(range(count), classes, fontsize=size)
+    if count <= 20:
+        for row in range(count):
+            for column in range(count):
+                value = percent[row, column].item()
+                if value >= 0.5:
+                    axes.text(column, row, f"{value:.0f}", ha="center", va="center", fontsize=8,
+                              color="white" if value > 50 else "black")
+    return figure_bytes(figure)
+
+
+def figure_bytes(figure) -> bytes:
+    """The figure as PNG."""
+    data = io.BytesIO()
+    figure.savefig(data, format="png", dpi=120)
+    return data.getvalue()

@@ -1,0 +1,159 @@
+"""Train once per setting of model keywords, one run after another, and draw accuracy over the settings (EA figure 6).
+
+Each run has its own folder below --output and is trained by the trainer's own command, so a sweep that was interrupted
+continues where it was. The accuracy drawn is that of the run's evaluation images: hold some out (--holdout 5000) to
+keep the test images out of the choice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import itertools
+import signal
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+from ea_vision.engine.checkpoint import atomic_write
+from ea_vision.engine.errors import RunError, UsageError, exit_code
+from ea_vision.engine.report import figure_bytes
+from ea_vision.engine.run_folder import create, read_results
+
+EXAMPLES = """\
+examples:
+  python -m ea_vision.engine.sweep --set alpha=0.1,0.3,0.5,0.7 --output sweeps/alpha -- --dataset folder \\
+      --data-dir DIR --epochs 3 --holdout 5000
+  python -m ea_vision.engine.sweep --set alpha=0.3,0.5 --set beta=0,0.5,1 --seeds 0,1,2 --output sweeps/ab -- \\
+      --model ea_conv_transformer_cifar
+"""
+
+
+def parse_settings(words: list[str]) -> dict[str, list[str]]:
+    """Read KEY=V1,V2,... words.
+
+    Raises:
+        UsageError: a word without values, or a key given twice.
+    """
+    settings: dict[str, list[str]] = {}
+    for word in words:
+        key, _, values = word.partition("=")
+        if not key or not values or "" in values.split(","):
+            raise UsageError(f"--set takes KEY=V1,V2,..., got {word!r}")
+        if key in settings:
+            raise UsageError(f"--set {key} is given twice")
+        settings[key] = values.split(",")
+    return settings
+
+
+def run_setting(script: Path, folder: Path, setting: dict[str, str], seed: str, arguments: list[str]) -> dict:
+    """Train one setting in its own process; return its results.json.
+
+    Raises:
+        RunError: the trainer failed.
+    """
+    command = [sys.executable, str(script), *arguments, "--output", str(folder), "--seed", seed, "--model-kwargs",
+               *(f"{key}={value}" for key, value in setting.items())]
+    process = subprocess.Popen(command)
+    try:
+        code = process.wait()
+    finally:  # an interrupted sweep lets the trainer save
+        if process.poll() is None:
+            process.terminate()
+            process.wait()
+    results = read_results(folder)
+    if code != 0 or results is None:
+        raise RunError(f"{folder.name} ended with exit code {code}; mend it and run the same sweep again to continue")
+    return results
+
+
+def evaluation_top1(results: dict) -> float:
+    """Top-1, in percent, of the best weights on the run's evaluation images (held out where the run holds out)."""
+    best = results["test_best"]
+    return best.get(f"{results['eval_split']}_top1", best["top1"])
+
+
+def draw(rows: list[dict], keys: list[str], ylabel: str) -> bytes:
+    """PNG: top-1 over the values of the first key, one line per setting of the others, bars over seeds."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    first, others = keys[0], keys[1:]
+    lines: dict[str, dict[str, list[float]]] = {}
+    for row in rows:
+        label = ", ".join(f"{key}={row[key]}" for key in others)
+        lines.setdefault(label, {}).setdefault(row[first], []).append(row["top1"])
+    values = list(dict.fromkeys(row[first] for row in rows))
+    numeric = all(_is_number(value) for value in values)
+    for label, points in lines.items():
+        places = [float(v) if numeric else values.index(v) for v in points]
+        means = [statistics.mean(v) for v in points.values()]
+        spreads = [statistics.stdev(v) if len(v) > 1 else 0.0 for v in points.values()]
+        axes.errorbar(places, means, spreads, marker="o", capsize=3, label=label or None)
+    if not numeric:
+        axes.set_xticks(range(len(values)), values)
+    axes.set(xlabel=first, ylabel=ylabel)
+    axes.grid(alpha=0.3)
+    if others:
+        axes.legend(fontsize=8)
+    return figure_bytes(figure)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m ea_vision.engine.sweep", description=__doc__, epilog=EXAMPLES,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--set", action="append", required=True, metavar="KEY=V1,V2,...", dest="settings",
+                        help="a model keyword and its values; given again, all combinations are run")
+    parser.add_argument("--seeds", default="0", help="seeds, each of which runs every setting (default: 0)")
+    parser.add_argument("--output", required=True, type=Path, help="folder of the runs, sweep.csv and sweep.png")
+    parser.add_argument("--script", default=Path("train_cifar.py"), type=Path, help="trainer (default: train_cifar.py)")
+    parser.add_argument("arguments", nargs="*", metavar="-- ARGUMENT", help="arguments of the trainer, after --")
+    args = parser.parse_args(argv)
+    settings = parse_settings(args.settings)
+    if not args.script.is_file():
+        raise UsageError(f"no trainer {args.script}: give its path by --script")
+
+    def leave(number, _frame):
+        raise RunError("stopped by a signal; the same command continues", 128 + number)
+
+    signal.signal(signal.SIGTERM, leave)
+    create(args.output)
+    rows: list[dict] = []
+    split = "test"
+    for values in itertools.product(*settings.values()):
+        setting = dict(zip(settings, values, strict=True))
+        for seed in args.seeds.split(","):
+            name = ",".join([*(f"{k}={v}" for k, v in setting.items()), f"seed={seed}"])
+            results = run_setting(args.script, args.output / name, setting, seed, args.arguments)
+            split = results["eval_split"]
+            rows.append({**setting, "seed": seed, "top1": evaluation_top1(results),
+                         "test_top1": results["test_best"]["top1"]})
+            # Written after every run, so that the curve grows as the sweep goes.
+            table = io.StringIO()
+            writer = csv.DictWriter(table, list(rows[0]), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+            atomic_write(args.output / "sweep.csv", table.getvalue().encode())
+            ylabel = f"top-1 on {split.replace('_', '-')} images (%)"
+            atomic_write(args.output / "sweep.png", draw(rows, list(settings), ylabel))
+    best = max(rows, key=lambda row: row["top1"])
+    print(f"best: {' '.join(f'{k}={best[k]}' for k in settings)} seed={best['seed']} top1 {best['top1']:.2f}%")
+    print(f"written: {args.output / 'sweep.csv'} {args.output / 'sweep.png'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))
