@@ -8,3 +8,4 @@ Importing the package registers the models with timm; nothing else is loaded:
 __version__ = "0.1.0"
 
 from ea_vision import models as models  # noqa: E402 (registers the networks)
+from ea_vision.attention import record_attention as record_attention  # noqa: E402

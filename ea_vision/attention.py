@@ -1,0 +1,354 @@
+"""Recording attention maps from any of the networks, and from timm's ViTs and BoTNets.
+
+    with ea_vision.record_attention(model, layers=[16, 17], parts=("attn", "logits")) as maps:
+        model(images)
+    maps[16].attn       # (B, K, N, N), rows are queries, columns keys, both row-major over maps[16].feat_size
+
+Forward hooks only watch, so recording changes no output bit of our networks. timm's fused attention never forms the
+maps: while recording it is switched to its plain path, which may differ in the last bits.
+
+Shape letters: B batch, K heads, H x W the attention map, N = H*W its pixels, T tokens (N and a class token, ...).
+"""
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
+
+import torch
+import torch.nn.functional as F
+from timm.layers import Attention, AttentionRope
+from timm.layers.bottleneck_attn import BottleneckAttn
+from torch import Tensor, nn
+
+from ea_vision.layers import AugmentedConv2d, EvolvingAttention, PredictiveAttention
+
+__all__ = ["PARTS", "AttentionLayer", "AttentionMaps", "LayerMaps", "attention_layers", "record_attention"]
+
+PARTS = ("attn", "logits", "self_logits", "conv_logits", "prev_logits")
+_EVOLUTION_PARTS = ("conv_logits", "prev_logits")
+
+
+@dataclass(frozen=True)
+class AttentionLayer:
+    """A layer that can be recorded.
+
+    number: counted from 1 over all attention layers of the network, in forward order.
+    name: of the module.
+    num_heads: K.
+    parts: those of PARTS that the layer has.
+    """
+
+    number: int
+    name: str
+    num_heads: int
+    parts: Tuple[str, ...]
+
+
+@dataclass
+class LayerMaps:
+    """What one layer did in the last forward. A part that was not asked for, or that the layer lacks, is None.
+
+    number, name: the layer's, as in `AttentionLayer`.
+    heads: which heads the tensors hold, counted from 0; the K below.
+    feat_size: (H, W) of the map.
+    num_prefix_tokens: tokens before the map's pixels (a ViT's class token); our networks have none.
+    attn: (B, K, N, N), the probabilities, before dropout; rows are queries and sum to 1.
+    logits: (B, K, N, N), what entered the softmax.
+    self_logits: (B, K, N, N), this layer's dot products and position terms.
+    conv_logits: (B, K, N, N), the evolution's convolution (EA: of the mixed maps, PA: of prev_logits), after its ReLU.
+    prev_logits: (B, K, N, N), the previous layer's logits, as mixed in.
+    """
+
+    number: int
+    name: str
+    heads: Tuple[int, ...]
+    feat_size: Tuple[int, int] = (0, 0)
+    num_prefix_tokens: int = 0
+    attn: Optional[Tensor] = None
+    logits: Optional[Tensor] = None
+    self_logits: Optional[Tensor] = None
+    conv_logits: Optional[Tensor] = None
+    prev_logits: Optional[Tensor] = None
+
+    def __getitem__(self, part: str) -> Tensor:
+        """The tensor of a part, which must have been recorded."""
+        tensor = getattr(self, part) if part in PARTS else None
+        if tensor is None:
+            recorded = [name for name in PARTS if getattr(self, name) is not None]
+            raise KeyError(f"layer {self.number} ({self.name}) has recorded {', '.join(recorded)}; got {part!r}")
+        return tensor
+
+    def spatial(self, part: str = "attn") -> Tensor:
+        """A part from pixel to pixel, without prefix tokens: (B, K, H, W, H, W), query row and column first."""
+        H, W = self.feat_size
+        first = self.num_prefix_tokens
+        maps = self[part][:, :, first:, first:]
+        return maps.reshape(*maps.shape[:2], H, W, H, W)
+
+
+class AttentionMaps(Mapping[int, LayerMaps]):
+    """The recorded layers by number; `maps["layer3.0.conv2"]` finds one by its module's name."""
+
+    def __init__(self) -> None:
+        self._layers: Dict[int, LayerMaps] = {}
+
+    def __getitem__(self, key: Union[int, str]) -> LayerMaps:
+        for layer in self._layers.values():
+            if key == layer.number or key == layer.name:
+                return layer
+        recorded = ", ".join(f"{layer.number} ({layer.name})" for layer in self.values())
+        raise KeyError(f"recorded layers are {recorded or 'none yet'}; got {key!r}")
+
+    def __contains__(self, key: object) -> bool:
+        return any(key == layer.number or key == layer.name for layer in self._layers.values())
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(sorted(self._layers))
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def _begin(self, layer: LayerMaps) -> None:
+        """A layer's forward begins. Its second one belongs to the next forward of the network: drop the last one's."""
+        if layer.number in self._layers:
+            self._layers.clear()
+        self._layers[layer.number] = layer
+
+
+class _Watch:
+    """Collects the chosen parts and heads of one layer, as its hooks deliver them."""
+
+    def __init__(self, layer: AttentionLayer, heads: Tuple[int, ...], parts: Tuple[str, ...], maps: AttentionMaps):
+        self.layer, self.heads, self.parts, self.maps = layer, heads, parts, maps
+        self.current: Optional[LayerMaps] = None
+
+    def begin(self, *_) -> None:
+        """The layer's forward begins; a recomputation in the backward pass (gradient checkpointing) is not one."""
+        if torch._C._current_graph_task_id() != -1:
+            self.current = None
+            return
+        self.current = LayerMaps(self.layer.number, self.layer.name, self.heads)
+        self.maps._begin(self.current)
+
+    def place(self, feat_size: Tuple[int, int], num_prefix_tokens: int = 0) -> None:
+        if self.current is not None:
+            self.current.feat_size, self.current.num_prefix_tokens = feat_size, num_prefix_tokens
+
+    def wants(self, *parts: str) -> bool:
+        return self.current is not None and any(part in self.parts for part in parts)
+
+    def save(self, part: str, maps: Tensor) -> None:
+        """maps: (B, all heads, N, N)."""
+        if self.wants(part):
+            maps = maps.detach()
+            whole = len(self.heads) == maps.shape[1]
+            setattr(self.current, part, maps.clone() if whole else maps[:, list(self.heads)])
+
+
+def _watch_augmented_conv(module: AugmentedConv2d, watch: _Watch, model: nn.Module) -> List[Callable[[], None]]:
+    def on_output(_, args, output) -> None:
+        watch.save("logits", output[1])
+        if module.evolution is None:
+            watch.save("self_logits", output[1])
+
+    def on_evolution(_, args) -> None:
+        watch.save("self_logits", args[0])
+        watch.save("prev_logits", args[1])
+        if not len(getattr(module.evolution, "convs", (None,))):  # PA whose CNN is the identity
+            watch.save("conv_logits", args[1])
+
+    def on_conv(_, args, output) -> None:
+        if watch.wants("conv_logits"):
+            watch.save("conv_logits", F.relu(output))
+
+    handles = [
+        module.register_forward_pre_hook(watch.begin),
+        module.attn_drop.register_forward_pre_hook(lambda _, args: watch.save("attn", args[0])),
+        module.proj.register_forward_pre_hook(lambda _, args: watch.place(tuple(args[0].shape[-2:]))),
+        module.register_forward_hook(on_output),
+    ]
+    if module.evolution is not None:
+        handles.append(module.evolution.register_forward_pre_hook(on_evolution))
+        if "conv_logits" in watch.layer.parts and len(module.evolution.convs):
+            handles.append(module.evolution.convs[-1].register_forward_hook(on_conv))
+    return [handle.remove for handle in handles]
+
+
+def _watch_token_attention(module: nn.Module, watch: _Watch, model: nn.Module) -> List[Callable[[], None]]:
+    """timm's Attention over a ViT's tokens, its fused path off."""
+    prefix = model.num_prefix_tokens
+    grid = [0, 0]
+
+    def on_patch_embed(_, args) -> None:
+        grid[:] = model.patch_embed.dynamic_feat_size(tuple(args[0].shape[-2:]))
+
+    def on_attn(_, args) -> None:
+        tokens = args[0].shape[-1]
+        if tokens != prefix + grid[0] * grid[1]:
+            raise ValueError(
+                f"attention layer {watch.layer.number} ({watch.layer.name}) must attend over {prefix} prefix tokens and "
+                f"the {grid[0]}x{grid[1]} patches to have a map, got {tokens} tokens")
+        watch.place((grid[0], grid[1]), prefix)
+        watch.save("attn", args[0])
+
+    fused = module.fused_attn
+    module.fused_attn = False
+    handles = [
+        model.patch_embed.register_forward_pre_hook(on_patch_embed),
+        module.register_forward_pre_hook(watch.begin),
+        module.attn_drop.register_forward_pre_hook(on_attn),
+    ]
+    return [*(handle.remove for handle in handles), lambda: setattr(module, "fused_attn", fused)]
+
+
+def _watch_bottleneck(module: BottleneckAttn, watch: _Watch, model: nn.Module) -> List[Callable[[], None]]:
+    """timm's BottleneckAttn keeps its maps to itself: they are computed again from its projection and positions."""
+    projected: List[Tensor] = []
+
+    def on_positions(_, args, output) -> None:
+        q, qkv = args[0].detach(), projected.pop()  # (B*K, N, D), (B, C, H, W)
+        if not watch.wants("attn", "logits", "self_logits"):
+            return
+        K, N = module.num_heads, q.shape[1]
+        k = qkv.split([module.dim_out_qk, module.dim_out_qk, module.dim_out_v], dim=1)[1]
+        products = q @ k.reshape(q.shape[0], module.dim_head_qk, N)
+        output = output.detach()
+        logits = (products + output) * module.scale if module.scale_pos_embed else products * module.scale + output
+        logits = logits.reshape(-1, K, N, N)
+        watch.place((module.pos_embed.height, module.pos_embed.width))
+        watch.save("self_logits", logits)
+        watch.save("logits", logits)
+        watch.save("attn", logits.softmax(dim=-1))
+
+    handles = [
+        module.register_forward_pre_hook(watch.begin),
+        module.qkv.register_forward_hook(lambda _, args, output: projected.append(output.detach())),
+        module.pos_embed.register_forward_hook(on_positions),
+    ]
+    return [handle.remove for handle in handles]
+
+
+def _parts_of(module: nn.Module, model: nn.Module) -> Tuple[str, ...]:
+    """The parts that can be recorded of a module; () if it is no attention layer that we know."""
+    if isinstance(module, AugmentedConv2d):
+        if module.evolution is None:
+            return PARTS[:3]
+        known = isinstance(module.evolution, (EvolvingAttention, PredictiveAttention))
+        return PARTS if known else tuple(part for part in PARTS if part != "conv_logits")
+    if isinstance(module, BottleneckAttn):
+        return PARTS[:3]
+    if isinstance(module, (Attention, AttentionRope)) and hasattr(getattr(model, "patch_embed", None), "dynamic_feat_size"):
+        return PARTS[:1]
+    return ()
+
+
+def _unwrap(model: nn.Module) -> nn.Module:
+    """The network inside DistributedDataParallel and torch.compile, in any order."""
+    while True:
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            model = model.module
+        elif hasattr(model, "_orig_mod"):
+            model = model._orig_mod
+        else:
+            return model
+
+
+def _find(model: nn.Module) -> List[Tuple[AttentionLayer, nn.Module]]:
+    found = []
+    for name, module in model.named_modules():
+        parts = _parts_of(module, model)
+        if parts:
+            layer = AttentionLayer(len(found) + 1, name.replace("_orig_mod.", ""), module.num_heads, parts)
+            found.append((layer, module))
+    return found
+
+
+def attention_layers(model: nn.Module) -> List[AttentionLayer]:
+    """The layers that can be recorded, in the papers' numbering."""
+    return [layer for layer, _ in _find(_unwrap(model))]
+
+
+def _choose(
+        model: nn.Module,
+        layers: Optional[Sequence[Union[int, str]]],
+        heads: Optional[Sequence[int]],
+        parts: Sequence[str],
+) -> List[Tuple[AttentionLayer, nn.Module]]:
+    """The layers asked for; see `record_attention` for the errors."""
+    unknown = [part for part in parts if part not in PARTS]
+    if unknown or not parts:
+        raise ValueError(f"parts must be some of {', '.join(PARTS)}, got {tuple(parts)}")
+    found = _find(model)
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} has no attention layer that can be recorded: AugmentedConv2d, a ViT's attention or "
+            "BottleneckAttn required (a TorchScript model hides its layers: record the model it was made from)")
+    chosen = found
+    if layers is not None:
+        available = ", ".join(f"{layer.number} ({layer.name})" for layer, _ in found)
+        by_key = {key: entry for entry in found for key in (entry[0].number, entry[0].name)}
+        missing = [key for key in layers if key not in by_key]
+        if missing or not layers:
+            raise ValueError(f"attention layers of this model are {available}; got {missing or 'none'}")
+        wanted = {by_key[key][0].number for key in layers}
+        chosen = [entry for entry in found if entry[0].number in wanted]
+    for layer, _ in chosen:
+        outside = [head for head in heads or () if not 0 <= head < layer.num_heads]
+        if outside or (heads is not None and not heads):
+            raise ValueError(
+                f"heads of layer {layer.number} ({layer.name}) are 0 to {layer.num_heads - 1}; got {outside or 'none'}")
+    for part in parts:
+        if not any(part in layer.parts for layer, _ in chosen):
+            raise ValueError(
+                f"none of the chosen layers has {part!r}: "
+                + "; ".join(f"{layer.number} ({layer.name}) has {', '.join(layer.parts)}" for layer, _ in chosen))
+    return chosen
+
+
+@contextmanager
+def record_attention(
+        model: nn.Module,
+        layers: Optional[Sequence[Union[int, str]]] = None,
+        heads: Optional[Sequence[int]] = None,
+        parts: Sequence[str] = ("attn",),
+) -> Iterator[AttentionMaps]:
+    """Record attention maps of the forwards made inside the `with` block; of several, the last one's are kept.
+
+    Works in training and evaluation, under autocast, gradient checkpointing (a recomputation is not recorded) and
+    DistributedDataParallel. Compiled code runs eagerly inside the block, in the whole process. Only the chosen layers,
+    heads and parts take memory. Leaving the block restores the model; the maps stay.
+
+    Args:
+        model: one of ours, or a timm network with a ViT's attention or BottleneckAttn; DistributedDataParallel and
+            torch.compile may wrap it.
+        layers: numbers counted from 1, or module names; None is all.
+        heads: counted from 0; None is all.
+        parts: some of "attn", "logits", "self_logits", "conv_logits", "prev_logits"; see `LayerMaps`. A layer without
+            evolution has neither conv_logits nor prev_logits, and its self_logits are its logits.
+
+    Yields:
+        AttentionMaps: `maps[16]` or `maps["layer3.0.conv2"]` is a `LayerMaps`.
+
+    Raises:
+        ValueError: a part, layer or head that there is not, or a model without attention layers.
+        RuntimeError: the block ended and none of the chosen layers had run.
+    """
+    model = _unwrap(model)
+    parts = tuple(parts)
+    chosen = _choose(model, layers, heads, parts)
+    maps = AttentionMaps()
+    with ExitStack() as stack:
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        for layer, module in chosen:
+            watch = _Watch(layer, tuple(range(layer.num_heads)) if heads is None else tuple(heads), parts, maps)
+            if isinstance(module, AugmentedConv2d):
+                undo = _watch_augmented_conv(module, watch, model)
+            elif isinstance(module, BottleneckAttn):
+                undo = _watch_bottleneck(module, watch, model)
+            else:
+                undo = _watch_token_attention(module, watch, model)
+            for function in undo:
+                stack.callback(function)
+        yield maps
+    if not maps:
+        names = ", ".join(f"{layer.number} ({layer.name})" for layer, _ in chosen)
+        raise RuntimeError(f"no forward ran attention layer {names} while it was recorded")
