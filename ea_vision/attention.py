@@ -9,9 +9,9 @@ maps: while recording it is switched to its plain path, which may differ in the 
 
 Shape letters: B batch, K heads, H x W the attention map, N = H*W its pixels, T tokens (N and a class token, ...).
 """
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
 import torch.nn.functional as F
@@ -40,7 +40,7 @@ class AttentionLayer:
     number: int
     name: str
     num_heads: int
-    parts: Tuple[str, ...]
+    parts: tuple[str, ...]
 
 
 @dataclass
@@ -60,14 +60,14 @@ class LayerMaps:
 
     number: int
     name: str
-    heads: Tuple[int, ...]
-    feat_size: Tuple[int, int] = (0, 0)
+    heads: tuple[int, ...]
+    feat_size: tuple[int, int] = (0, 0)
     num_prefix_tokens: int = 0
-    attn: Optional[Tensor] = None
-    logits: Optional[Tensor] = None
-    self_logits: Optional[Tensor] = None
-    conv_logits: Optional[Tensor] = None
-    prev_logits: Optional[Tensor] = None
+    attn: Tensor | None = None
+    logits: Tensor | None = None
+    self_logits: Tensor | None = None
+    conv_logits: Tensor | None = None
+    prev_logits: Tensor | None = None
 
     def __getitem__(self, part: str) -> Tensor:
         """The tensor of a part, which must have been recorded."""
@@ -89,9 +89,9 @@ class AttentionMaps(Mapping[int, LayerMaps]):
     """The recorded layers by number; `maps["layer3.0.conv2"]` finds one by its module's name."""
 
     def __init__(self) -> None:
-        self._layers: Dict[int, LayerMaps] = {}
+        self._layers: dict[int, LayerMaps] = {}
 
-    def __getitem__(self, key: Union[int, str]) -> LayerMaps:
+    def __getitem__(self, key: int | str) -> LayerMaps:
         for layer in self._layers.values():
             if key == layer.number or key == layer.name:
                 return layer
@@ -117,9 +117,9 @@ class AttentionMaps(Mapping[int, LayerMaps]):
 class _Watch:
     """Collects the chosen parts and heads of one layer, as its hooks deliver them."""
 
-    def __init__(self, layer: AttentionLayer, heads: Tuple[int, ...], parts: Tuple[str, ...], maps: AttentionMaps):
+    def __init__(self, layer: AttentionLayer, heads: tuple[int, ...], parts: tuple[str, ...], maps: AttentionMaps):
         self.layer, self.heads, self.parts, self.maps = layer, heads, parts, maps
-        self.current: Optional[LayerMaps] = None
+        self.current: LayerMaps | None = None
 
     def begin(self, *_) -> None:
         """The layer's forward begins; a recomputation in the backward pass (gradient checkpointing) is not one."""
@@ -129,7 +129,7 @@ class _Watch:
         self.current = LayerMaps(self.layer.number, self.layer.name, self.heads)
         self.maps._begin(self.current)
 
-    def place(self, feat_size: Tuple[int, int], num_prefix_tokens: int = 0) -> None:
+    def place(self, feat_size: tuple[int, int], num_prefix_tokens: int = 0) -> None:
         if self.current is not None:
             self.current.feat_size, self.current.num_prefix_tokens = feat_size, num_prefix_tokens
 
@@ -144,7 +144,7 @@ class _Watch:
             setattr(self.current, part, maps.clone() if whole else maps[:, list(self.heads)])
 
 
-def _watch_augmented_conv(module: AugmentedConv2d, watch: _Watch, model: nn.Module) -> List[Callable[[], None]]:
+def _watch_augmented_conv(module: AugmentedConv2d, watch: _Watch, model: nn.Module) -> list[Callable[[], None]]:
     def on_output(_, args, output) -> None:
         watch.save("logits", output[1])
         if module.evolution is None:
@@ -173,7 +173,7 @@ def _watch_augmented_conv(module: AugmentedConv2d, watch: _Watch, model: nn.Modu
     return [handle.remove for handle in handles]
 
 
-def _watch_token_attention(module: nn.Module, watch: _Watch, model: nn.Module) -> List[Callable[[], None]]:
+def _watch_token_attention(module: nn.Module, watch: _Watch, model: nn.Module) -> list[Callable[[], None]]:
     """timm's Attention over a ViT's tokens, its fused path off."""
     prefix = model.num_prefix_tokens
     grid = [0, 0]
@@ -185,8 +185,8 @@ def _watch_token_attention(module: nn.Module, watch: _Watch, model: nn.Module) -
         tokens = args[0].shape[-1]
         if tokens != prefix + grid[0] * grid[1]:
             raise ValueError(
-                f"attention layer {watch.layer.number} ({watch.layer.name}) must attend over {prefix} prefix tokens and "
-                f"the {grid[0]}x{grid[1]} patches to have a map, got {tokens} tokens")
+                f"attention layer {watch.layer.number} ({watch.layer.name}) must attend over {prefix} prefix tokens "
+                f"and the {grid[0]}x{grid[1]} patches to have a map, got {tokens} tokens")
         watch.place((grid[0], grid[1]), prefix)
         watch.save("attn", args[0])
 
@@ -200,9 +200,9 @@ def _watch_token_attention(module: nn.Module, watch: _Watch, model: nn.Module) -
     return [*(handle.remove for handle in handles), lambda: setattr(module, "fused_attn", fused)]
 
 
-def _watch_bottleneck(module: BottleneckAttn, watch: _Watch, model: nn.Module) -> List[Callable[[], None]]:
+def _watch_bottleneck(module: BottleneckAttn, watch: _Watch, model: nn.Module) -> list[Callable[[], None]]:
     """timm's BottleneckAttn keeps its maps to itself: they are computed again from its projection and positions."""
-    projected: List[Tensor] = []
+    projected: list[Tensor] = []
 
     def on_positions(_, args, output) -> None:
         q, qkv = args[0].detach(), projected.pop()  # (B*K, N, D), (B, C, H, W)
@@ -227,7 +227,7 @@ def _watch_bottleneck(module: BottleneckAttn, watch: _Watch, model: nn.Module) -
     return [handle.remove for handle in handles]
 
 
-def _parts_of(module: nn.Module, model: nn.Module) -> Tuple[str, ...]:
+def _parts_of(module: nn.Module, model: nn.Module) -> tuple[str, ...]:
     """The parts that can be recorded of a module; () if it is no attention layer that we know."""
     if isinstance(module, AugmentedConv2d):
         if module.evolution is None:
@@ -236,7 +236,8 @@ def _parts_of(module: nn.Module, model: nn.Module) -> Tuple[str, ...]:
         return PARTS if known else tuple(part for part in PARTS if part != "conv_logits")
     if isinstance(module, BottleneckAttn):
         return PARTS[:3]
-    if isinstance(module, (Attention, AttentionRope)) and hasattr(getattr(model, "patch_embed", None), "dynamic_feat_size"):
+    patch_embed = getattr(model, "patch_embed", None)
+    if isinstance(module, (Attention, AttentionRope)) and hasattr(patch_embed, "dynamic_feat_size"):
         return PARTS[:1]
     return ()
 
@@ -252,7 +253,7 @@ def _unwrap(model: nn.Module) -> nn.Module:
             return model
 
 
-def _find(model: nn.Module) -> List[Tuple[AttentionLayer, nn.Module]]:
+def _find(model: nn.Module) -> list[tuple[AttentionLayer, nn.Module]]:
     found = []
     for name, module in model.named_modules():
         parts = _parts_of(module, model)
@@ -262,17 +263,17 @@ def _find(model: nn.Module) -> List[Tuple[AttentionLayer, nn.Module]]:
     return found
 
 
-def attention_layers(model: nn.Module) -> List[AttentionLayer]:
+def attention_layers(model: nn.Module) -> list[AttentionLayer]:
     """The layers that can be recorded, in the papers' numbering."""
     return [layer for layer, _ in _find(_unwrap(model))]
 
 
 def _choose(
         model: nn.Module,
-        layers: Optional[Sequence[Union[int, str]]],
-        heads: Optional[Sequence[int]],
+        layers: Sequence[int | str] | None,
+        heads: Sequence[int] | None,
         parts: Sequence[str],
-) -> List[Tuple[AttentionLayer, nn.Module]]:
+) -> list[tuple[AttentionLayer, nn.Module]]:
     """The layers asked for; see `record_attention` for the errors."""
     unknown = [part for part in parts if part not in PARTS]
     if unknown or not parts:
@@ -280,8 +281,8 @@ def _choose(
     found = _find(model)
     if not found:
         raise ValueError(
-            f"{type(model).__name__} has no attention layer that can be recorded: AugmentedConv2d, a ViT's attention or "
-            "BottleneckAttn required (a TorchScript model hides its layers: record the model it was made from)")
+            f"{type(model).__name__} has no attention layer that can be recorded: AugmentedConv2d, a ViT's attention "
+            "or BottleneckAttn required (a TorchScript model hides its layers: record the model it was made from)")
     chosen = found
     if layers is not None:
         available = ", ".join(f"{layer.number} ({layer.name})" for layer, _ in found)
@@ -307,8 +308,8 @@ def _choose(
 @contextmanager
 def record_attention(
         model: nn.Module,
-        layers: Optional[Sequence[Union[int, str]]] = None,
-        heads: Optional[Sequence[int]] = None,
+        layers: Sequence[int | str] | None = None,
+        heads: Sequence[int] | None = None,
         parts: Sequence[str] = ("attn",),
 ) -> Iterator[AttentionMaps]:
     """Record attention maps of the forwards made inside the `with` block; of several, the last one's are kept.

@@ -1,0 +1,166 @@
+"""Models and images to look at: what the probe and the visualize scripts take on the command line."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from PIL import Image, UnidentifiedImageError
+from torch import Tensor, nn
+
+from ea_vision.engine import checkpoint, run_folder
+from ea_vision.engine.build import check_model_name, check_state_fits, load_weights, pretrained_model
+from ea_vision.engine.errors import UsageError
+
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".ppm", ".tif", ".tiff")
+WEIGHTS_HELP = "NAME of a timm model (pretrained where it has weights, else random), RUN folder, or RUN/FILE.ckpt"
+
+
+@dataclass
+class LoadedModel:
+    """A network in eval mode, and how it wants its images.
+
+    label: short, for titles. config: timm's data configuration (mean, std, crop_pct, interpolation).
+    img_size: (height, width) of the input in pixels. epoch: of the checkpoint, where it is one.
+    """
+
+    model: nn.Module
+    label: str
+    img_size: tuple[int, int]
+    config: dict[str, Any]
+    epoch: int | None = None
+
+    def prepare(self, image: Image.Image) -> Tensor:
+        """(3, H, W) in 0..1: resized and cut around its middle, as in evaluation; what queries are counted on."""
+        H, W = self.img_size
+        scale = max(H / image.height, W / image.width) / self.config["crop_pct"]
+        size = (max(W, math.floor(image.width * scale + 0.5)), max(H, math.floor(image.height * scale + 0.5)))
+        left, top = (size[0] - W) // 2, (size[1] - H) // 2
+        resample = Image.Resampling[self.config["interpolation"].upper()]
+        image = image.convert("RGB").resize(size, resample).crop((left, top, left + W, top + H))
+        return torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(H, W, 3).permute(2, 0, 1) / 255
+
+    def normalize(self, images: Tensor) -> Tensor:
+        """(..., 3, H, W) in 0..1 -> what the network takes."""
+        mean, std = (torch.tensor(self.config[name], device=images.device).view(-1, 1, 1) for name in ("mean", "std"))
+        return (images - mean) / std
+
+
+def load_model(target: str, *, random: bool = False, img_size: tuple[int, int] | None = None, seed: int = 0,
+               device: str = "cpu", **kwargs: Any) -> LoadedModel:
+    """Load NAME, RUN_FOLDER, or a checkpoint or weights file in a run folder.
+
+    Args:
+        random: random weights, whatever there is.
+        img_size: (height, width) of the input in pixels; default: the model's own.
+        seed: of random weights.
+        **kwargs: further keywords of a model given by NAME.
+
+    Raises:
+        UsageError: no such model or run, unreadable or unfitting weights.
+    """
+    path = Path(target)
+    epoch, crop_pct = None, None
+    if path.is_dir() or path.is_file():
+        folder = path if path.is_dir() else path.parent
+        config, run = run_folder.read_config(folder)
+        label = f"{config['model']}, {folder.resolve().name}"
+        if random:
+            model = _create(config["model"], seed, **run["model_kwargs"])
+            label += " (untrained)"
+        elif path.is_dir():
+            model = run_folder.load_run(folder)[0]
+        else:
+            model = _create(config["model"], seed, **run["model_kwargs"])
+            epoch = _load_file(model, path)
+            label += f", {path.stem}" if epoch is None else f", epoch {epoch}"
+        crop_pct = 1.0 if "dataset" in config else None  # train_cifar shows the whole image
+    else:
+        check_model_name(target, "or run folder ")
+        if not random and timm.models.is_model_pretrained(target):
+            model, label = pretrained_model(target, kwargs), target
+        else:
+            model, label = _create(target, seed, **kwargs), f"{target} (untrained)"
+    config = timm.data.resolve_model_data_config(model)
+    if crop_pct is not None:
+        config["crop_pct"] = crop_pct
+    size = img_size or getattr(model, "img_size", None) or config["input_size"][1:]
+    return LoadedModel(model.eval().to(device), label, (int(size[0]), int(size[1])), config, epoch)
+
+
+def _create(name: str, seed: int, **kwargs: Any) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            return timm.create_model(name, **kwargs)
+        except (ValueError, TypeError, RuntimeError) as error:
+            raise UsageError(f"model {name} cannot be created: {error}") from error
+
+
+def _load_file(model: nn.Module, path: Path) -> int | None:
+    """Load a checkpoint or a weights file; return the checkpoint's epoch."""
+    if path.suffix == ".safetensors":
+        load_weights(model, path)
+        return None
+    try:
+        state = checkpoint.read_checkpoint(path)
+    except checkpoint.DamagedCheckpoint as error:
+        raise UsageError(str(error)) from error
+    weights = state["ema"] or state["model"]
+    check_state_fits(model, weights, str(path))
+    model.load_state_dict(weights)
+    return state["progress"]["epoch"]
+
+
+def find_images(paths: Iterable[str]) -> list[str]:
+    """Image files, those of folders (and their folders) in order, and `digits:N`, the Nth test image of the digits.
+
+    Raises:
+        UsageError: a path that does not exist, or a folder without images.
+    """
+    found: list[str] = []
+    for text in paths:
+        path = Path(text)
+        if path.is_dir():
+            files = sorted(str(file) for file in path.rglob("*") if file.suffix.lower() in IMAGE_SUFFIXES)
+            if not files:
+                raise UsageError(f"folder {path} has no image ({', '.join(IMAGE_SUFFIXES)})")
+            found += files
+        elif path.exists() or text.startswith("digits:"):
+            found.append(text)
+        else:
+            raise UsageError(f"image {path} does not exist")
+    if not found:
+        raise UsageError("image files or folders of them required, got none")
+    return found
+
+
+def read_image(path: str) -> Image.Image:
+    """RGB image of a file, or of `digits:N`.
+
+    Raises:
+        UsageError: not an image, or broken.
+    """
+    if path.startswith("digits:") and not Path(path).exists():
+        return _digit(path)
+    try:
+        with Image.open(path) as image:
+            return image.convert("RGB")
+    except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:
+        reason = "not an image that can be read" if isinstance(error, UnidentifiedImageError) else error
+        raise UsageError(f"image {path}: {reason}") from error
+
+
+def _digit(text: str) -> Image.Image:
+    from ea_vision.data.cifar import load_dataset
+
+    test = load_dataset("digits").test
+    number = text.removeprefix("digits:")
+    if not number.isdigit() or int(number) >= len(test):
+        raise UsageError(f"digits:N must have N in 0..{len(test) - 1}, got {text}")
+    return Image.fromarray(test.images[int(number)].permute(1, 2, 0).numpy())
