@@ -1,0 +1,222 @@
+"""AugmentedConv2d against the double loop, and the properties that make it attention."""
+import pytest
+import torch
+from torch import nn
+
+from ea_vision.layers import AugmentedConv2d, EvolvingAttention, PredictiveAttention
+from tests.layers.oracle import loop_layer, loop_map_conv
+
+D64 = torch.float64
+
+
+def make(in_channels=3, out_channels=10, stride=1, feat_size=(3, 4), num_heads=2, **kwargs):
+    kwargs = {"dim_qk": 4, "dim_v": 6, **kwargs}
+    layer = AugmentedConv2d(in_channels, out_channels, 3, stride, num_heads=num_heads, feat_size=feat_size, **kwargs)
+    with torch.no_grad():
+        for parameter in layer.parameters():  # biases too
+            parameter.copy_(torch.randn_like(parameter) * 0.5)
+    return layer.double()
+
+
+def gradients(outputs, inputs):
+    """Of a fixed random projection of the outputs, so that every element counts differently."""
+    generator = torch.Generator().manual_seed(1)
+    total = sum((o * torch.randn(o.shape, generator=generator, dtype=o.dtype)).sum() for o in outputs)
+    return torch.autograd.grad(total, inputs)
+
+
+def assert_same(layer, x, prev=None, evolve=None):
+    x = x.requires_grad_()
+    inputs = [x, *layer.parameters()] + ([prev.requires_grad_()] if prev is not None else [])
+    fast, slow = layer(x, prev), loop_layer(layer, x, prev, evolve)
+    torch.testing.assert_close(fast, slow)
+    torch.testing.assert_close(gradients(fast, inputs), gradients(slow, inputs))
+
+
+@pytest.mark.parametrize("relative", [True, False])
+@pytest.mark.parametrize("size,stride,pool,feat_size", [
+    ((3, 4), 1, False, (3, 4)),
+    ((4, 2), 1, False, (4, 2)),
+    ((1, 5), 1, False, (1, 5)),
+    ((6, 7), 2, False, (3, 4)),
+    ((5, 6), 1, True, (3, 3)),
+    ((9, 7), 2, True, (3, 2)),
+    ((12, 9), 2, 2, (2, 2)),
+])
+def test_output_and_gradients_equal_the_double_loop(size, stride, pool, feat_size, relative):
+    layer = make(stride=stride, pool_attention=pool, feat_size=feat_size, relative=relative)
+    assert_same(layer, torch.randn(2, 3, *size, dtype=D64))
+
+
+def test_evolving_layer_equals_the_double_loop():
+    layer = make(evolution=EvolvingAttention(2, 0.3, 0.6))
+
+    def evolve(logits, prev):
+        mixed = 0.3 * prev + 0.7 * logits
+        return 0.6 * loop_map_conv(mixed, layer.evolution.convs[0]) + 0.4 * mixed
+
+    assert_same(layer, torch.randn(2, 3, 3, 4, dtype=D64), torch.randn(2, 2, 12, 12, dtype=D64), evolve)
+
+
+@pytest.mark.parametrize("num_layers", [0, 1, 2])
+def test_predicting_layer_equals_the_double_loop(num_layers):
+    layer = make(evolution=PredictiveAttention(2, 0.3, num_layers))
+
+    def evolve(logits, prev):
+        for conv in layer.evolution.convs:
+            prev = loop_map_conv(prev, conv)
+        return 0.3 * prev + 0.7 * logits
+
+    assert_same(layer, torch.randn(2, 3, 3, 4, dtype=D64), torch.randn(2, 2, 12, 12, dtype=D64), evolve)
+
+
+def test_gradcheck_every_parameter_and_input():
+    layer = make(in_channels=2, out_channels=4, feat_size=(2, 3), dim_qk=2, dim_v=2,
+                 evolution=EvolvingAttention(2, 0.4, 0.7))
+    names = [name for name, _ in layer.named_parameters()]
+    x = torch.randn(1, 2, 2, 3, dtype=D64, requires_grad=True)
+    prev = torch.randn(1, 2, 6, 6, dtype=D64, requires_grad=True)
+
+    def run(x, prev, *values):
+        return torch.func.functional_call(layer, dict(zip(names, values, strict=True)), (x, prev))
+
+    values = [p.detach().clone().requires_grad_() for p in layer.parameters()]
+    assert torch.autograd.gradcheck(run, (x, prev, *values))
+
+
+def identity_attention(H, W):
+    """A layer whose every pixel attends to itself alone, and whose projections pass v through."""
+    N = H * W
+    layer = AugmentedConv2d(N, N + 4, dim_qk=N, dim_v=N, num_heads=1, feat_size=(H, W), relative=False)
+    with torch.no_grad():
+        layer.qkv.weight.zero_()
+        for part, gain in ((0, 200.0), (1, 200.0), (2, 1.0)):  # q, k: large one-hot codes of the pixel; v: the input
+            layer.qkv.weight[part * N:(part + 1) * N, :, 0, 0] = gain * torch.eye(N)
+        layer.qkv.bias.zero_()
+        layer.proj.weight[:, :, 0, 0] = torch.eye(N)
+        layer.proj.bias.zero_()
+    return layer, torch.eye(N).view(1, N, H, W)
+
+
+def test_identity_attention_returns_v_in_place():
+    layer, x = identity_attention(3, 4)
+    y, logits = layer(x)
+    attn = logits.softmax(-1)
+    torch.testing.assert_close(attn, torch.eye(12).expand(1, 1, 12, 12))
+    torch.testing.assert_close(y[:, 4:], x)
+
+
+def test_heads_keep_their_channels():
+    """Head h alone must fill channels h*Dv..(h+1)*Dv of what enters the projection."""
+    layer = make(out_channels=10, num_heads=3, dim_qk=6, dim_v=6)
+    with torch.no_grad():
+        layer.proj.weight[:, :, 0, 0] = torch.eye(6)
+        layer.proj.bias.zero_()
+    x = torch.randn(2, 3, 3, 4, dtype=D64)
+    y, logits = layer(x)
+    v = layer.qkv(x)[:, 12:]  # (B, 6, H, W)
+    for h in range(3):
+        attn = logits[:, h].softmax(-1)
+        expected = torch.einsum("bij,bcj->bci", attn, v[:, 2 * h:2 * h + 2].flatten(2)).view(2, 2, 3, 4)
+        torch.testing.assert_close(y[:, 4 + 2 * h:6 + 2 * h], expected)
+
+
+def test_alpha_and_beta_zero_is_the_layer_without_evolution():
+    plain, evolving = make(), make(evolution=EvolvingAttention(2, 0.0, 0.0))
+    assert not evolving.load_state_dict(plain.state_dict(), strict=False).unexpected_keys
+    x = torch.randn(2, 3, 3, 4, dtype=D64)
+    for a, b in zip(plain(x), evolving(x, torch.randn(2, 2, 12, 12, dtype=D64)), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("shape,feat_size", [((2, 3), (4, 5)), ((6, 7), (4, 5)), ((2, 9), (4, 5)), ((1, 1), (4, 5))])
+def test_other_sizes_run_and_tables_fit(shape, feat_size):
+    layer = make(feat_size=feat_size)
+    y, logits = layer(torch.randn(1, 3, *shape, dtype=D64))
+    N = shape[0] * shape[1]
+    assert y.shape == (1, 10, *shape) and logits.shape == (1, 2, N, N)
+
+    resized = make(feat_size=shape)
+    resized.load_state_dict(layer.state_dict())  # fits the tables for good
+    x = torch.randn(1, 3, *shape, dtype=D64)
+    torch.testing.assert_close(layer(x), resized(x))
+    layer.set_feat_size(shape)
+    torch.testing.assert_close(layer(x), resized(x))
+
+
+def test_missing_or_wrong_prev_logits_is_an_error():
+    layer = make(evolution=EvolvingAttention(2))
+    x = torch.randn(2, 3, 3, 4, dtype=D64)
+    with pytest.raises(ValueError, match=r"\[2, 2, 12, 12\] required, got None"):
+        layer(x)
+    for wrong in ((2, 2, 12, 11), (1, 2, 12, 12), (2, 1, 12, 12)):
+        with pytest.raises(ValueError, match=r"\[2, 2, 12, 12\] required, got"):
+            layer(x, torch.zeros(wrong, dtype=D64))
+
+
+@pytest.mark.parametrize("wrong,message", [
+    ({"dim_qk": 5}, "dim_qk must be a positive multiple of num_heads=2, got 5"),
+    ({"dim_v": 3}, "dim_v must be a positive multiple of num_heads=2, got 3"),
+    ({"dim_v": 10}, "leave the convolution"),
+    ({"stride": 3}, "stride must be 1 or 2, got 3"),
+    ({"feat_size": (0, 3)}, "feat_size"),
+    ({"num_heads": 0}, "num_heads"),
+])
+def test_bad_arguments_are_named(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        make(**wrong)
+
+
+def test_channels_last_in_gives_channels_last_out():
+    layer = make(feat_size=(5, 6), evolution=EvolvingAttention(2))
+    x, prev = torch.randn(2, 3, 5, 6, dtype=D64), torch.randn(2, 2, 30, 30, dtype=D64)
+    plain, _ = layer(x, prev)
+    last, _ = layer.to(memory_format=torch.channels_last)(x.to(memory_format=torch.channels_last), prev)
+    assert plain.is_contiguous()
+    assert last.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(last, plain)
+
+
+def test_autocast_keeps_the_softmax_in_float32():
+    seen = []
+    layer = make().float()
+    layer.attn_drop.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y, logits = layer(torch.randn(2, 3, 3, 4))
+    assert seen[0].dtype == torch.float32
+    torch.testing.assert_close(seen[0].sum(-1), torch.ones(2, 2, 12))  # far tighter than bfloat16 allows
+    assert logits.dtype == torch.bfloat16 and y.dtype == torch.bfloat16
+
+
+def test_attention_dropout_acts_in_training_only():
+    layer = make(attn_drop=0.5, conv_drop=0.5)
+    x = torch.randn(1, 3, 3, 4, dtype=D64)
+    assert not torch.equal(layer(x)[0], layer(x)[0])
+    layer.eval()
+    assert torch.equal(layer(x)[0], layer(x)[0])
+
+
+def test_scripted_layer_computes_the_same():
+    layer = make(evolution=EvolvingAttention(2), pool_attention=True, feat_size=(2, 2))
+    x, prev = torch.randn(1, 3, 3, 4, dtype=D64), torch.randn(1, 2, 4, 4, dtype=D64)
+    torch.testing.assert_close(torch.jit.script(layer)(x, prev), layer(x, prev))
+
+
+def test_layer_without_a_predecessor_has_no_evolution_parameters():
+    assert not [name for name, _ in make().named_parameters() if "evolution" in name]
+    names = [name for name, _ in make(evolution=EvolvingAttention(2)).named_parameters() if "evolution" in name]
+    assert names == ["evolution.convs.0.weight", "evolution.convs.0.bias"]
+    assert isinstance(make(evolution=PredictiveAttention(2, num_layers=3)).evolution.convs, nn.ModuleList)
+
+
+def test_a_shifted_input_shifts_the_logits():
+    """Without borders (a 1x1 projection sees none), content and relative position are all that counts."""
+    H, W, dy, dx = 5, 6, 1, 2
+    layer = make(feat_size=(H, W))
+    x = torch.randn(1, 3, H, W, dtype=D64)
+    _, logits = layer(x)
+    _, shifted = layer(x.roll((dy, dx), dims=(2, 3)))
+    logits, shifted = (z.view(1, 2, H, W, H, W) for z in (logits, shifted))
+    torch.testing.assert_close(
+        shifted[:, :, dy:, dx:, dy:, dx:], logits[:, :, :H - dy, :W - dx, :H - dy, :W - dx])
+    assert not torch.allclose(shifted, logits)

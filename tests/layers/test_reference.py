@@ -1,0 +1,57 @@
+"""The layer against the EA authors' own TensorFlow layer."""
+import ast
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from ea_vision.layers import AugmentedConv2d, EvolvingAttention
+
+CASES = ["aa_norel", "aa_rect", "aa_square", "ea_chain2", "ea_chain_a50_b100", "ea_chain_a70_b30"]
+
+
+def build_chain(case, meta: dict) -> list:
+    """The layers of a case with its weights; the authors' kernels are HWIO, their projection is ordered k, q, v."""
+    layers = []
+    channels = case["input"].shape[-1]
+    for i in range(meta["layers"]):
+        K, width = meta["heads"], meta["filters"]
+        layer = AugmentedConv2d(
+            channels, width, 3, meta["first_stride"] if i == 0 else 1,
+            dim_qk=int(meta["k"] * width), dim_v=int(meta["v"] * width), num_heads=K,
+            feat_size=case["input"].shape[1:3], relative=meta["relative"],
+            evolution=EvolvingAttention(K, meta["paper_alpha"], meta["paper_beta"]) if i else None)
+
+        def var(name, i=i):
+            value = torch.from_numpy(case[f"var.layer{i}/{name}"])
+            return value.permute(3, 2, 0, 1) if value.ndim == 4 else value
+
+        D = layer.dim_qk
+        q_k_v = torch.cat([torch.arange(D, 2 * D), torch.arange(D), torch.arange(2 * D, 2 * D + layer.dim_v)])
+        proj = "conv2d_3" if i else "conv2d_2"
+        state = {
+            "conv.weight": var("conv2d/kernel"),
+            "qkv.weight": var("conv2d_1/kernel")[q_k_v], "qkv.bias": var("conv2d_1/bias")[q_k_v],
+            "proj.weight": var(f"{proj}/kernel"), "proj.bias": var(f"{proj}/bias"),
+        }
+        if meta["relative"]:
+            state |= {"height_rel": var("r_height"), "width_rel": var("r_width")}
+        if i:
+            state |= {"evolution.convs.0.weight": var("conv2d_2/kernel"),
+                      "evolution.convs.0.bias": var("conv2d_2/bias")}
+        layer.load_state_dict(state)
+        layers.append(layer)
+        channels = width
+    return layers
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_matches_the_authors_layer(shared: Path, name: str):
+    case = np.load(shared / "reference" / f"{name}.npz")
+    layers = build_chain(case, ast.literal_eval(str(case["meta"])))
+    x, logits = torch.from_numpy(case["input"]).permute(0, 3, 1, 2), None
+    for i, layer in enumerate(layers):
+        x, logits = layer(x, logits)
+        torch.testing.assert_close(x.permute(0, 2, 3, 1), torch.from_numpy(case[f"output.{i}"]), atol=1e-5, rtol=0)
+        torch.testing.assert_close(logits, torch.from_numpy(case[f"logits.{i}"]), atol=1e-5, rtol=0)

@@ -1,0 +1,46 @@
+"""Relative position logits: by offset alone, broadcast, and fitted to other sizes."""
+import pytest
+import torch
+
+from ea_vision.layers import fit_rel_table, relative_logits
+
+
+@pytest.mark.parametrize("H,W", [(3, 5), (5, 3), (1, 4), (4, 4)])
+def test_terms_are_the_tables_rows_by_offset(H, W):
+    q = torch.randn(2, 2, H, W, 3)
+    height_rel, width_rel = torch.randn(2 * H - 1, 3), torch.randn(2 * W - 1, 3)
+    height_logits, width_logits = relative_logits(q, height_rel, width_rel)
+    assert height_logits.shape == (2, 2, H, W, H) and width_logits.shape == (2, 2, H, W, W)
+    for y in range(H):
+        for x in range(W):
+            for p in range(H):
+                torch.testing.assert_close(height_logits[:, :, y, x, p], q[:, :, y, x] @ height_rel[p - y + H - 1])
+            for p in range(W):
+                torch.testing.assert_close(width_logits[:, :, y, x, p], q[:, :, y, x] @ width_rel[p - x + W - 1])
+
+
+def test_a_shifted_query_has_shifted_terms():
+    """The same query one pixel down and two to the right sees the same terms one down and two to the right."""
+    H, W, query = 6, 7, torch.randn(3)
+    q = query.expand(1, 1, H, W, 3)
+    height_logits, width_logits = relative_logits(q, torch.randn(2 * H - 1, 3), torch.randn(2 * W - 1, 3))
+    torch.testing.assert_close(height_logits[..., 2, 1, :-1], height_logits[..., 3, 3, 1:])
+    torch.testing.assert_close(width_logits[..., 2, 1, :-2], width_logits[..., 3, 3, 2:])
+
+
+def test_a_smaller_map_uses_the_middle_of_the_table():
+    table = torch.arange(13.0).unsqueeze(1)  # offsets -6..6
+    torch.testing.assert_close(fit_rel_table(table, 4).squeeze(1), torch.arange(3.0, 10.0))  # offsets -3..3
+    assert fit_rel_table(table, 7) is table
+
+
+def test_a_larger_map_uses_a_linearly_resized_table():
+    table = torch.randn(5, 2, dtype=torch.float64)
+    fitted = fit_rel_table(table, 6)
+    assert fitted.shape == (11, 2)
+    for row in range(11):  # half-pixel centres, as in bilinear resizing without aligned corners
+        at = min(max((row + 0.5) * 5 / 11 - 0.5, 0), 4)
+        low = int(at)
+        high = min(low + 1, 4)
+        torch.testing.assert_close(fitted[row], table[low] * (1 - at + low) + table[high] * (at - low))
+    torch.testing.assert_close(fitted[5], table[2])  # offset 0 stays offset 0
