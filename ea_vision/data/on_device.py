@@ -33,7 +33,7 @@ class _OnDevice:
 
 
 class TrainLoader(_OnDevice):
-    """Shuffled, augmented batches; what is left over after the last full batch of all processes waits for another epoch.
+    """Shuffled, augmented batches; what is left over after the last full batch of all processes is not used.
 
     Batch b of rank r takes the places [(b R + r) B, (b R + r + 1) B) of the epoch's order, R processes of B images: two
     processes see, together, what one process with twice the batch size sees.

@@ -104,6 +104,7 @@ class Trainer:
         if config.random_erasing:
             self.erase = RandomErasing(config.random_erasing, mode="pixel", device=world.device)
         self.progress = Progress()
+        self._slow_down()
         self.last_good: Path | None = None
 
     # ---- state ----------------------------------------------------------------------------------------------------
@@ -239,7 +240,7 @@ class Trainer:
         return loss / self.world.size, stops > 0
 
     def _check_weights(self) -> None:
-        """Raise NonFiniteLoss for weights that no checkpoint should hold: gradients can overflow where losses do not."""
+        """Raise NonFiniteLoss for weights no checkpoint should hold: gradients can overflow where losses do not."""
         if not torch.stack([p.detach().isfinite().all() for p in self.model.parameters()]).all():
             raise NonFiniteLoss(f"a weight is not finite after update {self.progress.step} of epoch "
                                 f"{self.progress.epoch + 1}")
@@ -361,6 +362,6 @@ class Trainer:
         log.warning("%s: back to %s with the learning rate times %g", error, self.last_good, 0.5**rollbacks)
 
     def _slow_down(self) -> None:
-        """Halve the learning rate once per rollback; timm's schedulers multiply by a group's `lr_scale`."""
+        """Halve the learning rate once per rollback so far; timm's schedulers multiply by a group's `lr_scale`."""
         for group in self.optimizer.param_groups:
             group["lr_scale"] = 0.5**self.progress.rollbacks

@@ -1,0 +1,283 @@
+"""Trainers in processes of their own, started quickly from one that has torch loaded, and means to hurt them."""
+from __future__ import annotations
+
+import multiprocessing
+import os
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import safetensors.torch
+import torch
+from PIL import Image
+
+import train_cifar
+from ea_vision.engine import checkpoint, run_folder
+from ea_vision.engine.errors import exit_code
+from ea_vision.engine.train import Trainer
+
+BN_MODEL = ["--model", "test_resnet", "--model-kwargs", "drop_rate=0.2"]  # batch statistics and dropout
+GN_MODEL = ["--model", "test_efficientnet_gn", "--model-kwargs", "drop_rate=0"]  # neither
+
+
+def make_folder(root: Path, train: int = 40, test: int = 13, classes: int = 3, side: int = 32) -> Path:
+    """Write PNG images of `classes` colours in noise: root/{train,test}/class_i/name.png."""
+    rng = np.random.default_rng(0)
+    for split, count in (("train", train), ("test", test)):
+        for index in range(count):
+            label = index % classes
+            pixels = rng.integers(0, 120, (side, side, 3), dtype=np.uint8)
+            pixels[..., label % 3] += 100
+            path = root / split / f"class_{label}" / f"{index:03d}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(pixels).save(path)
+    return root
+
+
+def arguments(data: Path, output: Path, *more: str) -> list[str]:
+    """A run of two epochs of five updates of eight images, a checkpoint every second update."""
+    return [*BN_MODEL, "--dataset", "folder", "--data-dir", str(data), "--cache-dir", "none", "--output", str(output),
+            "--epochs", "2", "--batch-size", "8", "--lr", "0.05", "--checkpoint-steps", "2", "--device", "cpu", *more]
+
+
+def _child(argv: list[str], sabotage: Callable[[], None] | None, environment: dict[str, str], log: Path) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(environment)
+    with open(log, "a") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    if sabotage is not None:
+        sabotage()
+    code = exit_code(lambda: train_cifar.main(argv))
+    sys.stdout.flush()
+    sys.exit(code)
+
+
+def start(argv: list[str], log: Path, sabotage=None, **environment: str):
+    """Start `train_cifar.py ARGV` as a process; stdout and stderr go to `log`."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.engine.runner"])
+    process = context.Process(target=_child, args=(argv, sabotage, environment, log))
+    process.start()
+    return process
+
+
+def run(argv: list[str], log: Path, sabotage=None, seconds: float = 120) -> int:
+    """Run to the end; return the exit code, negative for a signal."""
+    process = start(argv, log, sabotage)
+    process.join(seconds)
+    if process.is_alive():
+        process.kill()
+        raise AssertionError(f"no end after {seconds} s:\n{log.read_text()}")
+    return process.exitcode
+
+
+def run_world(size: int, argv: list[str], log: Path, sabotage=None, seconds: float = 120) -> list[int]:
+    """Run `size` processes with the environment that torchrun gives them; return their exit codes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    world = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    processes = [start(argv, log, sabotage, RANK=str(rank), LOCAL_RANK=str(rank), **world) for rank in range(size)]
+    for process in processes:
+        process.join(seconds)
+    for process in processes:
+        if process.is_alive():
+            process.kill()
+            raise AssertionError(f"no end after {seconds} s:\n{log.read_text()}")
+    return [process.exitcode for process in processes]
+
+
+def same_result(a: Path, b: Path) -> None:
+    """Assert that two run folders ended alike, bit for bit, times apart."""
+    first, second = (checkpoint.read_checkpoint(folder / checkpoint.LAST) for folder in (a, b))
+    for part in ("model", "ema", "optimizer", "scheduler", "random"):
+        assert_equal(first[part], second[part], part)
+    metrics = [run_folder.read_metrics(folder) for folder in (a, b)]
+    for column in ("epoch", "step", "lr", "train_loss", "top1", "top5"):
+        assert metrics[0][column] == metrics[1][column], column
+    assert (a / run_folder.WEIGHTS).read_bytes() == (b / run_folder.WEIGHTS).read_bytes()
+    results = [run_folder.read_results(folder) for folder in (a, b)]
+    assert results[0]["test_last"] == results[1]["test_last"]
+    assert results[0]["test_best"] == results[1]["test_best"]
+
+
+def assert_equal(a, b, where: str) -> None:
+    """Assert that two nested states are equal, tensors bit for bit."""
+    if isinstance(a, torch.Tensor):
+        assert torch.equal(a, b), where
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys(), where
+        for key in a:
+            assert_equal(a[key], b[key], f"{where}.{key}")
+    elif isinstance(a, (list, tuple)):
+        assert len(a) == len(b), where
+        for index, pair in enumerate(zip(a, b, strict=True)):
+            assert_equal(*pair, f"{where}.{index}")
+    else:
+        assert a == b, where
+
+
+def nothing_truncated(folder: Path) -> None:
+    """Assert that every file of a run folder is whole (temporary files are hidden and do not count)."""
+    for path in folder.iterdir():
+        if path.name.startswith("."):
+            continue
+        if path.suffix == ".ckpt":
+            checkpoint.read_checkpoint(path)
+        elif path.name == run_folder.WEIGHTS:
+            safetensors.torch.load_file(path)
+        elif path.name == run_folder.CONFIG:
+            run_folder.read_config(folder)
+        elif path.name == run_folder.METRICS:
+            run_folder.read_metrics(folder)
+
+
+# ---- ways to hurt a run: called in the trainer's process before it starts --------------------------------------------
+
+
+class SignalAfterUpdate:
+    """Send this process a signal inside update `number` (counted over the run's life in this process)."""
+
+    def __init__(self, signal_number: int, number: int, rank: int | None = None):
+        self.signal_number, self.number, self.rank = signal_number, number, rank
+
+    def __call__(self):
+        update, seen = Trainer._update, []
+
+        def hurt(trainer, batches):
+            seen.append(1)
+            if len(seen) == self.number and self.rank in (None, trainer.world.rank):
+                os.kill(os.getpid(), self.signal_number)
+            return update(trainer, batches)
+
+        Trainer._update = hurt
+
+
+class KillInWrite:
+    """SIGKILL this process in the `nth` write of `name`, at one stage of it."""
+
+    STAGES = ("half", "unsynced", "synced", "between", "renamed")
+
+    def __init__(self, stage: str, nth: int, name: str = checkpoint.LAST):
+        self.stage, self.nth, self.name = stage, nth, name
+
+    def __call__(self):
+        real_open, real_fsync, real_replace = open, os.fsync, os.replace
+        count = [0]
+
+        def die():
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        def now():
+            return count[0] == self.nth
+
+        class HalfFile:
+            def __init__(self, file):
+                self.file = file
+
+            def __enter__(self):
+                return self
+
+            def __exit__(self, *_):
+                self.file.close()
+
+            def write(self, data):
+                self.file.write(bytes(data)[:len(data) // 2])
+                self.file.flush()
+                die()
+
+        def hurt_open(path, mode="r", *args, **kwargs):
+            file = real_open(path, mode, *args, **kwargs)
+            if Path(path).name == f".{self.name}.tmp":
+                count[0] += 1
+                if now() and self.stage == "half":
+                    return HalfFile(file)
+            return file
+
+        def hurt_fsync(descriptor):
+            if now() and self.stage == "unsynced":
+                die()
+            real_fsync(descriptor)
+            if now() and self.stage == "synced":
+                die()
+
+        def hurt_replace(source, target):
+            real_replace(source, target)
+            if now() and self.stage == "between" and Path(target).name == checkpoint.PREVIOUS:
+                die()
+            if now() and self.stage == "renamed" and Path(target).name == self.name:
+                die()
+
+        checkpoint.open = hurt_open
+        checkpoint.os = _Os(fsync=hurt_fsync, replace=hurt_replace)
+
+
+class DiskFullInWrite:
+    """Make the `nth` write of `name` fail half-way, as a full disk does."""
+
+    def __init__(self, nth: int, name: str = checkpoint.LAST):
+        self.nth, self.name = nth, name
+
+    def __call__(self):
+        real_open, count = open, [0]
+
+        def hurt_open(path, mode="r", *args, **kwargs):
+            if Path(path).name == f".{self.name}.tmp":
+                count[0] += 1
+                if count[0] == self.nth:  # the kernel refuses what lies beyond this size: EFBIG, a real failed write
+                    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+            return real_open(path, mode, *args, **kwargs)
+
+        checkpoint.open = hurt_open
+
+
+class SpoilLoss:
+    """Make the loss of update `number` of the first epoch non-finite on `rank`, `times` times."""
+
+    def __init__(self, number: int, rank: int = 0, times: int = 1):
+        self.number, self.rank, self.times = number, rank, times
+
+    def __call__(self):
+        batch_loss, left = Trainer._batch_loss, [self.times]
+
+        def hurt(trainer, images, targets):
+            progress = trainer.progress
+            if (progress.epoch, progress.step + 1) == (0, self.number) and trainer.world.rank == self.rank and left[0]:
+                left[0] -= 1
+                images = images * float("nan")
+            return batch_loss(trainer, images, targets)
+
+        Trainer._batch_loss = hurt
+
+
+class SpoilWeight:
+    """Put an infinity into a weight after update `number`, as an overflowing gradient would."""
+
+    def __init__(self, number: int):
+        self.number = number
+
+    def __call__(self):
+        update = Trainer._update
+
+        def hurt(trainer, batches):
+            result = update(trainer, batches)
+            if trainer.progress.updates == self.number:
+                next(trainer.model.parameters()).data.view(-1)[0] = float("inf")
+            return result
+
+        Trainer._update = hurt
+
+
+class _Os:
+    """The os module with some functions replaced."""
+
+    def __init__(self, **functions):
+        self._functions = functions
+
+    def __getattr__(self, name):
+        return self._functions.get(name) or getattr(os, name)

@@ -1,0 +1,177 @@
+"""The kill matrix: a run that was killed, anywhere, and continued by the same command ends as one that was not."""
+from __future__ import annotations
+
+import json
+import signal
+import time
+
+import pytest
+
+from ea_vision.engine import checkpoint, run_folder
+from tests.engine.runner import (
+    DiskFullInWrite,
+    KillInWrite,
+    SignalAfterUpdate,
+    SpoilLoss,
+    SpoilWeight,
+    arguments,
+    make_folder,
+    nothing_truncated,
+    run,
+    same_result,
+    start,
+)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return make_folder(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(data, tmp_path_factory):
+    """The run that all others are held to, with everything on that has a state."""
+    folder = tmp_path_factory.mktemp("runs") / "uninterrupted"
+    log = folder.with_suffix(".log")
+    assert run(arguments(data, folder, *EXTRAS), log) == 0, log.read_text()
+    return folder
+
+
+EXTRAS = ["--ema", "0.9", "--mixup", "0.2", "--random-erasing", "0.5", "--holdout", "0"]
+
+
+def continued(data, folder, uninterrupted):
+    """Continue the run in `folder` with the same command, and hold it to the uninterrupted one."""
+    log = folder.with_suffix(".log")
+    nothing_truncated(folder)
+    assert run(arguments(data, folder, *EXTRAS), log) == 0, log.read_text()
+    nothing_truncated(folder)
+    same_result(folder, uninterrupted)
+    assert not list(folder.glob(".*.tmp")), "an interrupted write is cleared away"
+    return log.read_text()
+
+
+# Updates 1 to 5 are the first epoch; checkpoints lie before 1 and after 2, 4, 5, 7, 9 and 10.
+@pytest.mark.parametrize("update", [1, 4, 6, 10])
+def test_sigkill_during_training(data, uninterrupted, tmp_path, update):
+    folder = tmp_path / "run"
+    code = run(arguments(data, folder, *EXTRAS), tmp_path / "run.log", SignalAfterUpdate(signal.SIGKILL, update))
+    assert code == -signal.SIGKILL
+    continued(data, folder, uninterrupted)
+
+
+# The third write of last.ckpt lies inside an epoch, the fourth at its end.
+@pytest.mark.parametrize("nth, stage", [(nth, stage) for nth in (1, 3, 4) for stage in KillInWrite.STAGES
+                                        if (nth, stage) != (1, "between")])  # the first checkpoint replaces none
+def test_sigkill_during_checkpoint_write(data, uninterrupted, tmp_path, nth, stage):
+    folder = tmp_path / "run"
+    code = run(arguments(data, folder, *EXTRAS), tmp_path / "run.log", KillInWrite(stage, nth))
+    assert code == -signal.SIGKILL
+    continued(data, folder, uninterrupted)
+
+
+@pytest.mark.parametrize("name", [checkpoint.BEST, run_folder.WEIGHTS, run_folder.METRICS, run_folder.CONFIG,
+                                  run_folder.RESULTS])
+@pytest.mark.parametrize("stage", ["half", "renamed"])
+def test_sigkill_during_other_writes(data, uninterrupted, tmp_path, name, stage):
+    folder = tmp_path / "run"
+    code = run(arguments(data, folder, *EXTRAS), tmp_path / "run.log", KillInWrite(stage, 1, name))
+    assert code == -signal.SIGKILL
+    continued(data, folder, uninterrupted)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_finish_the_update_save_and_leave(data, uninterrupted, tmp_path, number):
+    folder = tmp_path / "run"
+    code = run(arguments(data, folder, *EXTRAS), tmp_path / "run.log", SignalAfterUpdate(number, 8))
+    assert code == 128 + number
+    saved = checkpoint.read_checkpoint(folder / checkpoint.LAST)["progress"]
+    assert (saved["epoch"], saved["step"], saved["updates"]) == (1, 3, 8), "the update it was in is finished and saved"
+    assert run_folder.read_results(folder) is None
+    assert "Traceback" not in (tmp_path / "run.log").read_text()
+    continued(data, folder, uninterrupted)
+
+
+def test_kill_at_any_time_and_twice(data, uninterrupted, tmp_path):
+    """Kill from outside, whenever it hits, as often as it takes."""
+    folder, log = tmp_path / "run", tmp_path / "run.log"
+    for _ in range(2):
+        process = start(arguments(data, folder, *EXTRAS), log)
+        deadline = time.monotonic() + 60
+        before = (folder / checkpoint.LAST).stat().st_mtime_ns if (folder / checkpoint.LAST).exists() else None
+        while time.monotonic() < deadline and process.is_alive():
+            path = folder / checkpoint.LAST
+            if path.exists() and path.stat().st_mtime_ns != before:
+                break
+            time.sleep(0.01)
+        process.kill()
+        process.join()
+    continued(data, folder, uninterrupted)
+
+
+def test_complete_run_ends_at_once(data, uninterrupted, tmp_path):
+    files = {path: path.stat().st_mtime_ns for path in uninterrupted.iterdir()}
+    assert run(arguments(data, uninterrupted, *EXTRAS), tmp_path / "log", SignalAfterUpdate(signal.SIGKILL, 1)) == 0
+    assert {path: path.stat().st_mtime_ns for path in uninterrupted.iterdir()} == files
+
+
+def test_resume_goes_on_from_an_older_checkpoint_when_the_newest_is_damaged(data, uninterrupted, tmp_path):
+    folder = tmp_path / "run"
+    assert run(arguments(data, folder, *EXTRAS), tmp_path / "run.log", SignalAfterUpdate(signal.SIGKILL, 8)) < 0
+    path = folder / checkpoint.LAST
+    damaged = bytearray(path.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    path.write_bytes(damaged)
+    assert run(arguments(data, folder, *EXTRAS), tmp_path / "run.log") == 0
+    same_result(folder, uninterrupted)
+    log = (tmp_path / "run.log").read_text()
+    assert "skipped" in log and str(path) in log and "checksum" in log
+    assert (folder / "last.ckpt.damaged").read_bytes() == damaged, "it is kept, and has pushed out no good one"
+
+
+@pytest.mark.parametrize("name, nth", [(checkpoint.LAST, 3), (checkpoint.BEST, 1), (run_folder.WEIGHTS, 1)])
+def test_disk_full(data, uninterrupted, tmp_path, name, nth):
+    folder, log = tmp_path / "run", tmp_path / "run.log"
+    code = run(arguments(data, folder, *EXTRAS), log, DiskFullInWrite(nth, name))
+    assert code == 1
+    errors = [line for line in log.read_text().splitlines() if line.startswith("error:")]
+    assert len(errors) == 1 and f"cannot write {folder / name}" in errors[0] and "Traceback" not in log.read_text()
+    assert not list(folder.glob(".*.tmp")), "what was written in vain is freed"
+    checkpoint.read_checkpoint(folder / checkpoint.LAST)
+    continued(data, folder, uninterrupted)
+
+
+def test_non_finite_loss_stops_and_says_where(data, uninterrupted, tmp_path):
+    folder, log = tmp_path / "run", tmp_path / "run.log"
+    assert run(arguments(data, folder, *EXTRAS), log, SpoilLoss(4)) == 1
+    error = log.read_text().splitlines()[-1]
+    assert "update 4 of epoch 1" in error and str(folder / checkpoint.LAST) in error
+    report = json.loads((folder / "nonfinite-epoch001-update00004.json").read_text())
+    assert (report["epoch"], report["update"]) == (1, 4) and report["last_good_checkpoint"] == str(folder / "last.ckpt")
+    assert len(set(report["sample_ids"][0])) == 8 and all(name.endswith(".png") for name in report["samples"][0])
+    saved = checkpoint.read_checkpoint(folder / checkpoint.LAST)
+    assert saved["progress"]["updates"] == 2
+    continued(data, folder, uninterrupted)
+
+
+def test_non_finite_weights_are_never_saved(data, tmp_path):
+    folder, log = tmp_path / "run", tmp_path / "run.log"
+    assert run(arguments(data, folder), log, SpoilWeight(4)) == 1
+    assert "a weight is not finite after update 4 of epoch 1" in log.read_text()
+    saved = checkpoint.read_checkpoint(folder / checkpoint.LAST)
+    assert saved["progress"]["updates"] == 2 and all(v.isfinite().all() for v in saved["model"].values())
+
+
+def test_rollback_continues_with_half_the_learning_rate(data, tmp_path):
+    folder, log = tmp_path / "run", tmp_path / "run.log"
+    argv = arguments(data, folder, "--schedule", "constant", "--warmup", "0", "--on-nan", "rollback")
+    assert run(argv, log, SpoilLoss(4, times=2)) == 0, log.read_text()
+    assert run_folder.read_metrics(folder)["lr"] == [0.0125, 0.0125], "halved twice, for two bad losses"
+    assert run_folder.read_results(folder)["rollbacks"] == 2
+    assert run_folder.read_metrics(folder)["step"] == [5, 10]
+
+
+def test_rollback_gives_up_in_the_end(data, tmp_path):
+    log = tmp_path / "run.log"
+    assert run(arguments(data, tmp_path / "run", "--on-nan", "rollback"), log, SpoilLoss(4, times=1000)) == 1
+    assert log.read_text().count("back to") == 5
