@@ -7,6 +7,7 @@ import io
 import logging
 import os
 import tarfile
+import zipfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -189,7 +190,7 @@ def _load_split(source: Path, cache: Path | None, img_size: int, workers: int) -
             with np.load(cached, allow_pickle=False) as file:
                 return (Images(torch.from_numpy(file["images"]), torch.from_numpy(file["targets"]),
                                file["names"].tolist()), file["classes"].tolist())
-        except (OSError, ValueError, KeyError) as error:  # decoded anew below
+        except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:  # decoded anew below
             log.warning("cache file %s cannot be read (%s): decoding again", cached, error)
     split, classes = _decode(source, img_size, workers)
     if cached is not None:

@@ -1,0 +1,111 @@
+"""Checkpoint files: what goes in comes out, damage is seen, nothing is executed, nothing is half-written."""
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+import random
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+
+from ea_vision.engine import checkpoint
+from ea_vision.engine.checkpoint import DamagedCheckpoint, atomic_write, encode, read_checkpoint
+from ea_vision.engine.errors import RunError
+from tests.engine.runner import assert_equal
+
+CPU = torch.device("cpu")
+
+
+def state():
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4)).to(memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.randn(2, 3, 5, 5)).sum().backward()
+    optimizer.step()
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "random": checkpoint.random_state(CPU),
+            "progress": {"updates": 3, "rows": [{"lr": 0.1}], "best": None, "text": "ä", "flags": [True, False]},
+            "empty": torch.zeros(0), "scalar": torch.tensor(2.5, dtype=torch.float64), "nan": float("inf")}
+
+
+def test_round_trip(tmp_path):
+    saved = state()
+    (tmp_path / "a.ckpt").write_bytes(encode(saved))
+    assert_equal(saved, read_checkpoint(tmp_path / "a.ckpt"), "state")
+
+
+def test_random_states_come_back():
+    saved = checkpoint.random_state(CPU)
+    random.gauss(0, 1), np.random.randn()  # leaves half of a pair behind in both generators
+    saved = checkpoint.random_state(CPU)
+    first = [torch.rand(3).tolist(), random.gauss(0, 1), np.random.randn(3).tolist(), random.random()]
+    checkpoint.set_random_state(saved, CPU)
+    assert [torch.rand(3).tolist(), random.gauss(0, 1), np.random.randn(3).tolist(), random.random()] == first
+
+
+def test_damage_anywhere_is_seen(tmp_path):
+    """A flipped bit in any part of the file, or a cut anywhere, is an error of the right kind."""
+    data = encode(state())
+    path = tmp_path / "a.ckpt"
+    places = range(0, len(data), max(1, len(data) // 300))
+    for place in places:
+        damaged = bytearray(data)
+        damaged[place] ^= 0x04
+        path.write_bytes(damaged)
+        with pytest.raises(DamagedCheckpoint):
+            read_checkpoint(path)
+    for length in (0, 1, 8, len(data) // 2, len(data) - 1):
+        path.write_bytes(data[:length])
+        with pytest.raises(DamagedCheckpoint):
+            read_checkpoint(path)
+
+
+def test_foreign_files_are_named_and_never_executed(tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "executed"),)
+
+    (tmp_path / "pickle.ckpt").write_bytes(pickle.dumps(Evil()))
+    torch.save({"model": {}}, tmp_path / "torch.ckpt")
+    safetensors.torch.save_file({"a": torch.zeros(2)}, tmp_path / "weights.ckpt")
+    for name in ("pickle", "torch", "weights"):
+        with pytest.raises(DamagedCheckpoint, match=name):
+            read_checkpoint(tmp_path / f"{name}.ckpt")
+    assert not (tmp_path / "executed").exists()
+
+
+def test_what_cannot_be_stored_is_refused():
+    with pytest.raises(TypeError, match="a.b must be a tensor or plain data, got set"):
+        encode({"a": {"b": {1}}})
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace", "open"])
+def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch, call):
+    path = tmp_path / "last.ckpt"
+    atomic_write(path, b"old")
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if call == "open":
+        monkeypatch.setattr(checkpoint, "open", full, raising=False)
+    else:
+        monkeypatch.setattr(checkpoint.os, call, full)
+    with pytest.raises(RunError, match=f"cannot write {path}: No space left on device"):
+        atomic_write(path, b"new")
+    monkeypatch.undo()
+    assert [p.name for p in tmp_path.iterdir()] == ["last.ckpt"] and path.read_bytes() == b"old"
+
+
+def test_newest_valid_checkpoint_is_found_and_bad_ones_put_aside(tmp_path):
+    for name, updates in ((checkpoint.PREVIOUS, 5), (checkpoint.BEST, 4), (checkpoint.LAST, 9)):
+        (tmp_path / name).write_bytes(encode({"progress": {"updates": updates}}))
+    assert checkpoint.newest_checkpoint(tmp_path)[0].name == checkpoint.LAST
+    (tmp_path / checkpoint.LAST).write_bytes(b"no checkpoint")
+    notices = []
+    checkpoint.put_damaged_aside(tmp_path, notices.append)
+    assert len(notices) == 1 and str(tmp_path / checkpoint.LAST) in notices[0]
+    assert checkpoint.newest_checkpoint(tmp_path)[0].name == checkpoint.PREVIOUS
+    assert (tmp_path / "last.ckpt.damaged").exists()
+    assert checkpoint.newest_checkpoint(tmp_path / "nowhere") is None

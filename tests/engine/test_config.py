@@ -1,0 +1,104 @@
+"""Options: defaults < recipe < command line, and errors that help."""
+from __future__ import annotations
+
+import dataclasses
+from importlib import resources
+
+import pytest
+import yaml
+
+from ea_vision.engine.config import load_recipe, make_parser, option, parse, recipe_names, resolve
+from ea_vision.engine.errors import UsageError
+from train_cifar import EXAMPLES, CifarConfig
+
+
+def parsed(*argv: str):
+    return resolve(CifarConfig, parse(make_parser(CifarConfig, "train_cifar.py", "", EXAMPLES), list(argv)))
+
+
+def test_command_line_over_recipe_over_defaults(tmp_path):
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("lr: 1e-3\nepochs: 7\nmodel_kwargs: {alpha: 0.3, drop_rate: 0.1}\n")
+    config, optional = parsed("--recipe", str(recipe), "--epochs", "9", "--model-kwargs", "alpha=0.7", "beta=0")
+    assert (config.lr, config.epochs, config.momentum) == (0.001, 9, CifarConfig().momentum)
+    assert config.model_kwargs == {"alpha": 0.7, "beta": 0, "drop_rate": 0.1}
+    assert optional == {"drop_rate"}, "only what the recipe alone asks for may be left out"
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_recipes(name):
+    """Every recipe resolves, says nothing that is not an option, and opens with its command, cost and expectation."""
+    resolve(CifarConfig, {"recipe": name})
+    text = (resources.files("ea_vision.recipes") / f"{name}.yaml").read_text()
+    header = "".join(line for line in text.splitlines(True) if line.startswith("#"))
+    for word in ("Command:", f"--recipe {name}", "Cost:", "Expected:"):
+        assert word in header
+
+
+def test_the_papers_recipe():
+    config, _ = parsed("--recipe", "pa_cifar10")
+    wanted = {"epochs": 630, "batch_size": 50, "lr": 0.05, "lr_min": 1e-4, "momentum": 0.9, "weight_decay": 1e-4,
+              "cutout": 8, "holdout": 5000, "opt": "momentum", "label_smoothing": 0}
+    assert {key: getattr(config, key) for key in wanted} == wanted
+    assert config.model_kwargs == {"conv_drop_rate": 0.2, "attn_drop_rate": 0.2, "ff_drop_rate": 0.2}
+
+
+@pytest.mark.parametrize("argv, message", [
+    (["--lrr", "1"], "--lr"),
+    (["--recipe", "pa_cifar1"], "pa_cifar10"),
+    (["--epochs", "ten"], "epochs must be of type int, got 'ten'"),
+    (["--epochs", "0"], "epochs must be at least 1, got 0"),
+    (["--epochs", "1.5"], "epochs must be of type int"),
+    (["--lr", "nan"], "lr must be a number"),
+    (["--dataset", "cifar"], "dataset must be one of digits, cifar10, cifar100, folder, got 'cifar'"),
+    (["--lr", "0.1", "--lr-min", "0.2"], "lr_min must be at most lr"),
+    (["--schedule", "cosine", "--cycle-epochs", "2"], "warmup must be 0"),
+    (["--model-kwargs", "alpha"], "key=value"),
+    (["--lr"], "expected one argument"),
+    (["stray"], "unknown argument 'stray'"),
+])
+def test_bad_options_are_named(argv, message):
+    with pytest.raises(UsageError, match=message.replace("(", r"\(")):
+        parsed(*argv)
+
+
+@pytest.mark.parametrize("text, message", [
+    ("epoch: 3", "unknown option 'epoch'; did you mean epochs"),
+    ("- 1", "must be a YAML mapping"),
+    ("a: [", "not valid YAML"),
+    ("compile: maybe", "compile must be of type bool"),
+])
+def test_bad_recipes_are_named(tmp_path, text, message):
+    path = tmp_path / "r.yaml"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=message):
+        parsed("--recipe", str(path))
+
+
+def test_a_runs_config_is_a_recipe(tmp_path):
+    config, _ = parsed("--lr", "0.07", "--decay-epochs", "3", "5", "--output", "somewhere")
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump({**config.as_dict(), "run": {"seconds": 3}}))
+    again, _ = parsed("--recipe", str(path))
+    assert {k: v for k, v in again.as_dict().items() if k not in ("recipe", "output")} \
+        == {k: v for k, v in config.as_dict().items() if k not in ("recipe", "output")}
+    assert again.output == "", "the place of the old run is not taken over"
+    assert "run" not in load_recipe(str(path))
+
+
+def test_help_has_every_flag_its_default_and_examples():
+    text = make_parser(CifarConfig, "train_cifar.py", "about", EXAMPLES).format_help()
+    for field in dataclasses.fields(CifarConfig):
+        assert f"--{field.name.replace('_', '-')}" in text
+    assert text.count("(default: ") >= len(dataclasses.fields(CifarConfig))
+    assert "--lr LR" in text and "(default: 0.2)" in text, "defaults shown are those of the default recipe"
+    assert text.rstrip().endswith(EXAMPLES.rstrip())
+
+
+def test_options_of_a_trainer_come_on_top():
+    @dataclasses.dataclass
+    class Config(CifarConfig):
+        crop: int = option(3, "pixels", minimum=1)
+
+    with pytest.raises(UsageError, match="crop must be at least 1"):
+        resolve(Config, {"crop": 0})
