@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import torch
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor, nn
 
+from ea_vision.attention import AttentionLayer, attention_layers
 from ea_vision.engine import checkpoint, run_folder
 from ea_vision.engine.build import check_model_name, check_state_fits, load_weights, pretrained_model
 from ea_vision.engine.errors import UsageError
@@ -115,6 +117,52 @@ def _load_file(model: nn.Module, path: Path) -> int | None:
     check_state_fits(model, weights, str(path))
     model.load_state_dict(weights)
     return state["progress"]["epoch"]
+
+
+def parse_layers(text: str, model: LoadedModel) -> list[AttentionLayer]:
+    """`all`, numbers, ranges and module names, separated by commas.
+
+    Raises:
+        UsageError: a layer there is not, or a model without attention.
+    """
+    available = attention_layers(model.model)
+    if not available:
+        raise UsageError(f"{model.label} has no attention layer that can be recorded")
+    if text == "all":
+        return available
+    by_key = {key: layer for layer in available for key in (str(layer.number), layer.name)}
+    chosen = []
+    for item in text.split(","):
+        first, _, last = item.partition("-")
+        keys = [str(n) for n in range(int(first), int(last) + 1)] if first.isdigit() and last.isdigit() else [item]
+        for key in keys or [item]:
+            if key not in by_key:
+                named = ", ".join(f"{layer.number} ({layer.name})" for layer in available)
+                raise UsageError(f"{model.label} has no attention layer {key!r}; it has {named}")
+            chosen.append(by_key[key])
+    return chosen
+
+
+def parse_size(text: str | None) -> tuple[int, int] | None:
+    """N or H,W in pixels."""
+    if text is None:
+        return None
+    sides = text.split(",")
+    if len(sides) > 2 or not all(side.isdigit() and int(side) > 0 for side in sides):
+        raise UsageError(f"--img-size must be N or H,W in pixels, got {text!r}")
+    return int(sides[0]), int(sides[-1])
+
+
+def pick_device(name: str) -> str:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda required a CUDA device, and there is none")
+    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+
+
+def positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"a positive whole number required, got {text!r}")
+    return int(text)
 
 
 def find_images(paths: Iterable[str]) -> list[str]:

@@ -22,13 +22,24 @@ from torch import Tensor
 from tqdm import tqdm
 
 import ea_vision
-from ea_vision.attention import AttentionLayer, AttentionMaps, LayerMaps, attention_layers
+from ea_vision.attention import PARTS, AttentionLayer, AttentionMaps, LayerMaps
 from ea_vision.engine.checkpoint import atomic_write
 from ea_vision.engine.errors import UsageError, exit_code
-from ea_vision.loading import WEIGHTS_HELP, LoadedModel, find_images, load_model, read_image
+from ea_vision.loading import (
+    WEIGHTS_HELP,
+    LoadedModel,
+    find_images,
+    load_model,
+    parse_size,
+    pick_device,
+    positive,
+    read_image,
+)
+from ea_vision.loading import parse_layers as parse_layers
 
 PICTURES = (".png", ".svg", ".pdf")
 MEAN = "mean"
+DIAGONAL = ((0.25, 0.25), (0.5, 0.5), (0.75, 0.75))
 OVERLAY_ALPHA = 0.65
 COLOR_MAP = "viridis"  # even steps of lightness, readable by the colour-blind
 QUERY_COLORS = ("#D55E00", "#0072B2", "#E69F00", "#CC79A7", "#56B4E9", "#009E73", "#F0E442")  # Okabe and Ito
@@ -60,7 +71,7 @@ def make_parser(script: str, description: str, examples: str, *, output: str, la
     if queries:
         parser.add_argument("--queries", nargs="+", default=[], metavar="Y,X",
                             help="query points in pixels of the input as the network sees it, from its top left corner "
-                                 "(default: three points on a diagonal)")
+                                 "(default: points on a diagonal, or the middle for one)")
     parser.add_argument("-o", "--output", default=output, metavar="FILE",
                         help=f"{', '.join(s[1:].upper() for s in suffixes)} by its suffix; of several images, "
                              "each gets its own file, its name added (default: %(default)s)")
@@ -74,31 +85,27 @@ def make_parser(script: str, description: str, examples: str, *, output: str, la
     return parser
 
 
-def positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"a positive whole number required, got {text!r}")
-    return int(text)
+def only(values: Sequence, kind: str):
+    """The one value of an option that allows one.
+
+    Raises:
+        UsageError: several.
+    """
+    if len(values) != 1:
+        raise UsageError(f"this figure shows one {kind}; got {len(values)}: --help shows how to choose")
+    return values[0]
 
 
-def parse_size(text: str | None) -> tuple[int, int] | None:
-    """N or H,W in pixels."""
-    if text is None:
-        return None
-    sides = text.split(",")
-    if len(sides) > 2 or not all(side.isdigit() and int(side) > 0 for side in sides):
-        raise UsageError(f"--img-size must be N or H,W in pixels, got {text!r}")
-    return int(sides[0]), int(sides[-1])
-
-
-def parse_queries(texts: Sequence[str], img_size: tuple[int, int]) -> list[Point]:
-    """`y,x` texts -> points; none gives three on the diagonal.
+def parse_queries(texts: Sequence[str], img_size: tuple[int, int],
+                  default: Sequence[tuple[float, float]] = DIAGONAL) -> list[Point]:
+    """`y,x` texts -> points; none gives the default, in shares of the sides.
 
     Raises:
         UsageError: not y,x, or outside the image.
     """
     H, W = img_size
     if not texts:
-        return [(round(H * part), round(W * part)) for part in (0.25, 0.5, 0.75)]
+        return [(int(H * y), int(W * x)) for y, x in default]
     points = []
     for text in texts:
         sides = text.split(",")
@@ -109,30 +116,6 @@ def parse_queries(texts: Sequence[str], img_size: tuple[int, int]) -> list[Point
             raise UsageError(f"query y,x must lie within the {H}x{W} input, got {text!r}")
         points.append((y, x))
     return points
-
-
-def parse_layers(text: str, model: LoadedModel) -> list[AttentionLayer]:
-    """`all`, numbers, ranges and module names, separated by commas.
-
-    Raises:
-        UsageError: a layer there is not, or a model without attention.
-    """
-    available = attention_layers(model.model)
-    if not available:
-        raise UsageError(f"{model.label} has no attention layer that can be recorded")
-    if text == "all":
-        return available
-    by_key = {key: layer for layer in available for key in (str(layer.number), layer.name)}
-    chosen = []
-    for item in text.split(","):
-        first, _, last = item.partition("-")
-        keys = [str(n) for n in range(int(first), int(last) + 1)] if first.isdigit() and last.isdigit() else [item]
-        for key in keys or [item]:
-            if key not in by_key:
-                named = ", ".join(f"{layer.number} ({layer.name})" for layer in available)
-                raise UsageError(f"{model.label} has no attention layer {key!r}; it has {named}")
-            chosen.append(by_key[key])
-    return chosen
 
 
 def parse_heads(text: str, layers: Sequence[AttentionLayer]) -> list[Head]:
@@ -153,12 +136,6 @@ def parse_heads(text: str, layers: Sequence[AttentionLayer]) -> list[Head]:
         else:
             raise UsageError(f"heads must be 0 to {num_heads - 1}, all or {MEAN}, got {item!r}")
     return heads
-
-
-def pick_device(name: str) -> str:
-    if name == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda required a CUDA device, and there is none")
-    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
 
 
 def load_models(options: argparse.Namespace) -> list[LoadedModel]:
@@ -237,6 +214,13 @@ def bare(axes: Axes) -> None:
         spine.set_visible(False)
 
 
+def blank(axes: Axes, img_size: tuple[int, int], text: str = "") -> None:
+    """An empty place as large as a picture's, with a word where one belongs."""
+    axes.set(xlim=(0, img_size[1]), ylim=(img_size[0], 0), aspect="equal")
+    axes.text(img_size[1] / 2, img_size[0] / 2, text, ha="center", va="center", fontsize=8, color="0.4")
+    bare(axes)
+
+
 def draw_image(axes: Axes, image: Tensor, points: Sequence[Point] = ()) -> None:
     """The input, with numbered query points."""
     H, W = image.shape[1:]
@@ -278,11 +262,13 @@ def scale_of(part: str, maps: Sequence[np.ndarray]) -> tuple[float, float]:
     return float(low), max(float(high), float(low) + 1e-12)
 
 
-def add_scale(figure, artist, axes, part: str = "attn") -> None:
-    """The colour bar of one comparison, on grey, as the maps are over a grey image."""
+def add_scale(figure, artist, axes, part: str = "attn", overlay: bool = True) -> None:
+    """The colour bar of one comparison, of a part or another quantity; on grey where the maps are over a grey image."""
     bar = figure.colorbar(artist, ax=axes, shrink=0.8, pad=0.015, aspect=30)
-    bar.ax.set_facecolor("0.5")
-    bar.set_label("attention probability" if part == "attn" else "logit", fontsize=8)
+    if overlay:
+        bar.ax.set_facecolor("0.5")
+    name = {"attn": "attention probability", **dict.fromkeys(PARTS[1:], "logit")}.get(part, part)
+    bar.set_label(name, fontsize=8)
     bar.ax.tick_params(labelsize=7)
     bar.outline.set_visible(False)
 
@@ -327,7 +313,12 @@ def save(figure: Figure, output: Path, dpi: int) -> None:
     """Write a figure, all or nothing, in the format of the file's suffix."""
     data = io.BytesIO()
     figure.savefig(data, format=output.suffix[1:].lower(), dpi=dpi)
-    atomic_write(output, data.getvalue())
+    save_bytes(output, data.getvalue())
+
+
+def save_bytes(output: Path, data: bytes) -> None:
+    """Write a file, all or nothing."""
+    atomic_write(output, data)
 
 
 def each_image(options: argparse.Namespace) -> Iterator[tuple[str, object, Path]]:
