@@ -138,6 +138,7 @@ class ConvTransformer(nn.Module):
         attn_drop_rate: dropout on the attention probabilities.
         ff_drop_rate: dropout between the two feed-forward layers.
         drop_path_rate: stochastic depth at the last block, growing linearly from 0 at the first.
+        zero_init_last: whether every residual branch begins at zero, as in timm's ResNet.
 
     Raises:
         ValueError: an option that the evolution does not have, widths that the heads do not divide, an img_size below
@@ -167,6 +168,7 @@ class ConvTransformer(nn.Module):
             attn_drop_rate: float = 0.0,
             ff_drop_rate: float = 0.0,
             drop_path_rate: float = 0.0,
+            zero_init_last: bool = True,
             device=None,
             dtype=None,
     ) -> None:
@@ -211,17 +213,20 @@ class ConvTransformer(nn.Module):
             in_channels = channels
         self.stages = nn.Sequential(*stages)
         self.head = ClassifierHead(self.num_features, num_classes, pool_type=global_pool, drop_rate=drop_rate, **dd)
-        self.init_weights()
+        self.init_weights(zero_init_last)
 
     @torch.jit.ignore
-    def init_weights(self) -> None:
-        """He for the convolutions; the augmented ones have their own."""
+    def init_weights(self, zero_init_last: bool = True) -> None:
+        """He for the convolutions; the augmented ones have their own. Zero for the last norm of each branch."""
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
         for module in self.modules():
             if isinstance(module, AugmentedConv2d):
                 module.reset_parameters()
+            if zero_init_last and isinstance(module, (ConvBlock, AttnBlock)):
+                nn.init.zeros_(module.bn.weight)
+                nn.init.zeros_(module.ff.conv2.bn.weight)
 
     @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> Dict[str, Any]:
