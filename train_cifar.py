@@ -103,10 +103,11 @@ def train(config: CifarConfig, optional_kwargs: frozenset[str]) -> int:
         }
         trainer = Trainer(config, model, train_loader, eval_loader, num_classes=len(data.classes), world=world,
                           folder=folder, stop=stop, data_fingerprint=fingerprint, describe=training.names.__getitem__)
-        begin_or_resume(trainer, run)
-        trainer.fit()
         test_loader = EvalLoader(data.test, batch_size=config.eval_batch_size, **common)
-        finish(trainer, test_loader, len(data.test), eval_split, run)
+        with run_folder.locked(folder, world):
+            begin_or_resume(trainer, run)
+            trainer.fit()
+            finish(trainer, test_loader, len(data.test), eval_split, run)
     return 0
 
 

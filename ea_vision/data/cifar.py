@@ -6,6 +6,7 @@ import hashlib
 import io
 import logging
 import os
+import struct
 import tarfile
 import zipfile
 from collections.abc import Iterator
@@ -15,13 +16,15 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
 from ea_vision.engine.checkpoint import atomic_write
 from ea_vision.engine.errors import RunError, UsageError
 
 log = logging.getLogger(__name__)
 DATASETS = ("digits", "cifar10", "cifar100", "folder")
+# What Pillow raises on bad files (UnidentifiedImageError is an OSError).
+BROKEN = (OSError, ValueError, SyntaxError, struct.error, Image.DecompressionBombError)
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".ppm", ".tif", ".tiff")
 
 
@@ -240,7 +243,7 @@ def _decode(source: Path, img_size: int, workers: int) -> tuple[Images, list[str
         name, content = entry
         try:
             return name, _fit(Image.open(io.BytesIO(content)), img_size), ""
-        except (UnidentifiedImageError, OSError, ValueError, SyntaxError) as error:  # what Pillow raises on bad files
+        except BROKEN as error:
             return name, None, str(error)
 
     with ThreadPoolExecutor(workers) as pool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -68,6 +69,7 @@ def choose_device(name: str, local_rank: int = 0) -> torch.device:
         if local_rank >= torch.cuda.device_count():
             raise UsageError(f"process {local_rank} needs its own CUDA device, {torch.cuda.device_count()} found")
         torch.cuda.set_device(local_rank)
+        torch.backends.cudnn.benchmark = True  # every batch has the same shape
         return torch.device("cuda", local_rank)
     return torch.device("cpu")
 
@@ -85,4 +87,7 @@ def join_world(device_name: str) -> Iterator[World]:
     try:
         yield World(rank, size, device)
     finally:
+        # gloo's threads need the interpreter's lock to drop the tensors of the last collective; the destructor of the
+        # process group waits for them while it holds that lock, and so for ever, unless they are done before it runs.
+        time.sleep(0.1)
         dist.destroy_process_group()

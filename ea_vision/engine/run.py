@@ -70,7 +70,7 @@ def _require_same(saved: dict[str, Any], config: TrainConfig, source: Path) -> N
 
 
 def begin_or_resume(trainer: Trainer, run: dict[str, Any]) -> None:
-    """Make the run folder, load the checkpoint that --resume names or finds, write config.yaml.
+    """Load the checkpoint that --resume names or finds, write config.yaml.
 
     Raises:
         UsageError: a checkpoint that does not fit; the folder is as it was.
@@ -78,7 +78,7 @@ def begin_or_resume(trainer: Trainer, run: dict[str, Any]) -> None:
     config, folder, world = trainer.config, trainer.folder, trainer.world
     found = None
     if config.resume == "auto":
-        if world.is_main and folder.exists():
+        if world.is_main:
             checkpoint.put_damaged_aside(folder, log.warning)
         world.barrier()
         found = checkpoint.newest_checkpoint(folder)
@@ -103,7 +103,6 @@ def begin_or_resume(trainer: Trainer, run: dict[str, Any]) -> None:
                         config.epochs)
         log.info("resumed from %s: epoch %d, update %d", path, trainer.progress.epoch, trainer.progress.updates)
     if world.is_main:
-        run_folder.create(folder)
         (folder / run_folder.RESULTS).unlink(missing_ok=True)  # only a complete run has it
         run_folder.write_config(folder, config.as_dict(), run)
     world.barrier()
@@ -143,6 +142,7 @@ def finish(trainer: Trainer, test_loader, test_images: int, eval_split: str, run
     }
     if trainer.world.is_main:
         run_folder.write_json(folder / run_folder.RESULTS, results)
+    trainer.world.barrier()
     log.info("test accuracy: best weights (epoch %d) top1 %.2f%% top5 %.2f%%, last weights top1 %.2f%% top5 %.2f%%",
              tests["best"]["epoch"], tests["best"]["top1"], tests["best"]["top5"], tests["last"]["top1"],
              tests["last"]["top5"])

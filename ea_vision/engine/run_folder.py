@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import csv
+import fcntl
 import io
 import json
+import logging
+import os
 import platform
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +25,10 @@ from torch import nn
 import ea_vision
 from ea_vision.engine.build import load_weights
 from ea_vision.engine.checkpoint import BEST, LAST, PREVIOUS, atomic_write
+from ea_vision.engine.distributed import World
 from ea_vision.engine.errors import RunError, UsageError
 
+log = logging.getLogger(__name__)
 CONFIG, METRICS, WEIGHTS, RESULTS = "config.yaml", "metrics.csv", "model.safetensors", "results.json"
 COLUMNS = ("epoch", "step", "lr", "train_loss", "top1", "top5", "images_per_s", "seconds")
 
@@ -62,13 +69,45 @@ def holds_run(folder: Path) -> bool:
 
 
 def create(folder: Path) -> None:
-    """Make the run folder and clear what an interrupted write left behind."""
+    """Make a folder, and those above it.
+
+    Raises:
+        UsageError: it cannot be made.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"cannot make the run folder {folder}: {error.strerror}") from error
-    for leftover in folder.glob(".*.tmp"):
-        leftover.unlink()
+        raise UsageError(f"cannot make the folder {folder}: {error.strerror}") from error
+
+
+@contextmanager
+def locked(folder: Path, world: World) -> Iterator[None]:
+    """Make the run folder and keep it for this run: two runs that write into one folder would spoil both.
+
+    What an interrupted write left behind is cleared away, and a folder that got nothing written is taken away again.
+
+    Raises:
+        UsageError: the folder cannot be made, or another process holds it.
+    """
+    if not world.is_main:
+        yield
+        return
+    create(folder)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UsageError(f"{folder} is in use by another run that has not ended yet") from error
+        except OSError as error:  # some network file systems have no locks
+            log.warning("%s cannot be locked: %s", folder, error.strerror)
+        for leftover in folder.glob(".*.tmp"):
+            leftover.unlink()
+        yield
+    finally:
+        os.close(handle)
+        if not any(folder.iterdir()):
+            folder.rmdir()
 
 
 def write_config(folder: Path, config: dict[str, Any], run: dict[str, Any]) -> None:

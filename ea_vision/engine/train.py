@@ -157,6 +157,7 @@ class Trainer:
         self.progress = saved
         self.last_good = source
         self._slow_down()
+        self.scheduler.step_update(max(saved.updates - 1, 0))  # the rate of the last update, which the epoch's row names
 
     def _load_optimizer(self, state: dict[str, Any], source: Path) -> None:
         """Load the optimiser's averages; its hyperparameters are this run's, the slow-down of a rollback apart."""
@@ -351,10 +352,10 @@ class Trainer:
                 "error": str(error), "epoch": progress.epoch + 1, "update": progress.step + 1,
                 "lr": self.optimizer.param_groups[0]["lr"], "last_good_checkpoint": str(self.last_good),
                 "sample_ids": ids, "samples": [[self.describe(i) for i in of_rank] for of_rank in ids]})
+        self.world.barrier()  # nobody leaves, and has the others ended, before the report is written
 
     def _roll_back(self, error: NonFiniteLoss) -> None:
         """Go back to the last checkpoint with the learning rate halved once more."""
-        self.world.barrier()  # the checkpoint is written by rank 0 and read by all
         rollbacks = self.progress.rollbacks + 1
         self.load(checkpoint.read_checkpoint(self.last_good), self.last_good)
         self.progress.rollbacks = rollbacks

@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 
 import train_cifar
-from ea_vision.engine import checkpoint, run_folder
+from ea_vision.engine import checkpoint, run_folder, train
 from ea_vision.engine.errors import exit_code
 from ea_vision.engine.train import Trainer
 
@@ -156,6 +156,19 @@ class SignalAfterUpdate:
             return update(trainer, batches)
 
         Trainer._update = hurt
+
+
+class SignalInEvaluation:
+    """Send this process SIGTERM at the beginning of its first evaluation."""
+
+    def __call__(self):
+        evaluate = train.evaluate
+
+        def hurt(*args, **kwargs):
+            os.kill(os.getpid(), signal.SIGTERM)
+            return evaluate(*args, **kwargs)
+
+        train.evaluate = hurt
 
 
 class KillInWrite:

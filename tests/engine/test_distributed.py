@@ -95,6 +95,13 @@ def test_non_finite_loss_on_one_process_stops_all(data, tmp_path):
     assert [len(ids) for ids in report["sample_ids"]] == [4, 4], "the samples of every process"
 
 
+def test_all_processes_roll_back_together(data, tmp_path):
+    folder, log = tmp_path / "run", tmp_path / "log"
+    more = ["--batch-size", "4", "--schedule", "constant", "--warmup", "0", "--on-nan", "rollback"]
+    assert run_world(2, arguments(data, folder, *more), log, SpoilLoss(3, rank=1)) == [0, 0], log.read_text()
+    assert run_folder.read_metrics(folder)["lr"] == [0.025, 0.025]
+
+
 def test_torchrun(data, tmp_path):
     """The command of the README, and: evaluation on two processes counts the same images as on one."""
     script = Path(train_cifar.__file__)

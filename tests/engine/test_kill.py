@@ -12,6 +12,7 @@ from tests.engine.runner import (
     DiskFullInWrite,
     KillInWrite,
     SignalAfterUpdate,
+    SignalInEvaluation,
     SpoilLoss,
     SpoilWeight,
     arguments,
@@ -90,6 +91,28 @@ def test_signals_finish_the_update_save_and_leave(data, uninterrupted, tmp_path,
     assert run_folder.read_results(folder) is None
     assert "Traceback" not in (tmp_path / "run.log").read_text()
     continued(data, folder, uninterrupted)
+
+
+def test_a_signal_during_evaluation_keeps_the_epochs_training(data, uninterrupted, tmp_path):
+    folder = tmp_path / "run"
+    code = run(arguments(data, folder, *EXTRAS), tmp_path / "run.log", SignalInEvaluation())
+    assert code == 128 + signal.SIGTERM
+    saved = checkpoint.read_checkpoint(folder / checkpoint.LAST)["progress"]
+    assert (saved["epoch"], saved["step"], saved["updates"], saved["rows"]) == (0, 5, 5, [])
+    continued(data, folder, uninterrupted)
+
+
+def test_a_folder_serves_one_run_at_a_time(data, tmp_path):
+    folder, log = tmp_path / "run", tmp_path / "run.log"
+    first = start(arguments(data, folder, "--epochs", "500"), log)
+    while not (folder / checkpoint.BEST).exists() and first.is_alive():
+        time.sleep(0.01)
+    assert run(arguments(data, folder, "--epochs", "500"), tmp_path / "second.log") == 2
+    assert "is in use by another run" in (tmp_path / "second.log").read_text()
+    assert first.is_alive()
+    first.kill()
+    first.join()
+    nothing_truncated(folder)
 
 
 def test_kill_at_any_time_and_twice(data, uninterrupted, tmp_path):
