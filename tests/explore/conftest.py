@@ -1,0 +1,37 @@
+"""Images and models for the attention page; scripts of visualize/ become importable."""
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "visualize"))
+
+from explore import STORED_PARTS, Explorer  # noqa: E402
+
+from ea_vision.attention import attention_layers  # noqa: E402
+from ea_vision.loading import load_model  # noqa: E402
+
+
+def picture(seed: int, size: tuple[int, int] = (120, 90)) -> Image.Image:
+    """A smooth image of (width, height) with blobs of colour."""
+    small = np.random.default_rng(seed).integers(0, 255, (5, 6, 3), dtype=np.uint8)
+    return Image.fromarray(small).resize(size, Image.Resampling.BICUBIC)
+
+
+@pytest.fixture(scope="session")
+def explorer() -> Explorer:
+    """An EA network on 64x96 images (layers of maps 4x6, and 2x3 at the end) and a PA network on 32x32 images."""
+    models = [load_model("ea_aa_resnet34", random=True, img_size=(64, 96), seed=1),
+              load_model("pa_conv_transformer_cifar", random=True, seed=2)]
+    every = [attention_layers(model.model) for model in models]
+    layers = [[layer for layer in every[0] if layer.number in (8, 9, 10, 21)], every[1]]
+    names = [None, [f"kind <{index}>" for index in range(10)]]
+    return Explorer(models, layers, None, STORED_PARTS, names)
+
+
+@pytest.fixture(scope="session")
+def entries(explorer) -> list[dict]:
+    """Two images' entries; the second one's name tries to end the page's script."""
+    return [explorer.view("first.png", picture(0)), explorer.view("</script><b>second.png", picture(1))]

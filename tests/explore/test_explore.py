@@ -1,0 +1,220 @@
+"""What the page holds equals what was recorded, and what the command cannot do it says in one line."""
+import base64
+import io
+import json
+import re
+import struct
+import sys
+import zlib
+
+import explore
+import numpy as np
+import pytest
+import torch
+from explore import STORED_PARTS, build_page, decode_image, fit, pack, quantise, size_mb
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+from PIL import Image
+
+import ea_vision
+from ea_vision.engine.errors import UsageError, exit_code
+
+from .conftest import picture
+
+
+def run(monkeypatch, capsys, *arguments: str) -> tuple[int, str]:
+    """Exit code and stderr of the command, in this process."""
+    monkeypatch.setattr(sys, "argv", ["explore.py", *map(str, arguments)])
+    code = exit_code(explore.main)
+    return code, capsys.readouterr().err
+
+
+def png_header(width: int, height: int) -> bytes:
+    """A PNG file that claims a size and holds almost nothing."""
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"\0")) + chunk(b"IEND", b"")
+
+
+# ---- values ---------------------------------------------------------------------------------------------------------
+
+@settings(max_examples=60, deadline=None)
+@given(arrays.arrays(np.float32, (2, 3, 5), elements=st.floats(-1e4, 1e4, width=32)))
+def test_quantised_values_are_off_by_at_most_half_a_step(maps):
+    values = quantise(maps).values()
+    step = (maps.max(-1) - maps.min(-1)) / 255
+    rounding = 1e-6 * np.abs(maps).max(-1)
+    assert (np.abs(values - maps).max(-1) <= step / 2 * 1.001 + rounding).all()
+    assert np.array_equal(values.min(-1), maps.min(-1))
+
+
+def test_values_that_are_not_finite_are_refused():
+    with pytest.raises(UsageError, match="finite, got 1 value"):
+        quantise(np.array([[[0.0, np.nan]]]))
+
+
+def unpack(view: dict, number: int, part: str, num_heads: int) -> np.ndarray:
+    """(K, N, N), read as the page reads it."""
+    stream, offset = view["places"][number][part]
+    H, W = view["featSizes"][number]
+    rows, N = num_heads * H * W, H * W
+    data = zlib.decompress(base64.b64decode(view["streams"][stream]), -zlib.MAX_WBITS)[offset:]
+    low, step = np.frombuffer(data, "<f4", 2 * rows).reshape(2, num_heads, N, 1)
+    return low + step * np.frombuffer(data, np.uint8, rows * N, 8 * rows).reshape(num_heads, N, N)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_entries_hold_the_recorded_maps(explorer, entries, index):
+    model, layers, view = explorer.models[index], explorer.layers[index], entries[0]["models"][index]
+    batch = model.normalize(model.prepare(picture(0))[None])
+    with torch.inference_mode(), ea_vision.record_attention(
+            model.model, [layer.number for layer in layers], parts=STORED_PARTS) as maps:
+        probabilities = model.model(batch).softmax(-1)[0]
+    for layer in layers:
+        assert tuple(view["featSizes"][layer.number]) == maps[layer.number].feat_size
+        assert set(view["places"][layer.number]) == set(layer.parts)
+        for part in layer.parts:
+            expected = maps[layer.number][part][0].numpy()
+            step = (expected.max(-1) - expected.min(-1)) / 255
+            error = np.abs(unpack(view, layer.number, part, layer.num_heads) - expected).max(-1)
+            assert (error <= step * 0.501 + 1e-6 * np.abs(expected).max(-1)).all()
+    top = view["predictions"][0]
+    assert top["probability"] == pytest.approx(probabilities.max().item(), abs=1e-5)
+    assert top["name"] == f"class {probabilities.argmax()}" or top["name"] == f"kind <{probabilities.argmax()}>"
+
+
+def test_a_map_that_occurs_twice_is_stored_once():
+    maps = np.random.default_rng(0).normal(size=(3, 2, 9, 9)).astype(np.float32)
+    streams, places = pack({1: {"logits": maps[0]}, 2: {"logits": maps[1], "conv_logits": maps[1],
+                                                        "prev_logits": maps[0], "self_logits": maps[2]}})
+    assert places[2]["conv_logits"] == places[2]["logits"] and places[2]["prev_logits"] == places[1]["logits"]
+    assert set(streams) == {"logits", "self_logits"}
+
+
+def test_parts_are_dropped_until_the_page_fits(explorer, entries):
+    entries = json.loads(json.dumps(entries))
+    whole = size_mb(entries)
+    assert fit(entries, whole + 1) == []
+    dropped = fit(entries, whole * 0.7)
+    assert dropped and "attn" not in dropped and size_mb(entries) <= whole * 0.7
+    for view in (view for entry in entries for view in entry["models"]):
+        for parts in view["places"].values():
+            assert "attn" in parts and all(stream in view["streams"] for stream, _ in parts.values())
+    assert set(fit(entries, 0)) | set(dropped) == set(STORED_PARTS) - {"attn"}, "attention stays, whatever its size"
+
+
+def test_the_34_layer_page_is_below_10_megabytes_even_if_nothing_compresses():
+    rng = np.random.default_rng(0)
+    maps = {number: {"attn": rng.random((8, 49 if number > 20 else 196, 49 if number > 20 else 196))}
+            for number in range(1, 27)}
+    streams, _ = pack(maps)
+    assert len(streams["attn"]) < 9.2e6
+
+
+# ---- the page -------------------------------------------------------------------------------------------------------
+
+def test_the_page_needs_nothing_from_elsewhere(explorer, entries):
+    page = build_page(explorer, entries)
+    program = re.sub(r'<script type="application/json".*?</script>', "", page, flags=re.DOTALL)
+    assert not re.search(r"https?://|@import|<link[^>]+href=\"(?!data:)|\bsrc=\"(?!data:)", program)
+    assert "connect-src 'none'" in page and "{{" not in program
+    assert not re.search(r"^(import|export) ", program, flags=re.MULTILINE)
+
+
+def test_names_cannot_break_out_of_the_data(explorer, entries):
+    page = build_page(explorer, entries)
+    scripts = re.findall(r'<script type="application/json" class="image">(.*?)</script>', page, flags=re.DOTALL)
+    assert [json.loads(script)["name"] for script in scripts] == [entry["name"] for entry in entries]
+
+
+def test_the_command_writes_a_page(tmp_path, monkeypatch, capsys):
+    image, output = tmp_path / "photo.png", tmp_path / "pages" / "page.html"
+    picture(3).save(image)
+    code, _ = run(monkeypatch, capsys, "--model", "ea_conv_transformer_cifar,conv_transformer_cifar", "--layers", "1-3",
+                  "--heads", "0,3", "-o", output, image)
+    assert code == 0
+    page = output.read_text()
+    about = json.loads(re.search(r'id="about">(.*?)</script>', page, flags=re.DOTALL)[1])
+    assert [model["label"] for model in about["models"]] == [
+        "ea_conv_transformer_cifar (untrained)", "conv_transformer_cifar (untrained)"]
+    assert [(layer["number"], layer["heads"]) for layer in about["models"][0]["layers"]] == [
+        (1, [0, 3]), (2, [0, 3]), (3, [0, 3])]
+    assert [layer["evolution"] for layer in about["models"][0]["layers"]] == [
+        None, {"kind": "ea", "alpha": 0.5}, {"kind": "ea", "alpha": 0.5}]
+    assert [path.name for path in output.parent.iterdir()] == ["page.html"]
+
+
+def test_a_page_that_grows_too_large_says_what_to_do(tmp_path, monkeypatch, capsys):
+    image = tmp_path / "photo.png"
+    picture(3).save(image)
+    monkeypatch.setattr(explore, "MEGABYTE", 20_000)  # 1 "MB" is 20 kB
+    code, err = run(monkeypatch, capsys, "--max-mb", "1", "-o", tmp_path / "a.html", image)
+    assert code == 0 and "left out" in err and "self_logits" in err
+    code, err = run(monkeypatch, capsys, "--max-mb", "1", "--parts", "all", "-o", tmp_path / "b.html", image)
+    assert code == 0 and "warning" in err and "--layers" in err and "--heads" in err
+
+
+# ---- bad input ------------------------------------------------------------------------------------------------------
+
+def good_image() -> bytes:
+    data = io.BytesIO()
+    picture(0).save(data, "jpeg")
+    return data.getvalue()
+
+
+BROKEN = {
+    "truncated": (good_image()[:-400], "broken"),
+    "text": (b"not an image at all", "not an image"),
+    "empty": (b"", "not an image"),
+    "200 megapixels": (png_header(20_000, 10_000), "at most 50 megapixels"),
+    "60 megapixels": (png_header(10_000, 6_000), "at most 50 megapixels, got 10000x6000"),
+    "cut header": (png_header(10, 10)[:20], "broken|not an image"),
+    "no pixels": (png_header(10, 10), "broken"),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_broken_images_are_refused_before_they_cost_memory(kind):
+    data, message = BROKEN[kind]
+    with pytest.raises(UsageError, match=message):
+        decode_image(io.BytesIO(data), "photo", 50_000_000)
+
+
+def test_photos_are_turned_upright():
+    data, exif = io.BytesIO(), Image.Exif()
+    exif[0x0112] = 6  # lies on its side
+    picture(0, (60, 40)).save(data, "jpeg", exif=exif)
+    assert decode_image(data, "photo", 1_000_000).size == (40, 60)
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["--model", "cnn_cifar", "IMAGE"], "cnn_cifar .* no attention layer"),
+    (["--model", "resnet_nonsense", "IMAGE"], "resnet_nonsense"),
+    (["--model", "ea_conv_transformer_cifar", "--layers", "99", "IMAGE"], "no attention layer '99'; it has 1"),
+    (["--heads", "9", "IMAGE"], "heads must be 0 to 3"),
+    (["--heads", "mean", "IMAGE"], "the page adds the mean"),
+    (["--parts", "attn,maps", "IMAGE"], "--parts must be .* got 'attn,maps'"),
+    (["--model", "conv_transformer_cifar", "--parts", "prev_logits", "IMAGE"], "has attn, logits, self_logits"),
+    (["--model", "a,b,c,d", "IMAGE"], "at most 3 models, got 4"),
+    (["no-such-file.jpg"], "no-such-file.jpg does not exist"),
+    (["BROKEN"], "broken.jpg"),
+    ([], "image files .* required"),
+    (["-o", "page.png", "IMAGE"], "must end in .html"),
+    (["--serve", "--port", "99999"], "--port 99999"),
+])
+def test_bad_input_is_one_line_and_leaves_no_file(tmp_path, monkeypatch, capsys, arguments, message):
+    picture(0).save(tmp_path / "good.png")
+    (tmp_path / "broken.jpg").write_bytes(good_image()[:-400])
+    monkeypatch.chdir(tmp_path)
+    names = {"IMAGE": "good.png", "BROKEN": "broken.jpg"}
+    code, err = run(monkeypatch, capsys, *[names.get(argument, argument) for argument in arguments])
+    assert code == 2 and re.search(message, err) and len(err.strip().splitlines()) == 1
+    assert {path.name for path in tmp_path.iterdir()} == {"good.png", "broken.jpg"}
+
+
+def test_help_shows_defaults_and_examples():
+    text = explore.make_parser().format_help()
+    assert "examples:" in text and "(default: 8642)" in text

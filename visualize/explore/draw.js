@@ -1,0 +1,199 @@
+// Drawing on canvases: photos, tiles, query marks. Nothing here knows about the page.
+
+import { colourMap, cssColour } from "./colours.js";
+
+const MARK = "#ff4f2e"; // stands out from every colour map used
+const FONT = "system-ui, sans-serif";
+const GAP = 3;
+
+/** Where the tiles of a grid lie, in CSS pixels. */
+export function tileGeometry(width, numRows, numColumns, aspect, numbers) {
+  const left = 26, top = 18, minTile = 26, maxTile = 92;
+  const fitting = Math.floor((width - left) / numColumns) - GAP;
+  const tile = Math.max(minTile, Math.min(maxTile, fitting));
+  const height = Math.max(1, Math.round(tile * aspect));
+  const numLines = numbers ? (tile >= 62 ? 1 : 2) : 0;
+  const strip = numLines * 12;
+  return {
+    left, top, tile, height, numLines, strip,
+    stepX: tile + GAP,
+    stepY: height + strip + GAP + (numLines ? 3 : 0),
+    width: left + numColumns * (tile + GAP),
+    totalHeight: top + numRows * (height + strip + GAP + (numLines ? 3 : 0)),
+  };
+}
+
+/** Fit a canvas's pixels to the screen's and empty it; returns its context, scaled to CSS pixels. */
+export function sizeCanvas(canvas, width, height) {
+  const ratio = window.devicePixelRatio || 1;
+  const pixelWidth = Math.round(width * ratio), pixelHeight = Math.round(height * ratio);
+  if (canvas.width !== pixelWidth || canvas.height !== pixelHeight) {
+    canvas.width = pixelWidth;
+    canvas.height = pixelHeight;
+    canvas.style.width = `${width}px`;
+    canvas.style.height = `${height}px`;
+  }
+  const context = canvas.getContext("2d");
+  context.setTransform(ratio, 0, 0, ratio, 0, 0);
+  context.clearRect(0, 0, width, height);
+  return context;
+}
+
+/** A grey copy of an image, what maps are laid over. */
+export function greyCopy(image) {
+  const canvas = new OffscreenCanvas(image.naturalWidth, image.naturalHeight);
+  const context = canvas.getContext("2d");
+  context.drawImage(image, 0, 0);
+  const data = context.getImageData(0, 0, canvas.width, canvas.height);
+  for (let i = 0; i < data.data.length; i += 4) {
+    const grey = 0.299 * data.data[i] + 0.587 * data.data[i + 1] + 0.114 * data.data[i + 2];
+    data.data[i] = data.data[i + 1] = data.data[i + 2] = grey;
+  }
+  context.putImageData(data, 0, 0);
+  return canvas;
+}
+
+/** The photo with the query's cell of the finest map outlined. */
+export function drawPhoto(context, image, width, height, cell, [H, W]) {
+  context.imageSmoothingEnabled = image.naturalWidth > 64;
+  context.drawImage(image, 0, 0, width, height);
+  markCell(context, 0, 0, width, height, cell, [H, W], 2);
+}
+
+function markCell(context, x, y, width, height, cell, [H, W], line) {
+  const cellWidth = width / W, cellHeight = height / H;
+  const left = x + (cell % W) * cellWidth, top = y + Math.floor(cell / W) * cellHeight;
+  const outline = (colour, grow, thick) => {
+    context.strokeStyle = colour;
+    context.lineWidth = thick;
+    context.strokeRect(left - grow, top - grow, cellWidth + 2 * grow, cellHeight + 2 * grow);
+  };
+  if (line > 1) outline("#000a", line / 2, line + 2);
+  outline(MARK, line / 2, line);
+}
+
+/** One map over the grey photo. */
+export function drawMap(context, values, featSize, range, table, grey, opacity, cell, width, height) {
+  const [H, W] = featSize;
+  const small = new OffscreenCanvas(W, H);
+  const data = new ImageData(W, H);
+  colourMap(values, featSize, range, table, new Uint32Array(data.data.buffer), 0, W);
+  small.getContext("2d").putImageData(data, 0, 0);
+  context.imageSmoothingEnabled = grey.width > 64;
+  context.drawImage(grey, 0, 0, width, height);
+  context.globalAlpha = opacity;
+  context.imageSmoothingEnabled = false;
+  context.drawImage(small, 0, 0, width, height);
+  context.globalAlpha = 1;
+  markCell(context, 0, 0, width, height, cell, featSize, 2);
+}
+
+/** The place of a map that there is not. */
+export function drawMissing(context, x, y, width, height, ink) {
+  context.strokeStyle = ink.faint;
+  context.lineWidth = 1;
+  context.setLineDash([2, 3]);
+  context.strokeRect(x + 0.5, y + 0.5, width - 1, height - 1);
+  context.setLineDash([]);
+}
+
+/** All tiles of a model. The maps are coloured side by side in one small image, then enlarged onto the canvas. */
+export class TilePainter {
+  /** @param sizes featSize of each row of tiles; numColumns of them. */
+  constructor(sizes, numColumns) {
+    this.sizes = sizes;
+    this.cellHeight = Math.max(...sizes.map(([H]) => H));
+    this.cellWidth = Math.max(...sizes.map(([, W]) => W));
+    this.atlas = new OffscreenCanvas(this.cellWidth * numColumns, this.cellHeight * sizes.length);
+    this.context = this.atlas.getContext("2d");
+    this.image = new ImageData(this.atlas.width, this.atlas.height);
+    this.pixels = new Uint32Array(this.image.data.buffer);
+  }
+
+  /**
+   * @param tiles rows of { values, range, cell, entropy, distance }, null where the layer lacks the part.
+   * @param ink { text, faint }: colours of the theme.
+   * @param labels { rows, columns }: their texts.
+   */
+  paint(context, geometry, tiles, { table, grey, opacity, ink, labels }) {
+    const { left, top, tile, height, stepX, stepY } = geometry;
+    tiles.forEach((row, r) => row.forEach((one, c) => {
+      if (one) {
+        const start = r * this.cellHeight * this.atlas.width + c * this.cellWidth;
+        colourMap(one.values, this.sizes[r], one.range, table, this.pixels, start, this.atlas.width);
+      }
+    }));
+    this.context.putImageData(this.image, 0, 0);
+
+    this.paintLabels(context, geometry, labels, ink);
+    const opaque = opacity === 1;
+    tiles.forEach((row, r) => row.forEach((one, c) => {
+      const x = left + c * stepX, y = top + r * stepY;
+      if (!one) {
+        drawMissing(context, x, y, tile, height, ink);
+        return;
+      }
+      const [H, W] = this.sizes[r];
+      if (!opaque) {
+        context.imageSmoothingEnabled = true;
+        context.drawImage(grey, x, y, tile, height);
+        context.globalAlpha = opacity;
+      }
+      context.imageSmoothingEnabled = false;
+      context.drawImage(this.atlas, c * this.cellWidth, r * this.cellHeight, W, H, x, y, tile, height);
+      context.globalAlpha = 1;
+      markCell(context, x, y, tile, height, one.cell, this.sizes[r], 1);
+    }));
+    if (geometry.numLines) this.paintNumbers(context, geometry, tiles, ink);
+  }
+
+  paintLabels(context, { left, top, tile, height, stepX, stepY }, labels, ink) {
+    context.fillStyle = ink.text;
+    context.font = `11px ${FONT}`;
+    context.textBaseline = "middle";
+    context.textAlign = "center";
+    labels.columns.forEach((text, c) => context.fillText(text, left + c * stepX + tile / 2, top / 2, tile + 2));
+    context.textAlign = "right";
+    labels.rows.forEach((text, r) => context.fillText(text, left - 6, top + r * stepY + height / 2, left - 6));
+  }
+
+  paintNumbers(context, { left, top, tile, height, stepX, stepY, numLines }, tiles, ink) {
+    context.fillStyle = ink.text;
+    context.font = `10px ${FONT}`;
+    context.textBaseline = "top";
+    context.textAlign = "center";
+    tiles.forEach((row, r) => row.forEach((one, c) => {
+      if (!one || one.entropy === undefined) return;
+      const x = left + c * stepX + tile / 2, y = top + r * stepY + height + 3;
+      const entropy = one.entropy.toFixed(2), distance = one.distance.toFixed(1);
+      if (numLines === 1) {
+        context.fillText(`${entropy} · ${distance}`, x, y, tile);
+      } else {
+        context.fillText(entropy, x, y, tile);
+        context.fillText(distance, x, y + 11, tile);
+      }
+    }));
+  }
+}
+
+/** A horizontal colour bar with its ends' values, 26 pixels high. */
+export function drawBar(context, table, [low, high], width, ink) {
+  const bar = 8;
+  for (let x = 0; x < width; x++) {
+    context.fillStyle = cssColour(table, Math.round((x / Math.max(1, width - 1)) * 255));
+    context.fillRect(x, 0, 1, bar);
+  }
+  context.fillStyle = ink.text;
+  context.font = `11px ${FONT}`;
+  context.textBaseline = "top";
+  context.textAlign = "left";
+  context.fillText(shortNumber(low), 0, bar + 4);
+  context.textAlign = "right";
+  context.fillText(shortNumber(high), width, bar + 4);
+}
+
+/** Three figures that count: 0.0123, 4.56, -12.3. */
+export function shortNumber(value) {
+  return value === 0 ? "0" : Math.abs(value) < 1e-3 || Math.abs(value) >= 1e5 ? value.toExponential(1)
+    : String(Number(value.toPrecision(3)));
+}

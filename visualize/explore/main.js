@@ -1,0 +1,324 @@
+// The page: reads what it was given, keeps the state, draws a frame when something changed.
+
+import { MEAN, PARTS, partName } from "./maps.js";
+import { colourTable } from "./colours.js";
+import { firstState, fromFragment, setQuery, toFragment } from "./state.js";
+import { Panel, arrowOf, element, headName } from "./panel.js";
+
+const byId = (id) => document.getElementById(id);
+const about = JSON.parse(byId("about").textContent);
+const entries = [...document.querySelectorAll("script.image")].map((script) => JSON.parse(script.textContent));
+const tables = Object.fromEntries(Object.entries(about.colours).map(([name, base64]) => [name, colourTable(base64)]));
+
+let state = firstState(about);
+let hovered = null; // [layer number, head] under the mouse
+let frame = 0; // the request of the next one
+let lastFrame = 0; // milliseconds that drawing took
+let toLayOut = true;
+let showing = Promise.resolve(); // the last change of image or part
+
+const actions = {
+  /** A hovering mouse moves the query unless it is pinned. */
+  moveQuery(model, point, hovering) {
+    if (hovering && state.pinned) return;
+    change(() => setQuery(state, model, point, about));
+  },
+  /** Pin the query at a point, or where it is (null); again at the same place lets go. */
+  pin(model, point) {
+    change(() => {
+      const same = point === null || panels[model].sameCell(state.queries[model], point);
+      state.pinned = !(state.pinned && same);
+      if (point !== null) setQuery(state, model, point, about);
+    });
+  },
+  select(layer, head) {
+    change(() => Object.assign(state, { layer, head }));
+  },
+  hover(layer, head) {
+    hovered = layer === null ? null : [layer, head];
+    schedule();
+  },
+};
+const panels = about.models.map((model, index) => new Panel(model, index, actions));
+
+function complain(text) {
+  byId("message").textContent = text;
+  byId("message").hidden = !text;
+}
+
+// ---- changing the state ---------------------------------------------------------------------------------------------
+
+function change(apply) {
+  apply();
+  schedule();
+}
+
+/** Load what image and part need, then show it; of several changes in a row the last one counts. */
+function show() {
+  const { image, part } = state;
+  const wanted = entries[image];
+  const parts = part === "attn" ? ["attn"] : [part, "attn"]; // entropy and distance are of the attention
+  showing = (async () => {
+    const switches = await Promise.all(panels.map(async (panel, index) => {
+      if (panel.entry !== wanted.models[index]) return panel.setEntry(wanted.models[index], parts);
+      await panel.maps.load(parts);
+      return () => {};
+    }));
+    if (state.image !== image || state.part !== part) return;
+    switches.forEach((use) => use());
+    toLayOut = true;
+    offerParts();
+    schedule();
+  })().catch((error) => complain(`This page cannot show its maps: ${error.message}`));
+  return showing;
+}
+
+/** Enable the parts that the image has; a part that it lacks gives way to the first that it has. */
+function offerParts() {
+  const available = new Set(panels.flatMap((panel) => panel.maps.parts()));
+  for (const input of byId("parts").querySelectorAll("input")) {
+    input.disabled = !available.has(input.value);
+    input.parentElement.title = input.disabled ? "not in this page, or none of its layers has it" : "";
+  }
+  if (!available.has(state.part)) {
+    state.part = PARTS.map(([part]) => part).find((part) => available.has(part));
+    show();
+  }
+  writeControls();
+}
+
+function applyFragment() {
+  state = fromFragment(location.hash, about, entries.length);
+  writeControls();
+  if (entries.length) show();
+}
+
+// ---- drawing --------------------------------------------------------------------------------------------------------
+
+function schedule() {
+  frame ||= requestAnimationFrame(() => {
+    frame = 0;
+    draw();
+  });
+}
+
+const isReady = () => entries.length > 0 && panels.every((panel) => panel.maps?.isLoaded([state.part, "attn"]));
+
+function draw() {
+  if (!isReady()) return;
+  const begin = performance.now();
+  if (toLayOut) panels.forEach((panel) => panel.layOut(state.numbers));
+  toLayOut = false;
+  panels.forEach((panel) => panel.compute(state));
+  shareRanges();
+  const style = getComputedStyle(document.body);
+  const look = {
+    state,
+    table: tables[state.colours],
+    ink: { text: style.color, faint: getComputedStyle(byId("part-help")).color },
+    shown: hovered ?? [state.layer, state.head],
+  };
+  panels.forEach((panel) => panel.paint(look));
+  lastFrame = performance.now() - begin;
+  writeLater();
+}
+
+/** One colour range for the tiles of a layer, or for all, over all models. */
+function shareRanges() {
+  if (state.scale === "tile") return;
+  const rows = panels.flatMap((panel) => panel.tiles);
+  const groups = state.scale === "all" ? [rows.flat()]
+    : [...new Set(rows.map((row) => row[0].layer.number))].map((number) =>
+      rows.filter((row) => row[0].layer.number === number).flat());
+  for (const group of groups) {
+    const range = panels[0].rangeOf(group);
+    for (const tile of group) tile.range = range;
+  }
+}
+
+/** The address and the spoken status follow when the hand rests: browsers limit how often an address may change. */
+let later = 0;
+function writeLater() {
+  clearTimeout(later);
+  later = setTimeout(() => {
+    const fragment = toFragment(state, about);
+    if (location.hash !== fragment) history.replaceState(null, "", fragment);
+    const spoken = `query y ${state.queries[0].join(", x ")}; ` + panels[0].zoomLines().join(", ");
+    if (byId("status").textContent !== spoken) byId("status").textContent = spoken;
+  }, 200);
+}
+
+// ---- controls -------------------------------------------------------------------------------------------------------
+
+const toolbar = byId("toolbar");
+
+function buildControls() {
+  byId("parts").append(...PARTS.map(([part, name]) => element("label", {},
+    element("input", { type: "radio", name: "part", value: part, disabled: true }), name)));
+  toolbar.elements.colours.append(...Object.keys(about.colours).map((name) => element("option", {}, name)));
+  byId("link").hidden = panels.length < 2;
+  byId("version").textContent = about.version;
+  byId("settings").open = window.innerWidth >= 700;
+  byId("models").append(...panels.map((panel) => panel.node));
+  entries.forEach(addThumbnail);
+}
+
+function addThumbnail(entry, index) {
+  byId("images").append(element("label", { title: entry.name },
+    element("input", { type: "radio", name: "image", value: String(index), "aria-label": entry.name }),
+    element("img", { src: entry.models[0].photo, alt: "" }), element("span", {}, entry.name)));
+  byId("images").hidden = entries.length < 2;
+}
+
+function writeControls() {
+  const { elements } = toolbar;
+  for (const name of ["opacity", "scale", "colours", "theme"]) elements[name].value = String(state[name]);
+  for (const name of ["numbers", "link"]) elements[name].checked = state[name];
+  for (const input of byId("parts").querySelectorAll("input")) input.checked = input.value === state.part;
+  for (const input of byId("images").querySelectorAll("input")) input.checked = input.value === String(state.image);
+  byId("part-help").textContent = PARTS.find(([part]) => part === state.part)[2];
+  if (state.theme === "auto") delete document.documentElement.dataset.theme;
+  else document.documentElement.dataset.theme = state.theme;
+}
+
+function onControl({ target: { name, type, value, checked } }) {
+  if (!(name in state)) return;
+  state[name] = type === "checkbox" ? checked : name === "opacity" || name === "image" ? Number(value) : value;
+  if (name === "link" && checked) setQuery(state, 0, state.queries[0], about);
+  if (name === "numbers") toLayOut = true;
+  writeControls();
+  if (name === "part" || name === "image") show();
+  schedule();
+}
+
+/** Arrows move the query, unless what has the focus needs them itself. */
+function onKey(event) {
+  if (event.key === "Escape") change(() => { state.pinned = false; });
+  const arrow = arrowOf(event);
+  const { target } = event;
+  if (!arrow || !panels[0].maps || target.closest?.("input, select, .buttons")) return;
+  event.preventDefault();
+  const index = Math.max(0, panels.findIndex((panel) => panel.node.contains(target)));
+  actions.moveQuery(index, panels[index].neighbour(state.queries[index], arrow), false);
+}
+
+// ---- the picture ----------------------------------------------------------------------------------------------------
+
+/** The view as a canvas, twice as fine as the page. */
+function paintPicture() {
+  const margin = 16, between = 24, head = 28, scale = 2;
+  const sizes = panels.map((panel) => panel.pictureSize());
+  const width = sizes.reduce((sum, size) => sum + size.width + between, 2 * margin - between);
+  const height = Math.max(...sizes.map((size) => size.totalHeight)) + head + 2 * margin;
+  const canvas = element("canvas", { width: width * scale, height: height * scale });
+  const context = canvas.getContext("2d");
+  context.scale(scale, scale);
+  const style = getComputedStyle(document.body);
+  context.fillStyle = style.backgroundColor;
+  context.fillRect(0, 0, width, height);
+  context.fillStyle = style.color;
+  context.font = "13px system-ui, sans-serif";
+  context.textBaseline = "top";
+  context.fillText(`${entries[state.image].name} · ${partName(state.part)}`, margin, margin, width - 2 * margin);
+  let x = margin;
+  panels.forEach((panel, index) => {
+    context.save();
+    context.translate(x, margin + head);
+    panel.paintPicture(context);
+    context.restore();
+    x += sizes[index].width + between;
+  });
+  return canvas;
+}
+
+async function save() {
+  const blob = await new Promise((resolve) => paintPicture().toBlob(resolve, "image/png"));
+  const stem = entries[state.image].name.replace(/\.\w+$/, "").replace(/[^\w-]+/g, "-");
+  const address = URL.createObjectURL(blob);
+  element("a", { href: address, download: `attention-${stem}-${state.part}.png` }).click();
+  setTimeout(() => URL.revokeObjectURL(address), 10_000);
+}
+
+// ---- images sent to the server of --serve ---------------------------------------------------------------------------
+
+async function upload(file) {
+  if (file.size > about.upload.maxBytes) {
+    complain(`${file.name} has ${(file.size / 1e6).toFixed(1)} MB; at most ${about.upload.maxBytes / 1e6} MB are taken`);
+    return;
+  }
+  complain("");
+  document.body.classList.add("waiting");
+  try {
+    const response = await fetch(`image?name=${encodeURIComponent(file.name)}`, {
+      method: "POST", body: file, headers: { "Content-Type": file.type || "application/octet-stream" },
+    });
+    const answer = await response.json();
+    if (!response.ok) throw new Error(answer.error);
+    entries.push(answer);
+    addThumbnail(answer, entries.length - 1);
+    state.image = entries.length - 1;
+    writeControls();
+    await show();
+  } catch (error) {
+    complain(`${file.name}: ${error.message}`);
+  } finally {
+    document.body.classList.remove("waiting");
+  }
+}
+
+function takeUploads() {
+  byId("upload").hidden = false;
+  byId("upload-limits").textContent =
+    `or drop one here: up to ${about.upload.maxBytes / 1e6} MB and ${about.upload.maxPixels / 1e6} megapixels`;
+  byId("upload").querySelector("input").addEventListener("change", ({ target }) => {
+    if (target.files.length) upload(target.files[0]);
+    target.value = "";
+  });
+  const dropping = (on) => (event) => {
+    event.preventDefault();
+    document.body.classList.toggle("dropping", on);
+  };
+  document.addEventListener("dragover", dropping(true));
+  document.addEventListener("dragleave", dropping(false));
+  document.addEventListener("drop", (event) => {
+    dropping(false)(event);
+    if (event.dataTransfer.files.length) upload(event.dataTransfer.files[0]);
+  });
+}
+
+// ---- start ----------------------------------------------------------------------------------------------------------
+
+buildControls();
+if (about.upload) takeUploads();
+toolbar.addEventListener("submit", (event) => event.preventDefault());
+toolbar.addEventListener("input", onControl);
+byId("images").addEventListener("input", onControl);
+byId("save").addEventListener("click", save);
+document.addEventListener("keydown", onKey);
+window.addEventListener("hashchange", applyFragment);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", schedule);
+new ResizeObserver(() => {
+  toLayOut = true;
+  schedule();
+}).observe(byId("models"));
+applyFragment();
+
+/** For the console and for tests: the state, a tile's numbers, the time of a frame. */
+window.explorer = {
+  ready: () => showing.then(() => new Promise((resolve) => requestAnimationFrame(() => requestAnimationFrame(resolve)))),
+  state: () => structuredClone(state),
+  fragment: () => toFragment(state, about),
+  /** Milliseconds that drawing the last frame took. */
+  frameTime: () => lastFrame,
+  /** What a tile shows: values row by row, the largest rounding error in them, entropy (nats), distance (pixels). */
+  tile(model, layer, head) {
+    const panel = panels[model];
+    const tile = panel.maps && panel.tileOf(layer, head);
+    if (!tile?.present) return null;
+    const { values, cell, entropy, distance } = tile;
+    const tolerance = panel.maps.tolerance(tile.layer, head, state.part, cell);
+    return { values: [...values], cell, featSize: panel.maps.featSize(tile.layer), tolerance, entropy, distance,
+      name: `layer ${layer}, ${headName(head)}` };
+  },
+  MEAN,
+};

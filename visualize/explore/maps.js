@@ -1,0 +1,163 @@
+// The maps of one model on one image, as visualize/explore.py packed them: value = low + step * code.
+
+import { bytesOfBase64, inflate } from "./inflate.js";
+
+export const MEAN = "mean";
+
+// "before" is not stored: EA convolves alpha * previous + (1 - alpha) * own, PA convolves the previous.
+export const PARTS = [
+  ["attn", "attention", "after the softmax: probabilities"],
+  ["logits", "logits", "what entered the softmax"],
+  ["before", "before conv.", "the map that the evolution's convolution takes"],
+  ["conv_logits", "after conv.", "what the evolution's convolution gives, after its ReLU"],
+  ["prev_logits", "previous", "the logits that the layer before handed on"],
+  ["self_logits", "own", "the layer's own dot products and position terms"],
+];
+
+export const partName = (part) => PARTS.find(([name]) => name === part)[1];
+
+export class Maps {
+  /**
+   * @param model one of about.models: imgSize, layers.
+   * @param entry the model's share of an image's entry: photo, predictions, featSizes, places, streams.
+   */
+  constructor(model, entry) {
+    this.model = model;
+    this.entry = entry;
+    this.buffers = new Map(); // part of the stream -> ArrayBuffer, once it is inflated
+    this.loading = new Map();
+  }
+
+  /** Stored parts that a shown part is made of, in a layer. */
+  static needs(layer, part) {
+    if (part !== "before") return [part];
+    if (!layer.evolution) return [];
+    return layer.evolution.kind === "ea" ? ["prev_logits", "self_logits"] : ["prev_logits"];
+  }
+
+  has(layer, part) {
+    const needs = Maps.needs(layer, part);
+    const places = this.entry.places[layer.number];
+    return needs.length > 0 && needs.every((name) => name in places);
+  }
+
+  /** Parts that some layer has, in the order of PARTS. */
+  parts() {
+    return PARTS.map(([part]) => part).filter((part) => this.model.layers.some((layer) => this.has(layer, part)));
+  }
+
+  /** Inflate what the parts need; a promise. */
+  async load(parts) {
+    const streams = new Set();
+    for (const layer of this.model.layers) {
+      for (const part of parts.filter((name) => this.has(layer, name))) {
+        for (const name of Maps.needs(layer, part)) streams.add(this.entry.places[layer.number][name][0]);
+      }
+    }
+    await Promise.all([...streams].map((stream) => {
+      if (!this.loading.has(stream)) {
+        this.loading.set(stream, inflate(bytesOfBase64(this.entry.streams[stream]))
+          .then((buffer) => this.buffers.set(stream, buffer)));
+      }
+      return this.loading.get(stream);
+    }));
+  }
+
+  isLoaded(parts) {
+    return this.model.layers.every((layer) => parts.filter((part) => this.has(layer, part)).every((part) =>
+      Maps.needs(layer, part).every((name) => this.buffers.has(this.entry.places[layer.number][name][0]))));
+  }
+
+  featSize(layer) {
+    return this.entry.featSizes[layer.number];
+  }
+
+  /** Row-major index of the map's cell that a pixel [y, x] of the input lies in. */
+  cellOf(layer, [y, x]) {
+    const [H, W] = this.featSize(layer);
+    const [height, width] = this.model.imgSize;
+    return Math.floor((y * H) / height) * W + Math.floor((x * W) / width);
+  }
+
+  /**
+   * What a query attends to.
+   * @param head number of the head, or MEAN: of the heads that the page has.
+   * @param cell of the query, from cellOf.
+   * @param out Float32Array of H * W, filled and returned.
+   */
+  row(layer, head, part, cell, out) {
+    if (part === "before" && layer.evolution.kind === "ea") {
+      const { alpha } = layer.evolution;
+      out.fill(0);
+      this.add(layer, head, "prev_logits", cell, alpha, out);
+      this.add(layer, head, "self_logits", cell, 1 - alpha, out);
+      return out;
+    }
+    out.fill(0);
+    this.add(layer, head, Maps.needs(layer, part)[0], cell, 1, out);
+    return out;
+  }
+
+  /** Add weight times a stored row to out. */
+  add(layer, head, part, cell, weight, out) {
+    if (head === MEAN) {
+      for (const one of layer.heads) this.add(layer, one, part, cell, weight / layer.heads.length, out);
+      return;
+    }
+    const { low, step, codes } = this.array(layer, part);
+    const N = out.length;
+    const index = layer.heads.indexOf(head) * N + cell;
+    const base = weight * low[index], slope = weight * step[index], start = index * N;
+    for (let j = 0; j < N; j++) out[j] += base + slope * codes[start + j];
+  }
+
+  /** Largest distance between a shown value and the recorded one, for a row. */
+  tolerance(layer, head, part, cell) {
+    if (head === MEAN) {
+      return layer.heads.reduce((sum, one) => sum + this.tolerance(layer, one, part, cell), 0) / layer.heads.length;
+    }
+    const ea = part === "before" && layer.evolution.kind === "ea";
+    const weights = ea ? [layer.evolution.alpha, 1 - layer.evolution.alpha] : [1];
+    const N = this.featSize(layer)[0] * this.featSize(layer)[1];
+    const index = layer.heads.indexOf(head) * N + cell;
+    return Maps.needs(layer, part).reduce(
+      (sum, name, i) => sum + weights[i] * this.array(layer, name).step[index] / 2, 0);
+  }
+
+  /** Views into an inflated stream: low, step (K * N) and codes (K * N * N). */
+  array(layer, part) {
+    const place = this.entry.places[layer.number][part];
+    if (place.views === undefined) {
+      const [stream, offset] = place;
+      const N = this.featSize(layer)[0] * this.featSize(layer)[1];
+      const rows = layer.heads.length * N;
+      const buffer = this.buffers.get(stream);
+      place.views = {
+        low: new Float32Array(buffer, offset, rows),
+        step: new Float32Array(buffer, offset + 4 * rows, rows),
+        codes: new Uint8Array(buffer, offset + 8 * rows, rows * N),
+      };
+    }
+    return place.views;
+  }
+}
+
+/**
+ * Entropy in nats and mean distance from the query in pixels of the input.
+ * @param attn probabilities of a row, H * W; what is missing to a sum of 1 (a class token's share, rounding) is shared out.
+ */
+export function measure(attn, cell, [H, W], [height, width]) {
+  const row = Math.floor(cell / W), col = cell % W;
+  const down = height / H, right = width / W;
+  let sum = 0, logs = 0, path = 0;
+  for (let i = 0, j = 0; i < H; i++) {
+    for (let k = 0; k < W; k++, j++) {
+      const p = attn[j];
+      if (p <= 0) continue;
+      sum += p;
+      logs += p * Math.log(p);
+      path += p * Math.hypot((i - row) * down, (k - col) * right);
+    }
+  }
+  return { entropy: Math.max(0, Math.log(sum) - logs / sum), distance: path / sum };
+}

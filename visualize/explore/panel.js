@@ -1,0 +1,351 @@
+// One model: its predictions, the photo on which the query is set, the enlarged tile, and all tiles.
+
+import { MEAN, Maps, measure, partName } from "./maps.js";
+import {
+  TilePainter, drawBar, drawMap, drawMissing, drawPhoto, greyCopy, shortNumber, sizeCanvas, tileGeometry,
+} from "./draw.js";
+
+const ARROWS = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] };
+
+/** Step in rows and columns of a key press, or undefined. */
+export const arrowOf = (event) => (event.ctrlKey || event.altKey || event.metaKey ? undefined : ARROWS[event.key]);
+
+export const headName = (head) => (head === MEAN ? "mean of the heads" : `head ${head}`);
+
+/** An element with properties and children; text goes in as text, never as HTML. */
+export function element(tag, properties = {}, ...children) {
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(properties)) {
+    if (name === "class") node.className = value;
+    else if (name in node) node[name] = value;
+    else node.setAttribute(name, value);
+  }
+  node.append(...children);
+  return node;
+}
+
+export class Panel {
+  /**
+   * @param model one of about.models.
+   * @param index of the model.
+   * @param actions of the page: moveQuery, pin, unpin, select, hover.
+   */
+  constructor(model, index, actions) {
+    this.model = model;
+    this.index = index;
+    this.actions = actions;
+    this.columns = [...new Set(model.layers.flatMap((layer) => layer.heads))].sort((a, b) => a - b);
+    this.columns.push(MEAN);
+    this.build();
+  }
+
+  build() {
+    const id = `model-${this.index}`;
+    this.predictions = element("ol", { class: "predictions", "aria-label": "predictions" });
+    this.photo = element("canvas", {
+      class: "photo", tabIndex: 0, role: "img", "aria-describedby": "keys",
+      "aria-label": `photo for ${this.model.label}: arrow keys move the query, Enter pins it`,
+    });
+    this.queryText = element("p", { class: "caption" });
+    this.zoom = element("canvas", { class: "zoom", role: "img", "aria-label": "enlarged tile" });
+    this.bar = element("canvas", { class: "bar", "aria-hidden": "true" });
+    this.zoomText = element("p", { class: "caption" });
+    this.tileCanvas = element("canvas", { "aria-hidden": "true" });
+    this.buttons = element("div", {
+      class: "buttons", role: "group", "aria-label": `tiles of ${this.model.label}: a row a layer, a column a head`,
+    });
+    this.tileBox = element("div", { class: "tiles" }, this.tileCanvas, this.buttons);
+    this.node = element("section", { class: "model", "aria-labelledby": id },
+      element("header", {}, element("h2", { id }, this.model.label), this.predictions),
+      element("div", { class: "body" },
+        element("div", { class: "stage" },
+          element("figure", {}, this.photo, this.queryText),
+          element("figure", {}, this.zoom, this.bar, this.zoomText)),
+        this.tileBox));
+    this.buildButtons();
+    this.listenToPhoto();
+    this.listenToTiles();
+    this.zoom.addEventListener("pointermove", (event) => this.readValue(event));
+    this.zoom.addEventListener("pointerleave", () => this.writeZoomText());
+  }
+
+  buildButtons() {
+    this.tileButtons = this.model.layers.map((layer) => this.columns.map((head) => element("button", {
+      type: "button", tabIndex: -1, "aria-label": `layer ${layer.number}, ${headName(head)}`,
+      title: `layer ${layer.number} (${layer.name}), ${headName(head)}`,
+    })));
+    this.buttons.append(...this.tileButtons.flat());
+  }
+
+  /** Load an image's entry, with the maps of the parts; a promise of the function that shows it. */
+  async setEntry(entry, parts) {
+    const image = element("img", { src: entry.photo, alt: "" });
+    const maps = new Maps(this.model, entry);
+    await Promise.all([image.decode(), maps.load(parts)]);
+    return () => this.useEntry(entry, image, maps); // the page switches all models at once
+  }
+
+  useEntry(entry, image, maps) {
+    this.entry = entry;
+    this.image = image;
+    this.grey = greyCopy(image);
+    this.maps = maps;
+    const sizes = this.model.layers.map((layer) => maps.featSize(layer));
+    this.painter = new TilePainter(sizes, this.columns.length);
+    this.finest = sizes.reduce((a, b) => (b[0] * b[1] > a[0] * a[1] ? b : a));
+    this.tiles = this.model.layers.map((layer, row) => this.columns.map((head) => ({
+      layer, head, values: new Float32Array(sizes[row][0] * sizes[row][1]), range: [0, 1], cell: 0,
+    })));
+    this.attn = new Float32Array(Math.max(...sizes.map(([H, W]) => H * W)));
+    this.predictions.replaceChildren(...entry.predictions.map(({ name, probability }) => element("li", {},
+      element("span", {}, name), element("span", { class: "probability" }, `${(100 * probability).toFixed(1)}%`))));
+  }
+
+  // ---- the query -----------------------------------------------------------------------------------------------
+
+  listenToPhoto() {
+    const pointOf = (event) => {
+      const box = this.photo.getBoundingClientRect();
+      const [H, W] = this.model.imgSize;
+      const within = (share, size) => Math.max(0, Math.min(size - 1, Math.floor(share * size)));
+      return [within((event.clientY - box.top) / box.height, H), within((event.clientX - box.left) / box.width, W)];
+    };
+    this.photo.addEventListener("pointermove", (event) => {
+      if (event.pointerType === "mouse") this.actions.moveQuery(this.index, pointOf(event), true);
+    });
+    this.photo.addEventListener("click", (event) => this.actions.pin(this.index, pointOf(event)));
+    this.photo.addEventListener("keydown", (event) => {
+      if (event.key !== "Enter" && event.key !== " ") return;
+      event.preventDefault();
+      this.actions.pin(this.index, null);
+    });
+  }
+
+  /** The query one cell of the finest map further, in pixels [y, x]: the middle of the cell. */
+  neighbour([y, x], [down, right]) {
+    const [H, W] = this.finest, [height, width] = this.model.imgSize;
+    const step = (pixel, cells, size, by) => {
+      const cell = Math.max(0, Math.min(cells - 1, Math.floor((pixel * cells) / size) + by));
+      return Math.floor(((cell + 0.5) * size) / cells);
+    };
+    return [step(y, H, height, down), step(x, W, width, right)];
+  }
+
+  /** Whether two queries lie in the same cell of the finest map. */
+  sameCell(a, b) {
+    const [H, W] = this.finest, [height, width] = this.model.imgSize;
+    return Math.floor((a[0] * H) / height) === Math.floor((b[0] * H) / height)
+      && Math.floor((a[1] * W) / width) === Math.floor((b[1] * W) / width);
+  }
+
+  // ---- the tiles -----------------------------------------------------------------------------------------------
+
+  listenToTiles() {
+    const placeOf = (target) => {
+      const index = this.tileButtons.flat().indexOf(target.closest("button"));
+      return index < 0 ? null : [Math.floor(index / this.columns.length), index % this.columns.length];
+    };
+    const keysOf = ([row, column]) => [this.model.layers[row].number, this.columns[column]];
+    this.buttons.addEventListener("pointerover", (event) => {
+      const place = placeOf(event.target);
+      if (place && event.pointerType === "mouse") this.actions.hover(...keysOf(place));
+    });
+    this.buttons.addEventListener("pointerleave", () => this.actions.hover(null, null));
+    this.buttons.addEventListener("click", (event) => {
+      const place = placeOf(event.target);
+      if (place) this.actions.select(...keysOf(place));
+    });
+    this.buttons.addEventListener("keydown", (event) => {
+      const arrow = arrowOf(event), place = placeOf(event.target);
+      if (!arrow || !place) return;
+      event.preventDefault();
+      event.stopPropagation(); // elsewhere the arrows move the query
+      const row = Math.max(0, Math.min(this.model.layers.length - 1, place[0] + arrow[0]));
+      const column = Math.max(0, Math.min(this.columns.length - 1, place[1] + arrow[1]));
+      this.actions.select(...keysOf([row, column]));
+      this.tileButtons[row][column].focus();
+    });
+  }
+
+  /** The tile of a layer and head, or undefined where this model lacks it. */
+  tileOf(number, head) {
+    const row = this.model.layers.findIndex((layer) => layer.number === number);
+    const column = this.columns.indexOf(head);
+    return row < 0 || column < 0 ? undefined : this.tiles[row][column];
+  }
+
+  // ---- a frame: compute, then paint ----------------------------------------------------------------------------
+
+  /** Fit canvases and buttons to the panel's width. */
+  layOut(numbers) {
+    const aspect = this.model.imgSize[0] / this.model.imgSize[1];
+    const width = this.tileBox.clientWidth;
+    this.geometry = tileGeometry(width, this.tiles.length, this.columns.length, aspect, numbers);
+    const { left, top, tile, height, strip, stepX, stepY } = this.geometry;
+    this.tileButtons.forEach((row, r) => row.forEach((button, c) => Object.assign(button.style, {
+      left: `${left + c * stepX}px`, top: `${top + r * stepY}px`, width: `${tile}px`, height: `${height + strip}px`,
+    })));
+    this.stageWidth = this.photo.parentElement.clientWidth;
+    this.stageHeight = Math.round(this.stageWidth * aspect);
+  }
+
+  /** Fill all tiles with the rows of the query. */
+  compute(state) {
+    const query = state.queries[this.index];
+    for (const tile of this.tiles.flat()) {
+      const { layer, head } = tile;
+      tile.present = this.maps.has(layer, state.part) && (head === MEAN || layer.heads.includes(head));
+      if (!tile.present) continue;
+      tile.cell = this.maps.cellOf(layer, query);
+      this.maps.row(layer, head, state.part, tile.cell, tile.values);
+      let low = state.part === "attn" ? 0 : Infinity, high = -Infinity;
+      for (const value of tile.values) {
+        if (value < low) low = value;
+        if (value > high) high = value;
+      }
+      tile.range = [low, high];
+      this.measureTile(tile, state.part);
+    }
+  }
+
+  /** Entropy and distance of a tile's probabilities, whatever part it shows. */
+  measureTile(tile, part) {
+    const { layer, head, cell, values } = tile;
+    if (!this.maps.has(layer, "attn")) return;
+    const attn = part === "attn" ? values
+      : this.maps.row(layer, head, "attn", cell, this.attn.subarray(0, values.length));
+    Object.assign(tile, measure(attn, cell, this.maps.featSize(layer), this.model.imgSize));
+  }
+
+  /** One range of colours for the tiles of a layer, or all; the page joins those of several models. */
+  rangeOf(tiles) {
+    const present = tiles.filter((tile) => tile.present);
+    return [Math.min(...present.map((tile) => tile.range[0])), Math.max(...present.map((tile) => tile.range[1]))];
+  }
+
+  /** Paint all of the panel. `look`: state, table, ink, shown: [layer number, head]. */
+  paint(look) {
+    const { state, table, ink } = look;
+    const query = state.queries[this.index];
+    this.look = look;
+    this.shown = this.tileOf(...look.shown);
+
+    drawPhoto(sizeCanvas(this.photo, this.stageWidth, this.stageHeight), this.image, this.stageWidth, this.stageHeight,
+      this.finestCell(query), this.finest);
+    this.queryText.textContent = `query y ${query[0]}, x ${query[1]}` + (state.pinned ? " · pinned" : "");
+
+    const zoom = sizeCanvas(this.zoom, this.stageWidth, this.stageHeight);
+    const bar = sizeCanvas(this.bar, this.stageWidth, 26);
+    if (this.shown?.present) {
+      this.paintZoom(zoom, this.stageWidth, this.stageHeight);
+      drawBar(bar, table, this.shown.range, this.stageWidth, ink);
+    } else {
+      drawMissing(zoom, 0, 0, this.stageWidth, this.stageHeight, ink);
+    }
+    this.writeZoomText();
+    this.paintTiles(sizeCanvas(this.tileCanvas, this.geometry.width, this.geometry.totalHeight));
+    this.markSelected(state);
+  }
+
+  finestCell(query) {
+    const [H, W] = this.finest, [height, width] = this.model.imgSize;
+    return Math.floor((query[0] * H) / height) * W + Math.floor((query[1] * W) / width);
+  }
+
+  paintZoom(context, width, height) {
+    const { values, layer, range, cell } = this.shown;
+    const { state, table } = this.look;
+    drawMap(context, values, this.maps.featSize(layer), range, table, this.grey, state.opacity, cell, width, height);
+  }
+
+  paintTiles(context) {
+    const { state, table, ink } = this.look;
+    const tiles = this.tiles.map((row) => row.map((tile) => (tile.present ? tile : null)));
+    this.painter.paint(context, this.geometry, tiles, {
+      table, ink, grey: this.grey, opacity: state.opacity,
+      labels: { rows: this.model.layers.map(({ number }) => String(number)), columns: this.columns.map(String) },
+    });
+  }
+
+  /** Outline the selected tile and let Tab find it. */
+  markSelected(state) {
+    const selected = this.tileOf(state.layer, state.head) ?? null;
+    if (this.selected === selected) return;
+    this.selected = selected;
+    const reached = selected ?? this.tiles[0][0];
+    this.tiles.forEach((row, r) => row.forEach((tile, c) => {
+      this.tileButtons[r][c].tabIndex = tile === reached ? 0 : -1;
+      this.tileButtons[r][c].setAttribute("aria-pressed", String(tile === selected));
+    }));
+  }
+
+  /** What the enlarged tile is, as lines of text. */
+  zoomLines() {
+    const [number, head] = this.look.shown;
+    const { part } = this.look.state;
+    if (!this.shown) return [`no layer ${number} with ${headName(head)} here`];
+    const title = `layer ${number} · ${headName(head)} · ${partName(part)}`;
+    if (!this.shown.present) return [title, "this layer has none"];
+    const { entropy, distance } = this.shown;
+    return entropy === undefined ? [title]
+      : [title, `entropy ${entropy.toFixed(2)} nats · distance ${distance.toFixed(1)} px`];
+  }
+
+  writeZoomText(more = "") {
+    const lines = this.zoomLines();
+    const rest = [...lines.slice(1), ...(more ? [more] : [])];
+    this.zoomText.replaceChildren(element("strong", {}, lines[0]), ...rest.flatMap((line) => [element("br"), line]));
+    this.zoom.setAttribute("aria-label", `enlarged tile: ${lines.join(", ")}`);
+  }
+
+  /** The value under the pointer. */
+  readValue(event) {
+    if (!this.shown?.present) return;
+    const [H, W] = this.maps.featSize(this.shown.layer);
+    const box = this.zoom.getBoundingClientRect();
+    const row = Math.max(0, Math.min(H - 1, Math.floor(((event.clientY - box.top) / box.height) * H)));
+    const column = Math.max(0, Math.min(W - 1, Math.floor(((event.clientX - box.left) / box.width) * W)));
+    this.writeZoomText(`row ${row}, column ${column}: ${shortNumber(this.shown.values[row * W + column])}`);
+  }
+
+  // ---- the picture ---------------------------------------------------------------------------------------------
+
+  /** Size of this panel in the saved picture, in CSS pixels. */
+  pictureSize() {
+    const side = Math.min(260, Math.max(160, Math.floor((this.geometry.width - 12) / 2)));
+    const height = Math.round((side * this.model.imgSize[0]) / this.model.imgSize[1]);
+    return { side, height, width: Math.max(this.geometry.width, 2 * side + 12),
+      totalHeight: 44 + height + 84 + this.geometry.totalHeight };
+  }
+
+  paintPicture(context) {
+    const { ink, state } = this.look;
+    const { side, height, width } = this.pictureSize();
+    const write = (text, x, y, font) => {
+      context.fillStyle = ink.text;
+      context.font = font;
+      context.textAlign = "left";
+      context.textBaseline = "top";
+      context.fillText(text, x, y, width - x);
+    };
+    const at = (x, y, draw) => {
+      context.save();
+      context.translate(x, y);
+      draw();
+      context.restore();
+    };
+    write(this.model.label, 0, 0, "bold 14px system-ui, sans-serif");
+    write(this.entry.predictions.map(({ name, probability }) => `${name} ${(100 * probability).toFixed(1)}%`).join(" · "),
+      0, 20, "12px system-ui, sans-serif");
+    const query = state.queries[this.index];
+    at(0, 44, () => drawPhoto(context, this.image, side, height, this.finestCell(query), this.finest));
+    write(`query y ${query[0]}, x ${query[1]}`, 0, 44 + height + 4, "12px system-ui, sans-serif");
+    if (this.shown?.present) {
+      at(side + 12, 44, () => this.paintZoom(context, side, height));
+      at(side + 12, 44 + height + 6, () => drawBar(context, this.look.table, this.shown.range, side, ink));
+    }
+    this.zoomLines().forEach((line, i) =>
+      write(line, side + 12, 44 + height + 36 + 15 * i, "12px system-ui, sans-serif"));
+    at(0, 44 + height + 84, () => this.paintTiles(context));
+  }
+}

@@ -1,0 +1,81 @@
+// What the page shows, and its form in the address's fragment.
+
+import { MEAN, PARTS } from "./maps.js";
+
+export const SCALES = ["tile", "layer", "all"];
+export const THEMES = ["auto", "light", "dark"];
+
+/** The view of a page that was just opened. */
+export function firstState(about) {
+  const { layers } = about.models[0];
+  return {
+    image: 0,
+    queries: about.models.map(({ imgSize: [H, W] }) => [Math.floor(H / 2), Math.floor(W / 2)]), // pixels [y, x]
+    pinned: false,
+    part: "attn",
+    layer: layers[Math.floor((layers.length - 1) / 2)].number,
+    head: layers[0].heads[0],
+    opacity: 0.8,
+    scale: "tile",
+    colours: Object.keys(about.colours)[0],
+    numbers: true,
+    link: true,
+    theme: "auto",
+  };
+}
+
+/** The fragment of a state: what differs from the first one, and always the query. */
+export function toFragment(state, about) {
+  const first = firstState(about);
+  const fields = new URLSearchParams();
+  const queries = state.link ? state.queries.slice(0, 1) : state.queries;
+  fields.set("query", queries.map((query) => query.join(",")).join(";"));
+  for (const name of ["image", "part", "layer", "head", "opacity", "scale", "colours", "theme"]) {
+    if (state[name] !== first[name]) fields.set(name, state[name]);
+  }
+  for (const name of ["pinned", "numbers", "link"]) {
+    if (state[name] !== first[name]) fields.set(name, state[name] ? "1" : "0");
+  }
+  return "#" + fields.toString().replaceAll("%2C", ",").replaceAll("%3B", ";");
+}
+
+/** The state of a fragment; what is missing or makes no sense is as at first. */
+export function fromFragment(fragment, about, numImages) {
+  const state = firstState(about);
+  const fields = new URLSearchParams(fragment.replace(/^#/, ""));
+  const number = (name, low, high) => {
+    const value = Number(fields.get(name));
+    return fields.get(name) && value >= low && value <= high ? value : state[name];
+  };
+  const among = (name, values) => (values.includes(fields.get(name)) ? fields.get(name) : state[name]);
+  const flag = (name) => (fields.has(name) ? fields.get(name) === "1" : state[name]);
+
+  state.image = Math.floor(number("image", 0, numImages - 1));
+  state.part = among("part", PARTS.map(([part]) => part));
+  state.layer = Math.floor(number("layer", 1, Infinity));
+  state.head = fields.get("head") === MEAN ? MEAN : Math.floor(number("head", 0, Infinity));
+  state.opacity = number("opacity", 0, 1);
+  state.scale = among("scale", SCALES);
+  state.colours = among("colours", Object.keys(about.colours));
+  state.theme = among("theme", THEMES);
+  for (const name of ["pinned", "numbers", "link"]) state[name] = flag(name);
+  (fields.get("query") ?? "").split(";").slice(0, about.models.length).forEach((text, model) => {
+    const point = text.split(",").map(Number);
+    const [H, W] = about.models[model].imgSize;
+    const inside = point.length === 2 && point.every(Number.isInteger)
+      && point[0] >= 0 && point[0] < H && point[1] >= 0 && point[1] < W;
+    if (inside) setQuery(state, model, point, about);
+  });
+  return state;
+}
+
+/** Set a model's query [y, x], in pixels of its input; linked models follow, scaled to their size. */
+export function setQuery(state, model, [y, x], about) {
+  const [H, W] = about.models[model].imgSize;
+  state.queries = state.queries.map((old, other) => {
+    if (other === model) return [y, x];
+    if (!state.link) return old;
+    const [height, width] = about.models[other].imgSize;
+    return [Math.floor((y * height) / H), Math.floor((x * width) / W)];
+  });
+}
