@@ -157,7 +157,7 @@ class Trainer:
         self.progress = saved
         self.last_good = source
         self._slow_down()
-        self.scheduler.step_update(max(saved.updates - 1, 0))  # the rate of the last update, which the epoch's row names
+        self.scheduler.step_update(max(saved.updates - 1, 0))  # the rate that the epoch's row names
 
     def _load_optimizer(self, state: dict[str, Any], source: Path) -> None:
         """Load the optimiser's averages; its hyperparameters are this run's, the slow-down of a rollback apart."""
