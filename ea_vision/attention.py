@@ -158,7 +158,7 @@ def _watch_augmented_conv(module: AugmentedConv2d, watch: _Watch, model: nn.Modu
 
     def on_conv(_, args, output) -> None:
         if watch.wants("conv_logits"):
-            watch.save("conv_logits", F.relu(output))
+            watch.save("conv_logits", F.relu(output.detach()))  # outside the graph: checkpointing counts what it saves
 
     handles = [
         module.register_forward_pre_hook(watch.begin),

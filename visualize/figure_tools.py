@@ -139,7 +139,8 @@ def parse_heads(text: str, layers: Sequence[AttentionLayer]) -> list[Head]:
 
 
 def load_models(options: argparse.Namespace) -> list[LoadedModel]:
-    """The models of --model."""
+    """The models of --model; an image that does not exist is found out first."""
+    find_images(options.images)
     size, device = parse_size(options.img_size), pick_device(options.device)
     return [load_model(target, random=options.random, img_size=size, device=device)
             for target in options.model.split(",")]

@@ -1,0 +1,168 @@
+"""The probe: its network, its cache, its controls, and the command from end to end."""
+import csv
+import json
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import ea_vision
+from ea_vision import probe
+from ea_vision.data.cifar import Images
+from ea_vision.engine.errors import UsageError
+from ea_vision.loading import load_model
+from ea_vision.probe import MapSource, ProbeNet, ProbeRecipe, extract_maps, shuffled_in_space, train_probe
+
+SMALL = dict(widths=(8, 8, 16, 16), img_size=16)
+
+
+def images(count=10, size=16):
+    return torch.from_numpy(np.random.default_rng(0).integers(0, 256, (count, 3, size, size), dtype=np.uint8))
+
+
+def small_model(**kwargs):
+    return load_model("ea_conv_transformer_cifar", **{**dict(img_size=(16, 16)), **kwargs}, widths=SMALL["widths"])
+
+
+def test_the_network_has_12_layers_and_the_papers_poolings():
+    net = ProbeNet(8, 10, width=256)
+    sizes, widths = [], []
+
+    def note(_, args):
+        sizes.append(args[0][0].shape[-1])
+        widths.append(args[0][0].shape[1])
+
+    for name, module in net.named_modules():
+        if name.split(".")[-1].startswith("denselayer"):
+            module.register_forward_pre_hook(note)
+    with torch.no_grad():
+        assert net.eval()(torch.randn(2, 8, 14, 14)).shape == (2, 10)
+    assert sizes == [14] * 4 + [7] * 3 + [4] * 5
+    assert widths == [256] * 4 + [512] * 3 + [1024] * 5
+
+
+def test_maps_are_those_of_the_query(tmp_path):
+    model = small_model()
+    pixels = images()
+    (maps, second), _ = extract_maps(model, pixels, MapSource((1, 5)), tmp_path / "middle", batch_size=4)
+    assert maps.shape == (10, 4, 4, 4) and second.shape == (10, 4, 2, 2) and maps.dtype == np.float16
+    (corner,), _ = extract_maps(model, pixels, MapSource((1,), (0, 15)), tmp_path / "corner")
+    batch = model.normalize(pixels.float() / 255)
+    with torch.no_grad(), ea_vision.record_attention(model.model) as recorded:
+        model.model(batch)
+    attn = recorded[1].attn
+    np.testing.assert_allclose(maps.reshape(10, 4, 16), attn[:, :, 2 * 4 + 2], atol=1e-3)
+    np.testing.assert_allclose(corner.reshape(10, 4, 16), attn[:, :, 3], atol=1e-3)
+
+
+def test_an_interrupted_extraction_goes_on_and_a_finished_one_is_read(tmp_path, monkeypatch):
+    model, pixels, source = small_model(), images(), MapSource((1, 2))
+    whole, key = extract_maps(model, pixels, source, tmp_path / "whole", batch_size=3)
+    taken, original = [], probe.query_maps
+
+    def interrupted(model, batch, source):
+        if len(taken) == 2:
+            raise KeyboardInterrupt
+        taken.append(len(batch))
+        return original(model, batch, source)
+
+    monkeypatch.setattr(probe, "query_maps", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        extract_maps(model, pixels, source, tmp_path / "cut", batch_size=3)
+    monkeypatch.setattr(probe, "query_maps", lambda *args: taken.append(len(args[1])) or original(*args))
+    continued, same = extract_maps(model, pixels, source, tmp_path / "cut", batch_size=3)
+    assert taken == [3, 3, 3, 1] and same == key
+    assert all(np.array_equal(a, b) for a, b in zip(whole, continued, strict=True))
+    extract_maps(model, pixels, source, tmp_path / "cut", batch_size=3)
+    assert taken == [3, 3, 3, 1]  # read, not computed
+    other, different = extract_maps(small_model(seed=1), pixels, source, tmp_path / "cut", batch_size=3)
+    assert len(taken) == 8 and different != key and not np.array_equal(other[0], whole[0])
+
+
+def test_shuffling_moves_pixels_only_and_heads_together():
+    maps = np.random.default_rng(0).random((5, 3, 4, 4)).astype(np.float16)
+    maps[:, 1] = maps[:, 0] + 1
+    shuffled = shuffled_in_space(maps, 0)
+    assert np.array_equal(np.sort(shuffled.reshape(5, 3, 16)), np.sort(maps.reshape(5, 3, 16)))
+    assert np.array_equal(shuffled[:, 1], shuffled[:, 0] + np.float16(1)) and not np.array_equal(shuffled, maps)
+    moves = [np.argsort(np.argsort(s[0].ravel())) for s in shuffled]
+    assert any(not np.array_equal(moves[0], move) for move in moves[1:])
+
+
+def test_the_probe_learns_what_is_in_the_maps_and_shuffling_takes_it_away():
+    """The class is where the map's spot lies."""
+    generator = np.random.default_rng(0)
+    targets = torch.from_numpy(generator.integers(0, 4, 260))
+    maps = (0.01 * generator.random((260, 2, 4, 4))).astype(np.float16)
+    for i, target in enumerate(targets.tolist()):
+        maps[i, :, target] *= 3
+
+    def top1(maps, train=160, epochs=6):
+        recipe = ProbeRecipe(epochs=epochs, batch_size=20, width=8)
+        return train_probe(maps[:train], targets[:train], maps[160:], targets[160:], 4, recipe)
+
+    assert top1(maps) > 75 and top1(shuffled_in_space(maps, 0)) < 50
+    assert top1(maps, train=40, epochs=1) == top1(maps, train=40, epochs=1)  # the same seed, the same result
+
+
+def test_untrained_networks_get_the_statistics_of_the_images():
+    model = small_model()
+    pixels = images(32)
+    probe.measure_batch_statistics(model, pixels, batch_size=32)
+    norm = next(m for m in model.model.modules() if isinstance(m, nn.BatchNorm2d))
+    seen = []
+    handle = norm.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    with torch.no_grad():
+        model.model(model.normalize(pixels.float() / 255))
+    handle.remove()
+    torch.testing.assert_close(norm.running_mean, seen[0].mean((0, 2, 3)), rtol=1e-3, atol=1e-4)
+    assert norm.momentum == 0.1 and not norm.training
+
+
+def test_drawn_images_keep_their_targets():
+    pixels, targets = images(20), torch.arange(20)
+    drawn = probe.draw(Images(pixels, targets, [str(i) for i in range(20)]), 6, seed=1)
+    assert len(drawn) == 6 and torch.equal(drawn.images, pixels[drawn.targets])
+    assert drawn.names == [str(i) for i in drawn.targets.tolist()]
+
+
+def test_the_command_ends_with_tables_and_a_picture_and_does_nothing_twice(tmp_path, capsys, monkeypatch):
+    argv = ["--model", "ea_conv_transformer_cifar", "--img-size", "16", "--layers", "2", "--limit", "24",
+            "--epochs", "1", "--width", "8", "--batch-size", "12", "-o", str(tmp_path / "out")]
+    assert probe.main(argv) == 0
+    rows = list(csv.DictReader((tmp_path / "out" / "results.csv").open()))
+    assert [(row["maps"], row["layer"]) for row in rows] == [("trained", "2"), ("untrained", "2"), ("shuffled", "2")]
+    about = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert about["recipe"]["epochs"] == 1 and about["versions"] and len(about["results"]) == 3
+    assert (tmp_path / "out" / "results.png").read_bytes().startswith(b"\x89PNG")
+    first = capsys.readouterr().out
+    assert "31.02 / 31.71 / 31.93" in first and "shuffled" in first
+
+    monkeypatch.setattr(probe, "train_probe", None)  # every probe is done
+    monkeypatch.setattr(probe, "query_maps", None)
+    assert probe.main(argv) == 0
+    assert capsys.readouterr().out == first
+
+
+def test_a_34_layer_network_from_end_to_end(tmp_path):
+    assert probe.main(["--model", "aa_resnet34", "--img-size", "32", "--limit", "10", "--epochs", "1", "--width", "8",
+                       "--controls", "none", "-o", str(tmp_path / "out")]) == 0
+    rows = list(csv.DictReader((tmp_path / "out" / "results.csv").open()))
+    assert [row["layer"] for row in rows] == ["16", "17", "18"]
+
+
+@pytest.mark.parametrize("argv,message", [
+    (["--model", "ea_conv_transformer_cifar", "--layers", "99"], "no attention layer '99'"),
+    (["--model", "cnn_cifar"], "has no attention layer"),
+    (["--model", "ea_conv_transformer_cifar", "--query", "3,99"], "--query must be y,x within the 32x32 input"),
+    (["--model", "ea_conv_transformer_cifar", "--controls", "x"], "--controls must be"),
+    (["--model", "ea_conv_transformer_cifar", "--lr", "0"], "--lr must be"),
+    (["--model", "ea_conv_transformer_cifar", "-o", "/proc/nowhere"], "cannot use /proc/nowhere"),
+])
+def test_bad_options(argv, message, tmp_path):
+    if "-o" not in argv:
+        argv = [*argv, "-o", str(tmp_path / "out")]
+    with pytest.raises(UsageError, match=message):
+        probe.main(argv)
+    assert not (tmp_path / "out").exists()
