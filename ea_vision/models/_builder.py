@@ -1,10 +1,18 @@
 """What the model families share when timm builds them."""
+from pathlib import Path
 from typing import Any, List, Optional, Tuple, Type, Union
 
 from timm.models import build_model_with_cfg, list_models, resolve_pretrained_cfg
 from torch import nn
 
 FAMILIES = ("attn_resnet", "conv_transformer")
+
+
+def shipped_weights(name: str) -> str:
+    """Path of a weights file that travels with the project: in the installed package, or in a checkout beside it."""
+    package = Path(__file__).resolve().parents[1]
+    installed = package / "weights" / f"{name}.safetensors"
+    return str(installed if installed.is_file() else package.parent / "weights" / f"{name}.safetensors")
 
 
 def to_size(img_size: Union[int, Tuple[int, int]]) -> Tuple[int, int]:
@@ -44,7 +52,7 @@ def build_model(model_cls: Type[nn.Module], variant: str, pretrained: bool, **kw
     The stages hand attention logits on, so features cannot come from timm's default of running the stages one by one.
 
     Raises:
-        RuntimeError: pretrained weights wanted where there are none.
+        RuntimeError: pretrained weights wanted where there are none, or whose file is missing.
     """
     if pretrained:
         cfg = resolve_pretrained_cfg(variant, kwargs.get("pretrained_cfg"), kwargs.get("pretrained_cfg_overlay"))
@@ -53,6 +61,10 @@ def build_model(model_cls: Type[nn.Module], variant: str, pretrained: bool, **kw
             raise RuntimeError(
                 f"{variant} has no pretrained weights; create it with pretrained=False. "
                 f"Models of ea_vision that have them: {', '.join(having) or 'none yet'}")
+        if cfg.file and not Path(cfg.file).is_file():
+            raise RuntimeError(
+                f"the weights of {variant} are missing: {Path(cfg.file).name} belongs into the folder weights/ of a "
+                f"checkout, or comes with the wheel; got neither")
     return build_model_with_cfg(
         model_cls, variant, pretrained,
         feature_cfg=dict(out_indices=kwargs.pop("out_indices", model_cls.feature_indices), feature_cls="getter"),
