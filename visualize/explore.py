@@ -47,7 +47,7 @@ EXAMPLES = """\
 examples:
   python visualize/explore.py --model ea_conv_transformer_cifar -o page.html photo.jpg
   python visualize/explore.py --model runs/ea --model runs/aa -o page.html cat.png dog.png
-  python visualize/explore.py --model ea_aa_resnet34 --layers 9-20 --parts all -o page.html photo.jpg
+  python visualize/explore.py --model ea_aa_resnet34 --layers 16-18 --parts all -o page.html photo.jpg
   python visualize/explore.py --model runs/ea --serve
 """
 SOURCE = Path(__file__).with_name("explore")

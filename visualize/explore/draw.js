@@ -114,20 +114,24 @@ export class TilePainter {
    * @param tiles rows of { values, range, cell, entropy, distance }, null where the layer lacks the part.
    * @param ink { text, faint }: colours of the theme.
    * @param labels { rows, columns }: their texts.
+   * @param shows row number -> whether it can be seen: others are left empty.
    */
-  paint(context, geometry, tiles, { table, grey, opacity, ink, labels }) {
+  paint(context, geometry, tiles, { table, grey, opacity, ink, labels, shows }) {
     const { left, top, tile, height, stepX, stepY } = geometry;
-    tiles.forEach((row, r) => row.forEach((one, c) => {
+    const forEachTile = (paint) => tiles.forEach((row, r) => {
+      if (shows(r)) row.forEach((one, c) => paint(one, r, c));
+    });
+    forEachTile((one, r, c) => {
       if (one) {
         const start = r * this.cellHeight * this.atlas.width + c * this.cellWidth;
         colourMap(one.values, this.sizes[r], one.range, table, this.pixels, start, this.atlas.width);
       }
-    }));
+    });
     this.context.putImageData(this.image, 0, 0);
 
     this.paintLabels(context, geometry, labels, ink);
     const opaque = opacity === 1;
-    tiles.forEach((row, r) => row.forEach((one, c) => {
+    forEachTile((one, r, c) => {
       const x = left + c * stepX, y = top + r * stepY;
       if (!one) {
         drawMissing(context, x, y, tile, height, ink);
@@ -143,8 +147,8 @@ export class TilePainter {
       context.drawImage(this.atlas, c * this.cellWidth, r * this.cellHeight, W, H, x, y, tile, height);
       context.globalAlpha = 1;
       markCell(context, x, y, tile, height, one.cell, this.sizes[r], 1);
-    }));
-    if (geometry.numLines) this.paintNumbers(context, geometry, tiles, ink);
+    });
+    if (geometry.numLines) this.paintNumbers(context, geometry, forEachTile, ink);
   }
 
   paintLabels(context, { left, top, tile, height, stepX, stepY }, labels, ink) {
@@ -157,12 +161,12 @@ export class TilePainter {
     labels.rows.forEach((text, r) => context.fillText(text, left - 6, top + r * stepY + height / 2, left - 6));
   }
 
-  paintNumbers(context, { left, top, tile, height, stepX, stepY, numLines }, tiles, ink) {
+  paintNumbers(context, { left, top, tile, height, stepX, stepY, numLines }, forEachTile, ink) {
     context.fillStyle = ink.text;
     context.font = `10px ${FONT}`;
     context.textBaseline = "top";
     context.textAlign = "center";
-    tiles.forEach((row, r) => row.forEach((one, c) => {
+    forEachTile((one, r, c) => {
       if (!one || one.entropy === undefined) return;
       const x = left + c * stepX + tile / 2, y = top + r * stepY + height + 3;
       const entropy = one.entropy.toFixed(2), distance = one.distance.toFixed(1);
@@ -172,7 +176,7 @@ export class TilePainter {
         context.fillText(entropy, x, y, tile);
         context.fillText(distance, x, y + 11, tile);
       }
-    }));
+    });
   }
 }
 

@@ -161,6 +161,7 @@ function buildControls() {
   byId("settings").open = window.innerWidth >= 700;
   byId("models").append(...panels.map((panel) => panel.node));
   entries.forEach(addThumbnail);
+  byId("toolbar").hidden = byId("models").hidden = entries.length === 0; // of a server that was given no image yet
 }
 
 function addThumbnail(entry, index) {
@@ -255,6 +256,7 @@ async function upload(file) {
     const answer = await response.json();
     if (!response.ok) throw new Error(answer.error);
     entries.push(answer);
+    byId("toolbar").hidden = byId("models").hidden = false;
     addThumbnail(answer, entries.length - 1);
     state.image = entries.length - 1;
     writeControls();
@@ -296,6 +298,7 @@ byId("images").addEventListener("input", onControl);
 byId("save").addEventListener("click", save);
 document.addEventListener("keydown", onKey);
 window.addEventListener("hashchange", applyFragment);
+window.addEventListener("scroll", schedule, { passive: true }); // only rows in view are painted
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", schedule);
 new ResizeObserver(() => {
   toLayOut = true;

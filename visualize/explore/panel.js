@@ -41,6 +41,7 @@ export class Panel {
 
   build() {
     const id = `model-${this.index}`;
+    const [name, ...run] = this.model.label.split(", "); // "name, run folder, epoch"
     this.predictions = element("ol", { class: "predictions", "aria-label": "predictions" });
     this.photo = element("canvas", {
       class: "photo", tabIndex: 0, role: "img", "aria-describedby": "keys",
@@ -56,7 +57,8 @@ export class Panel {
     });
     this.tileBox = element("div", { class: "tiles" }, this.tileCanvas, this.buttons);
     this.node = element("section", { class: "model", "aria-labelledby": id },
-      element("header", {}, element("h2", { id }, this.model.label), this.predictions),
+      element("header", {},
+        element("h2", { id }, name, element("span", { class: "run" }, run.join(", "))), this.predictions),
       element("div", { class: "body" },
         element("div", { class: "stage" },
           element("figure", {}, this.photo, this.queryText),
@@ -229,6 +231,7 @@ export class Panel {
     const query = state.queries[this.index];
     this.look = look;
     this.shown = this.tileOf(...look.shown);
+    const shows = this.rowsInView();
 
     drawPhoto(sizeCanvas(this.photo, this.stageWidth, this.stageHeight), this.image, this.stageWidth, this.stageHeight,
       this.finestCell(query), this.finest);
@@ -243,7 +246,7 @@ export class Panel {
       drawMissing(zoom, 0, 0, this.stageWidth, this.stageHeight, ink);
     }
     this.writeZoomText();
-    this.paintTiles(sizeCanvas(this.tileCanvas, this.geometry.width, this.geometry.totalHeight));
+    this.paintTiles(sizeCanvas(this.tileCanvas, this.geometry.width, this.geometry.totalHeight), shows);
     this.markSelected(state);
   }
 
@@ -258,11 +261,18 @@ export class Panel {
     drawMap(context, values, this.maps.featSize(layer), range, table, this.grey, state.opacity, cell, width, height);
   }
 
-  paintTiles(context) {
+  /** Whether a row of tiles is on the screen, or two rows from it. */
+  rowsInView() {
+    const { top, stepY } = this.geometry;
+    const above = this.tileBox.getBoundingClientRect().top + top;
+    return (row) => above + (row + 3) * stepY > 0 && above + (row - 2) * stepY < window.innerHeight;
+  }
+
+  paintTiles(context, shows) {
     const { state, table, ink } = this.look;
     const tiles = this.tiles.map((row) => row.map((tile) => (tile.present ? tile : null)));
     this.painter.paint(context, this.geometry, tiles, {
-      table, ink, grey: this.grey, opacity: state.opacity,
+      table, ink, shows, grey: this.grey, opacity: state.opacity,
       labels: { rows: this.model.layers.map(({ number }) => String(number)), columns: this.columns.map(String) },
     });
   }
@@ -346,6 +356,6 @@ export class Panel {
     }
     this.zoomLines().forEach((line, i) =>
       write(line, side + 12, 44 + height + 36 + 15 * i, "12px system-ui, sans-serif"));
-    at(0, 44 + height + 84, () => this.paintTiles(context));
+    at(0, 44 + height + 84, () => this.paintTiles(context, () => true));
   }
 }
