@@ -5,6 +5,8 @@ from typing import Any, List, Optional, Tuple, Type, Union
 from timm.models import build_model_with_cfg, list_models, resolve_pretrained_cfg
 from torch import nn
 
+from ea_vision.models._convert import checkpoint_filter_fn
+
 FAMILIES = ("attn_resnet", "conv_transformer")
 
 
@@ -67,5 +69,6 @@ def build_model(model_cls: Type[nn.Module], variant: str, pretrained: bool, **kw
                 f"checkout, or comes with the wheel; got neither")
     return build_model_with_cfg(
         model_cls, variant, pretrained,
+        pretrained_filter_fn=checkpoint_filter_fn,
         feature_cfg=dict(out_indices=kwargs.pop("out_indices", model_cls.feature_indices), feature_cls="getter"),
         **kwargs)

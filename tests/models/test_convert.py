@@ -1,0 +1,62 @@
+"""Weights of timm's ResNets and of the authors' TensorFlow layer, in our networks."""
+import ast
+import logging
+
+import numpy as np
+import pytest
+import safetensors.torch
+import timm
+import torch
+
+import ea_vision  # noqa: F401
+from ea_vision.models._convert import checkpoint_filter_fn, from_tensorflow
+from tests.layers.test_reference import CASES, build_chain
+
+
+@pytest.mark.parametrize("name,plain", [("ea_aa_resnet34", "resnet34"), ("aa_resnet50", "resnet50")])
+def test_a_timm_resnet_fills_what_fits(name, plain, tmp_path, caplog):
+    source = timm.create_model(plain)
+    path = tmp_path / "resnet.safetensors"
+    safetensors.torch.save_file(source.state_dict(), path)
+    torch.manual_seed(3)
+    fresh = timm.create_model(name)
+    torch.manual_seed(3)
+    with caplog.at_level(logging.INFO, logger="ea_vision"):
+        model = timm.create_model(name, pretrained=True, pretrained_cfg_overlay={"file": str(path)})
+    theirs, ours, initial = source.state_dict(), model.state_dict(), fresh.state_dict()
+    for key, value in ours.items():
+        if key in theirs:
+            assert torch.equal(value, theirs[key]), key
+        elif key.endswith(".conv.weight"):
+            assert torch.equal(value, theirs[key.replace(".conv.weight", ".weight")][:len(value)]), key
+        else:
+            assert torch.equal(value, initial[key]), key
+    lines = [record.message for record in caplog.records if "output channels" in record.message]
+    assert len(lines) == sum(key.endswith(".conv.weight") for key in ours)
+
+
+def test_our_own_checkpoint_is_left_alone():
+    model = timm.create_model("ea_conv_transformer_cifar")
+    state = model.state_dict()
+    assert checkpoint_filter_fn(state, model) == state
+
+
+def test_another_depth_is_named():
+    state = timm.create_model("resnet18").state_dict()
+    state["layer2.0.conv1.weight"] = state["layer2.0.conv1.weight"][:, :8]
+    with pytest.raises(ValueError, match=r"layer2\.0\.conv1\.weight must have at least 112 output channels"):
+        checkpoint_filter_fn(state, timm.create_model("aa_resnet34"))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_authors_variables_become_our_layers(shared, name):
+    case = np.load(shared / "reference" / f"{name}.npz")
+    for i, layer in enumerate(build_chain(case, ast.literal_eval(str(case["meta"])))):
+        prefix = f"var.layer{i}/"
+        variables = {key[len(prefix):]: case[key] for key in case.files if key.startswith(prefix)}
+        state = from_tensorflow(variables, evolves=i > 0)
+        assert state.keys() == layer.state_dict().keys()
+        for key, value in layer.state_dict().items():
+            assert torch.equal(state[key], value), key
+        with pytest.raises(ValueError, match="conv2d/kernel required"):
+            from_tensorflow({k: v for k, v in variables.items() if k != "conv2d/kernel"}, evolves=i > 0)
