@@ -120,7 +120,7 @@ function draw() {
   };
   panels.forEach((panel) => panel.paint(look));
   lastFrame = performance.now() - begin;
-  writeLater();
+  finishLater();
 }
 
 /** One colour range for the tiles of a layer, or for all, over all models. */
@@ -136,11 +136,15 @@ function shareRanges() {
   }
 }
 
-/** The address and the spoken status follow when the hand rests: browsers limit how often an address may change. */
+/**
+ * When the hand rests: tiles that are not in view, the address and the spoken status. Browsers limit how often an
+ * address may change.
+ */
 let later = 0;
-function writeLater() {
+function finishLater() {
   clearTimeout(later);
   later = setTimeout(() => {
+    panels.forEach((panel) => panel.paintAllTiles());
     const fragment = toFragment(state, about);
     if (location.hash !== fragment) history.replaceState(null, "", fragment);
     const spoken = `query y ${state.queries[0].join(", x ")}; ` + panels[0].zoomLines().join(", ");
@@ -298,7 +302,6 @@ byId("images").addEventListener("input", onControl);
 byId("save").addEventListener("click", save);
 document.addEventListener("keydown", onKey);
 window.addEventListener("hashchange", applyFragment);
-window.addEventListener("scroll", schedule, { passive: true }); // only rows in view are painted
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", schedule);
 new ResizeObserver(() => {
   toLayOut = true;

@@ -246,7 +246,7 @@ export class Panel {
       drawMissing(zoom, 0, 0, this.stageWidth, this.stageHeight, ink);
     }
     this.writeZoomText();
-    this.paintTiles(sizeCanvas(this.tileCanvas, this.geometry.width, this.geometry.totalHeight), shows);
+    this.paintTiles(this.tileContext(), shows);
     this.markSelected(state);
   }
 
@@ -266,6 +266,14 @@ export class Panel {
     const { top, stepY } = this.geometry;
     const above = this.tileBox.getBoundingClientRect().top + top;
     return (row) => above + (row + 3) * stepY > 0 && above + (row - 2) * stepY < window.innerHeight;
+  }
+
+  tileContext() {
+    return sizeCanvas(this.tileCanvas, this.geometry.width, this.geometry.totalHeight);
+  }
+
+  paintAllTiles() {
+    this.paintTiles(this.tileContext(), () => true);
   }
 
   paintTiles(context, shows) {
