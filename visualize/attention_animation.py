@@ -64,7 +64,7 @@ def animation_frame(frame: Frame, heads: Sequence[Head], points: Sequence[Point]
     layer = recording.maps[number]
     img_size = tuple(recording.image.shape[1:])
     cell, aspect = 1.7, img_size[0] / img_size[1]
-    figure = new_figure(cell * (len(points) + 1) + 1.1, len(heads) * (cell * aspect + 0.15) + 0.8)
+    figure = new_figure(cell * (len(points) + 1) + 1.1, len(heads) * (cell * aspect + 0.02) + 0.7)
     cells = figure.subplots(len(heads), len(points) + 1, squeeze=False)
     for row, head in enumerate(heads):
         if row == 0:

@@ -51,10 +51,10 @@ def heads_by_queries(recording: Recording, layers: Sequence[int], heads: Sequenc
     """
     img_size = tuple(recording.image.shape[1:])
     aspect = img_size[0] / img_size[1]
-    cell = 1.35
     per_row = min(len(layers), max(1, round(9 / len(points))))  # grids side by side
+    cell = min(1.9, max(1.35, 4.0 / (per_row * len(points))))
     grid_rows = -(-len(layers) // per_row)
-    width = max(5.0, per_row * (cell * len(points) + 1.1))
+    width = max(0.085 * len(recording.model.label), per_row * (cell * len(points) + 1.35))
     top = 2.7 if aspect <= 1 else 2.7 * aspect
     grid_height = len(heads) * (cell * aspect + 0.06) + 0.75
     figure = new_figure(width, top + grid_rows * grid_height)

@@ -47,7 +47,7 @@ def rollout_figure(recordings: Sequence[Recording], points: Sequence[Point], ove
     """
     H, W = recordings[0].image.shape[1:]
     cell, columns = 1.7, len(points) + 2
-    figure = new_figure(cell * columns + 1.3, len(recordings) * (cell * H / W + 0.25) + 0.6)
+    figure = new_figure(cell * columns + 1.9, len(recordings) * (cell * H / W + 0.1) + 0.7)
     cells = figure.subplots(len(recordings), columns, squeeze=False)
     rows = []
     for recording in recordings:

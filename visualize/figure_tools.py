@@ -257,15 +257,15 @@ def draw_map(axes: Axes, values: np.ndarray, image: Tensor, scale: tuple[float, 
 
 
 def scale_of(part: str, maps: Sequence[np.ndarray]) -> tuple[float, float]:
-    """One scale for maps that are compared: probabilities from 0 to the largest, logits their middle 99%."""
+    """One scale for maps that are compared: all of the probabilities, the middle 99% of logits."""
     values = np.concatenate([m.ravel() for m in maps])
-    low, high = (0.0, values.max()) if part == "attn" else np.quantile(values, (0.005, 0.995))
+    low, high = np.quantile(values, (0, 1) if part == "attn" else (0.005, 0.995))
     return float(low), max(float(high), float(low) + 1e-12)
 
 
 def add_scale(figure, artist, axes, part: str = "attn", overlay: bool = True) -> None:
     """The colour bar of one comparison, of a part or another quantity; on grey where the maps are over a grey image."""
-    bar = figure.colorbar(artist, ax=axes, shrink=0.8, pad=0.015, aspect=30)
+    bar = figure.colorbar(artist, ax=axes, shrink=0.8, pad=0.015, aspect=30, panchor=False)
     if overlay:
         bar.ax.set_facecolor("0.5")
     name = {"attn": "attention probability", **dict.fromkeys(PARTS[1:], "logit")}.get(part, part)
