@@ -4,7 +4,9 @@ VENV   ?= .venv
 RUN    := $(VENV)/bin/python
 READY  := $(VENV)/.ready
 
-.PHONY: demo test lint wheel clean
+DEMO   := runs/demo
+
+.PHONY: demo test test-browser lint wheel clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -12,8 +14,22 @@ $(READY): pyproject.toml constraints.txt
 	VIRTUAL_ENV=$(VENV) $(VENV)/bin/uv pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $@
 
+# A narrow ea_conv_transformer_cifar on scikit-learn's digits, about two minutes on 2 cores, then its attention maps.
+demo: $(READY)
+	$(RUN) train_cifar.py --dataset digits --model ea_conv_transformer_cifar \
+		--model-kwargs 'widths=[32,64,128,128]' --epochs 10 --channels-last --output $(DEMO)
+	$(RUN) visualize/attention_heatmap.py --model $(DEMO) --layers 1 --queries 6,12 16,16 26,20 \
+		-o $(DEMO)/heads.png digits:5
+	$(RUN) visualize/evolution_strip.py --model $(DEMO) --layers 1-3 --heads mean --queries 16,16 \
+		-o $(DEMO)/evolution.png digits:5
+	@echo "Trained: $(DEMO). Pictures to open: $(DEMO)/heads.png $(DEMO)/evolution.png"
+
 test: $(READY)
-	$(RUN) -m pytest tests
+	$(RUN) -m pytest tests --ignore tests/explore/test_browser.py -n 2
+
+# The attention page in a real browser; needs Debian's chromium and a font (apt-get install chromium fonts-dejavu-core).
+test-browser: $(READY)
+	EA_VISION_REQUIRE_BROWSER=1 $(RUN) -m pytest tests/explore/test_browser.py
 
 lint: $(READY)
 	$(RUN) -m ruff check .

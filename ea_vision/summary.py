@@ -3,18 +3,18 @@
     python -m ea_vision.summary                       # all of ours
     python -m ea_vision.summary ea_aa_resnet50 resnet50 --csv summary.csv
 
-Published: EA paper, tables 1 and 2; PA paper, table 3. The EA paper's GFLOPs count 2 for a multiply-add of a convolution
-or linear layer and 1 for one of the attention products; `gflops_paper` counts likewise, `gmacs` counts every
-multiply-add once.
+Published: EA paper, tables 1 and 2; PA paper, table 3. The EA paper's GFLOPs count 2 for a multiply-add of a
+convolution or linear layer and 1 for one of the attention products; `gflops_paper` counts likewise, `gmacs` counts
+every multiply-add once.
 """
 import argparse
 import csv
 import io
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from difflib import get_close_matches
-from typing import Dict, List, Optional, Sequence, Tuple
 
 import timm
 import torch
@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ea_vision.layers import AugmentedConv2d
 from ea_vision.models import FAMILIES
 
-PUBLISHED: Dict[str, Tuple[float, Optional[float], str]] = {  # millions of parameters, GFLOPs, top-1 (%)
+PUBLISHED: dict[str, tuple[float, float | None, str]] = {  # millions of parameters, GFLOPs, top-1 (%)
     "resnet34": (21.8, 7.4, "73.79"), "resnet50": (25.6, 8.2, "76.44"),
     "resnet101": (44.5, 15.6, "77.87"), "resnet152": (60.2, 23.0, "78.40"),
     "aa_resnet34": (20.7, 7.1, "74.33"), "aa_resnet50": (25.8, 8.3, "77.70"),
@@ -44,10 +44,10 @@ class Summary:
     model: str
     img_size: str
     params_m: float  # millions
-    published_params_m: Optional[float]
+    published_params_m: float | None
     gmacs: float  # 1e9 multiply-adds, an image
     gflops_paper: float  # 1e9, the EA paper's counting
-    published_gflops: Optional[float]
+    published_gflops: float | None
     attention_layers: int
     maps: str  # layers x heads x (height x width) of each shape of map, in order
     published_top1: str  # %; CIFAR-10 / CIFAR-100 for the CIFAR networks
@@ -93,7 +93,7 @@ _HEADINGS = ("model", "input", "params M", "(published)", "GMACs", "GFLOPs", "(p
              "published top-1 %")
 
 
-def _cells(row: Summary) -> List[str]:
+def _cells(row: Summary) -> list[str]:
     digits = 2 if row.params_m < 10 else 1
     return [
         row.model, row.img_size,
@@ -110,7 +110,7 @@ def to_table(rows: Sequence[Summary]) -> str:
     widths = [max(len(line[i]) for line in lines) for i in range(len(_HEADINGS))]
     lines.insert(1, ["-" * width for width in widths])
     return "\n".join(
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths)) + " |" for line in lines)
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in lines)
 
 
 def to_csv(rows: Sequence[Summary]) -> str:
@@ -122,7 +122,7 @@ def to_csv(rows: Sequence[Summary]) -> str:
     return text.getvalue()
 
 
-def main(argv: Optional[Sequence[str]] = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m ea_vision.summary", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", metavar="NAME", help="registered timm models (default: all of ours)")

@@ -15,7 +15,6 @@ import os
 import runpy
 import sys
 from pathlib import Path
-from typing import List, Optional
 
 import ea_vision  # noqa: F401  (registers the models)
 
@@ -34,7 +33,7 @@ def find_script(name: str) -> Path:
     raise FileNotFoundError(f"no script {name!r}: looked for {', '.join(map(str, dict.fromkeys(places)))}")
 
 
-def main(argv: Optional[List[str]] = None) -> int:
+def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):
         print(__doc__.strip())

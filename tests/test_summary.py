@@ -16,7 +16,8 @@ def test_counts_of_an_augmented_resnet():
     assert ea.gmacs - aa.gmacs == pytest.approx(extra / 1e9, rel=1e-6)
 
 
-@pytest.mark.parametrize("name", ["resnet34", "aa_resnet34", "ea_aa_resnet34", "resnet50", "aa_resnet50", "ea_aa_resnet50"])
+@pytest.mark.parametrize("name", [
+    "resnet34", "aa_resnet34", "ea_aa_resnet34", "resnet50", "aa_resnet50", "ea_aa_resnet50"])
 def test_arithmetic_is_the_papers_within_two_percent(name):
     row = summarise(name)
     assert row.gflops_paper == pytest.approx(PUBLISHED[name][1], rel=0.02)

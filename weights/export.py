@@ -3,9 +3,9 @@
 
     python weights/export.py runs/folder-ea_conv_transformer_cifar --tag fast_c10 --data-dir DIR
 
-writes weights/MODEL.TAG.safetensors and weights/MODEL.TAG.md. The weights are stored in float16 where that keeps the top-1
-on the test images within 0.1 point of the run's, else in float32. To be loaded by name, the tag must stand in the
-`default_cfgs` of the model's file.
+writes weights/MODEL.TAG.safetensors and weights/MODEL.TAG.md. The weights are stored in float16 where that keeps the
+top-1 on the test images within 0.1 point of the run's, else in float32. To be loaded by name, the tag must stand in
+the `default_cfgs` of the model's file.
 """
 import argparse
 import sys
@@ -44,7 +44,8 @@ def card(config: dict, run: dict, results: dict, metrics: dict, name: str, dtype
         "crop_padding", "cutout", "ema", "amp", "channels_last"))
     return "\n".join([
         f"# {name}", "",
-        f"`timm.create_model(\"{name}\", pretrained=True)`: {top1:.2f}% top-1, {top5:.2f}% top-5 on the test images.", "",
+        f"`timm.create_model(\"{name}\", pretrained=True)`: {top1:.2f}% top-1, {top5:.2f}% top-5 on the test images.",
+        "",
         "| | |", "| --- | --- |",
         f"| recipe | `{config['recipe']}`: {options} |",
         f"| model keywords | {run['model_kwargs']} |",
@@ -66,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("run", type=Path, help="run folder")
     parser.add_argument("--tag", required=True, help="the part of the name after the dot")
     parser.add_argument("--data-dir", required=True, help="data set of the run, for the accuracy of what is exported")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="folder of the weights (default: weights)")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="folder to write to (default: weights)")
     args = parser.parse_args(argv)
 
     results = run_folder.read_results(args.run)

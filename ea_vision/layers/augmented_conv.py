@@ -8,7 +8,6 @@ Papers:
 Shape letters: B batch, C channels, H x W the attention map, N = H*W its pixels (row-major), K heads, D width of a
 head.
 """
-from typing import List, Optional, Tuple, Union
 
 import torch
 import torch.nn.functional as F
@@ -61,11 +60,11 @@ class AugmentedConv2d(nn.Module):
             dim_qk: int,
             dim_v: int,
             num_heads: int = 8,
-            feat_size: Tuple[int, int],
+            feat_size: tuple[int, int],
             relative: bool = True,
-            pool_attention: Union[bool, int] = False,
-            evolution: Optional[nn.Module] = None,
-            attn_channels: Optional[int] = None,
+            pool_attention: bool | int = False,
+            evolution: nn.Module | None = None,
+            attn_channels: int | None = None,
             dilation: int = 1,
             conv_drop: float = 0.0,
             attn_drop: float = 0.0,
@@ -129,7 +128,7 @@ class AugmentedConv2d(nn.Module):
             nn.init.normal_(self.width_rel, std=self.scale)
 
     @torch.jit.ignore
-    def set_feat_size(self, feat_size: Tuple[int, int]) -> None:
+    def set_feat_size(self, feat_size: tuple[int, int]) -> None:
         """Fit the position tables to another (height, width) of the map, for good."""
         self.feat_size = (int(feat_size[0]), int(feat_size[1]))
         if self.relative:
@@ -139,13 +138,13 @@ class AugmentedConv2d(nn.Module):
 
     def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
         """Position tables of a checkpoint made for another map size are fitted on load."""
-        for name, size in zip(("height_rel", "width_rel"), self.feat_size):
+        for name, size in zip(("height_rel", "width_rel"), self.feat_size, strict=True):
             table = state_dict.get(prefix + name)
             if self.relative and table is not None and table.ndim == 2 and table.shape[1] == self.dim_head_qk:
                 state_dict[prefix + name] = fit_rel_table(table, size)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def split_heads(self, x: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
+    def split_heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries (scaled), keys and values of the attention branch.
 
         Args:
@@ -183,7 +182,7 @@ class AugmentedConv2d(nn.Module):
             logits = logits.view(B, K, N, N)
         return logits
 
-    def attend(self, x: Tensor, prev_logits: Optional[Tensor]) -> Tuple[Tensor, Tensor]:
+    def attend(self, x: Tensor, prev_logits: Tensor | None) -> tuple[Tensor, Tensor]:
         """The attention branch before its resizing: (B, attn_channels, H, W) and the logits (B, K, N, N)."""
         q, k, v = self.split_heads(x)
         B, H, W = q.shape[0], q.shape[2], q.shape[3]
@@ -205,7 +204,7 @@ class AugmentedConv2d(nn.Module):
         out = out.transpose(1, 2).reshape(B, H, W, self.dim_v).permute(0, 3, 1, 2)  # heads concatenated
         return self.proj(out), logits
 
-    def forward(self, x: Tensor, prev_logits: Optional[Tensor] = None) -> Tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, prev_logits: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """
         Args:
             x: (B, in_channels, H', W').
@@ -221,7 +220,7 @@ class AugmentedConv2d(nn.Module):
         conv = self.conv_drop(self.conv(x))
         attn, logits = self.attend(x, prev_logits)
         if self.resize_result:
-            size: List[int] = [conv.shape[2], conv.shape[3]]
+            size: list[int] = [conv.shape[2], conv.shape[3]]
             attn = F.interpolate(attn, size=size, mode="bilinear", align_corners=False)
         return torch.cat([conv, attn], dim=1), logits
 

@@ -7,7 +7,6 @@ Papers:
 The N x N logits of all heads are an image with K (heads) channels. alpha and beta are the papers'; the EA authors'
 TensorFlow code swaps their names.
 """
-from typing import Optional
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -109,7 +108,7 @@ _EVOLUTIONS = {
 }
 
 
-def create_evolution(kind: Optional[str], num_heads: int, device=None, dtype=None, **options) -> Optional[nn.Module]:
+def create_evolution(kind: str | None, num_heads: int, device=None, dtype=None, **options) -> nn.Module | None:
     """The evolution module of a layer that has a predecessor.
 
     Args:

@@ -4,7 +4,6 @@ Paper: `Attention Augmented Convolutional Networks`, section 3.1.1 - https://arx
 
 Shape letters: B batch, K heads, H x W the attention map, N = H*W its pixels (row-major), D width of a head.
 """
-from typing import Tuple
 
 import torch
 import torch.nn.functional as F
@@ -40,7 +39,7 @@ def _by_position(table: Tensor, size: int) -> Tensor:
     return table[position.unsqueeze(0) - position.unsqueeze(1) + (size - 1)]
 
 
-def relative_logits(q: Tensor, height_rel: Tensor, width_rel: Tensor) -> Tuple[Tensor, Tensor]:
+def relative_logits(q: Tensor, height_rel: Tensor, width_rel: Tensor) -> tuple[Tensor, Tensor]:
     """The position terms of the attention logits, one per axis (AA paper, equation 4).
 
     Neither is repeated to N x N: the caller broadcasts them over the other axis of the keys.

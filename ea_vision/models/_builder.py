@@ -1,6 +1,6 @@
 """What the model families share when timm builds them."""
 from pathlib import Path
-from typing import Any, List, Optional, Tuple, Type, Union
+from typing import Any
 
 from timm.models import build_model_with_cfg, list_models, resolve_pretrained_cfg
 from torch import nn
@@ -17,7 +17,7 @@ def shipped_weights(name: str) -> str:
     return str(installed if installed.is_file() else package.parent / "weights" / f"{name}.safetensors")
 
 
-def to_size(img_size: Union[int, Tuple[int, int]]) -> Tuple[int, int]:
+def to_size(img_size: int | tuple[int, int]) -> tuple[int, int]:
     """(height, width) in pixels of an img_size given as one number or two.
 
     Raises:
@@ -29,7 +29,7 @@ def to_size(img_size: Union[int, Tuple[int, int]]) -> Tuple[int, int]:
     return size
 
 
-def take_indices_of(num_features: int, indices: Optional[Union[int, List[int]]]) -> Tuple[List[int], int]:
+def take_indices_of(num_features: int, indices: int | list[int] | None) -> tuple[list[int], int]:
     """The features that `indices` asks for, timm's way: None all, n the last n, else those listed (negative from the
     end).
 
@@ -48,7 +48,7 @@ def take_indices_of(num_features: int, indices: Optional[Union[int, List[int]]])
     return taken, max(taken)
 
 
-def build_model(model_cls: Type[nn.Module], variant: str, pretrained: bool, **kwargs: Any) -> nn.Module:
+def build_model(model_cls: type[nn.Module], variant: str, pretrained: bool, **kwargs: Any) -> nn.Module:
     """timm's build_model_with_cfg, features by forward_intermediates.
 
     The stages hand attention logits on, so features cannot come from timm's default of running the stages one by one.

@@ -1,6 +1,6 @@
 """Weights of other makes, turned into ours: timm's ResNets and the EA authors' TensorFlow layer."""
 import logging
-from typing import Dict, List, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from ea_vision.layers import AugmentedConv2d
 _logger = logging.getLogger(__name__)
 
 
-def checkpoint_filter_fn(state_dict: Dict[str, Tensor], model: nn.Module) -> Dict[str, Tensor]:
+def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """Make a checkpoint fit `model`; ours come back unchanged (position tables are fitted when they are loaded).
 
     In a plain ResNet's checkpoint a convolution that `model` augments has more output channels than our branch: the
@@ -47,7 +47,7 @@ def checkpoint_filter_fn(state_dict: Dict[str, Tensor], model: nn.Module) -> Dic
     return out
 
 
-def from_tensorflow(variables: Mapping[str, np.ndarray], evolves: bool) -> Dict[str, Tensor]:
+def from_tensorflow(variables: Mapping[str, np.ndarray], evolves: bool) -> dict[str, Tensor]:
     """State dict of an `AugmentedConv2d` from the variables of the EA authors' TensorFlow layer.
 
     Args:
@@ -69,7 +69,7 @@ def from_tensorflow(variables: Mapping[str, np.ndarray], evolves: bool) -> Dict[
         return value.permute(3, 2, 0, 1).contiguous() if value.ndim == 4 else value  # HWIO -> OIHW
 
     state = {"conv.weight": take("conv2d/kernel")}
-    projections: List[str] = ["evolution.convs.0"] if evolves else []
+    projections: list[str] = ["evolution.convs.0"] if evolves else []
     for number, ours in enumerate([*projections, "proj"], start=2):
         state[f"{ours}.weight"], state[f"{ours}.bias"] = take(f"conv2d_{number}/kernel"), take(f"conv2d_{number}/bias")
     weight, bias = take("conv2d_1/kernel"), take("conv2d_1/bias")

@@ -12,8 +12,9 @@ The EA authors' public TensorFlow ResNet-50 uses other ones: qk_ratio=0.25, v_ra
 
 Shape letters: B batch, C channels, H x W image or map, N = H*W pixels of a map, K heads.
 """
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Callable, Dict, List, Optional, Set, Tuple, Type, Union
+from typing import Any
 
 import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
@@ -38,7 +39,7 @@ class AttnBasicBlock(BasicBlock):
         self.conv1 = make(self.conv1, self.stride)
         self.conv2 = make(self.conv2, 1)
 
-    def forward(self, x: Tensor, prev_logits: Optional[Tensor] = None) -> Tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, prev_logits: Tensor | None = None) -> tuple[Tensor, Tensor]:
         shortcut = x
 
         x, logits = self.conv1(x, prev_logits)
@@ -71,7 +72,7 @@ class AttnBottleneck(Bottleneck):
         """Put `make(convolution, stride of the attention branch)` in place of the 3x3 convolution."""
         self.conv2 = make(self.conv2, self.stride)
 
-    def forward(self, x: Tensor, prev_logits: Optional[Tensor] = None) -> Tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, prev_logits: Tensor | None = None) -> tuple[Tensor, Tensor]:
         shortcut = x
 
         x = self.conv1(x)
@@ -108,7 +109,7 @@ class AttnStage(nn.Sequential):
         super().__init__(*blocks)
         self.grad_checkpointing = False
 
-    def forward(self, x: Tensor, prev_logits: Optional[Tensor] = None) -> Tuple[Tensor, Optional[Tensor]]:
+    def forward(self, x: Tensor, prev_logits: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         logits = prev_logits
         for block in self:
             if self.grad_checkpointing and not torch.jit.is_scripting():
@@ -147,18 +148,18 @@ class AttnResNet(ResNet):
 
     def __init__(
             self,
-            block: Type[Union[AttnBasicBlock, AttnBottleneck]],
-            layers: Tuple[int, int, int, int],
-            img_size: Union[int, Tuple[int, int]] = 224,
-            evolution: Optional[str] = None,
+            block: type[AttnBasicBlock | AttnBottleneck],
+            layers: tuple[int, int, int, int],
+            img_size: int | tuple[int, int] = 224,
+            evolution: str | None = None,
             num_heads: int = 8,
-            qk_ratio: Optional[float] = None,
+            qk_ratio: float | None = None,
             v_ratio: float = 0.1,
             relative: bool = True,
-            alpha: Optional[float] = None,
-            beta: Optional[float] = None,
-            kernel_size: Optional[int] = None,
-            num_layers: Optional[int] = None,
+            alpha: float | None = None,
+            beta: float | None = None,
+            kernel_size: int | None = None,
+            num_layers: int | None = None,
             attn_drop_rate: float = 0.0,
             device=None,
             dtype=None,
@@ -196,8 +197,9 @@ class AttnResNet(ResNet):
             reduction = self.feature_info[index]["reduction"]
             blocks = list(getattr(self, name))
             for attn_block in blocks:
-                attn_block.augment(partial(
-                    make, map_reduction=_map_reduction(reduction), pool_attention=reduction < _map_reduction(reduction)))
+                map_reduction = _map_reduction(reduction)
+                attn_block.augment(
+                    partial(make, map_reduction=map_reduction, pool_attention=reduction < map_reduction))
             setattr(self, name, AttnStage(*blocks))
 
     @torch.jit.ignore
@@ -207,7 +209,7 @@ class AttnResNet(ResNet):
             getattr(self, name).grad_checkpointing = enable
 
     @torch.jit.ignore
-    def set_input_size(self, img_size: Union[int, Tuple[int, int]]) -> None:
+    def set_input_size(self, img_size: int | tuple[int, int]) -> None:
         """Fit the position tables to another input size, in pixels; see `AugmentedConv2d.set_feat_size`."""
         self.img_size = to_size(img_size)
         for index, name in ATTN_STAGES:
@@ -217,7 +219,7 @@ class AttnResNet(ResNet):
                     module.set_feat_size(map_size)
 
     @torch.jit.ignore
-    def no_weight_decay(self) -> Set[str]:
+    def no_weight_decay(self) -> set[str]:
         return {name for name, _ in self.named_parameters() if name.endswith(("height_rel", "width_rel"))}
 
     def forward_stem(self, x: Tensor) -> Tensor:
@@ -242,12 +244,12 @@ class AttnResNet(ResNet):
     def forward_intermediates(
             self,
             x: Tensor,
-            indices: Optional[Union[int, List[int]]] = None,
+            indices: int | list[int] | None = None,
             norm: bool = False,
             stop_early: bool = False,
             output_fmt: str = "NCHW",
             intermediates_only: bool = False,
-    ) -> Union[List[Tensor], Tuple[Tensor, List[Tensor]]]:
+    ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
         """Features after the stem and after each stage.
 
         Args:
@@ -283,8 +285,8 @@ class AttnResNet(ResNet):
         return intermediates if intermediates_only else (x, intermediates)
 
     def prune_intermediate_layers(
-            self, indices: Union[int, List[int]] = 1, prune_norm: bool = False, prune_head: bool = True,
-    ) -> List[int]:
+            self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True,
+    ) -> list[int]:
         """Drop what the given intermediates do not need; see timm's ResNet."""
         take_indices = super().prune_intermediate_layers(indices, prune_norm, prune_head)
         for _, name in ATTN_STAGES:
@@ -303,7 +305,7 @@ def _map_reduction(reduction: int) -> int:
     return max(16, reduction)
 
 
-def _map_size(img_size: Tuple[int, int], reduction: int) -> Tuple[int, int]:
+def _map_size(img_size: tuple[int, int], reduction: int) -> tuple[int, int]:
     """Every halving rounds up, so together they do."""
     return -(-img_size[0] // reduction), -(-img_size[1] // reduction)
 
@@ -312,7 +314,7 @@ def _create_attn_resnet(variant: str, pretrained: bool = False, **kwargs: Any) -
     return build_model(AttnResNet, variant, pretrained, **kwargs)
 
 
-def _cfg(url: str = "", **kwargs: Any) -> Dict[str, Any]:
+def _cfg(url: str = "", **kwargs: Any) -> dict[str, Any]:
     return {
         "url": url,
         "num_classes": 1000, "input_size": (3, 224, 224), "pool_size": (7, 7),
@@ -389,7 +391,8 @@ def pa_aa_resnet101(pretrained: bool = False, **kwargs: Any) -> AttnResNet:
 @register_model
 def ea_aa_resnet101(pretrained: bool = False, **kwargs: Any) -> AttnResNet:
     """EA-AA-ResNet-101, alpha 0.7, beta 1.0."""
-    return _create_attn_resnet("ea_aa_resnet101", pretrained, **{**_RESNET101, "evolution": "ea", "alpha": 0.7, **kwargs})
+    args = {**_RESNET101, "evolution": "ea", "alpha": 0.7, **kwargs}
+    return _create_attn_resnet("ea_aa_resnet101", pretrained, **args)
 
 
 @register_model
@@ -407,4 +410,5 @@ def pa_aa_resnet152(pretrained: bool = False, **kwargs: Any) -> AttnResNet:
 @register_model
 def ea_aa_resnet152(pretrained: bool = False, **kwargs: Any) -> AttnResNet:
     """EA-AA-ResNet-152, alpha 0.7, beta 1.0."""
-    return _create_attn_resnet("ea_aa_resnet152", pretrained, **{**_RESNET152, "evolution": "ea", "alpha": 0.7, **kwargs})
+    args = {**_RESNET152, "evolution": "ea", "alpha": 0.7, **kwargs}
+    return _create_attn_resnet("ea_aa_resnet152", pretrained, **args)

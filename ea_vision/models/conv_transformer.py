@@ -12,7 +12,7 @@ Papers:
 
 Shape letters: B batch, C channels, H x W image or map, N = H*W pixels of a map, K heads.
 """
-from typing import Any, Dict, List, Optional, Set, Tuple, Union
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -55,7 +55,7 @@ class ConvBlock(nn.Module):
         self.ff = FeedForward(channels, ff_drop, **dd)
         self.drop_path = DropPath(drop_path)
 
-    def forward(self, x: Tensor, prev_logits: Optional[Tensor] = None) -> Tuple[Tensor, Optional[Tensor]]:
+    def forward(self, x: Tensor, prev_logits: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         x = F.relu_(x + self.drop_path(self.bn(self.conv_drop(self.conv(x)))))
         x = F.relu_(x + self.drop_path(self.ff(x)))
         return x, None
@@ -75,7 +75,7 @@ class AttnBlock(nn.Module):
         self.ff = FeedForward(channels, ff_drop, **dd)
         self.drop_path = DropPath(drop_path)
 
-    def forward(self, x: Tensor, prev_logits: Optional[Tensor] = None) -> Tuple[Tensor, Optional[Tensor]]:
+    def forward(self, x: Tensor, prev_logits: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         y, logits = self.conv(x, prev_logits)
         x = F.relu_(x + self.drop_path(self.bn(y)))
         x = F.relu_(x + self.drop_path(self.ff(x)))
@@ -89,7 +89,7 @@ class DenseStage(nn.Module):
     stage's input.
     """
 
-    def __init__(self, in_channels: int, channels: int, pool: bool, blocks: List[nn.Module], device=None, dtype=None):
+    def __init__(self, in_channels: int, channels: int, pool: bool, blocks: list[nn.Module], device=None, dtype=None):
         dd = {"device": device, "dtype": dtype}
         super().__init__()
         self.pool = nn.AvgPool2d(2) if pool else nn.Identity()
@@ -103,8 +103,8 @@ class DenseStage(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.proj(self.pool(x))
         features = [x]
-        logits: Optional[Tensor] = None
-        for merge, block in zip(self.merge, self.blocks):
+        logits: Tensor | None = None
+        for merge, block in zip(self.merge, self.blocks):  # noqa: B905 (TorchScript has no strict)
             x = merge(x if len(features) == 1 else torch.cat(features, dim=1))
             if self.grad_checkpointing and not torch.jit.is_scripting():
                 x, logits = checkpoint(block, x, logits)
@@ -151,18 +151,18 @@ class ConvTransformer(nn.Module):
             self,
             num_classes: int = 10,
             in_chans: int = 3,
-            img_size: Union[int, Tuple[int, int]] = 32,
+            img_size: int | tuple[int, int] = 32,
             global_pool: str = "avg",
-            widths: Tuple[int, ...] = (64, 128, 256, 256),
+            widths: tuple[int, ...] = (64, 128, 256, 256),
             depth: int = 3,
             attention: bool = True,
-            evolution: Optional[str] = None,
+            evolution: str | None = None,
             num_heads: int = 4,
             relative: bool = True,
-            alpha: Optional[float] = None,
-            beta: Optional[float] = None,
-            kernel_size: Optional[int] = None,
-            num_layers: Optional[int] = None,
+            alpha: float | None = None,
+            beta: float | None = None,
+            kernel_size: int | None = None,
+            num_layers: int | None = None,
             drop_rate: float = 0.0,
             conv_drop_rate: float = 0.0,
             attn_drop_rate: float = 0.0,
@@ -181,7 +181,7 @@ class ConvTransformer(nn.Module):
         if evolution is not None and not attention:
             raise ValueError(f"evolution={evolution!r} needs attention=True, got attention=False")
 
-        def new_evolution() -> Optional[nn.Module]:
+        def new_evolution() -> nn.Module | None:
             return create_evolution(
                 evolution, num_heads, alpha=alpha, beta=beta, kernel_size=kernel_size, num_layers=num_layers, **dd)
 
@@ -193,7 +193,7 @@ class ConvTransformer(nn.Module):
         drop_paths = torch.linspace(0, drop_path_rate, depth * len(widths)).tolist()
         for index, channels in enumerate(widths):
             reduction = 2 ** index
-            blocks: List[nn.Module] = []
+            blocks: list[nn.Module] = []
             for j in range(depth):
                 drops = dict(ff_drop=ff_drop_rate, drop_path=drop_paths[index * depth + j])
                 if not attention or index < len(widths) - 2:
@@ -229,7 +229,7 @@ class ConvTransformer(nn.Module):
                 nn.init.zeros_(module.ff.conv2.bn.weight)
 
     @torch.jit.ignore
-    def group_matcher(self, coarse: bool = False) -> Dict[str, Any]:
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         if coarse:
             return dict(stem=r"^stem", blocks=r"^stages\.(\d+)")
         return dict(
@@ -237,7 +237,7 @@ class ConvTransformer(nn.Module):
             blocks=[(r"^stages\.(\d+)\.(?:blocks|merge)\.(\d+)", None), (r"^stages\.(\d+)\.proj", (0,))])
 
     @torch.jit.ignore
-    def no_weight_decay(self) -> Set[str]:
+    def no_weight_decay(self) -> set[str]:
         return {name for name, _ in self.named_parameters() if name.endswith(("height_rel", "width_rel"))}
 
     @torch.jit.ignore
@@ -246,10 +246,10 @@ class ConvTransformer(nn.Module):
             stage.grad_checkpointing = enable
 
     @torch.jit.ignore
-    def set_input_size(self, img_size: Union[int, Tuple[int, int]]) -> None:
+    def set_input_size(self, img_size: int | tuple[int, int]) -> None:
         """Fit the position tables to another input size, in pixels; see `AugmentedConv2d.set_feat_size`."""
         self.img_size = _check_size(img_size)
-        for stage, info in zip(self.stages, self.feature_info):
+        for stage, info in zip(self.stages, self.feature_info, strict=True):
             for module in stage.modules():
                 if isinstance(module, AugmentedConv2d):
                     module.set_feat_size(_map_size(self.img_size, info["reduction"]))
@@ -259,7 +259,7 @@ class ConvTransformer(nn.Module):
         return self.head.fc
 
     @torch.jit.ignore
-    def reset_classifier(self, num_classes: int, global_pool: Optional[str] = None) -> None:
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         self.num_classes = num_classes
         self.head.reset(num_classes, global_pool)
         self.head_hidden_size = self.num_features * self.head.global_pool.feat_mult()
@@ -278,12 +278,12 @@ class ConvTransformer(nn.Module):
     def forward_intermediates(
             self,
             x: Tensor,
-            indices: Optional[Union[int, List[int]]] = None,
+            indices: int | list[int] | None = None,
             norm: bool = False,
             stop_early: bool = False,
             output_fmt: str = "NCHW",
             intermediates_only: bool = False,
-    ) -> Union[List[Tensor], Tuple[Tensor, List[Tensor]]]:
+    ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
         """Features after each stage; arguments as in `AttnResNet.forward_intermediates`, indices 0..3 the stages.
 
         Raises:
@@ -302,8 +302,8 @@ class ConvTransformer(nn.Module):
         return intermediates if intermediates_only else (x, intermediates)
 
     def prune_intermediate_layers(
-            self, indices: Union[int, List[int]] = 1, prune_norm: bool = False, prune_head: bool = True,
-    ) -> List[int]:
+            self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True,
+    ) -> list[int]:
         """Drop the stages after the last wanted one, and the head."""
         take_indices, max_index = take_indices_of(len(self.feature_info), indices)
         pruned = max_index + 1 < len(self.stages)
@@ -315,14 +315,14 @@ class ConvTransformer(nn.Module):
         return take_indices
 
 
-def _check_size(img_size: Union[int, Tuple[int, int]]) -> Tuple[int, int]:
+def _check_size(img_size: int | tuple[int, int]) -> tuple[int, int]:
     size = to_size(img_size)
     if min(size) < 8:
         raise ValueError(f"img_size must be at least 8 pixels a side, got {img_size}")
     return size
 
 
-def _map_size(img_size: Tuple[int, int], reduction: int) -> Tuple[int, int]:
+def _map_size(img_size: tuple[int, int], reduction: int) -> tuple[int, int]:
     """Every pooling rounds down, so together they do."""
     return img_size[0] // reduction, img_size[1] // reduction
 
@@ -331,7 +331,7 @@ def _create_conv_transformer(variant: str, pretrained: bool = False, **kwargs: A
     return build_model(ConvTransformer, variant, pretrained, **kwargs)
 
 
-def _cfg(url: str = "", **kwargs: Any) -> Dict[str, Any]:
+def _cfg(url: str = "", **kwargs: Any) -> dict[str, Any]:
     return {
         "url": url,
         "num_classes": 10, "input_size": (3, 32, 32), "pool_size": (4, 4),
