@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import io
 import math
-from collections.abc import Iterable
+import warnings
+import zlib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import timm
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor, nn
 
 from ea_vision.attention import AttentionLayer, attention_layers
@@ -20,6 +23,7 @@ from ea_vision.engine.build import check_model_name, check_state_fits, load_weig
 from ea_vision.engine.errors import UsageError
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".ppm", ".tif", ".tiff")
+MAX_PIXELS = 100_000_000  # larger images are refused before they are decoded
 WEIGHTS_HELP = "NAME of a timm model (pretrained where it has weights, else random), RUN folder, or RUN/FILE.ckpt"
 
 
@@ -188,20 +192,39 @@ def find_images(paths: Iterable[str]) -> list[str]:
     return found
 
 
-def read_image(path: str) -> Image.Image:
-    """RGB image of a file, or of `digits:N`.
+def read_image(file: str | io.BytesIO, name: str = "", max_pixels: int = MAX_PIXELS,
+               formats: Sequence[str] | None = None) -> Image.Image:
+    """RGB image, turned as its EXIF data says. Its size is looked at before its pixels are decoded.
+
+    Args:
+        file: a path, `digits:N` (the Nth test image of the digits), or the bytes of an image file.
+        name: for messages (default: the path).
+        max_pixels: width x height at most.
+        formats: Pillow's names of those accepted (default: all it knows).
 
     Raises:
-        UsageError: not an image, or broken.
+        UsageError: not an image, broken, or too large.
     """
-    if path.startswith("digits:") and not Path(path).exists():
-        return _digit(path)
+    name = name or str(file)
+    if isinstance(file, str) and file.startswith("digits:") and not Path(file).exists():
+        return _digit(file)
     try:
-        with Image.open(path) as image:
-            return image.convert("RGB")
-    except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:
-        reason = "not an image that can be read" if isinstance(error, UnidentifiedImageError) else error
-        raise UsageError(f"image {path}: {reason}") from error
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the limit is max_pixels
+            with Image.open(file, formats=formats) as image:
+                if image.width * image.height > max_pixels:
+                    raise UsageError(f"image {name} must have at most {max_pixels / 1e6:g} megapixels, "
+                                     f"got {image.width}x{image.height}")
+                return ImageOps.exif_transpose(image).convert("RGB")
+    except UsageError:
+        raise
+    except Image.DecompressionBombError as error:
+        raise UsageError(f"image {name} must have at most {max_pixels / 1e6:g} megapixels: {error}") from error
+    except UnidentifiedImageError as error:
+        accepted = f" ({', '.join(formats)})" if formats else ""
+        raise UsageError(f"{name} is not an image that can be read{accepted}") from error
+    except (OSError, SyntaxError, ValueError, EOFError, zlib.error) as error:
+        raise UsageError(f"image {name} is broken: {error}") from error
 
 
 def _digit(text: str) -> Image.Image:

@@ -102,6 +102,15 @@ def test_layers_by_number_range_and_name():
         parse_layers("1", load_model("cnn_cifar"))
 
 
+def test_images_are_turned_and_their_size_is_limited(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6  # taken with the camera on its side
+    photo().save(tmp_path / "turned.jpg", exif=exif)
+    assert read_image(str(tmp_path / "turned.jpg")).size == (60, 80)
+    with pytest.raises(UsageError, match="turned.jpg must have at most 0.001 megapixels, got 80x60"):
+        read_image(str(tmp_path / "turned.jpg"), max_pixels=1000)
+
+
 def test_images_of_files_folders_and_digits(tmp_path):
     (tmp_path / "a" / "b").mkdir(parents=True)
     photo().save(tmp_path / "a" / "b" / "2.png")
@@ -112,7 +121,7 @@ def test_images_of_files_folders_and_digits(tmp_path):
     assert read_image(found[1]).size == (80, 60) and read_image("digits:3").size == (32, 32)
     with pytest.raises(UsageError, match=r"must have N in 0\.\.\d+, got digits:100000"):
         read_image("digits:100000")
-    with pytest.raises(UsageError, match="notes.txt: not an image"):
+    with pytest.raises(UsageError, match="notes.txt is not an image"):
         read_image(str(tmp_path / "a" / "notes.txt"))
     whole = (tmp_path / "a" / "b" / "2.png").read_bytes()
     (tmp_path / "cut.png").write_bytes(whole[:len(whole) // 2])

@@ -18,7 +18,6 @@ import io
 import json
 import re
 import sys
-import warnings
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ import numpy as np
 import torch
 from explore_server import PageServer, serve
 from figure_tools import check_output, parse_heads, parse_layers, parse_size, pick_device, positive, run_script
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image
 from timm.data import ImageNetInfo
 from torch import Tensor
 from tqdm import tqdm
@@ -62,32 +61,8 @@ UPLOAD_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "PPM", "TIFF")
 # ---- images ---------------------------------------------------------------------------------------------------------
 
 def decode_image(file: str | io.BytesIO, name: str, max_pixels: int) -> Image.Image:
-    """RGB image, turned as its EXIF data says. Its size is looked at before its pixels are decoded.
-
-    Args:
-        file: a path, `digits:N`, or the bytes of an image file.
-        name: for messages.
-        max_pixels: width x height at most.
-
-    Raises:
-        UsageError: not an image, broken, or too large.
-    """
-    if isinstance(file, str) and file.startswith("digits:"):
-        return read_image(file)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the limit is max_pixels
-            with Image.open(file, formats=UPLOAD_FORMATS) as image:
-                if image.width * image.height > max_pixels:
-                    raise UsageError(f"image {name} must have at most {max_pixels / 1e6:g} megapixels, "
-                                     f"got {image.width}x{image.height}")
-                return ImageOps.exif_transpose(image).convert("RGB")
-    except Image.DecompressionBombError as error:
-        raise UsageError(f"image {name} must have at most {max_pixels / 1e6:g} megapixels: {error}") from error
-    except UnidentifiedImageError as error:
-        raise UsageError(f"{name} is not an image that can be read ({', '.join(UPLOAD_FORMATS)})") from error
-    except (OSError, SyntaxError, ValueError, EOFError, zlib.error) as error:
-        raise error if isinstance(error, UsageError) else UsageError(f"image {name} is broken: {error}") from error
+    """`read_image` of the formats that uploads may have."""
+    return read_image(file, name, max_pixels, UPLOAD_FORMATS)
 
 
 def data_url(image: Tensor) -> str:

@@ -63,7 +63,7 @@ def build_model(model_cls: type[nn.Module], variant: str, pretrained: bool, **kw
             raise RuntimeError(
                 f"{variant} has no pretrained weights; create it with pretrained=False. "
                 f"Models of ea_vision that have them: {', '.join(having) or 'none yet'}")
-        if cfg.file and not Path(cfg.file).is_file():
+        if cfg.file and not Path(cfg.file).exists():
             raise RuntimeError(
                 f"the weights of {variant} are missing: {Path(cfg.file).name} belongs into the folder weights/ of a "
                 f"checkout, or comes with the wheel; got neither")

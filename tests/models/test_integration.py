@@ -1,0 +1,97 @@
+"""What others do with a timm model: compile, export, save and load, detect objects."""
+from collections import OrderedDict
+
+import pytest
+import timm
+import torch
+from timm.models import save_for_hf
+from torch import nn
+from torch._dynamo.testing import CompileCounter
+
+import ea_vision  # noqa: F401
+from tests.models.test_models import lively, side
+
+KINDS = ["ea_aa_resnet34", "pa_aa_resnet50", "ea_conv_transformer_cifar"]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_compiles_in_one_graph_once(name):
+    counter = CompileCounter()
+    model = lively(name, num_classes=5).eval()
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    with torch.no_grad():
+        for _ in range(3):
+            x = torch.randn(2, 3, side(name), side(name))
+            torch.testing.assert_close(compiled(x), model(x))
+    assert counter.frame_count == 1
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("name", ["ea_aa_resnet34", "ea_conv_transformer_cifar"])
+def test_exports_with_any_batch_size(name):
+    model = lively(name, num_classes=5).eval()
+    x = torch.randn(2, 3, side(name), side(name))
+    program = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim("batch")},))
+    other = torch.randn(5, *x.shape[1:])
+    torch.testing.assert_close(program.module()(other), model(other))
+
+
+def test_onnx_agrees(tmp_path):
+    onnxruntime = pytest.importorskip("onnxruntime", reason="needs onnxruntime")
+    pytest.importorskip("onnxscript", reason="needs onnxscript")
+    model = lively("ea_conv_transformer_cifar").eval()
+    x = torch.randn(2, 3, 32, 32)
+    path = tmp_path / "model.onnx"
+    torch.onnx.export(model, (x,), path, dynamo=True, dynamic_shapes=({0: torch.export.Dim("batch")},), verbose=False)
+    session = onnxruntime.InferenceSession(path)
+    other = torch.randn(5, 3, 32, 32)
+    (result,) = session.run(None, {session.get_inputs()[0].name: other.numpy()})
+    torch.testing.assert_close(torch.from_numpy(result), model(other), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_saved_for_the_hub_loads_from_a_folder(name, tmp_path):
+    model = lively(name, num_classes=5, alpha=0.25).eval()
+    save_for_hf(model, tmp_path, model_config=dict(num_classes=5), model_args=dict(alpha=0.25))
+    loaded = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
+    x = torch.randn(1, 3, side(name), side(name))
+    with torch.no_grad():
+        assert torch.equal(loaded(x), model(x))
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_inference(name, dtype):
+    model = lively(name, num_classes=5).eval()
+    x = torch.randn(2, 3, side(name), side(name))
+    with torch.no_grad():
+        expected = model(x)
+        got = model.to(dtype)(x.to(dtype))
+    assert got.dtype == dtype and (got.float() - expected).norm() < 0.1 * expected.norm()
+
+
+class Backbone(nn.Module):
+    """A features_only network as torchvision's detectors want it."""
+
+    def __init__(self) -> None:
+        from torchvision.ops import FeaturePyramidNetwork
+        super().__init__()
+        self.body = timm.create_model("ea_aa_resnet50", features_only=True, out_indices=(2, 3, 4))
+        self.out_channels = 16
+        self.fpn = FeaturePyramidNetwork(self.body.feature_info.channels(), self.out_channels)
+
+    def forward(self, x):
+        return self.fpn(OrderedDict((str(i), f) for i, f in enumerate(self.body(x))))
+
+
+def test_a_detector_trains_on_images_of_three_sizes():
+    from torchvision.models.detection import RetinaNet
+    from torchvision.models.detection.anchor_utils import AnchorGenerator
+    anchors = AnchorGenerator(((16,), (32,), (64,)), ((1.0,),) * 3)
+    detector = RetinaNet(Backbone(), num_classes=3, anchor_generator=anchors, min_size=64, max_size=96)
+    images = [torch.rand(3, 64, 80), torch.rand(3, 72, 64), torch.rand(3, 96, 96)]
+    targets = [{"boxes": torch.tensor([[8.0, 8.0, 40.0, 48.0]]), "labels": torch.tensor([1])} for _ in images]
+    losses = detector(images, targets)
+    sum(losses.values()).backward()
+    missing = [n for n, p in detector.backbone.body.named_parameters() if p.grad is None]
+    assert all(loss.isfinite() for loss in losses.values()) and missing == []
