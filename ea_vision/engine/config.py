@@ -20,7 +20,8 @@ from ea_vision.engine.errors import UsageError, near_matches
 # Not part of the experiment: these may differ between the run that wrote a checkpoint and the one that continues it.
 FREE_TO_CHANGE = frozenset({
     "recipe", "output", "resume", "device", "workers", "data_dir", "cache_dir", "download", "compile", "channels_last",
-    "checkpoint_steps", "on_nan", "epochs",
+    "checkpoint_steps", "on_nan", "epochs", "train_beton", "val_beton", "max_bad_images", "log_steps", "tensorboard",
+    "wandb",
 })
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 
 import torch
@@ -43,21 +44,22 @@ def evaluate(model: nn.Module, loader, num_classes: int, world: World, amp: str 
     model.eval()
     confusion = torch.zeros(num_classes * num_classes, dtype=torch.float64, device=world.device)
     totals = torch.zeros(3, dtype=torch.float64, device=world.device)  # images, in the top 5, loss
-    for images, targets, _ in loader.batches():
-        if should_stop is not None and should_stop():
-            return None
-        if not len(images):
-            continue
-        if channels_last:
-            images = images.contiguous(memory_format=torch.channels_last)
-        with autocast(amp, world.device):
-            logits = model(images)
-        logits = logits.float()
-        top = logits.topk(min(5, num_classes), dim=1).indices
-        ones = torch.ones_like(targets, dtype=torch.float64)
-        confusion.index_add_(0, targets * num_classes + top[:, 0], ones)
-        totals += torch.stack([ones.sum(), (top == targets[:, None]).sum().double(),
-                               F.cross_entropy(logits, targets, reduction="sum").double()])
+    with closing(loader.batches()) as batches:
+        for images, targets, _ in batches:
+            if should_stop is not None and should_stop():
+                return None
+            if not len(images):
+                continue
+            if channels_last:
+                images = images.contiguous(memory_format=torch.channels_last)
+            with autocast(amp, world.device):
+                logits = model(images)
+            logits = logits.float()
+            top = logits.topk(min(5, num_classes), dim=1).indices
+            ones = torch.ones_like(targets, dtype=torch.float64)
+            confusion.index_add_(0, targets * num_classes + top[:, 0], ones)
+            totals += torch.stack([ones.sum(), (top == targets[:, None]).sum().double(),
+                                   F.cross_entropy(logits, targets, reduction="sum").double()])
     world.sum(confusion)
     world.sum(totals)
     count, in_top5, loss = totals.tolist()

@@ -11,7 +11,7 @@ import dataclasses
 import logging
 import math
 import time
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from ea_vision.engine import checkpoint, run_folder
+from ea_vision.engine.bad_images import BadImages
 from ea_vision.engine.build import build_optimizer, check_state_fits
 from ea_vision.engine.config import TrainConfig
 from ea_vision.engine.distributed import World
@@ -33,6 +34,7 @@ from ea_vision.engine.errors import RunError, UsageError
 from ea_vision.engine.evaluate import autocast, evaluate
 from ea_vision.engine.schedules import build_schedule
 from ea_vision.engine.signals import StopRequest
+from ea_vision.engine.step_log import StepLog, memory_mib
 
 log = logging.getLogger(__name__)
 MAX_ROLLBACKS = 5
@@ -52,13 +54,14 @@ class Progress:
     loss_sum: float = 0.0  # sum of the losses of the images
     images: int = 0
     seconds: float = 0.0
+    data_seconds: float = 0.0  # of these, waiting for images
     best_top1: float = -1.0
     best_epoch: int = 0
     rollbacks: int = 0
     rows: list[dict[str, float]] = field(default_factory=list)  # of metrics.csv
 
     def begin_epoch(self) -> None:
-        self.step, self.loss_sum, self.images, self.seconds = 0, 0.0, 0, 0.0
+        self.step, self.loss_sum, self.images, self.seconds, self.data_seconds = 0, 0.0, 0, 0.0, 0.0
 
 
 class Trainer:
@@ -72,12 +75,16 @@ class Trainer:
         num_classes: of the targets.
         data_fingerprint: goes into checkpoints, so that a run is not continued on other data.
         describe: sample id -> text, for the report on a non-finite loss.
+        bad_images: where the loaders put what they cannot read, if they go on without it.
+        step_log: where rows between the epochs go, on the first process.
     """
 
     def __init__(self, config: TrainConfig, model: nn.Module, train_loader, eval_loader, *, num_classes: int,
-                 world: World, folder: Path, stop: StopRequest, data_fingerprint: str, describe):
+                 world: World, folder: Path, stop: StopRequest, data_fingerprint: str, describe,
+                 bad_images: BadImages | None = None, step_log: StepLog | None = None):
         self.config, self.world, self.folder, self.stop = config, world, folder, stop
         self.data_fingerprint, self.describe = data_fingerprint, describe
+        self.bad_images, self.step_log = bad_images or BadImages(limit=0), step_log
         self.train_loader, self.eval_loader, self.num_classes = train_loader, eval_loader, num_classes
         self.updates_per_epoch = len(train_loader) // config.grad_accum
         if self.updates_per_epoch < 1:
@@ -223,9 +230,12 @@ class Trainer:
                 loss = self._batch_loss(images, targets) / len(batches)
                 self.scaler.scale(loss).backward()
             total += loss.detach().float()
-        # One small sum over the processes: they all learn of a bad loss or a signal in the same update.
-        news = torch.stack([total, torch.full_like(total, self.stop.signal is not None)])
-        loss, stops = self.world.sum(news).tolist()
+        # One small sum over the processes: they all learn of a bad loss, a signal or a bad image in the same update.
+        news = torch.stack([total, torch.full_like(total, self.stop.signal is not None),
+                            torch.full_like(total, len(self.bad_images.new))])
+        loss, stops, unreadable = self.world.sum(news).tolist()
+        if unreadable:
+            self.bad_images.collect(self.world, self.folder)
         if not math.isfinite(loss):
             raise NonFiniteLoss(f"the loss of update {self.progress.step + 1} of epoch {self.progress.epoch + 1} "
                                 f"is {loss}")
@@ -252,14 +262,16 @@ class Trainer:
         """Make the updates of the current epoch that are still to make."""
         config, progress = self.config, self.progress
         self.net.train()
+        self._logged = (progress.images, progress.seconds, progress.data_seconds)
         accum = config.grad_accum
         source = self.train_loader.batches(progress.epoch, progress.step * accum)
         bar = tqdm(total=self.updates_per_epoch, initial=progress.step, desc=f"epoch {progress.epoch + 1}", leave=False,
                    disable=None if self.world.is_main else True, unit="step")
-        with bar:
+        with bar, closing(source):  # ends the loader's processes and threads, whatever happens
             while progress.step < self.updates_per_epoch:
                 start = time.perf_counter()
                 batches = [next(source) for _ in range(accum)]
+                progress.data_seconds += time.perf_counter() - start
                 try:
                     loss, stop = self._update(batches)
                     done = progress.step == self.updates_per_epoch
@@ -275,10 +287,23 @@ class Trainer:
                 progress.seconds += time.perf_counter() - start
                 bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
                 bar.update()
+                self._log_step(loss)
                 if stop:
                     self._leave()
                 if due and not done:
                     self.save()
+
+    def _log_step(self, loss: float) -> None:
+        """Add a row to the step log where one is due: every so many updates, and at the end of an epoch."""
+        progress = self.progress
+        if self.step_log is None or progress.step % self.step_log.every and progress.step != self.updates_per_epoch:
+            return
+        then, self._logged = self._logged, (progress.images, progress.seconds, progress.data_seconds)
+        images, seconds, waiting = (now - before for now, before in zip(self._logged, then, strict=True))
+        self.step_log.add({
+            "step": progress.updates, "epoch": progress.epoch + progress.step / self.updates_per_epoch,
+            "lr": self.optimizer.param_groups[0]["lr"], "train_loss": loss, "images_per_s": images / seconds,
+            "data_wait_percent": 100 * waiting / seconds, "memory_mib": memory_mib(self.world.device)})
 
     def finish_epoch(self) -> None:
         """Evaluate, add the epoch's row, save."""
@@ -291,6 +316,7 @@ class Trainer:
                           self.config.channels_last, should_stop=self._stop_wanted)
         if result is None:
             self._leave()
+        self.bad_images.collect(self.world, self.folder)
         trained = progress.seconds
         seconds = trained + time.perf_counter() - start
         progress.epoch += 1
@@ -306,6 +332,8 @@ class Trainer:
             progress.best_top1, progress.best_epoch = result.top1, progress.epoch
         progress.begin_epoch()
         self.save(best)
+        if self.step_log is not None:
+            self.step_log.add_epoch(row)
         log.info("epoch %d/%d  loss %.4f  top1 %.2f%%  top5 %.2f%%  lr %.5f  %.0f images/s  %.1f s%s",
                  row["epoch"], self.config.epochs, row["train_loss"], row["top1"], row["top5"], row["lr"],
                  row["images_per_s"], row["seconds"], "  best" if best else "")

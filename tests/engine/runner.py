@@ -16,6 +16,7 @@ import torch
 from PIL import Image
 
 import train_cifar
+import train_imagenet  # noqa: F401  (loaded once, for the processes that train with it)
 from ea_vision.engine import checkpoint, run_folder, train
 from ea_vision.engine.errors import exit_code
 from ea_vision.engine.train import Trainer
@@ -44,7 +45,8 @@ def arguments(data: Path, output: Path, *more: str) -> list[str]:
             "--epochs", "2", "--batch-size", "8", "--lr", "0.05", "--checkpoint-steps", "2", "--device", "cpu", *more]
 
 
-def _child(argv: list[str], sabotage: Callable[[], None] | None, environment: dict[str, str], log: Path) -> None:
+def _child(main: Callable[[list[str]], int], argv: list[str], sabotage: Callable[[], None] | None,
+           environment: dict[str, str], log: Path) -> None:
     torch.set_num_threads(1)
     os.environ.update(environment)
     with open(log, "a") as file:
@@ -52,23 +54,23 @@ def _child(argv: list[str], sabotage: Callable[[], None] | None, environment: di
         os.dup2(file.fileno(), 2)
     if sabotage is not None:
         sabotage()
-    code = exit_code(lambda: train_cifar.main(argv))
+    code = exit_code(lambda: main(argv))
     sys.stdout.flush()
     sys.exit(code)
 
 
-def start(argv: list[str], log: Path, sabotage=None, **environment: str):
-    """Start `train_cifar.py ARGV` as a process; stdout and stderr go to `log`."""
+def start(argv: list[str], log: Path, sabotage=None, main=train_cifar.main, **environment: str):
+    """Start `train_cifar.py ARGV`, or another trainer, as a process; stdout and stderr go to `log`."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.engine.runner"])
-    process = context.Process(target=_child, args=(argv, sabotage, environment, log))
+    process = context.Process(target=_child, args=(main, argv, sabotage, environment, log))
     process.start()
     return process
 
 
-def run(argv: list[str], log: Path, sabotage=None, seconds: float = 120) -> int:
+def run(argv: list[str], log: Path, sabotage=None, seconds: float = 120, main=train_cifar.main) -> int:
     """Run to the end; return the exit code, negative for a signal."""
-    process = start(argv, log, sabotage)
+    process = start(argv, log, sabotage, main)
     process.join(seconds)
     if process.is_alive():
         process.kill()
@@ -76,13 +78,15 @@ def run(argv: list[str], log: Path, sabotage=None, seconds: float = 120) -> int:
     return process.exitcode
 
 
-def run_world(size: int, argv: list[str], log: Path, sabotage=None, seconds: float = 120) -> list[int]:
+def run_world(size: int, argv: list[str], log: Path, sabotage=None, seconds: float = 120,
+              main=train_cifar.main) -> list[int]:
     """Run `size` processes with the environment that torchrun gives them; return their exit codes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     world = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    processes = [start(argv, log, sabotage, RANK=str(rank), LOCAL_RANK=str(rank), **world) for rank in range(size)]
+    processes = [start(argv, log, sabotage, main, RANK=str(rank), LOCAL_RANK=str(rank), **world)
+                 for rank in range(size)]
     for process in processes:
         process.join(seconds)
     for process in processes:

@@ -1,0 +1,288 @@
+"""Images by name, decoded as they are needed: folders, tars, and what else timm's `create_dataset` can index.
+
+The loaders have the interface of `on_device`: `len(loader)` batches, `loader.batches(...)` yields Batch. Processes of
+their own read, decode and augment; pixels are normalised on the device. What happens to an image is a function of seed,
+epoch and index, whatever the number of workers and wherever an epoch is entered.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import math
+import random
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import timm.data
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader, Dataset
+from torchvision import transforms
+
+from ea_vision.data.augment import normalize
+from ea_vision.data.cifar import BROKEN
+from ea_vision.data.on_device import Batch
+from ea_vision.engine.bad_images import BadImages
+from ea_vision.engine.errors import UsageError
+
+TERM_SECONDS = 30  # that workers serve on after a SIGTERM, which clusters send to every process of a job
+GLOO_SECONDS = 0.3  # that gloo's threads have to end a collective in
+STUCK_SECONDS = 900  # without a batch from a worker: the process ends with an error, and torchrun restarts it
+PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
+SPLITS = {"train": ("train", "training"), "validation": ("val", "validation", "valid", "test")}
+
+
+class ImageSource:
+    """One split: its classes and, by index, its images.
+
+    Args:
+        dataset: timm's name of the data set; empty for a folder or tar of class/name.jpg.
+        root: the folder or .tar of the split itself, or, with `dataset`, what that reader takes.
+        split: for `dataset`.
+        num_classes: of the targets; needed where the data does not say it.
+
+    Raises:
+        UsageError: no such data, no images, a class folder without images, a data set that cannot be indexed.
+    """
+
+    def __init__(self, dataset: str, root: Path, split: str, num_classes: int = 0):
+        self.name = f"{dataset} {split}" if dataset else str(root)
+        try:
+            self.dataset = timm.data.create_dataset(dataset, str(root), split=split, search_split=False)
+        except (RuntimeError, AssertionError, OSError, ImportError, ValueError) as error:
+            raise UsageError(f"no images in {self.name}: {error}") from error
+        if not hasattr(self.dataset, "__getitem__") or isinstance(self.dataset, torch.utils.data.IterableDataset):
+            raise UsageError(f"{dataset} is a stream; one that can be indexed is required (folder, tar, torch/*, "
+                             "hfds/*)")
+        self.reader = getattr(self.dataset, "reader", None)
+        self.classes = self._class_names(num_classes)
+        if num_classes and num_classes != len(self.classes):
+            raise UsageError(f"{self.name} must have {num_classes} classes (--num-classes), got {len(self.classes)}")
+        if not dataset and root.is_dir():
+            self._check_folders(root)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def _class_names(self, num_classes: int) -> list[str]:
+        for owner in (self.reader, self.dataset):
+            for attribute in ("class_to_idx", "class_name_to_idx"):
+                found = getattr(owner, attribute, None)
+                if found:
+                    return sorted(found, key=found.get)
+        if not num_classes:
+            raise UsageError(f"{self.name} does not name its classes: --num-classes is required")
+        return [str(number) for number in range(num_classes)]
+
+    def _check_folders(self, root: Path) -> None:
+        used = {Path(self.describe(index)).relative_to(root).parts[0] for index in range(len(self))}
+        empty = sorted(entry.name for entry in root.iterdir()
+                       if entry.is_dir() and not entry.name.startswith(".") and entry.name not in used)
+        if empty:
+            raise UsageError(f"{len(empty)} class folder(s) of {root} have no images: {', '.join(empty[:5])}"
+                             f"{' ...' if len(empty) > 5 else ''}")
+
+    def describe(self, index: int) -> str:
+        """The path of an image, where it has one."""
+        if self.reader is None:
+            return f"{self.name} {index}"
+        name = self.dataset.filename(index, absolute=True)
+        return name if Path(name).is_absolute() or Path(name).exists() else f"{self.name}/{name}"
+
+    def read(self, index: int) -> tuple[Image.Image, int]:
+        """Decode an image to RGB, and give its target.
+
+        Raises:
+            one of BROKEN: it cannot be decoded.
+        """
+        if self.reader is None:
+            image, target = self.dataset[index][:2]
+            return to_rgb(image), int(target)
+        file, target = self.reader[index][:2]
+        if isinstance(file, Image.Image):
+            return to_rgb(file), int(target)
+        with file, Image.open(file) as image:
+            return to_rgb(image), int(target)
+
+    def fingerprint(self) -> str:
+        """SHA-256 over the names of classes and images: the same for the same files, wherever they lie."""
+        digest = hashlib.sha256("\n".join([*self.classes, "", str(len(self))]).encode())
+        if self.reader is not None:
+            for name in self.dataset.filenames():
+                digest.update(f"\n{name}".encode())
+        return digest.hexdigest()
+
+
+def find_split(root: Path, split: str) -> Path:
+    """The folder, else the tar, of a split ("train" or "validation") in a data folder; else the data folder itself.
+
+    Raises:
+        UsageError: the data folder does not exist, or has only the other split.
+    """
+    if not root.exists():
+        raise UsageError(f"data folder {root} does not exist")
+    for name in SPLITS[split]:
+        for path in (root / name, root / f"{name}.tar"):
+            if path.exists():
+                return path
+    other = [n for names in SPLITS.values() for n in names if n not in SPLITS[split]]
+    if any((root / name).exists() or (root / f"{name}.tar").exists() for name in other):
+        wanted = " or ".join(f"{name}/ or {name}.tar" for name in SPLITS[split][:2])
+        raise UsageError(f"data folder {root} must have {wanted}")
+    return root
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """Decode and convert to 8-bit RGB. 16-bit grey keeps its upper 8 bits (Pillow alone would cut it off at 255)."""
+    if image.mode == "I" or image.mode.startswith("I;16"):
+        image = Image.fromarray((np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8))
+    return image.convert("RGB")
+
+
+def _pixels(image: Image.Image) -> torch.Tensor:
+    """uint8 (3, H, W)."""
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+
+
+def train_transform(img_size: int, *, scale: Sequence[float] = (0.08, 1.0), hflip: float = 0.5,
+                    color_jitter: float = 0.0, auto_augment: str = "", interpolation: str = "bilinear"):
+    """timm's: crop of random area and aspect ratio (Szegedy et al. 2015), flip, and what else is asked for.
+
+    Args:
+        img_size: side of the result in pixels. scale: least and largest share of the image's area in the crop.
+    """
+    steps = timm.data.create_transform(img_size, is_training=True, scale=tuple(scale), hflip=hflip, normalize=False,
+                                       color_jitter=color_jitter or None, auto_augment=auto_augment or None,
+                                       interpolation=interpolation, use_prefetcher=True).transforms
+    return transforms.Compose([*steps[:-1], _pixels])
+
+
+def eval_transform(img_size: int, resize: int, interpolation: str = "bilinear"):
+    """Short side to `resize` pixels, then the middle `img_size` x `img_size`."""
+    mode = transforms.InterpolationMode(interpolation)
+    return transforms.Compose([transforms.Resize(resize, mode), transforms.CenterCrop(img_size), _pixels])
+
+
+class _Decoder(Dataset):
+    """In the worker processes: a list of (epoch, index) -> one batch."""
+
+    def __init__(self, source: ImageSource, transform, img_size: int, seed: int):
+        self.source, self.transform, self.img_size, self.seed = source, transform, img_size, seed
+
+    def __getitems__(self, keys: list[tuple[int, int]]):
+        """Return uint8 (B, 3, S, S), int64 targets (B,), ids (B,), bad [(place, error)]; the pixels of bad are 0."""
+        images = torch.zeros(len(keys), 3, self.img_size, self.img_size, dtype=torch.uint8)
+        targets = torch.zeros(len(keys), dtype=torch.int64)
+        bad = []
+        for place, (epoch, index) in enumerate(keys):
+            try:
+                image, targets[place] = self.source.read(index)
+            except BROKEN as error:
+                bad.append((place, f"{type(error).__name__}: {error}"))
+                continue
+            seed = int.from_bytes(hashlib.sha256(f"{self.seed} {epoch} {index}".encode()).digest()[:8], "little") >> 1
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
+            torch.default_generator.manual_seed(seed)
+            images[place] = self.transform(image)
+        return images, targets, torch.tensor([index for _, index in keys]), bad
+
+
+def _begin_worker(_number: int) -> None:
+    """Signals are for the trainer, which finishes its update first; when it is killed, its workers go at once."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(TERM_SECONDS))
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    torch.set_num_threads(1)
+
+
+class _Decoding:
+    """Args: mean and std of images in 0..1, per channel; batch_size: images per process; workers: processes that decode
+    for this one; prefetch: batches that each of them prepares ahead; bad_images: gets the unreadable ones.
+    """
+
+    def __init__(self, source: ImageSource, *, transform, img_size: int, mean: Sequence[float], std: Sequence[float],
+                 device: torch.device, batch_size: int, workers: int, bad_images: BadImages, rank: int = 0,
+                 world_size: int = 1, seed: int = 0, prefetch: int = 2):
+        self.source, self.bad_images = source, bad_images
+        self.decoder = _Decoder(source, transform, img_size, seed)
+        self.mean = torch.tensor(mean, dtype=torch.float32, device=device)
+        self.std = torch.tensor(std, dtype=torch.float32, device=device)
+        self.device, self.batch_size, self.rank, self.world_size = device, batch_size, rank, world_size
+        self.seed, self.workers, self.prefetch = seed, workers, prefetch
+
+    def _decode(self, batches: list[list[tuple[int, int]]]) -> Iterator[tuple]:
+        """Yield what the decoder makes of each batch of keys, in order."""
+        if self.world_size > 1 and self.device.type == "cpu":
+            # A fork while one of gloo's threads enters the interpreter, as they do after a collective to drop its
+            # tensors, leaves a worker that waits for ever for the interpreter's list of threads.
+            time.sleep(GLOO_SECONDS)
+        loader = DataLoader(
+            self.decoder, batch_sampler=batches, num_workers=self.workers, collate_fn=lambda batch: batch,
+            prefetch_factor=self.prefetch, pin_memory=self.device.type == "cuda", worker_init_fn=_begin_worker,
+            multiprocessing_context="fork", timeout=STUCK_SECONDS,
+            generator=torch.Generator())  # its own: the trainer's random state is part of its checkpoints
+        for images, targets, ids, bad in loader:
+            for place, error in bad:
+                self.bad_images.add(self.source.describe(int(ids[place])), error)
+            yield images, targets, ids, [place for place, _ in bad]
+
+    def _batch(self, images: torch.Tensor, targets: torch.Tensor, ids: torch.Tensor) -> Batch:
+        images = images.to(self.device, non_blocking=True)
+        return Batch(normalize(images, self.mean, self.std), targets.to(self.device, non_blocking=True), ids)
+
+
+def epoch_order(count: int, seed: int, epoch: int) -> torch.Tensor:
+    """The order of an epoch: a permutation of `count` images."""
+    # A fixed odd factor keeps (seed, epoch) pairs apart.
+    return torch.randperm(count, generator=torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63))
+
+
+class ImageTrainLoader(_Decoding):
+    """Shuffled, augmented batches; what is left over after the last full batch of all processes is not used.
+
+    Batch b of rank r takes the places [(b R + r) B, (b R + r + 1) B) of the epoch's order, R processes of B images. An
+    unreadable image is replaced by another one of its batch.
+    """
+
+    def __len__(self) -> int:
+        return len(self.source) // (self.batch_size * self.world_size)
+
+    def batches(self, epoch: int, first: int = 0) -> Iterator[Batch]:
+        """Yield the batches of an epoch from number `first` on."""
+        order = epoch_order(len(self.source), self.seed, epoch).tolist()
+        starts = [(number * self.world_size + self.rank) * self.batch_size for number in range(first, len(self))]
+        keys = [[(epoch, index) for index in order[start:start + self.batch_size]] for start in starts]
+        for images, targets, ids, bad in self._decode(keys):
+            good = [place for place in range(len(ids)) if place not in set(bad)]
+            for number, place in enumerate(bad if good else []):
+                other = good[number % len(good)]
+                images[place], targets[place], ids[place] = images[other], targets[other], ids[other]
+            yield self._batch(images, targets, ids)
+
+
+class ImageEvalLoader(_Decoding):
+    """Every image once over all processes, which all get the same number of batches; the last may be short or empty.
+
+    Unreadable images are left out.
+    """
+
+    def __len__(self) -> int:
+        return math.ceil(math.ceil(len(self.source) / self.world_size) / self.batch_size)
+
+    def batches(self) -> Iterator[Batch]:
+        own = range(self.rank, len(self.source), self.world_size)
+        keys = [[(0, index) for index in own[start:start + self.batch_size]]
+                for start in range(0, len(self) * self.batch_size, self.batch_size)]
+        for images, targets, ids, bad in self._decode(keys):
+            if bad:
+                good = [place for place in range(len(ids)) if place not in set(bad)]
+                images, targets, ids = images[good], targets[good], ids[good]
+            yield self._batch(images, targets, ids)

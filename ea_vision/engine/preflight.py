@@ -1,0 +1,119 @@
+"""What can be known before the first step: memory, disk, pace. Problems are errors, the rest a few lines to read."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import shutil
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ea_vision.engine.config import TrainConfig
+from ea_vision.engine.distributed import World
+from ea_vision.engine.errors import UsageError
+from ea_vision.engine.evaluate import autocast
+
+log = logging.getLogger(__name__)
+GIB = 2**30
+TRIAL_IMAGES_ON_CPU = 8
+
+
+def available_memory() -> int:
+    """Bytes of main memory that can still be had."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise OSError("/proc/meminfo has no MemAvailable")
+
+
+def checkpoint_bytes(model: nn.Module, config: TrainConfig) -> int:
+    """Bytes that a run folder grows to, at most: three checkpoints and one being written, and the exported weights."""
+    weights = sum(t.numel() * t.element_size() for t in model.state_dict().values())
+    averages = sum(p.numel() * 4 for p in model.parameters())  # momentum; Adam's second one is counted with the rest
+    copies = weights + 2 * averages + (weights if config.ema else 0)
+    return 4 * copies + 2 * weights
+
+
+def check_disk(folder: Path, needed: int) -> int:
+    """Return the free bytes where `folder` is, or will be.
+
+    Raises:
+        UsageError: there are fewer than `needed`.
+    """
+    place = folder.absolute()
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if free < needed:
+        raise UsageError(f"checkpoints need {needed / GIB:.2f} GiB in {folder}, {free / GIB:.2f} GiB are free")
+    return free
+
+
+def trial_step(model: nn.Module, config: TrainConfig, img_size: int, device: torch.device) -> tuple[float, int]:
+    """Make training steps on noise with a copy of the model; nothing of the run is changed by it.
+
+    Returns:
+        Seconds per batch, computation alone, and the peak device memory in bytes (0 on a CPU).
+
+    Raises:
+        UsageError: the batch does not fit into the device's memory.
+    """
+    on_gpu = device.type == "cuda"
+    count = config.batch_size if on_gpu else min(config.batch_size, TRIAL_IMAGES_ON_CPU)
+    with torch.random.fork_rng([device] if on_gpu else []):
+        trial = copy.deepcopy(model).train()
+        memory_format = torch.channels_last if config.channels_last else torch.contiguous_format
+        trial.to(memory_format=memory_format)
+        images = torch.randn(count, 3, img_size, img_size, device=device).contiguous(memory_format=memory_format)
+        targets = torch.zeros(count, dtype=torch.int64, device=device)
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(device)
+        try:
+            for _ in range(3 if on_gpu else 1):  # the first ones on a GPU choose algorithms
+                start = time.perf_counter()
+                with autocast(config.amp, device):
+                    loss = F.cross_entropy(trial(images).float(), targets)
+                loss.backward()
+                loss.item()
+            seconds = time.perf_counter() - start
+        except torch.OutOfMemoryError as error:
+            raise UsageError(f"a batch of {count} images of {img_size} pixels does not fit into the memory of {device} "
+                             f"({torch.cuda.get_device_properties(device).total_memory / GIB:.0f} GiB): lower "
+                             "--batch-size, raise --grad-accum, or set --amp bfloat16") from error
+    peak = torch.cuda.max_memory_allocated(device) if on_gpu else 0
+    return seconds * config.batch_size / count, peak
+
+
+def preflight(model: nn.Module, config: TrainConfig, *, img_size: int, folder: Path, world: World, batches: int,
+              train_images: int, eval_images: int, classes: int, ahead: int) -> None:
+    """Check memory, disk and pace, and log what the run is going to be.
+
+    Args:
+        batches: of one process and epoch. ahead: batches that one process keeps ready in main memory.
+
+    Raises:
+        UsageError: something does not fit.
+    """
+    needed = checkpoint_bytes(model, config)
+    free = check_disk(folder, needed)
+    buffers = ahead * config.batch_size * 3 * img_size**2
+    if buffers > available_memory():
+        raise UsageError(f"{ahead} batches kept ready (workers x 2) need {buffers / GIB:.1f} GiB, "
+                         f"{available_memory() / GIB:.1f} GiB are free: lower --workers or --batch-size")
+    seconds, peak = trial_step(model, config, img_size, world.device)
+    update = config.batch_size * config.grad_accum * world.size
+    lr = config.lr * update / config.lr_base_batch if config.lr_base_batch else config.lr
+    where = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
+    log.info("data        %d training images, %d for evaluation, %d classes", train_images, eval_images, classes)
+    log.info("model       %s, %.1fM parameters, %d pixels", config.model,
+             sum(p.numel() for p in model.parameters()) / 1e6, img_size)
+    log.info("processes   %d on %s%s", world.size, where, f", {peak / GIB:.1f} GiB used each" if peak else "")
+    log.info("update      %d images = %d x %d processes%s, peak learning rate %g", update, config.batch_size,
+             world.size, f" x {config.grad_accum} batches" if config.grad_accum > 1 else "", lr)
+    log.info("disk        up to %.2f GiB for checkpoints in %s, %.1f GiB free", needed / GIB, folder, free / GIB)
+    log.info("time        at least %.2g hours for %d epochs of %d updates (computation alone)",
+             seconds * batches * config.epochs / 3600, config.epochs, batches // config.grad_accum)

@@ -1,0 +1,97 @@
+"""How a run goes between its epochs: speed.csv in the run folder; where wanted TensorBoard and Weights & Biases."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import resource
+from pathlib import Path
+
+import torch
+
+from ea_vision.engine.errors import UsageError
+
+FILE = "speed.csv"
+COLUMNS = ("step", "epoch", "lr", "train_loss", "images_per_s", "data_wait_percent", "memory_mib")
+
+
+def require(module: str, package: str, option: str):
+    """Import what an option needs.
+
+    Raises:
+        UsageError: it is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UsageError(f"{option} needs {package}, not installed ({error}): pip install {package}") from error
+
+
+def memory_mib(device: torch.device) -> float:
+    """Peak memory of this process in MiB: on its GPU where it has one, else in main memory, its workers apart."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+
+
+class StepLog:
+    """Rows of speed.csv, one every `every` updates; kept by the first process, and cut back when a run resumes.
+
+    Columns: step (updates so far), epoch (with its fraction), lr (per update), train_loss, images_per_s
+    (all processes) and data_wait_percent (share of the time spent waiting for images) since the row before, memory_mib.
+    """
+
+    def __init__(self, folder: Path, every: int, *, tensorboard: bool = False, wandb: str = "",
+                 config: dict | None = None):
+        self.path, self.every = folder / FILE, every
+        self._tensorboard, self._wandb = None, None
+        self._begin = {"folder": folder, "tensorboard": tensorboard, "wandb": wandb, "config": config}
+        if tensorboard:
+            require("torch.utils.tensorboard", "tensorboard", "--tensorboard")
+        if wandb:
+            require("wandb", "wandb", "--wandb")
+
+    def begin(self, updates: int) -> None:
+        """Start after `updates` updates: rows beyond them were written by a run that was killed later."""
+        rows = []
+        if self.path.exists():
+            with open(self.path, newline="") as file:
+                whole = [row for row in csv.reader(file) if len(row) == len(COLUMNS) and row[0].isdigit()]
+            rows = [row for row in whole if int(row[0]) <= updates]
+        with open(self.path, "w", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerows([COLUMNS, *rows])
+        begin = self._begin
+        if begin["tensorboard"]:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._tensorboard = SummaryWriter(str(begin["folder"] / "tensorboard"), purge_step=updates + 1)
+        if begin["wandb"]:
+            import wandb
+
+            self._wandb = wandb.init(project=begin["wandb"], id=begin["folder"].resolve().name, resume="allow",
+                                     dir=str(begin["folder"]), config=begin["config"])
+
+    def add(self, row: dict[str, float]) -> None:
+        """Add a row of speed.csv."""
+        row = {name: float(f"{row[name]:.6g}") if isinstance(row[name], float) else row[name] for name in COLUMNS}
+        with open(self.path, "a", newline="") as file:
+            csv.DictWriter(file, COLUMNS, lineterminator="\n").writerow(row)
+        self._send({f"train/{name}": value for name, value in row.items() if name != "step"}, row["step"])
+
+    def add_epoch(self, row: dict[str, float]) -> None:
+        """Add the row of metrics.csv to the boards."""
+        self._send({f"epoch/{name}": value for name, value in row.items() if name != "step"}, row["step"])
+
+    def _send(self, values: dict[str, float], step: int) -> None:
+        if self._tensorboard is not None:
+            for name, value in values.items():
+                self._tensorboard.add_scalar(name, value, step)
+            self._tensorboard.flush()
+        if self._wandb is not None:
+            self._wandb.log(values, step=step)
+
+    def close(self) -> None:
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.finish()

@@ -1,0 +1,23 @@
+"""Small JPEG photos to train on: colours in noise."""
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+
+def make_photos(root: Path, train: int = 40, val: int = 13, classes: int = 3, side: int = 40) -> Path:
+    """Write root/{train,val}/class_i/name.jpg of various shapes, the shorter side `side` pixels."""
+    rng = np.random.default_rng(0)
+    for split, count in (("train", train), ("val", val)):
+        for index in range(count):
+            label = index % classes
+            size = (side + 3 * (index % 4), side) if index % 2 else (side, side + 5)
+            path = root / split / f"class_{label}" / f"{index:03d}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            noise = Image.fromarray(rng.integers(0, 120, (6, 6, 3), dtype=np.uint8))
+            pixels = np.asarray(noise.resize(size, Image.Resampling.BICUBIC)).copy()
+            pixels[..., label % 3] += 100
+            Image.fromarray(pixels).save(path, quality=95)
+    return root
