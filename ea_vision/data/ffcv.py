@@ -12,6 +12,7 @@ import importlib
 import json
 import math
 import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -42,7 +43,7 @@ def require_ffcv(module: str):
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        if error.name == "ffcv":
+        if sys.modules.get("ffcv") is None:
             raise UsageError(HELP) from error
         raise UsageError(f"FFCV cannot be imported: {error}") from error
     except ImportError as error:  # a library it was built with has gone
@@ -193,10 +194,17 @@ def random_boxes(heights: np.ndarray, widths: np.ndarray, rng: np.random.Generat
     return np.stack([top, left, crop_h, crop_w], axis=1)
 
 
-def centre_boxes(heights: np.ndarray, widths: np.ndarray, share: float) -> np.ndarray:
-    """int64 (N, 4), top, left, height, width: the middle square whose side is `share` of the short side."""
-    side = np.rint(share * np.minimum(heights, widths)).astype(np.int64)
-    return np.stack([(heights - side) // 2, (widths - side) // 2, side, side], axis=1)
+def centre_boxes(heights: np.ndarray, widths: np.ndarray, img_size: int, resize: int) -> np.ndarray:
+    """int64 (N, 4), top, left, height, width: what torchvision's Resize(resize) and CenterCrop(img_size) would show."""
+    short = np.minimum(heights, widths)
+    boxes = []
+    for sides in (heights, widths):
+        resized = resize * sides // short
+        start = np.rint((resized - img_size) / 2) * sides / resized  # both roundings are torchvision's
+        length = np.rint(img_size * sides / resized)
+        boxes.append((np.minimum(np.rint(start), sides - length).astype(np.int64), length.astype(np.int64)))
+    (top, height), (left, width) = boxes
+    return np.stack([top, left, height, width], axis=1)
 
 
 def quasi_random_order(pages: np.ndarray, seed: int, epoch: int, together: int = PAGES_TOGETHER) -> torch.Tensor:
@@ -296,7 +304,7 @@ class BetonEvalLoader(_BetonLoader):
 
     def __init__(self, source: Beton, *, resize: int, **common):
         super().__init__(source, **common)
-        self.boxes = centre_boxes(source.heights, source.widths, self.img_size / resize)
+        self.boxes = centre_boxes(source.heights, source.widths, self.img_size, resize)
 
     def __len__(self) -> int:
         return math.ceil(math.ceil(len(self.source) / self.world_size) / self.batch_size)

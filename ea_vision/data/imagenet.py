@@ -193,13 +193,18 @@ class _Decoder(Dataset):
         return images, targets, torch.tensor([index for _, index in keys]), bad
 
 
+def die_with_parent() -> None:
+    """Have this process killed when the one that forked it ends, however it ends (Linux; elsewhere do nothing)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def _begin_worker(_number: int) -> None:
     """Signals are for the trainer, which finishes its update first; when it is killed, its workers go at once."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, lambda *_: signal.alarm(TERM_SECONDS))
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     torch.set_num_threads(1)
 
 

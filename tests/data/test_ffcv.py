@@ -1,0 +1,185 @@
+"""FFCV files: what was written is read back, near what the image loader shows, in an order that seed and epoch give."""
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from ea_vision.data import write_ffcv
+from ea_vision.data.ffcv import (
+    BetonEvalLoader,
+    BetonTrainLoader,
+    centre_boxes,
+    open_beton,
+    quasi_random_order,
+    random_boxes,
+)
+from ea_vision.data.imagenet import ImageEvalLoader, ImageSource, eval_transform
+from ea_vision.engine.bad_images import BadImages
+from ea_vision.engine.errors import UsageError, exit_code
+from tests.data.photos import make_photos
+
+needs_ffcv = pytest.mark.skipif(importlib.util.find_spec("ffcv") is None, reason="needs FFCV: pip install .[ffcv]")
+COMMON = {"img_size": 32, "mean": (0.5,) * 3, "std": (0.2,) * 3, "device": torch.device("cpu"), "workers": 2}
+# Largest mean difference of evaluation pixels, of 255, between the loaders: JPEG written anew at quality 90, and areas
+# averaged instead of interpolated between neighbours.
+PARITY = 3.0
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    return make_photos(tmp_path_factory.mktemp("photos"), side=96)
+
+
+@pytest.fixture(scope="module")
+def betons(photos, tmp_path_factory):
+    """The validation images as pixels, as JPEG and half and half."""
+    pytest.importorskip("ffcv")
+    folder = tmp_path_factory.mktemp("betons")
+    paths = {}
+    for name, share in (("raw", "0"), ("jpeg", "1"), ("half", "0.5")):
+        paths[name] = folder / f"{name}.beton"
+        argv = ["--data-dir", str(photos), "--split", "validation", "--out", str(paths[name]), "--jpeg-share", share,
+                "--workers", "1"]
+        assert write_ffcv.main(argv) == 0
+    return paths
+
+
+@needs_ffcv
+def test_what_was_written_is_read_back(photos, betons):
+    source, beton = ImageSource("", photos / "val", "validation"), open_beton(betons["raw"], num_classes=3)
+    assert len(beton) == len(source) == 13
+    for index in range(13):
+        image, target = source.read(index)
+        assert np.array_equal(beton.decode(index), np.asarray(image)) and beton.labels[index] == target
+    jpeg = open_beton(betons["jpeg"])
+    assert jpeg.path.stat().st_size == beton.path.stat().st_size and jpeg.sizes.sum() < beton.sizes.sum() / 2
+    assert np.abs(jpeg.decode(3).astype(int) - np.asarray(source.read(3)[0])).mean() < 3
+    assert set(open_beton(betons["half"]).images["mode"].tolist()) == {0, 1}
+    about = json.loads((betons["raw"].parent / "raw.beton.json").read_text())
+    assert about["classes"] == source.classes and about["counts"] == [5, 4, 4] and about["images"] == 13
+
+
+@needs_ffcv
+@pytest.mark.parametrize("kind", ["raw", "jpeg", "half"])
+def test_evaluation_pixels_are_near_the_image_loaders(photos, betons, kind):
+    source = ImageSource("", photos / "val", "validation")
+    loader = ImageEvalLoader(source, transform=eval_transform(32, 36), batch_size=13, bad_images=BadImages(0), **COMMON)
+    images, targets, ids = next(loader.batches())
+    ours = next(BetonEvalLoader(open_beton(betons[kind]), resize=36, batch_size=13, **COMMON).batches())
+    assert torch.equal(ours.targets, targets) and torch.equal(ours.ids, ids)
+    apart = (ours.images - images).abs() * 0.2 * 255
+    assert apart.mean() < PARITY and apart.mean((1, 2, 3)).max() < 2 * PARITY
+
+
+@needs_ffcv
+def test_two_processes_see_together_what_one_sees_wherever_they_enter(betons):
+    for os_cache in (True, False):
+        def loader(batch_size, source=open_beton(betons["half"]), os_cache=os_cache, **more):
+            return BetonTrainLoader(source, seed=1, scale=(0.08, 1), hflip=0.5, os_cache=os_cache,
+                                    batch_size=batch_size, **more, **COMMON)
+
+        whole = list(loader(4).batches(2))
+        halves = [list(loader(2, rank=rank, world_size=2).batches(2, first=1)) for rank in (0, 1)]
+        for batch, first, second in zip(whole[1:], *halves, strict=True):
+            for part in range(3):
+                assert torch.equal(batch[part], torch.cat([first[part], second[part]]))
+        assert not torch.equal(next(loader(4).batches(3)).images, whole[0].images)
+
+
+@needs_ffcv
+@pytest.mark.parametrize("world_size, batch_size", [(1, 5), (3, 2), (4, 4)])
+def test_evaluation_shows_every_image_once(betons, world_size, batch_size):
+    loaders = [BetonEvalLoader(open_beton(betons["raw"]), resize=36, batch_size=batch_size, rank=rank,
+                               world_size=world_size, **COMMON) for rank in range(world_size)]
+    batches = [list(loader.batches()) for loader in loaders]
+    assert {len(b) for b in batches} == {len(loaders[0])}
+    ids = torch.cat([b.ids for of_rank in batches for b in of_rank])
+    assert sorted(ids.tolist()) == list(range(13))
+
+
+@needs_ffcv
+def test_damaged_and_foreign_files_are_named(betons, tmp_path):
+    data = betons["half"].read_bytes()
+    path = tmp_path / "cut.beton"
+    for length in (0, 10, 5000, len(data) // 2, len(data) - 1):
+        path.write_bytes(data[:length])
+        with pytest.raises(UsageError, match="is not a whole .beton file"):
+            open_beton(path)
+    path.write_text("no images " * 100)
+    with pytest.raises(UsageError, match="FFCV's format 2 is required"):
+        open_beton(path)
+    with pytest.raises(UsageError, match="no such .beton file"):
+        open_beton(tmp_path / "missing.beton")
+    with pytest.raises(UsageError, match="must have 1000 classes .* got 3"):
+        open_beton(betons["raw"], num_classes=1000)
+
+
+@needs_ffcv
+def test_broken_images_stop_the_writing_or_are_left_out_and_listed(tmp_path, capsys):
+    root = make_photos(tmp_path / "photos", train=9)
+    (root / "train/class_0/003.jpg").write_text("no image")
+    out = tmp_path / "out" / "train.beton"
+    argv = ["--data-dir", str(root), "--out", str(out), "--workers", "1"]
+    assert exit_code(lambda: write_ffcv.main(argv)) == 2
+    assert "class_0/003.jpg" in capsys.readouterr().err and not list(out.parent.iterdir())
+    assert exit_code(lambda: write_ffcv.main([*argv, "--broken", "skip"])) == 0
+    about = json.loads((out.parent / "train.beton.json").read_text())
+    assert about["images"] == len(open_beton(out)) == 8 and about["counts"] == [2, 3, 3]
+    assert [entry["path"] for entry in about["left_out"]] == [str(root / "train/class_0/003.jpg")]
+
+
+@needs_ffcv
+def test_an_interrupted_writing_leaves_what_was_there(photos, betons, tmp_path, monkeypatch):
+    out = tmp_path / "val.beton"
+    out.write_bytes(betons["raw"].read_bytes())
+    monkeypatch.setattr(write_ffcv, "encoded_images", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    argv = ["--data-dir", str(photos), "--split", "validation", "--out", str(out)]
+    assert exit_code(lambda: write_ffcv.main(argv)) == 130
+    assert os.listdir(tmp_path) == ["val.beton"] and len(open_beton(out)) == 13
+
+
+def test_without_ffcv_the_error_says_how_to_install_it(photos, tmp_path, monkeypatch, capsys):
+    for name in [name for name in sys.modules if name.split(".")[0] == "ffcv"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "ffcv", None)
+    (tmp_path / "a.beton").write_bytes(b"1")
+    with pytest.raises(UsageError, match="apt-get install .*libturbojpeg0-dev.* conda"):
+        open_beton(tmp_path / "a.beton")
+    assert exit_code(lambda: write_ffcv.main(["--data-dir", str(photos), "--out", str(tmp_path / "b.beton")])) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_random_boxes_are_the_recipes():
+    rng = np.random.default_rng(0)
+    heights, widths = rng.integers(20, 500, (2, 20000))
+    boxes = random_boxes(heights, widths, rng, (0.08, 1.0))
+    top, left, h, w = boxes.T
+    assert (top >= 0).all() and (left >= 0).all() and (h > 0).all() and (w > 0).all()
+    assert (top + h <= heights).all() and (left + w <= widths).all()
+    square = np.full(20000, 400)
+    top, left, h, w = random_boxes(square, square, rng, (0.08, 1.0)).T
+    area = h * w / 400**2
+    assert area.min() > 0.07 and 0.4 < area.mean() < 0.55 and 0.74 < (w / h).min() and (w / h).max() < 1.35
+    assert abs((top + h / 2).mean() - 200) < 3 and top[h < 300].std() > 50
+    narrow = random_boxes(np.array([1000]), np.array([10]), rng, (0.9, 1.0))
+    assert narrow.tolist() == [[494, 0, 13, 10]], "no crop fits: the middle, at the nearest ratio"
+
+
+def test_centre_boxes():
+    """The places of torchvision's Resize and CenterCrop, its rounding of odd margins included."""
+    assert centre_boxes(np.array([256, 300, 512]), np.array([400, 256, 343]), 224, 256).tolist() == [
+        [16, 88, 224, 224], [38, 16, 224, 224], [106, 21, 300, 300]]
+
+
+def test_quasi_random_order_reads_few_pages_at_a_time():
+    pages = np.repeat(np.arange(100, 140), 25)
+    order = quasi_random_order(pages, seed=0, epoch=0, together=4).numpy()
+    assert sorted(order) == list(range(1000))
+    assert all(len(set(pages[order[start:start + 100]])) == 4 for start in range(0, 1000, 100))
+    assert not np.array_equal(order, quasi_random_order(pages, seed=0, epoch=1, together=4).numpy())
