@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import csv
+import importlib.util
 import os
 import signal
 import subprocess
@@ -14,8 +15,9 @@ import timm
 import torch
 
 import train_imagenet
+from ea_vision.data import write_ffcv
 from ea_vision.engine import checkpoint, run_folder
-from ea_vision.engine.config import resolve
+from ea_vision.engine.config import recipe_names, resolve
 from ea_vision.engine.errors import exit_code
 from ea_vision.engine.preflight import check_disk, checkpoint_bytes, trial_step
 from ea_vision.engine.schedules import build_schedule
@@ -78,6 +80,15 @@ def test_learning_rates_are_the_papers(processes):
             assert optimizer.param_groups[0]["lr"] == pytest.approx(10 * factor * peak, rel=1e-9), epoch
 
 
+@pytest.mark.parametrize("name", [name for name in recipe_names() if name.startswith("imagenet_")])
+def test_the_recipe_of_each_published_row_is_the_papers(name):
+    row, papers = (resolve(ImageNetConfig, {"recipe": recipe})[0].as_dict() for recipe in (name, "imagenet"))
+    assert timm.is_model(row["model"]) and name == f"imagenet_{row['model']}" and row["num_classes"] == 1000
+    for key in ("model", "num_classes", "recipe"):
+        del row[key], papers[key]
+    assert row == papers
+
+
 def test_run_folder(finished):
     names = {p.name for p in finished.iterdir()}
     assert names == {"config.yaml", "metrics.csv", "speed.csv", "last.ckpt", "last.prev.ckpt", "best.ckpt",
@@ -130,6 +141,31 @@ def test_a_process_killed_under_torchrun_is_restarted_and_nothing_is_lost(photos
     same_result(broken, whole)
 
 
+@pytest.mark.skipif(importlib.util.find_spec("ffcv") is None, reason="needs FFCV: pip install .[ffcv]")
+def test_ffcv_files_train_and_resume_as_images_do(photos, tmp_path):
+    """Two processes on .beton files, one killed; the fall-back's top-1 on the same weights is the same."""
+    files = []
+    for split in ("train", "validation"):
+        out = str(tmp_path / f"{split}.beton")
+        argv = ["--data-dir", str(photos), "--split", split, "--out", out, "--workers", "1", "--jpeg-share", "0"]
+        assert write_ffcv.main(argv) == 0
+        files.append(out)
+    given = [*TINY, "--batch-size", "4", "--train-beton", files[0], "--val-beton", files[1], "--checkpoint-steps", "2"]
+    whole, broken, log = tmp_path / "whole", tmp_path / "broken", tmp_path / "log"
+    codes = runner.run_world(2, [*given, "--output", str(whole)], log, main=train_imagenet.main)
+    assert codes == [0, 0], log.read_text()
+    codes = runner.run_world(2, [*given, "--output", str(broken)], log, SignalAfterUpdate(signal.SIGTERM, 8, rank=1),
+                             main=train_imagenet.main)
+    assert codes == [143, 143], log.read_text()
+    codes = runner.run_world(2, [*given, "--output", str(broken)], log, main=train_imagenet.main)
+    assert codes == [0, 0], log.read_text()
+    same_result(broken, whole)
+    argv = ["--evaluate", str(whole), "--val-beton", "", "--data-dir", str(photos)]
+    assert run([*argv, "--output", str(tmp_path / "images")], log) == 0, log.read_text()
+    row, = csv.DictReader((tmp_path / "images" / "results.csv").open())
+    assert float(row["top1"]) == pytest.approx(run_folder.read_results(whole)["test_best"]["top1"], abs=100 / 13 + 0.1)
+
+
 def test_evaluation_on_three_processes_equals_one(photos, finished, tmp_path):
     numbers = []
     argv = ["--evaluate", str(finished), "--eval-batch-size", "3"]
@@ -168,6 +204,8 @@ def test_too_many_unreadable_images_stop_the_run_and_are_listed(tmp_path, capsys
     (["--model", "ea_aa_resnet5"], "did you mean ea_aa_resnet50"),
     (["--recipe", "imagenett"], "imagenet"),
     (["--dataset", "torch/nothing"], "Unknown torchvision dataset"),
+    (["--train-beton", "/nowhere.beton"], "no such .beton file"),
+    (["--train-beton", "a.beton", "--auto-augment", "rand-m9"], "must be 0 and empty with --train-beton"),
 ])
 def test_bad_input_is_one_line_and_leaves_nothing(photos, tmp_path, capsys, more, message):
     output = tmp_path / "run"

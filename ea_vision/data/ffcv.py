@@ -69,7 +69,7 @@ class Beton:
         self.sizes = by_place["size"][np.searchsorted(by_place["ptr"], self.images["data_ptr"])]
         self.pages = (self.images["data_ptr"] // np.uint64(reader.page_size)).astype(np.int64)
         self.heights, self.widths = (self.images[side].astype(np.int64) for side in ("height", "width"))
-        self.data = np.memmap(path, np.uint8, mode="r")
+        self.data = np.memmap(path, np.uint8, mode="r").view(np.ndarray)
         self.lib = require_ffcv("ffcv.libffcv")
         self._local = threading.local()
         about = sidecar(path)
@@ -227,13 +227,16 @@ class _BetonLoader:
         self.std = torch.tensor(std, dtype=torch.float32, device=device)
         self.batch_size, self.workers, self.rank, self.world_size = batch_size, workers, rank, world_size
 
-    def _decode(self, batches: list[np.ndarray], boxes: np.ndarray) -> Iterator[torch.Tensor]:
-        """Yield uint8 (B, 3, S, S), on the CPU, for each batch of indices; boxes (N, 4), by index."""
+    def _decode(self, batches: list[np.ndarray], boxes: np.ndarray, flips: np.ndarray | None = None
+                ) -> Iterator[Batch]:
+        """Yield what each batch of indices shows; boxes (N, 4) and flips (N,) are by index."""
         side = self.img_size
 
         def work(indices: np.ndarray, out: np.ndarray) -> None:
             for place, index in enumerate(indices):
                 self.source.scaled(int(index), boxes[index], out[place])
+                if flips is not None and flips[index]:
+                    out[place] = out[place, :, ::-1].copy()
 
         waiting = deque(batches)
         running: deque = deque()
@@ -246,22 +249,21 @@ class _BetonLoader:
                                              pin_memory=self.device.type == "cuda")
                         out = images.numpy()
                         parts = np.array_split(np.arange(len(indices)), self.workers)
-                        running.append((images, [pool.submit(work, indices[p[0]:p[-1] + 1], out[p[0]:p[-1] + 1])
-                                                 for p in parts if len(p)]))
-                    images, jobs = running.popleft()
+                        jobs = [pool.submit(work, indices[part[0]:part[-1] + 1], out[part[0]:part[-1] + 1])
+                                for part in parts if len(part)]
+                        running.append((indices, images, jobs))
+                    indices, images, jobs = running.popleft()
                     for job in jobs:
                         job.result()
-                    yield images.permute(0, 3, 1, 2)
+                    yield self._batch(indices, images)
             finally:
                 pool.shutdown(wait=True, cancel_futures=True)
 
-    def _batch(self, images: torch.Tensor, ids: np.ndarray, flip: torch.Tensor | None = None) -> Batch:
-        images = images.to(self.device, non_blocking=True)
-        if flip is not None:
-            flip = flip.to(self.device, non_blocking=True)
-            images = torch.where(flip[:, None, None, None], images.flip(-1), images)
-        targets = torch.from_numpy(self.source.labels[ids]).to(self.device, non_blocking=True)
-        return Batch(normalize(images, self.mean, self.std).contiguous(), targets, torch.from_numpy(ids))
+    def _batch(self, indices: np.ndarray, images: torch.Tensor) -> Batch:
+        """From uint8 (B, S, S, 3) on the CPU."""
+        images = images.to(self.device, non_blocking=True).permute(0, 3, 1, 2).contiguous()
+        targets = torch.from_numpy(self.source.labels[indices]).to(self.device, non_blocking=True)
+        return Batch(normalize(images, self.mean, self.std), targets, torch.from_numpy(indices))
 
 
 class BetonTrainLoader(_BetonLoader):
@@ -288,11 +290,9 @@ class BetonTrainLoader(_BetonLoader):
             order = quasi_random_order(source.pages, self.seed, epoch).numpy()
         rng = np.random.default_rng((self.seed, epoch))
         boxes = random_boxes(source.heights, source.widths, rng, self.scale)
-        flips = torch.from_numpy(rng.random(len(source)) < self.hflip)
+        flips = rng.random(len(source)) < self.hflip
         starts = [(number * self.world_size + self.rank) * B for number in range(first, len(self))]
-        own = [order[start:start + B] for start in starts]
-        for ids, images in zip(own, self._decode(own, boxes), strict=True):
-            yield self._batch(images, ids, flips[ids])
+        yield from self._decode([order[start:start + B] for start in starts], boxes, flips)
 
 
 class BetonEvalLoader(_BetonLoader):
@@ -313,5 +313,4 @@ class BetonEvalLoader(_BetonLoader):
         own = np.arange(self.rank, len(self.source), self.world_size)
         starts = range(0, len(self) * self.batch_size, self.batch_size)
         batches = [own[start:start + self.batch_size] for start in starts]
-        for ids, images in zip(batches, self._decode(batches, self.boxes), strict=True):
-            yield self._batch(images, ids)
+        yield from self._decode(batches, self.boxes)
