@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ea_vision.engine.errors import UsageError
+from ea_vision.engine.errors import RunError, UsageError
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,40 @@ def choose_device(name: str, local_rank: int = 0) -> torch.device:
     return torch.device("cpu")
 
 
+def fresh_store(store: dist.Store, rank: int, size: int, seconds: float = 600) -> dist.Store:
+    """A part of the store that holds nothing of processes that torchrun has replaced.
+
+    torchrun keeps its store when it restarts processes, with the addresses of the dead ones in it, and a process that
+    is quicker than its peers would wait for those. So rank 0 names a new part, each rank answers there with a word of
+    its own, and believes the name when rank 0 repeats that word.
+
+    Raises:
+        RunError: not all processes have answered in this time.
+    """
+    deadline = time.monotonic() + seconds
+    own, others = uuid.uuid4().hex, range(1, size)
+    if rank == 0:
+        store.set("ea_vision/name", own)
+        missing = set(others)
+        while missing and time.monotonic() < deadline:
+            for other in [other for other in missing if store.check([f"ea_vision/{own}/answer/{other}"])]:
+                store.set(f"ea_vision/{own}/repeated/{other}", store.get(f"ea_vision/{own}/answer/{other}"))
+                missing.discard(other)
+            time.sleep(0.05)
+        if missing:
+            raise RunError(f"{len(missing)} of {size} processes did not join within {seconds:g} s")
+        return dist.PrefixStore(f"ea_vision/{own}", store)
+    while time.monotonic() < deadline:
+        if store.check(["ea_vision/name"]):
+            name = store.get("ea_vision/name").decode()
+            store.set(f"ea_vision/{name}/answer/{rank}", own)
+            repeated = f"ea_vision/{name}/repeated/{rank}"
+            if store.check([repeated]) and store.get(repeated).decode() == own:
+                return dist.PrefixStore(f"ea_vision/{name}", store)
+        time.sleep(0.05)
+    raise RunError(f"process {rank} of {size} did not hear from the first within {seconds:g} s")
+
+
 @contextmanager
 def join_world(device_name: str) -> Iterator[World]:
     """Join the processes that torchrun started (it sets RANK, LOCAL_RANK and WORLD_SIZE), and leave them at the end."""
@@ -83,7 +118,9 @@ def join_world(device_name: str) -> Iterator[World]:
     if size == 1:
         yield World(0, 1, device)
         return
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    store, _, _ = next(iter(dist.rendezvous("env://", rank, size)))
+    dist.init_process_group(backend, store=fresh_store(store, rank, size), rank=rank, world_size=size)
     try:
         yield World(rank, size, device)
     finally:

@@ -7,6 +7,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,8 @@ import torch
 
 import train_cifar
 from ea_vision.engine import checkpoint, run_folder
+from ea_vision.engine.distributed import fresh_store
+from ea_vision.engine.errors import RunError
 from ea_vision.engine.train import Trainer
 from tests.engine.runner import (
     GN_MODEL,
@@ -100,6 +104,24 @@ def test_all_processes_roll_back_together(data, tmp_path):
     more = ["--batch-size", "4", "--schedule", "constant", "--warmup", "0", "--on-nan", "rollback"]
     assert run_world(2, arguments(data, folder, *more), log, SpoilLoss(3, rank=1)) == [0, 0], log.read_text()
     assert run_folder.read_metrics(folder)["lr"] == [0.025, 0.025]
+
+
+def test_restarted_processes_do_not_find_the_addresses_of_the_dead():
+    """torchrun keeps its store over restarts; here the quick ones of an attempt come long before the first process."""
+    store = torch.distributed.HashStore()
+    for attempt in range(3):
+        order = [0, 1, 2] if attempt == 1 else [2, 1, 0]
+        with ThreadPoolExecutor(3) as pool:
+            joined = []
+            for rank in order:
+                joined.append(pool.submit(fresh_store, store, rank, 3, 20))
+                time.sleep(0.15)
+            own = [process.result() for process in joined]
+        assert not own[0].check(["address"]), "nothing of the attempts before"
+        own[0].set("address", str(attempt))
+        assert [part.get("address") for part in own] == [str(attempt).encode()] * 3, "all share it"
+    with pytest.raises(RunError, match="1 of 2 processes did not join"):
+        fresh_store(store, 0, 2, seconds=0.2)
 
 
 def test_torchrun(data, tmp_path):
