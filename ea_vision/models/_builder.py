@@ -10,6 +10,11 @@ from ea_vision.models._convert import checkpoint_filter_fn
 FAMILIES = ("attn_resnet", "conv_transformer")
 
 
+def factory_kwargs(device, dtype) -> dict[str, Any]:
+    """Those of device and dtype that are given; timm's layers take them since 1.0.21."""
+    return {name: value for name, value in (("device", device), ("dtype", dtype)) if value is not None}
+
+
 def shipped_weights(name: str) -> str:
     """Path of a weights file that travels with the project: in the installed package, or in a checkout beside it."""
     package = Path(__file__).resolve().parents[1]

@@ -21,7 +21,7 @@ from timm.models import checkpoint, generate_default_cfgs, register_model
 from torch import Tensor, nn
 
 from ea_vision.layers import AugmentedConv2d, create_evolution
-from ea_vision.models._builder import build_model, take_indices_of, to_size
+from ea_vision.models._builder import build_model, factory_kwargs, shipped_weights, take_indices_of, to_size
 
 __all__ = ["ConvTransformer"]
 
@@ -30,7 +30,7 @@ class FeedForward(nn.Module):
     """Bottleneck feed-forward C -> C/2 -> C of 1x1 convolutions, each with BatchNorm."""
 
     def __init__(self, channels: int, drop: float = 0.0, device=None, dtype=None) -> None:
-        dd = {"device": device, "dtype": dtype}
+        dd = factory_kwargs(device, dtype)
         super().__init__()
         self.conv1 = ConvNormAct(channels, channels // 2, 1, **dd)
         self.drop = nn.Dropout(drop)
@@ -47,7 +47,7 @@ class ConvBlock(nn.Module):
             self, channels: int, conv_drop: float = 0.0, ff_drop: float = 0.0, drop_path: float = 0.0,
             device=None, dtype=None,
     ) -> None:
-        dd = {"device": device, "dtype": dtype}
+        dd = factory_kwargs(device, dtype)
         super().__init__()
         self.conv = nn.Conv2d(channels, channels, 3, padding=1, bias=False, **dd)
         self.conv_drop = nn.Dropout(conv_drop)
@@ -68,7 +68,7 @@ class AttnBlock(nn.Module):
             self, conv: AugmentedConv2d, channels: int, ff_drop: float = 0.0, drop_path: float = 0.0,
             device=None, dtype=None,
     ) -> None:
-        dd = {"device": device, "dtype": dtype}
+        dd = factory_kwargs(device, dtype)
         super().__init__()
         self.conv = conv
         self.bn = nn.BatchNorm2d(channels, **dd)
@@ -90,7 +90,7 @@ class DenseStage(nn.Module):
     """
 
     def __init__(self, in_channels: int, channels: int, pool: bool, blocks: list[nn.Module], device=None, dtype=None):
-        dd = {"device": device, "dtype": dtype}
+        dd = factory_kwargs(device, dtype)
         super().__init__()
         self.pool = nn.AvgPool2d(2) if pool else nn.Identity()
         self.proj = ConvNormAct(in_channels, channels, 1, **dd) if in_channels != channels else nn.Identity()
@@ -172,7 +172,7 @@ class ConvTransformer(nn.Module):
             device=None,
             dtype=None,
     ) -> None:
-        dd = {"device": device, "dtype": dtype}
+        dd = factory_kwargs(device, dtype)
         super().__init__()
         self.img_size = _check_size(img_size)
         self.num_classes = num_classes
@@ -345,9 +345,9 @@ def _cfg(url: str = "", **kwargs: Any) -> dict[str, Any]:
 
 default_cfgs = generate_default_cfgs({
     "cnn_cifar": _cfg(),
-    "conv_transformer_cifar": _cfg(),
+    "conv_transformer_cifar.fast3_c10": _cfg(file=shipped_weights("conv_transformer_cifar.fast3_c10")),
     "pa_conv_transformer_cifar": _cfg(),
-    "ea_conv_transformer_cifar": _cfg(),
+    "ea_conv_transformer_cifar.fast3_c10": _cfg(file=shipped_weights("ea_conv_transformer_cifar.fast3_c10")),
 })
 
 
