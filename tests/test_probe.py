@@ -22,7 +22,8 @@ def images(count=10, size=16):
 
 
 def small_model(**kwargs):
-    return load_model("ea_conv_transformer_cifar", **{**dict(img_size=(16, 16)), **kwargs}, widths=SMALL["widths"])
+    options = {"img_size": (16, 16), "random": True, **kwargs}
+    return load_model("ea_conv_transformer_cifar", **options, widths=SMALL["widths"])
 
 
 def test_the_network_has_12_layers_and_the_papers_poolings():

@@ -133,13 +133,13 @@ def test_names_cannot_break_out_of_the_data(explorer, entries):
 def test_the_command_writes_a_page(tmp_path, monkeypatch, capsys):
     image, output = tmp_path / "photo.png", tmp_path / "pages" / "page.html"
     picture(3).save(image)
-    code, _ = run(monkeypatch, capsys, "--model", "ea_conv_transformer_cifar,conv_transformer_cifar", "--layers", "1-3",
-                  "--heads", "0,3", "-o", output, image)
+    code, _ = run(monkeypatch, capsys, "--model", "ea_conv_transformer_cifar,pa_conv_transformer_cifar", "--layers",
+                  "1-3", "--heads", "0,3", "--random", "-o", output, image)
     assert code == 0
     page = output.read_text()
     about = json.loads(re.search(r'id="about">(.*?)</script>', page, flags=re.DOTALL)[1])
     assert [model["label"] for model in about["models"]] == [
-        "ea_conv_transformer_cifar (untrained)", "conv_transformer_cifar (untrained)"]
+        "ea_conv_transformer_cifar (untrained)", "pa_conv_transformer_cifar (untrained)"]
     assert [(layer["number"], layer["heads"]) for layer in about["models"][0]["layers"]] == [
         (1, [0, 3]), (2, [0, 3]), (3, [0, 3])]
     assert [layer["evolution"] for layer in about["models"][0]["layers"]] == [
