@@ -14,21 +14,22 @@ from ea_vision.data.augment import Augmentation
 from ea_vision.data.cifar import DATASETS, DataSet, hold_out, load_dataset
 from ea_vision.data.on_device import EvalLoader, TrainLoader
 from ea_vision.engine import run_folder
-from ea_vision.engine.build import (
-    build_model,
-    check_classes,
-    check_model_name,
-    image_statistics,
-    load_weights,
-    pretrained_model,
-)
+from ea_vision.engine.build import build_model, check_model_name, image_statistics
 from ea_vision.engine.config import TrainConfig, make_parser, option, parse, resolve
 from ea_vision.engine.curves import draw_learning_curves
 from ea_vision.engine.distributed import World, join_world
 from ea_vision.engine.errors import UsageError, exit_code
 from ea_vision.engine.evaluate import evaluate
 from ea_vision.engine.report import write_evaluation
-from ea_vision.engine.run import begin_or_resume, finish, is_complete, log_to_stdout, seed_everything
+from ea_vision.engine.run import (
+    begin_or_resume,
+    finish,
+    is_complete,
+    log_to_stdout,
+    model_to_evaluate,
+    resolve_target,
+    seed_everything,
+)
 from ea_vision.engine.signals import StopRequest
 from ea_vision.engine.train import Trainer
 
@@ -113,26 +114,11 @@ def train(config: CifarConfig, optional_kwargs: frozenset[str]) -> int:
 
 def evaluate_target(target: str, weights: str, given: dict) -> int:
     """Evaluate a run folder, or a model by name, on the test images."""
-    run = Path(target) / run_folder.CONFIG
-    if run.is_file():
-        given = {"recipe": str(run), **{k: v for k, v in given.items() if k != "model"}}
-    else:
-        check_model_name(target, "or run folder ")
-        given = {**given, "model": target}
-    config, _ = resolve(CifarConfig, given)
+    config, run = resolve_target(CifarConfig, target, given)
     with join_world(config.device) as world:
         log_to_stdout(world.rank)
         data = load_data(config, world)
-        expected, output = None, Path("runs") / f"evaluation-{target}"
-        if run.is_file():
-            model, _, about = run_folder.load_run(run.parent)
-            expected, output = about["classes"], run.parent / "evaluation"
-        elif weights:
-            model, _ = build_model(target, config.model_kwargs, num_classes=len(data.classes), img_size=config.img_size)
-            load_weights(model, Path(weights))
-        else:
-            model = pretrained_model(target, config.model_kwargs)
-        check_classes(model, data.classes, expected, target)
+        model, output = model_to_evaluate(target, run, weights, config, data.classes)
         mean, std = image_statistics(model)
         loader = EvalLoader(data.test, mean=mean, std=std, device=world.device, batch_size=config.eval_batch_size,
                             rank=world.rank, world_size=world.size)
@@ -141,7 +127,7 @@ def evaluate_target(target: str, weights: str, given: dict) -> int:
         if world.is_main:
             about = {"target": target, "weights": weights or None, "dataset": config.dataset, "amp": config.amp,
                      "data_fingerprint": data.fingerprint(), **run_folder.provenance()}
-            written = write_evaluation(Path(config.output or output), result, data.classes, about)
+            written = write_evaluation(output, result, data.classes, about)
             print(f"top1 {result.top1:.2f}%  top5 {result.top5:.2f}%  loss {result.loss:.4f}  {result.images} images")
             print("written:", *written)
     return 0

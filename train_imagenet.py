@@ -28,14 +28,7 @@ from ea_vision.data.imagenet import (
 )
 from ea_vision.engine import run_folder
 from ea_vision.engine.bad_images import BadImages
-from ea_vision.engine.build import (
-    build_model,
-    check_classes,
-    check_model_name,
-    image_statistics,
-    load_weights,
-    pretrained_model,
-)
+from ea_vision.engine.build import build_model, check_model_name, image_statistics
 from ea_vision.engine.checkpoint import atomic_write
 from ea_vision.engine.config import TrainConfig, make_parser, option, parse, resolve
 from ea_vision.engine.distributed import World, join_world
@@ -43,7 +36,15 @@ from ea_vision.engine.errors import UsageError, exit_code
 from ea_vision.engine.evaluate import evaluate
 from ea_vision.engine.preflight import preflight
 from ea_vision.engine.report import write_evaluation
-from ea_vision.engine.run import begin_or_resume, finish, is_complete, log_to_stdout, seed_everything
+from ea_vision.engine.run import (
+    begin_or_resume,
+    finish,
+    is_complete,
+    log_to_stdout,
+    model_to_evaluate,
+    resolve_target,
+    seed_everything,
+)
 from ea_vision.engine.signals import StopRequest
 from ea_vision.engine.step_log import StepLog
 from ea_vision.engine.train import Trainer
@@ -213,28 +214,11 @@ def write_results_row(path: Path, config: ImageNetConfig, result: dict, model: t
 
 def evaluate_target(target: str, weights: str, given: dict) -> int:
     """Evaluate a run folder, or a model by name, on the validation images."""
-    run = Path(target) / run_folder.CONFIG
-    if run.is_file():
-        given = {"recipe": str(run), **{k: v for k, v in given.items() if k != "model"}}
-    else:
-        check_model_name(target, "or run folder ")
-        given = {**given, "model": target}
-    config, _ = resolve(ImageNetConfig, given)
+    config, run = resolve_target(ImageNetConfig, target, given)
     with join_world(config.device) as world:
         log_to_stdout(world.rank)
         evaluated = open_split(config, "validation")
-        expected, output = None, Path("runs") / f"evaluation-{target}"
-        if run.is_file():
-            model, _, about = run_folder.load_run(run.parent)
-            expected, output = about["classes"], run.parent / "evaluation"
-        elif weights:
-            model, _ = build_model(target, config.model_kwargs, num_classes=len(evaluated.classes),
-                                   img_size=config.img_size)
-            load_weights(model, Path(weights))
-        else:
-            model = pretrained_model(target, config.model_kwargs)
-        check_classes(model, evaluated.classes, expected, target)
-        output = Path(config.output or output)
+        model, output = model_to_evaluate(target, run, weights, config, evaluated.classes)
         mean, std = image_statistics(model)
         bad_images = BadImages(config.max_bad_images)
         loader = make_eval_loader(config, evaluated, bad_images, mean=mean, std=std, device=world.device,

@@ -18,11 +18,11 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor, nn
 
 from ea_vision.attention import AttentionLayer, attention_layers
+from ea_vision.data.cifar import IMAGE_SUFFIXES
 from ea_vision.engine import checkpoint, run_folder
 from ea_vision.engine.build import check_model_name, check_state_fits, load_weights, pretrained_model
 from ea_vision.engine.errors import UsageError
 
-IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".ppm", ".tif", ".tiff")
 MAX_PIXELS = 100_000_000  # larger images are refused before they are decoded
 WEIGHTS_HELP = "NAME of a timm model (pretrained where it has weights, else random), RUN folder, or RUN/FILE.ckpt"
 

@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 import safetensors.torch
 import torch
+from torch import nn
 
 from ea_vision.engine import checkpoint, run_folder
-from ea_vision.engine.config import FREE_TO_CHANGE, TrainConfig
+from ea_vision.engine.build import build_model, check_classes, check_model_name, load_weights, pretrained_model
+from ea_vision.engine.config import FREE_TO_CHANGE, TrainConfig, resolve
 from ea_vision.engine.errors import UsageError
 from ea_vision.engine.evaluate import evaluate
 from ea_vision.engine.train import Trainer
@@ -150,3 +152,46 @@ def finish(trainer: Trainer, test_loader, test_images: int, eval_split: str, run
         log.info("the best epoch was chosen by the test images: quote the last weights, or hold images out")
     log.info("run folder: %s", folder)
     return results
+
+
+def resolve_target(schema: type, target: str, given: dict[str, Any]) -> tuple[Any, Path | None]:
+    """Options of an evaluation, and the run folder where `target` is one rather than a model's name.
+
+    Args:
+        schema: the trainer's config class.
+        target: a run folder, whose options are the defaults, or the name of a model.
+        given: options of the command line.
+
+    Raises:
+        UsageError: neither a run folder nor a model, or options that do not fit.
+    """
+    path = Path(target) / run_folder.CONFIG
+    if path.is_file():
+        given = {"recipe": str(path), **{k: v for k, v in given.items() if k != "model"}}
+        return resolve(schema, given)[0], path.parent
+    check_model_name(target, "or run folder ")
+    return resolve(schema, {**given, "model": target})[0], None
+
+
+def model_to_evaluate(target: str, run: Path | None, weights: str, config: Any,
+                      classes: list[str]) -> tuple[nn.Module, Path]:
+    """The model that `target` names, for data of these classes, and the folder for its results.
+
+    Args:
+        run: the folder of `resolve_target`.
+        weights: safetensors file for a model by name; empty: its own pretrained weights.
+
+    Raises:
+        UsageError: weights that are missing or do not fit, or other classes than those of the data.
+    """
+    expected, output = None, Path("runs") / f"evaluation-{target}"
+    if run is not None:
+        model, _, about = run_folder.load_run(run)
+        expected, output = about["classes"], run / "evaluation"
+    elif weights:
+        model, _ = build_model(target, config.model_kwargs, num_classes=len(classes), img_size=config.img_size)
+        load_weights(model, Path(weights))
+    else:
+        model = pretrained_model(target, config.model_kwargs)
+    check_classes(model, classes, expected, target)
+    return model, Path(config.output or output)
