@@ -290,3 +290,14 @@ def test_importing_the_package_is_light():
     import sys
     code = "import ea_vision, sys; print([m for m in ('matplotlib', 'sklearn', 'ffcv') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_the_baseline_is_timms_resnet18_with_the_stem_of_small_images():
+    model = timm.create_model("resnet18_cifar", num_classes=7, in_chans=1).eval()
+    plain = timm.create_model("resnet18", num_classes=7, in_chans=1)
+    differing = {name for name, p in model.named_parameters() if p.shape != plain.get_parameter(name).shape}
+    assert differing == {"conv1.weight"} and len(list(model.parameters())) == len(list(plain.parameters()))
+    features = timm.create_model("resnet18_cifar", features_only=True)
+    shapes = [tuple(f.shape[1:]) for f in features(torch.zeros(1, 3, 32, 32))]
+    assert shapes == [(64, 32, 32), (64, 32, 32), (128, 16, 16), (256, 8, 8), (512, 4, 4)]
+    assert features.feature_info.reduction() == [1, 1, 2, 4, 8]
