@@ -132,9 +132,10 @@ class AugmentedConv2d(nn.Module):
         """Fit the position tables to another (height, width) of the map, for good."""
         self.feat_size = (int(feat_size[0]), int(feat_size[1]))
         if self.relative:
-            with torch.no_grad():
-                self.height_rel = nn.Parameter(fit_rel_table(self.height_rel, self.feat_size[0]).contiguous())
-                self.width_rel = nn.Parameter(fit_rel_table(self.width_rel, self.feat_size[1]).contiguous())
+            for name, size in zip(("height_rel", "width_rel"), self.feat_size, strict=True):
+                table = getattr(self, name)
+                fitted = fit_rel_table(table.detach(), size).contiguous()
+                setattr(self, name, nn.Parameter(fitted, requires_grad=table.requires_grad))
 
     def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
         """Position tables of a checkpoint made for another map size are fitted on load."""

@@ -190,7 +190,8 @@ class ConvTransformer(nn.Module):
         stages = []
         self.feature_info = []
         in_channels = widths[0]
-        drop_paths = torch.linspace(0, drop_path_rate, depth * len(widths)).tolist()
+        num_blocks = depth * len(widths)
+        drop_paths = [drop_path_rate * i / max(1, num_blocks - 1) for i in range(num_blocks)]
         for index, channels in enumerate(widths):
             reduction = 2 ** index
             blocks: list[nn.Module] = []
@@ -262,6 +263,8 @@ class ConvTransformer(nn.Module):
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         self.num_classes = num_classes
         self.head.reset(num_classes, global_pool)
+        weight = self.stem.conv.weight  # a head without classifier does not know where the network lives
+        self.head.to(weight.device, weight.dtype).train(self.training)
         self.head_hidden_size = self.num_features * self.head.global_pool.feat_mult()
 
     def forward_features(self, x: Tensor) -> Tensor:
