@@ -1,0 +1,352 @@
+"""Evolving attention of chained layers (EA, PA) on CUDA, in Triton, forward and backward.
+
+Every kind of layer is one formula with three constants, of which a kernel drops the terms that are zero:
+
+    logits = conv_share * relu(conv(maps)) + maps_share * maps + own_share * own,
+    own = scale * (q.k + q.height_rel + q.width_rel)
+
+* first layer of a chain: logits = own;
+* PA, or no convolution: maps = prev_logits, one kernel;
+* EA: m = alpha * prev + (1 - alpha) * own in a first kernel, which stores m; logits from maps = m in a second. Every pixel
+  of a convolution needs its neighbours' m, and Triton cannot shift a tile that lies in registers: to fuse the two would be
+  to compute own nine times or to keep a halo in scratch memory behind barriers. m costs one write and one read.
+
+The work is memory traffic, so it is counted in bytes that move per entry (one number of the B x K x N x N) in bfloat16:
+
+| | forward | backward |
+| --- | --- | --- |
+| first | 2: logits | 10: logits, their gradient, g written and read twice |
+| PA | 4: prev, logits | 18: prev, logits, their gradient; d_conv and g written; both read; d_prev; g |
+| EA, beta = 1 | 8: prev, m, m, logits | 16: prev, m; m, gradient of logits, d_conv; d_conv, d_prev; d_prev |
+
+Less 2 forward where the logits are not needed (the last layer). Queries, keys, values are small beside the maps (N = 196:
+a tenth each) and come from the L2 cache. Backward stores one or two scratch maps (m and d_conv, or d_conv and g) for its
+own duration, and a layer keeps for it only its inputs, `out`, the rows' log-sum-exp and, not in EA, its logits; where
+those were not asked for, they are computed again into scratch.
+
+Choices:
+* Maps lie in memory as (B, N, N, K), torch's channels_last of (B, K, N, N): see `triton_kernels`. A map that comes in
+  another layout is copied once.
+* Tensor cores for all products, with operands in the maps' dtype and float32 sums (float32: three tf32 products, which
+  keep float32's accuracy). The convolution of K = 8 heads is 3 products (pixels, 24 of 32) x (24 of 32, 8).
+* The softmax is of the stored, rounded logits, so that backward, which reads them or computes them again, sees the same.
+* Gradients of weight, bias and tables are summed per program, each into a slot of its own, then by torch: no atomics, the
+  same bits on every run.
+* torch.library.custom_op, not triton_op: nothing beside the kernels is left for inductor to fuse, and the opaque operator
+  also runs in Triton's interpreter and under torch.export.
+"""
+
+import importlib.util
+import os
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+MAX_HEADS = 16
+MAX_DIM_HEAD = 64
+MAX_SIDE = 64
+
+
+def _interpreting() -> bool:
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+@lru_cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def reason_against(
+        q: Tensor, k: Tensor, v: Tensor, prev_logits: Tensor | None, weight: Tensor | None,
+        feat_size: tuple[int, int] | None = None, dropout_p: float = 0.0,
+) -> str | None:
+    """Why `attend` cannot take these arguments; None if it can."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if not _interpreting():
+        if q.device.type != "cuda" or torch.version.hip is not None:
+            return f"a CUDA device is required, got {q.device.type}"
+        if not 8 <= _capability(q.device)[0] < 10:  # 10 and up: triton-lang/triton issue 10821, sums of chained products
+            return f"compute capability 8.0 to 9.x is required, got {_capability(q.device)}"
+    if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"float32, bfloat16 or float16 is required, got {q.dtype}"
+    if k.dtype != q.dtype or v.dtype != q.dtype:
+        return f"q, k and v of one dtype are required, got {q.dtype}, {k.dtype}, {v.dtype}"
+    if q.shape[1] > MAX_HEADS:
+        return f"at most {MAX_HEADS} heads are supported, got {q.shape[1]}"
+    if max(q.shape[-1], v.shape[-1]) > MAX_DIM_HEAD:
+        return f"heads at most {MAX_DIM_HEAD} wide are supported, got {q.shape[-1]} (q, k) and {v.shape[-1]} (v)"
+    if feat_size is not None and max(feat_size) > MAX_SIDE:
+        return f"maps of at most {MAX_SIDE} pixels a side are supported, got {feat_size[0]} x {feat_size[1]}"
+    if weight is not None and weight.shape[-1] not in (1, 3):
+        return f"a map convolution of kernel size 1 or 3 is required, got {weight.shape[-1]}"
+    if dropout_p > 0.0:
+        return f"no attention dropout is supported, got {dropout_p}"
+    return None
+
+
+def attend(
+        q: Tensor, k: Tensor, v: Tensor, height_rel: Tensor | None, width_rel: Tensor | None,
+        prev_logits: Tensor | None, weight: Tensor | None, bias: Tensor | None, alpha: float, beta: float, *,
+        predict: bool, scale: float, feat_size: tuple[int, int], need_logits: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """As `ea_vision.ops.reference.attend`, without dropout; the tables must fit the map.
+
+    Returns:
+        out (B, K, N, E), laid out as (B, N, K, E); logits (B, K, N, N) in q's dtype, laid out as (B, N, N, K), or None.
+
+    Raises:
+        ValueError: tables of another size than feat_size requires, or the wrong number of pixels.
+    """
+    H, W = feat_size
+    B, K, N, D = q.shape
+    if N != H * W:
+        raise ValueError(f"{H} x {W} = {H * W} pixels required, got q of shape {list(q.shape)}")
+    if prev_logits is not None:
+        if prev_logits.shape != (B, K, N, N):
+            raise ValueError(f"prev_logits of shape {[B, K, N, N]} required, got {list(prev_logits.shape)}")
+        prev_logits = prev_logits.to(q.dtype)
+    if height_rel is not None and (height_rel.shape != (2 * H - 1, D) or width_rel.shape != (2 * W - 1, D)):
+        raise ValueError(
+            f"position tables of shape {[2 * H - 1, D]} and {[2 * W - 1, D]} required, got {list(height_rel.shape)} "
+            f"and {list(width_rel.shape)}")
+    out, logits, _ = _forward(
+        q, k, v, height_rel, width_rel, prev_logits, weight, bias, float(alpha), float(beta), predict, float(scale),
+        H, W, need_logits)
+    return out, logits if need_logits else None
+
+
+def _shares(has_prev: bool, has_weight: bool, alpha: float, beta: float, predict: bool):
+    """(conv, maps, own) shares of the logits, and of EA's m, or None where there is none."""
+    if not has_prev:
+        return (0.0, 0.0, 1.0), None
+    if predict and has_weight:
+        return (alpha, 0.0, 1.0 - alpha), None
+    if predict or not has_weight or beta == 0.0:
+        return (0.0, alpha, 1.0 - alpha), None
+    return (beta, 1.0 - beta, 0.0), (0.0, alpha, 1.0 - alpha)
+
+
+def _heads_last(maps: Tensor) -> Tensor:
+    """(B, K, N, N) in any layout -> the (B, N, N, K) that the kernels read; a copy only where it lies otherwise."""
+    return maps.permute(0, 2, 3, 1).contiguous()
+
+
+def _new_maps(q: Tensor) -> Tensor:
+    B, K, N, _ = q.shape
+    return q.new_empty(B, N, N, K)
+
+
+def _new_rows(q: Tensor, width: int) -> Tensor:
+    """(B, K, N, width), laid out so that heads concatenate without a copy."""
+    B, K, N, _ = q.shape
+    return q.new_empty(B, N, K, width).transpose(1, 2)
+
+
+def _power(n: int, least: int = 16) -> int:
+    return max(least, 1 << (n - 1).bit_length())
+
+
+# A tile holds OWNED pixels that a program keeps by LOOPED that it steps over, of all heads.
+OWNED, LOOPED = 32, 16
+
+
+def _sizes(q: Tensor, v: Tensor, H: int, W: int, kernel_size: int) -> dict:
+    import triton.language as tl
+
+    K, D, E = q.shape[1], q.shape[-1], v.shape[-1]
+    operand = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[q.dtype]
+    if _interpreting():
+        operand = tl.float32
+    return {
+        "H": H, "W": W, "N": H * W, "K": K, "D": D, "E": E, "KS": kernel_size,
+        "KP": _power(K, 1), "DP": _power(D), "EP": _power(E), "RP": _power(kernel_size * K),
+        "HP": _power(H), "WP": _power(W), "THP": _power(2 * H - 1), "TWP": _power(2 * W - 1),
+        "OP": operand, "PRECISION": "tf32x3" if q.dtype == torch.float32 else "tf32",
+    }
+
+
+def _launch(kernel, owned: str, q: Tensor, sizes: dict, *args, **flags) -> None:
+    """One program for each image and block of `owned` ("I": queries, "J": keys) pixels."""
+    blocks = {"I": LOOPED, "J": LOOPED, owned: OWNED}
+    names = set(kernel.arg_names)
+    constants = {name: value for name, value in {**sizes, **blocks}.items() if name in names}
+    num_warps = 4 if sizes["KP"] <= 4 else 8
+    grid = (q.shape[0] * -(-sizes["N"] // OWNED),)
+    kernel[grid](*args, **flags, **constants, num_warps=num_warps, num_stages=1)
+
+
+def _evolve(q, k, v, tables, maps, weight, bias, shares, scale, sizes, *, logits=None, out=None, lse=None) -> None:
+    """One forward kernel: fills `logits` [or, without them, not], and `out` and `lse`, where given."""
+    from ea_vision.ops import triton_kernels
+
+    conv, kept, own = shares
+    height_rel, width_rel = tables
+    _launch(
+        triton_kernels.evolve, "I", q, sizes,
+        q, k, v, *(q if x is None else x for x in (height_rel, width_rel, maps, weight, bias, logits, out, lse)),
+        *q.stride(), *k.stride(), *v.stride(), conv, kept, own, scale,
+        OWN=own != 0.0, MAPS=kept != 0.0, CONV=conv != 0.0, RELATIVE=height_rel is not None,
+        SAVE=logits is not None, ATTEND=out is not None)
+
+
+@torch.library.custom_op("ea_vision::triton_attention_forward", mutates_args=())
+def _forward(
+        q: Tensor, k: Tensor, v: Tensor, height_rel: Tensor | None, width_rel: Tensor | None,
+        prev_logits: Tensor | None, weight: Tensor | None, bias: Tensor | None, alpha: float, beta: float,
+        predict: bool, scale: float, height: int, width: int, need_logits: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """out, logits (empty where not needed) and the rows' log-sum-exp, base 2."""
+    sizes = _sizes(q, v, height, width, weight.shape[-1] if weight is not None else 1)
+    tables = _contiguous(height_rel), _contiguous(width_rel)
+    weight, bias = _contiguous(weight), _contiguous(bias)
+    shares, mixing = _shares(prev_logits is not None, weight is not None, alpha, beta, predict)
+    maps = None if prev_logits is None else _heads_last(prev_logits)
+    B, K, N, _ = q.shape
+    with torch.cuda.device_of(q):
+        if mixing is not None:
+            mixed = _new_maps(q)
+            _evolve(q, k, v, tables, maps, None, None, mixing, scale, sizes, logits=mixed)
+            maps = mixed
+        logits = _new_maps(q) if need_logits else None
+        out, lse = _new_rows(q, v.shape[-1]), q.new_empty(B, K, N, dtype=torch.float32)
+        _evolve(q, k, v, tables, maps, weight, bias, shares, scale, sizes, logits=logits, out=out, lse=lse)
+    return out, q.new_empty(0) if logits is None else logits.permute(0, 3, 1, 2), lse
+
+
+@_forward.register_fake
+def _(q, k, v, height_rel, width_rel, prev_logits, weight, bias, alpha, beta, predict, scale, height, width, need_logits):
+    B, K, N, _ = q.shape
+    logits = _new_maps(q).permute(0, 3, 1, 2) if need_logits else q.new_empty(0)
+    return _new_rows(q, v.shape[-1]), logits, q.new_empty(B, K, N, dtype=torch.float32)
+
+
+def _contiguous(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
+
+
+@torch.library.custom_op("ea_vision::triton_attention_backward", mutates_args=())
+def _backward(
+        d_out: Tensor, d_logits: Tensor | None, q: Tensor, k: Tensor, v: Tensor, height_rel: Tensor | None,
+        width_rel: Tensor | None, prev_logits: Tensor | None, weight: Tensor | None, bias: Tensor | None,
+        logits: Tensor | None, out: Tensor, lse: Tensor, alpha: float, beta: float, predict: bool, scale: float,
+        height: int, width: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v, height_rel, width_rel, prev_logits, weight, bias; empty for those that are None."""
+    from ea_vision.ops import triton_kernels
+
+    B, K, N, D = q.shape
+    E = v.shape[-1]
+    kernel_size = weight.shape[-1] if weight is not None else 1
+    sizes = _sizes(q, v, height, width, kernel_size)
+    (conv, kept, own), mixing = _shares(prev_logits is not None, weight is not None, alpha, beta, predict)
+    tables = _contiguous(height_rel), _contiguous(width_rel)
+    d_tables = [q.new_empty(0, dtype=torch.float32)] * 2 if height_rel is None else None
+    weight_, bias_ = _contiguous(weight), _contiguous(bias)
+    maps = None if prev_logits is None else _heads_last(prev_logits)
+    parts = B * -(-N // OWNED)
+    with torch.cuda.device_of(q):
+        # The logits, from memory or again
+        if mixing is not None:
+            mixed = _new_maps(q)
+            _evolve(q, k, v, tables, maps, None, None, mixing, scale, sizes, logits=mixed)
+            maps, rows = mixed, None
+        elif logits is not None:
+            rows = _heads_last(logits)
+        else:
+            rows = _new_maps(q)
+            _evolve(q, k, v, tables, maps, weight_, bias_, (conv, kept, own), scale, sizes, logits=rows)
+
+        # Softmax and ReLU: g (the logits' gradient), d_conv, d_v, d_weight, d_bias
+        d_next = None if d_logits is None else _heads_last(d_logits.to(q.dtype))
+        delta = (d_out.float() * out.float()).sum(-1).contiguous()
+        d_v = _new_rows(q, E)
+        save_g = mixing is None or kept != 0.0
+        g = _new_maps(q) if save_g else q
+        d_conv = d_weights = d_biases = q
+        if conv != 0.0:
+            d_conv = _new_maps(q)
+            d_weights = weight.new_empty(parts, *weight.shape, dtype=torch.float32)
+            d_biases = weight.new_empty(parts, K, dtype=torch.float32)
+        _launch(
+            triton_kernels.logits_backward, "J", q, sizes,
+            v, *(q if x is None else x for x in (maps, weight_, bias_, rows, d_next)), d_out, lse, delta,
+            d_conv, g, d_v, d_weights, d_biases, *v.stride(), *d_out.stride(), conv, kept,
+            MAPS=kept != 0.0, CONV=conv != 0.0, REBUILD=mixing is not None, FROM_NEXT=d_next is not None, SAVE=save_g)
+
+        # Convolution, mixing, and the query's side: d_prev, d_q, d_tables
+        if mixing is not None:
+            del mixed, maps
+            m_share, prev_share, own_share = kept, alpha, 1.0 - alpha
+        else:
+            m_share, prev_share, own_share = kept, 1.0, own
+        # d_k is taken from the stored d_prev = alpha * m; with alpha 0 that would be lost, so m is stored and d_prev is 0
+        store_share = prev_share if prev_share != 0.0 else 1.0
+        d_prev = _new_maps(q) if prev_logits is not None else q
+        if d_tables is None:
+            d_tables = [q.new_empty(parts, *table.shape, dtype=torch.float32) for table in tables]
+        d_q, d_k = _new_rows(q, D), _new_rows(q, D)
+        _launch(
+            triton_kernels.queries_backward, "I", q, sizes,
+            q, k, *(q if x is None else x for x in (*tables, weight_)), d_conv, g, d_prev, d_q, *d_tables,
+            *q.stride(), *k.stride(), m_share, store_share, own_share, scale,
+            RELATIVE=height_rel is not None, CONV=conv != 0.0, LOGITS=save_g, OWN_FROM_MAPS=mixing is not None,
+            SAVE=prev_logits is not None)
+
+        # The key's side
+        source, share = (d_prev, own_share / store_share) if mixing is not None else (g, own_share)
+        _launch(
+            triton_kernels.keys_backward, "J", q, sizes, q, source, d_k, *q.stride(), scale * share)
+
+    def total(parts_of: Tensor, like: Tensor | None) -> Tensor:
+        if like is None:
+            return q.new_empty(0, dtype=torch.float32)
+        return parts_of.sum(0).to(like.dtype)
+
+    if prev_logits is None:
+        d_maps = q.new_empty(0)
+    else:
+        d_maps = (d_prev if prev_share != 0.0 else d_prev.zero_()).permute(0, 3, 1, 2)
+    if conv == 0.0 and weight is not None:
+        d_weights, d_biases = torch.zeros_like(weight_)[None], torch.zeros_like(bias_)[None]
+    return (d_q, d_k, d_v, total(d_tables[0], height_rel), total(d_tables[1], width_rel), d_maps,
+            total(d_weights, weight), total(d_biases, bias))
+
+
+@_backward.register_fake
+def _(d_out, d_logits, q, k, v, height_rel, width_rel, prev_logits, weight, bias, logits, out, lse, alpha, beta, predict,
+      scale, height, width):
+    D = q.shape[-1]
+
+    def like(x: Tensor | None) -> Tensor:
+        return q.new_empty(0, dtype=torch.float32) if x is None else x.new_empty(x.shape)
+
+    d_maps = q.new_empty(0) if prev_logits is None else _new_maps(q).permute(0, 3, 1, 2)
+    return (_new_rows(q, D), _new_rows(q, D), _new_rows(q, v.shape[-1]), like(height_rel), like(width_rel), d_maps,
+            like(weight), like(bias))
+
+
+def _keep(ctx, inputs, output) -> None:
+    q, k, v, height_rel, width_rel, prev_logits, weight, bias, alpha, beta, predict, scale, height, width, need = inputs
+    out, logits, lse = output
+    ctx.set_materialize_grads(False)  # the last logits of a chain have no gradient: no N x N zeros for them
+    ctx.mark_non_differentiable(lse)
+    _, mixing = _shares(prev_logits is not None, weight is not None, alpha, beta, predict)
+    kept = logits if need and mixing is None else None
+    ctx.save_for_backward(q, k, v, height_rel, width_rel, prev_logits, weight, bias, kept, out, lse)
+    ctx.constants = alpha, beta, predict, scale, height, width
+    ctx.need_logits = need
+
+
+def _differentiate(ctx, d_out, d_logits, d_lse):
+    q, k, v, *_ = inputs = ctx.saved_tensors
+    if d_out is None:
+        d_out = torch.zeros_like(inputs[-2])
+    grads = _backward(d_out, d_logits if ctx.need_logits else None, *inputs, *ctx.constants)
+    grads = [grad if x is not None else None for grad, x in zip(grads, inputs, strict=False)]
+    return *grads, *([None] * 7)
+
+
+_forward.register_autograd(_differentiate, setup_context=_keep)

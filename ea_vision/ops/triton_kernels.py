@@ -1,0 +1,436 @@
+"""The Triton kernels of `ea_vision.ops.triton_attention`, which says how they are put together and why.
+
+Shape letters: K heads, H x W the attention map, N = H*W, D and E widths of q/k and of v, I x J a tile of query and key
+pixels; a P after a letter: rounded up to a power of two (at least 16 where a dot product sums over it).
+
+Maps lie in memory as (B, N, N, K), heads innermost: the K heads of a pixel are one aligned vector whatever N is, the
+three neighbours of a tap row are one run of 3K numbers, and the head convolution is a matrix product over such runs.
+Products are 3-D (heads, ., .) where they are per head. STORE is the maps' dtype, taken from a pointer; OP is the dtype of
+dot operands: STORE, but float32 in Triton's interpreter, which cannot compute in bfloat16.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _rows(
+        ptr, stride_head, stride_pixel, stride_width, n,
+        N: tl.constexpr, K: tl.constexpr, D: tl.constexpr, KP: tl.constexpr, DP: tl.constexpr, OP: tl.constexpr,
+):
+    """Pixels n (any number) of one image's (K, N, D) tensor, zeros outside: (KP, n, DP)."""
+    head = tl.arange(0, KP)[:, None, None]
+    pixel = n[None, :, None]
+    d = tl.arange(0, DP)[None, None, :]
+    mask = (head < K) & (pixel < N) & (d < D)
+    return tl.load(ptr + head * stride_head + pixel * stride_pixel + d * stride_width, mask=mask, other=0.0).to(OP)
+
+
+@triton.jit
+def _store_rows(ptr, n, x, N: tl.constexpr, K: tl.constexpr, D: tl.constexpr, KP: tl.constexpr, DP: tl.constexpr):
+    """The reverse of `_rows`, for one image of a tensor laid out as (B, N, K, D)."""
+    head = tl.arange(0, KP)[:, None, None]
+    pixel = n[None, :, None]
+    d = tl.arange(0, DP)[None, None, :]
+    mask = (head < K) & (pixel < N) & (d < D)
+    tl.store(ptr + (pixel * K + head) * D + d, x.to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _map_tile(i, j, N: tl.constexpr, K: tl.constexpr, KP: tl.constexpr):
+    """Offsets and mask of a map's tile: (I, J, KP) each."""
+    row = i[:, None, None]
+    col = j[None, :, None]
+    head = tl.arange(0, KP)[None, None, :]
+    return (row * N + col) * K + head, (row < N) & (col < N) & (head < K)
+
+
+@triton.jit
+def _tap_row(
+        maps, i0, j0, dy: tl.constexpr,
+        N: tl.constexpr, K: tl.constexpr, KS: tl.constexpr, RP: tl.constexpr, I: tl.constexpr, J: tl.constexpr,
+        OP: tl.constexpr,
+):
+    """What tap row dy of the convolution sees at each pixel of a tile: (I*J, RP), the columns (dx, head) flat."""
+    pixel = tl.arange(0, I * J)[:, None]
+    r = tl.arange(0, RP)[None, :]
+    y = i0 + pixel // J + (dy - KS // 2)
+    x = j0 + pixel % J - KS // 2
+    col = x + r // K
+    mask = (y >= 0) & (y < N) & (col >= 0) & (col < N) & (r < KS * K)
+    return tl.load(maps + (y * N + x) * K + r, mask=mask, other=0.0).to(OP)
+
+
+@triton.jit
+def _convolve(
+        maps, weight, i0, j0,
+        N: tl.constexpr, K: tl.constexpr, KS: tl.constexpr, KP: tl.constexpr, RP: tl.constexpr,
+        I: tl.constexpr, J: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr, ADJOINT: tl.constexpr,
+):
+    """Same-padded KS x KS convolution, heads -> heads, of a tile of maps; or its adjoint: (I*J, KP) float32."""
+    STORE: tl.constexpr = maps.dtype.element_ty
+    r = tl.arange(0, RP)[:, None]
+    to = tl.arange(0, KP)[None, :]
+    dx = r // K
+    of = r % K
+    mask = (r < KS * K) & (to < K)
+    out = tl.zeros((I * J, KP), dtype=tl.float32)
+    for dy in tl.static_range(KS):
+        if ADJOINT:
+            at = ((of * K + to) * KS + (KS - 1 - dy)) * KS + (KS - 1 - dx)
+        else:
+            at = ((to * K + of) * KS + dy) * KS + dx
+        taps = _tap_row(maps, i0, j0, dy, N, K, KS, RP, I, J, OP)
+        w = tl.load(weight + at, mask=mask, other=0.0).to(STORE).to(OP)
+        out = tl.dot(taps, w, out, input_precision=PRECISION)
+    return out
+
+
+@triton.jit
+def _bias(bias, K: tl.constexpr, KP: tl.constexpr, STORE: tl.constexpr):
+    head = tl.arange(0, KP)
+    return tl.load(bias + head, mask=head < K, other=0.0).to(STORE).to(tl.float32)[None, :]
+
+
+@triton.jit
+def _table(table, S: tl.constexpr, D: tl.constexpr, TP: tl.constexpr, DP: tl.constexpr, STORE: tl.constexpr,
+           OP: tl.constexpr):
+    """An axis' position table (2S-1, D), padded with zeros: (TP, DP)."""
+    offset = tl.arange(0, TP)[:, None]
+    d = tl.arange(0, DP)[None, :]
+    mask = (offset < 2 * S - 1) & (d < D)
+    return tl.load(table + offset * D + d, mask=mask, other=0.0).to(STORE).to(OP)
+
+
+@triton.jit
+def _position_products(
+        q, table, at, S: tl.constexpr, D: tl.constexpr, SP: tl.constexpr, TP: tl.constexpr,
+        STORE: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
+):
+    """q_i . table[s - at(i) + S-1] for each absolute position s of an axis of length S.
+
+    q: (KP, I, DP); at: (I,), the queries' positions -> (KP, I, SP). Columns from S on hold numbers nobody uses.
+    """
+    KP: tl.constexpr = q.shape[0]
+    I: tl.constexpr = q.shape[1]
+    DP: tl.constexpr = q.shape[2]
+    t = _table(table, S, D, TP, DP, STORE, OP)
+    by_offset = tl.dot(tl.reshape(q, (KP * I, DP)), tl.trans(t), input_precision=PRECISION)  # (KP*I, TP)
+    offset = tl.arange(0, SP)[None, :] - at[:, None] + (S - 1)
+    offset = tl.minimum(tl.maximum(offset, 0), TP - 1)
+    offset = tl.reshape(tl.broadcast_to(offset[None, :, :], (KP, I, SP)), (KP * I, SP))
+    return tl.reshape(tl.gather(by_offset, offset, 1), (KP, I, SP)).to(STORE).to(OP)
+
+
+@triton.jit
+def _by_offset(d_products, at, S: tl.constexpr, SP: tl.constexpr, TP: tl.constexpr, STORE: tl.constexpr,
+               OP: tl.constexpr):
+    """The adjoint of the reordering in `_position_products`: (KP, I, SP) by position -> (KP*I, TP) by offset."""
+    KP: tl.constexpr = d_products.shape[0]
+    I: tl.constexpr = d_products.shape[1]
+    position = tl.arange(0, TP)[None, :] + at[:, None] - (S - 1)
+    position = tl.reshape(tl.broadcast_to(position[None, :, :], (KP, I, TP)), (KP * I, TP))
+    there = tl.minimum(tl.maximum(position, 0), SP - 1)
+    x = tl.gather(tl.reshape(d_products, (KP * I, SP)), there, 1)
+    return tl.where((position >= 0) & (position < S), x, 0.0).to(STORE).to(OP)
+
+
+@triton.jit
+def _one_hot(at, KP: tl.constexpr, SP: tl.constexpr, OP: tl.constexpr):
+    """at (J,) -> (KP, J, SP), the same for each head."""
+    hot = at[None, :, None] == tl.arange(0, SP)[None, None, :]
+    return tl.broadcast_to(hot, (KP, at.shape[0], SP)).to(OP)
+
+
+@triton.jit
+def _heads_first(x, I: tl.constexpr, J: tl.constexpr, KP: tl.constexpr):
+    """(I*J, KP) -> (KP, I, J)."""
+    return tl.permute(tl.reshape(x, (I, J, KP)), (2, 0, 1))
+
+
+@triton.jit
+def _heads_last(x, I: tl.constexpr, J: tl.constexpr, KP: tl.constexpr):
+    """(KP, I, J) -> (I*J, KP)."""
+    return tl.reshape(tl.permute(x, (1, 2, 0)), (I * J, KP))
+
+
+@triton.jit
+def evolve(
+        q, k, v, height_rel, width_rel, maps, weight, bias, logits, out, lse,
+        q_image, q_head, q_pixel, q_width, k_image, k_head, k_pixel, k_width, v_image, v_head, v_pixel, v_width,
+        conv_share, maps_share, own_share, scale,
+        H: tl.constexpr, W: tl.constexpr, K: tl.constexpr, D: tl.constexpr, E: tl.constexpr, KS: tl.constexpr,
+        KP: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, RP: tl.constexpr,
+        HP: tl.constexpr, WP: tl.constexpr, THP: tl.constexpr, TWP: tl.constexpr,
+        I: tl.constexpr, J: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
+        OWN: tl.constexpr, MAPS: tl.constexpr, CONV: tl.constexpr, RELATIVE: tl.constexpr,
+        SAVE: tl.constexpr, ATTEND: tl.constexpr,
+):
+    """logits = conv_share * relu(conv(maps)) + maps_share * maps + own_share * own; SAVE stores them, ATTEND attends.
+
+    A program: I queries of an image, all heads, all keys by blocks of J. `lse` is the rows' log2 of sum of exp.
+    """
+    N: tl.constexpr = H * W
+    BLOCKS: tl.constexpr = (N + I - 1) // I
+    STORE: tl.constexpr = q.dtype.element_ty
+    image = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    i0 = tl.program_id(0) % BLOCKS * I
+    i = i0 + tl.arange(0, I)
+    maps += image * (N * N * K)
+    logits += image * (N * N * K)
+    k += image * k_image
+    v += image * v_image
+    if OWN:
+        qi = _rows(q + image * q_image, q_head, q_pixel, q_width, i, N, K, D, KP, DP, OP)
+        if RELATIVE:
+            by_row = _position_products(qi, height_rel, i // W, H, D, HP, THP, STORE, OP, PRECISION)
+            by_col = _position_products(qi, width_rel, i % W, W, D, WP, TWP, STORE, OP, PRECISION)
+    if ATTEND:
+        top = tl.full((KP, I), float("-inf"), dtype=tl.float32)
+        total = tl.zeros((KP, I), dtype=tl.float32)
+        mean = tl.zeros((KP, I, EP), dtype=tl.float32)
+
+    for j0 in range(0, N, J):
+        j = j0 + tl.arange(0, J)
+        at, inside = _map_tile(i, j, N, K, KP)
+        s = tl.zeros((I, J, KP), dtype=tl.float32)
+        if CONV:
+            z = _convolve(maps, weight, i0, j0, N, K, KS, KP, RP, I, J, OP, PRECISION, False)
+            z = tl.maximum(z + _bias(bias, K, KP, STORE), 0.0)
+            s += conv_share * tl.reshape(z, (I, J, KP))
+        if MAPS:
+            s += maps_share * tl.load(maps + at, mask=inside, other=0.0).to(tl.float32)
+        if OWN:
+            kj = _rows(k, k_head, k_pixel, k_width, j, N, K, D, KP, DP, OP)
+            own = tl.dot(qi, tl.permute(kj, (0, 2, 1)), input_precision=PRECISION)  # (KP, I, J)
+            if RELATIVE:
+                rows = tl.permute(_one_hot(j // W, KP, HP, OP), (0, 2, 1))
+                cols = tl.permute(_one_hot(j % W, KP, WP, OP), (0, 2, 1))
+                own = tl.dot(by_row, rows, own, input_precision=PRECISION)
+                own = tl.dot(by_col, cols, own, input_precision=PRECISION)
+            s += (own_share * scale) * tl.permute(own, (1, 2, 0))
+        s = s.to(STORE)  # what backward will read: the softmax is of the rounded logits
+        if SAVE:
+            tl.store(logits + at, s, mask=inside)
+        if ATTEND:
+            t = tl.permute(s, (2, 0, 1)).to(tl.float32) * LOG2E
+            t = tl.where((j < N)[None, None, :], t, float("-inf"))
+            new_top = tl.maximum(top, tl.max(t, 2))
+            p = tl.exp2(t - new_top[:, :, None])
+            shrink = tl.exp2(top - new_top)
+            total = total * shrink + tl.sum(p, 2)
+            vj = _rows(v, v_head, v_pixel, v_width, j, N, K, E, KP, EP, OP)
+            mean = tl.dot(p.to(STORE).to(OP), vj, mean * shrink[:, :, None], input_precision=PRECISION)
+            top = new_top
+
+    if ATTEND:
+        _store_rows(out + image * (N * K * E), i, mean / total[:, :, None], N, K, E, KP, EP)
+        head = tl.arange(0, KP)[:, None]
+        tl.store(lse + image * (K * N) + head * N + i[None, :], top + tl.log2(total),
+                 mask=(head < K) & (i[None, :] < N))
+
+
+@triton.jit
+def _store_weight_part(ptr, x, dy: tl.constexpr, K: tl.constexpr, KS: tl.constexpr, KP: tl.constexpr,
+                       RP: tl.constexpr):
+    """x (RP, KP), summed over a program's pixels, to tap row dy of its (K, K, KS, KS) slot."""
+    r = tl.arange(0, RP)[:, None]
+    to = tl.arange(0, KP)[None, :]
+    tl.store(ptr + ((to * K + r % K) * KS + dy) * KS + r // K, x, mask=(r < KS * K) & (to < K))
+
+
+@triton.jit
+def logits_backward(
+        v, maps, weight, bias, logits, d_logits, d_out, lse, delta, d_conv, d_maps, d_v, d_weight, d_bias,
+        v_image, v_head, v_pixel, v_width, do_image, do_head, do_pixel, do_width,
+        conv_share, maps_share,
+        H: tl.constexpr, W: tl.constexpr, K: tl.constexpr, E: tl.constexpr, KS: tl.constexpr,
+        KP: tl.constexpr, EP: tl.constexpr, RP: tl.constexpr,
+        I: tl.constexpr, J: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
+        MAPS: tl.constexpr, CONV: tl.constexpr, REBUILD: tl.constexpr, FROM_NEXT: tl.constexpr,
+        SAVE: tl.constexpr,
+):
+    """Back through softmax and ReLU. A program: J keys of an image, all heads, all queries by blocks of I.
+
+    With g the gradient of the logits, of the output's and (FROM_NEXT) of the next layer's making, it writes d_v, for
+    CONV d_conv = conv_share * g * (conv > 0) and its share of d_weight and d_bias, and for SAVE g itself to d_maps.
+    The logits are read, or REBUILD computes them from maps.
+    """
+    N: tl.constexpr = H * W
+    BLOCKS: tl.constexpr = (N + J - 1) // J
+    STORE: tl.constexpr = v.dtype.element_ty
+    image = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    j0 = tl.program_id(0) % BLOCKS * J
+    j = j0 + tl.arange(0, J)
+    head = tl.arange(0, KP)[:, None]
+    maps += image * (N * N * K)
+    logits += image * (N * N * K)
+    d_logits += image * (N * N * K)
+    d_conv += image * (N * N * K)
+    d_maps += image * (N * N * K)
+    d_out += image * do_image
+    lse += image * (K * N)
+    delta += image * (K * N)
+    vj = _rows(v + image * v_image, v_head, v_pixel, v_width, j, N, K, E, KP, EP, OP)
+    dv = tl.zeros((KP, J, EP), dtype=tl.float32)
+    if CONV:
+        db = tl.zeros((KP,), dtype=tl.float32)
+        dw0 = tl.zeros((RP, KP), dtype=tl.float32)  # a tap row each
+        if KS == 3:
+            dw1 = tl.zeros((RP, KP), dtype=tl.float32)
+            dw2 = tl.zeros((RP, KP), dtype=tl.float32)
+
+    for i0 in range(0, N, I):
+        i = i0 + tl.arange(0, I)
+        at, inside = _map_tile(i, j, N, K, KP)
+        if CONV:
+            z = _convolve(maps, weight, i0, j0, N, K, KS, KP, RP, I, J, OP, PRECISION, False)
+            z += _bias(bias, K, KP, STORE)
+        if REBUILD:
+            s = conv_share * tl.reshape(tl.maximum(z, 0.0), (I, J, KP))
+            if MAPS:
+                s += maps_share * tl.load(maps + at, mask=inside, other=0.0).to(tl.float32)
+            s = s.to(STORE)
+        else:
+            s = tl.load(logits + at, mask=inside, other=0.0)
+        row = head * N + i[None, :]
+        row_mask = (head < K) & (i[None, :] < N)
+        row_lse = tl.load(lse + row, mask=row_mask, other=0.0)
+        row_delta = tl.load(delta + row, mask=row_mask, other=0.0)
+        do = _rows(d_out, do_head, do_pixel, do_width, i, N, K, E, KP, EP, OP)
+        p = tl.exp2(tl.permute(s, (2, 0, 1)).to(tl.float32) * LOG2E - row_lse[:, :, None])
+        p = tl.where(row_mask[:, :, None] & (j < N)[None, None, :], p, 0.0)
+        dv = tl.dot(tl.permute(p.to(STORE).to(OP), (0, 2, 1)), do, dv, input_precision=PRECISION)
+        dp = tl.dot(do, tl.permute(vj, (0, 2, 1)), input_precision=PRECISION)
+        g = tl.permute(p * (dp - row_delta[:, :, None]), (1, 2, 0))  # (I, J, KP)
+        if FROM_NEXT:
+            g += tl.load(d_logits + at, mask=inside, other=0.0).to(tl.float32)
+        if SAVE:
+            tl.store(d_maps + at, g.to(STORE), mask=inside)
+        if CONV:
+            dz = tl.where(z > 0.0, conv_share * tl.reshape(g, (I * J, KP)), 0.0)
+            db += tl.sum(dz, 0)
+            dz = dz.to(STORE)
+            tl.store(d_conv + at, tl.reshape(dz, (I, J, KP)), mask=inside)
+            dz = dz.to(OP)
+            taps = _tap_row(maps, i0, j0, 0, N, K, KS, RP, I, J, OP)
+            dw0 = tl.dot(tl.trans(taps), dz, dw0, input_precision=PRECISION)
+            if KS == 3:
+                taps = _tap_row(maps, i0, j0, 1, N, K, KS, RP, I, J, OP)
+                dw1 = tl.dot(tl.trans(taps), dz, dw1, input_precision=PRECISION)
+                taps = _tap_row(maps, i0, j0, 2, N, K, KS, RP, I, J, OP)
+                dw2 = tl.dot(tl.trans(taps), dz, dw2, input_precision=PRECISION)
+
+    _store_rows(d_v + image * (N * K * E), j, dv, N, K, E, KP, EP)
+    if CONV:
+        part = tl.program_id(0).to(tl.int64)
+        d_weight += part * (K * K * KS * KS)
+        _store_weight_part(d_weight, dw0, 0, K, KS, KP, RP)
+        if KS == 3:
+            _store_weight_part(d_weight, dw1, 1, K, KS, KP, RP)
+            _store_weight_part(d_weight, dw2, 2, K, KS, KP, RP)
+        to = tl.arange(0, KP)
+        tl.store(d_bias + part * K + to, db, mask=to < K)
+
+
+@triton.jit
+def queries_backward(
+        q, k, height_rel, width_rel, weight, d_conv, d_logits, d_maps, d_q, d_height_rel, d_width_rel,
+        q_image, q_head, q_pixel, q_width, k_image, k_head, k_pixel, k_width,
+        logits_share, maps_share, own_share, scale,
+        H: tl.constexpr, W: tl.constexpr, K: tl.constexpr, D: tl.constexpr, KS: tl.constexpr,
+        KP: tl.constexpr, DP: tl.constexpr, RP: tl.constexpr,
+        HP: tl.constexpr, WP: tl.constexpr, THP: tl.constexpr, TWP: tl.constexpr,
+        I: tl.constexpr, J: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
+        RELATIVE: tl.constexpr, CONV: tl.constexpr, LOGITS: tl.constexpr, OWN_FROM_MAPS: tl.constexpr,
+        SAVE: tl.constexpr,
+):
+    """Back through the convolution and the query's side of the dot product. A program: as `evolve`'s.
+
+    With m = adjoint conv(d_conv) [CONV] + logits_share * d_logits [LOGITS], it writes d_maps = maps_share * m [SAVE],
+    and the gradients of q and of both tables (a slot a program) from own_share * m, or, where not OWN_FROM_MAPS,
+    from own_share * d_logits.
+    """
+    N: tl.constexpr = H * W
+    BLOCKS: tl.constexpr = (N + I - 1) // I
+    STORE: tl.constexpr = q.dtype.element_ty
+    image = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    i0 = tl.program_id(0) % BLOCKS * I
+    i = i0 + tl.arange(0, I)
+    d_conv += image * (N * N * K)
+    d_logits += image * (N * N * K)
+    d_maps += image * (N * N * K)
+    k += image * k_image
+    dq = tl.zeros((KP, I, DP), dtype=tl.float32)
+    if RELATIVE:
+        d_row = tl.zeros((KP, I, HP), dtype=tl.float32)
+        d_col = tl.zeros((KP, I, WP), dtype=tl.float32)
+
+    for j0 in range(0, N, J):
+        j = j0 + tl.arange(0, J)
+        at, inside = _map_tile(i, j, N, K, KP)
+        m = tl.zeros((I, J, KP), dtype=tl.float32)
+        if CONV:
+            m += tl.reshape(
+                _convolve(d_conv, weight, i0, j0, N, K, KS, KP, RP, I, J, OP, PRECISION, True), (I, J, KP))
+        if LOGITS:
+            g = tl.load(d_logits + at, mask=inside, other=0.0).to(tl.float32)
+            m += logits_share * g
+        if SAVE:
+            tl.store(d_maps + at, (maps_share * m).to(STORE), mask=inside)
+        if OWN_FROM_MAPS:
+            own = own_share * m
+        else:
+            own = own_share * g
+        own = tl.where(inside, own, 0.0).to(STORE).to(OP)  # the adjoint conv reaches one pixel past the edge
+        own = tl.permute(own, (2, 0, 1))  # (KP, I, J)
+        kj = _rows(k, k_head, k_pixel, k_width, j, N, K, D, KP, DP, OP)
+        dq = tl.dot(own, kj, dq, input_precision=PRECISION)
+        if RELATIVE:
+            d_row = tl.dot(own, _one_hot(j // W, KP, HP, OP), d_row, input_precision=PRECISION)
+            d_col = tl.dot(own, _one_hot(j % W, KP, WP, OP), d_col, input_precision=PRECISION)
+
+    if RELATIVE:
+        part = tl.program_id(0).to(tl.int64)
+        qi = _rows(q + image * q_image, q_head, q_pixel, q_width, i, N, K, D, KP, DP, OP)
+        qi = tl.reshape(qi, (KP * I, DP))
+        d = tl.arange(0, DP)[None, :]
+        d_row_offset = _by_offset(d_row, i // W, H, HP, THP, STORE, OP)
+        table = _table(height_rel, H, D, THP, DP, STORE, OP)
+        dq += tl.reshape(tl.dot(d_row_offset, table, input_precision=PRECISION), (KP, I, DP))
+        offset = tl.arange(0, THP)[:, None]
+        tl.store(d_height_rel + part * ((2 * H - 1) * D) + offset * D + d,
+                 scale * tl.dot(tl.trans(d_row_offset), qi, input_precision=PRECISION),
+                 mask=(offset < 2 * H - 1) & (d < D))
+        d_col_offset = _by_offset(d_col, i % W, W, WP, TWP, STORE, OP)
+        table = _table(width_rel, W, D, TWP, DP, STORE, OP)
+        dq += tl.reshape(tl.dot(d_col_offset, table, input_precision=PRECISION), (KP, I, DP))
+        offset = tl.arange(0, TWP)[:, None]
+        tl.store(d_width_rel + part * ((2 * W - 1) * D) + offset * D + d,
+                 scale * tl.dot(tl.trans(d_col_offset), qi, input_precision=PRECISION),
+                 mask=(offset < 2 * W - 1) & (d < D))
+    _store_rows(d_q + image * (N * K * D), i, scale * dq, N, K, D, KP, DP)
+
+
+@triton.jit
+def keys_backward(
+        q, maps, d_k, q_image, q_head, q_pixel, q_width, share,
+        N: tl.constexpr, K: tl.constexpr, D: tl.constexpr, KP: tl.constexpr, DP: tl.constexpr,
+        I: tl.constexpr, J: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
+):
+    """d_k = share * transposed(maps) @ q. A program: J keys of an image, all heads, all queries by blocks of I."""
+    BLOCKS: tl.constexpr = (N + J - 1) // J
+    image = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    j = tl.program_id(0) % BLOCKS * J + tl.arange(0, J)
+    maps += image * (N * N * K)
+    q += image * q_image
+    dk = tl.zeros((KP, J, DP), dtype=tl.float32)
+    for i0 in range(0, N, I):
+        i = i0 + tl.arange(0, I)
+        at, inside = _map_tile(i, j, N, K, KP)
+        m = tl.load(maps + at, mask=inside, other=0.0).to(OP)
+        qi = _rows(q, q_head, q_pixel, q_width, i, N, K, D, KP, DP, OP)
+        dk = tl.dot(tl.permute(m, (2, 1, 0)), qi, dk, input_precision=PRECISION)
+    _store_rows(d_k + image * (N * K * D), j, share * dk, N, K, D, KP, DP)
