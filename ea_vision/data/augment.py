@@ -66,7 +66,7 @@ def _within(positions: torch.Tensor, start: torch.Tensor, length: int) -> torch.
 
 
 def normalize(images: torch.Tensor, mean: torch.Tensor, std: torch.Tensor) -> torch.Tensor:
-    """uint8 (B, C, H, W) -> float32 with the given mean and std (C,) of images in 0..1 removed."""
+    """uint8 (B, C, H, W) -> float32, contiguous, with the given mean and std (C,) of images in 0..1 removed."""
     scale = (1 / (255 * std)).view(-1, 1, 1)
     shift = (mean / std).view(-1, 1, 1)
-    return images.float().mul_(scale).sub_(shift)
+    return images.to(torch.float32, memory_format=torch.contiguous_format).mul_(scale).sub_(shift)

@@ -1,8 +1,9 @@
 """Images per second and peak memory of each loader on given images, in one run, as a table.
 
-Training batches (random crop, flip, normalised) are drawn for some seconds from the image loader and, where FFCV is
-installed, from FFCV files written for it: as pixels, half JPEG, and JPEG. Each loader has a process of its own, with
-the same number of workers; the start of its workers is not timed.
+Training batches (random crop, flip, normalised) are drawn for some seconds from timm's loader, as its train script
+makes it, from the image loader of this project and, where FFCV is installed, from FFCV files written for it: as pixels,
+half JPEG, and JPEG. Each loader has a process of its own, with the same number of workers. Few images are repeated to
+make an epoch as long as ImageNet's; its start is not timed.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import timm.data
 import torch
 
 from ea_vision.data.ffcv import BetonTrainLoader, open_beton
@@ -34,6 +38,33 @@ examples:
   python -m ea_vision.data.benchmark --data-dir DIR --img-size 64 --seconds 5
 """
 WRITTEN = {"ffcv, pixels": 0.0, "ffcv, half JPEG": 0.5, "ffcv, JPEG": 1.0}  # share of JPEG
+EPOCH = 200_000  # images at least
+
+
+class Repeated:
+    """`length` items: those of a timm reader over and over."""
+
+    def __init__(self, items: Any, length: int):
+        self.items, self.length = items, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int):
+        return self.items[index % len(self.items)]
+
+
+class TimmLoader:
+    """timm's loader of training images, as its train script makes it, without the colour jitter."""
+
+    def __init__(self, source: ImageSource, *, img_size: int, device: torch.device, seed: int, **common):
+        del seed  # timm's is global
+        self.loader = timm.data.create_loader(
+            source.dataset, img_size, is_training=True, scale=(0.08, 1), hflip=0.5, color_jitter=None,
+            interpolation="bilinear", num_workers=common.pop("workers"), device=device, **common)
+
+    def batches(self, epoch: int):
+        yield from self.loader
 
 
 def tree_memory(pid: int) -> int:
@@ -70,32 +101,33 @@ class PeakMemory:
 
 
 def measure(loader, seconds: float) -> dict[str, float]:
-    """Draw training batches for some seconds, epochs on end, after the first batch of the first."""
-    images, epoch, start = 0, 0, None
+    """Draw training batches for some seconds, after the first of an epoch, or to its end."""
+    images = 0
     with PeakMemory() as memory:
-        while True:
-            for batch in loader.batches(epoch):
-                now = time.perf_counter()
-                if start is None:
-                    start = now
-                    continue
-                images += len(batch.ids)
-                if now - start >= seconds:
-                    return {"images_per_s": images / (now - start), "memory_mib": memory.peak / 2**20}
-            epoch += 1
+        batches = loader.batches(0)
+        next(batches)
+        start = now = time.perf_counter()
+        for batch in batches:
+            now = time.perf_counter()
+            images += len(batch[0])
+            if now - start >= seconds:
+                break
+    return {"images_per_s": images / (now - start), "memory_mib": memory.peak / 2**20}
 
 
 def _measure_one(kind: str, path: str, given: argparse.Namespace) -> dict[str, float]:
     common = {"img_size": given.img_size, "mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225), "seed": 0,
               "device": torch.device(given.device), "batch_size": given.batch_size, "workers": given.workers}
-    if kind == "images":
-        source = ImageSource("", find_split(Path(path), "train"), "train")
-        loader = ImageTrainLoader(source, transform=train_transform(given.img_size), bad_images=BadImages(0), **common)
-    else:
+    if kind == "beton":
         source = open_beton(Path(path))
-        loader = BetonTrainLoader(source, scale=(0.08, 1), hflip=0.5, os_cache=True, **common)
-    if not len(loader):
-        raise UsageError(f"--batch-size must be at most the {len(source)} images of {path}, got {given.batch_size}")
+        for table in ("images", "labels", "sizes", "pages", "heights", "widths"):
+            setattr(source, table, np.resize(getattr(source, table), max(EPOCH, len(source))))  # repeats them
+        return measure(BetonTrainLoader(source, scale=(0.08, 1), hflip=0.5, os_cache=True, **common), given.seconds)
+    source = ImageSource("", find_split(Path(path), "train"), "train")
+    source.reader = source.dataset.reader = Repeated(source.reader, max(EPOCH, len(source)))
+    if kind == "timm":
+        return measure(TimmLoader(source, **common), given.seconds)
+    loader = ImageTrainLoader(source, transform=train_transform(given.img_size), bad_images=BadImages(0), **common)
     return measure(loader, given.seconds)
 
 
@@ -122,12 +154,12 @@ def main(argv: list[str] | None = None) -> int:
         if getattr(given, name) <= 0:
             raise UsageError(f"--{name.replace('_', '-')} must be positive, got {getattr(given, name)}")
     source = ImageSource("", find_split(Path(given.data_dir), "train"), "train")
-    targets = [("image files", "images", given.data_dir)]
+    targets = [("timm", "timm", given.data_dir), ("image files", "images", given.data_dir)]
     with tempfile.TemporaryDirectory() as folder:
         if given.beton:
             targets += [(Path(path).name, "beton", path) for path in given.beton]
         elif importlib.util.find_spec("ffcv") is None:
-            print("FFCV is not installed: the image loader alone is measured")
+            print("FFCV is not installed: the loaders of image files alone are measured")
         else:
             for number, (name, share) in enumerate(WRITTEN.items()):
                 path = Path(folder) / f"{number}.beton"

@@ -3,10 +3,14 @@
 FFCV reads the file's tables and its C library decodes and scales, in threads of this process. Order and crops are drawn
 here: FFCV's own loader seeds the order only, has no quasi-random order for several processes, and leaves its threads
 behind. So a run continues inside an epoch with the same images, as with every other loader.
+
+A GPU gets bytes, and flips and normalises them itself. On a CPU the threads do it, image by image while the pixels are
+in their caches, into memory that is used again: new memory for each batch would cost more than the scaling.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import json
@@ -14,9 +18,10 @@ import math
 import os
 import sys
 import threading
+import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -119,7 +124,7 @@ class Beton:
 
     def scaled(self, index: int, box: Sequence[int], out: np.ndarray) -> None:
         """Scale a part of an image to `out` (S, S, 3), averaging areas. box: top, left, height, width."""
-        top, left, height, width = (int(value) for value in box)
+        top, left, height, width = np.asarray(box).tolist()
         self.lib.resize_crop(self.decode(index), top, top + height, left, left + width, out)
 
 
@@ -215,6 +220,38 @@ def quasi_random_order(pages: np.ndarray, seed: int, epoch: int, together: int =
     return torch.from_numpy(np.lexsort((rng.random(len(pages)), group)))
 
 
+def _look_up(pixels: np.ndarray, mirrored: bool, table: np.ndarray, out: np.ndarray) -> None:
+    """out[c, y, x] = table[c, pixels[y, x, c]], left and right exchanged where `mirrored`."""
+    height, width, _ = pixels.shape
+    for y in range(height):
+        for x in range(width):
+            to = width - 1 - x if mirrored else x
+            out[0, y, to] = table[0, pixels[y, x, 0]]
+            out[1, y, to] = table[1, pixels[y, x, 1]]
+            out[2, y, to] = table[2, pixels[y, x, 2]]
+
+
+@functools.cache
+def _compiled_look_up():
+    return require_ffcv("numba").njit(nogil=True)(_look_up)
+
+
+class _Recycled:
+    """float32 tensors (B, 3, S, S) on the CPU, whose memory is used again once no tensor shares it any more."""
+
+    def __init__(self):
+        self._arrays: list[tuple[np.ndarray, weakref.ref]] = []
+
+    def empty(self, count: int, side: int) -> torch.Tensor:
+        shape = (count, 3, side, side)
+        free = (number for number, (array, used) in enumerate(self._arrays) if used() is None and array.shape == shape)
+        number = next(free, None)
+        array = np.empty(shape, np.float32) if number is None else self._arrays.pop(number)[0]
+        view = array[:]  # lives as long as the storage that all views of the tensor share
+        self._arrays.append((array, weakref.ref(view)))
+        return torch.from_numpy(view)
+
+
 class _BetonLoader:
     """Args: img_size: side in pixels; mean and std of images in 0..1, per channel; batch_size: images per process;
     workers: threads that decode.
@@ -226,17 +263,29 @@ class _BetonLoader:
         self.mean = torch.tensor(mean, dtype=torch.float32, device=device)
         self.std = torch.tensor(std, dtype=torch.float32, device=device)
         self.batch_size, self.workers, self.rank, self.world_size = batch_size, workers, rank, world_size
+        if device.type == "cpu":
+            levels = torch.arange(256, dtype=torch.uint8).expand(3, 1, 256)
+            self._table = normalize(levels, self.mean, self.std)[:, 0].numpy()  # (3, 256)
 
-    def _decode(self, batches: list[np.ndarray], boxes: np.ndarray, flips: np.ndarray | None = None
-                ) -> Iterator[Batch]:
+    def _decode(self, batches: list[np.ndarray], boxes: np.ndarray, flips: np.ndarray) -> Iterator[Batch]:
         """Yield what each batch of indices shows; boxes (N, 4) and flips (N,) are by index."""
-        side = self.img_size
+        side, on_cpu = self.img_size, self.device.type == "cpu"
+        recycled, look_up = _Recycled(), _compiled_look_up() if on_cpu else None
 
         def work(indices: np.ndarray, out: np.ndarray) -> None:
-            for place, index in enumerate(indices):
-                self.source.scaled(int(index), boxes[index], out[place])
-                if flips is not None and flips[index]:
-                    out[place] = out[place, :, ::-1].copy()
+            pixels = np.empty((side, side, 3), np.uint8)
+            for place, index in enumerate(indices.tolist()):
+                self.source.scaled(index, boxes[index], pixels if on_cpu else out[place])
+                if on_cpu:
+                    look_up(pixels, bool(flips[index]), self._table, out[place])
+
+        def start(indices: np.ndarray) -> tuple:
+            count = len(indices)
+            images = recycled.empty(count, side) if on_cpu else torch.empty(count, side, side, 3, dtype=torch.uint8,
+                                                                            pin_memory=True)
+            out = images.numpy()
+            parts = [part for part in np.array_split(np.arange(count), self.workers) if len(part)]
+            return indices, images, [pool.submit(work, indices[part], out[part[0]:part[-1] + 1]) for part in parts]
 
         waiting = deque(batches)
         running: deque = deque()
@@ -244,26 +293,22 @@ class _BetonLoader:
             try:
                 while waiting or running:
                     while waiting and len(running) < AHEAD:
-                        indices = waiting.popleft()
-                        images = torch.empty(len(indices), side, side, 3, dtype=torch.uint8,
-                                             pin_memory=self.device.type == "cuda")
-                        out = images.numpy()
-                        parts = np.array_split(np.arange(len(indices)), self.workers)
-                        jobs = [pool.submit(work, indices[part[0]:part[-1] + 1], out[part[0]:part[-1] + 1])
-                                for part in parts if len(part)]
-                        running.append((indices, images, jobs))
-                    indices, images, jobs = running.popleft()
-                    for job in jobs:
-                        job.result()
-                    yield self._batch(indices, images)
+                        running.append(start(waiting.popleft()))
+                    yield self._batch(*running.popleft(), flips)
             finally:
                 pool.shutdown(wait=True, cancel_futures=True)
 
-    def _batch(self, indices: np.ndarray, images: torch.Tensor) -> Batch:
-        """From uint8 (B, S, S, 3) on the CPU."""
-        images = images.to(self.device, non_blocking=True).permute(0, 3, 1, 2).contiguous()
+    def _batch(self, indices: np.ndarray, images: torch.Tensor, jobs: list[Future], flips: np.ndarray) -> Batch:
+        """images: what the jobs fill; on a CPU (B, 3, S, S), normalised, for a GPU bytes (B, S, S, 3)."""
+        for job in jobs:
+            job.result()
+        if self.device.type != "cpu":
+            images = images.to(self.device, non_blocking=True).permute(0, 3, 1, 2)
+            mirrored = torch.from_numpy(flips[indices]).to(self.device, non_blocking=True)
+            images = torch.where(mirrored[:, None, None, None], images.flip(3), images)
+            images = normalize(images, self.mean, self.std)
         targets = torch.from_numpy(self.source.labels[indices]).to(self.device, non_blocking=True)
-        return Batch(normalize(images, self.mean, self.std), targets, torch.from_numpy(indices))
+        return Batch(images, targets, torch.from_numpy(indices))
 
 
 class BetonTrainLoader(_BetonLoader):
@@ -313,4 +358,4 @@ class BetonEvalLoader(_BetonLoader):
         own = np.arange(self.rank, len(self.source), self.world_size)
         starts = range(0, len(self) * self.batch_size, self.batch_size)
         batches = [own[start:start + self.batch_size] for start in starts]
-        yield from self._decode(batches, self.boxes)
+        yield from self._decode(batches, self.boxes, np.zeros(len(self.source), bool))

@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from ea_vision.data import write_ffcv
+from ea_vision.data.augment import normalize
 from ea_vision.data.ffcv import (
     BetonEvalLoader,
     BetonTrainLoader,
+    _Recycled,
     centre_boxes,
     open_beton,
     quasi_random_order,
@@ -90,6 +92,37 @@ def test_two_processes_see_together_what_one_sees_wherever_they_enter(betons):
             for part in range(3):
                 assert torch.equal(batch[part], torch.cat([first[part], second[part]]))
         assert not torch.equal(next(loader(4).batches(3)).images, whole[0].images)
+
+
+@needs_ffcv
+def test_batches_are_the_scaled_crops_flipped_and_normalised_and_stay_so(betons):
+    """Against the same steps in torch, one image at a time; a batch that is kept is not written over later."""
+    source = open_beton(betons["half"])
+    loader = BetonTrainLoader(source, seed=1, scale=(0.08, 1), hflip=0.5, os_cache=True, batch_size=2, **COMMON)
+    kept = list(loader.batches(0))
+    rng = np.random.default_rng((1, 0))
+    boxes, flips = random_boxes(source.heights, source.widths, rng, (0.08, 1)), rng.random(13) < 0.5
+    assert len(kept) == 6 and flips.any() and not flips.all()
+    mean, std = torch.tensor(COMMON["mean"]), torch.tensor(COMMON["std"])
+    for batch in kept:
+        for image, index in zip(batch.images, batch.ids.tolist(), strict=True):
+            pixels = np.empty((32, 32, 3), np.uint8)
+            source.scaled(index, boxes[index], pixels)
+            wanted = torch.from_numpy(pixels[:, ::-1].copy() if flips[index] else pixels).permute(2, 0, 1)
+            assert torch.equal(image, normalize(wanted, mean, std))
+
+
+@needs_ffcv
+def test_memory_is_used_again_once_nothing_shares_it():
+    recycled = _Recycled()
+    batch = recycled.empty(2, 8)
+    place, part = batch.data_ptr(), batch[1:, :, 2:4]
+    del batch
+    other = recycled.empty(2, 8)
+    assert other.data_ptr() != place, "a part of it is still in use"
+    del part
+    assert recycled.empty(2, 8).data_ptr() == place
+    assert recycled.empty(3, 8).shape == (3, 3, 8, 8)
 
 
 @needs_ffcv
