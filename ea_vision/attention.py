@@ -14,12 +14,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from timm.layers import Attention, AttentionRope
 from timm.layers.bottleneck_attn import BottleneckAttn
 from torch import Tensor, nn
 
 from ea_vision.layers import AugmentedConv2d, EvolvingAttention, PredictiveAttention
+from ea_vision.ops.reference import own_logits
 
 __all__ = ["PARTS", "AttentionLayer", "AttentionMaps", "LayerMaps", "attention_layers", "record_attention"]
 
@@ -145,31 +145,36 @@ class _Watch:
 
 
 def _watch_augmented_conv(module: AugmentedConv2d, watch: _Watch, model: nn.Module) -> list[Callable[[], None]]:
-    def on_output(_, args, output) -> None:
-        watch.save("logits", output[1])
+    """The layer goes on by its fast path, which hands out the logits (and so their softmax); the parts that only a slow
+    one would have are computed again from the projection and the previous logits."""
+    projected: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def on_output(_, args, kwargs, output) -> None:
+        q, k, _, feat_size = module.heads_of(projected.pop("qkv"))
+        logits = output[1].detach()
+        watch.place(feat_size)
+        watch.save("logits", logits)
+        if watch.wants("attn"):
+            half = logits.dtype in (torch.float16, torch.bfloat16)
+            watch.save("attn", logits.softmax(dim=-1, dtype=torch.float32 if half else None))
         if module.evolution is None:
-            watch.save("self_logits", output[1])
-
-    def on_evolution(_, args) -> None:
-        watch.save("self_logits", args[0])
-        watch.save("prev_logits", args[1])
-        if not len(getattr(module.evolution, "convs", (None,))):  # PA whose CNN is the identity
-            watch.save("conv_logits", args[1])
-
-    def on_conv(_, args, output) -> None:
+            watch.save("self_logits", logits)
+            return
+        prev_logits = kwargs["prev_logits"] if "prev_logits" in kwargs else args[1]
+        watch.save("prev_logits", prev_logits)
+        if not watch.wants("self_logits", "conv_logits"):
+            return
+        self_logits = own_logits(q, k, module.height_rel, module.width_rel, module.scale, feat_size)
+        watch.save("self_logits", self_logits)
         if watch.wants("conv_logits"):
-            watch.save("conv_logits", F.relu(output.detach()))  # outside the graph: checkpointing counts what it saves
+            watch.save("conv_logits", module.evolution.convolved(self_logits, prev_logits))
 
     handles = [
         module.register_forward_pre_hook(watch.begin),
-        module.attn_drop.register_forward_pre_hook(lambda _, args: watch.save("attn", args[0])),
-        module.proj.register_forward_pre_hook(lambda _, args: watch.place(tuple(args[0].shape[-2:]))),
-        module.register_forward_hook(on_output),
+        module.qkv.register_forward_hook(lambda _, args, output: projected.update(qkv=output.detach())),
+        module.register_forward_hook(on_output, with_kwargs=True),
     ]
-    if module.evolution is not None:
-        handles.append(module.evolution.register_forward_pre_hook(on_evolution))
-        if "conv_logits" in watch.layer.parts and len(module.evolution.convs):
-            handles.append(module.evolution.convs[-1].register_forward_hook(on_conv))
     return [handle.remove for handle in handles]
 
 

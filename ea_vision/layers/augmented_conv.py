@@ -1,5 +1,7 @@
 """Attention-augmented convolution whose attention maps may evolve from layer to layer.
 
+The arithmetic of the attention is `ea_vision.ops.evolving_attention`, unless a hook wants to see the maps.
+
 Papers:
 * AA: `Attention Augmented Convolutional Networks` - https://arxiv.org/abs/1904.09925
 * EA: `Evolving Attention with Residual Convolutions` - https://arxiv.org/abs/2102.12895
@@ -14,7 +16,10 @@ import torch.nn.functional as F
 from timm.models import register_notrace_module
 from torch import Tensor, nn
 
-from ea_vision.layers.rel_pos import fit_rel_table, relative_logits
+from ea_vision.layers.evolution import EvolvingAttention, PredictiveAttention
+from ea_vision.layers.rel_pos import fit_rel_table
+from ea_vision.ops import evolving_attention
+from ea_vision.ops.reference import own_logits
 
 
 def _check_divides(name: str, value: int, num_heads: int) -> None:
@@ -145,72 +150,103 @@ class AugmentedConv2d(nn.Module):
                 state_dict[prefix + name] = fit_rel_table(table, size)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def split_heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries (scaled), keys and values of the attention branch.
+    def split_heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, tuple[int, int]]:
+        """Queries, keys and values of the attention branch, and the map's size after pooling.
 
         Args:
             x: (B, C, H', W'), the layer's input.
 
         Returns:
-            q (B, K, H, W, D), k (B, K, N, D), v (B, K, N, Dv), H x W the map's size after pooling.
+            q (B, K, N, D), not scaled, k (B, K, N, D), v (B, K, N, Dv), [H, W].
         """
         for _ in range(self.num_pools):
             x = F.avg_pool2d(x, 3, stride=2, padding=1, count_include_pad=False)
-        B, H, W = x.shape[0], x.shape[2], x.shape[3]
-        K, D, N = self.num_heads, self.dim_head_qk, H * W
-        q, k, v = self.qkv(x).split([self.dim_qk, self.dim_qk, self.dim_v], dim=1)  # (B, K*D, H, W) each
-        q = (q * self.scale).reshape(B, K, D, H, W).permute(0, 1, 3, 4, 2)
-        k = k.reshape(B, K, D, N).transpose(-2, -1)
-        v = v.reshape(B, K, self.dim_head_v, N).transpose(-2, -1)
-        return q, k, v
+        return self.heads_of(self.qkv(x))
 
-    def self_logits(self, q: Tensor, k: Tensor) -> Tensor:
-        """This layer's own logits, dot product and position (AA paper, equation 4).
+    def heads_of(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, tuple[int, int]]:
+        """The same from the projection (B, 2 * dim_qk + dim_v, H, W)."""
+        B, H, W = projected.shape[0], projected.shape[2], projected.shape[3]
+        q, k, v = projected.split([self.dim_qk, self.dim_qk, self.dim_v], dim=1)  # (B, K*D, H, W) each
+        q = q.reshape(B, self.num_heads, self.dim_head_qk, H * W).transpose(-2, -1)
+        k = k.reshape(B, self.num_heads, self.dim_head_qk, H * W).transpose(-2, -1)
+        v = v.reshape(B, self.num_heads, self.dim_head_v, H * W).transpose(-2, -1)
+        return q, k, v, (H, W)
 
-        Args:
-            q: (B, K, H, W, D), scaled.
-            k: (B, K, N, D).
+    def _attend_by_modules(
+            self, q: Tensor, k: Tensor, v: Tensor, prev_logits: Tensor | None, feat_size: tuple[int, int],
+    ) -> tuple[Tensor, Tensor]:
+        """Every map passes through a module of this layer, where a hook can see it."""
+        logits = own_logits(q, k, self.height_rel, self.width_rel, self.scale, feat_size)
+        if self.evolution is not None:
+            assert prev_logits is not None
+            logits = self.evolution(logits, prev_logits)
+        half = logits.dtype == torch.float16 or logits.dtype == torch.bfloat16
+        attn = logits.softmax(dim=-1, dtype=torch.float32 if half else logits.dtype)
+        return self.attn_drop(attn).to(v.dtype) @ v, logits
 
-        Returns:
-            (B, K, N, N), rows are queries.
-        """
-        B, K, H, W, D = q.shape
-        N = H * W
-        logits = q.reshape(B, K, N, D) @ k.transpose(-2, -1)
-        if self.relative:
-            height_logits, width_logits = relative_logits(q, self.height_rel, self.width_rel)
-            logits = logits.view(B, K, H, W, H, W) + height_logits.unsqueeze(-1) + width_logits.unsqueeze(-2)
-            logits = logits.view(B, K, N, N)
-        return logits
+    @torch.jit.unused
+    def _can_fuse(self) -> bool:
+        """Whether nothing looks at the maps inside the layer, and its evolution is one that `evolving_attention` knows."""
+        watched = [self.attn_drop]
+        if self.evolution is not None:
+            if type(self.evolution) not in (EvolvingAttention, PredictiveAttention):
+                return False
+            watched += [self.evolution, *self.evolution.convs]
+            if any(type(conv) is not nn.Conv2d for conv in self.evolution.convs):
+                return False
+        return not any(module._forward_hooks or module._forward_pre_hooks for module in watched)
 
-    def attend(self, x: Tensor, prev_logits: Tensor | None) -> tuple[Tensor, Tensor]:
+    @torch.jit.unused
+    def _attend_fused(
+            self, q: Tensor, k: Tensor, v: Tensor, prev_logits: Tensor | None, feat_size: tuple[int, int],
+            need_logits: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        options = {"feat_size": feat_size, "scale": self.scale, "need_logits": need_logits or bool(self._forward_hooks),
+                   "dropout_p": self.attn_drop.p if self.training else 0.0}
+        if self.evolution is None:
+            return evolving_attention(q, k, v, self.height_rel, self.width_rel, **options)
+        *first, last = self.evolution.convs or [None]
+        for conv in first:  # PA with several convolutions
+            prev_logits = F.relu(conv(prev_logits))
+        weight, bias = (last.weight, last.bias) if last is not None else (None, None)
+        if isinstance(self.evolution, EvolvingAttention):
+            options["beta"] = self.evolution.beta
+        return evolving_attention(
+            q, k, v, self.height_rel, self.width_rel, prev_logits, weight, bias, self.evolution.alpha,
+            predict=isinstance(self.evolution, PredictiveAttention), **options)
+
+    def attend(self, x: Tensor, prev_logits: Tensor | None, need_logits: bool = True) -> tuple[Tensor, Tensor | None]:
         """The attention branch before its resizing: (B, attn_channels, H, W) and the logits (B, K, N, N)."""
-        q, k, v = self.split_heads(x)
-        B, H, W = q.shape[0], q.shape[2], q.shape[3]
-        logits = self.self_logits(q, k)
-
+        q, k, v, feat_size = self.split_heads(x)
+        B, K, N = q.shape[0], q.shape[1], q.shape[2]
+        logits: Tensor | None = None
         if self.evolution is not None:
             if prev_logits is None:
                 raise ValueError(
-                    f"this layer evolves the previous layer's maps: prev_logits of shape {list(logits.shape)} "
+                    f"this layer evolves the previous layer's maps: prev_logits of shape {[B, K, N, N]} "
                     "required, got None")
-            if prev_logits.shape != logits.shape:
+            if prev_logits.shape != (B, K, N, N):
                 raise ValueError(
-                    f"prev_logits of shape {list(logits.shape)} required, got {list(prev_logits.shape)}")
-            logits = self.evolution(logits, prev_logits)
-
-        half = logits.dtype == torch.float16 or logits.dtype == torch.bfloat16
-        attn = logits.softmax(dim=-1, dtype=torch.float32 if half else logits.dtype)
-        out = self.attn_drop(attn).to(v.dtype) @ v  # (B, K, N, Dv)
-        out = out.transpose(1, 2).reshape(B, H, W, self.dim_v).permute(0, 3, 1, 2)  # heads concatenated
+                    f"prev_logits of shape {[B, K, N, N]} required, got {list(prev_logits.shape)}")
+        if torch.jit.is_scripting():
+            out, logits = self._attend_by_modules(q, k, v, prev_logits, feat_size)
+        elif self._can_fuse():
+            out, logits = self._attend_fused(q, k, v, prev_logits, feat_size, need_logits)
+        else:
+            out, logits = self._attend_by_modules(q, k, v, prev_logits, feat_size)
+        out = out.transpose(-2, -1).reshape(B, self.dim_v, feat_size[0], feat_size[1])  # heads concatenated
         return self.proj(out), logits
 
-    def forward(self, x: Tensor, prev_logits: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+            self, x: Tensor, prev_logits: Tensor | None = None, need_logits: bool = True,
+    ) -> tuple[Tensor, Tensor | None]:
         """
         Args:
             x: (B, in_channels, H', W').
             prev_logits: (B, K, N, N), the previous attention layer's logits; a layer without `evolution` does not
                 look at them.
+            need_logits: whether the logits are wanted. Where not, faster implementations do without them, and return
+                None unless a hook on the layer looks at its output.
 
         Returns:
             y (B, out_channels, H'/stride, W'/stride) and the logits (B, K, N, N) that entered the softmax.
@@ -219,7 +255,7 @@ class AugmentedConv2d(nn.Module):
             ValueError: prev_logits missing or of another shape, in a layer with `evolution`.
         """
         conv = self.conv_drop(self.conv(x))
-        attn, logits = self.attend(x, prev_logits)
+        attn, logits = self.attend(x, prev_logits, need_logits)
         if self.resize_result:
             size: list[int] = [conv.shape[2], conv.shape[3]]
             attn = F.interpolate(attn, size=size, mode="bilinear", align_corners=False)

@@ -56,10 +56,16 @@ class EvolvingAttention(nn.Module):
     def forward(self, logits: Tensor, prev_logits: Tensor) -> Tensor:
         """logits, prev_logits: (B, K, N, N) -> (B, K, N, N)."""
         mixed = self.alpha * prev_logits + (1.0 - self.alpha) * logits
-        convolved = mixed
+        return self.beta * self._convolved(mixed) + (1.0 - self.beta) * mixed
+
+    def convolved(self, logits: Tensor, prev_logits: Tensor) -> Tensor:
+        """What the convolution makes of the mixed maps: (B, K, N, N) each -> (B, K, N, N)."""
+        return self._convolved(self.alpha * prev_logits + (1.0 - self.alpha) * logits)
+
+    def _convolved(self, maps: Tensor) -> Tensor:
         for conv in self.convs:
-            convolved = F.relu(conv(convolved))
-        return self.beta * convolved + (1.0 - self.beta) * mixed
+            maps = F.relu(conv(maps))
+        return maps
 
     def extra_repr(self) -> str:
         return f"alpha={self.alpha}, beta={self.beta}"
@@ -93,10 +99,14 @@ class PredictiveAttention(nn.Module):
 
     def forward(self, logits: Tensor, prev_logits: Tensor) -> Tensor:
         """logits, prev_logits: (B, K, N, N) -> (B, K, N, N)."""
+        return self.alpha * self.convolved(logits, prev_logits) + (1.0 - self.alpha) * logits
+
+    def convolved(self, logits: Tensor, prev_logits: Tensor) -> Tensor:
+        """The maps predicted from the previous ones: (B, K, N, N) each -> (B, K, N, N)."""
         predicted = prev_logits
         for conv in self.convs:
             predicted = F.relu(conv(predicted))
-        return self.alpha * predicted + (1.0 - self.alpha) * logits
+        return predicted
 
     def extra_repr(self) -> str:
         return f"alpha={self.alpha}"

@@ -7,6 +7,12 @@ from torch import nn
 
 from ea_vision.models._convert import checkpoint_filter_fn
 
+try:  # not exported; in newer timm its own models call it, so that save_for_hf knows of a resize
+    from timm.models._input import update_model_input_size
+except ImportError:
+    def update_model_input_size(model: nn.Module, img_size: tuple[int, int]) -> None:
+        """Older timm keeps no record of sizes."""
+
 FAMILIES = ("attn_resnet", "conv_transformer")
 
 
@@ -72,8 +78,11 @@ def build_model(model_cls: type[nn.Module], variant: str, pretrained: bool, **kw
             raise RuntimeError(
                 f"the weights of {variant} are missing: {Path(cfg.file).name} belongs into the folder weights/ of a "
                 f"checkout, or comes with the wheel; got neither")
-    return build_model_with_cfg(
+    net = build_model_with_cfg(
         model_cls, variant, pretrained,
         pretrained_filter_fn=checkpoint_filter_fn,
         feature_cfg=dict(out_indices=kwargs.pop("out_indices", model_cls.feature_indices), feature_cls="getter"),
         **kwargs)
+    if isinstance(getattr(net, "model", None), model_cls):  # a method that the feature getter lacks, the others have
+        net.set_grad_checkpointing = net.model.set_grad_checkpointing
+    return net

@@ -23,7 +23,7 @@ from timm.models.resnet import BasicBlock, Bottleneck, ResNet
 from torch import Tensor, nn
 
 from ea_vision.layers import AugmentedConv2d, create_evolution
-from ea_vision.models._builder import build_model, factory_kwargs, take_indices_of, to_size
+from ea_vision.models._builder import build_model, factory_kwargs, take_indices_of, to_size, update_model_input_size
 
 __all__ = ["AttnResNet"]
 
@@ -34,21 +34,28 @@ ConvFactory = Callable[[nn.Conv2d, int], AugmentedConv2d]
 class AttnBasicBlock(BasicBlock):
     """timm's BasicBlock, both 3x3 convolutions augmented; (x, prev_logits) -> (x, logits)."""
 
+    need_logits: bool = True  # whether the next block's maps evolve from this one's
+
     def augment(self, make: ConvFactory) -> None:
         """Put `make(convolution, stride of the attention branch)` in place of each 3x3 convolution."""
         self.conv1 = make(self.conv1, self.stride)
         self.conv2 = make(self.conv2, 1)
 
-    def forward(self, x: Tensor, prev_logits: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    @torch.jit.ignore
+    def first_attention(self) -> AugmentedConv2d:
+        """The layer that reads the previous block's logits."""
+        return self.conv1
+
+    def forward(self, x: Tensor, prev_logits: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         shortcut = x
 
-        x, logits = self.conv1(x, prev_logits)
+        x, logits = self.conv1(x, prev_logits, self.conv2.evolution is not None)
         x = self.bn1(x)
         x = self.drop_block(x)
         x = self.act1(x)
         x = self.aa(x)
 
-        x, logits = self.conv2(x, logits)
+        x, logits = self.conv2(x, logits, self.need_logits)
         x = self.bn2(x)
 
         if self.se is not None:
@@ -68,18 +75,25 @@ class AttnBasicBlock(BasicBlock):
 class AttnBottleneck(Bottleneck):
     """timm's Bottleneck, its 3x3 convolution augmented; (x, prev_logits) -> (x, logits)."""
 
+    need_logits: bool = True  # whether the next block's maps evolve from this one's
+
     def augment(self, make: ConvFactory) -> None:
         """Put `make(convolution, stride of the attention branch)` in place of the 3x3 convolution."""
         self.conv2 = make(self.conv2, self.stride)
 
-    def forward(self, x: Tensor, prev_logits: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    @torch.jit.ignore
+    def first_attention(self) -> AugmentedConv2d:
+        """The layer that reads the previous block's logits."""
+        return self.conv2
+
+    def forward(self, x: Tensor, prev_logits: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         shortcut = x
 
         x = self.conv1(x)
         x = self.bn1(x)
         x = self.act1(x)
 
-        x, logits = self.conv2(x, prev_logits)
+        x, logits = self.conv2(x, prev_logits, self.need_logits)
         x = self.bn2(x)
         x = self.drop_block(x)
         x = self.act2(x)
@@ -201,6 +215,9 @@ class AttnResNet(ResNet):
                 attn_block.augment(
                     partial(make, map_reduction=map_reduction, pool_attention=reduction < map_reduction))
             setattr(self, name, AttnStage(*blocks))
+        blocks = [attn_block for _, name in ATTN_STAGES for attn_block in getattr(self, name)]
+        for attn_block, following in zip(blocks, [*blocks[1:], None], strict=True):
+            attn_block.need_logits = following is not None and following.first_attention().evolution is not None
 
     @torch.jit.ignore
     def set_grad_checkpointing(self, enable: bool = True) -> None:
@@ -212,6 +229,7 @@ class AttnResNet(ResNet):
     def set_input_size(self, img_size: int | tuple[int, int]) -> None:
         """Fit the position tables to another input size, in pixels; see `AugmentedConv2d.set_feat_size`."""
         self.img_size = to_size(img_size)
+        update_model_input_size(self, self.img_size)
         for index, name in ATTN_STAGES:
             map_size = _map_size(self.img_size, _map_reduction(self.feature_info[index]["reduction"]))
             for module in getattr(self, name).modules():

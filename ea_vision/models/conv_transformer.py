@@ -21,7 +21,14 @@ from timm.models import checkpoint, generate_default_cfgs, register_model
 from torch import Tensor, nn
 
 from ea_vision.layers import AugmentedConv2d, create_evolution
-from ea_vision.models._builder import build_model, factory_kwargs, shipped_weights, take_indices_of, to_size
+from ea_vision.models._builder import (
+    build_model,
+    factory_kwargs,
+    shipped_weights,
+    take_indices_of,
+    to_size,
+    update_model_input_size,
+)
 
 __all__ = ["ConvTransformer"]
 
@@ -65,18 +72,19 @@ class AttnBlock(nn.Module):
     """Augmented convolution and feed-forward, each with a residual; (x, prev_logits) -> (x, logits)."""
 
     def __init__(
-            self, conv: AugmentedConv2d, channels: int, ff_drop: float = 0.0, drop_path: float = 0.0,
-            device=None, dtype=None,
+            self, conv: AugmentedConv2d, channels: int, need_logits: bool, ff_drop: float = 0.0,
+            drop_path: float = 0.0, device=None, dtype=None,
     ) -> None:
         dd = factory_kwargs(device, dtype)
         super().__init__()
         self.conv = conv
+        self.need_logits = need_logits
         self.bn = nn.BatchNorm2d(channels, **dd)
         self.ff = FeedForward(channels, ff_drop, **dd)
         self.drop_path = DropPath(drop_path)
 
     def forward(self, x: Tensor, prev_logits: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        y, logits = self.conv(x, prev_logits)
+        y, logits = self.conv(x, prev_logits, self.need_logits)
         x = F.relu_(x + self.drop_path(self.bn(y)))
         x = F.relu_(x + self.drop_path(self.ff(x)))
         return x, logits
@@ -208,7 +216,7 @@ class ConvTransformer(nn.Module):
                     evolution=None if j == 0 else new_evolution(),
                     conv_drop=conv_drop_rate, attn_drop=attn_drop_rate,
                     **dd)
-                blocks.append(AttnBlock(conv, channels, **drops, **dd))
+                blocks.append(AttnBlock(conv, channels, evolution is not None and j + 1 < depth, **drops, **dd))
             stages.append(DenseStage(in_channels, channels, pool=index > 0, blocks=blocks, **dd))
             self.feature_info.append(dict(num_chs=channels, reduction=reduction, module=f"stages.{index}"))
             in_channels = channels
@@ -250,6 +258,7 @@ class ConvTransformer(nn.Module):
     def set_input_size(self, img_size: int | tuple[int, int]) -> None:
         """Fit the position tables to another input size, in pixels; see `AugmentedConv2d.set_feat_size`."""
         self.img_size = _check_size(img_size)
+        update_model_input_size(self, self.img_size)
         for stage, info in zip(self.stages, self.feature_info, strict=True):
             for module in stage.modules():
                 if isinstance(module, AugmentedConv2d):

@@ -149,11 +149,12 @@ def _power(n: int, least: int = 16) -> int:
     return max(least, 1 << (n - 1).bit_length())
 
 
-# A tile holds OWNED pixels that a program keeps by LOOPED that it steps over, of all heads.
-OWNED, LOOPED = 32, 16
+# A program keeps a block of pixels and steps over the other side of the maps by LOOPED; all heads at once.
+LOOPED = 16
 
 
 def _sizes(q: Tensor, v: Tensor, H: int, W: int, kernel_size: int) -> dict:
+    """The kernels' constants, of which each takes what it knows."""
     import triton.language as tl
 
     K, D, E = q.shape[1], q.shape[-1], v.shape[-1]
@@ -163,32 +164,41 @@ def _sizes(q: Tensor, v: Tensor, H: int, W: int, kernel_size: int) -> dict:
     return {
         "H": H, "W": W, "N": H * W, "K": K, "D": D, "E": E, "KS": kernel_size,
         "KP": _power(K, 1), "DP": _power(D), "EP": _power(E), "RP": _power(kernel_size * K),
-        "HP": _power(H), "WP": _power(W), "THP": _power(2 * H - 1), "TWP": _power(2 * W - 1),
+        "SP": _power(H + W), "TP": _power(2 * H + 2 * W - 2), "GROUPS": 8,
         "OP": operand, "PRECISION": "tf32x3" if q.dtype == torch.float32 else "tf32",
     }
 
 
-def _launch(kernel, owned: str, q: Tensor, sizes: dict, *args, **flags) -> None:
-    """One program for each image and block of `owned` ("I": queries, "J": keys) pixels."""
-    blocks = {"I": LOOPED, "J": LOOPED, owned: OWNED}
-    names = set(kernel.arg_names)
-    constants = {name: value for name, value in {**sizes, **blocks}.items() if name in names}
-    num_warps = 4 if sizes["KP"] <= 4 else 8
-    grid = (q.shape[0] * -(-sizes["N"] // OWNED),)
-    kernel[grid](*args, **flags, **constants, num_warps=num_warps, num_stages=1)
+def _programs(q: Tensor, block: int = LOOPED) -> int:
+    return q.shape[0] * -(-q.shape[2] // block)
 
 
-def _evolve(q, k, v, tables, maps, weight, bias, shares, scale, sizes, *, logits=None, out=None, lse=None) -> None:
-    """One forward kernel: fills `logits` [or, without them, not], and `out` and `lse`, where given."""
+def _launch(kernel, q: Tensor, sizes: dict, *args, queries: int = LOOPED, keys: int = LOOPED, **flags) -> None:
+    """One program for each image and block of pixels on the larger side of a tile of queries x keys."""
+    values = {**sizes, **flags, "I": queries, "J": keys}
+    constants = {name: values[name] for name in kernel.arg_names if name in values}
+    kernel[_programs(q, max(queries, keys)),](
+        *args, **constants, num_warps=4 if sizes["KP"] <= 4 else 8, num_stages=1)
+
+
+def _strides(*tensors: Tensor) -> tuple[list[int], int]:
+    """Strides of (B, K, N, D) tensors, those of heads and pixels in units of 4 numbers where all are multiples."""
+    unit = 4 if all(x.stride(3) == 1 and x.stride(1) % 4 == 0 and x.stride(2) % 4 == 0 for x in tensors) else 1
+    return [n for x in tensors for n in (x.stride(0), x.stride(1) // unit, x.stride(2) // unit, x.stride(3))], unit
+
+
+def _evolve(q, k, v, table, maps, weight, bias, shares, scale, sizes, *, logits=None, out=None, lse=None) -> None:
+    """One forward kernel: fills `logits`, and `out` and `lse`, where given."""
     from ea_vision.ops import triton_kernels
 
     conv, kept, own = shares
-    height_rel, width_rel = tables
+    strides, unit = _strides(q, k, v)
     _launch(
-        triton_kernels.evolve, "I", q, sizes,
-        q, k, v, *(q if x is None else x for x in (height_rel, width_rel, maps, weight, bias, logits, out, lse)),
-        *q.stride(), *k.stride(), *v.stride(), conv, kept, own, scale,
-        OWN=own != 0.0, MAPS=kept != 0.0, CONV=conv != 0.0, RELATIVE=height_rel is not None,
+        triton_kernels.evolve, q, sizes,
+        q, k, v, *(q if x is None else x for x in (table, maps, weight, bias, logits, out, lse)), *strides,
+        conv, kept, own, scale,
+        queries=LOOPED if conv != 0.0 else 2 * LOOPED,  # a convolution holds three times the registers
+        UNIT=unit, OWN=own != 0.0, MAPS=kept != 0.0, CONV=conv != 0.0, RELATIVE=table is not None,
         SAVE=logits is not None, ATTEND=out is not None)
 
 
@@ -200,7 +210,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out, logits (empty where not needed) and the rows' log-sum-exp, base 2."""
     sizes = _sizes(q, v, height, width, weight.shape[-1] if weight is not None else 1)
-    tables = _contiguous(height_rel), _contiguous(width_rel)
+    table = None if height_rel is None else torch.cat([height_rel, width_rel])
     weight, bias = _contiguous(weight), _contiguous(bias)
     shares, mixing = _shares(prev_logits is not None, weight is not None, alpha, beta, predict)
     maps = None if prev_logits is None else _heads_last(prev_logits)
@@ -208,11 +218,11 @@ def _forward(
     with torch.cuda.device_of(q):
         if mixing is not None:
             mixed = _new_maps(q)
-            _evolve(q, k, v, tables, maps, None, None, mixing, scale, sizes, logits=mixed)
+            _evolve(q, k, v, table, maps, None, None, mixing, scale, sizes, logits=mixed)
             maps = mixed
         logits = _new_maps(q) if need_logits else None
         out, lse = _new_rows(q, v.shape[-1]), q.new_empty(B, K, N, dtype=torch.float32)
-        _evolve(q, k, v, tables, maps, weight, bias, shares, scale, sizes, logits=logits, out=out, lse=lse)
+        _evolve(q, k, v, table, maps, weight, bias, shares, scale, sizes, logits=logits, out=out, lse=lse)
     return out, q.new_empty(0) if logits is None else logits.permute(0, 3, 1, 2), lse
 
 
@@ -242,22 +252,20 @@ def _backward(
     kernel_size = weight.shape[-1] if weight is not None else 1
     sizes = _sizes(q, v, height, width, kernel_size)
     (conv, kept, own), mixing = _shares(prev_logits is not None, weight is not None, alpha, beta, predict)
-    tables = _contiguous(height_rel), _contiguous(width_rel)
-    d_tables = [q.new_empty(0, dtype=torch.float32)] * 2 if height_rel is None else None
+    table = None if height_rel is None else torch.cat([height_rel, width_rel])
     weight_, bias_ = _contiguous(weight), _contiguous(bias)
     maps = None if prev_logits is None else _heads_last(prev_logits)
-    parts = B * -(-N // OWNED)
     with torch.cuda.device_of(q):
         # The logits, from memory or again
         if mixing is not None:
             mixed = _new_maps(q)
-            _evolve(q, k, v, tables, maps, None, None, mixing, scale, sizes, logits=mixed)
+            _evolve(q, k, v, table, maps, None, None, mixing, scale, sizes, logits=mixed)
             maps, rows = mixed, None
         elif logits is not None:
             rows = _heads_last(logits)
         else:
             rows = _new_maps(q)
-            _evolve(q, k, v, tables, maps, weight_, bias_, (conv, kept, own), scale, sizes, logits=rows)
+            _evolve(q, k, v, table, maps, weight_, bias_, (conv, kept, own), scale, sizes, logits=rows)
 
         # Softmax and ReLU: g (the logits' gradient), d_conv, d_v, d_weight, d_bias
         d_next = None if d_logits is None else _heads_last(d_logits.to(q.dtype))
@@ -268,13 +276,17 @@ def _backward(
         d_conv = d_weights = d_biases = q
         if conv != 0.0:
             d_conv = _new_maps(q)
+            parts = _programs(q)
             d_weights = weight.new_empty(parts, *weight.shape, dtype=torch.float32)
             d_biases = weight.new_empty(parts, K, dtype=torch.float32)
+        v_strides, unit = _strides(v)
+        out_strides, unit_out = _strides(d_out)
         _launch(
-            triton_kernels.logits_backward, "J", q, sizes,
+            triton_kernels.logits_backward, q, sizes,
             v, *(q if x is None else x for x in (maps, weight_, bias_, rows, d_next)), d_out, lse, delta,
-            d_conv, g, d_v, d_weights, d_biases, *v.stride(), *d_out.stride(), conv, kept,
-            MAPS=kept != 0.0, CONV=conv != 0.0, REBUILD=mixing is not None, FROM_NEXT=d_next is not None, SAVE=save_g)
+            d_conv, g, d_v, d_weights, d_biases, *v_strides, *out_strides, conv, kept,
+            UNIT=unit, UNIT_OUT=unit_out, MAPS=kept != 0.0, CONV=conv != 0.0, REBUILD=mixing is not None,
+            FROM_NEXT=d_next is not None, SAVE=save_g)
 
         # Convolution, mixing, and the query's side: d_prev, d_q, d_tables
         if mixing is not None:
@@ -285,34 +297,36 @@ def _backward(
         # d_k is taken from the stored d_prev = alpha * m; with alpha 0 that would be lost, so m is stored and d_prev is 0
         store_share = prev_share if prev_share != 0.0 else 1.0
         d_prev = _new_maps(q) if prev_logits is not None else q
-        if d_tables is None:
-            d_tables = [q.new_empty(parts, *table.shape, dtype=torch.float32) for table in tables]
+        d_table = q if table is None else q.new_empty(_programs(q), *table.shape, dtype=torch.float32)
         d_q, d_k = _new_rows(q, D), _new_rows(q, D)
+        strides, unit = _strides(q, k)
         _launch(
-            triton_kernels.queries_backward, "I", q, sizes,
-            q, k, *(q if x is None else x for x in (*tables, weight_)), d_conv, g, d_prev, d_q, *d_tables,
-            *q.stride(), *k.stride(), m_share, store_share, own_share, scale,
-            RELATIVE=height_rel is not None, CONV=conv != 0.0, LOGITS=save_g, OWN_FROM_MAPS=mixing is not None,
+            triton_kernels.queries_backward, q, sizes,
+            q, k, *(q if x is None else x for x in (table, weight_)), d_conv, g, d_prev, d_q, d_table, *strides,
+            m_share, store_share, own_share, scale,
+            UNIT=unit, RELATIVE=table is not None, CONV=conv != 0.0, LOGITS=save_g, OWN_FROM_MAPS=mixing is not None,
             SAVE=prev_logits is not None)
 
         # The key's side
         source, share = (d_prev, own_share / store_share) if mixing is not None else (g, own_share)
+        strides, unit = _strides(q)
         _launch(
-            triton_kernels.keys_backward, "J", q, sizes, q, source, d_k, *q.stride(), scale * share)
+            triton_kernels.keys_backward, q, sizes, q, source, d_k, *strides, scale * share,
+            keys=2 * LOOPED, UNIT=unit)
 
-    def total(parts_of: Tensor, like: Tensor | None) -> Tensor:
-        if like is None:
-            return q.new_empty(0, dtype=torch.float32)
-        return parts_of.sum(0).to(like.dtype)
-
+    none = q.new_empty(0, dtype=torch.float32)
+    d_height = d_width = d_weight = d_bias = none
+    if table is not None:
+        d_height, d_width = d_table.sum(0).to(height_rel.dtype).tensor_split([2 * height - 1])
+        d_width = d_width.clone()  # two outputs of an operator may not share memory
+    if weight is not None:
+        d_weight = d_weights.sum(0).to(weight.dtype) if conv != 0.0 else torch.zeros_like(weight_)
+        d_bias = d_biases.sum(0).to(bias.dtype) if conv != 0.0 else torch.zeros_like(bias_)
     if prev_logits is None:
         d_maps = q.new_empty(0)
     else:
         d_maps = (d_prev if prev_share != 0.0 else d_prev.zero_()).permute(0, 3, 1, 2)
-    if conv == 0.0 and weight is not None:
-        d_weights, d_biases = torch.zeros_like(weight_)[None], torch.zeros_like(bias_)[None]
-    return (d_q, d_k, d_v, total(d_tables[0], height_rel), total(d_tables[1], width_rel), d_maps,
-            total(d_weights, weight), total(d_biases, bias))
+    return d_q, d_k, d_v, d_height, d_width, d_maps, d_weight, d_bias
 
 
 @_backward.register_fake

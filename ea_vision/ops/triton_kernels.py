@@ -19,13 +19,17 @@ LOG2E = tl.constexpr(1.4426950408889634)
 def _rows(
         ptr, stride_head, stride_pixel, stride_width, n,
         N: tl.constexpr, K: tl.constexpr, D: tl.constexpr, KP: tl.constexpr, DP: tl.constexpr, OP: tl.constexpr,
+        UNIT: tl.constexpr,
 ):
-    """Pixels n (any number) of one image's (K, N, D) tensor, zeros outside: (KP, n, DP)."""
+    """Pixels n (any number) of one image's (K, N, D) tensor, zeros outside: (KP, n, DP).
+
+    The strides of heads and pixels count UNITs of numbers, which tells the compiler how wide it may load.
+    """
     head = tl.arange(0, KP)[:, None, None]
     pixel = n[None, :, None]
     d = tl.arange(0, DP)[None, None, :]
     mask = (head < K) & (pixel < N) & (d < D)
-    return tl.load(ptr + head * stride_head + pixel * stride_pixel + d * stride_width, mask=mask, other=0.0).to(OP)
+    return tl.load(ptr + (head * stride_head + pixel * stride_pixel) * UNIT + d * stride_width, mask=mask, other=0.0).to(OP)
 
 
 @triton.jit
@@ -95,75 +99,74 @@ def _bias(bias, K: tl.constexpr, KP: tl.constexpr, STORE: tl.constexpr):
 
 
 @triton.jit
-def _table(table, S: tl.constexpr, D: tl.constexpr, TP: tl.constexpr, DP: tl.constexpr, STORE: tl.constexpr,
+def _table(table, T: tl.constexpr, D: tl.constexpr, TP: tl.constexpr, DP: tl.constexpr, STORE: tl.constexpr,
            OP: tl.constexpr):
-    """An axis' position table (2S-1, D), padded with zeros: (TP, DP)."""
-    offset = tl.arange(0, TP)[:, None]
+    """The position tables (T, D), padded with zeros: (TP, DP)."""
+    t = tl.arange(0, TP)[:, None]
     d = tl.arange(0, DP)[None, :]
-    mask = (offset < 2 * S - 1) & (d < D)
-    return tl.load(table + offset * D + d, mask=mask, other=0.0).to(STORE).to(OP)
+    return tl.load(table + t * D + d, mask=(t < T) & (d < D), other=0.0).to(STORE).to(OP)
+
+
+# Positions of a pixel: its row in 0..H-1 and H plus its column in H..H+W-1, so that both axes are one matrix product.
+# The tables lie one after the other: offset o of rows at o + H-1, of columns at (2H-1) + o + W-1.
 
 
 @triton.jit
 def _position_products(
-        q, table, at, S: tl.constexpr, D: tl.constexpr, SP: tl.constexpr, TP: tl.constexpr,
+        q, table, i, H: tl.constexpr, W: tl.constexpr, D: tl.constexpr, SP: tl.constexpr, TP: tl.constexpr,
         STORE: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """q_i . table[s - at(i) + S-1] for each absolute position s of an axis of length S.
+    """q (KP, I, DP) of pixels i, times the embedding of each position s as seen from i: (KP, I, SP).
 
-    q: (KP, I, DP); at: (I,), the queries' positions -> (KP, I, SP). Columns from S on hold numbers nobody uses.
+    Positions from H+W on hold numbers that nothing uses.
     """
     KP: tl.constexpr = q.shape[0]
     I: tl.constexpr = q.shape[1]
     DP: tl.constexpr = q.shape[2]
-    t = _table(table, S, D, TP, DP, STORE, OP)
+    t = _table(table, 2 * H + 2 * W - 2, D, TP, DP, STORE, OP)
     by_offset = tl.dot(tl.reshape(q, (KP * I, DP)), tl.trans(t), input_precision=PRECISION)  # (KP*I, TP)
-    offset = tl.arange(0, SP)[None, :] - at[:, None] + (S - 1)
-    offset = tl.minimum(tl.maximum(offset, 0), TP - 1)
-    offset = tl.reshape(tl.broadcast_to(offset[None, :, :], (KP, I, SP)), (KP * I, SP))
-    return tl.reshape(tl.gather(by_offset, offset, 1), (KP, I, SP)).to(STORE).to(OP)
+    s = tl.arange(0, SP)[None, :]
+    at = tl.where(s < H, s - i[:, None] // W + (H - 1), s - H - i[:, None] % W + (2 * H + W - 2))
+    at = tl.minimum(tl.maximum(at, 0), TP - 1)
+    at = tl.reshape(tl.broadcast_to(at[None, :, :], (KP, I, SP)), (KP * I, SP))
+    return tl.reshape(tl.gather(by_offset, at, 1), (KP, I, SP)).to(STORE).to(OP)
 
 
 @triton.jit
-def _by_offset(d_products, at, S: tl.constexpr, SP: tl.constexpr, TP: tl.constexpr, STORE: tl.constexpr,
-               OP: tl.constexpr):
+def _by_offset(
+        d_products, i, H: tl.constexpr, W: tl.constexpr, SP: tl.constexpr, TP: tl.constexpr, STORE: tl.constexpr,
+        OP: tl.constexpr,
+):
     """The adjoint of the reordering in `_position_products`: (KP, I, SP) by position -> (KP*I, TP) by offset."""
     KP: tl.constexpr = d_products.shape[0]
     I: tl.constexpr = d_products.shape[1]
-    position = tl.arange(0, TP)[None, :] + at[:, None] - (S - 1)
-    position = tl.reshape(tl.broadcast_to(position[None, :, :], (KP, I, TP)), (KP * I, TP))
-    there = tl.minimum(tl.maximum(position, 0), SP - 1)
-    x = tl.gather(tl.reshape(d_products, (KP * I, SP)), there, 1)
-    return tl.where((position >= 0) & (position < S), x, 0.0).to(STORE).to(OP)
+    t = tl.arange(0, TP)[None, :]
+    rows = t < 2 * H - 1
+    s = tl.where(rows, t + i[:, None] // W - (H - 1), t + i[:, None] % W - (2 * H + W - 2) + H)
+    used = ((rows & (s >= 0)) & (s < H)) | (((t >= 2 * H - 1) & (s >= H)) & (s < H + W))
+    s = tl.minimum(tl.maximum(s, 0), SP - 1)
+    s = tl.reshape(tl.broadcast_to(s[None, :, :], (KP, I, TP)), (KP * I, TP))
+    used = tl.reshape(tl.broadcast_to(used[None, :, :], (KP, I, TP)), (KP * I, TP))
+    x = tl.gather(tl.reshape(d_products, (KP * I, SP)), s, 1)
+    return tl.where(used, x, 0.0).to(STORE).to(OP)
 
 
 @triton.jit
-def _one_hot(at, KP: tl.constexpr, SP: tl.constexpr, OP: tl.constexpr):
-    """at (J,) -> (KP, J, SP), the same for each head."""
-    hot = at[None, :, None] == tl.arange(0, SP)[None, None, :]
-    return tl.broadcast_to(hot, (KP, at.shape[0], SP)).to(OP)
-
-
-@triton.jit
-def _heads_first(x, I: tl.constexpr, J: tl.constexpr, KP: tl.constexpr):
-    """(I*J, KP) -> (KP, I, J)."""
-    return tl.permute(tl.reshape(x, (I, J, KP)), (2, 0, 1))
-
-
-@triton.jit
-def _heads_last(x, I: tl.constexpr, J: tl.constexpr, KP: tl.constexpr):
-    """(KP, I, J) -> (I*J, KP)."""
-    return tl.reshape(tl.permute(x, (1, 2, 0)), (I * J, KP))
+def _positions(j, H: tl.constexpr, W: tl.constexpr, KP: tl.constexpr, SP: tl.constexpr, OP: tl.constexpr):
+    """One at both positions of each pixel j, zero elsewhere, the same for each head: (KP, J, SP)."""
+    s = tl.arange(0, SP)[None, None, :]
+    hot = (j[None, :, None] // W == s) | (j[None, :, None] % W + H == s)
+    return tl.broadcast_to(hot, (KP, j.shape[0], SP)).to(OP)
 
 
 @triton.jit
 def evolve(
-        q, k, v, height_rel, width_rel, maps, weight, bias, logits, out, lse,
+        q, k, v, table, maps, weight, bias, logits, out, lse,
         q_image, q_head, q_pixel, q_width, k_image, k_head, k_pixel, k_width, v_image, v_head, v_pixel, v_width,
         conv_share, maps_share, own_share, scale,
         H: tl.constexpr, W: tl.constexpr, K: tl.constexpr, D: tl.constexpr, E: tl.constexpr, KS: tl.constexpr,
         KP: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, RP: tl.constexpr,
-        HP: tl.constexpr, WP: tl.constexpr, THP: tl.constexpr, TWP: tl.constexpr,
+        SP: tl.constexpr, TP: tl.constexpr, UNIT: tl.constexpr,
         I: tl.constexpr, J: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
         OWN: tl.constexpr, MAPS: tl.constexpr, CONV: tl.constexpr, RELATIVE: tl.constexpr,
         SAVE: tl.constexpr, ATTEND: tl.constexpr,
@@ -183,10 +186,9 @@ def evolve(
     k += image * k_image
     v += image * v_image
     if OWN:
-        qi = _rows(q + image * q_image, q_head, q_pixel, q_width, i, N, K, D, KP, DP, OP)
+        qi = _rows(q + image * q_image, q_head, q_pixel, q_width, i, N, K, D, KP, DP, OP, UNIT)
         if RELATIVE:
-            by_row = _position_products(qi, height_rel, i // W, H, D, HP, THP, STORE, OP, PRECISION)
-            by_col = _position_products(qi, width_rel, i % W, W, D, WP, TWP, STORE, OP, PRECISION)
+            by_position = _position_products(qi, table, i, H, W, D, SP, TP, STORE, OP, PRECISION)
     if ATTEND:
         top = tl.full((KP, I), float("-inf"), dtype=tl.float32)
         total = tl.zeros((KP, I), dtype=tl.float32)
@@ -203,13 +205,11 @@ def evolve(
         if MAPS:
             s += maps_share * tl.load(maps + at, mask=inside, other=0.0).to(tl.float32)
         if OWN:
-            kj = _rows(k, k_head, k_pixel, k_width, j, N, K, D, KP, DP, OP)
+            kj = _rows(k, k_head, k_pixel, k_width, j, N, K, D, KP, DP, OP, UNIT)
             own = tl.dot(qi, tl.permute(kj, (0, 2, 1)), input_precision=PRECISION)  # (KP, I, J)
             if RELATIVE:
-                rows = tl.permute(_one_hot(j // W, KP, HP, OP), (0, 2, 1))
-                cols = tl.permute(_one_hot(j % W, KP, WP, OP), (0, 2, 1))
-                own = tl.dot(by_row, rows, own, input_precision=PRECISION)
-                own = tl.dot(by_col, cols, own, input_precision=PRECISION)
+                positions = tl.permute(_positions(j, H, W, KP, SP, OP), (0, 2, 1))
+                own = tl.dot(by_position, positions, own, input_precision=PRECISION)
             s += (own_share * scale) * tl.permute(own, (1, 2, 0))
         s = s.to(STORE)  # what backward will read: the softmax is of the rounded logits
         if SAVE:
@@ -221,7 +221,7 @@ def evolve(
             p = tl.exp2(t - new_top[:, :, None])
             shrink = tl.exp2(top - new_top)
             total = total * shrink + tl.sum(p, 2)
-            vj = _rows(v, v_head, v_pixel, v_width, j, N, K, E, KP, EP, OP)
+            vj = _rows(v, v_head, v_pixel, v_width, j, N, K, E, KP, EP, OP, UNIT)
             mean = tl.dot(p.to(STORE).to(OP), vj, mean * shrink[:, :, None], input_precision=PRECISION)
             top = new_top
 
@@ -230,6 +230,14 @@ def evolve(
         head = tl.arange(0, KP)[:, None]
         tl.store(lse + image * (K * N) + head * N + i[None, :], top + tl.log2(total),
                  mask=(head < K) & (i[None, :] < N))
+
+
+@triton.jit
+def _grouped(taps, GROUPS: tl.constexpr):
+    """(I*J, RP) -> (GROUPS, RP, I*J/GROUPS): sums over pixels are shared among the warps, one group each."""
+    PIXELS: tl.constexpr = taps.shape[0]
+    RP: tl.constexpr = taps.shape[1]
+    return tl.permute(tl.reshape(taps, (GROUPS, PIXELS // GROUPS, RP)), (0, 2, 1))
 
 
 @triton.jit
@@ -249,6 +257,7 @@ def logits_backward(
         H: tl.constexpr, W: tl.constexpr, K: tl.constexpr, E: tl.constexpr, KS: tl.constexpr,
         KP: tl.constexpr, EP: tl.constexpr, RP: tl.constexpr,
         I: tl.constexpr, J: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
+        UNIT: tl.constexpr, UNIT_OUT: tl.constexpr, GROUPS: tl.constexpr,
         MAPS: tl.constexpr, CONV: tl.constexpr, REBUILD: tl.constexpr, FROM_NEXT: tl.constexpr,
         SAVE: tl.constexpr,
 ):
@@ -273,14 +282,14 @@ def logits_backward(
     d_out += image * do_image
     lse += image * (K * N)
     delta += image * (K * N)
-    vj = _rows(v + image * v_image, v_head, v_pixel, v_width, j, N, K, E, KP, EP, OP)
+    vj = _rows(v + image * v_image, v_head, v_pixel, v_width, j, N, K, E, KP, EP, OP, UNIT)
     dv = tl.zeros((KP, J, EP), dtype=tl.float32)
     if CONV:
         db = tl.zeros((KP,), dtype=tl.float32)
-        dw0 = tl.zeros((RP, KP), dtype=tl.float32)  # a tap row each
+        dw0 = tl.zeros((GROUPS, RP, KP), dtype=tl.float32)  # a tap row each
         if KS == 3:
-            dw1 = tl.zeros((RP, KP), dtype=tl.float32)
-            dw2 = tl.zeros((RP, KP), dtype=tl.float32)
+            dw1 = tl.zeros((GROUPS, RP, KP), dtype=tl.float32)
+            dw2 = tl.zeros((GROUPS, RP, KP), dtype=tl.float32)
 
     for i0 in range(0, N, I):
         i = i0 + tl.arange(0, I)
@@ -299,7 +308,7 @@ def logits_backward(
         row_mask = (head < K) & (i[None, :] < N)
         row_lse = tl.load(lse + row, mask=row_mask, other=0.0)
         row_delta = tl.load(delta + row, mask=row_mask, other=0.0)
-        do = _rows(d_out, do_head, do_pixel, do_width, i, N, K, E, KP, EP, OP)
+        do = _rows(d_out, do_head, do_pixel, do_width, i, N, K, E, KP, EP, OP, UNIT_OUT)
         p = tl.exp2(tl.permute(s, (2, 0, 1)).to(tl.float32) * LOG2E - row_lse[:, :, None])
         p = tl.where(row_mask[:, :, None] & (j < N)[None, None, :], p, 0.0)
         dv = tl.dot(tl.permute(p.to(STORE).to(OP), (0, 2, 1)), do, dv, input_precision=PRECISION)
@@ -314,35 +323,35 @@ def logits_backward(
             db += tl.sum(dz, 0)
             dz = dz.to(STORE)
             tl.store(d_conv + at, tl.reshape(dz, (I, J, KP)), mask=inside)
-            dz = dz.to(OP)
+            dz = tl.reshape(dz.to(OP), (GROUPS, I * J // GROUPS, KP))
             taps = _tap_row(maps, i0, j0, 0, N, K, KS, RP, I, J, OP)
-            dw0 = tl.dot(tl.trans(taps), dz, dw0, input_precision=PRECISION)
+            dw0 = tl.dot(_grouped(taps, GROUPS), dz, dw0, input_precision=PRECISION)
             if KS == 3:
                 taps = _tap_row(maps, i0, j0, 1, N, K, KS, RP, I, J, OP)
-                dw1 = tl.dot(tl.trans(taps), dz, dw1, input_precision=PRECISION)
+                dw1 = tl.dot(_grouped(taps, GROUPS), dz, dw1, input_precision=PRECISION)
                 taps = _tap_row(maps, i0, j0, 2, N, K, KS, RP, I, J, OP)
-                dw2 = tl.dot(tl.trans(taps), dz, dw2, input_precision=PRECISION)
+                dw2 = tl.dot(_grouped(taps, GROUPS), dz, dw2, input_precision=PRECISION)
 
     _store_rows(d_v + image * (N * K * E), j, dv, N, K, E, KP, EP)
     if CONV:
         part = tl.program_id(0).to(tl.int64)
         d_weight += part * (K * K * KS * KS)
-        _store_weight_part(d_weight, dw0, 0, K, KS, KP, RP)
+        _store_weight_part(d_weight, tl.sum(dw0, 0), 0, K, KS, KP, RP)
         if KS == 3:
-            _store_weight_part(d_weight, dw1, 1, K, KS, KP, RP)
-            _store_weight_part(d_weight, dw2, 2, K, KS, KP, RP)
+            _store_weight_part(d_weight, tl.sum(dw1, 0), 1, K, KS, KP, RP)
+            _store_weight_part(d_weight, tl.sum(dw2, 0), 2, K, KS, KP, RP)
         to = tl.arange(0, KP)
         tl.store(d_bias + part * K + to, db, mask=to < K)
 
 
 @triton.jit
 def queries_backward(
-        q, k, height_rel, width_rel, weight, d_conv, d_logits, d_maps, d_q, d_height_rel, d_width_rel,
+        q, k, table, weight, d_conv, d_logits, d_maps, d_q, d_table,
         q_image, q_head, q_pixel, q_width, k_image, k_head, k_pixel, k_width,
         logits_share, maps_share, own_share, scale,
         H: tl.constexpr, W: tl.constexpr, K: tl.constexpr, D: tl.constexpr, KS: tl.constexpr,
         KP: tl.constexpr, DP: tl.constexpr, RP: tl.constexpr,
-        HP: tl.constexpr, WP: tl.constexpr, THP: tl.constexpr, TWP: tl.constexpr,
+        SP: tl.constexpr, TP: tl.constexpr, UNIT: tl.constexpr,
         I: tl.constexpr, J: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
         RELATIVE: tl.constexpr, CONV: tl.constexpr, LOGITS: tl.constexpr, OWN_FROM_MAPS: tl.constexpr,
         SAVE: tl.constexpr,
@@ -365,8 +374,7 @@ def queries_backward(
     k += image * k_image
     dq = tl.zeros((KP, I, DP), dtype=tl.float32)
     if RELATIVE:
-        d_row = tl.zeros((KP, I, HP), dtype=tl.float32)
-        d_col = tl.zeros((KP, I, WP), dtype=tl.float32)
+        d_position = tl.zeros((KP, I, SP), dtype=tl.float32)
 
     for j0 in range(0, N, J):
         j = j0 + tl.arange(0, J)
@@ -386,31 +394,22 @@ def queries_backward(
             own = own_share * g
         own = tl.where(inside, own, 0.0).to(STORE).to(OP)  # the adjoint conv reaches one pixel past the edge
         own = tl.permute(own, (2, 0, 1))  # (KP, I, J)
-        kj = _rows(k, k_head, k_pixel, k_width, j, N, K, D, KP, DP, OP)
+        kj = _rows(k, k_head, k_pixel, k_width, j, N, K, D, KP, DP, OP, UNIT)
         dq = tl.dot(own, kj, dq, input_precision=PRECISION)
         if RELATIVE:
-            d_row = tl.dot(own, _one_hot(j // W, KP, HP, OP), d_row, input_precision=PRECISION)
-            d_col = tl.dot(own, _one_hot(j % W, KP, WP, OP), d_col, input_precision=PRECISION)
+            d_position = tl.dot(own, _positions(j, H, W, KP, SP, OP), d_position, input_precision=PRECISION)
 
     if RELATIVE:
-        part = tl.program_id(0).to(tl.int64)
-        qi = _rows(q + image * q_image, q_head, q_pixel, q_width, i, N, K, D, KP, DP, OP)
-        qi = tl.reshape(qi, (KP * I, DP))
+        T: tl.constexpr = 2 * H + 2 * W - 2
+        qi = _rows(q + image * q_image, q_head, q_pixel, q_width, i, N, K, D, KP, DP, OP, UNIT)
+        d_offset = _by_offset(d_position, i, H, W, SP, TP, STORE, OP)  # (KP*I, TP)
+        embedding = _table(table, T, D, TP, DP, STORE, OP)
+        dq += tl.reshape(tl.dot(d_offset, embedding, input_precision=PRECISION), (KP, I, DP))
+        dt = tl.dot(tl.trans(d_offset), tl.reshape(qi, (KP * I, DP)), input_precision=PRECISION)
+        t = tl.arange(0, TP)[:, None]
         d = tl.arange(0, DP)[None, :]
-        d_row_offset = _by_offset(d_row, i // W, H, HP, THP, STORE, OP)
-        table = _table(height_rel, H, D, THP, DP, STORE, OP)
-        dq += tl.reshape(tl.dot(d_row_offset, table, input_precision=PRECISION), (KP, I, DP))
-        offset = tl.arange(0, THP)[:, None]
-        tl.store(d_height_rel + part * ((2 * H - 1) * D) + offset * D + d,
-                 scale * tl.dot(tl.trans(d_row_offset), qi, input_precision=PRECISION),
-                 mask=(offset < 2 * H - 1) & (d < D))
-        d_col_offset = _by_offset(d_col, i % W, W, WP, TWP, STORE, OP)
-        table = _table(width_rel, W, D, TWP, DP, STORE, OP)
-        dq += tl.reshape(tl.dot(d_col_offset, table, input_precision=PRECISION), (KP, I, DP))
-        offset = tl.arange(0, TWP)[:, None]
-        tl.store(d_width_rel + part * ((2 * W - 1) * D) + offset * D + d,
-                 scale * tl.dot(tl.trans(d_col_offset), qi, input_precision=PRECISION),
-                 mask=(offset < 2 * W - 1) & (d < D))
+        part = tl.program_id(0).to(tl.int64)
+        tl.store(d_table + part * (T * D) + t * D + d, scale * dt, mask=(t < T) & (d < D))
     _store_rows(d_q + image * (N * K * D), i, scale * dq, N, K, D, KP, DP)
 
 
@@ -418,7 +417,7 @@ def queries_backward(
 def keys_backward(
         q, maps, d_k, q_image, q_head, q_pixel, q_width, share,
         N: tl.constexpr, K: tl.constexpr, D: tl.constexpr, KP: tl.constexpr, DP: tl.constexpr,
-        I: tl.constexpr, J: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
+        UNIT: tl.constexpr, I: tl.constexpr, J: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """d_k = share * transposed(maps) @ q. A program: J keys of an image, all heads, all queries by blocks of I."""
     BLOCKS: tl.constexpr = (N + J - 1) // J
@@ -431,6 +430,6 @@ def keys_backward(
         i = i0 + tl.arange(0, I)
         at, inside = _map_tile(i, j, N, K, KP)
         m = tl.load(maps + at, mask=inside, other=0.0).to(OP)
-        qi = _rows(q, q_head, q_pixel, q_width, i, N, K, D, KP, DP, OP)
+        qi = _rows(q, q_head, q_pixel, q_width, i, N, K, D, KP, DP, OP, UNIT)
         dk = tl.dot(tl.permute(m, (2, 1, 0)), qi, dk, input_precision=PRECISION)
     _store_rows(d_k + image * (N * K * D), j, share * dk, N, K, D, KP, DP)

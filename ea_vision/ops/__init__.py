@@ -1,0 +1,175 @@
+"""Evolving attention behind one function: a readable reference, and faster implementations chosen by what they can run.
+
+    out, logits = evolving_attention(q, k, v, height_rel, width_rel, prev_logits, weight, bias, alpha=0.5, beta=1.0,
+                                     feat_size=(14, 14))
+
+| implementation | runs                                             | never has in memory            |
+| -------------- | ------------------------------------------------ | ------------------------------ |
+| cpu            | on a CPU, a C kernel compiled on first use       | anything N x N but the logits  |
+| triton         | chained attention (EA, PA) on CUDA               | anything N x N but the logits  |
+| sdpa           | unchained attention (AA) on CUDA                 | anything N x N                 |
+| reference      | everywhere, readable torch                       |                                |
+
+The choice can be forced: by argument, by `with use_implementation("reference")`, or by the environment variable
+EA_VISION_IMPLEMENTATION, in this order. Why an implementation was taken is logged once, at level INFO.
+
+Shape letters: B batch, K heads, H x W the map, N = H*W its pixels (row-major), D width of a query's head, E of a value's.
+"""
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from ea_vision.layers.rel_pos import fit_rel_table
+from ea_vision.ops import cpu, reference, sdpa, triton_attention
+
+__all__ = ["IMPLEMENTATIONS", "evolving_attention", "use_implementation"]
+
+IMPLEMENTATIONS = ("cpu", "triton", "sdpa", "reference")
+
+_logger = logging.getLogger(__name__)
+_logged: set[tuple[str, ...]] = set()
+_forced: list[str] = []
+_BY_DEVICE = {"cpu": ("cpu",), "cuda": ("sdpa", "triton")}
+
+
+def _check_name(name: str, source: str) -> str:
+    if name not in IMPLEMENTATIONS:
+        raise ValueError(f"{source} must be one of {', '.join(IMPLEMENTATIONS)}, got {name!r}")
+    return name
+
+
+if os.environ.get("EA_VISION_IMPLEMENTATION"):
+    _forced.append(_check_name(os.environ["EA_VISION_IMPLEMENTATION"], "EA_VISION_IMPLEMENTATION"))
+
+
+@contextmanager
+def use_implementation(name: str) -> Iterator[None]:
+    """Force an implementation inside the `with` block, in the whole process.
+
+    Raises:
+        ValueError: no implementation of this name; inside the block, one that cannot run what it is given.
+    """
+    _forced.append(_check_name(name, "implementation"))
+    try:
+        yield
+    finally:
+        _forced.pop()
+
+
+def _reason_against(
+        name: str, q: Tensor, k: Tensor, v: Tensor, prev_logits: Tensor | None, weight: Tensor | None,
+        dropout_p: float, need_logits: bool,
+) -> str | None:
+    if name == "reference":
+        return None
+    if dropout_p > 0 and name != "sdpa":
+        return "it has no dropout on the attention probabilities"
+    if name == "cpu":
+        return cpu.reason_against(q, weight)
+    if name == "triton":
+        return triton_attention.reason_against(q, k, v, prev_logits, weight)
+    return sdpa.reason_against(prev_logits, need_logits)
+
+
+def _choose(q: Tensor, *rest) -> str:
+    """The first implementation of the device that can run this."""
+    if torch.compiler.is_exporting() or torch.jit.is_tracing():
+        return "reference"  # an exported program must run where ea_vision is not
+    against = []
+    for name in _BY_DEVICE.get(q.device.type, ()):
+        reason = _reason_against(name, q, *rest)
+        if reason is None:
+            break
+        against.append(f"not {name}: {reason}")
+    else:
+        name = "reference"
+    if not torch.compiler.is_compiling() and (name, *against) not in _logged:
+        _logged.add((name, *against))
+        _logger.info("evolving attention on %s in %s by %r%s", q.device.type, q.dtype, name,
+                     "".join(f"; {line}" for line in against))
+    return name
+
+
+def evolving_attention(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        height_rel: Tensor | None = None,
+        width_rel: Tensor | None = None,
+        prev_logits: Tensor | None = None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        alpha: float = 0.5,
+        beta: float = 1.0,
+        *,
+        feat_size: tuple[int, int],
+        predict: bool = False,
+        scale: float | None = None,
+        dropout_p: float = 0.0,
+        need_logits: bool = True,
+        implementation: str | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention over the pixels of a map, whose logits evolve from the previous layer's.
+
+        own = scale * (q_i . k_j + q_i . height_rel[row(j) - row(i)] + q_i . width_rel[col(j) - col(i)])
+        AA            logits = own                                                                (prev_logits None)
+        EA            m = alpha * prev + (1 - alpha) * own;  logits = beta * relu(conv(m)) + (1 - beta) * m
+        PA (predict)  logits = alpha * relu(conv(prev)) + (1 - alpha) * own
+        out = softmax_j(logits) @ v
+
+    AA paper, equation 4; EA paper, equations 3 and 4. Without `weight`, m and prev take the place of relu(conv(.)).
+
+    Args:
+        q, k: (B, K, N, D), q not scaled.
+        v: (B, K, N, E).
+        height_rel: (2H-1, D), row 0 = offset -(H-1), or None for no position terms; other odd lengths are fitted to H.
+        width_rel: (2W-1, D), likewise.
+        prev_logits: (B, K, N, N), or None for attention that does not evolve.
+        weight, bias: (K, K, kernel, kernel) and (K) of the convolution over the maps, kernel odd.
+        alpha: share of the previous layer's maps.
+        beta: EA: share of the convolved maps.
+        feat_size: (H, W).
+        predict: PA in place of EA.
+        scale: of q; D**-0.5 unless given.
+        dropout_p: dropout on the attention probabilities.
+        need_logits: whether the logits are wanted; where not, they need no memory.
+        implementation: one of `IMPLEMENTATIONS`; chosen unless given.
+
+    Returns:
+        out (B, K, N, E) and the logits (B, K, N, N) that entered the softmax, or None where not needed.
+
+    Raises:
+        ValueError: shapes that do not fit, or an implementation that cannot run this.
+    """
+    B, K, N, D = q.shape
+    H, W = feat_size
+    if H * W != N or k.shape != q.shape or v.shape[:3] != q.shape[:3]:
+        raise ValueError(f"q and k (B, K, N, D) and v (B, K, N, E) with N = {H}*{W} required, "
+                         f"got {list(q.shape)}, {list(k.shape)}, {list(v.shape)}")
+    if prev_logits is not None and prev_logits.shape != (B, K, N, N):
+        raise ValueError(f"prev_logits of shape {[B, K, N, N]} required, got {list(prev_logits.shape)}")
+    if height_rel is not None:
+        height_rel, width_rel = fit_rel_table(height_rel, H), fit_rel_table(width_rel, W)
+    scale = D ** -0.5 if scale is None else scale
+    needs = (k, v, prev_logits, weight, dropout_p, need_logits)
+    forced = implementation if implementation is not None else _forced[-1] if _forced else None
+    if forced is None:
+        chosen = _choose(q, *needs)
+    else:
+        chosen = _check_name(forced, "implementation")
+        reason = _reason_against(chosen, q, *needs)
+        if reason is not None:
+            raise ValueError(f"implementation {chosen!r} cannot run this: {reason}")
+
+    if chosen == "sdpa":
+        return sdpa.attend(q, k, v, height_rel, width_rel, scale=scale, feat_size=feat_size, dropout_p=dropout_p), None
+    arguments = (q, k, v, height_rel, width_rel, prev_logits, weight, bias, alpha, beta)
+    options = {"predict": predict, "scale": scale, "feat_size": feat_size, "need_logits": need_logits}
+    if chosen == "reference":
+        return reference.attend(*arguments, dropout_p=dropout_p, **options)
+    return (cpu if chosen == "cpu" else triton_attention).attend(*arguments, **options)

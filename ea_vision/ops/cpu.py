@@ -1,0 +1,226 @@
+"""Evolving attention on a CPU by a C kernel (`cpu_kernel.c`), compiled on first use for the machine at hand.
+
+An image's maps are made, mixed, convolved, normalised and multiplied with the values row by row while they lie in the
+cache: main memory sees the previous logits once and this layer's once. The backward pass keeps nothing but them (and
+one number a row) and computes the rest again. What enters exp is kept above the threshold of subnormal numbers, so the
+speed does not depend on torch.set_flush_denormal.
+
+The compiler is $CC or cc; the library is kept in $EA_VISION_CACHE (default: ~/.cache/ea_vision).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+SOURCE = Path(__file__).with_name("cpu_kernel.c")
+# Not -ffast-math: linked with it, a library switches subnormal numbers off in the whole process, and reordered sums
+# would undo the rounding in the kernel's exp.
+FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast")
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+NONE, MIX, PREDICT = range(3)
+
+_INTS = ("B", "K", "H", "W", "D", "E", "kernel", "kind", "dtype", "threads")
+_FLOATS = ("alpha", "beta", "scale")
+_STEPS = ("q_step", "k_step", "v_step")
+_POINTERS = ("q", "k", "v", "prev", "height_rel", "width_rel", "weight", "bias", "out", "logits", "lse", "d_out",
+             "d_logits", "d_q", "d_k", "d_v", "d_prev", "d_height_rel", "d_width_rel", "d_weight", "d_bias")
+
+
+class _Problem(ctypes.Structure):
+    """`problem` of cpu_kernel.c."""
+
+    _fields_ = [*((name, ctypes.c_int32) for name in _INTS), *((name, ctypes.c_float) for name in _FLOATS),
+                *((name, ctypes.c_int64) for name in _STEPS), *((name, ctypes.c_void_p) for name in _POINTERS)]
+
+
+def _machine() -> str:
+    """What -march=native depends on; a cache on a shared disk serves machines of several kinds."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+
+
+def _openmp() -> list[str]:
+    """Arguments that link with the OpenMP library torch has loaded: two of them would fight for the cores."""
+    bundled = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
+    return [str(bundled[0]), f"-Wl,-rpath,{bundled[0].parent}"] if bundled else ["-fopenmp"]
+
+
+def _build(compiler: str, to: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=to.parent) as folder:  # renamed when complete: other processes build it too
+        unit, library = Path(folder) / "kernel.o", Path(folder) / "kernel.so"
+        for command in ([compiler, *FLAGS, "-fopenmp", "-c", str(SOURCE), "-o", str(unit)],
+                        [compiler, "-shared", str(unit), "-o", str(library), *_openmp(), "-lm"]):
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                raise OSError(f"{' '.join(command)} ended with code {done.returncode}: {done.stderr.strip()[-2000:]}")
+        library.replace(to)
+
+
+@functools.cache
+def _load() -> ctypes.CDLL | str:
+    """The compiled kernel, or why there is none."""
+    compiler = os.environ.get("CC", "").split(" ")[0] or "cc"
+    if shutil.which(compiler) is None:
+        return f"no C compiler: {compiler} is not there (set CC, or install one)"
+    key = hashlib.sha256(b"\0".join(part.encode() for part in (
+        SOURCE.read_text(), compiler, *FLAGS, *_openmp(), _machine(), torch.__version__))).hexdigest()[:16]
+    cache = Path(os.environ.get("EA_VISION_CACHE") or Path.home() / ".cache" / "ea_vision")
+    try:
+        library = cache / f"cpu_kernel-{key}.so"
+        if not library.exists():
+            cache.mkdir(parents=True, exist_ok=True)
+            _build(compiler, library)
+        loaded = ctypes.CDLL(str(library))
+    except OSError as error:
+        return f"the C kernel could not be built: {error}"
+    for function in (loaded.evolving_attention_forward, loaded.evolving_attention_backward):
+        function.argtypes, function.restype = [ctypes.POINTER(_Problem)], None
+    return loaded
+
+
+def reason_against(q: Tensor, weight: Tensor | None) -> str | None:
+    """Why the kernel cannot take this, or None.
+
+    Args:
+        q: (B, K, N, D).
+        weight: (K, K, kernel, kernel) of the map convolution, or None.
+    """
+    if q.device.type != "cpu":
+        return f"it needs tensors on the CPU, got {q.device}"
+    if q.dtype not in DTYPES:
+        return f"it needs float32, bfloat16 or float16, got {q.dtype}"
+    if weight is not None and weight.shape[-1] > 7:
+        return f"it needs map convolutions of at most 7x7, got {weight.shape[-1]}x{weight.shape[-1]}"
+    loaded = _load()
+    return loaded if isinstance(loaded, str) else None
+
+
+def _pixels_last(x: Tensor) -> Tensor:
+    """(B, K, N, D) -> (B, K, D, N), each image contiguous; a view where q, k, v come from a (B, C, H, W) tensor."""
+    x = x.transpose(-2, -1)
+    B, K, D, N = x.shape
+    return x if x.stride()[1:] == (D * N, N, 1) else x.contiguous()
+
+
+def _floats(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.detach().float().contiguous()
+
+
+def _run(function: str, feat_size: tuple[int, int], scale: float, alpha: float, beta: float, kind: int,
+         q: Tensor, k: Tensor, v: Tensor, **tensors: Tensor | None) -> None:
+    """q, k, v (B, K, D, N) by `_pixels_last`; the others contiguous."""
+    B, K, D, _ = q.shape
+    weight = tensors.get("weight")
+    problem = _Problem(B=B, K=K, H=feat_size[0], W=feat_size[1], D=D, E=v.shape[2],
+                       kernel=0 if weight is None else weight.shape[-1], kind=kind, dtype=DTYPES[q.dtype],
+                       threads=torch.get_num_threads(), alpha=alpha, beta=beta, scale=scale,
+                       q_step=q.stride(0), k_step=k.stride(0), v_step=v.stride(0))
+    for name, tensor in {"q": q, "k": k, "v": v, **tensors}.items():
+        setattr(problem, name, None if tensor is None else tensor.data_ptr())
+    getattr(_load(), function)(ctypes.byref(problem))
+
+
+@torch.library.custom_op("ea_vision::cpu_attention", mutates_args=(), device_types="cpu")
+def _forward(
+        q: Tensor, k: Tensor, v: Tensor, height_rel: Tensor | None, width_rel: Tensor | None, prev: Tensor | None,
+        weight: Tensor | None, bias: Tensor | None, alpha: float, beta: float, kind: int, scale: float, height: int,
+        width: int, need_logits: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """-> out (B, K, E, N), logits (B, K, N, N) or empty, lse (B, K, N)."""
+    B, K, N, _ = q.shape
+    q, k, v = _pixels_last(q), _pixels_last(k), _pixels_last(v)
+    out = q.new_empty(B, K, v.shape[2], N)
+    logits = q.new_empty((B, K, N, N) if need_logits else 0)
+    lse = torch.empty(B, K, N, dtype=torch.float32)
+    _run("evolving_attention_forward", (height, width), scale, alpha, beta, kind, q, k, v, prev=prev,
+         height_rel=height_rel, width_rel=width_rel, weight=weight, bias=bias, out=out,
+         logits=logits if need_logits else None, lse=lse)
+    return out, logits, lse
+
+
+@_forward.register_fake
+def _(q, k, v, height_rel, width_rel, prev, weight, bias, alpha, beta, kind, scale, height, width, need_logits):
+    B, K, N, _ = q.shape
+    return (q.new_empty(B, K, v.shape[3], N), q.new_empty((B, K, N, N) if need_logits else (0,)),
+            q.new_empty(B, K, N, dtype=torch.float32))
+
+
+@torch.library.custom_op("ea_vision::cpu_attention_backward", mutates_args=(), device_types="cpu")
+def _backward(
+        d_out: Tensor, d_logits: Tensor | None, q: Tensor, k: Tensor, v: Tensor, height_rel: Tensor | None,
+        width_rel: Tensor | None, prev: Tensor | None, weight: Tensor | None, bias: Tensor | None,
+        logits: Tensor | None, lse: Tensor, alpha: float, beta: float, kind: int, scale: float, height: int,
+        width: int,
+) -> list[Tensor]:
+    """-> gradients of q, k (B, K, D, N), v (B, K, E, N), then of those given: prev, tables, weight, bias."""
+    q, k, v = _pixels_last(q), _pixels_last(k), _pixels_last(v)
+    grads = {"d_q": q.new_empty(q.shape), "d_k": k.new_empty(k.shape), "d_v": v.new_empty(v.shape)}
+    if prev is not None:
+        grads["d_prev"] = torch.empty_like(prev)
+    for name, tensor in (("height_rel", height_rel), ("width_rel", width_rel), ("weight", weight), ("bias", bias)):
+        if tensor is not None:
+            grads[f"d_{name}"] = tensor.new_empty(q.shape[0], *tensor.shape)
+    _run("evolving_attention_backward", (height, width), scale, alpha, beta, kind, q, k, v, prev=prev,
+         height_rel=height_rel, width_rel=width_rel, weight=weight, bias=bias, logits=logits, lse=lse,
+         d_out=d_out.contiguous(), d_logits=None if d_logits is None else d_logits.contiguous(), **grads)
+    images = ("d_q", "d_k", "d_v", "d_prev")
+    return [grad if name in images else grad.sum(0) for name, grad in grads.items()]
+
+
+@_backward.register_fake
+def _(d_out, d_logits, q, k, v, height_rel, width_rel, prev, weight, bias, logits, lse, alpha, beta, kind, scale,
+      height, width):
+    grads = [x.new_empty(x.shape[0], x.shape[1], x.shape[3], x.shape[2]) for x in (q, k, v)]
+    return grads + [torch.empty_like(x) for x in (prev, height_rel, width_rel, weight, bias) if x is not None]
+
+
+def _save(ctx, inputs, output) -> None:
+    *tensors, alpha, beta, kind, scale, height, width, need_logits = inputs
+    _, logits, lse = output
+    ctx.save_for_backward(*tensors, logits if need_logits else None, lse)
+    ctx.options = alpha, beta, kind, scale, height, width
+
+
+def _differentiate(ctx, d_out, d_logits, _):
+    *inputs, logits, lse = ctx.saved_tensors
+    if logits is None:
+        d_logits = None
+    grads = iter(_backward(d_out, d_logits, *inputs, logits, lse, *ctx.options))
+    d_q, d_k, d_v = (next(grads).transpose(-2, -1) for _ in range(3))
+    _, _, _, height_rel, width_rel, prev, weight, bias = inputs
+    d_prev = next(grads) if prev is not None else None
+    d_height, d_width, d_weight, d_bias = (
+        next(grads) if x is not None else None for x in (height_rel, width_rel, weight, bias))
+    return d_q, d_k, d_v, d_height, d_width, d_prev, d_weight, d_bias, *(None,) * 7
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)
+
+
+def attend(
+        q: Tensor, k: Tensor, v: Tensor, height_rel: Tensor | None, width_rel: Tensor | None,
+        prev_logits: Tensor | None, weight: Tensor | None, bias: Tensor | None, alpha: float, beta: float, *,
+        predict: bool, scale: float, feat_size: tuple[int, int], need_logits: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """See `ea_vision.ops.evolving_attention`."""
+    kind = NONE if prev_logits is None else PREDICT if predict else MIX
+    if prev_logits is not None:
+        prev_logits = prev_logits.to(q.dtype).contiguous()
+    small = [None if x is None else x.float().contiguous() for x in (height_rel, width_rel, weight, bias)]
+    out, logits, _ = _forward(q, k, v, *small[:2], prev_logits, *small[2:], alpha, beta, kind, scale, *feat_size,
+                              need_logits)
+    return out.transpose(-2, -1), logits if need_logits else None
