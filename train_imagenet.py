@@ -188,10 +188,10 @@ def train(config: ImageNetConfig, optional_kwargs: frozenset[str]) -> int:
             if step_log is not None:
                 step_log.begin(trainer.progress.updates)
             trainer.fit()
-            results = finish(trainer, eval_loader, len(evaluated), "test", run)
+            finish(trainer, eval_loader, len(evaluated), "test", run, before=lambda results: write_results_row(
+                folder / RESULTS_CSV, config, results["test_best"], model))
             if step_log is not None:
                 step_log.close()
-                write_results_row(folder / RESULTS_CSV, config, results["test_best"], model)
     return 0
 
 

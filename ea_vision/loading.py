@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import safetensors
 import timm
 import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
@@ -24,7 +25,7 @@ from ea_vision.engine.build import check_model_name, check_state_fits, load_weig
 from ea_vision.engine.errors import UsageError
 
 MAX_PIXELS = 100_000_000  # larger images are refused before they are decoded
-WEIGHTS_HELP = "NAME of a timm model (pretrained where it has weights, else random), RUN folder, or RUN/FILE.ckpt"
+WEIGHTS_HELP = "NAME of a timm model (pretrained where it has weights, else random), RUN folder, or a checkpoint in one"
 
 
 @dataclass
@@ -74,6 +75,7 @@ def load_model(target: str, *, random: bool = False, img_size: tuple[int, int] |
     epoch, crop_pct = None, None
     if path.is_dir() or path.is_file():
         folder = path if path.is_dir() else path.parent
+        folder = folder.parent if folder.name == run_folder.SNAPSHOTS else folder
         config, run = run_folder.read_config(folder)
         label = f"{config['model']}, {folder.resolve().name}"
         if random:
@@ -109,10 +111,12 @@ def _create(name: str, seed: int, **kwargs: Any) -> nn.Module:
 
 
 def _load_file(model: nn.Module, path: Path) -> int | None:
-    """Load a checkpoint or a weights file; return the checkpoint's epoch."""
+    """Load a checkpoint or a weights file; return its epoch, where it says it."""
     if path.suffix == ".safetensors":
         load_weights(model, path)
-        return None
+        with safetensors.safe_open(path, framework="pt") as file:
+            epoch = (file.metadata() or {}).get("epoch")
+        return None if epoch is None else int(epoch)
     try:
         state = checkpoint.read_checkpoint(path)
     except checkpoint.DamagedCheckpoint as error:

@@ -23,7 +23,7 @@ from ea_vision.engine.preflight import check_disk, checkpoint_bytes, trial_step
 from ea_vision.engine.schedules import build_schedule
 from tests.data.photos import make_photos
 from tests.engine import runner
-from tests.engine.runner import SignalAfterUpdate, same_result
+from tests.engine.runner import KillInWrite, SignalAfterUpdate, same_result
 from train_imagenet import ImageNetConfig
 
 TINY = ["--model", "test_resnet", "--model-kwargs", "drop_rate=0.2", "--img-size", "16", "--eval-resize", "20",
@@ -113,6 +113,15 @@ def test_interrupted_runs_end_as_uninterrupted_ones(photos, finished, tmp_path, 
     same_result(folder, finished)
     steps = [r["step"] for r in csv.DictReader((folder / "speed.csv").open())]
     assert sorted(set(steps), key=int) == steps, "no row twice"
+
+
+def test_a_complete_run_has_its_results_row(photos, finished, tmp_path):
+    """Killed while it writes the row: the run is not complete yet, and the next command writes it."""
+    folder, log = tmp_path / "run", tmp_path / "log"
+    assert run(arguments(photos, folder), log, KillInWrite("half", 1, train_imagenet.RESULTS_CSV)) == -signal.SIGKILL
+    assert run_folder.read_results(folder) is None
+    assert run(arguments(photos, folder), log) == 0, log.read_text()
+    assert (folder / "results.csv").read_bytes() == (finished / "results.csv").read_bytes()
 
 
 def test_a_process_killed_under_torchrun_is_restarted_and_nothing_is_lost(photos, tmp_path):

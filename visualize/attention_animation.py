@@ -38,6 +38,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from ea_vision.attention import AttentionLayer
+from ea_vision.engine import run_folder
 from ea_vision.engine.errors import RunError, UsageError
 from ea_vision.loading import LoadedModel
 
@@ -126,12 +127,15 @@ def encode_mp4(pictures: Sequence[np.ndarray], seconds: float) -> bytes:
 
 
 def checkpoints_of(targets: str) -> str:
-    """Run folders among the targets become their *.ckpt files."""
+    """Run folders among the targets become their *.ckpt files and snapshots."""
     found = []
     for target in targets.split(","):
-        files = sorted(map(str, Path(target).glob("*.ckpt"))) if Path(target).is_dir() else [target]
-        if not files:
-            raise UsageError(f"run {target} has no *.ckpt")
+        files = [target]
+        if Path(target).is_dir():
+            names = ("*.ckpt", f"{run_folder.SNAPSHOTS}/*.safetensors")
+            files = sorted(str(path) for name in names for path in Path(target).glob(name))
+            if not files:
+                raise UsageError(f"run {target} has no {' nor '.join(names)}")
         found += files
     return ",".join(found)
 
@@ -146,8 +150,9 @@ def main() -> int:
     parser = make_parser("attention_animation.py", __doc__, EXAMPLES, output="attention.gif", heads="mean",
                          suffixes=(".gif", ".mp4"))
     parser.add_argument("--through", default="layers", choices=("layers", "checkpoints"),
-                        help="layers: of one model; checkpoints: of one layer, through the *.ckpt of a run folder or "
-                             "the files of --model, by epoch (default: %(default)s)")
+                        help="layers: of one model; checkpoints: of one layer, through the *.ckpt and snapshots (the "
+                             "trainers' --snapshot-epochs) of a run folder or the files of --model, by epoch "
+                             "(default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=0.6, help="a picture is shown (default: %(default)s)")
     parser.add_argument("--bare", action="store_true", help="draw the maps alone, not over the image")
     options = parser.parse_args()
@@ -158,9 +163,9 @@ def main() -> int:
         raise UsageError("MP4 needs the program ffmpeg, which is not installed: write a .gif")
     if options.through == "checkpoints":
         options.model = checkpoints_of(options.model)
-        models = {model.epoch: model for model in load_models(options)}  # last.ckpt and best.ckpt may be the same epoch
+        models = {model.epoch: model for model in load_models(options)}  # several files may be of the same epoch
         if None in models:
-            raise UsageError("--through checkpoints needs run folders or their *.ckpt files as --model")
+            raise UsageError("--through checkpoints needs run folders or their *.ckpt or snapshots as --model")
         models = [models[epoch] for epoch in sorted(models)]
     else:
         models = [only(load_models(options), "model")]

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import random
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ def atomic_write(path: Path, data: bytes, keep_previous_as: Path | None = None) 
     Raises:
         RunError: the file could not be written (disk full, no permission); the old one is untouched.
     """
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")  # two runs may write the same file of a cache
     try:
         with open(temporary, "wb") as file:
             file.write(data)

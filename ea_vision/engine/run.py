@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -119,8 +120,12 @@ def _read_named(path: Path) -> dict[str, Any]:
         raise UsageError(str(error)) from error
 
 
-def finish(trainer: Trainer, test_loader, test_images: int, eval_split: str, run: dict[str, Any]) -> dict[str, Any]:
-    """Test the best and the last weights, each image once; write results.json, which marks the run complete."""
+def finish(trainer: Trainer, test_loader, test_images: int, eval_split: str, run: dict[str, Any],
+           before: Callable[[dict[str, Any]], None] | None = None) -> None:
+    """Test the best and the last weights, each image once; write results.json, which marks the run complete.
+
+    before: writes what else a complete run has, from the results; on the first process.
+    """
     config, progress, folder = trainer.config, trainer.progress, trainer.folder
     rows = {row["epoch"]: row for row in progress.rows}
     best_row, last_row = rows[progress.best_epoch], progress.rows[-1]
@@ -143,6 +148,8 @@ def finish(trainer: Trainer, test_loader, test_images: int, eval_split: str, run
         "rollbacks": progress.rollbacks, "hardware": run["hardware"],
     }
     if trainer.world.is_main:
+        if before is not None:
+            before(results)
         run_folder.write_json(folder / run_folder.RESULTS, results)
     trainer.world.barrier()
     log.info("test accuracy: best weights (epoch %d) top1 %.2f%% top5 %.2f%%, last weights top1 %.2f%% top5 %.2f%%",
@@ -151,7 +158,6 @@ def finish(trainer: Trainer, test_loader, test_images: int, eval_split: str, run
     if eval_split == "test":
         log.info("the best epoch was chosen by the test images: quote the last weights, or hold images out")
     log.info("run folder: %s", folder)
-    return results
 
 
 def resolve_target(schema: type, target: str, given: dict[str, Any]) -> tuple[Any, Path | None]:

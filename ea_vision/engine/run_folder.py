@@ -1,4 +1,4 @@
-"""What a run leaves on disk: config.yaml, metrics.csv, last/best checkpoints, model.safetensors, results.json."""
+"""What a run leaves on disk: config.yaml, metrics.csv, checkpoints, model.safetensors, snapshots, results.json."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from ea_vision.engine.errors import RunError, UsageError
 
 log = logging.getLogger(__name__)
 CONFIG, METRICS, WEIGHTS, RESULTS = "config.yaml", "metrics.csv", "model.safetensors", "results.json"
+SNAPSHOTS = "snapshots"  # the folder of --snapshot-epochs
 COLUMNS = ("epoch", "step", "lr", "train_loss", "top1", "top5", "images_per_s", "seconds")
 
 
@@ -101,7 +102,7 @@ def locked(folder: Path, world: World) -> Iterator[None]:
             raise UsageError(f"{folder} is in use by another run that has not ended yet") from error
         except OSError as error:  # some network file systems have no locks
             log.warning("%s cannot be locked: %s", folder, error.strerror)
-        for leftover in folder.glob(".*.tmp"):
+        for leftover in [*folder.glob(".*.tmp"), *folder.glob(f"{SNAPSHOTS}/.*.tmp")]:
             leftover.unlink()
         yield
     finally:
@@ -160,8 +161,18 @@ def read_metrics(folder: Path) -> dict[str, list[float]]:
 
 def write_weights(folder: Path, model: nn.Module) -> None:
     """Write model.safetensors, for `timm.create_model(..., checkpoint_path=...)`."""
+    _write_state(folder / WEIGHTS, model, {})
+
+
+def write_snapshot(folder: Path, model: nn.Module, epoch: int) -> None:
+    """Write snapshots/epoch_NNNN.safetensors, weights like model.safetensors' that say their epoch."""
+    create(folder / SNAPSHOTS)
+    _write_state(folder / SNAPSHOTS / f"epoch_{epoch:04d}.safetensors", model, {"epoch": str(epoch)})
+
+
+def _write_state(path: Path, model: nn.Module, about: dict[str, str]) -> None:
     state = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
-    atomic_write(folder / WEIGHTS, safetensors.torch.save(state, {"format": "pt"}))
+    atomic_write(path, safetensors.torch.save(state, {"format": "pt", **about}))
 
 
 def write_json(path: Path, value: Any) -> None:

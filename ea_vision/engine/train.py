@@ -180,21 +180,25 @@ class Trainer:
                 if torch.is_tensor(value) and value.shape == parameter.shape:  # back to the memory format of the weight
                     averages[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
-    def save(self, best: bool = False) -> None:
+    def save(self, best: bool = False, snapshot: bool = False) -> None:
         """Write the checkpoint; the one it replaces is kept. All processes must call this.
 
-        The order matters: last.ckpt comes after everything that belongs to it, so that whatever a kill leaves undone is
-        done again by the run that continues.
+        best, snapshot: write the weights as such, too.
+
+        The order matters: the checkpoints come after everything that belongs to them, so that whatever a kill leaves
+        undone is done again by the run that continues.
         """
         state = self.state()
         self.last_good = self.folder / checkpoint.LAST
         if state is None:
             return
         data = checkpoint.encode(state)
+        run_folder.write_metrics(self.folder, self.progress.rows)
+        if snapshot:
+            run_folder.write_snapshot(self.folder, self.best_model, self.progress.epoch)
         if best:
             run_folder.write_weights(self.folder, self.best_model)
             checkpoint.atomic_write(self.folder / checkpoint.BEST, data)
-        run_folder.write_metrics(self.folder, self.progress.rows)
         checkpoint.atomic_write(self.last_good, data, keep_previous_as=self.folder / checkpoint.PREVIOUS)
 
     # ---- one update -----------------------------------------------------------------------------------------------
@@ -331,7 +335,8 @@ class Trainer:
         if best:
             progress.best_top1, progress.best_epoch = result.top1, progress.epoch
         progress.begin_epoch()
-        self.save(best)
+        every = self.config.snapshot_epochs
+        self.save(best, snapshot=every > 0 and progress.epoch % every == 0)
         if self.step_log is not None:
             self.step_log.add_epoch(row)
         log.info("epoch %d/%d  loss %.4f  top1 %.2f%%  top5 %.2f%%  lr %.5f  %.0f images/s  %.1f s%s",
@@ -344,7 +349,7 @@ class Trainer:
         Raises:
             RunError: stopped by a signal (code 128 + signal), a non-finite loss, or a full disk.
         """
-        if self.progress.updates == 0:
+        if self.last_good != self.folder / checkpoint.LAST:
             self.save()  # finds out now whether the folder can be written, and gives a rollback something to go to
         while self.progress.epoch < self.config.epochs:
             try:

@@ -2,9 +2,12 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import pickle
 import shutil
 import tarfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -93,6 +96,23 @@ def test_cache_is_used_and_noticed_to_be_old(folder, tmp_path, monkeypatch):
     for path in cache.iterdir():
         path.write_bytes(path.read_bytes()[:1000])
     assert len(load(folder, cache_dir=str(cache)).train) == 13, "a damaged cache is done without"
+
+
+def test_runs_that_begin_together_write_the_cache_together(folder, tmp_path, monkeypatch, caplog):
+    """Each run, a thread here, has opened its temporary file before any has renamed one."""
+    together, replace = threading.Barrier(3, timeout=30), os.replace
+
+    def wait_and_replace(source, target):
+        together.wait()
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", wait_and_replace)
+    cache = tmp_path / "cache"
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda _: load(folder, cache_dir=str(cache)).fingerprint(), range(3)))
+    assert "not kept" not in caplog.text and len(list(cache.iterdir())) == 2
+    monkeypatch.setattr(cifar, "_decode", lambda *_: pytest.fail("decoded again"))
+    assert {*found, load(folder, cache_dir=str(cache)).fingerprint()} == {found[0]}
 
 
 def test_cache_is_not_required(folder, tmp_path, caplog):

@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
+from fnmatch import fnmatch
 from pathlib import Path
 
 import numpy as np
@@ -104,7 +105,9 @@ def same_result(a: Path, b: Path) -> None:
     metrics = [run_folder.read_metrics(folder) for folder in (a, b)]
     for column in ("epoch", "step", "lr", "train_loss", "top1", "top5"):
         assert metrics[0][column] == metrics[1][column], column
-    assert (a / run_folder.WEIGHTS).read_bytes() == (b / run_folder.WEIGHTS).read_bytes()
+    for name in (run_folder.WEIGHTS, f"{run_folder.SNAPSHOTS}/*"):
+        written = [{path.name: safetensors.torch.load_file(path) for path in folder.glob(name)} for folder in (a, b)]
+        assert_equal(*written, name)
     results = [run_folder.read_results(folder) for folder in (a, b)]
     assert results[0]["test_last"] == results[1]["test_last"]
     assert results[0]["test_best"] == results[1]["test_best"]
@@ -128,12 +131,12 @@ def assert_equal(a, b, where: str) -> None:
 
 def nothing_truncated(folder: Path) -> None:
     """Assert that every file of a run folder is whole (temporary files are hidden and do not count)."""
-    for path in folder.iterdir():
+    for path in [*folder.iterdir(), *folder.glob(f"{run_folder.SNAPSHOTS}/*")]:
         if path.name.startswith("."):
             continue
         if path.suffix == ".ckpt":
             checkpoint.read_checkpoint(path)
-        elif path.name == run_folder.WEIGHTS:
+        elif path.suffix == ".safetensors":
             safetensors.torch.load_file(path)
         elif path.name == run_folder.CONFIG:
             run_folder.read_config(folder)
@@ -210,7 +213,7 @@ class KillInWrite:
 
         def hurt_open(path, mode="r", *args, **kwargs):
             file = real_open(path, mode, *args, **kwargs)
-            if Path(path).name == f".{self.name}.tmp":
+            if fnmatch(Path(path).name, f".{self.name}.*.tmp"):
                 count[0] += 1
                 if now() and self.stage == "half":
                     return HalfFile(file)
@@ -244,7 +247,7 @@ class DiskFullInWrite:
         real_open, count = open, [0]
 
         def hurt_open(path, mode="r", *args, **kwargs):
-            if Path(path).name == f".{self.name}.tmp":
+            if fnmatch(Path(path).name, f".{self.name}.*.tmp"):
                 count[0] += 1
                 if count[0] == self.nth:  # the kernel refuses what lies beyond this size: EFBIG, a real failed write
                     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))

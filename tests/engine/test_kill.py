@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
 
@@ -35,10 +36,11 @@ def uninterrupted(data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "uninterrupted"
     log = folder.with_suffix(".log")
     assert run(arguments(data, folder, *EXTRAS), log) == 0, log.read_text()
+    assert os.listdir(folder / run_folder.SNAPSHOTS) == ["epoch_0002.safetensors"]
     return folder
 
 
-EXTRAS = ["--ema", "0.9", "--mixup", "0.2", "--random-erasing", "0.5", "--holdout", "0"]
+EXTRAS = ["--ema", "0.9", "--mixup", "0.2", "--random-erasing", "0.5", "--holdout", "0", "--snapshot-epochs", "2"]
 
 
 def continued(data, folder, uninterrupted):
@@ -48,7 +50,7 @@ def continued(data, folder, uninterrupted):
     assert run(arguments(data, folder, *EXTRAS), log) == 0, log.read_text()
     nothing_truncated(folder)
     same_result(folder, uninterrupted)
-    assert not list(folder.glob(".*.tmp")), "an interrupted write is cleared away"
+    assert not list(folder.rglob(".*.tmp")), "an interrupted write is cleared away"
     return log.read_text()
 
 
@@ -72,12 +74,23 @@ def test_sigkill_during_checkpoint_write(data, uninterrupted, tmp_path, nth, sta
 
 
 @pytest.mark.parametrize("name", [checkpoint.BEST, run_folder.WEIGHTS, run_folder.METRICS, run_folder.CONFIG,
-                                  run_folder.RESULTS])
+                                  run_folder.RESULTS, "epoch_0002.safetensors"])
 @pytest.mark.parametrize("stage", ["half", "renamed"])
 def test_sigkill_during_other_writes(data, uninterrupted, tmp_path, name, stage):
     folder = tmp_path / "run"
     code = run(arguments(data, folder, *EXTRAS), tmp_path / "run.log", KillInWrite(stage, 1, name))
     assert code == -signal.SIGKILL
+    continued(data, folder, uninterrupted)
+
+
+def test_sigkill_between_the_last_epochs_best_and_last_checkpoint(data, uninterrupted, tmp_path):
+    """best.ckpt alone says that the epochs are done: the run that continues writes last.ckpt."""
+    folder = tmp_path / "run"
+    best_epochs = checkpoint.read_checkpoint(uninterrupted / checkpoint.BEST)["progress"]["epoch"]
+    assert best_epochs == 2, "or this does not test what it says"
+    code = run(arguments(data, folder, *EXTRAS), tmp_path / "run.log", KillInWrite("renamed", 2, checkpoint.BEST))
+    assert code == -signal.SIGKILL
+    assert checkpoint.read_checkpoint(folder / checkpoint.LAST)["progress"]["updates"] == 9
     continued(data, folder, uninterrupted)
 
 

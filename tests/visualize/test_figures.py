@@ -21,7 +21,7 @@ from ea_vision.attention import PARTS, attention_layers
 from ea_vision.engine import checkpoint, run_folder
 from ea_vision.engine.errors import UsageError
 from ea_vision.layers import AugmentedConv2d
-from ea_vision.loading import LoadedModel
+from ea_vision.loading import LoadedModel, load_model
 
 from .conftest import SCRIPTS
 
@@ -196,6 +196,18 @@ def test_animations_through_layers_and_checkpoints(run, photo, tmp_path):
                        photo) == 0
         with Image.open(output) as film:
             assert film.n_frames == frames and film.info["duration"] == 100
+
+
+def test_animations_through_the_snapshots_of_a_run(run, photo, tmp_path):
+    """Checkpoints of epochs 1 and 2, snapshots of 2 and 4: a frame an epoch, of that epoch's weights."""
+    for epoch in (2, 4):
+        run_folder.write_snapshot(run, timm.create_model("ea_conv_transformer_cifar", **KWARGS), epoch)
+    files = attention_animation.checkpoints_of(str(run)).split(",")
+    assert [load_model(file).epoch for file in files] == [1, 2, 2, 4]
+    assert command(attention_animation, "--model", run, "--layers", "2", "--through", "checkpoints", "--dpi", "40",
+                   "-o", tmp_path / "a.gif", photo) == 0
+    with Image.open(tmp_path / "a.gif") as film:
+        assert film.n_frames == 3
 
 
 def test_films_need_ffmpeg(run, photo, tmp_path, monkeypatch):
