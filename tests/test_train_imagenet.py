@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import safetensors
 import timm
 import torch
 
@@ -175,9 +176,25 @@ def test_ffcv_files_train_and_resume_as_images_do(photos, tmp_path):
     assert float(row["top1"]) == pytest.approx(run_folder.read_results(whole)["test_best"]["top1"], abs=100 / 13 + 0.1)
 
 
-def test_evaluation_on_three_processes_equals_one(photos, finished, tmp_path):
+def test_a_small_evolving_network_learns_its_images_by_heart(tmp_path):
+    """The whole of it, layers to loop: ea_aa_resnet34, narrow and with few blocks, at 64 pixels, on 16 images."""
+    data = make_photos(tmp_path / "photos", train=16, val=0, side=64) / "train"
+    folder, log = tmp_path / "run", tmp_path / "log"
+    argv = ["--model", "ea_aa_resnet34", "--model-kwargs", "layers=[1,2,2,1]", "channels=[16,32,64,64]", "--img-size",
+            "64", "--eval-resize", "64", "--crop-scale", "0.5", "--batch-size", "16", "--epochs", "16", "--lr", "0.05",
+            "--lr-base-batch", "0", "--schedule", "constant", "--warmup", "0", "--workers", "1", "--device", "cpu"]
+    assert run([*argv, "--data-dir", str(data), "--output", str(folder)], log) == 0, log.read_text()
+    metrics = run_folder.read_metrics(folder)
+    assert metrics["top1"][-1] > 95 and metrics["train_loss"][-1] < 0.1 * metrics["train_loss"][0]
+    with safetensors.safe_open(folder / run_folder.WEIGHTS, framework="pt") as weights:
+        assert sum(name.endswith("evolution.convs.0.weight") for name in weights.keys()) == 8
+
+
+def test_evaluation_on_three_processes_equals_one(finished, tmp_path):
+    """1,000 images, exactly."""
+    data = make_photos(tmp_path / "photos", train=3, val=1000, side=16)
     numbers = []
-    argv = ["--evaluate", str(finished), "--eval-batch-size", "3"]
+    argv = ["--evaluate", str(finished), "--data-dir", str(data), "--eval-batch-size", "64"]
     assert run([*argv, "--output", str(tmp_path / "1")], tmp_path / "log") == 0, (tmp_path / "log").read_text()
     codes = runner.run_world(3, [*argv, "--output", str(tmp_path / "3")], tmp_path / "log", main=train_imagenet.main)
     assert codes == [0, 0, 0], (tmp_path / "log").read_text()
@@ -186,8 +203,14 @@ def test_evaluation_on_three_processes_equals_one(photos, finished, tmp_path):
         row, = csv.DictReader((tmp_path / processes / "results.csv").open())
         numbers.append((row["top1"], row["top5"]))
     assert numbers[:2] == numbers[2:]
-    best = run_folder.read_results(finished)["test_best"]
-    assert float(numbers[1][0]) == pytest.approx(best["top1"], abs=1e-3)
+    rows = list(csv.DictReader(numbers[0].splitlines()))
+    assert [int(row["images"]) for row in rows] == [334, 333, 333] and 0 < float(numbers[1][0]) < 100
+
+
+def test_evaluation_of_a_run_is_what_its_results_say(finished, tmp_path):
+    assert run(["--evaluate", str(finished), "--output", str(tmp_path)], tmp_path / "log") == 0
+    row, = csv.DictReader((tmp_path / "results.csv").open())
+    assert float(row["top1"]) == pytest.approx(run_folder.read_results(finished)["test_best"]["top1"], abs=1e-3)
 
 
 def test_too_many_unreadable_images_stop_the_run_and_are_listed(tmp_path, capsys):

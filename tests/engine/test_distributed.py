@@ -52,8 +52,8 @@ class KeepStart:
     def __call__(self):
         save = Trainer.save
 
-        def keep(trainer, *args):
-            save(trainer, *args)
+        def keep(trainer, *args, **kwargs):
+            save(trainer, *args, **kwargs)
             if trainer.progress.updates == 0 and trainer.world.is_main:
                 shutil.copy(trainer.folder / checkpoint.LAST, trainer.folder / "start.ckpt")
 
