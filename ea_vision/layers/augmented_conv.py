@@ -18,13 +18,28 @@ from torch import Tensor, nn
 
 from ea_vision.layers.evolution import EvolvingAttention, PredictiveAttention
 from ea_vision.layers.rel_pos import fit_rel_table
-from ea_vision.ops import evolving_attention
+from ea_vision.ops import evolving_attention, halve
 from ea_vision.ops.reference import own_logits
 
 
 def _check_divides(name: str, value: int, num_heads: int) -> None:
     if value < num_heads or value % num_heads:
         raise ValueError(f"{name} must be a positive multiple of num_heads={num_heads}, got {value}")
+
+
+class Projection(nn.Conv2d):
+    """A 1x1 convolution with bias; on a CPU a matrix product, which needs no other layout of its input."""
+
+    def __init__(self, in_channels: int, out_channels: int, device=None, dtype=None) -> None:
+        super().__init__(in_channels, out_channels, 1, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, in_channels, H, W) -> (B, out_channels, H, W)."""
+        if torch.jit.is_scripting() or x.device.type != "cpu" or not x.is_contiguous():
+            return F.conv2d(x, self.weight, self.bias)
+        B, C, H, W = x.shape
+        weight = self.weight.view(1, self.out_channels, C).expand(B, self.out_channels, C)
+        return torch.baddbmm(self.bias.unsqueeze(-1), weight, x.view(B, C, H * W)).view(B, self.out_channels, H, W)
 
 
 @register_notrace_module  # sizes are checked at run time, so FX keeps the layer whole
@@ -109,7 +124,7 @@ class AugmentedConv2d(nn.Module):
             in_channels, out_channels - attn_channels, kernel_size, stride=stride,
             padding=dilation * (kernel_size // 2), dilation=dilation, bias=False, **dd)
         self.conv_drop = nn.Dropout(conv_drop)
-        self.qkv = nn.Conv2d(in_channels, 2 * dim_qk + dim_v, 1, **dd)
+        self.qkv = Projection(in_channels, 2 * dim_qk + dim_v, **dd)
         if relative:
             H, W = self.feat_size
             self.height_rel = nn.Parameter(torch.empty(2 * H - 1, self.dim_head_qk, **dd))
@@ -119,7 +134,7 @@ class AugmentedConv2d(nn.Module):
             self.register_parameter("width_rel", None)
         self.evolution = evolution
         self.attn_drop = nn.Dropout(attn_drop)
-        self.proj = nn.Conv2d(dim_v, attn_channels, 1, **dd)
+        self.proj = Projection(dim_v, attn_channels, **dd)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -160,7 +175,10 @@ class AugmentedConv2d(nn.Module):
             q (B, K, N, D), not scaled, k (B, K, N, D), v (B, K, N, Dv), [H, W].
         """
         for _ in range(self.num_pools):
-            x = F.avg_pool2d(x, 3, stride=2, padding=1, count_include_pad=False)
+            if torch.jit.is_scripting():
+                x = F.avg_pool2d(x, 3, stride=2, padding=1, count_include_pad=False)
+            else:
+                x = halve(x)
         return self.heads_of(self.qkv(x))
 
     def heads_of(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, tuple[int, int]]:
@@ -235,6 +253,8 @@ class AugmentedConv2d(nn.Module):
         else:
             out, logits = self._attend_by_modules(q, k, v, prev_logits, feat_size)
         out = out.transpose(-2, -1).reshape(B, self.dim_v, feat_size[0], feat_size[1])  # heads concatenated
+        if x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous():
+            out = out.contiguous(memory_format=torch.channels_last)
         return self.proj(out), logits
 
     def forward(

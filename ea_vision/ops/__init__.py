@@ -22,12 +22,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ea_vision.layers.rel_pos import fit_rel_table
 from ea_vision.ops import cpu, reference, sdpa, triton_attention
 
-__all__ = ["IMPLEMENTATIONS", "evolving_attention", "use_implementation"]
+__all__ = ["IMPLEMENTATIONS", "evolving_attention", "halve", "use_implementation"]
 
 IMPLEMENTATIONS = ("cpu", "triton", "sdpa", "reference")
 
@@ -76,10 +77,15 @@ def _reason_against(
     return sdpa.reason_against(prev_logits, need_logits)
 
 
+def _exporting() -> bool:
+    """An exported program must run where ea_vision is not."""
+    return torch.compiler.is_exporting() or torch.jit.is_tracing()
+
+
 def _choose(q: Tensor, *rest) -> str:
     """The first implementation of the device that can run this."""
-    if torch.compiler.is_exporting() or torch.jit.is_tracing():
-        return "reference"  # an exported program must run where ea_vision is not
+    if _exporting():
+        return "reference"
     against = []
     for name in _BY_DEVICE.get(q.device.type, ()):
         reason = _reason_against(name, q, *rest)
@@ -173,3 +179,11 @@ def evolving_attention(
     if chosen == "reference":
         return reference.attend(*arguments, dropout_p=dropout_p, **options)
     return (cpu if chosen == "cpu" else triton_attention).attend(*arguments, **options)
+
+
+def halve(x: Tensor) -> Tensor:
+    """Average pooling, 3x3, stride 2, padding 1 that is not counted: (B, C, H, W) -> (B, C, ceil(H/2), ceil(W/2))."""
+    plain = x.device.type != "cpu" or x.dtype != torch.float32 or not x.is_contiguous()
+    if plain or _forced[-1:] == ["reference"] or _exporting() or cpu.reason_against(x, None) is not None:
+        return F.avg_pool2d(x, 3, stride=2, padding=1, count_include_pad=False)
+    return cpu.pool(x)

@@ -26,7 +26,7 @@ from torch import Tensor
 SOURCE = Path(__file__).with_name("cpu_kernel.c")
 # Not -ffast-math: linked with it, a library switches subnormal numbers off in the whole process, and reordered sums
 # would undo the rounding in the kernel's exp.
-FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast")
+FLAGS = ("-O3", "-g", "-march=native", "-std=gnu11", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast")
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 NONE, MIX, PREDICT = range(3)
 
@@ -89,6 +89,8 @@ def _load() -> ctypes.CDLL | str:
         return f"the C kernel could not be built: {error}"
     for function in (loaded.evolving_attention_forward, loaded.evolving_attention_backward):
         function.argtypes, function.restype = [ctypes.POINTER(_Problem)], None
+    for function in (loaded.pool_forward, loaded.pool_backward):
+        function.argtypes, function.restype = [*[ctypes.c_void_p] * 2, ctypes.c_long, *[ctypes.c_int] * 3], None
     return loaded
 
 
@@ -191,6 +193,7 @@ def _(d_out, d_logits, q, k, v, height_rel, width_rel, prev, weight, bias, logit
 def _save(ctx, inputs, output) -> None:
     *tensors, alpha, beta, kind, scale, height, width, need_logits = inputs
     _, logits, lse = output
+    ctx.set_materialize_grads(False)  # of unused logits: a map of zeros
     ctx.save_for_backward(*tensors, logits if need_logits else None, lse)
     ctx.options = alpha, beta, kind, scale, height, width
 
@@ -199,6 +202,9 @@ def _differentiate(ctx, d_out, d_logits, _):
     *inputs, logits, lse = ctx.saved_tensors
     if logits is None:
         d_logits = None
+    if d_out is None:
+        B, K, N, E = inputs[2].shape
+        d_out = inputs[2].new_zeros(B, K, E, N)
     grads = iter(_backward(d_out, d_logits, *inputs, logits, lse, *ctx.options))
     d_q, d_k, d_v = (next(grads).transpose(-2, -1) for _ in range(3))
     _, _, _, height_rel, width_rel, prev, weight, bias = inputs
@@ -224,3 +230,43 @@ def attend(
     out, logits, _ = _forward(q, k, v, *small[:2], prev_logits, *small[2:], alpha, beta, kind, scale, *feat_size,
                               need_logits)
     return out.transpose(-2, -1), logits if need_logits else None
+
+
+@torch.library.custom_op("ea_vision::cpu_pool", mutates_args=(), device_types="cpu")
+def _pool(x: Tensor) -> Tensor:
+    x = x.contiguous()
+    B, C, H, W = x.shape
+    out = x.new_empty(B, C, (H + 1) // 2, (W + 1) // 2)
+    _load().pool_forward(out.data_ptr(), x.data_ptr(), B * C, H, W, torch.get_num_threads())
+    return out
+
+
+@_pool.register_fake
+def _(x):
+    return x.new_empty(x.shape[0], x.shape[1], (x.shape[2] + 1) // 2, (x.shape[3] + 1) // 2)
+
+
+@torch.library.custom_op("ea_vision::cpu_pool_backward", mutates_args=(), device_types="cpu")
+def _pool_backward(d_out: Tensor, height: int, width: int) -> Tensor:
+    d_out = d_out.contiguous()
+    B, C = d_out.shape[:2]
+    d_x = d_out.new_empty(B, C, height, width)
+    _load().pool_backward(d_x.data_ptr(), d_out.data_ptr(), B * C, height, width, torch.get_num_threads())
+    return d_x
+
+
+@_pool_backward.register_fake
+def _(d_out, height, width):
+    return d_out.new_empty(d_out.shape[0], d_out.shape[1], height, width)
+
+
+def _pool_save(ctx, inputs, output) -> None:
+    ctx.size = inputs[0].shape[2:]
+
+
+_pool.register_autograd(lambda ctx, d_out: _pool_backward(d_out, *ctx.size), setup_context=_pool_save)
+
+
+def pool(x: Tensor) -> Tensor:
+    """3x3 average pooling of stride 2, padding 1 not counted: float32 (B, C, H, W) -> (B, C, ceil(H/2), ceil(W/2))."""
+    return _pool(x)

@@ -20,12 +20,15 @@
 #if defined(__AVX512F__)
 #define VL 16 /* floats of a vector */
 #define MR 8  /* rows of a tile */
+#define NR 3  /* vectors of a row of a tile: MR * NR sums, NR vectors and a factor fill the registers */
 #elif defined(__AVX__)
 #define VL 8
 #define MR 6
+#define NR 2
 #else
 #define VL 4
 #define MR 6
+#define NR 2
 #endif
 
 typedef float vec __attribute__((vector_size(4 * VL), aligned(4)));
@@ -98,38 +101,38 @@ static void transpose(float *restrict to, long to_ld, const float *restrict from
 /* One tile of C += A B. Row t of B begins at b + (offsets ? offsets[t] : t * ldb). */
 INLINE void tile(const int rows, const int vecs, int depth, const float *a, long a_row, long a_col, const float *b,
                  long ldb, const long *offsets, float *c, long ldc) {
-    vec acc[MR][2];
+    vec acc[MR][NR];
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
-#pragma GCC unroll 2
+#pragma GCC unroll 4
         for (int v = 0; v < vecs; v++) acc[r][v] = LOAD(c + r * ldc + v * VL);
     for (int t = 0; t < depth; t++) {
         const float *row = b + (offsets ? offsets[t] : t * ldb);
-        vec x[2];
-#pragma GCC unroll 2
+        vec x[NR];
+#pragma GCC unroll 4
         for (int v = 0; v < vecs; v++) x[v] = LOAD(row + v * VL);
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++)
-#pragma GCC unroll 2
+#pragma GCC unroll 4
             for (int v = 0; v < vecs; v++) acc[r][v] += a[r * a_row + t * a_col] * x[v];
     }
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
-#pragma GCC unroll 2
+#pragma GCC unroll 4
         for (int v = 0; v < vecs; v++) STORE(c + r * ldc + v * VL, acc[r][v]);
 }
 
 #define TILE(rows, vecs) \
     tile(rows, vecs, depth, a + i * a_row, a_row, a_col, b + j, ldb, offsets, c + i * ldc + j, ldc)
 #define TILES(rows) \
-    case rows: if (wide) TILE(rows, 2); else TILE(rows, 1); break;
+    case rows: if (vecs == NR) TILE(rows, NR); else if (vecs == 2) TILE(rows, 2); else TILE(rows, 1); break;
 
 /* C (m, n) += A (m, depth) B (depth, n); n a multiple of VL, A with any strides. Each element is summed in the order of
  * `depth` whatever the tile, so results do not depend on how the work is cut. */
 static void gemm(int m, int n, int depth, const float *a, long a_row, long a_col, const float *b, long ldb,
                  const long *offsets, float *c, long ldc) {
-    for (int j = 0; j < n;) {
-        const int wide = n - j >= 2 * VL;
+    for (int j = 0, vecs; j < n; j += vecs * VL) {
+        vecs = (n - j) / VL < NR ? (n - j) / VL : NR;
         for (int i = 0; i < m; i += MR) {
             switch (m - i < MR ? m - i : MR) {
                 TILES(1) TILES(2) TILES(3) TILES(4) TILES(5) TILES(6)
@@ -138,7 +141,6 @@ static void gemm(int m, int n, int depth, const float *a, long a_row, long a_col
 #endif
             }
         }
-        j += wide ? 2 * VL : VL;
     }
 }
 
@@ -149,12 +151,19 @@ INLINE float sum_of(vec x) {
     return (a[0] + a[1]) + (a[2] + a[3]);
 }
 
+/* All bits set in the first n elements. */
+INLINE ivec before(int n) {
+    ivec lane;
+    for (int i = 0; i < VL; i++) lane[i] = i;
+    return lane < n;
+}
+
 /* ---------------------------------------------------------------- softmax */
 
 #define CUTOFF -64.0f /* exp of less is 0 here: invisible in a sum, and no subnormal number comes of it */
 
-INLINE vec exp_of(vec x) { /* x <= 0; relative error about 1e-7 */
-    const ivec keep = x > CUTOFF;
+INLINE vec exp_of(vec x) { /* x <= 0; relative error about 1e-7; NaN stays NaN */
+    const ivec keep = x > CUTOFF, bad = x != x;
     x = (vec)((ivec)x & keep);
     const vec shift = (vec){} + 12582912.0f; /* 1.5 * 2^23: adding it rounds to whole numbers */
     vec n = x * 1.44269504f + shift;
@@ -168,20 +177,27 @@ INLINE vec exp_of(vec x) { /* x <= 0; relative error about 1e-7 */
     y = y * x + 1.6666665459e-1f;
     y = y * x + 5.0000001201e-1f;
     y = y * x * x + x + 1.0f;
-    return (vec)((ivec)((vec)((ivec)y + power)) & keep);
+    return (vec)((((ivec)y + power) & keep) | bad); /* all bits set is a NaN */
 }
 
-/* p[0..n) = exp(l - shift), zeros up to `padded`; returns the sum. May overwrite l, and does so behind its end. */
-static float exp_row(float *p, float *l, float shift, int n, int padded) {
+/* p[0..n) = exp(l - shift), zeros up to `padded`; returns the sum */
+static float exp_row(float *p, const float *l, float shift, int n, int padded) {
     vec total = {};
-    for (int j = n; j < padded; j++) l[j] = -1e30f;
-    for (int j = 0; j < padded; j += VL) {
+    int j = 0;
+    for (; j + VL <= n; j += VL) {
         const vec x = exp_of(LOAD(l + j) - shift);
+        STORE(p + j, x);
+        total += x;
+    }
+    if (j < padded) {
+        const vec x = (vec)((ivec)exp_of(LOAD(l + j) - shift) & before(n - j));
         STORE(p + j, x);
         total += x;
     }
     return sum_of(total);
 }
+
+INLINE vec relu(vec x) { return (vec)((ivec)x & ~(x <= 0)); } /* NaN stays NaN */
 
 static float max_of(const float *l, int n) {
     float most = l[0];
@@ -392,14 +408,19 @@ static void finish_logits(const image *g, float *row, float *conv, float *maps, 
     if (p->weight) convolve(g, conv, maps, top, g->weight, p->bias);
     if (p->kind == MIX) {
         const float *m = row_of(g, maps, top + g->r, 0) - MARGIN;
-        if (p->weight)
-            for (long j = 0; j < n; j++) row[j] = p->beta * (conv[j] > 0 ? conv[j] : 0) + (1 - p->beta) * m[j];
+        if (p->weight && p->beta == 1.0f)
+            for (long j = 0; j < n; j += VL) STORE(row + j, relu(LOAD(conv + j)));
+        else if (p->weight)
+            for (long j = 0; j < n; j += VL)
+                STORE(row + j, p->beta * relu(LOAD(conv + j)) + (1 - p->beta) * LOAD(m + j));
         else
             memcpy(row, m, n * sizeof(float));
     } else {
         const float *from = p->weight ? conv : row_of(g, maps, top, 0) - MARGIN;
-        const int relu = p->weight != NULL;
-        for (long j = 0; j < n; j++) row[j] = own[j] + p->alpha * (relu && from[j] < 0 ? 0 : from[j]);
+        for (long j = 0; j < n; j += VL) {
+            const vec x = LOAD(from + j);
+            STORE(row + j, LOAD(own + j) + p->alpha * (p->weight ? relu(x) : x));
+        }
     }
 }
 
@@ -500,52 +521,44 @@ void evolving_attention_forward(const problem *p) {
 
 /* ---------------------------------------------------------------- backward */
 
+INLINE void taps_gradient(const image *g, float *sums, const float *d_conv, const float *base, int t, int o,
+                          const int heads, const int count) {
+    const int taps = g->p->K * g->p->kernel * g->p->kernel;
+    vec acc[MR][3] = {};
+    for (int j = 0; j < g->Np; j += VL) {
+        vec x[3];
+#pragma GCC unroll 3
+        for (int s = 0; s < count; s++) x[s] = LOAD(base + g->offsets[t + s] + j);
+#pragma GCC unroll 8
+        for (int h = 0; h < heads; h++) {
+            const vec d = LOAD(d_conv + (o + h) * g->P + MARGIN + j);
+#pragma GCC unroll 3
+            for (int s = 0; s < count; s++) acc[h][s] += d * x[s];
+        }
+    }
+#pragma GCC unroll 8
+    for (int h = 0; h < heads; h++)
+#pragma GCC unroll 3
+        for (int s = 0; s < count; s++) {
+            float *to = sums + ((long)(o + h) * taps + t + s) * VL;
+            STORE(to, LOAD(to) + acc[h][s]);
+        }
+}
+
 /* sums[o][tap][VL] += gradient row (of the convolution's output) times the row that the tap reads */
 static void weight_gradient(const image *g, float *sums, const float *d_conv, float *maps, int top) {
     const problem *p = g->p;
     const int taps = p->K * p->kernel * p->kernel;
     const float *base = row_of(g, maps, top, 0) - g->r;
     int t = 0;
-    for (; t + 3 <= taps; t += 3)
-        for (int o = 0; o < p->K; o += 4) {
-            const int heads = p->K - o < 4 ? p->K - o : 4;
-            const float *b0 = base + g->offsets[t], *b1 = base + g->offsets[t + 1], *b2 = base + g->offsets[t + 2];
-            if (heads == 4) {
-                vec acc[4][3] = {};
-                for (int j = 0; j < g->Np; j += VL) {
-                    const vec x0 = LOAD(b0 + j), x1 = LOAD(b1 + j), x2 = LOAD(b2 + j);
-#pragma GCC unroll 4
-                    for (int h = 0; h < 4; h++) {
-                        const vec d = LOAD(d_conv + (o + h) * g->P + MARGIN + j);
-                        acc[h][0] += d * x0;
-                        acc[h][1] += d * x1;
-                        acc[h][2] += d * x2;
-                    }
-                }
-                for (int h = 0; h < 4; h++)
-                    for (int s = 0; s < 3; s++) {
-                        float *to = sums + ((long)(o + h) * taps + t + s) * VL;
-                        STORE(to, LOAD(to) + acc[h][s]);
-                    }
-            } else {
-                for (int h = 0; h < heads; h++)
-                    for (int s = 0; s < 3; s++) {
-                        float *to = sums + ((long)(o + h) * taps + t + s) * VL;
-                        vec acc = LOAD(to);
-                        for (int j = 0; j < g->Np; j += VL)
-                            acc += LOAD(d_conv + (o + h) * g->P + MARGIN + j) * LOAD(base + g->offsets[t + s] + j);
-                        STORE(to, acc);
-                    }
-            }
-        }
+    for (; t + 3 <= taps; t += 3) {
+        int o = 0;
+        for (; o + MR <= p->K; o += MR) taps_gradient(g, sums, d_conv, base, t, o, MR, 3);
+        for (; o + 4 <= p->K; o += 4) taps_gradient(g, sums, d_conv, base, t, o, 4, 3);
+        for (; o < p->K; o++) taps_gradient(g, sums, d_conv, base, t, o, 1, 3);
+    }
     for (; t < taps; t++)
-        for (int o = 0; o < p->K; o++) {
-            float *to = sums + ((long)o * taps + t) * VL;
-            vec acc = LOAD(to);
-            for (int j = 0; j < g->Np; j += VL)
-                acc += LOAD(d_conv + o * g->P + MARGIN + j) * LOAD(base + g->offsets[t] + j);
-            STORE(to, acc);
-        }
+        for (int o = 0; o < p->K; o++) taps_gradient(g, sums, d_conv, base, t, o, 1, 1);
 }
 
 /* What the backward pass of an image needs beside it. */
@@ -644,9 +657,11 @@ static void softmax_gradients(const image *g, workspace *w, int begin, int end) 
         }
         if (!p->logits)
             for (int head = 0; head < p->K; head++) round_row(g, l + head * g->P + MARGIN);
-        if (p->weight) /* 1 where the convolution passed its ReLU */
-            for (long j = 0; j < map_row; j++)
-                w->d_conv[(i + g->r) * map_row + j] = (convolve_again ? w->conv[j] : l[j]) > 0 ? 1.0f : 0.0f;
+        if (p->weight) { /* all bits set where the convolution passed its ReLU */
+            const float *passed = convolve_again ? w->conv : l;
+            for (long j = 0; j < map_row; j += VL)
+                STORE(w->d_conv + (i + g->r) * map_row + j, (vec)(LOAD(passed + j) > 0));
+        }
     }
     for (int head = 0; head < p->K; head++) {
         const long value = (long)head * p->E * g->Np, query = ((long)g->b * p->K + head) * g->N;
@@ -664,14 +679,15 @@ static void softmax_gradients(const image *g, workspace *w, int begin, int end) 
             if (p->d_logits) {
                 float *more = d_attn; /* free from here */
                 read_floats(more, at(p->d_logits, map_element(g, head, i), p->dtype), g->N, p->dtype);
-                for (int j = 0; j < g->N; j++) d[j] += more[j];
+                memset(more + g->N, 0, (g->Np - g->N) * sizeof(float));
+                for (int j = 0; j < g->Np; j += VL) STORE(d + j, LOAD(d + j) + LOAD(more + j));
             }
             if (p->weight) {
                 const float share = p->kind == MIX ? p->beta : p->alpha;
                 float *gate = row_of(g, w->d_conv, i + g->r, head);
                 vec bias = {};
                 for (int j = 0; j < g->Np; j += VL) {
-                    const vec passed = LOAD(gate + j) * LOAD(d + j) * share;
+                    const vec passed = (vec)((ivec)LOAD(gate + j) & (ivec)(LOAD(d + j) * share));
                     STORE(gate + j, passed);
                     bias += passed;
                 }
@@ -692,14 +708,16 @@ static void convolution_gradients(const image *g, workspace *w) {
             convolve(g, w->d_maps, w->d_conv, i, w->turned, NULL);
             weight_gradient(g, w->d_weight, w->d_conv + (i + g->r) * map_row, w->maps, i);
             if (p->kind == MIX)
-                for (long j = 0; j < map_row; j++) d[j] = (1 - p->beta) * d[j] + w->d_maps[j];
+                for (long j = 0; j < map_row; j += VL)
+                    STORE(d + j, (1 - p->beta) * LOAD(d + j) + LOAD(w->d_maps + j));
         }
         if (!p->d_prev) continue;
         const int predicted = p->kind == PREDICT && p->weight;
         for (int head = 0; head < p->K; head++) {
             float *from = predicted ? w->d_maps : d, *row = w->row + head * g->P + MARGIN;
             from += head * g->P + MARGIN;
-            for (int j = 0; j < g->N; j++) row[j] = predicted ? from[j] : p->alpha * from[j];
+            const float share = predicted ? 1.0f : p->alpha;
+            for (int j = 0; j < g->Np; j += VL) STORE(row + j, share * LOAD(from + j));
             write_floats((void *)at(p->d_prev, map_element(g, head, i), p->dtype), row, g->N, p->dtype);
         }
     }
@@ -721,8 +739,7 @@ static void own_gradients(const image *g, workspace *w, int head) {
     memset(w->d_q, 0, (long)N * Dp * sizeof(float));
     gemm(N, Dp, N, d, map_row, 1, w->k_rows, Dp, NULL, w->d_q, Dp);
     if (p->height_rel) {
-        ivec inside; /* of a row's last vector */
-        for (int x = 0; x < VL; x++) inside[x] = x < W % VL ? -1 : 0;
+        const ivec inside = before(W % VL); /* of a row's last vector */
         for (int i = 0; i < N; i++) {
             const float *row = d + i * map_row;
             float *by_row = w->position + i * ld, *by_col = by_row + Hp;
@@ -814,6 +831,52 @@ void evolving_attention_backward(const problem *p) {
         for (int b = 0; b < p->B; b++) {
             read_image(g, b);
             backward_image(g, &kept.w);
+        }
+    }
+}
+
+/* ---------------------------------------------------------------- pooling */
+
+/* 3x3 average, stride 2, padding 1 that does not count: (planes, H, W) -> (planes, ceil(H/2), ceil(W/2)), float32. */
+void pool_forward(float *to, const float *from, long planes, int H, int W, int threads) {
+    const int h = (H + 1) / 2, w = (W + 1) / 2;
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (long plane = 0; plane < planes; plane++) {
+        const float *x = from + plane * H * W;
+        float *y = to + plane * h * w, sums[W + 2];
+        sums[0] = sums[W + 1] = 0;
+        for (int r = 0; r < h; r++) {
+            const int first = 2 * r - 1 < 0 ? 0 : 2 * r - 1, last = 2 * r + 1 < H ? 2 * r + 1 : H - 1;
+            for (int c = 0; c < W; c++) sums[c + 1] = x[first * W + c];
+            for (int row = first + 1; row <= last; row++)
+                for (int c = 0; c < W; c++) sums[c + 1] += x[row * W + c];
+            for (int c = 0; c < w; c++) {
+                const int columns = 3 - (c == 0) - (2 * c + 1 >= W);
+                y[r * w + c] = (sums[2 * c] + sums[2 * c + 1] + sums[2 * c + 2]) / ((last - first + 1) * columns);
+            }
+        }
+    }
+}
+
+void pool_backward(float *d_from, const float *d_to, long planes, int H, int W, int threads) {
+    const int h = (H + 1) / 2, w = (W + 1) / 2;
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (long plane = 0; plane < planes; plane++) {
+        const float *dy = d_to + plane * h * w;
+        float *dx = d_from + plane * H * W, shares[W + 2];
+        memset(dx, 0, (long)H * W * sizeof(float));
+        for (int r = 0; r < h; r++) {
+            const int first = 2 * r - 1 < 0 ? 0 : 2 * r - 1, last = 2 * r + 1 < H ? 2 * r + 1 : H - 1;
+            memset(shares, 0, (W + 2) * sizeof(float));
+            for (int c = 0; c < w; c++) {
+                const int columns = 3 - (c == 0) - (2 * c + 1 >= W);
+                const float share = dy[r * w + c] / ((last - first + 1) * columns);
+                shares[2 * c] += share;
+                shares[2 * c + 1] += share;
+                shares[2 * c + 2] += share;
+            }
+            for (int row = first; row <= last; row++)
+                for (int c = 0; c < W; c++) dx[row * W + c] += shares[c + 1];
         }
     }
 }
