@@ -5,13 +5,16 @@ from __future__ import annotations
 import csv
 import importlib
 import resource
+import uuid
 from pathlib import Path
 
 import torch
 
+from ea_vision.engine.checkpoint import atomic_write
 from ea_vision.engine.errors import UsageError
 
 FILE = "speed.csv"
+WANDB_ID = "wandb_id.txt"
 COLUMNS = ("step", "epoch", "lr", "train_loss", "images_per_s", "data_wait_percent", "memory_mib")
 
 
@@ -32,6 +35,24 @@ def memory_mib(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+
+
+def _begin_wandb(folder: Path, project: str, config: dict | None):
+    """Begin a Weights & Biases run, or continue that of the run folder, which keeps its id.
+
+    Raises:
+        UsageError: it refuses, for want of a login for example.
+    """
+    import wandb
+
+    known = folder / WANDB_ID
+    if not known.exists():
+        atomic_write(known, uuid.uuid4().hex.encode())
+    try:
+        return wandb.init(project=project, id=known.read_text(), name=folder.resolve().name, resume="allow",
+                          dir=str(folder), config=config)
+    except wandb.Error as error:
+        raise UsageError(f"--wandb: {error} (WANDB_MODE=offline logs into the run folder only)") from error
 
 
 class StepLog:
@@ -66,10 +87,7 @@ class StepLog:
 
             self._tensorboard = SummaryWriter(str(begin["folder"] / "tensorboard"), purge_step=updates + 1)
         if begin["wandb"]:
-            import wandb
-
-            self._wandb = wandb.init(project=begin["wandb"], id=begin["folder"].resolve().name, resume="allow",
-                                     dir=str(begin["folder"]), config=begin["config"])
+            self._wandb = _begin_wandb(begin["folder"], begin["wandb"], begin["config"])
 
     def add(self, row: dict[str, float]) -> None:
         """Add a row of speed.csv."""
