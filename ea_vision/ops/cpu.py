@@ -26,7 +26,7 @@ from torch import Tensor
 SOURCE = Path(__file__).with_name("cpu_kernel.c")
 # Not -ffast-math: linked with it, a library switches subnormal numbers off in the whole process, and reordered sums
 # would undo the rounding in the kernel's exp.
-FLAGS = ("-O3", "-g", "-march=native", "-std=gnu11", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast")
+FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast")
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 NONE, MIX, PREDICT = range(3)
 

@@ -18,6 +18,7 @@
 #include <string.h>
 
 #if defined(__AVX512F__)
+#include <immintrin.h>
 #define VL 16 /* floats of a vector */
 #define MR 8  /* rows of a tile */
 #define NR 3  /* vectors of a row of a tile: MR * NR sums, NR vectors and a factor fill the registers */
@@ -162,23 +163,35 @@ INLINE ivec before(int n) {
 
 #define CUTOFF -64.0f /* exp of less is 0 here: invisible in a sum, and no subnormal number comes of it */
 
-INLINE vec exp_of(vec x) { /* x <= 0; relative error about 1e-7; NaN stays NaN */
+INLINE vec near_zero_exp(vec x) { /* |x| <= log(2) / 2; the polynomial is Cephes' expf */
+    vec y = x * 1.9875691500e-4f + 1.3981999507e-3f;
+    y = y * x + 8.3334519073e-3f;
+    y = y * x + 4.1665795894e-2f;
+    y = y * x + 1.6666665459e-1f;
+    y = y * x + 5.0000001201e-1f;
+    return y * (x * x) + x + 1.0f;
+}
+
+/* x <= 0; relative error about 1e-7; NaN stays NaN */
+#ifdef __AVX512F__
+INLINE vec exp_of(vec x) {
+    const __mmask16 keep = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(CUTOFF), _CMP_NLE_UQ);
+    const vec n = (vec)_mm512_roundscale_ps((__m512)(x * 1.44269504f), 0);
+    const vec y = near_zero_exp(x - n * 0.693359375f + n * 2.12194440e-4f);
+    return (vec)_mm512_maskz_scalef_ps(keep, (__m512)y, (__m512)n);
+}
+#else
+INLINE vec exp_of(vec x) {
     const ivec keep = x > CUTOFF, bad = x != x;
     x = (vec)((ivec)x & keep);
     const vec shift = (vec){} + 12582912.0f; /* 1.5 * 2^23: adding it rounds to whole numbers */
     vec n = x * 1.44269504f + shift;
     const ivec power = ((ivec)n - (ivec)shift) << 23;
     n -= shift;
-    x = x - n * 0.693359375f;
-    x = x + n * 2.12194440e-4f;
-    vec y = x * 1.9875691500e-4f + 1.3981999507e-3f;
-    y = y * x + 8.3334519073e-3f;
-    y = y * x + 4.1665795894e-2f;
-    y = y * x + 1.6666665459e-1f;
-    y = y * x + 5.0000001201e-1f;
-    y = y * x * x + x + 1.0f;
+    const vec y = near_zero_exp(x - n * 0.693359375f + n * 2.12194440e-4f);
     return (vec)((((ivec)y + power) & keep) | bad); /* all bits set is a NaN */
 }
+#endif
 
 /* p[0..n) = exp(l - shift), zeros up to `padded`; returns the sum */
 static float exp_row(float *p, const float *l, float shift, int n, int padded) {
@@ -209,7 +222,10 @@ static float max_of(const float *l, int n) {
             const ivec more = x > high;
             high = (vec)(((ivec)x & more) | ((ivec)high & ~more));
         }
-        for (int i = 0; i < VL; i++) most = high[i] > most ? high[i] : most;
+        float a[4] = {high[0], high[1], high[2], high[3]};
+        for (int i = 4; i < VL; i += 4)
+            for (int s = 0; s < 4; s++) a[s] = high[i + s] > a[s] ? high[i + s] : a[s];
+        for (int s = 0; s < 4; s++) most = a[s] > most ? a[s] : most;
     }
     for (; j < n; j++) most = l[j] > most ? l[j] : most;
     return most;
@@ -433,6 +449,19 @@ static void round_row(const image *g, float *l) {
     read_floats(l, g->previous, g->N, g->p->dtype);
 }
 
+INLINE void write_values(const image *g, const float *attn, const float *v, float norm, long element, int e,
+                         const int count) {
+    vec total[2] = {};
+    for (int j = 0; j < g->Np; j += VL) {
+        const vec x = LOAD(attn + j);
+        for (int s = 0; s < count; s++) total[s] += x * LOAD(v + (e + s) * g->Np + j);
+    }
+    for (int s = 0; s < count; s++) {
+        const float value = sum_of(total[s]) * norm;
+        write_floats((void *)at(g->p->out, element + (long)(e + s) * g->N, g->p->dtype), &value, 1, g->p->dtype);
+    }
+}
+
 /* Softmax and values of one query, all heads; `rows` (K, P) holds its logits and is overwritten. */
 static void attend_row(const image *g, float *rows, int i) {
     const problem *p = g->p;
@@ -442,13 +471,9 @@ static void attend_row(const image *g, float *rows, int i) {
         if (p->logits) write_floats((void *)at(p->logits, map_element(g, head, i), p->dtype), l, g->N, p->dtype);
         const float most = max_of(l, g->N), sum = exp_row(l, l, most, g->N, g->Np);
         const float *v = g->v + (long)head * p->E * g->Np;
-        for (int e = 0; e < p->E; e++) {
-            vec total = {};
-            for (int j = 0; j < g->Np; j += VL) total += LOAD(l + j) * LOAD(v + e * g->Np + j);
-            const float value = sum_of(total) / sum;
-            const long element = (((long)g->b * p->K + head) * p->E + e) * g->N + i;
-            write_floats((void *)at(p->out, element, p->dtype), &value, 1, p->dtype);
-        }
+        const long element = ((long)g->b * p->K + head) * p->E * g->N + i;
+        for (int e = 0; e + 2 <= p->E; e += 2) write_values(g, l, v, 1 / sum, element, e, 2);
+        if (p->E % 2) write_values(g, l, v, 1 / sum, element, p->E - 1, 1);
         p->lse[((long)g->b * p->K + head) * g->N + i] = most + __builtin_logf(sum);
     }
 }
@@ -644,19 +669,22 @@ static void softmax_gradients(const image *g, workspace *w, int begin, int end) 
     const int rows = end - begin;
     /* the sign of the convolution can be read off EA's stored logits where nothing else is in them */
     const int convolve_again = p->weight && !(p->logits && p->kind == MIX && p->beta == 1.0f);
+    if (p->logits)
+        for (int head = 0; head < p->K; head++) /* rows of a head follow each other in memory */
+            for (int i = begin; i < end; i++)
+                read_floats(w->logits + (i - begin) * map_row + head * g->P + MARGIN,
+                            at(p->logits, map_element(g, head, i), p->dtype), g->N, p->dtype);
     for (int i = begin; i < end; i++) {
         float *l = w->logits + (i - begin) * map_row;
         if (p->logits) {
-            for (int head = 0; head < p->K; head++)
-                read_floats(l + head * g->P + MARGIN, at(p->logits, map_element(g, head, i), p->dtype), g->N, p->dtype);
             if (convolve_again) convolve(g, w->conv, w->maps, i, g->weight, p->bias);
-        } else if (p->kind == NONE) {
-            memcpy(l, w->own + i * map_row, map_row * sizeof(float));
         } else {
-            finish_logits(g, l, w->conv, w->maps, i, w->own ? w->own + i * map_row : NULL);
-        }
-        if (!p->logits)
+            if (p->kind == NONE)
+                memcpy(l, w->own + i * map_row, map_row * sizeof(float));
+            else
+                finish_logits(g, l, w->conv, w->maps, i, w->own ? w->own + i * map_row : NULL);
             for (int head = 0; head < p->K; head++) round_row(g, l + head * g->P + MARGIN);
+        }
         if (p->weight) { /* all bits set where the convolution passed its ReLU */
             const float *passed = convolve_again ? w->conv : l;
             for (long j = 0; j < map_row; j += VL)
