@@ -308,7 +308,7 @@ class AttnResNet(ResNet):
         """Drop what the given intermediates do not need; see timm's ResNet."""
         take_indices = super().prune_intermediate_layers(indices, prune_norm, prune_head)
         for _, name in ATTN_STAGES:
-            if len(getattr(self, name)) == 0:
+            if not isinstance(getattr(self, name), AttnStage):  # timm has put a placeholder there
                 setattr(self, name, AttnStage())
         return take_indices
 

@@ -8,8 +8,7 @@ from timm.models import save_for_hf
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 
-import ea_vision  # noqa: F401
-from tests.models.test_models import lively, side
+from tests.models.zoo import lively, side
 
 KINDS = ["ea_aa_resnet34", "pa_aa_resnet50", "ea_conv_transformer_cifar"]
 

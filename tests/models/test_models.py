@@ -1,16 +1,10 @@
-"""Every registered name: published sizes, gradients, features, scripts, sizes, and what creation refuses."""
+"""The published networks: sizes, chains, shares of the maps, ablations, and what creation refuses."""
 import pytest
 import timm
 import torch
-from timm.models import create_feature_extractor, get_graph_node_names
 
-import ea_vision  # noqa: F401
-from ea_vision.layers import AugmentedConv2d, EvolvingAttention, PredictiveAttention
-
-RESNETS = timm.list_models(module="attn_resnet")
-CIFAR = timm.list_models(module="conv_transformer")
-NAMES = RESNETS + CIFAR
-SMALL = ["aa_resnet34", "pa_aa_resnet34", "ea_aa_resnet50", *CIFAR]  # one of each kind, where depth adds nothing
+from ea_vision.layers import EvolvingAttention, PredictiveAttention
+from tests.models.zoo import RESNETS, layers_of, lively
 
 MILLIONS = {  # DESIGN section 3 (published, AA column) and 4 (reconstruction)
     "aa_resnet34": 20.7, "pa_aa_resnet34": 20.7, "ea_aa_resnet34": 20.7,
@@ -22,29 +16,6 @@ MILLIONS = {  # DESIGN section 3 (published, AA column) and 4 (reconstruction)
 
 def millions(model) -> float:
     return sum(p.numel() for p in model.parameters()) / 1e6
-
-
-def lively(name: str, **options):
-    """A new model whose residual branches count: timm's initial zeros in their last norms would hide any mistake."""
-    model = timm.create_model(name, **options)
-    for module in model.modules():
-        if isinstance(module, torch.nn.BatchNorm2d) and not module.weight.any():
-            torch.nn.init.constant_(module.weight, 0.2)
-    return model
-
-
-def side(name: str) -> int:
-    return 64 if name in RESNETS else 32
-
-
-def layers_of(model) -> list:
-    return [m for m in model.modules() if isinstance(m, AugmentedConv2d)]
-
-
-def test_the_zoo_is_registered():
-    assert len(RESNETS) == 12 and set(RESNETS) == set(MILLIONS)
-    assert CIFAR == ["cnn_cifar", "conv_transformer_cifar", "ea_conv_transformer_cifar", "pa_conv_transformer_cifar"]
-    assert len(timm.list_models("*ea_aa*")) == 4
 
 
 @pytest.mark.parametrize("name", RESNETS)
@@ -95,109 +66,6 @@ def test_alpha_and_beta_are_the_papers():
         assert {(e.alpha, len(e.convs)) for e in found} == {(0.5, 1)}
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_parameter_gets_a_gradient(name):
-    model = lively(name, num_classes=5)
-    y = model(torch.randn(2, 3, side(name), side(name)))
-    assert y.shape == (2, 5) and y.isfinite().all()
-    y.square().sum().backward()
-    assert [n for n, p in model.named_parameters() if p.grad is None or not p.grad.isfinite().all()] == []
-    assert [n for n, p in model.named_parameters() if not p.grad.any()] == []
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_gradient_checkpointing_changes_nothing(name):
-    model = lively(name, num_classes=5)
-    x = torch.randn(2, 3, side(name), side(name))
-    results = []
-    for enable in (False, True):
-        model.zero_grad()
-        model.set_grad_checkpointing(enable)
-        y = model(x)
-        y.sum().backward()
-        results.append((y.detach(), [p.grad for p in model.parameters()]))
-    torch.testing.assert_close(results[0], results[1], atol=1e-5, rtol=1e-4)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_default_cfg_names_modules_that_exist(name):
-    model = timm.create_model(name)
-    cfg = model.default_cfg
-    assert isinstance(model.get_submodule(cfg["first_conv"]), torch.nn.Conv2d)
-    assert model.get_submodule(cfg["classifier"]) is model.get_classifier()
-    assert model.get_classifier().out_features == cfg["num_classes"]
-    size = cfg["input_size"][-1]
-    with torch.no_grad():
-        assert model.eval().forward_features(torch.randn(1, 3, size, size)).shape[-2:] == cfg["pool_size"]
-
-
-@pytest.mark.parametrize("name", SMALL)
-def test_head_in_timms_ways(name):
-    model = lively(name, num_classes=7, in_chans=1).eval()
-    x = torch.randn(2, 1, side(name), side(name))
-    features = model.forward_features(x)
-    torch.testing.assert_close(model.forward_head(features), model(x))
-    assert model.forward_head(features, pre_logits=True).shape == (2, model.head_hidden_size)
-    model.reset_classifier(3)
-    assert model(x).shape == (2, 3)
-    model.reset_classifier(0, "")
-    torch.testing.assert_close(model(x), features)
-
-
-@pytest.mark.parametrize("name", SMALL)
-@pytest.mark.parametrize("size", [(40, 72), (96, 64)])
-def test_other_sizes_work_without_being_told(name, size):
-    model = lively(name, num_classes=5).eval()
-    with torch.no_grad():
-        assert model(torch.randn(1, 3, *size)).shape == (1, 5)
-
-
-@pytest.mark.parametrize("name", SMALL)
-def test_img_size_sizes_the_tables_and_loads_others(name):
-    size = (96, 64)
-    small, large = lively(name).eval(), lively(name, img_size=size).eval()
-    large.load_state_dict(small.state_dict())
-    x = torch.randn(1, 3, *size)
-    with torch.no_grad():
-        torch.testing.assert_close(large(x), small(x))
-        small.set_input_size(size)
-        torch.testing.assert_close(large(x), small(x))
-    shapes = [{n: p.shape for n, p in m.named_parameters()} for m in (small, large)]
-    assert shapes[0] == shapes[1]
-    for layer in layers_of(large):
-        assert layer.height_rel.shape[0] == 2 * layer.feat_size[0] - 1
-
-
-@pytest.mark.parametrize("name", SMALL)
-def test_features_are_those_of_the_whole_network(name):
-    torch.manual_seed(1)
-    model = lively(name).eval()
-    x = torch.randn(1, 3, side(name), side(name))
-    with torch.no_grad():
-        final, taken = model.forward_intermediates(x)
-        torch.testing.assert_close(final, model.forward_features(x))
-        torch.testing.assert_close(final, taken[-1])
-        early = model.forward_intermediates(x, indices=[0, 2], stop_early=True, intermediates_only=True)
-        torch.testing.assert_close(early, [taken[0], taken[2]])
-
-        features = timm.create_model(name, features_only=True, out_indices=(1, 2)).eval()
-        features.model.load_state_dict(model.state_dict(), strict=False)
-        for got, expected, info in zip(features(x), taken[1:3], features.feature_info.get_dicts(), strict=True):
-            torch.testing.assert_close(got, expected)
-            assert got.shape[1] == info["num_chs"] and got.shape[2] == x.shape[2] // info["reduction"]
-
-
-@pytest.mark.parametrize("name", SMALL)
-def test_script_and_fx_compute_the_same(name):
-    model = lively(name).eval()
-    x = torch.randn(1, 3, side(name), side(name))
-    with torch.no_grad():
-        torch.testing.assert_close(torch.jit.script(model)(x), model(x))
-        _, nodes = get_graph_node_names(model)
-        extractor = create_feature_extractor(model, return_nodes=[nodes[-1]])
-        torch.testing.assert_close(next(iter(extractor(x).values())), model(x))
-
-
 @pytest.mark.parametrize("name", ["ea_aa_resnet34", "ea_conv_transformer_cifar"])
 @pytest.mark.parametrize("options", [
     {"beta": 0.0}, {"alpha": 0.0}, {"alpha": 0.2, "beta": 0.4}, {"kernel_size": 1}, {"kernel_size": 5},
@@ -231,39 +99,6 @@ def test_without_skip_and_convolution_ea_is_aa():
     evolving.load_state_dict(plain.state_dict(), strict=False)
     x = torch.randn(1, 3, 64, 64)
     assert torch.equal(evolving(x), plain(x))
-
-
-@pytest.mark.parametrize("name", SMALL)
-def test_weight_decay_spares_norms_and_tables(name):
-    from timm.optim import param_groups_weight_decay
-    model = timm.create_model(name)
-    spared, decayed = param_groups_weight_decay(model, 1e-4, no_weight_decay_list=model.no_weight_decay())
-    names = {id(p): n for n, p in model.named_parameters()}
-    spared = {names[id(p)] for p in spared["params"]}
-    assert {n for n in names.values() if n.endswith("_rel")} <= spared
-    assert not [names[id(p)] for p in decayed["params"] if p.ndim < 2]
-
-
-@pytest.mark.parametrize("name", SMALL)
-def test_layers_group_in_order(name):
-    from timm.models import group_parameters
-    model = timm.create_model(name)
-    for coarse in (False, True):
-        groups = group_parameters(model, model.group_matcher(coarse=coarse), reverse=True)
-        assert set(groups) == {n for n, _ in model.named_parameters()}
-        first_conv, classifier = model.default_cfg["first_conv"], model.default_cfg["classifier"]
-        assert groups[f"{first_conv}.weight"] == 0
-        assert groups[f"{classifier}.weight"] == max(groups.values()) > 3
-
-
-def test_residual_options_of_timms_resnet_work():
-    from timm.layers import BlurPool2d
-    for options in (dict(aa_layer=BlurPool2d), dict(block_args=dict(attn_layer="se")), dict(output_stride=8),
-                    dict(output_stride=16), dict(stem_type="deep", stem_width=32, avg_down=True)):
-        model = timm.create_model("ea_aa_resnet34", num_classes=5, drop_path_rate=0.1, **options)
-        x = torch.randn(2, 3, 64, 64)
-        assert model(x).shape == (2, 5)
-        assert model.forward_features(x).shape[-1] == 64 // options.get("output_stride", 32)
 
 
 def test_pretrained_without_weights_says_so():

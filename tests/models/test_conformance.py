@@ -1,0 +1,216 @@
+"""What timm expects of a model, of every name: after timm's own model tests, with values where those look at shapes."""
+import copy
+
+import pytest
+import timm
+import torch
+from timm.layers import BlurPool2d, DropPath
+from timm.models import create_feature_extractor, get_graph_node_names, group_parameters
+from timm.optim import create_optimizer_v2
+
+from tests.models.zoo import NAMES, RESNETS, SMALL, layers_of, lively, side
+
+SIZES = [(64, 64), (96, 160), (128, 128), (224, 224), (288, 288)]
+EVERY = [*NAMES, "resnet18_cifar"]
+KINDS = pytest.mark.parametrize("name", [*SMALL, "resnet18_cifar"], indirect=True)  # for what takes long
+
+
+@pytest.fixture(scope="module", params=EVERY)
+def name(request) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def model(name):
+    """One network a name, which the tests leave as they find it."""
+    torch.manual_seed(0)
+    return lively(name, num_classes=5).eval()
+
+
+@pytest.fixture(scope="module")
+def image(name) -> torch.Tensor:
+    return torch.randn(1, 3, side(name), side(name), generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def test_default_cfg_is_true_and_every_size_has_its_shapes(name):
+    with torch.device("meta"):  # shapes alone, so that the largest size costs nothing
+        model = timm.create_model(name).eval()
+    cfg = model.default_cfg
+    assert isinstance(model.get_submodule(cfg["first_conv"]), torch.nn.Conv2d)
+    assert model.get_submodule(cfg["classifier"]) is model.get_classifier()
+    assert model.get_classifier().out_features == cfg["num_classes"]
+    for size in {*(SIZES if name in SMALL else SIZES[::4]), cfg["input_size"][1:]}:
+        features = model.forward_features(torch.empty(2, 3, *size, device="meta"))
+        reduction = model.feature_info[-1]["reduction"]
+        assert features.shape == (2, model.num_features, size[0] // reduction, size[1] // reduction)
+        assert size != cfg["input_size"][1:] or features.shape[-2:] == cfg["pool_size"]
+        assert model.forward_head(features).shape == (2, cfg["num_classes"])
+
+
+def test_every_parameter_has_a_gradient(name, model):
+    twin = copy.deepcopy(model).train()
+    y = twin(torch.randn(2, 3, side(name), side(name)))
+    assert y.shape == (2, 5) and y.isfinite().all()
+    y.square().sum().backward()
+    gradients = {n: p.grad for n, p in twin.named_parameters()}
+    assert [n for n, g in gradients.items() if g is None or not g.isfinite().all() or not g.any()] == []
+
+
+@KINDS
+def test_gradient_checkpointing_changes_nothing(name, model):
+    x = torch.randn(2, 3, side(name), side(name))
+    results = []
+    for enable in (False, True):
+        twin = copy.deepcopy(model).train()
+        twin.set_grad_checkpointing(enable)
+        y = twin(x)
+        y.sum().backward()
+        results.append((y.detach(), [p.grad for p in twin.parameters()]))
+    torch.testing.assert_close(results[1], results[0], atol=1e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_intermediates_are_those_of_the_whole_network(model, image):
+    final, taken = model.forward_intermediates(image)
+    torch.testing.assert_close(final, model.forward_features(image))
+    torch.testing.assert_close(final, taken[-1])
+    assert len(taken) == len(model.feature_info)
+    for feature, info in zip(taken, model.feature_info, strict=True):
+        assert feature.shape[1] == info["num_chs"] and feature.shape[2] == image.shape[2] // info["reduction"]
+    early = model.forward_intermediates(image, indices=[0, 2], stop_early=True, intermediates_only=True)
+    torch.testing.assert_close(early, [taken[0], taken[2]])
+    last = model.forward_intermediates(image, indices=2, norm=True, intermediates_only=True)
+    torch.testing.assert_close(last, taken[-2:])
+
+
+@KINDS
+@torch.no_grad()
+def test_features_only_are_the_intermediates(name, model, image):
+    features = timm.create_model(name, features_only=True, out_indices=(1, -2)).eval()
+    inner = getattr(features, "model", features)  # timm's ResNet is unwrapped
+    kept = inner.state_dict().keys()
+    inner.load_state_dict({n: v for n, v in model.state_dict().items() if n in kept})
+    expected = model.forward_intermediates(image, intermediates_only=True)
+    torch.testing.assert_close(features(image), [expected[1], expected[-2]])
+    assert features.feature_info.channels() == [model.feature_info[i]["num_chs"] for i in (1, -2)]
+    assert features.feature_info.reduction() == [model.feature_info[i]["reduction"] for i in (1, -2)]
+    assert len(kept) < len(model.state_dict())  # what no wanted feature needs is gone
+    features.set_grad_checkpointing(True)
+
+
+@KINDS
+@torch.no_grad()
+def test_head_in_timms_ways(name, model, image):
+    model = copy.deepcopy(model)
+    features = model.forward_features(image)
+    torch.testing.assert_close(model.forward_head(features), model(image))
+    assert model.forward_head(features, pre_logits=True).shape == (1, model.head_hidden_size)
+    model.reset_classifier(3, "max")
+    model.reset_classifier(0)  # pools as before
+    torch.testing.assert_close(model(image), features.amax((2, 3)))
+    model.reset_classifier(4, "catavgmax")
+    assert model(image).shape == (1, 4) and model.head_hidden_size == 2 * model.num_features
+    model.reset_classifier(0, "")
+    torch.testing.assert_close(model(image), features)
+    assert not any(module.training for module in model.modules())
+
+
+@torch.no_grad()
+def test_fx_computes_the_same(model, image):
+    _, nodes = get_graph_node_names(model)
+    extractor = create_feature_extractor(model, return_nodes=[nodes[-1]])
+    torch.testing.assert_close(next(iter(extractor(image).values())), model(image))
+
+
+@KINDS
+@torch.no_grad()
+def test_torchscript_computes_the_same(name, model, image):
+    with torch.jit.optimized_execution(False):
+        torch.testing.assert_close(torch.jit.script(model)(image), model(image))
+
+
+def test_layer_decay_follows_the_order_of_the_network(name, model, image):
+    order = []
+    owners = [m for m in model.modules() if next(m.parameters(recurse=False), None) is not None]
+    handles = [m.register_forward_pre_hook(lambda m, _: order.append(m)) for m in owners]
+    with torch.no_grad():
+        model(image)
+    for handle in handles:
+        handle.remove()
+    assert set(order) == set(owners)
+
+    optimizer = create_optimizer_v2(model, opt="adamw", lr=1e-3, weight_decay=0.05, layer_decay=0.75)
+    groups = [(p, group) for group in optimizer.param_groups for p in group["params"]]
+    assert sorted(id(p) for p, _ in groups) == sorted(id(p) for p in model.parameters())  # each in one
+    group_of = {id(p): group for p, group in groups}
+    scales = [group_of[id(p)]["lr_scale"] for module in order for p in module.parameters(recurse=False)]
+    assert scales == sorted(scales) and scales[-1] == 1.0 and len(set(scales)) > 8
+    for layer in layers_of(model):
+        assert len({group_of[id(p)]["lr_scale"] for p in layer.parameters()}) == 1
+    for n, p in model.named_parameters():
+        spared = p.ndim < 2 or n.endswith("_rel")  # norms, biases, position tables
+        assert group_of[id(p)]["weight_decay"] == (0.0 if spared else 0.05), n
+    coarse = group_parameters(model, model.group_matcher(coarse=True), reverse=True)
+    assert coarse.keys() == dict(model.named_parameters()).keys()
+    assert coarse[f"{model.default_cfg['first_conv']}.weight"] == 0
+
+
+@KINDS
+@torch.no_grad()
+def test_other_sizes_work_without_being_told(name, model):
+    for size in ((40, 72), (96, 160)):
+        y = model(torch.randn(1, 3, *size))
+        assert y.shape == (1, 5) and y.isfinite().all()
+
+
+@pytest.mark.parametrize("small", SMALL)
+def test_img_size_sizes_the_tables_and_loads_others(small):
+    size = (96, 64)
+    plain, large = lively(small).eval(), lively(small, img_size=size).eval()
+    large.load_state_dict(plain.state_dict())
+    x = torch.randn(1, 3, *size)
+    with torch.no_grad():
+        torch.testing.assert_close(large(x), plain(x))
+        plain.requires_grad_(False).set_input_size(size)
+        torch.testing.assert_close(large(x), plain(x))
+    shapes = [{n: p.shape for n, p in m.named_parameters()} for m in (plain, large)]
+    assert shapes[0] == shapes[1]
+    assert not any(p.requires_grad for p in plain.parameters())  # what was frozen stays so
+    for layer in layers_of(large):
+        assert layer.height_rel.shape[0] == 2 * layer.feat_size[0] - 1
+
+
+@pytest.mark.parametrize("small", SMALL)
+def test_a_new_classifier_lives_where_the_network_does(small):
+    model = timm.create_model(small).double().eval()
+    model.reset_classifier(0)
+    model.reset_classifier(2)
+    assert model.get_classifier().weight.dtype == torch.float64 and not model.get_classifier().training
+
+
+@pytest.mark.parametrize("small", SMALL)
+def test_drop_path_grows_with_depth_and_is_off_in_evaluation(small):
+    model = lively(small, num_classes=5, drop_path_rate=0.3)
+    rates = [m.drop_prob for m in model.modules() if isinstance(m, DropPath)]
+    assert rates == sorted(rates) and rates[-1] == pytest.approx(0.3) and len(rates) >= 11
+    x = torch.randn(2, 3, side(small), side(small))
+    assert not torch.equal(model(x), model(x))
+    model.eval()
+    assert torch.equal(model(x), model(x))
+
+
+@pytest.mark.parametrize("options", [
+    dict(aa_layer=BlurPool2d), dict(block_args=dict(attn_layer="se")), dict(output_stride=8), dict(output_stride=16),
+    dict(stem_type="deep", stem_width=32, avg_down=True), dict(drop_block_rate=0.1)])
+def test_residual_options_of_timms_resnet_work(options):
+    model = lively("ea_aa_resnet34", num_classes=5, **options)
+    x = torch.randn(2, 3, 64, 64)
+    y = model(x)
+    assert y.shape == (2, 5) and model.forward_features(x).shape[-1] == 64 // options.get("output_stride", 32)
+    y.sum().backward()
+    assert [n for n, p in model.named_parameters() if p.grad is None] == []
+
+
+def test_the_zoo_is_registered():
+    assert len(RESNETS) == 12 and len(NAMES) == 16 and len(timm.list_models("*ea_aa*")) == 4
