@@ -11,8 +11,9 @@ import torch
 
 import ea_vision  # noqa: F401  (registers the models)
 from ea_vision.data.augment import Augmentation
-from ea_vision.data.cifar import DATASETS, DataSet, hold_out, load_dataset
+from ea_vision.data.cifar import DATASETS, DataSet, Images, cache_folder, hold_out, load_dataset
 from ea_vision.data.on_device import EvalLoader, TrainLoader
+from ea_vision.data.on_disk import on_disk
 from ea_vision.engine import run_folder
 from ea_vision.engine.build import build_model, check_model_name, image_statistics
 from ea_vision.engine.config import TrainConfig, make_parser, option, parse, resolve
@@ -51,6 +52,8 @@ class CifarConfig(TrainConfig):
 
     dataset: str = option("digits", "digits (scikit-learn's), cifar10, cifar100 (torchvision's files), folder",
                           choices=DATASETS)
+    loader: str = option("device", "where decoded images are kept; device: in its memory; ffcv: in FFCV files in "
+                                   "cache_dir, for more images than fit", choices=("device", "ffcv"))
     download: bool = option(False, "fetch cifar10 or cifar100 if it is not in data_dir")
     img_size: int = option(32, "side of the images in pixels; others are scaled and cut", minimum=8)
     holdout: int = option(0, "training images to hold out and evaluate on each epoch; 0: the test images are used",
@@ -67,6 +70,17 @@ def load_data(config: CifarConfig, world: World) -> DataSet:
                             config.workers)
 
 
+def kept(config: CifarConfig, split: Images, world: World) -> Images:
+    """The split where --loader wants it."""
+    if config.loader == "device":
+        return split
+    cache = cache_folder(config.cache_dir)
+    if cache is None:
+        raise UsageError("--loader ffcv needs a folder for its files, got --cache-dir none")
+    with world.main_first():
+        return on_disk(split, cache, config.workers)
+
+
 def train(config: CifarConfig, optional_kwargs: frozenset[str]) -> int:
     check_model_name(config.model)
     folder = Path(config.output or f"runs/{config.dataset}-{config.model}")
@@ -81,6 +95,7 @@ def train(config: CifarConfig, optional_kwargs: frozenset[str]) -> int:
         if config.holdout:
             training, evaluated = hold_out(data.train, config.holdout, config.seed)
             eval_split = "held_out"
+        training, evaluated, test = (kept(config, split, world) for split in (training, evaluated, data.test))
 
         seed_everything(config.seed)
         model, kwargs = build_model(config.model, config.model_kwargs, optional_kwargs, num_classes=len(data.classes),
@@ -104,11 +119,11 @@ def train(config: CifarConfig, optional_kwargs: frozenset[str]) -> int:
         }
         trainer = Trainer(config, model, train_loader, eval_loader, num_classes=len(data.classes), world=world,
                           folder=folder, stop=stop, data_fingerprint=fingerprint, describe=training.names.__getitem__)
-        test_loader = EvalLoader(data.test, batch_size=config.eval_batch_size, **common)
+        test_loader = EvalLoader(test, batch_size=config.eval_batch_size, **common)
         with run_folder.locked(folder, world):
             begin_or_resume(trainer, run)
             trainer.fit()
-            finish(trainer, test_loader, len(data.test), eval_split, run)
+            finish(trainer, test_loader, len(test), eval_split, run)
     return 0
 
 
@@ -120,8 +135,8 @@ def evaluate_target(target: str, weights: str, given: dict) -> int:
         data = load_data(config, world)
         model, output = model_to_evaluate(target, run, weights, config, data.classes)
         mean, std = image_statistics(model)
-        loader = EvalLoader(data.test, mean=mean, std=std, device=world.device, batch_size=config.eval_batch_size,
-                            rank=world.rank, world_size=world.size)
+        loader = EvalLoader(kept(config, data.test, world), mean=mean, std=std, device=world.device,
+                            batch_size=config.eval_batch_size, rank=world.rank, world_size=world.size)
         model.to(world.device, memory_format=torch.channels_last if config.channels_last else torch.preserve_format)
         result = evaluate(model, loader, len(data.classes), world, config.amp, config.channels_last)
         if world.is_main:

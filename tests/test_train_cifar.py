@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import csv
+import importlib.util
 import json
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import train_cifar
 from ea_vision.engine import checkpoint, run_folder
 from ea_vision.engine.errors import exit_code
 from ea_vision.engine.sweep import main as sweep
-from tests.engine.runner import arguments, make_folder, run
+from tests.engine.runner import arguments, make_folder, run, same_result
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +103,19 @@ def test_evaluating_on_other_classes_is_an_error(finished, capsys):
     assert "has 3 classes, the data 10" in error
 
 
+@pytest.mark.skipif(importlib.util.find_spec("ffcv") is None, reason="needs FFCV: pip install .[ffcv]")
+def test_ffcv_files_in_place_of_memory_change_nothing(data, tmp_path):
+    folders, log = (tmp_path / "device", tmp_path / "ffcv"), tmp_path / "log"
+    for folder in folders:
+        argv = arguments(data, folder, "--loader", folder.name, "--holdout", "16", "--cache-dir", str(tmp_path / "c"))
+        assert run(argv, log) == 0, log.read_text()
+    same_result(*folders)
+    assert len(list((tmp_path / "c").glob("*.beton"))) == 3 and not list((tmp_path / "c").glob(".*"))
+    assert run(["--evaluate", str(folders[1])], log) == 0
+    numbers = json.loads((folders[1] / "evaluation" / "evaluation.json").read_text())
+    assert numbers["top1"] == pytest.approx(run_folder.read_results(folders[0])["test_best"]["top1"], abs=1e-3)
+
+
 def test_learning_curves(finished, tmp_path, capsys):
     picture = tmp_path / "curves.png"
     assert train_cifar.main(["--learning-curves", str(finished), str(finished), "--output", str(picture)]) == 0
@@ -152,6 +166,7 @@ def test_sweep_runs_its_settings_draws_them_and_continues(data, tmp_path, monkey
     (["--batch-size", "65"], "the data set has fewer"),
     (["--opt", "sgdd"], "unknown optimiser 'sgdd'"),
     (["--resume", "/nowhere.ckpt"], "no such checkpoint"),
+    (["--loader", "ffcv"], "--loader ffcv needs a folder"),
     (["--weights", "w"], "--weights goes with --evaluate"),
     (["--device", "cuda"], "needs a CUDA device"),
 ])

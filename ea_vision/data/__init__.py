@@ -1,1 +1,2 @@
-"""What reads images. `cifar` decodes small images once; `on_device` draws augmented batches from them."""
+"""What reads images. `cifar` decodes small images once; `on_device` draws augmented batches from them, and
+from `on_disk`'s."""

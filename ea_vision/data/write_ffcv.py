@@ -37,12 +37,11 @@ PAGE = 2**23  # bytes; FFCV reads a file in these
 _worker: tuple = ()
 
 
-
-
 def _begin(source: ImageSource, field, seed: int) -> None:
     global _worker
     _worker = (source, field, seed)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a trainer's handler would outlive the pool's end
     die_with_parent()
 
 

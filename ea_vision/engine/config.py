@@ -21,7 +21,7 @@ from ea_vision.engine.errors import UsageError, near_matches
 FREE_TO_CHANGE = frozenset({
     "recipe", "output", "resume", "device", "workers", "data_dir", "cache_dir", "download", "compile", "channels_last",
     "checkpoint_steps", "on_nan", "epochs", "train_beton", "val_beton", "max_bad_images", "log_steps", "tensorboard",
-    "wandb", "snapshot_epochs",
+    "wandb", "snapshot_epochs", "loader",
 })
 
 

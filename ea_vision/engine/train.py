@@ -99,6 +99,7 @@ class Trainer:
         self.eval_net = self.net
         self.ema = ModelEmaV3(model, decay=config.ema, use_warmup=config.ema_warmup) if config.ema else None
         if world.size > 1:
+            # Not with static_graph: it fails where the first backward is in no_sync, and brings nothing measurable.
             self.net = DistributedDataParallel(self.net, [world.device.index] if world.device.type == "cuda" else None)
         self.optimizer = build_optimizer(config, model, config.batch_size * config.grad_accum * world.size)
         self.scheduler = build_schedule(config, self.optimizer, self.updates_per_epoch)
