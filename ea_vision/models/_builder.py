@@ -1,7 +1,9 @@
 """What the model families share when timm builds them."""
+import zipfile
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 from timm.models import build_model_with_cfg, list_models, resolve_pretrained_cfg
 from torch import nn
 
@@ -14,11 +16,6 @@ except ImportError:
         """Older timm keeps no record of sizes."""
 
 FAMILIES = ("attn_resnet", "conv_transformer")
-
-
-def factory_kwargs(device, dtype) -> dict[str, Any]:
-    """Those of device and dtype that are given; timm's layers take them since 1.0.21."""
-    return {name: value for name, value in (("device", device), ("dtype", dtype)) if value is not None}
 
 
 def shipped_weights(name: str) -> str:
@@ -63,26 +60,36 @@ def build_model(model_cls: type[nn.Module], variant: str, pretrained: bool, **kw
     """timm's build_model_with_cfg, features by forward_intermediates.
 
     The stages hand attention logits on, so features cannot come from timm's default of running the stages one by one.
+    Where pretrained weights come from a file (timm's `pretrained_cfg_overlay={"file": ...}`), it may also be a run
+    folder (its best weights) or one of its checkpoints.
 
     Raises:
         RuntimeError: pretrained weights wanted where there are none, or whose file is missing.
     """
     if pretrained:
         cfg = resolve_pretrained_cfg(variant, kwargs.get("pretrained_cfg"), kwargs.get("pretrained_cfg_overlay"))
-        if not cfg.has_weights:
+        if not cfg.has_weights and not cfg.state_dict:
             having = [name for family in FAMILIES for name in list_models(module=family, pretrained=True)]
             raise RuntimeError(
                 f"{variant} has no pretrained weights; create it with pretrained=False. "
                 f"Models of ea_vision that have them: {', '.join(having) or 'none yet'}")
-        if cfg.file and not Path(cfg.file).exists():
+        path = Path(cfg.file or "")
+        if cfg.file and not path.exists():
             raise RuntimeError(
-                f"the weights of {variant} are missing: {Path(cfg.file).name} belongs into the folder weights/ of a "
+                f"the weights of {variant} are missing: {path.name} belongs into the folder weights/ of a "
                 f"checkout, or comes with the wheel; got neither")
+        overlay = dict(kwargs.pop("pretrained_cfg_overlay", None) or {})
+        if path.is_dir() and cfg.source != "local-dir" and cfg.file:  # a run folder
+            overlay["file"] = str(path / "model.safetensors")
+        elif path.suffix == ".ckpt" and not zipfile.is_zipfile(path):  # our trainers', where torch's are archives
+            overlay["state_dict"] = safetensors.torch.load_file(path)
+        kwargs["pretrained_cfg_overlay"] = overlay
     net = build_model_with_cfg(
         model_cls, variant, pretrained,
         pretrained_filter_fn=checkpoint_filter_fn,
         feature_cfg=dict(out_indices=kwargs.pop("out_indices", model_cls.feature_indices), feature_cls="getter"),
         **kwargs)
+    net.pretrained_cfg.pop("state_dict", None)  # loaded, and timm would keep it
     if isinstance(getattr(net, "model", None), model_cls):  # a method that the feature getter lacks, the others have
         net.set_grad_checkpointing = net.model.set_grad_checkpointing
     return net

@@ -1,4 +1,4 @@
-"""Weights of other makes, turned into ours: timm's ResNets and the EA authors' TensorFlow layer."""
+"""Weights of other makes, turned into ours: trainers' checkpoints, timm's ResNets, the EA authors' TensorFlow layer."""
 import logging
 from collections.abc import Mapping
 
@@ -14,12 +14,14 @@ _logger = logging.getLogger(__name__)
 def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """Make a checkpoint fit `model`; ours come back unchanged (position tables are fitted when they are loaded).
 
-    In a plain ResNet's checkpoint a convolution that `model` augments has more output channels than our branch: the
-    branch takes the first ones, which keep their place in the concatenation. Attention keeps the model's own initial
-    values. Each of the two is reported by a line of the log (level info).
+    Of a trainer's checkpoint, which holds more than a network, the averaged weights are taken, or where it has none the
+    plain ones. In a plain ResNet's checkpoint a convolution that `model` augments has more output channels than our
+    branch: the branch takes the first ones, which keep their place in the concatenation. Attention keeps the model's
+    own initial values. Each is reported by a line of the log (level info).
 
     Args:
-        state_dict: parameters by name, of our network or of timm's ResNet of the same depth.
+        state_dict: parameters by name, of our network or of timm's ResNet of the same depth; or the tensors of a
+            checkpoint of a run folder.
         model: the network that is to load them.
 
     Returns:
@@ -28,6 +30,13 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dic
     Raises:
         ValueError: a convolution of other input channels or kernel than the model's.
     """
+    for prefix in ("ema.", "model."):
+        part = {key[len(prefix):]: value for key, value in state_dict.items() if key.startswith(prefix)}
+        if part:
+            _logger.info("checkpoint of a run: %d tensors under %s*, the other %d left", len(part), prefix,
+                         len(state_dict) - len(part))
+            state_dict = part
+            break
     own = model.state_dict()
     out = dict(state_dict)
     for name, module in model.named_modules():
@@ -44,6 +53,9 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dic
         fresh = [key for key in own if key.startswith(f"{name}.") and key not in out]
         out.update((key, own[key]) for key in fresh)
         _logger.info("%s: fresh %s", name, ", ".join(key[len(name) + 1:] for key in fresh))
+    if len(out) > len(state_dict):
+        whole = sum(key in state_dict for key in out)
+        _logger.info("%d tensors as they are, %d of the checkpoint's not used", whole, sum(k not in own for k in out))
     return out
 
 

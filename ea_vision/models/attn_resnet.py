@@ -23,7 +23,7 @@ from timm.models.resnet import BasicBlock, Bottleneck, ResNet
 from torch import Tensor, nn
 
 from ea_vision.layers import AugmentedConv2d, create_evolution
-from ea_vision.models._builder import build_model, factory_kwargs, take_indices_of, to_size, update_model_input_size
+from ea_vision.models._builder import build_model, take_indices_of, to_size, update_model_input_size
 
 __all__ = ["AttnResNet"]
 
@@ -179,7 +179,7 @@ class AttnResNet(ResNet):
             dtype=None,
             **kwargs: Any,
     ) -> None:
-        dd = factory_kwargs(device, dtype)
+        dd = {"device": device, "dtype": dtype}
         if num_heads < 1:
             raise ValueError(f"num_heads must be 1 or more, got {num_heads}")
         plain_block = BasicBlock if issubclass(block, BasicBlock) else Bottleneck

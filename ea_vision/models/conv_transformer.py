@@ -21,14 +21,7 @@ from timm.models import checkpoint, generate_default_cfgs, register_model
 from torch import Tensor, nn
 
 from ea_vision.layers import AugmentedConv2d, create_evolution
-from ea_vision.models._builder import (
-    build_model,
-    factory_kwargs,
-    shipped_weights,
-    take_indices_of,
-    to_size,
-    update_model_input_size,
-)
+from ea_vision.models._builder import build_model, shipped_weights, take_indices_of, to_size, update_model_input_size
 
 __all__ = ["ConvTransformer"]
 
@@ -37,7 +30,7 @@ class FeedForward(nn.Module):
     """Bottleneck feed-forward C -> C/2 -> C of 1x1 convolutions, each with BatchNorm."""
 
     def __init__(self, channels: int, drop: float = 0.0, device=None, dtype=None) -> None:
-        dd = factory_kwargs(device, dtype)
+        dd = {"device": device, "dtype": dtype}
         super().__init__()
         self.conv1 = ConvNormAct(channels, channels // 2, 1, **dd)
         self.drop = nn.Dropout(drop)
@@ -54,7 +47,7 @@ class ConvBlock(nn.Module):
             self, channels: int, conv_drop: float = 0.0, ff_drop: float = 0.0, drop_path: float = 0.0,
             device=None, dtype=None,
     ) -> None:
-        dd = factory_kwargs(device, dtype)
+        dd = {"device": device, "dtype": dtype}
         super().__init__()
         self.conv = nn.Conv2d(channels, channels, 3, padding=1, bias=False, **dd)
         self.conv_drop = nn.Dropout(conv_drop)
@@ -75,7 +68,7 @@ class AttnBlock(nn.Module):
             self, conv: AugmentedConv2d, channels: int, need_logits: bool, ff_drop: float = 0.0,
             drop_path: float = 0.0, device=None, dtype=None,
     ) -> None:
-        dd = factory_kwargs(device, dtype)
+        dd = {"device": device, "dtype": dtype}
         super().__init__()
         self.conv = conv
         self.need_logits = need_logits
@@ -98,7 +91,7 @@ class DenseStage(nn.Module):
     """
 
     def __init__(self, in_channels: int, channels: int, pool: bool, blocks: list[nn.Module], device=None, dtype=None):
-        dd = factory_kwargs(device, dtype)
+        dd = {"device": device, "dtype": dtype}
         super().__init__()
         self.pool = nn.AvgPool2d(2) if pool else nn.Identity()
         self.proj = ConvNormAct(in_channels, channels, 1, **dd) if in_channels != channels else nn.Identity()
@@ -180,7 +173,7 @@ class ConvTransformer(nn.Module):
             device=None,
             dtype=None,
     ) -> None:
-        dd = factory_kwargs(device, dtype)
+        dd = {"device": device, "dtype": dtype}
         super().__init__()
         self.img_size = _check_size(img_size)
         self.num_classes = num_classes

@@ -9,8 +9,6 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, register_mo
 from timm.models.resnet import BasicBlock, ResNet
 from torch import nn
 
-from ea_vision.models._builder import factory_kwargs
-
 __all__ = ["ResNetCifar"]
 
 
@@ -18,7 +16,7 @@ class ResNetCifar(ResNet):
     """timm's ResNet with the stem of small images; keywords as there."""
 
     def __init__(self, *args: Any, in_chans: int = 3, device=None, dtype=None, **kwargs: Any) -> None:
-        dd = factory_kwargs(device, dtype)
+        dd = {"device": device, "dtype": dtype}
         super().__init__(*args, in_chans=in_chans, **kwargs, **dd)
         self.conv1 = nn.Conv2d(in_chans, self.conv1.out_channels, 3, padding=1, bias=False, **dd)
         nn.init.kaiming_normal_(self.conv1.weight, mode="fan_out", nonlinearity="relu")

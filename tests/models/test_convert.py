@@ -1,4 +1,4 @@
-"""Weights of timm's ResNets and of the authors' TensorFlow layer, in our networks."""
+"""Weights of runs, of timm's ResNets and of the authors' TensorFlow layer, in our networks."""
 import ast
 import logging
 
@@ -8,9 +8,11 @@ import safetensors.torch
 import timm
 import torch
 
-import ea_vision  # noqa: F401
+from ea_vision.engine.checkpoint import encode
+from ea_vision.engine.run_folder import write_weights
 from ea_vision.models._convert import checkpoint_filter_fn, from_tensorflow
 from tests.layers.test_reference import CASES, build_chain
+from tests.models.zoo import lively
 
 
 @pytest.mark.parametrize("name,plain", [("ea_aa_resnet34", "resnet34"), ("aa_resnet50", "resnet50")])
@@ -33,6 +35,7 @@ def test_a_timm_resnet_fills_what_fits(name, plain, tmp_path, caplog):
             assert torch.equal(value, initial[key]), key
     lines = [record.message for record in caplog.records if "output channels" in record.message]
     assert len(lines) == sum(key.endswith(".conv.weight") for key in ours)
+    assert f"{len(ours.keys() & theirs.keys())} tensors as they are, 0 of the checkpoint's not used" in caplog.text
 
 
 def test_our_own_checkpoint_is_left_alone():
@@ -60,3 +63,30 @@ def test_the_authors_variables_become_our_layers(shared, name):
             assert torch.equal(state[key], value), key
         with pytest.raises(ValueError, match="conv2d/kernel required"):
             from_tensorflow({k: v for k, v in variables.items() if k != "conv2d/kernel"}, evolves=i > 0)
+
+
+@pytest.mark.parametrize("ema", [False, True])
+def test_a_run_folder_and_its_checkpoints_are_weights(ema, tmp_path, caplog):
+    best, last, average = (lively("ea_conv_transformer_cifar", num_classes=4) for _ in range(3))
+    write_weights(tmp_path, best)
+    momentum = {"0": torch.zeros(3), "1": torch.ones(2)}
+    state = {"model": last.state_dict(), "ema": average.state_dict() if ema else None, "optimizer": momentum}
+    (tmp_path / "last.ckpt").write_bytes(encode(state))
+
+    def load(path, **options):
+        overlay = {"file": str(path), "num_classes": 4}
+        return timm.create_model(
+            "ea_conv_transformer_cifar", pretrained=True, pretrained_cfg_overlay=overlay, **options)
+
+    with caplog.at_level(logging.INFO, logger="ea_vision"):
+        loaded = [(load(tmp_path), best), (load(tmp_path / "last.ckpt"), average if ema else last)]
+    for got, expected in loaded:
+        for key, value in expected.state_dict().items():
+            assert torch.equal(got.state_dict()[key], value), key
+        assert "state_dict" not in got.pretrained_cfg
+    kept, left = len(last.state_dict()), 2 + len(last.state_dict()) * ema
+    assert f"{kept} tensors under {'ema' if ema else 'model'}.*, the other {left} left" in caplog.text
+    assert load(tmp_path / "last.ckpt", num_classes=9, in_chans=1).get_classifier().out_features == 9
+    plain = timm.create_model(
+        "ea_conv_transformer_cifar", num_classes=4, checkpoint_path=str(tmp_path / "model.safetensors"))
+    assert torch.equal(plain.head.fc.weight, best.head.fc.weight)
