@@ -18,6 +18,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import typing
 from pathlib import Path
 
 import torch
@@ -167,7 +168,7 @@ def _backward(
         width_rel: Tensor | None, prev: Tensor | None, weight: Tensor | None, bias: Tensor | None,
         logits: Tensor | None, lse: Tensor, alpha: float, beta: float, kind: int, scale: float, height: int,
         width: int,
-) -> list[Tensor]:
+) -> typing.List[Tensor]:  # noqa: UP006 (torch 2.6 knows no list[Tensor] here)
     """-> gradients of q, k (B, K, D, N), v (B, K, E, N), then of those given: prev, tables, weight, bias."""
     q, k, v = _pixels_last(q), _pixels_last(k), _pixels_last(v)
     grads = {"d_q": q.new_empty(q.shape), "d_k": k.new_empty(k.shape), "d_v": v.new_empty(v.shape)}
