@@ -2,74 +2,72 @@
 
 Every kind of layer is one formula with three constants, of which a kernel drops the terms that are zero:
 
-    logits = conv_share * relu(conv(maps)) + maps_share * maps + own_share * own,
+    logits = conv_share * relu(conv(maps)) + maps_share * maps + own_share * own
     own = scale * (q.k + q.height_rel + q.width_rel)
 
 * first layer of a chain: logits = own;
 * PA, or no convolution: maps = prev_logits, one kernel;
-* EA: m = alpha * prev + (1 - alpha) * own in a first kernel, which stores m; logits from maps = m in a second. Every pixel
-  of a convolution needs its neighbours' m, and Triton cannot shift a tile that lies in registers: to fuse the two would be
-  to compute own nine times or to keep a halo in scratch memory behind barriers. m costs one write and one read.
+* EA: m = alpha * prev + (1 - alpha) * own in a first kernel, which stores m; logits from maps = m in a second. The
+  convolution needs its neighbours' m, and Triton cannot shift a tile that lies in registers: fusing the two would mean
+  to compute own nine times, or to keep a halo in scratch memory behind barriers. m costs one write and one read.
 
-The work is memory traffic, so it is counted in bytes that move per entry (one number of the B x K x N x N) in bfloat16:
+The work is memory traffic: bytes that move per entry (one number of the B x K x N x N) in bfloat16:
 
 | | forward | backward |
 | --- | --- | --- |
-| first | 2: logits | 10: logits, their gradient, g written and read twice |
-| PA | 4: prev, logits | 18: prev, logits, their gradient; d_conv and g written; both read; d_prev; g |
-| EA, beta = 1 | 8: prev, m, m, logits | 16: prev, m; m, gradient of logits, d_conv; d_conv, d_prev; d_prev |
+| first | 2: logits written | 10: logits and their gradient read; g written, read twice |
+| PA | 4: prev read; logits | 18: prev, logits, gradient; d_conv, g; both read again; d_prev; g once more |
+| EA, beta = 1 | 8: prev; m; m; logits | 16: prev; m; m, gradient; d_conv; d_conv; d_prev; d_prev once more |
 
-Less 2 forward where the logits are not needed (the last layer). Queries, keys, values are small beside the maps (N = 196:
-a tenth each) and come from the L2 cache. Backward stores one or two scratch maps (m and d_conv, or d_conv and g) for its
-own duration, and a layer keeps for it only its inputs, `out`, the rows' log-sum-exp and, not in EA, its logits; where
-those were not asked for, they are computed again into scratch.
+Less 2 forward where the logits are not needed, and 2 backward where they have no gradient (the last layer; in PA and
+in a first layer backward then computes them again). g is the logits' gradient, d_conv what of it enters the
+convolution. Queries, keys and values are small beside the maps (a tenth each at N = 196, D = 20) and are read through
+the L2 cache, once for each block of 16 or 32 pixels. Of N x N size a layer keeps for backward only prev_logits and,
+where it is not EA, its logits; two scratch maps live as long as backward runs, three where beta < 1.
 
 Choices:
 * Maps lie in memory as (B, N, N, K), torch's channels_last of (B, K, N, N): see `triton_kernels`. A map that comes in
   another layout is copied once.
-* Tensor cores for all products, with operands in the maps' dtype and float32 sums (float32: three tf32 products, which
-  keep float32's accuracy). The convolution of K = 8 heads is 3 products (pixels, 24 of 32) x (24 of 32, 8).
-* The softmax is of the stored, rounded logits, so that backward, which reads them or computes them again, sees the same.
-* Gradients of weight, bias and tables are summed per program, each into a slot of its own, then by torch: no atomics, the
-  same bits on every run.
-* torch.library.custom_op, not triton_op: nothing beside the kernels is left for inductor to fuse, and the opaque operator
-  also runs in Triton's interpreter and under torch.export.
+* Tensor cores for all products, operands in the maps' dtype, sums in float32 (for float32 three tf32 products, which
+  keep its accuracy). The convolution of 8 heads is 3 products (pixels, 24 of 32) x (24 of 32, 8).
+* The softmax is of the stored, rounded logits, so that backward, which reads or recomputes them, sees the same.
+* Gradients of weight, bias and tables are summed per program, each into a slot of its own, then by torch: no atomics,
+  the same bits on every run.
+* torch.library.custom_op, not triton_op: nothing beside the kernels is left for inductor to fuse, and the opaque
+  operator runs in Triton's interpreter too.
 """
 
 import importlib.util
 import os
-from functools import lru_cache
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-MAX_HEADS = 16
+MAX_HEADS = 8
 MAX_DIM_HEAD = 64
-MAX_SIDE = 64
+MAX_PIXELS, MAX_SIDES = 1024, 64
+INSTALLED = importlib.util.find_spec("triton") is not None
+INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"  # Triton, too, reads it once
 
 
-def _interpreting() -> bool:
-    return os.environ.get("TRITON_INTERPRET", "0") == "1"
-
-
-@lru_cache
+@torch.compiler.assume_constant_result
 def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
 def reason_against(
         q: Tensor, k: Tensor, v: Tensor, prev_logits: Tensor | None, weight: Tensor | None,
-        feat_size: tuple[int, int] | None = None, dropout_p: float = 0.0,
+        feat_size: tuple[int, int] | None = None,
 ) -> str | None:
-    """Why `attend` cannot take these arguments; None if it can."""
-    if importlib.util.find_spec("triton") is None:
+    """Why `attend` cannot take these arguments; None if it can. Without feat_size, long narrow maps pass unseen."""
+    if not INSTALLED:
         return "triton is not installed"
-    if not _interpreting():
+    if not INTERPRETING:
         if q.device.type != "cuda" or torch.version.hip is not None:
             return f"a CUDA device is required, got {q.device.type}"
-        if not 8 <= _capability(q.device)[0] < 10:  # 10 and up: triton-lang/triton issue 10821, sums of chained products
-            return f"compute capability 8.0 to 9.x is required, got {_capability(q.device)}"
+        # Others have less shared memory, or (10) sum chained products wrongly: triton-lang/triton issue 10821
+        if _capability(q.device) not in ((8, 0), (9, 0)):
+            return f"compute capability (8, 0) or (9, 0) is required, got {_capability(q.device)}"
     if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"float32, bfloat16 or float16 is required, got {q.dtype}"
     if k.dtype != q.dtype or v.dtype != q.dtype:
@@ -78,12 +76,12 @@ def reason_against(
         return f"at most {MAX_HEADS} heads are supported, got {q.shape[1]}"
     if max(q.shape[-1], v.shape[-1]) > MAX_DIM_HEAD:
         return f"heads at most {MAX_DIM_HEAD} wide are supported, got {q.shape[-1]} (q, k) and {v.shape[-1]} (v)"
-    if feat_size is not None and max(feat_size) > MAX_SIDE:
-        return f"maps of at most {MAX_SIDE} pixels a side are supported, got {feat_size[0]} x {feat_size[1]}"
+    if q.shape[2] > MAX_PIXELS:
+        return f"maps of at most {MAX_PIXELS} pixels are supported, got {q.shape[2]}"
+    if feat_size is not None and sum(feat_size) > MAX_SIDES:
+        return f"at most {MAX_SIDES} rows and columns together are supported, got {feat_size[0]} and {feat_size[1]}"
     if weight is not None and weight.shape[-1] not in (1, 3):
         return f"a map convolution of kernel size 1 or 3 is required, got {weight.shape[-1]}"
-    if dropout_p > 0.0:
-        return f"no attention dropout is supported, got {dropout_p}"
     return None
 
 
@@ -159,7 +157,7 @@ def _sizes(q: Tensor, v: Tensor, H: int, W: int, kernel_size: int) -> dict:
 
     K, D, E = q.shape[1], q.shape[-1], v.shape[-1]
     operand = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[q.dtype]
-    if _interpreting():
+    if INTERPRETING:
         operand = tl.float32
     return {
         "H": H, "W": W, "N": H * W, "K": K, "D": D, "E": E, "KS": kernel_size,
@@ -169,22 +167,22 @@ def _sizes(q: Tensor, v: Tensor, H: int, W: int, kernel_size: int) -> dict:
     }
 
 
-def _programs(q: Tensor, block: int = LOOPED) -> int:
-    return q.shape[0] * -(-q.shape[2] // block)
+def _programs(q: Tensor, blocks: int = 1) -> int:
+    return q.shape[0] * -(-q.shape[2] // (blocks * LOOPED))
 
 
-def _launch(kernel, q: Tensor, sizes: dict, *args, queries: int = LOOPED, keys: int = LOOPED, **flags) -> None:
-    """One program for each image and block of pixels on the larger side of a tile of queries x keys."""
-    values = {**sizes, **flags, "I": queries, "J": keys}
+def _launch(kernel, q: Tensor, sizes: dict, *args, queries: int = 1, keys: int = 1, **flags) -> None:
+    """One program for each image and block of pixels. A tile has queries x keys, in units of LOOPED."""
+    values = {**sizes, **flags, "I": queries * LOOPED, "J": keys * LOOPED}
     constants = {name: values[name] for name in kernel.arg_names if name in values}
     kernel[_programs(q, max(queries, keys)),](
-        *args, **constants, num_warps=4 if sizes["KP"] <= 4 else 8, num_stages=1)
+        *args, **constants, num_warps=4 if sizes["KP"] <= 4 else 8, num_stages=1 if q.dtype == torch.float32 else 2)
 
 
 def _strides(*tensors: Tensor) -> tuple[list[int], int]:
-    """Strides of (B, K, N, D) tensors, those of heads and pixels in units of 4 numbers where all are multiples."""
-    unit = 4 if all(x.stride(3) == 1 and x.stride(1) % 4 == 0 and x.stride(2) % 4 == 0 for x in tensors) else 1
-    return [n for x in tensors for n in (x.stride(0), x.stride(1) // unit, x.stride(2) // unit, x.stride(3))], unit
+    """Strides of (B, K, N, D) tensors, all but the last in units of 4 numbers where they are multiples of 4."""
+    unit = 4 if all(x.stride(3) == 1 and all(n % 4 == 0 for n in x.stride()[:3]) for x in tensors) else 1
+    return [n for x in tensors for n in (*(n // unit for n in x.stride()[:3]), x.stride(3))], unit
 
 
 def _evolve(q, k, v, table, maps, weight, bias, shares, scale, sizes, *, logits=None, out=None, lse=None) -> None:
@@ -192,14 +190,16 @@ def _evolve(q, k, v, table, maps, weight, bias, shares, scale, sizes, *, logits=
     from ea_vision.ops import triton_kernels
 
     conv, kept, own = shares
-    strides, unit = _strides(q, k, v)
+    strides, unit = _strides(q, k)
+    v_strides, unit_v = _strides(v)
+    # Twice the queries halve the reads of k; a convolution, wide heads and float32 need the room themselves
+    wide = conv == 0.0 and sizes["DP"] <= 32 and q.dtype != torch.float32
     _launch(
         triton_kernels.evolve, q, sizes,
-        q, k, v, *(q if x is None else x for x in (table, maps, weight, bias, logits, out, lse)), *strides,
-        conv, kept, own, scale,
-        queries=LOOPED if conv != 0.0 else 2 * LOOPED,  # a convolution holds three times the registers
-        UNIT=unit, OWN=own != 0.0, MAPS=kept != 0.0, CONV=conv != 0.0, RELATIVE=table is not None,
-        SAVE=logits is not None, ATTEND=out is not None)
+        q, k, v, *(q if x is None else x for x in (table, maps, weight, bias, logits, out, lse)),
+        *strides, *v_strides, conv, kept, own, scale,
+        queries=2 if wide else 1, UNIT=unit, UNIT_V=unit_v, OWN=own != 0.0, MAPS=kept != 0.0,
+        CONV=conv != 0.0, RELATIVE=table is not None, SAVE=logits is not None, ATTEND=out is not None)
 
 
 @torch.library.custom_op("ea_vision::triton_attention_forward", mutates_args=())
@@ -227,7 +227,8 @@ def _forward(
 
 
 @_forward.register_fake
-def _(q, k, v, height_rel, width_rel, prev_logits, weight, bias, alpha, beta, predict, scale, height, width, need_logits):
+def _(q, k, v, height_rel, width_rel, prev_logits, weight, bias, alpha, beta, predict, scale, height, width,
+      need_logits):
     B, K, N, _ = q.shape
     logits = _new_maps(q).permute(0, 3, 1, 2) if need_logits else q.new_empty(0)
     return _new_rows(q, v.shape[-1]), logits, q.new_empty(B, K, N, dtype=torch.float32)
@@ -285,7 +286,7 @@ def _backward(
             triton_kernels.logits_backward, q, sizes,
             v, *(q if x is None else x for x in (maps, weight_, bias_, rows, d_next)), d_out, lse, delta,
             d_conv, g, d_v, d_weights, d_biases, *v_strides, *out_strides, conv, kept,
-            UNIT=unit, UNIT_OUT=unit_out, MAPS=kept != 0.0, CONV=conv != 0.0, REBUILD=mixing is not None,
+            UNIT_V=unit, UNIT_OUT=unit_out, MAPS=kept != 0.0, CONV=conv != 0.0, REBUILD=mixing is not None,
             FROM_NEXT=d_next is not None, SAVE=save_g)
 
         # Convolution, mixing, and the query's side: d_prev, d_q, d_tables
@@ -294,7 +295,7 @@ def _backward(
             m_share, prev_share, own_share = kept, alpha, 1.0 - alpha
         else:
             m_share, prev_share, own_share = kept, 1.0, own
-        # d_k is taken from the stored d_prev = alpha * m; with alpha 0 that would be lost, so m is stored and d_prev is 0
+        # d_k comes from the stored d_prev = alpha * m; with alpha 0 that would be lost, so m is stored, d_prev cleared
         store_share = prev_share if prev_share != 0.0 else 1.0
         d_prev = _new_maps(q) if prev_logits is not None else q
         d_table = q if table is None else q.new_empty(_programs(q), *table.shape, dtype=torch.float32)
@@ -312,10 +313,9 @@ def _backward(
         strides, unit = _strides(q)
         _launch(
             triton_kernels.keys_backward, q, sizes, q, source, d_k, *strides, scale * share,
-            keys=2 * LOOPED, UNIT=unit)
+            keys=2, UNIT=unit)
 
-    none = q.new_empty(0, dtype=torch.float32)
-    d_height = d_width = d_weight = d_bias = none
+    d_height, d_width, d_weight, d_bias = (q.new_empty(0, dtype=torch.float32) for _ in range(4))
     if table is not None:
         d_height, d_width = d_table.sum(0).to(height_rel.dtype).tensor_split([2 * height - 1])
         d_width = d_width.clone()  # two outputs of an operator may not share memory
@@ -330,8 +330,8 @@ def _backward(
 
 
 @_backward.register_fake
-def _(d_out, d_logits, q, k, v, height_rel, width_rel, prev_logits, weight, bias, logits, out, lse, alpha, beta, predict,
-      scale, height, width):
+def _(d_out, d_logits, q, k, v, height_rel, width_rel, prev_logits, weight, bias, logits, out, lse, alpha, beta,
+      predict, scale, height, width):
     D = q.shape[-1]
 
     def like(x: Tensor | None) -> Tensor:

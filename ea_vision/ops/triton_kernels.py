@@ -5,8 +5,8 @@ pixels; a P after a letter: rounded up to a power of two (at least 16 where a do
 
 Maps lie in memory as (B, N, N, K), heads innermost: the K heads of a pixel are one aligned vector whatever N is, the
 three neighbours of a tap row are one run of 3K numbers, and the head convolution is a matrix product over such runs.
-Products are 3-D (heads, ., .) where they are per head. STORE is the maps' dtype, taken from a pointer; OP is the dtype of
-dot operands: STORE, but float32 in Triton's interpreter, which cannot compute in bfloat16.
+Products are 3-D (heads, ., .) where they are per head. STORE is the maps' dtype, taken from a pointer; OP is the dtype
+of dot operands: STORE, but float32 in Triton's interpreter, which cannot compute in bfloat16.
 """
 
 import triton
@@ -23,13 +23,14 @@ def _rows(
 ):
     """Pixels n (any number) of one image's (K, N, D) tensor, zeros outside: (KP, n, DP).
 
-    The strides of heads and pixels count UNITs of numbers, which tells the compiler how wide it may load.
+    Strides but the last count UNITs of numbers, which tells the compiler how wide it may load.
     """
     head = tl.arange(0, KP)[:, None, None]
     pixel = n[None, :, None]
     d = tl.arange(0, DP)[None, None, :]
     mask = (head < K) & (pixel < N) & (d < D)
-    return tl.load(ptr + (head * stride_head + pixel * stride_pixel) * UNIT + d * stride_width, mask=mask, other=0.0).to(OP)
+    at = (head * stride_head + pixel * stride_pixel) * UNIT + d * stride_width
+    return tl.load(ptr + at, mask=mask, other=0.0).to(OP)
 
 
 @triton.jit
@@ -68,6 +69,21 @@ def _tap_row(
 
 
 @triton.jit
+def _weight_row(
+        weight, dy: tl.constexpr, K: tl.constexpr, KS: tl.constexpr, KP: tl.constexpr, RP: tl.constexpr,
+        STORE: tl.constexpr, OP: tl.constexpr, ADJOINT: tl.constexpr,
+):
+    """The (K, K, KS, KS) weight as the matrix that `_tap_row`'s columns meet: (RP, KP)."""
+    r = tl.arange(0, RP)[:, None]
+    to = tl.arange(0, KP)[None, :]
+    if ADJOINT:
+        at = ((r % K * K + to) * KS + (KS - 1 - dy)) * KS + (KS - 1 - r // K)
+    else:
+        at = ((to * K + r % K) * KS + dy) * KS + r // K
+    return tl.load(weight + at, mask=(r < KS * K) & (to < K), other=0.0).to(STORE).to(OP)
+
+
+@triton.jit
 def _convolve(
         maps, weight, i0, j0,
         N: tl.constexpr, K: tl.constexpr, KS: tl.constexpr, KP: tl.constexpr, RP: tl.constexpr,
@@ -75,19 +91,10 @@ def _convolve(
 ):
     """Same-padded KS x KS convolution, heads -> heads, of a tile of maps; or its adjoint: (I*J, KP) float32."""
     STORE: tl.constexpr = maps.dtype.element_ty
-    r = tl.arange(0, RP)[:, None]
-    to = tl.arange(0, KP)[None, :]
-    dx = r // K
-    of = r % K
-    mask = (r < KS * K) & (to < K)
     out = tl.zeros((I * J, KP), dtype=tl.float32)
     for dy in tl.static_range(KS):
-        if ADJOINT:
-            at = ((of * K + to) * KS + (KS - 1 - dy)) * KS + (KS - 1 - dx)
-        else:
-            at = ((to * K + of) * KS + dy) * KS + dx
         taps = _tap_row(maps, i0, j0, dy, N, K, KS, RP, I, J, OP)
-        w = tl.load(weight + at, mask=mask, other=0.0).to(STORE).to(OP)
+        w = _weight_row(weight, dy, K, KS, KP, RP, STORE, OP, ADJOINT)
         out = tl.dot(taps, w, out, input_precision=PRECISION)
     return out
 
@@ -166,7 +173,7 @@ def evolve(
         conv_share, maps_share, own_share, scale,
         H: tl.constexpr, W: tl.constexpr, K: tl.constexpr, D: tl.constexpr, E: tl.constexpr, KS: tl.constexpr,
         KP: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, RP: tl.constexpr,
-        SP: tl.constexpr, TP: tl.constexpr, UNIT: tl.constexpr,
+        SP: tl.constexpr, TP: tl.constexpr, UNIT: tl.constexpr, UNIT_V: tl.constexpr,
         I: tl.constexpr, J: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
         OWN: tl.constexpr, MAPS: tl.constexpr, CONV: tl.constexpr, RELATIVE: tl.constexpr,
         SAVE: tl.constexpr, ATTEND: tl.constexpr,
@@ -183,10 +190,10 @@ def evolve(
     i = i0 + tl.arange(0, I)
     maps += image * (N * N * K)
     logits += image * (N * N * K)
-    k += image * k_image
-    v += image * v_image
+    k += image * k_image * UNIT
+    v += image * v_image * UNIT_V
     if OWN:
-        qi = _rows(q + image * q_image, q_head, q_pixel, q_width, i, N, K, D, KP, DP, OP, UNIT)
+        qi = _rows(q + image * q_image * UNIT, q_head, q_pixel, q_width, i, N, K, D, KP, DP, OP, UNIT)
         if RELATIVE:
             by_position = _position_products(qi, table, i, H, W, D, SP, TP, STORE, OP, PRECISION)
     if ATTEND:
@@ -221,7 +228,7 @@ def evolve(
             p = tl.exp2(t - new_top[:, :, None])
             shrink = tl.exp2(top - new_top)
             total = total * shrink + tl.sum(p, 2)
-            vj = _rows(v, v_head, v_pixel, v_width, j, N, K, E, KP, EP, OP, UNIT)
+            vj = _rows(v, v_head, v_pixel, v_width, j, N, K, E, KP, EP, OP, UNIT_V)
             mean = tl.dot(p.to(STORE).to(OP), vj, mean * shrink[:, :, None], input_precision=PRECISION)
             top = new_top
 
@@ -257,7 +264,7 @@ def logits_backward(
         H: tl.constexpr, W: tl.constexpr, K: tl.constexpr, E: tl.constexpr, KS: tl.constexpr,
         KP: tl.constexpr, EP: tl.constexpr, RP: tl.constexpr,
         I: tl.constexpr, J: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
-        UNIT: tl.constexpr, UNIT_OUT: tl.constexpr, GROUPS: tl.constexpr,
+        UNIT_V: tl.constexpr, UNIT_OUT: tl.constexpr, GROUPS: tl.constexpr,
         MAPS: tl.constexpr, CONV: tl.constexpr, REBUILD: tl.constexpr, FROM_NEXT: tl.constexpr,
         SAVE: tl.constexpr,
 ):
@@ -279,15 +286,18 @@ def logits_backward(
     d_logits += image * (N * N * K)
     d_conv += image * (N * N * K)
     d_maps += image * (N * N * K)
-    d_out += image * do_image
+    d_out += image * do_image * UNIT_OUT
     lse += image * (K * N)
     delta += image * (K * N)
-    vj = _rows(v + image * v_image, v_head, v_pixel, v_width, j, N, K, E, KP, EP, OP, UNIT)
+    vj = _rows(v + image * v_image * UNIT_V, v_head, v_pixel, v_width, j, N, K, E, KP, EP, OP, UNIT_V)
     dv = tl.zeros((KP, J, EP), dtype=tl.float32)
     if CONV:
         db = tl.zeros((KP,), dtype=tl.float32)
         dw0 = tl.zeros((GROUPS, RP, KP), dtype=tl.float32)  # a tap row each
+        w0 = _weight_row(weight, 0, K, KS, KP, RP, STORE, OP, False)
         if KS == 3:
+            w1 = _weight_row(weight, 1, K, KS, KP, RP, STORE, OP, False)
+            w2 = _weight_row(weight, 2, K, KS, KP, RP, STORE, OP, False)
             dw1 = tl.zeros((GROUPS, RP, KP), dtype=tl.float32)
             dw2 = tl.zeros((GROUPS, RP, KP), dtype=tl.float32)
 
@@ -295,7 +305,13 @@ def logits_backward(
         i = i0 + tl.arange(0, I)
         at, inside = _map_tile(i, j, N, K, KP)
         if CONV:
-            z = _convolve(maps, weight, i0, j0, N, K, KS, KP, RP, I, J, OP, PRECISION, False)
+            taps0 = _tap_row(maps, i0, j0, 0, N, K, KS, RP, I, J, OP)
+            z = tl.dot(taps0, w0, input_precision=PRECISION)
+            if KS == 3:
+                taps1 = _tap_row(maps, i0, j0, 1, N, K, KS, RP, I, J, OP)
+                z = tl.dot(taps1, w1, z, input_precision=PRECISION)
+                taps2 = _tap_row(maps, i0, j0, 2, N, K, KS, RP, I, J, OP)
+                z = tl.dot(taps2, w2, z, input_precision=PRECISION)
             z += _bias(bias, K, KP, STORE)
         if REBUILD:
             s = conv_share * tl.reshape(tl.maximum(z, 0.0), (I, J, KP))
@@ -324,13 +340,10 @@ def logits_backward(
             dz = dz.to(STORE)
             tl.store(d_conv + at, tl.reshape(dz, (I, J, KP)), mask=inside)
             dz = tl.reshape(dz.to(OP), (GROUPS, I * J // GROUPS, KP))
-            taps = _tap_row(maps, i0, j0, 0, N, K, KS, RP, I, J, OP)
-            dw0 = tl.dot(_grouped(taps, GROUPS), dz, dw0, input_precision=PRECISION)
+            dw0 = tl.dot(_grouped(taps0, GROUPS), dz, dw0, input_precision=PRECISION)
             if KS == 3:
-                taps = _tap_row(maps, i0, j0, 1, N, K, KS, RP, I, J, OP)
-                dw1 = tl.dot(_grouped(taps, GROUPS), dz, dw1, input_precision=PRECISION)
-                taps = _tap_row(maps, i0, j0, 2, N, K, KS, RP, I, J, OP)
-                dw2 = tl.dot(_grouped(taps, GROUPS), dz, dw2, input_precision=PRECISION)
+                dw1 = tl.dot(_grouped(taps1, GROUPS), dz, dw1, input_precision=PRECISION)
+                dw2 = tl.dot(_grouped(taps2, GROUPS), dz, dw2, input_precision=PRECISION)
 
     _store_rows(d_v + image * (N * K * E), j, dv, N, K, E, KP, EP)
     if CONV:
@@ -371,7 +384,7 @@ def queries_backward(
     d_conv += image * (N * N * K)
     d_logits += image * (N * N * K)
     d_maps += image * (N * N * K)
-    k += image * k_image
+    k += image * k_image * UNIT
     dq = tl.zeros((KP, I, DP), dtype=tl.float32)
     if RELATIVE:
         d_position = tl.zeros((KP, I, SP), dtype=tl.float32)
@@ -401,7 +414,7 @@ def queries_backward(
 
     if RELATIVE:
         T: tl.constexpr = 2 * H + 2 * W - 2
-        qi = _rows(q + image * q_image, q_head, q_pixel, q_width, i, N, K, D, KP, DP, OP, UNIT)
+        qi = _rows(q + image * q_image * UNIT, q_head, q_pixel, q_width, i, N, K, D, KP, DP, OP, UNIT)
         d_offset = _by_offset(d_position, i, H, W, SP, TP, STORE, OP)  # (KP*I, TP)
         embedding = _table(table, T, D, TP, DP, STORE, OP)
         dq += tl.reshape(tl.dot(d_offset, embedding, input_precision=PRECISION), (KP, I, DP))
@@ -424,7 +437,7 @@ def keys_backward(
     image = (tl.program_id(0) // BLOCKS).to(tl.int64)
     j = tl.program_id(0) % BLOCKS * J + tl.arange(0, J)
     maps += image * (N * N * K)
-    q += image * q_image
+    q += image * q_image * UNIT
     dk = tl.zeros((KP, J, DP), dtype=tl.float32)
     for i0 in range(0, N, I):
         i = i0 + tl.arange(0, I)

@@ -1,0 +1,328 @@
+"""The Triton kernels against the readable torch in float64: on a CUDA device, else in Triton's interpreter.
+
+The interpreter must be asked for before Triton is imported, so this file runs itself again in a process of its own; the
+compiler, which needs no GPU, gets another.
+"""
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ea_vision.ops import reference
+from ea_vision.ops import triton_attention as ours
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("needs triton", allow_module_level=True)
+
+DEVICE = "cuda" if torch.cuda.is_available() and not ours.INTERPRETING else "cpu"
+HERE = DEVICE == "cuda" or ours.INTERPRETING
+kernels = pytest.mark.skipif(not HERE, reason="runs in the process of test_in_interpreter")
+
+# Error as a share of the truth, by their norms. In half precision the signs of relu's arguments near zero decide: there
+# torch's own bfloat16 errs by up to 8e-2 in these cases, and its float16 by 1e-3.
+TOLERANCE = {torch.float32: 3e-6, torch.float16: 4e-3, torch.bfloat16: 8e-2}
+
+
+def run_alone(*args: str, interpret: str) -> str:
+    env = {**os.environ, "TRITON_INTERPRET": interpret, "OMP_NUM_THREADS": "1"}
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, *args], env=env, capture_output=True, text=True, cwd=root)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-8000:]
+    return done.stdout
+
+
+@pytest.mark.skipif(HERE, reason="the tests themselves run here")
+def test_in_interpreter():
+    assert "passed" in run_alone("-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, interpret="1")
+
+
+def leaves(size, dtype, B=1, K=8, D=4, E=1, kernel=3, relative=True, prev=True) -> dict:
+    """Random arguments: q, k, v and maps in `dtype`, parameters in float32; None for those a layer has not."""
+    H, W = size
+    N = H * W
+    x = {"qkv": torch.randn(B, H, W, K * (2 * D + E))}  # as a channels_last projection leaves them
+    x["height_rel"], x["width_rel"] = ((torch.randn(2 * S - 1, D) * D ** -0.5 if relative else None) for S in size)
+    x["prev_logits"] = 2 * torch.randn(B, K, N, N) if prev else None
+    kernel = kernel if prev else 0
+    x["weight"] = torch.randn(K, K, kernel, kernel) * (2 / (K * kernel ** 2)) ** 0.5 if kernel else None
+    x["bias"] = 0.1 * torch.randn(K) if kernel else None
+    x = {name: None if t is None else t.to(DEVICE) for name, t in x.items()}
+    return {name: t.to(dtype) if name in ("qkv", "prev_logits") and t is not None else t for name, t in x.items()}
+
+
+def split(qkv, K, D, E):
+    """(B, H, W, channels) -> q, k (B, K, N, D) and v (B, K, N, E), views."""
+    B, H, W, _ = qkv.shape
+    q, k, v = qkv.permute(0, 3, 1, 2).split([K * D, K * D, K * E], dim=1)
+    return [t.reshape(B, K, -1, H * W).transpose(-1, -2) for t in (q, k, v)]
+
+
+def results(attend, x, dtype, size, K, D, E, need_logits=True, uses=("out", "logits"), **options) -> dict:
+    """Outputs and gradients of a random weighting of them; dtype None leaves the arguments' own."""
+    x = {name: None if t is None else t.to(dtype or t.dtype).requires_grad_() for name, t in x.items()}
+    rest = [x[name] for name in ("height_rel", "width_rel", "prev_logits", "weight", "bias")]
+    out, logits = attend(
+        *split(x["qkv"], K, D, E), *rest, options["alpha"], options["beta"], predict=options["predict"],
+        scale=D ** -0.5, feat_size=size, need_logits=need_logits)
+    torch.manual_seed(1)
+    loss = 0.0
+    for name, t in (("out", out), ("logits", logits)):
+        if t is not None and name in uses:
+            loss = loss + (t.double() * torch.randn(t.shape).to(t.device)).sum()
+    names = [name for name, t in x.items() if t is not None]
+    grads = torch.autograd.grad(loss, [x[name] for name in names], allow_unused=True)
+    return {"out": out.detach(), "logits": logits if logits is None else logits.detach(),
+            **{"d_" + name: grad for name, grad in zip(names, grads, strict=True)}}
+
+
+def exact(*args, **kwargs):
+    return reference.attend(*args, dropout_p=0.0, **kwargs)
+
+
+def check(size, dtype, *, K=8, D=4, E=1, alpha=0.5, beta=1.0, predict=False, need_logits=True, uses=("out", "logits"),
+          **shape):
+    x = leaves(size, dtype, K=K, D=D, E=E, **shape)
+    common = dict(size=size, K=K, D=D, E=E, alpha=alpha, beta=beta, predict=predict, need_logits=need_logits, uses=uses)
+    q, k, v = split(x["qkv"], K, D, E)
+    assert ours.reason_against(q, k, v, x["prev_logits"], x["weight"], size) is None
+    got = results(ours.attend, x, None, **common)
+    true = results(exact, {n: None if t is None else t.detach() for n, t in x.items()}, torch.float64, **common)
+    for name, want in true.items():
+        have = got[name]
+        if want is None:
+            assert have is None or not have.any(), name
+            continue
+        assert have.shape == want.shape and have.dtype == (x["qkv"].dtype if name in ("out", "logits") else
+                                                           x[name[2:]].dtype), name
+        error = (have.double() - want).norm() / want.norm().clamp_min(1e-3)
+        assert error <= TOLERANCE[dtype], f"{name}: relative error {error:.1e}"
+
+
+EA, PA = {"predict": False}, {"predict": True}
+CASES = {
+    "EA": dict(EA, size=(4, 5), D=20, E=6),
+    "EA, two images, last layer": dict(EA, size=(3, 4), B=2, D=20, E=3, alpha=0.7, need_logits=False),
+    "EA, beta 0.6, wide heads": dict(EA, size=(3, 6), K=4, D=64, E=64, beta=0.6),
+    "EA, beta 0.6, last layer": dict(EA, size=(2, 5), K=4, D=6, E=5, beta=0.6, need_logits=False),
+    "EA without convolution": dict(EA, size=(5, 4), kernel=0),
+    "EA, beta 0": dict(EA, size=(3, 3), beta=0.0),
+    "EA, alpha 0": dict(EA, size=(2, 3), alpha=0.0),
+    "EA, alpha 1": dict(EA, size=(3, 3), alpha=1.0),
+    "EA, 1x1, not relative": dict(EA, size=(4, 4), kernel=1, relative=False),
+    "PA": dict(PA, size=(6, 3), D=4, E=1),
+    "PA, last layer": dict(PA, size=(4, 3), B=2, K=4, D=12, E=16, alpha=0.01, need_logits=False),
+    "PA without convolution": dict(PA, size=(2, 9), K=4, kernel=0),
+    "PA, alpha 0": dict(PA, size=(3, 3), alpha=0.0),
+    "first": dict(EA, size=(5, 4), prev=False, D=20),
+    "first, last layer": dict(EA, size=(3, 2), K=3, prev=False, relative=False, need_logits=False),
+    "one pixel": dict(EA, size=(1, 1)),
+    "one row": dict(PA, size=(1, 17), K=4),
+    "only the logits are used": dict(EA, size=(3, 3), uses=("logits",)),
+    "the logits are not used": dict(PA, size=(3, 3), uses=("out",)),
+}
+HALF = ("EA", "PA", "first", "EA, beta 0.6, wide heads")
+
+
+@kernels
+@pytest.mark.parametrize("case", CASES)
+def test_outputs_and_gradients(case):
+    check(dtype=torch.float32, **CASES[case])
+
+
+@kernels
+@pytest.mark.parametrize("case", HALF if DEVICE == "cpu" else CASES)
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=str)
+def test_half_precision(case, dtype):
+    check(dtype=dtype, **CASES[case])
+
+
+@kernels
+@settings(max_examples=4 if DEVICE == "cpu" else 100, derandomize=True, deadline=None)
+@given(st.data())
+def test_any_shape(data):
+    def among(*values):
+        return data.draw(st.sampled_from(values))
+
+    torch.manual_seed(data.draw(st.integers(0, 99)))
+    side = st.integers(1, 5 if DEVICE == "cpu" else 15)
+    prev = among(True, True, False)
+    check(
+        (data.draw(side), data.draw(side)), among(*TOLERANCE), B=among(1, 2), K=among(1, 4, 8),
+        D=data.draw(st.integers(4, 64)), E=data.draw(st.integers(1, 64)), kernel=among(0, 1, 3),
+        relative=among(True, False), prev=prev, alpha=among(0.5, 0.01, 0.7), beta=among(1.0, 0.6),
+        predict=among(True, False), need_logits=among(True, False))
+
+
+@kernels
+@pytest.mark.parametrize("side", (7, 14))
+def test_maps_of_the_networks(side, monkeypatch):
+    if DEVICE == "cpu":
+        monkeypatch.setattr(ours, "LOOPED", 32 if side == 7 else 128)  # the interpreter pays by the tile
+    check((side, side), torch.float32, K=4, D=20, E=3)
+
+
+@kernels
+def test_chain():
+    """Three layers that hand on their logits, in the layout they are made in, as the reference hands on its own."""
+    size, K, D, E = (2, 5), 4, 8, 3
+    first = leaves(size, torch.float32, K=K, D=D, E=E, prev=False)
+    later = [leaves(size, torch.float32, K=K, D=D, E=E) for _ in range(2)]
+
+    def chain(attend, dtype):
+        total, logits, used = 0.0, None, []
+        for i, x in enumerate((first, *later)):
+            x = {name: t.detach().to(dtype).requires_grad_() for name, t in x.items() if t is not None}
+            x.pop("prev_logits", None)
+            out, logits = attend(
+                *split(x["qkv"], K, D, E), x["height_rel"], x["width_rel"], logits, x.get("weight"), x.get("bias"),
+                0.5, 1.0, predict=False, scale=D ** -0.5, feat_size=size, need_logits=i < 2)
+            total = total + (out.double() * torch.linspace(-1, 1, out.numel(), device=DEVICE).view(out.shape)).sum()
+            used += x.values()
+        assert logits is None
+        return torch.autograd.grad(total, used)
+
+    for have, want in zip(chain(ours.attend, torch.float32), chain(exact, torch.float64), strict=True):
+        assert (have.double() - want).norm() <= 1e-6 * want.norm()
+
+
+def arguments(x, K, D, E, size, predict=False, need_logits=True):
+    rest = [x[name] for name in ("height_rel", "width_rel", "prev_logits", "weight", "bias")]
+    return (*split(x["qkv"], K, D, E), *rest, 0.5, 1.0, predict, D ** -0.5, *size, need_logits)
+
+
+@kernels
+@pytest.mark.parametrize("predict, need_logits", ((False, True), (True, False)))
+def test_operator_is_well_formed(predict, need_logits):
+    """Schema, fake tensors, autograd registration and AOT dispatch, as torch checks them."""
+    x = leaves((2, 3), torch.float32, K=4, D=4, E=2)
+    x = {name: t.requires_grad_() for name, t in x.items()}
+    torch.library.opcheck(ours._forward, arguments(x, 4, 4, 2, (2, 3), predict, need_logits))
+
+
+@kernels
+def test_compiles_whole_and_once():
+    """torch.compile with fullgraph, forward and backward, and no second compilation for a second batch."""
+    size, K, D, E = (2, 3), 4, 4, 2
+    torch._dynamo.reset()
+    compiled = torch.compile(results_of_layer, fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        x = {name: t.requires_grad_() for name, t in leaves(size, torch.float32, K=K, D=D, E=E).items()}
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            have = compiled(x, size, K, D, E)
+        want = results_of_layer(x, size, K, D, E)
+        for mine, theirs in zip(torch.autograd.grad(have, list(x.values())),
+                                torch.autograd.grad(want, list(x.values())), strict=True):
+            assert torch.equal(mine, theirs)
+
+
+def results_of_layer(x, size, K, D, E):
+    q, k, v = split(x["qkv"], K, D, E)
+    if ours.reason_against(q, k, v, x["prev_logits"], x["weight"], size) is not None:
+        raise ValueError("this layer must be able to run")
+    out, logits = ours.attend(
+        q, k, v, *(x[name] for name in ("height_rel", "width_rel", "prev_logits", "weight", "bias")), 0.5, 1.0,
+        predict=False, scale=0.5, feat_size=size, need_logits=True)
+    return out.sin().sum() + logits.cos().sum()
+
+
+@kernels
+def test_reasons():
+    x = leaves((2, 3), torch.float32, K=4, D=4, E=2)
+    q, k, v = split(x["qkv"], 4, 4, 2)
+    why = ours.reason_against
+    assert "kernel size 1 or 3" in why(q, k, v, x["prev_logits"], torch.zeros(4, 4, 5, 5))
+    assert "float64" in why(q.double(), k.double(), v.double(), None, None)
+    assert "one dtype" in why(q, k.half(), v, None, None)
+    assert "heads" in why(*(t.expand(1, -1, -1, -1).repeat(1, 3, 1, 1) for t in (q, k, v)), None, None)
+    assert "wide" in why(q, k, v.repeat(1, 1, 1, 40), None, None)
+    assert "pixels" in why(*(t.repeat(1, 1, 200, 1) for t in (q, k, v)), None, None)
+    with pytest.raises(ValueError, match="position tables"):
+        ours.attend(q, k, v, x["height_rel"][1:], x["width_rel"], None, None, None, 0.5, 1.0, predict=False, scale=1.0,
+                    feat_size=(2, 3), need_logits=False)
+
+
+def test_reason_on_the_cpu():
+    if ours.INTERPRETING:
+        pytest.skip("the interpreter runs there")
+    q = torch.zeros(1, 4, 6, 4)
+    assert "CUDA device" in ours.reason_against(q, q, q, None, None)
+
+
+# What to compile, without a GPU: compute capability, dtype, K, (H, W), D, E, PA?, logits needed?
+COMPILED = (
+    (90, torch.bfloat16, 8, (14, 14), 20, 3, False, True),  # EA-ResNet-50
+    (80, torch.float16, 4, (8, 8), 64, 64, True, False),  # PA-Conv-Transformer
+)
+
+
+def compile_kernels(capability, dtype, K, size, D, E, predict, need_logits):
+    """Compiles what a layer would launch, forward and backward, to machine code; asserts what it may use."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from ea_vision.ops import triton_kernels
+
+    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+    types = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
+    seen = []
+
+    class Recorder:
+        def __init__(self, kernel):
+            self.kernel, self.arg_names = kernel, kernel.arg_names
+
+        def __getitem__(self, grid):
+            return self.compile
+
+        def compile(self, *args, num_warps, num_stages, **constants):
+            signature, known = dict.fromkeys(constants, "constexpr"), {}
+            for i, (name, x) in enumerate(zip(self.arg_names, args, strict=False)):
+                if isinstance(x, torch.Tensor) or (isinstance(x, int) and x % 16 == 0):
+                    known[i,] = [["tt.divisibility", 16]]
+                if isinstance(x, torch.Tensor):
+                    signature[name] = types[x.dtype]
+                elif x == 1 and isinstance(x, int):
+                    signature[name], constants[name] = "constexpr", 1
+                else:
+                    signature[name] = "fp32" if isinstance(x, float) else "i32"
+            signature = {name: signature[name] for name in self.arg_names}
+            built = triton.compile(
+                ASTSource(self.kernel, signature, constants, known), target=GPUTarget("cuda", capability, 32),
+                options={"num_warps": num_warps, "num_stages": num_stages})
+            with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+                cubin.write(built.asm["cubin"])
+                cubin.flush()
+                usage = subprocess.run(
+                    [tools / "cuobjdump", "-res-usage", cubin.name], capture_output=True, text=True, check=True).stdout
+            registers, spilled = (int(n) for n in re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
+            shared = built.metadata.shared
+            print(capability, dtype, self.kernel.__name__, f"{registers=} {spilled=} {shared=} {num_warps=}")
+            assert "mma" in built.asm["ptx"], "the products must run on tensor cores"
+            assert spilled == 0
+            assert shared <= {80: 163, 90: 227}[capability] * 1024
+            seen.append(self.kernel.__name__)
+
+    monkeypatch = pytest.MonkeyPatch()
+    names = ("evolve", "logits_backward", "queries_backward", "keys_backward")
+    for name in names:
+        monkeypatch.setattr(triton_kernels, name, Recorder(getattr(triton_kernels, name)))
+    x = leaves(size, dtype, K=K, D=D, E=E)
+    inputs = arguments(x, K, D, E, size, predict, need_logits)
+    out, logits, lse = ours._forward._init_fn(*inputs)
+    ours._backward._init_fn(out, logits if need_logits else None, *inputs[:8], None, out, lse, *inputs[8:14])
+    monkeypatch.undo()
+    assert set(seen) == set(names)
+
+
+@pytest.mark.skipif(ours.INTERPRETING, reason="needs the compiler")
+def test_compiler_accepts_the_kernels():
+    code = "from tests.ops import test_triton as t\nfor case in t.COMPILED: t.compile_kernels(*case)"
+    assert run_alone("-c", code, interpret="0").count("registers=") >= 8
