@@ -18,7 +18,6 @@ import platform
 import shutil
 import subprocess
 import tempfile
-import typing
 from pathlib import Path
 
 import torch
@@ -168,7 +167,7 @@ def _backward(
         width_rel: Tensor | None, prev: Tensor | None, weight: Tensor | None, bias: Tensor | None,
         logits: Tensor | None, lse: Tensor, alpha: float, beta: float, kind: int, scale: float, height: int,
         width: int,
-) -> typing.List[Tensor]:  # noqa: UP006 (torch 2.6 knows no list[Tensor] here)
+) -> list[Tensor]:
     """-> gradients of q, k (B, K, D, N), v (B, K, E, N), then of those given: prev, tables, weight, bias."""
     q, k, v = _pixels_last(q), _pixels_last(k), _pixels_last(v)
     grads = {"d_q": q.new_empty(q.shape), "d_k": k.new_empty(k.shape), "d_v": v.new_empty(v.shape)}
