@@ -149,6 +149,7 @@ def _power(n: int, least: int = 16) -> int:
 
 # A program keeps a block of pixels and steps over the other side of the maps by LOOPED; all heads at once.
 LOOPED = 16
+WARPS = 8
 
 
 def _sizes(q: Tensor, v: Tensor, H: int, W: int, kernel_size: int) -> dict:
@@ -162,7 +163,7 @@ def _sizes(q: Tensor, v: Tensor, H: int, W: int, kernel_size: int) -> dict:
     return {
         "H": H, "W": W, "N": H * W, "K": K, "D": D, "E": E, "KS": kernel_size,
         "KP": _power(K, 1), "DP": _power(D), "EP": _power(E), "RP": _power(kernel_size * K),
-        "SP": _power(H + W), "TP": _power(2 * H + 2 * W - 2), "GROUPS": 8,
+        "SP": _power(H + W), "TP": _power(2 * H + 2 * W - 2), "GROUPS": WARPS,
         "OP": operand, "PRECISION": "tf32x3" if q.dtype == torch.float32 else "tf32",
     }
 
@@ -176,7 +177,7 @@ def _launch(kernel, q: Tensor, sizes: dict, *args, queries: int = 1, keys: int =
     values = {**sizes, **flags, "I": queries * LOOPED, "J": keys * LOOPED}
     constants = {name: values[name] for name in kernel.arg_names if name in values}
     kernel[_programs(q, max(queries, keys)),](
-        *args, **constants, num_warps=4 if sizes["KP"] <= 4 else 8, num_stages=1 if q.dtype == torch.float32 else 2)
+        *args, **constants, num_warps=WARPS, num_stages=1 if q.dtype == torch.float32 else 2)
 
 
 def _strides(*tensors: Tensor) -> tuple[list[int], int]:
