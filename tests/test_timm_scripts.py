@@ -1,13 +1,84 @@
-"""`python -m ea_vision.timm` runs a script that knows our models."""
+"""`python -m ea_vision.timm` runs scripts with our models, here some that do as timm's train.py and validate.py."""
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+
+from tests.data.photos import make_photos
 
 SCRIPT = """
 import sys, helper, timm
 print(timm.is_model("ea_aa_resnet50"), __name__, sys.argv[1:], helper.VALUE)
 """
+
+COMMON = """
+import argparse
+import torch
+from timm.data import create_dataset, create_loader, resolve_data_config
+from timm.models import create_model, load_checkpoint
+from timm.utils import ParseKwargs
+
+parser = argparse.ArgumentParser()
+parser.add_argument("data")
+parser.add_argument("--model")
+parser.add_argument("--num-classes", type=int)
+parser.add_argument("--img-size", type=int)
+parser.add_argument("--checkpoint")
+parser.add_argument("--output")
+parser.add_argument("--model-kwargs", nargs="*", default={}, action=ParseKwargs)
+args = parser.parse_args()
+model = create_model(args.model, num_classes=args.num_classes, **args.model_kwargs)
+config = resolve_data_config(vars(args), model=model)
+
+def loader(split, training):
+    return create_loader(
+        create_dataset("", root=args.data, split=split, is_training=training), input_size=config["input_size"],
+        batch_size=13, is_training=training, no_aug=True, use_prefetcher=False, num_workers=0, mean=config["mean"],
+        std=config["std"], interpolation=config["interpolation"], crop_pct=config["crop_pct"],
+        device=torch.device("cpu"))
+"""
+
+TRAIN = """
+from common import args, loader, model
+import torch
+from timm.optim import create_optimizer_v2
+from timm.scheduler import create_scheduler_v2
+from timm.utils import CheckpointSaver, ModelEmaV3
+
+model.set_grad_checkpointing(True)
+optimizer = create_optimizer_v2(model, opt="adamw", lr=2e-3, weight_decay=0.05, layer_decay=0.9)
+ema = ModelEmaV3(model, decay=0.5)
+scheduler, epochs = create_scheduler_v2(optimizer, sched="cosine", num_epochs=3, warmup_epochs=0)
+saver = CheckpointSaver(model, optimizer, args=args, model_ema=ema, checkpoint_dir=args.output)
+for epoch in range(epochs):
+    model.train()
+    for images, targets in loader("train", True):
+        loss = torch.nn.functional.cross_entropy(model(images), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ema.update(model)
+    scheduler.step(epoch + 1)
+    saver.save_checkpoint(epoch, metric=-loss.item())
+    print(f"loss {loss.item():.4f}")
+"""
+
+VALIDATE = """
+from common import args, load_checkpoint, loader, model
+import torch
+from timm.utils import accuracy
+
+load_checkpoint(model, args.checkpoint, use_ema=True)
+model = torch.jit.script(model.eval())
+with torch.no_grad():
+    images, targets = next(iter(loader("val", False)))
+    (top1,) = accuracy(model(images), targets)
+print(f"top1 {top1.item():.2f}")
+"""
+
+OPTIONS = ("--model", "ea_conv_transformer_cifar", "--num-classes", "3", "--img-size", "24", "--model-kwargs",
+           "widths=[16,32,32,64]", "alpha=0.25", "img_size=24")
 
 
 def run(*argv: str, folder: Path) -> subprocess.CompletedProcess:
@@ -25,3 +96,16 @@ def test_a_script_sees_our_models_its_arguments_and_its_neighbours(tmp_path):
 def test_a_missing_script_is_one_line(tmp_path):
     done = run("validate", folder=tmp_path)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "validate.py" in done.stderr
+
+
+def test_train_and_validate_as_timms_scripts_do(tmp_path):
+    for name, text in (("common", COMMON), ("train", TRAIN), ("validate", VALIDATE)):
+        (tmp_path / f"{name}.py").write_text(text)
+    data = make_photos(tmp_path / "data", side=24)
+    trained = run("train", str(data), *OPTIONS, "--output", str(tmp_path), folder=tmp_path)
+    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", trained.stdout)]
+    assert trained.returncode == 0 and len(losses) == 3 and losses[-1] < losses[0], trained.stderr
+    checkpoint = str(tmp_path / "model_best.pth.tar")
+    validated = run("validate", str(data), *OPTIONS, "--checkpoint", checkpoint, folder=tmp_path)
+    assert validated.returncode == 0, validated.stderr
+    assert float(re.findall(r"top1 (\d+\.\d+)", validated.stdout)[0]) > 40  # a third by chance

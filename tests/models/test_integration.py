@@ -1,4 +1,5 @@
 """What others do with a timm model: compile, export, save and load, detect objects."""
+import copy
 from collections import OrderedDict
 
 import pytest
@@ -67,6 +68,17 @@ def test_half_precision_inference(name, dtype):
         expected = model(x)
         got = model.to(dtype)(x.to(dtype))
     assert got.dtype == dtype and (got.float() - expected).norm() < 0.1 * expected.norm()
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_linear_layers_in_int8(name):
+    model = lively(name, num_classes=5).eval()
+    x = torch.randn(2, 3, side(name), side(name))
+    small = torch.ao.quantization.quantize_dynamic(copy.deepcopy(model), {nn.Linear}, dtype=torch.qint8)
+    with torch.no_grad():
+        expected, got = model(x), small(x)
+    assert not isinstance(small.get_classifier(), nn.Linear)
+    assert (got - expected).norm() < 0.05 * expected.norm()
 
 
 class Backbone(nn.Module):
