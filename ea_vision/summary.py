@@ -22,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ea_vision.layers import AugmentedConv2d
 from ea_vision.models import FAMILIES
+from ea_vision.ops import use_implementation
 
 PUBLISHED: dict[str, tuple[float, float | None, str]] = {  # millions of parameters, GFLOPs, top-1 (%)
     "resnet34": (21.8, 7.4, "73.79"), "resnet50": (25.6, 8.2, "76.44"),
@@ -69,11 +70,11 @@ def summarise(name: str) -> Summary:
     size = model.default_cfg["input_size"]
 
     shapes = [(m.num_heads, *m.feat_size) for m in model.modules() if isinstance(m, AugmentedConv2d)]
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+    with use_implementation("reference"), torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(torch.zeros(1, *size))
     by_op = counter.get_flop_counts()["Global"]
     total = counter.get_total_flops()
-    products = sum(count for op, count in by_op.items() if "bmm" in str(op))  # the attention's; linear layers are mm
+    products = by_op.get(torch.ops.aten.bmm, 0)  # the attention's; its projections are baddbmm, linear layers mm
     count, published_gflops, top1 = PUBLISHED.get(name, (None, None, ""))
     return Summary(
         model=name,

@@ -204,7 +204,7 @@ class AugmentedConv2d(nn.Module):
 
     @torch.jit.unused
     def _can_fuse(self) -> bool:
-        """Whether nothing looks at the maps inside the layer, and its evolution is one that `evolving_attention` knows."""
+        """Whether no hook looks at the maps in the layer, and `evolving_attention` knows its evolution."""
         watched = [self.attn_drop]
         if self.evolution is not None:
             if type(self.evolution) not in (EvolvingAttention, PredictiveAttention):

@@ -13,7 +13,7 @@
 The choice can be forced: by argument, by `with use_implementation("reference")`, or by the environment variable
 EA_VISION_IMPLEMENTATION, in this order. Why an implementation was taken is logged once, at level INFO.
 
-Shape letters: B batch, K heads, H x W the map, N = H*W its pixels (row-major), D width of a query's head, E of a value's.
+Shape letters: B batch, K heads, H x W the map, N = H*W its pixels (row-major), D width of a query's head, E a value's.
 """
 
 import logging
@@ -64,7 +64,7 @@ def use_implementation(name: str) -> Iterator[None]:
 
 def _reason_against(
         name: str, q: Tensor, k: Tensor, v: Tensor, prev_logits: Tensor | None, weight: Tensor | None,
-        dropout_p: float, need_logits: bool,
+        feat_size: tuple[int, int], dropout_p: float, need_logits: bool,
 ) -> str | None:
     if name == "reference":
         return None
@@ -73,13 +73,14 @@ def _reason_against(
     if name == "cpu":
         return cpu.reason_against(q, weight)
     if name == "triton":
-        return triton_attention.reason_against(q, k, v, prev_logits, weight)
+        return triton_attention.reason_against(q, k, v, prev_logits, weight, feat_size)
     return sdpa.reason_against(prev_logits, need_logits)
 
 
 def _exporting() -> bool:
     """An exported program must run where ea_vision is not."""
-    return torch.compiler.is_exporting() or torch.jit.is_tracing()
+    # torch.compile answers True to is_exporting
+    return torch.jit.is_tracing() or torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
 
 
 def _choose(q: Tensor, *rest) -> str:
@@ -162,7 +163,7 @@ def evolving_attention(
     if height_rel is not None:
         height_rel, width_rel = fit_rel_table(height_rel, H), fit_rel_table(width_rel, W)
     scale = D ** -0.5 if scale is None else scale
-    needs = (k, v, prev_logits, weight, dropout_p, need_logits)
+    needs = (k, v, prev_logits, weight, feat_size, dropout_p, need_logits)
     forced = implementation if implementation is not None else _forced[-1] if _forced else None
     if forced is None:
         chosen = _choose(q, *needs)

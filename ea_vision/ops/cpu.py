@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 SOURCE = Path(__file__).with_name("cpu_kernel.c")
 # Not -ffast-math: linked with it, a library switches subnormal numbers off in the whole process, and reordered sums
@@ -107,6 +108,11 @@ def reason_against(q: Tensor, weight: Tensor | None) -> str | None:
         return f"it needs float32, bfloat16 or float16, got {q.dtype}"
     if weight is not None and weight.shape[-1] > 7:
         return f"it needs map convolutions of at most 7x7, got {weight.shape[-1]}x{weight.shape[-1]}"
+    return _reason_against_kernel()
+
+
+@torch.compiler.assume_constant_result  # else torch.compile would trace the compiler's call
+def _reason_against_kernel() -> str | None:
     loaded = _load()
     return loaded if isinstance(loaded, str) else None
 
@@ -215,6 +221,16 @@ def _differentiate(ctx, d_out, d_logits, _):
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
+
+
+@register_flop_formula(torch.ops.ea_vision.cpu_attention)
+def _flops(q, k, v, height_rel, width_rel, prev, weight, *_, out_shape=None, **__) -> int:
+    """Shapes -> operations, two for a multiply-add, as torch counts them in the reference."""
+    B, K, N, D = q
+    maps = 2 * B * K * N * N * (D + v[3])
+    if height_rel is not None:
+        maps += 2 * B * K * N * D * ((height_rel[0] + 1) // 2 + (width_rel[0] + 1) // 2)
+    return maps + (0 if weight is None else 2 * B * N * N * weight[0] * weight[1] * weight[2] * weight[3])
 
 
 def attend(

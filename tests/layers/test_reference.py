@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from ea_vision.layers import AugmentedConv2d, EvolvingAttention
+from ea_vision.ops import use_implementation
 
 CASES = ["aa_norel", "aa_rect", "aa_square", "ea_chain2", "ea_chain_a50_b100", "ea_chain_a70_b30"]
 
@@ -46,12 +47,25 @@ def build_chain(case, meta: dict) -> list:
     return layers
 
 
+@pytest.mark.parametrize("implementation", ["reference", "cpu"])
 @pytest.mark.parametrize("name", CASES)
-def test_matches_the_authors_layer(shared: Path, name: str):
+def test_matches_the_authors_layer(shared: Path, name: str, implementation: str):
     case = np.load(shared / "reference" / f"{name}.npz")
     layers = build_chain(case, ast.literal_eval(str(case["meta"])))
     x, logits = torch.from_numpy(case["input"]).permute(0, 3, 1, 2), None
     for i, layer in enumerate(layers):
-        x, logits = layer(x, logits)
+        with use_implementation(implementation):
+            x, logits = layer(x, logits)
         torch.testing.assert_close(x.permute(0, 2, 3, 1), torch.from_numpy(case[f"output.{i}"]), atol=1e-5, rtol=0)
         torch.testing.assert_close(logits, torch.from_numpy(case[f"logits.{i}"]), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["aa_norel", "aa_rect", "aa_square"])
+def test_folded_position_matches_the_authors_layer(shared: Path, name: str):
+    case = np.load(shared / "reference" / f"{name}.npz")
+    x = torch.from_numpy(case["input"]).permute(0, 3, 1, 2)
+    layers = build_chain(case, ast.literal_eval(str(case["meta"])))
+    with use_implementation("sdpa"):
+        y, logits = layers[0](x, None, need_logits=False)
+    torch.testing.assert_close(y.permute(0, 2, 3, 1), torch.from_numpy(case["output.0"]), atol=1e-5, rtol=0)
+    assert logits is None

@@ -1,0 +1,330 @@
+"""Every implementation against the reference in float64, outputs and all gradients; and the choice between them."""
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import ea_vision.ops as ops
+from ea_vision.layers import AugmentedConv2d, EvolvingAttention
+from ea_vision.ops import cpu, evolving_attention, halve, sdpa, use_implementation
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
+TOLERANCE = {torch.float32: 5e-5, torch.bfloat16: 4e-2, torch.float16: 5e-3}  # of the largest entry
+
+
+def problem(kind: str, size, num_heads=8, dim_qk=20, dim_v=3, batch=2, kernel=3, relative=True, dtype=torch.float32,
+            device="cpu", seed=0):
+    """Tensors by name, q, k, v as views of (B, C, N) like those of the layer."""
+    generator = torch.Generator().manual_seed(seed)
+    H, W = size
+    B, K, D, E, N = batch, num_heads, dim_qk, dim_v, H * W
+
+    def new(*shape, std=1.0, cast=dtype):
+        return (torch.randn(shape, generator=generator) * std).to(device, cast)
+
+    tensors = {"q": new(B, K, D, N, std=2).transpose(-2, -1), "k": new(B, K, D, N).transpose(-2, -1),
+               "v": new(B, K, E, N).transpose(-2, -1)}
+    if relative:
+        tensors |= {"height_rel": new(2 * H - 1, D, cast=torch.float32),
+                    "width_rel": new(2 * W - 1, D, cast=torch.float32)}
+    if kind != "aa":
+        tensors["prev_logits"] = new(B, K, N, N, std=2)
+        if kernel:
+            tensors |= {"weight": new(K, K, kernel, kernel, std=0.3, cast=torch.float32),
+                        "bias": new(K, std=0.3, cast=torch.float32)}
+    return tensors
+
+
+def outputs_and_gradients(tensors, *, double=False, need_logits=True, **options):
+    """out, logits, and the gradient of a fixed random projection of them for each tensor."""
+    inputs = {n: (t.double() if double else t.clone()).requires_grad_() for n, t in tensors.items()}
+    out, logits = evolving_attention(**inputs, need_logits=need_logits, **options)
+    results = {"out": out} | ({"logits": logits} if need_logits else {})
+    generator = torch.Generator().manual_seed(1)
+    total = sum((x * torch.randn(x.shape, generator=generator).to(x)).sum() for x in results.values())
+    results |= dict(zip(inputs, torch.autograd.grad(total, list(inputs.values())), strict=True))
+    return results
+
+
+def assert_as_reference(tensors, implementation, **options):
+    fast = outputs_and_gradients(tensors, implementation=implementation, **options)
+    slow = outputs_and_gradients(tensors, implementation="reference", double=True, **options)
+    tolerance = TOLERANCE[tensors["q"].dtype]
+    for name, expected in slow.items():
+        assert fast[name].dtype == (tensors[name].dtype if name in tensors else tensors["q"].dtype)
+        scale = max(expected.abs().max().item(), 1.0)  # some are zero but for rounding: a softmax row's sum
+        difference = (fast[name].double() - expected).abs().max().item()
+        assert difference <= tolerance * scale, f"{name}: {difference} of {scale}"
+
+
+SIZES = [((5, 7), 8, 20, 3), ((1, 5), 3, 4, 6), ((7, 7), 4, 64, 64), ((4, 4), 4, 16, 1), ((14, 14), 8, 20, 2)]
+
+
+@pytest.mark.parametrize("need_logits", [True, False])
+@pytest.mark.parametrize("kind,kernel,beta", [
+    ("aa", 0, 1.0), ("ea", 3, 1.0), ("ea", 3, 0.6), ("ea", 5, 0.0), ("ea", 0, 1.0), ("pa", 3, 1.0), ("pa", 1, 1.0),
+    ("pa", 0, 1.0)])
+@pytest.mark.parametrize("size,num_heads,dim_qk,dim_v", SIZES)
+def test_cpu_kernel(size, num_heads, dim_qk, dim_v, kind, kernel, beta, need_logits):
+    tensors = problem(kind, size, num_heads, dim_qk, dim_v, kernel=kernel, relative=size != (4, 4))
+    assert_as_reference(tensors, "cpu", alpha=0.3, beta=beta, predict=kind == "pa", feat_size=size,
+                        need_logits=need_logits)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_cpu_kernel_on_random_shapes(seed):
+    random = torch.Generator().manual_seed(seed)
+
+    def draw(low, high):
+        return int(torch.randint(low, high + 1, (), generator=random))
+
+    size = draw(1, 9), draw(1, 19)
+    kind = ("aa", "ea", "pa")[draw(0, 2)]
+    kernel = (1, 3, 5, 7)[draw(0, 3)]
+    tensors = problem(kind, size, draw(1, 10), draw(1, 40), draw(1, 20), draw(1, 5), kernel, seed=seed)
+    assert_as_reference(tensors, "cpu", alpha=draw(0, 10) / 10, beta=draw(0, 10) / 10, predict=kind == "pa",
+                        feat_size=size, need_logits=bool(draw(0, 1)), scale=0.3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["aa", "ea", "pa"])
+def test_cpu_kernel_in_half_precision(kind, dtype):
+    tensors = problem(kind, (7, 6), dtype=dtype)
+    if kind != "aa":  # the convolution stays positive: near zero, rounding would decide what passes its ReLU
+        tensors["bias"] += 6.0
+    for need_logits in (True, False):
+        assert_as_reference(tensors, "cpu", alpha=0.3, predict=kind == "pa", feat_size=(7, 6), need_logits=need_logits)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("relative", [True, False])
+@pytest.mark.parametrize("size,num_heads,dim_qk,dim_v", SIZES)
+def test_folded_position_is_the_reference(size, num_heads, dim_qk, dim_v, relative, device):
+    tensors = problem("aa", size, num_heads, dim_qk, dim_v, relative=relative, device=device)
+    assert_as_reference(tensors, "sdpa", feat_size=size, need_logits=False)
+
+
+def test_folding_adds_the_position_terms():
+    tensors = problem("aa", (3, 4))
+    q, k = sdpa.fold_position(tensors["q"], tensors["k"], tensors["height_rel"], tensors["width_rel"], (3, 4))
+    logits = evolving_attention(**tensors, feat_size=(3, 4), scale=1.0, implementation="reference")[1]
+    torch.testing.assert_close(q @ k.transpose(-2, -1), logits, atol=1e-4, rtol=1e-5)
+
+
+def test_cpu_kernel_gives_the_same_bits_however_the_work_is_cut():
+    tensors = problem("ea", (9, 7), batch=3)
+    options = {"implementation": "cpu", "feat_size": (9, 7)}
+    whole = outputs_and_gradients(tensors, **options)
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            again = outputs_and_gradients(tensors, **options)
+            assert all(torch.equal(whole[name], again[name]) for name in whole)
+    finally:
+        torch.set_num_threads(threads)
+    second = {n: t[1:2] if n in ("q", "k", "v", "prev_logits") else t for n, t in tensors.items()}
+    alone = evolving_attention(**second, **options)
+    assert torch.equal(alone[0], whole["out"][1:2])
+    without = evolving_attention(**tensors, **options, need_logits=False)
+    assert torch.equal(without[0], whole["out"]) and without[1] is None
+
+
+def test_cpu_kernel_makes_no_subnormal_number_and_hides_no_nan():
+    tensors = problem("aa", (5, 5), dim_qk=8, dim_v=4, relative=False)
+    tensors["q"] = tensors["q"] * 60  # rows so peaked that exp would underflow
+    results = outputs_and_gradients(tensors, implementation="cpu", feat_size=(5, 5))
+    tiny = torch.finfo(torch.float32).tiny
+    for name in ("out", "q", "k", "v"):
+        assert not ((results[name] != 0) & (results[name].abs() < tiny)).any(), name
+    assert_as_reference(tensors, "cpu", feat_size=(5, 5))
+    tensors["k"][0, 0, 3] = torch.nan
+    out, logits = evolving_attention(**tensors, implementation="cpu", feat_size=(5, 5))
+    assert out[0, 0].isnan().all() and logits[0, 0, :, 3].isnan().all() and not out[1].isnan().any()
+    tensors = problem("ea", (5, 5))
+    tensors["prev_logits"][1, 0, 4, 4] = torch.inf
+    assert not evolving_attention(**tensors, implementation="cpu", feat_size=(5, 5))[0][1].isfinite().all()
+
+
+def test_pytorch_accepts_the_custom_operators():
+    tensors = problem("ea", (3, 4), num_heads=4, dim_qk=4, dim_v=2)
+    names = ("q", "k", "v", "height_rel", "width_rel", "prev_logits", "weight", "bias")
+    arguments = [tensors[name].requires_grad_() for name in names]
+    torch.library.opcheck(torch.ops.ea_vision.cpu_attention.default, (*arguments, 0.5, 1.0, cpu.MIX, 0.3, 3, 4, True))
+    torch.library.opcheck(torch.ops.ea_vision.cpu_pool.default, (torch.randn(2, 3, 5, 4, requires_grad=True),))
+
+
+@pytest.mark.parametrize("kind", ["aa", "ea"])
+def test_operations_are_counted_like_the_references(kind):
+    counts = []
+    for implementation in ("cpu", "reference"):
+        with FlopCounterMode(display=False) as counter:
+            evolving_attention(**problem(kind, (3, 5)), feat_size=(3, 5), implementation=implementation)
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0
+
+
+@pytest.mark.parametrize("size", [(5, 7), (8, 6), (1, 1), (2, 9)])
+def test_halving_is_average_pooling(size):
+    x = torch.randn(2, 3, *size, requires_grad=True)
+    plain = F.avg_pool2d(x, 3, stride=2, padding=1, count_include_pad=False)
+    weight = torch.randn_like(plain)
+    torch.testing.assert_close(halve(x), plain)
+    torch.testing.assert_close(*(torch.autograd.grad((y * weight).sum(), x) for y in (halve(x), plain)))
+    assert halve(x).grad_fn.name() != plain.grad_fn.name()
+
+
+# ---- the choice
+
+
+def test_implementation_can_be_forced_by_argument_by_context_and_by_environment():
+    tensors = problem("aa", (3, 4))
+
+    def made_by(**options):
+        out, _ = evolving_attention(**{n: t.requires_grad_() for n, t in tensors.items()}, feat_size=(3, 4), **options)
+        return type(out.grad_fn.next_functions[0][0]).__name__
+
+    fast, slow = made_by(), made_by(implementation="reference")
+    assert "cpu_attention" in fast and "cpu_attention" not in slow
+    with use_implementation("reference"):
+        assert made_by() == slow and made_by(implementation="cpu") == fast
+        with use_implementation("cpu"):
+            assert made_by() == fast
+    assert made_by() == fast
+    code = "import ea_vision.ops as o; print(o._forced)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
+                          env={**os.environ, "EA_VISION_IMPLEMENTATION": "reference"})
+    assert done.stdout.strip() == "['reference']"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
+                          env={**os.environ, "EA_VISION_IMPLEMENTATION": "quick"})
+    assert "EA_VISION_IMPLEMENTATION must be one of cpu, triton, sdpa, reference, got 'quick'" in done.stderr
+
+
+def test_what_cannot_be_had_is_an_error():
+    tensors, size = problem("ea", (3, 4)), (3, 4)
+    with pytest.raises(ValueError, match="must be one of .* got 'quick'"), use_implementation("quick"):
+        pass
+    with pytest.raises(ValueError, match="'sdpa' cannot run this: it has no place for previous logits"):
+        evolving_attention(**tensors, feat_size=size, implementation="sdpa")
+    with pytest.raises(ValueError, match="'cpu' cannot run this: it needs float32, .* got torch.float64"):
+        evolving_attention(**{n: t.double() for n, t in tensors.items()}, feat_size=size, implementation="cpu")
+    with pytest.raises(ValueError, match="'cpu' cannot run this: it has no dropout"):
+        evolving_attention(**tensors, feat_size=size, implementation="cpu", dropout_p=0.1)
+    with pytest.raises(ValueError, match=r"N = 3\*5 required, got \[2, 8, 12, 20\]"):
+        evolving_attention(**tensors, feat_size=(3, 5))
+    tensors["prev_logits"] = tensors["prev_logits"][:1]
+    with pytest.raises(ValueError, match=r"prev_logits of shape \[2, 8, 12, 12\] required, got \[1, 8, 12, 12\]"):
+        evolving_attention(**tensors, feat_size=size)
+
+
+def test_the_reason_is_logged_once(caplog):
+    tensors = problem("aa", (3, 4))
+    ops._logged.clear()
+    with caplog.at_level(logging.INFO, "ea_vision.ops"):
+        for _ in range(3):
+            evolving_attention(**tensors, feat_size=(3, 4))
+        evolving_attention(**{n: t.double() for n, t in tensors.items()}, feat_size=(3, 4))
+    assert [record.message for record in caplog.records] == [
+        "evolving attention on cpu in torch.float32 by 'cpu'",
+        "evolving attention on cpu in torch.float64 by 'reference'; not cpu: it needs float32, bfloat16 or float16, "
+        "got torch.float64"]
+
+
+@pytest.mark.parametrize("compiler,reason", [
+    ("no-such-compiler", "no C compiler: no-such-compiler is not there"), ("false", "ended with code 1")])
+def test_without_a_compiler_the_reference_runs(monkeypatch, tmp_path, compiler, reason):
+    monkeypatch.setenv("CC", compiler)
+    monkeypatch.setenv("EA_VISION_CACHE", str(tmp_path))
+    cpu._load.cache_clear()
+    try:
+        tensors = problem("ea", (3, 4))
+        assert reason in cpu.reason_against(tensors["q"], None)
+        out = evolving_attention(**tensors, feat_size=(3, 4))
+        assert torch.equal(out[0], evolving_attention(**tensors, feat_size=(3, 4), implementation="reference")[0])
+        assert not list(tmp_path.iterdir())
+    finally:
+        monkeypatch.undo()
+        cpu._load.cache_clear()
+        assert cpu.reason_against(tensors["q"], None) is None
+
+
+def test_second_derivatives_are_refused_not_wrong():
+    tensors = {n: t.requires_grad_() for n, t in problem("aa", (3, 4)).items()}
+    out, _ = evolving_attention(**tensors, feat_size=(3, 4), implementation="cpu")
+    first, = torch.autograd.grad(out.square().sum(), tensors["q"], create_graph=True)
+    with pytest.raises(RuntimeError):
+        torch.autograd.grad(first.sum(), tensors["q"])
+
+
+# ---- the layer
+
+
+def chain(length=3, size=(6, 5)):
+    torch.manual_seed(0)
+    return nn.ModuleList(
+        AugmentedConv2d(8, 8, dim_qk=8, dim_v=4, num_heads=4, feat_size=size,
+                        evolution=EvolvingAttention(4) if i else None) for i in range(length))
+
+
+def run(layers, x):
+    logits = None
+    for i, layer in enumerate(layers):
+        x, logits = layer(x, logits, i + 1 < len(layers))
+    return x, logits
+
+
+def test_training_keeps_one_map_a_layer_and_none_of_the_last():
+    layers, kept = chain(), {}
+
+    def pack(tensor):
+        if tensor.ndim == 4 and tensor.shape[-1] == tensor.shape[-2] == 30:
+            kept[tensor.data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        _, logits = run(layers, torch.randn(2, 8, 6, 5))
+    assert logits is None and len(kept) == 2
+
+
+def test_layers_and_checkpoints_interchange():
+    layers, x = chain(), torch.randn(2, 8, 6, 5)
+    fast, _ = run(layers, x)
+    with use_implementation("reference"):
+        slow, _ = run(layers, x)
+        other = chain()
+        other.load_state_dict(layers.state_dict())
+        assert torch.equal(run(other, x)[0], slow)
+    torch.testing.assert_close(fast, slow)
+    assert not torch.equal(fast, slow)  # two implementations ran
+
+
+def test_a_hook_inside_the_layer_sees_the_maps():
+    layer, seen = chain(1)[0], []
+    x = torch.randn(2, 8, 6, 5)
+    fast = layer(x)[0]
+    handle = layer.attn_drop.register_forward_hook(lambda _, args, output: seen.append(output))
+    torch.testing.assert_close(layer(x)[0], fast)
+    assert seen[0].shape == (2, 4, 30, 30)
+    handle.remove()
+    layer(x)
+    assert len(seen) == 1
+
+
+def test_compiles_whole_and_once():
+    layers, x = chain(), torch.randn(2, 8, 6, 5)
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(lambda x: run(layers, x)[0], fullgraph=True, backend=backend)
+    for batch in (x, x + 1, x * 2):
+        torch.testing.assert_close(compiled(batch), run(layers, batch)[0], atol=1e-4, rtol=1e-5)
+    assert len(graphs) == 1 and "cpu_attention" in str(graphs[0].code)
