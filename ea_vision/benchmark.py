@@ -21,8 +21,8 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from pathlib import Path
@@ -57,6 +57,8 @@ ALL = (*(f"{family}resnet{depth}" for depth in (34, 50, 101, 152) for family in 
 # glibc hands freed blocks back to the system, and each new one is zeroed page by page: on some machines more work than
 # the arithmetic, and not the same every time.
 KEEP_MEMORY = {"MALLOC_TOP_PAD_": "1000000000", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "20000000000"}
+# What a process that measures memory gets: malloc would otherwise hold half as much again in gaps between blocks.
+RETURN_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 MIB = 2**20
 
 
@@ -213,29 +215,43 @@ class Branch:
         return [*self.layer.split_heads(x)[:3], self.layer.proj(mixed)]
 
 
+@contextmanager
+def attention_watched(model: nn.Module, saw: Callable[..., None]) -> Iterator[None]:
+    """Call `saw(layer, x, prev_logits, need_logits, logits)` after each attention branch in the `with` block.
+
+    Not by hooks: a layer that has one must make its maps.
+    """
+    layers = [layer for layer in model.modules() if isinstance(layer, AugmentedConv2d)]
+
+    def watch(layer: AugmentedConv2d) -> None:
+        def attend(x, prev_logits, need_logits=True):
+            out, logits = AugmentedConv2d.attend(layer, x, prev_logits, need_logits)
+            saw(layer, x, prev_logits, need_logits, logits)
+            return out, logits
+
+        layer.attend = attend
+
+    try:
+        for layer in layers:
+            watch(layer)
+        yield
+    finally:
+        for layer in layers:
+            del layer.attend
+
+
 def branches_of(bench: Bench, model: nn.Module) -> tuple[dict[tuple, Branch], Counter]:
     """An attention layer of each kind, with what it is given, and how many there are of it."""
     first: dict[tuple, Branch] = {}
     counts: Counter = Counter()
 
-    def watch(layer: AugmentedConv2d) -> None:
-        def attend(x, prev_logits, need_logits=True):
-            branch = Branch(layer, x, prev_logits, need_logits)
-            counts[branch.kind()] += 1
-            first.setdefault(branch.kind(), branch)
-            return AugmentedConv2d.attend(layer, x, prev_logits, need_logits)
+    def saw(layer, x, prev_logits, need_logits, logits) -> None:
+        branch = Branch(layer, x, prev_logits, need_logits)
+        counts[branch.kind()] += 1
+        first.setdefault(branch.kind(), branch)
 
-        layer.attend = attend  # not a hook: a layer that has one must make its maps
-
-    layers = [layer for layer in model.modules() if isinstance(layer, AugmentedConv2d)]
-    for layer in layers:
-        watch(layer)
-    try:
-        with torch.no_grad(), autocast(bench.args.amp, bench.device):
-            model.eval()(bench.images)
-    finally:
-        for layer in layers:
-            del layer.attend
+    with torch.no_grad(), autocast(bench.args.amp, bench.device), attention_watched(model, saw):
+        model.eval()(bench.images)
     return first, counts
 
 
@@ -296,20 +312,17 @@ def resident(field: str) -> int:
     raise OSError(f"/proc/self/status has no {field}")
 
 
-def memory_of_this_process(args: argparse.Namespace, device: torch.device, name: str) -> int:
+def memory_of_this_process(bench: Bench, build: Callable[[], nn.Module]) -> int:
     """Peak resident bytes of three training steps on a CPU, less what was there before the network was made."""
-    bench = Bench(args, device)
     before = resident("VmRSS")
-    torch.manual_seed(0)
-    model, _ = build_model(name, {}, num_classes=1000, img_size=args.img_size)
-    runner = Runner(bench, model.to(memory_format=bench.layout))
+    runner = Runner(bench, build().to(memory_format=bench.layout))
     for _ in range(3):
         runner.train()
     return resident("VmHWM") - before
 
 
-def memory_in_own_process(name: str, argv: Sequence[str]) -> int | None:
-    """The same from a process of its own with the system's malloc; None where there is no /proc.
+def memory_in_own_process(arguments: Sequence[str], system_malloc: bool = False) -> int | None:
+    """The number that `python -m ARGUMENTS` prints, without this process's malloc settings; None where /proc is not.
 
     Raises:
         RunError: it failed.
@@ -317,10 +330,10 @@ def memory_in_own_process(name: str, argv: Sequence[str]) -> int | None:
     if not Path("/proc/self/status").exists():
         return None
     environment = {key: value for key, value in os.environ.items() if key not in KEEP_MEMORY}
-    done = subprocess.run([sys.executable, "-m", "ea_vision.benchmark", *argv, "--memory-of", name],
-                          stdout=subprocess.PIPE, text=True, env=environment)
+    done = subprocess.run([sys.executable, "-m", *arguments], stdout=subprocess.PIPE, text=True,
+                          env={**environment, **({} if system_malloc else RETURN_MEMORY)})
     if done.returncode:
-        raise RunError(f"the process that measures the memory of {name} ended with code {done.returncode}")
+        raise RunError(f"the process that measures memory ended with code {done.returncode}: {' '.join(arguments)}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -379,7 +392,8 @@ def measure(args: argparse.Namespace, device: torch.device, names: Sequence[str]
             if device.type == "cuda":
                 found = memory_on_gpu(runner)
             else:
-                found = memory_in_own_process(key[0], argv) if key[1] == "eager" else None
+                found = None if key[1] == "compiled" else memory_in_own_process(
+                    ["ea_vision.benchmark", *argv, "--memory-of", key[0]], args.system_malloc)
             rows[key].memory_mib = None if found is None else found / MIB
     for (name, mode), row in rows.items():
         if (base := rows.get((baseline_of(name), mode))) is not None:
@@ -498,7 +512,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--implementation", choices=IMPLEMENTATIONS, help="of the attention (default: by device)")
     parser.add_argument("--flush-denormal", action="store_true", help="take subnormal numbers for zero on a CPU")
     parser.add_argument("--system-malloc", action="store_true", help="on a CPU with glibc: leave its malloc as it is "
-                        "(default: start again with settings that keep freed memory, for all networks alike)")
+                        "(default: start again with settings that keep freed memory, for all networks alike; where "
+                        "memory is measured, with settings that return it)")
     parser.add_argument("--no-memory", action="store_true", help="leave out the peak memory (on a CPU it takes a "
                         "process for each network)")
     parser.add_argument("--csv", metavar="FILE", help="also write the figures to FILE")
@@ -535,7 +550,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.implementation:
             stack.enter_context(use_implementation(args.implementation))
         if args.memory_of:
-            print(memory_of_this_process(args, device, args.memory_of))
+            print(memory_of_this_process(Bench(args, device), lambda: build_model(
+                args.memory_of, {}, num_classes=1000, img_size=args.img_size)[0]))
             return 0
         if args.compile:  # beyond the default of 8 networks and modes, torch goes on uncompiled
             stack.enter_context(torch._dynamo.config.patch(recompile_limit=1000, accumulated_recompile_limit=10000))
@@ -568,8 +584,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print("memory: " + (
                 "peak that torch allocates on the GPU in a training step, the network's weights and optimiser state "
                 "included" if device.type == "cuda" else
-                "peak resident memory of three training steps in a process of its own (eager, the system's malloc),\n"
-                "        less what it holds before the network is made"))
+                "peak resident memory of three training steps in a process of its own (eager), less what it holds\n"
+                "        before the network is made; " + ("malloc is the system's" if args.system_malloc else "malloc returns what is freed")))
         command = list(sys.argv[1:] if argv is None else argv)
         optional = () if "all" not in args.models else [name for name in ALL if name not in args.models]
         rows = measure(args, device, names, optional, command, note=print)
