@@ -585,7 +585,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "peak that torch allocates on the GPU in a training step, the network's weights and optimiser state "
                 "included" if device.type == "cuda" else
                 "peak resident memory of three training steps in a process of its own (eager), less what it holds\n"
-                "        before the network is made; " + ("malloc is the system's" if args.system_malloc else "malloc returns what is freed")))
+                "        before the network is made; malloc "
+                + ("is the system's" if args.system_malloc else "returns what is freed")))
         command = list(sys.argv[1:] if argv is None else argv)
         optional = () if "all" not in args.models else [name for name in ALL if name not in args.models]
         rows = measure(args, device, names, optional, command, note=print)
