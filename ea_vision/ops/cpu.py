@@ -5,7 +5,7 @@ cache: main memory sees the previous logits once and this layer's once. The back
 one number a row) and computes the rest again. What enters exp is kept above the threshold of subnormal numbers, so the
 speed does not depend on torch.set_flush_denormal.
 
-The compiler is $CC or cc; the library is kept in $EA_VISION_CACHE (default: ~/.cache/ea_vision).
+The compiler is $CC or cc; the library is kept in ~/.cache/ea_vision ($XDG_CACHE_HOME/ea_vision).
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _load() -> ctypes.CDLL | str:
         return f"no C compiler: {compiler} is not there (set CC, or install one)"
     key = hashlib.sha256(b"\0".join(part.encode() for part in (
         SOURCE.read_text(), compiler, *FLAGS, *_openmp(), _machine(), torch.__version__))).hexdigest()[:16]
-    cache = Path(os.environ.get("EA_VISION_CACHE") or Path.home() / ".cache" / "ea_vision")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ea_vision"
     try:
         library = cache / f"cpu_kernel-{key}.so"
         if not library.exists():
