@@ -726,11 +726,12 @@ static void softmax_gradients(const image *g, workspace *w, int begin, int end) 
     }
 }
 
-/* Through the convolution: d_own becomes the gradient of gain * own logits, d_prev and the weight's gradient are done. */
-static void convolution_gradients(const image *g, workspace *w) {
+/* Through the convolution, queries begin..end: d_own becomes the gradient of gain * own logits, d_prev and their share of
+ * the weight's gradient are done. */
+static void convolution_gradients(const image *g, workspace *w, int begin, int end) {
     const problem *p = g->p;
     const long map_row = (long)p->K * g->P;
-    for (int i = 0; i < g->N; i++) {
+    for (int i = begin; i < end; i++) {
         float *d = w->d_own + i * map_row;
         if (p->weight) {
             convolve(g, w->d_maps, w->d_conv, i, w->turned, NULL);
@@ -811,16 +812,22 @@ static void backward_image(const image *g, workspace *w) {
     const int N = g->N;
     read_matrix(w->d_out, g->Np, at(p->d_out, b * p->K * p->E * N, p->dtype), p->K * p->E, N, p->dtype, 1);
     memset(w->d_v, 0, (long)p->K * p->E * g->Np * sizeof(float));
-    if (p->kind == MIX)
-        own_logits(g, w->maps, g->r, 0, N, 1);
-    else if (!p->logits) /* else those stored are enough */
-        own_logits(g, w->own, 0, 0, N, 0);
-    if (p->kind == PREDICT) previous_logits(g, w->maps, g->r, 0, N);
-
-    for (int i = 0; i < N; i += BLOCK) softmax_gradients(g, w, i, i + BLOCK < N ? i + BLOCK : N);
+    /* A block of queries after the other, each step just far enough behind the one before that its neighbours are there:
+     * what they hand on is still in the cache. */
+    int mapped = 0, convolved = 0;
+    for (int begin = 0; begin < N; begin += BLOCK) {
+        const int end = begin + BLOCK < N ? begin + BLOCK : N;
+        const int map = end + g->r < N ? end + g->r : N, through = end < N ? end - g->r : N;
+        if (p->kind == MIX) own_logits(g, w->maps, g->r + mapped, mapped, map, 1);
+        if (p->kind == PREDICT) previous_logits(g, w->maps, g->r + mapped, mapped, map);
+        if (p->kind != MIX && !p->logits) own_logits(g, w->own, begin, begin, end, 0); /* else those stored are enough */
+        mapped = map;
+        softmax_gradients(g, w, begin, end);
+        if (p->kind != NONE) convolution_gradients(g, w, convolved, through);
+        convolved = through;
+    }
     for (int c = 0; c < p->K * p->E; c++)
         write_floats((void *)at(p->d_v, (b * p->K * p->E + c) * N, p->dtype), w->d_v + (long)c * g->Np, N, p->dtype);
-    if (p->kind != NONE) convolution_gradients(g, w);
     for (int head = 0; head < p->K; head++) own_gradients(g, w, head);
 
     if (p->height_rel) {
