@@ -163,11 +163,16 @@ def _watch_augmented_conv(module: AugmentedConv2d, watch: _Watch, model: nn.Modu
             return
         prev_logits = kwargs["prev_logits"] if "prev_logits" in kwargs else args[1]
         watch.save("prev_logits", prev_logits)
-        if not watch.wants("self_logits", "conv_logits"):
+        if isinstance(module.evolution, EvolvingAttention) and module.evolution.beta == 1.0:
+            watch.save("conv_logits", logits)  # they are the convolution
+            convolved_apart = False
+        else:
+            convolved_apart = watch.wants("conv_logits")
+        if not watch.wants("self_logits") and not convolved_apart:
             return
         self_logits = own_logits(q, k, module.height_rel, module.width_rel, module.scale, feat_size)
         watch.save("self_logits", self_logits)
-        if watch.wants("conv_logits"):
+        if convolved_apart:
             watch.save("conv_logits", module.evolution.convolved(self_logits, prev_logits))
 
     handles = [
