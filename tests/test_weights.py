@@ -1,4 +1,5 @@
 """The shipped weights load by name, without a network, and have a card that says what they reach."""
+import csv
 import re
 import tarfile
 from pathlib import Path
@@ -8,15 +9,17 @@ import pytest
 import timm
 import torch
 from PIL import Image
+from timm.models import adapt_input_conv
 
 import ea_vision  # noqa: F401
 
 OURS = timm.list_models(module="conv_transformer") + timm.list_models(module="attn_resnet")
+ROOT = Path(__file__).resolve().parents[1]
 SHIPPED = [name for name in timm.list_pretrained() if name.split(".")[0] in OURS]
 
 
 def test_each_has_its_card():
-    assert "ea_conv_transformer_cifar.fast3_c10" in SHIPPED and "conv_transformer_cifar.fast3_c10" in SHIPPED
+    assert {"ea_conv_transformer_cifar", "conv_transformer_cifar"} <= {name.split(".")[0] for name in SHIPPED}
     for name in SHIPPED:
         card = Path(timm.get_pretrained_cfg(name).file).with_suffix(".md").read_text()
         assert name in card and re.search(r"\d\d\.\d\d% top-1", card) and "commit" in card and "SHA-256" in card
@@ -24,8 +27,37 @@ def test_each_has_its_card():
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_weights_are_adapted_in_timms_ways(name):
-    model = timm.create_model(name, pretrained=True, in_chans=1, num_classes=3, img_size=(40, 48)).eval()
-    assert model(torch.randn(1, 1, 40, 48)).shape == (1, 3)
+    plain = timm.create_model(name, pretrained=True).eval()
+    x = torch.randn(1, 1, 32, 32)
+    with torch.no_grad():
+        grey = timm.create_model(name, pretrained=True, in_chans=1).eval()
+        rounding = dict(atol=0.02, rtol=0.01)  # the file's half precision, in which timm adapts the stem
+        torch.testing.assert_close(grey(x), plain(x.expand(-1, 3, -1, -1)), **rounding)
+
+        four = timm.create_model(name, pretrained=True, in_chans=4, num_classes=3)
+        stem = plain.get_submodule(plain.default_cfg["first_conv"]).weight
+        adapted = four.get_submodule(plain.default_cfg["first_conv"]).weight
+        torch.testing.assert_close(adapted.detach(), adapt_input_conv(4, stem), atol=1e-3, rtol=1e-3)
+        assert four(torch.randn(2, 4, 32, 32)).shape == (2, 3)
+
+        size = (40, 48)  # the tables are resized on load, as the plain network resizes them at every call
+        larger, x = timm.create_model(name, pretrained=True, img_size=size).eval(), torch.randn(1, 3, *size)
+        torch.testing.assert_close(larger(x), plain(x), atol=1e-4, rtol=1e-4)
+
+        features = timm.create_model(name, pretrained=True, features_only=True).eval()
+        torch.testing.assert_close(features(x)[-1], plain.forward_features(x))
+
+
+def test_results_are_those_of_the_cards():
+    rows = list(csv.DictReader((ROOT / "weights" / "results" / "results-cifar10.csv").open()))
+    ten = {name for name in SHIPPED if timm.get_pretrained_cfg(name).num_classes == 10}
+    assert {row["model"] for row in rows} == ten  # else `python weights/results.py` is due
+    for row in rows:
+        card = Path(timm.get_pretrained_cfg(row["model"]).file).with_suffix(".md").read_text()
+        top1, top5 = map(float, re.search(r"(\d+\.\d+)% top-1, (\d+\.\d+)% top-5", card).groups())
+        assert float(row["top1"]) == pytest.approx(top1, abs=0.05)
+        assert float(row["top5"]) == pytest.approx(top5, abs=0.05)
+        assert float(row["top1"]) + float(row["top1_err"]) == pytest.approx(100)
 
 
 @pytest.mark.parametrize("name", SHIPPED)

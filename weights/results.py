@@ -1,0 +1,62 @@
+#!/usr/bin/env python3
+"""Collect the accuracies of the shipped CIFAR-10 weights in the columns of timm's results files.
+
+    python weights/results.py
+
+writes weights/results/results-cifar10.csv, best first: of every CIFAR-10 weights file that can be loaded by name, what
+its card says. The cards' figures are those that `export.py` found on the 10,000 test images with the weights as stored.
+"""
+import argparse
+import csv
+import io
+import re
+import sys
+from pathlib import Path
+
+import timm
+
+import ea_vision  # noqa: F401  (registers the models)
+from ea_vision.engine.checkpoint import atomic_write
+from ea_vision.engine.errors import UsageError, exit_code
+from ea_vision.models import FAMILIES
+
+COLUMNS = ("model", "top1", "top1_err", "top5", "top5_err", "param_count", "img_size", "crop_pct", "interpolation")
+ACCURACY = re.compile(r"(\d+\.\d+)% top-1, (\d+\.\d+)% top-5 on the test images")
+
+
+def collect(folder: Path) -> list[tuple]:
+    """A row of `COLUMNS` for each weights file that has a name, the best first.
+
+    Raises:
+        UsageError: a card that is missing or says no accuracy.
+    """
+    rows = []
+    for name in (name for family in FAMILIES for name in timm.list_models(module=family, pretrained=True)):
+        cfg, card = timm.get_pretrained_cfg(name), folder / f"{name}.md"
+        if cfg.num_classes != 10:
+            continue
+        found = ACCURACY.search(card.read_text()) if card.exists() else None
+        if found is None:
+            raise UsageError(f"the card {card} must say the accuracy of {name}, and does not or is missing")
+        top1, top5 = map(float, found.groups())
+        params = sum(p.numel() for p in timm.create_model(name).parameters()) / 1e6
+        rows.append((name, f"{top1:.2f}", f"{100 - top1:.2f}", f"{top5:.2f}", f"{100 - top5:.2f}", f"{params:.2f}",
+                     cfg.input_size[-1], cfg.crop_pct, cfg.interpolation))
+    return sorted(rows, key=lambda row: -float(row[1]))
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path(__file__).parent,
+                        help="of weights and cards (default: weights)")
+    folder = parser.parse_args(argv).folder
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([COLUMNS, *collect(folder)])
+    (folder / "results").mkdir(exist_ok=True)
+    atomic_write(folder / "results" / "results-cifar10.csv", text.getvalue().encode())
+    print(text.getvalue(), end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))
