@@ -19,7 +19,7 @@ from timm.layers.bottleneck_attn import BottleneckAttn
 from torch import Tensor, nn
 
 from ea_vision.layers import AugmentedConv2d, EvolvingAttention, PredictiveAttention
-from ea_vision.ops.reference import own_logits
+from ea_vision.ops.reference import attention_of, own_logits
 
 __all__ = ["PARTS", "AttentionLayer", "AttentionMaps", "LayerMaps", "attention_layers", "record_attention"]
 
@@ -156,24 +156,21 @@ def _watch_augmented_conv(module: AugmentedConv2d, watch: _Watch, model: nn.Modu
         watch.place(feat_size)
         watch.save("logits", logits)
         if watch.wants("attn"):
-            half = logits.dtype in (torch.float16, torch.bfloat16)
-            watch.save("attn", logits.softmax(dim=-1, dtype=torch.float32 if half else None))
+            watch.save("attn", attention_of(logits))
         if module.evolution is None:
             watch.save("self_logits", logits)
             return
         prev_logits = kwargs["prev_logits"] if "prev_logits" in kwargs else args[1]
         watch.save("prev_logits", prev_logits)
-        if isinstance(module.evolution, EvolvingAttention) and module.evolution.beta == 1.0:
-            watch.save("conv_logits", logits)  # they are the convolution
-            convolved_apart = False
-        else:
-            convolved_apart = watch.wants("conv_logits")
-        if not watch.wants("self_logits") and not convolved_apart:
-            return
-        self_logits = own_logits(q, k, module.height_rel, module.width_rel, module.scale, feat_size)
-        watch.save("self_logits", self_logits)
-        if convolved_apart:
-            watch.save("conv_logits", module.evolution.convolved(self_logits, prev_logits))
+        only_convolved = isinstance(module.evolution, EvolvingAttention) and module.evolution.beta == 1.0
+        if only_convolved:
+            watch.save("conv_logits", logits)
+        convolve = watch.wants("conv_logits") and not only_convolved
+        if convolve or watch.wants("self_logits"):
+            self_logits = own_logits(q, k, module.height_rel, module.width_rel, module.scale, feat_size)
+            watch.save("self_logits", self_logits)
+            if convolve:
+                watch.save("conv_logits", module.evolution.convolved(self_logits, prev_logits))
 
     handles = [
         module.register_forward_pre_hook(watch.begin),

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ea_vision.layers.evolution import EvolvingAttention, PredictiveAttention
 from ea_vision.layers.rel_pos import fit_rel_table
 from ea_vision.ops import evolving_attention, halve
-from ea_vision.ops.reference import own_logits
+from ea_vision.ops.reference import attention_of, own_logits
 
 
 def _check_divides(name: str, value: int, num_heads: int) -> None:
@@ -198,9 +198,7 @@ class AugmentedConv2d(nn.Module):
         if self.evolution is not None:
             assert prev_logits is not None
             logits = self.evolution(logits, prev_logits)
-        half = logits.dtype == torch.float16 or logits.dtype == torch.bfloat16
-        attn = logits.softmax(dim=-1, dtype=torch.float32 if half else logits.dtype)
-        return self.attn_drop(attn).to(v.dtype) @ v, logits
+        return self.attn_drop(attention_of(logits)).to(v.dtype) @ v, logits
 
     @torch.jit.unused
     def _can_fuse(self) -> bool:

@@ -124,10 +124,6 @@ def _pixels_last(x: Tensor) -> Tensor:
     return x if x.stride()[1:] == (D * N, N, 1) else x.contiguous()
 
 
-def _floats(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.detach().float().contiguous()
-
-
 def _run(function: str, feat_size: tuple[int, int], scale: float, alpha: float, beta: float, kind: int,
          q: Tensor, k: Tensor, v: Tensor, **tensors: Tensor | None) -> None:
     """q, k, v (B, K, D, N) by `_pixels_last`; the others contiguous."""

@@ -258,7 +258,6 @@ typedef struct {
     long height_ld, width_ld;
     float *position;             /* (N, Hp + Wp): position terms of one head's queries by row and column */
     long position_ld;
-    float *weight;               /* (K, K*kernel*kernel) */
     long *offsets;               /* of the rows that a convolution reads, from its first one */
     float *previous;             /* (Np), a row of prev, or for passing use */
 } image;
@@ -281,7 +280,7 @@ static int same_sizes(const problem *a, const problem *b) {
 }
 
 static void free_image(image *g) {
-    float *all[] = {g->q, g->k, g->v, g->heights, g->widths, g->position, g->weight, g->previous};
+    float *all[] = {g->q, g->k, g->v, g->heights, g->widths, g->position, g->previous};
     for (unsigned i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
     free(g->offsets);
 }
@@ -303,7 +302,6 @@ static void allocate_image(image *g, const problem *p) {
         g->position = new_floats(N * g->position_ld);
     }
     if (p->weight) {
-        g->weight = new_floats(p->K * taps);
         g->offsets = malloc(taps * sizeof(long));
         for (int c = 0, t = 0; c < p->K; c++)
             for (int y = 0; y < p->kernel; y++)
@@ -318,7 +316,6 @@ static void read_parameters(image *g, const problem *p) {
         transpose(g->heights, g->height_ld, p->height_rel, p->D, 2 * p->H - 1, p->D);
         transpose(g->widths, g->width_ld, p->width_rel, p->D, 2 * p->W - 1, p->D);
     }
-    if (p->weight) memcpy(g->weight, p->weight, (long)p->K * p->K * p->kernel * p->kernel * sizeof(float));
 }
 
 static const void *at(const void *base, long element, int dtype) {
@@ -421,7 +418,7 @@ static void convolve(const image *g, float *to, float *maps, int top, const floa
 static void finish_logits(const image *g, float *row, float *conv, float *maps, int top, const float *own) {
     const problem *p = g->p;
     const long n = (long)p->K * g->P;
-    if (p->weight) convolve(g, conv, maps, top, g->weight, p->bias);
+    if (p->weight) convolve(g, conv, maps, top, p->weight, p->bias);
     if (p->kind == MIX) {
         const float *m = row_of(g, maps, top + g->r, 0) - MARGIN;
         if (p->weight && p->beta == 1.0f)
@@ -677,7 +674,7 @@ static void softmax_gradients(const image *g, workspace *w, int begin, int end) 
     for (int i = begin; i < end; i++) {
         float *l = w->logits + (i - begin) * map_row;
         if (p->logits) {
-            if (convolve_again) convolve(g, w->conv, w->maps, i, g->weight, p->bias);
+            if (convolve_again) convolve(g, w->conv, w->maps, i, p->weight, p->bias);
         } else {
             if (p->kind == NONE)
                 memcpy(l, w->own + i * map_row, map_row * sizeof(float));

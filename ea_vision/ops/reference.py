@@ -37,6 +37,12 @@ def evolve(
     return beta * convolved + (1.0 - beta) * mixed
 
 
+def attention_of(logits: Tensor) -> Tensor:
+    """Softmax over the keys, in float32 at least: (B, K, N, N) -> (B, K, N, N)."""
+    half = logits.dtype == torch.float16 or logits.dtype == torch.bfloat16
+    return logits.softmax(dim=-1, dtype=torch.float32 if half else logits.dtype)
+
+
 def attend(
         q: Tensor, k: Tensor, v: Tensor, height_rel: Tensor | None, width_rel: Tensor | None,
         prev_logits: Tensor | None, weight: Tensor | None, bias: Tensor | None, alpha: float, beta: float, *,
@@ -46,7 +52,5 @@ def attend(
     logits = own_logits(q, k, height_rel, width_rel, scale, feat_size)
     if prev_logits is not None:
         logits = evolve(logits, prev_logits, weight, bias, alpha, beta, predict)
-    half = logits.dtype in (torch.float16, torch.bfloat16)
-    attn = logits.softmax(dim=-1, dtype=torch.float32 if half else logits.dtype)
-    attn = F.dropout(attn, dropout_p)
+    attn = F.dropout(attention_of(logits), dropout_p)
     return attn.to(v.dtype) @ v, logits if need_logits else None
