@@ -81,14 +81,29 @@ def test_an_interrupted_extraction_goes_on_and_a_finished_one_is_read(tmp_path, 
     assert len(taken) == 8 and different != key and not np.array_equal(other[0], whole[0])
 
 
-def test_shuffling_moves_pixels_only_and_heads_together():
-    maps = np.random.default_rng(0).random((5, 3, 4, 4)).astype(np.float16)
-    maps[:, 1] = maps[:, 0] + 1
-    shuffled = shuffled_in_space(maps, 0)
-    assert np.array_equal(np.sort(shuffled.reshape(5, 3, 16)), np.sort(maps.reshape(5, 3, 16)))
-    assert np.array_equal(shuffled[:, 1], shuffled[:, 0] + np.float16(1)) and not np.array_equal(shuffled, maps)
-    moves = [np.argsort(np.argsort(s[0].ravel())) for s in shuffled]
-    assert any(not np.array_equal(moves[0], move) for move in moves[1:])
+@pytest.mark.parametrize("together", [False, True])
+def test_shuffling_moves_the_pixels_of_each_map_or_of_all_heads_together(together):
+    places = np.broadcast_to(np.arange(16, dtype=np.float16).reshape(4, 4), (400, 3, 4, 4))
+    moved = shuffled_in_space(places, 0, together).reshape(400, 3, 16)
+    assert np.array_equal(np.sort(moved), places.reshape(400, 3, 16))  # every value stays in its map
+    same = (moved[:, 0] == moved[:, 1]).mean()
+    assert same == 1 if together else same < 0.1  # chance: 1/16
+    assert len(np.unique(moved[:, 0], axis=0)) == 400  # each image has its own order
+    came_from = np.stack([(moved[:, 0] == place).mean(0) for place in range(16)])
+    assert abs(came_from - 1 / 16).max() < 0.06  # from anywhere to anywhere
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_what_the_heads_agree_on_outlasts_shuffling_only_together(together):
+    """The class is whether two heads look at the same pixels; each map alone is the same noise in both classes."""
+    generator = np.random.default_rng(0)
+    targets = torch.from_numpy(generator.integers(0, 2, 480))
+    maps = generator.random((480, 2, 4, 4)).astype(np.float16)
+    maps[targets == 1, 1] = maps[targets == 1, 0]
+    maps = shuffled_in_space(maps, 0, together)
+    recipe = ProbeRecipe(epochs=4, batch_size=20, width=8)
+    top1 = train_probe(maps[:320], targets[:320], maps[320:], targets[320:], 2, recipe)
+    assert top1 > 85 if together else top1 < 65
 
 
 def test_the_probe_learns_what_is_in_the_maps_and_shuffling_takes_it_away():
@@ -121,6 +136,22 @@ def test_untrained_networks_get_the_statistics_of_the_images():
     assert norm.momentum == 0.1 and not norm.training
 
 
+def test_those_statistics_are_of_all_images_in_whatever_order_they_lie():
+    """Folders lie class by class: the first images of one are all of a kind."""
+    pixels = torch.cat([torch.full((200, 3, 16, 16), value, dtype=torch.uint8) for value in (0, 100, 200)])
+    model = small_model()
+    inputs = []
+    handle = model.model.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+    probe.measure_batch_statistics(model, pixels, batches=2, batch_size=50)
+    handle.remove()
+    kinds = model.normalize(torch.tensor([0.0, 100.0, 200.0])[:, None, None, None].expand(3, 3, 1, 1) / 255)
+    for batch in inputs:
+        assert len(batch) == 50
+        shares = torch.stack([(batch == kind).flatten(1).all(1).float().mean() for kind in kinds])
+        assert shares.sum() == 1 and shares.min() > 0.15
+    assert len(inputs) == 2
+
+
 def test_drawn_images_keep_their_targets():
     pixels, targets = images(20), torch.arange(20)
     drawn = probe.draw(Images(pixels, targets, [str(i) for i in range(20)]), 6, seed=1)
@@ -135,6 +166,7 @@ def test_the_command_ends_with_tables_and_a_picture_and_does_nothing_twice(tmp_p
     rows = list(csv.DictReader((tmp_path / "out" / "results.csv").open()))
     assert [(row["maps"], row["layer"]) for row in rows] == [("trained", "2"), ("untrained", "2"), ("shuffled", "2")]
     about = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert str(tmp_path) not in json.dumps(about) and len(about["data_fingerprint"]) == 1
     assert about["recipe"]["epochs"] == 1 and about["versions"] and len(about["results"]) == 3
     assert (tmp_path / "out" / "results.png").read_bytes().startswith(b"\x89PNG")
     first = capsys.readouterr().out
