@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import matplotlib
 import numpy as np
 import torch
 from matplotlib.axes import Axes
@@ -313,7 +314,8 @@ def check_output(output: Path, suffixes: Sequence[str] = PICTURES) -> Path:
 def save(figure: Figure, output: Path, dpi: int) -> None:
     """Write a figure, all or nothing, in the format of the file's suffix."""
     data = io.BytesIO()
-    figure.savefig(data, format=output.suffix[1:].lower(), dpi=dpi)
+    with matplotlib.rc_context({"svg.fonttype": "none", "pdf.fonttype": 42}):  # text as text, which can be found
+        figure.savefig(data, format=output.suffix[1:].lower(), dpi=dpi)
     save_bytes(output, data.getvalue())
 
 

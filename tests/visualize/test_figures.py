@@ -181,6 +181,17 @@ def test_every_script_writes_its_figure(script, options, suffix, magic, run, pho
     assert left == {output.name} | ({"numbers.csv"} if "--csv" in options else set())
 
 
+def test_text_stays_text_in_vector_files(tmp_path):
+    """So that it can be found and edited, and journals that refuse Type 3 fonts take the PDF."""
+    figure = figure_tools.new_figure(2, 1)
+    figure.suptitle("layer 16, head 3")
+    for suffix in (".svg", ".pdf"):
+        figure_tools.save(figure, tmp_path / f"figure{suffix}", 100)
+    assert b">layer 16, head 3</text>" in (tmp_path / "figure.svg").read_bytes()
+    pdf = (tmp_path / "figure.pdf").read_bytes()
+    assert b"/CIDFontType2" in pdf and b"/Type3" not in pdf  # TrueType
+
+
 def test_several_images_get_a_file_each_and_several_models_one_figure(run, photo, tmp_path):
     other = make_run(tmp_path / "other", "conv_transformer_cifar")
     Image.open(photo).save(tmp_path / "second.png")
