@@ -34,7 +34,7 @@ NONE, MIX, PREDICT = range(3)
 _INTS = ("B", "K", "H", "W", "D", "E", "kernel", "kind", "dtype", "threads")
 _FLOATS = ("alpha", "beta", "scale")
 _STEPS = ("q_step", "k_step", "v_step")
-_POINTERS = ("q", "k", "v", "prev", "height_rel", "width_rel", "weight", "bias", "out", "logits", "lse", "d_out",
+_POINTERS = ("q", "k", "v", "prev", "height_rel", "width_rel", "weight", "bias", "out", "logits", "norm", "d_out",
              "d_logits", "d_q", "d_k", "d_v", "d_prev", "d_height_rel", "d_width_rel", "d_weight", "d_bias")
 
 
@@ -144,30 +144,30 @@ def _forward(
         weight: Tensor | None, bias: Tensor | None, alpha: float, beta: float, kind: int, scale: float, height: int,
         width: int, need_logits: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """-> out (B, K, E, N), logits (B, K, N, N) or empty, lse (B, K, N)."""
+    """-> out (B, K, E, N), logits (B, K, N, N) or empty, norm (B, K, N, 2): see cpu_kernel.c."""
     B, K, N, _ = q.shape
     q, k, v = _pixels_last(q), _pixels_last(k), _pixels_last(v)
     out = q.new_empty(B, K, v.shape[2], N)
     logits = q.new_empty((B, K, N, N) if need_logits else 0)
-    lse = torch.empty(B, K, N, dtype=torch.float32)
+    norm = torch.empty(B, K, N, 2, dtype=torch.float32)
     _run("evolving_attention_forward", (height, width), scale, alpha, beta, kind, q, k, v, prev=prev,
          height_rel=height_rel, width_rel=width_rel, weight=weight, bias=bias, out=out,
-         logits=logits if need_logits else None, lse=lse)
-    return out, logits, lse
+         logits=logits if need_logits else None, norm=norm)
+    return out, logits, norm
 
 
 @_forward.register_fake
 def _(q, k, v, height_rel, width_rel, prev, weight, bias, alpha, beta, kind, scale, height, width, need_logits):
     B, K, N, _ = q.shape
     return (q.new_empty(B, K, v.shape[3], N), q.new_empty((B, K, N, N) if need_logits else (0,)),
-            q.new_empty(B, K, N, dtype=torch.float32))
+            q.new_empty(B, K, N, 2, dtype=torch.float32))
 
 
 @torch.library.custom_op("ea_vision::cpu_attention_backward", mutates_args=(), device_types="cpu")
 def _backward(
         d_out: Tensor, d_logits: Tensor | None, q: Tensor, k: Tensor, v: Tensor, height_rel: Tensor | None,
         width_rel: Tensor | None, prev: Tensor | None, weight: Tensor | None, bias: Tensor | None,
-        logits: Tensor | None, lse: Tensor, alpha: float, beta: float, kind: int, scale: float, height: int,
+        logits: Tensor | None, norm: Tensor, alpha: float, beta: float, kind: int, scale: float, height: int,
         width: int,
 ) -> list[Tensor]:
     """-> gradients of q, k (B, K, D, N), v (B, K, E, N), then of those given: prev, tables, weight, bias."""
@@ -179,14 +179,14 @@ def _backward(
         if tensor is not None:
             grads[f"d_{name}"] = tensor.new_empty(q.shape[0], *tensor.shape)
     _run("evolving_attention_backward", (height, width), scale, alpha, beta, kind, q, k, v, prev=prev,
-         height_rel=height_rel, width_rel=width_rel, weight=weight, bias=bias, logits=logits, lse=lse,
+         height_rel=height_rel, width_rel=width_rel, weight=weight, bias=bias, logits=logits, norm=norm,
          d_out=d_out.contiguous(), d_logits=None if d_logits is None else d_logits.contiguous(), **grads)
     images = ("d_q", "d_k", "d_v", "d_prev")
     return [grad if name in images else grad.sum(0) for name, grad in grads.items()]
 
 
 @_backward.register_fake
-def _(d_out, d_logits, q, k, v, height_rel, width_rel, prev, weight, bias, logits, lse, alpha, beta, kind, scale,
+def _(d_out, d_logits, q, k, v, height_rel, width_rel, prev, weight, bias, logits, norm, alpha, beta, kind, scale,
       height, width):
     grads = [x.new_empty(x.shape[0], x.shape[1], x.shape[3], x.shape[2]) for x in (q, k, v)]
     return grads + [torch.empty_like(x) for x in (prev, height_rel, width_rel, weight, bias) if x is not None]
@@ -194,20 +194,20 @@ def _(d_out, d_logits, q, k, v, height_rel, width_rel, prev, weight, bias, logit
 
 def _save(ctx, inputs, output) -> None:
     *tensors, alpha, beta, kind, scale, height, width, need_logits = inputs
-    _, logits, lse = output
+    _, logits, norm = output
     ctx.set_materialize_grads(False)  # of unused logits: a map of zeros
-    ctx.save_for_backward(*tensors, logits if need_logits else None, lse)
+    ctx.save_for_backward(*tensors, logits if need_logits else None, norm)
     ctx.options = alpha, beta, kind, scale, height, width
 
 
 def _differentiate(ctx, d_out, d_logits, _):
-    *inputs, logits, lse = ctx.saved_tensors
+    *inputs, logits, norm = ctx.saved_tensors
     if logits is None:
         d_logits = None
     if d_out is None:
         B, K, N, E = inputs[2].shape
         d_out = inputs[2].new_zeros(B, K, E, N)
-    grads = iter(_backward(d_out, d_logits, *inputs, logits, lse, *ctx.options))
+    grads = iter(_backward(d_out, d_logits, *inputs, logits, norm, *ctx.options))
     d_q, d_k, d_v = (next(grads).transpose(-2, -1) for _ in range(3))
     _, _, _, height_rel, width_rel, prev, weight, bias = inputs
     d_prev = next(grads) if prev is not None else None

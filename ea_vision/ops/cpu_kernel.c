@@ -80,6 +80,19 @@ static void write_floats(void *to, const float *restrict from, long n, int dtype
     }
 }
 
+/* factor * from */
+static void write_scaled(void *to, const float *restrict from, float factor, long n, int dtype, float *scratch) {
+    if (dtype == FLOAT32) {
+        float *row = to;
+        long i = 0;
+        for (; i + VL <= n; i += VL) STORE(row + i, factor * LOAD(from + i));
+        for (; i < n; i++) row[i] = factor * from[i];
+    } else {
+        for (long i = 0; i < n; i++) scratch[i] = factor * from[i];
+        write_floats(to, scratch, n, dtype);
+    }
+}
+
 /* (rows, n) -> (rows, ld), each row followed by zeros, everything times `factor` */
 static void read_matrix(float *to, long ld, const void *from, long rows, long n, int dtype, float factor) {
     for (long r = 0; r < rows; r++) {
@@ -99,14 +112,18 @@ static void transpose(float *restrict to, long to_ld, const float *restrict from
 
 /* ---------------------------------------------------------------- the matrix product */
 
-/* One tile of C += A B. Row t of B begins at b + (offsets ? offsets[t] : t * ldb). */
-INLINE void tile(const int rows, const int vecs, int depth, const float *a, long a_row, long a_col, const float *b,
-                 long ldb, const long *offsets, float *c, long ldc) {
-    vec acc[MR][NR];
+enum { ADD, FRESH };
+
+/* One tile of C += A B, or of C = A B where `fresh`. Row t of B begins at b + (offsets ? offsets[t] : t * ldb). */
+INLINE void tile(const int rows, const int vecs, int fresh, int depth, const float *a, long a_row, long a_col,
+                 const float *b, long ldb, const long *offsets, float *c, long ldc) {
+    vec acc[MR][NR] = {};
+    if (!fresh) {
 #pragma GCC unroll 8
-    for (int r = 0; r < rows; r++)
+        for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
-        for (int v = 0; v < vecs; v++) acc[r][v] = LOAD(c + r * ldc + v * VL);
+            for (int v = 0; v < vecs; v++) acc[r][v] = LOAD(c + r * ldc + v * VL);
+    }
     for (int t = 0; t < depth; t++) {
         const float *row = b + (offsets ? offsets[t] : t * ldb);
         vec x[NR];
@@ -124,13 +141,13 @@ INLINE void tile(const int rows, const int vecs, int depth, const float *a, long
 }
 
 #define TILE(rows, vecs) \
-    tile(rows, vecs, depth, a + i * a_row, a_row, a_col, b + j, ldb, offsets, c + i * ldc + j, ldc)
+    tile(rows, vecs, fresh, depth, a + i * a_row, a_row, a_col, b + j, ldb, offsets, c + i * ldc + j, ldc)
 #define TILES(rows) \
     case rows: if (vecs == NR) TILE(rows, NR); else if (vecs == 2) TILE(rows, 2); else TILE(rows, 1); break;
 
-/* C (m, n) += A (m, depth) B (depth, n); n a multiple of VL, A with any strides. Each element is summed in the order of
- * `depth` whatever the tile, so results do not depend on how the work is cut. */
-static void gemm(int m, int n, int depth, const float *a, long a_row, long a_col, const float *b, long ldb,
+/* C (m, n) += A (m, depth) B (depth, n), or C = A B where `fresh`; n a multiple of VL, A with any strides. Each element is
+ * summed in the order of `depth` whatever the tile, so results do not depend on how the work is cut. */
+static void gemm(int fresh, int m, int n, int depth, const float *a, long a_row, long a_col, const float *b, long ldb,
                  const long *offsets, float *c, long ldc) {
     for (int j = 0, vecs; j < n; j += vecs * VL) {
         vecs = (n - j) / VL < NR ? (n - j) / VL : NR;
@@ -146,6 +163,9 @@ static void gemm(int m, int n, int depth, const float *a, long a_row, long a_col
 }
 
 INLINE float sum_of(vec x) {
+#ifdef __AVX512F__
+    return _mm512_reduce_add_ps((__m512)x);
+#endif
     float a[4] = {x[0], x[1], x[2], x[3]};
     for (int i = 4; i < VL; i += 4)
         for (int s = 0; s < 4; s++) a[s] += x[i + s];
@@ -163,54 +183,42 @@ INLINE ivec before(int n) {
 
 #define CUTOFF -64.0f /* exp of less is 0 here: invisible in a sum, and no subnormal number comes of it */
 
-INLINE vec near_zero_exp(vec x) { /* |x| <= log(2) / 2; the polynomial is Cephes' expf */
-    vec y = x * 1.9875691500e-4f + 1.3981999507e-3f;
-    y = y * x + 8.3334519073e-3f;
-    y = y * x + 4.1665795894e-2f;
-    y = y * x + 1.6666665459e-1f;
-    y = y * x + 5.0000001201e-1f;
-    return y * (x * x) + x + 1.0f;
+INLINE vec near_zero_exp(vec x) { /* |x| <= log(2) / 2; minimax, relative error 1.3e-7 */
+    vec y = x * 8.290315047e-3f + 4.189793020e-2f;
+    y = y * x + 1.666763574e-1f;
+    y = y * x + 4.999915063e-1f;
+    y = y * x + 9.999997020e-1f;
+    return y * x + 1.0f;
 }
 
-/* x <= 0; relative error about 1e-7; NaN stays NaN */
+INLINE vec without_powers(vec x, vec n) { /* x - n * log(2) */
+#ifdef __FP_FAST_FMAF
+    return x - n * 0.693147181f;
+#else
+    return x - n * 0.693359375f + n * 2.12194440e-4f;
+#endif
+}
+
+/* Relative error about 2e-7; beyond 80 anything above exp(80); NaN stays NaN. */
 #ifdef __AVX512F__
 INLINE vec exp_of(vec x) {
     const __mmask16 keep = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(CUTOFF), _CMP_NLE_UQ);
     const vec n = (vec)_mm512_roundscale_ps((__m512)(x * 1.44269504f), 0);
-    const vec y = near_zero_exp(x - n * 0.693359375f + n * 2.12194440e-4f);
+    const vec y = near_zero_exp(without_powers(x, n));
     return (vec)_mm512_maskz_scalef_ps(keep, (__m512)y, (__m512)n);
 }
 #else
 INLINE vec exp_of(vec x) {
-    const ivec keep = x > CUTOFF, bad = x != x;
-    x = (vec)((ivec)x & keep);
+    const ivec keep = x > CUTOFF, bad = x != x, high = x > 80.0f;
+    x = (vec)(((ivec)x & keep & ~high) | ((ivec)((vec){} + 80.0f) & high));
     const vec shift = (vec){} + 12582912.0f; /* 1.5 * 2^23: adding it rounds to whole numbers */
     vec n = x * 1.44269504f + shift;
     const ivec power = ((ivec)n - (ivec)shift) << 23;
     n -= shift;
-    const vec y = near_zero_exp(x - n * 0.693359375f + n * 2.12194440e-4f);
+    const vec y = near_zero_exp(without_powers(x, n));
     return (vec)((((ivec)y + power) & keep) | bad); /* all bits set is a NaN */
 }
 #endif
-
-/* p[0..n) = exp(l - shift), zeros up to `padded`; returns the sum */
-static float exp_row(float *p, const float *l, float shift, int n, int padded) {
-    vec total = {};
-    int j = 0;
-    for (; j + VL <= n; j += VL) {
-        const vec x = exp_of(LOAD(l + j) - shift);
-        STORE(p + j, x);
-        total += x;
-    }
-    if (j < padded) {
-        const vec x = (vec)((ivec)exp_of(LOAD(l + j) - shift) & before(n - j));
-        STORE(p + j, x);
-        total += x;
-    }
-    return sum_of(total);
-}
-
-INLINE vec relu(vec x) { return (vec)((ivec)x & ~(x <= 0)); } /* NaN stays NaN */
 
 static float max_of(const float *l, int n) {
     float most = l[0];
@@ -241,12 +249,15 @@ typedef struct {
     const float *height_rel, *width_rel;                /* (2H-1, D), (2W-1, D), or NULL both */
     const float *weight, *bias;                         /* (K, K, kernel, kernel), (K), or NULL both */
     void *out, *logits;                                 /* (B, K, E, N); (B, K, N, N) or NULL */
-    float *lse;                                         /* (B, K, N), log of the sum of exp(logits) */
+    float *norm;                                        /* (B, K, N, 2): c and 1 / sum of exp(logits - c) */
     /* backward only */
     const void *d_out, *d_logits;                       /* d_logits or NULL */
     void *d_q, *d_k, *d_v, *d_prev;                     /* (B, K, D, N) twice, (B, K, E, N), (B, K, N, N) or NULL */
     float *d_height_rel, *d_width_rel, *d_weight, *d_bias; /* of each image: (B, ...) */
 } problem;
+
+/* Whether the logits are the convolved mixture and nothing else. */
+static int only_convolved(const problem *p) { return p->weight && p->kind == MIX && p->beta == 1.0f; }
 
 /* What all rows of an image share. */
 typedef struct {
@@ -258,7 +269,11 @@ typedef struct {
     long height_ld, width_ld;
     float *position;             /* (N, Hp + Wp): position terms of one head's queries by row and column */
     long position_ld;
-    long *offsets;               /* of the rows that a convolution reads, from its first one */
+    int planes, taps;            /* of a convolution: its weight is (planes, K, taps) */
+    float *weight;
+    long *offsets;               /* of the rows that its taps read, from the first one */
+    float *inputs, *products;    /* (planes, K, P): Winograd's */
+    float *attn;                 /* (Np), a row's probabilities before they are divided by their sum */
     float *previous;             /* (Np), a row of prev, or for passing use */
 } image;
 
@@ -271,6 +286,106 @@ static float *new_floats(long n) {
     return memory;
 }
 
+/* ---------------------------------------------------------------- convolutions of the maps */
+
+#define GROUP 4 /* rows of a convolution made together, from a multiple of GROUP on; what follows the last is zero */
+
+/* A 3x3 convolution is done by Winograd's F(4, 3) along the queries (Lavin and Gray 2016, https://arxiv.org/abs/1509.09308):
+ * four of its rows are six sums of products over heads and columns where twelve were. Columns stay as they are, so that
+ * every step works on whole rows. Other kernels are one sum over all their taps. */
+static void allocate_convolution(image *g, const problem *p) {
+    const int K = p->K, size = p->kernel, fast = size == 3, rows = fast ? 1 : size;
+    g->planes = fast ? 6 : 1;
+    g->taps = K * rows * size;
+    g->weight = new_floats((long)g->planes * K * g->taps);
+    g->offsets = malloc(g->taps * sizeof(long));
+    for (int c = 0, t = 0; c < K; c++)
+        for (int y = 0; y < rows; y++)
+            for (int x = 0; x < size; x++, t++) g->offsets[t] = ((long)y * K + c) * g->P + x;
+    if (!fast) return;
+    g->inputs = new_floats((long)g->planes * K * g->P);
+    g->products = new_floats((long)g->planes * K * g->P);
+}
+
+/* (K, K, kernel, kernel) -> (planes, K, taps) */
+static void read_weight(const image *g, float *to, const float *from) {
+    const long K = g->p->K, size = g->p->kernel, plane = K * g->taps;
+    if (g->planes == 1) {
+        memcpy(to, from, plane * sizeof(float));
+        return;
+    }
+    for (long oc = 0; oc < K * K; oc++)
+        for (long x = 0; x < size; x++) {
+            const float *w = from + oc * 9 + x;
+            const float ends = w[0] + w[6], far = w[0] + 4 * w[6];
+            float *u = to + oc * 3 + x;
+            u[0] = w[0] / 4;
+            u[plane] = -(ends + w[3]) / 6;
+            u[2 * plane] = -(ends - w[3]) / 6;
+            u[3 * plane] = (far + 2 * w[3]) / 24;
+            u[4 * plane] = (far - 2 * w[3]) / 24;
+            u[5 * plane] = w[6];
+        }
+}
+
+/* Six rows of n floats -> what the six products take. */
+static void winograd_input(float *restrict to, const float *restrict from, long n) {
+    for (long j = 0; j < n; j += VL) {
+        vec x[6];
+        for (int r = 0; r < 6; r++) x[r] = LOAD(from + r * n + j);
+        const vec even = x[4] - 4 * x[2], odd = x[3] - 4 * x[1], outer = x[4] - x[2], inner = 2 * (x[3] - x[1]);
+        STORE(to + j, 4 * (x[0] - x[2]) + outer);
+        STORE(to + n + j, even + odd);
+        STORE(to + 2 * n + j, even - odd);
+        STORE(to + 3 * n + j, outer + inner);
+        STORE(to + 4 * n + j, outer - inner);
+        STORE(to + 5 * n + j, 4 * (x[1] - x[3]) + x[5] - x[3]);
+    }
+}
+
+INLINE vec relu(vec x) { return (vec)((ivec)x & ~(x <= 0)); } /* NaN stays NaN */
+
+/* `rows` <= GROUP rows of a convolution for all heads, with its bias and ReLU unless `bias` is NULL: to (rows, K, P). `maps`
+ * row `top` is the topmost that they read. */
+static void convolve(const image *g, float *to, const float *maps, int top, int rows, const float *weight,
+                     const float *bias) {
+    const int K = g->p->K;
+    const long n = (long)K * g->P, plane = (long)K * g->taps;
+    maps += top * n;
+    if (g->planes == 1) {
+        for (int i = 0; i < rows; i++)
+            gemm(FRESH, K, g->Np, g->taps, weight, g->taps, 1, maps + i * n + MARGIN - g->r, 0, g->offsets,
+                 to + i * n + MARGIN, g->P);
+    } else {
+        winograd_input(g->inputs, maps, n);
+        for (int t = 0; t < g->planes; t++)
+            gemm(FRESH, K, g->Np, g->taps, weight + t * plane, g->taps, 1, g->inputs + t * n + MARGIN - g->r, 0,
+                 g->offsets, g->products + t * n + MARGIN, g->P);
+    }
+    for (int head = 0; head < K; head++) {
+        const float *from = g->products + head * g->P + MARGIN;
+        float *row = to + head * g->P + MARGIN;
+        for (int j = 0; j < g->Np; j += VL) {
+            vec y[GROUP];
+            if (g->planes == 1) {
+                for (int i = 0; i < rows; i++) y[i] = LOAD(row + i * n + j);
+            } else {
+                vec x[6];
+                for (int t = 0; t < 6; t++) x[t] = LOAD(from + t * n + j);
+                const vec sum = x[1] + x[2], difference = x[1] - x[2], far_sum = x[3] + x[4], far = x[3] - x[4];
+                y[0] = x[0] + sum + far_sum;
+                y[1] = difference + 2 * far;
+                y[2] = sum + 4 * far_sum;
+                y[3] = difference + 8 * far + x[5];
+            }
+            for (int i = 0; i < rows; i++) STORE(row + i * n + j, bias ? relu(y[i] + bias[head]) : y[i]);
+        }
+        for (int i = 0; i < rows; i++) memset(row + i * n + g->N, 0, (g->P - MARGIN - g->N) * sizeof(float));
+    }
+}
+
+/* ---------------------------------------------------------------- buffers of a thread */
+
 /* Buffers are kept by their thread for the next problem of the same sizes: getting them anew from the system costs as
  * much as the arithmetic. What must be zero in them (margins, rows beyond the map, sums) is left so. */
 static int same_sizes(const problem *a, const problem *b) {
@@ -280,18 +395,20 @@ static int same_sizes(const problem *a, const problem *b) {
 }
 
 static void free_image(image *g) {
-    float *all[] = {g->q, g->k, g->v, g->heights, g->widths, g->position, g->previous};
+    float *all[] = {g->q, g->k, g->v, g->heights, g->widths, g->position,  g->weight,
+                    g->inputs, g->products, g->attn, g->previous};
     for (unsigned i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
     free(g->offsets);
 }
 
 static void allocate_image(image *g, const problem *p) {
-    const int N = p->H * p->W, taps = p->K * p->kernel * p->kernel;
+    const int N = p->H * p->W;
     *g = (image){.N = N, .Np = round_up(N), .Dp = round_up(p->D), .r = p->weight ? p->kernel / 2 : 0};
     g->P = MARGIN + g->Np + VL;
     g->q = new_floats((long)p->K * p->D * g->Np);
     g->k = new_floats((long)p->K * p->D * g->Np);
     g->v = new_floats((long)p->K * p->E * g->Np);
+    g->attn = new_floats(g->Np);
     g->previous = new_floats(g->Np);
     if (p->height_rel) {
         g->height_ld = round_up(2 * p->H - 1) + round_up(p->H);
@@ -301,12 +418,7 @@ static void allocate_image(image *g, const problem *p) {
         g->position_ld = round_up(p->H) + round_up(p->W);
         g->position = new_floats(N * g->position_ld);
     }
-    if (p->weight) {
-        g->offsets = malloc(taps * sizeof(long));
-        for (int c = 0, t = 0; c < p->K; c++)
-            for (int y = 0; y < p->kernel; y++)
-                for (int x = 0; x < p->kernel; x++, t++) g->offsets[t] = ((long)y * p->K + c) * g->P + x;
-    }
+    if (p->weight) allocate_convolution(g, p);
 }
 
 static void read_parameters(image *g, const problem *p) {
@@ -316,6 +428,7 @@ static void read_parameters(image *g, const problem *p) {
         transpose(g->heights, g->height_ld, p->height_rel, p->D, 2 * p->H - 1, p->D);
         transpose(g->widths, g->width_ld, p->width_rel, p->D, 2 * p->W - 1, p->D);
     }
+    if (p->weight) read_weight(g, g->weight, p->weight);
 }
 
 static const void *at(const void *base, long element, int dtype) {
@@ -343,29 +456,35 @@ static void position_terms(const image *g, int head, int begin, int end) {
     const problem *p = g->p;
     const int H = p->H, W = p->W, Hp = round_up(H), Wp = round_up(W);
     const float *q = g->q + (long)head * p->D * g->Np;
-    memset(g->position + begin * g->position_ld, 0, (end - begin) * g->position_ld * sizeof(float));
     for (int i = begin; i < end;) {
         const int y = i / W, stop = (y + 1) * W < end ? (y + 1) * W : end;
-        gemm(stop - i, Hp, p->D, q + i, 1, g->Np, g->heights + H - 1 - y, g->height_ld, NULL,
+        gemm(FRESH, stop - i, Hp, p->D, q + i, 1, g->Np, g->heights + H - 1 - y, g->height_ld, NULL,
              g->position + i * g->position_ld, g->position_ld);
         i = stop;
     }
     for (int x = 0; x < W; x++) {
         const int first = begin + ((x - begin) % W + W) % W, count = first < end ? (end - first + W - 1) / W : 0;
         if (count)
-            gemm(count, Wp, p->D, q + first, W, g->Np, g->widths + W - 1 - x, g->width_ld, NULL,
+            gemm(FRESH, count, Wp, p->D, q + first, W, g->Np, g->widths + W - 1 - x, g->width_ld, NULL,
                  g->position + first * g->position_ld + Hp, g->position_ld * W);
     }
 }
 
-/* A row of prev that vectors may read beyond its end. */
-static const float *previous_row(const image *g, int head, int row) {
+/* A row of prev, logits or d_logits that vectors may read beyond its end; in `scratch` (Np) if it must be copied. */
+static const float *stored_row(const image *g, const void *maps, int head, int row, float *scratch) {
     const problem *p = g->p;
     const long element = map_element(g, head, row), end = (long)p->B * p->K * g->N * g->N;
-    const void *from = at(p->prev, element, p->dtype);
-    if (p->dtype == FLOAT32 && element + g->N + VL <= end) return from;
-    read_floats(g->previous, from, g->N, p->dtype);
-    return g->previous;
+    const void *from = at(maps, element, p->dtype);
+    if (p->dtype == FLOAT32 && element + g->Np <= end) return from;
+    read_floats(scratch, from, g->N, p->dtype);
+    return scratch;
+}
+
+/* Asks for a row of such a map that is needed soon; short rows lie too far apart for the processor to guess. */
+INLINE void fetch_row(const image *g, const void *maps, int head, int row, const int to_write) {
+    if (!maps || row >= g->N) return;
+    const char *from = at(maps, map_element(g, head, row), g->p->dtype);
+    for (long byte = 0; byte < (long)g->N * size_of(g->p->dtype); byte += 64) __builtin_prefetch(from + byte, to_write, 2);
 }
 
 /* gain * own logits (+ alpha * prev where `mix`) of queries begin..end, into maps rows first, first+1, ... */
@@ -376,7 +495,7 @@ static void own_logits(const image *g, float *maps, int first, int begin, int en
         if (p->height_rel) position_terms(g, head, begin, end);
         for (int i = begin; i < end; i++) {
             float *row = row_of(g, maps, first + i - begin, head);
-            const float *prev = mix ? previous_row(g, head, i) : NULL;
+            const float *prev = mix ? stored_row(g, p->prev, head, i, g->previous) : NULL;
             if (p->height_rel) {
                 const float *by_row = g->position + i * g->position_ld, *by_col = by_row + Hp;
                 for (int y = 0; y < H; y++) /* the last vector of a row reaches into the next, which overwrites it */
@@ -389,7 +508,7 @@ static void own_logits(const image *g, float *maps, int first, int begin, int en
             }
             memset(row + g->N, 0, (g->P - MARGIN - g->N) * sizeof(float));
         }
-        gemm(end - begin, g->Np, p->D, g->q + (long)head * p->D * g->Np + begin, 1, g->Np,
+        gemm(ADD, end - begin, g->Np, p->D, g->q + (long)head * p->D * g->Np + begin, 1, g->Np,
              g->k + (long)head * p->D * g->Np, g->Np, NULL, row_of(g, maps, first, head), (long)p->K * g->P);
     }
 }
@@ -401,40 +520,24 @@ static void previous_logits(const image *g, float *maps, int first, int begin, i
                         g->N, g->p->dtype);
 }
 
-/* A convolution's row for all heads, before its ReLU: to (K, P). `maps` row `top` is the topmost that it reads. */
-static void convolve(const image *g, float *to, float *maps, int top, const float *weight, const float *bias) {
-    const problem *p = g->p;
-    const int taps = p->K * p->kernel * p->kernel;
-    for (int head = 0; head < p->K; head++)
-        for (int j = 0; j < g->Np; j++) to[head * g->P + MARGIN + j] = bias ? bias[head] : 0.0f;
-    gemm(p->K, g->Np, taps, weight, taps, 1, row_of(g, maps, top, 0) - g->r, 0, g->offsets, to + MARGIN, g->P);
-    for (int head = 0; head < p->K; head++)
-        memset(to + head * g->P + MARGIN + g->N, 0, (g->P - MARGIN - g->N) * sizeof(float));
-}
-
-/* The logits of one query, all heads, in `row` (K, P). In: `maps` holds what the convolution reads (mix: the mixture,
- * predict: prev), its row `top` the topmost that it reads; `own` (predict) gain * own logits. `conv` (K, P) is left with
- * the convolution before its ReLU. */
-static void finish_logits(const image *g, float *row, float *conv, float *maps, int top, const float *own) {
+/* The logits of one query, all heads, (K, P): `conv`, or made in `row`. `maps` holds what the convolution reads (mix: the
+ * mixture, predict: prev), its row `at` that of the query; `own` (predict) gain * own logits; `conv` (K, P) the convolution
+ * after its ReLU. */
+static float *finish_logits(const image *g, float *row, float *conv, const float *maps, int at, const float *own) {
     const problem *p = g->p;
     const long n = (long)p->K * g->P;
-    if (p->weight) convolve(g, conv, maps, top, p->weight, p->bias);
+    const float *m = maps + at * n;
+    if (only_convolved(p)) return conv;
     if (p->kind == MIX) {
-        const float *m = row_of(g, maps, top + g->r, 0) - MARGIN;
-        if (p->weight && p->beta == 1.0f)
-            for (long j = 0; j < n; j += VL) STORE(row + j, relu(LOAD(conv + j)));
-        else if (p->weight)
-            for (long j = 0; j < n; j += VL)
-                STORE(row + j, p->beta * relu(LOAD(conv + j)) + (1 - p->beta) * LOAD(m + j));
-        else
+        if (!p->weight)
             memcpy(row, m, n * sizeof(float));
+        else
+            for (long j = 0; j < n; j += VL) STORE(row + j, p->beta * LOAD(conv + j) + (1 - p->beta) * LOAD(m + j));
     } else {
-        const float *from = p->weight ? conv : row_of(g, maps, top, 0) - MARGIN;
-        for (long j = 0; j < n; j += VL) {
-            const vec x = LOAD(from + j);
-            STORE(row + j, LOAD(own + j) + p->alpha * (p->weight ? relu(x) : x));
-        }
+        const float *from = p->weight ? conv : m;
+        for (long j = 0; j < n; j += VL) STORE(row + j, LOAD(own + j) + p->alpha * LOAD(from + j));
     }
+    return row;
 }
 
 /* ---------------------------------------------------------------- forward */
@@ -446,32 +549,64 @@ static void round_row(const image *g, float *l) {
     read_floats(l, g->previous, g->N, g->p->dtype);
 }
 
-INLINE void write_values(const image *g, const float *attn, const float *v, float norm, long element, int e,
-                         const int count) {
-    vec total[2] = {};
-    for (int j = 0; j < g->Np; j += VL) {
-        const vec x = LOAD(attn + j);
-        for (int s = 0; s < count; s++) total[s] += x * LOAD(v + (e + s) * g->Np + j);
+/* Of one row: the sum of exp(l - shift), and in `total` the `count` sums of it times rows of v. Where `keep`, the
+ * exponentials stay in `attn`. */
+INLINE float weigh(const float *l, float shift, const float *v, long ld, int n, const int count, const int keep,
+                   float *attn, float *total) {
+    vec sum = {}, sums[4] = {};
+    for (int j = 0; j < n; j += VL) {
+        vec x = exp_of(LOAD(l + j) - shift);
+        if (n - j < VL) x = (vec)((ivec)x & before(n - j));
+        if (keep) STORE(attn + j, x);
+        sum += x;
+#pragma GCC unroll 4
+        for (int e = 0; e < count; e++) sums[e] += x * LOAD(v + e * ld + j);
     }
-    for (int s = 0; s < count; s++) {
-        const float value = sum_of(total[s]) * norm;
-        write_floats((void *)at(g->p->out, element + (long)(e + s) * g->N, g->p->dtype), &value, 1, g->p->dtype);
-    }
+    for (int e = 0; e < count; e++) total[e] = sum_of(sums[e]);
+    return sum_of(sum);
 }
 
-/* Softmax and values of one query, all heads; `rows` (K, P) holds its logits and is overwritten. */
+#define ROWS 32 /* queries of a piece of work */
+
+INLINE float weigh_some(const float *l, float shift, const float *v, long ld, int n, int count, float *attn,
+                        float *total) {
+    switch (count) {
+        case 1: return weigh(l, shift, v, ld, n, 1, 0, attn, total);
+        case 2: return weigh(l, shift, v, ld, n, 2, 0, attn, total);
+        case 3: return weigh(l, shift, v, ld, n, 3, 0, attn, total);
+        case 4: return weigh(l, shift, v, ld, n, 4, 0, attn, total);
+    }
+    return weigh(l, shift, v, ld, n, 4, 1, attn, total);
+}
+
+/* Softmax and values of one query, all heads; `rows` (K, P) holds its logits. */
 static void attend_row(const image *g, float *rows, int i) {
     const problem *p = g->p;
     for (int head = 0; head < p->K; head++) {
-        float *l = rows + head * g->P + MARGIN;
-        round_row(g, l);
-        if (p->logits) write_floats((void *)at(p->logits, map_element(g, head, i), p->dtype), l, g->N, p->dtype);
-        const float most = max_of(l, g->N), sum = exp_row(l, l, most, g->N, g->Np);
+        float *l = rows + head * g->P + MARGIN, total[4];
+        float *norm = p->norm + 2 * (((long)g->b * p->K + head) * g->N + i);
         const float *v = g->v + (long)head * p->E * g->Np;
+        round_row(g, l);
+        fetch_row(g, p->prev, head, i + ROWS + g->r, 0);
+        fetch_row(g, p->logits, head, i + 2, 1);
+        if (p->logits) write_floats((void *)at(p->logits, map_element(g, head, i), p->dtype), l, g->N, p->dtype);
+        float sum = weigh_some(l, 0.0f, v, g->Np, g->N, p->E, g->attn, total);
+        norm[0] = 0;
+        if (!(sum > 1e-16f && sum < 1e16f)) { /* the largest logit is far from 0 */
+            norm[0] = max_of(l, g->N);
+            sum = weigh_some(l, norm[0], v, g->Np, g->N, p->E, g->attn, total);
+        }
+        norm[1] = 1 / sum;
         const long element = ((long)g->b * p->K + head) * p->E * g->N + i;
-        for (int e = 0; e + 2 <= p->E; e += 2) write_values(g, l, v, 1 / sum, element, e, 2);
-        if (p->E % 2) write_values(g, l, v, 1 / sum, element, p->E - 1, 1);
-        p->lse[((long)g->b * p->K + head) * g->N + i] = most + __builtin_logf(sum);
+        for (int e = 0; e < p->E; e++) {
+            if (e >= 4) {
+                vec x = {};
+                for (int j = 0; j < g->Np; j += VL) x += LOAD(g->attn + j) * LOAD(v + e * g->Np + j);
+                total[e % 4] = sum_of(x);
+            }
+            const float value = total[e % 4] * norm[1];
+            write_floats((void *)at(p->out, element + (long)e * g->N, p->dtype), &value, 1, p->dtype);
+        }
     }
 }
 
@@ -486,7 +621,7 @@ static void forward_rows(const image *g, int begin, int end, float *maps, float 
     }
     const int first = top < 0 ? 0 : top, last = bottom > N ? N : bottom;
     memset(maps, 0, (first - top) * map_row * sizeof(float));
-    memset(maps + (last - top) * map_row, 0, (bottom - last) * map_row * sizeof(float));
+    memset(maps + (last - top) * map_row, 0, (bottom + GROUP - 1 - last) * map_row * sizeof(float));
     if (p->kind == MIX) {
         own_logits(g, maps, first - top, first, last, 1);
     } else {
@@ -494,8 +629,10 @@ static void forward_rows(const image *g, int begin, int end, float *maps, float 
         own_logits(g, own, 0, begin, end, 0);
     }
     for (int i = begin; i < end; i++) {
-        finish_logits(g, row, conv, maps, i - begin, own + (i - begin) * map_row);
-        attend_row(g, row, i);
+        if (p->weight && (i - begin) % GROUP == 0)
+            convolve(g, conv, maps, i - begin, end - i < GROUP ? end - i : GROUP, g->weight, p->bias);
+        attend_row(g, finish_logits(g, row, conv + (i - begin) % GROUP * map_row, maps, i - begin + r,
+                                    own + (i - begin) * map_row), i);
     }
 }
 
@@ -503,8 +640,8 @@ void evolving_attention_forward(const problem *p) {
     const int N = p->H * p->W;
     /* an image is cut where there are fewer images than threads; pieces read each other's neighbouring rows again */
     int pieces = p->B >= p->threads ? 1 : (p->threads + p->B - 1) / p->B;
-    int rows = (N + pieces - 1) / pieces;
-    if (rows > 32) rows = 32; /* a piece's maps stay in the second-level cache */
+    int rows = ((N + pieces - 1) / pieces + GROUP - 1) / GROUP * GROUP;
+    if (rows > ROWS) rows = ROWS; /* a piece's maps stay in the second-level cache */
     pieces = (N + rows - 1) / rows;
     const int tasks = p->B * pieces;
 #pragma omp parallel num_threads(p->threads)
@@ -524,10 +661,10 @@ void evolving_attention_forward(const problem *p) {
             const long map_row = (long)p->K * g->P;
             kept.sizes = *p;
             kept.rows = rows;
-            kept.maps = new_floats((rows + 2 * g->r) * map_row);
+            kept.maps = new_floats((rows + 2 * g->r + GROUP - 1) * map_row);
             kept.own = new_floats(rows * map_row);
             kept.row = new_floats(map_row);
-            kept.conv = new_floats(map_row);
+            kept.conv = new_floats(GROUP * map_row);
         }
         read_parameters(g, p);
         int read = -1;
@@ -545,7 +682,6 @@ void evolving_attention_forward(const problem *p) {
 
 INLINE void taps_gradient(const image *g, float *sums, const float *d_conv, const float *base, int t, int o,
                           const int heads, const int count) {
-    const int taps = g->p->K * g->p->kernel * g->p->kernel;
     vec acc[MR][3] = {};
     for (int j = 0; j < g->Np; j += VL) {
         vec x[3];
@@ -562,69 +698,115 @@ INLINE void taps_gradient(const image *g, float *sums, const float *d_conv, cons
     for (int h = 0; h < heads; h++)
 #pragma GCC unroll 3
         for (int s = 0; s < count; s++) {
-            float *to = sums + ((long)(o + h) * taps + t + s) * VL;
+            float *to = sums + ((long)(o + h) * g->taps + t + s) * VL;
             STORE(to, LOAD(to) + acc[h][s]);
         }
 }
 
-/* sums[o][tap][VL] += gradient row (of the convolution's output) times the row that the tap reads */
-static void weight_gradient(const image *g, float *sums, const float *d_conv, float *maps, int top) {
-    const problem *p = g->p;
-    const int taps = p->K * p->kernel * p->kernel;
-    const float *base = row_of(g, maps, top, 0) - g->r;
+/* sums (K, taps, VL) += the row d_conv (K, P) times what each tap reads from `base` on */
+static void plane_gradient(const image *g, float *sums, const float *d_conv, const float *base) {
+    const int K = g->p->K, taps = g->taps;
     int t = 0;
     for (; t + 3 <= taps; t += 3) {
         int o = 0;
-        for (; o + MR <= p->K; o += MR) taps_gradient(g, sums, d_conv, base, t, o, MR, 3);
-        for (; o + 4 <= p->K; o += 4) taps_gradient(g, sums, d_conv, base, t, o, 4, 3);
-        for (; o < p->K; o++) taps_gradient(g, sums, d_conv, base, t, o, 1, 3);
+        for (; o + MR <= K; o += MR) taps_gradient(g, sums, d_conv, base, t, o, MR, 3);
+        for (; o + 4 <= K; o += 4) taps_gradient(g, sums, d_conv, base, t, o, 4, 3);
+        for (; o < K; o++) taps_gradient(g, sums, d_conv, base, t, o, 1, 3);
     }
     for (; t < taps; t++)
-        for (int o = 0; o < p->K; o++) taps_gradient(g, sums, d_conv, base, t, o, 1, 1);
+        for (int o = 0; o < K; o++) taps_gradient(g, sums, d_conv, base, t, o, 1, 1);
+}
+
+/* sums (planes, K, taps, VL) += gradient of the weight from `rows` <= GROUP rows of d_conv; maps row `top` is the topmost
+ * that they read. Winograd's products, transposed: of the rows that entered and of the gradient's, four to six. */
+static void weight_gradient(const image *g, float *sums, const float *d_conv, const float *maps, int top, int rows) {
+    const long n = (long)g->p->K * g->P, plane = (long)g->p->K * g->taps * VL;
+    maps += top * n;
+    if (g->planes == 1) {
+        for (int i = 0; i < rows; i++) plane_gradient(g, sums, d_conv + i * n, maps + i * n + MARGIN - g->r);
+        return;
+    }
+    winograd_input(g->inputs, maps, n);
+    for (long j = 0; j < n; j += VL) {
+        vec d[4];
+        for (int r = 0; r < 4; r++) d[r] = LOAD(d_conv + r * n + j);
+        const vec even = d[0] + d[2], odd = d[1] + d[3], far_even = d[0] + 4 * d[2], far_odd = 2 * d[1] + 8 * d[3];
+        STORE(g->products + j, d[0]);
+        STORE(g->products + n + j, even + odd);
+        STORE(g->products + 2 * n + j, even - odd);
+        STORE(g->products + 3 * n + j, far_even + far_odd);
+        STORE(g->products + 4 * n + j, far_even - far_odd);
+        STORE(g->products + 5 * n + j, d[3]);
+    }
+    for (int t = 0; t < g->planes; t++)
+        plane_gradient(g, sums + t * plane, g->products + t * n, g->inputs + t * n + MARGIN - g->r);
+}
+
+/* sums (planes, K, taps, VL) -> (K, K, kernel, kernel), and empty the sums */
+static void write_weight_gradient(const image *g, float *to, float *sums) {
+    const long K = g->p->K, plane = K * g->taps;
+    if (g->planes == 1) {
+        for (long t = 0; t < plane; t++) to[t] = sum_of(LOAD(sums + t * VL));
+    } else {
+        for (long oc = 0; oc < K * K; oc++)
+            for (long x = 0; x < 3; x++) {
+                float u[6];
+                for (int t = 0; t < 6; t++) u[t] = sum_of(LOAD(sums + (t * plane + oc * 3 + x) * VL));
+                float *w = to + oc * 9 + x;
+                w[0] = u[0] / 4 - (u[1] + u[2]) / 6 + (u[3] + u[4]) / 24;
+                w[3] = (u[2] - u[1]) / 6 + (u[3] - u[4]) / 12;
+                w[6] = (u[3] + u[4] - u[1] - u[2]) / 6 + u[5];
+            }
+    }
+    memset(sums, 0, g->planes * plane * VL * sizeof(float));
 }
 
 /* What the backward pass of an image needs beside it. */
 typedef struct {
-    float *maps, *own, *conv, *row; /* (N + 2r, K, P): what the convolution reads; (N, K, P): own logits; (K, P) twice */
-    float *d_own;                   /* (N, K, P): gradient of gain * own logits */
-    float *d_conv;                  /* (N + 2r, K, P): gradient of the convolution's output, zeros around */
-    float *d_maps;                  /* (K, P): gradient of a row that the convolution read */
-    float *turned;                  /* the convolution's weight for that: heads exchanged, turned by 180 degrees */
-    float *logits;                  /* (BLOCK, K, P) */
-    float *attn, *d_attn;           /* (BLOCK, Np) */
-    float *q_rows, *k_rows, *d_q;   /* (N, Dp) */
-    float *d_k, *d_v, *d_out;       /* (D, Np), (K*E, Np), (K*E, Np) */
-    float *position;                /* (N, Hp + Wp): gradient of one head's position terms */
+    int base;                 /* the map row that lies at r in `maps` and `d_conv` */
+    float *maps;              /* (WINDOW + 2r, K, P): what the convolution reads */
+    float *d_conv;            /* (WINDOW + 2r, K, P): gradient of its output, zeros around */
+    float *own, *conv;        /* (BLOCK, K, P): own logits, the convolution */
+    float *d_own;             /* (N, K, P): gradient of gain * own logits */
+    float *d_maps;            /* (GROUP, K, P): gradient of rows that the convolution read */
+    float *turned;            /* the convolution's weight for that: heads exchanged, turned by 180 degrees */
+    float *logits;            /* (BLOCK, K, P) */
+    float *attn, *d_attn;     /* (BLOCK, Np), (Np) */
+    float *scratch;           /* (2, Np) */
+    float *q_rows, *k_rows, *d_q; /* (N, Dp) */
+    float *d_k, *d_v, *d_out; /* (D, Np), (K*E, Np), (K*E, Np) */
+    float *position;          /* (N, Hp + Wp): gradient of one head's position terms */
     float *height_rows, *width_rows, *d_heights, *d_widths; /* (2H-1, Dp), (2W-1, Dp) */
-    float *d_weight, *d_bias;       /* (K, taps, VL), (K, VL) */
+    float *d_weight, *d_bias; /* (planes, K, taps, VL), (K, VL) */
 } workspace;
 
-#define BLOCK 8 /* queries whose softmax is differentiated together */
+#define BLOCK (2 * GROUP) /* queries whose softmax is differentiated together */
+#define WINDOW (BLOCK + 3 * GROUP) /* ... and those behind them whose convolution still waits (r < GROUP), whole groups */
 
 static void allocate_workspace(workspace *w, const image *g, const problem *p) {
-    const long map_row = (long)p->K * g->P, taps = (long)p->K * p->kernel * p->kernel;
+    const long map_row = (long)p->K * g->P, weights = (long)g->planes * p->K * g->taps;
     memset(w, 0, sizeof *w);
     w->d_own = new_floats(g->N * map_row);
     w->logits = new_floats(BLOCK * map_row);
     w->attn = new_floats((long)BLOCK * g->Np);
-    w->d_attn = new_floats((long)BLOCK * g->Np);
+    w->d_attn = new_floats(g->Np);
+    w->scratch = new_floats(2L * g->Np);
     w->q_rows = new_floats((long)g->N * g->Dp);
     w->k_rows = new_floats((long)g->N * g->Dp);
     w->d_q = new_floats((long)g->N * g->Dp);
     w->d_k = new_floats((long)p->D * g->Np);
     w->d_v = new_floats((long)p->K * p->E * g->Np);
     w->d_out = new_floats((long)p->K * p->E * g->Np);
-    if (p->kind != MIX) w->own = new_floats(g->N * map_row);
+    if (p->kind != MIX) w->own = new_floats(BLOCK * map_row);
     if (p->kind != NONE) {
-        w->maps = new_floats((g->N + 2 * g->r) * map_row);
-        w->row = new_floats(map_row);
-        w->conv = new_floats(map_row);
+        w->maps = new_floats((WINDOW + 2 * g->r) * map_row);
+        w->conv = new_floats(BLOCK * map_row);
     }
     if (p->weight) {
-        w->d_conv = new_floats((g->N + 2 * g->r) * map_row);
-        w->d_maps = new_floats(map_row);
-        w->turned = new_floats(p->K * taps);
-        w->d_weight = new_floats(p->K * taps * VL);
+        w->d_conv = new_floats((WINDOW + 2 * g->r) * map_row);
+        w->d_maps = new_floats(GROUP * map_row);
+        w->turned = new_floats(weights);
+        w->d_weight = new_floats(weights * VL);
         w->d_bias = new_floats((long)p->K * VL);
     }
     if (p->height_rel) {
@@ -640,11 +822,14 @@ static void allocate_workspace(workspace *w, const image *g, const problem *p) {
 static void read_more_parameters(workspace *w, const image *g) {
     const problem *p = g->p;
     const int area = p->kernel * p->kernel;
-    if (p->weight)
+    if (p->weight) {
+        float turned[p->K * p->K * area];
         for (int o = 0; o < p->K; o++)
             for (int c = 0; c < p->K; c++)
                 for (int t = 0; t < area; t++)
-                    w->turned[((long)c * p->K + o) * area + t] = p->weight[((long)o * p->K + c) * area + area - 1 - t];
+                    turned[(c * p->K + o) * area + t] = p->weight[(o * p->K + c) * area + area - 1 - t];
+        read_weight(g, w->turned, turned);
+    }
     if (p->height_rel) {
         read_matrix(w->height_rows, g->Dp, p->height_rel, 2L * p->H - 1, p->D, FLOAT32, 1);
         read_matrix(w->width_rows, g->Dp, p->width_rel, 2L * p->W - 1, p->D, FLOAT32, 1);
@@ -652,10 +837,39 @@ static void read_more_parameters(workspace *w, const image *g) {
 }
 
 static void free_workspace(workspace *w) {
-    float *all[] = {w->maps, w->own, w->conv, w->row, w->d_own, w->d_conv, w->d_maps, w->turned, w->logits, w->attn,
-                    w->d_attn, w->q_rows, w->k_rows, w->d_q, w->d_k, w->d_v, w->d_out, w->position, w->height_rows,
+    float *all[] = {w->maps, w->own, w->conv, w->d_own, w->d_conv, w->d_maps, w->turned, w->logits, w->attn,
+                    w->d_attn, w->scratch, w->q_rows, w->k_rows, w->d_q, w->d_k, w->d_v, w->d_out, w->position, w->height_rows,
                     w->width_rows, w->d_heights, w->d_widths, w->d_weight, w->d_bias};
     for (unsigned i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
+}
+
+/* A row through values and softmax: in l (n) its logits, norm (2), d_out (E, ld) the gradient of its query's values, v (E, ld); out
+ * attn and in `d` attn * d_attn, to n's next multiple of VL. Returns the sum of the latter. */
+INLINE float value_gradient(float *attn, float *d, const float *l, const float *norm, const float *d_out, const float *v, long ld,
+                            int n, const int E) {
+    vec total = {};
+    for (int j = 0; j < n; j += VL) {
+        vec x = norm[1] * exp_of(LOAD(l + j) - norm[0]), y = {};
+        if (n - j < VL) x = (vec)((ivec)x & before(n - j));
+#pragma GCC unroll 4
+        for (int e = 0; e < E; e++) y += d_out[e * ld] * LOAD(v + e * ld + j);
+        STORE(attn + j, x);
+        y *= x;
+        STORE(d + j, y);
+        total += y;
+    }
+    return sum_of(total);
+}
+
+static float some_value_gradient(float *attn, float *d, const float *l, const float *norm, const float *d_out, const float *v,
+                                 long ld, int n, int E) {
+    switch (E) {
+        case 1: return value_gradient(attn, d, l, norm, d_out, v, ld, n, 1);
+        case 2: return value_gradient(attn, d, l, norm, d_out, v, ld, n, 2);
+        case 3: return value_gradient(attn, d, l, norm, d_out, v, ld, n, 3);
+        case 4: return value_gradient(attn, d, l, norm, d_out, v, ld, n, 4);
+    }
+    return value_gradient(attn, d, l, norm, d_out, v, ld, n, E);
 }
 
 /* The gradient of queries begin..end's logits into d_own (of gain * own, or of the mixture where nothing is convolved)
@@ -663,63 +877,55 @@ static void free_workspace(workspace *w) {
 static void softmax_gradients(const image *g, workspace *w, int begin, int end) {
     const problem *p = g->p;
     const long map_row = (long)p->K * g->P;
-    const int rows = end - begin;
-    /* the sign of the convolution can be read off EA's stored logits where nothing else is in them */
-    const int convolve_again = p->weight && !(p->logits && p->kind == MIX && p->beta == 1.0f);
-    if (p->logits)
-        for (int head = 0; head < p->K; head++) /* rows of a head follow each other in memory */
-            for (int i = begin; i < end; i++)
-                read_floats(w->logits + (i - begin) * map_row + head * g->P + MARGIN,
-                            at(p->logits, map_element(g, head, i), p->dtype), g->N, p->dtype);
-    for (int i = begin; i < end; i++) {
-        float *l = w->logits + (i - begin) * map_row;
-        if (p->logits) {
-            if (convolve_again) convolve(g, w->conv, w->maps, i, p->weight, p->bias);
-        } else {
-            if (p->kind == NONE)
-                memcpy(l, w->own + i * map_row, map_row * sizeof(float));
-            else
-                finish_logits(g, l, w->conv, w->maps, i, w->own ? w->own + i * map_row : NULL);
-            for (int head = 0; head < p->K; head++) round_row(g, l + head * g->P + MARGIN);
-        }
-        if (p->weight) { /* all bits set where the convolution passed its ReLU */
-            const float *passed = convolve_again ? w->conv : l;
-            for (long j = 0; j < map_row; j += VL)
-                STORE(w->d_conv + (i + g->r) * map_row + j, (vec)(LOAD(passed + j) > 0));
-        }
-    }
+    const float share = p->kind == MIX ? p->beta : p->alpha;
+    float *made[BLOCK]; /* the logits of a query that are not stored */
+    /* where nothing else is in the logits, they show what passed the ReLU */
+    const int convolve_again = p->weight && !(p->logits && only_convolved(p));
+    if (convolve_again)
+        for (int i = begin; i < end; i += GROUP)
+            convolve(g, w->conv + (i - begin) * map_row, w->maps, i - w->base, end - i < GROUP ? end - i : GROUP, g->weight, p->bias);
+    if (!p->logits && p->kind != NONE)
+        for (int i = begin; i < end; i++)
+            made[i - begin] = finish_logits(g, w->logits + (i - begin) * map_row, w->conv + (i - begin) * map_row, w->maps,
+                                            i - w->base + g->r, w->own ? w->own + (i - begin) * map_row : NULL);
+    if (p->kind == NONE)
+        for (int i = begin; i < end; i++) made[i - begin] = w->own + (i - begin) * map_row;
     for (int head = 0; head < p->K; head++) {
         const long value = (long)head * p->E * g->Np, query = ((long)g->b * p->K + head) * g->N;
-        memset(w->d_attn, 0, (long)rows * g->Np * sizeof(float));
-        gemm(rows, g->Np, p->E, w->d_out + value + begin, 1, g->Np, g->v + value, g->Np, NULL, w->d_attn, g->Np);
         for (int i = begin; i < end; i++) {
-            float *l = w->logits + (i - begin) * map_row + head * g->P + MARGIN;
-            float *attn = w->attn + (long)(i - begin) * g->Np, *d_attn = w->d_attn + (long)(i - begin) * g->Np;
-            exp_row(attn, l, p->lse[query + i], g->N, g->Np);
-            vec total = {};
-            for (int j = 0; j < g->Np; j += VL) total += LOAD(attn + j) * LOAD(d_attn + j);
-            const float mean = sum_of(total);
-            float *d = row_of(g, w->d_own, i, head);
-            for (int j = 0; j < g->Np; j += VL) STORE(d + j, LOAD(attn + j) * (LOAD(d_attn + j) - mean));
-            if (p->d_logits) {
-                float *more = d_attn; /* free from here */
-                read_floats(more, at(p->d_logits, map_element(g, head, i), p->dtype), g->N, p->dtype);
-                memset(more + g->N, 0, (g->Np - g->N) * sizeof(float));
-                for (int j = 0; j < g->Np; j += VL) STORE(d + j, LOAD(d + j) + LOAD(more + j));
+            const float *l, *more = NULL;
+            fetch_row(g, p->logits, head, i + BLOCK, 0);
+            fetch_row(g, p->d_logits, head, i + BLOCK, 0);
+            fetch_row(g, p->prev, head, i + BLOCK + g->r, 0);
+            fetch_row(g, p->d_prev, head, i, 1);
+            if (p->logits) {
+                l = stored_row(g, p->logits, head, i, w->scratch);
+            } else {
+                float *row = made[i - begin] + head * g->P + MARGIN;
+                round_row(g, row);
+                l = row;
             }
-            if (p->weight) {
-                const float share = p->kind == MIX ? p->beta : p->alpha;
-                float *gate = row_of(g, w->d_conv, i + g->r, head);
-                vec bias = {};
-                for (int j = 0; j < g->Np; j += VL) {
-                    const vec passed = (vec)((ivec)LOAD(gate + j) & (ivec)(LOAD(d + j) * share));
-                    STORE(gate + j, passed);
-                    bias += passed;
+            if (p->d_logits) more = stored_row(g, p->d_logits, head, i, w->scratch + g->Np);
+            float *attn = w->attn + (long)(i - begin) * g->Np;
+            const float mean = some_value_gradient(attn, w->d_attn, l, p->norm + 2 * (query + i), w->d_out + value + i,
+                                                   g->v + value, g->Np, g->N, p->E);
+            const float *passed = convolve_again ? w->conv + (i - begin) * map_row + head * g->P + MARGIN : l;
+            float *d = row_of(g, w->d_own, i, head), *gate = p->weight ? row_of(g, w->d_conv, i - w->base + g->r, head) : NULL;
+            vec bias = {};
+            for (int j = 0; j < g->Np; j += VL) {
+                vec x = LOAD(w->d_attn + j) - mean * LOAD(attn + j);
+                if (more) x += g->N - j < VL ? (vec)((ivec)LOAD(more + j) & before(g->N - j)) : LOAD(more + j);
+                if (!only_convolved(p)) STORE(d + j, x);
+                if (gate) {
+                    x = (vec)((ivec)(LOAD(passed + j) > 0) & (ivec)(share * x));
+                    STORE(gate + j, x);
+                    bias += x;
                 }
-                STORE(w->d_bias + head * VL, LOAD(w->d_bias + head * VL) + bias);
             }
+            if (gate) STORE(w->d_bias + head * VL, LOAD(w->d_bias + head * VL) + bias);
         }
-        gemm(p->E, g->Np, rows, w->d_out + value + begin, g->Np, 1, w->attn, g->Np, NULL, w->d_v + value, g->Np);
+        gemm(ADD, p->E, g->Np, end - begin, w->d_out + value + begin, g->Np, 1, w->attn, g->Np, NULL, w->d_v + value,
+             g->Np);
     }
 }
 
@@ -728,23 +934,24 @@ static void softmax_gradients(const image *g, workspace *w, int begin, int end) 
 static void convolution_gradients(const image *g, workspace *w, int begin, int end) {
     const problem *p = g->p;
     const long map_row = (long)p->K * g->P;
-    for (int i = begin; i < end; i++) {
-        float *d = w->d_own + i * map_row;
+    const int predicted = p->kind == PREDICT && p->weight;
+    for (int first = begin; first < end; first += GROUP) {
+        const int rows = end - first < GROUP ? end - first : GROUP;
+        float *through = only_convolved(p) ? w->d_own + first * map_row : w->d_maps;
         if (p->weight) {
-            convolve(g, w->d_maps, w->d_conv, i, w->turned, NULL);
-            weight_gradient(g, w->d_weight, w->d_conv + (i + g->r) * map_row, w->maps, i);
-            if (p->kind == MIX)
-                for (long j = 0; j < map_row; j += VL)
-                    STORE(d + j, (1 - p->beta) * LOAD(d + j) + LOAD(w->d_maps + j));
+            convolve(g, through, w->d_conv, first - w->base, rows, w->turned, NULL);
+            weight_gradient(g, w->d_weight, w->d_conv + (first - w->base + g->r) * map_row, w->maps, first - w->base, rows);
         }
-        if (!p->d_prev) continue;
-        const int predicted = p->kind == PREDICT && p->weight;
-        for (int head = 0; head < p->K; head++) {
-            float *from = predicted ? w->d_maps : d, *row = w->row + head * g->P + MARGIN;
-            from += head * g->P + MARGIN;
-            const float share = predicted ? 1.0f : p->alpha;
-            for (int j = 0; j < g->Np; j += VL) STORE(row + j, share * LOAD(from + j));
-            write_floats((void *)at(p->d_prev, map_element(g, head, i), p->dtype), row, g->N, p->dtype);
+        for (int i = first; i < first + rows; i++) {
+            float *d = w->d_own + i * map_row;
+            const float *d_maps = through + (i - first) * map_row;
+            if (p->kind == MIX && p->weight && d != d_maps)
+                for (long j = 0; j < map_row; j += VL) STORE(d + j, (1 - p->beta) * LOAD(d + j) + LOAD(d_maps + j));
+            if (!p->d_prev) continue;
+            for (int head = 0; head < p->K; head++)
+                write_scaled((void *)at(p->d_prev, map_element(g, head, i), p->dtype),
+                             (predicted ? d_maps : d) + head * g->P + MARGIN, predicted ? 1.0f : p->alpha, g->N, p->dtype,
+                             w->scratch);
         }
     }
 }
@@ -758,12 +965,10 @@ static void own_gradients(const image *g, workspace *w, int head) {
     transpose(w->k_rows, Dp, g->k + (long)head * D * g->Np, g->Np, D, N);
     transpose(w->q_rows, Dp, q, g->Np, D, N); /* with scale and gain */
 
-    memset(w->d_k, 0, (long)D * g->Np * sizeof(float));
-    gemm(D, g->Np, N, q, g->Np, 1, d, map_row, NULL, w->d_k, g->Np);
+    gemm(FRESH, D, g->Np, N, q, g->Np, 1, d, map_row, NULL, w->d_k, g->Np);
     for (int c = 0; c < D; c++) write_floats((void *)at(p->d_k, element + (long)c * N, p->dtype), w->d_k + c * g->Np, N, p->dtype);
 
-    memset(w->d_q, 0, (long)N * Dp * sizeof(float));
-    gemm(N, Dp, N, d, map_row, 1, w->k_rows, Dp, NULL, w->d_q, Dp);
+    gemm(FRESH, N, Dp, N, d, map_row, 1, w->k_rows, Dp, NULL, w->d_q, Dp);
     if (p->height_rel) {
         const ivec inside = before(W % VL); /* of a row's last vector */
         for (int i = 0; i < N; i++) {
@@ -780,14 +985,14 @@ static void own_gradients(const image *g, workspace *w, int head) {
         for (int y = 0; y < H; y++) { /* the queries of one row see the same part of the table */
             const float *terms = w->position + (long)y * W * ld;
             const long first = (long)(H - 1 - y) * Dp, query = (long)y * W * Dp;
-            gemm(W, Dp, H, terms, ld, 1, w->height_rows + first, Dp, NULL, w->d_q + query, Dp);
-            gemm(H, Dp, W, terms, 1, ld, w->q_rows + query, Dp, NULL, w->d_heights + first, Dp);
+            gemm(ADD, W, Dp, H, terms, ld, 1, w->height_rows + first, Dp, NULL, w->d_q + query, Dp);
+            gemm(ADD, H, Dp, W, terms, 1, ld, w->q_rows + query, Dp, NULL, w->d_heights + first, Dp);
         }
         for (int x = 0; x < W; x++) {
             const float *terms = w->position + x * ld + Hp;
             const long first = (long)(W - 1 - x) * Dp, query = (long)x * Dp;
-            gemm(H, Dp, W, terms, ld * W, 1, w->width_rows + first, Dp, NULL, w->d_q + query, (long)Dp * W);
-            gemm(W, Dp, H, terms, 1, ld * W, w->q_rows + query, (long)Dp * W, NULL, w->d_widths + first, Dp);
+            gemm(ADD, H, Dp, W, terms, ld * W, 1, w->width_rows + first, Dp, NULL, w->d_q + query, (long)Dp * W);
+            gemm(ADD, W, Dp, H, terms, 1, ld * W, w->q_rows + query, (long)Dp * W, NULL, w->d_widths + first, Dp);
         }
     }
     transpose(w->d_k, g->Np, w->d_q, Dp, N, D);
@@ -803,9 +1008,24 @@ static void write_rows(float *to, float *from, long rows, long n, long ld) { /* 
     memset(from, 0, rows * ld * sizeof(float));
 }
 
+/* Lets the window begin at map row `base`; of d_conv the rows before `made`, of maps those before `mapped` are there. What
+ * lies around the map is zero. */
+static void move_window(const image *g, workspace *w, int base, int made, int mapped) {
+    const long map_row = (long)g->p->K * g->P, size = WINDOW + 2 * g->r;
+    const struct { float *rows; long kept; } buffers[] = {{w->maps, g->r + mapped - base}, {w->d_conv, g->r + made - base}};
+    for (int i = 0; i < 2; i++) {
+        float *rows = buffers[i].rows;
+        if (!rows) continue;
+        if (base == 0) memset(rows, 0, g->r * map_row * sizeof(float));
+        else memmove(rows, rows + (base - w->base) * map_row, buffers[i].kept * map_row * sizeof(float));
+        if (base + size > g->r + g->N) memset(rows + buffers[i].kept * map_row, 0, (size - buffers[i].kept) * map_row * sizeof(float));
+    }
+    w->base = base;
+}
+
 static void backward_image(const image *g, workspace *w) {
     const problem *p = g->p;
-    const long taps = (long)p->K * p->kernel * p->kernel, b = g->b;
+    const long b = g->b;
     const int N = g->N;
     read_matrix(w->d_out, g->Np, at(p->d_out, b * p->K * p->E * N, p->dtype), p->K * p->E, N, p->dtype, 1);
     memset(w->d_v, 0, (long)p->K * p->E * g->Np * sizeof(float));
@@ -814,14 +1034,17 @@ static void backward_image(const image *g, workspace *w) {
     int mapped = 0, convolved = 0;
     for (int begin = 0; begin < N; begin += BLOCK) {
         const int end = begin + BLOCK < N ? begin + BLOCK : N;
-        const int map = end + g->r < N ? end + g->r : N, through = end < N ? end - g->r : N;
-        if (p->kind == MIX) own_logits(g, w->maps, g->r + mapped, mapped, map, 1);
-        if (p->kind == PREDICT) previous_logits(g, w->maps, g->r + mapped, mapped, map);
-        if (p->kind != MIX && !p->logits) own_logits(g, w->own, begin, begin, end, 0); /* else those stored are enough */
+        const int map = end + g->r < N ? end + g->r : N, through = end < N ? (end - g->r) / GROUP * GROUP : N;
+        if (p->kind != NONE) move_window(g, w, convolved, begin, mapped);
+        if (p->kind == MIX) own_logits(g, w->maps, g->r + mapped - w->base, mapped, map, 1);
+        if (p->kind == PREDICT) previous_logits(g, w->maps, g->r + mapped - w->base, mapped, map);
+        if (p->kind != MIX && !p->logits) own_logits(g, w->own, 0, begin, end, 0); /* else those stored are enough */
         mapped = map;
         softmax_gradients(g, w, begin, end);
-        if (p->kind != NONE) convolution_gradients(g, w, convolved, through);
-        convolved = through;
+        if (p->kind != NONE && convolved < through) {
+            convolution_gradients(g, w, convolved, through);
+            convolved = through;
+        }
     }
     for (int c = 0; c < p->K * p->E; c++)
         write_floats((void *)at(p->d_v, (b * p->K * p->E + c) * N, p->dtype), w->d_v + (long)c * g->Np, N, p->dtype);
@@ -833,9 +1056,8 @@ static void backward_image(const image *g, workspace *w) {
         write_rows(p->d_width_rel + b * widths * p->D, w->d_widths, widths, p->D, g->Dp);
     }
     if (p->weight) {
-        for (long t = 0; t < p->K * taps; t++) p->d_weight[b * p->K * taps + t] = sum_of(LOAD(w->d_weight + t * VL));
+        write_weight_gradient(g, p->d_weight + b * p->K * p->K * p->kernel * p->kernel, w->d_weight);
         for (int h = 0; h < p->K; h++) p->d_bias[b * p->K + h] = sum_of(LOAD(w->d_bias + h * VL));
-        memset(w->d_weight, 0, p->K * taps * VL * sizeof(float));
         memset(w->d_bias, 0, (long)p->K * VL * sizeof(float));
     }
 }
