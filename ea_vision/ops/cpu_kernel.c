@@ -345,17 +345,17 @@ static void winograd_input(float *restrict to, const float *restrict from, long 
 
 INLINE vec relu(vec x) { return (vec)((ivec)x & ~(x <= 0)); } /* NaN stays NaN */
 
-/* `rows` <= GROUP rows of a convolution for all heads, with its bias and ReLU unless `bias` is NULL: to (rows, K, P). `maps`
- * row `top` is the topmost that they read. */
-static void convolve(const image *g, float *to, const float *maps, int top, int rows, const float *weight,
-                     const float *bias) {
+/* `rows` <= GROUP rows of a convolution for all heads, with its bias and ReLU unless `bias` is NULL: to (rows, K, P), `row_ld`
+ * from row to row and `head_ld` from head to head. `maps` row `top` is the topmost that they read. */
+static void convolve(const image *g, float *to, long row_ld, long head_ld, const float *maps, int top, int rows,
+                     const float *weight, const float *bias) {
     const int K = g->p->K;
     const long n = (long)K * g->P, plane = (long)K * g->taps;
     maps += top * n;
     if (g->planes == 1) {
         for (int i = 0; i < rows; i++)
             gemm(FRESH, K, g->Np, g->taps, weight, g->taps, 1, maps + i * n + MARGIN - g->r, 0, g->offsets,
-                 to + i * n + MARGIN, g->P);
+                 to + i * row_ld + MARGIN, head_ld);
     } else {
         winograd_input(g->inputs, maps, n);
         for (int t = 0; t < g->planes; t++)
@@ -364,11 +364,11 @@ static void convolve(const image *g, float *to, const float *maps, int top, int 
     }
     for (int head = 0; head < K; head++) {
         const float *from = g->products + head * g->P + MARGIN;
-        float *row = to + head * g->P + MARGIN;
+        float *row = to + head * head_ld + MARGIN;
         for (int j = 0; j < g->Np; j += VL) {
             vec y[GROUP];
             if (g->planes == 1) {
-                for (int i = 0; i < rows; i++) y[i] = LOAD(row + i * n + j);
+                for (int i = 0; i < rows; i++) y[i] = LOAD(row + i * row_ld + j);
             } else {
                 vec x[6];
                 for (int t = 0; t < 6; t++) x[t] = LOAD(from + t * n + j);
@@ -378,9 +378,9 @@ static void convolve(const image *g, float *to, const float *maps, int top, int 
                 y[2] = sum + 4 * far_sum;
                 y[3] = difference + 8 * far + x[5];
             }
-            for (int i = 0; i < rows; i++) STORE(row + i * n + j, bias ? relu(y[i] + bias[head]) : y[i]);
+            for (int i = 0; i < rows; i++) STORE(row + i * row_ld + j, bias ? relu(y[i] + bias[head]) : y[i]);
         }
-        for (int i = 0; i < rows; i++) memset(row + i * n + g->N, 0, (g->P - MARGIN - g->N) * sizeof(float));
+        for (int i = 0; i < rows; i++) memset(row + i * row_ld + g->N, 0, (g->P - MARGIN - g->N) * sizeof(float));
     }
 }
 
@@ -630,7 +630,7 @@ static void forward_rows(const image *g, int begin, int end, float *maps, float 
     }
     for (int i = begin; i < end; i++) {
         if (p->weight && (i - begin) % GROUP == 0)
-            convolve(g, conv, maps, i - begin, end - i < GROUP ? end - i : GROUP, g->weight, p->bias);
+            convolve(g, conv, map_row, g->P, maps, i - begin, end - i < GROUP ? end - i : GROUP, g->weight, p->bias);
         attend_row(g, finish_logits(g, row, conv + (i - begin) % GROUP * map_row, maps, i - begin + r,
                                     own + (i - begin) * map_row), i);
     }
@@ -767,8 +767,8 @@ typedef struct {
     float *maps;              /* (WINDOW + 2r, K, P): what the convolution reads */
     float *d_conv;            /* (WINDOW + 2r, K, P): gradient of its output, zeros around */
     float *own, *conv;        /* (BLOCK, K, P): own logits, the convolution */
-    float *d_own;             /* (N, K, P): gradient of gain * own logits */
-    float *d_maps;            /* (GROUP, K, P): gradient of rows that the convolution read */
+    float *d_own;             /* (K, N, P): gradient of gain * own logits; a head's rows together, for their products */
+    float *d_maps;            /* (K, GROUP, P): gradient of rows that the convolution read */
     float *turned;            /* the convolution's weight for that: heads exchanged, turned by 180 degrees */
     float *logits;            /* (BLOCK, K, P) */
     float *attn, *d_attn;     /* (BLOCK, Np), (Np) */
@@ -843,6 +843,10 @@ static void free_workspace(workspace *w) {
     for (unsigned i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
 }
 
+static float *own_row(const image *g, const workspace *w, int head, int row) {
+    return w->d_own + ((long)head * g->N + row) * g->P + MARGIN;
+}
+
 /* A row through values and softmax: in l (n) its logits, norm (2), d_out (E, ld) the gradient of its query's values, v (E, ld); out
  * attn and in `d` attn * d_attn, to n's next multiple of VL. Returns the sum of the latter. */
 INLINE float value_gradient(float *attn, float *d, const float *l, const float *norm, const float *d_out, const float *v, long ld,
@@ -883,7 +887,8 @@ static void softmax_gradients(const image *g, workspace *w, int begin, int end) 
     const int convolve_again = p->weight && !(p->logits && only_convolved(p));
     if (convolve_again)
         for (int i = begin; i < end; i += GROUP)
-            convolve(g, w->conv + (i - begin) * map_row, w->maps, i - w->base, end - i < GROUP ? end - i : GROUP, g->weight, p->bias);
+            convolve(g, w->conv + (i - begin) * map_row, map_row, g->P, w->maps, i - w->base,
+                     end - i < GROUP ? end - i : GROUP, g->weight, p->bias);
     if (!p->logits && p->kind != NONE)
         for (int i = begin; i < end; i++)
             made[i - begin] = finish_logits(g, w->logits + (i - begin) * map_row, w->conv + (i - begin) * map_row, w->maps,
@@ -910,7 +915,7 @@ static void softmax_gradients(const image *g, workspace *w, int begin, int end) 
             const float mean = some_value_gradient(attn, w->d_attn, l, p->norm + 2 * (query + i), w->d_out + value + i,
                                                    g->v + value, g->Np, g->N, p->E);
             const float *passed = convolve_again ? w->conv + (i - begin) * map_row + head * g->P + MARGIN : l;
-            float *d = row_of(g, w->d_own, i, head), *gate = p->weight ? row_of(g, w->d_conv, i - w->base + g->r, head) : NULL;
+            float *d = own_row(g, w, head, i), *gate = p->weight ? row_of(g, w->d_conv, i - w->base + g->r, head) : NULL;
             vec bias = {};
             for (int j = 0; j < g->Np; j += VL) {
                 vec x = LOAD(w->d_attn + j) - mean * LOAD(attn + j);
@@ -937,22 +942,22 @@ static void convolution_gradients(const image *g, workspace *w, int begin, int e
     const int predicted = p->kind == PREDICT && p->weight;
     for (int first = begin; first < end; first += GROUP) {
         const int rows = end - first < GROUP ? end - first : GROUP;
-        float *through = only_convolved(p) ? w->d_own + first * map_row : w->d_maps;
+        const int direct = only_convolved(p);
         if (p->weight) {
-            convolve(g, through, w->d_conv, first - w->base, rows, w->turned, NULL);
+            convolve(g, direct ? own_row(g, w, 0, first) - MARGIN : w->d_maps, g->P, (direct ? g->N : GROUP) * (long)g->P,
+                     w->d_conv, first - w->base, rows, w->turned, NULL);
             weight_gradient(g, w->d_weight, w->d_conv + (first - w->base + g->r) * map_row, w->maps, first - w->base, rows);
         }
-        for (int i = first; i < first + rows; i++) {
-            float *d = w->d_own + i * map_row;
-            const float *d_maps = through + (i - first) * map_row;
-            if (p->kind == MIX && p->weight && d != d_maps)
-                for (long j = 0; j < map_row; j += VL) STORE(d + j, (1 - p->beta) * LOAD(d + j) + LOAD(d_maps + j));
-            if (!p->d_prev) continue;
-            for (int head = 0; head < p->K; head++)
-                write_scaled((void *)at(p->d_prev, map_element(g, head, i), p->dtype),
-                             (predicted ? d_maps : d) + head * g->P + MARGIN, predicted ? 1.0f : p->alpha, g->N, p->dtype,
-                             w->scratch);
-        }
+        for (int head = 0; head < p->K; head++)
+            for (int i = first; i < first + rows; i++) {
+                float *d = own_row(g, w, head, i);
+                const float *d_maps = w->d_maps + ((long)head * GROUP + i - first) * g->P + MARGIN;
+                if (p->kind == MIX && p->weight && !direct)
+                    for (int j = 0; j < g->Np; j += VL) STORE(d + j, (1 - p->beta) * LOAD(d + j) + LOAD(d_maps + j));
+                if (p->d_prev)
+                    write_scaled((void *)at(p->d_prev, map_element(g, head, i), p->dtype), predicted ? d_maps : d,
+                                 predicted ? 1.0f : p->alpha, g->N, p->dtype, w->scratch);
+            }
     }
 }
 
@@ -960,19 +965,19 @@ static void convolution_gradients(const image *g, workspace *w, int begin, int e
 static void own_gradients(const image *g, workspace *w, int head) {
     const problem *p = g->p;
     const int H = p->H, W = p->W, D = p->D, N = g->N, Dp = g->Dp, Hp = round_up(H);
-    const long map_row = (long)p->K * g->P, ld = g->position_ld, element = ((long)g->b * p->K + head) * D * N;
-    const float *q = g->q + (long)head * D * g->Np, *d = row_of(g, w->d_own, 0, head);
+    const long ld = g->position_ld, element = ((long)g->b * p->K + head) * D * N;
+    const float *q = g->q + (long)head * D * g->Np, *d = own_row(g, w, head, 0);
     transpose(w->k_rows, Dp, g->k + (long)head * D * g->Np, g->Np, D, N);
     transpose(w->q_rows, Dp, q, g->Np, D, N); /* with scale and gain */
 
-    gemm(FRESH, D, g->Np, N, q, g->Np, 1, d, map_row, NULL, w->d_k, g->Np);
+    gemm(FRESH, D, g->Np, N, q, g->Np, 1, d, g->P, NULL, w->d_k, g->Np);
     for (int c = 0; c < D; c++) write_floats((void *)at(p->d_k, element + (long)c * N, p->dtype), w->d_k + c * g->Np, N, p->dtype);
 
-    gemm(FRESH, N, Dp, N, d, map_row, 1, w->k_rows, Dp, NULL, w->d_q, Dp);
+    gemm(FRESH, N, Dp, N, d, g->P, 1, w->k_rows, Dp, NULL, w->d_q, Dp);
     if (p->height_rel) {
         const ivec inside = before(W % VL); /* of a row's last vector */
         for (int i = 0; i < N; i++) {
-            const float *row = d + i * map_row;
+            const float *row = d + i * g->P;
             float *by_row = w->position + i * ld, *by_col = by_row + Hp;
             memset(by_row, 0, ld * sizeof(float));
             for (int y = 0; y < H; y++)
