@@ -1,4 +1,7 @@
-"""The layer against the EA authors' own TensorFlow layer."""
+"""The layer against the EA authors' own TensorFlow layer, by every implementation.
+
+tests/ops/test_triton.py runs this file again in Triton's interpreter.
+"""
 import ast
 from pathlib import Path
 
@@ -8,6 +11,7 @@ import torch
 
 from ea_vision.layers import AugmentedConv2d, EvolvingAttention
 from ea_vision.ops import use_implementation
+from ea_vision.ops.triton_attention import INTERPRETING
 
 CASES = ["aa_norel", "aa_rect", "aa_square", "ea_chain2", "ea_chain_a50_b100", "ea_chain_a70_b30"]
 
@@ -47,14 +51,14 @@ def build_chain(case, meta: dict) -> list:
     return layers
 
 
-@pytest.mark.parametrize("implementation", ["reference", "cpu"])
+@pytest.mark.parametrize("implementation", ["triton"] if INTERPRETING else ["reference", "cpu"])
 @pytest.mark.parametrize("name", CASES)
 def test_matches_the_authors_layer(shared: Path, name: str, implementation: str):
     case = np.load(shared / "reference" / f"{name}.npz")
     layers = build_chain(case, ast.literal_eval(str(case["meta"])))
     x, logits = torch.from_numpy(case["input"]).permute(0, 3, 1, 2), None
     for i, layer in enumerate(layers):
-        with use_implementation(implementation):
+        with torch.no_grad(), use_implementation(implementation):
             x, logits = layer(x, logits)
         torch.testing.assert_close(x.permute(0, 2, 3, 1), torch.from_numpy(case[f"output.{i}"]), atol=1e-5, rtol=0)
         torch.testing.assert_close(logits, torch.from_numpy(case[f"logits.{i}"]), atol=1e-5, rtol=0)
