@@ -354,7 +354,8 @@ default_cfgs = generate_default_cfgs({
     "cnn_cifar": _cfg(),
     "conv_transformer_cifar.fast3_c10": _cfg(
         file=shipped_weights("conv_transformer_cifar.fast3_c10"), label_names=CIFAR10),
-    "pa_conv_transformer_cifar": _cfg(),
+    "pa_conv_transformer_cifar.fast3_c10": _cfg(
+        file=shipped_weights("pa_conv_transformer_cifar.fast3_c10"), label_names=CIFAR10),
     "ea_conv_transformer_cifar.fast3_c10": _cfg(
         file=shipped_weights("ea_conv_transformer_cifar.fast3_c10"), label_names=CIFAR10),
 })
