@@ -262,7 +262,7 @@ static int only_convolved(const problem *p) { return p->weight && p->kind == MIX
 /* What all rows of an image share. */
 typedef struct {
     const problem *p;
-    int b, N, Np, Dp, r, P;      /* padded N and D, the kernel's radius, floats of a buffered row of one head */
+    int b, N, Np, Dp, Ep, r, P;  /* padded N, D and E, the kernel's radius, floats of a buffered row of one head */
     float gain;                  /* of the own logits in the result */
     float *q, *k, *v;            /* (K*D, Np) scaled, times gain; (K*D, Np); (K*E, Np) */
     float *heights, *widths;     /* (D, 2H-1 + VL padded), (D, ...): the tables transposed */
@@ -273,11 +273,16 @@ typedef struct {
     float *weight;
     long *offsets;               /* of the rows that its taps read, from the first one */
     float *inputs, *products;    /* (planes, K, P): Winograd's */
-    float *attn;                 /* (Np), a row's probabilities before they are divided by their sum */
+    float *v_rows;               /* (K, N, Ep) where heads are wider than FEW: the values transposed */
+    float *attn;                 /* (K, BLOCK, Np) there: exp(logits - c) of rows whose values are still to come */
+    float *sums;                 /* (BLOCK, Ep) there: their values */
     float *previous;             /* (Np), a row of prev, or for passing use */
 } image;
 
-#define MARGIN VL /* zeros before a buffered row */
+#define MARGIN VL         /* zeros before a buffered row */
+#define GROUP 4           /* rows of a convolution made together, from a multiple of GROUP on */
+#define BLOCK (2 * GROUP) /* rows whose values are summed, or whose softmax is differentiated, together */
+#define FEW 4             /* values of a head that are summed while its softmax is made; more are a matrix product */
 
 static float *new_floats(long n) {
     void *memory = NULL;
@@ -287,8 +292,6 @@ static float *new_floats(long n) {
 }
 
 /* ---------------------------------------------------------------- convolutions of the maps */
-
-#define GROUP 4 /* rows of a convolution made together, from a multiple of GROUP on; what follows the last is zero */
 
 /* A 3x3 convolution is done by Winograd's F(4, 3) along the queries (Lavin and Gray 2016, https://arxiv.org/abs/1509.09308):
  * four of its rows are six sums of products over heads and columns where twelve were. Columns stay as they are, so that
@@ -396,19 +399,24 @@ static int same_sizes(const problem *a, const problem *b) {
 
 static void free_image(image *g) {
     float *all[] = {g->q, g->k, g->v, g->heights, g->widths, g->position,  g->weight,
-                    g->inputs, g->products, g->attn, g->previous};
+                    g->inputs, g->products, g->v_rows, g->attn, g->sums, g->previous};
     for (unsigned i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
     free(g->offsets);
 }
 
 static void allocate_image(image *g, const problem *p) {
     const int N = p->H * p->W;
-    *g = (image){.N = N, .Np = round_up(N), .Dp = round_up(p->D), .r = p->weight ? p->kernel / 2 : 0};
+    *g = (image){.N = N, .Np = round_up(N), .Dp = round_up(p->D), .Ep = round_up(p->E),
+                 .r = p->weight ? p->kernel / 2 : 0};
     g->P = MARGIN + g->Np + VL;
     g->q = new_floats((long)p->K * p->D * g->Np);
     g->k = new_floats((long)p->K * p->D * g->Np);
     g->v = new_floats((long)p->K * p->E * g->Np);
-    g->attn = new_floats(g->Np);
+    if (p->E > FEW) {
+        g->v_rows = new_floats((long)p->K * N * g->Ep);
+        g->attn = new_floats((long)p->K * BLOCK * g->Np);
+        g->sums = new_floats((long)BLOCK * g->Ep);
+    }
     g->previous = new_floats(g->Np);
     if (p->height_rel) {
         g->height_ld = round_up(2 * p->H - 1) + round_up(p->H);
@@ -549,15 +557,15 @@ static void round_row(const image *g, float *l) {
     read_floats(l, g->previous, g->N, g->p->dtype);
 }
 
-/* Of one row: the sum of exp(l - shift), and in `total` the `count` sums of it times rows of v. Where `keep`, the
- * exponentials stay in `attn`. */
-INLINE float weigh(const float *l, float shift, const float *v, long ld, int n, const int count, const int keep,
-                   float *attn, float *total) {
-    vec sum = {}, sums[4] = {};
+/* Of one row: the sum of exp(l - shift), and in `total` the `count` sums of it times rows of v; or, where `attn` is not
+ * NULL, the exponentials there. */
+INLINE float weigh(const float *l, float shift, const float *v, long ld, int n, const int count, float *total,
+                   float *attn) {
+    vec sum = {}, sums[FEW] = {};
     for (int j = 0; j < n; j += VL) {
         vec x = exp_of(LOAD(l + j) - shift);
         if (n - j < VL) x = (vec)((ivec)x & before(n - j));
-        if (keep) STORE(attn + j, x);
+        if (attn) STORE(attn + j, x);
         sum += x;
 #pragma GCC unroll 4
         for (int e = 0; e < count; e++) sums[e] += x * LOAD(v + e * ld + j);
@@ -566,46 +574,60 @@ INLINE float weigh(const float *l, float shift, const float *v, long ld, int n, 
     return sum_of(sum);
 }
 
-#define ROWS 32 /* queries of a piece of work */
-
-INLINE float weigh_some(const float *l, float shift, const float *v, long ld, int n, int count, float *attn,
-                        float *total) {
+INLINE float weigh_some(const float *l, float shift, const float *v, long ld, int n, int count, float *total,
+                        float *attn) {
     switch (count) {
-        case 1: return weigh(l, shift, v, ld, n, 1, 0, attn, total);
-        case 2: return weigh(l, shift, v, ld, n, 2, 0, attn, total);
-        case 3: return weigh(l, shift, v, ld, n, 3, 0, attn, total);
-        case 4: return weigh(l, shift, v, ld, n, 4, 0, attn, total);
+        case 1: return weigh(l, shift, v, ld, n, 1, total, NULL);
+        case 2: return weigh(l, shift, v, ld, n, 2, total, NULL);
+        case 3: return weigh(l, shift, v, ld, n, 3, total, NULL);
+        case 4: return weigh(l, shift, v, ld, n, 4, total, NULL);
     }
-    return weigh(l, shift, v, ld, n, 4, 1, attn, total);
+    return weigh(l, shift, v, ld, n, 0, total, attn);
 }
 
-/* Softmax and values of one query, all heads; `rows` (K, P) holds its logits. */
-static void attend_row(const image *g, float *rows, int i) {
+/* The values of queries begin..end of a head from what `attend_row` left in g->attn. */
+static void sum_values(const image *g, int head, int begin, int end) {
     const problem *p = g->p;
+    const int rows = end - begin;
+    const long map = ((long)g->b * p->K + head) * g->N;
+    float values[BLOCK];
+    gemm(FRESH, rows, g->Ep, g->N, g->attn + (long)head * BLOCK * g->Np, g->Np, 1, g->v_rows + (long)head * g->N * g->Ep,
+         g->Ep, NULL, g->sums, g->Ep);
+    for (long e = 0; e < p->E; e++) {
+        for (int i = 0; i < rows; i++) values[i] = g->sums[i * g->Ep + e] * p->norm[2 * (map + begin + i) + 1];
+        write_floats((void *)at(p->out, map * p->E + e * g->N + begin, p->dtype), values, rows, p->dtype);
+    }
+}
+
+#define ROWS 32 /* queries of a piece of work: their maps stay in the second-level cache */
+
+/* Softmax and values of query i of begin..end, all heads; `rows` (K, P) holds its logits. */
+static void attend_row(const image *g, float *rows, int i, int begin, int end) {
+    const problem *p = g->p;
+    const int place = (i - begin) % BLOCK;
     for (int head = 0; head < p->K; head++) {
-        float *l = rows + head * g->P + MARGIN, total[4];
-        float *norm = p->norm + 2 * (((long)g->b * p->K + head) * g->N + i);
+        float *l = rows + head * g->P + MARGIN, *attn = g->attn + ((long)head * BLOCK + place) * g->Np, total[FEW];
+        const long query = ((long)g->b * p->K + head) * g->N + i;
+        float *norm = p->norm + 2 * query;
         const float *v = g->v + (long)head * p->E * g->Np;
         round_row(g, l);
         fetch_row(g, p->prev, head, i + ROWS + g->r, 0);
         fetch_row(g, p->logits, head, i + 2, 1);
         if (p->logits) write_floats((void *)at(p->logits, map_element(g, head, i), p->dtype), l, g->N, p->dtype);
-        float sum = weigh_some(l, 0.0f, v, g->Np, g->N, p->E, g->attn, total);
+        float sum = weigh_some(l, 0.0f, v, g->Np, g->N, p->E, total, attn);
         norm[0] = 0;
         if (!(sum > 1e-16f && sum < 1e16f)) { /* the largest logit is far from 0 */
             norm[0] = max_of(l, g->N);
-            sum = weigh_some(l, norm[0], v, g->Np, g->N, p->E, g->attn, total);
+            sum = weigh_some(l, norm[0], v, g->Np, g->N, p->E, total, attn);
         }
         norm[1] = 1 / sum;
-        const long element = ((long)g->b * p->K + head) * p->E * g->N + i;
+        if (p->E > FEW) {
+            if (place == BLOCK - 1 || i == end - 1) sum_values(g, head, i - place, i + 1);
+            continue;
+        }
         for (int e = 0; e < p->E; e++) {
-            if (e >= 4) {
-                vec x = {};
-                for (int j = 0; j < g->Np; j += VL) x += LOAD(g->attn + j) * LOAD(v + e * g->Np + j);
-                total[e % 4] = sum_of(x);
-            }
-            const float value = total[e % 4] * norm[1];
-            write_floats((void *)at(p->out, element + (long)e * g->N, p->dtype), &value, 1, p->dtype);
+            const float value = total[e] * norm[1];
+            write_floats((void *)at(p->out, (query - i) * p->E + (long)e * g->N + i, p->dtype), &value, 1, p->dtype);
         }
     }
 }
@@ -616,7 +638,7 @@ static void forward_rows(const image *g, int begin, int end, float *maps, float 
     const long map_row = (long)p->K * g->P;
     if (p->kind == NONE) {
         own_logits(g, own, 0, begin, end, 0);
-        for (int i = begin; i < end; i++) attend_row(g, own + (i - begin) * map_row, i);
+        for (int i = begin; i < end; i++) attend_row(g, own + (i - begin) * map_row, i, begin, end);
         return;
     }
     const int first = top < 0 ? 0 : top, last = bottom > N ? N : bottom;
@@ -632,7 +654,7 @@ static void forward_rows(const image *g, int begin, int end, float *maps, float 
         if (p->weight && (i - begin) % GROUP == 0)
             convolve(g, conv, map_row, g->P, maps, i - begin, end - i < GROUP ? end - i : GROUP, g->weight, p->bias);
         attend_row(g, finish_logits(g, row, conv + (i - begin) % GROUP * map_row, maps, i - begin + r,
-                                    own + (i - begin) * map_row), i);
+                                    own + (i - begin) * map_row), i, begin, end);
     }
 }
 
@@ -641,7 +663,7 @@ void evolving_attention_forward(const problem *p) {
     /* an image is cut where there are fewer images than threads; pieces read each other's neighbouring rows again */
     int pieces = p->B >= p->threads ? 1 : (p->threads + p->B - 1) / p->B;
     int rows = ((N + pieces - 1) / pieces + GROUP - 1) / GROUP * GROUP;
-    if (rows > ROWS) rows = ROWS; /* a piece's maps stay in the second-level cache */
+    if (rows > ROWS) rows = ROWS;
     pieces = (N + rows - 1) / rows;
     const int tasks = p->B * pieces;
 #pragma omp parallel num_threads(p->threads)
@@ -671,7 +693,11 @@ void evolving_attention_forward(const problem *p) {
 #pragma omp for schedule(static)
         for (int task = 0; task < tasks; task++) {
             const int b = task / pieces, begin = task % pieces * rows, end = begin + rows < N ? begin + rows : N;
-            if (b != read) read_image(g, b);
+            if (b != read) {
+                read_image(g, b);
+                for (int head = 0; g->v_rows && head < p->K; head++)
+                    transpose(g->v_rows + (long)head * N * g->Ep, g->Ep, g->v + (long)head * p->E * g->Np, g->Np, p->E, N);
+            }
             read = b;
             forward_rows(g, begin, end, kept.maps, kept.own, kept.row, kept.conv);
         }
@@ -771,7 +797,7 @@ typedef struct {
     float *d_maps;            /* (K, GROUP, P): gradient of rows that the convolution read */
     float *turned;            /* the convolution's weight for that: heads exchanged, turned by 180 degrees */
     float *logits;            /* (BLOCK, K, P) */
-    float *attn, *d_attn;     /* (BLOCK, Np), (Np) */
+    float *attn, *d_attn;     /* (BLOCK, Np) */
     float *scratch;           /* (2, Np) */
     float *q_rows, *k_rows, *d_q; /* (N, Dp) */
     float *d_k, *d_v, *d_out; /* (D, Np), (K*E, Np), (K*E, Np) */
@@ -780,7 +806,6 @@ typedef struct {
     float *d_weight, *d_bias; /* (planes, K, taps, VL), (K, VL) */
 } workspace;
 
-#define BLOCK (2 * GROUP) /* queries whose softmax is differentiated together */
 #define WINDOW (BLOCK + 3 * GROUP) /* ... and those behind them whose convolution still waits (r < GROUP), whole groups */
 
 static void allocate_workspace(workspace *w, const image *g, const problem *p) {
@@ -789,7 +814,7 @@ static void allocate_workspace(workspace *w, const image *g, const problem *p) {
     w->d_own = new_floats(g->N * map_row);
     w->logits = new_floats(BLOCK * map_row);
     w->attn = new_floats((long)BLOCK * g->Np);
-    w->d_attn = new_floats(g->Np);
+    w->d_attn = new_floats((long)BLOCK * g->Np);
     w->scratch = new_floats(2L * g->Np);
     w->q_rows = new_floats((long)g->N * g->Dp);
     w->k_rows = new_floats((long)g->N * g->Dp);
@@ -847,13 +872,13 @@ static float *own_row(const image *g, const workspace *w, int head, int row) {
     return w->d_own + ((long)head * g->N + row) * g->P + MARGIN;
 }
 
-/* A row through values and softmax: in l (n) its logits, norm (2), d_out (E, ld) the gradient of its query's values, v (E, ld); out
- * attn and in `d` attn * d_attn, to n's next multiple of VL. Returns the sum of the latter. */
+/* A row through values and softmax: in l (n) its logits, norm (2), d_out (E, ld) the gradient of its query's values, v (E, ld), or
+ * E = 0 and in `d` the gradient of attn; out attn and in `d` attn * d_attn, to n's next multiple of VL. Returns the sum of the latter. */
 INLINE float value_gradient(float *attn, float *d, const float *l, const float *norm, const float *d_out, const float *v, long ld,
                             int n, const int E) {
     vec total = {};
     for (int j = 0; j < n; j += VL) {
-        vec x = norm[1] * exp_of(LOAD(l + j) - norm[0]), y = {};
+        vec x = norm[1] * exp_of(LOAD(l + j) - norm[0]), y = E ? (vec){} : LOAD(d + j);
         if (n - j < VL) x = (vec)((ivec)x & before(n - j));
 #pragma GCC unroll 4
         for (int e = 0; e < E; e++) y += d_out[e * ld] * LOAD(v + e * ld + j);
@@ -873,7 +898,7 @@ static float some_value_gradient(float *attn, float *d, const float *l, const fl
         case 3: return value_gradient(attn, d, l, norm, d_out, v, ld, n, 3);
         case 4: return value_gradient(attn, d, l, norm, d_out, v, ld, n, 4);
     }
-    return value_gradient(attn, d, l, norm, d_out, v, ld, n, E);
+    return value_gradient(attn, d, l, norm, d_out, v, ld, n, 0);
 }
 
 /* The gradient of queries begin..end's logits into d_own (of gain * own, or of the mixture where nothing is convolved)
@@ -897,6 +922,9 @@ static void softmax_gradients(const image *g, workspace *w, int begin, int end) 
         for (int i = begin; i < end; i++) made[i - begin] = w->own + (i - begin) * map_row;
     for (int head = 0; head < p->K; head++) {
         const long value = (long)head * p->E * g->Np, query = ((long)g->b * p->K + head) * g->N;
+        if (p->E > FEW)
+            gemm(FRESH, end - begin, g->Np, p->E, w->d_out + value + begin, 1, g->Np, g->v + value, g->Np, NULL, w->d_attn,
+                 g->Np);
         for (int i = begin; i < end; i++) {
             const float *l, *more = NULL;
             fetch_row(g, p->logits, head, i + BLOCK, 0);
@@ -911,14 +939,14 @@ static void softmax_gradients(const image *g, workspace *w, int begin, int end) 
                 l = row;
             }
             if (p->d_logits) more = stored_row(g, p->d_logits, head, i, w->scratch + g->Np);
-            float *attn = w->attn + (long)(i - begin) * g->Np;
-            const float mean = some_value_gradient(attn, w->d_attn, l, p->norm + 2 * (query + i), w->d_out + value + i,
+            float *attn = w->attn + (long)(i - begin) * g->Np, *d_attn = w->d_attn + (long)(i - begin) * g->Np;
+            const float mean = some_value_gradient(attn, d_attn, l, p->norm + 2 * (query + i), w->d_out + value + i,
                                                    g->v + value, g->Np, g->N, p->E);
             const float *passed = convolve_again ? w->conv + (i - begin) * map_row + head * g->P + MARGIN : l;
             float *d = own_row(g, w, head, i), *gate = p->weight ? row_of(g, w->d_conv, i - w->base + g->r, head) : NULL;
             vec bias = {};
             for (int j = 0; j < g->Np; j += VL) {
-                vec x = LOAD(w->d_attn + j) - mean * LOAD(attn + j);
+                vec x = LOAD(d_attn + j) - mean * LOAD(attn + j);
                 if (more) x += g->N - j < VL ? (vec)((ivec)LOAD(more + j) & before(g->N - j)) : LOAD(more + j);
                 if (!only_convolved(p)) STORE(d + j, x);
                 if (gate) {
