@@ -136,6 +136,17 @@ def test_cpu_kernel_gives_the_same_bits_however_the_work_is_cut():
     assert torch.equal(without[0], whole["out"]) and without[1] is None
 
 
+@pytest.mark.parametrize("dim_v", [3, 6])
+def test_cpu_kernel_takes_rows_of_logits_far_from_zero(dim_v):
+    tensors = problem("ea", (4, 5), dim_v=dim_v, kernel=0)
+    shift = torch.tensor([0.0, -20.0, 30.0, -45.0, 60.0, 85.0, -85.0, 1000.0, -1000.0, 0.0])
+    tensors["prev_logits"] += shift.repeat(2)[:, None]  # a row is a query
+    assert_as_reference(tensors, "cpu", alpha=1.0, feat_size=(4, 5), need_logits=False)
+    tensors["prev_logits"][..., 7] = -torch.inf
+    out = evolving_attention(**tensors, alpha=1.0, feat_size=(4, 5), implementation="cpu")[0]
+    torch.testing.assert_close(out, tensors["prev_logits"].softmax(-1) @ tensors["v"], atol=1e-5, rtol=1e-5)
+
+
 def test_cpu_kernel_makes_no_subnormal_number_and_hides_no_nan():
     tensors = problem("aa", (5, 5), dim_qk=8, dim_v=4, relative=False)
     tensors["q"] = tensors["q"] * 60  # rows so peaked that exp would underflow
