@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import platform
+import random
 import re
 import subprocess
 import sys
@@ -92,10 +93,13 @@ def baseline_of(name: str) -> str | None:
 
 def interleaved(calls: dict[Hashable, Callable[[], object]], repeats: int, warm_up: int,
                 synchronize: Callable[[], None] = lambda: None) -> dict[Hashable, float]:
-    """Median seconds of each call, one of each in turn; `warm_up` rounds are not counted."""
+    """Median seconds of each call, one of each in a round and in any order; `warm_up` rounds are not counted."""
     seconds = {key: [] for key in calls}
+    shuffle = random.Random(0).shuffle  # what one leaves in the caches shall not always meet the same next one
+    turns = list(calls.items())
     for repeat in range(-warm_up, repeats):
-        for key, call in calls.items():
+        shuffle(turns)
+        for key, call in turns:
             synchronize()
             start = time.perf_counter()
             call()
