@@ -293,9 +293,9 @@ static float *new_floats(long n) {
 
 /* ---------------------------------------------------------------- convolutions of the maps */
 
-/* A 3x3 convolution is done by Winograd's F(4, 3) along the queries (Lavin and Gray 2016, https://arxiv.org/abs/1509.09308):
- * four of its rows are six sums of products over heads and columns where twelve were. Columns stay as they are, so that
- * every step works on whole rows. Other kernels are one sum over all their taps. */
+/* A 3x3 convolution is done by Winograd's F(4, 3) along the queries (Lavin and Gray 2016,
+ * https://arxiv.org/abs/1509.09308): four of its rows are six sums of products over heads and columns where twelve were.
+ * Columns stay as they are, so that every step works on whole rows. Other kernels are one sum over all their taps. */
 static void allocate_convolution(image *g, const problem *p) {
     const int K = p->K, size = p->kernel, fast = size == 3, rows = fast ? 1 : size;
     g->planes = fast ? 6 : 1;
@@ -348,8 +348,8 @@ static void winograd_input(float *restrict to, const float *restrict from, long 
 
 INLINE vec relu(vec x) { return (vec)((ivec)x & ~(x <= 0)); } /* NaN stays NaN */
 
-/* `rows` <= GROUP rows of a convolution for all heads, with its bias and ReLU unless `bias` is NULL: to (rows, K, P), `row_ld`
- * from row to row and `head_ld` from head to head. `maps` row `top` is the topmost that they read. */
+/* `rows` <= GROUP rows of a convolution for all heads, with its bias and ReLU unless `bias` is NULL: to (rows, K, P),
+ * `row_ld` from row to row and `head_ld` from head to head. `maps` row `top` is the topmost that they read. */
 static void convolve(const image *g, float *to, long row_ld, long head_ld, const float *maps, int top, int rows,
                      const float *weight, const float *bias) {
     const int K = g->p->K;
@@ -492,7 +492,8 @@ static const float *stored_row(const image *g, const void *maps, int head, int r
 INLINE void fetch_row(const image *g, const void *maps, int head, int row, const int to_write) {
     if (!maps || row >= g->N) return;
     const char *from = at(maps, map_element(g, head, row), g->p->dtype);
-    for (long byte = 0; byte < (long)g->N * size_of(g->p->dtype); byte += 64) __builtin_prefetch(from + byte, to_write, 2);
+    for (long byte = 0; byte < (long)g->N * size_of(g->p->dtype); byte += 64)
+        __builtin_prefetch(from + byte, to_write, 2);
 }
 
 /* gain * own logits (+ alpha * prev where `mix`) of queries begin..end, into maps rows first, first+1, ... */
@@ -606,7 +607,8 @@ static void attend_row(const image *g, float *rows, int i, int begin, int end) {
     const problem *p = g->p;
     const int place = (i - begin) % BLOCK;
     for (int head = 0; head < p->K; head++) {
-        float *l = rows + head * g->P + MARGIN, *attn = g->attn + ((long)head * BLOCK + place) * g->Np, total[FEW];
+        float *l = rows + head * g->P + MARGIN, total[FEW];
+        float *attn = g->attn ? g->attn + ((long)head * BLOCK + place) * g->Np : NULL;
         const long query = ((long)g->b * p->K + head) * g->N + i;
         float *norm = p->norm + 2 * query;
         const float *v = g->v + (long)head * p->E * g->Np;
@@ -806,7 +808,7 @@ typedef struct {
     float *d_weight, *d_bias; /* (planes, K, taps, VL), (K, VL) */
 } workspace;
 
-#define WINDOW (BLOCK + 3 * GROUP) /* ... and those behind them whose convolution still waits (r < GROUP), whole groups */
+#define WINDOW (BLOCK + 3 * GROUP) /* a block's rows and those before whose convolution still waits (r < GROUP) */
 
 static void allocate_workspace(workspace *w, const image *g, const problem *p) {
     const long map_row = (long)p->K * g->P, weights = (long)g->planes * p->K * g->taps;
@@ -848,12 +850,13 @@ static void read_more_parameters(workspace *w, const image *g) {
     const problem *p = g->p;
     const int area = p->kernel * p->kernel;
     if (p->weight) {
-        float turned[p->K * p->K * area];
+        float *turned = new_floats((long)p->K * p->K * area);
         for (int o = 0; o < p->K; o++)
             for (int c = 0; c < p->K; c++)
                 for (int t = 0; t < area; t++)
                     turned[(c * p->K + o) * area + t] = p->weight[(o * p->K + c) * area + area - 1 - t];
         read_weight(g, w->turned, turned);
+        free(turned);
     }
     if (p->height_rel) {
         read_matrix(w->height_rows, g->Dp, p->height_rel, 2L * p->H - 1, p->D, FLOAT32, 1);
@@ -863,8 +866,8 @@ static void read_more_parameters(workspace *w, const image *g) {
 
 static void free_workspace(workspace *w) {
     float *all[] = {w->maps, w->own, w->conv, w->d_own, w->d_conv, w->d_maps, w->turned, w->logits, w->attn,
-                    w->d_attn, w->scratch, w->q_rows, w->k_rows, w->d_q, w->d_k, w->d_v, w->d_out, w->position, w->height_rows,
-                    w->width_rows, w->d_heights, w->d_widths, w->d_weight, w->d_bias};
+                    w->d_attn, w->scratch, w->q_rows, w->k_rows, w->d_q, w->d_k, w->d_v, w->d_out, w->position,
+                    w->height_rows, w->width_rows, w->d_heights, w->d_widths, w->d_weight, w->d_bias};
     for (unsigned i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
 }
 
@@ -872,10 +875,11 @@ static float *own_row(const image *g, const workspace *w, int head, int row) {
     return w->d_own + ((long)head * g->N + row) * g->P + MARGIN;
 }
 
-/* A row through values and softmax: in l (n) its logits, norm (2), d_out (E, ld) the gradient of its query's values, v (E, ld), or
- * E = 0 and in `d` the gradient of attn; out attn and in `d` attn * d_attn, to n's next multiple of VL. Returns the sum of the latter. */
-INLINE float value_gradient(float *attn, float *d, const float *l, const float *norm, const float *d_out, const float *v, long ld,
-                            int n, const int E) {
+/* A row through values and softmax. In: l (n) its logits, norm (2), d_out (E, ld) the gradient of its query's values and
+ * v (E, ld), or E = 0 and in `d` the gradient of attn. Out: attn, and in `d` attn times its gradient, to n's next multiple
+ * of VL. Returns the sum of the latter. */
+INLINE float value_gradient(float *attn, float *d, const float *l, const float *norm, const float *d_out, const float *v,
+                            long ld, int n, const int E) {
     vec total = {};
     for (int j = 0; j < n; j += VL) {
         vec x = norm[1] * exp_of(LOAD(l + j) - norm[0]), y = E ? (vec){} : LOAD(d + j);
@@ -890,8 +894,8 @@ INLINE float value_gradient(float *attn, float *d, const float *l, const float *
     return sum_of(total);
 }
 
-static float some_value_gradient(float *attn, float *d, const float *l, const float *norm, const float *d_out, const float *v,
-                                 long ld, int n, int E) {
+static float some_value_gradient(float *attn, float *d, const float *l, const float *norm, const float *d_out,
+                                 const float *v, long ld, int n, int E) {
     switch (E) {
         case 1: return value_gradient(attn, d, l, norm, d_out, v, ld, n, 1);
         case 2: return value_gradient(attn, d, l, norm, d_out, v, ld, n, 2);
@@ -943,7 +947,8 @@ static void softmax_gradients(const image *g, workspace *w, int begin, int end) 
             const float mean = some_value_gradient(attn, d_attn, l, p->norm + 2 * (query + i), w->d_out + value + i,
                                                    g->v + value, g->Np, g->N, p->E);
             const float *passed = convolve_again ? w->conv + (i - begin) * map_row + head * g->P + MARGIN : l;
-            float *d = own_row(g, w, head, i), *gate = p->weight ? row_of(g, w->d_conv, i - w->base + g->r, head) : NULL;
+            float *d = own_row(g, w, head, i);
+            float *gate = p->weight ? row_of(g, w->d_conv, i - w->base + g->r, head) : NULL;
             vec bias = {};
             for (int j = 0; j < g->Np; j += VL) {
                 vec x = LOAD(d_attn + j) - mean * LOAD(attn + j);
@@ -999,7 +1004,8 @@ static void own_gradients(const image *g, workspace *w, int head) {
     transpose(w->q_rows, Dp, q, g->Np, D, N); /* with scale and gain */
 
     gemm(FRESH, D, g->Np, N, q, g->Np, 1, d, g->P, NULL, w->d_k, g->Np);
-    for (int c = 0; c < D; c++) write_floats((void *)at(p->d_k, element + (long)c * N, p->dtype), w->d_k + c * g->Np, N, p->dtype);
+    for (int c = 0; c < D; c++)
+        write_floats((void *)at(p->d_k, element + (long)c * N, p->dtype), w->d_k + c * g->Np, N, p->dtype);
 
     gemm(FRESH, N, Dp, N, d, g->P, 1, w->k_rows, Dp, NULL, w->d_q, Dp);
     if (p->height_rel) {
@@ -1045,13 +1051,15 @@ static void write_rows(float *to, float *from, long rows, long n, long ld) { /* 
  * lies around the map is zero. */
 static void move_window(const image *g, workspace *w, int base, int made, int mapped) {
     const long map_row = (long)g->p->K * g->P, size = WINDOW + 2 * g->r;
-    const struct { float *rows; long kept; } buffers[] = {{w->maps, g->r + mapped - base}, {w->d_conv, g->r + made - base}};
-    for (int i = 0; i < 2; i++) {
-        float *rows = buffers[i].rows;
-        if (!rows) continue;
-        if (base == 0) memset(rows, 0, g->r * map_row * sizeof(float));
-        else memmove(rows, rows + (base - w->base) * map_row, buffers[i].kept * map_row * sizeof(float));
-        if (base + size > g->r + g->N) memset(rows + buffers[i].kept * map_row, 0, (size - buffers[i].kept) * map_row * sizeof(float));
+    float *buffers[] = {w->maps, w->d_conv};
+    const long ready[] = {g->r + mapped - base, g->r + made - base};
+    for (int i = 0; i < 2 && buffers[i]; i++) {
+        float *rows = buffers[i], *rest = rows + ready[i] * map_row;
+        if (base == 0)
+            memset(rows, 0, g->r * map_row * sizeof(float));
+        else
+            memmove(rows, rows + (base - w->base) * map_row, ready[i] * map_row * sizeof(float));
+        if (base + size > g->r + g->N) memset(rest, 0, (size - ready[i]) * map_row * sizeof(float));
     }
     w->base = base;
 }
@@ -1124,13 +1132,12 @@ void evolving_attention_backward(const problem *p) {
 
 /* ---------------------------------------------------------------- pooling */
 
-/* 3x3 average, stride 2, padding 1 that does not count: (planes, H, W) -> (planes, ceil(H/2), ceil(W/2)), float32. */
-
 /* Of each of n outputs along a side of `length`: 1 / the number of pixels it averages. */
 static void pool_shares(float *shares, int n, int length) {
     for (int i = 0; i < n; i++) shares[i] = 1.0f / (3 - (i == 0) - (2 * i + 1 >= length));
 }
 
+/* 3x3 average, stride 2, padding 1 that does not count: (planes, H, W) -> (planes, ceil(H/2), ceil(W/2)), float32. */
 void pool_forward(float *to, const float *from, long planes, int H, int W, int threads) {
     const int h = (H + 1) / 2, w = (W + 1) / 2;
     float by_row[h], by_col[w];
