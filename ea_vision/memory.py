@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ea_vision.benchmark import (
+    MIB,
     Bench,
     Runner,
     attention_watched,
@@ -36,7 +37,7 @@ from ea_vision.engine.build import build_model
 from ea_vision.engine.distributed import choose_device
 from ea_vision.engine.errors import RunError, UsageError, exit_code
 from ea_vision.engine.evaluate import autocast
-from ea_vision.engine.preflight import available_memory
+from ea_vision.engine.preflight import GIB, available_memory
 from ea_vision.layers import AugmentedConv2d
 from ea_vision.ops import IMPLEMENTATIONS, use_implementation
 
@@ -46,7 +47,6 @@ examples:
   python -m ea_vision.memory ea_aa_resnet152 --amp bfloat16 --grad-checkpointing --budget 16GiB
   python -m ea_vision.memory resnet50 --batch-size 32 --measure                  # the prediction beside the truth
 """
-MIB, GIB = 2**20, 2**30
 UNITS = {f"{prefix}{i}b": (1024 if i else 1000) ** power for power, prefix in enumerate(("k", "m", "g", "t"), 1)
          for i in ("i", "")}
 STATES = {"sgd": 1, "adamw": 2}  # numbers an optimiser keeps for each weight

@@ -165,11 +165,12 @@ static void gemm(int fresh, int m, int n, int depth, const float *a, long a_row,
 INLINE float sum_of(vec x) {
 #ifdef __AVX512F__
     return _mm512_reduce_add_ps((__m512)x);
-#endif
+#else
     float a[4] = {x[0], x[1], x[2], x[3]};
     for (int i = 4; i < VL; i += 4)
         for (int s = 0; s < 4; s++) a[s] += x[i + s];
     return (a[0] + a[1]) + (a[2] + a[3]);
+#endif
 }
 
 /* All bits set in the first n elements. */
@@ -455,9 +456,10 @@ INLINE float *row_of(const image *g, float *maps, int row, int head) {
     return maps + ((long)row * g->p->K + head) * g->P + MARGIN;
 }
 
-static long map_element(const image *g, int head, int row) {
-    return (((long)g->b * g->p->K + head) * g->N + row) * g->N;
-}
+/* A head's query among those of all images; times N: the element at which its row of a stored map begins. */
+static long query_of(const image *g, int head, int row) { return ((long)g->b * g->p->K + head) * g->N + row; }
+
+static long map_element(const image *g, int head, int row) { return query_of(g, head, row) * g->N; }
 
 /* Position terms of one head's queries begin..end: by key row, then by key column (AA paper, equation 4). */
 static void position_terms(const image *g, int head, int begin, int end) {
@@ -529,14 +531,15 @@ static void previous_logits(const image *g, float *maps, int first, int begin, i
                         g->N, g->p->dtype);
 }
 
-/* The logits of one query, all heads, (K, P): `conv`, or made in `row`. `maps` holds what the convolution reads (mix: the
- * mixture, predict: prev), its row `at` that of the query; `own` (predict) gain * own logits; `conv` (K, P) the convolution
- * after its ReLU. */
-static float *finish_logits(const image *g, float *row, float *conv, const float *maps, int at, const float *own) {
+/* The logits of one query, all heads, (K, P): `own`, `conv`, or made in `row`. `maps` holds what the convolution reads
+ * (mix: the mixture, predict: prev), its row `at` that of the query; `own` (none, predict) gain * own logits; `conv`
+ * (K, P) the convolution after its ReLU. */
+static float *finish_logits(const image *g, float *row, float *conv, const float *maps, int at, float *own) {
     const problem *p = g->p;
     const long n = (long)p->K * g->P;
-    const float *m = maps + at * n;
+    if (p->kind == NONE) return own;
     if (only_convolved(p)) return conv;
+    const float *m = maps + at * n;
     if (p->kind == MIX) {
         if (!p->weight)
             memcpy(row, m, n * sizeof(float));
@@ -590,7 +593,7 @@ INLINE float weigh_some(const float *l, float shift, const float *v, long ld, in
 static void sum_values(const image *g, int head, int begin, int end) {
     const problem *p = g->p;
     const int rows = end - begin;
-    const long map = ((long)g->b * p->K + head) * g->N;
+    const long map = query_of(g, head, 0);
     float values[BLOCK];
     gemm(FRESH, rows, g->Ep, g->N, g->attn + (long)head * BLOCK * g->Np, g->Np, 1, g->v_rows + (long)head * g->N * g->Ep,
          g->Ep, NULL, g->sums, g->Ep);
@@ -609,7 +612,7 @@ static void attend_row(const image *g, float *rows, int i, int begin, int end) {
     for (int head = 0; head < p->K; head++) {
         float *l = rows + head * g->P + MARGIN, total[FEW];
         float *attn = g->attn ? g->attn + ((long)head * BLOCK + place) * g->Np : NULL;
-        const long query = ((long)g->b * p->K + head) * g->N + i;
+        const long query = query_of(g, head, i);
         float *norm = p->norm + 2 * query;
         const float *v = g->v + (long)head * p->E * g->Np;
         round_row(g, l);
@@ -918,14 +921,14 @@ static void softmax_gradients(const image *g, workspace *w, int begin, int end) 
         for (int i = begin; i < end; i += GROUP)
             convolve(g, w->conv + (i - begin) * map_row, map_row, g->P, w->maps, i - w->base,
                      end - i < GROUP ? end - i : GROUP, g->weight, p->bias);
-    if (!p->logits && p->kind != NONE)
-        for (int i = begin; i < end; i++)
-            made[i - begin] = finish_logits(g, w->logits + (i - begin) * map_row, w->conv + (i - begin) * map_row, w->maps,
-                                            i - w->base + g->r, w->own ? w->own + (i - begin) * map_row : NULL);
-    if (p->kind == NONE)
-        for (int i = begin; i < end; i++) made[i - begin] = w->own + (i - begin) * map_row;
+    if (!p->logits)
+        for (int i = begin; i < end; i++) {
+            const long at = (i - begin) * map_row;
+            made[i - begin] = finish_logits(g, w->logits + at, w->conv ? w->conv + at : NULL, w->maps, i - w->base + g->r,
+                                            w->own ? w->own + at : NULL);
+        }
     for (int head = 0; head < p->K; head++) {
-        const long value = (long)head * p->E * g->Np, query = ((long)g->b * p->K + head) * g->N;
+        const long value = (long)head * p->E * g->Np, query = query_of(g, head, 0);
         if (p->E > FEW)
             gemm(FRESH, end - begin, g->Np, p->E, w->d_out + value + begin, 1, g->Np, g->v + value, g->Np, NULL, w->d_attn,
                  g->Np);
@@ -972,10 +975,9 @@ static void softmax_gradients(const image *g, workspace *w, int begin, int end) 
 static void convolution_gradients(const image *g, workspace *w, int begin, int end) {
     const problem *p = g->p;
     const long map_row = (long)p->K * g->P;
-    const int predicted = p->kind == PREDICT && p->weight;
+    const int predicted = p->kind == PREDICT && p->weight, direct = only_convolved(p);
     for (int first = begin; first < end; first += GROUP) {
         const int rows = end - first < GROUP ? end - first : GROUP;
-        const int direct = only_convolved(p);
         if (p->weight) {
             convolve(g, direct ? own_row(g, w, 0, first) - MARGIN : w->d_maps, g->P, (direct ? g->N : GROUP) * (long)g->P,
                      w->d_conv, first - w->base, rows, w->turned, NULL);
@@ -998,7 +1000,7 @@ static void convolution_gradients(const image *g, workspace *w, int begin, int e
 static void own_gradients(const image *g, workspace *w, int head) {
     const problem *p = g->p;
     const int H = p->H, W = p->W, D = p->D, N = g->N, Dp = g->Dp, Hp = round_up(H);
-    const long ld = g->position_ld, element = ((long)g->b * p->K + head) * D * N;
+    const long ld = g->position_ld, element = query_of(g, head, 0) * D;
     const float *q = g->q + (long)head * D * g->Np, *d = own_row(g, w, head, 0);
     transpose(w->k_rows, Dp, g->k + (long)head * D * g->Np, g->Np, D, N);
     transpose(w->q_rows, Dp, q, g->Np, D, N); /* with scale and gain */
