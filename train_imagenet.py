@@ -7,8 +7,6 @@ Started by torchrun it runs on several GPUs or machines; the same command contin
 
 from __future__ import annotations
 
-import csv
-import io
 import logging
 import sys
 from dataclasses import dataclass
@@ -29,13 +27,12 @@ from ea_vision.data.imagenet import (
 from ea_vision.engine import run_folder
 from ea_vision.engine.bad_images import BadImages
 from ea_vision.engine.build import build_model, check_model_name, image_statistics
-from ea_vision.engine.checkpoint import atomic_write
 from ea_vision.engine.config import TrainConfig, make_parser, option, parse, resolve
 from ea_vision.engine.distributed import World, join_world
 from ea_vision.engine.errors import UsageError, exit_code
 from ea_vision.engine.evaluate import evaluate
 from ea_vision.engine.preflight import preflight
-from ea_vision.engine.report import write_evaluation
+from ea_vision.engine.report import timm_row, write_evaluation, write_timm_results
 from ea_vision.engine.run import (
     begin_or_resume,
     finish,
@@ -189,27 +186,17 @@ def train(config: ImageNetConfig, optional_kwargs: frozenset[str]) -> int:
                 step_log.begin(trainer.progress.updates)
             trainer.fit()
             finish(trainer, eval_loader, len(evaluated), "test", run, before=lambda results: write_results_row(
-                folder / RESULTS_CSV, config, results["test_best"], model))
+                folder / RESULTS_CSV, config, results["test_best"]["top1"], results["test_best"]["top5"], model))
             if step_log is not None:
                 step_log.close()
     return 0
 
 
-def write_results_row(path: Path, config: ImageNetConfig, result: dict, model: torch.nn.Module) -> None:
-    """Write model.safetensors' accuracy in the columns of timm's results files."""
-    row = {
-        "model": config.model, "img_size": config.img_size,
-        "top1": round(result["top1"], 4), "top1_err": round(100 - result["top1"], 4),
-        "top5": round(result["top5"], 4), "top5_err": round(100 - result["top5"], 4),
-        "param_count": round(sum(p.numel() for p in model.parameters()) / 1e6, 2),
-        "crop_pct": round(config.img_size / config.eval_resize, 4),
-        "interpolation": "area" if config.val_beton else config.interpolation,
-    }
-    text = io.StringIO()
-    writer = csv.DictWriter(text, row, lineterminator="\n")
-    writer.writeheader()
-    writer.writerow(row)
-    atomic_write(path, text.getvalue().encode())
+def write_results_row(path: Path, config: ImageNetConfig, top1: float, top5: float, model: torch.nn.Module) -> None:
+    """Write the accuracy, in percent, in the columns of timm's results files."""
+    write_timm_results(path, [timm_row(
+        config.model, top1, top5, sum(p.numel() for p in model.parameters()), config.img_size,
+        config.img_size / config.eval_resize, "area" if config.val_beton else config.interpolation)])
 
 
 def evaluate_target(target: str, weights: str, given: dict) -> int:
@@ -229,7 +216,7 @@ def evaluate_target(target: str, weights: str, given: dict) -> int:
             about = {"target": target, "weights": weights or None, "data": evaluated.name, "amp": config.amp,
                      "data_fingerprint": evaluated.fingerprint(), **run_folder.provenance()}
             written = write_evaluation(output, result, evaluated.classes, about)
-            write_results_row(output / RESULTS_CSV, config, {"top1": result.top1, "top5": result.top5}, model)
+            write_results_row(output / RESULTS_CSV, config, result.top1, result.top5, model)
             print(f"top1 {result.top1:.2f}%  top5 {result.top5:.2f}%  loss {result.loss:.4f}  {result.images} images")
             print("written:", *written, output / RESULTS_CSV)
         bad_images.collect(world, output)

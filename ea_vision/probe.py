@@ -109,7 +109,7 @@ class MapSource:
 
 
 def extract_maps(model: LoadedModel, images: Tensor, source: MapSource, folder: Path,
-                 batch_size: int = 64) -> tuple[list[np.ndarray], str]:
+                 batch_size: int = 64) -> list[np.ndarray]:
     """The maps of `source` for all images, kept in `folder` as layerN.npy, float16 (M, K, H, W).
 
     An interrupted extraction goes on where it was; a finished one is read.
@@ -119,7 +119,7 @@ def extract_maps(model: LoadedModel, images: Tensor, source: MapSource, folder: 
         batch_size: images at a time.
 
     Returns:
-        the maps by layer, and a key that is the same for the same weights, images and source.
+        the maps by layer.
 
     Raises:
         RunError: the cache cannot be written.
@@ -146,7 +146,7 @@ def extract_maps(model: LoadedModel, images: Tensor, source: MapSource, folder: 
             atomic_write(state_file, json.dumps({"key": key, "done": first + len(maps[0])}).encode())
     except OSError as error:
         raise RunError(f"cannot keep maps in {folder}: {error.strerror or error}") from error
-    return stores, key
+    return stores
 
 
 def query_maps(model: LoadedModel, images: Tensor, source: MapSource) -> list[np.ndarray]:
@@ -456,20 +456,28 @@ class Journal:
         return self.done[key]
 
 
+def probe_key(recipe: ProbeRecipe, maps: Sequence[np.ndarray], targets: Sequence[Tensor]) -> str:
+    """SHA-256 of all that decides a probe's accuracy: recipe, and maps and classes of the training and test images."""
+    digest = hashlib.sha256(json.dumps(asdict(recipe)).encode())
+    for part in (*maps, *(classes.numpy() for classes in targets)):
+        digest.update(f"{part.dtype} {part.shape}".encode())
+        digest.update(np.ascontiguousarray(part))
+    return digest.hexdigest()
+
+
 def probe_layers(label: str, kind: str, source: MapSource,
-                 maps_of: Callable[[str], list[tuple[list[np.ndarray], str]]],
+                 maps_of: Callable[[str], list[list[np.ndarray]]],
                  train: Images, test: Images, classes: int, recipe: ProbeRecipe, device: str,
                  journal: Journal) -> list[Result]:
     """A probe for each layer, on maps of one kind."""
-    (train_maps, train_key), (test_maps, test_key) = maps_of(kind)
+    train_maps, test_maps = maps_of(kind)
     results = []
     for index, number in enumerate(source.layers):
         pair = train_maps[index], test_maps[index]
         if kind.startswith("shuffled"):
             together = kind == "shuffled-together"
             pair = [shuffled_in_space(maps, recipe.seed + split, together) for split, maps in enumerate(pair)]
-        about = [kind, number, train_key, test_key, asdict(recipe)]
-        key = hashlib.sha256(json.dumps(about).encode() + train.targets.numpy().tobytes()).hexdigest()
+        key = probe_key(recipe, pair, (train.targets, test.targets))
         name = f"{label}, {kind}, layer {number}"
         top1 = journal.top1(key, lambda pair=pair, name=name: train_probe(
             pair[0], train.targets, pair[1], test.targets, classes, recipe, device, name))

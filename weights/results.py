@@ -7,8 +7,6 @@ writes weights/results/results-cifar10.csv, best first: of every CIFAR-10 weight
 its card says. The cards' figures are those that `export.py` found on the 10,000 test images with the weights as stored.
 """
 import argparse
-import csv
-import io
 import re
 import sys
 from pathlib import Path
@@ -16,16 +14,15 @@ from pathlib import Path
 import timm
 
 import ea_vision  # noqa: F401  (registers the models)
-from ea_vision.engine.checkpoint import atomic_write
 from ea_vision.engine.errors import UsageError, exit_code
+from ea_vision.engine.report import timm_row, write_timm_results
 from ea_vision.models import FAMILIES
 
-COLUMNS = ("model", "top1", "top1_err", "top5", "top5_err", "param_count", "img_size", "crop_pct", "interpolation")
 ACCURACY = re.compile(r"(\d+\.\d+)% top-1, (\d+\.\d+)% top-5 on the test images")
 
 
-def collect(folder: Path) -> list[tuple]:
-    """A row of `COLUMNS` for each weights file that has a name, the best first.
+def collect(folder: Path) -> list[dict]:
+    """A row for each weights file that has a name.
 
     Raises:
         UsageError: a card that is missing or says no accuracy.
@@ -39,10 +36,9 @@ def collect(folder: Path) -> list[tuple]:
         if found is None:
             raise UsageError(f"the card {card} must say the accuracy of {name}, and does not or is missing")
         top1, top5 = map(float, found.groups())
-        params = sum(p.numel() for p in timm.create_model(name).parameters()) / 1e6
-        rows.append((name, f"{top1:.2f}", f"{100 - top1:.2f}", f"{top5:.2f}", f"{100 - top5:.2f}", f"{params:.2f}",
-                     cfg.input_size[-1], cfg.crop_pct, cfg.interpolation))
-    return sorted(rows, key=lambda row: -float(row[1]))
+        params = sum(p.numel() for p in timm.create_model(name).parameters())
+        rows.append(timm_row(name, top1, top5, params, cfg.input_size[-1], cfg.crop_pct, cfg.interpolation))
+    return rows
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -50,11 +46,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, default=Path(__file__).parent,
                         help="of weights and cards (default: weights)")
     folder = parser.parse_args(argv).folder
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([COLUMNS, *collect(folder)])
+    rows = collect(folder)
     (folder / "results").mkdir(exist_ok=True)
-    atomic_write(folder / "results" / "results-cifar10.csv", text.getvalue().encode())
-    print(text.getvalue(), end="")
+    print(write_timm_results(folder / "results" / "results-cifar10.csv", rows), end="")
     return 0
 
 

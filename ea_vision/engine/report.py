@@ -1,9 +1,10 @@
-"""What an evaluation leaves on disk: numbers, accuracy of each class, the confusion matrix as a picture."""
+"""What an evaluation leaves on disk: numbers, each class's accuracy, the confusion picture, timm's results rows."""
 
 from __future__ import annotations
 
 import csv
 import io
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,24 @@ def write_evaluation(folder: Path, result: Evaluation, classes: list[str], about
     atomic_write(paths[1], table.getvalue().encode())
     atomic_write(paths[2], _confusion_picture(result, classes))
     return paths
+
+
+def timm_row(model: str, top1: float, top5: float, params: int, img_size: int, crop_pct: float,
+             interpolation: str) -> dict[str, Any]:
+    """A row of `write_timm_results`: `top1` and `top5` in percent, `params` a number of parameters."""
+    return {"model": model, "img_size": img_size, "top1": f"{top1:.3f}", "top1_err": f"{100 - top1:.3f}",
+            "top5": f"{top5:.3f}", "top5_err": f"{100 - top5:.3f}", "param_count": f"{params / 1e6:.2f}",
+            "crop_pct": round(crop_pct, 4), "interpolation": interpolation}
+
+
+def write_timm_results(path: Path, rows: Sequence[dict[str, Any]]) -> str:
+    """Write rows of `timm_row`, at least one, as a results file of timm's, the best first; return the text."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, rows[0], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(sorted(rows, key=lambda row: -float(row["top1"])))
+    atomic_write(path, text.getvalue().encode())
+    return text.getvalue()
 
 
 def _confusion_picture(result: Evaluation, classes: list[str]) -> bytes:
