@@ -4,6 +4,8 @@ from __future__ import annotations
 import csv
 import importlib.util
 import json
+import math
+import signal
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ import train_cifar
 from ea_vision.engine import checkpoint, run_folder
 from ea_vision.engine.errors import exit_code
 from ea_vision.engine.sweep import main as sweep
-from tests.engine.runner import arguments, make_folder, run, same_result
+from tests.engine.runner import SignalAfterUpdate, arguments, assert_equal, make_folder, run, same_result
 
 
 @pytest.fixture(scope="module")
@@ -193,6 +195,29 @@ def test_a_run_folder_is_not_overwritten_nor_continued_with_other_options(finish
     assert "weight_decay was 0.0005, got 0.1" in fails([*given, "--weight-decay", "0.1"], capsys)
     assert train_cifar.main(given) == 0
     assert {p: p.stat().st_mtime_ns for p in finished.iterdir()} == files
+
+
+def test_epochs_left_out_of_evaluation_train_the_same(data, tmp_path, capsys):
+    """--eval-epochs 2 of 3: epoch 1 is not evaluated, the last is; killed and continued, it ends like one that was."""
+    every, second, log = tmp_path / "every", tmp_path / "second", tmp_path / "log"
+    assert run(arguments(data, every, "--epochs", "3"), log) == 0, log.read_text()
+    argv = arguments(data, second, "--epochs", "3", "--eval-epochs", "2")
+    assert run(argv, log, SignalAfterUpdate(signal.SIGTERM, 9)) == 128 + signal.SIGTERM
+    assert "not evaluated" in log.read_text() and not (second / "best.ckpt").exists()
+    assert "--epochs must be more than 1, got 1" in fails([*argv, "--epochs", "1"], capsys)
+    assert run(argv, log) == 0, log.read_text()
+    expected, metrics = run_folder.read_metrics(every), run_folder.read_metrics(second)
+    for column in ("top1", "top5"):
+        assert math.isnan(metrics[column][0]) and metrics[column][1:] == expected[column][1:]
+    assert metrics["train_loss"] == expected["train_loss"]
+    states = [checkpoint.read_checkpoint(folder / "last.ckpt")["model"] for folder in (every, second)]
+    assert_equal(*states, "model")
+    results = run_folder.read_results(second)
+    assert results["test_last"] == run_folder.read_results(every)["test_last"]
+    assert results["test_best"]["top1"] == max(metrics["top1"][1:])
+    picture = tmp_path / "curves.png"
+    assert train_cifar.main(["--learning-curves", str(every), str(second), "--output", str(picture)]) == 0
+    assert Image.open(picture).size[0] > 1000
 
 
 def test_resume_from_a_named_run(finished, data, tmp_path, capsys):

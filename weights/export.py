@@ -8,6 +8,7 @@ top-1 on the test images within 0.1 point of the run's, else in float32. To be l
 the `default_cfgs` of the model's file; then `python weights/results.py` renews the table of results.
 """
 import argparse
+import math
 import sys
 from pathlib import Path
 
@@ -38,7 +39,8 @@ def card(config: dict, run: dict, results: dict, metrics: dict, name: str, dtype
     log = ["| epoch | loss | top-1 % | images/s | seconds |", "| --- | --- | --- | --- | --- |"]
     for epoch, loss, accuracy, speed, seconds in zip(*(metrics[k] for k in (
             "epoch", "train_loss", "top1", "images_per_s", "seconds")), strict=True):
-        log.append(f"| {epoch:.0f} | {loss:.4f} | {accuracy:.2f} | {speed:.0f} | {seconds:.0f} |")
+        top = "" if math.isnan(accuracy) else f"{accuracy:.2f}"
+        log.append(f"| {epoch:.0f} | {loss:.4f} | {top} | {speed:.0f} | {seconds:.0f} |")
     options = ", ".join(f"{k} {config[k]}" for k in (
         "epochs", "batch_size", "opt", "lr", "momentum", "weight_decay", "schedule", "warmup", "label_smoothing",
         "crop_padding", "cutout", "ema", "amp", "channels_last"))

@@ -21,7 +21,7 @@ from ea_vision.engine.errors import UsageError, near_matches
 FREE_TO_CHANGE = frozenset({
     "recipe", "output", "resume", "device", "workers", "data_dir", "cache_dir", "download", "compile", "channels_last",
     "checkpoint_steps", "on_nan", "epochs", "train_beton", "val_beton", "max_bad_images", "log_steps", "tensorboard",
-    "wandb", "snapshot_epochs", "loader",
+    "wandb", "snapshot_epochs", "eval_epochs", "loader",
 })
 
 
@@ -82,6 +82,7 @@ class TrainConfig:
     compile: bool = option(False, "compile the model with torch.compile")
     sync_bn: bool = option(False, "batch statistics over all processes (CUDA only)")
     eval_batch_size: int = option(500, "images per process and evaluation step", minimum=1)
+    eval_epochs: int = option(1, "epochs between evaluations; the last epoch is always evaluated", minimum=1)
     checkpoint_steps: int = option(0, "updates between checkpoints inside an epoch; 0: at its end only", minimum=0)
     snapshot_epochs: int = option(0, "keep the weights of every so many epochs in RUN/snapshots; 0: none", minimum=0)
     on_nan: str = option("stop", "on a non-finite loss; rollback: continue from the last checkpoint, the learning rate "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from ea_vision.engine.checkpoint import atomic_write
@@ -34,8 +35,10 @@ def draw_learning_curves(folders: list[Path], output: Path) -> None:
     loss_axes, accuracy_axes = figure.subplots(1, 2)
     for label, _, metrics in runs:
         loss_axes.plot(metrics["epoch"], metrics["train_loss"], label=label, marker=".")
-        best = max(metrics["top1"])
-        accuracy_axes.plot(metrics["epoch"], metrics["top1"], label=f"{label} ({best:.2f}%)", marker=".")
+        points = [(epoch, top1) for epoch, top1 in zip(metrics["epoch"], metrics["top1"], strict=True)
+                  if not math.isnan(top1)]  # --eval-epochs leaves epochs out
+        best = f" ({max(top1 for _, top1 in points):.2f}%)" if points else ""
+        accuracy_axes.plot(*zip(*points, strict=True) if points else ([], []), label=f"{label}{best}", marker=".")
     splits = sorted({split.replace("_", "-") for _, split, _ in runs})
     loss_axes.set(xlabel="epoch", ylabel="training loss")
     accuracy_axes.set(xlabel="epoch", ylabel=f"top-1 on {' or '.join(splits)} images (%)")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 import sys
 from collections.abc import Callable
@@ -101,6 +102,10 @@ def begin_or_resume(trainer: Trainer, run: dict[str, Any]) -> None:
             raise UsageError(f"{path} was trained on other data: fingerprint {saved_data[:12]}, got "
                              f"{run['data_fingerprint'][:12]}")
         trainer.load(state, path)
+        progress = trainer.progress
+        if progress.epoch >= config.epochs and progress.rows and math.isnan(progress.rows[-1]["top1"]):
+            raise UsageError(f"{path} stands after epoch {progress.epoch}, which --eval-epochs left out, so --epochs "
+                             f"must be more than {progress.epoch}, got {config.epochs}")
         if state["config"]["epochs"] != config.epochs:
             log.warning("epochs were %d, now %d: the learning rate follows the new length", state["config"]["epochs"],
                         config.epochs)

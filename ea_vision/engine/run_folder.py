@@ -134,7 +134,7 @@ def read_config(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def write_metrics(folder: Path, rows: list[dict[str, float]]) -> None:
-    """Write metrics.csv: one row per epoch."""
+    """Write metrics.csv: one row per epoch; accuracies are nan where an epoch was not evaluated."""
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
     writer.writeheader()

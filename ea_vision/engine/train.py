@@ -311,38 +311,42 @@ class Trainer:
             "data_wait_percent": 100 * waiting / seconds, "memory_mib": memory_mib(self.world.device)})
 
     def finish_epoch(self) -> None:
-        """Evaluate, add the epoch's row, save."""
+        """Evaluate where that is due, add the epoch's row, save."""
         progress = self.progress
+        number = progress.epoch + 1
+        top1 = top5 = math.nan
         start = time.perf_counter()
         if self.world.size > 1:  # batch statistics are each process's own until here
             distribute_bn(self.best_model, self.world.size, reduce=False)
-        net = self.ema.module if self.ema is not None else self.eval_net
-        result = evaluate(net, self.eval_loader, self.num_classes, self.world, self.config.amp,
-                          self.config.channels_last, should_stop=self._stop_wanted)
-        if result is None:
-            self._leave()
+        if number % self.config.eval_epochs == 0 or number == self.config.epochs:
+            net = self.ema.module if self.ema is not None else self.eval_net
+            result = evaluate(net, self.eval_loader, self.num_classes, self.world, self.config.amp,
+                              self.config.channels_last, should_stop=self._stop_wanted)
+            if result is None:
+                self._leave()
+            top1, top5 = result.top1, result.top5
         self.bad_images.collect(self.world, self.folder)
         trained = progress.seconds
         seconds = trained + time.perf_counter() - start
-        progress.epoch += 1
+        progress.epoch = number
         row = {
             "epoch": progress.epoch, "step": progress.updates, "lr": self.optimizer.param_groups[0]["lr"],
-            "train_loss": progress.loss_sum / progress.images, "top1": result.top1, "top5": result.top5,
+            "train_loss": progress.loss_sum / progress.images, "top1": top1, "top5": top5,
             "images_per_s": progress.images / trained, "seconds": seconds,
         }
         row = {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in row.items()}
         progress.rows.append(row)
-        best = result.top1 > progress.best_top1
+        best = top1 > progress.best_top1
         if best:
-            progress.best_top1, progress.best_epoch = result.top1, progress.epoch
+            progress.best_top1, progress.best_epoch = top1, number
         progress.begin_epoch()
         every = self.config.snapshot_epochs
-        self.save(best, snapshot=every > 0 and progress.epoch % every == 0)
+        self.save(best, snapshot=every > 0 and number % every == 0)
         if self.step_log is not None:
             self.step_log.add_epoch(row)
-        log.info("epoch %d/%d  loss %.4f  top1 %.2f%%  top5 %.2f%%  lr %.5f  %.0f images/s  %.1f s%s",
-                 row["epoch"], self.config.epochs, row["train_loss"], row["top1"], row["top5"], row["lr"],
-                 row["images_per_s"], row["seconds"], "  best" if best else "")
+        accuracy = "not evaluated" if math.isnan(top1) else f"top1 {top1:.2f}%  top5 {top5:.2f}%"
+        log.info("epoch %d/%d  loss %.4f  %s  lr %.5f  %.0f images/s  %.1f s%s", number, self.config.epochs,
+                 row["train_loss"], accuracy, row["lr"], row["images_per_s"], row["seconds"], "  best" if best else "")
 
     def fit(self) -> None:
         """Train until `config.epochs` epochs are complete.
