@@ -356,6 +356,8 @@ default_cfgs = generate_default_cfgs({
         file=shipped_weights("conv_transformer_cifar.fast3_c10"), label_names=CIFAR10),
     "pa_conv_transformer_cifar.fast3_c10": _cfg(
         file=shipped_weights("pa_conv_transformer_cifar.fast3_c10"), label_names=CIFAR10),
+    "ea_conv_transformer_cifar.fast_c10": _cfg(
+        file=shipped_weights("ea_conv_transformer_cifar.fast_c10"), label_names=CIFAR10),
     "ea_conv_transformer_cifar.fast3_c10": _cfg(
         file=shipped_weights("ea_conv_transformer_cifar.fast3_c10"), label_names=CIFAR10),
 })
