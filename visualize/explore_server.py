@@ -103,7 +103,7 @@ class Handler(BaseHTTPRequestHandler):
         self.connection.shutdown(socket.SHUT_WR)
         self.connection.settimeout(2)
         left = READ_ON
-        while left > 0 and (chunk := self.rfile.read1(65536)):
+        while left > 0 and (chunk := self.connection.recv(65536)):  # rfile refuses to be read after a time-out
             left -= len(chunk)
 
     def _check_host(self) -> None:

@@ -91,12 +91,17 @@ def test_an_upload_that_ends_early(server):
     assert b" 400 " in answer and b"ended after 3 of 5000 bytes" in answer
 
 
-def test_an_upload_that_stops(server, monkeypatch):
+def test_an_upload_that_stops(server, monkeypatch, capsys):
     monkeypatch.setattr(explore_server.Handler, "timeout", 0.3)
     with socket.create_connection((explore_server.HOST, server.server_port), timeout=10) as client:
         client.sendall(f"POST /image HTTP/1.1\r\nHost: 127.0.0.1:{server.server_port}\r\nContent-Type: image/png\r\n"
                        "Content-Length: 5000\r\n\r\nabc".encode())
         assert b" 408 " in client.recv(4096)
+        client.sendall(b"more")
+    for thread in threading.enumerate():
+        if "process_request_thread" in thread.name:
+            thread.join(10)
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("path", ["/../../etc/passwd", "/%2e%2e/etc/passwd", "/explore.py", "//etc/passwd", "/image"])
