@@ -195,8 +195,8 @@ def train(config: ImageNetConfig, optional_kwargs: frozenset[str]) -> int:
 def write_results_row(path: Path, config: ImageNetConfig, top1: float, top5: float, model: torch.nn.Module) -> None:
     """Write the accuracy, in percent, in the columns of timm's results files."""
     write_timm_results(path, [timm_row(
-        config.model, top1, top5, sum(p.numel() for p in model.parameters()), config.img_size,
-        config.img_size / config.eval_resize, "area" if config.val_beton else config.interpolation)])
+        config.model, model, top1, top5, config.img_size, config.img_size / config.eval_resize,
+        "area" if config.val_beton else config.interpolation)])
 
 
 def evaluate_target(target: str, weights: str, given: dict) -> int:

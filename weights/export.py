@@ -53,7 +53,7 @@ def card(config: dict, run: dict, results: dict, metrics: dict, name: str, dtype
         f"| model keywords | {run['model_kwargs']} |",
         f"| data | {run['train_images']} training images, 10 classes: CIFAR-10; SHA-256 of pixels and labels "
         f"`{run['data_fingerprint']}` |",
-        f"| evaluated each epoch on | {evaluated}; the weights are those of epoch {results['test_best']['epoch']} |",
+        f"| evaluated in training on | {evaluated}; the weights are those of epoch {results['test_best']['epoch']} |",
         f"| seed, runs | {config['seed']}, one run |",
         f"| commit | `{run['git_commit']}` |",
         f"| hardware | {run['hardware']} |",

@@ -36,8 +36,8 @@ def collect(folder: Path) -> list[dict]:
         if found is None:
             raise UsageError(f"the card {card} must say the accuracy of {name}, and does not or is missing")
         top1, top5 = map(float, found.groups())
-        params = sum(p.numel() for p in timm.create_model(name).parameters())
-        rows.append(timm_row(name, top1, top5, params, cfg.input_size[-1], cfg.crop_pct, cfg.interpolation))
+        rows.append(timm_row(name, timm.create_model(name), top1, top5, cfg.input_size[-1], cfg.crop_pct,
+                             cfg.interpolation))
     return rows
 
 

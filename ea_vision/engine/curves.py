@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
+
+import numpy as np
 
 from ea_vision.engine.checkpoint import atomic_write
 from ea_vision.engine.errors import UsageError
@@ -35,10 +36,10 @@ def draw_learning_curves(folders: list[Path], output: Path) -> None:
     loss_axes, accuracy_axes = figure.subplots(1, 2)
     for label, _, metrics in runs:
         loss_axes.plot(metrics["epoch"], metrics["train_loss"], label=label, marker=".")
-        points = [(epoch, top1) for epoch, top1 in zip(metrics["epoch"], metrics["top1"], strict=True)
-                  if not math.isnan(top1)]  # --eval-epochs leaves epochs out
-        best = f" ({max(top1 for _, top1 in points):.2f}%)" if points else ""
-        accuracy_axes.plot(*zip(*points, strict=True) if points else ([], []), label=f"{label}{best}", marker=".")
+        epochs, top1 = np.array(metrics["epoch"]), np.array(metrics["top1"])
+        evaluated = ~np.isnan(top1)  # --eval-epochs leaves epochs out
+        best = f" ({top1[evaluated].max():.2f}%)" if evaluated.any() else ""
+        accuracy_axes.plot(epochs[evaluated], top1[evaluated], label=f"{label}{best}", marker=".")
     splits = sorted({split.replace("_", "-") for _, split, _ in runs})
     loss_axes.set(xlabel="epoch", ylabel="training loss")
     accuracy_axes.set(xlabel="epoch", ylabel=f"top-1 on {' or '.join(splits)} images (%)")

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from ea_vision.engine.checkpoint import atomic_write
 from ea_vision.engine.evaluate import Evaluation
 from ea_vision.engine.run_folder import create, write_json
@@ -34,10 +36,11 @@ def write_evaluation(folder: Path, result: Evaluation, classes: list[str], about
     return paths
 
 
-def timm_row(model: str, top1: float, top5: float, params: int, img_size: int, crop_pct: float,
+def timm_row(name: str, model: nn.Module, top1: float, top5: float, img_size: int, crop_pct: float,
              interpolation: str) -> dict[str, Any]:
-    """A row of `write_timm_results`: `top1` and `top5` in percent, `params` a number of parameters."""
-    return {"model": model, "img_size": img_size, "top1": f"{top1:.3f}", "top1_err": f"{100 - top1:.3f}",
+    """A row of `write_timm_results`: `top1` and `top5` in percent, `model` for the number of its parameters."""
+    params = sum(p.numel() for p in model.parameters())
+    return {"model": name, "img_size": img_size, "top1": f"{top1:.3f}", "top1_err": f"{100 - top1:.3f}",
             "top5": f"{top5:.3f}", "top5_err": f"{100 - top5:.3f}", "param_count": f"{params / 1e6:.2f}",
             "crop_pct": round(crop_pct, 4), "interpolation": interpolation}
 

@@ -99,8 +99,8 @@ class StepLog:
 
     def add_epoch(self, row: dict[str, float]) -> None:
         """Add the row of metrics.csv to the boards."""
-        values = {name: value for name, value in row.items() if name != "step" and not math.isnan(value)}
-        self._send({f"epoch/{name}": value for name, value in values.items()}, row["step"])
+        self._send({f"epoch/{name}": value for name, value in row.items() if name != "step" and not math.isnan(value)},
+                   row["step"])
 
     def _send(self, values: dict[str, float], step: int) -> None:
         if self._tensorboard is not None:

@@ -350,16 +350,15 @@ def _cfg(url: str = "", **kwargs: Any) -> dict[str, Any]:
 
 CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
+SHIPPED = (  # of a model's weights the first are the default
+    "conv_transformer_cifar.fast3_c10",
+    "pa_conv_transformer_cifar.fast3_c10",
+    "ea_conv_transformer_cifar.fast_c10",
+    "ea_conv_transformer_cifar.fast3_c10",
+)
 default_cfgs = generate_default_cfgs({
     "cnn_cifar": _cfg(),
-    "conv_transformer_cifar.fast3_c10": _cfg(
-        file=shipped_weights("conv_transformer_cifar.fast3_c10"), label_names=CIFAR10),
-    "pa_conv_transformer_cifar.fast3_c10": _cfg(
-        file=shipped_weights("pa_conv_transformer_cifar.fast3_c10"), label_names=CIFAR10),
-    "ea_conv_transformer_cifar.fast_c10": _cfg(
-        file=shipped_weights("ea_conv_transformer_cifar.fast_c10"), label_names=CIFAR10),
-    "ea_conv_transformer_cifar.fast3_c10": _cfg(
-        file=shipped_weights("ea_conv_transformer_cifar.fast3_c10"), label_names=CIFAR10),
+    **{name: _cfg(file=shipped_weights(name), label_names=CIFAR10) for name in SHIPPED},
 })
 
 
