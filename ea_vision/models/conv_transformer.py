@@ -351,6 +351,7 @@ def _cfg(url: str = "", **kwargs: Any) -> dict[str, Any]:
 CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
 SHIPPED = (  # of a model's weights the first are the default
+    "conv_transformer_cifar.fast_c10",
     "conv_transformer_cifar.fast3_c10",
     "pa_conv_transformer_cifar.fast3_c10",
     "ea_conv_transformer_cifar.fast_c10",
