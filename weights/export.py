@@ -54,7 +54,7 @@ def card(config: dict, run: dict, results: dict, metrics: dict, name: str, dtype
         f"| model keywords | {run['model_kwargs']} |",
         f"| data | {run['train_images']} training images, 10 classes: CIFAR-10; SHA-256 of pixels and labels "
         f"`{run['data_fingerprint']}` |",
-        f"| evaluated in training on | {evaluated}; after epochs {', '.join(after)}; the weights are those of epoch "
+        f"| evaluated in training on | {evaluated}; after epoch {', '.join(after)}; the weights are those of epoch "
         f"{results['test_best']['epoch']} |",
         f"| seed, runs | {config['seed']}, one run |",
         f"| commit | `{run['git_commit']}` |",
