@@ -36,12 +36,13 @@ def card(config: dict, run: dict, results: dict, metrics: dict, name: str, dtype
     """Markdown: what the weights are, how they were made, and the command that checks them."""
     evaluated = "the test images, so the choice of the best epoch has seen them" if run["eval_split"] == "test" else \
         "training images held out"
-    log, after = ["| epoch | loss | top-1 % | images/s | seconds |", "| --- | --- | --- | --- | --- |"], []
+    after = ", ".join(f"{epoch:.0f}" for epoch, accuracy in zip(metrics["epoch"], metrics["top1"], strict=True)
+                      if not math.isnan(accuracy))
+    log = ["| epoch | loss | top-1 % | images/s | seconds |", "| --- | --- | --- | --- | --- |"]
     for epoch, loss, accuracy, speed, seconds in zip(*(metrics[k] for k in (
             "epoch", "train_loss", "top1", "images_per_s", "seconds")), strict=True):
         top = "" if math.isnan(accuracy) else f"{accuracy:.2f}"
         log.append(f"| {epoch:.0f} | {loss:.4f} | {top} | {speed:.0f} | {seconds:.0f} |")
-        after += [f"{epoch:.0f}"] if top else []
     options = ", ".join(f"{k} {config[k]}" for k in (
         "epochs", "batch_size", "opt", "lr", "momentum", "weight_decay", "schedule", "warmup", "label_smoothing",
         "crop_padding", "cutout", "ema", "amp", "channels_last"))
@@ -54,7 +55,7 @@ def card(config: dict, run: dict, results: dict, metrics: dict, name: str, dtype
         f"| model keywords | {run['model_kwargs']} |",
         f"| data | {run['train_images']} training images, 10 classes: CIFAR-10; SHA-256 of pixels and labels "
         f"`{run['data_fingerprint']}` |",
-        f"| evaluated in training on | {evaluated}; after epoch {', '.join(after)}; the weights are those of epoch "
+        f"| evaluated in training on | {evaluated}; after epoch {after}; the weights are those of epoch "
         f"{results['test_best']['epoch']} |",
         f"| seed, runs | {config['seed']}, one run |",
         f"| commit | `{run['git_commit']}` |",
