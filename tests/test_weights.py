@@ -1,6 +1,7 @@
 """The shipped weights load by name, without a network, and have a card that says what they reach."""
 import csv
 import re
+import runpy
 import tarfile
 from pathlib import Path
 
@@ -46,6 +47,14 @@ def test_weights_are_adapted_in_timms_ways(name):
 
         features = timm.create_model(name, pretrained=True, features_only=True).eval()
         torch.testing.assert_close(features(x)[-1], plain.forward_features(x))
+
+
+def test_cards_say_which_updates_an_earlier_start_made():
+    by_update = runpy.run_path(str(ROOT / "weights" / "export.py"))["by_update"]
+    starts = [{"update": update, "by": by} for update, by in ((1, "a"), (11, "a"), (21, "b"), (31, "c"), (41, "b"))]
+    assert by_update(starts, lambda start: start["by"]) == "b (updates 1 to 20: a; updates 31 to 40: c)"
+    assert by_update(starts[1:2], lambda start: start["by"]) == "a (updates 1 to 10: not recorded)"
+    assert by_update(starts[:1], lambda start: start["by"]) == "a"
 
 
 def test_results_are_those_of_the_cards():

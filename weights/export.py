@@ -10,6 +10,8 @@ the `default_cfgs` of the model's file; then `python weights/results.py` renews 
 import argparse
 import math
 import sys
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import safetensors.torch
@@ -32,6 +34,20 @@ def half(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: value.half() if value.is_floating_point() else value for name, value in state.items()}
 
 
+def by_update(starts: list[dict], describe: Callable[[dict], str]) -> str:
+    """What `describe` says of a run's last start and, in brackets, of updates made under one that it says else of."""
+    last, others = describe(starts[-1]), []
+    if starts[0]["update"] > 1:
+        others.append([1, starts[0]["update"] - 1, "not recorded"])
+    for start, following in pairwise(starts):
+        text = describe(start)
+        if others and others[-1][1:] == [start["update"] - 1, text]:
+            others[-1][1] = following["update"] - 1
+        elif text != last:
+            others.append([start["update"], following["update"] - 1, text])
+    return last + (f" ({'; '.join(f'updates {a} to {b}: {text}' for a, b, text in others)})" if others else "")
+
+
 def card(config: dict, run: dict, results: dict, metrics: dict, name: str, dtype: str, top1: float, top5: float) -> str:
     """Markdown: what the weights are, how they were made, and the command that checks them."""
     evaluated = "the test images, so the choice of the best epoch has seen them" if run["eval_split"] == "test" else \
@@ -46,6 +62,10 @@ def card(config: dict, run: dict, results: dict, metrics: dict, name: str, dtype
     options = ", ".join(f"{k} {config[k]}" for k in (
         "epochs", "batch_size", "opt", "lr", "momentum", "weight_decay", "schedule", "warmup", "label_smoothing",
         "crop_padding", "cutout", "ema", "amp", "channels_last"))
+    starts = run.get("starts") or [{"update": 1, **run}]  # a folder from before starts were listed
+    commit, hardware, versions = (by_update(starts, describe) for describe in (
+        lambda start: f"`{start['git_commit']}`", lambda start: start["hardware"],
+        lambda start: ", ".join(f"{k} {v}" for k, v in start["versions"].items())))
     return "\n".join([
         f"# {name}", "",
         f"`timm.create_model(\"{name}\", pretrained=True)`: {top1:.2f}% top-1, {top5:.2f}% top-5 on the test images.",
@@ -58,9 +78,9 @@ def card(config: dict, run: dict, results: dict, metrics: dict, name: str, dtype
         f"| evaluated in training on | {evaluated}; after epoch {after}; the weights are those of epoch "
         f"{results['test_best']['epoch']} |",
         f"| seed, runs | {config['seed']}, one run |",
-        f"| commit | `{run['git_commit']}` |",
-        f"| hardware | {run['hardware']} |",
-        f"| versions | {', '.join(f'{k} {v}' for k, v in run['versions'].items())} |",
+        f"| commit | {commit} |",
+        f"| hardware | {hardware} |",
+        f"| versions | {versions} |",
         f"| stored as | {dtype} |", "",
         "Log:", "", *log, "",
         "Check:", "",

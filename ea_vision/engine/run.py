@@ -110,9 +110,10 @@ def begin_or_resume(trainer: Trainer, run: dict[str, Any]) -> None:
             log.warning("epochs were %d, now %d: the learning rate follows the new length", state["config"]["epochs"],
                         config.epochs)
         log.info("resumed from %s: epoch %d, update %d", path, trainer.progress.epoch, trainer.progress.updates)
+    trainer.progress.begin(run)
     if world.is_main:
         (folder / run_folder.RESULTS).unlink(missing_ok=True)  # only a complete run has it
-        run_folder.write_config(folder, config.as_dict(), run)
+        run_folder.write_config(folder, config.as_dict(), {**run, "starts": trainer.progress.starts})
     world.barrier()
 
 

@@ -112,7 +112,11 @@ def locked(folder: Path, world: World) -> Iterator[None]:
 
 
 def write_config(folder: Path, config: dict[str, Any], run: dict[str, Any]) -> None:
-    """Write the resolved options and, under `run`, what is needed to judge and repeat the run."""
+    """Write the resolved options and, under `run`, what is needed to judge and repeat the run.
+
+    The section speaks of the last start; its `starts` say from which update on each start, under another commit, other
+    versions or other hardware, has made the run.
+    """
     text = yaml.safe_dump({**config, "run": run}, sort_keys=False, width=120)
     atomic_write(folder / CONFIG, text.encode())
 

@@ -7,6 +7,7 @@ augmentation are functions of seed and epoch, and all random states are in the c
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
 import math
@@ -59,6 +60,15 @@ class Progress:
     best_epoch: int = 0
     rollbacks: int = 0
     rows: list[dict[str, float]] = field(default_factory=list)  # of metrics.csv
+    starts: list[dict[str, Any]] = field(default_factory=list)  # from which update on, under which commit and hardware
+
+    def begin(self, run: dict[str, Any]) -> None:
+        """Note who makes the updates from here on: the `run` section's command, hardware, versions and commit."""
+        who = {key: copy.deepcopy(run[key]) for key in ("command", "hardware", "versions", "git_commit")}
+        while self.starts and self.starts[-1]["update"] > self.updates:  # made no update that is left
+            self.starts.pop()
+        if not self.starts or {**self.starts[-1], **who} != self.starts[-1]:
+            self.starts.append({"update": self.updates + 1, **who})
 
     def begin_epoch(self) -> None:
         self.step, self.loss_sum, self.images, self.seconds, self.data_seconds = 0, 0.0, 0, 0.0, 0.0
@@ -394,9 +404,9 @@ class Trainer:
 
     def _roll_back(self, error: NonFiniteLoss) -> None:
         """Go back to the last checkpoint with the learning rate halved once more."""
-        rollbacks = self.progress.rollbacks + 1
+        rollbacks, starts = self.progress.rollbacks + 1, self.progress.starts
         self.load(checkpoint.read_checkpoint(self.last_good), self.last_good)
-        self.progress.rollbacks = rollbacks
+        self.progress.rollbacks, self.progress.starts = rollbacks, starts
         self._slow_down()
         log.warning("%s: back to %s with the learning rate times %g", error, self.last_good, 0.5**rollbacks)
 

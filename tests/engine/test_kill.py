@@ -5,10 +5,13 @@ import json
 import os
 import signal
 import time
+from functools import partial
 
 import pytest
+import torch
 
 from ea_vision.engine import checkpoint, run_folder
+from ea_vision.engine.train import Progress
 from tests.engine.runner import (
     DiskFullInWrite,
     KillInWrite,
@@ -163,6 +166,30 @@ def test_resume_goes_on_from_an_older_checkpoint_when_the_newest_is_damaged(data
     log = (tmp_path / "run.log").read_text()
     assert "skipped" in log and str(path) in log and "checksum" in log
     assert (folder / "last.ckpt.damaged").read_bytes() == damaged, "it is kept, and has pushed out no good one"
+
+
+def test_config_says_which_start_made_which_updates(data, tmp_path):
+    folder, log = tmp_path / "run", tmp_path / "run.log"
+    argv, two_threads = arguments(data, folder), partial(torch.set_num_threads, 2)
+    assert run(argv, log, SignalAfterUpdate(signal.SIGKILL, 4)) < 0  # updates 1 and 2 are saved, the third is lost
+    assert run(argv, log, SignalAfterUpdate(signal.SIGTERM, 1)) == 128 + signal.SIGTERM  # 3, like those before
+    assert run(argv, log, two_threads) == 0
+    _, about = run_folder.read_config(folder)
+    threads = [(s["update"], s["hardware"].split(" x ")[1]) for s in about["starts"]]
+    assert threads == [(1, "1 threads"), (4, "2 threads")]
+    same = ("command", "versions", "git_commit")
+    assert all({key: s[key] for key in same} == {key: about[key] for key in same} for s in about["starts"])
+    assert checkpoint.read_checkpoint(folder / checkpoint.LAST)["progress"]["starts"] == about["starts"]
+
+
+def test_a_start_without_updates_is_not_kept():
+    progress = Progress()
+    for updates, commit in ((0, "a"), (0, "b"), (5, "c"), (5, "d"), (9, "d"), (8, "e"), (7, "d"), (4, "e")):
+        progress.updates = updates
+        progress.begin({"command": "", "hardware": "", "versions": {}, "git_commit": commit, "classes": []})
+        if (updates, commit) == (7, "d"):
+            assert [(s["update"], s["git_commit"]) for s in progress.starts] == [(1, "b"), (6, "d")]
+    assert [(s["update"], s["git_commit"]) for s in progress.starts] == [(1, "b"), (5, "e")]
 
 
 @pytest.mark.parametrize("name, nth", [(checkpoint.LAST, 3), (checkpoint.BEST, 1), (run_folder.WEIGHTS, 1)])
