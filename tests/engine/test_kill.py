@@ -182,6 +182,21 @@ def test_config_says_which_start_made_which_updates(data, tmp_path):
     assert checkpoint.read_checkpoint(folder / checkpoint.LAST)["progress"]["starts"] == about["starts"]
 
 
+def test_a_rollback_keeps_the_start_that_has_saved_nothing_yet(data, tmp_path):
+    folder, log = tmp_path / "run", tmp_path / "run.log"
+    argv = arguments(data, folder, "--on-nan", "rollback")
+    assert run(argv, log, SignalAfterUpdate(signal.SIGTERM, 3)) == 128 + signal.SIGTERM
+    assert run(argv, log, two_threads_and_a_bad_loss) == 0, log.read_text()
+    assert "back to" in log.read_text()
+    starts = checkpoint.read_checkpoint(folder / checkpoint.LAST)["progress"]["starts"]
+    assert [(s["update"], s["hardware"].split(" x ")[1]) for s in starts] == [(1, "1 threads"), (4, "2 threads")]
+
+
+def two_threads_and_a_bad_loss():
+    torch.set_num_threads(2)
+    SpoilLoss(4)()
+
+
 def test_a_start_without_updates_is_not_kept():
     progress = Progress()
     for updates, commit in ((0, "a"), (0, "b"), (5, "c"), (5, "d"), (9, "d"), (8, "e"), (7, "d"), (4, "e")):
