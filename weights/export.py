@@ -11,7 +11,8 @@ import argparse
 import math
 import sys
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import groupby, pairwise
+from operator import itemgetter
 from pathlib import Path
 
 import safetensors.torch
@@ -36,16 +37,14 @@ def half(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def by_update(starts: list[dict], describe: Callable[[dict], str]) -> str:
     """What `describe` says of a run's last start and, in brackets, of updates made under one that it says else of."""
-    last, others = describe(starts[-1]), []
-    if starts[0]["update"] > 1:
-        others.append([1, starts[0]["update"] - 1, "not recorded"])
-    for start, following in pairwise(starts):
-        text = describe(start)
-        if others and others[-1][1:] == [start["update"] - 1, text]:
-            others[-1][1] = following["update"] - 1
-        elif text != last:
-            others.append([start["update"], following["update"] - 1, text])
-    return last + (f" ({'; '.join(f'updates {a} to {b}: {text}' for a, b, text in others)})" if others else "")
+    said = [(start["update"], describe(start)) for start in starts]
+    if said[0][0] > 1:
+        said.insert(0, (1, "not recorded"))
+    changes = [next(same) for _, same in groupby(said, key=itemgetter(1))]
+    last = changes[-1][1]
+    others = [f"updates {first} to {following - 1}: {text}"
+              for (first, text), (following, _) in pairwise(changes) if text != last]
+    return last + (f" ({'; '.join(others)})" if others else "")
 
 
 def card(config: dict, run: dict, results: dict, metrics: dict, name: str, dtype: str, top1: float, top5: float) -> str:
@@ -62,7 +61,7 @@ def card(config: dict, run: dict, results: dict, metrics: dict, name: str, dtype
     options = ", ".join(f"{k} {config[k]}" for k in (
         "epochs", "batch_size", "opt", "lr", "momentum", "weight_decay", "schedule", "warmup", "label_smoothing",
         "crop_padding", "cutout", "ema", "amp", "channels_last"))
-    starts = run.get("starts") or [{"update": 1, **run}]  # a folder from before starts were listed
+    starts = run.get("starts", [{"update": 1, **run}])  # a folder from before starts were listed
     commit, hardware, versions = (by_update(starts, describe) for describe in (
         lambda start: f"`{start['git_commit']}`", lambda start: start["hardware"],
         lambda start: ", ".join(f"{k} {v}" for k, v in start["versions"].items())))

@@ -64,7 +64,8 @@ class Progress:
 
     def begin(self, run: dict[str, Any]) -> None:
         """Note who makes the updates from here on: the `run` section's command, hardware, versions and commit."""
-        who = {key: copy.deepcopy(run[key]) for key in ("command", "hardware", "versions", "git_commit")}
+        who = {key: run[key] for key in ("command", "hardware", "versions", "git_commit")}
+        who = copy.deepcopy(who)  # what config.yaml shares with `run` it would write as references of YAML
         while self.starts and self.starts[-1]["update"] > self.updates:  # made no update that is left
             self.starts.pop()
         if not self.starts or {**self.starts[-1], **who} != self.starts[-1]:
