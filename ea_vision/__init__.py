@@ -5,7 +5,10 @@ Importing the package registers the models with timm; nothing else is loaded:
     import ea_vision, timm
     model = timm.create_model("ea_aa_resnet50")
 """
+from pathlib import Path
+
 __version__ = "0.1.0"
+__path__.append(str(Path(__file__).parent / "aliases"))  # older names of `python -m`
 
 from ea_vision import models as models  # noqa: E402 (registers the networks)
-from ea_vision.attention import record_attention as record_attention  # noqa: E402
+from ea_vision.analysis.recording import record_attention as record_attention  # noqa: E402

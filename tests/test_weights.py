@@ -1,7 +1,6 @@
 """The shipped weights load by name, without a network, and have a card that says what they reach."""
 import csv
 import re
-import runpy
 import tarfile
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from PIL import Image
 from timm.models import adapt_input_conv
 
 import ea_vision  # noqa: F401
+from ea_vision.engine.export import by_update
 
 OURS = timm.list_models(module="conv_transformer") + timm.list_models(module="attn_resnet")
 ROOT = Path(__file__).resolve().parents[1]
@@ -50,7 +50,6 @@ def test_weights_are_adapted_in_timms_ways(name):
 
 
 def test_cards_say_which_updates_an_earlier_start_made():
-    by_update = runpy.run_path(str(ROOT / "weights" / "export.py"))["by_update"]
     starts = [{"update": update, "by": by} for update, by in ((1, "a"), (11, "a"), (21, "b"), (31, "c"), (41, "b"))]
     assert by_update(starts, lambda start: start["by"]) == "b (updates 1 to 20: a; updates 31 to 40: c)"
     assert by_update(starts[1:2], lambda start: start["by"]) == "a (updates 1 to 10: not recorded)"

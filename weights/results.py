@@ -14,7 +14,7 @@ from pathlib import Path
 import timm
 
 import ea_vision  # noqa: F401  (registers the models)
-from ea_vision.engine.errors import UsageError, exit_code
+from ea_vision.base.errors import UsageError, exit_code
 from ea_vision.engine.report import timm_row, write_timm_results
 from ea_vision.models import FAMILIES
 

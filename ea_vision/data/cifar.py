@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-from ea_vision.engine.checkpoint import atomic_write
-from ea_vision.engine.errors import RunError, UsageError
+from ea_vision.base.errors import RunError, UsageError
+from ea_vision.base.files import atomic_write
 
 log = logging.getLogger(__name__)
 DATASETS = ("digits", "cifar10", "cifar100", "folder")

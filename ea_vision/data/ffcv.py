@@ -27,10 +27,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from ea_vision.base.errors import UsageError
 from ea_vision.data.augment import normalize
 from ea_vision.data.imagenet import epoch_order
 from ea_vision.data.on_device import Batch
-from ea_vision.engine.errors import UsageError
 
 HELP = """FFCV is not installed. Debian, Ubuntu: apt-get install libturbojpeg0-dev libopencv-dev pkg-config \
 && pip install 'ea_vision[ffcv]'; conda: conda install -c conda-forge opencv libjpeg-turbo pkg-config compilers \

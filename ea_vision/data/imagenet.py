@@ -24,11 +24,11 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 from torchvision import transforms
 
+from ea_vision.base.errors import UsageError
 from ea_vision.data.augment import normalize
+from ea_vision.data.bad_images import BadImages
 from ea_vision.data.cifar import BROKEN
 from ea_vision.data.on_device import Batch
-from ea_vision.engine.bad_images import BadImages
-from ea_vision.engine.errors import UsageError
 
 TERM_SECONDS = 30  # that workers serve on after a SIGTERM, which clusters send to every process of a job
 GLOO_SECONDS = 0.3  # that gloo's threads have to end a collective in

@@ -20,11 +20,11 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+from ea_vision.base.errors import RunError, UsageError, exit_code
+from ea_vision.base.files import atomic_write
 from ea_vision.data.cifar import BROKEN
 from ea_vision.data.ffcv import require_ffcv, sidecar
 from ea_vision.data.imagenet import ImageSource, die_with_parent, find_split
-from ea_vision.engine.checkpoint import atomic_write
-from ea_vision.engine.errors import RunError, UsageError, exit_code
 
 EXAMPLES = """\
 examples:

@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 import random
-import uuid
 from pathlib import Path
 from typing import Any
 
@@ -18,39 +17,12 @@ import safetensors
 import safetensors.torch
 import torch
 
-from ea_vision.engine.errors import RunError
-
 FORMAT = "ea_vision-checkpoint-1"
 LAST, PREVIOUS, BEST = "last.ckpt", "last.prev.ckpt", "best.ckpt"
 
 
 class DamagedCheckpoint(ValueError):
     """A file that is no checkpoint of ours, or not the one that was written."""
-
-
-def atomic_write(path: Path, data: bytes, keep_previous_as: Path | None = None) -> None:
-    """Replace `path` by `data`, all or nothing; the old file becomes `keep_previous_as` if that is given.
-
-    Raises:
-        RunError: the file could not be written (disk full, no permission); the old one is untouched.
-    """
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")  # two runs may write the same file of a cache
-    try:
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        if keep_previous_as is not None and path.exists():
-            os.replace(path, keep_previous_as)
-        os.replace(temporary, path)
-        directory = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise RunError(f"cannot write {path}: {error.strerror}; what was there before is whole") from error
 
 
 def _flatten(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from ea_vision.engine.errors import UsageError, near_matches
+from ea_vision.base.errors import UsageError, near_matches
 
 # Not part of the experiment: these may differ between the run that wrote a checkpoint and the one that continues it.
 FREE_TO_CHANGE = frozenset({

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
-from ea_vision.engine.checkpoint import atomic_write
-from ea_vision.engine.errors import UsageError
-from ea_vision.engine.report import figure_bytes
+from ea_vision.base.errors import UsageError
+from ea_vision.base.figures import figure_bytes
+from ea_vision.base.files import atomic_write
 from ea_vision.engine.run_folder import read_config, read_metrics
 
 

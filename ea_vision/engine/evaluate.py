@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ea_vision.engine.distributed import World
+from ea_vision.base.processes import World
 
 
 def autocast(amp: str, device: torch.device) -> torch.autocast:

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ea_vision.base.errors import UsageError
+from ea_vision.base.processes import World
 from ea_vision.engine.config import TrainConfig
-from ea_vision.engine.distributed import World
-from ea_vision.engine.errors import UsageError
 from ea_vision.engine.evaluate import autocast
 
 log = logging.getLogger(__name__)

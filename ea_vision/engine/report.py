@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import nn
 
-from ea_vision.engine.checkpoint import atomic_write
+from ea_vision.base.figures import figure_bytes
+from ea_vision.base.files import atomic_write, create, write_json
 from ea_vision.engine.evaluate import Evaluation
-from ea_vision.engine.run_folder import create, write_json
 
 
 def write_evaluation(folder: Path, result: Evaluation, classes: list[str], about: dict[str, Any]) -> list[Path]:
@@ -82,10 +82,3 @@ def _confusion_picture(result: Evaluation, classes: list[str]) -> bytes:
                     axes.text(column, row, f"{value:.0f}", ha="center", va="center", fontsize=8,
                               color="white" if value > 50 else "black")
     return figure_bytes(figure)
-
-
-def figure_bytes(figure) -> bytes:
-    """The figure as PNG."""
-    data = io.BytesIO()
-    figure.savefig(data, format="png", dpi=120)
-    return data.getvalue()

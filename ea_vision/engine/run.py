@@ -15,10 +15,11 @@ import safetensors.torch
 import torch
 from torch import nn
 
+from ea_vision.base.errors import UsageError
+from ea_vision.base.files import write_json
+from ea_vision.base.networks import build_model, check_classes, check_model_name, load_weights, pretrained_model
 from ea_vision.engine import checkpoint, run_folder
-from ea_vision.engine.build import build_model, check_classes, check_model_name, load_weights, pretrained_model
 from ea_vision.engine.config import FREE_TO_CHANGE, TrainConfig, resolve
-from ea_vision.engine.errors import UsageError
 from ea_vision.engine.evaluate import evaluate
 from ea_vision.engine.train import Trainer
 
@@ -156,7 +157,7 @@ def finish(trainer: Trainer, test_loader, test_images: int, eval_split: str, run
     if trainer.world.is_main:
         if before is not None:
             before(results)
-        run_folder.write_json(folder / run_folder.RESULTS, results)
+        write_json(folder / run_folder.RESULTS, results)
     trainer.world.barrier()
     log.info("test accuracy: best weights (epoch %d) top1 %.2f%% top5 %.2f%%, last weights top1 %.2f%% top5 %.2f%%",
              tests["best"]["epoch"], tests["best"]["top1"], tests["best"]["top5"], tests["last"]["top1"],

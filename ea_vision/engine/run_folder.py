@@ -8,8 +8,6 @@ import io
 import json
 import logging
 import os
-import platform
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,16 +15,14 @@ from typing import Any
 
 import safetensors.torch
 import timm
-import torch
-import torchvision
 import yaml
 from torch import nn
 
-import ea_vision
-from ea_vision.engine.build import load_weights
-from ea_vision.engine.checkpoint import BEST, LAST, PREVIOUS, atomic_write
-from ea_vision.engine.distributed import World
-from ea_vision.engine.errors import RunError, UsageError
+from ea_vision.base.errors import RunError, UsageError
+from ea_vision.base.files import atomic_write, create
+from ea_vision.base.networks import load_weights
+from ea_vision.base.processes import World
+from ea_vision.engine.checkpoint import BEST, LAST, PREVIOUS
 
 log = logging.getLogger(__name__)
 CONFIG, METRICS, WEIGHTS, RESULTS = "config.yaml", "metrics.csv", "model.safetensors", "results.json"
@@ -34,51 +30,9 @@ SNAPSHOTS = "snapshots"  # the folder of --snapshot-epochs
 COLUMNS = ("epoch", "step", "lr", "train_loss", "top1", "top5", "images_per_s", "seconds")
 
 
-def provenance() -> dict[str, Any]:
-    """Versions, hardware and, in a checkout, the git commit (with `+changes` where files differ from it)."""
-    here = Path(__file__).parent
-    git = ["git", "-C", str(here)]
-    commit = None
-    try:
-        found = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-        changes = subprocess.run([*git, "status", "--porcelain", "-uno", "--", "."], capture_output=True, text=True)
-        commit = found + ("+changes" if changes.stdout.strip() else "")
-    except (OSError, subprocess.CalledProcessError):
-        pass  # an installed package has no commit; its version says as much
-    return {
-        "versions": {"ea_vision": ea_vision.__version__, "torch": str(torch.__version__), "timm": timm.__version__,
-                     "torchvision": torchvision.__version__, "python": platform.python_version()},
-        "git_commit": commit,
-    }
-
-
-def hardware(device: torch.device, processes: int) -> str:
-    """One line: the device, how many of them, and threads on a CPU."""
-    if device.type == "cuda":
-        return f"{processes} x {torch.cuda.get_device_name(device)}"
-    model = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
-        model = names[0] if names else model
-    return f"{model}, {processes} process(es) x {torch.get_num_threads()} threads"
-
-
 def holds_run(folder: Path) -> bool:
     """Whether a run has written into this folder."""
     return any((folder / name).exists() for name in (CONFIG, LAST, PREVIOUS, BEST))
-
-
-def create(folder: Path) -> None:
-    """Make a folder, and those above it.
-
-    Raises:
-        UsageError: it cannot be made.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"cannot make the folder {folder}: {error.strerror}") from error
 
 
 @contextmanager
@@ -177,10 +131,6 @@ def write_snapshot(folder: Path, model: nn.Module, epoch: int) -> None:
 def _write_state(path: Path, model: nn.Module, about: dict[str, str]) -> None:
     state = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
     atomic_write(path, safetensors.torch.save(state, {"format": "pt", **about}))
-
-
-def write_json(path: Path, value: Any) -> None:
-    atomic_write(path, (json.dumps(value, indent=2) + "\n").encode())
 
 
 def read_results(folder: Path) -> dict[str, Any] | None:

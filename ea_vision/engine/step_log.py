@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from ea_vision.engine.checkpoint import atomic_write
-from ea_vision.engine.errors import UsageError
+from ea_vision.base.errors import UsageError
+from ea_vision.base.files import atomic_write
 
 FILE = "speed.csv"
 WANDB_ID = "wandb_id.txt"

@@ -17,10 +17,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ea_vision.engine.checkpoint import atomic_write
-from ea_vision.engine.errors import RunError, UsageError, exit_code
-from ea_vision.engine.report import figure_bytes
-from ea_vision.engine.run_folder import create, read_results
+from ea_vision.base.errors import RunError, UsageError, exit_code
+from ea_vision.base.figures import figure_bytes
+from ea_vision.base.files import atomic_write, create
+from ea_vision.engine.run_folder import read_results
 
 EXAMPLES = """\
 examples:
@@ -48,13 +48,13 @@ def parse_settings(words: list[str]) -> dict[str, list[str]]:
     return settings
 
 
-def run_setting(script: Path, folder: Path, setting: dict[str, str], seed: str, arguments: list[str]) -> dict:
+def run_setting(trainer: list[str], folder: Path, setting: dict[str, str], seed: str, arguments: list[str]) -> dict:
     """Train one setting in its own process; return its results.json.
 
     Raises:
         RunError: the trainer failed.
     """
-    command = [sys.executable, str(script), *arguments, "--output", str(folder), "--seed", seed, "--model-kwargs",
+    command = [sys.executable, *trainer, *arguments, "--output", str(folder), "--seed", seed, "--model-kwargs",
                *(f"{key}={value}" for key, value in setting.items())]
     process = subprocess.Popen(command)
     try:
@@ -119,11 +119,12 @@ def main(argv: list[str] | None = None) -> int:
                         help="a model keyword and its values; given again, all combinations are run")
     parser.add_argument("--seeds", default="0", help="seeds, each of which runs every setting (default: 0)")
     parser.add_argument("--output", required=True, type=Path, help="folder of the runs, sweep.csv and sweep.png")
-    parser.add_argument("--script", default=Path("train_cifar.py"), type=Path, help="trainer (default: train_cifar.py)")
+    parser.add_argument("--script", type=Path, help="trainer (default: ea-vision train-cifar)")
     parser.add_argument("arguments", nargs="*", metavar="-- ARGUMENT", help="arguments of the trainer, after --")
     args = parser.parse_args(argv)
     settings = parse_settings(args.settings)
-    if not args.script.is_file():
+    trainer = [str(args.script)] if args.script else ["-m", "ea_vision", "train-cifar"]
+    if args.script and not args.script.is_file():
         raise UsageError(f"no trainer {args.script}: give its path by --script")
 
     def leave(number, _frame):
@@ -137,7 +138,7 @@ def main(argv: list[str] | None = None) -> int:
         setting = dict(zip(settings, values, strict=True))
         for seed in args.seeds.split(","):
             name = ",".join([*(f"{k}={v}" for k, v in setting.items()), f"seed={seed}"])
-            results = run_setting(args.script, args.output / name, setting, seed, args.arguments)
+            results = run_setting(trainer, args.output / name, setting, seed, args.arguments)
             split = results["eval_split"]
             rows.append({**setting, "seed": seed, "top1": evaluation_top1(results),
                          "test_top1": results["test_best"]["top1"]})

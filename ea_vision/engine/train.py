@@ -26,13 +26,15 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
+from ea_vision.base.errors import RunError, UsageError
+from ea_vision.base.files import atomic_write, write_json
+from ea_vision.base.networks import check_state_fits
+from ea_vision.base.processes import World
+from ea_vision.data.bad_images import BadImages
 from ea_vision.engine import checkpoint, run_folder
-from ea_vision.engine.bad_images import BadImages
-from ea_vision.engine.build import build_optimizer, check_state_fits
 from ea_vision.engine.config import TrainConfig
-from ea_vision.engine.distributed import World
-from ea_vision.engine.errors import RunError, UsageError
 from ea_vision.engine.evaluate import autocast, evaluate
+from ea_vision.engine.optimizer import build_optimizer
 from ea_vision.engine.schedules import build_schedule
 from ea_vision.engine.signals import StopRequest
 from ea_vision.engine.step_log import StepLog, memory_mib
@@ -210,8 +212,8 @@ class Trainer:
             run_folder.write_snapshot(self.folder, self.best_model, self.progress.epoch)
         if best:
             run_folder.write_weights(self.folder, self.best_model)
-            checkpoint.atomic_write(self.folder / checkpoint.BEST, data)
-        checkpoint.atomic_write(self.last_good, data, keep_previous_as=self.folder / checkpoint.PREVIOUS)
+            atomic_write(self.folder / checkpoint.BEST, data)
+        atomic_write(self.last_good, data, keep_previous_as=self.folder / checkpoint.PREVIOUS)
 
     # ---- one update -----------------------------------------------------------------------------------------------
 
@@ -397,7 +399,7 @@ class Trainer:
         if self.world.is_main:
             progress = self.progress
             name = f"nonfinite-epoch{progress.epoch + 1:03d}-update{progress.step + 1:05d}.json"
-            run_folder.write_json(self.folder / name, {
+            write_json(self.folder / name, {
                 "error": str(error), "epoch": progress.epoch + 1, "update": progress.step + 1,
                 "lr": self.optimizer.param_groups[0]["lr"], "last_good_checkpoint": str(self.last_good),
                 "sample_ids": ids, "samples": [[self.describe(i) for i in of_rank] for of_rank in ids]})

@@ -17,9 +17,9 @@ from timm.models import register_notrace_module
 from torch import Tensor, nn
 
 from ea_vision.layers.evolution import EvolvingAttention, PredictiveAttention
-from ea_vision.layers.rel_pos import fit_rel_table
 from ea_vision.ops import evolving_attention, halve
 from ea_vision.ops.reference import attention_of, own_logits
+from ea_vision.ops.rel_pos import fit_rel_table
 
 
 def _check_divides(name: str, value: int, num_heads: int) -> None:

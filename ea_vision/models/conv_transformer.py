@@ -352,11 +352,8 @@ CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "hors
 
 SHIPPED = (  # of a model's weights the first are the default
     "conv_transformer_cifar.fast_c10",
-    "conv_transformer_cifar.fast3_c10",
     "pa_conv_transformer_cifar.fast_c10",
-    "pa_conv_transformer_cifar.fast3_c10",
     "ea_conv_transformer_cifar.fast_c10",
-    "ea_conv_transformer_cifar.fast3_c10",
 )
 default_cfgs = generate_default_cfgs({
     "cnn_cifar": _cfg(),

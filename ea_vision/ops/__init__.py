@@ -25,8 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ea_vision.layers.rel_pos import fit_rel_table
 from ea_vision.ops import cpu, reference, sdpa, triton_attention
+from ea_vision.ops.rel_pos import fit_rel_table
 
 __all__ = ["IMPLEMENTATIONS", "evolving_attention", "halve", "use_implementation"]
 

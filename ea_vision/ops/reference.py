@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ea_vision.layers.rel_pos import relative_logits
+from ea_vision.ops.rel_pos import relative_logits
 
 
 def own_logits(

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ea_vision.layers.rel_pos import relative_logits
+from ea_vision.ops.rel_pos import relative_logits
 
 
 def reason_against(prev_logits: Tensor | None, need_logits: bool) -> str | None:

@@ -14,9 +14,9 @@ import pytest
 import torch
 from PIL import Image
 
+from ea_vision.base.errors import UsageError
 from ea_vision.data import cifar
 from ea_vision.data.cifar import hold_out, load_dataset
-from ea_vision.engine.errors import UsageError
 from tests.engine.runner import make_folder
 
 

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from ea_vision.base.errors import UsageError, exit_code
 from ea_vision.data import write_ffcv
 from ea_vision.data.augment import normalize
+from ea_vision.data.bad_images import BadImages
 from ea_vision.data.ffcv import (
     BetonEvalLoader,
     BetonTrainLoader,
@@ -22,8 +24,6 @@ from ea_vision.data.ffcv import (
     random_boxes,
 )
 from ea_vision.data.imagenet import ImageEvalLoader, ImageSource, eval_transform
-from ea_vision.engine.bad_images import BadImages
-from ea_vision.engine.errors import UsageError, exit_code
 from tests.data.photos import make_photos
 
 needs_ffcv = pytest.mark.skipif(importlib.util.find_spec("ffcv") is None, reason="needs FFCV: pip install .[ffcv]")

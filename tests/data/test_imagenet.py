@@ -9,6 +9,8 @@ import timm.data
 import torch
 from PIL import Image
 
+from ea_vision.base.errors import UsageError
+from ea_vision.data.bad_images import BadImages
 from ea_vision.data.imagenet import (
     ImageEvalLoader,
     ImageSource,
@@ -18,8 +20,6 @@ from ea_vision.data.imagenet import (
     to_rgb,
     train_transform,
 )
-from ea_vision.engine.bad_images import BadImages
-from ea_vision.engine.errors import UsageError
 from tests.data.photos import make_photos
 
 COMMON = {"img_size": 16, "mean": (0.5,) * 3, "std": (0.2,) * 3, "device": torch.device("cpu")}

@@ -14,12 +14,11 @@ from pathlib import Path
 import numpy as np
 import safetensors.torch
 import torch
+import train_imagenet  # noqa: F401  (loaded once, for the processes that train with it)
 from PIL import Image
 
-import train_cifar
-import train_imagenet  # noqa: F401  (loaded once, for the processes that train with it)
-from ea_vision.engine import checkpoint, run_folder, train
-from ea_vision.engine.errors import exit_code
+from ea_vision.base.errors import exit_code
+from ea_vision.engine import checkpoint, run_folder, train, train_cifar
 from ea_vision.engine.train import Trainer
 
 BN_MODEL = ["--model", "test_resnet", "--model-kwargs", "drop_rate=0.2"]  # batch statistics and dropout

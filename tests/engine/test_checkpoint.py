@@ -11,9 +11,9 @@ import pytest
 import safetensors.torch
 import torch
 
+from ea_vision.base.errors import RunError
 from ea_vision.engine import checkpoint
 from ea_vision.engine.checkpoint import DamagedCheckpoint, atomic_write, encode, read_checkpoint
-from ea_vision.engine.errors import RunError
 from tests.engine.runner import assert_equal
 
 CPU = torch.device("cpu")

@@ -7,10 +7,10 @@ from importlib import resources
 import pytest
 import yaml
 
+from ea_vision.base.errors import UsageError
 from ea_vision.engine.config import load_recipe, make_parser, option, parse, recipe_names, resolve
-from ea_vision.engine.errors import UsageError
-from train_cifar import EXAMPLES, CifarConfig
-from train_imagenet import ImageNetConfig
+from ea_vision.engine.train_cifar import EXAMPLES, CifarConfig
+from ea_vision.engine.train_imagenet import ImageNetConfig
 
 
 def parsed(*argv: str):

@@ -8,7 +8,7 @@ import torch
 
 from ea_vision.engine.config import resolve
 from ea_vision.engine.schedules import build_schedule
-from train_cifar import CifarConfig
+from ea_vision.engine.train_cifar import CifarConfig
 
 
 def rates(updates_per_epoch: int, **options) -> list[float]:

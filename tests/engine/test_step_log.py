@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ea_vision.engine.errors import UsageError
+from ea_vision.base.errors import UsageError
 from ea_vision.engine.step_log import COLUMNS, StepLog
 
 

@@ -1,17 +1,11 @@
-"""Images and models for the attention page; scripts of visualize/ become importable."""
-import sys
-from pathlib import Path
-
+"""Images and models for the attention page."""
 import numpy as np
 import pytest
 from PIL import Image
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "visualize"))
-
-from explore import STORED_PARTS, Explorer  # noqa: E402
-
-from ea_vision.attention import attention_layers  # noqa: E402
-from ea_vision.loading import load_model  # noqa: E402
+from ea_vision.analysis.loading import load_model
+from ea_vision.analysis.recording import attention_layers
+from ea_vision.visualize.explore import STORED_PARTS, Explorer
 
 
 def picture(seed: int, size: tuple[int, int] = (120, 90)) -> Image.Image:

@@ -14,13 +14,13 @@ import matplotlib
 import numpy as np
 import pytest
 import torch
-from explore import Explorer, build_page, decode_image
-from explore_server import PageServer
 from PIL import Image
 
 import ea_vision
-from ea_vision.attention import attention_layers
-from ea_vision.loading import load_model
+from ea_vision.analysis.loading import load_model
+from ea_vision.analysis.recording import attention_layers
+from ea_vision.visualize.explore import Explorer, build_page, decode_image
+from ea_vision.visualize.page_server import PageServer
 
 from .conftest import picture
 from .test_explore import BROKEN, good_image

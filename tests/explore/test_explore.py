@@ -11,14 +11,14 @@ import explore
 import numpy as np
 import pytest
 import torch
-from explore import STORED_PARTS, build_page, decode_image, fit, pack, quantise, size_mb
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from PIL import Image
 
 import ea_vision
-from ea_vision.engine.errors import UsageError, exit_code
+from ea_vision.base.errors import UsageError, exit_code
+from ea_vision.visualize.explore import STORED_PARTS, build_page, decode_image, fit, pack, quantise, size_mb
 
 from .conftest import picture
 

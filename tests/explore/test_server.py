@@ -8,10 +8,10 @@ from urllib.parse import quote
 
 import explore_server
 import pytest
-from explore import build_page, decode_image
-from explore_server import PageServer
 
-from ea_vision.engine.errors import UsageError
+from ea_vision.base.errors import UsageError
+from ea_vision.visualize.explore import build_page, decode_image
+from ea_vision.visualize.page_server import PageServer
 
 from .conftest import picture
 from .test_explore import BROKEN, good_image

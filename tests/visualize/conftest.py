@@ -1,7 +1,4 @@
-"""The scripts of visualize/ are imported as they import each other: from their folder."""
-import sys
+"""Where the scripts are that a checkout runs."""
 from pathlib import Path
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "visualize"
-if str(SCRIPTS) not in sys.path:
-    sys.path.insert(0, str(SCRIPTS))

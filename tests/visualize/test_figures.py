@@ -2,14 +2,6 @@
 import subprocess
 import sys
 
-import attention_animation
-import attention_heatmap
-import attention_matrix
-import attention_rollout
-import attention_statistics
-import compare_models
-import evolution_strip
-import figure_tools
 import numpy as np
 import pytest
 import timm
@@ -17,11 +9,22 @@ import torch
 from PIL import Image
 from torch import nn
 
-from ea_vision.attention import PARTS, attention_layers
+from ea_vision.analysis.loading import LoadedModel, load_model
+from ea_vision.analysis.recording import PARTS, attention_layers
+from ea_vision.base.errors import UsageError
+from ea_vision.base.files import atomic_write
 from ea_vision.engine import checkpoint, run_folder
-from ea_vision.engine.errors import UsageError
 from ea_vision.layers import AugmentedConv2d
-from ea_vision.loading import LoadedModel, load_model
+from ea_vision.visualize import (
+    attention_animation,
+    attention_heatmap,
+    attention_matrix,
+    attention_rollout,
+    attention_statistics,
+    compare_models,
+    evolution_strip,
+    figure_tools,
+)
 
 from .conftest import SCRIPTS
 
@@ -52,7 +55,7 @@ def make_run(folder, name):
     run_folder.write_weights(folder, model)
     for epoch, file in (2, "last.ckpt"), (1, "best.ckpt"):
         state = {"model": model.state_dict(), "ema": None, "progress": {"epoch": epoch, "updates": epoch}}
-        checkpoint.atomic_write(folder / file, checkpoint.encode(state))
+        atomic_write(folder / file, checkpoint.encode(state))
     return folder
 
 

@@ -1,0 +1,8 @@
+"""`python -m ea_vision.memory`, the older name of `ea-vision memory`."""
+import sys
+
+from ea_vision.__main__ import main
+
+if __name__ == "__main__":
+    sys.argv.insert(1, "memory")
+    sys.exit(main())

@@ -1,0 +1,8 @@
+"""`python -m ea_vision.probe`, the older name of `ea-vision probe`."""
+import sys
+
+from ea_vision.__main__ import main
+
+if __name__ == "__main__":
+    sys.argv.insert(1, "probe")
+    sys.exit(main())

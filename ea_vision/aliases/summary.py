@@ -1,0 +1,8 @@
+"""`python -m ea_vision.summary`, the older name of `ea-vision summary`."""
+import sys
+
+from ea_vision.__main__ import main
+
+if __name__ == "__main__":
+    sys.argv.insert(1, "summary")
+    sys.exit(main())

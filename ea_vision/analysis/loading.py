@@ -1,0 +1,241 @@
+"""Models and images to look at: what the probe and the visualize scripts take on the command line."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import math
+import warnings
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import timm
+import torch
+from PIL import Image, ImageOps, UnidentifiedImageError
+from torch import Tensor, nn
+
+from ea_vision.analysis.recording import AttentionLayer, attention_layers
+from ea_vision.base.errors import UsageError
+from ea_vision.base.networks import check_model_name, check_state_fits, load_weights, pretrained_model
+from ea_vision.data.cifar import IMAGE_SUFFIXES
+from ea_vision.engine import checkpoint, run_folder
+
+MAX_PIXELS = 100_000_000  # larger images are refused before they are decoded
+WEIGHTS_HELP = "NAME of a timm model (pretrained where it has weights, else random), RUN folder, or a checkpoint in one"
+
+
+@dataclass
+class LoadedModel:
+    """A network in eval mode, and how it wants its images.
+
+    label: short, for titles. config: timm's data configuration (mean, std, crop_pct, interpolation).
+    img_size: (height, width) of the input in pixels. epoch: of the checkpoint, where it is one.
+    """
+
+    model: nn.Module
+    label: str
+    img_size: tuple[int, int]
+    config: dict[str, Any]
+    epoch: int | None = None
+
+    def prepare(self, image: Image.Image) -> Tensor:
+        """(3, H, W) in 0..1: resized and cut around its middle, as in evaluation; what queries are counted on."""
+        H, W = self.img_size
+        scale = max(H / image.height, W / image.width) / self.config["crop_pct"]
+        size = (max(W, math.floor(image.width * scale + 0.5)), max(H, math.floor(image.height * scale + 0.5)))
+        left, top = (size[0] - W) // 2, (size[1] - H) // 2
+        resample = Image.Resampling[self.config["interpolation"].upper()]
+        image = image.convert("RGB").resize(size, resample).crop((left, top, left + W, top + H))
+        return torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(H, W, 3).permute(2, 0, 1) / 255
+
+    def normalize(self, images: Tensor) -> Tensor:
+        """(..., 3, H, W) in 0..1 -> what the network takes."""
+        mean, std = (torch.tensor(self.config[name], device=images.device).view(-1, 1, 1) for name in ("mean", "std"))
+        return (images - mean) / std
+
+
+def load_model(target: str, *, random: bool = False, img_size: tuple[int, int] | None = None, seed: int = 0,
+               device: str = "cpu", **kwargs: Any) -> LoadedModel:
+    """Load NAME, RUN_FOLDER, or a checkpoint or weights file in a run folder.
+
+    Args:
+        random: random weights, whatever there is.
+        img_size: (height, width) of the input in pixels; default: the model's own.
+        seed: of random weights.
+        **kwargs: further keywords of a model given by NAME.
+
+    Raises:
+        UsageError: no such model or run, unreadable or unfitting weights.
+    """
+    path = Path(target)
+    epoch, crop_pct = None, None
+    if path.is_dir() or path.is_file():
+        folder = path if path.is_dir() else path.parent
+        folder = folder.parent if folder.name == run_folder.SNAPSHOTS else folder
+        config, run = run_folder.read_config(folder)
+        label = f"{config['model']}, {folder.resolve().name}"
+        if random:
+            model = _create(config["model"], seed, **run["model_kwargs"])
+            label += " (untrained)"
+        elif path.is_dir():
+            model = run_folder.load_run(folder)[0]
+        else:
+            model = _create(config["model"], seed, **run["model_kwargs"])
+            epoch = _load_file(model, path)
+            label += f", {path.stem}" if epoch is None else f", epoch {epoch}"
+        crop_pct = 1.0 if "dataset" in config else None  # train_cifar shows the whole image
+    else:
+        check_model_name(target, "or run folder ")
+        if not random and timm.models.is_model_pretrained(target):
+            model, label = pretrained_model(target, kwargs), target
+        else:
+            model, label = _create(target, seed, **kwargs), f"{target} (untrained)"
+    config = timm.data.resolve_model_data_config(model)
+    if crop_pct is not None:
+        config["crop_pct"] = crop_pct
+    size = img_size or getattr(model, "img_size", None) or config["input_size"][1:]
+    return LoadedModel(model.eval().to(device), label, (int(size[0]), int(size[1])), config, epoch)
+
+
+def _create(name: str, seed: int, **kwargs: Any) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            return timm.create_model(name, **kwargs)
+        except (ValueError, TypeError, RuntimeError) as error:
+            raise UsageError(f"model {name} cannot be created: {error}") from error
+
+
+def _load_file(model: nn.Module, path: Path) -> int | None:
+    """Load a checkpoint or a weights file; return its epoch, where it says it."""
+    if path.suffix == ".safetensors":
+        load_weights(model, path)
+        with safetensors.safe_open(path, framework="pt") as file:
+            epoch = (file.metadata() or {}).get("epoch")
+        return None if epoch is None else int(epoch)
+    try:
+        state = checkpoint.read_checkpoint(path)
+    except checkpoint.DamagedCheckpoint as error:
+        raise UsageError(str(error)) from error
+    weights = state["ema"] or state["model"]
+    check_state_fits(model, weights, str(path))
+    model.load_state_dict(weights)
+    return state["progress"]["epoch"]
+
+
+def parse_layers(text: str, model: LoadedModel) -> list[AttentionLayer]:
+    """`all`, numbers, ranges and module names, separated by commas.
+
+    Raises:
+        UsageError: a layer there is not, or a model without attention.
+    """
+    available = attention_layers(model.model)
+    if not available:
+        raise UsageError(f"{model.label} has no attention layer that can be recorded")
+    if text == "all":
+        return available
+    by_key = {key: layer for layer in available for key in (str(layer.number), layer.name)}
+    chosen = []
+    for item in text.split(","):
+        first, _, last = item.partition("-")
+        keys = [str(n) for n in range(int(first), int(last) + 1)] if first.isdigit() and last.isdigit() else [item]
+        for key in keys or [item]:
+            if key not in by_key:
+                named = ", ".join(f"{layer.number} ({layer.name})" for layer in available)
+                raise UsageError(f"{model.label} has no attention layer {key!r}; it has {named}")
+            chosen.append(by_key[key])
+    return chosen
+
+
+def parse_size(text: str | None) -> tuple[int, int] | None:
+    """N or H,W in pixels."""
+    if text is None:
+        return None
+    sides = text.split(",")
+    if len(sides) > 2 or not all(side.isdigit() and int(side) > 0 for side in sides):
+        raise UsageError(f"--img-size must be N or H,W in pixels, got {text!r}")
+    return int(sides[0]), int(sides[-1])
+
+
+def pick_device(name: str) -> str:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda required a CUDA device, and there is none")
+    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+
+
+def positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"a positive whole number required, got {text!r}")
+    return int(text)
+
+
+def find_images(paths: Iterable[str]) -> list[str]:
+    """Image files, those of folders (and their folders) in order, and `digits:N`, the Nth test image of the digits.
+
+    Raises:
+        UsageError: a path that does not exist, or a folder without images.
+    """
+    found: list[str] = []
+    for text in paths:
+        path = Path(text)
+        if path.is_dir():
+            files = sorted(str(file) for file in path.rglob("*") if file.suffix.lower() in IMAGE_SUFFIXES)
+            if not files:
+                raise UsageError(f"folder {path} has no image ({', '.join(IMAGE_SUFFIXES)})")
+            found += files
+        elif path.exists() or text.startswith("digits:"):
+            found.append(text)
+        else:
+            raise UsageError(f"image {path} does not exist")
+    if not found:
+        raise UsageError("image files or folders of them required, got none")
+    return found
+
+
+def read_image(file: str | io.BytesIO, name: str = "", max_pixels: int = MAX_PIXELS,
+               formats: Sequence[str] | None = None) -> Image.Image:
+    """RGB image, turned as its EXIF data says. Its size is looked at before its pixels are decoded.
+
+    Args:
+        file: a path, `digits:N` (the Nth test image of the digits), or the bytes of an image file.
+        name: for messages (default: the path).
+        max_pixels: width x height at most.
+        formats: Pillow's names of those accepted (default: all it knows).
+
+    Raises:
+        UsageError: not an image, broken, or too large.
+    """
+    name = name or str(file)
+    if isinstance(file, str) and file.startswith("digits:") and not Path(file).exists():
+        return _digit(file)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the limit is max_pixels
+            with Image.open(file, formats=formats) as image:
+                if image.width * image.height > max_pixels:
+                    raise UsageError(f"image {name} must have at most {max_pixels / 1e6:g} megapixels, "
+                                     f"got {image.width}x{image.height}")
+                return ImageOps.exif_transpose(image).convert("RGB")
+    except UsageError:
+        raise
+    except Image.DecompressionBombError as error:
+        raise UsageError(f"image {name} must have at most {max_pixels / 1e6:g} megapixels: {error}") from error
+    except UnidentifiedImageError as error:
+        accepted = f" ({', '.join(formats)})" if formats else ""
+        raise UsageError(f"{name} is not an image that can be read{accepted}") from error
+    except (OSError, SyntaxError, ValueError, EOFError, zlib.error) as error:
+        raise UsageError(f"image {name} is broken: {error}") from error
+
+
+def _digit(text: str) -> Image.Image:
+    from ea_vision.data.cifar import load_dataset
+
+    test = load_dataset("digits").test
+    number = text.removeprefix("digits:")
+    if not number.isdigit() or int(number) >= len(test):
+        raise UsageError(f"digits:N must have N in 0..{len(test) - 1}, got {text}")
+    return Image.fromarray(test.images[int(number)].permute(1, 2, 0).numpy())

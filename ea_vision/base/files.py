@@ -1,0 +1,52 @@
+"""Files that are written whole or not at all, and the folders they go to."""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from pathlib import Path
+from typing import Any
+
+from ea_vision.base.errors import RunError, UsageError
+
+
+def atomic_write(path: Path, data: bytes, keep_previous_as: Path | None = None) -> None:
+    """Replace `path` by `data`, all or nothing; the old file becomes `keep_previous_as` if that is given.
+
+    Raises:
+        RunError: the file could not be written (disk full, no permission); the old one is untouched.
+    """
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")  # two runs may write the same file of a cache
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        if keep_previous_as is not None and path.exists():
+            os.replace(path, keep_previous_as)
+        os.replace(temporary, path)
+        directory = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise RunError(f"cannot write {path}: {error.strerror}; what was there before is whole") from error
+
+
+def write_json(path: Path, value: Any) -> None:
+    atomic_write(path, (json.dumps(value, indent=2) + "\n").encode())
+
+
+def create(folder: Path) -> None:
+    """Make a folder, and those above it.
+
+    Raises:
+        UsageError: it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"cannot make the folder {folder}: {error.strerror}") from error

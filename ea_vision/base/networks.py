@@ -1,0 +1,117 @@
+"""Models and optimisers by name, with errors that name what was near."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import timm
+import timm.data
+import timm.optim
+import torch
+from torch import nn
+
+from ea_vision.base.errors import UsageError, near_matches
+
+_UNKNOWN_KEYWORD = re.compile(r"unexpected keyword argument '(\w+)'")
+
+
+def check_model_name(name: str, alternative: str = "") -> None:
+    """Raise UsageError, with near matches, unless timm has a model of this name (a `.tag` is allowed)."""
+    if not timm.is_model(name):
+        near = near_matches(name.split(".")[0], timm.list_models(), "models")
+        raise UsageError(f"unknown model {alternative}{name!r}; {near}")
+
+
+def build_model(name: str, kwargs: dict[str, Any], optional: frozenset[str] = frozenset(), *, num_classes: int,
+                img_size: int, pretrained: bool = False, notice=print) -> tuple[nn.Module, dict[str, Any]]:
+    """Create a registered timm model for square RGB images.
+
+    Args:
+        kwargs: further keywords of the model; those in `optional` are left out, with a notice, where it lacks them.
+        img_size: side of the images in pixels; passed on to models that take an image size.
+
+    Returns:
+        The model, and the keywords that `timm.create_model(name, **keywords)` needs to build it again.
+
+    Raises:
+        UsageError: unknown model or keyword, or values the model refuses.
+    """
+    check_model_name(name)
+    wanted = {"num_classes": num_classes, "in_chans": 3, "img_size": img_size, **kwargs}
+    optional = optional | {"img_size"}
+    random_state = torch.get_rng_state()
+    while True:
+        torch.set_rng_state(random_state)  # a refused attempt must not change the weights of the next
+        try:
+            return timm.create_model(name, pretrained=pretrained, **wanted), wanted
+        except TypeError as error:
+            unknown = _UNKNOWN_KEYWORD.search(str(error))
+            if unknown is None or unknown[1] not in wanted:
+                raise
+            key = unknown[1]
+            if key not in optional:
+                raise UsageError(f"model {name} has no keyword {key!r} (given by --model-kwargs)") from error
+            if key != "img_size":
+                notice(f"{name} has no {key}: the recipe's {key}={wanted[key]} is left out")
+            del wanted[key]
+        except (ValueError, AssertionError, RuntimeError) as error:
+            shown = " ".join(f"{k}={v}" for k, v in wanted.items())
+            raise UsageError(f"model {name} refuses {shown}: {error}") from error
+
+
+def pretrained_model(name: str, kwargs: dict[str, Any]) -> nn.Module:
+    """Create a model with its pretrained weights and classes.
+
+    Raises:
+        UsageError: no such model, keyword or weights.
+    """
+    check_model_name(name)
+    try:
+        return timm.create_model(name, pretrained=True, **kwargs)
+    except (ValueError, TypeError, RuntimeError, OSError) as error:
+        raise UsageError(f"model {name} cannot be had with pretrained weights: {error}") from error
+
+
+def load_weights(model: nn.Module, path: Path) -> None:
+    """Load safetensors weights strictly.
+
+    Raises:
+        UsageError: no such file, not safetensors, or names and shapes that differ from the model's.
+    """
+    try:
+        state = safetensors.torch.load_file(path)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise UsageError(f"cannot read weights {path}: {error}") from error
+    check_state_fits(model, state, str(path))
+    model.load_state_dict(state)
+
+
+def check_state_fits(model: nn.Module, state: dict[str, torch.Tensor], source: str) -> None:
+    """Raise UsageError, naming the first differences, unless names and shapes of `state` are those of the model."""
+    own = model.state_dict()
+    differences = [f"{n} must be {tuple(own[n].shape)}, got {tuple(state[n].shape)}"
+                   for n in own if n in state and own[n].shape != state[n].shape]
+    differences += [f"{n} is missing" for n in own if n not in state]
+    differences += [f"{n} is unknown" for n in state if n not in own]
+    if differences:
+        more = f" and {len(differences) - 3} more" if len(differences) > 3 else ""
+        raise UsageError(f"weights {source} do not fit the model: {'; '.join(differences[:3])}{more}")
+
+
+def check_classes(model: nn.Module, classes: list[str], expected: list[str] | None, source: str) -> None:
+    """Raise UsageError unless a model's classes are those of the data, in number and, where known, in name."""
+    if model.num_classes != len(classes):
+        raise UsageError(f"{source} has {model.num_classes} classes, the data {len(classes)}")
+    if expected is not None and expected != classes:
+        first = next((a, b) for a, b in zip(expected, classes, strict=True) if a != b)
+        raise UsageError(f"{source} was trained on other classes: {first[0]!r} where the data has {first[1]!r}")
+
+
+def image_statistics(model: nn.Module) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and std, per channel, of images in 0..1 that the model's configuration asks for."""
+    data_config = timm.data.resolve_model_data_config(model)
+    return data_config["mean"], data_config["std"]

@@ -1,0 +1,130 @@
+"""Processes of one run: torchrun starts them, gloo joins them on CPU, nccl on CUDA. Without torchrun there is one."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ea_vision.base.errors import RunError, UsageError
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes of a run, seen from one of them."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum over the processes, in place."""
+        if self.size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def gather(self, value: Any) -> list[Any]:
+        """The value of every process, in order of rank, in all of them."""
+        if self.size == 1:
+            return [value]
+        values = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def barrier(self) -> None:
+        if self.size > 1:
+            dist.barrier()
+
+    @contextmanager
+    def main_first(self) -> Iterator[None]:
+        """Let rank 0 do the block first: what it leaves in a cache, the others find."""
+        if not self.is_main:
+            self.barrier()
+        yield
+        if self.is_main:
+            self.barrier()
+
+
+def choose_device(name: str, local_rank: int = 0) -> torch.device:
+    """The device of this process.
+
+    Raises:
+        UsageError: CUDA asked for and not there.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda":
+        if not torch.cuda.is_available():
+            raise UsageError("--device cuda needs a CUDA device and a torch build with CUDA; none was found")
+        if local_rank >= torch.cuda.device_count():
+            raise UsageError(f"process {local_rank} needs its own CUDA device, {torch.cuda.device_count()} found")
+        torch.cuda.set_device(local_rank)
+        torch.backends.cudnn.benchmark = True  # every batch has the same shape
+        return torch.device("cuda", local_rank)
+    return torch.device("cpu")
+
+
+def fresh_store(store: dist.Store, rank: int, size: int, seconds: float = 600) -> dist.Store:
+    """A part of the store that holds nothing of processes that torchrun has replaced.
+
+    torchrun keeps its store when it restarts processes, with the addresses of the dead ones in it, and a process that
+    is quicker than its peers would wait for those. So rank 0 names a new part, each rank answers there with a word of
+    its own, and believes the name when rank 0 repeats that word.
+
+    Raises:
+        RunError: not all processes have answered in this time.
+    """
+    deadline = time.monotonic() + seconds
+    own, others = uuid.uuid4().hex, range(1, size)
+    if rank == 0:
+        store.set("ea_vision/name", own)
+        missing = set(others)
+        while missing and time.monotonic() < deadline:
+            for other in [other for other in missing if store.check([f"ea_vision/{own}/answer/{other}"])]:
+                store.set(f"ea_vision/{own}/repeated/{other}", store.get(f"ea_vision/{own}/answer/{other}"))
+                missing.discard(other)
+            time.sleep(0.05)
+        if missing:
+            raise RunError(f"{len(missing)} of {size} processes did not join within {seconds:g} s")
+        return dist.PrefixStore(f"ea_vision/{own}", store)
+    while time.monotonic() < deadline:
+        if store.check(["ea_vision/name"]):
+            name = store.get("ea_vision/name").decode()
+            store.set(f"ea_vision/{name}/answer/{rank}", own)
+            repeated = f"ea_vision/{name}/repeated/{rank}"
+            if store.check([repeated]) and store.get(repeated).decode() == own:
+                return dist.PrefixStore(f"ea_vision/{name}", store)
+        time.sleep(0.05)
+    raise RunError(f"process {rank} of {size} did not hear from the first within {seconds:g} s")
+
+
+@contextmanager
+def join_world(device_name: str) -> Iterator[World]:
+    """Join the processes that torchrun started (it sets RANK, LOCAL_RANK and WORLD_SIZE), and leave them at the end."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    rank = int(os.environ.get("RANK", "0"))
+    device = choose_device(device_name, int(os.environ.get("LOCAL_RANK", "0")))
+    if size == 1:
+        yield World(0, 1, device)
+        return
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    store, _, _ = next(iter(dist.rendezvous("env://", rank, size)))
+    dist.init_process_group(backend, store=fresh_store(store, rank, size), rank=rank, world_size=size)
+    try:
+        yield World(rank, size, device)
+    finally:
+        # gloo's threads need the interpreter's lock to drop the tensors of the last collective; the destructor of the
+        # process group waits for them while it holds that lock, and so for ever, unless they are done before it runs.
+        time.sleep(0.1)
+        dist.destroy_process_group()

@@ -1,0 +1,118 @@
+"""Export a complete run of train_cifar.py to a weights file with its card.
+
+    python weights/export.py runs/folder-ea_conv_transformer_cifar --tag fast_c10 --data-dir DIR
+
+writes weights/MODEL.TAG.safetensors and weights/MODEL.TAG.md. The weights are stored in float16 where that keeps the
+top-1 on the test images within 0.1 point of the run's, else in float32. To be loaded by name, the tag must stand in
+the `default_cfgs` of the model's file; then `python weights/results.py` renews the table of results.
+"""
+import argparse
+import math
+from collections.abc import Callable
+from itertools import groupby, pairwise
+from operator import itemgetter
+from pathlib import Path
+
+import safetensors.torch
+import torch
+
+import ea_vision  # noqa: F401  (registers the models)
+from ea_vision.base.errors import UsageError
+from ea_vision.base.files import atomic_write
+from ea_vision.base.processes import join_world
+from ea_vision.data.cifar import load_dataset
+from ea_vision.data.on_device import EvalLoader
+from ea_vision.engine import run_folder
+from ea_vision.engine.evaluate import evaluate
+
+LARGEST_LOSS = 0.1  # points of top-1 that float16 may cost
+
+
+def half(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Floating-point tensors in float16, the others (BatchNorm's counters) as they are."""
+    return {name: value.half() if value.is_floating_point() else value for name, value in state.items()}
+
+
+def by_update(starts: list[dict], describe: Callable[[dict], str]) -> str:
+    """What `describe` says of a run's last start and, in brackets, of updates made under one that it says else of."""
+    said = [(start["update"], describe(start)) for start in starts]
+    if said[0][0] > 1:
+        said.insert(0, (1, "not recorded"))
+    changes = [next(same) for _, same in groupby(said, key=itemgetter(1))]
+    last = changes[-1][1]
+    others = [f"updates {first} to {following - 1}: {text}"
+              for (first, text), (following, _) in pairwise(changes) if text != last]
+    return last + (f" ({'; '.join(others)})" if others else "")
+
+
+def card(config: dict, run: dict, results: dict, metrics: dict, name: str, dtype: str, top1: float, top5: float) -> str:
+    """Markdown: what the weights are, how they were made, and the command that checks them."""
+    evaluated = "the test images, so the choice of the best epoch has seen them" if run["eval_split"] == "test" else \
+        "training images held out"
+    after = ", ".join(f"{epoch:.0f}" for epoch, accuracy in zip(metrics["epoch"], metrics["top1"], strict=True)
+                      if not math.isnan(accuracy))
+    log = ["| epoch | loss | top-1 % | images/s | seconds |", "| --- | --- | --- | --- | --- |"]
+    for epoch, loss, accuracy, speed, seconds in zip(*(metrics[k] for k in (
+            "epoch", "train_loss", "top1", "images_per_s", "seconds")), strict=True):
+        top = "" if math.isnan(accuracy) else f"{accuracy:.2f}"
+        log.append(f"| {epoch:.0f} | {loss:.4f} | {top} | {speed:.0f} | {seconds:.0f} |")
+    options = ", ".join(f"{k} {config[k]}" for k in (
+        "epochs", "batch_size", "opt", "lr", "momentum", "weight_decay", "schedule", "warmup", "label_smoothing",
+        "crop_padding", "cutout", "ema", "amp", "channels_last"))
+    starts = run.get("starts", [{"update": 1, **run}])  # a folder from before starts were listed
+    commit, hardware, versions = (by_update(starts, describe) for describe in (
+        lambda start: f"`{start['git_commit']}`", lambda start: start["hardware"],
+        lambda start: ", ".join(f"{k} {v}" for k, v in start["versions"].items())))
+    return "\n".join([
+        f"# {name}", "",
+        f"`timm.create_model(\"{name}\", pretrained=True)`: {top1:.2f}% top-1, {top5:.2f}% top-5 on the test images.",
+        "",
+        "| | |", "| --- | --- |",
+        f"| recipe | `{config['recipe']}`: {options} |",
+        f"| model keywords | {run['model_kwargs']} |",
+        f"| data | {run['train_images']} training images, 10 classes: CIFAR-10; SHA-256 of pixels and labels "
+        f"`{run['data_fingerprint']}` |",
+        f"| evaluated in training on | {evaluated}; after epoch {after}; the weights are those of epoch "
+        f"{results['test_best']['epoch']} |",
+        f"| seed, runs | {config['seed']}, one run |",
+        f"| commit | {commit} |",
+        f"| hardware | {hardware} |",
+        f"| versions | {versions} |",
+        f"| stored as | {dtype} |", "",
+        "Log:", "", *log, "",
+        "Check:", "",
+        f"    python train_cifar.py --evaluate {name} --dataset cifar10 --data-dir DIR", ""])
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="run folder")
+    parser.add_argument("--tag", required=True, help="the part of the name after the dot")
+    parser.add_argument("--data-dir", required=True, help="data set of the run, for the accuracy of what is exported")
+    parser.add_argument("--out", type=Path, default=Path("weights"), help="folder to write to (default: %(default)s)")
+    args = parser.parse_args(argv)
+
+    results = run_folder.read_results(args.run)
+    if results is None:
+        raise UsageError(f"only a complete run can be exported, and {args.run} has no {run_folder.RESULTS}")
+    model, config, run = run_folder.load_run(args.run)
+    data = load_dataset(config["dataset"], args.data_dir, img_size=config["img_size"])
+    if data.fingerprint() != run["data_fingerprint"]:
+        raise UsageError(f"{args.data_dir} is not the data of the run: fingerprint {run['data_fingerprint']} required, "
+                         f"got {data.fingerprint()}")
+    loader = EvalLoader(data.test, mean=run["mean"], std=run["std"], device=torch.device("cpu"), batch_size=500,
+                        rank=0, world_size=1)
+    full = {name: value.clone().contiguous() for name, value in model.state_dict().items()}
+    with join_world("cpu") as world:
+        exact = evaluate(model, loader, len(data.classes), world)
+        model.load_state_dict(half(full))
+        rounded = evaluate(model, loader, len(data.classes), world)
+    fits = abs(rounded.top1 - exact.top1) <= LARGEST_LOSS
+    state, result, dtype = (half(full), rounded, "float16") if fits else (full, exact, "float32")
+
+    name = f"{config['model']}.{args.tag}"
+    text = card(config, run, results, run_folder.read_metrics(args.run), name, dtype, result.top1, result.top5)
+    atomic_write(args.out / f"{name}.safetensors", safetensors.torch.save(state, {"format": "pt"}))
+    atomic_write(args.out / f"{name}.md", text.encode())
+    print(f"{name}: top1 {exact.top1:.2f}% in float32, {rounded.top1:.2f}% in float16; written in {dtype}")
+    return 0

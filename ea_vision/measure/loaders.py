@@ -1,0 +1,185 @@
+"""Images per second and peak memory of each loader on given images, in one run, as a table.
+
+Training batches (random crop, flip, normalised) are drawn for some seconds from timm's loader, as its train script
+makes it, from the image loader of this project and, where FFCV is installed, from FFCV files written for it: as pixels,
+half JPEG, and JPEG. Each loader has a process of its own, with the same number of workers. Few images are repeated to
+make an epoch as long as ImageNet's; its start is not timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import timm.data
+import torch
+
+from ea_vision.base.errors import RunError, UsageError
+from ea_vision.data.bad_images import BadImages
+from ea_vision.data.ffcv import BetonTrainLoader, open_beton
+from ea_vision.data.imagenet import ImageSource, ImageTrainLoader, find_split, train_transform
+from ea_vision.data.write_ffcv import write_beton
+
+EXAMPLES = """\
+examples:
+  python -m ea_vision.data.benchmark --data-dir /data/imagenet --workers 8
+  python -m ea_vision.data.benchmark --data-dir DIR --beton train.beton         # a file that is there already
+  python -m ea_vision.data.benchmark --data-dir DIR --img-size 64 --seconds 5
+"""
+WRITTEN = {"ffcv, pixels": 0.0, "ffcv, half JPEG": 0.5, "ffcv, JPEG": 1.0}  # share of JPEG
+EPOCH = 200_000  # images at least
+
+
+class Repeated:
+    """`length` items: those of a timm reader over and over."""
+
+    def __init__(self, items: Any, length: int):
+        self.items, self.length = items, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int):
+        return self.items[index % len(self.items)]
+
+
+class TimmLoader:
+    """timm's loader of training images, as its train script makes it, without the colour jitter."""
+
+    def __init__(self, source: ImageSource, *, img_size: int, device: torch.device, seed: int, **common):
+        del seed  # timm's is global
+        self.loader = timm.data.create_loader(
+            source.dataset, img_size, is_training=True, scale=(0.08, 1), hflip=0.5, color_jitter=None,
+            interpolation="bilinear", num_workers=common.pop("workers"), device=device, **common)
+
+    def batches(self, epoch: int):
+        yield from self.loader
+
+
+def tree_memory(pid: int) -> int:
+    """Bytes of main memory of a process and those it started, shared pages divided among their users."""
+    total = 0
+    try:
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                total = int(line.split()[1]) * 1024
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:  # it has ended
+        return total
+    return total + sum(tree_memory(int(child)) for child in children)
+
+
+class PeakMemory:
+    """Samples `tree_memory` of this process while active; `peak` in bytes."""
+
+    def __enter__(self) -> PeakMemory:
+        self.peak, self._done = 0, threading.Event()
+        self._thread = threading.Thread(target=self._sample)
+        self._thread.start()
+        return self
+
+    def _sample(self) -> None:
+        while True:
+            self.peak = max(self.peak, tree_memory(os.getpid()))
+            if self._done.wait(1.0):
+                return
+
+    def __exit__(self, *_) -> None:
+        self._done.set()
+        self._thread.join()
+
+
+def measure(loader, seconds: float) -> dict[str, float]:
+    """Draw training batches for some seconds, after the first of an epoch, or to its end."""
+    images = 0
+    with PeakMemory() as memory:
+        batches = loader.batches(0)
+        next(batches)
+        start = now = time.perf_counter()
+        for batch in batches:
+            now = time.perf_counter()
+            images += len(batch[0])
+            if now - start >= seconds:
+                break
+    return {"images_per_s": images / (now - start), "memory_mib": memory.peak / 2**20}
+
+
+def _measure_one(kind: str, path: str, given: argparse.Namespace) -> dict[str, float]:
+    common = {"img_size": given.img_size, "mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225), "seed": 0,
+              "device": torch.device(given.device), "batch_size": given.batch_size, "workers": given.workers}
+    if kind == "beton":
+        source = open_beton(Path(path))
+        for table in ("images", "labels", "sizes", "pages", "heights", "widths"):
+            setattr(source, table, np.resize(getattr(source, table), max(EPOCH, len(source))))  # repeats them
+        return measure(BetonTrainLoader(source, scale=(0.08, 1), hflip=0.5, os_cache=True, **common), given.seconds)
+    source = ImageSource("", find_split(Path(path), "train"), "train")
+    source.reader = source.dataset.reader = Repeated(source.reader, max(EPOCH, len(source)))
+    if kind == "timm":
+        return measure(TimmLoader(source, **common), given.seconds)
+    loader = ImageTrainLoader(source, transform=train_transform(given.img_size), bad_images=BadImages(0), **common)
+    return measure(loader, given.seconds)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m ea_vision.data.benchmark", description=__doc__, epilog=EXAMPLES,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("--data-dir", required=True, help="folder with train (else of class folders itself)")
+    parser.add_argument("--beton", nargs="+", default=[], metavar="FILE", help="FFCV files to measure (default: write "
+                        "some of the same images)")
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes or threads that decode "
+                        "(default: one per core)")
+    parser.add_argument("--batch-size", type=int, default=64, help="images (default: %(default)s)")
+    parser.add_argument("--img-size", type=int, default=224, help="side in pixels (default: %(default)s)")
+    parser.add_argument("--max-size", type=int, default=500, help="longest side in the files written here, in pixels "
+                        "(default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=10, help="time per loader (default: %(default)s)")
+    parser.add_argument("--device", default="cpu", help="where batches are wanted (default: %(default)s)")
+    parser.add_argument("--only", nargs=2, metavar=("KIND", "PATH"), help=argparse.SUPPRESS)
+    given = parser.parse_args(argv)
+    if given.only:
+        print(json.dumps(_measure_one(*given.only, given)))
+        return 0
+    for name in ("workers", "batch_size", "img_size", "seconds"):
+        if getattr(given, name) <= 0:
+            raise UsageError(f"--{name.replace('_', '-')} must be positive, got {getattr(given, name)}")
+    source = ImageSource("", find_split(Path(given.data_dir), "train"), "train")
+    targets = [("timm", "timm", given.data_dir), ("image files", "images", given.data_dir)]
+    with tempfile.TemporaryDirectory() as folder:
+        if given.beton:
+            targets += [(Path(path).name, "beton", path) for path in given.beton]
+        elif importlib.util.find_spec("ffcv") is None:
+            print("FFCV is not installed: the loaders of image files alone are measured")
+        else:
+            for number, (name, share) in enumerate(WRITTEN.items()):
+                path = Path(folder) / f"{number}.beton"
+                write_beton(source, path, jpeg_share=share, max_size=given.max_size, workers=given.workers)
+                targets.append((name, "beton", str(path)))
+        rows = [(name, Path(path), _in_own_process(kind, path, argv)) for name, kind, path in targets]
+        sizes = [path.stat().st_size / 2**20 if path.is_file() else None for _, path, _ in rows]
+    print(f"{len(source)} images, {given.img_size} pixels, batch {given.batch_size}, {given.workers} worker(s), "
+          f"{given.seconds:g} s each, {os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}")
+    print(f"{'loader':<20}{'images/s':>10}{'ratio':>8}{'peak memory':>14}{'file':>12}")
+    for (name, _, result), size in zip(rows, sizes, strict=True):
+        ratio = result["images_per_s"] / rows[0][2]["images_per_s"]
+        print(f"{name:<20}{result['images_per_s']:>10.0f}{ratio:>8.2f}{result['memory_mib']:>10.0f} MiB"
+              + (f"{size:>8.0f} MiB" if size is not None else ""))
+    return 0
+
+
+def _in_own_process(kind: str, path: str, argv: list[str] | None) -> dict[str, float]:
+    command = [sys.executable, "-m", "ea_vision", "loaders", *(sys.argv[1:] if argv is None else argv)]
+    done = subprocess.run([*command, "--only", kind, path], stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise RunError(f"the measurement of {path} ended with code {done.returncode}")
+    return json.loads(done.stdout.splitlines()[-1])

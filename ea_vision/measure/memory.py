@@ -1,0 +1,316 @@
+"""Peak memory of a training step, predicted by network, image size, batch and precision, and the largest batch for it.
+
+The step (forward, backward) runs with 2 and with 3 images, and every tensor's size, birth and death are noted. Sizes
+grow linearly with the batch, so the memory of any batch is known at every moment of the step, and its peak. Counted are
+tensors, not what libraries take within an operation, nor what the allocator loses between blocks: see --measure. The
+operations are those of the device at hand, uncompiled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import sys
+import weakref
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ea_vision.base.errors import RunError, UsageError
+from ea_vision.base.networks import build_model
+from ea_vision.base.processes import choose_device
+from ea_vision.engine.evaluate import autocast
+from ea_vision.engine.preflight import GIB, available_memory
+from ea_vision.layers import AugmentedConv2d
+from ea_vision.measure.speed import (
+    MIB,
+    Bench,
+    Runner,
+    attention_watched,
+    memory_in_own_process,
+    memory_of_this_process,
+    memory_on_gpu,
+)
+from ea_vision.ops import IMPLEMENTATIONS, use_implementation
+
+EXAMPLES = """\
+examples:
+  python -m ea_vision.memory ea_aa_resnet50 --batch-size 64
+  python -m ea_vision.memory ea_aa_resnet152 --amp bfloat16 --grad-checkpointing --budget 16GiB
+  python -m ea_vision.memory resnet50 --batch-size 32 --measure                  # the prediction beside the truth
+"""
+UNITS = {f"{prefix}{i}b": (1024 if i else 1000) ** power for power, prefix in enumerate(("k", "m", "g", "t"), 1)
+         for i in ("i", "")}
+STATES = {"sgd": 1, "adamw": 2}  # numbers an optimiser keeps for each weight
+
+
+def to_bytes(text: str) -> int:
+    """16GiB, 500 MB -> bytes.
+
+    Raises:
+        UsageError: not a positive number with a unit.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([kmgt]i?b)\s*", text.lower())
+    if match is None or not float(match[1]):
+        raise UsageError(f"--budget must be a positive number with a unit such as GiB or GB, got {text!r}")
+    return int(float(match[1]) * UNITS[match[2]])
+
+
+def to_text(count: float) -> str:
+    return f"{count / GIB:.2f} GiB" if count >= GIB else f"{count / MIB:.1f} MiB"
+
+
+class Storages(TorchDispatchMode):
+    """Notes every storage that an operation makes: birth and death in operations, bytes, whether it holds a map.
+
+    Args:
+        known: tensors that are there before.
+        maps: shapes of attention maps.
+    """
+
+    def __init__(self, known: Sequence[torch.Tensor], maps: set[tuple[int, ...]]) -> None:
+        super().__init__()
+        self.time, self.rows, self.maps = 0, [], maps
+        self.known = [tensor.untyped_storage() for tensor in known]  # held, so that nothing takes their ids
+        self.row_of: dict[int, int | None] = {id(storage): None for storage in self.known}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        outputs = func(*args, **(kwargs or {}))
+        self.time += 1
+        for tensor in tree_leaves(outputs):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()  # one Python object as long as the memory lives
+                if id(storage) not in self.row_of:
+                    self.row_of[id(storage)] = len(self.rows)
+                    self.rows.append([self.time, math.inf, storage.nbytes(), tuple(tensor.shape) in self.maps])
+                    weakref.finalize(storage, self._ends, id(storage)).atexit = False
+        return outputs
+
+    def _ends(self, key: int) -> None:
+        self.rows[self.row_of.pop(key)][1] = self.time + 1
+
+
+@dataclass
+class Step:
+    """The storages of a training step, one entry of each array for one: birth, death (operations), bytes, kinds."""
+
+    birth: np.ndarray
+    death: np.ndarray
+    size: np.ndarray
+    is_map: np.ndarray
+    is_grad: np.ndarray
+    is_kept: np.ndarray  # alive between forward and backward
+    images: int  # bytes
+
+
+def watch_step(model: nn.Module, batch_size: int, img_size: int, amp: str, device: torch.device,
+               layout: torch.memory_format) -> Step:
+    """Run forward and backward of a training step and note its storages; the model is left without gradients."""
+    model.train()
+    model.zero_grad()
+    images = torch.randn(batch_size, 3, img_size, img_size, device=device).contiguous(memory_format=layout)
+    targets = torch.zeros(batch_size, dtype=torch.int64, device=device)
+    maps = set()
+    for layer in model.modules():
+        if isinstance(layer, AugmentedConv2d):
+            K, N = layer.num_heads, math.prod(layer.feat_size)
+            if N not in (layer.dim_head_qk, layer.dim_head_v):  # queries and values look the same then
+                maps |= {(batch_size, K, N, N), (batch_size, N, N, K)}
+
+    def saw(layer, x, prev_logits, need_logits, logits) -> None:
+        if logits is not None:
+            storages.rows[storages.row_of[id(logits.untyped_storage())]][3] = True
+
+    storages = Storages([*model.parameters(), *model.buffers(), images, targets], maps)
+    with storages, attention_watched(model, saw):
+        with autocast(amp, device):
+            loss = F.cross_entropy(model(images).float(), targets)
+        between = storages.time
+        loss.backward()
+        del loss
+    grads = {storages.row_of[id(p.grad.untyped_storage())] for p in model.parameters() if p.grad is not None}
+    birth, death, size, is_map = (np.array(column) for column in zip(*storages.rows, strict=True))
+    model.zero_grad()
+    return Step(birth, death, size, is_map, np.isin(np.arange(len(size)), list(grads)),
+                (birth <= between) & (death > between + 1), images.nbytes)
+
+
+class Prediction:
+    """Memory of a training step of a network by batch size, in bytes.
+
+    Args:
+        model: on its device.
+        img_size: side in pixels.
+        amp: none, bfloat16 or float16.
+        opt: sgd (with momentum) or adamw.
+
+    Raises:
+        RunError: the network does not do the same operations with 2 and with 3 images.
+    """
+
+    def __init__(self, model: nn.Module, img_size: int, amp: str = "none", opt: str = "sgd",
+                 layout: torch.memory_format = torch.contiguous_format) -> None:
+        device = next(model.parameters()).device
+        watch_step(model, 2, img_size, amp, device, layout)  # libraries choose and cache on the first one
+        two, three = (watch_step(model, count, img_size, amp, device, layout) for count in (2, 3))
+        if not np.array_equal(two.birth, three.birth):
+            raise RunError(f"the network does other operations with 3 images than with 2: {len(three.birth)} and "
+                           f"{len(two.birth)} storages")
+        self.step = two
+        self.slope = three.size - two.size  # bytes an image
+        self.fixed = two.size - 2 * self.slope
+        self.image = three.images - two.images
+        self.weights = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+        self.state = STATES[opt] * sum(p.nbytes for p in model.parameters() if p.requires_grad)
+
+    def _live(self, size: np.ndarray) -> np.ndarray:
+        """Bytes at every moment of the step."""
+        ends = np.minimum(self.step.death, self.step.birth.max() + 1).astype(int)
+        change = np.zeros(ends.max() + 1)
+        np.add.at(change, self.step.birth, size)
+        np.add.at(change, ends, -size)
+        return np.cumsum(change)
+
+    def parts(self, batch_size: int) -> dict[str, float]:
+        """Bytes at the peak, by what they are for; "peak" is their sum, "maps" are among the activations."""
+        size, step = self.fixed + batch_size * self.slope, self.step
+        moment = int(self._live(size).argmax())
+        alive = (step.birth <= moment) & (step.death > moment)
+        kept = alive & step.is_kept
+        sums = {"weights and BatchNorm statistics": self.weights, "optimiser state": self.state,
+                "images": batch_size * self.image, "gradients of weights": size[alive & step.is_grad].sum(),
+                "activations kept for backward": size[kept & ~step.is_grad].sum(),
+                "of the operation at the peak": size[alive & ~step.is_kept & ~step.is_grad].sum()}
+        return {**{name: float(count) for name, count in sums.items()}, "peak": float(sum(sums.values())),
+                "maps": float(size[kept & step.is_map].sum())}
+
+    def peak(self, batch_size: int) -> float:
+        return self.parts(batch_size)["peak"]
+
+    def activations(self, batch_size: int) -> float:
+        """Kept between forward and backward."""
+        return float((self.fixed + batch_size * self.slope)[self.step.is_kept].sum())
+
+    def map_sizes(self, batch_size: int) -> list[float]:
+        """Of each attention map that is kept between forward and backward."""
+        return (self.fixed + batch_size * self.slope)[self.step.is_kept & self.step.is_map].tolist()
+
+    def largest_batch(self, budget: float) -> int:
+        """The largest batch whose peak is within `budget` bytes; 0 if there is none."""
+        at_once = self.weights + self.state
+        fixed, slope = self._live(self.fixed) + at_once, self._live(self.slope) + self.image
+        return max(0, int(np.floor(((budget - fixed) / slope).min())))
+
+
+def build(name: str, img_size: int, grad_checkpointing: bool) -> nn.Module:
+    """A network with random weights on the CPU.
+
+    Raises:
+        UsageError: unknown, refuses the size, or has no checkpointing.
+    """
+    model, _ = build_model(name, {}, num_classes=1000, img_size=img_size)
+    if grad_checkpointing:
+        try:
+            model.set_grad_checkpointing(True)
+        except (AttributeError, AssertionError) as error:
+            raise UsageError(f"{name} has no gradient checkpointing") from error
+    return model
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m ea_vision.memory", description=__doc__, epilog=EXAMPLES,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("model", metavar="MODEL", help="registered timm model")
+    parser.add_argument("--img-size", type=int, default=224, help="side in pixels (default: %(default)s)")
+    parser.add_argument("--batch-size", type=int, default=32, help="images (default: %(default)s)")
+    parser.add_argument("--amp", choices=("none", "bfloat16", "float16"), default="none", help="precision of the "
+                        "forward pass (default: %(default)s, float32)")
+    parser.add_argument("--opt", choices=tuple(STATES), default="sgd", help="optimiser; sgd is with momentum "
+                        "(default: %(default)s)")
+    parser.add_argument("--grad-checkpointing", action="store_true", help="keep the inputs of blocks alone, and "
+                        "compute the rest again in backward")
+    parser.add_argument("--channels-last", action="store_true", help="images and weights channels-last in memory")
+    parser.add_argument("--budget", metavar="SIZE", help="memory that the largest batch may take, as 16GiB or 16GB "
+                        "(default: all of the GPU's, or the main memory that is free)")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if there is one "
+                        "(default: %(default)s)")
+    parser.add_argument("--implementation", choices=IMPLEMENTATIONS, help="of the attention (default: by device)")
+    parser.add_argument("--measure", action="store_true", help="also measure the peak at --batch-size: allocated by "
+                        "torch on CUDA, resident in a process of its own on a CPU")
+    parser.add_argument("--measure-here", action="store_true", help=argparse.SUPPRESS)
+    return parser
+
+
+def measured_peak(args: argparse.Namespace, device: torch.device, argv: Sequence[str]) -> int | None:
+    """Bytes at the peak of real steps at the batch size asked for; None where it cannot be measured.
+
+    Raises:
+        UsageError: the batch does not fit into the GPU's memory.
+        RunError: the process that measures has failed.
+    """
+    if device.type == "cuda":
+        bench = Bench(args, device)
+        model = build(args.model, args.img_size, args.grad_checkpointing).to(device, memory_format=bench.layout)
+        try:
+            return memory_on_gpu(Runner(bench, model)) + bench.images.nbytes
+        except torch.OutOfMemoryError as error:
+            raise UsageError(f"--measure: a batch of {args.batch_size} does not fit into the GPU's memory") from error
+    return memory_in_own_process(["ea_vision", "memory", *argv, "--measure-here"])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = make_parser().parse_args(argv)
+    for name in ("img_size", "batch_size"):
+        if getattr(args, name) < 1:
+            raise UsageError(f"--{name.replace('_', '-')} must be 1 or more, got {getattr(args, name)}")
+    device = choose_device(args.device)
+    if args.budget:
+        budget = to_bytes(args.budget)
+    elif device.type == "cuda":
+        budget = torch.cuda.get_device_properties(device).total_memory
+    else:
+        budget = available_memory()
+    with ExitStack() as stack:
+        if args.implementation:
+            stack.enter_context(use_implementation(args.implementation))
+        if args.measure_here:
+            print(memory_of_this_process(
+                Bench(args, device), lambda: build(args.model, args.img_size, args.grad_checkpointing)))
+            return 0
+        layout = torch.channels_last if args.channels_last else torch.contiguous_format
+        model = build(args.model, args.img_size, args.grad_checkpointing).to(device, memory_format=layout)
+        try:
+            prediction = Prediction(model, args.img_size, args.amp, args.opt, layout)
+        except (ValueError, AssertionError) as error:
+            raise UsageError(f"{args.model} cannot run images of {args.img_size} pixels: "
+                             f"{str(error) or type(error).__name__}") from error
+        del model
+        measured = measured_peak(args, device, sys.argv[1:] if argv is None else argv) if args.measure else None
+
+    print(f"{args.model}, batch {args.batch_size}, {args.img_size} pixels, "
+          f"{'float32' if args.amp == 'none' else args.amp}, {args.opt}, "
+          f"{'gradient checkpointing, ' if args.grad_checkpointing else ''}on {device.type}")
+    parts = prediction.parts(args.batch_size)
+    peak, maps = parts.pop("peak"), parts.pop("maps")
+    for name, count in parts.items():
+        print(f"  {name:<34}{to_text(count):>11}{count / peak:>7.1%}")
+        if maps and name.startswith("activations"):
+            print(f"    {'attention maps among them':<32}{to_text(maps):>11}{maps / peak:>7.1%}")
+    print(f"  {'peak, predicted':<34}{to_text(peak):>11}")
+    if measured is not None:
+        how = "allocated on the GPU" if device.type == "cuda" else "resident, of a process of its own"
+        print(f"  {'peak, measured':<34}{to_text(measured):>11}   {how}; {peak / measured - 1:+.1%} predicted")
+    print(f"kept for backward: {to_text(prediction.activations(args.batch_size))}, "
+          f"{len(prediction.map_sizes(1))} attention maps, {to_text(sum(prediction.map_sizes(1)))} an image")
+    largest = prediction.largest_batch(budget)
+    print(f"largest batch within {to_text(budget)}: "
+          + (f"{largest}" if largest else f"none, one image needs {to_text(prediction.peak(1))}"))
+    return 0

@@ -1,0 +1,179 @@
+"""The attention of query points as an animation, through the layers of a network or the checkpoints of a run."""
+
+from __future__ import annotations
+
+import io
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+from PIL import Image
+
+from ea_vision.analysis.loading import LoadedModel
+from ea_vision.analysis.recording import AttentionLayer
+from ea_vision.base.errors import RunError, UsageError
+from ea_vision.engine import run_folder
+from ea_vision.visualize.figure_tools import (
+    Head,
+    Point,
+    Recording,
+    add_scale,
+    draw_image,
+    draw_map,
+    each_image,
+    head_name,
+    layer_name,
+    load_models,
+    make_parser,
+    new_figure,
+    only,
+    parse_heads,
+    parse_layers,
+    parse_queries,
+    query_map,
+    record,
+    save_bytes,
+    scale_of,
+)
+
+EXAMPLES = """\
+  python visualize/attention_animation.py --model ea_aa_resnet34 --layers 1-20 --heads mean -o layers.gif photo.jpg
+  python visualize/attention_animation.py --model runs/ea --through checkpoints --layers 3 -o training.mp4 photo.jpg
+  python visualize/attention_animation.py --through checkpoints --model a/1.ckpt,a/2.ckpt --layers 3 -o t.gif photo.jpg
+"""
+Frame = tuple[Recording, int]
+
+
+def animation_frame(frame: Frame, heads: Sequence[Head], points: Sequence[Point], scale: tuple[float, float],
+                    overlay: bool = True) -> Figure:
+    """One picture: the input, and a row a head, a column a query.
+
+    Args:
+        frame: a recording and the number of the layer to show.
+        heads: counted from 0, or "mean".
+        points: (y, x) in pixels of the input.
+        scale: (lowest, highest) of the whole animation.
+        overlay: on the image, or bare.
+    """
+    recording, number = frame
+    layer = recording.maps[number]
+    img_size = tuple(recording.image.shape[1:])
+    cell, aspect = 1.7, img_size[0] / img_size[1]
+    figure = new_figure(cell * (len(points) + 1) + 1.1, len(heads) * (cell * aspect + 0.02) + 0.7)
+    cells = figure.subplots(len(heads), len(points) + 1, squeeze=False)
+    for row, head in enumerate(heads):
+        if row == 0:
+            draw_image(cells[row, 0], recording.image, points)
+        else:
+            cells[row, 0].axis("off")
+        for col, point in enumerate(points, start=1):
+            values = query_map(layer, point, img_size, head)
+            artist = draw_map(cells[row, col], values, recording.image, scale, point=point, number=col,
+                              overlay=overlay)
+            if row == 0:
+                cells[row, col].set_title(f"query {col}", fontsize=8)
+        cells[row, 1].set_ylabel(head_name(head), fontsize=8)
+    figure.suptitle(f"{recording.model.label}\n{layer_name(layer)}", fontsize=9, fontweight="bold")
+    add_scale(figure, artist, cells, "attn", overlay=overlay)
+    return figure
+
+
+def draw_frames(frames: Sequence[Frame], heads: Sequence[Head], points: Sequence[Point], overlay: bool,
+                dpi: int) -> list[np.ndarray]:
+    """(height, width, 3) uint8 pictures, one scale for all."""
+    values = [query_map(recording.maps[number], point, tuple(recording.image.shape[1:]), head)
+              for recording, number in frames for point in points for head in heads]
+    scale = scale_of("attn", values)
+    pictures = []
+    for frame in frames:
+        figure = animation_frame(frame, heads, points, scale, overlay)
+        figure.set_dpi(dpi)
+        figure.canvas.draw()
+        pictures.append(np.asarray(figure.canvas.buffer_rgba())[..., :3].copy())
+    return pictures
+
+
+def encode_gif(pictures: Sequence[np.ndarray], seconds: float) -> bytes:
+    """A GIF that runs for ever, `seconds` a picture."""
+    images = [Image.fromarray(picture).quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+              for picture in pictures]
+    data = io.BytesIO()
+    images[0].save(data, "GIF", save_all=True, append_images=images[1:], duration=round(1000 * seconds), loop=0)
+    return data.getvalue()
+
+
+def encode_mp4(pictures: Sequence[np.ndarray], seconds: float) -> bytes:
+    """An H.264 film, `seconds` a picture, by ffmpeg.
+
+    Raises:
+        RunError: ffmpeg failed.
+    """
+    height, width = pictures[0].shape[:2]
+    with tempfile.TemporaryDirectory() as folder:
+        film = Path(folder) / "film.mp4"
+        command = ["ffmpeg", "-loglevel", "error", "-y", "-f", "rawvideo", "-pix_fmt", "rgb24",
+                   "-s", f"{width}x{height}", "-framerate", f"{1 / seconds}", "-i", "-",
+                   "-vf", "pad=ceil(iw/2)*2:ceil(ih/2)*2:color=white", "-pix_fmt", "yuv420p", str(film)]
+        done = subprocess.run(command, input=b"".join(p.tobytes() for p in pictures), capture_output=True)
+        if done.returncode:
+            raise RunError(f"ffmpeg failed: {done.stderr.decode(errors='replace').strip()}")
+        return film.read_bytes()
+
+
+def checkpoints_of(targets: str) -> str:
+    """Run folders among the targets become their *.ckpt files and snapshots."""
+    found = []
+    for target in targets.split(","):
+        files = [target]
+        if Path(target).is_dir():
+            names = ("*.ckpt", f"{run_folder.SNAPSHOTS}/*.safetensors")
+            files = sorted(str(path) for name in names for path in Path(target).glob(name))
+            if not files:
+                raise UsageError(f"run {target} has no {' nor '.join(names)}")
+        found += files
+    return ",".join(found)
+
+
+def frames_of(models: Sequence[LoadedModel], layers: Sequence[AttentionLayer], image) -> list[Frame]:
+    """A frame a model and layer, in the order of epochs and layers."""
+    recordings = [record(model, image, layers) for model in models]
+    return [(recording, layer.number) for recording in recordings for layer in layers]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = make_parser("attention_animation.py", __doc__, EXAMPLES, output="attention.gif", heads="mean",
+                         suffixes=(".gif", ".mp4"))
+    parser.add_argument("--through", default="layers", choices=("layers", "checkpoints"),
+                        help="layers: of one model; checkpoints: of one layer, through the *.ckpt and snapshots (the "
+                             "trainers' --snapshot-epochs) of a run folder or the files of --model, by epoch "
+                             "(default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=0.6, help="a picture is shown (default: %(default)s)")
+    parser.add_argument("--bare", action="store_true", help="draw the maps alone, not over the image")
+    options = parser.parse_args(argv)
+    if not 0.02 <= options.seconds <= 60:
+        raise UsageError(f"--seconds must lie between 0.02 and 60, got {options.seconds}")
+    film = Path(options.output).suffix.lower() == ".mp4"
+    if film and shutil.which("ffmpeg") is None:
+        raise UsageError("MP4 needs the program ffmpeg, which is not installed: write a .gif")
+    if options.through == "checkpoints":
+        options.model = checkpoints_of(options.model)
+        models = {model.epoch: model for model in load_models(options)}  # several files may be of the same epoch
+        if None in models:
+            raise UsageError("--through checkpoints needs run folders or their *.ckpt or snapshots as --model")
+        models = [models[epoch] for epoch in sorted(models)]
+    else:
+        models = [only(load_models(options), "model")]
+    layers = parse_layers(options.layers, models[0])
+    if options.through == "checkpoints":
+        layers = [only(layers, "layer")]
+    heads = parse_heads(options.heads, layers)
+    points = parse_queries(options.queries, models[0].img_size)
+    encode = encode_mp4 if film else encode_gif
+    for _, image, output in each_image(options):
+        pictures = draw_frames(frames_of(models, layers, image), heads, points, not options.bare, options.dpi)
+        save_bytes(output, encode(pictures, options.seconds))
+    return 0

@@ -1,0 +1,135 @@
+"""Models by name, run folder and checkpoint; images from files, folders and the digits."""
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+from timm.data import create_transform
+
+import ea_vision  # noqa: F401
+from ea_vision.analysis.loading import find_images, load_model, parse_layers, read_image
+from ea_vision.base.errors import UsageError
+from ea_vision.base.files import atomic_write
+from ea_vision.engine import checkpoint, run_folder
+
+NAME = "ea_conv_transformer_cifar"
+KWARGS = dict(num_classes=3, img_size=16, widths=[8, 8, 16, 16])
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run folder of a small network, with weights and a checkpoint of the second epoch."""
+    folder = tmp_path / "runs" / "small"
+    folder.mkdir(parents=True)
+    model = timm.create_model(NAME, **KWARGS)
+    run_folder.write_config(folder, {"model": NAME, "dataset": "digits"}, {"model_kwargs": KWARGS})
+    run_folder.write_weights(folder, model)
+    state = {name: value + 1 for name, value in model.state_dict().items()}
+    data = checkpoint.encode({"model": state, "ema": None, "progress": {"epoch": 2, "updates": 5}})
+    atomic_write(folder / "last.ckpt", data)
+    return folder, model
+
+
+def photo(size=(80, 60)):
+    return Image.fromarray(np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8))
+
+
+def test_a_run_folder_its_weights_and_its_checkpoint(run):
+    folder, model = run
+    loaded = load_model(str(folder))
+    assert loaded.label == f"{NAME}, small" and loaded.img_size == (16, 16) and not loaded.model.training
+    assert all(torch.equal(a, b) for a, b in zip(loaded.model.parameters(), model.parameters(), strict=True))
+    weights = load_model(str(folder / "model.safetensors"))
+    assert all(torch.equal(a, b) for a, b in zip(weights.model.parameters(), model.parameters(), strict=True))
+    ckpt = load_model(str(folder / "last.ckpt"))
+    assert ckpt.epoch == 2 and ckpt.label.endswith("epoch 2")
+    assert all(torch.equal(a, b + 1) for a, b in zip(ckpt.model.parameters(), model.parameters(), strict=True))
+    untrained = load_model(str(folder), random=True)
+    assert untrained.label.endswith("(untrained)") and untrained.model.num_classes == 3
+
+
+def test_random_weights_are_the_same_every_time_and_leave_the_generator_alone():
+    torch.manual_seed(5)
+    expected = torch.rand(1)
+    torch.manual_seed(5)
+    a, b, c = load_model("cnn_cifar"), load_model("cnn_cifar"), load_model("cnn_cifar", seed=1)
+    assert torch.equal(torch.rand(1), expected)
+    pairs = list(zip(a.model.parameters(), b.model.parameters(), c.model.parameters(), strict=True))
+    assert all(torch.equal(x, y) for x, y, _ in pairs) and not all(torch.equal(x, z) for x, _, z in pairs)
+    assert a.label == "cnn_cifar (untrained)"
+
+
+@pytest.mark.parametrize("size", [(80, 60), (60, 80), (64, 64), (500, 300)])
+def test_images_are_prepared_as_timm_evaluates(size):
+    loaded = load_model("cnn_cifar", img_size=(32, 32))
+    loaded.config["crop_pct"] = 0.8
+    transform = create_transform((3, 32, 32), interpolation="bilinear", crop_pct=0.8, mean=(0, 0, 0), std=(1, 1, 1))
+    prepared = loaded.prepare(photo(size))
+    assert prepared.shape == (3, 32, 32) and (prepared - transform(photo(size))).abs().mean() < 0.02
+    mean, std = (torch.tensor(loaded.config[name]).view(3, 1, 1) for name in ("mean", "std"))
+    torch.testing.assert_close(loaded.normalize(prepared), (prepared - mean) / std)
+
+
+def test_rectangular_inputs_keep_the_aspect():
+    image = Image.new("RGB", (100, 100), "white")
+    image.paste("black", (40, 40, 60, 60))
+    prepared = load_model("cnn_cifar", img_size=(32, 64)).prepare(image)
+    dark = prepared[0] < 0.5
+    assert prepared.shape == (3, 32, 64) and abs(int(dark.any(1).sum()) - int(dark.any(0).sum())) <= 1
+
+
+def test_what_cannot_be_loaded(run, tmp_path):
+    folder, _ = run
+    with pytest.raises(UsageError, match="unknown model or run folder 'ea_conv_transformer'.*did you mean ea_conv"):
+        load_model("ea_conv_transformer")
+    with pytest.raises(UsageError, match="is not a run folder"):
+        load_model(str(tmp_path))
+    (folder / "bad.ckpt").write_bytes(b"no checkpoint")
+    with pytest.raises(UsageError, match="bad.ckpt cannot be read as a checkpoint"):
+        load_model(str(folder / "bad.ckpt"))
+    run_folder.write_weights(folder, timm.create_model(NAME, **{**KWARGS, "num_classes": 4}))
+    with pytest.raises(UsageError, match=r"head.fc.weight must be \(3, 16\), got \(4, 16\)"):
+        load_model(str(folder))
+
+
+def test_layers_by_number_range_and_name():
+    loaded = load_model(NAME)
+    assert [layer.number for layer in parse_layers("all", loaded)] == [1, 2, 3, 4, 5, 6]
+    assert [layer.number for layer in parse_layers("5,1-3,stages.3.blocks.0.conv", loaded)] == [5, 1, 2, 3, 4]
+    for wrong in ("99", "0", "2-9", "3-1", "x", ""):
+        with pytest.raises(UsageError, match=r"has no attention layer .*; it has 1 \(stages.2.blocks.0.conv\), 2"):
+            parse_layers(wrong, loaded)
+    with pytest.raises(UsageError, match="cnn_cifar .* has no attention layer that can be recorded"):
+        parse_layers("1", load_model("cnn_cifar"))
+
+
+def test_images_are_turned_and_their_size_is_limited(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6  # taken with the camera on its side
+    photo().save(tmp_path / "turned.jpg", exif=exif)
+    assert read_image(str(tmp_path / "turned.jpg")).size == (60, 80)
+    with pytest.raises(UsageError, match="turned.jpg must have at most 0.001 megapixels, got 80x60"):
+        read_image(str(tmp_path / "turned.jpg"), max_pixels=1000)
+
+
+def test_images_of_files_folders_and_digits(tmp_path):
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    photo().save(tmp_path / "a" / "b" / "2.png")
+    photo().save(tmp_path / "a" / "1.JPEG")
+    (tmp_path / "a" / "notes.txt").write_text("no image")
+    found = find_images([str(tmp_path / "a"), "digits:3"])
+    assert [name.rsplit("/", 1)[-1] for name in found] == ["1.JPEG", "2.png", "digits:3"]
+    assert read_image(found[1]).size == (80, 60) and read_image("digits:3").size == (32, 32)
+    with pytest.raises(UsageError, match=r"must have N in 0\.\.\d+, got digits:100000"):
+        read_image("digits:100000")
+    with pytest.raises(UsageError, match="notes.txt is not an image"):
+        read_image(str(tmp_path / "a" / "notes.txt"))
+    whole = (tmp_path / "a" / "b" / "2.png").read_bytes()
+    (tmp_path / "cut.png").write_bytes(whole[:len(whole) // 2])
+    with pytest.raises(UsageError, match="cut.png"):
+        read_image(str(tmp_path / "cut.png"))
+    (tmp_path / "empty").mkdir()
+    empty = [str(tmp_path / "empty")]
+    for wrong, message in (["nowhere.png"], "does not exist"), (empty, "has no image"), ([], "got none"):
+        with pytest.raises(UsageError, match=message):
+            find_images(wrong)

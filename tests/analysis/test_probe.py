@@ -1,0 +1,223 @@
+"""The probe: its network, its cache, its controls, and the command from end to end."""
+import csv
+import json
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import ea_vision
+from ea_vision import probe
+from ea_vision.analysis.loading import load_model
+from ea_vision.analysis.probe import (
+    MapSource,
+    ProbeNet,
+    ProbeRecipe,
+    extract_maps,
+    probe_key,
+    shuffled_in_space,
+    train_probe,
+)
+from ea_vision.base.errors import UsageError
+from ea_vision.data.cifar import Images
+
+SMALL = dict(widths=(8, 8, 16, 16), img_size=16)
+
+
+def images(count=10, size=16):
+    return torch.from_numpy(np.random.default_rng(0).integers(0, 256, (count, 3, size, size), dtype=np.uint8))
+
+
+def small_model(**kwargs):
+    options = {"img_size": (16, 16), "random": True, **kwargs}
+    return load_model("ea_conv_transformer_cifar", **options, widths=SMALL["widths"])
+
+
+def test_the_network_has_12_layers_and_the_papers_poolings():
+    net = ProbeNet(8, 10, width=256)
+    sizes, widths = [], []
+
+    def note(_, args):
+        sizes.append(args[0][0].shape[-1])
+        widths.append(args[0][0].shape[1])
+
+    for name, module in net.named_modules():
+        if name.split(".")[-1].startswith("denselayer"):
+            module.register_forward_pre_hook(note)
+    with torch.no_grad():
+        assert net.eval()(torch.randn(2, 8, 14, 14)).shape == (2, 10)
+    assert sizes == [14] * 4 + [7] * 3 + [4] * 5
+    assert widths == [256] * 4 + [512] * 3 + [1024] * 5
+
+
+def test_maps_are_those_of_the_query(tmp_path):
+    model = small_model()
+    pixels = images()
+    maps, second = extract_maps(model, pixels, MapSource((1, 5)), tmp_path / "middle", batch_size=4)
+    assert maps.shape == (10, 4, 4, 4) and second.shape == (10, 4, 2, 2) and maps.dtype == np.float16
+    corner, = extract_maps(model, pixels, MapSource((1,), (0, 15)), tmp_path / "corner")
+    batch = model.normalize(pixels.float() / 255)
+    with torch.no_grad(), ea_vision.record_attention(model.model) as recorded:
+        model.model(batch)
+    attn = recorded[1].attn
+    np.testing.assert_allclose(maps.reshape(10, 4, 16), attn[:, :, 2 * 4 + 2], atol=1e-3)
+    np.testing.assert_allclose(corner.reshape(10, 4, 16), attn[:, :, 3], atol=1e-3)
+
+
+def test_an_interrupted_extraction_goes_on_and_a_finished_one_is_read(tmp_path, monkeypatch):
+    model, pixels, source = small_model(), images(), MapSource((1, 2))
+    whole = extract_maps(model, pixels, source, tmp_path / "whole", batch_size=3)
+    taken, original = [], probe.query_maps
+
+    def interrupted(model, batch, source):
+        if len(taken) == 2:
+            raise KeyboardInterrupt
+        taken.append(len(batch))
+        return original(model, batch, source)
+
+    monkeypatch.setattr(probe, "query_maps", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        extract_maps(model, pixels, source, tmp_path / "cut", batch_size=3)
+    monkeypatch.setattr(probe, "query_maps", lambda *args: taken.append(len(args[1])) or original(*args))
+    continued = extract_maps(model, pixels, source, tmp_path / "cut", batch_size=3)
+    assert taken == [3, 3, 3, 1]
+    assert all(np.array_equal(a, b) for a, b in zip(whole, continued, strict=True))
+    extract_maps(model, pixels, source, tmp_path / "cut", batch_size=3)
+    assert taken == [3, 3, 3, 1]  # read, not computed
+    other = extract_maps(small_model(seed=1), pixels, source, tmp_path / "cut", batch_size=3)
+    assert len(taken) == 8 and not np.array_equal(other[0], whole[0])
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_shuffling_moves_the_pixels_of_each_map_or_of_all_heads_together(together):
+    places = np.broadcast_to(np.arange(16, dtype=np.float16).reshape(4, 4), (400, 3, 4, 4))
+    moved = shuffled_in_space(places, 0, together).reshape(400, 3, 16)
+    assert np.array_equal(np.sort(moved), places.reshape(400, 3, 16))  # every value stays in its map
+    same = (moved[:, 0] == moved[:, 1]).mean()
+    assert same == 1 if together else same < 0.1  # chance: 1/16
+    assert len(np.unique(moved[:, 0], axis=0)) == 400  # each image has its own order
+    came_from = np.stack([(moved[:, 0] == place).mean(0) for place in range(16)])
+    assert abs(came_from - 1 / 16).max() < 0.06  # from anywhere to anywhere
+
+
+def test_a_finished_probe_is_known_by_what_it_saw():
+    """Another order of the shuffled pixels, class, recipe or set is another probe: nothing old is shown for it."""
+    maps = [np.random.default_rng(i).random((6, 2, 4, 4)).astype(np.float16) for i in range(2)]
+    targets = [torch.arange(6), torch.arange(6)]
+    recipe, key = ProbeRecipe(epochs=1), probe_key(ProbeRecipe(epochs=1), maps, targets)
+    assert probe_key(recipe, [m.copy() for m in maps], [t.clone() for t in targets]) == key
+    others = [(recipe, [shuffled_in_space(maps[0], 0), maps[1]], targets),
+              (recipe, [maps[0], maps[1][:5]], targets),
+              (recipe, [maps[0], maps[1].reshape(6, 2, 2, 8)], targets),
+              (recipe, maps, [targets[0], targets[1].flip(0)]),
+              (ProbeRecipe(epochs=2), maps, targets)]
+    assert len({key, *(probe_key(*other) for other in others)}) == 6
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_what_the_heads_agree_on_outlasts_shuffling_only_together(together):
+    """The class is whether two heads look at the same pixels; each map alone is the same noise in both classes."""
+    generator = np.random.default_rng(0)
+    targets = torch.from_numpy(generator.integers(0, 2, 480))
+    maps = generator.random((480, 2, 4, 4)).astype(np.float16)
+    maps[targets == 1, 1] = maps[targets == 1, 0]
+    maps = shuffled_in_space(maps, 0, together)
+    recipe = ProbeRecipe(epochs=4, batch_size=20, width=8)
+    top1 = train_probe(maps[:320], targets[:320], maps[320:], targets[320:], 2, recipe)
+    assert top1 > 85 if together else top1 < 65
+
+
+def test_the_probe_learns_what_is_in_the_maps_and_shuffling_takes_it_away():
+    """The class is where the map's spot lies."""
+    generator = np.random.default_rng(0)
+    targets = torch.from_numpy(generator.integers(0, 4, 260))
+    maps = (0.01 * generator.random((260, 2, 4, 4))).astype(np.float16)
+    for i, target in enumerate(targets.tolist()):
+        maps[i, :, target] *= 3
+
+    def top1(maps, train=160, epochs=6):
+        recipe = ProbeRecipe(epochs=epochs, batch_size=20, width=8)
+        return train_probe(maps[:train], targets[:train], maps[160:], targets[160:], 4, recipe)
+
+    assert top1(maps) > 75 and top1(shuffled_in_space(maps, 0)) < 50
+    assert top1(maps, train=40, epochs=1) == top1(maps, train=40, epochs=1)  # the same seed, the same result
+
+
+def test_untrained_networks_get_the_statistics_of_the_images():
+    model = small_model()
+    pixels = images(32)
+    probe.measure_batch_statistics(model, pixels, batch_size=32)
+    norm = next(m for m in model.model.modules() if isinstance(m, nn.BatchNorm2d))
+    seen = []
+    handle = norm.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    with torch.no_grad():
+        model.model(model.normalize(pixels.float() / 255))
+    handle.remove()
+    torch.testing.assert_close(norm.running_mean, seen[0].mean((0, 2, 3)), rtol=1e-3, atol=1e-4)
+    assert norm.momentum == 0.1 and not norm.training
+
+
+def test_those_statistics_are_of_all_images_in_whatever_order_they_lie():
+    """Folders lie class by class: the first images of one are all of a kind."""
+    pixels = torch.cat([torch.full((200, 3, 16, 16), value, dtype=torch.uint8) for value in (0, 100, 200)])
+    model = small_model()
+    inputs = []
+    handle = model.model.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+    probe.measure_batch_statistics(model, pixels, batches=2, batch_size=50)
+    handle.remove()
+    kinds = model.normalize(torch.tensor([0.0, 100.0, 200.0])[:, None, None, None].expand(3, 3, 1, 1) / 255)
+    for batch in inputs:
+        assert len(batch) == 50
+        shares = torch.stack([(batch == kind).flatten(1).all(1).float().mean() for kind in kinds])
+        assert shares.sum() == 1 and shares.min() > 0.15
+    assert len(inputs) == 2
+
+
+def test_drawn_images_keep_their_targets():
+    pixels, targets = images(20), torch.arange(20)
+    drawn = probe.draw(Images(pixels, targets, [str(i) for i in range(20)]), 6, seed=1)
+    assert len(drawn) == 6 and torch.equal(drawn.images, pixels[drawn.targets])
+    assert drawn.names == [str(i) for i in drawn.targets.tolist()]
+
+
+def test_the_command_ends_with_tables_and_a_picture_and_does_nothing_twice(tmp_path, capsys, monkeypatch):
+    argv = ["--model", "ea_conv_transformer_cifar", "--img-size", "16", "--layers", "2", "--limit", "24",
+            "--epochs", "1", "--width", "8", "--batch-size", "12", "-o", str(tmp_path / "out")]
+    assert probe.main(argv) == 0
+    rows = list(csv.DictReader((tmp_path / "out" / "results.csv").open()))
+    assert [(row["maps"], row["layer"]) for row in rows] == [("trained", "2"), ("untrained", "2"), ("shuffled", "2")]
+    about = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert str(tmp_path) not in json.dumps(about) and len(about["data_fingerprint"]) == 1
+    assert about["recipe"]["epochs"] == 1 and about["versions"] and len(about["results"]) == 3
+    assert (tmp_path / "out" / "results.png").read_bytes().startswith(b"\x89PNG")
+    first = capsys.readouterr().out
+    assert "31.02 / 31.71 / 31.93" in first and "shuffled" in first
+
+    monkeypatch.setattr(probe, "train_probe", None)  # every probe is done
+    monkeypatch.setattr(probe, "query_maps", None)
+    assert probe.main(argv) == 0
+    assert capsys.readouterr().out == first
+
+
+def test_a_34_layer_network_from_end_to_end(tmp_path):
+    assert probe.main(["--model", "aa_resnet34", "--img-size", "32", "--limit", "10", "--epochs", "1", "--width", "8",
+                       "--controls", "none", "-o", str(tmp_path / "out")]) == 0
+    rows = list(csv.DictReader((tmp_path / "out" / "results.csv").open()))
+    assert [row["layer"] for row in rows] == ["16", "17", "18"]
+
+
+@pytest.mark.parametrize("argv,message", [
+    (["--model", "ea_conv_transformer_cifar", "--layers", "99"], "no attention layer '99'"),
+    (["--model", "cnn_cifar"], "has no attention layer"),
+    (["--model", "ea_conv_transformer_cifar", "--query", "3,99"], "--query must be y,x within the 32x32 input"),
+    (["--model", "ea_conv_transformer_cifar", "--controls", "x"], "--controls must be"),
+    (["--model", "ea_conv_transformer_cifar", "--lr", "0"], "--lr must be"),
+    (["--model", "ea_conv_transformer_cifar", "-o", "/proc/nowhere"], "cannot use /proc/nowhere"),
+])
+def test_bad_options(argv, message, tmp_path):
+    if "-o" not in argv:
+        argv = [*argv, "-o", str(tmp_path / "out")]
+    with pytest.raises(UsageError, match=message):
+        probe.main(argv)
+    assert not (tmp_path / "out").exists()

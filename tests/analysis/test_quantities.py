@@ -1,0 +1,98 @@
+"""Quantities of maps whose values are known by hand."""
+import csv
+import io
+import math
+
+import pytest
+import timm
+import torch
+
+import ea_vision
+from ea_vision.analysis.quantities import (
+    attention_distance,
+    attention_entropy,
+    attention_rollout,
+    map_correlation,
+    measure,
+    quantities_csv,
+)
+from ea_vision.analysis.recording import AttentionMaps, LayerMaps
+
+
+def recorded(*layers):
+    """AttentionMaps of (feat_size, attn) pairs."""
+    maps = AttentionMaps()
+    for number, (feat_size, attn) in enumerate(layers, start=1):
+        maps._begin(LayerMaps(number, f"layer{number}", tuple(range(attn.shape[1])), feat_size, attn=attn))
+    return maps
+
+
+def test_entropy_of_one_pixel_and_of_all_pixels():
+    one = torch.eye(12).expand(2, 3, 12, 12)
+    alike = torch.full((2, 3, 12, 12), 1 / 12)
+    torch.testing.assert_close(attention_entropy(one), torch.zeros(2, 3))
+    torch.testing.assert_close(attention_entropy(alike), torch.full((2, 3), math.log(12)))
+
+
+def test_distance_of_a_known_shift_in_pixels_of_the_input():
+    H, W = 4, 5
+    attn = torch.zeros(1, 1, H, W, H, W)
+    for row in range(H):
+        for col in range(W):
+            attn[0, 0, row, col, row, (col + 2) % W] = 1  # columns 0..2 look 2 to the right, 3 and 4 look 3 to the left
+    torch.testing.assert_close(attention_distance(attn, (7.0, 10.0)), torch.tensor([[10 * (3 * 2 + 2 * 3) / 5]]))
+    itself = torch.eye(H * W).view(1, 1, H, W, H, W)
+    assert attention_distance(itself).item() == 0
+
+
+def test_correlation_of_a_map_with_itself_and_its_opposite():
+    maps = torch.rand(2, 3, 8, 8)
+    torch.testing.assert_close(map_correlation(maps, 3 * maps + 1), torch.ones(2, 3))
+    torch.testing.assert_close(map_correlation(maps, -maps), -torch.ones(2, 3))
+
+
+def test_rollout_of_identities_is_identity_and_rows_sum_to_one():
+    identity = torch.eye(16).expand(1, 2, 16, 16)
+    torch.testing.assert_close(attention_rollout(recorded(((4, 4), identity), ((4, 4), identity)))[0], torch.eye(16))
+    random = [torch.rand(1, 2, n, n).softmax(-1) for n in (16, 16, 4)]
+    sizes = [(4, 4), (4, 4), (2, 2)]
+    rollout = attention_rollout(recorded(*zip(sizes, random, strict=True)))
+    assert rollout.shape == (1, 4, 16)
+    torch.testing.assert_close(rollout.sum(-1), torch.ones(1, 4))
+
+
+def test_rollout_through_a_pooling_stays_in_place():
+    maps = recorded(((4, 4), torch.eye(16)[None, None]), ((2, 2), torch.eye(4)[None, None]))
+    corner = attention_rollout(maps)[0, 1].view(4, 4)  # the new map's upper right cell
+    expected = torch.zeros(4, 4)
+    expected[:2, 2:] = 0.25
+    torch.testing.assert_close(corner, expected)
+
+
+def test_rollout_multiplies_later_layers_from_the_left():
+    first, second = (torch.rand(1, 1, 9, 9).softmax(-1) for _ in range(2))
+    eye = torch.eye(9)
+    expected = (0.5 * second[0, 0] + 0.5 * eye) @ (0.5 * first[0, 0] + 0.5 * eye)
+    torch.testing.assert_close(attention_rollout(recorded(((3, 3), first), ((3, 3), second)))[0], expected)
+
+
+def test_measure_does_not_depend_on_the_batches():
+    model = timm.create_model("ea_conv_transformer_cifar", widths=(8, 8, 16, 16), img_size=16).eval()
+    images = torch.randn(6, 3, 16, 16)
+    whole, parts = measure(model, [images]), measure(model, images.split((1, 3, 2)))
+    with torch.no_grad(), ea_vision.record_attention(model) as maps:
+        model(images)
+    for a, b in zip(whole, parts, strict=True):
+        assert a.images == b.images == 6 and a.number == b.number
+        torch.testing.assert_close(a.entropy, b.entropy)
+        torch.testing.assert_close(a.distance, b.distance)
+        torch.testing.assert_close(a.entropy, attention_entropy(maps[a.number].attn).mean(0))
+        assert (a.correlation is None) == (a.number in (1, 4))
+        if a.correlation is not None:
+            torch.testing.assert_close(a.correlation, b.correlation, equal_nan=True)
+    with pytest.raises(ValueError, match="at least one batch"):
+        measure(model, [])
+
+    rows = list(csv.DictReader(io.StringIO(quantities_csv({"a": whole}))))
+    assert len(rows) == 6 * 4 and rows[0]["map"] == "4x4" and rows[0]["correlation_with_previous"] == ""
+    assert float(rows[5]["entropy_nats"]) == pytest.approx(whole[1].entropy[1].item(), abs=1e-5)

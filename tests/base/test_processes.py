@@ -1,0 +1,138 @@
+"""Several gloo processes: the same weights as one process with the same images, every test image once."""
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from ea_vision.base.errors import RunError
+from ea_vision.base.processes import fresh_store
+from ea_vision.engine import checkpoint, run_folder, train_cifar
+from ea_vision.engine.train import Trainer
+from tests.engine.runner import (
+    GN_MODEL,
+    SignalAfterUpdate,
+    SpoilLoss,
+    arguments,
+    make_folder,
+    run,
+    run_world,
+    same_result,
+)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return make_folder(tmp_path_factory.mktemp("data"))  # 13 test images: no multiple of two processes
+
+
+def assert_close(a: Path, b: Path) -> None:
+    """Assert that two runs reached the same weights, up to the order of sums, and that they went some way to them."""
+    first, second, start = (checkpoint.read_checkpoint(path)["model"] for path in
+                            (a / checkpoint.LAST, b / checkpoint.LAST, a / "start.ckpt"))
+    moved = torch.cat([(first[name] - start[name]).flatten() for name in first])
+    apart = torch.cat([(first[name] - second[name]).flatten() for name in first])
+    assert moved.norm() > 0.1
+    assert apart.norm() < 1e-4 * moved.norm()
+
+
+class KeepStart:
+    """Keep a copy of the first checkpoint, which has the initial weights."""
+
+    def __call__(self):
+        save = Trainer.save
+
+        def keep(trainer, *args, **kwargs):
+            save(trainer, *args, **kwargs)
+            if trainer.progress.updates == 0 and trainer.world.is_main:
+                shutil.copy(trainer.folder / checkpoint.LAST, trainer.folder / "start.ckpt")
+
+        Trainer.save = keep
+
+
+def test_two_processes_equal_one_with_twice_the_batch(data, tmp_path):
+    """Group norm, no dropout: with batch norm each process would take the statistics of its own half."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    more = [*GN_MODEL, "--lr", "0.02", "--clip-grad", "1"]  # small steps: rounding must not grow
+    assert run(arguments(data, one, *more, "--batch-size", "8"), tmp_path / "one.log", KeepStart()) == 0
+    assert run_world(2, arguments(data, two, *more, "--batch-size", "4"), tmp_path / "two.log") == [0, 0]
+    assert_close(one, two)
+    first, second = run_folder.read_metrics(one), run_folder.read_metrics(two)
+    assert first["step"] == second["step"] and first["top1"] == second["top1"]
+    assert first["train_loss"] == pytest.approx(second["train_loss"], rel=1e-4)
+
+
+def test_gradient_accumulation_equals_the_larger_batch(data, tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    more = [*GN_MODEL, "--lr", "0.02", "--clip-grad", "1"]  # small steps: rounding must not grow
+    assert run(arguments(data, whole, *more, "--batch-size", "8"), tmp_path / "log", KeepStart()) == 0
+    assert run(arguments(data, parts, *more, "--batch-size", "4", "--grad-accum", "2"), tmp_path / "log") == 0
+    assert_close(whole, parts)
+
+
+def test_signal_to_one_process_stops_all_and_the_run_continues(data, tmp_path):
+    """Batch norm and dropout this time: also with two processes a resumed run ends as an uninterrupted one."""
+    whole, broken, log = tmp_path / "whole", tmp_path / "broken", tmp_path / "log"
+    more = ["--batch-size", "4", "--ema", "0.9"]
+    assert run_world(2, arguments(data, whole, *more), log) == [0, 0]
+    codes = run_world(2, arguments(data, broken, *more), log, SignalAfterUpdate(signal.SIGTERM, 3, rank=1))
+    assert codes == [128 + signal.SIGTERM] * 2
+    assert checkpoint.read_checkpoint(broken / checkpoint.LAST)["progress"]["updates"] == 3
+    assert run_world(2, arguments(data, broken, *more), log) == [0, 0], log.read_text()
+    same_result(broken, whole)
+
+
+def test_non_finite_loss_on_one_process_stops_all(data, tmp_path):
+    folder, log = tmp_path / "run", tmp_path / "log"
+    assert run_world(2, arguments(data, folder, "--batch-size", "4"), log, SpoilLoss(3, rank=1)) == [1, 1]
+    report = json.loads((folder / "nonfinite-epoch001-update00003.json").read_text())
+    assert [len(ids) for ids in report["sample_ids"]] == [4, 4], "the samples of every process"
+
+
+def test_all_processes_roll_back_together(data, tmp_path):
+    folder, log = tmp_path / "run", tmp_path / "log"
+    more = ["--batch-size", "4", "--schedule", "constant", "--warmup", "0", "--on-nan", "rollback"]
+    assert run_world(2, arguments(data, folder, *more), log, SpoilLoss(3, rank=1)) == [0, 0], log.read_text()
+    assert run_folder.read_metrics(folder)["lr"] == [0.025, 0.025]
+
+
+def test_restarted_processes_do_not_find_the_addresses_of_the_dead():
+    """torchrun keeps its store over restarts; here the quick ones of an attempt come long before the first process."""
+    store = torch.distributed.HashStore()
+    for attempt in range(3):
+        order = [0, 1, 2] if attempt == 1 else [2, 1, 0]
+        with ThreadPoolExecutor(3) as pool:
+            joined = []
+            for rank in order:
+                joined.append(pool.submit(fresh_store, store, rank, 3, 20))
+                time.sleep(0.15)
+            own = [process.result() for process in joined]
+        assert not own[0].check(["address"]), "nothing of the attempts before"
+        own[0].set("address", str(attempt))
+        assert [part.get("address") for part in own] == [str(attempt).encode()] * 3, "all share it"
+    with pytest.raises(RunError, match="1 of 2 processes did not join"):
+        fresh_store(store, 0, 2, seconds=0.2)
+
+
+def test_torchrun(data, tmp_path):
+    """The command of the README, and: evaluation on two processes counts the same images as on one."""
+    script = Path(__file__).parents[2] / "train_cifar.py"
+    folder = tmp_path / "run"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(script.parent)}
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    subprocess.run([*launch, *arguments(data, folder, "--batch-size", "4", "--epochs", "1")], env=environment,
+                   check=True, timeout=200, capture_output=True)
+    results = run_folder.read_results(folder)
+    assert results["test_images"] == 13
+    assert train_cifar.main(["--evaluate", str(folder), "--output", str(tmp_path / "evaluation")]) == 0
+    numbers = json.loads((tmp_path / "evaluation" / "evaluation.json").read_text())
+    assert numbers["images"] == 13 and numbers["top1"] == pytest.approx(results["test_best"]["top1"], abs=1e-3)

@@ -1,0 +1,260 @@
+"""The command, as users meet it: a run folder that others can read, modes, and bad input in one clear line."""
+from __future__ import annotations
+
+import csv
+import importlib.util
+import json
+import math
+import signal
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import timm
+import torch
+import yaml
+from PIL import Image
+
+from ea_vision.base.errors import exit_code
+from ea_vision.engine import checkpoint, run_folder, train_cifar
+from ea_vision.engine.sweep import main as sweep
+from tests.engine.runner import SignalAfterUpdate, arguments, assert_equal, make_folder, run, same_result
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return make_folder(tmp_path_factory.mktemp("data"), train=64, test=30)
+
+
+@pytest.fixture(scope="module")
+def finished(data, tmp_path_factory):
+    """A run with held-out images, averaged weights and every switch that this machine has."""
+    folder = tmp_path_factory.mktemp("runs") / "finished"
+    log = folder.with_suffix(".log")
+    argv = arguments(data, folder, "--holdout", "16", "--ema", "0.5", "--amp", "bfloat16", "--channels-last",
+                     "--cutmix", "1", "--epochs", "3", "--opt", "adamw", "--lr", "0.001")
+    assert run(argv, log) == 0, log.read_text()
+    return folder
+
+
+def fails(argv: list[str], capsys) -> str:
+    """Run the command; return its error, which must be one line and come with exit code 2."""
+    assert exit_code(lambda: train_cifar.main(argv)) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1
+    return error
+
+
+def test_run_folder(finished):
+    assert {p.name for p in finished.iterdir() if p.is_file()} == {
+        "config.yaml", "metrics.csv", "last.ckpt", "last.prev.ckpt", "best.ckpt", "model.safetensors", "results.json"}
+    rows = list(csv.DictReader((finished / "metrics.csv").open()))
+    assert list(rows[0]) == ["epoch", "step", "lr", "train_loss", "top1", "top5", "images_per_s", "seconds"]
+    assert [(r["epoch"], r["step"]) for r in rows] == [("1", "6"), ("2", "12"), ("3", "18")]
+    config = yaml.safe_load((finished / "config.yaml").read_text())
+    assert config["lr"] == 0.001 and config["momentum"] == 0.9, "resolved: given options and defaults"
+    about = config["run"]
+    assert about["versions"].keys() >= {"ea_vision", "torch", "timm"} and len(about["data_fingerprint"]) == 64
+    assert (about["train_images"], about["eval_images"], about["eval_split"]) == (48, 16, "held_out")
+
+
+def test_best_weights_load_into_timm(finished, data):
+    """model.safetensors holds the averaged weights of the best epoch; they score what the run says they score."""
+    about = run_folder.read_config(finished)[1]
+    weights = str(finished / "model.safetensors")
+    model = timm.create_model("test_resnet", **about["model_kwargs"], checkpoint_path=weights)
+    best = checkpoint.read_checkpoint(finished / "best.ckpt")
+    assert best["ema"].keys() == model.state_dict().keys()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, best["ema"][name]), name
+    results = json.loads((finished / "results.json").read_text())
+    assert best["progress"]["epoch"] == results["test_best"]["epoch"]
+    assert results["test_images"] == 30 and "held_out_top1" in results["test_best"]
+
+
+def test_evaluate_a_run(finished, capsys):
+    assert train_cifar.main(["--evaluate", str(finished), "--amp", "bfloat16", "--channels-last"]) == 0
+    written = finished / "evaluation"
+    numbers = json.loads((written / "evaluation.json").read_text())
+    results = json.loads((finished / "results.json").read_text())
+    assert numbers["images"] == 30 and numbers["top1"] == pytest.approx(results["test_best"]["top1"], abs=1e-3)
+    rows = list(csv.DictReader((written / "per_class.csv").open()))
+    assert [row["class"] for row in rows] == ["class_0", "class_1", "class_2"]
+    mean = sum(float(row["top1"]) * int(row["images"]) for row in rows) / 30
+    assert mean == pytest.approx(numbers["top1"], abs=0.01)
+    assert Image.open(written / "confusion.png").size[0] > 300
+    assert f"top1 {numbers['top1']:.2f}%" in capsys.readouterr().out
+
+
+def test_evaluate_a_model_with_weights(finished, data, tmp_path, capsys):
+    common = ["--dataset", "folder", "--data-dir", str(data), "--cache-dir", "none", "--output", str(tmp_path / "e")]
+    weights = finished / "model.safetensors"
+    assert train_cifar.main(["--evaluate", "test_resnet", "--weights", str(weights), *common]) == 0
+    capsys.readouterr()
+    error = fails(["--evaluate", "test_resnet", *common, "--weights", str(data)], capsys)
+    assert "cannot read weights" in error
+    other = timm.create_model("test_resnet", num_classes=7)
+    safetensors.torch.save_file(other.state_dict(), tmp_path / "seven.safetensors")
+    error = fails(["--evaluate", "test_resnet", *common, "--weights", str(tmp_path / "seven.safetensors")], capsys)
+    assert "fc.weight must be (3," in error and "got (7," in error
+
+
+def test_evaluating_on_other_classes_is_an_error(finished, capsys):
+    error = fails(["--evaluate", str(finished), "--dataset", "digits"], capsys)
+    assert "has 3 classes, the data 10" in error
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ffcv") is None, reason="needs FFCV: pip install .[ffcv]")
+def test_ffcv_files_in_place_of_memory_change_nothing(data, tmp_path):
+    folders, log = (tmp_path / "device", tmp_path / "ffcv"), tmp_path / "log"
+    for folder in folders:
+        argv = arguments(data, folder, "--loader", folder.name, "--holdout", "16", "--cache-dir", str(tmp_path / "c"))
+        assert run(argv, log) == 0, log.read_text()
+    same_result(*folders)
+    assert len(list((tmp_path / "c").glob("*.beton"))) == 3 and not list((tmp_path / "c").glob(".*"))
+    assert run(["--evaluate", str(folders[1])], log) == 0
+    numbers = json.loads((folders[1] / "evaluation" / "evaluation.json").read_text())
+    assert numbers["top1"] == pytest.approx(run_folder.read_results(folders[0])["test_best"]["top1"], abs=1e-3)
+
+
+def test_learning_curves(finished, tmp_path, capsys):
+    picture = tmp_path / "curves.png"
+    assert train_cifar.main(["--learning-curves", str(finished), str(finished), "--output", str(picture)]) == 0
+    assert Image.open(picture).size[0] > 500
+    assert "not a run folder" in fails(["--learning-curves", str(tmp_path)], capsys)
+    assert "must end in .png" in fails(["--learning-curves", str(finished), "--output", "a.gif"], capsys)
+
+
+def test_sweep_runs_its_settings_draws_them_and_continues(data, tmp_path, monkeypatch, capsys):
+    """Real runs, in processes forked from one that has torch loaded instead of started anew."""
+    from ea_vision.engine import sweep as module
+
+    started = []
+
+    class Process:
+        def __init__(self, command):
+            started.append(command)
+            self.code = run(command[2:], tmp_path / "log")
+
+        def wait(self):
+            return self.code
+
+        def poll(self):
+            return self.code
+
+    monkeypatch.setattr(module.subprocess, "Popen", Process)
+    argv = ["--set", "drop_rate=0,0.5", "--seeds", "0,1", "--output", str(tmp_path / "sweep"), "--script",
+            str(Path(__file__).parents[2] / "train_cifar.py"), "--", "--model", "test_resnet",
+            "--dataset", "folder", "--data-dir", str(data),
+            "--cache-dir", "none", "--epochs", "1", "--batch-size", "16", "--holdout", "16"]
+    assert sweep(argv) == 0
+    rows = list(csv.DictReader((tmp_path / "sweep" / "sweep.csv").open()))
+    assert [(r["drop_rate"], r["seed"]) for r in rows] == [("0", "0"), ("0", "1"), ("0.5", "0"), ("0.5", "1")]
+    config, about = run_folder.read_config(tmp_path / "sweep" / "drop_rate=0.5,seed=1")
+    assert (config["model_kwargs"], config["seed"], about["eval_split"]) == ({"drop_rate": 0.5}, 1, "held_out")
+    assert Image.open(tmp_path / "sweep" / "sweep.png").size[0] > 300
+    assert "best: drop_rate=" in capsys.readouterr().out
+    weights = tmp_path / "sweep" / "drop_rate=0,seed=0" / "model.safetensors"
+    before = weights.stat().st_mtime_ns
+    assert sweep(argv) == 0 and weights.stat().st_mtime_ns == before, "finished runs are not trained again"
+
+
+@pytest.mark.parametrize("more, message", [
+    (["--model", "cnn_cifr"], "did you mean cnn_cifar"),
+    (["--model-kwargs", "alpah=0.5"], "has no keyword 'alpah'"),
+    (["--model", "ea_conv_transformer_cifar", "--model-kwargs", "num_heads=5"], "refuses"),
+    (["--data-dir", "/nowhere"], "does not exist"),
+    (["--holdout", "64"], "holdout must lie between 1 and 63"),
+    (["--batch-size", "65"], "the data set has fewer"),
+    (["--opt", "sgdd"], "unknown optimiser 'sgdd'"),
+    (["--resume", "/nowhere.ckpt"], "no such checkpoint"),
+    (["--loader", "ffcv"], "--loader ffcv needs a folder"),
+    (["--weights", "w"], "--weights goes with --evaluate"),
+    (["--device", "cuda"], "needs a CUDA device"),
+])
+def test_bad_input_is_one_line_and_leaves_nothing(data, tmp_path, capsys, more, message):
+    if more[-1] == "cuda" and torch.cuda.is_available():
+        pytest.skip("this machine has CUDA")
+    output = tmp_path / "run"
+    assert message in fails(arguments(data, output, *more), capsys)
+    assert not output.exists()
+
+
+def test_broken_image_stops_before_training(tmp_path, capsys):
+    data = make_folder(tmp_path / "data", train=6, test=3)
+    (data / "test" / "class_0" / "000.png").write_bytes(b"\x89PNG broken")
+    assert "class_0/000.png" in fails(arguments(data, tmp_path / "run"), capsys)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_folder_is_not_overwritten_nor_continued_with_other_options(finished, data, capsys):
+    given = arguments(data, finished, "--holdout", "16", "--ema", "0.5", "--amp", "bfloat16", "--channels-last",
+                      "--cutmix", "1", "--epochs", "3", "--opt", "adamw", "--lr", "0.001")
+    files = {p: p.stat().st_mtime_ns for p in finished.iterdir()}
+    assert "holds a run" in fails([*given, "--resume", "none"], capsys)
+    assert "weight_decay was 0.0005, got 0.1" in fails([*given, "--weight-decay", "0.1"], capsys)
+    assert train_cifar.main(given) == 0
+    assert {p: p.stat().st_mtime_ns for p in finished.iterdir()} == files
+
+
+def test_epochs_left_out_of_evaluation_train_the_same(data, tmp_path, capsys):
+    """--eval-epochs 2 of 3: epoch 1 is not evaluated, the last is; killed and continued, it ends like one that was."""
+    every, second, log = tmp_path / "every", tmp_path / "second", tmp_path / "log"
+    assert run(arguments(data, every, "--epochs", "3"), log) == 0, log.read_text()
+    argv = arguments(data, second, "--epochs", "3", "--eval-epochs", "2")
+    assert run(argv, log, SignalAfterUpdate(signal.SIGTERM, 9)) == 128 + signal.SIGTERM
+    assert "not evaluated" in log.read_text() and not (second / "best.ckpt").exists()
+    assert "--epochs must be more than 1, got 1" in fails([*argv, "--epochs", "1"], capsys)
+    assert run(argv, log) == 0, log.read_text()
+    expected, metrics = run_folder.read_metrics(every), run_folder.read_metrics(second)
+    for column in ("top1", "top5"):
+        assert math.isnan(metrics[column][0]) and metrics[column][1:] == expected[column][1:]
+    assert metrics["train_loss"] == expected["train_loss"]
+    states = [checkpoint.read_checkpoint(folder / "last.ckpt")["model"] for folder in (every, second)]
+    assert_equal(*states, "model")
+    results = run_folder.read_results(second)
+    assert results["test_last"] == run_folder.read_results(every)["test_last"]
+    assert results["test_best"]["top1"] == max(metrics["top1"][1:])
+    picture = tmp_path / "curves.png"
+    assert train_cifar.main(["--learning-curves", str(every), str(second), "--output", str(picture)]) == 0
+    assert Image.open(picture).size[0] > 1000
+
+
+def test_resume_from_a_named_run(finished, data, tmp_path, capsys):
+    """Another folder continues from a run's checkpoint, here for one more epoch, with a changed option named."""
+    output, log = tmp_path / "more", tmp_path / "log"
+    more = ["--holdout", "16", "--ema", "0.5", "--amp", "bfloat16", "--channels-last", "--cutmix", "1"]
+    more += ["--opt", "adamw", "--lr", "0.0005", "--epochs", "4", "--resume", str(finished)]
+    argv = arguments(data, output, *more)
+    assert run(argv, log) == 0, log.read_text()
+    assert "lr was 0.001, got 0.0005" in log.read_text() and "epochs were 3, now 4" in log.read_text()
+    assert run_folder.read_metrics(output)["epoch"] == [1, 2, 3, 4]
+    assert "do not fit the model" in fails([*argv, "--model", "test_efficientnet"], capsys)
+    digits = ["--dataset", "digits", "--model", "test_resnet", "--output", str(tmp_path / "x"), "--epochs", "4"]
+    assert "was trained on other data" in fails([*digits, "--resume", str(finished)], capsys)
+
+
+def test_recipe_keywords_a_model_lacks_are_left_out_with_a_notice(data, tmp_path):
+    recipe, log = tmp_path / "r.yaml", tmp_path / "log"
+    recipe.write_text("model_kwargs: {attn_drop_rate: 0.3, drop_rate: 0.1}\n")
+    argv = ["--model", "test_resnet", "--recipe", str(recipe), "--dataset", "folder", "--data-dir", str(data),
+            "--cache-dir", "none", "--epochs", "1", "--batch-size", "16", "--output", str(tmp_path / "run")]
+    assert run(argv, log) == 0, log.read_text()
+    assert "test_resnet has no attn_drop_rate" in log.read_text()
+    about = run_folder.read_config(tmp_path / "run")[1]
+    assert about["model_kwargs"] == {"num_classes": 3, "in_chans": 3, "drop_rate": 0.1}
+    assert run(argv, log) == 0 and "is complete" in log.read_text(), "the same command continues, or finds it done"
+
+
+def test_it_learns(tmp_path):
+    """Digits, a small network, seconds: the data, the labels, the augmentation and the loop fit together."""
+    folder, log = tmp_path / "run", tmp_path / "log"
+    argv = ["--model", "test_resnet", "--epochs", "5", "--batch-size", "32", "--output", str(folder)]
+    assert run(argv, log) == 0, log.read_text()
+    assert run_folder.read_results(folder)["test_last"]["top1"] > 70
+
+
+def test_engine_and_data_do_not_import_the_models():
+    root = Path(train_cifar.__file__).parents[1]
+    for path in [*root.glob("engine/*.py"), *root.glob("data/*.py")]:
+        assert "ea_vision.models" not in path.read_text(), path

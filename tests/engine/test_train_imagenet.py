@@ -1,0 +1,265 @@
+"""The ImageNet command: the papers' rates, exact evaluation, runs that survive, bad input in one clear line."""
+from __future__ import annotations
+
+import csv
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import safetensors
+import timm
+import torch
+
+from ea_vision.base.errors import exit_code
+from ea_vision.data import write_ffcv
+from ea_vision.engine import checkpoint, run_folder, train_imagenet
+from ea_vision.engine.config import recipe_names, resolve
+from ea_vision.engine.preflight import check_disk, checkpoint_bytes, trial_step
+from ea_vision.engine.schedules import build_schedule
+from ea_vision.engine.train_imagenet import ImageNetConfig
+from tests.data.photos import make_photos
+from tests.engine import runner
+from tests.engine.runner import KillInWrite, SignalAfterUpdate, same_result
+
+TINY = ["--model", "test_resnet", "--model-kwargs", "drop_rate=0.2", "--img-size", "16", "--eval-resize", "20",
+        "--batch-size", "8", "--workers", "1", "--epochs", "2", "--warmup", "0", "--device", "cpu", "--log-steps", "2"]
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    return make_photos(tmp_path_factory.mktemp("photos"))
+
+
+@pytest.fixture(scope="module")
+def finished(photos, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "finished"
+    argv = arguments(photos, folder)
+    log = folder.with_suffix(".log")
+    assert run(argv, log) == 0, log.read_text()
+    return folder
+
+
+def arguments(photos: Path, output: Path, *more: str) -> list[str]:
+    """Two epochs of five updates of eight images, a checkpoint every second update."""
+    return [*TINY, "--data-dir", str(photos), "--output", str(output), "--checkpoint-steps", "2", *more]
+
+
+def run(argv, log, sabotage=None):
+    return runner.run(argv, log, sabotage, main=train_imagenet.main)
+
+
+def fails(argv: list[str], capsys, code: int = 2) -> str:
+    """Run the command; return its error, which must be one line."""
+    assert exit_code(lambda: train_imagenet.main(argv)) == code
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    return errors[0]
+
+
+@pytest.mark.parametrize("processes", [1, 8])
+def test_learning_rates_are_the_papers(processes):
+    """0.128 per 256 images: at the first update of each epoch, 5,004 updates of 256 images (the papers' 8 GPUs)."""
+    config, _ = resolve(ImageNetConfig, {})
+    batch = config.batch_size * processes
+    per_epoch = 1281167 // batch
+    peak = config.lr * batch / config.lr_base_batch
+    assert peak == pytest.approx(0.128 * batch / 256) and (config.weight_decay, config.momentum) == (1e-4, 0.9)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=peak)
+    schedule = build_schedule(config, optimizer, per_epoch)
+    wanted = {0: 0, 4: 0.8, 5: 1, 29: 1, 30: 0.1, 60: 0.01, 80: 0.001, 90: 0.0001, 99: 0.0001}
+    for epoch, factor in wanted.items():
+        schedule.step_update(epoch * per_epoch)
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(factor * peak, rel=1e-9), epoch
+        if epoch in (30, 60, 80, 90):
+            schedule.step_update(epoch * per_epoch - 1)
+            assert optimizer.param_groups[0]["lr"] == pytest.approx(10 * factor * peak, rel=1e-9), epoch
+
+
+@pytest.mark.parametrize("name", [name for name in recipe_names() if name.startswith("imagenet_")])
+def test_the_recipe_of_each_published_row_is_the_papers(name):
+    row, papers = (resolve(ImageNetConfig, {"recipe": recipe})[0].as_dict() for recipe in (name, "imagenet"))
+    assert timm.is_model(row["model"]) and name == f"imagenet_{row['model']}" and row["num_classes"] == 1000
+    for key in ("model", "num_classes", "recipe"):
+        del row[key], papers[key]
+    assert row == papers
+
+
+def test_run_folder(finished):
+    names = {p.name for p in finished.iterdir()}
+    assert names == {"config.yaml", "metrics.csv", "speed.csv", "last.ckpt", "last.prev.ckpt", "best.ckpt",
+                     "model.safetensors", "results.json", "results.csv"}
+    row, = csv.DictReader((finished / "results.csv").open())
+    assert list(row) == ["model", "img_size", "top1", "top1_err", "top5", "top5_err", "param_count", "crop_pct",
+                         "interpolation"]
+    assert float(row["top1"]) == pytest.approx(max(run_folder.read_metrics(finished)["top1"]), abs=1e-3)
+    speed = list(csv.DictReader((finished / "speed.csv").open()))
+    assert [int(r["step"]) for r in speed] == [2, 4, 5, 7, 9, 10], "every second update and at the end of an epoch"
+    assert all(0 < float(r["data_wait_percent"]) < 100 and float(r["images_per_s"]) > 0 for r in speed)
+    about = run_folder.read_config(finished)[1]
+    timm.create_model("test_resnet", **about["model_kwargs"], checkpoint_path=str(finished / "model.safetensors"))
+
+
+@pytest.mark.parametrize("number, update", [(signal.SIGKILL, 3), (signal.SIGTERM, 8)])
+def test_interrupted_runs_end_as_uninterrupted_ones(photos, finished, tmp_path, number, update):
+    folder, log = tmp_path / "run", tmp_path / "log"
+    argv = arguments(photos, folder)
+    assert run(argv, log, SignalAfterUpdate(number, update)) == (-9 if number == signal.SIGKILL else 128 + number)
+    assert run(argv, log) == 0, log.read_text()
+    same_result(folder, finished)
+    steps = [r["step"] for r in csv.DictReader((folder / "speed.csv").open())]
+    assert sorted(set(steps), key=int) == steps, "no row twice"
+
+
+def test_a_complete_run_has_its_results_row(photos, finished, tmp_path):
+    """Killed while it writes the row: the run is not complete yet, and the next command writes it."""
+    folder, log = tmp_path / "run", tmp_path / "log"
+    assert run(arguments(photos, folder), log, KillInWrite("half", 1, train_imagenet.RESULTS_CSV)) == -signal.SIGKILL
+    assert run_folder.read_results(folder) is None
+    assert run(arguments(photos, folder), log) == 0, log.read_text()
+    assert (folder / "results.csv").read_bytes() == (finished / "results.csv").read_bytes()
+
+
+def test_a_process_killed_under_torchrun_is_restarted_and_nothing_is_lost(photos, tmp_path):
+    """torchrun --max-restarts: two gloo processes, one of them killed, against the same command undisturbed."""
+    script = Path(__file__).parents[2] / "train_imagenet.py"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(script.parent)}
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts",
+              "2", str(script)]
+    more = ["--batch-size", "4", "--epochs", "6", "--checkpoint-steps", "1"]
+    whole, broken, log = tmp_path / "whole", tmp_path / "broken", tmp_path / "log"
+    codes = runner.run_world(2, arguments(photos, whole, *more), log, main=train_imagenet.main)
+    assert codes == [0, 0], log.read_text()
+    with open(log, "w") as file:
+        process = subprocess.Popen([*launch, *arguments(photos, broken, *more)], env=environment, stdout=file,
+                                   stderr=file)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    while not (broken / checkpoint.LAST).exists() and process.poll() is None:
+        time.sleep(0.02)
+    killed = 0
+    for pid in children.read_text().split():
+        if b"train_imagenet" in Path(f"/proc/{pid}/cmdline").read_bytes() and not killed:
+            os.kill(int(pid), signal.SIGKILL)
+            killed += 1
+    assert process.wait(120) == 0, log.read_text()
+    assert killed == 1 and "resumed from" in log.read_text()
+    same_result(broken, whole)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ffcv") is None, reason="needs FFCV: pip install .[ffcv]")
+def test_ffcv_files_train_and_resume_as_images_do(photos, tmp_path):
+    """Two processes on .beton files, one killed; the fall-back's top-1 on the same weights is the same."""
+    files = []
+    for split in ("train", "validation"):
+        out = str(tmp_path / f"{split}.beton")
+        argv = ["--data-dir", str(photos), "--split", split, "--out", out, "--workers", "1", "--jpeg-share", "0"]
+        assert write_ffcv.main(argv) == 0
+        files.append(out)
+    given = [*TINY, "--batch-size", "4", "--train-beton", files[0], "--val-beton", files[1], "--checkpoint-steps", "2"]
+    whole, broken, log = tmp_path / "whole", tmp_path / "broken", tmp_path / "log"
+    codes = runner.run_world(2, [*given, "--output", str(whole)], log, main=train_imagenet.main)
+    assert codes == [0, 0], log.read_text()
+    codes = runner.run_world(2, [*given, "--output", str(broken)], log, SignalAfterUpdate(signal.SIGTERM, 8, rank=1),
+                             main=train_imagenet.main)
+    assert codes == [143, 143], log.read_text()
+    codes = runner.run_world(2, [*given, "--output", str(broken)], log, main=train_imagenet.main)
+    assert codes == [0, 0], log.read_text()
+    same_result(broken, whole)
+    argv = ["--evaluate", str(whole), "--val-beton", "", "--data-dir", str(photos)]
+    assert run([*argv, "--output", str(tmp_path / "images")], log) == 0, log.read_text()
+    row, = csv.DictReader((tmp_path / "images" / "results.csv").open())
+    assert float(row["top1"]) == pytest.approx(run_folder.read_results(whole)["test_best"]["top1"], abs=100 / 13 + 0.1)
+
+
+def test_a_small_evolving_network_learns_its_images_by_heart(tmp_path):
+    """The whole of it, layers to loop: ea_aa_resnet34, narrow and with few blocks, at 64 pixels, on 16 images."""
+    data = make_photos(tmp_path / "photos", train=16, val=0, side=64) / "train"
+    folder, log = tmp_path / "run", tmp_path / "log"
+    argv = ["--model", "ea_aa_resnet34", "--model-kwargs", "layers=[1,2,2,1]", "channels=[16,32,64,64]", "--img-size",
+            "64", "--eval-resize", "64", "--crop-scale", "0.5", "--batch-size", "16", "--epochs", "16", "--lr", "0.05",
+            "--lr-base-batch", "0", "--schedule", "constant", "--warmup", "0", "--workers", "1", "--device", "cpu"]
+    assert run([*argv, "--data-dir", str(data), "--output", str(folder)], log) == 0, log.read_text()
+    metrics = run_folder.read_metrics(folder)
+    assert metrics["top1"][-1] > 95 and metrics["train_loss"][-1] < 0.1 * metrics["train_loss"][0]
+    with safetensors.safe_open(folder / run_folder.WEIGHTS, framework="pt") as weights:
+        assert sum(name.endswith("evolution.convs.0.weight") for name in weights.keys()) == 8
+
+
+def test_evaluation_on_three_processes_equals_one(finished, tmp_path):
+    """1,000 images, exactly."""
+    data = make_photos(tmp_path / "photos", train=3, val=1000, side=16)
+    numbers = []
+    argv = ["--evaluate", str(finished), "--data-dir", str(data), "--eval-batch-size", "64"]
+    assert run([*argv, "--output", str(tmp_path / "1")], tmp_path / "log") == 0, (tmp_path / "log").read_text()
+    codes = runner.run_world(3, [*argv, "--output", str(tmp_path / "3")], tmp_path / "log", main=train_imagenet.main)
+    assert codes == [0, 0, 0], (tmp_path / "log").read_text()
+    for processes in ("1", "3"):
+        numbers.append((tmp_path / processes / "per_class.csv").read_text())
+        row, = csv.DictReader((tmp_path / processes / "results.csv").open())
+        numbers.append((row["top1"], row["top5"]))
+    assert numbers[:2] == numbers[2:]
+    rows = list(csv.DictReader(numbers[0].splitlines()))
+    assert [int(row["images"]) for row in rows] == [334, 333, 333] and 0 < float(numbers[1][0]) < 100
+
+
+def test_evaluation_of_a_run_is_what_its_results_say(finished, tmp_path):
+    assert run(["--evaluate", str(finished), "--output", str(tmp_path)], tmp_path / "log") == 0
+    row, = csv.DictReader((tmp_path / "results.csv").open())
+    assert float(row["top1"]) == pytest.approx(run_folder.read_results(finished)["test_best"]["top1"], abs=1e-3)
+
+
+def test_too_many_unreadable_images_stop_the_run_and_are_listed(tmp_path, capsys):
+    root = make_photos(tmp_path / "photos")
+    broken = [root / f"train/class_0/{name}.jpg" for name in ("000", "003", "006")]
+    for path in broken:
+        path.write_text("no image")
+    folder, log = tmp_path / "run", tmp_path / "log"
+    assert run(arguments(root, folder, "--max-bad-images", "2"), log) == 1
+    assert "3 images cannot be read, --max-bad-images allows 2" in log.read_text()
+    assert "Traceback" not in log.read_text()
+    rows = list(csv.DictReader((folder / "bad_images.csv").open()))
+    assert [row["path"] for row in rows] == [str(path) for path in broken]
+    assert run(arguments(root, folder, "--max-bad-images", "3"), log) == 0, "the same run goes on when it may"
+
+
+@pytest.mark.parametrize("more, message", [
+    (["--data-dir", "/nowhere"], "does not exist"),
+    (["--data-dir", ""], "--data-dir is required"),
+    (["--num-classes", "1000"], "must have 1000 classes (--num-classes), got 3"),
+    (["--eval-resize", "8"], "eval_resize must be at least img_size (16), got 8"),
+    (["--batch-size", "41"], "the data set has fewer"),
+    (["--model", "ea_aa_resnet5"], "did you mean ea_aa_resnet50"),
+    (["--recipe", "imagenett"], "imagenet"),
+    (["--dataset", "torch/nothing"], "Unknown torchvision dataset"),
+    (["--train-beton", "/nowhere.beton"], "no such .beton file"),
+    (["--train-beton", "a.beton", "--auto-augment", "rand-m9"], "must be 0 and empty with --train-beton"),
+])
+def test_bad_input_is_one_line_and_leaves_nothing(photos, tmp_path, capsys, more, message):
+    output = tmp_path / "run"
+    assert message in fails(arguments(photos, output, *more), capsys)
+    assert not output.exists()
+
+
+def test_different_classes_in_train_and_val_are_an_error(tmp_path, capsys):
+    root = make_photos(tmp_path / "photos")
+    (root / "val/class_2").rename(root / "val/class_3")
+    assert "class_2, class_3" in fails(arguments(root, tmp_path / "run"), capsys)
+
+
+def test_preflight_changes_nothing_and_sees_a_full_disk(tmp_path):
+    from ea_vision.base.errors import UsageError
+
+    config, _ = resolve(ImageNetConfig, {"model": "test_resnet", "batch_size": 4})
+    model = timm.create_model("test_resnet")
+    before, random = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()
+    seconds, _ = trial_step(model, config, 16, torch.device("cpu"))
+    assert seconds > 0 and torch.equal(random, torch.get_rng_state())
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    assert checkpoint_bytes(model, config) > 10 * sum(p.numel() for p in model.parameters()) * 4
+    with pytest.raises(UsageError, match="GiB are free"):
+        check_disk(tmp_path / "a" / "b", 2**60)

@@ -1,0 +1,38 @@
+"""The benchmark of loaders: one table with every loader that is installed."""
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from ea_vision.base.errors import exit_code
+from ea_vision.data import benchmark
+from tests.data.photos import make_photos
+
+
+def test_table(tmp_path, capsys):
+    make_photos(tmp_path, train=16)
+    beton = []
+    if importlib.util.find_spec("ffcv") is not None:
+        from ea_vision.data import write_ffcv
+
+        beton = ["--beton", str(tmp_path / "train.beton")]
+        assert write_ffcv.main(["--data-dir", str(tmp_path), "--out", beton[1], "--workers", "1"]) == 0
+        capsys.readouterr()
+    argv = ["--data-dir", str(tmp_path), "--workers", "1", "--batch-size", "4", "--img-size", "16", "--seconds", "0.3"]
+    assert benchmark.main([*argv, *beton]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("16 images, 16 pixels, batch 4, 1 worker(s)") or "not installed" in lines[0]
+    rows = {line[:20].strip(): line[20:].split() for line in lines[-2 - bool(beton):]}
+    assert list(rows) == ["timm", "image files", *["train.beton"] * bool(beton)]
+    for values in rows.values():
+        assert float(values[0]) > 0 and float(values[2]) > 50, "images per second, MiB"
+    assert float(rows["timm"][1]) == 1
+
+
+@pytest.mark.parametrize("more, message", [(["--seconds", "0"], "--seconds must be positive, got 0"),
+                                           (["--data-dir", "/nowhere"], "does not exist")])
+def test_bad_input(tmp_path, capsys, more, message):
+    make_photos(tmp_path, train=4)
+    assert exit_code(lambda: benchmark.main(["--data-dir", str(tmp_path), *more])) == 2
+    assert message in capsys.readouterr().err

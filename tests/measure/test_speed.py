@@ -1,0 +1,113 @@
+"""The benchmark: fair turns, figures that follow from the times, floors counted by hand, an error in one line."""
+import csv
+import io
+import time
+from types import SimpleNamespace
+
+import pytest
+import timm
+import torch
+from PIL import Image
+
+from ea_vision import benchmark
+from ea_vision.base.errors import exit_code
+from ea_vision.measure.speed import (
+    KEEP_MEMORY,
+    Bench,
+    Row,
+    baseline_of,
+    branches_of,
+    draw,
+    interleaved,
+    to_csv,
+    to_tables,
+)
+
+TINY = ["--device", "cpu", "--batch-size", "2", "--img-size", "32", "--repeats", "1", "--threads", "1"]
+
+
+def test_turns_are_interleaved_and_medians_are_of_the_counted_ones():
+    turns, pauses = [], iter((0.5, 0.03, 0.09, 0.03))
+    seconds = interleaved({"a": lambda: (turns.append("a"), time.sleep(next(pauses))),
+                           "b": lambda: turns.append("b")}, repeats=3, warm_up=1)
+    rounds = [turns[i:i + 2] for i in range(0, 8, 2)]
+    assert all(sorted(turn) == ["a", "b"] for turn in rounds) and len({*map(tuple, rounds)}) == 2, "in any order"
+    assert 0.03 <= seconds["a"] < 0.09, "the median; the warm-up of half a second does not count"
+    assert seconds["b"] < 0.03
+
+
+def test_baseline_is_the_resnet_of_the_same_depth():
+    assert [baseline_of(name) for name in ("ea_aa_resnet101", "resnet34", "halonet50ts", "botnet50ts_256")] == [
+        "resnet101", "resnet34", "resnet50", "resnet50"]
+    assert baseline_of("ea_conv_transformer_cifar") is None
+    assert set(map(baseline_of, benchmark.ALL)) <= set(benchmark.ALL) and all(map(timm.is_model, benchmark.ALL))
+
+
+def test_branches_move_the_bytes_counted_by_hand():
+    args = SimpleNamespace(batch_size=2, img_size=32, amp="none", channels_last=False)
+    bench = Bench(args, torch.device("cpu"))
+    model = timm.create_model("ea_conv_transformer_cifar", widths=(16, 32, 64, 64))
+    first, counts = branches_of(bench, model)
+    assert sum(counts.values()) == 6 and all("attend" not in vars(layer.layer) for layer in first.values())
+    stages = {branch.stage for branch in first.values()}
+    assert stages == {"8x8, maps 8x8", "4x4, maps 4x4"}
+    at_8x8 = [branch for branch in first.values() if branch.stage == "8x8, maps 8x8"]
+    layer, small, one_map = at_8x8[0].layer, 0, 4 * 2 * 4 * 64 * 64  # float32, 2 images, 4 heads, 64 x 64
+    small = 4 * 2 * 64 * 2 * (layer.dim_qk + layer.dim_v)  # q, k, v, result
+    reads_and_writes = {(branch.prev_logits is not None, branch.need_logits): branch.infer_bytes for branch in at_8x8}
+    assert reads_and_writes == {(False, True): small + one_map, (True, True): small + 2 * one_map,
+                                (True, False): small + one_map}
+    chained = next(b for b in at_8x8 if b.prev_logits is not None and b.need_logits)
+    # backward: previous logits, own logits' gradient, previous ones' gradient; q, k, v; three and one gradients
+    assert chained.train_bytes - chained.infer_bytes == 3 * one_map + 4 * 2 * 64 * (4 * layer.dim_qk + 3 * layer.dim_v)
+
+
+def test_a_run(tmp_path, capsys):
+    paths = [tmp_path / "sub" / "speed.csv", tmp_path / "speed.png"]
+    assert benchmark.main([*TINY, "--models", "cnn_cifar", "ea_conv_transformer_cifar", "--no-memory",
+                           "--csv", str(paths[0]), "--plot", str(paths[1])]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert f"torch {torch.__version__}" in out[0] and "1 threads" in out[0] and "; 20" in out[0]
+    assert "batch 2, 32 pixels, float32" in out[1]
+    rows = list(csv.DictReader(io.StringIO(paths[0].read_text())))
+    assert [(row["model"], row["layers"]) for row in rows] == [
+        ("cnn_cifar", "0"), *[("ea_conv_transformer_cifar", layers) for layers in ("6", "3", "3")]]
+    for row in rows[:2]:
+        assert float(row["train_images_per_s"]) == pytest.approx(2000 / float(row["train_ms"]), rel=1e-3)
+        assert float(row["infer_ms"]) < float(row["train_ms"]) and row["train_ratio"] == row["memory_mib"] == ""
+    for row in rows[2:]:
+        assert 0 < float(row["infer_floor_ms"]) < float(row["train_floor_ms"]) and float(row["train_ms"]) > 0
+    assert Image.open(paths[1]).size[0] > 400
+
+
+def test_tables_and_plot_with_ratios_and_without():
+    rows = [Row("resnet50", mode, "network", 0, 100, 20, 80, 400, 1, 1, 1000 if mode == "eager" else None, None)
+            for mode in ("eager", "compiled")]
+    rows.append(Row("ea_aa_resnet50", "eager", "branch at 14x14, maps 14x14", 6, 3, 1))
+    lines = to_tables(rows).splitlines()
+    assert lines[1].split() == ["resnet50", "eager", "80.00", "1.000", "400.00", "1.000", "1000", "-"]
+    assert lines[2].split()[-2:] == ["-", "-"] and "branch at 14x14" in lines[5]
+    assert to_csv(rows, {"torch": "2"}).splitlines()[1].startswith("resnet50,eager,network,0,100,20,80,400,1,1,1000,")
+    assert draw(rows, "title").startswith(b"\x89PNG")
+
+
+def test_memory_is_that_of_the_steps_alone(monkeypatch):
+    for name, value in KEEP_MEMORY.items():
+        monkeypatch.setenv(name, value)  # the process measured must not have them
+    found = benchmark.memory_in_own_process(["ea_vision", "benchmark", *TINY, "--memory-of", "resnet18_cifar"])
+    weights = 4 * sum(p.numel() for p in timm.create_model("resnet18_cifar").parameters())
+    assert found > 3 * weights, "weights, gradients and momentum"
+    assert found < 4 * weights, "without python and torch, which take more than this"
+
+
+@pytest.mark.parametrize("more, message", [
+    (["--models", "ea_resnet50"], "unknown model 'ea_resnet50'; did you mean"),
+    (["--repeats", "0"], "--repeats must be 1 or more, got 0"),
+    (["--plot", "x.svg"], "--plot must end in .png, got 'x.svg'"),
+    (["--models", "ea_conv_transformer_cifar", "--implementation", "sdpa"], "'sdpa' cannot run this"),
+    (["--models", "halonet50ts"], "halonet50ts cannot run 2 images of 32 pixels: AssertionError"),
+])
+def test_bad_input(more, message, capsys):
+    assert exit_code(lambda: benchmark.main([*TINY, *more])) == 2
+    err = capsys.readouterr().err
+    assert message in err.splitlines()[-1]

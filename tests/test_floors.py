@@ -1,0 +1,46 @@
+"""The package's floors: every import points downwards."""
+import ast
+from pathlib import Path
+
+import ea_vision
+
+ROOT = Path(ea_vision.__file__).parent
+FLOORS = ("base", "ops", "layers", "models", "data", "engine", "detection", "analysis", "measure", "visualize")
+
+
+def floor_of(module: str) -> int:
+    """How high a module lives; the commands are above all rooms."""
+    parts = module.split(".")
+    return FLOORS.index(parts[1]) if len(parts) > 1 and parts[1] in FLOORS else len(FLOORS)
+
+
+def imports_of(path: Path) -> list[str]:
+    """The modules of ours that a file imports, at its top or inside a function."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: absolute imports only"
+            if node.module == "ea_vision":
+                found += [f"ea_vision.{alias.name}" for alias in node.names if alias.name != "__version__"]
+            elif node.module.startswith("ea_vision."):
+                found += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names
+                                         if (ROOT.parent / node.module.replace(".", "/") / f"{alias.name}.py").exists())]
+        elif isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names if alias.name.startswith("ea_vision.")]
+    return found
+
+
+def test_every_import_points_downwards():
+    upwards, seen = [], 0
+    for path in sorted(ROOT.rglob("*.py")):
+        own = floor_of(".".join(("ea_vision", *path.relative_to(ROOT).with_suffix("").parts)))
+        for module in imports_of(path):
+            seen += 1
+            if floor_of(module) > own:
+                upwards.append(f"{path.relative_to(ROOT)} imports {module}")
+    assert seen > 100 and not upwards, upwards
+
+
+def test_every_room_is_on_a_floor():
+    rooms = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    assert rooms - {"recipes"} <= set(FLOORS), "a new folder needs its place in FLOORS"
