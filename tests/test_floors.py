@@ -23,8 +23,7 @@ def imports_of(path: Path) -> list[str]:
             if node.module == "ea_vision":
                 found += [f"ea_vision.{alias.name}" for alias in node.names if alias.name != "__version__"]
             elif node.module.startswith("ea_vision."):
-                found += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names
-                                         if (ROOT.parent / node.module.replace(".", "/") / f"{alias.name}.py").exists())]
+                found.append(node.module)
         elif isinstance(node, ast.Import):
             found += [alias.name for alias in node.names if alias.name.startswith("ea_vision.")]
     return found
