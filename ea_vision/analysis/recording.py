@@ -11,20 +11,19 @@ Shape letters: B batch, K heads, H x W the attention map, N = H*W its pixels, T 
 """
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from timm.layers import Attention, AttentionRope
 from timm.layers.bottleneck_attn import BottleneckAttn
 from torch import Tensor, nn
 
-from ea_vision.layers import AugmentedConv2d, EvolvingAttention, PredictiveAttention
+from ea_vision.layers import AugmentedConv2d
 from ea_vision.ops.reference import attention_of, own_logits
 
 __all__ = ["PARTS", "AttentionLayer", "AttentionMaps", "LayerMaps", "attention_layers", "record_attention"]
 
 PARTS = ("attn", "logits", "self_logits", "conv_logits", "prev_logits")
-_EVOLUTION_PARTS = ("conv_logits", "prev_logits")
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class AttentionLayer:
     number: counted from 1 over all attention layers of the network, in forward order.
     name: of the module.
     num_heads: K.
-    parts: those of PARTS that the layer has.
+    parts: those of PARTS that the layer has, and those that its evolution adds.
     """
 
     number: int
@@ -56,6 +55,7 @@ class LayerMaps:
     self_logits: (B, K, N, N), this layer's dot products and position terms.
     conv_logits: (B, K, N, N), the evolution's convolution (EA: of the mixed maps, PA: of prev_logits), after its ReLU.
     prev_logits: (B, K, N, N), the previous layer's logits, as mixed in.
+    more: (B, K, N, N) each, by name: what an evolution from outside this package adds.
     """
 
     number: int
@@ -68,12 +68,13 @@ class LayerMaps:
     self_logits: Tensor | None = None
     conv_logits: Tensor | None = None
     prev_logits: Tensor | None = None
+    more: dict[str, Tensor] = field(default_factory=dict)
 
     def __getitem__(self, part: str) -> Tensor:
         """The tensor of a part, which must have been recorded."""
-        tensor = getattr(self, part) if part in PARTS else None
+        tensor = getattr(self, part) if part in PARTS else self.more.get(part)
         if tensor is None:
-            recorded = [name for name in PARTS if getattr(self, name) is not None]
+            recorded = [*(name for name in PARTS if getattr(self, name) is not None), *self.more]
             raise KeyError(f"layer {self.number} ({self.name}) has recorded {', '.join(recorded)}; got {part!r}")
         return tensor
 
@@ -141,7 +142,11 @@ class _Watch:
         if self.wants(part):
             maps = maps.detach()
             whole = len(self.heads) == maps.shape[1]
-            setattr(self.current, part, maps.clone() if whole else maps[:, list(self.heads)])
+            maps = maps.clone() if whole else maps[:, list(self.heads)]
+            if part in PARTS:
+                setattr(self.current, part, maps)
+            else:
+                self.current.more[part] = maps
 
 
 def _watch_augmented_conv(module: AugmentedConv2d, watch: _Watch, model: nn.Module) -> list[Callable[[], None]]:
@@ -162,15 +167,12 @@ def _watch_augmented_conv(module: AugmentedConv2d, watch: _Watch, model: nn.Modu
             return
         prev_logits = kwargs["prev_logits"] if "prev_logits" in kwargs else args[1]
         watch.save("prev_logits", prev_logits)
-        only_convolved = isinstance(module.evolution, EvolvingAttention) and module.evolution.beta == 1.0
-        if only_convolved:
-            watch.save("conv_logits", logits)
-        convolve = watch.wants("conv_logits") and not only_convolved
-        if convolve or watch.wants("self_logits"):
+        if watch.wants("self_logits", *module.evolution.part_names):
             self_logits = own_logits(q, k, module.height_rel, module.width_rel, module.scale, feat_size)
             watch.save("self_logits", self_logits)
-            if convolve:
-                watch.save("conv_logits", module.evolution.convolved(self_logits, prev_logits))
+            if watch.wants(*module.evolution.part_names):
+                for part, maps in module.evolution.parts(self_logits, prev_logits, logits).items():
+                    watch.save(part, maps)
 
     handles = [
         module.register_forward_pre_hook(watch.begin),
@@ -237,10 +239,7 @@ def _watch_bottleneck(module: BottleneckAttn, watch: _Watch, model: nn.Module) -
 def _parts_of(module: nn.Module, model: nn.Module) -> tuple[str, ...]:
     """The parts that can be recorded of a module; () if it is no attention layer that we know."""
     if isinstance(module, AugmentedConv2d):
-        if module.evolution is None:
-            return PARTS[:3]
-        known = isinstance(module.evolution, (EvolvingAttention, PredictiveAttention))
-        return PARTS if known else tuple(part for part in PARTS if part != "conv_logits")
+        return PARTS[:3] if module.evolution is None else (*PARTS[:3], *module.evolution.part_names, "prev_logits")
     if isinstance(module, BottleneckAttn):
         return PARTS[:3]
     patch_embed = getattr(model, "patch_embed", None)
@@ -282,10 +281,10 @@ def _choose(
         parts: Sequence[str],
 ) -> list[tuple[AttentionLayer, nn.Module]]:
     """The layers asked for; see `record_attention` for the errors."""
-    unknown = [part for part in parts if part not in PARTS]
-    if unknown or not parts:
-        raise ValueError(f"parts must be some of {', '.join(PARTS)}, got {tuple(parts)}")
     found = _find(model)
+    known = tuple(dict.fromkeys([*PARTS, *(part for layer, _ in found for part in layer.parts)]))
+    if not parts or not set(parts) <= set(known):
+        raise ValueError(f"parts must be some of {', '.join(known)}, got {tuple(parts)}")
     if not found:
         raise ValueError(
             f"{type(model).__name__} has no attention layer that can be recorded: AugmentedConv2d, a ViT's attention "

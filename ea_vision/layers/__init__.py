@@ -1,13 +1,23 @@
-"""Attention layers in readable torch: the reference that every faster path is held to."""
+"""The attention layers and the evolutions of their maps; their arithmetic is `ea_vision.ops`."""
 from ea_vision.layers.augmented_conv import AugmentedConv2d
-from ea_vision.layers.evolution import EvolvingAttention, PredictiveAttention, create_evolution
+from ea_vision.layers.evolution import (
+    Evolution,
+    EvolvingAttention,
+    PredictiveAttention,
+    create_evolution,
+    evolution_options,
+    register_evolution,
+)
 from ea_vision.ops.rel_pos import fit_rel_table, relative_logits
 
 __all__ = [
     "AugmentedConv2d",
+    "Evolution",
     "EvolvingAttention",
     "PredictiveAttention",
     "create_evolution",
+    "evolution_options",
     "fit_rel_table",
+    "register_evolution",
     "relative_logits",
 ]

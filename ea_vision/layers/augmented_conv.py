@@ -10,15 +10,15 @@ Papers:
 Shape letters: B batch, C channels, H x W the attention map, N = H*W its pixels (row-major), K heads, D width of a
 head.
 """
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from timm.models import register_notrace_module
 from torch import Tensor, nn
 
-from ea_vision.layers.evolution import EvolvingAttention, PredictiveAttention
 from ea_vision.ops import evolving_attention, halve
-from ea_vision.ops.reference import attention_of, own_logits
+from ea_vision.ops.reference import attention_of, check_prev_logits, own_logits
 from ea_vision.ops.rel_pos import fit_rel_table
 
 
@@ -59,7 +59,7 @@ class AugmentedConv2d(nn.Module):
         relative: whether the logits have relative position terms.
         pool_attention: how many further poolings precede the attention (True is one); the branch's result is then
             resized bilinearly to the convolution's size.
-        evolution: module (logits, prev_logits) -> logits of a layer that has a predecessor in its chain, or None.
+        evolution: `Evolution` of a layer that has a predecessor in its chain, or None.
         attn_channels: output channels of the attention branch (default `dim_v`).
         dilation: of the convolution.
         conv_drop: dropout on the convolution branch's output, a probability.
@@ -119,6 +119,7 @@ class AugmentedConv2d(nn.Module):
         self.resize_result = int(pool_attention) > 0
         self.num_pools = int(pool_attention) + (stride == 2)
         self.scale = self.dim_head_qk ** -0.5
+        self.need_logits = True
 
         self.conv = nn.Conv2d(
             in_channels, out_channels - attn_channels, kernel_size, stride=stride,
@@ -182,7 +183,7 @@ class AugmentedConv2d(nn.Module):
         return self.heads_of(self.qkv(x))
 
     def heads_of(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, tuple[int, int]]:
-        """The same from the projection (B, 2 * dim_qk + dim_v, H, W)."""
+        """As `split_heads`, from the projection (B, 2 * dim_qk + dim_v, H, W)."""
         B, H, W = projected.shape[0], projected.shape[2], projected.shape[3]
         q, k, v = projected.split([self.dim_qk, self.dim_qk, self.dim_v], dim=1)  # (B, K*D, H, W) each
         q = q.reshape(B, self.num_heads, self.dim_head_qk, H * W).transpose(-2, -1)
@@ -200,36 +201,25 @@ class AugmentedConv2d(nn.Module):
             logits = self.evolution(logits, prev_logits)
         return self.attn_drop(attention_of(logits)).to(v.dtype) @ v, logits
 
-    @torch.jit.unused
-    def _can_fuse(self) -> bool:
-        """Whether no hook looks at the maps in the layer, and `evolving_attention` knows its evolution."""
-        watched = [self.attn_drop]
-        if self.evolution is not None:
-            if type(self.evolution) not in (EvolvingAttention, PredictiveAttention):
-                return False
-            watched += [self.evolution, *self.evolution.convs]
-            if any(type(conv) is not nn.Conv2d for conv in self.evolution.convs):
-                return False
-        return not any(module._forward_hooks or module._forward_pre_hooks for module in watched)
+    def _operands(self, prev_logits: Tensor | None) -> dict[str, Any] | None:
+        """What `evolving_attention` needs to know of the evolution; None where it cannot do as the modules do, or where
+        a hook wants to see the maps in them."""
+        watched = [self.attn_drop] if self.evolution is None else [self.attn_drop, self.evolution]
+        if any(module._forward_hooks or module._forward_pre_hooks for module in watched):
+            return None
+        return {} if self.evolution is None else self.evolution.operands(prev_logits)
 
     @torch.jit.unused
-    def _attend_fused(
+    def _attend(
             self, q: Tensor, k: Tensor, v: Tensor, prev_logits: Tensor | None, feat_size: tuple[int, int],
             need_logits: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        options = {"feat_size": feat_size, "scale": self.scale, "need_logits": need_logits or bool(self._forward_hooks),
-                   "dropout_p": self.attn_drop.p if self.training else 0.0}
-        if self.evolution is None:
-            return evolving_attention(q, k, v, self.height_rel, self.width_rel, **options)
-        *first, last = self.evolution.convs or [None]
-        for conv in first:  # PA with several convolutions
-            prev_logits = F.relu(conv(prev_logits))
-        weight, bias = (last.weight, last.bias) if last is not None else (None, None)
-        if isinstance(self.evolution, EvolvingAttention):
-            options["beta"] = self.evolution.beta
+        operands = self._operands(prev_logits)
+        if operands is None:
+            return self._attend_by_modules(q, k, v, prev_logits, feat_size)
         return evolving_attention(
-            q, k, v, self.height_rel, self.width_rel, prev_logits, weight, bias, self.evolution.alpha,
-            predict=isinstance(self.evolution, PredictiveAttention), **options)
+            q, k, v, self.height_rel, self.width_rel, **operands, feat_size=feat_size, scale=self.scale,
+            need_logits=need_logits or bool(self._forward_hooks), dropout_p=self.attn_drop.p if self.training else 0.0)
 
     def attend(self, x: Tensor, prev_logits: Tensor | None, need_logits: bool = True) -> tuple[Tensor, Tensor | None]:
         """The attention branch before its resizing: (B, attn_channels, H, W) and the logits (B, K, N, N)."""
@@ -237,33 +227,26 @@ class AugmentedConv2d(nn.Module):
         B, K, N = q.shape[0], q.shape[1], q.shape[2]
         logits: Tensor | None = None
         if self.evolution is not None:
-            if prev_logits is None:
-                raise ValueError(
-                    f"this layer evolves the previous layer's maps: prev_logits of shape {[B, K, N, N]} "
-                    "required, got None")
-            if prev_logits.shape != (B, K, N, N):
-                raise ValueError(
-                    f"prev_logits of shape {[B, K, N, N]} required, got {list(prev_logits.shape)}")
+            prev_logits = check_prev_logits(prev_logits, B, K, N)
         if torch.jit.is_scripting():
             out, logits = self._attend_by_modules(q, k, v, prev_logits, feat_size)
-        elif self._can_fuse():
-            out, logits = self._attend_fused(q, k, v, prev_logits, feat_size, need_logits)
         else:
-            out, logits = self._attend_by_modules(q, k, v, prev_logits, feat_size)
+            out, logits = self._attend(q, k, v, prev_logits, feat_size, need_logits)
         out = out.transpose(-2, -1).reshape(B, self.dim_v, feat_size[0], feat_size[1])  # heads concatenated
         if x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous():
             out = out.contiguous(memory_format=torch.channels_last)
         return self.proj(out), logits
 
     def forward(
-            self, x: Tensor, prev_logits: Tensor | None = None, need_logits: bool = True,
+            self, x: Tensor, prev_logits: Tensor | None = None, need_logits: bool | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """
         Args:
             x: (B, in_channels, H', W').
             prev_logits: (B, K, N, N), the previous attention layer's logits; a layer without `evolution` does not
                 look at them.
-            need_logits: whether the logits are wanted. Where not, faster implementations do without them, and return
+            need_logits: whether the logits are wanted (default: the layer's `need_logits`, which is True unless the
+                network says that no layer reads them). Where not, faster implementations do without them, and return
                 None unless a hook on the layer looks at its output.
 
         Returns:
@@ -273,7 +256,7 @@ class AugmentedConv2d(nn.Module):
             ValueError: prev_logits missing or of another shape, in a layer with `evolution`.
         """
         conv = self.conv_drop(self.conv(x))
-        attn, logits = self.attend(x, prev_logits, need_logits)
+        attn, logits = self.attend(x, prev_logits, self.need_logits if need_logits is None else need_logits)
         if self.resize_result:
             size: list[int] = [conv.shape[2], conv.shape[3]]
             attn = F.interpolate(attn, size=size, mode="bilinear", align_corners=False)

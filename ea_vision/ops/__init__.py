@@ -64,7 +64,7 @@ def use_implementation(name: str) -> Iterator[None]:
 
 def _reason_against(
         name: str, q: Tensor, k: Tensor, v: Tensor, prev_logits: Tensor | None, weight: Tensor | None,
-        feat_size: tuple[int, int], dropout_p: float, need_logits: bool,
+        feat_size: tuple[int, int] | None, dropout_p: float, need_logits: bool,
 ) -> str | None:
     if name == "reference":
         return None
@@ -114,14 +114,14 @@ def evolving_attention(
         alpha: float = 0.5,
         beta: float = 1.0,
         *,
-        feat_size: tuple[int, int],
+        feat_size: tuple[int, int] | None = None,
         predict: bool = False,
         scale: float | None = None,
         dropout_p: float = 0.0,
         need_logits: bool = True,
         implementation: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention over the pixels of a map, whose logits evolve from the previous layer's.
+    """Attention over the pixels of a map, or over any N tokens, whose logits evolve from the previous layer's.
 
         own = scale * (q_i . k_j + q_i . height_rel[row(j) - row(i)] + q_i . width_rel[col(j) - col(i)])
         AA            logits = own                                                                (prev_logits None)
@@ -140,7 +140,7 @@ def evolving_attention(
         weight, bias: (K, K, kernel, kernel) and (K) of the convolution over the maps, kernel odd.
         alpha: share of the previous layer's maps.
         beta: EA: share of the convolved maps.
-        feat_size: (H, W).
+        feat_size: (H, W); needed with tables only.
         predict: PA in place of EA.
         scale: of q; D**-0.5 unless given.
         dropout_p: dropout on the attention probabilities.
@@ -154,16 +154,20 @@ def evolving_attention(
         ValueError: shapes that do not fit, or an implementation that cannot run this.
     """
     B, K, N, D = q.shape
+    if feat_size is None:
+        if height_rel is not None:
+            raise ValueError(f"feat_size (H, W) with H*W = {N} required for the position tables, got None")
+        feat_size = (1, N)
     H, W = feat_size
     if H * W != N or k.shape != q.shape or v.shape[:3] != q.shape[:3]:
         raise ValueError(f"q and k (B, K, N, D) and v (B, K, N, E) with N = {H}*{W} required, "
                          f"got {list(q.shape)}, {list(k.shape)}, {list(v.shape)}")
-    if prev_logits is not None and prev_logits.shape != (B, K, N, N):
-        raise ValueError(f"prev_logits of shape {[B, K, N, N]} required, got {list(prev_logits.shape)}")
+    if prev_logits is not None:
+        reference.check_prev_logits(prev_logits, B, K, N)
     if height_rel is not None:
         height_rel, width_rel = fit_rel_table(height_rel, H), fit_rel_table(width_rel, W)
     scale = D ** -0.5 if scale is None else scale
-    needs = (k, v, prev_logits, weight, feat_size, dropout_p, need_logits)
+    needs = (k, v, prev_logits, weight, None if height_rel is None else feat_size, dropout_p, need_logits)
     forced = implementation if implementation is not None else _forced[-1] if _forced else None
     if forced is None:
         chosen = _choose(q, *needs)

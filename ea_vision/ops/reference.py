@@ -1,4 +1,7 @@
-"""Evolving attention in readable torch: what every faster implementation is held to, outputs and gradients."""
+"""Evolving attention in readable torch: what every faster implementation is held to, outputs and gradients.
+
+The papers' equations stand here, once: `evolving_attention` and the evolution modules of `ea_vision.layers` call them.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +14,10 @@ def own_logits(
         q: Tensor, k: Tensor, height_rel: Tensor | None, width_rel: Tensor | None, scale: float,
         feat_size: tuple[int, int],
 ) -> Tensor:
-    """Dot product and position (AA paper, equation 4): q, k (B, K, N, D) -> (B, K, N, N)."""
+    """Dot product and position (AA paper, equation 4): q, k (B, K, N, D) -> (B, K, N, N).
+
+    Without tables feat_size is not looked at.
+    """
     B, K, N, D = q.shape
     H, W = feat_size
     q = q * scale
@@ -23,18 +29,40 @@ def own_logits(
     return logits
 
 
-def evolve(
-        logits: Tensor, prev_logits: Tensor, weight: Tensor | None, bias: Tensor | None, alpha: float, beta: float,
-        predict: bool,
+def check_prev_logits(prev_logits: Tensor | None, B: int, K: int, N: int) -> Tensor:
+    """The previous layer's logits, if they are (B, K, N, N).
+
+    Raises:
+        ValueError: they are missing or of another shape.
+    """
+    if prev_logits is None:
+        raise ValueError(
+            f"this layer evolves the previous layer's maps: prev_logits of shape {[B, K, N, N]} required, got None")
+    if prev_logits.shape != (B, K, N, N):
+        raise ValueError(f"prev_logits of shape {[B, K, N, N]} required, got {list(prev_logits.shape)}")
+    return prev_logits
+
+
+def before_convolution(logits: Tensor, prev_logits: Tensor, alpha: float, predict: bool) -> Tensor:
+    """The maps that the convolution takes, (B, K, N, N) each.
+
+        EA            alpha * prev + (1 - alpha) * own      (EA paper, equation 3)
+        PA (predict)  prev
+    """
+    return prev_logits if predict else alpha * prev_logits + (1.0 - alpha) * logits
+
+
+def after_convolution(
+        logits: Tensor, before: Tensor, convolved: Tensor, alpha: float, beta: float, predict: bool,
 ) -> Tensor:
-    """Mix (B, K, N, N) logits with the previous layer's: EA paper, equations 3 and 4, or PA where `predict`."""
-    mixed = prev_logits if predict else alpha * prev_logits + (1.0 - alpha) * logits
-    convolved = mixed
-    if weight is not None:
-        convolved = F.relu(F.conv2d(mixed, weight.to(mixed.dtype), bias.to(mixed.dtype), padding=weight.shape[-1] // 2))
+    """The evolved logits, from the layer's own, what the convolution took and what it gave; (B, K, N, N) each.
+
+        EA            beta * convolved + (1 - beta) * before      (EA paper, equation 4)
+        PA (predict)  alpha * convolved + (1 - alpha) * own
+    """
     if predict:
         return alpha * convolved + (1.0 - alpha) * logits
-    return beta * convolved + (1.0 - beta) * mixed
+    return beta * convolved + (1.0 - beta) * before
 
 
 def attention_of(logits: Tensor) -> Tensor:
@@ -51,6 +79,10 @@ def attend(
     """See `ea_vision.ops.evolving_attention`."""
     logits = own_logits(q, k, height_rel, width_rel, scale, feat_size)
     if prev_logits is not None:
-        logits = evolve(logits, prev_logits, weight, bias, alpha, beta, predict)
+        before = convolved = before_convolution(logits, prev_logits, alpha, predict)
+        if weight is not None:
+            padding = weight.shape[-1] // 2
+            convolved = F.relu(F.conv2d(before, weight.to(before.dtype), bias.to(before.dtype), padding=padding))
+        logits = after_convolution(logits, before, convolved, alpha, beta, predict)
     attn = F.dropout(attention_of(logits), dropout_p)
     return attn.to(v.dtype) @ v, logits if need_logits else None

@@ -59,7 +59,7 @@ def reason_against(
         q: Tensor, k: Tensor, v: Tensor, prev_logits: Tensor | None, weight: Tensor | None,
         feat_size: tuple[int, int] | None = None,
 ) -> str | None:
-    """Why `attend` cannot take these arguments; None if it can. Without feat_size, long narrow maps pass unseen."""
+    """Why `attend` cannot take these arguments; None if it can. feat_size: of the position tables, if any."""
     if not INSTALLED:
         return "triton is not installed"
     if not INTERPRETING:
@@ -103,8 +103,6 @@ def attend(
     if N != H * W:
         raise ValueError(f"{H} x {W} = {H * W} pixels required, got q of shape {list(q.shape)}")
     if prev_logits is not None:
-        if prev_logits.shape != (B, K, N, N):
-            raise ValueError(f"prev_logits of shape {[B, K, N, N]} required, got {list(prev_logits.shape)}")
         prev_logits = prev_logits.to(q.dtype)
     if height_rel is not None and (height_rel.shape != (2 * H - 1, D) or width_rel.shape != (2 * W - 1, D)):
         raise ValueError(
@@ -152,7 +150,7 @@ LOOPED = 16
 WARPS = 8
 
 
-def _sizes(q: Tensor, v: Tensor, H: int, W: int, kernel_size: int) -> dict:
+def _sizes(q: Tensor, v: Tensor, H: int, W: int, kernel_size: int, relative: bool) -> dict:
     """The kernels' constants, of which each takes what it knows."""
     import triton.language as tl
 
@@ -163,7 +161,7 @@ def _sizes(q: Tensor, v: Tensor, H: int, W: int, kernel_size: int) -> dict:
     return {
         "H": H, "W": W, "N": H * W, "K": K, "D": D, "E": E, "KS": kernel_size,
         "KP": _power(K, 1), "DP": _power(D), "EP": _power(E), "RP": _power(kernel_size * K),
-        "SP": _power(H + W), "TP": _power(2 * H + 2 * W - 2), "GROUPS": WARPS,
+        "SP": _power(H + W if relative else 1), "TP": _power(2 * H + 2 * W - 2 if relative else 1), "GROUPS": WARPS,
         "OP": operand, "PRECISION": "tf32x3" if q.dtype == torch.float32 else "tf32",
     }
 
@@ -210,7 +208,7 @@ def _forward(
         predict: bool, scale: float, height: int, width: int, need_logits: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out, logits (empty where not needed) and the rows' log-sum-exp, base 2."""
-    sizes = _sizes(q, v, height, width, weight.shape[-1] if weight is not None else 1)
+    sizes = _sizes(q, v, height, width, weight.shape[-1] if weight is not None else 1, height_rel is not None)
     table = None if height_rel is None else torch.cat([height_rel, width_rel])
     weight, bias = _contiguous(weight), _contiguous(bias)
     shares, mixing = _shares(prev_logits is not None, weight is not None, alpha, beta, predict)
@@ -252,7 +250,7 @@ def _backward(
     B, K, N, D = q.shape
     E = v.shape[-1]
     kernel_size = weight.shape[-1] if weight is not None else 1
-    sizes = _sizes(q, v, height, width, kernel_size)
+    sizes = _sizes(q, v, height, width, kernel_size, height_rel is not None)
     (conv, kept, own), mixing = _shares(prev_logits is not None, weight is not None, alpha, beta, predict)
     table = None if height_rel is None else torch.cat([height_rel, width_rel])
     weight_, bias_ = _contiguous(weight), _contiguous(bias)

@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 import safetensors.torch
 import torch
-import train_imagenet  # noqa: F401  (loaded once, for the processes that train with it)
 from PIL import Image
 
+import train_imagenet  # noqa: F401  (loaded once, for the processes that train with it)
 from ea_vision.base.errors import exit_code
 from ea_vision.engine import checkpoint, run_folder, train, train_cifar
 from ea_vision.engine.train import Trainer
