@@ -16,7 +16,7 @@ import timm
 import ea_vision  # noqa: F401  (registers the models)
 from ea_vision.base.errors import UsageError, exit_code
 from ea_vision.engine.report import timm_row, write_timm_results
-from ea_vision.models import FAMILIES
+from ea_vision.models import list_networks
 
 ACCURACY = re.compile(r"(\d+\.\d+)% top-1, (\d+\.\d+)% top-5 on the test images")
 
@@ -28,7 +28,7 @@ def collect(folder: Path) -> list[dict]:
         UsageError: a card that is missing or says no accuracy.
     """
     rows = []
-    for name in (name for family in FAMILIES for name in timm.list_models(module=family, pretrained=True)):
+    for name in (name for name in timm.list_pretrained() if name.split(".")[0] in list_networks()):
         cfg, card = timm.get_pretrained_cfg(name), folder / f"{name}.md"
         if cfg.num_classes != 10:
             continue

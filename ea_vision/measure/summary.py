@@ -3,9 +3,9 @@
     python -m ea_vision.summary                       # all of ours
     python -m ea_vision.summary ea_aa_resnet50 resnet50 --csv summary.csv
 
-Published: EA paper, tables 1 and 2; PA paper, table 3. The EA paper's GFLOPs count 2 for a multiply-add of a
-convolution or linear layer and 1 for one of the attention products; `gflops_paper` counts likewise, `gmacs` counts
-every multiply-add once.
+Published figures stand beside the networks' registration, with their sources. The EA paper's GFLOPs count 2 for a
+multiply-add of a convolution or linear layer and 1 for one of the attention products; `gflops_paper` counts likewise,
+`gmacs` counts every multiply-add once.
 """
 import argparse
 import csv
@@ -21,21 +21,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from ea_vision.layers import AugmentedConv2d
-from ea_vision.models import FAMILIES
+from ea_vision.models import Published, list_networks, published_figures
 from ea_vision.ops import use_implementation
-
-PUBLISHED: dict[str, tuple[float, float | None, str]] = {  # millions of parameters, GFLOPs, top-1 (%)
-    "resnet34": (21.8, 7.4, "73.79"), "resnet50": (25.6, 8.2, "76.44"),
-    "resnet101": (44.5, 15.6, "77.87"), "resnet152": (60.2, 23.0, "78.40"),
-    "aa_resnet34": (20.7, 7.1, "74.33"), "aa_resnet50": (25.8, 8.3, "77.70"),
-    "aa_resnet101": (45.4, 16.1, "78.50"), "aa_resnet152": (61.6, 23.8, "79.10"),
-    "pa_aa_resnet34": (20.7, None, "74.90"), "pa_aa_resnet50": (25.8, None, "77.55"),
-    "pa_aa_resnet101": (45.4, None, "78.49"),
-    "ea_aa_resnet34": (20.7, 7.9, "75.23"), "ea_aa_resnet50": (25.8, 8.7, "78.22"),
-    "ea_aa_resnet101": (45.4, 17.2, "79.29"), "ea_aa_resnet152": (61.6, 25.7, "79.63"),
-    "cnn_cifar": (5.36, None, "95.90 / 78.17"), "conv_transformer_cifar": (4.92, None, "95.82 / 79.86"),
-    "pa_conv_transformer_cifar": (4.92, None, "96.22 / 80.21"),
-}
 
 
 @dataclass(frozen=True)
@@ -75,18 +62,18 @@ def summarise(name: str) -> Summary:
     by_op = counter.get_flop_counts()["Global"]
     total = counter.get_total_flops()
     products = by_op.get(torch.ops.aten.bmm, 0)  # the attention's; its projections are baddbmm, linear layers mm
-    count, published_gflops, top1 = PUBLISHED.get(name, (None, None, ""))
+    published = published_figures(name) or Published()
     return Summary(
         model=name,
         img_size=f"{size[1]}x{size[2]}",
         params_m=sum(p.numel() for p in model.parameters()) / 1e6,
-        published_params_m=count,
+        published_params_m=published.params_m,
         gmacs=total / 2e9,
         gflops_paper=(total - products / 2) / 1e9,
-        published_gflops=published_gflops,
+        published_gflops=published.gflops,
         attention_layers=len(shapes),
         maps=" + ".join(f"{n} x {K} x ({H}x{W})" for (K, H, W), n in Counter(shapes).items()),
-        published_top1=top1,
+        published_top1=" / ".join(f"{top1:.2f}" for top1 in published.top1.values()),
     )
 
 
@@ -130,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--csv", metavar="FILE", help="also write the rows to FILE as CSV ('-': to standard output "
                         "instead of the table)")
     args = parser.parse_args(argv)
-    names = args.models or [name for family in FAMILIES for name in timm.list_models(module=family)]
+    names = args.models or list_networks()
     try:
         rows = [summarise(name) for name in names]
         if args.csv == "-":

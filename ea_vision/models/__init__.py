@@ -1,7 +1,38 @@
-"""The networks; importing this package registers them with timm."""
-from ea_vision.models._builder import FAMILIES
+"""The networks; importing this package registers them with timm. A family's file needs nothing but these names."""
+from ea_vision.models._build import (
+    Network,
+    Published,
+    build_network,
+    get_network,
+    list_networks,
+    publish,
+    published_figures,
+    published_names,
+    register_networks,
+    shipped_weights,
+)
+from ea_vision.models._chain import AttentionConfig, AttnStage, ChainBuilder, ChainedNetwork, to_size
 from ea_vision.models.attn_resnet import AttnResNet
 from ea_vision.models.conv_transformer import ConvTransformer
 from ea_vision.models.resnet_cifar import ResNetCifar
 
-__all__ = ["FAMILIES", "AttnResNet", "ConvTransformer", "ResNetCifar"]
+__all__ = [
+    "AttentionConfig",
+    "AttnResNet",
+    "AttnStage",
+    "ChainBuilder",
+    "ChainedNetwork",
+    "ConvTransformer",
+    "Network",
+    "Published",
+    "ResNetCifar",
+    "build_network",
+    "get_network",
+    "list_networks",
+    "publish",
+    "published_figures",
+    "published_names",
+    "register_networks",
+    "shipped_weights",
+    "to_size",
+]

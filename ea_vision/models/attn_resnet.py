@@ -18,12 +18,13 @@ from typing import Any
 
 import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from timm.models import checkpoint, checkpoint_seq, generate_default_cfgs, register_model
+from timm.models import checkpoint_seq, generate_default_cfgs
 from timm.models.resnet import BasicBlock, Bottleneck, ResNet
 from torch import Tensor, nn
 
-from ea_vision.layers import AugmentedConv2d, create_evolution
-from ea_vision.models._builder import build_model, take_indices_of, to_size, update_model_input_size
+from ea_vision.layers import AugmentedConv2d
+from ea_vision.models._build import Network, Published, publish, register_networks
+from ea_vision.models._chain import AttentionConfig, AttnStage, ChainBuilder, ChainedNetwork, Step, to_size
 
 __all__ = ["AttnResNet"]
 
@@ -34,28 +35,21 @@ ConvFactory = Callable[[nn.Conv2d, int], AugmentedConv2d]
 class AttnBasicBlock(BasicBlock):
     """timm's BasicBlock, both 3x3 convolutions augmented; (x, prev_logits) -> (x, logits)."""
 
-    need_logits: bool = True  # whether the next block's maps evolve from this one's
-
     def augment(self, make: ConvFactory) -> None:
         """Put `make(convolution, stride of the attention branch)` in place of each 3x3 convolution."""
         self.conv1 = make(self.conv1, self.stride)
         self.conv2 = make(self.conv2, 1)
 
-    @torch.jit.ignore
-    def first_attention(self) -> AugmentedConv2d:
-        """The layer that reads the previous block's logits."""
-        return self.conv1
-
     def forward(self, x: Tensor, prev_logits: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         shortcut = x
 
-        x, logits = self.conv1(x, prev_logits, self.conv2.evolution is not None)
+        x, logits = self.conv1(x, prev_logits)
         x = self.bn1(x)
         x = self.drop_block(x)
         x = self.act1(x)
         x = self.aa(x)
 
-        x, logits = self.conv2(x, logits, self.need_logits)
+        x, logits = self.conv2(x, logits)
         x = self.bn2(x)
 
         if self.se is not None:
@@ -75,16 +69,9 @@ class AttnBasicBlock(BasicBlock):
 class AttnBottleneck(Bottleneck):
     """timm's Bottleneck, its 3x3 convolution augmented; (x, prev_logits) -> (x, logits)."""
 
-    need_logits: bool = True  # whether the next block's maps evolve from this one's
-
     def augment(self, make: ConvFactory) -> None:
         """Put `make(convolution, stride of the attention branch)` in place of the 3x3 convolution."""
         self.conv2 = make(self.conv2, self.stride)
-
-    @torch.jit.ignore
-    def first_attention(self) -> AugmentedConv2d:
-        """The layer that reads the previous block's logits."""
-        return self.conv2
 
     def forward(self, x: Tensor, prev_logits: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         shortcut = x
@@ -93,7 +80,7 @@ class AttnBottleneck(Bottleneck):
         x = self.bn1(x)
         x = self.act1(x)
 
-        x, logits = self.conv2(x, prev_logits, self.need_logits)
+        x, logits = self.conv2(x, prev_logits)
         x = self.bn2(x)
         x = self.drop_block(x)
         x = self.act2(x)
@@ -116,24 +103,7 @@ class AttnBottleneck(Bottleneck):
         return x, logits
 
 
-class AttnStage(nn.Sequential):
-    """A stage whose blocks hand their attention logits on: (x, prev_logits) -> (x, logits)."""
-
-    def __init__(self, *blocks: nn.Module) -> None:
-        super().__init__(*blocks)
-        self.grad_checkpointing = False
-
-    def forward(self, x: Tensor, prev_logits: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        logits = prev_logits
-        for block in self:
-            if self.grad_checkpointing and not torch.jit.is_scripting():
-                x, logits = checkpoint(block, x, logits)
-            else:
-                x, logits = block(x, logits)
-        return x, logits
-
-
-class AttnResNet(ResNet):
+class AttnResNet(ChainedNetwork, ResNet):
     """ResNet with augmented convolutions in its last three stages (EA paper, section 4.1).
 
     Args:
@@ -141,104 +111,41 @@ class AttnResNet(ResNet):
         layers: blocks by stage, four numbers.
         img_size: input size in pixels, one number or (height, width); it sizes the position tables. Other input sizes
             run too.
-        evolution: "ea", "pa", or None for maps that do not evolve (AA).
-        num_heads: K.
-        qk_ratio: dim_qk as a share of the convolution's width (the AA paper's kappa); None is its rule
-            max(0.2 width, 20 num_heads). Rounded down to a multiple of num_heads.
-        v_ratio: dim_v likewise (upsilon).
-        relative: whether the logits have relative position terms.
-        alpha: share of the previous layer's maps (EA 0.5, PA 0.5 unless given).
-        beta: EA: share of the convolved maps (1.0 unless given).
-        kernel_size: side of the map convolutions' kernels (3 unless given).
-        num_layers: PA: convolutions that predict the maps (1 unless given).
-        attn_drop_rate: dropout on the attention probabilities.
-        **kwargs: timm's ResNet's: num_classes, in_chans, output_stride, global_pool, drop_rate, drop_path_rate, ...
+        **kwargs: those of `AttentionConfig` and of the evolution (num_heads, qk_ratio, v_ratio, relative, evolution,
+            alpha, beta, kernel_size, num_layers, ...), and timm's ResNet's (num_classes, in_chans, output_stride,
+            global_pool, drop_rate, drop_path_rate, ...).
 
     Raises:
         ValueError: an option that the evolution does not have, or widths that the heads do not divide.
     """
-
-    feature_indices = (0, 1, 2, 3, 4)
 
     def __init__(
             self,
             block: type[AttnBasicBlock | AttnBottleneck],
             layers: tuple[int, int, int, int],
             img_size: int | tuple[int, int] = 224,
-            evolution: str | None = None,
-            num_heads: int = 8,
-            qk_ratio: float | None = None,
-            v_ratio: float = 0.1,
-            relative: bool = True,
-            alpha: float | None = None,
-            beta: float | None = None,
-            kernel_size: int | None = None,
-            num_layers: int | None = None,
-            attn_drop_rate: float = 0.0,
             device=None,
             dtype=None,
             **kwargs: Any,
     ) -> None:
-        dd = {"device": device, "dtype": dtype}
-        if num_heads < 1:
-            raise ValueError(f"num_heads must be 1 or more, got {num_heads}")
+        attention = AttentionConfig.take(kwargs)
         plain_block = BasicBlock if issubclass(block, BasicBlock) else Bottleneck
-        super().__init__((plain_block, block, block, block), layers, **kwargs, **dd)
+        super().__init__((plain_block, block, block, block), layers, **kwargs, device=device, dtype=dtype)
         self.img_size = to_size(img_size)
+        chains = ChainBuilder(attention, self, device, dtype)
 
-        previous = 0  # reduction of the previous layer's map; a chain runs while it stays the same
-
-        def make(conv: nn.Conv2d, stride: int, map_reduction: int, pool_attention: bool) -> AugmentedConv2d:
-            nonlocal previous
-            first, previous = map_reduction != previous, map_reduction
-            width = conv.out_channels
-            return AugmentedConv2d(
-                conv.in_channels, width, 3, conv.stride[0],
-                dim_qk=_dim(max(0.2 * width, 20 * num_heads) if qk_ratio is None else qk_ratio * width, num_heads),
-                dim_v=_dim(v_ratio * width, num_heads),
-                num_heads=num_heads,
-                feat_size=_map_size(self.img_size, map_reduction),
-                relative=relative,
+        def make(conv: nn.Conv2d, stride: int, reduction: int) -> AugmentedConv2d:
+            map_reduction = max(16, reduction)  # the 28x28 stage (reduction 8) attends at 14x14
+            return chains.layer(
+                conv.in_channels, conv.out_channels, 3, conv.stride[0], reduction=map_reduction,
                 # an anti-aliased block strides after the convolution, so the attention pools in its stead
-                pool_attention=int(pool_attention) + (stride != conv.stride[0]),
-                evolution=None if first else create_evolution(
-                    evolution, num_heads, alpha=alpha, beta=beta, kernel_size=kernel_size, num_layers=num_layers, **dd),
-                dilation=conv.dilation[0],
-                attn_drop=attn_drop_rate,
-                **dd)
+                pool_attention=int(reduction < map_reduction) + (stride != conv.stride[0]), dilation=conv.dilation[0])
 
         for index, name in ATTN_STAGES:
-            reduction = self.feature_info[index]["reduction"]
             blocks = list(getattr(self, name))
             for attn_block in blocks:
-                map_reduction = _map_reduction(reduction)
-                attn_block.augment(
-                    partial(make, map_reduction=map_reduction, pool_attention=reduction < map_reduction))
+                attn_block.augment(partial(make, reduction=self.feature_info[index]["reduction"]))
             setattr(self, name, AttnStage(*blocks))
-        blocks = [attn_block for _, name in ATTN_STAGES for attn_block in getattr(self, name)]
-        for attn_block, following in zip(blocks, [*blocks[1:], None], strict=True):
-            attn_block.need_logits = following is not None and following.first_attention().evolution is not None
-
-    @torch.jit.ignore
-    def set_grad_checkpointing(self, enable: bool = True) -> None:
-        super().set_grad_checkpointing(enable)
-        for _, name in ATTN_STAGES:
-            getattr(self, name).grad_checkpointing = enable
-
-    @torch.jit.ignore
-    def set_input_size(self, img_size: int | tuple[int, int]) -> None:
-        """Fit the position tables to another input size, in pixels; see `AugmentedConv2d.set_feat_size`."""
-        self.img_size = to_size(img_size)
-        update_model_input_size(self, self.img_size)
-        for index, name in ATTN_STAGES:
-            map_size = _map_size(self.img_size, _map_reduction(self.feature_info[index]["reduction"]))
-            for module in getattr(self, name).modules():
-                if isinstance(module, AugmentedConv2d):
-                    module.set_feat_size(map_size)
-
-    @torch.jit.ignore
-    def no_weight_decay(self) -> set[str]:
-        return {name for name, _ in self.named_parameters() if name.endswith(("height_rel", "width_rel"))}
 
     def forward_stem(self, x: Tensor) -> Tensor:
         """(B, in_chans, H, W) -> (B, 64, H/2, W/2)."""
@@ -259,77 +166,10 @@ class AttnResNet(ResNet):
         x, logits = self.layer4(x, logits)
         return x
 
-    def forward_intermediates(
-            self,
-            x: Tensor,
-            indices: int | list[int] | None = None,
-            norm: bool = False,
-            stop_early: bool = False,
-            output_fmt: str = "NCHW",
-            intermediates_only: bool = False,
-    ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
-        """Features after the stem and after each stage.
-
-        Args:
-            x: (B, in_chans, H, W).
-            indices: the last n if a number, all if None, else those listed (0 the stem, 1..4 the stages).
-            norm: accepted for timm's interface; there is no final norm.
-            stop_early: stop after the last stage wanted.
-            output_fmt: "NCHW".
-            intermediates_only: leave out the final features.
-
-        Returns:
-            final features and the list of intermediates, or the list alone.
-
-        Raises:
-            ValueError: another output_fmt.
-        """
-        if output_fmt != "NCHW":
-            raise ValueError(f"output_fmt must be 'NCHW', got {output_fmt!r}")
-        take_indices, max_index = take_indices_of(5, indices)
-        last = max_index if stop_early else 4
-        intermediates = []
-        x = self.forward_stem(x)
-        if 0 in take_indices:
-            intermediates.append(x)
-        x = self.forward_layer1(x) if last >= 1 else self.maxpool(x)
-        if 1 in take_indices:
-            intermediates.append(x)
-        logits = None
-        for index in range(2, last + 1):
-            x, logits = getattr(self, f"layer{index}")(x, logits)
-            if index in take_indices:
-                intermediates.append(x)
-        return intermediates if intermediates_only else (x, intermediates)
-
-    def prune_intermediate_layers(
-            self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True,
-    ) -> list[int]:
-        """Drop what the given intermediates do not need; see timm's ResNet."""
-        take_indices = super().prune_intermediate_layers(indices, prune_norm, prune_head)
-        for _, name in ATTN_STAGES:
-            if not isinstance(getattr(self, name), AttnStage):  # timm has put a placeholder there
-                setattr(self, name, AttnStage())
-        return take_indices
-
-
-def _dim(wanted: float, num_heads: int) -> int:
-    """Rounded down to a multiple of the heads, at least one a head."""
-    return max(num_heads, int(wanted + 1e-6) // num_heads * num_heads)
-
-
-def _map_reduction(reduction: int) -> int:
-    """The 28x28 stage (reduction 8) attends at 14x14."""
-    return max(16, reduction)
-
-
-def _map_size(img_size: tuple[int, int], reduction: int) -> tuple[int, int]:
-    """Every halving rounds up, so together they do."""
-    return -(-img_size[0] // reduction), -(-img_size[1] // reduction)
-
-
-def _create_attn_resnet(variant: str, pretrained: bool = False, **kwargs: Any) -> AttnResNet:
-    return build_model(AttnResNet, variant, pretrained, **kwargs)
+    def feature_steps(self) -> list[Step]:
+        """The stem and the four stages."""
+        return [lambda x, logits: (self.forward_stem(x), logits), lambda x, logits: (self.forward_layer1(x), logits),
+                *(getattr(self, name) for _, name in ATTN_STAGES)]
 
 
 def _cfg(url: str = "", **kwargs: Any) -> dict[str, Any]:
@@ -344,89 +184,41 @@ def _cfg(url: str = "", **kwargs: Any) -> dict[str, Any]:
     }
 
 
-default_cfgs = generate_default_cfgs({
-    "aa_resnet34": _cfg(), "pa_aa_resnet34": _cfg(), "ea_aa_resnet34": _cfg(),
-    "aa_resnet50": _cfg(), "pa_aa_resnet50": _cfg(), "ea_aa_resnet50": _cfg(),
-    "aa_resnet101": _cfg(), "pa_aa_resnet101": _cfg(), "ea_aa_resnet101": _cfg(),
-    "aa_resnet152": _cfg(), "pa_aa_resnet152": _cfg(), "ea_aa_resnet152": _cfg(),
-})
+_EA = "EA paper, tables 1 and 2"
+_KINDS = {"34": dict(block=AttnBasicBlock, layers=(3, 4, 6, 3), qk_ratio=0.25, v_ratio=0.125),
+          "50": dict(block=AttnBottleneck, layers=(3, 4, 6, 3)),
+          "101": dict(block=AttnBottleneck, layers=(3, 4, 23, 3)),
+          "152": dict(block=AttnBottleneck, layers=(3, 8, 36, 3))}
 
 
-_RESNET34 = dict(block=AttnBasicBlock, layers=(3, 4, 6, 3), qk_ratio=0.25, v_ratio=0.125)
-_RESNET50 = dict(block=AttnBottleneck, layers=(3, 4, 6, 3))
-_RESNET101 = dict(block=AttnBottleneck, layers=(3, 4, 23, 3))
-_RESNET152 = dict(block=AttnBottleneck, layers=(3, 8, 36, 3))
+def _published(params_m: float, gflops: float | None, top1: float | None, note: str = "") -> Published:
+    return Published(params_m, gflops, {} if top1 is None else {"ImageNet": top1}, source=_EA, note=note)
 
 
-@register_model
-def aa_resnet34(pretrained: bool = False, **kwargs: Any) -> AttnResNet:
-    """AA-ResNet-34: both 3x3 convolutions of each block augmented, 26 attention layers."""
-    return _create_attn_resnet("aa_resnet34", pretrained, **{**_RESNET34, **kwargs})
+_LOWER = "the PA paper's own AA baseline is lower: {} where the EA paper has {}"
+_NETWORKS = {
+    "aa_resnet34": Network("AA-ResNet-34: both 3x3 convolutions of each block augmented, 26 attention layers.",
+                           _KINDS["34"], _published(20.7, 7.1, 74.33)),
+    "aa_resnet50": Network("AA-ResNet-50: the 3x3 convolution of each block augmented, 13 attention layers.",
+                           _KINDS["50"], _published(25.8, 8.3, 77.70)),
+    "aa_resnet101": Network("AA-ResNet-101, 30 attention layers.", _KINDS["101"], _published(45.4, 16.1, 78.50)),
+    "aa_resnet152": Network("AA-ResNet-152, 47 attention layers.", _KINDS["152"], _published(61.6, 23.8, 79.10)),
+}
+for _depth, _figures in (
+        ("34", _published(20.7, None, 74.90)),
+        ("50", _published(25.8, None, 77.55, _LOWER.format(77.15, "77.70"))),
+        ("101", _published(45.4, None, 78.49, _LOWER.format(78.31, "78.50"))),
+        ("152", None)):
+    _NETWORKS[f"pa_aa_resnet{_depth}"] = Network(
+        f"PA-AA-ResNet-{_depth}, alpha 0.5, one convolution.", {**_KINDS[_depth], "evolution": "pa"}, _figures)
+for _depth, _alpha, _figures in (
+        ("34", 0.5, _published(20.7, 7.9, 75.23)), ("50", 0.5, _published(25.8, 8.7, 78.22)),
+        ("101", 0.7, _published(45.4, 17.2, 79.29)), ("152", 0.7, _published(61.6, 25.7, 79.63))):
+    _NETWORKS[f"ea_aa_resnet{_depth}"] = Network(
+        f"EA-AA-ResNet-{_depth}, alpha {_alpha}, beta 1.0.",
+        {**_KINDS[_depth], "evolution": "ea", **({"alpha": _alpha} if _alpha != 0.5 else {})}, _figures)
 
-
-@register_model
-def pa_aa_resnet34(pretrained: bool = False, **kwargs: Any) -> AttnResNet:
-    """PA-AA-ResNet-34, alpha 0.5, one convolution."""
-    return _create_attn_resnet("pa_aa_resnet34", pretrained, **{**_RESNET34, "evolution": "pa", **kwargs})
-
-
-@register_model
-def ea_aa_resnet34(pretrained: bool = False, **kwargs: Any) -> AttnResNet:
-    """EA-AA-ResNet-34, alpha 0.5, beta 1.0."""
-    return _create_attn_resnet("ea_aa_resnet34", pretrained, **{**_RESNET34, "evolution": "ea", **kwargs})
-
-
-@register_model
-def aa_resnet50(pretrained: bool = False, **kwargs: Any) -> AttnResNet:
-    """AA-ResNet-50: the 3x3 convolution of each block augmented, 13 attention layers."""
-    return _create_attn_resnet("aa_resnet50", pretrained, **{**_RESNET50, **kwargs})
-
-
-@register_model
-def pa_aa_resnet50(pretrained: bool = False, **kwargs: Any) -> AttnResNet:
-    """PA-AA-ResNet-50, alpha 0.5, one convolution."""
-    return _create_attn_resnet("pa_aa_resnet50", pretrained, **{**_RESNET50, "evolution": "pa", **kwargs})
-
-
-@register_model
-def ea_aa_resnet50(pretrained: bool = False, **kwargs: Any) -> AttnResNet:
-    """EA-AA-ResNet-50, alpha 0.5, beta 1.0."""
-    return _create_attn_resnet("ea_aa_resnet50", pretrained, **{**_RESNET50, "evolution": "ea", **kwargs})
-
-
-@register_model
-def aa_resnet101(pretrained: bool = False, **kwargs: Any) -> AttnResNet:
-    """AA-ResNet-101, 30 attention layers."""
-    return _create_attn_resnet("aa_resnet101", pretrained, **{**_RESNET101, **kwargs})
-
-
-@register_model
-def pa_aa_resnet101(pretrained: bool = False, **kwargs: Any) -> AttnResNet:
-    """PA-AA-ResNet-101, alpha 0.5, one convolution."""
-    return _create_attn_resnet("pa_aa_resnet101", pretrained, **{**_RESNET101, "evolution": "pa", **kwargs})
-
-
-@register_model
-def ea_aa_resnet101(pretrained: bool = False, **kwargs: Any) -> AttnResNet:
-    """EA-AA-ResNet-101, alpha 0.7, beta 1.0."""
-    args = {**_RESNET101, "evolution": "ea", "alpha": 0.7, **kwargs}
-    return _create_attn_resnet("ea_aa_resnet101", pretrained, **args)
-
-
-@register_model
-def aa_resnet152(pretrained: bool = False, **kwargs: Any) -> AttnResNet:
-    """AA-ResNet-152, 47 attention layers."""
-    return _create_attn_resnet("aa_resnet152", pretrained, **{**_RESNET152, **kwargs})
-
-
-@register_model
-def pa_aa_resnet152(pretrained: bool = False, **kwargs: Any) -> AttnResNet:
-    """PA-AA-ResNet-152, alpha 0.5, one convolution."""
-    return _create_attn_resnet("pa_aa_resnet152", pretrained, **{**_RESNET152, "evolution": "pa", **kwargs})
-
-
-@register_model
-def ea_aa_resnet152(pretrained: bool = False, **kwargs: Any) -> AttnResNet:
-    """EA-AA-ResNet-152, alpha 0.7, beta 1.0."""
-    args = {**_RESNET152, "evolution": "ea", "alpha": 0.7, **kwargs}
-    return _create_attn_resnet("ea_aa_resnet152", pretrained, **args)
+publish({"resnet34": _published(21.8, 7.4, 73.79), "resnet50": _published(25.6, 8.2, 76.44),
+         "resnet101": _published(44.5, 15.6, 77.87), "resnet152": _published(60.2, 23.0, 78.40)})
+default_cfgs = generate_default_cfgs({name: _cfg() for name in _NETWORKS})
+register_networks(__name__, AttnResNet, _NETWORKS)

@@ -17,11 +17,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from timm.layers import ClassifierHead, ConvNormAct, DropPath
-from timm.models import checkpoint, generate_default_cfgs, register_model
+from timm.models import checkpoint, generate_default_cfgs
 from torch import Tensor, nn
 
-from ea_vision.layers import AugmentedConv2d, create_evolution
-from ea_vision.models._builder import build_model, shipped_weights, take_indices_of, to_size, update_model_input_size
+from ea_vision.layers import AugmentedConv2d
+from ea_vision.models._build import Network, Published, register_networks, shipped_weights
+from ea_vision.models._chain import AttentionConfig, ChainBuilder, ChainedNetwork, Step, to_size
 
 __all__ = ["ConvTransformer"]
 
@@ -65,19 +66,18 @@ class AttnBlock(nn.Module):
     """Augmented convolution and feed-forward, each with a residual; (x, prev_logits) -> (x, logits)."""
 
     def __init__(
-            self, conv: AugmentedConv2d, channels: int, need_logits: bool, ff_drop: float = 0.0,
-            drop_path: float = 0.0, device=None, dtype=None,
+            self, conv: AugmentedConv2d, channels: int, ff_drop: float = 0.0, drop_path: float = 0.0,
+            device=None, dtype=None,
     ) -> None:
         dd = {"device": device, "dtype": dtype}
         super().__init__()
         self.conv = conv
-        self.need_logits = need_logits
         self.bn = nn.BatchNorm2d(channels, **dd)
         self.ff = FeedForward(channels, ff_drop, **dd)
         self.drop_path = DropPath(drop_path)
 
     def forward(self, x: Tensor, prev_logits: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        y, logits = self.conv(x, prev_logits, self.need_logits)
+        y, logits = self.conv(x, prev_logits)
         x = F.relu_(x + self.drop_path(self.bn(y)))
         x = F.relu_(x + self.drop_path(self.ff(x)))
         return x, logits
@@ -115,7 +115,7 @@ class DenseStage(nn.Module):
         return x
 
 
-class ConvTransformer(nn.Module):
+class ConvTransformer(ChainedNetwork, nn.Module):
     """Four densely connected stages; the last two attend, each a chain of its own.
 
     Args:
@@ -127,19 +127,13 @@ class ConvTransformer(nn.Module):
         widths: channels by stage.
         depth: blocks in a stage.
         attention: whether the last two stages attend (else every block is a plain convolution).
-        evolution: "ea", "pa", or None for maps that do not evolve.
-        num_heads: K.
-        relative: whether the logits have relative position terms.
-        alpha: share of the previous layer's maps (0.5 unless given; `pa_conv_transformer_cifar` has 0.01).
-        beta: EA: share of the convolved maps (1.0 unless given).
-        kernel_size: side of the map convolutions' kernels (3 unless given).
-        num_layers: PA: convolutions that predict the maps (1 unless given).
         drop_rate: dropout before the classifier.
         conv_drop_rate: dropout on the convolutions' outputs.
-        attn_drop_rate: dropout on the attention probabilities.
         ff_drop_rate: dropout between the two feed-forward layers.
         drop_path_rate: stochastic depth at the last block, growing linearly from 0 at the first.
         zero_init_last: whether every residual branch begins at zero, as in timm's ResNet.
+        **kwargs: those of `AttentionConfig` (num_heads, 4 unless given, relative, evolution, attn_drop_rate; the widths
+            are the blocks') and of the evolution (alpha, beta, kernel_size, num_layers, ...).
 
     Raises:
         ValueError: an option that the evolution does not have, widths that the heads do not divide, an img_size below
@@ -147,6 +141,7 @@ class ConvTransformer(nn.Module):
     """
 
     feature_indices = (0, 1, 2, 3)
+    min_img_size = 8
 
     def __init__(
             self,
@@ -157,36 +152,28 @@ class ConvTransformer(nn.Module):
             widths: tuple[int, ...] = (64, 128, 256, 256),
             depth: int = 3,
             attention: bool = True,
-            evolution: str | None = None,
-            num_heads: int = 4,
-            relative: bool = True,
-            alpha: float | None = None,
-            beta: float | None = None,
-            kernel_size: int | None = None,
-            num_layers: int | None = None,
             drop_rate: float = 0.0,
             conv_drop_rate: float = 0.0,
-            attn_drop_rate: float = 0.0,
             ff_drop_rate: float = 0.0,
             drop_path_rate: float = 0.0,
             zero_init_last: bool = True,
             device=None,
             dtype=None,
+            **kwargs: Any,
     ) -> None:
         dd = {"device": device, "dtype": dtype}
         super().__init__()
-        self.img_size = _check_size(img_size)
+        config = AttentionConfig.take(kwargs, num_heads=4, qk_ratio=1.0, v_ratio=1.0)
+        if kwargs:
+            raise TypeError(f"ConvTransformer() got an unexpected keyword argument '{next(iter(kwargs))}'")
+        self.img_size = to_size(img_size, self.min_img_size)
         self.num_classes = num_classes
         self.in_chans = in_chans
         self.num_features = self.head_hidden_size = widths[-1]
-        if evolution is not None and not attention:
-            raise ValueError(f"evolution={evolution!r} needs attention=True, got attention=False")
-
-        def new_evolution() -> nn.Module | None:
-            return create_evolution(
-                evolution, num_heads, alpha=alpha, beta=beta, kernel_size=kernel_size, num_layers=num_layers, **dd)
-
-        new_evolution()  # an option that fits no layer is an error at any depth
+        if config.evolution is not None and not attention:
+            raise ValueError(f"evolution={config.evolution!r} needs attention=True, got attention=False")
+        config.new_evolution(**dd)  # an option that fits no layer is an error at any depth
+        chains = ChainBuilder(config, self, **dd)
         self.stem = ConvNormAct(in_chans, widths[0], 3, **dd)
         stages = []
         self.feature_info = []
@@ -201,15 +188,10 @@ class ConvTransformer(nn.Module):
                 if not attention or index < len(widths) - 2:
                     blocks.append(ConvBlock(channels, conv_drop_rate, **drops, **dd))
                     continue
-                conv = AugmentedConv2d(
-                    channels, channels, 3,
-                    dim_qk=channels, dim_v=channels, num_heads=num_heads, attn_channels=channels // 2,
-                    feat_size=_map_size(self.img_size, reduction),
-                    relative=relative,
-                    evolution=None if j == 0 else new_evolution(),
-                    conv_drop=conv_drop_rate, attn_drop=attn_drop_rate,
-                    **dd)
-                blocks.append(AttnBlock(conv, channels, evolution is not None and j + 1 < depth, **drops, **dd))
+                conv = chains.layer(
+                    channels, channels, 3, reduction=reduction, dim_qk=channels, dim_v=channels,
+                    attn_channels=channels // 2, conv_drop=conv_drop_rate)
+                blocks.append(AttnBlock(conv, channels, **drops, **dd))
             stages.append(DenseStage(in_channels, channels, pool=index > 0, blocks=blocks, **dd))
             self.feature_info.append(dict(num_chs=channels, reduction=reduction, module=f"stages.{index}"))
             in_channels = channels
@@ -239,31 +221,13 @@ class ConvTransformer(nn.Module):
             blocks=[(r"^stages\.(\d+)\.(?:blocks|merge)\.(\d+)", None), (r"^stages\.(\d+)\.proj", (0,))])
 
     @torch.jit.ignore
-    def no_weight_decay(self) -> set[str]:
-        return {name for name, _ in self.named_parameters() if name.endswith(("height_rel", "width_rel"))}
-
-    @torch.jit.ignore
-    def set_grad_checkpointing(self, enable: bool = True) -> None:
-        for stage in self.stages:
-            stage.grad_checkpointing = enable
-
-    @torch.jit.ignore
-    def set_input_size(self, img_size: int | tuple[int, int]) -> None:
-        """Fit the position tables to another input size, in pixels; see `AugmentedConv2d.set_feat_size`."""
-        self.img_size = _check_size(img_size)
-        update_model_input_size(self, self.img_size)
-        for stage, info in zip(self.stages, self.feature_info, strict=True):
-            for module in stage.modules():
-                if isinstance(module, AugmentedConv2d):
-                    module.set_feat_size(_map_size(self.img_size, info["reduction"]))
-
-    @torch.jit.ignore
     def get_classifier(self) -> nn.Module:
         return self.head.fc
 
     @torch.jit.ignore
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         self.num_classes = num_classes
+        self.head.in_features = self.num_features
         self.head.reset(num_classes, global_pool)
         weight = self.stem.conv.weight  # a head without classifier does not know where the network lives
         self.head.to(weight.device, weight.dtype).train(self.training)
@@ -280,60 +244,16 @@ class ConvTransformer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.forward_head(self.forward_features(x))
 
-    def forward_intermediates(
-            self,
-            x: Tensor,
-            indices: int | list[int] | None = None,
-            norm: bool = False,
-            stop_early: bool = False,
-            output_fmt: str = "NCHW",
-            intermediates_only: bool = False,
-    ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
-        """Features after each stage; arguments as in `AttnResNet.forward_intermediates`, indices 0..3 the stages.
+    def feature_steps(self) -> list[Step]:
+        """The stages, the stem with the first. A chain does not leave its stage."""
+        first, *others = self.stages
+        return [lambda x, logits: (first(self.stem(x)), None),
+                *(lambda x, logits, stage=stage: (stage(x), None) for stage in others)]
 
-        Raises:
-            ValueError: an output_fmt other than "NCHW".
-        """
-        if output_fmt != "NCHW":
-            raise ValueError(f"output_fmt must be 'NCHW', got {output_fmt!r}")
-        take_indices, max_index = take_indices_of(len(self.feature_info), indices)
-        stages = self.stages[:max_index + 1] if stop_early else self.stages
-        intermediates = []
-        x = self.stem(x)
-        for index, stage in enumerate(stages):
-            x = stage(x)
-            if index in take_indices:
-                intermediates.append(x)
-        return intermediates if intermediates_only else (x, intermediates)
-
-    def prune_intermediate_layers(
-            self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True,
-    ) -> list[int]:
-        """Drop the stages after the last wanted one, and the head."""
-        take_indices, max_index = take_indices_of(len(self.feature_info), indices)
-        pruned = max_index + 1 < len(self.stages)
-        self.stages = self.stages[:max_index + 1]
-        self.num_features = self.feature_info[max_index]["num_chs"]
-        if prune_head or pruned:
-            self.head.in_features = self.num_features
-            self.reset_classifier(0, "")
-        return take_indices
-
-
-def _check_size(img_size: int | tuple[int, int]) -> tuple[int, int]:
-    size = to_size(img_size)
-    if min(size) < 8:
-        raise ValueError(f"img_size must be at least 8 pixels a side, got {img_size}")
-    return size
-
-
-def _map_size(img_size: tuple[int, int], reduction: int) -> tuple[int, int]:
-    """Every pooling rounds down, so together they do."""
-    return img_size[0] // reduction, img_size[1] // reduction
-
-
-def _create_conv_transformer(variant: str, pretrained: bool = False, **kwargs: Any) -> ConvTransformer:
-    return build_model(ConvTransformer, variant, pretrained, **kwargs)
+    @staticmethod
+    def map_size(img_size: tuple[int, int], reduction: int) -> tuple[int, int]:
+        """(height, width) of a map. Every pooling rounds down, so together they do."""
+        return img_size[0] // reduction, img_size[1] // reduction
 
 
 def _cfg(url: str = "", **kwargs: Any) -> dict[str, Any]:
@@ -361,26 +281,19 @@ default_cfgs = generate_default_cfgs({
 })
 
 
-@register_model
-def cnn_cifar(pretrained: bool = False, **kwargs: Any) -> ConvTransformer:
-    """The PA paper's CNN for CIFAR, a reconstruction: no attention."""
-    return _create_conv_transformer("cnn_cifar", pretrained, **{"attention": False, **kwargs})
-
-
-@register_model
-def conv_transformer_cifar(pretrained: bool = False, **kwargs: Any) -> ConvTransformer:
-    """The PA paper's Conv-Transformer for CIFAR, a reconstruction: attention at 8x8 and 4x4."""
-    return _create_conv_transformer("conv_transformer_cifar", pretrained, **kwargs)
-
-
-@register_model
-def pa_conv_transformer_cifar(pretrained: bool = False, **kwargs: Any) -> ConvTransformer:
-    """The PA paper's PA-Conv-Transformer for CIFAR, a reconstruction: alpha 0.01, one convolution."""
-    return _create_conv_transformer(
-        "pa_conv_transformer_cifar", pretrained, **{"evolution": "pa", "alpha": 0.01, **kwargs})
-
-
-@register_model
-def ea_conv_transformer_cifar(pretrained: bool = False, **kwargs: Any) -> ConvTransformer:
-    """Evolving attention in the same network: alpha 0.5, beta 1.0; no paper gives EA on CIFAR."""
-    return _create_conv_transformer("ea_conv_transformer_cifar", pretrained, **{"evolution": "ea", **kwargs})
+_PA = "PA paper, table 3"
+register_networks(__name__, ConvTransformer, {
+    "cnn_cifar": Network(
+        "The PA paper's CNN for CIFAR, a reconstruction: no attention.", {"attention": False},
+        Published(5.36, top1={"CIFAR-10": 95.90, "CIFAR-100": 78.17}, source=_PA)),
+    "conv_transformer_cifar": Network(
+        "The PA paper's Conv-Transformer for CIFAR, a reconstruction: attention at 8x8 and 4x4.", {},
+        Published(4.92, top1={"CIFAR-10": 95.82, "CIFAR-100": 79.86}, source=_PA)),
+    "pa_conv_transformer_cifar": Network(
+        "The PA paper's PA-Conv-Transformer for CIFAR, a reconstruction: alpha 0.01, one convolution.",
+        {"evolution": "pa", "alpha": 0.01},
+        Published(4.92, top1={"CIFAR-10": 96.22, "CIFAR-100": 80.21}, source=_PA)),
+    "ea_conv_transformer_cifar": Network(
+        "Evolving attention in the same network: alpha 0.5, beta 1.0; no paper gives EA on CIFAR.",
+        {"evolution": "ea"}),
+})

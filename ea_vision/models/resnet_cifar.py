@@ -5,9 +5,11 @@ Its stem is a 3x3 convolution of stride 1 without max-pooling, as `Deep Residual
 """
 from typing import Any
 
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models import generate_default_cfgs
 from timm.models.resnet import BasicBlock, ResNet
 from torch import nn
+
+from ea_vision.models._build import Network, register_networks
 
 __all__ = ["ResNetCifar"]
 
@@ -36,10 +38,7 @@ default_cfgs = generate_default_cfgs({
     },
 })
 
-
-@register_model
-def resnet18_cifar(pretrained: bool = False, **kwargs: Any) -> ResNetCifar:
-    """timm's ResNet-18 with the 3x3 stem of 32x32 images."""
-    return build_model_with_cfg(
-        ResNetCifar, "resnet18_cifar", pretrained, **{"block": BasicBlock, "layers": (2, 2, 2, 2), "num_classes": 10,
-                                                      **kwargs})
+register_networks(__name__, ResNetCifar, {
+    "resnet18_cifar": Network("timm's ResNet-18 with the 3x3 stem of 32x32 images.",
+                              {"block": BasicBlock, "layers": (2, 2, 2, 2), "num_classes": 10}),
+})

@@ -8,11 +8,10 @@ from timm.layers import BlurPool2d, DropPath
 from timm.models import create_feature_extractor, get_graph_node_names, group_parameters
 from timm.optim import create_optimizer_v2
 
-from tests.models.zoo import CIFAR, NAMES, RESNETS, SMALL, layers_of, lively, side
+from tests.models.zoo import CHAINED, CIFAR, EVERY, NAMES, RESNETS, SMALL, layers_of, lively, side
 
 SIZES = [(64, 64), (96, 160), (128, 128), (224, 224), (288, 288)]
-EVERY = [*NAMES, "resnet18_cifar"]
-KINDS = pytest.mark.parametrize("name", [*SMALL, "resnet18_cifar"], indirect=True)  # for what takes long
+KINDS = pytest.mark.parametrize("name", SMALL, indirect=True)  # for what takes long
 
 
 @pytest.fixture(scope="module", params=EVERY)
@@ -163,7 +162,7 @@ def test_other_sizes_work_without_being_told(name, model):
         assert y.shape == (1, 5) and y.isfinite().all()
 
 
-@pytest.mark.parametrize("small", SMALL)
+@pytest.mark.parametrize("small", CHAINED)
 def test_img_size_sizes_the_tables_and_loads_others(small):
     size = (96, 64)
     plain, large = lively(small).eval(), lively(small, img_size=size).eval()
@@ -190,7 +189,7 @@ def test_a_new_classifier_lives_where_the_network_does(small):
     assert model.head.global_pool.pool_type == "max"
 
 
-@pytest.mark.parametrize("small", SMALL)
+@pytest.mark.parametrize("small", CHAINED)
 def test_drop_path_grows_with_depth_and_is_off_in_evaluation(small):
     model = lively(small, num_classes=5, drop_path_rate=0.3)
     rates = [m.drop_prob for m in model.modules() if isinstance(m, DropPath)]

@@ -2,13 +2,30 @@
 import timm
 import torch
 
-import ea_vision  # noqa: F401  (registers the models)
 from ea_vision.layers import AugmentedConv2d
+from ea_vision.models import get_network, list_networks
 
-RESNETS = timm.list_models(module="attn_resnet")
-CIFAR = timm.list_models(module="conv_transformer")
-NAMES = RESNETS + CIFAR
-SMALL = ["aa_resnet34", "pa_aa_resnet34", "ea_aa_resnet50", *CIFAR]  # one of each kind, where depth adds nothing
+RESNETS = list_networks("attn_resnet")
+CIFAR = list_networks("conv_transformer")
+NAMES = [name for name in list_networks() if name in RESNETS + CIFAR]  # those with chains
+EVERY = list_networks()
+
+
+def _smallest_of_each(kind) -> list[str]:
+    """Of the networks that agree in `kind(module, keywords)` the one with the fewest parameters."""
+    with torch.device("meta"):
+        sizes = {name: sum(p.numel() for p in timm.create_model(name).parameters()) for name in EVERY}
+    smallest = {}
+    for name in sorted(EVERY, key=sizes.get):
+        smallest.setdefault(kind(timm.model_entrypoint(name).__module__, get_network(name).kwargs), name)
+    return list(smallest.values())
+
+
+# one of each kind, where depth adds nothing: of each family and evolution, and of each block
+SMALL = list(dict.fromkeys([
+    *_smallest_of_each(lambda module, kwargs: (module, kwargs.get("evolution"), kwargs.get("attention"))),
+    *_smallest_of_each(lambda module, kwargs: (module, kwargs.get("block")))]))
+CHAINED = [name for name in SMALL if name in NAMES]
 
 
 def lively(name: str, **options):
@@ -22,7 +39,7 @@ def lively(name: str, **options):
 
 def side(name: str) -> int:
     """Side of a small input, in pixels."""
-    return 32 if name in CIFAR else 64
+    return min(64, timm.get_pretrained_cfg(name).input_size[-1])
 
 
 def layers_of(model) -> list[AugmentedConv2d]:

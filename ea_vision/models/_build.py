@@ -1,0 +1,137 @@
+"""How timm builds and registers our networks, and the figures that papers print of them."""
+import sys
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+from timm.models import build_model_with_cfg, list_pretrained, register_model, resolve_pretrained_cfg
+from torch import nn
+
+from ea_vision.models._chain import ChainedNetwork
+from ea_vision.models._convert import checkpoint_filter_fn
+
+
+@dataclass(frozen=True)
+class Published:
+    """What a paper prints of a network.
+
+    params_m: millions of parameters. gflops: in the paper's own counting. top1, top5: percent, by data set.
+    source: paper and table. note: what a reader of the figures must know.
+    """
+
+    params_m: float | None = None
+    gflops: float | None = None
+    top1: Mapping[str, float] = field(default_factory=dict)
+    top5: Mapping[str, float] = field(default_factory=dict)
+    source: str = ""
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Network:
+    """A registered network: what it is in a sentence, its keywords, and what is published of it."""
+
+    about: str
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    published: Published | None = None
+
+
+_NETWORKS: dict[str, tuple[str, Network]] = {}  # name: (module of the family, network), in order of registration
+_PUBLISHED: dict[str, Published] = {}
+
+
+def register_networks(module: str, model_cls: type[nn.Module], networks: Mapping[str, Network]) -> None:
+    """Register a family's networks with timm, each as a function of the family's module.
+
+    Args:
+        module: `__name__` of the family's file, which has `default_cfgs` for the names.
+        model_cls: the class, built with a network's keywords and those of `timm.create_model`.
+        networks: by name.
+    """
+    for name, network in networks.items():
+        def entry(pretrained: bool = False, *, name: str = name, network: Network = network, **kwargs: Any):
+            return build_network(model_cls, name, pretrained, **{**network.kwargs, **kwargs})
+
+        entry.__name__ = entry.__qualname__ = name
+        entry.__module__, entry.__doc__ = module, network.about
+        setattr(sys.modules[module], name, register_model(entry))
+        _NETWORKS[name] = (module, network)
+        if network.published is not None:
+            _PUBLISHED[name] = network.published
+
+
+def publish(figures: Mapping[str, Published]) -> None:
+    """Note what papers print of networks that are not ours, such as timm's plain ones."""
+    _PUBLISHED.update(figures)
+
+
+def list_networks(module: str | None = None) -> list[str]:
+    """The names of our networks, of one family's file ("attn_resnet") or all, in order of registration."""
+    return [name for name, (home, _) in _NETWORKS.items() if module is None or home.split(".")[-1] == module]
+
+
+def get_network(name: str) -> Network:
+    """What is registered under a name of ours, with or without the tag of weights.
+
+    Raises:
+        KeyError: no network of ours.
+    """
+    return _NETWORKS[name.split(".")[0]][1]
+
+
+def published_figures(name: str) -> Published | None:
+    """What is published of a network, ours or timm's, or None."""
+    return _PUBLISHED.get(name.split(".")[0])
+
+
+def published_names() -> list[str]:
+    """The networks, ours and timm's, of which papers print figures."""
+    return list(_PUBLISHED)
+
+
+def shipped_weights(name: str) -> str:
+    """Path of a weights file that travels with the project: in the installed package, or in a checkout beside it."""
+    package = Path(__file__).resolve().parents[1]
+    installed = package / "weights" / f"{name}.safetensors"
+    return str(installed if installed.is_file() else package.parent / "weights" / f"{name}.safetensors")
+
+
+def build_network(model_cls: type[nn.Module], variant: str, pretrained: bool, **kwargs: Any) -> nn.Module:
+    """timm's build_model_with_cfg, features of a `ChainedNetwork` by forward_intermediates.
+
+    Its stages hand attention logits on, so features cannot come from timm's default of running the stages one by one.
+    Where pretrained weights come from a file (timm's `pretrained_cfg_overlay={"file": ...}`), it may also be a run
+    folder (its best weights) or one of its checkpoints.
+
+    Raises:
+        RuntimeError: pretrained weights wanted where there are none, or whose file is missing.
+    """
+    if pretrained:
+        cfg = resolve_pretrained_cfg(variant, kwargs.get("pretrained_cfg"), kwargs.get("pretrained_cfg_overlay"))
+        if not cfg.has_weights and not cfg.state_dict:
+            having = [name for name in list_pretrained() if name.split(".")[0] in _NETWORKS]
+            raise RuntimeError(
+                f"{variant} has no pretrained weights; create it with pretrained=False. "
+                f"Models of ea_vision that have them: {', '.join(having) or 'none yet'}")
+        path = Path(cfg.file or "")
+        if cfg.file and not path.exists():
+            raise RuntimeError(
+                f"the weights of {variant} are missing: {path.name} belongs into the folder weights/ of a "
+                f"checkout, or comes with the wheel; got neither")
+        overlay = dict(kwargs.pop("pretrained_cfg_overlay", None) or {})
+        if path.is_dir() and cfg.source != "local-dir" and cfg.file:  # a run folder
+            overlay["file"] = str(path / "model.safetensors")
+        elif path.suffix == ".ckpt" and not zipfile.is_zipfile(path):  # our trainers', where torch's are archives
+            overlay["state_dict"] = safetensors.torch.load_file(path)
+        kwargs["pretrained_cfg_overlay"] = overlay
+    if issubclass(model_cls, ChainedNetwork):
+        kwargs["feature_cfg"] = {"out_indices": kwargs.pop("out_indices", model_cls.feature_indices),
+                                 "feature_cls": "getter"}
+    net = build_model_with_cfg(model_cls, variant, pretrained, pretrained_filter_fn=checkpoint_filter_fn, **kwargs)
+    net.pretrained_cfg.pop("state_dict", None)  # loaded, and timm would keep it
+    if isinstance(getattr(net, "model", None), ChainedNetwork):  # the feature getter lacks what the others have
+        net.set_grad_checkpointing = net.model.set_grad_checkpointing
+    return net

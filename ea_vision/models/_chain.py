@@ -1,0 +1,259 @@
+"""What every family with chained attention is built from: configuration, chains, stages, and timm's interface.
+
+A family's file has its blocks, a network of `ChainedNetwork`, its variants with `register_networks`, and the figures
+that papers print of them. A file outside this package can do the same with the names of `ea_vision.models`.
+
+Shape letters: B batch, C channels, H x W image or map, N = H*W pixels of a map, K heads.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from timm.models import checkpoint
+from torch import Tensor, nn
+
+from ea_vision.layers import AugmentedConv2d, Evolution, create_evolution, evolution_options
+
+try:  # not exported; in newer timm its own models call it, so that save_for_hf knows of a resize
+    from timm.models._input import update_model_input_size
+except ImportError:
+    def update_model_input_size(model: nn.Module, img_size: tuple[int, int]) -> None:
+        """Older timm keeps no record of sizes."""
+
+Step = Callable[[Tensor, "Tensor | None"], "tuple[Tensor, Tensor | None]"]  # (x, prev_logits) -> (x, logits)
+
+
+def to_size(img_size: int | tuple[int, int], least: int = 1) -> tuple[int, int]:
+    """(height, width) in pixels of an img_size given as one number or two.
+
+    Raises:
+        ValueError: not one or two whole numbers, or a side below `least`.
+    """
+    size = tuple(img_size) if isinstance(img_size, (tuple, list)) else (img_size, img_size)
+    if len(size) != 2 or any(not isinstance(side, int) or side < 1 for side in size):
+        raise ValueError(f"img_size must be a positive whole number or a (height, width) of them, got {img_size!r}")
+    if min(size) < least:
+        raise ValueError(f"img_size must be at least {least} pixels a side, got {img_size}")
+    return size
+
+
+def take_indices_of(num_features: int, indices: int | list[int] | None) -> tuple[list[int], int]:
+    """The features that `indices` asks for, timm's way: None all, n the last n, else those listed (negative from the
+    end).
+
+    Returns:
+        their indices counted from 0, and the largest.
+
+    Raises:
+        ValueError: an index that does not exist.
+    """
+    if indices is None:
+        indices = num_features
+    wanted = list(range(num_features - indices, num_features)) if isinstance(indices, int) else list(indices)
+    taken = [index + num_features if index < 0 else index for index in wanted]
+    if not taken or min(taken) < 0 or max(taken) >= num_features:
+        raise ValueError(f"feature indices must lie within the {num_features} features, got {indices}")
+    return taken, max(taken)
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """The attention of a network, as its keywords say it.
+
+    num_heads: K.
+    qk_ratio: dim_qk as a share of the replaced convolution's width (the AA paper's kappa); None is the AA paper's
+        ImageNet rule, 0.2 and at least 20 a head.
+    v_ratio: dim_v likewise (upsilon).
+    min_head_qk: least width of a head's queries; None is 20 with the paper's rule, else no limit.
+    relative: whether the logits have relative position terms.
+    evolution: a registered name ("ea", "pa"), or None for maps that do not evolve (AA).
+    attn_drop_rate: dropout on the attention probabilities.
+    options: the evolution's: alpha, beta, kernel_size, num_layers, ...; None is its default.
+    """
+
+    num_heads: int = 8
+    qk_ratio: float | None = None
+    v_ratio: float = 0.1
+    min_head_qk: int | None = None
+    relative: bool = True
+    evolution: str | None = None
+    attn_drop_rate: float = 0.0
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.num_heads < 1:
+            raise ValueError(f"num_heads must be 1 or more, got {self.num_heads}")
+
+    @classmethod
+    def take(cls, kwargs: dict[str, Any], **defaults: Any) -> AttentionConfig:
+        """The configuration that a network's keywords ask for; those that are its own leave `kwargs`."""
+        own = {name: kwargs.pop(name) for name in [f.name for f in fields(cls)] if name in kwargs}
+        options = {name: kwargs.pop(name) for name in evolution_options() if name in kwargs}
+        return cls(**{**defaults, **own, "options": options})
+
+    def dims(self, width: int) -> tuple[int, int]:
+        """(dim_qk, dim_v) for a convolution of `width` channels, rounded down to multiples of the heads."""
+        paper = self.qk_ratio is None
+        least = (20 if paper else 0) if self.min_head_qk is None else self.min_head_qk
+        dim_qk = max((0.2 if paper else self.qk_ratio) * width, least * self.num_heads)
+        return self._whole_heads(dim_qk), self._whole_heads(self.v_ratio * width)
+
+    def _whole_heads(self, width: float) -> int:
+        return max(self.num_heads, int(width + 1e-6) // self.num_heads * self.num_heads)
+
+    def new_evolution(self, device=None, dtype=None) -> Evolution | None:
+        """A new evolution module, or None; see `create_evolution` for the errors."""
+        return create_evolution(self.evolution, self.num_heads, device=device, dtype=dtype, **self.options)
+
+
+class ChainBuilder:
+    """Makes a network's attention layers, in forward order, and decides where chains begin.
+
+    A chain runs while the map keeps its shape, that is, its reduction. The first layer of a chain has no evolution; a
+    layer hands its logits on only where the next one evolves from them.
+
+    Args:
+        config: the attention.
+        network: a `ChainedNetwork`, whose `img_size` is set.
+    """
+
+    def __init__(self, config: AttentionConfig, network: ChainedNetwork, device=None, dtype=None) -> None:
+        self.config, self.network, self.factory = config, network, {"device": device, "dtype": dtype}
+        self.previous: AugmentedConv2d | None = None
+
+    def layer(
+            self, in_channels: int, out_channels: int, kernel_size: int = 3, stride: int = 1, *, reduction: int,
+            dim_qk: int | None = None, dim_v: int | None = None, **options: Any,
+    ) -> AugmentedConv2d:
+        """The next attention layer.
+
+        Args:
+            reduction: pixels of the image to a pixel of the attention map, along a side.
+            dim_qk, dim_v: widths; by the configuration unless given.
+            **options: further ones of `AugmentedConv2d`.
+        """
+        config, previous = self.config, self.previous
+        dims = config.dims(out_channels)
+        evolution = None
+        if previous is not None and previous.map_reduction == reduction:
+            evolution = config.new_evolution(**self.factory)
+            previous.need_logits = evolution is not None
+        layer = AugmentedConv2d(
+            in_channels, out_channels, kernel_size, stride,
+            dim_qk=dims[0] if dim_qk is None else dim_qk, dim_v=dims[1] if dim_v is None else dim_v,
+            num_heads=config.num_heads, feat_size=self.network.map_size(self.network.img_size, reduction),
+            relative=config.relative, evolution=evolution, attn_drop=config.attn_drop_rate, **options, **self.factory)
+        layer.need_logits, layer.map_reduction = False, reduction
+        self.previous = layer
+        return layer
+
+
+class AttnStage(nn.Sequential):
+    """A stage whose blocks hand their attention logits on: (x, prev_logits) -> (x, logits)."""
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__(*blocks)
+        self.grad_checkpointing = False
+
+    def forward(self, x: Tensor, prev_logits: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        logits = prev_logits
+        for block in self:
+            if self.grad_checkpointing and not torch.jit.is_scripting():
+                x, logits = checkpoint(block, x, logits)
+            else:
+                x, logits = block(x, logits)
+        return x, logits
+
+
+class ChainedNetwork:
+    """timm's interface for a network with chained attention, beside `nn.Module` or a network of timm's.
+
+    The network has `img_size`; `feature_info`, one entry for each of `feature_steps()`; and `reset_classifier`.
+    """
+
+    feature_indices: tuple[int, ...] = (0, 1, 2, 3, 4)  # what features_only returns unless asked
+    min_img_size = 1  # pixels
+
+    def feature_steps(self) -> list[Step]:
+        """The network up to its head: functions (x, prev_logits) -> (x, logits), each ending in one of `feature_info`'s
+        features."""
+        raise NotImplementedError
+
+    @staticmethod
+    def map_size(img_size: tuple[int, int], reduction: int) -> tuple[int, int]:
+        """(height, width) of a map. Every halving rounds up, so together they do."""
+        return -(-img_size[0] // reduction), -(-img_size[1] // reduction)
+
+    @torch.jit.ignore
+    def set_input_size(self, img_size: int | tuple[int, int]) -> None:
+        """Fit the position tables to another input size, in pixels; see `AugmentedConv2d.set_feat_size`."""
+        self.img_size = to_size(img_size, self.min_img_size)
+        update_model_input_size(self, self.img_size)
+        for module in self.modules():
+            if isinstance(module, AugmentedConv2d):
+                module.set_feat_size(self.map_size(self.img_size, module.map_reduction))
+
+    @torch.jit.ignore
+    def no_weight_decay(self) -> set[str]:
+        return {name for name, _ in self.named_parameters() if name.endswith(("height_rel", "width_rel"))}
+
+    @torch.jit.ignore
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        for module in self.modules():
+            if hasattr(module, "grad_checkpointing"):
+                module.grad_checkpointing = enable
+
+    def forward_intermediates(
+            self,
+            x: Tensor,
+            indices: int | list[int] | None = None,
+            norm: bool = False,
+            stop_early: bool = False,
+            output_fmt: str = "NCHW",
+            intermediates_only: bool = False,
+    ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
+        """The features of `feature_info`.
+
+        Args:
+            x: (B, in_chans, H, W).
+            indices: the last n if a number, all if None, else those listed.
+            norm: accepted for timm's interface; there is no final norm.
+            stop_early: stop after the last one wanted.
+            output_fmt: "NCHW".
+            intermediates_only: leave out the final features.
+
+        Returns:
+            final features and the list of intermediates, or the list alone.
+
+        Raises:
+            ValueError: another output_fmt, or an index that does not exist.
+        """
+        if output_fmt != "NCHW":
+            raise ValueError(f"output_fmt must be 'NCHW', got {output_fmt!r}")
+        take_indices, max_index = take_indices_of(len(self.feature_info), indices)
+        steps = self.feature_steps()
+        intermediates, logits = [], None
+        for index, step in enumerate(steps[:max_index + 1] if stop_early else steps):
+            x, logits = step(x, logits)
+            if index in take_indices:
+                intermediates.append(x)
+        return intermediates if intermediates_only else (x, intermediates)
+
+    @torch.jit.ignore
+    def prune_intermediate_layers(
+            self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True,
+    ) -> list[int]:
+        """Drop the stages after the last one wanted, and the head."""
+        take_indices, max_index = take_indices_of(len(self.feature_info), indices)
+        unused = [info["module"] for info in self.feature_info[max_index + 1:]]
+        for name in unused:
+            parent, _, child = name.rpartition(".")
+            stage = self.get_submodule(name)
+            setattr(self.get_submodule(parent), child, AttnStage() if isinstance(stage, AttnStage) else nn.Identity())
+        if prune_head or unused:
+            self.num_features = self.feature_info[max_index]["num_chs"]
+            self.reset_classifier(0, "")
+        return take_indices
