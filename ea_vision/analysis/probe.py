@@ -49,7 +49,7 @@ from ea_vision.base.errors import RunError, UsageError
 from ea_vision.base.figures import figure_bytes
 from ea_vision.base.files import atomic_write, write_json
 from ea_vision.base.provenance import hardware, provenance
-from ea_vision.data.cifar import DATASETS, Images, load_dataset
+from ea_vision.data.small_images import DATASETS, Images, load_dataset
 
 PUBLISHED = {"AA-ResNet-34": {16: 24.50, 17: 31.18, 18: 17.55}, "EA-AA-ResNet-34": {16: 31.02, 17: 31.71, 18: 31.93}}
 MAPS_OF = ("trained", "untrained", "shuffled", "shuffled-together")

@@ -1,5 +1,10 @@
-"""What reads images. `cifar` decodes small images once; `on_device` draws augmented batches from them, and
-from `on_disk`'s."""
+"""What reads images: the sources, and the loaders that make batches of them.
+
+`small_images` decodes a whole data set once (digits, CIFAR, folders, tars); `on_device` draws augmented batches from
+it, with `augment`, or from `on_disk`, where it is too large for memory. `imagenet` decodes image files as they are
+needed. `ffcv` reads the .beton files that `write_ffcv` writes. They share `batches` (orders, and the shares of
+processes), `splits` (where the training and evaluation images of a data folder lie) and `bad_images`.
+"""
 from pathlib import Path
 
 __path__.append(str(Path(__file__).parents[1] / "aliases" / "data"))  # older names of `python -m`

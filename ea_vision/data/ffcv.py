@@ -14,7 +14,6 @@ import functools
 import hashlib
 import importlib
 import json
-import math
 import os
 import sys
 import threading
@@ -29,8 +28,7 @@ import torch
 
 from ea_vision.base.errors import UsageError
 from ea_vision.data.augment import normalize
-from ea_vision.data.imagenet import epoch_order
-from ea_vision.data.on_device import Batch
+from ea_vision.data.batches import Batch, Share, epoch_generator, epoch_order
 
 HELP = """FFCV is not installed. Debian, Ubuntu: apt-get install libturbojpeg0-dev libopencv-dev pkg-config \
 && pip install 'ea_vision[ffcv]'; conda: conda install -c conda-forge opencv libjpeg-turbo pkg-config compilers \
@@ -262,7 +260,7 @@ class _BetonLoader:
         self.source, self.img_size, self.device = source, img_size, device
         self.mean = torch.tensor(mean, dtype=torch.float32, device=device)
         self.std = torch.tensor(std, dtype=torch.float32, device=device)
-        self.batch_size, self.workers, self.rank, self.world_size = batch_size, workers, rank, world_size
+        self.workers, self.share = workers, Share(len(source), batch_size, rank, world_size)
         if device.type == "cpu":
             levels = torch.arange(256, dtype=torch.uint8).expand(3, 1, 256)
             self._table = normalize(levels, self.mean, self.std)[:, 0].numpy()  # (3, 256)
@@ -312,7 +310,7 @@ class _BetonLoader:
 
 
 class BetonTrainLoader(_BetonLoader):
-    """Shuffled, cropped and flipped batches; which process has which place of the order is as in ImageTrainLoader.
+    """Shuffled, cropped and flipped batches.
 
     Args:
         scale: least and largest share of an image's area in its crop; hflip: probability of a left-right flip.
@@ -324,24 +322,23 @@ class BetonTrainLoader(_BetonLoader):
         self.seed, self.scale, self.hflip, self.os_cache = seed, scale, hflip, os_cache
 
     def __len__(self) -> int:
-        return len(self.source) // (self.batch_size * self.world_size)
+        return self.share.train_batches
 
     def batches(self, epoch: int, first: int = 0) -> Iterator[Batch]:
         """Yield the batches of an epoch from number `first` on."""
-        source, B = self.source, self.batch_size
+        source = self.source
         if self.os_cache:
-            order = epoch_order(len(source), self.seed, epoch).numpy()
+            order = epoch_order(len(source), epoch_generator(self.seed, epoch)).numpy()
         else:
             order = quasi_random_order(source.pages, self.seed, epoch).numpy()
         rng = np.random.default_rng((self.seed, epoch))
         boxes = random_boxes(source.heights, source.widths, rng, self.scale)
         flips = rng.random(len(source)) < self.hflip
-        starts = [(number * self.world_size + self.rank) * B for number in range(first, len(self))]
-        yield from self._decode([order[start:start + B] for start in starts], boxes, flips)
+        yield from self._decode([order[places] for places in self.share.train_places(first)], boxes, flips)
 
 
 class BetonEvalLoader(_BetonLoader):
-    """Every image once over all processes, which all get the same number of batches; the last may be short or empty.
+    """Every image once over all processes.
 
     Args:
         resize: what the short side is scaled to, in pixels, before the middle img_size x img_size is cut out.
@@ -352,10 +349,8 @@ class BetonEvalLoader(_BetonLoader):
         self.boxes = centre_boxes(source.heights, source.widths, self.img_size, resize)
 
     def __len__(self) -> int:
-        return math.ceil(math.ceil(len(self.source) / self.world_size) / self.batch_size)
+        return self.share.eval_batches
 
     def batches(self) -> Iterator[Batch]:
-        own = np.arange(self.rank, len(self.source), self.world_size)
-        starts = range(0, len(self) * self.batch_size, self.batch_size)
-        batches = [own[start:start + self.batch_size] for start in starts]
+        batches = [np.array(images, np.int64) for images in self.share.eval_images()]
         yield from self._decode(batches, self.boxes, np.zeros(len(self.source), bool))

@@ -1,15 +1,13 @@
 """Images by name, decoded as they are needed: folders, tars, and what else timm's `create_dataset` can index.
 
-The loaders have the interface of `on_device`: `len(loader)` batches, `loader.batches(...)` yields Batch. Processes of
-their own read, decode and augment; pixels are normalised on the device. What happens to an image is a function of seed,
-epoch and index, whatever the number of workers and wherever an epoch is entered.
+Processes of their own read, decode and augment; pixels are normalised on the device. What happens to an image is a
+function of seed, epoch and index, whatever the number of workers and wherever an epoch is entered.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
-import math
 import random
 import signal
 import sys
@@ -27,14 +25,13 @@ from torchvision import transforms
 from ea_vision.base.errors import UsageError
 from ea_vision.data.augment import normalize
 from ea_vision.data.bad_images import BadImages
-from ea_vision.data.cifar import BROKEN
-from ea_vision.data.on_device import Batch
+from ea_vision.data.batches import Batch, Share, epoch_generator, epoch_order
+from ea_vision.data.small_images import BROKEN
 
 TERM_SECONDS = 30  # that workers serve on after a SIGTERM, which clusters send to every process of a job
 GLOO_SECONDS = 0.3  # that gloo's threads have to end a collective in
 STUCK_SECONDS = 900  # without a batch from a worker: the process ends with an error, and torchrun restarts it
 PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
-SPLITS = {"train": ("train", "training"), "validation": ("val", "validation", "valid", "test")}
 
 
 class ImageSource:
@@ -116,25 +113,6 @@ class ImageSource:
             for name in self.dataset.filenames():
                 digest.update(f"\n{name}".encode())
         return digest.hexdigest()
-
-
-def find_split(root: Path, split: str) -> Path:
-    """The folder, else the tar, of a split ("train" or "validation") in a data folder; else the data folder itself.
-
-    Raises:
-        UsageError: the data folder does not exist, or has only the other split.
-    """
-    if not root.exists():
-        raise UsageError(f"data folder {root} does not exist")
-    for name in SPLITS[split]:
-        for path in (root / name, root / f"{name}.tar"):
-            if path.exists():
-                return path
-    other = [n for names in SPLITS.values() for n in names if n not in SPLITS[split]]
-    if any((root / name).exists() or (root / f"{name}.tar").exists() for name in other):
-        wanted = " or ".join(f"{name}/ or {name}.tar" for name in SPLITS[split][:2])
-        raise UsageError(f"data folder {root} must have {wanted}")
-    return root
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
@@ -220,12 +198,12 @@ class _Decoding:
         self.decoder = _Decoder(source, transform, img_size, seed)
         self.mean = torch.tensor(mean, dtype=torch.float32, device=device)
         self.std = torch.tensor(std, dtype=torch.float32, device=device)
-        self.device, self.batch_size, self.rank, self.world_size = device, batch_size, rank, world_size
-        self.seed, self.workers, self.prefetch = seed, workers, prefetch
+        self.share = Share(len(source), batch_size, rank, world_size)
+        self.device, self.seed, self.workers, self.prefetch = device, seed, workers, prefetch
 
     def _decode(self, batches: list[list[tuple[int, int]]]) -> Iterator[tuple]:
         """Yield what the decoder makes of each batch of keys, in order."""
-        if self.world_size > 1 and self.device.type == "cpu":
+        if self.share.world_size > 1 and self.device.type == "cpu":
             # A fork while one of gloo's threads enters the interpreter, as they do after a collective to drop its
             # tensors, leaves a worker that waits for ever for the interpreter's list of threads.
             time.sleep(GLOO_SECONDS)
@@ -244,27 +222,16 @@ class _Decoding:
         return Batch(normalize(images, self.mean, self.std), targets.to(self.device, non_blocking=True), ids)
 
 
-def epoch_order(count: int, seed: int, epoch: int) -> torch.Tensor:
-    """The order of an epoch: a permutation of `count` images."""
-    # A fixed odd factor keeps (seed, epoch) pairs apart.
-    return torch.randperm(count, generator=torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63))
-
-
 class ImageTrainLoader(_Decoding):
-    """Shuffled, augmented batches; what is left over after the last full batch of all processes is not used.
-
-    Batch b of rank r takes the places [(b R + r) B, (b R + r + 1) B) of the epoch's order, R processes of B images. An
-    unreadable image is replaced by another one of its batch.
-    """
+    """Shuffled, augmented batches; an unreadable image is replaced by another one of its batch."""
 
     def __len__(self) -> int:
-        return len(self.source) // (self.batch_size * self.world_size)
+        return self.share.train_batches
 
     def batches(self, epoch: int, first: int = 0) -> Iterator[Batch]:
         """Yield the batches of an epoch from number `first` on."""
-        order = epoch_order(len(self.source), self.seed, epoch).tolist()
-        starts = [(number * self.world_size + self.rank) * self.batch_size for number in range(first, len(self))]
-        keys = [[(epoch, index) for index in order[start:start + self.batch_size]] for start in starts]
+        order = epoch_order(len(self.source), epoch_generator(self.seed, epoch)).tolist()
+        keys = [[(epoch, index) for index in order[places]] for places in self.share.train_places(first)]
         for images, targets, ids, bad in self._decode(keys):
             good = [place for place in range(len(ids)) if place not in set(bad)]
             for number, place in enumerate(bad if good else []):
@@ -274,18 +241,13 @@ class ImageTrainLoader(_Decoding):
 
 
 class ImageEvalLoader(_Decoding):
-    """Every image once over all processes, which all get the same number of batches; the last may be short or empty.
-
-    Unreadable images are left out.
-    """
+    """Every image once over all processes; unreadable ones are left out."""
 
     def __len__(self) -> int:
-        return math.ceil(math.ceil(len(self.source) / self.world_size) / self.batch_size)
+        return self.share.eval_batches
 
     def batches(self) -> Iterator[Batch]:
-        own = range(self.rank, len(self.source), self.world_size)
-        keys = [[(0, index) for index in own[start:start + self.batch_size]]
-                for start in range(0, len(self) * self.batch_size, self.batch_size)]
+        keys = [[(0, index) for index in images] for images in self.share.eval_images()]
         for images, targets, ids, bad in self._decode(keys):
             if bad:
                 good = [place for place in range(len(ids)) if place not in set(bad)]

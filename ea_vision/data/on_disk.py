@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-from ea_vision.data.cifar import Images
 from ea_vision.data.ffcv import Beton, open_beton, sidecar
+from ea_vision.data.small_images import Images
 from ea_vision.data.write_ffcv import write_beton
 
 

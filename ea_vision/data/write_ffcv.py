@@ -22,9 +22,11 @@ from tqdm import tqdm
 
 from ea_vision.base.errors import RunError, UsageError, exit_code
 from ea_vision.base.files import atomic_write
-from ea_vision.data.cifar import BROKEN
+from ea_vision.data.batches import numbered_seed
 from ea_vision.data.ffcv import require_ffcv, sidecar
-from ea_vision.data.imagenet import ImageSource, die_with_parent, find_split
+from ea_vision.data.imagenet import ImageSource, die_with_parent
+from ea_vision.data.small_images import BROKEN
+from ea_vision.data.splits import find_split
 
 EXAMPLES = """\
 examples:
@@ -52,7 +54,7 @@ def _encode(index: int) -> tuple[np.ndarray | None, bytes, int, str]:
         image, target = source.read(index)
     except BROKEN as error:
         return None, b"", 0, f"{type(error).__name__}: {error}"
-    np.random.seed((seed * 1_000_003 + index) % 2**32)  # FFCV draws from it which images become JPEG
+    np.random.seed(numbered_seed(seed, index) % 2**32)  # FFCV draws from it which images become JPEG
     row = np.zeros(1, field.metadata_type)
     stored = []
 
@@ -193,8 +195,8 @@ def main(argv: list[str] | None = None) -> int:
             raise UsageError(f"--{name} must lie in {low}..{high}, got {value}")
     require_ffcv("ffcv")
     root = Path(given.data_dir)
-    source = ImageSource(given.dataset, root if given.dataset else find_split(root, given.split), given.split,
-                         given.num_classes)
+    place = root if given.dataset else find_split(root, given.split, or_root=True)
+    source = ImageSource(given.dataset, place, given.split, given.num_classes)
     about = write_beton(source, Path(given.out), max_size=given.max_size, jpeg_share=given.jpeg_share,
                         quality=given.quality, workers=given.workers, broken=given.broken,
                         max_bad_images=given.max_bad_images, seed=given.seed)

@@ -20,8 +20,8 @@ import ea_vision  # noqa: F401  (registers the models)
 from ea_vision.base.errors import UsageError
 from ea_vision.base.files import atomic_write
 from ea_vision.base.processes import join_world
-from ea_vision.data.cifar import load_dataset
 from ea_vision.data.on_device import EvalLoader
+from ea_vision.data.small_images import load_dataset
 from ea_vision.engine import run_folder
 from ea_vision.engine.evaluate import evaluate
 

@@ -14,9 +14,9 @@ from ea_vision.base.networks import build_model, check_model_name, image_statist
 from ea_vision.base.processes import World, join_world
 from ea_vision.base.provenance import hardware, provenance
 from ea_vision.data.augment import Augmentation
-from ea_vision.data.cifar import DATASETS, DataSet, Images, cache_folder, hold_out, load_dataset
 from ea_vision.data.on_device import EvalLoader, TrainLoader
 from ea_vision.data.on_disk import on_disk
+from ea_vision.data.small_images import DATASETS, DataSet, Images, cache_folder, hold_out, load_dataset
 from ea_vision.engine import run_folder
 from ea_vision.engine.config import TrainConfig, make_parser, option, parse, resolve
 from ea_vision.engine.curves import draw_learning_curves

@@ -26,9 +26,9 @@ from ea_vision.data.imagenet import (
     ImageSource,
     ImageTrainLoader,
     eval_transform,
-    find_split,
     train_transform,
 )
+from ea_vision.data.splits import find_split
 from ea_vision.engine import run_folder
 from ea_vision.engine.config import TrainConfig, make_parser, option, parse, resolve
 from ea_vision.engine.evaluate import evaluate
@@ -107,7 +107,8 @@ def open_split(config: ImageNetConfig, split: str):
     if not config.data_dir:
         raise UsageError(f"no {split} images: --data-dir is required, or --train-beton and --val-beton")
     root = Path(config.data_dir)
-    return ImageSource(config.dataset, root if config.dataset else find_split(root, split), split, config.num_classes)
+    place = root if config.dataset else find_split(root, split, or_root=True)
+    return ImageSource(config.dataset, place, split, config.num_classes)
 
 
 def make_train_loader(config: ImageNetConfig, source, bad_images: BadImages, world: World, **common):

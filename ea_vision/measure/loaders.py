@@ -28,7 +28,8 @@ import torch
 from ea_vision.base.errors import RunError, UsageError
 from ea_vision.data.bad_images import BadImages
 from ea_vision.data.ffcv import BetonTrainLoader, open_beton
-from ea_vision.data.imagenet import ImageSource, ImageTrainLoader, find_split, train_transform
+from ea_vision.data.imagenet import ImageSource, ImageTrainLoader, train_transform
+from ea_vision.data.splits import find_split
 from ea_vision.data.write_ffcv import write_beton
 
 EXAMPLES = """\
@@ -123,7 +124,7 @@ def _measure_one(kind: str, path: str, given: argparse.Namespace) -> dict[str, f
         for table in ("images", "labels", "sizes", "pages", "heights", "widths"):
             setattr(source, table, np.resize(getattr(source, table), max(EPOCH, len(source))))  # repeats them
         return measure(BetonTrainLoader(source, scale=(0.08, 1), hflip=0.5, os_cache=True, **common), given.seconds)
-    source = ImageSource("", find_split(Path(path), "train"), "train")
+    source = ImageSource("", find_split(Path(path), "train", or_root=True), "train")
     source.reader = source.dataset.reader = Repeated(source.reader, max(EPOCH, len(source)))
     if kind == "timm":
         return measure(TimmLoader(source, **common), given.seconds)
@@ -153,7 +154,7 @@ def main(argv: list[str] | None = None) -> int:
     for name in ("workers", "batch_size", "img_size", "seconds"):
         if getattr(given, name) <= 0:
             raise UsageError(f"--{name.replace('_', '-')} must be positive, got {getattr(given, name)}")
-    source = ImageSource("", find_split(Path(given.data_dir), "train"), "train")
+    source = ImageSource("", find_split(Path(given.data_dir), "train", or_root=True), "train")
     targets = [("timm", "timm", given.data_dir), ("image files", "images", given.data_dir)]
     with tempfile.TemporaryDirectory() as folder:
         if given.beton:

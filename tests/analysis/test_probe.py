@@ -20,7 +20,7 @@ from ea_vision.analysis.probe import (
     train_probe,
 )
 from ea_vision.base.errors import UsageError
-from ea_vision.data.cifar import Images
+from ea_vision.data.small_images import Images
 
 SMALL = dict(widths=(8, 8, 16, 16), img_size=16)
 

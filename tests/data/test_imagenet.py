@@ -16,10 +16,10 @@ from ea_vision.data.imagenet import (
     ImageSource,
     ImageTrainLoader,
     eval_transform,
-    find_split,
     to_rgb,
     train_transform,
 )
+from ea_vision.data.splits import find_split
 from tests.data.photos import make_photos
 
 COMMON = {"img_size": 16, "mean": (0.5,) * 3, "std": (0.2,) * 3, "device": torch.device("cpu")}

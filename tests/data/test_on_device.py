@@ -9,8 +9,8 @@ import torch
 
 import ea_vision  # noqa: F401
 from ea_vision.data.augment import Augmentation
-from ea_vision.data.cifar import Images
 from ea_vision.data.on_device import EvalLoader, TrainLoader
+from ea_vision.data.small_images import Images
 
 COMMON = {"mean": (0.5,) * 3, "std": (0.2,) * 3, "device": torch.device("cpu")}
 

@@ -6,7 +6,7 @@ import importlib.util
 import pytest
 
 from ea_vision.base.errors import exit_code
-from ea_vision.data import benchmark
+from ea_vision.measure import loaders
 from tests.data.photos import make_photos
 
 
@@ -20,7 +20,7 @@ def test_table(tmp_path, capsys):
         assert write_ffcv.main(["--data-dir", str(tmp_path), "--out", beton[1], "--workers", "1"]) == 0
         capsys.readouterr()
     argv = ["--data-dir", str(tmp_path), "--workers", "1", "--batch-size", "4", "--img-size", "16", "--seconds", "0.3"]
-    assert benchmark.main([*argv, *beton]) == 0
+    assert loaders.main([*argv, *beton]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("16 images, 16 pixels, batch 4, 1 worker(s)") or "not installed" in lines[0]
     rows = {line[:20].strip(): line[20:].split() for line in lines[-2 - bool(beton):]}
@@ -34,5 +34,5 @@ def test_table(tmp_path, capsys):
                                            (["--data-dir", "/nowhere"], "does not exist")])
 def test_bad_input(tmp_path, capsys, more, message):
     make_photos(tmp_path, train=4)
-    assert exit_code(lambda: benchmark.main(["--data-dir", str(tmp_path), *more])) == 2
+    assert exit_code(lambda: loaders.main(["--data-dir", str(tmp_path), *more])) == 2
     assert message in capsys.readouterr().err

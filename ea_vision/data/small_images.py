@@ -20,6 +20,7 @@ from PIL import Image
 
 from ea_vision.base.errors import RunError, UsageError
 from ea_vision.base.files import atomic_write
+from ea_vision.data.splits import find_split
 
 log = logging.getLogger(__name__)
 DATASETS = ("digits", "cifar10", "cifar100", "folder")
@@ -164,8 +165,8 @@ def _fit(image: Image.Image, img_size: int) -> np.ndarray:
 
 
 def _load_folder(root: Path, cache: Path | None, img_size: int, workers: int) -> DataSet:
-    train_source = _find_split(root, ("train",))
-    test_source = _find_split(root, ("test", "val"))
+    train_source = find_split(root, "train")
+    test_source = find_split(root, "test")
     train, train_classes = _load_split(train_source, cache, img_size, workers)
     test, test_classes = _load_split(test_source, cache, img_size, workers)
     if train_classes != test_classes:
@@ -173,16 +174,6 @@ def _load_folder(root: Path, cache: Path | None, img_size: int, workers: int) ->
         raise UsageError(f"{train_source} and {test_source} must have the same classes; "
                          f"only one of them has {', '.join(differ[:5])}{' ...' if len(differ) > 5 else ''}")
     return DataSet("folder", train, test, train_classes)
-
-
-def _find_split(root: Path, names: tuple[str, ...]) -> Path:
-    """The folder, else the tar, of a split."""
-    for name in names:
-        for path in (root / name, root / f"{name}.tar"):
-            if path.exists():
-                return path
-    wanted = " or ".join(f"{name}/ or {name}.tar" for name in names)
-    raise UsageError(f"data folder {root} must have {wanted}" + ("" if root.exists() else "; it does not exist"))
 
 
 def _load_split(source: Path, cache: Path | None, img_size: int, workers: int) -> tuple[Images, list[str]]:

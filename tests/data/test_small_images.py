@@ -15,8 +15,8 @@ import torch
 from PIL import Image
 
 from ea_vision.base.errors import UsageError
-from ea_vision.data import cifar
-from ea_vision.data.cifar import hold_out, load_dataset
+from ea_vision.data import small_images
+from ea_vision.data.small_images import hold_out, load_dataset
 from tests.engine.runner import make_folder
 
 
@@ -62,7 +62,7 @@ def test_trial_data_is_read_as_timm_reads_it(shared):
     source = shared / "data" / "cifar10" / "test.tar"
     if not source.exists():
         pytest.skip(f"needs {source}")
-    ours, classes = cifar._decode(source, 32, 2)
+    ours, classes = small_images._decode(source, 32, 2)
     theirs = create_dataset("", root=str(source))
     assert len(ours) == len(theirs) == 10_000 and len(classes) == 10
     by_name = {name.removeprefix(f"{source}/"): i for i, name in enumerate(ours.names)}
@@ -88,7 +88,7 @@ def test_cache_is_used_and_noticed_to_be_old(folder, tmp_path, monkeypatch):
     first = load(folder, cache_dir=str(cache))
     assert len(list(cache.iterdir())) == 2
     with monkeypatch.context() as patch:
-        patch.setattr(cifar, "_decode", lambda *_: pytest.fail("decoded again"))
+        patch.setattr(small_images, "_decode", lambda *_: pytest.fail("decoded again"))
         second = load(folder, cache_dir=str(cache))
     assert first.fingerprint() == second.fingerprint() and first.train.names == second.train.names
     Image.new("RGB", (32, 32), "white").save(folder / "train" / "class_0" / "new.png")
@@ -111,7 +111,7 @@ def test_runs_that_begin_together_write_the_cache_together(folder, tmp_path, mon
     with ThreadPoolExecutor(3) as pool:
         found = list(pool.map(lambda _: load(folder, cache_dir=str(cache)).fingerprint(), range(3)))
     assert "not kept" not in caplog.text and len(list(cache.iterdir())) == 2
-    monkeypatch.setattr(cifar, "_decode", lambda *_: pytest.fail("decoded again"))
+    monkeypatch.setattr(small_images, "_decode", lambda *_: pytest.fail("decoded again"))
     assert {*found, load(folder, cache_dir=str(cache)).fingerprint()} == {found[0]}
 
 
@@ -152,7 +152,7 @@ def test_bad_folders_are_named(folder, tmp_path):
     with pytest.raises(UsageError, match="has no images"):
         load(empty)
     with pytest.raises(UsageError, match="is not a readable tar"):
-        cifar._decode(empty / "test.tar", 32, 1)
+        small_images._decode(empty / "test.tar", 32, 1)
 
 
 def test_digits():

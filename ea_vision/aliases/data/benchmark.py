@@ -1,0 +1,8 @@
+"""`python -m ea_vision.data.benchmark`, the older name of `ea-vision loaders`."""
+import sys
+
+from ea_vision.__main__ import main
+
+if __name__ == "__main__":
+    sys.argv.insert(1, "loaders")
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""What every loader shares: the batch it yields, the order of an epoch, and which images a process gets.
+
+A loader has `len(loader)` batches and yields them from `loader.batches(...)`. Those of training take an epoch and the
+number of its first batch, and are shuffled; those of evaluation take nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+
+class Batch(NamedTuple):
+    images: torch.Tensor  # float32 (B, C, H, W), normalised
+    targets: torch.Tensor  # int64 (B,)
+    ids: torch.Tensor  # int64 (B,), on the CPU: indices into the split
+
+
+def numbered_seed(seed: int, number: int) -> int:
+    """The seed of the epoch or image `number` of a run."""
+    return seed * 1_000_003 + number  # a fixed odd factor keeps the pairs apart
+
+
+def epoch_generator(seed: int, epoch: int) -> torch.Generator:
+    """What an epoch draws from, on the CPU: its order first."""
+    return torch.Generator().manual_seed(numbered_seed(seed, epoch) % 2**63)
+
+
+def epoch_order(count: int, generator: torch.Generator) -> torch.Tensor:
+    """The order of an epoch: a permutation of `count` images, drawn from its `epoch_generator`."""
+    return torch.randperm(count, generator=generator)
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which of a split's `images` process `rank` of `world_size` gets, `batch_size` at a time.
+
+    Training: batch b of rank r takes the places [(b R + r) B, (b R + r + 1) B) of the epoch's order, R processes of B
+    images, so two processes see, together, what one process with twice the batch size sees; what is left over after the
+    last full batch of all processes is not used. Evaluation: every image once over all processes, rank r those of
+    number r, r + R, ...; all processes get the same number of batches, of which the last may be short or empty.
+    """
+
+    images: int
+    batch_size: int
+    rank: int = 0
+    world_size: int = 1
+
+    @property
+    def train_batches(self) -> int:
+        return self.images // (self.batch_size * self.world_size)
+
+    @property
+    def eval_batches(self) -> int:
+        return math.ceil(math.ceil(self.images / self.world_size) / self.batch_size)
+
+    def train_places(self, first: int = 0) -> list[slice]:
+        """Places in the epoch's order of the batches from number `first` on."""
+        starts = [(number * self.world_size + self.rank) * self.batch_size
+                  for number in range(first, self.train_batches)]
+        return [slice(start, start + self.batch_size) for start in starts]
+
+    def eval_images(self) -> list[range]:
+        """Indices of the images of each batch."""
+        own = range(self.rank, self.images, self.world_size)
+        return [own[start:start + self.batch_size]
+                for start in range(0, self.eval_batches * self.batch_size, self.batch_size)]

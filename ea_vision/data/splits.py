@@ -1,0 +1,35 @@
+"""Where the splits of a data folder lie."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ea_vision.base.errors import UsageError
+
+NAMES = {  # of a split's folder or tar, the first that exists counts
+    "train": ("train", "training"),
+    "validation": ("val", "validation", "valid", "test"),
+    "test": ("test", "val", "validation", "valid"),
+}
+
+
+def find_split(root: Path, split: str, or_root: bool = False) -> Path:
+    """The folder, else the tar, of a split in a data folder.
+
+    Args:
+        split: train | validation (val before test) | test (test before val).
+        or_root: a data folder that has no split at all is taken itself.
+
+    Raises:
+        UsageError: the data folder or the split does not exist.
+    """
+    def named(names: tuple[str, ...]) -> list[Path]:
+        return [path for name in names for path in (root / name, root / f"{name}.tar") if path.exists()]
+
+    found = named(NAMES[split])
+    if found:
+        return found[0]
+    if or_root and root.exists() and not any(map(named, NAMES.values())):
+        return root
+    wanted = " or ".join(f"{name}/ or {name}.tar" for name in NAMES[split][:1 if split == "train" else 2])
+    raise UsageError(f"data folder {root} must have {wanted}" + ("" if root.exists() else "; it does not exist"))
