@@ -4,7 +4,12 @@ Importing the package registers the models with timm; nothing else is loaded:
 
     import ea_vision, timm
     model = timm.create_model("ea_aa_resnet50")
+
+Modules named in the environment variable EA_VISION_IMPORT, separated by commas, are imported with it, so that commands
+and their processes know the families and evolutions of your own files.
 """
+import importlib
+import os
 from pathlib import Path
 
 __version__ = "0.1.0"
@@ -12,3 +17,6 @@ __path__.append(str(Path(__file__).parent / "aliases"))  # older names of `pytho
 
 from ea_vision import models as models  # noqa: E402 (registers the networks)
 from ea_vision.analysis.recording import record_attention as record_attention  # noqa: E402
+
+for _module in filter(None, os.environ.get("EA_VISION_IMPORT", "").split(",")):
+    importlib.import_module(_module)

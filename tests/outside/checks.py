@@ -1,0 +1,138 @@
+"""What a family and an evolution from outside the package get without a line in it; run by test_outside.py."""
+import copy
+import json
+import re
+
+import pytest
+import timm
+import torch
+from timm.models import create_feature_extractor, get_graph_node_names
+
+import ea_vision
+from ea_vision.__main__ import main
+from ea_vision.layers import AugmentedConv2d, create_evolution
+from ea_vision.models import list_networks
+from ea_vision.ops import use_implementation
+from tests.outside import tiny_attn
+
+NAMES = ["aa_tiny", "ea_aa_tiny"]
+OURS = {"evolution": "residual", "start": 0.25}
+KINDS = pytest.mark.parametrize("name,options", [("aa_tiny", {}), ("ea_aa_tiny", {}), ("ea_aa_tiny", OURS)])
+
+
+def create(name: str, **options):
+    torch.manual_seed(0)
+    return timm.create_model(name, **options).eval()
+
+
+@pytest.fixture
+def image() -> torch.Tensor:
+    return torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+
+
+def test_is_registered_in_order():
+    assert list_networks("tiny_attn") == NAMES and list_networks()[-2:] == NAMES
+    assert tiny_attn.ea_aa_tiny.__doc__ == "Tiny network with evolving attention."
+
+
+@KINDS
+def test_one_chain_runs_through_both_stages(name, options):
+    layers = [m for m in create(name, **options).modules() if isinstance(m, AugmentedConv2d)]
+    evolving = name == "ea_aa_tiny"
+    assert [layer.evolution is not None for layer in layers] == [False] + [evolving] * 3
+    assert [layer.need_logits for layer in layers] == [evolving] * 3 + [False]
+
+
+@KINDS
+def test_training_gives_every_parameter_a_gradient_with_checkpointing_too(name, options, image):
+    results = []
+    for enable in (False, True):
+        model = create(name, **options).train()
+        model.set_grad_checkpointing(enable)
+        y = model(image)
+        y.square().sum().backward()
+        results.append((y.detach(), [p.grad for p in model.parameters()]))
+    assert all(grad is not None and grad.any() for grad in results[0][1])
+    torch.testing.assert_close(results[1], results[0])
+
+
+@KINDS
+@torch.no_grad()
+def test_features_intermediates_and_pruning(name, options, image):
+    model = create(name, **options)
+    final, taken = model.forward_intermediates(image)
+    torch.testing.assert_close(final, model.forward_features(image))
+    features = create(name, features_only=True, out_indices=(1,), **options)
+    torch.testing.assert_close(features(image), [taken[1]])
+    assert not any("stage2" in key for key in features.state_dict())
+    pruned = copy.deepcopy(model)
+    assert pruned.prune_intermediate_layers([0, 1]) == [0, 1]
+    torch.testing.assert_close(pruned(image), taken[1])
+
+
+@KINDS
+@torch.no_grad()
+def test_other_sizes_fx_and_torchscript(name, options, image):
+    model, larger = create(name, **options), create(name, img_size=(48, 32), **options)
+    larger.load_state_dict(model.state_dict())
+    x = torch.randn(1, 3, 48, 32)
+    torch.testing.assert_close(larger(x), model(x))
+    model.set_input_size((48, 32))
+    torch.testing.assert_close(larger(x), model(x))
+    extractor = create_feature_extractor(model, return_nodes=[get_graph_node_names(model)[1][-1]])
+    torch.testing.assert_close(next(iter(extractor(image).values())), model(image))
+    torch.testing.assert_close(torch.jit.script(model)(image), model(image))
+
+
+def test_its_position_tables_are_spared_weight_decay():
+    model = create("ea_aa_tiny")
+    assert {name.rsplit(".")[-1] for name in model.no_weight_decay()} == {"height_rel", "width_rel"}
+
+
+@torch.no_grad()
+def test_a_new_evolution_is_recorded_with_its_own_part(image):
+    model = create("ea_aa_tiny", **OURS)
+    assert [layer.evolution.share.flatten().tolist() for layer in model.modules()
+            if isinstance(layer, AugmentedConv2d) and layer.evolution is not None] == [[0.25, 0.25]] * 3
+    parts = ("logits", "self_logits", "prev_logits", "shared_logits")
+    with ea_vision.record_attention(model, [2], parts=parts) as maps:
+        y = model(image)
+    layer = maps[2]
+    torch.testing.assert_close(layer.logits, layer.self_logits + 0.25 * layer.prev_logits)
+    torch.testing.assert_close(layer["shared_logits"], 0.25 * layer.prev_logits)
+    with use_implementation("reference"):
+        torch.testing.assert_close(model(image), y)
+    with pytest.raises(ValueError, match="evolution='residual' has start; got beta"):
+        create_evolution("residual", 2, beta=0.5)
+
+
+def test_summary(capsys):
+    assert main(["summary", *NAMES]) == 0
+    table = capsys.readouterr().out
+    assert re.search(r"ea_aa_tiny +\| 32x32 .*4 x 2 x \(8x8\).*50\.00", table)
+
+
+def test_benchmark(tmp_path):
+    path = tmp_path / "speed.csv"
+    assert main(["benchmark", "--models", "ea_aa_tiny", "--batch-size", "2", "--img-size", "32", "--repeats", "1",
+                 "--device", "cpu", "--csv", str(path)]) == 0
+    assert "ea_aa_tiny" in path.read_text()
+
+
+def test_memory(capsys):
+    assert main(["memory", "ea_aa_tiny", "--img-size", "32", "--batch-size", "2", "--device", "cpu"]) == 0
+    assert "ea_aa_tiny" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("options", [{}, OURS])
+def test_page_and_figures(tmp_path, options):
+    run = tmp_path / "run"
+    train = ["train-cifar", "--recipe", "none", "--model", "ea_aa_tiny", "--epochs", "1", "--device", "cpu", "--output",
+             str(run), "--batch-size", "256", "--lr", "0.01"]
+    kwargs = [f"{key}={value}" for key, value in options.items()]
+    assert main([*train, *(["--model-kwargs", *kwargs] if kwargs else [])]) == 0
+    page = tmp_path / "page.html"
+    assert main(["explore", "--model", str(run), "-o", str(page), "digits:0"]) == 0
+    assert "<html" in page.read_text()[:500].lower()
+    assert main(["strip", "--model", str(run), "--layers", "1-3", "-o", str(tmp_path / "s.png"), "digits:0"]) == 0
+    assert json.loads((run / "results.json").read_text())["model"] == "ea_aa_tiny"

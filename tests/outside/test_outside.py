@@ -1,0 +1,28 @@
+"""A family in one outside file and an evolution in another get everything; in a process of their own, for they stay
+registered."""
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+def test_an_outside_family_and_evolution_get_everything():
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "checks.py")]
+    root = str(HERE.parents[1])
+    environment = {**os.environ, "EA_VISION_IMPORT": "tests.outside.tiny_attn,tests.outside.residual_maps",
+                   "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=root, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_they_are_as_short_as_promised():
+    def lines(name: str) -> int:
+        return len((HERE / name).read_text().splitlines())
+
+    assert lines("tiny_attn.py") <= 150 and lines("residual_maps.py") <= 40
+    for name in ("tiny_attn.py", "residual_maps.py"):
+        text = (HERE / name).read_text().splitlines()
+        imports = [line for line in text if line.startswith(("from ea_", "import ea_"))]
+        assert imports and not any("._" in line for line in imports), "public names only"
