@@ -59,7 +59,7 @@ class LoadedModel:
 
 
 def load_model(target: str, *, random: bool = False, img_size: tuple[int, int] | None = None, seed: int = 0,
-               device: str = "cpu", **kwargs: Any) -> LoadedModel:
+               device: str | torch.device = "cpu", **kwargs: Any) -> LoadedModel:
     """Load NAME, RUN_FOLDER, or a checkpoint or weights file in a run folder.
 
     Args:
@@ -159,12 +159,6 @@ def parse_size(text: str | None) -> tuple[int, int] | None:
     if len(sides) > 2 or not all(side.isdigit() and int(side) > 0 for side in sides):
         raise UsageError(f"--img-size must be N or H,W in pixels, got {text!r}")
     return int(sides[0]), int(sides[-1])
-
-
-def pick_device(name: str) -> str:
-    if name == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda required a CUDA device, and there is none")
-    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
 
 
 def positive(text: str) -> int:

@@ -41,13 +41,13 @@ from ea_vision.analysis.loading import (
     load_model,
     parse_layers,
     parse_size,
-    pick_device,
     positive,
 )
 from ea_vision.analysis.recording import AttentionLayer, attention_layers, record_attention
 from ea_vision.base.errors import RunError, UsageError
 from ea_vision.base.figures import figure_bytes
 from ea_vision.base.files import atomic_write, write_json
+from ea_vision.base.processes import choose_device
 from ea_vision.base.provenance import hardware, provenance
 from ea_vision.data.small_images import DATASETS, Images, load_dataset
 
@@ -403,7 +403,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UsageError(f"--lr must be above 0, got {options.lr}")
     recipe = ProbeRecipe(epochs=options.epochs, batch_size=options.batch_size, lr=options.lr, width=options.width,
                          seed=options.seed)
-    size, device = parse_size(options.img_size), pick_device(options.device)
+    size, device = parse_size(options.img_size), choose_device(options.device)
     if size and size[0] != size[1]:
         raise UsageError(f"--img-size must be one number here, got {options.img_size!r}")
     output = Path(options.output)

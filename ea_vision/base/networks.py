@@ -1,4 +1,4 @@
-"""Models and optimisers by name, with errors that name what was near."""
+"""Models by name and their weights, with errors that name what was near."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import safetensors
 import safetensors.torch
 import timm
 import timm.data
-import timm.optim
 import torch
 from torch import nn
 
@@ -26,8 +25,8 @@ def check_model_name(name: str, alternative: str = "") -> None:
         raise UsageError(f"unknown model {alternative}{name!r}; {near}")
 
 
-def build_model(name: str, kwargs: dict[str, Any], optional: frozenset[str] = frozenset(), *, num_classes: int,
-                img_size: int, pretrained: bool = False, notice=print) -> tuple[nn.Module, dict[str, Any]]:
+def create_classifier(name: str, kwargs: dict[str, Any], optional: frozenset[str] = frozenset(), *, num_classes: int,
+                      img_size: int, pretrained: bool = False, notice=print) -> tuple[nn.Module, dict[str, Any]]:
     """Create a registered timm model for square RGB images.
 
     Args:
@@ -73,7 +72,7 @@ def pretrained_model(name: str, kwargs: dict[str, Any]) -> nn.Module:
     try:
         return timm.create_model(name, pretrained=True, **kwargs)
     except (ValueError, TypeError, RuntimeError, OSError) as error:
-        raise UsageError(f"model {name} cannot be had with pretrained weights: {error}") from error
+        raise UsageError(f"model {name} cannot be created with pretrained weights: {error}") from error
 
 
 def load_weights(model: nn.Module, path: Path) -> None:

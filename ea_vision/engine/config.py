@@ -17,17 +17,20 @@ import yaml
 
 from ea_vision.base.errors import UsageError, near_matches
 
-# Not part of the experiment: these may differ between the run that wrote a checkpoint and the one that continues it.
-FREE_TO_CHANGE = frozenset({
-    "recipe", "output", "resume", "device", "workers", "data_dir", "cache_dir", "download", "compile", "channels_last",
-    "checkpoint_steps", "on_nan", "epochs", "train_beton", "val_beton", "max_bad_images", "log_steps", "tensorboard",
-    "wandb", "snapshot_epochs", "eval_epochs", "loader",
-})
 
+def option(default: Any, help: str, *, choices=None, minimum=None, maximum=None, free: bool = False,
+           not_with: str = ""):
+    """A field of an options dataclass.
 
-def option(default: Any, help: str, *, choices=None, minimum=None, maximum=None):
-    """A dataclass field with its help text (which states the unit) and the values it allows."""
-    metadata = {"help": help, "choices": choices, "minimum": minimum, "maximum": maximum}
+    Args:
+        help: for --help; states the unit.
+        choices, minimum, maximum: the values it allows.
+        free: not part of the experiment, so it may differ between the run that wrote a checkpoint and the one that
+            continues it.
+        not_with: an option that excludes this one: while that has a value, this must keep its default.
+    """
+    metadata = {"help": help, "choices": choices, "minimum": minimum, "maximum": maximum, "free": free,
+                "not_with": not_with}
     if isinstance(default, (list, dict)):
         return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -39,17 +42,19 @@ class TrainConfig:
 
     model: str = option("ea_conv_transformer_cifar", "registered timm model, ours or timm's")
     model_kwargs: dict = option({}, "further keywords of the model, as key=value ...")
-    recipe: str = option("fast", "recipe: a name in ea_vision/recipes, a YAML file, or none")
-    data_dir: str = option("", "folder of the data set; empty: the cache folder's")
-    cache_dir: str = option("", "where decoded images are kept; empty: $XDG_CACHE_HOME/ea_vision; none: keep nothing")
-    output: str = option("", "run folder; empty: runs/DATASET-MODEL")
+    recipe: str = option("fast", "recipe: a name in ea_vision/recipes, a YAML file, or none", free=True)
+    data_dir: str = option("", "folder of the data set; empty: the cache folder's", free=True)
+    cache_dir: str = option("", "where decoded images are kept; empty: $XDG_CACHE_HOME/ea_vision; none: keep nothing",
+                            free=True)
+    output: str = option("", "run folder; empty: runs/DATASET-MODEL", free=True)
     resume: str = option("auto", "auto: continue from the newest valid checkpoint of --output, or begin; "
-                                 "none: begin; PATH: continue from this checkpoint or run folder")
+                                 "none: begin; PATH: continue from this checkpoint or run folder", free=True)
     seed: int = option(0, "seed of weights, order, augmentation and held-out images", minimum=0)
-    workers: int = option(2, "threads that decode images", minimum=1)
-    device: str = option("auto", "where to compute; auto: cuda if there is one", choices=("auto", "cpu", "cuda"))
+    workers: int = option(2, "threads that decode images", minimum=1, free=True)
+    device: str = option("auto", "where to compute; auto: cuda if there is one", choices=("auto", "cpu", "cuda"),
+                         free=True)
 
-    epochs: int = option(10, "passes over the training images", minimum=1)
+    epochs: int = option(10, "passes over the training images", minimum=1, free=True)
     batch_size: int = option(128, "images per process and step", minimum=1)
     grad_accum: int = option(1, "batches added up for one update of the weights", minimum=1)
     opt: str = option("sgd", "timm optimiser (timm's sgd is Nesterov's, momentum is the plain one)")
@@ -78,15 +83,21 @@ class TrainConfig:
     ema_warmup: bool = option(True, "let the decay of the average grow from 0 at the start")
 
     amp: str = option("none", "precision of the forward pass", choices=("none", "bfloat16", "float16"))
-    channels_last: bool = option(False, "keep images and weights channels-last in memory")
-    compile: bool = option(False, "compile the model with torch.compile")
+    channels_last: bool = option(False, "keep images and weights channels-last in memory", free=True)
+    compile: bool = option(False, "compile the model with torch.compile", free=True)
     sync_bn: bool = option(False, "batch statistics over all processes (CUDA only)")
     eval_batch_size: int = option(500, "images per process and evaluation step", minimum=1)
-    eval_epochs: int = option(1, "epochs between evaluations; the last epoch is always evaluated", minimum=1)
-    checkpoint_steps: int = option(0, "updates between checkpoints inside an epoch; 0: at its end only", minimum=0)
-    snapshot_epochs: int = option(0, "keep the weights of every so many epochs in RUN/snapshots; 0: none", minimum=0)
+    eval_epochs: int = option(1, "epochs between evaluations; the last epoch is always evaluated", minimum=1,
+                              free=True)
+    checkpoint_steps: int = option(0, "updates between checkpoints inside an epoch; 0: at its end only", minimum=0,
+                                   free=True)
+    snapshot_epochs: int = option(0, "keep the weights of every so many epochs in RUN/snapshots; 0: none", minimum=0,
+                                  free=True)
     on_nan: str = option("stop", "on a non-finite loss; rollback: continue from the last checkpoint, the learning rate "
-                                 "halved (at most 5 times)", choices=("stop", "rollback"))
+                                 "halved (at most 5 times)", choices=("stop", "rollback"), free=True)
+    log_steps: int = option(0, "updates between rows of speed.csv; 0: none", minimum=0, free=True)
+    tensorboard: bool = option(False, "write TensorBoard events into the run folder", free=True)
+    wandb: str = option("", "Weights & Biases project; empty: none", free=True)
 
     def __post_init__(self):
         hints = typing.get_type_hints(type(self))
@@ -94,6 +105,7 @@ class TrainConfig:
             value = _coerce(field.name, getattr(self, field.name), hints[field.name])
             _check_range(field, value)
             setattr(self, field.name, value)
+        self._check_exclusions()
         if self.lr_min > self.lr:
             raise UsageError(f"lr_min must be at most lr ({self.lr:g}), got {self.lr_min:g}")
         if self.cycle_epochs and self.warmup:
@@ -104,6 +116,29 @@ class TrainConfig:
 
     def as_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
+
+    def differences(self, saved: dict[str, Any]) -> list[str]:
+        """The options that a run may not change on its way, where they differ from the saved ones, as text.
+
+        An option that is missing there is younger than what was saved, which was made with its default.
+        """
+        default = {f.name: f.default_factory() if f.default is dataclasses.MISSING else f.default
+                   for f in dataclasses.fields(self)}
+        own = self.as_dict()
+        return [f"{f.name} was {saved.get(f.name, default[f.name])!r}, got {own[f.name]!r}"
+                for f in dataclasses.fields(self)
+                if not f.metadata["free"] and saved.get(f.name, default[f.name]) != own[f.name]]
+
+    def _check_exclusions(self) -> None:
+        """Raise UsageError where an option with `not_with` has a value beside the one that excludes it."""
+        fields = [f for f in dataclasses.fields(self) if f.metadata["not_with"]]
+        for other in dict.fromkeys(f.metadata["not_with"] for f in fields):
+            excluded = [f for f in fields if f.metadata["not_with"] == other]
+            if getattr(self, other) and any(getattr(self, f.name) != f.default for f in excluded):
+                names, required, given = (" and ".join(words) for words in zip(*(
+                    (f.name, "empty" if f.default == "" else f"{f.default:g}", repr(getattr(self, f.name)))
+                    for f in excluded), strict=True))
+                raise UsageError(f"{names} must be {required} with --{other.replace('_', '-')}, got {given}")
 
 
 def _coerce(name: str, value: Any, kind: Any) -> Any:
@@ -150,13 +185,25 @@ def recipe_names() -> list[str]:
 
 
 def load_recipe(name: str) -> dict[str, Any]:
-    """Read a recipe by name or path. A run folder's config.yaml is a recipe too.
+    """Read a recipe by name or path, over the one that it names as its `base`. A run folder's config.yaml is one too.
 
     Raises:
-        UsageError: no such recipe, or not a YAML mapping.
+        UsageError: no such recipe, not a YAML mapping, or a recipe that is its own base.
     """
-    if name == "none":
-        return {}
+    recipe, chain = {}, []
+    while name != "none":
+        if name in chain:
+            raise UsageError(f"recipe {name} is its own base: {' -> '.join([*chain, name])}")
+        chain.append(name)
+        own = _read_recipe(name)
+        kwargs = {**(own.get("model_kwargs") or {}), **recipe.get("model_kwargs", {})}
+        name = own.pop("base", "none")
+        recipe = {**own, **recipe, **({"model_kwargs": kwargs} if kwargs else {})}
+    return recipe
+
+
+def _read_recipe(name: str) -> dict[str, Any]:
+    """What one recipe file says, `base` included."""
     if name in recipe_names():
         text = (resources.files("ea_vision.recipes") / f"{name}.yaml").read_text()
     else:

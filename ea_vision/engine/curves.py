@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+from matplotlib.figure import Figure
 
 from ea_vision.base.errors import UsageError
 from ea_vision.base.figures import figure_bytes
@@ -12,17 +13,25 @@ from ea_vision.base.files import atomic_write
 from ea_vision.engine.run_folder import read_config, read_metrics
 
 
-def draw_learning_curves(folders: list[Path], output: Path) -> None:
-    """Draw training loss and top-1 over epochs, one line per run folder, into the PNG `output`.
+def write_learning_curves(folders: list[Path], output: Path) -> None:
+    """Write `plot_learning_curves` into the PNG `output`.
+
+    Raises:
+        UsageError: as `plot_learning_curves`, or another suffix.
+    """
+    if output.suffix.lower() != ".png":
+        raise UsageError(f"learning curves are drawn as PNG: --output must end in .png, got {output}")
+    figure = plot_learning_curves(folders)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    atomic_write(output, figure_bytes(figure))
+
+
+def plot_learning_curves(folders: list[Path]) -> Figure:
+    """Training loss and top-1 over epochs, one line per run folder.
 
     Raises:
         UsageError: not a run folder, or a run without a complete epoch.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    if output.suffix.lower() != ".png":
-        raise UsageError(f"learning curves are drawn as PNG: --output must end in .png, got {output}")
     runs = []
     for folder in folders:
         config, run = read_config(folder)
@@ -32,7 +41,6 @@ def draw_learning_curves(folders: list[Path], output: Path) -> None:
         runs.append((f"{folder.name}: {config['model']}", run["eval_split"], metrics))
 
     figure = Figure(figsize=(12, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
     loss_axes, accuracy_axes = figure.subplots(1, 2)
     for label, _, metrics in runs:
         loss_axes.plot(metrics["epoch"], metrics["train_loss"], label=label, marker=".")
@@ -46,5 +54,4 @@ def draw_learning_curves(folders: list[Path], output: Path) -> None:
     for axes in (loss_axes, accuracy_axes):
         axes.grid(alpha=0.3)
     accuracy_axes.legend(fontsize=8)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    atomic_write(output, figure_bytes(figure))
+    return figure

@@ -34,7 +34,7 @@ def half(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def by_update(starts: list[dict], describe: Callable[[dict], str]) -> str:
-    """What `describe` says of a run's last start and, in brackets, of updates made under one that it says else of."""
+    """What `describe` says of a run's last start and, in brackets, of the updates made by starts where it differs."""
     said = [(start["update"], describe(start)) for start in starts]
     if said[0][0] > 1:
         said.insert(0, (1, "not recorded"))

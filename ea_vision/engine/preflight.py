@@ -23,7 +23,7 @@ TRIAL_IMAGES_ON_CPU = 8
 
 
 def available_memory() -> int:
-    """Bytes of main memory that can still be had."""
+    """Bytes of main memory that are free for new processes."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
@@ -88,8 +88,8 @@ def trial_step(model: nn.Module, config: TrainConfig, img_size: int, device: tor
     return seconds * config.batch_size / count, peak
 
 
-def preflight(model: nn.Module, config: TrainConfig, *, img_size: int, folder: Path, world: World, batches: int,
-              train_images: int, eval_images: int, classes: int, ahead: int) -> None:
+def preflight(model: nn.Module, config: TrainConfig, *, folder: Path, world: World, batches: int, train_images: int,
+              eval_images: int, classes: int, ahead: int) -> None:
     """Check memory, disk and pace, and log what the run is going to be.
 
     Args:
@@ -98,7 +98,7 @@ def preflight(model: nn.Module, config: TrainConfig, *, img_size: int, folder: P
     Raises:
         UsageError: something does not fit.
     """
-    needed = checkpoint_bytes(model, config)
+    img_size, needed = config.img_size, checkpoint_bytes(model, config)
     free = check_disk(folder, needed)
     buffers = ahead * config.batch_size * 3 * img_size**2
     if buffers > available_memory():

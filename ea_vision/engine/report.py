@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
 from torch import nn
 
 from ea_vision.base.figures import figure_bytes
@@ -32,7 +33,7 @@ def write_evaluation(folder: Path, result: Evaluation, classes: list[str], about
         worst = int(row.argmax())
         writer.writerow([name, images, f"{top1:.2f}", classes[worst] if row[worst] else "", int(row[worst])])
     atomic_write(paths[1], table.getvalue().encode())
-    atomic_write(paths[2], _confusion_picture(result, classes))
+    atomic_write(paths[2], figure_bytes(plot_confusion(result, classes)))
     return paths
 
 
@@ -55,16 +56,12 @@ def write_timm_results(path: Path, rows: Sequence[dict[str, Any]]) -> str:
     return text.getvalue()
 
 
-def _confusion_picture(result: Evaluation, classes: list[str]) -> bytes:
-    """PNG of the confusion matrix, each row as percent of its class; the numbers are shown for up to 20 classes."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
+def plot_confusion(result: Evaluation, classes: list[str]) -> Figure:
+    """The confusion matrix, each row as percent of its class; the numbers are shown for up to 20 classes."""
     percent = 100 * result.confusion / result.confusion.sum(1, keepdim=True).clamp(min=1)
     count = len(classes)
     side = min(max(4.0, 0.45 * count + 2), 16.0)
     figure = Figure(figsize=(side + 1, side), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     image = axes.imshow(percent.numpy(), cmap="Blues", vmin=0, vmax=100)
     figure.colorbar(image, ax=axes, label="percent of the class", shrink=0.8)
@@ -81,4 +78,4 @@ def _confusion_picture(result: Evaluation, classes: list[str]) -> bytes:
                 if value >= 0.5:
                     axes.text(column, row, f"{value:.0f}", ha="center", va="center", fontsize=8,
                               color="white" if value > 50 else "black")
-    return figure_bytes(figure)
+    return figure

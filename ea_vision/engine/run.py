@@ -1,4 +1,9 @@
-"""From options to a complete run: begin or resume, train, test, write down what came out."""
+"""A run, put together: from a trainer's options and data to a complete run folder, or to an evaluation.
+
+A trainer's file holds a `Task`: its options, and how its data is opened and loaded. `main` is its command; all else
+that makes a run (model, loaders, training loop, checks before the first step, run folder, evaluation) is put together
+here, in `train` and `evaluate_target`, for all trainers alike.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +11,8 @@ import logging
 import math
 import random
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import safetensors.torch
@@ -17,13 +21,223 @@ from torch import nn
 
 from ea_vision.base.errors import UsageError
 from ea_vision.base.files import write_json
-from ea_vision.base.networks import build_model, check_classes, check_model_name, load_weights, pretrained_model
+from ea_vision.base.networks import (
+    check_classes,
+    check_model_name,
+    create_classifier,
+    image_statistics,
+    load_weights,
+    pretrained_model,
+)
+from ea_vision.base.processes import World, join_world
+from ea_vision.base.provenance import hardware, provenance
+from ea_vision.data.bad_images import BadImages
 from ea_vision.engine import checkpoint, run_folder
-from ea_vision.engine.config import FREE_TO_CHANGE, TrainConfig, resolve
+from ea_vision.engine.config import TrainConfig, make_parser, parse, resolve
+from ea_vision.engine.curves import write_learning_curves
 from ea_vision.engine.evaluate import evaluate
+from ea_vision.engine.preflight import preflight
+from ea_vision.engine.report import timm_row, write_evaluation, write_timm_results
+from ea_vision.engine.signals import StopRequest
+from ea_vision.engine.step_log import StepLog
 from ea_vision.engine.train import Trainer
 
 log = logging.getLogger(__name__)
+
+
+class Task:
+    """What a trainer's file adds: the class says what its options are, an instance is the opened data of one run.
+
+    An `__init__` opens the data by the options and sets the attributes below; loaders are made later, when the model
+    has said how it wants its images. `form` has the keywords that all loaders take: mean and std of images in 0..1,
+    device, rank and world_size.
+
+    Class attributes:
+        prog, description, examples: for --help.
+        options: the dataclass of its options.
+        trainer: the training loop; a subclass may have another loss.
+        batches_ahead: batches that a process keeps ready in main memory.
+
+    Attributes:
+        classes: names, in the order of the targets.
+        train_images, eval_images, test_images: how many there are; train_images is 0 for an evaluation.
+        eval_split: what the eval_loader has: "test", or "held_out" where the test images are kept for the end.
+        fingerprint: the same for the same data; goes into checkpoints.
+        about: what config.yaml and evaluation.json say of the data besides.
+        bad_images: where the loaders put what they cannot read.
+        preprocessing: share of the resized image that is cut out and interpolation, for a row of timm's results
+            table; None: no row is written.
+    """
+
+    prog: ClassVar[str]
+    description: ClassVar[str]
+    examples: ClassVar[str]
+    options: ClassVar[type[TrainConfig]]
+    trainer: ClassVar[type[Trainer]] = Trainer
+
+    classes: list[str]
+    eval_images: int
+    test_images: int
+    fingerprint: str
+    train_images: int = 0
+    eval_split: str = "test"
+    preprocessing: tuple[float, str] | None = None
+    batches_ahead: int = 0
+
+    def __init__(self, config: TrainConfig, world: World, training: bool):
+        self.config, self.world = config, world
+        self.about: dict[str, Any] = {}
+        self.bad_images = BadImages(limit=0)
+
+    @staticmethod
+    def default_output(config: TrainConfig) -> str:
+        """The run folder where --output names none."""
+        raise NotImplementedError
+
+    def create_model(self, optional_kwargs: frozenset[str]) -> tuple[nn.Module, dict[str, Any]]:
+        """The network with its initial weights, and the keywords that `timm.create_model` needs to make it again."""
+        config = self.config
+        return create_classifier(config.model, config.model_kwargs, optional_kwargs, num_classes=len(self.classes),
+                                 img_size=config.img_size)
+
+    def train_loader(self, **form):
+        raise NotImplementedError
+
+    def eval_loader(self, **form):
+        """The images that are evaluated on after each epoch, and by --evaluate."""
+        raise NotImplementedError
+
+    def test_loader(self, **form):
+        """The test images, where eval_split is something else."""
+        raise NotImplementedError
+
+    def describe(self, index: int) -> str:
+        """Name a training image."""
+        raise NotImplementedError
+
+    def image_form(self, model: nn.Module) -> dict[str, Any]:
+        """The keywords of all loaders for this model."""
+        mean, std = image_statistics(model)
+        return {"mean": mean, "std": std, "device": self.world.device, "rank": self.world.rank,
+                "world_size": self.world.size}
+
+
+# ---- the command ------------------------------------------------------------------------------------------------
+
+
+def main(task: type[Task], argv: list[str] | None = None) -> int:
+    """The command of a trainer."""
+    parser = make_parser(task.options, task.prog, task.description, task.examples)
+    modes = parser.add_argument_group("instead of training")
+    modes.add_argument("--evaluate", metavar="RUN|MODEL", help="test a run folder's best weights, or a model by name: "
+                       "accuracy, per class too, a confusion picture and, for ImageNet, timm's results row, "
+                       "into --output (default: RUN/evaluation)")
+    modes.add_argument("--weights", metavar="FILE", default="", help="with --evaluate MODEL: safetensors weights "
+                       "(default: the model's own pretrained ones)")
+    modes.add_argument("--learning-curves", metavar="RUN", nargs="+", help="draw loss and accuracy of run folders "
+                       "into the PNG --output (default: learning_curves.png)")
+    given = parse(parser, argv)
+    target, weights, runs = given.pop("evaluate", ""), given.pop("weights"), given.pop("learning_curves", [])
+    if runs:
+        output = Path(given.get("output", "learning_curves.png"))
+        write_learning_curves([Path(run) for run in runs], output)
+        print(f"written: {output}")
+        return 0
+    if target:
+        return evaluate_target(task, target, weights, given)
+    if weights:
+        raise UsageError("--weights goes with --evaluate MODEL")
+    return train(task, *resolve(task.options, given))
+
+
+def train(task: type[Task], config: TrainConfig, optional_kwargs: frozenset[str]) -> int:
+    """Train to the end of the run that `config` describes, from where it stands; return 0.
+
+    optional_kwargs: model keywords that only the recipe asks for: a model that lacks them goes without.
+
+    Raises:
+        UsageError: something the user can mend; nothing was written.
+        RunError: the run had to stop.
+    """
+    check_model_name(config.model)
+    folder = Path(config.output or task.default_output(config))
+    if is_complete(folder, config):
+        print(f"{folder} is complete")
+        return 0
+    with join_world(config.device) as world, StopRequest() as stop:
+        log_to_stdout(world.rank)
+        data = task(config, world, training=True)
+        seed_everything(config.seed)
+        model, kwargs = data.create_model(optional_kwargs)
+        model.to(world.device)
+        seed_everything(config.seed + 1 + world.rank)  # dropout must differ between processes
+        form = data.image_form(model)
+        train_loader, eval_loader = data.train_loader(**form), data.eval_loader(**form)
+        test_loader = eval_loader if data.eval_split == "test" else data.test_loader(**form)
+        step_log = None
+        if world.is_main and (config.log_steps or config.tensorboard or config.wandb):
+            step_log = StepLog(folder, config.log_steps, tensorboard=config.tensorboard, wandb=config.wandb,
+                               config=config.as_dict())
+        trainer = task.trainer(config, model, train_loader, eval_loader, num_classes=len(data.classes), world=world,
+                               folder=folder, stop=stop, data_fingerprint=data.fingerprint, describe=data.describe,
+                               bad_images=data.bad_images, step_log=step_log)
+        preflight(model, config, folder=folder, world=world, batches=len(train_loader),
+                  train_images=data.train_images, eval_images=data.eval_images, classes=len(data.classes),
+                  ahead=data.batches_ahead)
+        run = {
+            "model_kwargs": kwargs, "classes": data.classes, "mean": list(form["mean"]), "std": list(form["std"]),
+            "train_images": data.train_images, "eval_images": data.eval_images, "eval_split": data.eval_split,
+            **data.about, "data_fingerprint": data.fingerprint, "processes": world.size,
+            "hardware": hardware(world.device, world.size), "command": " ".join(sys.argv), **provenance(),
+        }
+        with run_folder.locked(folder, world):
+            begin_or_resume(trainer, run)
+            if step_log is not None:
+                step_log.begin(trainer.progress.updates)
+            trainer.fit()
+            finish(trainer, data, test_loader, run)
+            if step_log is not None:
+                step_log.close()
+    return 0
+
+
+def evaluate_target(task: type[Task], target: str, weights: str, given: dict[str, Any]) -> int:
+    """Evaluate a run folder, or a model by name, on the test images.
+
+    Args:
+        weights: safetensors file for a model by name; empty: its own pretrained weights.
+        given: options of the command line.
+    """
+    config, run = resolve_target(task.options, target, given)
+    with join_world(config.device) as world:
+        log_to_stdout(world.rank)
+        data = task(config, world, training=False)
+        model, output = model_to_evaluate(target, run, weights, config, data.classes)
+        model.to(world.device, memory_format=torch.channels_last if config.channels_last else torch.preserve_format)
+        result = evaluate(model, data.eval_loader(**data.image_form(model)), len(data.classes), world, config.amp,
+                          config.channels_last)
+        if world.is_main:
+            about = {"target": target, "weights": weights or None, **data.about, "amp": config.amp,
+                     "data_fingerprint": data.fingerprint, **provenance()}
+            written = write_evaluation(output, result, data.classes, about)
+            written += write_results_row(output, data, model, result.top1, result.top5)
+            print(f"top1 {result.top1:.2f}%  top5 {result.top5:.2f}%  loss {result.loss:.4f}  {result.images} images")
+            print("written:", *written)
+        data.bad_images.collect(world, output)
+    return 0
+
+
+def write_results_row(folder: Path, data: Task, model: nn.Module, top1: float, top5: float) -> list[Path]:
+    """Write accuracies, in percent, in the columns of timm's results files, where the data has such a row."""
+    if data.preprocessing is None:
+        return []
+    path = folder / run_folder.RESULTS_ROW
+    write_timm_results(path, [timm_row(data.config.model, model, top1, top5, data.config.img_size,
+                                       *data.preprocessing)])
+    return [path]
+
+
+# ---- its steps --------------------------------------------------------------------------------------------------
 
 
 def log_to_stdout(world_rank: int = 0) -> None:
@@ -40,13 +254,6 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
-
-
-def differences(saved: dict[str, Any], config: TrainConfig) -> list[str]:
-    """The options that a run may not change on its way, where `config` differs from the saved ones, as text."""
-    own = config.as_dict()
-    return [f"{key} was {saved.get(key)!r}, got {own[key]!r}" for key in own
-            if key not in FREE_TO_CHANGE and saved.get(key) != own[key]]
 
 
 def is_complete(folder: Path, config: TrainConfig) -> bool:
@@ -68,7 +275,7 @@ def is_complete(folder: Path, config: TrainConfig) -> bool:
 
 
 def _require_same(saved: dict[str, Any], config: TrainConfig, source: Path) -> None:
-    changed = differences(saved, config)
+    changed = config.differences(saved)
     if changed:
         raise UsageError(f"{source} holds a run with other options ({'; '.join(changed)}): choose another --output, or "
                          "continue it with the new options by --resume PATH")
@@ -94,7 +301,7 @@ def begin_or_resume(trainer: Trainer, run: dict[str, Any]) -> None:
         found = checkpoint.newest_checkpoint(path) if path.is_dir() else (path, _read_named(path))
         if found is None:
             raise UsageError(f"--resume {path}: no valid checkpoint in this folder")
-        for change in differences(found[1]["config"], config):
+        for change in config.differences(found[1]["config"]):
             log.warning("continuing with a changed option: %s", change)
     if found is not None:
         path, state = found
@@ -127,13 +334,9 @@ def _read_named(path: Path) -> dict[str, Any]:
         raise UsageError(str(error)) from error
 
 
-def finish(trainer: Trainer, test_loader, test_images: int, eval_split: str, run: dict[str, Any],
-           before: Callable[[dict[str, Any]], None] | None = None) -> None:
-    """Test the best and the last weights, each image once; write results.json, which marks the run complete.
-
-    before: writes what else a complete run has, from the results; on the first process.
-    """
-    config, progress, folder = trainer.config, trainer.progress, trainer.folder
+def finish(trainer: Trainer, data: Task, test_loader, run: dict[str, Any]) -> None:
+    """Test the best and the last weights, each image once; write results.json, which marks the run complete."""
+    config, progress, folder, eval_split = trainer.config, trainer.progress, trainer.folder, data.eval_split
     rows = {row["epoch"]: row for row in progress.rows}
     best_row, last_row = rows[progress.best_epoch], progress.rows[-1]
     tests = {}
@@ -150,13 +353,12 @@ def finish(trainer: Trainer, test_loader, test_images: int, eval_split: str, run
                        f"{eval_split}_top1": row["top1"]}
     results = {
         "model": config.model, "epochs": progress.epoch, "eval_split": eval_split,
-        "test_images": test_images, "test_best": tests["best"], "test_last": tests["last"],
+        "test_images": data.test_images, "test_best": tests["best"], "test_last": tests["last"],
         "seconds_per_epoch": round(sum(r["seconds"] for r in progress.rows) / len(progress.rows), 3),
         "rollbacks": progress.rollbacks, "hardware": run["hardware"],
     }
     if trainer.world.is_main:
-        if before is not None:
-            before(results)
+        write_results_row(folder, data, trainer.model, tests["best"]["top1"], tests["best"]["top5"])
         write_json(folder / run_folder.RESULTS, results)
     trainer.world.barrier()
     log.info("test accuracy: best weights (epoch %d) top1 %.2f%% top5 %.2f%%, last weights top1 %.2f%% top5 %.2f%%",
@@ -202,7 +404,7 @@ def model_to_evaluate(target: str, run: Path | None, weights: str, config: Any,
         model, _, about = run_folder.load_run(run)
         expected, output = about["classes"], run / "evaluation"
     elif weights:
-        model, _ = build_model(target, config.model_kwargs, num_classes=len(classes), img_size=config.img_size)
+        model, _ = create_classifier(target, config.model_kwargs, num_classes=len(classes), img_size=config.img_size)
         load_weights(model, Path(weights))
     else:
         model = pretrained_model(target, config.model_kwargs)

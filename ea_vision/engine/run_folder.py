@@ -26,6 +26,7 @@ from ea_vision.engine.checkpoint import BEST, LAST, PREVIOUS
 
 log = logging.getLogger(__name__)
 CONFIG, METRICS, WEIGHTS, RESULTS = "config.yaml", "metrics.csv", "model.safetensors", "results.json"
+RESULTS_ROW = "results.csv"  # of timm's results files
 SNAPSHOTS = "snapshots"  # the folder of --snapshot-epochs
 COLUMNS = ("epoch", "step", "lr", "train_loss", "top1", "top5", "images_per_s", "seconds")
 
@@ -39,7 +40,7 @@ def holds_run(folder: Path) -> bool:
 def locked(folder: Path, world: World) -> Iterator[None]:
     """Make the run folder and keep it for this run: two runs that write into one folder would spoil both.
 
-    What an interrupted write left behind is cleared away, and a folder that got nothing written is taken away again.
+    What an interrupted write left behind is deleted, and so is, at the end, a folder in which nothing was written.
 
     Raises:
         UsageError: the folder cannot be made, or another process holds it.

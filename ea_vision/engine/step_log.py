@@ -59,6 +59,8 @@ def _begin_wandb(folder: Path, project: str, config: dict | None):
 class StepLog:
     """Rows of speed.csv, one every `every` updates; kept by the first process, and cut back when a run resumes.
 
+    every: 0: a row at the end of an epoch only.
+
     Columns: step (updates so far), epoch (with its fraction), lr (per update), train_loss, images_per_s
     (all processes) and data_wait_percent (share of the time spent waiting for images) since the row before, memory_mib.
     """

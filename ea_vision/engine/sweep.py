@@ -17,6 +17,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from matplotlib.figure import Figure
+
 from ea_vision.base.errors import RunError, UsageError, exit_code
 from ea_vision.base.figures import figure_bytes
 from ea_vision.base.files import atomic_write, create
@@ -75,13 +77,9 @@ def evaluation_top1(results: dict) -> float:
     return best.get(f"{results['eval_split']}_top1", best["top1"])
 
 
-def draw(rows: list[dict], keys: list[str], ylabel: str) -> bytes:
-    """PNG: top-1 over the values of the first key, one line per setting of the others, bars over seeds."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
+def plot_sweep(rows: list[dict], keys: list[str], ylabel: str) -> Figure:
+    """Top-1 over the values of the first key, one line per setting of the others, bars over seeds."""
     figure = Figure(figsize=(6, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     first, others = keys[0], keys[1:]
     lines: dict[str, dict[str, list[float]]] = {}
@@ -101,7 +99,7 @@ def draw(rows: list[dict], keys: list[str], ylabel: str) -> bytes:
     axes.grid(alpha=0.3)
     if others:
         axes.legend(fontsize=8)
-    return figure_bytes(figure)
+    return figure
 
 
 def _is_number(text: str) -> bool:
@@ -149,7 +147,7 @@ def main(argv: list[str] | None = None) -> int:
             writer.writerows(rows)
             atomic_write(args.output / "sweep.csv", table.getvalue().encode())
             ylabel = f"top-1 on {split.replace('_', '-')} images (%)"
-            atomic_write(args.output / "sweep.png", draw(rows, list(settings), ylabel))
+            atomic_write(args.output / "sweep.png", figure_bytes(plot_sweep(rows, list(settings), ylabel)))
     best = max(rows, key=lambda row: row["top1"])
     print(f"best: {' '.join(f'{k}={best[k]}' for k in settings)} seed={best['seed']} top1 {best['top1']:.2f}%")
     print(f"written: {args.output / 'sweep.csv'} {args.output / 'sweep.png'}")

@@ -314,7 +314,10 @@ class Trainer:
     def _log_step(self, loss: float) -> None:
         """Add a row to the step log where one is due: every so many updates, and at the end of an epoch."""
         progress = self.progress
-        if self.step_log is None or progress.step % self.step_log.every and progress.step != self.updates_per_epoch:
+        if self.step_log is None:
+            return
+        every = self.step_log.every or self.updates_per_epoch
+        if progress.step % every and progress.step != self.updates_per_epoch:
             return
         then, self._logged = self._logged, (progress.images, progress.seconds, progress.data_seconds)
         images, seconds, waiting = (now - before for now, before in zip(self._logged, then, strict=True))

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ea_vision.base.errors import RunError, UsageError
-from ea_vision.base.networks import build_model
+from ea_vision.base.networks import create_classifier
 from ea_vision.base.processes import choose_device
 from ea_vision.engine.evaluate import autocast
 from ea_vision.engine.preflight import GIB, available_memory
@@ -216,7 +216,7 @@ def build(name: str, img_size: int, grad_checkpointing: bool) -> nn.Module:
     Raises:
         UsageError: unknown, refuses the size, or has no checkpointing.
     """
-    model, _ = build_model(name, {}, num_classes=1000, img_size=img_size)
+    model, _ = create_classifier(name, {}, num_classes=1000, img_size=img_size)
     if grad_checkpointing:
         try:
             model.set_grad_checkpointing(True)

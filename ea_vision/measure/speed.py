@@ -38,7 +38,7 @@ import ea_vision
 from ea_vision.base.errors import RunError, UsageError
 from ea_vision.base.figures import figure_bytes
 from ea_vision.base.files import atomic_write, create
-from ea_vision.base.networks import build_model, check_model_name
+from ea_vision.base.networks import check_model_name, create_classifier
 from ea_vision.base.processes import choose_device
 from ea_vision.base.provenance import hardware
 from ea_vision.engine.evaluate import autocast
@@ -140,7 +140,7 @@ class Bench:
             UsageError: unknown, or one that refuses this size, precision or implementation.
         """
         torch.manual_seed(0)
-        model, _ = build_model(name, {}, num_classes=1000, img_size=self.args.img_size)
+        model, _ = create_classifier(name, {}, num_classes=1000, img_size=self.args.img_size)
         model = model.to(self.device, memory_format=self.layout).train()
         with torch.no_grad():
             for norm in model.modules():
@@ -554,7 +554,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.implementation:
             stack.enter_context(use_implementation(args.implementation))
         if args.memory_of:
-            print(memory_of_this_process(Bench(args, device), lambda: build_model(
+            print(memory_of_this_process(Bench(args, device), lambda: create_classifier(
                 args.memory_of, {}, num_classes=1000, img_size=args.img_size)[0]))
             return 0
         if args.compile:  # beyond the default of 8 networks and modes, torch goes on uncompiled

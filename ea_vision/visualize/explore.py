@@ -36,6 +36,7 @@ from ea_vision.analysis.loading import WEIGHTS_HELP, LoadedModel, find_images, l
 from ea_vision.analysis.recording import AttentionLayer, LayerMaps
 from ea_vision.base.errors import UsageError
 from ea_vision.base.files import atomic_write
+from ea_vision.base.processes import choose_device
 from ea_vision.engine import run_folder
 from ea_vision.layers import EvolvingAttention, PredictiveAttention
 from ea_vision.visualize.figure_tools import (
@@ -43,7 +44,6 @@ from ea_vision.visualize.figure_tools import (
     parse_heads,
     parse_layers,
     parse_size,
-    pick_device,
     positive,
 )
 from ea_vision.visualize.page_server import PageServer, serve
@@ -364,7 +364,7 @@ def make_explorer(options: argparse.Namespace) -> Explorer:
     targets = [target for text in options.model or ["ea_conv_transformer_cifar"] for target in text.split(",")]
     if len(targets) > MAX_MODELS:
         raise UsageError(f"--model must be at most {MAX_MODELS} models, got {len(targets)}")
-    size, device = parse_size(options.img_size), pick_device(options.device)
+    size, device = parse_size(options.img_size), choose_device(options.device)
     models = [load_model(target, random=options.random, img_size=size, device=device) for target in targets]
     layers = [parse_layers(options.layers, model) for model in models]
     if "mean" in options.heads.split(","):

@@ -28,7 +28,6 @@ from ea_vision.analysis.loading import (
     find_images,
     load_model,
     parse_size,
-    pick_device,
     positive,
     read_image,
 )
@@ -36,6 +35,7 @@ from ea_vision.analysis.loading import parse_layers as parse_layers
 from ea_vision.analysis.recording import PARTS, AttentionLayer, AttentionMaps, LayerMaps
 from ea_vision.base.errors import UsageError
 from ea_vision.base.files import atomic_write
+from ea_vision.base.processes import choose_device
 
 PICTURES = (".png", ".svg", ".pdf")
 MEAN = "mean"
@@ -141,7 +141,7 @@ def parse_heads(text: str, layers: Sequence[AttentionLayer]) -> list[Head]:
 def load_models(options: argparse.Namespace) -> list[LoadedModel]:
     """The models of --model; an image that does not exist is found out first."""
     find_images(options.images)
-    size, device = parse_size(options.img_size), pick_device(options.device)
+    size, device = parse_size(options.img_size), choose_device(options.device)
     return [load_model(target, random=options.random, img_size=size, device=device)
             for target in options.model.split(",")]
 

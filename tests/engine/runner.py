@@ -17,6 +17,7 @@ import torch
 from PIL import Image
 
 import train_imagenet  # noqa: F401  (loaded once, for the processes that train with it)
+from ea_vision.base import files
 from ea_vision.base.errors import exit_code
 from ea_vision.engine import checkpoint, run_folder, train, train_cifar
 from ea_vision.engine.train import Trainer
@@ -232,8 +233,8 @@ class KillInWrite:
             if now() and self.stage == "renamed" and Path(target).name == self.name:
                 die()
 
-        checkpoint.open = hurt_open
-        checkpoint.os = _Os(fsync=hurt_fsync, replace=hurt_replace)
+        files.open = hurt_open
+        files.os = _Os(fsync=hurt_fsync, replace=hurt_replace)
 
 
 class DiskFullInWrite:
@@ -252,7 +253,7 @@ class DiskFullInWrite:
                     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
             return real_open(path, mode, *args, **kwargs)
 
-        checkpoint.open = hurt_open
+        files.open = hurt_open
 
 
 class SpoilLoss:

@@ -11,9 +11,11 @@ import pytest
 import safetensors.torch
 import torch
 
+from ea_vision.base import files
 from ea_vision.base.errors import RunError
+from ea_vision.base.files import atomic_write
 from ea_vision.engine import checkpoint
-from ea_vision.engine.checkpoint import DamagedCheckpoint, atomic_write, encode, read_checkpoint
+from ea_vision.engine.checkpoint import DamagedCheckpoint, encode, read_checkpoint
 from tests.engine.runner import assert_equal
 
 CPU = torch.device("cpu")
@@ -89,9 +91,9 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch, call):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     if call == "open":
-        monkeypatch.setattr(checkpoint, "open", full, raising=False)
+        monkeypatch.setattr(files, "open", full, raising=False)
     else:
-        monkeypatch.setattr(checkpoint.os, call, full)
+        monkeypatch.setattr(files.os, call, full)
     with pytest.raises(RunError, match=f"cannot write {path}: No space left on device"):
         atomic_write(path, b"new")
     monkeypatch.undo()

@@ -87,6 +87,21 @@ def test_a_runs_config_is_a_recipe(tmp_path):
     assert "run" not in load_recipe(str(path))
 
 
+def test_a_recipe_says_what_differs_from_its_base(tmp_path):
+    first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
+    first.write_text("base: pa_cifar10\nlr: 0.3\nmodel_kwargs: {alpha: 0.3, ff_drop_rate: 0.1}\n")
+    second.write_text(f"base: {first}\nepochs: 9\nmodel_kwargs: {{alpha: 0.4}}\n")
+    own, papers = load_recipe(str(second)), load_recipe("pa_cifar10")
+    kwargs = {**papers["model_kwargs"], "alpha": 0.4, "ff_drop_rate": 0.1}
+    assert own == {**papers, "lr": 0.3, "epochs": 9, "model_kwargs": kwargs}
+    first.write_text(f"base: {second}\n")
+    with pytest.raises(UsageError, match="is its own base: .*second.yaml -> .*first.yaml -> .*second.yaml"):
+        load_recipe(str(second))
+    first.write_text("base: pa_cifar1\n")
+    with pytest.raises(UsageError, match="no recipe 'pa_cifar1': did you mean pa_cifar10"):
+        load_recipe(str(second))
+
+
 def test_help_has_every_flag_its_default_and_examples():
     text = make_parser(CifarConfig, "train_cifar.py", "about", EXAMPLES).format_help()
     for field in dataclasses.fields(CifarConfig):

@@ -118,7 +118,7 @@ def test_interrupted_runs_end_as_uninterrupted_ones(photos, finished, tmp_path, 
 def test_a_complete_run_has_its_results_row(photos, finished, tmp_path):
     """Killed while it writes the row: the run is not complete yet, and the next command writes it."""
     folder, log = tmp_path / "run", tmp_path / "log"
-    assert run(arguments(photos, folder), log, KillInWrite("half", 1, train_imagenet.RESULTS_CSV)) == -signal.SIGKILL
+    assert run(arguments(photos, folder), log, KillInWrite("half", 1, run_folder.RESULTS_ROW)) == -signal.SIGKILL
     assert run_folder.read_results(folder) is None
     assert run(arguments(photos, folder), log) == 0, log.read_text()
     assert (folder / "results.csv").read_bytes() == (finished / "results.csv").read_bytes()
