@@ -71,7 +71,7 @@ def _reason_against(
     if dropout_p > 0 and name != "sdpa":
         return "it has no dropout on the attention probabilities"
     if name == "cpu":
-        return cpu.reason_against(q, weight)
+        return cpu.reason_against(q, k, v, weight)
     if name == "triton":
         return triton_attention.reason_against(q, k, v, prev_logits, weight, feat_size)
     return sdpa.reason_against(prev_logits, need_logits)
@@ -188,7 +188,6 @@ def evolving_attention(
 
 def halve(x: Tensor) -> Tensor:
     """Average pooling, 3x3, stride 2, padding 1 that is not counted: (B, C, H, W) -> (B, C, ceil(H/2), ceil(W/2))."""
-    plain = x.device.type != "cpu" or x.dtype != torch.float32 or not x.is_contiguous()
-    if plain or _forced[-1:] == ["reference"] or _exporting() or cpu.reason_against(x, None) is not None:
+    if _forced[-1:] == ["reference"] or _exporting() or cpu.reason_against_pooling(x) is not None:
         return F.avg_pool2d(x, 3, stride=2, padding=1, count_include_pad=False)
     return cpu.pool(x)

@@ -1,11 +1,13 @@
-"""Evolving attention on a CPU by a C kernel (`cpu_kernel.c`), compiled on first use for the machine at hand.
+"""Evolving attention on a CPU by a C kernel (`cpu_kernel/kernel.c`), compiled on first use for the machine at hand.
 
 An image's maps are made, mixed, convolved, normalised and multiplied with the values row by row while they lie in the
 cache: main memory sees the previous logits once and this layer's once. The backward pass keeps nothing but them (and
 one number a row) and computes the rest again. What enters exp is kept above the threshold of subnormal numbers, so the
 speed does not depend on torch.set_flush_denormal.
 
-The compiler is $CC or cc; the library is kept in ~/.cache/ea_vision ($XDG_CACHE_HOME/ea_vision).
+The compiler is $CC or cc; the library is kept in ~/.cache/ea_vision ($XDG_CACHE_HOME/ea_vision). Which dtypes it can
+store depends on the compiler (GCC has _Float16 on x86 from version 12 on): the built library says it, and the rest is
+left to the reference.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import functools
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -24,12 +27,12 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-SOURCE = Path(__file__).with_name("cpu_kernel.c")
+SOURCES = Path(__file__).with_name("cpu_kernel")  # kernel.c takes in the other files
 # Not -ffast-math: linked with it, a library switches subnormal numbers off in the whole process, and reordered sums
 # would undo the rounding in the kernel's exp.
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast")
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-NONE, MIX, PREDICT = range(3)
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in storage.h
+NONE, MIX, PREDICT = range(3)  # as in problem.h
 
 _INTS = ("B", "K", "H", "W", "D", "E", "kernel", "kind", "dtype", "threads")
 _FLOATS = ("alpha", "beta", "scale")
@@ -39,7 +42,7 @@ _POINTERS = ("q", "k", "v", "prev", "height_rel", "width_rel", "weight", "bias",
 
 
 class _Problem(ctypes.Structure):
-    """`problem` of cpu_kernel.c."""
+    """`problem` of problem.h."""
 
     _fields_ = [*((name, ctypes.c_int32) for name in _INTS), *((name, ctypes.c_float) for name in _FLOATS),
                 *((name, ctypes.c_int64) for name in _STEPS), *((name, ctypes.c_void_p) for name in _POINTERS)]
@@ -60,34 +63,45 @@ def _openmp() -> list[str]:
     return [str(bundled[0]), f"-Wl,-rpath,{bundled[0].parent}"] if bundled else ["-fopenmp"]
 
 
-def _build(compiler: str, to: Path) -> None:
+def _output_of(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise OSError(f"{shlex.join(command)} ended with code {done.returncode}: {done.stderr.strip()[-2000:]}")
+    return done.stdout
+
+
+def _library(compiler: list[str]) -> Path:
+    """Where the compiled kernel is kept: another place for everything that would make it another."""
+    version = _output_of(*compiler, "--version")
+    sources = [part for file in sorted(SOURCES.glob("*.[ch]")) for part in (file.name, file.read_text())]
+    parts = (*sources, *compiler, version, *FLAGS, *_openmp(), _machine(), torch.__version__)
+    key = hashlib.sha256(b"\0".join(part.encode() for part in parts)).hexdigest()[:16]
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ea_vision" / f"cpu_kernel-{key}.so"
+
+
+def _build(compiler: list[str], to: Path) -> None:
     with tempfile.TemporaryDirectory(dir=to.parent) as folder:  # renamed when complete: other processes build it too
         unit, library = Path(folder) / "kernel.o", Path(folder) / "kernel.so"
-        for command in ([compiler, *FLAGS, "-fopenmp", "-c", str(SOURCE), "-o", str(unit)],
-                        [compiler, "-shared", str(unit), "-o", str(library), *_openmp(), "-lm"]):
-            done = subprocess.run(command, capture_output=True, text=True)
-            if done.returncode:
-                raise OSError(f"{' '.join(command)} ended with code {done.returncode}: {done.stderr.strip()[-2000:]}")
+        _output_of(*compiler, *FLAGS, "-fopenmp", "-c", str(SOURCES / "kernel.c"), "-o", str(unit))
+        _output_of(*compiler, "-shared", str(unit), "-o", str(library), *_openmp(), "-lm")
         library.replace(to)
 
 
 @functools.cache
 def _load() -> ctypes.CDLL | str:
     """The compiled kernel, or why there is none."""
-    compiler = os.environ.get("CC", "").split(" ")[0] or "cc"
-    if shutil.which(compiler) is None:
-        return f"no C compiler: {compiler} is not there (set CC, or install one)"
-    key = hashlib.sha256(b"\0".join(part.encode() for part in (
-        SOURCE.read_text(), compiler, *FLAGS, *_openmp(), _machine(), torch.__version__))).hexdigest()[:16]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ea_vision"
+    compiler = shlex.split(os.environ.get("CC", "")) or ["cc"]
+    if shutil.which(compiler[0]) is None:
+        return f"no C compiler: {compiler[0]} is not there (set CC, or install one)"
     try:
-        library = cache / f"cpu_kernel-{key}.so"
+        library = _library(compiler)
         if not library.exists():
-            cache.mkdir(parents=True, exist_ok=True)
+            library.parent.mkdir(parents=True, exist_ok=True)
             _build(compiler, library)
         loaded = ctypes.CDLL(str(library))
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home
         return f"the C kernel could not be built: {error}"
+    loaded.stored_dtypes.argtypes, loaded.stored_dtypes.restype = [], ctypes.c_int32
     for function in (loaded.evolving_attention_forward, loaded.evolving_attention_backward):
         function.argtypes, function.restype = [ctypes.POINTER(_Problem)], None
     for function in (loaded.pool_forward, loaded.pool_backward):
@@ -95,26 +109,43 @@ def _load() -> ctypes.CDLL | str:
     return loaded
 
 
-def reason_against(q: Tensor, weight: Tensor | None) -> str | None:
+def reason_against(q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None) -> str | None:
     """Why the kernel cannot take this, or None.
 
     Args:
-        q: (B, K, N, D).
+        q, k: (B, K, N, D).
+        v: (B, K, N, E).
         weight: (K, K, kernel, kernel) of the map convolution, or None.
     """
     if q.device.type != "cpu":
         return f"it needs tensors on the CPU, got {q.device}"
     if q.dtype not in DTYPES:
         return f"it needs float32, bfloat16 or float16, got {q.dtype}"
+    if not q.dtype == k.dtype == v.dtype:
+        return f"it needs q, k and v of one dtype, got {q.dtype}, {k.dtype} and {v.dtype}"
+    if 0 in (*q.shape, *v.shape):
+        return f"it needs q and v that are not empty, got {list(q.shape)} and {list(v.shape)}"
     if weight is not None and weight.shape[-1] > 7:
         return f"it needs map convolutions of at most 7x7, got {weight.shape[-1]}x{weight.shape[-1]}"
-    return _reason_against_kernel()
+    return _reason_against_library(DTYPES[q.dtype])
+
+
+def reason_against_pooling(x: Tensor) -> str | None:
+    """Why the kernel cannot halve x (B, C, H, W), or None."""
+    if x.device.type != "cpu" or x.dtype != torch.float32 or not x.is_contiguous() or 0 in x.shape:
+        return f"it needs a contiguous float32 tensor on the CPU, got {x.dtype} {list(x.shape)} on {x.device}"
+    return _reason_against_library(DTYPES[x.dtype])
 
 
 @torch.compiler.assume_constant_result  # else torch.compile would trace the compiler's call
-def _reason_against_kernel() -> str | None:
+def _reason_against_library(dtype: int) -> str | None:
     loaded = _load()
-    return loaded if isinstance(loaded, str) else None
+    if isinstance(loaded, str):
+        return loaded
+    if loaded.stored_dtypes() >> dtype & 1:
+        return None
+    name, = (str(name) for name, code in DTYPES.items() if code == dtype)
+    return f"its library was built by a compiler without {name} (GCC has _Float16 on x86 from version 12 on)"
 
 
 def _pixels_last(x: Tensor) -> Tensor:
@@ -144,7 +175,7 @@ def _forward(
         weight: Tensor | None, bias: Tensor | None, alpha: float, beta: float, kind: int, scale: float, height: int,
         width: int, need_logits: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """-> out (B, K, E, N), logits (B, K, N, N) or empty, norm (B, K, N, 2): see cpu_kernel.c."""
+    """-> out (B, K, E, N), logits (B, K, N, N) or empty, norm (B, K, N, 2): see problem.h."""
     B, K, N, _ = q.shape
     q, k, v = _pixels_last(q), _pixels_last(k), _pixels_last(v)
     out = q.new_empty(B, K, v.shape[2], N)
@@ -229,13 +260,29 @@ def _flops(q, k, v, height_rel, width_rel, prev, weight, *_, out_shape=None, **_
     return maps + (0 if weight is None else 2 * B * N * N * weight[0] * weight[1] * weight[2] * weight[3])
 
 
+def _check(name: str, tensor: Tensor | None, shape: tuple[int, ...]) -> None:
+    """The kernel reads as much memory as `shape` says."""
+    if tensor is None or tensor.shape != shape:
+        received = None if tensor is None else list(tensor.shape)
+        raise ValueError(f"{name} of shape {list(shape)} required, got {received}")
+
+
 def attend(
         q: Tensor, k: Tensor, v: Tensor, height_rel: Tensor | None, width_rel: Tensor | None,
         prev_logits: Tensor | None, weight: Tensor | None, bias: Tensor | None, alpha: float, beta: float, *,
         predict: bool, scale: float, feat_size: tuple[int, int], need_logits: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """See `ea_vision.ops.evolving_attention`."""
+    K, D = q.shape[1], q.shape[3]
+    if height_rel is not None or width_rel is not None:
+        _check("height_rel", height_rel, (2 * feat_size[0] - 1, D))
+        _check("width_rel", width_rel, (2 * feat_size[1] - 1, D))
     kind = NONE if prev_logits is None else PREDICT if predict else MIX
+    if prev_logits is None or weight is None:
+        weight = bias = None
+    else:
+        _check("weight", weight, (K, K, weight.shape[-1] | 1, weight.shape[-1] | 1))  # odd
+        _check("bias", bias, (K,))
     if prev_logits is not None:
         prev_logits = prev_logits.to(q.dtype).contiguous()
     small = [None if x is None else x.float().contiguous() for x in (height_rel, width_rel, weight, bias)]

@@ -23,7 +23,7 @@ def own_logits(
     q = q * scale
     logits = q @ k.transpose(-2, -1)
     if height_rel is not None and width_rel is not None:
-        by_row, by_col = relative_logits(q.reshape(B, K, H, W, D), height_rel, width_rel)
+        by_row, by_col = relative_logits(q.reshape(B, K, H, W, D), height_rel.to(q.dtype), width_rel.to(q.dtype))
         logits = logits.view(B, K, H, W, H, W) + by_row.unsqueeze(-1) + by_col.unsqueeze(-2)
         logits = logits.view(B, K, N, N)
     return logits

@@ -1,8 +1,11 @@
 """Every implementation against the reference in float64, outputs and all gradients; and the choice between them."""
 import logging
 import os
+import shlex
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -191,6 +194,132 @@ def test_halving_is_average_pooling(size):
     assert halve(x).grad_fn.name() != plain.grad_fn.name()
 
 
+# ---- the compiled library
+
+
+@pytest.fixture
+def use_compiler(monkeypatch, tmp_path):
+    """Called with a compiler, it has the kernel compiled anew by it, for this test."""
+    def use(compiler):
+        monkeypatch.setenv("CC", compiler)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        cpu._load.cache_clear()
+
+    yield use
+    monkeypatch.undo()
+    cpu._load.cache_clear()
+    assert reason_against(problem("ea", (3, 4))) is None
+
+
+@pytest.fixture
+def compiler_with(tmp_path):
+    """Called with flags, it makes a compiler that adds them to whatever it is told."""
+    def make(*flags):
+        path = tmp_path / f"cc{len(list(tmp_path.glob('cc*')))}"
+        path.write_text(f'#!/bin/sh\nexec {os.environ.get("CC") or "cc"} "$@" {shlex.join(flags)}\n')
+        path.chmod(0o755)
+        return str(path)
+
+    return make
+
+
+def reason_against(tensors):
+    return cpu.reason_against(tensors["q"], tensors["k"], tensors["v"], tensors.get("weight"))
+
+
+@pytest.mark.parametrize("compiler,reason", [
+    ("no-such-compiler", "no C compiler: no-such-compiler is not there"), ("false", "ended with code 1")])
+def test_without_a_compiler_the_reference_runs(use_compiler, tmp_path, compiler, reason):
+    use_compiler(compiler)
+    tensors = problem("ea", (3, 4))
+    assert reason in reason_against(tensors)
+    out = evolving_attention(**tensors, feat_size=(3, 4))
+    assert torch.equal(out[0], evolving_attention(**tensors, feat_size=(3, 4), implementation="reference")[0])
+    assert not list(tmp_path.rglob("*.so"))
+
+
+def test_without_float16_the_reference_runs_and_the_log_says_why(use_compiler, compiler_with, caplog):
+    """As GCC 11 compiles it on x86: the library is whole, but for float16."""
+    use_compiler(compiler_with("-O0", "-U__FLT16_MANT_DIG__"))
+    size, why = (3, 4), "its library was built by a compiler without torch.float16 (GCC has _Float16 on x86 from"
+    whole, half = problem("ea", size), problem("ea", size, dtype=torch.float16)
+    assert reason_against(whole) is None and reason_against(problem("ea", size, dtype=torch.bfloat16)) is None
+    ops._logged.clear()
+    with caplog.at_level(logging.INFO, "ea_vision.ops"):
+        chosen = outputs_and_gradients(half, feat_size=size)
+    assert f"in torch.float16 by 'reference'; not cpu: {why}" in caplog.messages[0]
+    expected = outputs_and_gradients(half, feat_size=size, implementation="reference")
+    assert all(torch.equal(chosen[name], expected[name]) and chosen[name].isfinite().all() for name in expected)
+    with pytest.raises(ValueError, match="'cpu' cannot run this: its library was built by a compiler without"):
+        evolving_attention(**half, feat_size=size, implementation="cpu")
+    for dtype in (torch.float32, torch.bfloat16):
+        assert_as_reference(problem("aa", size, dtype=dtype), "cpu", feat_size=size)
+
+
+@pytest.mark.parametrize("flag", ["-mno-avx512f", "-mno-avx"])
+def test_narrower_vectors(use_compiler, compiler_with, flag):
+    use_compiler(compiler_with("-O1", flag))
+    if isinstance(cpu._load(), str):
+        pytest.skip(cpu._load())
+    for kind, size, dim_v in (("aa", (3, 3), 3), ("ea", (5, 7), 3), ("ea", (2, 9), 6), ("pa", (4, 4), 2)):
+        assert_as_reference(problem(kind, size, dim_v=dim_v), "cpu", alpha=0.3, beta=0.6, predict=kind == "pa",
+                            feat_size=size)
+
+
+def test_the_library_is_another_after_any_change(monkeypatch, tmp_path, compiler_with):
+    changed = tmp_path / "changed"
+    shutil.copytree(cpu.SOURCES, changed)
+    libraries = [cpu._library(["cc"]), cpu._library(["cc", "-m64"]), cpu._library([compiler_with("-m64")])]
+    monkeypatch.setattr(cpu, "SOURCES", changed)
+    assert cpu._library(["cc"]) == libraries[0]
+    names = [file.name for file in changed.iterdir()]
+    assert {"kernel.c", "forward.c", "backward.c", "pooling.c", "gemm.h"} < set(names)
+    for name in names:
+        text = (changed / name).read_text()
+        (changed / name).write_text(text + "\n")
+        libraries.append(cpu._library(["cc"]))
+        (changed / name).write_text(text)
+    newer = tmp_path / "newer-cc"
+    newer.write_text("#!/bin/sh\necho version 1\n")
+    newer.chmod(0o755)
+    libraries.append(cpu._library([str(newer)]))
+    newer.write_text("#!/bin/sh\necho version 2\n")
+    libraries.append(cpu._library([str(newer)]))
+    monkeypatch.setattr(cpu, "FLAGS", (*cpu.FLAGS, "-g"))
+    libraries.append(cpu._library(["cc"]))
+    assert len(set(libraries)) == len(libraries)
+
+
+def test_every_file_of_the_kernel_stands_alone():
+    """Includes what it uses, so that it can be read, and checked by an editor, alone."""
+    for file in sorted(cpu.SOURCES.iterdir()):
+        done = subprocess.run(
+            [*shlex.split(os.environ.get("CC", "cc")), *cpu.FLAGS, "-fopenmp", "-I", str(cpu.SOURCES), "-fsyntax-only",
+             "-x", "c", "-"], input=f'#include "{file.name}"', capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+
+def test_memory_errors_and_undefined_behaviour(tmp_path, compiler_with):
+    """The kernel under the address and undefined-behaviour sanitizers, with vectors of each width."""
+    sanitize = ("-O0", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+    compiler = compiler_with(*sanitize)
+    (tmp_path / "main.c").write_text("int main(void) { return 0; }")
+    trial = subprocess.run(f"{compiler} main.c -o main && ./main && {compiler} -print-file-name=libasan.so",
+                           shell=True, cwd=tmp_path, capture_output=True, text=True)
+    runtime = Path(trial.stdout.strip()).resolve()
+    if trial.returncode or not runtime.is_file() or not runtime.is_absolute():
+        pytest.skip(f"the compiler has no shared sanitizer runtime: {trial.stdout} {trial.stderr}")
+    compilers = [compiler, *(compiler_with(*sanitize, flag) for flag in ("-mno-avx512f", "-mno-avx"))]
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("sanitized.py")), cpu.__file__, *compilers],
+        capture_output=True, text=True, env={
+            **os.environ, "LD_PRELOAD": str(runtime), "ASAN_OPTIONS": "detect_leaks=0", "XDG_CACHE_HOME": str(tmp_path),
+            "UBSAN_OPTIONS": "print_stacktrace=1"})
+    assert done.stdout.splitlines() == ["clean"] * len(compilers), done.stderr[-4000:]
+    # and last, on purpose, a read beyond the end: were it not found, nothing above would have been
+    assert done.returncode and "heap-buffer-overflow" in done.stderr and "in pool_forward" in done.stderr
+
+
 # ---- the choice
 
 
@@ -247,22 +376,26 @@ def test_the_reason_is_logged_once(caplog):
         "got torch.float64"]
 
 
-@pytest.mark.parametrize("compiler,reason", [
-    ("no-such-compiler", "no C compiler: no-such-compiler is not there"), ("false", "ended with code 1")])
-def test_without_a_compiler_the_reference_runs(monkeypatch, tmp_path, compiler, reason):
-    monkeypatch.setenv("CC", compiler)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    cpu._load.cache_clear()
-    try:
-        tensors = problem("ea", (3, 4))
-        assert reason in cpu.reason_against(tensors["q"], None)
-        out = evolving_attention(**tensors, feat_size=(3, 4))
-        assert torch.equal(out[0], evolving_attention(**tensors, feat_size=(3, 4), implementation="reference")[0])
-        assert not list(tmp_path.rglob("*.so"))
-    finally:
-        monkeypatch.undo()
-        cpu._load.cache_clear()
-        assert cpu.reason_against(tensors["q"], None) is None
+def test_what_the_kernel_would_misread_goes_elsewhere_or_is_an_error():
+    size = (3, 4)
+    tensors = problem("ea", size)
+    mixed = tensors | {"q": tensors["q"].bfloat16(), "k": tensors["k"].bfloat16()}
+    assert reason_against(mixed) == ("it needs q, k and v of one dtype, got torch.bfloat16, torch.bfloat16 and "
+                                     "torch.float32")
+    empty = {n: t[:0] if n in ("q", "k", "v", "prev_logits") else t for n, t in tensors.items()}
+    results = outputs_and_gradients(empty, feat_size=size)
+    assert results["out"].shape == (0, 8, 12, 3) and not results["weight"].any()
+    for name, wrong in (("weight", tensors["weight"][:, :7]), ("weight", tensors["weight"][..., :2]), ("bias", None),
+                        ("bias", tensors["bias"][:7]), ("height_rel", tensors["height_rel"][:, :7])):
+        with pytest.raises(ValueError, match=f"{name} of shape .* required, got"):
+            evolving_attention(**tensors | {name: wrong}, feat_size=size, implementation="cpu")
+    unused = tensors | {"prev_logits": None}  # attention that does not evolve has no use for a convolution
+    inputs = {n: t if t is None else t.clone().requires_grad_() for n, t in unused.items()}
+    out, logits = evolving_attention(**inputs, feat_size=size, implementation="cpu")
+    (out.sum() + logits.sum()).backward()
+    assert inputs["weight"].grad is None and inputs["q"].grad is not None
+    expected = evolving_attention(**unused, feat_size=size, implementation="reference")[0]
+    torch.testing.assert_close(out, expected)
 
 
 def test_second_derivatives_are_refused_not_wrong():

@@ -1,0 +1,347 @@
+/* Backward: from the stored logits (or, in the last layer, logits made again) through softmax and convolution to the
+ * gradients of everything. What was made forward and not stored is made again, block by block. */
+#include "logits.h"
+#include "softmax.h"
+
+/* What the backward pass of an image needs beside it. */
+typedef struct {
+    int base;                 /* the map row that lies at r in `maps` and `d_conv` */
+    float *maps;              /* (WINDOW + 2r, K, P): what the convolution reads */
+    float *d_conv;            /* (WINDOW + 2r, K, P): gradient of its output, zeros around */
+    float *own, *conv;        /* (BLOCK, K, P): own logits, the convolution */
+    float *d_own;             /* (K, N, P): gradient of gain * own logits; a head's rows together, for their products */
+    float *d_maps;            /* (K, GROUP, P): gradient of rows that the convolution read */
+    float *turned;            /* the convolution's weight for that: heads exchanged, turned by 180 degrees */
+    float *logits;            /* (BLOCK, K, P) */
+    float *attn, *d_attn;     /* (BLOCK, Np) */
+    float *scratch;           /* (2, Np) */
+    float *q_rows, *k_rows, *d_q; /* (N, Dp) */
+    float *d_k, *d_v, *d_out; /* (D, Np), (K*E, Np), (K*E, Np) */
+    float *position;          /* (N, Hp + Wp): gradient of one head's position terms */
+    float *height_rows, *width_rows, *d_heights, *d_widths; /* (2H-1, Dp), (2W-1, Dp) */
+    float *d_weight, *d_bias; /* (planes, K, taps, VL), (K, VL) */
+} workspace;
+
+#define WINDOW (BLOCK + 3 * GROUP) /* a block's rows and those before whose convolution still waits (r < GROUP) */
+
+static void allocate_workspace(workspace *w, const image *g, const problem *p) {
+    const long map_row = (long)p->K * g->P, weights = (long)g->conv.planes * p->K * g->conv.taps;
+    memset(w, 0, sizeof *w);
+    w->d_own = new_floats(g->N * map_row);
+    w->logits = new_floats(BLOCK * map_row);
+    w->attn = new_floats((long)BLOCK * g->Np);
+    w->d_attn = new_floats((long)BLOCK * g->Np);
+    w->scratch = new_floats(2L * g->Np);
+    w->q_rows = new_floats((long)g->N * g->Dp);
+    w->k_rows = new_floats((long)g->N * g->Dp);
+    w->d_q = new_floats((long)g->N * g->Dp);
+    w->d_k = new_floats((long)p->D * g->Np);
+    w->d_v = new_floats((long)p->K * p->E * g->Np);
+    w->d_out = new_floats((long)p->K * p->E * g->Np);
+    if (p->kind != MIX) w->own = new_floats(BLOCK * map_row);
+    if (p->kind != NONE) {
+        w->maps = new_floats((WINDOW + 2 * g->conv.r) * map_row);
+        w->conv = new_floats(BLOCK * map_row);
+    }
+    if (p->weight) {
+        w->d_conv = new_floats((WINDOW + 2 * g->conv.r) * map_row);
+        w->d_maps = new_floats(GROUP * map_row);
+        w->turned = new_floats(weights);
+        w->d_weight = new_floats(weights * VL);
+        w->d_bias = new_floats((long)p->K * VL);
+    }
+    if (p->height_rel) {
+        const long heights = 2L * p->H - 1, widths = 2L * p->W - 1;
+        w->position = new_floats(g->N * g->position_ld);
+        w->height_rows = new_floats(heights * g->Dp);
+        w->width_rows = new_floats(widths * g->Dp);
+        w->d_heights = new_floats(heights * g->Dp);
+        w->d_widths = new_floats(widths * g->Dp);
+    }
+}
+
+static void read_more_parameters(workspace *w, const image *g) {
+    const problem *p = g->p;
+    const int area = p->kernel * p->kernel;
+    if (p->weight) {
+        float *turned = new_floats((long)p->K * p->K * area);
+        for (int o = 0; o < p->K; o++)
+            for (int c = 0; c < p->K; c++)
+                for (int t = 0; t < area; t++)
+                    turned[(c * p->K + o) * area + t] = p->weight[(o * p->K + c) * area + area - 1 - t];
+        read_weight(&g->conv, w->turned, turned);
+        free(turned);
+    }
+    if (p->height_rel) {
+        read_matrix(w->height_rows, g->Dp, p->height_rel, 2L * p->H - 1, p->D, FLOAT32, 1);
+        read_matrix(w->width_rows, g->Dp, p->width_rel, 2L * p->W - 1, p->D, FLOAT32, 1);
+    }
+}
+
+static void free_workspace(workspace *w) {
+    float *all[] = {w->maps, w->own, w->conv, w->d_own, w->d_conv, w->d_maps, w->turned, w->logits, w->attn,
+                    w->d_attn, w->scratch, w->q_rows, w->k_rows, w->d_q, w->d_k, w->d_v, w->d_out, w->position,
+                    w->height_rows, w->width_rows, w->d_heights, w->d_widths, w->d_weight, w->d_bias};
+    for (unsigned i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
+}
+
+static float *own_row(const image *g, const workspace *w, int head, int row) {
+    return w->d_own + ((long)head * g->N + row) * g->P + MARGIN;
+}
+
+/* A row through values and softmax. In: l (n) its logits, norm (2), d_out (E, ld) the gradient of its query's values
+ * and v (E, ld), or E = 0 and in `d` the gradient of attn. Out: attn, and in `d` attn times its gradient, to n's next
+ * multiple of VL. Returns the sum of the latter. */
+INLINE float value_gradient(float *attn, float *d, const float *l, const float *norm, const float *d_out,
+                            const float *v, long ld, int n, const int E) {
+    vec total = {};
+    for (int j = 0; j < n; j += VL) {
+        vec x = norm[1] * exp_of(LOAD(l + j) - norm[0]), y = E ? (vec){} : LOAD(d + j);
+        if (n - j < VL) x = (vec)((ivec)x & before(n - j));
+#pragma GCC unroll 4
+        for (int e = 0; e < E; e++) y += d_out[e * ld] * LOAD(v + e * ld + j);
+        STORE(attn + j, x);
+        y *= x;
+        STORE(d + j, y);
+        total += y;
+    }
+    return sum_of(total);
+}
+
+static float some_value_gradient(float *attn, float *d, const float *l, const float *norm, const float *d_out,
+                                 const float *v, long ld, int n, int E) {
+    switch (E) {
+        case 1: return value_gradient(attn, d, l, norm, d_out, v, ld, n, 1);
+        case 2: return value_gradient(attn, d, l, norm, d_out, v, ld, n, 2);
+        case 3: return value_gradient(attn, d, l, norm, d_out, v, ld, n, 3);
+        case 4: return value_gradient(attn, d, l, norm, d_out, v, ld, n, 4);
+    }
+    return value_gradient(attn, d, l, norm, d_out, v, ld, n, 0);
+}
+
+/* The gradient of queries begin..end's logits into d_own (of gain * own, or of the mixture where nothing is convolved)
+ * and d_conv; adds to d_v. */
+static void softmax_gradients(const image *g, workspace *w, int begin, int end) {
+    const problem *p = g->p;
+    const int r = g->conv.r;
+    const long map_row = (long)p->K * g->P;
+    const float share = p->kind == MIX ? p->beta : p->alpha;
+    float *made[BLOCK]; /* the logits of a query that are not stored */
+    /* where nothing else is in the logits, they show what passed the ReLU */
+    const int convolve_again = p->weight && !(p->logits && only_convolved(p));
+    if (convolve_again)
+        for (int i = begin; i < end; i += GROUP)
+            convolve(&g->conv, w->conv + (i - begin) * map_row, map_row, g->P, w->maps, i - w->base,
+                     end - i < GROUP ? end - i : GROUP, g->weight, p->bias);
+    if (!p->logits)
+        for (int i = begin; i < end; i++) {
+            const long at = (i - begin) * map_row;
+            made[i - begin] = finish_logits(g, w->logits + at, w->conv ? w->conv + at : NULL, w->maps,
+                                            i - w->base + r, w->own ? w->own + at : NULL);
+        }
+    for (int head = 0; head < p->K; head++) {
+        const long value = (long)head * p->E * g->Np, query = query_of(g, head, 0);
+        if (p->E > FEW)
+            gemm(FRESH, end - begin, g->Np, p->E, w->d_out + value + begin, 1, g->Np, g->v + value, g->Np, NULL,
+                 w->d_attn, g->Np);
+        for (int i = begin; i < end; i++) {
+            const float *l, *more = NULL;
+            fetch_row(g, p->logits, head, i + BLOCK, 0);
+            fetch_row(g, p->d_logits, head, i + BLOCK, 0);
+            fetch_row(g, p->prev, head, i + BLOCK + r, 0);
+            fetch_row(g, p->d_prev, head, i, 1);
+            if (p->logits) {
+                l = stored_row(g, p->logits, head, i, w->scratch);
+            } else {
+                float *row = made[i - begin] + head * g->P + MARGIN;
+                round_row(g, row);
+                l = row;
+            }
+            if (p->d_logits) more = stored_row(g, p->d_logits, head, i, w->scratch + g->Np);
+            float *attn = w->attn + (long)(i - begin) * g->Np, *d_attn = w->d_attn + (long)(i - begin) * g->Np;
+            const float mean = some_value_gradient(attn, d_attn, l, p->norm + 2 * (query + i), w->d_out + value + i,
+                                                   g->v + value, g->Np, g->N, p->E);
+            const float *passed = convolve_again ? w->conv + (i - begin) * map_row + head * g->P + MARGIN : l;
+            float *d = own_row(g, w, head, i);
+            float *gate = p->weight ? row_of(g, w->d_conv, i - w->base + r, head) : NULL;
+            vec bias = {};
+            for (int j = 0; j < g->Np; j += VL) {
+                vec x = LOAD(d_attn + j) - mean * LOAD(attn + j);
+                if (more) x += g->N - j < VL ? (vec)((ivec)LOAD(more + j) & before(g->N - j)) : LOAD(more + j);
+                if (!only_convolved(p)) STORE(d + j, x);
+                if (gate) {
+                    x = (vec)((ivec)(LOAD(passed + j) > 0) & (ivec)(share * x));
+                    STORE(gate + j, x);
+                    bias += x;
+                }
+            }
+            if (gate) STORE(w->d_bias + head * VL, LOAD(w->d_bias + head * VL) + bias);
+        }
+        gemm(ADD, p->E, g->Np, end - begin, w->d_out + value + begin, g->Np, 1, w->attn, g->Np, NULL, w->d_v + value,
+             g->Np);
+    }
+}
+
+/* Through the convolution, queries begin..end: d_own becomes the gradient of gain * own logits, d_prev and their share
+ * of the weight's gradient are done. */
+static void convolution_gradients(const image *g, workspace *w, int begin, int end) {
+    const problem *p = g->p;
+    const long map_row = (long)p->K * g->P;
+    const int predicted = p->kind == PREDICT && p->weight, direct = only_convolved(p);
+    for (int first = begin; first < end; first += GROUP) {
+        const int rows = end - first < GROUP ? end - first : GROUP;
+        if (p->weight) {
+            const int top = first - w->base;
+            convolve(&g->conv, direct ? own_row(g, w, 0, first) - MARGIN : w->d_maps, g->P,
+                     (direct ? g->N : GROUP) * (long)g->P, w->d_conv, top, rows, w->turned, NULL);
+            weight_gradient(&g->conv, w->d_weight, w->d_conv + (top + g->conv.r) * map_row, w->maps, top, rows);
+        }
+        for (int head = 0; head < p->K; head++)
+            for (int i = first; i < first + rows; i++) {
+                float *d = own_row(g, w, head, i);
+                const float *d_maps = w->d_maps + ((long)head * GROUP + i - first) * g->P + MARGIN;
+                if (p->kind == MIX && p->weight && !direct)
+                    for (int j = 0; j < g->Np; j += VL) STORE(d + j, (1 - p->beta) * LOAD(d + j) + LOAD(d_maps + j));
+                if (p->d_prev)
+                    write_scaled((void *)at(p->d_prev, map_element(g, head, i), p->dtype), predicted ? d_maps : d,
+                                 predicted ? 1.0f : p->alpha, g->N, p->dtype, w->scratch);
+            }
+    }
+}
+
+/* From d_own: gradients of q and k, and of the position tables. */
+static void own_gradients(const image *g, workspace *w, int head) {
+    const problem *p = g->p;
+    const int H = p->H, W = p->W, D = p->D, N = g->N, Dp = g->Dp, Hp = round_up(H);
+    const long ld = g->position_ld, element = query_of(g, head, 0) * D;
+    const float *q = g->q + (long)head * D * g->Np, *d = own_row(g, w, head, 0);
+    transpose(w->k_rows, Dp, g->k + (long)head * D * g->Np, g->Np, D, N);
+    transpose(w->q_rows, Dp, q, g->Np, D, N); /* with scale and gain */
+
+    gemm(FRESH, D, g->Np, N, q, g->Np, 1, d, g->P, NULL, w->d_k, g->Np);
+    for (int c = 0; c < D; c++)
+        write_floats((void *)at(p->d_k, element + (long)c * N, p->dtype), w->d_k + c * g->Np, N, p->dtype);
+
+    gemm(FRESH, N, Dp, N, d, g->P, 1, w->k_rows, Dp, NULL, w->d_q, Dp);
+    if (p->height_rel) {
+        const ivec inside = before(W % VL); /* of a row's last vector */
+        for (int i = 0; i < N; i++) {
+            const float *row = d + i * g->P;
+            float *by_row = w->position + i * ld, *by_col = by_row + Hp;
+            memset(by_row, 0, ld * sizeof(float));
+            for (int y = 0; y < H; y++)
+                for (int x = 0; x < W; x += VL) { /* what lies beyond W is not read again */
+                    const vec part = LOAD(row + y * W + x);
+                    STORE(by_col + x, LOAD(by_col + x) + part);
+                    by_row[y] += sum_of(W - x < VL ? (vec)((ivec)part & inside) : part);
+                }
+        }
+        for (int y = 0; y < H; y++) { /* the queries of one row see the same part of the table */
+            const float *terms = w->position + (long)y * W * ld;
+            const long first = (long)(H - 1 - y) * Dp, query = (long)y * W * Dp;
+            gemm(ADD, W, Dp, H, terms, ld, 1, w->height_rows + first, Dp, NULL, w->d_q + query, Dp);
+            gemm(ADD, H, Dp, W, terms, 1, ld, w->q_rows + query, Dp, NULL, w->d_heights + first, Dp);
+        }
+        for (int x = 0; x < W; x++) {
+            const float *terms = w->position + x * ld + Hp;
+            const long first = (long)(W - 1 - x) * Dp, query = (long)x * Dp;
+            gemm(ADD, H, Dp, W, terms, ld * W, 1, w->width_rows + first, Dp, NULL, w->d_q + query, (long)Dp * W);
+            gemm(ADD, W, Dp, H, terms, 1, ld * W, w->q_rows + query, (long)Dp * W, NULL, w->d_widths + first, Dp);
+        }
+    }
+    transpose(w->d_k, g->Np, w->d_q, Dp, N, D);
+    for (int c = 0; c < D; c++) {
+        float *row = w->d_k + c * g->Np;
+        for (int i = 0; i < N; i++) row[i] *= p->scale * g->gain;
+        write_floats((void *)at(p->d_q, element + (long)c * N, p->dtype), row, N, p->dtype);
+    }
+}
+
+static void write_rows(float *to, float *from, long rows, long n, long ld) { /* and empty `from` */
+    for (long r = 0; r < rows; r++) memcpy(to + r * n, from + r * ld, n * sizeof(float));
+    memset(from, 0, rows * ld * sizeof(float));
+}
+
+/* Lets the window begin at map row `base`; of d_conv the rows before `made`, of maps those before `mapped` are there.
+ * What lies around the map is zero. */
+static void move_window(const image *g, workspace *w, int base, int made, int mapped) {
+    const int r = g->conv.r;
+    const long map_row = (long)g->p->K * g->P, size = WINDOW + 2 * r;
+    float *buffers[] = {w->maps, w->d_conv};
+    const long ready[] = {r + mapped - base, r + made - base};
+    for (int i = 0; i < 2 && buffers[i]; i++) {
+        float *rows = buffers[i], *rest = rows + ready[i] * map_row;
+        if (base == 0)
+            memset(rows, 0, r * map_row * sizeof(float));
+        else
+            memmove(rows, rows + (base - w->base) * map_row, ready[i] * map_row * sizeof(float));
+        if (base + size > r + g->N) memset(rest, 0, (size - ready[i]) * map_row * sizeof(float));
+    }
+    w->base = base;
+}
+
+static void backward_image(const image *g, workspace *w) {
+    const problem *p = g->p;
+    const long b = g->b;
+    const int N = g->N, r = g->conv.r;
+    read_matrix(w->d_out, g->Np, at(p->d_out, b * p->K * p->E * N, p->dtype), p->K * p->E, N, p->dtype, 1);
+    memset(w->d_v, 0, (long)p->K * p->E * g->Np * sizeof(float));
+    /* A block of queries after the other, each step just far enough behind the one before that its neighbours are
+     * there: what they hand on is still in the cache. */
+    int mapped = 0, convolved = 0;
+    for (int begin = 0; begin < N; begin += BLOCK) {
+        const int end = begin + BLOCK < N ? begin + BLOCK : N;
+        const int map = end + r < N ? end + r : N, through = end < N ? (end - r) / GROUP * GROUP : N;
+        if (p->kind != NONE) move_window(g, w, convolved, begin, mapped);
+        if (p->kind == MIX) own_logits(g, w->maps, r + mapped - w->base, mapped, map, 1);
+        if (p->kind == PREDICT) previous_logits(g, w->maps, r + mapped - w->base, mapped, map);
+        if (p->kind != MIX && !p->logits) own_logits(g, w->own, 0, begin, end, 0); /* else those stored are enough */
+        mapped = map;
+        softmax_gradients(g, w, begin, end);
+        if (p->kind != NONE && convolved < through) {
+            convolution_gradients(g, w, convolved, through);
+            convolved = through;
+        }
+    }
+    for (int c = 0; c < p->K * p->E; c++)
+        write_floats((void *)at(p->d_v, (b * p->K * p->E + c) * N, p->dtype), w->d_v + (long)c * g->Np, N, p->dtype);
+    for (int head = 0; head < p->K; head++) own_gradients(g, w, head);
+
+    if (p->height_rel) {
+        const long heights = 2L * p->H - 1, widths = 2L * p->W - 1;
+        write_rows(p->d_height_rel + b * heights * p->D, w->d_heights, heights, p->D, g->Dp);
+        write_rows(p->d_width_rel + b * widths * p->D, w->d_widths, widths, p->D, g->Dp);
+    }
+    if (p->weight) {
+        write_weight_gradient(&g->conv, p->d_weight + b * p->K * p->K * p->kernel * p->kernel, w->d_weight);
+        for (int h = 0; h < p->K; h++) p->d_bias[b * p->K + h] = sum_of(LOAD(w->d_bias + h * VL));
+        memset(w->d_bias, 0, (long)p->K * VL * sizeof(float));
+    }
+}
+
+/* Each thread takes whole images; sums over images are left to the caller, in their order. */
+void evolving_attention_backward(const problem *p) {
+#pragma omp parallel num_threads(p->threads < p->B ? p->threads : p->B)
+    {
+        static _Thread_local struct {
+            problem sizes;
+            image g;
+            workspace w;
+        } kept;
+        image *g = &kept.g;
+        if (!same_sizes(&kept.sizes, p)) {
+            free_workspace(&kept.w);
+            free_image(g);
+            allocate_image(g, p);
+            allocate_workspace(&kept.w, g, p);
+            kept.sizes = *p;
+        }
+        read_parameters(g, p);
+        read_more_parameters(&kept.w, g);
+#pragma omp for schedule(static)
+        for (int b = 0; b < p->B; b++) {
+            read_image(g, b);
+            backward_image(g, &kept.w);
+        }
+    }
+}

@@ -1,0 +1,103 @@
+/* The logits of an image: its own, the previous layer's, and what becomes of the two. */
+#pragma once
+
+#include "problem.h"
+
+/* Position terms of one head's queries begin..end: by key row, then by key column (AA paper, equation 4). */
+static void position_terms(const image *g, int head, int begin, int end) {
+    const problem *p = g->p;
+    const int H = p->H, W = p->W, Hp = round_up(H), Wp = round_up(W);
+    const float *q = g->q + (long)head * p->D * g->Np;
+    for (int i = begin; i < end;) {
+        const int y = i / W, stop = (y + 1) * W < end ? (y + 1) * W : end;
+        gemm(FRESH, stop - i, Hp, p->D, q + i, 1, g->Np, g->heights + H - 1 - y, g->height_ld, NULL,
+             g->position + i * g->position_ld, g->position_ld);
+        i = stop;
+    }
+    for (int x = 0; x < W; x++) {
+        const int first = begin + ((x - begin) % W + W) % W, count = first < end ? (end - first + W - 1) / W : 0;
+        if (count)
+            gemm(FRESH, count, Wp, p->D, q + first, W, g->Np, g->widths + W - 1 - x, g->width_ld, NULL,
+                 g->position + first * g->position_ld + Hp, g->position_ld * W);
+    }
+}
+
+/* A row of prev, logits or d_logits beyond whose end a vector may read that begins inside; in `scratch` (Np, and the
+ * room behind it) if it must be copied. */
+static const float *stored_row(const image *g, const void *maps, int head, int row, float *scratch) {
+    const problem *p = g->p;
+    const long element = map_element(g, head, row), end = (long)p->B * p->K * g->N * g->N;
+    const void *from = at(maps, element, p->dtype);
+    if (p->dtype == FLOAT32 && element + g->N + VL - 1 <= end) return from;
+    read_floats(scratch, from, g->N, p->dtype);
+    return scratch;
+}
+
+/* Asks for a row of such a map that is needed soon; short rows lie too far apart for the processor to guess. */
+INLINE void fetch_row(const image *g, const void *maps, int head, int row, const int to_write) {
+    if (!maps || row >= g->N) return;
+    const char *from = at(maps, map_element(g, head, row), g->p->dtype);
+    for (long byte = 0; byte < (long)g->N * size_of(g->p->dtype); byte += 64)
+        __builtin_prefetch(from + byte, to_write, 2);
+}
+
+/* gain * own logits (+ alpha * prev where `mix`) of queries begin..end, into maps rows first, first+1, ... */
+static void own_logits(const image *g, float *maps, int first, int begin, int end, int mix) {
+    const problem *p = g->p;
+    const int H = p->H, W = p->W, Hp = round_up(H);
+    for (int head = 0; head < p->K; head++) {
+        if (p->height_rel) position_terms(g, head, begin, end);
+        for (int i = begin; i < end; i++) {
+            float *row = row_of(g, maps, first + i - begin, head);
+            const float *prev = mix ? stored_row(g, p->prev, head, i, g->previous) : NULL;
+            if (p->height_rel) {
+                const float *by_row = g->position + i * g->position_ld, *by_col = by_row + Hp;
+                for (int y = 0; y < H; y++) /* the last vector of a row reaches into the next, which overwrites it */
+                    for (int x = 0, j = y * W; x < W; x += VL, j = y * W + x) {
+                        const vec position = LOAD(by_col + x) + by_row[y];
+                        STORE(row + j, mix ? p->alpha * LOAD(prev + j) + position : position);
+                    }
+            } else {
+                for (int j = 0; j < g->N; j += VL) STORE(row + j, mix ? p->alpha * LOAD(prev + j) : (vec){});
+            }
+            memset(row + g->N, 0, (g->P - MARGIN - g->N) * sizeof(float));
+        }
+        gemm(ADD, end - begin, g->Np, p->D, g->q + (long)head * p->D * g->Np + begin, 1, g->Np,
+             g->k + (long)head * p->D * g->Np, g->Np, NULL, row_of(g, maps, first, head), (long)p->K * g->P);
+    }
+}
+
+static void previous_logits(const image *g, float *maps, int first, int begin, int end) {
+    for (int i = begin; i < end; i++)
+        for (int head = 0; head < g->p->K; head++)
+            read_floats(row_of(g, maps, first + i - begin, head), at(g->p->prev, map_element(g, head, i), g->p->dtype),
+                        g->N, g->p->dtype);
+}
+
+/* The logits of one query, all heads, (K, P): `own`, `conv`, or made in `row`. `maps` holds what the convolution reads
+ * (mix: the mixture, predict: prev), its row `at` that of the query; `own` (none, predict) gain * own logits; `conv`
+ * (K, P) the convolution after its ReLU. */
+static float *finish_logits(const image *g, float *row, float *conv, const float *maps, int at, float *own) {
+    const problem *p = g->p;
+    const long n = (long)p->K * g->P;
+    if (p->kind == NONE) return own;
+    if (only_convolved(p)) return conv;
+    const float *m = maps + at * n;
+    if (p->kind == MIX) {
+        if (!p->weight)
+            memcpy(row, m, n * sizeof(float));
+        else
+            for (long j = 0; j < n; j += VL) STORE(row + j, p->beta * LOAD(conv + j) + (1 - p->beta) * LOAD(m + j));
+    } else {
+        const float *from = p->weight ? conv : m;
+        for (long j = 0; j < n; j += VL) STORE(row + j, LOAD(own + j) + p->alpha * LOAD(from + j));
+    }
+    return row;
+}
+
+/* What enters the softmax is what is (or would be) stored. */
+static void round_row(const image *g, float *l) {
+    if (g->p->dtype == FLOAT32) return;
+    write_floats(g->previous, l, g->N, g->p->dtype);
+    read_floats(l, g->previous, g->N, g->p->dtype);
+}

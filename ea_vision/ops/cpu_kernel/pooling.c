@@ -1,0 +1,64 @@
+/* 3x3 average pooling, forward and backward; alone, it needs nothing of the other files. */
+#include <string.h>
+
+/* Of each of n outputs along a side of `length`: 1 / the number of pixels it averages. */
+static void pool_shares(float *shares, int n, int length) {
+    for (int i = 0; i < n; i++) shares[i] = 1.0f / (3 - (i == 0) - (2 * i + 1 >= length));
+}
+
+/* 3x3 average, stride 2, padding 1 that does not count: (planes, H, W) -> (planes, ceil(H/2), ceil(W/2)), float32. */
+void pool_forward(float *to, const float *from, long planes, int H, int W, int threads) {
+    const int h = (H + 1) / 2, w = (W + 1) / 2;
+    float by_row[h], by_col[w];
+    pool_shares(by_row, h, H);
+    pool_shares(by_col, w, W);
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (long plane = 0; plane < planes; plane++) {
+        const float *x = from + plane * H * W;
+        float *y = to + plane * h * w, sums[2 * w + 1];
+        memset(sums, 0, sizeof sums);
+        for (int r = 0; r < h; r++, y += w) {
+            const float *middle = x + 2L * r * W, *above = middle - W, *below = middle + W;
+            if (r == 0 && 2 * r + 1 == H)
+                for (int c = 0; c < W; c++) sums[c + 1] = middle[c];
+            else if (r == 0)
+                for (int c = 0; c < W; c++) sums[c + 1] = middle[c] + below[c];
+            else if (2 * r + 1 == H)
+                for (int c = 0; c < W; c++) sums[c + 1] = above[c] + middle[c];
+            else
+                for (int c = 0; c < W; c++) sums[c + 1] = above[c] + middle[c] + below[c];
+            for (int c = 0; c < w; c++)
+                y[c] = (sums[2 * c] + sums[2 * c + 1] + sums[2 * c + 2]) * (by_row[r] * by_col[c]);
+        }
+    }
+}
+
+void pool_backward(float *d_from, const float *d_to, long planes, int H, int W, int threads) {
+    const int h = (H + 1) / 2, w = (W + 1) / 2;
+    float by_row[h], by_col[w];
+    pool_shares(by_row, h, H);
+    pool_shares(by_col, w, W);
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (long plane = 0; plane < planes; plane++) {
+        const float *dy = d_to + plane * h * w;
+        float *dx = d_from + plane * H * W, two[2][2 * w + 1]; /* what a row of outputs gives each of its three rows */
+        memset(two, 0, sizeof two);
+        for (int r = 0; r <= h; r++) {
+            float *before = two[(r + 1) % 2], *now = two[r % 2];
+            if (r < h) {
+                float last = 0;
+                for (int c = 0; c < w; c++) {
+                    const float share = dy[r * w + c] * (by_row[r] * by_col[c]);
+                    now[2 * c] = last + share;
+                    now[2 * c + 1] = share;
+                    last = share;
+                }
+                now[2 * w] = last;
+            }
+            if (r > 0 && 2 * r - 1 < H)
+                for (int c = 0; c < W; c++) dx[(2 * r - 1L) * W + c] = before[c + 1] + (r < h ? now[c + 1] : 0);
+            if (r < h)
+                for (int c = 0; c < W; c++) dx[2L * r * W + c] = now[c + 1];
+        }
+    }
+}

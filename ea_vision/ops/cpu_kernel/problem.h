@@ -1,0 +1,115 @@
+/* A problem as cpu.py hands it over, and what a thread keeps while it works on an image of it. */
+#pragma once
+
+#include "convolution.h"
+#include "storage.h"
+
+enum { NONE, MIX, PREDICT };
+
+typedef struct {
+    int32_t B, K, H, W, D, E, kernel, kind, dtype, threads;
+    float alpha, beta, scale;
+    int64_t q_step, k_step, v_step;                     /* elements from one image to the next */
+    const void *q, *k, *v, *prev;                       /* prev (B, K, N, N) or NULL */
+    const float *height_rel, *width_rel;                /* (2H-1, D), (2W-1, D), or NULL both */
+    const float *weight, *bias;                         /* (K, K, kernel, kernel), (K), or NULL both */
+    void *out, *logits;                                 /* (B, K, E, N); (B, K, N, N) or NULL */
+    float *norm;                                        /* (B, K, N, 2): c and 1 / sum of exp(logits - c) */
+    /* backward only */
+    const void *d_out, *d_logits;                       /* d_logits or NULL */
+    void *d_q, *d_k, *d_v, *d_prev;                     /* (B, K, D, N) twice, (B, K, E, N), (B, K, N, N) or NULL */
+    float *d_height_rel, *d_width_rel, *d_weight, *d_bias; /* of each image: (B, ...) */
+} problem;
+
+/* Whether the logits are the convolved mixture and nothing else. */
+static int only_convolved(const problem *p) { return p->weight && p->kind == MIX && p->beta == 1.0f; }
+
+#define BLOCK (2 * GROUP) /* rows whose values are summed, or whose softmax is differentiated, together */
+#define FEW 4             /* values of a head that are summed while its softmax is made; more are a matrix product */
+
+/* What all rows of an image share. */
+typedef struct {
+    const problem *p;
+    int b, N, Np, Dp, Ep, P;     /* padded N, D and E; floats of a buffered row of one head */
+    float gain;                  /* of the own logits in the result */
+    float *q, *k, *v;            /* (K*D, Np) scaled, times gain; (K*D, Np); (K*E, Np) */
+    float *heights, *widths;     /* (D, 2H-1 + VL padded), (D, ...): the tables transposed */
+    long height_ld, width_ld;
+    float *position;             /* (N, Hp + Wp): position terms of one head's queries by row and column */
+    long position_ld;
+    convolution conv;
+    float *weight;               /* (planes, K, taps) */
+    float *v_rows;               /* (K, N, Ep) where heads are wider than FEW: the values transposed */
+    float *attn;                 /* (K, BLOCK, Np) there: exp(logits - c) of rows whose values are still to come */
+    float *sums;                 /* (BLOCK, Ep) there: their values */
+    float *previous;             /* (Np), a row of prev, or for passing use */
+} image;
+
+/* Buffers are kept by their thread for the next problem of the same sizes: getting them anew from the system costs as
+ * much as the arithmetic. What must be zero in them (margins, rows beyond the map, sums) is left so. */
+static int same_sizes(const problem *a, const problem *b) {
+    return a->K == b->K && a->H == b->H && a->W == b->W && a->D == b->D && a->E == b->E && a->kernel == b->kernel &&
+           a->kind == b->kind && !a->height_rel == !b->height_rel && !a->weight == !b->weight &&
+           !a->logits == !b->logits;
+}
+
+static void free_image(image *g) {
+    float *all[] = {g->q, g->k, g->v, g->heights, g->widths, g->position, g->weight, g->v_rows, g->attn, g->sums,
+                    g->previous};
+    for (unsigned i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
+    free_convolution(&g->conv);
+}
+
+static void allocate_image(image *g, const problem *p) {
+    const int N = p->H * p->W;
+    *g = (image){.N = N, .Np = round_up(N), .Dp = round_up(p->D), .Ep = round_up(p->E), .P = row_length(N)};
+    g->q = new_floats((long)p->K * p->D * g->Np);
+    g->k = new_floats((long)p->K * p->D * g->Np);
+    g->v = new_floats((long)p->K * p->E * g->Np);
+    if (p->E > FEW) {
+        g->v_rows = new_floats((long)p->K * N * g->Ep);
+        g->attn = new_floats((long)p->K * BLOCK * g->Np);
+        g->sums = new_floats((long)BLOCK * g->Ep);
+    }
+    g->previous = new_floats(g->Np);
+    if (p->height_rel) {
+        g->height_ld = round_up(2 * p->H - 1) + round_up(p->H);
+        g->width_ld = round_up(2 * p->W - 1) + round_up(p->W);
+        g->heights = new_floats(p->D * g->height_ld);
+        g->widths = new_floats(p->D * g->width_ld);
+        g->position_ld = round_up(p->H) + round_up(p->W);
+        g->position = new_floats(N * g->position_ld);
+    }
+    if (p->weight) {
+        allocate_convolution(&g->conv, p->K, N, p->kernel);
+        g->weight = new_floats((long)g->conv.planes * p->K * g->conv.taps);
+    }
+}
+
+static void read_parameters(image *g, const problem *p) {
+    g->p = p;
+    g->gain = p->kind == NONE ? 1.0f : 1.0f - p->alpha;
+    if (p->height_rel) {
+        transpose(g->heights, g->height_ld, p->height_rel, p->D, 2 * p->H - 1, p->D);
+        transpose(g->widths, g->width_ld, p->width_rel, p->D, 2 * p->W - 1, p->D);
+    }
+    if (p->weight) read_weight(&g->conv, g->weight, p->weight);
+}
+
+static void read_image(image *g, int b) {
+    const problem *p = g->p;
+    g->b = b;
+    read_matrix(g->q, g->Np, at(p->q, b * p->q_step, p->dtype), p->K * p->D, g->N, p->dtype, p->scale * g->gain);
+    read_matrix(g->k, g->Np, at(p->k, b * p->k_step, p->dtype), p->K * p->D, g->N, p->dtype, 1);
+    read_matrix(g->v, g->Np, at(p->v, b * p->v_step, p->dtype), p->K * p->E, g->N, p->dtype, 1);
+}
+
+/* Where a head's row begins in a buffer of maps. */
+INLINE float *row_of(const image *g, float *maps, int row, int head) {
+    return maps + ((long)row * g->p->K + head) * g->P + MARGIN;
+}
+
+/* A head's query among those of all images; times N: the element at which its row of a stored map begins. */
+static long query_of(const image *g, int head, int row) { return ((long)g->b * g->p->K + head) * g->N + row; }
+
+static long map_element(const image *g, int head, int row) { return query_of(g, head, row) * g->N; }

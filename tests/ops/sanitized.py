@@ -1,0 +1,60 @@
+"""Runs the C kernel of cpu.py, its first argument, as each further argument compiles it; then reads beyond a tensor.
+
+For a process that has the address sanitizer loaded. It takes cpu.py alone: to import the package takes seconds there.
+"""
+import importlib.util
+import os
+import random
+import sys
+
+import torch
+
+spec = importlib.util.spec_from_file_location("cpu", sys.argv[1])
+cpu = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(cpu)
+
+
+def attend(draw: random.Random, dtype: torch.dtype, kernel: int, prev: bool, predict: bool) -> None:
+    """Forward and backward of two images of a random shape."""
+    H, W, K, D, E = draw.choice((1, 2, 3, 5)), draw.choice((1, 3, 4, 9, 17)), *draw.choices(range(1, 10), k=3)
+    N = H * W
+    generator = torch.Generator().manual_seed(draw.randrange(1 << 30))
+
+    def new(*shape, dtype=torch.float32):
+        return torch.randn(shape, generator=generator).to(dtype).requires_grad_()
+
+    q, k, v = new(2, K, N, D, dtype=dtype), new(2, K, N, D, dtype=dtype), new(2, K, N, E, dtype=dtype)
+    tables = (new(2 * H - 1, D), new(2 * W - 1, D)) if draw.random() < 0.5 else (None, None)
+    prev = new(2, K, N, N, dtype=dtype) if prev else None
+    convolution = (new(K, K, kernel, kernel), new(K)) if kernel else (None, None)
+    out, logits = cpu.attend(
+        q, k, v, *tables, prev, *convolution, 0.3, draw.choice((0.6, 1.0)), predict=predict, scale=0.5,
+        feat_size=(H, W), need_logits=draw.random() < 0.5)
+    loss = out.float().square().sum()
+    (loss if logits is None or draw.random() < 0.3 else loss + logits.float().square().sum()).backward()
+
+
+def pool(*size: int) -> None:
+    x = torch.randn(2, 3, *size, requires_grad=True)
+    cpu.pool(x).square().sum().backward()
+
+
+torch.set_num_threads(2)
+for compiler in sys.argv[2:]:
+    os.environ["CC"] = compiler
+    cpu._load.cache_clear()
+    if isinstance(cpu._load(), str):
+        sys.exit(cpu._load())
+    draw = random.Random(0)
+    stored = [dtype for dtype, code in cpu.DTYPES.items() if cpu._load().stored_dtypes() >> code & 1]
+    for dtype in stored:
+        for kernel in (0, 1, 3, 5):
+            for prev, predict in (False, False), (True, False), (True, True):
+                for _ in range(2):
+                    attend(draw, dtype, kernel if prev else 0, prev, predict)
+    for size in (1, 1), (5, 7), (8, 6), (2, 9):
+        pool(*size)
+    print("clean", flush=True)
+
+x, out = torch.randn(1, 3, 5, 7), torch.empty(1, 3, 3, 4)
+cpu._load().pool_forward(out.data_ptr(), x.data_ptr(), 4, 5, 7, 1)  # 4 planes where there are 3
