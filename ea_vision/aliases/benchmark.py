@@ -4,5 +4,4 @@ import sys
 from ea_vision.__main__ import main
 
 if __name__ == "__main__":
-    sys.argv.insert(1, "benchmark")
-    sys.exit(main())
+    sys.exit(main(["benchmark", *sys.argv[1:]]))

@@ -4,5 +4,4 @@ import sys
 from ea_vision.__main__ import main
 
 if __name__ == "__main__":
-    sys.argv.insert(1, "memory")
-    sys.exit(main())
+    sys.exit(main(["memory", *sys.argv[1:]]))

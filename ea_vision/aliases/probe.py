@@ -4,5 +4,4 @@ import sys
 from ea_vision.__main__ import main
 
 if __name__ == "__main__":
-    sys.argv.insert(1, "probe")
-    sys.exit(main())
+    sys.exit(main(["probe", *sys.argv[1:]]))

@@ -1,4 +1,4 @@
-"""The server behind `explore.py --serve`: the page, and a place to send images to. It answers this machine only."""
+"""The server behind `ea-vision explore --serve`: the page, and a place to send images to, for this machine only."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from PIL import Image
 
 from ea_vision.analysis.loading import load_model
 from ea_vision.analysis.recording import attention_layers
-from ea_vision.visualize.explore import STORED_PARTS, Explorer
+from ea_vision.visualize.page import STORED_PARTS, Explorer
 
 
 def picture(seed: int, size: tuple[int, int] = (120, 90)) -> Image.Image:

@@ -18,8 +18,9 @@ from PIL import Image
 
 import ea_vision
 from ea_vision.analysis.loading import load_model
+from ea_vision.analysis.recording import PARTS as RECORDED_PARTS
 from ea_vision.analysis.recording import attention_layers
-from ea_vision.visualize.explore import Explorer, build_page, decode_image
+from ea_vision.visualize.page import Explorer, build_page, decode_image
 from ea_vision.visualize.page_server import PageServer
 
 from .conftest import picture
@@ -124,7 +125,7 @@ def recordings(explorer):
     for image in range(2):
         for index, (model, layers) in enumerate(zip(explorer.models, explorer.layers, strict=True)):
             with torch.inference_mode(), ea_vision.record_attention(
-                    model.model, [layer.number for layer in layers], parts=ea_vision.attention.PARTS) as maps:
+                    model.model, [layer.number for layer in layers], parts=RECORDED_PARTS) as maps:
                 model.model(model.normalize(model.prepare(picture(image))[None]))
             found[image, index] = maps
     return found
@@ -154,10 +155,15 @@ def expected_row(explorer, maps, index: int, number: int, part: str, head, query
 
 # ---- values ---------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("script", ["", "delete window.DecompressionStream"], ids=["platform", "own-inflate"])
-def test_tiles_equal_numpy(open_page, explorer, recordings, script):
+def test_a_browser_that_is_too_old_is_told_so(open_page):
+    page = open_page(script="delete window.DecompressionStream")
+    message = page.locator("#message")
+    assert message.is_visible() and "needs a browser of May 2023 or later" in message.inner_text()
+
+
+def test_tiles_equal_numpy(open_page, explorer, recordings):
     """Every part, head and the mean, of both models and images, for queries by fragment."""
-    page = open_page(script=script)
+    page = open_page()
     compared = 0
     for image, query in ((0, (5, 90)), (1, (63, 0))):
         for part in PARTS:

@@ -7,7 +7,6 @@ import struct
 import sys
 import zlib
 
-import explore
 import numpy as np
 import pytest
 import torch
@@ -18,7 +17,8 @@ from PIL import Image
 
 import ea_vision
 from ea_vision.base.errors import UsageError, exit_code
-from ea_vision.visualize.explore import STORED_PARTS, build_page, decode_image, fit, pack, quantise, size_mb
+from ea_vision.visualize import explore, page
+from ea_vision.visualize.page import STORED_PARTS, build_page, decode_image, fit, pack, quantise, size_mb
 
 from .conftest import picture
 
@@ -61,7 +61,7 @@ def unpack(view: dict, number: int, part: str, num_heads: int) -> np.ndarray:
     stream, offset = view["places"][number][part]
     H, W = view["featSizes"][number]
     rows, N = num_heads * H * W, H * W
-    data = zlib.decompress(base64.b64decode(view["streams"][stream]), -zlib.MAX_WBITS)[offset:]
+    data = zlib.decompress(base64.b64decode(view["streams"][stream]))[offset:]
     low, step = np.frombuffer(data, "<f4", 2 * rows).reshape(2, num_heads, N, 1)
     return low + step * np.frombuffer(data, np.uint8, rows * N, 8 * rows).reshape(num_heads, N, N)
 
@@ -150,7 +150,7 @@ def test_the_command_writes_a_page(tmp_path, monkeypatch, capsys):
 def test_a_page_that_grows_too_large_says_what_to_do(tmp_path, monkeypatch, capsys):
     image = tmp_path / "photo.png"
     picture(3).save(image)
-    monkeypatch.setattr(explore, "MEGABYTE", 20_000)  # 1 "MB" is 20 kB
+    monkeypatch.setattr(page, "MEGABYTE", 20_000)  # 1 "MB" is 20 kB
     code, err = run(monkeypatch, capsys, "--max-mb", "1", "-o", tmp_path / "a.html", image)
     assert code == 0 and "left out" in err and "self_logits" in err
     code, err = run(monkeypatch, capsys, "--max-mb", "1", "--parts", "all", "-o", tmp_path / "b.html", image)

@@ -6,11 +6,11 @@ import socket
 import threading
 from urllib.parse import quote
 
-import explore_server
 import pytest
 
 from ea_vision.base.errors import UsageError
-from ea_vision.visualize.explore import build_page, decode_image
+from ea_vision.visualize import page_server
+from ea_vision.visualize.page import build_page, decode_image
 from ea_vision.visualize.page_server import PageServer
 
 from .conftest import picture
@@ -37,7 +37,7 @@ def server(explorer):
 
 def ask(server, method: str, path: str, body: bytes | None = None, **headers: str):
     """(status, body) of a request."""
-    connection = http.client.HTTPConnection(explore_server.HOST, server.server_port, timeout=20)
+    connection = http.client.HTTPConnection(page_server.HOST, server.server_port, timeout=20)
     connection.request(method, path, body, {name.replace("_", "-"): value for name, value in headers.items()})
     response = connection.getresponse()
     content = response.read()
@@ -81,7 +81,7 @@ def test_limits(server):
 
 
 def test_an_upload_that_ends_early(server):
-    with socket.create_connection((explore_server.HOST, server.server_port), timeout=10) as client:
+    with socket.create_connection((page_server.HOST, server.server_port), timeout=10) as client:
         client.sendall(f"POST /image HTTP/1.1\r\nHost: 127.0.0.1:{server.server_port}\r\nContent-Type: image/png\r\n"
                        "Content-Length: 5000\r\n\r\nabc".encode())
         client.shutdown(socket.SHUT_WR)
@@ -92,8 +92,8 @@ def test_an_upload_that_ends_early(server):
 
 
 def test_an_upload_that_stops(server, monkeypatch, capsys):
-    monkeypatch.setattr(explore_server.Handler, "timeout", 0.3)
-    with socket.create_connection((explore_server.HOST, server.server_port), timeout=10) as client:
+    monkeypatch.setattr(page_server.Handler, "timeout", 0.3)
+    with socket.create_connection((page_server.HOST, server.server_port), timeout=10) as client:
         client.sendall(f"POST /image HTTP/1.1\r\nHost: 127.0.0.1:{server.server_port}\r\nContent-Type: image/png\r\n"
                        "Content-Length: 5000\r\n\r\nabc".encode())
         assert b" 408 " in client.recv(4096)

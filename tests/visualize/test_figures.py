@@ -16,21 +16,27 @@ from ea_vision.base.files import atomic_write
 from ea_vision.engine import checkpoint, run_folder
 from ea_vision.layers import AugmentedConv2d
 from ea_vision.visualize import (
-    attention_animation,
-    attention_heatmap,
-    attention_matrix,
-    attention_rollout,
-    attention_statistics,
-    compare_models,
+    animation,
+    attention_matrices,
     evolution_strip,
-    figure_tools,
+    heads_by_queries,
+    heatmap,
+    layer_statistics,
+    matrix,
+    models_side_by_side,
+    recordings,
+    rollout,
+    rollout_figure,
+    strip,
 )
+from ea_vision.visualize.drawing import new_figure
+from ea_vision.visualize.writing import save
 
 from .conftest import SCRIPTS
 
 KWARGS = dict(num_classes=3, img_size=16, widths=[8, 8, 16, 16])
-ALL = (attention_heatmap, compare_models, evolution_strip, attention_matrix, attention_rollout, attention_statistics,
-       attention_animation)
+ALL = {"heatmap": heatmap, "strip": strip, "matrix": matrix, "rollout": rollout, "statistics": layer_statistics,
+       "animation": animation}
 
 
 @pytest.fixture
@@ -81,7 +87,7 @@ def pointer(down, right):
 
 
 def record(model, parts=("attn",)):
-    return figure_tools.record(model, Image.new("RGB", (64, 32), "grey"), attention_layers(model.model), parts)
+    return recordings.record(model, Image.new("RGB", (64, 32), "grey"), attention_layers(model.model), parts)
 
 
 def brightest(artist):
@@ -105,7 +111,7 @@ def command(script, *argv):
 def test_a_map_lies_where_its_query_looks(down, right):
     recording = record(pointer(down, right))
     point = (13, 27)  # in the cell of row 1 and column 3
-    figure = attention_heatmap.heads_by_queries(recording, [1], [0, 1, "mean"], [point])
+    figure = heads_by_queries(recording, [1], [0, 1, "mean"], [point])
     shown = [axes.images[-1] for axes in figure.axes if len(axes.images) == 2]  # a map over the grey image
     assert len(shown) == 3
     for artist in shown:
@@ -114,7 +120,7 @@ def test_a_map_lies_where_its_query_looks(down, right):
 
 def test_the_query_is_marked_where_it_was_given():
     recording = record(pointer(0, 0))
-    figure = attention_heatmap.heads_by_queries(recording, [1], ["mean"], [(3, 60), (20, 10)], overlay=False)
+    figure = heads_by_queries(recording, [1], ["mean"], [(3, 60), (20, 10)], overlay=False)
     header, *cells = [axes for axes in figure.axes if axes.images]
     assert [tuple(line.get_xydata()[0]) for line in header.lines] == [(60.5, 3.5), (10.5, 20.5)]
     assert [tuple(axes.lines[0].get_xydata()[0]) for axes in cells[:2]] == [(60.5, 3.5), (10.5, 20.5)]
@@ -122,23 +128,23 @@ def test_the_query_is_marked_where_it_was_given():
 
 @pytest.mark.parametrize("point,cell", [((0, 0), (0, 0)), ((0, 63), (0, 7)), ((31, 0), (3, 0)), ((15, 16), (1, 2))])
 def test_cells_of_pixels(point, cell):
-    assert figure_tools.cell_of(point, (32, 64), (4, 8)) == cell
+    assert recordings.cell_of(point, (32, 64), (4, 8)) == cell
 
 
 def test_models_side_by_side_share_one_scale_and_place_the_query():
     recordings = [record(pointer(0, 0)), record(pointer(1, 1))]
-    figure = compare_models.models_side_by_side(recordings, [[1], [1]], [0], [(5, 20)])
+    figure = models_side_by_side(recordings, [[1], [1]], [0], [(5, 20)])
     maps = [axes.images[-1] for axes in figure.axes if len(axes.images) == 2]
     assert [brightest(artist) for artist in maps] == [(4, 20), (12, 28)]
     assert len({artist.get_clim() for artist in maps}) == 1
     with pytest.raises(UsageError, match="as many layers each, got 1 of pointer, 2 of pointer"):
-        compare_models.models_side_by_side(recordings, [[1], [1, 1]], [0], [(5, 20)])
+        models_side_by_side(recordings, [[1], [1, 1]], [0], [(5, 20)])
 
 
 def test_the_strip_shows_every_part_of_every_chain(run):
-    model = figure_tools.load_model(str(run))
-    recording = figure_tools.record(model, Image.new("RGB", (16, 16), "grey"), attention_layers(model.model), PARTS)
-    figure = evolution_strip.evolution_strip(recording, [1, 2, 3, 4, 5, 6], 1, (5, 9))
+    model = load_model(str(run))
+    recording = recordings.record(model, Image.new("RGB", (16, 16), "grey"), attention_layers(model.model), PARTS)
+    figure = evolution_strip(recording, [1, 2, 3, 4, 5, 6], 1, (5, 9))
     shown = [axes.images[0].get_array() for axes in figure.axes if axes.images]
     shown = [values for values in shown if values.shape in ((4, 4), (2, 2))]
     assert len(shown) == 2 * (3 + 2 * 5)  # a chain: its first layer has no previous and no convolved logits
@@ -147,9 +153,9 @@ def test_the_strip_shows_every_part_of_every_chain(run):
 
 
 def test_matrices_are_the_recorded_ones(run):
-    model = figure_tools.load_model(str(run))
-    recording = figure_tools.record(model, Image.new("RGB", (16, 16), "grey"), attention_layers(model.model)[:1])
-    figure = attention_matrix.attention_matrices(recording, [1], [2, "mean"])
+    model = load_model(str(run))
+    recording = recordings.record(model, Image.new("RGB", (16, 16), "grey"), attention_layers(model.model)[:1])
+    figure = attention_matrices(recording, [1], [2, "mean"])
     head, mean = (axes.images[0].get_array() for axes in figure.axes if axes.images)
     attn = recording.maps[1].attn[0]
     assert np.array_equal(head, attn[2]) and np.allclose(mean, attn.mean(0))
@@ -160,20 +166,20 @@ def test_rollout_says_where_it_is_an_approximation():
     vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, num_classes=2).eval()
     config = timm.data.resolve_model_data_config(vit)
     exact = record(LoadedModel(vit, "vit", (32, 32), config))
-    labels = [[axes.get_ylabel() for axes in attention_rollout.rollout_figure([recording], [(5, 5)]).axes]
+    labels = [[axes.get_ylabel() for axes in rollout_figure([recording], [(5, 5)]).axes]
               for recording in (convolutional, exact)]
     assert "approximation" in labels[0][0] and "approximation" not in "".join(labels[1])
 
 
 @pytest.mark.parametrize("script,options,suffix,magic", [
-    (attention_heatmap, ["--layers", "1,3", "--heads", "0,mean", "--queries", "2,3"], ".png", b"\x89PNG"),
-    (attention_heatmap, ["--layers", "2", "--bare"], ".svg", b"<?xml"),
-    (compare_models, ["--layers", "1-3"], ".pdf", b"%PDF"),
-    (evolution_strip, ["--heads", "1"], ".png", b"\x89PNG"),
-    (attention_matrix, ["--part", "conv_logits", "--layers", "2"], ".png", b"\x89PNG"),
-    (attention_rollout, [], ".png", b"\x89PNG"),
-    (attention_statistics, ["--csv", "CSV"], ".png", b"\x89PNG"),
-    (attention_animation, ["--layers", "1-3", "--dpi", "40"], ".gif", b"GIF8"),
+    (heatmap, ["--layers", "1,3", "--heads", "0,mean", "--queries", "2,3"], ".png", b"\x89PNG"),
+    (heatmap, ["--layers", "2", "--bare"], ".svg", b"<?xml"),
+    (heatmap, ["--heads", "mean", "--layers", "1-3"], ".pdf", b"%PDF"),
+    (strip, ["--heads", "1"], ".png", b"\x89PNG"),
+    (matrix, ["--part", "conv_logits", "--layers", "2"], ".png", b"\x89PNG"),
+    (rollout, [], ".png", b"\x89PNG"),
+    (layer_statistics, ["--csv", "CSV"], ".png", b"\x89PNG"),
+    (animation, ["--layers", "1-3", "--dpi", "40"], ".gif", b"GIF8"),
 ])
 def test_every_script_writes_its_figure(script, options, suffix, magic, run, photo, tmp_path, capsys):
     output = tmp_path / "out" / f"figure{suffix}"
@@ -186,10 +192,10 @@ def test_every_script_writes_its_figure(script, options, suffix, magic, run, pho
 
 def test_text_stays_text_in_vector_files(tmp_path):
     """So that it can be found and edited, and journals that refuse Type 3 fonts take the PDF."""
-    figure = figure_tools.new_figure(2, 1)
+    figure = new_figure(2, 1)
     figure.suptitle("layer 16, head 3")
     for suffix in (".svg", ".pdf"):
-        figure_tools.save(figure, tmp_path / f"figure{suffix}", 100)
+        save(figure, tmp_path / f"figure{suffix}", 100)
     assert b">layer 16, head 3</text>" in (tmp_path / "figure.svg").read_bytes()
     pdf = (tmp_path / "figure.pdf").read_bytes()
     assert b"/CIDFontType2" in pdf and b"/Type3" not in pdf  # TrueType
@@ -198,7 +204,7 @@ def test_text_stays_text_in_vector_files(tmp_path):
 def test_several_images_get_a_file_each_and_several_models_one_figure(run, photo, tmp_path):
     other = make_run(tmp_path / "other", "conv_transformer_cifar")
     Image.open(photo).save(tmp_path / "second.png")
-    assert command(attention_heatmap, "--model", f"{run},{other}", "--layers", "1", "--heads", "mean", "--queries",
+    assert command(heatmap, "--model", f"{run},{other}", "--layers", "1", "--heads", "mean", "--queries",
                    "1,1", "-o", tmp_path / "m.png", photo, tmp_path / "second.png") == 0
     assert (tmp_path / "m-photo.png").exists() and (tmp_path / "m-second.png").exists()
 
@@ -206,7 +212,7 @@ def test_several_images_get_a_file_each_and_several_models_one_figure(run, photo
 def test_animations_through_layers_and_checkpoints(run, photo, tmp_path):
     for options, frames in (["--layers", "1,2,4"], 3), (["--layers", "2", "--through", "checkpoints"], 2):
         output = tmp_path / "a.gif"
-        assert command(attention_animation, "--model", run, *options, "--seconds", "0.1", "--dpi", "40", "-o", output,
+        assert command(animation, "--model", run, *options, "--seconds", "0.1", "--dpi", "40", "-o", output,
                        photo) == 0
         with Image.open(output) as film:
             assert film.n_frames == frames and film.info["duration"] == 100
@@ -216,23 +222,23 @@ def test_animations_through_the_snapshots_of_a_run(run, photo, tmp_path):
     """Checkpoints of epochs 1 and 2, snapshots of 2 and 4: a frame an epoch, of that epoch's weights."""
     for epoch in (2, 4):
         run_folder.write_snapshot(run, timm.create_model("ea_conv_transformer_cifar", **KWARGS), epoch)
-    files = attention_animation.checkpoints_of(str(run)).split(",")
+    files = animation.checkpoints_of(str(run)).split(",")
     assert [load_model(file).epoch for file in files] == [1, 2, 2, 4]
-    assert command(attention_animation, "--model", run, "--layers", "2", "--through", "checkpoints", "--dpi", "40",
+    assert command(animation, "--model", run, "--layers", "2", "--through", "checkpoints", "--dpi", "40",
                    "-o", tmp_path / "a.gif", photo) == 0
     with Image.open(tmp_path / "a.gif") as film:
         assert film.n_frames == 3
 
 
 def test_films_need_ffmpeg(run, photo, tmp_path, monkeypatch):
-    monkeypatch.setattr(attention_animation.shutil, "which", lambda name: None)
+    monkeypatch.setattr(animation.shutil, "which", lambda name: None)
     with pytest.raises(UsageError, match="ffmpeg"):
-        command(attention_animation, "--model", run, "-o", tmp_path / "a.mp4", photo)
+        command(animation, "--model", run, "-o", tmp_path / "a.mp4", photo)
 
 
-@pytest.mark.skipif(attention_animation.shutil.which("ffmpeg") is None, reason="needs ffmpeg")
+@pytest.mark.skipif(animation.shutil.which("ffmpeg") is None, reason="needs ffmpeg")
 def test_films(run, photo, tmp_path):
-    assert command(attention_animation, "--model", run, "--dpi", "41", "-o", tmp_path / "a.mp4", photo) == 0
+    assert command(animation, "--model", run, "--dpi", "41", "-o", tmp_path / "a.mp4", photo) == 0
     assert (tmp_path / "a.mp4").read_bytes()[4:8] == b"ftyp"
 
 
@@ -252,7 +258,7 @@ def test_bad_input_leaves_nothing(options, message, run, photo, tmp_path, monkey
     (tmp_path / "README.txt").write_text("words")
     before = set(tmp_path.iterdir())
     with pytest.raises(UsageError) as error:
-        command(attention_heatmap, "--model", run, "-o", tmp_path / "new.png", photo, *options)
+        command(heatmap, "--model", run, "-o", tmp_path / "new.png", photo, *options)
     assert message in str(error.value)
     assert set(tmp_path.iterdir()) == before
 
@@ -260,18 +266,18 @@ def test_bad_input_leaves_nothing(options, message, run, photo, tmp_path, monkey
 def test_one_value_where_a_figure_shows_one(run, photo, tmp_path):
     for options in (["--heads", "0,1"], ["--queries", "1,1", "2,2"], ["--model", f"{run},{run}"]):
         with pytest.raises(UsageError, match="this figure shows one .*; got 2"):
-            command(evolution_strip, "--model", run, "-o", tmp_path / "a.png", *options, "--", photo)
+            command(strip, "--model", run, "-o", tmp_path / "a.png", *options, "--", photo)
     with pytest.raises(UsageError, match="has no conv_logits in layer 1, 4: choose --layers"):
-        command(attention_matrix, "--model", run, "--part", "conv_logits", "-o", tmp_path / "a.png", photo)
+        command(matrix, "--model", run, "--part", "conv_logits", "-o", tmp_path / "a.png", photo)
 
 
 def test_help_shows_defaults_and_examples(capsys):
-    for script in ALL:
+    for name, script in ALL.items():
         with pytest.raises(SystemExit) as left:
             command(script, "--help")
         text = capsys.readouterr().out
         assert left.value.code == 0 and "default:" in text
-        assert f"examples:\n  python visualize/{script.__name__}.py" in text
+        assert f"examples:\n  ea-vision {name} " in text
 
 
 def test_a_user_sees_one_line_and_an_exit_code(tmp_path):

@@ -7,32 +7,8 @@ from collections.abc import Sequence
 from matplotlib.figure import Figure
 
 from ea_vision.base.errors import UsageError
-from ea_vision.visualize.figure_tools import (
-    Head,
-    Point,
-    Recording,
-    add_scale,
-    draw_image,
-    draw_map,
-    each_image,
-    head_name,
-    load_models,
-    make_parser,
-    mark_point,
-    new_figure,
-    parse_heads,
-    parse_layers,
-    parse_queries,
-    query_map,
-    record,
-    save,
-    scale_of,
-)
-
-EXAMPLES = """\
-  python visualize/compare_models.py --model aa_resnet34,ea_aa_resnet34 --layers 16,17,18 -o both.png photo.jpg
-  python visualize/compare_models.py --model runs/aa,runs/pa,runs/ea --layers 1-3 --queries 16,16 -o c.pdf images/
-"""
+from ea_vision.visualize.drawing import add_scale, draw_image, draw_map, head_name, mark_point, new_figure, scale_of
+from ea_vision.visualize.recordings import Head, Point, Recording, query_map
 
 
 def models_side_by_side(recordings: Sequence[Recording], layers: Sequence[Sequence[int]], heads: Sequence[Head],
@@ -78,18 +54,3 @@ def models_side_by_side(recordings: Sequence[Recording], layers: Sequence[Sequen
         block.suptitle(f"query {number} (y {point[0]}, x {point[1]}), {head_name(head)}", fontsize=9)
         add_scale(block, artist, cells)
     return figure
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = make_parser("compare_models.py", __doc__, EXAMPLES, output="models.png", heads="mean")
-    parser.add_argument("--bare", action="store_true", help="draw the maps alone, not over the image")
-    options = parser.parse_args(argv)
-    models = load_models(options)
-    layers = [parse_layers(options.layers, model) for model in models]
-    heads = parse_heads(options.heads, [layer for chosen in layers for layer in chosen])
-    points = parse_queries(options.queries, models[0].img_size)
-    for _, image, output in each_image(options):
-        recordings = [record(model, image, chosen) for model, chosen in zip(models, layers, strict=True)]
-        save(models_side_by_side(recordings, [[layer.number for layer in chosen] for chosen in layers], heads, points,
-                                 not options.bare), output, options.dpi)
-    return 0

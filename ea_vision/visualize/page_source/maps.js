@@ -1,6 +1,6 @@
-// The maps of one model on one image, as visualize/explore.py packed them: value = low + step * code.
+// The maps of one model on one image, as page.py packed them: value = low + step * code.
 
-import { bytesOfBase64, inflate } from "./inflate.js";
+import { bytesOfBase64, inflate } from "./bytes.js";
 
 export const MEAN = "mean";
 

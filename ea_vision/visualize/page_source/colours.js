@@ -1,6 +1,6 @@
-// Colour maps: tables of 256 colours, written into the page by visualize/explore.py.
+// Colour maps: tables of 256 colours, written into the page by page.py.
 
-import { bytesOfBase64 } from "./inflate.js";
+import { bytesOfBase64 } from "./bytes.js";
 
 /** Uint32Array of 256 colours, as an ImageData holds them (little-endian RGBA). */
 export function colourTable(base64) {

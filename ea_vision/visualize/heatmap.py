@@ -6,35 +6,18 @@ from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 
-from ea_vision.visualize.compare_models import models_side_by_side
-from ea_vision.visualize.figure_tools import (
-    MEAN,
-    Head,
-    Point,
-    Recording,
-    add_scale,
-    draw_image,
-    draw_map,
-    each_image,
-    head_name,
-    layer_name,
-    load_models,
-    make_parser,
-    new_figure,
-    parse_heads,
-    parse_layers,
-    parse_queries,
-    query_map,
-    record,
-    save,
-    scale_of,
-)
+from ea_vision.analysis.loading import parse_layers
+from ea_vision.visualize.drawing import add_scale, draw_image, draw_map, head_name, layer_name, new_figure, scale_of
+from ea_vision.visualize.options import load_models, make_parser, parse_heads, parse_queries
+from ea_vision.visualize.recordings import MEAN, Head, Point, Recording, query_map, record
+from ea_vision.visualize.side_by_side import models_side_by_side
+from ea_vision.visualize.writing import each_image, save
 
 EXAMPLES = """\
-  python visualize/attention_heatmap.py --model ea_conv_transformer_cifar --layers 1,3 -o maps.png digits:0
-  python visualize/attention_heatmap.py --model runs/digits-ea_conv_transformer_cifar --heads 0,2,mean photo.jpg
-  python visualize/attention_heatmap.py --model ea_aa_resnet50 --layers 8 --queries 40,40 --bare -o a.pdf photo.jpg
-  python visualize/attention_heatmap.py --model aa_resnet34,ea_aa_resnet34 --layers 16,17,18 -o both.png photo.jpg
+  ea-vision heatmap --model ea_conv_transformer_cifar --layers 1,3 -o maps.png digits:0
+  ea-vision heatmap --model runs/digits-ea_conv_transformer_cifar --heads 0,2,mean photo.jpg
+  ea-vision heatmap --model ea_aa_resnet50 --layers 8 --queries 40,40 --bare -o a.pdf photo.jpg
+  ea-vision heatmap --model aa_resnet34,ea_aa_resnet34 --layers 16,17,18 -o both.png photo.jpg
 """
 
 
@@ -81,7 +64,7 @@ def heads_by_queries(recording: Recording, layers: Sequence[int], heads: Sequenc
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = make_parser("attention_heatmap.py", __doc__, EXAMPLES, output="attention.png")
+    parser = make_parser(__doc__, EXAMPLES, output="attention.png")
     parser.add_argument("--bare", action="store_true", help="draw the maps alone, not over the image")
     options = parser.parse_args(argv)
     models = load_models(options)

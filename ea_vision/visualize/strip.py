@@ -7,36 +7,27 @@ from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 
+from ea_vision.analysis.loading import parse_layers
 from ea_vision.analysis.recording import PARTS
-from ea_vision.visualize.figure_tools import (
+from ea_vision.visualize.drawing import (
     PART_NAMES,
-    Head,
-    Point,
-    Recording,
     add_scale,
     blank,
     draw_image,
     draw_map,
-    each_image,
     head_name,
-    load_models,
-    make_parser,
     mark_point,
     new_figure,
-    only,
-    parse_heads,
-    parse_layers,
-    parse_queries,
-    query_map,
-    record,
-    save,
     scale_of,
 )
+from ea_vision.visualize.options import load_models, make_parser, only, parse_heads, parse_queries
+from ea_vision.visualize.recordings import Head, Point, Recording, query_map, record
+from ea_vision.visualize.writing import each_image, save
 
 ROWS = ("prev_logits", "conv_logits", "self_logits", "logits", "attn")
 EXAMPLES = """\
-  python visualize/evolution_strip.py --model ea_conv_transformer_cifar --queries 16,16 -o strip.png photo.jpg
-  python visualize/evolution_strip.py --model pa_aa_resnet50 --layers 5-10 --heads 3 -o strip.svg photo.jpg
+  ea-vision strip --model ea_conv_transformer_cifar --queries 16,16 -o strip.png photo.jpg
+  ea-vision strip --model pa_aa_resnet50 --layers 5-10 --heads 3 -o strip.svg photo.jpg
 """
 
 
@@ -104,7 +95,7 @@ def evolution_strip(recording: Recording, layers: Sequence[int], head: Head, poi
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = make_parser("evolution_strip.py", __doc__, EXAMPLES, output="evolution.png", heads="mean")
+    parser = make_parser(__doc__, EXAMPLES, output="evolution.png", heads="mean")
     options = parser.parse_args(argv)
     model = only(load_models(options), "model")
     layers = parse_layers(options.layers, model)

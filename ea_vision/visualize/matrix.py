@@ -7,32 +7,17 @@ from collections.abc import Sequence
 import numpy as np
 from matplotlib.figure import Figure
 
+from ea_vision.analysis.loading import parse_layers
 from ea_vision.analysis.recording import PARTS
 from ea_vision.base.errors import UsageError
-from ea_vision.visualize.figure_tools import (
-    COLOR_MAP,
-    MEAN,
-    PART_NAMES,
-    Head,
-    Recording,
-    add_scale,
-    each_image,
-    head_name,
-    layer_name,
-    load_models,
-    make_parser,
-    new_figure,
-    only,
-    parse_heads,
-    parse_layers,
-    record,
-    save,
-    scale_of,
-)
+from ea_vision.visualize.drawing import COLOR_MAP, PART_NAMES, add_scale, head_name, layer_name, new_figure, scale_of
+from ea_vision.visualize.options import load_models, make_parser, only, parse_heads
+from ea_vision.visualize.recordings import MEAN, Head, Recording, record
+from ea_vision.visualize.writing import each_image, save
 
 EXAMPLES = """\
-  python visualize/attention_matrix.py --model ea_conv_transformer_cifar --layers 1-3 -o matrix.png photo.jpg
-  python visualize/attention_matrix.py --model pa_aa_resnet34 --layers 16 --part conv_logits -o matrix.pdf photo.jpg
+  ea-vision matrix --model ea_conv_transformer_cifar --layers 1-3 -o matrix.png photo.jpg
+  ea-vision matrix --model pa_aa_resnet34 --layers 16 --part conv_logits -o matrix.pdf photo.jpg
 """
 
 
@@ -71,7 +56,7 @@ def attention_matrices(recording: Recording, layers: Sequence[int], heads: Seque
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = make_parser("attention_matrix.py", __doc__, EXAMPLES, output="matrix.png", queries=False)
+    parser = make_parser(__doc__, EXAMPLES, output="matrix.png", queries=False)
     parser.add_argument("--part", default="attn", choices=PARTS, help="what to draw (default: %(default)s)")
     options = parser.parse_args(argv)
     model = only(load_models(options), "model")

@@ -13,37 +13,20 @@ import numpy as np
 from matplotlib.figure import Figure
 from PIL import Image
 
-from ea_vision.analysis.loading import LoadedModel
+from ea_vision.analysis.loading import LoadedModel, parse_layers
 from ea_vision.analysis.recording import AttentionLayer
 from ea_vision.base.errors import RunError, UsageError
+from ea_vision.base.files import atomic_write
 from ea_vision.engine import run_folder
-from ea_vision.visualize.figure_tools import (
-    Head,
-    Point,
-    Recording,
-    add_scale,
-    draw_image,
-    draw_map,
-    each_image,
-    head_name,
-    layer_name,
-    load_models,
-    make_parser,
-    new_figure,
-    only,
-    parse_heads,
-    parse_layers,
-    parse_queries,
-    query_map,
-    record,
-    save_bytes,
-    scale_of,
-)
+from ea_vision.visualize.drawing import add_scale, draw_image, draw_map, head_name, layer_name, new_figure, scale_of
+from ea_vision.visualize.options import load_models, make_parser, only, parse_heads, parse_queries
+from ea_vision.visualize.recordings import Head, Point, Recording, query_map, record
+from ea_vision.visualize.writing import each_image
 
 EXAMPLES = """\
-  python visualize/attention_animation.py --model ea_aa_resnet34 --layers 1-20 --heads mean -o layers.gif photo.jpg
-  python visualize/attention_animation.py --model runs/ea --through checkpoints --layers 3 -o training.mp4 photo.jpg
-  python visualize/attention_animation.py --through checkpoints --model a/1.ckpt,a/2.ckpt --layers 3 -o t.gif photo.jpg
+  ea-vision animation --model ea_aa_resnet34 --layers 1-20 --heads mean -o layers.gif photo.jpg
+  ea-vision animation --model runs/ea --through checkpoints --layers 3 -o training.mp4 photo.jpg
+  ea-vision animation --through checkpoints --model a/1.ckpt,a/2.ckpt --layers 3 -o t.gif photo.jpg
 """
 Frame = tuple[Recording, int]
 
@@ -90,10 +73,9 @@ def draw_frames(frames: Sequence[Frame], heads: Sequence[Head], points: Sequence
     scale = scale_of("attn", values)
     pictures = []
     for frame in frames:
-        figure = animation_frame(frame, heads, points, scale, overlay)
-        figure.set_dpi(dpi)
-        figure.canvas.draw()
-        pictures.append(np.asarray(figure.canvas.buffer_rgba())[..., :3].copy())
+        data = io.BytesIO()
+        animation_frame(frame, heads, points, scale, overlay).savefig(data, format="png", dpi=dpi)
+        pictures.append(np.asarray(Image.open(data).convert("RGB")))
     return pictures
 
 
@@ -145,7 +127,7 @@ def frames_of(models: Sequence[LoadedModel], layers: Sequence[AttentionLayer], i
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = make_parser("attention_animation.py", __doc__, EXAMPLES, output="attention.gif", heads="mean",
+    parser = make_parser(__doc__, EXAMPLES, output="attention.gif", heads="mean",
                          suffixes=(".gif", ".mp4"))
     parser.add_argument("--through", default="layers", choices=("layers", "checkpoints"),
                         help="layers: of one model; checkpoints: of one layer, through the *.ckpt and snapshots (the "
@@ -175,5 +157,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     encode = encode_mp4 if film else encode_gif
     for _, image, output in each_image(options):
         pictures = draw_frames(frames_of(models, layers, image), heads, points, not options.bare, options.dpi)
-        save_bytes(output, encode(pictures, options.seconds))
+        atomic_write(output, encode(pictures, options.seconds))
     return 0

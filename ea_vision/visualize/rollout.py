@@ -10,28 +10,16 @@ from collections.abc import Sequence
 from matplotlib.figure import Figure
 from torch import nn
 
+from ea_vision.analysis.loading import parse_layers
 from ea_vision.analysis.quantities import attention_rollout
-from ea_vision.visualize.figure_tools import (
-    Point,
-    Recording,
-    add_scale,
-    cell_of,
-    draw_image,
-    draw_map,
-    each_image,
-    load_models,
-    make_parser,
-    new_figure,
-    parse_layers,
-    parse_queries,
-    record,
-    save,
-    scale_of,
-)
+from ea_vision.visualize.drawing import add_scale, draw_image, draw_map, new_figure, scale_of
+from ea_vision.visualize.options import load_models, make_parser, parse_queries
+from ea_vision.visualize.recordings import Point, Recording, cell_of, record
+from ea_vision.visualize.writing import each_image, save
 
 EXAMPLES = """\
-  python visualize/attention_rollout.py --model aa_resnet50,ea_aa_resnet50 --queries 60,60 -o rollout.png photo.jpg
-  python visualize/attention_rollout.py --model runs/ea --layers 1-3 -o rollout.svg images/
+  ea-vision rollout --model aa_resnet50,ea_aa_resnet50 --queries 60,60 -o rollout.png photo.jpg
+  ea-vision rollout --model runs/ea --layers 1-3 -o rollout.svg images/
 """
 
 
@@ -77,7 +65,7 @@ def rollout_figure(recordings: Sequence[Recording], points: Sequence[Point], ove
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = make_parser("attention_rollout.py", __doc__, EXAMPLES, output="rollout.png", heads=None)
+    parser = make_parser(__doc__, EXAMPLES, output="rollout.png", heads=None)
     parser.add_argument("--bare", action="store_true", help="draw the maps alone, not over the image")
     options = parser.parse_args(argv)
     models = load_models(options)

@@ -12,23 +12,16 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from tqdm import tqdm
 
-from ea_vision.analysis.loading import LoadedModel, find_images, read_image
+from ea_vision.analysis.loading import LoadedModel, find_images, parse_layers, positive, read_image
 from ea_vision.analysis.quantities import LayerQuantities, measure, quantities_csv
 from ea_vision.base.files import atomic_write
-from ea_vision.visualize.figure_tools import (
-    QUERY_COLORS,
-    check_output,
-    load_models,
-    make_parser,
-    new_figure,
-    parse_layers,
-    positive,
-    save,
-)
+from ea_vision.visualize.drawing import QUERY_COLORS, new_figure
+from ea_vision.visualize.options import load_models, make_parser
+from ea_vision.visualize.writing import check_output, save
 
 EXAMPLES = """\
-  python visualize/attention_statistics.py --model aa_resnet34,pa_aa_resnet34,ea_aa_resnet34 -o statistics.png images/
-  python visualize/attention_statistics.py --model runs/aa,runs/ea --limit 200 --csv numbers.csv -o numbers.pdf images/
+  ea-vision statistics --model aa_resnet34,pa_aa_resnet34,ea_aa_resnet34 -o statistics.png images/
+  ea-vision statistics --model runs/aa,runs/ea --limit 200 --csv numbers.csv -o numbers.pdf images/
 """
 MARKERS = "osD^vP*"
 
@@ -78,7 +71,7 @@ def batches_of(model: LoadedModel, paths: Sequence[str], batch_size: int) -> Ite
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = make_parser("attention_statistics.py", __doc__, EXAMPLES, output="statistics.png", heads=None,
+    parser = make_parser(__doc__, EXAMPLES, output="statistics.png", heads=None,
                          queries=False)
     parser.add_argument("--csv", metavar="FILE", help="write the numbers too, a row a model, layer and head")
     parser.add_argument("--limit", type=positive, metavar="N", help="the first N images only")

@@ -1,0 +1,288 @@
+"""What the page of `ea-vision explore` holds, and how it is put together from page_source/.
+
+Of every map row (one query) it holds the smallest value, a step, and 8-bit codes; value = low + step * code, so a value
+is off by at most half a step, that is by (largest - smallest of the row) / 510. Streams are zlib's in base64, one for
+each image, model and part; maps that occur twice are stored once.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import io
+import json
+import re
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+import torch
+from PIL import Image
+from timm.data import ImageNetInfo
+from torch import Tensor
+
+import ea_vision
+from ea_vision.analysis.loading import LoadedModel, read_image
+from ea_vision.analysis.recording import AttentionLayer, LayerMaps
+from ea_vision.base.errors import UsageError
+from ea_vision.engine import run_folder
+from ea_vision.layers import EvolvingAttention, PredictiveAttention
+
+SOURCE = Path(__file__).with_name("page_source")
+MODULES = ("bytes.js", "maps.js", "colours.js", "state.js", "draw.js", "panel.js", "main.js")  # in order of need
+STORED_PARTS = ("attn", "logits", "conv_logits", "prev_logits", "self_logits")  # what is left out first comes last
+COLOUR_MAPS = ("viridis", "cividis", "magma", "gray")
+MEGABYTE = 1_000_000
+UPLOAD_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "PPM", "TIFF")
+
+
+# ---- images ---------------------------------------------------------------------------------------------------------
+
+def decode_image(file: str | io.BytesIO, name: str, max_pixels: int) -> Image.Image:
+    """`read_image` of the formats that uploads may have."""
+    return read_image(file, name, max_pixels, UPLOAD_FORMATS)
+
+
+def data_url(image: Tensor) -> str:
+    """(3, H, W) in 0..1 -> PNG where it is small, JPEG otherwise, as a data: address."""
+    pixels = (image * 255).round().to(torch.uint8).permute(1, 2, 0).cpu().numpy()
+    data = io.BytesIO()
+    kind = "png" if pixels.size <= 3 * 128 * 128 else "jpeg"
+    Image.fromarray(pixels).save(data, kind, **({"quality": 90} if kind == "jpeg" else {"optimize": True}))
+    return f"data:image/{kind};base64,{base64.b64encode(data.getvalue()).decode()}"
+
+
+# ---- maps -----------------------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class Quantised:
+    """Maps of a layer, value = low + step * code: low, step float32 (K, N), codes uint8 (K, N, N)."""
+
+    low: np.ndarray
+    step: np.ndarray
+    codes: np.ndarray
+
+    def values(self) -> np.ndarray:
+        """(K, N, N), what the page reads; off by at most step / 2."""
+        return self.low[..., None] + self.step[..., None] * self.codes.astype(np.float32)
+
+    def tobytes(self) -> bytes:
+        """As the page reads them: low, step (little-endian), codes, filled up to a multiple of 4 bytes."""
+        data = b"".join((self.low.astype("<f4").tobytes(), self.step.astype("<f4").tobytes(), self.codes.tobytes()))
+        return data + bytes(-len(data) % 4)
+
+
+def quantise(maps: np.ndarray) -> Quantised:
+    """(K, N, N) -> 256 even steps from the smallest to the largest value of each row.
+
+    Raises:
+        UsageError: values that are not finite.
+    """
+    maps = np.asarray(maps, dtype=np.float32)
+    if not np.isfinite(maps).all():
+        raise UsageError(f"maps must be finite, got {np.count_nonzero(~np.isfinite(maps))} values that are not")
+    low = maps.min(-1)
+    step = ((maps.max(-1).astype(np.float64) - low) / 255).astype(np.float32)
+    codes = (maps - low[..., None]) / np.where(step > 0, step, 1)[..., None]
+    return Quantised(low, step, np.clip(np.rint(codes), 0, 255).astype(np.uint8))
+
+
+def pack(maps: dict[int, dict[str, np.ndarray]]) -> tuple[dict[str, str], dict[int, dict[str, list]]]:
+    """Streams by part, and where each layer's maps are.
+
+    Args:
+        maps: layer number -> part -> (K, N, N).
+
+    Returns:
+        part -> base64 of a zlib stream; layer number -> part -> [part of the stream, offset in it in bytes]. A map that
+        is the same as one of an earlier part or layer refers to it: EA's convolved logits are its logits where beta
+        is 1, and a layer's previous logits are the layer's before.
+    """
+    streams: dict[str, str] = {}
+    places: dict[int, dict[str, list]] = {number: {} for number in maps}
+    known: dict[bytes, list] = {}
+    for part in STORED_PARTS:
+        deflate = zlib.compressobj(6)
+        pieces, offset = [], 0
+        for number, parts in maps.items():
+            if part not in parts:
+                continue
+            data = quantise(parts[part]).tobytes()
+            key = hashlib.sha256(data).digest()
+            if key not in known:
+                known[key] = [part, offset]
+                pieces.append(deflate.compress(data))
+                offset += len(data)
+            places[number][part] = known[key]
+        if offset:
+            streams[part] = base64.b64encode(b"".join((*pieces, deflate.flush()))).decode()
+    return streams, places
+
+
+# ---- the page's contents --------------------------------------------------------------------------------------------
+
+class Explorer:
+    """Models, and the layers and heads of them that a page shows.
+
+    Args:
+        models: one to three.
+        layers: of each model; see `analysis.loading.parse_layers`.
+        heads: counted from 0; None is all.
+        parts: some of STORED_PARTS; a layer gives those that it has.
+        class_names: of each model.
+    """
+
+    def __init__(self, models: Sequence[LoadedModel], layers: Sequence[Sequence[AttentionLayer]],
+                 heads: Sequence[int] | None, parts: Sequence[str], class_names: Sequence[Sequence[str] | None]):
+        self.models, self.layers, self.heads, self.class_names = models, layers, heads, class_names
+        self.parts = [part for part in STORED_PARTS if part in parts]
+        self.recorded = [[part for part in self.parts if any(part in layer.parts for layer in chosen)]
+                         for chosen in layers]
+        for model, chosen, recorded in zip(models, layers, self.recorded, strict=True):
+            if not recorded:
+                had = ", ".join(sorted({part for layer in chosen for part in layer.parts}))
+                raise UsageError(f"{model.label} has {had} in these layers; got --parts {','.join(parts)}")
+
+    def describe(self) -> list[dict[str, Any]]:
+        """What the page knows of each model before any image."""
+        return [{
+            "label": model.label,
+            "imgSize": model.img_size,
+            "layers": [self._describe_layer(model, layer) for layer in chosen],
+        } for model, chosen in zip(self.models, self.layers, strict=True)]
+
+    def _describe_layer(self, model: LoadedModel, layer: AttentionLayer) -> dict[str, Any]:
+        evolution = getattr(model.model.get_submodule(layer.name), "evolution", None)
+        kind = "ea" if isinstance(evolution, EvolvingAttention) else "pa"
+        known = isinstance(evolution, (EvolvingAttention, PredictiveAttention))
+        return {
+            "number": layer.number,
+            "name": layer.name,
+            "numHeads": layer.num_heads,
+            "heads": list(range(layer.num_heads)) if self.heads is None else list(self.heads),
+            "evolution": {"kind": kind, "alpha": evolution.alpha} if known else None,
+        }
+
+    def view(self, name: str, image: Image.Image) -> dict[str, Any]:
+        """An image's entry: its name, and for each model photo, predictions, streams and where the maps are in them."""
+        return {"name": name, "models": [self._view(index, image) for index in range(len(self.models))]}
+
+    def _view(self, index: int, image: Image.Image) -> dict[str, Any]:
+        model, layers = self.models[index], self.layers[index]
+        prepared = model.prepare(image)
+        batch = model.normalize(prepared[None].to(next(model.model.parameters()).device))
+        try:
+            with torch.inference_mode(), ea_vision.record_attention(
+                    model.model, [layer.number for layer in layers], self.heads, self.recorded[index]) as maps:
+                output = model.model(batch)
+        except (ValueError, AssertionError) as error:
+            raise UsageError(f"{model.label} on a {prepared.shape[1]}x{prepared.shape[2]} input: {error}") from error
+        streams, places = pack({layer.number: self._arrays(layer) for layer in maps.values()})
+        return {
+            "photo": data_url(prepared),
+            "predictions": self._predictions(output[0].float(), self.class_names[index]),
+            "featSizes": {layer.number: layer.feat_size for layer in maps.values()},
+            "places": places,
+            "streams": streams,
+        }
+
+    def _arrays(self, layer: LayerMaps) -> dict[str, np.ndarray]:
+        """(K, N, N) of each recorded part."""
+        N = layer.feat_size[0] * layer.feat_size[1]
+        return {part: layer.spatial(part)[0].float().cpu().numpy().reshape(-1, N, N)
+                for part in self.parts if getattr(layer, part) is not None}
+
+    @staticmethod
+    def _predictions(logits: Tensor, names: Sequence[str] | None) -> list[dict[str, Any]]:
+        """The three likeliest classes."""
+        top = logits.softmax(-1).topk(min(3, logits.numel()))
+        return [{"name": names[index] if names else f"class {index}", "probability": round(probability, 6)}
+                for index, probability in zip(top.indices.tolist(), top.values.tolist(), strict=True)]
+
+
+def class_names_of(target: str, model: LoadedModel) -> list[str] | None:
+    """Names of a model's classes: those of its run, of its weights, or ImageNet's where it has 1000."""
+    if Path(target).exists():
+        folder = Path(target) if Path(target).is_dir() else Path(target).parent
+        return run_folder.read_config(folder)[1].get("classes")
+    config = getattr(model.model, "pretrained_cfg", None) or {}
+    if config.get("label_names"):
+        return list(config["label_names"])
+    if config.get("num_classes") == 1000 and model.model.num_classes == 1000:
+        info = ImageNetInfo()
+        return [info.index_to_description(index).split(",")[0] for index in range(1000)]
+    return None
+
+
+def fit(entries: Sequence[dict[str, Any]], max_mb: float) -> list[str]:
+    """Drop the last of STORED_PARTS from all entries until they fit into max_mb; "attn", or what is first, stays.
+
+    Returns:
+        the parts dropped.
+    """
+    views = [view for entry in entries for view in entry["models"]]
+    dropped = []
+    for part in reversed(STORED_PARTS):
+        present = {part for view in views for parts in view["places"].values() for part in parts}
+        if size_mb(entries) <= max_mb or len(present) == 1:
+            break
+        if part in present:
+            dropped.append(part)
+            for view in views:
+                view["streams"].pop(part, None)
+                for parts in view["places"].values():
+                    parts.pop(part, None)
+    return dropped
+
+
+def size_mb(entries: Sequence[dict[str, Any]]) -> float:
+    """Size of the entries in a page, in millions of bytes."""
+    return sum(len(json.dumps(entry)) for entry in entries) / MEGABYTE
+
+
+# ---- the page -------------------------------------------------------------------------------------------------------
+
+def json_script(value: Any, attributes: str) -> str:
+    """A script element that holds data; nothing in it can end the element."""
+    text = json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")
+    return f'<script type="application/json" {attributes}>{text}</script>'
+
+
+def program() -> str:
+    """The modules of page_source/ in one: what they import from each other comes before."""
+    modules = []
+    for name in MODULES:
+        text = (SOURCE / name).read_text(encoding="utf-8")
+        text = re.sub(r"^import [^;]*? from \"\./[a-z]+\.js\";\n", "", text, flags=re.MULTILINE)
+        modules.append(re.sub(r"^export ", "", text, flags=re.MULTILINE))
+    return "\n".join(modules)
+
+
+def build_page(explorer: Explorer, entries: Sequence[dict[str, Any]], *, upload: dict[str, Any] | None = None) -> str:
+    """The whole page as text.
+
+    Args:
+        explorer: the models.
+        entries: images, from `Explorer.view`.
+        upload: maxBytes and maxPixels of the server that takes images; None: a page that asks nobody.
+    """
+    steps = np.linspace(0, 1, 256)
+    colours = {name: base64.b64encode((matplotlib.colormaps[name](steps)[:, :3] * 255).round().astype(np.uint8)
+                                      .tobytes()).decode() for name in COLOUR_MAPS}
+    title = "Attention of " + ", ".join(model.label for model in explorer.models)
+    about = {"models": explorer.describe(), "colours": colours, "upload": upload, "version": ea_vision.__version__}
+    fields = {
+        "title": html.escape(title),
+        "connect": "'self'" if upload else "'none'",
+        "style": (SOURCE / "page.css").read_text(encoding="utf-8"),
+        "data": "\n".join([json_script(about, 'id="about"'),
+                           *(json_script(entry, 'class="image"') for entry in entries)]),
+        "program": program(),
+    }
+    template = (SOURCE / "page.html").read_text(encoding="utf-8")
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: fields[match[1]], template)

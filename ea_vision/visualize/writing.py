@@ -1,0 +1,71 @@
+"""Figures become files: checked before any work, one an image, written whole or not at all."""
+
+from __future__ import annotations
+
+import argparse
+import io
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import matplotlib
+from matplotlib.figure import Figure
+from tqdm import tqdm
+
+from ea_vision.analysis.loading import find_images, read_image
+from ea_vision.base.errors import UsageError
+from ea_vision.base.files import atomic_write
+
+PICTURES = (".png", ".svg", ".pdf")
+
+
+def outputs_of(options: argparse.Namespace, images: Sequence[str]) -> list[Path]:
+    """The file of each image: --output itself for one, NAME-IMAGE.SUFFIX for several. Made sure of before any work.
+
+    Raises:
+        UsageError: a suffix that cannot be written, or a folder that cannot be made.
+    """
+    output = check_output(Path(options.output), options.suffixes)
+    if len(images) == 1:
+        return [output]
+    names, taken = [], set()
+    for number, image in enumerate(images):
+        name = Path(image).stem.replace(":", "-")
+        name = f"{name}-{number}" if name in taken else name
+        taken.add(name)
+        names.append(output.with_name(f"{output.stem}-{name}{output.suffix}"))
+    return names
+
+
+def check_output(output: Path, suffixes: Sequence[str] = PICTURES) -> Path:
+    """See `outputs_of`."""
+    if output.suffix.lower() not in suffixes:
+        raise UsageError(f"--output must end in {' or '.join(suffixes)}, got {output}")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        probe = output.parent / f".{output.name}.tmp"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UsageError(f"cannot write into {output.parent}: {error.strerror}") from error
+    if output.is_dir():
+        raise UsageError(f"--output must be a file, and {output} is a folder")
+    return output
+
+
+def save(figure: Figure, output: Path, dpi: int) -> None:
+    """Write a figure, all or nothing, in the format of the file's suffix."""
+    data = io.BytesIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "pdf.fonttype": 42}):  # text as text, which can be found
+        figure.savefig(data, format=output.suffix[1:].lower(), dpi=dpi)
+    atomic_write(output, data.getvalue())
+
+
+def each_image(options: argparse.Namespace) -> Iterator[tuple[str, object, Path]]:
+    """(path, PIL image, output) for every image, with a progress bar; prints what was written."""
+    images = find_images(options.images)
+    outputs = outputs_of(options, images)
+    for path in images:  # a broken one ends the command before the first picture
+        read_image(path)
+    for path, output in zip(tqdm(images, unit="image", disable=len(images) == 1), outputs, strict=True):
+        yield path, read_image(path), output
+    print("written:", *outputs)
