@@ -4,11 +4,11 @@ timm's scripts (train.py, validate.py, benchmark.py, onnx_export.py, ...) do not
 repository. They know the models that are registered when they start, so this imports ea_vision first and then runs the
 script as if it had been called itself:
 
-    python -m ea_vision.timm pytorch-image-models/train.py DATA --model ea_aa_resnet50 --num-classes 10
-    python -m ea_vision.timm pytorch-image-models/validate.py DATA --model ea_aa_resnet50 --checkpoint model.safetensors
-    torchrun --nproc-per-node 8 -m ea_vision.timm pytorch-image-models/train.py DATA --model ea_aa_resnet50
+    ea-vision timm pytorch-image-models/train.py DATA --model ea_aa_resnet50 --num-classes 10
+    ea-vision timm pytorch-image-models/validate.py DATA --model ea_aa_resnet50 --checkpoint model.safetensors
+    torchrun --nproc-per-node 8 -m ea_vision timm pytorch-image-models/train.py DATA --model ea_aa_resnet50
 
-A name without a path (`python -m ea_vision.timm train ...`) is looked for in the folder that the environment variable
+A name without a path (`ea-vision timm train ...`) is looked for in the folder that the environment variable
 TIMM_SCRIPTS names, else in the current one.
 """
 import os

@@ -339,7 +339,7 @@ def results_figure(results: Sequence[Result], num_classes: int):
 
 def make_parser() -> argparse.ArgumentParser:
     recipe = ProbeRecipe()
-    parser = argparse.ArgumentParser(prog="python -m ea_vision.probe", description=__doc__.split("\n")[0],
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0],
                                      epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model", required=True, metavar="NAME|RUN[,..]", help=f"{WEIGHTS_HELP}; several separated by commas")

@@ -168,7 +168,7 @@ def _write(file, source: ImageSource, types, fields: list, workers: int, broken:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m ea_vision.data.write_ffcv", description=__doc__, epilog=EXAMPLES,
+    parser = argparse.ArgumentParser(description=__doc__, epilog=EXAMPLES,
                                      formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("--data-dir", required=True, help="folder with train and val, each a folder or .tar of "
                         "class/name.jpg, or such a folder itself")

@@ -111,7 +111,7 @@ def _is_number(text: str) -> bool:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m ea_vision.engine.sweep", description=__doc__, epilog=EXAMPLES,
+    parser = argparse.ArgumentParser(description=__doc__, epilog=EXAMPLES,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--set", action="append", required=True, metavar="KEY=V1,V2,...", dest="settings",
                         help="a model keyword and its values; given again, all combinations are run")

@@ -133,7 +133,7 @@ def _measure_one(kind: str, path: str, given: argparse.Namespace) -> dict[str, f
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m ea_vision.data.benchmark", description=__doc__, epilog=EXAMPLES,
+    parser = argparse.ArgumentParser(description=__doc__, epilog=EXAMPLES,
                                      formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("--data-dir", required=True, help="folder with train (else of class folders itself)")
     parser.add_argument("--beton", nargs="+", default=[], metavar="FILE", help="FFCV files to measure (default: write "

@@ -226,7 +226,7 @@ def build(name: str, img_size: int, grad_checkpointing: bool) -> nn.Module:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m ea_vision.memory", description=__doc__, epilog=EXAMPLES,
+    parser = argparse.ArgumentParser(description=__doc__, epilog=EXAMPLES,
                                      formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("model", metavar="MODEL", help="registered timm model")
     parser.add_argument("--img-size", type=int, default=224, help="side in pixels (default: %(default)s)")

@@ -497,7 +497,7 @@ def draw(rows: Sequence[Row], title: str) -> bytes:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m ea_vision.benchmark", description=__doc__, epilog=EXAMPLES,
+    parser = argparse.ArgumentParser(description=__doc__, epilog=EXAMPLES,
                                      formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("--models", nargs="+", default=DEFAULT, metavar="NAME", help="registered timm models; all: "
                         "resnet, aa, pa and ea of every depth, and timm's botnet50ts, halonet50ts and "

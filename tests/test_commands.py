@@ -1,0 +1,84 @@
+"""Every command by every name it has: of `ea-vision`, of older `python -m`, of the scripts of a checkout."""
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from ea_vision.__main__ import COMMANDS, GROUPS, main
+
+ROOT = Path(__file__).resolve().parents[1]
+OLDER = {"summary": "summary", "benchmark": "benchmark", "memory": "memory", "probe": "probe", "timm": "timm",
+         "data.benchmark": "loaders"}
+SCRIPTS = {"train_cifar.py": "train-cifar", "train_imagenet.py": "train-imagenet",
+           "visualize/attention_heatmap.py": "heatmap", "visualize/evolution_strip.py": "strip",
+           "visualize/attention_matrix.py": "matrix", "visualize/attention_rollout.py": "rollout",
+           "visualize/attention_statistics.py": "statistics", "visualize/attention_animation.py": "animation",
+           "visualize/explore.py": "explore", "visualize/compare_models.py": "heatmap", "weights/export.py": "export"}
+
+
+@pytest.fixture
+def helped(monkeypatch, capsys):
+    """The --help of what `call` runs, under a name on the command line; it must end well and say nothing else."""
+    def of(name: str, call) -> str:
+        monkeypatch.setattr(sys, "argv", [name, "--help"])
+        with pytest.raises(SystemExit) as left:
+            sys.exit(call())
+        said = capsys.readouterr()
+        assert left.value.code in (0, None) and not said.err
+        return said.out
+
+    return of
+
+
+def test_the_overview_has_a_line_for_each_command(helped):
+    lines = helped("ea-vision", main).splitlines()
+    for title, commands in GROUPS.items():
+        place = lines.index(f"{title}:")
+        assert [line.split()[0] for line in lines[place + 1:place + 1 + len(commands)]] == list(commands)
+    assert max(map(len, lines)) <= 100
+
+
+def test_no_command_or_a_wrong_one(monkeypatch, capsys):
+    assert main([]) == 2 and "heatmap" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["ea-vision", "heatmaps", "photo.jpg"])
+    assert main() == 2
+    assert capsys.readouterr().err == "error: unknown command 'heatmaps'; did you mean heatmap?\n"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_command_names_itself(command, helped):
+    text = helped("ea-vision", lambda: main([command, "--help"]))
+    assert f"ea-vision {command} " in " ".join(text.split())
+    if command != "timm":  # which shows whose scripts it runs
+        assert text.startswith(f"usage: ea-vision {command} ")
+
+
+@pytest.mark.parametrize("older", OLDER)
+def test_older_names_of_modules(older, helped):
+    text = helped(older, lambda: runpy.run_module(f"ea_vision.{older}", run_name="__main__", alter_sys=True))
+    assert text == helped("ea-vision", lambda: main([OLDER[older], "--help"]))
+
+
+@pytest.mark.parametrize("module", ["engine.sweep", "data.write_ffcv"])
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules")
+def test_modules_that_kept_their_names(module, helped):
+    text = helped(module, lambda: runpy.run_module(f"ea_vision.{module}", run_name="__main__", alter_sys=True))
+    assert "examples:" in text
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_scripts_of_a_checkout_take_the_commands_options(script, helped):
+    """They show their own name, and otherwise what the command shows."""
+    name = Path(script).name
+    own = helped(f"/checkout/{script}", lambda: runpy.run_path(str(ROOT / script), run_name="__main__"))
+    command = helped("ea-vision", lambda: main([SCRIPTS[script], "--help"]))
+    assert own.startswith(f"usage: {name} ")
+    options = [re.findall(r"^  (-.*?)(?:  |$)", text, re.MULTILINE) for text in (own, command)]
+    assert options[0] == options[1] and len(options[0]) > 3
+
+
+def test_every_script_is_tested():
+    scripts = {str(path.relative_to(ROOT)) for folder in (".", "visualize") for path in ROOT.glob(f"{folder}/*.py")}
+    assert scripts <= set(SCRIPTS)
