@@ -270,7 +270,7 @@ class _KeyValues(argparse.Action):
 
 def make_parser(cls: type[TrainConfig], prog: str, description: str, examples: str) -> argparse.ArgumentParser:
     """A parser with one flag for each field of `cls`; shown defaults are those of the default recipe."""
-    parser = _Parser(prog=prog, description=description, epilog="examples:\n" + examples, allow_abbrev=False,
+    parser = _Parser(description=description, epilog="examples:\n" + examples, allow_abbrev=False,
                      formatter_class=_Help, argument_default=argparse.SUPPRESS)
     defaults, _ = resolve(cls, {})
     hints = typing.get_type_hints(cls)

@@ -31,7 +31,6 @@ from ea_vision.analysis.loading import LoadedModel, read_image
 from ea_vision.analysis.recording import AttentionLayer, LayerMaps
 from ea_vision.base.errors import UsageError
 from ea_vision.engine import run_folder
-from ea_vision.layers import EvolvingAttention, PredictiveAttention
 
 SOURCE = Path(__file__).with_name("page_source")
 MODULES = ("bytes.js", "maps.js", "colours.js", "state.js", "draw.js", "panel.js", "main.js")  # in order of need
@@ -158,14 +157,12 @@ class Explorer:
 
     def _describe_layer(self, model: LoadedModel, layer: AttentionLayer) -> dict[str, Any]:
         evolution = getattr(model.model.get_submodule(layer.name), "evolution", None)
-        kind = "ea" if isinstance(evolution, EvolvingAttention) else "pa"
-        known = isinstance(evolution, (EvolvingAttention, PredictiveAttention))
         return {
             "number": layer.number,
             "name": layer.name,
             "numHeads": layer.num_heads,
             "heads": list(range(layer.num_heads)) if self.heads is None else list(self.heads),
-            "evolution": {"kind": kind, "alpha": evolution.alpha} if known else None,
+            "before": evolution.before_shares() if evolution else {},
         }
 
     def view(self, name: str, image: Image.Image) -> dict[str, Any]:

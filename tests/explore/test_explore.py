@@ -142,8 +142,10 @@ def test_the_command_writes_a_page(tmp_path, monkeypatch, capsys):
         "ea_conv_transformer_cifar (untrained)", "pa_conv_transformer_cifar (untrained)"]
     assert [(layer["number"], layer["heads"]) for layer in about["models"][0]["layers"]] == [
         (1, [0, 3]), (2, [0, 3]), (3, [0, 3])]
-    assert [layer["evolution"] for layer in about["models"][0]["layers"]] == [
-        None, {"kind": "ea", "alpha": 0.5}, {"kind": "ea", "alpha": 0.5}]
+    shares = {"prev_logits": 0.5, "self_logits": 0.5}
+    assert [layer["before"] for layer in about["models"][0]["layers"]] == [{}, shares, shares]
+    predicted = {"prev_logits": 1.0}
+    assert [layer["before"] for layer in about["models"][1]["layers"]] == [{}, predicted, predicted]
     assert [path.name for path in output.parent.iterdir()] == ["page.html"]
 
 

@@ -4,7 +4,7 @@ import { bytesOfBase64, inflate } from "./bytes.js";
 
 export const MEAN = "mean";
 
-// "before" is not stored: EA convolves alpha * previous + (1 - alpha) * own, PA convolves the previous.
+// "before" is not stored: layers say of which parts it is made, in which shares.
 export const PARTS = [
   ["attn", "attention", "after the softmax: probabilities"],
   ["logits", "logits", "what entered the softmax"],
@@ -28,11 +28,14 @@ export class Maps {
     this.loading = new Map();
   }
 
+  /** Of which stored parts, in which shares, a shown part is made, in a layer. */
+  static shares(layer, part) {
+    return part === "before" ? layer.before : { [part]: 1 };
+  }
+
   /** Stored parts that a shown part is made of, in a layer. */
   static needs(layer, part) {
-    if (part !== "before") return [part];
-    if (!layer.evolution) return [];
-    return layer.evolution.kind === "ea" ? ["prev_logits", "self_logits"] : ["prev_logits"];
+    return Object.keys(Maps.shares(layer, part));
   }
 
   has(layer, part) {
@@ -86,15 +89,8 @@ export class Maps {
    * @param out Float32Array of H * W, filled and returned.
    */
   row(layer, head, part, cell, out) {
-    if (part === "before" && layer.evolution.kind === "ea") {
-      const { alpha } = layer.evolution;
-      out.fill(0);
-      this.add(layer, head, "prev_logits", cell, alpha, out);
-      this.add(layer, head, "self_logits", cell, 1 - alpha, out);
-      return out;
-    }
     out.fill(0);
-    this.add(layer, head, Maps.needs(layer, part)[0], cell, 1, out);
+    for (const [name, share] of Object.entries(Maps.shares(layer, part))) this.add(layer, head, name, cell, share, out);
     return out;
   }
 
@@ -116,12 +112,10 @@ export class Maps {
     if (head === MEAN) {
       return layer.heads.reduce((sum, one) => sum + this.tolerance(layer, one, part, cell), 0) / layer.heads.length;
     }
-    const ea = part === "before" && layer.evolution.kind === "ea";
-    const weights = ea ? [layer.evolution.alpha, 1 - layer.evolution.alpha] : [1];
     const N = this.featSize(layer)[0] * this.featSize(layer)[1];
     const index = layer.heads.indexOf(head) * N + cell;
-    return Maps.needs(layer, part).reduce(
-      (sum, name, i) => sum + weights[i] * this.array(layer, name).step[index] / 2, 0);
+    return Object.entries(Maps.shares(layer, part)).reduce(
+      (sum, [name, share]) => sum + share * this.array(layer, name).step[index] / 2, 0);
   }
 
   /** Views into an inflated stream: low, step (K * N) and codes (K * N * N). */
