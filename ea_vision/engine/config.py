@@ -268,7 +268,7 @@ class _KeyValues(argparse.Action):
         setattr(namespace, self.dest, result)
 
 
-def make_parser(cls: type[TrainConfig], prog: str, description: str, examples: str) -> argparse.ArgumentParser:
+def make_parser(cls: type[TrainConfig], description: str, examples: str) -> argparse.ArgumentParser:
     """A parser with one flag for each field of `cls`; shown defaults are those of the default recipe."""
     parser = _Parser(description=description, epilog="examples:\n" + examples, allow_abbrev=False,
                      formatter_class=_Help, argument_default=argparse.SUPPRESS)

@@ -53,7 +53,7 @@ class Task:
     device, rank and world_size.
 
     Class attributes:
-        prog, description, examples: for --help.
+        description, examples: for --help.
         options: the dataclass of its options.
         trainer: the training loop; a subclass may have another loss.
         batches_ahead: batches that a process keeps ready in main memory.
@@ -69,7 +69,6 @@ class Task:
             table; None: no row is written.
     """
 
-    prog: ClassVar[str]
     description: ClassVar[str]
     examples: ClassVar[str]
     options: ClassVar[type[TrainConfig]]
@@ -127,7 +126,7 @@ class Task:
 
 def main(task: type[Task], argv: list[str] | None = None) -> int:
     """The command of a trainer."""
-    parser = make_parser(task.options, task.prog, task.description, task.examples)
+    parser = make_parser(task.options, task.description, task.examples)
     modes = parser.add_argument_group("instead of training")
     modes.add_argument("--evaluate", metavar="RUN|MODEL", help="test a run folder's best weights, or a model by name: "
                        "accuracy, per class too, a confusion picture and, for ImageNet, timm's results row, "

@@ -46,7 +46,7 @@ class CifarConfig(TrainConfig):
 class SmallImages(run.Task):
     """Images that fit in memory, decoded once."""
 
-    prog, description, examples, options = "train_cifar.py", __doc__, EXAMPLES, CifarConfig
+    description, examples, options = __doc__, EXAMPLES, CifarConfig
 
     def __init__(self, config: CifarConfig, world: World, training: bool):
         super().__init__(config, world, training)

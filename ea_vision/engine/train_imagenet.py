@@ -78,7 +78,7 @@ class ImageNetConfig(TrainConfig):
 class ClassFolders(run.Task):
     """Images in class folders, tars or FFCV files, read as they are needed."""
 
-    prog, description, examples, options = "train_imagenet.py", __doc__, EXAMPLES, ImageNetConfig
+    description, examples, options = __doc__, EXAMPLES, ImageNetConfig
 
     def __init__(self, config: ImageNetConfig, world: World, training: bool):
         super().__init__(config, world, training)

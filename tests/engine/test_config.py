@@ -14,7 +14,7 @@ from ea_vision.engine.train_imagenet import ImageNetConfig
 
 
 def parsed(*argv: str):
-    return resolve(CifarConfig, parse(make_parser(CifarConfig, "train_cifar.py", "", EXAMPLES), list(argv)))
+    return resolve(CifarConfig, parse(make_parser(CifarConfig, "", EXAMPLES), list(argv)))
 
 
 def test_command_line_over_recipe_over_defaults(tmp_path):
@@ -103,7 +103,7 @@ def test_a_recipe_says_what_differs_from_its_base(tmp_path):
 
 
 def test_help_has_every_flag_its_default_and_examples():
-    text = make_parser(CifarConfig, "train_cifar.py", "about", EXAMPLES).format_help()
+    text = make_parser(CifarConfig, "about", EXAMPLES).format_help()
     for field in dataclasses.fields(CifarConfig):
         assert f"--{field.name.replace('_', '-')}" in text
     assert text.count("(default: ") >= len(dataclasses.fields(CifarConfig))
