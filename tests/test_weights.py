@@ -68,12 +68,12 @@ def test_results_are_those_of_the_cards():
         assert float(row["top1"]) + float(row["top1_err"]) == pytest.approx(100)
 
 
-def test_readme_has_the_results_of_the_runs():
+def test_docs_have_the_results_of_the_runs():
     """Its table of the `fast` recipe's 10 epochs, against the metrics of those runs and the recipe's own words."""
     runs = {path.stem: list(csv.DictReader(path.open()))
             for path in (ROOT / "weights" / "results" / "fast-cifar10").glob("*.csv")}
     row = re.compile(r"^\| (\w+_cifar) +\| [\d.]+ +\| (\d\d\.\d\d) +\| (\d\d\.\d\d) +\| \d+ ", re.MULTILINE)
-    shown = {name: (float(top1), float(top5)) for name, top1, top5 in row.findall((ROOT / "README.md").read_text())}
+    shown = {name: (float(top1), float(top5)) for name, top1, top5 in row.findall((ROOT / "docs" / "results.md").read_text())}
     assert shown == {name: (float(rows[-1]["top1"]), float(rows[-1]["top5"])) for name, rows in runs.items()}
     assert len(shown) == 5 and all(rows[-1]["epoch"] == "10" for rows in runs.values())
     expected = (ROOT / "ea_vision" / "recipes" / "fast.yaml").read_text()
