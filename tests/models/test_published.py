@@ -1,0 +1,42 @@
+"""What papers print of the networks stands once, beside their registration: recipes and tables repeat it truly."""
+import re
+from importlib import resources
+from pathlib import Path
+
+import pytest
+import timm
+import yaml
+
+from ea_vision.models import Published, list_networks, published_figures, published_names
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = sorted((file for file in resources.files("ea_vision.recipes").iterdir() if file.name.startswith("imagenet_")),
+                 key=lambda file: file.name)
+
+
+def test_every_published_network_can_be_made_and_has_a_source():
+    assert published_names() and all(timm.is_model(name) for name in published_names())
+    assert all(published_figures(name).source for name in published_names())
+    assert published_figures("ea_aa_resnet50.some_tag") is published_figures("ea_aa_resnet50")
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda file: file.name)
+def test_recipes_say_what_is_published(recipe):
+    text = recipe.read_text()
+    figures = published_figures(yaml.safe_load(text)["model"])
+    assert f"{figures.params_m:.1f}M parameters" in text
+    assert re.search(r"top-1 (\d+\.\d+)", text)[1] == f"{figures.top1['ImageNet']:.2f}"
+
+
+def test_the_table_of_the_docs_has_every_published_figure():
+    text = (ROOT / "docs" / "results.md").read_text()
+    table = text.split("<!-- what `ea-vision summary` prints -->\n")[1].split("\n\n")[0].splitlines()
+    header, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in table)
+    params, gflops = (index for index, name in enumerate(header) if name == "(published)")
+    rows = {row[0]: row for row in rows}
+    assert list(rows) == list_networks()  # else paste what `ea-vision summary` prints
+    for name, row in rows.items():
+        figures = published_figures(name) or Published()
+        assert row[header.index("published top-1 %")] == " / ".join(f"{x:.2f}" for x in figures.top1.values()), name
+        assert float(row[params] or 0) == pytest.approx(figures.params_m or 0, abs=0.0501), name
+        assert float(row[gflops] or 0) == (figures.gflops or 0), name
