@@ -12,7 +12,7 @@ import importlib
 import os
 from pathlib import Path
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __path__.append(str(Path(__file__).parent / "aliases"))  # older names of `python -m`
 
 from ea_vision import models as models  # noqa: E402 (registers the networks)
