@@ -11,10 +11,8 @@ from __future__ import annotations
 import argparse
 import math
 import re
-import sys
 import weakref
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,21 +23,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ea_vision.base.errors import RunError, UsageError
-from ea_vision.base.networks import create_classifier
 from ea_vision.base.processes import choose_device
 from ea_vision.engine.evaluate import autocast
 from ea_vision.engine.preflight import GIB, available_memory
 from ea_vision.layers import AugmentedConv2d
-from ea_vision.measure.speed import (
-    MIB,
-    Bench,
-    Runner,
-    attention_watched,
-    memory_in_own_process,
-    memory_of_this_process,
-    memory_on_gpu,
-)
-from ea_vision.ops import IMPLEMENTATIONS, use_implementation
+from ea_vision.measure.branches import attention_watched
+from ea_vision.measure.peak_memory import MIB, memory_in_own_process, memory_on_gpu
+from ea_vision.measure.steps import Bench, Runner, Setting, add_setting, check_positive, refusals
 
 EXAMPLES = """\
 examples:
@@ -210,107 +200,79 @@ class Prediction:
         return max(0, int(np.floor(((budget - fixed) / slope).min())))
 
 
-def build(name: str, img_size: int, grad_checkpointing: bool) -> nn.Module:
-    """A network with random weights on the CPU.
-
-    Raises:
-        UsageError: unknown, refuses the size, or has no checkpointing.
-    """
-    model, _ = create_classifier(name, {}, num_classes=1000, img_size=img_size)
-    if grad_checkpointing:
-        try:
-            model.set_grad_checkpointing(True)
-        except (AttributeError, AssertionError) as error:
-            raise UsageError(f"{name} has no gradient checkpointing") from error
-    return model
-
-
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, epilog=EXAMPLES,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("model", metavar="MODEL", help="registered timm model")
-    parser.add_argument("--img-size", type=int, default=224, help="side in pixels (default: %(default)s)")
-    parser.add_argument("--batch-size", type=int, default=32, help="images (default: %(default)s)")
-    parser.add_argument("--amp", choices=("none", "bfloat16", "float16"), default="none", help="precision of the "
-                        "forward pass (default: %(default)s, float32)")
-    parser.add_argument("--opt", choices=tuple(STATES), default="sgd", help="optimiser; sgd is with momentum "
-                        "(default: %(default)s)")
-    parser.add_argument("--grad-checkpointing", action="store_true", help="keep the inputs of blocks alone, and "
-                        "compute the rest again in backward")
-    parser.add_argument("--channels-last", action="store_true", help="images and weights channels-last in memory")
-    parser.add_argument("--budget", metavar="SIZE", help="memory that the largest batch may take, as 16GiB or 16GB "
-                        "(default: all of the GPU's, or the main memory that is free)")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if there is one "
-                        "(default: %(default)s)")
-    parser.add_argument("--implementation", choices=IMPLEMENTATIONS, help="of the attention (default: by device)")
-    parser.add_argument("--measure", action="store_true", help="also measure the peak at --batch-size: allocated by "
-                        "torch on CUDA, resident in a process of its own on a CPU")
-    parser.add_argument("--measure-here", action="store_true", help=argparse.SUPPRESS)
-    return parser
-
-
-def measured_peak(args: argparse.Namespace, device: torch.device, argv: Sequence[str]) -> int | None:
+def measured_peak(name: str, setting: Setting, grad_checkpointing: bool) -> int | None:
     """Bytes at the peak of real steps at the batch size asked for; None where it cannot be measured.
 
     Raises:
         UsageError: the batch does not fit into the GPU's memory.
         RunError: the process that measures has failed.
     """
-    if device.type == "cuda":
-        bench = Bench(args, device)
-        model = build(args.model, args.img_size, args.grad_checkpointing).to(device, memory_format=bench.layout)
-        try:
-            return memory_on_gpu(Runner(bench, model)) + bench.images.nbytes
-        except torch.OutOfMemoryError as error:
-            raise UsageError(f"--measure: a batch of {args.batch_size} does not fit into the GPU's memory") from error
-    return memory_in_own_process(["ea_vision", "memory", *argv, "--measure-here"])
+    if choose_device(setting.device).type == "cpu":
+        return memory_in_own_process(name, setting, grad_checkpointing)
+    bench = Bench(setting)
+    try:
+        return memory_on_gpu(Runner(bench, setting.network(name, grad_checkpointing))) + bench.images.nbytes
+    except torch.OutOfMemoryError as error:
+        raise UsageError(f"--measure: a batch of {setting.batch_size} does not fit into the GPU's memory") from error
+
+
+def default_budget(device: torch.device) -> int:
+    """Bytes of a GPU, or of main memory that are free."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else available_memory()
+
+
+def report(prediction: Prediction, batch_size: int, measured: int | None, measured_how: str, budget: int) -> str:
+    """The table of the parts, the peak predicted and (unless None) measured, and the largest batch."""
+    parts = prediction.parts(batch_size)
+    peak, maps = parts.pop("peak"), parts.pop("maps")
+    lines = []
+    for name, count in parts.items():
+        lines.append(f"  {name:<34}{to_text(count):>11}{count / peak:>7.1%}")
+        if maps and name.startswith("activations"):
+            lines.append(f"    {'attention maps among them':<32}{to_text(maps):>11}{maps / peak:>7.1%}")
+    lines.append(f"  {'peak, predicted':<34}{to_text(peak):>11}")
+    if measured is not None:
+        lines.append(f"  {'peak, measured':<34}{to_text(measured):>11}   {measured_how}; "
+                     f"{peak / measured - 1:+.1%} predicted")
+    one_image = prediction.map_sizes(1)
+    largest = prediction.largest_batch(budget)
+    return "\n".join([
+        *lines,
+        f"kept for backward: {to_text(prediction.activations(batch_size))}, "
+        f"{len(one_image)} attention maps, {to_text(sum(one_image))} an image",
+        f"largest batch within {to_text(budget)}: "
+        + (f"{largest}" if largest else f"none, one image needs {to_text(prediction.peak(1))}")])
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, epilog=EXAMPLES,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("model", metavar="MODEL", help="registered timm model")
+    add_setting(parser, 32, "%(default)s")
+    parser.add_argument("--opt", choices=tuple(STATES), default="sgd", help="optimiser; sgd is with momentum "
+                        "(default: %(default)s)")
+    parser.add_argument("--grad-checkpointing", action="store_true", help="keep the inputs of blocks alone, and "
+                        "compute the rest again in backward")
+    parser.add_argument("--budget", metavar="SIZE", help="memory that the largest batch may take, as 16GiB or 16GB "
+                        "(default: all of the GPU's, or the main memory that is free)")
+    parser.add_argument("--measure", action="store_true", help="also measure the peak at --batch-size: allocated by "
+                        "torch on CUDA, resident in a process of its own on a CPU")
+    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
-    for name in ("img_size", "batch_size"):
-        if getattr(args, name) < 1:
-            raise UsageError(f"--{name.replace('_', '-')} must be 1 or more, got {getattr(args, name)}")
-    device = choose_device(args.device)
-    if args.budget:
-        budget = to_bytes(args.budget)
-    elif device.type == "cuda":
-        budget = torch.cuda.get_device_properties(device).total_memory
-    else:
-        budget = available_memory()
-    with ExitStack() as stack:
-        if args.implementation:
-            stack.enter_context(use_implementation(args.implementation))
-        if args.measure_here:
-            print(memory_of_this_process(
-                Bench(args, device), lambda: build(args.model, args.img_size, args.grad_checkpointing)))
-            return 0
-        layout = torch.channels_last if args.channels_last else torch.contiguous_format
-        model = build(args.model, args.img_size, args.grad_checkpointing).to(device, memory_format=layout)
-        try:
-            prediction = Prediction(model, args.img_size, args.amp, args.opt, layout)
-        except (ValueError, AssertionError) as error:
-            raise UsageError(f"{args.model} cannot run images of {args.img_size} pixels: "
-                             f"{str(error) or type(error).__name__}") from error
+    check_positive(args, "img_size", "batch_size")
+    setting, device = Setting.of(args), choose_device(args.device)
+    budget = to_bytes(args.budget) if args.budget else default_budget(device)
+    with setting.active():
+        model = setting.network(args.model, args.grad_checkpointing)
+        with refusals(args.model, "images", args.img_size):
+            prediction = Prediction(model, args.img_size, args.amp, args.opt, setting.layout)
         del model
-        measured = measured_peak(args, device, sys.argv[1:] if argv is None else argv) if args.measure else None
-
-    print(f"{args.model}, batch {args.batch_size}, {args.img_size} pixels, "
-          f"{'float32' if args.amp == 'none' else args.amp}, {args.opt}, "
+        measured = measured_peak(args.model, setting, args.grad_checkpointing) if args.measure else None
+    print(f"{args.model}, batch {args.batch_size}, {args.img_size} pixels, {setting.precision}, {args.opt}, "
           f"{'gradient checkpointing, ' if args.grad_checkpointing else ''}on {device.type}")
-    parts = prediction.parts(args.batch_size)
-    peak, maps = parts.pop("peak"), parts.pop("maps")
-    for name, count in parts.items():
-        print(f"  {name:<34}{to_text(count):>11}{count / peak:>7.1%}")
-        if maps and name.startswith("activations"):
-            print(f"    {'attention maps among them':<32}{to_text(maps):>11}{maps / peak:>7.1%}")
-    print(f"  {'peak, predicted':<34}{to_text(peak):>11}")
-    if measured is not None:
-        how = "allocated on the GPU" if device.type == "cuda" else "resident, of a process of its own"
-        print(f"  {'peak, measured':<34}{to_text(measured):>11}   {how}; {peak / measured - 1:+.1%} predicted")
-    print(f"kept for backward: {to_text(prediction.activations(args.batch_size))}, "
-          f"{len(prediction.map_sizes(1))} attention maps, {to_text(sum(prediction.map_sizes(1)))} an image")
-    largest = prediction.largest_batch(budget)
-    print(f"largest batch within {to_text(budget)}: "
-          + (f"{largest}" if largest else f"none, one image needs {to_text(prediction.peak(1))}"))
+    how = "allocated on the GPU" if device.type == "cuda" else "resident, of a process of its own"
+    print(report(prediction, args.batch_size, measured, how, budget))
     return 0

@@ -8,18 +8,17 @@ multiply-add of a convolution or linear layer and 1 for one of the attention pro
 `gmacs` counts every multiply-add once.
 """
 import argparse
-import csv
-import io
-import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
-from difflib import get_close_matches
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import timm
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from ea_vision.base.files import atomic_write, create, csv_text
+from ea_vision.base.networks import check_model_name
 from ea_vision.layers import AugmentedConv2d
 from ea_vision.models import Published, list_networks, published_figures
 from ea_vision.ops import use_implementation
@@ -48,11 +47,9 @@ def summarise(name: str) -> Summary:
         name: a model registered with timm.
 
     Raises:
-        ValueError: no model of that name.
+        UsageError: no model of that name.
     """
-    if not timm.is_model(name):
-        near = get_close_matches(name, timm.list_models(), n=3)
-        raise ValueError(f"unknown model {name!r}" + (f"; did you mean {', '.join(near)}?" if near else ""))
+    check_model_name(name)
     model = timm.create_model(name).eval()
     size = model.default_cfg["input_size"]
 
@@ -101,15 +98,6 @@ def to_table(rows: Sequence[Summary]) -> str:
         "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in lines)
 
 
-def to_csv(rows: Sequence[Summary]) -> str:
-    """Comma-separated values with a header line; the columns are `Summary`'s fields."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, [f.name for f in fields(Summary)], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(asdict(row) for row in rows)
-    return text.getvalue()
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -118,16 +106,13 @@ def main(argv: Sequence[str] | None = None) -> int:
                         "instead of the table)")
     args = parser.parse_args(argv)
     names = args.models or list_networks()
-    try:
-        rows = [summarise(name) for name in names]
-        if args.csv == "-":
-            print(to_csv(rows), end="")
-            return 0
-        if args.csv:
-            with open(args.csv, "w", encoding="utf-8") as file:
-                file.write(to_csv(rows))
-    except (ValueError, OSError) as error:
-        print(f"summary: {error}", file=sys.stderr)
-        return 2
+    rows = [summarise(name) for name in names]
+    csv = csv_text([asdict(row) for row in rows])
+    if args.csv == "-":
+        print(csv, end="")
+        return 0
+    if args.csv:
+        create(Path(args.csv).parent)
+        atomic_write(Path(args.csv), csv.encode())
     print(to_table(rows))
     return 0

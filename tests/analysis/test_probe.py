@@ -8,17 +8,11 @@ import torch
 from torch import nn
 
 import ea_vision
-from ea_vision import probe
+from ea_vision.analysis import probe, probe_maps
 from ea_vision.analysis.loading import load_model
-from ea_vision.analysis.probe import (
-    MapSource,
-    ProbeNet,
-    ProbeRecipe,
-    extract_maps,
-    probe_key,
-    shuffled_in_space,
-    train_probe,
-)
+from ea_vision.analysis.probe import probe_key
+from ea_vision.analysis.probe_maps import MapSource, extract_maps, set_batch_statistics, shuffled_in_space
+from ea_vision.analysis.probe_network import ProbeNet, ProbeRecipe, train_probe
 from ea_vision.base.errors import UsageError
 from ea_vision.data.small_images import Images
 
@@ -68,7 +62,7 @@ def test_maps_are_those_of_the_query(tmp_path):
 def test_an_interrupted_extraction_goes_on_and_a_finished_one_is_read(tmp_path, monkeypatch):
     model, pixels, source = small_model(), images(), MapSource((1, 2))
     whole = extract_maps(model, pixels, source, tmp_path / "whole", batch_size=3)
-    taken, original = [], probe.query_maps
+    taken, original = [], probe_maps.query_maps
 
     def interrupted(model, batch, source):
         if len(taken) == 2:
@@ -76,10 +70,10 @@ def test_an_interrupted_extraction_goes_on_and_a_finished_one_is_read(tmp_path, 
         taken.append(len(batch))
         return original(model, batch, source)
 
-    monkeypatch.setattr(probe, "query_maps", interrupted)
+    monkeypatch.setattr(probe_maps, "query_maps", interrupted)
     with pytest.raises(KeyboardInterrupt):
         extract_maps(model, pixels, source, tmp_path / "cut", batch_size=3)
-    monkeypatch.setattr(probe, "query_maps", lambda *args: taken.append(len(args[1])) or original(*args))
+    monkeypatch.setattr(probe_maps, "query_maps", lambda *args: taken.append(len(args[1])) or original(*args))
     continued = extract_maps(model, pixels, source, tmp_path / "cut", batch_size=3)
     assert taken == [3, 3, 3, 1]
     assert all(np.array_equal(a, b) for a, b in zip(whole, continued, strict=True))
@@ -147,7 +141,7 @@ def test_the_probe_learns_what_is_in_the_maps_and_shuffling_takes_it_away():
 def test_untrained_networks_get_the_statistics_of_the_images():
     model = small_model()
     pixels = images(32)
-    probe.measure_batch_statistics(model, pixels, batch_size=32)
+    set_batch_statistics(model, pixels, batch_size=32)
     norm = next(m for m in model.model.modules() if isinstance(m, nn.BatchNorm2d))
     seen = []
     handle = norm.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
@@ -164,7 +158,7 @@ def test_those_statistics_are_of_all_images_in_whatever_order_they_lie():
     model = small_model()
     inputs = []
     handle = model.model.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
-    probe.measure_batch_statistics(model, pixels, batches=2, batch_size=50)
+    set_batch_statistics(model, pixels, batches=2, batch_size=50)
     handle.remove()
     kinds = model.normalize(torch.tensor([0.0, 100.0, 200.0])[:, None, None, None].expand(3, 3, 1, 1) / 255)
     for batch in inputs:
@@ -176,7 +170,7 @@ def test_those_statistics_are_of_all_images_in_whatever_order_they_lie():
 
 def test_drawn_images_keep_their_targets():
     pixels, targets = images(20), torch.arange(20)
-    drawn = probe.draw(Images(pixels, targets, [str(i) for i in range(20)]), 6, seed=1)
+    drawn = probe.sample(Images(pixels, targets, [str(i) for i in range(20)]), 6, seed=1)
     assert len(drawn) == 6 and torch.equal(drawn.images, pixels[drawn.targets])
     assert drawn.names == [str(i) for i in drawn.targets.tolist()]
 
@@ -195,7 +189,7 @@ def test_the_command_ends_with_tables_and_a_picture_and_does_nothing_twice(tmp_p
     assert "31.02 / 31.71 / 31.93" in first and "shuffled" in first
 
     monkeypatch.setattr(probe, "train_probe", None)  # every probe is done
-    monkeypatch.setattr(probe, "query_maps", None)
+    monkeypatch.setattr(probe_maps, "query_maps", None)
     assert probe.main(argv) == 0
     assert capsys.readouterr().out == first
 

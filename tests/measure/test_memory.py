@@ -4,9 +4,9 @@ import timm
 import torch
 import torch.nn.functional as F
 
-from ea_vision import memory
 from ea_vision.base.errors import UsageError, exit_code
 from ea_vision.engine.evaluate import autocast
+from ea_vision.measure import memory
 from ea_vision.measure.memory import Prediction, to_bytes, watch_step
 from ea_vision.ops import use_implementation
 

@@ -2,26 +2,19 @@
 import csv
 import io
 import time
-from types import SimpleNamespace
 
 import pytest
 import timm
 import torch
 from PIL import Image
 
-from ea_vision import benchmark
 from ea_vision.base.errors import exit_code
-from ea_vision.measure.speed import (
-    KEEP_MEMORY,
-    Bench,
-    Row,
-    baseline_of,
-    branches_of,
-    draw,
-    interleaved,
-    to_csv,
-    to_tables,
-)
+from ea_vision.base.figures import figure_bytes
+from ea_vision.measure import speed
+from ea_vision.measure.branches import branches_of
+from ea_vision.measure.peak_memory import KEEP_MEMORY, memory_in_own_process
+from ea_vision.measure.speed_report import Row, baseline_of, speed_figure, to_csv, to_tables
+from ea_vision.measure.steps import Bench, Setting, interleaved
 
 TINY = ["--device", "cpu", "--batch-size", "2", "--img-size", "32", "--repeats", "1", "--threads", "1"]
 
@@ -40,12 +33,20 @@ def test_baseline_is_the_resnet_of_the_same_depth():
     assert [baseline_of(name) for name in ("ea_aa_resnet101", "resnet34", "halonet50ts", "botnet50ts_256")] == [
         "resnet101", "resnet34", "resnet50", "resnet50"]
     assert baseline_of("ea_conv_transformer_cifar") is None
-    assert set(map(baseline_of, benchmark.ALL)) <= set(benchmark.ALL) and all(map(timm.is_model, benchmark.ALL))
+
+
+def test_all_is_what_is_registered_for_about_this_size():
+    large, small = speed.all_networks(224), speed.all_networks(32)
+    assert all(map(timm.is_model, [*large, *small])) and not set(large) & set(small)
+    assert {"resnet152", "aa_resnet34", "pa_aa_resnet152", "ea_aa_resnet101", "halonet50ts"} <= set(large)
+    assert {"cnn_cifar", "ea_conv_transformer_cifar"} <= set(small)
+    assert {baseline_of(name) for name in large if "resnet" in name} <= set(large)
+    names, optional = speed.networks_asked_for(["resnet50", "all", "resnet50"], 224)
+    assert sorted(names) == sorted(large) and names[0] == "resnet50" and optional == {*large} - {"resnet50"}
 
 
 def test_branches_move_the_bytes_counted_by_hand():
-    args = SimpleNamespace(batch_size=2, img_size=32, amp="none", channels_last=False)
-    bench = Bench(args, torch.device("cpu"))
+    bench = Bench(Setting(batch_size=2, img_size=32, device="cpu"))
     model = timm.create_model("ea_conv_transformer_cifar", widths=(16, 32, 64, 64))
     first, counts = branches_of(bench, model)
     assert sum(counts.values()) == 6 and all("attend" not in vars(layer.layer) for layer in first.values())
@@ -64,7 +65,7 @@ def test_branches_move_the_bytes_counted_by_hand():
 
 def test_a_run(tmp_path, capsys):
     paths = [tmp_path / "sub" / "speed.csv", tmp_path / "speed.png"]
-    assert benchmark.main([*TINY, "--models", "cnn_cifar", "ea_conv_transformer_cifar", "--no-memory",
+    assert speed.main([*TINY, "--models", "cnn_cifar", "ea_conv_transformer_cifar", "--no-memory",
                            "--csv", str(paths[0]), "--plot", str(paths[1])]) == 0
     out = capsys.readouterr().out.splitlines()
     assert f"torch {torch.__version__}" in out[0] and "1 threads" in out[0] and "; 20" in out[0]
@@ -88,13 +89,13 @@ def test_tables_and_plot_with_ratios_and_without():
     assert lines[1].split() == ["resnet50", "eager", "80.00", "1.000", "400.00", "1.000", "1000", "-"]
     assert lines[2].split()[-2:] == ["-", "-"] and "branch at 14x14" in lines[5]
     assert to_csv(rows, {"torch": "2"}).splitlines()[1].startswith("resnet50,eager,network,0,100,20,80,400,1,1,1000,")
-    assert draw(rows, "title").startswith(b"\x89PNG")
+    assert figure_bytes(speed_figure(rows, "title")).startswith(b"\x89PNG")
 
 
 def test_memory_is_that_of_the_steps_alone(monkeypatch):
     for name, value in KEEP_MEMORY.items():
         monkeypatch.setenv(name, value)  # the process measured must not have them
-    found = benchmark.memory_in_own_process(["ea_vision", "benchmark", *TINY, "--memory-of", "resnet18_cifar"])
+    found = memory_in_own_process("resnet18_cifar", Setting(2, 32, "cpu", threads=1))
     weights = 4 * sum(p.numel() for p in timm.create_model("resnet18_cifar").parameters())
     assert found > 3 * weights, "weights, gradients and momentum"
     assert found < 4 * weights, "without python and torch, which take more than this"
@@ -108,6 +109,6 @@ def test_memory_is_that_of_the_steps_alone(monkeypatch):
     (["--models", "halonet50ts"], "halonet50ts cannot run 2 images of 32 pixels: AssertionError"),
 ])
 def test_bad_input(more, message, capsys):
-    assert exit_code(lambda: benchmark.main([*TINY, *more])) == 2
+    assert exit_code(lambda: speed.main([*TINY, *more])) == 2
     err = capsys.readouterr().err
     assert message in err.splitlines()[-1]

@@ -4,6 +4,7 @@ import io
 
 import pytest
 
+from ea_vision.base.errors import exit_code
 from ea_vision.measure.summary import main, summarise
 from ea_vision.models import published_figures
 
@@ -36,6 +37,6 @@ def test_table_and_csv(tmp_path, capsys):
 
 
 def test_unknown_model_is_one_line(capsys):
-    assert main(["ea_resnet50"]) == 2
+    assert exit_code(lambda: main(["ea_resnet50"])) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and "ea_aa_resnet50" in err

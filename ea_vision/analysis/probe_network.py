@@ -1,0 +1,117 @@
+"""The probe: a DenseNet that classifies images by attention maps alone (EA paper, table 7), and its training.
+
+Shape letters: B a batch of M images, K heads, H x W the map.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from timm.layers import BatchNormAct2d
+from timm.models.densenet import DenseBlock
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import CosineAnnealingLR
+from tqdm import tqdm
+
+from ea_vision.base.errors import RunError
+
+
+class ProbeNet(nn.Module):
+    """A DenseNet of 12 layers for (B, K, H, W) maps.
+
+    Pooled after the 4th and the 7th layer (14x14 -> 7x7 -> 4x4, rounding up), `width` channels before the first layer,
+    2 and 4 times as many after the poolings. The paper gives no growth rate: DenseNet's 32.
+
+    Args:
+        num_heads: K.
+        num_classes: classes.
+        width: channels, 256 in the paper.
+        growth: channels that a layer adds.
+    """
+
+    def __init__(self, num_heads: int, num_classes: int, width: int = 256, growth: int = 32) -> None:
+        super().__init__()
+        layers: list[nn.Module] = [nn.Conv2d(num_heads, width, 3, padding=1, bias=False)]
+        for depth, block_width in ((4, width), (3, 2 * width), (5, 4 * width)):
+            layers.append(DenseBlock(depth, block_width, bn_size=4, growth_rate=growth))
+            channels = block_width + depth * growth
+            if block_width < 4 * width:
+                layers += [BatchNormAct2d(channels), nn.Conv2d(channels, 2 * block_width, 1, bias=False),
+                           nn.AvgPool2d(2, ceil_mode=True)]
+        layers.append(BatchNormAct2d(channels))
+        self.features = nn.Sequential(*layers)
+        self.classifier = nn.Linear(channels, num_classes)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight)
+
+    def forward(self, maps: Tensor) -> Tensor:
+        """(B, K, H, W) -> (B, num_classes)."""
+        return self.classifier(self.features(maps).mean((2, 3)))
+
+
+@dataclass(frozen=True)
+class ProbeRecipe:
+    """Training of the probe. The paper: 30 epochs, cosine 0.05 -> 0.0001, 256 wide; the rest is ours."""
+
+    epochs: int = 30
+    batch_size: int = 128
+    lr: float = 0.05
+    lr_min: float = 0.0001
+    momentum: float = 0.9
+    weight_decay: float = 1e-4
+    width: int = 256
+    seed: int = 0
+
+
+def train_probe(maps: np.ndarray, targets: Tensor, test_maps: np.ndarray, test_targets: Tensor, num_classes: int,
+                recipe: ProbeRecipe, device: str = "cpu", label: str = "probe") -> float:
+    """Train a ProbeNet on maps (M, K, H, W); return its top-1 in percent on the test maps after the last epoch.
+
+    Raises:
+        RunError: the loss is no finite number.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(recipe.seed)
+        net = ProbeNet(maps.shape[1], num_classes, recipe.width)
+    net = net.to(device, memory_format=torch.channels_last)  # 1.5 times as fast on a CPU
+    mean, std = _head_statistics(maps, device)
+    order = torch.Generator().manual_seed(recipe.seed)
+    optimizer = torch.optim.SGD(net.parameters(), recipe.lr, recipe.momentum, weight_decay=recipe.weight_decay)
+    steps = math.ceil(len(maps) / recipe.batch_size)
+    scheduler = CosineAnnealingLR(optimizer, recipe.epochs * steps, recipe.lr_min)
+    for epoch in tqdm(range(recipe.epochs), desc=label, unit="epoch"):
+        net.train()
+        for index in torch.randperm(len(maps), generator=order).split(recipe.batch_size):
+            batch = (torch.from_numpy(maps[index.numpy()]).to(device).float() - mean) / std
+            loss = F.cross_entropy(net(batch), targets[index].to(device))
+            if not math.isfinite(loss.item()):
+                raise RunError(f"{label}: the loss is {loss.item()} in epoch {epoch + 1}")
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+    net.eval()
+    right = 0
+    with torch.inference_mode():
+        for index in torch.arange(len(test_maps)).split(4 * recipe.batch_size):
+            batch = (torch.from_numpy(test_maps[index.numpy()]).to(device).float() - mean) / std
+            right += int((net(batch).argmax(1).cpu() == test_targets[index]).sum())
+    return 100 * right / len(test_maps)
+
+
+def _head_statistics(maps: np.ndarray, device: str) -> tuple[Tensor, Tensor]:
+    """Mean and std (K, 1, 1) of the maps (M, K, H, W), taken in pieces."""
+    sums, squares = np.zeros(maps.shape[1]), np.zeros(maps.shape[1])
+    for first in range(0, len(maps), 4096):
+        piece = maps[first:first + 4096].astype(np.float64)
+        sums += piece.sum((0, 2, 3))
+        squares += (piece ** 2).sum((0, 2, 3))
+    count = len(maps) * maps.shape[2] * maps.shape[3]
+    mean = sums / count
+    std = np.sqrt(np.maximum(squares / count - mean ** 2, 1e-12))
+    return tuple(torch.from_numpy(v).float().view(-1, 1, 1).to(device) for v in (mean, std))

@@ -1,0 +1,72 @@
+"""What probes found: rows, and CSV, table and bars of them beside the published ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from ea_vision.base.files import csv_text
+
+PUBLISHED = {"AA-ResNet-34": {16: 24.50, 17: 31.18, 18: 17.55}, "EA-AA-ResNet-34": {16: 31.02, 17: 31.71, 18: 31.93}}
+COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
+
+
+@dataclass(frozen=True)
+class Result:
+    """A row of results.csv. top1 in percent."""
+
+    model: str
+    maps: str
+    layer: int
+    top1: float
+    train_images: int
+    test_images: int
+
+
+def results_csv(results: Sequence[Result]) -> str:
+    """Comma-separated values; the columns are the fields of `Result`."""
+    return csv_text([{**asdict(result), "top1": f"{result.top1:.2f}"} for result in results])
+
+
+def results_table(results: Sequence[Result]) -> str:
+    """Rows model and maps, columns layers, top-1 in percent."""
+    layers = sorted({result.layer for result in results})
+    names = list(dict.fromkeys((result.model, result.maps) for result in results))
+    found = {(result.model, result.maps, result.layer): result.top1 for result in results}
+    width, kind = (max(map(len, column)) for column in zip(("model", "untrained"), *names, strict=True))
+    lines = [f"{'model':<{width}}  {'maps':<{kind}}" + "".join(f"{f'layer {layer}':>10}" for layer in layers)]
+    for model, maps in names:
+        values = ["" if value is None else f"{value:.2f}" for value in (found.get((model, maps, n)) for n in layers)]
+        lines.append(f"{model:<{width}}  {maps:<{kind}}" + "".join(f"{value:>10}" for value in values))
+    return "\n".join(lines)
+
+
+def results_figure(results: Sequence[Result], num_classes: int):
+    """Bars by layer, a colour a model and kind of maps; beside them the published ones. A matplotlib Figure."""
+    from matplotlib.figure import Figure
+
+    measured: dict[str, dict[int, float]] = {}
+    for result in results:
+        measured.setdefault(f"{result.model}, {result.maps}", {})[result.layer] = result.top1
+    figure = Figure(figsize=(12, 4.6), layout="constrained")
+    columns = max(3, len({result.layer for result in results}))
+    panels = figure.subplots(1, 2, width_ratios=(columns * (1 + len(measured) / 6), 4))
+    first = results[0]
+    titles = (f"{first.train_images} training and {first.test_images} test images",
+              "published: EA paper, table 7, ImageNet")
+    for axes, bars, title in zip(panels, (measured, PUBLISHED), titles, strict=True):
+        layers = sorted({layer for values in bars.values() for layer in values})
+        width = 0.8 / len(bars)
+        for index, (label, values) in enumerate(bars.items()):
+            places = [layers.index(layer) + (index - (len(bars) - 1) / 2) * width for layer in values]
+            drawn = axes.bar(places, list(values.values()), width * 0.95, label=label,
+                             color=COLORS[index % len(COLORS)], hatch="" if index < len(COLORS) else "//")
+            axes.bar_label(drawn, fmt="%.1f", fontsize=7)
+        axes.set_xticks(range(len(layers)), [f"layer {layer}" for layer in layers])
+        axes.set_ylabel("top-1 of the probe (%)")
+        axes.set_title(title, fontsize=10)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].axhline(100 / num_classes, color="0.5", linestyle=":", linewidth=1, label="chance, classes alike")
+    for axes in panels:
+        axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=2)
+    return figure

@@ -1,0 +1,125 @@
+"""What the benchmark found: rows, and tables, CSV and bars of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from ea_vision.base.files import csv_text
+
+
+@dataclass
+class Row:
+    """A line of the CSV: a network, or the mean attention branch of one of its stages."""
+
+    model: str
+    mode: str  # eager or compiled
+    part: str  # "network", or what size the branch's output and map have
+    layers: int | None = None  # attention layers in the part
+    train_ms: float | None = None  # a step of a network; forward and backward of one branch
+    infer_ms: float | None = None
+    train_images_per_s: float | None = None
+    infer_images_per_s: float | None = None
+    train_ratio: float | None = None  # of images per second to the resnet's
+    infer_ratio: float | None = None
+    memory_mib: float | None = None  # peak of a training step
+    memory_ratio: float | None = None
+    train_attention_ms: float | None = None  # of a branch, without its pooling and projections
+    infer_attention_ms: float | None = None
+    train_floor_ms: float | None = None  # bytes that the attention must move / bandwidth
+    infer_floor_ms: float | None = None
+
+
+def baseline_of(name: str) -> str | None:
+    """timm's resnet of the same depth: ea_aa_resnet50, halonet50ts -> resnet50."""
+    depth = re.search(r"net(\d+)", name)
+    return f"resnet{depth[1]}" if depth else None
+
+
+def add_ratios(rows: dict[tuple[str, str], Row]) -> None:
+    """Fill in the ratios of the networks, by (name, mode), whose baseline is among them."""
+    for (name, mode), row in rows.items():
+        if (base := rows.get((baseline_of(name), mode))) is not None:
+            for ratio, of in (("train_ratio", "train_images_per_s"), ("infer_ratio", "infer_images_per_s"),
+                              ("memory_ratio", "memory_mib")):
+                if getattr(row, of) and getattr(base, of):
+                    setattr(row, ratio, getattr(row, of) / getattr(base, of))
+
+
+def _aligned(lines: list[list[str]]) -> str:
+    """The first two columns to the left, numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(cell.ljust(width) if index < 2 else cell.rjust(width)
+                               for index, (cell, width) in enumerate(zip(line, widths, strict=True))).rstrip()
+                     for line in lines)
+
+
+def _cell(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def to_tables(rows: Sequence[Row]) -> str:
+    """A table of the networks and, where there are any, one of their attention branches."""
+    networks = [["network", "mode", "training images/s", "ratio", "inference images/s", "ratio", "memory MiB", "ratio"]]
+    branches = [["attention branch", "mode", "layers", "inference ms", "attention", "floor", "training ms",
+                 "attention", "floor"]]
+    for row in rows:
+        if row.part == "network":
+            networks.append([row.model, row.mode, _cell(row.train_images_per_s, 2), _cell(row.train_ratio, 3),
+                             _cell(row.infer_images_per_s, 2), _cell(row.infer_ratio, 3), _cell(row.memory_mib, 0),
+                             _cell(row.memory_ratio, 3)])
+        else:
+            times = (row.infer_ms, row.infer_attention_ms, row.infer_floor_ms, row.train_ms, row.train_attention_ms,
+                     row.train_floor_ms)
+            branches.append([f"{row.model}, {row.part}", row.mode, str(row.layers), *(_cell(t, 3) for t in times)])
+    text = _aligned(networks)
+    if len(branches) > 1:
+        text += ("\n\n" + _aligned(branches) + "\nmean of a stage's layers; attention: the branch without its pooling "
+                 "and projections; floor: queries, keys, values,\nresult, previous and own logits (where needed), each "
+                 "once over main memory; training: forward and backward")
+    return text
+
+
+def to_csv(rows: Sequence[Row], setting: dict[str, object]) -> str:
+    """Comma-separated values: the fields of `Row`, and the setting, the same on every line."""
+    return csv_text([{key: round(value, 4) if isinstance(value, float) else value for key, value in asdict(row).items()}
+                     | setting for row in rows])
+
+
+def speed_figure(rows: Sequence[Row], title: str):
+    """Bars of training and inference speed and of memory, the ratio beside each. A matplotlib Figure."""
+    from matplotlib.figure import Figure
+
+    rows = [row for row in rows if row.part == "network"]
+    names, modes = (list(dict.fromkeys(getattr(row, of) for row in rows)) for of in ("model", "mode"))
+    looks = {"eager": {"color": "#0072B2"}, "compiled": {"color": "#E69F00", "hatch": "//", "edgecolor": "white"}}
+    panels = [("train_images_per_s", "train_ratio", "training, images/s"),
+              ("infer_images_per_s", "infer_ratio", "inference, images/s"),
+              ("memory_mib", "memory_ratio", "peak memory of training, MiB")]
+    panels = [panel for panel in panels if any(getattr(row, panel[0]) is not None for row in rows)]
+    figure = Figure(figsize=(2.2 + 3.6 * len(panels), 1.7 + 0.34 * len(rows)), layout="constrained")
+    thickness = 0.8 / len(modes)
+    for axes, (value, ratio, label) in zip(figure.subplots(1, len(panels), sharey=True, squeeze=False)[0], panels,
+                                           strict=True):
+        for row in rows:
+            if getattr(row, value) is None:
+                continue
+            mode = modes.index(row.mode)
+            place = names.index(row.model) + (mode - (len(modes) - 1) / 2) * thickness
+            bars = axes.barh(place, getattr(row, value), 0.92 * thickness, label=row.mode, **looks[row.mode])
+            axes.bar_label(bars, [_cell(getattr(row, ratio), 2) if getattr(row, ratio) else ""], padding=3, fontsize=8)
+        axes.set(xlabel=label, yticks=range(len(names)), yticklabels=names)
+        axes.margins(x=0.14)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="x", alpha=0.3)
+        axes.set_axisbelow(True)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    if len(modes) > 1:
+        handles, labels = axes.get_legend_handles_labels()
+        unique = dict(zip(labels, handles, strict=True))
+        figure.legend(unique.values(), unique.keys(), loc="outside lower right", ncols=2, frameon=False)
+    if any(row.train_ratio for row in rows):
+        title += "; beside each bar: ratio to timm's resnet of the same depth"
+    figure.suptitle(title, fontsize=9)
+    return figure
