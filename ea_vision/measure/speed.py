@@ -145,8 +145,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, epilog=EXAMPLES,
                                      formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("--models", nargs="+", default=DEFAULT, metavar="NAME", help="registered timm models; all: "
-                        f"ours, the plain ones that papers compare them with, and {', '.join(OTHERS)}, as far as made for "
-                        f"about this image size (default: {' '.join(DEFAULT)})")
+                        f"ours, the plain ones that papers compare them with, and {', '.join(OTHERS)}, as far as they "
+                        f"are made for about this image size (default: {' '.join(DEFAULT)})")
     add_setting(parser, None, "8 on a CPU, 256 on CUDA")
     parser.add_argument("--threads", type=int, default=2, help="threads of a CPU (default: %(default)s)")
     parser.add_argument("--compile", action="store_true", help="measure each network compiled by torch.compile, too")
