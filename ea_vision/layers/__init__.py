@@ -8,13 +8,18 @@ from ea_vision.layers.evolution import (
     evolution_options,
     register_evolution,
 )
+from ea_vision.layers.positions import POSITIONS, add_sine, append_coordinates, choose_position
 from ea_vision.ops.rel_pos import fit_rel_table, relative_logits
 
 __all__ = [
+    "POSITIONS",
     "AugmentedConv2d",
     "Evolution",
     "EvolvingAttention",
     "PredictiveAttention",
+    "add_sine",
+    "append_coordinates",
+    "choose_position",
     "create_evolution",
     "evolution_options",
     "fit_rel_table",

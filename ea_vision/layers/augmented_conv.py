@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from timm.models import register_notrace_module
 from torch import Tensor, nn
 
+from ea_vision.layers.positions import add_sine, append_coordinates, choose_position
 from ea_vision.ops import evolving_attention, halve
 from ea_vision.ops.reference import attention_of, check_prev_logits, own_logits
 from ea_vision.ops.rel_pos import fit_rel_table
@@ -56,7 +57,10 @@ class AugmentedConv2d(nn.Module):
         num_heads: K.
         feat_size: (height, width) of the attention map, which sizes the position tables. Other sizes run too: a
             smaller map uses the middle of the tables, a larger one a resized copy.
-        relative: whether the logits have relative position terms.
+        position: what attention knows of places. "relative": terms of the logits by offset, with learned tables;
+            "none"; "sine": sines and cosines added to the branch's input; "coord": coordinates appended to it (both
+            after pooling, see `ea_vision.layers.positions`).
+        relative: the older way to say it: True is position="relative", the default, False is position="none".
         pool_attention: how many further poolings precede the attention (True is one); the branch's result is then
             resized bilinearly to the convolution's size.
         evolution: `Evolution` of a layer that has a predecessor in its chain, or None.
@@ -67,7 +71,8 @@ class AugmentedConv2d(nn.Module):
 
     Raises:
         ValueError: a width that num_heads does not divide, attn_channels that leave the convolution nothing, a stride
-            other than 1 and 2, an even kernel_size, or a feat_size that is not two positive numbers.
+            other than 1 and 2, an even kernel_size, a feat_size that is not two positive numbers, an unknown position
+            or one that `relative` contradicts, or in_channels that "sine" cannot share out.
     """
 
     def __init__(
@@ -81,7 +86,8 @@ class AugmentedConv2d(nn.Module):
             dim_v: int,
             num_heads: int = 8,
             feat_size: tuple[int, int],
-            relative: bool = True,
+            position: str | None = None,
+            relative: bool | None = None,
             pool_attention: bool | int = False,
             evolution: nn.Module | None = None,
             attn_channels: int | None = None,
@@ -109,13 +115,16 @@ class AugmentedConv2d(nn.Module):
         if len(feat_size) != 2 or min(feat_size) < 1:
             raise ValueError(f"feat_size must be a positive (height, width), got {tuple(feat_size)}")
 
+        self.position = choose_position(position, relative)
+        if self.position == "sine" and in_channels % 4:
+            raise ValueError(f"position='sine' needs in_channels that 4 divides, got {in_channels}")
         self.dim_qk = dim_qk
         self.dim_v = dim_v
         self.num_heads = num_heads
         self.dim_head_qk = dim_qk // num_heads
         self.dim_head_v = dim_v // num_heads
         self.feat_size = (int(feat_size[0]), int(feat_size[1]))
-        self.relative = relative
+        self.relative = self.position == "relative"
         self.resize_result = int(pool_attention) > 0
         self.num_pools = int(pool_attention) + (stride == 2)
         self.scale = self.dim_head_qk ** -0.5
@@ -125,8 +134,8 @@ class AugmentedConv2d(nn.Module):
             in_channels, out_channels - attn_channels, kernel_size, stride=stride,
             padding=dilation * (kernel_size // 2), dilation=dilation, bias=False, **dd)
         self.conv_drop = nn.Dropout(conv_drop)
-        self.qkv = Projection(in_channels, 2 * dim_qk + dim_v, **dd)
-        if relative:
+        self.qkv = Projection(in_channels + 3 * (self.position == "coord"), 2 * dim_qk + dim_v, **dd)
+        if self.relative:
             H, W = self.feat_size
             self.height_rel = nn.Parameter(torch.empty(2 * H - 1, self.dim_head_qk, **dd))
             self.width_rel = nn.Parameter(torch.empty(2 * W - 1, self.dim_head_qk, **dd))
@@ -180,6 +189,10 @@ class AugmentedConv2d(nn.Module):
                 x = F.avg_pool2d(x, 3, stride=2, padding=1, count_include_pad=False)
             else:
                 x = halve(x)
+        if self.position == "sine":
+            x = add_sine(x)
+        elif self.position == "coord":
+            x = append_coordinates(x)
         return self.heads_of(self.qkv(x))
 
     def heads_of(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, tuple[int, int]]:
@@ -263,4 +276,4 @@ class AugmentedConv2d(nn.Module):
         return torch.cat([conv, attn], dim=1), logits
 
     def extra_repr(self) -> str:
-        return f"num_heads={self.num_heads}, feat_size={self.feat_size}, relative={self.relative}"
+        return f"num_heads={self.num_heads}, feat_size={self.feat_size}, position={self.position!r}"

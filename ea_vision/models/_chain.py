@@ -15,7 +15,7 @@ import torch
 from timm.models import checkpoint
 from torch import Tensor, nn
 
-from ea_vision.layers import AugmentedConv2d, Evolution, create_evolution, evolution_options
+from ea_vision.layers import AugmentedConv2d, Evolution, choose_position, create_evolution, evolution_options
 
 try:  # not exported; in newer timm its own models call it, so that save_for_hf knows of a resize
     from timm.models._input import update_model_input_size
@@ -68,7 +68,8 @@ class AttentionConfig:
         ImageNet rule, 0.2 and at least 20 a head.
     v_ratio: dim_v likewise (upsilon).
     min_head_qk: least width of a head's queries; None is 20 with the paper's rule, else no limit.
-    relative: whether the logits have relative position terms.
+    position: "relative", "none", "sine" or "coord", see `AugmentedConv2d`.
+    relative: the older way to say it: True is position="relative", the default, False is position="none".
     evolution: a registered name ("ea", "pa"), or None for maps that do not evolve (AA).
     attn_drop_rate: dropout on the attention probabilities.
     options: the evolution's: alpha, beta, kernel_size, num_layers, ...; None is its default.
@@ -78,7 +79,8 @@ class AttentionConfig:
     qk_ratio: float | None = None
     v_ratio: float = 0.1
     min_head_qk: int | None = None
-    relative: bool = True
+    position: str | None = None
+    relative: bool | None = None
     evolution: str | None = None
     attn_drop_rate: float = 0.0
     options: dict[str, Any] = field(default_factory=dict)
@@ -86,6 +88,7 @@ class AttentionConfig:
     def __post_init__(self) -> None:
         if self.num_heads < 1:
             raise ValueError(f"num_heads must be 1 or more, got {self.num_heads}")
+        choose_position(self.position, self.relative)
 
     @classmethod
     def take(cls, kwargs: dict[str, Any], **defaults: Any) -> AttentionConfig:
@@ -145,7 +148,8 @@ class ChainBuilder:
             in_channels, out_channels, kernel_size, stride,
             dim_qk=dims[0] if dim_qk is None else dim_qk, dim_v=dims[1] if dim_v is None else dim_v,
             num_heads=config.num_heads, feat_size=self.network.map_size(self.network.img_size, reduction),
-            relative=config.relative, evolution=evolution, attn_drop=config.attn_drop_rate, **options, **self.factory)
+            position=config.position, relative=config.relative, evolution=evolution,
+            attn_drop=config.attn_drop_rate, **options, **self.factory)
         layer.need_logits, layer.map_reduction = False, reduction
         self.previous = layer
         return layer

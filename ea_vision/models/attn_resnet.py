@@ -111,7 +111,7 @@ class AttnResNet(ChainedNetwork, ResNet):
         layers: blocks by stage, four numbers.
         img_size: input size in pixels, one number or (height, width); it sizes the position tables. Other input sizes
             run too.
-        **kwargs: those of `AttentionConfig` and of the evolution (num_heads, qk_ratio, v_ratio, relative, evolution,
+        **kwargs: those of `AttentionConfig` and of the evolution (num_heads, qk_ratio, v_ratio, position, evolution,
             alpha, beta, kernel_size, num_layers, ...), and timm's ResNet's (num_classes, in_chans, output_stride,
             global_pool, drop_rate, drop_path_rate, ...).
 

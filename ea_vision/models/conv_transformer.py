@@ -132,7 +132,7 @@ class ConvTransformer(ChainedNetwork, nn.Module):
         ff_drop_rate: dropout between the two feed-forward layers.
         drop_path_rate: stochastic depth at the last block, growing linearly from 0 at the first.
         zero_init_last: whether every residual branch begins at zero, as in timm's ResNet.
-        **kwargs: those of `AttentionConfig` (num_heads, 4 unless given, relative, evolution, attn_drop_rate; the widths
+        **kwargs: those of `AttentionConfig` (num_heads, 4 unless given, position, evolution, attn_drop_rate; the widths
             are the blocks') and of the evolution (alpha, beta, kernel_size, num_layers, ...).
 
     Raises:

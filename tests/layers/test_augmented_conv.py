@@ -161,6 +161,10 @@ def test_missing_or_wrong_prev_logits_is_an_error():
     ({"stride": 3}, "stride must be 1 or 2, got 3"),
     ({"feat_size": (0, 3)}, "feat_size"),
     ({"num_heads": 0}, "num_heads"),
+    ({"position": "polar"}, "position must be one of 'relative', 'none', 'sine', 'coord', got 'polar'"),
+    ({"position": "relative", "relative": False}, "relative=False is position='none'; got position='relative'"),
+    ({"position": "sine", "relative": True}, "relative=True is position='relative'; got position='sine'"),
+    ({"position": "sine"}, "in_channels that 4 divides, got 3"),
 ])
 def test_bad_arguments_are_named(wrong, message):
     with pytest.raises(ValueError, match=message):

@@ -1,0 +1,92 @@
+"""Absolute positions against loops over pixels, alone and within the layer."""
+import math
+
+import pytest
+import timm
+import torch
+from timm.layers import build_sincos2d_pos_embed
+
+from ea_vision.layers import AugmentedConv2d, add_sine, append_coordinates
+from tests.models.zoo import layers_of
+
+D64 = torch.float64
+SIZES = [(3, 5), (6, 2), (1, 4), (1, 1)]
+
+
+def loop_sine(C, H, W):
+    table = torch.zeros(C, H, W, dtype=D64)
+    for i in range(C // 4):
+        radians = 10000 ** (-4 * i / C)
+        for y in range(H):
+            for x in range(W):
+                for place, angle in ((0, y), (1, x)):
+                    table[place * C // 4 + i, y, x] = math.sin(radians * angle)
+                    table[(2 + place) * C // 4 + i, y, x] = math.cos(radians * angle)
+    return table
+
+
+def loop_coordinates(H, W):
+    table = torch.zeros(3, H, W, dtype=D64)
+    for y in range(H):
+        for x in range(W):
+            down, right = (2 * p / (size - 1) - 1 if size > 1 else 0 for p, size in ((y, H), (x, W)))
+            table[:, y, x] = torch.tensor([right, down, math.hypot(right, down)])
+    return table
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_they_equal_the_loops(size):
+    x = torch.randn(2, 8, *size, dtype=D64)
+    torch.testing.assert_close(add_sine(x), x + loop_sine(8, *size))
+    torch.testing.assert_close(append_coordinates(x), torch.cat([x, loop_coordinates(*size).expand(2, -1, -1, -1)], 1))
+    timms = build_sincos2d_pos_embed(list(size), 8)  # (H*W, C)
+    torch.testing.assert_close(add_sine(x.float() * 0)[0].flatten(1), timms.t())
+
+
+@pytest.mark.parametrize("position", ["sine", "coord"])
+@pytest.mark.parametrize("size,options", [
+    ((3, 5), {}), ((4, 2), {}), ((7, 6), {"stride": 2}), ((6, 9), {"pool_attention": True})])
+def test_the_branch_reads_them_at_the_maps_size(position, size, options):
+    """As a layer without positions whose input, at the map's size, has them already."""
+    layer = AugmentedConv2d(4, 10, dim_qk=4, dim_v=6, num_heads=2, feat_size=(3, 5), position=position, **options)
+    layer = layer.double()
+    in_channels = 7 if position == "coord" else 4
+    plain = AugmentedConv2d(in_channels, 10, dim_qk=4, dim_v=6, num_heads=2, feat_size=(3, 5), relative=False).double()
+    assert not layer.relative and layer.height_rel is None
+    plain.load_state_dict({**layer.state_dict(), "conv.weight": plain.conv.weight})
+    x = torch.randn(2, 4, *size, dtype=D64)
+    pooled = x
+    for _ in range(layer.num_pools):
+        pooled = torch.nn.functional.avg_pool2d(pooled, 3, 2, 1, count_include_pad=False)
+    H, W = pooled.shape[2:]
+    table = loop_sine(4, H, W) if position == "sine" else loop_coordinates(H, W).expand(2, -1, -1, -1)
+    placed = pooled + table if position == "sine" else torch.cat([pooled, table], 1)
+    torch.testing.assert_close(layer.attend(x, None), plain.attend(placed, None))
+    torch.testing.assert_close(torch.jit.script(layer)(x), layer(x))
+    y, _ = layer(x)
+    y.sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
+
+
+@pytest.mark.parametrize("options,parameters", [
+    ({}, 25_814_192), ({"position": "relative"}, 25_814_192), ({"position": "none"}, 25_801_832),
+    ({"relative": False}, 25_801_832), ({"position": "sine"}, 25_801_832), ({"position": "coord"}, 25_815_272)])
+def test_weights_of_aa_resnet50(options, parameters):
+    with torch.device("meta"):
+        model = timm.create_model("aa_resnet50", **options)
+    assert sum(p.numel() for p in model.parameters()) == parameters
+
+
+@pytest.mark.parametrize("position", ["none", "sine", "coord"])
+def test_networks_take_them_by_keyword_at_any_size(position):
+    model = timm.create_model("ea_conv_transformer_cifar", widths=(8, 8, 16, 16), num_classes=3, position=position)
+    assert {layer.position for layer in layers_of(model)} == {position}
+    assert model(torch.randn(2, 3, 32, 24)).shape == (2, 3)
+    model.set_input_size((24, 40))
+    model(torch.randn(2, 3, 24, 40)).square().sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_keywords_that_contradict_each_other_are_refused():
+    with pytest.raises(ValueError, match="relative=False is position='none'; got position='coord'"):
+        timm.create_model("ea_conv_transformer_cifar", position="coord", relative=False)
