@@ -64,14 +64,15 @@ class AugmentedConv2d(nn.Module):
         pool_attention: how many further poolings precede the attention (True is one); the branch's result is then
             resized bilinearly to the convolution's size.
         evolution: `Evolution` of a layer that has a predecessor in its chain, or None.
-        attn_channels: output channels of the attention branch (default `dim_v`).
+        attn_channels: output channels of the attention branch (default `dim_v`). Where they are all of out_channels,
+            there is no convolution.
         dilation: of the convolution.
         conv_drop: dropout on the convolution branch's output, a probability.
         attn_drop: dropout on the attention probabilities, a probability.
 
     Raises:
-        ValueError: a width that num_heads does not divide, attn_channels that leave the convolution nothing, a stride
-            other than 1 and 2, an even kernel_size, a feat_size that is not two positive numbers, an unknown position
+        ValueError: a width that num_heads does not divide, more attn_channels than out_channels, a stride other
+            than 1 and 2, an even kernel_size, a feat_size that is not two positive numbers, an unknown position
             or one that `relative` contradicts, or in_channels that "sine" cannot share out.
     """
 
@@ -104,10 +105,8 @@ class AugmentedConv2d(nn.Module):
             raise ValueError(f"num_heads must be 1 or more, got {num_heads}")
         _check_divides("dim_qk", dim_qk, num_heads)
         _check_divides("dim_v", dim_v, num_heads)
-        if not 0 < attn_channels < out_channels:
-            raise ValueError(
-                f"the attention branch must leave the convolution some of the {out_channels} output channels, "
-                f"got {attn_channels} attention channels")
+        if not 0 < attn_channels <= out_channels:
+            raise ValueError(f"attn_channels must be 1 to out_channels={out_channels}, got {attn_channels}")
         if stride not in (1, 2):
             raise ValueError(f"stride must be 1 or 2, got {stride}")
         if kernel_size < 1 or kernel_size % 2 == 0:
@@ -118,6 +117,7 @@ class AugmentedConv2d(nn.Module):
         self.position = choose_position(position, relative)
         if self.position == "sine" and in_channels % 4:
             raise ValueError(f"position='sine' needs in_channels that 4 divides, got {in_channels}")
+        self.stride = stride
         self.dim_qk = dim_qk
         self.dim_v = dim_v
         self.num_heads = num_heads
@@ -130,9 +130,11 @@ class AugmentedConv2d(nn.Module):
         self.scale = self.dim_head_qk ** -0.5
         self.need_logits = True
 
-        self.conv = nn.Conv2d(
-            in_channels, out_channels - attn_channels, kernel_size, stride=stride,
-            padding=dilation * (kernel_size // 2), dilation=dilation, bias=False, **dd)
+        self.conv = None
+        if attn_channels < out_channels:
+            self.conv = nn.Conv2d(
+                in_channels, out_channels - attn_channels, kernel_size, stride=stride,
+                padding=dilation * (kernel_size // 2), dilation=dilation, bias=False, **dd)
         self.conv_drop = nn.Dropout(conv_drop)
         self.qkv = Projection(in_channels + 3 * (self.position == "coord"), 2 * dim_qk + dim_v, **dd)
         if self.relative:
@@ -149,7 +151,8 @@ class AugmentedConv2d(nn.Module):
 
     def reset_parameters(self) -> None:
         """He for the convolution, Glorot for the projections; tables normal with std dim_head_qk**-0.5 (AA code)."""
-        nn.init.kaiming_normal_(self.conv.weight, mode="fan_out", nonlinearity="relu")
+        if self.conv is not None:
+            nn.init.kaiming_normal_(self.conv.weight, mode="fan_out", nonlinearity="relu")
         for projection in (self.qkv, self.proj):
             nn.init.xavier_uniform_(projection.weight)
             nn.init.zeros_(projection.bias)
@@ -268,12 +271,13 @@ class AugmentedConv2d(nn.Module):
         Raises:
             ValueError: prev_logits missing or of another shape, in a layer with `evolution`.
         """
-        conv = self.conv_drop(self.conv(x))
         attn, logits = self.attend(x, prev_logits, self.need_logits if need_logits is None else need_logits)
         if self.resize_result:
-            size: list[int] = [conv.shape[2], conv.shape[3]]
+            size: list[int] = [-(-x.shape[2] // self.stride), -(-x.shape[3] // self.stride)]
             attn = F.interpolate(attn, size=size, mode="bilinear", align_corners=False)
-        return torch.cat([conv, attn], dim=1), logits
+        if self.conv is None:
+            return attn, logits
+        return torch.cat([self.conv_drop(self.conv(x)), attn], dim=1), logits
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, feat_size={self.feat_size}, position={self.position!r}"

@@ -55,8 +55,7 @@ class Branch:
             q, k, v, feat_size = layer.split_heads(self.x)
         self.mixed = v.new_zeros(v.shape[0], layer.dim_v, *feat_size).contiguous(  # as it enters the projection
             memory_format=torch.channels_last if not self.x.is_contiguous() else torch.contiguous_format)
-        stride = layer.conv.stride[0]
-        height, width = (-(-side // stride) for side in self.x.shape[2:])
+        height, width = (-(-side // layer.stride) for side in self.x.shape[2:])
         self.stage = f"{height}x{width}, maps {feat_size[0]}x{feat_size[1]}"
         maps = q.shape[0] * q.shape[1] * q.shape[2] ** 2 * q.element_size()
         inputs = q.nbytes + k.nbytes + v.nbytes + (maps if self.prev_logits is not None else 0)

@@ -43,13 +43,16 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dic
         if not isinstance(module, AugmentedConv2d) or f"{name}.weight" not in out:
             continue
         weight = out.pop(f"{name}.weight")
-        wanted = own[f"{name}.conv.weight"].shape
-        if weight.shape[1:] != wanted[1:] or weight.shape[0] < wanted[0]:
-            raise ValueError(
-                f"{name}.weight must have at least {wanted[0]} output channels and shape (*, "
-                f"{', '.join(map(str, wanted[1:]))}), got {tuple(weight.shape)}")
-        out[f"{name}.conv.weight"] = weight[:wanted[0]]
-        _logger.info("%s.conv.weight: the first %d of %d output channels", name, wanted[0], weight.shape[0])
+        if module.conv is None:
+            _logger.info("%s: attention alone, no convolution to take the checkpoint's", name)
+        else:
+            wanted = own[f"{name}.conv.weight"].shape
+            if weight.shape[1:] != wanted[1:] or weight.shape[0] < wanted[0]:
+                raise ValueError(
+                    f"{name}.weight must have at least {wanted[0]} output channels and shape (*, "
+                    f"{', '.join(map(str, wanted[1:]))}), got {tuple(weight.shape)}")
+            out[f"{name}.conv.weight"] = weight[:wanted[0]]
+            _logger.info("%s.conv.weight: the first %d of %d output channels", name, wanted[0], weight.shape[0])
         fresh = [key for key in own if key.startswith(f"{name}.") and key not in out]
         out.update((key, own[key]) for key in fresh)
         _logger.info("%s: fresh %s", name, ", ".join(key[len(name) + 1:] for key in fresh))

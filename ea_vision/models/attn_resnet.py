@@ -8,7 +8,12 @@ Papers:
 * EA: `Evolving Attention with Residual Convolutions` (ICML 2021) - https://arxiv.org/abs/2102.12895
 
 The widths are the papers' (dim_qk = max(0.2 planes, 20 a head), dim_v = 0.1 planes; ResNet-34: planes/4 and planes/8).
-The EA authors' public TensorFlow ResNet-50 uses other ones: qk_ratio=0.25, v_ratio=0.125.
+Other published ones are keywords:
+* the EA authors' public TensorFlow ResNet-50: qk_ratio=0.25, v_ratio=0.125;
+* the AA paper's shares of attention: qk_ratio=v_ratio=0.25|0.5|0.75|1 with min_head_qk=20; at 1 attention takes the
+  place of the whole convolution in the last three stages (the paper does not say whether also in the first: the sizes
+  print the same, and here it stays convolutional);
+* the AA paper's ResNet-34: augment="first", v_ratio=0.25, min_head_qk=20.
 
 Shape letters: B batch, C channels, H x W image or map, N = H*W pixels of a map, K heads.
 """
@@ -33,12 +38,17 @@ ConvFactory = Callable[[nn.Conv2d, int], AugmentedConv2d]
 
 
 class AttnBasicBlock(BasicBlock):
-    """timm's BasicBlock, both 3x3 convolutions augmented; (x, prev_logits) -> (x, logits)."""
+    """timm's BasicBlock, both 3x3 convolutions augmented, or the first; (x, prev_logits) -> (x, logits)."""
 
-    def augment(self, make: ConvFactory) -> None:
-        """Put `make(convolution, stride of the attention branch)` in place of each 3x3 convolution."""
+    augments_second: torch.jit.Final[bool] = True
+
+    def augment(self, make: ConvFactory, convs: str) -> None:
+        """Put `make(convolution, stride of the attention branch)` in place of the 3x3 convolutions, "all" or the
+        "first"."""
+        self.augments_second = convs == "all"
         self.conv1 = make(self.conv1, self.stride)
-        self.conv2 = make(self.conv2, 1)
+        if self.augments_second:
+            self.conv2 = make(self.conv2, 1)
 
     def forward(self, x: Tensor, prev_logits: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         shortcut = x
@@ -49,7 +59,10 @@ class AttnBasicBlock(BasicBlock):
         x = self.act1(x)
         x = self.aa(x)
 
-        x, logits = self.conv2(x, logits)
+        if self.augments_second:
+            x, logits = self.conv2(x, logits)
+        else:
+            x = self.conv2(x)
         x = self.bn2(x)
 
         if self.se is not None:
@@ -69,8 +82,8 @@ class AttnBasicBlock(BasicBlock):
 class AttnBottleneck(Bottleneck):
     """timm's Bottleneck, its 3x3 convolution augmented; (x, prev_logits) -> (x, logits)."""
 
-    def augment(self, make: ConvFactory) -> None:
-        """Put `make(convolution, stride of the attention branch)` in place of the 3x3 convolution."""
+    def augment(self, make: ConvFactory, convs: str) -> None:
+        """Put `make(convolution, stride of the attention branch)` in place of the 3x3 convolution, the only one."""
         self.conv2 = make(self.conv2, self.stride)
 
     def forward(self, x: Tensor, prev_logits: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
@@ -111,12 +124,16 @@ class AttnResNet(ChainedNetwork, ResNet):
         layers: blocks by stage, four numbers.
         img_size: input size in pixels, one number or (height, width); it sizes the position tables. Other input sizes
             run too.
+        augment: which 3x3 convolutions of a block are augmented, "all" or the "first". A bottleneck has one; the
+            ResNet-34 of the EA paper has all 26, that of the AA paper 13 (augment="first", v_ratio=0.25,
+            min_head_qk=20: 20.75M parameters).
         **kwargs: those of `AttentionConfig` and of the evolution (num_heads, qk_ratio, v_ratio, position, evolution,
             alpha, beta, kernel_size, num_layers, ...), and timm's ResNet's (num_classes, in_chans, output_stride,
             global_pool, drop_rate, drop_path_rate, ...).
 
     Raises:
-        ValueError: an option that the evolution does not have, or widths that the heads do not divide.
+        ValueError: an option that the evolution does not have, widths that the heads do not divide, or another
+            `augment`.
     """
 
     def __init__(
@@ -124,10 +141,13 @@ class AttnResNet(ChainedNetwork, ResNet):
             block: type[AttnBasicBlock | AttnBottleneck],
             layers: tuple[int, int, int, int],
             img_size: int | tuple[int, int] = 224,
+            augment: str = "all",
             device=None,
             dtype=None,
             **kwargs: Any,
     ) -> None:
+        if augment not in ("all", "first"):
+            raise ValueError(f"augment must be 'all' or 'first', got {augment!r}")
         attention = AttentionConfig.take(kwargs)
         plain_block = BasicBlock if issubclass(block, BasicBlock) else Bottleneck
         super().__init__((plain_block, block, block, block), layers, **kwargs, device=device, dtype=dtype)
@@ -144,7 +164,7 @@ class AttnResNet(ChainedNetwork, ResNet):
         for index, name in ATTN_STAGES:
             blocks = list(getattr(self, name))
             for attn_block in blocks:
-                attn_block.augment(partial(make, reduction=self.feature_info[index]["reduction"]))
+                attn_block.augment(partial(make, reduction=self.feature_info[index]["reduction"]), augment)
             setattr(self, name, AttnStage(*blocks))
 
     def forward_stem(self, x: Tensor) -> Tensor:

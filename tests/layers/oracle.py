@@ -22,7 +22,10 @@ def loop_logits(q, k, height_rel, width_rel, size):
 
 def loop_layer(layer, x, prev_logits=None, evolve=None):
     """The whole layer, image by image and head by head, from its parameters; -> y, logits."""
-    conv = F.conv2d(x, layer.conv.weight, stride=layer.conv.stride, padding=layer.conv.padding)
+    size = [(side + layer.stride - 1) // layer.stride for side in x.shape[2:]]
+    conv = torch.zeros(len(x), 0, *size, dtype=x.dtype)
+    if layer.conv is not None:
+        conv = F.conv2d(x, layer.conv.weight, stride=layer.conv.stride, padding=layer.conv.padding)
     pooled = x
     for _ in range(layer.num_pools):
         ones = torch.ones_like(pooled[:1, :1])

@@ -48,6 +48,17 @@ def test_output_and_gradients_equal_the_double_loop(size, stride, pool, feat_siz
     assert_same(layer, torch.randn(2, 3, *size, dtype=D64))
 
 
+@pytest.mark.parametrize("size,stride,pool,options", [
+    ((3, 4), 1, False, {"dim_v": 10}), ((7, 6), 2, True, {"dim_v": 10, "feat_size": (2, 2)}),
+    ((5, 6), 1, True, {"attn_channels": 10, "feat_size": (3, 3)})])
+def test_attention_in_place_of_the_whole_convolution(size, stride, pool, options):
+    layer = make(stride=stride, pool_attention=pool, **options)
+    assert layer.conv is None and not [name for name in layer.state_dict() if name.startswith("conv")]
+    x = torch.randn(2, 3, *size, dtype=D64)
+    assert_same(layer, x)
+    torch.testing.assert_close(torch.jit.script(layer)(x), layer(x))
+
+
 def test_evolving_layer_equals_the_double_loop():
     layer = make(evolution=EvolvingAttention(2, 0.3, 0.6))
 
@@ -157,7 +168,8 @@ def test_missing_or_wrong_prev_logits_is_an_error():
 @pytest.mark.parametrize("wrong,message", [
     ({"dim_qk": 5}, "dim_qk must be a positive multiple of num_heads=2, got 5"),
     ({"dim_v": 3}, "dim_v must be a positive multiple of num_heads=2, got 3"),
-    ({"dim_v": 10}, "leave the convolution"),
+    ({"dim_v": 12}, "attn_channels must be 1 to out_channels=10, got 12"),
+    ({"attn_channels": 0}, "attn_channels must be 1 to out_channels=10, got 0"),
     ({"stride": 3}, "stride must be 1 or 2, got 3"),
     ({"feat_size": (0, 3)}, "feat_size"),
     ({"num_heads": 0}, "num_heads"),

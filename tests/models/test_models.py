@@ -5,6 +5,7 @@ import torch
 
 from ea_vision.layers import EvolvingAttention, PredictiveAttention
 from ea_vision.models import published_figures
+from ea_vision.models._convert import checkpoint_filter_fn
 from tests.models.zoo import CIFAR, RESNETS, layers_of, lively
 
 
@@ -40,6 +41,33 @@ def test_sizes_of_one_attention_branch_are_the_aa_papers():
 def test_the_authors_widths_are_reachable():
     model = timm.create_model("ea_aa_resnet50", qk_ratio=0.25, v_ratio=0.125)
     assert millions(model) == pytest.approx(24.96, abs=0.01)
+
+
+@pytest.mark.parametrize("share,published", [(0.25, 24.3), (0.5, 22.3), (0.75, 20.7), (1.0, 19.4)])
+def test_shares_of_attention_have_the_aa_papers_sizes(share, published):
+    with torch.device("meta"):
+        model = timm.create_model("aa_resnet50", qk_ratio=share, v_ratio=share, min_head_qk=20)
+    assert millions(model) == pytest.approx(published, abs=0.06)
+    assert all((layer.conv is None) == (share == 1.0) for layer in layers_of(model))
+
+
+def test_attention_alone_runs_and_takes_what_fits_of_a_timm_resnet():
+    model = lively("ea_aa_resnet50", num_classes=5, qk_ratio=1.0, v_ratio=1.0)
+    assert model(torch.randn(2, 3, 64, 64)).shape == (2, 5)
+    state = checkpoint_filter_fn(timm.create_model("resnet50", num_classes=5).state_dict(), model)
+    assert not model.load_state_dict(state).missing_keys
+
+
+def test_the_aa_papers_resnet34_has_13_layers():
+    model = lively("aa_resnet34", num_classes=1000, augment="first", v_ratio=0.25, min_head_qk=20)
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(20_751_000, abs=500)
+    assert [type(block.conv2) is torch.nn.Conv2d for block in model.layer3] == [True] * 6
+    assert len(layers_of(model)) == 13
+    y = model(torch.randn(2, 3, 64, 64))
+    y.square().sum().backward()
+    assert all(p.grad is not None and p.grad.any() for p in model.parameters())
+    evolving = layers_of(timm.create_model("ea_aa_resnet34", augment="first"))
+    assert [i for i, layer in enumerate(evolving) if layer.evolution is None] == [0, 10]
 
 
 @pytest.mark.parametrize("name,layers,chains", [
@@ -106,6 +134,7 @@ def test_pretrained_without_weights_says_so():
     ("aa_resnet34", {"alpha": 0.5}, "alpha"),
     ("pa_aa_resnet34", {"beta": 0.5}, "beta"),
     ("cnn_cifar", {"kernel_size": 5}, "kernel_size"),
+    ("aa_resnet34", {"augment": "second"}, "augment must be 'all' or 'first', got 'second'"),
     ("cnn_cifar", {"evolution": "ea"}, "attention=True"),
     ("ea_aa_resnet34", {"img_size": 0}, "img_size"),
     ("ea_conv_transformer_cifar", {"img_size": 4}, "at least 8 pixels"),
