@@ -43,10 +43,18 @@ class LoadedModel:
     epoch: int | None = None
 
     def prepare(self, image: Image.Image) -> Tensor:
-        """(3, H, W) in 0..1: resized and cut around its middle, as in evaluation; what queries are counted on."""
+        """(3, H, W) in 0..1: resized and cut around its middle, as in evaluation; what queries are counted on.
+
+        Raises:
+            UsageError: an image so narrow that it would have more than MAX_PIXELS once its short side is as the
+                network's.
+        """
         H, W = self.img_size
         scale = max(H / image.height, W / image.width) / self.config["crop_pct"]
         size = (max(W, math.floor(image.width * scale + 0.5)), max(H, math.floor(image.height * scale + 0.5)))
+        if size[0] * size[1] > MAX_PIXELS:
+            raise UsageError(f"an image of {image.width}x{image.height} pixels makes {size[0]}x{size[1]} where "
+                             f"{self.label} takes {W}x{H}; at most {MAX_PIXELS / 1e6:g} megapixels are allowed")
         left, top = (size[0] - W) // 2, (size[1] - H) // 2
         resample = Image.Resampling[self.config["interpolation"].upper()]
         image = image.convert("RGB").resize(size, resample).crop((left, top, left + W, top + H))

@@ -1,13 +1,23 @@
-"""The server behind `ea-vision explore --serve`: the page, and a place to send images to, for this machine only."""
+"""The server behind `ea-vision explore --serve`: the page, and a place to send images to, for this machine only.
+
+No client takes more than its share: at most MAX_CLIENTS connections; SILENCE seconds between two bytes of a request,
+and REQUEST_TIME for all of it; for all uploads together UPLOADS times the largest file; one image at a time through the
+network; ANSWERS answers that wait to be fetched.
+"""
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -16,9 +26,31 @@ from urllib.parse import parse_qs, urlsplit
 from ea_vision.base.errors import UsageError
 
 HOST = "127.0.0.1"
-TIMEOUT = 20  # seconds that a client may keep silent
+SILENCE = 20  # seconds that a client may keep silent
+REQUEST_TIME = 60  # seconds for a whole request to arrive, and again for its answer to be fetched
+READ_ON = 2  # seconds in which a refused client's bytes are still read, so that the answer reaches it
+MAX_CLIENTS = 256
+UPLOADS = 8
+ANSWERS = 8
+CHUNK = 65536
 LONGEST_NAME = 80
-READ_ON = 64_000_000  # bytes of a refused upload that are still read, so that the answer reaches the client
+
+
+class Arriving(io.RawIOBase):
+    """What a client sends. A read ends with TimeoutError after `silence` seconds, or `seconds` after the start."""
+
+    def __init__(self, connection: socket.socket, silence: float, seconds: float):
+        self.connection, self.silence, self.deadline = connection, silence, time.monotonic() + seconds
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        self.connection.settimeout(min(self.silence, left))
+        return self.connection.recv_into(buffer)
 
 
 class PageServer(ThreadingHTTPServer):
@@ -36,18 +68,60 @@ class PageServer(ThreadingHTTPServer):
     """
 
     daemon_threads = True
+    request_queue_size = 128
 
     def __init__(self, page: bytes, view: Callable[[str, bytes], dict[str, Any]], port: int, max_bytes: int):
+        self.page, self.view, self.max_bytes = page, view, max_bytes
+        self.clients = threading.BoundedSemaphore(MAX_CLIENTS)
+        self.answers = threading.BoundedSemaphore(ANSWERS)
+        self.network = ThreadPoolExecutor(max_workers=1)  # always the same thread: PyTorch keeps memory for each
+        self.counting = threading.Lock()
+        self.uploading = 0  # bytes held of all uploads
         try:
             super().__init__((HOST, port), Handler)
         except (OSError, OverflowError) as error:
             raise UsageError(f"--port {port} cannot be used: {error}; --port 0 takes a free one") from error
-        self.page, self.view, self.max_bytes = page, view, max_bytes
-        self.one_at_a_time = threading.Lock()
 
     @property
     def address(self) -> str:
         return f"http://{HOST}:{self.server_port}/"
+
+    def process_request(self, request: socket.socket, client_address) -> None:
+        """A thread for each client, unless there are too many."""
+        if self.clients.acquire(blocking=False):
+            try:
+                return super().process_request(request, client_address)
+            except BaseException:
+                self.clients.release()
+                raise
+        request.settimeout(0.1)
+        try:
+            request.sendall(b"HTTP/1.0 503 Service Unavailable\r\nConnection: close\r\n\r\n")
+        except OSError:
+            pass  # the client has left
+        self.shutdown_request(request)
+
+    def process_request_thread(self, request: socket.socket, client_address) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self.clients.release()
+
+    def handle_error(self, request, client_address) -> None:
+        """A client that breaks off is no fault of the server."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)
+
+    def server_close(self) -> None:
+        super().server_close()
+        self.network.shutdown(wait=False, cancel_futures=True)
+
+    def hold(self, size: int) -> bool:
+        """Count bytes of an upload (negative: give them back); False, and nothing counted, where there is no room."""
+        with self.counting:
+            fits = self.uploading + size <= UPLOADS * self.max_bytes
+            self.uploading += size if fits else 0
+            return fits
 
 
 class Refused(Exception):
@@ -62,14 +136,18 @@ class Handler(BaseHTTPRequestHandler):
     """GET / is the page, POST /image?name=NAME takes an image file as its body. No path leads to the disk."""
 
     server: PageServer
-    timeout = TIMEOUT
     server_version, sys_version = "explore", ""
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile = io.BufferedReader(Arriving(self.connection, SILENCE, REQUEST_TIME), CHUNK)
 
     def do_GET(self) -> None:
         self._answer(self._page)
 
     def do_POST(self) -> None:
-        self._answer(self._image)
+        with ExitStack() as held:  # the upload and the answer, until it has left
+            self._answer(lambda: self._image(held))
 
     def _answer(self, make) -> None:
         """Send what `make` gives, or why it gives nothing; the server goes on either way."""
@@ -85,6 +163,7 @@ class Handler(BaseHTTPRequestHandler):
             status, kind = HTTPStatus.INTERNAL_SERVER_ERROR, "application/json"
             body = _json({"error": "the server failed on this image; its terminal says why"})
         try:
+            self.connection.settimeout(REQUEST_TIME)  # for all of the answer
             self.send_response(status)
             self.send_header("Content-Type", f"{kind}; charset=utf-8")
             self.send_header("Content-Length", str(len(body)))
@@ -95,16 +174,15 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
             if status != HTTPStatus.OK:
                 self._read_on()
-        except (ConnectionError, TimeoutError):
-            pass  # the client has left
+        except OSError:
+            pass  # the client has left, or does not fetch its answer
 
     def _read_on(self) -> None:
         """Read what a refused client still sends: closing at once would reset the connection under the answer."""
         self.connection.shutdown(socket.SHUT_WR)
-        self.connection.settimeout(2)
-        left = READ_ON
-        while left > 0 and (chunk := self.connection.recv(65536)):  # rfile refuses to be read after a time-out
-            left -= len(chunk)
+        rest, buffer = Arriving(self.connection, READ_ON, READ_ON), bytearray(CHUNK)
+        while rest.readinto(buffer):
+            pass
 
     def _check_host(self) -> None:
         """Other sites must not reach the server through the browser, by a name that leads here or by a form."""
@@ -113,42 +191,62 @@ class Handler(BaseHTTPRequestHandler):
         if self.headers.get("Host") not in own or (origin and origin not in {f"http://{host}" for host in own}):
             raise Refused(HTTPStatus.FORBIDDEN, f"this server answers {self.server.address} only")
 
-    def _page(self) -> tuple[str, bytes]:
-        if urlsplit(self.path).path != "/":
+    def _address(self, path: str):
+        """What the request asks for, which must be this path."""
+        try:
+            address = urlsplit(self.path)
+        except ValueError:
+            address = None
+        if address is None or address.path != path:
             raise Refused(HTTPStatus.NOT_FOUND, "there is / and /image, nothing else")
+        return address
+
+    def _page(self) -> tuple[str, bytes]:
+        self._address("/")
         return "text/html", self.server.page
 
-    def _image(self) -> tuple[str, bytes]:
-        address = urlsplit(self.path)
-        if address.path != "/image":
-            raise Refused(HTTPStatus.NOT_FOUND, "there is / and /image, nothing else")
-        name = _clean(parse_qs(address.query).get("name", ["image"])[0])
-        data = self._body()
+    def _image(self, held: ExitStack) -> tuple[str, bytes]:
+        name = _clean(parse_qs(self._address("/image").query).get("name", ["image"])[0])
+        data = self._body(held)
+        held.enter_context(self.server.answers)
         try:
-            with self.server.one_at_a_time:
-                return "application/json", _json(self.server.view(name, data))
+            return "application/json", _json(self.server.network.submit(self.server.view, name, data).result())
         except UsageError as error:
             raise Refused(HTTPStatus.BAD_REQUEST, str(error)) from error
 
-    def _body(self) -> bytes:
-        """The request's body, within the limits."""
+    def _length(self) -> int:
+        """Bytes of the request's body, within the limits."""
         kind = self.headers.get_content_type()
         if not kind.startswith("image/"):
             raise Refused(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, f"an image file required, got {kind[:LONGEST_NAME]}")
-        length = self.headers.get("Content-Length", "")
-        if not length.isdecimal():
+        text = self.headers.get("Content-Length", "").strip()
+        if not text:
             raise Refused(HTTPStatus.LENGTH_REQUIRED, "a Content-Length in bytes required")
-        if int(length) > self.server.max_bytes:
+        if not re.fullmatch("[0-9]{1,18}", text):
+            raise Refused(HTTPStatus.BAD_REQUEST, "Content-Length must be a number of bytes of at most 18 digits, got "
+                                                  f"{text[:LONGEST_NAME]} ({len(text)} characters)")
+        if int(text) > self.server.max_bytes:
             raise Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
                           f"an image file of at most {self.server.max_bytes / 1e6:g} MB required, "
-                          f"got {int(length) / 1e6:.1f} MB")
-        try:
-            data = self.rfile.read(int(length))
-        except TimeoutError as error:
-            raise Refused(HTTPStatus.REQUEST_TIMEOUT, f"the upload stopped for {TIMEOUT} seconds") from error
-        if len(data) < int(length):
-            raise Refused(HTTPStatus.BAD_REQUEST, f"the upload ended after {len(data)} of {length} bytes")
-        return data
+                          f"got {int(text) / 1e6:.1f} MB")
+        return int(text)
+
+    def _body(self, held: ExitStack) -> bytes:
+        """The request's body; its bytes are counted until `held` is left."""
+        length, data = self._length(), io.BytesIO()
+        held.callback(lambda: self.server.hold(-data.tell()))
+        while data.tell() < length:
+            try:
+                chunk = self.rfile.read1(min(CHUNK, length - data.tell()))
+            except TimeoutError as error:
+                raise Refused(HTTPStatus.REQUEST_TIMEOUT, f"the upload stopped for {SILENCE} seconds, or took more "
+                                                          f"than {REQUEST_TIME}") from error
+            if not chunk:
+                raise Refused(HTTPStatus.BAD_REQUEST, f"the upload ended after {data.tell()} of {length} bytes")
+            if not self.server.hold(len(chunk)):
+                raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, "too many uploads at once: try again in a moment")
+            data.write(chunk)
+        return data.getvalue()
 
     def log_message(self, *args: Any) -> None:
         """Quiet: the page shows what went wrong."""

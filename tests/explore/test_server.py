@@ -92,7 +92,7 @@ def test_an_upload_that_ends_early(server):
 
 
 def test_an_upload_that_stops(server, monkeypatch, capsys):
-    monkeypatch.setattr(page_server.Handler, "timeout", 0.3)
+    monkeypatch.setattr(page_server, "SILENCE", 0.3)
     with socket.create_connection((page_server.HOST, server.server_port), timeout=10) as client:
         client.sendall(f"POST /image HTTP/1.1\r\nHost: 127.0.0.1:{server.server_port}\r\nContent-Type: image/png\r\n"
                        "Content-Length: 5000\r\n\r\nabc".encode())
