@@ -46,15 +46,14 @@ class LoadedModel:
         """(3, H, W) in 0..1: resized and cut around its middle, as in evaluation; what queries are counted on.
 
         Raises:
-            UsageError: an image so narrow that it would have more than MAX_PIXELS once its short side is as the
-                network's.
+            UsageError: so narrow that it has more than MAX_PIXELS once its short side fits.
         """
         H, W = self.img_size
         scale = max(H / image.height, W / image.width) / self.config["crop_pct"]
         size = (max(W, math.floor(image.width * scale + 0.5)), max(H, math.floor(image.height * scale + 0.5)))
         if size[0] * size[1] > MAX_PIXELS:
-            raise UsageError(f"an image of {image.width}x{image.height} pixels makes {size[0]}x{size[1]} where "
-                             f"{self.label} takes {W}x{H}; at most {MAX_PIXELS / 1e6:g} megapixels are allowed")
+            raise UsageError(f"an image must have at most {MAX_PIXELS / 1e6:g} megapixels once it is scaled to "
+                             f"{W}x{H} pixels, got {size[0]}x{size[1]} from {image.width}x{image.height}")
         left, top = (size[0] - W) // 2, (size[1] - H) // 2
         resample = Image.Resampling[self.config["interpolation"].upper()]
         image = image.convert("RGB").resize(size, resample).crop((left, top, left + W, top + H))

@@ -1,27 +1,36 @@
-"""Figures of attention maps. A function each, which takes recordings and returns a matplotlib Figure:
+"""Figures of attention maps, a call each: a model and an image in, a matplotlib Figure out.
 
-    from ea_vision.analysis.loading import load_model, parse_layers
-    from ea_vision.visualize import heads_by_queries, record
+    import timm, ea_vision
+    from ea_vision.visualize import plot_heads
 
-    model = load_model("ea_conv_transformer_cifar")
-    recording = record(model, image, parse_layers("1-3", model))               # image: PIL
-    heads_by_queries(recording, [1, 2, 3], [0, "mean"], [(16, 16)]).savefig("heads.png")
+    model = timm.create_model("ea_conv_transformer_cifar", pretrained=True)
+    plot_heads(model, image, layers=[1, 3], queries=[(16, 16)]).savefig("heads.png")         # image: PIL or tensor
 
-Heads are counted from 0, layers from 1, query points are (y, x) in pixels of the input as the network sees it.
+plot_heads       what query points attend to, by head (`ea-vision heatmap`)
+plot_models      the same layers of several models side by side (`ea-vision heatmap --model A,B`)
+plot_strip       one query through the layers of a chain, part by part (`ea-vision strip`)
+plot_matrix      whole maps, queries by keys (`ea-vision matrix`)
+plot_rollout     attention over several layers together (`ea-vision rollout`)
+plot_statistics  entropy, distance and likeness by layer and head (`ea-vision statistics`)
+plot_frames      the frames of an animation (`ea-vision animation`)
 
-record               run a network on an image, keep its maps: what the figures are drawn from
-heads_by_queries     what query points attend to, by head (`ea-vision heatmap`)
-models_side_by_side  the same layers of several models (`ea-vision heatmap --model A,B`)
-evolution_strip      one query through the layers of a chain, part by part (`ea-vision strip`)
-attention_matrices   whole maps, queries by keys (`ea-vision matrix`)
-rollout_figure       attention over several layers together (`ea-vision rollout`)
-statistics_figure    entropy, distance and likeness by layer and head (`ea-vision statistics`)
-animation_frame, draw_frames    pictures of an animation (`ea-vision animation`)
+`plots` says what they take. Where one forward is to serve several figures, `record` makes the recording, and
+heads_by_queries, models_side_by_side, evolution_strip, attention_matrices, rollout_figure, statistics_figure and
+animation_frames draw it. Heads are counted from 0, layers from 1, query points are (y, x) in pixels of the input.
 """
-from ea_vision.visualize.animation import animation_frame, draw_frames
+from ea_vision.visualize.animation import animation_frames
 from ea_vision.visualize.heatmap import heads_by_queries
 from ea_vision.visualize.layer_statistics import statistics_figure
 from ea_vision.visualize.matrix import attention_matrices
+from ea_vision.visualize.plots import (
+    plot_frames,
+    plot_heads,
+    plot_matrix,
+    plot_models,
+    plot_rollout,
+    plot_statistics,
+    plot_strip,
+)
 from ea_vision.visualize.recordings import Recording, record
 from ea_vision.visualize.rollout import rollout_figure
 from ea_vision.visualize.side_by_side import models_side_by_side
@@ -29,12 +38,18 @@ from ea_vision.visualize.strip import evolution_strip
 
 __all__ = [
     "Recording",
-    "animation_frame",
+    "animation_frames",
     "attention_matrices",
-    "draw_frames",
     "evolution_strip",
     "heads_by_queries",
     "models_side_by_side",
+    "plot_frames",
+    "plot_heads",
+    "plot_matrix",
+    "plot_models",
+    "plot_rollout",
+    "plot_statistics",
+    "plot_strip",
     "record",
     "rollout_figure",
     "statistics_figure",

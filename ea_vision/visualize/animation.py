@@ -6,7 +6,7 @@ import io
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -65,18 +65,21 @@ def animation_frame(frame: Frame, heads: Sequence[Head], points: Sequence[Point]
     return figure
 
 
-def draw_frames(frames: Sequence[Frame], heads: Sequence[Head], points: Sequence[Point], overlay: bool,
-                dpi: int) -> list[np.ndarray]:
-    """(height, width, 3) uint8 pictures, one scale for all."""
+def animation_frames(frames: Sequence[Frame], heads: Sequence[Head], points: Sequence[Point],
+                     overlay: bool = True) -> Iterator[Figure]:
+    """The pictures of an animation in turn, one scale for all."""
     values = [query_map(recording.maps[number], point, tuple(recording.image.shape[1:]), head)
               for recording, number in frames for point in points for head in heads]
     scale = scale_of("attn", values)
-    pictures = []
     for frame in frames:
-        data = io.BytesIO()
-        animation_frame(frame, heads, points, scale, overlay).savefig(data, format="png", dpi=dpi)
-        pictures.append(np.asarray(Image.open(data).convert("RGB")))
-    return pictures
+        yield animation_frame(frame, heads, points, scale, overlay)
+
+
+def pixels_of(figure: Figure, dpi: int) -> np.ndarray:
+    """(height, width, 3) uint8."""
+    data = io.BytesIO()
+    figure.savefig(data, format="png", dpi=dpi)
+    return np.asarray(Image.open(data).convert("RGB"))
 
 
 def encode_gif(pictures: Sequence[np.ndarray], seconds: float) -> bytes:
@@ -156,6 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     points = parse_queries(options.queries, models[0].img_size)
     encode = encode_mp4 if film else encode_gif
     for _, image, output in each_image(options):
-        pictures = draw_frames(frames_of(models, layers, image), heads, points, not options.bare, options.dpi)
+        figures = animation_frames(frames_of(models, layers, image), heads, points, not options.bare)
+        pictures = [pixels_of(figure, options.dpi) for figure in figures]
         atomic_write(output, encode(pictures, options.seconds))
     return 0

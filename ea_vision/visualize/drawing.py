@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,9 +20,18 @@ PART_NAMES = {"attn": "attention", "logits": "mixed logits", "self_logits": "sel
               "conv_logits": "convolved logits", "prev_logits": "previous logits"}
 
 
+class Picture(Figure):
+    """A figure that belongs to no window; notebooks show it whether or not pyplot is loaded."""
+
+    def _repr_png_(self) -> bytes:
+        data = io.BytesIO()
+        self.savefig(data, format="png")
+        return data.getvalue()
+
+
 def new_figure(width: float, height: float) -> Figure:
-    """A figure of width x height inches that belongs to no window."""
-    return Figure(figsize=(width, height), layout="constrained")
+    """A figure of width x height inches."""
+    return Picture(figsize=(width, height), layout="constrained")
 
 
 def head_name(head: Head) -> str:

@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from ea_vision.analysis.loading import parse_layers
-from ea_vision.analysis.recording import PARTS
+from ea_vision.analysis.recording import PARTS, AttentionLayer
 from ea_vision.base.errors import UsageError
 from ea_vision.visualize.drawing import COLOR_MAP, PART_NAMES, add_scale, head_name, layer_name, new_figure, scale_of
 from ea_vision.visualize.options import load_models, make_parser, only, parse_heads
@@ -55,6 +55,13 @@ def attention_matrices(recording: Recording, layers: Sequence[int], heads: Seque
     return figure
 
 
+def check_part(part: str, layers: Sequence[AttentionLayer], label: str) -> None:
+    """Raise UsageError where a layer lacks the part."""
+    lacking = [str(layer.number) for layer in layers if part not in layer.parts]
+    if lacking:
+        raise UsageError(f"{label} has no {part} in layer {', '.join(lacking)}: choose --layers")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser(__doc__, EXAMPLES, output="matrix.png", queries=False)
     parser.add_argument("--part", default="attn", choices=PARTS, help="what to draw (default: %(default)s)")
@@ -62,9 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     model = only(load_models(options), "model")
     layers = parse_layers(options.layers, model)
     heads = parse_heads(options.heads, layers)
-    lacking = [str(layer.number) for layer in layers if options.part not in layer.parts]
-    if lacking:
-        raise UsageError(f"{model.label} has no {options.part} in layer {', '.join(lacking)}: choose --layers")
+    check_part(options.part, layers, model.label)
     for _, image, output in each_image(options):
         recording = record(model, image, layers, (options.part,))
         figure = attention_matrices(recording, [layer.number for layer in layers], heads, options.part)

@@ -19,7 +19,7 @@ from ea_vision.analysis.loading import (
 from ea_vision.analysis.recording import AttentionLayer
 from ea_vision.base.errors import UsageError
 from ea_vision.base.processes import choose_device
-from ea_vision.visualize.recordings import MEAN, Head, Point
+from ea_vision.visualize.recordings import MEAN, Head, Point, distinct
 from ea_vision.visualize.writing import PICTURES
 
 DIAGONAL = ((0.25, 0.25), (0.5, 0.5), (0.75, 0.75))
@@ -113,5 +113,5 @@ def load_models(options: argparse.Namespace) -> list[LoadedModel]:
     """The models of --model; an image that does not exist is found out first."""
     find_images(options.images)
     size, device = parse_size(options.img_size), choose_device(options.device)
-    return [load_model(target, random=options.random, img_size=size, device=device)
-            for target in options.model.split(",")]
+    return distinct([load_model(target, random=options.random, img_size=size, device=device)
+                     for target in options.model.split(",")])

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import numpy as np
+import timm
 import torch
-from torch import Tensor
+from PIL import Image
+from torch import Tensor, nn
 
 import ea_vision
-from ea_vision.analysis.loading import LoadedModel
+from ea_vision.analysis.loading import LoadedModel, load_model
 from ea_vision.analysis.recording import AttentionLayer, AttentionMaps, LayerMaps
 from ea_vision.base.errors import UsageError
 
@@ -28,16 +32,86 @@ class Recording:
     maps: AttentionMaps
 
 
-def record(model: LoadedModel, image, layers: Sequence[AttentionLayer], parts: Sequence[str] = ("attn",)) -> Recording:
-    """Run a network on a PIL image.
+def as_model(model: nn.Module | LoadedModel | str) -> LoadedModel:
+    """A network with what is known of its images: a timm model as it is, or by name, run folder or checkpoint."""
+    if isinstance(model, str):
+        return load_model(model)
+    if isinstance(model, LoadedModel):
+        return model
+    config = timm.data.resolve_model_data_config(model)
+    H, W = getattr(model, "img_size", None) or config["input_size"][1:]
+    label = (getattr(model, "pretrained_cfg", None) or {}).get("architecture") or type(model).__name__
+    return LoadedModel(model, label, (H, W), config)
+
+
+def as_models(models) -> list[LoadedModel]:
+    """One model, several, or several by label (a mapping); their labels differ."""
+    if isinstance(models, Mapping):
+        return [replace(as_model(model), label=label) for label, model in models.items()]
+    if isinstance(models, (str, nn.Module, LoadedModel)):
+        models = [models]
+    return distinct([as_model(model) for model in models])
+
+
+def distinct(models: Sequence[LoadedModel]) -> list[LoadedModel]:
+    """The models, those that share a label numbered."""
+    shared = Counter(model.label for model in models)
+    seen: Counter[str] = Counter()
+    named = []
+    for model in models:
+        seen[model.label] += 1
+        label = f"{model.label} [{seen[model.label]}]" if shared[model.label] > 1 else model.label
+        named.append(replace(model, label=label))
+    return named
+
+
+def as_input(model: LoadedModel, image: Image.Image | Tensor) -> Tensor:
+    """(3, H, W) in 0..1: a PIL image resized and cut as the model wants it, a tensor as it is.
+
+    Args:
+        image: a tensor has (3, H, W) or (1, 3, H, W), uint8 or floating point in 0..1, not normalised.
+
+    Raises:
+        UsageError: a tensor of another shape or range, or an image that is too narrow.
+    """
+    if not isinstance(image, Tensor):
+        return model.prepare(image)
+    if image.ndim == 4 and image.shape[0] == 1:
+        image = image[0]
+    if image.ndim != 3 or image.shape[0] != 3:
+        raise UsageError(f"an image must be a PIL image or a tensor (3, H, W), got {tuple(image.shape)}")
+    if image.dtype == torch.uint8:
+        return image / 255
+    if not (image.is_floating_point() and 0 <= image.min() and image.max() <= 1):
+        raise UsageError("an image's values must lie in 0..1 (before normalisation) or be uint8, got "
+                         f"{image.dtype} from {image.min().item():g} to {image.max().item():g}")
+    return image.float()
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside the block; each module's own mode after it."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def record(model: nn.Module | LoadedModel | str, image: Image.Image | Tensor, layers: Sequence[AttentionLayer],
+           parts: Sequence[str] = ("attn",)) -> Recording:
+    """Run a network on an image, in evaluation mode; see `as_model` and `as_input`.
 
     Raises:
         UsageError: an input size that the network refuses.
     """
-    prepared = model.prepare(image)
+    model = as_model(model)
+    prepared = as_input(model, image)
     batch = model.normalize(prepared[None].to(next(model.model.parameters()).device))
     try:
-        with torch.inference_mode(), ea_vision.record_attention(
+        with evaluating(model.model), torch.inference_mode(), ea_vision.record_attention(
                 model.model, [layer.number for layer in layers], parts=parts) as maps:
             model.model(batch)
     except (ValueError, AssertionError) as error:

@@ -1,0 +1,144 @@
+"""A call a figure: a model and an image in, a matplotlib Figure out.
+
+What the functions take alike:
+
+    model    a timm network (an nn.Module, which runs in evaluation mode), or the name of one, a run folder or a
+             checkpoint. Several: a list of these, or a mapping from labels to them.
+    image    a PIL image, resized and cut as the model wants it, or a tensor (3, H, W) as the network is to see it:
+             uint8, or floating point in 0..1 before normalisation.
+    layers   numbers from 1 in forward order, module names, or a text such as "1,3-5"; None: all.
+    heads    numbers from 0, "mean", or a text such as "0,2,mean"; None: all and their mean.
+    queries  points (y, x) in pixels of the input as the network sees it; None: three on the diagonal.
+    overlay  maps over the image, or bare.
+
+What cannot be is a UsageError (a ValueError) that names what was required and what was received.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from matplotlib.figure import Figure
+from PIL import Image
+from torch import Tensor, nn
+
+from ea_vision.analysis.loading import LoadedModel, parse_layers
+from ea_vision.analysis.quantities import measure
+from ea_vision.analysis.recording import PARTS, AttentionLayer
+from ea_vision.visualize.animation import animation_frames
+from ea_vision.visualize.heatmap import heads_by_queries
+from ea_vision.visualize.layer_statistics import statistics_figure
+from ea_vision.visualize.matrix import attention_matrices, check_part
+from ea_vision.visualize.options import DIAGONAL, parse_heads, parse_queries
+from ea_vision.visualize.recordings import (
+    MEAN,
+    Head,
+    Point,
+    Recording,
+    as_input,
+    as_model,
+    as_models,
+    evaluating,
+    record,
+)
+from ea_vision.visualize.rollout import rollout_figure
+from ea_vision.visualize.side_by_side import models_side_by_side
+from ea_vision.visualize.strip import evolution_strip
+
+Model = nn.Module | LoadedModel | str
+Models = Model | Sequence[Model] | Mapping[str, Model]
+Layers = str | int | Sequence[int | str] | None
+Heads = str | int | Sequence[int | str] | None
+Queries = Sequence[Point] | None
+
+
+def plot_heads(model: Model, image: Image.Image | Tensor, layers: Layers = None, heads: Heads = None,
+               queries: Queries = None, overlay: bool = True) -> Figure:
+    """What query points attend to: for each layer a row a head, a column a query."""
+    recording, chosen = _record(as_model(model), image, layers)
+    return heads_by_queries(recording, _numbers(chosen), _heads(heads, chosen), _points(queries, recording), overlay)
+
+
+def plot_models(models: Models, image: Image.Image | Tensor, layers: Layers = None, heads: Heads = MEAN,
+                queries: Queries = None, overlay: bool = True) -> Figure:
+    """The same layers of several models: for each query and head a row a model, a column a layer."""
+    recorded = [_record(model, image, layers) for model in as_models(models)]
+    recordings = [recording for recording, _ in recorded]
+    return models_side_by_side(recordings, [_numbers(chosen) for _, chosen in recorded],
+                               _heads(heads, [layer for _, chosen in recorded for layer in chosen]),
+                               _points(queries, recordings[0]), overlay)
+
+
+def plot_strip(model: Model, image: Image.Image | Tensor, layers: Layers = None, head: Head = MEAN,
+               query: Point | None = None) -> Figure:
+    """One query through the layers of each chain, part by part; `query` None: the middle."""
+    model = as_model(model)
+    chosen = parse_layers(_text(layers, "all"), model)
+    parts = [part for part in PARTS if any(part in layer.parts for layer in chosen)]
+    recording = record(model, image, chosen, parts)
+    [one] = _heads([head], chosen)
+    [point] = _points(None if query is None else [query], recording, [(0.5, 0.5)])
+    return evolution_strip(recording, _numbers(chosen), one, point)
+
+
+def plot_matrix(model: Model, image: Image.Image | Tensor, layers: Layers = None, heads: Heads = None,
+                part: str = "attn") -> Figure:
+    """Whole maps, queries by keys: a row a layer, a column a head. `part`: one of PARTS."""
+    model = as_model(model)
+    chosen = parse_layers(_text(layers, "all"), model)
+    check_part(part, chosen, model.label)
+    return attention_matrices(record(model, image, chosen, (part,)), _numbers(chosen), _heads(heads, chosen), part)
+
+
+def plot_rollout(models: Models, image: Image.Image | Tensor, layers: Layers = None, queries: Queries = None,
+                 overlay: bool = True) -> Figure:
+    """Where pixels of the last map come from, through all `layers`: a row a model, a column a query."""
+    recordings = [_record(model, image, layers)[0] for model in as_models(models)]
+    return rollout_figure(recordings, _points(queries, recordings[0]), overlay)
+
+
+def plot_statistics(models: Models, images: Iterable[Image.Image | Tensor], layers: Layers = None) -> Figure:
+    """Entropy, distance and likeness to the previous layer's map by layer and head, means over images."""
+    images, measured = list(images), {}
+    for model in as_models(models):
+        device = next(model.model.parameters()).device
+        batches = (model.normalize(as_input(model, image)[None].to(device)) for image in images)
+        with evaluating(model.model):
+            measured[model.label] = measure(model.model, batches,
+                                            _numbers(parse_layers(_text(layers, "all"), model)))
+    return statistics_figure(measured)
+
+
+def plot_frames(models: Models, image: Image.Image | Tensor, layers: Layers = None, heads: Heads = MEAN,
+                queries: Queries = None, overlay: bool = True) -> Iterator[Figure]:
+    """The frames of an animation, of one scale: for each model (such as the snapshots of a run) each layer in turn."""
+    recorded = [_record(model, image, layers) for model in as_models(models)]
+    frames = [(recording, layer.number) for recording, chosen in recorded for layer in chosen]
+    return animation_frames(frames, _heads(heads, [layer for _, chosen in recorded for layer in chosen]),
+                            _points(queries, recorded[0][0]), overlay)
+
+
+def _record(model: LoadedModel, image: Image.Image | Tensor,
+            layers: Layers) -> tuple[Recording, list[AttentionLayer]]:
+    chosen = parse_layers(_text(layers, "all"), model)
+    return record(model, image, chosen), chosen
+
+
+def _numbers(layers: Sequence[AttentionLayer]) -> list[int]:
+    return [layer.number for layer in layers]
+
+
+def _heads(heads: Heads, layers: Sequence[AttentionLayer]) -> list[Head]:
+    return parse_heads(_text(heads, f"all,{MEAN}"), layers)
+
+
+def _points(queries: Queries, recording: Recording, default: Sequence[tuple[float, float]] = DIAGONAL) -> list[Point]:
+    texts = [] if queries is None else [",".join(map(str, point)) for point in queries]
+    return parse_queries(texts, tuple(recording.image.shape[1:]), default)
+
+
+def _text(value: str | int | Sequence[int | str] | None, default: str) -> str:
+    """What the commands take: items separated by commas."""
+    if value is None:
+        return default
+    return ",".join(map(str, [value] if isinstance(value, (str, int)) else value))

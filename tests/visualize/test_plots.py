@@ -1,0 +1,103 @@
+"""A call a figure: what the functions take, what they draw, and that they leave the model as it was."""
+import io
+
+import numpy as np
+import pytest
+import timm
+import torch
+from matplotlib.figure import Figure
+from PIL import Image
+
+import ea_vision
+from ea_vision.base.errors import UsageError
+from ea_vision.visualize import (
+    plot_frames,
+    plot_heads,
+    plot_matrix,
+    plot_models,
+    plot_rollout,
+    plot_statistics,
+    plot_strip,
+)
+
+KWARGS = dict(num_classes=3, img_size=16, widths=[8, 8, 16, 16])
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    return timm.create_model("ea_conv_transformer_cifar", **KWARGS)  # in training mode
+
+
+@pytest.fixture(scope="module")
+def photo() -> Image.Image:
+    return Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 50, 3), dtype=np.uint8))
+
+
+FIGURES = {
+    "heads": lambda model, image: plot_heads(model, image, layers=[1, 2], heads=[0, "mean"], queries=[(3, 5)]),
+    "models": lambda model, image: plot_models({"one": model, "two": model}, image, layers="1-2", queries=[(3, 5)]),
+    "strip": lambda model, image: plot_strip(model, image, layers="1-3", head=1, query=(3, 5)),
+    "matrix": lambda model, image: plot_matrix(model, image, layers=2, heads="0", part="conv_logits"),
+    "rollout": lambda model, image: plot_rollout(model, image, layers=[1, 2, 3]),
+    "statistics": lambda model, image: plot_statistics([model, model], [image, image], layers="1,2"),
+    "frames": lambda model, image: list(plot_frames(model, image, layers="1-3", queries=[(1, 1)]))[2],
+}
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_each_is_a_figure_that_a_notebook_shows_and_leaves_the_model_alone(name, model, photo):
+    model.train()
+    next(model.children()).eval()  # as some keep their BatchNorm in fine-tuning
+    modes = [module.training for module in model.modules()]
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    figure = FIGURES[name](model, photo)
+    assert isinstance(figure, Figure) and figure.axes
+    with Image.open(io.BytesIO(figure._repr_png_())) as picture:
+        assert picture.format == "PNG" and np.ptp(np.asarray(picture.convert("L"))) > 100
+    assert [module.training for module in model.modules()] == modes
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+def test_they_draw_what_is_recorded(model, photo):
+    """Of a tensor as the network is to see it; by the same numbers as a recording made by hand."""
+    image = torch.rand(3, 16, 16)
+    figure = plot_heads(model, image, layers=[2], heads=[3], queries=[(9, 14)], overlay=False)
+    arrays = [axes.images[0].get_array() for axes in figure.axes if axes.images]
+    [shown] = [values for values in arrays if values.ndim == 2]
+    config = timm.data.resolve_model_data_config(model)
+    mean, std = (torch.tensor(config[key]).view(3, 1, 1) for key in ("mean", "std"))
+    with torch.no_grad(), ea_vision.record_attention(model.eval(), [2]) as maps:
+        model(((image - mean) / std)[None])
+    H, W = maps[2].feat_size
+    row, col = 9 * H // 16, 14 * W // 16
+    np.testing.assert_allclose(shown, maps[2].attn[0, 3, row * W + col].view(H, W), atol=1e-6)
+
+
+def test_uint8_and_floating_point_are_the_same_image(model):
+    pixels = torch.randint(0, 256, (3, 16, 16), dtype=torch.uint8)
+    images = pixels, pixels / 255, pixels[None].double() / 255
+    figures = [plot_matrix(model, image, layers=1, heads=0) for image in images]
+    first, *others = [figure.axes[0].images[0].get_array() for figure in figures]
+    assert all(np.allclose(first, other, atol=1e-6) for other in others)
+
+
+def test_models_that_share_a_name_stay_apart(model, photo):
+    figure = plot_statistics([model, model], [photo], layers="1,2")
+    labels = [line.get_label() for line in figure.axes[0].lines][:2]
+    assert labels == ["ea_conv_transformer_cifar [1]", "ea_conv_transformer_cifar [2]"]
+
+
+@pytest.mark.parametrize("call, message", [
+    (lambda model: plot_heads(model, torch.rand(16, 16)), r"tensor \(3, H, W\), got \(16, 16\)"),
+    (lambda model: plot_heads(model, torch.randn(3, 16, 16)), "must lie in 0..1 .* got torch.float32 from -"),
+    (lambda model: plot_heads(model, torch.rand(3, 16, 16), layers=[9]), "no attention layer '9'; it has 1"),
+    (lambda model: plot_heads(model, torch.rand(3, 16, 16), heads=7), "heads must be 0 to 3, all or mean, got '7'"),
+    (lambda model: plot_heads(model, torch.rand(3, 16, 16), queries=[(16, 0)]), "within the 16x16 input, got '16,0'"),
+    (lambda model: plot_matrix(model, torch.rand(3, 16, 16), part="conv_logits"), "no conv_logits in layer 1, 4"),
+    (lambda model: plot_heads("ea_conv_transformer_cifr", torch.rand(3, 16, 16)), "did you mean"),
+    (lambda model: plot_heads(model, Image.new("RGB", (1, 10_000_000))), "at most 100 megapixels"),
+])
+def test_what_cannot_be_says_so(call, message, model):
+    with pytest.raises(UsageError, match=message):
+        call(model)
