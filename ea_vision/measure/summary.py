@@ -1,27 +1,32 @@
 """Parameters, arithmetic and attention maps of the networks, beside the published figures.
 
-    python -m ea_vision.summary                       # all of ours
-    python -m ea_vision.summary ea_aa_resnet50 resnet50 --csv summary.csv
+    ea-vision summary                                 # all of ours
+    ea-vision summary ea_aa_resnet50 resnet50 --csv summary.csv
+    ea-vision summary aa_resnet50 --layers            # the AA paper's table 9: every attention branch
 
-Published figures stand beside the networks' registration, with their sources. The EA paper's GFLOPs count 2 for a
-multiply-add of a convolution or linear layer and 1 for one of the attention products; `gflops_paper` counts likewise,
-`gmacs` counts every multiply-add once.
+Published figures stand beside the networks' registration, with their sources. `GMACs` counts every multiply-add once.
+`GFLOPs` counts as the EA paper: 2 for a multiply-add of a convolution or linear layer and 1 for one of the attention
+products. `profiler` counts as TensorFlow's profiler did in the AA paper: 2 for a multiply-add of a convolution, linear
+layer or relative position, 6 for an element of the maps, nothing for the other attention products.
+
+`--layers` gives the attention branches, equal neighbours in one row: the maps of an image in bfloat16 as dense
+attention keeps them (this project's kernels keep fewer, see `ea-vision memory`), parameters with the biases of the
+projections, and FLOPs in the profiler's counting.
 """
 import argparse
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from pathlib import Path
 
 import timm
-import torch
-from torch.utils.flop_counter import FlopCounterMode
 
+from ea_vision.base.errors import UsageError
 from ea_vision.base.files import atomic_write, create, csv_text
 from ea_vision.base.networks import check_model_name
-from ea_vision.layers import AugmentedConv2d
+from ea_vision.measure.counts import BranchCount, Counts, count, inference_map_bytes, training_map_bytes
 from ea_vision.models import Published, list_networks, published_figures
-from ea_vision.ops import use_implementation
 
 
 @dataclass(frozen=True)
@@ -34,48 +39,55 @@ class Summary:
     published_params_m: float | None
     gmacs: float  # 1e9 multiply-adds, an image
     gflops_paper: float  # 1e9, the EA paper's counting
+    gflops_profiler: float  # 1e9, the AA paper's counting
     published_gflops: float | None
     attention_layers: int
     maps: str  # layers x heads x (height x width) of each shape of map, in order
     published_top1: str  # %; CIFAR-10 / CIFAR-100 for the CIFAR networks
 
 
-def summarise(name: str) -> Summary:
-    """Build a model and count.
-
-    Args:
-        name: a model registered with timm.
+def count_network(name: str) -> tuple[tuple[int, int, int], Counts]:
+    """Build a network registered with timm and count it: its input (C, H, W), and what was counted.
 
     Raises:
         UsageError: no model of that name.
     """
     check_model_name(name)
-    model = timm.create_model(name).eval()
+    model = timm.create_model(name)
     size = model.default_cfg["input_size"]
+    return size, count(model, size)
 
-    shapes = [(m.num_heads, *m.feat_size) for m in model.modules() if isinstance(m, AugmentedConv2d)]
-    with use_implementation("reference"), torch.no_grad(), FlopCounterMode(display=False) as counter:
-        model(torch.zeros(1, *size))
-    by_op = counter.get_flop_counts()["Global"]
-    total = counter.get_total_flops()
-    products = by_op.get(torch.ops.aten.bmm, 0)  # the attention's; its projections are baddbmm, linear layers mm
+
+def summarise(name: str) -> Summary:
+    """A row of the table.
+
+    Raises:
+        UsageError: no model of that name.
+    """
+    size, counts = count_network(name)
+    shapes = Counter((branch.num_heads, *branch.feat_size) for branch in counts.branches)
     published = published_figures(name) or Published()
     return Summary(
         model=name,
         img_size=f"{size[1]}x{size[2]}",
-        params_m=sum(p.numel() for p in model.parameters()) / 1e6,
+        params_m=counts.params / 1e6,
         published_params_m=published.params_m,
-        gmacs=total / 2e9,
-        gflops_paper=(total - products / 2) / 1e9,
+        gmacs=counts.macs / 1e9,
+        gflops_paper=counts.flops_paper / 1e9,
+        gflops_profiler=counts.flops_profiler / 1e9,
         published_gflops=published.gflops,
-        attention_layers=len(shapes),
-        maps=" + ".join(f"{n} x {K} x ({H}x{W})" for (K, H, W), n in Counter(shapes).items()),
+        attention_layers=len(counts.branches),
+        maps=" + ".join(f"{n} x {K} x ({H}x{W})" for (K, H, W), n in shapes.items()),
         published_top1=" / ".join(f"{top1:.2f}" for top1 in published.top1.values()),
     )
 
 
-_HEADINGS = ("model", "input", "params M", "(published)", "GMACs", "GFLOPs", "(published)", "layers", "maps",
-             "published top-1 %")
+def _markdown(lines: list[Sequence[str]]) -> str:
+    """A Markdown table, its columns aligned; the first line is the heading."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    lines = [lines[0], ["-" * width for width in widths], *lines[1:]]
+    return "\n".join(
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in lines)
 
 
 def _cells(row: Summary) -> list[str]:
@@ -83,36 +95,64 @@ def _cells(row: Summary) -> list[str]:
     return [
         row.model, row.img_size,
         f"{row.params_m:.{digits}f}", "" if row.published_params_m is None else f"{row.published_params_m:.{digits}f}",
-        f"{row.gmacs:.2f}", f"{row.gflops_paper:.1f}",
+        f"{row.gmacs:.2f}", f"{row.gflops_paper:.1f}", f"{row.gflops_profiler:.2f}",
         "" if row.published_gflops is None else f"{row.published_gflops:.1f}",
         str(row.attention_layers), row.maps, row.published_top1,
     ]
 
 
 def to_table(rows: Sequence[Summary]) -> str:
-    """A Markdown table, its columns aligned."""
-    lines = [list(_HEADINGS), *(_cells(row) for row in rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(_HEADINGS))]
-    lines.insert(1, ["-" * width for width in widths])
-    return "\n".join(
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in lines)
+    """A Markdown table of networks."""
+    headings = ("model", "input", "params M", "(published)", "GMACs", "GFLOPs", "profiler", "(published)", "layers",
+                "maps", "published top-1 %")
+    return _markdown([headings, *map(_cells, rows)])
+
+
+def to_layer_table(branches: Sequence[BranchCount]) -> str:
+    """A Markdown table of attention branches, equal neighbours in one row, and what they need together."""
+    lines: list[Sequence[str]] = [("layers", "first", "maps", "maps KiB", "params", "MFLOPs", "evolve")]
+    total = sum(branch.flops_profiler for branch in branches)
+    for look, group in groupby(branches, lambda branch: (branch.num_heads, branch.feat_size, branch.map_bytes,
+                                                         branch.params, branch.flops_profiler, branch.evolves)):
+        K, (H, W), size, params, flops, evolves = look
+        same = list(group)
+        lines.append((str(len(same)), same[0].layer, f"{K} x ({H}x{W})", f"{size / 1024:.2f}", f"{params:,}",
+                      f"{flops / 1e6:.1f}", "yes" if evolves else ""))
+    return (f"{_markdown(lines)}\nmaps: {training_map_bytes(branches) / 2**20:.2f} MiB in training, "
+            f"{inference_map_bytes(branches) / 1024:.2f} KiB in inference; "
+            f"{sum(branch.params for branch in branches):,} parameters; {total / 1e6:.1f} MFLOPs")
+
+
+def _layers_of(name: str) -> tuple[str, list[dict[str, object]]]:
+    """The table of a network's branches under its name, and their rows of the CSV."""
+    branches = count_network(name)[1].branches
+    rows = [{"model": name, **asdict(branch), "feat_size": "x".join(map(str, branch.feat_size)),
+             "map_bytes": branch.map_bytes} for branch in branches]
+    return f"{name}\n{to_layer_table(branches) if branches else 'no augmented convolution'}", rows
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", metavar="NAME", help="registered timm models (default: all of ours)")
+    parser.add_argument("--layers", action="store_true", help="a table of each network's attention branches")
     parser.add_argument("--csv", metavar="FILE", help="also write the rows to FILE as CSV ('-': to standard output "
                         "instead of the table)")
     args = parser.parse_args(argv)
     names = args.models or list_networks()
-    rows = [summarise(name) for name in names]
-    csv = csv_text([asdict(row) for row in rows])
+    if args.layers:
+        tables, layers = zip(*map(_layers_of, names), strict=True)
+        text, rows = "\n\n".join(tables), [row for of_network in layers for row in of_network]
+        if not rows:
+            raise UsageError(f"--layers needs a network with augmented convolutions, got {', '.join(names)}")
+    else:
+        summaries = [summarise(name) for name in names]
+        text, rows = to_table(summaries), [asdict(row) for row in summaries]
     if args.csv == "-":
-        print(csv, end="")
+        print(csv_text(rows), end="")
         return 0
     if args.csv:
         create(Path(args.csv).parent)
-        atomic_write(Path(args.csv), csv.encode())
-    print(to_table(rows))
+        atomic_write(Path(args.csv), csv_text(rows).encode())
+    print(text)
     return 0

@@ -3,8 +3,10 @@ import csv
 import io
 
 import pytest
+import timm
 
 from ea_vision.base.errors import exit_code
+from ea_vision.measure.counts import count
 from ea_vision.measure.summary import main, summarise
 from ea_vision.models import published_figures
 
@@ -23,7 +25,65 @@ def test_counts_of_an_augmented_resnet():
 def test_arithmetic_is_the_papers_within_two_percent(name):
     row = summarise(name)
     assert row.gflops_paper == pytest.approx(published_figures(name).gflops, rel=0.02)
+    assert row.gflops_profiler == pytest.approx(published_figures(name).gflops, rel=0.02)
     assert row.params_m == pytest.approx(published_figures(name).params_m, abs=0.06)
+
+
+def test_the_profilers_counting_of_whole_networks():
+    """Totals worked out beside the AA paper's, which prints 8.3 for its AA-ResNet-50; EA adds its map convolutions."""
+    aa, ea = (count(timm.create_model(name), (3, 224, 224)) for name in ("aa_resnet50", "ea_aa_resnet50"))
+    assert round(aa.flops_profiler / 1e9, 2) == 8.31
+    evolving = [branch for branch in ea.branches if branch.evolves]
+    assert len(evolving) == 11
+    assert ea.flops_profiler - aa.flops_profiler == 2 * 8 * 8 * 9 * (9 * 196**2 + 2 * 49**2)
+    plain = count(timm.create_model("cnn_cifar"), (3, 32, 32))
+    assert plain.flops_profiler == plain.flops_paper == 2 * plain.macs and not plain.branches
+
+
+def test_branches_are_the_aa_papers_table_9(capsys):
+    """Published: 600 KB, 43k, 22M; 600 KB, 90k, 40M; 37.5 KB, 190k, 19M; in all 6 MB in training, 600 KB in inference,
+    1.3M, 390M."""
+    branches = count(timm.create_model("aa_resnet50"), (3, 224, 224)).branches
+    found = [(b.layer, b.map_bytes, b.params, b.flops_profiler) for b in branches]
+    by_hand = []
+    for stage, blocks, N, sides, planes, dim_v in ((2, 4, 196, 28, 128, 8), (3, 6, 196, 28, 256, 24),
+                                                   (4, 3, 49, 14, 512, 48)):
+        weights = planes * (320 + dim_v) + dim_v**2  # 160 for queries, 160 for keys; without biases
+        params = weights + (320 + 2 * dim_v) + (2 * sides - 2) * 20
+        flops = 2 * N * weights + 2 * N * 160 * (2 * sides - 2) + 6 * 8 * N**2
+        by_hand += [(f"layer{stage}.{block}.conv2", 2 * 8 * N**2, params, flops) for block in range(blocks)]
+    assert found == by_hand
+    first = [by_hand[index] for index in (0, 4, 10)]
+    assert [size / 1024 for _, size, _, _ in first] == [600.25, 600.25, 37.515625]
+    assert [params for _, _, params, _ in first] == [43_464, 90_088, 191_656]
+    assert [round(flops / 1e6, 1) for _, _, _, flops in first] == [21.7, 40.0, 19.2]
+
+    assert main(["aa_resnet50", "--layers"]) == 0
+    name, heading, _, *rows, total = capsys.readouterr().out.splitlines()
+    assert name == "aa_resnet50" and len({len(line) for line in (heading, *rows)}) == 1
+    assert [[cell.strip() for cell in row.strip("|").split("|")] for row in rows] == [
+        ["4", "layer2.0.conv2", "8 x (14x14)", "600.25", "43,464", "21.7", ""],
+        ["6", "layer3.0.conv2", "8 x (14x14)", "600.25", "90,088", "40.0", ""],
+        ["3", "layer4.0.conv2", "8 x (7x7)", "37.52", "191,656", "19.2", ""]]
+    assert total == ("maps: 5.97 MiB in training, 600.25 KiB in inference; 1,289,352 parameters; 384.4 MFLOPs")
+
+
+def test_branches_that_evolve_have_the_convolution_and_a_second_map(capsys):
+    assert main(["cnn_cifar", "ea_conv_transformer_cifar", "--layers", "--csv", "-"]) == 0
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert [(row["feat_size"], row["evolves"]) for row in rows] == [
+        (size, evolves) for size in ("8x8", "4x4") for evolves in ("False", "True", "True")]
+    plain, evolving = ({key: int(row[key]) for key in ("map_bytes", "params", "flops_profiler")} for row in rows[:2])
+    assert plain["map_bytes"] == evolving["map_bytes"] == 2 * 4 * 64**2
+    assert evolving["params"] - plain["params"] == 4 * 4 * 9 + 4
+    assert evolving["flops_profiler"] - plain["flops_profiler"] == 2 * 4 * 4 * 9 * 64**2
+    assert main(["ea_conv_transformer_cifar", "--layers"]) == 0
+    assert f"{2 * 2 * 4 * 64**2 / 1024:.2f} KiB in inference" in capsys.readouterr().out
+
+
+def test_layers_of_a_network_without_attention_is_one_line(capsys):
+    assert exit_code(lambda: main(["cnn_cifar", "--layers"])) == 2
+    assert capsys.readouterr().err == "error: --layers needs a network with augmented convolutions, got cnn_cifar\n"
 
 
 def test_table_and_csv(tmp_path, capsys):
