@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ea_vision.analysis.recording import AttentionLayer, attention_layers
 from ea_vision.base.errors import UsageError
 from ea_vision.base.networks import check_model_name, check_state_fits, load_weights, pretrained_model
-from ea_vision.data.small_images import IMAGE_SUFFIXES
+from ea_vision.data.image_files import IMAGE_SUFFIXES
 from ea_vision.engine import checkpoint, run_folder
 
 MAX_PIXELS = 100_000_000  # larger images are refused before they are decoded
