@@ -172,6 +172,13 @@ class Beton:
         """Whether the file takes at most half of this machine's memory."""
         return self.path.stat().st_size <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
+    def check_exif_rotation(self, wanted: bool) -> None:
+        """Raise UsageError where the file was written with other EXIF rotation than is wanted."""
+        if self.exif_rotation is not None and self.exif_rotation != wanted:
+            had, asked = ("with", "without") if self.exif_rotation else ("without", "with")
+            raise UsageError(f"{self.path} was written {had} --exif-rotation, the trainer was started {asked} it: both "
+                             "must be alike")
+
     def tables_digest(self) -> str:
         """SHA-256 over the file's tables: label, place, form and size of every image."""
         digest = hashlib.sha256()
