@@ -35,8 +35,11 @@ class BrokenImage(ValueError):
     """An image that cannot be decoded, or is too large; the message says why."""
 
 
-def decode_image(file: str | Path | BinaryIO, exif_rotation: bool = False,
-                 formats: tuple[str, ...] = IMAGE_FORMATS, max_pixels: int = MAX_PIXELS) -> Image.Image:
+class TooLarge(BrokenImage):
+    """An image of more pixels than are allowed; the message begins with `must have at most`."""
+
+
+def decode_image(file: str | Path | BinaryIO, exif_rotation: bool = False, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """Decode a file to 8-bit RGB; its size is looked at before its pixels are decoded.
 
     Args:
@@ -44,17 +47,21 @@ def decode_image(file: str | Path | BinaryIO, exif_rotation: bool = False,
             accuracies are without it.
 
     Raises:
-        BrokenImage: it cannot be decoded, is of another format, or has more than `max_pixels`.
+        TooLarge: it has more than `max_pixels`.
+        BrokenImage: it cannot be decoded, or is of none of IMAGE_FORMATS.
     """
+    limit = f"must have at most {max_pixels / 1e6:g} megapixels"
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the limit is max_pixels
-            with Image.open(file, formats=formats) as image:
+            with Image.open(file, formats=IMAGE_FORMATS) as image:
                 if image.width * image.height > max_pixels:
-                    raise BrokenImage(f"{image.width}x{image.height} pixels, {max_pixels / 1e6:g} million are allowed")
+                    raise TooLarge(f"{limit}, got {image.width}x{image.height}")
                 return to_rgb(ImageOps.exif_transpose(image) if exif_rotation else image)
     except BrokenImage:
         raise
+    except Image.DecompressionBombError as error:
+        raise TooLarge(f"{limit}: {error}") from error
     except Exception as error:  # Pillow's readers raise whatever damaged bytes lead them to
         raise BrokenImage(f"{type(error).__name__}: {error}") from error
 
@@ -67,11 +74,11 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 def check_scaled(size: tuple[int, int], short: int) -> None:
-    """Raise BrokenImage for an image (W, H) that has more than MAX_PIXELS once its short side has `short`."""
-    scaled = [max(short, round(side * short / min(size))) for side in size]
-    if scaled[0] * scaled[1] > MAX_PIXELS:
-        raise BrokenImage(f"{size[0]}x{size[1]} pixels make {scaled[0]}x{scaled[1]} with a short side of {short}, "
-                          f"{MAX_PIXELS / 1e6:g} million are allowed")
+    """Raise TooLarge for an image (W, H) that has more than MAX_PIXELS once its short side has `short`."""
+    width, height = (max(short, round(side * short / min(size))) for side in size)
+    if width * height > MAX_PIXELS:
+        raise TooLarge(f"must have at most {MAX_PIXELS / 1e6:g} megapixels once its short side is {short}, "
+                       f"got {width}x{height} from {size[0]}x{size[1]}")
 
 
 def is_image_name(name: str) -> bool:
