@@ -248,15 +248,22 @@ class _JpegHeader:
         lib.tjDecompressHeader3.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_ulong,
                                             *[ctypes.POINTER(ctypes.c_int)] * 4]
         lib.tjDestroy.argtypes = [ctypes.c_void_p]
-        self._handle = lib.tjInitDecompress()
-        weakref.finalize(self, lib.tjDestroy, self._handle)
+        self._renew()
+
+    def _renew(self) -> None:
+        self._handle = self._lib.tjInitDecompress()
+        self._end = weakref.finalize(self, self._lib.tjDestroy, self._handle)
 
     def size(self, data: np.ndarray) -> tuple[int, int] | None:
         """(height, width), or None for what has no readable header."""
         width, height, sampling, colours = (ctypes.c_int() for _ in range(4))
         failed = self._lib.tjDecompressHeader3(self._handle, data.ctypes.data, data.size, width, height, sampling,
                                                colours)
-        return None if failed else (height.value, width.value)
+        if failed:  # the handle is left inside that header, and would fail once more
+            self._end()
+            self._renew()
+            return None
+        return height.value, width.value
 
 
 def _checked_reader(path: Path):

@@ -16,6 +16,8 @@ import tarfile
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -54,10 +56,16 @@ def decode_image(file: str | Path | BinaryIO, exif_rotation: bool = False, max_p
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the limit is max_pixels
-            with Image.open(file, formats=IMAGE_FORMATS) as image:
-                if image.width * image.height > max_pixels:
-                    raise TooLarge(f"{limit}, got {image.width}x{image.height}")
-                return to_rgb(ImageOps.exif_transpose(image) if exif_rotation else image)
+            with open(file, "rb") if isinstance(file, (str, Path)) else nullcontext(file) as data:
+                with Image.open(data, formats=IMAGE_FORMATS) as image:
+                    if image.width * image.height > max_pixels:
+                        raise TooLarge(f"{limit}, got {image.width}x{image.height}")
+                    if image.format != "PNG":
+                        return to_rgb(ImageOps.exif_transpose(image) if exif_rotation else image)
+                    image.verify()  # its checksums, of which decoding leaves out some
+                data.seek(0)
+                with Image.open(data, formats=("PNG",)) as image:
+                    return to_rgb(ImageOps.exif_transpose(image) if exif_rotation else image)
     except BrokenImage:
         raise
     except Image.DecompressionBombError as error:
@@ -211,11 +219,11 @@ def _walk(root: Path) -> list[tuple[str, int, int, str]]:
     top = os.path.realpath(root)
     found: dict[str, tuple[str, int, int, str]] = {}  # by real path
     visited: set[str] = set()
-    links: list[tuple[str, str, tuple[str, ...]]] = []  # links to folders: name, real path, the folders that led there
+    links: list[tuple[str, str, str]] = []  # to folders: name, the real folder it lies in, the one it leads to
     file_links: list[str] = []
     more = 0
 
-    def visit(folder: str, real: str, above: tuple[str, ...]) -> None:
+    def visit(folder: str, real: str) -> None:
         nonlocal more
         waiting = [(folder, real)]
         while waiting:
@@ -231,10 +239,9 @@ def _walk(root: Path) -> list[tuple[str, int, int, str]]:
                     if not os.path.isdir(target):
                         file_links.extend([name] if is_image_name(name) else [])
                         continue
-                    for place in (*above, real):
-                        if place == target or place.startswith(target.rstrip(os.sep) + os.sep):
-                            raise UsageError(f"{root / name} is a link back to {target}, which it lies in")
-                    links.append((name, target, (*above, real)))
+                    if _lies_in(real, target):
+                        raise UsageError(f"{root / name} is a link back to {target}, which it lies in")
+                    links.append((name, real, target))
                 elif entry.is_dir():
                     waiting.append((name, os.path.join(real, entry.name)))
                 elif is_image_name(name) and entry.is_file():
@@ -242,9 +249,14 @@ def _walk(root: Path) -> list[tuple[str, int, int, str]]:
                     more += path in found
                     found.setdefault(path, (name, entry.stat().st_size, 0, name))
 
-    visit("", top, ())
-    while links:
-        visit(*links.pop(0))
+    visit("", top)
+    for name, _, target in links:  # which grow
+        visit(name, target)
+    leads_to = {name: [other for other, place, _ in links if _lies_in(place, target)] for name, _, target in links}
+    try:
+        TopologicalSorter(leads_to).prepare()
+    except CycleError as error:
+        raise UsageError(f"links of {root} lead in a circle: {', '.join(sorted(set(error.args[1])))}") from error
     for name in sorted(file_links):
         path = os.path.realpath(os.path.join(top, name))
         more += path in found
@@ -254,6 +266,10 @@ def _walk(root: Path) -> list[tuple[str, int, int, str]]:
     if more:
         log.warning("%s: %d link(s) to files or folders that are there already are left out", root, more)
     return list(found.values())
+
+
+def _lies_in(place: str, folder: str) -> bool:
+    return place == folder or place.startswith(folder.rstrip(os.sep) + os.sep)
 
 
 def _scan_tar(path: Path) -> list[tuple[str, int, int, str]]:
