@@ -487,8 +487,8 @@ def test_trainers_refuse_ffcv_files_of_another_rotation_and_without_checksums(ph
             str(tmp_path / "run"), "--device", "cpu"]
     capsys.readouterr()
     assert exit_code(lambda: train_imagenet.main([*argv, "--exif-rotation"])) == 2
-    assert capsys.readouterr().err == (f"error: {out} was written without --exif-rotation, the trainer was started with "
-                                       "it: both must be alike\n")
+    assert capsys.readouterr().err == (f"error: {out} was written without --exif-rotation, the trainer was started "
+                                       "with it: both must be alike\n")
     sidecar(out).unlink()
     assert exit_code(lambda: train_imagenet.main([*argv, "--verify-beton"])) == 2
     assert capsys.readouterr().err == f"error: {sidecar(out)} has no checksums to verify {out} with: write it anew\n"
