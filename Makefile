@@ -26,7 +26,7 @@ demo: $(READY)
 
 # Two workers of one thread each: threads that wait for each other on 2 cores take several times as long.
 test: $(READY)
-	OMP_NUM_THREADS=1 $(RUN) -m pytest tests --durations 15 --ignore tests/explore/test_browser.py -n 2
+	OMP_NUM_THREADS=1 $(RUN) -m pytest tests -rs --durations 15 --ignore tests/explore/test_browser.py -n 2
 
 # The attention page in a real browser; needs Debian's chromium and a font (apt-get install chromium fonts-dejavu-core).
 test-browser: $(READY)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import math
-import warnings
-import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,16 +13,22 @@ from typing import Any
 import safetensors
 import timm
 import torch
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, UnidentifiedImageError
 from torch import Tensor, nn
 
 from ea_vision.analysis.recording import AttentionLayer, attention_layers
 from ea_vision.base.errors import UsageError
 from ea_vision.base.networks import check_model_name, check_state_fits, load_weights, pretrained_model
-from ea_vision.data.small_images import IMAGE_SUFFIXES
+from ea_vision.data.image_files import (
+    IMAGE_FORMATS,
+    IMAGE_SUFFIXES,
+    MAX_PIXELS,
+    BrokenImage,
+    TooLarge,
+    decode_image,
+)
 from ea_vision.engine import checkpoint, run_folder
 
-MAX_PIXELS = 100_000_000  # larger images are refused before they are decoded
 WEIGHTS_HELP = "NAME of a timm model (pretrained where it has weights, else random), RUN folder, or a checkpoint in one"
 
 
@@ -198,37 +202,28 @@ def find_images(paths: Iterable[str]) -> list[str]:
 
 
 def read_image(file: str | io.BytesIO, name: str = "", max_pixels: int = MAX_PIXELS,
-               formats: Sequence[str] | None = None) -> Image.Image:
-    """RGB image, turned as its EXIF data says. Its size is looked at before its pixels are decoded.
+               exif_rotation: bool = False) -> Image.Image:
+    """RGB image. Its size is looked at before its pixels are decoded.
 
     Args:
         file: a path, `digits:N` (the Nth test image of the digits), or the bytes of an image file.
         name: for messages (default: the path).
         max_pixels: width x height at most.
-        formats: Pillow's names of those accepted (default: all it knows).
+        exif_rotation: turn it as its EXIF data says; off by default, as when networks are trained and evaluated.
 
     Raises:
-        UsageError: not an image, broken, or too large.
+        UsageError: not an image of one of IMAGE_FORMATS, broken, or too large.
     """
     name = name or str(file)
     if isinstance(file, str) and file.startswith("digits:") and not Path(file).exists():
         return _digit(file)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the limit is max_pixels
-            with Image.open(file, formats=formats) as image:
-                if image.width * image.height > max_pixels:
-                    raise UsageError(f"image {name} must have at most {max_pixels / 1e6:g} megapixels, "
-                                     f"got {image.width}x{image.height}")
-                return ImageOps.exif_transpose(image).convert("RGB")
-    except UsageError:
-        raise
-    except Image.DecompressionBombError as error:
-        raise UsageError(f"image {name} must have at most {max_pixels / 1e6:g} megapixels: {error}") from error
-    except UnidentifiedImageError as error:
-        accepted = f" ({', '.join(formats)})" if formats else ""
-        raise UsageError(f"{name} is not an image that can be read{accepted}") from error
-    except (OSError, SyntaxError, ValueError, EOFError, zlib.error) as error:
+        return decode_image(file, exif_rotation, max_pixels)
+    except TooLarge as error:
+        raise UsageError(f"image {name} {error}") from error
+    except BrokenImage as error:
+        if isinstance(error.__cause__, UnidentifiedImageError):
+            raise UsageError(f"{name} is not an image that can be read ({', '.join(IMAGE_FORMATS)})") from error
         raise UsageError(f"image {name} is broken: {error}") from error
 
 

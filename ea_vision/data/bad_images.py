@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 from ea_vision.base.errors import RunError
@@ -13,6 +14,11 @@ from ea_vision.base.processes import World
 
 log = logging.getLogger(__name__)
 FILE = "bad_images.csv"
+
+
+def without(count: int, bad: Sequence[int]) -> list[int]:
+    """The good places of a batch of `count` images."""
+    return sorted(set(range(count)) - set(bad))
 
 
 class BadImages:
@@ -30,6 +36,18 @@ class BadImages:
     def add(self, path: str, error: str) -> None:
         if path not in self.known:
             self.new[path] = error
+
+    def replacements(self, count: int, bad: Sequence[int]) -> list[tuple[int, int]]:
+        """For the bad places of a training batch of `count` images: (place, the place of the image that takes it).
+
+        Raises:
+            RunError: no image of the batch is good.
+        """
+        good = without(count, bad)
+        if not good:
+            path, error = next(iter({**self.new, **self.known}.items()))
+            raise RunError(f"none of the {count} images of a batch can be read, such as {path} ({error})")
+        return [(place, good[number % len(good)]) for number, place in enumerate(bad)]
 
     def collect(self, world: World, folder: Path) -> None:
         """Merge what the processes met, log it and list it in bad_images.csv. All processes must call this together.

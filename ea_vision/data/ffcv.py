@@ -10,6 +10,7 @@ in their caches, into memory that is used again: new memory for each batch would
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
 import importlib
@@ -18,22 +19,27 @@ import os
 import sys
 import threading
 import weakref
+import zlib
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from ea_vision.base.errors import UsageError
 from ea_vision.data.augment import normalize
+from ea_vision.data.bad_images import BadImages, without
 from ea_vision.data.batches import Batch, Share, epoch_generator, epoch_order
+from ea_vision.data.image_files import MAX_PIXELS, BrokenImage
 
 HELP = """FFCV is not installed. Debian, Ubuntu: apt-get install libturbojpeg0-dev libopencv-dev pkg-config \
 && pip install 'ea_vision[ffcv]'; conda: conda install -c conda-forge opencv libjpeg-turbo pkg-config compilers \
 && pip install 'ea_vision[ffcv]'; or leave .beton files out and give --data-dir"""
 AHEAD = 3  # batches in work
+RAW = 1  # FFCV's mode of an image that is stored as pixels; 0: as JPEG
 PAGES_TOGETHER = 16  # os_cache off: images are shuffled within this many pages (of 8 MiB, as written here)
 
 
@@ -54,35 +60,102 @@ def require_ffcv(module: str):
 
 
 def sidecar(path: Path) -> Path:
-    """The file beside a .beton that names its classes."""
+    """The file beside a .beton that says what it holds: its classes, its checksums, how it was written."""
     return path.with_name(path.name + ".json")
+
+
+def seal(about: dict[str, Any]) -> dict[str, Any]:
+    """`about` with a checksum of itself, as it lies beside a .beton file."""
+    return {**about, "sha256": _digest_of(about)}
+
+
+def _digest_of(about: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
+
+
+def read_sidecar(path: Path) -> dict[str, Any]:
+    """What lies beside a .beton file; {} where there is none (FFCV's own writer leaves none).
+
+    Raises:
+        UsageError: it cannot be read, is damaged, or names no classes.
+    """
+    about = sidecar(path)
+    if not about.exists():
+        return {}
+    try:
+        found = json.loads(about.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"{about} cannot be read: {error}; write {path} anew") from error
+    if not isinstance(found, dict):
+        raise UsageError(f"{about} must hold a table, got {type(found).__name__}")
+    stated = found.pop("sha256", None)
+    if (stated is not None or "checksums" in found) and stated != _digest_of(found):
+        raise UsageError(f"{about} is damaged: its checksum does not match; write {path} anew")
+    classes = found.get("classes")
+    if not (isinstance(classes, list) and classes and all(isinstance(name, str) for name in classes)):
+        raise UsageError(f"{about} does not name the classes of {path}")
+    return found
 
 
 class Beton:
     """The images and classes of a .beton file: fields `image` (RGB) and `label` (int), in this order.
 
-    classes: from the file beside it that the writer leaves; numbers where there is none.
+    classes: from the file beside it that the writer leaves; numbers where there is none. checksums: uint32 (N,), CRC-32
+    of each image's bytes, or None where that file has none. exif_rotation: whether the writer turned images as their
+    EXIF data says; None: not known.
+
+    Args:
+        num_classes: that it must have; 0: any.
+        verify: compare each image with its checksum when it is first decoded.
     """
 
-    def __init__(self, path: Path, num_classes: int = 0):
+    def __init__(self, path: Path, num_classes: int = 0, verify: bool = False):
         self.path, self.name = path, str(path)
         reader = _checked_reader(path)
         self.images, self.labels = (reader.metadata[name] for name in reader.metadata.dtype.names)
-        by_place = np.sort(reader.alloc_table, order="ptr")
-        self.sizes = by_place["size"][np.searchsorted(by_place["ptr"], self.images["data_ptr"])]
-        self.pages = (self.images["data_ptr"] // np.uint64(reader.page_size)).astype(np.int64)
         self.heights, self.widths = (self.images[side].astype(np.int64) for side in ("height", "width"))
         self.data = np.memmap(path, np.uint8, mode="r").view(np.ndarray)
+        self.sizes = self._checked_sizes(reader)
+        self.pages = (self.images["data_ptr"] // np.uint64(reader.page_size)).astype(np.int64)
         self.lib = require_ffcv("ffcv.libffcv")
         self._local = threading.local()
-        about = sidecar(path)
-        if about.exists():
+        self._read_about(num_classes)
+        if verify and self.checksums is None:
+            raise UsageError(f"{sidecar(path)} has no checksums to verify {path} with: write it anew")
+        self.unverified = np.full(len(self), verify)
+
+    def _checked_sizes(self, reader) -> np.ndarray:
+        """uint64 (N,): bytes of every image, which must lie in the file where the tables say."""
+        by_place = np.sort(reader.alloc_table, order="ptr")
+        starts = self.images["data_ptr"]
+        places = np.minimum(np.searchsorted(by_place["ptr"], starts), len(by_place) - 1)
+        sizes = by_place["size"][places]
+        tables = np.uint64(len(self.data) - reader.alloc_table.nbytes)  # where the table of places begins
+        pixels = self.heights.astype(np.uint64) * self.widths.astype(np.uint64) * np.uint64(3)
+        raw = self.images["mode"] == RAW
+        wrong = ((by_place["ptr"][places] != starts) | (sizes == 0) | (sizes > tables)
+                 | (starts > tables - np.minimum(sizes, tables)) | (pixels == 0) | (pixels > 3 * np.uint64(MAX_PIXELS))
+                 | (self.images["mode"] > RAW) | (raw & (sizes != pixels)))
+        if wrong.any():
+            raise UsageError(f"{self.path} is damaged: {int(wrong.sum())} of {len(wrong)} entries of its tables cannot "
+                             f"be, the first is number {int(wrong.argmax())}")
+        return sizes
+
+    def _read_about(self, num_classes: int) -> None:
+        path, about = self.path, read_sidecar(self.path)
+        self.classes = about.get("classes") or [str(n) for n in range(num_classes or int(self.labels.max()) + 1)]
+        self.exif_rotation = about.get("exif_rotation", False) if about else None
+        self.checksums = None
+        if "checksums" in about:
+            if about.get("tables") != self.tables_digest():
+                raise UsageError(f"{path} is damaged, or not the file that {sidecar(path)} describes: the checksum of "
+                                 "its tables does not match; write it anew")
             try:
-                self.classes = list(json.loads(about.read_text())["classes"])
-            except (ValueError, KeyError, TypeError) as error:
-                raise UsageError(f"{about} does not name the classes of {path}: {error!r}") from error
-        else:
-            self.classes = [str(number) for number in range(num_classes or int(self.labels.max()) + 1)]
+                self.checksums = np.frombuffer(bytes.fromhex(about["checksums"]), ">u4")
+            except (TypeError, ValueError) as error:
+                raise UsageError(f"the checksums in {sidecar(path)} are none: {error}") from error
+            if len(self.checksums) != len(self):
+                raise UsageError(f"{sidecar(path)} must have {len(self)} checksums, got {len(self.checksums)}")
         if num_classes and len(self.classes) != num_classes:
             raise UsageError(f"{path} must have {num_classes} classes (--num-classes), got {len(self.classes)}")
         if self.labels.min() < 0 or self.labels.max() >= len(self.classes):
@@ -99,31 +172,98 @@ class Beton:
         """Whether the file takes at most half of this machine's memory."""
         return self.path.stat().st_size <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
+    def check_exif_rotation(self, wanted: bool) -> None:
+        """Raise UsageError where the file was written with other EXIF rotation than is wanted."""
+        if self.exif_rotation is not None and self.exif_rotation != wanted:
+            had, asked = ("with", "without") if self.exif_rotation else ("without", "with")
+            raise UsageError(f"{self.path} was written {had} --exif-rotation, the trainer was started {asked} it: both "
+                             "must be alike")
+
+    def tables_digest(self) -> str:
+        """SHA-256 over the file's tables: label, place, form and size of every image."""
+        digest = hashlib.sha256()
+        for table in (self.labels, self.images, self.sizes, self.pages):
+            digest.update(table.tobytes())
+        return digest.hexdigest()
+
     def fingerprint(self) -> str:
-        """SHA-256 over the classes and the file's tables: labels, and the size of every image, in pixels and bytes."""
+        """SHA-256 over classes, labels, the size of every image in pixels and bytes, and the checksums there are."""
+        found = self.earlier_fingerprint()
+        if self.checksums is None:
+            return found
+        return hashlib.sha256(found.encode() + self.checksums.tobytes()).hexdigest()
+
+    def earlier_fingerprint(self) -> str:
+        """What `fingerprint` was in run folders of before there were checksums, which may go on."""
         digest = hashlib.sha256("\n".join(self.classes).encode())
         for table in (self.labels, self.heights, self.widths, self.sizes):
             digest.update(np.ascontiguousarray(table))
         return digest.hexdigest()
 
+    def stored(self, index: int) -> np.ndarray:
+        """The bytes of an image, as they lie in the file."""
+        start = int(self.images["data_ptr"][index])
+        return self.data[start:start + int(self.sizes[index])]
+
     def decode(self, index: int) -> np.ndarray:
-        """Pixels (H, W, 3), valid until this thread decodes another one."""
-        image = self.images[index]
-        height, width, start = int(image["height"]), int(image["width"]), int(image["data_ptr"])
-        data = self.data[start:start + int(self.sizes[index])]
-        if image["mode"] == 1:  # raw
+        """Pixels (H, W, 3), valid until this thread decodes another one.
+
+        Raises:
+            BrokenImage: the image is damaged.
+        """
+        data, height, width = self.stored(index), int(self.heights[index]), int(self.widths[index])
+        if self.unverified[index]:
+            if zlib.crc32(data) != self.checksums[index]:
+                raise BrokenImage("its checksum does not match")
+            self.unverified[index] = False
+        if self.images["mode"][index] == RAW:
             return data.reshape(height, width, 3)
-        buffer = getattr(self._local, "buffer", None)
-        if buffer is None:
-            buffer = self._local.buffer = np.empty(int((self.heights * self.widths).max()) * 3, np.uint8)
-        pixels = buffer[:height * width * 3].reshape(height, width, 3)
-        self.lib.imdecode(data, pixels, height, width, height, width)
+        if not hasattr(self._local, "buffer"):
+            self._local.buffer = np.empty(int((self.heights * self.widths).max()) * 3, np.uint8)
+            self._local.jpeg = _JpegHeader(self.lib.lib)
+        pixels = self._local.buffer[:height * width * 3].reshape(height, width, 3)
+        stated = self._local.jpeg.size(data)
+        if stated != (height, width):
+            raise BrokenImage(f"it is no JPEG of {height}x{width} pixels")
+        if self.lib.imdecode(data, pixels, height, width, height, width) != 0:
+            raise BrokenImage("it is a damaged JPEG")
         return pixels
 
     def scaled(self, index: int, box: Sequence[int], out: np.ndarray) -> None:
-        """Scale a part of an image to `out` (S, S, 3), averaging areas. box: top, left, height, width."""
+        """Scale a part of an image to `out` (S, S, 3), averaging areas. box: top, left, height, width.
+
+        Raises:
+            BrokenImage: the image is damaged.
+        """
         top, left, height, width = np.asarray(box).tolist()
         self.lib.resize_crop(self.decode(index), top, top + height, left, left + width, out)
+
+
+class _JpegHeader:
+    """Reads the size that a JPEG states, with the libjpeg-turbo that FFCV decodes with; for one thread."""
+
+    def __init__(self, lib: ctypes.CDLL):
+        self._lib = lib
+        lib.tjInitDecompress.restype = ctypes.c_void_p
+        lib.tjDecompressHeader3.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_ulong,
+                                            *[ctypes.POINTER(ctypes.c_int)] * 4]
+        lib.tjDestroy.argtypes = [ctypes.c_void_p]
+        self._renew()
+
+    def _renew(self) -> None:
+        self._handle = self._lib.tjInitDecompress()
+        self._end = weakref.finalize(self, self._lib.tjDestroy, self._handle)
+
+    def size(self, data: np.ndarray) -> tuple[int, int] | None:
+        """(height, width), or None for what has no readable header."""
+        width, height, sampling, colours = (ctypes.c_int() for _ in range(4))
+        failed = self._lib.tjDecompressHeader3(self._handle, data.ctypes.data, data.size, width, height, sampling,
+                                               colours)
+        if failed:  # the handle is left inside that header, and would fail once more
+            self._end()
+            self._renew()
+            return None
+        return height.value, width.value
 
 
 def _checked_reader(path: Path):
@@ -140,30 +280,41 @@ def _checked_reader(path: Path):
     if size < types.HeaderType.itemsize:
         raise UsageError(f"{broken}: it has {size} bytes")
     header = np.fromfile(path, types.HeaderType, count=1)[0]
-    if header["version"] != types.CURRENT_VERSION or header["num_fields"] > 100:
+    if header["version"] != types.CURRENT_VERSION:
         raise UsageError(f"{broken}: FFCV's format {types.CURRENT_VERSION} is required, got {header['version']}")
+    if header["num_fields"] != 2:
+        raise UsageError(f"{broken}: an RGB image and an integer label are required, got {header['num_fields']} fields")
     if header["num_samples"] == 0 or header["alloc_table_ptr"] == 0:
         raise UsageError(f"{broken}: its writing was interrupted")
     wanted = int(header["alloc_table_ptr"]) + int(header["num_samples"]) * types.ALLOC_TABLE_TYPE.itemsize
     if size != wanted:
         raise UsageError(f"{broken}: it must have {wanted} bytes, got {size}")
-    reader = reader_module.Reader(str(path))
-    kinds = [type(handler).__name__ for handler in reader.handlers.values()]
-    if kinds != ["RGBImageField", "IntField"]:
-        raise UsageError(f"{path} must have an RGB image and an integer label, got {', '.join(kinds)}")
+    kinds = np.fromfile(path, types.FieldDescType, count=2, offset=types.HeaderType.itemsize)["type_id"]
+    known = [types.TYPE_ID_HANDLER.get(int(kind)) for kind in kinds]
+    names = [kind.__name__ if kind else "an unknown field" for kind in known]
+    if names != ["RGBImageField", "IntField"]:
+        raise UsageError(f"{path} must have an RGB image and an integer label, got {', '.join(names)}")
+    try:
+        reader = reader_module.Reader(str(path))
+        if len(reader.handlers) != 2 or reader.page_size == 0:
+            raise ValueError(f"fields {', '.join(reader.handlers)} in pages of {reader.page_size} bytes")
+    except (ValueError, TypeError, KeyError, IndexError, OverflowError) as error:
+        raise UsageError(f"{broken}: {error}") from error
     return reader
 
 
-def open_beton(path: Path, num_classes: int = 0) -> Beton:
+def open_beton(path: Path, num_classes: int = 0, verify: bool = False) -> Beton:
     """Open a .beton file.
 
     Args:
         num_classes: that it must have; 0: any.
+        verify: compare each image with its checksum when it is first decoded.
 
     Raises:
-        UsageError: FFCV is not installed, or the file is missing, cut off, or of other classes.
+        UsageError: FFCV is not installed, or the file is missing, cut off, damaged, of other classes or, with `verify`,
+            without checksums.
     """
-    return Beton(path, num_classes)
+    return Beton(path, num_classes, verify)
 
 
 def random_boxes(heights: np.ndarray, widths: np.ndarray, rng: np.random.Generator, scale: Sequence[float],
@@ -250,14 +401,24 @@ class _Recycled:
         return torch.from_numpy(view)
 
 
+class _AtOnce(Executor):
+    """Does what is submitted in the thread that submits it."""
+
+    def submit(self, work, /, *args):
+        done: Future = Future()
+        done.set_result(work(*args))
+        return done
+
+
 class _BetonLoader:
     """Args: img_size: side in pixels; mean and std of images in 0..1, per channel; batch_size: images per process;
-    workers: threads that decode.
+    workers: threads that decode, 0: none; bad_images: gets the damaged ones.
     """
 
     def __init__(self, source: Beton, *, img_size: int, mean: Sequence[float], std: Sequence[float],
-                 device: torch.device, batch_size: int, workers: int, rank: int = 0, world_size: int = 1):
-        self.source, self.img_size, self.device = source, img_size, device
+                 device: torch.device, batch_size: int, workers: int, bad_images: BadImages, rank: int = 0,
+                 world_size: int = 1):
+        self.source, self.img_size, self.device, self.bad_images = source, img_size, device, bad_images
         self.mean = torch.tensor(mean, dtype=torch.float32, device=device)
         self.std = torch.tensor(std, dtype=torch.float32, device=device)
         self.workers, self.share = workers, Share(len(source), batch_size, rank, world_size)
@@ -270,27 +431,35 @@ class _BetonLoader:
         side, on_cpu = self.img_size, self.device.type == "cpu"
         recycled, look_up = _Recycled(), _compiled_look_up() if on_cpu else None
 
-        def work(indices: np.ndarray, out: np.ndarray) -> None:
-            pixels = np.empty((side, side, 3), np.uint8)
-            for place, index in enumerate(indices.tolist()):
-                self.source.scaled(index, boxes[index], pixels if on_cpu else out[place])
+        def work(indices: np.ndarray, out: np.ndarray, places: np.ndarray) -> list[tuple[int, str]]:
+            """Fill out[places]; return the places of damaged images, and what is wrong with them."""
+            pixels, bad = np.empty((side, side, 3), np.uint8), []
+            for place in places.tolist():
+                index = int(indices[place])
+                try:
+                    self.source.scaled(index, boxes[index], pixels if on_cpu else out[place])
+                except BrokenImage as error:
+                    bad.append((place, str(error)))
+                    continue
                 if on_cpu:
                     look_up(pixels, bool(flips[index]), self._table, out[place])
+            return bad
 
         def start(indices: np.ndarray) -> tuple:
             count = len(indices)
             images = recycled.empty(count, side) if on_cpu else torch.empty(count, side, side, 3, dtype=torch.uint8,
                                                                             pin_memory=True)
             out = images.numpy()
-            parts = [part for part in np.array_split(np.arange(count), self.workers) if len(part)]
-            return indices, images, [pool.submit(work, indices[part], out[part[0]:part[-1] + 1]) for part in parts]
+            parts = [part for part in np.array_split(np.arange(count), max(self.workers, 1)) if len(part)]
+            return indices, images, [pool.submit(work, indices, out, part) for part in parts]
 
         waiting = deque(batches)
         running: deque = deque()
-        with ThreadPoolExecutor(self.workers) as pool:
+        ahead = AHEAD if self.workers else 1
+        with ThreadPoolExecutor(self.workers) if self.workers else _AtOnce() as pool:
             try:
                 while waiting or running:
-                    while waiting and len(running) < AHEAD:
+                    while waiting and len(running) < ahead:
                         running.append(start(waiting.popleft()))
                     yield self._batch(*running.popleft(), flips)
             finally:
@@ -298,8 +467,11 @@ class _BetonLoader:
 
     def _batch(self, indices: np.ndarray, images: torch.Tensor, jobs: list[Future], flips: np.ndarray) -> Batch:
         """images: what the jobs fill; on a CPU (B, 3, S, S), normalised, for a GPU bytes (B, S, S, 3)."""
-        for job in jobs:
-            job.result()
+        bad = [found for job in jobs for found in job.result()]
+        if bad:
+            for place, error in bad:
+                self.bad_images.add(self.source.describe(int(indices[place])), error)
+            indices, images = self._mend(indices.copy(), images, [place for place, _ in bad])
         if self.device.type != "cpu":
             images = images.to(self.device, non_blocking=True).permute(0, 3, 1, 2)
             mirrored = torch.from_numpy(flips[indices]).to(self.device, non_blocking=True)
@@ -310,7 +482,7 @@ class _BetonLoader:
 
 
 class BetonTrainLoader(_BetonLoader):
-    """Shuffled, cropped and flipped batches.
+    """Shuffled, cropped and flipped batches; a damaged image is replaced by another one of its batch.
 
     Args:
         scale: least and largest share of an image's area in its crop; hflip: probability of a left-right flip.
@@ -323,6 +495,11 @@ class BetonTrainLoader(_BetonLoader):
 
     def __len__(self) -> int:
         return self.share.train_batches
+
+    def _mend(self, indices: np.ndarray, images: torch.Tensor, bad: list[int]) -> tuple[np.ndarray, torch.Tensor]:
+        for place, other in self.bad_images.replacements(len(indices), bad):
+            indices[place], images[place] = indices[other], images[other]
+        return indices, images
 
     def batches(self, epoch: int, first: int = 0) -> Iterator[Batch]:
         """Yield the batches of an epoch from number `first` on."""
@@ -338,7 +515,7 @@ class BetonTrainLoader(_BetonLoader):
 
 
 class BetonEvalLoader(_BetonLoader):
-    """Every image once over all processes.
+    """Every image once over all processes; damaged ones are left out.
 
     Args:
         resize: what the short side is scaled to, in pixels, before the middle img_size x img_size is cut out.
@@ -350,6 +527,10 @@ class BetonEvalLoader(_BetonLoader):
 
     def __len__(self) -> int:
         return self.share.eval_batches
+
+    def _mend(self, indices: np.ndarray, images: torch.Tensor, bad: list[int]) -> tuple[np.ndarray, torch.Tensor]:
+        good = without(len(indices), bad)
+        return indices[good], images[good]
 
     def batches(self) -> Iterator[Batch]:
         batches = [np.array(images, np.int64) for images in self.share.eval_images()]

@@ -1,7 +1,8 @@
 """Images by name, decoded as they are needed: folders, tars, and what else timm's `create_dataset` can index.
 
-Processes of their own read, decode and augment; pixels are normalised on the device. What happens to an image is a
-function of seed, epoch and index, whatever the number of workers and wherever an epoch is entered.
+Processes of their own read, decode and augment (0 workers: this process); pixels are normalised on the device. What
+happens to an image is a function of seed, epoch and index, whatever the number of workers and wherever an epoch is
+entered.
 """
 
 from __future__ import annotations
@@ -13,20 +14,21 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import timm.data
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from torch.utils.data import DataLoader, Dataset
 from torchvision import transforms
 
 from ea_vision.base.errors import UsageError
 from ea_vision.data.augment import normalize
-from ea_vision.data.bad_images import BadImages
+from ea_vision.data.bad_images import BadImages, without
 from ea_vision.data.batches import Batch, Share, epoch_generator, epoch_order
-from ea_vision.data.small_images import BROKEN
+from ea_vision.data.image_files import BrokenImage, ImageFiles, check_scaled, decode_image, natural_key, to_rgb
 
 TERM_SECONDS = 30  # that workers serve on after a SIGTERM, which clusters send to every process of a job
 GLOO_SECONDS = 0.3  # that gloo's threads have to end a collective in
@@ -38,33 +40,35 @@ class ImageSource:
     """One split: its classes and, by index, its images.
 
     Args:
-        dataset: timm's name of the data set; empty for a folder or tar of class/name.jpg.
+        dataset: timm's name of the data set; empty for a folder or tar of class/name.jpg (`ImageFiles`).
         root: the folder or .tar of the split itself, or, with `dataset`, what that reader takes.
         split: for `dataset`.
         num_classes: of the targets; needed where the data does not say it.
+        exif_rotation: turn images as their EXIF data says.
 
     Raises:
         UsageError: no such data, no images, a class folder without images, a data set that cannot be indexed.
     """
 
-    def __init__(self, dataset: str, root: Path, split: str, num_classes: int = 0):
+    def __init__(self, dataset: str, root: Path, split: str, num_classes: int = 0, exif_rotation: bool = False):
         self.name = f"{dataset} {split}" if dataset else str(root)
-        try:
-            self.dataset = timm.data.create_dataset(dataset, str(root), split=split, search_split=False)
-        except (RuntimeError, AssertionError, OSError, ImportError, ValueError) as error:
-            raise UsageError(f"no images in {self.name}: {error}") from error
-        if not hasattr(self.dataset, "__getitem__") or isinstance(self.dataset, torch.utils.data.IterableDataset):
-            raise UsageError(f"{dataset} is a stream; one that can be indexed is required (folder, tar, torch/*, "
-                             "hfds/*)")
-        self.reader = getattr(self.dataset, "reader", None)
-        self.classes = self._class_names(num_classes)
+        self.exif_rotation = exif_rotation
+        self.files = None if dataset else ImageFiles(root, natural_key)
+        if self.files is not None:
+            self.classes = self.files.classes
+            empty = self.files.empty_classes()
+            if empty:
+                raise UsageError(f"{len(empty)} class folder(s) of {root} have no images: {', '.join(empty[:5])}"
+                                 f"{' ...' if len(empty) > 5 else ''}")
+        else:
+            self.dataset = _timms(dataset, root, split, self.name)
+            self.reader = getattr(self.dataset, "reader", None)
+            self.classes = self._class_names(num_classes)
         if num_classes and num_classes != len(self.classes):
             raise UsageError(f"{self.name} must have {num_classes} classes (--num-classes), got {len(self.classes)}")
-        if not dataset and root.is_dir():
-            self._check_folders(root)
 
     def __len__(self) -> int:
-        return len(self.dataset)
+        return len(self.dataset if self.files is None else self.files)
 
     def _class_names(self, num_classes: int) -> list[str]:
         for owner in (self.reader, self.dataset):
@@ -76,16 +80,10 @@ class ImageSource:
             raise UsageError(f"{self.name} does not name its classes: --num-classes is required")
         return [str(number) for number in range(num_classes)]
 
-    def _check_folders(self, root: Path) -> None:
-        used = {Path(self.describe(index)).relative_to(root).parts[0] for index in range(len(self))}
-        empty = sorted(entry.name for entry in root.iterdir()
-                       if entry.is_dir() and not entry.name.startswith(".") and entry.name not in used)
-        if empty:
-            raise UsageError(f"{len(empty)} class folder(s) of {root} have no images: {', '.join(empty[:5])}"
-                             f"{' ...' if len(empty) > 5 else ''}")
-
     def describe(self, index: int) -> str:
         """The path of an image, where it has one."""
+        if self.files is not None:
+            return self.files.describe(index)
         if self.reader is None:
             return f"{self.name} {index}"
         name = self.dataset.filename(index, absolute=True)
@@ -95,19 +93,33 @@ class ImageSource:
         """Decode an image to RGB, and give its target.
 
         Raises:
-            one of BROKEN: it cannot be decoded.
+            BrokenImage: it cannot be read or decoded.
         """
-        if self.reader is None:
-            image, target = self.dataset[index][:2]
-            return to_rgb(image), int(target)
-        file, target = self.reader[index][:2]
-        if isinstance(file, Image.Image):
-            return to_rgb(file), int(target)
-        with file, Image.open(file) as image:
-            return to_rgb(image), int(target)
+        try:
+            if self.files is not None:
+                file, target = self.files.open(index), self.files.targets[index]
+            else:
+                file, target = (self.dataset if self.reader is None else self.reader)[index][:2]
+            if isinstance(file, Image.Image):
+                return to_rgb(ImageOps.exif_transpose(file) if self.exif_rotation else file), int(target)
+        except (OSError, SyntaxError, ValueError) as error:
+            raise BrokenImage(f"{type(error).__name__}: {error}") from error
+        with file:
+            return decode_image(file, self.exif_rotation), int(target)
 
     def fingerprint(self) -> str:
-        """SHA-256 over the names of classes and images: the same for the same files, wherever they lie."""
+        """SHA-256 over what tells this data from other data: the same for the same files, wherever they lie. For what
+        timm reads, the names of classes and images; for files see `ImageFiles`."""
+        if self.files is None:
+            found = self.earlier_fingerprint()
+        else:
+            found = self.files.fingerprint()
+        return hashlib.sha256(f"{found} exif_rotation".encode()).hexdigest() if self.exif_rotation else found
+
+    def earlier_fingerprint(self) -> str:
+        """What `fingerprint` was in run folders of before, which may go on."""
+        if self.files is not None:
+            return self.files.earlier_fingerprint()
         digest = hashlib.sha256("\n".join([*self.classes, "", str(len(self))]).encode())
         if self.reader is not None:
             for name in self.dataset.filenames():
@@ -115,11 +127,14 @@ class ImageSource:
         return digest.hexdigest()
 
 
-def to_rgb(image: Image.Image) -> Image.Image:
-    """Decode and convert to 8-bit RGB. 16-bit grey keeps its upper 8 bits (Pillow alone would cut it off at 255)."""
-    if image.mode == "I" or image.mode.startswith("I;16"):
-        image = Image.fromarray((np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8))
-    return image.convert("RGB")
+def _timms(dataset: str, root: Path, split: str, name: str):
+    try:
+        found = timm.data.create_dataset(dataset, str(root), split=split, search_split=False)
+    except (RuntimeError, AssertionError, OSError, ImportError, ValueError) as error:
+        raise UsageError(f"no images in {name}: {error}") from error
+    if not hasattr(found, "__getitem__") or isinstance(found, torch.utils.data.IterableDataset):
+        raise UsageError(f"{dataset} is a stream; one that can be indexed is required (folder, tar, torch/*, hfds/*)")
+    return found
 
 
 def _pixels(image: Image.Image) -> torch.Tensor:
@@ -141,9 +156,13 @@ def train_transform(img_size: int, *, scale: Sequence[float] = (0.08, 1.0), hfli
 
 
 def eval_transform(img_size: int, resize: int, interpolation: str = "bilinear"):
-    """Short side to `resize` pixels, then the middle `img_size` x `img_size`."""
+    """Short side to `resize` pixels, then the middle `img_size` x `img_size`; BrokenImage where that is too large."""
+    def limited(image: Image.Image) -> Image.Image:
+        check_scaled(image.size, resize)
+        return image
+
     mode = transforms.InterpolationMode(interpolation)
-    return transforms.Compose([transforms.Resize(resize, mode), transforms.CenterCrop(img_size), _pixels])
+    return transforms.Compose([limited, transforms.Resize(resize, mode), transforms.CenterCrop(img_size), _pixels])
 
 
 class _Decoder(Dataset):
@@ -158,16 +177,15 @@ class _Decoder(Dataset):
         targets = torch.zeros(len(keys), dtype=torch.int64)
         bad = []
         for place, (epoch, index) in enumerate(keys):
-            try:
-                image, targets[place] = self.source.read(index)
-            except BROKEN as error:
-                bad.append((place, f"{type(error).__name__}: {error}"))
-                continue
             seed = int.from_bytes(hashlib.sha256(f"{self.seed} {epoch} {index}".encode()).digest()[:8], "little") >> 1
             random.seed(seed)
             np.random.seed(seed % 2**32)
             torch.default_generator.manual_seed(seed)
-            images[place] = self.transform(image)
+            try:
+                image, targets[place] = self.source.read(index)
+                images[place] = self.transform(image)
+            except BrokenImage as error:
+                bad.append((place, str(error)))
         return images, targets, torch.tensor([index for _, index in keys]), bad
 
 
@@ -186,9 +204,19 @@ def _begin_worker(_number: int) -> None:
     torch.set_num_threads(1)
 
 
+@contextmanager
+def _own_random_state() -> Iterator[None]:
+    """Keep what seeds the decoder sets from the trainer, whose random state is part of its checkpoints."""
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        yield
+    random.setstate(python)
+    np.random.set_state(numpy)
+
+
 class _Decoding:
     """Args: mean and std of images in 0..1, per channel; batch_size: images per process; workers: processes that decode
-    for this one; prefetch: batches that each of them prepares ahead; bad_images: gets the unreadable ones.
+    for this one, 0: none; prefetch: batches that each of them prepares ahead; bad_images: gets the unreadable ones.
     """
 
     def __init__(self, source: ImageSource, *, transform, img_size: int, mean: Sequence[float], std: Sequence[float],
@@ -203,6 +231,12 @@ class _Decoding:
 
     def _decode(self, batches: list[list[tuple[int, int]]]) -> Iterator[tuple]:
         """Yield what the decoder makes of each batch of keys, in order."""
+        if not self.workers:
+            for keys in batches:
+                with _own_random_state():
+                    decoded = self.decoder.__getitems__(keys)
+                yield self._without_errors(*decoded)
+            return
         if self.share.world_size > 1 and self.device.type == "cpu":
             # A fork while one of gloo's threads enters the interpreter, as they do after a collective to drop its
             # tensors, leaves a worker that waits for ever for the interpreter's list of threads.
@@ -212,10 +246,13 @@ class _Decoding:
             prefetch_factor=self.prefetch, pin_memory=self.device.type == "cuda", worker_init_fn=_begin_worker,
             multiprocessing_context="fork", timeout=STUCK_SECONDS,
             generator=torch.Generator())  # its own: the trainer's random state is part of its checkpoints
-        for images, targets, ids, bad in loader:
-            for place, error in bad:
-                self.bad_images.add(self.source.describe(int(ids[place])), error)
-            yield images, targets, ids, [place for place, _ in bad]
+        for decoded in loader:
+            yield self._without_errors(*decoded)
+
+    def _without_errors(self, images: torch.Tensor, targets: torch.Tensor, ids: torch.Tensor, bad: list) -> tuple:
+        for place, error in bad:
+            self.bad_images.add(self.source.describe(int(ids[place])), error)
+        return images, targets, ids, [place for place, _ in bad]
 
     def _batch(self, images: torch.Tensor, targets: torch.Tensor, ids: torch.Tensor) -> Batch:
         images = images.to(self.device, non_blocking=True).permute(0, 3, 1, 2)
@@ -233,9 +270,7 @@ class ImageTrainLoader(_Decoding):
         order = epoch_order(len(self.source), epoch_generator(self.seed, epoch)).tolist()
         keys = [[(epoch, index) for index in order[places]] for places in self.share.train_places(first)]
         for images, targets, ids, bad in self._decode(keys):
-            good = [place for place in range(len(ids)) if place not in set(bad)]
-            for number, place in enumerate(bad if good else []):
-                other = good[number % len(good)]
+            for place, other in self.bad_images.replacements(len(ids), bad):
                 images[place], targets[place], ids[place] = images[other], targets[other], ids[other]
             yield self._batch(images, targets, ids)
 
@@ -250,6 +285,6 @@ class ImageEvalLoader(_Decoding):
         keys = [[(0, index) for index in images] for images in self.share.eval_images()]
         for images, targets, ids, bad in self._decode(keys):
             if bad:
-                good = [place for place in range(len(ids)) if place not in set(bad)]
+                good = without(len(ids), bad)
                 images, targets, ids = images[good], targets[good], ids[good]
             yield self._batch(images, targets, ids)

@@ -11,7 +11,9 @@ import numpy as np
 import torch
 from PIL import Image
 
+from ea_vision.base.errors import RunError
 from ea_vision.data.ffcv import Beton, open_beton, sidecar
+from ea_vision.data.image_files import BrokenImage
 from ea_vision.data.small_images import Images
 from ea_vision.data.write_ffcv import write_beton
 
@@ -30,7 +32,11 @@ class _Pixels:
         """uint8 (B, 3, H, W), on the device."""
         pixels = np.empty((len(index), *self.shape[2:], 3), np.uint8)
         for place, number in enumerate(index.tolist()):
-            pixels[place] = self.beton.decode(number)
+            try:
+                pixels[place] = self.beton.decode(number)
+            except BrokenImage as error:
+                raise RunError(f"image {number} of {self.beton.path} is damaged ({error}): delete this file, it will "
+                               "be written anew") from error
         return torch.from_numpy(pixels).to(self.device).permute(0, 3, 1, 2).contiguous()
 
 
@@ -38,7 +44,7 @@ class _Source:
     """Decoded images, as `write_beton` reads them."""
 
     def __init__(self, split: Images):
-        self.split, self.name = split, "decoded images"
+        self.split, self.name, self.exif_rotation = split, "decoded images", False
         self.classes = [str(number) for number in range(int(split.targets.max()) + 1)]
 
     def __len__(self) -> int:
@@ -56,7 +62,7 @@ def on_disk(split: Images, cache: Path, workers: int = 2) -> Images:
 
     Raises:
         UsageError: FFCV is not installed.
-        RunError: the file cannot be written.
+        RunError: the file cannot be written; later, where an image in it turns out to be damaged.
     """
     digest = hashlib.sha256(f"1 {tuple(split.images.shape)}".encode())
     digest.update(split.images.numpy())
@@ -65,6 +71,7 @@ def on_disk(split: Images, cache: Path, workers: int = 2) -> Images:
     if not path.exists():
         temporary = path.with_name(f".{path.stem}.{uuid.uuid4().hex}.tmp")  # runs that begin together write their own
         write_beton(_Source(split), temporary, jpeg_share=0.0, workers=workers)
-        sidecar(temporary).unlink()
+        os.replace(sidecar(temporary), sidecar(path))
         os.replace(temporary, path)
-    return Images(_Pixels(open_beton(path)), split.targets, split.names)
+    beton = open_beton(path, verify=sidecar(path).exists())  # files of before have none
+    return Images(_Pixels(beton), split.targets, split.names)

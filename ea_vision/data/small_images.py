@@ -6,10 +6,7 @@ import hashlib
 import io
 import logging
 import os
-import struct
-import tarfile
 import zipfile
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,13 +17,11 @@ from PIL import Image
 
 from ea_vision.base.errors import RunError, UsageError
 from ea_vision.base.files import atomic_write
+from ea_vision.data.image_files import BrokenImage, ImageFiles, check_scaled, decode_image
 from ea_vision.data.splits import find_split
 
 log = logging.getLogger(__name__)
 DATASETS = ("digits", "cifar10", "cifar100", "folder")
-# What Pillow raises on bad files (UnidentifiedImageError is an OSError).
-BROKEN = (OSError, ValueError, SyntaxError, struct.error, Image.DecompressionBombError)
-IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".ppm", ".tif", ".tiff")
 
 
 @dataclass
@@ -75,7 +70,7 @@ def hold_out(images: Images, count: int, seed: int) -> tuple[Images, Images]:
 
 
 def load_dataset(name: str, data_dir: str = "", cache_dir: str = "", img_size: int = 32, download: bool = False,
-                 workers: int = 2) -> DataSet:
+                 workers: int = 2, exif_rotation: bool = False) -> DataSet:
     """Load a data set as uint8 tensors of `img_size` x `img_size` RGB pixels.
 
     Args:
@@ -83,7 +78,8 @@ def load_dataset(name: str, data_dir: str = "", cache_dir: str = "", img_size: i
             or val, each a folder or a .tar of class/name.png).
         cache_dir: where decoded folders are kept; empty: $XDG_CACHE_HOME/ea_vision; "none": nowhere. A cache that
             cannot be written is done without.
-        workers: decoding threads.
+        workers: decoding threads; 0: this one alone.
+        exif_rotation: turn the images of folders and tars as their EXIF data says.
 
     Raises:
         UsageError: missing data, broken images (all of them are found, the first named), classes that differ.
@@ -96,7 +92,7 @@ def load_dataset(name: str, data_dir: str = "", cache_dir: str = "", img_size: i
     if name == "folder":
         if not data_dir:
             raise UsageError("--dataset folder needs --data-dir: a folder with train and test (or val)")
-        return _load_folder(Path(data_dir), cache_folder(cache_dir), img_size, workers)
+        return _load_folder(Path(data_dir), cache_folder(cache_dir), img_size, workers, exif_rotation)
     raise UsageError(f"dataset must be one of {', '.join(DATASETS)}, got {name!r}")
 
 
@@ -154,8 +150,12 @@ def _resized(pixels: np.ndarray, img_size: int) -> torch.Tensor:
 
 
 def _fit(image: Image.Image, img_size: int) -> np.ndarray:
-    """RGB uint8 (img_size, img_size, 3): another size is scaled by its short side and cut around its middle."""
-    image = image.convert("RGB")
+    """RGB uint8 (img_size, img_size, 3): another size is scaled by its short side and cut around its middle.
+
+    Raises:
+        BrokenImage: scaled, it would be too large.
+    """
+    check_scaled(image.size, img_size)
     if image.size != (img_size, img_size):
         scale = img_size / min(image.size)
         image = image.resize([max(img_size, round(side * scale)) for side in image.size], Image.Resampling.BICUBIC)
@@ -164,11 +164,11 @@ def _fit(image: Image.Image, img_size: int) -> np.ndarray:
     return np.asarray(image)
 
 
-def _load_folder(root: Path, cache: Path | None, img_size: int, workers: int) -> DataSet:
+def _load_folder(root: Path, cache: Path | None, img_size: int, workers: int, exif_rotation: bool) -> DataSet:
     train_source = find_split(root, "train")
     test_source = find_split(root, "test")
-    train, train_classes = _load_split(train_source, cache, img_size, workers)
-    test, test_classes = _load_split(test_source, cache, img_size, workers)
+    train, train_classes = _load_split(train_source, cache, img_size, workers, exif_rotation)
+    test, test_classes = _load_split(test_source, cache, img_size, workers, exif_rotation)
     if train_classes != test_classes:
         differ = sorted(set(train_classes) ^ set(test_classes))
         raise UsageError(f"{train_source} and {test_source} must have the same classes; "
@@ -176,9 +176,10 @@ def _load_folder(root: Path, cache: Path | None, img_size: int, workers: int) ->
     return DataSet("folder", train, test, train_classes)
 
 
-def _load_split(source: Path, cache: Path | None, img_size: int, workers: int) -> tuple[Images, list[str]]:
+def _load_split(source: Path, cache: Path | None, img_size: int, workers: int,
+                exif_rotation: bool) -> tuple[Images, list[str]]:
     """Decode a split, or take it from the cache if it has not changed since."""
-    cached = None if cache is None else cache / f"{_source_key(source, img_size)}.npz"
+    cached = None if cache is None else cache / f"{_source_key(source, img_size, exif_rotation)}.npz"
     if cached is not None and cached.exists():
         try:
             with np.load(cached, allow_pickle=False) as file:
@@ -186,7 +187,7 @@ def _load_split(source: Path, cache: Path | None, img_size: int, workers: int) -
                                file["names"].tolist()), file["classes"].tolist())
         except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:  # decoded anew below
             log.warning("cache file %s cannot be read (%s): decoding again", cached, error)
-    split, classes = _decode(source, img_size, workers)
+    split, classes = _decode(source, img_size, workers, exif_rotation)
     if cached is not None:
         data = io.BytesIO()
         np.savez(data, images=split.images.numpy(), targets=split.targets.numpy(), names=np.array(split.names),
@@ -199,58 +200,37 @@ def _load_split(source: Path, cache: Path | None, img_size: int, workers: int) -
     return split, classes
 
 
-def _source_key(source: Path, img_size: int) -> str:
-    """Names a state of a source: its path and the size and time of its files."""
-    digest = hashlib.sha256(f"1 {source.resolve()} {img_size}".encode())
-    for path in [source] if source.is_file() else sorted(p for p in source.rglob("*") if p.is_file()):
-        status = path.stat()
-        digest.update(f"{path} {status.st_size} {status.st_mtime_ns}".encode())
+def _source_key(source: Path, img_size: int, exif_rotation: bool) -> str:
+    """Names a state of a source, and what is made of it: its path and the size and time of its files."""
+    digest = hashlib.sha256(f"2 {source.resolve()} {img_size} {exif_rotation}".encode())
+    for path in [source / name for name in ImageFiles(source).names] if source.is_dir() else [source]:
+        if path.exists():  # not a link that leads nowhere
+            status = path.stat()
+            digest.update(f"{path} {status.st_size} {status.st_mtime_ns}".encode())
     return digest.hexdigest()[:32]
 
 
-def _files(source: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield (class/name, content) of the images of a folder or tar."""
-    if source.is_dir():
-        for path in sorted(source.rglob("*")):
-            if path.suffix.lower() in IMAGE_SUFFIXES and path.is_file():
-                yield path.relative_to(source).as_posix(), path.read_bytes()
-        return
-    try:
-        with tarfile.open(source) as tar:
-            for member in tar:
-                if member.isfile() and member.name.lower().endswith(IMAGE_SUFFIXES):
-                    yield member.name.removeprefix("./"), tar.extractfile(member).read()
-    except (tarfile.TarError, EOFError) as error:
-        raise UsageError(f"{source} is not a readable tar: {error}") from error
-
-
-def _decode(source: Path, img_size: int, workers: int) -> tuple[Images, list[str]]:
+def _decode(source: Path, img_size: int, workers: int, exif_rotation: bool = False) -> tuple[Images, list[str]]:
     """Decode all images of a folder or tar on `workers` threads, in the order of their names.
 
     Raises:
-        UsageError: no images, images outside a class folder, or broken ones, by path.
+        UsageError: what `ImageFiles` does not take, or broken images, by path.
     """
-    def decode(entry: tuple[str, bytes]) -> tuple[str, np.ndarray | None, str]:
-        name, content = entry
-        try:
-            return name, _fit(Image.open(io.BytesIO(content)), img_size), ""
-        except BROKEN as error:
-            return name, None, str(error)
+    files = ImageFiles(source)
 
-    with ThreadPoolExecutor(workers) as pool:
-        decoded = sorted(pool.map(decode, _files(source)), key=lambda entry: entry[0])
-    broken = [f"{source}/{name} ({error})" for name, pixels, error in decoded if pixels is None]
+    def decode(index: int) -> tuple[np.ndarray | None, str]:
+        try:
+            with files.open(index) as file:
+                return _fit(decode_image(file, exif_rotation), img_size), ""
+        except (OSError, BrokenImage) as error:
+            return None, str(error)
+
+    with ThreadPoolExecutor(max(workers, 1)) as pool:
+        decoded = list((pool.map if workers else map)(decode, range(len(files))))
+    broken = [f"{files.describe(index)} ({error})" for index, (pixels, error) in enumerate(decoded) if pixels is None]
     if broken:
         raise UsageError(f"{len(broken)} of {len(decoded)} images cannot be decoded: {'; '.join(broken[:5])}"
                          f"{' ...' if len(broken) > 5 else ''}")
-    if not decoded:
-        raise UsageError(f"{source} has no images; class/name with a suffix of {', '.join(IMAGE_SUFFIXES)} is required")
-    stray = [name for name, _, _ in decoded if "/" not in name]
-    if stray:
-        raise UsageError(f"images of {source} must lie in class folders, got {stray[0]}")
-    labels = [name.split("/")[-2] for name, _, _ in decoded]
-    classes = sorted(set(labels))
-    number = {label: index for index, label in enumerate(classes)}
-    images = torch.from_numpy(np.stack([pixels for _, pixels, _ in decoded])).permute(0, 3, 1, 2).contiguous()
-    targets = torch.tensor([number[label] for label in labels], dtype=torch.int64)
-    return Images(images, targets, [f"{source}/{name}" for name, _, _ in decoded]), classes
+    images = torch.from_numpy(np.stack([pixels for pixels, _ in decoded])).permute(0, 3, 1, 2).contiguous()
+    return Images(images, torch.from_numpy(files.targets), [files.describe(index) for index in range(len(files))]), \
+        files.classes

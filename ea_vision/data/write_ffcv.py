@@ -1,8 +1,8 @@
 """Write a split of an image data set as one FFCV file (.beton), which trains several times faster than image files.
 
-Every image is decoded and converted to 8-bit RGB. The classes, their counts and what was left out are written beside it
-as FILE.json. The file appears under its name when it is whole; an interrupted one leaves nothing that could be taken
-for it.
+Every image is decoded and converted to 8-bit RGB. The classes, their counts, what was left out, whether images were
+turned as their EXIF data says, and a checksum of every image are written beside it as FILE.json; --verify FILE compares
+them. The file appears under its name when it is whole; an interrupted one leaves nothing that could be taken for it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,9 +24,9 @@ from tqdm import tqdm
 from ea_vision.base.errors import RunError, UsageError, exit_code
 from ea_vision.base.files import atomic_write
 from ea_vision.data.batches import numbered_seed
-from ea_vision.data.ffcv import require_ffcv, sidecar
+from ea_vision.data.ffcv import Beton, open_beton, require_ffcv, seal, sidecar
+from ea_vision.data.image_files import BrokenImage
 from ea_vision.data.imagenet import ImageSource, die_with_parent
-from ea_vision.data.small_images import BROKEN
 from ea_vision.data.splits import find_split
 
 EXAMPLES = """\
@@ -33,9 +34,11 @@ examples:
   python -m ea_vision.data.write_ffcv --data-dir /data/imagenet --split train --out train.beton
   python -m ea_vision.data.write_ffcv --data-dir /data/imagenet --split validation --out val.beton
   python -m ea_vision.data.write_ffcv --data-dir DIR --split train --out small.beton --max-size 256 --jpeg-share 0
+  python -m ea_vision.data.write_ffcv --verify train.beton
   python train_imagenet.py --train-beton train.beton --val-beton val.beton
 """
 PAGE = 2**23  # bytes; FFCV reads a file in these
+MAX_SIDE = 65535  # pixels; what its tables hold
 _worker: tuple = ()
 
 
@@ -52,8 +55,13 @@ def _encode(index: int) -> tuple[np.ndarray | None, bytes, int, str]:
     source, field, seed = _worker
     try:
         image, target = source.read(index)
-    except BROKEN as error:
-        return None, b"", 0, f"{type(error).__name__}: {error}"
+    except BrokenImage as error:
+        return None, b"", 0, str(error)
+    longest, shortest = max(image.size), min(image.size)
+    if field.max_resolution and shortest * min(1, field.max_resolution / longest) < 1:
+        return None, b"", 0, f"{image.width}x{image.height} pixels: nothing is left of it, scaled to --max-size"
+    if min(longest, field.max_resolution or longest) > MAX_SIDE:
+        return None, b"", 0, f"{image.width}x{image.height} pixels: FFCV has sides of at most {MAX_SIDE}"
     np.random.seed(numbered_seed(seed, index) % 2**32)  # FFCV draws from it which images become JPEG
     row = np.zeros(1, field.metadata_type)
     stored = []
@@ -62,12 +70,22 @@ def _encode(index: int) -> tuple[np.ndarray | None, bytes, int, str]:
         stored.append(np.empty(size, np.uint8))
         return 0, stored[0]
 
-    field.encode(row, image, malloc)
+    try:
+        field.encode(row, image, malloc)
+    except (require_ffcv("cv2").error, ValueError) as error:  # such as sides that OpenCV has no JPEG for
+        return None, b"", 0, f"{image.width}x{image.height} pixels, OpenCV cannot write it: {error}"
     return row, stored[0].tobytes(), target, ""
 
 
 def encoded_images(source: ImageSource, field, workers: int, seed: int) -> Iterator[tuple]:
-    """Yield what `_encode` makes of every image, in order, from `workers` processes."""
+    """Yield what `_encode` makes of every image, in order, from `workers` processes; 0: from this one."""
+    if not workers:
+        global _worker
+        _worker = (source, field, seed)
+        state = np.random.get_state()
+        yield from map(_encode, range(len(source)))
+        np.random.set_state(state)
+        return
     context = multiprocessing.get_context("fork")
     with context.Pool(workers, _begin, (source, field, seed)) as pool:
         yield from pool.imap(_encode, range(len(source)), chunksize=8)
@@ -81,7 +99,8 @@ def write_beton(source: ImageSource, out: Path, *, max_size: int = 0, jpeg_share
         max_size: longest side in pixels that is kept, larger images are scaled down; 0: any.
         jpeg_share: share of the images that is stored as JPEG; the others as pixels: larger, and faster to read.
         quality: of the JPEGs, 1..100.
-        broken: "stop" at the first image that cannot be decoded, or "skip": leave it out and list it.
+        workers: processes; 0: this one alone.
+        broken: "stop" at the first image that cannot be decoded or written, or "skip": leave it out and list it.
         max_bad_images: with "skip", stop when more cannot be decoded; 0: any number.
 
     Returns:
@@ -104,14 +123,15 @@ def write_beton(source: ImageSource, out: Path, *, max_size: int = 0, jpeg_share
             file.flush()
             os.fsync(file.fileno())
         about.update({"source": source.name, "max_size": max_size, "jpeg_share": jpeg_share, "quality": quality,
-                      "seed": seed, "bytes": temporary.stat().st_size, "ffcv_format": int(types.CURRENT_VERSION)})
+                      "seed": seed, "exif_rotation": source.exif_rotation, "bytes": temporary.stat().st_size,
+                      "ffcv_format": int(types.CURRENT_VERSION), "tables": Beton(temporary).tables_digest()})
         sidecar(out).unlink(missing_ok=True)  # never the old one beside the new file
         os.replace(temporary, out)
     except OSError as error:
         raise RunError(f"cannot write {out}: {error.strerror or error}") from error
     finally:
         temporary.unlink(missing_ok=True)
-    atomic_write(sidecar(out), (json.dumps(about, indent=1) + "\n").encode())
+    atomic_write(sidecar(out), (json.dumps(seal(about), indent=1) + "\n").encode())
     return about
 
 
@@ -131,6 +151,7 @@ def _write(file, source: ImageSource, types, fields: list, workers: int, broken:
     page_used = 0
     allocations = np.zeros(len(source), types.ALLOC_TABLE_TYPE)
     left_out: list[dict[str, str]] = []
+    checksums = np.zeros(len(source), ">u4")
     count = 0
     file.seek(page_start)
     for index, (row, data, target, error) in enumerate(tqdm(encoded_images(source, fields[0], workers, seed),
@@ -149,6 +170,7 @@ def _write(file, source: ImageSource, types, fields: list, workers: int, broken:
         row["data_ptr"] = page_start + page_used
         file.write(data)
         table[image_column][count], table[label_column][count] = row[0], target
+        checksums[count] = zlib.crc32(data)
         allocations[count] = (count, page_start + page_used, len(data))
         page_used += len(data)
         count += 1
@@ -164,16 +186,42 @@ def _write(file, source: ImageSource, types, fields: list, workers: int, broken:
         file.write(part.tobytes())
     counts = Counter(table[label_column][:count].tolist())
     return {"images": count, "classes": source.classes,
-            "counts": [counts[number] for number in range(len(source.classes))], "left_out": left_out}
+            "counts": [counts[number] for number in range(len(source.classes))], "left_out": left_out,
+            "checksums": checksums[:count].tobytes().hex()}
+
+
+def verify(path: Path) -> int:
+    """Decode every image of a .beton file, compare checksums where there are any, print what is damaged; 0 if nothing.
+
+    Raises:
+        UsageError: the file cannot be opened.
+        RunError: images are damaged.
+    """
+    beton = open_beton(path)
+    beton.unverified[:] = beton.checksums is not None
+    bad = 0
+    for index in tqdm(range(len(beton)), unit="image", disable=None):
+        try:
+            beton.decode(index)
+        except BrokenImage as error:
+            print(f"{beton.describe(index)}: {error}")
+            bad += 1
+    if bad:
+        raise RunError(f"{bad} of {len(beton)} images of {path} are damaged: write it anew")
+    print(f"{path}: {len(beton)} images, none is damaged"
+          + ("" if beton.checksums is not None else "; it has no checksums, so they were decoded only"))
+    return 0
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, epilog=EXAMPLES,
                                      formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--data-dir", required=True, help="folder with train and val, each a folder or .tar of "
+    parser.add_argument("--verify", metavar="FILE.beton", help="in place of writing: decode every image of a file and "
+                        "compare it with its checksum; list the damaged ones, exit with 1 if there are any")
+    parser.add_argument("--data-dir", help="folder with train and val, each a folder or .tar of "
                         "class/name.jpg, or such a folder itself")
     parser.add_argument("--split", choices=("train", "validation"), default="train", help="(default: %(default)s)")
-    parser.add_argument("--out", required=True, metavar="FILE.beton", help="the file to write")
+    parser.add_argument("--out", metavar="FILE.beton", help="the file to write")
     parser.add_argument("--dataset", default="", help="timm's name of another data set (torch/*, hfds/*)")
     parser.add_argument("--num-classes", type=int, default=0, help="classes the data must have; 0: those it has "
                         "(default: 0)")
@@ -182,7 +230,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--jpeg-share", type=float, default=0.5, help="share of the images stored as JPEG, 0..1; the "
                         "others are stored as pixels (default: %(default)s)")
     parser.add_argument("--quality", type=int, default=90, help="quality of the JPEGs, 1..100 (default: %(default)s)")
-    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes (default: one per core)")
+    parser.add_argument("--exif-rotation", action="store_true", help="turn images as their EXIF data says; the trainer "
+                        "needs the same option (default: do not, as timm and torchvision)")
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes, 0: this one alone (default: "
+                        "one per core)")
     parser.add_argument("--broken", choices=("stop", "skip"), default="stop", help="images that cannot be decoded: "
                         "stop at the first, or leave them out and list them in FILE.beton.json (default: %(default)s)")
     parser.add_argument("--max-bad-images", type=int, default=0, help="with --broken skip: stop when there are more; "
@@ -190,20 +241,25 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of which images become JPEG (default: 0)")
     given = parser.parse_args(argv)
     for name, value, low, high in (("jpeg-share", given.jpeg_share, 0, 1), ("quality", given.quality, 1, 100),
-                                   ("max-size", given.max_size, 0, 65535), ("workers", given.workers, 1, 1024)):
+                                   ("max-size", given.max_size, 0, MAX_SIDE), ("workers", given.workers, 0, 1024)):
         if not low <= value <= high:
             raise UsageError(f"--{name} must lie in {low}..{high}, got {value}")
     require_ffcv("ffcv")
+    if given.verify:
+        return verify(Path(given.verify))
+    if not given.data_dir or not given.out:
+        raise UsageError("--data-dir and --out are required, or --verify FILE.beton")
     root = Path(given.data_dir)
     place = root if given.dataset else find_split(root, given.split, or_root=True)
-    source = ImageSource(given.dataset, place, given.split, given.num_classes)
+    source = ImageSource(given.dataset, place, given.split, given.num_classes, given.exif_rotation)
     about = write_beton(source, Path(given.out), max_size=given.max_size, jpeg_share=given.jpeg_share,
                         quality=given.quality, workers=given.workers, broken=given.broken,
                         max_bad_images=given.max_bad_images, seed=given.seed)
     for entry in about["left_out"]:
         print(f"left out {entry['path']}: {entry['error']}")
     print(f"{given.out}: {about['images']} images of {len(about['classes'])} classes, "
-          f"{about['bytes'] / 2**20:.1f} MiB, {len(about['left_out'])} left out")
+          f"{about['bytes'] / 2**20:.1f} MiB, {len(about['left_out'])} left out, EXIF rotation "
+          f"{'applied' if about['exif_rotation'] else 'not applied'}")
     return 0
 
 

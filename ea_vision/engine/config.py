@@ -50,7 +50,7 @@ class TrainConfig:
     resume: str = option("auto", "auto: continue from the newest valid checkpoint of --output, or begin; "
                                  "none: begin; PATH: continue from this checkpoint or run folder", free=True)
     seed: int = option(0, "seed of weights, order, augmentation and held-out images", minimum=0)
-    workers: int = option(2, "threads that decode images", minimum=1, free=True)
+    workers: int = option(2, "threads that decode images", minimum=0, free=True)
     device: str = option("auto", "where to compute; auto: cuda if there is one", choices=("auto", "cpu", "cuda"),
                          free=True)
 

@@ -63,6 +63,7 @@ class Task:
         train_images, eval_images, test_images: how many there are; train_images is 0 for an evaluation.
         eval_split: what the eval_loader has: "test", or "held_out" where the test images are kept for the end.
         fingerprint: the same for the same data; goes into checkpoints.
+        earlier_fingerprint: what an older release wrote there for this data, where it was another one.
         about: what config.yaml and evaluation.json say of the data besides.
         bad_images: where the loaders put what they cannot read.
         preprocessing: share of the resized image that is cut out and interpolation, for a row of timm's results
@@ -78,6 +79,7 @@ class Task:
     eval_images: int
     test_images: int
     fingerprint: str
+    earlier_fingerprint: str = ""
     train_images: int = 0
     eval_split: str = "test"
     preprocessing: tuple[float, str] | None = None
@@ -190,7 +192,7 @@ def train(task: type[Task], config: TrainConfig, optional_kwargs: frozenset[str]
             "hardware": hardware(world.device, world.size), "command": " ".join(sys.argv), **provenance(),
         }
         with run_folder.locked(folder, world):
-            begin_or_resume(trainer, run)
+            begin_or_resume(trainer, run, data.earlier_fingerprint)
             if step_log is not None:
                 step_log.begin(trainer.progress.updates)
             trainer.fit()
@@ -280,8 +282,10 @@ def _require_same(saved: dict[str, Any], config: TrainConfig, source: Path) -> N
                          "continue it with the new options by --resume PATH")
 
 
-def begin_or_resume(trainer: Trainer, run: dict[str, Any]) -> None:
+def begin_or_resume(trainer: Trainer, run: dict[str, Any], earlier_fingerprint: str = "") -> None:
     """Load the checkpoint that --resume names or finds, write config.yaml.
+
+    earlier_fingerprint: of the data, in checkpoints of an older release; those written from here on have the new one.
 
     Raises:
         UsageError: a checkpoint that does not fit; the folder is as it was.
@@ -305,7 +309,7 @@ def begin_or_resume(trainer: Trainer, run: dict[str, Any]) -> None:
     if found is not None:
         path, state = found
         saved_data = state["data_fingerprint"]
-        if saved_data != run["data_fingerprint"]:
+        if saved_data not in (run["data_fingerprint"], earlier_fingerprint):
             raise UsageError(f"{path} was trained on other data: fingerprint {saved_data[:12]}, got "
                              f"{run['data_fingerprint'][:12]}")
         trainer.load(state, path)

@@ -34,6 +34,8 @@ class CifarConfig(TrainConfig):
     loader: str = option("device", "where decoded images are kept; device: in its memory; ffcv: in FFCV files in "
                                    "cache_dir, for more images than fit", choices=("device", "ffcv"), free=True)
     download: bool = option(False, "fetch cifar10 or cifar100 if it is not in data_dir", free=True)
+    exif_rotation: bool = option(False, "folder: turn images as their EXIF data says; off, as in timm and "
+                                        "torchvision")
     img_size: int = option(32, "side of the images in pixels; others are scaled and cut", minimum=8)
     holdout: int = option(0, "training images to hold out and evaluate on each epoch; 0: the test images are used",
                           minimum=0)
@@ -52,7 +54,7 @@ class SmallImages(run.Task):
         super().__init__(config, world, training)
         with world.main_first():
             data = load_dataset(config.dataset, config.data_dir, config.cache_dir, config.img_size, config.download,
-                                config.workers)
+                                config.workers, config.exif_rotation)
         self.classes, self.fingerprint = data.classes, data.fingerprint()
         self.test = self.evaluated = self._kept(data.test)
         self.test_images = self.eval_images = len(data.test)

@@ -48,14 +48,17 @@ class ImageNetConfig(TrainConfig):
     recipe: str = option("imagenet", "recipe: a name in ea_vision/recipes, a YAML file, or none", free=True)
     data_dir: str = option("", "folder with train and val, each a folder or .tar of class/name.jpg", free=True)
     output: str = option("", "run folder; empty: runs/imagenet-MODEL", free=True)
-    workers: int = option(8, "processes (threads for FFCV) that decode images, per training process", minimum=1,
-                         free=True)
+    workers: int = option(8, "processes (threads for FFCV) that decode images, per training process; 0: none "
+                              "besides it", minimum=0, free=True)
     dataset: str = option("", "timm's name of another data set that can be indexed (torch/*, hfds/*); empty: images")
     train_beton: str = option("", "FFCV file of the training images; empty: data_dir is read", free=True)
     val_beton: str = option("", "FFCV file of the images to evaluate on; empty: data_dir is read", free=True)
+    verify_beton: bool = option(False, "FFCV: compare every image with its checksum when it is first read", free=True)
     os_cache: str = option("auto", "FFCV: order of the training images; on: random over the whole file; off: random "
                                    "within a few pages at a time; auto: on if the file fits in half the memory",
                            choices=("auto", "on", "off"))
+    exif_rotation: bool = option(False, "turn images as their EXIF data says (FFCV: as the file was written); off, "
+                                        "as in timm and torchvision")
     num_classes: int = option(0, "classes the data must have; 0: those it has", minimum=0)
     img_size: int = option(224, "side of the images in pixels", minimum=8)
     eval_resize: int = option(256, "evaluation: the short side in pixels, before the middle is cut out", minimum=8)
@@ -98,6 +101,7 @@ class ClassFolders(run.Task):
                 log.warning("%s is neither train nor val: the same images are trained and evaluated on",
                             self.train.name)
             self.fingerprint = self.train.fingerprint() + self.fingerprint
+            self.earlier_fingerprint = self.train.earlier_fingerprint() + self.evaluated.earlier_fingerprint()
             self.train_images, self.describe = len(self.train), self.train.describe
             self.about = {"train_data": self.train.name, "eval_data": self.evaluated.name}
 
@@ -110,17 +114,19 @@ class ClassFolders(run.Task):
         config = self.config
         beton = config.train_beton if split == "train" else config.val_beton
         if beton:
-            return open_beton(Path(beton), config.num_classes)
+            opened = open_beton(Path(beton), config.num_classes, config.verify_beton)
+            opened.check_exif_rotation(config.exif_rotation)
+            return opened
         if not config.data_dir:
             raise UsageError(f"no {split} images: --data-dir is required, or --train-beton and --val-beton")
         root = Path(config.data_dir)
         place = root if config.dataset else find_split(root, split, or_root=True)
-        return ImageSource(config.dataset, place, split, config.num_classes)
+        return ImageSource(config.dataset, place, split, config.num_classes, config.exif_rotation)
 
     def train_loader(self, **form) -> ImageTrainLoader | BetonTrainLoader:
         config, source, scale = self.config, self.train, (self.config.crop_scale, 1.0)
         common = {**form, "img_size": config.img_size, "batch_size": config.batch_size, "workers": config.workers,
-                  "seed": config.seed}
+                  "seed": config.seed, "bad_images": self.bad_images}
         if config.train_beton:
             fits = all(self.world.gather(source.fits_in_memory()))  # one order for all, on whatever machine they are
             os_cache = config.os_cache == "on" or config.os_cache == "auto" and fits
@@ -128,16 +134,16 @@ class ClassFolders(run.Task):
         transform = train_transform(config.img_size, scale=scale, hflip=config.hflip,
                                     color_jitter=config.color_jitter, auto_augment=config.auto_augment,
                                     interpolation=config.interpolation)
-        return ImageTrainLoader(source, transform=transform, bad_images=self.bad_images, **common)
+        return ImageTrainLoader(source, transform=transform, **common)
 
     def eval_loader(self, **form) -> ImageEvalLoader | BetonEvalLoader:
         config = self.config
         common = {**form, "img_size": config.img_size, "batch_size": config.eval_batch_size,
-                  "workers": config.workers}
+                  "workers": config.workers, "bad_images": self.bad_images}
         if config.val_beton:
             return BetonEvalLoader(self.evaluated, resize=config.eval_resize, **common)
         transform = eval_transform(config.img_size, config.eval_resize, config.interpolation)
-        return ImageEvalLoader(self.evaluated, transform=transform, bad_images=self.bad_images, **common)
+        return ImageEvalLoader(self.evaluated, transform=transform, **common)
 
 
 def check_same_classes(train, evaluated) -> None:

@@ -43,7 +43,7 @@ EPOCH = 200_000  # images at least
 
 
 class Repeated:
-    """`length` items: those of a timm reader over and over."""
+    """`length` items: those of a timm reader, or of an image source, over and over."""
 
     def __init__(self, items: Any, length: int):
         self.items, self.length = items, length
@@ -54,14 +54,22 @@ class Repeated:
     def __getitem__(self, index: int):
         return self.items[index % len(self.items)]
 
+    def read(self, index: int):
+        return self.items.read(index % len(self.items))
+
+    def describe(self, index: int) -> str:
+        return self.items.describe(index % len(self.items))
+
 
 class TimmLoader:
     """timm's loader of training images, as its train script makes it, without the colour jitter."""
 
-    def __init__(self, source: ImageSource, *, img_size: int, device: torch.device, seed: int, **common):
+    def __init__(self, split: Path, length: int, *, img_size: int, device: torch.device, seed: int, **common):
         del seed  # timm's is global
+        dataset = timm.data.create_dataset("", str(split), search_split=False)
+        dataset.reader = Repeated(dataset.reader, length)
         self.loader = timm.data.create_loader(
-            source.dataset, img_size, is_training=True, scale=(0.08, 1), hflip=0.5, color_jitter=None,
+            dataset, img_size, is_training=True, scale=(0.08, 1), hflip=0.5, color_jitter=None,
             interpolation="bilinear", num_workers=common.pop("workers"), device=device, **common)
 
     def batches(self, epoch: int):
@@ -121,14 +129,15 @@ def _measure_one(kind: str, path: str, given: argparse.Namespace) -> dict[str, f
               "device": torch.device(given.device), "batch_size": given.batch_size, "workers": given.workers}
     if kind == "beton":
         source = open_beton(Path(path))
-        for table in ("images", "labels", "sizes", "pages", "heights", "widths"):
+        for table in ("images", "labels", "sizes", "pages", "heights", "widths", "unverified"):
             setattr(source, table, np.resize(getattr(source, table), max(EPOCH, len(source))))  # repeats them
-        return measure(BetonTrainLoader(source, scale=(0.08, 1), hflip=0.5, os_cache=True, **common), given.seconds)
+        return measure(BetonTrainLoader(source, scale=(0.08, 1), hflip=0.5, os_cache=True, bad_images=BadImages(0),
+                                        **common), given.seconds)
     source = ImageSource("", find_split(Path(path), "train", or_root=True), "train")
-    source.reader = source.dataset.reader = Repeated(source.reader, max(EPOCH, len(source)))
     if kind == "timm":
-        return measure(TimmLoader(source, **common), given.seconds)
-    loader = ImageTrainLoader(source, transform=train_transform(given.img_size), bad_images=BadImages(0), **common)
+        return measure(TimmLoader(Path(source.name), max(EPOCH, len(source)), **common), given.seconds)
+    loader = ImageTrainLoader(Repeated(source, max(EPOCH, len(source))), transform=train_transform(given.img_size),
+                              bad_images=BadImages(0), **common)
     return measure(loader, given.seconds)
 
 
@@ -138,8 +147,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--data-dir", required=True, help="folder with train (else of class folders itself)")
     parser.add_argument("--beton", nargs="+", default=[], metavar="FILE", help="FFCV files to measure (default: write "
                         "some of the same images)")
-    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes or threads that decode "
-                        "(default: one per core)")
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes or threads that decode, "
+                        "0: none besides the one that trains (default: one per core)")
     parser.add_argument("--batch-size", type=int, default=64, help="images (default: %(default)s)")
     parser.add_argument("--img-size", type=int, default=224, help="side in pixels (default: %(default)s)")
     parser.add_argument("--max-size", type=int, default=500, help="longest side in the files written here, in pixels "
@@ -151,7 +160,9 @@ def main(argv: list[str] | None = None) -> int:
     if given.only:
         print(json.dumps(_measure_one(*given.only, given)))
         return 0
-    for name in ("workers", "batch_size", "img_size", "seconds"):
+    if given.workers < 0:
+        raise UsageError(f"--workers must not be negative, got {given.workers}")
+    for name in ("batch_size", "img_size", "seconds"):
         if getattr(given, name) <= 0:
             raise UsageError(f"--{name.replace('_', '-')} must be positive, got {getattr(given, name)}")
     source = ImageSource("", find_split(Path(given.data_dir), "train", or_root=True), "train")

@@ -26,7 +26,7 @@ from ea_vision.analysis.loading import (
 from ea_vision.base.errors import UsageError
 from ea_vision.base.files import atomic_write
 from ea_vision.base.processes import choose_device
-from ea_vision.visualize.options import parse_heads
+from ea_vision.visualize.options import add_exif_rotation, parse_heads
 from ea_vision.visualize.page import (
     MEGABYTE,
     STORED_PARTS,
@@ -79,6 +79,7 @@ def make_parser() -> argparse.ArgumentParser:
                         help="largest image file that --serve takes, in millions of bytes (default: %(default)s)")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"),
                         help="where the network runs; auto: cuda if there is one (default: %(default)s)")
+    add_exif_rotation(parser)
     parser.add_argument("images", nargs="*", metavar="IMAGE",
                         help="image files, folders of them, or digits:N, the Nth test image of the digits; "
                              "--serve needs none")
@@ -116,7 +117,7 @@ def read_entries(explorer: Explorer, options: argparse.Namespace) -> list[dict[s
     """The entries of the images, with a progress bar; a broken image ends the command."""
     max_pixels = options.max_megapixels * MEGABYTE
     paths = find_images(options.images) if options.images else []
-    pictures = [(path, decode_image(path, path, max_pixels)) for path in paths]
+    pictures = [(path, decode_image(path, path, max_pixels, options.exif_rotation)) for path in paths]
     entries = [explorer.view(Path(path).name, picture)
                for path, picture in tqdm(pictures, unit="image", disable=len(pictures) < 2)]
     dropped = fit(entries, options.max_mb) if options.parts == "auto" else []
@@ -136,7 +137,7 @@ def make_server(explorer: Explorer, options: argparse.Namespace) -> PageServer:
                       upload={"maxBytes": max_bytes, "maxPixels": max_pixels})
 
     def view(name: str, data: bytes) -> dict[str, Any]:
-        return explorer.view(name, decode_image(io.BytesIO(data), name, max_pixels))
+        return explorer.view(name, decode_image(io.BytesIO(data), name, max_pixels, options.exif_rotation))
 
     return PageServer(page.encode(), view, options.port, max_bytes)
 

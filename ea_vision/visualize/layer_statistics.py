@@ -62,11 +62,13 @@ def statistics_figure(measured: dict[str, Sequence[LayerQuantities]]) -> Figure:
     return figure
 
 
-def batches_of(model: LoadedModel, paths: Sequence[str], batch_size: int) -> Iterator[Tensor]:
+def batches_of(model: LoadedModel, paths: Sequence[str], batch_size: int,
+               exif_rotation: bool = False) -> Iterator[Tensor]:
     """(B, 3, H, W), normalised, on the model's device."""
     device = next(model.model.parameters()).device
     for first in tqdm(range(0, len(paths), batch_size), unit="batch", desc=model.label):
-        images = torch.stack([model.prepare(read_image(path)) for path in paths[first:first + batch_size]])
+        images = torch.stack([model.prepare(read_image(path, exif_rotation=exif_rotation))
+                              for path in paths[first:first + batch_size]])
         yield model.normalize(images.to(device))
 
 
@@ -82,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     models = load_models(options)
     layers = [parse_layers(options.layers, model) for model in models]
     paths = find_images(options.images)[:options.limit]
-    measured = {model.label: measure(model.model, batches_of(model, paths, options.batch_size),
+    measured = {model.label: measure(model.model, batches_of(model, paths, options.batch_size, options.exif_rotation),
                                      [layer.number for layer in chosen])
                 for model, chosen in zip(models, layers, strict=True)}
     save(statistics_figure(measured), output, options.dpi)

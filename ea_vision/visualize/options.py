@@ -50,10 +50,16 @@ def make_parser(description: str, examples: str, *, output: str, layers: str = "
     parser.add_argument("--dpi", type=positive, default=150, help="of pictures made of pixels (default: %(default)s)")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"),
                         help="where the network runs; auto: cuda if there is one (default: %(default)s)")
+    add_exif_rotation(parser)
     parser.add_argument("images", nargs="+", metavar="IMAGE",
                         help="image files, folders of them, or digits:N, the Nth test image of the digits")
     parser.set_defaults(suffixes=tuple(suffixes))
     return parser
+
+
+def add_exif_rotation(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--exif-rotation", action="store_true",
+                        help="turn images as their EXIF data says (default: do not, as networks are trained)")
 
 
 def only(values: Sequence, kind: str):

@@ -27,7 +27,8 @@ from timm.data import ImageNetInfo
 from torch import Tensor
 
 import ea_vision
-from ea_vision.analysis.loading import LoadedModel, read_image
+from ea_vision.analysis.loading import LoadedModel
+from ea_vision.analysis.loading import read_image as decode_image  # noqa: F401 (its name here)
 from ea_vision.analysis.recording import AttentionLayer, LayerMaps
 from ea_vision.base.errors import UsageError
 from ea_vision.engine import run_folder
@@ -37,15 +38,9 @@ MODULES = ("bytes.js", "maps.js", "colours.js", "state.js", "draw.js", "panel.js
 STORED_PARTS = ("attn", "logits", "conv_logits", "prev_logits", "self_logits")  # what is left out first comes last
 COLOUR_MAPS = ("viridis", "cividis", "magma", "gray")
 MEGABYTE = 1_000_000
-UPLOAD_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "PPM", "TIFF")
 
 
 # ---- images ---------------------------------------------------------------------------------------------------------
-
-def decode_image(file: str | io.BytesIO, name: str, max_pixels: int) -> Image.Image:
-    """`read_image` of the formats that uploads may have."""
-    return read_image(file, name, max_pixels, UPLOAD_FORMATS)
-
 
 def data_url(image: Tensor) -> str:
     """(3, H, W) in 0..1 -> PNG where it is small, JPEG otherwise, as a data: address."""

@@ -65,7 +65,7 @@ def each_image(options: argparse.Namespace) -> Iterator[tuple[str, object, Path]
     images = find_images(options.images)
     outputs = outputs_of(options, images)
     for path in images:  # a broken one ends the command before the first picture
-        read_image(path)
+        read_image(path, exif_rotation=options.exif_rotation)
     for path, output in zip(tqdm(images, unit="image", disable=len(images) == 1), outputs, strict=True):
-        yield path, read_image(path), output
+        yield path, read_image(path, exif_rotation=options.exif_rotation), output
     print("written:", *outputs)

@@ -27,7 +27,8 @@ from ea_vision.data.imagenet import ImageEvalLoader, ImageSource, eval_transform
 from tests.data.photos import make_photos
 
 needs_ffcv = pytest.mark.skipif(importlib.util.find_spec("ffcv") is None, reason="needs FFCV: pip install .[ffcv]")
-COMMON = {"img_size": 32, "mean": (0.5,) * 3, "std": (0.2,) * 3, "device": torch.device("cpu"), "workers": 2}
+COMMON = {"img_size": 32, "mean": (0.5,) * 3, "std": (0.2,) * 3, "device": torch.device("cpu"), "workers": 2,
+          "bad_images": BadImages(0)}
 # Largest mean difference of evaluation pixels, of 255, between the loaders: JPEG written anew at quality 90, and areas
 # averaged instead of interpolated between neighbours.
 PARITY = 3.0
@@ -71,7 +72,7 @@ def test_what_was_written_is_read_back(photos, betons):
 @pytest.mark.parametrize("kind", ["raw", "jpeg", "half"])
 def test_evaluation_pixels_are_near_the_image_loaders(photos, betons, kind):
     source = ImageSource("", photos / "val", "validation")
-    loader = ImageEvalLoader(source, transform=eval_transform(32, 36), batch_size=13, bad_images=BadImages(0), **COMMON)
+    loader = ImageEvalLoader(source, transform=eval_transform(32, 36), batch_size=13, **COMMON)
     images, targets, ids = next(loader.batches())
     ours = next(BetonEvalLoader(open_beton(betons[kind]), resize=36, batch_size=13, **COMMON).batches())
     assert torch.equal(ours.targets, targets) and torch.equal(ours.ids, ids)

@@ -11,12 +11,12 @@ from PIL import Image
 
 from ea_vision.base.errors import UsageError
 from ea_vision.data.bad_images import BadImages
+from ea_vision.data.image_files import to_rgb
 from ea_vision.data.imagenet import (
     ImageEvalLoader,
     ImageSource,
     ImageTrainLoader,
     eval_transform,
-    to_rgb,
     train_transform,
 )
 from ea_vision.data.splits import find_split
@@ -125,7 +125,7 @@ def test_bad_data_is_named(photos, tmp_path):
     with pytest.raises(UsageError, match="1 class folder.* have no images: class_9"):
         ImageSource("", root / "train", "train")
     (tmp_path / "nothing").mkdir()
-    with pytest.raises(UsageError, match="no images in"):
+    with pytest.raises(UsageError, match="nothing has no images: class/name .*; it has no files"):
         ImageSource("", tmp_path / "nothing", "train")
     with pytest.raises(UsageError, match="does not exist"):
         find_split(tmp_path / "nowhere", "train")
