@@ -26,7 +26,8 @@ def find_script(name: str) -> Path:
         FileNotFoundError: none of the places has it.
     """
     folder = Path(os.environ.get("TIMM_SCRIPTS", "."))
-    places = [Path(name), folder / name, folder / f"{name}.py"]
+    file = name if name.endswith(".py") else f"{name}.py"
+    places = [Path(name), folder / name, folder / file]
     for place in places:
         if place.is_file():
             return place

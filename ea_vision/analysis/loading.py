@@ -127,15 +127,16 @@ def _load_file(model: nn.Module, path: Path) -> int | None:
         load_weights(model, path)
         with safetensors.safe_open(path, framework="pt") as file:
             epoch = (file.metadata() or {}).get("epoch")
-        return None if epoch is None else int(epoch)
+        return int(epoch) if epoch and epoch.isdecimal() else None
     try:
         state = checkpoint.read_checkpoint(path)
+        checkpoint.check_complete(state, path, "model", "ema", "progress")
     except checkpoint.DamagedCheckpoint as error:
         raise UsageError(str(error)) from error
     weights = state["ema"] or state["model"]
     check_state_fits(model, weights, str(path))
     model.load_state_dict(weights)
-    return state["progress"]["epoch"]
+    return state["progress"].get("epoch")
 
 
 def parse_layers(text: str, model: LoadedModel) -> list[AttentionLayer]:

@@ -8,6 +8,7 @@ import json
 import os
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,8 @@ def atomic_write(path: Path, data: bytes, keep_previous_as: Path | None = None) 
         finally:
             os.close(directory)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # not even that on a read-only file system
+            temporary.unlink(missing_ok=True)
         raise RunError(f"cannot write {path}: {error.strerror}; what was there before is whole") from error
 
 
@@ -62,3 +64,19 @@ def csv_text(rows: Sequence[Mapping[str, Any]]) -> str:
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()
+
+
+def check_writable(folder: Path) -> None:
+    """See whether files can be written into a folder or, where it is not there yet, into the one above it.
+
+    Raises:
+        UsageError: they cannot.
+    """
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    probe = folder / f".{uuid.uuid4().hex}.tmp"
+    try:
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UsageError(f"cannot write into the folder {folder}: {error.strerror}") from error

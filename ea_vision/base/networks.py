@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from torch import nn
 
 from ea_vision.base.errors import UsageError, near_matches
 
+# What constructors raise on keywords that make no sense to them.
+REFUSALS = (ValueError, TypeError, AssertionError, RuntimeError, LookupError, AttributeError, ArithmeticError, OSError)
 _UNKNOWN_KEYWORD = re.compile(r"unexpected keyword argument '(\w+)'")
 
 
@@ -40,7 +43,11 @@ def create_classifier(name: str, kwargs: dict[str, Any], optional: frozenset[str
         UsageError: unknown model or keyword, or values the model refuses.
     """
     check_model_name(name)
-    wanted = {"num_classes": num_classes, "in_chans": 3, "img_size": img_size, **kwargs}
+    wanted = {"num_classes": num_classes, "in_chans": 3, "img_size": img_size}
+    for key, value in wanted.items():
+        if kwargs.get(key, value) != value:
+            raise UsageError(f"model keyword {key} must be {value}, as the images are, got {kwargs[key]!r}")
+    wanted |= kwargs
     optional = optional | {"img_size"}
     random_state = torch.get_rng_state()
     while True:
@@ -50,16 +57,20 @@ def create_classifier(name: str, kwargs: dict[str, Any], optional: frozenset[str
         except TypeError as error:
             unknown = _UNKNOWN_KEYWORD.search(str(error))
             if unknown is None or unknown[1] not in wanted:
-                raise
+                raise _refusal(name, wanted, error) from error
             key = unknown[1]
             if key not in optional:
                 raise UsageError(f"model {name} has no keyword {key!r} (given by --model-kwargs)") from error
             if key != "img_size":
                 notice(f"{name} has no {key}: the recipe's {key}={wanted[key]} is left out")
             del wanted[key]
-        except (ValueError, AssertionError, RuntimeError) as error:
-            shown = " ".join(f"{k}={v}" for k, v in wanted.items())
-            raise UsageError(f"model {name} refuses {shown}: {error}") from error
+        except REFUSALS as error:
+            raise _refusal(name, wanted, error) from error
+
+
+def _refusal(name: str, wanted: dict[str, Any], error: Exception) -> UsageError:
+    shown = " ".join(f"{k}={v}" for k, v in wanted.items())
+    return UsageError(f"model {name} refuses {shown}: {error}")
 
 
 def pretrained_model(name: str, kwargs: dict[str, Any]) -> nn.Module:
@@ -71,26 +82,51 @@ def pretrained_model(name: str, kwargs: dict[str, Any]) -> nn.Module:
     check_model_name(name)
     try:
         return timm.create_model(name, pretrained=True, **kwargs)
-    except (ValueError, TypeError, RuntimeError, OSError) as error:
+    except REFUSALS as error:
         raise UsageError(f"model {name} cannot be created with pretrained weights: {error}") from error
 
 
+def digest_of(tensors: dict[str, torch.Tensor], text: str = "") -> str:
+    """SHA-256 over names, types, shapes and values of contiguous tensors on the CPU, and a text."""
+    digest = hashlib.sha256(text.encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy() if tensor.numel() else b"")
+    return digest.hexdigest()
+
+
+def encode_weights(state: dict[str, torch.Tensor], about: dict[str, str] | None = None) -> bytes:
+    """The bytes of a safetensors file for `timm.create_model(..., checkpoint_path=...)`, with a checksum.
+
+    about: what else the file's metadata says.
+    """
+    state = {name: value.detach().cpu().contiguous() for name, value in state.items()}
+    return safetensors.torch.save(state, {"format": "pt", **(about or {}), "sha256": digest_of(state)})
+
+
 def load_weights(model: nn.Module, path: Path) -> None:
-    """Load safetensors weights strictly.
+    """Load safetensors weights strictly. Those that `encode_weights` made carry a checksum.
 
     Raises:
-        UsageError: no such file, not safetensors, or names and shapes that differ from the model's.
+        UsageError: no such file, not safetensors, not what was written, names and shapes that differ from the model's,
+            or values that are not finite.
     """
     try:
-        state = safetensors.torch.load_file(path)
+        with safetensors.safe_open(path, framework="pt") as file:
+            state = {name: file.get_tensor(name) for name in file.keys()}
+            expected = (file.metadata() or {}).get("sha256")
     except (OSError, safetensors.SafetensorError) as error:
         raise UsageError(f"cannot read weights {path}: {error}") from error
+    if expected is not None and digest_of(state) != expected:
+        raise UsageError(f"weights {path} are damaged: their checksum does not match")
     check_state_fits(model, state, str(path))
     model.load_state_dict(state)
 
 
 def check_state_fits(model: nn.Module, state: dict[str, torch.Tensor], source: str) -> None:
-    """Raise UsageError, naming the first differences, unless names and shapes of `state` are those of the model."""
+    """Raise UsageError, naming the first differences, unless names and shapes of `state` are those of the model, and
+    all its values finite."""
     own = model.state_dict()
     differences = [f"{n} must be {tuple(own[n].shape)}, got {tuple(state[n].shape)}"
                    for n in own if n in state and own[n].shape != state[n].shape]
@@ -99,6 +135,19 @@ def check_state_fits(model: nn.Module, state: dict[str, torch.Tensor], source: s
     if differences:
         more = f" and {len(differences) - 3} more" if len(differences) > 3 else ""
         raise UsageError(f"weights {source} do not fit the model: {'; '.join(differences[:3])}{more}")
+    spoilt = non_finite(state)
+    if spoilt:
+        raise UsageError(f"weights {source} must be finite numbers, got others in {', '.join(spoilt[:3])}"
+                         f"{f' and {len(spoilt) - 3} more' if len(spoilt) > 3 else ''}")
+
+
+def non_finite(state: dict[str, torch.Tensor]) -> list[str]:
+    """Names of the weights and buffers that hold NaN or infinity."""
+    names = [name for name, value in state.items() if value.is_floating_point()]
+    if not names:
+        return []
+    finite = torch.stack([state[name].detach().isfinite().all() for name in names]).tolist()
+    return [name for name, good in zip(names, finite, strict=True) if not good]
 
 
 def check_classes(model: nn.Module, classes: list[str], expected: list[str] | None, source: str) -> None:
@@ -108,6 +157,19 @@ def check_classes(model: nn.Module, classes: list[str], expected: list[str] | No
     if expected is not None and expected != classes:
         first = next((a, b) for a, b in zip(expected, classes, strict=True) if a != b)
         raise UsageError(f"{source} was trained on other classes: {first[0]!r} where the data has {first[1]!r}")
+
+
+def pretrained_classes(model: nn.Module, classes: list[str]) -> list[str] | None:
+    """The classes that a model's pretrained weights know, where they can be told, to compare with the data's.
+
+    They are the `label_names` of its configuration; where it has none, and the data's 1000 are named by WordNet IDs,
+    they are ImageNet's.
+    """
+    if model.pretrained_cfg.get("label_names"):
+        return list(model.pretrained_cfg["label_names"])
+    if model.num_classes == 1000 and all(re.fullmatch(r"n\d{8}", name) for name in classes):
+        return list(timm.data.ImageNetInfo().label_names())
+    return None
 
 
 def image_statistics(model: nn.Module) -> tuple[tuple[float, ...], tuple[float, ...]]:

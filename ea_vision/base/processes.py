@@ -15,6 +15,9 @@ import torch.distributed as dist
 
 from ea_vision.base.errors import RunError, UsageError
 
+# Processes or threads that decode images: more would only get into each other's way, and 100,000 bring a machine down.
+MOST_WORKERS = max(64, 16 * (os.cpu_count() or 1))
+
 
 @dataclass(frozen=True)
 class World:

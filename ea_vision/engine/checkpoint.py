@@ -5,7 +5,6 @@ that loses power, finds the old file or the new one, never half of one.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import random
@@ -16,6 +15,8 @@ import numpy as np
 import safetensors
 import safetensors.torch
 import torch
+
+from ea_vision.base.networks import digest_of
 
 FORMAT = "ea_vision-checkpoint-1"
 LAST, PREVIOUS, BEST = "last.ckpt", "last.prev.ckpt", "best.ckpt"
@@ -49,20 +50,11 @@ def _unflatten(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
     return value
 
 
-def _digest(tree: str, tensors: dict[str, torch.Tensor]) -> str:
-    digest = hashlib.sha256(tree.encode())
-    for name in sorted(tensors):
-        tensor = tensors[name]
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy() if tensor.numel() else b"")
-    return digest.hexdigest()
-
-
 def encode(state: dict[str, Any]) -> bytes:
     """The bytes of a checkpoint file. Tensors, dicts, lists, tuples (read back as lists), numbers, text and None."""
     tensors: dict[str, torch.Tensor] = {}
     tree = json.dumps(_flatten(state, "", tensors))
-    metadata = {"format": FORMAT, "tree": tree, "sha256": _digest(tree, tensors)}
+    metadata = {"format": FORMAT, "tree": tree, "sha256": digest_of(tensors, tree)}
     return safetensors.torch.save(tensors, metadata)
 
 
@@ -81,9 +73,31 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     except (OSError, safetensors.SafetensorError) as error:
         raise DamagedCheckpoint(f"{path} cannot be read as a checkpoint: {error}") from error
     tree = metadata.get("tree", "")
-    if _digest(tree, tensors) != metadata.get("sha256"):
+    if digest_of(tensors, tree) != metadata.get("sha256"):
         raise DamagedCheckpoint(f"{path} is damaged: its checksum does not match")
-    return _unflatten(json.loads(tree), tensors)
+    try:
+        state = _unflatten(json.loads(tree), tensors)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DamagedCheckpoint(f"{path} is not a checkpoint of this trainer: {error!r}") from error
+    if not isinstance(state, dict):
+        raise DamagedCheckpoint(f"{path} is not a checkpoint of this trainer: it holds a {type(state).__name__}")
+    return state
+
+
+KEYS = {"config": dict, "data_fingerprint": str, "world_size": int, "progress": dict, "model": dict,
+        "ema": (dict, type(None)), "optimizer": dict, "scheduler": dict, "scaler": dict, "random": list}
+
+
+def check_complete(state: dict[str, Any], path: Path, *keys: str) -> None:
+    """Raise DamagedCheckpoint unless `state` has all that a run is continued from, or as much of it as `keys` name."""
+    for key in keys or KEYS:
+        if not isinstance(state.get(key, ...), KEYS[key]):
+            found = type(state[key]).__name__ if key in state else "nothing"
+            raise DamagedCheckpoint(f"{path} is not a checkpoint of this trainer: {key} has {found}")
+    for key in ("model", "ema"):
+        if not all(isinstance(value, torch.Tensor) for value in (state[key] or {}).values()):
+            raise DamagedCheckpoint(f"{path} is not a checkpoint of this trainer: {key} must hold tensors only")
+    _updates(state, path)
 
 
 def put_damaged_aside(folder: Path, notice) -> None:
@@ -92,7 +106,7 @@ def put_damaged_aside(folder: Path, notice) -> None:
         path = folder / name
         try:
             if path.exists():
-                read_checkpoint(path)
+                _updates(read_checkpoint(path), path)
         except DamagedCheckpoint as error:
             aside = path.with_name(path.name + ".damaged")
             os.replace(path, aside)
@@ -102,13 +116,22 @@ def put_damaged_aside(folder: Path, notice) -> None:
 def newest_checkpoint(folder: Path) -> tuple[Path, dict[str, Any]] | None:
     """The valid checkpoint of a run folder with the most updates, and its path, or None."""
     found = []
-    for name in (LAST, PREVIOUS, BEST):
+    for path in (folder / LAST, folder / PREVIOUS, folder / BEST):
         try:
-            if (folder / name).exists():
-                found.append((folder / name, read_checkpoint(folder / name)))
+            if path.exists():
+                state = read_checkpoint(path)
+                found.append((_updates(state, path), path, state))
         except DamagedCheckpoint:
             continue  # put_damaged_aside has named it, or the user asked for another run's folder
-    return max(found, key=lambda entry: entry[1]["progress"]["updates"], default=None)
+    return max(found, key=lambda entry: entry[0])[1:] if found else None
+
+
+def _updates(state: dict[str, Any], path: Path) -> int:
+    """How many updates a checkpoint stands after."""
+    progress = state.get("progress")
+    if not isinstance(progress, dict) or not isinstance(progress.get("updates"), int):
+        raise DamagedCheckpoint(f"{path} is not a checkpoint of this trainer: it does not say its updates")
+    return progress["updates"]
 
 
 def random_state(device: torch.device) -> dict[str, Any]:

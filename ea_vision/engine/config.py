@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import typing
 from dataclasses import dataclass
 from importlib import resources
@@ -16,21 +17,22 @@ from typing import Any
 import yaml
 
 from ea_vision.base.errors import UsageError, near_matches
+from ea_vision.base.processes import MOST_WORKERS
 
 
-def option(default: Any, help: str, *, choices=None, minimum=None, maximum=None, free: bool = False,
-           not_with: str = ""):
+def option(default: Any, help: str, *, choices=None, minimum=None, maximum=None, above=None, below=None,
+           free: bool = False, not_with: str = ""):
     """A field of an options dataclass.
 
     Args:
         help: for --help; states the unit.
-        choices, minimum, maximum: the values it allows.
+        choices, minimum, maximum, above, below: the values it allows; the last two are not allowed themselves.
         free: not part of the experiment, so it may differ between the run that wrote a checkpoint and the one that
             continues it.
         not_with: an option that excludes this one: while that has a value, this must keep its default.
     """
-    metadata = {"help": help, "choices": choices, "minimum": minimum, "maximum": maximum, "free": free,
-                "not_with": not_with}
+    metadata = {"help": help, "choices": choices, "minimum": minimum, "maximum": maximum, "above": above,
+                "below": below, "free": free, "not_with": not_with}
     if isinstance(default, (list, dict)):
         return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -49,8 +51,10 @@ class TrainConfig:
     output: str = option("", "run folder; empty: runs/DATASET-MODEL", free=True)
     resume: str = option("auto", "auto: continue from the newest valid checkpoint of --output, or begin; "
                                  "none: begin; PATH: continue from this checkpoint or run folder", free=True)
-    seed: int = option(0, "seed of weights, order, augmentation and held-out images", minimum=0)
-    workers: int = option(2, "threads that decode images", minimum=0, free=True)
+    seed: int = option(0, "seed of weights, order, augmentation and held-out images", minimum=0,
+                       maximum=2**63 - 1)
+    workers: int = option(2, "threads that decode images; 0: in this process", minimum=0, maximum=MOST_WORKERS,
+                          free=True)
     device: str = option("auto", "where to compute; auto: cuda if there is one", choices=("auto", "cpu", "cuda"),
                          free=True)
 
@@ -79,7 +83,7 @@ class TrainConfig:
     random_erasing: float = option(0.0, "probability that an image has a rectangle replaced by noise",
                                    minimum=0.0, maximum=1.0)
     ema: float = option(0.0, "decay, per update, of the averaged weights that are evaluated and exported; 0: off",
-                        minimum=0.0, maximum=1.0)
+                        minimum=0.0, below=1.0)
     ema_warmup: bool = option(True, "let the decay of the average grow from 0 at the start")
 
     amp: str = option("none", "precision of the forward pass", choices=("none", "bfloat16", "float16"))
@@ -97,6 +101,8 @@ class TrainConfig:
                                  "halved (at most 5 times)", choices=("stop", "rollback"), free=True)
     log_steps: int = option(0, "updates between rows of speed.csv; 0: none", minimum=0, free=True)
     tensorboard: bool = option(False, "write TensorBoard events into the run folder", free=True)
+    eval_on_train: bool = option(False, "allow data whose training images are those to evaluate on; what comes out is "
+                                        "no accuracy, and nothing calls it one", free=True)
     wandb: str = option("", "Weights & Biases project; empty: none", free=True)
 
     def __post_init__(self):
@@ -111,6 +117,9 @@ class TrainConfig:
         if self.cycle_epochs and self.warmup:
             raise UsageError(f"cosine restarts have no warm-up: warmup must be 0 when cycle_epochs is "
                              f"{self.cycle_epochs:g}, got {self.warmup:g}")
+        if (self.mixup or self.cutmix) and self.batch_size < 2:
+            raise UsageError(f"mixup and cutmix mix pairs of images: batch_size must be at least 2, got "
+                             f"{self.batch_size}")
         if self.decay_epochs != sorted(self.decay_epochs):
             raise UsageError(f"decay_epochs must rise, got {self.decay_epochs}")
 
@@ -149,9 +158,14 @@ def _coerce(name: str, value: Any, kind: Any) -> Any:
                 raise ValueError
             return value
         if kind is int:
-            if isinstance(value, bool) or float(value) != int(float(value)):
+            if isinstance(value, bool):
                 raise ValueError
-            return int(float(value))
+            try:
+                return int(str(value))
+            except ValueError:  # 1e3 and 10.0 are whole numbers, too
+                if float(value) != int(float(value)):
+                    raise
+                return int(float(value))
         if kind is float:
             if isinstance(value, bool):
                 raise ValueError
@@ -159,23 +173,41 @@ def _coerce(name: str, value: Any, kind: Any) -> Any:
         if kind is str:
             return "none" if value is None else str(value)
         if kind is dict:
-            return dict(value or {})
+            return _plain(dict(value or {}))
         return [float(v) for v in value or []]
     except (TypeError, ValueError, OverflowError):
         wanted = getattr(kind, "__name__", str(kind))
         raise UsageError(f"{name} must be of type {wanted}, got {value!r}") from None
 
 
+def _plain(value: Any) -> Any:
+    """Return `value` where it is what checkpoints and YAML can hold, else raise ValueError."""
+    if isinstance(value, dict):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise ValueError
+
+
 def _check_range(field: dataclasses.Field, value: Any) -> None:
-    choices, low, high = (field.metadata[k] for k in ("choices", "minimum", "maximum"))
+    choices, low, high, above, below = (
+        field.metadata[k] for k in ("choices", "minimum", "maximum", "above", "below"))
     if choices is not None and value not in choices:
         raise UsageError(f"{field.name} must be one of {', '.join(choices)}, got {value!r}")
-    if isinstance(value, float) and value != value:
-        raise UsageError(f"{field.name} must be a number, got nan")
+    for number in value if isinstance(value, list) else [value]:
+        if isinstance(number, float) and not math.isfinite(number):
+            raise UsageError(f"{field.name} must be a {'number' if math.isnan(number) else 'finite number'}, "
+                             f"got {number}")
     if low is not None and value < low:
         raise UsageError(f"{field.name} must be at least {low}, got {value}")
     if high is not None and value > high:
         raise UsageError(f"{field.name} must be at most {high}, got {value}")
+    if above is not None and value <= above:
+        raise UsageError(f"{field.name} must be above {above}, got {value}")
+    if below is not None and value >= below:
+        raise UsageError(f"{field.name} must be below {below}, got {value}")
 
 
 def recipe_names() -> list[str]:
@@ -210,10 +242,13 @@ def _read_recipe(name: str) -> dict[str, Any]:
         path = Path(name)
         if not path.is_file():
             raise UsageError(f"no recipe {name!r}: {near_matches(name, recipe_names() + ['none'], 'recipes')}")
-        text = path.read_text()
+        try:
+            text = path.read_text()
+        except (OSError, ValueError) as error:
+            raise UsageError(f"recipe {name} cannot be read: {error}") from error
     try:
         recipe = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UsageError(f"recipe {name} is not valid YAML: {error}") from error
     if not isinstance(recipe, dict):
         raise UsageError(f"recipe {name} must be a YAML mapping, got {type(recipe).__name__}")
@@ -264,7 +299,11 @@ class _KeyValues(argparse.Action):
             key, equals, value = word.partition("=")
             if not equals or not key:
                 parser.error(f"{option_string} takes key=value, got {word!r}")
-            result[key] = yaml.safe_load(value)
+            try:
+                result[key] = _plain(yaml.safe_load(value))
+            except (yaml.YAMLError, ValueError, RecursionError):
+                parser.error(f"{option_string} takes key=value with a number, true, false, text or a [list], "
+                             f"got {word[:80]!r}")
         setattr(namespace, self.dest, result)
 
 

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from ea_vision.base.errors import UsageError
 from ea_vision.base.figures import figure_bytes
-from ea_vision.base.files import atomic_write
+from ea_vision.base.files import atomic_write, create
 from ea_vision.engine.run_folder import read_config, read_metrics
 
 
@@ -22,7 +22,7 @@ def write_learning_curves(folders: list[Path], output: Path) -> None:
     if output.suffix.lower() != ".png":
         raise UsageError(f"learning curves are drawn as PNG: --output must end in .png, got {output}")
     figure = plot_learning_curves(folders)
-    output.parent.mkdir(parents=True, exist_ok=True)
+    create(output.parent)
     atomic_write(output, figure_bytes(figure))
 
 
@@ -34,7 +34,7 @@ def plot_learning_curves(folders: list[Path]) -> Figure:
     """
     runs = []
     for folder in folders:
-        config, run = read_config(folder)
+        config, run = read_config(folder, "eval_split")
         metrics = read_metrics(folder)
         if not metrics["epoch"]:
             raise UsageError(f"{folder} has no complete epoch yet")

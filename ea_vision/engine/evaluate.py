@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ea_vision.base.errors import RunError
 from ea_vision.base.processes import World
 
 
 def autocast(amp: str, device: torch.device) -> torch.autocast:
     """The autocast context of an --amp choice: none, bfloat16 or float16."""
     return torch.autocast(device.type, dtype=None if amp == "none" else getattr(torch, amp), enabled=amp != "none")
+
+
+class NonFiniteLoss(RunError):
+    """A loss, a weight or a buffer is no longer a finite number. `report`: the file that says in which samples."""
+
+    report: Path | None = None
 
 
 @dataclass
@@ -40,6 +49,10 @@ def evaluate(model: nn.Module, loader, num_classes: int, world: World, amp: str 
 
     The loader gives every process the same number of batches, empty ones if need be. Returns None if `should_stop`,
     asked before each batch, said so.
+
+    Raises:
+        NonFiniteLoss: on every process, where the loss is NaN or infinite: the ranks of such logits mean nothing.
+        RunError: there was no image that could be read.
     """
     model.eval()
     confusion = torch.zeros(num_classes * num_classes, dtype=torch.float64, device=world.device)
@@ -63,6 +76,10 @@ def evaluate(model: nn.Module, loader, num_classes: int, world: World, amp: str 
     world.sum(confusion)
     world.sum(totals)
     count, in_top5, loss = totals.tolist()
+    if not count:
+        raise RunError("there is no image to evaluate on that can be read")
+    if not math.isfinite(loss):
+        raise NonFiniteLoss(f"the loss of the evaluation on {count:.0f} images is {loss / count}")
     confusion = confusion.view(num_classes, num_classes).cpu()
     return Evaluation(int(count), 100 * confusion.diagonal().sum().item() / count, 100 * in_top5 / count,
                       loss / count, confusion)

@@ -13,12 +13,12 @@ from itertools import groupby, pairwise
 from operator import itemgetter
 from pathlib import Path
 
-import safetensors.torch
 import torch
 
 import ea_vision  # noqa: F401  (registers the models)
 from ea_vision.base.errors import UsageError
 from ea_vision.base.files import atomic_write
+from ea_vision.base.networks import encode_weights
 from ea_vision.base.processes import join_world
 from ea_vision.data.on_device import EvalLoader
 from ea_vision.data.small_images import load_dataset
@@ -95,7 +95,7 @@ def main(argv: list[str] | None = None) -> int:
     results = run_folder.read_results(args.run)
     if results is None:
         raise UsageError(f"only a complete run can be exported, and {args.run} has no {run_folder.RESULTS}")
-    model, config, run = run_folder.load_run(args.run)
+    model, config, run = run_folder.load_run(args.run, "eval_split", "data_fingerprint")
     data = load_dataset(config["dataset"], args.data_dir, img_size=config["img_size"])
     if data.fingerprint() != run["data_fingerprint"]:
         raise UsageError(f"{args.data_dir} is not the data of the run: fingerprint {run['data_fingerprint']} required, "
@@ -112,7 +112,7 @@ def main(argv: list[str] | None = None) -> int:
 
     name = f"{config['model']}.{args.tag}"
     text = card(config, run, results, run_folder.read_metrics(args.run), name, dtype, result.top1, result.top5)
-    atomic_write(args.out / f"{name}.safetensors", safetensors.torch.save(state, {"format": "pt"}))
+    atomic_write(args.out / f"{name}.safetensors", encode_weights(state))
     atomic_write(args.out / f"{name}.md", text.encode())
     print(f"{name}: top1 {exact.top1:.2f}% in float32, {rounded.top1:.2f}% in float16; written in {dtype}")
     return 0

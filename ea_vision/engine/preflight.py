@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ea_vision.base.errors import UsageError
+from ea_vision.base.networks import REFUSALS
 from ea_vision.base.processes import World
 from ea_vision.engine.config import TrainConfig
 from ea_vision.engine.evaluate import autocast
@@ -60,7 +61,7 @@ def trial_step(model: nn.Module, config: TrainConfig, img_size: int, device: tor
         Seconds per batch, computation alone, and the peak device memory in bytes (0 on a CPU).
 
     Raises:
-        UsageError: the batch does not fit into the device's memory.
+        UsageError: the batch does not fit into the device's memory, or the model refuses it.
     """
     on_gpu = device.type == "cuda"
     count = config.batch_size if on_gpu else min(config.batch_size, TRIAL_IMAGES_ON_CPU)
@@ -84,6 +85,9 @@ def trial_step(model: nn.Module, config: TrainConfig, img_size: int, device: tor
             raise UsageError(f"a batch of {count} images of {img_size} pixels does not fit into the memory of {device} "
                              f"({torch.cuda.get_device_properties(device).total_memory / GIB:.0f} GiB): lower "
                              "--batch-size, raise --grad-accum, or set --amp bfloat16") from error
+        except REFUSALS as error:
+            raise UsageError(f"model {config.model} cannot be trained on batches of {count} images of {img_size} "
+                             f"pixels: {error}") from error
     peak = torch.cuda.max_memory_allocated(device) if on_gpu else 0
     return seconds * config.batch_size / count, peak
 

@@ -20,13 +20,14 @@ import torch
 from torch import nn
 
 from ea_vision.base.errors import UsageError
-from ea_vision.base.files import write_json
+from ea_vision.base.files import check_writable, write_json
 from ea_vision.base.networks import (
     check_classes,
     check_model_name,
     create_classifier,
     image_statistics,
     load_weights,
+    pretrained_classes,
     pretrained_model,
 )
 from ea_vision.base.processes import World, join_world
@@ -61,9 +62,11 @@ class Task:
     Attributes:
         classes: names, in the order of the targets.
         train_images, eval_images, test_images: how many there are; train_images is 0 for an evaluation.
-        eval_split: what the eval_loader has: "test", or "held_out" where the test images are kept for the end.
+        eval_split: what the eval_loader has: "test", "held_out" where the test images are kept for the end, or "train"
+            where the training images are evaluated on.
         fingerprint: the same for the same data; goes into checkpoints.
         earlier_fingerprint: what an older release wrote there for this data, where it was another one.
+        same_images: the training images are those that are evaluated on.
         about: what config.yaml and evaluation.json say of the data besides.
         bad_images: where the loaders put what they cannot read.
         preprocessing: share of the resized image that is cut out and interpolation, for a row of timm's results
@@ -80,6 +83,7 @@ class Task:
     test_images: int
     fingerprint: str
     earlier_fingerprint: str = ""
+    same_images: bool = False
     train_images: int = 0
     eval_split: str = "test"
     preprocessing: tuple[float, str] | None = None
@@ -115,6 +119,24 @@ class Task:
     def describe(self, index: int) -> str:
         """Name a training image."""
         raise NotImplementedError
+
+    def trained_on(self, run: dict[str, Any]) -> bool:
+        """Whether these images are those that the run with this `run` section was trained on."""
+        return self.same_images
+
+    def check_fingerprint(self, saved: str, source: Path) -> None:
+        """Raise UsageError unless a run's fingerprint is that of this data."""
+        if not saved or saved not in (self.fingerprint, self.earlier_fingerprint):
+            raise UsageError(f"{source} was trained on other data: fingerprint {saved[:12]}, got "
+                             f"{self.fingerprint[:12]}")
+
+    def check(self) -> None:
+        """Raise UsageError for data that nothing can be learnt or judged from."""
+        if len(self.classes) < 2:
+            raise UsageError(f"at least 2 classes of images are required, got {', '.join(self.classes) or 'none'}")
+        if self.same_images and not self.config.eval_on_train:
+            raise UsageError("the training images are those to evaluate on: give others, or --eval-on-train, which "
+                             "calls no result an accuracy")
 
     def image_form(self, model: nn.Module) -> dict[str, Any]:
         """The keywords of all loaders for this model."""
@@ -162,26 +184,33 @@ def train(task: type[Task], config: TrainConfig, optional_kwargs: frozenset[str]
     """
     check_model_name(config.model)
     folder = Path(config.output or task.default_output(config))
-    if is_complete(folder, config):
-        print(f"{folder} is complete")
-        return 0
+    complete = is_complete(folder, config)
     with join_world(config.device) as world, StopRequest() as stop:
         log_to_stdout(world.rank)
         data = task(config, world, training=True)
+        data.check()
+        if complete:
+            data.check_fingerprint(run_folder.read_config(folder, "data_fingerprint")[1]["data_fingerprint"], folder)
+            if world.is_main:
+                print(f"{folder} is complete")
+            return 0
+        if data.same_images:
+            data.eval_split = "train"
+            log.warning("the same images are trained and evaluated on: the figures say how well they are fitted")
         seed_everything(config.seed)
         model, kwargs = data.create_model(optional_kwargs)
         model.to(world.device)
         seed_everything(config.seed + 1 + world.rank)  # dropout must differ between processes
         form = data.image_form(model)
         train_loader, eval_loader = data.train_loader(**form), data.eval_loader(**form)
-        test_loader = eval_loader if data.eval_split == "test" else data.test_loader(**form)
+        test_loader = data.test_loader(**form) if data.eval_split == "held_out" else eval_loader
         step_log = None
         if world.is_main and (config.log_steps or config.tensorboard or config.wandb):
             step_log = StepLog(folder, config.log_steps, tensorboard=config.tensorboard, wandb=config.wandb,
                                config=config.as_dict())
         trainer = task.trainer(config, model, train_loader, eval_loader, num_classes=len(data.classes), world=world,
                                folder=folder, stop=stop, data_fingerprint=data.fingerprint, describe=data.describe,
-                               bad_images=data.bad_images, step_log=step_log)
+                               bad_images=data.bad_images, step_log=step_log, eval_split=data.eval_split)
         preflight(model, config, folder=folder, world=world, batches=len(train_loader),
                   train_images=data.train_images, eval_images=data.eval_images, classes=len(data.classes),
                   ahead=data.batches_ahead)
@@ -192,7 +221,7 @@ def train(task: type[Task], config: TrainConfig, optional_kwargs: frozenset[str]
             "hardware": hardware(world.device, world.size), "command": " ".join(sys.argv), **provenance(),
         }
         with run_folder.locked(folder, world):
-            begin_or_resume(trainer, run, data.earlier_fingerprint)
+            begin_or_resume(trainer, data, run)
             if step_log is not None:
                 step_log.begin(trainer.progress.updates)
             trainer.fit()
@@ -213,16 +242,22 @@ def evaluate_target(task: type[Task], target: str, weights: str, given: dict[str
     with join_world(config.device) as world:
         log_to_stdout(world.rank)
         data = task(config, world, training=False)
+        data.same_images = data.same_images if run is None else data.trained_on(run_folder.read_config(run)[1])
+        data.check()
         model, output = model_to_evaluate(target, run, weights, config, data.classes)
+        check_writable(output)
         model.to(world.device, memory_format=torch.channels_last if config.channels_last else torch.preserve_format)
         result = evaluate(model, data.eval_loader(**data.image_form(model)), len(data.classes), world, config.amp,
                           config.channels_last)
         if world.is_main:
             about = {"target": target, "weights": weights or None, **data.about, "amp": config.amp,
+                     **({"eval_split": "train"} if data.same_images else {}),
                      "data_fingerprint": data.fingerprint, **provenance()}
             written = write_evaluation(output, result, data.classes, about)
-            written += write_results_row(output, data, model, result.top1, result.top5)
-            print(f"top1 {result.top1:.2f}%  top5 {result.top5:.2f}%  loss {result.loss:.4f}  {result.images} images")
+            if not data.same_images:
+                written += write_results_row(output, data, model, result.top1, result.top5)
+            print(f"{'fit to the training images: ' if data.same_images else ''}top1 {result.top1:.2f}%  "
+                  f"top5 {result.top5:.2f}%  loss {result.loss:.4f}  {result.images} images")
             print("written:", *written)
         data.bad_images.collect(world, output)
     return 0
@@ -282,10 +317,8 @@ def _require_same(saved: dict[str, Any], config: TrainConfig, source: Path) -> N
                          "continue it with the new options by --resume PATH")
 
 
-def begin_or_resume(trainer: Trainer, run: dict[str, Any], earlier_fingerprint: str = "") -> None:
+def begin_or_resume(trainer: Trainer, data: Task, run: dict[str, Any]) -> None:
     """Load the checkpoint that --resume names or finds, write config.yaml.
-
-    earlier_fingerprint: of the data, in checkpoints of an older release; those written from here on have the new one.
 
     Raises:
         UsageError: a checkpoint that does not fit; the folder is as it was.
@@ -297,29 +330,30 @@ def begin_or_resume(trainer: Trainer, run: dict[str, Any], earlier_fingerprint: 
             checkpoint.put_damaged_aside(folder, log.warning)
         world.barrier()
         found = checkpoint.newest_checkpoint(folder)
-        if found is not None:
-            _require_same(found[1]["config"], config, found[0])
     elif config.resume != "none":
         path = Path(config.resume)
         found = checkpoint.newest_checkpoint(path) if path.is_dir() else (path, _read_named(path))
         if found is None:
             raise UsageError(f"--resume {path}: no valid checkpoint in this folder")
-        for change in config.differences(found[1]["config"]):
-            log.warning("continuing with a changed option: %s", change)
     if found is not None:
         path, state = found
-        saved_data = state["data_fingerprint"]
-        if saved_data not in (run["data_fingerprint"], earlier_fingerprint):
-            raise UsageError(f"{path} was trained on other data: fingerprint {saved_data[:12]}, got "
-                             f"{run['data_fingerprint'][:12]}")
+        try:
+            checkpoint.check_complete(state, path)
+        except checkpoint.DamagedCheckpoint as error:
+            raise UsageError(str(error)) from error
+        if config.resume == "auto":
+            _require_same(state["config"], config, path)
+        for change in config.differences(state["config"]):
+            log.warning("continuing with a changed option: %s", change)
+        data.check_fingerprint(state["data_fingerprint"], path)
         trainer.load(state, path)
         progress = trainer.progress
         if progress.epoch >= config.epochs and progress.rows and math.isnan(progress.rows[-1]["top1"]):
             raise UsageError(f"{path} stands after epoch {progress.epoch}, which --eval-epochs left out, so --epochs "
                              f"must be more than {progress.epoch}, got {config.epochs}")
-        if state["config"]["epochs"] != config.epochs:
-            log.warning("epochs were %d, now %d: the learning rate follows the new length", state["config"]["epochs"],
-                        config.epochs)
+        epochs = state["config"].get("epochs", config.epochs)
+        if epochs != config.epochs:
+            log.warning("epochs were %s, now %d: the learning rate follows the new length", epochs, config.epochs)
         log.info("resumed from %s: epoch %d, update %d", path, trainer.progress.epoch, trainer.progress.updates)
     trainer.progress.begin(run)
     if world.is_main:
@@ -344,7 +378,7 @@ def finish(trainer: Trainer, data: Task, test_loader, run: dict[str, Any]) -> No
     best_row, last_row = rows[progress.best_epoch], progress.rows[-1]
     tests = {}
     for name, row in (("last", last_row), ("best", best_row)):
-        if eval_split == "test":  # the epoch's evaluation was the test
+        if eval_split != "held_out":  # the epoch's evaluation was the last word
             tests[name] = {"epoch": row["epoch"], "top1": row["top1"], "top5": row["top5"]}
             continue
         if name == "best":
@@ -354,19 +388,21 @@ def finish(trainer: Trainer, data: Task, test_loader, run: dict[str, Any]) -> No
                           config.channels_last)
         tests[name] = {"epoch": row["epoch"], "top1": round(result.top1, 4), "top5": round(result.top5, 4),
                        f"{eval_split}_top1": row["top1"]}
+    split = "train" if eval_split == "train" else "test"
     results = {
         "model": config.model, "epochs": progress.epoch, "eval_split": eval_split,
-        "test_images": data.test_images, "test_best": tests["best"], "test_last": tests["last"],
+        f"{split}_images": data.test_images, f"{split}_best": tests["best"], f"{split}_last": tests["last"],
         "seconds_per_epoch": round(sum(r["seconds"] for r in progress.rows) / len(progress.rows), 3),
         "rollbacks": progress.rollbacks, "hardware": run["hardware"],
     }
     if trainer.world.is_main:
-        write_results_row(folder, data, trainer.model, tests["best"]["top1"], tests["best"]["top5"])
+        if split == "test":
+            write_results_row(folder, data, trainer.model, tests["best"]["top1"], tests["best"]["top5"])
         write_json(folder / run_folder.RESULTS, results)
     trainer.world.barrier()
-    log.info("test accuracy: best weights (epoch %d) top1 %.2f%% top5 %.2f%%, last weights top1 %.2f%% top5 %.2f%%",
-             tests["best"]["epoch"], tests["best"]["top1"], tests["best"]["top5"], tests["last"]["top1"],
-             tests["last"]["top5"])
+    log.info("%s: best weights (epoch %d) top1 %.2f%% top5 %.2f%%, last weights top1 %.2f%% top5 %.2f%%",
+             "test accuracy" if split == "test" else "fit to the training images", tests["best"]["epoch"],
+             tests["best"]["top1"], tests["best"]["top5"], tests["last"]["top1"], tests["last"]["top5"])
     if eval_split == "test":
         log.info("the best epoch was chosen by the test images: quote the last weights, or hold images out")
     log.info("run folder: %s", folder)
@@ -385,9 +421,14 @@ def resolve_target(schema: type, target: str, given: dict[str, Any]) -> tuple[An
     """
     path = Path(target) / run_folder.CONFIG
     if path.is_file():
-        given = {"recipe": str(path), **{k: v for k, v in given.items() if k != "model"}}
-        return resolve(schema, given)[0], path.parent
+        saved, _ = run_folder.read_config(path.parent, "classes")
+        for key in ("model", "model_kwargs"):
+            if key in given and given[key] != saved.get(key):
+                raise UsageError(f"--evaluate {target} is a run with {key} {saved.get(key)!r}, got {given[key]!r}")
+        return resolve(schema, {"recipe": str(path), **given})[0], path.parent
     check_model_name(target, "or run folder ")
+    if given.get("model", target) != target:
+        raise UsageError(f"--evaluate {target} names the model, got --model {given['model']}")
     return resolve(schema, {**given, "model": target})[0], None
 
 
@@ -404,12 +445,13 @@ def model_to_evaluate(target: str, run: Path | None, weights: str, config: Any,
     """
     expected, output = None, Path("runs") / f"evaluation-{target}"
     if run is not None:
-        model, _, about = run_folder.load_run(run)
+        model, _, about = run_folder.load_run(run, "classes")
         expected, output = about["classes"], run / "evaluation"
     elif weights:
         model, _ = create_classifier(target, config.model_kwargs, num_classes=len(classes), img_size=config.img_size)
         load_weights(model, Path(weights))
     else:
         model = pretrained_model(target, config.model_kwargs)
+        expected = pretrained_classes(model, classes)
     check_classes(model, classes, expected, target)
     return model, Path(config.output or output)

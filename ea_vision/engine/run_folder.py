@@ -7,20 +7,21 @@ import fcntl
 import io
 import json
 import logging
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import timm
 import yaml
 from torch import nn
 
-from ea_vision.base.errors import RunError, UsageError
-from ea_vision.base.files import atomic_write, create
-from ea_vision.base.networks import load_weights
+from ea_vision.base.errors import UsageError
+from ea_vision.base.files import atomic_write, check_writable, create
+from ea_vision.base.networks import REFUSALS, check_model_name, encode_weights, load_weights
 from ea_vision.base.processes import World
 from ea_vision.engine.checkpoint import BEST, LAST, PREVIOUS
 
@@ -28,6 +29,8 @@ log = logging.getLogger(__name__)
 CONFIG, METRICS, WEIGHTS, RESULTS = "config.yaml", "metrics.csv", "model.safetensors", "results.json"
 RESULTS_ROW = "results.csv"  # of timm's results files
 SNAPSHOTS = "snapshots"  # the folder of --snapshot-epochs
+# What config.yaml's `run` section has, as far as it is read again.
+RUN_KINDS = {"model_kwargs": dict, "classes": list, "eval_split": str, "data_fingerprint": str}
 COLUMNS = ("epoch", "step", "lr", "train_loss", "top1", "top5", "images_per_s", "seconds")
 
 
@@ -43,12 +46,13 @@ def locked(folder: Path, world: World) -> Iterator[None]:
     What an interrupted write left behind is deleted, and so is, at the end, a folder in which nothing was written.
 
     Raises:
-        UsageError: the folder cannot be made, or another process holds it.
+        UsageError: the folder cannot be made or written to, or another process holds it.
     """
     if not world.is_main:
         yield
         return
     create(folder)
+    check_writable(folder)
     handle = os.open(folder, os.O_RDONLY)
     try:
         try:
@@ -58,7 +62,7 @@ def locked(folder: Path, world: World) -> Iterator[None]:
         except OSError as error:  # some network file systems have no locks
             log.warning("%s cannot be locked: %s", folder, error.strerror)
         for leftover in [*folder.glob(".*.tmp"), *folder.glob(f"{SNAPSHOTS}/.*.tmp")]:
-            leftover.unlink()
+            leftover.unlink(missing_ok=True)
         yield
     finally:
         os.close(handle)
@@ -76,20 +80,35 @@ def write_config(folder: Path, config: dict[str, Any], run: dict[str, Any]) -> N
     atomic_write(folder / CONFIG, text.encode())
 
 
-def read_config(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def read_config(folder: Path, *needed: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the options and the `run` section of a run folder.
 
+    needed: what the section must have besides model_kwargs, of RUN_KINDS.
+
     Raises:
-        UsageError: not a run folder.
+        UsageError: not a run folder, or not what a run writes.
     """
     path = folder / CONFIG
     try:
         config = yaml.safe_load(path.read_text())
-        return config, config.pop("run")
     except OSError as error:
         raise UsageError(f"{folder} is not a run folder: it has no readable {CONFIG}") from error
-    except (yaml.YAMLError, AttributeError, KeyError) as error:
-        raise UsageError(f"{path} is not the {CONFIG} of a run") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise UsageError(f"{path} is not the {CONFIG} of a run: it is not valid YAML") from error
+    _require(path, config, {"model": str, "run": dict})
+    run = config.pop("run")
+    _require(path, run, {key: kind for key, kind in RUN_KINDS.items() if key in ("model_kwargs", *needed, *run)})
+    return config, run
+
+
+def _require(path: Path, value: Any, kinds: dict[str, type]) -> None:
+    """Raise UsageError unless `value` is a mapping that has these keys with values of these kinds."""
+    if not isinstance(value, dict):
+        raise UsageError(f"{path} is not that of a run: a mapping is required, got {type(value).__name__}")
+    for key, kind in kinds.items():
+        if not isinstance(value.get(key), kind) or isinstance(value[key], bool):
+            found = type(value[key]).__name__ if key in value else "nothing"
+            raise UsageError(f"{path} is not that of a run: {key} must be of type {kind.__name__}, got {found}")
 
 
 def write_metrics(folder: Path, rows: list[dict[str, float]]) -> None:
@@ -110,12 +129,32 @@ def read_metrics(folder: Path) -> dict[str, list[float]]:
     path = folder / METRICS
     try:
         rows = list(csv.DictReader(path.read_text().splitlines()))
-        return {name: [float(row[name]) for row in rows] for name in COLUMNS}
+        if any(row.get(None) for row in rows):
+            raise ValueError("a row is too long")
+        columns = {name: [float(row[name]) for row in rows] for name in COLUMNS}
     except OSError as error:
         raise UsageError(f"{folder} is not a run folder: it has no readable {METRICS}") from error
-    except (KeyError, TypeError, ValueError) as error:
-        raise UsageError(f"{path} is not a metrics file of this trainer; its columns must be {', '.join(COLUMNS)}") \
-            from error
+    except (KeyError, TypeError, ValueError, csv.Error) as error:
+        raise UsageError(f"{path} is not a metrics file of this trainer: it must have the columns {', '.join(COLUMNS)} "
+                         "with a number in each") from error
+    _check_metrics(path, columns)
+    return columns
+
+
+def _check_metrics(path: Path, columns: dict[str, list[float]]) -> None:
+    """Raise UsageError for numbers that no run writes; the accuracies are nan where --eval-epochs left an epoch out."""
+    for name, values in columns.items():
+        for value in values:
+            if name in ("top1", "top5"):
+                possible = math.isnan(value) or 0 <= value <= 100
+            elif name in ("epoch", "step"):
+                possible = 0 < value < math.inf and value == int(value)
+            else:
+                possible = math.isfinite(value)
+            if not possible:
+                raise UsageError(f"{path} is damaged: {name} cannot be {value:g}")
+    if any(later <= earlier for name in ("epoch", "step") for earlier, later in pairwise(columns[name])):
+        raise UsageError(f"{path} is damaged: its epochs and steps must rise")
 
 
 def write_weights(folder: Path, model: nn.Module) -> None:
@@ -130,31 +169,44 @@ def write_snapshot(folder: Path, model: nn.Module, epoch: int) -> None:
 
 
 def _write_state(path: Path, model: nn.Module, about: dict[str, str]) -> None:
-    state = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
-    atomic_write(path, safetensors.torch.save(state, {"format": "pt", **about}))
+    atomic_write(path, encode_weights(model.state_dict(), about))
 
 
 def read_results(folder: Path) -> dict[str, Any] | None:
-    """Return results.json, which only a complete run has, or None."""
+    """Return results.json, which only a complete run has, or None.
+
+    Raises:
+        UsageError: it cannot be read, or is not the results of a run.
+    """
     path = folder / RESULTS
     if not path.exists():
         return None
     try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise RunError(f"cannot read {path}: {error}") from error
+        results = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"cannot read {path}: {error}; without this file the run's own command writes it again") \
+            from error
+    try:
+        _require(path, results, {"epochs": int, "eval_split": str})
+    except UsageError as error:
+        raise UsageError(f"{error}; without this file the run's own command writes it again") from error
+    return results
 
 
-def load_run(folder: Path) -> tuple[nn.Module, dict[str, Any], dict[str, Any]]:
+def load_run(folder: Path, *needed: str) -> tuple[nn.Module, dict[str, Any], dict[str, Any]]:
     """Build the model of a run with its best weights, in eval mode; return it with the run's options and `run` section.
 
     Raises:
         UsageError: not a run folder, or weights that do not fit the model.
     """
-    config, run = read_config(folder)
+    config, run = read_config(folder, *needed)
     weights = folder / WEIGHTS
     if not weights.exists():
         raise UsageError(f"run {folder} has no {WEIGHTS} yet: it appears with the first evaluated epoch")
-    model = timm.create_model(config["model"], **run["model_kwargs"])
+    check_model_name(config["model"])
+    try:
+        model = timm.create_model(config["model"], **run["model_kwargs"])
+    except REFUSALS as error:
+        raise UsageError(f"run {folder}: model {config['model']} refuses {run['model_kwargs']}: {error}") from error
     load_weights(model, weights)
     return model.eval(), config, run

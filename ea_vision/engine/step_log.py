@@ -78,9 +78,10 @@ class StepLog:
     def begin(self, updates: int) -> None:
         """Start after `updates` updates: rows beyond them were written by a run that was killed later."""
         rows = []
-        if self.path.exists():
-            with open(self.path, newline="") as file:
-                whole = [row for row in csv.reader(file) if len(row) == len(COLUMNS) and row[0].isdigit()]
+        if self.path.exists():  # damaged rows are left out
+            text = self.path.read_text(encoding="ascii", errors="replace").replace("\0", "")
+            whole = [row for line in text.splitlines() if len(row := line.split(",")) == len(COLUMNS)
+                     and row[0].isdecimal()]
             rows = [row for row in whole if int(row[0]) <= updates]
         with open(self.path, "w", newline="") as file:
             csv.writer(file, lineterminator="\n").writerows([COLUMNS, *rows])

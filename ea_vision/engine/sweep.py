@@ -73,7 +73,7 @@ def run_setting(trainer: list[str], folder: Path, setting: dict[str, str], seed:
 
 def evaluation_top1(results: dict) -> float:
     """Top-1, in percent, of the best weights on the run's evaluation images (held out where the run holds out)."""
-    best = results["test_best"]
+    best = results["test_best"] if "test_best" in results else results[f"{results['eval_split']}_best"]
     return best.get(f"{results['eval_split']}_top1", best["top1"])
 
 

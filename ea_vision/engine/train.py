@@ -28,12 +28,12 @@ from tqdm import tqdm
 
 from ea_vision.base.errors import RunError, UsageError
 from ea_vision.base.files import atomic_write, write_json
-from ea_vision.base.networks import check_state_fits
+from ea_vision.base.networks import check_state_fits, non_finite
 from ea_vision.base.processes import World
 from ea_vision.data.bad_images import BadImages
 from ea_vision.engine import checkpoint, run_folder
 from ea_vision.engine.config import TrainConfig
-from ea_vision.engine.evaluate import autocast, evaluate
+from ea_vision.engine.evaluate import NonFiniteLoss, autocast, evaluate
 from ea_vision.engine.optimizer import build_optimizer
 from ea_vision.engine.schedules import build_schedule
 from ea_vision.engine.signals import StopRequest
@@ -41,10 +41,6 @@ from ea_vision.engine.step_log import StepLog, memory_mib
 
 log = logging.getLogger(__name__)
 MAX_ROLLBACKS = 5
-
-
-class NonFiniteLoss(RuntimeError):
-    """The loss, or a weight, is no longer a finite number."""
 
 
 @dataclass
@@ -90,12 +86,14 @@ class Trainer:
         describe: sample id -> text, for the report on a non-finite loss.
         bad_images: where the loaders put what they cannot read, if they go on without it.
         step_log: where rows between the epochs go, on the first process.
+        eval_split: of which images the eval_loader is, for messages: test, held_out, train.
     """
 
     def __init__(self, config: TrainConfig, model: nn.Module, train_loader, eval_loader, *, num_classes: int,
                  world: World, folder: Path, stop: StopRequest, data_fingerprint: str, describe,
-                 bad_images: BadImages | None = None, step_log: StepLog | None = None):
+                 bad_images: BadImages | None = None, step_log: StepLog | None = None, eval_split: str = "test"):
         self.config, self.world, self.folder, self.stop = config, world, folder, stop
+        self.eval_split = eval_split
         self.data_fingerprint, self.describe = data_fingerprint, describe
         self.bad_images, self.step_log = bad_images or BadImages(limit=0), step_log
         self.train_loader, self.eval_loader, self.num_classes = train_loader, eval_loader, num_classes
@@ -159,22 +157,31 @@ class Trainer:
         Raises:
             UsageError: its weights are another model's, or it lies inside an epoch of other batches.
         """
-        saved = Progress(**state["progress"])
-        per_update = [state["config"][k] for k in ("batch_size", "grad_accum", "seed")] + [state["world_size"]]
+        try:
+            saved = Progress(**state["progress"])
+        except TypeError as error:
+            raise UsageError(f"{source} is not a checkpoint of this trainer: {error}") from error
+        per_update = [state["config"].get(k) for k in ("batch_size", "grad_accum", "seed")] + [state["world_size"]]
         own = [self.config.batch_size, self.config.grad_accum, self.config.seed, self.world.size]
         if saved.step and per_update != own:
             raise UsageError(f"{source} lies inside an epoch, so batch_size, grad_accum, seed and number of processes "
                              f"must be {per_update}, got {own}")
         check_state_fits(self.model, state["model"], str(source))
         if (state["ema"] is None) != (self.ema is None):
-            raise UsageError(f"{source} was written with ema {state['config']['ema']:g}, got {self.config.ema:g}")
+            raise UsageError(f"{source} has {'no' if state['ema'] is None else 'the'} averaged weights of --ema, got "
+                             f"ema {self.config.ema:g}")
         self.model.load_state_dict(state["model"])
         if self.ema is not None:
+            check_state_fits(self.ema.module, state["ema"], str(source))
             self.ema.module.load_state_dict(state["ema"])
         self._load_optimizer(state["optimizer"], source)
-        self.scaler.load_state_dict(state["scaler"])
-        if state["world_size"] == self.world.size:
-            checkpoint.set_random_state(state["random"][self.world.rank], self.world.device)
+        try:
+            self.scaler.load_state_dict(state["scaler"])
+            if state["world_size"] == self.world.size:
+                checkpoint.set_random_state(state["random"][self.world.rank], self.world.device)
+        except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
+            raise UsageError(f"{source} is not a checkpoint of this trainer: its random or scaler state does not fit "
+                             f"({error!r})") from error
         self.progress = saved
         self.last_good = source
         self._slow_down()
@@ -185,8 +192,8 @@ class Trainer:
         groups = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
         try:
             self.optimizer.load_state_dict(state)
-        except ValueError as error:
-            raise UsageError(f"optimiser state of {source} does not fit {self.config.opt}: {error}") from error
+        except (KeyError, TypeError, ValueError) as error:
+            raise UsageError(f"optimiser state of {source} does not fit {self.config.opt}: {error!r}") from error
         for group, own in zip(self.optimizer.param_groups, groups, strict=True):
             group.update(own)
         for parameter, averages in self.optimizer.state.items():
@@ -269,10 +276,15 @@ class Trainer:
         return loss / self.world.size, stops > 0
 
     def _check_weights(self) -> None:
-        """Raise NonFiniteLoss for weights no checkpoint should hold: gradients can overflow where losses do not."""
-        if not torch.stack([p.detach().isfinite().all() for p in self.model.parameters()]).all():
+        """Raise NonFiniteLoss, on every process, for weights and buffers (batch statistics) no checkpoint should hold:
+        gradients and statistics can overflow where losses do not."""
+        spoilt = non_finite(self.model.state_dict())
+        if self.ema is not None:
+            spoilt += [f"averaged {name}" for name in non_finite(self.ema.module.state_dict())]
+        everywhere = [name for of_rank in self.world.gather(spoilt) for name in of_rank]  # statistics differ by rank
+        if everywhere:
             raise NonFiniteLoss(f"a weight is not finite after update {self.progress.step} of epoch "
-                                f"{self.progress.epoch + 1}")
+                                f"{self.progress.epoch + 1}: {everywhere[0]}")
 
     # ---- epochs ---------------------------------------------------------------------------------------------------
 
@@ -361,6 +373,7 @@ class Trainer:
         if self.step_log is not None:
             self.step_log.add_epoch(row)
         accuracy = "not evaluated" if math.isnan(top1) else f"top1 {top1:.2f}%  top5 {top5:.2f}%"
+        accuracy += " of the training images" if self.eval_split == "train" else ""
         log.info("epoch %d/%d  loss %.4f  %s  lr %.5f  %.0f images/s  %.1f s%s", number, self.config.epochs,
                  row["train_loss"], accuracy, row["lr"], row["images_per_s"], row["seconds"], "  best" if best else "")
 
@@ -378,8 +391,8 @@ class Trainer:
                 self.finish_epoch()
             except NonFiniteLoss as error:
                 if self.config.on_nan == "stop" or self.progress.rollbacks >= MAX_ROLLBACKS:
-                    raise RunError(f"{error}; last good checkpoint: {self.last_good}; the samples of this update are "
-                                   f"in {self.folder}/nonfinite-*.json") from error
+                    samples = f"; the samples of this update are in {error.report}" if error.report else ""
+                    raise RunError(f"{error}; last good checkpoint: {self.last_good}{samples}") from error
                 self._roll_back(error)
 
     # ---- trouble --------------------------------------------------------------------------------------------------
@@ -399,10 +412,10 @@ class Trainer:
     def _report_non_finite(self, error: NonFiniteLoss, batches: list) -> None:
         """Write which samples every process had in the update whose loss is not finite."""
         ids = self.world.gather([i for _, _, batch_ids in batches for i in batch_ids.tolist()])
+        progress = self.progress
+        error.report = self.folder / f"nonfinite-epoch{progress.epoch + 1:03d}-update{progress.step + 1:05d}.json"
         if self.world.is_main:
-            progress = self.progress
-            name = f"nonfinite-epoch{progress.epoch + 1:03d}-update{progress.step + 1:05d}.json"
-            write_json(self.folder / name, {
+            write_json(error.report, {
                 "error": str(error), "epoch": progress.epoch + 1, "update": progress.step + 1,
                 "lr": self.optimizer.param_groups[0]["lr"], "last_good_checkpoint": str(self.last_good),
                 "sample_ids": ids, "samples": [[self.describe(i) for i in of_rank] for of_rank in ids]})

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from ea_vision.base.errors import UsageError
 from ea_vision.base.processes import World
 from ea_vision.data.augment import Augmentation
@@ -56,6 +58,9 @@ class SmallImages(run.Task):
             data = load_dataset(config.dataset, config.data_dir, config.cache_dir, config.img_size, config.download,
                                 config.workers, config.exif_rotation)
         self.classes, self.fingerprint = data.classes, data.fingerprint()
+        self.same_images = torch.equal(data.train.images, data.test.images)
+        if self.same_images and config.holdout:
+            raise UsageError(f"the training images are the test images, so holdout must be 0, got {config.holdout}")
         self.test = self.evaluated = self._kept(data.test)
         self.test_images = self.eval_images = len(data.test)
         if not training:

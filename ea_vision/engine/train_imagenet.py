@@ -10,9 +10,10 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ea_vision.base.errors import UsageError
-from ea_vision.base.processes import World
+from ea_vision.base.processes import MOST_WORKERS, World
 from ea_vision.data.bad_images import BadImages
 from ea_vision.data.ffcv import BetonEvalLoader, BetonTrainLoader, open_beton
 from ea_vision.data.imagenet import (
@@ -48,8 +49,8 @@ class ImageNetConfig(TrainConfig):
     recipe: str = option("imagenet", "recipe: a name in ea_vision/recipes, a YAML file, or none", free=True)
     data_dir: str = option("", "folder with train and val, each a folder or .tar of class/name.jpg", free=True)
     output: str = option("", "run folder; empty: runs/imagenet-MODEL", free=True)
-    workers: int = option(8, "processes (threads for FFCV) that decode images, per training process; 0: none "
-                              "besides it", minimum=0, free=True)
+    workers: int = option(8, "processes (threads for FFCV) that decode images, per training process; 0: in this one",
+                         minimum=0, maximum=MOST_WORKERS, free=True)
     dataset: str = option("", "timm's name of another data set that can be indexed (torch/*, hfds/*); empty: images")
     train_beton: str = option("", "FFCV file of the training images; empty: data_dir is read", free=True)
     val_beton: str = option("", "FFCV file of the images to evaluate on; empty: data_dir is read", free=True)
@@ -62,7 +63,7 @@ class ImageNetConfig(TrainConfig):
     num_classes: int = option(0, "classes the data must have; 0: those it has", minimum=0)
     img_size: int = option(224, "side of the images in pixels", minimum=8)
     eval_resize: int = option(256, "evaluation: the short side in pixels, before the middle is cut out", minimum=8)
-    crop_scale: float = option(0.08, "least share of an image's area in a training crop", minimum=0.0, maximum=1.0)
+    crop_scale: float = option(0.08, "least share of an image's area in a training crop", above=0.0, maximum=1.0)
     hflip: float = option(0.5, "probability of a left-right flip", minimum=0.0, maximum=1.0)
     color_jitter: float = option(0.0, "strength of brightness, contrast and saturation changes (not FFCV)", minimum=0.0,
                                  not_with="train_beton")
@@ -90,6 +91,7 @@ class ClassFolders(run.Task):
         self.preprocessing = (config.img_size / config.eval_resize,
                               "area" if config.val_beton else config.interpolation)
         if training:
+            self.transform = None if config.train_beton else checked_train_transform(config)
             self.train = self._open("train")
         self.evaluated = self._open("validation")
         self.classes, self.fingerprint = self.evaluated.classes, self.evaluated.fingerprint()
@@ -97,9 +99,7 @@ class ClassFolders(run.Task):
         self.about = {"data": self.evaluated.name}
         if training:
             check_same_classes(self.train, self.evaluated)
-            if self.train.name == self.evaluated.name:
-                log.warning("%s is neither train nor val: the same images are trained and evaluated on",
-                            self.train.name)
+            self.same_images = same_place(self.train.name, self.evaluated.name)
             self.fingerprint = self.train.fingerprint() + self.fingerprint
             self.earlier_fingerprint = self.train.earlier_fingerprint() + self.evaluated.earlier_fingerprint()
             self.train_images, self.describe = len(self.train), self.train.describe
@@ -108,6 +108,9 @@ class ClassFolders(run.Task):
     @staticmethod
     def default_output(config: ImageNetConfig) -> str:
         return f"runs/imagenet-{config.model}"
+
+    def trained_on(self, run: dict[str, Any]) -> bool:
+        return same_place(run.get("train_data"), self.evaluated.name)
 
     def _open(self, split: str):
         """The images of "train" or "validation": an FFCV file where one is given, else what --data-dir holds."""
@@ -124,17 +127,15 @@ class ClassFolders(run.Task):
         return ImageSource(config.dataset, place, split, config.num_classes, config.exif_rotation)
 
     def train_loader(self, **form) -> ImageTrainLoader | BetonTrainLoader:
-        config, source, scale = self.config, self.train, (self.config.crop_scale, 1.0)
+        config, source = self.config, self.train
         common = {**form, "img_size": config.img_size, "batch_size": config.batch_size, "workers": config.workers,
                   "seed": config.seed, "bad_images": self.bad_images}
         if config.train_beton:
             fits = all(self.world.gather(source.fits_in_memory()))  # one order for all, on whatever machine they are
             os_cache = config.os_cache == "on" or config.os_cache == "auto" and fits
-            return BetonTrainLoader(source, scale=scale, hflip=config.hflip, os_cache=os_cache, **common)
-        transform = train_transform(config.img_size, scale=scale, hflip=config.hflip,
-                                    color_jitter=config.color_jitter, auto_augment=config.auto_augment,
-                                    interpolation=config.interpolation)
-        return ImageTrainLoader(source, transform=transform, **common)
+            return BetonTrainLoader(source, scale=(config.crop_scale, 1.0), hflip=config.hflip, os_cache=os_cache,
+                                    **common)
+        return ImageTrainLoader(source, transform=self.transform, **common)
 
     def eval_loader(self, **form) -> ImageEvalLoader | BetonEvalLoader:
         config = self.config
@@ -144,6 +145,26 @@ class ClassFolders(run.Task):
             return BetonEvalLoader(self.evaluated, resize=config.eval_resize, **common)
         transform = eval_transform(config.img_size, config.eval_resize, config.interpolation)
         return ImageEvalLoader(self.evaluated, transform=transform, **common)
+
+
+def checked_train_transform(config: ImageNetConfig):
+    """What is done to training images.
+
+    Raises:
+        UsageError: timm knows no such policy.
+    """
+    try:
+        return train_transform(config.img_size, scale=(config.crop_scale, 1.0), hflip=config.hflip,
+                               color_jitter=config.color_jitter, auto_augment=config.auto_augment,
+                               interpolation=config.interpolation)
+    except (AssertionError, ValueError, KeyError, IndexError, TypeError) as error:
+        raise UsageError(f"auto_augment must be a policy of timm, such as rand-m9-mstd0.5, augmix-m3 or original, got "
+                         f"{config.auto_augment!r} ({error})") from error
+
+
+def same_place(a: Any, b: str) -> bool:
+    """Whether two names of images are one, or lead to the same folder or file."""
+    return a == b or isinstance(a, str) and Path(a).exists() and Path(b).exists() and Path(a).samefile(b)
 
 
 def check_same_classes(train, evaluated) -> None:

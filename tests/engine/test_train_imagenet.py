@@ -182,8 +182,17 @@ def test_a_small_evolving_network_learns_its_images_by_heart(tmp_path):
     argv = ["--model", "ea_aa_resnet34", "--model-kwargs", "layers=[1,2,2,1]", "channels=[16,32,64,64]", "--img-size",
             "64", "--eval-resize", "64", "--crop-scale", "0.5", "--batch-size", "16", "--epochs", "16", "--lr", "0.05",
             "--lr-base-batch", "0", "--schedule", "constant", "--warmup", "0", "--workers", "1", "--device", "cpu"]
-    assert run([*argv, "--data-dir", str(data), "--output", str(folder)], log) == 0, log.read_text()
-    metrics = run_folder.read_metrics(folder)
+    assert run([*argv, "--data-dir", str(data), "--output", str(folder)], log) == 2
+    assert "the training images are those to evaluate on" in log.read_text() and not folder.exists()
+    log.unlink()
+    argv += ["--data-dir", str(data), "--output", str(folder), "--eval-on-train"]
+    assert run(argv, log) == 0, log.read_text()
+    metrics, results = run_folder.read_metrics(folder), run_folder.read_results(folder)
+    assert results["eval_split"] == "train" and results["train_best"]["top1"] > 95 and "test_best" not in results
+    assert "fit to the training images: best weights" in log.read_text() and "accuracy" not in log.read_text()
+    assert not (folder / "results.csv").exists(), "a row of timm's results table is an accuracy"
+    assert run(["--evaluate", str(folder)], log) == 0, log.read_text()
+    assert "fit to the training images: top1" in log.read_text() and not (folder / "evaluation/results.csv").exists()
     assert metrics["top1"][-1] > 95 and metrics["train_loss"][-1] < 0.1 * metrics["train_loss"][0]
     with safetensors.safe_open(folder / run_folder.WEIGHTS, framework="pt") as weights:
         assert sum(name.endswith("evolution.convs.0.weight") for name in weights.keys()) == 8

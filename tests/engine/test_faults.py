@@ -1,0 +1,433 @@
+"""One row a fault: what a user can get wrong, or a disk do to files, and the one line that says so."""
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import timm
+import torch
+import yaml
+
+from ea_vision import timm_scripts
+from ea_vision.base.errors import UsageError, exit_code
+from ea_vision.base.networks import create_classifier
+from ea_vision.base.processes import MOST_WORKERS, World
+from ea_vision.engine import checkpoint, run_folder, train_cifar, train_imagenet
+from ea_vision.engine.evaluate import NonFiniteLoss, evaluate
+from tests.data.photos import make_photos
+from tests.engine.runner import arguments, make_folder, run
+
+OLD_RUN = Path(__file__).parent / "old_runs" / "cifar"
+WORLD = World(0, 1, torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return make_folder(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    return make_photos(tmp_path_factory.mktemp("photos"))
+
+
+@pytest.fixture
+def old_run(tmp_path):
+    """A run folder with one of two epochs, which a test may spoil."""
+    return Path(shutil.copytree(OLD_RUN, tmp_path / "run"))
+
+
+def error_of(main, argv, capsys, code=2) -> str:
+    """Run a command; return its error, which must be one line."""
+    assert exit_code(lambda: main(argv)) == code
+    lines = [line for line in capsys.readouterr().err.splitlines() if line]
+    assert len(lines) == 1 and lines[0].startswith("error: "), lines
+    return lines[0].removeprefix("error: ")
+
+
+def resume(folder: Path) -> list[str]:
+    """The command of the old run, in `folder`."""
+    command = yaml.safe_load((OLD_RUN / "config.yaml").read_text())["run"]["command"].split()[1:]
+    return [*command[:-1], str(folder)]
+
+
+# ---- options --------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("more, message", [
+    (["--lr", "inf"], "lr must be a finite number, got inf"),
+    (["--weight-decay", "inf"], "weight_decay must be a finite number, got inf"),
+    (["--clip-grad", "1e999"], "clip_grad must be a finite number, got inf"),
+    (["--decay-epochs", "1", "inf"], "decay_epochs must be a finite number, got inf"),
+    (["--ema", "1"], "ema must be below 1.0, got 1.0"),
+    (["--workers", "100000"], f"workers must be at most {MOST_WORKERS}, got 100000"),
+    (["--workers", "-1"], "workers must be at least 0, got -1"),
+    (["--seed", str(2**64)], f"seed must be at most {2**63 - 1}, got {2**64}"),
+    (["--seed", "1e400"], "seed must be of type int, got '1e400'"),
+    (["--batch-size", "1", "--mixup", "0.2"],
+     "mixup and cutmix mix pairs of images: batch_size must be at least 2, got 1"),
+    (["--batch-size", "1", "--cutmix", "1"],
+     "mixup and cutmix mix pairs of images: batch_size must be at least 2, got 1"),
+    (["--model-kwargs", "num_classes=7"], "model keyword num_classes must be 3, as the images are, got 7"),
+    (["--model-kwargs", "in_chans=1"], "model keyword in_chans must be 3, as the images are, got 1"),
+    (["--batch-size", "1"], "model test_resnet cannot be trained on batches of 1 images of 32 pixels: *"),
+    (["--model-kwargs", "a=!!python/object/apply:os.system ['true']"],
+     "--model-kwargs takes key=value with a number, true, false, text or a [list], got "
+     "\"a=!!python/object/apply:os.system ['true']\" (see *"),
+    (["--model-kwargs", "a=[1"], "--model-kwargs takes key=value with *"),
+    (["--model-kwargs", "a=2020-13-45"], "--model-kwargs takes key=value with *"),
+    (["--model-kwargs", "a=2020-12-24"], "--model-kwargs takes key=value with *"),
+    (["--model-kwargs", "a=!!set {1}"], "--model-kwargs takes key=value with *"),
+    (["--model", "ea_conv_transformer_cifar", "--model-kwargs", "alpha=x"],
+     "model ea_conv_transformer_cifar refuses num_classes=3 in_chans=3 img_size=32 alpha=x: *"),
+    (["--dataset", "digits", "--evaluate", "ea_conv_transformer_cifar.fast_c10"],
+     "ea_conv_transformer_cifar.fast_c10 was trained on other classes: 'airplane' where the data has '0'"),
+    (["--evaluate", "cnn_cifar", "--model", "test_resnet"],
+     "--evaluate cnn_cifar names the model, got --model test_resnet"),
+])
+def test_options(data, tmp_path, capsys, more, message):
+    folder = tmp_path / "run"
+    argv = arguments(data, folder)
+    if "ea_conv_transformer_cifar" in more:
+        argv = [word for word in argv if word not in ("--model-kwargs", "drop_rate=0.2")]
+    if "--evaluate" in more:
+        argv = ["--cache-dir", "none", "--output", str(folder)]
+    error = error_of(train_cifar.main, [*argv, *more], capsys)
+    assert fnmatchcase(error, message.replace("[", "[[]")), error
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("more, message", [
+    (["--auto-augment", "zzz"], "auto_augment must be a policy of timm, such as rand-m9-mstd0.5, augmix-m3 or "
+                                "original, got 'zzz' (Unknown AA policy zzz)"),
+    (["--crop-scale", "0"], "crop_scale must be above 0.0, got 0.0"),
+    (["--crop-scale", "nan"], "crop_scale must be a number, got nan"),
+    (["--workers", "100000"], f"workers must be at most {MOST_WORKERS}, got 100000"),
+    (["--model-kwargs", "num_classes=7"], "model keyword num_classes must be 3, as the images are, got 7"),
+])
+def test_options_of_the_imagenet_trainer(photos, tmp_path, capsys, more, message):
+    folder = tmp_path / "run"
+    argv = ["--model", "test_resnet", "--img-size", "16", "--eval-resize", "20", "--batch-size", "8", "--workers", "1",
+            "--device", "cpu", "--data-dir", str(photos), "--output", str(folder)]
+    assert error_of(train_imagenet.main, [*argv, *more], capsys) == message
+    assert not folder.exists()
+
+
+def test_what_was_refused_leaves_nothing_in_the_way_of_the_corrected_command(data, tmp_path, capsys):
+    folder, log = tmp_path / "run", tmp_path / "log"
+    argv = arguments(data, folder, "--epochs", "1")
+    error_of(train_cifar.main, [*argv, "--model-kwargs", "num_classes=7"], capsys)
+    assert run(argv, log) == 0, log.read_text()
+    # and the same keyword with the right value is no error
+    assert run([*arguments(data, tmp_path / "second", "--epochs", "1"), "--model-kwargs", "num_classes=3"], log) == 0
+
+
+def test_large_seeds_are_taken_as_they_are():
+    config, _ = train_cifar.run.resolve(train_cifar.CifarConfig, {"seed": str(2**63 - 1)})
+    assert config.seed == 2**63 - 1, "not rounded to a float"
+
+
+def test_alpha_of_another_kind_is_one_error():
+    with pytest.raises(UsageError, match="model ea_aa_resnet34 refuses num_classes=10 in_chans=3 .*alpha=x"):
+        create_classifier("ea_aa_resnet34", {"alpha": "x"}, num_classes=10, img_size=64)
+
+
+def test_a_script_that_does_not_exist(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TIMM_SCRIPTS", raising=False)
+    assert timm_scripts.main(["train.py"]) == 2
+    assert "no script 'train.py': looked for train.py; timm's" in capsys.readouterr().err
+    assert timm_scripts.main(["train"]) == 2
+    assert "no script 'train': looked for train, train.py; timm's" in capsys.readouterr().err
+
+
+# ---- data -----------------------------------------------------------------------------------------------------------
+
+def test_one_class(tmp_path, capsys):
+    argv = arguments(make_folder(tmp_path / "data", classes=1), tmp_path / "run")
+    assert error_of(train_cifar.main, argv, capsys) == "at least 2 classes of images are required, got class_0"
+    root = make_photos(tmp_path / "photos", classes=1)
+    argv = ["--model", "test_resnet", "--data-dir", str(root), "--output", str(tmp_path / "run"), "--workers", "1"]
+    assert error_of(train_imagenet.main, argv, capsys) == "at least 2 classes of images are required, got class_0"
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_same_images_for_training_and_evaluation(tmp_path, capsys):
+    root = make_folder(tmp_path / "data")
+    shutil.rmtree(root / "test")
+    (root / "test").symlink_to(root / "train")
+    folder, log = tmp_path / "run", tmp_path / "log"
+    argv = arguments(root, folder, "--epochs", "1")
+    message = ("the training images are those to evaluate on: give others, or --eval-on-train, which calls no result "
+               "an accuracy")
+    assert error_of(train_cifar.main, argv, capsys) == message
+    assert not folder.exists()
+    assert run([*argv, "--eval-on-train"], log) == 0, log.read_text()
+    assert "accuracy" not in log.read_text() and "fit to the training images" in log.read_text()
+    assert run_folder.read_results(folder).keys() >= {"train_best", "train_last", "train_images"}
+    assert run_folder.read_config(folder)[1]["eval_split"] == "train"
+    photos = make_photos(tmp_path / "photos")
+    shutil.rmtree(photos / "val")
+    (photos / "val").symlink_to(photos / "train")
+    argv = ["--model", "test_resnet", "--data-dir", str(photos), "--output", str(tmp_path / "b"), "--workers", "1"]
+    assert error_of(train_imagenet.main, argv, capsys) == message
+
+
+def test_a_complete_run_of_other_data(data, tmp_path, capsys):
+    folder, log = tmp_path / "run", tmp_path / "log"
+    argv = arguments(data, folder, "--epochs", "1")
+    assert run(argv, log) == 0, log.read_text()
+    assert train_cifar.main(argv) == 0 and "is complete" in capsys.readouterr().out
+    other = make_folder(tmp_path / "other", train=42)
+    argv[argv.index(str(data))] = str(other)
+    files = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    assert error_of(train_cifar.main, argv, capsys).startswith(f"{folder} was trained on other data: fingerprint ")
+    assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == files
+
+
+def test_evaluating_a_run_as_another_model(old_run, capsys):
+    error = error_of(train_cifar.main, ["--evaluate", str(old_run), "--model", "resnet18"], capsys)
+    assert error == f"--evaluate {old_run} is a run with model 'ea_conv_transformer_cifar', got 'resnet18'"
+    error = error_of(train_cifar.main, ["--evaluate", str(old_run), "--model-kwargs", "alpha=0.1"], capsys)
+    assert error.startswith(f"--evaluate {old_run} is a run with model_kwargs {{'widths': [8, 8, 8, 8], ")
+    assert train_cifar.main(["--evaluate", str(old_run), "--model", "ea_conv_transformer_cifar"]) == 0
+
+
+# ---- weights that are no numbers ----------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("name", ["stem.bn.running_mean", "head.fc.weight"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_weights_and_statistics_that_are_not_finite(old_run, capsys, name, value):
+    weights = safetensors.torch.load_file(old_run / "model.safetensors")
+    weights[name].view(-1)[0] = value
+    safetensors.torch.save_file(weights, old_run / "model.safetensors")
+    error = error_of(train_cifar.main, ["--evaluate", str(old_run)], capsys)
+    assert error == f"weights {old_run}/model.safetensors must be finite numbers, got others in {name}"
+    state = checkpoint.read_checkpoint(old_run / "last.ckpt")
+    state["model"][name].view(-1)[0] = value
+    (old_run / "last.ckpt").write_bytes(checkpoint.encode(state))
+    error = error_of(train_cifar.main, resume(old_run), capsys)
+    assert error == f"weights {old_run}/last.ckpt must be finite numbers, got others in {name}"
+
+
+def test_an_evaluation_whose_loss_is_not_finite_is_an_error():
+    class Loader:
+        def batches(self):
+            yield torch.full((4, 3, 8, 8), 1e30), torch.zeros(4, dtype=torch.int64), torch.arange(4)
+
+    class Overflows(torch.nn.Module):
+        def forward(self, x):
+            return x.flatten(1)[:, :5].pow(2) - x.flatten(1)[:, 1:6].pow(2)
+
+    with pytest.raises(NonFiniteLoss, match="the loss of the evaluation on 4 images is nan"):
+        evaluate(Overflows(), Loader(), 5, WORLD)
+
+
+class SpoilStatistics:
+    """Put NaN into batch statistics after update `number`, where the weights stay finite."""
+
+    def __init__(self, number: int):
+        self.number = number
+
+    def __call__(self):
+        from ea_vision.engine.train import Trainer
+
+        update = Trainer._update
+
+        def hurt(trainer, batches):
+            result = update(trainer, batches)
+            if trainer.progress.updates == self.number:
+                dict(trainer.model.named_buffers())["bn1.running_var"][0] = float("nan")
+            return result
+
+        Trainer._update = hurt
+
+
+def test_statistics_that_are_not_finite_are_never_saved(data, tmp_path):
+    folder, log = tmp_path / "run", tmp_path / "log"
+    assert run(arguments(data, folder), log, SpoilStatistics(4)) == 1
+    assert "a weight is not finite after update 4 of epoch 1: bn1.running_var" in log.read_text()
+    saved = checkpoint.read_checkpoint(folder / checkpoint.LAST)
+    assert saved["progress"]["updates"] == 2 and all(v.isfinite().all() for v in saved["model"].values())
+
+
+class SpoilEvaluation:
+    """Make the images of the first evaluation NaN."""
+
+    def __call__(self):
+        from ea_vision.engine import train
+
+        evaluate, left = train.evaluate, [1]
+
+        class Spoilt:
+            def __init__(self, loader):
+                self.loader = loader
+
+            def batches(self):
+                for images, targets, ids in self.loader.batches():
+                    yield images * math.nan, targets, ids
+
+        def hurt(model, loader, *args, **kwargs):
+            return evaluate(model, Spoilt(loader) if left and left.pop() else loader, *args, **kwargs)
+
+        train.evaluate = hurt
+
+
+def test_an_evaluation_that_fails_ends_a_run_or_has_it_roll_back(data, tmp_path):
+    log = tmp_path / "log"
+    assert run(arguments(data, tmp_path / "a"), log, SpoilEvaluation()) == 1
+    assert f"error: the loss of the evaluation on 13 images is nan; last good checkpoint: {tmp_path}/a/last.ckpt\n" \
+        in log.read_text()
+    assert run(arguments(data, tmp_path / "b", "--on-nan", "rollback"), log, SpoilEvaluation()) == 0, log.read_text()
+    assert run_folder.read_results(tmp_path / "b")["rollbacks"] == 1
+
+
+# ---- run folders --------------------------------------------------------------------------------------------------
+
+HINT = "; without this file the run's own command writes it again"
+
+
+@pytest.mark.parametrize("content, message", [
+    (b"{}", "{} is not that of a run: epochs must be of type int, got nothing" + HINT),
+    (b"[]", "{} is not that of a run: a mapping is required, got list" + HINT),
+    (b"null", "{} is not that of a run: a mapping is required, got NoneType" + HINT),
+    (b'{"epochs": "2", "eval_split": "test"}', "{} is not that of a run: epochs must be of type int, got str" + HINT),
+    (b'{"epochs": true, "eval_split": "test"}', "{} is not that of a run: epochs must be of type int, got bool" + HINT),
+    (b"\xff\xfe\x00", "cannot read {}: "),
+    (b"", "cannot read {}: "),
+    (b"[" * 100000, "cannot read {}: "),
+])
+def test_results_that_are_none(old_run, capsys, content, message):
+    path = old_run / "results.json"
+    path.write_bytes(content)
+    error = error_of(train_cifar.main, resume(old_run), capsys)
+    assert error == message.format(path) or message.endswith(": ") and error.startswith(message.format(path))
+    assert error.endswith(HINT)
+
+
+@pytest.mark.parametrize("content, message", [
+    (b"", "{} is not that of a run: a mapping is required, got NoneType"),
+    (b"[]", "{} is not that of a run: a mapping is required, got list"),
+    (b"{}", "{} is not that of a run: model must be of type str, got nothing"),
+    (b"\xff\xfe\x00\x01", "{} is not the config.yaml of a run: it is not valid YAML"),
+    (b"a: [", "{} is not the config.yaml of a run: it is not valid YAML"),
+    (b"model: cnn_cifar", "{} is not that of a run: run must be of type dict, got nothing"),
+    (b"model: cnn_cifar\nrun: {}", "{} is not that of a run: model_kwargs must be of type dict, got nothing"),
+    (b"model: 3\nrun: {}", "{} is not that of a run: model must be of type str, got int"),
+    (b"model: cnn_cifar\nrun: {model_kwargs: {}, classes: 3, eval_split: test, data_fingerprint: ''}",
+     "{} is not that of a run: classes must be of type list, got int"),
+])
+def test_a_config_that_is_none(old_run, capsys, content, message):
+    path = old_run / "config.yaml"
+    path.write_bytes(content)
+    for argv in (["--evaluate", str(old_run)], ["--learning-curves", str(old_run), "--output", "c.png"]):
+        assert error_of(train_cifar.main, argv, capsys) == message.format(path)
+
+
+def test_a_config_of_a_model_that_refuses(old_run, capsys):
+    config = yaml.safe_load((old_run / "config.yaml").read_text())
+    config["run"]["model_kwargs"]["depht"] = 3
+    (old_run / "config.yaml").write_text(yaml.safe_dump(config))
+    error = error_of(train_cifar.main, ["--evaluate", str(old_run)], capsys)
+    assert error.startswith(f"run {old_run}: model ea_conv_transformer_cifar refuses ") and "'depht'" in error
+
+
+def spoil(state, key, value=None):
+    """A checkpoint's state with an entry, dotted, replaced or (None) missing."""
+    *path, last = key.split(".")
+    place = state
+    for part in path:
+        place = place[part]
+    if value is None:
+        del place[last]
+    else:
+        place[last] = value
+
+
+@pytest.mark.parametrize("key, value, message", [
+    ("progress", None, "has no valid checkpoint"),
+    ("progress", [], "has no valid checkpoint"),
+    ("progress.updates", None, "has no valid checkpoint"),
+    ("progress.updates", "55", "has no valid checkpoint"),
+    ("progress.surprise", 3, "is not a checkpoint of this trainer: "),
+    ("config", None, "is not a checkpoint of this trainer: config has nothing"),
+    ("config", [], "is not a checkpoint of this trainer: config has list"),
+    ("model", {}, "do not fit the model: "),
+    ("model", {"a": 3}, "is not a checkpoint of this trainer: model must hold tensors only"),
+    ("model", "x", "is not a checkpoint of this trainer: model has str"),
+    ("optimizer", {}, "does not fit sgd: "),
+    ("optimizer", {"state": {}, "param_groups": []}, "does not fit sgd: "),
+    ("data_fingerprint", 3, "is not a checkpoint of this trainer: data_fingerprint has int"),
+    ("data_fingerprint", "0" * 64, "was trained on other data: fingerprint 000000000000, got ab86d6b81cc5"),
+    ("world_size", None, "is not a checkpoint of this trainer: world_size has nothing"),
+    ("random", [], "is not a checkpoint of this trainer: its random or scaler state does not fit "),
+    ("random", [{}], "is not a checkpoint of this trainer: its random or scaler state does not fit "),
+    ("scaler", None, "is not a checkpoint of this trainer: scaler has nothing"),
+    ("ema", {}, "has the averaged weights of --ema, got ema 0"),
+])
+def test_checkpoints_that_are_whole_and_wrong(old_run, capsys, key, value, message):
+    """Their checksum is right: what is refused is the content, in one line, and the file stays as it is."""
+    path = old_run / "last.ckpt"
+    state = checkpoint.read_checkpoint(path)
+    spoil(state, key, value)
+    path.write_bytes(checkpoint.encode(state))
+    before = path.read_bytes()
+    other = Path(f"{old_run}2")
+    named = error_of(train_cifar.main, [*resume(old_run), "--resume", str(path), "--output", str(other)], capsys)
+    assert str(path) in named
+    if message == "has no valid checkpoint":
+        assert "is not a checkpoint of this trainer" in named
+    else:
+        assert message in named
+        error = error_of(train_cifar.main, resume(old_run), capsys)
+        assert str(path) in error and message in error
+    assert path.read_bytes() == before and not other.exists()
+
+
+def read_only(monkeypatch):
+    """Make every change of files fail as on a read-only mount."""
+    import errno
+    import os
+
+    def refuse(*_, **__):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    def mkdir(folder, *_, exist_ok=False, **__):
+        if not (exist_ok and folder.is_dir()):
+            refuse()
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    for name in ("touch", "unlink", "rmdir", "rename"):
+        monkeypatch.setattr(Path, name, refuse)
+    monkeypatch.setattr(os, "replace", refuse)
+
+
+def test_a_run_folder_on_a_read_only_mount(old_run, capsys, monkeypatch):
+    files = {path: path.read_bytes() for path in old_run.iterdir()}
+    read_only(monkeypatch)
+    error = error_of(train_cifar.main, [*resume(old_run), "--cache-dir", "none"], capsys)
+    assert error == f"cannot write into the folder {old_run}: Read-only file system"
+    error = error_of(train_cifar.main, ["--evaluate", str(old_run)], capsys)
+    assert error == f"cannot write into the folder {old_run}: Read-only file system"
+    error = error_of(train_cifar.main, [*resume(old_run.parent / "new")], capsys)
+    assert error == f"cannot make the folder {old_run.parent / 'new'}: Read-only file system"
+    assert {path: path.read_bytes() for path in old_run.iterdir()} == files
+
+
+def test_survivors_stay_as_they_were(old_run, tmp_path, capsys):
+    """Rows that were right before: a pickle is not executed, a plain weights file and a foreign file are named."""
+    path = old_run / "last.ckpt"
+    torch.save({"model": timm.create_model("test_resnet").state_dict()}, path)
+    out = str(tmp_path / "other")
+    error = error_of(train_cifar.main, [*resume(old_run), "--resume", str(path), "--output", out], capsys)
+    assert error.startswith(f"{path} cannot be read as a checkpoint: ")
+    shutil.copy(old_run / "model.safetensors", path)
+    error = error_of(train_cifar.main, [*resume(old_run), "--resume", str(path), "--output", out], capsys)
+    assert error == f"{path} is not a checkpoint of this trainer"
+    path.write_text(json.dumps({}))
+    error = error_of(train_cifar.main, [*resume(old_run), "--resume", str(path), "--output", out], capsys)
+    assert error.startswith(f"{path} cannot be read as a checkpoint: ")
