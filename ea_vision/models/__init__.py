@@ -15,6 +15,7 @@ from ea_vision.models._chain import AttentionConfig, AttnStage, ChainBuilder, Ch
 from ea_vision.models.attn_resnet import AttnResNet
 from ea_vision.models.conv_transformer import ConvTransformer
 from ea_vision.models.resnet_cifar import ResNetCifar
+from ea_vision.models.wide_resnet import WideResNet
 
 __all__ = [
     "AttentionConfig",
@@ -26,6 +27,7 @@ __all__ = [
     "Network",
     "Published",
     "ResNetCifar",
+    "WideResNet",
     "build_network",
     "get_network",
     "list_networks",
