@@ -12,6 +12,7 @@ from ea_vision.models._build import (
     shipped_weights,
 )
 from ea_vision.models._chain import AttentionConfig, AttnStage, ChainBuilder, ChainedNetwork, to_size
+from ea_vision.models.attn_mnasnet import AttnMnasNet
 from ea_vision.models.attn_resnet import AttnResNet
 from ea_vision.models.conv_transformer import ConvTransformer
 from ea_vision.models.resnet_cifar import ResNetCifar
@@ -19,6 +20,7 @@ from ea_vision.models.wide_resnet import WideResNet
 
 __all__ = [
     "AttentionConfig",
+    "AttnMnasNet",
     "AttnResNet",
     "AttnStage",
     "ChainBuilder",
