@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from timm.layers import BatchNormAct2d, ClassifierHead, DropPath, GatherExcite, SEModule
+from timm.layers import BatchNormAct2d, ClassifierHead, DropPath, SEModule
 from timm.models import generate_default_cfgs
 from torch import Tensor, nn
 
@@ -96,12 +96,19 @@ class AttnWideBlock(WideBlock):
         return self.second_half(z, y if self.shared_norm else x), logits
 
 
+class GatherExcite(nn.Module):
+    """Gather-excite over the whole map without parameters; timm's cannot be traced or scripted."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * x.mean((2, 3), keepdim=True).sigmoid()
+
+
 def _gate(kind: str | None, channels: int, device=None, dtype=None) -> nn.Module:
     dd = {"device": device, "dtype": dtype}
     if kind == "se":
-        return SEModule(channels, rd_channels=max(1, channels // 16), bias=False, **dd)
+        return SEModule(channels, rd_channels=max(8, channels // 16), bias=False, **dd)
     if kind == "ge":
-        return GatherExcite(channels, extra_params=False, extent=0, use_mlp=False, **dd)
+        return GatherExcite()
     if kind is not None:
         raise ValueError(f"gate must be 'se', 'ge' or None, got {kind!r}")
     return nn.Identity()
@@ -119,7 +126,7 @@ class WideResNet(ChainedNetwork, nn.Module):
         depth: layers, 6 n + 4 for n blocks a group.
         width: the groups have 16, 32 and 64 times as many channels.
         attention: whether the first convolution of every block is augmented.
-        gate: "se" (squeeze-excite, a sixteenth of the channels, no biases) or "ge" (gather-excite without parameters)
+        gate: "se" (squeeze-excite, a sixteenth of the channels and at least 8, no biases) or "ge" (gather-excite without parameters)
             on every block's branch, or None.
         outer_residuals: whether the sums around each group and around the whole network are added.
         drop_rate: dropout before the classifier.
