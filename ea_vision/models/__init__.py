@@ -12,12 +12,15 @@ from ea_vision.models._build import (
     shipped_weights,
 )
 from ea_vision.models._chain import AttentionConfig, AttnStage, ChainBuilder, ChainedNetwork, to_size
+from ea_vision.models.attn_mnasnet import AttnMnasNet
 from ea_vision.models.attn_resnet import AttnResNet
 from ea_vision.models.conv_transformer import ConvTransformer
 from ea_vision.models.resnet_cifar import ResNetCifar
+from ea_vision.models.wide_resnet import WideResNet
 
 __all__ = [
     "AttentionConfig",
+    "AttnMnasNet",
     "AttnResNet",
     "AttnStage",
     "ChainBuilder",
@@ -26,6 +29,7 @@ __all__ = [
     "Network",
     "Published",
     "ResNetCifar",
+    "WideResNet",
     "build_network",
     "get_network",
     "list_networks",

@@ -186,6 +186,10 @@ class ChainedNetwork:
         features."""
         raise NotImplementedError
 
+    def forward_end(self, x: Tensor) -> Tensor:
+        """From the last feature to what `forward_features` returns; nothing unless a network has something there."""
+        return x
+
     @staticmethod
     def map_size(img_size: tuple[int, int], reduction: int) -> tuple[int, int]:
         """(height, width) of a map. Every halving rounds up, so together they do."""
@@ -244,6 +248,8 @@ class ChainedNetwork:
             x, logits = step(x, logits)
             if index in take_indices:
                 intermediates.append(x)
+        if index == len(steps) - 1:
+            x = self.forward_end(x)
         return intermediates if intermediates_only else (x, intermediates)
 
     @torch.jit.ignore

@@ -1,5 +1,6 @@
-"""What timm expects of a model, of every name: after timm's own model tests, with values where those look at shapes."""
+"""What timm expects of a model: after timm's own model tests, with values where those look at shapes."""
 import copy
+from functools import partial
 
 import pytest
 import timm
@@ -8,13 +9,13 @@ from timm.layers import BlurPool2d, DropPath
 from timm.models import create_feature_extractor, get_graph_node_names, group_parameters
 from timm.optim import create_optimizer_v2
 
-from tests.models.zoo import CHAINED, CIFAR, EVERY, NAMES, RESNETS, SMALL, layers_of, lively, side
+from ea_vision.models import list_networks
+from tests.models.zoo import CHAINED, CIFAR, EVERY, RESNETS, SMALL, TESTED, layers_of, lively, other_sizes, side
 
 SIZES = [(64, 64), (96, 160), (128, 128), (224, 224), (288, 288)]
-KINDS = pytest.mark.parametrize("name", SMALL, indirect=True)  # for what takes long
 
 
-@pytest.fixture(scope="module", params=EVERY)
+@pytest.fixture(scope="module", params=TESTED)
 def name(request) -> str:
     return request.param
 
@@ -56,7 +57,6 @@ def test_every_parameter_has_a_gradient(name, model):
     assert [n for n, g in gradients.items() if g is None or not g.isfinite().all() or not g.any()] == []
 
 
-@KINDS
 def test_gradient_checkpointing_changes_nothing(name, model):
     x = torch.randn(2, 3, side(name), side(name))
     results = []
@@ -73,7 +73,8 @@ def test_gradient_checkpointing_changes_nothing(name, model):
 def test_intermediates_are_those_of_the_whole_network(model, image):
     final, taken = model.forward_intermediates(image)
     torch.testing.assert_close(final, model.forward_features(image))
-    torch.testing.assert_close(final, taken[-1])
+    end = getattr(model, "forward_end", torch.nn.Identity())  # what is between the last feature and the head
+    torch.testing.assert_close(final, end(taken[-1]))
     assert len(taken) == len(model.feature_info)
     for feature, info in zip(taken, model.feature_info, strict=True):
         assert feature.shape[1] == info["num_chs"] and feature.shape[2] == image.shape[2] // info["reduction"]
@@ -83,10 +84,9 @@ def test_intermediates_are_those_of_the_whole_network(model, image):
     torch.testing.assert_close(last, taken[-2:])
 
 
-@KINDS
 @torch.no_grad()
 def test_features_only_are_the_intermediates(name, model, image):
-    features = timm.create_model(name, features_only=True, out_indices=(1, -2)).eval()
+    features = lively(name, features_only=True, out_indices=(1, -2)).eval()
     inner = getattr(features, "model", features)  # timm's ResNet is unwrapped
     kept = inner.state_dict().keys()
     inner.load_state_dict({n: v for n, v in model.state_dict().items() if n in kept})
@@ -98,7 +98,6 @@ def test_features_only_are_the_intermediates(name, model, image):
     features.set_grad_checkpointing(True)
 
 
-@KINDS
 @torch.no_grad()
 def test_head_in_timms_ways(name, model, image):
     model = copy.deepcopy(model)
@@ -121,7 +120,6 @@ def test_fx_computes_the_same(model, image):
     torch.testing.assert_close(next(iter(extractor(image).values())), model(image))
 
 
-@KINDS
 @torch.no_grad()
 def test_torchscript_computes_the_same(name, model, image):
     with torch.jit.optimized_execution(False):
@@ -154,17 +152,25 @@ def test_layer_decay_follows_the_order_of_the_network(name, model, image):
     assert coarse[f"{model.default_cfg['first_conv']}.weight"] == 0
 
 
-@KINDS
 @torch.no_grad()
 def test_other_sizes_work_without_being_told(name, model):
-    for size in ((40, 72), (96, 160)):
+    for size in other_sizes(name):
         y = model(torch.randn(1, 3, *size))
         assert y.shape == (1, 5) and y.isfinite().all()
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("channels", [1, 4])
+def test_other_channels(name, model, channels):
+    other = lively(name, num_classes=5, in_chans=channels).eval()
+    assert other.get_submodule(model.default_cfg["first_conv"]).in_channels == channels
+    y = other(torch.randn(1, channels, side(name), side(name)))
+    assert y.shape == (1, 5) and y.isfinite().all()
+
+
 @pytest.mark.parametrize("small", CHAINED)
 def test_img_size_sizes_the_tables_and_loads_others(small):
-    size = (96, 64)
+    size = (96, 64) if side(small) == 64 else (40, 24)
     plain, large = lively(small).eval(), lively(small, img_size=size).eval()
     large.load_state_dict(plain.state_dict())
     x = torch.randn(1, 3, *size)
@@ -179,7 +185,7 @@ def test_img_size_sizes_the_tables_and_loads_others(small):
         assert layer.height_rel.shape[0] == 2 * layer.feat_size[0] - 1
 
 
-@pytest.mark.parametrize("small", CIFAR)  # the others have timm's own head
+@pytest.mark.parametrize("small", [*CIFAR, "aa_wrn28_10_cifar"])  # the others have timm's own head
 def test_a_new_classifier_lives_where_the_network_does(small):
     model = lively(small, global_pool="max").double().eval()
     model.reset_classifier(0)
@@ -193,7 +199,7 @@ def test_a_new_classifier_lives_where_the_network_does(small):
 def test_drop_path_grows_with_depth_and_is_off_in_evaluation(small):
     model = lively(small, num_classes=5, drop_path_rate=0.3)
     rates = [m.drop_prob for m in model.modules() if isinstance(m, DropPath)]
-    assert rates == sorted(rates) and rates[-1] == pytest.approx(0.3) and len(rates) >= 11
+    assert rates == sorted(rates) and 0.28 < rates[-1] <= 0.3 and len(rates) >= 11
     x = torch.randn(2, 3, side(small), side(small))
     assert not torch.equal(model(x), model(x))
     model.eval()
@@ -212,5 +218,35 @@ def test_residual_options_of_timms_resnet_work(options):
     assert [n for n, p in model.named_parameters() if p.grad is None] == []
 
 
+@pytest.mark.parametrize("options", [
+    dict(aa_layer=BlurPool2d), dict(output_stride=8), dict(output_stride=16), dict(augment_first=False),
+    dict(norm_layer=partial(torch.nn.BatchNorm2d, eps=1e-3))])
+def test_options_of_timms_efficientnet_work(options):
+    model = lively("ea_aa_mnasnet_075", num_classes=5, **options)
+    x = torch.randn(2, 3, 64, 64)
+    y = model(x)
+    assert y.shape == (2, 5) and model.forward_features(x).shape[-1] == 64 // options.get("output_stride", 32)
+    y.sum().backward()
+    assert [n for n, p in model.named_parameters() if p.grad is None] == []
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["wrn28_10_cifar", "ea_aa_wrn28_10_cifar"])
+def test_outer_sums_of_wide_resnets(name):
+    model = timm.create_model(name, width=1, depth=10, outer_residuals=True).eval()
+    x = torch.randn(1, 3, 33, 21)
+    final, taken = model.forward_intermediates(x)
+    torch.testing.assert_close(final, model.forward_features(x))
+    torch.testing.assert_close(torch.jit.script(model)(x), model(x))
+    first = model.group1(taken[0])[0]
+    torch.testing.assert_close(taken[1], first + taken[0])
+    expected = model.group3(taken[2])[0] + model.outer3(taken[2]) + model.outer(taken[0])
+    torch.testing.assert_close(final, model.norm(expected))
+    model.prune_intermediate_layers([2])
+    torch.testing.assert_close(model(x), taken[2])
+
+
 def test_the_zoo_is_registered():
-    assert len(RESNETS) == 12 and len(NAMES) == 16 and len(timm.list_models("*ea_aa*")) == 4
+    assert len(RESNETS) == 12 and len(CIFAR) == 4 and len(timm.list_models("*ea_aa*")) == 9
+    assert len(list_networks("attn_mnasnet")) == 13 and len(list_networks("wide_resnet")) == 6
+    assert set(SMALL) < set(EVERY)

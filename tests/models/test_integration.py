@@ -9,9 +9,9 @@ from timm.models import save_for_hf
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 
-from tests.models.zoo import lively, side
+from tests.models.zoo import FAMILIES, lively, side
 
-KINDS = ["ea_aa_resnet34", "pa_aa_resnet50", "ea_conv_transformer_cifar"]
+KINDS = list(dict.fromkeys([*FAMILIES, "pa_aa_resnet50"]))
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -27,24 +27,18 @@ def test_compiles_in_one_graph_once(name):
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("name", ["ea_aa_resnet34", "ea_conv_transformer_cifar"])
-def test_exports_with_any_batch_size(name):
+@pytest.mark.parametrize("name", FAMILIES)
+def test_exports_with_any_batch_size_and_onnx_agrees(name, tmp_path):
+    onnxruntime = pytest.importorskip("onnxruntime", reason="needs onnxruntime")
+    pytest.importorskip("onnxscript", reason="needs onnxscript")
     model = lively(name, num_classes=5).eval()
     x = torch.randn(2, 3, side(name), side(name))
     program = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim("batch")},))
     other = torch.randn(5, *x.shape[1:])
     torch.testing.assert_close(program.module()(other), model(other))
-
-
-def test_onnx_agrees(tmp_path):
-    onnxruntime = pytest.importorskip("onnxruntime", reason="needs onnxruntime")
-    pytest.importorskip("onnxscript", reason="needs onnxscript")
-    model = lively("ea_conv_transformer_cifar").eval()
-    x = torch.randn(2, 3, 32, 32)
     path = tmp_path / "model.onnx"
-    torch.onnx.export(model, (x,), path, dynamo=True, dynamic_shapes=({0: torch.export.Dim("batch")},), verbose=False)
+    torch.onnx.export(program, (), path, dynamo=True, verbose=False)
     session = onnxruntime.InferenceSession(path)
-    other = torch.randn(5, 3, 32, 32)
     (result,) = session.run(None, {session.get_inputs()[0].name: other.numpy()})
     torch.testing.assert_close(torch.from_numpy(result), model(other), atol=1e-4, rtol=1e-4)
 

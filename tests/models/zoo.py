@@ -1,45 +1,70 @@
-"""The names the model tests run over, and networks whose attention counts."""
+"""The names the model tests run over: the smallest network of each kind, or every one where EA_VISION_TEST_ALL is set."""
+import os
+
 import timm
 import torch
 
 from ea_vision.layers import AugmentedConv2d
-from ea_vision.models import get_network, list_networks
+from ea_vision.models import ChainedNetwork, get_network, list_networks
 
+ALL = bool(os.environ.get("EA_VISION_TEST_ALL"))
+EVERY = list_networks()
 RESNETS = list_networks("attn_resnet")
 CIFAR = list_networks("conv_transformer")
-NAMES = [name for name in list_networks() if name in RESNETS + CIFAR]  # those with chains
-EVERY = list_networks()
+SHRUNK = {"wide_resnet": {"width": 1}}  # keywords by family; the structure stays
 
 
-def _smallest_of_each(kind) -> list[str]:
-    """Of the networks that agree in `kind(module, keywords)` the one with the fewest parameters."""
+def family(name: str) -> str:
+    """The file of a network."""
+    return timm.model_entrypoint(name).__module__.split(".")[-1]
+
+
+def _smallest_of_each(kinds: tuple[type, ...]) -> list[str]:
+    """Of a family's networks whose keywords of these types agree, the one with the fewest parameters."""
     with torch.device("meta"):
         sizes = {name: sum(p.numel() for p in timm.create_model(name).parameters()) for name in EVERY}
     smallest = {}
     for name in sorted(EVERY, key=sizes.get):
-        smallest.setdefault(kind(timm.model_entrypoint(name).__module__, get_network(name).kwargs), name)
+        kwargs = [(key, value) for key, value in get_network(name).kwargs.items() if isinstance(value, kinds)]
+        smallest.setdefault((family(name), *sorted(kwargs, key=str)), name)
     return list(smallest.values())
 
 
-# one of each kind, where depth adds nothing: of each family and evolution, and of each block
-SMALL = list(dict.fromkeys([
-    *_smallest_of_each(lambda module, kwargs: (module, kwargs.get("evolution"), kwargs.get("attention"))),
-    *_smallest_of_each(lambda module, kwargs: (module, kwargs.get("block")))]))
-CHAINED = [name for name in SMALL if name in NAMES]
+# where width and depth add nothing: of each family one of each evolution and gate, and one of each block
+SMALL = list(dict.fromkeys([*_smallest_of_each((str, bool)), *_smallest_of_each((type,))]))
+TESTED = EVERY if ALL else SMALL
 
 
 def lively(name: str, **options):
     """A new model whose residual branches count: timm's initial zeros in their last norms would hide any mistake."""
-    model = timm.create_model(name, **options)
+    model = timm.create_model(name, **{**({} if ALL else SHRUNK.get(family(name), {})), **options})
     for module in model.modules():
         if isinstance(module, torch.nn.BatchNorm2d) and not module.weight.any():
             torch.nn.init.constant_(module.weight, 0.2)
     return model
 
 
+def _chained(name: str) -> bool:
+    with torch.device("meta"):
+        return isinstance(timm.create_model(name), ChainedNetwork)
+
+
+CHAINED = [name for name in TESTED if _chained(name)]
+FAMILIES = [name for name in TESTED if ALL or get_network(name).kwargs.get("evolution") == "ea"]  # for what takes long
+
+
+def input_side(name: str) -> int:
+    return timm.get_pretrained_cfg(name).input_size[-1]
+
+
 def side(name: str) -> int:
     """Side of a small input, in pixels."""
-    return min(64, timm.get_pretrained_cfg(name).input_size[-1])
+    return min(64, input_side(name))
+
+
+def other_sizes(name: str) -> list[tuple[int, int]]:
+    """Of inputs, in pixels."""
+    return [(24, 40), (40, 16)] if input_side(name) == 32 else [(40, 72), (96, 160)]
 
 
 def layers_of(model) -> list[AugmentedConv2d]:

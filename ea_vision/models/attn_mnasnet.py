@@ -1,0 +1,232 @@
+"""MnasNets with attention-augmented convolutions whose attention maps may evolve: AA-, PA- and EA-MnasNets.
+
+timm's EfficientNet in the form of MnasNet-A1 (timm's `semnasnet_*`). The expanding 1x1 convolutions of the last 13
+inverted residuals are augmented, with 4 heads, dim_qk = 0.1 and dim_v = 0.05 of their width and no least width: so the
+parameters are the AA paper's in all four widths. Stage 2 attends at 14x14, as the paper's ResNets do; stage 3 begins at
+28x28. The chains of maps of one shape, 3, 1, 6 and 3 layers, are ours: no paper has evolving maps in MnasNet.
+
+Papers:
+* MnasNet: `Platform-Aware Neural Architecture Search for Mobile` - https://arxiv.org/abs/1807.11626
+* AA: `Attention Augmented Convolutional Networks` - https://arxiv.org/abs/1904.09925
+* PA: `Predictive Attention Transformer` (2020)
+* EA: `Evolving Attention with Residual Convolutions` (ICML 2021) - https://arxiv.org/abs/2102.12895
+
+Shape letters: B batch, C channels, H x W image or map, N = H*W pixels of a map, K heads.
+"""
+from functools import partial
+from typing import Any
+
+import torch
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.layers import make_divisible
+from timm.models import checkpoint, generate_default_cfgs
+from timm.models.efficientnet import EfficientNet
+from torch import Tensor, nn
+
+from ea_vision.models._build import Network, Published, publish, register_networks
+from ea_vision.models._chain import AttentionConfig, AttnStage, ChainBuilder, ChainedNetwork, Step, to_size
+
+__all__ = ["AttnMnasNet"]
+
+FIRST_ATTN_STAGE = 2
+Stage = tuple[int, int, int, int, int, float]  # blocks, kernel, stride, expansion, channels, squeeze-excite ratio
+STAGES: tuple[Stage, ...] = (  # MnasNet-A1, from stage 1 on
+    (2, 3, 2, 6, 24, 0.0),
+    (3, 5, 2, 3, 40, 0.25),
+    (4, 3, 2, 6, 80, 0.0),
+    (2, 3, 1, 6, 112, 0.25),
+    (3, 5, 2, 6, 160, 0.25),
+    (1, 3, 1, 6, 320, 0.0),
+)
+
+
+def _block_args() -> list[list[dict[str, Any]]]:
+    """MnasNet-A1 as timm's EfficientNet takes it: a list of the keywords of its blocks for each stage."""
+    first = dict(block_type="ds", dw_kernel_size=3, stride=1, out_chs=16, noskip=True, act_layer=None)
+    return [[first]] + [[
+        dict(block_type="ir", dw_kernel_size=kernel, stride=stride, exp_ratio=float(expansion), out_chs=channels,
+             se_ratio=se, act_layer=None) for _ in range(blocks)
+    ] for blocks, kernel, stride, expansion, channels, se in STAGES]
+
+
+class PlainStage(nn.Sequential):
+    """A stage without attention, which passes the logits by: (x, prev_logits) -> (x, prev_logits)."""
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__(*blocks)
+        self.grad_checkpointing = False
+
+    def forward(self, x: Tensor, prev_logits: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        for block in self:
+            x = checkpoint(block, x) if self.grad_checkpointing and not torch.jit.is_scripting() else block(x)
+        return x, prev_logits
+
+
+class ChainBlock(nn.Module):
+    """timm's InvertedResidual, whose modules it takes over: (x, prev_logits) -> (x, None)."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.has_skip = block.has_skip
+        for name, module in block.named_children():
+            setattr(self, name, module)
+
+    def after_expansion(self, y: Tensor, x: Tensor) -> Tensor:
+        """The block from the expanding convolution's output y on; x is its input."""
+        y = self.conv_dw(self.bn1(y))
+        y = self.se(self.aa(self.bn2(y)))
+        y = self.bn3(self.conv_pwl(y))
+        if self.has_skip:
+            y = self.drop_path(y) + x
+        return y
+
+    def forward(self, x: Tensor, prev_logits: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        return self.after_expansion(self.conv_pw(x), x), None
+
+
+class AttnInvertedResidual(ChainBlock):
+    """timm's InvertedResidual, its expanding convolution augmented; (x, prev_logits) -> (x, logits)."""
+
+    def forward(self, x: Tensor, prev_logits: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        y, logits = self.conv_pw(x, prev_logits)
+        return self.after_expansion(y, x), logits
+
+
+class AttnMnasNet(ChainedNetwork, EfficientNet):
+    """MnasNet-A1 with augmented convolutions in its last five stages.
+
+    Args:
+        multiplier: of the channels.
+        img_size: input size in pixels, one number or (height, width); it sizes the position tables. Other input sizes
+            run too.
+        attention: whether there are augmented convolutions at all; without, it is timm's semnasnet.
+        augment_first: whether the first block of stage 2, whose expansion is at 56x56 (of 224), is augmented, too; the
+            paper's 13 blocks include it, but its text begins at 28x28.
+        **kwargs: those of `AttentionConfig` (num_heads, qk_ratio, v_ratio, min_head_qk, relative, evolution,
+            attn_drop_rate) and of the evolution (alpha, beta, kernel_size, num_layers, ...), and timm's EfficientNet's
+            (num_classes, in_chans, output_stride, global_pool, drop_rate, drop_path_rate, norm_layer, ...).
+
+    Raises:
+        ValueError: an option that the evolution does not have, or an evolution without attention.
+    """
+
+    def __init__(
+            self,
+            multiplier: float = 1.0,
+            img_size: int | tuple[int, int] = 224,
+            attention: bool = True,
+            augment_first: bool = True,
+            device=None,
+            dtype=None,
+            **kwargs: Any,
+    ) -> None:
+        dd = {"device": device, "dtype": dtype}
+        config = AttentionConfig.take(kwargs, num_heads=4, qk_ratio=0.1, v_ratio=0.05)
+        if config.evolution is not None and not attention:
+            raise ValueError(f"evolution={config.evolution!r} needs attention=True, got attention=False")
+        super().__init__(
+            _block_args(), stem_size=32, round_chs_fn=lambda channels: make_divisible(channels * multiplier),
+            **kwargs, **dd)
+        self.img_size = to_size(img_size)
+        chains = ChainBuilder(config, self, **dd)
+        stages: list[nn.Module] = [PlainStage(*self.blocks[0])]
+        reduction, largest = 2, kwargs.get("output_stride", 32)
+        for index, (_, _, stride, *_) in enumerate(STAGES, start=1):
+            if not attention or index < FIRST_ATTN_STAGE:
+                stages.append(PlainStage(*self.blocks[index]))
+                reduction = min(stride * reduction, largest)
+                continue
+            links = []
+            for number, block in enumerate(self.blocks[index]):
+                if (index, number) == (FIRST_ATTN_STAGE, 0) and not augment_first:
+                    links.append(ChainBlock(block))
+                else:
+                    map_reduction = max(16, reduction) if index == FIRST_ATTN_STAGE else reduction
+                    links.append(AttnInvertedResidual(block))
+                    links[-1].conv_pw = chains.layer(
+                        block.conv_pw.in_channels, block.conv_pw.out_channels, 1, reduction=map_reduction,
+                        pool_attention=(map_reduction // reduction).bit_length() - 1)
+                if number == 0:  # the stride follows the first expansion
+                    reduction = min(stride * reduction, largest)
+            stages.append(AttnStage(*links))
+        self.blocks = nn.ModuleList(stages)
+
+    def forward_stem(self, x: Tensor) -> Tensor:
+        """(B, in_chans, H, W) -> (B, C, H/2, W/2)."""
+        return self.bn1(self.conv_stem(x))
+
+    def forward_end(self, x: Tensor) -> Tensor:
+        """The last convolution, which is no part of the last feature."""
+        return self.bn2(self.conv_head(x))
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        """(B, in_chans, H, W) -> (B, num_features, H/32, W/32)."""
+        x = self.forward_stem(x)
+        logits: Tensor | None = None
+        for stage in self.blocks:
+            x, logits = stage(x, logits)
+        return self.forward_end(x)
+
+    def _run_stages(self, x: Tensor, logits: Tensor | None, begin: int, end: int) -> tuple[Tensor, Tensor | None]:
+        """The stages from begin up to end; the stem, where begin is 0."""
+        if begin == 0:
+            x = self.forward_stem(x)
+        for stage in self.blocks[begin:end]:
+            x, logits = stage(x, logits)
+        return x, logits
+
+    def feature_steps(self) -> list[Step]:
+        """The stages in five groups, each up to the next stride; the stem with the first."""
+        begins = [0, *self.stage_ends[:-1]]
+        return [partial(self._run_stages, begin=begin, end=end)
+                for begin, end in zip(begins, self.stage_ends, strict=True)]
+
+    prune_intermediate_layers = EfficientNet.prune_intermediate_layers
+
+
+def _cfg(**kwargs: Any) -> dict[str, Any]:
+    return {
+        "url": "",
+        "num_classes": 1000, "input_size": (3, 224, 224), "pool_size": (7, 7),
+        "crop_pct": 0.875, "interpolation": "bicubic",
+        "mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD,
+        "first_conv": "conv_stem", "classifier": "classifier",
+        "license": "apache-2.0",
+        **kwargs,
+    }
+
+
+_UNCHECKED = "AA paper, not checked against a copy"
+
+
+def _published(params_m: float, gflops: float, top1: float, top5: float, source: str = _UNCHECKED,
+               note: str = "") -> Published:
+    return Published(params_m, gflops, {"ImageNet": top1}, {"ImageNet": top5}, source=source, note=note)
+
+
+_TPU = "AA paper; the same in the README of tensorflow/tpu's mnasnet"
+_FIGURES = {  # width: plain, augmented
+    "075": (_published(2.91, 0.45, 73.3, 91.3, _TPU), _published(3.02, 0.51, 73.9, 91.6)),
+    "100": (_published(3.89, 0.63, 75.2, 92.4, _TPU, "the README has 92.5 for top-5"),
+            _published(4.06, 0.70, 75.7, 92.6)),
+    "125": (_published(5.26, 1.01, 76.7, 93.2), _published(5.53, 1.11, 77.2, 93.6)),
+    "140": (_published(6.10, 1.17, 77.2, 93.5, _TPU, "6,105,992 parameters, which round to 6.11M"),
+            _published(6.44, 1.29, 77.7, 93.8)),
+}
+_NETWORKS = {
+    "semnasnet_125": Network("MnasNet-A1 of width 1.25, which timm lacks.", {"multiplier": 1.25, "attention": False},
+                             _FIGURES["125"][0]),
+}
+for _width, (_plain, _augmented) in _FIGURES.items():
+    _NETWORKS[f"aa_mnasnet_{_width}"] = Network(
+        f"AA-MnasNet of width {int(_width) / 100:g}, 13 attention layers.", {"multiplier": int(_width) / 100},
+        _augmented)
+for _kind, _about in (("pa", "PA in AA-MnasNet of width {:g}, alpha 0.5, one convolution; ours."),
+                      ("ea", "EA in AA-MnasNet of width {:g}, alpha 0.5, beta 1.0; ours.")):
+    for _width in _FIGURES:
+        _NETWORKS[f"{_kind}_aa_mnasnet_{_width}"] = Network(
+            _about.format(int(_width) / 100), {"multiplier": int(_width) / 100, "evolution": _kind})
+
+publish({f"semnasnet_{width}": plain for width, (plain, _) in _FIGURES.items() if width != "125"})
+default_cfgs = generate_default_cfgs({name: _cfg() for name in _NETWORKS})
+register_networks(__name__, AttnMnasNet, _NETWORKS)

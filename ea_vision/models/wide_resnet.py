@@ -1,0 +1,319 @@
+"""Wide-ResNets for 32x32 images: plain, with squeeze-excite or gather-excite, and with augmented convolutions.
+
+The network is the one of the AutoAugment code (tensorflow/models, research/autoaugment/wrn.py), whose size and
+arithmetic the AA paper's Wide-ResNet-28-10 has: pre-activation blocks of two 3x3 convolutions in three groups, and
+shortcuts without parameters. That code adds further sums around the groups and the network; whether the AA paper did is
+not known (`outer_residuals`).
+
+In AA-Wide-ResNet the first 3x3 convolution of every block is augmented, at full resolution: its maps have 32x32, 16x16
+and 8x8 pixels. The widths are the paper's rule read literally, dim_qk = 0.2 and at least 20 a head, dim_v = 0.1; that
+gives 36.06M parameters where the paper prints 36.2M. Maps that evolve in this network are ours, no paper has them.
+
+Papers:
+* `Wide Residual Networks` - https://arxiv.org/abs/1605.07146
+* SE: `Squeeze-and-Excitation Networks` - https://arxiv.org/abs/1709.01507
+* GE: `Gather-Excite` - https://arxiv.org/abs/1810.12348
+* AA: `Attention Augmented Convolutional Networks` - https://arxiv.org/abs/1904.09925
+* PA: `Predictive Attention Transformer` (2020)
+* EA: `Evolving Attention with Residual Convolutions` (ICML 2021) - https://arxiv.org/abs/2102.12895
+
+Shape letters: B batch, C channels, H x W image or map, N = H*W pixels of a map, K heads.
+"""
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from timm.layers import BatchNormAct2d, ClassifierHead, DropPath, SEModule
+from timm.models import generate_default_cfgs
+from torch import Tensor, nn
+
+from ea_vision.layers import AugmentedConv2d
+from ea_vision.models._build import Network, Published, register_networks
+from ea_vision.models._chain import AttentionConfig, AttnStage, ChainBuilder, ChainedNetwork, Step, to_size
+
+__all__ = ["WideResNet"]
+
+
+class Shortcut(nn.Module):
+    """To another shape without parameters: average pooling of side = stride, zero channels before and behind."""
+
+    def __init__(self, in_channels: int, out_channels: int, stride: int) -> None:
+        super().__init__()
+        self.stride = stride
+        self.before = (out_channels - in_channels) // 2
+        self.behind = out_channels - in_channels - self.before
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, in_channels, H, W) -> (B, out_channels, H/stride, W/stride), sides rounded up."""
+        if self.stride > 1:
+            x = F.avg_pool2d(x, self.stride, ceil_mode=True)
+        if self.before + self.behind > 0:
+            x = F.pad(x, [0, 0, 0, 0, self.before, self.behind])
+        return x
+
+
+class WideBlock(nn.Module):
+    """BatchNorm, ReLU, 3x3 convolution, twice; beside it a shortcut. Hands no attention logits on.
+
+    Args:
+        conv1: the first convolution.
+        shared_norm: whether the shortcut, too, begins after the first norm and ReLU.
+        gate: module on the branch's output, such as squeeze-excite.
+    """
+
+    def __init__(
+            self, conv1: nn.Module, in_channels: int, out_channels: int, stride: int, shared_norm: bool,
+            gate: nn.Module, drop_path: float, device=None, dtype=None,
+    ) -> None:
+        dd = {"device": device, "dtype": dtype}
+        super().__init__()
+        self.shared_norm = shared_norm
+        self.bn1 = nn.BatchNorm2d(in_channels, **dd)
+        self.conv1 = conv1
+        self.bn2 = nn.BatchNorm2d(out_channels, **dd)
+        self.conv2 = nn.Conv2d(out_channels, out_channels, 3, padding=1, bias=False, **dd)
+        self.gate = gate
+        self.drop_path = DropPath(drop_path)
+        self.shortcut = Shortcut(in_channels, out_channels, stride)
+
+    def second_half(self, y: Tensor, shortcut: Tensor) -> Tensor:
+        """From the first convolution's output on; `shortcut` is (B, in_channels, H, W)."""
+        y = self.gate(self.conv2(F.relu_(self.bn2(y))))
+        return self.shortcut(shortcut) + self.drop_path(y)
+
+    def forward(self, x: Tensor, prev_logits: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        y = F.relu_(self.bn1(x))
+        return self.second_half(self.conv1(y), y if self.shared_norm else x), None
+
+
+class AttnWideBlock(WideBlock):
+    """The first convolution augmented; (x, prev_logits) -> (x, logits)."""
+
+    def forward(self, x: Tensor, prev_logits: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        y = F.relu_(self.bn1(x))
+        z, logits = self.conv1(y, prev_logits)
+        return self.second_half(z, y if self.shared_norm else x), logits
+
+
+class GatherExcite(nn.Module):
+    """Gather-excite over the whole map without parameters; timm's cannot be traced or scripted."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * x.mean((2, 3), keepdim=True).sigmoid()
+
+
+def _gate(kind: str | None, channels: int, device=None, dtype=None) -> nn.Module:
+    dd = {"device": device, "dtype": dtype}
+    if kind == "se":
+        return SEModule(channels, rd_channels=max(8, channels // 16), bias=False, **dd)
+    if kind == "ge":
+        return GatherExcite()
+    if kind is not None:
+        raise ValueError(f"gate must be 'se', 'ge' or None, got {kind!r}")
+    return nn.Identity()
+
+
+class WideResNet(ChainedNetwork, nn.Module):
+    """Three groups of pre-activation blocks; with attention, each group is a chain.
+
+    Args:
+        num_classes: classes; 0 for no classifier.
+        in_chans: channels of the input.
+        img_size: input size in pixels, one number or (height, width); it sizes the position tables. Other input sizes
+            run too.
+        global_pool: pooling of the head, timm's names.
+        depth: layers, 6 n + 4 for n blocks a group.
+        width: the groups have 16, 32 and 64 times as many channels.
+        attention: whether the first convolution of every block is augmented.
+        gate: "se" (squeeze-excite, a sixteenth of the channels and at least 8, no biases) or "ge" (gather-excite without parameters)
+            on every block's branch, or None.
+        outer_residuals: whether the sums around each group and around the whole network are added.
+        drop_rate: dropout before the classifier.
+        drop_path_rate: stochastic depth at the last block, growing linearly from 0 at the first.
+        **kwargs: those of `AttentionConfig` (num_heads, qk_ratio, v_ratio, min_head_qk, relative, evolution,
+            attn_drop_rate) and of the evolution (alpha, beta, kernel_size, num_layers, ...).
+
+    Raises:
+        ValueError: a depth that is not 6 n + 4, an unknown gate, an evolution without attention, or an option that the
+            evolution does not have.
+    """
+
+    feature_indices = (0, 1, 2, 3)
+
+    def __init__(
+            self,
+            num_classes: int = 100,
+            in_chans: int = 3,
+            img_size: int | tuple[int, int] = 32,
+            global_pool: str = "avg",
+            depth: int = 28,
+            width: int = 10,
+            attention: bool = False,
+            gate: str | None = None,
+            outer_residuals: bool = False,
+            drop_rate: float = 0.0,
+            drop_path_rate: float = 0.0,
+            device=None,
+            dtype=None,
+            **kwargs: Any,
+    ) -> None:
+        dd = {"device": device, "dtype": dtype}
+        super().__init__()
+        config = AttentionConfig.take(kwargs)
+        if kwargs:
+            raise TypeError(f"WideResNet() got an unexpected keyword argument '{next(iter(kwargs))}'")
+        if depth < 10 or (depth - 4) % 6:
+            raise ValueError(f"depth must be 6 n + 4 with n blocks a group, n at least 1, got {depth}")
+        if width < 1:
+            raise ValueError(f"width must be 1 or more, got {width}")
+        if config.evolution is not None and not attention:
+            raise ValueError(f"evolution={config.evolution!r} needs attention=True, got attention=False")
+        config.new_evolution(**dd)  # an option that fits no layer is an error at any depth
+        self.img_size = to_size(img_size)
+        self.num_classes = num_classes
+        self.in_chans = in_chans
+        self.num_features = self.head_hidden_size = 64 * width
+
+        chains = ChainBuilder(config, self, **dd)
+        blocks_a_group = (depth - 4) // 6
+        self.conv_stem = nn.Conv2d(in_chans, 16, 3, padding=1, bias=False, **dd)
+        self.feature_info = [dict(num_chs=16, reduction=1, module="conv_stem")]
+        in_channels = 16
+        for index in range(3):
+            channels, reduction = 16 * width * 2 ** index, 2 ** index
+            blocks = []
+            for j in range(blocks_a_group):
+                stride = 2 if index > 0 and j == 0 else 1
+                block_in = in_channels if j == 0 else channels
+                if attention:
+                    conv1 = chains.layer(block_in, channels, 3, stride, reduction=reduction)
+                else:
+                    conv1 = nn.Conv2d(block_in, channels, 3, stride, padding=1, bias=False, **dd)
+                number = index * blocks_a_group + j
+                blocks.append((AttnWideBlock if attention else WideBlock)(
+                    conv1, block_in, channels, stride, shared_norm=number == 0, gate=_gate(gate, channels, **dd),
+                    drop_path=drop_path_rate * number / max(1, 3 * blocks_a_group - 1), **dd))
+            setattr(self, f"group{index + 1}", AttnStage(*blocks))
+            outer = Shortcut(in_channels, channels, stride=1 if index == 0 else 2)
+            setattr(self, f"outer{index + 1}", outer if outer_residuals else None)
+            self.feature_info.append(dict(num_chs=channels, reduction=reduction, module=f"group{index + 1}"))
+            in_channels = channels
+        self.outer = Shortcut(16, channels, stride=4) if outer_residuals else None
+        self.norm = BatchNormAct2d(self.num_features, **dd)
+        self.head = ClassifierHead(self.num_features, num_classes, pool_type=global_pool, drop_rate=drop_rate, **dd)
+        self.init_weights()
+
+    @torch.jit.ignore
+    def init_weights(self) -> None:
+        """He for the convolutions; the augmented ones have their own."""
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        for module in self.modules():
+            if isinstance(module, AugmentedConv2d):
+                module.reset_parameters()
+
+    @torch.jit.ignore
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        blocks = r"^group(\d+)" if coarse else r"^group(\d+)\.(\d+)"
+        return dict(stem=r"^conv_stem", blocks=[(blocks, None), (r"^norm", (99999,))])
+
+    @torch.jit.ignore
+    def get_classifier(self) -> nn.Module:
+        return self.head.fc
+
+    @torch.jit.ignore
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        self.num_classes = num_classes
+        self.head.in_features = self.num_features
+        self.head.reset(num_classes, global_pool)
+        weight = self.conv_stem.weight  # a head without classifier does not know where the network lives
+        self.head.to(weight.device, weight.dtype).train(self.training)
+        self.head_hidden_size = self.num_features * self.head.global_pool.feat_mult()
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        """(B, in_chans, H, W) -> (B, num_features, H/4, W/4)."""
+        stem = self.conv_stem(x)
+        y, logits = self.group1(stem)
+        x = y if self.outer1 is None else y + self.outer1(stem)
+        y, logits = self.group2(x, logits)
+        x = y if self.outer2 is None else y + self.outer2(x)
+        y, logits = self.group3(x, logits)
+        x = y if self.outer3 is None else y + self.outer3(x)
+        return self.norm(x if self.outer is None else x + self.outer(stem))
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """(B, num_features, H, W) -> (B, num_classes), or the pooled features where `pre_logits`."""
+        return self.head(x, pre_logits=pre_logits)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.forward_head(self.forward_features(x))
+
+    def feature_steps(self) -> list[Step]:
+        """The stem and the groups, the last one with the norm and ReLU behind it."""
+        stems: list[Tensor] = []
+
+        def stem(x: Tensor, logits: Tensor | None) -> tuple[Tensor, Tensor | None]:
+            stems.append(self.conv_stem(x))
+            return stems[0], logits
+
+        def group(x: Tensor, logits: Tensor | None, index: int) -> tuple[Tensor, Tensor | None]:
+            y, logits = getattr(self, f"group{index}")(x, logits)
+            outer = getattr(self, f"outer{index}")
+            x = y if outer is None else y + outer(x)
+            if index < 3:
+                return x, logits
+            return self.norm(x if self.outer is None else x + self.outer(stems[0])), logits
+
+        return [stem, *(partial(group, index=index) for index in (1, 2, 3))]
+
+    @torch.jit.ignore
+    def prune_intermediate_layers(
+            self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True,
+    ) -> list[int]:
+        """Drop the groups after the last one wanted, with the sums and the norm behind them, and the head."""
+        taken = super().prune_intermediate_layers(indices, prune_norm, prune_head)
+        for index in range(max(taken) + 1, 4):
+            setattr(self, f"outer{index}", None)
+        if max(taken) < 3:
+            self.outer, self.norm = None, nn.Identity()
+        return taken
+
+
+def _cfg(**kwargs: Any) -> dict[str, Any]:
+    return {
+        "url": "",
+        "num_classes": 100, "input_size": (3, 32, 32), "pool_size": (8, 8),
+        "crop_pct": 1.0, "interpolation": "bilinear",
+        "mean": (0.5071, 0.4865, 0.4409), "std": (0.2673, 0.2564, 0.2762),
+        "first_conv": "conv_stem", "classifier": "head.fc",
+        "license": "apache-2.0",
+        **kwargs,
+    }
+
+
+def _published(params_m: float, gflops: float, top1: float, top5: float, note: str = "") -> Published:
+    return Published(params_m, gflops, {"CIFAR-100": top1}, {"CIFAR-100": top5}, note=note,
+                     source="AA paper, as the PA paper quotes it")
+
+
+_NETWORKS = {
+    "wrn28_10_cifar": Network(
+        "Wide-ResNet-28-10 for CIFAR, shortcuts without parameters.", {}, _published(36.3, 10.4, 80.3, 95.0)),
+    "se_wrn28_10_cifar": Network(
+        "Wide-ResNet-28-10 with squeeze-excite.", {"gate": "se"}, _published(36.5, 10.4, 81.0, 95.3)),
+    "ge_wrn28_10_cifar": Network(
+        "Wide-ResNet-28-10 with gather-excite, its form without parameters.", {"gate": "ge"},
+        _published(36.3, 10.4, 79.8, 95.0)),
+    "aa_wrn28_10_cifar": Network(
+        "AA-Wide-ResNet-28-10: the first convolution of each block augmented, 12 attention layers.",
+        {"attention": True},
+        _published(36.2, 10.9, 81.6, 95.2, "the paper's rule gives 36.06M, which prints 36.1, where it has 36.2")),
+    "pa_aa_wrn28_10_cifar": Network(
+        "PA in AA-Wide-ResNet-28-10, alpha 0.5, one convolution; ours.", {"attention": True, "evolution": "pa"}),
+    "ea_aa_wrn28_10_cifar": Network(
+        "EA in AA-Wide-ResNet-28-10, alpha 0.5, beta 1.0; ours.", {"attention": True, "evolution": "ea"}),
+}
+default_cfgs = generate_default_cfgs({name: _cfg() for name in _NETWORKS})
+register_networks(__name__, WideResNet, _NETWORKS)
