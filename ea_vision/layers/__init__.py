@@ -8,6 +8,7 @@ from ea_vision.layers.evolution import (
     evolution_options,
     register_evolution,
 )
+from ea_vision.layers.token_attention import TokenAttention
 from ea_vision.ops.rel_pos import fit_rel_table, relative_logits
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "Evolution",
     "EvolvingAttention",
     "PredictiveAttention",
+    "TokenAttention",
     "create_evolution",
     "evolution_options",
     "fit_rel_table",

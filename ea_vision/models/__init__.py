@@ -15,6 +15,12 @@ from ea_vision.models._chain import AttentionConfig, AttnStage, ChainBuilder, Ch
 from ea_vision.models.attn_resnet import AttnResNet
 from ea_vision.models.conv_transformer import ConvTransformer
 from ea_vision.models.resnet_cifar import ResNetCifar
+from ea_vision.models.vision_transformer import (
+    EvolvingVisionTransformer,
+    EvolvingVisionTransformerDistilled,
+    evolve,
+    unevolve,
+)
 
 __all__ = [
     "AttentionConfig",
@@ -23,10 +29,13 @@ __all__ = [
     "ChainBuilder",
     "ChainedNetwork",
     "ConvTransformer",
+    "EvolvingVisionTransformer",
+    "EvolvingVisionTransformerDistilled",
     "Network",
     "Published",
     "ResNetCifar",
     "build_network",
+    "evolve",
     "get_network",
     "list_networks",
     "publish",
@@ -35,4 +44,5 @@ __all__ = [
     "register_networks",
     "shipped_weights",
     "to_size",
+    "unevolve",
 ]
