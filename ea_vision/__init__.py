@@ -17,6 +17,8 @@ __path__.append(str(Path(__file__).parent / "aliases"))  # older names of `pytho
 
 from ea_vision import models as models  # noqa: E402 (registers the networks)
 from ea_vision.analysis.recording import record_attention as record_attention  # noqa: E402
+from ea_vision.models import evolve as evolve  # noqa: E402
+from ea_vision.models import unevolve as unevolve  # noqa: E402
 
 for _module in filter(None, os.environ.get("EA_VISION_IMPORT", "").split(",")):
     importlib.import_module(_module)

@@ -9,6 +9,7 @@ from ea_vision.layers.evolution import (
     register_evolution,
 )
 from ea_vision.layers.positions import POSITIONS, add_sine, append_coordinates, choose_position
+from ea_vision.layers.token_attention import TokenAttention
 from ea_vision.ops.rel_pos import fit_rel_table, relative_logits
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "add_sine",
     "append_coordinates",
     "choose_position",
+    "TokenAttention",
     "create_evolution",
     "evolution_options",
     "fit_rel_table",

@@ -11,6 +11,7 @@ A new evolution is a subclass of `Evolution` under `@register_evolution("name")`
 `evolution="name"`, and the keywords of its constructor as theirs.
 """
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ea_vision.ops.reference import after_convolution, before_convolution
+from ea_vision.ops.reference import after_convolution, among_patches, before_convolution, with_prefix
 
 _EVOLUTIONS: dict[str, type["Evolution"]] = {}
 
@@ -51,6 +52,11 @@ class Evolution(nn.Module):
         """Of which recorded parts, in which shares, the maps before the convolution are made; {} without one."""
         return {}
 
+    @torch.jit.ignore
+    def changes_nothing(self) -> bool:
+        """Whether, as it stands, `forward` returns the layer's own logits."""
+        return False
+
 
 def register_evolution(name: str) -> Callable[[type[Evolution]], type[Evolution]]:
     """Class decorator: networks and `create_evolution` know the evolution by this name from now on.
@@ -68,8 +74,18 @@ def register_evolution(name: str) -> Callable[[type[Evolution]], type[Evolution]
     return register
 
 
+def _check_kind(kind: str | None) -> None:
+    if kind is not None and kind not in _EVOLUTIONS:
+        raise ValueError(f"evolution must be one of {', '.join(map(repr, _EVOLUTIONS))} or None, got {kind!r}")
+
+
 def evolution_options(kind: str | None = None) -> tuple[str, ...]:
-    """The keywords of an evolution's constructor that are its own; of all evolutions where no kind is given."""
+    """The keywords of an evolution's constructor that are its own; of all evolutions where no kind is given.
+
+    Raises:
+        ValueError: unknown kind.
+    """
+    _check_kind(kind)
     kinds = _EVOLUTIONS if kind is None else (kind,)
     names = (name for each in kinds for name in inspect.signature(_EVOLUTIONS[each].__init__).parameters)
     return tuple(dict.fromkeys(name for name in names if name not in ("self", "num_heads", "device", "dtype")))
@@ -86,8 +102,7 @@ def create_evolution(kind: str | None, num_heads: int, device=None, dtype=None, 
     Raises:
         ValueError: unknown kind, or an option that this kind does not have.
     """
-    if kind is not None and kind not in _EVOLUTIONS:
-        raise ValueError(f"evolution must be one of {', '.join(map(repr, _EVOLUTIONS))} or None, got {kind!r}")
+    _check_kind(kind)
     given = {name: value for name, value in options.items() if value is not None}
     known = evolution_options(kind) if kind is not None else ()
     foreign = sorted(set(given) - set(known))
@@ -97,10 +112,19 @@ def create_evolution(kind: str | None, num_heads: int, device=None, dtype=None, 
     return _EVOLUTIONS[kind](num_heads, **given, device=device, dtype=dtype) if kind is not None else None
 
 
-def _check_fraction(name: str, value: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.0 <= value <= 1.0:
+def _new_gate(name: str, value: float, learnable: bool | str, num_heads: int, device, dtype) -> float | nn.Parameter:
+    """A share of the maps: a number from 0 to 1, or a parameter, () or (K), that begins at any finite number."""
+    if learnable not in (False, True, "per_head"):
+        raise ValueError(f"learnable must be False, True or 'per_head', got {learnable!r}")
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not learnable and not (number and 0.0 <= value <= 1.0):
         raise ValueError(f"{name} must lie between 0 and 1, got {value}")
-    return float(value)
+    if not (number and math.isfinite(value)):
+        raise ValueError(f"{name} must be a finite number, got {value}")
+    if not learnable:
+        return float(value)
+    shape = (num_heads,) if learnable == "per_head" else ()
+    return nn.Parameter(torch.full(shape, float(value), device=device, dtype=dtype))
 
 
 def _map_conv(num_heads: int, kernel_size: int, device=None, dtype=None) -> nn.Conv2d:
@@ -108,23 +132,47 @@ def _map_conv(num_heads: int, kernel_size: int, device=None, dtype=None) -> nn.C
     if kernel_size < 1 or kernel_size % 2 == 0:
         raise ValueError(f"kernel_size of an attention-map convolution must be odd and positive, got {kernel_size}")
     conv = nn.Conv2d(num_heads, num_heads, kernel_size, padding=kernel_size // 2, device=device, dtype=dtype)
-    nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
-    nn.init.zeros_(conv.bias)
+    _reset_map_conv(conv)
     return conv
 
 
+def _reset_map_conv(conv: nn.Conv2d) -> None:
+    nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
+    nn.init.zeros_(conv.bias)
+
+
 class _ConvolvedEvolution(Evolution):
-    """What EA and PA share: convolutions over the maps, each followed by a ReLU."""
+    """What EA and PA share: convolutions over the maps, each followed by a ReLU, and the gates alpha and beta.
+
+    num_prefix_tokens: tokens before the map's pixels (a class token), which its network sets: their rows and columns
+        pass the convolutions as they are. 0: the convolutions take whole maps.
+    """
 
     part_names = ("conv_logits",)
 
     def __init__(self, num_heads: int, num_layers: int, alpha: float, beta: float, kernel_size: int, predict: bool,
-                 device=None, dtype=None) -> None:
+                 learnable: bool | str, device=None, dtype=None) -> None:
         super().__init__()
         self.predict = predict  # PA's equations, else EA's
-        self.alpha = _check_fraction("alpha", alpha)
-        self.beta = _check_fraction("beta", beta)
+        self.num_prefix_tokens = 0
+        self.starts = {"alpha": float(alpha), "beta": float(beta)}
+        self.alpha = _new_gate("alpha", alpha, learnable, num_heads, device, dtype)
+        self.beta = 1.0 if predict else _new_gate("beta", beta, learnable, num_heads, device, dtype)
         self.convs = nn.ModuleList([_map_conv(num_heads, kernel_size, device, dtype) for _ in range(num_layers)])
+
+    @torch.jit.ignore
+    def reset_parameters(self) -> None:
+        """He for the convolutions; learnable gates at their start."""
+        for conv in self.convs:
+            _reset_map_conv(conv)
+        for name, gate in self.gates().items():
+            if isinstance(gate, Tensor):
+                nn.init.constant_(gate, self.starts[name])
+
+    @torch.jit.ignore
+    def gates(self) -> dict[str, float | Tensor]:
+        """alpha, and EA's beta, by name: numbers, or parameters where they are learnable."""
+        return {"alpha": self.alpha} if self.predict else {"alpha": self.alpha, "beta": self.beta}
 
     def forward(self, logits: Tensor, prev_logits: Tensor) -> Tensor:
         """logits, prev_logits: (B, K, N, N) -> (B, K, N, N)."""
@@ -133,9 +181,10 @@ class _ConvolvedEvolution(Evolution):
 
     def convolve(self, maps: Tensor) -> Tensor:
         """(B, K, N, N) -> (B, K, N, N)."""
+        patches = among_patches(maps, self.num_prefix_tokens)
         for conv in self.convs:
-            maps = F.relu(conv(maps))
-        return maps
+            patches = F.relu(conv(patches))
+        return with_prefix(maps, patches, self.num_prefix_tokens)
 
     @torch.jit.ignore
     def operands(self, prev_logits: Tensor) -> dict[str, Any] | None:
@@ -144,18 +193,50 @@ class _ConvolvedEvolution(Evolution):
         if hooked or any(type(conv) is not nn.Conv2d for conv in self.convs):
             return None
         *first, last = self.convs or [None]
-        for conv in first:
-            prev_logits = F.relu(conv(prev_logits))
+        if first:
+            patches = among_patches(prev_logits, self.num_prefix_tokens)
+            for conv in first:
+                patches = F.relu(conv(patches))
+            prev_logits = with_prefix(prev_logits, patches, self.num_prefix_tokens)
         weight, bias = (None, None) if last is None else (last.weight, last.bias)
         return {"prev_logits": prev_logits, "weight": weight, "bias": bias, "alpha": self.alpha, "beta": self.beta,
-                "predict": self.predict}
+                "predict": self.predict, "num_prefix_tokens": self.num_prefix_tokens}
 
     @torch.jit.ignore
     def parts(self, logits: Tensor, prev_logits: Tensor, evolved: Tensor) -> dict[str, Tensor]:
         """conv_logits: what the convolutions give, after the last ReLU."""
-        if self.beta == 1.0 and not self.predict:
+        if isinstance(self.beta, float) and self.beta == 1.0 and not self.predict:
             return {"conv_logits": evolved}
         return {"conv_logits": self.convolve(before_convolution(logits, prev_logits, self.alpha, self.predict))}
+
+    @torch.jit.ignore
+    def before_shares(self) -> dict[str, float]:
+        if self.predict:
+            return {"prev_logits": 1.0}
+        alpha = float(torch.as_tensor(self.alpha).detach().mean())
+        return {"prev_logits": alpha, "self_logits": 1.0 - alpha}
+
+    @torch.jit.ignore
+    def changes_nothing(self) -> bool:
+        return not any(bool(torch.as_tensor(gate).any()) for gate in self.gates().values())
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys,
+                              error_msgs) -> None:
+        """Refuses a convolution that no training can wake: zero, and its ReLU gives no gradient at 0."""
+        for i in range(len(self.convs)):
+            weight, bias = (state_dict.get(f"{prefix}convs.{i}.{name}") for name in ("weight", "bias"))
+            known = all(tensor is not None and not tensor.is_meta for tensor in (weight, bias))
+            if known and not weight.any() and not (bias > 0).any():
+                error_msgs.append(f"{prefix}convs.{i} must have a weight or a positive bias that is not zero: behind "
+                                  "its ReLU a zero convolution never gets a gradient; an identity start is alpha = "
+                                  "beta = 0 with learnable=True")
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys,
+                                      error_msgs)
+
+    def extra_repr(self) -> str:
+        shown = (f"{name}={gate if isinstance(gate, float) else f'learnable {tuple(gate.shape)}'}"
+                 for name, gate in self.gates().items())
+        return ", ".join(shown)
 
 
 @register_evolution("ea")
@@ -170,22 +251,18 @@ class EvolvingAttention(_ConvolvedEvolution):
         alpha: share of the previous layer's maps, 0 to 1 (0: no skip connection).
         beta: share of the convolved maps, 0 to 1 (0: no convolution).
         kernel_size: odd side of the convolution's kernel.
+        learnable: whether alpha and beta are parameters, which begin at the values given and know no bounds: True for
+            one number a layer, "per_head" for one a head. At alpha = beta = 0 the layer is the one without evolution.
 
     Raises:
-        ValueError: alpha or beta outside 0..1, or an even kernel_size.
+        ValueError: a fixed alpha or beta outside 0..1, a learnable one that is not finite, or an even kernel_size.
     """
 
     def __init__(
-            self, num_heads: int, alpha: float = 0.5, beta: float = 1.0, kernel_size: int = 3, device=None, dtype=None,
+            self, num_heads: int, alpha: float = 0.5, beta: float = 1.0, kernel_size: int = 3,
+            learnable: bool | str = False, device=None, dtype=None,
     ) -> None:
-        super().__init__(num_heads, 1, alpha, beta, kernel_size, False, device, dtype)
-
-    @torch.jit.ignore
-    def before_shares(self) -> dict[str, float]:
-        return {"prev_logits": self.alpha, "self_logits": 1.0 - self.alpha}
-
-    def extra_repr(self) -> str:
-        return f"alpha={self.alpha}, beta={self.beta}"
+        super().__init__(num_heads, 1, alpha, beta, kernel_size, False, learnable, device, dtype)
 
 
 @register_evolution("pa")
@@ -199,22 +276,17 @@ class PredictiveAttention(_ConvolvedEvolution):
         alpha: share of the predicted maps, 0 to 1.
         num_layers: convolutions that predict; 0 takes the previous maps as they are.
         kernel_size: odd side of the convolutions' kernels.
+        learnable: whether alpha is a parameter; see `EvolvingAttention`.
 
     Raises:
-        ValueError: alpha outside 0..1, negative num_layers or an even kernel_size.
+        ValueError: a fixed alpha outside 0..1, a learnable one that is not finite, negative num_layers or an even
+            kernel_size.
     """
 
     def __init__(
             self, num_heads: int, alpha: float = 0.5, num_layers: int = 1, kernel_size: int = 3,
-            device=None, dtype=None,
+            learnable: bool | str = False, device=None, dtype=None,
     ) -> None:
         if num_layers < 0:
             raise ValueError(f"num_layers must be 0 or more, got {num_layers}")
-        super().__init__(num_heads, num_layers, alpha, 1.0, kernel_size, True, device, dtype)
-
-    @torch.jit.ignore
-    def before_shares(self) -> dict[str, float]:
-        return {"prev_logits": 1.0}
-
-    def extra_repr(self) -> str:
-        return f"alpha={self.alpha}"
+        super().__init__(num_heads, num_layers, alpha, 1.0, kernel_size, True, learnable, device, dtype)

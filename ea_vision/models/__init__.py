@@ -16,6 +16,12 @@ from ea_vision.models.attn_mnasnet import AttnMnasNet
 from ea_vision.models.attn_resnet import AttnResNet
 from ea_vision.models.conv_transformer import ConvTransformer
 from ea_vision.models.resnet_cifar import ResNetCifar
+from ea_vision.models.vision_transformer import (
+    EvolvingVisionTransformer,
+    EvolvingVisionTransformerDistilled,
+    evolve,
+    unevolve,
+)
 from ea_vision.models.wide_resnet import WideResNet
 
 __all__ = [
@@ -26,11 +32,14 @@ __all__ = [
     "ChainBuilder",
     "ChainedNetwork",
     "ConvTransformer",
+    "EvolvingVisionTransformer",
+    "EvolvingVisionTransformerDistilled",
     "Network",
     "Published",
     "ResNetCifar",
     "WideResNet",
     "build_network",
+    "evolve",
     "get_network",
     "list_networks",
     "publish",
@@ -39,4 +48,5 @@ __all__ = [
     "register_networks",
     "shipped_weights",
     "to_size",
+    "unevolve",
 ]

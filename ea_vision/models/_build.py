@@ -10,7 +10,6 @@ import safetensors.torch
 from timm.models import build_model_with_cfg, list_pretrained, register_model, resolve_pretrained_cfg
 from torch import nn
 
-from ea_vision.models._chain import ChainedNetwork
 from ea_vision.models._convert import checkpoint_filter_fn
 
 
@@ -100,9 +99,10 @@ def shipped_weights(name: str) -> str:
 
 
 def build_network(model_cls: type[nn.Module], variant: str, pretrained: bool, **kwargs: Any) -> nn.Module:
-    """timm's build_model_with_cfg, features of a `ChainedNetwork` by forward_intermediates.
+    """timm's build_model_with_cfg, features by forward_intermediates where the class has `feature_indices`.
 
-    Its stages hand attention logits on, so features cannot come from timm's default of running the stages one by one.
+    Stages that hand attention logits on cannot be run one by one, as timm does by default. Checkpoints pass through the
+    class's `checkpoint_filter_fn`, where it has one of its own.
     Where pretrained weights come from a file (timm's `pretrained_cfg_overlay={"file": ...}`), it may also be a run
     folder (its best weights) or one of its checkpoints.
 
@@ -127,11 +127,12 @@ def build_network(model_cls: type[nn.Module], variant: str, pretrained: bool, **
         elif path.suffix == ".ckpt" and not zipfile.is_zipfile(path):  # our trainers', where torch's are archives
             overlay["state_dict"] = safetensors.torch.load_file(path)
         kwargs["pretrained_cfg_overlay"] = overlay
-    if issubclass(model_cls, ChainedNetwork):
+    if hasattr(model_cls, "feature_indices"):
         kwargs["feature_cfg"] = {"out_indices": kwargs.pop("out_indices", model_cls.feature_indices),
                                  "feature_cls": "getter"}
-    net = build_model_with_cfg(model_cls, variant, pretrained, pretrained_filter_fn=checkpoint_filter_fn, **kwargs)
+    filter_fn = getattr(model_cls, "checkpoint_filter_fn", checkpoint_filter_fn)
+    net = build_model_with_cfg(model_cls, variant, pretrained, pretrained_filter_fn=filter_fn, **kwargs)
     net.pretrained_cfg.pop("state_dict", None)  # loaded, and timm would keep it
-    if isinstance(getattr(net, "model", None), ChainedNetwork):  # the feature getter lacks what the others have
+    if hasattr(getattr(net, "model", None), "feature_indices"):  # the feature getter lacks what the others have
         net.set_grad_checkpointing = net.model.set_grad_checkpointing
     return net

@@ -64,12 +64,17 @@ def use_implementation(name: str) -> Iterator[None]:
 
 def _reason_against(
         name: str, q: Tensor, k: Tensor, v: Tensor, prev_logits: Tensor | None, weight: Tensor | None,
-        feat_size: tuple[int, int] | None, dropout_p: float, need_logits: bool,
+        feat_size: tuple[int, int] | None, dropout_p: float, need_logits: bool, gates: tuple[float | Tensor, ...],
+        num_prefix_tokens: int,
 ) -> str | None:
     if name == "reference":
         return None
     if dropout_p > 0 and name != "sdpa":
         return "it has no dropout on the attention probabilities"
+    if name != "sdpa" and any(isinstance(gate, Tensor) for gate in gates):
+        return "it takes alpha and beta as numbers, got a gate that learns or has a share for each head"
+    if name != "sdpa" and num_prefix_tokens:
+        return f"it convolves whole maps, and {num_prefix_tokens} prefix tokens are to stay out of the convolution"
     if name == "cpu":
         return cpu.reason_against(q, k, v, weight)
     if name == "triton":
@@ -81,6 +86,16 @@ def _exporting() -> bool:
     """An exported program must run where ea_vision is not."""
     # torch.compile answers True to is_exporting
     return torch.jit.is_tracing() or torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
+
+
+def _as_number(gate: float | Tensor) -> float | Tensor:
+    """A number, which every implementation takes, of a gate that has one and of which no gradient is wanted."""
+    if not isinstance(gate, Tensor):
+        return float(gate)
+    learns = torch.is_grad_enabled() and gate.requires_grad
+    if learns or gate.numel() != 1 or gate.is_meta or torch.compiler.is_compiling() or _exporting():
+        return gate
+    return gate.item()
 
 
 def _choose(q: Tensor, *rest) -> str:
@@ -111,11 +126,12 @@ def evolving_attention(
         prev_logits: Tensor | None = None,
         weight: Tensor | None = None,
         bias: Tensor | None = None,
-        alpha: float = 0.5,
-        beta: float = 1.0,
+        alpha: float | Tensor = 0.5,
+        beta: float | Tensor = 1.0,
         *,
         feat_size: tuple[int, int] | None = None,
         predict: bool = False,
+        num_prefix_tokens: int = 0,
         scale: float | None = None,
         dropout_p: float = 0.0,
         need_logits: bool = True,
@@ -138,10 +154,12 @@ def evolving_attention(
         width_rel: (2W-1, D), likewise.
         prev_logits: (B, K, N, N), or None for attention that does not evolve.
         weight, bias: (K, K, kernel, kernel) and (K) of the convolution over the maps, kernel odd.
-        alpha: share of the previous layer's maps.
-        beta: EA: share of the convolved maps.
+        alpha: share of the previous layer's maps; where it learns a tensor, () or (K) by heads.
+        beta: EA: share of the convolved maps, likewise.
         feat_size: (H, W); needed with tables only.
         predict: PA in place of EA.
+        num_prefix_tokens: how many tokens come before those of the map; their rows and columns stay out of the
+            convolution: there m and prev take the place of relu(conv(.)).
         scale: of q; D**-0.5 unless given.
         dropout_p: dropout on the attention probabilities.
         need_logits: whether the logits are wanted; where not, they need no memory.
@@ -167,7 +185,11 @@ def evolving_attention(
     if height_rel is not None:
         height_rel, width_rel = fit_rel_table(height_rel, H), fit_rel_table(width_rel, W)
     scale = D ** -0.5 if scale is None else scale
-    needs = (k, v, prev_logits, weight, None if height_rel is None else feat_size, dropout_p, need_logits)
+    alpha, beta = (_as_number(gate) if prev_logits is not None else 1.0 for gate in (alpha, beta))
+    if prev_logits is None or weight is None:
+        num_prefix_tokens = 0
+    needs = (k, v, prev_logits, weight, None if height_rel is None else feat_size, dropout_p, need_logits,
+             (alpha, beta), num_prefix_tokens)
     forced = implementation if implementation is not None else _forced[-1] if _forced else None
     if forced is None:
         chosen = _choose(q, *needs)
@@ -182,7 +204,7 @@ def evolving_attention(
     arguments = (q, k, v, height_rel, width_rel, prev_logits, weight, bias, alpha, beta)
     options = {"predict": predict, "scale": scale, "feat_size": feat_size, "need_logits": need_logits}
     if chosen == "reference":
-        return reference.attend(*arguments, dropout_p=dropout_p, **options)
+        return reference.attend(*arguments, dropout_p=dropout_p, num_prefix_tokens=num_prefix_tokens, **options)
     return (cpu if chosen == "cpu" else triton_attention).attend(*arguments, **options)
 
 

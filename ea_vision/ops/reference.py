@@ -43,26 +43,47 @@ def check_prev_logits(prev_logits: Tensor | None, B: int, K: int, N: int) -> Ten
     return prev_logits
 
 
-def before_convolution(logits: Tensor, prev_logits: Tensor, alpha: float, predict: bool) -> Tensor:
+def mixed(share: float | Tensor, one: Tensor, other: Tensor) -> Tensor:
+    """share * one + (1 - share) * other, maps (B, K, N, N) each; share a number, or a tensor (), or (K) by heads."""
+    if isinstance(share, Tensor):
+        share = share.view(-1, 1, 1)
+        return (share * one + (1.0 - share) * other).to(other.dtype)  # of half maps, too, the share is in float32
+    return share * one + (1.0 - share) * other
+
+
+def before_convolution(
+        logits: Tensor, prev_logits: Tensor, alpha: float | Tensor, predict: bool,
+) -> Tensor:
     """The maps that the convolution takes, (B, K, N, N) each.
 
         EA            alpha * prev + (1 - alpha) * own      (EA paper, equation 3)
         PA (predict)  prev
     """
-    return prev_logits if predict else alpha * prev_logits + (1.0 - alpha) * logits
+    return prev_logits if predict else mixed(alpha, prev_logits, logits)
 
 
 def after_convolution(
-        logits: Tensor, before: Tensor, convolved: Tensor, alpha: float, beta: float, predict: bool,
+        logits: Tensor, before: Tensor, convolved: Tensor, alpha: float | Tensor, beta: float | Tensor, predict: bool,
 ) -> Tensor:
     """The evolved logits, from the layer's own, what the convolution took and what it gave; (B, K, N, N) each.
 
         EA            beta * convolved + (1 - beta) * before      (EA paper, equation 4)
         PA (predict)  alpha * convolved + (1 - alpha) * own
     """
-    if predict:
-        return alpha * convolved + (1.0 - alpha) * logits
-    return beta * convolved + (1.0 - beta) * before
+    return mixed(alpha, convolved, logits) if predict else mixed(beta, convolved, before)
+
+
+def among_patches(maps: Tensor, num_prefix_tokens: int) -> Tensor:
+    """The maps without the rows and columns of the first tokens: (B, K, N, N) -> (B, K, N - prefix, N - prefix)."""
+    return maps[:, :, num_prefix_tokens:, num_prefix_tokens:] if num_prefix_tokens > 0 else maps
+
+
+def with_prefix(maps: Tensor, patches: Tensor, num_prefix_tokens: int) -> Tensor:
+    """The rows and columns of the first tokens from `maps`, the others from `patches`; see `among_patches`."""
+    if num_prefix_tokens == 0:
+        return patches
+    rows = torch.cat([maps[:, :, num_prefix_tokens:, :num_prefix_tokens], patches], dim=-1)
+    return torch.cat([maps[:, :, :num_prefix_tokens], rows], dim=-2)
 
 
 def attention_of(logits: Tensor) -> Tensor:
@@ -73,16 +94,19 @@ def attention_of(logits: Tensor) -> Tensor:
 
 def attend(
         q: Tensor, k: Tensor, v: Tensor, height_rel: Tensor | None, width_rel: Tensor | None,
-        prev_logits: Tensor | None, weight: Tensor | None, bias: Tensor | None, alpha: float, beta: float, *,
-        predict: bool, scale: float, feat_size: tuple[int, int], dropout_p: float, need_logits: bool,
+        prev_logits: Tensor | None, weight: Tensor | None, bias: Tensor | None, alpha: float | Tensor,
+        beta: float | Tensor, *, predict: bool, scale: float, feat_size: tuple[int, int], dropout_p: float,
+        need_logits: bool, num_prefix_tokens: int = 0,
 ) -> tuple[Tensor, Tensor | None]:
     """See `ea_vision.ops.evolving_attention`."""
     logits = own_logits(q, k, height_rel, width_rel, scale, feat_size)
     if prev_logits is not None:
         before = convolved = before_convolution(logits, prev_logits, alpha, predict)
         if weight is not None:
-            padding = weight.shape[-1] // 2
-            convolved = F.relu(F.conv2d(before, weight.to(before.dtype), bias.to(before.dtype), padding=padding))
+            patches = among_patches(before, num_prefix_tokens)
+            patches = F.relu(F.conv2d(patches, weight.to(before.dtype), bias.to(before.dtype),
+                                      padding=weight.shape[-1] // 2))
+            convolved = with_prefix(before, patches, num_prefix_tokens)
         logits = after_convolution(logits, before, convolved, alpha, beta, predict)
     attn = F.dropout(attention_of(logits), dropout_p)
     return attn.to(v.dtype) @ v, logits if need_logits else None

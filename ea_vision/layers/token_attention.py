@@ -1,0 +1,110 @@
+"""timm's attention over a transformer's tokens, whose maps may evolve from block to block.
+
+Shape letters: B batch, C channels, K heads, T tokens (prefix tokens and patches), D width of a head.
+"""
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from timm.layers import Attention
+from timm.models import register_notrace_module
+from torch import Tensor
+
+from ea_vision.layers.evolution import Evolution
+from ea_vision.ops import evolving_attention
+from ea_vision.ops.reference import attention_of, check_prev_logits, own_logits
+
+
+@register_notrace_module  # what runs depends on hooks, so FX keeps the layer whole
+class TokenAttention(Attention):
+    """timm's `Attention`, made by `TokenAttention.of`; (x, prev_logits) -> (x, logits).
+
+    With `fused_attn` off it computes timm's operations in timm's order, one by one.
+
+    evolution: of a layer that has a predecessor, or None.
+    need_logits: whether the next layer's evolution reads this one's logits.
+    """
+
+    evolution: Evolution | None
+    need_logits: bool
+
+    @classmethod
+    def of(cls, attn: Attention, evolution: Evolution | None, need_logits: bool) -> "TokenAttention":
+        """Turn timm's layer, in place, into this one; its parameters and their names stay."""
+        attn.__class__ = cls
+        if not hasattr(attn, "gate"):  # timm before 1.0.25
+            attn.gate = None
+        attn.evolution, attn.need_logits = evolution, need_logits
+        return attn
+
+    def back(self) -> Attention:
+        """Turn this layer, in place, into timm's, without evolution."""
+        del self.evolution, self.need_logits
+        self.__class__ = Attention
+        return self
+
+    def heads_of(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v (B, K, T, D) from the projection (B, T, 3 * K * D); q and k normalised, q not scaled."""
+        B, T = projected.shape[0], projected.shape[1]
+        q, k, v = projected.reshape(B, T, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
+        return self.q_norm(q), self.k_norm(k), v
+
+    def _attend_by_modules(
+            self, q: Tensor, k: Tensor, v: Tensor, prev_logits: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Every map passes through a module of this layer, where a hook can see it."""
+        logits = own_logits(q, k, None, None, self.scale, (1, q.shape[2]))
+        if self.evolution is not None:
+            assert prev_logits is not None
+            logits = self.evolution(logits, prev_logits)
+        return self.attn_drop(attention_of(logits)).to(v.dtype) @ v, logits
+
+    def _operands(self, prev_logits: Tensor | None) -> dict[str, Any] | None:
+        """What `evolving_attention` needs to know of the evolution; None where it cannot do as the modules do, or where
+        a hook wants to see the maps in them."""
+        watched = [self.attn_drop] if self.evolution is None else [self.attn_drop, self.evolution]
+        if any(module._forward_hooks or module._forward_pre_hooks for module in watched):
+            return None
+        return {} if self.evolution is None else self.evolution.operands(prev_logits)
+
+    @torch.jit.unused
+    def _attend(
+            self, q: Tensor, k: Tensor, v: Tensor, prev_logits: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        operands = self._operands(prev_logits) if self.fused_attn else None
+        if operands is None:
+            return self._attend_by_modules(q, k, v, prev_logits)
+        need_logits = self.need_logits or bool(self._forward_hooks)
+        dropout_p = self.attn_drop.p if self.training else 0.0
+        if self.evolution is None and not need_logits:
+            return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p), None
+        return evolving_attention(
+            q, k, v, **operands, scale=self.scale, need_logits=need_logits, dropout_p=dropout_p)
+
+    def forward(self, x: Tensor, prev_logits: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """
+        Args:
+            x: (B, T, C).
+            prev_logits: (B, K, T, T), the previous layer's logits; a layer without `evolution` does not look at them.
+
+        Returns:
+            y (B, T, C) and the logits (B, K, T, T) that entered the softmax, or None where nobody reads them.
+
+        Raises:
+            ValueError: prev_logits missing or of another shape, in a layer with `evolution`.
+        """
+        gate = self.gate(x).sigmoid() if self.gate is not None else None
+        q, k, v = self.heads_of(self.qkv(x))
+        B, K, T = q.shape[0], q.shape[1], q.shape[2]
+        if self.evolution is not None:
+            prev_logits = check_prev_logits(prev_logits, B, K, T)
+        logits: Tensor | None = None
+        if torch.jit.is_scripting():
+            out, logits = self._attend_by_modules(q, k, v, prev_logits)
+        else:
+            out, logits = self._attend(q, k, v, prev_logits)
+        out = out.transpose(1, 2).reshape(B, T, K * self.head_dim)  # heads concatenated
+        out = self.norm(out)
+        if gate is not None:
+            out = out * gate
+        return self.proj_drop(self.proj(out)), logits

@@ -1,0 +1,396 @@
+"""timm's vision transformers with attention maps that evolve from block to block: EA-ViT, PA-ViT, EA-DeiT, PA-DeiT.
+
+    model = timm.create_model("ea_vit_small_patch16_224", pretrained=True)      # timm's weights, identity start
+    model = timm.create_model("ea_vit_small_patch16_224", alpha=0.5, beta=1.0)  # the papers' constants, from scratch
+    model = ea_vision.evolve(timm.create_model("vit_base_patch16_224.augreg2_in21k_ft_in1k", pretrained=True))
+    plain = ea_vision.unevolve(model)                                           # an error once the gates have moved
+
+No paper has these networks: PA and EA report BERT, whose maps are convolved whole, the class token's row and column
+among them, as here unless prefix="pass". A network with alpha = beta = 0 computes what timm's plain one does, so with
+learnable gates the fine-tuning of a pretrained transformer begins where its training ended. State dicts have timm's
+names, and besides `blocks.{i}.attn.evolution.*` from the second block on. The maps are T x T a head and layer, which
+timm's fused attention never keeps: for images of 224 pixels and up to about 600 tokens.
+
+Papers:
+* ViT: `An Image is Worth 16x16 Words` - https://arxiv.org/abs/2010.11929
+* DeiT: `Training data-efficient image transformers` - https://arxiv.org/abs/2012.12877
+* PA: `Predictive Attention Transformer` (2020)
+* EA: `Evolving Attention with Residual Convolutions` (ICML 2021) - https://arxiv.org/abs/2102.12895
+
+Shape letters: B batch, C channels, H x W image in pixels, K heads, P prefix tokens (class token, registers), T tokens.
+"""
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import timm
+import torch
+from timm.layers import Attention
+from timm.models import checkpoint, generate_default_cfgs, register_notrace_function
+from timm.models.deit import VisionTransformerDistilled
+from timm.models.vision_transformer import Block, ResPostBlock, VisionTransformer
+from timm.models.vision_transformer import checkpoint_filter_fn as timm_filter
+from torch import Tensor, nn
+
+from ea_vision.layers import Evolution, TokenAttention, create_evolution, evolution_options
+from ea_vision.models._build import Network, register_networks
+from ea_vision.models._chain import take_indices_of
+from ea_vision.models._convert import checkpoint_filter_fn
+
+__all__ = ["EvolvingVisionTransformer", "EvolvingVisionTransformerDistilled", "evolve", "unevolve"]
+
+_logger = logging.getLogger(__name__)
+
+
+class EvolvingBlock(Block):
+    """timm's Block; (x, prev_logits) -> (x, logits). A dropped block still hands its maps on."""
+
+    def forward(self, x: Tensor, prev_logits: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        y, logits = self.attn(self.norm1(x), prev_logits)
+        x = x + self.drop_path1(self.ls1(y))
+        x = x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
+        return x, logits
+
+
+class EvolvingResPostBlock(ResPostBlock):
+    """timm's ResPostBlock; (x, prev_logits) -> (x, logits)."""
+
+    def forward(self, x: Tensor, prev_logits: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        y, logits = self.attn(x, prev_logits)
+        x = x + self.drop_path1(self.norm1(y))
+        x = x + self.drop_path2(self.norm2(self.mlp(x)))
+        return x, logits
+
+
+_BLOCKS = {Block: EvolvingBlock, ResPostBlock: EvolvingResPostBlock}
+
+
+@torch.fx.wrap
+@register_notrace_function
+def _check_no_mask(attn_mask: Tensor | None, is_causal: bool) -> None:
+    if attn_mask is not None or is_causal:
+        raise ValueError("maps that evolve take no mask (their convolutions would read what it hides): "
+                         "attn_mask=None and is_causal=False required")
+
+
+class _Evolves:
+    """What the evolving networks have beside timm's class."""
+
+    feature_indices = 3  # what features_only returns unless asked, timm's way: the last three
+
+    def __init__(
+            self,
+            *args: Any,
+            evolution: str = "ea",
+            layers: Sequence[int] | None = None,
+            prefix: str = "convolve",
+            **kwargs: Any,
+    ) -> None:
+        options = {name: kwargs.pop(name) for name in evolution_options() if name in kwargs}
+        super().__init__(*args, **kwargs)
+        reason = _reason_against(self)
+        if reason is not None:
+            raise ValueError(f"{type(self).__name__} must be able to evolve: {reason}")
+        _evolve_blocks(self, evolution, layers, prefix, _with_start(evolution, options))
+
+    @staticmethod
+    def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+        """Make a checkpoint of timm's network, or of ours, fit `model`.
+
+        Where it has no evolution at all, the model's stays at its start. An attention pooling that the model lacks is
+        left out (SigLIP's checkpoints have one).
+        """
+        state = timm_filter(checkpoint_filter_fn(state_dict, model), model, adapt_layer_scale=True)
+        if model.attn_pool is None:
+            state = {name: tensor for name, tensor in state.items() if not name.startswith("attn_pool.")}
+        if not any(".attn.evolution." in name for name in state):
+            start = {name: tensor for name, tensor in model.state_dict().items() if ".attn.evolution." in name}
+            _logger.info("checkpoint without evolution: %d tensors of the maps' convolutions and gates stay at their "
+                         "start", len(start))
+            state.update(start)
+        return state
+
+    def _embed(self, x: Tensor) -> Tensor:
+        """(B, in_chans, H, W) -> tokens (B, T, C), timm's steps before the blocks."""
+        x = self.patch_embed(x)
+        x = self._pos_embed(x)
+        x = self.patch_drop(x)
+        return self.norm_pre(x)
+
+    def forward_features(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        """(B, in_chans, H, W) -> (B, T, C).
+
+        Raises:
+            ValueError: a mask.
+        """
+        _check_no_mask(attn_mask, is_causal)
+        x = self._embed(x)
+        logits: Tensor | None = None
+        for block in self.blocks:
+            if self.grad_checkpointing and not torch.jit.is_scripting():
+                x, logits = checkpoint(block, x, logits)
+            else:
+                x, logits = block(x, logits)
+        return self.norm(x)
+
+    def forward_intermediates(
+            self,
+            x: Tensor,
+            indices: int | list[int] | None = None,
+            return_prefix_tokens: bool = False,
+            norm: bool = False,
+            stop_early: bool = False,
+            output_fmt: str = "NCHW",
+            intermediates_only: bool = False,
+            output_dict: bool = False,
+            attn_mask: Tensor | None = None,
+            is_causal: bool = False,
+    ) -> list[Any] | tuple[Tensor, list[Any]] | dict[str, Any]:
+        """The blocks' outputs, as timm's `VisionTransformer.forward_intermediates` gives them.
+
+        Args:
+            x: (B, in_chans, H, W).
+            indices: the last n blocks if a number, all if None, else those listed, counted from 0.
+            return_prefix_tokens: pairs (patches, prefix tokens) in place of the patches alone.
+            norm: normalise them as the last one.
+            stop_early: stop after the last one wanted.
+            output_fmt: "NCHW" for maps, "NLC" for tokens.
+            intermediates_only: leave out the final features.
+            output_dict: a dict with "image_features", "image_intermediates" and "image_intermediates_prefix".
+
+        Raises:
+            ValueError: another output_fmt, an index that does not exist, or a mask.
+        """
+        if output_fmt not in ("NCHW", "NLC"):
+            raise ValueError(f"output_fmt must be 'NCHW' or 'NLC', got {output_fmt!r}")
+        _check_no_mask(attn_mask, is_causal)
+        take_indices, max_index = take_indices_of(len(self.blocks), indices)
+        B, _, height, width = x.shape
+        x, logits, taken = self._embed(x), None, []
+        for index, block in enumerate(self.blocks[:max_index + 1] if stop_early else self.blocks):
+            x, logits = checkpoint(block, x, logits) if self.grad_checkpointing else block(x, logits)
+            if index in take_indices:
+                taken.append(self.norm(x) if norm else x)
+
+        P = self.num_prefix_tokens
+        prefix_tokens, patches = [y[:, :P] for y in taken], [y[:, P:] for y in taken]
+        if output_fmt == "NCHW":
+            H, W = self.patch_embed.dynamic_feat_size((height, width))
+            patches = [y.reshape(B, H, W, -1).permute(0, 3, 1, 2).contiguous() for y in patches]
+        if output_dict:
+            result: dict[str, Any] = {"image_intermediates": patches}
+            if P and return_prefix_tokens:
+                result["image_intermediates_prefix"] = prefix_tokens
+            if not intermediates_only:
+                result["image_features"] = self.norm(x)
+            return result
+        if P and return_prefix_tokens:
+            patches = list(zip(patches, prefix_tokens, strict=True))
+        return patches if intermediates_only else (self.norm(x), patches)
+
+
+class EvolvingVisionTransformer(_Evolves, VisionTransformer):
+    """timm's VisionTransformer whose attention maps evolve.
+
+    Args:
+        evolution: a registered kind, "ea" or "pa".
+        layers: which blocks evolve, counted from 1 as `record_attention` does; None is all but the first, which has no
+            predecessor.
+        prefix: "convolve": the maps' convolutions run over all T x T (the papers' way); "pass": over the patches, and
+            the prefix tokens' rows and columns pass them by.
+        alpha, beta, learnable, kernel_size, ...: the evolution's. Unless alpha or beta are given they are learnable and
+            begin at 0, where the network is timm's plain one.
+        **kwargs: those of timm's VisionTransformer.
+
+    Raises:
+        ValueError: an option that the evolution does not have, layers that cannot evolve, or blocks, attention or a
+            patch dropout that do not allow it.
+    """
+
+
+class EvolvingVisionTransformerDistilled(_Evolves, VisionTransformerDistilled):
+    """timm's VisionTransformerDistilled (DeiT with a distillation token) whose attention maps evolve.
+
+    Args: those of `EvolvingVisionTransformer`.
+    """
+
+
+_NETWORK_CLASSES = {VisionTransformer: EvolvingVisionTransformer,
+                    VisionTransformerDistilled: EvolvingVisionTransformerDistilled}
+
+
+def _reason_against(model: nn.Module) -> str | None:
+    """Why the blocks of a VisionTransformer cannot evolve, or None."""
+    for index, block in enumerate(model.blocks):
+        if type(block) not in _BLOCKS:
+            known = " or ".join(cls.__name__ for cls in _BLOCKS)
+            return f"blocks.{index} must be timm's {known}, got {type(block).__name__}"
+        if type(block.attn) is not Attention:
+            return f"blocks.{index}.attn must be timm's Attention, got {type(block.attn).__name__}"
+        if block.attn.num_heads != model.blocks[0].attn.num_heads:
+            return (f"blocks.{index}.attn must have the {model.blocks[0].attn.num_heads} heads of the blocks before, "
+                    f"got {block.attn.num_heads}")
+    if not isinstance(model.patch_drop, nn.Identity):
+        return f"patch_drop must be off (tokens would stop being neighbours), got {model.patch_drop}"
+    return None
+
+
+def _with_start(kind: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The evolution's options; without shares they are to learn, and what learns begins at 0 unless said."""
+    known = evolution_options(kind)
+    shares = [name for name in ("alpha", "beta") if name in known]
+    given = {name: value for name, value in options.items() if value is not None}
+    if "learnable" in known and not any(name in given for name in shares):
+        given.setdefault("learnable", True)
+    return {**dict.fromkeys(shares, 0.0), **given} if given.get("learnable") else given
+
+
+def _evolving_layers(model: nn.Module, layers: Sequence[int] | None, prefix: str) -> list[int]:
+    """The blocks, counted from 1, that are to evolve; see `evolve` for the errors."""
+    depth = len(model.blocks)
+    if prefix not in ("convolve", "pass"):
+        raise ValueError(f"prefix must be 'convolve' or 'pass', got {prefix!r}")
+    # the class token's row is all that is read of the last map, and it would pass the convolution
+    idle_last = prefix == "pass" and model.global_pool == "token"
+    possible = range(2, depth + (not idle_last))
+    chosen = list(possible) if layers is None else sorted({int(layer) for layer in layers})
+    wrong = [layer for layer in chosen if layer not in possible]
+    if wrong or not chosen:
+        why = "the first block has no predecessor"
+        if idle_last:
+            why += ", and with prefix='pass' a convolution in the last would never get a gradient, since only the " \
+                   "class token's row is read there"
+        raise ValueError(f"layers of this model that can evolve are {list(possible)} of {depth} ({why}); "
+                         f"got {wrong or 'none'}")
+    return chosen
+
+
+def _evolve_blocks(
+        model: nn.Module, kind: str, layers: Sequence[int] | None, prefix: str, options: dict[str, Any],
+) -> None:
+    """Turn the blocks of a VisionTransformer, in place, into evolving ones."""
+    chosen = _evolving_layers(model, layers, prefix)
+    weight = model.blocks[0].attn.qkv.weight
+    evolutions: list[Evolution | None] = [
+        create_evolution(kind, block.attn.num_heads, device=weight.device, dtype=weight.dtype, **options)
+        if number in chosen else None for number, block in enumerate(model.blocks, start=1)]
+    if prefix == "pass":
+        for number in chosen:
+            if not hasattr(evolutions[number - 1], "num_prefix_tokens"):
+                raise ValueError(f"prefix='pass' needs an evolution with num_prefix_tokens, got {kind!r}")
+            evolutions[number - 1].num_prefix_tokens = model.num_prefix_tokens
+    for number, (block, evolution) in enumerate(zip(model.blocks, evolutions, strict=True), start=1):
+        TokenAttention.of(block.attn, evolution, need_logits=number + 1 in chosen)
+        if evolution is not None:
+            evolution.train(block.training)
+        block.__class__ = _BLOCKS[type(block)]
+
+
+def _shared_copy(model: nn.Module) -> nn.Module:
+    """A copy of the modules that shares parameters and buffers."""
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+
+
+def evolve(
+        model: VisionTransformer,
+        kind: str = "ea",
+        layers: Sequence[int] | None = None,
+        alpha: float = 0.0,
+        beta: float = 0.0,
+        learnable: bool | str = True,
+        prefix: str = "convolve",
+        **options: Any,
+) -> EvolvingVisionTransformer | EvolvingVisionTransformerDistilled:
+    """A vision transformer of timm's with attention maps that evolve: a new model, which shares the weights.
+
+    Args:
+        model: timm's VisionTransformer or VisionTransformerDistilled, any name of theirs (ViT, DeiT, DINO, CLIP,
+            SigLIP, ...) whose blocks have timm's plain Attention.
+        kind: a registered evolution, "ea" or "pa".
+        layers: which blocks evolve, counted from 1; None is all that can: not the first, which has no predecessor.
+        alpha, beta: shares; at 0 the new model computes what the old one does (bit for bit where timm's fused attention
+            is off). PA has no beta.
+        learnable: whether they are parameters; "per_head" for one a head.
+        prefix: "convolve" or "pass"; see `EvolvingVisionTransformer`.
+        **options: further ones of the evolution, such as kernel_size.
+
+    Raises:
+        ValueError: a model that cannot evolve, naming the module at fault, layers that cannot, or an option that the
+            evolution does not have.
+    """
+    if type(model) in _NETWORK_CLASSES.values():
+        raise ValueError(f"timm's plain network required, got {type(model).__name__}, whose maps evolve already")
+    if type(model) not in _NETWORK_CLASSES:
+        known = " or ".join(cls.__name__ for cls in _NETWORK_CLASSES)
+        attention = next((f"{name} is {type(module).__name__}" for name, module in model.named_modules()
+                          if name and "attn" in name.split(".")[-1]), "no attention layer found")
+        raise ValueError(f"timm's {known} required, got {type(model).__name__} ({attention})")
+    reason = _reason_against(model)
+    if reason is not None:
+        raise ValueError(f"this {type(model).__name__} cannot evolve: {reason}")
+    shares = {"alpha": (alpha, 0.0), "beta": (beta, 0.0), "learnable": (learnable, True)}
+    known_options = evolution_options(kind)
+    options.update((name, value) for name, (value, default) in shares.items()
+                   if name in known_options or value != default)
+    evolving = _shared_copy(model)
+    evolving.__class__ = _NETWORK_CLASSES[type(model)]
+    _evolve_blocks(evolving, kind, layers, prefix, options)
+    return evolving
+
+
+def unevolve(model: EvolvingVisionTransformer | EvolvingVisionTransformerDistilled) -> VisionTransformer:
+    """timm's plain network from an evolving one whose gates are all 0: a new model, which shares the weights.
+
+    Raises:
+        ValueError: another network, or an evolution that changes the maps.
+    """
+    plain_classes = {evolving: plain for plain, evolving in _NETWORK_CLASSES.items()}
+    if type(model) not in plain_classes:
+        raise ValueError(f"an evolving vision transformer required, got {type(model).__name__}")
+    active = [f"blocks.{index}.attn.evolution ({block.attn.evolution})" for index, block in enumerate(model.blocks)
+              if block.attn.evolution is not None and not block.attn.evolution.changes_nothing()]
+    if active:
+        raise ValueError(f"all shares must be 0 for the plain network to compute the same; got {len(active)} blocks "
+                         f"where they are not, the first of them {active[0]}")
+    plain = _shared_copy(model)
+    plain_blocks = {evolving: block for block, evolving in _BLOCKS.items()}
+    for block in plain.blocks:
+        block.attn.back()
+        block.__class__ = plain_blocks[type(block)]
+    plain.__class__ = plain_classes[type(model)]
+    return plain
+
+
+_VIT = {"patch_size": 16}
+_SIZES = {"tiny": dict(embed_dim=192, depth=12, num_heads=3), "small": dict(embed_dim=384, depth=12, num_heads=6),
+          "base": dict(embed_dim=768, depth=12, num_heads=12)}
+_PLAIN = {f"{family}_{size}_patch16_224": _VIT | options for family in ("vit", "deit")
+          for size, options in _SIZES.items()}
+_PLAIN["vit_base_patch16_siglip_gap_224"] = _VIT | _SIZES["base"] | dict(
+    class_token=False, global_pool="avg", fc_norm=False)
+
+
+def _cfgs(kind: str, plain: str) -> dict[str, Any]:
+    """timm's own weights of the plain network, its default first."""
+    first = f"{plain}.{timm.get_pretrained_cfg(plain).tag}"
+    tagged = sorted(timm.list_pretrained(f"{plain}.*"), key=lambda name: name != first)
+    return {f"{kind}_{name}": replace(
+        timm.get_pretrained_cfg(name), description=f"identity start from timm's {name}, not fine-tuned")
+        for name in tagged}
+
+
+_NETWORKS, _CFGS = {}, {}
+for _kind in ("ea", "pa"):
+    for _name, _options in _PLAIN.items():
+        _NETWORKS[f"{_kind}_{_name}"] = Network(
+            f"{_kind.upper()} in timm's {_name}: learnable shares that begin at 0, where it computes what that does; "
+            "pretrained weights are timm's, not fine-tuned.", {**_options, "evolution": _kind})
+        _CFGS |= _cfgs(_kind, _name)
+default_cfgs = generate_default_cfgs(_CFGS)
+register_networks(__name__, EvolvingVisionTransformer, _NETWORKS)

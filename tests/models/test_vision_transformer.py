@@ -1,0 +1,518 @@
+"""Evolving vision transformers: equal to timm's where they begin, alive one step later, in timm's ways throughout."""
+import copy
+import logging
+
+import pytest
+import safetensors.torch
+import timm
+import torch
+from timm.layers import set_fused_attn
+from timm.models import create_feature_extractor, get_graph_node_names
+from timm.optim import create_optimizer_v2
+from torch import nn
+from torch._dynamo.testing import CompileCounter
+
+import ea_vision
+import ea_vision.ops as ops
+from ea_vision.layers import EvolvingAttention, PredictiveAttention
+from ea_vision.models import get_network, list_networks
+
+NAMES = list_networks("vision_transformer")
+TINY = dict(img_size=32, patch_size=8, embed_dim=48, depth=3, num_heads=3, num_classes=5)  # 4x4 patches
+
+
+def lively(model):
+    """Maps that differ from uniform, and every block different from its neighbours."""
+    for number, module in enumerate(model.modules()):
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=1.5 * module.in_features ** -0.5,
+                            generator=torch.Generator().manual_seed(number))
+    return model.eval()
+
+
+def tiny(name="ea_vit_tiny_patch16_224", **options):
+    torch.manual_seed(0)
+    return lively(timm.create_model(name, **{**TINY, **options}))
+
+
+def plain(**options):
+    return tiny("vit_tiny_patch16_224", **options)
+
+
+def images(height=32, width=32, batch=2):
+    return torch.randn(batch, 3, height, width, generator=torch.Generator().manual_seed(1))
+
+
+def active(model):
+    """Shares that count, different in each block."""
+    with torch.no_grad():
+        for number, block in enumerate(model.blocks, start=1):
+            if block.attn.evolution is not None:
+                for gate in block.attn.evolution.gates().values():
+                    gate.fill_(0.1 * number)
+    return model
+
+
+def fused(model, on):
+    for module in model.modules():
+        if hasattr(module, "fused_attn"):
+            module.fused_attn = on
+    return model
+
+
+@torch.no_grad()
+def assert_same_function(evolving, timms, *inputs):
+    """Bit for bit with fused attention off, and as near as timm's fused attention is to its plain one with it on."""
+    for x in inputs:
+        expected = fused(timms, False).forward_features(x)
+        assert torch.equal(fused(evolving, False).forward_features(x), expected)
+        assert torch.equal(evolving(x), timms(x))
+        assert (expected - expected.mean(1, keepdim=True)).abs().max() > 0.1  # tokens differ: the maps count
+        fused(timms, True)
+        for need in (True, False):
+            with torch.set_grad_enabled(need):  # with gradients the reference runs, without them the kernel
+                difference = (fused(evolving, True).forward_features(x) - timms.forward_features(x)).abs().max()
+            assert difference.item() < 3e-6 * expected.abs().max().item()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_name_begins_as_timms(name):
+    torch.manual_seed(0)
+    options = dict(depth=2, patch_size=32, num_classes=3)
+    timms = lively(timm.create_model(name[3:], **options))
+    evolving = timm.create_model(name, **options).eval()
+    missing = evolving.load_state_dict(timms.state_dict(), strict=False)
+    assert not missing.unexpected_keys and {key.split(".")[3] for key in missing.missing_keys} == {"evolution"}
+    for size in ((224, 224), (384, 384), (224, 320)):
+        for model in (timms, evolving):
+            model.set_input_size(size)
+        assert_same_function(evolving, timms, images(*size, batch=1))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_name_is_timms_network_with_convolutions_of_maps(name):
+    with torch.device("meta"):
+        evolving, timms = timm.create_model(name).eval(), timm.create_model(name[3:]).eval()
+        shapes = {key: value.shape for key, value in evolving.state_dict().items()}
+        extra = {key: shape for key, shape in shapes.items() if key not in timms.state_dict()}
+        assert all(shapes[key] == value.shape for key, value in timms.state_dict().items())
+        gates = ["alpha", "beta"] if name.startswith("ea") else ["alpha"]
+        assert list(extra) == [f"blocks.{i}.attn.evolution.{part}" for i in range(1, 12)
+                               for part in (*gates, "convs.0.weight", "convs.0.bias")]
+        K = timms.blocks[0].attn.num_heads
+        assert sum(shape.numel() for shape in extra.values()) == 11 * (9 * K ** 2 + K + len(gates))
+        assert evolving(torch.empty(1, 3, 224, 224)).shape == (1, timms.num_classes or timms.num_features)
+    cfg, timms_cfg = evolving.pretrained_cfg, timms.pretrained_cfg
+    for key in ("hf_hub_id", "tag", "url", "input_size", "num_classes", "mean", "classifier", "first_conv"):
+        assert cfg.get(key) == timms_cfg.get(key), key
+    assert "not fine-tuned" in cfg["description"] and "not fine-tuned" in get_network(name).about
+    tags = [each.split(".")[1] for each in timm.list_pretrained(f"{name}.*")]
+    assert sorted(tags) == sorted(each.split(".")[1] for each in timm.list_pretrained(f"{name[3:]}.*")) and tags
+
+
+EXACT = [  # timm's names of many families, made small where the names allow it
+    ("vit_tiny_patch16_224", {}),
+    ("deit_tiny_patch16_224", {}),
+    ("deit_tiny_distilled_patch16_224", {}),
+    ("deit3_small_patch16_224", dict(init_values=0.5)),  # layer scale, no position for the class token
+    ("vit_small_patch14_reg4_dinov2", dict(init_values=0.5)),  # registers
+    ("vit_base_patch16_clip_224", {}),  # norm before the blocks
+    ("vit_base_patch16_siglip_224", {}),  # attention pooling, no class token
+    ("vit_base_patch16_siglip_gap_224", {}),
+    ("vit_medium_patch16_gap_240", {}),
+    ("vit_base_patch16_rpn_224", {}),  # norms after the branches
+    ("flexivit_small", {}),
+    ("vit_tiny_patch16_224", dict(qk_norm=True, scale_attn_norm=True, scale_mlp_norm=True)),
+    ("vit_small_patch16_224", dict(dynamic_img_size=True)),
+    ("vit_tiny_patch16_224", dict(global_pool="", num_classes=0)),
+]
+
+
+@pytest.mark.parametrize("name,options", EXACT)
+@pytest.mark.parametrize("kind", ["ea", "pa"])
+def test_evolve_is_exact_in_many_families(name, options, kind):
+    torch.manual_seed(0)
+    timms = lively(timm.create_model(name, **{**TINY, **options}))
+    if name == "vit_base_patch16_rpn_224":
+        for block in timms.blocks:
+            nn.init.ones_(block.norm1.weight)
+    evolving = ea_vision.evolve(timms, kind)
+    assert_same_function(evolving, timms, images(), *([images(40, 64)] if "dynamic_img_size" in options else []))
+    assert evolving.state_dict().keys() - timms.state_dict().keys() == {
+        key for key in evolving.state_dict() if ".attn.evolution." in key}
+    for key, parameter in timms.named_parameters():
+        assert evolving.get_parameter(key) is parameter  # one weight, two models
+    assert type(timms.blocks[0].attn).__name__ == "Attention" and not evolving.training
+
+
+@pytest.mark.parametrize("name,options,reason", [
+    ("eva02_tiny_patch14_224", {}, "VisionTransformerDistilled required, got Eva .*blocks.0.attn is EvaAttention"),
+    ("vit_small_patch16_dinov3", {}, "required, got Eva"),
+    ("vit_relpos_small_patch16_224", {}, "required, got VisionTransformerRelPos"),
+    ("beit_base_patch16_224", {}, "required, got Beit"),
+    ("cait_xxs24_224", dict(depth=1), "required, got Cait"),
+    ("vit_small_patch16_18x2_224", dict(depth=1), "blocks.0 must be timm's Block.*, got ParallelThingsBlock"),
+    ("vit_pwee_patch16_reg1_gap_256", dict(depth=1), "got ParallelScalingBlock"),
+    ("vit_tiny_patch16_224", dict(attn_layer="diff", depth=2), "blocks.0.attn must be timm's Attention, got DiffAtt"),
+    ("vit_tiny_patch16_224", dict(patch_drop_rate=0.5, depth=2), "patch_drop must be off.*PatchDropout"),
+    ("vit_tiny_patch16_224", dict(depth=1), r"layers of this model that can evolve are \[\] of 1"),
+    ("naflexvit_base_patch16_gap", dict(depth=1), "required, got NaFlexVit"),
+    ("swin_tiny_patch4_window7_224", dict(depths=(1, 1, 1, 1)), "required, got SwinTransformer"),
+    ("resnet18", {}, "required, got ResNet .no attention layer found"),
+])
+def test_evolve_refuses_by_name(name, options, reason):
+    with torch.device("meta"):
+        model = timm.create_model(name, **options)
+    with pytest.raises(ValueError, match=reason):
+        ea_vision.evolve(model)
+
+
+def test_what_the_constructor_refuses():
+    for options, message in (
+            (dict(layers=[1]), r"can evolve are \[2, 3\] of 3 .*got \[1\]"), (dict(layers=[]), "got none"),
+            (dict(layers=[2, 4]), r"got \[4\]"), (dict(prefix="drop"), "'convolve' or 'pass', got 'drop'"),
+            (dict(prefix="pass", layers=[3]), "only the class token's row"),
+            (dict(attn_layer="diff"), "blocks.0.attn must be timm's Attention"), (dict(evolution="xa"), "'xa'"),
+            (dict(evolution="pa", beta=0.5), "beta"), (dict(alpha=1.5), "alpha must lie between 0 and 1, got 1.5"),
+            (dict(learnable="heads"), "False, True or 'per_head', got 'heads'")):
+        with pytest.raises(ValueError, match=message):
+            tiny(**options)
+    with pytest.raises(ValueError, match="whose maps evolve already"):
+        ea_vision.evolve(tiny())
+    with pytest.raises(ValueError, match="beta"):
+        ea_vision.evolve(plain(), "pa", beta=0.5)
+
+
+@pytest.mark.parametrize("options", [
+    {}, dict(learnable="per_head"), dict(prefix="pass"), dict(layers=[3]), dict(evolution="pa"),
+    dict(evolution="pa", num_layers=2), dict(evolution="pa", prefix="pass", num_layers=2), dict(alpha=0.5, beta=0.5),
+    dict(weight_init="jax"), dict(weight_init="moco"), dict(weight_init="skip"), dict(class_token=False,
+                                                                                     global_pool="avg", prefix="pass")])
+def test_every_evolution_parameter_has_a_gradient_after_one_step(options):
+    model = tiny(**options).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for _ in range(2):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(images(batch=8)), torch.arange(8) % 5).backward()
+        optimizer.step()
+    gradients = {name: p.grad for name, p in model.named_parameters() if ".evolution." in name}
+    evolving = [number for number, block in enumerate(model.blocks, 1) if block.attn.evolution is not None]
+    last = 2 if options.get("prefix") == "pass" and model.global_pool == "token" else 3
+    assert evolving == options.get("layers", list(range(2, last + 1)))
+    assert gradients and [name for name, g in gradients.items() if g is None or not g.any()] == []
+
+
+def test_convolutions_are_alive_whatever_initialises_the_network():
+    for mode in ("", "jax", "jax_nlhb", "moco", "reset"):
+        model = tiny()
+        with torch.no_grad():
+            for block in model.blocks[1:]:
+                for parameter in block.attn.evolution.parameters():
+                    parameter.zero_()
+        model.init_weights(mode)
+        for block in model.blocks[1:]:
+            evolution = block.attn.evolution
+            assert evolution.convs[0].weight.any() and evolution.alpha == 0 and evolution.beta == 0
+    meta = timm.create_model("ea_vit_tiny_patch16_224", **TINY, device="meta").to_empty(device="cpu")
+    meta.init_weights()
+    assert all(parameter.isfinite().all() for parameter in meta.parameters())
+
+
+def test_shares_are_what_the_keywords_say():
+    def evolutions(model):
+        return [block.attn.evolution for block in model.blocks]
+
+    assert [e is None for e in evolutions(tiny())] == [True, False, False]
+    for e in evolutions(tiny())[1:]:
+        assert isinstance(e, EvolvingAttention) and isinstance(e.alpha, nn.Parameter) and not (e.alpha or e.beta)
+    for e in evolutions(tiny(alpha=0.5, beta=1.0, kernel_size=5))[1:]:  # the papers' constants
+        assert (type(e.alpha), e.alpha, e.beta, e.convs[0].kernel_size) == (float, 0.5, 1.0, (5, 5))
+    assert evolutions(tiny(alpha=0.3))[1].beta == 1.0  # the evolution's own
+    for e in evolutions(tiny(alpha=0.3, learnable=True))[1:]:
+        assert e.alpha.item() == pytest.approx(0.3) and e.beta == 0
+    for e in evolutions(tiny("pa_vit_tiny_patch16_224", alpha=0.5))[1:]:
+        assert isinstance(e, PredictiveAttention) and e.alpha == 0.5
+    e = evolutions(ea_vision.evolve(plain(), alpha=0.2, beta=0.1, learnable=False, layers=[3]))
+    assert e[1] is None and (e[2].alpha, e[2].beta) == (0.2, 0.1)
+    assert evolutions(ea_vision.evolve(plain(), learnable="per_head"))[1].alpha.shape == (3,)
+    names = [{key for key in tiny(**options).state_dict()} for options in (dict(alpha=0.5, beta=1.0), {})]
+    assert {key.rpartition(".")[2] for key in names[0] ^ names[1]} == {"alpha", "beta"} and names[0] < names[1]
+
+
+def test_only_maps_that_somebody_reads_are_handed_on():
+    model = tiny(layers=[3])
+    assert [block.attn.need_logits for block in model.blocks] == [False, True, False]
+    x, logits = model.blocks[0](model._embed(images()))
+    assert logits is None
+    x, logits = model.blocks[1](x)
+    assert logits.shape == (2, 3, 17, 17) and model.blocks[2](x, logits)[1] is None
+    with pytest.raises(ValueError, match=r"prev_logits of shape \[2, 3, 17, 17\] required, got None"):
+        model.blocks[2](x)
+
+
+@torch.no_grad()
+def test_gates_that_count_change_the_network_and_unevolve_refuses():
+    timms = plain()
+    evolving = ea_vision.evolve(timms)
+    back = ea_vision.unevolve(evolving)
+    assert type(back) is type(timms) and type(back.blocks[1]) is type(timms.blocks[1])
+    assert back.state_dict().keys() == timms.state_dict().keys() and not back.training
+    assert torch.equal(back(images()), timms(images())) and repr(back) == repr(timms)
+    assert evolving.blocks[1].attn.evolution is not None  # the evolving one stays as it was
+    before = evolving(images())
+    evolving.blocks[2].attn.evolution.beta.fill_(-0.3)  # learnable shares know no bounds
+    assert (evolving(images()) - before).abs().max() > 1e-3
+    with pytest.raises(ValueError, match="got 1 blocks where they are not, the first of them blocks.2.attn.evolution"):
+        ea_vision.unevolve(evolving)
+    with pytest.raises(ValueError, match="required, got VisionTransformer"):
+        ea_vision.unevolve(timms)
+    with pytest.raises(ValueError, match="got 2 blocks"):
+        ea_vision.unevolve(ea_vision.evolve(timms, "pa", alpha=0.1, learnable=False))
+
+
+@torch.no_grad()
+def test_by_hand():
+    """Two blocks' maps from timm's own layers, evolved by the papers' equations."""
+    model, x = tiny(alpha=0.3, beta=0.6, layers=[2], depth=2), images()
+    tokens, logits = model.blocks[0](model._embed(x))
+    y = model.blocks[1].norm1(tokens)
+    attn = model.blocks[1].attn
+    q, k, v = attn.qkv(y).view(2, 17, 3, 3, 16).permute(2, 0, 3, 1, 4)
+    mixed = 0.3 * logits + 0.7 * q @ k.transpose(-2, -1) / 4
+    evolved = 0.6 * attn.evolution.convs[0](mixed).relu() + 0.4 * mixed
+    tokens = tokens + attn.proj((evolved.softmax(-1) @ v).transpose(1, 2).reshape(2, 17, 48))
+    tokens = tokens + model.blocks[1].mlp(model.blocks[1].norm2(tokens))
+    torch.testing.assert_close(model.forward_features(x), model.norm(tokens), atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", [dict(alpha=0.4, beta=0.7), dict(evolution="pa", alpha=0.4, num_layers=2)])
+def test_prefix_tokens_pass_the_convolution(options):
+    evolution = tiny(prefix="pass", class_token=True, reg_tokens=2, **options).blocks[1].attn.evolution
+    whole = copy.deepcopy(evolution)
+    whole.num_prefix_tokens = 0
+    logits, prev = torch.randn(2, 2, 3, 12, 12)
+    evolved = evolution(logits, prev)
+    torch.testing.assert_close(evolved[:, :, 3:, 3:], whole(logits[:, :, 3:, 3:], prev[:, :, 3:, 3:]))
+    mixed = 0.4 * prev + 0.6 * logits
+    torch.testing.assert_close(evolved[:, :, :3], mixed[:, :, :3])
+    torch.testing.assert_close(evolved[:, :, 3:, :3], mixed[:, :, 3:, :3])
+    assert not torch.allclose(whole(logits, prev), evolved)
+    q, k, v = torch.randn(3, 2, 3, 12, 4)
+    by_operator = ops.evolving_attention(q, k, v, **evolution.operands(prev))[1]
+    torch.testing.assert_close(by_operator, evolution(q @ k.transpose(-2, -1) / 2, prev))
+
+
+def chosen(caplog, monkeypatch, model, **options):
+    """What the log says of the implementations that a forward took."""
+    monkeypatch.setattr(ops, "_logged", set())
+    caplog.clear()
+    with caplog.at_level(logging.INFO, logger="ea_vision.ops"):
+        model(images())
+    return [record.message.partition(" by ")[2] for record in caplog.records]
+
+
+def test_the_log_says_why_learnable_gates_take_the_reference(caplog, monkeypatch):
+    first, evolving = chosen(caplog, monkeypatch, tiny())
+    assert first == "'cpu'"
+    assert evolving == ("'reference'; not cpu: it takes alpha and beta as numbers, got a gate that learns or has a "
+                        "share for each head")
+    with torch.no_grad():
+        assert chosen(caplog, monkeypatch, tiny()) == ["'cpu'"]
+        assert "share for each head" in chosen(caplog, monkeypatch, tiny(learnable="per_head"))[1]
+        assert "1 prefix tokens are to stay out" in chosen(caplog, monkeypatch, tiny(prefix="pass"))[1]
+    assert chosen(caplog, monkeypatch, tiny(alpha=0.5, beta=1.0)) == ["'cpu'"]
+    frozen = tiny()
+    for block in frozen.blocks[1:]:
+        block.attn.evolution.requires_grad_(False)
+    assert chosen(caplog, monkeypatch, frozen) == ["'cpu'"]
+
+
+def test_the_kernel_computes_what_the_reference_does():
+    model = active(tiny())
+    with torch.no_grad():
+        fast = model(images())
+    torch.testing.assert_close(fast, model(images()), atol=1e-5, rtol=1e-4)
+
+
+def test_gradient_checkpointing_changes_nothing():
+    results = []
+    for enable in (False, True):
+        model = active(tiny()).train()
+        model.set_grad_checkpointing(enable)
+        y = model(images())
+        y.square().sum().backward()
+        results.append((y.detach(), [p.grad for p in model.parameters()]))
+        final, _ = model.forward_intermediates(images())
+        results[-1][1].append(final.detach())
+    torch.testing.assert_close(results[1], results[0], atol=1e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_intermediates_are_timms():
+    timms = plain(reg_tokens=2)
+    evolving = ea_vision.evolve(timms)
+    for options in (
+            {}, dict(norm=True), dict(indices=2), dict(indices=[0, 2]), dict(indices=[-2], stop_early=True),
+            dict(output_fmt="NLC"), dict(return_prefix_tokens=True), dict(intermediates_only=True),
+            dict(output_dict=True), dict(output_dict=True, return_prefix_tokens=True, intermediates_only=True)):
+        torch.testing.assert_close(evolving.forward_intermediates(images(), **options),
+                                   timms.forward_intermediates(images(), **options))
+    last_two = [model.get_intermediate_layers(images(), 2) for model in (evolving, timms)]
+    torch.testing.assert_close(*last_two)
+    final, taken = active(evolving).forward_intermediates(images(), norm=True, output_fmt="NLC")
+    torch.testing.assert_close(final[:, 3:], taken[-1])
+    torch.testing.assert_close(final, evolving.forward_features(images()))
+    with pytest.raises(ValueError, match="'NCHW' or 'NLC', got 'NHWC'"):
+        evolving.forward_intermediates(images(), output_fmt="NHWC")
+
+
+@torch.no_grad()
+def test_features_only():
+    model = active(tiny())
+    features = timm.create_model("ea_vit_tiny_patch16_224", features_only=True, out_indices=(0, 1), **{
+        key: value for key, value in TINY.items() if key != "num_classes"}).eval()
+    assert features.feature_info.channels() == [48, 48] and features.feature_info.reduction() == [8, 8]
+    kept = features.model.state_dict().keys()
+    assert not [key for key in kept if key.startswith("blocks.2")]
+    features.model.load_state_dict({key: value for key, value in model.state_dict().items() if key in kept})
+    expected = model.forward_intermediates(images(), indices=[0, 1], intermediates_only=True)
+    torch.testing.assert_close(features(images()), expected)
+    features.set_grad_checkpointing(True)
+    assert len(timm.create_model("pa_vit_tiny_patch16_224", features_only=True)(torch.zeros(1, 3, 224, 224))) == 3
+
+
+@torch.no_grad()
+def test_other_sizes_in_timms_ways():
+    model, timms = active(tiny()), plain()
+    for network in (model, timms):
+        network.set_input_size((48, 32))
+    assert model.pos_embed.shape == timms.pos_embed.shape and model(images(48, 32)).shape == (2, 5)
+    dynamic = active(tiny(dynamic_img_size=True, dynamic_img_pad=True))
+    assert dynamic.forward_features(images(44, 61)).shape == (2, 1 + 6 * 8, 48)
+    model.reset_classifier(7, "avg")
+    assert model(images(48, 32)).shape == (2, 7)
+
+
+@torch.no_grad()
+def test_fx_and_torchscript_compute_the_same():
+    for model in (active(tiny()), tiny(evolution="pa", alpha=0.3, num_layers=2), active(tiny(learnable="per_head"))):
+        expected = model(images())
+        _, nodes = get_graph_node_names(model)
+        extracted = create_feature_extractor(model, return_nodes=[nodes[-1]])(images())
+        torch.testing.assert_close(next(iter(extracted.values())), expected, atol=1e-5, rtol=1e-4)
+        with torch.jit.optimized_execution(False):
+            torch.testing.assert_close(torch.jit.script(model)(images()), expected, atol=1e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_compiles_in_one_graph_and_exports_with_any_batch_size():
+    counter = CompileCounter()
+    model = active(tiny())
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    for _ in range(2):
+        torch.testing.assert_close(compiled(images()), model(images()), atol=1e-5, rtol=1e-4)
+    assert counter.frame_count == 1
+    torch._dynamo.reset()
+    program = torch.export.export(model, (images(),), dynamic_shapes=({0: torch.export.Dim("batch")},))
+    torch.testing.assert_close(program.module()(images(batch=5)), model(images(batch=5)), atol=1e-5, rtol=1e-4)
+
+
+def test_training_drops_and_still_hands_maps_on():
+    model = active(tiny(drop_path_rate=0.9, attn_drop_rate=0.3, proj_drop_rate=0.1)).train()
+    torch.manual_seed(0)
+    outputs = torch.stack([model(images()) for _ in range(4)])
+    assert outputs.isfinite().all() and not torch.equal(outputs[0], outputs[1])
+    model.eval()
+    assert torch.equal(model(images()), model(images()))
+
+
+def test_layer_decay_and_weight_decay_are_timms():
+    model = tiny(learnable="per_head")
+    optimizer = create_optimizer_v2(model, opt="adamw", lr=1e-3, weight_decay=0.05, layer_decay=0.5)
+    group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    for number, block in enumerate(model.blocks):
+        assert len({group_of[id(p)]["lr_scale"] for p in block.parameters()}) == 1, number
+    for name, parameter in model.named_parameters():
+        if ".evolution." in name:
+            assert group_of[id(parameter)]["weight_decay"] == (0.05 if parameter.ndim == 4 else 0.0), name
+
+
+def test_masks_are_refused():
+    model = tiny()
+    for call in (lambda: model(images(), attn_mask=torch.ones(17, 17)), lambda: model(images(), is_causal=True),
+                 lambda: model.forward_intermediates(images(), is_causal=True)):
+        with pytest.raises(ValueError, match="take no mask"):
+            call()
+
+
+def test_half_precision_and_autocast():
+    model = active(tiny())
+    with torch.no_grad():
+        expected = model(images())
+        with torch.autocast("cpu", torch.bfloat16):
+            mixed = model(images())
+        half = copy.deepcopy(model).bfloat16()(images().bfloat16())
+    with torch.autocast("cpu", torch.bfloat16):
+        learning = model(images())
+    for got in (mixed, half, learning):
+        assert (got.float() - expected).norm() < 0.1 * expected.norm()
+
+
+def pretrained(path, name="ea_vit_tiny_patch16_224", **options):
+    overlay = dict(file=str(path), num_classes=TINY["num_classes"], custom_load=False)
+    return timm.create_model(name, pretrained=True, pretrained_cfg_overlay=overlay, **{**TINY, **options}).eval()
+
+
+@torch.no_grad()
+def test_pretrained_takes_timms_weights(tmp_path, caplog):
+    timms, path = plain(), tmp_path / "timms.safetensors"
+    safetensors.torch.save_file(timms.state_dict(), path)
+    with caplog.at_level(logging.INFO, logger="ea_vision.models"):
+        model = pretrained(path)
+    assert "8 tensors of the maps' convolutions and gates stay at their start" in caplog.text
+    assert_same_function(model, timms, images())
+    assert_same_function(pretrained(path, "pa_vit_tiny_patch16_224"), timms, images())
+    larger = pretrained(path, img_size=48, num_classes=0)  # positions are resampled, the head is left
+    expected = timm.create_model("vit_tiny_patch16_224", pretrained=True, pretrained_cfg_overlay=dict(
+        file=str(path), num_classes=5, custom_load=False), **{**TINY, "img_size": 48, "num_classes": 0}).eval()
+    torch.testing.assert_close(larger(images(48, 48)), expected(images(48, 48)), atol=1e-5, rtol=1e-4)
+
+    safetensors.torch.save_file(active(model).state_dict(), path)
+    again = pretrained(path)
+    assert torch.equal(again(images()), model(images()))
+    with pytest.raises(RuntimeError, match="evolution.alpha"):  # a fixed network cannot hold learnt shares
+        pretrained(path, alpha=0.5, beta=1.0)
+
+
+@torch.no_grad()
+def test_checkpoints_with_attention_pooling_load_into_the_network_without(tmp_path):
+    small = {key: value for key, value in TINY.items() if key != "num_classes"}
+    timms = lively(timm.create_model("vit_base_patch16_siglip_224", num_classes=5, **small))
+    path = tmp_path / "siglip.safetensors"
+    safetensors.torch.save_file(timms.state_dict(), path)
+    model = pretrained(path, "ea_vit_base_patch16_siglip_gap_224")
+    tokens = timms.forward_features(images())
+    torch.testing.assert_close(model.forward_features(images()), tokens, atol=1e-5, rtol=1e-4)
+
+
+def test_a_dead_convolution_is_not_loaded():
+    model = tiny()
+    state = {key: torch.zeros_like(value) if "evolution" in key else value for key, value in model.state_dict().items()}
+    with pytest.raises(RuntimeError, match="blocks.1.attn.evolution.convs.0 must have a weight.*never gets a gradient"):
+        model.load_state_dict(state)
+    for key in state:
+        if key.endswith("convs.0.bias"):
+            state[key] = torch.ones(3)
+    model.load_state_dict(state)
+
+
+def test_set_fused_attn_is_heeded():
+    set_fused_attn(False)
+    try:
+        model = tiny()
+    finally:
+        set_fused_attn(True)
+    assert not any(block.attn.fused_attn for block in model.blocks)
+    with torch.no_grad(), ops.use_implementation("triton"):  # which cannot run here, and is not asked
+        model(images())
