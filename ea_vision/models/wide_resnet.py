@@ -126,8 +126,8 @@ class WideResNet(ChainedNetwork, nn.Module):
         depth: layers, 6 n + 4 for n blocks a group.
         width: the groups have 16, 32 and 64 times as many channels.
         attention: whether the first convolution of every block is augmented.
-        gate: "se" (squeeze-excite, a sixteenth of the channels and at least 8, no biases) or "ge" (gather-excite without parameters)
-            on every block's branch, or None.
+        gate: "se" (squeeze-excite, a sixteenth of the channels and at least 8, no biases) or "ge" (gather-excite
+            without parameters) on every block's branch, or None.
         outer_residuals: whether the sums around each group and around the whole network are added.
         drop_rate: dropout before the classifier.
         drop_path_rate: stochastic depth at the last block, growing linearly from 0 at the first.

@@ -1,4 +1,4 @@
-"""The names the model tests run over: the smallest network of each kind, or every one where EA_VISION_TEST_ALL is set."""
+"""The names the model tests run over: the smallest of each kind, or every one where EA_VISION_TEST_ALL is set."""
 import os
 
 import timm
