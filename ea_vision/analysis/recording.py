@@ -12,12 +12,15 @@ Shape letters: B batch, K heads, H x W the attention map, N = H*W its pixels, T 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
+import numpy as np
 import torch
 from timm.layers import Attention, AttentionRope
 from timm.layers.bottleneck_attn import BottleneckAttn
 from torch import Tensor, nn
 
+from ea_vision.base.files import write_npz
 from ea_vision.layers import AugmentedConv2d
 from ea_vision.ops.reference import attention_of, own_logits
 
@@ -70,13 +73,22 @@ class LayerMaps:
     prev_logits: Tensor | None = None
     more: dict[str, Tensor] = field(default_factory=dict)
 
+    def recorded(self) -> tuple[str, ...]:
+        """The parts that there are."""
+        return (*(part for part in PARTS if getattr(self, part) is not None), *self.more)
+
     def __getitem__(self, part: str) -> Tensor:
         """The tensor of a part, which must have been recorded."""
         tensor = getattr(self, part) if part in PARTS else self.more.get(part)
         if tensor is None:
-            recorded = [*(name for name in PARTS if getattr(self, name) is not None), *self.more]
-            raise KeyError(f"layer {self.number} ({self.name}) has recorded {', '.join(recorded)}; got {part!r}")
+            raise KeyError(f"layer {self.number} ({self.name}) has recorded {', '.join(self.recorded())}; got {part!r}")
         return tensor
+
+    def __repr__(self) -> str:
+        parts = self.recorded()
+        shape = f" of {'x'.join(map(str, self[parts[0]].shape))}" if parts else ""
+        return (f"layer {self.number} ({self.name}), map {'x'.join(map(str, self.feat_size))}, heads "
+                f"{', '.join(map(str, self.heads))}: {', '.join(parts) or 'nothing'}{shape}")
 
     def spatial(self, part: str = "attn") -> Tensor:
         """A part from pixel to pixel, without prefix tokens: (B, K, H, W, H, W), query row and column first."""
@@ -107,6 +119,28 @@ class AttentionMaps(Mapping[int, LayerMaps]):
 
     def __len__(self) -> int:
         return len(self._layers)
+
+    def __repr__(self) -> str:
+        return "\n".join([f"attention maps of {len(self)} layers", *(f"  {layer!r}" for layer in self.values())])
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The maps by layer and part, float32 (B, K, N, N) under "layer2.attn", and beside them "layer2.name",
+        "layer2.heads", "layer2.feat_size" (H, W) and "layer2.num_prefix_tokens"."""
+        arrays = {}
+        for layer in self.values():
+            about = {name: np.array(getattr(layer, name))
+                     for name in ("name", "heads", "feat_size", "num_prefix_tokens")}
+            maps = {part: layer[part].float().cpu().numpy() for part in layer.recorded()}
+            arrays.update({f"layer{layer.number}.{name}": value for name, value in {**about, **maps}.items()})
+        return arrays
+
+    def to_npz(self, path: str | Path) -> None:
+        """Write `arrays` into a file that np.load reads.
+
+        Raises:
+            RunError: it cannot be written.
+        """
+        write_npz(Path(path), self.arrays())
 
     def _begin(self, layer: LayerMaps) -> None:
         """A layer's forward begins. Its second one belongs to the next forward of the network: drop the last one's."""

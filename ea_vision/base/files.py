@@ -12,6 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ea_vision.base.errors import RunError, UsageError
 
 
@@ -43,6 +45,13 @@ def atomic_write(path: Path, data: bytes, keep_previous_as: Path | None = None) 
 
 def write_json(path: Path, value: Any) -> None:
     atomic_write(path, (json.dumps(value, indent=2) + "\n").encode())
+
+
+def write_npz(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Arrays by name, compressed, for np.load; all or nothing."""
+    data = io.BytesIO()
+    np.savez_compressed(data, **arrays)
+    atomic_write(path, data.getvalue())
 
 
 def create(folder: Path) -> None:

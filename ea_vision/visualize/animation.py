@@ -21,7 +21,7 @@ from ea_vision.engine import run_folder
 from ea_vision.visualize.drawing import add_scale, draw_image, draw_map, head_name, layer_name, new_figure, scale_of
 from ea_vision.visualize.options import load_models, make_parser, only, parse_heads, parse_queries
 from ea_vision.visualize.recordings import Head, Point, Recording, query_map, record
-from ea_vision.visualize.writing import each_image
+from ea_vision.visualize.writing import each_image, save_maps
 
 EXAMPLES = """\
   ea-vision animation --model ea_aa_resnet34 --layers 1-20 --heads mean -o layers.gif photo.jpg
@@ -159,7 +159,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     points = parse_queries(options.queries, models[0].img_size)
     encode = encode_mp4 if film else encode_gif
     for _, image, output in each_image(options):
-        figures = animation_frames(frames_of(models, layers, image), heads, points, not options.bare)
+        frames = frames_of(models, layers, image)
+        figures = animation_frames(frames, heads, points, not options.bare)
         pictures = [pixels_of(figure, options.dpi) for figure in figures]
         atomic_write(output, encode(pictures, options.seconds))
+        if options.npz:
+            save_maps([recording for recording, number in frames if number == layers[0].number], output)
     return 0

@@ -11,7 +11,7 @@ from ea_vision.visualize.drawing import add_scale, draw_image, draw_map, head_na
 from ea_vision.visualize.options import load_models, make_parser, parse_heads, parse_queries
 from ea_vision.visualize.recordings import MEAN, Head, Point, Recording, query_map, record
 from ea_vision.visualize.side_by_side import models_side_by_side
-from ea_vision.visualize.writing import each_image, save
+from ea_vision.visualize.writing import each_image, save, save_maps
 
 EXAMPLES = """\
   ea-vision heatmap --model ea_conv_transformer_cifar --layers 1,3 -o maps.png digits:0
@@ -80,4 +80,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             figure = heads_by_queries(recordings[0], [layer.number for layer in layers[0]], heads, points,
                                       not options.bare)
         save(figure, output, options.dpi)
+        if options.npz:
+            save_maps(recordings, output)
     return 0

@@ -74,7 +74,7 @@ def batches_of(model: LoadedModel, paths: Sequence[str], batch_size: int,
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser(__doc__, EXAMPLES, output="statistics.png", heads=None,
-                         queries=False)
+                         queries=False, maps=False)
     parser.add_argument("--csv", metavar="FILE", help="write the numbers too, a row a model, layer and head")
     parser.add_argument("--limit", type=positive, metavar="N", help="the first N images only")
     parser.add_argument("--batch-size", type=positive, default=16, help="images at a time (default: %(default)s)")

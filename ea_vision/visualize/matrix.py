@@ -13,7 +13,7 @@ from ea_vision.base.errors import UsageError
 from ea_vision.visualize.drawing import COLOR_MAP, PART_NAMES, add_scale, head_name, layer_name, new_figure, scale_of
 from ea_vision.visualize.options import load_models, make_parser, only, parse_heads
 from ea_vision.visualize.recordings import MEAN, Head, Recording, record
-from ea_vision.visualize.writing import each_image, save
+from ea_vision.visualize.writing import each_image, save, save_maps
 
 EXAMPLES = """\
   ea-vision matrix --model ea_conv_transformer_cifar --layers 1-3 -o matrix.png photo.jpg
@@ -74,4 +74,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         recording = record(model, image, layers, (options.part,))
         figure = attention_matrices(recording, [layer.number for layer in layers], heads, options.part)
         save(figure, output, options.dpi)
+        if options.npz:
+            save_maps([recording], output)
     return 0

@@ -26,8 +26,9 @@ DIAGONAL = ((0.25, 0.25), (0.5, 0.5), (0.75, 0.75))
 
 
 def make_parser(description: str, examples: str, *, output: str, layers: str = "all", heads: str | None = "all,mean",
-                queries: bool = True, suffixes: Sequence[str] = PICTURES) -> argparse.ArgumentParser:
-    """The options that the figures' commands have in common; `heads=None` and `queries=False` leave theirs out."""
+                queries: bool = True, maps: bool = True,
+                suffixes: Sequence[str] = PICTURES) -> argparse.ArgumentParser:
+    """The options that the figures' commands share; `heads=None`, `queries=False`, `maps=False` leave theirs out."""
     parser = argparse.ArgumentParser(description=description, epilog="examples:\n" + examples,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="ea_conv_transformer_cifar", metavar="NAME|RUN[,..]",
@@ -47,6 +48,9 @@ def make_parser(description: str, examples: str, *, output: str, layers: str = "
     parser.add_argument("-o", "--output", default=output, metavar="FILE",
                         help=f"{', '.join(s[1:].upper() for s in suffixes)} by its suffix; of several images, "
                              "each gets its own file, its name added (default: %(default)s)")
+    if maps:
+        parser.add_argument("--npz", action="store_true",
+                            help="write the maps that are drawn from beside each figure, too, as FILE.npz for np.load")
     parser.add_argument("--dpi", type=positive, default=150, help="of pictures made of pixels (default: %(default)s)")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"),
                         help="where the network runs; auto: cuda if there is one (default: %(default)s)")

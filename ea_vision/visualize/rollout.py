@@ -15,7 +15,7 @@ from ea_vision.analysis.quantities import attention_rollout
 from ea_vision.visualize.drawing import add_scale, draw_image, draw_map, new_figure, scale_of
 from ea_vision.visualize.options import load_models, make_parser, parse_queries
 from ea_vision.visualize.recordings import Point, Recording, cell_of, record
-from ea_vision.visualize.writing import each_image, save
+from ea_vision.visualize.writing import each_image, save, save_maps
 
 EXAMPLES = """\
   ea-vision rollout --model aa_resnet50,ea_aa_resnet50 --queries 60,60 -o rollout.png photo.jpg
@@ -74,4 +74,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     for _, image, output in each_image(options):
         recordings = [record(model, image, chosen) for model, chosen in zip(models, layers, strict=True)]
         save(rollout_figure(recordings, points, not options.bare), output, options.dpi)
+        if options.npz:
+            save_maps(recordings, output)
     return 0

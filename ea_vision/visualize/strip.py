@@ -22,7 +22,7 @@ from ea_vision.visualize.drawing import (
 )
 from ea_vision.visualize.options import load_models, make_parser, only, parse_heads, parse_queries
 from ea_vision.visualize.recordings import Head, Point, Recording, query_map, record
-from ea_vision.visualize.writing import each_image, save
+from ea_vision.visualize.writing import each_image, save, save_maps
 
 ROWS = ("prev_logits", "conv_logits", "self_logits", "logits", "attn")
 EXAMPLES = """\
@@ -105,4 +105,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     for _, image, output in each_image(options):
         recording = record(model, image, layers, parts)
         save(evolution_strip(recording, [layer.number for layer in layers], head, point), output, options.dpi)
+        if options.npz:
+            save_maps([recording], output)
     return 0

@@ -13,7 +13,8 @@ from tqdm import tqdm
 
 from ea_vision.analysis.loading import find_images, read_image
 from ea_vision.base.errors import UsageError
-from ea_vision.base.files import atomic_write
+from ea_vision.base.files import atomic_write, write_npz
+from ea_vision.visualize.recordings import Recording
 
 PICTURES = (".png", ".svg", ".pdf")
 
@@ -60,6 +61,20 @@ def save(figure: Figure, output: Path, dpi: int) -> None:
     atomic_write(output, data.getvalue())
 
 
+def save_maps(recordings: Sequence[Recording], output: Path) -> None:
+    """Write the maps of recordings, and the images that the networks saw, into FILE.npz beside a figure.
+
+    The names are those of `AttentionMaps.arrays` and "image", (3, H, W) in 0..1; of several models with the model's
+    label and a slash before.
+    """
+    arrays = {}
+    for recording in recordings:
+        prefix = f"{recording.model.label}/" if len(recordings) > 1 else ""
+        own = {"image": recording.image.numpy(), **recording.maps.arrays()}
+        arrays.update({prefix + name: array for name, array in own.items()})
+    write_npz(output.with_suffix(".npz"), arrays)
+
+
 def each_image(options: argparse.Namespace) -> Iterator[tuple[str, object, Path]]:
     """(path, PIL image, output) for every image, with a progress bar; prints what was written."""
     images = find_images(options.images)
@@ -68,4 +83,5 @@ def each_image(options: argparse.Namespace) -> Iterator[tuple[str, object, Path]
         read_image(path, exif_rotation=options.exif_rotation)
     for path, output in zip(tqdm(images, unit="image", disable=len(images) == 1), outputs, strict=True):
         yield path, read_image(path, exif_rotation=options.exif_rotation), output
-    print("written:", *outputs)
+    maps = [output.with_suffix(".npz") for output in outputs if options.npz]
+    print("written:", *outputs, *maps)

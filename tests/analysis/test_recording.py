@@ -3,6 +3,7 @@ import gc
 import weakref
 from pathlib import Path
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -343,3 +344,20 @@ def test_maps_do_not_keep_the_model_alive():
     del model
     gc.collect()
     assert alive() is None and maps[1].attn.shape == (2, 4, 16, 16)
+
+
+def test_maps_say_what_they_are_and_become_arrays(tmp_path):
+    model, parts = tiny(), ("attn", "conv_logits")
+    with torch.no_grad(), ea_vision.record_attention(model, [1, 2], heads=[0, 3], parts=parts) as maps:
+        model(images())
+    names = [layer.name for layer in attention_layers(model)]
+    assert repr(maps) == ("attention maps of 2 layers\n"
+                          f"  layer 1 ({names[0]}), map 4x4, heads 0, 3: attn of 2x2x16x16\n"
+                          f"  layer 2 ({names[1]}), map 4x4, heads 0, 3: attn, conv_logits of 2x2x16x16")
+    maps.to_npz(tmp_path / "maps.npz")
+    with np.load(tmp_path / "maps.npz") as held:
+        assert set(held) == {f"layer{number}.{name}" for number in (1, 2)
+                             for name in ("name", "heads", "feat_size", "num_prefix_tokens", "attn")} | {
+                                 "layer2.conv_logits"}
+        assert np.array_equal(held["layer2.conv_logits"], maps[2].conv_logits) and held["layer2.name"] == names[1]
+        assert held["layer1.heads"].tolist() == [0, 3]

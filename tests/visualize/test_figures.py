@@ -190,6 +190,29 @@ def test_every_script_writes_its_figure(script, options, suffix, magic, run, pho
     assert left == {output.name} | ({"numbers.csv"} if "--csv" in options else set())
 
 
+@pytest.mark.parametrize("script, options", [(heatmap, ["--heads", "1"]), (strip, []), (matrix, []), (rollout, []),
+                                             (animation, ["-o", "{}/a.gif", "--dpi", "40"])])
+def test_the_maps_themselves(script, options, run, photo, tmp_path, capsys):
+    """Beside the figure, as they were recorded, with the image that the network saw."""
+    options = [option.format(tmp_path) for option in options]
+    assert command(script, "--model", run, "--layers", "2,3", "-o", tmp_path / "a.png", *options, "--npz", photo) == 0
+    assert str(tmp_path / "a.npz") in capsys.readouterr().out
+    model = load_model(str(run))
+    recording = recordings.record(model, Image.open(photo), attention_layers(model.model)[1:3])
+    with np.load(tmp_path / "a.npz") as held:
+        assert np.array_equal(held["image"], recording.image)
+        for layer in (2, 3):
+            assert np.array_equal(held[f"layer{layer}.attn"], recording.maps[layer].attn)
+            assert tuple(held[f"layer{layer}.feat_size"]) == recording.maps[layer].feat_size
+
+
+def test_the_maps_of_several_models(run, photo, tmp_path):
+    assert command(heatmap, "--model", f"{run},{run}", "--layers", "1", "--npz", "-o", tmp_path / "a.png", photo) == 0
+    with np.load(tmp_path / "a.npz") as held:
+        label = "ea_conv_transformer_cifar, small"
+        assert np.array_equal(held[f"{label} [1]/layer1.attn"], held[f"{label} [2]/layer1.attn"])
+
+
 def test_text_stays_text_in_vector_files(tmp_path):
     """So that it can be found and edited, and journals that refuse Type 3 fonts take the PDF."""
     figure = new_figure(2, 1)
