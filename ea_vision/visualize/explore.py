@@ -22,6 +22,7 @@ from ea_vision.analysis.loading import (
     parse_layers,
     parse_size,
     positive,
+    read_image,
 )
 from ea_vision.base.errors import UsageError
 from ea_vision.base.files import atomic_write
@@ -33,7 +34,6 @@ from ea_vision.visualize.page import (
     Explorer,
     build_page,
     class_names_of,
-    decode_image,
     fit,
     size_mb,
 )
@@ -117,7 +117,7 @@ def read_entries(explorer: Explorer, options: argparse.Namespace) -> list[dict[s
     """The entries of the images, with a progress bar; a broken image ends the command."""
     max_pixels = options.max_megapixels * MEGABYTE
     paths = find_images(options.images) if options.images else []
-    pictures = [(path, decode_image(path, path, max_pixels, options.exif_rotation)) for path in paths]
+    pictures = [(path, read_image(path, path, max_pixels, options.exif_rotation)) for path in paths]
     entries = [explorer.view(Path(path).name, picture)
                for path, picture in tqdm(pictures, unit="image", disable=len(pictures) < 2)]
     dropped = fit(entries, options.max_mb) if options.parts == "auto" else []
@@ -137,7 +137,7 @@ def make_server(explorer: Explorer, options: argparse.Namespace) -> PageServer:
                       upload={"maxBytes": max_bytes, "maxPixels": max_pixels})
 
     def view(name: str, data: bytes) -> dict[str, Any]:
-        return explorer.view(name, decode_image(io.BytesIO(data), name, max_pixels, options.exif_rotation))
+        return explorer.view(name, read_image(io.BytesIO(data), name, max_pixels, options.exif_rotation))
 
     return PageServer(page.encode(), view, options.port, max_bytes)
 

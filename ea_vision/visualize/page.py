@@ -28,7 +28,6 @@ from torch import Tensor
 
 import ea_vision
 from ea_vision.analysis.loading import LoadedModel
-from ea_vision.analysis.loading import read_image as decode_image  # noqa: F401 (its name here)
 from ea_vision.analysis.recording import AttentionLayer, LayerMaps
 from ea_vision.base.errors import UsageError
 from ea_vision.engine import run_folder

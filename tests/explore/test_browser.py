@@ -17,10 +17,10 @@ import torch
 from PIL import Image
 
 import ea_vision
-from ea_vision.analysis.loading import load_model
+from ea_vision.analysis.loading import load_model, read_image
 from ea_vision.analysis.recording import PARTS as RECORDED_PARTS
 from ea_vision.analysis.recording import attention_layers
-from ea_vision.visualize.page import Explorer, build_page, decode_image
+from ea_vision.visualize.page import Explorer, build_page
 from ea_vision.visualize.page_server import PageServer
 
 from .conftest import picture
@@ -431,7 +431,7 @@ def test_26_by_8_tiles_follow_within_a_frame(browser, open_page, tmp_path):
 def test_images_are_opened_in_the_served_page(browser, explorer, tmp_path):
     """Bad files get a message, good ones are shown, in turn."""
     def view(name: str, data: bytes) -> dict:
-        return explorer.view(name, decode_image(io.BytesIO(data), name, 50_000_000))
+        return explorer.view(name, read_image(io.BytesIO(data), name, 50_000_000))
 
     limits = {"maxBytes": 200_000, "maxPixels": 50_000_000}
     files = {"truncated.jpg": BROKEN["truncated"][0], "huge.png": BROKEN["200 megapixels"][0], "good.jpg": good_image(),

@@ -16,9 +16,10 @@ from hypothesis.extra import numpy as arrays
 from PIL import Image
 
 import ea_vision
+from ea_vision.analysis.loading import read_image
 from ea_vision.base.errors import UsageError, exit_code
 from ea_vision.visualize import explore, page
-from ea_vision.visualize.page import STORED_PARTS, build_page, decode_image, fit, pack, quantise, size_mb
+from ea_vision.visualize.page import STORED_PARTS, build_page, fit, pack, quantise, size_mb
 
 from .conftest import picture
 
@@ -182,15 +183,15 @@ BROKEN = {
 def test_broken_images_are_refused_before_they_cost_memory(kind):
     data, message = BROKEN[kind]
     with pytest.raises(UsageError, match=message):
-        decode_image(io.BytesIO(data), "photo", 50_000_000)
+        read_image(io.BytesIO(data), "photo", 50_000_000)
 
 
 def test_photos_are_turned_upright_where_that_is_asked_for():
     data, exif = io.BytesIO(), Image.Exif()
     exif[0x0112] = 6  # lies on its side
     picture(0, (60, 40)).save(data, "jpeg", exif=exif)
-    assert decode_image(data, "photo", 1_000_000, exif_rotation=True).size == (40, 60)
-    assert decode_image(data, "photo", 1_000_000).size == (60, 40), "as the trainers see it"
+    assert read_image(data, "photo", 1_000_000, exif_rotation=True).size == (40, 60)
+    assert read_image(data, "photo", 1_000_000).size == (60, 40), "as the trainers see it"
 
 
 @pytest.mark.parametrize("arguments, message", [

@@ -8,9 +8,10 @@ from urllib.parse import quote
 
 import pytest
 
+from ea_vision.analysis.loading import read_image
 from ea_vision.base.errors import UsageError
 from ea_vision.visualize import page_server
-from ea_vision.visualize.page import build_page, decode_image
+from ea_vision.visualize.page import build_page
 from ea_vision.visualize.page_server import PageServer
 
 from .conftest import picture
@@ -24,7 +25,7 @@ def server(explorer):
     def view(name: str, data: bytes) -> dict:
         if name == "failing.png":
             raise RuntimeError("something nobody thought of")
-        return explorer.view(name, decode_image(io.BytesIO(data), name, MAX_PIXELS))
+        return explorer.view(name, read_image(io.BytesIO(data), name, MAX_PIXELS))
 
     page = build_page(explorer, [], upload={"maxBytes": MAX_BYTES, "maxPixels": MAX_PIXELS}).encode()
     with PageServer(page, view, 0, MAX_BYTES) as server:
