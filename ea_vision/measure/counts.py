@@ -79,10 +79,12 @@ def inference_map_bytes(branches: Sequence[BranchCount]) -> int:
 def count(model: nn.Module, input_size: tuple[int, int, int]) -> Counts:
     """Run the model on one image of (C, H, W), the size that it is built for, in readable torch, and count.
 
+    On the meta device nothing is computed but shapes, and the counts are the same.
+
     Attention that is not an `AugmentedConv2d` has no branch here; its batched products count as attention products.
     """
     with use_implementation("reference"), torch.no_grad(), FlopCounterMode(display=False) as counter:
-        model.eval()(torch.zeros(1, *input_size))
+        model.eval()(torch.zeros(1, *input_size, device=next(model.parameters()).device))
     flops = counter.get_flop_counts()  # by module and operation; Global: all
     bmm = torch.ops.aten.bmm  # projections are baddbmm, linear layers mm or addmm
     total, products = counter.get_total_flops(), flops["Global"].get(bmm, 0)

@@ -21,6 +21,7 @@ from itertools import groupby
 from pathlib import Path
 
 import timm
+import torch
 
 from ea_vision.base.errors import UsageError
 from ea_vision.base.files import atomic_write, create, csv_text
@@ -53,7 +54,8 @@ def count_network(name: str) -> tuple[tuple[int, int, int], Counts]:
         UsageError: no model of that name.
     """
     check_model_name(name)
-    model = timm.create_model(name)
+    with torch.device("meta"):
+        model = timm.create_model(name)
     size = model.default_cfg["input_size"]
     return size, count(model, size)
 
