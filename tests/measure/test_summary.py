@@ -40,6 +40,13 @@ def test_the_profilers_counting_of_whole_networks():
     assert plain.flops_profiler == plain.flops_paper == 2 * plain.macs and not plain.branches
 
 
+@pytest.mark.parametrize("share, published, exact", [(0.25, 7.9, 7.87), (0.5, 7.3, 7.26), (0.75, 6.8, 6.73),
+                                                    (1.0, 6.3, 6.28)])
+def test_the_profilers_counting_of_the_aa_papers_shares_of_attention(share, published, exact):
+    counts = count(timm.create_model("aa_resnet50", qk_ratio=share, v_ratio=share, min_head_qk=20), (3, 224, 224))
+    assert round(counts.flops_profiler / 1e9, 2) == exact == pytest.approx(published, rel=0.02)
+
+
 def test_branches_are_the_aa_papers_table_9(capsys):
     """Published: 600 KB, 43k, 22M; 600 KB, 90k, 40M; 37.5 KB, 190k, 19M; in all 6 MB in training, 600 KB in inference,
     1.3M, 390M."""
