@@ -8,7 +8,7 @@ import timm
 from ea_vision.base.errors import exit_code
 from ea_vision.measure.counts import count
 from ea_vision.measure.summary import main, summarise
-from ea_vision.models import published_figures
+from ea_vision.models import published_figures, published_names
 
 
 def test_counts_of_an_augmented_resnet():
@@ -45,6 +45,12 @@ def test_the_profilers_counting_of_whole_networks():
 def test_the_profilers_counting_of_the_aa_papers_shares_of_attention(share, published, exact):
     counts = count(timm.create_model("aa_resnet50", qk_ratio=share, v_ratio=share, min_head_qk=20), (3, 224, 224))
     assert round(counts.flops_profiler / 1e9, 2) == exact == pytest.approx(published, rel=0.02)
+
+
+@pytest.mark.parametrize("name", [name for name in published_names() if published_figures(name).gflops
+                                  and ("mnasnet" in name or "wrn" in name)])
+def test_the_profilers_counting_of_the_aa_papers_other_families(name):
+    assert summarise(name).gflops_profiler == pytest.approx(published_figures(name).gflops, rel=0.02)
 
 
 def test_branches_are_the_aa_papers_table_9(capsys):
