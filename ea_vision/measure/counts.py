@@ -96,8 +96,8 @@ def count(model: nn.Module, input_size: tuple[int, int, int]) -> Counts:
         positions = 2 * H * W * (2 * H + 2 * W - 2) * layer.dim_qk if layer.height_rel is not None else 0
         by_formula = positions + 6 * layer.num_heads * (H * W) ** 2
         path = f"{type(model).__name__}.{name}"
-        counted = sum(flops[path].values()) - flops[path].get(bmm, 0) - sum(flops[f"{path}.conv"].values())
-        params = sum(p.numel() for p in layer.parameters()) - sum(p.numel() for p in layer.conv.parameters())
+        counted = sum(flops[path].values()) - flops[path].get(bmm, 0) - sum(flops.get(f"{path}.conv", {}).values())
+        params = sum(p.numel() for key, p in layer.named_parameters() if not key.startswith("conv."))
         branches.append(BranchCount(name, layer.num_heads, layer.feat_size, layer.evolution is not None, params,
                                     counted + by_formula))
         by_hand += by_formula

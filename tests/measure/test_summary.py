@@ -8,7 +8,7 @@ import timm
 from ea_vision.base.errors import exit_code
 from ea_vision.measure.counts import count
 from ea_vision.measure.summary import main, summarise
-from ea_vision.models import published_figures
+from ea_vision.models import published_figures, published_names
 
 
 def test_counts_of_an_augmented_resnet():
@@ -38,6 +38,19 @@ def test_the_profilers_counting_of_whole_networks():
     assert ea.flops_profiler - aa.flops_profiler == 2 * 8 * 8 * 9 * (9 * 196**2 + 2 * 49**2)
     plain = count(timm.create_model("cnn_cifar"), (3, 32, 32))
     assert plain.flops_profiler == plain.flops_paper == 2 * plain.macs and not plain.branches
+
+
+@pytest.mark.parametrize("share, published, exact", [(0.25, 7.9, 7.87), (0.5, 7.3, 7.26), (0.75, 6.8, 6.73),
+                                                    (1.0, 6.3, 6.28)])
+def test_the_profilers_counting_of_the_aa_papers_shares_of_attention(share, published, exact):
+    counts = count(timm.create_model("aa_resnet50", qk_ratio=share, v_ratio=share, min_head_qk=20), (3, 224, 224))
+    assert round(counts.flops_profiler / 1e9, 2) == exact == pytest.approx(published, rel=0.02)
+
+
+@pytest.mark.parametrize("name", [name for name in published_names() if published_figures(name).gflops
+                                  and ("mnasnet" in name or "wrn" in name)])
+def test_the_profilers_counting_of_the_aa_papers_other_families(name):
+    assert summarise(name).gflops_profiler == pytest.approx(published_figures(name).gflops, rel=0.02)
 
 
 def test_branches_are_the_aa_papers_table_9(capsys):
