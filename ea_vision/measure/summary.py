@@ -94,11 +94,12 @@ def _markdown(lines: list[Sequence[str]]) -> str:
 
 def _cells(row: Summary) -> list[str]:
     digits = 2 if row.params_m < 10 else 1
+    gflops_digits = 2 if row.gflops_paper < 2 else 1
     return [
         row.model, row.img_size,
         f"{row.params_m:.{digits}f}", "" if row.published_params_m is None else f"{row.published_params_m:.{digits}f}",
-        f"{row.gmacs:.2f}", f"{row.gflops_paper:.1f}", f"{row.gflops_profiler:.2f}",
-        "" if row.published_gflops is None else f"{row.published_gflops:.1f}",
+        f"{row.gmacs:.2f}", f"{row.gflops_paper:.{gflops_digits}f}", f"{row.gflops_profiler:.2f}",
+        "" if row.published_gflops is None else f"{row.published_gflops:.{gflops_digits}f}",
         str(row.attention_layers), row.maps, row.published_top1,
     ]
 
