@@ -6,7 +6,7 @@ READY  := $(VENV)/.ready
 
 DEMO   := runs/demo
 
-.PHONY: demo test test-browser lint wheel clean
+.PHONY: demo test test-all test-browser lint wheel clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -27,6 +27,10 @@ demo: $(READY)
 # Two workers of one thread each: threads that wait for each other on 2 cores take several times as long.
 test: $(READY)
 	OMP_NUM_THREADS=1 $(RUN) -m pytest tests -rs --durations 15 --ignore tests/explore/test_browser.py -n 2
+
+# The same, the model tests over every network and at its full width, where `make test` takes the smallest of each kind.
+test-all: export EA_VISION_TEST_ALL = 1
+test-all: test
 
 # The attention page in a real browser; needs Debian's chromium and a font (apt-get install chromium fonts-dejavu-core).
 test-browser: $(READY)

@@ -117,7 +117,7 @@ class ImageFiles:
         if not found:
             raise UsageError(f"{source} has no images: class/name with a suffix of {', '.join(IMAGE_SUFFIXES)} is "
                              f"required{'' if self.is_tar else _what_is_there(source)}")
-        for name, *_ in found:
+        for name in (str(source), *(name for name, *_ in found)):
             _check_text(source, name)
         found.sort(key=lambda entry: (key(entry[3]) if key else entry[0], entry[0]))
         self.names = [name for name, *_ in found]

@@ -68,14 +68,17 @@ class TrainConfig:
     weight_decay: float = option(5e-4, "weight decay (not of norms, biases and position tables)", minimum=0.0)
     clip_grad: float = option(0.0, "largest norm of the gradient; 0: no limit", minimum=0.0)
     schedule: str = option("one_cycle", "learning rate over time; one_cycle: line up, line down; cosine: warm-up, "
-                                        "then cosine cycles; step: warm-up, then factors at decay_epochs",
-                           choices=("one_cycle", "cosine", "step", "constant"))
+                                        "then cosine cycles; step: warm-up, then factors at decay_epochs; exp: "
+                                        "warm-up, then a factor every decay_every epochs",
+                           choices=("one_cycle", "cosine", "step", "exp", "constant"))
     warmup: float = option(0.2, "share of all updates that is linear warm-up from 0", minimum=0.0, maximum=1.0)
     lr_min: float = option(0.0, "lowest learning rate", minimum=0.0)
     cycle_epochs: float = option(0.0, "cosine: epochs of the first cycle; 0: one cycle for all", minimum=0.0)
     cycle_mul: float = option(1.0, "cosine: each cycle is this many times longer than the one before", minimum=1.0)
     decay_epochs: list[float] = option([], "step: epochs at which the rate is multiplied by decay_rate")
-    decay_rate: float = option(0.1, "step: the factor", minimum=0.0, maximum=1.0)
+    decay_every: float = option(0.0, "exp: epochs, or a fraction of one, after which the rate is multiplied by "
+                                     "decay_rate", minimum=0.0)
+    decay_rate: float = option(0.1, "step, exp: the factor", minimum=0.0, maximum=1.0)
 
     label_smoothing: float = option(0.1, "share of the target spread over all classes", minimum=0.0, maximum=1.0)
     mixup: float = option(0.0, "alpha of mixup; 0: off", minimum=0.0)
@@ -120,6 +123,8 @@ class TrainConfig:
         if (self.mixup or self.cutmix) and self.batch_size < 2:
             raise UsageError(f"mixup and cutmix mix pairs of images: batch_size must be at least 2, got "
                              f"{self.batch_size}")
+        if self.schedule == "exp" and not self.decay_every:
+            raise UsageError("schedule exp needs decay_every above 0, got 0")
         if self.decay_epochs != sorted(self.decay_epochs):
             raise UsageError(f"decay_epochs must rise, got {self.decay_epochs}")
 

@@ -5,13 +5,15 @@
                 2017, https://arxiv.org/abs/1608.03983; equation 7 of the PA paper): cycle i lasts
                 T_i = cycle_epochs * cycle_mul**i epochs and lr = lr_min + (lr_max - lr_min) (1 + cos(pi t / T_i)) / 2
     step        linear warm-up, then times decay_rate from each of decay_epochs on
+    exp         linear warm-up over the first updates of a staircase that falls from epoch 0 on: times decay_rate every
+                decay_every epochs, which may be a fraction (tensorflow/tpu, mnasnet_utils.py)
     constant    lr, after the warm-up
 """
 
 from __future__ import annotations
 
 import torch
-from timm.scheduler import CosineLRScheduler, MultiStepLRScheduler, PolyLRScheduler
+from timm.scheduler import CosineLRScheduler, MultiStepLRScheduler, PolyLRScheduler, StepLRScheduler
 
 from ea_vision.engine.config import TrainConfig
 
@@ -29,6 +31,9 @@ def build_schedule(config: TrainConfig, optimizer: torch.optim.Optimizer, update
         # The cycle limit only has to exceed the number of cycles that fit.
         return CosineLRScheduler(optimizer, t_initial=first, lr_min=config.lr_min, cycle_mul=config.cycle_mul,
                                  cycle_limit=total // first + 1, warmup_prefix=True, **common)
+    if config.schedule == "exp":
+        return StepLRScheduler(optimizer, decay_t=config.decay_every * updates_per_epoch, decay_rate=config.decay_rate,
+                               warmup_prefix=False, **common)
     milestones = config.decay_epochs if config.schedule == "step" else []
     # timm's milestone m acts from index m - 1 on, hence the + 1.
     return MultiStepLRScheduler(optimizer, decay_t=[round(e * updates_per_epoch) + 1 for e in milestones],

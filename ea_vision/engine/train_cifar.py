@@ -36,8 +36,7 @@ class CifarConfig(TrainConfig):
     loader: str = option("device", "where decoded images are kept; device: in its memory; ffcv: in FFCV files in "
                                    "cache_dir, for more images than fit", choices=("device", "ffcv"), free=True)
     download: bool = option(False, "fetch cifar10 or cifar100 if it is not in data_dir", free=True)
-    exif_rotation: bool = option(False, "folder: turn images as their EXIF data says; off, as in timm and "
-                                        "torchvision")
+    exif_rotation: bool = option(False, "folder: turn images as their EXIF data says; off, as in timm")
     img_size: int = option(32, "side of the images in pixels; others are scaled and cut", minimum=8)
     holdout: int = option(0, "training images to hold out and evaluate on each epoch; 0: the test images are used",
                           minimum=0)

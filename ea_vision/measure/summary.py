@@ -93,7 +93,8 @@ def _markdown(lines: list[Sequence[str]]) -> str:
 
 
 def _cells(row: Summary) -> list[str]:
-    digits, gflops_digits = 2 if row.params_m < 10 else 1, 2 if row.gflops_paper < 2 else 1
+    digits = 2 if row.params_m < 10 else 1
+    gflops_digits = 2 if row.gflops_paper < 2 else 1
     return [
         row.model, row.img_size,
         f"{row.params_m:.{digits}f}", "" if row.published_params_m is None else f"{row.published_params_m:.{digits}f}",

@@ -102,7 +102,7 @@ class AttnMnasNet(ChainedNetwork, EfficientNet):
         attention: whether there are augmented convolutions at all; without, it is timm's semnasnet.
         augment_first: whether the first block of stage 2, whose expansion is at 56x56 (of 224), is augmented, too; the
             paper's 13 blocks include it, but its text begins at 28x28.
-        **kwargs: those of `AttentionConfig` (num_heads, qk_ratio, v_ratio, min_head_qk, relative, evolution,
+        **kwargs: those of `AttentionConfig` (num_heads, qk_ratio, v_ratio, min_head_qk, position, evolution,
             attn_drop_rate) and of the evolution (alpha, beta, kernel_size, num_layers, ...), and timm's EfficientNet's
             (num_classes, in_chans, output_stride, global_pool, drop_rate, drop_path_rate, norm_layer, ...).
 

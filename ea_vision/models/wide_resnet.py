@@ -131,7 +131,7 @@ class WideResNet(ChainedNetwork, nn.Module):
         outer_residuals: whether the sums around each group and around the whole network are added.
         drop_rate: dropout before the classifier.
         drop_path_rate: stochastic depth at the last block, growing linearly from 0 at the first.
-        **kwargs: those of `AttentionConfig` (num_heads, qk_ratio, v_ratio, min_head_qk, relative, evolution,
+        **kwargs: those of `AttentionConfig` (num_heads, qk_ratio, v_ratio, min_head_qk, position, evolution,
             attn_drop_rate) and of the evolution (alpha, beta, kernel_size, num_layers, ...).
 
     Raises:

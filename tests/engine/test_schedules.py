@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from ea_vision.engine.config import resolve
+from ea_vision.engine.config import load_recipe, resolve
 from ea_vision.engine.schedules import build_schedule
 from ea_vision.engine.train_cifar import CifarConfig
 
@@ -69,6 +69,25 @@ def test_steps_fall_at_the_first_update_of_their_epoch():
     for epoch, before, after in ((30, 0, 1), (60, 1, 2), (80, 2, 3), (90, 3, 4)):
         assert lr[epoch * 20 - 1] == pytest.approx(0.128 * 0.1**before)
         assert lr[epoch * 20] == pytest.approx(0.128 * 0.1**after)
+
+
+def test_exponential_decay_is_mnasnets():
+    """build_learning_rate of tensorflow/tpu's mnasnet_utils.py: 0.97 every 2.4 epochs from epoch 0, 5 of warm-up."""
+    per_epoch = 1251
+    lr = rates(per_epoch, schedule="exp", epochs=50, lr=0.064, warmup=0.1, decay_every=2.4, decay_rate=0.97)
+    assert lr[0] == 0 and lr[2000] == pytest.approx(0.064 * 2000 / (5 * per_epoch))
+    for update in (5 * per_epoch, 7 * per_epoch, 7 * per_epoch + 600, 30 * per_epoch + 1, 50 * per_epoch - 1):
+        assert lr[update] == pytest.approx(0.064 * 0.97 ** math.floor(update / per_epoch / 2.4))
+    assert len(set(lr[5 * per_epoch:])) == 19  # stairs 2 to 20
+
+
+def test_half_the_rate_of_aa_ends_where_the_plain_recipe_does():
+    ends = []
+    for recipe in ("imagenet_semnasnet_100", "imagenet_aa_mnasnet_100"):
+        options = load_recipe(recipe)
+        assert (options["epochs"], options["decay_every"], options["schedule"]) == (350, 2.4, "exp")
+        ends.append((options["lr"], options["lr"] * options["decay_rate"] ** (350 / 2.4)))
+    assert ends[1][0] == ends[0][0] / 2 and ends[1][1] == pytest.approx(ends[0][1], rel=2e-3)
 
 
 def test_constant():

@@ -66,6 +66,15 @@ def test_a_chained_layer_keeps_one_map(amp, bytes_a_number):
         assert sum(Prediction(model, 32, amp).map_sizes(5)) > 2 * 2 * sum(maps)
 
 
+@pytest.mark.parametrize("grad_checkpointing", [False, True])
+def test_maps_of_32x32_pixels_are_kept_once_a_layer(grad_checkpointing):
+    model = timm.create_model("ea_aa_wrn28_10_cifar", depth=16, width=1)  # chains of two layers at 32, 16 and 8 pixels
+    model.set_grad_checkpointing(grad_checkpointing)
+    prediction = Prediction(model, 32)
+    assert sorted(prediction.map_sizes(3), reverse=True) == [4 * 3 * 8 * side**4 for side in (32, 16, 8)]
+    assert prediction.activations(3) == pytest.approx(counted(model, 3), rel=0.02) or grad_checkpointing
+
+
 def test_unchained_layers_keep_none():
     assert Prediction(small("conv_transformer_cifar"), 32).map_sizes(5) == []
 

@@ -15,8 +15,9 @@ from tests.layers.test_reference import CASES, build_chain
 from tests.models.zoo import lively
 
 
-@pytest.mark.parametrize("name,plain", [("ea_aa_resnet34", "resnet34"), ("aa_resnet50", "resnet50")])
-def test_a_timm_resnet_fills_what_fits(name, plain, tmp_path, caplog):
+@pytest.mark.parametrize("name,plain", [
+    ("ea_aa_resnet34", "resnet34"), ("aa_resnet50", "resnet50"), ("ea_aa_mnasnet_075", "semnasnet_075")])
+def test_a_timm_network_fills_what_fits(name, plain, tmp_path, caplog):
     source = timm.create_model(plain)
     path = tmp_path / "resnet.safetensors"
     safetensors.torch.save_file(source.state_dict(), path)

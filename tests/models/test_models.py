@@ -2,10 +2,13 @@
 import pytest
 import timm
 import torch
+from timm.layers import GatherExcite
+from torch.utils.flop_counter import FlopCounterMode
 
 from ea_vision.layers import EvolvingAttention, PredictiveAttention
-from ea_vision.models import published_figures
+from ea_vision.models import AttnMnasNet, published_figures
 from ea_vision.models._convert import checkpoint_filter_fn
+from ea_vision.ops import use_implementation
 from tests.models.zoo import CIFAR, RESNETS, layers_of, lively
 
 
@@ -28,6 +31,69 @@ def test_cifar_sizes_lie_within_two_percent(name):
     # no paper has EA on CIFAR, whose size is PA's
     published = published_figures(name) or published_figures(name.replace("ea_", "pa_"))
     assert millions(timm.create_model(name)) == pytest.approx(published.params_m, rel=0.02)
+
+
+# by the AA paper's rule, see the families' files; plain ones of timm beside them
+PARAMETERS = {
+    "semnasnet_075": 2_912_278, "semnasnet_100": 3_887_038, "semnasnet_125": 5_255_486, "semnasnet_140": 6_105_992,
+    "aa_mnasnet_075": 3_016_212, "aa_mnasnet_100": 4_063_284, "aa_mnasnet_125": 5_532_120, "aa_mnasnet_140": 6_444_034,
+    "wrn28_10_cifar": 36_278_324, "se_wrn28_10_cifar": 36_547_124, "ge_wrn28_10_cifar": 36_278_324,
+    "aa_wrn28_10_cifar": 36_058_836}
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_sizes_and_arithmetic_are_the_aa_papers(name):
+    with torch.device("meta"):
+        model = timm.create_model(name).eval()
+    published, count = published_figures(name), round(millions(model) * 1e6)
+    assert count == PARAMETERS[name]
+    digits = 1 if "wrn" in name else 2
+    cut_off = {"semnasnet_140": 6.11, "aa_wrn28_10_cifar": 36.1}  # not what the paper prints, and said to be
+    assert round(count / 1e6, digits) == cut_off.get(name, published.params_m)
+    assert bool(published.note) == (name in cut_off or name == "semnasnet_100")
+    assert gflops_of_the_profiler(model) == pytest.approx(published.gflops, rel=0.02)
+
+
+def gflops_of_the_profiler(model) -> float:
+    """As the AA paper seems to count: 2 for a multiply-add of convolutions and of the products with the position
+    tables, 6 for a number of a map, nothing for queries times keys and maps times values."""
+    with torch.device("meta"), use_implementation("reference"), torch.no_grad():
+        with FlopCounterMode(display=False) as counter:
+            model(torch.zeros(1, *model.default_cfg["input_size"]))
+    operations = counter.get_total_flops() - counter.get_flop_counts()["Global"].get(torch.ops.aten.bmm, 0)
+    for layer in layers_of(model):
+        (H, W), K = layer.feat_size, layer.num_heads
+        tables = (2 * H - 1) + (2 * W - 1)
+        operations += 2 * H * W * layer.dim_qk * tables + 6 * K * (H * W) ** 2
+    return operations / 1e9
+
+
+def test_without_the_first_block_aa_mnasnet_prints_the_same_size():
+    for name, count in (("aa_mnasnet_075", 3_015_934), ("aa_mnasnet_100", 4_063_006)):
+        with torch.device("meta"):
+            model = timm.create_model(name, augment_first=False)
+        assert round(millions(model) * 1e6) == count and len(layers_of(model)) == 12
+
+
+def test_plain_mnasnet_is_timms():
+    model, plain = AttnMnasNet(attention=False).eval(), timm.create_model("semnasnet_100").eval()
+    assert list(model.state_dict()) == list(plain.state_dict()) and model.feature_info == plain.feature_info
+    model.load_state_dict(plain.state_dict())
+    x = torch.randn(2, 3, 64, 64)
+    assert torch.equal(model(x), plain(x))
+
+
+def test_wide_resnets_by_depth_and_width():
+    model = timm.create_model("aa_wrn28_10_cifar", depth=16, width=4)
+    assert [len(group) for group in (model.group1, model.group2, model.group3)] == [2, 2, 2]
+    assert model.num_features == 256 and {layer.dim_qk for layer in layers_of(model)} == {160}
+    assert [layer.feat_size[0] for layer in layers_of(model)] == [32, 32, 16, 16, 8, 8]
+
+
+def test_gather_excite_is_timms():
+    gate = timm.create_model("ge_wrn28_10_cifar", width=1).group1[0].gate
+    x = torch.randn(2, 16, 5, 7)
+    torch.testing.assert_close(gate(x), GatherExcite(16, extra_params=False, extent=0, use_mlp=False)(x))
 
 
 def test_sizes_of_one_attention_branch_are_the_aa_papers():
@@ -72,9 +138,11 @@ def test_the_aa_papers_resnet34_has_13_layers():
 
 @pytest.mark.parametrize("name,layers,chains", [
     ("ea_aa_resnet34", 26, [20, 6]), ("ea_aa_resnet50", 13, [10, 3]), ("ea_aa_resnet101", 30, [27, 3]),
-    ("ea_aa_resnet152", 47, [44, 3]), ("ea_conv_transformer_cifar", 6, [3, 3])])
+    ("ea_aa_resnet152", 47, [44, 3]), ("ea_aa_mnasnet_100", 13, [3, 1, 6, 3]),
+    ("ea_aa_wrn28_10_cifar", 12, [4, 4, 4]), ("ea_conv_transformer_cifar", 6, [3, 3])])
 def test_chains_restart_where_the_map_changes(name, layers, chains):
-    found = layers_of(timm.create_model(name))
+    with torch.device("meta"):
+        found = layers_of(timm.create_model(name))
     starts = [i for i, layer in enumerate(found) if layer.evolution is None]
     assert len(found) == layers
     assert [b - a for a, b in zip(starts, [*starts[1:], layers], strict=True)] == chains
@@ -137,6 +205,13 @@ def test_pretrained_without_weights_says_so():
     ("aa_resnet34", {"augment": "second"}, "augment must be 'all' or 'first', got 'second'"),
     ("cnn_cifar", {"evolution": "ea"}, "attention=True"),
     ("ea_aa_resnet34", {"img_size": 0}, "img_size"),
+    ("wrn28_10_cifar", {"evolution": "ea"}, "attention=True"),
+    ("wrn28_10_cifar", {"depth": 27}, "6 n \\+ 4.*got 27"),
+    ("wrn28_10_cifar", {"width": 0}, "width must be 1 or more, got 0"),
+    ("wrn28_10_cifar", {"gate": "eca"}, "gate must be 'se', 'ge' or None, got 'eca'"),
+    ("wrn28_10_cifar", {"beta": 0.5}, "beta"),
+    ("aa_mnasnet_100", {"alpha": 0.5}, "alpha"),
+    ("semnasnet_125", {"evolution": "ea"}, "attention=True"),
     ("ea_conv_transformer_cifar", {"img_size": 4}, "at least 8 pixels"),
     ("ea_conv_transformer_cifar", {"num_heads": 3}, "multiple of num_heads=3, got 256"),
 ])
