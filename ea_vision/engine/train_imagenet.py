@@ -99,7 +99,8 @@ class ClassFolders(run.Task):
         self.about = {"data": self.evaluated.name}
         if training:
             check_same_classes(self.train, self.evaluated)
-            self.same_images = same_place(self.train.name, self.evaluated.name)
+            self.same_images = same_place(self.train.name, self.evaluated.name) or same_content(
+                self.train, self.evaluated)
             self.fingerprint = self.train.fingerprint() + self.fingerprint
             self.earlier_fingerprint = self.train.earlier_fingerprint() + self.evaluated.earlier_fingerprint()
             self.train_images, self.describe = len(self.train), self.train.describe
@@ -165,6 +166,13 @@ def checked_train_transform(config: ImageNetConfig):
 def same_place(a: Any, b: str) -> bool:
     """Whether two names of images are one, or lead to the same folder or file."""
     return a == b or isinstance(a, str) and Path(a).exists() and Path(b).exists() and Path(a).samefile(b)
+
+
+def same_content(a, b) -> bool:
+    """Whether two splits hold the same images, where their fingerprints are of content and not of names alone."""
+    sources = (a, b)
+    told = all(getattr(source, "files", None) or getattr(source, "checksums", None) is not None for source in sources)
+    return told and a.fingerprint() == b.fingerprint()
 
 
 def check_same_classes(train, evaluated) -> None:

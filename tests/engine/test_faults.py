@@ -175,6 +175,22 @@ def test_the_same_images_for_training_and_evaluation(tmp_path, capsys):
     (photos / "val").symlink_to(photos / "train")
     argv = ["--model", "test_resnet", "--data-dir", str(photos), "--output", str(tmp_path / "b"), "--workers", "1"]
     assert error_of(train_imagenet.main, argv, capsys) == message
+    (photos / "val").unlink()
+    shutil.copytree(photos / "train", photos / "val")
+    assert error_of(train_imagenet.main, argv, capsys) == message, "a copy is no other data"
+
+
+def test_no_workers_train_as_some_do(data, photos, tmp_path):
+    log, ends = tmp_path / "log", []
+    tiny = ["--model", "test_resnet", "--img-size", "16", "--eval-resize", "20", "--batch-size", "8", "--epochs", "1",
+            "--device", "cpu", "--warmup", "0", "--data-dir", str(photos)]
+    for workers in ("0", "1"):
+        folder = tmp_path / f"imagenet{workers}"
+        argv = [*tiny, "--workers", workers, "--output", str(folder)]
+        assert run(argv, log, main=train_imagenet.main) == 0, log.read_text()
+        ends.append(safetensors.torch.load_file(folder / "model.safetensors"))
+    assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
+    assert run(arguments(data, tmp_path / "cifar", "--epochs", "1", "--workers", "0"), log) == 0, log.read_text()
 
 
 def test_a_complete_run_of_other_data(data, tmp_path, capsys):
