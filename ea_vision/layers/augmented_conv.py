@@ -192,6 +192,16 @@ class AugmentedConv2d(nn.Module):
         return reach(feat_size[0], window[0]), reach(feat_size[1], window[1])
 
     @torch.jit.ignore
+    def map_elements(self, feat_size: tuple[int, int]) -> int:
+        """How many pairs of a query and a key attention looks at on a map of (height, width), in all heads."""
+        def pairs(size: int, most: int) -> int:
+            return sum(size - abs(offset) for offset in range(1 - most, most))
+
+        (H, W), (high, wide), K = feat_size, self.reaches(feat_size), self.num_heads
+        heads = K * self.head_window if self.head_border == "wrap" else pairs(K, min(K, self.head_window // 2 + 1))
+        return heads * pairs(H, high) * pairs(W, wide)
+
+    @torch.jit.ignore
     def set_feat_size(self, feat_size: tuple[int, int]) -> None:
         """Fit the position tables to another (height, width) of the map, for good."""
         self.feat_size = (int(feat_size[0]), int(feat_size[1]))

@@ -241,6 +241,15 @@ def peak_bytes(step) -> int:
     return peak
 
 
+@pytest.mark.parametrize("options", [{}, {"window": 3}, {"window": (3, 15), "head_window": 3},
+                                     {"window": 3, "head_window": 3, "head_border": "wrap"}])
+def test_the_elements_of_a_map_are_those_that_are_seen(options):
+    layer, seen = make(**options), []
+    layer.attn_drop.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    layer(torch.randn(1, 4, 5, 6, dtype=D64))
+    assert layer.map_elements((5, 6)) == (seen[0] > 0).sum()
+
+
 def test_memory_of_a_window_is_below_a_fifth_of_the_global_layers():
     sizes = {}
     for window in (None, 7):
