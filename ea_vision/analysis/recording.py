@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from ea_vision.base.files import write_npz
 from ea_vision.layers import AugmentedConv2d
-from ea_vision.ops.reference import attention_of, own_logits
 
 __all__ = ["PARTS", "AttentionLayer", "AttentionMaps", "LayerMaps", "attention_layers", "record_attention"]
 
@@ -53,8 +52,10 @@ class LayerMaps:
     heads: which heads the tensors hold, counted from 0; the K below.
     feat_size: (H, W) of the map.
     num_prefix_tokens: tokens before the map's pixels (a ViT's class token); our networks have none.
-    attn: (B, K, N, N), the probabilities, before dropout; rows are queries and sum to 1.
-    logits: (B, K, N, N), what entered the softmax.
+    attn: (B, K, N, N), the probabilities, before dropout; rows are queries and sum to 1. Of a window over heads the sum
+        over the heads that were seen.
+    logits: (B, K, N, N), what entered the softmax, also outside of a window of pixels, which hides that from it. A
+        layer with a window over heads has none.
     self_logits: (B, K, N, N), this layer's dot products and position terms.
     conv_logits: (B, K, N, N), the evolution's convolution (EA: of the mixed maps, PA: of prev_logits), after its ReLU.
     prev_logits: (B, K, N, N), the previous layer's logits, as mixed in.
@@ -185,24 +186,27 @@ class _Watch:
 
 def _watch_augmented_conv(module: AugmentedConv2d, watch: _Watch, model: nn.Module) -> list[Callable[[], None]]:
     """The layer goes on by its fast path, which hands out the logits (and so their softmax); the parts that only a slow
-    one would have are computed again from the projection and the previous logits."""
+    one would have are computed again from the projection and the previous logits, as are all parts of a window."""
     projected: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def on_output(_, args, kwargs, output) -> None:
         q, k, _, feat_size = module.heads_of(projected.pop("qkv"))
-        logits = output[1].detach()
+        logits = module.logits_of(q, k, feat_size) if output[1] is None else output[1].detach()
         watch.place(feat_size)
-        watch.save("logits", logits)
         if watch.wants("attn"):
-            watch.save("attn", attention_of(logits))
+            attn = module.attention_of(logits, feat_size)  # (B, K, N, head_window * N)
+            watch.save("attn", attn.unflatten(-1, (module.head_window, -1)).sum(-2) if module.head_window > 1 else attn)
+        if module.head_window > 1:
+            return
+        watch.save("logits", logits)
         if module.evolution is None:
             watch.save("self_logits", logits)
             return
         prev_logits = kwargs["prev_logits"] if "prev_logits" in kwargs else args[1]
         watch.save("prev_logits", prev_logits)
         if watch.wants("self_logits", *module.evolution.part_names):
-            self_logits = own_logits(q, k, module.height_rel, module.width_rel, module.scale, feat_size)
+            self_logits = module.logits_of(q, k, feat_size)
             watch.save("self_logits", self_logits)
             if watch.wants(*module.evolution.part_names):
                 for part, maps in module.evolution.parts(self_logits, prev_logits, logits).items():
@@ -273,6 +277,8 @@ def _watch_bottleneck(module: BottleneckAttn, watch: _Watch, model: nn.Module) -
 def _parts_of(module: nn.Module, model: nn.Module) -> tuple[str, ...]:
     """The parts that can be recorded of a module; () if it is no attention layer that we know."""
     if isinstance(module, AugmentedConv2d):
+        if module.head_window > 1:
+            return PARTS[:1]
         return PARTS[:3] if module.evolution is None else (*PARTS[:3], *module.evolution.part_names, "prev_logits")
     if isinstance(module, BottleneckAttn):
         return PARTS[:3]

@@ -9,6 +9,7 @@ from ea_vision.layers.evolution import (
     register_evolution,
 )
 from ea_vision.layers.positions import POSITIONS, add_sine, append_coordinates, choose_position
+from ea_vision.layers.spatial_transformer import SpatialTransformer, quadrilateral, sample_affine
 from ea_vision.layers.token_attention import TokenAttention
 from ea_vision.ops.rel_pos import fit_rel_table, relative_logits
 
@@ -18,6 +19,7 @@ __all__ = [
     "Evolution",
     "EvolvingAttention",
     "PredictiveAttention",
+    "SpatialTransformer",
     "add_sine",
     "append_coordinates",
     "choose_position",
@@ -25,6 +27,8 @@ __all__ = [
     "create_evolution",
     "evolution_options",
     "fit_rel_table",
+    "quadrilateral",
     "register_evolution",
     "relative_logits",
+    "sample_affine",
 ]

@@ -6,6 +6,7 @@ Papers:
 * AA: `Attention Augmented Convolutional Networks` - https://arxiv.org/abs/1904.09925
 * EA: `Evolving Attention with Residual Convolutions` - https://arxiv.org/abs/2102.12895
 * PA: `Predictive Attention Transformer` (2020)
+* CSAN: `Convolutional Self-Attention Networks` - https://arxiv.org/abs/1904.03107 (windows; of text in the paper)
 
 Shape letters: B batch, C channels, H x W the attention map, N = H*W its pixels (row-major), K heads, D width of a
 head.
@@ -18,9 +19,16 @@ from timm.models import register_notrace_module
 from torch import Tensor, nn
 
 from ea_vision.layers.positions import add_sine, append_coordinates, choose_position
-from ea_vision.ops import evolving_attention, halve
-from ea_vision.ops.reference import attention_of, check_prev_logits, own_logits
-from ea_vision.ops.rel_pos import fit_rel_table
+from ea_vision.ops import check_windows, evolving_attention, halve
+from ea_vision.ops.reference import (
+    attention_of,
+    check_prev_logits,
+    neighbours_logits,
+    neighbours_values,
+    own_logits,
+    within_windows,
+)
+from ea_vision.ops.rel_pos import cover_offsets, fit_rel_table, reach
 
 
 def _check_divides(name: str, value: int, num_heads: int) -> None:
@@ -69,11 +77,18 @@ class AugmentedConv2d(nn.Module):
         dilation: of the convolution.
         conv_drop: dropout on the convolution branch's output, a probability.
         attn_drop: dropout on the attention probabilities, a probability.
+        window: odd side in pixels, or (height, width), of what a query sees of the map around it, or None for all of
+            it; the position tables have the offsets within. With `evolution` the maps evolve whole and are handed on
+            whole; the window comes after.
+        head_window: odd number of neighbouring heads, the own one in their middle, whose keys a query sees under one
+            softmax with its own (CSAN).
+        head_border: "clip": the first and the last heads have fewer neighbours; "wrap": the heads are a ring.
 
     Raises:
         ValueError: a width that num_heads does not divide, more attn_channels than out_channels, a stride other
             than 1 and 2, an even kernel_size, a feat_size that is not two positive numbers, an unknown position
-            or one that `relative` contradicts, or in_channels that "sine" cannot share out.
+            or one that `relative` contradicts, in_channels that "sine" cannot share out, windows that are
+            not odd, a ring with fewer heads than head_window, or head_window beside an evolution.
     """
 
     def __init__(
@@ -95,6 +110,9 @@ class AugmentedConv2d(nn.Module):
             dilation: int = 1,
             conv_drop: float = 0.0,
             attn_drop: float = 0.0,
+            window: int | tuple[int, int] | None = None,
+            head_window: int = 1,
+            head_border: str = "clip",
             device=None,
             dtype=None,
     ) -> None:
@@ -117,6 +135,12 @@ class AugmentedConv2d(nn.Module):
         self.position = choose_position(position, relative)
         if self.position == "sine" and in_channels % 4:
             raise ValueError(f"position='sine' needs in_channels that 4 divides, got {in_channels}")
+        self.window = check_windows(window, head_window, head_border, num_heads)
+        if head_window > 1 and evolution is not None:
+            raise ValueError(f"head_window must be 1 where maps evolve, got {head_window}")
+        self.head_window = head_window
+        self.head_border = head_border
+        self.local = self.window is not None or head_window > 1
         self.stride = stride
         self.dim_qk = dim_qk
         self.dim_v = dim_v
@@ -128,7 +152,7 @@ class AugmentedConv2d(nn.Module):
         self.resize_result = int(pool_attention) > 0
         self.num_pools = int(pool_attention) + (stride == 2)
         self.scale = self.dim_head_qk ** -0.5
-        self.need_logits = True
+        self.need_logits = evolution is not None or not self.local
 
         self.conv = None
         if attn_channels < out_channels:
@@ -138,9 +162,9 @@ class AugmentedConv2d(nn.Module):
         self.conv_drop = nn.Dropout(conv_drop)
         self.qkv = Projection(in_channels + 3 * (self.position == "coord"), 2 * dim_qk + dim_v, **dd)
         if self.relative:
-            H, W = self.feat_size
-            self.height_rel = nn.Parameter(torch.empty(2 * H - 1, self.dim_head_qk, **dd))
-            self.width_rel = nn.Parameter(torch.empty(2 * W - 1, self.dim_head_qk, **dd))
+            high, wide = self.reaches(self.feat_size)
+            self.height_rel = nn.Parameter(torch.empty(2 * high - 1, self.dim_head_qk, **dd))
+            self.width_rel = nn.Parameter(torch.empty(2 * wide - 1, self.dim_head_qk, **dd))
         else:
             self.register_parameter("height_rel", None)
             self.register_parameter("width_rel", None)
@@ -160,19 +184,36 @@ class AugmentedConv2d(nn.Module):
             nn.init.normal_(self.height_rel, std=self.scale)
             nn.init.normal_(self.width_rel, std=self.scale)
 
+    def reaches(self, feat_size: tuple[int, int]) -> tuple[int, int]:
+        """How far attention sees on a map of (height, width), itself counted, down and to the right; by the window."""
+        window = self.window
+        if window is None:
+            return feat_size
+        return reach(feat_size[0], window[0]), reach(feat_size[1], window[1])
+
+    @torch.jit.ignore
+    def map_elements(self, feat_size: tuple[int, int]) -> int:
+        """How many pairs of a query and a key attention looks at on a map of (height, width), in all heads."""
+        def pairs(size: int, most: int) -> int:
+            return sum(size - abs(offset) for offset in range(1 - most, most))
+
+        (H, W), (high, wide), K = feat_size, self.reaches(feat_size), self.num_heads
+        heads = K * self.head_window if self.head_border == "wrap" else pairs(K, min(K, self.head_window // 2 + 1))
+        return heads * pairs(H, high) * pairs(W, wide)
+
     @torch.jit.ignore
     def set_feat_size(self, feat_size: tuple[int, int]) -> None:
         """Fit the position tables to another (height, width) of the map, for good."""
         self.feat_size = (int(feat_size[0]), int(feat_size[1]))
         if self.relative:
-            for name, size in zip(("height_rel", "width_rel"), self.feat_size, strict=True):
+            for name, size in zip(("height_rel", "width_rel"), self.reaches(self.feat_size), strict=True):
                 table = getattr(self, name)
                 fitted = fit_rel_table(table.detach(), size).contiguous()
                 setattr(self, name, nn.Parameter(fitted, requires_grad=table.requires_grad))
 
     def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
         """Position tables of a checkpoint made for another map size are fitted on load."""
-        for name, size in zip(("height_rel", "width_rel"), self.feat_size, strict=True):
+        for name, size in zip(("height_rel", "width_rel"), self.reaches(self.feat_size), strict=True):
             table = state_dict.get(prefix + name)
             if self.relative and table is not None and table.ndim == 2 and table.shape[1] == self.dim_head_qk:
                 state_dict[prefix + name] = fit_rel_table(table, size)
@@ -207,15 +248,36 @@ class AugmentedConv2d(nn.Module):
         v = v.reshape(B, self.num_heads, self.dim_head_v, H * W).transpose(-2, -1)
         return q, k, v, (H, W)
 
+    def logits_of(self, q: Tensor, k: Tensor, feat_size: tuple[int, int]) -> Tensor:
+        """The layer's own logits, whole, before any evolution: q, k of `split_heads` -> (B, K, N, N), or
+        (B, K, N, head_window * N) with the neighbouring heads' keys."""
+        height_rel, width_rel = self.height_rel, self.width_rel
+        if height_rel is not None and width_rel is not None:
+            high, wide = self.reaches(feat_size)
+            height_rel = cover_offsets(fit_rel_table(height_rel, high), feat_size[0])
+            width_rel = cover_offsets(fit_rel_table(width_rel, wide), feat_size[1])
+        if self.head_window > 1:
+            return neighbours_logits(q, k, height_rel, width_rel, self.scale, feat_size, self.head_window)
+        return own_logits(q, k, height_rel, width_rel, self.scale, feat_size)
+
+    def attention_of(self, logits: Tensor, feat_size: tuple[int, int]) -> Tensor:
+        """Probabilities from (evolved) logits, within the windows; the shape stays."""
+        if self.local:
+            logits = within_windows(logits, feat_size, self.window, self.head_window, self.head_border == "wrap")
+        return attention_of(logits)
+
     def _attend_by_modules(
             self, q: Tensor, k: Tensor, v: Tensor, prev_logits: Tensor | None, feat_size: tuple[int, int],
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Every map passes through a module of this layer, where a hook can see it."""
-        logits = own_logits(q, k, self.height_rel, self.width_rel, self.scale, feat_size)
+        logits = self.logits_of(q, k, feat_size)
         if self.evolution is not None:
             assert prev_logits is not None
             logits = self.evolution(logits, prev_logits)
-        return self.attn_drop(attention_of(logits)).to(v.dtype) @ v, logits
+        if self.head_window > 1:
+            v = neighbours_values(v, self.head_window)
+        out = self.attn_drop(self.attention_of(logits, feat_size)).to(v.dtype) @ v
+        return out, logits if self.head_window == 1 else None
 
     def _operands(self, prev_logits: Tensor | None) -> dict[str, Any] | None:
         """What `evolving_attention` needs to know of the evolution; None where it cannot do as the modules do, or where
@@ -233,12 +295,15 @@ class AugmentedConv2d(nn.Module):
         operands = self._operands(prev_logits)
         if operands is None:
             return self._attend_by_modules(q, k, v, prev_logits, feat_size)
+        watched = bool(self._forward_hooks) and (self.evolution is not None or not self.local)
         return evolving_attention(
             q, k, v, self.height_rel, self.width_rel, **operands, feat_size=feat_size, scale=self.scale,
-            need_logits=need_logits or bool(self._forward_hooks), dropout_p=self.attn_drop.p if self.training else 0.0)
+            need_logits=need_logits or watched, dropout_p=self.attn_drop.p if self.training else 0.0,
+            window=self.window, head_window=self.head_window, head_border=self.head_border)
 
     def attend(self, x: Tensor, prev_logits: Tensor | None, need_logits: bool = True) -> tuple[Tensor, Tensor | None]:
-        """The attention branch before its resizing: (B, attn_channels, H, W) and the logits (B, K, N, N)."""
+        """The attention branch before its resizing: (B, attn_channels, H, W) and the logits (B, K, N, N), or
+        None as in `forward`."""
         q, k, v, feat_size = self.split_heads(x)
         B, K, N = q.shape[0], q.shape[1], q.shape[2]
         logits: Tensor | None = None
@@ -262,11 +327,13 @@ class AugmentedConv2d(nn.Module):
             prev_logits: (B, K, N, N), the previous attention layer's logits; a layer without `evolution` does not
                 look at them.
             need_logits: whether the logits are wanted (default: the layer's `need_logits`, which is True unless the
-                network says that no layer reads them). Where not, faster implementations do without them, and return
-                None unless a hook on the layer looks at its output.
+                network says that no layer reads them or the layer has a window and no evolution). Where not, faster
+                implementations do without them, and return None unless a hook on the layer looks at its output (which
+                changes nothing for a window without evolution).
 
         Returns:
-            y (B, out_channels, H'/stride, W'/stride) and the logits (B, K, N, N) that entered the softmax.
+            y (B, out_channels, H'/stride, W'/stride) and the logits (B, K, N, N) that entered the softmax,
+            before a window; None with head_window > 1, whose maps no layer evolves from.
 
         Raises:
             ValueError: prev_logits missing or of another shape, in a layer with `evolution`.
@@ -280,4 +347,5 @@ class AugmentedConv2d(nn.Module):
         return torch.cat([self.conv_drop(self.conv(x)), attn], dim=1), logits
 
     def extra_repr(self) -> str:
-        return f"num_heads={self.num_heads}, feat_size={self.feat_size}, position={self.position!r}"
+        windows = f", window={self.window}, head_window={self.head_window}" if self.local else ""
+        return f"num_heads={self.num_heads}, feat_size={self.feat_size}, position={self.position!r}{windows}"

@@ -33,21 +33,22 @@ class BranchCount:
     """An attention branch: all of an augmented convolution but its convolution.
 
     layer: name of the module. num_heads: K. feat_size: (H, W) of the map. evolves: whether it takes up the previous
-    layer's maps. params: weights, of the evolution too. flops_profiler: in the AA paper's counting.
+    layer's maps. map_elements: pairs of a query and a key that it sees, of all heads. params: weights, of the evolution
+    too. flops_profiler: in the AA paper's counting.
     """
 
     layer: str
     num_heads: int
     feat_size: tuple[int, int]
     evolves: bool
+    map_elements: int
     params: int
     flops_profiler: int
 
     @property
     def map_bytes(self) -> int:
-        """K maps of N x N numbers in bfloat16."""
-        H, W = self.feat_size
-        return BFLOAT16 * self.num_heads * (H * W) ** 2
+        """K maps of N x N numbers in bfloat16, or what a window has of them."""
+        return BFLOAT16 * self.map_elements
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,7 @@ def count(model: nn.Module, input_size: tuple[int, int, int]) -> Counts:
     On the meta device nothing is computed but shapes, and the counts are the same.
 
     Attention that is not an `AugmentedConv2d` has no branch here; its batched products count as attention products.
+    Readable torch multiplies whole maps where a window would not: there the products are those of the window.
     """
     with use_implementation("reference"), torch.no_grad(), FlopCounterMode(display=False) as counter:
         model.eval()(torch.zeros(1, *input_size, device=next(model.parameters()).device))
@@ -93,13 +95,23 @@ def count(model: nn.Module, input_size: tuple[int, int, int]) -> Counts:
         if not isinstance(layer, AugmentedConv2d):
             continue
         H, W = layer.feat_size
-        positions = 2 * H * W * (2 * H + 2 * W - 2) * layer.dim_qk if layer.height_rel is not None else 0
-        by_formula = positions + 6 * layer.num_heads * (H * W) ** 2
+        elements = layer.map_elements(layer.feat_size)
+        positions = 0
+        if layer.height_rel is not None:
+            positions = 2 * H * W * (len(layer.height_rel) + len(layer.width_rel)) * layer.dim_qk
+        by_formula = positions + 6 * elements
         path = f"{type(model).__name__}.{name}"
-        counted = sum(flops[path].values()) - flops[path].get(bmm, 0) - sum(flops.get(f"{path}.conv", {}).values())
-        params = sum(p.numel() for key, p in layer.named_parameters() if not key.startswith("conv."))
-        branches.append(BranchCount(name, layer.num_heads, layer.feat_size, layer.evolution is not None, params,
-                                    counted + by_formula))
+        dense = flops[path].get(bmm, 0)
+        if layer.local and layer.evolution is None and not layer.need_logits:  # nobody wants the whole map
+            seen = positions + 2 * elements * (layer.dim_head_qk + layer.dim_head_v)
+            total, products = total + seen - dense, products + seen - dense
+        counted = sum(flops[path].values()) - dense
+        params = sum(p.numel() for p in layer.parameters())
+        if layer.conv is not None:
+            counted -= sum(flops[f"{path}.conv"].values())
+            params -= layer.conv.weight.numel()
+        branches.append(BranchCount(name, layer.num_heads, layer.feat_size, layer.evolution is not None, elements,
+                                    params, counted + by_formula))
         by_hand += by_formula
     return Counts(sum(p.numel() for p in model.parameters()), total // 2, products // 2,
                   total - products + by_hand, tuple(branches))

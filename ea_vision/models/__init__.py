@@ -16,6 +16,7 @@ from ea_vision.models.attn_mnasnet import AttnMnasNet
 from ea_vision.models.attn_resnet import AttnResNet
 from ea_vision.models.conv_transformer import ConvTransformer
 from ea_vision.models.resnet_cifar import ResNetCifar
+from ea_vision.models.spatial_transformer import SpatialTransformerNet
 from ea_vision.models.vision_transformer import (
     EvolvingVisionTransformer,
     EvolvingVisionTransformerDistilled,
@@ -37,6 +38,7 @@ __all__ = [
     "Network",
     "Published",
     "ResNetCifar",
+    "SpatialTransformerNet",
     "WideResNet",
     "build_network",
     "evolve",

@@ -16,6 +16,7 @@ from timm.models import checkpoint
 from torch import Tensor, nn
 
 from ea_vision.layers import AugmentedConv2d, Evolution, choose_position, create_evolution, evolution_options
+from ea_vision.ops import check_windows
 
 try:  # not exported; in newer timm its own models call it, so that save_for_hf knows of a resize
     from timm.models._input import update_model_input_size
@@ -70,6 +71,8 @@ class AttentionConfig:
     min_head_qk: least width of a head's queries; None is 20 with the paper's rule, else no limit.
     position: "relative", "none", "sine" or "coord", see `AugmentedConv2d`.
     relative: the older way to say it: True is position="relative", the default, False is position="none".
+    window, head_window, head_border: of pixels and of neighbouring heads, see `AugmentedConv2d`.
+    window_stages: the stages whose layers have these windows, by their numbers counted from 1; None is all.
     evolution: a registered name ("ea", "pa"), or None for maps that do not evolve (AA).
     attn_drop_rate: dropout on the attention probabilities.
     options: the evolution's: alpha, beta, kernel_size, num_layers, ...; None is its default.
@@ -81,6 +84,10 @@ class AttentionConfig:
     min_head_qk: int | None = None
     position: str | None = None
     relative: bool | None = None
+    window: int | tuple[int, int] | None = None
+    head_window: int = 1
+    head_border: str = "clip"
+    window_stages: tuple[int, ...] | None = None
     evolution: str | None = None
     attn_drop_rate: float = 0.0
     options: dict[str, Any] = field(default_factory=dict)
@@ -89,6 +96,10 @@ class AttentionConfig:
         if self.num_heads < 1:
             raise ValueError(f"num_heads must be 1 or more, got {self.num_heads}")
         choose_position(self.position, self.relative)
+        check_windows(self.window, self.head_window, self.head_border, self.num_heads)
+        if self.head_window > 1 and self.evolution is not None:
+            raise ValueError(f"head_window must be 1 where maps evolve (evolution={self.evolution!r}), "
+                             f"got {self.head_window}")
 
     @classmethod
     def take(cls, kwargs: dict[str, Any], **defaults: Any) -> AttentionConfig:
@@ -106,6 +117,19 @@ class AttentionConfig:
 
     def _whole_heads(self, width: float) -> int:
         return max(self.num_heads, int(width + 1e-6) // self.num_heads * self.num_heads)
+
+    def windows(self, stage: int | None) -> dict[str, Any]:
+        """The keywords of windows for `AugmentedConv2d` in a stage, counted from 1.
+
+        Raises:
+            ValueError: window_stages of a network that does not number its stages.
+        """
+        if self.window_stages is not None:
+            if stage is None:
+                raise ValueError(f"this network's stages have no numbers; got window_stages={self.window_stages}")
+            if stage not in self.window_stages:
+                return {}
+        return {"window": self.window, "head_window": self.head_window, "head_border": self.head_border}
 
     def new_evolution(self, device=None, dtype=None) -> Evolution | None:
         """A new evolution module, or None; see `create_evolution` for the errors."""
@@ -129,13 +153,14 @@ class ChainBuilder:
 
     def layer(
             self, in_channels: int, out_channels: int, kernel_size: int = 3, stride: int = 1, *, reduction: int,
-            dim_qk: int | None = None, dim_v: int | None = None, **options: Any,
+            dim_qk: int | None = None, dim_v: int | None = None, stage: int | None = None, **options: Any,
     ) -> AugmentedConv2d:
         """The next attention layer.
 
         Args:
             reduction: pixels of the image to a pixel of the attention map, along a side.
             dim_qk, dim_v: widths; by the configuration unless given.
+            stage: number of the layer's stage, counted from 1, for `window_stages`.
             **options: further ones of `AugmentedConv2d`.
         """
         config, previous = self.config, self.previous
@@ -149,7 +174,7 @@ class ChainBuilder:
             dim_qk=dims[0] if dim_qk is None else dim_qk, dim_v=dims[1] if dim_v is None else dim_v,
             num_heads=config.num_heads, feat_size=self.network.map_size(self.network.img_size, reduction),
             position=config.position, relative=config.relative, evolution=evolution,
-            attn_drop=config.attn_drop_rate, **options, **self.factory)
+            attn_drop=config.attn_drop_rate, **{**config.windows(stage), **options}, **self.factory)
         layer.need_logits, layer.map_reduction = False, reduction
         self.previous = layer
         return layer

@@ -1,4 +1,4 @@
-"""ResNets with attention-augmented convolutions whose attention maps may evolve: AA-, PA- and EA-ResNets.
+"""ResNets with attention-augmented convolutions: AA-, PA-, EA- and CSAN-ResNets.
 
 timm's ResNet (stride on the 3x3 convolution), in which the 3x3 convolutions of the last three stages are augmented.
 
@@ -6,6 +6,8 @@ Papers:
 * AA: `Attention Augmented Convolutional Networks` - https://arxiv.org/abs/1904.09925
 * PA: `Predictive Attention Transformer` (2020)
 * EA: `Evolving Attention with Residual Convolutions` (ICML 2021) - https://arxiv.org/abs/2102.12895
+* CSAN: `Convolutional Self-Attention Networks` - https://arxiv.org/abs/1904.03107
+* `Stand-Alone Self-Attention in Vision Models` - https://arxiv.org/abs/1906.05909
 
 The widths are the papers' (dim_qk = max(0.2 planes, 20 a head), dim_v = 0.1 planes; ResNet-34: planes/4 and planes/8).
 Other published ones are keywords:
@@ -13,7 +15,12 @@ Other published ones are keywords:
 * the AA paper's shares of attention: qk_ratio=v_ratio=0.25|0.5|0.75|1 with min_head_qk=20; at 1 attention takes the
   place of the whole convolution in the last three stages (the paper does not say whether also in the first: the sizes
   print the same, and here it stays convolutional);
-* the AA paper's ResNet-34: augment="first", v_ratio=0.25, min_head_qk=20.
+* the AA paper's ResNet-34: augment="first", v_ratio=0.25, min_head_qk=20;
+* near stand-alone self-attention, 7x7 windows in place of all 3x3 convolutions of the last three stages:
+  aa_resnet50 with qk_ratio=v_ratio=1, window=7, map_reduction=8 (that paper's embeddings are half of a row, half of a
+  column; ours are the AA paper's sum).
+No paper has CSAN's windows on images: csan_resnet50 carries the paper's setting for text over, windows in the lower
+layers and global attention above.
 
 Shape letters: B batch, C channels, H x W image or map, N = H*W pixels of a map, K heads.
 """
@@ -127,13 +134,15 @@ class AttnResNet(ChainedNetwork, ResNet):
         augment: which 3x3 convolutions of a block are augmented, "all" or the "first". A bottleneck has one; the
             ResNet-34 of the EA paper has all 26, that of the AA paper 13 (augment="first", v_ratio=0.25,
             min_head_qk=20: 20.75M parameters).
-        **kwargs: those of `AttentionConfig` and of the evolution (num_heads, qk_ratio, v_ratio, position, evolution,
-            alpha, beta, kernel_size, num_layers, ...), and timm's ResNet's (num_classes, in_chans, output_stride,
-            global_pool, drop_rate, drop_path_rate, ...).
+        map_reduction: pixels of the image to a pixel of the finest attention map, along a side: 16, as in the papers,
+            pools the 28x28 stage to 14x14; 8 lets it attend at 28x28.
+        **kwargs: those of `AttentionConfig` and of the evolution (num_heads, qk_ratio, v_ratio, position, window,
+            evolution, alpha, beta, kernel_size, num_layers, ...), and timm's ResNet's (num_classes, in_chans,
+            output_stride, global_pool, drop_rate, drop_path_rate, ...).
 
     Raises:
-        ValueError: an option that the evolution does not have, widths that the heads do not divide, or another
-            `augment`.
+        ValueError: an option that the evolution does not have, widths that the heads do not divide, another `augment`,
+            or a map_reduction that is no power of two.
     """
 
     def __init__(
@@ -142,29 +151,33 @@ class AttnResNet(ChainedNetwork, ResNet):
             layers: tuple[int, int, int, int],
             img_size: int | tuple[int, int] = 224,
             augment: str = "all",
+            map_reduction: int = 16,
             device=None,
             dtype=None,
             **kwargs: Any,
     ) -> None:
         if augment not in ("all", "first"):
             raise ValueError(f"augment must be 'all' or 'first', got {augment!r}")
+        if not isinstance(map_reduction, int) or map_reduction.bit_count() != 1:
+            raise ValueError(f"map_reduction must be a power of two, got {map_reduction!r}")
         attention = AttentionConfig.take(kwargs)
         plain_block = BasicBlock if issubclass(block, BasicBlock) else Bottleneck
         super().__init__((plain_block, block, block, block), layers, **kwargs, device=device, dtype=dtype)
         self.img_size = to_size(img_size)
         chains = ChainBuilder(attention, self, device, dtype)
 
-        def make(conv: nn.Conv2d, stride: int, reduction: int) -> AugmentedConv2d:
-            map_reduction = max(16, reduction)  # the 28x28 stage (reduction 8) attends at 14x14
+        def make(conv: nn.Conv2d, stride: int, reduction: int, stage: int) -> AugmentedConv2d:
+            pools = (max(map_reduction, reduction) // reduction).bit_length() - 1
             return chains.layer(
-                conv.in_channels, conv.out_channels, 3, conv.stride[0], reduction=map_reduction,
+                conv.in_channels, conv.out_channels, 3, conv.stride[0], reduction=reduction << pools, stage=stage,
                 # an anti-aliased block strides after the convolution, so the attention pools in its stead
-                pool_attention=int(reduction < map_reduction) + (stride != conv.stride[0]), dilation=conv.dilation[0])
+                pool_attention=pools + (stride != conv.stride[0]), dilation=conv.dilation[0])
 
         for index, name in ATTN_STAGES:
             blocks = list(getattr(self, name))
             for attn_block in blocks:
-                attn_block.augment(partial(make, reduction=self.feature_info[index]["reduction"]), augment)
+                reduction = self.feature_info[index]["reduction"]
+                attn_block.augment(partial(make, reduction=reduction, stage=index), augment)
             setattr(self, name, AttnStage(*blocks))
 
     def forward_stem(self, x: Tensor) -> Tensor:
@@ -237,6 +250,10 @@ for _depth, _alpha, _figures in (
     _NETWORKS[f"ea_aa_resnet{_depth}"] = Network(
         f"EA-AA-ResNet-{_depth}, alpha {_alpha}, beta 1.0.",
         {**_KINDS[_depth], "evolution": "ea", **({"alpha": _alpha} if _alpha != 0.5 else {})}, _figures)
+_NETWORKS["csan_resnet50"] = Network(
+    "CSAN-ResNet-50: AA-ResNet-50 whose stages 2 (here at 28x28) and 3 attend in windows of 7x7 pixels and 3 heads; no "
+    "paper has it.", {**_KINDS["50"], "window": 7, "head_window": 3, "head_border": "clip", "window_stages": (2, 3),
+                         "map_reduction": 8})
 
 publish({"resnet34": _published(21.8, 7.4, 73.79), "resnet50": _published(25.6, 8.2, 76.44),
          "resnet101": _published(44.5, 15.6, 77.87), "resnet152": _published(60.2, 23.0, 78.40)})

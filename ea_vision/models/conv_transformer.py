@@ -9,6 +9,7 @@ paper gives EA on CIFAR.
 Papers:
 * PA: `Predictive Attention Transformer` (2020)
 * EA: `Evolving Attention with Residual Convolutions` (ICML 2021) - https://arxiv.org/abs/2102.12895
+* CSAN: `Convolutional Self-Attention Networks` - https://arxiv.org/abs/1904.03107
 
 Shape letters: B batch, C channels, H x W image or map, N = H*W pixels of a map, K heads.
 """
@@ -132,8 +133,8 @@ class ConvTransformer(ChainedNetwork, nn.Module):
         ff_drop_rate: dropout between the two feed-forward layers.
         drop_path_rate: stochastic depth at the last block, growing linearly from 0 at the first.
         zero_init_last: whether every residual branch begins at zero, as in timm's ResNet.
-        **kwargs: those of `AttentionConfig` (num_heads, 4 unless given, position, evolution, attn_drop_rate; the widths
-            are the blocks') and of the evolution (alpha, beta, kernel_size, num_layers, ...).
+        **kwargs: those of `AttentionConfig` (num_heads, 4 unless given, position, window, evolution, attn_drop_rate;
+            the widths are the blocks') and of the evolution (alpha, beta, kernel_size, num_layers, ...).
 
     Raises:
         ValueError: an option that the evolution does not have, widths that the heads do not divide, an img_size below
@@ -190,7 +191,7 @@ class ConvTransformer(ChainedNetwork, nn.Module):
                     continue
                 conv = chains.layer(
                     channels, channels, 3, reduction=reduction, dim_qk=channels, dim_v=channels,
-                    attn_channels=channels // 2, conv_drop=conv_drop_rate)
+                    attn_channels=channels // 2, conv_drop=conv_drop_rate, stage=index + 1)
                 blocks.append(AttnBlock(conv, channels, **drops, **dd))
             stages.append(DenseStage(in_channels, channels, pool=index > 0, blocks=blocks, **dd))
             self.feature_info.append(dict(num_chs=channels, reduction=reduction, module=f"stages.{index}"))
@@ -277,6 +278,7 @@ SHIPPED = (  # of a model's weights the first are the default
 )
 default_cfgs = generate_default_cfgs({
     "cnn_cifar": _cfg(),
+    "csan_conv_transformer_cifar": _cfg(),
     **{name: _cfg(file=shipped_weights(name), label_names=CIFAR10) for name in SHIPPED},
 })
 
@@ -296,4 +298,7 @@ register_networks(__name__, ConvTransformer, {
     "ea_conv_transformer_cifar": Network(
         "Evolving attention in the same network: alpha 0.5, beta 1.0; no paper gives EA on CIFAR.",
         {"evolution": "ea"}),
+    "csan_conv_transformer_cifar": Network(
+        "CSAN's windows in the same network: 5x5 pixels and 3 of 4 heads at 8x8, all of a 4x4 map; no paper has it.",
+        {"window": 5, "head_window": 3, "head_border": "clip", "window_stages": (3,)}),
 })

@@ -8,6 +8,7 @@
 | cpu            | on a CPU, a C kernel compiled on first use       | anything N x N but the logits  |
 | triton         | chained attention (EA, PA) on CUDA               | anything N x N but the logits  |
 | sdpa           | unchained attention (AA) on CUDA                 | anything N x N                 |
+| gathered       | windows of pixels and heads                      | anything N x N                 |
 | reference      | everywhere, readable torch                       |                                |
 
 The choice can be forced: by argument, by `with use_implementation("reference")`, or by the environment variable
@@ -25,12 +26,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ea_vision.ops import cpu, reference, sdpa, triton_attention
-from ea_vision.ops.rel_pos import fit_rel_table
+from ea_vision.ops import cpu, gathered, reference, sdpa, triton_attention
+from ea_vision.ops.rel_pos import fit_rel_table, reach
 
-__all__ = ["IMPLEMENTATIONS", "evolving_attention", "halve", "use_implementation"]
+__all__ = ["IMPLEMENTATIONS", "check_windows", "evolving_attention", "halve", "use_implementation"]
 
-IMPLEMENTATIONS = ("cpu", "triton", "sdpa", "reference")
+IMPLEMENTATIONS = ("cpu", "triton", "sdpa", "gathered", "reference")
 
 _logger = logging.getLogger(__name__)
 _logged: set[tuple[str, ...]] = set()
@@ -65,10 +66,12 @@ def use_implementation(name: str) -> Iterator[None]:
 def _reason_against(
         name: str, q: Tensor, k: Tensor, v: Tensor, prev_logits: Tensor | None, weight: Tensor | None,
         feat_size: tuple[int, int] | None, dropout_p: float, need_logits: bool, gates: tuple[float | Tensor, ...],
-        num_prefix_tokens: int,
+        num_prefix_tokens: int, local: bool,
 ) -> str | None:
     if name == "reference":
         return None
+    if local and name != "gathered":
+        return "it has no windows"
     if dropout_p > 0 and name != "sdpa":
         return "it has no dropout on the attention probabilities"
     if name != "sdpa" and any(isinstance(gate, Tensor) for gate in gates):
@@ -77,6 +80,8 @@ def _reason_against(
         return f"it convolves whole maps, and {num_prefix_tokens} prefix tokens are to stay out of the convolution"
     if name == "cpu":
         return cpu.reason_against(q, k, v, weight)
+    if name == "gathered":
+        return gathered.reason_against(local, prev_logits, need_logits)
     if name == "triton":
         return triton_attention.reason_against(q, k, v, prev_logits, weight, feat_size)
     return sdpa.reason_against(prev_logits, need_logits)
@@ -103,7 +108,8 @@ def _choose(q: Tensor, *rest) -> str:
     if _exporting():
         return "reference"
     against = []
-    for name in _BY_DEVICE.get(q.device.type, ()):
+    names = _BY_DEVICE.get(q.device.type, ())
+    for name in ("gathered",) if names and rest[-1] else names:  # the last: whether there are windows
         reason = _reason_against(name, q, *rest)
         if reason is None:
             break
@@ -115,6 +121,27 @@ def _choose(q: Tensor, *rest) -> str:
         _logger.info("evolving attention on %s in %s by %r%s", q.device.type, q.dtype, name,
                      "".join(f"; {line}" for line in against))
     return name
+
+
+def check_windows(
+        window: int | tuple[int, int] | None, head_window: int, head_border: str, num_heads: int,
+) -> tuple[int, int] | None:
+    """The window's (height, width), or None.
+
+    Raises:
+        ValueError: a window that is not odd, another head_border, or more neighbours than a ring of heads has.
+    """
+    sides = (window, window) if isinstance(window, int) else window
+    if sides is not None and (len(sides) != 2 or any(not isinstance(n, int) or n < 1 or n % 2 == 0 for n in sides)):
+        raise ValueError(f"window must be an odd number of pixels, two of them (height, width), or None, got {window}")
+    if not isinstance(head_window, int) or head_window < 1 or head_window % 2 == 0:
+        raise ValueError(f"head_window must be an odd number of heads, got {head_window}")
+    if head_border not in ("clip", "wrap"):
+        raise ValueError(f"head_border must be 'clip' or 'wrap', got {head_border!r}")
+    if head_border == "wrap" and head_window > num_heads:
+        raise ValueError(f"head_window must be at most num_heads={num_heads} where heads wrap around, "
+                         f"got {head_window}")
+    return None if sides is None else (sides[0], sides[1])
 
 
 def evolving_attention(
@@ -135,6 +162,9 @@ def evolving_attention(
         scale: float | None = None,
         dropout_p: float = 0.0,
         need_logits: bool = True,
+        window: int | tuple[int, int] | None = None,
+        head_window: int = 1,
+        head_border: str = "clip",
         implementation: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention over the pixels of a map, or over any N tokens, whose logits evolve from the previous layer's.
@@ -147,10 +177,19 @@ def evolving_attention(
 
     AA paper, equation 4; EA paper, equations 3 and 4. Without `weight`, m and prev take the place of relu(conv(.)).
 
+    With windows (CSAN paper, over an image's two axes) a query of head h sees the keys within h/2 rows and w/2 columns
+    of its own pixel and of the heads within head_window/2 of its own, all under one softmax:
+
+        out_i = sum_s sum_j softmax_{s,j}(logits[h, i, s, j]) v_j of head s
+
+    What lies outside the map does not take part (the paper pads with zeros, its authors' code excludes). An evolution
+    mixes the whole maps; the window comes after it.
+
     Args:
         q, k: (B, K, N, D), q not scaled.
         v: (B, K, N, E).
         height_rel: (2H-1, D), row 0 = offset -(H-1), or None for no position terms; other odd lengths are fitted to H.
+            In a window: the h rows from offset -(h-1)/2 on, where h < 2H-1.
         width_rel: (2W-1, D), likewise.
         prev_logits: (B, K, N, N), or None for attention that does not evolve.
         weight, bias: (K, K, kernel, kernel) and (K) of the convolution over the maps, kernel odd.
@@ -163,10 +202,14 @@ def evolving_attention(
         scale: of q; D**-0.5 unless given.
         dropout_p: dropout on the attention probabilities.
         need_logits: whether the logits are wanted; where not, they need no memory.
+        window: odd (height, width) in pixels, one number for both, or None for the whole map.
+        head_window: odd number of neighbouring heads, the own one in their middle; not together with prev_logits.
+        head_border: "clip": the first and last heads have fewer neighbours; "wrap": the heads are a ring.
         implementation: one of `IMPLEMENTATIONS`; chosen unless given.
 
     Returns:
-        out (B, K, N, E) and the logits (B, K, N, N) that entered the softmax, or None where not needed.
+        out (B, K, N, E) and the logits (B, K, N, N) that entered the softmax, before a window; or None where not
+        needed, and with head_window > 1.
 
     Raises:
         ValueError: shapes that do not fit, or an implementation that cannot run this.
@@ -182,14 +225,20 @@ def evolving_attention(
                          f"got {list(q.shape)}, {list(k.shape)}, {list(v.shape)}")
     if prev_logits is not None:
         reference.check_prev_logits(prev_logits, B, K, N)
+    window = check_windows(window, head_window, head_border, K)
+    local = window is not None or head_window > 1
+    if head_window > 1 and prev_logits is not None:
+        raise ValueError(f"head_window must be 1 where maps evolve, got {head_window}")
     if height_rel is not None:
-        height_rel, width_rel = fit_rel_table(height_rel, H), fit_rel_table(width_rel, W)
+        high, wide = (H, W) if window is None else (reach(H, window[0]), reach(W, window[1]))
+        height_rel, width_rel = fit_rel_table(height_rel, high), fit_rel_table(width_rel, wide)
     scale = D ** -0.5 if scale is None else scale
     alpha, beta = (_as_number(gate) if prev_logits is not None else 1.0 for gate in (alpha, beta))
     if prev_logits is None or weight is None:
         num_prefix_tokens = 0
+    need_logits = need_logits and head_window == 1
     needs = (k, v, prev_logits, weight, None if height_rel is None else feat_size, dropout_p, need_logits,
-             (alpha, beta), num_prefix_tokens)
+             (alpha, beta), num_prefix_tokens, local)
     forced = implementation if implementation is not None else _forced[-1] if _forced else None
     if forced is None:
         chosen = _choose(q, *needs)
@@ -201,10 +250,14 @@ def evolving_attention(
 
     if chosen == "sdpa":
         return sdpa.attend(q, k, v, height_rel, width_rel, scale=scale, feat_size=feat_size, dropout_p=dropout_p), None
+    windows = {"window": window, "head_window": head_window, "wrap": head_border == "wrap"}
+    if chosen == "gathered":
+        return gathered.attend(q, k, v, height_rel, width_rel, scale=scale, feat_size=feat_size, **windows), None
     arguments = (q, k, v, height_rel, width_rel, prev_logits, weight, bias, alpha, beta)
     options = {"predict": predict, "scale": scale, "feat_size": feat_size, "need_logits": need_logits}
     if chosen == "reference":
-        return reference.attend(*arguments, dropout_p=dropout_p, num_prefix_tokens=num_prefix_tokens, **options)
+        return reference.attend(*arguments, dropout_p=dropout_p, num_prefix_tokens=num_prefix_tokens, **options,
+                                **windows)
     return (cpu if chosen == "cpu" else triton_attention).attend(*arguments, **options)
 
 

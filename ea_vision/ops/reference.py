@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ea_vision.ops.rel_pos import relative_logits
+from ea_vision.ops.rel_pos import cover_offsets, relative_logits
 
 
 def own_logits(
@@ -86,6 +86,42 @@ def with_prefix(maps: Tensor, patches: Tensor, num_prefix_tokens: int) -> Tensor
     return torch.cat([maps[:, :, :num_prefix_tokens], rows], dim=-2)
 
 
+def neighbours_logits(
+        q: Tensor, k: Tensor, height_rel: Tensor | None, width_rel: Tensor | None, scale: float,
+        feat_size: tuple[int, int], head_window: int,
+) -> Tensor:
+    """`own_logits` of each head's queries with the keys of the heads around it: (B, K, N, D) -> (B, K, N, S*N), S =
+    head_window neighbours one after another, from head h - S//2 to h + S//2; the heads are a ring."""
+    logits = [own_logits(q, k.roll(-offset, 1), height_rel, width_rel, scale, feat_size)
+              for offset in range(-(head_window // 2), head_window // 2 + 1)]
+    return torch.cat(logits, dim=-1)
+
+
+def neighbours_values(v: Tensor, head_window: int) -> Tensor:
+    """The values that belong to `neighbours_logits`: (B, K, N, E) -> (B, K, S*N, E)."""
+    return torch.cat([v.roll(-offset, 1) for offset in range(-(head_window // 2), head_window // 2 + 1)], dim=2)
+
+
+def within_windows(
+        logits: Tensor, feat_size: tuple[int, int], window: tuple[int, int] | None, head_window: int, wrap: bool,
+) -> Tensor:
+    """-inf for the keys outside a query's window of pixels and, unless the heads are a ring (`wrap`), for those of
+    heads that there are not: (B, K, N, S*N) -> the same."""
+    B, K, N, M = logits.shape
+    logits = logits.view(B, K, N, head_window, N)
+    if window is not None:
+        pixel = torch.arange(N, device=logits.device)
+        row, col = pixel // feat_size[1], pixel % feat_size[1]
+        far = (row.unsqueeze(0) - row.unsqueeze(1)).abs() > window[0] // 2
+        far = far | ((col.unsqueeze(0) - col.unsqueeze(1)).abs() > window[1] // 2)
+        logits = logits.masked_fill(far.unsqueeze(1), float("-inf"))
+    if head_window > 1 and not wrap:
+        head = torch.arange(K, device=logits.device).unsqueeze(1)
+        head = head + torch.arange(head_window, device=logits.device) - head_window // 2  # (K, S)
+        logits = logits.masked_fill(((head < 0) | (head >= K)).view(K, 1, head_window, 1), float("-inf"))
+    return logits.view(B, K, N, M)
+
+
 def attention_of(logits: Tensor) -> Tensor:
     """Softmax over the keys, in float32 at least: (B, K, N, N) -> (B, K, N, N)."""
     half = logits.dtype == torch.float16 or logits.dtype == torch.bfloat16
@@ -96,10 +132,17 @@ def attend(
         q: Tensor, k: Tensor, v: Tensor, height_rel: Tensor | None, width_rel: Tensor | None,
         prev_logits: Tensor | None, weight: Tensor | None, bias: Tensor | None, alpha: float | Tensor,
         beta: float | Tensor, *, predict: bool, scale: float, feat_size: tuple[int, int], dropout_p: float,
-        need_logits: bool, num_prefix_tokens: int = 0,
+        need_logits: bool, num_prefix_tokens: int = 0, window: tuple[int, int] | None = None, head_window: int = 1,
+        wrap: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """See `ea_vision.ops.evolving_attention`."""
-    logits = own_logits(q, k, height_rel, width_rel, scale, feat_size)
+    if height_rel is not None and width_rel is not None:
+        height_rel, width_rel = cover_offsets(height_rel, feat_size[0]), cover_offsets(width_rel, feat_size[1])
+    if head_window > 1:
+        logits = neighbours_logits(q, k, height_rel, width_rel, scale, feat_size, head_window)
+        v = neighbours_values(v, head_window)
+    else:
+        logits = own_logits(q, k, height_rel, width_rel, scale, feat_size)
     if prev_logits is not None:
         before = convolved = before_convolution(logits, prev_logits, alpha, predict)
         if weight is not None:
@@ -108,5 +151,8 @@ def attend(
                                       padding=weight.shape[-1] // 2))
             convolved = with_prefix(before, patches, num_prefix_tokens)
         logits = after_convolution(logits, before, convolved, alpha, beta, predict)
-    attn = F.dropout(attention_of(logits), dropout_p)
+    seen = logits
+    if window is not None or head_window > 1:
+        seen = within_windows(logits, feat_size, window, head_window, wrap)
+    attn = F.dropout(attention_of(seen), dropout_p)
     return attn.to(v.dtype) @ v, logits if need_logits else None

@@ -33,7 +33,19 @@ def fit_rel_table(table: Tensor, size: int) -> Tensor:
     return F.interpolate(rows, size=new, mode="linear", align_corners=False).squeeze(0).t()
 
 
-def _by_position(table: Tensor, size: int) -> Tensor:
+def reach(size: int, window: int | None) -> int:
+    """How many pixels of an axis attention sees to one side, itself counted, at most: `size`, or fewer in a window (its
+    odd side). Tables have 2 * reach - 1 rows, for the offsets that occur."""
+    return size if window is None else min(size, (window + 1) // 2)
+
+
+def cover_offsets(table: Tensor, size: int) -> Tensor:
+    """Rows of zeros for the offsets that a window's table lacks: (2L-1, D) -> (2S-1, D) for an axis of S pixels."""
+    missing = size - (table.shape[0] + 1) // 2
+    return F.pad(table, [0, 0, missing, missing]) if missing else table
+
+
+def by_position(table: Tensor, size: int) -> Tensor:
     """(2S-1, D) by offset -> (S, S, D) by query position and key position; offset = key - query."""
     position = torch.arange(size, device=table.device)
     return table[position.unsqueeze(0) - position.unsqueeze(1) + (size - 1)]
@@ -54,8 +66,8 @@ def relative_logits(q: Tensor, height_rel: Tensor, width_rel: Tensor) -> tuple[T
         width_logits (B, K, H, W, W): q_i . width_rel[col(j) - col(i)] by query pixel and key column.
     """
     H, W = q.shape[2], q.shape[3]
-    by_row = _by_position(fit_rel_table(height_rel, H), H)
-    by_col = _by_position(fit_rel_table(width_rel, W), W)
+    by_row = by_position(fit_rel_table(height_rel, H), H)
+    by_col = by_position(fit_rel_table(width_rel, W), W)
     height_logits = torch.einsum("bkhwd,hpd->bkhwp", q, by_row)
     width_logits = torch.einsum("bkhwd,wpd->bkhwp", q, by_col)
     return height_logits, width_logits

@@ -16,7 +16,7 @@ def millions(model) -> float:
     return sum(p.numel() for p in model.parameters()) / 1e6
 
 
-@pytest.mark.parametrize("name", RESNETS)
+@pytest.mark.parametrize("name", [name for name in RESNETS if not name.startswith("csan")])  # no paper has it
 def test_resnet_sizes_are_the_published_ones(name):
     # to the digit: rounded, but EA-152 (61.657M) which the paper must have cut off
     count = millions(timm.create_model(name))
@@ -28,8 +28,9 @@ def test_resnet_sizes_are_the_published_ones(name):
 
 @pytest.mark.parametrize("name", CIFAR)
 def test_cifar_sizes_lie_within_two_percent(name):
-    # no paper has EA on CIFAR, whose size is PA's
-    published = published_figures(name) or published_figures(name.replace("ea_", "pa_"))
+    # no paper has EA on CIFAR, whose size is PA's, nor windows
+    plain = name.replace("ea_", "pa_").replace("csan_", "")  # which has but more rows in its position tables
+    published = published_figures(name) or published_figures(plain)
     assert millions(timm.create_model(name)) == pytest.approx(published.params_m, rel=0.02)
 
 

@@ -4,7 +4,7 @@ import os
 import timm
 import torch
 
-from ea_vision.layers import AugmentedConv2d
+from ea_vision.layers import AugmentedConv2d, SpatialTransformer
 from ea_vision.models import ChainedNetwork, get_network, list_networks
 
 ALL = bool(os.environ.get("EA_VISION_TEST_ALL"))
@@ -36,11 +36,14 @@ TESTED = EVERY if ALL else SMALL
 
 
 def lively(name: str, **options):
-    """A new model whose residual branches count: timm's initial zeros in their last norms would hide any mistake."""
+    """A new model of which all counts: initial zeros, in the last norms of residual branches and where a spatial
+    transformer says where to look, would hide any mistake."""
     model = timm.create_model(name, **{**({} if ALL else SHRUNK.get(family(name), {})), **options})
     for module in model.modules():
         if isinstance(module, torch.nn.BatchNorm2d) and not module.weight.any():
             torch.nn.init.constant_(module.weight, 0.2)
+        elif isinstance(module, SpatialTransformer):
+            torch.nn.init.normal_(module.fc.weight, std=0.01)
     return model
 
 

@@ -1,0 +1,94 @@
+"""Spatial transformer: a network that says where to look, and a sampler that looks there.
+
+Paper: `Spatial Transformer Networks` - https://arxiv.org/abs/1506.02025; of the attention that essays on the subject
+describe for images the one that moves the image and not its weights.
+
+Shape letters: B batch, C channels, H x W the input, h x w the output.
+"""
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from timm.models import register_notrace_module
+from torch import Tensor, nn
+
+IDENTITY = (1.0, 0.0, 0.0, 0.0, 1.0, 0.0)
+
+
+def sample_affine(x: Tensor, theta: Tensor, out_size: tuple[int, int]) -> Tensor:
+    """Sample images on an affine grid, bilinearly, with zeros outside of them; all channels alike (paper, equation 5).
+
+    Args:
+        x: (B, C, H, W).
+        theta: (B, 2, 3), from the output's coordinates (x, y, 1) to the input's (x, y). Both run from -1 to 1 between
+            the outer edges of the first and the last pixel.
+        out_size: (h, w) in pixels.
+
+    Returns:
+        (B, C, h, w).
+    """
+    size: list[int] = [x.shape[0], x.shape[1], out_size[0], out_size[1]]
+    grid = F.affine_grid(theta.to(x.dtype), size, align_corners=False)
+    return F.grid_sample(x, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
+
+
+def quadrilateral(theta: Tensor, in_size: tuple[int, int]) -> Tensor:
+    """The corners of what is sampled: theta (B, 2, 3) -> (B, 4, 2), (x, y) in pixels of an input of (H, W), whose left
+    upper corner is (0, 0); in the order left upper, right upper, right lower, left lower of the output."""
+    corners = torch.tensor([[-1, -1, 1], [1, -1, 1], [1, 1, 1], [-1, 1, 1]], dtype=theta.dtype, device=theta.device)
+    H, W = in_size
+    return (corners @ theta.transpose(1, 2) + 1) / 2 * theta.new_tensor([W, H])
+
+
+@register_notrace_module  # the grid needs sizes at run time, so FX keeps the layer whole
+class SpatialTransformer(nn.Module):
+    """Samples its input where its localisation network says; at the start that is the input as it is.
+
+    The localisation network is two strided convolutions, their mean over a 4x4 grid, and two linear layers (the paper
+    leaves it open). The last layer begins with zero weights and the identity as bias.
+
+    Args:
+        in_channels: C.
+        hidden: channels of the second convolution and width of the hidden linear layer; the first has half.
+        out_size: (height, width) of the output in pixels, or None for the input's.
+
+    Raises:
+        ValueError: hidden below 2, or an out_size that is not two positive numbers.
+    """
+
+    def __init__(
+            self, in_channels: int, hidden: int = 32, out_size: tuple[int, int] | None = None, device=None, dtype=None,
+    ) -> None:
+        dd: dict[str, Any] = {"device": device, "dtype": dtype}
+        super().__init__()
+        if hidden < 2:
+            raise ValueError(f"hidden must be 2 or more, got {hidden}")
+        if out_size is not None and (len(out_size) != 2 or min(out_size) < 1):
+            raise ValueError(f"out_size must be a positive (height, width), got {tuple(out_size)}")
+        self.out_size = None if out_size is None else (int(out_size[0]), int(out_size[1]))
+        self.localise = nn.Sequential(
+            nn.Conv2d(in_channels, hidden // 2, 5, stride=2, padding=2, **dd), nn.ReLU(),
+            nn.Conv2d(hidden // 2, hidden, 5, stride=2, padding=2, **dd), nn.ReLU(),
+            nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(16 * hidden, hidden, **dd), nn.ReLU())
+        self.fc = nn.Linear(hidden, 6, **dd)
+        self.reset_parameters()
+
+    @torch.jit.ignore
+    def reset_parameters(self) -> None:
+        """He for the localisation network; the identity for what it says."""
+        for module in self.localise:
+            if isinstance(module, (nn.Conv2d, nn.Linear)):
+                nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
+                nn.init.zeros_(module.bias)
+        nn.init.zeros_(self.fc.weight)
+        with torch.no_grad():
+            self.fc.bias.copy_(torch.tensor(IDENTITY))
+
+    def theta(self, x: Tensor) -> Tensor:
+        """Where to look: (B, C, H, W) -> (B, 2, 3), see `sample_affine`."""
+        return self.fc(self.localise(x)).view(-1, 2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, C, H, W) -> (B, C, h, w)."""
+        size = self.out_size
+        return sample_affine(x, self.theta(x), (x.shape[2], x.shape[3]) if size is None else size)

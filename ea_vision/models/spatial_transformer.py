@@ -1,0 +1,54 @@
+"""A small network for digits that first turns, shifts and scales its input: a spatial transformer before a ResNet.
+
+timm's ResNet with basic blocks and the stem of small images, a quarter of its width; the transformer stands before the
+stem. `transform=False` is the same network without it, to compare with.
+
+Paper: `Spatial Transformer Networks` - https://arxiv.org/abs/1506.02025 (its networks for MNIST are other ones)
+"""
+from collections import OrderedDict
+from typing import Any
+
+from timm.models import generate_default_cfgs
+from timm.models.resnet import BasicBlock
+from torch import nn
+
+from ea_vision.layers import SpatialTransformer
+from ea_vision.models._build import Network, register_networks
+from ea_vision.models.resnet_cifar import ResNetCifar
+
+__all__ = ["SpatialTransformerNet"]
+
+
+class SpatialTransformerNet(ResNetCifar):
+    """ResNet for small images with a spatial transformer before its stem.
+
+    Args:
+        transform: whether there is one.
+        hidden: width of its localisation network, see `SpatialTransformer`.
+        **kwargs: timm's ResNet's.
+    """
+
+    def __init__(self, *args: Any, transform: bool = True, hidden: int = 32, in_chans: int = 3, device=None, dtype=None,
+                 **kwargs: Any) -> None:
+        dd = {"device": device, "dtype": dtype}
+        super().__init__(*args, in_chans=in_chans, **kwargs, **dd)
+        first = [("transform", SpatialTransformer(in_chans, hidden, **dd))] if transform else []
+        self.conv1 = nn.Sequential(OrderedDict([*first, ("conv", self.conv1)]))
+
+
+default_cfgs = generate_default_cfgs({
+    "stn_digits": {
+        "url": "",
+        "num_classes": 10, "input_size": (3, 32, 32), "pool_size": (4, 4),
+        "crop_pct": 1.0, "interpolation": "bilinear",
+        "mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5),
+        "first_conv": "conv1.conv", "classifier": "fc",
+        "license": "apache-2.0",
+    },
+})
+
+register_networks(__name__, SpatialTransformerNet, {
+    "stn_digits": Network(
+        "A spatial transformer before a narrow ResNet-18, for 32x32 images of digits.",
+        {"block": BasicBlock, "layers": (2, 2, 2, 2), "channels": (16, 32, 64, 128), "num_classes": 10}),
+})

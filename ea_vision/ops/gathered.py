@@ -1,0 +1,168 @@
+"""Attention in windows of pixels and of heads, a row of keys at a time: nothing N x N, and nothing kept of the maps.
+
+For each neighbouring head and each offset of rows, the queries of a row meet the keys of one row, H small matrix
+products of W x W. The softmax over all of them is accumulated with a running maximum, and backward computes each row's
+probabilities again from their sum, as `FlashAttention` (https://arxiv.org/abs/2205.14135) does with its blocks.
+
+Shape letters: B batch, K heads, H x W the map, N = H*W its pixels (row-major), D width of a query's head, E a value's,
+h x w the window.
+"""
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ea_vision.ops.rel_pos import by_position, cover_offsets, reach
+
+
+def reason_against(local: bool, prev_logits: Tensor | None, need_logits: bool) -> str | None:
+    """Why it cannot run, or None."""
+    if not local:
+        return "it is for windows"
+    if prev_logits is not None:
+        return "it has no place for previous logits"
+    if need_logits:
+        return "it never has the logits that are wanted"
+    return None
+
+
+AT_ONCE = 2 ** 16  # logits of a step, as far as whole heads allow
+
+
+class Step(NamedTuple):
+    """Queries that meet keys: slices of images, heads and rows, and which offset of rows that is, counted from 0."""
+
+    query: tuple[slice, ...]  # of (B, K, H, ...)
+    key: tuple[slice, ...]
+    offset: int
+
+
+class Neighbours(NamedTuple):
+    """What sees what, in numbers; `row_reach` counts the own row."""
+
+    num_heads: int
+    height: int
+    head_window: int
+    wrap: bool
+    row_reach: int
+    far: Tensor | None  # (W, W), key columns outside the window by query column
+    scale: float
+
+    def heads(self, chunk: slice) -> Iterator[tuple[slice, slice]]:
+        """Of the query heads in `chunk` those that meet other heads, or their own, and which; in pieces."""
+        K, radius = self.num_heads, self.head_window // 2
+        for offset in range(-radius, radius + 1):
+            for turn in (-K, 0, K) if self.wrap else (0,):
+                first, last = max(chunk.start, -offset - turn), min(chunk.stop, K - offset - turn)
+                if first < last:
+                    yield slice(first, last), slice(first + offset + turn, last + offset + turn)
+
+    def steps(self, chunk: slice) -> Iterator[Step]:
+        for query_heads, key_heads in self.heads(chunk):
+            for offset in range(-self.row_reach + 1, self.row_reach):
+                first, last = max(0, -offset), min(self.height, self.height - offset)
+                yield Step((slice(None), query_heads, slice(first, last)),
+                           (slice(None), key_heads, slice(first + offset, last + offset)), offset + self.row_reach - 1)
+
+    def chunks(self, q: Tensor) -> Iterator[slice]:
+        """The heads, a few at a time, so that what is at hand stays small."""
+        B, K, H, W, _ = q.shape
+        size = max(1, AT_ONCE // (B * H * W * W))
+        return (slice(first, min(K, first + size)) for first in range(0, K, size))
+
+    def logits(self, step: Step, chunk: slice, q: Tensor, k: Tensor, by_row: Tensor | None, by_col: Tensor | None):
+        """Of a step, (B, heads, rows, W, W); by_col is the chunk's."""
+        logits = (q[step.query] @ k[step.key].transpose(-2, -1)).mul_(self.scale)
+        if by_row is not None:
+            logits += by_row[step.query][..., step.offset].unsqueeze(-1)
+            logits += by_col[within(step, chunk)]
+        return logits if self.far is None else logits.masked_fill_(self.far, float("-inf"))
+
+
+def within(step: Step, chunk: slice) -> tuple[slice, ...]:
+    """A step's queries, in a tensor of the chunk's heads alone."""
+    images, heads, rows = step.query
+    return images, slice(heads.start - chunk.start, heads.stop - chunk.start), rows
+
+
+class _Attend(torch.autograd.Function):
+    """q, k (B, K, H, W, D), v (B, K, H, W, E), by_row (B, K, H, W, h), table (W, W, D) by column of query and key,
+    multiplied by the scale -> out (B, K, H, W, E)."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, by_row, table, neighbours: Neighbours):
+        out = v.new_zeros(v.shape)
+        log_total = q.new_empty(q.shape[:-1])
+        for chunk in neighbours.chunks(q):
+            by_col = None if table is None else torch.einsum("bkhwd,wpd->bkhwp", q[:, chunk], table)
+            top = torch.full_like(log_total[:, chunk], float("-inf"))  # of the logits so far
+            total = torch.zeros_like(top)  # of exp(logits - top)
+            for step in neighbours.steps(chunk):
+                logits = neighbours.logits(step, chunk, q, k, by_row, by_col)
+                here = within(step, chunk)
+                old = top[here].clone()
+                new = torch.maximum(old, logits.amax(-1))
+                weight = (old - new).exp_()
+                attn = logits.sub_(new.unsqueeze(-1)).exp_()
+                top[here] = new
+                total[here] = total[here] * weight + attn.sum(-1)
+                out[step.query] = out[step.query] * weight.unsqueeze(-1) + attn @ v[step.key]
+            out[:, chunk] /= total.unsqueeze(-1)
+            log_total[:, chunk] = top + total.log()
+        ctx.neighbours = neighbours
+        ctx.save_for_backward(q, k, v, by_row, table, out, log_total)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        q, k, v, by_row, table, out, log_total = ctx.saved_tensors
+        neighbours = ctx.neighbours
+        dots = (grad * out).sum(-1, keepdim=True)  # (B, K, H, W, 1)
+        d_q, d_k, d_v = (t.new_zeros(t.shape) for t in (q, k, v))
+        d_row, d_table = (None if t is None else torch.zeros_like(t) for t in (by_row, table))
+        by_col = d_col = None
+        for chunk in neighbours.chunks(q):
+            if table is not None:
+                by_col = torch.einsum("bkhwd,wpd->bkhwp", q[:, chunk], table)
+                d_col = torch.zeros_like(by_col)
+            for step in neighbours.steps(chunk):
+                query, key, offset = step
+                attn = neighbours.logits(step, chunk, q, k, by_row, by_col)
+                attn.sub_(log_total[query].unsqueeze(-1)).exp_()
+                d_v[key] += attn.transpose(-2, -1) @ grad[query]
+                d_logits = (grad[query] @ v[key].transpose(-2, -1)).sub_(dots[query]).mul_(attn)
+                if table is not None:
+                    d_row[query][..., offset] += d_logits.sum(-1)
+                    d_col[within(step, chunk)] += d_logits
+                d_logits.mul_(neighbours.scale)
+                d_q[query] += d_logits @ k[key]
+                d_k[key] += d_logits.transpose(-2, -1) @ q[query]
+            if table is not None:
+                d_q[:, chunk] += torch.einsum("bkhwp,wpd->bkhwd", d_col, table)
+                d_table += torch.einsum("bkhwp,bkhwd->wpd", d_col, q[:, chunk])
+        return d_q, d_k, d_v, d_row, d_table, None
+
+
+def attend(
+        q: Tensor, k: Tensor, v: Tensor, height_rel: Tensor | None, width_rel: Tensor | None, *, scale: float,
+        feat_size: tuple[int, int], window: tuple[int, int] | None, head_window: int, wrap: bool,
+) -> Tensor:
+    """See `ea_vision.ops.evolving_attention`; -> out (B, K, N, E)."""
+    (B, K, N, _), (H, W) = q.shape, feat_size
+    dtype = torch.float32 if v.dtype in (torch.float16, torch.bfloat16) else v.dtype
+    far = None
+    rows, cols = reach(H, None if window is None else window[0]), reach(W, None if window is None else window[1])
+    if cols < W:
+        col = torch.arange(W, device=q.device)
+        far = (col.unsqueeze(0) - col.unsqueeze(1)).abs() >= cols
+    with torch.autocast(q.device.type, enabled=False):
+        query, key, value = (t.reshape(B, K, H, W, t.shape[-1]).to(dtype) for t in (q, k, v))
+        by_row = table = None
+        if height_rel is not None:
+            by_row = query @ (scale * height_rel.to(dtype)).t()  # (B, K, H, W, h)
+            table = by_position(cover_offsets(scale * width_rel.to(dtype), W), W)
+        out = _Attend.apply(query, key, value, by_row, table, Neighbours(K, H, head_window, wrap, rows, far, scale))
+    return out.to(v.dtype).view(B, K, N, v.shape[-1])

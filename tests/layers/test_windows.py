@@ -1,0 +1,294 @@
+"""Windows of pixels and heads in layer and networks: against loops, against global attention, and their cost."""
+import itertools
+
+import pytest
+import timm
+import torch
+
+import ea_vision
+from ea_vision.layers import AugmentedConv2d, EvolvingAttention
+from ea_vision.ops import evolving_attention, use_implementation
+from tests.models.zoo import layers_of
+
+D64 = torch.float64
+WAYS = ("reference", "gathered")
+
+
+def loop_attention(q, k, v, height_rel, width_rel, size, window, head_window, head_border):
+    """One image, by the definition: (K, N, D) each, q not scaled; tables in the middle of which is offset 0."""
+    K, N, D = q.shape
+    (_, W), out = size, torch.zeros(K, N, v.shape[-1], dtype=v.dtype)
+    for h, i in itertools.product(range(K), range(N)):
+        logits, values = [], []
+        for s, j in itertools.product(range(h - head_window // 2, h + head_window // 2 + 1), range(N)):
+            down, right = j // W - i // W, j % W - i % W
+            if head_border == "clip" and not 0 <= s < K:
+                continue
+            if window is not None and (abs(down) > window[0] // 2 or abs(right) > window[1] // 2):
+                continue
+            key = k[s % K, j]
+            if height_rel is not None:
+                key = key + height_rel[len(height_rel) // 2 + down] + width_rel[len(width_rel) // 2 + right]
+            logits.append(q[h, i] @ key * D ** -0.5)
+            values.append(v[s % K, j])
+        attn = torch.stack(logits).exp()
+        out[h, i] = attn @ torch.stack(values) / attn.sum()
+    return out
+
+
+def problem(size, window, num_heads=4, dim_qk=3, dim_v=2, relative=True, batch=1):
+    H, W = size
+    tensors = [torch.randn(batch, num_heads, H * W, d, dtype=D64, requires_grad=True) for d in (dim_qk, dim_qk, dim_v)]
+    if relative:
+        rows = [2 * S - 1 if window is None else min(window[i], 2 * S - 1) for i, S in enumerate(size)]
+        tensors += [torch.randn(n, dim_qk, dtype=D64, requires_grad=True) for n in rows]
+    return tensors
+
+
+CASES = [((4, 5), window, heads, border, relative)
+         for window, heads, border, relative in itertools.product(
+             [(3, 5), (1, 3), (9, 9)], [1, 3], ["clip", "wrap"], [True, False])]
+CASES += [((4, 5), None, 3, "clip", True), ((1, 6), (3, 3), 7, "clip", True), ((5, 1), (3, 1), 3, "wrap", False)]
+
+
+@pytest.mark.parametrize("implementation", WAYS)
+@pytest.mark.parametrize("size,window,head_window,head_border,relative", CASES)
+def test_both_ways_equal_the_loop(size, window, head_window, head_border, relative, implementation):
+    tensors = problem(size, window, relative=relative)
+    tables = tensors[3:] or [None, None]
+    slow = loop_attention(*(t[0] for t in tensors[:3]), *tables, size, window, head_window, head_border)[None]
+    fast, logits = evolving_attention(
+        *tensors, feat_size=size, window=window, head_window=head_window, head_border=head_border, need_logits=False,
+        implementation=implementation)
+    torch.testing.assert_close(fast, slow, atol=1e-12, rtol=1e-10)
+    weights = torch.randn_like(slow)
+    torch.testing.assert_close(torch.autograd.grad((fast * weights).sum(), tensors),
+                               torch.autograd.grad((slow * weights).sum(), tensors), atol=1e-12, rtol=1e-9)
+    assert logits is None
+
+
+@pytest.mark.parametrize("head_border", ["clip", "wrap"])
+def test_gradcheck_of_the_gathered_way(head_border):
+    tensors = problem((2, 3), (3, 3), num_heads=3, batch=2)
+    assert torch.autograd.gradcheck(lambda *x: evolving_attention(
+        *x, feat_size=(2, 3), window=3, head_window=3, head_border=head_border, need_logits=False,
+        implementation="gathered")[0], tensors)
+
+
+@pytest.mark.parametrize("implementation", WAYS)
+def test_a_window_over_the_whole_map_is_global_attention(implementation):
+    size = (5, 4)
+    tensors = problem(size, None)
+    with_window, _ = evolving_attention(
+        *tensors, feat_size=size, window=(11, 7), need_logits=False, implementation=implementation)
+    assert (with_window - evolving_attention(*tensors, feat_size=size)[0]).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_the_reference(dtype):
+    tensors = [t.detach().to(dtype) for t in problem((6, 6), (3, 3), dim_qk=8, dim_v=8)]
+    half, _ = evolving_attention(*tensors, feat_size=(6, 6), window=3, head_window=3, need_logits=False,
+                                 implementation="gathered")
+    exact, _ = evolving_attention(*(t.double() for t in tensors), feat_size=(6, 6), window=3, head_window=3,
+                                  need_logits=False, implementation="reference")
+    assert half.dtype == dtype
+    torch.testing.assert_close(half.double(), exact, atol=2e-2, rtol=1e-2)
+
+
+def make(**options):
+    torch.manual_seed(0)
+    options = {"dim_qk": 8, "dim_v": 8, "num_heads": 4, "feat_size": (5, 6), **options}
+    return AugmentedConv2d(4, 16, **options).double()
+
+
+@pytest.mark.parametrize("options", [
+    {"window": 3}, {"window": (3, 5), "head_window": 3}, {"head_window": 3, "head_border": "wrap"},
+    {"window": 3, "head_window": 7, "position": "none"}, {"window": 3, "stride": 2, "pool_attention": True}])
+def test_layer_is_the_same_in_every_way(options):
+    layer, x = make(**options), torch.randn(2, 4, 5, 6, dtype=D64)
+    y, logits = layer(x)
+    assert logits is None
+    with use_implementation("reference"):
+        torch.testing.assert_close(layer(x)[0], y)
+    torch.testing.assert_close(torch.jit.script(layer)(x)[0], y)
+    handle = layer.attn_drop.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    seen = []
+    torch.testing.assert_close(layer(x)[0], y)
+    handle.remove()
+    torch.testing.assert_close(seen[0].sum(-1), torch.ones_like(seen[0][..., 0]))  # over pixels and heads
+    y.square().sum().backward()
+    assert all(p.grad.isfinite().all() and (p.grad != 0).any() for p in layer.parameters())
+    one = make(**{**options, "head_window": 1, "head_border": "clip"})
+    assert {n: p.shape for n, p in layer.named_parameters()} == {n: p.shape for n, p in one.named_parameters()}
+
+
+def test_every_row_of_a_table_has_a_gradient_and_tables_fit_other_maps():
+    layer = make(window=(3, 15))
+    assert layer.height_rel.shape == (3, 2) and layer.width_rel.shape == (11, 2)  # no more than occur
+    layer(torch.randn(1, 4, 5, 6, dtype=D64))[0].square().sum().backward()
+    assert (layer.height_rel.grad != 0).all() and (layer.width_rel.grad != 0).all()
+    whole, large = make(), make(window=(3, 15), feat_size=(9, 9))
+    layer.load_state_dict(whole.state_dict())
+    assert torch.equal(layer.height_rel, whole.height_rel[3:6]) and torch.equal(layer.width_rel, whole.width_rel)
+    large.load_state_dict(layer.state_dict())
+    x = torch.randn(1, 4, 9, 9, dtype=D64)
+    torch.testing.assert_close(layer(x), large(x))
+    layer.set_feat_size((9, 9))
+    torch.testing.assert_close(layer(x), large(x))
+    with use_implementation("reference"):
+        torch.testing.assert_close(layer(x), large(x))
+
+
+def test_what_a_window_does_not_show_changes_nothing():
+    layer = make(window=3)
+    x = torch.randn(1, 4, 5, 6, dtype=D64)
+    changed = x.clone()
+    changed[..., 4, :] += 1  # the last row
+    before, after = (layer.attend(image, None)[0] for image in (x, changed))
+    assert torch.equal(before[..., :3, :], after[..., :3, :]) and not torch.equal(before[..., 3, :], after[..., 3, :])
+
+
+def test_maps_evolve_whole_and_the_window_comes_after():
+    first, second = make(window=3), make(window=3, evolution=EvolvingAttention(4, 0.3, 0.6))
+    whole = make(evolution=EvolvingAttention(4, 0.3, 0.6))
+    whole.load_state_dict(second.state_dict(), strict=False)
+    x = torch.randn(2, 4, 5, 6, dtype=D64)
+    _, logits = first(x, need_logits=True)
+    assert logits.isfinite().all() and logits.shape == (2, 4, 30, 30)
+    y, evolved = second(x, logits)
+    q, k, v, size = second.split_heads(x)
+    expected = second.evolution(second.logits_of(q, k, size), logits)
+    torch.testing.assert_close(evolved, expected)
+    row, col = torch.arange(30) // 6, torch.arange(30) % 6
+    near = ((row[:, None] - row).abs() <= 1) & ((col[:, None] - col).abs() <= 1)
+    attn = expected.exp() * near
+    out = attn @ v / attn.sum(-1, keepdim=True)
+    torch.testing.assert_close(second.proj(out.transpose(-2, -1).reshape(2, 8, 5, 6)), y[:, 8:])
+    torch.testing.assert_close(torch.jit.script(second)(x, logits), (y, evolved))
+    (y.sum() + evolved.sum()).backward()
+    assert all(p.grad is not None for p in second.parameters())
+
+
+@pytest.mark.parametrize("options", [{"window": 3, "head_window": 1}, {"window": 3, "head_window": 3},
+                                     {"window": 3, "evolution": "ea"}])
+def test_recorded_maps_are_windowed_and_recording_changes_nothing(options):
+    model = timm.create_model("conv_transformer_cifar", widths=(8, 8, 16, 16), num_classes=3, **options).eval()
+    x = torch.randn(2, 3, 32, 24)
+    with torch.no_grad():
+        y = model(x)
+        with ea_vision.record_attention(model) as maps:
+            recorded = model(x)
+    assert torch.equal(recorded, y)
+    for layer in maps.values():
+        H, W = layer.feat_size
+        torch.testing.assert_close(layer.attn.sum(-1), torch.ones(2, 4, H * W))
+        spatial = layer.spatial()
+        for row, col in ((0, 0), (H // 2, W - 1)):
+            hidden = spatial[:, :, row, col].clone()
+            assert (hidden[:, :, max(0, row - 1):row + 2, max(0, col - 1):col + 2] > 0).any()
+            hidden[:, :, max(0, row - 1):row + 2, max(0, col - 1):col + 2] = 0
+            assert not hidden.any()
+    parts = ("attn",) if options.get("head_window") == 3 else ("attn", "logits", "self_logits")
+    assert ea_vision.analysis.recording.attention_layers(model)[0].parts == parts
+
+
+def test_attention_of_a_window_over_heads_gives_the_branch():
+    layer, x = make(window=3, head_window=3, dim_v=4, num_heads=2).eval(), torch.randn(1, 4, 5, 6, dtype=D64)
+    with torch.no_grad(), ea_vision.record_attention(layer) as maps:
+        out, _ = layer.attend(x, None)
+        layer(x)
+    v = layer.split_heads(x)[2]
+    same = v[:, :1].expand_as(v)  # where all heads have the same values the sum over heads is all that counts
+    mixed = maps[1].attn @ same
+    expected, _ = evolving_attention(*layer.split_heads(x)[:2], same, layer.height_rel, layer.width_rel,
+                                     feat_size=(5, 6), window=3, head_window=3, need_logits=False)
+    torch.testing.assert_close(mixed, expected)
+    assert out.shape == (1, 4, 5, 6)
+
+
+@pytest.mark.parametrize("options,message", [
+    ({"window": 4}, "window must be an odd number of pixels"),
+    ({"window": (3, 0)}, "window must be an odd number of pixels"),
+    ({"head_window": 2}, "head_window must be an odd number of heads, got 2"),
+    ({"head_border": "zero"}, "head_border must be 'clip' or 'wrap', got 'zero'"),
+    ({"head_window": 5, "head_border": "wrap"}, "at most num_heads=4 where heads wrap around, got 5"),
+    ({"head_window": 3, "evolution": EvolvingAttention(4)}, "head_window must be 1 where maps evolve, got 3"),
+])
+def test_bad_windows_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        make(**options)
+
+
+def test_implementations_without_windows_are_refused():
+    tensors = problem((4, 5), (3, 3))
+    with pytest.raises(ValueError, match="implementation 'cpu' cannot run this: it has no windows"):
+        evolving_attention(*tensors, feat_size=(4, 5), window=3, need_logits=False, implementation="cpu")
+    with pytest.raises(ValueError, match="'gathered' cannot run this: it is for windows"):
+        evolving_attention(*problem((4, 5), None), feat_size=(4, 5), implementation="gathered")
+    with pytest.raises(ValueError, match="head_window must be 1 where maps evolve"):
+        evolving_attention(*tensors, torch.zeros(1, 4, 20, 20, dtype=D64), feat_size=(4, 5), window=3, head_window=3)
+
+
+def peak_bytes(step) -> int:
+    """Most memory that tensors take at once, as torch's profiler counts allocations."""
+    with torch.profiler.profile(profile_memory=True) as profile:
+        step()
+    live = peak = 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            peak = max(peak, live)
+    return peak
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 3}, {"window": (3, 15), "head_window": 3},
+                                     {"window": 3, "head_window": 3, "head_border": "wrap"}])
+def test_the_elements_of_a_map_are_those_that_are_seen(options):
+    layer, seen = make(**options), []
+    layer.attn_drop.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    layer(torch.randn(1, 4, 5, 6, dtype=D64))
+    assert layer.map_elements((5, 6)) == (seen[0] > 0).sum()
+
+
+def test_memory_of_a_window_is_below_a_fifth_of_the_global_layers():
+    sizes = {}
+    for window in (None, 7):
+        layer = AugmentedConv2d(32, 32, dim_qk=160, dim_v=8, feat_size=(28, 28), window=window)
+        x = torch.randn(2, 32, 28, 28)
+        sizes[window] = peak_bytes(lambda layer=layer, x=x: layer(x)[0].sum().backward())
+    assert sizes[7] < sizes[None] / 5, sizes
+
+
+def test_names_of_csan():
+    model = timm.create_model("csan_resnet50")
+    windows = {(layer.feat_size, layer.window, layer.head_window) for layer in layers_of(model)}
+    assert windows == {((28, 28), (7, 7), 3), ((14, 14), (7, 7), 3), ((7, 7), None, 1)}
+    small = layers_of(timm.create_model("csan_conv_transformer_cifar"))
+    assert [(layer.window, layer.head_window) for layer in small] == [((5, 5), 3)] * 3 + [(None, 1)] * 3
+    plain = timm.create_model("conv_transformer_cifar")
+    table = sum(p.numel() for layer in small[:3] for p in (layer.height_rel, layer.width_rel))
+    assert table == 3 * 2 * 5 * 64  # nothing else differs
+    count = sum(p.numel() for p in timm.create_model("csan_conv_transformer_cifar").parameters())
+    assert count == sum(p.numel() for p in plain.parameters()) - 3 * 2 * (15 - 5) * 64
+
+
+def test_stand_alone_self_attention_is_a_configuration():
+    with torch.device("meta"):
+        model = timm.create_model("aa_resnet50", qk_ratio=1.0, v_ratio=1.0, window=7, map_reduction=8)
+    assert {(layer.conv, layer.window, layer.num_pools) for layer in layers_of(model)} == {(None, (7, 7), 0),
+                                                                                        (None, (7, 7), 1)}
+    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(19.4, abs=0.06)
+
+
+@pytest.mark.parametrize("options,message", [
+    ({"window_stages": (3,)}, None),
+    ({"evolution": "ea", "head_window": 3}, "head_window must be 1 where maps evolve"),
+    ({"window": 2}, "odd number of pixels"),
+])
+def test_networks_take_windows_by_keyword(options, message):
+    if message is not None:
+        with pytest.raises(ValueError, match=message):
+            timm.create_model("conv_transformer_cifar", **options)
+        return
+    model = timm.create_model("conv_transformer_cifar", widths=(8, 8, 16, 16), window=3, **options)
+    assert [layer.window for layer in layers_of(model)] == [(3, 3)] * 3 + [None] * 3
