@@ -13,6 +13,8 @@ plot_matrix      whole maps, queries by keys (`ea-vision matrix`)
 plot_rollout     attention over several layers together (`ea-vision rollout`)
 plot_statistics  entropy, distance and likeness by layer and head (`ea-vision statistics`)
 plot_frames      the frames of an animation (`ea-vision animation`)
+plot_jacobian    what moves the logit of a class, beside the attention that every pixel gets
+plot_sampling    where a spatial transformer looks, and what it hands on
 
 `plots` says what they take. Where one forward is to serve several figures, `record` makes the recording, and
 heads_by_queries, models_side_by_side, evolution_strip, attention_matrices, rollout_figure, statistics_figure and
@@ -20,6 +22,7 @@ animation_frames draw it. Heads are counted from 0, layers from 1, query points 
 """
 from ea_vision.visualize.animation import animation_frames
 from ea_vision.visualize.heatmap import heads_by_queries
+from ea_vision.visualize.jacobian import input_jacobian, plot_jacobian
 from ea_vision.visualize.layer_statistics import statistics_figure
 from ea_vision.visualize.matrix import attention_matrices
 from ea_vision.visualize.plots import (
@@ -33,6 +36,7 @@ from ea_vision.visualize.plots import (
 )
 from ea_vision.visualize.recordings import Recording, record
 from ea_vision.visualize.rollout import rollout_figure
+from ea_vision.visualize.sampling import plot_sampling
 from ea_vision.visualize.side_by_side import models_side_by_side
 from ea_vision.visualize.strip import evolution_strip
 
@@ -41,13 +45,16 @@ __all__ = [
     "animation_frames",
     "attention_matrices",
     "evolution_strip",
+    "input_jacobian",
     "heads_by_queries",
     "models_side_by_side",
     "plot_frames",
     "plot_heads",
+    "plot_jacobian",
     "plot_matrix",
     "plot_models",
     "plot_rollout",
+    "plot_sampling",
     "plot_statistics",
     "plot_strip",
     "record",
