@@ -20,6 +20,7 @@ __all__ = [
     "EvolvingAttention",
     "PredictiveAttention",
     "SpatialTransformer",
+    "TokenAttention",
     "add_sine",
     "append_coordinates",
     "choose_position",
