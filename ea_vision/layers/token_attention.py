@@ -25,9 +25,6 @@ class TokenAttention(Attention):
     need_logits: whether the next layer's evolution reads this one's logits.
     """
 
-    evolution: Evolution | None
-    need_logits: bool
-
     @classmethod
     def of(cls, attn: Attention, evolution: Evolution | None, need_logits: bool) -> "TokenAttention":
         """Turn timm's layer, in place, into this one; its parameters and their names stay."""

@@ -39,7 +39,7 @@ from torch import Tensor, nn
 
 from ea_vision.layers import Evolution, TokenAttention, create_evolution, evolution_options
 from ea_vision.models._build import Network, register_networks
-from ea_vision.models._chain import take_indices_of
+from ea_vision.models._chain import AttnStage, take_indices_of
 from ea_vision.models._convert import checkpoint_filter_fn
 
 __all__ = ["EvolvingVisionTransformer", "EvolvingVisionTransformerDistilled", "evolve", "unevolve"]
@@ -129,14 +129,13 @@ class _Evolves:
             ValueError: a mask.
         """
         _check_no_mask(attn_mask, is_causal)
-        x = self._embed(x)
-        logits: Tensor | None = None
-        for block in self.blocks:
-            if self.grad_checkpointing and not torch.jit.is_scripting():
-                x, logits = checkpoint(block, x, logits)
-            else:
-                x, logits = block(x, logits)
+        x, logits = self.blocks(self._embed(x))
         return self.norm(x)
+
+    @torch.jit.ignore
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        super().set_grad_checkpointing(enable)
+        self.blocks.grad_checkpointing = enable
 
     def forward_intermediates(
             self,
@@ -289,6 +288,8 @@ def _evolve_blocks(
         if evolution is not None:
             evolution.train(block.training)
         block.__class__ = _BLOCKS[type(block)]
+    model.blocks = AttnStage(*model.blocks)
+    model.blocks.training, model.blocks.grad_checkpointing = model.training, model.grad_checkpointing
 
 
 def _shared_copy(model: nn.Module) -> nn.Module:
@@ -363,6 +364,8 @@ def unevolve(model: EvolvingVisionTransformer | EvolvingVisionTransformerDistill
     for block in plain.blocks:
         block.attn.back()
         block.__class__ = plain_blocks[type(block)]
+    plain.blocks = nn.Sequential(*plain.blocks)
+    plain.blocks.training = model.training
     plain.__class__ = plain_classes[type(model)]
     return plain
 
