@@ -1,4 +1,4 @@
-"""Recording attention maps from any of the networks, and from timm's ViTs and BoTNets.
+"""Recording attention maps from any of the networks, and from timm's vision transformers and BoTNets.
 
     with ea_vision.record_attention(model, layers=[16, 17], parts=("attn", "logits")) as maps:
         model(images)
@@ -16,12 +16,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from timm.layers import Attention, AttentionRope
 from timm.layers.bottleneck_attn import BottleneckAttn
 from torch import Tensor, nn
 
 from ea_vision.base.files import write_npz
-from ea_vision.layers import AugmentedConv2d
+from ea_vision.layers import AugmentedConv2d, TokenAttention
 
 __all__ = ["PARTS", "AttentionLayer", "AttentionMaps", "LayerMaps", "attention_layers", "record_attention"]
 
@@ -184,16 +183,19 @@ class _Watch:
                 self.current.more[part] = maps
 
 
-def _watch_augmented_conv(module: AugmentedConv2d, watch: _Watch, model: nn.Module) -> list[Callable[[], None]]:
+def _watch_layer(
+        module: AugmentedConv2d | TokenAttention, watch: _Watch, model: nn.Module,
+) -> list[Callable[[], None]]:
     """The layer goes on by its fast path, which hands out the logits (and so their softmax); the parts that only a slow
     one would have are computed again from the projection and the previous logits, as are all parts of a window."""
     projected: dict[str, Tensor] = {}
+    tokens = _Tokens(model, watch.layer) if isinstance(module, TokenAttention) else None
 
     @torch.no_grad()
     def on_output(_, args, kwargs, output) -> None:
         q, k, _, feat_size = module.heads_of(projected.pop("qkv"))
         logits = module.logits_of(q, k, feat_size) if output[1] is None else output[1].detach()
-        watch.place(feat_size)
+        watch.place(*((feat_size,) if tokens is None else tokens.place(logits)))
         if watch.wants("attn"):
             attn = module.attention_of(logits, feat_size)  # (B, K, N, head_window * N)
             watch.save("attn", attn.unflatten(-1, (module.head_window, -1)).sum(-2) if module.head_window > 1 else attn)
@@ -216,31 +218,44 @@ def _watch_augmented_conv(module: AugmentedConv2d, watch: _Watch, model: nn.Modu
         module.register_forward_pre_hook(watch.begin),
         module.qkv.register_forward_hook(lambda _, args, output: projected.update(qkv=output.detach())),
         module.register_forward_hook(on_output, with_kwargs=True),
+        *([] if tokens is None else [tokens.handle]),
     ]
     return [handle.remove for handle in handles]
 
 
-def _watch_token_attention(module: nn.Module, watch: _Watch, model: nn.Module) -> list[Callable[[], None]]:
-    """timm's Attention over a ViT's tokens, its fused path off."""
-    prefix = model.num_prefix_tokens
-    grid = [0, 0]
+class _Tokens:
+    """Where the patches of a vision transformer lie among its tokens."""
 
-    def on_patch_embed(_, args) -> None:
-        grid[:] = model.patch_embed.dynamic_feat_size(tuple(args[0].shape[-2:]))
+    def __init__(self, model: nn.Module, layer: AttentionLayer) -> None:
+        self.layer, self.prefix, self.grid = layer, model.num_prefix_tokens, (0, 0)
+
+        def on_patch_embed(patch_embed, args) -> None:
+            self.grid = tuple(patch_embed.dynamic_feat_size(tuple(args[0].shape[-2:])))
+
+        self.handle = model.patch_embed.register_forward_pre_hook(on_patch_embed)
+
+    def place(self, maps: Tensor) -> tuple[tuple[int, int], int]:
+        """Of maps (B, K, T, T): (H, W) of the patches, and the number of tokens before them."""
+        H, W = self.grid
+        if maps.ndim != 4 or maps.shape[2] != maps.shape[3] or maps.shape[3] != self.prefix + H * W:
+            raise ValueError(
+                f"attention layer {self.layer.number} ({self.layer.name}) must attend over {self.prefix} prefix tokens "
+                f"and the {H}x{W} patches to have a map, got maps of shape {list(maps.shape)}")
+        return (H, W), self.prefix
+
+
+def _watch_token_attention(module: nn.Module, watch: _Watch, model: nn.Module) -> list[Callable[[], None]]:
+    """timm's attention over a vision transformer's tokens, its fused path off."""
+    tokens = _Tokens(model, watch.layer)
 
     def on_attn(_, args) -> None:
-        tokens = args[0].shape[-1]
-        if tokens != prefix + grid[0] * grid[1]:
-            raise ValueError(
-                f"attention layer {watch.layer.number} ({watch.layer.name}) must attend over {prefix} prefix tokens "
-                f"and the {grid[0]}x{grid[1]} patches to have a map, got {tokens} tokens")
-        watch.place((grid[0], grid[1]), prefix)
+        watch.place(*tokens.place(args[0]))
         watch.save("attn", args[0])
 
     fused = module.fused_attn
     module.fused_attn = False
     handles = [
-        model.patch_embed.register_forward_pre_hook(on_patch_embed),
+        tokens.handle,
         module.register_forward_pre_hook(watch.begin),
         module.attn_drop.register_forward_pre_hook(on_attn),
     ]
@@ -274,18 +289,26 @@ def _watch_bottleneck(module: BottleneckAttn, watch: _Watch, model: nn.Module) -
     return [handle.remove for handle in handles]
 
 
-def _parts_of(module: nn.Module, model: nn.Module) -> tuple[str, ...]:
+def _parts_of(name: str, module: nn.Module, model: nn.Module) -> tuple[str, ...]:
     """The parts that can be recorded of a module; () if it is no attention layer that we know."""
-    if isinstance(module, AugmentedConv2d):
+    over_tokens = hasattr(model, "num_prefix_tokens") and hasattr(
+        getattr(model, "patch_embed", None), "dynamic_feat_size")
+    if isinstance(module, AugmentedConv2d) or over_tokens and isinstance(module, TokenAttention):
         if module.head_window > 1:
             return PARTS[:1]
         return PARTS[:3] if module.evolution is None else (*PARTS[:3], *module.evolution.part_names, "prev_logits")
     if isinstance(module, BottleneckAttn):
         return PARTS[:3]
-    patch_embed = getattr(model, "patch_embed", None)
-    if isinstance(module, (Attention, AttentionRope)) and hasattr(patch_embed, "dynamic_feat_size"):
+    if over_tokens and name.startswith("blocks.") and _has_token_maps(module):
         return PARTS[:1]
     return ()
+
+
+def _has_token_maps(module: nn.Module) -> bool:
+    """Whether it is one of timm's attentions (ViT's, EVA's, BEiT's, ...), or a block that attends itself, whose
+    probabilities enter `attn_drop` with `fused_attn` off. Those of differential attention are a difference of two."""
+    return (isinstance(getattr(module, "attn_drop", None), nn.Dropout) and hasattr(module, "num_heads")
+            and hasattr(module, "fused_attn") and not hasattr(module, "lambda_init"))
 
 
 def _unwrap(model: nn.Module) -> nn.Module:
@@ -302,7 +325,7 @@ def _unwrap(model: nn.Module) -> nn.Module:
 def _find(model: nn.Module) -> list[tuple[AttentionLayer, nn.Module]]:
     found = []
     for name, module in model.named_modules():
-        parts = _parts_of(module, model)
+        parts = _parts_of(name.replace("_orig_mod.", ""), module, model)
         if parts:
             layer = AttentionLayer(len(found) + 1, name.replace("_orig_mod.", ""), module.num_heads, parts)
             found.append((layer, module))
@@ -365,8 +388,8 @@ def record_attention(
     heads and parts take memory. Leaving the block restores the model; the maps stay.
 
     Args:
-        model: one of ours, or a timm network with a ViT's attention or BottleneckAttn; DistributedDataParallel and
-            torch.compile may wrap it.
+        model: one of ours, or a timm network with a vision transformer's attention or BottleneckAttn;
+            DistributedDataParallel and torch.compile may wrap it.
         layers: numbers counted from 1, or module names; None is all.
         heads: counted from 0; None is all.
         parts: some of "attn", "logits", "self_logits", "conv_logits", "prev_logits"; see `LayerMaps`. A layer without
@@ -387,8 +410,8 @@ def record_attention(
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         for layer, module in chosen:
             watch = _Watch(layer, tuple(range(layer.num_heads)) if heads is None else tuple(heads), parts, maps)
-            if isinstance(module, AugmentedConv2d):
-                undo = _watch_augmented_conv(module, watch, model)
+            if isinstance(module, (AugmentedConv2d, TokenAttention)):
+                undo = _watch_layer(module, watch, model)
             elif isinstance(module, BottleneckAttn):
                 undo = _watch_bottleneck(module, watch, model)
             else:

@@ -25,6 +25,8 @@ class TokenAttention(Attention):
     need_logits: whether the next layer's evolution reads this one's logits.
     """
 
+    head_window = 1  # maps are of a head's own keys, as those of `AugmentedConv2d` unless it is told otherwise
+
     @classmethod
     def of(cls, attn: Attention, evolution: Evolution | None, need_logits: bool) -> "TokenAttention":
         """Turn timm's layer, in place, into this one; its parameters and their names stay."""
@@ -40,17 +42,25 @@ class TokenAttention(Attention):
         self.__class__ = Attention
         return self
 
-    def heads_of(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v (B, K, T, D) from the projection (B, T, 3 * K * D); q and k normalised, q not scaled."""
+    def heads_of(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, tuple[int, int]]:
+        """q, k, v (B, K, T, D) and (1, T) from the projection (B, T, 3 * K * D); q and k normalised, q not scaled."""
         B, T = projected.shape[0], projected.shape[1]
         q, k, v = projected.reshape(B, T, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
-        return self.q_norm(q), self.k_norm(k), v
+        return self.q_norm(q), self.k_norm(k), v, (1, T)
+
+    def logits_of(self, q: Tensor, k: Tensor, feat_size: tuple[int, int]) -> Tensor:
+        """The layer's own logits, before any evolution: (B, K, T, T)."""
+        return own_logits(q, k, None, None, self.scale, feat_size)
+
+    def attention_of(self, logits: Tensor, feat_size: tuple[int, int]) -> Tensor:
+        """Probabilities from (evolved) logits, of the same shape."""
+        return attention_of(logits)
 
     def _attend_by_modules(
             self, q: Tensor, k: Tensor, v: Tensor, prev_logits: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Every map passes through a module of this layer, where a hook can see it."""
-        logits = own_logits(q, k, None, None, self.scale, (1, q.shape[2]))
+        logits = self.logits_of(q, k, (1, q.shape[2]))
         if self.evolution is not None:
             assert prev_logits is not None
             logits = self.evolution(logits, prev_logits)
@@ -71,7 +81,7 @@ class TokenAttention(Attention):
         operands = self._operands(prev_logits) if self.fused_attn else None
         if operands is None:
             return self._attend_by_modules(q, k, v, prev_logits)
-        need_logits = self.need_logits or bool(self._forward_hooks)
+        need_logits = self.need_logits or bool(self._forward_hooks and self.evolution is not None)
         dropout_p = self.attn_drop.p if self.training else 0.0
         if self.evolution is None and not need_logits:
             return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p), None
@@ -91,7 +101,7 @@ class TokenAttention(Attention):
             ValueError: prev_logits missing or of another shape, in a layer with `evolution`.
         """
         gate = self.gate(x).sigmoid() if self.gate is not None else None
-        q, k, v = self.heads_of(self.qkv(x))
+        q, k, v, _ = self.heads_of(self.qkv(x))
         B, K, T = q.shape[0], q.shape[1], q.shape[2]
         if self.evolution is not None:
             prev_logits = check_prev_logits(prev_logits, B, K, T)

@@ -48,7 +48,7 @@ def active(model):
     with torch.no_grad():
         for number, block in enumerate(model.blocks, start=1):
             if block.attn.evolution is not None:
-                for gate in block.attn.evolution.gates().values():
+                for gate in filter(torch.is_tensor, block.attn.evolution.gates().values()):
                     gate.fill_(0.1 * number)
     return model
 
