@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ea_vision.ops.reference import after_convolution, among_patches, before_convolution, with_prefix
+from ea_vision.ops.reference import after_convolution, among_patches, before_convolution, readable, with_prefix
 
 _EVOLUTIONS: dict[str, type["Evolution"]] = {}
 
@@ -151,12 +151,15 @@ class _ConvolvedEvolution(Evolution):
     part_names = ("conv_logits",)
 
     def __init__(self, num_heads: int, num_layers: int, alpha: float, beta: float, kernel_size: int, predict: bool,
-                 learnable: bool | str, device=None, dtype=None) -> None:
+                 learnable: bool | str, causal: str = "none", device=None, dtype=None) -> None:
         super().__init__()
         self.predict = predict  # PA's equations, else EA's
         self.num_prefix_tokens = 0
+        self.causal = causal
+        self.reach = kernel_size // 2
         self.starts = {"alpha": float(alpha), "beta": float(beta)}
-        self.alpha = _new_gate("alpha", alpha, learnable, num_heads, device, dtype)
+        mixes = learnable if causal == "none" else False  # else alpha is 0 for good
+        self.alpha = _new_gate("alpha", alpha, mixes, num_heads, device, dtype)
         self.beta = 1.0 if predict else _new_gate("beta", beta, learnable, num_heads, device, dtype)
         self.convs = nn.ModuleList([_map_conv(num_heads, kernel_size, device, dtype) for _ in range(num_layers)])
 
@@ -174,21 +177,47 @@ class _ConvolvedEvolution(Evolution):
         """alpha, and EA's beta, by name: numbers, or parameters where they are learnable."""
         return {"alpha": self.alpha} if self.predict else {"alpha": self.alpha, "beta": self.beta}
 
-    def forward(self, logits: Tensor, prev_logits: Tensor) -> Tensor:
-        """logits, prev_logits: (B, K, N, N) -> (B, K, N, N)."""
-        before = before_convolution(logits, prev_logits, self.alpha, self.predict)
-        return after_convolution(logits, before, self.convolve(before), self.alpha, self.beta, self.predict)
+    def forward(
+            self, logits: Tensor, prev_logits: Tensor | None = None, key_padding: Tensor | None = None,
+            query_padding: Tensor | None = None,
+    ) -> Tensor:
+        """
+        Args:
+            logits, prev_logits: (B, K, N, N), or in sequences (B, K, Q, N) for Q queries; causal forms do not look at
+                prev_logits.
+            key_padding: of sequences: (B, N), True where a token is padding. The result for the others does not depend
+                on how much of it there is; what it is for the padding, `mask_logits` hides.
+            query_padding: (B, Q) likewise; unless given, key_padding where queries and keys are the same tokens.
+        """
+        if query_padding is None and self.causal != "cross" and logits.shape[2] == logits.shape[3]:
+            query_padding = key_padding
+        allowed = readable(logits, self.causal, key_padding, query_padding)
+        before = logits
+        if self.causal == "none":
+            assert prev_logits is not None
+            before = before_convolution(logits, prev_logits, self.alpha, self.predict)
+        if allowed is not None:
+            before = before.masked_fill(~allowed, 0.0)
+        convolved = self.convolve(before, allowed)
+        return after_convolution(logits, before, convolved, self.alpha, self.beta, self.predict)
 
-    def convolve(self, maps: Tensor) -> Tensor:
-        """(B, K, N, N) -> (B, K, N, N)."""
+    def convolve(self, maps: Tensor, allowed: Tensor | None = None) -> Tensor:
+        """(B, K, Q, N) -> (B, K, Q, N); what is not `allowed` is 0 in maps, and enters no convolution."""
         patches = among_patches(maps, self.num_prefix_tokens)
-        for conv in self.convs:
+        for i, conv in enumerate(self.convs):
+            if i > 0 and allowed is not None:
+                patches = patches.masked_fill(~allowed, 0.0)
             patches = F.relu(conv(patches))
+        if self.causal != "none":  # the kernel's last row, and column, is to be the entry's own
+            reach = self.reach
+            patches = F.pad(patches, [reach, -reach, reach, -reach] if self.causal == "self" else [0, 0, reach, -reach])
         return with_prefix(maps, patches, self.num_prefix_tokens)
 
     @torch.jit.ignore
     def operands(self, prev_logits: Tensor) -> dict[str, Any] | None:
         """The operator has the last convolution; those before it (PA only) are done here."""
+        if self.causal != "none":
+            return None
         hooked = any(conv._forward_hooks or conv._forward_pre_hooks for conv in self.convs)
         if hooked or any(type(conv) is not nn.Conv2d for conv in self.convs):
             return None
@@ -248,21 +277,37 @@ class EvolvingAttention(_ConvolvedEvolution):
 
     Args:
         num_heads: K, channels of the attention maps.
-        alpha: share of the previous layer's maps, 0 to 1 (0: no skip connection).
+        alpha: share of the previous layer's maps, 0 to 1 (0: no skip connection); 0.5, or 0 where causal, unless given.
         beta: share of the convolved maps, 0 to 1 (0: no convolution).
         kernel_size: odd side of the convolution's kernel.
         learnable: whether alpha and beta are parameters, which begin at the values given and know no bounds: True for
             one number a layer, "per_head" for one a head. At alpha = beta = 0 the layer is the one without evolution.
+        causal: of sequences (EA paper, section 3.5; `forward` alone, not the operator, computes these forms): "self"
+            for a decoder's self-attention, whose convolved map is moved one down and one right and reads no key after
+            its query; "cross" for its attention to the source, moved one down, along the target, so that it reads no
+            later target; both without skip connection. "none" for an encoder, and for images.
+
+    Of sequences the logits are handed on as `forward` gives them, and masked for the softmax alone:
+
+        logits = evolution(scale * q @ k.transpose(-2, -1), prev_logits, key_padding)
+        attn = attention_of(mask_logits(logits, evolution.causal, key_padding))
 
     Raises:
-        ValueError: a fixed alpha or beta outside 0..1, a learnable one that is not finite, or an even kernel_size.
+        ValueError: a fixed alpha or beta outside 0..1, a learnable one that is not finite, an even kernel_size, or an
+            alpha where causal has no place for it.
     """
 
     def __init__(
-            self, num_heads: int, alpha: float = 0.5, beta: float = 1.0, kernel_size: int = 3,
-            learnable: bool | str = False, device=None, dtype=None,
+            self, num_heads: int, alpha: float | None = None, beta: float = 1.0, kernel_size: int = 3,
+            learnable: bool | str = False, causal: str = "none", device=None, dtype=None,
     ) -> None:
-        super().__init__(num_heads, 1, alpha, beta, kernel_size, False, learnable, device, dtype)
+        if causal not in ("none", "self", "cross"):
+            raise ValueError(f"causal must be 'none', 'self' or 'cross', got {causal!r}")
+        if causal != "none" and alpha:
+            raise ValueError(f"causal={causal!r} has no skip connection: alpha=0 required, got {alpha}")
+        default = 0.5 if causal == "none" else 0.0
+        super().__init__(num_heads, 1, default if alpha is None else alpha, beta, kernel_size, False, learnable, causal,
+                         device, dtype)
 
 
 @register_evolution("pa")
@@ -289,4 +334,4 @@ class PredictiveAttention(_ConvolvedEvolution):
     ) -> None:
         if num_layers < 0:
             raise ValueError(f"num_layers must be 0 or more, got {num_layers}")
-        super().__init__(num_heads, num_layers, alpha, 1.0, kernel_size, True, learnable, device, dtype)
+        super().__init__(num_heads, num_layers, alpha, 1.0, kernel_size, True, learnable, device=device, dtype=dtype)

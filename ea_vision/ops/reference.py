@@ -122,6 +122,39 @@ def within_windows(
     return logits.view(B, K, N, M)
 
 
+def readable(
+        logits: Tensor, causal: str = "none", key_padding: Tensor | None = None, query_padding: Tensor | None = None,
+) -> Tensor | None:
+    """Which entries of a sequence's maps may be read: booleans that broadcast to (B, K, Q, N), or None for all.
+
+    Args:
+        logits: (B, K, Q, N), Q queries and N keys.
+        causal: "self": no key after its query, the queries being the last Q of the N; "none", "cross": any.
+        key_padding: (B, N), True where a key is padding, or None.
+        query_padding: (B, Q) likewise; in self-attention the same.
+    """
+    allowed: Tensor | None = None
+    if causal == "self":
+        Q, N = logits.shape[2], logits.shape[3]
+        allowed = torch.ones(Q, N, dtype=torch.bool, device=logits.device).tril(N - Q)
+    if key_padding is not None:
+        keys = ~key_padding[:, None, None, :]
+        allowed = keys if allowed is None else allowed & keys
+    if query_padding is not None:
+        queries = ~query_padding[:, None, :, None]
+        allowed = queries if allowed is None else allowed & queries
+    return allowed
+
+
+def mask_logits(logits: Tensor, causal: str = "none", key_padding: Tensor | None = None) -> Tensor:
+    """-inf on the keys that a query may not read, for the softmax; see `readable`. (B, K, Q, N) -> (B, K, Q, N).
+
+    What one layer hands to the next is not masked: 0 * -inf is not a number.
+    """
+    allowed = readable(logits, causal, key_padding)
+    return logits if allowed is None else logits.masked_fill(~allowed, float("-inf"))
+
+
 def attention_of(logits: Tensor) -> Tensor:
     """Softmax over the keys, in float32 at least: (B, K, N, N) -> (B, K, N, N)."""
     half = logits.dtype == torch.float16 or logits.dtype == torch.bfloat16

@@ -78,7 +78,7 @@ def assert_same_function(evolving, timms, *inputs):
 @pytest.mark.parametrize("name", NAMES)
 def test_every_name_begins_as_timms(name):
     torch.manual_seed(0)
-    options = dict(depth=2, patch_size=32, num_classes=3)
+    options = dict(depth=2, patch_size=32, num_classes=3, embed_dim=16 * get_network(name).kwargs["num_heads"])
     timms = lively(timm.create_model(name[3:], **options))
     evolving = timm.create_model(name, **options).eval()
     missing = evolving.load_state_dict(timms.state_dict(), strict=False)

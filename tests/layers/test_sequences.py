@@ -1,0 +1,158 @@
+"""Evolving attention over sequences (EA paper, section 3.5): no leak from the future, no dependence on padding."""
+import pytest
+import torch
+from torch import nn
+
+from ea_vision.layers import AugmentedConv2d, EvolvingAttention, PredictiveAttention
+from ea_vision.ops import evolving_attention
+from ea_vision.ops.reference import attention_of, mask_logits
+
+D64 = torch.float64
+
+
+def evolution(causal, kernel_size=3, beta=0.6, **options):
+    torch.manual_seed(0)
+    module = EvolvingAttention(2, beta=beta, kernel_size=kernel_size, causal=causal, **options).double()
+    nn.init.constant_(module.convs[0].bias, 0.5)  # entries pass the ReLU, so that what is read can be seen
+    return module
+
+
+def attends_to(module, queries, keys):
+    """Of the masked attention: whether row i's probabilities depend on the logit (r, c): (queries, queries, keys)."""
+    logits = 0.1 * torch.randn(1, 2, queries, keys, dtype=D64)
+
+    def rows(logits):
+        return attention_of(mask_logits(module(logits), module.causal)).square().sum((0, 1, 3))
+
+    return torch.autograd.functional.jacobian(rows, logits).abs().sum((1, 2)) > 0
+
+
+@pytest.mark.parametrize("kernel_size", [1, 3, 5])
+def test_a_decoder_reads_no_later_row_and_no_later_key(kernel_size):
+    reads = attends_to(evolution("self", kernel_size), 6, 6)
+    for row in range(6):
+        assert not reads[row, row + 1:].any()  # a later query
+        assert not reads[row].triu(1).any()  # a key after its query
+        assert reads[row, row, :row + 1].all() or row == 0  # a softmax over one key is constant
+        assert reads[row, :max(0, row - kernel_size + 1)].sum() == 0  # rows i-2 to i, of a 3x3 convolution
+    assert kernel_size == 1 or reads[5, 4, :5].any()
+
+
+def test_a_decoder_entry_reads_six_eight_or_nine_entries():
+    """Rows i-2..i, columns j-2..j, of these the columns up to the row: the paper's 6 on the diagonal."""
+    module = evolution("self", beta=1.0)
+    nn.init.constant_(module.convs[0].weight, 0.1)
+    logits = torch.rand(1, 2, 8, 8, dtype=D64)
+    for row, column, count in ((5, 5, 6), (5, 4, 8), (6, 3, 9), (0, 0, 0), (1, 1, 3)):
+        read = torch.autograd.functional.jacobian(lambda x: module(x)[0, 0, row, column], logits)[0, 0] != 0  # noqa: B023
+        assert read.sum() == count, (row, column)
+        if count:
+            rows, columns = read.nonzero().T
+            assert row - 2 <= rows.min() and rows.max() <= row and column - 2 <= columns.min()
+            assert columns.max() <= column
+    assert not module(logits)[..., 0, :].any() and not module(logits)[..., :, 0].any()  # zeros enter
+
+
+@pytest.mark.parametrize("kernel_size", [1, 3, 5])
+def test_across_no_later_target_is_read_and_every_source_may_be(kernel_size):
+    reads = attends_to(evolution("cross", kernel_size), 5, 7)
+    for row in range(5):
+        assert not reads[row, row + 1:].any() and reads[row, row].all()
+    assert kernel_size == 1 or reads[4, 3].all()
+
+
+def test_changing_a_token_changes_no_output_before_it():
+    """A decoder layer over embeddings: self-attention, then attention across."""
+    torch.manual_seed(1)
+    own, across = evolution("self"), evolution("cross")
+    x, source = torch.randn(1, 2, 9, 4, dtype=D64), torch.randn(1, 2, 6, 4, dtype=D64)
+
+    def decode(x):
+        logits = own(x @ x.transpose(-2, -1))
+        x = attention_of(mask_logits(logits, "self")) @ x
+        return attention_of(mask_logits(across(x @ source.transpose(-2, -1)), "cross")) @ source
+
+    whole = decode(x)
+    for t in range(9):
+        other = x.clone()
+        other[:, :, t] += 1.0
+        changed = (decode(other) - whole).abs().amax((0, 1, 3)) > 0
+        assert not changed[:t].any() and changed[t]
+
+
+@pytest.mark.parametrize("causal", ["self", "cross"])
+def test_step_by_step_equals_at_once(causal):
+    """With the two rows of logits before it kept, a step is a map of three rows."""
+    module, logits = evolution(causal), torch.randn(2, 2, 8, 8, dtype=D64)
+    whole = attention_of(mask_logits(module(logits), causal))
+    for i in range(8):
+        keys = i + 1 if causal == "self" else 8
+        step = logits[:, :, max(0, i - 2):i + 1, :keys]
+        row = attention_of(mask_logits(module(step), causal))[:, :, -1]
+        torch.testing.assert_close(row, whole[:, :, i, :keys])
+        prefix = attention_of(mask_logits(module(logits[:, :, :i + 1, :keys]), causal))
+        torch.testing.assert_close(prefix, whole[:, :, :i + 1, :keys])
+
+
+@pytest.mark.parametrize("left", [0, 2])
+@pytest.mark.parametrize("kind", ["ea", "pa", "self", "cross"])
+def test_results_do_not_depend_on_the_amount_of_padding(kind, left):
+    N = 6
+    module = (PredictiveAttention(2, 0.4, num_layers=2).double() if kind == "pa" else
+              evolution("none" if kind == "ea" else kind, **({"alpha": 0.4} if kind == "ea" else {})))
+    sequence, prev = torch.randn(2, 1, 2, N, N, dtype=D64)
+
+    def attention(right):
+        length = left + N + right
+        own, before = (torch.randn(1, 2, length, length, dtype=D64) * 5 for _ in range(2))  # the padding's are anything
+        own[..., left:left + N, left:left + N], before[..., left:left + N, left:left + N] = sequence, prev
+        padding = torch.ones(1, length, dtype=torch.bool)
+        padding[:, left:left + N] = False
+        if kind == "cross":  # every row is a target; of the keys some are padding
+            own[:, :, :left], own[:, :, left + N:] = 0.0, 0.0
+            evolved = module(own, None, padding, padding)
+        else:
+            evolved = module(own, before, padding)
+        attn = attention_of(mask_logits(evolved, module.causal, padding))[:, :, left:left + N]
+        assert not attn[..., :left].any() and not attn[..., left + N:].any()
+        return attn[..., left:left + N]
+
+    alone = attention(0)
+    for right in (1, 3):
+        torch.testing.assert_close(attention(right), alone)
+
+
+def test_chains_of_an_encoder_stay_finite_with_padding():
+    module = evolution("none", alpha=0.5)
+    padding = torch.tensor([[False] * 4 + [True] * 2])
+    logits = torch.randn(1, 2, 6, 6, dtype=D64)
+    for _ in range(4):
+        logits = module(torch.randn(1, 2, 6, 6, dtype=D64), logits, padding)
+        attn = attention_of(mask_logits(logits, "none", padding))
+        assert attn.isfinite().all() and not attn[..., 4:].any()
+
+
+def test_one_dimension_by_the_operator_and_the_layer():
+    """feat_size=(1, N) is a sequence: q_i . e[j - i], and maps that evolve."""
+    q, k, v = torch.randn(3, 2, 2, 7, 4, dtype=D64)
+    table, nothing = torch.randn(13, 4, dtype=D64), torch.zeros(1, 4, dtype=D64)
+    _, logits = evolving_attention(q, k, v, nothing, table, feat_size=(1, 7))
+    for i in range(7):
+        for j in range(7):
+            expected = (q[:, :, i] * (k[:, :, j] + table[6 + j - i])).sum(-1) / 2
+            torch.testing.assert_close(logits[:, :, i, j], expected)
+    layer = AugmentedConv2d(3, 8, dim_qk=4, dim_v=4, num_heads=2, feat_size=(1, 7), evolution=EvolvingAttention(2))
+    y, maps = layer(torch.randn(2, 3, 1, 7), torch.randn(2, 2, 7, 7))
+    assert y.shape == (2, 8, 1, 7) and maps.shape == (2, 2, 7, 7)
+
+
+def test_bad_options_are_named():
+    with pytest.raises(ValueError, match="'none', 'self' or 'cross', got 'future'"):
+        EvolvingAttention(2, causal="future")
+    with pytest.raises(ValueError, match="causal='self' has no skip connection: alpha=0 required, got 0.5"):
+        EvolvingAttention(2, alpha=0.5, causal="self")
+    module = EvolvingAttention(2, beta=0.0, causal="self", learnable=True)
+    assert module.alpha == 0.0 and isinstance(module.beta, nn.Parameter) and module.operands(None) is None
+    logits = torch.randn(1, 2, 5, 5)
+    attn = attention_of(mask_logits(module(logits), "self"))  # an identity start, here too
+    torch.testing.assert_close(attn, attention_of(mask_logits(logits, "self")), atol=0, rtol=0)
