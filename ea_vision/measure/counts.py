@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from ea_vision.layers import AugmentedConv2d
+from ea_vision.layers import AugmentedConv2d, TokenAttention
 from ea_vision.ops import use_implementation
 
 BFLOAT16 = 2  # bytes of a number
@@ -30,10 +30,10 @@ BFLOAT16 = 2  # bytes of a number
 
 @dataclass(frozen=True)
 class BranchCount:
-    """An attention branch: all of an augmented convolution but its convolution.
+    """An attention branch: all of an augmented convolution but its convolution, or a vision transformer's attention.
 
-    layer: name of the module. num_heads: K. feat_size: (H, W) of the map. evolves: whether it takes up the previous
-    layer's maps. map_elements: pairs of a query and a key that it sees, of all heads. params: weights, of the evolution
+    layer: name of the module. num_heads: K. feat_size: (H, W) of the map, of a transformer's (1, tokens). evolves:
+    whether it takes up the previous layer's maps. map_elements: pairs of a query and a key that it sees, of all heads. params: weights, of the evolution
     too. flops_profiler: in the AA paper's counting.
     """
 
@@ -82,7 +82,7 @@ def count(model: nn.Module, input_size: tuple[int, int, int]) -> Counts:
 
     On the meta device nothing is computed but shapes, and the counts are the same.
 
-    Attention that is not an `AugmentedConv2d` has no branch here; its batched products count as attention products.
+    Attention that is not ours has no branch here; its batched products count as attention products.
     Readable torch multiplies whole maps where a window would not: there the products are those of the window.
     """
     with use_implementation("reference"), torch.no_grad(), FlopCounterMode(display=False) as counter:
@@ -92,6 +92,13 @@ def count(model: nn.Module, input_size: tuple[int, int, int]) -> Counts:
     total, products = counter.get_total_flops(), flops["Global"].get(bmm, 0)
     branches, by_hand = [], 0
     for name, layer in model.named_modules():
+        if isinstance(layer, TokenAttention):
+            T, path = model.num_prefix_tokens + model.patch_embed.num_patches, f"{type(model).__name__}.{name}"
+            elements = layer.num_heads * T ** 2
+            counted = sum(flops[path].values()) - flops[path].get(bmm, 0)
+            branches.append(BranchCount(name, layer.num_heads, (1, T), layer.evolution is not None, elements,
+                                        sum(p.numel() for p in layer.parameters()), counted + 6 * elements))
+            by_hand += 6 * elements
         if not isinstance(layer, AugmentedConv2d):
             continue
         H, W = layer.feat_size

@@ -186,8 +186,7 @@ def test_what_the_constructor_refuses():
 @pytest.mark.parametrize("options", [
     {}, dict(learnable="per_head"), dict(prefix="pass"), dict(layers=[3]), dict(evolution="pa"),
     dict(evolution="pa", num_layers=2), dict(evolution="pa", prefix="pass", num_layers=2), dict(alpha=0.5, beta=0.5),
-    dict(weight_init="jax"), dict(weight_init="moco"), dict(weight_init="skip"), dict(class_token=False,
-                                                                                     global_pool="avg", prefix="pass")])
+    dict(weight_init="jax"), dict(weight_init="moco"), dict(class_token=False, global_pool="avg", prefix="pass")])
 def test_every_evolution_parameter_has_a_gradient_after_one_step(options):
     model = tiny(**options).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
