@@ -33,8 +33,8 @@ class BranchCount:
     """An attention branch: all of an augmented convolution but its convolution, or a vision transformer's attention.
 
     layer: name of the module. num_heads: K. feat_size: (H, W) of the map, of a transformer's (1, tokens). evolves:
-    whether it takes up the previous layer's maps. map_elements: pairs of a query and a key that it sees, of all heads. params: weights, of the evolution
-    too. flops_profiler: in the AA paper's counting.
+    whether it takes up the previous layer's maps. map_elements: pairs of a query and a key that it sees, of all heads.
+    params: weights, of the evolution too. flops_profiler: in the AA paper's counting.
     """
 
     layer: str
