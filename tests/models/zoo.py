@@ -12,6 +12,7 @@ EVERY = [name for name in list_networks() if name not in list_networks("vision_t
 RESNETS = list_networks("attn_resnet")
 CIFAR = list_networks("conv_transformer")
 SHRUNK = {"wide_resnet": {"width": 1}}  # keywords by family; the structure stays
+SHALLOW = {"wide_resnet": {"depth": 16}, "attn_resnet": {"layers": (2, 2, 2, 2)}}  # where every layer takes long
 
 
 def family(name: str) -> str:
@@ -45,6 +46,10 @@ def lively(name: str, **options):
         elif isinstance(module, SpatialTransformer):
             torch.nn.init.normal_(module.fc.weight, std=0.01)
     return model
+
+
+def shallow(name: str, **options):
+    return lively(name, **({} if ALL else SHALLOW.get(family(name), {})), **options)
 
 
 def _chained(name: str) -> bool:
