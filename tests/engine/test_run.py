@@ -51,7 +51,7 @@ def test_an_old_run_folder_is_continued_by_its_own_command(old_run, tmp_path):
     assert run_folder.read_results(Path(old_run))["epochs"] == 2
 
 
-def test_options_that_are_free_to_change_are_those_that_were():
+def test_options_that_are_free_to_change_are_those_that_were_and_what_only_tests():
     free = {"recipe", "output", "resume", "device", "workers", "data_dir", "cache_dir", "download", "compile",
             "channels_last", "checkpoint_steps", "on_nan", "epochs", "train_beton", "val_beton", "max_bad_images",
             "log_steps", "tensorboard", "wandb", "snapshot_epochs", "eval_epochs", "loader"}
