@@ -40,8 +40,8 @@ class CifarConfig(TrainConfig):
     img_size: int = option(32, "side of the images in pixels; others are scaled and cut", minimum=8)
     holdout: int = option(0, "training images to hold out and evaluate on each epoch; 0: the test images are used",
                           minimum=0)
-    flip: str = option("auto", "mirror half of the training images; alternate: by chance in the first epoch, each then "
-                               "every other epoch; auto: on, except for digits",
+    flip: str = option("auto", "mirror half of the training images; auto: on; alternate: by chance in the first epoch, "
+                               "then each every other epoch; these two never mirror digits",
                        choices=("auto", "on", "off", "alternate"))
     crop_padding: int = option(4, "pixels by which training images are padded before the random crop", minimum=0)
     crop_padding_mode: str = option("zeros", "what they are padded with; zeros: black; reflect: the image, mirrored at "
@@ -96,7 +96,9 @@ class SmallImages(run.Task):
 
     def train_loader(self, **form) -> TrainLoader:
         config = self.config
-        flip = config.flip if config.flip != "auto" else "off" if config.dataset == "digits" else "on"
+        flip = "on" if config.flip == "auto" else config.flip
+        if config.dataset == "digits" and config.flip in ("auto", "alternate"):  # mirrored they are none
+            flip = "off"
         augmentation = Augmentation(flip=flip, crop_padding=config.crop_padding, padding_mode=config.crop_padding_mode,
                                     cutout=config.cutout)
         return TrainLoader(self.train, batch_size=config.batch_size, augmentation=augmentation, seed=config.seed,
