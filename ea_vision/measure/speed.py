@@ -188,8 +188,8 @@ def describe(under: dict[str, object]) -> list[str]:
     """Two lines of the conditions: hardware and versions; what is run."""
     versions = ", ".join(f"{name} {under[name]}" for name in ("ea_vision", "torch", "timm"))
     return [f"{under['hardware']}; {versions}",
-            f"batch {under['batch_size']}, {under['img_size']} pixels, {under['precision']}, {under['layout']}, {under['optimizer']}"
-            + (", subnormals flushed" if under["flush_denormal"] else "")]
+            f"batch {under['batch_size']}, {under['img_size']} pixels, {under['precision']}, {under['layout']}, "
+            + under["optimizer"] + (", subnormals flushed" if under["flush_denormal"] else "")]
 
 
 def print_conditions(args: argparse.Namespace, under: dict[str, object], on_cpu: bool) -> None:

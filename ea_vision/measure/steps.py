@@ -27,8 +27,8 @@ class Setting:
     """How every network of a comparison runs.
 
     device: cpu, cuda, or auto, which is cuda if there is one. img_size: side in pixels. amp: none, bfloat16 or float16.
-    opt: timm's name of the optimiser. implementation: of the attention; None: chosen by device. threads: of a CPU; None:
-    torch's own choice.
+    opt: timm's name of the optimiser. implementation: of the attention; None: chosen by device. threads: of a CPU;
+    None: torch's own choice.
     """
 
     batch_size: int
