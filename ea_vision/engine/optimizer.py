@@ -86,7 +86,7 @@ def hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], begun: list[dict[str, Any]] | None,
-                   source: str) -> None:
+                   name: str, source: str) -> None:
     """Load an optimiser's state, counters and averages; what the options changed since is this run's.
 
     Some optimisers count in their groups (Lookahead its steps, Prodigy its estimates), so a group's values are the
@@ -96,7 +96,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], begu
         optimizer: as the run begins.
         state: `optimizer.state_dict()` of a checkpoint.
         begun: `hyperparameters` with which that run began; None where the checkpoint does not say.
-        source: where the state is from, for errors.
+        name: of the optimiser, for errors. source: where the state is from, likewise.
 
     Raises:
         UsageError: the state of other parameters.
@@ -105,7 +105,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], begu
     try:
         optimizer.load_state_dict(state)
     except (KeyError, TypeError, ValueError) as error:
-        raise UsageError(f"optimiser state of {source} does not fit: {error!r}") from error
+        raise UsageError(f"optimiser state of {source} does not fit {name}: {error!r}") from error
     for number, (group, ours) in enumerate(zip(optimizer.param_groups, own, strict=True)):
         if begun is None or number >= len(begun):
             group.update(ours)

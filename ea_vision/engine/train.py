@@ -187,7 +187,8 @@ class Trainer:
         if self.ema is not None:
             check_state_fits(self.ema.module, state["ema"], str(source))
             self.load_weights(self.ema.module, state["ema"])
-        load_optimizer(self.optimizer, state["optimizer"], state.get("optimizer_began_as"), str(source))
+        load_optimizer(self.optimizer, state["optimizer"], state.get("optimizer_began_as"), self.config.opt,
+                       str(source))
         try:
             self.scaler.load_state_dict(state["scaler"])
             if state["world_size"] == self.world.size:

@@ -97,7 +97,7 @@ def test_muon_takes_matrices_adamw_the_rest_each_at_its_rate():
     muon = build_optimizer(config(opt="muon", lr=0.02, weight_decay=0.1, opt_kwargs={"fallback_lr_scale": 0.25}),
                            models[0], 1)
     adamw = build_optimizer(config(opt="adamw", lr=0.005, weight_decay=0.1,
-                                   opt_kwargs={"betas": (0.9, 0.95), "eps": muon.defaults["eps"]}), models[1], 1)
+                                   opt_kwargs={"betas": [0.9, 0.95], "eps": muon.defaults["eps"]}), models[1], 1)
     images = torch.randn(4, 3, 8, 8)
     for _ in range(2):
         for model, optimizer in zip(models, (muon, adamw), strict=True):
@@ -158,14 +158,14 @@ def test_what_an_optimiser_counts_in_its_groups_is_kept_and_changed_options_are_
     steps(first, weight, 8)  # k is 6
     saved = first.state_dict()
     weight2, second = started(weight_decay=0.3)
-    load_optimizer(second, saved, begun, "x")
+    load_optimizer(second, saved, begun, "lookahead_sgd", "x")
     group = second.param_groups[0]
     assert group["lookahead_step"] == 8 and group["weight_decay"] == 0.3
     buffers = second.state_dict()["state"][0]
     assert torch.equal(buffers["lookahead_slow_buff"], first.state_dict()["state"][0]["lookahead_slow_buff"])
     assert all(b.is_contiguous(memory_format=torch.channels_last) for b in buffers.values() if torch.is_tensor(b))
-    with pytest.raises(UsageError, match="optimiser state of x does not fit"):
-        load_optimizer(build_optimizer(config(norm_bias_lr=3), network(), 1), saved, begun, "x")
+    with pytest.raises(UsageError, match="optimiser state of x does not fit lookahead_sgd"):
+        load_optimizer(build_optimizer(config(norm_bias_lr=3), network(), 1), saved, begun, "lookahead_sgd", "x")
 
 
 def test_options_that_make_no_optimiser_stay_out_of_the_way():
