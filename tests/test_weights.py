@@ -69,7 +69,7 @@ def test_results_are_those_of_the_cards():
 
 
 def test_docs_have_the_results_of_the_runs():
-    """Its table of the `fast` recipe's 10 epochs, against the metrics of those runs and the recipe's own words."""
+    """Its table of the `fast_sgd` recipe's 10 epochs, against the metrics of those runs and the recipe's own words."""
     runs = {path.stem: list(csv.DictReader(path.open()))
             for path in (ROOT / "weights" / "results" / "fast-cifar10").glob("*.csv")}
     row = re.compile(r"^\| (\w+_cifar) +\| [\d.]+ +\| (\d\d\.\d\d) +\| (\d\d\.\d\d) +\| \d+ ", re.MULTILINE)
@@ -77,7 +77,7 @@ def test_docs_have_the_results_of_the_runs():
     shown = {name: (float(top1), float(top5)) for name, top1, top5 in row.findall(text)}
     assert shown == {name: (float(rows[-1]["top1"]), float(rows[-1]["top5"])) for name, rows in runs.items()}
     assert len(shown) == 5 and all(rows[-1]["epoch"] == "10" for rows in runs.values())
-    expected = (ROOT / "ea_vision" / "recipes" / "fast.yaml").read_text()
+    expected = (ROOT / "ea_vision" / "recipes" / "fast_sgd.yaml").read_text()
     assert all(f"{top1:.2f} ({name})" in expected for name, (top1, _) in shown.items())
 
 

@@ -11,20 +11,41 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from ea_vision.data.batches import epoch_generator
+
+FLIPS = ("off", "on", "alternate")
+PADDING_MODES = ("zeros", "reflect")
+
 
 @dataclass(frozen=True)
 class Augmentation:
     """What to do to each training image; sizes in pixels, 0 for none."""
 
-    flip: bool = True  # left-right, half of the time
-    crop_padding: int = 4  # pad by this much, black, and cut the original size out anywhere
+    flip: str = "on"  # left-right; on: half of the time; alternate: in the first epoch half of the images, then each
+    # image every other epoch (Keller Jordan, https://arxiv.org/abs/2404.00498, section 3.6)
+    crop_padding: int = 4  # pad by this much and cut the original size out anywhere
+    padding_mode: str = "zeros"  # zeros: black; reflect: mirrored at the border, whose pixels are not repeated
     cutout: int = 0  # side of the square that is set to the mean colour; its centre lies anywhere (DeVries 2017)
 
+    def __post_init__(self):
+        if self.flip not in FLIPS:
+            raise ValueError(f"flip must be one of {', '.join(FLIPS)}, got {self.flip!r}")
+        if self.padding_mode not in PADDING_MODES:
+            raise ValueError(f"padding_mode must be one of {', '.join(PADDING_MODES)}, got {self.padding_mode!r}")
+
     def draw(self, count: int, size: tuple[int, int], generator: torch.Generator) -> torch.Tensor:
-        """Draw for `count` images of `size` (H, W): integers (count, 5), columns top, left, flip, cutout y and x."""
+        """Draw for `count` images of `size` (H, W): integers (count, 5), columns top, left, flip, cutout y and x.
+
+        The flips are those of `flip="on"`; see `alternating_flips` for the others.
+        """
         height, width = size
         limits = (2 * self.crop_padding + 1, 2 * self.crop_padding + 1, 2, height, width)
         return torch.stack([torch.randint(limit, (count,), generator=generator) for limit in limits], dim=1)
+
+    def alternating_flips(self, count: int, epoch: int, seed: int) -> torch.Tensor:
+        """Whether each of all `count` images, by its number, is flipped in an epoch: integers (count,) of 0 and 1."""
+        first = torch.randint(2, (count,), generator=epoch_generator(seed, -1))  # no epoch's own
+        return first ^ (epoch % 2)
 
     def apply(self, images: torch.Tensor, draws: torch.Tensor, mean: torch.Tensor, std: torch.Tensor) -> torch.Tensor:
         """Augment and normalise.
@@ -39,14 +60,15 @@ class Augmentation:
         top, left, flip, cut_y, cut_x = draws.unbind(1)
         rows = torch.arange(height, device=images.device)
         columns = torch.arange(width, device=images.device)
-        if self.crop_padding or self.flip:
+        flips = self.flip != "off"
+        if self.crop_padding or flips:
             pad = self.crop_padding
             take_rows = rows + top[:, None]  # (B, H)
             take_columns = columns.expand(len(images), width)
-            if self.flip:
+            if flips:
                 take_columns = torch.where(flip[:, None].bool(), width - 1 - take_columns, take_columns)
             take_columns = take_columns + left[:, None]  # (B, W)
-            padded = F.pad(images, (pad, pad, pad, pad)).flatten(2)  # (B, C, (H + 2 pad)(W + 2 pad))
+            padded = self._pad(images).flatten(2)  # (B, C, (H + 2 pad)(W + 2 pad))
             index = take_rows[:, :, None] * (width + 2 * pad) + take_columns[:, None, :]  # (B, H, W)
             index = index.flatten(1)[:, None].expand(-1, images.shape[1], -1)  # (B, C, H W)
             images = padded.gather(2, index).view_as(images)
@@ -57,6 +79,20 @@ class Augmentation:
             in_columns = _within(columns, cut_x - self.cutout // 2, self.cutout)
             result.masked_fill_((in_rows[:, :, None] & in_columns[:, None, :])[:, None], 0.0)
         return result
+
+    def _pad(self, images: torch.Tensor) -> torch.Tensor:
+        """(B, C, H, W) -> (B, C, H + 2 pad, W + 2 pad)."""
+        pad = self.crop_padding
+        if self.padding_mode == "zeros":
+            return F.pad(images, (pad, pad, pad, pad))
+        rows, columns = (_reflected(side, pad, images.device) for side in images.shape[-2:])
+        return images[..., rows[:, None], columns]
+
+
+def _reflected(length: int, pad: int, device: torch.device) -> torch.Tensor:
+    """Where positions -pad to length + pad - 1 are taken from: 2 1 | 0 1 2 3 | 2 1."""
+    positions = torch.arange(-pad, length + pad, device=device).abs()
+    return torch.minimum(positions, 2 * (length - 1) - positions)
 
 
 def _within(positions: torch.Tensor, start: torch.Tensor, length: int) -> torch.Tensor:

@@ -36,7 +36,10 @@ class TrainLoader(_OnDevice):
         """Yield the batches of an epoch from number `first` on."""
         generator = epoch_generator(self.seed, epoch)
         order = epoch_order(len(self.targets), generator)
-        draws = self.augmentation.draw(len(self.targets), tuple(self.images.shape[-2:]), generator).to(self.device)
+        draws = self.augmentation.draw(len(self.targets), tuple(self.images.shape[-2:]), generator)
+        if self.augmentation.flip == "alternate":  # by the image, wherever the epoch's order has it
+            draws[:, 2] = self.augmentation.alternating_flips(len(self.targets), epoch, self.seed)[order]
+        draws = draws.to(self.device)
         for places in self.share.train_places(first):
             chosen = order[places]
             on_device = chosen.to(self.device)

@@ -18,6 +18,8 @@ import yaml
 
 from ea_vision.base.errors import UsageError, near_matches
 from ea_vision.base.processes import MOST_WORKERS
+from ea_vision.engine.logit_scale import check_logit_scale
+from ea_vision.engine.views import VIEWS
 
 
 def option(default: Any, help: str, *, choices=None, minimum=None, maximum=None, above=None, below=None,
@@ -61,11 +63,15 @@ class TrainConfig:
     epochs: int = option(10, "passes over the training images", minimum=1, free=True)
     batch_size: int = option(128, "images per process and step", minimum=1)
     grad_accum: int = option(1, "batches added up for one update of the weights", minimum=1)
-    opt: str = option("sgd", "timm optimiser (timm's sgd is Nesterov's, momentum is the plain one)")
+    opt: str = option("sgd", "timm optimiser, lookahead_NAME too (sgd is Nesterov's, momentum the plain one; muon: "
+                             "AdamW for what is no matrix)")
+    opt_kwargs: dict = option({}, "further keywords of the optimiser, as key=value ..., such as muon's "
+                                  "fallback_lr_scale=0.5 (rate of its AdamW, times lr)")
     lr: float = option(0.2, "peak learning rate, per update", minimum=0.0)
     lr_base_batch: int = option(0, "if not 0, lr is per this many images and scaled to those of an update", minimum=0)
     momentum: float = option(0.9, "momentum of the optimiser", minimum=0.0, maximum=1.0)
     weight_decay: float = option(5e-4, "weight decay (not of norms, biases and position tables)", minimum=0.0)
+    norm_bias_lr: float = option(1.0, "rate of the norms' biases, times lr", minimum=0.0)
     clip_grad: float = option(0.0, "largest norm of the gradient; 0: no limit", minimum=0.0)
     schedule: str = option("one_cycle", "learning rate over time; one_cycle: line up, line down; cosine: warm-up, "
                                         "then cosine cycles; step: warm-up, then factors at decay_epochs; exp: "
@@ -80,6 +86,10 @@ class TrainConfig:
                                      "decay_rate", minimum=0.0)
     decay_rate: float = option(0.1, "step, exp: the factor", minimum=0.0, maximum=1.0)
 
+    whiten: bool = option(False, "give the first convolution frozen filters, which whiten the patches of the training "
+                                 "images")
+    logit_scale: float = option(1.0, "power of two by which the loss sees the logits multiplied; exported weights have "
+                                     "it multiplied in", minimum=0.0)
     label_smoothing: float = option(0.1, "share of the target spread over all classes", minimum=0.0, maximum=1.0)
     mixup: float = option(0.0, "alpha of mixup; 0: off", minimum=0.0)
     cutmix: float = option(0.0, "alpha of cutmix; 0: off", minimum=0.0)
@@ -100,6 +110,10 @@ class TrainConfig:
                                    free=True)
     snapshot_epochs: int = option(0, "keep the weights of every so many epochs in RUN/snapshots; 0: none", minimum=0,
                                   free=True)
+    tta: str = option("none", "views whose logits are averaged, in a finished run's test and in --evaluate, beside the "
+                              "plain figure; six: mirrored and shifted by a pixel", choices=VIEWS, free=True)
+    test: bool = option(True, "test a finished run on the test images; --no-test, with images held out: leave "
+                              "them alone", free=True)
     on_nan: str = option("stop", "on a non-finite loss; rollback: continue from the last checkpoint, the learning rate "
                                  "halved (at most 5 times)", choices=("stop", "rollback"), free=True)
     log_steps: int = option(0, "updates between rows of speed.csv; 0: none", minimum=0, free=True)
@@ -127,6 +141,7 @@ class TrainConfig:
             raise UsageError("schedule exp needs decay_every above 0, got 0")
         if self.decay_epochs != sorted(self.decay_epochs):
             raise UsageError(f"decay_epochs must rise, got {self.decay_epochs}")
+        check_logit_scale(self.logit_scale)
 
     def as_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -235,6 +250,8 @@ def load_recipe(name: str) -> dict[str, Any]:
         own = _read_recipe(name)
         kwargs = {**(own.get("model_kwargs") or {}), **recipe.get("model_kwargs", {})}
         name = own.pop("base", "none")
+        if "opt" in recipe:  # another optimiser's keywords
+            own.pop("opt_kwargs", None)
         recipe = {**own, **recipe, **({"model_kwargs": kwargs} if kwargs else {})}
     return recipe
 
@@ -278,8 +295,12 @@ def resolve(cls: type[TrainConfig], given: dict[str, Any]) -> tuple[Any, frozens
         for key in keys:
             if key not in names:
                 raise UsageError(f"{source}: unknown option {key!r}; {near_matches(key, names, 'options')}")
+    opt_kwargs = given.get("opt_kwargs") or {}
+    if given.get("opt", recipe.get("opt")) == recipe.get("opt"):  # the recipe's are for the recipe's optimiser
+        opt_kwargs = {**(recipe.get("opt_kwargs") or {}), **opt_kwargs}
     recipe_kwargs, given_kwargs = recipe.get("model_kwargs") or {}, given.get("model_kwargs") or {}
-    values = {**recipe, **given, "recipe": recipe_name, "model_kwargs": {**recipe_kwargs, **given_kwargs}}
+    values = {**recipe, **given, "recipe": recipe_name, "opt_kwargs": opt_kwargs,
+              "model_kwargs": {**recipe_kwargs, **given_kwargs}}
     return cls(**values), frozenset(recipe_kwargs) - frozenset(given_kwargs)
 
 

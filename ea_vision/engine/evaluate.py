@@ -14,6 +14,7 @@ from torch import nn
 
 from ea_vision.base.errors import RunError
 from ea_vision.base.processes import World
+from ea_vision.engine.views import logits_of_views
 
 
 def autocast(amp: str, device: torch.device) -> torch.autocast:
@@ -36,50 +37,70 @@ class Evaluation:
     top5: float
     loss: float
     confusion: torch.Tensor
+    views: Evaluation | None = None  # by the mean of several views' logits, where that was asked for
 
     def per_class(self) -> torch.Tensor:
         """Top-1 of each class in percent, nan for a class without images."""
         return 100 * self.confusion.diagonal() / self.confusion.sum(1)
 
 
+class _Tally:
+    """Counts over the batches of one process, then of all."""
+
+    def __init__(self, num_classes: int, device: torch.device):
+        self.num_classes = num_classes
+        self.confusion = torch.zeros(num_classes * num_classes, dtype=torch.float64, device=device)
+        self.totals = torch.zeros(3, dtype=torch.float64, device=device)  # images, in the top 5, loss
+
+    def add(self, logits: torch.Tensor, targets: torch.Tensor) -> None:
+        top = logits.topk(min(5, self.num_classes), dim=1).indices
+        ones = torch.ones_like(targets, dtype=torch.float64)
+        self.confusion.index_add_(0, targets * self.num_classes + top[:, 0], ones)
+        self.totals += torch.stack([ones.sum(), (top == targets[:, None]).sum().double(),
+                                    F.cross_entropy(logits, targets, reduction="sum").double()])
+
+    def result(self, world: World) -> Evaluation:
+        world.sum(self.confusion)
+        world.sum(self.totals)
+        count, in_top5, loss = self.totals.tolist()
+        if not count:
+            raise RunError("there is no image to evaluate on that can be read")
+        if not math.isfinite(loss):
+            raise NonFiniteLoss(f"the loss of the evaluation on {count:.0f} images is {loss / count}")
+        confusion = self.confusion.view(self.num_classes, self.num_classes).cpu()
+        return Evaluation(int(count), 100 * confusion.diagonal().sum().item() / count, 100 * in_top5 / count,
+                          loss / count, confusion)
+
+
 @torch.no_grad()  # not inference_mode: a tensor that a layer keeps from here must stay usable in training
 def evaluate(model: nn.Module, loader, num_classes: int, world: World, amp: str = "none", channels_last: bool = False,
-             should_stop: Callable[[], bool] | None = None) -> Evaluation | None:
+             should_stop: Callable[[], bool] | None = None, tta: str = "none") -> Evaluation | None:
     """Evaluate in eval mode (left so) over `loader.batches()`, of which each process sees its own share.
 
     The loader gives every process the same number of batches, empty ones if need be. Returns None if `should_stop`,
-    asked before each batch, said so.
+    asked before each batch, said so. With a `tta` of `engine.views`, the result's `views` has what those give.
 
     Raises:
         NonFiniteLoss: on every process, where the loss is NaN or infinite: the ranks of such logits mean nothing.
         RunError: there was no image that could be read.
     """
     model.eval()
-    confusion = torch.zeros(num_classes * num_classes, dtype=torch.float64, device=world.device)
-    totals = torch.zeros(3, dtype=torch.float64, device=world.device)  # images, in the top 5, loss
+    tallies = [_Tally(num_classes, world.device) for _ in range(1 if tta == "none" else 2)]
+
+    def logits_of(images: torch.Tensor) -> torch.Tensor:
+        if channels_last:
+            images = images.contiguous(memory_format=torch.channels_last)
+        with autocast(amp, world.device):
+            return model(images)
+
     with closing(loader.batches()) as batches:
         for images, targets, _ in batches:
             if should_stop is not None and should_stop():
                 return None
             if not len(images):
                 continue
-            if channels_last:
-                images = images.contiguous(memory_format=torch.channels_last)
-            with autocast(amp, world.device):
-                logits = model(images)
-            logits = logits.float()
-            top = logits.topk(min(5, num_classes), dim=1).indices
-            ones = torch.ones_like(targets, dtype=torch.float64)
-            confusion.index_add_(0, targets * num_classes + top[:, 0], ones)
-            totals += torch.stack([ones.sum(), (top == targets[:, None]).sum().double(),
-                                   F.cross_entropy(logits, targets, reduction="sum").double()])
-    world.sum(confusion)
-    world.sum(totals)
-    count, in_top5, loss = totals.tolist()
-    if not count:
-        raise RunError("there is no image to evaluate on that can be read")
-    if not math.isfinite(loss):
-        raise NonFiniteLoss(f"the loss of the evaluation on {count:.0f} images is {loss / count}")
-    confusion = confusion.view(num_classes, num_classes).cpu()
-    return Evaluation(int(count), 100 * confusion.diagonal().sum().item() / count, 100 * in_top5 / count,
-                      loss / count, confusion)
+            for tally, logits in zip(tallies, logits_of_views(logits_of, images, tta), strict=False):
+                tally.add(logits, targets)
+    result, *others = (tally.result(world) for tally in tallies)
+    result.views = others[0] if others else None
+    return result

@@ -57,8 +57,9 @@ def card(config: dict, run: dict, results: dict, metrics: dict, name: str, dtype
         top = "" if math.isnan(accuracy) else f"{accuracy:.2f}"
         log.append(f"| {epoch:.0f} | {loss:.4f} | {top} | {speed:.0f} | {seconds:.0f} |")
     options = ", ".join(f"{k} {config[k]}" for k in (
-        "epochs", "batch_size", "opt", "lr", "momentum", "weight_decay", "schedule", "warmup", "label_smoothing",
-        "crop_padding", "cutout", "ema", "amp", "channels_last"))
+        "epochs", "batch_size", "opt", "opt_kwargs", "lr", "momentum", "weight_decay", "norm_bias_lr", "schedule",
+        "warmup", "whiten", "logit_scale", "label_smoothing", "flip", "crop_padding", "crop_padding_mode", "cutout",
+        "ema", "amp", "channels_last") if k in config)  # runs from before an option was there lack it
     starts = run.get("starts", [{"update": 1, **run}])  # a folder from before starts were listed
     commit, hardware, versions = (by_update(starts, describe) for describe in (
         lambda start: f"`{start['git_commit']}`", lambda start: start["hardware"],
@@ -95,6 +96,8 @@ def main(argv: list[str] | None = None) -> int:
     results = run_folder.read_results(args.run)
     if results is None:
         raise UsageError(f"only a complete run can be exported, and {args.run} has no {run_folder.RESULTS}")
+    if "test_best" not in results:
+        raise UsageError(f"{args.run} has not been tested: continue it without --no-test")
     model, config, run = run_folder.load_run(args.run, "eval_split", "data_fingerprint")
     data = load_dataset(config["dataset"], args.data_dir, img_size=config["img_size"])
     if data.fingerprint() != run["data_fingerprint"]:

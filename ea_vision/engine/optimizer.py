@@ -1,6 +1,8 @@
-"""The optimiser of a run."""
+"""The optimiser of a run: timm's, by name, with its groups of parameters."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import timm.optim
 import torch
@@ -9,12 +11,110 @@ from torch import nn
 from ea_vision.base.errors import UsageError, near_matches
 from ea_vision.engine.config import TrainConfig
 
+NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.GroupNorm, nn.LayerNorm)
+FALLBACK = ("fallback_list", "fallback_no_weight_decay")  # of timm's keywords, those that form groups
+
+
+def optimizer_names() -> list[str]:
+    """What --opt takes: timm's optimisers, each by itself and within Lookahead."""
+    names = timm.optim.list_optimizers()
+    return names + [f"lookahead_{name}" for name in names]
+
+
+def check_optimizer_name(name: str) -> None:
+    """Raise UsageError, with near matches, unless --opt takes this name."""
+    known = optimizer_names()
+    if name not in known:
+        raise UsageError(f"unknown optimiser {name!r}; {near_matches(name, known, 'optimisers')}")
+
 
 def build_optimizer(config: TrainConfig, model: nn.Module, images_per_update: int) -> torch.optim.Optimizer:
-    """The timm optimiser of the config: no weight decay on norms, biases and what `model.no_weight_decay()` names."""
-    known = timm.optim.list_optimizers()
-    if config.opt not in known:
-        raise UsageError(f"unknown optimiser {config.opt!r}; {near_matches(config.opt, known, 'optimisers')}")
+    """The timm optimiser of the config.
+
+    There is no weight decay on norms, biases and what `model.no_weight_decay()` names, and frozen parameters are in no
+    group. With `config.norm_bias_lr` the norms' biases are groups of their own, the last ones, whose `lr_scale` timm's
+    schedulers multiply the rate by.
+
+    Raises:
+        UsageError: unknown optimiser (naming near matches), a keyword or value it refuses, or norm_bias_lr for a model
+            whose norms have no biases.
+    """
+    check_optimizer_name(config.opt)
     lr = config.lr * images_per_update / config.lr_base_batch if config.lr_base_batch else config.lr
-    return timm.optim.create_optimizer_v2(
-        model, opt=config.opt, lr=lr, weight_decay=config.weight_decay, momentum=config.momentum)
+    decayed = getattr(model, "no_weight_decay", set)()
+    fallback = {key: value for key, value in config.opt_kwargs.items() if key in FALLBACK}
+    others = {key: value for key, value in config.opt_kwargs.items() if key not in FALLBACK}
+    try:
+        groups = timm.optim.param_groups_weight_decay(model, config.weight_decay, no_weight_decay_list=decayed,
+                                                      **fallback)
+        if config.norm_bias_lr != 1:
+            groups = _with_norm_biases_apart(groups, model, config.norm_bias_lr)
+        optimizer = timm.optim.create_optimizer_v2(groups, opt=config.opt, lr=lr, momentum=config.momentum, **others)
+    except (TypeError, ValueError, AssertionError) as error:
+        shown = " ".join(f"{key}={value}" for key, value in config.opt_kwargs.items())
+        raise UsageError(f"optimiser {config.opt} refuses lr={lr:g} momentum={config.momentum:g} {shown}: "
+                         f"{error}") from error
+    for group in optimizer.param_groups:
+        group.setdefault("lr_scale", 1.0)
+    return optimizer
+
+
+def norm_biases(model: nn.Module) -> list[nn.Parameter]:
+    """The trained biases of the model's norm layers."""
+    return [module.bias for module in model.modules()
+            if isinstance(module, NORMS) and module.bias is not None and module.bias.requires_grad]
+
+
+def _with_norm_biases_apart(groups: list[dict[str, Any]], model: nn.Module, scale: float) -> list[dict[str, Any]]:
+    """Move the norms' biases from timm's groups into groups of their own, behind the others."""
+    apart = {id(bias) for bias in norm_biases(model)}
+    if not apart:
+        raise UsageError(f"norm_bias_lr {scale:g} needs norms with biases, and {type(model).__name__} has none")
+    rest, biases = [], []
+    for group in groups:
+        for kept, found in ((False, rest), (True, biases)):
+            chosen = [p for p in group["params"] if (id(p) in apart) is kept]
+            if chosen:
+                found.append({**group, "params": chosen, **({"lr_scale": scale} if kept else {})})
+    return rest + biases
+
+
+def hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """What each group has besides its parameters, lists for tuples, as a checkpoint gives it back."""
+    return [{key: list(value) if isinstance(value, tuple) else value for key, value in group.items() if key != "params"}
+            for group in optimizer.param_groups]
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], begun: list[dict[str, Any]] | None,
+                   name: str, source: str) -> None:
+    """Load an optimiser's state, counters and averages; what the options changed since is this run's.
+
+    Some optimisers count in their groups (Lookahead its steps, Prodigy its estimates), so a group's values are the
+    saved ones, unless the run begins with others than the saved one did.
+
+    Args:
+        optimizer: as the run begins.
+        state: `optimizer.state_dict()` of a checkpoint.
+        begun: `hyperparameters` with which that run began; None where the checkpoint does not say.
+        name: of the optimiser, for errors. source: where the state is from, likewise.
+
+    Raises:
+        UsageError: the state of other parameters.
+    """
+    own = hyperparameters(optimizer)
+    try:
+        optimizer.load_state_dict(state)
+    except (KeyError, TypeError, ValueError) as error:
+        raise UsageError(f"optimiser state of {source} does not fit {name}: {error!r}") from error
+    for number, (group, ours) in enumerate(zip(optimizer.param_groups, own, strict=True)):
+        if begun is None or number >= len(begun):
+            group.update(ours)
+            continue
+        group.update({key: value for key, value in ours.items() if key not in begun[number]
+                      or begun[number][key] != value})
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for number, averages in optimizer.state_dict()["state"].items():  # of Lookahead those of what it wraps
+        for name, value in averages.items():
+            parameter = parameters[number]
+            if torch.is_tensor(value) and value.shape == parameter.shape:  # back to the memory format of the weight
+                averages[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)

@@ -16,13 +16,26 @@ from ea_vision.base.files import atomic_write, create, write_json
 from ea_vision.engine.evaluate import Evaluation
 
 
-def write_evaluation(folder: Path, result: Evaluation, classes: list[str], about: dict[str, Any]) -> list[Path]:
-    """Write evaluation.json, per_class.csv and confusion.png; return their paths."""
-    create(folder)
-    paths = [folder / "evaluation.json", folder / "per_class.csv", folder / "confusion.png"]
+def numbers_of(result: Evaluation) -> dict[str, Any]:
+    """What evaluation.json says: images, top1, top5, loss, and under `views` those of views."""
     numbers = {"images": result.images, "top1": round(result.top1, 4), "top5": round(result.top5, 4),
                "loss": round(result.loss, 6)}
-    write_json(paths[0], {**about, **numbers})
+    return {**numbers, **({"views": numbers_of(result.views)} if result.views is not None else {})}
+
+
+def line_of(result: Evaluation, tta: str) -> str:
+    """One line: the plain figures and, where there are, those of views."""
+    line = f"top1 {result.top1:.2f}%  top5 {result.top5:.2f}%  loss {result.loss:.4f}"
+    if result.views is not None:
+        line += f"  {tta} views: top1 {result.views.top1:.2f}%  loss {result.views.loss:.4f}"
+    return f"{line}  {result.images} images"
+
+
+def write_evaluation(folder: Path, result: Evaluation, classes: list[str], about: dict[str, Any]) -> list[Path]:
+    """Write evaluation.json, per_class.csv and confusion.png (both of the images as they are); return their paths."""
+    create(folder)
+    paths = [folder / "evaluation.json", folder / "per_class.csv", folder / "confusion.png"]
+    write_json(paths[0], {**about, **numbers_of(result)})
     table = io.StringIO()
     writer = csv.writer(table, lineterminator="\n")
     writer.writerow(["class", "images", "top1", "most_confused_with", "confused_images"])

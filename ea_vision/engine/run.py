@@ -11,6 +11,7 @@ import logging
 import math
 import random
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -36,12 +37,13 @@ from ea_vision.data.bad_images import BadImages
 from ea_vision.engine import checkpoint, run_folder
 from ea_vision.engine.config import TrainConfig, make_parser, parse, resolve
 from ea_vision.engine.curves import write_learning_curves
-from ea_vision.engine.evaluate import evaluate
+from ea_vision.engine.evaluate import Evaluation, evaluate
 from ea_vision.engine.preflight import preflight
-from ea_vision.engine.report import timm_row, write_evaluation, write_timm_results
+from ea_vision.engine.report import line_of, numbers_of, timm_row, write_evaluation, write_timm_results
 from ea_vision.engine.signals import StopRequest
 from ea_vision.engine.step_log import StepLog
 from ea_vision.engine.train import Trainer
+from ea_vision.engine.whiten import every_nth, whiten
 
 log = logging.getLogger(__name__)
 
@@ -114,6 +116,10 @@ class Task:
 
     def test_loader(self, **form):
         """The test images, where eval_split is something else."""
+        raise NotImplementedError
+
+    def unaugmented_loader(self, **form):
+        """The training images as evaluation sees images."""
         raise NotImplementedError
 
     def describe(self, index: int) -> str:
@@ -197,11 +203,17 @@ def train(task: type[Task], config: TrainConfig, optional_kwargs: frozenset[str]
         if data.same_images:
             data.eval_split = "train"
             log.warning("the same images are trained and evaluated on: the figures say how well they are fitted")
+        if not config.test and data.eval_split != "held_out":
+            raise UsageError("--no-test needs training images held out (--holdout) to evaluate on, got none")
         seed_everything(config.seed)
         model, kwargs = data.create_model(optional_kwargs)
         model.to(world.device)
-        seed_everything(config.seed + 1 + world.rank)  # dropout must differ between processes
         form = data.image_form(model)
+        if config.whiten:  # by the same images on every process
+            sample = data.unaugmented_loader(**{**form, "rank": 0, "world_size": every_nth(data.train_images)})
+            with closing(sample.batches()) as batches:
+                whiten(model, (batch.images for batch in batches), config.seed)
+        seed_everything(config.seed + 1 + world.rank)  # dropout must differ between processes
         train_loader, eval_loader = data.train_loader(**form), data.eval_loader(**form)
         test_loader = data.test_loader(**form) if data.eval_split == "held_out" else eval_loader
         step_log = None
@@ -247,20 +259,42 @@ def evaluate_target(task: type[Task], target: str, weights: str, given: dict[str
         model, output = model_to_evaluate(target, run, weights, config, data.classes)
         check_writable(output)
         model.to(world.device, memory_format=torch.channels_last if config.channels_last else torch.preserve_format)
-        result = evaluate(model, data.eval_loader(**data.image_form(model)), len(data.classes), world, config.amp,
-                          config.channels_last)
+        result, plain = evaluate_weights(model, run, data.eval_loader(**data.image_form(model)), world, config)
         if world.is_main:
-            about = {"target": target, "weights": weights or None, **data.about, "amp": config.amp,
+            about = {"target": target, "weights": weights or None, **data.about, "amp": config.amp, "tta": config.tta,
+                     **({"plain_weights": numbers_of(plain)} if plain is not None else {}),
                      **({"eval_split": "train"} if data.same_images else {}),
                      "data_fingerprint": data.fingerprint, **provenance()}
             written = write_evaluation(output, result, data.classes, about)
             if not data.same_images:
                 written += write_results_row(output, data, model, result.top1, result.top5)
-            print(f"{'fit to the training images: ' if data.same_images else ''}top1 {result.top1:.2f}%  "
-                  f"top5 {result.top5:.2f}%  loss {result.loss:.4f}  {result.images} images")
+            print(f"{'fit to the training images: ' if data.same_images else ''}{line_of(result, config.tta)}")
+            if plain is not None:
+                print(f"not averaged: {line_of(plain, config.tta)}")
             print("written:", *written)
         data.bad_images.collect(world, output)
     return 0
+
+
+def evaluate_weights(model: nn.Module, run: Path | None, loader, world: World,
+                     config: TrainConfig) -> tuple[Evaluation, Evaluation | None]:
+    """Evaluate `model`, and where it is a run's whose best weights are averaged ones, the plain weights beside them.
+
+    Args:
+        model: as `model_to_evaluate` gives it; it has the plain weights afterwards.
+        run: the folder of `resolve_target`.
+
+    Raises:
+        UsageError: the run's best checkpoint, which has the plain weights, cannot be read.
+    """
+    common = {"num_classes": model.num_classes, "world": world, "amp": config.amp,
+              "channels_last": config.channels_last, "tta": config.tta}
+    result = evaluate(model, loader, **common)
+    best = None if run is None or not config.ema else run / checkpoint.BEST
+    if best is None or not best.exists():
+        return result, None
+    model.load_state_dict(_read_named(best)["model"])
+    return result, evaluate(model, loader, **common)
 
 
 def write_results_row(folder: Path, data: Task, model: nn.Module, top1: float, top5: float) -> list[Path]:
@@ -304,6 +338,8 @@ def is_complete(folder: Path, config: TrainConfig) -> bool:
         raise UsageError(f"{folder} holds a run: continue it with --resume auto, choose another --output, or delete it")
     results = run_folder.read_results(folder)
     if config.resume != "auto" or results is None:
+        return False
+    if config.test and "held_out_last" in results:  # all but the test is done
         return False
     saved, _ = run_folder.read_config(folder)
     _require_same(saved, config, folder)
@@ -372,40 +408,57 @@ def _read_named(path: Path) -> dict[str, Any]:
 
 
 def finish(trainer: Trainer, data: Task, test_loader, run: dict[str, Any]) -> None:
-    """Test the best and the last weights, each image once; write results.json, which marks the run complete."""
+    """Test the best and the last weights, each image once; write results.json, which marks the run complete.
+
+    With --no-test the test images are left alone, and the results are those on the images held out.
+    """
     config, progress, folder, eval_split = trainer.config, trainer.progress, trainer.folder, data.eval_split
     rows = {row["epoch"]: row for row in progress.rows}
-    best_row, last_row = rows[progress.best_epoch], progress.rows[-1]
-    tests = {}
-    for name, row in (("last", last_row), ("best", best_row)):
-        if eval_split != "held_out":  # the epoch's evaluation was the last word
-            tests[name] = {"epoch": row["epoch"], "top1": row["top1"], "top5": row["top5"]}
+    found: dict[str, dict[str, Any]] = {}
+    for name, row in (("last", progress.rows[-1]), ("best", rows[progress.best_epoch])):
+        if name == "best" and row is progress.rows[-1]:
+            found[name] = found["last"]
             continue
-        if name == "best":
+        tested = config.test and eval_split == "held_out"
+        if name == "best" and (tested or config.tta != "none"):
             trainer.world.barrier()
-            trainer.best_model.load_state_dict(safetensors.torch.load_file(folder / run_folder.WEIGHTS))
-        result = evaluate(trainer.best_model, test_loader, trainer.num_classes, trainer.world, config.amp,
-                          config.channels_last)
-        tests[name] = {"epoch": row["epoch"], "top1": round(result.top1, 4), "top5": round(result.top5, 4),
-                       f"{eval_split}_top1": row["top1"]}
-    split = "train" if eval_split == "train" else "test"
+            trainer.load_weights(trainer.best_model, safetensors.torch.load_file(folder / run_folder.WEIGHTS))
+        figures = {"epoch": row["epoch"], "top1": row["top1"], "top5": row["top5"]}
+        if config.tta != "none":
+            figures["views_top1"] = round(_evaluate_best(trainer, trainer.eval_loader).views.top1, 4)
+        if tested:
+            result = _evaluate_best(trainer, test_loader)
+            figures = {"epoch": row["epoch"], "top1": round(result.top1, 4), "top5": round(result.top5, 4),
+                       **({"views_top1": round(result.views.top1, 4)} if result.views is not None else {}),
+                       **{f"{eval_split}_{key}": figures[key] for key in ("top1", "views_top1") if key in figures}}
+        found[name] = figures
+    split = "test" if config.test and eval_split == "held_out" else eval_split
+    images = data.eval_images if split == "held_out" else data.test_images
     results = {
         "model": config.model, "epochs": progress.epoch, "eval_split": eval_split,
-        f"{split}_images": data.test_images, f"{split}_best": tests["best"], f"{split}_last": tests["last"],
+        f"{split}_images": images, f"{split}_best": found["best"], f"{split}_last": found["last"],
         "seconds_per_epoch": round(sum(r["seconds"] for r in progress.rows) / len(progress.rows), 3),
         "rollbacks": progress.rollbacks, "hardware": run["hardware"],
     }
     if trainer.world.is_main:
         if split == "test":
-            write_results_row(folder, data, trainer.model, tests["best"]["top1"], tests["best"]["top5"])
+            write_results_row(folder, data, trainer.model, found["best"]["top1"], found["best"]["top5"])
         write_json(folder / run_folder.RESULTS, results)
     trainer.world.barrier()
-    log.info("%s: best weights (epoch %d) top1 %.2f%% top5 %.2f%%, last weights top1 %.2f%% top5 %.2f%%",
-             "test accuracy" if split == "test" else "fit to the training images", tests["best"]["epoch"],
-             tests["best"]["top1"], tests["best"]["top5"], tests["last"]["top1"], tests["last"]["top5"])
+    best, last = (f"top1 {f['top1']:.2f}% top5 {f['top5']:.2f}%"
+                  + (f" ({config.tta} views {f['views_top1']:.2f}%)" if "views_top1" in f else "")
+                  for f in (found["best"], found["last"]))
+    said = {"test": "test accuracy", "train": "fit to the training images", "held_out": "accuracy on images held out"}
+    log.info("%s: best weights (epoch %d) %s, last weights %s", said[split], found["best"]["epoch"], best, last)
     if eval_split == "test":
         log.info("the best epoch was chosen by the test images: quote the last weights, or hold images out")
     log.info("run folder: %s", folder)
+
+
+def _evaluate_best(trainer: Trainer, loader) -> Evaluation:
+    config = trainer.config
+    return evaluate(trainer.best_model, loader, trainer.num_classes, trainer.world, config.amp, config.channels_last,
+                    tta=config.tta)
 
 
 def resolve_target(schema: type, target: str, given: dict[str, Any]) -> tuple[Any, Path | None]:

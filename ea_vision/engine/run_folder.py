@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import timm
+import torch
 import yaml
 from torch import nn
 
@@ -157,19 +158,19 @@ def _check_metrics(path: Path, columns: dict[str, list[float]]) -> None:
         raise UsageError(f"{path} is damaged: its epochs and steps must rise")
 
 
-def write_weights(folder: Path, model: nn.Module) -> None:
+def write_weights(folder: Path, weights: dict[str, torch.Tensor]) -> None:
     """Write model.safetensors, for `timm.create_model(..., checkpoint_path=...)`."""
-    _write_state(folder / WEIGHTS, model, {})
+    _write_state(folder / WEIGHTS, weights, {})
 
 
-def write_snapshot(folder: Path, model: nn.Module, epoch: int) -> None:
+def write_snapshot(folder: Path, weights: dict[str, torch.Tensor], epoch: int) -> None:
     """Write snapshots/epoch_NNNN.safetensors, weights like model.safetensors' that say their epoch."""
     create(folder / SNAPSHOTS)
-    _write_state(folder / SNAPSHOTS / f"epoch_{epoch:04d}.safetensors", model, {"epoch": str(epoch)})
+    _write_state(folder / SNAPSHOTS / f"epoch_{epoch:04d}.safetensors", weights, {"epoch": str(epoch)})
 
 
-def _write_state(path: Path, model: nn.Module, about: dict[str, str]) -> None:
-    atomic_write(path, encode_weights(model.state_dict(), about))
+def _write_state(path: Path, weights: dict[str, torch.Tensor], about: dict[str, str]) -> None:
+    atomic_write(path, encode_weights(weights, about))
 
 
 def read_results(folder: Path) -> dict[str, Any] | None:

@@ -1,8 +1,8 @@
-"""Train once per setting of model keywords, one run after another, and draw accuracy over the settings (EA figure 6).
+"""Train once per setting of model keywords or options, one run after another, and draw accuracy over the settings.
 
 Each run has its own folder below --output and is trained by the trainer's own command, so a sweep that was interrupted
-continues where it was. The accuracy drawn is that of the run's evaluation images: hold some out (--holdout 5000) to
-keep the test images out of the choice.
+continues where it was. A sweep searches: it compares on images held out (--holdout 5000, which it requires) and leaves
+the test images alone. Only with --test, for settings that are no longer to be chosen among, are they used, once a run.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from matplotlib.figure import Figure
 from ea_vision.base.errors import RunError, UsageError, exit_code
 from ea_vision.base.figures import figure_bytes
 from ea_vision.base.files import atomic_write, create
-from ea_vision.engine.run_folder import read_results
+from ea_vision.engine.run_folder import read_metrics, read_results
 
 EXAMPLES = """\
 examples:
   python -m ea_vision.engine.sweep --set alpha=0.1,0.3,0.5,0.7 --output sweeps/alpha -- --dataset folder \\
       --data-dir DIR --epochs 3 --holdout 5000
-  python -m ea_vision.engine.sweep --set alpha=0.3,0.5 --set beta=0,0.5,1 --seeds 0,1,2 --output sweeps/ab -- \\
-      --model ea_conv_transformer_cifar
+  python -m ea_vision.engine.sweep --option lr=0.01,0.02 --set beta=0,1 --seeds 0,1,2 --output sweeps/lr -- \\
+      --model ea_conv_transformer_cifar --opt muon --holdout 300
 """
 
 
@@ -43,21 +43,24 @@ def parse_settings(words: list[str]) -> dict[str, list[str]]:
     for word in words:
         key, _, values = word.partition("=")
         if not key or not values or "" in values.split(","):
-            raise UsageError(f"--set takes KEY=V1,V2,..., got {word!r}")
+            raise UsageError(f"--set and --option take KEY=V1,V2,..., got {word!r}")
         if key in settings:
-            raise UsageError(f"--set {key} is given twice")
+            raise UsageError(f"--set or --option {key} is given twice")
         settings[key] = values.split(",")
     return settings
 
 
-def run_setting(trainer: list[str], folder: Path, setting: dict[str, str], seed: str, arguments: list[str]) -> dict:
-    """Train one setting in its own process; return its results.json.
+def run_setting(trainer: list[str], folder: Path, keywords: dict[str, str], options: dict[str, str], seed: str,
+                arguments: list[str]) -> dict:
+    """Train one setting of model keywords and options in its own process; return its results.json.
 
     Raises:
         RunError: the trainer failed.
     """
-    command = [sys.executable, *trainer, *arguments, "--output", str(folder), "--seed", seed, "--model-kwargs",
-               *(f"{key}={value}" for key, value in setting.items())]
+    command = [sys.executable, *trainer, *arguments, "--output", str(folder), "--seed", seed,
+               *(f"--{key.replace('_', '-')}={value}" for key, value in options.items())]
+    if keywords:
+        command += ["--model-kwargs", *(f"{key}={value}" for key, value in keywords.items())]
     process = subprocess.Popen(command)
     try:
         code = process.wait()
@@ -113,14 +116,22 @@ def _is_number(text: str) -> bool:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, epilog=EXAMPLES,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--set", action="append", required=True, metavar="KEY=V1,V2,...", dest="settings",
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=V1,V2,...", dest="keywords",
                         help="a model keyword and its values; given again, all combinations are run")
+    parser.add_argument("--option", action="append", default=[], metavar="KEY=V1,V2,...", dest="options",
+                        help="the same for an option of the trainer, such as lr=0.01,0.02")
+    parser.add_argument("--test", action="store_true", help="test each run's weights on the test images, once: for "
+                        "settings that are fixed, not for choosing")
     parser.add_argument("--seeds", default="0", help="seeds, each of which runs every setting (default: 0)")
     parser.add_argument("--output", required=True, type=Path, help="folder of the runs, sweep.csv and sweep.png")
     parser.add_argument("--script", type=Path, help="trainer (default: ea-vision train-cifar)")
     parser.add_argument("arguments", nargs="*", metavar="-- ARGUMENT", help="arguments of the trainer, after --")
     args = parser.parse_args(argv)
-    settings = parse_settings(args.settings)
+    settings = parse_settings(args.keywords + args.options)
+    if not settings:
+        raise UsageError("--set or --option is required, got neither")
+    options = parse_settings(args.options)
+    arguments = [*args.arguments, "--test" if args.test else "--no-test"]
     trainer = [str(args.script)] if args.script else ["-m", "ea_vision", "train-cifar"]
     if args.script and not args.script.is_file():
         raise UsageError(f"no trainer {args.script}: give its path by --script")
@@ -136,10 +147,15 @@ def main(argv: list[str] | None = None) -> int:
         setting = dict(zip(settings, values, strict=True))
         for seed in args.seeds.split(","):
             name = ",".join([*(f"{k}={v}" for k, v in setting.items()), f"seed={seed}"])
-            results = run_setting(trainer, args.output / name, setting, seed, args.arguments)
+            keywords = {key: value for key, value in setting.items() if key not in options}
+            chosen = {key: value for key, value in setting.items() if key in options}
+            results = run_setting(trainer, args.output / name, keywords, chosen, seed, arguments)
             split = results["eval_split"]
-            rows.append({**setting, "seed": seed, "top1": evaluation_top1(results),
-                         "test_top1": results["test_best"]["top1"]})
+            metrics = read_metrics(args.output / name)
+            row = {**setting, "seed": seed, "top1": evaluation_top1(results),
+                   "top1_by_epoch": " ".join(f"{top1:.2f}" for top1 in metrics["top1"]),
+                   "seconds": f"{sum(metrics['seconds']):.0f}"}
+            rows.append({**row, **({"test_top1": results["test_best"]["top1"]} if args.test else {})})
             # Written after every run, so that the curve grows as the sweep goes.
             table = io.StringIO()
             writer = csv.DictWriter(table, list(rows[0]), lineterminator="\n")

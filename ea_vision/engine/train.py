@@ -34,7 +34,8 @@ from ea_vision.data.bad_images import BadImages
 from ea_vision.engine import checkpoint, run_folder
 from ea_vision.engine.config import TrainConfig
 from ea_vision.engine.evaluate import NonFiniteLoss, autocast, evaluate
-from ea_vision.engine.optimizer import build_optimizer
+from ea_vision.engine.logit_scale import classifier_names, scaled
+from ea_vision.engine.optimizer import build_optimizer, hyperparameters, load_optimizer
 from ea_vision.engine.schedules import build_schedule
 from ea_vision.engine.signals import StopRequest
 from ea_vision.engine.step_log import StepLog, memory_mib
@@ -113,7 +114,10 @@ class Trainer:
             # Not with static_graph: it fails where the first backward is in no_sync, and brings nothing measurable.
             self.net = DistributedDataParallel(self.net, [world.device.index] if world.device.type == "cuda" else None)
         self.optimizer = build_optimizer(config, model, config.batch_size * config.grad_accum * world.size)
+        self.lr_scales = [group["lr_scale"] for group in self.optimizer.param_groups]
         self.scheduler = build_schedule(config, self.optimizer, self.updates_per_epoch)
+        self.begun = hyperparameters(self.optimizer)
+        self.classifier = classifier_names(model) if config.logit_scale != 1 else []
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=config.amp == "float16")
         self.mix = None
         if config.mixup or config.cutmix:
@@ -133,6 +137,14 @@ class Trainer:
         """The model that is evaluated and exported: the averaged weights where they are on."""
         return self.ema.module if self.ema is not None else self.model
 
+    def weights(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """The state dict of `model` as it is kept on disk: the logits' scale is in the classifier."""
+        return scaled(model.state_dict(), self.classifier, self.config.logit_scale)
+
+    def load_weights(self, model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
+        """Load what `weights` returned."""
+        model.load_state_dict(scaled(weights, self.classifier, 1 / self.config.logit_scale))
+
     def state(self) -> dict[str, Any] | None:
         """All that resuming needs; None on all processes but the first."""
         random_states = self.world.gather(checkpoint.random_state(self.world.device))
@@ -143,9 +155,10 @@ class Trainer:
             "data_fingerprint": self.data_fingerprint,
             "world_size": self.world.size,
             "progress": dataclasses.asdict(self.progress),
-            "model": self.model.state_dict(),
-            "ema": self.ema.module.state_dict() if self.ema is not None else None,
+            "model": self.weights(self.model),
+            "ema": self.weights(self.ema.module) if self.ema is not None else None,
             "optimizer": self.optimizer.state_dict(),
+            "optimizer_began_as": self.begun,
             "scheduler": self.scheduler.state_dict(),
             "scaler": self.scaler.state_dict(),
             "random": random_states,
@@ -170,11 +183,12 @@ class Trainer:
         if (state["ema"] is None) != (self.ema is None):
             raise UsageError(f"{source} has {'no' if state['ema'] is None else 'the'} averaged weights of --ema, got "
                              f"ema {self.config.ema:g}")
-        self.model.load_state_dict(state["model"])
+        self.load_weights(self.model, state["model"])
         if self.ema is not None:
             check_state_fits(self.ema.module, state["ema"], str(source))
-            self.ema.module.load_state_dict(state["ema"])
-        self._load_optimizer(state["optimizer"], source)
+            self.load_weights(self.ema.module, state["ema"])
+        load_optimizer(self.optimizer, state["optimizer"], state.get("optimizer_began_as"), self.config.opt,
+                       str(source))
         try:
             self.scaler.load_state_dict(state["scaler"])
             if state["world_size"] == self.world.size:
@@ -186,20 +200,6 @@ class Trainer:
         self.last_good = source
         self._slow_down()
         self.scheduler.step_update(max(saved.updates - 1, 0))  # the rate that the epoch's row names
-
-    def _load_optimizer(self, state: dict[str, Any], source: Path) -> None:
-        """Load the optimiser's averages; its hyperparameters are this run's, the slow-down of a rollback apart."""
-        groups = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
-        try:
-            self.optimizer.load_state_dict(state)
-        except (KeyError, TypeError, ValueError) as error:
-            raise UsageError(f"optimiser state of {source} does not fit {self.config.opt}: {error!r}") from error
-        for group, own in zip(self.optimizer.param_groups, groups, strict=True):
-            group.update(own)
-        for parameter, averages in self.optimizer.state.items():
-            for name, value in averages.items():
-                if torch.is_tensor(value) and value.shape == parameter.shape:  # back to the memory format of the weight
-                    averages[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
     def save(self, best: bool = False, snapshot: bool = False) -> None:
         """Write the checkpoint; the one it replaces is kept. All processes must call this.
@@ -216,9 +216,9 @@ class Trainer:
         data = checkpoint.encode(state)
         run_folder.write_metrics(self.folder, self.progress.rows)
         if snapshot:
-            run_folder.write_snapshot(self.folder, self.best_model, self.progress.epoch)
+            run_folder.write_snapshot(self.folder, self.weights(self.best_model), self.progress.epoch)
         if best:
-            run_folder.write_weights(self.folder, self.best_model)
+            run_folder.write_weights(self.folder, self.weights(self.best_model))
             atomic_write(self.folder / checkpoint.BEST, data)
         atomic_write(self.last_good, data, keep_previous_as=self.folder / checkpoint.PREVIOUS)
 
@@ -238,7 +238,7 @@ class Trainer:
             images = images.contiguous(memory_format=torch.channels_last)
         with autocast(self.config.amp, self.world.device):
             logits = self.net(images)
-        return F.cross_entropy(logits.float(), targets, label_smoothing=smoothing)
+        return F.cross_entropy(self.config.logit_scale * logits.float(), targets, label_smoothing=smoothing)
 
     def _update(self, batches: list) -> tuple[float, bool]:
         """Make one update from `grad_accum` batches; return the mean loss and whether any process was asked to stop.
@@ -273,6 +273,8 @@ class Trainer:
         self.progress.step += 1
         if self.ema is not None:
             self.ema.update(self.model, step=self.progress.updates)
+        if self.progress.step == self.updates_per_epoch and hasattr(self.optimizer, "sync_lookahead"):
+            self.optimizer.sync_lookahead()  # the slow weights are those that are evaluated; here, as gradients exist
         return loss / self.world.size, stops > 0
 
     def _check_weights(self) -> None:
@@ -431,5 +433,5 @@ class Trainer:
 
     def _slow_down(self) -> None:
         """Halve the learning rate once per rollback so far; timm's schedulers multiply by a group's `lr_scale`."""
-        for group in self.optimizer.param_groups:
-            group["lr_scale"] = 0.5**self.progress.rollbacks
+        for group, scale in zip(self.optimizer.param_groups, self.lr_scales, strict=True):
+            group["lr_scale"] = scale * 0.5**self.progress.rollbacks

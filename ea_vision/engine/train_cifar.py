@@ -8,7 +8,7 @@ import torch
 
 from ea_vision.base.errors import UsageError
 from ea_vision.base.processes import World
-from ea_vision.data.augment import Augmentation
+from ea_vision.data.augment import PADDING_MODES, Augmentation
 from ea_vision.data.on_device import EvalLoader, TrainLoader
 from ea_vision.data.on_disk import on_disk
 from ea_vision.data.small_images import DATASETS, Images, cache_folder, hold_out, load_dataset
@@ -40,10 +40,19 @@ class CifarConfig(TrainConfig):
     img_size: int = option(32, "side of the images in pixels; others are scaled and cut", minimum=8)
     holdout: int = option(0, "training images to hold out and evaluate on each epoch; 0: the test images are used",
                           minimum=0)
-    flip: str = option("auto", "mirror half of the training images; auto: on, except for digits",
-                       choices=("auto", "on", "off"))
+    flip: str = option("auto", "mirror half of the training images; auto: on; alternate: by chance in the first epoch, "
+                               "then each every other epoch; these two never mirror digits",
+                       choices=("auto", "on", "off", "alternate"))
     crop_padding: int = option(4, "pixels by which training images are padded before the random crop", minimum=0)
+    crop_padding_mode: str = option("zeros", "what they are padded with; zeros: black; reflect: the image, mirrored at "
+                                             "its border", choices=PADDING_MODES)
     cutout: int = option(8, "side, in pixels, of the square cut out of each training image; 0: none", minimum=0)
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.crop_padding_mode == "reflect" and self.crop_padding >= self.img_size:
+            raise UsageError(f"crop_padding must be less than img_size ({self.img_size}) to be reflected, got "
+                             f"{self.crop_padding}")
 
 
 class SmallImages(run.Task):
@@ -87,8 +96,11 @@ class SmallImages(run.Task):
 
     def train_loader(self, **form) -> TrainLoader:
         config = self.config
-        augmentation = Augmentation(flip=config.flip == "on" or config.flip == "auto" and config.dataset != "digits",
-                                    crop_padding=config.crop_padding, cutout=config.cutout)
+        flip = "on" if config.flip == "auto" else config.flip
+        if config.dataset == "digits" and config.flip in ("auto", "alternate"):  # mirrored they are none
+            flip = "off"
+        augmentation = Augmentation(flip=flip, crop_padding=config.crop_padding, padding_mode=config.crop_padding_mode,
+                                    cutout=config.cutout)
         return TrainLoader(self.train, batch_size=config.batch_size, augmentation=augmentation, seed=config.seed,
                            **form)
 
@@ -97,6 +109,9 @@ class SmallImages(run.Task):
 
     def test_loader(self, **form) -> EvalLoader:
         return EvalLoader(self.test, batch_size=self.config.eval_batch_size, **form)
+
+    def unaugmented_loader(self, **form) -> EvalLoader:
+        return EvalLoader(self.train, batch_size=self.config.eval_batch_size, **form)
 
     def describe(self, index: int) -> str:
         return self.train.names[index]

@@ -139,13 +139,19 @@ class ClassFolders(run.Task):
         return ImageTrainLoader(source, transform=self.transform, **common)
 
     def eval_loader(self, **form) -> ImageEvalLoader | BetonEvalLoader:
+        return self._unaugmented(self.evaluated, self.config.val_beton, **form)
+
+    def unaugmented_loader(self, **form) -> ImageEvalLoader | BetonEvalLoader:
+        return self._unaugmented(self.train, self.config.train_beton, **form)
+
+    def _unaugmented(self, source, beton: str, **form) -> ImageEvalLoader | BetonEvalLoader:
         config = self.config
         common = {**form, "img_size": config.img_size, "batch_size": config.eval_batch_size,
                   "workers": config.workers, "bad_images": self.bad_images}
-        if config.val_beton:
-            return BetonEvalLoader(self.evaluated, resize=config.eval_resize, **common)
+        if beton:
+            return BetonEvalLoader(source, resize=config.eval_resize, **common)
         transform = eval_transform(config.img_size, config.eval_resize, config.interpolation)
-        return ImageEvalLoader(self.evaluated, transform=transform, **common)
+        return ImageEvalLoader(source, transform=transform, **common)
 
 
 def checked_train_transform(config: ImageNetConfig):

@@ -28,7 +28,8 @@ def memory_on_gpu(runner: Runner) -> int:
         runner.train()
     runner.optimizer.zero_grad()
     own = [*runner.model.parameters(), *runner.model.buffers(),
-           *(t for state in runner.optimizer.state.values() for t in state.values() if torch.is_tensor(t))]
+           *(t for averages in runner.optimizer.state_dict()["state"].values() for t in averages.values()
+             if torch.is_tensor(t))]
     before = torch.cuda.memory_allocated() - sum(t.nbytes for t in own)
     torch.cuda.reset_peak_memory_stats()
     runner.train()

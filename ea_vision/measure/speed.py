@@ -1,6 +1,6 @@
 """Speed and memory of networks in training and inference, in one run, on the device at hand, as ratios to a ResNet.
 
-Measured are images per second of a training step (forward, backward, SGD step) and of inference, the peak memory of a
+Measured are images per second of a training step (forward, backward, optimiser) and of inference, the peak memory of a
 training step, and the time of an attention branch beside the floor that memory bandwidth sets. Repeats are interleaved,
 one step of each network in turn, and medians are given, so that what else the machine does hits all alike. Weights are
 random; BatchNorm statistics come from two training passes, and norms that start at zero are set to 0.2, so that every
@@ -30,6 +30,7 @@ from ea_vision.base.files import atomic_write, create
 from ea_vision.base.networks import check_model_name
 from ea_vision.base.processes import choose_device
 from ea_vision.base.provenance import hardware
+from ea_vision.engine.optimizer import check_optimizer_name
 from ea_vision.layers import AugmentedConv2d
 from ea_vision.measure.branches import time_branches
 from ea_vision.measure.peak_memory import KEEP_MEMORY, MIB, memory_in_own_process, memory_on_gpu
@@ -148,6 +149,8 @@ def make_parser() -> argparse.ArgumentParser:
                         f"ours, the plain ones that papers compare them with, and {', '.join(OTHERS)}, as far as they "
                         f"are made for about this image size (default: {' '.join(DEFAULT)})")
     add_setting(parser, None, "8 on a CPU, 256 on CUDA")
+    parser.add_argument("--opt", default="sgd", metavar="NAME", help="optimiser of the training step, timm's, "
+                        "lookahead_NAME too (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=2, help="threads of a CPU (default: %(default)s)")
     parser.add_argument("--compile", action="store_true", help="measure each network compiled by torch.compile, too")
     parser.add_argument("--repeats", type=int, default=7, help="steps of each network, of which the median is given "
@@ -174,6 +177,7 @@ def conditions(args: argparse.Namespace, setting: Setting) -> dict[str, object]:
         "date": datetime.now().astimezone().isoformat(timespec="minutes"),
         "ea_vision": ea_vision.__version__, "torch": str(torch.__version__), "timm": timm.__version__,
         "batch_size": setting.batch_size, "img_size": setting.img_size, "precision": setting.precision,
+        "optimizer": setting.opt,
         "layout": "channels-last" if setting.channels_last else "contiguous", "repeats": args.repeats,
         "implementation": setting.implementation or "chosen", "flush_denormal": setting.flush_denormal,
         "malloc": "keeps memory" if _keeps_memory() else "system's",
@@ -184,8 +188,8 @@ def describe(under: dict[str, object]) -> list[str]:
     """Two lines of the conditions: hardware and versions; what is run."""
     versions = ", ".join(f"{name} {under[name]}" for name in ("ea_vision", "torch", "timm"))
     return [f"{under['hardware']}; {versions}",
-            f"batch {under['batch_size']}, {under['img_size']} pixels, {under['precision']}, {under['layout']}"
-            + (", subnormals flushed" if under["flush_denormal"] else "")]
+            f"batch {under['batch_size']}, {under['img_size']} pixels, {under['precision']}, {under['layout']}, "
+            + under["optimizer"] + (", subnormals flushed" if under["flush_denormal"] else "")]
 
 
 def print_conditions(args: argparse.Namespace, under: dict[str, object], on_cpu: bool) -> None:
@@ -214,6 +218,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     check_positive(args, "batch_size", "img_size", "threads", "repeats")
     if args.plot and not args.plot.endswith(".png"):
         raise UsageError(f"--plot must end in .png, got {args.plot!r}")
+    check_optimizer_name(args.opt)
     names, optional = networks_asked_for(args.models, args.img_size)
     for path in filter(None, (args.csv, args.plot)):
         create(Path(path).parent)

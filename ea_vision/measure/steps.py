@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from statistics import median
 
+import timm.optim
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -26,7 +27,8 @@ class Setting:
     """How every network of a comparison runs.
 
     device: cpu, cuda, or auto, which is cuda if there is one. img_size: side in pixels. amp: none, bfloat16 or float16.
-    implementation: of the attention; None: chosen by device. threads: of a CPU; None: torch's own choice.
+    opt: timm's name of the optimiser. implementation: of the attention; None: chosen by device. threads: of a CPU;
+    None: torch's own choice.
     """
 
     batch_size: int
@@ -37,6 +39,7 @@ class Setting:
     implementation: str | None = None
     threads: int | None = None
     flush_denormal: bool = False
+    opt: str = "sgd"
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> Setting:
@@ -187,7 +190,7 @@ class Runner:
     def __init__(self, bench: Bench, model: nn.Module, compiled: bool = False) -> None:
         self.bench, self.model = bench, model
         self.net = torch.compile(model, dynamic=False) if compiled else model
-        self.optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+        self.optimizer = timm.optim.create_optimizer_v2(model, opt=bench.setting.opt, lr=1e-3, momentum=0.9)
         self.scaler = torch.amp.GradScaler(bench.device.type, enabled=bench.setting.amp == "float16")
 
     def train(self) -> Tensor:

@@ -133,6 +133,8 @@ class ConvTransformer(ChainedNetwork, nn.Module):
         ff_drop_rate: dropout between the two feed-forward layers.
         drop_path_rate: stochastic depth at the last block, growing linearly from 0 at the first.
         zero_init_last: whether every residual branch begins at zero, as in timm's ResNet.
+        dirac_init: whether the 1x1 convolutions between the blocks begin as the identity: on the newest channels of
+            what a block reads, on the first channels where a stage widens (else at random).
         **kwargs: those of `AttentionConfig` (num_heads, 4 unless given, position, window, evolution, attn_drop_rate;
             the widths are the blocks') and of the evolution (alpha, beta, kernel_size, num_layers, ...).
 
@@ -158,6 +160,7 @@ class ConvTransformer(ChainedNetwork, nn.Module):
             ff_drop_rate: float = 0.0,
             drop_path_rate: float = 0.0,
             zero_init_last: bool = True,
+            dirac_init: bool = False,
             device=None,
             dtype=None,
             **kwargs: Any,
@@ -198,11 +201,12 @@ class ConvTransformer(ChainedNetwork, nn.Module):
             in_channels = channels
         self.stages = nn.Sequential(*stages)
         self.head = ClassifierHead(self.num_features, num_classes, pool_type=global_pool, drop_rate=drop_rate, **dd)
-        self.init_weights(zero_init_last)
+        self.init_weights(zero_init_last, dirac_init)
 
     @torch.jit.ignore
-    def init_weights(self, zero_init_last: bool = True) -> None:
-        """He for the convolutions; the augmented ones have their own. Zero for the last norm of each branch."""
+    def init_weights(self, zero_init_last: bool = True, dirac_init: bool = False) -> None:
+        """He for the convolutions; the augmented ones have their own. Zero for the last norm of each branch, identity
+        for the 1x1 convolutions between blocks."""
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
@@ -212,6 +216,12 @@ class ConvTransformer(ChainedNetwork, nn.Module):
             if zero_init_last and isinstance(module, (ConvBlock, AttnBlock)):
                 nn.init.zeros_(module.bn.weight)
                 nn.init.zeros_(module.ff.conv2.bn.weight)
+            if dirac_init and isinstance(module, DenseStage):
+                for conv in [merge.conv for merge in module.merge if isinstance(merge, ConvNormAct)]:
+                    nn.init.zeros_(conv.weight)
+                    nn.init.dirac_(conv.weight.detach()[:, -conv.out_channels:])
+                if isinstance(module.proj, ConvNormAct):
+                    nn.init.dirac_(module.proj.conv.weight.detach()[:module.proj.conv.in_channels])
 
     @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:

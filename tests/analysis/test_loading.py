@@ -23,7 +23,7 @@ def run(tmp_path):
     folder.mkdir(parents=True)
     model = timm.create_model(NAME, **KWARGS)
     run_folder.write_config(folder, {"model": NAME, "dataset": "digits"}, {"model_kwargs": KWARGS})
-    run_folder.write_weights(folder, model)
+    run_folder.write_weights(folder, model.state_dict())
     state = {name: value + 1 for name, value in model.state_dict().items()}
     data = checkpoint.encode({"model": state, "ema": None, "progress": {"epoch": 2, "updates": 5}})
     atomic_write(folder / "last.ckpt", data)
@@ -87,7 +87,7 @@ def test_what_cannot_be_loaded(run, tmp_path):
     (folder / "bad.ckpt").write_bytes(b"no checkpoint")
     with pytest.raises(UsageError, match="bad.ckpt cannot be read as a checkpoint"):
         load_model(str(folder / "bad.ckpt"))
-    run_folder.write_weights(folder, timm.create_model(NAME, **{**KWARGS, "num_classes": 4}))
+    run_folder.write_weights(folder, timm.create_model(NAME, **{**KWARGS, "num_classes": 4}).state_dict())
     with pytest.raises(UsageError, match=r"head.fc.weight must be \(3, 16\), got \(4, 16\)"):
         load_model(str(folder))
 

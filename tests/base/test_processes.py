@@ -71,6 +71,22 @@ def test_two_processes_equal_one_with_twice_the_batch(data, tmp_path):
     assert first["train_loss"] == pytest.approx(second["train_loss"], rel=1e-4)
 
 
+def test_two_processes_whiten_look_ahead_and_flip_as_one_does(data, tmp_path):
+    """Both whiten by the same images, flips follow the image, Lookahead's weights meet at the same updates."""
+    one, two, log = tmp_path / "one", tmp_path / "two", tmp_path / "log"
+    more = [*GN_MODEL, "--lr", "0.02", "--whiten", "--opt", "lookahead_sgd", "--norm-bias-lr", "2", "--flip",
+            "alternate", "--logit-scale", "0.5", "--tta", "mirror"]
+    assert run(arguments(data, one, *more, "--batch-size", "8"), log, KeepStart()) == 0
+    assert run_world(2, arguments(data, two, *more, "--batch-size", "4"), log) == [0, 0], log.read_text()
+    assert_close(one, two)
+    own, other = (checkpoint.read_checkpoint(folder / checkpoint.LAST)["model"]["conv_stem.weight"]
+                  for folder in (one, two))
+    half = len(own) // 2
+    assert torch.equal(own, other) and torch.equal(own[:half], -own[half:2 * half])
+    results = [run_folder.read_results(folder)["test_last"] for folder in (one, two)]
+    assert results[0]["views_top1"] == pytest.approx(results[1]["views_top1"], abs=8)  # one image in 13
+
+
 def test_gradient_accumulation_equals_the_larger_batch(data, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     more = [*GN_MODEL, "--lr", "0.02", "--clip-grad", "1"]  # small steps: rounding must not grow

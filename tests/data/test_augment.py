@@ -12,11 +12,13 @@ MEAN, STD = torch.tensor([0.5, 0.4, 0.3]), torch.tensor([0.2, 0.3, 0.25])
 
 def plainly(image: torch.Tensor, draw: list[int], augmentation: Augmentation) -> torch.Tensor:
     """One image (C, H, W): pad, crop, flip, normalise, cut out."""
+    # Padding is torch's own, which reflects floating-point images.
     top, left, flip, cut_y, cut_x = draw
     height, width = image.shape[1:]
     pad = augmentation.crop_padding
-    image = F.pad(image, (pad, pad, pad, pad))[:, top:top + height, left:left + width]
-    if augmentation.flip and flip:
+    mode = "constant" if augmentation.padding_mode == "zeros" else "reflect"
+    image = F.pad(image.float(), (pad, pad, pad, pad), mode)[:, top:top + height, left:left + width]
+    if augmentation.flip != "off" and flip:
         image = image.flip(-1)
     result = (image / 255 - MEAN.view(-1, 1, 1)) / STD.view(-1, 1, 1)
     if augmentation.cutout:
@@ -26,9 +28,10 @@ def plainly(image: torch.Tensor, draw: list[int], augmentation: Augmentation) ->
 
 
 @pytest.mark.parametrize("augmentation", [
-    Augmentation(), Augmentation(flip=False), Augmentation(crop_padding=0), Augmentation(cutout=8),
-    Augmentation(flip=False, crop_padding=0, cutout=5), Augmentation(flip=False, crop_padding=0),
-    Augmentation(crop_padding=2, cutout=3),
+    Augmentation(), Augmentation(flip="off"), Augmentation(crop_padding=0), Augmentation(cutout=8),
+    Augmentation(flip="off", crop_padding=0, cutout=5), Augmentation(flip="off", crop_padding=0),
+    Augmentation(crop_padding=2, cutout=3), Augmentation(padding_mode="reflect"),
+    Augmentation(padding_mode="reflect", crop_padding=11, cutout=3), Augmentation(flip="alternate", crop_padding=0),
 ])
 def test_batches_equal_single_images(augmentation):
     images = torch.randint(0, 256, (64, 3, 12, 17), dtype=torch.uint8)  # H != W
@@ -36,6 +39,37 @@ def test_batches_equal_single_images(augmentation):
     batch = augmentation.apply(images, draws, MEAN, STD)
     for image, draw, result in zip(images, draws.tolist(), batch, strict=True):
         torch.testing.assert_close(result, plainly(image, draw, augmentation), atol=1e-6, rtol=0)
+
+
+def test_paddings_of_a_numbered_image():
+    """Rows 0 1 2 / 3 4 5 / 6 7 8, cut out at the upper left corner of what two pixels of padding make of them."""
+    image = torch.arange(9, dtype=torch.uint8).view(1, 1, 3, 3)
+    draw = torch.tensor([[0, 0, 0, 0, 0]])
+    mean, std = torch.zeros(1), torch.full((1,), 1 / 255)
+    for mode, wanted in (("reflect", [[8, 7, 6], [5, 4, 3], [2, 1, 0]]), ("zeros", [[0, 0, 0], [0, 0, 0], [0, 0, 0]])):
+        result = Augmentation(flip="on", crop_padding=2, padding_mode=mode).apply(image, draw, mean, std)
+        assert result[0, 0].tolist() == wanted
+    lower_right = torch.tensor([[4, 4, 1, 0, 0]])  # cut out, then mirrored
+    result = Augmentation(flip="on", crop_padding=2, padding_mode="zeros").apply(image, lower_right, mean, std)
+    assert result[0, 0].tolist() == [[0, 0, 8], [0, 0, 0], [0, 0, 0]]
+    result = Augmentation(flip="on", crop_padding=2, padding_mode="reflect").apply(image, lower_right, mean, std)
+    assert result[0, 0].tolist() == [[6, 7, 8], [3, 4, 5], [0, 1, 2]]
+
+
+def test_alternating_flips_are_by_chance_at_first_and_turn_with_every_epoch():
+    augmentation = Augmentation(flip="alternate")
+    first = augmentation.alternating_flips(10_000, 0, seed=3)
+    assert set(first.tolist()) == {0, 1} and 0.48 < first.float().mean() < 0.52
+    for epoch in (1, 2, 3):
+        assert torch.equal(augmentation.alternating_flips(10_000, epoch, seed=3), first ^ (epoch % 2))
+    assert not torch.equal(augmentation.alternating_flips(10_000, 0, seed=4), first)
+
+
+def test_unknown_ways_are_named():
+    with pytest.raises(ValueError, match="flip must be one of off, on, alternate, got 'both'"):
+        Augmentation(flip="both")
+    with pytest.raises(ValueError, match="padding_mode must be one of zeros, reflect, got 'edge'"):
+        Augmentation(padding_mode="edge")
 
 
 def test_draws_cover_their_ranges_evenly():
@@ -49,7 +83,7 @@ def test_draws_cover_their_ranges_evenly():
 def test_cutout_area():
     """8x8 pixels inside, less where the border cuts the square, and in all channels alike."""
     images = torch.full((2000, 3, 32, 32), 255, dtype=torch.uint8)
-    augmentation = Augmentation(flip=False, crop_padding=0, cutout=8)
+    augmentation = Augmentation(flip="off", crop_padding=0, cutout=8)
     result = augmentation.apply(images, augmentation.draw(2000, (32, 32), torch.Generator().manual_seed(0)), MEAN, STD)
     areas = (result == 0).sum((2, 3))
     assert (areas[:, 0] == areas[:, 1]).all() and areas.max() == 64 and areas.min() == 16

@@ -55,6 +55,27 @@ def test_epochs_and_seeds_differ_and_each_shows_every_image_once():
     assert orders[0] != orders[1] and orders[0] != orders[2] and orders[1] != orders[2]
 
 
+def test_alternating_flips_follow_each_image_through_the_epochs():
+    """Images of two columns, numbered: every image is seen flipped in all even or in all odd epochs, on any process."""
+    pixels = torch.zeros(40, 3, 2, 2, dtype=torch.uint8)
+    pixels[..., 1] = 255
+    split = Images(pixels, torch.zeros(40, dtype=torch.int64), [str(i) for i in range(40)])
+
+    def flipped(epoch, rank, world_size, first=0):
+        loader = TrainLoader(split, batch_size=8 // world_size, rank=rank, world_size=world_size, seed=5,
+                             augmentation=Augmentation(flip="alternate", crop_padding=0), **COMMON)
+        return {number: bool(image[0, 0, 0] > image[0, 0, 1]) for batch in loader.batches(epoch, first)
+                for number, image in zip(batch.ids.tolist(), batch.images, strict=True)}
+
+    epochs = [flipped(epoch, 0, 1) for epoch in range(4)]
+    assert len(epochs[0]) == 40 and set(epochs[0].values()) == {False, True}
+    for number, value in epochs[0].items():
+        assert [e[number] for e in epochs] == [value, not value, value, not value]
+    halves = [flipped(2, rank, 2) for rank in (0, 1)]
+    assert {**halves[0], **halves[1]} == epochs[2], "as on one process"
+    assert flipped(3, 0, 1, first=3).items() <= epochs[3].items(), "and from the middle of an epoch on"
+
+
 @pytest.mark.parametrize("count, world_size, batch_size", [(13, 1, 5), (13, 2, 5), (13, 4, 2), (3, 4, 2), (16, 4, 2)])
 def test_evaluation_shows_every_image_once_on_any_number_of_processes(count, world_size, batch_size):
     split = images(count)

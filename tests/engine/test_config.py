@@ -107,7 +107,7 @@ def test_help_has_every_flag_its_default_and_examples():
     for field in dataclasses.fields(CifarConfig):
         assert f"--{field.name.replace('_', '-')}" in text
     assert text.count("(default: ") >= len(dataclasses.fields(CifarConfig))
-    assert "--lr LR" in text and "(default: 0.2)" in text, "defaults shown are those of the default recipe"
+    assert "--lr LR" in text and "per update (default: 0.02)" in text, "defaults shown are those of the default recipe"
     assert text.rstrip().endswith(EXAMPLES.rstrip())
 
 

@@ -53,7 +53,7 @@ def error_of(main, argv, capsys, code=2) -> str:
 def resume(folder: Path) -> list[str]:
     """The command of the old run, in `folder`."""
     command = yaml.safe_load((OLD_RUN / "config.yaml").read_text())["run"]["command"].split()[1:]
-    return [*command[:-1], str(folder)]
+    return [*command[:-1], str(folder), "--recipe", "fast_sgd"]  # the default then, by another name
 
 
 # ---- options --------------------------------------------------------------------------------------------------------

@@ -143,18 +143,22 @@ def test_sweep_runs_its_settings_draws_them_and_continues(data, tmp_path, monkey
             return self.code
 
     monkeypatch.setattr(module.subprocess, "Popen", Process)
-    argv = ["--set", "drop_rate=0,0.5", "--seeds", "0,1", "--output", str(tmp_path / "sweep"), "--script",
+    argv = ["--set", "drop_rate=0,0.5", "--option", "label_smoothing=0.2", "--seeds", "0,1",
+            "--output", str(tmp_path / "sweep"), "--script",
             str(Path(__file__).parents[2] / "train_cifar.py"), "--", "--model", "test_resnet",
             "--dataset", "folder", "--data-dir", str(data),
             "--cache-dir", "none", "--epochs", "1", "--batch-size", "16", "--holdout", "16"]
     assert sweep(argv) == 0
     rows = list(csv.DictReader((tmp_path / "sweep" / "sweep.csv").open()))
     assert [(r["drop_rate"], r["seed"]) for r in rows] == [("0", "0"), ("0", "1"), ("0.5", "0"), ("0.5", "1")]
-    config, about = run_folder.read_config(tmp_path / "sweep" / "drop_rate=0.5,seed=1")
+    config, about = run_folder.read_config(tmp_path / "sweep" / "drop_rate=0.5,label_smoothing=0.2,seed=1")
     assert (config["model_kwargs"], config["seed"], about["eval_split"]) == ({"drop_rate": 0.5}, 1, "held_out")
+    assert config["label_smoothing"] == 0.2 and rows[0]["label_smoothing"] == "0.2"
+    assert not config["test"] and rows[0].keys() & {"test_top1"} == set(), "a search leaves the test images alone"
+    assert float(rows[0]["top1_by_epoch"]) == pytest.approx(float(rows[0]["top1"]), abs=0.01)
     assert Image.open(tmp_path / "sweep" / "sweep.png").size[0] > 300
     assert "best: drop_rate=" in capsys.readouterr().out
-    weights = tmp_path / "sweep" / "drop_rate=0,seed=0" / "model.safetensors"
+    weights = tmp_path / "sweep" / "drop_rate=0,label_smoothing=0.2,seed=0" / "model.safetensors"
     before = weights.stat().st_mtime_ns
     assert sweep(argv) == 0 and weights.stat().st_mtime_ns == before, "finished runs are not trained again"
 

@@ -199,6 +199,21 @@ def test_a_small_evolving_network_learns_its_images_by_heart(tmp_path):
         assert sum(name.endswith("evolution.convs.0.weight") for name in weights.keys()) == 8
 
 
+def test_the_recipes_ingredients_are_options_here_too(photos, tmp_path, capsys):
+    """Whitened by training images as evaluation sees them, tested with views; a part of the images must be held out."""
+    folder, log = tmp_path / "run", tmp_path / "log"
+    argv = arguments(photos, folder, "--whiten", "--tta", "mirror", "--norm-bias-lr", "4", "--opt", "lookahead_sgd",
+                     "--logit-scale", "0.25")
+    assert run(argv, log) == 0, log.read_text()
+    results = run_folder.read_results(folder)
+    assert results["test_last"].keys() == {"epoch", "top1", "top5", "views_top1"}
+    filters = run_folder.load_run(folder)[0].conv1[0].weight
+    half = len(filters) // 2
+    assert torch.equal(filters[:half], -filters[half:]) and filters.abs().max() > 0.5, "no other filters are like that"
+    assert "--no-test needs training images held out" in fails(
+        [*arguments(photos, tmp_path / "x"), "--no-test"], capsys, 2)
+
+
 def test_evaluation_on_three_processes_equals_one(finished, tmp_path):
     """1,000 images, exactly."""
     data = make_photos(tmp_path / "photos", train=3, val=1000, side=16)

@@ -66,11 +66,12 @@ def test_branches_move_the_bytes_counted_by_hand():
 def test_a_run(tmp_path, capsys):
     paths = [tmp_path / "sub" / "speed.csv", tmp_path / "speed.png"]
     assert speed.main([*TINY, "--models", "cnn_cifar", "ea_conv_transformer_cifar", "--no-memory",
-                           "--csv", str(paths[0]), "--plot", str(paths[1])]) == 0
+                           "--opt", "muon", "--csv", str(paths[0]), "--plot", str(paths[1])]) == 0
     out = capsys.readouterr().out.splitlines()
     assert f"torch {torch.__version__}" in out[0] and "1 threads" in out[0] and "; 20" in out[0]
-    assert "batch 2, 32 pixels, float32" in out[1]
+    assert "batch 2, 32 pixels, float32, contiguous, muon" in out[1]
     rows = list(csv.DictReader(io.StringIO(paths[0].read_text())))
+    assert {row["optimizer"] for row in rows} == {"muon"}
     assert [(row["model"], row["layers"]) for row in rows] == [
         ("cnn_cifar", "0"), *[("ea_conv_transformer_cifar", layers) for layers in ("6", "3", "3")]]
     for row in rows[:2]:
@@ -103,6 +104,7 @@ def test_memory_is_that_of_the_steps_alone(monkeypatch):
 
 @pytest.mark.parametrize("more, message", [
     (["--models", "ea_resnet50"], "unknown model 'ea_resnet50'; did you mean"),
+    (["--opt", "muonn"], "unknown optimiser 'muonn'; did you mean"),
     (["--repeats", "0"], "--repeats must be 1 or more, got 0"),
     (["--plot", "x.svg"], "--plot must end in .png, got 'x.svg'"),
     (["--models", "ea_conv_transformer_cifar", "--implementation", "sdpa"], "'sdpa' cannot run this"),

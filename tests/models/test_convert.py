@@ -69,7 +69,7 @@ def test_the_authors_variables_become_our_layers(shared, name):
 @pytest.mark.parametrize("ema", [False, True])
 def test_a_run_folder_and_its_checkpoints_are_weights(ema, tmp_path, caplog):
     best, last, average = (lively("ea_conv_transformer_cifar", num_classes=4) for _ in range(3))
-    write_weights(tmp_path, best)
+    write_weights(tmp_path, best.state_dict())
     momentum = {"0": torch.zeros(3), "1": torch.ones(2)}
     state = {"model": last.state_dict(), "ema": average.state_dict() if ema else None, "optimizer": momentum}
     (tmp_path / "last.ckpt").write_bytes(encode(state))

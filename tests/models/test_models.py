@@ -137,6 +137,27 @@ def test_the_aa_papers_resnet34_has_13_layers():
     assert [i for i, layer in enumerate(evolving) if layer.evolution is None] == [0, 10]
 
 
+def test_dirac_init_lets_the_newest_channels_through():
+    """At the start a stage of zero branches hands on what comes in, rectified; the default stays as it was."""
+    def built(**kwargs):
+        torch.manual_seed(0)
+        return timm.create_model("ea_conv_transformer_cifar", widths=(8, 16, 12, 12), num_heads=2, **kwargs).eval()
+
+    plain, model = built(), built(dirac_init=True)
+    x = torch.rand(2, 8, 8, 8)
+    for stage, other in zip(model.stages, plain.stages, strict=True):
+        inputs = stage.proj(stage.pool(x))
+        kept = min(x.shape[1], inputs.shape[1])
+        torch.testing.assert_close(inputs[:, :kept], stage.pool(x)[:, :kept])
+        torch.testing.assert_close(stage(x), inputs, atol=1e-4, rtol=1e-4)  # the norms' epsilon, at every merge
+        assert not torch.allclose(other(x), other.proj(other.pool(x)), atol=0.1)
+        x = inputs
+    changed = {name for (name, a), b in zip(model.named_parameters(), plain.parameters(), strict=True)
+               if not torch.equal(a, b)}
+    assert changed == {name for name, p in model.named_parameters() if ".merge." in name and p.ndim == 4
+                       or ".proj.conv.weight" in name and "blocks" not in name}
+
+
 @pytest.mark.parametrize("name,layers,chains", [
     ("ea_aa_resnet34", 26, [20, 6]), ("ea_aa_resnet50", 13, [10, 3]), ("ea_aa_resnet101", 30, [27, 3]),
     ("ea_aa_resnet152", 47, [44, 3]), ("ea_aa_mnasnet_100", 13, [3, 1, 6, 3]),

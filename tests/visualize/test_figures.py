@@ -58,7 +58,7 @@ def make_run(folder, name):
     torch.manual_seed(0)
     model = timm.create_model(name, **KWARGS)
     run_folder.write_config(folder, {"model": name, "dataset": "digits"}, {"model_kwargs": KWARGS})
-    run_folder.write_weights(folder, model)
+    run_folder.write_weights(folder, model.state_dict())
     for epoch, file in (2, "last.ckpt"), (1, "best.ckpt"):
         state = {"model": model.state_dict(), "ema": None, "progress": {"epoch": epoch, "updates": epoch}}
         atomic_write(folder / file, checkpoint.encode(state))
@@ -244,7 +244,7 @@ def test_animations_through_layers_and_checkpoints(run, photo, tmp_path):
 def test_animations_through_the_snapshots_of_a_run(run, photo, tmp_path):
     """Checkpoints of epochs 1 and 2, snapshots of 2 and 4: a frame an epoch, of that epoch's weights."""
     for epoch in (2, 4):
-        run_folder.write_snapshot(run, timm.create_model("ea_conv_transformer_cifar", **KWARGS), epoch)
+        run_folder.write_snapshot(run, timm.create_model("ea_conv_transformer_cifar", **KWARGS).state_dict(), epoch)
     files = animation.checkpoints_of(str(run)).split(",")
     assert [load_model(file).epoch for file in files] == [1, 2, 2, 4]
     assert command(animation, "--model", run, "--layers", "2", "--through", "checkpoints", "--dpi", "40",

@@ -1,0 +1,180 @@
+"""What the recipes are made of, in real runs: killed and continued, exported, tested with views, not tested at all."""
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+
+import pytest
+import safetensors.torch
+import timm
+import torch
+
+from ea_vision.engine import checkpoint, run_folder, train_cifar
+from ea_vision.engine.evaluate import evaluate
+from ea_vision.engine.logit_scale import scaled
+from ea_vision.engine.train import Trainer
+from tests.engine.runner import SignalAfterUpdate, arguments, assert_equal, make_folder, run, same_result
+
+LOOKAHEAD = ["--opt", "lookahead_sgd", "--norm-bias-lr", "4", "--holdout", "8"]
+ALL = ["--opt", "muon", "--lr", "0.02", "--opt-kwargs", "fallback_lr_scale=0.5", "--norm-bias-lr", "8", "--whiten",
+       "--logit-scale", "0.125", "--flip", "alternate", "--crop-padding-mode", "reflect", "--ema", "0.9",
+       "--tta", "six", "--holdout", "8"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return make_folder(tmp_path_factory.mktemp("data"), train=48)
+
+
+@pytest.fixture(scope="module")
+def whole(data, tmp_path_factory):
+    """Runs that nothing interrupted."""
+    folders = {}
+    for name, options in (("lookahead", LOOKAHEAD), ("all", ALL)):
+        folders[name] = tmp_path_factory.mktemp("runs") / name
+        log = folders[name].with_suffix(".log")
+        assert run(arguments(data, folders[name], *options), log) == 0, log.read_text()
+    return folders
+
+
+# Lookahead's two weights meet after update 6, and at the ends of the epochs, updates 5 and 10.
+@pytest.mark.parametrize("name, options, number, update", [
+    ("lookahead", LOOKAHEAD, signal.SIGKILL, 4), ("lookahead", LOOKAHEAD, signal.SIGTERM, 5),
+    ("all", ALL, signal.SIGKILL, 4), ("all", ALL, signal.SIGTERM, 8)])
+def test_a_run_that_was_killed_ends_as_one_that_was_not(data, whole, tmp_path, name, options, number, update):
+    folder, log = tmp_path / "run", tmp_path / "log"
+    assert run(arguments(data, folder, *options), log, SignalAfterUpdate(number, update)) not in (0, 1, 2)
+    assert run(arguments(data, folder, *options), log) == 0, log.read_text()
+    same_result(folder, whole[name])
+
+
+def test_lookaheads_slow_weights_are_in_the_checkpoint(whole):
+    state = checkpoint.read_checkpoint(whole["lookahead"] / checkpoint.LAST)
+    assert all("lookahead_slow_buff" in averages for averages in state["optimizer"]["state"].values())
+    assert {g["lookahead_step"] for g in state["optimizer"]["param_groups"]} == {10}
+    names = timm.create_model("test_resnet", **run_folder.read_config(whole["lookahead"])[1]["model_kwargs"])
+    shapes = {tuple(p.shape) for p in names.parameters()}
+    assert {tuple(a["lookahead_slow_buff"].shape) for a in state["optimizer"]["state"].values()} == shapes
+
+
+def test_exported_weights_give_the_outputs_of_training_bit_for_bit(data, tmp_path, monkeypatch):
+    """Frozen whitening filters and scaled logits need nothing from whoever loads model.safetensors."""
+    seen = {}
+    fit = Trainer.fit
+
+    def spy(trainer):
+        before = trainer.model.conv1[0].weight.clone()
+        fit(trainer)
+        trainer.best_model.eval()
+        assert torch.equal(trainer.model.conv1[0].weight, before), "frozen"
+        images = next(trainer.eval_loader.batches()).images
+        with torch.no_grad():
+            seen.update(images=images, logits=trainer.config.logit_scale * trainer.best_model(images),
+                        filters=before, optimised=sum(len(g["params"]) for g in trainer.optimizer.param_groups),
+                        parameters=len(list(trainer.model.parameters())))
+
+    monkeypatch.setattr(Trainer, "fit", spy)
+    folder = tmp_path / "run"
+    argv = [w for w in arguments(data, folder, *ALL, "--epochs", "1", "--resume", "none")]
+    assert train_cifar.main(argv) == 0
+    about = run_folder.read_config(folder)[1]
+    model = timm.create_model("test_resnet", **about["model_kwargs"],
+                              checkpoint_path=str(folder / run_folder.WEIGHTS)).eval()
+    with torch.no_grad():
+        assert torch.equal(model(seen["images"]), seen["logits"])
+    assert torch.equal(model.conv1[0].weight, seen["filters"]) and seen["optimised"] == seen["parameters"] - 1
+    state = checkpoint.read_checkpoint(folder / checkpoint.LAST)
+    assert_equal(state["ema"], safetensors.torch.load_file(folder / run_folder.WEIGHTS), "weights")
+
+
+def test_scaling_logits_by_a_power_of_two_is_undone_exactly():
+    weights = {"a": torch.randn(100), "b": torch.randn(100)}
+    for scale in (0.125, 2**-20, 4.0):
+        there = scaled(weights, ["a"], scale)
+        assert torch.equal(there["a"], weights["a"] * scale) and there["b"] is weights["b"]
+        assert torch.equal(scaled(there, ["a"], 1 / scale)["a"], weights["a"])
+
+
+def test_a_smaller_logit_scale_is_a_smaller_gradient_of_the_features(data, tmp_path):
+    """The first update's loss is that of scaled logits: nearer to log(classes)."""
+    losses = []
+    for scale in ("1", "0.015625"):
+        folder, log = tmp_path / scale, tmp_path / "log"
+        argv = arguments(data, folder, "--epochs", "1", "--lr", "0", "--logit-scale", scale, "--label-smoothing", "0")
+        assert run(argv, log) == 0, log.read_text()
+        losses.append(run_folder.read_metrics(folder)["train_loss"][0])
+    assert abs(losses[1] - 1.0986) < 0.005 < abs(losses[0] - 1.0986)
+
+
+def test_results_and_evaluation_have_views_and_plain_weights_beside_the_plain_figures(whole, capsys):
+    folder = whole["all"]
+    results = run_folder.read_results(folder)
+    assert results["test_best"].keys() == {"epoch", "top1", "top5", "views_top1", "held_out_top1",
+                                           "held_out_views_top1"}
+    assert train_cifar.main(["--evaluate", str(folder)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    numbers = json.loads((folder / "evaluation" / "evaluation.json").read_text())
+    assert numbers["top1"] == pytest.approx(results["test_best"]["top1"], abs=1e-3)
+    assert numbers["views"]["top1"] == pytest.approx(results["test_best"]["views_top1"], abs=1e-3)
+    plain = numbers["plain_weights"]
+    assert numbers["tta"] == "six" and plain["views"]["images"] == plain["images"] == 13
+    assert plain["loss"] != numbers["loss"]
+    assert any(line.startswith(f"top1 {numbers['top1']:.2f}%") and "six views: top1" in line for line in lines)
+    assert any(line.startswith(f"not averaged: top1 {plain['top1']:.2f}%") for line in lines)
+    assert train_cifar.main(["--evaluate", str(folder), "--tta", "none"]) == 0
+    numbers = json.loads((folder / "evaluation" / "evaluation.json").read_text())
+    assert "views" not in numbers and "views" not in capsys.readouterr().out
+
+
+def test_plain_weights_are_those_of_the_checkpoint(whole, monkeypatch):
+    """What --evaluate calls not averaged is `model` of the best checkpoint, and the averaged ones are its `ema`."""
+    from ea_vision.engine import run as module
+
+    seen = []
+
+    def spy(model, *args, **kwargs):
+        seen.append({name: value.clone() for name, value in model.state_dict().items()})
+        return evaluate(model, *args, **kwargs)
+
+    monkeypatch.setattr(module, "evaluate", spy)
+    assert train_cifar.main(["--evaluate", str(whole["all"])]) == 0
+    best = checkpoint.read_checkpoint(whole["all"] / checkpoint.BEST)
+    assert_equal(seen, [best["ema"], best["model"]], "weights")
+
+
+def test_without_a_test_the_test_images_change_nothing(data, tmp_path, capsys):
+    """--no-test: other test images, the same results, and no figure of theirs anywhere; the test can be made up for."""
+    other = tmp_path / "data"
+    shutil.copytree(data, other)
+    for path in (other / "test" / "class_0").iterdir():  # where a test would show it
+        shutil.copy(other / "train" / "class_1" / "001.png", path)
+    folders, log = [tmp_path / "a", tmp_path / "b"], tmp_path / "log"
+    for folder, source in zip(folders, (data, other), strict=True):
+        assert run(arguments(source, folder, "--holdout", "8", "--no-test", "--tta", "mirror"), log) == 0
+    results = [run_folder.read_results(folder) for folder in folders]
+    for result in results:
+        result.pop("seconds_per_epoch")
+    assert results[0] == results[1] and not [key for key in results[0] if "test" in key]
+    assert results[0]["held_out_last"].keys() == {"epoch", "top1", "top5", "views_top1"}
+    assert "test accuracy" not in log.read_text() and "accuracy on images held out" in log.read_text()
+    tested = arguments(data, folders[0], "--holdout", "8", "--tta", "mirror")
+    assert run(tested, log) == 0
+    results = run_folder.read_results(folders[0])
+    assert results["test_images"] == 13 and "held_out_top1" in results["test_last"]
+    assert train_cifar.main(tested) == 0 and "is complete" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("more, message", [
+    (["--no-test"], "--no-test needs training images held out (--holdout) to evaluate on, got none"),
+    (["--logit-scale", "0.1"], "logit_scale must be a power of two, such as 0.125, got 0.1"),
+    (["--tta", "five"], "tta must be one of none, mirror, six"),
+    (["--crop-padding", "32", "--crop-padding-mode", "reflect"], "crop_padding must be less than img_size"),
+    (["--model", "test_vit", "--norm-bias-lr", "-1"], "norm_bias_lr must be at least 0"),
+])
+def test_bad_options_are_one_line(data, tmp_path, capsys, more, message):
+    from ea_vision.base.errors import exit_code
+
+    assert exit_code(lambda: train_cifar.main(arguments(data, tmp_path / "run", *more))) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1 and not (tmp_path / "run").exists()

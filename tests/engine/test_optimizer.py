@@ -1,0 +1,172 @@
+"""Optimisers: whatever timm builds by name, groups and their rates, and states that survive."""
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import timm
+import torch
+
+import ea_vision  # noqa: F401
+from ea_vision.base.errors import UsageError
+from ea_vision.engine.config import TrainConfig, resolve
+from ea_vision.engine.optimizer import build_optimizer, hyperparameters, load_optimizer, norm_biases, optimizer_names
+from ea_vision.engine.schedules import build_schedule
+
+
+def config(**options) -> TrainConfig:
+    return TrainConfig(**{"opt": "sgd", "lr": 0.1, "warmup": 0, "schedule": "constant", **options})
+
+
+def network() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return timm.create_model("ea_conv_transformer_cifar", widths=(8, 8, 8, 8), depth=1, img_size=8)
+
+
+def groups_of(model, **options):
+    """The optimiser's groups, by the names of their parameters."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    groups = build_optimizer(config(**options), model, 1).param_groups
+    return [({names[id(p)] for p in group["params"]}, group) for group in groups]
+
+
+@pytest.mark.parametrize("opt, message", [
+    ("lookahed_sgd", "did you mean lookahead_sgd"),
+    ("lookahead_sgdd", "did you mean lookahead_sgd"),
+    ("fused_sgd", "unknown optimiser 'fused_sgd'"),  # timm would make it sgd, without a word
+    ("muonn", "did you mean"),
+])
+def test_unknown_names_are_errors_with_near_matches(opt, message):
+    with pytest.raises(UsageError, match=message):
+        build_optimizer(config(opt=opt), network(), 1)
+
+
+@pytest.mark.parametrize("name", ["sgd", "momentum", "adamw", "lamb", "lion", "muon", "nmuon"])
+@pytest.mark.parametrize("prefix", ["", "lookahead_"])
+def test_what_timm_builds_makes_a_step(prefix, name):
+    if prefix + name not in optimizer_names():
+        pytest.skip(f"timm {timm.__version__} has no {name}")
+    model = network()
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer = build_optimizer(config(opt=prefix + name, lr=0.01), model, 1)
+    assert isinstance(optimizer, timm.optim.Lookahead) == bool(prefix)
+    model(torch.randn(4, 3, 8, 8)).square().sum().backward()
+    optimizer.step()
+    assert sum(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)) > len(before) / 2
+
+
+def test_groups_without_further_options_are_timms():
+    model = network()
+    theirs = timm.optim.create_optimizer_v2(model, "sgd", lr=0.1, weight_decay=0.01)
+    ours = build_optimizer(config(weight_decay=0.01), model, 1)
+    for mine, other in zip(ours.param_groups, theirs.param_groups, strict=True):
+        assert [id(p) for p in mine["params"]] == [id(p) for p in other["params"]]
+        assert all(mine[key] == other[key] for key in other if key != "params")
+
+
+def test_norm_biases_have_their_rate_through_every_schedule_and_after_a_slow_down():
+    model = network()
+    wanted = {name for name, module in model.named_modules() if hasattr(module, "running_mean")}
+    *others, (found, group) = groups_of(model, norm_bias_lr=64, weight_decay=0.01)
+    assert found == {f"{name}.bias" for name in wanted} and len(norm_biases(model)) == len(wanted) > 4
+    assert group["lr_scale"] == 64 and group["weight_decay"] == 0
+    assert [g["lr_scale"] for _, g in others] == [1, 1], "and the first group's rate, which is logged, is lr"
+    assert set().union(found, *(names for names, _ in others)) == {name for name, _ in model.named_parameters()}
+    for options in ({"schedule": "one_cycle", "warmup": 0.2}, {"schedule": "cosine"}, {"schedule": "constant"}):
+        settings = config(norm_bias_lr=64, **options)
+        optimizer = build_optimizer(settings, model, 1)
+        schedule = build_schedule(settings, optimizer, 10)
+        for update in range(100):
+            schedule.step_update(update)
+            rates = [g["lr"] for g in optimizer.param_groups]
+            assert rates[-1] == pytest.approx(64 * rates[0], rel=1e-12)
+    with pytest.raises(UsageError, match="needs norms with biases"):
+        build_optimizer(config(norm_bias_lr=2), torch.nn.Linear(2, 2), 1)
+
+
+def test_frozen_parameters_are_in_no_group():
+    model = network()
+    model.stem.conv.weight.requires_grad_(False)
+    names = set().union(*(names for names, _ in groups_of(model)))
+    assert names == {name for name, _ in model.named_parameters()} - {"stem.conv.weight"}
+
+
+def test_muon_takes_matrices_adamw_the_rest_each_at_its_rate():
+    """From the same gradients, the rest moves as AdamW with lr * fallback_lr_scale alone would move it."""
+    models = network(), network()
+    muon = build_optimizer(config(opt="muon", lr=0.02, weight_decay=0.1, opt_kwargs={"fallback_lr_scale": 0.25}),
+                           models[0], 1)
+    adamw = build_optimizer(config(opt="adamw", lr=0.005, weight_decay=0.1,
+                                   opt_kwargs={"betas": [0.9, 0.95], "eps": muon.defaults["eps"]}), models[1], 1)
+    images = torch.randn(4, 3, 8, 8)
+    for _ in range(2):
+        for model, optimizer in zip(models, (muon, adamw), strict=True):
+            optimizer.zero_grad()
+            model(images).square().sum().backward()
+        for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
+            b.grad = a.grad.clone()
+        muon.step()
+        adamw.step()
+    for (name, a), b in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        if a.ndim < 2:
+            torch.testing.assert_close(a, b, msg=name)
+    kernels = [n for n, p in models[0].named_parameters() if p.ndim == 4 and "stages" in n and p.shape[0] > 1]
+    states = {name: muon.state[p] for name, p in models[0].named_parameters()}
+    assert kernels and all("momentum_buffer" in states[name] for name in kernels)
+
+
+def test_muon_leaves_what_a_pattern_names_to_adamw():
+    model = network()
+    optimizer = build_optimizer(config(opt="muon", opt_kwargs={"fallback_list": ["head.fc.*"]}), model, 1)
+    model(torch.randn(4, 3, 8, 8)).sum().backward()
+    optimizer.step()
+    assert "exp_avg" in optimizer.state[model.head.fc.weight]
+    assert "momentum_buffer" in optimizer.state[model.stages[0].blocks[0].conv.weight]
+
+
+@pytest.mark.parametrize("options", [{"opt_kwargs": {"nosuch": 1}}, {"opt": "muon", "opt_kwargs": {"conv_mode": "x"}}])
+def test_keywords_that_an_optimiser_refuses_are_named(options):
+    with pytest.raises(UsageError, match="refuses lr=0.1 momentum=0.9 (nosuch=1|conv_mode=x)"):
+        build_optimizer(config(**options), network(), 1)
+
+
+def test_a_recipes_keywords_are_for_its_own_optimiser(tmp_path):
+    path = tmp_path / "r.yaml"
+    path.write_text("opt: muon\nopt_kwargs: {nesterov: true, fallback_lr_scale: 0.5}\n")
+    recipe = {"recipe": str(path)}
+    assert resolve(TrainConfig, recipe)[0].opt_kwargs == {"nesterov": True, "fallback_lr_scale": 0.5}
+    given = {**recipe, "opt_kwargs": {"nesterov": False}}
+    assert resolve(TrainConfig, given)[0].opt_kwargs == {"nesterov": False, "fallback_lr_scale": 0.5}
+    assert resolve(TrainConfig, {**recipe, "opt": "sgd"})[0].opt_kwargs == {}
+
+
+def steps(optimizer, weight, count: int) -> None:
+    for number in range(count):
+        weight.grad = torch.full_like(weight, 1.0 + number)
+        optimizer.step()
+
+
+def test_what_an_optimiser_counts_in_its_groups_is_kept_and_changed_options_are_the_runs():
+    def started(**options):
+        layer = torch.nn.Conv2d(2, 2, 3, bias=False).to(memory_format=torch.channels_last)
+        with torch.no_grad():
+            layer.weight.fill_(1)
+        return layer.weight, build_optimizer(config(opt="lookahead_sgd", **options), layer, 1)
+
+    weight, first = started()
+    begun = hyperparameters(first)
+    steps(first, weight, 8)  # k is 6
+    saved = first.state_dict()
+    weight2, second = started(weight_decay=0.3)
+    load_optimizer(second, saved, begun, "lookahead_sgd", "x")
+    group = second.param_groups[0]
+    assert group["lookahead_step"] == 8 and group["weight_decay"] == 0.3
+    buffers = second.state_dict()["state"][0]
+    assert torch.equal(buffers["lookahead_slow_buff"], first.state_dict()["state"][0]["lookahead_slow_buff"])
+    assert all(b.is_contiguous(memory_format=torch.channels_last) for b in buffers.values() if torch.is_tensor(b))
+    with pytest.raises(UsageError, match="optimiser state of x does not fit lookahead_sgd"):
+        load_optimizer(build_optimizer(config(norm_bias_lr=3), network(), 1), saved, begun, "lookahead_sgd", "x")
+
+
+def test_options_that_make_no_optimiser_stay_out_of_the_way():
+    assert dataclasses.asdict(TrainConfig())["norm_bias_lr"] == 1 and TrainConfig().opt_kwargs == {}
