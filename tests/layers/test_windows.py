@@ -231,7 +231,7 @@ def test_implementations_without_windows_are_refused():
 
 def peak_bytes(step) -> int:
     """Most memory that tensors take at once, as torch's profiler counts allocations."""
-    with torch.profiler.profile(profile_memory=True) as profile:
+    with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
         step()
     live = peak = 0
     for event in profile.profiler.kineto_results.events():
