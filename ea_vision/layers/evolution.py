@@ -157,10 +157,10 @@ class _ConvolvedEvolution(Evolution):
         self.num_prefix_tokens = 0
         self.causal = causal
         self.reach = kernel_size // 2
-        self.starts = {"alpha": float(alpha), "beta": float(beta)}
         mixes = learnable if causal == "none" else False  # else alpha is 0 for good
         self.alpha = _new_gate("alpha", alpha, mixes, num_heads, device, dtype)
         self.beta = 1.0 if predict else _new_gate("beta", beta, learnable, num_heads, device, dtype)
+        self.starts = {"alpha": float(alpha), "beta": float(beta)}
         self.convs = nn.ModuleList([_map_conv(num_heads, kernel_size, device, dtype) for _ in range(num_layers)])
 
     @torch.jit.ignore

@@ -31,6 +31,8 @@ def test_predictive_attention_is_the_papers_equation(num_layers):
 def test_bad_options_are_named():
     with pytest.raises(ValueError, match="alpha must lie between 0 and 1, got 1.5"):
         EvolvingAttention(4, alpha=1.5)
+    with pytest.raises(ValueError, match="alpha must lie between 0 and 1, got x"):
+        EvolvingAttention(4, alpha="x")
     with pytest.raises(ValueError, match="beta must lie between 0 and 1, got -1"):
         EvolvingAttention(4, beta=-1)
     with pytest.raises(ValueError, match="odd and positive, got 4"):
