@@ -68,6 +68,8 @@ class TrainConfig:
     opt_kwargs: dict = option({}, "further keywords of the optimiser, as key=value ..., such as muon's "
                                   "fallback_lr_scale=0.5 (rate of its AdamW, times lr)")
     lr: float = option(0.2, "peak learning rate, per update", minimum=0.0)
+    gate_lr: float = option(1.0, "learning rate of learnable shares (a model's alpha and beta) over that of the rest",
+                            minimum=0.0)
     lr_base_batch: int = option(0, "if not 0, lr is per this many images and scaled to those of an update", minimum=0)
     momentum: float = option(0.9, "momentum of the optimiser", minimum=0.0, maximum=1.0)
     weight_decay: float = option(5e-4, "weight decay (not of norms, biases and position tables)", minimum=0.0)

@@ -10,6 +10,7 @@ from torch import nn
 
 from ea_vision.base.errors import UsageError, near_matches
 from ea_vision.engine.config import TrainConfig
+from ea_vision.layers import learnable_gates
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.GroupNorm, nn.LayerNorm)
 FALLBACK = ("fallback_list", "fallback_no_weight_decay")  # of timm's keywords, those that form groups
@@ -32,12 +33,12 @@ def build_optimizer(config: TrainConfig, model: nn.Module, images_per_update: in
     """The timm optimiser of the config.
 
     There is no weight decay on norms, biases and what `model.no_weight_decay()` names, and frozen parameters are in no
-    group. With `config.norm_bias_lr` the norms' biases are groups of their own, the last ones, whose `lr_scale` timm's
-    schedulers multiply the rate by.
+    group. With `config.norm_bias_lr` the norms' biases, and with `config.gate_lr` the learnable shares (alpha, beta) of
+    evolutions, are groups of their own, the last ones, whose `lr_scale` timm's schedulers multiply the rate by.
 
     Raises:
-        UsageError: unknown optimiser (naming near matches), a keyword or value it refuses, or norm_bias_lr for a model
-            whose norms have no biases.
+        UsageError: unknown optimiser (naming near matches), a keyword or value it refuses, norm_bias_lr for a model
+            whose norms have no biases, or gate_lr for one without learnable shares.
     """
     check_optimizer_name(config.opt)
     lr = config.lr * images_per_update / config.lr_base_batch if config.lr_base_batch else config.lr
@@ -48,8 +49,13 @@ def build_optimizer(config: TrainConfig, model: nn.Module, images_per_update: in
         groups = timm.optim.param_groups_weight_decay(model, config.weight_decay, no_weight_decay_list=decayed,
                                                       **fallback)
         if config.norm_bias_lr != 1:
-            groups = _with_norm_biases_apart(groups, model, config.norm_bias_lr)
+            groups = _with_apart(groups, norm_biases(model), config.norm_bias_lr, "norm_bias_lr", "norms with biases")
+        if config.gate_lr != 1:
+            gates = [gate for gate in learnable_gates(model).values() if gate.requires_grad]
+            groups = _with_apart(groups, gates, config.gate_lr, "gate_lr", "learnable shares (alpha, beta)")
         optimizer = timm.optim.create_optimizer_v2(groups, opt=config.opt, lr=lr, momentum=config.momentum, **others)
+    except UsageError:
+        raise
     except (TypeError, ValueError, AssertionError) as error:
         shown = " ".join(f"{key}={value}" for key, value in config.opt_kwargs.items())
         raise UsageError(f"optimiser {config.opt} refuses lr={lr:g} momentum={config.momentum:g} {shown}: "
@@ -65,18 +71,19 @@ def norm_biases(model: nn.Module) -> list[nn.Parameter]:
             if isinstance(module, NORMS) and module.bias is not None and module.bias.requires_grad]
 
 
-def _with_norm_biases_apart(groups: list[dict[str, Any]], model: nn.Module, scale: float) -> list[dict[str, Any]]:
-    """Move the norms' biases from timm's groups into groups of their own, behind the others."""
-    apart = {id(bias) for bias in norm_biases(model)}
+def _with_apart(groups: list[dict[str, Any]], parameters: list[nn.Parameter], scale: float, option: str,
+                needed: str) -> list[dict[str, Any]]:
+    """Move the parameters from timm's groups into groups of their own, behind the others."""
+    apart = {id(parameter) for parameter in parameters}
     if not apart:
-        raise UsageError(f"norm_bias_lr {scale:g} needs norms with biases, and {type(model).__name__} has none")
-    rest, biases = [], []
+        raise UsageError(f"{option} {scale:g} needs {needed}, and the model has none")
+    rest, moved = [], []
     for group in groups:
-        for kept, found in ((False, rest), (True, biases)):
+        for kept, found in ((False, rest), (True, moved)):
             chosen = [p for p in group["params"] if (id(p) in apart) is kept]
             if chosen:
                 found.append({**group, "params": chosen, **({"lr_scale": scale} if kept else {})})
-    return rest + biases
+    return rest + moved
 
 
 def hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

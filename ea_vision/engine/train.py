@@ -39,6 +39,7 @@ from ea_vision.engine.optimizer import build_optimizer, hyperparameters, load_op
 from ea_vision.engine.schedules import build_schedule
 from ea_vision.engine.signals import StopRequest
 from ea_vision.engine.step_log import StepLog, memory_mib
+from ea_vision.layers import learnable_gates
 
 log = logging.getLogger(__name__)
 MAX_ROLLBACKS = 5
@@ -378,6 +379,17 @@ class Trainer:
         accuracy += " of the training images" if self.eval_split == "train" else ""
         log.info("epoch %d/%d  loss %.4f  %s  lr %.5f  %.0f images/s  %.1f s%s", number, self.config.epochs,
                  row["train_loss"], accuracy, row["lr"], row["images_per_s"], row["seconds"], "  best" if best else "")
+        self._log_gates()
+
+    def _log_gates(self) -> None:
+        """A line with the learnable shares, their range and mean by name, where the model has any."""
+        by_name: dict[str, list[float]] = {}
+        for path, gate in learnable_gates(self.model).items():
+            by_name.setdefault(path.rpartition(".")[2], []).extend(gate.detach().flatten().tolist())
+        if by_name:
+            log.info("shares: %s", "  ".join(
+                f"{name} {min(values):.3f} to {max(values):.3f}, mean {sum(values) / len(values):.3f}"
+                for name, values in by_name.items()))
 
     def fit(self) -> None:
         """Train until `config.epochs` epochs are complete.

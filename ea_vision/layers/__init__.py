@@ -6,6 +6,7 @@ from ea_vision.layers.evolution import (
     PredictiveAttention,
     create_evolution,
     evolution_options,
+    learnable_gates,
     register_evolution,
 )
 from ea_vision.layers.positions import POSITIONS, add_sine, append_coordinates, choose_position
@@ -28,6 +29,7 @@ __all__ = [
     "create_evolution",
     "evolution_options",
     "fit_rel_table",
+    "learnable_gates",
     "quadrilateral",
     "register_evolution",
     "relative_logits",

@@ -53,6 +53,11 @@ class Evolution(nn.Module):
         return {}
 
     @torch.jit.ignore
+    def gates(self) -> dict[str, float | Tensor]:
+        """The shares of the maps by name: numbers, or parameters where they are learnable; {} without them."""
+        return {}
+
+    @torch.jit.ignore
     def changes_nothing(self) -> bool:
         """Whether, as it stands, `forward` returns the layer's own logits."""
         return False
@@ -110,6 +115,12 @@ def create_evolution(kind: str | None, num_heads: int, device=None, dtype=None, 
         has = f"has {', '.join(known)}" if known else "has no options"
         raise ValueError(f"evolution={kind!r} {has}; got {', '.join(foreign)}")
     return _EVOLUTIONS[kind](num_heads, **given, device=device, dtype=dtype) if kind is not None else None
+
+
+def learnable_gates(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The learnable shares of a network's evolutions, by their names in its state dict."""
+    return {f"{path}.{name}".removeprefix("."): gate for path, module in model.named_modules()
+            if isinstance(module, Evolution) for name, gate in module.gates().items() if isinstance(gate, nn.Parameter)}
 
 
 def _new_gate(name: str, value: float, learnable: bool | str, num_heads: int, device, dtype) -> float | nn.Parameter:
