@@ -11,7 +11,7 @@ from ea_vision.models._build import (
     register_networks,
     shipped_weights,
 )
-from ea_vision.models._chain import AttentionConfig, AttnStage, ChainBuilder, ChainedNetwork, to_size
+from ea_vision.models._chain import AttentionConfig, AttnStage, ChainBuilder, ChainedNetwork, HeadedNetwork, to_size
 from ea_vision.models.attn_mnasnet import AttnMnasNet
 from ea_vision.models.attn_resnet import AttnResNet
 from ea_vision.models.conv_transformer import ConvTransformer
@@ -32,6 +32,7 @@ __all__ = [
     "AttnStage",
     "ChainBuilder",
     "ChainedNetwork",
+    "HeadedNetwork",
     "ConvTransformer",
     "EvolvingVisionTransformer",
     "EvolvingVisionTransformerDistilled",

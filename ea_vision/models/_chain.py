@@ -292,3 +292,31 @@ class ChainedNetwork:
             self.num_features = self.feature_info[max_index]["num_chs"]
             self.reset_classifier(0, "")
         return take_indices
+
+
+class HeadedNetwork(ChainedNetwork):
+    """A `ChainedNetwork` that ends in timm's `ClassifierHead`.
+
+    The network has `head`, `num_classes`, `num_features` and `forward_features`.
+    """
+
+    @torch.jit.ignore
+    def get_classifier(self) -> nn.Module:
+        return self.head.fc
+
+    @torch.jit.ignore
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        self.num_classes = num_classes
+        self.head.in_features = self.num_features
+        self.head.reset(num_classes, global_pool)
+        weight = next(self.parameters())  # a head without classifier does not know where the network lives
+        self.head.to(weight.device, weight.dtype).train(self.training)
+        self.head_hidden_size = self.num_features * self.head.global_pool.feat_mult()
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """(B, num_features, H, W) -> (B, num_classes), or the pooled features where `pre_logits`."""
+        return self.head(x, pre_logits=pre_logits)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, in_chans, H, W) -> (B, num_classes)."""
+        return self.forward_head(self.forward_features(x))

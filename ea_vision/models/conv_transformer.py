@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ea_vision.layers import AugmentedConv2d
 from ea_vision.models._build import Network, Published, register_networks, shipped_weights
-from ea_vision.models._chain import AttentionConfig, ChainBuilder, ChainedNetwork, Step, to_size
+from ea_vision.models._chain import AttentionConfig, ChainBuilder, HeadedNetwork, Step, to_size
 
 __all__ = ["ConvTransformer"]
 
@@ -116,7 +116,7 @@ class DenseStage(nn.Module):
         return x
 
 
-class ConvTransformer(ChainedNetwork, nn.Module):
+class ConvTransformer(HeadedNetwork, nn.Module):
     """Four densely connected stages; the last two attend, each a chain of its own.
 
     Args:
@@ -231,29 +231,9 @@ class ConvTransformer(ChainedNetwork, nn.Module):
             stem=r"^stem",
             blocks=[(r"^stages\.(\d+)\.(?:blocks|merge)\.(\d+)", None), (r"^stages\.(\d+)\.proj", (0,))])
 
-    @torch.jit.ignore
-    def get_classifier(self) -> nn.Module:
-        return self.head.fc
-
-    @torch.jit.ignore
-    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        self.num_classes = num_classes
-        self.head.in_features = self.num_features
-        self.head.reset(num_classes, global_pool)
-        weight = self.stem.conv.weight  # a head without classifier does not know where the network lives
-        self.head.to(weight.device, weight.dtype).train(self.training)
-        self.head_hidden_size = self.num_features * self.head.global_pool.feat_mult()
-
     def forward_features(self, x: Tensor) -> Tensor:
         """(B, in_chans, H, W) -> (B, num_features, H/8, W/8)."""
         return self.stages(self.stem(x))
-
-    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """(B, num_features, H, W) -> (B, num_classes), or the pooled features where `pre_logits`."""
-        return self.head(x, pre_logits=pre_logits)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.forward_head(self.forward_features(x))
 
     def feature_steps(self) -> list[Step]:
         """The stages, the stem with the first. A chain does not leave its stage."""

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from ea_vision.layers import AugmentedConv2d
 from ea_vision.models._build import Network, Published, register_networks
-from ea_vision.models._chain import AttentionConfig, AttnStage, ChainBuilder, ChainedNetwork, Step, to_size
+from ea_vision.models._chain import AttentionConfig, AttnStage, ChainBuilder, HeadedNetwork, Step, to_size
 
 __all__ = ["WideResNet"]
 
@@ -114,7 +114,7 @@ def _gate(kind: str | None, channels: int, device=None, dtype=None) -> nn.Module
     return nn.Identity()
 
 
-class WideResNet(ChainedNetwork, nn.Module):
+class WideResNet(HeadedNetwork, nn.Module):
     """Three groups of pre-activation blocks; with attention, each group is a chain.
 
     Args:
@@ -219,19 +219,6 @@ class WideResNet(ChainedNetwork, nn.Module):
         blocks = r"^group(\d+)" if coarse else r"^group(\d+)\.(\d+)"
         return dict(stem=r"^conv_stem", blocks=[(blocks, None), (r"^norm", (99999,))])
 
-    @torch.jit.ignore
-    def get_classifier(self) -> nn.Module:
-        return self.head.fc
-
-    @torch.jit.ignore
-    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        self.num_classes = num_classes
-        self.head.in_features = self.num_features
-        self.head.reset(num_classes, global_pool)
-        weight = self.conv_stem.weight  # a head without classifier does not know where the network lives
-        self.head.to(weight.device, weight.dtype).train(self.training)
-        self.head_hidden_size = self.num_features * self.head.global_pool.feat_mult()
-
     def forward_features(self, x: Tensor) -> Tensor:
         """(B, in_chans, H, W) -> (B, num_features, H/4, W/4)."""
         stem = self.conv_stem(x)
@@ -242,13 +229,6 @@ class WideResNet(ChainedNetwork, nn.Module):
         y, logits = self.group3(x, logits)
         x = y if self.outer3 is None else y + self.outer3(x)
         return self.norm(x if self.outer is None else x + self.outer(stem))
-
-    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """(B, num_features, H, W) -> (B, num_classes), or the pooled features where `pre_logits`."""
-        return self.head(x, pre_logits=pre_logits)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.forward_head(self.forward_features(x))
 
     def feature_steps(self) -> list[Step]:
         """The stem and the groups, the last one with the norm and ReLU behind it."""

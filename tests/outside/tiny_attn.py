@@ -14,7 +14,7 @@ from ea_vision.models import (
     AttentionConfig,
     AttnStage,
     ChainBuilder,
-    ChainedNetwork,
+    HeadedNetwork,
     Network,
     Published,
     register_networks,
@@ -35,7 +35,7 @@ class TinyBlock(nn.Module):
         return F.relu(x + self.bn(y)), logits
 
 
-class TinyAttn(ChainedNetwork, nn.Module):
+class TinyAttn(HeadedNetwork, nn.Module):
     """Stem of stride 4 and two stages of augmented blocks."""
 
     feature_indices = (0, 1, 2)
@@ -66,24 +66,9 @@ class TinyAttn(ChainedNetwork, nn.Module):
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         return dict(stem=r"^stem", blocks=r"^stage(\d)" if coarse else r"^stage(\d)\.(\d+)")
 
-    @torch.jit.ignore
-    def get_classifier(self) -> nn.Module:
-        return self.head.fc
-
-    @torch.jit.ignore
-    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        self.num_classes = num_classes
-        self.head.reset(num_classes, global_pool)
-
     def forward_features(self, x: Tensor) -> Tensor:
         x, logits = self.stage1(self.stem(x))
         return self.stage2(x, logits)[0]
-
-    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        return self.head(x, pre_logits=pre_logits)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.forward_head(self.forward_features(x))
 
 
 _FIGURES = Published(0.01, 0.001, {"CIFAR-10": 50.0}, source="a paper of the tests, table 1")
