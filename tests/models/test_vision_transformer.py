@@ -1,5 +1,6 @@
 """Evolving vision transformers: equal to timm's where they begin, alive one step later, in timm's ways throughout."""
 import copy
+import inspect
 import logging
 
 import pytest
@@ -8,6 +9,7 @@ import timm
 import torch
 from timm.layers import set_fused_attn
 from timm.models import create_feature_extractor, get_graph_node_names
+from timm.models.vision_transformer import VisionTransformer
 from timm.optim import create_optimizer_v2
 from torch import nn
 from torch._dynamo.testing import CompileCounter
@@ -18,6 +20,11 @@ from ea_vision.layers import EvolvingAttention, PredictiveAttention
 from ea_vision.models import get_network, list_networks
 
 NAMES = list_networks("vision_transformer")
+# what older timm lacks
+HAS_ATTN_LAYER = "attn_layer" in inspect.signature(VisionTransformer).parameters
+HAS_CAUSAL = "is_causal" in inspect.signature(VisionTransformer.forward).parameters
+RESETS = "needs_reset" in inspect.signature(VisionTransformer.init_weights).parameters
+needs_attn_layer = pytest.mark.skipif(not HAS_ATTN_LAYER, reason="needs a timm whose ViT has attn_layer")
 TINY = dict(img_size=32, patch_size=8, embed_dim=48, depth=3, num_heads=3, num_classes=5)  # 4x4 patches
 
 
@@ -153,7 +160,8 @@ def test_evolve_is_exact_in_many_families(name, options, kind):
     ("cait_xxs24_224", dict(depth=1), "required, got Cait"),
     ("vit_small_patch16_18x2_224", dict(depth=1), "blocks.0 must be timm's Block.*, got ParallelThingsBlock"),
     ("vit_pwee_patch16_reg1_gap_256", dict(depth=1), "got ParallelScalingBlock"),
-    ("vit_tiny_patch16_224", dict(attn_layer="diff", depth=2), "blocks.0.attn must be timm's Attention, got DiffAtt"),
+    pytest.param("vit_tiny_patch16_224", dict(attn_layer="diff", depth=2),
+                 "blocks.0.attn must be timm's Attention, got DiffAtt", marks=needs_attn_layer),
     ("vit_tiny_patch16_224", dict(patch_drop_rate=0.5, depth=2), "patch_drop must be off.*PatchDropout"),
     ("vit_tiny_patch16_224", dict(depth=1), r"layers of this model that can evolve are \[\] of 1"),
     ("naflexvit_base_patch16_gap", dict(depth=1), "required, got NaFlexVit"),
@@ -172,7 +180,8 @@ def test_what_the_constructor_refuses():
             (dict(layers=[1]), r"can evolve are \[2, 3\] of 3 .*got \[1\]"), (dict(layers=[]), "got none"),
             (dict(layers=[2, 4]), r"got \[4\]"), (dict(prefix="drop"), "'convolve' or 'pass', got 'drop'"),
             (dict(prefix="pass", layers=[3]), "only the class token's row"),
-            (dict(attn_layer="diff"), "blocks.0.attn must be timm's Attention"), (dict(evolution="xa"), "'xa'"),
+            *([(dict(attn_layer="diff"), "blocks.0.attn must be timm's Attention")] if HAS_ATTN_LAYER else []),
+            (dict(evolution="xa"), "'xa'"),
             (dict(evolution="pa", beta=0.5), "beta"), (dict(alpha=1.5), "alpha must lie between 0 and 1, got 1.5"),
             (dict(learnable="heads"), "False, True or 'per_head', got 'heads'")):
         with pytest.raises(ValueError, match=message):
@@ -201,6 +210,7 @@ def test_every_evolution_parameter_has_a_gradient_after_one_step(options):
     assert gradients and [name for name, g in gradients.items() if g is None or not g.any()] == []
 
 
+@pytest.mark.skipif(not RESETS, reason="needs a timm whose ViT resets every module in init_weights")
 def test_convolutions_are_alive_whatever_initialises_the_network():
     for mode in ("", "jax", "jax_nlhb", "moco", "reset"):
         model = tiny()
@@ -439,7 +449,8 @@ def test_layer_decay_and_weight_decay_are_timms():
 
 def test_masks_are_refused():
     model = tiny()
-    for call in (lambda: model(images(), attn_mask=torch.ones(17, 17)), lambda: model(images(), is_causal=True),
+    for call in (lambda: model(images(), attn_mask=torch.ones(17, 17)),
+                 *([lambda: model(images(), is_causal=True)] if HAS_CAUSAL else []),
                  lambda: model.forward_intermediates(images(), is_causal=True)):
         with pytest.raises(ValueError, match="take no mask"):
             call()
