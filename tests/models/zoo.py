@@ -36,10 +36,15 @@ SMALL = list(dict.fromkeys([*_smallest_of_each((str, bool)), *_smallest_of_each(
 TESTED = EVERY if ALL else SMALL
 
 
+def shrunk(name: str) -> dict:
+    """The keywords under which the tests take a network."""
+    return {} if ALL else SHRUNK.get(family(name), {})
+
+
 def lively(name: str, **options):
     """A new model of which all counts: initial zeros, in the last norms of residual branches and where a spatial
     transformer says where to look, would hide any mistake."""
-    model = timm.create_model(name, **{**({} if ALL else SHRUNK.get(family(name), {})), **options})
+    model = timm.create_model(name, **{**shrunk(name), **options})
     for module in model.modules():
         if isinstance(module, torch.nn.BatchNorm2d) and not module.weight.any():
             torch.nn.init.constant_(module.weight, 0.2)
