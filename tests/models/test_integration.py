@@ -9,6 +9,7 @@ from timm.models import save_for_hf
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 
+from ea_vision.models import get_network
 from tests.models.zoo import FAMILIES, lively, shallow, shrunk, side
 
 KINDS = list(dict.fromkeys([*FAMILIES, "pa_aa_resnet50"]))
@@ -45,8 +46,9 @@ def test_exports_with_any_batch_size_and_onnx_agrees(name, tmp_path):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_saved_for_the_hub_loads_from_a_folder(name, tmp_path):
-    model = lively(name, num_classes=5, alpha=0.25).eval()
-    save_for_hf(model, tmp_path, model_config=dict(num_classes=5), model_args=dict(alpha=0.25, **shrunk(name)))
+    options = dict(alpha=0.25) if get_network(name).kwargs.get("evolution") else {}
+    model = lively(name, num_classes=5, **options).eval()
+    save_for_hf(model, tmp_path, model_config=dict(num_classes=5), model_args={**options, **shrunk(name)})
     loaded = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
     x = torch.randn(1, 3, side(name), side(name))
     with torch.no_grad():
