@@ -1,4 +1,4 @@
-"""Train once per setting of model keywords or options, one run after another, and draw accuracy over the settings.
+"""Train once per setting of model keywords, options or named variants, and draw accuracy over the settings.
 
 Each run has its own folder below --output and is trained by the trainer's own command, so a sweep that was interrupted
 continues where it was. A sweep searches: it compares on images held out (--holdout 5000, which it requires) and leaves
@@ -11,6 +11,7 @@ import argparse
 import csv
 import io
 import itertools
+import shlex
 import signal
 import statistics
 import subprocess
@@ -30,7 +31,10 @@ examples:
       --data-dir DIR --epochs 3 --holdout 5000
   python -m ea_vision.engine.sweep --option lr=0.01,0.02 --set beta=0,1 --seeds 0,1,2 --output sweeps/lr -- \\
       --model ea_conv_transformer_cifar --opt muon --holdout 300
+  python -m ea_vision.engine.sweep --variant 'none=--model conv_transformer_cifar' \\
+      --variant 'EA=--model ea_conv_transformer_cifar' --seeds 0,1,2,3,4 --output sweeps/ea -- --holdout 300
 """
+VARIANT = "variant"  # the key of --variant
 
 
 def parse_settings(words: list[str]) -> dict[str, list[str]]:
@@ -48,6 +52,39 @@ def parse_settings(words: list[str]) -> dict[str, list[str]]:
             raise UsageError(f"--set or --option {key} is given twice")
         settings[key] = values.split(",")
     return settings
+
+
+def parse_variants(words: list[str]) -> dict[str, list[str]]:
+    """Read NAME=ARGUMENTS words: the trainer's arguments by variant.
+
+    Raises:
+        UsageError: a word without a name or arguments, a name that no folder can have or that is given twice.
+    """
+    variants: dict[str, list[str]] = {}
+    for word in words:
+        name, _, text = word.partition("=")
+        try:
+            arguments = shlex.split(text)
+        except ValueError as error:
+            raise UsageError(f"--variant {name}: {error} in {text!r}") from error
+        if not name.strip() or not arguments or set(name) & set("/,="):
+            raise UsageError(f"--variant takes NAME=ARGUMENTS, the name without comma and slash, got {word!r}")
+        if name in variants:
+            raise UsageError(f"--variant {name} is given twice")
+        variants[name] = arguments
+    return variants
+
+
+def run_name(setting: dict[str, str], seed: str) -> str:
+    """The folder of a run, `key=value,...,seed=0`."""
+    return ",".join(f"{key}={value}" for key, value in [*setting.items(), ("seed", seed)])
+
+
+def read_run_name(name: str) -> dict[str, str]:
+    """What `run_name` wrote, the seed too; empty for a folder of another name."""
+    pairs = [part.partition("=") for part in name.split(",")]
+    found = {key: value for key, _, value in pairs}
+    return found if "seed" in found else {}
 
 
 def run_setting(trainer: list[str], folder: Path, keywords: dict[str, str], options: dict[str, str], seed: str,
@@ -120,6 +157,8 @@ def main(argv: list[str] | None = None) -> int:
                         help="a model keyword and its values; given again, all combinations are run")
     parser.add_argument("--option", action="append", default=[], metavar="KEY=V1,V2,...", dest="options",
                         help="the same for an option of the trainer, such as lr=0.01,0.02")
+    parser.add_argument("--variant", action="append", default=[], metavar="NAME=ARGUMENTS", dest="variants",
+                        help="a named variant and the trainer's arguments that make it, as one word")
     parser.add_argument("--test", action="store_true", help="test each run's weights on the test images, once: for "
                         "settings that are fixed, not for choosing")
     parser.add_argument("--seeds", default="0", help="seeds, each of which runs every setting (default: 0)")
@@ -127,10 +166,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--script", type=Path, help="trainer (default: ea-vision train-cifar)")
     parser.add_argument("arguments", nargs="*", metavar="-- ARGUMENT", help="arguments of the trainer, after --")
     args = parser.parse_args(argv)
-    settings = parse_settings(args.keywords + args.options)
+    settings, options = parse_settings(args.keywords + args.options), parse_settings(args.options)
+    variants = parse_variants(args.variants)
+    if VARIANT in settings:
+        raise UsageError(f"--set and --option {VARIANT}: variants are given by --variant")
+    if variants:
+        settings = {VARIANT: list(variants), **settings}
     if not settings:
-        raise UsageError("--set or --option is required, got neither")
-    options = parse_settings(args.options)
+        raise UsageError("--set, --option or --variant is required, got none of them")
     arguments = [*args.arguments, "--test" if args.test else "--no-test"]
     trainer = [str(args.script)] if args.script else ["-m", "ea_vision", "train-cifar"]
     if args.script and not args.script.is_file():
@@ -146,10 +189,11 @@ def main(argv: list[str] | None = None) -> int:
     for values in itertools.product(*settings.values()):
         setting = dict(zip(settings, values, strict=True))
         for seed in args.seeds.split(","):
-            name = ",".join([*(f"{k}={v}" for k, v in setting.items()), f"seed={seed}"])
-            keywords = {key: value for key, value in setting.items() if key not in options}
+            name = run_name(setting, seed)
+            keywords = {key: value for key, value in setting.items() if key not in options and key != VARIANT}
             chosen = {key: value for key, value in setting.items() if key in options}
-            results = run_setting(trainer, args.output / name, keywords, chosen, seed, arguments)
+            of_variant = variants[setting[VARIANT]] if variants else []
+            results = run_setting(trainer, args.output / name, keywords, chosen, seed, [*arguments, *of_variant])
             split = results["eval_split"]
             metrics = read_metrics(args.output / name)
             row = {**setting, "seed": seed, "top1": evaluation_top1(results),
