@@ -14,6 +14,7 @@ import safetensors
 import timm
 import torch
 from PIL import Image, UnidentifiedImageError
+from timm.data import ImageNetInfo
 from torch import Tensor, nn
 
 from ea_vision.analysis.recording import AttentionLayer, attention_layers
@@ -38,6 +39,7 @@ class LoadedModel:
 
     label: short, for titles. config: timm's data configuration (mean, std, crop_pct, interpolation).
     img_size: (height, width) of the input in pixels. epoch: of the checkpoint, where it is one.
+    trained: whether the weights are those of a training rather than random.
     """
 
     model: nn.Module
@@ -45,6 +47,7 @@ class LoadedModel:
     img_size: tuple[int, int]
     config: dict[str, Any]
     epoch: int | None = None
+    trained: bool = True
 
     def prepare(self, image: Image.Image) -> Tensor:
         """(3, H, W) in 0..1: resized and cut around its middle, as in evaluation; what queries are counted on.
@@ -83,7 +86,7 @@ def load_model(target: str, *, random: bool = False, img_size: tuple[int, int] |
         UsageError: no such model or run, unreadable or unfitting weights.
     """
     path = Path(target)
-    epoch, crop_pct = None, None
+    epoch, crop_pct, trained = None, None, not random
     if path.is_dir() or path.is_file():
         folder = path if path.is_dir() else path.parent
         folder = folder.parent if folder.name == run_folder.SNAPSHOTS else folder
@@ -104,12 +107,26 @@ def load_model(target: str, *, random: bool = False, img_size: tuple[int, int] |
         if not random and timm.models.is_model_pretrained(target):
             model, label = pretrained_model(target, kwargs), target
         else:
-            model, label = _create(target, seed, **kwargs), f"{target} (untrained)"
+            model, label, trained = _create(target, seed, **kwargs), f"{target} (untrained)", False
     config = timm.data.resolve_model_data_config(model)
     if crop_pct is not None:
         config["crop_pct"] = crop_pct
     size = img_size or getattr(model, "img_size", None) or config["input_size"][1:]
-    return LoadedModel(model.eval().to(device), label, (int(size[0]), int(size[1])), config, epoch)
+    return LoadedModel(model.eval().to(device), label, (int(size[0]), int(size[1])), config, epoch, trained)
+
+
+def class_names_of(target: str, model: LoadedModel) -> list[str] | None:
+    """Names of a model's classes: those of its run, of its weights, or ImageNet's where it has 1000."""
+    if Path(target).exists():
+        folder = Path(target) if Path(target).is_dir() else Path(target).parent
+        return run_folder.read_config(folder)[1].get("classes")
+    config = getattr(model.model, "pretrained_cfg", None) or {}
+    if config.get("label_names"):
+        return list(config["label_names"])
+    if config.get("num_classes") == 1000 and model.model.num_classes == 1000:
+        info = ImageNetInfo()
+        return [info.index_to_description(index).split(",")[0] for index in range(1000)]
+    return None
 
 
 def _create(name: str, seed: int, **kwargs: Any) -> nn.Module:

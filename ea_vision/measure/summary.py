@@ -84,7 +84,7 @@ def summarise(name: str) -> Summary:
     )
 
 
-def _markdown(lines: list[Sequence[str]]) -> str:
+def markdown(lines: list[Sequence[str]]) -> str:
     """A Markdown table, its columns aligned; the first line is the heading."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     lines = [lines[0], ["-" * width for width in widths], *lines[1:]]
@@ -108,7 +108,7 @@ def to_table(rows: Sequence[Summary]) -> str:
     """A Markdown table of networks."""
     headings = ("model", "input", "params M", "(published)", "GMACs", "GFLOPs", "profiler", "(published)", "layers",
                 "maps", "published top-1 %")
-    return _markdown([headings, *map(_cells, rows)])
+    return markdown([headings, *map(_cells, rows)])
 
 
 def to_layer_table(branches: Sequence[BranchCount]) -> str:
@@ -121,7 +121,7 @@ def to_layer_table(branches: Sequence[BranchCount]) -> str:
         same = list(group)
         lines.append((str(len(same)), same[0].layer, f"{K} x ({H}x{W})", f"{size / 1024:.2f}", f"{params:,}",
                       f"{flops / 1e6:.1f}", "yes" if evolves else ""))
-    return (f"{_markdown(lines)}\nmaps: {training_map_bytes(branches) / 2**20:.2f} MiB in training, "
+    return (f"{markdown(lines)}\nmaps: {training_map_bytes(branches) / 2**20:.2f} MiB in training, "
             f"{inference_map_bytes(branches) / 1024:.2f} KiB in inference; "
             f"{sum(branch.params for branch in branches):,} parameters; {total / 1e6:.1f} MFLOPs")
 

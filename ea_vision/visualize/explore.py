@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from ea_vision.analysis.loading import (
     WEIGHTS_HELP,
+    class_names_of,
     find_images,
     load_model,
     parse_layers,
@@ -33,7 +34,6 @@ from ea_vision.visualize.page import (
     STORED_PARTS,
     Explorer,
     build_page,
-    class_names_of,
     fit,
     size_mb,
 )

@@ -23,14 +23,12 @@ import matplotlib
 import numpy as np
 import torch
 from PIL import Image
-from timm.data import ImageNetInfo
 from torch import Tensor
 
 import ea_vision
 from ea_vision.analysis.loading import LoadedModel
 from ea_vision.analysis.recording import AttentionLayer, LayerMaps
 from ea_vision.base.errors import UsageError
-from ea_vision.engine import run_folder
 
 SOURCE = Path(__file__).with_name("page_source")
 MODULES = ("bytes.js", "maps.js", "colours.js", "state.js", "draw.js", "panel.js", "main.js")  # in order of need
@@ -194,20 +192,6 @@ class Explorer:
         top = logits.softmax(-1).topk(min(3, logits.numel()))
         return [{"name": names[index] if names else f"class {index}", "probability": round(probability, 6)}
                 for index, probability in zip(top.indices.tolist(), top.values.tolist(), strict=True)]
-
-
-def class_names_of(target: str, model: LoadedModel) -> list[str] | None:
-    """Names of a model's classes: those of its run, of its weights, or ImageNet's where it has 1000."""
-    if Path(target).exists():
-        folder = Path(target) if Path(target).is_dir() else Path(target).parent
-        return run_folder.read_config(folder)[1].get("classes")
-    config = getattr(model.model, "pretrained_cfg", None) or {}
-    if config.get("label_names"):
-        return list(config["label_names"])
-    if config.get("num_classes") == 1000 and model.model.num_classes == 1000:
-        info = ImageNetInfo()
-        return [info.index_to_description(index).split(",")[0] for index in range(1000)]
-    return None
 
 
 def fit(entries: Sequence[dict[str, Any]], max_mb: float) -> list[str]:

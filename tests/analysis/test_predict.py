@@ -1,0 +1,82 @@
+"""`ea-vision predict`: the classes that timm's own transform gives, from files, folders and standard input."""
+import io
+import json
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+
+import ea_vision  # noqa: F401  (registers the models)
+from ea_vision.analysis.predict import main
+from ea_vision.base.errors import exit_code
+
+MODEL = "ea_conv_transformer_cifar"
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    """Three images of 32 x 32 pixels, one of them in a folder below."""
+    folder = tmp_path_factory.mktemp("photos")
+    rng = np.random.default_rng(0)
+    for name in ("a.png", "b.png", "deep/c.png"):
+        path = folder / name
+        path.parent.mkdir(exist_ok=True)
+        Image.fromarray(np.kron(rng.integers(0, 256, (8, 8, 3)), np.ones((4, 4, 1))).astype(np.uint8)).save(path)
+    return folder
+
+
+def expected(path, top: int) -> list[tuple[str, float]]:
+    """As in timm's README: create_transform, softmax, topk."""
+    model = timm.create_model(MODEL, pretrained=True).eval()
+    transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
+    with torch.inference_mode():
+        values, indices = model(transform(Image.open(path).convert("RGB"))[None]).softmax(-1)[0].topk(top)
+    names = model.pretrained_cfg["label_names"]
+    return [(names[i], v) for v, i in zip(values.tolist(), indices.tolist(), strict=True)]
+
+
+def test_classes_are_those_of_timm_s_own_steps(photos, capsys):
+    assert main([MODEL, str(photos), "--json", "-", "--batch-size", "2", "--device", "cpu"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["image"] for row in rows] == [str(photos / name) for name in ("a.png", "b.png", "deep/c.png")]
+    for row in rows:
+        wanted = expected(row["image"], 5)
+        assert [c["name"] for c in row["classes"]] == [name for name, _ in wanted]
+        assert [c["probability"] for c in row["classes"]] == pytest.approx([p for _, p in wanted], abs=2e-6)
+
+
+def test_paths_from_standard_input_and_a_table(photos, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{photos / 'b.png'}\n\n{photos / 'a.png'}\n"))
+    assert main([MODEL, "-", "--top", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (first, p), (second, q) = expected(photos / "b.png", 2)
+    assert lines[0] == f"{photos / 'b.png'}: {first} {100 * p:.1f}%, {second} {100 * q:.1f}%" and len(lines) == 2
+
+
+def test_a_broken_image_is_named_and_the_others_are_classified(photos, tmp_path, capsys):
+    broken, output = tmp_path / "broken.png", tmp_path / "new" / "found.json"
+    broken.write_bytes((photos / "a.png").read_bytes()[:60])
+    assert main([MODEL, str(broken), str(photos / "a.png"), "--json", str(output)]) == 1
+    assert capsys.readouterr().err.startswith(f"error: image {broken} is broken")
+    bad, good = json.loads(output.read_text())
+    assert bad["classes"] == [] and str(broken) in bad["error"] and "error" not in good and len(good["classes"]) == 5
+
+
+@pytest.mark.parametrize("words, message", [
+    ([MODEL, "/nowhere.png"], "does not exist"),
+    (["ea_conv_transformer_cifr", "digits:0"], "did you mean"),
+    (["resnet18_cifar", "digits:0"], "resnet18_cifar has no weights"),
+    ([MODEL, "digits:0", "--img-size", "x"], "--img-size must be"),
+])
+def test_bad_input_is_one_line(words, message, capsys):
+    assert exit_code(lambda: main(words)) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_standard_input_without_a_path(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert exit_code(lambda: main([MODEL, "-"])) == 2
+    assert "got none" in capsys.readouterr().err
