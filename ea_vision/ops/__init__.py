@@ -74,7 +74,7 @@ def _reason_against(
         return "it has no windows"
     if dropout_p > 0 and name != "sdpa":
         return "it has no dropout on the attention probabilities"
-    if name != "sdpa" and any(isinstance(gate, Tensor) for gate in gates):
+    if name == "triton" and any(isinstance(gate, Tensor) for gate in gates):
         return "it takes alpha and beta as numbers, got a gate that learns or has a share for each head"
     if name != "sdpa" and num_prefix_tokens:
         return f"it convolves whole maps, and {num_prefix_tokens} prefix tokens are to stay out of the convolution"
@@ -101,6 +101,22 @@ def _as_number(gate: float | Tensor) -> float | Tensor:
     if learns or gate.numel() != 1 or gate.is_meta or torch.compiler.is_compiling() or _exporting():
         return gate
     return gate.item()
+
+
+def _gates_by_head(alpha: float | Tensor, beta: float | Tensor, num_heads: int) -> Tensor | None:
+    """alpha and beta, each a number or a tensor () or (K), as (2, K) in float32; None where both are numbers.
+
+    Raises:
+        ValueError: another shape.
+    """
+    tensors = [gate for gate in (alpha, beta) if isinstance(gate, Tensor)]
+    if not tensors:
+        return None
+    for gate in tensors:
+        if gate.numel() not in (1, num_heads):
+            raise ValueError(f"a gate must have 1 or num_heads={num_heads} numbers, got shape {list(gate.shape)}")
+    return torch.stack([gate.float().reshape(-1).expand(num_heads) if isinstance(gate, Tensor) else
+                        tensors[0].new_full((num_heads,), gate, dtype=torch.float32) for gate in (alpha, beta)])
 
 
 def _choose(q: Tensor, *rest) -> str:
@@ -258,7 +274,10 @@ def evolving_attention(
     if chosen == "reference":
         return reference.attend(*arguments, dropout_p=dropout_p, num_prefix_tokens=num_prefix_tokens, **options,
                                 **windows)
-    return (cpu if chosen == "cpu" else triton_attention).attend(*arguments, **options)
+    gates = _gates_by_head(alpha, beta, K)
+    if gates is not None:
+        arguments = (*arguments[:-2], 1.0, 1.0)
+    return (cpu if chosen == "cpu" else triton_attention).attend(*arguments, **options, gates=gates)
 
 
 def halve(x: Tensor) -> Tensor:

@@ -35,10 +35,11 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in storag
 NONE, MIX, PREDICT = range(3)  # as in problem.h
 
 _INTS = ("B", "K", "H", "W", "D", "E", "kernel", "kind", "dtype", "threads")
-_FLOATS = ("alpha", "beta", "scale")
+_FLOATS = ("scale",)
 _STEPS = ("q_step", "k_step", "v_step")
-_POINTERS = ("q", "k", "v", "prev", "height_rel", "width_rel", "weight", "bias", "out", "logits", "norm", "d_out",
-             "d_logits", "d_q", "d_k", "d_v", "d_prev", "d_height_rel", "d_width_rel", "d_weight", "d_bias")
+_POINTERS = ("q", "k", "v", "prev", "height_rel", "width_rel", "weight", "bias", "gates", "out", "logits", "norm",
+             "d_out", "d_logits", "d_q", "d_k", "d_v", "d_prev", "d_height_rel", "d_width_rel", "d_weight", "d_bias",
+             "d_gates")
 
 
 class _Problem(ctypes.Structure):
@@ -156,15 +157,17 @@ def _pixels_last(x: Tensor) -> Tensor:
 
 
 def _run(function: str, feat_size: tuple[int, int], scale: float, alpha: float, beta: float, kind: int,
-         q: Tensor, k: Tensor, v: Tensor, **tensors: Tensor | None) -> None:
-    """q, k, v (B, K, D, N) by `_pixels_last`; the others contiguous."""
+         q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, **tensors: Tensor | None) -> None:
+    """q, k, v (B, K, D, N) by `_pixels_last`; the others contiguous; gates (2, K), unless alpha and beta are all."""
     B, K, D, _ = q.shape
+    if gates is None:
+        gates = torch.tensor([[alpha] * K, [beta] * K], dtype=torch.float32)
     weight = tensors.get("weight")
     problem = _Problem(B=B, K=K, H=feat_size[0], W=feat_size[1], D=D, E=v.shape[2],
                        kernel=0 if weight is None else weight.shape[-1], kind=kind, dtype=DTYPES[q.dtype],
-                       threads=torch.get_num_threads(), alpha=alpha, beta=beta, scale=scale,
+                       threads=torch.get_num_threads(), scale=scale,
                        q_step=q.stride(0), k_step=k.stride(0), v_step=v.stride(0))
-    for name, tensor in {"q": q, "k": k, "v": v, **tensors}.items():
+    for name, tensor in {"q": q, "k": k, "v": v, "gates": gates, **tensors}.items():
         setattr(problem, name, None if tensor is None else tensor.data_ptr())
     getattr(_load(), function)(ctypes.byref(problem))
 
@@ -172,23 +175,26 @@ def _run(function: str, feat_size: tuple[int, int], scale: float, alpha: float, 
 @torch.library.custom_op("ea_vision::cpu_attention", mutates_args=(), device_types="cpu")
 def _forward(
         q: Tensor, k: Tensor, v: Tensor, height_rel: Tensor | None, width_rel: Tensor | None, prev: Tensor | None,
-        weight: Tensor | None, bias: Tensor | None, alpha: float, beta: float, kind: int, scale: float, height: int,
-        width: int, need_logits: bool,
+        weight: Tensor | None, bias: Tensor | None, gates: Tensor | None, alpha: float, beta: float, kind: int,
+        scale: float, height: int, width: int, need_logits: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """-> out (B, K, E, N), logits (B, K, N, N) or empty, norm (B, K, N, 2): see problem.h."""
+    """-> out (B, K, E, N), logits (B, K, N, N) or empty, norm (B, K, N, 2): see problem.h.
+
+    gates: alpha and beta by heads, (2, K), in place of the numbers.
+    """
     B, K, N, _ = q.shape
     q, k, v = _pixels_last(q), _pixels_last(k), _pixels_last(v)
     out = q.new_empty(B, K, v.shape[2], N)
     logits = q.new_empty((B, K, N, N) if need_logits else 0)
     norm = torch.empty(B, K, N, 2, dtype=torch.float32)
-    _run("evolving_attention_forward", (height, width), scale, alpha, beta, kind, q, k, v, prev=prev,
+    _run("evolving_attention_forward", (height, width), scale, alpha, beta, kind, q, k, v, gates, prev=prev,
          height_rel=height_rel, width_rel=width_rel, weight=weight, bias=bias, out=out,
          logits=logits if need_logits else None, norm=norm)
     return out, logits, norm
 
 
 @_forward.register_fake
-def _(q, k, v, height_rel, width_rel, prev, weight, bias, alpha, beta, kind, scale, height, width, need_logits):
+def _(q, k, v, height_rel, width_rel, prev, weight, bias, gates, alpha, beta, kind, scale, height, width, need_logits):
     B, K, N, _ = q.shape
     return (q.new_empty(B, K, v.shape[3], N), q.new_empty((B, K, N, N) if need_logits else (0,)),
             q.new_empty(B, K, N, 2, dtype=torch.float32))
@@ -198,18 +204,19 @@ def _(q, k, v, height_rel, width_rel, prev, weight, bias, alpha, beta, kind, sca
 def _backward(
         d_out: Tensor, d_logits: Tensor | None, q: Tensor, k: Tensor, v: Tensor, height_rel: Tensor | None,
         width_rel: Tensor | None, prev: Tensor | None, weight: Tensor | None, bias: Tensor | None,
-        logits: Tensor | None, norm: Tensor, alpha: float, beta: float, kind: int, scale: float, height: int,
-        width: int,
+        gates: Tensor | None, logits: Tensor | None, norm: Tensor, alpha: float, beta: float, kind: int, scale: float,
+        height: int, width: int,
 ) -> list[Tensor]:
-    """-> gradients of q, k (B, K, D, N), v (B, K, E, N), then of those given: prev, tables, weight, bias."""
+    """-> gradients of q, k (B, K, D, N), v (B, K, E, N), then of those given: prev, tables, weight, bias, gates."""
     q, k, v = _pixels_last(q), _pixels_last(k), _pixels_last(v)
     grads = {"d_q": q.new_empty(q.shape), "d_k": k.new_empty(k.shape), "d_v": v.new_empty(v.shape)}
     if prev is not None:
         grads["d_prev"] = torch.empty_like(prev)
-    for name, tensor in (("height_rel", height_rel), ("width_rel", width_rel), ("weight", weight), ("bias", bias)):
+    for name, tensor in (("height_rel", height_rel), ("width_rel", width_rel), ("weight", weight), ("bias", bias),
+                         ("gates", gates)):
         if tensor is not None:
             grads[f"d_{name}"] = tensor.new_empty(q.shape[0], *tensor.shape)
-    _run("evolving_attention_backward", (height, width), scale, alpha, beta, kind, q, k, v, prev=prev,
+    _run("evolving_attention_backward", (height, width), scale, alpha, beta, kind, q, k, v, gates, prev=prev,
          height_rel=height_rel, width_rel=width_rel, weight=weight, bias=bias, logits=logits, norm=norm,
          d_out=d_out.contiguous(), d_logits=None if d_logits is None else d_logits.contiguous(), **grads)
     images = ("d_q", "d_k", "d_v", "d_prev")
@@ -217,10 +224,10 @@ def _backward(
 
 
 @_backward.register_fake
-def _(d_out, d_logits, q, k, v, height_rel, width_rel, prev, weight, bias, logits, norm, alpha, beta, kind, scale,
-      height, width):
+def _(d_out, d_logits, q, k, v, height_rel, width_rel, prev, weight, bias, gates, logits, norm, alpha, beta, kind,
+      scale, height, width):
     grads = [x.new_empty(x.shape[0], x.shape[1], x.shape[3], x.shape[2]) for x in (q, k, v)]
-    return grads + [torch.empty_like(x) for x in (prev, height_rel, width_rel, weight, bias) if x is not None]
+    return grads + [torch.empty_like(x) for x in (prev, height_rel, width_rel, weight, bias, gates) if x is not None]
 
 
 def _save(ctx, inputs, output) -> None:
@@ -240,11 +247,11 @@ def _differentiate(ctx, d_out, d_logits, _):
         d_out = inputs[2].new_zeros(B, K, E, N)
     grads = iter(_backward(d_out, d_logits, *inputs, logits, norm, *ctx.options))
     d_q, d_k, d_v = (next(grads).transpose(-2, -1) for _ in range(3))
-    _, _, _, height_rel, width_rel, prev, weight, bias = inputs
+    _, _, _, height_rel, width_rel, prev, weight, bias, gates = inputs
     d_prev = next(grads) if prev is not None else None
-    d_height, d_width, d_weight, d_bias = (
-        next(grads) if x is not None else None for x in (height_rel, width_rel, weight, bias))
-    return d_q, d_k, d_v, d_height, d_width, d_prev, d_weight, d_bias, *(None,) * 7
+    d_height, d_width, d_weight, d_bias, d_gates = (
+        next(grads) if x is not None else None for x in (height_rel, width_rel, weight, bias, gates))
+    return d_q, d_k, d_v, d_height, d_width, d_prev, d_weight, d_bias, d_gates, *(None,) * 7
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
@@ -270,9 +277,9 @@ def _check(name: str, tensor: Tensor | None, shape: tuple[int, ...]) -> None:
 def attend(
         q: Tensor, k: Tensor, v: Tensor, height_rel: Tensor | None, width_rel: Tensor | None,
         prev_logits: Tensor | None, weight: Tensor | None, bias: Tensor | None, alpha: float, beta: float, *,
-        predict: bool, scale: float, feat_size: tuple[int, int], need_logits: bool,
+        predict: bool, scale: float, feat_size: tuple[int, int], need_logits: bool, gates: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """See `ea_vision.ops.evolving_attention`."""
+    """See `ea_vision.ops.evolving_attention`; gates: alpha and beta by heads, (2, K), in place of the numbers."""
     K, D = q.shape[1], q.shape[3]
     if height_rel is not None or width_rel is not None:
         _check("height_rel", height_rel, (2 * feat_size[0] - 1, D))
@@ -285,7 +292,11 @@ def attend(
         _check("bias", bias, (K,))
     if prev_logits is not None:
         prev_logits = prev_logits.to(q.dtype).contiguous()
-    small = [None if x is None else x.float().contiguous() for x in (height_rel, width_rel, weight, bias)]
+    if prev_logits is None:
+        gates = None
+    elif gates is not None:
+        _check("gates", gates, (2, K))
+    small = [None if x is None else x.float().contiguous() for x in (height_rel, width_rel, weight, bias, gates)]
     out, logits, _ = _forward(q, k, v, *small[:2], prev_logits, *small[2:], alpha, beta, kind, scale, *feat_size,
                               need_logits)
     return out.transpose(-2, -1), logits if need_logits else None

@@ -321,27 +321,38 @@ def chosen(caplog, monkeypatch, model, **options):
     return [record.message.partition(" by ")[2] for record in caplog.records]
 
 
-def test_the_log_says_why_learnable_gates_take_the_reference(caplog, monkeypatch):
-    first, evolving = chosen(caplog, monkeypatch, tiny())
-    assert first == "'cpu'"
-    assert evolving == ("'reference'; not cpu: it takes alpha and beta as numbers, got a gate that learns or has a "
-                        "share for each head")
-    with torch.no_grad():
-        assert chosen(caplog, monkeypatch, tiny()) == ["'cpu'"]
-        assert "share for each head" in chosen(caplog, monkeypatch, tiny(learnable="per_head"))[1]
-        assert "1 prefix tokens are to stay out" in chosen(caplog, monkeypatch, tiny(prefix="pass"))[1]
-    assert chosen(caplog, monkeypatch, tiny(alpha=0.5, beta=1.0)) == ["'cpu'"]
+def test_the_kernel_takes_learnable_gates_and_the_log_says_what_it_does_not_take(caplog, monkeypatch):
+    for options in ({}, dict(learnable="per_head"), dict(alpha=0.5, beta=1.0), dict(evolution="pa", alpha=0.1)):
+        assert chosen(caplog, monkeypatch, tiny(**options)) == ["'cpu'"]
+        with torch.no_grad():
+            assert chosen(caplog, monkeypatch, tiny(**options)) == ["'cpu'"]
+    assert "1 prefix tokens are to stay out" in chosen(caplog, monkeypatch, tiny(prefix="pass"))[1]
     frozen = tiny()
     for block in frozen.blocks[1:]:
         block.attn.evolution.requires_grad_(False)
     assert chosen(caplog, monkeypatch, frozen) == ["'cpu'"]
 
 
-def test_the_kernel_computes_what_the_reference_does():
-    model = active(tiny())
-    with torch.no_grad():
-        fast = model(images())
-    torch.testing.assert_close(fast, model(images()), atol=1e-5, rtol=1e-4)
+@pytest.mark.parametrize("options", [{}, dict(learnable="per_head"), dict(evolution="pa")])
+def test_the_kernel_computes_what_the_reference_does(options):
+    results = []
+    for implementation in ("cpu", "reference"):
+        model, kept = active(tiny(**options)), {}
+
+        def pack(tensor, kept=kept):
+            if tensor.shape == (2, 3, 17, 17):
+                kept[tensor.data_ptr()] = tensor
+            return tensor
+
+        with ops.use_implementation(implementation), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            y = model(images())
+            y.square().sum().backward()
+        results.append((y.detach(), {name: p.grad for name, p in model.named_parameters()}))
+        assert (len(kept) == 2) == (implementation == "cpu")  # one map for each block but the last
+    gates = [grad for name, grad in results[0][1].items() if name.endswith((".alpha", ".beta"))]
+    assert len(gates) == (2 if options.get("evolution") == "pa" else 4) and all(grad.all() for grad in gates)
+    assert not torch.equal(results[0][0], results[1][0])
+    torch.testing.assert_close(*results, atol=3e-5, rtol=1e-3)
 
 
 def test_gradient_checkpointing_changes_nothing():

@@ -27,9 +27,10 @@ def attend(draw: random.Random, dtype: torch.dtype, kernel: int, prev: bool, pre
     tables = (new(2 * H - 1, D), new(2 * W - 1, D)) if draw.random() < 0.5 else (None, None)
     prev = new(2, K, N, N, dtype=dtype) if prev else None
     convolution = (new(K, K, kernel, kernel), new(K)) if kernel else (None, None)
+    gates = new(2, K) if draw.random() < 0.5 else None
     out, logits = cpu.attend(
         q, k, v, *tables, prev, *convolution, 0.3, draw.choice((0.6, 1.0)), predict=predict, scale=0.5,
-        feat_size=(H, W), need_logits=draw.random() < 0.5)
+        feat_size=(H, W), need_logits=draw.random() < 0.5, gates=gates)
     loss = out.float().square().sum()
     (loss if logits is None or draw.random() < 0.3 else loss + logits.float().square().sum()).backward()
 

@@ -22,8 +22,8 @@ TOLERANCE = {torch.float32: 5e-5, torch.bfloat16: 4e-2, torch.float16: 5e-3}  # 
 
 
 def problem(kind: str, size, num_heads=8, dim_qk=20, dim_v=3, batch=2, kernel=3, relative=True, dtype=torch.float32,
-            device="cpu", seed=0):
-    """Tensors by name, q, k, v as views of (B, C, N) like those of the layer."""
+            device="cpu", seed=0, gates=None):
+    """Tensors by name, q, k, v as views of (B, C, N) like those of the layer; gates: the shape of alpha and beta."""
     generator = torch.Generator().manual_seed(seed)
     H, W = size
     B, K, D, E, N = batch, num_heads, dim_qk, dim_v, H * W
@@ -41,6 +41,10 @@ def problem(kind: str, size, num_heads=8, dim_qk=20, dim_v=3, batch=2, kernel=3,
         if kernel:
             tensors |= {"weight": new(K, K, kernel, kernel, std=0.3, cast=torch.float32),
                         "bias": new(K, std=0.3, cast=torch.float32)}
+        if gates is not None:
+            tensors["alpha"] = new(*gates, std=0.5, cast=torch.float32)
+            if kind == "ea":
+                tensors["beta"] = new(*gates, std=0.5, cast=torch.float32)
     return tensors
 
 
@@ -62,6 +66,8 @@ def assert_as_reference(tensors, implementation, **options):
     for name, expected in slow.items():
         assert fast[name].dtype == (tensors[name].dtype if name in tensors else tensors["q"].dtype)
         scale = max(expected.abs().max().item(), 1.0)  # some are zero but for rounding: a softmax row's sum
+        if name in ("alpha", "beta"):  # a sum of all entries, most of which cancels
+            scale = max(scale, (slow["prev_logits"].numel() / expected.numel()) ** 0.5)
         difference = (fast[name].double() - expected).abs().max().item()
         assert difference <= tolerance * scale, f"{name}: {difference} of {scale}"
 
@@ -80,6 +86,39 @@ def test_cpu_kernel(size, num_heads, dim_qk, dim_v, kind, kernel, beta, need_log
                         need_logits=need_logits)
 
 
+@pytest.mark.parametrize("need_logits", [True, False])
+@pytest.mark.parametrize("per_head", [False, True])
+@pytest.mark.parametrize("kind,kernel", [("ea", 3), ("ea", 5), ("ea", 0), ("pa", 3), ("pa", 0)])
+@pytest.mark.parametrize("size,num_heads,dim_qk,dim_v", [((5, 7), 8, 20, 3), ((1, 50), 3, 16, 16)])
+def test_cpu_kernel_with_gates_that_learn(size, num_heads, dim_qk, dim_v, kind, kernel, per_head, need_logits):
+    tensors = problem(kind, size, num_heads, dim_qk, dim_v, kernel=kernel, relative=size[0] > 1,
+                      gates=(num_heads,) if per_head else ())
+    assert_as_reference(tensors, "cpu", predict=kind == "pa", feat_size=size, need_logits=need_logits)
+
+
+@pytest.mark.parametrize("alpha,beta", [(0.0, 0.0), (1.0, 1.0), (0.0, 1.0), (1.0, 0.0)])
+@pytest.mark.parametrize("kind", ["ea", "pa"])
+def test_cpu_kernel_where_learning_gates_drop_a_term(kind, alpha, beta):
+    """Where a share is zero its gradient is not, and no shortcut for constants may be taken."""
+    tensors = problem(kind, (4, 5)) | {"alpha": torch.tensor(alpha)} | (
+        {"beta": torch.full((1,), beta)} if kind == "ea" else {})
+    for need_logits in (True, False):
+        assert_as_reference(tensors, "cpu", predict=kind == "pa", feat_size=(4, 5), need_logits=need_logits)
+
+
+def test_cpu_kernel_with_gates_that_learn_at_a_vision_transformers_length():
+    tensors = problem("ea", (1, 197), 3, 64, 64, batch=1, relative=False, gates=())
+    assert_as_reference(tensors, "cpu")
+
+
+def test_a_number_beside_a_gate_that_learns():
+    tensors = problem("ea", (4, 5), gates=())
+    for other in ("alpha", "beta"):
+        assert_as_reference({n: t for n, t in tensors.items() if n != other}, "cpu", feat_size=(4, 5), **{other: 1.0})
+    with pytest.raises(ValueError, match=r"1 or num_heads=8 numbers, got shape \[3\]"):
+        evolving_attention(**tensors | {"beta": torch.ones(3)}, feat_size=(4, 5), implementation="cpu")
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_cpu_kernel_on_random_shapes(seed):
     random = torch.Generator().manual_seed(seed)
@@ -91,18 +130,23 @@ def test_cpu_kernel_on_random_shapes(seed):
     kind = ("aa", "ea", "pa")[draw(0, 2)]
     kernel = (1, 3, 5, 7)[draw(0, 3)]
     tensors = problem(kind, size, draw(1, 10), draw(1, 40), draw(1, 20), draw(1, 5), kernel, seed=seed)
-    assert_as_reference(tensors, "cpu", alpha=draw(0, 10) / 10, beta=draw(0, 10) / 10, predict=kind == "pa",
-                        feat_size=size, need_logits=bool(draw(0, 1)), scale=0.3)
+    shares = {name: draw(0, 10) / 10 for name in ("alpha", "beta")}
+    if kind != "aa" and draw(0, 1):
+        names = ("alpha", "beta") if kind == "ea" else ("alpha",)
+        tensors |= {name: torch.tensor(shares.pop(name)) for name in names}
+    assert_as_reference(tensors, "cpu", **shares, predict=kind == "pa", feat_size=size, need_logits=bool(draw(0, 1)),
+                        scale=0.3)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", ["aa", "ea", "pa"])
-def test_cpu_kernel_in_half_precision(kind, dtype):
-    tensors = problem(kind, (7, 6), dtype=dtype)
+@pytest.mark.parametrize("kind,gates", [("aa", None), ("ea", None), ("ea", ()), ("pa", None), ("pa", (8,))])
+def test_cpu_kernel_in_half_precision(kind, gates, dtype):
+    tensors = problem(kind, (7, 6), dtype=dtype, gates=gates)
     if kind != "aa":  # the convolution stays positive: near zero, rounding would decide what passes its ReLU
         tensors["bias"] += 6.0
     for need_logits in (True, False):
-        assert_as_reference(tensors, "cpu", alpha=0.3, predict=kind == "pa", feat_size=(7, 6), need_logits=need_logits)
+        shares = {} if gates is not None else {"alpha": 0.3}
+        assert_as_reference(tensors, "cpu", predict=kind == "pa", feat_size=(7, 6), need_logits=need_logits, **shares)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -120,8 +164,9 @@ def test_folding_adds_the_position_terms():
     torch.testing.assert_close(q @ k.transpose(-2, -1), logits, atol=1e-4, rtol=1e-5)
 
 
-def test_cpu_kernel_gives_the_same_bits_however_the_work_is_cut():
-    tensors = problem("ea", (9, 7), batch=3)
+@pytest.mark.parametrize("gates", [None, ()])
+def test_cpu_kernel_gives_the_same_bits_however_the_work_is_cut(gates):
+    tensors = problem("ea", (9, 7), batch=3, gates=gates)
     options = {"implementation": "cpu", "feat_size": (9, 7)}
     whole = outputs_and_gradients(tensors, **options)
     threads = torch.get_num_threads()
@@ -170,7 +215,9 @@ def test_pytorch_accepts_the_custom_operators():
     tensors = problem("ea", (3, 4), num_heads=4, dim_qk=4, dim_v=2)
     names = ("q", "k", "v", "height_rel", "width_rel", "prev_logits", "weight", "bias")
     arguments = [tensors[name].requires_grad_() for name in names]
-    torch.library.opcheck(torch.ops.ea_vision.cpu_attention.default, (*arguments, 0.5, 1.0, cpu.MIX, 0.3, 3, 4, True))
+    for gates in (None, torch.rand(2, 4, requires_grad=True)):
+        torch.library.opcheck(torch.ops.ea_vision.cpu_attention.default,
+                              (*arguments, gates, 0.5, 1.0, cpu.MIX, 0.3, 3, 4, True))
     torch.library.opcheck(torch.ops.ea_vision.cpu_pool.default, (torch.randn(2, 3, 5, 4, requires_grad=True),))
 
 
@@ -410,11 +457,11 @@ def test_second_derivatives_are_refused_not_wrong():
 # ---- the layer
 
 
-def chain(length=3, size=(6, 5)):
+def chain(length=3, size=(6, 5), **options):
     torch.manual_seed(0)
     return nn.ModuleList(
         AugmentedConv2d(8, 8, dim_qk=8, dim_v=4, num_heads=4, feat_size=size,
-                        evolution=EvolvingAttention(4) if i else None) for i in range(length))
+                        evolution=EvolvingAttention(4, **options) if i else None) for i in range(length))
 
 
 def run(layers, x):
@@ -424,8 +471,9 @@ def run(layers, x):
     return x, logits
 
 
-def test_training_keeps_one_map_a_layer_and_none_of_the_last():
-    layers, kept = chain(), {}
+@pytest.mark.parametrize("learnable", [False, True, "per_head"])
+def test_training_keeps_one_map_a_layer_and_none_of_the_last(learnable):
+    layers, kept = chain(learnable=learnable), {}
 
     def pack(tensor):
         if tensor.ndim == 4 and tensor.shape[-1] == tensor.shape[-2] == 30:
@@ -461,8 +509,9 @@ def test_a_hook_inside_the_layer_sees_the_maps():
     assert len(seen) == 1
 
 
-def test_compiles_whole_and_once():
-    layers, x = chain(), torch.randn(2, 8, 6, 5)
+@pytest.mark.parametrize("learnable", [False, True])
+def test_compiles_whole_and_once(learnable):
+    layers, x = chain(learnable=learnable), torch.randn(2, 8, 6, 5)
     graphs = []
 
     def backend(graph, _):
@@ -472,4 +521,7 @@ def test_compiles_whole_and_once():
     compiled = torch.compile(lambda x: run(layers, x)[0], fullgraph=True, backend=backend)
     for batch in (x, x + 1, x * 2):
         torch.testing.assert_close(compiled(batch), run(layers, batch)[0], atol=1e-4, rtol=1e-5)
-    assert len(graphs) == 1 and "cpu_attention" in str(graphs[0].code)
+    assert len(graphs) == 1 and str(graphs[0].code).count("ea_vision.cpu_attention") == 3
+    mine, theirs = (torch.autograd.grad(f(x).square().sum(), list(layers.parameters())[:-2]) for f in (
+        compiled, lambda x: run(layers, x)[0]))
+    torch.testing.assert_close(mine, theirs)

@@ -20,6 +20,7 @@ typedef struct {
     float *position;          /* (N, Hp + Wp): gradient of one head's position terms */
     float *height_rows, *width_rows, *d_heights, *d_widths; /* (2H-1, Dp), (2W-1, Dp) */
     float *d_weight, *d_bias; /* (planes, K, taps, VL), (K, VL) */
+    double *d_gates;          /* (2, K) */
 } workspace;
 
 #define WINDOW (BLOCK + 3 * GROUP) /* a block's rows and those before whose convolution still waits (r < GROUP) */
@@ -38,6 +39,7 @@ static void allocate_workspace(workspace *w, const image *g, const problem *p) {
     w->d_k = new_floats((long)p->D * g->Np);
     w->d_v = new_floats((long)p->K * p->E * g->Np);
     w->d_out = new_floats((long)p->K * p->E * g->Np);
+    w->d_gates = (double *)new_floats(4L * p->K);
     if (p->kind != MIX) w->own = new_floats(BLOCK * map_row);
     if (p->kind != NONE) {
         w->maps = new_floats((WINDOW + 2 * g->conv.r) * map_row);
@@ -83,6 +85,7 @@ static void free_workspace(workspace *w) {
                     w->d_attn, w->scratch, w->q_rows, w->k_rows, w->d_q, w->d_k, w->d_v, w->d_out, w->position,
                     w->height_rows, w->width_rows, w->d_heights, w->d_widths, w->d_weight, w->d_bias};
     for (unsigned i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
+    free(w->d_gates);
 }
 
 static float *own_row(const image *g, const workspace *w, int head, int row) {
@@ -120,15 +123,15 @@ static float some_value_gradient(float *attn, float *d, const float *l, const fl
 }
 
 /* The gradient of queries begin..end's logits into d_own (of gain * own, or of the mixture where nothing is convolved)
- * and d_conv; adds to d_v. */
+ * and d_conv; adds to d_v, and to the gates' gradients what the values of the convolution have in them. */
 static void softmax_gradients(const image *g, workspace *w, int begin, int end) {
     const problem *p = g->p;
     const int r = g->conv.r;
     const long map_row = (long)p->K * g->P;
-    const float share = p->kind == MIX ? p->beta : p->alpha;
     float *made[BLOCK]; /* the logits of a query that are not stored */
     /* where nothing else is in the logits, they show what passed the ReLU */
-    const int convolve_again = p->weight && !(p->logits && only_convolved(p));
+    const int convolve_again = p->weight && !(p->logits && g->only_convolved);
+    const int gated = p->d_gates && (p->weight || p->kind == PREDICT);
     if (convolve_again)
         for (int i = begin; i < end; i += GROUP)
             convolve(&g->conv, w->conv + (i - begin) * map_row, map_row, g->P, w->maps, i - w->base,
@@ -141,6 +144,7 @@ static void softmax_gradients(const image *g, workspace *w, int begin, int end) 
         }
     for (int head = 0; head < p->K; head++) {
         const long value = (long)head * p->E * g->Np, query = query_of(g, head, 0);
+        const float share = p->kind == MIX ? beta_of(p, head) : alpha_of(p, head);
         if (p->E > FEW)
             gemm(FRESH, end - begin, g->Np, p->E, w->d_out + value + begin, 1, g->Np, g->v + value, g->Np, NULL,
                  w->d_attn, g->Np);
@@ -168,7 +172,7 @@ static void softmax_gradients(const image *g, workspace *w, int begin, int end) 
             for (int j = 0; j < g->Np; j += VL) {
                 vec x = LOAD(d_attn + j) - mean * LOAD(attn + j);
                 if (more) x += g->N - j < VL ? (vec)((ivec)LOAD(more + j) & before(g->N - j)) : LOAD(more + j);
-                if (!only_convolved(p)) STORE(d + j, x);
+                if (!g->only_convolved) STORE(d + j, x);
                 if (gate) {
                     x = (vec)((ivec)(LOAD(passed + j) > 0) & (ivec)(share * x));
                     STORE(gate + j, x);
@@ -176,18 +180,25 @@ static void softmax_gradients(const image *g, workspace *w, int begin, int end) 
                 }
             }
             if (gate) STORE(w->d_bias + head * VL, LOAD(w->d_bias + head * VL) + bias);
+            if (gated) { /* beta's: convolved - mixture; alpha's of PA: convolved, and less the own logits later */
+                const float *m = row_of(g, w->maps, i - w->base + r, head), *high = p->weight ? passed : m;
+                vec sum = {};
+                for (int j = 0; j < g->Np; j += VL)
+                    sum += LOAD(d + j) * (p->kind == MIX ? LOAD(high + j) - LOAD(m + j) : LOAD(high + j));
+                w->d_gates[p->kind == MIX ? p->K + head : head] += sum_of(sum);
+            }
         }
         gemm(ADD, p->E, g->Np, end - begin, w->d_out + value + begin, g->Np, 1, w->attn, g->Np, NULL, w->d_v + value,
              g->Np);
     }
 }
 
-/* Through the convolution, queries begin..end: d_own becomes the gradient of gain * own logits, d_prev and their share
- * of the weight's gradient are done. */
+/* Through the convolution, queries begin..end: d_own becomes the gradient of gain * own logits; d_prev and their share
+ * of the gradients of the weight and, but for the own logits, of EA's alpha are done. */
 static void convolution_gradients(const image *g, workspace *w, int begin, int end) {
     const problem *p = g->p;
     const long map_row = (long)p->K * g->P;
-    const int predicted = p->kind == PREDICT && p->weight, direct = only_convolved(p);
+    const int predicted = p->kind == PREDICT && p->weight, direct = g->only_convolved;
     for (int first = begin; first < end; first += GROUP) {
         const int rows = end - first < GROUP ? end - first : GROUP;
         if (p->weight) {
@@ -196,16 +207,27 @@ static void convolution_gradients(const image *g, workspace *w, int begin, int e
                      (direct ? g->N : GROUP) * (long)g->P, w->d_conv, top, rows, w->turned, NULL);
             weight_gradient(&g->conv, w->d_weight, w->d_conv + (top + g->conv.r) * map_row, w->maps, top, rows);
         }
-        for (int head = 0; head < p->K; head++)
+        for (int head = 0; head < p->K; head++) {
+            const float alpha = alpha_of(p, head), kept = 1 - beta_of(p, head);
             for (int i = first; i < first + rows; i++) {
                 float *d = own_row(g, w, head, i);
                 const float *d_maps = w->d_maps + ((long)head * GROUP + i - first) * g->P + MARGIN;
                 if (p->kind == MIX && p->weight && !direct)
-                    for (int j = 0; j < g->Np; j += VL) STORE(d + j, (1 - p->beta) * LOAD(d + j) + LOAD(d_maps + j));
+                    for (int j = 0; j < g->Np; j += VL) STORE(d + j, kept * LOAD(d + j) + LOAD(d_maps + j));
+                if (p->kind == MIX && p->d_gates) {
+                    const float *prev = stored_row(g, p->prev, head, i, w->scratch);
+                    vec sum = {};
+                    for (int j = 0; j < g->Np; j += VL) {
+                        const vec x = LOAD(prev + j);
+                        sum += LOAD(d + j) * (g->N - j < VL ? (vec)((ivec)x & before(g->N - j)) : x);
+                    }
+                    w->d_gates[head] += sum_of(sum);
+                }
                 if (p->d_prev)
                     write_scaled((void *)at(p->d_prev, map_element(g, head, i), p->dtype), predicted ? d_maps : d,
-                                 predicted ? 1.0f : p->alpha, g->N, p->dtype, w->scratch);
+                                 predicted ? 1.0f : alpha, g->N, p->dtype, w->scratch);
             }
+        }
     }
 }
 
@@ -252,7 +274,13 @@ static void own_gradients(const image *g, workspace *w, int head) {
     transpose(w->d_k, g->Np, w->d_q, Dp, N, D);
     for (int c = 0; c < D; c++) {
         float *row = w->d_k + c * g->Np;
-        for (int i = 0; i < N; i++) row[i] *= p->scale * g->gain;
+        if (p->d_gates) { /* alpha's: less the own logits, which are q times their gradient by q */
+            double sum = 0;
+            read_floats(w->scratch, at(p->q, g->b * p->q_step + ((long)head * D + c) * N, p->dtype), N, p->dtype);
+            for (int i = 0; i < N; i++) sum += w->scratch[i] * row[i];
+            w->d_gates[head] -= p->scale * sum;
+        }
+        for (int i = 0; i < N; i++) row[i] *= p->scale * gain_of(p, head);
         write_floats((void *)at(p->d_q, element + (long)c * N, p->dtype), row, N, p->dtype);
     }
 }
@@ -316,6 +344,10 @@ static void backward_image(const image *g, workspace *w) {
         write_weight_gradient(&g->conv, p->d_weight + b * p->K * p->K * p->kernel * p->kernel, w->d_weight);
         for (int h = 0; h < p->K; h++) p->d_bias[b * p->K + h] = sum_of(LOAD(w->d_bias + h * VL));
         memset(w->d_bias, 0, (long)p->K * VL * sizeof(float));
+    }
+    if (p->d_gates) {
+        for (int i = 0; i < 2 * p->K; i++) p->d_gates[2 * b * p->K + i] = w->d_gates[i];
+        memset(w->d_gates, 0, 2L * p->K * sizeof(double));
     }
 }
 

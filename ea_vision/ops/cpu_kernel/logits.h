@@ -46,6 +46,7 @@ static void own_logits(const image *g, float *maps, int first, int begin, int en
     const problem *p = g->p;
     const int H = p->H, W = p->W, Hp = round_up(H);
     for (int head = 0; head < p->K; head++) {
+        const float alpha = alpha_of(p, head);
         if (p->height_rel) position_terms(g, head, begin, end);
         for (int i = begin; i < end; i++) {
             float *row = row_of(g, maps, first + i - begin, head);
@@ -55,10 +56,10 @@ static void own_logits(const image *g, float *maps, int first, int begin, int en
                 for (int y = 0; y < H; y++) /* the last vector of a row reaches into the next, which overwrites it */
                     for (int x = 0, j = y * W; x < W; x += VL, j = y * W + x) {
                         const vec position = LOAD(by_col + x) + by_row[y];
-                        STORE(row + j, mix ? p->alpha * LOAD(prev + j) + position : position);
+                        STORE(row + j, mix ? alpha * LOAD(prev + j) + position : position);
                     }
             } else {
-                for (int j = 0; j < g->N; j += VL) STORE(row + j, mix ? p->alpha * LOAD(prev + j) : (vec){});
+                for (int j = 0; j < g->N; j += VL) STORE(row + j, mix ? alpha * LOAD(prev + j) : (vec){});
             }
             memset(row + g->N, 0, (g->P - MARGIN - g->N) * sizeof(float));
         }
@@ -81,16 +82,18 @@ static float *finish_logits(const image *g, float *row, float *conv, const float
     const problem *p = g->p;
     const long n = (long)p->K * g->P;
     if (p->kind == NONE) return own;
-    if (only_convolved(p)) return conv;
+    if (g->only_convolved) return conv;
     const float *m = maps + at * n;
-    if (p->kind == MIX) {
-        if (!p->weight)
-            memcpy(row, m, n * sizeof(float));
-        else
-            for (long j = 0; j < n; j += VL) STORE(row + j, p->beta * LOAD(conv + j) + (1 - p->beta) * LOAD(m + j));
-    } else {
-        const float *from = p->weight ? conv : m;
-        for (long j = 0; j < n; j += VL) STORE(row + j, LOAD(own + j) + p->alpha * LOAD(from + j));
+    if (p->kind == MIX && !p->weight) {
+        memcpy(row, m, n * sizeof(float));
+        return row;
+    }
+    const float *from = p->weight ? conv : m;
+    for (int head = 0; head < p->K; head++) {
+        const float alpha = alpha_of(p, head), beta = beta_of(p, head);
+        for (long j = (long)head * g->P, end = j + g->P; j < end; j += VL)
+            STORE(row + j, p->kind == MIX ? beta * LOAD(conv + j) + (1 - beta) * LOAD(m + j)
+                                          : LOAD(own + j) + alpha * LOAD(from + j));
     }
     return row;
 }

@@ -8,21 +8,27 @@ enum { NONE, MIX, PREDICT };
 
 typedef struct {
     int32_t B, K, H, W, D, E, kernel, kind, dtype, threads;
-    float alpha, beta, scale;
+    float scale;
     int64_t q_step, k_step, v_step;                     /* elements from one image to the next */
     const void *q, *k, *v, *prev;                       /* prev (B, K, N, N) or NULL */
     const float *height_rel, *width_rel;                /* (2H-1, D), (2W-1, D), or NULL both */
     const float *weight, *bias;                         /* (K, K, kernel, kernel), (K), or NULL both */
+    const float *gates;                                 /* (2, K): alpha and beta of each head */
     void *out, *logits;                                 /* (B, K, E, N); (B, K, N, N) or NULL */
     float *norm;                                        /* (B, K, N, 2): c and 1 / sum of exp(logits - c) */
     /* backward only */
     const void *d_out, *d_logits;                       /* d_logits or NULL */
     void *d_q, *d_k, *d_v, *d_prev;                     /* (B, K, D, N) twice, (B, K, E, N), (B, K, N, N) or NULL */
     float *d_height_rel, *d_width_rel, *d_weight, *d_bias; /* of each image: (B, ...) */
+    float *d_gates;                                     /* likewise, or NULL where not wanted */
 } problem;
 
-/* Whether the logits are the convolved mixture and nothing else. */
-static int only_convolved(const problem *p) { return p->weight && p->kind == MIX && p->beta == 1.0f; }
+static float alpha_of(const problem *p, int head) { return p->gates[head]; }
+
+static float beta_of(const problem *p, int head) { return p->gates[p->K + head]; }
+
+/* Of the own logits in the result. */
+static float gain_of(const problem *p, int head) { return p->kind == NONE ? 1.0f : 1.0f - alpha_of(p, head); }
 
 #define BLOCK (2 * GROUP) /* rows whose values are summed, or whose softmax is differentiated, together */
 #define FEW 4             /* values of a head that are summed while its softmax is made; more are a matrix product */
@@ -31,7 +37,7 @@ static int only_convolved(const problem *p) { return p->weight && p->kind == MIX
 typedef struct {
     const problem *p;
     int b, N, Np, Dp, Ep, P;     /* padded N, D and E; floats of a buffered row of one head */
-    float gain;                  /* of the own logits in the result */
+    int only_convolved;          /* the logits are the convolved mixture and nothing else, and no gate learns */
     float *q, *k, *v;            /* (K*D, Np) scaled, times gain; (K*D, Np); (K*E, Np) */
     float *heights, *widths;     /* (D, 2H-1 + VL padded), (D, ...): the tables transposed */
     long height_ld, width_ld;
@@ -88,7 +94,8 @@ static void allocate_image(image *g, const problem *p) {
 
 static void read_parameters(image *g, const problem *p) {
     g->p = p;
-    g->gain = p->kind == NONE ? 1.0f : 1.0f - p->alpha;
+    g->only_convolved = p->weight && p->kind == MIX && !p->d_gates;
+    for (int head = 0; head < p->K; head++) g->only_convolved &= beta_of(p, head) == 1.0f;
     if (p->height_rel) {
         transpose(g->heights, g->height_ld, p->height_rel, p->D, 2 * p->H - 1, p->D);
         transpose(g->widths, g->width_ld, p->width_rel, p->D, 2 * p->W - 1, p->D);
@@ -99,7 +106,10 @@ static void read_parameters(image *g, const problem *p) {
 static void read_image(image *g, int b) {
     const problem *p = g->p;
     g->b = b;
-    read_matrix(g->q, g->Np, at(p->q, b * p->q_step, p->dtype), p->K * p->D, g->N, p->dtype, p->scale * g->gain);
+    for (int head = 0; head < p->K; head++)
+        read_matrix(g->q + (long)head * p->D * g->Np, g->Np,
+                    at(p->q, b * p->q_step + (long)head * p->D * g->N, p->dtype), p->D, g->N, p->dtype,
+                    p->scale * gain_of(p, head));
     read_matrix(g->k, g->Np, at(p->k, b * p->k_step, p->dtype), p->K * p->D, g->N, p->dtype, 1);
     read_matrix(g->v, g->Np, at(p->v, b * p->v_step, p->dtype), p->K * p->E, g->N, p->dtype, 1);
 }
