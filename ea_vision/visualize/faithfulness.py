@@ -1,0 +1,283 @@
+"""Whether attention tells what a network's class hangs on: patches are removed in the order of a ranking.
+
+`ea_vision.analysis.faithfulness` has the definitions of comprehensiveness, sufficiency, deletion and insertion."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from matplotlib import colormaps
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from ea_vision.analysis.faithfulness import (
+    FILLINGS,
+    SCORES,
+    SHARES,
+    Curves,
+    Source,
+    measure_rankings,
+    row_of,
+    rows_csv,
+    rows_table,
+)
+from ea_vision.analysis.loading import WEIGHTS_HELP, LoadedModel, load_model, parse_layers, parse_size, positive
+from ea_vision.analysis.patch_rankings import (
+    CAMS,
+    KINDS,
+    ROWS,
+    AttentionSource,
+    CamSource,
+    CentreSource,
+    GradientSource,
+    random_source,
+)
+from ea_vision.analysis.probe import sample
+from ea_vision.analysis.probe_maps import set_batch_statistics
+from ea_vision.analysis.recording import record_attention
+from ea_vision.base.errors import UsageError
+from ea_vision.base.files import atomic_write, create, write_json
+from ea_vision.base.processes import choose_device
+from ea_vision.base.provenance import hardware, provenance
+from ea_vision.data.small_images import DATASETS, DataSet, load_dataset
+from ea_vision.engine.evaluate import autocast
+from ea_vision.visualize.drawing import QUERY_COLORS, new_figure
+from ea_vision.visualize.recordings import distinct
+from ea_vision.visualize.writing import save
+
+CONTROLS = ("random", "centre", "gradient", "untrained-layers", "untrained-rollout")
+RANKINGS = (*KINDS, *CONTROLS, *CAMS)
+PLACES = ("data_dir", "cache_dir", "output")  # of this machine: results.json has the data's fingerprint in their place
+EXAMPLES = """\
+examples:
+  ea-vision faithfulness --model runs/aa,runs/ea --dataset cifar10 --data-dir DIR -o faithfulness
+  ea-vision faithfulness --rankings layers,rollout,random --limit 50         # a minute or two on a CPU, on digits
+  ea-vision faithfulness --rankings rollout,random,GradCAM --filling blur    # beside pytorch-grad-cam, where installed
+"""
+MARKERS = "osD^vP*"
+GREYS = {"random": ("0.35", ":"), "centre": ("0.35", "--"), "gradient": ("#CC79A7", "-.")}
+
+
+def faithfulness_figure(measured: Mapping[str, Sequence[Curves]]) -> Figure:
+    """Comprehensiveness and sufficiency by ranking, a colour a model; under them the curves of each model.
+
+    Args:
+        measured: curves by model.
+    """
+    names = list(dict.fromkeys(curves.ranking for of_model in measured.values() for curves in of_model))
+    some = next(iter(measured.values()))[0]
+    figure = new_figure(3.3 * max(2, len(measured)) + 2.4, 0.22 * len(names) + 7.6)
+    above, below = figure.subfigures(2, 1, height_ratios=(0.22 * len(names) + 1.6, 6))
+    scores = above.subplots(1, 2, sharey=True)
+    for axes, score, better in zip(scores, SCORES, ("high", "low"), strict=False):
+        for index, (label, of_model) in enumerate(measured.items()):
+            rows = {row.ranking: row for row in (row_of(label, curves) for curves in of_model)}
+            places = [names.index(name) + (index - (len(measured) - 1) / 2) * 0.7 / len(measured) for name in rows]
+            color = QUERY_COLORS[index % len(QUERY_COLORS)]
+            axes.errorbar([getattr(row, score) for row in rows.values()], places, fmt=MARKERS[index % len(MARKERS)],
+                          xerr=[2 * getattr(row, f"{score}_se") for row in rows.values()], color=color, markersize=4,
+                          elinewidth=1, label=label)
+            if "random" in rows:
+                axes.axvline(getattr(rows["random"], score), color=color, linewidth=0.8, linestyle=":")
+        axes.set_yticks(range(len(names)), names, fontsize=8)
+        axes.set_xlabel(f"{score} ({better} is faithful)", fontsize=9)
+        axes.grid(axis="y", alpha=0.2)
+        axes.tick_params(axis="x", labelsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
+    scores[0].invert_yaxis()
+    above.legend(*scores[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
+    panels = below.subplots(2, len(measured), squeeze=False, sharex=True, sharey=True)
+    colors = _line_styles(names)
+    for column, (label, of_model) in enumerate(measured.items()):
+        for axes, curve in zip(panels[:, column], ("deletion", "insertion"), strict=True):
+            for curves in of_model:
+                color, style = colors[curves.ranking]
+                axes.plot([100 * share for share in curves.shares()], getattr(curves, f"{curve}_curve")(), style,
+                          color=color, linewidth=1.2, label=curves.ranking)
+            axes.tick_params(labelsize=8)
+            axes.grid(alpha=0.2)
+        panels[0, column].set_title(label, fontsize=9)
+        panels[1, column].set_xlabel("share of the patches (%)", fontsize=9)
+    panels[0, 0].set_ylabel("deletion: probability\nwithout the first patches", fontsize=9)
+    panels[1, 0].set_ylabel("insertion: probability\nof the first patches alone", fontsize=9)
+    panels[0, 0].set_ylim(0, 1)
+    lines = {line.get_label(): line for axes in panels.flat for line in axes.get_lines()}
+    below.legend(lines.values(), lines.keys(), loc="outside right center", fontsize=7)
+    images = len(some.whole)
+    figure.suptitle(f"{images} image{'s' * (images > 1)}; bars: two standard errors; dotted: random", fontsize=9)
+    return figure
+
+
+def _line_styles(names: Sequence[str]) -> dict[str, tuple]:
+    """Colour and line by ranking: layers from dark to light as they come, controls grey, all else of its own."""
+    layers = [name for name in names if name.startswith("layer") and "untrained" not in name]
+    styles = {name: (colormaps["viridis"](index / max(1, len(layers))), "-") for index, name in enumerate(layers)}
+    others = [name for name in names if name not in layers and name not in GREYS]
+    styles |= {name: (QUERY_COLORS[index % len(QUERY_COLORS)], "--" if "untrained" in name else "-")
+               for index, name in enumerate(others)}
+    return styles | GREYS
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], epilog=EXAMPLES,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--model", default="ea_conv_transformer_cifar", metavar="NAME|RUN[,..]",
+        help=f"{WEIGHTS_HELP}; several separated by commas (default: %(default)s)")
+    add("--layers", default="all", metavar="1,2|3-5|all",
+        help="attention layers, counted from 1, whose maps rank patches (default: %(default)s)")
+    add("--rankings", default="layers,rollout,random,centre,untrained-rollout", metavar="A,B",
+        help="what to rank patches by, some of: layers, the mean of each layer's heads; heads; rollout, through all "
+             "layers; random; centre, the nearer to the middle, the earlier; gradient, of the class's log-probability "
+             "times what a patch differs from the mean colour; untrained-layers and untrained-rollout, of the network "
+             f"as it begins training; with pytorch-grad-cam installed {', '.join(CAMS)} (default: %(default)s)")
+    add("--rows", default="auto", choices=ROWS,
+        help="whose rows of a map: mean, of all patches; cls, the class token's; auto, that one's where the classifier "
+             "reads it, else of all patches (default: %(default)s)")
+    add("--cam-layer", metavar="MODULE", help="whose output class activation maps weight (default: the last stage)")
+    add("--patches", metavar="N|H,W", help="grid of patches (default: the largest map's)")
+    add("--filling", default="mean", choices=FILLINGS,
+        help="what a removed patch shows: the training images' mean colour, or the image blurred "
+             "(default: %(default)s)")
+    add("--steps", type=positive, default=10, metavar="N",
+        help="equal steps of the deletion and insertion curves, beside the shares of 1, 5, 10, 20 and 50%% of the "
+             "patches (default: %(default)s)")
+    add("--dataset", default="digits", choices=DATASETS, help="see train_cifar.py --help (default: %(default)s)")
+    add("--data-dir", default="", help="folder of the data set")
+    add("--cache-dir", default="", help="where decoded images are kept; none: nowhere (default: the user's cache)")
+    add("--download", action="store_true", help="fetch cifar10 or cifar100 if it is not in --data-dir")
+    add("--img-size", metavar="N", help="side of the images in pixels (default: the model's)")
+    add("--limit", type=positive, metavar="N", help="N test images, drawn by --seed (default: all)")
+    add("--batch-size", type=positive, default=64, help="images (default: %(default)s)")
+    add("--amp", default="none", choices=("none", "bfloat16", "float16"), help="precision (default: %(default)s)")
+    add("--channels-last", action="store_true", help="the layout that convolutions like, with bfloat16 above all")
+    add("--seed", type=int, default=0,
+        help="of the drawn images, the order of patches that a ranking leaves alike, and the untrained network "
+             "(default: 0)")
+    add("--workers", type=positive, default=2, help="threads that decode images (default: %(default)s)")
+    add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="auto: cuda if there is one")
+    add("-o", "--output", default="faithfulness", metavar="DIR",
+        help="results.csv, results.json and results.png (default: %(default)s)")
+    return parser
+
+
+def parse_rankings(text: str) -> list[str]:
+    """Names of RANKINGS, separated by commas.
+
+    Raises:
+        UsageError: another name.
+    """
+    names = text.split(",")
+    wrong = [name for name in names if name not in RANKINGS]
+    if wrong:
+        raise UsageError(f"--rankings must be some of {', '.join(RANKINGS)}, got {', '.join(map(repr, wrong))}")
+    return list(dict.fromkeys(names))
+
+
+def patch_grid(text: str | None, model: LoadedModel, layers: Sequence[int], device: torch.device) -> tuple[int, int]:
+    """The grid asked for, or that of the largest map among the layers."""
+    if text is not None:
+        sides = text.split(",")
+        if len(sides) > 2 or not all(side.isdigit() and int(side) > 0 for side in sides):
+            raise UsageError(f"--patches must be N or H,W patches, got {text!r}")
+        return int(sides[0]), int(sides[-1])
+    with torch.no_grad(), record_attention(model.model, layers) as maps:
+        model.model(torch.zeros(1, 3, *model.img_size, device=device))
+    return max((layer.feat_size for layer in maps.values()), key=math.prod)
+
+
+class Subject:
+    """A network, and the sources of the rankings that it is measured with."""
+
+    def __init__(self, target: str, model: LoadedModel, options: argparse.Namespace, device: torch.device) -> None:
+        self.target, self.model, self.options, self.device = target, model, options, device
+        self.layers = [layer.number for layer in parse_layers(options.layers, model)]
+        self.rankings = parse_rankings(options.rankings)
+        self.grid = patch_grid(options.patches, model, self.layers, device)
+        if any(patches > pixels for patches, pixels in zip(self.grid, model.img_size, strict=True)):
+            raise UsageError(f"--patches must be at most {model.img_size[0]},{model.img_size[1]}, one a pixel of "
+                             f"{model.label}'s input, got {self.grid[0]},{self.grid[1]}")
+        cams = [name for name in self.rankings if name in CAMS]
+        self.cams = CamSource(model, cams, options.cam_layer) if cams else None
+
+    def predict(self, images: Tensor) -> Tensor:
+        batch = self.model.normalize(images)
+        if self.options.channels_last:
+            batch = batch.contiguous(memory_format=torch.channels_last)
+        with autocast(self.options.amp, self.device):
+            return self.model.model(batch)
+
+    def sources(self, data: DataSet) -> list[Source]:
+        """In the order of the rankings, those of one source together."""
+        made: list[Source] = []
+        kinds = [name for name in self.rankings if name in KINDS]
+        untrained = [name.removeprefix("untrained-") for name in self.rankings if name.startswith("untrained-")]
+        if kinds:
+            made.append(AttentionSource(self.model, self.layers, kinds, self.options.rows))
+        if "gradient" in self.rankings:
+            made.append(GradientSource(self.predict, self.model.config["mean"], self.grid))
+        if self.cams is not None:
+            made.append(self.cams)
+        if untrained:
+            network = load_model(self.target, random=True, img_size=self.model.img_size, seed=self.options.seed,
+                                 device=self.device)
+            set_batch_statistics(network, data.train.images, seed=self.options.seed)
+            made.append(AttentionSource(network, self.layers, untrained, self.options.rows, note=", untrained"))
+        if "centre" in self.rankings:
+            made.append(CentreSource(self.grid))
+        if "random" in self.rankings:
+            made.append(random_source)
+        return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = make_parser().parse_args(argv)
+    size, device = parse_size(options.img_size), choose_device(options.device)
+    if size and size[0] != size[1]:
+        raise UsageError(f"--img-size must be one number here, got {options.img_size!r}")
+    targets = options.model.split(",")
+    models = distinct([load_model(target, img_size=size, device=device) for target in targets])
+    subjects = [Subject(target, model, options, device) for target, model in zip(targets, models, strict=True)]
+    output = Path(options.output)
+    create(output)
+    measured: dict[str, list[Curves]] = {}
+    about: dict[str, dict] = {}
+    for subject in subjects:
+        model = subject.model
+        if options.channels_last:
+            model.model.to(memory_format=torch.channels_last)
+        data = load_dataset(options.dataset, options.data_dir, options.cache_dir, model.img_size[0], options.download,
+                            options.workers)
+        images = sample(data.test, options.limit, options.seed).images
+        curves = measure_rankings(subject.predict, images, subject.sources(data), subject.grid,
+                                  mean=model.config["mean"], filling=options.filling, steps=options.steps,
+                                  batch_size=options.batch_size, seed=options.seed, device=device, name=model.label)
+        measured[model.label] = curves
+        about[model.label] = {
+            "data_fingerprint": data.fingerprint(), "patches": subject.grid, "layers": subject.layers,
+            "shares": SHARES, "counts_of_shares": curves[0].bins,
+            "probability_whole": curves[0].whole.mean().item(), "probability_empty": curves[0].empty.mean().item(),
+            "curve_shares": curves[0].shares(),
+            "curves": {c.ranking: {"deletion": c.deletion_curve(), "insertion": c.insertion_curve()} for c in curves}}
+        print(rows_table([row_of(model.label, of_ranking) for of_ranking in curves]), flush=True)
+        write_results(output, about, measured, options, device)
+    print("means over images ± standard errors; faithful: high comprehensiveness and insertion, low sufficiency and "
+          "deletion")
+    print("written:", *(output / f"results.{suffix}" for suffix in ("csv", "json", "png")))
+    return 0
+
+
+def write_results(output: Path, about: dict[str, dict], measured: dict[str, list[Curves]],
+                  options: argparse.Namespace, device: torch.device) -> None:
+    """Of the models that are measured so far: a command that is stopped leaves those."""
+    rows = [row_of(label, curves) for label, of_model in measured.items() for curves in of_model]
+    told = {name: value for name, value in vars(options).items() if name not in PLACES}
+    atomic_write(output / "results.csv", rows_csv(rows).encode())
+    write_json(output / "results.json", {"results": [asdict(row) for row in rows], "models": about, "options": told,
+                                         "hardware": hardware(device, 1), **provenance()})
+    save(faithfulness_figure(measured), output / "results.png", 120)
