@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -29,12 +30,15 @@ def check_model_name(name: str, alternative: str = "") -> None:
 
 
 def create_classifier(name: str, kwargs: dict[str, Any], optional: frozenset[str] = frozenset(), *, num_classes: int,
-                      img_size: int, pretrained: bool = False, notice=print) -> tuple[nn.Module, dict[str, Any]]:
+                      img_size: int, pretrained: bool = False, weights: str = "",
+                      notice=print) -> tuple[nn.Module, dict[str, Any]]:
     """Create a registered timm model for square RGB images.
 
     Args:
         kwargs: further keywords of the model; those in `optional` are left out, with a notice, where it lacks them.
         img_size: side of the images in pixels; passed on to models that take an image size.
+        pretrained: with its pretrained weights; where they have other classes, but for the classifier.
+        weights: a file to take as its pretrained weights.
 
     Returns:
         The model, and the keywords that `timm.create_model(name, **keywords)` needs to build it again.
@@ -53,7 +57,8 @@ def create_classifier(name: str, kwargs: dict[str, Any], optional: frozenset[str
     while True:
         torch.set_rng_state(random_state)  # a refused attempt must not change the weights of the next
         try:
-            return timm.create_model(name, pretrained=pretrained, **wanted), wanted
+            model = timm.create_model(name, pretrained=pretrained and not weights, **wanted)
+            return _with_weights(model, name, wanted, weights, notice) if weights else model, wanted
         except TypeError as error:
             unknown = _UNKNOWN_KEYWORD.search(str(error))
             if unknown is None or unknown[1] not in wanted:
@@ -66,6 +71,36 @@ def create_classifier(name: str, kwargs: dict[str, Any], optional: frozenset[str
             del wanted[key]
         except REFUSALS as error:
             raise _refusal(name, wanted, error) from error
+
+
+def _with_weights(model: nn.Module, name: str, kwargs: dict[str, Any], path: str, notice) -> nn.Module:
+    """The model, made anew with the weights of a file as timm would load its pretrained ones; of a classifier for other
+    classes, what `model` has.
+
+    Raises:
+        UsageError: a file that cannot be read, or that is not this model's.
+    """
+    try:
+        state = timm.models.load_state_dict(path)
+    except (*REFUSALS, safetensors.SafetensorError, pickle.UnpicklingError) as error:
+        raise UsageError(f"weights {path} cannot be read: {error}") from error
+    classifiers = model.pretrained_cfg.get("classifier") or ()
+    classifiers = (classifiers,) if isinstance(classifiers, str) else classifiers
+    own = model.state_dict()
+    for key in [f"{module}.{kind}" for module in classifiers for kind in ("weight", "bias")]:
+        if key in state and key in own and state[key].shape != own[key].shape:
+            notice(f"{key} of {path} is {list(state[key].shape)}: not taken for {list(own[key].shape)}")
+            state[key] = own[key]
+    given = {"state_dict": state, "num_classes": model.num_classes, "label_offset": 0, "custom_load": False}
+    try:
+        loaded = timm.create_model(name, pretrained=True, pretrained_cfg_overlay=given, **kwargs)
+    except REFUSALS as error:
+        raise UsageError(f"weights {path} do not fit {name}: {' '.join(str(error).split())}") from error
+    loaded.pretrained_cfg = model.pretrained_cfg
+    spoilt = non_finite(loaded.state_dict())
+    if spoilt:
+        raise UsageError(f"weights {path} must be finite numbers, got others in {', '.join(spoilt[:3])}")
+    return loaded
 
 
 def _refusal(name: str, wanted: dict[str, Any], error: Exception) -> UsageError:

@@ -18,6 +18,7 @@ import yaml
 
 from ea_vision.base.errors import UsageError, near_matches
 from ea_vision.base.processes import MOST_WORKERS
+from ea_vision.engine.gates import check_gate_ramp
 from ea_vision.engine.logit_scale import check_logit_scale
 from ea_vision.engine.views import VIEWS
 
@@ -46,6 +47,10 @@ class TrainConfig:
 
     model: str = option("ea_conv_transformer_cifar", "registered timm model, ours or timm's")
     model_kwargs: dict = option({}, "further keywords of the model, as key=value ...")
+    pretrained: bool = option(False, "begin with timm's weights of the model; their classifier goes where the data has "
+                                     "another number of classes")
+    pretrained_path: str = option("", "begin with the weights of a file or run folder instead: the model's own, or "
+                                      "those of the plain transformer for one whose maps evolve", free=True)
     recipe: str = option("fast", "recipe: a name in ea_vision/recipes, a YAML file, or none", free=True)
     data_dir: str = option("", "folder of the data set; empty: the cache folder's", free=True)
     cache_dir: str = option("", "where decoded images are kept; empty: $XDG_CACHE_HOME/ea_vision; none: keep nothing",
@@ -70,6 +75,12 @@ class TrainConfig:
     lr: float = option(0.2, "peak learning rate, per update", minimum=0.0)
     gate_lr: float = option(1.0, "learning rate of learnable shares (a model's alpha and beta) over that of the rest",
                             minimum=0.0)
+    gate_ramp: dict = option({}, "values to which learnable shares are raised linearly, from where the model has them, "
+                                 "and kept at: alpha=0.5 beta=1.0; empty: they learn")
+    gate_ramp_share: float = option(0.5, "share of all updates over which gate_ramp raises them", minimum=0.0,
+                                    maximum=1.0)
+    layer_decay: float = option(1.0, "rate of a layer over that of the one above it (timm's layer-wise decay, 0.65 to "
+                                     "0.9 in fine-tuning); 1: one rate", above=0.0, maximum=1.0)
     lr_base_batch: int = option(0, "if not 0, lr is per this many images and scaled to those of an update", minimum=0)
     momentum: float = option(0.9, "momentum of the optimiser", minimum=0.0, maximum=1.0)
     weight_decay: float = option(5e-4, "weight decay (not of norms, biases and position tables)", minimum=0.0)
@@ -144,6 +155,7 @@ class TrainConfig:
         if self.decay_epochs != sorted(self.decay_epochs):
             raise UsageError(f"decay_epochs must rise, got {self.decay_epochs}")
         check_logit_scale(self.logit_scale)
+        check_gate_ramp(self.gate_ramp)
 
     def as_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

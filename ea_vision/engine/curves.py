@@ -1,16 +1,21 @@
-"""Learning curves of several runs in one picture (figure 5 of the EA paper, figure 7 of the PA paper)."""
+"""Learning curves of several runs in one picture (figure 5 of the EA paper, figure 7 of the PA paper), and where
+learnable shares of the maps stood meanwhile."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import numpy as np
+from matplotlib import colormaps
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from ea_vision.base.errors import UsageError
 from ea_vision.base.figures import figure_bytes
 from ea_vision.base.files import atomic_write, create
-from ea_vision.engine.run_folder import read_config, read_metrics
+from ea_vision.engine.gates import by_share
+from ea_vision.engine.run_folder import read_config, read_gates, read_metrics
 
 
 def write_learning_curves(folders: list[Path], output: Path) -> None:
@@ -27,7 +32,8 @@ def write_learning_curves(folders: list[Path], output: Path) -> None:
 
 
 def plot_learning_curves(folders: list[Path]) -> Figure:
-    """Training loss and top-1 over epochs, one line per run folder.
+    """Training loss and top-1 over epochs, one line per run folder; below, for each run whose model has learnable
+    shares, alpha and beta of every layer.
 
     Raises:
         UsageError: not a run folder, or a run without a complete epoch.
@@ -40,8 +46,13 @@ def plot_learning_curves(folders: list[Path]) -> Figure:
             raise UsageError(f"{folder} has no complete epoch yet")
         runs.append((f"{folder.name}: {config['model']}", run["eval_split"], metrics))
 
-    figure = Figure(figsize=(12, 4.5), layout="constrained")
-    loss_axes, accuracy_axes = figure.subplots(1, 2)
+    gates = [(label, read) for folder, (label, _, _) in zip(folders, runs, strict=True) if (read := read_gates(folder))]
+    rows = 1 + (len(gates) + 1) // 2
+    figure = Figure(figsize=(12, 4.5 * rows), layout="constrained")
+    grid = figure.add_gridspec(rows, 2)
+    loss_axes, accuracy_axes = (figure.add_subplot(grid[0, column]) for column in range(2))
+    for number, (label, columns) in enumerate(gates):
+        _plot_gates(figure.add_subplot(grid[1 + number // 2, number % 2]), label, columns)
     for label, _, metrics in runs:
         loss_axes.plot(metrics["epoch"], metrics["train_loss"], label=label, marker=".")
         epochs, top1 = np.array(metrics["epoch"]), np.array(metrics["top1"])
@@ -55,3 +66,26 @@ def plot_learning_curves(folders: list[Path]) -> Figure:
         axes.grid(alpha=0.3)
     accuracy_axes.legend(fontsize=8)
     return figure
+
+
+STYLES = ("-", "--", "-.", ":")
+
+
+def _plot_gates(axes: Axes, label: str, columns: dict[str, list[float]]) -> None:
+    """The columns of gates.csv over epochs: a colour for each layer, from the first on, a style for each share."""
+    epochs = columns["epoch"]
+    shares = by_share({name: 0.0 for name in columns if name not in ("epoch", "step")})
+    layers = list(dict.fromkeys(name.rpartition(".")[0] for name in columns if name not in ("epoch", "step")))
+    colour = {layer: colormaps["viridis"](0.85 * index / max(len(layers) - 1, 1)) for index, layer in enumerate(layers)}
+    style = dict(zip(shares, STYLES, strict=False))
+    for name, values in columns.items():
+        if name not in ("epoch", "step"):
+            layer, _, share = name.rpartition(".")
+            axes.plot(epochs, values, style[share.partition("[")[0]], color=colour[layer], marker=".")
+    axes.set(xlabel="epoch", ylabel="share", title=label)
+    axes.title.set_fontsize(9)
+    axes.grid(alpha=0.3)
+    handles = [Line2D([], [], linestyle=style[share], color="black", label=share) for share in shares]
+    handles += [Line2D([], [], color=colour[layer], label=layer.removesuffix(".evolution"))
+                for layer in dict.fromkeys((layers[0], layers[-1]))]
+    axes.legend(handles=handles, fontsize=8)

@@ -33,8 +33,9 @@ def build_optimizer(config: TrainConfig, model: nn.Module, images_per_update: in
     """The timm optimiser of the config.
 
     There is no weight decay on norms, biases and what `model.no_weight_decay()` names, and frozen parameters are in no
-    group. With `config.norm_bias_lr` the norms' biases, and with `config.gate_lr` the learnable shares (alpha, beta) of
-    evolutions, are groups of their own, the last ones, whose `lr_scale` timm's schedulers multiply the rate by.
+    group. timm's schedulers multiply the rate by a group's `lr_scale`: with `config.layer_decay` each layer has one.
+    With `config.norm_bias_lr` the norms' biases, and with `config.gate_lr` the learnable shares (alpha, beta) of
+    evolutions, are groups of their own, the last ones, whose scales are multiplied by it.
 
     Raises:
         UsageError: unknown optimiser (naming near matches), a keyword or value it refuses, norm_bias_lr for a model
@@ -46,8 +47,12 @@ def build_optimizer(config: TrainConfig, model: nn.Module, images_per_update: in
     fallback = {key: value for key, value in config.opt_kwargs.items() if key in FALLBACK}
     others = {key: value for key, value in config.opt_kwargs.items() if key not in FALLBACK}
     try:
-        groups = timm.optim.param_groups_weight_decay(model, config.weight_decay, no_weight_decay_list=decayed,
-                                                      **fallback)
+        if config.layer_decay != 1:
+            groups = timm.optim.param_groups_layer_decay(model, config.weight_decay, no_weight_decay_list=decayed,
+                                                         layer_decay=config.layer_decay, **fallback)
+        else:
+            groups = timm.optim.param_groups_weight_decay(model, config.weight_decay, no_weight_decay_list=decayed,
+                                                          **fallback)
         if config.norm_bias_lr != 1:
             groups = _with_apart(groups, norm_biases(model), config.norm_bias_lr, "norm_bias_lr", "norms with biases")
         if config.gate_lr != 1:
@@ -82,7 +87,8 @@ def _with_apart(groups: list[dict[str, Any]], parameters: list[nn.Parameter], sc
         for kept, found in ((False, rest), (True, moved)):
             chosen = [p for p in group["params"] if (id(p) in apart) is kept]
             if chosen:
-                found.append({**group, "params": chosen, **({"lr_scale": scale} if kept else {})})
+                found.append({**group, "params": chosen,
+                              **({"lr_scale": scale * group.get("lr_scale", 1.0)} if kept else {})})
     return rest + moved
 
 

@@ -104,8 +104,12 @@ class Task:
     def create_model(self, optional_kwargs: frozenset[str]) -> tuple[nn.Module, dict[str, Any]]:
         """The network with its initial weights, and the keywords that `timm.create_model` needs to make it again."""
         config = self.config
+        weights = Path(config.pretrained_path)
+        if config.pretrained_path and weights.is_dir():
+            weights /= run_folder.WEIGHTS
         return create_classifier(config.model, config.model_kwargs, optional_kwargs, num_classes=len(self.classes),
-                                 img_size=config.img_size)
+                                 img_size=config.img_size, pretrained=config.pretrained,
+                                 weights=str(weights) if config.pretrained_path else "")
 
     def train_loader(self, **form):
         raise NotImplementedError

@@ -1,4 +1,6 @@
-"""What a run leaves on disk: config.yaml, metrics.csv, checkpoints, model.safetensors, snapshots, results.json."""
+"""What a run leaves on disk: config.yaml, metrics.csv, gates.csv, checkpoints, model.safetensors, snapshots,
+results.json.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +30,7 @@ from ea_vision.engine.checkpoint import BEST, LAST, PREVIOUS
 
 log = logging.getLogger(__name__)
 CONFIG, METRICS, WEIGHTS, RESULTS = "config.yaml", "metrics.csv", "model.safetensors", "results.json"
+GATES = "gates.csv"
 RESULTS_ROW = "results.csv"  # of timm's results files
 SNAPSHOTS = "snapshots"  # the folder of --snapshot-epochs
 # What config.yaml's `run` section has, as far as it is read again.
@@ -114,11 +117,41 @@ def _require(path: Path, value: Any, kinds: dict[str, type]) -> None:
 
 def write_metrics(folder: Path, rows: list[dict[str, float]]) -> None:
     """Write metrics.csv: one row per epoch; accuracies are nan where an epoch was not evaluated."""
+    _write_csv(folder / METRICS, COLUMNS, rows)
+
+
+def write_gates(folder: Path, rows: list[dict[str, float]]) -> None:
+    """Write gates.csv: one row per epoch, epoch and step, then a column for every share that is a parameter."""
+    _write_csv(folder / GATES, tuple(rows[0]), rows)
+
+
+def read_gates(folder: Path) -> dict[str, list[float]]:
+    """Return the columns of gates.csv as lists of numbers; {} where the run's model has no learnable shares.
+
+    Raises:
+        UsageError: a file that is not ours.
+    """
+    path = folder / GATES
+    try:
+        rows = list(csv.reader(path.read_text().splitlines()))
+        names, *values = rows
+        columns = dict(zip(names, zip(*([float(v) for v in row] for row in values), strict=True), strict=True))
+        if names[:2] != ["epoch", "step"] or not all(math.isfinite(v) for column in columns.values() for v in column):
+            raise ValueError("not the columns of a run")
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, csv.Error) as error:
+        raise UsageError(f"{path} is not a file of this trainer: it must have the columns epoch, step and shares with "
+                         "a number in each") from error
+    return {name: list(column) for name, column in columns.items()}
+
+
+def _write_csv(path: Path, columns: tuple[str, ...], rows: list[dict[str, float]]) -> None:
     text = io.StringIO()
-    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    atomic_write(folder / METRICS, text.getvalue().encode())
+    atomic_write(path, text.getvalue().encode())
 
 
 def read_metrics(folder: Path) -> dict[str, list[float]]:

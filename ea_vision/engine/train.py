@@ -34,12 +34,12 @@ from ea_vision.data.bad_images import BadImages
 from ea_vision.engine import checkpoint, run_folder
 from ea_vision.engine.config import TrainConfig
 from ea_vision.engine.evaluate import NonFiniteLoss, autocast, evaluate
+from ea_vision.engine.gates import GateRamp, by_share, gate_values
 from ea_vision.engine.logit_scale import classifier_names, scaled
 from ea_vision.engine.optimizer import build_optimizer, hyperparameters, load_optimizer
 from ea_vision.engine.schedules import build_schedule
 from ea_vision.engine.signals import StopRequest
 from ea_vision.engine.step_log import StepLog, memory_mib
-from ea_vision.layers import learnable_gates
 
 log = logging.getLogger(__name__)
 MAX_ROLLBACKS = 5
@@ -60,6 +60,7 @@ class Progress:
     best_epoch: int = 0
     rollbacks: int = 0
     rows: list[dict[str, float]] = field(default_factory=list)  # of metrics.csv
+    gates: list[dict[str, float]] = field(default_factory=list)  # of gates.csv
     starts: list[dict[str, Any]] = field(default_factory=list)  # from which update on, under which commit and hardware
 
     def begin(self, run: dict[str, Any]) -> None:
@@ -108,6 +109,10 @@ class Trainer:
         if config.channels_last:
             model = model.to(memory_format=torch.channels_last)
         self.model = model
+        self.gate_ramp = None
+        if config.gate_ramp:
+            over = round(config.gate_ramp_share * config.epochs * self.updates_per_epoch)
+            self.gate_ramp = GateRamp(model, config.gate_ramp, over)
         self.net = torch.compile(model) if config.compile else model
         self.eval_net = self.net
         self.ema = ModelEmaV3(model, decay=config.ema, use_warmup=config.ema_warmup) if config.ema else None
@@ -216,6 +221,8 @@ class Trainer:
             return
         data = checkpoint.encode(state)
         run_folder.write_metrics(self.folder, self.progress.rows)
+        if self.progress.gates:
+            run_folder.write_gates(self.folder, self.progress.gates)
         if snapshot:
             run_folder.write_snapshot(self.folder, self.weights(self.best_model), self.progress.epoch)
         if best:
@@ -272,8 +279,12 @@ class Trainer:
         self.scaler.update()
         self.progress.updates += 1
         self.progress.step += 1
+        if self.gate_ramp is not None:
+            self.gate_ramp.update(self.model, self.progress.updates)
         if self.ema is not None:
             self.ema.update(self.model, step=self.progress.updates)
+            if self.gate_ramp is not None:
+                self.gate_ramp.copy(self.model, self.ema.module)
         if self.progress.step == self.updates_per_epoch and hasattr(self.optimizer, "sync_lookahead"):
             self.optimizer.sync_lookahead()  # the slow weights are those that are evaluated; here, as gradients exist
         return loss / self.world.size, stops > 0
@@ -367,6 +378,9 @@ class Trainer:
         }
         row = {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in row.items()}
         progress.rows.append(row)
+        gates = {name: float(f"{value:.6g}") for name, value in gate_values(self.best_model).items()}
+        if gates:
+            progress.gates.append({"epoch": number, "step": progress.updates, **gates})
         best = top1 > progress.best_top1
         if best:
             progress.best_top1, progress.best_epoch = top1, number
@@ -374,22 +388,15 @@ class Trainer:
         every = self.config.snapshot_epochs
         self.save(best, snapshot=every > 0 and number % every == 0)
         if self.step_log is not None:
-            self.step_log.add_epoch(row)
+            self.step_log.add_epoch({**row, **gates})
         accuracy = "not evaluated" if math.isnan(top1) else f"top1 {top1:.2f}%  top5 {top5:.2f}%"
         accuracy += " of the training images" if self.eval_split == "train" else ""
         log.info("epoch %d/%d  loss %.4f  %s  lr %.5f  %.0f images/s  %.1f s%s", number, self.config.epochs,
                  row["train_loss"], accuracy, row["lr"], row["images_per_s"], row["seconds"], "  best" if best else "")
-        self._log_gates()
-
-    def _log_gates(self) -> None:
-        """A line with the learnable shares, their range and mean by name, where the model has any."""
-        by_name: dict[str, list[float]] = {}
-        for path, gate in learnable_gates(self.model).items():
-            by_name.setdefault(path.rpartition(".")[2], []).extend(gate.detach().flatten().tolist())
-        if by_name:
+        if gates:
             log.info("shares: %s", "  ".join(
                 f"{name} {min(values):.3f} to {max(values):.3f}, mean {sum(values) / len(values):.3f}"
-                for name, values in by_name.items()))
+                for name, values in by_share(gates).items()))
 
     def fit(self) -> None:
         """Train until `config.epochs` epochs are complete.

@@ -1,0 +1,117 @@
+"""A small vision transformer, trained plain, then tuned with maps that evolve and without.
+
+    python weights/tune_vit.py weights/results/tune-vit.csv --cifar10 DIR   # DIR has train.tar; 40 minutes on a core
+
+vit_tiny_patch16_224 with patches of 4, width 64, 4 blocks, 4 heads, images of 24 pixels: 37 tokens. Of CIFAR-10's
+training images the first 800 of each class are trained on and the next 400 judged by; the test images stay untouched.
+One plain network, 16 epochs, is tuned for 3 epochs in six ways, three seeds each, by the trainer's commands:
+
+    plain           as it is
+    learn           evolving; alpha and beta learn from 0 on, at 30 times the rate
+    ramp 0.2 0.2    evolving; alpha and beta raised from 0 over the first half of the updates, as in the EA paper's BERT
+    ramp 0.5 1.0    likewise, to the values of the EA paper's ResNets
+    fixed 0.2 0.2   evolving with these values and untrained convolutions from the first update on
+    fixed 0.5 1.0   likewise
+
+A run folder that is complete already is not trained again.
+"""
+import argparse
+import csv
+import tarfile
+from pathlib import Path
+
+from ea_vision.base.networks import create_classifier
+from ea_vision.base.processes import join_world
+from ea_vision.engine import run_folder, train_cifar
+from ea_vision.engine.config import resolve
+from ea_vision.engine.evaluate import evaluate
+from ea_vision.engine.gates import by_share
+from ea_vision.engine.run import seed_everything
+
+TRAINED, JUDGED, SEEDS = 800, 400, 3  # images of a class
+VIT = {"patch_size": 4, "embed_dim": 64, "depth": 4, "num_heads": 4}
+SETTINGS = {
+    "plain": [],
+    "learn": ["--gate-lr", "30"],
+    "ramp 0.2 0.2": ["--gate-ramp", "alpha=0.2", "beta=0.2"],
+    "ramp 0.5 1.0": ["--gate-ramp", "alpha=0.5", "beta=1.0"],
+    "fixed 0.2 0.2": ["--model-kwargs", "alpha=0.2", "beta=0.2"],
+    "fixed 0.5 1.0": ["--model-kwargs", "alpha=0.5", "beta=1.0"],
+}
+
+
+def pick(source: Path, folder: Path) -> None:
+    """Write folder/train.tar and folder/test.tar, both from the training images in the tar `source`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(source) as tar:
+        by_class: dict[str, list[tarfile.TarInfo]] = {}
+        for member in sorted((m for m in tar if m.isfile()), key=lambda m: m.name):
+            by_class.setdefault(Path(member.name).parent.name, []).append(member)
+        for split, part in (("train", slice(0, TRAINED)), ("test", slice(TRAINED, TRAINED + JUDGED))):
+            with tarfile.open(folder / f"{split}.tar", "w") as out:
+                for members in by_class.values():
+                    for member in members[part]:
+                        out.addfile(member, tar.extractfile(member))
+
+
+def arguments(data: Path, output: Path, model: str, *more: str) -> list[str]:
+    """A run of the trainer, AdamW with a cosine."""
+    kwargs = [f"{key}={value}" for key, value in VIT.items()]
+    return ["--recipe", "none", "--dataset", "folder", "--data-dir", str(data), "--cache-dir", str(data),
+            "--img-size", "24", "--crop-padding", "3", "--cutout", "0", "--model", model, "--model-kwargs", *kwargs,
+            "--batch-size", "100", "--opt", "adamw", "--weight-decay", "0.05", "--schedule", "cosine",
+            "--warmup", "0.1", "--device", "cpu", "--output", str(output), *more]
+
+
+def start_of(model: str, weights: Path, data: Path, seed: int, options: list[str]) -> tuple[float, float]:
+    """Top-1 in percent and loss on the images to judge by, of the network as its tuning begins."""
+    given = {"recipe": "none", "dataset": "folder", "data_dir": str(data), "cache_dir": str(data), "img_size": 24,
+             "model": model, "model_kwargs": dict(VIT), "device": "cpu"}
+    if "--model-kwargs" in options:
+        given["model_kwargs"] |= {key: float(value) for key, value in (word.split("=") for word in options[1:])}
+    config, _ = resolve(train_cifar.CifarConfig, given)
+    with join_world("cpu") as world:
+        images = train_cifar.SmallImages(config, world, training=False)
+        seed_everything(seed)
+        net, _ = create_classifier(model, config.model_kwargs, num_classes=10, img_size=24, weights=str(weights))
+        result = evaluate(net, images.eval_loader(**images.image_form(net)), 10, world)
+    return result.top1, result.loss
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("csv", type=Path, help="the table to write")
+    parser.add_argument("--cifar10", type=Path, required=True, help="folder with train.tar of class/name.png")
+    parser.add_argument("--runs", type=Path, default=Path("runs/tune-vit"), help="where images and run folders go")
+    given = parser.parse_args()
+    data, plain = given.runs / "data", given.runs / "plain-start"
+    if not (data / "test.tar").exists():
+        pick(given.cifar10 / "train.tar", data)
+    train_cifar.main(arguments(data, plain, "vit_tiny_patch16_224", "--epochs", "16", "--lr", "1e-3"))
+    weights = plain / run_folder.WEIGHTS
+    rows = []
+    for seed in range(SEEDS):
+        for setting, options in SETTINGS.items():
+            model = "vit_tiny_patch16_224" if setting == "plain" else "ea_vit_tiny_patch16_224"
+            folder = given.runs / f"{setting.replace(' ', '-')}-{seed}"
+            train_cifar.main(arguments(
+                data, folder, model, "--epochs", "3", "--lr", "5e-4", "--layer-decay", "0.75", "--pretrained-path",
+                str(weights), "--seed", str(seed), *options))
+            top1, loss = start_of(model, weights, data, seed, options)
+            metrics = run_folder.read_metrics(folder)
+            gates = by_share({name: values[-1] for name, values in run_folder.read_gates(folder).items()})
+            rows.append({
+                "setting": setting, "seed": seed, "top1_before": round(top1, 2), "loss_before": round(loss, 4),
+                "top1": metrics["top1"][-1], "train_loss": metrics["train_loss"][-1],
+                "alpha": " to ".join(f"{f(gates['alpha']):.3f}" for f in (min, max)) if gates else "",
+                "beta": " to ".join(f"{f(gates['beta']):.3f}" for f in (min, max)) if gates else "",
+                "seconds": round(sum(metrics["seconds"]))})
+            print(rows[-1], flush=True)
+            with given.csv.open("w", newline="", encoding="utf-8") as file:
+                writer = csv.DictWriter(file, rows[0], lineterminator="\n")
+                writer.writeheader()
+                writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    main()
