@@ -50,6 +50,7 @@ def build_optimizer(config: TrainConfig, model: nn.Module, images_per_update: in
         if config.layer_decay != 1:
             groups = timm.optim.param_groups_layer_decay(model, config.weight_decay, no_weight_decay_list=decayed,
                                                          layer_decay=config.layer_decay, **fallback)
+            groups.sort(key=lambda group: -group["lr_scale"])  # the first group's rate, which is logged, is lr
         else:
             groups = timm.optim.param_groups_weight_decay(model, config.weight_decay, no_weight_decay_list=decayed,
                                                           **fallback)

@@ -10,9 +10,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ea_vision.layers import AugmentedConv2d
+from ea_vision.layers import AugmentedConv2d, TokenAttention
 from ea_vision.measure.speed_report import Row
 from ea_vision.measure.steps import Bench
+
+
+def attention_layers(model: nn.Module) -> list[AugmentedConv2d | TokenAttention]:
+    """The layers of a network whose attention branches are ours, in order."""
+    return [layer for layer in model.modules() if isinstance(layer, (AugmentedConv2d, TokenAttention))]
 
 
 @contextmanager
@@ -21,15 +26,23 @@ def attention_watched(model: nn.Module, saw: Callable[..., None]) -> Iterator[No
 
     Not by hooks: a layer that has one must make its maps.
     """
-    layers = [layer for layer in model.modules() if isinstance(layer, AugmentedConv2d)]
+    layers = attention_layers(model)
 
-    def watch(layer: AugmentedConv2d) -> None:
-        def attend(x, prev_logits, need_logits=True):
+    def watch(layer: AugmentedConv2d | TokenAttention) -> None:
+        def attend(x, prev_logits=None, need_logits=True):
             out, logits = AugmentedConv2d.attend(layer, x, prev_logits, need_logits)
             saw(layer, x, prev_logits, need_logits, logits)
             return out, logits
 
-        layer.attend = attend
+        def forward(x, prev_logits=None):
+            out, logits = TokenAttention.forward(layer, x, prev_logits)
+            saw(layer, x, prev_logits, layer.need_logits, logits)
+            return out, logits
+
+        if isinstance(layer, TokenAttention):
+            layer.forward = forward
+        else:
+            layer.attend = attend
 
     try:
         for layer in layers:
@@ -37,14 +50,14 @@ def attention_watched(model: nn.Module, saw: Callable[..., None]) -> Iterator[No
         yield
     finally:
         for layer in layers:
-            del layer.attend
+            delattr(layer, "forward" if isinstance(layer, TokenAttention) else "attend")
 
 
 @dataclass
 class Branch:
-    """An attention layer, and what the network hands to its `attend`."""
+    """An attention layer, and what the network hands to it: x is (B, C, H, W), or of a transformer (B, T, C)."""
 
-    layer: AugmentedConv2d
+    layer: AugmentedConv2d | TokenAttention
     x: Tensor
     prev_logits: Tensor | None
     need_logits: bool
@@ -52,29 +65,42 @@ class Branch:
     def __post_init__(self) -> None:
         layer = self.layer
         with torch.no_grad():
-            q, k, v, feat_size = layer.split_heads(self.x)
-        self.mixed = v.new_zeros(v.shape[0], layer.dim_v, *feat_size).contiguous(  # as it enters the projection
-            memory_format=torch.channels_last if not self.x.is_contiguous() else torch.contiguous_format)
-        height, width = (-(-side // layer.stride) for side in self.x.shape[2:])
-        self.stage = f"{height}x{width}, maps {feat_size[0]}x{feat_size[1]}"
+            q, k, v, feat_size = self.heads(self.x)
+        if isinstance(layer, TokenAttention):
+            self.mixed = torch.zeros_like(self.x, dtype=v.dtype)  # as it enters the projection
+            self.stage = f"{feat_size[1]} tokens"
+            self.widths = (q.shape[-1], v.shape[-1])
+        else:
+            self.mixed = v.new_zeros(v.shape[0], layer.dim_v, *feat_size).contiguous(
+                memory_format=torch.channels_last if not self.x.is_contiguous() else torch.contiguous_format)
+            height, width = (-(-side // layer.stride) for side in self.x.shape[2:])
+            self.stage = f"{height}x{width}, maps {feat_size[0]}x{feat_size[1]}"
+            self.widths = (layer.dim_qk, layer.dim_v)
         maps = q.shape[0] * q.shape[1] * q.shape[2] ** 2 * q.element_size()
         inputs = q.nbytes + k.nbytes + v.nbytes + (maps if self.prev_logits is not None else 0)
         outputs = v.nbytes + (maps if self.need_logits else 0)
         self.infer_bytes = inputs + outputs
         self.train_bytes = self.infer_bytes + 2 * inputs + outputs  # backward: inputs again, gradients of all
 
+    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, tuple[int, int]]:
+        """q, k, v of all heads and (H, W) of the map, of a transformer (1, T)."""
+        layer = self.layer
+        return layer.heads_of(layer.qkv(x)) if isinstance(layer, TokenAttention) else layer.split_heads(x)
+
     def kind(self) -> tuple:
         """Layers of the same kind do the same work."""
-        layer = self.layer
-        return (self.stage, tuple(self.x.shape), type(layer.evolution), self.need_logits, layer.dim_qk, layer.dim_v)
+        return (self.stage, tuple(self.x.shape), type(self.layer.evolution), self.need_logits, *self.widths)
 
     def whole(self, x: Tensor, prev_logits: Tensor | None, mixed: Tensor) -> list[Tensor]:
-        out, logits = self.layer.attend(x, prev_logits, self.need_logits)
+        if isinstance(self.layer, TokenAttention):
+            out, logits = self.layer(x, prev_logits)
+        else:
+            out, logits = self.layer.attend(x, prev_logits, self.need_logits)
         return [out, logits] if self.need_logits else [out]
 
     def rest(self, x: Tensor, prev_logits: Tensor | None, mixed: Tensor) -> list[Tensor]:
         """All of the branch but its attention."""
-        return [*self.layer.split_heads(x)[:3], self.layer.proj(mixed)]
+        return [*self.heads(x)[:3], self.layer.proj(mixed)]
 
     def calls(self, bench: Bench, what: str, compiled: bool) -> dict[str, Callable[[], object]]:
         """Inference and training (forward and backward) of `what`, whole or rest."""
@@ -100,7 +126,7 @@ class Branch:
 
 
 def branches_of(bench: Bench, model: nn.Module) -> tuple[dict[tuple, Branch], Counter]:
-    """An attention layer of each kind, with what it is given, and how many there are of it."""
+    """An attention layer of ours of each kind, with what it is given, and how many there are of it."""
     first: dict[tuple, Branch] = {}
     counts: Counter = Counter()
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.nn.functional as F
+from timm.layers import Attention
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -63,7 +64,7 @@ class Storages(TorchDispatchMode):
 
     Args:
         known: tensors that are there before.
-        maps: shapes of attention maps.
+        maps: shapes of attention maps; `map_shapes`.
     """
 
     def __init__(self, known: Sequence[torch.Tensor], maps: set[tuple[int, ...]]) -> None:
@@ -101,6 +102,21 @@ class Step:
     images: int  # bytes
 
 
+def map_shapes(model: nn.Module, batch_size: int) -> set[tuple[int, ...]]:
+    """Shapes that attention maps have in a network, ours or a vision transformer of timm's, and nothing else has."""
+    shapes = set()
+    for layer in model.modules():
+        if isinstance(layer, AugmentedConv2d):
+            N, widths = math.prod(layer.feat_size), (layer.dim_head_qk, layer.dim_head_v)
+        elif isinstance(layer, Attention) and hasattr(model, "num_prefix_tokens") and hasattr(model, "patch_embed"):
+            N, widths = model.num_prefix_tokens + model.patch_embed.num_patches, (layer.head_dim,)
+        else:
+            continue
+        if N not in widths:  # queries and values look the same then
+            shapes |= {(batch_size, layer.num_heads, N, N), (batch_size, N, N, layer.num_heads)}
+    return shapes
+
+
 def watch_step(model: nn.Module, batch_size: int, img_size: int, amp: str, device: torch.device,
                layout: torch.memory_format) -> Step:
     """Run forward and backward of a training step and note its storages; the model is left without gradients."""
@@ -108,12 +124,7 @@ def watch_step(model: nn.Module, batch_size: int, img_size: int, amp: str, devic
     model.zero_grad()
     images = torch.randn(batch_size, 3, img_size, img_size, device=device).contiguous(memory_format=layout)
     targets = torch.zeros(batch_size, dtype=torch.int64, device=device)
-    maps = set()
-    for layer in model.modules():
-        if isinstance(layer, AugmentedConv2d):
-            K, N = layer.num_heads, math.prod(layer.feat_size)
-            if N not in (layer.dim_head_qk, layer.dim_head_v):  # queries and values look the same then
-                maps |= {(batch_size, K, N, N), (batch_size, N, N, K)}
+    maps = map_shapes(model, batch_size)
 
     def saw(layer, x, prev_logits, need_logits, logits) -> None:
         if logits is not None:

@@ -4,7 +4,8 @@ Measured are images per second of a training step (forward, backward, optimiser)
 training step, and the time of an attention branch beside the floor that memory bandwidth sets. Repeats are interleaved,
 one step of each network in turn, and medians are given, so that what else the machine does hits all alike. Weights are
 random; BatchNorm statistics come from two training passes, and norms that start at zero are set to 0.2, so that every
-branch is alive. A ratio is to timm's resnet of the same depth, where that is measured too.
+branch is alive. A ratio is to timm's resnet of the same depth, of a vision transformer whose maps evolve to timm's
+plain one, where that is measured too.
 """
 
 from __future__ import annotations
@@ -31,10 +32,9 @@ from ea_vision.base.networks import check_model_name
 from ea_vision.base.processes import choose_device
 from ea_vision.base.provenance import hardware
 from ea_vision.engine.optimizer import check_optimizer_name
-from ea_vision.layers import AugmentedConv2d
-from ea_vision.measure.branches import time_branches
+from ea_vision.measure.branches import attention_layers, time_branches
 from ea_vision.measure.peak_memory import KEEP_MEMORY, MIB, memory_in_own_process, memory_on_gpu
-from ea_vision.measure.speed_report import Row, add_ratios, speed_figure, to_csv, to_tables
+from ea_vision.measure.speed_report import Row, add_ratios, baseline_of, speed_figure, to_csv, to_tables
 from ea_vision.measure.steps import Bench, Runner, Setting, add_setting, check_positive
 from ea_vision.models import list_networks, published_names
 
@@ -51,7 +51,8 @@ OTHERS = ("botnet50ts_256", "halonet50ts", "lambda_resnet50ts")  # timm's networ
 
 def all_networks(img_size: int) -> list[str]:
     """What `all` stands for: ours, those that papers compare them with, and OTHERS, made for about this image size."""
-    names = dict.fromkeys([*published_names(), *list_networks(), *OTHERS])
+    ours = list_networks()
+    names = dict.fromkeys([*published_names(), *ours, *filter(None, map(baseline_of, ours)), *OTHERS])
     sides = {name: get_pretrained_cfg(name).input_size[-1] for name in names}
     return [name for name in names if img_size < 3 * sides[name] and sides[name] < 3 * img_size]
 
@@ -130,7 +131,7 @@ def compare_networks(args: argparse.Namespace, setting: Setting, names: Sequence
     bandwidth, copied = bench.bandwidth()
     print(f"memory bandwidth {bandwidth / 1e9:.1f} GB/s: a copy of {copied / MIB:.0f} MiB, read and written")
     runners = build_networks(bench, names, optional, ("eager", "compiled") if args.compile else ("eager",))
-    rows = {key: Row(*key, "network", sum(isinstance(m, AugmentedConv2d) for m in runner.model.modules()))
+    rows = {key: Row(*key, "network", len(attention_layers(runner.model)))
             for key, runner in runners.items()}
     add_speed(bench, runners, rows)
     if not args.no_memory:

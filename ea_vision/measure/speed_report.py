@@ -32,7 +32,11 @@ class Row:
 
 
 def baseline_of(name: str) -> str | None:
-    """timm's resnet of the same depth: ea_aa_resnet50, halonet50ts -> resnet50."""
+    """timm's resnet of the same depth: ea_aa_resnet50, halonet50ts -> resnet50; of an evolving vision transformer timm's
+    plain one: ea_vit_tiny_patch16_224 -> vit_tiny_patch16_224."""
+    transformer = re.fullmatch(r"[ep]a_((?:vit|deit)_.*)", name)
+    if transformer:
+        return transformer[1]
     depth = re.search(r"net(\d+)", name)
     return f"resnet{depth[1]}" if depth else None
 
@@ -120,6 +124,6 @@ def speed_figure(rows: Sequence[Row], title: str):
         unique = dict(zip(labels, handles, strict=True))
         figure.legend(unique.values(), unique.keys(), loc="outside lower right", ncols=2, frameon=False)
     if any(row.train_ratio for row in rows):
-        title += "; beside each bar: ratio to timm's resnet of the same depth"
+        title += "; beside each bar: ratio to timm's plain network"
     figure.suptitle(title, fontsize=9)
     return figure

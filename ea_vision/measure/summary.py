@@ -131,7 +131,7 @@ def _layers_of(name: str) -> tuple[str, list[dict[str, object]]]:
     branches = count_network(name)[1].branches
     rows = [{"model": name, **asdict(branch), "feat_size": "x".join(map(str, branch.feat_size)),
              "map_bytes": branch.map_bytes} for branch in branches]
-    return f"{name}\n{to_layer_table(branches) if branches else 'no augmented convolution'}", rows
+    return f"{name}\n{to_layer_table(branches) if branches else 'no attention of this package'}", rows
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -147,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         tables, layers = zip(*map(_layers_of, names), strict=True)
         text, rows = "\n\n".join(tables), [row for of_network in layers for row in of_network]
         if not rows:
-            raise UsageError(f"--layers needs a network with augmented convolutions, got {', '.join(names)}")
+            raise UsageError(f"--layers needs a network with this package's attention, got {', '.join(names)}")
     else:
         summaries = [summarise(name) for name in names]
         text, rows = to_table(summaries), [asdict(row) for row in summaries]

@@ -79,6 +79,21 @@ def test_unchained_layers_keep_none():
     assert Prediction(small("conv_transformer_cifar"), 32).map_sizes(5) == []
 
 
+@pytest.mark.parametrize("options", [dict(alpha=0.5, beta=1.0), dict()])
+def test_an_evolving_transformer_keeps_one_map_a_block(options):
+    """All blocks but the last hand theirs on, which keeps its own; and timm's plain one, unfused, two of each."""
+    size = dict(img_size=32, patch_size=8, embed_dim=48, depth=4, num_heads=3)
+    model = timm.create_model("ea_vit_tiny_patch16_224", **options, **size)
+    prediction = Prediction(model, 32)
+    assert prediction.activations(7) == pytest.approx(counted(model, 7), rel=0.02)
+    assert prediction.map_sizes(5) == 3 * [4 * 5 * 3 * 17**2]
+    plain = timm.create_model("vit_tiny_patch16_224", **size)
+    assert Prediction(plain, 32).map_sizes(5) == []
+    for block in plain.blocks:
+        block.attn.fused_attn = False
+    assert set(Prediction(plain, 32).map_sizes(5)) == {4 * 5 * 3 * 17**2}
+
+
 def test_checkpointing_lowers_the_peak_and_keeps_the_chain():
     model = small()
     plain = Prediction(model, 32)

@@ -33,6 +33,8 @@ def test_baseline_is_the_resnet_of_the_same_depth():
     assert [baseline_of(name) for name in ("ea_aa_resnet101", "resnet34", "halonet50ts", "botnet50ts_256")] == [
         "resnet101", "resnet34", "resnet50", "resnet50"]
     assert baseline_of("ea_conv_transformer_cifar") is None
+    assert [baseline_of(name) for name in ("ea_vit_tiny_patch16_224", "pa_deit_base_patch16_224", "vit_tiny_patch16_224")
+            ] == ["vit_tiny_patch16_224", "deit_base_patch16_224", None]
 
 
 def test_all_is_what_is_registered_for_about_this_size():
@@ -40,7 +42,7 @@ def test_all_is_what_is_registered_for_about_this_size():
     assert all(map(timm.is_model, [*large, *small])) and not set(large) & set(small)
     assert {"resnet152", "aa_resnet34", "pa_aa_resnet152", "ea_aa_resnet101", "halonet50ts"} <= set(large)
     assert {"cnn_cifar", "ea_conv_transformer_cifar"} <= set(small)
-    assert {baseline_of(name) for name in large if "resnet" in name} <= set(large)
+    assert {baseline_of(name) for name in large if "resnet" in name or name.startswith("ea_vit")} <= set(large)
     names, optional = speed.networks_asked_for(["resnet50", "all", "resnet50"], 224)
     assert sorted(names) == sorted(large) and names[0] == "resnet50" and optional == {*large} - {"resnet50"}
 
@@ -61,6 +63,30 @@ def test_branches_move_the_bytes_counted_by_hand():
     chained = next(b for b in at_8x8 if b.prev_logits is not None and b.need_logits)
     # backward: previous logits, own logits' gradient, previous ones' gradient; q, k, v; three and one gradients
     assert chained.train_bytes - chained.infer_bytes == 3 * one_map + 4 * 2 * 64 * (4 * layer.dim_qk + 3 * layer.dim_v)
+
+
+def test_branches_of_a_vision_transformer():
+    """Every way through the branch gives what the network gets, and moves the bytes counted by hand."""
+    bench = Bench(Setting(batch_size=2, img_size=32, device="cpu"))
+    options = dict(img_size=32, patch_size=8, embed_dim=48, depth=4, num_heads=3)
+    model = timm.create_model("ea_vit_tiny_patch16_224", **options)
+    assert not branches_of(bench, timm.create_model("vit_tiny_patch16_224", **options))[0]
+    first, counts = branches_of(bench, model)
+    assert sorted(counts.values()) == [1, 1, 2] and all("forward" not in vars(b.layer) for b in first.values())
+    assert {branch.stage for branch in first.values()} == {"17 tokens"}
+    small, one_map = 4 * 2 * 17 * 4 * 48, 4 * 2 * 3 * 17**2  # float32, 2 images: q, k, v, result; 3 heads
+    assert {(b.prev_logits is not None, b.need_logits): b.infer_bytes for b in first.values()} == {
+        (False, True): small + one_map, (True, True): small + 2 * one_map, (True, False): small + one_map}
+    for branch in first.values():
+        for what in ("whole", "rest"):
+            calls = branch.calls(bench, what, compiled=False)
+            calls["train"]()
+            outputs = calls["infer"]()
+            assert outputs[-1 if what == "rest" else 0].shape == (2, 17, 48)
+    with torch.no_grad():
+        branch = model.blocks[0].attn
+        assert torch.equal(next(iter(first.values())).whole(first_x := next(iter(first.values())).x, None, None)[0],
+                           branch(first_x)[0])
 
 
 def test_a_run(tmp_path, capsys):

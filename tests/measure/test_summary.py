@@ -94,9 +94,22 @@ def test_branches_that_evolve_have_the_convolution_and_a_second_map(capsys):
     assert f"{2 * 2 * 4 * 64**2 / 1024:.2f} KiB in inference" in capsys.readouterr().out
 
 
+def test_branches_of_a_vision_transformer(capsys):
+    """By hand: K 3, T 197, C 192; weights of qkv and projection, and of 11 convolutions over maps."""
+    assert main(["ea_vit_tiny_patch16_224", "--layers", "--csv", "-"]) == 0
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    weights, gates = 4 * 192**2 + 4 * 192, 2
+    assert [(row["layer"], row["evolves"], row["feat_size"]) for row in rows] == [
+        (f"blocks.{i}.attn", str(i > 0), "1x197") for i in range(12)]
+    assert [int(row["params"]) for row in rows] == [weights] + 11 * [weights + 9 * 3**2 + 3 + gates]
+    assert {int(row["map_bytes"]) for row in rows} == {2 * 3 * 197**2}
+    flops = [int(row["flops_profiler"]) for row in rows]
+    assert flops[0] == 2 * 197 * 4 * 192**2 + 6 * 3 * 197**2 and flops[1] - flops[0] == 2 * 9 * 3**2 * 197**2
+
+
 def test_layers_of_a_network_without_attention_is_one_line(capsys):
     assert exit_code(lambda: main(["cnn_cifar", "--layers"])) == 2
-    assert capsys.readouterr().err == "error: --layers needs a network with augmented convolutions, got cnn_cifar\n"
+    assert capsys.readouterr().err == "error: --layers needs a network with this package's attention, got cnn_cifar\n"
 
 
 def test_table_and_csv(tmp_path, capsys):

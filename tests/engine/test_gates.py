@@ -1,0 +1,205 @@
+"""Learnable shares in a run: raised to fixed values or learnt, logged and drawn; and fine-tuning from other weights."""
+from __future__ import annotations
+
+import signal
+
+import pytest
+import safetensors.torch
+import timm
+import torch
+
+import ea_vision  # noqa: F401
+from ea_vision.base.errors import UsageError, exit_code
+from ea_vision.engine import run_folder, train_cifar, train_imagenet
+from ea_vision.engine.config import TrainConfig
+from ea_vision.engine.curves import plot_learning_curves
+from ea_vision.engine.gates import GateRamp, gate_values
+from ea_vision.engine.optimizer import build_optimizer
+from ea_vision.layers import learnable_gates
+from tests.engine import runner
+
+SMALL = dict(img_size=16, patch_size=8, embed_dim=12, depth=3, num_heads=3, num_classes=3)
+KWARGS = [f"{key}={value}" for key, value in SMALL.items() if key not in ("img_size", "num_classes")]
+
+
+def network(name="ea_vit_tiny_patch16_224", **options):
+    torch.manual_seed(0)
+    return timm.create_model(name, **{**SMALL, **options})
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return runner.make_folder(tmp_path_factory.mktemp("images"), side=16)
+
+
+def arguments(data, output, *more, model="ea_vit_tiny_patch16_224"):
+    """Two epochs of five updates of eight images."""
+    return ["--recipe", "none", "--model", model, "--model-kwargs", *KWARGS, "--img-size", "16", "--dataset", "folder",
+            "--data-dir", str(data), "--cache-dir", "none", "--output", str(output), "--epochs", "2", "--batch-size",
+            "8", "--opt", "adamw", "--lr", "1e-3", "--eval-on-train", "--device", "cpu", *more]
+
+
+def test_a_ramp_is_linear_ends_exactly_and_goes_on_from_wherever_it_stands():
+    model, starts = network(), {}
+    for number, (path, gate) in enumerate(learnable_gates(model).items()):
+        starts[path] = 0.1 * number - 0.1
+        torch.nn.init.constant_(gate, starts[path])
+    ramp = GateRamp(model, {"alpha": 0.5, "beta": 1.0}, 8)
+    saved = None
+    for done in range(1, 12):
+        ramp.update(model, done)
+        for path, value in gate_values(model).items():
+            end = 0.5 if path.endswith("alpha") else 1.0
+            wanted = starts[path] + (end - starts[path]) * min(done / 8, 1)
+            assert value == pytest.approx(wanted, abs=1e-6) and (done < 8 or value == end)
+        if done == 3:
+            saved = {key: value.clone() for key, value in model.state_dict().items()}
+    again = network()
+    resumed = GateRamp(again, {"alpha": 0.5, "beta": 1.0}, 8)
+    again.load_state_dict(saved)
+    for done in range(4, 7):
+        resumed.update(again, done)
+    assert [gate_values(again)[path] == pytest.approx(start + (e - start) * 0.75, abs=1e-6) for path, start in
+            starts.items() for e in [0.5 if path.endswith("alpha") else 1.0]] == [True] * 4
+
+
+def test_shares_that_are_raised_are_not_learnt_and_others_are():
+    model = network(learnable="per_head")
+    GateRamp(model, {"beta": 0.3}, 0)
+    values = gate_values(model)
+    assert len(values) == 12 and values["blocks.2.attn.evolution.beta[1]"] == pytest.approx(0.3)
+    assert values["blocks.2.attn.evolution.alpha[2]"] == 0
+    trained = {id(p) for group in build_optimizer(TrainConfig(gate_lr=5), model, 8).param_groups
+               for p in group["params"]}
+    assert {path.rpartition(".")[2]: id(gate) in trained for path, gate in learnable_gates(model).items()} == {
+        "alpha": True, "beta": False}
+    for model, ends, message in (
+            (network("pa_vit_tiny_patch16_224"), {"alpha": 1, "beta": 1}, "those of this model are alpha; got beta"),
+            (network(alpha=0.5, beta=1.0), {"alpha": 1}, "this model has none; got alpha"),
+            (network("vit_tiny_patch16_224"), {"gamma": 1}, "this model has none; got gamma")):
+        with pytest.raises(UsageError, match=message):
+            GateRamp(model, ends, 5)
+    for value in (1.5, -0.1, "x", True, float("nan")):
+        with pytest.raises(UsageError, match="gate_ramp must give each share a number from 0 to 1, got alpha="):
+            TrainConfig(gate_ramp={"alpha": value})
+
+
+@pytest.fixture(scope="module")
+def raised(data, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "raised"
+    argv = arguments(data, folder, "--gate-ramp", "alpha=0.5", "beta=1", "--gate-ramp-share", "0.6", "--ema", "0.9",
+                     "--checkpoint-steps", "2")
+    assert runner.run(argv, folder.with_suffix(".log")) == 0, folder.with_suffix(".log").read_text()
+    return folder, argv
+
+
+def test_a_run_whose_ramp_was_interrupted_ends_as_the_undisturbed_one(raised, tmp_path):
+    folder, argv = raised
+    log, other = tmp_path / "log", tmp_path / "killed"
+    argv = [str(other) if word == str(folder) else word for word in argv]
+    assert runner.run(argv, log, runner.SignalAfterUpdate(signal.SIGTERM, 4)) == 128 + signal.SIGTERM
+    assert runner.run(argv, log) == 0 and "update 4" in log.read_text()
+    runner.same_result(folder, other)
+    assert run_folder.read_gates(folder) == run_folder.read_gates(other)
+
+
+def test_shares_are_logged_exported_and_drawn(raised, data, tmp_path, capsys):
+    folder, _ = raised
+    gates = run_folder.read_gates(folder)
+    names = [f"blocks.{block}.attn.evolution.{share}" for block in (1, 2) for share in ("alpha", "beta")]
+    assert list(gates) == ["epoch", "step", *names] and gates["step"] == [5, 10]
+    assert gates[names[0]] == pytest.approx([0.5 * 5 / 6, 0.5], rel=1e-5)
+    weights = safetensors.torch.load_file(folder / run_folder.WEIGHTS)  # averaged, but for the shares
+    best = run_folder.read_results(folder)["test_best"]["epoch"]
+    assert weights[names[1]].item() == pytest.approx(gates[names[1]][best - 1], rel=1e-5)
+    learnt = tmp_path / "learnt"
+    assert train_cifar.main(arguments(data, learnt, "--gate-lr", "30")) == 0
+    assert "shares: alpha " in capsys.readouterr().out
+    assert all(values[1] != 0 for name, values in run_folder.read_gates(learnt).items())
+    figure = plot_learning_curves([folder, learnt])
+    lines = [[line for line in axes.lines if len(line.get_xdata()) == 2] for axes in figure.axes]
+    assert [len(drawn) for drawn in lines] == [2, 2, 4, 4]
+    assert [list(line.get_ydata()) for line in lines[2]] == [gates[name] for name in names]
+
+    constants = tmp_path / "constants"
+    assert train_cifar.main(arguments(data, constants, "--model-kwargs", "alpha=0.5")) == 0
+    assert run_folder.read_gates(constants) == {} and len(plot_learning_curves([constants]).axes) == 2
+    for text in ("epoch,step,a\n1,2\n", "a,b\n1,2\n", "epoch,step,a\n1,2,nan\n", "epoch,step,a\n1,2,x\n", ""):
+        (constants / run_folder.GATES).write_text(text)
+        with pytest.raises(UsageError, match="columns epoch, step and shares with a number in each"):
+            run_folder.read_gates(constants)
+
+
+def test_layer_decay_is_timms_and_multiplies_the_rate_of_the_shares():
+    model = network()
+    options = dict(opt="adamw", lr=0.1, weight_decay=0.05, layer_decay=0.5)
+    theirs = timm.optim.create_optimizer_v2(model, "adamw", lr=0.1, weight_decay=0.05, layer_decay=0.5)
+    scale = {id(p): (g["lr_scale"], g["weight_decay"]) for g in theirs.param_groups for p in g["params"]}
+    shares = {id(gate) for gate in learnable_gates(model).values()}
+    for gate_lr in (1, 30):
+        groups = build_optimizer(TrainConfig(**options, gate_lr=gate_lr), model, 8).param_groups
+        found = {id(p): (g["lr_scale"] / (gate_lr if id(p) in shares else 1), g["weight_decay"])
+                 for g in groups for p in g["params"]}
+        assert found == {key: (pytest.approx(a), b) for key, (a, b) in scale.items()} and len({*found.values()}) > 5
+        assert groups[0]["lr_scale"] == 1, "the first group's rate, which is logged, is lr"
+
+
+@torch.no_grad()
+def test_pretrained_path_is_the_start_of_a_run(data, tmp_path, capsys):
+    """A plain network's weights, from a run folder, in an evolving one; other classes, files and models."""
+    plain = tmp_path / "plain"
+    assert train_cifar.main(arguments(data, plain, model="vit_tiny_patch16_224")) == 0
+    weights = safetensors.torch.load_file(plain / run_folder.WEIGHTS)
+    tuned = tmp_path / "tuned"
+    assert train_cifar.main(arguments(data, tuned, "--pretrained-path", str(plain), "--lr", "0")) == 0
+    begun = safetensors.torch.load_file(tuned / run_folder.WEIGHTS)
+    assert all(torch.equal(begun[name], value) for name, value in weights.items())
+    top1 = [run_folder.read_results(folder)["test_best"]["top1"] for folder in (plain, tuned)]
+    assert top1[0] == top1[1], "no class's score has changed"
+
+    safetensors.torch.save_file({**weights, "head.weight": torch.ones(7, 12), "head.bias": torch.ones(7)},
+                                tmp_path / "other.safetensors")
+    capsys.readouterr()
+    assert train_cifar.main(arguments(data, tmp_path / "seven", "--lr", "0", "--pretrained-path",
+                                      str(tmp_path / "other.safetensors"))) == 0
+    assert "head.weight of" in capsys.readouterr().out
+    begun = safetensors.torch.load_file(tmp_path / "seven" / run_folder.WEIGHTS)
+    assert begun["head.weight"].shape == (3, 12) and torch.equal(begun["norm.weight"], weights["norm.weight"])
+
+    lacking = {name: value for name, value in weights.items() if name != "blocks.1.mlp.fc1.weight"}
+    spoilt = {**weights, "norm.weight": torch.full((12,), torch.nan)}
+    (tmp_path / "text.safetensors").write_text("no weights")
+    for name, state, message in (("lacking", lacking, "blocks.1.mlp.fc1.weight"), ("spoilt", spoilt, "must be finite"),
+                                 ("text", None, "cannot be read"), ("missing", None, "cannot be read")):
+        path = tmp_path / f"{name}.safetensors"
+        if state is not None:
+            safetensors.torch.save_file(state, path)
+        argv = arguments(data, tmp_path / "bad", "--pretrained-path", str(path))
+        assert exit_code(lambda argv=argv: train_cifar.main(argv)) == 2
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("recipe", ["finetune_vit", "finetune_ea_vit", "finetune_ea_vit_ramp"])
+def test_fine_tuning_by_recipe_from_pretrained_weights(data, recipe, tmp_path, monkeypatch):
+    """As from timm's weights: a file of 1000 classes stands in for the hub."""
+    model = "vit_tiny_patch16_224" if recipe == "finetune_vit" else "ea_vit_tiny_patch16_224"
+    file = tmp_path / "hub.safetensors"
+    state = network("vit_tiny_patch16_224", num_classes=1000).state_dict()
+    safetensors.torch.save_file(state, file)
+    create = timm.create_model
+
+    def from_file(name, pretrained=False, **kwargs):
+        assert pretrained
+        return create(name, pretrained=True, pretrained_cfg_overlay={"file": str(file), "custom_load": False}, **kwargs)
+
+    monkeypatch.setattr(timm, "create_model", from_file)
+    argv = ["--recipe", recipe, "--model", model, "--pretrained", "--model-kwargs", *KWARGS, "--data-dir", str(data),
+            "--img-size", "16", "--eval-resize", "18", "--epochs", "1", "--batch-size", "8", "--workers", "0",
+            "--lr", "1e-6", "--output", str(tmp_path / "run"), "--device", "cpu"]
+    assert train_imagenet.main(argv) == 0
+    begun = safetensors.torch.load_file(tmp_path / "run" / run_folder.WEIGHTS)
+    assert begun["head.weight"].shape[0] == 3
+    assert (begun["blocks.2.mlp.fc1.weight"] - state["blocks.2.mlp.fc1.weight"]).abs().max() < 1e-4
+    shares = [value for name, value in run_folder.read_gates(tmp_path / "run").items() if name.endswith("alpha")]
+    assert [value == [0.2] for value in shares] == {"finetune_vit": [], "finetune_ea_vit": [False] * 2,
+                                                   "finetune_ea_vit_ramp": [True] * 2}[recipe]
