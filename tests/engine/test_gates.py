@@ -144,7 +144,6 @@ def test_layer_decay_is_timms_and_multiplies_the_rate_of_the_shares():
         assert groups[0]["lr_scale"] == 1, "the first group's rate, which is logged, is lr"
 
 
-@torch.no_grad()
 def test_pretrained_path_is_the_start_of_a_run(data, tmp_path, capsys):
     """A plain network's weights, from a run folder, in an evolving one; other classes, files and models."""
     plain = tmp_path / "plain"
