@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import safetensors
 import timm
 import torch
@@ -56,15 +57,35 @@ class LoadedModel:
             UsageError: so narrow that it has more than MAX_PIXELS once its short side fits.
         """
         H, W = self.img_size
+        size, left, top = self._place(image)
+        resample = Image.Resampling[self.config["interpolation"].upper()]
+        image = image.convert("RGB").resize(size, resample).crop((left, top, left + W, top + H))
+        return torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(H, W, 3).permute(2, 0, 1) / 255
+
+    def photo(self, image: Image.Image, side: int = 512) -> np.ndarray | None:
+        """(height, width, 3) uint8: the part of the image that `prepare` cuts, at its own resolution or, where that is
+        finer, with `side` pixels along the longer side. None where the network sees it no smaller."""
+        H, W = self.img_size
+        size, left, top = self._place(image)
+        right, down = image.width / size[0], image.height / size[1]  # pixels of the image a pixel of the input
+        if max(right, down) <= 1:
+            return None
+        finer = min(max(right, down), side / max(H, W))
+        if finer <= 1:
+            return None
+        box = (left * right, top * down, (left + W) * right, (top + H) * down)
+        cut = image.convert("RGB").resize((round(W * finer), round(H * finer)), Image.Resampling.LANCZOS, box)
+        return np.asarray(cut)
+
+    def _place(self, image: Image.Image) -> tuple[tuple[int, int], int, int]:
+        """(width, height) that an image is scaled to, and where in it the input begins, from the left and the top."""
+        H, W = self.img_size
         scale = max(H / image.height, W / image.width) / self.config["crop_pct"]
         size = (max(W, math.floor(image.width * scale + 0.5)), max(H, math.floor(image.height * scale + 0.5)))
         if size[0] * size[1] > MAX_PIXELS:
             raise UsageError(f"an image must have at most {MAX_PIXELS / 1e6:g} megapixels once it is scaled to "
                              f"{W}x{H} pixels, got {size[0]}x{size[1]} from {image.width}x{image.height}")
-        left, top = (size[0] - W) // 2, (size[1] - H) // 2
-        resample = Image.Resampling[self.config["interpolation"].upper()]
-        image = image.convert("RGB").resize(size, resample).crop((left, top, left + W, top + H))
-        return torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(H, W, 3).permute(2, 0, 1) / 255
+        return size, (size[0] - W) // 2, (size[1] - H) // 2
 
     def normalize(self, images: Tensor) -> Tensor:
         """(..., 3, H, W) in 0..1 -> what the network takes."""

@@ -51,6 +51,7 @@ class LayerMaps:
     heads: which heads the tensors hold, counted from 0; the K below.
     feat_size: (H, W) of the map.
     num_prefix_tokens: tokens before the map's pixels (a ViT's class token); our networks have none.
+    window: (height, width) of what a query sees of the map around it; None: all of it.
     attn: (B, K, N, N), the probabilities, before dropout; rows are queries and sum to 1. Of a window over heads the sum
         over the heads that were seen.
     logits: (B, K, N, N), what entered the softmax, also outside of a window of pixels, which hides that from it. A
@@ -66,6 +67,7 @@ class LayerMaps:
     heads: tuple[int, ...]
     feat_size: tuple[int, int] = (0, 0)
     num_prefix_tokens: int = 0
+    window: tuple[int, int] | None = None
     attn: Tensor | None = None
     logits: Tensor | None = None
     self_logits: Tensor | None = None
@@ -89,6 +91,14 @@ class LayerMaps:
         shape = f" of {'x'.join(map(str, self[parts[0]].shape))}" if parts else ""
         return (f"layer {self.number} ({self.name}), map {'x'.join(map(str, self.feat_size))}, heads "
                 f"{', '.join(map(str, self.heads))}: {', '.join(parts) or 'nothing'}{shape}")
+
+    def num_keys(self) -> np.ndarray:
+        """(H, W): how many keys the query at a pixel of the map sees. One over it is uniform attention."""
+        sides = []
+        for length, window in zip(self.feat_size, self.window or (2 * max(self.feat_size) + 1,) * 2, strict=True):
+            place = np.arange(length)
+            sides.append(np.minimum(place + window // 2, length - 1) - np.maximum(place - window // 2, 0) + 1)
+        return np.outer(*sides) + self.num_prefix_tokens
 
     def spatial(self, part: str = "attn") -> Tensor:
         """A part from pixel to pixel, without prefix tokens: (B, K, H, W, H, W), query row and column first."""
@@ -152,8 +162,9 @@ class AttentionMaps(Mapping[int, LayerMaps]):
 class _Watch:
     """Collects the chosen parts and heads of one layer, as its hooks deliver them."""
 
-    def __init__(self, layer: AttentionLayer, heads: tuple[int, ...], parts: tuple[str, ...], maps: AttentionMaps):
-        self.layer, self.heads, self.parts, self.maps = layer, heads, parts, maps
+    def __init__(self, layer: AttentionLayer, heads: tuple[int, ...], parts: tuple[str, ...], maps: AttentionMaps,
+                 window: tuple[int, int] | None = None):
+        self.layer, self.heads, self.parts, self.maps, self.window = layer, heads, parts, maps, window
         self.current: LayerMaps | None = None
 
     def begin(self, *_) -> None:
@@ -161,7 +172,7 @@ class _Watch:
         if torch._C._current_graph_task_id() != -1:
             self.current = None
             return
-        self.current = LayerMaps(self.layer.number, self.layer.name, self.heads)
+        self.current = LayerMaps(self.layer.number, self.layer.name, self.heads, window=self.window)
         self.maps._begin(self.current)
 
     def place(self, feat_size: tuple[int, int], num_prefix_tokens: int = 0) -> None:
@@ -409,7 +420,8 @@ def record_attention(
     with ExitStack() as stack:
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         for layer, module in chosen:
-            watch = _Watch(layer, tuple(range(layer.num_heads)) if heads is None else tuple(heads), parts, maps)
+            watch = _Watch(layer, tuple(range(layer.num_heads)) if heads is None else tuple(heads), parts, maps,
+                           module.window if isinstance(module, AugmentedConv2d) else None)
             if isinstance(module, (AugmentedConv2d, TokenAttention)):
                 undo = _watch_layer(module, watch, model)
             elif isinstance(module, BottleneckAttn):

@@ -21,6 +21,7 @@ heads_by_queries, models_side_by_side, evolution_strip, attention_matrices, roll
 animation_frames draw it. Heads are counted from 0, layers from 1, query points are (y, x) in pixels of the input.
 """
 from ea_vision.visualize.animation import animation_frames
+from ea_vision.visualize.drawing import Look
 from ea_vision.visualize.heatmap import heads_by_queries
 from ea_vision.visualize.jacobian import input_jacobian, plot_jacobian
 from ea_vision.visualize.layer_statistics import statistics_figure
@@ -41,6 +42,7 @@ from ea_vision.visualize.side_by_side import models_side_by_side
 from ea_vision.visualize.strip import evolution_strip
 
 __all__ = [
+    "Look",
     "Recording",
     "animation_frames",
     "attention_matrices",

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from PIL import Image
 
@@ -18,9 +19,21 @@ from ea_vision.analysis.recording import AttentionLayer
 from ea_vision.base.errors import RunError, UsageError
 from ea_vision.base.files import atomic_write
 from ea_vision.engine import run_folder
-from ea_vision.visualize.drawing import add_scale, draw_image, draw_map, head_name, layer_name, new_figure, scale_of
-from ea_vision.visualize.options import load_models, make_parser, only, parse_heads, parse_queries
-from ea_vision.visualize.recordings import Head, Point, Recording, query_map, record
+from ea_vision.visualize.drawing import (
+    LOOK,
+    Look,
+    add_scale,
+    draw_map,
+    draw_photo,
+    head_name,
+    map_name,
+    new_figure,
+    norms_of,
+    text_scale,
+    wrapped,
+)
+from ea_vision.visualize.options import add_look, load_models, look_of, make_parser, only, parse_heads, parse_queries
+from ea_vision.visualize.recordings import Head, Point, Recording, record
 from ea_vision.visualize.writing import each_image, save_maps
 
 EXAMPLES = """\
@@ -31,48 +44,51 @@ EXAMPLES = """\
 Frame = tuple[Recording, int]
 
 
-def animation_frame(frame: Frame, heads: Sequence[Head], points: Sequence[Point], scale: tuple[float, float],
-                    overlay: bool = True) -> Figure:
-    """One picture: the input, and a row a head, a column a query.
+def animation_frame(frame: Frame, heads: Sequence[Head], points: Sequence[Point], norms: Sequence[Normalize],
+                    look: Look = LOOK) -> Figure:
+    """One picture: the photo, and a row a head, a column a query.
 
     Args:
         frame: a recording and the number of the layer to show.
         heads: counted from 0, or "mean".
         points: (y, x) in pixels of the input.
-        scale: (lowest, highest) of the whole animation.
-        overlay: on the image, or bare.
+        norms: the scales of its maps, row by row.
+        look: how maps are drawn.
     """
     recording, number = frame
     layer = recording.maps[number]
     img_size = tuple(recording.image.shape[1:])
-    cell, aspect = 1.7, img_size[0] / img_size[1]
-    figure = new_figure(cell * (len(points) + 1) + 1.1, len(heads) * (cell * aspect + 0.02) + 0.7)
+    text, aspect = text_scale(), img_size[0] / img_size[1]
+    cell = max(1.7, 0.9 * text)
+    width = max(cell * (len(points) + 1) + 1.3 * text, 4.5 * text)
+    title = wrapped(recording.model.label, width - 0.2, 12)
+    title = f"{title}\n{wrapped(map_name(layer), width - 0.2, 12)}"
+    figure = new_figure(width, len(heads) * (cell * aspect + 0.02) + (0.55 + 0.2 * title.count("\n")) * text)
     cells = figure.subplots(len(heads), len(points) + 1, squeeze=False)
+    draw_photo(cells[0, 0], recording, look, points, layer.feat_size)
+    for axes in cells[1:, 0]:
+        axes.axis("off")
     for row, head in enumerate(heads):
-        if row == 0:
-            draw_image(cells[row, 0], recording.image, points)
-        else:
-            cells[row, 0].axis("off")
         for col, point in enumerate(points, start=1):
-            values = query_map(layer, point, img_size, head)
-            artist = draw_map(cells[row, col], values, recording.image, scale, point=point, number=col,
-                              overlay=overlay)
+            draw_map(cells[row, col], recording.relative_map(number, point, head), recording,
+                     norms[row * len(points) + col - 1], look, point=point, number=col)
             if row == 0:
-                cells[row, col].set_title(f"query {col}", fontsize=8)
-        cells[row, 1].set_ylabel(head_name(head), fontsize=8)
-    figure.suptitle(f"{recording.model.label}\n{layer_name(layer)}", fontsize=9, fontweight="bold")
-    add_scale(figure, artist, cells, "attn", overlay=overlay)
+                cells[row, col].set_title(f"query {col}", fontsize="small")
+        cells[row, 1].set_ylabel(head_name(head), fontsize="small")
+    figure.suptitle(title)
+    add_scale(figure, cells, norms[0], look)
     return figure
 
 
 def animation_frames(frames: Sequence[Frame], heads: Sequence[Head], points: Sequence[Point],
-                     overlay: bool = True) -> Iterator[Figure]:
-    """The pictures of an animation in turn, one scale for all."""
-    values = [query_map(recording.maps[number], point, tuple(recording.image.shape[1:]), head)
-              for recording, number in frames for point in points for head in heads]
-    scale = scale_of("attn", values)
-    for frame in frames:
-        yield animation_frame(frame, heads, points, scale, overlay)
+                     look: Look = LOOK) -> Iterator[Figure]:
+    """The pictures of an animation in turn. What is compared are all of them: they share a scale."""
+    maps = [recording.relative_map(number, point, head)
+            for recording, number in frames for head in heads for point in points]
+    [norms] = norms_of([maps], look)
+    each = len(heads) * len(points)
+    for index, frame in enumerate(frames):
+        yield animation_frame(frame, heads, points, norms[index * each:(index + 1) * each], look)
 
 
 def pixels_of(figure: Figure, dpi: int) -> np.ndarray:
@@ -137,8 +153,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                              "trainers' --snapshot-epochs) of a run folder or the files of --model, by epoch "
                              "(default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=0.6, help="a picture is shown (default: %(default)s)")
-    parser.add_argument("--bare", action="store_true", help="draw the maps alone, not over the image")
+    add_look(parser)
     options = parser.parse_args(argv)
+    look = look_of(options)
     if not 0.02 <= options.seconds <= 60:
         raise UsageError(f"--seconds must lie between 0.02 and 60, got {options.seconds}")
     film = Path(options.output).suffix.lower() == ".mp4"
@@ -160,7 +177,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     encode = encode_mp4 if film else encode_gif
     for _, image, output in each_image(options):
         frames = frames_of(models, layers, image)
-        figures = animation_frames(frames, heads, points, not options.bare)
+        figures = animation_frames(frames, heads, points, look)
         pictures = [pixels_of(figure, options.dpi) for figure in figures]
         atomic_write(output, encode(pictures, options.seconds))
         if options.npz:

@@ -1,24 +1,93 @@
-"""What the figures are made of: images, maps, query points, colour bars, and the names beside them."""
+"""What the figures are made of: photos, maps over them, query points, colour bars, and the names beside them.
+
+Attention is drawn in units of uniform attention: a probability times the N keys that its query sees, so that 1 is what
+a query gives to every key when it looks nowhere in particular. Every colour bar marks that place, "1/N". Maps of
+different sizes have one scale in these units.
+
+Text has the sizes of matplotlib's rcParams, and so have lines, fonts and colours that are not data.
+"""
 
 from __future__ import annotations
 
 import io
+import textwrap
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+import matplotlib
 import numpy as np
+from matplotlib import colors, patheffects
 from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import Colormap, LogNorm, Normalize
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from matplotlib.ticker import NullLocator
 from torch import Tensor
 
 from ea_vision.analysis.recording import PARTS, AttentionLayer, LayerMaps
-from ea_vision.visualize.recordings import MEAN, Head, Point
+from ea_vision.base.errors import UsageError
+from ea_vision.visualize.recordings import MEAN, Head, Point, Recording, cell_of
 
-OVERLAY_ALPHA = 0.65
-COLOR_MAP = "viridis"  # even steps of lightness, readable by the colour-blind
+SCALES = ("layer", "tile", "all", "uniform")
+OVERLAY_MAP, OVERLAY_FROM = "plasma", 0.4  # pink to yellow: without its dark part, which a dark photo would hide
+UNIFORM_TOP = 8.0  # times uniform attention: where --scale uniform ends
+LOWEST_TOP = 2.0  # a scale goes on to at least twice uniform attention: what is nearly uniform looks so
 QUERY_COLORS = ("#D55E00", "#0072B2", "#E69F00", "#CC79A7", "#56B4E9", "#009E73", "#F0E442")  # Okabe and Ito
-PART_NAMES = {"attn": "attention", "logits": "mixed logits", "self_logits": "self logits",
+PART_NAMES = {"attn": "attention", "logits": "logits", "self_logits": "own logits",
               "conv_logits": "convolved logits", "prev_logits": "previous logits"}
 
+
+@dataclass(frozen=True)
+class Look:
+    """How maps are drawn.
+
+    overlay: over the photo, with an opacity that follows the attention: what gets less than uniform attention stays
+        untouched. Or alone.
+    scale: of the colours. "layer": one for the maps that are compared, which are those of a layer, and in figures of
+        several layers or models those of a block; "tile": each map its own, its maximum written on it; "all": one for
+        the figure; "uniform": from 1/N to 8/N, the same in every figure.
+    cmap: a matplotlib colour map by name; by default over a photo the bright part of "plasma", alone
+        rcParams["image.cmap"].
+    opacity: of the strongest attention over the photo, 0 to 1.
+    smooth: shades between the cells of a map, or its cells as they are.
+    as_seen: under the maps the pixels that the network saw, not the photo.
+
+    Raises:
+        UsageError: a scale or colour map that there is not, or an opacity outside 0..1.
+    """
+
+    overlay: bool = True
+    scale: str = "layer"
+    cmap: str | None = None
+    opacity: float = 0.85
+    smooth: bool = False
+    as_seen: bool = False
+
+    def __post_init__(self) -> None:
+        if self.scale not in SCALES:
+            raise UsageError(f"scale must be {', '.join(SCALES)}, got {self.scale!r}")
+        if not 0 <= self.opacity <= 1:
+            raise UsageError(f"opacity must lie between 0 and 1, got {self.opacity}")
+        if self.cmap is not None and self.cmap not in matplotlib.colormaps:
+            raise UsageError(f"cmap must be one of matplotlib's colour maps, such as viridis, plasma or gray, got "
+                             f"{self.cmap!r}")
+
+    def colormap(self, overlay: bool) -> Colormap:
+        """That of the maps; over a photo with the opacity in it."""
+        if not overlay:
+            return matplotlib.colormaps[self.cmap or matplotlib.rcParams["image.cmap"]]
+        steps = np.linspace(0, 1, 256)
+        first = OVERLAY_FROM if self.cmap is None else 0
+        shades = matplotlib.colormaps[self.cmap or OVERLAY_MAP](first + (1 - first) * steps)
+        shades[:, 3] = self.opacity * steps ** 0.75
+        return colors.ListedColormap(shades)
+
+
+LOOK, BARE = Look(), Look(overlay=False)
+
+
+# ---- figures, and what stands around maps ---------------------------------------------------------------------------
 
 class Picture(Figure):
     """A figure that belongs to no window; notebooks show it whether or not pyplot is loaded."""
@@ -29,9 +98,27 @@ class Picture(Figure):
         return data.getvalue()
 
 
+def text_scale() -> float:
+    """How much larger than matplotlib's own the text is: what space for text is multiplied by."""
+    return matplotlib.rcParams["font.size"] / 10
+
+
 def new_figure(width: float, height: float) -> Figure:
     """A figure of width x height inches."""
     return Picture(figsize=(width, height), layout="constrained")
+
+
+def wrapped(text: str, inches: float, size: float = 10.0) -> str:
+    """Lines that are not longer than that, of text of so many points at matplotlib's own sizes."""
+    characters = max(8, int(inches * 72 / (0.62 * size * text_scale())))
+    return "\n".join(line for part in text.split("\n") for line in textwrap.wrap(part, characters) or [""])
+
+
+def color_cycle() -> Sequence[str]:
+    """Colours of lines: the user's, and where rcParams has matplotlib's, those that the colour-blind can tell apart."""
+    cycle = matplotlib.rcParams["axes.prop_cycle"]
+    own = cycle != matplotlib.rcParamsDefault["axes.prop_cycle"] and "color" in cycle.keys
+    return cycle.by_key()["color"] if own else QUERY_COLORS
 
 
 def head_name(head: Head) -> str:
@@ -40,6 +127,20 @@ def head_name(head: Head) -> str:
 
 def layer_name(layer: AttentionLayer | LayerMaps) -> str:
     return f"layer {layer.number} ({layer.name})"
+
+
+def map_name(layer: LayerMaps) -> str:
+    return f"{layer_name(layer)}, map {layer.feat_size[0]}x{layer.feat_size[1]}"
+
+
+def layers_name(numbers: Sequence[int]) -> str:
+    """`layer 4`, `layers 1 to 3` without a gap, `layers 1, 3` otherwise."""
+    numbers = list(numbers)
+    if len(numbers) == 1:
+        return f"layer {numbers[0]}"
+    if len(numbers) > 2 and numbers == list(range(numbers[0], numbers[-1] + 1)):
+        return f"layers {numbers[0]} to {numbers[-1]}"
+    return "layers " + ", ".join(map(str, numbers))
 
 
 def bare(axes: Axes) -> None:
@@ -52,57 +153,158 @@ def bare(axes: Axes) -> None:
 def blank(axes: Axes, img_size: tuple[int, int], text: str = "") -> None:
     """An empty place as large as a picture's, with a word where one belongs."""
     axes.set(xlim=(0, img_size[1]), ylim=(img_size[0], 0), aspect="equal")
-    axes.text(img_size[1] / 2, img_size[0] / 2, text, ha="center", va="center", fontsize=8, color="0.4")
+    axes.text(img_size[1] / 2, img_size[0] / 2, text, ha="center", va="center", fontsize="small", color="0.5")
     bare(axes)
 
 
-def draw_image(axes: Axes, image: Tensor, points: Sequence[Point] = ()) -> None:
-    """The input, with numbered query points."""
+# ---- photos and query points ----------------------------------------------------------------------------------------
+
+def draw_image(axes: Axes, image: Tensor) -> None:
+    """(3, H, W) in 0..1, pixel by pixel."""
     H, W = image.shape[1:]
     axes.imshow(image.permute(1, 2, 0).cpu().numpy(), extent=(0, W, H, 0), interpolation="nearest")
-    for number, point in enumerate(points, start=1):
-        mark_point(axes, point, number)
     bare(axes)
 
 
-def mark_point(axes: Axes, point: Point, number: int, numbered: bool = True) -> None:
-    """A disc on a pixel, with its number or small; its white rim shows on any ground."""
+def draw_photo(axes: Axes, recording: Recording, look: Look, points: Sequence[Point] = (),
+               feat_size: tuple[int, int] | None = None, first: int = 1) -> None:
+    """The photo in the input's coordinates, with numbered query points, framed as cells of maps of `feat_size`."""
+    if look.as_seen or recording.photo is None:
+        draw_image(axes, recording.image)
+    else:
+        H, W = recording.image.shape[1:]
+        axes.imshow(recording.photo, extent=(0, W, H, 0))
+        bare(axes)
+    for number, point in enumerate(points, start=first):
+        mark_query(axes, recording, point, feat_size, number, numbered=True)
+
+
+def mark_query(axes: Axes, recording: Recording, point: Point, feat_size: tuple[int, int] | None, number: int,
+               numbered: bool = False) -> None:
+    """The frame of the map's cell that a query lies in, and its number in a disc. White around both shows on any
+    ground."""
+    color = QUERY_COLORS[(number - 1) % len(QUERY_COLORS)]
+    H, W = recording.image.shape[1:]
     y, x = point[0] + 0.5, point[1] + 0.5
-    axes.plot(x, y, "o", color=QUERY_COLORS[(number - 1) % len(QUERY_COLORS)], markersize=10 if numbered else 4.5,
-              markeredgecolor="white", markeredgewidth=1, clip_on=False)
+    if feat_size is not None:
+        row, col = cell_of(point, (H, W), feat_size)
+        height, width = H / feat_size[0], W / feat_size[1]
+        y, x = (row + 0.5) * height, (col + 0.5) * width
+        rim = [patheffects.Stroke(linewidth=2.4, foreground="white"), patheffects.Normal()]
+        axes.add_patch(Rectangle((col * width, row * height), width, height, fill=False, edgecolor=color, linewidth=1.2,
+                                 path_effects=rim, clip_on=False))
     if numbered:
-        axes.text(x, y, str(number), color="white", fontsize=6.5, fontweight="bold", ha="center", va="center_baseline",
-                  clip_on=False)
+        axes.text(x, y, str(number), color="white", fontsize="x-small", fontweight="bold", ha="center",
+                  va="center_baseline", clip_on=False,
+                  bbox=dict(boxstyle="circle,pad=0.25", facecolor=color, edgecolor="white", linewidth=1))
 
 
-def draw_map(axes: Axes, values: np.ndarray, image: Tensor, scale: tuple[float, float], *, point: Point | None = None,
-             number: int = 1, overlay: bool = True, cmap: str = COLOR_MAP):
-    """A map (H', W') over the input's area, on the grey image where `overlay`, its query marked; return the artist."""
-    H, W = image.shape[1:]
+# ---- maps -----------------------------------------------------------------------------------------------------------
+
+def norms_of(groups: Sequence[Sequence[np.ndarray]], look: Look, part: str = "attn", overlay: bool | None = None,
+             ) -> list[list[Normalize]]:
+    """The scale of every map, in the nesting of `groups`, which are the maps that are compared with each other.
+
+    Attention, in units of uniform attention, has a logarithmic one: over a photo from 1 to the largest value, alone as
+    far down as up, so that uniform attention is in the middle. Other parts: the middle 99% of their values; a quantity
+    over a photo begins at 0.
+
+    Args:
+        groups: maps by group.
+        part: one of PARTS, or another quantity's name.
+        overlay: over a photo; default: as `look` says.
+    """
+    overlay = look.overlay if overlay is None else overlay
+    if look.scale == "tile":
+        return [[_norm([values], part, overlay, 1.05) for values in group] for group in groups]
+    if look.scale == "uniform" and part == "attn":
+        norm = LogNorm(1 if overlay else 1 / UNIFORM_TOP, UNIFORM_TOP)
+        return [[norm] * len(group) for group in groups]
+    if look.scale != "layer":
+        norm = _norm([values for group in groups for values in group], part, overlay)
+        return [[norm] * len(group) for group in groups]
+    return [[_norm(group, part, overlay)] * len(group) for group in groups]
+
+
+def _norm(maps: Sequence[np.ndarray], part: str, overlay: bool, lowest_top: float = LOWEST_TOP) -> Normalize:
+    values = np.concatenate([m.ravel() for m in maps])
+    if part == "attn":
+        top = max(lowest_top, float(values.max()))
+        return LogNorm(1 if overlay else 1 / top, top)
+    low, high = (float(value) for value in np.quantile(values, (0.005, 0.995)))
+    low = 0.0 if overlay and low >= 0 else low
+    return Normalize(low, max(high, low + 1e-12))
+
+
+def draw_map(axes: Axes, values: np.ndarray, recording: Recording, norm: Normalize, look: Look, *,
+             point: Point | None = None, number: int = 1, overlay: bool | None = None, part: str = "attn"):
+    """A map (H', W') over the input's area, its query's cell framed; return the artist.
+
+    Args:
+        values: attention in units of uniform attention (`Recording.relative_map`), or another part.
+        norm: from `norms_of`.
+        point: the query, in pixels of the input; number: which of the queries.
+        overlay: over a photo; default: as `look` says.
+    """
+    overlay = look.overlay if overlay is None else overlay
+    H, W = recording.image.shape[1:]
     if overlay:
-        grey = image.mean(0).cpu().numpy()
-        axes.imshow(grey, extent=(0, W, H, 0), cmap="gray", vmin=-0.2, vmax=1.2, interpolation="nearest")
-    artist = axes.imshow(values, extent=(0, W, H, 0), cmap=cmap, vmin=scale[0], vmax=scale[1], interpolation="nearest",
-                         alpha=OVERLAY_ALPHA if overlay else None)
+        draw_photo(axes, recording, look)
+    artist = axes.imshow(values, extent=(0, W, H, 0), cmap=look.colormap(overlay), norm=norm,
+                         interpolation="bilinear" if look.smooth else "nearest")
     if point is not None:
-        mark_point(axes, point, number, numbered=False)
+        mark_query(axes, recording, point, values.shape, number)
+    if look.scale == "tile" and part == "attn":
+        axes.text(0.97, 0.03, f"{_short(float(values.max()))}/N", transform=axes.transAxes, ha="right", va="bottom",
+                  fontsize="xx-small", color="black",
+                  path_effects=[patheffects.withStroke(linewidth=2, foreground="white")])
     bare(axes)
     return artist
 
 
-def scale_of(part: str, maps: Sequence[np.ndarray]) -> tuple[float, float]:
-    """One scale for maps that are compared: all of the probabilities, the middle 99% of logits."""
-    values = np.concatenate([m.ravel() for m in maps])
-    low, high = np.quantile(values, (0, 1) if part == "attn" else (0.005, 0.995))
-    return float(low), max(float(high), float(low) + 1e-12)
-
-
-def add_scale(figure, artist, axes, part: str = "attn", overlay: bool = True) -> None:
-    """The colour bar of one comparison, of a part or another quantity; on grey where the maps are over a grey image."""
-    bar = figure.colorbar(artist, ax=axes, shrink=0.8, pad=0.015, aspect=30, panchor=False)
+def add_scale(figure, axes, norm: Normalize, look: Look, part: str = "attn", overlay: bool | None = None,
+              bar_label: str | None = None) -> None:
+    """The colour bar of maps that are compared: of attention in units of 1/N, which is marked; of other parts or
+    quantities as they are. Over a photo it is on grey, where it can be seen how opaque it is."""
+    overlay = look.overlay if overlay is None else overlay
+    own = look.scale == "tile"
+    if own:
+        norm = Normalize(0, 1)
+    bar = figure.colorbar(ScalarMappable(norm, look.colormap(overlay)), ax=axes, shrink=0.8, pad=0.015, aspect=30,
+                          panchor=False)
+    bar.ax.tick_params(labelsize="x-small")
+    bar.ax.yaxis.set_minor_locator(NullLocator())
     if overlay:
-        bar.ax.set_facecolor("0.5")
-    name = {"attn": "attention probability", **dict.fromkeys(PARTS[1:], "logit")}.get(part, part)
-    bar.set_label(name, fontsize=8)
-    bar.ax.tick_params(labelsize=7)
+        bar.ax.set_facecolor("0.7")
+    if part == "attn":
+        places, labels = _own_ticks(overlay) if own else _uniform_ticks(norm)
+        bar.set_ticks(places, labels=labels)
+        bar.ax.axhline(0 if own and overlay else 0.5 if own else 1, color=matplotlib.rcParams["axes.edgecolor"],
+                       linewidth=1.5, clip_on=False)
+    elif own:
+        bar.set_ticks([0, 1], labels=["map's\nlowest", "map's\nhighest"])
+    names = {"attn": "attention", **dict.fromkeys(PARTS[1:], "logit")}
+    bar.set_label(bar_label or names.get(part, part), fontsize="small")
     bar.outline.set_visible(False)
+
+
+def _own_ticks(overlay: bool) -> tuple[list[float], list[str]]:
+    return ([0, 1], ["1/N", "map's\nhighest"]) if overlay else ([0.5, 1], ["1/N", "map's\nhighest"])
+
+
+def _uniform_ticks(norm: Normalize) -> tuple[list[float], list[str]]:
+    """Uniform attention, the largest value, at most three powers of two between them, and as many down where the scale
+    goes there."""
+    octaves = float(np.log2(norm.vmax))
+    step = max(1, round(octaves / 4))
+    ups = [2 ** n for n in range(step, 64, step) if n < octaves - 0.3 * step]
+    ups = [*ups[:3], norm.vmax]
+    labels = [_short(up) for up in ups]
+    if norm.vmin >= 1:
+        return [1, *ups], ["1/N", *(f"{label}/N" for label in labels)]
+    return ([*(1 / up for up in reversed(ups)), 1, *ups],
+            [*(f"1/({label}N)" for label in reversed(labels)), "1/N", *(f"{label}/N" for label in labels)])
+
+
+def _short(value: float) -> str:
+    return f"{value:.3g}" if value >= 10 else f"{value:.2f}".rstrip("0").rstrip(".")

@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 
-from ea_vision.analysis.loading import parse_layers
-from ea_vision.visualize.drawing import add_scale, draw_image, draw_map, head_name, layer_name, new_figure, scale_of
-from ea_vision.visualize.options import load_models, make_parser, parse_heads, parse_queries
-from ea_vision.visualize.recordings import MEAN, Head, Point, Recording, query_map, record
+from ea_vision.visualize.drawing import (
+    LOOK,
+    Look,
+    add_scale,
+    draw_map,
+    draw_photo,
+    head_name,
+    map_name,
+    new_figure,
+    norms_of,
+    text_scale,
+    wrapped,
+)
+from ea_vision.visualize.options import (
+    add_look,
+    load_models,
+    look_of,
+    make_parser,
+    parse_heads,
+    parse_queries,
+    shown_layers,
+)
+from ea_vision.visualize.recordings import MEAN, Head, Point, Recording, record
 from ea_vision.visualize.side_by_side import models_side_by_side
 from ea_vision.visualize.writing import each_image, save, save_maps
 
@@ -22,63 +42,63 @@ EXAMPLES = """\
 
 
 def heads_by_queries(recording: Recording, layers: Sequence[int], heads: Sequence[Head], points: Sequence[Point],
-                     overlay: bool = True) -> Figure:
-    """The input with numbered query points; below it, for each layer, a row a head and a column a query.
+                     look: Look = LOOK) -> Figure:
+    """The photo with numbered query points; below it, for each layer, a row a head and a column a query.
 
     Args:
         recording: with the "attn" of `layers` (numbers).
         heads: counted from 0, or "mean".
         points: (y, x) in pixels of the input.
-        overlay: on the image, or bare.
+        look: how maps are drawn; the maps of a layer share a scale.
     """
     img_size = tuple(recording.image.shape[1:])
-    aspect = img_size[0] / img_size[1]
+    aspect, text = img_size[0] / img_size[1], text_scale()
     per_row = min(len(layers), max(1, round(9 / len(points))))  # grids side by side
-    cell = min(1.9, max(1.35, 4.0 / (per_row * len(points))))
+    cell = max(min(1.9, max(1.35, 4.0 / (per_row * len(points)))), 0.95 * text)
     grid_rows = -(-len(layers) // per_row)
-    width = max(0.085 * len(recording.model.label), per_row * (cell * len(points) + 1.35))
-    top = 2.7 if aspect <= 1 else 2.7 * aspect
-    grid_height = len(heads) * (cell * aspect + 0.06) + 0.75
+    grid_width = cell * len(points) + 1.35 * text
+    width = per_row * grid_width
+    names = [wrapped(map_name(recording.maps[number]), grid_width - 0.1, 10) for number in layers]
+    title = wrapped(recording.model.label, width - 0.1, 12)
+    top = 2.2 * max(aspect, 0.5) + 0.25 * text * (1 + title.count("\n"))
+    grid_height = len(heads) * (cell * aspect + 0.06) + (0.65 + 0.18 * (1 + max(n.count("\n") for n in names))) * text
     figure = new_figure(width, top + grid_rows * grid_height)
     header, body = figure.subfigures(2, 1, height_ratios=(top, grid_rows * grid_height))
-    axes = header.subplots()
-    draw_image(axes, recording.image, points)
-    header.suptitle(recording.model.label, fontsize=11, fontweight="bold")
+    finest = max((recording.maps[number].feat_size for number in layers), key=math.prod)
+    draw_photo(header.subplots(), recording, look, points, finest)
+    header.suptitle(title)
     grids = body.subfigures(grid_rows, per_row, squeeze=False).ravel()
-    for grid, number in zip(grids, layers, strict=False):
-        layer = recording.maps[number]
-        maps = [[query_map(layer, point, img_size, head) for point in points] for head in heads]
-        scale = scale_of("attn", [m for row in maps for m in row])
+    groups = [[recording.relative_map(number, point, head) for head in heads for point in points] for number in layers]
+    for grid, name, maps, norms in zip(grids, names, groups, norms_of(groups, look), strict=False):
         cells = grid.subplots(len(heads), len(points), squeeze=False)
-        for row, head in enumerate(heads):
-            for col, point in enumerate(points):
-                artist = draw_map(cells[row, col], maps[row][col], recording.image, scale, point=point, number=col + 1,
-                                  overlay=overlay)
-                if row == 0:
-                    cells[row, col].set_title(f"query {col + 1}\ny {point[0]}, x {point[1]}", fontsize=8)
-            cells[row, 0].set_ylabel("mean" if head == MEAN else head_name(head), fontsize=8)
-        H, W = layer.feat_size
-        grid.suptitle(f"{layer_name(layer)}, {H}x{W}", fontsize=9)
-        add_scale(grid, artist, cells)
+        for index, (axes, values, norm) in enumerate(zip(cells.ravel(), maps, norms, strict=True)):
+            row, col = divmod(index, len(points))
+            draw_map(axes, values, recording, norm, look, point=points[col], number=col + 1)
+            if row == 0:
+                axes.set_title(f"query {col + 1}\ny {points[col][0]}, x {points[col][1]}", fontsize="small")
+            if col == 0:
+                axes.set_ylabel("mean" if heads[row] == MEAN else head_name(heads[row]), fontsize="small")
+        grid.suptitle(name, fontsize="medium")
+        add_scale(grid, cells, norms[0], look)
     return figure
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = make_parser(__doc__, EXAMPLES, output="attention.png")
-    parser.add_argument("--bare", action="store_true", help="draw the maps alone, not over the image")
+    parser = make_parser(__doc__, EXAMPLES, output="attention.png", layers=None)
+    add_look(parser)
     options = parser.parse_args(argv)
+    look = look_of(options)
     models = load_models(options)
-    layers = [parse_layers(options.layers, model) for model in models]
+    layers = shown_layers(options, models)
     heads = parse_heads(options.heads, [layer for chosen in layers for layer in chosen])
     points = parse_queries(options.queries, models[0].img_size)
     for _, image, output in each_image(options):
         recordings = [record(model, image, chosen) for model, chosen in zip(models, layers, strict=True)]
         if len(models) > 1:
             figure = models_side_by_side(recordings, [[layer.number for layer in chosen] for chosen in layers],
-                                         heads, points, not options.bare)
+                                         heads, points, look)
         else:
-            figure = heads_by_queries(recordings[0], [layer.number for layer in layers[0]], heads, points,
-                                      not options.bare)
+            figure = heads_by_queries(recordings[0], [layer.number for layer in layers[0]], heads, points, look)
         save(figure, output, options.dpi)
         if options.npz:
             save_maps(recordings, output)

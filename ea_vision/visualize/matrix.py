@@ -7,11 +7,21 @@ from collections.abc import Sequence
 import numpy as np
 from matplotlib.figure import Figure
 
-from ea_vision.analysis.loading import parse_layers
-from ea_vision.analysis.recording import PARTS, AttentionLayer
+from ea_vision.analysis.recording import PARTS, AttentionLayer, LayerMaps
 from ea_vision.base.errors import UsageError
-from ea_vision.visualize.drawing import COLOR_MAP, PART_NAMES, add_scale, head_name, layer_name, new_figure, scale_of
-from ea_vision.visualize.options import load_models, make_parser, only, parse_heads
+from ea_vision.visualize.drawing import (
+    BARE,
+    PART_NAMES,
+    Look,
+    add_scale,
+    head_name,
+    map_name,
+    new_figure,
+    norms_of,
+    text_scale,
+    wrapped,
+)
+from ea_vision.visualize.options import add_colors, load_models, make_parser, only, parse_heads, shown_layers
 from ea_vision.visualize.recordings import MEAN, Head, Recording, record
 from ea_vision.visualize.writing import each_image, save, save_maps
 
@@ -22,37 +32,50 @@ EXAMPLES = """\
 
 
 def attention_matrices(recording: Recording, layers: Sequence[int], heads: Sequence[Head],
-                       part: str = "attn") -> Figure:
-    """A row a layer, a column a head; one scale a layer. Ticks stand where a row of the image begins.
+                       part: str = "attn", look: Look = BARE) -> Figure:
+    """A row a layer, a column a head. Ticks stand where a row of the image begins.
 
     Args:
         recording: with `part` of `layers` (numbers).
         heads: counted from 0, or "mean".
-        part: one of `ea_vision.attention.PARTS`.
+        part: one of `ea_vision.analysis.recording.PARTS`.
+        look: scale and cmap of the maps; the maps of a layer share a scale.
     """
-    cell = 2.1
-    figure = new_figure(max(5.0, len(heads) * cell + 1.4), len(layers) * (cell + 0.65) + 0.4)
-    figure.suptitle(f"{recording.model.label}: {PART_NAMES[part]}", fontsize=10, fontweight="bold")
+    text = text_scale()
+    cell = 2.1 * max(1.0, 0.6 * text)
+    width = max(4.0 * text, len(heads) * cell + 1.4 * text)
+    title = wrapped(f"{recording.model.label}: {PART_NAMES[part]}", width - 0.1, 12)
+    names = [wrapped(map_name(recording.maps[number]), width - 0.1, 10) for number in layers]
+    lines = 1 + max(name.count("\n") for name in names)
+    figure = new_figure(width, len(layers) * (cell + (0.55 + 0.18 * lines) * text)
+                        + (0.2 + 0.2 * (1 + title.count("\n"))) * text)
+    figure.suptitle(title)
     rows = figure.subfigures(len(layers), 1, squeeze=False).ravel()
-    for row, number in zip(rows, layers, strict=True):
+    groups = [_matrices(recording.maps[number], heads, part) for number in layers]
+    for row, number, name, maps, norms in zip(
+            rows, layers, names, groups, norms_of(groups, look, part, overlay=False), strict=True):
         layer = recording.maps[number]
         H, W = layer.feat_size
-        maps = layer.spatial(part)[0].flatten(-2).flatten(-3, -2).float().cpu()  # (K, N, N)
-        shown = [np.asarray(maps.mean(0) if head == MEAN else maps[head]) for head in heads]
-        scale = scale_of(part, shown)
         cells = row.subplots(1, len(heads), squeeze=False)[0]
-        step = max(1, H // 7) * W
-        ticks = np.arange(0, H * W, step)
-        for axes, values, head in zip(cells, shown, heads, strict=True):
-            artist = axes.imshow(values, cmap=COLOR_MAP, vmin=scale[0], vmax=scale[1], interpolation="nearest")
-            axes.set_title(head_name(head), fontsize=8)
-            axes.set_xticks(ticks - 0.5, ticks // W, fontsize=6)
-            axes.set_yticks(ticks - 0.5, ticks // W, fontsize=6)
-            axes.set_xlabel("row of the key", fontsize=7)
-        cells[0].set_ylabel("row of the query", fontsize=7)
-        row.suptitle(f"{layer_name(layer)}, map {H}x{W}", fontsize=9)
-        add_scale(row, artist, cells, part, overlay=False)
+        ticks = np.arange(0, H * W, max(1, -(-H // 7)) * W)
+        for axes, values, norm, head in zip(cells, maps, norms, heads, strict=True):
+            axes.imshow(values, cmap=look.colormap(False), norm=norm, interpolation="nearest")
+            axes.set_title(head_name(head), fontsize="small")
+            axes.set_xticks(ticks - 0.5, ticks // W, fontsize="x-small")
+            axes.set_yticks(ticks - 0.5, ticks // W, fontsize="x-small")
+            axes.set_xlabel("row of the key", fontsize="x-small")
+        cells[0].set_ylabel("row of the query", fontsize="x-small")
+        row.suptitle(name, fontsize="medium")
+        add_scale(row, cells, norms[0], look, part, overlay=False)
     return figure
+
+
+def _matrices(layer: LayerMaps, heads: Sequence[Head], part: str) -> list[np.ndarray]:
+    """(N, N) by head; attention in units of uniform attention."""
+    maps = layer.spatial(part)[0].flatten(-2).flatten(-3, -2).float().cpu().numpy()  # (K, N, N)
+    if part == "attn":
+        maps = maps * layer.num_keys().reshape(-1, 1)
+    return [maps.mean(0) if head == MEAN else maps[head] for head in heads]
 
 
 def check_part(part: str, layers: Sequence[AttentionLayer], label: str) -> None:
@@ -63,16 +86,18 @@ def check_part(part: str, layers: Sequence[AttentionLayer], label: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = make_parser(__doc__, EXAMPLES, output="matrix.png", queries=False)
+    parser = make_parser(__doc__, EXAMPLES, output="matrix.png", layers=None, queries=False)
+    add_colors(parser)
     parser.add_argument("--part", default="attn", choices=PARTS, help="what to draw (default: %(default)s)")
     options = parser.parse_args(argv)
+    look = Look(overlay=False, scale=options.scale, cmap=options.cmap)
     model = only(load_models(options), "model")
-    layers = parse_layers(options.layers, model)
+    [layers] = shown_layers(options, [model])
     heads = parse_heads(options.heads, layers)
     check_part(options.part, layers, model.label)
     for _, image, output in each_image(options):
         recording = record(model, image, layers, (options.part,))
-        figure = attention_matrices(recording, [layer.number for layer in layers], heads, options.part)
+        figure = attention_matrices(recording, [layer.number for layer in layers], heads, options.part, look)
         save(figure, output, options.dpi)
         if options.npz:
             save_maps([recording], output)

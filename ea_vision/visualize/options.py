@@ -6,6 +6,7 @@ Heads are counted from 0, layers from 1, query points are y,x in pixels of the p
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 
 from ea_vision.analysis.loading import (
@@ -13,20 +14,23 @@ from ea_vision.analysis.loading import (
     LoadedModel,
     find_images,
     load_model,
+    parse_layers,
     parse_size,
     positive,
 )
 from ea_vision.analysis.recording import AttentionLayer
 from ea_vision.base.errors import UsageError
 from ea_vision.base.processes import choose_device
+from ea_vision.visualize.drawing import LOOK, SCALES, Look
 from ea_vision.visualize.recordings import MEAN, Head, Point, distinct
 from ea_vision.visualize.writing import PICTURES
 
+SOME_LAYERS = 6  # that are drawn unless others are asked for
 DIAGONAL = ((0.25, 0.25), (0.5, 0.5), (0.75, 0.75))
 
 
-def make_parser(description: str, examples: str, *, output: str, layers: str = "all", heads: str | None = "all,mean",
-                queries: bool = True, maps: bool = True,
+def make_parser(description: str, examples: str, *, output: str, layers: str | None = "all",
+                heads: str | None = "all,mean", queries: bool = True, maps: bool = True,
                 suffixes: Sequence[str] = PICTURES) -> argparse.ArgumentParser:
     """The options that the figures' commands share; `heads=None`, `queries=False`, `maps=False` leave theirs out."""
     parser = argparse.ArgumentParser(description=description, epilog="examples:\n" + examples,
@@ -36,8 +40,9 @@ def make_parser(description: str, examples: str, *, output: str, layers: str = "
     parser.add_argument("--random", action="store_true", help="random weights, whatever there is")
     parser.add_argument("--img-size", metavar="N|H,W", help="size of the input in pixels (default: the model's)")
     parser.add_argument("--layers", default=layers, metavar="1,2|3-5|all",
-                        help="attention layers, counted from 1 in forward order, or their module names "
-                             "(default: %(default)s)")
+                        help="attention layers, counted from 1 in forward order, or their module names (default: "
+                             + (f"all of up to {SOME_LAYERS}, or {SOME_LAYERS} over the depth of the network)"
+                                if layers is None else "%(default)s)"))
     if heads is not None:
         parser.add_argument("--heads", default=heads, metavar="0,1|all|mean",
                             help="heads, counted from 0; mean: their average (default: %(default)s)")
@@ -64,6 +69,32 @@ def make_parser(description: str, examples: str, *, output: str, layers: str = "
 def add_exif_rotation(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--exif-rotation", action="store_true",
                         help="turn images as their EXIF data says (default: do not, as networks are trained)")
+
+
+def add_look(parser: argparse.ArgumentParser) -> None:
+    """The options that say how maps are drawn; see `Look`."""
+    parser.add_argument("--bare", action="store_true", help="draw the maps alone, not over the photo")
+    add_colors(parser)
+    parser.add_argument("--opacity", type=float, default=LOOK.opacity, metavar="0..1",
+                        help="of the strongest attention over the photo (default: %(default)s)")
+    parser.add_argument("--smooth", action="store_true", help="shades between the cells of a map")
+    parser.add_argument("--as-seen", action="store_true",
+                        help="under the maps the pixels that the network saw, not the photo at its own resolution")
+
+
+def add_colors(parser: argparse.ArgumentParser) -> None:
+    """Those of them that maps without a photo know."""
+    parser.add_argument("--scale", default="layer", choices=SCALES,
+                        help="of the colours. layer: one for the maps that are compared (a layer's; a block's in "
+                             "figures of several layers or models); tile: each map its own, its maximum written on "
+                             "it; all: one for the figure; uniform: from 1/N to 8/N in every figure "
+                             "(default: %(default)s)")
+    parser.add_argument("--cmap", metavar="NAME",
+                        help="a colour map of matplotlib's (default: plasma over the photo, viridis for bare maps)")
+
+
+def look_of(options: argparse.Namespace) -> Look:
+    return Look(not options.bare, options.scale, options.cmap, options.opacity, options.smooth, options.as_seen)
 
 
 def only(values: Sequence, kind: str):
@@ -117,6 +148,26 @@ def parse_heads(text: str, layers: Sequence[AttentionLayer]) -> list[Head]:
         else:
             raise UsageError(f"heads must be 0 to {num_heads - 1}, all or {MEAN}, got {item!r}")
     return heads
+
+
+def shown_layers(options: argparse.Namespace, models: Sequence[LoadedModel]) -> list[list[AttentionLayer]]:
+    """The layers of --layers by model. Where it is not given, `some_layers` of them, and a line says so."""
+    if options.layers is not None:
+        return [parse_layers(options.layers, model) for model in models]
+    found = [parse_layers("all", model) for model in models]
+    chosen = [some_layers(layers) for layers in found]
+    for model, layers, some in zip(models, found, chosen, strict=True):
+        if len(some) < len(layers):
+            print(f"{model.label}: layers {', '.join(str(layer.number) for layer in some)} of {len(layers)}; "
+                  "--layers chooses others, --layers all draws all", file=sys.stderr)
+    return chosen
+
+
+def some_layers(layers: Sequence[AttentionLayer]) -> list[AttentionLayer]:
+    """All layers of up to SOME_LAYERS, or so many over the depth of the network, the first and the last among them."""
+    if len(layers) <= SOME_LAYERS:
+        return list(layers)
+    return [layers[round(index * (len(layers) - 1) / (SOME_LAYERS - 1))] for index in range(SOME_LAYERS)]
 
 
 def load_models(options: argparse.Namespace) -> list[LoadedModel]:

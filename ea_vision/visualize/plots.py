@@ -6,10 +6,11 @@ What the functions take alike:
              checkpoint. Several: a list of these, or a mapping from labels to them.
     image    a PIL image, resized and cut as the model wants it, or a tensor (3, H, W) as the network is to see it:
              uint8, or floating point in 0..1 before normalisation.
-    layers   numbers from 1 in forward order, module names, or a text such as "1,3-5"; None: all.
+    layers   numbers from 1 in forward order, module names, or a text such as "1,3-5"; None: all, and in plot_heads,
+             plot_models and plot_matrix at most 6 over the depth of the network.
     heads    numbers from 0, "mean", or a text such as "0,2,mean"; None: all and their mean.
     queries  points (y, x) in pixels of the input as the network sees it; None: three on the diagonal.
-    overlay  maps over the image, or bare.
+    **look   how maps are drawn, the fields of `Look`: overlay, scale, cmap, opacity, smooth, as_seen.
 
 What cannot be is a UsageError (a ValueError) that names what was required and what was received.
 """
@@ -26,10 +27,11 @@ from ea_vision.analysis.loading import LoadedModel, parse_layers
 from ea_vision.analysis.quantities import measure
 from ea_vision.analysis.recording import PARTS, AttentionLayer
 from ea_vision.visualize.animation import animation_frames
+from ea_vision.visualize.drawing import Look
 from ea_vision.visualize.heatmap import heads_by_queries
 from ea_vision.visualize.layer_statistics import statistics_figure
 from ea_vision.visualize.matrix import attention_matrices, check_part
-from ea_vision.visualize.options import DIAGONAL, parse_heads, parse_queries
+from ea_vision.visualize.options import DIAGONAL, parse_heads, parse_queries, some_layers
 from ea_vision.visualize.recordings import (
     MEAN,
     Head,
@@ -53,48 +55,50 @@ Queries = Sequence[Point] | None
 
 
 def plot_heads(model: Model, image: Image.Image | Tensor, layers: Layers = None, heads: Heads = None,
-               queries: Queries = None, overlay: bool = True) -> Figure:
+               queries: Queries = None, **look) -> Figure:
     """What query points attend to: for each layer a row a head, a column a query."""
-    recording, chosen = _record(as_model(model), image, layers)
-    return heads_by_queries(recording, _numbers(chosen), _heads(heads, chosen), _points(queries, recording), overlay)
+    recording, chosen = _record(as_model(model), image, layers, some=True)
+    return heads_by_queries(recording, _numbers(chosen), _heads(heads, chosen), _points(queries, recording),
+                            Look(**look))
 
 
 def plot_models(models: Models, image: Image.Image | Tensor, layers: Layers = None, heads: Heads = MEAN,
-                queries: Queries = None, overlay: bool = True) -> Figure:
+                queries: Queries = None, **look) -> Figure:
     """The same layers of several models: for each query and head a row a model, a column a layer."""
-    recorded = [_record(model, image, layers) for model in as_models(models)]
+    recorded = [_record(model, image, layers, some=True) for model in as_models(models)]
     recordings = [recording for recording, _ in recorded]
     return models_side_by_side(recordings, [_numbers(chosen) for _, chosen in recorded],
                                _heads(heads, [layer for _, chosen in recorded for layer in chosen]),
-                               _points(queries, recordings[0]), overlay)
+                               _points(queries, recordings[0]), Look(**look))
 
 
 def plot_strip(model: Model, image: Image.Image | Tensor, layers: Layers = None, head: Head = MEAN,
-               query: Point | None = None) -> Figure:
+               query: Point | None = None, **look) -> Figure:
     """One query through the layers of each chain, part by part; `query` None: the middle."""
     model = as_model(model)
-    chosen = parse_layers(_text(layers, "all"), model)
+    chosen = _chosen(layers, model)
     parts = [part for part in PARTS if any(part in layer.parts for layer in chosen)]
     recording = record(model, image, chosen, parts)
     [one] = _heads([head], chosen)
     [point] = _points(None if query is None else [query], recording, [(0.5, 0.5)])
-    return evolution_strip(recording, _numbers(chosen), one, point)
+    return evolution_strip(recording, _numbers(chosen), one, point, Look(**look))
 
 
 def plot_matrix(model: Model, image: Image.Image | Tensor, layers: Layers = None, heads: Heads = None,
-                part: str = "attn") -> Figure:
+                part: str = "attn", **look) -> Figure:
     """Whole maps, queries by keys: a row a layer, a column a head. `part`: one of PARTS."""
     model = as_model(model)
-    chosen = parse_layers(_text(layers, "all"), model)
+    chosen = _chosen(layers, model, some=True)
     check_part(part, chosen, model.label)
-    return attention_matrices(record(model, image, chosen, (part,)), _numbers(chosen), _heads(heads, chosen), part)
+    return attention_matrices(record(model, image, chosen, (part,)), _numbers(chosen), _heads(heads, chosen), part,
+                              Look(**look))
 
 
 def plot_rollout(models: Models, image: Image.Image | Tensor, layers: Layers = None, queries: Queries = None,
-                 overlay: bool = True) -> Figure:
+                 **look) -> Figure:
     """Where pixels of the last map come from, through all `layers`: a row a model, a column a query."""
     recordings = [_record(model, image, layers)[0] for model in as_models(models)]
-    return rollout_figure(recordings, _points(queries, recordings[0]), overlay)
+    return rollout_figure(recordings, _points(queries, recordings[0]), Look(**look))
 
 
 def plot_statistics(models: Models, images: Iterable[Image.Image | Tensor], layers: Layers = None) -> Figure:
@@ -104,24 +108,29 @@ def plot_statistics(models: Models, images: Iterable[Image.Image | Tensor], laye
         device = next(model.model.parameters()).device
         batches = (model.normalize(as_input(model, image)[None].to(device)) for image in images)
         with evaluating(model.model):
-            measured[model.label] = measure(model.model, batches,
-                                            _numbers(parse_layers(_text(layers, "all"), model)))
+            measured[model.label] = measure(model.model, batches, _numbers(_chosen(layers, model)))
     return statistics_figure(measured)
 
 
 def plot_frames(models: Models, image: Image.Image | Tensor, layers: Layers = None, heads: Heads = MEAN,
-                queries: Queries = None, overlay: bool = True) -> Iterator[Figure]:
+                queries: Queries = None, **look) -> Iterator[Figure]:
     """The frames of an animation, of one scale: for each model (such as the snapshots of a run) each layer in turn."""
     recorded = [_record(model, image, layers) for model in as_models(models)]
     frames = [(recording, layer.number) for recording, chosen in recorded for layer in chosen]
     return animation_frames(frames, _heads(heads, [layer for _, chosen in recorded for layer in chosen]),
-                            _points(queries, recorded[0][0]), overlay)
+                            _points(queries, recorded[0][0]), Look(**look))
 
 
-def _record(model: LoadedModel, image: Image.Image | Tensor,
-            layers: Layers) -> tuple[Recording, list[AttentionLayer]]:
-    chosen = parse_layers(_text(layers, "all"), model)
+def _record(model: LoadedModel, image: Image.Image | Tensor, layers: Layers,
+            some: bool = False) -> tuple[Recording, list[AttentionLayer]]:
+    chosen = _chosen(layers, model, some)
     return record(model, image, chosen), chosen
+
+
+def _chosen(layers: Layers, model: LoadedModel, some: bool = False) -> list[AttentionLayer]:
+    """The layers asked for; by default all, or with `some` those of `some_layers`."""
+    chosen = parse_layers(_text(layers, "all"), model)
+    return some_layers(chosen) if some and layers is None else chosen
 
 
 def _numbers(layers: Sequence[AttentionLayer]) -> list[int]:

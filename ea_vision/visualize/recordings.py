@@ -25,11 +25,22 @@ Head = int | str  # a number, or MEAN
 
 @dataclass
 class Recording:
-    """An image as a network saw it, (3, H, W) in 0..1, and the maps of its layers."""
+    """An image as a network saw it, and the maps of its layers.
+
+    image: (3, H, W) in 0..1.
+    photo: (height, width, 3) uint8, the same part of the image at its own resolution; None where there is only `image`.
+    """
 
     model: LoadedModel
     image: Tensor
     maps: AttentionMaps
+    photo: np.ndarray | None = None
+
+    def relative_map(self, layer: int, point: Point, head: Head) -> np.ndarray:
+        """(H', W'): attention of the query at a pixel (y, x) of the input, in units of uniform attention."""
+        img_size = tuple(self.image.shape[1:])
+        maps = self.maps[layer]
+        return query_map(maps, point, img_size, head) * maps.num_keys()[cell_of(point, img_size, maps.feat_size)]
 
 
 def as_model(model: nn.Module | LoadedModel | str) -> LoadedModel:
@@ -116,7 +127,7 @@ def record(model: nn.Module | LoadedModel | str, image: Image.Image | Tensor, la
             model.model(batch)
     except (ValueError, AssertionError) as error:
         raise UsageError(f"{model.label} on a {prepared.shape[1]}x{prepared.shape[2]} input: {error}") from error
-    return Recording(model, prepared, maps)
+    return Recording(model, prepared, maps, None if isinstance(image, Tensor) else model.photo(image))
 
 
 def cell_of(point: Point, img_size: tuple[int, int], feat_size: tuple[int, int]) -> Point:

@@ -5,6 +5,7 @@ is an approximation and the figure says so."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from matplotlib.figure import Figure
@@ -12,8 +13,20 @@ from torch import nn
 
 from ea_vision.analysis.loading import parse_layers
 from ea_vision.analysis.quantities import attention_rollout
-from ea_vision.visualize.drawing import add_scale, draw_image, draw_map, new_figure, scale_of
-from ea_vision.visualize.options import load_models, make_parser, parse_queries
+from ea_vision.visualize.drawing import (
+    LOOK,
+    Look,
+    add_scale,
+    draw_map,
+    draw_photo,
+    layers_name,
+    mark_query,
+    new_figure,
+    norms_of,
+    text_scale,
+    wrapped,
+)
+from ea_vision.visualize.options import add_look, load_models, look_of, make_parser, parse_queries
 from ea_vision.visualize.recordings import Point, Recording, cell_of, record
 from ea_vision.visualize.writing import each_image, save, save_maps
 
@@ -23,57 +36,69 @@ EXAMPLES = """\
 """
 
 
-def rollout_figure(recordings: Sequence[Recording], points: Sequence[Point], overlay: bool = True) -> Figure:
-    """A row a model: the input, a column a query, and the mean of all queries; one scale.
+def rollout_figure(recordings: Sequence[Recording], points: Sequence[Point], look: Look = LOOK) -> Figure:
+    """A row a model under its name: the photo, a column a query, and the mean of all queries.
 
     Args:
         recordings: of the same image, one a model, with the "attn" of the layers to go through.
         points: (y, x) in pixels of the first model's input; scaled to the others' input sizes.
-        overlay: on the image, or bare.
+        look: how maps are drawn; a row's maps share a scale.
     """
     H, W = recordings[0].image.shape[1:]
-    cell, columns = 1.7, len(points) + 2
-    figure = new_figure(cell * columns + 1.9, len(recordings) * (cell * H / W + 0.1) + 0.7)
-    cells = figure.subplots(len(recordings), columns, squeeze=False)
-    rows = []
-    for recording in recordings:
-        layers = list(recording.maps.values())
-        first, last = layers[0], layers[-1]
-        rollout = attention_rollout(recording.maps)[0, last.num_prefix_tokens:, first.num_prefix_tokens:]
-        rollout = rollout.reshape(*last.feat_size, *first.feat_size).cpu().numpy()
-        size = tuple(recording.image.shape[1:])
-        places = [(y * size[0] // H, x * size[1] // W) for y, x in points]
-        maps = [rollout[cell_of(place, size, last.feat_size)] for place in places] + [rollout.mean((0, 1))]
-        rows.append((recording, f"layers {first.number} to {last.number}", places, maps))
-    scale = scale_of("attn", [m for *_, maps in rows for m in maps])
-    for row, (recording, through, places, maps) in enumerate(rows):
-        draw_image(cells[row, 0], recording.image, places)
-        approximate = any(isinstance(module, nn.Conv2d) and max(module.kernel_size) > 1
-                          for name, module in recording.model.model.named_modules() if "patch_embed" not in name)
-        note = "\napproximation:\nconvolutions left out" if approximate else ""
-        cells[row, 0].set_ylabel(f"{recording.model.label}\n{through}{note}".replace(", ", "\n"), fontsize=7)
-        for col, values in enumerate(maps, start=1):
-            query = col <= len(points)
-            artist = draw_map(cells[row, col], values, recording.image, scale, point=places[col - 1] if query else None,
-                              number=col, overlay=overlay)
-            if row == 0:
-                cells[row, col].set_title(f"query {col}\ny {points[col - 1][0]}, x {points[col - 1][1]}" if query
-                                          else "mean of\nall queries", fontsize=8)
-    figure.suptitle("attention rollout", fontsize=10, fontweight="bold")
-    add_scale(figure, artist, cells, "share of the last map's pixel", overlay=overlay)
+    columns, text = len(points) + 2, text_scale()
+    cell = max(1.7, 0.95 * text)
+    width = cell * columns + 1.5 * text
+    rows = [_rollout(recording, points, (H, W)) for recording in recordings]
+    names = [wrapped(name, width - 1.2 * text, 10) for name, *_ in rows]
+    heights = [cell * H / W + (0.55 + 0.17 * (1 + name.count("\n"))) * text for name in names]
+    figure = new_figure(width, sum(heights) + 0.4 * text)
+    figure.suptitle("attention rollout")
+    blocks = figure.subfigures(len(rows), 1, squeeze=False, height_ratios=heights).ravel()
+    norms = norms_of([maps for *_, maps in rows], look)
+    for block, recording, name, (_, last, places, maps), own in zip(
+            blocks, recordings, names, rows, norms, strict=True):
+        cells = block.subplots(1, columns)
+        draw_photo(cells[0], recording, look, places, last)
+        cells[0].set_title(f"{name}\n\n", fontsize="medium", loc="left")
+        for col, (values, norm) in enumerate(zip(maps, own, strict=True)):
+            query = col < len(points)
+            draw_map(cells[col + 1], values, recording, norm, look)
+            if query:
+                mark_query(cells[col + 1], recording, places[col], last, col + 1)
+            cells[col + 1].set_title(f"query {col + 1}\ny {places[col][0]}, x {places[col][1]}" if query else
+                                     "mean of\nall queries", fontsize="small")
+        add_scale(block, cells, own[0], look, bar_label="share of the last map's pixel")
     return figure
+
+
+def _rollout(recording: Recording, points: Sequence[Point], img_size: tuple[int, int]) -> tuple:
+    """Name of the row, size of the last map, queries, maps in units of uniform attention."""
+    layers = list(recording.maps.values())
+    first, last = layers[0], layers[-1]
+    rollout = attention_rollout(recording.maps)[0, last.num_prefix_tokens:, first.num_prefix_tokens:]
+    tokens = math.prod(first.feat_size) + first.num_prefix_tokens
+    rollout = rollout.reshape(*last.feat_size, *first.feat_size).cpu().numpy() * tokens
+    size = tuple(recording.image.shape[1:])
+    places = [(y * size[0] // img_size[0], x * size[1] // img_size[1]) for y, x in points]
+    maps = [rollout[cell_of(place, size, last.feat_size)] for place in places] + [rollout.mean((0, 1))]
+    approximate = any(isinstance(module, nn.Conv2d) and max(module.kernel_size) > 1
+                      for name, module in recording.model.model.named_modules() if "patch_embed" not in name)
+    note = "; approximation: convolutions left out" if approximate else ""
+    name = f"{recording.model.label}, {layers_name([layer.number for layer in layers])}{note}"
+    return name, last.feat_size, places, maps
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser(__doc__, EXAMPLES, output="rollout.png", heads=None)
-    parser.add_argument("--bare", action="store_true", help="draw the maps alone, not over the image")
+    add_look(parser)
     options = parser.parse_args(argv)
+    look = look_of(options)
     models = load_models(options)
     layers = [parse_layers(options.layers, model) for model in models]
     points = parse_queries(options.queries, models[0].img_size)
     for _, image, output in each_image(options):
         recordings = [record(model, image, chosen) for model, chosen in zip(models, layers, strict=True)]
-        save(rollout_figure(recordings, points, not options.bare), output, options.dpi)
+        save(rollout_figure(recordings, points, look), output, options.dpi)
         if options.npz:
             save_maps(recordings, output)
     return 0

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ea_vision.analysis.loading import LoadedModel
 from ea_vision.base.errors import UsageError
 from ea_vision.layers import SpatialTransformer, quadrilateral, sample_affine
-from ea_vision.visualize.drawing import QUERY_COLORS, draw_image, new_figure
+from ea_vision.visualize.drawing import QUERY_COLORS, draw_image, new_figure, text_scale
 from ea_vision.visualize.recordings import as_input, as_model, evaluating
 
 
@@ -31,7 +31,7 @@ def plot_sampling(model: nn.Module | LoadedModel | str, images: Sequence[Image.I
     if not found or not images:
         raise UsageError(f"plot_sampling needs a model with a SpatialTransformer and at least one image, got "
                          f"{loaded.label} with {len(found)} and {len(images)} images")
-    figure = new_figure(1.6 * len(images) + 0.4, 3.6)
+    figure = new_figure(1.6 * len(images) + 0.4, 3.2 + 0.4 * text_scale())
     rows = figure.subplots(2, len(images), squeeze=False)
     device = next(loaded.model.parameters()).device
     for (above, below), image in zip(rows.T, images, strict=True):
@@ -48,6 +48,6 @@ def plot_sampling(model: nn.Module | LoadedModel | str, images: Sequence[Image.I
         above.set(xlim=(min(0, corners[:, 0].min()), max(W, corners[:, 0].max())),
                   ylim=(max(H, corners[:, 1].max()), min(0, corners[:, 1].min())))
         draw_image(below, seen.clamp(0, 1))
-    rows[0, 0].set_title("input", fontsize=8, loc="left")
-    rows[1, 0].set_title("sampled", fontsize=8, loc="left")
+    rows[0, 0].set_title("input", fontsize="small", loc="left")
+    rows[1, 0].set_title("sampled", fontsize="small", loc="left")
     return figure

@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 
 from ea_vision.base.errors import UsageError
-from ea_vision.visualize.drawing import add_scale, draw_image, draw_map, head_name, mark_point, new_figure, scale_of
-from ea_vision.visualize.recordings import Head, Point, Recording, query_map
+from ea_vision.visualize.drawing import (
+    LOOK,
+    Look,
+    add_scale,
+    draw_map,
+    draw_photo,
+    head_name,
+    new_figure,
+    norms_of,
+    text_scale,
+    wrapped,
+)
+from ea_vision.visualize.recordings import Head, Point, Recording
 
 
 def models_side_by_side(recordings: Sequence[Recording], layers: Sequence[Sequence[int]], heads: Sequence[Head],
-                        points: Sequence[Point], overlay: bool = True) -> Figure:
-    """For each query and head a block: a row a model, a column a layer, one scale for the block.
+                        points: Sequence[Point], look: Look = LOOK) -> Figure:
+    """For each query and head a block: a row a model under its name, a column a layer.
 
     Args:
         recordings: of the same image, one a model, with the "attn" of its `layers`.
         layers: numbers, by model; as many for each.
         heads: counted from 0, or "mean".
         points: (y, x) in pixels of the first model's input; scaled to the others' input sizes.
-        overlay: on the image, or bare.
+        look: how maps are drawn; the maps of a block share a scale.
 
     Raises:
         UsageError: models with different numbers of layers.
@@ -30,27 +42,34 @@ def models_side_by_side(recordings: Sequence[Recording], layers: Sequence[Sequen
         counts = [f"{len(chosen)} of {r.model.label}" for chosen, r in zip(layers, recordings, strict=True)]
         raise UsageError(f"models side by side need as many layers each, got {', '.join(counts)}")
     H, W = recordings[0].image.shape[1:]
-    cell = 1.5
-    block_height = len(recordings) * (cell * H / W + 0.1) + 0.75
+    cell, text = max(1.5, 0.8 * text_scale()), text_scale()
+    width = cell * (columns + 1) + 1.5 * text
+    names = [wrapped(recording.model.label, width - 1.2 * text, 10) for recording in recordings]
+    heights = [cell * H / W + (0.4 + 0.17 * (1 + name.count("\n"))) * text for name in names]
     queries = [(number, point, head) for number, point in enumerate(points, start=1) for head in heads]
-    figure = new_figure(max(5.5, cell * (columns + 1) + 1.9), len(queries) * block_height)
+    titles = [wrapped(f"query {number} (y {point[0]}, x {point[1]}), {head_name(head)}", width - 0.1, 12)
+              for number, point, head in queries]
+    above = (0.15 + 0.2 * (1 + max(title.count("\n") for title in titles))) * text
+    figure = new_figure(width, len(queries) * (sum(heights) + above))
+    sizes = [tuple(recording.image.shape[1:]) for recording in recordings]
+    places = {point: [(point[0] * size[0] // H, point[1] * size[1] // W) for size in sizes] for point in points}
+    groups = [[recording.relative_map(layer, place, head)
+               for recording, chosen, place in zip(recordings, layers, places[point], strict=True) for layer in chosen]
+              for _, point, head in queries]
     blocks = figure.subfigures(len(queries), 1, squeeze=False).ravel()
-    for block, (number, point, head) in zip(blocks, queries, strict=True):
-        cells = block.subplots(len(recordings), columns + 1, squeeze=False)
-        sizes = [tuple(recording.image.shape[1:]) for recording in recordings]
-        places = [(point[0] * size[0] // H, point[1] * size[1] // W) for size in sizes]
-        maps = [[query_map(recording.maps[layer], place, size, head) for layer in chosen]
-                for recording, chosen, place, size in zip(recordings, layers, places, sizes, strict=True)]
-        scale = scale_of("attn", [values for row in maps for values in row])
-        for row, (recording, chosen, place) in enumerate(zip(recordings, layers, places, strict=True)):
-            draw_image(cells[row, 0], recording.image)
-            mark_point(cells[row, 0], place, number)
-            cells[row, 0].set_ylabel(recording.model.label.replace(", ", "\n"), fontsize=7.5)
+    for block, (number, point, _), title, maps, norms in zip(
+            blocks, queries, titles, groups, norms_of(groups, look), strict=True):
+        block.suptitle(title)
+        cells = block.subplots(len(recordings), columns + 1, squeeze=False, height_ratios=heights)
+        for row, (recording, chosen, place, name) in enumerate(
+                zip(recordings, layers, places[point], names, strict=True)):
+            finest = max((recording.maps[layer].feat_size for layer in chosen), key=math.prod)
+            draw_photo(cells[row, 0], recording, look, [place], finest, first=number)
+            cells[row, 0].set_title(f"{name}\n", fontsize="medium", loc="left")
             for col, layer in enumerate(chosen):
-                artist = draw_map(cells[row, col + 1], maps[row][col], recording.image, scale, point=place,
-                                  number=number, overlay=overlay)
-                if row == 0 or layer != layers[0][col]:
-                    cells[row, col + 1].set_title(f"layer {layer}", fontsize=8)
-        block.suptitle(f"query {number} (y {point[0]}, x {point[1]}), {head_name(head)}", fontsize=9)
-        add_scale(block, artist, cells)
+                index = row * columns + col
+                draw_map(cells[row, col + 1], maps[index], recording, norms[index], look, point=place, number=number)
+                H_map, W_map = recording.maps[layer].feat_size
+                cells[row, col + 1].set_title(f"layer {layer}, {H_map}x{W_map}", fontsize="small")
+        add_scale(block, cells, norms[0], look)
     return figure

@@ -5,98 +5,147 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from matplotlib.figure import Figure
 
 from ea_vision.analysis.loading import parse_layers
 from ea_vision.analysis.recording import PARTS
 from ea_vision.visualize.drawing import (
+    LOOK,
     PART_NAMES,
+    Look,
     add_scale,
     blank,
-    draw_image,
     draw_map,
+    draw_photo,
     head_name,
-    mark_point,
+    layers_name,
     new_figure,
-    scale_of,
+    norms_of,
+    text_scale,
+    wrapped,
 )
-from ea_vision.visualize.options import load_models, make_parser, only, parse_heads, parse_queries
+from ea_vision.visualize.options import add_look, load_models, look_of, make_parser, only, parse_heads, parse_queries
 from ea_vision.visualize.recordings import Head, Point, Recording, query_map, record
 from ea_vision.visualize.writing import each_image, save, save_maps
 
-ROWS = ("prev_logits", "conv_logits", "self_logits", "logits", "attn")
 EXAMPLES = """\
   ea-vision strip --model ea_conv_transformer_cifar --queries 16,16 -o strip.png photo.jpg
   ea-vision strip --model pa_aa_resnet50 --layers 5-10 --heads 3 -o strip.svg photo.jpg
 """
 
 
-def evolution_strip(recording: Recording, layers: Sequence[int], head: Head, point: Point) -> Figure:
-    """For each chain among `layers` a strip: a column a layer, rows previous / convolved / self / mixed / attention.
+def chains_of(recording: Recording, layers: Sequence[int]) -> list[list[int]]:
+    """The layers by chain; without evolution by the size of their maps, layers in a row together."""
+    evolving = any(recording.maps[layer].prev_logits is not None for layer in layers)
+    chains: list[list[int]] = []
+    for layer in layers:
+        maps = recording.maps[layer]
+        begins = evolving and maps.prev_logits is None
+        if not chains or begins or maps.feat_size != recording.maps[chains[-1][-1]].feat_size:
+            chains.append([])
+        chains[-1].append(layer)
+    return chains
 
-    The logits of a strip share one scale, the attention another. A chain's first layer has no previous map. With EA's
-    beta = 1 the mixed logits are the convolved ones.
+
+def rows_of(recording: Recording, layers: Sequence[int]) -> dict[str, str]:
+    """The parts to draw, with their names, in the order in which a layer computes them; no two rows alike.
+
+    EA convolves the mixture of the previous and the layer's own logits, PA the previous ones alone. Logits that are the
+    convolved ones (EA's beta = 1) have no row of their own, nor have own logits where nothing evolves.
+    """
+    maps = [recording.maps[layer] for layer in layers]
+    evolved = [layer for layer in maps if layer.prev_logits is not None]
+    if not evolved:
+        return {"logits": "logits", "attn": "attention"} if all(m.logits is not None for m in maps) else {
+            "attn": "attention"}
+    convolved = [layer for layer in evolved if layer.conv_logits is not None]
+    own_too = any("self_logits" in _shares(recording, layer.name) for layer in convolved)
+    order = ("prev_logits", *(("self_logits", "conv_logits") if own_too else ("conv_logits", "self_logits")), "logits")
+    drawn = [part for part in order if any(getattr(layer, part) is not None for layer in maps)]
+    if len(convolved) == len(evolved) and all(torch.equal(layer.conv_logits, layer.logits) for layer in convolved):
+        drawn.remove("logits")
+    names = {part: PART_NAMES[part].replace(" ", "\n") for part in drawn}
+    if "conv_logits" in names:
+        names["conv_logits"] = "both,\nconvolved" if own_too else "previous,\nconvolved"
+    return {**names, "attn": "attention"}
+
+
+def _shares(recording: Recording, name: str) -> dict[str, float]:
+    evolution = getattr(recording.model.model.get_submodule(name), "evolution", None)
+    return evolution.before_shares() if evolution else {}
+
+
+def evolution_strip(recording: Recording, layers: Sequence[int], head: Head, point: Point, look: Look = LOOK) -> Figure:
+    """For each chain among `layers` a strip: a column a layer, and down a column what the layer computes, from the
+    previous logits to the attention.
+
+    A chain's first layer has no previous map; its logits are its own.
 
     Args:
         recording: with all parts of `layers` (numbers).
         head: counted from 0, or "mean".
         point: (y, x) in pixels of the input.
+        look: how maps are drawn; the logits of a strip share one scale, its attention another. Logits are bare.
     """
-    evolving = any(recording.maps[layer].prev_logits is not None for layer in layers)
-    rows = [part for part in (ROWS if evolving else ROWS[3:])
-            if any(getattr(recording.maps[layer], part) is not None for layer in layers)]
-    chains: list[list[int]] = []
-    for layer in layers:
-        if not chains or recording.maps[layer].prev_logits is None:
-            chains.append([])
-        chains[-1].append(layer)
-    if not evolving:
-        chains = [list(layers)]
+    rows, chains = rows_of(recording, layers), chains_of(recording, layers)
     img_size = tuple(recording.image.shape[1:])
-    cell, aspect = 1.15, img_size[0] / img_size[1]
-    strip_height = len(rows) * (cell * aspect + 0.08) + 0.7
-    width = cell * (max(map(len, chains)) + 1) + 1.7
-    columns = max(map(len, chains))
-    figure = new_figure(max(5.5, width), 0.4 + strip_height * len(chains))
-    title = f"{recording.model.label}\nquery (y {point[0]}, x {point[1]}), {head_name(head)}"
-    figure.suptitle(title, fontsize=10, fontweight="bold")
+    columns, text = max(map(len, chains)), text_scale()
+    cell, aspect = max(1.15, 0.75 * text), img_size[0] / img_size[1]
+    width = max(cell * (columns + 1) + 1.7 * text, 4.2 * text)
+    title = wrapped(recording.model.label, width - 0.2, 12)
+    strip_height = len(rows) * (cell * aspect + 0.08) + 0.75 * text
+    top = (0.45 + 0.2 * (1 + title.count("\n"))) * text
+    figure = new_figure(width, top + strip_height * len(chains))
+    figure.suptitle(f"{title}\n{wrapped(f'query (y {point[0]}, x {point[1]}), {head_name(head)}', width - 0.2, 12)}")
+    maps = {(layer, part): recording.relative_map(layer, point, head) if part == "attn" else
+            query_map(recording.maps[layer], point, img_size, head, part)
+            for layer in layers for part in rows if _drawn(recording, layer, part, rows)}
+    norms = {}
+    for attention in (False, True):
+        groups = [[key for key in maps if key[0] in chain and (key[1] == "attn") == attention] for chain in chains]
+        groups = [group for group in groups if group]
+        found = norms_of([[maps[key] for key in group] for group in groups], look, "attn" if attention else "logits",
+                         overlay=look.overlay and attention) if groups else []
+        norms.update({key: norm for group, own in zip(groups, found, strict=True)
+                      for key, norm in zip(group, own, strict=True)})
     strips = figure.subfigures(len(chains), 1, squeeze=False).ravel()
     for strip, chain in zip(strips, chains, strict=True):
         cells = strip.subplots(len(rows), columns + 1, squeeze=False)
-        maps = {(part, layer): query_map(recording.maps[layer], point, img_size, head, part)
-                for part in rows for layer in chain
-                if getattr(recording.maps[layer], part) is not None}
-        scales = {"attn": scale_of("attn", [m for (part, _), m in maps.items() if part == "attn"]),
-                  "logits": scale_of("logits", [m for (part, _), m in maps.items() if part != "attn"])}
-        for row, part in enumerate(rows):
-            kind = "attn" if part == "attn" else "logits"
-            if row == 0:
-                draw_image(cells[row, 0], recording.image)
-                mark_point(cells[row, 0], point, 1)
-            else:
-                blank(cells[row, 0], img_size)
-            for axes in cells[row, len(chain) + 1:]:
-                blank(axes, img_size)
-            for col, layer in enumerate(chain, start=1):
-                if (part, layer) in maps:
-                    artist = draw_map(cells[row, col], maps[part, layer], recording.image, scales[kind], point=point,
-                                      overlay=False)
+        feat_size = recording.maps[chain[0]].feat_size
+        draw_photo(cells[0, 0], recording, look, [point], feat_size)
+        for axes in (*cells[1:, 0], *cells[:, len(chain) + 1:].ravel()):
+            blank(axes, img_size)
+        for row, (part, name) in enumerate(rows.items()):
+            for axes, layer in zip(cells[row, 1:], chain, strict=False):
+                if (layer, part) in maps:
+                    draw_map(axes, maps[layer, part], recording, norms[layer, part], look, point=point,
+                             overlay=look.overlay and part == "attn", part=part)
                 else:
-                    blank(cells[row, col], img_size, "none")
+                    blank(axes, img_size, "= own" if part == "logits" else "none")
                 if row == 0:
-                    cells[row, col].set_title(f"layer {layer}", fontsize=8)
-            cells[row, 1].set_ylabel(PART_NAMES[part].replace(" ", "\n"), fontsize=8)
-            if kind == "attn":
-                add_scale(strip, artist, cells[row], "attn", overlay=False)
-        add_scale(strip, cells[len(rows) - 2, len(chain)].images[-1], cells[:-1], "logits", overlay=False)
-        H, W = recording.maps[chain[0]].feat_size
-        strip.suptitle(f"layers {chain[0]} to {chain[-1]}, {H}x{W}", fontsize=9)
+                    axes.set_title(f"layer {layer}", fontsize="small")
+            cells[row, 1].set_ylabel(name, fontsize="small")
+        add_scale(strip, cells[-1], norms[chain[0], "attn"], look)
+        if len(rows) > 1:
+            logits = [key for key in maps if key[0] in chain and key[1] != "attn"]
+            add_scale(strip, cells[:-1], norms[logits[0]], look, "logits", overlay=False)
+        strip.suptitle(f"{layers_name(chain)}, {feat_size[0]}x{feat_size[1]}", fontsize="medium")
     return figure
+
+
+def _drawn(recording: Recording, layer: int, part: str, rows: dict[str, str]) -> bool:
+    """Whether a layer's column has a map in the row: it has the part, and it is not shown as its own logits already."""
+    maps = recording.maps[layer]
+    again = part == "logits" and "self_logits" in rows and maps.prev_logits is None
+    return getattr(maps, part) is not None and not again
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser(__doc__, EXAMPLES, output="evolution.png", heads="mean")
+    add_look(parser)
     options = parser.parse_args(argv)
+    look = look_of(options)
     model = only(load_models(options), "model")
     layers = parse_layers(options.layers, model)
     head = only(parse_heads(options.heads, layers), "head")
@@ -104,7 +153,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parts = [part for part in PARTS if any(part in layer.parts for layer in layers)]
     for _, image, output in each_image(options):
         recording = record(model, image, layers, parts)
-        save(evolution_strip(recording, [layer.number for layer in layers], head, point), output, options.dpi)
+        save(evolution_strip(recording, [layer.number for layer in layers], head, point, look), output,
+             options.dpi)
         if options.npz:
             save_maps([recording], output)
     return 0

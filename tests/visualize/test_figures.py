@@ -10,12 +10,13 @@ from PIL import Image
 from torch import nn
 
 from ea_vision.analysis.loading import LoadedModel, load_model
-from ea_vision.analysis.recording import PARTS, attention_layers
+from ea_vision.analysis.recording import PARTS, AttentionLayer, attention_layers
 from ea_vision.base.errors import UsageError
 from ea_vision.base.files import atomic_write
 from ea_vision.engine import checkpoint, run_folder
 from ea_vision.layers import AugmentedConv2d
 from ea_vision.visualize import (
+    Look,
     animation,
     attention_matrices,
     evolution_strip,
@@ -29,7 +30,8 @@ from ea_vision.visualize import (
     rollout_figure,
     strip,
 )
-from ea_vision.visualize.drawing import new_figure
+from ea_vision.visualize.drawing import LOOK, SCALES, new_figure, norms_of
+from ea_vision.visualize.options import some_layers
 from ea_vision.visualize.writing import save
 
 from .conftest import SCRIPTS
@@ -118,12 +120,19 @@ def test_a_map_lies_where_its_query_looks(down, right):
         assert brightest(artist) == (8 * (1 + down) + 4, 8 * (3 + right) + 4)
 
 
-def test_the_query_is_marked_where_it_was_given():
+def test_the_querys_cell_is_framed():
     recording = record(pointer(0, 0))
-    figure = heads_by_queries(recording, [1], ["mean"], [(3, 60), (20, 10)], overlay=False)
+    figure = heads_by_queries(recording, [1], ["mean"], [(3, 60), (20, 10)], Look(overlay=False))
     header, *cells = [axes for axes in figure.axes if axes.images]
-    assert [tuple(line.get_xydata()[0]) for line in header.lines] == [(60.5, 3.5), (10.5, 20.5)]
-    assert [tuple(axes.lines[0].get_xydata()[0]) for axes in cells[:2]] == [(60.5, 3.5), (10.5, 20.5)]
+    frames = [(0, 56, 8, 8), (16, 8, 8, 8)]
+    assert [frame_of(patch) for patch in header.patches] == frames
+    assert [text.get_text() for text in header.texts] == ["1", "2"]
+    assert [frame_of(axes.patches[0]) for axes in cells[:2]] == frames
+
+
+def frame_of(patch):
+    """(y, x, height, width) in pixels of the input."""
+    return patch.get_y(), patch.get_x(), patch.get_height(), patch.get_width()
 
 
 @pytest.mark.parametrize("point,cell", [((0, 0), (0, 0)), ((0, 63), (0, 7)), ((31, 0), (3, 0)), ((15, 16), (1, 2))])
@@ -145,9 +154,10 @@ def test_the_strip_shows_every_part_of_every_chain(run):
     model = load_model(str(run))
     recording = recordings.record(model, Image.new("RGB", (16, 16), "grey"), attention_layers(model.model), PARTS)
     figure = evolution_strip(recording, [1, 2, 3, 4, 5, 6], 1, (5, 9))
-    shown = [axes.images[0].get_array() for axes in figure.axes if axes.images]
+    shown = [axes.images[-1].get_array() for axes in figure.axes if axes.images]
     shown = [values for values in shown if values.shape in ((4, 4), (2, 2))]
-    assert len(shown) == 2 * (3 + 2 * 5)  # a chain: its first layer has no previous and no convolved logits
+    # of a chain's first layer own logits and attention; at beta = 1 the others' logits are the convolved ones
+    assert len(shown) == 2 * (2 + 2 * 4)
     expected = recording.maps[2].conv_logits[0, 1, 1 * 4 + 2].view(4, 4).numpy()
     assert any(values.shape == (4, 4) and np.allclose(values, expected) for values in shown)
 
@@ -157,8 +167,8 @@ def test_matrices_are_the_recorded_ones(run):
     recording = recordings.record(model, Image.new("RGB", (16, 16), "grey"), attention_layers(model.model)[:1])
     figure = attention_matrices(recording, [1], [2, "mean"])
     head, mean = (axes.images[0].get_array() for axes in figure.axes if axes.images)
-    attn = recording.maps[1].attn[0]
-    assert np.array_equal(head, attn[2]) and np.allclose(mean, attn.mean(0))
+    relative = 16 * recording.maps[1].attn[0]  # of uniform attention on 4x4 keys
+    assert np.allclose(head, relative[2]) and np.allclose(mean, relative.mean(0))
 
 
 def test_rollout_says_where_it_is_an_approximation():
@@ -166,14 +176,89 @@ def test_rollout_says_where_it_is_an_approximation():
     vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, num_classes=2).eval()
     config = timm.data.resolve_model_data_config(vit)
     exact = record(LoadedModel(vit, "vit", (32, 32), config))
-    labels = [[axes.get_ylabel() for axes in rollout_figure([recording], [(5, 5)]).axes]
-              for recording in (convolutional, exact)]
-    assert "approximation" in labels[0][0] and "approximation" not in "".join(labels[1])
+    titles = [rollout_figure([recording], [(5, 5)]).axes[0].get_title("left") for recording in (convolutional, exact)]
+    assert "approximation" in titles[0] and "vit, layers 1, 2" in titles[1] and "approximation" not in titles[1]
+
+
+def strip_titles(figure):
+    return [sub.get_suptitle() for sub in figure.subfigs], [
+        axes.get_ylabel() for axes in figure.axes if axes.get_ylabel() and axes.get_label() != "<colorbar>"]
+
+
+def strip_of(name, layers, **kwargs):
+    torch.manual_seed(0)
+    model = timm.create_model(name, **KWARGS, **kwargs).eval()
+    loaded = recordings.as_model(model)
+    chosen = [layer for layer in attention_layers(model) if layer.number in layers]
+    parts = [part for part in PARTS if any(part in layer.parts for layer in chosen)]
+    recording = recordings.record(loaded, Image.new("RGB", (16, 16), "grey"), chosen, parts)
+    return evolution_strip(recording, layers, 1, (5, 9))
+
+
+def test_strips_say_what_they_show_in_the_order_in_which_it_is_computed():
+    ea, pa, aa = "ea_conv_transformer_cifar", "pa_conv_transformer_cifar", "conv_transformer_cifar"
+    own, both, previous = "own\nlogits", "both,\nconvolved", "previous\nlogits"
+    assert strip_titles(strip_of(ea, [1, 3, 4], beta=1.0)) == (
+        ["layers 1, 3, 4x4", "layer 4, 2x2"], [previous, own, both, "attention"] * 2)
+    rows = [previous, own, both, "logits", "attention"]
+    assert strip_titles(strip_of(ea, [1, 2, 3], beta=0.5)) == (["layers 1 to 3, 4x4"], rows)
+    rows = [previous, "previous,\nconvolved", own, "logits", "attention"]
+    assert strip_titles(strip_of(pa, [2, 3])) == (["layers 2, 3, 4x4"], rows)
+    assert strip_titles(strip_of(aa, [2, 3, 4])) == (["layers 2, 3, 4x4", "layer 4, 2x2"], ["logits", "attention"] * 2)
+
+
+def test_scales_of_attention():
+    """In units of uniform attention: over the photo from 1, alone as far down as up, and never nearly-uniform maps as
+    if they were strong."""
+    weak, strong = np.array([[0.9, 1.1]]), np.array([[0.2, 8.0]])
+    limits = {scale: [(norm.vmin, norm.vmax) for group in norms_of([[weak, weak], [weak, strong]], Look(scale=scale))
+                      for norm in group] for scale in SCALES}
+    assert limits == {"layer": [(1, 2), (1, 2), (1, 8), (1, 8)], "all": [(1, 8)] * 4, "uniform": [(1, 8)] * 4,
+                      "tile": [(1, 1.1), (1, 1.1), (1, 1.1), (1, 8)]}
+    [[norm]] = norms_of([[strong]], Look(overlay=False))
+    assert (norm.vmin, norm.vmax) == (1 / 8, 8) and norm(1.0) == 0.5
+    opacity = Look(opacity=0.6).colormap(True)(norms_of([[strong]], LOOK)[0][0](np.array([0.2, 1.0, 2.0, 8.0])))[:, 3]
+    assert opacity[0] == opacity[1] == 0 and 0 < opacity[2] < opacity[3] == 0.6
+
+
+def test_every_bar_of_attention_marks_uniform_attention():
+    recording = record(pointer(0, 0))
+    for look in (Look(overlay=overlay, scale=scale) for overlay in (True, False) for scale in SCALES):
+        figure = heads_by_queries(recording, [1], [0], [(3, 5)], look)
+        [bar] = [axes for axes in figure.axes if axes.get_ylabel() == "attention"]
+        labels = [text.get_text() for text in bar.get_yticklabels()]
+        assert labels.count("1/N") == 1
+        [line] = bar.lines
+        assert line.get_ydata()[0] == pytest.approx(bar.get_yticks()[labels.index("1/N")])
+
+
+def test_the_photo_lies_under_the_maps_as_the_network_saw_it_or_finer(run):
+    """The same part of the image: the network's 16x16 pixels are the means of the photo's."""
+    model = load_model(str(run))
+    pixels = np.random.default_rng(0).integers(0, 256, (8, 12, 3), dtype=np.uint8).repeat(20, 0).repeat(20, 1)
+    recording = recordings.record(model, Image.fromarray(pixels), attention_layers(model.model)[:1])
+    assert recording.photo.shape == (160, 160, 3)
+    means = recording.photo.reshape(16, 10, 16, 10, 3).mean((1, 3))
+    assert np.corrcoef(means.ravel(), recording.image.permute(1, 2, 0).numpy().ravel())[0, 1] > 0.9
+    for look, shape in (LOOK, (160, 160, 3)), (Look(as_seen=True), (16, 16, 3)):
+        figure = heads_by_queries(recording, [1], [0], [(3, 5)], look)
+        shapes = {axes.images[0].get_array().shape for axes in figure.axes if axes.images}
+        assert shapes == {shape}
+    small = recordings.record(model, Image.new("RGB", (12, 16)), attention_layers(model.model)[:1])
+    assert small.photo is None
+
+
+def test_few_layers_of_deep_networks_unless_asked():
+    layers = [AttentionLayer(number, f"l{number}", 2, PARTS) for number in range(1, 35)]
+    assert [layer.number for layer in some_layers(layers)] == [1, 8, 14, 21, 27, 34]
+    assert some_layers(layers[:6]) == layers[:6]
 
 
 @pytest.mark.parametrize("script,options,suffix,magic", [
     (heatmap, ["--layers", "1,3", "--heads", "0,mean", "--queries", "2,3"], ".png", b"\x89PNG"),
     (heatmap, ["--layers", "2", "--bare"], ".svg", b"<?xml"),
+    (heatmap, ["--layers", "2", "--scale", "tile", "--cmap", "gray", "--opacity", "1", "--smooth", "--as-seen"],
+     ".png", b"\x89PNG"),
     (heatmap, ["--heads", "mean", "--layers", "1-3"], ".pdf", b"%PDF"),
     (strip, ["--heads", "1"], ".png", b"\x89PNG"),
     (matrix, ["--part", "conv_logits", "--layers", "2"], ".png", b"\x89PNG"),
@@ -271,6 +356,8 @@ def test_films(run, photo, tmp_path):
     (["--queries", "16,0"], "query y,x must lie within the 16x16 input, got '16,0'"),
     (["--queries", "photo.png"], "a query must be y,x in pixels, got 'photo.png'"),
     (["--model", "cnn_cifar"], "no attention layer that can be recorded"),
+    (["--opacity", "2"], "opacity must lie between 0 and 1, got 2.0"),
+    (["--cmap", "virids"], "cmap must be one of matplotlib's colour maps"),
     (["--img-size", "x"], "--img-size must be N or H,W"),
     (["-o", "/proc/nowhere/a.png"], "cannot write into /proc/nowhere"),
     (["-o", "a.jpg"], "--output must end in .png or .svg or .pdf"),
