@@ -5,6 +5,8 @@ The photo, cat.jpg, is Stefan van der Walt's "Chelsea", in the public domain (CC
 """
 from __future__ import annotations
 
+import base64
+import io
 import os
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import nbclient
 import nbformat
 from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+from PIL import Image
 
 FILE = Path(__file__).with_suffix(".ipynb")
 CELLS = (  # what begins with "# " is text
@@ -120,7 +123,16 @@ def run(book: NotebookNode, folder: Path) -> NotebookNode:
         for output in cell.get("outputs", []):
             if "image/jpeg" in output.get("data", {}):  # of a photo, ten times as large as PNG
                 output.data.pop("image/png", None)
+            elif "image/png" in output.get("data", {}):
+                output.data["image/png"] = smaller(output.data["image/png"])
     return book
+
+
+def smaller(picture: str) -> str:
+    """A PNG in base64, in 256 colours."""
+    data = io.BytesIO()
+    Image.open(io.BytesIO(base64.b64decode(picture))).convert("RGB").quantize(256).save(data, "png", optimize=True)
+    return base64.b64encode(data.getvalue()).decode()
 
 
 if __name__ == "__main__":
