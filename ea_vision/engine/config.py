@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import re
 import typing
 from dataclasses import dataclass
 from importlib import resources
@@ -24,7 +25,7 @@ from ea_vision.engine.views import VIEWS
 
 
 def option(default: Any, help: str, *, choices=None, minimum=None, maximum=None, above=None, below=None,
-           free: bool = False, not_with: str = ""):
+           free: bool = False, not_with: str = "", bare: Any = None):
     """A field of an options dataclass.
 
     Args:
@@ -33,9 +34,10 @@ def option(default: Any, help: str, *, choices=None, minimum=None, maximum=None,
         free: not part of the experiment, so it may differ between the run that wrote a checkpoint and the one that
             continues it.
         not_with: an option that excludes this one: while that has a value, this must keep its default.
+        bare: the value of the flag without a value.
     """
     metadata = {"help": help, "choices": choices, "minimum": minimum, "maximum": maximum, "above": above,
-                "below": below, "free": free, "not_with": not_with}
+                "below": below, "free": free, "not_with": not_with, "bare": bare}
     if isinstance(default, (list, dict)):
         return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -112,7 +114,8 @@ class TrainConfig:
                         minimum=0.0, below=1.0)
     ema_warmup: bool = option(True, "let the decay of the average grow from 0 at the start")
 
-    amp: str = option("none", "precision of the forward pass", choices=("none", "bfloat16", "float16"))
+    amp: str = option("none", "precision of the forward pass; --amp alone: bfloat16",
+                      choices=("none", "bfloat16", "float16"), bare="bfloat16")
     channels_last: bool = option(False, "keep images and weights channels-last in memory", free=True)
     compile: bool = option(False, "compile the model with torch.compile", free=True)
     sync_bn: bool = option(False, "batch statistics over all processes (CUDA only)")
@@ -270,6 +273,21 @@ def load_recipe(name: str) -> dict[str, Any]:
     return recipe
 
 
+def describe_recipe(name: str) -> str:
+    """A recipe's name and the first sentence of its comment, for a log."""
+    if name == "none":
+        return "none (the options' own defaults)"
+    if name not in recipe_names():
+        return name
+    comment = ""
+    for line in (resources.files("ea_vision.recipes") / f"{name}.yaml").read_text().splitlines():
+        if not line.startswith("#"):
+            break
+        comment += " " + line.lstrip("# ")
+    sentence = re.split(r"(?<!et al)\. ", comment.strip() + " ")[0].rstrip(". ")
+    return f"{name} ({sentence})" if sentence else name
+
+
 def _read_recipe(name: str) -> dict[str, Any]:
     """What one recipe file says, `base` included."""
     if name in recipe_names():
@@ -366,7 +384,8 @@ def make_parser(cls: type[TrainConfig], description: str, examples: str) -> argp
             parser.add_argument(flag, nargs="+", action=_KeyValues, metavar="KEY=VALUE", help=help)
         elif kind in (str, int, float):
             metavar = "|".join(field.metadata["choices"]) if field.metadata["choices"] else field.name.upper()
-            parser.add_argument(flag, metavar=metavar, help=help)
+            bare = field.metadata["bare"]
+            parser.add_argument(flag, metavar=metavar, help=help, **({"nargs": "?", "const": bare} if bare else {}))
         else:
             parser.add_argument(flag, nargs="*", metavar="EPOCH", help=help)
     return parser

@@ -35,7 +35,7 @@ from ea_vision.base.processes import World, join_world
 from ea_vision.base.provenance import hardware, provenance
 from ea_vision.data.bad_images import BadImages
 from ea_vision.engine import checkpoint, run_folder
-from ea_vision.engine.config import TrainConfig, make_parser, parse, resolve
+from ea_vision.engine.config import TrainConfig, describe_recipe, make_parser, parse, resolve
 from ea_vision.engine.curves import write_learning_curves
 from ea_vision.engine.evaluate import Evaluation, evaluate
 from ea_vision.engine.preflight import preflight
@@ -169,8 +169,19 @@ def main(task: type[Task], argv: list[str] | None = None) -> int:
                        "(default: the model's own pretrained ones)")
     modes.add_argument("--learning-curves", metavar="RUN", nargs="+", help="draw loss and accuracy of run folders "
                        "into the PNG --output (default: learning_curves.png)")
+    familiar = parser.add_argument_group("as in timm and torchvision")
+    familiar.add_argument("--amp-dtype", metavar="bfloat16|float16", help="the same as --amp with this value")
+    familiar.add_argument("--test-only", action="store_true", default=False, help="the same as --evaluate, of the run "
+                          "folder in --resume or --output or, without these, of --model")
     given = parse(parser, argv)
     target, weights, runs = given.pop("evaluate", ""), given.pop("weights"), given.pop("learning_curves", [])
+    amp = given.pop("amp_dtype", None)
+    if amp is not None:
+        if amp not in ("bfloat16", "float16"):
+            raise UsageError(f"--amp-dtype must be bfloat16 or float16, got {amp!r}")
+        given["amp"] = amp
+    if given.pop("test_only") and not target:
+        target = _to_test(given)
     if runs:
         output = Path(given.get("output", "learning_curves.png"))
         write_learning_curves([Path(run) for run in runs], output)
@@ -181,6 +192,25 @@ def main(task: type[Task], argv: list[str] | None = None) -> int:
     if weights:
         raise UsageError("--weights goes with --evaluate MODEL")
     return train(task, *resolve(task.options, given))
+
+
+def _to_test(given: dict[str, Any]) -> str:
+    """What --test-only evaluates: the run folder in --resume or --output, which are taken out of `given`, or --model.
+
+    Raises:
+        UsageError: none of them is given, or --resume is no folder.
+    """
+    run = given.pop("resume", "auto")
+    if run not in ("auto", "none"):
+        if not Path(run).is_dir():
+            raise UsageError(f"--test-only --resume takes a run folder, got {run}")
+        return run
+    if run_folder.holds_run(Path(given.get("output") or "/dev/null")):
+        return given.pop("output")
+    if "model" not in given:
+        raise UsageError("--test-only needs a run folder (--resume or --output) or a model with weights (--model), got "
+                         "none of them")
+    return given["model"]
 
 
 def train(task: type[Task], config: TrainConfig, optional_kwargs: frozenset[str]) -> int:
@@ -197,6 +227,7 @@ def train(task: type[Task], config: TrainConfig, optional_kwargs: frozenset[str]
     complete = is_complete(folder, config)
     with join_world(config.device) as world, StopRequest() as stop:
         log_to_stdout(world.rank)
+        log.info("recipe      %s", describe_recipe(config.recipe))
         data = task(config, world, training=True)
         data.check()
         if complete:

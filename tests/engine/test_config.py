@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from ea_vision.base.errors import UsageError
-from ea_vision.engine.config import load_recipe, make_parser, option, parse, recipe_names, resolve
+from ea_vision.engine.config import describe_recipe, load_recipe, make_parser, option, parse, recipe_names, resolve
 from ea_vision.engine.train_cifar import EXAMPLES, CifarConfig
 from ea_vision.engine.train_imagenet import ImageNetConfig
 
@@ -118,3 +118,15 @@ def test_options_of_a_trainer_come_on_top():
 
     with pytest.raises(UsageError, match="crop must be at least 1"):
         resolve(Config, {"crop": 0})
+
+
+def test_amp_alone_is_bfloat16():
+    for argv, amp in ((["--amp"], "bfloat16"), (["--amp", "--channels-last"], "bfloat16"), (["--amp", "none"], "none")):
+        assert parsed(*argv)[0].amp == amp
+
+
+def test_a_recipe_says_in_a_sentence_what_it_is(tmp_path):
+    assert describe_recipe("fast") == "fast (Ours: short training on 32x32 images)"
+    assert describe_recipe("aa_cifar100").startswith("aa_cifar100 (AA paper (Bello et al.")
+    assert describe_recipe("none") == "none (the options' own defaults)"
+    assert describe_recipe(str(tmp_path / "own.yaml")) == str(tmp_path / "own.yaml")
