@@ -95,7 +95,7 @@ def main() -> None:
             model = "vit_tiny_patch16_224" if setting == "plain" else "ea_vit_tiny_patch16_224"
             folder = given.runs / f"{setting.replace(' ', '-')}-{seed}"
             train_cifar.main(arguments(
-                data, folder, model, "--epochs", "3", "--lr", "5e-4", "--layer-decay", "0.75", "--pretrained-path",
+                data, folder, model, "--epochs", "3", "--lr", "1e-3", "--layer-decay", "0.9", "--pretrained-path",
                 str(weights), "--seed", str(seed), *options))
             top1, loss = start_of(model, weights, data, seed, options)
             metrics = run_folder.read_metrics(folder)
