@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ea_vision.analysis.faithfulness import Predict
 from ea_vision.analysis.loading import LoadedModel
 from ea_vision.analysis.quantities import attention_rollout
-from ea_vision.analysis.recording import LayerMaps, record_attention
+from ea_vision.analysis.recording import LayerMaps, prefix_names, record_attention
 from ea_vision.base.errors import UsageError
 
 KINDS = ("layers", "heads", "rollout")
@@ -38,12 +38,12 @@ class AttentionSource:
         note: is added to the rankings' names.
 
     Raises:
-        UsageError: "cls" of a network without prefix tokens.
+        UsageError: "cls" of a network without a class token.
     """
 
     def __init__(self, model: LoadedModel, layers: Sequence[int], kinds: Sequence[str] = KINDS, rows: str = "auto",
                  note: str = "") -> None:
-        has_cls = bool(getattr(model.model, "num_prefix_tokens", 0))
+        has_cls = "cls" in prefix_names(model.model)
         if rows == "cls" and not has_cls:
             raise UsageError(f"the rows of a class token need a network that has one; {model.label} has none")
         self.model, self.layers, self.kinds, self.note = model, list(layers), kinds, note

@@ -1,6 +1,7 @@
 """How much an attention map tells of the image: classify images by the maps of a frozen network (EA paper, table 7).
 
-The maps of one query pixel, (K, H, W) for an image and a layer, go into a small DenseNet of their own. Controls:
+The maps of one query, a pixel or a vision transformer's class token, (K, H, W) for an image and a layer, go into a
+small DenseNet of their own. Controls:
 
 * `untrained`: the same network as it begins training, its batch statistics measured on images drawn from all the
   training images (without those its logits have no bound and every row is one pixel).
@@ -30,7 +31,7 @@ from ea_vision.analysis.loading import WEIGHTS_HELP, LoadedModel, load_model, pa
 from ea_vision.analysis.probe_maps import MapSource, extract_maps, set_batch_statistics, shuffled_in_space
 from ea_vision.analysis.probe_network import ProbeRecipe, train_probe
 from ea_vision.analysis.probe_results import PUBLISHED, Result, results_csv, results_figure, results_table
-from ea_vision.analysis.recording import attention_layers
+from ea_vision.analysis.recording import attention_layers, prefix_names
 from ea_vision.base.errors import UsageError
 from ea_vision.base.figures import figure_bytes
 from ea_vision.base.files import atomic_write, write_json
@@ -140,7 +141,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--layers", default="auto", metavar="1,2|3-5|all",
         help="attention layers, counted from 1; auto: 16,17,18, or all of a network that has fewer "
              "(default: %(default)s)")
-    add("--query", metavar="Y,X", help="query pixel of the input (default: the middle)")
+    add("--query", metavar="Y,X|cls", help="query pixel of the input, or of a vision transformer a token before its "
+                                           "patches: cls, dist, reg1, ... (default: the middle)")
     add("--controls", default="untrained,shuffled", metavar="A,B|none",
         help="what to compare with, some of: untrained, the network as it begins training; shuffled, the pixels of "
              "every map in a random order of its own; shuffled-together, one order for all heads of an image "
@@ -174,16 +176,18 @@ def chosen_maps(options: argparse.Namespace, model: LoadedModel) -> MapSource:
     if layers == "auto":
         layers = "16,17,18" if len(attention_layers(model.model)) >= 18 else "all"
     return MapSource(tuple(layer.number for layer in parse_layers(layers, model)),
-                     parse_query(options.query, model.img_size))
+                     parse_query(options.query, model))
 
 
-def parse_query(text: str | None, img_size: tuple[int, int]) -> tuple[int, int] | None:
-    if text is None:
-        return None
+def parse_query(text: str | None, model: LoadedModel) -> tuple[int, int] | str | None:
+    if text is None or text in prefix_names(model.model):
+        return text
+    img_size = model.img_size
     sides = text.split(",")
     if len(sides) != 2 or not all(side.isdigit() for side in sides) or any(
             int(side) >= size for side, size in zip(sides, img_size, strict=True)):
-        raise UsageError(f"--query must be y,x within the {img_size[0]}x{img_size[1]} input, got {text!r}")
+        tokens = "".join(f" or {name}" for name in prefix_names(model.model))
+        raise UsageError(f"--query must be y,x within the {img_size[0]}x{img_size[1]} input{tokens}, got {text!r}")
     return int(sides[0]), int(sides[1])
 
 

@@ -23,10 +23,11 @@ from ea_vision.base.files import atomic_write
 
 @dataclass(frozen=True)
 class MapSource:
-    """What maps to take: those of one query, y,x in pixels of the input (None: the middle), of `layers`."""
+    """What maps to take: those of one query of `layers`: y,x in pixels of the input (None: the middle), or a token
+    before a transformer's patches by name, such as "cls"."""
 
     layers: tuple[int, ...]
-    query: tuple[int, int] | None = None
+    query: tuple[int, int] | str | None = None
 
 
 def extract_maps(model: LoadedModel, images: Tensor, source: MapSource, folder: Path,
@@ -76,12 +77,12 @@ def query_maps(model: LoadedModel, images: Tensor, source: MapSource) -> list[np
     with torch.inference_mode(), record_attention(model.model, source.layers) as recorded:
         model.model(model.normalize(images.to(device) / 255))
     H, W = images.shape[-2:]
-    y, x = source.query or (H // 2, W // 2)
     maps = []
     for number in source.layers:
-        layer = recorded[number]
-        row, col = y * layer.feat_size[0] // H, x * layer.feat_size[1] // W
-        maps.append(layer.spatial()[:, :, row, col].half().cpu().numpy())
+        layer, query = recorded[number], source.query or (H // 2, W // 2)
+        if not isinstance(query, str):
+            query = query[0] * layer.feat_size[0] // H, query[1] * layer.feat_size[1] // W
+        maps.append(layer.of_query(query)[1].half().cpu().numpy())
     return maps
 
 

@@ -64,14 +64,21 @@ def map_correlation(attn: Tensor, previous: Tensor) -> Tensor:
 
 @dataclass
 class LayerQuantities:
-    """Means over images, by head: (K,) each. correlation is None where the previous layer's map has another shape."""
+    """Means over images and queries, by head: (K,) each.
+
+    tokens: that a query sees, those before a vision transformer's patches among them. distance: of what the patches
+    attend to among the patches. prefix: share of attention, of all queries, that goes to the tokens before the
+    patches. correlation: None where the previous layer's map has another shape.
+    """
 
     number: int
     name: str
     feat_size: tuple[int, int]
+    tokens: int
     images: int
     entropy: Tensor
     distance: Tensor
+    prefix: Tensor
     correlation: Tensor | None
 
 
@@ -92,25 +99,31 @@ def measure(model: nn.Module, batches: Iterable[Tensor], layers: Sequence[int] |
         previous = None
         for layer in maps.values():
             H, W = layer.feat_size
-            spatial = layer.spatial()
+            spatial = layer.spatial().float()
             entropy = attention_entropy(layer.attn).sum(0)
+            prefix = layer.attn[..., :layer.num_prefix_tokens].float().sum(-1).mean(-1).sum(0)
+            if layer.num_prefix_tokens:
+                spatial = spatial / spatial.sum((-2, -1), keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
             distance = attention_distance(spatial, (images.shape[-2] / H, images.shape[-1] / W)).sum(0)
             correlation = None
             if previous is not None and previous.shape == layer.attn.shape:
                 correlation = map_correlation(layer.attn, previous).sum(0)
             previous = layer.attn
             new = LayerQuantities(
-                layer.number, layer.name, layer.feat_size, len(images), entropy, distance, correlation)
+                layer.number, layer.name, layer.feat_size, layer.attn.shape[-1], len(images), entropy, distance, prefix,
+                correlation)
             old = sums.get(layer.number)
             if old is not None:
                 new.images += old.images
                 new.entropy, new.distance = entropy + old.entropy, distance + old.distance
+                new.prefix = prefix + old.prefix
                 new.correlation = None if correlation is None else correlation + old.correlation
             sums[layer.number] = new
     if not sums:
         raise ValueError("measure needs at least one batch of images, got none")
     for total in sums.values():
-        total.entropy, total.distance = (total.entropy / total.images).cpu(), (total.distance / total.images).cpu()
+        total.entropy, total.distance, total.prefix = (
+            (value / total.images).cpu() for value in (total.entropy, total.distance, total.prefix))
         if total.correlation is not None:
             total.correlation = (total.correlation / total.images).cpu()
     return list(sums.values())
@@ -121,13 +134,14 @@ def quantities_csv(measured: dict[str, list[LayerQuantities]]) -> str:
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
     rows.writerow(("model", "layer", "name", "map", "head", "images", "entropy_nats", "distance_pixels",
-                   "correlation_with_previous"))
+                   "correlation_with_previous", "share_of_prefix_tokens"))
     for model, layers in measured.items():
         for layer in layers:
             for head in range(len(layer.entropy)):
                 correlation = "" if layer.correlation is None else f"{layer.correlation[head]:.6f}"
                 rows.writerow((model, layer.number, layer.name, "x".join(map(str, layer.feat_size)), head, layer.images,
-                               f"{layer.entropy[head]:.6f}", f"{layer.distance[head]:.6f}", correlation))
+                               f"{layer.entropy[head]:.6f}", f"{layer.distance[head]:.6f}", correlation,
+                               f"{layer.prefix[head]:.6f}"))
     return text.getvalue()
 
 

@@ -19,10 +19,12 @@ import torch
 from timm.layers.bottleneck_attn import BottleneckAttn
 from torch import Tensor, nn
 
+from ea_vision.base.errors import UsageError
 from ea_vision.base.files import write_npz
 from ea_vision.layers import AugmentedConv2d, TokenAttention
 
-__all__ = ["PARTS", "AttentionLayer", "AttentionMaps", "LayerMaps", "attention_layers", "record_attention"]
+__all__ = ["PARTS", "AttentionLayer", "AttentionMaps", "LayerMaps", "attention_layers", "prefix_names",
+           "record_attention"]
 
 PARTS = ("attn", "logits", "self_logits", "conv_logits", "prev_logits")
 
@@ -51,6 +53,7 @@ class LayerMaps:
     heads: which heads the tensors hold, counted from 0; the K below.
     feat_size: (H, W) of the map.
     num_prefix_tokens: tokens before the map's pixels (a ViT's class token); our networks have none.
+    prefix_names: what they are, as `prefix_names` calls them.
     window: (height, width) of what a query sees of the map around it; None: all of it.
     attn: (B, K, N, N), the probabilities, before dropout; rows are queries and sum to 1. Of a window over heads the sum
         over the heads that were seen.
@@ -67,6 +70,7 @@ class LayerMaps:
     heads: tuple[int, ...]
     feat_size: tuple[int, int] = (0, 0)
     num_prefix_tokens: int = 0
+    prefix_names: tuple[str, ...] = ()
     window: tuple[int, int] | None = None
     attn: Tensor | None = None
     logits: Tensor | None = None
@@ -107,6 +111,26 @@ class LayerMaps:
         maps = self[part][:, :, first:, first:]
         return maps.reshape(*maps.shape[:2], H, W, H, W)
 
+    def of_query(self, query: tuple[int, int] | str, part: str = "attn") -> tuple[Tensor, Tensor]:
+        """A part's row of one query: towards the prefix tokens (B, K, P), and towards the map's pixels (B, K, H, W).
+
+        Args:
+            query: (row, column) of the map, or a prefix token by name, such as "cls".
+
+        Raises:
+            UsageError: this layer has no such token.
+        """
+        H, W = self.feat_size
+        if not isinstance(query, str):
+            token = self.num_prefix_tokens + query[0] * W + query[1]
+        elif query in self.prefix_names:
+            token = self.prefix_names.index(query)
+        else:
+            raise UsageError(f"{query!r} must be a token before the patches of layer {self.number} ({self.name}), "
+                             f"which has {', '.join(self.prefix_names) or 'none'}")
+        row = self[part][:, :, token]
+        return row[..., :self.num_prefix_tokens], row[..., self.num_prefix_tokens:].unflatten(-1, (H, W))
+
 
 class AttentionMaps(Mapping[int, LayerMaps]):
     """The recorded layers by number; `maps["layer3.0.conv2"]` finds one by its module's name."""
@@ -135,11 +159,11 @@ class AttentionMaps(Mapping[int, LayerMaps]):
 
     def arrays(self) -> dict[str, np.ndarray]:
         """The maps by layer and part, float32 (B, K, N, N) under "layer2.attn", and beside them "layer2.name",
-        "layer2.heads", "layer2.feat_size" (H, W) and "layer2.num_prefix_tokens"."""
+        "layer2.heads", "layer2.feat_size" (H, W), "layer2.num_prefix_tokens" and "layer2.prefix_names"."""
         arrays = {}
         for layer in self.values():
             about = {name: np.array(getattr(layer, name))
-                     for name in ("name", "heads", "feat_size", "num_prefix_tokens")}
+                     for name in ("name", "heads", "feat_size", "num_prefix_tokens", "prefix_names")}
             maps = {part: layer[part].float().cpu().numpy() for part in layer.recorded()}
             arrays.update({f"layer{layer.number}.{name}": value for name, value in {**about, **maps}.items()})
         return arrays
@@ -175,9 +199,11 @@ class _Watch:
         self.current = LayerMaps(self.layer.number, self.layer.name, self.heads, window=self.window)
         self.maps._begin(self.current)
 
-    def place(self, feat_size: tuple[int, int], num_prefix_tokens: int = 0) -> None:
+    def place(self, feat_size: tuple[int, int], names: tuple[str, ...] = ()) -> None:
+        """names: of the prefix tokens."""
         if self.current is not None:
-            self.current.feat_size, self.current.num_prefix_tokens = feat_size, num_prefix_tokens
+            self.current.feat_size, self.current.prefix_names = feat_size, names
+            self.current.num_prefix_tokens = len(names)
 
     def wants(self, *parts: str) -> bool:
         return self.current is not None and any(part in self.parts for part in parts)
@@ -238,21 +264,21 @@ class _Tokens:
     """Where the patches of a vision transformer lie among its tokens."""
 
     def __init__(self, model: nn.Module, layer: AttentionLayer) -> None:
-        self.layer, self.prefix, self.grid = layer, model.num_prefix_tokens, (0, 0)
+        self.layer, self.names, self.grid = layer, prefix_names(model), (0, 0)
 
         def on_patch_embed(patch_embed, args) -> None:
             self.grid = tuple(patch_embed.dynamic_feat_size(tuple(args[0].shape[-2:])))
 
         self.handle = model.patch_embed.register_forward_pre_hook(on_patch_embed)
 
-    def place(self, maps: Tensor) -> tuple[tuple[int, int], int]:
-        """Of maps (B, K, T, T): (H, W) of the patches, and the number of tokens before them."""
-        H, W = self.grid
-        if maps.ndim != 4 or maps.shape[2] != maps.shape[3] or maps.shape[3] != self.prefix + H * W:
+    def place(self, maps: Tensor) -> tuple[tuple[int, int], tuple[str, ...]]:
+        """Of maps (B, K, T, T): (H, W) of the patches, and the names of the tokens before them."""
+        (H, W), prefix = self.grid, len(self.names)
+        if maps.ndim != 4 or maps.shape[2] != maps.shape[3] or maps.shape[3] != prefix + H * W:
             raise ValueError(
-                f"attention layer {self.layer.number} ({self.layer.name}) must attend over {self.prefix} prefix tokens "
+                f"attention layer {self.layer.number} ({self.layer.name}) must attend over {prefix} prefix tokens "
                 f"and the {H}x{W} patches to have a map, got maps of shape {list(maps.shape)}")
-        return (H, W), self.prefix
+        return (H, W), self.names
 
 
 def _watch_token_attention(module: nn.Module, watch: _Watch, model: nn.Module) -> list[Callable[[], None]]:
@@ -341,6 +367,17 @@ def _find(model: nn.Module) -> list[tuple[AttentionLayer, nn.Module]]:
             layer = AttentionLayer(len(found) + 1, name.replace("_orig_mod.", ""), module.num_heads, parts)
             found.append((layer, module))
     return found
+
+
+def prefix_names(model: nn.Module) -> tuple[str, ...]:
+    """The tokens before a vision transformer's patches, in order: "cls", "dist" (distillation), "reg1", "reg2", ...
+
+    () of networks that have none.
+    """
+    model = _unwrap(model)
+    count = getattr(model, "num_prefix_tokens", 0)
+    names = [name for name in ("cls", "dist") if getattr(model, f"{name}_token", None) is not None][:count]
+    return (*names, *(f"reg{number}" for number in range(1, count - len(names) + 1)))
 
 
 def attention_layers(model: nn.Module) -> list[AttentionLayer]:

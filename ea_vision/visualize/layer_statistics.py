@@ -47,7 +47,7 @@ def statistics_figure(measured: dict[str, Sequence[LayerQuantities]]) -> Figure:
             axes.plot(x, means, color=color, marker=marker, markersize=5, label=label)
     layers = max(measured.values(), key=len)
     panels[0].step([layers[0].number - 0.5] + [layer.number + 0.5 for layer in layers],
-                   [math.log(math.prod(layer.feat_size)) for layer in (layers[0], *layers)], color="0.6", linestyle=":",
+                   [math.log(layer.tokens) for layer in (layers[0], *layers)], color="0.6", linestyle=":",
                    linewidth=1, label="uniform attention")
     for axes, title in zip(panels, ("entropy (nats)", "distance of attention (pixels of the input)",
                                     "correlation with the previous layer's map"), strict=True):

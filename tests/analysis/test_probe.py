@@ -59,6 +59,19 @@ def test_maps_are_those_of_the_query(tmp_path):
     np.testing.assert_allclose(corner.reshape(10, 4, 16), attn[:, :, 3], atol=1e-3)
 
 
+def test_a_class_token_is_a_query(tmp_path):
+    model = load_model("ea_vit_tiny_patch16_224", random=True, img_size=(16, 16), patch_size=4, embed_dim=12, depth=2,
+                       num_heads=3)
+    pixels = images()
+    assert [probe.parse_query(text, model) for text in ("cls", "3,15", None)] == ["cls", (3, 15), None]
+    with pytest.raises(UsageError, match="y,x within the 16x16 input or cls, got 'reg1'"):
+        probe.parse_query("reg1", model)
+    [maps] = extract_maps(model, pixels, MapSource((2,), "cls"), tmp_path)
+    with torch.no_grad(), ea_vision.record_attention(model.model) as recorded:
+        model.model(model.normalize(pixels.float() / 255))
+    np.testing.assert_allclose(maps.reshape(10, 3, 16), recorded[2].attn[:, :, 0, 1:], atol=1e-3)
+
+
 def test_an_interrupted_extraction_goes_on_and_a_finished_one_is_read(tmp_path, monkeypatch):
     model, pixels, source = small_model(), images(), MapSource((1, 2))
     whole = extract_maps(model, pixels, source, tmp_path / "whole", batch_size=3)

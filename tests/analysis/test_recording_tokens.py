@@ -5,7 +5,9 @@ import torch
 from torch import nn
 
 import ea_vision
-from ea_vision.analysis.recording import PARTS, attention_layers
+from ea_vision.analysis.quantities import attention_rollout, measure
+from ea_vision.analysis.recording import PARTS, attention_layers, prefix_names
+from ea_vision.base.errors import UsageError
 from tests.models.test_vision_transformer import HAS_ATTN_LAYER, TINY, active, images, lively, tiny
 
 
@@ -53,6 +55,52 @@ def test_at_the_identity_start_the_maps_are_timms():
         torch.testing.assert_close(ours[number].attn, theirs[number].attn, atol=1e-6, rtol=1e-5)
     assert [layer.parts for layer in attention_layers(evolving)][:2] == [
         PARTS[:3], ("attn", "logits", "self_logits", "conv_logits", "prev_logits")]
+
+
+def test_prefix_tokens_are_queries_by_their_names():
+    for name, options, names in (
+            ("vit_tiny_patch16_224", {}, ("cls",)), ("deit_tiny_distilled_patch16_224", {}, ("cls", "dist")),
+            ("vit_small_patch14_reg4_dinov2", {}, ("cls", "reg1", "reg2", "reg3", "reg4")),
+            ("vit_small_patch16_dinov3", {}, ("cls", "reg1", "reg2", "reg3", "reg4")),
+            ("vit_pwee_patch16_reg1_gap_256", {}, ("reg1",)), ("vit_base_patch16_siglip_gap_224", {}, ()),
+            ("beit_base_patch16_224", {}, ("cls",)), ("resnet18", None, ())):
+        with torch.device("meta"):
+            model = timm.create_model(name) if options is None else timm.create_model(name, **{**TINY, **options})
+        assert prefix_names(model) == names, name
+    model, x = active(tiny(reg_tokens=2)), images(32, 40)
+    model.set_input_size((32, 40))
+    with torch.no_grad(), ea_vision.record_attention(model) as maps:
+        model(x)
+    layer = maps[3]
+    assert layer.prefix_names == ("cls", "reg1", "reg2")
+    for query, token in (("cls", 0), ("reg2", 2), ((0, 0), 3), ((2, 3), 3 + 2 * 5 + 3)):
+        prefix, patches = layer.of_query(query)
+        assert prefix.shape == (2, 3, 3) and patches.shape == (2, 3, 4, 5)
+        assert torch.equal(torch.cat([prefix, patches.flatten(-2)], -1), layer.attn[:, :, token])
+    with pytest.raises(UsageError, match="'dist' must be a token before the patches of layer 3 .*has cls, reg1, reg2"):
+        layer.of_query("dist")
+    assert list(maps.arrays()["layer3.prefix_names"]) == ["cls", "reg1", "reg2"]
+
+
+def test_quantities_and_rollout_of_a_transformer_are_those_by_hand():
+    """Of looking at all tokens alike: entropy log T, prefix share P / T, distance that of uniform attention."""
+    model = tiny(reg_tokens=2)
+    with torch.no_grad():
+        for block in model.blocks:
+            block.attn.qkv.weight[:96] = 0
+            block.attn.qkv.bias[:96] = 0
+    for layer in measure(model, [images(), images()]):
+        assert layer.tokens == 19 and layer.images == 4
+        assert layer.entropy.tolist() == pytest.approx([torch.tensor(19.0).log().item()] * 3, rel=1e-5)
+        assert layer.prefix.tolist() == pytest.approx([3 / 19] * 3, rel=1e-5)
+        places = torch.stack(torch.meshgrid(torch.arange(4.0), torch.arange(4.0), indexing="ij")).flatten(1).T * 8
+        assert layer.distance.tolist() == pytest.approx([torch.cdist(places, places).mean().item()] * 3, rel=1e-5)
+
+    model = active(tiny(reg_tokens=2))
+    with torch.no_grad(), ea_vision.record_attention(model) as maps:
+        model(images())
+    steps = [0.5 * layer.attn.mean(1) + 0.5 * torch.eye(19) for layer in maps.values()]
+    torch.testing.assert_close(attention_rollout(maps), steps[2] @ steps[1] @ steps[0])
 
 
 FOREIGN = [
