@@ -132,8 +132,20 @@ def load_model(target: str, *, random: bool = False, img_size: tuple[int, int] |
     config = timm.data.resolve_model_data_config(model)
     if crop_pct is not None:
         config["crop_pct"] = crop_pct
-    size = img_size or getattr(model, "img_size", None) or config["input_size"][1:]
+    if img_size is not None and hasattr(model, "set_input_size"):  # timm's transformers; positions are resampled
+        try:
+            model.set_input_size(img_size=img_size)
+        except (ValueError, AssertionError, RuntimeError) as error:
+            raise UsageError(f"{label} cannot take images of {img_size[0]}x{img_size[1]} pixels: {error}") from error
+    size = img_size or input_size(model, config)
     return LoadedModel(model.eval().to(device), label, (int(size[0]), int(size[1])), config, epoch, trained)
+
+
+def input_size(model: nn.Module, config: dict[str, Any]) -> tuple[int, int]:
+    """(height, width) in pixels that a network is built for; of one that says none, what its configuration says."""
+    own = getattr(model, "img_size", None) or getattr(getattr(model, "patch_embed", None), "img_size", None)
+    H, W = own or config["input_size"][1:]
+    return int(H), int(W)
 
 
 def class_names_of(target: str, model: LoadedModel) -> list[str] | None:

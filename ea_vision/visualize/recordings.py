@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 import ea_vision
-from ea_vision.analysis.loading import LoadedModel, load_model
+from ea_vision.analysis.loading import LoadedModel, input_size, load_model
 from ea_vision.analysis.recording import AttentionLayer, AttentionMaps, LayerMaps
 from ea_vision.base.errors import UsageError
 
@@ -50,9 +50,8 @@ def as_model(model: nn.Module | LoadedModel | str) -> LoadedModel:
     if isinstance(model, LoadedModel):
         return model
     config = timm.data.resolve_model_data_config(model)
-    H, W = getattr(model, "img_size", None) or config["input_size"][1:]
     label = (getattr(model, "pretrained_cfg", None) or {}).get("architecture") or type(model).__name__
-    return LoadedModel(model, label, (H, W), config)
+    return LoadedModel(model, label, input_size(model, config), config)
 
 
 def as_models(models) -> list[LoadedModel]:
