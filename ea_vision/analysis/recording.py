@@ -111,25 +111,24 @@ class LayerMaps:
         maps = self[part][:, :, first:, first:]
         return maps.reshape(*maps.shape[:2], H, W, H, W)
 
-    def of_query(self, query: tuple[int, int] | str, part: str = "attn") -> tuple[Tensor, Tensor]:
-        """A part's row of one query: towards the prefix tokens (B, K, P), and towards the map's pixels (B, K, H, W).
-
-        Args:
-            query: (row, column) of the map, or a prefix token by name, such as "cls".
+    def token(self, query: tuple[int, int] | str) -> int:
+        """The row of a query: (row, column) of the map, or a prefix token by name, such as "cls".
 
         Raises:
             UsageError: this layer has no such token.
         """
-        H, W = self.feat_size
         if not isinstance(query, str):
-            token = self.num_prefix_tokens + query[0] * W + query[1]
-        elif query in self.prefix_names:
-            token = self.prefix_names.index(query)
-        else:
-            raise UsageError(f"{query!r} must be a token before the patches of layer {self.number} ({self.name}), "
+            return self.num_prefix_tokens + query[0] * self.feat_size[1] + query[1]
+        if query not in self.prefix_names:
+            raise UsageError(f"query {query} must be a token before the patches of layer {self.number} ({self.name}), "
                              f"which has {', '.join(self.prefix_names) or 'none'}")
-        row = self[part][:, :, token]
-        return row[..., :self.num_prefix_tokens], row[..., self.num_prefix_tokens:].unflatten(-1, (H, W))
+        return self.prefix_names.index(query)
+
+    def of_query(self, query: tuple[int, int] | str, part: str = "attn") -> tuple[Tensor, Tensor]:
+        """A part's row of one query (see `token`): towards the prefix tokens (B, K, P), and towards the map's pixels
+        (B, K, H, W)."""
+        row = self[part][:, :, self.token(query)]
+        return row[..., :self.num_prefix_tokens], row[..., self.num_prefix_tokens:].unflatten(-1, self.feat_size)
 
 
 class AttentionMaps(Mapping[int, LayerMaps]):

@@ -33,7 +33,7 @@ from ea_vision.visualize.drawing import (
     wrapped,
 )
 from ea_vision.visualize.options import add_look, load_models, look_of, make_parser, only, parse_heads, parse_queries
-from ea_vision.visualize.recordings import Head, Point, Recording, record
+from ea_vision.visualize.recordings import Head, Query, Recording, record
 from ea_vision.visualize.writing import each_image, save_maps
 
 EXAMPLES = """\
@@ -44,7 +44,7 @@ EXAMPLES = """\
 Frame = tuple[Recording, int]
 
 
-def animation_frame(frame: Frame, heads: Sequence[Head], points: Sequence[Point], norms: Sequence[Normalize],
+def animation_frame(frame: Frame, heads: Sequence[Head], points: Sequence[Query], norms: Sequence[Normalize],
                     look: Look = LOOK) -> Figure:
     """One picture: the photo, and a row a head, a column a query.
 
@@ -80,7 +80,7 @@ def animation_frame(frame: Frame, heads: Sequence[Head], points: Sequence[Point]
     return figure
 
 
-def animation_frames(frames: Sequence[Frame], heads: Sequence[Head], points: Sequence[Point],
+def animation_frames(frames: Sequence[Frame], heads: Sequence[Head], points: Sequence[Query],
                      look: Look = LOOK) -> Iterator[Figure]:
     """The pictures of an animation in turn. What is compared are all of them: they share a scale."""
     maps = [recording.relative_map(number, point, head)

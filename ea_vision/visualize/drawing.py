@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ea_vision.analysis.recording import PARTS, AttentionLayer, LayerMaps
 from ea_vision.base.errors import UsageError
-from ea_vision.visualize.recordings import MEAN, Head, Point, Recording, cell_of
+from ea_vision.visualize.recordings import MEAN, Head, Query, Recording, cell_of
 
 SCALES = ("layer", "tile", "all", "uniform")
 OVERLAY_MAP, OVERLAY_FROM = "plasma", 0.4  # pink to yellow: without its dark part, which a dark photo would hide
@@ -130,7 +130,11 @@ def layer_name(layer: AttentionLayer | LayerMaps) -> str:
 
 
 def map_name(layer: LayerMaps) -> str:
-    return f"{layer_name(layer)}, map {layer.feat_size[0]}x{layer.feat_size[1]}"
+    names = [name for name in layer.prefix_names if not name.startswith("reg")]
+    registers = len(layer.prefix_names) - len(names)
+    names += [f"{registers} registers" if registers > 1 else "a register"] if registers else []
+    prefix = f" after {', '.join(names)}" if names else ""
+    return f"{layer_name(layer)}, map {layer.feat_size[0]}x{layer.feat_size[1]}{prefix}"
 
 
 def layers_name(numbers: Sequence[int]) -> str:
@@ -166,7 +170,7 @@ def draw_image(axes: Axes, image: Tensor) -> None:
     bare(axes)
 
 
-def draw_photo(axes: Axes, recording: Recording, look: Look, points: Sequence[Point] = (),
+def draw_photo(axes: Axes, recording: Recording, look: Look, points: Sequence[Query] = (),
                feat_size: tuple[int, int] | None = None, first: int = 1) -> None:
     """The photo in the input's coordinates, with numbered query points, framed as cells of maps of `feat_size`."""
     if look.as_seen or recording.photo is None:
@@ -179,15 +183,18 @@ def draw_photo(axes: Axes, recording: Recording, look: Look, points: Sequence[Po
         mark_query(axes, recording, point, feat_size, number, numbered=True)
 
 
-def mark_query(axes: Axes, recording: Recording, point: Point, feat_size: tuple[int, int] | None, number: int,
+def mark_query(axes: Axes, recording: Recording, query: Query, feat_size: tuple[int, int] | None, number: int,
                numbered: bool = False) -> None:
     """The frame of the map's cell that a query lies in, and its number in a disc. White around both shows on any
-    ground."""
+    ground. A token that is no patch has no cell: its disc is above the image."""
     color = QUERY_COLORS[(number - 1) % len(QUERY_COLORS)]
     H, W = recording.image.shape[1:]
-    y, x = point[0] + 0.5, point[1] + 0.5
-    if feat_size is not None:
-        row, col = cell_of(point, (H, W), feat_size)
+    if isinstance(query, str):
+        y, x = -0.09 * H, (0.08 + 0.14 * (number - 1)) * W
+    else:
+        y, x = query[0] + 0.5, query[1] + 0.5
+    if feat_size is not None and not isinstance(query, str):
+        row, col = cell_of(query, (H, W), feat_size)
         height, width = H / feat_size[0], W / feat_size[1]
         y, x = (row + 0.5) * height, (col + 0.5) * width
         rim = [patheffects.Stroke(linewidth=2.4, foreground="white"), patheffects.Normal()]
@@ -237,13 +244,15 @@ def _norm(maps: Sequence[np.ndarray], part: str, overlay: bool, lowest_top: floa
 
 
 def draw_map(axes: Axes, values: np.ndarray, recording: Recording, norm: Normalize, look: Look, *,
-             point: Point | None = None, number: int = 1, overlay: bool | None = None, part: str = "attn"):
+             point: Query | None = None, number: int = 1, overlay: bool | None = None, part: str = "attn",
+             note: str = ""):
     """A map (H', W') over the input's area, its query's cell framed; return the artist.
 
     Args:
         values: attention in units of uniform attention (`Recording.relative_map`), or another part.
         norm: from `norms_of`.
-        point: the query, in pixels of the input; number: which of the queries.
+        point: the query, in pixels of the input or a token by name; number: which of the queries.
+        note: is written below the map.
         overlay: over a photo; default: as `look` says.
     """
     overlay = look.overlay if overlay is None else overlay
@@ -259,6 +268,8 @@ def draw_map(axes: Axes, values: np.ndarray, recording: Recording, norm: Normali
                   fontsize="xx-small", color="black",
                   path_effects=[patheffects.withStroke(linewidth=2, foreground="white")])
     bare(axes)
+    if note:
+        axes.set_xlabel(note, fontsize="xx-small", labelpad=1)
     return artist
 
 

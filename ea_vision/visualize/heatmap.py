@@ -29,7 +29,7 @@ from ea_vision.visualize.options import (
     parse_queries,
     shown_layers,
 )
-from ea_vision.visualize.recordings import MEAN, Head, Point, Recording, record
+from ea_vision.visualize.recordings import MEAN, Head, Query, Recording, query_name, record
 from ea_vision.visualize.side_by_side import models_side_by_side
 from ea_vision.visualize.writing import each_image, save, save_maps
 
@@ -37,18 +37,20 @@ EXAMPLES = """\
   ea-vision heatmap --model ea_conv_transformer_cifar --layers 1,3 -o maps.png digits:0
   ea-vision heatmap --model runs/digits-ea_conv_transformer_cifar --heads 0,2,mean photo.jpg
   ea-vision heatmap --model ea_aa_resnet50 --layers 8 --queries 40,40 --bare -o a.pdf photo.jpg
+  ea-vision heatmap --model vit_small_patch16_224.dino --layers 12 --queries cls -o class_token.png photo.jpg
   ea-vision heatmap --model aa_resnet34,ea_aa_resnet34 --layers 16,17,18 -o both.png photo.jpg
 """
 
 
-def heads_by_queries(recording: Recording, layers: Sequence[int], heads: Sequence[Head], points: Sequence[Point],
+def heads_by_queries(recording: Recording, layers: Sequence[int], heads: Sequence[Head], points: Sequence[Query],
                      look: Look = LOOK) -> Figure:
     """The photo with numbered query points; below it, for each layer, a row a head and a column a query.
 
     Args:
         recording: with the "attn" of `layers` (numbers).
         heads: counted from 0, or "mean".
-        points: (y, x) in pixels of the input.
+        points: queries, (y, x) in pixels of the input or tokens by name. Of a transformer each map says what share of
+            attention goes to the tokens before the patches.
         look: how maps are drawn; the maps of a layer share a scale.
     """
     img_size = tuple(recording.image.shape[1:])
@@ -61,7 +63,9 @@ def heads_by_queries(recording: Recording, layers: Sequence[int], heads: Sequenc
     names = [wrapped(map_name(recording.maps[number]), grid_width - 0.1, 10) for number in layers]
     title = wrapped(recording.model.label, width - 0.1, 12)
     top = 2.2 * max(aspect, 0.5) + 0.25 * text * (1 + title.count("\n"))
-    grid_height = len(heads) * (cell * aspect + 0.06) + (0.65 + 0.18 * (1 + max(n.count("\n") for n in names))) * text
+    note = 0.14 * text * any(recording.maps[number].prefix_names for number in layers)
+    above = (0.65 + 0.18 * (1 + max(name.count("\n") for name in names))) * text
+    grid_height = len(heads) * (cell * aspect + 0.06 + note) + above
     figure = new_figure(width, top + grid_rows * grid_height)
     header, body = figure.subfigures(2, 1, height_ratios=(top, grid_rows * grid_height))
     finest = max((recording.maps[number].feat_size for number in layers), key=math.prod)
@@ -69,13 +73,14 @@ def heads_by_queries(recording: Recording, layers: Sequence[int], heads: Sequenc
     header.suptitle(title)
     grids = body.subfigures(grid_rows, per_row, squeeze=False).ravel()
     groups = [[recording.relative_map(number, point, head) for head in heads for point in points] for number in layers]
-    for grid, name, maps, norms in zip(grids, names, groups, norms_of(groups, look), strict=False):
+    for grid, layer, name, maps, norms in zip(grids, layers, names, groups, norms_of(groups, look), strict=False):
         cells = grid.subplots(len(heads), len(points), squeeze=False)
         for index, (axes, values, norm) in enumerate(zip(cells.ravel(), maps, norms, strict=True)):
             row, col = divmod(index, len(points))
-            draw_map(axes, values, recording, norm, look, point=points[col], number=col + 1)
+            draw_map(axes, values, recording, norm, look, point=points[col], number=col + 1,
+                     note=recording.beside_patches(layer, points[col], heads[row]))
             if row == 0:
-                axes.set_title(f"query {col + 1}\ny {points[col][0]}, x {points[col][1]}", fontsize="small")
+                axes.set_title(f"query {col + 1}\n{query_name(points[col])}", fontsize="small")
             if col == 0:
                 axes.set_ylabel("mean" if heads[row] == MEAN else head_name(heads[row]), fontsize="small")
         grid.suptitle(name, fontsize="medium")

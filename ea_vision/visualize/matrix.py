@@ -1,4 +1,6 @@
-"""The whole N x N matrix of a layer's heads: a row a query, a column a key, both row by row over the image."""
+"""The whole N x N matrix of a layer's heads: a row a query, a column a key, both row by row over the image.
+
+Of a vision transformer the tokens before the patches (class token, registers) come first, before a line."""
 
 from __future__ import annotations
 
@@ -57,12 +59,15 @@ def attention_matrices(recording: Recording, layers: Sequence[int], heads: Seque
         layer = recording.maps[number]
         H, W = layer.feat_size
         cells = row.subplots(1, len(heads), squeeze=False)[0]
+        prefix = layer.num_prefix_tokens
         ticks = np.arange(0, H * W, max(1, -(-H // 7)) * W)
         for axes, values, norm, head in zip(cells, maps, norms, heads, strict=True):
             axes.imshow(values, cmap=look.colormap(False), norm=norm, interpolation="nearest")
             axes.set_title(head_name(head), fontsize="small")
-            axes.set_xticks(ticks - 0.5, ticks // W, fontsize="x-small")
-            axes.set_yticks(ticks - 0.5, ticks // W, fontsize="x-small")
+            axes.set_xticks(prefix + ticks - 0.5, ticks // W, fontsize="x-small")
+            axes.set_yticks(prefix + ticks - 0.5, ticks // W, fontsize="x-small")
+            for line in (axes.axhline, axes.axvline) if prefix else ():
+                line(prefix - 0.5, color="white", linewidth=0.5)
             axes.set_xlabel("row of the key", fontsize="x-small")
         cells[0].set_ylabel("row of the query", fontsize="x-small")
         row.suptitle(name, fontsize="medium")
@@ -72,9 +77,10 @@ def attention_matrices(recording: Recording, layers: Sequence[int], heads: Seque
 
 def _matrices(layer: LayerMaps, heads: Sequence[Head], part: str) -> list[np.ndarray]:
     """(N, N) by head; attention in units of uniform attention."""
-    maps = layer.spatial(part)[0].flatten(-2).flatten(-3, -2).float().cpu().numpy()  # (K, N, N)
+    maps = layer[part][0].float().cpu().numpy()  # (K, N, N)
     if part == "attn":
-        maps = maps * layer.num_keys().reshape(-1, 1)
+        keys = layer.num_keys().reshape(-1, 1)
+        maps = maps * np.concatenate([np.full((layer.num_prefix_tokens, 1), keys.max()), keys])
     return [maps.mean(0) if head == MEAN else maps[head] for head in heads]
 
 

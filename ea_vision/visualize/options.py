@@ -6,6 +6,7 @@ Heads are counted from 0, layers from 1, query points are y,x in pixels of the p
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 
@@ -22,10 +23,11 @@ from ea_vision.analysis.recording import AttentionLayer
 from ea_vision.base.errors import UsageError
 from ea_vision.base.processes import choose_device
 from ea_vision.visualize.drawing import LOOK, SCALES, Look
-from ea_vision.visualize.recordings import MEAN, Head, Point, distinct
+from ea_vision.visualize.recordings import MEAN, Head, Query, distinct
 from ea_vision.visualize.writing import PICTURES
 
 SOME_LAYERS = 6  # that are drawn unless others are asked for
+TOKEN = re.compile(r"cls|dist|reg[1-9]\d*")  # as `analysis.recording.prefix_names` calls them
 DIAGONAL = ((0.25, 0.25), (0.5, 0.5), (0.75, 0.75))
 
 
@@ -47,8 +49,9 @@ def make_parser(description: str, examples: str, *, output: str, layers: str | N
         parser.add_argument("--heads", default=heads, metavar="0,1|all|mean",
                             help="heads, counted from 0; mean: their average (default: %(default)s)")
     if queries:
-        parser.add_argument("--queries", nargs="+", default=[], metavar="Y,X",
+        parser.add_argument("--queries", nargs="+", default=[], metavar="Y,X|cls",
                             help="query points in pixels of the input as the network sees it, from its top left corner "
+                                 "or, of a vision transformer, tokens before its patches: cls, dist, reg1, ... "
                                  "(default: points on a diagonal, or the middle for one)")
     parser.add_argument("-o", "--output", default=output, metavar="FILE",
                         help=f"{', '.join(s[1:].upper() for s in suffixes)} by its suffix; of several images, "
@@ -109,20 +112,24 @@ def only(values: Sequence, kind: str):
 
 
 def parse_queries(texts: Sequence[str], img_size: tuple[int, int],
-                  default: Sequence[tuple[float, float]] = DIAGONAL) -> list[Point]:
-    """`y,x` texts -> points; none gives the default, in shares of the sides.
+                  default: Sequence[tuple[float, float]] = DIAGONAL) -> list[Query]:
+    """`y,x` texts -> points, and names of tokens as they are; none gives the default, in shares of the sides.
 
     Raises:
-        UsageError: not y,x, or outside the image.
+        UsageError: neither y,x nor such a name, or outside the image.
     """
     H, W = img_size
     if not texts:
         return [(int(H * y), int(W * x)) for y, x in default]
-    points = []
+    points: list[Query] = []
     for text in texts:
+        if TOKEN.fullmatch(text):
+            points.append(text)
+            continue
         sides = text.split(",")
         if len(sides) != 2 or not all(side.strip().isdigit() for side in sides):
-            raise UsageError(f"a query must be y,x in pixels, got {text!r}")
+            raise UsageError("a query must be y,x in pixels, or a token before a transformer's patches (cls, dist, "
+                             f"reg1, ...), got {text!r}")
         y, x = int(sides[0]), int(sides[1])
         if y >= H or x >= W:
             raise UsageError(f"query y,x must lie within the {H}x{W} input, got {text!r}")

@@ -9,7 +9,8 @@ What the functions take alike:
     layers   numbers from 1 in forward order, module names, or a text such as "1,3-5"; None: all, and in plot_heads,
              plot_models and plot_matrix at most 6 over the depth of the network.
     heads    numbers from 0, "mean", or a text such as "0,2,mean"; None: all and their mean.
-    queries  points (y, x) in pixels of the input as the network sees it; None: three on the diagonal.
+    queries  points (y, x) in pixels of the input as the network sees it, or of a vision transformer tokens before its
+             patches by name, such as "cls"; None: three points on the diagonal.
     **look   how maps are drawn, the fields of `Look`: overlay, scale, cmap, opacity, smooth, as_seen.
 
 What cannot be is a UsageError (a ValueError) that names what was required and what was received.
@@ -35,7 +36,7 @@ from ea_vision.visualize.options import DIAGONAL, parse_heads, parse_queries, so
 from ea_vision.visualize.recordings import (
     MEAN,
     Head,
-    Point,
+    Query,
     Recording,
     as_input,
     as_model,
@@ -51,7 +52,7 @@ Model = nn.Module | LoadedModel | str
 Models = Model | Sequence[Model] | Mapping[str, Model]
 Layers = str | int | Sequence[int | str] | None
 Heads = str | int | Sequence[int | str] | None
-Queries = Sequence[Point] | None
+Queries = Sequence[Query] | None
 
 
 def plot_heads(model: Model, image: Image.Image | Tensor, layers: Layers = None, heads: Heads = None,
@@ -73,7 +74,7 @@ def plot_models(models: Models, image: Image.Image | Tensor, layers: Layers = No
 
 
 def plot_strip(model: Model, image: Image.Image | Tensor, layers: Layers = None, head: Head = MEAN,
-               query: Point | None = None, **look) -> Figure:
+               query: Query | None = None, **look) -> Figure:
     """One query through the layers of each chain, part by part; `query` None: the middle."""
     model = as_model(model)
     chosen = _chosen(layers, model)
@@ -141,8 +142,9 @@ def _heads(heads: Heads, layers: Sequence[AttentionLayer]) -> list[Head]:
     return parse_heads(_text(heads, f"all,{MEAN}"), layers)
 
 
-def _points(queries: Queries, recording: Recording, default: Sequence[tuple[float, float]] = DIAGONAL) -> list[Point]:
-    texts = [] if queries is None else [",".join(map(str, point)) for point in queries]
+def _points(queries: Queries, recording: Recording, default: Sequence[tuple[float, float]] = DIAGONAL) -> list[Query]:
+    queries = [] if queries is None else queries
+    texts = [query if isinstance(query, str) else ",".join(map(str, query)) for query in queries]
     return parse_queries(texts, tuple(recording.image.shape[1:]), default)
 
 

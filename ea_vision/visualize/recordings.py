@@ -20,6 +20,7 @@ from ea_vision.base.errors import UsageError
 
 MEAN = "mean"
 Point = tuple[int, int]  # y, x in pixels of the input
+Query = Point | str  # a pixel, or a token before a transformer's patches by name: cls, dist, reg1, ...
 Head = int | str  # a number, or MEAN
 
 
@@ -36,11 +37,22 @@ class Recording:
     maps: AttentionMaps
     photo: np.ndarray | None = None
 
-    def relative_map(self, layer: int, point: Point, head: Head) -> np.ndarray:
-        """(H', W'): attention of the query at a pixel (y, x) of the input, in units of uniform attention."""
+    def relative_map(self, layer: int, query: Query, head: Head) -> np.ndarray:
+        """(H', W'): attention of a query in units of uniform attention."""
         img_size = tuple(self.image.shape[1:])
-        maps = self.maps[layer]
-        return query_map(maps, point, img_size, head) * maps.num_keys()[cell_of(point, img_size, maps.feat_size)]
+        maps, keys = self.maps[layer], self.maps[layer].num_keys()
+        seen = keys.max() if isinstance(query, str) else keys[cell_of(query, img_size, maps.feat_size)]
+        return query_map(maps, query, img_size, head) * seen
+
+    def beside_patches(self, layer: int, query: Query, head: Head) -> str:
+        """How much of a query's attention goes to the tokens before a transformer's patches: "cls 12%, reg 30%" (all
+        registers together); "" where there are none."""
+        maps, shares = self.maps[layer], {}
+        row = maps.of_query(cell_of_query(query, tuple(self.image.shape[1:]), maps.feat_size))[0][0]  # (K, P)
+        for name, share in zip(maps.prefix_names, (row.mean(0) if head == MEAN else row[head]).tolist(), strict=True):
+            kind = name.rstrip("0123456789")
+            shares[kind] = shares.get(kind, 0.0) + share
+        return ", ".join(f"{kind} {share:.0%}" for kind, share in shares.items())
 
 
 def as_model(model: nn.Module | LoadedModel | str) -> LoadedModel:
@@ -134,8 +146,24 @@ def cell_of(point: Point, img_size: tuple[int, int], feat_size: tuple[int, int])
     return point[0] * feat_size[0] // img_size[0], point[1] * feat_size[1] // img_size[1]
 
 
-def query_map(layer: LayerMaps, point: Point, img_size: tuple[int, int], head: Head, part: str = "attn") -> np.ndarray:
-    """(H, W): what the query at a pixel of the input attends to, by one head or on average."""
-    row, col = cell_of(point, img_size, layer.feat_size)
-    maps = layer.spatial(part)[0, :, row, col]  # (K, H, W)
+def cell_of_query(query: Query, img_size: tuple[int, int], feat_size: tuple[int, int]) -> Query:
+    """`cell_of` a pixel; a token by name as it is."""
+    return query if isinstance(query, str) else cell_of(query, img_size, feat_size)
+
+
+def scaled(query: Query, img_size: tuple[int, int], new: tuple[int, int]) -> Query:
+    """The same place in an input of another size; a token by name as it is."""
+    return query if isinstance(query, str) else cell_of(query, img_size, new)
+
+
+def query_name(query: Query) -> str:
+    """`y 3, x 4`, `class token`, `distillation token`, `register 1`."""
+    if not isinstance(query, str):
+        return f"y {query[0]}, x {query[1]}"
+    return {"cls": "class token", "dist": "distillation token"}.get(query, query.replace("reg", "register "))
+
+
+def query_map(layer: LayerMaps, query: Query, img_size: tuple[int, int], head: Head, part: str = "attn") -> np.ndarray:
+    """(H, W): what a query attends to among the map's pixels, by one head or on average."""
+    maps = layer.of_query(cell_of_query(query, img_size, layer.feat_size), part)[1][0]  # (K, H, W)
     return (maps.mean(0) if head == MEAN else maps[head]).float().cpu().numpy()

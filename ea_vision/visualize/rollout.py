@@ -27,7 +27,7 @@ from ea_vision.visualize.drawing import (
     wrapped,
 )
 from ea_vision.visualize.options import add_look, load_models, look_of, make_parser, parse_queries
-from ea_vision.visualize.recordings import Point, Recording, cell_of, record
+from ea_vision.visualize.recordings import Query, Recording, cell_of_query, query_name, record, scaled
 from ea_vision.visualize.writing import each_image, save, save_maps
 
 EXAMPLES = """\
@@ -36,12 +36,12 @@ EXAMPLES = """\
 """
 
 
-def rollout_figure(recordings: Sequence[Recording], points: Sequence[Point], look: Look = LOOK) -> Figure:
+def rollout_figure(recordings: Sequence[Recording], points: Sequence[Query], look: Look = LOOK) -> Figure:
     """A row a model under its name: the photo, a column a query, and the mean of all queries.
 
     Args:
         recordings: of the same image, one a model, with the "attn" of the layers to go through.
-        points: (y, x) in pixels of the first model's input; scaled to the others' input sizes.
+        points: queries, (y, x) in pixels of the first model's input, scaled to the others', or tokens by name.
         look: how maps are drawn; a row's maps share a scale.
     """
     H, W = recordings[0].image.shape[1:]
@@ -65,24 +65,25 @@ def rollout_figure(recordings: Sequence[Recording], points: Sequence[Point], loo
             draw_map(cells[col + 1], values, recording, norm, look)
             if query:
                 mark_query(cells[col + 1], recording, places[col], last, col + 1)
-            cells[col + 1].set_title(f"query {col + 1}\ny {places[col][0]}, x {places[col][1]}" if query else
-                                     "mean of\nall queries", fontsize="small")
+            cells[col + 1].set_title(f"query {col + 1}\n{query_name(places[col])}" if query else
+                                     "mean of\nall pixels", fontsize="small")
         add_scale(block, cells, own[0], look, bar_label="share of the last map's pixel")
     return figure
 
 
-def _rollout(recording: Recording, points: Sequence[Point], img_size: tuple[int, int]) -> tuple:
+def _rollout(recording: Recording, points: Sequence[Query], img_size: tuple[int, int]) -> tuple:
     """Name of the row, size of the last map, queries, maps in units of uniform attention."""
     layers = list(recording.maps.values())
     first, last = layers[0], layers[-1]
-    rollout = attention_rollout(recording.maps)[0, last.num_prefix_tokens:, first.num_prefix_tokens:]
-    tokens = math.prod(first.feat_size) + first.num_prefix_tokens
-    rollout = rollout.reshape(*last.feat_size, *first.feat_size).cpu().numpy() * tokens
+    rollout = attention_rollout(recording.maps)[0, :, first.num_prefix_tokens:].unflatten(-1, first.feat_size)
+    rollout = rollout.cpu().numpy() * (math.prod(first.feat_size) + first.num_prefix_tokens)  # (T', H, W)
     size = tuple(recording.image.shape[1:])
-    places = [(y * size[0] // img_size[0], x * size[1] // img_size[1]) for y, x in points]
-    maps = [rollout[cell_of(place, size, last.feat_size)] for place in places] + [rollout.mean((0, 1))]
+    places = [scaled(point, img_size, size) for point in points]
+    maps = [rollout[last.token(cell_of_query(place, size, last.feat_size))] for place in places]
+    maps.append(rollout[last.num_prefix_tokens:].mean(0))
     approximate = any(isinstance(module, nn.Conv2d) and max(module.kernel_size) > 1
-                      for name, module in recording.model.model.named_modules() if "patch_embed" not in name)
+                      for name, module in recording.model.model.named_modules()
+                      if "patch_embed" not in name and ".evolution." not in name)
     note = "; approximation: convolutions left out" if approximate else ""
     name = f"{recording.model.label}, {layers_name([layer.number for layer in layers])}{note}"
     return name, last.feat_size, places, maps

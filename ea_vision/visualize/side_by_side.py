@@ -20,18 +20,18 @@ from ea_vision.visualize.drawing import (
     text_scale,
     wrapped,
 )
-from ea_vision.visualize.recordings import Head, Point, Recording
+from ea_vision.visualize.recordings import Head, Query, Recording, query_name, scaled
 
 
 def models_side_by_side(recordings: Sequence[Recording], layers: Sequence[Sequence[int]], heads: Sequence[Head],
-                        points: Sequence[Point], look: Look = LOOK) -> Figure:
+                        points: Sequence[Query], look: Look = LOOK) -> Figure:
     """For each query and head a block: a row a model under its name, a column a layer.
 
     Args:
         recordings: of the same image, one a model, with the "attn" of its `layers`.
         layers: numbers, by model; as many for each.
         heads: counted from 0, or "mean".
-        points: (y, x) in pixels of the first model's input; scaled to the others' input sizes.
+        points: queries, (y, x) in pixels of the first model's input, scaled to the others', or tokens by name.
         look: how maps are drawn; the maps of a block share a scale.
 
     Raises:
@@ -45,19 +45,20 @@ def models_side_by_side(recordings: Sequence[Recording], layers: Sequence[Sequen
     cell, text = max(1.5, 0.8 * text_scale()), text_scale()
     width = cell * (columns + 1) + 1.5 * text
     names = [wrapped(recording.model.label, width - 1.2 * text, 10) for recording in recordings]
-    heights = [cell * H / W + (0.4 + 0.17 * (1 + name.count("\n"))) * text for name in names]
+    note = 0.14 * any(layer.prefix_names for recording in recordings for layer in recording.maps.values())
+    heights = [cell * H / W + (0.4 + note + 0.17 * (1 + name.count("\n"))) * text for name in names]
     queries = [(number, point, head) for number, point in enumerate(points, start=1) for head in heads]
-    titles = [wrapped(f"query {number} (y {point[0]}, x {point[1]}), {head_name(head)}", width - 0.1, 12)
+    titles = [wrapped(f"query {number} ({query_name(point)}), {head_name(head)}", width - 0.1, 12)
               for number, point, head in queries]
     above = (0.15 + 0.2 * (1 + max(title.count("\n") for title in titles))) * text
     figure = new_figure(width, len(queries) * (sum(heights) + above))
     sizes = [tuple(recording.image.shape[1:]) for recording in recordings]
-    places = {point: [(point[0] * size[0] // H, point[1] * size[1] // W) for size in sizes] for point in points}
+    places = {point: [scaled(point, (H, W), size) for size in sizes] for point in points}
     groups = [[recording.relative_map(layer, place, head)
                for recording, chosen, place in zip(recordings, layers, places[point], strict=True) for layer in chosen]
               for _, point, head in queries]
     blocks = figure.subfigures(len(queries), 1, squeeze=False).ravel()
-    for block, (number, point, _), title, maps, norms in zip(
+    for block, (number, point, head), title, maps, norms in zip(
             blocks, queries, titles, groups, norms_of(groups, look), strict=True):
         block.suptitle(title)
         cells = block.subplots(len(recordings), columns + 1, squeeze=False, height_ratios=heights)
@@ -68,7 +69,8 @@ def models_side_by_side(recordings: Sequence[Recording], layers: Sequence[Sequen
             cells[row, 0].set_title(f"{name}\n", fontsize="medium", loc="left")
             for col, layer in enumerate(chosen):
                 index = row * columns + col
-                draw_map(cells[row, col + 1], maps[index], recording, norms[index], look, point=place, number=number)
+                draw_map(cells[row, col + 1], maps[index], recording, norms[index], look, point=place, number=number,
+                         note=recording.beside_patches(layer, place, head))
                 H_map, W_map = recording.maps[layer].feat_size
                 cells[row, col + 1].set_title(f"layer {layer}, {H_map}x{W_map}", fontsize="small")
         add_scale(block, cells, norms[0], look)

@@ -26,7 +26,7 @@ from ea_vision.visualize.drawing import (
     wrapped,
 )
 from ea_vision.visualize.options import add_look, load_models, look_of, make_parser, only, parse_heads, parse_queries
-from ea_vision.visualize.recordings import Head, Point, Recording, query_map, record
+from ea_vision.visualize.recordings import Head, Query, Recording, query_map, query_name, record
 from ea_vision.visualize.writing import each_image, save, save_maps
 
 EXAMPLES = """\
@@ -76,7 +76,7 @@ def _shares(recording: Recording, name: str) -> dict[str, float]:
     return evolution.before_shares() if evolution else {}
 
 
-def evolution_strip(recording: Recording, layers: Sequence[int], head: Head, point: Point, look: Look = LOOK) -> Figure:
+def evolution_strip(recording: Recording, layers: Sequence[int], head: Head, point: Query, look: Look = LOOK) -> Figure:
     """For each chain among `layers` a strip: a column a layer, and down a column what the layer computes, from the
     previous logits to the attention.
 
@@ -85,7 +85,7 @@ def evolution_strip(recording: Recording, layers: Sequence[int], head: Head, poi
     Args:
         recording: with all parts of `layers` (numbers).
         head: counted from 0, or "mean".
-        point: (y, x) in pixels of the input.
+        point: the query, (y, x) in pixels of the input or a token by name.
         look: how maps are drawn; the logits of a strip share one scale, its attention another. Logits are bare.
     """
     rows, chains = rows_of(recording, layers), chains_of(recording, layers)
@@ -97,7 +97,7 @@ def evolution_strip(recording: Recording, layers: Sequence[int], head: Head, poi
     strip_height = len(rows) * (cell * aspect + 0.08) + 0.75 * text
     top = (0.45 + 0.2 * (1 + title.count("\n"))) * text
     figure = new_figure(width, top + strip_height * len(chains))
-    figure.suptitle(f"{title}\n{wrapped(f'query (y {point[0]}, x {point[1]}), {head_name(head)}', width - 0.2, 12)}")
+    figure.suptitle(f"{title}\n{wrapped(f'query ({query_name(point)}), {head_name(head)}', width - 0.2, 12)}")
     maps = {(layer, part): recording.relative_map(layer, point, head) if part == "attn" else
             query_map(recording.maps[layer], point, img_size, head, part)
             for layer in layers for part in rows if _drawn(recording, layer, part, rows)}

@@ -77,7 +77,7 @@ def test_prefix_tokens_are_queries_by_their_names():
         prefix, patches = layer.of_query(query)
         assert prefix.shape == (2, 3, 3) and patches.shape == (2, 3, 4, 5)
         assert torch.equal(torch.cat([prefix, patches.flatten(-2)], -1), layer.attn[:, :, token])
-    with pytest.raises(UsageError, match="'dist' must be a token before the patches of layer 3 .*has cls, reg1, reg2"):
+    with pytest.raises(UsageError, match="query dist must be a token before the patches of layer 3 .* cls, reg1, reg2"):
         layer.of_query("dist")
     assert list(maps.arrays()["layer3.prefix_names"]) == ["cls", "reg1", "reg2"]
 

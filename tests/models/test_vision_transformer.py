@@ -438,6 +438,19 @@ def test_compiles_in_one_graph_and_exports_with_any_batch_size():
     torch.testing.assert_close(program.module()(images(batch=5)), model(images(batch=5)), atol=1e-5, rtol=1e-4)
 
 
+@torch.no_grad()
+def test_onnx_agrees(tmp_path):
+    onnxruntime = pytest.importorskip("onnxruntime", reason="needs onnxruntime")
+    pytest.importorskip("onnxscript", reason="needs onnxscript")
+    model, path = active(tiny(depth=2, learnable="per_head", reg_tokens=1)), tmp_path / "model.onnx"
+    program = torch.export.export(model, (images(),), dynamic_shapes=({0: torch.export.Dim("batch")},))
+    torch.onnx.export(program, (), path, dynamo=True, verbose=False)
+    session = onnxruntime.InferenceSession(path)
+    x = images(batch=3)
+    (result,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(result), model(x), atol=1e-4, rtol=1e-4)
+
+
 def test_training_drops_and_still_hands_maps_on():
     model = active(tiny(drop_path_rate=0.9, attn_drop_rate=0.3, proj_drop_rate=0.1)).train()
     torch.manual_seed(0)

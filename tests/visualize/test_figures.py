@@ -354,7 +354,7 @@ def test_films(run, photo, tmp_path):
     (["--layers", "99"], "has no attention layer '99'; it has 1"),
     (["--heads", "4"], "heads must be 0 to 3, all or mean, got '4'"),
     (["--queries", "16,0"], "query y,x must lie within the 16x16 input, got '16,0'"),
-    (["--queries", "photo.png"], "a query must be y,x in pixels, got 'photo.png'"),
+    (["--queries", "photo.png"], "transformer's patches (cls, dist, reg1, ...), got 'photo.png'"),
     (["--model", "cnn_cifar"], "no attention layer that can be recorded"),
     (["--opacity", "2"], "opacity must lie between 0 and 1, got 2.0"),
     (["--cmap", "virids"], "cmap must be one of matplotlib's colour maps"),
