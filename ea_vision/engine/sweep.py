@@ -111,6 +111,11 @@ def run_setting(trainer: list[str], folder: Path, keywords: dict[str, str], opti
     return results
 
 
+def stop(number: int, _frame) -> None:
+    """A signal's handler: end what has several runs, so that the run in progress saves."""
+    raise RunError("stopped by a signal; the same command continues", 128 + number)
+
+
 def evaluation_top1(results: dict) -> float:
     """Top-1, in percent, of the best weights on the run's evaluation images (held out where the run holds out)."""
     best = results["test_best"] if "test_best" in results else results[f"{results['eval_split']}_best"]
@@ -179,10 +184,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.script and not args.script.is_file():
         raise UsageError(f"no trainer {args.script}: give its path by --script")
 
-    def leave(number, _frame):
-        raise RunError("stopped by a signal; the same command continues", 128 + number)
-
-    signal.signal(signal.SIGTERM, leave)
+    signal.signal(signal.SIGTERM, stop)
     create(args.output)
     rows: list[dict] = []
     split = "test"

@@ -11,6 +11,7 @@ A new evolution is a subclass of `Evolution` under `@register_evolution("name")`
 `evolution="name"`, and the keywords of its constructor as theirs.
 """
 import inspect
+import logging
 import math
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +23,8 @@ from torch import Tensor, nn
 from ea_vision.ops.reference import after_convolution, among_patches, before_convolution, readable, with_prefix
 
 _EVOLUTIONS: dict[str, type["Evolution"]] = {}
+_logger = logging.getLogger(__name__)
+_logged: set[str] = set()
 
 
 class Evolution(nn.Module):
@@ -123,14 +126,17 @@ def learnable_gates(model: nn.Module) -> dict[str, nn.Parameter]:
             if isinstance(module, Evolution) for name, gate in module.gates().items() if isinstance(gate, nn.Parameter)}
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def _new_gate(name: str, value: float, learnable: bool | str, num_heads: int, device, dtype) -> float | nn.Parameter:
     """A share of the maps: a number from 0 to 1, or a parameter, () or (K), that begins at any finite number."""
     if learnable not in (False, True, "per_head"):
         raise ValueError(f"learnable must be False, True or 'per_head', got {learnable!r}")
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not learnable and not (number and 0.0 <= value <= 1.0):
+    if not learnable and not (_is_number(value) and 0.0 <= value <= 1.0):
         raise ValueError(f"{name} must lie between 0 and 1, got {value}")
-    if not (number and math.isfinite(value)):
+    if not (_is_number(value) and math.isfinite(value)):
         raise ValueError(f"{name} must be a finite number, got {value}")
     if not learnable:
         return float(value)
@@ -138,22 +144,32 @@ def _new_gate(name: str, value: float, learnable: bool | str, num_heads: int, de
     return nn.Parameter(torch.full(shape, float(value), device=device, dtype=dtype))
 
 
-def _map_conv(num_heads: int, kernel_size: int, device=None, dtype=None) -> nn.Conv2d:
+def _map_conv(
+        num_heads: int, kernel_size: int, dilation: int, negative_slope: float, device=None, dtype=None,
+) -> nn.Conv2d:
     """A convolution over the maps: heads -> heads, same padding."""
     if kernel_size < 1 or kernel_size % 2 == 0:
         raise ValueError(f"kernel_size of an attention-map convolution must be odd and positive, got {kernel_size}")
-    conv = nn.Conv2d(num_heads, num_heads, kernel_size, padding=kernel_size // 2, device=device, dtype=dtype)
-    _reset_map_conv(conv)
+    conv = nn.Conv2d(num_heads, num_heads, kernel_size, padding=dilation * (kernel_size // 2), dilation=dilation,
+                     device=device, dtype=dtype)
+    _reset_map_conv(conv, negative_slope)
     return conv
 
 
-def _reset_map_conv(conv: nn.Conv2d) -> None:
-    nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
+def _reset_map_conv(conv: nn.Conv2d, negative_slope: float) -> None:
+    nn.init.kaiming_normal_(conv.weight, a=negative_slope, mode="fan_out", nonlinearity="leaky_relu")
     nn.init.zeros_(conv.bias)
+
+
+def _activate(x: Tensor, negative_slope: float) -> Tensor:
+    """ReLU, or LeakyReLU where the slope below 0 is not 0."""
+    return F.relu(x) if negative_slope == 0.0 else F.leaky_relu(x, negative_slope)
 
 
 class _ConvolvedEvolution(Evolution):
     """What EA and PA share: convolutions over the maps, each followed by a ReLU, and the gates alpha and beta.
+
+    With dilation or a negative_slope only `forward` is right: `operands` says so in the log, and returns None.
 
     num_prefix_tokens: tokens before the map's pixels (a class token), which its network sets: their rows and columns
         pass the convolutions as they are. 0: the convolutions take whole maps.
@@ -162,23 +178,31 @@ class _ConvolvedEvolution(Evolution):
     part_names = ("conv_logits",)
 
     def __init__(self, num_heads: int, num_layers: int, alpha: float, beta: float, kernel_size: int, predict: bool,
-                 learnable: bool | str, causal: str = "none", device=None, dtype=None) -> None:
+                 learnable: bool | str, dilation: int, negative_slope: float, causal: str = "none", device=None,
+                 dtype=None) -> None:
         super().__init__()
+        if not isinstance(dilation, int) or isinstance(dilation, bool) or dilation < 1:
+            raise ValueError(f"dilation of an attention-map convolution must be a whole number from 1, got {dilation}")
+        if not (_is_number(negative_slope) and 0.0 <= negative_slope <= 1.0):
+            raise ValueError(f"negative_slope must lie between 0 and 1, got {negative_slope}")
         self.predict = predict  # PA's equations, else EA's
         self.num_prefix_tokens = 0
         self.causal = causal
-        self.reach = kernel_size // 2
+        self.reach = dilation * (kernel_size // 2)
+        self.dilation = dilation
+        self.negative_slope = float(negative_slope)
         mixes = learnable if causal == "none" else False  # else alpha is 0 for good
         self.alpha = _new_gate("alpha", alpha, mixes, num_heads, device, dtype)
         self.beta = 1.0 if predict else _new_gate("beta", beta, learnable, num_heads, device, dtype)
         self.starts = {"alpha": float(alpha), "beta": float(beta)}
-        self.convs = nn.ModuleList([_map_conv(num_heads, kernel_size, device, dtype) for _ in range(num_layers)])
+        self.convs = nn.ModuleList([_map_conv(num_heads, kernel_size, dilation, self.negative_slope, device, dtype)
+                                    for _ in range(num_layers)])
 
     @torch.jit.ignore
     def reset_parameters(self) -> None:
         """He for the convolutions; learnable gates at their start."""
         for conv in self.convs:
-            _reset_map_conv(conv)
+            _reset_map_conv(conv, self.negative_slope)
         for name, gate in self.gates().items():
             if isinstance(gate, Tensor):
                 nn.init.constant_(gate, self.starts[name])
@@ -218,16 +242,19 @@ class _ConvolvedEvolution(Evolution):
         for i, conv in enumerate(self.convs):
             if i > 0 and allowed is not None:
                 patches = patches.masked_fill(~allowed, 0.0)
-            patches = F.relu(conv(patches))
+            patches = _activate(conv(patches), self.negative_slope)
         if self.causal != "none":  # the kernel's last row, and column, is to be the entry's own
-            reach = self.reach
-            patches = F.pad(patches, [reach, -reach, reach, -reach] if self.causal == "self" else [0, 0, reach, -reach])
+            down, right = min(self.reach, patches.shape[2]), min(self.reach, patches.shape[3])
+            patches = F.pad(patches, [right, -right, down, -down] if self.causal == "self" else [0, 0, down, -down])
         return with_prefix(maps, patches, self.num_prefix_tokens)
 
     @torch.jit.ignore
     def operands(self, prev_logits: Tensor) -> dict[str, Any] | None:
         """The operator has the last convolution; those before it (PA only) are done here."""
         if self.causal != "none":
+            return None
+        if self.convs and (self.dilation > 1 or self.negative_slope != 0.0):
+            self._say_reference()
             return None
         hooked = any(conv._forward_hooks or conv._forward_pre_hooks for conv in self.convs)
         if hooked or any(type(conv) is not nn.Conv2d for conv in self.convs):
@@ -243,8 +270,17 @@ class _ConvolvedEvolution(Evolution):
                 "predict": self.predict, "num_prefix_tokens": self.num_prefix_tokens}
 
     @torch.jit.ignore
+    def _say_reference(self) -> None:
+        """Log, once, why no faster implementation runs."""
+        line = ("evolving attention by 'reference': the others convolve maps without dilation and with a ReLU; got "
+                f"dilation={self.dilation}, negative_slope={self.negative_slope:g}")
+        if not torch.compiler.is_compiling() and line not in _logged:
+            _logged.add(line)
+            _logger.info(line)
+
+    @torch.jit.ignore
     def parts(self, logits: Tensor, prev_logits: Tensor, evolved: Tensor) -> dict[str, Tensor]:
-        """conv_logits: what the convolutions give, after the last ReLU."""
+        """conv_logits: what the convolutions give, after the last activation."""
         if isinstance(self.beta, float) and self.beta == 1.0 and not self.predict:
             return {"conv_logits": evolved}
         return {"conv_logits": self.convolve(before_convolution(logits, prev_logits, self.alpha, self.predict))}
@@ -263,7 +299,7 @@ class _ConvolvedEvolution(Evolution):
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys,
                               error_msgs) -> None:
         """Refuses a convolution that no training can wake: zero, and its ReLU gives no gradient at 0."""
-        for i in range(len(self.convs)):
+        for i in range(len(self.convs) if self.negative_slope == 0.0 else 0):
             weight, bias = (state_dict.get(f"{prefix}convs.{i}.{name}") for name in ("weight", "bias"))
             known = all(tensor is not None and not tensor.is_meta for tensor in (weight, bias))
             if known and not weight.any() and not (bias > 0).any():
@@ -276,7 +312,9 @@ class _ConvolvedEvolution(Evolution):
     def extra_repr(self) -> str:
         shown = (f"{name}={gate if isinstance(gate, float) else f'learnable {tuple(gate.shape)}'}"
                  for name, gate in self.gates().items())
-        return ", ".join(shown)
+        convolution = {"dilation": (self.dilation, 1), "negative_slope": (self.negative_slope, 0.0)}
+        return ", ".join([*shown, *(f"{name}={value}" for name, (value, usual) in convolution.items()
+                                    if value != usual)])
 
 
 @register_evolution("ea")
@@ -291,6 +329,10 @@ class EvolvingAttention(_ConvolvedEvolution):
         alpha: share of the previous layer's maps, 0 to 1 (0: no skip connection); 0.5, or 0 where causal, unless given.
         beta: share of the convolved maps, 0 to 1 (0: no convolution).
         kernel_size: odd side of the convolution's kernel.
+        dilation: entries of the map from one entry of the kernel to the next. Ours; the authors' time-series network
+            (`EA_DC_Transformer`, 2023) dilates the convolution beside the attention, which `AugmentedConv2d` can, too.
+        negative_slope: of a LeakyReLU in the ReLU's place, which that network has (torch's default is 0.01); 0 is the
+            papers' ReLU. With either of the two the readable torch runs, not the kernels, and the log says so.
         learnable: whether alpha and beta are parameters, which begin at the values given and know no bounds: True for
             one number a layer, "per_head" for one a head. At alpha = beta = 0 the layer is the one without evolution.
         causal: of sequences (EA paper, section 3.5; `forward` alone, not the operator, computes these forms): "self"
@@ -304,21 +346,22 @@ class EvolvingAttention(_ConvolvedEvolution):
         attn = attention_of(mask_logits(logits, evolution.causal, key_padding))
 
     Raises:
-        ValueError: a fixed alpha or beta outside 0..1, a learnable one that is not finite, an even kernel_size, or an
-            alpha where causal has no place for it.
+        ValueError: a fixed alpha or beta outside 0..1, a learnable one that is not finite, an even kernel_size, a
+            dilation below 1, a negative_slope outside 0..1, or an alpha where causal has no place for it.
     """
 
     def __init__(
             self, num_heads: int, alpha: float | None = None, beta: float = 1.0, kernel_size: int = 3,
-            learnable: bool | str = False, causal: str = "none", device=None, dtype=None,
+            learnable: bool | str = False, causal: str = "none", dilation: int = 1, negative_slope: float = 0.0,
+            device=None, dtype=None,
     ) -> None:
         if causal not in ("none", "self", "cross"):
             raise ValueError(f"causal must be 'none', 'self' or 'cross', got {causal!r}")
         if causal != "none" and alpha:
             raise ValueError(f"causal={causal!r} has no skip connection: alpha=0 required, got {alpha}")
         default = 0.5 if causal == "none" else 0.0
-        super().__init__(num_heads, 1, default if alpha is None else alpha, beta, kernel_size, False, learnable, causal,
-                         device, dtype)
+        super().__init__(num_heads, 1, default if alpha is None else alpha, beta, kernel_size, False, learnable,
+                         dilation, negative_slope, causal, device, dtype)
 
 
 @register_evolution("pa")
@@ -333,16 +376,18 @@ class PredictiveAttention(_ConvolvedEvolution):
         num_layers: convolutions that predict; 0 takes the previous maps as they are.
         kernel_size: odd side of the convolutions' kernels.
         learnable: whether alpha is a parameter; see `EvolvingAttention`.
+        dilation, negative_slope: of the convolutions, likewise.
 
     Raises:
-        ValueError: a fixed alpha outside 0..1, a learnable one that is not finite, negative num_layers or an even
-            kernel_size.
+        ValueError: a fixed alpha outside 0..1, a learnable one that is not finite, negative num_layers, an even
+            kernel_size, a dilation below 1 or a negative_slope outside 0..1.
     """
 
     def __init__(
             self, num_heads: int, alpha: float = 0.5, num_layers: int = 1, kernel_size: int = 3,
-            learnable: bool | str = False, device=None, dtype=None,
+            learnable: bool | str = False, dilation: int = 1, negative_slope: float = 0.0, device=None, dtype=None,
     ) -> None:
         if num_layers < 0:
             raise ValueError(f"num_layers must be 0 or more, got {num_layers}")
-        super().__init__(num_heads, num_layers, alpha, 1.0, kernel_size, True, learnable, device=device, dtype=dtype)
+        super().__init__(num_heads, num_layers, alpha, 1.0, kernel_size, True, learnable, dilation, negative_slope,
+                         device=device, dtype=dtype)
