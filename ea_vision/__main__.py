@@ -31,7 +31,7 @@ GROUPS = {  # command: (module whose main(argv) runs it, what it does)
         "models": ("ea_vision.measure.models", "the names of our networks, their weights and what they are"),
         "faithfulness": ("ea_vision.visualize.faithfulness", "what removing the patches that maps put first does"),
         "summary": ("ea_vision.measure.summary", "parameters and GFLOPs beside the published ones"),
-        "ablation": ("ea_vision.measure.ablation", "shares of attention and positions: sizes beside the published, runs"),
+        "ablation": ("ea_vision.measure.ablation", "shares of attention, positions: sizes beside the published ones"),
         "benchmark": ("ea_vision.measure.speed", "training and inference speed and memory of networks side by side"),
         "memory": ("ea_vision.measure.memory", "what a training step needs, by layer"),
     },

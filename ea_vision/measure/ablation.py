@@ -30,7 +30,7 @@ import torch
 from ea_vision.base.errors import UsageError
 from ea_vision.base.files import atomic_write, create, csv_text
 from ea_vision.engine.run_folder import read_config, read_metrics, read_results
-from ea_vision.engine.sweep import evaluation_top1, run_setting, stop
+from ea_vision.engine.sweep import evaluation_top1, run_name, run_setting, stop
 from ea_vision.measure.counts import count
 from ea_vision.measure.summary import markdown
 from ea_vision.models import Published
@@ -122,10 +122,9 @@ def trial_table(varied: str, rows: Sequence[Mapping[str, Any]]) -> str:
     headings = (varied, "params M", "MFLOPs (profiler)", "top-1 %, held out", "training loss")
     lines = [(row[varied], f"{row['params_m']:.3f}", f"{row['mflops_profiler']:.1f}", f"{row['held_out_top1']:.2f}",
               f"{row['train_loss']:.3f}") for row in rows]
-    first = rows[0]
-    return (f"{markdown([headings, *lines])}\n{first['model']} with "
-            f"{' '.join(f'{key}={value}' for key, value in TRIAL_KEYWORDS.items())}, {first['epochs']} epochs at "
-            f"{first['img_size']} pixels; one run each, seed {first['seed']}, {first['held_out_images']} images held out")
+    first, narrow = rows[0], " ".join(f"{key}={value}" for key, value in TRIAL_KEYWORDS.items())
+    return (f"{markdown([headings, *lines])}\n{first['model']} with {narrow}, {first['epochs']} epochs at "
+            f"{first['img_size']} pixels; one run each, seed {first['seed']}; {first['held_out_images']} images")
 
 
 def train(varied: str, output: Path, seed: int, arguments: list[str]) -> list[dict[str, Any]]:
@@ -138,7 +137,7 @@ def train(varied: str, output: Path, seed: int, arguments: list[str]) -> list[di
     rows: list[dict[str, Any]] = []
     for setting, keywords in ABLATIONS[varied].trials.items():
         words = {key: str(value) for key, value in {**TRIAL_KEYWORDS, **keywords}.items()}
-        folder = output / ",".join([*(f"{key}={value}" for key, value in keywords.items()), f"seed={seed}"])
+        folder = output / run_name({key: words[key] for key in keywords}, str(seed))
         run_setting(["-m", "ea_vision", "train-cifar"], folder, words, {"model": TRIAL_MODEL}, str(seed),
                     [*arguments, "--no-test"])
         rows.append(trial_row(varied, setting, folder))

@@ -8,6 +8,7 @@
 | cpu            | on a CPU, a C kernel compiled on first use       | anything N x N but the logits  |
 | triton         | chained attention (EA, PA) on CUDA               | anything N x N but the logits  |
 | sdpa           | unchained attention (AA) on CUDA                 | anything N x N                 |
+| flex           | windows of pixels and heads on CUDA              | anything N x N                 |
 | gathered       | windows of pixels and heads                      | anything N x N                 |
 | reference      | everywhere, readable torch                       |                                |
 
@@ -26,17 +27,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ea_vision.ops import cpu, gathered, reference, sdpa, triton_attention
+from ea_vision.ops import cpu, flex, gathered, reference, sdpa, triton_attention
 from ea_vision.ops.rel_pos import fit_rel_table, reach
 
 __all__ = ["IMPLEMENTATIONS", "check_windows", "evolving_attention", "halve", "use_implementation"]
 
-IMPLEMENTATIONS = ("cpu", "triton", "sdpa", "gathered", "reference")
+IMPLEMENTATIONS = ("cpu", "triton", "sdpa", "flex", "gathered", "reference")
 
 _logger = logging.getLogger(__name__)
 _logged: set[tuple[str, ...]] = set()
 _forced: list[str] = []
 _BY_DEVICE = {"cpu": ("cpu",), "cuda": ("sdpa", "triton")}
+_WINDOWS_BY_DEVICE = {"cpu": ("gathered",), "cuda": ("flex", "gathered")}
 
 
 def _check_name(name: str, source: str) -> str:
@@ -70,7 +72,7 @@ def _reason_against(
 ) -> str | None:
     if name == "reference":
         return None
-    if local and name != "gathered":
+    if local and name not in ("flex", "gathered"):
         return "it has no windows"
     if dropout_p > 0 and name != "sdpa":
         return "it has no dropout on the attention probabilities"
@@ -80,6 +82,8 @@ def _reason_against(
         return f"it convolves whole maps, and {num_prefix_tokens} prefix tokens are to stay out of the convolution"
     if name == "cpu":
         return cpu.reason_against(q, k, v, weight)
+    if name == "flex":
+        return flex.reason_against(q, k, v, prev_logits, feat_size, need_logits, local)
     if name == "gathered":
         return gathered.reason_against(local, prev_logits, need_logits)
     if name == "triton":
@@ -124,8 +128,8 @@ def _choose(q: Tensor, *rest) -> str:
     if _exporting():
         return "reference"
     against = []
-    names = _BY_DEVICE.get(q.device.type, ())
-    for name in ("gathered",) if names and rest[-1] else names:  # the last: whether there are windows
+    by_device = _WINDOWS_BY_DEVICE if rest[-1] else _BY_DEVICE  # the last: whether there are windows
+    for name in by_device.get(q.device.type, ()):
         reason = _reason_against(name, q, *rest)
         if reason is None:
             break
@@ -267,8 +271,9 @@ def evolving_attention(
     if chosen == "sdpa":
         return sdpa.attend(q, k, v, height_rel, width_rel, scale=scale, feat_size=feat_size, dropout_p=dropout_p), None
     windows = {"window": window, "head_window": head_window, "wrap": head_border == "wrap"}
-    if chosen == "gathered":
-        return gathered.attend(q, k, v, height_rel, width_rel, scale=scale, feat_size=feat_size, **windows), None
+    if chosen in ("flex", "gathered"):
+        attend = flex.attend if chosen == "flex" else gathered.attend
+        return attend(q, k, v, height_rel, width_rel, scale=scale, feat_size=feat_size, **windows), None
     arguments = (q, k, v, height_rel, width_rel, prev_logits, weight, bias, alpha, beta)
     options = {"predict": predict, "scale": scale, "feat_size": feat_size, "need_logits": need_logits}
     if chosen == "reference":

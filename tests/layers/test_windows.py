@@ -7,11 +7,12 @@ import torch
 
 import ea_vision
 from ea_vision.layers import AugmentedConv2d, EvolvingAttention
-from ea_vision.ops import evolving_attention, use_implementation
+from ea_vision.ops import evolving_attention, flex, use_implementation
 from tests.models.zoo import layers_of
 
 D64 = torch.float64
 WAYS = ("reference", "gathered")
+UNFUSED = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 
 
 def loop_attention(q, k, v, height_rel, width_rel, size, window, head_window, head_border):
@@ -67,6 +68,58 @@ def test_both_ways_equal_the_loop(size, window, head_window, head_border, relati
     assert logits is None
 
 
+@UNFUSED
+@pytest.mark.parametrize("size,window,head_window,head_border,relative", CASES[::2] + CASES[-3:])
+def test_flex_attention_is_the_reference_with_its_gradients(
+        monkeypatch, size, window, head_window, head_border, relative):
+    """FlexAttention refuses to learn on a CPU, though its unfused form does."""
+    tensors = problem(size, window, relative=relative, batch=2)
+    form = {"feat_size": size, "window": window, "head_window": head_window, "head_border": head_border,
+            "need_logits": False}
+    with torch.no_grad():
+        out, _ = evolving_attention(*tensors, implementation="flex", **form)
+    exact, _ = evolving_attention(*tensors, implementation="reference", **form)
+    torch.testing.assert_close(out, exact.detach(), atol=1e-12, rtol=1e-10)
+    with pytest.raises(ValueError, match="'flex' cannot run this: it has no backward pass on a CPU"):
+        evolving_attention(*tensors, implementation="flex", **form)
+    monkeypatch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda *tensors: None)
+    monkeypatch.setattr(torch.nn.attention.flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    height_rel, width_rel = tensors[3:] or (None, None)
+    out = flex.attend(*tensors[:3], height_rel, width_rel, scale=3 ** -0.5, feat_size=size, window=window,
+                      head_window=head_window, wrap=head_border == "wrap")
+    weights = torch.randn_like(out)
+    torch.testing.assert_close(torch.autograd.grad((out * weights).sum(), tensors),
+                               torch.autograd.grad((exact * weights).sum(), tensors), atol=1e-12, rtol=1e-9)
+
+
+def test_what_flex_attention_cannot_do_is_named():
+    tensors = [t.detach() for t in problem((4, 5), (3, 3))]
+
+    def refused(reason, *further, window=3, **options):
+        with pytest.raises(ValueError, match=f"'flex' cannot run this: {reason}"):
+            evolving_attention(*tensors, *further, feat_size=(4, 5), window=window, implementation="flex",
+                               **{"need_logits": False, **options})
+
+    refused("it is for windows", window=None)
+    refused("it has no place for previous logits", torch.zeros(1, 4, 20, 20, dtype=D64))
+    refused("it never has the logits that are wanted", need_logits=True)
+    refused("it has no dropout on the attention probabilities", dropout_p=0.1)
+    wide = [torch.randn(1, 1, 6, 250) for _ in range(3)]
+    with pytest.raises(ValueError, match="it takes heads up to 256 wide, got 257 with positions and values of 250"):
+        evolving_attention(*wide, torch.randn(3, 250), torch.randn(3, 250), feat_size=(1, 6), window=3,
+                           need_logits=False, implementation="flex")
+
+
+def test_the_mask_of_flex_attention_may_be_saved_for_a_later_backward_pass():
+    flex.block_mask.cache_clear()
+    with torch.inference_mode():
+        mask = flex.block_mask(4, (20, 28), (7, 7), 3, False, torch.device("cpu"))
+    assert not mask.kv_num_blocks.is_inference()
+    assert mask is flex.block_mask(4, (20, 28), (7, 7), 3, False, torch.device("cpu"))
+    assert mask.shape == (1, 4, 560, 3 * 560)
+    assert mask.sparsity() > 30  # percent of the blocks of keys are passed over
+
+
 @pytest.mark.parametrize("head_border", ["clip", "wrap"])
 def test_gradcheck_of_the_gathered_way(head_border):
     tensors = problem((2, 3), (3, 3), num_heads=3, batch=2)
@@ -84,11 +137,13 @@ def test_a_window_over_the_whole_map_is_global_attention(implementation):
     assert (with_window - evolving_attention(*tensors, feat_size=size)[0]).abs().max() < 1e-12
 
 
+@UNFUSED
+@pytest.mark.parametrize("implementation", ["gathered", "flex"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_is_the_reference(dtype):
+def test_half_precision_is_the_reference(dtype, implementation):
     tensors = [t.detach().to(dtype) for t in problem((6, 6), (3, 3), dim_qk=8, dim_v=8)]
     half, _ = evolving_attention(*tensors, feat_size=(6, 6), window=3, head_window=3, need_logits=False,
-                                 implementation="gathered")
+                                 implementation=implementation)
     exact, _ = evolving_attention(*(t.double() for t in tensors), feat_size=(6, 6), window=3, head_window=3,
                                   need_logits=False, implementation="reference")
     assert half.dtype == dtype
