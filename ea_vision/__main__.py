@@ -22,6 +22,8 @@ GROUPS = {  # command: (module whose main(argv) runs it, what it does)
         "matrix": ("ea_vision.visualize.matrix", "whole maps, queries by keys"),
         "rollout": ("ea_vision.visualize.rollout", "attention over several layers together"),
         "statistics": ("ea_vision.visualize.layer_statistics", "entropy, distance, ... by layer and head"),
+        "jacobian": ("ea_vision.visualize.jacobian", "what moves the logit of a class, beside the attention maps"),
+        "sampling": ("ea_vision.visualize.sampling", "where a spatial transformer looks, and what it hands on"),
         "animation": ("ea_vision.visualize.animation", "a map over layers, or over a training run"),
         "explore": ("ea_vision.visualize.explore", "one HTML page: click a pixel, see every head of every layer"),
     },

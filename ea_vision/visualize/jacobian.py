@@ -6,14 +6,17 @@ not agree.
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from matplotlib.figure import Figure
 from PIL import Image
 from torch import Tensor, nn
 
-from ea_vision.analysis.loading import LoadedModel
-from ea_vision.analysis.recording import AttentionMaps, LayerMaps, attention_layers
+from ea_vision.analysis.loading import LoadedModel, parse_layers
+from ea_vision.analysis.recording import AttentionLayer, AttentionMaps, LayerMaps, attention_layers
 from ea_vision.base.errors import UsageError
 from ea_vision.visualize.drawing import (
     Look,
@@ -26,7 +29,14 @@ from ea_vision.visualize.drawing import (
     text_scale,
     wrapped,
 )
+from ea_vision.visualize.options import add_look, load_models, look_of, make_parser, only, shown_layers, some_layers
 from ea_vision.visualize.recordings import Recording, as_input, as_model, evaluating, record
+from ea_vision.visualize.writing import each_image, save, save_maps
+
+EXAMPLES = """\
+  ea-vision jacobian --model ea_conv_transformer_cifar -o jacobian.png photo.jpg
+  ea-vision jacobian --model runs/demo --target 3 --layers 1-3 --npz -o three.pdf digits:3
+"""
 
 
 def input_jacobian(model: nn.Module, batch: Tensor, target: int | None = None) -> tuple[Tensor, int]:
@@ -55,39 +65,59 @@ def input_jacobian(model: nn.Module, batch: Tensor, target: int | None = None) -
 
 def plot_jacobian(
         model: nn.Module | LoadedModel | str, image: Image.Image | Tensor, target: int | None = None,
-        **look,
+        layers: str | int | Sequence[int | str] | None = None, **look,
 ) -> Figure:
-    """The input, the Jacobian of a class, and of each attention layer what every pixel gets, mean of heads and queries.
+    """The input, the Jacobian of a class, and of attention layers what every pixel gets, mean of heads and queries.
 
     Args:
-        model, image: as in `ea_vision.visualize.plots`.
+        model, image, layers: as in `ea_vision.visualize.plots`; a model may also have no attention.
         target: class; the model's own first choice unless given.
         **look: those of `Look`.
 
     Raises:
-        UsageError: a class that the model does not have.
+        UsageError: a class or a layer that the model does not have.
     """
-    look = Look(**look)
     loaded = as_model(model)
-    x = as_input(loaded, image)
-    device = next(loaded.model.parameters()).device
-    with evaluating(loaded.model):
-        jacobian, chosen = input_jacobian(loaded.model, loaded.normalize(x[None].to(device)), target)
-    layers = attention_layers(loaded.model)
-    maps = record(loaded, x, layers).maps if layers else AttentionMaps()
-    recording = Recording(loaded, x, maps, None if isinstance(image, Tensor) else loaded.photo(image))
+    if layers is None:
+        shown = some_layers(attention_layers(loaded.model))
+    else:
+        several = [layers] if isinstance(layers, (str, int)) else layers
+        shown = parse_layers(",".join(map(str, several)), loaded)
+    recording, jacobian, chosen = _look_at(loaded, image, target, shown)
+    return jacobian_figure(recording, jacobian, chosen, Look(**look))
+
+
+def _look_at(model: LoadedModel, image: Image.Image | Tensor, target: int | None, layers: Sequence[AttentionLayer],
+             ) -> tuple[Recording, np.ndarray, int]:
+    """The maps of layers, the Jacobian (H, W) and its class."""
+    x = as_input(model, image)
+    device = next(model.model.parameters()).device
+    with evaluating(model.model):
+        jacobian, chosen = input_jacobian(model.model, model.normalize(x[None].to(device)), target)
+    maps = record(model, x, layers).maps if layers else AttentionMaps()
+    recording = Recording(model, x, maps, None if isinstance(image, Tensor) else model.photo(image))
+    return recording, jacobian.float().cpu().numpy(), chosen
+
+
+def jacobian_figure(recording: Recording, jacobian: np.ndarray, chosen: int, look: Look) -> Figure:
+    """See `plot_jacobian`.
+
+    Args:
+        recording: with the "attn" of the layers to show, which may be none.
+        jacobian, chosen: of `input_jacobian`.
+    """
+    layers = list(recording.maps.values())
     text, columns = text_scale(), min(6, 2 + len(layers))
     rows = -(-(2 + len(layers)) // columns)
     cell = 1.7 * max(1.0, 0.7 * text)
     figure = new_figure(cell * columns + 0.7 * text, (cell + 0.45 * text) * rows + 0.3 * text)
-    figure.suptitle(wrapped(loaded.label, cell * columns, 12))
+    figure.suptitle(wrapped(recording.model.label, cell * columns, 12))
     axes = figure.subplots(rows, columns, squeeze=False).ravel()
     draw_photo(axes[0], recording, look)
-    values = jacobian.float().cpu().numpy()
-    [[norm]] = norms_of([[values]], Look(), "jacobian")
-    draw_map(axes[1], values, recording, norm, look, part="jacobian")
+    [[norm]] = norms_of([[jacobian]], Look(), "jacobian")
+    draw_map(axes[1], jacobian, recording, norm, look, part="jacobian")
     axes[1].set_title(f"|d class {chosen} / d input|", fontsize="x-small")
-    received = [_received(maps[layer.number]) for layer in layers]
+    received = [_received(layer) for layer in layers]
     norms = norms_of([received], look)[0] if received else []
     for place, layer, values, norm in zip(axes[2:], layers, received, norms, strict=False):
         draw_map(place, values, recording, norm, look)
@@ -105,3 +135,26 @@ def _received(layer: LayerMaps) -> np.ndarray:
     keys = torch.from_numpy(layer.num_keys().reshape(-1)).float()
     got = layer.attn[0].float().mean(0).cpu()[first:, first:] * keys[:, None]
     return got.mean(0).reshape(layer.feat_size).numpy()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = make_parser(__doc__, EXAMPLES, output="jacobian.png", layers=None, heads=None, queries=False)
+    add_look(parser)
+    parser.add_argument("--target", type=int, metavar="CLASS",
+                        help="the class, counted from 0 (default: the model's first choice)")
+    options = parser.parse_args(argv)
+    look, model = look_of(options), only(load_models(options), "model")
+    layers = _layers_of(options, model)
+    for _, image, output in each_image(options):
+        recording, jacobian, chosen = _look_at(model, image, options.target, layers)
+        save(jacobian_figure(recording, jacobian, chosen, look), output, options.dpi)
+        if options.npz:
+            save_maps([recording], output, jacobian=jacobian)
+    return 0
+
+
+def _layers_of(options: argparse.Namespace, model: LoadedModel) -> list[AttentionLayer]:
+    """Those of --layers; none of a model that has none, unless they are asked for."""
+    if options.layers is None and not attention_layers(model.model):
+        return []
+    return shown_layers(options, [model])[0]

@@ -31,20 +31,22 @@ TOKEN = re.compile(r"cls|dist|reg[1-9]\d*")  # as `analysis.recording.prefix_nam
 DIAGONAL = ((0.25, 0.25), (0.5, 0.5), (0.75, 0.75))
 
 
-def make_parser(description: str, examples: str, *, output: str, layers: str | None = "all",
-                heads: str | None = "all,mean", queries: bool = True, maps: bool = True,
-                suffixes: Sequence[str] = PICTURES) -> argparse.ArgumentParser:
-    """The options that the figures' commands share; `heads=None`, `queries=False`, `maps=False` leave theirs out."""
+def make_parser(description: str, examples: str, *, output: str, model: str = "ea_conv_transformer_cifar",
+                layers: str | bool | None = "all", heads: str | None = "all,mean", queries: bool = True,
+                maps: bool = True, suffixes: Sequence[str] = PICTURES) -> argparse.ArgumentParser:
+    """The options that the figures' commands share; `layers=False`, `heads=None`, `queries=False`, `maps=False` leave
+    theirs out."""
     parser = argparse.ArgumentParser(description=description, epilog="examples:\n" + examples,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="ea_conv_transformer_cifar", metavar="NAME|RUN[,..]",
+    parser.add_argument("--model", default=model, metavar="NAME|RUN[,..]",
                         help=f"{WEIGHTS_HELP}; several separated by commas (default: %(default)s)")
     parser.add_argument("--random", action="store_true", help="random weights, whatever there is")
     parser.add_argument("--img-size", metavar="N|H,W", help="size of the input in pixels (default: the model's)")
-    parser.add_argument("--layers", default=layers, metavar="1,2|3-5|all",
-                        help="attention layers, counted from 1 in forward order, or their module names (default: "
-                             + (f"all of up to {SOME_LAYERS}, or {SOME_LAYERS} over the depth of the network)"
-                                if layers is None else "%(default)s)"))
+    if layers is not False:
+        parser.add_argument("--layers", default=layers, metavar="1,2|3-5|all",
+                            help="attention layers, counted from 1 in forward order, or their module names (default: "
+                                 + (f"all of up to {SOME_LAYERS}, or {SOME_LAYERS} over the depth of the network)"
+                                    if layers is None else "%(default)s)"))
     if heads is not None:
         parser.add_argument("--heads", default=heads, metavar="0,1|all|mean",
                             help="heads, counted from 0; mean: their average (default: %(default)s)")

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import matplotlib
+import numpy as np
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
@@ -61,13 +62,13 @@ def save(figure: Figure, output: Path, dpi: int) -> None:
     atomic_write(output, data.getvalue())
 
 
-def save_maps(recordings: Sequence[Recording], output: Path) -> None:
+def save_maps(recordings: Sequence[Recording], output: Path, **further: np.ndarray) -> None:
     """Write the maps of recordings, and the images that the networks saw, into FILE.npz beside a figure.
 
     The names are those of `AttentionMaps.arrays` and "image", (3, H, W) in 0..1; of several models with the model's
-    label and a slash before.
+    label and a slash before. `further` arrays are written, too.
     """
-    arrays = {}
+    arrays = dict(further)
     for recording in recordings:
         prefix = f"{recording.model.label}/" if len(recordings) > 1 else ""
         own = {"image": recording.image.numpy(), **recording.maps.arrays()}
