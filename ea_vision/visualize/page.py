@@ -13,6 +13,7 @@ import html
 import io
 import json
 import re
+import secrets
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,17 +32,18 @@ from ea_vision.analysis.recording import AttentionLayer, LayerMaps
 from ea_vision.base.errors import UsageError
 
 SOURCE = Path(__file__).with_name("page_source")
-MODULES = ("bytes.js", "maps.js", "colours.js", "state.js", "draw.js", "panel.js", "main.js")  # in order of need
+MODULES = ("bytes.js", "maps.js", "colours.js", "state.js", "draw.js", "kept.js", "panel.js",
+           "main.js")  # in order of need
 STORED_PARTS = ("attn", "logits", "conv_logits", "prev_logits", "self_logits")  # what is left out first comes last
 COLOUR_MAPS = ("viridis", "cividis", "magma", "gray")
 MEGABYTE = 1_000_000
+PHOTO_SIDE = 384  # pixels of a photo, which is shown with up to 320
 
 
 # ---- images ---------------------------------------------------------------------------------------------------------
 
-def data_url(image: Tensor) -> str:
-    """(3, H, W) in 0..1 -> PNG where it is small, JPEG otherwise, as a data: address."""
-    pixels = (image * 255).round().to(torch.uint8).permute(1, 2, 0).cpu().numpy()
+def data_url(pixels: np.ndarray) -> str:
+    """(H, W, 3) uint8 -> PNG where it is small, JPEG otherwise, as a data: address."""
     data = io.BytesIO()
     kind = "png" if pixels.size <= 3 * 128 * 128 else "jpeg"
     Image.fromarray(pixels).save(data, kind, **({"quality": 90} if kind == "jpeg" else {"optimize": True}))
@@ -173,7 +175,7 @@ class Explorer:
             raise UsageError(f"{model.label} on a {prepared.shape[1]}x{prepared.shape[2]} input: {error}") from error
         streams, places = pack({layer.number: self._arrays(layer) for layer in maps.values()})
         return {
-            "photo": data_url(prepared),
+            **self._photos(model, image, prepared),
             "predictions": self._predictions(output[0].float(), self.class_names[index]),
             "featSizes": {layer.number: layer.feat_size for layer in maps.values()},
             "places": places,
@@ -185,6 +187,13 @@ class Explorer:
         N = layer.feat_size[0] * layer.feat_size[1]
         return {part: layer.spatial(part)[0].float().cpu().numpy().reshape(-1, N, N)
                 for part in self.parts if getattr(layer, part) is not None}
+
+    @staticmethod
+    def _photos(model: LoadedModel, image: Image.Image, prepared: Tensor) -> dict[str, str]:
+        """The photo, and beside it, where that is coarser, what the network saw of it."""
+        seen = data_url((prepared * 255).round().to(torch.uint8).permute(1, 2, 0).numpy())
+        finer = model.photo(image, PHOTO_SIDE)
+        return {"photo": seen} if finer is None else {"photo": data_url(finer), "seen": seen}
 
     @staticmethod
     def _predictions(logits: Tensor, names: Sequence[str] | None) -> list[dict[str, Any]]:
@@ -244,12 +253,14 @@ def build_page(explorer: Explorer, entries: Sequence[dict[str, Any]], *, upload:
     Args:
         explorer: the models.
         entries: images, from `Explorer.view`.
-        upload: maxBytes and maxPixels of the server that takes images; None: a page that asks nobody.
+        upload: maxBytes and maxPixels of the server that takes images; None: a page that asks nobody. Browsers keep
+            what they sent for as long as this page is served, by a word of its own.
     """
     steps = np.linspace(0, 1, 256)
     colours = {name: base64.b64encode((matplotlib.colormaps[name](steps)[:, :3] * 255).round().astype(np.uint8)
                                       .tobytes()).decode() for name in COLOUR_MAPS}
     title = "Attention of " + ", ".join(model.label for model in explorer.models)
+    upload = {**upload, "session": secrets.token_hex(8)} if upload else None
     about = {"models": explorer.describe(), "colours": colours, "upload": upload, "version": ea_vision.__version__}
     fields = {
         "title": html.escape(title),

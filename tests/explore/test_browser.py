@@ -342,6 +342,34 @@ def test_the_fragment_reproduces_the_view(open_page):
     assert tile(again, 0, 21, 5) == tile(page, 0, 21, 5)
 
 
+def test_a_link_to_what_there_is_not_is_told_so(open_page):
+    """And what there is instead is shown."""
+    page = open_page("#layer=99&head=7&image=5")
+    message = page.locator("#message")
+    assert message.inner_text() == (
+        "The address asks for image 5; the images of this page are 0 to 1. "
+        "The address asks for layer 99; this page has layers 8, 9, 10, 21, 1, 2, 3, 4, 5, 6. Shown is layer 9.")
+    assert (state(page)["layer"], state(page)["head"], state(page)["image"]) == (9, 7, 0)
+    page.get_by_label("layer 8, head 1", exact=True).click()
+    assert not message.is_visible()
+    assert not open_page("#layer=21&head=mean&image=1").locator("#message").is_visible()
+
+
+def test_captions_say_what_they_describe(open_page):
+    page = open_page("#query=40,50&layer=9&head=2")
+    query, zoom = page.locator(".stage").first.locator(".caption").all_inner_texts()
+    assert query == "query y 40, x 50 · framed: its cell of the 4x6 map"
+    shown = tile(page, 0, 9, 2)
+    assert zoom.split("\n") == [
+        "layer 9 · head 2 · attention · 4x6 map", f"largest {max(shown['values']) * 24:.2f}/N",
+        f"entropy {shown['entropy']:.2f} of at most 3.18 nats · distance {shown['distance']:.1f} px"]
+    choose_part(page, "conv_logits")
+    zoom = page.locator(".stage").first.locator(".caption").nth(1).inner_text()
+    assert zoom.startswith("layer 9 · head 2 · after conv. · 4x6 map\nof its attention: entropy ")
+    page.get_by_label("layer 21, head 0", exact=True).click()
+    assert "2x3 map" in page.locator(".stage").first.inner_text()
+
+
 @pytest.mark.parametrize("fragment", [
     "#query=9999,-1&image=7&part=none&layer=x&head=-3&opacity=9&scale=&theme=<b>", "#%%%", "#"])
 def test_a_fragment_that_makes_no_sense_is_as_none(open_page, fragment):
@@ -357,6 +385,78 @@ def test_one_colour_scale_for_all(open_page, explorer):
     shown = tile(page, 0, 8, 0)
     colour = matplotlib.colormaps["viridis"]((np.array(shown["values"]) - every.min()) / np.ptp(every), bytes=True)
     assert np.abs(zoom_pixels(page, shown["featSize"]) - colour[:, :3]).max() <= 6
+
+
+def test_attention_that_is_everywhere_alike_does_not_look_strong(open_page, explorer):
+    """Colours reach to three times 1/N at least, each tile its own or not, and the bar marks 1/N."""
+    page = open_page("#opacity=1&layer=8&head=0")
+    shown = tile(page, 0, 8, 0)
+    values = np.array(shown["values"])
+    assert values.max() < 1.7 / 24, "random weights look everywhere nearly alike"
+    for scale, end in (("tile", 3 / 24), ("layer", None)):
+        page.get_by_label("Colour scale").select_option(scale)
+        settle(page)
+        if end is None:
+            end = max(3 / 24, *(value for head in range(8) for value in tile(page, 0, 8, head)["values"]))
+        colour = matplotlib.colormaps["viridis"](values / end, bytes=True)
+        inside = [cell for cell in range(24) if cell != shown["cell"]]
+        assert np.abs(zoom_pixels(page, shown["featSize"]) - colour[:, :3])[inside].max() <= 6
+    ink = page.evaluate("""() => {
+      const bar = document.querySelector(".bar"), row = bar.getContext("2d").getImageData(0, 2, bar.width, 1).data;
+      const text = getComputedStyle(document.body).color.match(/[0-9]+/g).map(Number);
+      return Array.from({length: bar.width}, (_, x) => x).filter(
+        (x) => text.every((value, i) => Math.abs(row[4 * x + i] - value) < 12)).map((x) => x / bar.width);
+    }""")
+    assert ink and abs(np.mean(ink) - 1 / 3) < 0.02, "1/N is a third of the way"
+
+
+@pytest.mark.parametrize("query, colours", [("0,0", "viridis"), ("40,50", "gray"), ("63,95", "magma")])
+def test_the_querys_frame_stands_out_on_all_sides(open_page, query, colours):
+    """Around the cell in the enlarged tile, a black and a white line: one has 3:1 or more on any ground."""
+    page = open_page(f"#query={query}&layer=8&head=0&opacity=1&colours={colours}")
+    H, W = tile(page, 0, 8, 0)["featSize"]
+    cell = tile(page, 0, 8, 0)["cell"]
+    found = page.evaluate("""([row, column, H, W]) => {
+      const canvas = document.querySelector(".zoom"), copy = new OffscreenCanvas(canvas.width, canvas.height);
+      const context = copy.getContext("2d", { willReadFrequently: true });
+      context.drawImage(canvas, 0, 0);
+      const high = canvas.height / H, wide = canvas.width / W, near = 8;
+      const strip = (x, y, w, h) => {
+        const left = Math.max(0, Math.round(x)), top = Math.max(0, Math.round(y));
+        const data = context.getImageData(left, top, Math.max(1, Math.min(canvas.width - left, Math.round(w))),
+                                          Math.max(1, Math.min(canvas.height - top, Math.round(h)))).data;
+        const light = [];
+        for (let i = 0; i < data.length; i += 4) light.push((data[i] + data[i + 1] + data[i + 2]) / 3);
+        return [Math.min(...light), Math.max(...light)];
+      };
+      const x = (column + 0.5) * wide, y = (row + 0.5) * high;
+      return [strip(column * wide - near, y, 2 * near, 1), strip((column + 1) * wide - near, y, 2 * near, 1),
+              strip(x, row * high - near, 1, 2 * near), strip(x, (row + 1) * high - near, 1, 2 * near)];
+    }""", [cell // W, cell % W, H, W])
+    assert all(low < 20 and high > 235 for low, high in found), found
+
+
+def test_the_photo_is_its_own_or_what_the_network_saw(open_page, explorer):
+    page = open_page("#query=0,0")
+
+    def shown() -> np.ndarray:
+        """(32, 32, 3): the second model's photo in the middle of the input's pixels."""
+        return np.array(page.evaluate("""() => {
+          const canvas = document.querySelectorAll(".photo")[1], copy = new OffscreenCanvas(32, 32);
+          const context = copy.getContext("2d", { willReadFrequently: true });
+          context.imageSmoothingEnabled = false;
+          context.drawImage(canvas, 0, 0, 32, 32);
+          return [...context.getImageData(0, 0, 32, 32).data];
+        }""")).reshape(32, 32, 4)[..., :3]
+
+    saw = (explorer.models[1].prepare(picture(0)) * 255).round().permute(1, 2, 0).numpy()
+    far = np.s_[8:, 8:]  # from the query's frame
+    own = shown()
+    page.get_by_label("Photo as the network saw it").check()
+    settle(page)
+    assert np.abs(shown() - saw)[far].max() <= 1
+    assert 0.3 < np.abs(own - saw)[far].mean() < 12, "the same picture, finer"
+    assert "seen=1" in page.evaluate("explorer.fragment()")
 
 
 # ---- picture, looks, speed ------------------------------------------------------------------------------------------
@@ -459,6 +559,21 @@ def test_images_are_opened_in_the_served_page(browser, explorer, tmp_path):
                 else:
                     page.wait_for_function("() => explorer.tile(0, 9, 0) && !document.body.matches('.waiting')")
             assert main.is_visible() and page.locator("input[name=image]").count() == 2
+            page.set_input_files("#upload input", [tmp_path / name for name in ("good.jpg", "notes.txt", "good.jpg")])
+            page.wait_for_function("() => document.querySelectorAll('input[name=image]').length === 4 "
+                                   "&& !document.body.matches('.waiting')")
+            assert message.inner_text().startswith("notes.txt: an image file required")
+            page.wait_for_function("() => location.hash.includes('image=3')")
+            seen = page.evaluate("explorer.tile(0, 9, 0)")
+            page.reload()
+            page.wait_for_function("() => window.explorer?.tile(0, 9, 0)")
+            assert page.locator("input[name=image]").count() == 4 and not message.is_visible(), "they outlast a reload"
+            assert page.evaluate("explorer.state().image") == 3 and page.evaluate("explorer.tile(0, 9, 0)") == seen
+            server.page = build_page(explorer, [], upload=limits).encode()  # as another server's
+            page.reload()
+            page.wait_for_function("() => window.explorer && !document.getElementById('message').hidden")
+            assert "this page has no image yet" in message.inner_text()
+            assert page.locator("input[name=image]").count() == 0 and not main.is_visible()
             assert not errors and all(url.startswith(server.address) or url.startswith("data:") for url in requests)
         finally:
             page.close()

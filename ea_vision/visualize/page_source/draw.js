@@ -2,7 +2,9 @@
 
 import { colourMap, cssColour } from "./colours.js";
 
-const MARK = "#ff4f2e"; // stands out from every colour map used
+// A frame's lines from below: black and white together stand out from any ground, at 3:1 or more.
+const FRAME = [["#000", 6], ["#fff", 4], ["#e8431f", 2]];
+const SMALL_FRAME = [["#000", 3], ["#fff", 1]];
 const FONT = "system-ui, sans-serif";
 const GAP = 3;
 
@@ -39,7 +41,7 @@ export function sizeCanvas(canvas, width, height) {
   return context;
 }
 
-/** A grey copy of an image, what maps are laid over. */
+/** A grey copy of an image: maps are laid over it. */
 export function greyCopy(image) {
   const canvas = new OffscreenCanvas(image.naturalWidth, image.naturalHeight);
   const context = canvas.getContext("2d");
@@ -57,19 +59,23 @@ export function greyCopy(image) {
 export function drawPhoto(context, image, width, height, cell, [H, W]) {
   context.imageSmoothingEnabled = image.naturalWidth > 64;
   context.drawImage(image, 0, 0, width, height);
-  markCell(context, 0, 0, width, height, cell, [H, W], 2);
+  markCell(context, 0, 0, width, height, cell, [H, W], FRAME);
 }
 
-function markCell(context, x, y, width, height, cell, [H, W], line) {
-  const cellWidth = width / W, cellHeight = height / H;
-  const left = x + (cell % W) * cellWidth, top = y + Math.floor(cell / W) * cellHeight;
-  const outline = (colour, grow, thick) => {
+/** A frame around a cell; at the picture's edges it moves inwards, so that all four sides are seen. */
+function markCell(context, x, y, width, height, cell, [H, W], frame) {
+  const half = frame[0][1] / 2;
+  const column = cell % W, row = Math.floor(cell / W);
+  const sharp = (place) => Math.round(place - half) + half; // so that lines fill whole pixels
+  const left = Math.max(x + half, sharp(x + (column * width) / W - half));
+  const top = Math.max(y + half, sharp(y + (row * height) / H - half));
+  const right = Math.min(x + width - half, sharp(x + ((column + 1) * width) / W + half));
+  const bottom = Math.min(y + height - half, sharp(y + ((row + 1) * height) / H + half));
+  for (const [colour, thick] of frame) {
     context.strokeStyle = colour;
     context.lineWidth = thick;
-    context.strokeRect(left - grow, top - grow, cellWidth + 2 * grow, cellHeight + 2 * grow);
-  };
-  if (line > 1) outline("#000a", line / 2, line + 2);
-  outline(MARK, line / 2, line);
+    context.strokeRect(left, top, right - left, bottom - top);
+  }
 }
 
 /** One map over the grey photo. */
@@ -85,7 +91,7 @@ export function drawMap(context, values, featSize, range, table, grey, opacity, 
   context.imageSmoothingEnabled = false;
   context.drawImage(small, 0, 0, width, height);
   context.globalAlpha = 1;
-  markCell(context, 0, 0, width, height, cell, featSize, 2);
+  markCell(context, 0, 0, width, height, cell, featSize, FRAME);
 }
 
 /** The place of a map that there is not. */
@@ -146,7 +152,7 @@ export class TilePainter {
       context.imageSmoothingEnabled = false;
       context.drawImage(this.atlas, c * this.cellWidth, r * this.cellHeight, W, H, x, y, tile, height);
       context.globalAlpha = 1;
-      markCell(context, x, y, tile, height, one.cell, this.sizes[r], 1);
+      markCell(context, x, y, tile, height, one.cell, this.sizes[r], SMALL_FRAME);
     });
     if (geometry.numLines) this.paintNumbers(context, geometry, forEachTile, ink);
   }
@@ -180,8 +186,8 @@ export class TilePainter {
   }
 }
 
-/** A horizontal colour bar with its ends' values, 26 pixels high. */
-export function drawBar(context, table, [low, high], width, ink) {
+/** A horizontal colour bar with its ends' values, 26 pixels high; `uniform`, where a map has it, is marked as 1/N. */
+export function drawBar(context, table, [low, high], width, ink, uniform = null) {
   const bar = 8;
   for (let x = 0; x < width; x++) {
     context.fillStyle = cssColour(table, Math.round((x / Math.max(1, width - 1)) * 255));
@@ -194,6 +200,12 @@ export function drawBar(context, table, [low, high], width, ink) {
   context.fillText(shortNumber(low), 0, bar + 4);
   context.textAlign = "right";
   context.fillText(shortNumber(high), width, bar + 4);
+  if (uniform === null || uniform <= low || uniform >= high) return;
+  const x = ((uniform - low) / (high - low)) * width;
+  context.fillRect(x - 0.5, 0, 1.5, bar + 3);
+  const room = context.measureText(shortNumber(high)).width;
+  context.textAlign = "center";
+  if (x > 20 && x < width - room - 14) context.fillText("1/N", x, bar + 4);
 }
 
 /** Three figures that count: 0.0123, 4.56, -12.3. */

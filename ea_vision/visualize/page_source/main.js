@@ -3,6 +3,7 @@
 import { MEAN, PARTS, partName } from "./maps.js";
 import { colourTable } from "./colours.js";
 import { firstState, fromFragment, setQuery, toFragment } from "./state.js";
+import { keep, keptBefore } from "./kept.js";
 import { Panel, arrowOf, element, headName } from "./panel.js";
 
 const byId = (id) => document.getElementById(id);
@@ -32,6 +33,7 @@ const actions = {
     });
   },
   select(layer, head) {
+    complain("");
     change(() => Object.assign(state, { layer, head }));
   },
   hover(layer, head) {
@@ -88,7 +90,9 @@ function offerParts() {
 }
 
 function applyFragment() {
-  state = fromFragment(location.hash, about, entries.length);
+  const [asked, problems] = fromFragment(location.hash, about, entries.length);
+  state = asked;
+  complain(problems.join(" "));
   writeControls();
   if (entries.length) show();
 }
@@ -123,16 +127,19 @@ function draw() {
   finishLater();
 }
 
-/** One colour range for the tiles of a layer, or for all, over all models. */
+/**
+ * One colour range for each tile, for the tiles of a layer, or for all, over all models. That of attention ends at three
+ * times uniform attention or above: what looks everywhere alike must not look strong.
+ */
 function shareRanges() {
-  if (state.scale === "tile") return;
   const rows = panels.flatMap((panel) => panel.tiles);
-  const groups = state.scale === "all" ? [rows.flat()]
+  const groups = state.scale === "all" ? [rows.flat()] : state.scale === "tile" ? rows.flat().map((tile) => [tile])
     : [...new Set(rows.map((row) => row[0].layer.number))].map((number) =>
       rows.filter((row) => row[0].layer.number === number).flat());
-  for (const group of groups) {
-    const range = panels[0].rangeOf(group);
-    for (const tile of group) tile.range = range;
+  for (const group of groups.map((tiles) => tiles.filter((tile) => tile.present)).filter((tiles) => tiles.length)) {
+    const [low, high] = panels[0].rangeOf(group);
+    const least = state.part === "attn" ? Math.min(...group.map((tile) => 3 / tile.values.length)) : -Infinity;
+    for (const tile of group) tile.range = [low, Math.max(high, least)];
   }
 }
 
@@ -161,6 +168,7 @@ function buildControls() {
     element("input", { type: "radio", name: "part", value: part, disabled: true }), name)));
   toolbar.elements.colours.append(...Object.keys(about.colours).map((name) => element("option", {}, name)));
   byId("link").hidden = panels.length < 2;
+  byId("seen").hidden = !about.upload && !entries.some((entry) => entry.models.some((view) => view.seen));
   byId("version").textContent = about.version;
   byId("settings").open = window.innerWidth >= 700;
   byId("models").append(...panels.map((panel) => panel.node));
@@ -178,7 +186,7 @@ function addThumbnail(entry, index) {
 function writeControls() {
   const { elements } = toolbar;
   for (const name of ["opacity", "scale", "colours", "theme"]) elements[name].value = String(state[name]);
-  for (const name of ["numbers", "link"]) elements[name].checked = state[name];
+  for (const name of ["numbers", "link", "seen"]) elements[name].checked = state[name];
   for (const input of byId("parts").querySelectorAll("input")) input.checked = input.value === state.part;
   for (const input of byId("images").querySelectorAll("input")) input.checked = input.value === String(state.image);
   byId("part-help").textContent = PARTS.find(([part]) => part === state.part)[2];
@@ -246,38 +254,52 @@ async function save() {
 
 // ---- images sent to the server of --serve ---------------------------------------------------------------------------
 
-async function upload(file) {
-  if (file.size > about.upload.maxBytes) {
-    complain(`${file.name} has ${(file.size / 1e6).toFixed(1)} MB; at most ${about.upload.maxBytes / 1e6} MB are taken`);
-    return;
-  }
+/** Send files in turn, and show the last that was taken; what was wrong with others is said together. */
+async function upload(files) {
+  const wrong = [];
   complain("");
   document.body.classList.add("waiting");
-  try {
-    const response = await fetch(`image?name=${encodeURIComponent(file.name)}`, {
-      method: "POST", body: file, headers: { "Content-Type": file.type || "application/octet-stream" },
-    });
-    const answer = await response.json();
-    if (!response.ok) throw new Error(answer.error);
-    entries.push(answer);
-    byId("toolbar").hidden = byId("models").hidden = false;
-    addThumbnail(answer, entries.length - 1);
-    state.image = entries.length - 1;
-    writeControls();
-    await show();
-  } catch (error) {
-    complain(`${file.name}: ${error.message}`);
-  } finally {
-    document.body.classList.remove("waiting");
+  for (const file of files) {
+    try {
+      const entry = await send(file);
+      addEntry(entry);
+      state.image = entries.length - 1;
+      await keep(about.upload.session, entry).catch((error) =>
+        wrong.push(`${file.name} will not outlast a reload: ${error.message}`));
+    } catch (error) {
+      wrong.push(`${file.name}: ${error.message}`);
+    }
   }
+  document.body.classList.remove("waiting");
+  complain(wrong.join("; "));
+  writeControls();
+  if (entries.length) await show();
 }
 
-function takeUploads() {
+async function send(file) {
+  if (file.size > about.upload.maxBytes) {
+    throw new Error(`it has ${(file.size / 1e6).toFixed(1)} MB; at most ${about.upload.maxBytes / 1e6} MB are taken`);
+  }
+  const response = await fetch(`image?name=${encodeURIComponent(file.name)}`, {
+    method: "POST", body: file, headers: { "Content-Type": file.type || "application/octet-stream" },
+  });
+  const answer = await response.json();
+  if (!response.ok) throw new Error(answer.error);
+  return answer;
+}
+
+function addEntry(entry) {
+  entries.push(entry);
+  addThumbnail(entry, entries.length - 1);
+  byId("toolbar").hidden = byId("models").hidden = false;
+}
+
+async function takeUploads() {
   byId("upload").hidden = false;
   byId("upload-limits").textContent =
-    `or drop one here: up to ${about.upload.maxBytes / 1e6} MB and ${about.upload.maxPixels / 1e6} megapixels`;
+    `or drop some here: up to ${about.upload.maxBytes / 1e6} MB and ${about.upload.maxPixels / 1e6} megapixels each`;
   byId("upload").querySelector("input").addEventListener("change", ({ target }) => {
-    if (target.files.length) upload(target.files[0]);
+    if (target.files.length) upload([...target.files]);
     target.value = "";
   });
   const dropping = (on) => (event) => {
@@ -288,14 +310,16 @@ function takeUploads() {
   document.addEventListener("dragleave", dropping(false));
   document.addEventListener("drop", (event) => {
     dropping(false)(event);
-    if (event.dataTransfer.files.length) upload(event.dataTransfer.files[0]);
+    if (event.dataTransfer.files.length) upload([...event.dataTransfer.files]);
   });
+  const kept = await keptBefore(about.upload.session).catch(() => []); // a browser that keeps nothing
+  kept.forEach(addEntry);
 }
 
 // ---- start ----------------------------------------------------------------------------------------------------------
 
 buildControls();
-if (about.upload) takeUploads();
+if (about.upload) await takeUploads();
 toolbar.addEventListener("submit", (event) => event.preventDefault());
 toolbar.addEventListener("input", onControl);
 byId("images").addEventListener("input", onControl);

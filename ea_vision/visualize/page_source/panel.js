@@ -81,16 +81,15 @@ export class Panel {
 
   /** Load an image's entry, with the maps of the parts; a promise of the function that shows it. */
   async setEntry(entry, parts) {
-    const image = element("img", { src: entry.photo, alt: "" });
+    const images = [entry.photo, entry.seen ?? entry.photo].map((src) => element("img", { src, alt: "" }));
     const maps = new Maps(this.model, entry);
-    await Promise.all([image.decode(), maps.load(parts)]);
-    return () => this.useEntry(entry, image, maps); // the page switches all models at once
+    await Promise.all([...images.map((image) => image.decode()), maps.load(parts)]);
+    return () => this.useEntry(entry, images, maps); // the page switches all models at once
   }
 
-  useEntry(entry, image, maps) {
+  useEntry(entry, images, maps) {
     this.entry = entry;
-    this.image = image;
-    this.grey = greyCopy(image);
+    this.pictures = images.map((image) => ({ image, grey: greyCopy(image) }));
     this.maps = maps;
     const sizes = this.model.layers.map((layer) => maps.featSize(layer));
     this.painter = new TilePainter(sizes, this.columns.length);
@@ -233,15 +232,15 @@ export class Panel {
     this.shown = this.tileOf(...look.shown);
     const shows = this.rowsInView();
 
-    drawPhoto(sizeCanvas(this.photo, this.stageWidth, this.stageHeight), this.image, this.stageWidth, this.stageHeight,
-      this.finestCell(query), this.finest);
-    this.queryText.textContent = `query y ${query[0]}, x ${query[1]}` + (state.pinned ? " · pinned" : "");
+    drawPhoto(sizeCanvas(this.photo, this.stageWidth, this.stageHeight), this.picture().image, this.stageWidth,
+      this.stageHeight, this.finestCell(query), this.finest);
+    this.queryText.textContent = this.queryLine(query) + (state.pinned ? " · pinned" : "");
 
     const zoom = sizeCanvas(this.zoom, this.stageWidth, this.stageHeight);
     const bar = sizeCanvas(this.bar, this.stageWidth, 26);
     if (this.shown?.present) {
       this.paintZoom(zoom, this.stageWidth, this.stageHeight);
-      drawBar(bar, table, this.shown.range, this.stageWidth, ink);
+      drawBar(bar, table, this.shown.range, this.stageWidth, ink, this.uniform());
     } else {
       drawMissing(zoom, 0, 0, this.stageWidth, this.stageHeight, ink);
     }
@@ -250,15 +249,30 @@ export class Panel {
     this.markSelected(state);
   }
 
+  queryLine(query) {
+    return `query y ${query[0]}, x ${query[1]} · framed: its cell of the ${this.finest.join("x")} map`;
+  }
+
   finestCell(query) {
     const [H, W] = this.finest, [height, width] = this.model.imgSize;
     return Math.floor((query[0] * H) / height) * W + Math.floor((query[1] * W) / width);
   }
 
+  /** Uniform attention in the enlarged tile; null for what is no probability. */
+  uniform() {
+    return this.look.state.part === "attn" ? 1 / this.shown.values.length : null;
+  }
+
   paintZoom(context, width, height) {
     const { values, layer, range, cell } = this.shown;
     const { state, table } = this.look;
-    drawMap(context, values, this.maps.featSize(layer), range, table, this.grey, state.opacity, cell, width, height);
+    drawMap(context, values, this.maps.featSize(layer), range, table, this.picture().grey, state.opacity, cell, width,
+      height);
+  }
+
+  /** The photo and its grey copy, or what the network saw of it. */
+  picture() {
+    return this.pictures[this.look.state.seen ? 1 : 0];
   }
 
   /** Whether a row of tiles is on the screen, or two rows from it. */
@@ -280,7 +294,7 @@ export class Panel {
     const { state, table, ink } = this.look;
     const tiles = this.tiles.map((row) => row.map((tile) => (tile.present ? tile : null)));
     this.painter.paint(context, this.geometry, tiles, {
-      table, ink, shows, grey: this.grey, opacity: state.opacity,
+      table, ink, shows, grey: this.picture().grey, opacity: state.opacity,
       labels: { rows: this.model.layers.map(({ number }) => String(number)), columns: this.columns.map(String) },
     });
   }
@@ -302,11 +316,14 @@ export class Panel {
     const [number, head] = this.look.shown;
     const { part } = this.look.state;
     if (!this.shown) return [`no layer ${number} with ${headName(head)} here`];
-    const title = `layer ${number} · ${headName(head)} · ${partName(part)}`;
+    const [H, W] = this.maps.featSize(this.shown.layer);
+    const title = `layer ${number} · ${headName(head)} · ${partName(part)} · ${H}x${W} map`;
     if (!this.shown.present) return [title, "this layer has none"];
-    const { entropy, distance } = this.shown;
-    return entropy === undefined ? [title]
-      : [title, `entropy ${entropy.toFixed(2)} nats · distance ${distance.toFixed(1)} px`];
+    const { entropy, distance, values } = this.shown;
+    if (entropy === undefined) return [title];
+    const most = part === "attn" ? [`largest ${(Math.max(...values) * values.length).toFixed(2)}/N`] : [];
+    return [title, ...most, `${part === "attn" ? "" : "of its attention: "}entropy ${entropy.toFixed(2)} of at most `
+      + `${Math.log(values.length).toFixed(2)} nats · distance ${distance.toFixed(1)} px`];
   }
 
   writeZoomText(more = "") {
@@ -333,7 +350,7 @@ export class Panel {
     const side = Math.min(260, Math.max(160, Math.floor((this.geometry.width - 12) / 2)));
     const height = Math.round((side * this.model.imgSize[0]) / this.model.imgSize[1]);
     return { side, height, width: Math.max(this.geometry.width, 2 * side + 12),
-      totalHeight: 44 + height + 84 + this.geometry.totalHeight };
+      totalHeight: 44 + height + 99 + this.geometry.totalHeight };
   }
 
   paintPicture(context) {
@@ -356,14 +373,15 @@ export class Panel {
     write(this.entry.predictions.map(({ name, probability }) => `${name} ${(100 * probability).toFixed(1)}%`).join(" · "),
       0, 20, "12px system-ui, sans-serif");
     const query = state.queries[this.index];
-    at(0, 44, () => drawPhoto(context, this.image, side, height, this.finestCell(query), this.finest));
+    at(0, 44, () => drawPhoto(context, this.picture().image, side, height, this.finestCell(query), this.finest));
     write(`query y ${query[0]}, x ${query[1]}`, 0, 44 + height + 4, "12px system-ui, sans-serif");
     if (this.shown?.present) {
       at(side + 12, 44, () => this.paintZoom(context, side, height));
-      at(side + 12, 44 + height + 6, () => drawBar(context, this.look.table, this.shown.range, side, ink));
+      at(side + 12, 44 + height + 6, () => drawBar(context, this.look.table, this.shown.range, side, ink,
+        this.uniform()));
     }
     this.zoomLines().forEach((line, i) =>
       write(line, side + 12, 44 + height + 36 + 15 * i, "12px system-ui, sans-serif"));
-    at(0, 44 + height + 84, () => this.paintTiles(context, () => true));
+    at(0, 44 + height + 99, () => this.paintTiles(context, () => true));
   }
 }

@@ -20,6 +20,7 @@ export function firstState(about) {
     colours: Object.keys(about.colours)[0],
     numbers: true,
     link: true,
+    seen: false,
     theme: "auto",
   };
 }
@@ -33,15 +34,22 @@ export function toFragment(state, about) {
   for (const name of ["image", "part", "layer", "head", "opacity", "scale", "colours", "theme"]) {
     if (state[name] !== first[name]) fields.set(name, state[name]);
   }
-  for (const name of ["pinned", "numbers", "link"]) {
+  for (const name of ["pinned", "numbers", "link", "seen"]) {
     if (state[name] !== first[name]) fields.set(name, state[name] ? "1" : "0");
   }
   return "#" + fields.toString().replaceAll("%2C", ",").replaceAll("%3B", ";");
 }
 
-/** The state of a fragment; what is missing or makes no sense is as at first. */
+/**
+ * The state of a fragment, and what to say of it: [state, texts]. What is missing or makes no sense is as at first; of
+ * an image, layer or head that there is not, a text says so.
+ */
 export function fromFragment(fragment, about, numImages) {
   const state = firstState(about);
+  const problems = [];
+  const asked = (name, there, what, instead) => {
+    if (fields.has(name) && !there) problems.push(`The address asks for ${name} ${fields.get(name)}; ${what}. ${instead}`);
+  };
   const fields = new URLSearchParams(fragment.replace(/^#/, ""));
   const number = (name, low, high) => {
     const value = Number(fields.get(name));
@@ -51,14 +59,22 @@ export function fromFragment(fragment, about, numImages) {
   const flag = (name) => (fields.has(name) ? fields.get(name) === "1" : state[name]);
 
   state.image = Math.floor(number("image", 0, numImages - 1));
+  asked("image", String(state.image) === fields.get("image"),
+    numImages ? `the images of this page are 0 to ${numImages - 1}` : "this page has no image yet", "");
   state.part = among("part", PARTS.map(([part]) => part));
-  state.layer = Math.floor(number("layer", 1, Infinity));
-  state.head = fields.get("head") === MEAN ? MEAN : Math.floor(number("head", 0, Infinity));
+  const layers = new Map(about.models.flatMap((model) => model.layers.map((layer) => [String(layer.number), layer])));
+  if (layers.has(fields.get("layer"))) state.layer = Number(fields.get("layer"));
+  asked("layer", layers.has(fields.get("layer")), `this page has layers ${[...layers.keys()].join(", ")}`,
+    `Shown is layer ${state.layer}.`);
+  const heads = [...new Set([...layers.values()].flatMap((layer) => layer.heads.map(String))), MEAN];
+  if (heads.includes(fields.get("head"))) state.head = fields.get("head") === MEAN ? MEAN : Number(fields.get("head"));
+  asked("head", heads.includes(fields.get("head")), `this page has heads ${heads.join(", ")}`,
+    `Shown is head ${state.head}.`);
   state.opacity = number("opacity", 0, 1);
   state.scale = among("scale", SCALES);
   state.colours = among("colours", Object.keys(about.colours));
   state.theme = among("theme", THEMES);
-  for (const name of ["pinned", "numbers", "link"]) state[name] = flag(name);
+  for (const name of ["pinned", "numbers", "link", "seen"]) state[name] = flag(name);
   (fields.get("query") ?? "").split(";").slice(0, about.models.length).forEach((text, model) => {
     const point = text.split(",").map(Number);
     const [H, W] = about.models[model].imgSize;
@@ -66,7 +82,7 @@ export function fromFragment(fragment, about, numImages) {
       && point[0] >= 0 && point[0] < H && point[1] >= 0 && point[1] < W;
     if (inside) setQuery(state, model, point, about);
   });
-  return state;
+  return [state, problems];
 }
 
 /** Set a model's query [y, x], in pixels of its input; linked models follow, scaled to their size. */
