@@ -6,6 +6,7 @@ import timm
 import torch
 
 import ea_vision
+from ea_vision import ops
 from ea_vision.layers import AugmentedConv2d, EvolvingAttention
 from ea_vision.ops import evolving_attention, flex, use_implementation
 from tests.models.zoo import layers_of
@@ -108,6 +109,22 @@ def test_what_flex_attention_cannot_do_is_named():
     with pytest.raises(ValueError, match="it takes heads up to 256 wide, got 257 with positions and values of 250"):
         evolving_attention(*wide, torch.randn(3, 250), torch.randn(3, 250), feat_size=(1, 6), window=3,
                            need_logits=False, implementation="flex")
+
+
+@UNFUSED
+def test_flex_attention_is_taken_where_it_can_and_the_log_says_so(monkeypatch, caplog):
+    """The order of CUDA, here on a CPU: there it is refused for what it cannot do, and `gathered` runs."""
+    assert ops._WINDOWS_BY_DEVICE == {"cpu": ("gathered",), "cuda": ("flex", "gathered")}
+    monkeypatch.setitem(ops._WINDOWS_BY_DEVICE, "cpu", ("flex", "gathered"))
+    ops._logged.clear()
+    layer, x = make(window=3, head_window=3), torch.randn(2, 4, 5, 6, dtype=D64)
+    with caplog.at_level("INFO"):
+        learning = layer(x)[0]
+        with torch.no_grad():
+            torch.testing.assert_close(layer(x)[0], learning)
+    assert caplog.messages == [
+        "evolving attention on cpu in torch.float64 by 'gathered'; not flex: it has no backward pass on a CPU",
+        "evolving attention on cpu in torch.float64 by 'flex'"]
 
 
 def test_the_mask_of_flex_attention_may_be_saved_for_a_later_backward_pass():
