@@ -67,8 +67,8 @@ def use_implementation(name: str) -> Iterator[None]:
 
 def _reason_against(
         name: str, q: Tensor, k: Tensor, v: Tensor, prev_logits: Tensor | None, weight: Tensor | None,
-        feat_size: tuple[int, int] | None, dropout_p: float, need_logits: bool, gates: tuple[float | Tensor, ...],
-        num_prefix_tokens: int, local: bool,
+        feat_size: tuple[int, int] | None, dropout_p: float, need_logits: bool, num_prefix_tokens: int,
+        local: bool,
 ) -> str | None:
     if name == "reference":
         return None
@@ -76,8 +76,6 @@ def _reason_against(
         return "it has no windows"
     if dropout_p > 0 and name != "sdpa":
         return "it has no dropout on the attention probabilities"
-    if name == "triton" and any(isinstance(gate, Tensor) for gate in gates):
-        return "it takes alpha and beta as numbers, got a gate that learns or has a share for each head"
     if name != "sdpa" and num_prefix_tokens:
         return f"it convolves whole maps, and {num_prefix_tokens} prefix tokens are to stay out of the convolution"
     if name == "cpu":
@@ -258,7 +256,7 @@ def evolving_attention(
         num_prefix_tokens = 0
     need_logits = need_logits and head_window == 1
     needs = (k, v, prev_logits, weight, None if height_rel is None else feat_size, dropout_p, need_logits,
-             (alpha, beta), num_prefix_tokens, local)
+             num_prefix_tokens, local)
     forced = implementation if implementation is not None else _forced[-1] if _forced else None
     if forced is None:
         chosen = _choose(q, *needs)

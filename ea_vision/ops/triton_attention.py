@@ -31,14 +31,18 @@ Choices:
 * Tensor cores for all products, operands in the maps' dtype, sums in float32 (for float32 three tf32 products, which
   keep its accuracy). The convolution of 8 heads is 3 products (pixels, 24 of 32) x (24 of 32, 8).
 * The softmax is of the stored, rounded logits, so that backward, which reads or recomputes them, sees the same.
-* Gradients of weight, bias and tables are summed per program, each into a slot of its own, then by torch: no atomics,
-  the same bits on every run.
+* Gates that learn cost no map, since what they stand before is linear in something: the sum of g * relu(conv) is the
+  weight times its gradient (and the bias), that of g * own is q times its gradient, both before their shares, which
+  may be 0. So d_m is stored whole, and multiplied by alpha in place by the kernel that reads it last.
+* Gradients of weight, bias, gates and tables are summed per program, each into a slot of its own, then by torch: no
+  atomics, the same bits on every run.
 * torch.library.custom_op, not triton_op: nothing beside the kernels is left for inductor to fuse, and the opaque
   operator runs in Triton's interpreter too.
 """
 
 import importlib.util
 import os
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -88,15 +92,17 @@ def reason_against(
 def attend(
         q: Tensor, k: Tensor, v: Tensor, height_rel: Tensor | None, width_rel: Tensor | None,
         prev_logits: Tensor | None, weight: Tensor | None, bias: Tensor | None, alpha: float, beta: float, *,
-        predict: bool, scale: float, feat_size: tuple[int, int], need_logits: bool,
+        predict: bool, scale: float, feat_size: tuple[int, int], need_logits: bool, gates: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """As `ea_vision.ops.reference.attend`, without dropout; the tables must fit the map.
+
+    gates: alpha and beta by heads, (2, K), in place of the numbers.
 
     Returns:
         out (B, K, N, E), laid out as (B, N, K, E); logits (B, K, N, N) in q's dtype, laid out as (B, N, N, K), or None.
 
     Raises:
-        ValueError: tables of another size than feat_size requires, or the wrong number of pixels.
+        ValueError: tables of another size than feat_size requires, gates of another, or the wrong number of pixels.
     """
     H, W = feat_size
     B, K, N, D = q.shape
@@ -108,21 +114,47 @@ def attend(
         raise ValueError(
             f"position tables of shape {[2 * H - 1, D]} and {[2 * W - 1, D]} required, got {list(height_rel.shape)} "
             f"and {list(width_rel.shape)}")
+    if prev_logits is None:
+        gates = None
+    if gates is not None and gates.shape != (2, K):
+        raise ValueError(f"gates of shape {[2, K]} required, got {list(gates.shape)}")
     out, logits, _ = _forward(
-        q, k, v, height_rel, width_rel, prev_logits, weight, bias, float(alpha), float(beta), predict, float(scale),
-        H, W, need_logits)
+        q, k, v, height_rel, width_rel, prev_logits, weight, bias, gates, float(alpha), float(beta), predict,
+        float(scale), H, W, need_logits)
     return out, logits if need_logits else None
 
 
-def _shares(has_prev: bool, has_weight: bool, alpha: float, beta: float, predict: bool):
+class Share(NamedTuple):
+    """Of a term in a sum: a number, or a row of the kernels' gates; a number that is 0 drops the term."""
+
+    number: float = 1.0
+    row: int = -1
+
+    def __bool__(self) -> bool:
+        return self.number != 0.0
+
+
+NO_SHARE, WHOLE = Share(0.0), Share(1.0)
+
+
+def _shares(has_prev: bool, has_weight: bool, alpha: float, beta: float, predict: bool, gated: bool):
     """(conv, maps, own) shares of the logits, and of EA's m, or None where there is none."""
     if not has_prev:
-        return (0.0, 0.0, 1.0), None
+        return (NO_SHARE, NO_SHARE, WHOLE), None
+    if gated:
+        alphas, betas, one_less_alpha, one_less_beta = (Share(row=row) for row in range(4))
+    else:
+        alphas, betas, one_less_alpha, one_less_beta = map(Share, (alpha, beta, 1.0 - alpha, 1.0 - beta))
     if predict and has_weight:
-        return (alpha, 0.0, 1.0 - alpha), None
-    if predict or not has_weight or beta == 0.0:
-        return (0.0, alpha, 1.0 - alpha), None
-    return (beta, 1.0 - beta, 0.0), (0.0, alpha, 1.0 - alpha)
+        return (alphas, NO_SHARE, one_less_alpha), None
+    if predict or not has_weight or not betas:
+        return (NO_SHARE, alphas, one_less_alpha), None
+    return (betas, one_less_beta, NO_SHARE), (NO_SHARE, alphas, one_less_alpha)
+
+
+def _gate_rows(gates: Tensor | None) -> Tensor | None:
+    """(2, K) -> alpha, beta, 1 - alpha, 1 - beta, (4, K) in float32."""
+    return None if gates is None else torch.cat([gates, 1.0 - gates]).float()
 
 
 def _heads_last(maps: Tensor) -> Tensor:
@@ -184,7 +216,8 @@ def _strides(*tensors: Tensor) -> tuple[list[int], int]:
     return [n for x in tensors for n in (*(n // unit for n in x.stride()[:3]), x.stride(3))], unit
 
 
-def _evolve(q, k, v, table, maps, weight, bias, shares, scale, sizes, *, logits=None, out=None, lse=None) -> None:
+def _evolve(q, k, v, table, maps, weight, bias, gates, shares, scale, sizes, *, logits=None, out=None,
+            lse=None) -> None:
     """One forward kernel: fills `logits`, and `out` and `lse`, where given."""
     from ea_vision.ops import triton_kernels
 
@@ -192,41 +225,42 @@ def _evolve(q, k, v, table, maps, weight, bias, shares, scale, sizes, *, logits=
     strides, unit = _strides(q, k)
     v_strides, unit_v = _strides(v)
     # Twice the queries halve the reads of k; a convolution, wide heads and float32 need the room themselves
-    wide = conv == 0.0 and sizes["DP"] <= 32 and q.dtype != torch.float32
+    wide = not conv and sizes["DP"] <= 32 and q.dtype != torch.float32
     _launch(
         triton_kernels.evolve, q, sizes,
-        q, k, v, *(q if x is None else x for x in (table, maps, weight, bias, logits, out, lse)),
-        *strides, *v_strides, conv, kept, own, scale,
-        queries=2 if wide else 1, UNIT=unit, UNIT_V=unit_v, OWN=own != 0.0, MAPS=kept != 0.0,
-        CONV=conv != 0.0, RELATIVE=table is not None, SAVE=logits is not None, ATTEND=out is not None)
+        q, k, v, *(q if x is None else x for x in (table, maps, weight, bias, gates, logits, out, lse)),
+        *strides, *v_strides, conv.number, kept.number, own.number, scale,
+        queries=2 if wide else 1, UNIT=unit, UNIT_V=unit_v, OWN=bool(own), MAPS=bool(kept), CONV=bool(conv),
+        RELATIVE=table is not None, SAVE=logits is not None, ATTEND=out is not None,
+        CONV_ROW=conv.row, MAPS_ROW=kept.row, OWN_ROW=own.row)
 
 
 @torch.library.custom_op("ea_vision::triton_attention_forward", mutates_args=())
 def _forward(
         q: Tensor, k: Tensor, v: Tensor, height_rel: Tensor | None, width_rel: Tensor | None,
-        prev_logits: Tensor | None, weight: Tensor | None, bias: Tensor | None, alpha: float, beta: float,
-        predict: bool, scale: float, height: int, width: int, need_logits: bool,
+        prev_logits: Tensor | None, weight: Tensor | None, bias: Tensor | None, gates: Tensor | None, alpha: float,
+        beta: float, predict: bool, scale: float, height: int, width: int, need_logits: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out, logits (empty where not needed) and the rows' log-sum-exp, base 2."""
     sizes = _sizes(q, v, height, width, weight.shape[-1] if weight is not None else 1, height_rel is not None)
     table = None if height_rel is None else torch.cat([height_rel, width_rel])
     weight, bias = _contiguous(weight), _contiguous(bias)
-    shares, mixing = _shares(prev_logits is not None, weight is not None, alpha, beta, predict)
-    maps = None if prev_logits is None else _heads_last(prev_logits)
+    shares, mixing = _shares(prev_logits is not None, weight is not None, alpha, beta, predict, gates is not None)
+    maps, gates = None if prev_logits is None else _heads_last(prev_logits), _gate_rows(gates)
     B, K, N, _ = q.shape
     with torch.cuda.device_of(q):
         if mixing is not None:
             mixed = _new_maps(q)
-            _evolve(q, k, v, table, maps, None, None, mixing, scale, sizes, logits=mixed)
+            _evolve(q, k, v, table, maps, None, None, gates, mixing, scale, sizes, logits=mixed)
             maps = mixed
         logits = _new_maps(q) if need_logits else None
         out, lse = _new_rows(q, v.shape[-1]), q.new_empty(B, K, N, dtype=torch.float32)
-        _evolve(q, k, v, table, maps, weight, bias, shares, scale, sizes, logits=logits, out=out, lse=lse)
+        _evolve(q, k, v, table, maps, weight, bias, gates, shares, scale, sizes, logits=logits, out=out, lse=lse)
     return out, q.new_empty(0) if logits is None else logits.permute(0, 3, 1, 2), lse
 
 
 @_forward.register_fake
-def _(q, k, v, height_rel, width_rel, prev_logits, weight, bias, alpha, beta, predict, scale, height, width,
+def _(q, k, v, height_rel, width_rel, prev_logits, weight, bias, gates, alpha, beta, predict, scale, height, width,
       need_logits):
     B, K, N, _ = q.shape
     logits = _new_maps(q).permute(0, 3, 1, 2) if need_logits else q.new_empty(0)
@@ -241,40 +275,43 @@ def _contiguous(x: Tensor | None) -> Tensor | None:
 def _backward(
         d_out: Tensor, d_logits: Tensor | None, q: Tensor, k: Tensor, v: Tensor, height_rel: Tensor | None,
         width_rel: Tensor | None, prev_logits: Tensor | None, weight: Tensor | None, bias: Tensor | None,
-        logits: Tensor | None, out: Tensor, lse: Tensor, alpha: float, beta: float, predict: bool, scale: float,
-        height: int, width: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, height_rel, width_rel, prev_logits, weight, bias; empty for those that are None."""
+        gates: Tensor | None, logits: Tensor | None, out: Tensor, lse: Tensor, alpha: float, beta: float, predict: bool,
+        scale: float, height: int, width: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v, height_rel, width_rel, prev_logits, weight, bias, gates; empty for those that are None."""
     from ea_vision.ops import triton_kernels
 
     B, K, N, D = q.shape
     E = v.shape[-1]
     kernel_size = weight.shape[-1] if weight is not None else 1
     sizes = _sizes(q, v, height, width, kernel_size, height_rel is not None)
-    (conv, kept, own), mixing = _shares(prev_logits is not None, weight is not None, alpha, beta, predict)
+    gated = gates is not None
+    (conv, kept, own), mixing = _shares(prev_logits is not None, weight is not None, alpha, beta, predict, gated)
+    rows_of_gates = _gate_rows(gates)
     table = None if height_rel is None else torch.cat([height_rel, width_rel])
     weight_, bias_ = _contiguous(weight), _contiguous(bias)
-    maps = None if prev_logits is None else _heads_last(prev_logits)
+    prev = maps = None if prev_logits is None else _heads_last(prev_logits)
     with torch.cuda.device_of(q):
         # The logits, from memory or again
         if mixing is not None:
             mixed = _new_maps(q)
-            _evolve(q, k, v, table, maps, None, None, mixing, scale, sizes, logits=mixed)
+            _evolve(q, k, v, table, maps, None, None, rows_of_gates, mixing, scale, sizes, logits=mixed)
             maps, rows = mixed, None
         elif logits is not None:
             rows = _heads_last(logits)
         else:
             rows = _new_maps(q)
-            _evolve(q, k, v, table, maps, weight_, bias_, (conv, kept, own), scale, sizes, logits=rows)
+            _evolve(q, k, v, table, maps, weight_, bias_, rows_of_gates, (conv, kept, own), scale, sizes, logits=rows)
 
-        # Softmax and ReLU: g (the logits' gradient), d_conv, d_v, d_weight, d_bias
+        # Softmax and ReLU: g (the logits' gradient), d_conv, d_v, d_weight, d_bias, the convolved maps' gate
         d_next = None if d_logits is None else _heads_last(d_logits.to(q.dtype))
         delta = (d_out.float() * out.float()).sum(-1).contiguous()
         d_v = _new_rows(q, E)
-        save_g = mixing is None or kept != 0.0
+        save_g = mixing is None or bool(kept)
         g = _new_maps(q) if save_g else q
         d_conv = d_weights = d_biases = q
-        if conv != 0.0:
+        d_maps_gate, d_own_gate = (q.new_empty(_programs(q), K, dtype=torch.float32) if gated else q for _ in range(2))
+        if conv:
             d_conv = _new_maps(q)
             parts = _programs(q)
             d_weights = weight.new_empty(parts, *weight.shape, dtype=torch.float32)
@@ -283,53 +320,70 @@ def _backward(
         out_strides, unit_out = _strides(d_out)
         _launch(
             triton_kernels.logits_backward, q, sizes,
-            v, *(q if x is None else x for x in (maps, weight_, bias_, rows, d_next)), d_out, lse, delta,
-            d_conv, g, d_v, d_weights, d_biases, *v_strides, *out_strides, conv, kept,
-            UNIT_V=unit, UNIT_OUT=unit_out, MAPS=kept != 0.0, CONV=conv != 0.0, REBUILD=mixing is not None,
-            FROM_NEXT=d_next is not None, SAVE=save_g)
+            v, *(q if x is None else x for x in (maps, weight_, bias_, rows_of_gates, rows, d_next)), d_out, lse, delta,
+            d_conv, g, d_v, d_weights, d_biases, d_maps_gate, *v_strides, *out_strides, conv.number, kept.number,
+            UNIT_V=unit, UNIT_OUT=unit_out, MAPS=bool(kept), CONV=bool(conv), REBUILD=mixing is not None,
+            FROM_NEXT=d_next is not None, SAVE=save_g, CONV_ROW=conv.row,
+            MAPS_ROW=kept.row if mixing is not None else -1)
 
-        # Convolution, mixing, and the query's side: d_prev, d_q, d_tables
+        # Convolution, mixing, and the query's side: d_prev, d_q, d_tables, alpha
         if mixing is not None:
             del mixed, maps
-            m_share, prev_share, own_share = kept, alpha, 1.0 - alpha
+            _, prev_share, own_share = mixing
         else:
-            m_share, prev_share, own_share = kept, 1.0, own
+            prev_share, own_share = WHOLE, own
         # d_k comes from the stored d_prev = alpha * m; with alpha 0 that would be lost, so m is stored, d_prev cleared
-        store_share = prev_share if prev_share != 0.0 else 1.0
+        store_share = prev_share if prev_share else WHOLE
         d_prev = _new_maps(q) if prev_logits is not None else q
         d_table = q if table is None else q.new_empty(_programs(q), *table.shape, dtype=torch.float32)
         d_q, d_k = _new_rows(q, D), _new_rows(q, D)
         strides, unit = _strides(q, k)
         _launch(
             triton_kernels.queries_backward, q, sizes,
-            q, k, *(q if x is None else x for x in (table, weight_)), d_conv, g, d_prev, d_q, d_table, *strides,
-            m_share, store_share, own_share, scale,
-            UNIT=unit, RELATIVE=table is not None, CONV=conv != 0.0, LOGITS=save_g, OWN_FROM_MAPS=mixing is not None,
-            SAVE=prev_logits is not None)
+            q, k, *(q if x is None else x for x in (table, weight_, rows_of_gates, prev)), d_conv, g, d_prev, d_q,
+            d_table, d_own_gate, *strides, kept.number, store_share.number, own_share.number, scale,
+            UNIT=unit, RELATIVE=table is not None, CONV=bool(conv), LOGITS=save_g, OWN_FROM_MAPS=mixing is not None,
+            SAVE=prev_logits is not None, LOGITS_ROW=kept.row, OWN_ROW=own_share.row,
+            FROM_PREV=mixing is not None or not conv)
 
         # The key's side
-        source, share = (d_prev, own_share / store_share) if mixing is not None else (g, own_share)
+        share = own_share.number / store_share.number if mixing is not None else own_share.number
         strides, unit = _strides(q)
         _launch(
-            triton_kernels.keys_backward, q, sizes, q, source, d_k, *strides, scale * share,
-            keys=2, UNIT=unit)
+            triton_kernels.keys_backward, q, sizes, q, g if mixing is None else d_prev,
+            q if rows_of_gates is None else rows_of_gates, d_k, *strides, scale * share,
+            keys=2, UNIT=unit, SHARE_ROW=own_share.row, STORED_ROW=store_share.row if mixing is not None else -1)
 
-    d_height, d_width, d_weight, d_bias = (q.new_empty(0, dtype=torch.float32) for _ in range(4))
+    d_height, d_width, d_weight, d_bias, d_gates = (q.new_empty(0, dtype=torch.float32) for _ in range(5))
     if table is not None:
         d_height, d_width = d_table.sum(0).to(height_rel.dtype).tensor_split([2 * height - 1])
         d_width = d_width.clone()  # two outputs of an operator may not share memory
     if weight is not None:
-        d_weight = d_weights.sum(0).to(weight.dtype) if conv != 0.0 else torch.zeros_like(weight_)
-        d_bias = d_biases.sum(0).to(bias.dtype) if conv != 0.0 else torch.zeros_like(bias_)
+        d_weight = d_weights.sum(0) if conv else torch.zeros_like(weight_)
+        d_bias = d_biases.sum(0) if conv else torch.zeros_like(bias_)
+    if gated:
+        d_alpha = d_own_gate.sum(0)
+        d_convolved = torch.zeros_like(d_alpha)
+        if conv:
+            used, used_bias = (x.to(q.dtype).float() for x in (weight_, bias_))
+            d_convolved = (used * d_weight).sum((1, 2, 3)) + used_bias * d_bias
+            d_weight, d_bias = rows_of_gates[conv.row].view(K, 1, 1, 1) * d_weight, rows_of_gates[conv.row] * d_bias
+        if mixing is None:  # PA
+            d_alpha, d_beta = d_alpha + d_convolved, torch.zeros_like(d_alpha)
+        else:
+            d_beta = d_convolved - d_maps_gate.sum(0)
+        d_gates = torch.stack([d_alpha, d_beta]).to(gates.dtype)
+    if weight is not None:
+        d_weight, d_bias = d_weight.to(weight.dtype), d_bias.to(bias.dtype)
     if prev_logits is None:
         d_maps = q.new_empty(0)
     else:
-        d_maps = (d_prev if prev_share != 0.0 else d_prev.zero_()).permute(0, 3, 1, 2)
-    return d_q, d_k, d_v, d_height, d_width, d_maps, d_weight, d_bias
+        d_maps = (d_prev if prev_share else d_prev.zero_()).permute(0, 3, 1, 2)
+    return d_q, d_k, d_v, d_height, d_width, d_maps, d_weight, d_bias, d_gates
 
 
 @_backward.register_fake
-def _(d_out, d_logits, q, k, v, height_rel, width_rel, prev_logits, weight, bias, logits, out, lse, alpha, beta,
+def _(d_out, d_logits, q, k, v, height_rel, width_rel, prev_logits, weight, bias, gates, logits, out, lse, alpha, beta,
       predict, scale, height, width):
     D = q.shape[-1]
 
@@ -338,23 +392,23 @@ def _(d_out, d_logits, q, k, v, height_rel, width_rel, prev_logits, weight, bias
 
     d_maps = q.new_empty(0) if prev_logits is None else _new_maps(q).permute(0, 3, 1, 2)
     return (_new_rows(q, D), _new_rows(q, D), _new_rows(q, v.shape[-1]), like(height_rel), like(width_rel), d_maps,
-            like(weight), like(bias))
+            like(weight), like(bias), like(gates))
 
 
 def _keep(ctx, inputs, output) -> None:
-    q, k, v, height_rel, width_rel, prev_logits, weight, bias, alpha, beta, predict, scale, height, width, need = inputs
+    *tensors, alpha, beta, predict, scale, height, width, need = inputs
+    _, _, _, _, _, prev_logits, weight, _, gates = tensors
     out, logits, lse = output
     ctx.set_materialize_grads(False)  # the last logits of a chain have no gradient: no N x N zeros for them
     ctx.mark_non_differentiable(lse)
-    _, mixing = _shares(prev_logits is not None, weight is not None, alpha, beta, predict)
-    kept = logits if need and mixing is None else None
-    ctx.save_for_backward(q, k, v, height_rel, width_rel, prev_logits, weight, bias, kept, out, lse)
+    _, mixing = _shares(prev_logits is not None, weight is not None, alpha, beta, predict, gates is not None)
+    ctx.save_for_backward(*tensors, logits if need and mixing is None else None, out, lse)
     ctx.constants = alpha, beta, predict, scale, height, width
     ctx.need_logits = need
 
 
 def _differentiate(ctx, d_out, d_logits, d_lse):
-    q, k, v, *_ = inputs = ctx.saved_tensors
+    inputs = ctx.saved_tensors
     if d_out is None:
         d_out = torch.zeros_like(inputs[-2])
     grads = _backward(d_out, d_logits if ctx.need_logits else None, *inputs, *ctx.constants)

@@ -7,6 +7,8 @@ Maps lie in memory as (B, N, N, K), heads innermost: the K heads of a pixel are 
 three neighbours of a tap row are one run of 3K numbers, and the head convolution is a matrix product over such runs.
 Products are 3-D (heads, ., .) where they are per head. STORE is the maps' dtype, taken from a pointer; OP is the dtype
 of dot operands: STORE, but float32 in Triton's interpreter, which cannot compute in bfloat16.
+
+A share is a number, or where it has a ROW the row of `gates` (4, K): alpha, beta, 1 - alpha and 1 - beta by heads.
 """
 
 import triton
@@ -106,6 +108,16 @@ def _bias(bias, K: tl.constexpr, KP: tl.constexpr, STORE: tl.constexpr):
 
 
 @triton.jit
+def _share(number, gates, ROW: tl.constexpr, K: tl.constexpr, KP: tl.constexpr):
+    """The number, or a row of `gates` by heads, (1, 1, KP)."""
+    if ROW < 0:
+        return number
+    else:
+        head = tl.arange(0, KP)
+        return tl.load(gates + ROW * K + head, mask=head < K, other=0.0)[None, None, :]
+
+
+@triton.jit
 def _table(table, T: tl.constexpr, D: tl.constexpr, TP: tl.constexpr, DP: tl.constexpr, STORE: tl.constexpr,
            OP: tl.constexpr):
     """The position tables (T, D), padded with zeros: (TP, DP)."""
@@ -168,7 +180,7 @@ def _positions(j, H: tl.constexpr, W: tl.constexpr, KP: tl.constexpr, SP: tl.con
 
 @triton.jit
 def evolve(
-        q, k, v, table, maps, weight, bias, logits, out, lse,
+        q, k, v, table, maps, weight, bias, gates, logits, out, lse,
         q_image, q_head, q_pixel, q_width, k_image, k_head, k_pixel, k_width, v_image, v_head, v_pixel, v_width,
         conv_share, maps_share, own_share, scale,
         H: tl.constexpr, W: tl.constexpr, K: tl.constexpr, D: tl.constexpr, E: tl.constexpr, KS: tl.constexpr,
@@ -177,6 +189,7 @@ def evolve(
         I: tl.constexpr, J: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
         OWN: tl.constexpr, MAPS: tl.constexpr, CONV: tl.constexpr, RELATIVE: tl.constexpr,
         SAVE: tl.constexpr, ATTEND: tl.constexpr,
+        CONV_ROW: tl.constexpr, MAPS_ROW: tl.constexpr, OWN_ROW: tl.constexpr,
 ):
     """logits = conv_share * relu(conv(maps)) + maps_share * maps + own_share * own; SAVE stores them, ATTEND attends.
 
@@ -196,6 +209,9 @@ def evolve(
         qi = _rows(q + image * q_image * UNIT, q_head, q_pixel, q_width, i, N, K, D, KP, DP, OP, UNIT)
         if RELATIVE:
             by_position = _position_products(qi, table, i, H, W, D, SP, TP, STORE, OP, PRECISION)
+    conv_gate = _share(conv_share, gates, CONV_ROW, K, KP)
+    maps_gate = _share(maps_share, gates, MAPS_ROW, K, KP)
+    own_gate = _share(own_share, gates, OWN_ROW, K, KP) * scale
     if ATTEND:
         top = tl.full((KP, I), float("-inf"), dtype=tl.float32)
         total = tl.zeros((KP, I), dtype=tl.float32)
@@ -208,16 +224,16 @@ def evolve(
         if CONV:
             z = _convolve(maps, weight, i0, j0, N, K, KS, KP, RP, I, J, OP, PRECISION, False)
             z = tl.maximum(z + _bias(bias, K, KP, STORE), 0.0)
-            s += conv_share * tl.reshape(z, (I, J, KP))
+            s += conv_gate * tl.reshape(z, (I, J, KP))
         if MAPS:
-            s += maps_share * tl.load(maps + at, mask=inside, other=0.0).to(tl.float32)
+            s += maps_gate * tl.load(maps + at, mask=inside, other=0.0).to(tl.float32)
         if OWN:
             kj = _rows(k, k_head, k_pixel, k_width, j, N, K, D, KP, DP, OP, UNIT)
             own = tl.dot(qi, tl.permute(kj, (0, 2, 1)), input_precision=PRECISION)  # (KP, I, J)
             if RELATIVE:
                 positions = tl.permute(_positions(j, H, W, KP, SP, OP), (0, 2, 1))
                 own = tl.dot(by_position, positions, own, input_precision=PRECISION)
-            s += (own_share * scale) * tl.permute(own, (1, 2, 0))
+            s += own_gate * tl.permute(own, (1, 2, 0))
         s = s.to(STORE)  # what backward will read: the softmax is of the rounded logits
         if SAVE:
             tl.store(logits + at, s, mask=inside)
@@ -258,7 +274,8 @@ def _store_weight_part(ptr, x, dy: tl.constexpr, K: tl.constexpr, KS: tl.constex
 
 @triton.jit
 def logits_backward(
-        v, maps, weight, bias, logits, d_logits, d_out, lse, delta, d_conv, d_maps, d_v, d_weight, d_bias,
+        v, maps, weight, bias, gates, logits, d_logits, d_out, lse, delta, d_conv, d_maps, d_v, d_weight, d_bias,
+        d_gate,
         v_image, v_head, v_pixel, v_width, do_image, do_head, do_pixel, do_width,
         conv_share, maps_share,
         H: tl.constexpr, W: tl.constexpr, K: tl.constexpr, E: tl.constexpr, KS: tl.constexpr,
@@ -266,13 +283,14 @@ def logits_backward(
         I: tl.constexpr, J: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
         UNIT_V: tl.constexpr, UNIT_OUT: tl.constexpr, GROUPS: tl.constexpr,
         MAPS: tl.constexpr, CONV: tl.constexpr, REBUILD: tl.constexpr, FROM_NEXT: tl.constexpr,
-        SAVE: tl.constexpr,
+        SAVE: tl.constexpr, CONV_ROW: tl.constexpr, MAPS_ROW: tl.constexpr,
 ):
     """Back through softmax and ReLU. A program: J keys of an image, all heads, all queries by blocks of I.
 
     With g the gradient of the logits, of the output's and (FROM_NEXT) of the next layer's making, it writes d_v, for
     CONV d_conv = conv_share * g * (conv > 0) and its share of d_weight and d_bias, and for SAVE g itself to d_maps.
-    The logits are read, or REBUILD computes them from maps.
+    The logits are read, or REBUILD computes them from maps. With a CONV_ROW, d_weight and d_bias are without that
+    share, which may be 0, and for MAPS it also writes the heads' sums of g * maps to d_gate, a slot a program.
     """
     N: tl.constexpr = H * W
     BLOCKS: tl.constexpr = (N + J - 1) // J
@@ -291,6 +309,10 @@ def logits_backward(
     delta += image * (K * N)
     vj = _rows(v + image * v_image * UNIT_V, v_head, v_pixel, v_width, j, N, K, E, KP, EP, OP, UNIT_V)
     dv = tl.zeros((KP, J, EP), dtype=tl.float32)
+    conv_gate = _share(conv_share, gates, CONV_ROW, K, KP)
+    maps_gate = _share(maps_share, gates, MAPS_ROW, K, KP)
+    if MAPS_ROW >= 0:
+        dg = tl.zeros((I, KP), dtype=tl.float32)
     if CONV:
         db = tl.zeros((KP,), dtype=tl.float32)
         dw0 = tl.zeros((GROUPS, RP, KP), dtype=tl.float32)  # a tap row each
@@ -314,9 +336,9 @@ def logits_backward(
                 z = tl.dot(taps2, w2, z, input_precision=PRECISION)
             z += _bias(bias, K, KP, STORE)
         if REBUILD:
-            s = conv_share * tl.reshape(tl.maximum(z, 0.0), (I, J, KP))
+            s = conv_gate * tl.reshape(tl.maximum(z, 0.0), (I, J, KP))
             if MAPS:
-                s += maps_share * tl.load(maps + at, mask=inside, other=0.0).to(tl.float32)
+                s += maps_gate * tl.load(maps + at, mask=inside, other=0.0).to(tl.float32)
             s = s.to(STORE)
         else:
             s = tl.load(logits + at, mask=inside, other=0.0)
@@ -334,11 +356,18 @@ def logits_backward(
             g += tl.load(d_logits + at, mask=inside, other=0.0).to(tl.float32)
         if SAVE:
             tl.store(d_maps + at, g.to(STORE), mask=inside)
+        if MAPS_ROW >= 0:
+            dg += tl.sum(g * tl.load(maps + at, mask=inside, other=0.0).to(tl.float32), 1)
         if CONV:
-            dz = tl.where(z > 0.0, conv_share * tl.reshape(g, (I * J, KP)), 0.0)
+            if CONV_ROW >= 0:
+                dz = tl.where(z > 0.0, tl.reshape(g, (I * J, KP)), 0.0)
+                tl.store(d_conv + at, (conv_gate * tl.reshape(dz, (I, J, KP))).to(STORE), mask=inside)
+            else:
+                dz = tl.where(z > 0.0, conv_gate * tl.reshape(g, (I * J, KP)), 0.0)
             db += tl.sum(dz, 0)
             dz = dz.to(STORE)
-            tl.store(d_conv + at, tl.reshape(dz, (I, J, KP)), mask=inside)
+            if CONV_ROW < 0:
+                tl.store(d_conv + at, tl.reshape(dz, (I, J, KP)), mask=inside)
             dz = tl.reshape(dz.to(OP), (GROUPS, I * J // GROUPS, KP))
             dw0 = tl.dot(_grouped(taps0, GROUPS), dz, dw0, input_precision=PRECISION)
             if KS == 3:
@@ -355,11 +384,13 @@ def logits_backward(
             _store_weight_part(d_weight, tl.sum(dw2, 0), 2, K, KS, KP, RP)
         to = tl.arange(0, KP)
         tl.store(d_bias + part * K + to, db, mask=to < K)
+        if MAPS_ROW >= 0:
+            tl.store(d_gate + part * K + to, tl.sum(dg, 0), mask=to < K)
 
 
 @triton.jit
 def queries_backward(
-        q, k, table, weight, d_conv, d_logits, d_maps, d_q, d_table,
+        q, k, table, weight, gates, prev, d_conv, d_logits, d_maps, d_q, d_table, d_gate,
         q_image, q_head, q_pixel, q_width, k_image, k_head, k_pixel, k_width,
         logits_share, maps_share, own_share, scale,
         H: tl.constexpr, W: tl.constexpr, K: tl.constexpr, D: tl.constexpr, KS: tl.constexpr,
@@ -367,13 +398,14 @@ def queries_backward(
         SP: tl.constexpr, TP: tl.constexpr, UNIT: tl.constexpr,
         I: tl.constexpr, J: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
         RELATIVE: tl.constexpr, CONV: tl.constexpr, LOGITS: tl.constexpr, OWN_FROM_MAPS: tl.constexpr,
-        SAVE: tl.constexpr,
+        SAVE: tl.constexpr, LOGITS_ROW: tl.constexpr, OWN_ROW: tl.constexpr, FROM_PREV: tl.constexpr,
 ):
     """Back through the convolution and the query's side of the dot product. A program: as `evolve`'s.
 
     With m = adjoint conv(d_conv) [CONV] + logits_share * d_logits [LOGITS], it writes d_maps = maps_share * m [SAVE],
     and the gradients of q and of both tables (a slot a program) from own_share * m, or, where not OWN_FROM_MAPS,
-    from own_share * d_logits.
+    from own_share * d_logits. With an OWN_ROW also, a slot a program, the gradient of alpha as far as 1 - alpha stands
+    before the own logits (which are q times their gradient by q) and alpha before prev [FROM_PREV].
     """
     N: tl.constexpr = H * W
     BLOCKS: tl.constexpr = (N + I - 1) // I
@@ -386,6 +418,10 @@ def queries_backward(
     d_maps += image * (N * N * K)
     k += image * k_image * UNIT
     dq = tl.zeros((KP, I, DP), dtype=tl.float32)
+    logits_gate = _share(logits_share, gates, LOGITS_ROW, K, KP)
+    if OWN_ROW >= 0:
+        prev += image * (N * N * K)
+        dg = tl.zeros((I, KP), dtype=tl.float32)
     if RELATIVE:
         d_position = tl.zeros((KP, I, SP), dtype=tl.float32)
 
@@ -398,41 +434,60 @@ def queries_backward(
                 _convolve(d_conv, weight, i0, j0, N, K, KS, KP, RP, I, J, OP, PRECISION, True), (I, J, KP))
         if LOGITS:
             g = tl.load(d_logits + at, mask=inside, other=0.0).to(tl.float32)
-            m += logits_share * g
+            m += logits_gate * g
         if SAVE:
             tl.store(d_maps + at, (maps_share * m).to(STORE), mask=inside)
         if OWN_FROM_MAPS:
-            own = own_share * m
+            own = tl.where(inside, m, 0.0)  # the adjoint conv reaches one pixel past the edge
         else:
-            own = own_share * g
-        own = tl.where(inside, own, 0.0).to(STORE).to(OP)  # the adjoint conv reaches one pixel past the edge
+            own = g
+        if OWN_ROW < 0:
+            own = own_share * own  # else it comes last, since it may be 0
+        elif FROM_PREV:
+            earlier = tl.load(prev + at, mask=inside, other=0.0).to(tl.float32)
+            dg += tl.sum(own * earlier, 1)
+        own = own.to(STORE).to(OP)
         own = tl.permute(own, (2, 0, 1))  # (KP, I, J)
         kj = _rows(k, k_head, k_pixel, k_width, j, N, K, D, KP, DP, OP, UNIT)
         dq = tl.dot(own, kj, dq, input_precision=PRECISION)
         if RELATIVE:
             d_position = tl.dot(own, _positions(j, H, W, KP, SP, OP), d_position, input_precision=PRECISION)
 
+    if RELATIVE or OWN_ROW >= 0:
+        qi = _rows(q + image * q_image * UNIT, q_head, q_pixel, q_width, i, N, K, D, KP, DP, OP, UNIT)
+        own_gate = tl.permute(_share(own_share, gates, OWN_ROW, K, KP), (2, 0, 1)) if OWN_ROW >= 0 else 1.0
+        queries = qi
     if RELATIVE:
         T: tl.constexpr = 2 * H + 2 * W - 2
-        qi = _rows(q + image * q_image * UNIT, q_head, q_pixel, q_width, i, N, K, D, KP, DP, OP, UNIT)
         d_offset = _by_offset(d_position, i, H, W, SP, TP, STORE, OP)  # (KP*I, TP)
         embedding = _table(table, T, D, TP, DP, STORE, OP)
         dq += tl.reshape(tl.dot(d_offset, embedding, input_precision=PRECISION), (KP, I, DP))
+        if OWN_ROW >= 0:
+            qi = (qi * own_gate).to(STORE).to(OP)
         dt = tl.dot(tl.trans(d_offset), tl.reshape(qi, (KP * I, DP)), input_precision=PRECISION)
         t = tl.arange(0, TP)[:, None]
         d = tl.arange(0, DP)[None, :]
         part = tl.program_id(0).to(tl.int64)
         tl.store(d_table + part * (T * D) + t * D + d, scale * dt, mask=(t < T) & (d < D))
+    if OWN_ROW >= 0:
+        d_alpha = tl.sum(dg, 0) - scale * tl.sum(tl.sum(queries.to(tl.float32) * dq, 2), 1)
+        head = tl.arange(0, KP)
+        tl.store(d_gate + tl.program_id(0).to(tl.int64) * K + head, d_alpha, mask=head < K)
+        dq = own_gate * dq
     _store_rows(d_q + image * (N * K * D), i, scale * dq, N, K, D, KP, DP)
 
 
 @triton.jit
 def keys_backward(
-        q, maps, d_k, q_image, q_head, q_pixel, q_width, share,
+        q, maps, gates, d_k, q_image, q_head, q_pixel, q_width, share,
         N: tl.constexpr, K: tl.constexpr, D: tl.constexpr, KP: tl.constexpr, DP: tl.constexpr,
         UNIT: tl.constexpr, I: tl.constexpr, J: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
+        SHARE_ROW: tl.constexpr, STORED_ROW: tl.constexpr,
 ):
-    """d_k = share * transposed(maps) @ q. A program: J keys of an image, all heads, all queries by blocks of I."""
+    """d_k = share * transposed(maps) @ q. A program: J keys of an image, all heads, all queries by blocks of I.
+
+    With a SHARE_ROW, share is times that; with a STORED_ROW, the maps are multiplied by that, in place, when read.
+    """
     BLOCKS: tl.constexpr = (N + J - 1) // J
     image = (tl.program_id(0) // BLOCKS).to(tl.int64)
     j = tl.program_id(0) % BLOCKS * J + tl.arange(0, J)
@@ -442,7 +497,13 @@ def keys_backward(
     for i0 in range(0, N, I):
         i = i0 + tl.arange(0, I)
         at, inside = _map_tile(i, j, N, K, KP)
-        m = tl.load(maps + at, mask=inside, other=0.0).to(OP)
+        m = tl.load(maps + at, mask=inside, other=0.0)
+        if STORED_ROW >= 0:
+            stored = _share(1.0, gates, STORED_ROW, K, KP) * m.to(tl.float32)
+            tl.store(maps + at, stored.to(m.dtype), mask=inside)
+        m = m.to(OP)
         qi = _rows(q, q_head, q_pixel, q_width, i, N, K, D, KP, DP, OP, UNIT)
         dk = tl.dot(tl.permute(m, (2, 1, 0)), qi, dk, input_precision=PRECISION)
+    if SHARE_ROW >= 0:
+        dk = tl.permute(_share(1.0, gates, SHARE_ROW, K, KP), (2, 0, 1)) * dk
     _store_rows(d_k + image * (N * K * D), j, share * dk, N, K, D, KP, DP)
