@@ -96,11 +96,11 @@ def _exporting() -> bool:
 
 
 def _as_number(gate: float | Tensor) -> float | Tensor:
-    """A number, which every implementation takes, of a gate that has one and of which no gradient is wanted."""
+    """The number, for which kernels have shortcuts, of a gate on the CPU that has one and needs no gradient."""
     if not isinstance(gate, Tensor):
         return float(gate)
     learns = torch.is_grad_enabled() and gate.requires_grad
-    if learns or gate.numel() != 1 or gate.is_meta or torch.compiler.is_compiling() or _exporting():
+    if learns or gate.numel() != 1 or gate.device.type != "cpu" or torch.compiler.is_compiling() or _exporting():
         return gate
     return gate.item()
 
