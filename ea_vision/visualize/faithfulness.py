@@ -41,7 +41,7 @@ from ea_vision.analysis.probe import sample
 from ea_vision.analysis.probe_maps import set_batch_statistics
 from ea_vision.analysis.recording import record_attention
 from ea_vision.base.errors import UsageError
-from ea_vision.base.files import atomic_write, create, write_json
+from ea_vision.base.files import atomic_write, create, write_json, write_npz
 from ea_vision.base.processes import choose_device
 from ea_vision.base.provenance import hardware, provenance
 from ea_vision.data.small_images import DATASETS, DataSet, load_dataset
@@ -163,6 +163,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="auto: cuda if there is one")
     add("-o", "--output", default="faithfulness", metavar="DIR",
         help="results.csv, results.json and results.png (default: %(default)s)")
+    add("--npz", action="store_true",
+        help="write the scores of every image too, as results.npz for np.load: MODEL/RANKING/SCORE, (images,) each")
     return parser
 
 
@@ -268,7 +270,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         write_results(output, about, measured, options, device)
     print("means over images ± standard errors; faithful: high comprehensiveness and insertion, low sufficiency and "
           "deletion")
-    print("written:", *(output / f"results.{suffix}" for suffix in ("csv", "json", "png")))
+    print("written:", *(output / f"results.{suffix}" for suffix in ("csv", "json", "png", "npz")[:3 + options.npz]))
     return 0
 
 
@@ -281,3 +283,7 @@ def write_results(output: Path, about: dict[str, dict], measured: dict[str, list
     write_json(output / "results.json", {"results": [asdict(row) for row in rows], "models": about, "options": told,
                                          "hardware": hardware(device, 1), **provenance()})
     save(faithfulness_figure(measured), output / "results.png", 120)
+    if options.npz:
+        write_npz(output / "results.npz", {f"{label}/{curves.ranking}/{score}": getattr(curves, score)().numpy()
+                                           for label, of_model in measured.items() for curves in of_model
+                                           for score in SCORES})

@@ -203,7 +203,8 @@ def test_the_command(tmp_path, capsys):
     assert run("faithfulness", [
         "--model", "ea_conv_transformer_cifar", "--img-size", "16", "--limit", "3", "--steps",
         "2", "--layers", "3,6", "--rankings", "random,layers,rollout,gradient,centre,untrained-layers", "--filling",
-        "blur", "--patches", "4", "--cache-dir", "none", "--device", "cpu", "-o", str(output)]) == 0
+        "blur", "--patches", "4", "--cache-dir", "none", "--device", "cpu", "--npz", "-o",
+        str(output)]) == 0
     with open(output / "results.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     names = ["layer 3", "layer 6", "rollout", "gradient", "layer 3, untrained", "layer 6, untrained", "centre",
@@ -217,6 +218,9 @@ def test_the_command(tmp_path, capsys):
     assert len(deletion) == len(about["models"][label]["curve_shares"]) == 6
     assert float(rows[0]["deletion"]) == pytest.approx(np.trapezoid(deletion, about["models"][label]["curve_shares"]),
                                                        abs=1e-5)
+    with np.load(output / "results.npz") as scores:
+        assert len(scores.files) == 4 * len(names)
+        assert scores[f"{label}/random/sufficiency"].mean() == pytest.approx(float(rows[-1]["sufficiency"]), abs=1e-5)
     assert (output / "results.png").stat().st_size > 20_000
     said = capsys.readouterr().out
     assert "layer 6, untrained" in said and "written:" in said
