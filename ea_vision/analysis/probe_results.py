@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from matplotlib.colors import to_rgba
+from matplotlib.figure import Figure
+
+from ea_vision.base.figures import color_cycle
 from ea_vision.base.files import csv_text
 
 PUBLISHED = {"AA-ResNet-34": {16: 24.50, 17: 31.18, 18: 17.55}, "EA-AA-ResNet-34": {16: 31.02, 17: 31.71, 18: 31.93}}
-COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
+SHADES = {"trained": (1.0, ""), "untrained": (0.55, "//"), "shuffled": (0.3, ""), "shuffled-together": (0.3, "..")}
 
 
 @dataclass(frozen=True)
@@ -41,13 +45,19 @@ def results_table(results: Sequence[Result]) -> str:
     return "\n".join(lines)
 
 
-def results_figure(results: Sequence[Result], num_classes: int):
-    """Bars by layer, a colour a model and kind of maps; beside them the published ones. A matplotlib Figure."""
-    from matplotlib.figure import Figure
-
+def results_figure(results: Sequence[Result], num_classes: int) -> Figure:
+    """Bars by layer, a colour a model, a shade and hatch a kind of maps; beside them the published ones, in grey."""
+    models = list(dict.fromkeys(result.model for result in results))
     measured: dict[str, dict[int, float]] = {}
+    styles: dict[str, dict] = {}
     for result in results:
-        measured.setdefault(f"{result.model}, {result.maps}", {})[result.layer] = result.top1
+        label = f"{result.model}, {result.maps}"
+        measured.setdefault(label, {})[result.layer] = result.top1
+        colors, (shade, hatch) = color_cycle(), SHADES[result.maps]
+        color = colors[models.index(result.model) % len(colors)]
+        styles[label] = {"facecolor": to_rgba(color, shade), "edgecolor": color, "hatch": hatch}
+    styles |= {label: {"facecolor": grey, "edgecolor": "0.3"} for label, grey in zip(PUBLISHED, ("0.75", "0.45"),
+                                                                                    strict=True)}
     figure = Figure(figsize=(12, 4.6), layout="constrained")
     columns = max(3, len({result.layer for result in results}))
     panels = figure.subplots(1, 2, width_ratios=(columns * (1 + len(measured) / 6), 4))
@@ -59,14 +69,14 @@ def results_figure(results: Sequence[Result], num_classes: int):
         width = 0.8 / len(bars)
         for index, (label, values) in enumerate(bars.items()):
             places = [layers.index(layer) + (index - (len(bars) - 1) / 2) * width for layer in values]
-            drawn = axes.bar(places, list(values.values()), width * 0.95, label=label,
-                             color=COLORS[index % len(COLORS)], hatch="" if index < len(COLORS) else "//")
-            axes.bar_label(drawn, fmt="%.1f", fontsize=7)
+            drawn = axes.bar(places, list(values.values()), width * 0.9, label=label, linewidth=0.6, **styles[label])
+            axes.bar_label(drawn, fmt="%.1f", fontsize="x-small", rotation=90 if len(bars) > 4 else 0, padding=1)
         axes.set_xticks(range(len(layers)), [f"layer {layer}" for layer in layers])
         axes.set_ylabel("top-1 of the probe (%)")
-        axes.set_title(title, fontsize=10)
+        axes.set_title(title, fontsize="medium")
+        axes.margins(y=0.12)
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].axhline(100 / num_classes, color="0.5", linestyle=":", linewidth=1, label="chance, classes alike")
     for axes in panels:
-        axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=2)
+        axes.legend(fontsize="x-small", loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=2)
     return figure

@@ -8,8 +8,9 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -62,28 +63,70 @@ def map_correlation(attn: Tensor, previous: Tensor) -> Tensor:
     return (a * b).sum(-1) / (a.norm(dim=-1) * b.norm(dim=-1))
 
 
+def uniform_distance(keys: tuple[int, int] | None, feat_size: tuple[int, int], cell: tuple[float, float]) -> float:
+    """Mean distance between a query and the keys that it sees, which is the distance of uniform attention.
+
+    Args:
+        keys: window (height, width) of what a query sees around it; None: the whole map.
+        feat_size: (H, W) of the map.
+        cell: (height, width) of a cell of the map.
+    """
+    H, W = feat_size
+    row, col = torch.arange(H), torch.arange(W)
+    down, right = (row[:, None] - row).view(H, 1, H, 1), (col[:, None] - col).view(1, W, 1, W)
+    seen = torch.ones(H, W, H, W)
+    if keys is not None:
+        seen = ((down.abs() <= keys[0] // 2) & (right.abs() <= keys[1] // 2)).float()
+    return attention_distance((seen / seen.sum((-2, -1), keepdim=True))[None, None], cell).item()
+
+
 @dataclass
 class LayerQuantities:
-    """Means over images and queries, by head: (K,) each.
+    """Quantities of a layer's maps, by image and head: (images, K) each.
 
-    tokens: that a query sees, those before a vision transformer's patches among them. distance: of what the patches
-    attend to among the patches. prefix: share of attention, of all queries, that goes to the tokens before the
-    patches. correlation: None where the previous layer's map has another shape.
+    entropies: in nats, over all tokens. distances: in pixels of the input, of what the patches attend to among the
+    patches. prefixes: share of attention, of all queries, that goes to the tokens before a vision transformer's patches.
+    correlations: with the previous layer's map, None where that has another shape. uniform_entropy, uniform_distance:
+    those of uniform attention over the keys that queries see.
     """
 
     number: int
     name: str
     feat_size: tuple[int, int]
-    tokens: int
-    images: int
-    entropy: Tensor
-    distance: Tensor
-    prefix: Tensor
-    correlation: Tensor | None
+    entropies: Tensor
+    distances: Tensor
+    prefixes: Tensor
+    correlations: Tensor | None
+    uniform_entropy: float
+    uniform_distance: float
+
+    @property
+    def images(self) -> int:
+        return len(self.entropies)
+
+    @property
+    def entropy(self) -> Tensor:
+        """(K,): the mean over images."""
+        return self.entropies.mean(0)
+
+    @property
+    def distance(self) -> Tensor:
+        """(K,): the mean over images."""
+        return self.distances.mean(0)
+
+    @property
+    def prefix(self) -> Tensor:
+        """(K,): the mean over images."""
+        return self.prefixes.mean(0)
+
+    @property
+    def correlation(self) -> Tensor | None:
+        """(K,): the mean over images."""
+        return None if self.correlations is None else self.correlations.mean(0)
 
 
 def measure(model: nn.Module, batches: Iterable[Tensor], layers: Sequence[int] | None = None) -> list[LayerQuantities]:
-    """Entropy (nats), distance (pixels of the input) and correlation with the previous layer's map, over a data set.
+    """Entropy, distance and correlation with the previous layer's map, over a data set.
 
     Args:
         batches: (B, 3, H, W), normalised, all of one size, on the model's device.
@@ -92,57 +135,70 @@ def measure(model: nn.Module, batches: Iterable[Tensor], layers: Sequence[int] |
     Raises:
         ValueError: no batch; a layer that there is not.
     """
-    sums: dict[int, LayerQuantities] = {}
+    parts: dict[int, list[LayerQuantities]] = {}
     for images in batches:
         with torch.inference_mode(), record_attention(model, layers) as maps:
             model(images)
         previous = None
         for layer in maps.values():
-            H, W = layer.feat_size
+            cell = (images.shape[-2] / layer.feat_size[0], images.shape[-1] / layer.feat_size[1])
+            correlations = None
+            if previous is not None and previous.shape == layer.attn.shape:
+                correlations = map_correlation(layer.attn, previous).cpu()
+            previous = layer.attn
             spatial = layer.spatial().float()
-            entropy = attention_entropy(layer.attn).sum(0)
-            prefix = layer.attn[..., :layer.num_prefix_tokens].float().sum(-1).mean(-1).sum(0)
             if layer.num_prefix_tokens:
                 spatial = spatial / spatial.sum((-2, -1), keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
-            distance = attention_distance(spatial, (images.shape[-2] / H, images.shape[-1] / W)).sum(0)
-            correlation = None
-            if previous is not None and previous.shape == layer.attn.shape:
-                correlation = map_correlation(layer.attn, previous).sum(0)
-            previous = layer.attn
-            new = LayerQuantities(
-                layer.number, layer.name, layer.feat_size, layer.attn.shape[-1], len(images), entropy, distance, prefix,
-                correlation)
-            old = sums.get(layer.number)
-            if old is not None:
-                new.images += old.images
-                new.entropy, new.distance = entropy + old.entropy, distance + old.distance
-                new.prefix = prefix + old.prefix
-                new.correlation = None if correlation is None else correlation + old.correlation
-            sums[layer.number] = new
-    if not sums:
+            prefixes = layer.attn[..., :layer.num_prefix_tokens].float().sum(-1).mean(-1)
+            first = parts.get(layer.number, [None])[0]
+            parts.setdefault(layer.number, []).append(LayerQuantities(
+                layer.number, layer.name, layer.feat_size, attention_entropy(layer.attn).cpu(),
+                attention_distance(spatial, cell).cpu(), prefixes.cpu(), correlations,
+                float(np.log(layer.num_keys()).mean()),
+                first.uniform_distance if first else uniform_distance(layer.window, layer.feat_size, cell)))
+    if not parts:
         raise ValueError("measure needs at least one batch of images, got none")
-    for total in sums.values():
-        total.entropy, total.distance, total.prefix = (
-            (value / total.images).cpu() for value in (total.entropy, total.distance, total.prefix))
-        if total.correlation is not None:
-            total.correlation = (total.correlation / total.images).cpu()
-    return list(sums.values())
+    return [replace(found[0], entropies=torch.cat([part.entropies for part in found]),
+                    distances=torch.cat([part.distances for part in found]),
+                    prefixes=torch.cat([part.prefixes for part in found]),
+                    correlations=None if found[0].correlations is None else
+                    torch.cat([part.correlations for part in found])) for found in parts.values()]
 
 
 def quantities_csv(measured: dict[str, list[LayerQuantities]]) -> str:
-    """A row a model, layer and head."""
+    """A row a model, layer and head: means and standard deviations over images."""
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
-    rows.writerow(("model", "layer", "name", "map", "head", "images", "entropy_nats", "distance_pixels",
-                   "correlation_with_previous", "share_of_prefix_tokens"))
+    rows.writerow(("model", "layer", "name", "map", "head", "images", "entropy_nats", "entropy_share",
+                   "distance_pixels", "correlation_with_previous", "entropy_nats_std", "distance_pixels_std",
+                   "correlation_with_previous_std", "uniform_entropy_nats", "uniform_distance_pixels",
+                   "share_of_prefix_tokens"))
     for model, layers in measured.items():
         for layer in layers:
+            values = (layer.entropies, layer.distances, layer.correlations)
             for head in range(len(layer.entropy)):
-                correlation = "" if layer.correlation is None else f"{layer.correlation[head]:.6f}"
+                entropy, *others = ("" if v is None else f"{v[:, head].mean():.6f}" for v in values)
+                spreads = ("" if v is None or len(v) < 2 else f"{v[:, head].std():.6f}" for v in values)
                 rows.writerow((model, layer.number, layer.name, "x".join(map(str, layer.feat_size)), head, layer.images,
-                               f"{layer.entropy[head]:.6f}", f"{layer.distance[head]:.6f}", correlation,
-                               f"{layer.prefix[head]:.6f}"))
+                               entropy, f"{layer.entropy[head] / layer.uniform_entropy:.6f}", *others, *spreads,
+                               f"{layer.uniform_entropy:.6f}", f"{layer.uniform_distance:.6f}", f"{layer.prefix[head]:.6f}"))
     return text.getvalue()
+
+
+def quantities_arrays(measured: dict[str, list[LayerQuantities]]) -> dict[str, np.ndarray]:
+    """Every image's values, float32 (images, K), under "layer2.entropy_nats", "layer2.distance_pixels" and
+    "layer2.correlation_with_previous", and the references and "layer2.feat_size" (H, W) beside them; of several models
+    with the model's label and a slash before."""
+    arrays = {}
+    for model, layers in measured.items():
+        prefix = f"{model}/" if len(measured) > 1 else ""
+        for layer in layers:
+            found = {"name": layer.name, "feat_size": layer.feat_size, "entropy_nats": layer.entropies,
+                     "distance_pixels": layer.distances, "correlation_with_previous": layer.correlations, "share_of_prefix_tokens": layer.prefixes,
+                     "uniform_entropy_nats": layer.uniform_entropy, "uniform_distance_pixels": layer.uniform_distance}
+            arrays.update({f"{prefix}layer{layer.number}.{key}": np.asarray(value) for key, value in found.items()
+                           if value is not None})
+    return arrays
 
 
 def attention_rollout(maps: AttentionMaps, residual: float = 0.5) -> Tensor:

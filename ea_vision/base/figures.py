@@ -1,10 +1,24 @@
-"""Figures as bytes."""
+"""Figures as bytes, and the colours of their lines."""
 
 import io
+from collections.abc import Sequence
+
+import matplotlib
+
+COLORS = ("#D55E00", "#0072B2", "#E69F00", "#CC79A7", "#56B4E9", "#009E73", "#F0E442")  # Okabe and Ito
+FORMATS = (".png", ".svg", ".pdf")
 
 
-def figure_bytes(figure) -> bytes:
-    """The figure as PNG."""
+def figure_bytes(figure, suffix: str = ".png", dpi: int = 120) -> bytes:
+    """The figure in the format of one of FORMATS; text stays text, which can be found."""
     data = io.BytesIO()
-    figure.savefig(data, format="png", dpi=120)
+    with matplotlib.rc_context({"svg.fonttype": "none", "pdf.fonttype": 42}):
+        figure.savefig(data, format=suffix.removeprefix("."), dpi=dpi)
     return data.getvalue()
+
+
+def color_cycle() -> Sequence[str]:
+    """Colours of lines: the user's, and where rcParams has matplotlib's, those that the colour-blind can tell apart."""
+    cycle = matplotlib.rcParams["axes.prop_cycle"]
+    own = cycle != matplotlib.rcParamsDefault["axes.prop_cycle"] and "color" in cycle.keys
+    return cycle.by_key()["color"] if own else COLORS

@@ -3,6 +3,7 @@ learnable shares of the maps stood meanwhile."""
 
 from __future__ import annotations
 
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
@@ -10,25 +11,26 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
 
 from ea_vision.base.errors import UsageError
-from ea_vision.base.figures import figure_bytes
+from ea_vision.base.figures import FORMATS, color_cycle, figure_bytes
 from ea_vision.base.files import atomic_write, create
 from ea_vision.engine.gates import by_share
 from ea_vision.engine.run_folder import read_config, read_gates, read_metrics
 
 
 def write_learning_curves(folders: list[Path], output: Path) -> None:
-    """Write `plot_learning_curves` into the PNG `output`.
+    """Write `plot_learning_curves` into `output`, PNG, SVG or PDF by its suffix.
 
     Raises:
         UsageError: as `plot_learning_curves`, or another suffix.
     """
-    if output.suffix.lower() != ".png":
-        raise UsageError(f"learning curves are drawn as PNG: --output must end in .png, got {output}")
+    if output.suffix.lower() not in FORMATS:
+        raise UsageError(f"--output of learning curves must end in {' or '.join(FORMATS)}, got {output}")
     figure = plot_learning_curves(folders)
     create(output.parent)
-    atomic_write(output, figure_bytes(figure))
+    atomic_write(output, figure_bytes(figure, output.suffix.lower()))
 
 
 def plot_learning_curves(folders: list[Path]) -> Figure:
@@ -53,18 +55,19 @@ def plot_learning_curves(folders: list[Path]) -> Figure:
     loss_axes, accuracy_axes = (figure.add_subplot(grid[0, column]) for column in range(2))
     for number, (label, columns) in enumerate(gates):
         _plot_gates(figure.add_subplot(grid[1 + number // 2, number % 2]), label, columns)
-    for label, _, metrics in runs:
-        loss_axes.plot(metrics["epoch"], metrics["train_loss"], label=label, marker=".")
+    for color, (label, _, metrics) in zip(cycle(color_cycle()), runs, strict=False):
+        loss_axes.plot(metrics["epoch"], metrics["train_loss"], color=color, label=label, marker=".")
         epochs, top1 = np.array(metrics["epoch"]), np.array(metrics["top1"])
         evaluated = ~np.isnan(top1)  # --eval-epochs leaves epochs out
         best = f" ({top1[evaluated].max():.2f}%)" if evaluated.any() else ""
-        accuracy_axes.plot(epochs[evaluated], top1[evaluated], label=f"{label}{best}", marker=".")
+        accuracy_axes.plot(epochs[evaluated], top1[evaluated], color=color, label=f"{label}{best}", marker=".")
     splits = sorted({split.replace("_", "-") for _, split, _ in runs})
     loss_axes.set(xlabel="epoch", ylabel="training loss")
     accuracy_axes.set(xlabel="epoch", ylabel=f"top-1 on {' or '.join(splits)} images (%)")
     for axes in (loss_axes, accuracy_axes):
         axes.grid(alpha=0.3)
-    accuracy_axes.legend(fontsize=8)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    accuracy_axes.legend(fontsize="small")
     return figure
 
 
@@ -83,9 +86,10 @@ def _plot_gates(axes: Axes, label: str, columns: dict[str, list[float]]) -> None
             layer, _, share = name.rpartition(".")
             axes.plot(epochs, values, style[share.partition("[")[0]], color=colour[layer], marker=".")
     axes.set(xlabel="epoch", ylabel="share", title=label)
-    axes.title.set_fontsize(9)
+    axes.title.set_fontsize("medium")
     axes.grid(alpha=0.3)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     handles = [Line2D([], [], linestyle=style[share], color="black", label=share) for share in shares]
     handles += [Line2D([], [], color=colour[layer], label=layer.removesuffix(".evolution"))
                 for layer in dict.fromkeys((layers[0], layers[-1]))]
-    axes.legend(handles=handles, fontsize=8)
+    axes.legend(handles=handles, fontsize="small")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ def write_evaluation(folder: Path, result: Evaluation, classes: list[str], about
         worst = int(row.argmax())
         writer.writerow([name, images, f"{top1:.2f}", classes[worst] if row[worst] else "", int(row[worst])])
     atomic_write(paths[1], table.getvalue().encode())
-    atomic_write(paths[2], figure_bytes(plot_confusion(result, classes)))
+    atomic_write(paths[2], figure_bytes(plot_confusion(result, classes, about["model"])))
     return paths
 
 
@@ -69,7 +70,7 @@ def write_timm_results(path: Path, rows: Sequence[dict[str, Any]]) -> str:
     return text.getvalue()
 
 
-def plot_confusion(result: Evaluation, classes: list[str]) -> Figure:
+def plot_confusion(result: Evaluation, classes: list[str], name: str) -> Figure:
     """The confusion matrix, each row as percent of its class; the numbers are shown for up to 20 classes."""
     percent = 100 * result.confusion / result.confusion.sum(1, keepdim=True).clamp(min=1)
     count = len(classes)
@@ -79,9 +80,10 @@ def plot_confusion(result: Evaluation, classes: list[str]) -> Figure:
     image = axes.imshow(percent.numpy(), cmap="Blues", vmin=0, vmax=100)
     figure.colorbar(image, ax=axes, label="percent of the class", shrink=0.8)
     axes.set(xlabel="taken for", ylabel="class",
-             title=f"top-1 {result.top1:.2f}%, top-5 {result.top5:.2f}%, {result.images} images")
+             title=f"{textwrap.fill(name, int(9 * side))}\n"
+                   f"top-1 {result.top1:.2f}%, top-5 {result.top5:.2f}%, {result.images} images")
     if count <= 100:
-        size = 9 if count <= 30 else 5
+        size = "small" if count <= 30 else 5
         axes.set_xticks(range(count), classes, rotation=90, fontsize=size)
         axes.set_yticks(range(count), classes, fontsize=size)
     if count <= 20:
@@ -89,6 +91,6 @@ def plot_confusion(result: Evaluation, classes: list[str]) -> Figure:
             for column in range(count):
                 value = percent[row, column].item()
                 if value >= 0.5:
-                    axes.text(column, row, f"{value:.0f}", ha="center", va="center", fontsize=8,
+                    axes.text(column, row, f"{value:.0f}", ha="center", va="center", fontsize="small",
                               color="white" if value > 50 else "black")
     return figure

@@ -168,7 +168,7 @@ def main(task: type[Task], argv: list[str] | None = None) -> int:
     modes.add_argument("--weights", metavar="FILE", default="", help="with --evaluate MODEL: safetensors weights "
                        "(default: the model's own pretrained ones)")
     modes.add_argument("--learning-curves", metavar="RUN", nargs="+", help="draw loss and accuracy of run folders "
-                       "into the PNG --output (default: learning_curves.png)")
+                       "into --output, PNG, SVG or PDF by its suffix (default: learning_curves.png)")
     familiar = parser.add_argument_group("as in timm and torchvision")
     familiar.add_argument("--amp-dtype", metavar="bfloat16|float16", help="the same as --amp with this value")
     familiar.add_argument("--test-only", action="store_true", default=False, help="the same as --evaluate, of the run "
@@ -296,7 +296,8 @@ def evaluate_target(task: type[Task], target: str, weights: str, given: dict[str
         model.to(world.device, memory_format=torch.channels_last if config.channels_last else torch.preserve_format)
         result, plain = evaluate_weights(model, run, data.eval_loader(**data.image_form(model)), world, config)
         if world.is_main:
-            about = {"target": target, "weights": weights or None, **data.about, "amp": config.amp, "tta": config.tta,
+            about = {"target": target, "model": config.model, "weights": weights or None, **data.about,
+                     "amp": config.amp, "tta": config.tta,
                      **({"plain_weights": numbers_of(plain)} if plain is not None else {}),
                      **({"eval_split": "train"} if data.same_images else {}),
                      "data_fingerprint": data.fingerprint, **provenance()}

@@ -11,17 +11,19 @@ import argparse
 import csv
 import io
 import itertools
+import math
 import shlex
 import signal
 import statistics
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 from matplotlib.figure import Figure
 
 from ea_vision.base.errors import RunError, UsageError, exit_code
-from ea_vision.base.figures import figure_bytes
+from ea_vision.base.figures import color_cycle, figure_bytes
 from ea_vision.base.files import atomic_write, create
 from ea_vision.engine.run_folder import read_metrics, read_results
 
@@ -123,7 +125,8 @@ def evaluation_top1(results: dict) -> float:
 
 
 def plot_sweep(rows: list[dict], keys: list[str], ylabel: str) -> Figure:
-    """Top-1 over the values of the first key, one line per setting of the others, bars over seeds."""
+    """Top-1 over the values of the first key, one line per setting of the others: means over seeds, bars of a standard
+    deviation where there are several, a dot for each run; n, the number of runs, is named."""
     figure = Figure(figsize=(6, 4.5), layout="constrained")
     axes = figure.add_subplot()
     first, others = keys[0], keys[1:]
@@ -133,17 +136,25 @@ def plot_sweep(rows: list[dict], keys: list[str], ylabel: str) -> Figure:
         lines.setdefault(label, {}).setdefault(row[first], []).append(row["top1"])
     values = list(dict.fromkeys(row[first] for row in rows))
     numeric = all(_is_number(value) for value in values)
-    for label, points in lines.items():
+    counts = {len(runs) for points in lines.values() for runs in points.values()}
+    for color, (label, points) in zip(itertools.cycle(color_cycle()), lines.items(), strict=False):
         places = [float(v) if numeric else values.index(v) for v in points]
         means = [statistics.mean(v) for v in points.values()]
-        spreads = [statistics.stdev(v) if len(v) > 1 else 0.0 for v in points.values()]
-        axes.errorbar(places, means, spreads, marker="o", capsize=3, label=label or None)
+        spreads = [statistics.stdev(v) if len(v) > 1 else math.nan for v in points.values()]
+        axes.errorbar(places, means, spreads, color=color, marker="o", capsize=3, label=label or None)
+        for place, mean, runs in zip(places, means, points.values(), strict=True):
+            if len(runs) > 1:
+                axes.plot([place] * len(runs), runs, ".", color=color, alpha=0.4, markeredgewidth=0)
+            if len(counts) > 1:
+                axes.annotate(f"n={len(runs)}", (place, mean), (4, 4), textcoords="offset points", fontsize="x-small")
+    n = f"n = {counts.pop()}" if len(counts) == 1 else "n runs each"
+    axes.set_title("n = 1 run each" if n == "n = 1" else f"mean and standard deviation, {n}", fontsize="medium")
     if not numeric:
-        axes.set_xticks(range(len(values)), values)
+        axes.set_xticks(range(len(values)), [textwrap.fill(value, 16) for value in values])
     axes.set(xlabel=first, ylabel=ylabel)
     axes.grid(alpha=0.3)
     if others:
-        axes.legend(fontsize=8)
+        axes.legend(fontsize="small")
     return figure
 
 

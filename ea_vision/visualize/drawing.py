@@ -21,19 +21,20 @@ from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Colormap, LogNorm, Normalize
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import NullLocator
 from torch import Tensor
 
 from ea_vision.analysis.recording import PARTS, AttentionLayer, LayerMaps
 from ea_vision.base.errors import UsageError
+from ea_vision.base.figures import COLORS as QUERY_COLORS
 from ea_vision.visualize.recordings import MEAN, Head, Query, Recording, cell_of
 
 SCALES = ("layer", "tile", "all", "uniform")
 OVERLAY_MAP, OVERLAY_FROM = "plasma", 0.4  # pink to yellow: without its dark part, which a dark photo would hide
 UNIFORM_TOP = 8.0  # times uniform attention: where --scale uniform ends
 LOWEST_TOP = 2.0  # a scale goes on to at least twice uniform attention: what is nearly uniform looks so
-QUERY_COLORS = ("#D55E00", "#0072B2", "#E69F00", "#CC79A7", "#56B4E9", "#009E73", "#F0E442")  # Okabe and Ito
 PART_NAMES = {"attn": "attention", "logits": "logits", "self_logits": "own logits",
               "conv_logits": "convolved logits", "prev_logits": "previous logits"}
 
@@ -114,13 +115,6 @@ def wrapped(text: str, inches: float, size: float = 10.0) -> str:
     return "\n".join(line for part in text.split("\n") for line in textwrap.wrap(part, characters) or [""])
 
 
-def color_cycle() -> Sequence[str]:
-    """Colours of lines: the user's, and where rcParams has matplotlib's, those that the colour-blind can tell apart."""
-    cycle = matplotlib.rcParams["axes.prop_cycle"]
-    own = cycle != matplotlib.rcParamsDefault["axes.prop_cycle"] and "color" in cycle.keys
-    return cycle.by_key()["color"] if own else QUERY_COLORS
-
-
 def head_name(head: Head) -> str:
     return "mean of heads" if head == MEAN else f"head {head}"
 
@@ -135,6 +129,16 @@ def map_name(layer: LayerMaps) -> str:
     names += [f"{registers} registers" if registers > 1 else "a register"] if registers else []
     prefix = f" after {', '.join(names)}" if names else ""
     return f"{layer_name(layer)}, map {layer.feat_size[0]}x{layer.feat_size[1]}{prefix}"
+
+
+def name_row(axes: Axes, name: str, lines: int) -> None:
+    """A name above a row of maps that begins with these axes and has titles of so many small lines."""
+    pad = matplotlib.rcParams["axes.titlepad"] + lines * 1.4 * font_points("small")
+    axes.set_title(name, fontsize="medium", loc="left", pad=pad)
+
+
+def font_points(size: str) -> float:
+    return FontProperties(size=size).get_size_in_points()
 
 
 def layers_name(numbers: Sequence[int]) -> str:
@@ -274,21 +278,22 @@ def draw_map(axes: Axes, values: np.ndarray, recording: Recording, norm: Normali
 
 
 def add_scale(figure, axes, norm: Normalize, look: Look, part: str = "attn", overlay: bool | None = None,
-              bar_label: str | None = None) -> None:
+              bar_label: str | None = None, short: bool = False) -> None:
     """The colour bar of maps that are compared: of attention in units of 1/N, which is marked; of other parts or
-    quantities as they are. Over a photo it is on grey, where it can be seen how opaque it is."""
+    quantities as they are. Over a photo it is on grey, where it can be seen how opaque it is. A short bar, beside one
+    row of maps, has few ticks."""
     overlay = look.overlay if overlay is None else overlay
     own = look.scale == "tile"
     if own:
         norm = Normalize(0, 1)
-    bar = figure.colorbar(ScalarMappable(norm, look.colormap(overlay)), ax=axes, shrink=0.8, pad=0.015, aspect=30,
-                          panchor=False)
+    bar = figure.colorbar(ScalarMappable(norm, look.colormap(overlay)), ax=axes, pad=0.015, aspect=30, panchor=False,
+                          shrink=0.65 if short else 0.8)
     bar.ax.tick_params(labelsize="x-small")
     bar.ax.yaxis.set_minor_locator(NullLocator())
     if overlay:
         bar.ax.set_facecolor("0.7")
     if part == "attn":
-        places, labels = _own_ticks(overlay) if own else _uniform_ticks(norm)
+        places, labels = _own_ticks(overlay) if own else _uniform_ticks(norm, 0 if short else 3)
         bar.set_ticks(places, labels=labels)
         bar.ax.axhline(0 if own and overlay else 0.5 if own else 1, color=matplotlib.rcParams["axes.edgecolor"],
                        linewidth=1.5, clip_on=False)
@@ -303,13 +308,13 @@ def _own_ticks(overlay: bool) -> tuple[list[float], list[str]]:
     return ([0, 1], ["1/N", "map's\nhighest"]) if overlay else ([0.5, 1], ["1/N", "map's\nhighest"])
 
 
-def _uniform_ticks(norm: Normalize) -> tuple[list[float], list[str]]:
-    """Uniform attention, the largest value, at most three powers of two between them, and as many down where the scale
-    goes there."""
+def _uniform_ticks(norm: Normalize, most: int) -> tuple[list[float], list[str]]:
+    """Uniform attention, the largest value, at most so many powers of two between them, and as many down where the
+    scale goes there."""
     octaves = float(np.log2(norm.vmax))
     step = max(1, round(octaves / 4))
-    ups = [2 ** n for n in range(step, 64, step) if n < octaves - 0.3 * step]
-    ups = [*ups[:3], norm.vmax]
+    ups = [2 ** n for n in range(step, 64, step) if n < octaves - 0.5 * step]
+    ups = [*ups[:most], norm.vmax]
     labels = [_short(up) for up in ups]
     if norm.vmin >= 1:
         return [1, *ups], ["1/N", *(f"{label}/N" for label in labels)]

@@ -60,7 +60,7 @@ def make_parser(description: str, examples: str, *, output: str, model: str = "e
                              "each gets its own file, its name added (default: %(default)s)")
     if maps:
         parser.add_argument("--npz", action="store_true",
-                            help="write the maps that are drawn from beside each figure, too, as FILE.npz for np.load")
+                            help="write what is drawn from beside each figure, too, as FILE.npz for np.load")
     parser.add_argument("--dpi", type=positive, default=150, help="of pictures made of pixels (default: %(default)s)")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"),
                         help="where the network runs; auto: cuda if there is one (default: %(default)s)")

@@ -21,6 +21,7 @@ from ea_vision.visualize.drawing import (
     draw_photo,
     layers_name,
     mark_query,
+    name_row,
     new_figure,
     norms_of,
     text_scale,
@@ -59,7 +60,7 @@ def rollout_figure(recordings: Sequence[Recording], points: Sequence[Query], loo
             blocks, recordings, names, rows, norms, strict=True):
         cells = block.subplots(1, columns)
         draw_photo(cells[0], recording, look, places, last)
-        cells[0].set_title(f"{name}\n\n", fontsize="medium", loc="left")
+        name_row(cells[0], name, 2)
         for col, (values, norm) in enumerate(zip(maps, own, strict=True)):
             query = col < len(points)
             draw_map(cells[col + 1], values, recording, norm, look)

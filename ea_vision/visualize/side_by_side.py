@@ -15,6 +15,7 @@ from ea_vision.visualize.drawing import (
     draw_map,
     draw_photo,
     head_name,
+    name_row,
     new_figure,
     norms_of,
     text_scale,
@@ -66,7 +67,7 @@ def models_side_by_side(recordings: Sequence[Recording], layers: Sequence[Sequen
                 zip(recordings, layers, places[point], names, strict=True)):
             finest = max((recording.maps[layer].feat_size for layer in chosen), key=math.prod)
             draw_photo(cells[row, 0], recording, look, [place], finest, first=number)
-            cells[row, 0].set_title(f"{name}\n", fontsize="medium", loc="left")
+            name_row(cells[row, 0], name, 1)
             for col, layer in enumerate(chosen):
                 index = row * columns + col
                 draw_map(cells[row, col + 1], maps[index], recording, norms[index], look, point=place, number=number,

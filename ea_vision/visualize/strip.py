@@ -126,7 +126,7 @@ def evolution_strip(recording: Recording, layers: Sequence[int], head: Head, poi
                 if row == 0:
                     axes.set_title(f"layer {layer}", fontsize="small")
             cells[row, 1].set_ylabel(name, fontsize="small")
-        add_scale(strip, cells[-1], norms[chain[0], "attn"], look)
+        add_scale(strip, cells[-1], norms[chain[0], "attn"], look, short=True)
         if len(rows) > 1:
             logits = [key for key in maps if key[0] in chain and key[1] != "attn"]
             add_scale(strip, cells[:-1], norms[logits[0]], look, "logits", overlay=False)

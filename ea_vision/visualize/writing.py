@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import io
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from ea_vision.analysis.loading import find_images, read_image
 from ea_vision.base.errors import UsageError
+from ea_vision.base.figures import FORMATS as PICTURES
+from ea_vision.base.figures import figure_bytes
 from ea_vision.base.files import atomic_write, write_npz
 from ea_vision.visualize.recordings import Recording
-
-PICTURES = (".png", ".svg", ".pdf")
 
 
 def outputs_of(options: argparse.Namespace, images: Sequence[str]) -> list[Path]:
@@ -56,10 +54,7 @@ def check_output(output: Path, suffixes: Sequence[str] = PICTURES) -> Path:
 
 def save(figure: Figure, output: Path, dpi: int) -> None:
     """Write a figure, all or nothing, in the format of the file's suffix."""
-    data = io.BytesIO()
-    with matplotlib.rc_context({"svg.fonttype": "none", "pdf.fonttype": 42}):  # text as text, which can be found
-        figure.savefig(data, format=output.suffix[1:].lower(), dpi=dpi)
-    atomic_write(output, data.getvalue())
+    atomic_write(output, figure_bytes(figure, output.suffix.lower(), dpi))
 
 
 def save_maps(recordings: Sequence[Recording], output: Path, **further: np.ndarray) -> None:

@@ -14,9 +14,12 @@ from ea_vision.analysis.quantities import (
     attention_rollout,
     map_correlation,
     measure,
+    quantities_arrays,
     quantities_csv,
+    uniform_distance,
 )
 from ea_vision.analysis.recording import AttentionMaps, LayerMaps
+from ea_vision.layers import AugmentedConv2d
 
 
 def recorded(*layers):
@@ -43,6 +46,31 @@ def test_distance_of_a_known_shift_in_pixels_of_the_input():
     torch.testing.assert_close(attention_distance(attn, (7.0, 10.0)), torch.tensor([[10 * (3 * 2 + 2 * 3) / 5]]))
     itself = torch.eye(H * W).view(1, 1, H, W, H, W)
     assert attention_distance(itself).item() == 0
+
+
+@pytest.mark.parametrize("window", [None, (3, 3), (1, 5)])
+def test_references_are_those_of_uniform_attention_also_in_a_window(window):
+    """A network without weights in its maps: what `measure` finds is what uniform attention has."""
+    torch.manual_seed(0)
+    layer = AugmentedConv2d(3, 8, dim_qk=4, dim_v=2, num_heads=2, feat_size=(4, 6), position="none", window=window)
+    with torch.no_grad():
+        layer.qkv.weight.zero_()
+        layer.qkv.bias.zero_()
+
+    class Network(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x):
+            return self.layer(x)[0]
+
+    [found] = measure(Network().eval(), [torch.rand(2, 3, 4, 6)])
+    assert found.entropies.flatten().tolist() == pytest.approx([found.uniform_entropy] * 4)
+    assert found.distances.flatten().tolist() == pytest.approx([found.uniform_distance] * 4)
+    assert found.uniform_distance == pytest.approx(uniform_distance(window, (4, 6), (1, 1)))
+    if window is None:
+        assert found.uniform_entropy == pytest.approx(math.log(24))
 
 
 def test_correlation_of_a_map_with_itself_and_its_opposite():
@@ -95,4 +123,8 @@ def test_measure_does_not_depend_on_the_batches():
 
     rows = list(csv.DictReader(io.StringIO(quantities_csv({"a": whole}))))
     assert len(rows) == 6 * 4 and rows[0]["map"] == "4x4" and rows[0]["correlation_with_previous"] == ""
+    assert float(rows[5]["entropy_nats_std"]) == pytest.approx(
+        attention_entropy(maps[2].attn).std(0)[1].item(), abs=1e-5)
+    arrays = quantities_arrays({"a": whole})
+    assert arrays["layer2.distance_pixels"].shape == (6, 4) and "layer1.correlation_with_previous" not in arrays
     assert float(rows[5]["entropy_nats"]) == pytest.approx(whole[1].entropy[1].item(), abs=1e-5)

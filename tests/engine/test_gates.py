@@ -119,6 +119,7 @@ def test_shares_are_logged_exported_and_drawn(raised, data, tmp_path, capsys):
     figure = plot_learning_curves([folder, learnt])
     lines = [[line for line in axes.lines if len(line.get_xdata()) == 2] for axes in figure.axes]
     assert [len(drawn) for drawn in lines] == [2, 2, 4, 4]
+    assert all(tick == round(tick) for axes in figure.axes for tick in axes.get_xticks())  # epochs are whole
     assert [list(line.get_ydata()) for line in lines[2]] == [gates[name] for name in names]
 
     constants = tmp_path / "constants"
