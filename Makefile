@@ -6,7 +6,7 @@ READY  := $(VENV)/.ready
 
 DEMO   := runs/demo
 
-.PHONY: demo test test-all test-browser lint wheel clean
+.PHONY: demo pictures test test-all test-browser lint wheel clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -23,6 +23,11 @@ demo: $(READY)
 	$(RUN) visualize/evolution_strip.py --model $(DEMO) --layers 1-3 --heads mean --queries 16,16 \
 		-o $(DEMO)/evolution.png digits:5
 	@echo "Trained: $(DEMO). Pictures to open: $(DEMO)/heads.png $(DEMO)/evolution.png"
+
+# README's picture, from the weights in weights/. The photo is skimage.data.chelsea() of scikit-image 0.26, CC0.
+pictures: $(READY)
+	$(RUN) visualize/evolution_strip.py --model ea_conv_transformer_cifar --layers 1-3 --heads 1 --queries 16,16 \
+		--dpi 110 -o visualize/evolution.png visualize/cat.jpg
 
 # Two workers of one thread each: threads that wait for each other on 2 cores take several times as long.
 test: $(READY)

@@ -32,7 +32,7 @@ from ea_vision.base.figures import COLORS as QUERY_COLORS
 from ea_vision.visualize.recordings import MEAN, Head, Query, Recording, cell_of
 
 SCALES = ("layer", "tile", "all", "uniform")
-OVERLAY_MAP, OVERLAY_FROM = "plasma", 0.4  # pink to yellow: without its dark part, which a dark photo would hide
+OVERLAY_MAP = "cool"  # cyan to magenta, bright all along: colours that few animals, meadows and rooms have
 UNIFORM_TOP = 8.0  # times uniform attention: where --scale uniform ends
 LOWEST_TOP = 2.0  # a scale goes on to at least twice uniform attention: what is nearly uniform looks so
 PART_NAMES = {"attn": "attention", "logits": "logits", "self_logits": "own logits",
@@ -48,8 +48,7 @@ class Look:
     scale: of the colours. "layer": one for the maps that are compared, which are those of a layer, and in figures of
         several layers or models those of a block; "tile": each map its own, its maximum written on it; "all": one for
         the figure; "uniform": from 1/N to 8/N, the same in every figure.
-    cmap: a matplotlib colour map by name; by default over a photo the bright part of "plasma", alone
-        rcParams["image.cmap"].
+    cmap: a matplotlib colour map by name; by default "cool" over a photo, and rcParams["image.cmap"] alone.
     opacity: of the strongest attention over the photo, 0 to 1.
     smooth: shades between the cells of a map, or its cells as they are.
     as_seen: under the maps the pixels that the network saw, not the photo.
@@ -79,9 +78,8 @@ class Look:
         if not overlay:
             return matplotlib.colormaps[self.cmap or matplotlib.rcParams["image.cmap"]]
         steps = np.linspace(0, 1, 256)
-        first = OVERLAY_FROM if self.cmap is None else 0
-        shades = matplotlib.colormaps[self.cmap or OVERLAY_MAP](first + (1 - first) * steps)
-        shades[:, 3] = self.opacity * steps ** 0.75
+        shades = matplotlib.colormaps[self.cmap or OVERLAY_MAP](steps)
+        shades[:, 3] = self.opacity * steps ** 0.6
         return colors.ListedColormap(shades)
 
 

@@ -95,7 +95,7 @@ def add_colors(parser: argparse.ArgumentParser) -> None:
                              "it; all: one for the figure; uniform: from 1/N to 8/N in every figure "
                              "(default: %(default)s)")
     parser.add_argument("--cmap", metavar="NAME",
-                        help="a colour map of matplotlib's (default: plasma over the photo, viridis for bare maps)")
+                        help="a colour map of matplotlib's (default: cool over the photo, viridis for bare maps)")
 
 
 def look_of(options: argparse.Namespace) -> Look:
