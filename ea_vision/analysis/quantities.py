@@ -85,7 +85,7 @@ class LayerQuantities:
     """Quantities of a layer's maps, by image and head: (images, K) each.
 
     entropies: in nats, over all tokens. distances: in pixels of the input, of what the patches attend to among the
-    patches. prefixes: share of attention, of all queries, that goes to the tokens before a vision transformer's patches.
+    patches. prefixes: share of attention, of all queries, that goes to the tokens before a transformer's patches.
     correlations: with the previous layer's map, None where that has another shape. uniform_entropy, uniform_distance:
     those of uniform attention over the keys that queries see.
     """
@@ -181,7 +181,8 @@ def quantities_csv(measured: dict[str, list[LayerQuantities]]) -> str:
                 spreads = ("" if v is None or len(v) < 2 else f"{v[:, head].std():.6f}" for v in values)
                 rows.writerow((model, layer.number, layer.name, "x".join(map(str, layer.feat_size)), head, layer.images,
                                entropy, f"{layer.entropy[head] / layer.uniform_entropy:.6f}", *others, *spreads,
-                               f"{layer.uniform_entropy:.6f}", f"{layer.uniform_distance:.6f}", f"{layer.prefix[head]:.6f}"))
+                               f"{layer.uniform_entropy:.6f}", f"{layer.uniform_distance:.6f}",
+                               f"{layer.prefix[head]:.6f}"))
     return text.getvalue()
 
 
@@ -194,7 +195,8 @@ def quantities_arrays(measured: dict[str, list[LayerQuantities]]) -> dict[str, n
         prefix = f"{model}/" if len(measured) > 1 else ""
         for layer in layers:
             found = {"name": layer.name, "feat_size": layer.feat_size, "entropy_nats": layer.entropies,
-                     "distance_pixels": layer.distances, "correlation_with_previous": layer.correlations, "share_of_prefix_tokens": layer.prefixes,
+                     "distance_pixels": layer.distances, "correlation_with_previous": layer.correlations,
+                     "share_of_prefix_tokens": layer.prefixes,
                      "uniform_entropy_nats": layer.uniform_entropy, "uniform_distance_pixels": layer.uniform_distance}
             arrays.update({f"{prefix}layer{layer.number}.{key}": np.asarray(value) for key, value in found.items()
                            if value is not None})
