@@ -19,6 +19,8 @@ GROUPS = {  # command: (module whose main(argv) runs it, what it does)
     "look": {
         "heatmap": ("ea_vision.visualize.heatmap", "attention of query points by head; several models side by side"),
         "strip": ("ea_vision.visualize.strip", "a map from layer to layer, part by part"),
+        "grid": ("ea_vision.visualize.grids", "one head on many images"),
+        "match": ("ea_vision.visualize.match", "a pixel of one image, and the pixels of another one that match it"),
         "matrix": ("ea_vision.visualize.matrix", "whole maps, queries by keys"),
         "rollout": ("ea_vision.visualize.rollout", "attention over several layers together"),
         "statistics": ("ea_vision.visualize.layer_statistics", "entropy, distance, ... by layer and head"),

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -111,6 +112,23 @@ class LayerMaps:
         maps = self[part][:, :, first:, first:]
         return maps.reshape(*maps.shape[:2], H, W, H, W)
 
+    def _columns(self, query: tuple[int, int] | str | None) -> dict[str, np.ndarray]:
+        """Those of `AttentionMaps.to_dataframe`."""
+        parts = {part: self[part].float().cpu().numpy() for part in self.recorded()}
+        if query is not None:
+            chosen = self.token(query)
+            parts = {part: maps[:, :, chosen:chosen + 1] for part, maps in parts.items()}
+        B, K, queries, T = next(iter(parts.values())).shape
+        image, head, asked, key = (index.reshape(-1) for index in np.indices((B, K, queries, T)))
+        asked = asked if query is None else np.full_like(asked, chosen)
+        columns = {"image": image, "layer": np.full_like(image, self.number), "head": np.array(self.heads)[head],
+                   "query": asked, "key": key}
+        for name, token in ("query", asked), ("key", key):
+            pixel = token - self.num_prefix_tokens
+            columns[f"{name}_row"] = np.where(pixel < 0, -1, pixel // self.feat_size[1])
+            columns[f"{name}_col"] = np.where(pixel < 0, -1, pixel % self.feat_size[1])
+        return {**columns, **{part: maps.reshape(-1) for part, maps in parts.items()}}
+
     def token(self, query: tuple[int, int] | str) -> int:
         """The row of a query: (row, column) of the map, or a prefix token by name, such as "cls".
 
@@ -174,6 +192,25 @@ class AttentionMaps(Mapping[int, LayerMaps]):
             RunError: it cannot be written.
         """
         write_npz(Path(path), self.arrays())
+
+    def to_dataframe(self, query: tuple[int, int] | str | None = None) -> Any:
+        """A pandas.DataFrame: a row for each image, layer, head, query and key, a column a part.
+
+        The columns before the parts: image, layer, head, query and key (numbers of tokens, those before a transformer's
+        patches first), and query_row, query_col, key_row, key_col of the map, -1 for a token that is no pixel of it.
+
+        Args:
+            query: of one query only, (row, column) of the map or a token by name; None: of all, which is N rows times
+                the number of keys for each head.
+
+        Raises:
+            UsageError: pandas is not installed, or a layer without this query.
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise UsageError("to_dataframe needs pandas, which is not installed: pip install pandas") from error
+        return pandas.concat([pandas.DataFrame(layer._columns(query)) for layer in self.values()], ignore_index=True)
 
     def _begin(self, layer: LayerMaps) -> None:
         """A layer's forward begins. Its second one belongs to the next forward of the network: drop the last one's."""

@@ -8,6 +8,9 @@
 
 plot_heads       what query points attend to, by head (`ea-vision heatmap`)
 plot_models      the same layers of several models side by side (`ea-vision heatmap --model A,B`)
+plot_grid        one head on many images (`ea-vision grid`)
+plot_match       a pixel of one image, and what matches it in another (`ea-vision match`)
+plot_training    attention through the checkpoints of a run (`ea-vision strip --through checkpoints`)
 plot_strip       one query through the layers of a chain, part by part (`ea-vision strip`)
 plot_matrix      whole maps, queries by keys (`ea-vision matrix`)
 plot_rollout     attention over several layers together (`ea-vision rollout`)
@@ -22,24 +25,29 @@ animation_frames draw it. Heads are counted from 0, layers from 1, query points 
 """
 from ea_vision.visualize.animation import animation_frames
 from ea_vision.visualize.drawing import Look
+from ea_vision.visualize.grids import images_grid
 from ea_vision.visualize.heatmap import heads_by_queries
 from ea_vision.visualize.jacobian import input_jacobian, plot_jacobian
 from ea_vision.visualize.layer_statistics import statistics_figure
+from ea_vision.visualize.match import match_figure
 from ea_vision.visualize.matrix import attention_matrices
 from ea_vision.visualize.plots import (
     plot_frames,
+    plot_grid,
     plot_heads,
+    plot_match,
     plot_matrix,
     plot_models,
     plot_rollout,
     plot_statistics,
     plot_strip,
+    plot_training,
 )
 from ea_vision.visualize.recordings import Recording, record
 from ea_vision.visualize.rollout import rollout_figure
 from ea_vision.visualize.sampling import plot_sampling
 from ea_vision.visualize.side_by_side import models_side_by_side
-from ea_vision.visualize.strip import evolution_strip
+from ea_vision.visualize.strip import evolution_strip, training_strip
 
 __all__ = [
     "Look",
@@ -47,19 +55,25 @@ __all__ = [
     "animation_frames",
     "attention_matrices",
     "evolution_strip",
+    "images_grid",
     "input_jacobian",
     "heads_by_queries",
+    "match_figure",
     "models_side_by_side",
     "plot_frames",
+    "plot_grid",
     "plot_heads",
     "plot_jacobian",
+    "plot_match",
     "plot_matrix",
     "plot_models",
     "plot_rollout",
     "plot_sampling",
     "plot_statistics",
     "plot_strip",
+    "plot_training",
     "record",
     "rollout_figure",
     "statistics_figure",
+    "training_strip",
 ]

@@ -18,7 +18,6 @@ from ea_vision.analysis.loading import LoadedModel, parse_layers
 from ea_vision.analysis.recording import AttentionLayer
 from ea_vision.base.errors import RunError, UsageError
 from ea_vision.base.files import atomic_write
-from ea_vision.engine import run_folder
 from ea_vision.visualize.drawing import (
     LOOK,
     Look,
@@ -32,7 +31,16 @@ from ea_vision.visualize.drawing import (
     text_scale,
     wrapped,
 )
-from ea_vision.visualize.options import add_look, load_models, look_of, make_parser, only, parse_heads, parse_queries
+from ea_vision.visualize.options import (
+    add_look,
+    add_through,
+    look_of,
+    make_parser,
+    models_through,
+    only,
+    parse_heads,
+    parse_queries,
+)
 from ea_vision.visualize.recordings import Head, Query, Recording, record
 from ea_vision.visualize.writing import each_image, save_maps
 
@@ -125,20 +133,6 @@ def encode_mp4(pictures: Sequence[np.ndarray], seconds: float) -> bytes:
         return film.read_bytes()
 
 
-def checkpoints_of(targets: str) -> str:
-    """Run folders among the targets become their *.ckpt files and snapshots."""
-    found = []
-    for target in targets.split(","):
-        files = [target]
-        if Path(target).is_dir():
-            names = ("*.ckpt", f"{run_folder.SNAPSHOTS}/*.safetensors")
-            files = sorted(str(path) for name in names for path in Path(target).glob(name))
-            if not files:
-                raise UsageError(f"run {target} has no {' nor '.join(names)}")
-        found += files
-    return ",".join(found)
-
-
 def frames_of(models: Sequence[LoadedModel], layers: Sequence[AttentionLayer], image) -> list[Frame]:
     """A frame a model and layer, in the order of epochs and layers."""
     recordings = [record(model, image, layers) for model in models]
@@ -148,10 +142,7 @@ def frames_of(models: Sequence[LoadedModel], layers: Sequence[AttentionLayer], i
 def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser(__doc__, EXAMPLES, output="attention.gif", heads="mean",
                          suffixes=(".gif", ".mp4"))
-    parser.add_argument("--through", default="layers", choices=("layers", "checkpoints"),
-                        help="layers: of one model; checkpoints: of one layer, through the *.ckpt and snapshots (the "
-                             "trainers' --snapshot-epochs) of a run folder or the files of --model, by epoch "
-                             "(default: %(default)s)")
+    add_through(parser, "layers: of one model; checkpoints: of one layer")
     parser.add_argument("--seconds", type=float, default=0.6, help="a picture is shown (default: %(default)s)")
     add_look(parser)
     options = parser.parse_args(argv)
@@ -161,14 +152,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     film = Path(options.output).suffix.lower() == ".mp4"
     if film and shutil.which("ffmpeg") is None:
         raise UsageError("MP4 needs the program ffmpeg, which is not installed: write a .gif")
-    if options.through == "checkpoints":
-        options.model = checkpoints_of(options.model)
-        models = {model.epoch: model for model in load_models(options)}  # several files may be of the same epoch
-        if None in models:
-            raise UsageError("--through checkpoints needs run folders or their *.ckpt or snapshots as --model")
-        models = [models[epoch] for epoch in sorted(models)]
-    else:
-        models = [only(load_models(options), "model")]
+    models = models_through(options)
     layers = parse_layers(options.layers, models[0])
     if options.through == "checkpoints":
         layers = [only(layers, "layer")]

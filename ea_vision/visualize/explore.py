@@ -38,7 +38,8 @@ from ea_vision.visualize.page import (
     size_mb,
 )
 from ea_vision.visualize.page_server import PageServer, serve
-from ea_vision.visualize.writing import check_output
+from ea_vision.visualize.recordings import distinct, record
+from ea_vision.visualize.writing import check_output, name_outputs, save_maps
 
 EXAMPLES = """\
 examples:
@@ -72,6 +73,9 @@ def make_parser() -> argparse.ArgumentParser:
                         help="images with more are refused (default: %(default)s)")
     parser.add_argument("-o", "--output", default="attention.html", metavar="FILE",
                         help="the page (default: %(default)s)")
+    parser.add_argument("--npz", action="store_true",
+                        help="write the maps of the page, unrounded, beside it, too, as FILE.npz (of several "
+                             "images, FILE-IMAGE.npz each); not with --serve")
     parser.add_argument("--serve", action="store_true",
                         help="instead of writing a file, serve the page on 127.0.0.1 and take images there")
     parser.add_argument("--port", type=int, default=8642, help="of --serve; 0 takes a free one (default: %(default)s)")
@@ -130,6 +134,17 @@ def read_entries(explorer: Explorer, options: argparse.Namespace) -> list[dict[s
     return entries
 
 
+def write_maps(explorer: Explorer, options: argparse.Namespace, output: Path) -> list[Path]:
+    """The maps of every image by `save_maps`: all heads of the layers on the page; return the files."""
+    files = []
+    paths = find_images(options.images)
+    for path, file in zip(paths, name_outputs(output, paths), strict=True):
+        picture = read_image(path, path, options.max_megapixels * MEGABYTE, options.exif_rotation)
+        files.append(save_maps([record(model, picture, layers, recorded) for model, layers, recorded in zip(
+            distinct(explorer.models), explorer.layers, explorer.recorded, strict=True)], file))
+    return files
+
+
 def make_server(explorer: Explorer, options: argparse.Namespace) -> PageServer:
     """The server of --serve, which has its port but does not run yet."""
     max_pixels, max_bytes = options.max_megapixels * MEGABYTE, options.max_upload_mb * MEGABYTE
@@ -145,6 +160,8 @@ def make_server(explorer: Explorer, options: argparse.Namespace) -> PageServer:
 def main(argv: Sequence[str] | None = None) -> int:
     options = make_parser().parse_args(argv)
     if options.serve:
+        if options.npz:
+            raise UsageError("--npz goes with a page that is written, not with --serve")
         serve(make_server(make_explorer(options), options))
         return 0
     if not options.images:
@@ -153,5 +170,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     explorer = make_explorer(options)
     page = build_page(explorer, read_entries(explorer, options)).encode()
     atomic_write(output, page)
-    print(f"written: {output} ({len(page) / MEGABYTE:.1f} MB)")
+    written = write_maps(explorer, options, output) if options.npz else []
+    print(f"written: {output} ({len(page) / MEGABYTE:.1f} MB)", *written)
     return 0

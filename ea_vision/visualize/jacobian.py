@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from ea_vision.analysis.loading import LoadedModel, parse_layers
-from ea_vision.analysis.recording import AttentionLayer, AttentionMaps, LayerMaps, attention_layers
+from ea_vision.analysis.recording import AttentionLayer, AttentionMaps, attention_layers
 from ea_vision.base.errors import UsageError
 from ea_vision.visualize.drawing import (
     Look,
@@ -30,7 +30,7 @@ from ea_vision.visualize.drawing import (
     wrapped,
 )
 from ea_vision.visualize.options import add_look, load_models, look_of, make_parser, only, shown_layers, some_layers
-from ea_vision.visualize.recordings import Recording, as_input, as_model, evaluating, record
+from ea_vision.visualize.recordings import MEAN, Recording, as_input, as_model, evaluating, record
 from ea_vision.visualize.writing import each_image, save, save_maps
 
 EXAMPLES = """\
@@ -117,7 +117,7 @@ def jacobian_figure(recording: Recording, jacobian: np.ndarray, chosen: int, loo
     [[norm]] = norms_of([[jacobian]], Look(), "jacobian")
     draw_map(axes[1], jacobian, recording, norm, look, part="jacobian")
     axes[1].set_title(f"|d class {chosen} / d input|", fontsize="x-small")
-    received = [_received(layer) for layer in layers]
+    received = [recording.received(layer.number, MEAN) for layer in layers]
     norms = norms_of([received], look)[0] if received else []
     for place, layer, values, norm in zip(axes[2:], layers, received, norms, strict=False):
         draw_map(place, values, recording, norm, look)
@@ -127,14 +127,6 @@ def jacobian_figure(recording: Recording, jacobian: np.ndarray, chosen: int, loo
     if norms:
         add_scale(figure, axes, norms[0], look)
     return figure
-
-
-def _received(layer: LayerMaps) -> np.ndarray:
-    """(H, W): what every pixel gets, mean of heads and queries, in units of uniform attention."""
-    first = layer.num_prefix_tokens
-    keys = torch.from_numpy(layer.num_keys().reshape(-1)).float()
-    got = layer.attn[0].float().mean(0).cpu()[first:, first:] * keys[:, None]
-    return got.mean(0).reshape(layer.feat_size).numpy()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -9,6 +9,7 @@ import argparse
 import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from ea_vision.analysis.loading import (
     WEIGHTS_HELP,
@@ -22,6 +23,7 @@ from ea_vision.analysis.loading import (
 from ea_vision.analysis.recording import AttentionLayer
 from ea_vision.base.errors import UsageError
 from ea_vision.base.processes import choose_device
+from ea_vision.engine import run_folder
 from ea_vision.visualize.drawing import LOOK, SCALES, Look
 from ea_vision.visualize.recordings import MEAN, Head, Query, distinct
 from ea_vision.visualize.writing import PICTURES
@@ -185,3 +187,48 @@ def load_models(options: argparse.Namespace) -> list[LoadedModel]:
     size, device = parse_size(options.img_size), choose_device(options.device)
     return distinct([load_model(target, random=options.random, img_size=size, device=device)
                      for target in options.model.split(",")])
+
+
+def add_through(parser: argparse.ArgumentParser, shown: str) -> None:
+    parser.add_argument("--through", default="layers", choices=("layers", "checkpoints"),
+                        help=f"{shown}, through the *.ckpt and snapshots (the trainers' --snapshot-epochs) of a run "
+                             "folder or the files of --model, by epoch (default: %(default)s)")
+
+
+def models_through(options: argparse.Namespace) -> list[LoadedModel]:
+    """The one model of --model, or with --through checkpoints one an epoch, in order.
+
+    Raises:
+        UsageError: several models, or files that say no epoch.
+    """
+    if options.through == "layers":
+        return [only(load_models(options), "model")]
+    options.model = checkpoints_of(options.model)
+    return by_epoch(load_models(options))
+
+
+def by_epoch(models: Sequence[LoadedModel]) -> list[LoadedModel]:
+    """In the order of epochs; of several files of the same epoch the last one.
+
+    Raises:
+        UsageError: a model without an epoch.
+    """
+    found = {model.epoch: model for model in models}
+    if None in found:
+        raise UsageError("what goes through checkpoints needs run folders or their *.ckpt or snapshots, got "
+                         + found[None].label)
+    return [found[epoch] for epoch in sorted(found)]
+
+
+def checkpoints_of(targets: str) -> str:
+    """Run folders among the targets become their *.ckpt files and snapshots."""
+    found = []
+    for target in targets.split(","):
+        files = [target]
+        if Path(target).is_dir():
+            names = ("*.ckpt", f"{run_folder.SNAPSHOTS}/*.safetensors")
+            files = sorted(str(path) for name in names for path in Path(target).glob(name))
+            if not files:
+                raise UsageError(f"run {target} has no {' nor '.join(names)}")
+        found += files
+    return ",".join(found)

@@ -19,23 +19,27 @@ What cannot be is a UsageError (a ValueError) that names what was required and w
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from matplotlib.figure import Figure
 from PIL import Image
 from torch import Tensor, nn
 
-from ea_vision.analysis.loading import LoadedModel, parse_layers
+from ea_vision.analysis.loading import LoadedModel, load_model, parse_layers
 from ea_vision.analysis.quantities import measure
 from ea_vision.analysis.recording import PARTS, AttentionLayer
 from ea_vision.visualize.animation import animation_frames
 from ea_vision.visualize.drawing import Look
+from ea_vision.visualize.grids import images_grid
 from ea_vision.visualize.heatmap import heads_by_queries
 from ea_vision.visualize.layer_statistics import statistics_figure
+from ea_vision.visualize.match import match, match_figure
 from ea_vision.visualize.matrix import attention_matrices, check_part
-from ea_vision.visualize.options import DIAGONAL, parse_heads, parse_queries, some_layers
+from ea_vision.visualize.options import DIAGONAL, by_epoch, checkpoints_of, parse_heads, parse_queries, some_layers
 from ea_vision.visualize.recordings import (
     MEAN,
     Head,
+    Point,
     Query,
     Recording,
     as_input,
@@ -46,7 +50,7 @@ from ea_vision.visualize.recordings import (
 )
 from ea_vision.visualize.rollout import rollout_figure
 from ea_vision.visualize.side_by_side import models_side_by_side
-from ea_vision.visualize.strip import evolution_strip
+from ea_vision.visualize.strip import evolution_strip, training_strip
 
 Model = nn.Module | LoadedModel | str
 Models = Model | Sequence[Model] | Mapping[str, Model]
@@ -120,6 +124,42 @@ def plot_frames(models: Models, image: Image.Image | Tensor, layers: Layers = No
     frames = [(recording, layer.number) for recording, chosen in recorded for layer in chosen]
     return animation_frames(frames, _heads(heads, [layer for _, chosen in recorded for layer in chosen]),
                             _points(queries, recorded[0][0]), Look(**look))
+
+
+def plot_grid(model: Model, images: Iterable[Image.Image | Tensor], layer: int | str = 1, head: Head = MEAN,
+              query: Query | None = None, **look) -> Figure:
+    """One head of one layer on many images; `query` None: the mean of all queries, which is what every pixel gets."""
+    model = as_model(model)
+    [one] = _chosen(layer, model)
+    images = list(images)
+    named = [replace(model, label=f"image {number}") for number in range(1, len(images) + 1)]
+    recordings = [record(each, image, [one]) for each, image in zip(named, images, strict=True)]
+    [head] = _heads([head], [one])
+    point = None if query is None else _points([query], recordings[0])[0]
+    return images_grid(recordings, one.number, head, point, Look(**look))
+
+
+def plot_match(model: Model, image: Image.Image | Tensor, other: Image.Image | Tensor, query: Point | None = None,
+               layers: Layers = None, heads: Heads = MEAN, **look) -> Figure:
+    """What a query of `image` (None: its middle) finds in `other`: a row a layer, a column a head; see
+    `ea_vision.visualize.match`."""
+    model = as_model(model)
+    chosen = _chosen(layers, model, some=True)
+    matched = match(model, image, other, chosen)
+    [point] = _points(None if query is None else [query], matched.one, [(0.5, 0.5)])
+    return match_figure(matched, _numbers(chosen), _heads(heads, chosen), point, Look(**look))
+
+
+def plot_training(run: str, image: Image.Image | Tensor, layers: Layers = None, head: Head = MEAN,
+                  query: Query | None = None, **look) -> Figure:
+    """Attention through the checkpoints and snapshots of a run folder: a row a layer, a column an epoch; `query` None:
+    the middle."""
+    models = by_epoch([load_model(file) for file in checkpoints_of(run).split(",")])
+    recorded = [_record(model, image, layers) for model in models]
+    recordings, chosen = [recording for recording, _ in recorded], recorded[0][1]
+    [point] = _points(None if query is None else [query], recordings[0], [(0.5, 0.5)])
+    [one] = _heads([head], chosen)
+    return training_strip(recordings, _numbers(chosen), one, point, Look(**look))
 
 
 def _record(model: LoadedModel, image: Image.Image | Tensor, layers: Layers,

@@ -25,12 +25,22 @@ from ea_vision.visualize.drawing import (
     text_scale,
     wrapped,
 )
-from ea_vision.visualize.options import add_look, load_models, look_of, make_parser, only, parse_heads, parse_queries
+from ea_vision.visualize.options import (
+    add_look,
+    add_through,
+    look_of,
+    make_parser,
+    models_through,
+    only,
+    parse_heads,
+    parse_queries,
+)
 from ea_vision.visualize.recordings import Head, Query, Recording, query_map, query_name, record
 from ea_vision.visualize.writing import each_image, save, save_maps
 
 EXAMPLES = """\
   ea-vision strip --model ea_conv_transformer_cifar --queries 16,16 -o strip.png photo.jpg
+  ea-vision strip --model runs/ea --through checkpoints --layers 1-3 -o training.png photo.jpg
   ea-vision strip --model pa_aa_resnet50 --layers 5-10 --heads 3 -o strip.svg photo.jpg
 """
 
@@ -134,6 +144,39 @@ def evolution_strip(recording: Recording, layers: Sequence[int], head: Head, poi
     return figure
 
 
+def training_strip(recordings: Sequence[Recording], layers: Sequence[int], head: Head, query: Query,
+                   look: Look = LOOK) -> Figure:
+    """Attention through training: a row a layer, a column an epoch.
+
+    Args:
+        recordings: of one image, one a checkpoint of a run in the order of epochs, with the "attn" of `layers`.
+        head: counted from 0, or "mean".
+        query: (y, x) in pixels of the input or a token by name.
+        look: how maps are drawn; the maps of a layer share a scale.
+    """
+    first, text = recordings[0], text_scale()
+    H, W = first.image.shape[1:]
+    cell = max(1.3, 0.75 * text)
+    width = max(cell * (len(recordings) + 1) + 1.4 * text, 4.2 * text)
+    title = wrapped(f"{first.model.label.rpartition(', epoch ')[0] or first.model.label}, query ({query_name(query)}), "
+                    f"{head_name(head)}", width - 0.2, 12)
+    row_height = cell * H / W + 0.35 * text
+    figure = new_figure(width, len(layers) * row_height + (0.2 + 0.2 * (1 + title.count("\n"))) * text)
+    figure.suptitle(title)
+    rows = figure.subfigures(len(layers), 1, squeeze=False).ravel()
+    groups = [[recording.relative_map(layer, query, head) for recording in recordings] for layer in layers]
+    for row, layer, maps, norms in zip(rows, layers, groups, norms_of(groups, look), strict=True):
+        cells = row.subplots(1, len(recordings) + 1)
+        size = first.maps[layer].feat_size
+        draw_photo(cells[0], first, look, [query], size)
+        cells[0].set_ylabel(f"layer {layer}\n{size[0]}x{size[1]}", fontsize="small")
+        for axes, recording, values, norm in zip(cells[1:], recordings, maps, norms, strict=True):
+            draw_map(axes, values, recording, norm, look, point=query)
+            axes.set_title(f"epoch {recording.model.epoch}", fontsize="small")
+        add_scale(row, cells, norms[0], look, short=True)
+    return figure
+
+
 def _drawn(recording: Recording, layer: int, part: str, rows: dict[str, str]) -> bool:
     """Whether a layer's column has a map in the row: it has the part, and it is not shown as its own logits already."""
     maps = recording.maps[layer]
@@ -143,18 +186,22 @@ def _drawn(recording: Recording, layer: int, part: str, rows: dict[str, str]) ->
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser(__doc__, EXAMPLES, output="evolution.png", heads="mean")
+    add_through(parser, "layers: of one model, part by part; checkpoints: attention")
     add_look(parser)
     options = parser.parse_args(argv)
     look = look_of(options)
-    model = only(load_models(options), "model")
-    layers = parse_layers(options.layers, model)
+    models = models_through(options)
+    layers = parse_layers(options.layers, models[0])
     head = only(parse_heads(options.heads, layers), "head")
-    point = only(parse_queries(options.queries, model.img_size, [(0.5, 0.5)]), "query")
-    parts = [part for part in PARTS if any(part in layer.parts for layer in layers)]
+    point = only(parse_queries(options.queries, models[0].img_size, [(0.5, 0.5)]), "query")
+    numbers = [layer.number for layer in layers]
+    training = options.through == "checkpoints"
+    parts = ["attn"] if training else [part for part in PARTS if any(part in layer.parts for layer in layers)]
     for _, image, output in each_image(options):
-        recording = record(model, image, layers, parts)
-        save(evolution_strip(recording, [layer.number for layer in layers], head, point, look), output,
-             options.dpi)
+        recordings = [record(model, image, layers, parts) for model in models]
+        figure = (training_strip(recordings, numbers, head, point, look) if training else
+                  evolution_strip(recordings[0], numbers, head, point, look))
+        save(figure, output, options.dpi)
         if options.npz:
-            save_maps([recording], output)
+            save_maps(recordings, output)
     return 0

@@ -24,7 +24,11 @@ def outputs_of(options: argparse.Namespace, images: Sequence[str]) -> list[Path]
     Raises:
         UsageError: a suffix that cannot be written, or a folder that cannot be made.
     """
-    output = check_output(Path(options.output), options.suffixes)
+    return name_outputs(check_output(Path(options.output), options.suffixes), images)
+
+
+def name_outputs(output: Path, images: Sequence[str]) -> list[Path]:
+    """See `outputs_of`."""
     if len(images) == 1:
         return [output]
     names, taken = [], set()
@@ -57,8 +61,8 @@ def save(figure: Figure, output: Path, dpi: int) -> None:
     atomic_write(output, figure_bytes(figure, output.suffix.lower(), dpi))
 
 
-def save_maps(recordings: Sequence[Recording], output: Path, **further: np.ndarray) -> None:
-    """Write the maps of recordings, and the images that the networks saw, into FILE.npz beside a figure.
+def save_maps(recordings: Sequence[Recording], output: Path, **further: np.ndarray) -> Path:
+    """Write the maps of recordings, and the images that the networks saw, into FILE.npz beside a figure; return that.
 
     The names are those of `AttentionMaps.arrays` and "image", (3, H, W) in 0..1; of several models with the model's
     label and a slash before. `further` arrays are written, too.
@@ -68,7 +72,9 @@ def save_maps(recordings: Sequence[Recording], output: Path, **further: np.ndarr
         prefix = f"{recording.model.label}/" if len(recordings) > 1 else ""
         own = {"image": recording.image.numpy(), **recording.maps.arrays()}
         arrays.update({prefix + name: array for name, array in own.items()})
-    write_npz(output.with_suffix(".npz"), arrays)
+    path = output.with_suffix(".npz")
+    write_npz(path, arrays)
+    return path
 
 
 def each_image(options: argparse.Namespace) -> Iterator[tuple[str, object, Path]]:
