@@ -1,8 +1,9 @@
 """Attention in windows of pixels and of heads, a row of keys at a time: nothing N x N, and nothing kept of the maps.
 
 For each neighbouring head and each offset of rows, the queries of a row meet the keys of one row, H small matrix
-products of W x W. The softmax over all of them is accumulated with a running maximum, and backward computes each row's
-probabilities again from their sum, as `FlashAttention` (https://arxiv.org/abs/2205.14135) does with its blocks.
+products of W x W, or on wide maps of some columns and those that they see. The softmax over all of them is accumulated
+with a running maximum, and backward computes each row's probabilities again from their sum, as `FlashAttention`
+(https://arxiv.org/abs/2205.14135) does with its blocks.
 
 Shape letters: B batch, K heads, H x W the map, N = H*W its pixels (row-major), D width of a query's head, E a value's,
 h x w the window.
@@ -29,25 +30,28 @@ def reason_against(local: bool, prev_logits: Tensor | None, need_logits: bool) -
 
 
 AT_ONCE = 2 ** 16  # logits of a step, as far as whole heads allow
+LEAST_BLOCK = 8  # columns of queries, where the map has so many
 
 
 class Step(NamedTuple):
-    """Queries that meet keys: slices of images, heads and rows, and which offset of rows that is, counted from 0."""
+    """Queries that meet keys: slices of images, heads, rows and columns, and which offset of rows that is, counted
+    from 0."""
 
-    query: tuple[slice, ...]  # of (B, K, H, ...)
+    query: tuple[slice, ...]  # of (B, K, H, W, ...)
     key: tuple[slice, ...]
     offset: int
 
 
 class Neighbours(NamedTuple):
-    """What sees what, in numbers; `row_reach` counts the own row."""
+    """What sees what, in numbers; `row_reach` and `col_reach` count the own row and column."""
 
     num_heads: int
     height: int
+    width: int
     head_window: int
     wrap: bool
     row_reach: int
-    far: Tensor | None  # (W, W), key columns outside the window by query column
+    col_reach: int
     scale: float
 
     def heads(self, chunk: slice) -> Iterator[tuple[slice, slice]]:
@@ -59,31 +63,61 @@ class Neighbours(NamedTuple):
                 if first < last:
                     yield slice(first, last), slice(first + offset + turn, last + offset + turn)
 
-    def steps(self, chunk: slice) -> Iterator[Step]:
+    def steps(self, chunk: slice, queries: slice, keys: slice) -> Iterator[Step]:
+        """All that the columns `queries` of a chunk of heads meet; `keys` are the columns that they see of."""
         for query_heads, key_heads in self.heads(chunk):
             for offset in range(-self.row_reach + 1, self.row_reach):
                 first, last = max(0, -offset), min(self.height, self.height - offset)
-                yield Step((slice(None), query_heads, slice(first, last)),
-                           (slice(None), key_heads, slice(first + offset, last + offset)), offset + self.row_reach - 1)
+                yield Step((slice(None), query_heads, slice(first, last), queries),
+                           (slice(None), key_heads, slice(first + offset, last + offset), keys),
+                           offset + self.row_reach - 1)
 
-    def chunks(self, q: Tensor) -> Iterator[slice]:
-        """The heads, a few at a time, so that what is at hand stays small."""
-        B, K, H, W, _ = q.shape
-        size = max(1, AT_ONCE // (B * H * W * W))
-        return (slice(first, min(K, first + size)) for first in range(0, K, size))
+    def blocks(self) -> list[tuple[slice, slice]]:
+        """Columns of queries, and of the keys that they see: all of a row, or some at a time where that leaves out two
+        thirds of the products. (Where it leaves out less, larger products are as fast: a 28x28 map, window 7.)"""
+        radius = self.col_reach - 1
+        size = max(LEAST_BLOCK, 2 * radius + 1)
+        if 3 * (size + 2 * radius) > self.width:
+            size = self.width
+        return [(slice(first, min(first + size, self.width)),
+                 slice(max(0, first - radius), min(first + size + radius, self.width)))
+                for first in range(0, self.width, size)]
+
+    def parts(self, batch: int) -> Iterator[tuple[slice, slice, slice]]:
+        """A few heads and a block of columns at a time, so that what is at hand stays small: heads, queries, keys."""
+        blocks = self.blocks()
+        most = max((queries.stop - queries.start) * (keys.stop - keys.start) for queries, keys in blocks)
+        size = max(1, AT_ONCE // (batch * self.height * most))
+        for first in range(0, self.num_heads, size):
+            for queries, keys in blocks:
+                yield slice(first, min(self.num_heads, first + size)), queries, keys
+
+    def by_col(self, q: Tensor, table: Tensor | None, queries: slice, keys: slice) -> Tensor | None:
+        """What the columns add to the logits, of q (B, heads, H, W, D) at `queries`: the term of the position, -inf
+        outside the window. (B, heads, H, queries, keys), or without a table (queries, keys), or None for nothing."""
+        terms = None
+        if table is not None:
+            terms = torch.einsum("bkhwd,wpd->bkhwp", q[..., queries, :], table[queries, keys])
+        if self.col_reach < self.width:
+            col = torch.arange(self.width, device=q.device)
+            far = (col[keys].unsqueeze(0) - col[queries].unsqueeze(1)).abs() >= self.col_reach
+            terms = q.new_zeros(far.shape) if terms is None else terms
+            terms = terms.masked_fill_(far, float("-inf"))
+        return terms
 
     def logits(self, step: Step, chunk: slice, q: Tensor, k: Tensor, by_row: Tensor | None, by_col: Tensor | None):
-        """Of a step, (B, heads, rows, W, W); by_col is the chunk's."""
+        """Of a step, (B, heads, rows, queries, keys); by_col is the chunk's and its block's."""
         logits = (q[step.query] @ k[step.key].transpose(-2, -1)).mul_(self.scale)
         if by_row is not None:
             logits += by_row[step.query][..., step.offset].unsqueeze(-1)
-            logits += by_col[within(step, chunk)]
-        return logits if self.far is None else logits.masked_fill_(self.far, float("-inf"))
+        if by_col is not None:
+            logits += by_col if by_col.ndim == 2 else by_col[within(step, chunk)]
+        return logits
 
 
 def within(step: Step, chunk: slice) -> tuple[slice, ...]:
-    """A step's queries, in a tensor of the chunk's heads alone."""
-    images, heads, rows = step.query
+    """A step's queries, in a tensor of the chunk's heads and the block's columns alone."""
+    images, heads, rows, _ = step.query
     return images, slice(heads.start - chunk.start, heads.stop - chunk.start), rows
 
 
@@ -95,11 +129,11 @@ class _Attend(torch.autograd.Function):
     def forward(ctx, q, k, v, by_row, table, neighbours: Neighbours):
         out = v.new_zeros(v.shape)
         log_total = q.new_empty(q.shape[:-1])
-        for chunk in neighbours.chunks(q):
-            by_col = None if table is None else torch.einsum("bkhwd,wpd->bkhwp", q[:, chunk], table)
-            top = torch.full_like(log_total[:, chunk], float("-inf"))  # of the logits so far
+        for chunk, queries, keys in neighbours.parts(len(q)):
+            by_col = neighbours.by_col(q[:, chunk], table, queries, keys)
+            top = torch.full_like(log_total[:, chunk, :, queries], float("-inf"))  # of the logits so far
             total = torch.zeros_like(top)  # of exp(logits - top)
-            for step in neighbours.steps(chunk):
+            for step in neighbours.steps(chunk, queries, keys):
                 logits = neighbours.logits(step, chunk, q, k, by_row, by_col)
                 here = within(step, chunk)
                 old = top[here].clone()
@@ -109,8 +143,8 @@ class _Attend(torch.autograd.Function):
                 top[here] = new
                 total[here] = total[here] * weight + attn.sum(-1)
                 out[step.query] = out[step.query] * weight.unsqueeze(-1) + attn @ v[step.key]
-            out[:, chunk] /= total.unsqueeze(-1)
-            log_total[:, chunk] = top + total.log()
+            out[:, chunk, :, queries] /= total.unsqueeze(-1)
+            log_total[:, chunk, :, queries] = top + total.log()
         ctx.neighbours = neighbours
         ctx.save_for_backward(q, k, v, by_row, table, out, log_total)
         return out
@@ -123,12 +157,10 @@ class _Attend(torch.autograd.Function):
         dots = (grad * out).sum(-1, keepdim=True)  # (B, K, H, W, 1)
         d_q, d_k, d_v = (t.new_zeros(t.shape) for t in (q, k, v))
         d_row, d_table = (None if t is None else torch.zeros_like(t) for t in (by_row, table))
-        by_col = d_col = None
-        for chunk in neighbours.chunks(q):
-            if table is not None:
-                by_col = torch.einsum("bkhwd,wpd->bkhwp", q[:, chunk], table)
-                d_col = torch.zeros_like(by_col)
-            for step in neighbours.steps(chunk):
+        for chunk, queries, keys in neighbours.parts(len(q)):
+            by_col = neighbours.by_col(q[:, chunk], table, queries, keys)
+            d_col = None if table is None else torch.zeros_like(by_col)
+            for step in neighbours.steps(chunk, queries, keys):
                 query, key, offset = step
                 attn = neighbours.logits(step, chunk, q, k, by_row, by_col)
                 attn.sub_(log_total[query].unsqueeze(-1)).exp_()
@@ -141,8 +173,9 @@ class _Attend(torch.autograd.Function):
                 d_q[query] += d_logits @ k[key]
                 d_k[key] += d_logits.transpose(-2, -1) @ q[query]
             if table is not None:
-                d_q[:, chunk] += torch.einsum("bkhwp,wpd->bkhwd", d_col, table)
-                d_table += torch.einsum("bkhwp,bkhwd->wpd", d_col, q[:, chunk])
+                own = q[:, chunk, :, queries]
+                d_q[:, chunk, :, queries] += torch.einsum("bkhwp,wpd->bkhwd", d_col, table[queries, keys])
+                d_table[queries, keys] += torch.einsum("bkhwp,bkhwd->wpd", d_col, own)
         return d_q, d_k, d_v, d_row, d_table, None
 
 
@@ -153,16 +186,13 @@ def attend(
     """See `ea_vision.ops.evolving_attention`; -> out (B, K, N, E)."""
     (B, K, N, _), (H, W) = q.shape, feat_size
     dtype = torch.float32 if v.dtype in (torch.float16, torch.bfloat16) else v.dtype
-    far = None
     rows, cols = reach(H, None if window is None else window[0]), reach(W, None if window is None else window[1])
-    if cols < W:
-        col = torch.arange(W, device=q.device)
-        far = (col.unsqueeze(0) - col.unsqueeze(1)).abs() >= cols
     with torch.autocast(q.device.type, enabled=False):
         query, key, value = (t.reshape(B, K, H, W, t.shape[-1]).to(dtype) for t in (q, k, v))
         by_row = table = None
         if height_rel is not None:
             by_row = query @ (scale * height_rel.to(dtype)).t()  # (B, K, H, W, h)
             table = by_position(cover_offsets(scale * width_rel.to(dtype), W), W)
-        out = _Attend.apply(query, key, value, by_row, table, Neighbours(K, H, head_window, wrap, rows, far, scale))
+        out = _Attend.apply(query, key, value, by_row, table, Neighbours(K, H, W, head_window, wrap, rows, cols,
+                                                                         scale))
     return out.to(v.dtype).view(B, K, N, v.shape[-1])

@@ -8,7 +8,7 @@ import torch
 import ea_vision
 from ea_vision import ops
 from ea_vision.layers import AugmentedConv2d, EvolvingAttention
-from ea_vision.ops import evolving_attention, flex, use_implementation
+from ea_vision.ops import evolving_attention, flex, gathered, use_implementation
 from tests.models.zoo import layers_of
 
 D64 = torch.float64
@@ -135,6 +135,23 @@ def test_the_mask_of_flex_attention_may_be_saved_for_a_later_backward_pass():
     assert mask is flex.block_mask(4, (20, 28), (7, 7), 3, False, torch.device("cpu"))
     assert mask.shape == (1, 4, 560, 3 * 560)
     assert mask.sparsity() > 30  # percent of the blocks of keys are passed over
+
+
+@pytest.mark.parametrize("relative", [True, False])
+@pytest.mark.parametrize("head_window,head_border", [(1, "clip"), (3, "clip"), (3, "wrap")])
+def test_narrow_windows_of_wide_maps_go_by_columns(monkeypatch, head_window, head_border, relative):
+    monkeypatch.setattr(gathered, "LEAST_BLOCK", 2)
+    monkeypatch.setattr(gathered, "AT_ONCE", 100)
+    size = (2, 17)
+    blocks = gathered.Neighbours(4, *size, head_window, head_border == "wrap", 2, 2, 1.0).blocks()
+    assert blocks[0] == (slice(0, 3), slice(0, 4)) and blocks[-1] == (slice(15, 17), slice(14, 17)) and len(blocks) == 6
+    tensors = problem(size, (3, 3), relative=relative, batch=2)
+    outs = [evolving_attention(*tensors, feat_size=size, window=3, head_window=head_window, head_border=head_border,
+                               need_logits=False, implementation=way)[0] for way in WAYS]
+    torch.testing.assert_close(outs[1], outs[0], atol=1e-12, rtol=1e-10)
+    weights = torch.randn_like(outs[0])
+    slow, fast = (torch.autograd.grad((out * weights).sum(), tensors) for out in outs)
+    torch.testing.assert_close(fast, slow, atol=1e-12, rtol=1e-9)
 
 
 @pytest.mark.parametrize("head_border", ["clip", "wrap"])
