@@ -74,7 +74,7 @@ def _reason_against(
         return None
     if local and name not in ("flex", "gathered"):
         return "it has no windows"
-    if dropout_p > 0 and name != "sdpa":
+    if dropout_p > 0 and name not in ("cpu", "sdpa"):
         return "it has no dropout on the attention probabilities"
     if name != "sdpa" and num_prefix_tokens:
         return f"it convolves whole maps, and {num_prefix_tokens} prefix tokens are to stay out of the convolution"
@@ -218,7 +218,7 @@ def evolving_attention(
         num_prefix_tokens: how many tokens come before those of the map; their rows and columns stay out of the
             convolution: there m and prev take the place of relu(conv(.)).
         scale: of q; D**-0.5 unless given.
-        dropout_p: dropout on the attention probabilities.
+        dropout_p: dropout on the attention probabilities, a probability.
         need_logits: whether the logits are wanted; where not, they need no memory.
         window: odd (height, width) in pixels, one number for both, or None for the whole map.
         head_window: odd number of neighbouring heads, the own one in their middle; not together with prev_logits.
@@ -243,6 +243,8 @@ def evolving_attention(
                          f"got {list(q.shape)}, {list(k.shape)}, {list(v.shape)}")
     if prev_logits is not None:
         reference.check_prev_logits(prev_logits, B, K, N)
+    if not 0.0 <= dropout_p <= 1.0:
+        raise ValueError(f"dropout_p must be a probability, from 0 to 1, got {dropout_p}")
     window = check_windows(window, head_window, head_border, K)
     local = window is not None or head_window > 1
     if head_window > 1 and prev_logits is not None:
@@ -280,7 +282,11 @@ def evolving_attention(
     gates = _gates_by_head(alpha, beta, K)
     if gates is not None:
         arguments = (*arguments[:-2], 1.0, 1.0)
-    return (cpu if chosen == "cpu" else triton_attention).attend(*arguments, **options, gates=gates)
+    if chosen == "triton":
+        return triton_attention.attend(*arguments, **options, gates=gates)
+    # drawn here: what is recomputed for backward under torch's checkpointing draws the same again
+    seed = torch.randint(2 ** 62, (1,), device=q.device) if dropout_p > 0 else None
+    return cpu.attend(*arguments, **options, gates=gates, dropout_p=dropout_p, seed=seed)
 
 
 def halve(x: Tensor) -> Tensor:

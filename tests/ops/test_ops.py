@@ -11,11 +11,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import ea_vision.ops as ops
 from ea_vision.layers import AugmentedConv2d, EvolvingAttention
 from ea_vision.ops import cpu, evolving_attention, halve, sdpa, use_implementation
+from tests.ops.oracle import kept_entries
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
 TOLERANCE = {torch.float32: 5e-5, torch.bfloat16: 4e-2, torch.float16: 5e-3}  # of the largest entry
@@ -119,6 +121,74 @@ def test_a_number_beside_a_gate_that_learns():
         evolving_attention(**tensors | {"beta": torch.ones(3)}, feat_size=(4, 5), implementation="cpu")
 
 
+@pytest.mark.parametrize("kind,size,num_heads,dim_v,dtype", [
+    ("aa", (5, 7), 8, 3, torch.float32), ("aa", (4, 4), 2, 16, torch.float32), ("ea", (5, 7), 8, 3, torch.float32),
+    ("ea", (1, 50), 3, 16, torch.float32), ("pa", (7, 6), 8, 4, torch.float32), ("ea", (5, 7), 4, 6, torch.bfloat16)])
+def test_dropout_is_the_references_with_the_same_entries(kind, size, num_heads, dim_v, dtype, monkeypatch):
+    tensors = problem(kind, size, num_heads, dim_v=dim_v, dtype=dtype, gates=() if size[0] > 1 else (num_heads,))
+    if dtype != torch.float32:
+        tensors["bias"] += 6.0
+    for p in (0.1, 0.6):
+        seed = int(torch.randint(2 ** 62, (1,), generator=torch.Generator().manual_seed(7)))
+        kept = kept_entries(seed, 2, num_heads, size[0] * size[1], p)
+        monkeypatch.setattr(F, "dropout", lambda x, p, kept=kept: x * kept / (1 - p))
+        for need_logits in (True, False):
+            torch.manual_seed(7)
+            assert_as_reference(tensors, "cpu", predict=kind == "pa", feat_size=size, need_logits=need_logits,
+                                dropout_p=p)
+
+
+def attention_with_dropout(p, batch=2, num_heads=4, pixels=50, **options):
+    """The kernel's probabilities, (B, K, N, N), where they are uniform without dropout."""
+    q = torch.zeros(batch, num_heads, pixels, 4)
+    v = torch.eye(pixels).expand(batch, num_heads, pixels, pixels)
+    return evolving_attention(q, q, v, implementation="cpu", dropout_p=p, need_logits=False, **options)[0]
+
+
+def test_dropout_drops_what_it_says_and_by_the_generator():
+    for p in (0.0, 0.25, 1.0):
+        torch.manual_seed(3)
+        attn = attention_with_dropout(p)
+        torch.manual_seed(3)
+        assert torch.equal(attention_with_dropout(p), attn)
+        kept = kept_entries(int(torch.randint(2 ** 62, (1,), generator=torch.Generator().manual_seed(3))), 2, 4, 50, p)
+        torch.testing.assert_close(attn, kept / (50 * (1 - p)) if p < 1 else torch.zeros_like(attn))
+        assert torch.equal(attention_with_dropout(p), attn) == (p != 0.25)  # the generator has moved on
+
+
+def test_dropout_is_independent_between_entries_heads_images_and_draws():
+    torch.manual_seed(0)
+    p, above = 0.3, torch.ones(100, 100).triu(1).bool()
+    first, second = ((attention_with_dropout(p, 4, 8, 100) > 0).double() for _ in range(2))  # 320,000 entries each
+
+    def correlation(a, b):
+        """In standard errors."""
+        a, b = a.flatten() - (1 - p), b.flatten() - (1 - p)
+        return float((a * b).sum() / (p * (1 - p)) / len(a) ** 0.5)
+
+    for kept in (first, second):
+        assert abs(float((kept - (1 - p)).sum()) / (p * (1 - p) * kept.numel()) ** 0.5) < 4
+        rows = (kept.sum(-1) - 100 * (1 - p)).square() / (100 * p * (1 - p))  # of each query; chi-square, mean 1
+        assert abs(float(rows.mean()) - 1) < 4 * (2 / rows.numel()) ** 0.5
+        for shift in (1, 2, 16, 50):
+            assert abs(correlation(kept[..., shift:], kept[..., :-shift])) < 4
+            assert abs(correlation(kept[..., shift:, :], kept[..., :-shift, :])) < 4
+            assert abs(correlation(kept[..., shift:, shift:], kept[..., :-shift, :-shift])) < 4
+            assert abs(correlation(kept[..., shift:, :-shift], kept[..., :-shift, shift:])) < 4
+        for axis in (0, 1):
+            assert abs(correlation(kept, kept.roll(1, axis))) < 4
+        assert abs(correlation(kept[..., above], kept.mT[..., above])) < 4
+    assert abs(correlation(first, second)) < 4
+
+
+def test_dropout_of_neighbouring_seeds_is_independent():
+    kept = [kept_entries(seed, 1, 4, 100, 0.5).double() - 0.5 for seed in (0, 1, 2, 1 << 32, (1 << 32) + 1, -1)]
+    for i, one in enumerate(kept):
+        for other in kept[:i]:
+            assert abs(float((one * other).sum())) * 4 / one.numel() ** 0.5 < 4
+            assert abs(float((one[:, :, 1:] * other[:, :, :-1]).sum())) * 4 / one.numel() ** 0.5 < 4
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_cpu_kernel_on_random_shapes(seed):
     random = torch.Generator().manual_seed(seed)
@@ -164,10 +234,11 @@ def test_folding_adds_the_position_terms():
     torch.testing.assert_close(q @ k.transpose(-2, -1), logits, atol=1e-4, rtol=1e-5)
 
 
-@pytest.mark.parametrize("gates", [None, ()])
-def test_cpu_kernel_gives_the_same_bits_however_the_work_is_cut(gates):
+@pytest.mark.parametrize("gates,dropout_p", [(None, 0.0), ((), 0.0), (None, 0.2)])
+def test_cpu_kernel_gives_the_same_bits_however_the_work_is_cut(gates, dropout_p, monkeypatch):
     tensors = problem("ea", (9, 7), batch=3, gates=gates)
-    options = {"implementation": "cpu", "feat_size": (9, 7)}
+    options = {"implementation": "cpu", "feat_size": (9, 7), "dropout_p": dropout_p}
+    monkeypatch.setattr(torch, "randint", lambda *args, **_: torch.tensor([123456789123456789]))
     whole = outputs_and_gradients(tensors, **options)
     threads = torch.get_num_threads()
     try:
@@ -177,9 +248,9 @@ def test_cpu_kernel_gives_the_same_bits_however_the_work_is_cut(gates):
             assert all(torch.equal(whole[name], again[name]) for name in whole)
     finally:
         torch.set_num_threads(threads)
-    second = {n: t[1:2] if n in ("q", "k", "v", "prev_logits") else t for n, t in tensors.items()}
+    second = {n: t[:1] if n in ("q", "k", "v", "prev_logits") else t for n, t in tensors.items()}
     alone = evolving_attention(**second, **options)
-    assert torch.equal(alone[0], whole["out"][1:2])
+    assert torch.equal(alone[0], whole["out"][:1])
     without = evolving_attention(**tensors, **options, need_logits=False)
     assert torch.equal(without[0], whole["out"]) and without[1] is None
 
@@ -216,8 +287,9 @@ def test_pytorch_accepts_the_custom_operators():
     names = ("q", "k", "v", "height_rel", "width_rel", "prev_logits", "weight", "bias")
     arguments = [tensors[name].requires_grad_() for name in names]
     for gates in (None, torch.rand(2, 4, requires_grad=True)):
+        seed = None if gates is None else torch.tensor([5])
         torch.library.opcheck(torch.ops.ea_vision.cpu_attention.default,
-                              (*arguments, gates, 0.5, 1.0, cpu.MIX, 0.3, 3, 4, True))
+                              (*arguments, gates, seed, 0.5, 1.0, cpu.MIX, 0.3, 0.2 * (seed is not None), 3, 4, True))
     torch.library.opcheck(torch.ops.ea_vision.cpu_pool.default, (torch.randn(2, 3, 5, 4, requires_grad=True),))
 
 
@@ -402,8 +474,13 @@ def test_what_cannot_be_had_is_an_error():
         evolving_attention(**tensors, feat_size=size, implementation="sdpa")
     with pytest.raises(ValueError, match="'cpu' cannot run this: it needs float32, .* got torch.float64"):
         evolving_attention(**{n: t.double() for n, t in tensors.items()}, feat_size=size, implementation="cpu")
-    with pytest.raises(ValueError, match="'cpu' cannot run this: it has no dropout"):
-        evolving_attention(**tensors, feat_size=size, implementation="cpu", dropout_p=0.1)
+    with pytest.raises(ValueError, match="'flex' cannot run this: it has no dropout"):
+        evolving_attention(**problem("aa", size), feat_size=size, implementation="flex", dropout_p=0.1, window=3)
+    with pytest.raises(ValueError, match="dropout_p must be a probability, from 0 to 1, got 1.5"):
+        evolving_attention(**tensors, feat_size=size, dropout_p=1.5)
+    with pytest.raises(ValueError, match=r"seed of shape \[1\] required, got None"):
+        cpu.attend(tensors["q"], tensors["k"], tensors["v"], None, None, None, None, None, 0.5, 1.0, predict=False,
+                   scale=1.0, feat_size=size, need_logits=False, dropout_p=0.1)
     with pytest.raises(ValueError, match=r"N = 3\*5 required, got \[2, 8, 12, 20\]"):
         evolving_attention(**tensors, feat_size=(3, 5))
     tensors["prev_logits"] = tensors["prev_logits"][:1]
@@ -471,9 +548,11 @@ def run(layers, x):
     return x, logits
 
 
-@pytest.mark.parametrize("learnable", [False, True, "per_head"])
-def test_training_keeps_one_map_a_layer_and_none_of_the_last(learnable):
+@pytest.mark.parametrize("learnable,dropout_p", [(False, 0.0), (True, 0.0), ("per_head", 0.1)])
+def test_training_keeps_one_map_a_layer_and_none_of_the_last(learnable, dropout_p):
     layers, kept = chain(learnable=learnable), {}
+    for layer in layers:
+        layer.attn_drop.p = dropout_p
 
     def pack(tensor):
         if tensor.ndim == 4 and tensor.shape[-1] == tensor.shape[-2] == 30:
@@ -509,19 +588,42 @@ def test_a_hook_inside_the_layer_sees_the_maps():
     assert len(seen) == 1
 
 
-@pytest.mark.parametrize("learnable", [False, True])
-def test_compiles_whole_and_once(learnable):
+@pytest.mark.parametrize("learnable,dropout_p", [(False, 0.0), (True, 0.2)])
+def test_compiles_whole_and_once(learnable, dropout_p):
     layers, x = chain(learnable=learnable), torch.randn(2, 8, 6, 5)
     graphs = []
+    for layer in layers:
+        layer.attn_drop.p = dropout_p
 
     def backend(graph, _):
         graphs.append(graph)
         return graph
 
-    compiled = torch.compile(lambda x: run(layers, x)[0], fullgraph=True, backend=backend)
+    def results(function, x):
+        torch.manual_seed(1)
+        y = function(x)
+        return y, torch.autograd.grad(y.square().sum(), list(layers.parameters()))
+
+    def plain(x):
+        return run(layers, x)[0]
+
+    compiled = torch.compile(plain, fullgraph=True, backend=backend)
     for batch in (x, x + 1, x * 2):
-        torch.testing.assert_close(compiled(batch), run(layers, batch)[0], atol=1e-4, rtol=1e-5)
+        torch.testing.assert_close(results(compiled, batch), results(plain, batch), atol=1e-4, rtol=1e-5)
     assert len(graphs) == 1 and str(graphs[0].code).count("ea_vision.cpu_attention") == 3
-    mine, theirs = (torch.autograd.grad(f(x).square().sum(), list(layers.parameters())[:-2]) for f in (
-        compiled, lambda x: run(layers, x)[0]))
-    torch.testing.assert_close(mine, theirs)
+
+
+def test_what_is_computed_again_for_backward_drops_the_same():
+    layers, x = chain(learnable=True), torch.randn(2, 8, 6, 5)
+    for layer in layers:
+        layer.attn_drop.p = 0.3
+    results = []
+    for again in (False, True):
+        torch.manual_seed(1)
+        y, logits = x, None
+        for layer in layers:
+            y, logits = checkpoint(layer, y, logits, use_reentrant=False) if again else layer(y, logits)
+        results.append(torch.autograd.grad(y.square().sum(), list(layers.parameters())))
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+    assert any((one != other).any() for one, other in zip(
+        results[0], torch.autograd.grad(run(layers, x)[0].square().sum(), list(layers.parameters())), strict=True))

@@ -94,9 +94,9 @@ static float *own_row(const image *g, const workspace *w, int head, int row) {
 
 /* A row through values and softmax. In: l (n) its logits, norm (2), d_out (E, ld) the gradient of its query's values
  * and v (E, ld), or E = 0 and in `d` the gradient of attn. Out: attn, and in `d` attn times its gradient, to n's next
- * multiple of VL. Returns the sum of the latter. */
+ * multiple of VL. Returns the sum of the latter. With `drop` the values see the attn that is kept. */
 INLINE float value_gradient(float *attn, float *d, const float *l, const float *norm, const float *d_out,
-                            const float *v, long ld, int n, const int E) {
+                            const float *v, long ld, int n, const int E, const dropout *drop, draws of) {
     vec total = {};
     for (int j = 0; j < n; j += VL) {
         vec x = norm[1] * exp_of(LOAD(l + j) - norm[0]), y = E ? (vec){} : LOAD(d + j);
@@ -104,6 +104,7 @@ INLINE float value_gradient(float *attn, float *d, const float *l, const float *
 #pragma GCC unroll 4
         for (int e = 0; e < E; e++) y += d_out[e * ld] * LOAD(v + e * ld + j);
         STORE(attn + j, x);
+        if (drop) y = drop->gain * (vec)((ivec)y & kept(drop, of, j));
         y *= x;
         STORE(d + j, y);
         total += y;
@@ -111,15 +112,25 @@ INLINE float value_gradient(float *attn, float *d, const float *l, const float *
     return sum_of(total);
 }
 
-static float some_value_gradient(float *attn, float *d, const float *l, const float *norm, const float *d_out,
-                                 const float *v, long ld, int n, int E) {
+INLINE float some_value_gradient(float *attn, float *d, const float *l, const float *norm, const float *d_out,
+                                 const float *v, long ld, int n, int E, const dropout *drop, draws of) {
     switch (E) {
-        case 1: return value_gradient(attn, d, l, norm, d_out, v, ld, n, 1);
-        case 2: return value_gradient(attn, d, l, norm, d_out, v, ld, n, 2);
-        case 3: return value_gradient(attn, d, l, norm, d_out, v, ld, n, 3);
-        case 4: return value_gradient(attn, d, l, norm, d_out, v, ld, n, 4);
+        case 1: return value_gradient(attn, d, l, norm, d_out, v, ld, n, 1, drop, of);
+        case 2: return value_gradient(attn, d, l, norm, d_out, v, ld, n, 2, drop, of);
+        case 3: return value_gradient(attn, d, l, norm, d_out, v, ld, n, 3, drop, of);
+        case 4: return value_gradient(attn, d, l, norm, d_out, v, ld, n, 4, drop, of);
     }
-    return value_gradient(attn, d, l, norm, d_out, v, ld, n, 0);
+    return value_gradient(attn, d, l, norm, d_out, v, ld, n, 0, drop, of);
+}
+
+static float all_value_gradient(float *attn, float *d, const float *l, const float *norm, const float *d_out,
+                                const float *v, long ld, int n, int E) {
+    return some_value_gradient(attn, d, l, norm, d_out, v, ld, n, E, NULL, (draws){0, 0});
+}
+
+static float kept_value_gradient(float *attn, float *d, const float *l, const float *norm, const float *d_out,
+                                 const float *v, long ld, int n, int E, const dropout *drop, draws of) {
+    return some_value_gradient(attn, d, l, norm, d_out, v, ld, n, E, drop, of);
 }
 
 /* The gradient of queries begin..end's logits into d_own (of gain * own, or of the mixture where nothing is convolved)
@@ -163,8 +174,12 @@ static void softmax_gradients(const image *g, workspace *w, int begin, int end) 
             }
             if (p->d_logits) more = stored_row(g, p->d_logits, head, i, w->scratch + g->Np);
             float *attn = w->attn + (long)(i - begin) * g->Np, *d_attn = w->d_attn + (long)(i - begin) * g->Np;
-            const float mean = some_value_gradient(attn, d_attn, l, p->norm + 2 * (query + i), w->d_out + value + i,
-                                                   g->v + value, g->Np, g->N, p->E);
+            const dropout *drop = g->drop.threshold ? &g->drop : NULL;
+            const draws of = drop ? draws_of(drop, query + i) : (draws){0, 0};
+            const float *norm = p->norm + 2 * (query + i), *d_out = w->d_out + value + i, *v = g->v + value;
+            const float mean =
+                drop ? kept_value_gradient(attn, d_attn, l, norm, d_out, v, g->Np, g->N, p->E, drop, of)
+                     : all_value_gradient(attn, d_attn, l, norm, d_out, v, g->Np, g->N, p->E);
             const float *passed = convolve_again ? w->conv + (i - begin) * map_row + head * g->P + MARGIN : l;
             float *d = own_row(g, w, head, i);
             float *gate = p->weight ? row_of(g, w->d_conv, i - w->base + r, head) : NULL;
@@ -179,6 +194,9 @@ static void softmax_gradients(const image *g, workspace *w, int begin, int end) 
                     bias += x;
                 }
             }
+            if (drop) /* what the values saw */
+                for (int j = 0; j < g->Np; j += VL)
+                    STORE(attn + j, drop->gain * (vec)((ivec)LOAD(attn + j) & kept(drop, of, j)));
             if (gate) STORE(w->d_bias + head * VL, LOAD(w->d_bias + head * VL) + bias);
             if (gated) { /* beta's: convolved - mixture; alpha's of PA: convolved, and less the own logits later */
                 const float *m = row_of(g, w->maps, i - w->base + r, head), *high = p->weight ? passed : m;

@@ -5,15 +5,16 @@
 #define ROWS 32 /* queries of a piece of work: their maps stay in the second-level cache */
 
 /* Of one row: the sum of exp(l - shift), and in `total` the `count` sums of it times rows of v; or, where `attn` is not
- * NULL, the exponentials there. */
+ * NULL, the exponentials there. With `drop`, of those that are kept; the sum is of all. */
 INLINE float weigh(const float *l, float shift, const float *v, long ld, int n, const int count, float *total,
-                   float *attn) {
+                   float *attn, const dropout *drop, draws of) {
     vec sum = {}, sums[FEW] = {};
     for (int j = 0; j < n; j += VL) {
         vec x = exp_of(LOAD(l + j) - shift);
         if (n - j < VL) x = (vec)((ivec)x & before(n - j));
-        if (attn) STORE(attn + j, x);
         sum += x;
+        if (drop) x = (vec)((ivec)x & kept(drop, of, j));
+        if (attn) STORE(attn + j, x);
 #pragma GCC unroll 4
         for (int e = 0; e < count; e++) sums[e] += x * LOAD(v + e * ld + j);
     }
@@ -22,14 +23,27 @@ INLINE float weigh(const float *l, float shift, const float *v, long ld, int n, 
 }
 
 INLINE float weigh_some(const float *l, float shift, const float *v, long ld, int n, int count, float *total,
-                        float *attn) {
+                        float *attn, const dropout *drop, draws of) {
     switch (count) {
-        case 1: return weigh(l, shift, v, ld, n, 1, total, NULL);
-        case 2: return weigh(l, shift, v, ld, n, 2, total, NULL);
-        case 3: return weigh(l, shift, v, ld, n, 3, total, NULL);
-        case 4: return weigh(l, shift, v, ld, n, 4, total, NULL);
+        case 1: return weigh(l, shift, v, ld, n, 1, total, NULL, drop, of);
+        case 2: return weigh(l, shift, v, ld, n, 2, total, NULL, drop, of);
+        case 3: return weigh(l, shift, v, ld, n, 3, total, NULL, drop, of);
+        case 4: return weigh(l, shift, v, ld, n, 4, total, NULL, drop, of);
     }
-    return weigh(l, shift, v, ld, n, 0, total, attn);
+    return weigh(l, shift, v, ld, n, 0, total, attn, drop, of);
+}
+
+static float weigh_dropped(const float *l, float shift, const float *v, long ld, int n, int count, float *total,
+                           float *attn, const dropout *drop, draws of) {
+    return weigh_some(l, shift, v, ld, n, count, total, attn, drop, of);
+}
+
+static float weigh_row(const image *g, int head, int row, const float *l, float shift, float *total, float *attn) {
+    const problem *p = g->p;
+    const float *v = g->v + (long)head * p->E * g->Np;
+    if (!g->drop.threshold) return weigh_some(l, shift, v, g->Np, g->N, p->E, total, attn, NULL, (draws){0, 0});
+    return weigh_dropped(l, shift, v, g->Np, g->N, p->E, total, attn, &g->drop,
+                         draws_of(&g->drop, query_of(g, head, row)));
 }
 
 /* The values of queries begin..end of a head from what `attend_row` left in g->attn. */
@@ -41,7 +55,7 @@ static void sum_values(const image *g, int head, int begin, int end) {
     gemm(FRESH, rows, g->Ep, g->N, g->attn + (long)head * BLOCK * g->Np, g->Np, 1,
          g->v_rows + (long)head * g->N * g->Ep, g->Ep, NULL, g->sums, g->Ep);
     for (long e = 0; e < p->E; e++) {
-        for (int i = 0; i < rows; i++) values[i] = g->sums[i * g->Ep + e] * p->norm[2 * (map + begin + i) + 1];
+        for (int i = 0; i < rows; i++) values[i] = g->sums[i * g->Ep + e] * (p->norm[2 * (map + begin + i) + 1] * g->drop.gain);
         write_floats((void *)at(p->out, map * p->E + e * g->N + begin, p->dtype), values, rows, p->dtype);
     }
 }
@@ -55,16 +69,15 @@ static void attend_row(const image *g, float *rows, int i, int begin, int end) {
         float *attn = g->attn ? g->attn + ((long)head * BLOCK + place) * g->Np : NULL;
         const long query = query_of(g, head, i);
         float *norm = p->norm + 2 * query;
-        const float *v = g->v + (long)head * p->E * g->Np;
         round_row(g, l);
         fetch_row(g, p->prev, head, i + ROWS + g->conv.r, 0);
         fetch_row(g, p->logits, head, i + 2, 1);
         if (p->logits) write_floats((void *)at(p->logits, map_element(g, head, i), p->dtype), l, g->N, p->dtype);
-        float sum = weigh_some(l, 0.0f, v, g->Np, g->N, p->E, total, attn);
+        float sum = weigh_row(g, head, i, l, 0.0f, total, attn);
         norm[0] = 0;
         if (!(sum > 1e-16f && sum < 1e16f)) { /* the largest logit is far from 0 */
             norm[0] = max_of(l, g->N);
-            sum = weigh_some(l, norm[0], v, g->Np, g->N, p->E, total, attn);
+            sum = weigh_row(g, head, i, l, norm[0], total, attn);
         }
         norm[1] = 1 / sum;
         if (p->E > FEW) {
@@ -72,7 +85,7 @@ static void attend_row(const image *g, float *rows, int i, int begin, int end) {
             continue;
         }
         for (int e = 0; e < p->E; e++) {
-            const float value = total[e] * norm[1];
+            const float value = total[e] * (norm[1] * g->drop.gain);
             write_floats((void *)at(p->out, (query - i) * p->E + (long)e * g->N + i, p->dtype), &value, 1, p->dtype);
         }
     }

@@ -9,6 +9,7 @@
  *     problem.h, logits.h     what the first two share: an image's buffers, and its logits
  *     convolution.h           the convolutions of the maps
  *     gemm.h, softmax.h       the matrix product; exp
+ *     dropout.h               which probabilities are dropped
  *     storage.h, vectors.h    stored numbers; vectors of floats
  *
  * Shape letters: B batch, K heads, H x W the map's pixels, N = H*W, D width of a query's head, E of a value's. Pixels

@@ -2,14 +2,16 @@
 #pragma once
 
 #include "convolution.h"
+#include "dropout.h"
 #include "storage.h"
 
 enum { NONE, MIX, PREDICT };
 
 typedef struct {
     int32_t B, K, H, W, D, E, kernel, kind, dtype, threads;
-    float scale;
+    float scale, dropout;                               /* dropout: a probability */
     int64_t q_step, k_step, v_step;                     /* elements from one image to the next */
+    int64_t seed;                                       /* of the dropout */
     const void *q, *k, *v, *prev;                       /* prev (B, K, N, N) or NULL */
     const float *height_rel, *width_rel;                /* (2H-1, D), (2W-1, D), or NULL both */
     const float *weight, *bias;                         /* (K, K, kernel, kernel), (K), or NULL both */
@@ -37,6 +39,7 @@ static float gain_of(const problem *p, int head) { return p->kind == NONE ? 1.0f
 typedef struct {
     const problem *p;
     int b, N, Np, Dp, Ep, P;     /* padded N, D and E; floats of a buffered row of one head */
+    dropout drop;
     int only_convolved;          /* the logits are the convolved mixture and nothing else, and no gate learns */
     float *q, *k, *v;            /* (K*D, Np) scaled, times gain; (K*D, Np); (K*E, Np) */
     float *heights, *widths;     /* (D, 2H-1 + VL padded), (D, ...): the tables transposed */
@@ -95,6 +98,7 @@ static void allocate_image(image *g, const problem *p) {
 static void read_parameters(image *g, const problem *p) {
     g->p = p;
     g->only_convolved = p->weight && p->kind == MIX && !p->d_gates;
+    g->drop = new_dropout(p->dropout, p->seed);
     for (int head = 0; head < p->K; head++) g->only_convolved &= beta_of(p, head) == 1.0f;
     if (p->height_rel) {
         transpose(g->heights, g->height_ld, p->height_rel, p->D, 2 * p->H - 1, p->D);
