@@ -2,6 +2,7 @@
 import csv
 import dataclasses
 import itertools
+from pathlib import Path
 
 import pytest
 import timm
@@ -12,6 +13,8 @@ from ea_vision.measure import ablation
 from ea_vision.models import get_network
 from tests.engine.runner import make_folder, run
 
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "results.md"
+
 
 def test_shares_of_attention_are_the_published_ones(tmp_path, capsys):
     table = tmp_path / "new" / "share.csv"
@@ -21,8 +24,8 @@ def test_shares_of_attention_are_the_published_ones(tmp_path, capsys):
     for row in rows:
         assert float(row["params_m"]) == pytest.approx(float(row["published_params_m"]), abs=0.06)
         assert float(row["gflops_profiler"]) == pytest.approx(float(row["published_gflops"]), rel=0.02)
-    printed = capsys.readouterr().out.splitlines()
-    assert len(printed) == 6 and "| aa_resnet50 | 1     | 19.40    | 19.4 " in printed[-1]
+    printed = capsys.readouterr().out
+    assert printed in DOCS.read_text() and "| aa_resnet50 | 1     | 19.40    | 19.4 " in printed
 
 
 def test_positions_have_the_published_sizes_and_no_others_weights():
@@ -32,6 +35,8 @@ def test_positions_have_the_published_sizes_and_no_others_weights():
     none, sine, coord, relative = (rows["aa_resnet50", position] for position in ("none", "sine", "coord", "relative"))
     assert (none["params_m"], sine["params_m"], coord["params_m"]) == (25.802, 25.802, 25.815)
     assert none["gflops_profiler"] < relative["gflops_profiler"]
+    assert {line.strip() for line in ablation.size_table("position", list(rows.values())).splitlines()[2:]} <= {
+        line.strip() for line in DOCS.read_text().splitlines()}
     for row in (relative, rows["aa_resnet34", "relative"]):
         assert row["params_m"] == pytest.approx(row["published_params_m"], abs=0.06)
         assert row["gflops_profiler"] == pytest.approx(row["published_gflops"], rel=0.02)
