@@ -134,11 +134,16 @@ def _choose(q: Tensor, *rest) -> str:
         against.append(f"not {name}: {reason}")
     else:
         name = "reference"
-    if not torch.compiler.is_compiling() and (name, *against) not in _logged:
-        _logged.add((name, *against))
-        _logger.info("evolving attention on %s in %s by %r%s", q.device.type, q.dtype, name,
-                     "".join(f"; {line}" for line in against))
+    _log_choice(name, tuple(against), q.device.type, q.dtype)
     return name
+
+
+@torch.compiler.assume_constant_result  # torch.compile calls it as it traces
+def _log_choice(name: str, against: tuple[str, ...], device: str, dtype: torch.dtype) -> None:
+    if (name, *against) not in _logged:
+        _logged.add((name, *against))
+        _logger.info("evolving attention on %s in %s by %r%s", device, dtype, name,
+                     "".join(f"; {line}" for line in against))
 
 
 def check_windows(
