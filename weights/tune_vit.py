@@ -1,10 +1,11 @@
 """A small vision transformer, trained plain, then tuned with maps that evolve and without.
 
-    python weights/tune_vit.py weights/results/tune-vit.csv --cifar10 DIR   # DIR has train.tar; 10 minutes on a core
+    python weights/tune_vit.py weights/results/tune-vit.csv --cifar10 DIR   # DIR has train.tar; 15 minutes on a core
+    python weights/tune_vit.py weights/results/tune-vit-short.csv --cifar10 DIR --epochs 1 --lr 1e-3 --runs runs/short
 
 vit_tiny_patch16_224 with patches of 4, width 64, 4 blocks, 4 heads, images of 24 pixels: 37 tokens. Of CIFAR-10's
 training images the first 800 of each class are trained on and the next 400 judge; the test images stay untouched. One
-plain network, 16 epochs, is tuned for an epoch of 60 updates on the first 300 of each class, judged by 200 of those
+plain network, 16 epochs, is tuned for 4 epochs of 60 updates on the first 300 of each class, judged by 200 of those
 400, in four ways, three seeds each, by the trainer's commands:
 
     plain           as it is
@@ -80,6 +81,8 @@ def main() -> None:
     parser.add_argument("csv", type=Path, help="the table to write")
     parser.add_argument("--cifar10", type=Path, required=True, help="folder with train.tar of class/name.png")
     parser.add_argument("--runs", type=Path, default=Path("runs/tune-vit"), help="where images and run folders go")
+    parser.add_argument("--epochs", type=int, default=4, help="of tuning (default: %(default)s)")
+    parser.add_argument("--lr", type=float, default=5e-4, help="of tuning, at its peak (default: %(default)s)")
     given = parser.parse_args()
     data, few, plain = given.runs / "data", given.runs / "few", given.runs / "plain-start"
     for folder, trained, judged in ((data, TRAINED, JUDGED), (few, TUNED, TUNED_JUDGED)):
@@ -94,8 +97,8 @@ def main() -> None:
             model = "vit_tiny_patch16_224" if setting == "plain" else "ea_vit_tiny_patch16_224"
             folder = given.runs / f"{setting.replace(' ', '-')}-{seed}"
             train_cifar.main(arguments(
-                few, folder, model, "--epochs", "1", "--batch-size", "50", "--lr", "1e-3", "--layer-decay", "0.9",
-                "--pretrained-path", str(weights), "--seed", str(seed), *options))
+                few, folder, model, "--epochs", str(given.epochs), "--batch-size", "50", "--lr", str(given.lr),
+                "--layer-decay", "0.9", "--pretrained-path", str(weights), "--seed", str(seed), *options))
             top1, loss = start_of(model, weights, few, seed, options)
             metrics = run_folder.read_metrics(folder)
             gates = by_share({name: values[-1] for name, values in run_folder.read_gates(folder).items()})

@@ -28,7 +28,7 @@ from torch import Tensor
 
 import ea_vision
 from ea_vision.analysis.loading import LoadedModel
-from ea_vision.analysis.recording import AttentionLayer, LayerMaps
+from ea_vision.analysis.recording import AttentionLayer, LayerMaps, prefix_names
 from ea_vision.base.errors import UsageError
 
 SOURCE = Path(__file__).with_name("page_source")
@@ -54,14 +54,14 @@ def data_url(pixels: np.ndarray) -> str:
 
 @dataclass(frozen=True)
 class Quantised:
-    """Maps of a layer, value = low + step * code: low, step float32 (K, N), codes uint8 (K, N, N)."""
+    """Maps of a layer, value = low + step * code: low, step float32 (K, T), codes uint8 (K, T, N)."""
 
     low: np.ndarray
     step: np.ndarray
     codes: np.ndarray
 
     def values(self) -> np.ndarray:
-        """(K, N, N), what the page reads; off by at most step / 2."""
+        """(K, T, N), what the page reads; off by at most step / 2."""
         return self.low[..., None] + self.step[..., None] * self.codes.astype(np.float32)
 
     def tobytes(self) -> bytes:
@@ -71,7 +71,7 @@ class Quantised:
 
 
 def quantise(maps: np.ndarray) -> Quantised:
-    """(K, N, N) -> 256 even steps from the smallest to the largest value of each row.
+    """(K, T, N) -> 256 even steps from the smallest to the largest value of each row.
 
     Raises:
         UsageError: values that are not finite.
@@ -89,7 +89,7 @@ def pack(maps: dict[int, dict[str, np.ndarray]]) -> tuple[dict[str, str], dict[i
     """Streams by part, and where each layer's maps are.
 
     Args:
-        maps: layer number -> part -> (K, N, N).
+        maps: layer number -> part -> (K, T, N), T >= N queries.
 
     Returns:
         part -> base64 of a zlib stream; layer number -> part -> [part of the stream, offset in it in bytes]. A map that
@@ -146,6 +146,7 @@ class Explorer:
         return [{
             "label": model.label,
             "imgSize": model.img_size,
+            "prefix": prefix_names(model.model),
             "layers": [self._describe_layer(model, layer) for layer in chosen],
         } for model, chosen in zip(self.models, self.layers, strict=True)]
 
@@ -183,9 +184,8 @@ class Explorer:
         }
 
     def _arrays(self, layer: LayerMaps) -> dict[str, np.ndarray]:
-        """(K, N, N) of each recorded part."""
-        N = layer.feat_size[0] * layer.feat_size[1]
-        return {part: layer.spatial(part)[0].float().cpu().numpy().reshape(-1, N, N)
+        """(K, T, N) of each recorded part: rows of all T tokens, those before the patches first, over the N pixels."""
+        return {part: layer[part][0, :, :, layer.num_prefix_tokens:].float().cpu().numpy()
                 for part in self.parts if getattr(layer, part) is not None}
 
     @staticmethod

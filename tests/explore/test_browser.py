@@ -579,3 +579,38 @@ def test_images_are_opened_in_the_served_page(browser, explorer, tmp_path):
             page.close()
             server.shutdown()
             thread.join()
+
+
+def test_class_tokens_and_registers_are_queries(open_page, tmp_path):
+    """Values by numpy, of a button and of an address; a linked network without such a token stays where it was."""
+    small = dict(patch_size=8, embed_dim=24, depth=2, num_heads=3)
+    models = [load_model("ea_vit_tiny_patch16_224", random=True, img_size=(32, 32), reg_tokens=2, alpha=0.3, **small),
+              load_model("pa_conv_transformer_cifar", random=True, seed=2)]
+    made = Explorer(models, [attention_layers(model.model) for model in models], None, ("attn", "logits"), [None] * 2)
+    path = tmp_path / "page.html"
+    path.write_text(build_page(made, [made.view("photo.png", picture(0))]))
+    with torch.inference_mode(), ea_vision.record_attention(models[0].model) as maps:
+        models[0].model(models[0].normalize(models[0].prepare(picture(0))[None]))
+
+    page = open_page(url=path.as_uri())
+    assert page.locator(".tokens button:visible").all_inner_texts() == ["cls", "reg1", "reg2"]
+    for token, number in (("reg2", 2), ("cls", 0)):
+        page.locator(".tokens button", has_text=token).click()
+        settle(page)
+        assert state(page)["queries"] == [token, [16, 16]] and state(page)["pinned"]
+        for head in (1, "mean"):
+            rows = maps[2].attn[0, [1] if head == 1 else slice(None), number].double().numpy()
+            shown, wanted = tile(page, 0, 2, head), rows[:, 3:].mean(0)
+            assert np.abs(np.array(shown["values"]) - wanted).max() <= shown["tolerance"] * 1.01 + 1e-6
+            assert shown["outside"] == pytest.approx(rows[:, :3].sum(-1).mean(), abs=2e-2)
+            assert shown["cell"] == -1 - number and shown.get("distance") is None and shown["entropy"] > 0
+    assert "% of it to cls, reg1, reg2" in page.locator(".zoom").first.get_attribute("aria-label")
+    assert "query class token" in page.locator("figure .caption").first.inner_text()
+    assert page.evaluate("explorer.fragment()").startswith("#query=cls")
+    page.keyboard.press("ArrowDown")  # from the middle on
+    settle(page)
+    assert state(page)["queries"][0] == [28, 20]
+    again = open_page("#query=reg1&layer=2", url=path.as_uri())
+    values = np.array(tile(again, 0, 2, 0)["values"])
+    assert np.abs(values - maps[2].attn[0, 0, 1, 3:].double().numpy()).max() < 1e-2
+    assert state(open_page("#query=reg3", url=path.as_uri()))["queries"][0] == [16, 16]

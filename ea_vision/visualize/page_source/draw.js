@@ -64,6 +64,7 @@ export function drawPhoto(context, image, width, height, cell, [H, W]) {
 
 /** A frame around a cell; at the picture's edges it moves inwards, so that all four sides are seen. */
 function markCell(context, x, y, width, height, cell, [H, W], frame) {
+  if (cell < 0) return; // a token that is no pixel
   const half = frame[0][1] / 2;
   const column = cell % W, row = Math.floor(cell / W);
   const sharp = (place) => Math.round(place - half) + half; // so that lines fill whole pixels
@@ -175,7 +176,7 @@ export class TilePainter {
     forEachTile((one, r, c) => {
       if (!one || one.entropy === undefined) return;
       const x = left + c * stepX + tile / 2, y = top + r * stepY + height + 3;
-      const entropy = one.entropy.toFixed(2), distance = one.distance.toFixed(1);
+      const entropy = one.entropy.toFixed(2), distance = one.distance?.toFixed(1) ?? "–";
       if (numLines === 1) {
         context.fillText(`${entropy} · ${distance}`, x, y, tile);
       } else {

@@ -2,7 +2,7 @@
 
 import { MEAN, PARTS, partName } from "./maps.js";
 import { colourTable } from "./colours.js";
-import { firstState, fromFragment, setQuery, toFragment } from "./state.js";
+import { firstState, fromFragment, queryName, setQuery, toFragment } from "./state.js";
 import { keep, keptBefore } from "./kept.js";
 import { Panel, arrowOf, element, headName } from "./panel.js";
 
@@ -154,7 +154,7 @@ function finishLater() {
     panels.forEach((panel) => panel.paintAllTiles());
     const fragment = toFragment(state, about);
     if (location.hash !== fragment) history.replaceState(null, "", fragment);
-    const spoken = `query y ${state.queries[0].join(", x ")}; ` + panels[0].zoomLines().join(", ");
+    const spoken = `query ${queryName(state.queries[0])}; ` + panels[0].zoomLines().join(", ");
     if (byId("status").textContent !== spoken) byId("status").textContent = spoken;
   }, 200);
 }
@@ -345,10 +345,10 @@ window.explorer = {
     const panel = panels[model];
     const tile = panel.maps && panel.tileOf(layer, head);
     if (!tile?.present) return null;
-    const { values, cell, entropy, distance } = tile;
+    const { values, cell, entropy, distance, outside } = tile;
     const tolerance = panel.maps.tolerance(tile.layer, head, state.part, cell);
     return { values: [...values], cell, featSize: panel.maps.featSize(tile.layer), tolerance, entropy, distance,
-      name: `layer ${layer}, ${headName(head)}` };
+      outside, name: `layer ${layer}, ${headName(head)}` };
   },
   MEAN,
 };

@@ -75,8 +75,13 @@ export class Maps {
     return this.entry.featSizes[layer.number];
   }
 
-  /** Row-major index of the map's cell that a pixel [y, x] of the input lies in. */
-  cellOf(layer, [y, x]) {
+  /**
+   * Row-major index of the map's cell that a query lies in, a pixel [y, x] of the input; of a token before the patches,
+   * by name, -1 for the first, -2 for the second, ...
+   */
+  cellOf(layer, query) {
+    if (typeof query === "string") return -1 - this.model.prefix.indexOf(query);
+    const [y, x] = query;
     const [H, W] = this.featSize(layer);
     const [height, width] = this.model.imgSize;
     return Math.floor((y * H) / height) * W + Math.floor((x * W) / width);
@@ -94,6 +99,16 @@ export class Maps {
     return out;
   }
 
+  /** Number of the stored row of a head and cell: tokens before the patches come first. */
+  rowIndex(layer, head, cell) {
+    const before = this.model.prefix.length;
+    return layer.heads.indexOf(head) * this.rowsAHead(layer) + (cell < 0 ? -1 - cell : before + cell);
+  }
+
+  rowsAHead(layer) {
+    return this.model.prefix.length + this.featSize(layer)[0] * this.featSize(layer)[1];
+  }
+
   /** Add weight times a stored row to out. */
   add(layer, head, part, cell, weight, out) {
     if (head === MEAN) {
@@ -102,7 +117,7 @@ export class Maps {
     }
     const { low, step, codes } = this.array(layer, part);
     const N = out.length;
-    const index = layer.heads.indexOf(head) * N + cell;
+    const index = this.rowIndex(layer, head, cell);
     const base = weight * low[index], slope = weight * step[index], start = index * N;
     for (let j = 0; j < N; j++) out[j] += base + slope * codes[start + j];
   }
@@ -112,19 +127,18 @@ export class Maps {
     if (head === MEAN) {
       return layer.heads.reduce((sum, one) => sum + this.tolerance(layer, one, part, cell), 0) / layer.heads.length;
     }
-    const N = this.featSize(layer)[0] * this.featSize(layer)[1];
-    const index = layer.heads.indexOf(head) * N + cell;
+    const index = this.rowIndex(layer, head, cell);
     return Object.entries(Maps.shares(layer, part)).reduce(
       (sum, [name, share]) => sum + share * this.array(layer, name).step[index] / 2, 0);
   }
 
-  /** Views into an inflated stream: low, step (K * N) and codes (K * N * N). */
+  /** Views into an inflated stream: low, step (K * T) and codes (K * T * N); T: with the tokens before the patches. */
   array(layer, part) {
     const place = this.entry.places[layer.number][part];
     if (place.views === undefined) {
       const [stream, offset] = place;
       const N = this.featSize(layer)[0] * this.featSize(layer)[1];
-      const rows = layer.heads.length * N;
+      const rows = layer.heads.length * this.rowsAHead(layer);
       const buffer = this.buffers.get(stream);
       place.views = {
         low: new Float32Array(buffer, offset, rows),
@@ -137,8 +151,9 @@ export class Maps {
 }
 
 /**
- * Entropy in nats and mean distance from the query in pixels of the input.
- * @param attn probabilities of a row, H * W; what is missing to a sum of 1 (a class token's share, rounding) is shared out.
+ * Entropy in nats and mean distance from the query in pixels of the input (undefined of a token that has no place), and
+ * `outside`, what is missing to a sum of 1: the share of tokens before the patches, and rounding.
+ * @param attn probabilities of a row, H * W; what is missing is shared out.
  */
 export function measure(attn, cell, [H, W], [height, width]) {
   const row = Math.floor(cell / W), col = cell % W;
@@ -153,5 +168,6 @@ export function measure(attn, cell, [H, W], [height, width]) {
       path += p * Math.hypot((i - row) * down, (k - col) * right);
     }
   }
-  return { entropy: Math.max(0, Math.log(sum) - logs / sum), distance: path / sum };
+  return { entropy: Math.max(0, Math.log(sum) - logs / sum), distance: cell < 0 ? undefined : path / sum,
+    outside: Math.max(0, 1 - sum) };
 }

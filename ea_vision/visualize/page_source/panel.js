@@ -4,6 +4,7 @@ import { MEAN, Maps, measure, partName } from "./maps.js";
 import {
   TilePainter, drawBar, drawMap, drawMissing, drawPhoto, greyCopy, shortNumber, sizeCanvas, tileGeometry,
 } from "./draw.js";
+import { queryName } from "./state.js";
 
 const ARROWS = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] };
 
@@ -48,6 +49,9 @@ export class Panel {
       "aria-label": `photo for ${this.model.label}: arrow keys move the query, Enter pins it`,
     });
     this.queryText = element("p", { class: "caption" });
+    this.tokens = element("p", { class: "tokens", role: "group", "aria-label": "tokens before the patches as queries" },
+      ...this.model.prefix.map((token) => element("button", { type: "button", title: queryName(token) }, token)));
+    this.tokens.hidden = !this.model.prefix.length;
     this.zoom = element("canvas", { class: "zoom", role: "img", "aria-label": "enlarged tile" });
     this.bar = element("canvas", { class: "bar", "aria-hidden": "true" });
     this.zoomText = element("p", { class: "caption" });
@@ -61,11 +65,14 @@ export class Panel {
         element("h2", { id }, name, element("span", { class: "run" }, run.join(", "))), this.predictions),
       element("div", { class: "body" },
         element("div", { class: "stage" },
-          element("figure", {}, this.photo, this.queryText),
+          element("figure", {}, this.photo, this.tokens, this.queryText),
           element("figure", {}, this.zoom, this.bar, this.zoomText)),
         this.tileBox));
     this.buildButtons();
     this.listenToPhoto();
+    this.tokens.addEventListener("click", (event) => {
+      if (event.target.tagName === "BUTTON") this.actions.pin(this.index, event.target.textContent);
+    });
     this.listenToTiles();
     this.zoom.addEventListener("pointermove", (event) => this.readValue(event));
     this.zoom.addEventListener("pointerleave", () => this.writeZoomText());
@@ -122,9 +129,11 @@ export class Panel {
     });
   }
 
-  /** The query one cell of the finest map further, in pixels [y, x]: the middle of the cell. */
-  neighbour([y, x], [down, right]) {
+  /** The query one cell of the finest map further, in pixels [y, x]: the middle of the cell. A token lies nowhere: the
+   * middle of the image takes its place. */
+  neighbour(query, [down, right]) {
     const [H, W] = this.finest, [height, width] = this.model.imgSize;
+    const [y, x] = typeof query === "string" ? [Math.floor(height / 2), Math.floor(width / 2)] : query;
     const step = (pixel, cells, size, by) => {
       const cell = Math.max(0, Math.min(cells - 1, Math.floor((pixel * cells) / size) + by));
       return Math.floor(((cell + 0.5) * size) / cells);
@@ -134,6 +143,7 @@ export class Panel {
 
   /** Whether two queries lie in the same cell of the finest map. */
   sameCell(a, b) {
+    if (typeof a === "string" || typeof b === "string") return a === b;
     const [H, W] = this.finest, [height, width] = this.model.imgSize;
     return Math.floor((a[0] * H) / height) === Math.floor((b[0] * H) / height)
       && Math.floor((a[1] * W) / width) === Math.floor((b[1] * W) / width);
@@ -235,6 +245,9 @@ export class Panel {
     drawPhoto(sizeCanvas(this.photo, this.stageWidth, this.stageHeight), this.picture().image, this.stageWidth,
       this.stageHeight, this.finestCell(query), this.finest);
     this.queryText.textContent = this.queryLine(query) + (state.pinned ? " · pinned" : "");
+    for (const button of this.tokens.children) {
+      button.setAttribute("aria-pressed", String(button.textContent === query));
+    }
 
     const zoom = sizeCanvas(this.zoom, this.stageWidth, this.stageHeight);
     const bar = sizeCanvas(this.bar, this.stageWidth, 26);
@@ -250,17 +263,24 @@ export class Panel {
   }
 
   queryLine(query) {
-    return `query y ${query[0]}, x ${query[1]} · framed: its cell of the ${this.finest.join("x")} map`;
+    const name = `query ${queryName(query)}`;
+    return typeof query === "string" ? name : `${name} · framed: its cell of the ${this.finest.join("x")} map`;
   }
 
   finestCell(query) {
+    if (typeof query === "string") return -1;
     const [H, W] = this.finest, [height, width] = this.model.imgSize;
     return Math.floor((query[0] * H) / height) * W + Math.floor((query[1] * W) / width);
   }
 
   /** Uniform attention in the enlarged tile; null for what is no probability. */
   uniform() {
-    return this.look.state.part === "attn" ? 1 / this.shown.values.length : null;
+    return this.look.state.part === "attn" ? 1 / this.numKeys() : null;
+  }
+
+  /** Tokens that the enlarged tile's query sees. */
+  numKeys() {
+    return this.shown.values.length + this.model.prefix.length;
   }
 
   paintZoom(context, width, height) {
@@ -319,11 +339,13 @@ export class Panel {
     const [H, W] = this.maps.featSize(this.shown.layer);
     const title = `layer ${number} · ${headName(head)} · ${partName(part)} · ${H}x${W} map`;
     if (!this.shown.present) return [title, "this layer has none"];
-    const { entropy, distance, values } = this.shown;
+    const { entropy, distance, outside, values } = this.shown;
     if (entropy === undefined) return [title];
-    const most = part === "attn" ? [`largest ${(Math.max(...values) * values.length).toFixed(2)}/N`] : [];
+    const most = part === "attn" ? [`largest ${(Math.max(...values) * this.numKeys()).toFixed(2)}/N`] : [];
+    if (this.model.prefix.length) most.push(`${(100 * outside).toFixed(0)}% of it to ${this.model.prefix.join(", ")}`);
     return [title, ...most, `${part === "attn" ? "" : "of its attention: "}entropy ${entropy.toFixed(2)} of at most `
-      + `${Math.log(values.length).toFixed(2)} nats · distance ${distance.toFixed(1)} px`];
+      + `${Math.log(values.length).toFixed(2)} nats`
+      + (distance === undefined ? "" : ` · distance ${distance.toFixed(1)} px`)];
   }
 
   writeZoomText(more = "") {
@@ -374,7 +396,7 @@ export class Panel {
       0, 20, "12px system-ui, sans-serif");
     const query = state.queries[this.index];
     at(0, 44, () => drawPhoto(context, this.picture().image, side, height, this.finestCell(query), this.finest));
-    write(`query y ${query[0]}, x ${query[1]}`, 0, 44 + height + 4, "12px system-ui, sans-serif");
+    write(`query ${queryName(query)}`, 0, 44 + height + 4, "12px system-ui, sans-serif");
     if (this.shown?.present) {
       at(side + 12, 44, () => this.paintZoom(context, side, height));
       at(side + 12, 44 + height + 6, () => drawBar(context, this.look.table, this.shown.range, side, ink,

@@ -30,7 +30,7 @@ export function toFragment(state, about) {
   const first = firstState(about);
   const fields = new URLSearchParams();
   const queries = state.link ? state.queries.slice(0, 1) : state.queries;
-  fields.set("query", queries.map((query) => query.join(",")).join(";"));
+  fields.set("query", queries.map(String).join(";"));
   for (const name of ["image", "part", "layer", "head", "opacity", "scale", "colours", "theme"]) {
     if (state[name] !== first[name]) fields.set(name, state[name]);
   }
@@ -76,6 +76,7 @@ export function fromFragment(fragment, about, numImages) {
   state.theme = among("theme", THEMES);
   for (const name of ["pinned", "numbers", "link", "seen"]) state[name] = flag(name);
   (fields.get("query") ?? "").split(";").slice(0, about.models.length).forEach((text, model) => {
+    if (about.models[model].prefix.includes(text)) setQuery(state, model, text, about);
     const point = text.split(",").map(Number);
     const [H, W] = about.models[model].imgSize;
     const inside = point.length === 2 && point.every(Number.isInteger)
@@ -85,13 +86,24 @@ export function fromFragment(fragment, about, numImages) {
   return [state, problems];
 }
 
-/** Set a model's query [y, x], in pixels of its input; linked models follow, scaled to their size. */
-export function setQuery(state, model, [y, x], about) {
+/**
+ * Set a model's query: [y, x] in pixels of its input, or a token before the patches by name. Linked models follow,
+ * scaled to their size, or where they have such a token.
+ */
+export function setQuery(state, model, query, about) {
   const [H, W] = about.models[model].imgSize;
   state.queries = state.queries.map((old, other) => {
-    if (other === model) return [y, x];
+    if (other === model) return query;
     if (!state.link) return old;
+    if (typeof query === "string") return about.models[other].prefix.includes(query) ? query : old;
+    const [y, x] = query;
     const [height, width] = about.models[other].imgSize;
     return [Math.floor((y * height) / H), Math.floor((x * width) / W)];
   });
+}
+
+/** `y 3, x 4`, or what a token before the patches is. */
+export function queryName(query) {
+  if (typeof query !== "string") return `y ${query[0]}, x ${query[1]}`;
+  return { cls: "class token", dist: "distillation token" }[query] ?? query.replace("reg", "register ");
 }
