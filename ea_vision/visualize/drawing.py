@@ -130,9 +130,13 @@ def map_name(layer: LayerMaps) -> str:
 
 
 def name_row(axes: Axes, name: str, lines: int) -> None:
-    """A name above a row of maps that begins with these axes and has titles of so many small lines."""
+    """A name above a row of maps that begins with these axes and has titles of so many small lines. A blank title keeps
+    its height free; a title as wide as the name would push the next axes aside."""
     pad = matplotlib.rcParams["axes.titlepad"] + lines * 1.4 * font_points("small")
-    axes.set_title(name, fontsize="medium", loc="left", pad=pad)
+    blank_lines = "\n".join(" " for _ in name.split("\n"))
+    axes.set_title(blank_lines, fontsize="medium", loc="left", pad=pad + 0.6 * font_points("medium"))
+    axes.annotate(name, (0, 1), (0, pad), xycoords="axes fraction", textcoords="offset points", fontsize="medium",
+                  ha="left", va="bottom", annotation_clip=False).set_in_layout(False)
 
 
 def font_points(size: str) -> float:

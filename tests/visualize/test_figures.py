@@ -176,7 +176,8 @@ def test_rollout_says_where_it_is_an_approximation():
     vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, num_classes=2).eval()
     config = timm.data.resolve_model_data_config(vit)
     exact = record(LoadedModel(vit, "vit", (32, 32), config))
-    titles = [rollout_figure([recording], [(5, 5)]).axes[0].get_title("left") for recording in (convolutional, exact)]
+    titles = ["".join(text.get_text() for text in rollout_figure([recording], [(5, 5)]).axes[0].texts)
+              for recording in (convolutional, exact)]
     assert "approximation" in titles[0] and "vit, layers 1, 2" in titles[1] and "approximation" not in titles[1]
 
 
