@@ -123,8 +123,9 @@ def trial_table(varied: str, rows: Sequence[Mapping[str, Any]]) -> str:
     lines = [(row[varied], f"{row['params_m']:.3f}", f"{row['mflops_profiler']:.1f}", f"{row['held_out_top1']:.2f}",
               f"{row['train_loss']:.3f}") for row in rows]
     first, narrow = rows[0], " ".join(f"{key}={value}" for key, value in TRIAL_KEYWORDS.items())
-    return (f"{markdown([headings, *lines])}\n{first['model']} with {narrow}, {first['epochs']} epochs at "
-            f"{first['img_size']} pixels; one run each, seed {first['seed']}; {first['held_out_images']} images")
+    epochs = f"{first['epochs']} epoch{'s' * (first['epochs'] > 1)}"
+    return (f"{markdown([headings, *lines])}\n{first['model']} with {narrow}, {epochs} at {first['img_size']} pixels; "
+            f"one run each, seed {first['seed']}; {first['held_out_images']} images")
 
 
 def train(varied: str, output: Path, seed: int, arguments: list[str]) -> list[dict[str, Any]]:

@@ -13,7 +13,8 @@ from ea_vision.measure import ablation
 from ea_vision.models import get_network
 from tests.engine.runner import make_folder, run
 
-DOCS = Path(__file__).resolve().parents[2] / "docs" / "results.md"
+ROOT = Path(__file__).resolve().parents[2]
+DOCS, RESULTS = ROOT / "docs" / "results.md", ROOT / "weights" / "results" / "ablation"
 
 
 def test_shares_of_attention_are_the_published_ones(tmp_path, capsys):
@@ -97,6 +98,19 @@ def test_the_table_is_made_of_runs_and_an_interrupted_one_continues(tmp_path, mo
         assert float(row["params_m"]) == round(sum(p.numel() for p in model.parameters()) / 1e6, 4)
     text = capsys.readouterr().out
     assert "one run each, seed 3; 8 images" in text and "top-1 %, held out" in text
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.csv")), ids=lambda path: path.stem)
+def test_docs_have_the_figures_of_the_runs(path):
+    rows, text = list(csv.DictReader(path.open())), DOCS.read_text()
+    for row in rows:
+        assert row["held_out_top1"] in text and row["seed"] == "0"
+    if path.stem in ablation.ABLATIONS:
+        assert [row[path.stem] for row in rows] == list(ablation.ABLATIONS[path.stem].trials)
+        numbers = ("params_m", "mflops_profiler", "held_out_top1", "train_loss", "epochs")
+        rows = [{**row, **{key: float(row[key]) for key in numbers}} for row in rows]
+        table = ablation.trial_table(path.stem, rows)
+        assert f"<!-- weights/results/ablation/{path.name} -->\n{table.rpartition(chr(10))[0]}\n\n" in text
 
 
 def test_arguments_of_the_trainer_need_a_folder(capsys):
