@@ -74,7 +74,7 @@ def _reason_against(
         return None
     if local and name not in ("flex", "gathered"):
         return "it has no windows"
-    if dropout_p > 0 and name not in ("cpu", "sdpa"):
+    if dropout_p > 0 and name not in ("cpu", "sdpa", "triton"):
         return "it has no dropout on the attention probabilities"
     if name != "sdpa" and num_prefix_tokens:
         return f"it convolves whole maps, and {num_prefix_tokens} prefix tokens are to stay out of the convolution"
@@ -287,11 +287,10 @@ def evolving_attention(
     gates = _gates_by_head(alpha, beta, K)
     if gates is not None:
         arguments = (*arguments[:-2], 1.0, 1.0)
-    if chosen == "triton":
-        return triton_attention.attend(*arguments, **options, gates=gates)
     # drawn here: what is recomputed for backward under torch's checkpointing draws the same again
     seed = torch.randint(2 ** 62, (1,), device=q.device) if dropout_p > 0 else None
-    return cpu.attend(*arguments, **options, gates=gates, dropout_p=dropout_p, seed=seed)
+    attend = cpu.attend if chosen == "cpu" else triton_attention.attend
+    return attend(*arguments, **options, gates=gates, dropout_p=dropout_p, seed=seed)
 
 
 def halve(x: Tensor) -> Tensor:

@@ -34,6 +34,7 @@ Choices:
 * Gates that learn cost no map, since what they stand before is linear in something: the sum of g * relu(conv) is the
   weight times its gradient (and the bias), that of g * own is q times its gradient, both before their shares, which
   may be 0. So d_m is stored whole, and multiplied by alpha in place by the kernel that reads it last.
+* Dropout is drawn by counter (seed, query, key), in forward and again in backward, as the C kernel draws it.
 * Gradients of weight, bias, gates and tables are summed per program, each into a slot of its own, then by torch: no
   atomics, the same bits on every run.
 * torch.library.custom_op, not triton_op: nothing beside the kernels is left for inductor to fuse, and the opaque
@@ -93,10 +94,12 @@ def attend(
         q: Tensor, k: Tensor, v: Tensor, height_rel: Tensor | None, width_rel: Tensor | None,
         prev_logits: Tensor | None, weight: Tensor | None, bias: Tensor | None, alpha: float, beta: float, *,
         predict: bool, scale: float, feat_size: tuple[int, int], need_logits: bool, gates: Tensor | None = None,
+        dropout_p: float = 0.0, seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """As `ea_vision.ops.reference.attend`, without dropout; the tables must fit the map.
+    """As `ea_vision.ops.reference.attend`; the tables must fit the map.
 
-    gates: alpha and beta by heads, (2, K), in place of the numbers.
+    gates: alpha and beta by heads, (2, K), in place of the numbers; seed: what the dropout is drawn by, (1) of int64,
+    needed with dropout_p > 0.
 
     Returns:
         out (B, K, N, E), laid out as (B, N, K, E); logits (B, K, N, N) in q's dtype, laid out as (B, N, N, K), or None.
@@ -118,9 +121,11 @@ def attend(
         gates = None
     if gates is not None and gates.shape != (2, K):
         raise ValueError(f"gates of shape {[2, K]} required, got {list(gates.shape)}")
+    if dropout_p > 0 and seed is None:
+        raise ValueError("a seed of shape [1] required for dropout, got None")
     out, logits, _ = _forward(
-        q, k, v, height_rel, width_rel, prev_logits, weight, bias, gates, float(alpha), float(beta), predict,
-        float(scale), H, W, need_logits)
+        q, k, v, height_rel, width_rel, prev_logits, weight, bias, gates, seed, float(alpha), float(beta), predict,
+        float(scale), float(dropout_p), H, W, need_logits)
     return out, logits if need_logits else None
 
 
@@ -216,8 +221,13 @@ def _strides(*tensors: Tensor) -> tuple[list[int], int]:
     return [n for x in tensors for n in (*(n // unit for n in x.stride()[:3]), x.stride(3))], unit
 
 
+def _drawn(dropout_p: float) -> tuple[int, float]:
+    """Of 24 random bits, how many values drop; and the gain of what is kept."""
+    return round(dropout_p * (1 << 24)), 1.0 / (1.0 - dropout_p) if dropout_p < 1.0 else 0.0
+
+
 def _evolve(q, k, v, table, maps, weight, bias, gates, shares, scale, sizes, *, logits=None, out=None,
-            lse=None) -> None:
+            lse=None, seed=None, dropout_p=0.0) -> None:
     """One forward kernel: fills `logits`, and `out` and `lse`, where given."""
     from ea_vision.ops import triton_kernels
 
@@ -228,18 +238,19 @@ def _evolve(q, k, v, table, maps, weight, bias, gates, shares, scale, sizes, *, 
     wide = not conv and sizes["DP"] <= 32 and q.dtype != torch.float32
     _launch(
         triton_kernels.evolve, q, sizes,
-        q, k, v, *(q if x is None else x for x in (table, maps, weight, bias, gates, logits, out, lse)),
-        *strides, *v_strides, conv.number, kept.number, own.number, scale,
+        q, k, v, *(q if x is None else x for x in (table, maps, weight, bias, gates, seed, logits, out, lse)),
+        *strides, *v_strides, conv.number, kept.number, own.number, scale, *_drawn(dropout_p),
         queries=2 if wide else 1, UNIT=unit, UNIT_V=unit_v, OWN=bool(own), MAPS=bool(kept), CONV=bool(conv),
         RELATIVE=table is not None, SAVE=logits is not None, ATTEND=out is not None,
-        CONV_ROW=conv.row, MAPS_ROW=kept.row, OWN_ROW=own.row)
+        CONV_ROW=conv.row, MAPS_ROW=kept.row, OWN_ROW=own.row, DROP=dropout_p > 0 and out is not None)
 
 
 @torch.library.custom_op("ea_vision::triton_attention_forward", mutates_args=())
 def _forward(
         q: Tensor, k: Tensor, v: Tensor, height_rel: Tensor | None, width_rel: Tensor | None,
-        prev_logits: Tensor | None, weight: Tensor | None, bias: Tensor | None, gates: Tensor | None, alpha: float,
-        beta: float, predict: bool, scale: float, height: int, width: int, need_logits: bool,
+        prev_logits: Tensor | None, weight: Tensor | None, bias: Tensor | None, gates: Tensor | None,
+        seed: Tensor | None, alpha: float, beta: float, predict: bool, scale: float, dropout_p: float, height: int,
+        width: int, need_logits: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out, logits (empty where not needed) and the rows' log-sum-exp, base 2."""
     sizes = _sizes(q, v, height, width, weight.shape[-1] if weight is not None else 1, height_rel is not None)
@@ -255,13 +266,14 @@ def _forward(
             maps = mixed
         logits = _new_maps(q) if need_logits else None
         out, lse = _new_rows(q, v.shape[-1]), q.new_empty(B, K, N, dtype=torch.float32)
-        _evolve(q, k, v, table, maps, weight, bias, gates, shares, scale, sizes, logits=logits, out=out, lse=lse)
+        _evolve(q, k, v, table, maps, weight, bias, gates, shares, scale, sizes, logits=logits, out=out, lse=lse,
+                seed=seed, dropout_p=dropout_p)
     return out, q.new_empty(0) if logits is None else logits.permute(0, 3, 1, 2), lse
 
 
 @_forward.register_fake
-def _(q, k, v, height_rel, width_rel, prev_logits, weight, bias, gates, alpha, beta, predict, scale, height, width,
-      need_logits):
+def _(q, k, v, height_rel, width_rel, prev_logits, weight, bias, gates, seed, alpha, beta, predict, scale, dropout_p,
+      height, width, need_logits):
     B, K, N, _ = q.shape
     logits = _new_maps(q).permute(0, 3, 1, 2) if need_logits else q.new_empty(0)
     return _new_rows(q, v.shape[-1]), logits, q.new_empty(B, K, N, dtype=torch.float32)
@@ -275,8 +287,8 @@ def _contiguous(x: Tensor | None) -> Tensor | None:
 def _backward(
         d_out: Tensor, d_logits: Tensor | None, q: Tensor, k: Tensor, v: Tensor, height_rel: Tensor | None,
         width_rel: Tensor | None, prev_logits: Tensor | None, weight: Tensor | None, bias: Tensor | None,
-        gates: Tensor | None, logits: Tensor | None, out: Tensor, lse: Tensor, alpha: float, beta: float, predict: bool,
-        scale: float, height: int, width: int,
+        gates: Tensor | None, seed: Tensor | None, logits: Tensor | None, out: Tensor, lse: Tensor, alpha: float,
+        beta: float, predict: bool, scale: float, dropout_p: float, height: int, width: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, height_rel, width_rel, prev_logits, weight, bias, gates; empty for those that are None."""
     from ea_vision.ops import triton_kernels
@@ -320,11 +332,11 @@ def _backward(
         out_strides, unit_out = _strides(d_out)
         _launch(
             triton_kernels.logits_backward, q, sizes,
-            v, *(q if x is None else x for x in (maps, weight_, bias_, rows_of_gates, rows, d_next)), d_out, lse, delta,
-            d_conv, g, d_v, d_weights, d_biases, d_maps_gate, *v_strides, *out_strides, conv.number, kept.number,
-            UNIT_V=unit, UNIT_OUT=unit_out, MAPS=bool(kept), CONV=bool(conv), REBUILD=mixing is not None,
-            FROM_NEXT=d_next is not None, SAVE=save_g, CONV_ROW=conv.row,
-            MAPS_ROW=kept.row if mixing is not None else -1)
+            v, *(q if x is None else x for x in (maps, weight_, bias_, rows_of_gates, seed, rows, d_next)), d_out, lse,
+            delta, d_conv, g, d_v, d_weights, d_biases, d_maps_gate, *v_strides, *out_strides, conv.number, kept.number,
+            *_drawn(dropout_p), UNIT_V=unit, UNIT_OUT=unit_out, MAPS=bool(kept), CONV=bool(conv),
+            REBUILD=mixing is not None, FROM_NEXT=d_next is not None, SAVE=save_g, CONV_ROW=conv.row,
+            MAPS_ROW=kept.row if mixing is not None else -1, DROP=dropout_p > 0)
 
         # Convolution, mixing, and the query's side: d_prev, d_q, d_tables, alpha
         if mixing is not None:
@@ -383,8 +395,8 @@ def _backward(
 
 
 @_backward.register_fake
-def _(d_out, d_logits, q, k, v, height_rel, width_rel, prev_logits, weight, bias, gates, logits, out, lse, alpha, beta,
-      predict, scale, height, width):
+def _(d_out, d_logits, q, k, v, height_rel, width_rel, prev_logits, weight, bias, gates, seed, logits, out, lse, alpha,
+      beta, predict, scale, dropout_p, height, width):
     D = q.shape[-1]
 
     def like(x: Tensor | None) -> Tensor:
@@ -396,14 +408,14 @@ def _(d_out, d_logits, q, k, v, height_rel, width_rel, prev_logits, weight, bias
 
 
 def _keep(ctx, inputs, output) -> None:
-    *tensors, alpha, beta, predict, scale, height, width, need = inputs
-    _, _, _, _, _, prev_logits, weight, _, gates = tensors
+    *tensors, alpha, beta, predict, scale, dropout_p, height, width, need = inputs
+    _, _, _, _, _, prev_logits, weight, _, gates, _ = tensors
     out, logits, lse = output
     ctx.set_materialize_grads(False)  # the last logits of a chain have no gradient: no N x N zeros for them
     ctx.mark_non_differentiable(lse)
     _, mixing = _shares(prev_logits is not None, weight is not None, alpha, beta, predict, gates is not None)
     ctx.save_for_backward(*tensors, logits if need and mixing is None else None, out, lse)
-    ctx.constants = alpha, beta, predict, scale, height, width
+    ctx.constants = alpha, beta, predict, scale, dropout_p, height, width
     ctx.need_logits = need
 
 
@@ -413,7 +425,7 @@ def _differentiate(ctx, d_out, d_logits, d_lse):
         d_out = torch.zeros_like(inputs[-2])
     grads = _backward(d_out, d_logits if ctx.need_logits else None, *inputs, *ctx.constants)
     grads = [grad if x is not None else None for grad, x in zip(grads, inputs, strict=False)]
-    return *grads, *([None] * 7)
+    return *grads, *([None] * 9)
 
 
 _forward.register_autograd(_differentiate, setup_context=_keep)

@@ -117,6 +117,39 @@ def _share(number, gates, ROW: tl.constexpr, K: tl.constexpr, KP: tl.constexpr):
         return tl.load(gates + ROW * K + head, mask=head < K, other=0.0)[None, None, :]
 
 
+# Dropout: what is kept is a function of seed, query and key, the one of cpu_kernel/dropout.h.
+
+
+@triton.jit
+def _scramble(x):
+    x = (x ^ (x >> 17)) * 0xED5AD4BB
+    x = (x ^ (x >> 11)) * 0xAC4C1B51
+    x = (x ^ (x >> 15)) * 0x31848BAB
+    return x ^ (x >> 14)
+
+
+@triton.jit
+def _draws(seed, image, i, N: tl.constexpr, K: tl.constexpr, KP: tl.constexpr):
+    """Two numbers for each head and query, (KP, I) each."""
+    drawn = tl.load(seed + tl.zeros((1, 1), dtype=tl.int32))
+    high_seed = (drawn >> 32).to(tl.uint32)
+    low = _scramble(drawn.to(tl.uint32) + _scramble(high_seed))
+    high = _scramble(low ^ high_seed)
+    query = (image * K + tl.arange(0, KP)[:, None]) * N + i[None, :]
+    key = _scramble(query.to(tl.uint32) + low)
+    return key, _scramble(key ^ high)
+
+
+@triton.jit
+def _kept(key, salt, j, threshold):
+    """Of the draws (KP, I) and keys j (J), True where the probability is kept: (KP, I, J)."""
+    x = key[:, :, None] + j[None, None, :].to(tl.uint32)
+    x = (x ^ (x >> 16)) * 0x7FEB352D + salt[:, :, None]
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    x = x ^ (x >> 16)
+    return (x >> 8).to(tl.int32) >= threshold
+
+
 @triton.jit
 def _table(table, T: tl.constexpr, D: tl.constexpr, TP: tl.constexpr, DP: tl.constexpr, STORE: tl.constexpr,
            OP: tl.constexpr):
@@ -180,16 +213,16 @@ def _positions(j, H: tl.constexpr, W: tl.constexpr, KP: tl.constexpr, SP: tl.con
 
 @triton.jit
 def evolve(
-        q, k, v, table, maps, weight, bias, gates, logits, out, lse,
+        q, k, v, table, maps, weight, bias, gates, seed, logits, out, lse,
         q_image, q_head, q_pixel, q_width, k_image, k_head, k_pixel, k_width, v_image, v_head, v_pixel, v_width,
-        conv_share, maps_share, own_share, scale,
+        conv_share, maps_share, own_share, scale, threshold, kept_gain,
         H: tl.constexpr, W: tl.constexpr, K: tl.constexpr, D: tl.constexpr, E: tl.constexpr, KS: tl.constexpr,
         KP: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, RP: tl.constexpr,
         SP: tl.constexpr, TP: tl.constexpr, UNIT: tl.constexpr, UNIT_V: tl.constexpr,
         I: tl.constexpr, J: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
         OWN: tl.constexpr, MAPS: tl.constexpr, CONV: tl.constexpr, RELATIVE: tl.constexpr,
         SAVE: tl.constexpr, ATTEND: tl.constexpr,
-        CONV_ROW: tl.constexpr, MAPS_ROW: tl.constexpr, OWN_ROW: tl.constexpr,
+        CONV_ROW: tl.constexpr, MAPS_ROW: tl.constexpr, OWN_ROW: tl.constexpr, DROP: tl.constexpr,
 ):
     """logits = conv_share * relu(conv(maps)) + maps_share * maps + own_share * own; SAVE stores them, ATTEND attends.
 
@@ -216,6 +249,8 @@ def evolve(
         top = tl.full((KP, I), float("-inf"), dtype=tl.float32)
         total = tl.zeros((KP, I), dtype=tl.float32)
         mean = tl.zeros((KP, I, EP), dtype=tl.float32)
+    if DROP:
+        key, salt = _draws(seed, image, i, N, K, KP)
 
     for j0 in range(0, N, J):
         j = j0 + tl.arange(0, J)
@@ -244,11 +279,15 @@ def evolve(
             p = tl.exp2(t - new_top[:, :, None])
             shrink = tl.exp2(top - new_top)
             total = total * shrink + tl.sum(p, 2)
+            if DROP:
+                p = tl.where(_kept(key, salt, j, threshold), p, 0.0)
             vj = _rows(v, v_head, v_pixel, v_width, j, N, K, E, KP, EP, OP, UNIT_V)
             mean = tl.dot(p.to(STORE).to(OP), vj, mean * shrink[:, :, None], input_precision=PRECISION)
             top = new_top
 
     if ATTEND:
+        if DROP:
+            mean *= kept_gain
         _store_rows(out + image * (N * K * E), i, mean / total[:, :, None], N, K, E, KP, EP)
         head = tl.arange(0, KP)[:, None]
         tl.store(lse + image * (K * N) + head * N + i[None, :], top + tl.log2(total),
@@ -274,16 +313,16 @@ def _store_weight_part(ptr, x, dy: tl.constexpr, K: tl.constexpr, KS: tl.constex
 
 @triton.jit
 def logits_backward(
-        v, maps, weight, bias, gates, logits, d_logits, d_out, lse, delta, d_conv, d_maps, d_v, d_weight, d_bias,
+        v, maps, weight, bias, gates, seed, logits, d_logits, d_out, lse, delta, d_conv, d_maps, d_v, d_weight, d_bias,
         d_gate,
         v_image, v_head, v_pixel, v_width, do_image, do_head, do_pixel, do_width,
-        conv_share, maps_share,
+        conv_share, maps_share, threshold, kept_gain,
         H: tl.constexpr, W: tl.constexpr, K: tl.constexpr, E: tl.constexpr, KS: tl.constexpr,
         KP: tl.constexpr, EP: tl.constexpr, RP: tl.constexpr,
         I: tl.constexpr, J: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
         UNIT_V: tl.constexpr, UNIT_OUT: tl.constexpr, GROUPS: tl.constexpr,
         MAPS: tl.constexpr, CONV: tl.constexpr, REBUILD: tl.constexpr, FROM_NEXT: tl.constexpr,
-        SAVE: tl.constexpr, CONV_ROW: tl.constexpr, MAPS_ROW: tl.constexpr,
+        SAVE: tl.constexpr, CONV_ROW: tl.constexpr, MAPS_ROW: tl.constexpr, DROP: tl.constexpr,
 ):
     """Back through softmax and ReLU. A program: J keys of an image, all heads, all queries by blocks of I.
 
@@ -349,8 +388,15 @@ def logits_backward(
         do = _rows(d_out, do_head, do_pixel, do_width, i, N, K, E, KP, EP, OP, UNIT_OUT)
         p = tl.exp2(tl.permute(s, (2, 0, 1)).to(tl.float32) * LOG2E - row_lse[:, :, None])
         p = tl.where(row_mask[:, :, None] & (j < N)[None, None, :], p, 0.0)
-        dv = tl.dot(tl.permute(p.to(STORE).to(OP), (0, 2, 1)), do, dv, input_precision=PRECISION)
+        seen = p  # by the values
+        if DROP:
+            key, salt = _draws(seed, image, i, N, K, KP)
+            kept = _kept(key, salt, j, threshold)
+            seen = tl.where(kept, kept_gain * p, 0.0)
+        dv = tl.dot(tl.permute(seen.to(STORE).to(OP), (0, 2, 1)), do, dv, input_precision=PRECISION)
         dp = tl.dot(do, tl.permute(vj, (0, 2, 1)), input_precision=PRECISION)
+        if DROP:
+            dp = tl.where(kept, kept_gain * dp, 0.0)
         g = tl.permute(p * (dp - row_delta[:, :, None]), (1, 2, 0))  # (I, J, KP)
         if FROM_NEXT:
             g += tl.load(d_logits + at, mask=inside, other=0.0).to(tl.float32)

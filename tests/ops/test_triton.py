@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 
 from ea_vision.ops import reference
 from ea_vision.ops import triton_attention as ours
+from tests.ops.oracle import kept_entries
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("needs triton", allow_module_level=True)
@@ -75,7 +77,8 @@ def results(attend, x, dtype, size, K, D, E, need_logits=True, uses=("out", "log
     rest = [x[name] for name in ("height_rel", "width_rel", "prev_logits", "weight", "bias")]
     out, logits = attend(
         *split(x["qkv"], K, D, E), *rest, options["alpha"], options["beta"], predict=options["predict"],
-        scale=D ** -0.5, feat_size=size, need_logits=need_logits, gates=x.get("gates"))
+        scale=D ** -0.5, feat_size=size, need_logits=need_logits, gates=x.get("gates"),
+        dropout_p=options["dropout_p"], seed=torch.tensor([options["seed"]], device=DEVICE))
     torch.manual_seed(1)
     loss = 0.0
     for name, t in (("out", out), ("logits", logits)):
@@ -87,16 +90,20 @@ def results(attend, x, dtype, size, K, D, E, need_logits=True, uses=("out", "log
             **{"d_" + name: grad for name, grad in zip(names, grads, strict=True)}}
 
 
-def exact(*args, gates=None, **kwargs):
+def exact(*args, gates=None, seed=None, dropout_p=0.0, **kwargs):
     if gates is not None:
         args = (*args[:-2], *gates)
-    return reference.attend(*args, dropout_p=0.0, **kwargs)
+    B, K, N, _ = args[0].shape
+    kept = kept_entries(0 if seed is None else seed.item(), B, K, N, dropout_p).to(DEVICE)
+    with mock.patch.object(torch.nn.functional, "dropout", lambda x, p: x * kept / (1.0 - p)):
+        return reference.attend(*args, dropout_p=dropout_p, **kwargs)
 
 
 def check(size, dtype, *, K=8, D=4, E=1, alpha=0.5, beta=1.0, predict=False, need_logits=True, uses=("out", "logits"),
-          **shape):
+          dropout_p=0.0, seed=5, **shape):
     x = leaves(size, dtype, K=K, D=D, E=E, **shape)
-    common = dict(size=size, K=K, D=D, E=E, alpha=alpha, beta=beta, predict=predict, need_logits=need_logits, uses=uses)
+    common = dict(size=size, K=K, D=D, E=E, alpha=alpha, beta=beta, predict=predict, need_logits=need_logits, uses=uses,
+                  dropout_p=dropout_p, seed=seed)
     q, k, v = split(x["qkv"], K, D, E)
     assert ours.reason_against(q, k, v, x["prev_logits"], x["weight"], size) is None
     got = results(ours.attend, x, None, **common)
@@ -145,10 +152,14 @@ CASES = {
     "PA, gates": dict(PA, size=(4, 3), K=4, D=12, E=16, gates="per head"),
     "PA, gate at 1, last layer": dict(PA, size=(3, 3), K=4, gates=(1.0, 1.0), need_logits=False),
     "PA, gate at 0, without convolution": dict(PA, size=(2, 4), K=4, kernel=0, gates=(0.0, 1.0)),
+    "EA, dropout": dict(EA, size=(4, 5), B=2, D=20, E=6, dropout_p=0.1, seed=123456789123456789),
+    "EA, dropout, last layer": dict(EA, size=(1, 17), K=3, relative=False, dropout_p=0.6, seed=-3, need_logits=False),
+    "PA, dropout": dict(PA, size=(4, 3), K=4, D=12, E=16, dropout_p=0.3, seed=1 << 40),
+    "first, dropout": dict(EA, size=(5, 4), prev=False, D=20, dropout_p=0.3),
     "only the logits are used": dict(EA, size=(3, 3), uses=("logits",)),
     "the logits are not used": dict(PA, size=(3, 3), uses=("out",)),
 }
-HALF = ("EA", "PA", "first", "EA, beta 0.6, wide heads", "EA, gates", "PA, gates")
+HALF = ("EA", "PA", "first", "EA, beta 0.6, wide heads", "EA, gates", "PA, gates", "first, dropout")
 
 
 @kernels
@@ -213,9 +224,10 @@ def test_chain():
         assert (have.double() - want).norm() <= 1e-6 * want.norm()
 
 
-def arguments(x, K, D, E, size, predict=False, need_logits=True):
+def arguments(x, K, D, E, size, predict=False, need_logits=True, dropout_p=0.0):
     rest = [x[name] for name in ("height_rel", "width_rel", "prev_logits", "weight", "bias")]
-    return (*split(x["qkv"], K, D, E), *rest, x.get("gates"), 0.5, 1.0, predict, D ** -0.5, *size, need_logits)
+    return (*split(x["qkv"], K, D, E), *rest, x.get("gates"), torch.tensor([5], device=DEVICE), 0.5, 1.0, predict,
+            D ** -0.5, dropout_p, *size, need_logits)
 
 
 @kernels
@@ -225,7 +237,7 @@ def test_operator_is_well_formed(predict, need_logits):
     x = leaves((1, 2), torch.float32, K=4, D=4, E=2, gates=None if predict else "per head")
     x = {name: t.requires_grad_() for name, t in x.items()}
     torch.library.opcheck(
-        ours._forward, arguments(x, 4, 4, 2, (1, 2), predict, need_logits),
+        ours._forward, arguments(x, 4, 4, 2, (1, 2), predict, need_logits, dropout_p=0.2),
         test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"))
 
 
@@ -278,15 +290,15 @@ def test_reason_on_the_cpu():
     assert "CUDA device" in ours.reason_against(q, q, q, None, None)
 
 
-# What to compile, without a GPU: compute capability, dtype, K, (H, W), D, E, PA?, logits needed?, gates?
+# What to compile, without a GPU: compute capability, dtype, K, (H, W), D, E, PA?, logits needed?, gates?, dropout
 COMPILED = (
-    (90, torch.bfloat16, 8, (14, 14), 20, 3, False, True, None),  # EA-ResNet-50
-    (80, torch.float16, 4, (8, 8), 64, 64, True, False, None),  # PA-Conv-Transformer
-    (80, torch.bfloat16, 3, (1, 197), 64, 64, False, True, (0.0, 0.0)),  # ea_vit_tiny
+    (90, torch.bfloat16, 8, (14, 14), 20, 3, False, True, None, 0.0),  # EA-ResNet-50
+    (80, torch.float16, 4, (8, 8), 64, 64, True, False, None, 0.2),  # PA-Conv-Transformer
+    (80, torch.bfloat16, 3, (1, 197), 64, 64, False, True, (0.0, 0.0), 0.0),  # ea_vit_tiny
 )
 
 
-def compile_kernels(capability, dtype, K, size, D, E, predict, need_logits, gates):
+def compile_kernels(capability, dtype, K, size, D, E, predict, need_logits, gates, dropout_p):
     """Compiles what a layer would launch, forward and backward, to machine code; asserts what it may use."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -295,7 +307,7 @@ def compile_kernels(capability, dtype, K, size, D, E, predict, need_logits, gate
     from ea_vision.ops import triton_kernels
 
     tools = Path(triton.__file__).parent / "backends/nvidia/bin"
-    types = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
+    types = {torch.int64: "*i64", torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
     seen = []
 
     class Recorder:
@@ -338,9 +350,9 @@ def compile_kernels(capability, dtype, K, size, D, E, predict, need_logits, gate
     for name in names:
         monkeypatch.setattr(triton_kernels, name, Recorder(getattr(triton_kernels, name)))
     x = leaves(size, dtype, K=K, D=D, E=E, relative=size[0] > 1, gates=gates)
-    inputs = arguments(x, K, D, E, size, predict, need_logits)
+    inputs = arguments(x, K, D, E, size, predict, need_logits, dropout_p)
     out, logits, lse = ours._forward._init_fn(*inputs)
-    ours._backward._init_fn(out, logits if need_logits else None, *inputs[:9], None, out, lse, *inputs[9:15])
+    ours._backward._init_fn(out, logits if need_logits else None, *inputs[:10], None, out, lse, *inputs[10:17])
     monkeypatch.undo()
     assert set(seen) == set(names)
 
