@@ -67,7 +67,9 @@ def plot_learning_curves(folders: list[Path]) -> Figure:
     for axes in (loss_axes, accuracy_axes):
         axes.grid(alpha=0.3)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    accuracy_axes.legend(fontsize="small")
+    handles, labels = accuracy_axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=2 if max(map(len, labels)) < 60 else 1,
+                  fontsize="small")
     return figure
 
 

@@ -114,7 +114,8 @@ def speed_figure(rows: Sequence[Row], title: str):
             mode = modes.index(row.mode)
             place = names.index(row.model) + (mode - (len(modes) - 1) / 2) * thickness
             bars = axes.barh(place, getattr(row, value), 0.92 * thickness, label=row.mode, **looks[row.mode])
-            axes.bar_label(bars, [_cell(getattr(row, ratio), 2) if getattr(row, ratio) else ""], padding=3, fontsize=8)
+            axes.bar_label(bars, [_cell(getattr(row, ratio), 2) if getattr(row, ratio) else ""], padding=3,
+                           fontsize="small")
         axes.set(xlabel=label, yticks=range(len(names)), yticklabels=names)
         axes.margins(x=0.14)
         axes.spines[["top", "right"]].set_visible(False)
@@ -127,5 +128,5 @@ def speed_figure(rows: Sequence[Row], title: str):
         figure.legend(unique.values(), unique.keys(), loc="outside lower right", ncols=2, frameon=False)
     if any(row.train_ratio for row in rows):
         title += "; beside each bar: ratio to timm's plain network"
-    figure.suptitle(title, fontsize=9)
+    figure.suptitle(title, fontsize="medium")
     return figure
