@@ -24,10 +24,10 @@ demo: $(READY)
 		-o $(DEMO)/evolution.png digits:5
 	@echo "Trained: $(DEMO). Pictures to open: $(DEMO)/heads.png $(DEMO)/evolution.png"
 
-# README's picture, from the weights in weights/. The photo is skimage.data.chelsea() of scikit-image 0.26, CC0.
+# README's picture, from the weights in weights/. The photo is "Chelsea" by Stefan van der Walt, CC0, from scikit-image.
 pictures: $(READY)
 	$(RUN) visualize/evolution_strip.py --model ea_conv_transformer_cifar --layers 1-3 --heads 1 --queries 16,16 \
-		--dpi 110 -o visualize/evolution.png visualize/cat.jpg
+		--dpi 110 -o visualize/evolution.png docs/cat.jpg
 
 # Two workers of one thread each: threads that wait for each other on 2 cores take several times as long.
 test: $(READY)
