@@ -17,10 +17,11 @@ from hypothesis.extra import numpy as arrays
 from PIL import Image
 
 import ea_vision
-from ea_vision.analysis.loading import read_image
+from ea_vision.analysis.loading import load_model, read_image
+from ea_vision.analysis.recording import attention_layers
 from ea_vision.base.errors import UsageError, exit_code
 from ea_vision.visualize import explore, page
-from ea_vision.visualize.page import STORED_PARTS, build_page, fit, pack, quantise, size_mb
+from ea_vision.visualize.page import STORED_PARTS, Explorer, build_page, fit, pack, quantise, size_mb
 
 from .conftest import picture
 
@@ -88,6 +89,18 @@ def test_entries_hold_the_recorded_maps(explorer, entries, index):
     top = view["predictions"][0]
     assert top["probability"] == pytest.approx(probabilities.max().item(), abs=1e-5)
     assert top["name"] == f"class {probabilities.argmax()}" or top["name"] == f"kind <{probabilities.argmax()}>"
+
+
+def test_a_page_shows_windows():
+    """Of CSAN: attention summed over neighbouring heads, nothing outside 5x5 pixels."""
+    model = load_model("csan_conv_transformer_cifar", random=True, widths=(8, 8, 16, 16))
+    layer = attention_layers(model.model)[0]
+    [view] = Explorer([model], [[layer]], None, STORED_PARTS, [None]).view("a.png", picture(0))["models"]
+    attn = unpack(view, 1, "attn", 4).reshape(4, 8, 8, 8, 8)
+    np.testing.assert_allclose(attn.sum((-2, -1)), 1, atol=5e-3)
+    assert (attn[:, 3, 4, 1:6, 2:7] > 0).all()
+    attn[:, 3, 4, 1:6, 2:7] = 0
+    assert not attn[:, 3, 4].any()
 
 
 def test_a_map_that_occurs_twice_is_stored_once():
