@@ -292,6 +292,17 @@ def test_the_maps_themselves(script, options, run, photo, tmp_path, capsys):
             assert tuple(held[f"layer{layer}.feat_size"]) == recording.maps[layer].feat_size
 
 
+def test_the_numbers_of_statistics(run, photo, tmp_path):
+    """By image and head, as they are averaged in the figure."""
+    Image.open(photo).rotate(90).save(tmp_path / "second.png")
+    assert command(layer_statistics, "--model", run, "--layers", "1,2", "--npz", "-o", tmp_path / "s.png", photo,
+                   tmp_path / "second.png") == 0
+    with np.load(tmp_path / "s.npz") as held:
+        assert held["layer2.entropy_nats"].shape == held["layer2.correlation_with_previous"].shape == (2, 4)
+        assert (held["layer2.entropy_nats"] <= held["layer2.uniform_entropy_nats"] + 1e-5).all()
+        assert held["layer2.uniform_entropy_nats"] == pytest.approx(np.log(16))
+
+
 def test_the_maps_of_several_models(run, photo, tmp_path):
     assert command(heatmap, "--model", f"{run},{run}", "--layers", "1", "--npz", "-o", tmp_path / "a.png", photo) == 0
     with np.load(tmp_path / "a.npz") as held:

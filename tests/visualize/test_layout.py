@@ -106,8 +106,11 @@ MAPS = [(1, ((8, 8),), "a model"), (12, ((14, 14), (7, 7), (7, 7)), LONG)]
 
 @pytest.mark.parametrize("heads, sizes, label", MAPS)
 def test_heads(heads, sizes, label):
-    made = recording(heads, sizes, label)
-    assert not problems(heads_by_queries(made, range(1, 1 + len(sizes)), range(heads), [(16, 16)]))
+    assert not problems(heads_by_queries(recording(heads, sizes[-1:], label), [1], range(heads), [(16, 16)]))
+
+
+def test_layers():
+    assert not problems(heads_by_queries(recording(1, MAPS[1][1], LONG), [1, 2, 3], ["mean"], [(16, 16)]))
 
 
 def test_queries():
