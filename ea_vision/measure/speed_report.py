@@ -34,9 +34,9 @@ class Row:
 def baseline_of(name: str) -> str | None:
     """timm's resnet of the same depth: ea_aa_resnet50, halonet50ts -> resnet50.
 
-    Of an evolving vision transformer timm's plain one: ea_vit_tiny_patch16_224 -> vit_tiny_patch16_224.
+    Of a vision transformer, evolving or not, timm's plain one: ea_vit_tiny_patch16_224 -> vit_tiny_patch16_224.
     """
-    transformer = re.fullmatch(r"[ep]a_((?:vit|deit)_.*)", name)
+    transformer = re.fullmatch(r"(?:[ep]a_)?((?:vit|deit)_.*)", name)
     if transformer:
         return transformer[1]
     depth = re.search(r"net(\d+)", name)

@@ -33,7 +33,7 @@ def test_baseline_is_the_resnet_of_the_same_depth():
     assert [baseline_of(name) for name in ("ea_aa_resnet101", "resnet34", "halonet50ts", "botnet50ts_256")] == [
         "resnet101", "resnet34", "resnet50", "resnet50"]
     assert baseline_of("ea_conv_transformer_cifar") is None
-    assert baseline_of("ea_vit_tiny_patch16_224") == "vit_tiny_patch16_224" and not baseline_of("vit_tiny_patch16_224")
+    assert baseline_of("ea_vit_tiny_patch16_224") == baseline_of("vit_tiny_patch16_224") == "vit_tiny_patch16_224"
     assert baseline_of("pa_deit_base_patch16_224") == "deit_base_patch16_224"
 
 
