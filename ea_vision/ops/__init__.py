@@ -76,7 +76,7 @@ def _reason_against(
         return "it has no windows"
     if dropout_p > 0 and name not in ("cpu", "sdpa", "triton"):
         return "it has no dropout on the attention probabilities"
-    if name != "sdpa" and num_prefix_tokens:
+    if name not in ("cpu", "sdpa") and num_prefix_tokens:
         return f"it convolves whole maps, and {num_prefix_tokens} prefix tokens are to stay out of the convolution"
     if name == "cpu":
         return cpu.reason_against(q, k, v, weight)
@@ -289,8 +289,10 @@ def evolving_attention(
         arguments = (*arguments[:-2], 1.0, 1.0)
     # drawn here: what is recomputed for backward under torch's checkpointing draws the same again
     seed = torch.randint(2 ** 62, (1,), device=q.device) if dropout_p > 0 else None
-    attend = cpu.attend if chosen == "cpu" else triton_attention.attend
-    return attend(*arguments, **options, gates=gates, dropout_p=dropout_p, seed=seed)
+    options |= {"gates": gates, "dropout_p": dropout_p, "seed": seed}
+    if chosen == "cpu":
+        return cpu.attend(*arguments, **options, num_prefix_tokens=num_prefix_tokens)
+    return triton_attention.attend(*arguments, **options)
 
 
 def halve(x: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fPIC", "-fno-math-errno", "-fno
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in storage.h
 NONE, MIX, PREDICT = range(3)  # as in problem.h
 
-_INTS = ("B", "K", "H", "W", "D", "E", "kernel", "kind", "dtype", "threads")
+_INTS = ("B", "K", "H", "W", "D", "E", "kernel", "kind", "dtype", "threads", "prefix")
 _FLOATS = ("scale", "dropout")
 _LONGS = ("q_step", "k_step", "v_step", "seed")
 _POINTERS = ("q", "k", "v", "prev", "height_rel", "width_rel", "weight", "bias", "gates", "out", "logits", "norm",
@@ -157,7 +157,7 @@ def _pixels_last(x: Tensor) -> Tensor:
 
 
 def _run(function: str, feat_size: tuple[int, int], scale: float, alpha: float, beta: float, kind: int,
-         dropout_p: float, q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, seed: Tensor | None,
+         dropout_p: float, prefix: int, q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, seed: Tensor | None,
          **tensors: Tensor | None) -> None:
     """q, k, v (B, K, D, N) by `_pixels_last`; the others contiguous; gates (2, K), unless alpha and beta are all; seed
     (1) of the dropout."""
@@ -167,7 +167,7 @@ def _run(function: str, feat_size: tuple[int, int], scale: float, alpha: float, 
     weight = tensors.get("weight")
     problem = _Problem(B=B, K=K, H=feat_size[0], W=feat_size[1], D=D, E=v.shape[2],
                        kernel=0 if weight is None else weight.shape[-1], kind=kind, dtype=DTYPES[q.dtype],
-                       threads=torch.get_num_threads(), scale=scale, dropout=dropout_p,
+                       threads=torch.get_num_threads(), scale=scale, dropout=dropout_p, prefix=prefix,
                        seed=0 if seed is None else seed.item(),
                        q_step=q.stride(0), k_step=k.stride(0), v_step=v.stride(0))
     for name, tensor in {"q": q, "k": k, "v": v, "gates": gates, **tensors}.items():
@@ -179,7 +179,7 @@ def _run(function: str, feat_size: tuple[int, int], scale: float, alpha: float, 
 def _forward(
         q: Tensor, k: Tensor, v: Tensor, height_rel: Tensor | None, width_rel: Tensor | None, prev: Tensor | None,
         weight: Tensor | None, bias: Tensor | None, gates: Tensor | None, seed: Tensor | None, alpha: float,
-        beta: float, kind: int, scale: float, dropout_p: float, height: int, width: int, need_logits: bool,
+        beta: float, kind: int, scale: float, dropout_p: float, prefix: int, height: int, width: int, need_logits: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """-> out (B, K, E, N), logits (B, K, N, N) or empty, norm (B, K, N, 2): see problem.h.
 
@@ -190,15 +190,15 @@ def _forward(
     out = q.new_empty(B, K, v.shape[2], N)
     logits = q.new_empty((B, K, N, N) if need_logits else 0)
     norm = torch.empty(B, K, N, 2, dtype=torch.float32)
-    _run("evolving_attention_forward", (height, width), scale, alpha, beta, kind, dropout_p, q, k, v, gates, seed,
-         prev=prev, height_rel=height_rel, width_rel=width_rel, weight=weight, bias=bias, out=out,
+    _run("evolving_attention_forward", (height, width), scale, alpha, beta, kind, dropout_p, prefix, q, k, v, gates,
+         seed, prev=prev, height_rel=height_rel, width_rel=width_rel, weight=weight, bias=bias, out=out,
          logits=logits if need_logits else None, norm=norm)
     return out, logits, norm
 
 
 @_forward.register_fake
-def _(q, k, v, height_rel, width_rel, prev, weight, bias, gates, seed, alpha, beta, kind, scale, dropout_p, height,
-      width, need_logits):
+def _(q, k, v, height_rel, width_rel, prev, weight, bias, gates, seed, alpha, beta, kind, scale, dropout_p, prefix,
+      height, width, need_logits):
     B, K, N, _ = q.shape
     return (q.new_empty(B, K, v.shape[3], N), q.new_empty((B, K, N, N) if need_logits else (0,)),
             q.new_empty(B, K, N, 2, dtype=torch.float32))
@@ -209,7 +209,7 @@ def _backward(
         d_out: Tensor, d_logits: Tensor | None, q: Tensor, k: Tensor, v: Tensor, height_rel: Tensor | None,
         width_rel: Tensor | None, prev: Tensor | None, weight: Tensor | None, bias: Tensor | None,
         gates: Tensor | None, seed: Tensor | None, logits: Tensor | None, norm: Tensor, alpha: float, beta: float,
-        kind: int, scale: float, dropout_p: float, height: int, width: int,
+        kind: int, scale: float, dropout_p: float, prefix: int, height: int, width: int,
 ) -> list[Tensor]:
     """-> gradients of q, k (B, K, D, N), v (B, K, E, N), then of those given: prev, tables, weight, bias, gates."""
     q, k, v = _pixels_last(q), _pixels_last(k), _pixels_last(v)
@@ -220,26 +220,26 @@ def _backward(
                          ("gates", gates)):
         if tensor is not None:
             grads[f"d_{name}"] = tensor.new_empty(q.shape[0], *tensor.shape)
-    _run("evolving_attention_backward", (height, width), scale, alpha, beta, kind, dropout_p, q, k, v, gates, seed,
-         prev=prev, height_rel=height_rel, width_rel=width_rel, weight=weight, bias=bias, logits=logits, norm=norm,
-         d_out=d_out.contiguous(), d_logits=None if d_logits is None else d_logits.contiguous(), **grads)
+    _run("evolving_attention_backward", (height, width), scale, alpha, beta, kind, dropout_p, prefix, q, k, v, gates,
+         seed, prev=prev, height_rel=height_rel, width_rel=width_rel, weight=weight, bias=bias, logits=logits,
+         norm=norm, d_out=d_out.contiguous(), d_logits=None if d_logits is None else d_logits.contiguous(), **grads)
     images = ("d_q", "d_k", "d_v", "d_prev")
     return [grad if name in images else grad.sum(0) for name, grad in grads.items()]
 
 
 @_backward.register_fake
 def _(d_out, d_logits, q, k, v, height_rel, width_rel, prev, weight, bias, gates, seed, logits, norm, alpha, beta, kind,
-      scale, dropout_p, height, width):
+      scale, dropout_p, prefix, height, width):
     grads = [x.new_empty(x.shape[0], x.shape[1], x.shape[3], x.shape[2]) for x in (q, k, v)]
     return grads + [torch.empty_like(x) for x in (prev, height_rel, width_rel, weight, bias, gates) if x is not None]
 
 
 def _save(ctx, inputs, output) -> None:
-    *tensors, alpha, beta, kind, scale, dropout_p, height, width, need_logits = inputs
+    *tensors, alpha, beta, kind, scale, dropout_p, prefix, height, width, need_logits = inputs
     _, logits, norm = output
     ctx.set_materialize_grads(False)  # of unused logits: a map of zeros
     ctx.save_for_backward(*tensors, logits if need_logits else None, norm)
-    ctx.options = alpha, beta, kind, scale, dropout_p, height, width
+    ctx.options = alpha, beta, kind, scale, dropout_p, prefix, height, width
 
 
 def _differentiate(ctx, d_out, d_logits, _):
@@ -255,7 +255,7 @@ def _differentiate(ctx, d_out, d_logits, _):
     d_prev = next(grads) if prev is not None else None
     d_height, d_width, d_weight, d_bias, d_gates = (
         next(grads) if x is not None else None for x in (height_rel, width_rel, weight, bias, gates))
-    return d_q, d_k, d_v, d_height, d_width, d_prev, d_weight, d_bias, d_gates, *(None,) * 9
+    return d_q, d_k, d_v, d_height, d_width, d_prev, d_weight, d_bias, d_gates, *(None,) * 10
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
@@ -282,7 +282,7 @@ def attend(
         q: Tensor, k: Tensor, v: Tensor, height_rel: Tensor | None, width_rel: Tensor | None,
         prev_logits: Tensor | None, weight: Tensor | None, bias: Tensor | None, alpha: float, beta: float, *,
         predict: bool, scale: float, feat_size: tuple[int, int], need_logits: bool, gates: Tensor | None = None,
-        dropout_p: float = 0.0, seed: Tensor | None = None,
+        dropout_p: float = 0.0, seed: Tensor | None = None, num_prefix_tokens: int = 0,
 ) -> tuple[Tensor, Tensor | None]:
     """See `ea_vision.ops.evolving_attention`; gates: alpha and beta by heads, (2, K), in place of the numbers; seed:
     what the dropout is drawn by, (1) of int64, needed with dropout_p > 0."""
@@ -306,7 +306,7 @@ def attend(
     if dropout_p > 0:
         _check("seed", seed, (1,))
     out, logits, _ = _forward(q, k, v, *small[:2], prev_logits, *small[2:], seed, alpha, beta, kind, scale, dropout_p,
-                              *feat_size, need_logits)
+                              num_prefix_tokens if weight is not None else 0, *feat_size, need_logits)
     return out.transpose(-2, -1), logits if need_logits else None
 
 

@@ -31,7 +31,8 @@ def attend(draw: random.Random, dtype: torch.dtype, kernel: int, prev: bool, pre
     out, logits = cpu.attend(
         q, k, v, *tables, prev, *convolution, 0.3, draw.choice((0.6, 1.0)), predict=predict, scale=0.5,
         feat_size=(H, W), need_logits=draw.random() < 0.5, gates=gates,
-        dropout_p=draw.choice((0.0, 0.3)), seed=torch.tensor([draw.randrange(-1 << 63, 1 << 63)]))
+        dropout_p=draw.choice((0.0, 0.3)), num_prefix_tokens=draw.choice((0, 0, min(2, N))),
+        seed=torch.tensor([draw.randrange(-1 << 63, 1 << 63)]))
     loss = out.float().square().sum()
     (loss if logits is None or draw.random() < 0.3 else loss + logits.float().square().sum()).backward()
 

@@ -108,6 +108,18 @@ def test_cpu_kernel_where_learning_gates_drop_a_term(kind, alpha, beta):
         assert_as_reference(tensors, "cpu", predict=kind == "pa", feat_size=(4, 5), need_logits=need_logits)
 
 
+@pytest.mark.parametrize("gates", [None, ()])
+@pytest.mark.parametrize("prefix", [1, 2, 5])
+@pytest.mark.parametrize("kind,kernel,beta", [
+    ("ea", 3, 1.0), ("ea", 3, 0.6), ("ea", 5, 0.3), ("pa", 3, 1.0), ("pa", 1, 1.0)])
+def test_cpu_kernel_lets_prefix_tokens_pass_the_convolution(kind, kernel, beta, prefix, gates):
+    tensors = problem(kind, (1, 38), 3, 8, 6, kernel=kernel, relative=False, gates=gates)
+    shares = {} if gates is not None else {"alpha": 0.3, "beta": beta}
+    for need_logits in (True, False):
+        assert_as_reference(tensors, "cpu", predict=kind == "pa", num_prefix_tokens=prefix, need_logits=need_logits,
+                            **shares)
+
+
 def test_cpu_kernel_with_gates_that_learn_at_a_vision_transformers_length():
     tensors = problem("ea", (1, 197), 3, 64, 64, batch=1, relative=False, gates=())
     assert_as_reference(tensors, "cpu")
@@ -234,10 +246,11 @@ def test_folding_adds_the_position_terms():
     torch.testing.assert_close(q @ k.transpose(-2, -1), logits, atol=1e-4, rtol=1e-5)
 
 
-@pytest.mark.parametrize("gates,dropout_p", [(None, 0.0), ((), 0.0), (None, 0.2)])
-def test_cpu_kernel_gives_the_same_bits_however_the_work_is_cut(gates, dropout_p, monkeypatch):
+@pytest.mark.parametrize("gates,dropout_p,prefix", [(None, 0.0, 0), ((), 0.0, 0), (None, 0.2, 0), ((), 0.0, 3)])
+def test_cpu_kernel_gives_the_same_bits_however_the_work_is_cut(gates, dropout_p, prefix, monkeypatch):
     tensors = problem("ea", (9, 7), batch=3, gates=gates)
-    options = {"implementation": "cpu", "feat_size": (9, 7), "dropout_p": dropout_p}
+    options = {"implementation": "cpu", "feat_size": (9, 7), "dropout_p": dropout_p,
+               "num_prefix_tokens": prefix}
     monkeypatch.setattr(torch, "randint", lambda *args, **_: torch.tensor([123456789123456789]))
     whole = outputs_and_gradients(tensors, **options)
     threads = torch.get_num_threads()
@@ -287,9 +300,9 @@ def test_pytorch_accepts_the_custom_operators():
     names = ("q", "k", "v", "height_rel", "width_rel", "prev_logits", "weight", "bias")
     arguments = [tensors[name].requires_grad_() for name in names]
     for gates in (None, torch.rand(2, 4, requires_grad=True)):
-        seed = None if gates is None else torch.tensor([5])
+        seed, dropout_p = (None, 0.0) if gates is None else (torch.tensor([5]), 0.2)
         torch.library.opcheck(torch.ops.ea_vision.cpu_attention.default,
-                              (*arguments, gates, seed, 0.5, 1.0, cpu.MIX, 0.3, 0.2 * (seed is not None), 3, 4, True))
+                              (*arguments, gates, seed, 0.5, 1.0, cpu.MIX, 0.3, dropout_p, 0, 3, 4, True))
     torch.library.opcheck(torch.ops.ea_vision.cpu_pool.default, (torch.randn(2, 3, 5, 4, requires_grad=True),))
 
 

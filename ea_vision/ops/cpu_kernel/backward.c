@@ -6,7 +6,8 @@
 /* What the backward pass of an image needs beside it. */
 typedef struct {
     int base;                 /* the map row that lies at r in `maps` and `d_conv` */
-    float *maps;              /* (WINDOW + 2r, K, P): what the convolution reads */
+    float *maps;              /* (WINDOW + 2r, K, P): the maps before the convolution */
+    float *patches;           /* likewise, what the convolution reads of them; `maps` itself without a prefix */
     float *d_conv;            /* (WINDOW + 2r, K, P): gradient of its output, zeros around */
     float *own, *conv;        /* (BLOCK, K, P): own logits, the convolution */
     float *d_own;             /* (K, N, P): gradient of gain * own logits; a head's rows together, for their products */
@@ -44,6 +45,7 @@ static void allocate_workspace(workspace *w, const image *g, const problem *p) {
     if (p->kind != NONE) {
         w->maps = new_floats((WINDOW + 2 * g->conv.r) * map_row);
         w->conv = new_floats(BLOCK * map_row);
+        w->patches = p->prefix ? new_floats((WINDOW + 2 * g->conv.r) * map_row) : w->maps;
     }
     if (p->weight) {
         w->d_conv = new_floats((WINDOW + 2 * g->conv.r) * map_row);
@@ -81,6 +83,7 @@ static void read_more_parameters(workspace *w, const image *g) {
 }
 
 static void free_workspace(workspace *w) {
+    if (w->patches != w->maps) free(w->patches);
     float *all[] = {w->maps, w->own, w->conv, w->d_own, w->d_conv, w->d_maps, w->turned, w->logits, w->attn,
                     w->d_attn, w->scratch, w->q_rows, w->k_rows, w->d_q, w->d_k, w->d_v, w->d_out, w->position,
                     w->height_rows, w->width_rows, w->d_heights, w->d_widths, w->d_weight, w->d_bias};
@@ -145,8 +148,11 @@ static void softmax_gradients(const image *g, workspace *w, int begin, int end) 
     const int gated = p->d_gates && (p->weight || p->kind == PREDICT);
     if (convolve_again)
         for (int i = begin; i < end; i += GROUP)
-            convolve(&g->conv, w->conv + (i - begin) * map_row, map_row, g->P, w->maps, i - w->base,
+            convolve(&g->conv, w->conv + (i - begin) * map_row, map_row, g->P, w->patches, i - w->base,
                      end - i < GROUP ? end - i : GROUP, g->weight, p->bias);
+    if (p->prefix)
+        for (int i = begin; i < end; i++)
+            pass_prefix(g, w->conv + (i - begin) * map_row, w->maps + (i - w->base + r) * map_row, i);
     if (!p->logits)
         for (int i = begin; i < end; i++) {
             const long at = (i - begin) * map_row;
@@ -183,6 +189,7 @@ static void softmax_gradients(const image *g, workspace *w, int begin, int end) 
             const float *passed = convolve_again ? w->conv + (i - begin) * map_row + head * g->P + MARGIN : l;
             float *d = own_row(g, w, head, i);
             float *gate = p->weight ? row_of(g, w->d_conv, i - w->base + r, head) : NULL;
+            const int unseen = !gate ? 0 : i < p->prefix ? g->N : p->prefix;
             vec bias = {};
             for (int j = 0; j < g->Np; j += VL) {
                 vec x = LOAD(d_attn + j) - mean * LOAD(attn + j);
@@ -190,6 +197,7 @@ static void softmax_gradients(const image *g, workspace *w, int begin, int end) 
                 if (!g->only_convolved) STORE(d + j, x);
                 if (gate) {
                     x = (vec)((ivec)(LOAD(passed + j) > 0) & (ivec)(share * x));
+                    if (j < unseen) x = (vec)((ivec)x & ~before(unseen - j));
                     STORE(gate + j, x);
                     bias += x;
                 }
@@ -223,13 +231,16 @@ static void convolution_gradients(const image *g, workspace *w, int begin, int e
             const int top = first - w->base;
             convolve(&g->conv, direct ? own_row(g, w, 0, first) - MARGIN : w->d_maps, g->P,
                      (direct ? g->N : GROUP) * (long)g->P, w->d_conv, top, rows, w->turned, NULL);
-            weight_gradient(&g->conv, w->d_weight, w->d_conv + (top + g->conv.r) * map_row, w->maps, top, rows);
+            weight_gradient(&g->conv, w->d_weight, w->d_conv + (top + g->conv.r) * map_row, w->patches, top, rows);
         }
         for (int head = 0; head < p->K; head++) {
             const float alpha = alpha_of(p, head), kept = 1 - beta_of(p, head);
             for (int i = first; i < first + rows; i++) {
                 float *d = own_row(g, w, head, i);
-                const float *d_maps = w->d_maps + ((long)head * GROUP + i - first) * g->P + MARGIN;
+                float *d_maps = w->d_maps + ((long)head * GROUP + i - first) * g->P + MARGIN;
+                if (p->prefix) /* past the convolution, in its share */
+                    for (int j = 0; j < (i < p->prefix ? g->N : p->prefix); j++)
+                        d_maps[j] = (p->kind == MIX ? 1 - kept : alpha) * d[j];
                 if (p->kind == MIX && p->weight && !direct)
                     for (int j = 0; j < g->Np; j += VL) STORE(d + j, kept * LOAD(d + j) + LOAD(d_maps + j));
                 if (p->kind == MIX && p->d_gates) {
@@ -313,9 +324,9 @@ static void write_rows(float *to, float *from, long rows, long n, long ld) { /* 
 static void move_window(const image *g, workspace *w, int base, int made, int mapped) {
     const int r = g->conv.r;
     const long map_row = (long)g->p->K * g->P, size = WINDOW + 2 * r;
-    float *buffers[] = {w->maps, w->d_conv};
-    const long ready[] = {r + mapped - base, r + made - base};
-    for (int i = 0; i < 2 && buffers[i]; i++) {
+    float *buffers[] = {w->maps, w->d_conv, w->patches == w->maps ? NULL : w->patches};
+    const long ready[] = {r + mapped - base, r + made - base, r + mapped - base};
+    for (int i = 0; i < 3 && buffers[i]; i++) {
         float *rows = buffers[i], *rest = rows + ready[i] * map_row;
         if (base == 0)
             memset(rows, 0, r * map_row * sizeof(float));
@@ -341,6 +352,7 @@ static void backward_image(const image *g, workspace *w) {
         if (p->kind != NONE) move_window(g, w, convolved, begin, mapped);
         if (p->kind == MIX) own_logits(g, w->maps, r + mapped - w->base, mapped, map, 1);
         if (p->kind == PREDICT) previous_logits(g, w->maps, r + mapped - w->base, mapped, map);
+        if (p->prefix) without_prefix(g, w->patches, w->maps, r - w->base, mapped, map);
         if (p->kind != MIX && !p->logits) own_logits(g, w->own, 0, begin, end, 0); /* else those stored are enough */
         mapped = map;
         softmax_gradients(g, w, begin, end);

@@ -91,7 +91,8 @@ static void attend_row(const image *g, float *rows, int i, int begin, int end) {
     }
 }
 
-static void forward_rows(const image *g, int begin, int end, float *maps, float *own, float *row, float *conv) {
+static void forward_rows(const image *g, int begin, int end, float *maps, float *patches, float *own, float *row,
+                         float *conv) {
     const problem *p = g->p;
     const int N = g->N, r = g->conv.r, top = begin - r, bottom = end + r;
     const long map_row = (long)p->K * g->P;
@@ -109,10 +110,16 @@ static void forward_rows(const image *g, int begin, int end, float *maps, float 
         previous_logits(g, maps, first - top, first, last);
         own_logits(g, own, 0, begin, end, 0);
     }
+    if (patches) {
+        memset(patches, 0, (first - top) * map_row * sizeof(float));
+        memset(patches + (last - top) * map_row, 0, (bottom + GROUP - 1 - last) * map_row * sizeof(float));
+        without_prefix(g, patches, maps, -top, first, last);
+    }
     for (int i = begin; i < end; i++) {
         if (p->weight && (i - begin) % GROUP == 0)
-            convolve(&g->conv, conv, map_row, g->P, maps, i - begin, end - i < GROUP ? end - i : GROUP, g->weight,
-                     p->bias);
+            convolve(&g->conv, conv, map_row, g->P, patches ? patches : maps, i - begin,
+                     end - i < GROUP ? end - i : GROUP, g->weight, p->bias);
+        if (patches) pass_prefix(g, conv + (i - begin) % GROUP * map_row, maps + (i - begin + r) * map_row, i);
         attend_row(g, finish_logits(g, row, conv + (i - begin) % GROUP * map_row, maps, i - begin + r,
                                     own + (i - begin) * map_row), i, begin, end);
     }
@@ -132,18 +139,19 @@ void evolving_attention_forward(const problem *p) {
             problem sizes;
             int rows;
             image g;
-            float *maps, *own, *row, *conv;
+            float *maps, *patches, *own, *row, *conv;
         } kept;
         image *g = &kept.g;
         if (kept.rows != rows || !same_sizes(&kept.sizes, p)) {
-            float *old[] = {kept.maps, kept.own, kept.row, kept.conv};
-            for (int i = 0; i < 4; i++) free(old[i]);
+            float *old[] = {kept.maps, kept.patches, kept.own, kept.row, kept.conv};
+            for (int i = 0; i < 5; i++) free(old[i]);
             free_image(g);
             allocate_image(g, p);
             const long map_row = (long)p->K * g->P;
             kept.sizes = *p;
             kept.rows = rows;
             kept.maps = new_floats((rows + 2 * g->conv.r + GROUP - 1) * map_row);
+            kept.patches = p->prefix ? new_floats((rows + 2 * g->conv.r + GROUP - 1) * map_row) : NULL;
             kept.own = new_floats(rows * map_row);
             kept.row = new_floats(map_row);
             kept.conv = new_floats(GROUP * map_row);
@@ -160,7 +168,7 @@ void evolving_attention_forward(const problem *p) {
                               N);
             }
             read = b;
-            forward_rows(g, begin, end, kept.maps, kept.own, kept.row, kept.conv);
+            forward_rows(g, begin, end, kept.maps, kept.patches, kept.own, kept.row, kept.conv);
         }
     }
 }

@@ -75,6 +75,26 @@ static void previous_logits(const image *g, float *maps, int first, int begin, i
                         g->N, g->p->dtype);
 }
 
+/* Rows from..to of the maps as the convolution sees them; row `first` of the buffers is that of query 0. */
+static void without_prefix(const image *g, float *patches, const float *maps, long first, int from, int to) {
+    const problem *p = g->p;
+    for (int i = from; i < to; i++)
+        for (int head = 0; head < p->K; head++) {
+            const long at = ((first + i) * p->K + head) * g->P + MARGIN;
+            const int passed = i < p->prefix ? g->N : p->prefix;
+            memset(patches + at, 0, passed * sizeof(float));
+            memcpy(patches + at + passed, maps + at + passed, (g->N - passed) * sizeof(float));
+        }
+}
+
+/* Query i's row of the convolution, (K, P): what no convolution sees is as it was in the maps. */
+static void pass_prefix(const image *g, float *conv, const float *maps_row, int i) {
+    const problem *p = g->p;
+    for (int head = 0; head < p->K; head++)
+        memcpy(conv + (long)head * g->P + MARGIN, maps_row + (long)head * g->P + MARGIN,
+               (i < p->prefix ? g->N : p->prefix) * sizeof(float));
+}
+
 /* The logits of one query, all heads, (K, P): `own`, `conv`, or made in `row`. `maps` holds what the convolution reads
  * (mix: the mixture, predict: prev), its row `at` that of the query; `own` (none, predict) gain * own logits; `conv`
  * (K, P) the convolution after its ReLU. */

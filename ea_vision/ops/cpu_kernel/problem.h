@@ -9,6 +9,7 @@ enum { NONE, MIX, PREDICT };
 
 typedef struct {
     int32_t B, K, H, W, D, E, kernel, kind, dtype, threads;
+    int32_t prefix;                                     /* tokens whose rows and columns no convolution sees */
     float scale, dropout;                               /* dropout: a probability */
     int64_t q_step, k_step, v_step;                     /* elements from one image to the next */
     int64_t seed;                                       /* of the dropout */
@@ -59,7 +60,7 @@ typedef struct {
 static int same_sizes(const problem *a, const problem *b) {
     return a->K == b->K && a->H == b->H && a->W == b->W && a->D == b->D && a->E == b->E && a->kernel == b->kernel &&
            a->kind == b->kind && !a->height_rel == !b->height_rel && !a->weight == !b->weight &&
-           !a->logits == !b->logits;
+           !a->logits == !b->logits && !a->prefix == !b->prefix;
 }
 
 static void free_image(image *g) {
@@ -97,7 +98,7 @@ static void allocate_image(image *g, const problem *p) {
 
 static void read_parameters(image *g, const problem *p) {
     g->p = p;
-    g->only_convolved = p->weight && p->kind == MIX && !p->d_gates;
+    g->only_convolved = p->weight && p->kind == MIX && !p->d_gates && !p->prefix;
     g->drop = new_dropout(p->dropout, p->seed);
     for (int head = 0; head < p->K; head++) g->only_convolved &= beta_of(p, head) == 1.0f;
     if (p->height_rel) {
