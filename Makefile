@@ -22,7 +22,12 @@ demo: $(READY)
 		-o $(DEMO)/heads.png digits:5
 	$(RUN) visualize/evolution_strip.py --model $(DEMO) --layers 1-3 --heads mean --queries 16,16 \
 		-o $(DEMO)/evolution.png digits:5
-	@echo "Trained: $(DEMO). Pictures to open: $(DEMO)/heads.png $(DEMO)/evolution.png"
+	@echo
+	@echo "Trained: $(DEMO). Pictures to open: $(DEMO)/heads.png, and $(DEMO)/evolution.png: a map from layer to layer."
+	@echo "The next three commands to try:"
+	@echo "  $(VENV)/bin/ea-vision predict $(DEMO) digits:5"
+	@echo "  $(VENV)/bin/ea-vision explore --model $(DEMO) -o $(DEMO)/page.html digits:5"
+	@echo "  $(VENV)/bin/ea-vision predict ea_conv_transformer_cifar docs/cat.jpg"
 
 # README's picture, from the weights in weights/. The photo is "Chelsea" by Stefan van der Walt, CC0, from scikit-image.
 pictures: $(READY)
