@@ -90,7 +90,7 @@ def test_quantities_and_rollout_of_a_transformer_are_those_by_hand():
             block.attn.qkv.weight[:96] = 0
             block.attn.qkv.bias[:96] = 0
     for layer in measure(model, [images(), images()]):
-        assert layer.tokens == 19 and layer.images == 4
+        assert layer.uniform_entropy == pytest.approx(torch.tensor(19.0).log().item()) and layer.images == 4
         assert layer.entropy.tolist() == pytest.approx([torch.tensor(19.0).log().item()] * 3, rel=1e-5)
         assert layer.prefix.tolist() == pytest.approx([3 / 19] * 3, rel=1e-5)
         places = torch.stack(torch.meshgrid(torch.arange(4.0), torch.arange(4.0), indexing="ij")).flatten(1).T * 8

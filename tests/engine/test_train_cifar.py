@@ -211,7 +211,7 @@ def test_a_run_folder_is_not_overwritten_nor_continued_with_other_options(finish
                       "--cutmix", "1", "--epochs", "3", "--opt", "adamw", "--lr", "0.001")
     files = {p: p.stat().st_mtime_ns for p in finished.iterdir()}
     assert "holds a run" in fails([*given, "--resume", "none"], capsys)
-    assert "weight_decay was 0.0005, got 0.1" in fails([*given, "--weight-decay", "0.1"], capsys)
+    assert "weight_decay was 0.1, got 0.3" in fails([*given, "--weight-decay", "0.3"], capsys)
     assert train_cifar.main(given) == 0
     assert {p: p.stat().st_mtime_ns for p in finished.iterdir()} == files
 
