@@ -367,7 +367,7 @@ def test_captions_say_what_they_describe(open_page):
     zoom = page.locator(".stage").first.locator(".caption").nth(1).inner_text()
     assert zoom.startswith("layer 9 · head 2 · after conv. · 4x6 map\nof its attention: entropy ")
     page.get_by_label("layer 21, head 0", exact=True).click()
-    assert "2x3 map" in page.locator(".stage").first.inner_text()
+    page.locator(".stage").first.get_by_text("2x3 map").first.wait_for(timeout=5000)  # drawn with the next frame
 
 
 @pytest.mark.parametrize("fragment", [
