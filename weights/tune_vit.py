@@ -16,10 +16,10 @@ plain network, 16 epochs, is tuned for 4 epochs of 60 updates on the first 300 o
 A run folder that is complete already is not trained again.
 """
 import argparse
-import csv
 import tarfile
 from pathlib import Path
 
+from ea_vision.base.files import atomic_write, csv_text
 from ea_vision.base.networks import create_classifier
 from ea_vision.base.processes import join_world
 from ea_vision.engine import run_folder, train_cifar
@@ -109,10 +109,7 @@ def main() -> None:
                 "beta": " to ".join(f"{f(gates['beta']):.3f}" for f in (min, max)) if gates else "",
                 "seconds": round(sum(metrics["seconds"]))})
             print(rows[-1], flush=True)
-            with given.csv.open("w", newline="", encoding="utf-8") as file:
-                writer = csv.DictWriter(file, rows[0], lineterminator="\n")
-                writer.writeheader()
-                writer.writerows(rows)
+            atomic_write(given.csv, csv_text(rows).encode())
 
 
 if __name__ == "__main__":

@@ -213,13 +213,17 @@ def parse_layers(text: str, model: LoadedModel) -> list[AttentionLayer]:
     return chosen
 
 
-def parse_size(text: str | None) -> tuple[int, int] | None:
-    """N or H,W in pixels."""
+def parse_size(text: str | None, required: str = "--img-size must be N or H,W in pixels") -> tuple[int, int] | None:
+    """N or H,W, of positive whole numbers; None stays None.
+
+    Raises:
+        UsageError: anything else, as `required` says.
+    """
     if text is None:
         return None
     sides = text.split(",")
     if len(sides) > 2 or not all(side.isdigit() and int(side) > 0 for side in sides):
-        raise UsageError(f"--img-size must be N or H,W in pixels, got {text!r}")
+        raise UsageError(f"{required}, got {text!r}")
     return int(sides[0]), int(sides[-1])
 
 

@@ -66,10 +66,11 @@ def create(folder: Path) -> None:
         raise UsageError(f"cannot make the folder {folder}: {error.strerror}") from error
 
 
-def csv_text(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Comma-separated values of rows with the same keys, which make the header line."""
+def csv_text(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] = ()) -> str:
+    """Comma-separated values of rows with the same keys, which make the header line unless `columns` does: where there
+    may be no row."""
     text = io.StringIO()
-    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    writer = csv.DictWriter(text, columns or list(rows[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()

@@ -7,7 +7,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import typing
-from collections.abc import Sequence
 
 from ea_vision.engine.config import TrainConfig, resolve
 from ea_vision.engine.train_cifar import CifarConfig
@@ -40,36 +39,34 @@ def _shown(value: object) -> str:
     return "" if value in ("", []) else f"`{value}`"
 
 
-def table(cls: type[TrainConfig], names: Sequence[str]) -> str:
-    """A Markdown table of some options: flag, values, default and what it does."""
+def table_lines(cls: type[TrainConfig]) -> dict[str, str]:
+    """By option, its line of a Markdown table: flag, values, default and what it does."""
     defaults, hints = default_cells(cls), typing.get_type_hints(cls)
-    lines = ["| option | values | default | |", "| --- | --- | --- | --- |"]
+    lines = {}
     for field in dataclasses.fields(cls):
-        if field.name not in names:
-            continue
-        kind, choices = hints[field.name], field.metadata["choices"]
+        kind, choices, flag = hints[field.name], field.metadata["choices"], field.name.replace("_", "-")
         if kind is bool:
-            values = "`--no-" + field.name.replace("_", "-") + "`"
+            values = f"`--no-{flag}`"
         elif choices:
             values = ", ".join(f"`{choice}`" for choice in choices)
         else:
             values = {int: "whole number", float: "number", str: "", dict: "KEY=VALUE ..."}.get(kind, "epochs ...")
         about = field.metadata["help"].replace("|", "\\|").replace("<", "&lt;")
-        lines.append(f"| `--{field.name.replace('_', '-')}` | {values} | {defaults[field.name]} | {about} |")
-    return "\n".join(lines)
+        lines[field.name] = f"| `--{flag}` | {values} | {defaults[field.name]} | {about} |"
+    return lines
 
 
 def page() -> str:
-    """The whole page: what both trainers have with equal defaults and words, then what each has of its own."""
-    shown = {name: {line.split("|")[1].strip(" `-").replace("-", "_"): line
-                    for line in table(cls, [field.name for field in dataclasses.fields(cls)]).splitlines()[2:]}
-             for name, cls in TRAINERS}
-    (first, cifar), (second, imagenet) = TRAINERS
-    common = [name for name, line in shown[first].items() if shown[second].get(name) == line]
-    parts = [INTRODUCTION, f"## Of both trainers\n\n{table(cifar, common)}"]
-    parts += [f"## Of {name}\n\n{table(cls, [option for option in shown[name] if option not in common])}"
-              for name, cls in TRAINERS]
-    return "\n\n".join(parts) + "\n"
+    """The whole page: the lines that both trainers have in common, then each trainer's own."""
+    lines = {name: table_lines(cls) for name, cls in TRAINERS}
+    first, second = lines.values()
+    common = first.items() & second.items()
+    sections = {"Of both trainers": [line for item, line in first.items() if (item, line) in common]}
+    for name, of_trainer in lines.items():
+        sections[f"Of {name}"] = [line for item, line in of_trainer.items() if (item, line) not in common]
+    heading = ["| option | values | default | |", "| --- | --- | --- | --- |"]
+    return "\n\n".join([INTRODUCTION, *("\n".join([f"## {title}", "", *heading, *rows])
+                                        for title, rows in sections.items())]) + "\n"
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from ea_vision.base.figures import figure_bytes
-from ea_vision.base.files import atomic_write, create, write_json
+from ea_vision.base.files import atomic_write, create, csv_text, write_json
 from ea_vision.engine.evaluate import Evaluation
 
 
@@ -62,12 +62,9 @@ def timm_row(name: str, model: nn.Module, top1: float, top5: float, img_size: in
 
 def write_timm_results(path: Path, rows: Sequence[dict[str, Any]]) -> str:
     """Write rows of `timm_row`, at least one, as a results file of timm's, the best first; return the text."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, rows[0], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(sorted(rows, key=lambda row: -float(row["top1"])))
-    atomic_write(path, text.getvalue().encode())
-    return text.getvalue()
+    text = csv_text(sorted(rows, key=lambda row: -float(row["top1"])))
+    atomic_write(path, text.encode())
+    return text
 
 
 def plot_confusion(result: Evaluation, classes: list[str], name: str) -> Figure:

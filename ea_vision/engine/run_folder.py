@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import csv
 import fcntl
-import io
 import json
 import logging
 import math
@@ -23,7 +22,7 @@ import yaml
 from torch import nn
 
 from ea_vision.base.errors import UsageError
-from ea_vision.base.files import atomic_write, check_writable, create
+from ea_vision.base.files import atomic_write, check_writable, create, csv_text
 from ea_vision.base.networks import REFUSALS, check_model_name, encode_weights, load_weights
 from ea_vision.base.processes import World
 from ea_vision.engine.checkpoint import BEST, LAST, PREVIOUS
@@ -117,12 +116,12 @@ def _require(path: Path, value: Any, kinds: dict[str, type]) -> None:
 
 def write_metrics(folder: Path, rows: list[dict[str, float]]) -> None:
     """Write metrics.csv: one row per epoch; accuracies are nan where an epoch was not evaluated."""
-    _write_csv(folder / METRICS, COLUMNS, rows)
+    atomic_write(folder / METRICS, csv_text(rows, COLUMNS).encode())
 
 
 def write_gates(folder: Path, rows: list[dict[str, float]]) -> None:
     """Write gates.csv: one row per epoch, epoch and step, then a column for every share that is a parameter."""
-    _write_csv(folder / GATES, tuple(rows[0]), rows)
+    atomic_write(folder / GATES, csv_text(rows).encode())
 
 
 def read_gates(folder: Path) -> dict[str, list[float]]:
@@ -144,14 +143,6 @@ def read_gates(folder: Path) -> dict[str, list[float]]:
         raise UsageError(f"{path} is not a file of this trainer: it must have the columns epoch, step and shares with "
                          "a number in each") from error
     return {name: list(column) for name, column in columns.items()}
-
-
-def _write_csv(path: Path, columns: tuple[str, ...], rows: list[dict[str, float]]) -> None:
-    text = io.StringIO()
-    writer = csv.DictWriter(text, columns, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    atomic_write(path, text.getvalue().encode())
 
 
 def read_metrics(folder: Path) -> dict[str, list[float]]:

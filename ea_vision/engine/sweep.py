@@ -8,8 +8,6 @@ the test images alone. Only with --test, for settings that are no longer to be c
 from __future__ import annotations
 
 import argparse
-import csv
-import io
 import itertools
 import math
 import shlex
@@ -24,7 +22,7 @@ from matplotlib.figure import Figure
 
 from ea_vision.base.errors import RunError, UsageError, exit_code
 from ea_vision.base.figures import color_cycle, figure_bytes
-from ea_vision.base.files import atomic_write, create
+from ea_vision.base.files import atomic_write, create, csv_text
 from ea_vision.engine.run_folder import read_metrics, read_results
 
 EXAMPLES = """\
@@ -214,11 +212,7 @@ def main(argv: list[str] | None = None) -> int:
                    "seconds": f"{sum(metrics['seconds']):.0f}"}
             rows.append({**row, **({"test_top1": results["test_best"]["top1"]} if args.test else {})})
             # Written after every run, so that the curve grows as the sweep goes.
-            table = io.StringIO()
-            writer = csv.DictWriter(table, list(rows[0]), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
-            atomic_write(args.output / "sweep.csv", table.getvalue().encode())
+            atomic_write(args.output / "sweep.csv", csv_text(rows).encode())
             ylabel = f"top-1 on {split.replace('_', '-')} images (%)"
             atomic_write(args.output / "sweep.png", figure_bytes(plot_sweep(rows, list(settings), ylabel)))
     best = max(rows, key=lambda row: row["top1"])

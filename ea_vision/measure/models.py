@@ -12,13 +12,11 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
-from pathlib import Path
 
 import timm
 
 from ea_vision.base.errors import UsageError, near_matches
-from ea_vision.base.files import atomic_write, create, csv_text
-from ea_vision.measure.summary import markdown
+from ea_vision.measure.summary import add_csv, markdown, show
 from ea_vision.models import get_network, list_networks, published_figures
 
 
@@ -75,16 +73,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pattern", nargs="?", default="*", help="a part of a name, or a pattern with * (default: all)")
     parser.add_argument("--weights", action="store_true", help="a row for each file of weights")
-    parser.add_argument("--csv", metavar="FILE", help="also write the rows to FILE as CSV ('-': to standard output "
-                        "instead of the table)")
+    add_csv(parser)
     args = parser.parse_args(argv)
-    rows = list_models(args.pattern, args.weights)
-    if args.csv == "-":
-        print(csv_text([asdict(row) for row in rows]), end="")
-        return 0
-    if args.csv:
-        create(Path(args.csv).parent)
-        atomic_write(Path(args.csv), csv_text([asdict(row) for row in rows]).encode())
-    print(markdown([("model", "input", "weights", "published", "what it is"),
-                    *(tuple(asdict(row).values()) for row in rows)]))
+    rows = [asdict(row) for row in list_models(args.pattern, args.weights)]
+    table = markdown([("model", "input", "weights", "published", "what it is"), *(tuple(row.values()) for row in rows)])
+    show(table, rows, args.csv)
     return 0

@@ -15,7 +15,7 @@ projections, and FLOPs in the profiler's counting.
 """
 import argparse
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
@@ -134,13 +134,33 @@ def _layers_of(name: str) -> tuple[str, list[dict[str, object]]]:
     return f"{name}\n{to_layer_table(branches) if branches else 'no attention of this package'}", rows
 
 
+def add_csv(parser: argparse.ArgumentParser) -> None:
+    """The option --csv of commands that print a table; `show` does what it says."""
+    parser.add_argument("--csv", metavar="FILE", help="also write the rows to FILE as CSV ('-': to standard output "
+                        "instead of the table)")
+
+
+def show(text: str, rows: Sequence[Mapping[str, object]], file: str | None) -> None:
+    """Print a table; with --csv write its rows to the file, too, or print them instead.
+
+    Raises:
+        UsageError: the file's folder cannot be made.
+    """
+    if file == "-":
+        print(csv_text(rows), end="")
+        return
+    if file:
+        create(Path(file).parent)
+        atomic_write(Path(file), csv_text(rows).encode())
+    print(text)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", metavar="NAME", help="registered timm models (default: all of ours)")
     parser.add_argument("--layers", action="store_true", help="a table of each network's attention branches")
-    parser.add_argument("--csv", metavar="FILE", help="also write the rows to FILE as CSV ('-': to standard output "
-                        "instead of the table)")
+    add_csv(parser)
     args = parser.parse_args(argv)
     names = args.models or list_networks()
     if args.layers:
@@ -151,11 +171,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         summaries = [summarise(name) for name in names]
         text, rows = to_table(summaries), [asdict(row) for row in summaries]
-    if args.csv == "-":
-        print(csv_text(rows), end="")
-        return 0
-    if args.csv:
-        create(Path(args.csv).parent)
-        atomic_write(Path(args.csv), csv_text(rows).encode())
-    print(text)
+    show(text, rows, args.csv)
     return 0

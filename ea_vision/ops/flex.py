@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+from ea_vision.ops import gathered
 from ea_vision.ops.reference import neighbours_values
 from ea_vision.ops.rel_pos import cover_offsets
 from ea_vision.ops.sdpa import fold_position
@@ -36,12 +37,8 @@ def reason_against(
         need_logits: bool, local: bool,
 ) -> str | None:
     """Why it cannot run, or None. feat_size: (H, W) where there are position tables."""
-    if not local:
-        return "it is for windows"
-    if prev_logits is not None:
-        return "it has no place for previous logits"
-    if need_logits:
-        return "it never has the logits that are wanted"
+    if (reason := gathered.reason_against(local, prev_logits, need_logits)) is not None:
+        return reason
     if torch.compiler.is_compiling():
         return "it compiles its own kernel, outside of other compiled code"
     width = q.shape[-1] + sum(feat_size or ())

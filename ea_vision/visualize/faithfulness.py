@@ -183,11 +183,9 @@ def parse_rankings(text: str) -> list[str]:
 
 def patch_grid(text: str | None, model: LoadedModel, layers: Sequence[int], device: torch.device) -> tuple[int, int]:
     """The grid asked for, or that of the largest map among the layers."""
-    if text is not None:
-        sides = text.split(",")
-        if len(sides) > 2 or not all(side.isdigit() and int(side) > 0 for side in sides):
-            raise UsageError(f"--patches must be N or H,W patches, got {text!r}")
-        return int(sides[0]), int(sides[-1])
+    asked_for = parse_size(text, "--patches must be N or H,W patches")
+    if asked_for is not None:
+        return asked_for
     with torch.no_grad(), record_attention(model.model, layers) as maps:
         model.model(torch.zeros(1, 3, *model.img_size, device=device))
     return max((layer.feat_size for layer in maps.values()), key=math.prod)
