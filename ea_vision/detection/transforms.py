@@ -1,0 +1,82 @@
+"""From an image of any size with its boxes to a square one that a detector takes, in training and in evaluation.
+
+Both give a float32 image (3, S, S) in 0..1, not normalised, and a target whose boxes lie on it. Attention with relative
+positions has tables for one size of map, so every image of a detector has the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchvision import tv_tensors
+from torchvision.transforms import v2
+
+FILL = (124, 116, 104)  # ImageNet's mean colour, 0..255: what lies beside an image
+
+
+def train_transform(img_size: int, scale: tuple[float, float] = (0.8, 1.2), flip: float = 0.5,
+                    photometric: bool = False) -> v2.Transform:
+    """Scale jitter, crop or pad to a square at a random place, flip; boxes that lose all but a pixel are left out.
+
+    Args:
+        img_size: S, the side in pixels.
+        scale: of the longer side, in units of S; the AA paper's 512 to 768 at 640 pixels are 0.8 to 1.2.
+        flip: probability of a horizontal flip.
+        photometric: also jitter brightness, contrast, saturation and hue (SSD's distortion).
+    """
+    return v2.Compose([
+        *([v2.RandomPhotometricDistort(p=0.5)] if photometric else []),
+        v2.ScaleJitter((img_size, img_size), scale, antialias=True),
+        v2.RandomCrop((img_size, img_size), pad_if_needed=True, fill=_fill()),
+        v2.RandomHorizontalFlip(flip),
+        *_end(),
+    ])
+
+
+def eval_transform(img_size: int) -> v2.Transform:
+    """The longer side becomes S pixels, the rest is padded at the right and below; `boxes_to_original` is the way
+    back."""
+    return v2.Compose([Fit(img_size), *_end()])
+
+
+def _fill() -> dict[Any, Any]:
+    return {tv_tensors.Image: FILL, "others": 0}
+
+
+def _end() -> list[v2.Transform]:
+    return [v2.SanitizeBoundingBoxes(), v2.ToDtype({tv_tensors.Image: torch.float32, "others": None}, scale=True),
+            v2.ToPureTensor()]
+
+
+class Fit(v2.Transform):
+    """Scale an image so that its longer side has `img_size` pixels, and pad it to a square at the right and below."""
+
+    def __init__(self, img_size: int):
+        super().__init__()
+        self.img_size = img_size
+
+    def make_params(self, flat_inputs: list[Any]) -> dict[str, Any]:
+        return {"size": fitted_size(v2.query_size(flat_inputs), self.img_size)}
+
+    def transform(self, inpt: Any, params: dict[str, Any]) -> Any:
+        height, width = params["size"]
+        inpt = v2.functional.resize(inpt, [height, width], antialias=True)
+        padding = [0, 0, self.img_size - width, self.img_size - height]
+        fill = list(FILL) if isinstance(inpt, tv_tensors.Image) else 0
+        return v2.functional.pad(inpt, padding, fill=fill)
+
+
+def fitted_size(size: tuple[int, int], img_size: int) -> tuple[int, int]:
+    """(H, W) of an image of `size` (H, W) once its longer side has `img_size` pixels; at least 1."""
+    return max(1, round(size[0] * img_size / max(size))), max(1, round(size[1] * img_size / max(size)))
+
+
+def boxes_to_original(boxes: Tensor, size: tuple[int, int], img_size: int) -> Tensor:
+    """Boxes (n, 4) x1 y1 x2 y2 on the square of `eval_transform` -> on the image of `size` (H, W), cut at its
+    border."""
+    height, width = fitted_size(size, img_size)
+    scale = boxes.new_tensor([size[1] / width, size[0] / height] * 2)
+    border = boxes.new_tensor([size[1], size[0]] * 2)
+    return torch.minimum((boxes * scale).clamp(min=0), border)
