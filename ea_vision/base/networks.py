@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import pickle
 import re
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -52,25 +53,61 @@ def create_classifier(name: str, kwargs: dict[str, Any], optional: frozenset[str
         if kwargs.get(key, value) != value:
             raise UsageError(f"model keyword {key} must be {value}, as the images are, got {kwargs[key]!r}")
     wanted |= kwargs
-    optional = optional | {"img_size"}
+
+    def create(**keywords: Any) -> nn.Module:
+        model = timm.create_model(name, pretrained=pretrained and not weights, **keywords)
+        return _with_weights(model, name, keywords, weights, notice) if weights else model
+
+    return create_by_keywords(create, name, wanted, optional, notice)
+
+
+def create_by_keywords(create: Callable[..., nn.Module], name: str, wanted: dict[str, Any], optional: frozenset[str],
+                       notice=print) -> tuple[nn.Module, dict[str, Any]]:
+    """`create(**wanted)`, without those of the `optional` keywords (given by a recipe, and img_size) that it lacks.
+
+    Args:
+        name: of the model, for messages.
+        notice: what says which keyword was left out.
+
+    Returns:
+        the model, and the keywords that it was made with.
+
+    Raises:
+        UsageError: a keyword that it lacks, or values that it refuses.
+    """
+    try:
+        model, taken = create_leaving_out(create, wanted, optional | {"img_size"})
+    except TypeError as error:
+        unknown = _UNKNOWN_KEYWORD.search(str(error))
+        if unknown is None or unknown[1] not in wanted:
+            raise _refusal(name, wanted, error) from error
+        raise UsageError(f"model {name} has no keyword {unknown[1]!r} (given by --model-kwargs)") from error
+    except REFUSALS as error:
+        raise _refusal(name, wanted, error) from error
+    for key in wanted:
+        if key not in taken and key != "img_size":
+            notice(f"{name} has no {key}: the recipe's {key}={wanted[key]} is left out")
+    return model, taken
+
+
+def create_leaving_out(create: Callable[..., nn.Module], wanted: dict[str, Any],
+                       optional: Collection[str]) -> tuple[nn.Module, dict[str, Any]]:
+    """`create(**wanted)`, without those of the `optional` keywords that it lacks; the model, and what it was made with.
+
+    Raises:
+        TypeError and others: what `create` raises with the keywords that are left.
+    """
+    wanted = dict(wanted)
     random_state = torch.get_rng_state()
     while True:
         torch.set_rng_state(random_state)  # a refused attempt must not change the weights of the next
         try:
-            model = timm.create_model(name, pretrained=pretrained and not weights, **wanted)
-            return _with_weights(model, name, wanted, weights, notice) if weights else model, wanted
+            return create(**wanted), wanted
         except TypeError as error:
             unknown = _UNKNOWN_KEYWORD.search(str(error))
-            if unknown is None or unknown[1] not in wanted:
-                raise _refusal(name, wanted, error) from error
-            key = unknown[1]
-            if key not in optional:
-                raise UsageError(f"model {name} has no keyword {key!r} (given by --model-kwargs)") from error
-            if key != "img_size":
-                notice(f"{name} has no {key}: the recipe's {key}={wanted[key]} is left out")
-            del wanted[key]
-        except REFUSALS as error:
-            raise _refusal(name, wanted, error) from error
+            if unknown is None or unknown[1] not in wanted or unknown[1] not in optional:
+                raise
+            del wanted[unknown[1]]
 
 
 def _with_weights(model: nn.Module, name: str, kwargs: dict[str, Any], path: str, notice) -> nn.Module:

@@ -47,20 +47,26 @@ ConvFactory = Callable[[nn.Conv2d, int], AugmentedConv2d]
 class AttnBasicBlock(BasicBlock):
     """timm's BasicBlock, both 3x3 convolutions augmented, or the first; (x, prev_logits) -> (x, logits)."""
 
+    augments_first: torch.jit.Final[bool] = True
     augments_second: torch.jit.Final[bool] = True
 
-    def augment(self, make: ConvFactory, convs: str) -> None:
+    def augment(self, make: ConvFactory, convs: str, strided: bool) -> None:
         """Put `make(convolution, stride of the attention branch)` in place of the 3x3 convolutions, "all" or the
-        "first"."""
-        self.augments_second = convs == "all"
-        self.conv1 = make(self.conv1, self.stride)
+        "first"; unless `strided`, of those without a stride alone."""
+        self.augments_first, self.augments_second = strided or self.stride == 1, convs == "all"
+        if self.augments_first:
+            self.conv1 = make(self.conv1, self.stride)
         if self.augments_second:
             self.conv2 = make(self.conv2, 1)
 
     def forward(self, x: Tensor, prev_logits: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         shortcut = x
 
-        x, logits = self.conv1(x, prev_logits)
+        logits = prev_logits
+        if self.augments_first:
+            x, logits = self.conv1(x, logits)
+        else:
+            x = self.conv1(x)
         x = self.bn1(x)
         x = self.drop_block(x)
         x = self.act1(x)
@@ -89,9 +95,14 @@ class AttnBasicBlock(BasicBlock):
 class AttnBottleneck(Bottleneck):
     """timm's Bottleneck, its 3x3 convolution augmented; (x, prev_logits) -> (x, logits)."""
 
-    def augment(self, make: ConvFactory, convs: str) -> None:
-        """Put `make(convolution, stride of the attention branch)` in place of the 3x3 convolution, the only one."""
-        self.conv2 = make(self.conv2, self.stride)
+    augmented: torch.jit.Final[bool] = True
+
+    def augment(self, make: ConvFactory, convs: str, strided: bool) -> None:
+        """Put `make(convolution, stride of the attention branch)` in place of the 3x3 convolution, the only one, unless
+        it has a stride and `strided` is false."""
+        self.augmented = strided or self.stride == 1
+        if self.augmented:
+            self.conv2 = make(self.conv2, self.stride)
 
     def forward(self, x: Tensor, prev_logits: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         shortcut = x
@@ -100,7 +111,11 @@ class AttnBottleneck(Bottleneck):
         x = self.bn1(x)
         x = self.act1(x)
 
-        x, logits = self.conv2(x, prev_logits)
+        logits = prev_logits
+        if self.augmented:
+            x, logits = self.conv2(x, logits)
+        else:
+            x = self.conv2(x)
         x = self.bn2(x)
         x = self.drop_block(x)
         x = self.act2(x)
@@ -134,6 +149,7 @@ class AttnResNet(ChainedNetwork, ResNet):
         augment: which 3x3 convolutions of a block are augmented, "all" or the "first". A bottleneck has one; the
             ResNet-34 of the EA paper has all 26, that of the AA paper 13 (augment="first", v_ratio=0.25,
             min_head_qk=20: 20.75M parameters).
+        augment_strided: whether those with stride 2, one at the beginning of each stage, are augmented too.
         map_reduction: pixels of the image to a pixel of the finest attention map, along a side: 16, as in the papers,
             pools the 28x28 stage to 14x14; 8 lets it attend at 28x28.
         **kwargs: those of `AttentionConfig` and of the evolution (num_heads, qk_ratio, v_ratio, position, window,
@@ -151,6 +167,7 @@ class AttnResNet(ChainedNetwork, ResNet):
             layers: tuple[int, int, int, int],
             img_size: int | tuple[int, int] = 224,
             augment: str = "all",
+            augment_strided: bool = True,
             map_reduction: int = 16,
             device=None,
             dtype=None,
@@ -177,7 +194,7 @@ class AttnResNet(ChainedNetwork, ResNet):
             blocks = list(getattr(self, name))
             for attn_block in blocks:
                 reduction = self.feature_info[index]["reduction"]
-                attn_block.augment(partial(make, reduction=reduction, stage=index), augment)
+                attn_block.augment(partial(make, reduction=reduction, stage=index), augment, augment_strided)
             setattr(self, name, AttnStage(*blocks))
 
     def forward_stem(self, x: Tensor) -> Tensor:

@@ -137,6 +137,16 @@ def test_the_aa_papers_resnet34_has_13_layers():
     assert [i for i, layer in enumerate(evolving) if layer.evolution is None] == [0, 10]
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name, layers", [("ea_aa_resnet34", 23), ("ea_aa_resnet50", 10)])
+def test_convolutions_with_a_stride_can_stay_plain(name, layers):
+    model = timm.create_model(name, augment_strided=False, num_classes=3).eval()
+    assert len(layers_of(model)) == layers and all(layer.stride == 1 for layer in layers_of(model))
+    assert [n for n, layer in enumerate(layers_of(model)) if layer.evolution is None] == [0, 18 if layers == 23 else 8]
+    x = torch.randn(1, 3, 64, 64)
+    torch.testing.assert_close(torch.jit.script(model)(x), model(x))
+
+
 def test_dirac_init_lets_the_newest_channels_through():
     """At the start a stage of zero branches hands on what comes in, rectified; the default stays as it was."""
     def built(**kwargs):

@@ -1,0 +1,275 @@
+"""RetinaNet over any network of ours or timm's that gives features.
+
+torchvision's RetinaNet (its losses, matching, decoding and non-maximum suppression), put together as the AA paper's
+detector: feature pyramid P3 to P7, 6 anchors a place, focal loss with gamma 1.5, and, by keywords, BatchNorm in pyramid
+and heads and the Huber loss of the code that it was trained with.
+
+Papers:
+* RetinaNet: `Focal Loss for Dense Object Detection` - https://arxiv.org/abs/1708.02002
+* AA: `Attention Augmented Convolutional Networks` - https://arxiv.org/abs/1904.09925
+
+Shape letters: B images, H x W pixels, A anchors a place, C classes.
+"""
+from __future__ import annotations
+
+from collections import OrderedDict
+from functools import partial
+from typing import Any
+
+import timm
+import torch
+import torch.nn.functional as F
+from timm.layers import freeze_batch_norm_2d
+from torch import Tensor, nn
+from torchvision.models.detection import RetinaNet
+from torchvision.models.detection.anchor_utils import AnchorGenerator
+from torchvision.models.detection.retinanet import RetinaNetClassificationHead, RetinaNetRegressionHead
+from torchvision.ops import FeaturePyramidNetwork, sigmoid_focal_loss
+from torchvision.ops.feature_pyramid_network import LastLevelP6P7
+
+from ea_vision.base.networks import create_leaving_out, image_statistics
+
+STRIDES = (8, 16, 32)  # of the features that the pyramid is made from, in pixels
+LEVELS = (3, 4, 5, 6, 7)  # of the pyramid: level n has one place to 2^n x 2^n pixels
+OCTAVE_SCALES = {6: (0, 1 / 2), 9: (0, 1 / 3, 2 / 3)}  # anchors a place: log2 of their sizes over the level's
+RATIOS = (0.5, 1.0, 2.0)  # height over width
+HUBER_DELTA, HUBER_WEIGHT = 0.1, 50.0  # of the AA paper's code
+# Keywords of torchvision's RetinaNet that `create_detector` passes on.
+_RETINANET = ("score_thresh", "nms_thresh", "detections_per_img", "topk_candidates", "fg_iou_thresh", "bg_iou_thresh")
+
+
+class Pyramid(nn.Module):
+    """A network's features at strides 8, 16 and 32, and the feature pyramid over them.
+
+    Args:
+        body: a `features_only` network of timm's.
+        channels: of the pyramid's five maps.
+        norm: a BatchNorm after each map.
+
+    Raises:
+        ValueError: a network without features at these strides.
+    """
+
+    def __init__(self, body: nn.Module, channels: int = 256, norm: bool = False) -> None:
+        super().__init__()
+        strides = list(body.feature_info.reduction())
+        if not set(STRIDES) <= set(strides):
+            raise ValueError(f"features at strides {', '.join(map(str, STRIDES))} are required, got "
+                             f"{', '.join(map(str, strides))}")
+        self.positions = [len(strides) - 1 - strides[::-1].index(stride) for stride in STRIDES]
+        self.body, self.out_channels = body, channels
+        widths = [body.feature_info.channels()[position] for position in self.positions]
+        self.fpn = FeaturePyramidNetwork(widths, channels, extra_blocks=LastLevelP6P7(channels, channels))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(channels) for _ in LEVELS) if norm else None
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        """(B, 3, H, W) -> the maps "p3" to "p7", (B, channels, H / 2^n, W / 2^n) each."""
+        features = self.body(x)
+        maps = self.fpn(OrderedDict((f"p{LEVELS[n]}", features[at]) for n, at in enumerate(self.positions)))
+        if self.norms is not None:
+            maps = OrderedDict((name, norm(x)) for norm, (name, x) in zip(self.norms, maps.items(), strict=True))
+        return maps
+
+
+class _Tower(nn.Module):
+    """The 3x3 convolutions of a head, shared by the levels of the pyramid; with `norm`, every level has its own
+    BatchNorms after them."""
+
+    def __init__(self, channels: int, convs: int, norm: bool) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(channels, channels, 3, padding=1) for _ in range(convs))
+        for conv in self.convs:
+            nn.init.normal_(conv.weight, std=0.01)
+            nn.init.zeros_(conv.bias)
+        self.norms = None
+        if norm:
+            self.norms = nn.ModuleList(nn.ModuleList(nn.BatchNorm2d(channels) for _ in range(convs)) for _ in LEVELS)
+
+    def forward(self, x: Tensor, level: int) -> Tensor:
+        for n, conv in enumerate(self.convs):
+            x = conv(x)
+            if self.norms is not None:
+                x = self.norms[level][n](x)
+            x = F.relu(x)
+        return x
+
+
+def _by_place(x: Tensor, numbers: int) -> Tensor:
+    """(B, A * numbers, H, W) -> (B, H * W * A, numbers), in float32: losses and boxes need its precision."""
+    return x.unflatten(1, (-1, numbers)).permute(0, 3, 4, 1, 2).flatten(1, 3).float()
+
+
+class ClassHead(RetinaNetClassificationHead):
+    """torchvision's head for classes, with the focal loss's alpha and gamma, and towers as `_Tower` has them."""
+
+    def __init__(self, channels: int, anchors: int, num_classes: int, *, convs: int, norm: bool, alpha: float,
+                 gamma: float) -> None:
+        super().__init__(channels, anchors, num_classes)
+        self.conv = _Tower(channels, convs, norm)
+        self.alpha, self.gamma = alpha, gamma
+
+    def forward(self, maps: list[Tensor]) -> Tensor:
+        """The pyramid's maps -> logits (B, places * A, C)."""
+        return torch.cat([_by_place(self.cls_logits(self.conv(x, n)), self.num_classes)
+                          for n, x in enumerate(maps)], dim=1)
+
+    def compute_loss(self, targets: list[dict[str, Tensor]], outputs: dict[str, Tensor],
+                     matched: list[Tensor]) -> Tensor:
+        """The focal loss of the anchors that are matched or background, over the matched ones, mean of the images."""
+        losses = []
+        for target, logits, match in zip(targets, outputs["cls_logits"], matched, strict=True):
+            wanted, of_object = torch.zeros_like(logits), match >= 0
+            wanted[of_object, target["labels"][match[of_object]]] = 1.0
+            clear = match != self.BETWEEN_THRESHOLDS
+            loss = sigmoid_focal_loss(logits[clear], wanted[clear], self.alpha, self.gamma, reduction="sum")
+            losses.append(loss / of_object.sum().clamp(min=1))
+        return torch.stack(losses).mean()
+
+
+class BoxHead(RetinaNetRegressionHead):
+    """torchvision's head for boxes, with the Huber loss as a choice, and towers as `_Tower` has them."""
+
+    def __init__(self, channels: int, anchors: int, *, convs: int, norm: bool, loss: str) -> None:
+        super().__init__(channels, anchors)
+        self.conv = _Tower(channels, convs, norm)
+        self._loss_type = loss
+
+    def forward(self, maps: list[Tensor]) -> Tensor:
+        """The pyramid's maps -> offsets (B, places * A, 4)."""
+        return torch.cat([_by_place(self.bbox_reg(self.conv(x, n)), 4) for n, x in enumerate(maps)], dim=1)
+
+    def compute_loss(self, targets: list[dict[str, Tensor]], outputs: dict[str, Tensor], anchors: list[Tensor],
+                     matched: list[Tensor]) -> Tensor:
+        """torchvision's, or `HUBER_WEIGHT` times the mean Huber loss of the matched anchors' offsets."""
+        if self._loss_type != "huber":
+            return super().compute_loss(targets, outputs, anchors, matched)
+        losses = []
+        for target, offsets, places, match in zip(targets, outputs["bbox_regression"], anchors, matched, strict=True):
+            of_object = torch.where(match >= 0)[0]
+            wanted = self.box_coder.encode_single(target["boxes"][match[of_object]], places[of_object])
+            loss = F.huber_loss(offsets[of_object], wanted, reduction="sum", delta=HUBER_DELTA)
+            losses.append(HUBER_WEIGHT * loss / (4 * max(1, len(of_object))))
+        return torch.stack(losses).mean()
+
+
+class Heads(nn.Module):
+    """Both heads, as torchvision's RetinaNet calls them."""
+
+    def __init__(self, classes: ClassHead, boxes: BoxHead) -> None:
+        super().__init__()
+        self.classification_head, self.regression_head = classes, boxes
+
+    def forward(self, maps: list[Tensor]) -> dict[str, Tensor]:
+        """The pyramid's maps -> {"cls_logits": (B, places * A, C), "bbox_regression": (B, places * A, 4)}."""
+        return {"cls_logits": self.classification_head(maps), "bbox_regression": self.regression_head(maps)}
+
+    def compute_loss(self, targets, outputs, anchors, matched) -> dict[str, Tensor]:
+        return {"classification": self.classification_head.compute_loss(targets, outputs, matched),
+                "bbox_regression": self.regression_head.compute_loss(targets, outputs, anchors, matched)}
+
+
+class Anchors(AnchorGenerator):
+    """torchvision's anchors, in float32 whatever precision the maps have."""
+
+    def forward(self, image_list, feature_maps: list[Tensor]) -> list[Tensor]:
+        shapes = [torch.empty((), device=x.device).expand(x.shape) for x in feature_maps]
+        return super().forward(image_list, shapes)
+
+
+class Detector(RetinaNet):
+    """torchvision's RetinaNet as `create_detector` makes it.
+
+    In training: (images, targets) -> {"classification": loss, "bbox_regression": loss}. In eval mode: images -> a list
+    of {"boxes": (n, 4), "scores": (n,), "labels": (n,)}, boxes in pixels of the image given, x1 y1 x2 y2.
+
+    images: a list of (3, H, W), or (B, 3, H, W), floats in 0..1; they are normalised here, scaled to fit into
+    img_size x img_size with their aspect kept, and padded to it below and to the right.
+    targets: of each image, "boxes" (n, 4) float, x1 y1 x2 y2 in pixels, and "labels" (n,) int64, 0 to num_classes - 1:
+    there is no background class. An image may have no box (shapes (0, 4) and (0,)).
+
+    Attributes:
+        num_classes, img_size: as given.
+    """
+
+    num_classes: int
+    img_size: int
+
+    def forward_maps(self, images: Tensor) -> dict[str, Tensor]:
+        """The network alone: normalised images (B, 3, H, W) -> {"cls_logits": (B, places * A, C), "bbox_regression":
+        (B, places * A, 4)}."""
+        return self.head(list(self.backbone(images).values()))
+
+
+class DetectorNetwork(nn.Module):
+    """A detector's `forward_maps` as a module of its own, for counting and exporting."""
+
+    def __init__(self, detector: Detector) -> None:
+        super().__init__()
+        self.detector = detector
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Normalised images (B, 3, H, W) -> logits (B, places * A, C) and offsets (B, places * A, 4)."""
+        outputs = self.detector.forward_maps(images)
+        return outputs["cls_logits"], outputs["bbox_regression"]
+
+
+def create_detector(backbone: str = "aa_resnet50", num_classes: int = 90, img_size: int = 640, anchors: int = 6,
+                    gamma: float = 1.5, focal_alpha: float = 0.25, box_loss: str = "l1", head_norm: str | None = None,
+                    fpn_channels: int = 256, head_convs: int = 4, min_head_qk: int = 0, augment_strided: bool = True,
+                    frozen_norm: bool = False, grad_checkpointing: bool = False, **backbone_kwargs: Any) -> Detector:
+    """A RetinaNet over a network of ours or timm's, with initial weights but for a `pretrained` backbone.
+
+    Args:
+        backbone: a registered timm model with features at strides 8, 16 and 32.
+        num_classes: C, of objects; labels are 0 to C - 1.
+        img_size: side in pixels of the square that images are scaled into, a multiple of 32.
+        anchors: at each place of the pyramid: 6 (the AA paper's) or 9 (torchvision's), in ratios 1/2, 1 and 2.
+        gamma, focal_alpha: of the focal loss; torchvision's gamma is 2.
+        box_loss: "l1", "smooth_l1" (torchvision's) or "huber" (that of the AA paper's code, weighted 50).
+        head_norm: "batch" puts BatchNorms after the pyramid's maps and, for each of them, into the heads.
+        fpn_channels, head_convs: width of pyramid and heads, and 3x3 convolutions of a head before its last.
+        min_head_qk: least width of a head's queries in the backbone's attention. 0 gives the published detector's
+            size; weights of classification, which have 20, need 20.
+        augment_strided: whether convolutions with stride 2 are augmented too.
+        frozen_norm: keep the backbone's BatchNorms as they are, statistics and weights, as with small batches.
+        grad_checkpointing: compute the backbone's inner values again in the backward pass, for memory.
+        **backbone_kwargs: of torchvision's RetinaNet: score_thresh, nms_thresh, detections_per_img, topk_candidates,
+            fg_iou_thresh, bg_iou_thresh; else of the backbone: pretrained, layers, num_heads, alpha, ...
+
+    Raises:
+        ValueError: a value that is none of the above, or a backbone without such features.
+        TypeError, RuntimeError: what timm raises for keywords that the backbone lacks, and for unknown backbones.
+    """
+    if anchors not in OCTAVE_SCALES:
+        raise ValueError(f"anchors must be 6 or 9, got {anchors!r}")
+    if box_loss not in ("l1", "smooth_l1", "huber"):
+        raise ValueError(f"box_loss must be 'l1', 'smooth_l1' or 'huber', got {box_loss!r}")
+    if head_norm not in (None, "none", "batch"):
+        raise ValueError(f"head_norm must be 'batch' or None, got {head_norm!r}")
+    if img_size < 32 or img_size % 32:
+        raise ValueError(f"img_size must be a multiple of 32 pixels, got {img_size!r}")
+    if num_classes < 1 or fpn_channels < 1 or head_convs < 0:
+        raise ValueError(f"at least 1 class and channel and 0 convolutions are required, got num_classes "
+                         f"{num_classes}, fpn_channels {fpn_channels}, head_convs {head_convs}")
+    norm = head_norm == "batch"
+    retinanet = {"detections_per_img": 100,
+                 **{key: backbone_kwargs.pop(key) for key in _RETINANET if key in backbone_kwargs}}
+    wanted = {"img_size": img_size, "min_head_qk": min_head_qk, "augment_strided": augment_strided, **backbone_kwargs}
+    defaults = {"img_size": img_size, "min_head_qk": 0, "augment_strided": True}  # a plain network has none of them
+    body, _ = create_leaving_out(partial(timm.create_model, backbone, features_only=True), wanted,
+                                 {key for key in defaults if wanted[key] == defaults[key]})
+    if frozen_norm:
+        body = freeze_batch_norm_2d(body)
+    if grad_checkpointing:
+        body.set_grad_checkpointing(True)
+    pyramid = Pyramid(body, fpn_channels, norm)
+    sizes = tuple(tuple(4 * 2 ** (level + octave) for octave in OCTAVE_SCALES[anchors]) for level in LEVELS)
+    heads = Heads(ClassHead(fpn_channels, anchors, num_classes, convs=head_convs, norm=norm, alpha=focal_alpha,
+                            gamma=gamma),
+                  BoxHead(fpn_channels, anchors, convs=head_convs, norm=norm, loss=box_loss))
+    mean, std = image_statistics(body)
+    detector = Detector(pyramid, num_classes, min_size=img_size, max_size=img_size, image_mean=list(mean),
+                        image_std=list(std), anchor_generator=Anchors(sizes, (RATIOS,) * len(sizes)), head=heads,
+                        size_divisible=img_size, **retinanet)
+    detector.num_classes, detector.img_size = num_classes, img_size
+    return detector

@@ -1,0 +1,151 @@
+"""The detector: published sizes, losses, boxes, and what it refuses."""
+import math
+
+import pytest
+import torch
+from torchvision.models.detection.image_list import ImageList
+
+from ea_vision.detection.model import Anchors, Detector, DetectorNetwork, create_detector
+from ea_vision.measure.counts import count
+
+SMALL = {"num_classes": 3, "img_size": 64, "fpn_channels": 16, "head_convs": 1}
+
+
+def small_detector(backbone: str = "aa_resnet34", **kwargs) -> Detector:
+    layers = {"layers": (1, 1, 1, 1)} if backbone.endswith("aa_resnet34") else {}
+    return create_detector(backbone, **{**SMALL, **layers, **kwargs})
+
+
+def boxes(*corners) -> dict[str, torch.Tensor]:
+    return {"boxes": torch.tensor(corners, dtype=torch.float32).reshape(-1, 4),
+            "labels": torch.arange(len(corners)) % 3}
+
+
+@pytest.mark.parametrize("backbone, kwargs, params, profiler_gflops", [
+    ("resnet50", {}, 33_397_364, 182.3),  # published: 33.4, 182
+    ("resnet101", {}, 52_389_492, 242.9),  # 52.4, 243
+    ("aa_resnet50", {}, 32_969_804, 182.7),  # the paper prints 33.1, 182
+    ("aa_resnet101", {}, 51_572_496, 244.5),  # 51.7, 245
+    ("aa_resnet50", {"augment_strided": False}, 33_088_934, 182.7),
+    ("aa_resnet101", {"augment_strided": False}, 51_691_626, 244.5),
+    ("aa_resnet50", {"min_head_qk": 20}, 33_678_444, 185.1),
+    ("resnet50", {"head_norm": "batch"}, 33_397_364 + 23_040, 182.3),
+    ("resnet50", {"anchors": 9, "num_classes": 91}, 34_068_119, 193.8),  # torchvision's own
+])
+def test_sizes_are_the_published_ones(backbone, kwargs, params, profiler_gflops):
+    with torch.device("meta"):
+        detector = create_detector(backbone, **kwargs)
+    counts = count(DetectorNetwork(detector), (3, 640, 640))
+    assert counts.params == params
+    assert counts.flops_profiler / 1e9 == pytest.approx(profiler_gflops, abs=0.05)
+
+
+@pytest.mark.parametrize("backbone, kwargs", [
+    ("aa_resnet34", {}), ("ea_aa_resnet34", {"head_norm": "batch", "alpha": 0.3}), ("resnet18", {"anchors": 9}),
+    ("aa_resnet34", {"augment_strided": False, "box_loss": "huber"}), ("test_convnext", {}),
+    ("ea_aa_resnet34", {"grad_checkpointing": True, "box_loss": "smooth_l1"}),
+])
+def test_every_weight_learns_though_one_image_has_no_box(backbone, kwargs):
+    detector = small_detector(backbone, **kwargs)
+    losses = detector(torch.rand(2, 3, 64, 64), [boxes((4, 4, 40, 44)), boxes()])
+    assert set(losses) == {"classification", "bbox_regression"} and all(x > 0 for x in losses.values())
+    sum(losses.values()).backward()
+    without = [name for name, p in detector.named_parameters() if p.grad is None]
+    assert not without
+
+
+def test_images_without_boxes_alone_train():
+    detector = small_detector()
+    losses = detector([torch.rand(3, 64, 64)], [boxes()])
+    sum(losses.values()).backward()
+    assert losses["bbox_regression"] == 0 and losses["classification"] > 0
+    assert detector.head.regression_head.bbox_reg.weight.grad.abs().max() == 0
+
+
+@torch.no_grad()
+def test_a_detection_does_not_depend_on_the_other_images():
+    detector = small_detector(score_thresh=0.0).eval()
+    image = torch.rand(3, 50, 40)
+    alone = detector([image])[0]
+    together = detector([torch.rand(3, 64, 64), image])[1]
+    assert len(alone["boxes"]) == 100
+    assert alone["boxes"][:, 2].max() <= 40 and alone["boxes"][:, 3].max() <= 50  # pixels of the image given
+    assert torch.equal(alone["labels"], together["labels"])
+    torch.testing.assert_close(alone["scores"], together["scores"])
+    torch.testing.assert_close(alone["boxes"], together["boxes"])
+
+
+def test_it_learns_the_boxes_of_one_image():
+    detector = small_detector("resnet18", head_norm="batch")
+    images, targets = torch.rand(2, 3, 64, 64), [boxes((4, 4, 40, 44)), boxes((10, 20, 60, 60), (0, 0, 30, 30))]
+    optimizer = torch.optim.AdamW(detector.parameters(), 2e-3)
+    first = last = None
+    for _ in range(40):
+        loss = sum(detector(images, targets).values())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        first, last = first or loss.item(), loss.item()
+    assert last < first / 5
+    detector.backbone.train()  # the batch's own statistics: the running ones lag behind 40 steps
+    detector.head.train()
+    detector.transform.eval()
+    detector.training = False
+    with torch.no_grad():
+        found = detector(images)[0]
+    best = found["boxes"][found["labels"] == 0][0]
+    assert (best - targets[0]["boxes"][0]).abs().max() < 8
+
+
+def test_anchors_are_exact_in_bfloat16():
+    anchors = Anchors(((32.0,),), ((1.0,),))
+    images = ImageList(torch.zeros(1, 3, 640, 640), [(640, 640)])
+    places = anchors(images, [torch.zeros(1, 4, 80, 80, dtype=torch.bfloat16)])[0]
+    assert places.dtype == torch.float32
+    assert places[-1].tolist() == [632 - 16, 632 - 16, 632 + 16, 632 + 16]
+
+
+def test_gamma_and_the_huber_loss_are_the_formulas():
+    logits, targets = torch.randn(1, 5, 3), [{"boxes": torch.tensor([[0.0, 0, 10, 10]]), "labels": torch.tensor([2])}]
+    match, places = torch.tensor([0, -1, -2, -1, -1]), torch.tensor([[0.0, 0, 10, 10]]).expand(5, 4)
+    wanted = torch.zeros(5, 3)
+    wanted[0, 2] = 1
+    p = logits[0].sigmoid()
+    right = torch.where(wanted > 0, p, 1 - p)
+    share = torch.where(wanted > 0, 0.3, 0.7)
+    expected = (-share * (1 - right) ** 1.2 * right.log())[[0, 1, 3, 4]].sum()  # -2: neither object nor background
+    head = small_detector("resnet18", gamma=1.2, focal_alpha=0.3, box_loss="huber").head
+    found = head.classification_head.compute_loss(targets, {"cls_logits": logits}, [match])
+    torch.testing.assert_close(found, expected)
+    offsets = torch.zeros(1, 5, 4)
+    offsets[0, 0] = torch.tensor([0.05, 0.3, 0, 0])
+    found = head.regression_head.compute_loss(targets, {"bbox_regression": offsets}, [places], [match])
+    assert math.isclose(found.item(), 50 * (0.5 * 0.05**2 + 0.1 * (0.3 - 0.05)) / 4, rel_tol=1e-5)
+
+
+def test_frozen_norms_do_not_move():
+    detector = small_detector("resnet18", frozen_norm=True)
+    before = detector.backbone.body.bn1.running_mean.clone()
+    detector(torch.rand(2, 3, 64, 64), [boxes(), boxes()])
+    assert torch.equal(detector.backbone.body.bn1.running_mean, before)
+    assert "backbone.body.bn1.weight" not in dict(detector.named_parameters())
+
+
+@pytest.mark.parametrize("kwargs, message", [
+    ({"anchors": 7}, "anchors must be 6 or 9, got 7"),
+    ({"box_loss": "giou"}, "box_loss must be .*, got 'giou'"),
+    ({"head_norm": "layer"}, "head_norm must be 'batch' or None, got 'layer'"),
+    ({"img_size": 100}, "a multiple of 32 pixels, got 100"),
+    ({"num_classes": 0}, "num_classes 0"),
+    ({"backbone": "vit_tiny_patch16_224", "img_size": 224}, "strides 8, 16, 32 are required, got 16, 16, 16"),
+])
+def test_errors_name_what_was_required_and_what_was_received(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        small_detector(**{"backbone": "resnet18", **kwargs})
+
+
+def test_a_keyword_that_the_backbone_lacks_is_not_swallowed():
+    with pytest.raises(TypeError, match="min_head_qk"):
+        small_detector("resnet18", min_head_qk=20)
+    with pytest.raises(TypeError, match="augment_strided"):
+        small_detector("resnet18", augment_strided=False)
