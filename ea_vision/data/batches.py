@@ -35,6 +35,26 @@ def epoch_order(count: int, generator: torch.Generator) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
+class GrowingSize:
+    """Side of the training images by epoch, in pixels: `first` up to epoch `start`, `last` from epoch `end` on, and
+    between them a multiple of 32, as in FFCV's recipes. Epochs count from 0."""
+
+    first: int
+    last: int
+    start: float = 0.0
+    end: float = 0.0
+
+    def __call__(self, epoch: int) -> int:
+        if epoch >= self.end:
+            return self.last
+        if epoch <= self.start:
+            return self.first
+        share = (epoch - self.start) / (self.end - self.start)
+        side = 32 * round((self.first + share * (self.last - self.first)) / 32)
+        return min(max(side, self.first), self.last)
+
+
+@dataclass(frozen=True)
 class Share:
     """Which of a split's `images` process `rank` of `world_size` gets, `batch_size` at a time.
 
@@ -68,3 +88,25 @@ class Share:
         own = range(self.rank, self.images, self.world_size)
         return [own[start:start + self.batch_size]
                 for start in range(0, self.eval_batches * self.batch_size, self.batch_size)]
+
+    def repeated(self, order: torch.Tensor, times: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """An epoch that has each of its images `times` times (repeated augmentation, Hoffer et al. 2019): as long as
+        `order`, so of its first len(order) / times images.
+
+        The copies of an image are in one update, of different processes as far as there are: timm's RepeatAugSampler
+        gives process r the same images.
+
+        Args:
+            order: int64 (N,), a permutation.
+
+        Returns:
+            int64 (N,): the new order; and the number of each copy, 0 to times - 1.
+        """
+        count = len(order)
+        images, copies = order.repeat_interleave(times)[:count], torch.arange(count) % times
+        per_update = self.batch_size * self.world_size
+        whole = self.train_batches * per_update
+        if times > 1 and self.world_size > 1:
+            images, copies = (torch.cat([table[:whole].view(-1, self.batch_size, self.world_size).transpose(1, 2)
+                                         .reshape(-1), table[whole:]]) for table in (images, copies))
+        return images, copies

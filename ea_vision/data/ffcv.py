@@ -4,8 +4,9 @@ FFCV reads the file's tables and its C library decodes and scales, in threads of
 here: FFCV's own loader seeds the order only, has no quasi-random order for several processes, and leaves its threads
 behind. So a run continues inside an epoch with the same images, as with every other loader.
 
-A GPU gets bytes, and flips and normalises them itself. On a CPU the threads do it, image by image while the pixels are
-in their caches, into memory that is used again: new memory for each batch would cost more than the scaling.
+A GPU gets bytes, and flips, augments (`rand_augment`) and normalises them itself. On a CPU, where nothing else is
+augmented, the threads do it, image by image while the pixels are in their caches, into memory that is used again: new
+memory for each batch would cost more than the scaling.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import threading
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from ea_vision.data.augment import normalize
 from ea_vision.data.bad_images import BadImages, without
 from ea_vision.data.batches import Batch, Share, epoch_generator, epoch_order
 from ea_vision.data.image_files import MAX_PIXELS, BrokenImage
+from ea_vision.data.rand_augment import Draws, RandAugment
 
 HELP = """FFCV is not installed. Debian, Ubuntu: apt-get install libturbojpeg0-dev libopencv-dev pkg-config \
 && pip install 'ea_vision[ffcv]'; conda: conda install -c conda-forge opencv libjpeg-turbo pkg-config compilers \
@@ -412,46 +414,54 @@ class _AtOnce(Executor):
 
 class _BetonLoader:
     """Args: img_size: side in pixels; mean and std of images in 0..1, per channel; batch_size: images per process;
-    workers: threads that decode, 0: none; bad_images: gets the damaged ones.
+    workers: threads that decode, 0: none; bad_images: gets the damaged ones; augment: what else is done to batches on
+    the device, before they are normalised.
     """
 
     def __init__(self, source: Beton, *, img_size: int, mean: Sequence[float], std: Sequence[float],
                  device: torch.device, batch_size: int, workers: int, bad_images: BadImages, rank: int = 0,
-                 world_size: int = 1):
+                 world_size: int = 1, augment: RandAugment | None = None):
         self.source, self.img_size, self.device, self.bad_images = source, img_size, device, bad_images
+        self.augment, self.in_bytes = augment, augment is not None or device.type != "cpu"
         self.mean = torch.tensor(mean, dtype=torch.float32, device=device)
         self.std = torch.tensor(std, dtype=torch.float32, device=device)
         self.workers, self.share = workers, Share(len(source), batch_size, rank, world_size)
-        if device.type == "cpu":
+        if not self.in_bytes:
             levels = torch.arange(256, dtype=torch.uint8).expand(3, 1, 256)
             self._table = normalize(levels, self.mean, self.std)[:, 0].numpy()  # (3, 256)
 
-    def _decode(self, batches: list[np.ndarray], boxes: np.ndarray, flips: np.ndarray) -> Iterator[Batch]:
-        """Yield what each batch of indices shows; boxes (N, 4) and flips (N,) are by index."""
-        side, on_cpu = self.img_size, self.device.type == "cpu"
-        recycled, look_up = _Recycled(), _compiled_look_up() if on_cpu else None
+    def _decode(self, batches: list[tuple[np.ndarray, np.ndarray]], boxes: np.ndarray, flips: np.ndarray, side: int,
+                draws: Iterator[Draws] | None = None) -> Iterator[Batch]:
+        """Yield what each batch shows.
 
-        def work(indices: np.ndarray, out: np.ndarray, places: np.ndarray) -> list[tuple[int, str]]:
+        Args:
+            batches: indices of the images, and for each its row of boxes (N, 4) and flips (N,). side: in pixels.
+            draws: of `augment`, for each batch.
+        """
+        in_bytes = self.in_bytes
+        recycled, look_up = _Recycled(), None if in_bytes else _compiled_look_up()
+
+        def work(indices: np.ndarray, rows: np.ndarray, out: np.ndarray, places: np.ndarray) -> list[tuple[int, str]]:
             """Fill out[places]; return the places of damaged images, and what is wrong with them."""
             pixels, bad = np.empty((side, side, 3), np.uint8), []
             for place in places.tolist():
-                index = int(indices[place])
+                row = int(rows[place])
                 try:
-                    self.source.scaled(index, boxes[index], pixels if on_cpu else out[place])
+                    self.source.scaled(int(indices[place]), boxes[row], out[place] if in_bytes else pixels)
                 except BrokenImage as error:
                     bad.append((place, str(error)))
                     continue
-                if on_cpu:
-                    look_up(pixels, bool(flips[index]), self._table, out[place])
+                if not in_bytes:
+                    look_up(pixels, bool(flips[row]), self._table, out[place])
             return bad
 
-        def start(indices: np.ndarray) -> tuple:
+        def start(indices: np.ndarray, rows: np.ndarray) -> tuple:
             count = len(indices)
-            images = recycled.empty(count, side) if on_cpu else torch.empty(count, side, side, 3, dtype=torch.uint8,
-                                                                            pin_memory=True)
+            images = recycled.empty(count, side) if not in_bytes else torch.empty(
+                count, side, side, 3, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
             out = images.numpy()
             parts = [part for part in np.array_split(np.arange(count), max(self.workers, 1)) if len(part)]
-            return indices, images, [pool.submit(work, indices, out, part) for part in parts]
+            return indices, rows, images, [pool.submit(work, indices, rows, out, part) for part in parts]
 
         waiting = deque(batches)
         running: deque = deque()
@@ -460,22 +470,25 @@ class _BetonLoader:
             try:
                 while waiting or running:
                     while waiting and len(running) < ahead:
-                        running.append(start(waiting.popleft()))
-                    yield self._batch(*running.popleft(), flips)
+                        running.append(start(*waiting.popleft()))
+                    yield self._batch(*running.popleft(), flips, None if draws is None else next(draws))
             finally:
                 pool.shutdown(wait=True, cancel_futures=True)
 
-    def _batch(self, indices: np.ndarray, images: torch.Tensor, jobs: list[Future], flips: np.ndarray) -> Batch:
-        """images: what the jobs fill; on a CPU (B, 3, S, S), normalised, for a GPU bytes (B, S, S, 3)."""
+    def _batch(self, indices: np.ndarray, rows: np.ndarray, images: torch.Tensor, jobs: list[Future],
+               flips: np.ndarray, draws: Draws | None) -> Batch:
+        """images: what the jobs fill; bytes (B, S, S, 3) or, where all is done, (B, 3, S, S), normalised."""
         bad = [found for job in jobs for found in job.result()]
         if bad:
             for place, error in bad:
                 self.bad_images.add(self.source.describe(int(indices[place])), error)
-            indices, images = self._mend(indices.copy(), images, [place for place, _ in bad])
-        if self.device.type != "cpu":
+            indices, rows, images = self._mend(indices.copy(), rows.copy(), images, [place for place, _ in bad])
+        if self.in_bytes:
             images = images.to(self.device, non_blocking=True).permute(0, 3, 1, 2)
-            mirrored = torch.from_numpy(flips[indices]).to(self.device, non_blocking=True)
+            mirrored = torch.from_numpy(flips[rows]).to(self.device, non_blocking=True)
             images = torch.where(mirrored[:, None, None, None], images.flip(3), images)
+            if draws is not None:
+                images = self.augment.apply(images, draws)
             images = normalize(images, self.mean, self.std)
         targets = torch.from_numpy(self.source.labels[indices]).to(self.device, non_blocking=True)
         return Batch(images, targets, torch.from_numpy(indices))
@@ -487,31 +500,43 @@ class BetonTrainLoader(_BetonLoader):
     Args:
         scale: least and largest share of an image's area in its crop; hflip: probability of a left-right flip.
         os_cache: random order over the whole file; without it `quasi_random_order`.
+        size_of: side in pixels by epoch; None: img_size throughout.
+        repeats: how often an epoch has each of its images (see `Share.repeated`).
     """
 
-    def __init__(self, source: Beton, *, seed: int, scale: Sequence[float], hflip: float, os_cache: bool, **common):
+    def __init__(self, source: Beton, *, seed: int, scale: Sequence[float], hflip: float, os_cache: bool,
+                 size_of: Callable[[int], int] | None = None, repeats: int = 1, **common):
         super().__init__(source, **common)
         self.seed, self.scale, self.hflip, self.os_cache = seed, scale, hflip, os_cache
+        self.size_of, self.repeats = size_of, repeats
 
     def __len__(self) -> int:
         return self.share.train_batches
 
-    def _mend(self, indices: np.ndarray, images: torch.Tensor, bad: list[int]) -> tuple[np.ndarray, torch.Tensor]:
+    def _mend(self, indices: np.ndarray, rows: np.ndarray, images: torch.Tensor, bad: list[int]) -> tuple:
         for place, other in self.bad_images.replacements(len(indices), bad):
-            indices[place], images[place] = indices[other], images[other]
-        return indices, images
+            indices[place], rows[place], images[place] = indices[other], rows[other], images[other]
+        return indices, rows, images
 
     def batches(self, epoch: int, first: int = 0) -> Iterator[Batch]:
         """Yield the batches of an epoch from number `first` on."""
         source = self.source
         if self.os_cache:
-            order = epoch_order(len(source), epoch_generator(self.seed, epoch)).numpy()
+            order = epoch_order(len(source), epoch_generator(self.seed, epoch))
         else:
-            order = quasi_random_order(source.pages, self.seed, epoch).numpy()
+            order = quasi_random_order(source.pages, self.seed, epoch)
+        indices = self.share.repeated(order, self.repeats)[0].numpy()
+        shown = slice(None) if self.repeats == 1 else indices  # a row an image, or a row a place
         rng = np.random.default_rng((self.seed, epoch))
-        boxes = random_boxes(source.heights, source.widths, rng, self.scale)
+        boxes = random_boxes(source.heights[shown], source.widths[shown], rng, self.scale)
         flips = rng.random(len(source)) < self.hflip
-        yield from self._decode([order[places] for places in self.share.train_places(first)], boxes, flips)
+        rows = indices if self.repeats == 1 else np.arange(len(indices))
+        places = self.share.train_places(first)
+        draws = None
+        if self.augment is not None:
+            draws = self.augment.draws(len(source), self.seed, epoch, self.share, first)
+        yield from self._decode([(indices[place], rows[place]) for place in places], boxes, flips,
+                                self.img_size if self.size_of is None else self.size_of(epoch), draws)
 
 
 class BetonEvalLoader(_BetonLoader):
@@ -528,10 +553,11 @@ class BetonEvalLoader(_BetonLoader):
     def __len__(self) -> int:
         return self.share.eval_batches
 
-    def _mend(self, indices: np.ndarray, images: torch.Tensor, bad: list[int]) -> tuple[np.ndarray, torch.Tensor]:
+    def _mend(self, indices: np.ndarray, rows: np.ndarray, images: torch.Tensor, bad: list[int]) -> tuple:
         good = without(len(indices), bad)
-        return indices[good], images[good]
+        return indices[good], rows[good], images[good]
 
     def batches(self) -> Iterator[Batch]:
         batches = [np.array(images, np.int64) for images in self.share.eval_images()]
-        yield from self._decode(batches, self.boxes, np.zeros(len(self.source), bool))
+        yield from self._decode([(indices, indices) for indices in batches], self.boxes,
+                                np.zeros(len(self.source), bool), self.img_size)

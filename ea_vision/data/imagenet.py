@@ -13,7 +13,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -166,18 +166,19 @@ def eval_transform(img_size: int, resize: int, interpolation: str = "bilinear"):
 
 
 class _Decoder(Dataset):
-    """In the worker processes: a list of (epoch, index) -> one batch."""
+    """In the worker processes: a list of (epoch, index, number of the copy) -> one batch."""
 
     def __init__(self, source: ImageSource, transform, img_size: int, seed: int):
         self.source, self.transform, self.img_size, self.seed = source, transform, img_size, seed
 
-    def __getitems__(self, keys: list[tuple[int, int]]):
+    def __getitems__(self, keys: list[tuple[int, int, int]]):
         """Return uint8 (B, S, S, 3), int64 targets (B,), ids (B,), bad [(place, error)]; the pixels of bad are 0."""
         images = torch.zeros(len(keys), self.img_size, self.img_size, 3, dtype=torch.uint8)
         targets = torch.zeros(len(keys), dtype=torch.int64)
         bad = []
-        for place, (epoch, index) in enumerate(keys):
-            seed = int.from_bytes(hashlib.sha256(f"{self.seed} {epoch} {index}".encode()).digest()[:8], "little") >> 1
+        for place, (epoch, index, copy) in enumerate(keys):
+            drawn_by = f"{self.seed} {epoch} {index}" + (f" {copy}" if copy else "")
+            seed = int.from_bytes(hashlib.sha256(drawn_by.encode()).digest()[:8], "little") >> 1
             random.seed(seed)
             np.random.seed(seed % 2**32)
             torch.default_generator.manual_seed(seed)
@@ -186,7 +187,7 @@ class _Decoder(Dataset):
                 images[place] = self.transform(image)
             except BrokenImage as error:
                 bad.append((place, str(error)))
-        return images, targets, torch.tensor([index for _, index in keys]), bad
+        return images, targets, torch.tensor([index for _, index, _ in keys]), bad
 
 
 def die_with_parent() -> None:
@@ -223,18 +224,19 @@ class _Decoding:
                  device: torch.device, batch_size: int, workers: int, bad_images: BadImages, rank: int = 0,
                  world_size: int = 1, seed: int = 0, prefetch: int = 2):
         self.source, self.bad_images = source, bad_images
-        self.decoder = _Decoder(source, transform, img_size, seed)
+        self.transform, self.img_size = transform, img_size
         self.mean = torch.tensor(mean, dtype=torch.float32, device=device)
         self.std = torch.tensor(std, dtype=torch.float32, device=device)
         self.share = Share(len(source), batch_size, rank, world_size)
         self.device, self.seed, self.workers, self.prefetch = device, seed, workers, prefetch
 
-    def _decode(self, batches: list[list[tuple[int, int]]]) -> Iterator[tuple]:
-        """Yield what the decoder makes of each batch of keys, in order."""
+    def _decode(self, batches: list[list[tuple[int, int, int]]], transform, img_size: int) -> Iterator[tuple]:
+        """Yield what the decoder makes of each batch of keys, in order; img_size: what the transform gives."""
+        decoder = _Decoder(self.source, transform, img_size, self.seed)
         if not self.workers:
             for keys in batches:
                 with _own_random_state():
-                    decoded = self.decoder.__getitems__(keys)
+                    decoded = decoder.__getitems__(keys)
                 yield self._without_errors(*decoded)
             return
         if self.share.world_size > 1 and self.device.type == "cpu":
@@ -242,7 +244,7 @@ class _Decoding:
             # tensors, leaves a worker that waits for ever for the interpreter's list of threads.
             time.sleep(GLOO_SECONDS)
         loader = DataLoader(
-            self.decoder, batch_sampler=batches, num_workers=self.workers, collate_fn=lambda batch: batch,
+            decoder, batch_sampler=batches, num_workers=self.workers, collate_fn=lambda batch: batch,
             prefetch_factor=self.prefetch, pin_memory=self.device.type == "cuda", worker_init_fn=_begin_worker,
             multiprocessing_context="fork", timeout=STUCK_SECONDS,
             generator=torch.Generator())  # its own: the trainer's random state is part of its checkpoints
@@ -260,16 +262,30 @@ class _Decoding:
 
 
 class ImageTrainLoader(_Decoding):
-    """Shuffled, augmented batches; an unreadable image is replaced by another one of its batch."""
+    """Shuffled, augmented batches; an unreadable image is replaced by another one of its batch.
+
+    Args:
+        transform: of images of img_size; with `size_of`, a function from the size to the transform.
+        size_of: side in pixels by epoch; None: img_size throughout.
+        repeats: how often an epoch has each of its images (see `Share.repeated`).
+    """
+
+    def __init__(self, source: ImageSource, *, size_of: Callable[[int], int] | None = None, repeats: int = 1, **common):
+        super().__init__(source, **common)
+        self.size_of, self.repeats = size_of, repeats
 
     def __len__(self) -> int:
         return self.share.train_batches
 
     def batches(self, epoch: int, first: int = 0) -> Iterator[Batch]:
         """Yield the batches of an epoch from number `first` on."""
-        order = epoch_order(len(self.source), epoch_generator(self.seed, epoch)).tolist()
-        keys = [[(epoch, index) for index in order[places]] for places in self.share.train_places(first)]
-        for images, targets, ids, bad in self._decode(keys):
+        order = epoch_order(len(self.source), epoch_generator(self.seed, epoch))
+        order, copies = (table.tolist() for table in self.share.repeated(order, self.repeats))
+        keys = [[(epoch, index, copy) for index, copy in zip(order[places], copies[places], strict=True)]
+                for places in self.share.train_places(first)]
+        size = self.img_size if self.size_of is None else self.size_of(epoch)
+        transform = self.transform if self.size_of is None else self.transform(size)
+        for images, targets, ids, bad in self._decode(keys, transform, size):
             for place, other in self.bad_images.replacements(len(ids), bad):
                 images[place], targets[place], ids[place] = images[other], targets[other], ids[other]
             yield self._batch(images, targets, ids)
@@ -282,8 +298,8 @@ class ImageEvalLoader(_Decoding):
         return self.share.eval_batches
 
     def batches(self) -> Iterator[Batch]:
-        keys = [[(0, index) for index in images] for images in self.share.eval_images()]
-        for images, targets, ids, bad in self._decode(keys):
+        keys = [[(0, index, 0) for index in images] for images in self.share.eval_images()]
+        for images, targets, ids, bad in self._decode(keys, self.transform, self.img_size):
             if bad:
                 good = without(len(ids), bad)
                 images, targets, ids = images[good], targets[good], ids[good]

@@ -106,6 +106,10 @@ class TrainConfig:
     logit_scale: float = option(1.0, "power of two by which the loss sees the logits multiplied; exported weights have "
                                      "it multiplied in", minimum=0.0)
     label_smoothing: float = option(0.1, "share of the target spread over all classes", minimum=0.0, maximum=1.0)
+    bce_loss: bool = option(False, "binary cross-entropy, a yes or no for each class, in place of softmax and "
+                                   "cross-entropy")
+    bce_target_thresh: float = option(0.0, "bce_loss: targets above this share become 1, the others 0; 0: as they are",
+                                      minimum=0.0, below=1.0)
     mixup: float = option(0.0, "alpha of mixup; 0: off", minimum=0.0)
     cutmix: float = option(0.0, "alpha of cutmix; 0: off", minimum=0.0)
     random_erasing: float = option(0.0, "probability that an image has a rectangle replaced by noise",
@@ -153,6 +157,10 @@ class TrainConfig:
         if (self.mixup or self.cutmix) and self.batch_size < 2:
             raise UsageError(f"mixup and cutmix mix pairs of images: batch_size must be at least 2, got "
                              f"{self.batch_size}")
+        if self.bce_target_thresh and not self.bce_loss:
+            raise UsageError(f"bce_target_thresh goes with bce_loss, got {self.bce_target_thresh:g} without it")
+        if self.bce_loss and self.label_smoothing == 1:
+            raise UsageError("label_smoothing must be below 1 with bce_loss, got 1")
         if self.schedule == "exp" and not self.decay_every:
             raise UsageError("schedule exp needs decay_every above 0, got 0")
         if self.decay_epochs != sorted(self.decay_epochs):

@@ -71,8 +71,8 @@ class Task:
         same_images: the training images are those that are evaluated on.
         about: what config.yaml and evaluation.json say of the data besides.
         bad_images: where the loaders put what they cannot read.
-        preprocessing: share of the resized image that is cut out and interpolation, for a row of timm's results
-            table; None: no row is written.
+        preprocessing: side of the images that are evaluated on, share of the resized image that they are, and
+            interpolation, for a row of timm's results table; None: no row is written.
     """
 
     description: ClassVar[str]
@@ -88,7 +88,7 @@ class Task:
     same_images: bool = False
     train_images: int = 0
     eval_split: str = "test"
-    preprocessing: tuple[float, str] | None = None
+    preprocessing: tuple[int, float, str] | None = None
     batches_ahead: int = 0
 
     def __init__(self, config: TrainConfig, world: World, training: bool):
@@ -338,8 +338,7 @@ def write_results_row(folder: Path, data: Task, model: nn.Module, top1: float, t
     if data.preprocessing is None:
         return []
     path = folder / run_folder.RESULTS_ROW
-    write_timm_results(path, [timm_row(data.config.model, model, top1, top5, data.config.img_size,
-                                       *data.preprocessing)])
+    write_timm_results(path, [timm_row(data.config.model, model, top1, top5, *data.preprocessing)])
     return [path]
 
 

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from timm.data import Mixup
 from timm.data.random_erasing import RandomErasing
+from timm.loss import BinaryCrossEntropy
 from timm.utils import ModelEmaV3, distribute_bn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -125,6 +126,9 @@ class Trainer:
         self.begun = hyperparameters(self.optimizer)
         self.classifier = classifier_names(model) if config.logit_scale != 1 else []
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=config.amp == "float16")
+        self.bce = None
+        if config.bce_loss:
+            self.bce = BinaryCrossEntropy(config.label_smoothing, config.bce_target_thresh or None)
         self.mix = None
         if config.mixup or config.cutmix:
             self.mix = Mixup(config.mixup, config.cutmix, label_smoothing=config.label_smoothing,
@@ -246,7 +250,10 @@ class Trainer:
             images = images.contiguous(memory_format=torch.channels_last)
         with autocast(self.config.amp, self.world.device):
             logits = self.net(images)
-        return F.cross_entropy(self.config.logit_scale * logits.float(), targets, label_smoothing=smoothing)
+        logits = self.config.logit_scale * logits.float()
+        if self.bce is not None:
+            return self.bce(logits, targets)
+        return F.cross_entropy(logits, targets, label_smoothing=smoothing)
 
     def _update(self, batches: list) -> tuple[float, bool]:
         """Make one update from `grad_accum` batches; return the mean loss and whether any process was asked to stop.

@@ -9,12 +9,18 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
 from ea_vision.base.errors import UsageError
+from ea_vision.base.networks import REFUSALS
 from ea_vision.base.processes import MOST_WORKERS, World
 from ea_vision.data.bad_images import BadImages
+from ea_vision.data.batches import GrowingSize
 from ea_vision.data.ffcv import BetonEvalLoader, BetonTrainLoader, open_beton
 from ea_vision.data.imagenet import (
     ImageEvalLoader,
@@ -23,9 +29,11 @@ from ea_vision.data.imagenet import (
     eval_transform,
     train_transform,
 )
+from ea_vision.data.rand_augment import RandAugment
 from ea_vision.data.splits import find_split
 from ea_vision.engine import run
 from ea_vision.engine.config import TrainConfig, option
+from ea_vision.engine.train import Trainer
 
 EXAMPLES = """\
   torchrun --nproc-per-node 8 train_imagenet.py --data-dir /data/imagenet --model ea_aa_resnet50
@@ -61,37 +69,79 @@ class ImageNetConfig(TrainConfig):
     exif_rotation: bool = option(False, "turn images as their EXIF data says (FFCV: as the file was written); off, "
                                         "as in timm and torchvision")
     num_classes: int = option(0, "classes the data must have; 0: those it has", minimum=0)
-    img_size: int = option(224, "side of the images in pixels", minimum=8)
+    img_size: int = option(224, "side of the training images in pixels; of those to evaluate on, unless eval_img_size "
+                                "says otherwise", minimum=8)
+    first_img_size: int = option(0, "side of the training images at first, from which they grow to img_size; 0: one "
+                                    "size", minimum=0)
+    grow_epochs: list[float] = option([], "the epochs up to which they have first_img_size and from which on "
+                                          "img_size, counted from 0; between them multiples of 32 pixels")
+    eval_img_size: int = option(0, "evaluation: side in pixels of the middle that is cut out; 0: img_size", minimum=0)
     eval_resize: int = option(256, "evaluation: the short side in pixels, before the middle is cut out", minimum=8)
+    aug_repeats: int = option(1, "repeated augmentation: an epoch has each of its images this many times, and so many "
+                                 "times fewer images", minimum=1)
     crop_scale: float = option(0.08, "least share of an image's area in a training crop", above=0.0, maximum=1.0)
     hflip: float = option(0.5, "probability of a left-right flip", minimum=0.0, maximum=1.0)
     color_jitter: float = option(0.0, "strength of brightness, contrast and saturation changes (not FFCV)", minimum=0.0,
                                  not_with="train_beton")
-    auto_augment: str = option("", "timm's policy, such as rand-m9-mstd0.5 (not FFCV); empty: none",
-                               not_with="train_beton")
+    auto_augment: str = option("", "timm's policy, such as rand-m9-mstd0.5 (FFCV: a RandAugment, on the device, whose "
+                                   "magnitudes are drawn by batch and operation); empty: none")
     interpolation: str = option("bilinear", "how images are scaled (FFCV: area)", choices=("bilinear", "bicubic"))
     max_bad_images: int = option(10, "the run stops when more images cannot be read", minimum=0, free=True)
     log_steps: int = option(50, "updates between rows of speed.csv; 0: none", minimum=0, free=True)
 
     def __post_init__(self):
         super().__post_init__()
-        if self.eval_resize < self.img_size:
-            raise UsageError(f"eval_resize must be at least img_size ({self.img_size}), got {self.eval_resize}")
+        name, side = ("eval_img_size", self.eval_img_size) if self.eval_img_size else ("img_size", self.img_size)
+        if self.eval_resize < side:
+            raise UsageError(f"eval_resize must be at least {name} ({side}), got {self.eval_resize}")
+        if bool(self.first_img_size) != bool(self.grow_epochs):
+            raise UsageError(f"first_img_size and grow_epochs go together, got {self.first_img_size} and "
+                             f"{self.grow_epochs}")
+        if self.first_img_size and not 8 <= self.first_img_size <= self.img_size:
+            raise UsageError(f"first_img_size must be 8 to img_size ({self.img_size}), got {self.first_img_size}")
+        if self.grow_epochs and not (len(self.grow_epochs) == 2 and 0 <= self.grow_epochs[0] <= self.grow_epochs[1]):
+            raise UsageError(f"grow_epochs must be two epochs that do not fall, got {self.grow_epochs}")
+
+    @property
+    def side_to_evaluate(self) -> int:
+        """Side in pixels of the images that are evaluated on."""
+        return self.eval_img_size or self.img_size
+
+    @property
+    def size_of(self) -> GrowingSize | None:
+        """Side in pixels of the training images by epoch; None where it is always img_size."""
+        return GrowingSize(self.first_img_size, self.img_size, *self.grow_epochs) if self.first_img_size else None
+
+
+class GrowingTrainer(Trainer):
+    """A trainer whose images may grow: what smaller images leave untrained of position tables is filled after each
+    epoch, so that evaluation, checkpoints and larger images begin with it."""
+
+    def finish_epoch(self) -> None:
+        size_of = self.config.size_of
+        if size_of is not None:
+            for model in (self.model, self.best_model):
+                if hasattr(model, "fill_offsets_beyond"):
+                    model.fill_offsets_beyond(size_of(self.progress.epoch))
+        super().finish_epoch()
 
 
 class ClassFolders(run.Task):
     """Images in class folders, tars or FFCV files, read as they are needed."""
 
-    description, examples, options = __doc__, EXAMPLES, ImageNetConfig
+    description, examples, options, trainer = __doc__, EXAMPLES, ImageNetConfig, GrowingTrainer
 
     def __init__(self, config: ImageNetConfig, world: World, training: bool):
         super().__init__(config, world, training)
         self.bad_images = BadImages(config.max_bad_images)
         self.batches_ahead = 2 * config.workers
-        self.preprocessing = (config.img_size / config.eval_resize,
+        self.preprocessing = (config.side_to_evaluate, config.side_to_evaluate / config.eval_resize,
                               "area" if config.val_beton else config.interpolation)
         if training:
-            self.transform = None if config.train_beton else checked_train_transform(config)
+            if not config.train_beton:
+                checked_train_transform(config, config.img_size)
+            elif config.auto_augment:
+                RandAugment(config.auto_augment, (0.5, 0.5, 0.5))
             self.train = self._open("train")
         self.evaluated = self._open("validation")
         self.classes, self.fingerprint = self.evaluated.classes, self.evaluated.fingerprint()
@@ -130,13 +180,17 @@ class ClassFolders(run.Task):
     def train_loader(self, **form) -> ImageTrainLoader | BetonTrainLoader:
         config, source = self.config, self.train
         common = {**form, "img_size": config.img_size, "batch_size": config.batch_size, "workers": config.workers,
-                  "seed": config.seed, "bad_images": self.bad_images}
+                  "seed": config.seed, "bad_images": self.bad_images, "size_of": config.size_of,
+                  "repeats": config.aug_repeats}
         if config.train_beton:
+            if config.auto_augment:
+                common["augment"] = RandAugment(config.auto_augment, form["mean"])
             fits = all(self.world.gather(source.fits_in_memory()))  # one order for all, on whatever machine they are
             os_cache = config.os_cache == "on" or config.os_cache == "auto" and fits
             return BetonTrainLoader(source, scale=(config.crop_scale, 1.0), hflip=config.hflip, os_cache=os_cache,
                                     **common)
-        return ImageTrainLoader(source, transform=self.transform, **common)
+        transform = partial(checked_train_transform, config)
+        return ImageTrainLoader(source, transform=transform if config.size_of else transform(config.img_size), **common)
 
     def eval_loader(self, **form) -> ImageEvalLoader | BetonEvalLoader:
         return self._unaugmented(self.evaluated, self.config.val_beton, **form)
@@ -144,24 +198,44 @@ class ClassFolders(run.Task):
     def unaugmented_loader(self, **form) -> ImageEvalLoader | BetonEvalLoader:
         return self._unaugmented(self.train, self.config.train_beton, **form)
 
+    def image_form(self, model: nn.Module) -> dict[str, Any]:
+        config = self.config
+        sizes = set(map(config.size_of, range(config.epochs))) if config.size_of else set()
+        check_sizes(model, sizes | {config.side_to_evaluate}, config)
+        return super().image_form(model)
+
     def _unaugmented(self, source, beton: str, **form) -> ImageEvalLoader | BetonEvalLoader:
         config = self.config
-        common = {**form, "img_size": config.img_size, "batch_size": config.eval_batch_size,
+        common = {**form, "img_size": config.side_to_evaluate, "batch_size": config.eval_batch_size,
                   "workers": config.workers, "bad_images": self.bad_images}
         if beton:
             return BetonEvalLoader(source, resize=config.eval_resize, **common)
-        transform = eval_transform(config.img_size, config.eval_resize, config.interpolation)
+        transform = eval_transform(config.side_to_evaluate, config.eval_resize, config.interpolation)
         return ImageEvalLoader(source, transform=transform, **common)
 
 
-def checked_train_transform(config: ImageNetConfig):
-    """What is done to training images.
+def check_sizes(model: nn.Module, sizes: set[int], config: ImageNetConfig) -> None:
+    """Raise UsageError unless the model takes square images of all these sides, in pixels."""
+    device, training = next(model.parameters()).device, model.training
+    try:
+        for size in sorted(sizes - {config.img_size}):
+            with torch.no_grad():
+                model.eval()(torch.zeros(1, 3, size, size, device=device))
+    except REFUSALS as error:
+        raise UsageError(f"model {config.model}, made for {config.img_size} pixels, does not take {size}: {error}; "
+                         "timm's vision transformers do with --model-kwargs dynamic_img_size=true") from error
+    finally:
+        model.train(training)
+
+
+def checked_train_transform(config: ImageNetConfig, img_size: int):
+    """What is done to training images of a side in pixels.
 
     Raises:
         UsageError: timm knows no such policy.
     """
     try:
-        return train_transform(config.img_size, scale=(config.crop_scale, 1.0), hflip=config.hflip,
+        return train_transform(img_size, scale=(config.crop_scale, 1.0), hflip=config.hflip,
                                color_jitter=config.color_jitter, auto_augment=config.auto_augment,
                                interpolation=config.interpolation)
     except (AssertionError, ValueError, KeyError, IndexError, TypeError) as error:

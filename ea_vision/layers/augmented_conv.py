@@ -211,6 +211,21 @@ class AugmentedConv2d(nn.Module):
                 fitted = fit_rel_table(table.detach(), size).contiguous()
                 setattr(self, name, nn.Parameter(fitted, requires_grad=table.requires_grad))
 
+    @torch.no_grad()
+    @torch.jit.ignore
+    def fill_offsets_beyond(self, feat_size: tuple[int, int]) -> None:
+        """Give the offsets that no map of (height, width) has, the values of the farthest ones that it has, in place.
+
+        Those were not trained by such maps: so a larger one begins with something near what is known.
+        """
+        if not self.relative:
+            return
+        for table, size in zip((self.height_rel, self.width_rel), self.reaches(feat_size), strict=True):
+            beyond = (table.shape[0] + 1) // 2 - size
+            if beyond > 0:
+                table[:beyond] = table[beyond]
+                table[-beyond:] = table[-beyond - 1]
+
     def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
         """Position tables of a checkpoint made for another map size are fitted on load."""
         for name, size in zip(("height_rel", "width_rel"), self.reaches(self.feat_size), strict=True):

@@ -230,6 +230,14 @@ class ChainedNetwork:
                 module.set_feat_size(self.map_size(self.img_size, module.map_reduction))
 
     @torch.jit.ignore
+    def fill_offsets_beyond(self, img_size: int | tuple[int, int]) -> None:
+        """Fill what images of this size, in pixels, did not train of the position tables; see
+        `AugmentedConv2d.fill_offsets_beyond`."""
+        for module in self.modules():
+            if isinstance(module, AugmentedConv2d):
+                module.fill_offsets_beyond(self.map_size(to_size(img_size, self.min_img_size), module.map_reduction))
+
+    @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
         return {name for name, _ in self.named_parameters() if name.endswith(("height_rel", "width_rel"))}
 

@@ -29,7 +29,8 @@ def test_command_line_over_recipe_over_defaults(tmp_path):
 @pytest.mark.parametrize("name", recipe_names())
 def test_recipes(name):
     """Every recipe resolves, says nothing that is not an option, and opens with its command, cost and expectation."""
-    resolve(ImageNetConfig if name.startswith(("imagenet", "finetune")) else CifarConfig, {"recipe": name})
+    of_imagenet = name.startswith(("imagenet", "finetune", "rsb", "ffcv"))
+    resolve(ImageNetConfig if of_imagenet else CifarConfig, {"recipe": name})
     text = (resources.files("ea_vision.recipes") / f"{name}.yaml").read_text()
     header = "".join(line for line in text.splitlines(True) if line.startswith("#"))
     for word in ("Command:", f"--recipe {name}", "Cost:", "Expected:"):

@@ -1,0 +1,178 @@
+"""ImageNet as it is trained today: every recipe in small, through both loaders, and what the recipes are made of."""
+from __future__ import annotations
+
+import csv
+import importlib.util
+import signal
+
+import pytest
+import timm
+import torch
+
+import ea_vision  # noqa: F401
+from ea_vision.base.errors import UsageError, exit_code
+from ea_vision.base.processes import World
+from ea_vision.data import write_ffcv
+from ea_vision.engine import run_folder, train_imagenet
+from ea_vision.engine.config import resolve
+from ea_vision.engine.signals import StopRequest
+from ea_vision.engine.train import Trainer
+from ea_vision.engine.train_imagenet import ImageNetConfig
+from tests.data.photos import make_photos
+from tests.engine import runner
+from tests.engine.runner import SignalAfterUpdate, same_result
+
+RECIPES = ["rsb_a3", "rsb_a2", "rsb_a1", "ffcv_16", "ffcv_88"]
+# A narrow network with position tables whose maps are of a sixteenth of the image: 6, 4 and 2 pixels here.
+NARROW = ["--model", "ea_aa_resnet34", "--model-kwargs", "layers=[1,1,1,1]", "channels=[8,16,16,16]"]
+FFCV = importlib.util.find_spec("ffcv") is not None
+needs_ffcv = pytest.mark.skipif(not FFCV, reason="needs FFCV: pip install .[ffcv]")
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    root = make_photos(tmp_path_factory.mktemp("photos"), side=72)
+    if FFCV:
+        for split in ("train", "validation"):
+            argv = ["--data-dir", str(root), "--split", split, "--out", str(root / f"{split}.beton"), "--jpeg-share",
+                    "0.5", "--workers", "1"]
+            assert write_ffcv.main(argv) == 0
+    return root
+
+
+def arguments(photos, kind: str, recipe: str, output, *more: str) -> list[str]:
+    """Two epochs of five updates of eight images. Where a recipe's images grow, they do so in the second epoch."""
+    data = (["--train-beton", str(photos / "train.beton"), "--val-beton", str(photos / "validation.beton")]
+            if kind == "ffcv" else ["--data-dir", str(photos)])
+    sizes = (["--first-img-size", "32", "--img-size", "64", "--grow-epochs", "0", "1", "--eval-img-size", "80",
+              "--eval-resize", "92"] if recipe.startswith("ffcv") else
+             ["--img-size", "32", "--eval-img-size", "48", "--eval-resize", "51"])
+    return [*data, "--recipe", recipe, *NARROW, *sizes, "--epochs", "2", "--batch-size", "8", "--workers", "0",
+            "--device", "cpu", "--log-steps", "0", "--output", str(output), *more]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("kind", ["images", pytest.param("ffcv", marks=needs_ffcv)])
+def test_each_recipe_trains_through_both_loaders(photos, tmp_path, monkeypatch, recipe, kind):
+    seen = []
+    batch_loss = Trainer._batch_loss
+    monkeypatch.setattr(Trainer, "_batch_loss", lambda trainer, images, targets: (
+        seen.append((trainer.progress.epoch, tuple(images.shape[-2:]))), batch_loss(trainer, images, targets))[1])
+    folder = tmp_path / "run"
+    assert exit_code(lambda: train_imagenet.main(arguments(photos, kind, recipe, folder))) == 0
+    metrics = run_folder.read_metrics(folder)
+    assert metrics["step"] == [5, 10] and all(0 < loss < 10 for loss in metrics["train_loss"])
+    grows = recipe.startswith("ffcv")
+    assert set(seen) == {(0, (32, 32)), (1, (64, 64) if grows else (32, 32))}
+    row, = csv.DictReader((folder / "results.csv").open())
+    assert (row["img_size"], row["crop_pct"]) == (("80", "0.8696") if grows else ("48", "0.9412"))
+    about = run_folder.read_config(folder)[1]["model_kwargs"]
+    assert about.get("drop_path_rate") == (0.05 if recipe in ("rsb_a1", "rsb_a2") else None)
+
+
+def test_the_recipes_are_the_published_ones():
+    """Table 2 of ResNet strikes back; FFCV's configuration files."""
+    wanted = {
+        "rsb_a1": dict(epochs=600, lr=5e-3, weight_decay=0.01, label_smoothing=0.1, aug_repeats=3, mixup=0.2,
+                       img_size=224),
+        "rsb_a2": dict(epochs=300, lr=5e-3, weight_decay=0.02, label_smoothing=0.0, aug_repeats=3, mixup=0.1,
+                       img_size=224),
+        "rsb_a3": dict(epochs=100, lr=8e-3, weight_decay=0.02, label_smoothing=0.0, aug_repeats=1, mixup=0.1,
+                       img_size=160),
+        "ffcv_16": dict(epochs=16, lr=1.7, grow_epochs=[11, 13]),
+        "ffcv_88": dict(epochs=88, lr=1.7, grow_epochs=[65, 76])}
+    for name, values in wanted.items():
+        config, _ = resolve(ImageNetConfig, {"recipe": name})
+        assert {key: getattr(config, key) for key in values} == values
+        five_or_two = 5 if name.startswith("rsb") else 2
+        assert round(config.warmup * config.epochs, 3) == five_or_two
+        if name.startswith("rsb"):
+            assert (config.opt, config.cutmix, config.bce_loss, config.bce_target_thresh) == ("lamb", 1.0, True, 0.2)
+            assert config.side_to_evaluate == 224 and config.side_to_evaluate / config.eval_resize == pytest.approx(
+                0.95, abs=0.005)
+        else:
+            assert [config.size_of(epoch) for epoch in (0, config.epochs - 1)] == [160, 192]
+
+
+GROWING = ["--first-img-size", "32", "--img-size", "96", "--grow-epochs", "0", "2", "--eval-img-size", "96",
+           "--eval-resize", "100", "--epochs", "3", "--checkpoint-steps", "2", "--ema", "0.9"]
+
+
+def test_growing_images_and_what_follows_them_survive_a_kill(photos, tmp_path):
+    """32, 64 and 96 pixels; killed inside the second epoch, stopped inside the third."""
+    def run(folder, sabotage=None):
+        argv = arguments(photos, "images", "rsb_a2", folder, *GROWING)
+        return runner.run(argv, tmp_path / "log", sabotage, main=train_imagenet.main)
+
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    assert run(whole) == 0, (tmp_path / "log").read_text()
+    assert run(broken, SignalAfterUpdate(signal.SIGKILL, 8)) == -signal.SIGKILL
+    assert run(broken, SignalAfterUpdate(signal.SIGTERM, 6)) == 128 + signal.SIGTERM
+    assert run(broken) == 0, (tmp_path / "log").read_text()
+    same_result(broken, whole)
+
+
+def test_position_tables_follow_the_images(tmp_path):
+    """What no map has reached yet is what the farthest offset is that one has."""
+    model = timm.create_model("ea_aa_resnet34", layers=[1, 1, 1, 1], channels=[8, 16, 16, 16], img_size=96,
+                              zero_init_last=False)
+    layer = model.layer2[0].conv1
+    assert layer.height_rel.shape[0] == 11  # a map of 6x6
+    before, parameter = layer.height_rel.detach().clone(), layer.height_rel
+    model.fill_offsets_beyond(64)  # 4x4: offsets -3 to 3 are trained
+    assert layer.height_rel is parameter and torch.equal(layer.height_rel[2:9], before[2:9])
+    assert torch.equal(layer.height_rel[:2], before[[2, 2]]) and torch.equal(layer.height_rel[9:], before[[8, 8]])
+    images = torch.randn(2, 3, 64, 64)
+    filled = {name: table.detach().clone() for name, table in model.named_parameters()}
+    model.train()(images).sum().backward()
+    assert not layer.height_rel.grad[:2].any() and layer.height_rel.grad[2:9].any()
+    model.fill_offsets_beyond(96)
+    assert all(torch.equal(filled[name], table) for name, table in model.named_parameters())
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("threshold", [0.0, 0.2])
+def test_binary_cross_entropy(photos, tmp_path, mixed, threshold):
+    """The mean, over images and classes, of the yes-or-no entropies of smoothed, mixed, thresholded targets."""
+    given = {"recipe": "none", "model": "test_resnet", "bce_loss": True, "bce_target_thresh": threshold,
+             "batch_size": 8, "label_smoothing": 0.1, "mixup": 0.4 if mixed else 0.0}
+    config, _ = resolve(ImageNetConfig, given)
+    model = timm.create_model("test_resnet", num_classes=3).eval()
+    trainer = Trainer(config, model, range(5), range(1), num_classes=3, world=World(0, 1, torch.device("cpu")),
+                      folder=tmp_path, stop=StopRequest(), data_fingerprint="", describe=str)
+    images, targets = torch.randn(8, 3, 32, 32), torch.tensor([0, 1, 2, 0, 1, 2, 0, 1])
+    soft = torch.full((8, 3), 0.1 / 3).scatter(1, targets[:, None], 0.9 + 0.1 / 3)
+    if mixed:
+        soft = 0.75 * soft + 0.25 * soft.flip(0)
+        trainer.mix = lambda images, targets, mixed=soft: (images, mixed)
+    if threshold:
+        soft = (soft > threshold).float()
+    share = model(images).sigmoid()
+    wanted = -(soft * share.log() + (1 - soft) * (1 - share).log()).mean()
+    assert trainer._batch_loss(images, targets).item() == pytest.approx(wanted.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("given, message", [
+    ({"bce_target_thresh": 0.2}, "bce_target_thresh goes with bce_loss"),
+    ({"bce_loss": True, "label_smoothing": 1}, "label_smoothing must be below 1"),
+    ({"first_img_size": 160}, "first_img_size and grow_epochs go together"),
+    ({"grow_epochs": [1, 2]}, "first_img_size and grow_epochs go together"),
+    ({"first_img_size": 256, "grow_epochs": [1, 2]}, r"first_img_size must be 8 to img_size \(224\), got 256"),
+    ({"first_img_size": 160, "grow_epochs": [3, 2]}, "grow_epochs must be two epochs that do not fall"),
+    ({"first_img_size": 160, "grow_epochs": [3]}, "grow_epochs must be two epochs"),
+    ({"eval_img_size": 300}, r"eval_resize must be at least eval_img_size \(300\), got 256"),
+])
+def test_options_that_do_not_fit(given, message):
+    with pytest.raises(UsageError, match=message):
+        resolve(ImageNetConfig, {"recipe": "none", **given})
+
+
+def test_a_model_that_does_not_take_the_sizes_is_refused_before_anything_is_written(photos, tmp_path, capsys):
+    argv = ["--data-dir", str(photos), "--recipe", "none", "--model", "test_vit", "--img-size", "64",
+            "--first-img-size", "32", "--grow-epochs", "0", "1", "--epochs", "2", "--batch-size", "8", "--workers", "0",
+            "--device", "cpu", "--output", str(tmp_path / "run"), "--eval-resize", "64", "--model-kwargs"]
+    assert exit_code(lambda: train_imagenet.main([*argv, "dynamic_img_size=false"])) == 2
+    error = capsys.readouterr().err
+    assert "made for 64 pixels, does not take 32" in error and "dynamic_img_size=true" in error
+    assert not (tmp_path / "run").exists()
+    assert exit_code(lambda: train_imagenet.main([*argv, "dynamic_img_size=true"])) == 0
