@@ -261,7 +261,8 @@ def test_too_many_unreadable_images_stop_the_run_and_are_listed(tmp_path, capsys
     (["--recipe", "imagenett"], "imagenet"),
     (["--dataset", "torch/nothing"], "Unknown torchvision dataset"),
     (["--train-beton", "/nowhere.beton"], "no such .beton file"),
-    (["--train-beton", "a.beton", "--auto-augment", "rand-m9"], "must be 0 and empty with --train-beton"),
+    (["--train-beton", "a.beton", "--color-jitter", "0.4"], "color_jitter must be 0 with --train-beton"),
+    (["--train-beton", "a.beton", "--auto-augment", "original"], "a policy of timm's RandAugment, such as rand-m7"),
 ])
 def test_bad_input_is_one_line_and_leaves_nothing(photos, tmp_path, capsys, more, message):
     output = tmp_path / "run"
