@@ -34,6 +34,7 @@ GROUPS = {  # command: (module whose main(argv) runs it, what it does)
         "probe": ("ea_vision.analysis.probe", "classify images from their attention maps (EA paper, table 7)"),
         "models": ("ea_vision.measure.models", "the names of our networks, their weights and what they are"),
         "faithfulness": ("ea_vision.visualize.faithfulness", "what removing the patches that maps put first does"),
+        "reproduce": ("ea_vision.measure.reproduce", "the papers' image tables, published beside ours"),
         "summary": ("ea_vision.measure.summary", "parameters and GFLOPs beside the published ones"),
         "ablation": ("ea_vision.measure.ablation", "shares of attention, positions: sizes beside the published ones"),
         "benchmark": ("ea_vision.measure.speed", "training and inference speed and memory of networks side by side"),

@@ -73,7 +73,7 @@ def test_docs_have_the_results_of_the_runs():
     runs = {path.stem: list(csv.DictReader(path.open()))
             for path in (ROOT / "weights" / "results" / "fast-cifar10").glob("*.csv")}
     row = re.compile(r"^\| (\w+_cifar) +\| [\d.]+ +\| (\d\d\.\d\d) +\| (\d\d\.\d\d) +\| \d+ ", re.MULTILINE)
-    text = (ROOT / "docs" / "results.md").read_text()
+    text = (ROOT / "docs" / "experiments.md").read_text()
     shown = {name: (float(top1), float(top5)) for name, top1, top5 in row.findall(text)}
     assert shown == {name: (float(rows[-1]["top1"]), float(rows[-1]["top5"])) for name, rows in runs.items()}
     assert len(shown) == 5 and all(rows[-1]["epoch"] == "10" for rows in runs.values())

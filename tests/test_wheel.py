@@ -60,7 +60,8 @@ def test_it_holds_the_package_and_the_weights_and_nothing_else(wheel):
     package = {name for name in listed if name.startswith("ea_vision/") and (ROOT / name).is_file()}
     weights = {f"ea_vision/{name}" for name in listed if Path(name).match("weights/*.safetensors")}
     cards = {name.replace(".safetensors", ".md") for name in weights}
-    assert held == package | weights | cards and len(weights) >= 3
+    runs = {f"ea_vision/{name}" for name in listed if Path(name).match("weights/results/fast-cifar10/*.csv")}
+    assert held == package | weights | cards | runs | {"ea_vision/weights/results/runs.yaml"} and len(weights) >= 3
     for suffix in (".c", ".yaml", ".html", ".css", ".js"):
         assert any(name.endswith(suffix) for name in held)
 

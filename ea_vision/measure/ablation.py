@@ -33,11 +33,10 @@ from ea_vision.engine.run_folder import read_config, read_metrics, read_results
 from ea_vision.engine.sweep import evaluation_top1, run_name, run_setting, stop
 from ea_vision.measure.counts import count
 from ea_vision.measure.summary import markdown
-from ea_vision.models import Published
+from ea_vision.models import Published, published_tables
 
 TRIAL_MODEL = "aa_wrn28_10_cifar"
 TRIAL_KEYWORDS = {"depth": 10, "width": 2, "num_heads": 4, "min_head_qk": 8}
-PAPER_RESNET34 = {"augment": "first", "v_ratio": 0.25, "min_head_qk": 20}  # 13 layers
 
 
 @dataclass(frozen=True)
@@ -56,24 +55,17 @@ def _share(share: float) -> dict[str, float]:
     return {"qk_ratio": share, "v_ratio": share}
 
 
-def _published(top1: float, top5: float, params_m: float | None = None, gflops: float | None = None) -> Published:
-    return Published(params_m, gflops, {"ImageNet": top1}, {"ImageNet": top5}, "AA paper, not checked against a copy")
+def _rows(table: str) -> tuple[tuple[str, str, Mapping[str, Any], Published], ...]:
+    return tuple((row.name.split()[-1], row.model, row.kwargs, row.published) for row in published_tables()[table].rows)
 
 
-_SHARES = {0.25: _published(77.7, 93.8, 24.3, 7.9), 0.5: _published(77.3, 93.6, 22.3, 7.3),
-           0.75: _published(76.7, 93.2, 20.7, 6.8), 1.0: _published(73.9, 91.5, 19.4, 6.3)}
-_POSITIONS = {"none": ((74.4, 91.9), (77.5, 93.7)), "sine": ((74.4, 92.0), (77.5, 93.7)),
-              "coord": ((74.4, 92.0), (77.5, 93.8)), "relative": ((74.7, 92.0, 20.7, 7.1), (77.7, 93.8, 25.8, 8.3))}
+_SETTINGS = {varied: tuple(dict.fromkeys(setting for setting, *_ in _rows(varied))) for varied in ("share", "position")}
 ABLATIONS = {
     "share": Ablation(
-        tuple((f"{share:g}", "aa_resnet50", {**_share(share), "min_head_qk": 20}, published)
-              for share, published in _SHARES.items()),
-        {f"{share:g}": {**_share(share), "position": "relative"} for share in _SHARES}),
+        _rows("share"),
+        {share: {**_share(float(share)), "position": "relative"} for share in _SETTINGS["share"]}),
     "position": Ablation(
-        tuple((position, name, {**keywords, "position": position}, _published(*accuracy[index]))
-              for index, (name, keywords) in enumerate((("aa_resnet34", PAPER_RESNET34), ("aa_resnet50", {})))
-              for position, accuracy in _POSITIONS.items()),
-        {position: {**_share(1.0), "position": position} for position in _POSITIONS}),
+        _rows("position"), {position: {**_share(1.0), "position": position} for position in _SETTINGS["position"]}),
 }
 
 

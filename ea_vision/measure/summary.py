@@ -4,7 +4,7 @@
     ea-vision summary ea_aa_resnet50 resnet50 --csv summary.csv
     ea-vision summary aa_resnet50 --layers            # the AA paper's table 9: every attention branch
 
-Published figures stand beside the networks' registration, with their sources. `GMACs` counts every multiply-add once.
+Published figures are those of published.yaml, which has their sources. `GMACs` counts every multiply-add once.
 `GFLOPs` counts as the EA paper: 2 for a multiply-add of a convolution or linear layer and 1 for one of the attention
 products. `profiler` counts as TensorFlow's profiler did in the AA paper: 2 for a multiply-add of a convolution, linear
 layer or relative position, 6 for an element of the maps, nothing for the other attention products.
@@ -17,6 +17,7 @@ import argparse
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from itertools import groupby
 from pathlib import Path
 
@@ -47,6 +48,7 @@ class Summary:
     published_top1: str  # %; CIFAR-10 / CIFAR-100 for the CIFAR networks
 
 
+@cache
 def count_network(name: str) -> tuple[tuple[int, int, int], Counts]:
     """Build a network registered with timm and count it: its input (C, H, W), and what was counted.
 

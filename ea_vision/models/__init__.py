@@ -1,17 +1,16 @@
 """The networks; importing this package registers them with timm. A family's file needs nothing but these names."""
 from ea_vision.models._build import (
     Network,
-    Published,
     build_network,
     get_network,
     list_networks,
-    publish,
     published_figures,
     published_names,
     register_networks,
     shipped_weights,
 )
 from ea_vision.models._chain import AttentionConfig, AttnStage, ChainBuilder, ChainedNetwork, HeadedNetwork, to_size
+from ea_vision.models._published import Published, PublishedRow, PublishedTable, published_tables
 from ea_vision.models.attn_mnasnet import AttnMnasNet
 from ea_vision.models.attn_resnet import AttnResNet
 from ea_vision.models.conv_transformer import ConvTransformer
@@ -38,6 +37,8 @@ __all__ = [
     "EvolvingVisionTransformerDistilled",
     "Network",
     "Published",
+    "PublishedRow",
+    "PublishedTable",
     "ResNetCifar",
     "SpatialTransformerNet",
     "WideResNet",
@@ -45,9 +46,9 @@ __all__ = [
     "evolve",
     "get_network",
     "list_networks",
-    "publish",
     "published_figures",
     "published_names",
+    "published_tables",
     "register_networks",
     "shipped_weights",
     "to_size",

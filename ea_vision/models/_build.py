@@ -11,27 +11,13 @@ from timm.models import build_model_with_cfg, list_pretrained, register_model, r
 from torch import nn
 
 from ea_vision.models._convert import checkpoint_filter_fn
-
-
-@dataclass(frozen=True)
-class Published:
-    """What a paper prints of a network.
-
-    params_m: millions of parameters. gflops: in the paper's own counting. top1, top5: percent, by data set.
-    source: paper and table. note: what a reader of the figures must know.
-    """
-
-    params_m: float | None = None
-    gflops: float | None = None
-    top1: Mapping[str, float] = field(default_factory=dict)
-    top5: Mapping[str, float] = field(default_factory=dict)
-    source: str = ""
-    note: str = ""
+from ea_vision.models._published import Published, papers_figures
 
 
 @dataclass(frozen=True)
 class Network:
-    """A registered network: what it is in a sentence, its keywords, and what is published of it."""
+    """A registered network: what it is in a sentence, its keywords, and what is published of it (of ours published.yaml
+    has that)."""
 
     about: str
     kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -62,11 +48,6 @@ def register_networks(module: str, model_cls: type[nn.Module], networks: Mapping
             _PUBLISHED[name] = network.published
 
 
-def publish(figures: Mapping[str, Published]) -> None:
-    """Note what papers print of networks that are not ours, such as timm's plain ones."""
-    _PUBLISHED.update(figures)
-
-
 def list_networks(module: str | None = None) -> list[str]:
     """The names of our networks, of one family's file ("attn_resnet") or all, in order of registration."""
     return [name for name, (home, _) in _NETWORKS.items() if module is None or home.split(".")[-1] == module]
@@ -83,12 +64,13 @@ def get_network(name: str) -> Network:
 
 def published_figures(name: str) -> Published | None:
     """What is published of a network, ours or timm's, or None."""
-    return _PUBLISHED.get(name.split(".")[0])
+    name = name.split(".")[0]
+    return _PUBLISHED.get(name) or papers_figures().get(name)
 
 
 def published_names() -> list[str]:
     """The networks, ours and timm's, of which papers print figures."""
-    return list(_PUBLISHED)
+    return list({**papers_figures(), **_PUBLISHED})
 
 
 def shipped_weights(name: str) -> str:

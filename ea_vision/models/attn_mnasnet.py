@@ -23,7 +23,7 @@ from timm.models import checkpoint, generate_default_cfgs
 from timm.models.efficientnet import EfficientNet
 from torch import Tensor, nn
 
-from ea_vision.models._build import Network, Published, publish, register_networks
+from ea_vision.models._build import Network, register_networks
 from ea_vision.models._chain import AttentionConfig, AttnStage, ChainBuilder, ChainedNetwork, Step, to_size
 
 __all__ = ["AttnMnasNet"]
@@ -196,37 +196,18 @@ def _cfg(**kwargs: Any) -> dict[str, Any]:
     }
 
 
-_UNCHECKED = "AA paper, not checked against a copy"
-
-
-def _published(params_m: float, gflops: float, top1: float, top5: float, source: str = _UNCHECKED,
-               note: str = "") -> Published:
-    return Published(params_m, gflops, {"ImageNet": top1}, {"ImageNet": top5}, source=source, note=note)
-
-
-_TPU = "AA paper; the same in the README of tensorflow/tpu's mnasnet"
-_FIGURES = {  # width: plain, augmented
-    "075": (_published(2.91, 0.45, 73.3, 91.3, _TPU), _published(3.02, 0.51, 73.9, 91.6)),
-    "100": (_published(3.89, 0.63, 75.2, 92.4, _TPU, "the README has 92.5 for top-5"),
-            _published(4.06, 0.70, 75.7, 92.6)),
-    "125": (_published(5.26, 1.01, 76.7, 93.2), _published(5.53, 1.11, 77.2, 93.6)),
-    "140": (_published(6.10, 1.17, 77.2, 93.5, _TPU, "6,105,992 parameters, which round to 6.11M"),
-            _published(6.44, 1.29, 77.7, 93.8)),
-}
+_WIDTHS = ("075", "100", "125", "140")
 _NETWORKS = {
-    "semnasnet_125": Network("MnasNet-A1 of width 1.25, which timm lacks.", {"multiplier": 1.25, "attention": False},
-                             _FIGURES["125"][0]),
+    "semnasnet_125": Network("MnasNet-A1 of width 1.25, which timm lacks.", {"multiplier": 1.25, "attention": False}),
 }
-for _width, (_plain, _augmented) in _FIGURES.items():
+for _width in _WIDTHS:
     _NETWORKS[f"aa_mnasnet_{_width}"] = Network(
-        f"AA-MnasNet of width {int(_width) / 100:g}, 13 attention layers.", {"multiplier": int(_width) / 100},
-        _augmented)
+        f"AA-MnasNet of width {int(_width) / 100:g}, 13 attention layers.", {"multiplier": int(_width) / 100})
 for _kind, _about in (("pa", "PA in AA-MnasNet of width {:g}, alpha 0.5, one convolution; ours."),
                       ("ea", "EA in AA-MnasNet of width {:g}, alpha 0.5, beta 1.0; ours.")):
-    for _width in _FIGURES:
+    for _width in _WIDTHS:
         _NETWORKS[f"{_kind}_aa_mnasnet_{_width}"] = Network(
             _about.format(int(_width) / 100), {"multiplier": int(_width) / 100, "evolution": _kind})
 
-publish({f"semnasnet_{width}": plain for width, (plain, _) in _FIGURES.items() if width != "125"})
 default_cfgs = generate_default_cfgs({name: _cfg() for name in _NETWORKS})
 register_networks(__name__, AttnMnasNet, _NETWORKS)

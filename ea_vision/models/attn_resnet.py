@@ -35,7 +35,7 @@ from timm.models.resnet import BasicBlock, Bottleneck, ResNet
 from torch import Tensor, nn
 
 from ea_vision.layers import AugmentedConv2d
-from ea_vision.models._build import Network, Published, publish, register_networks
+from ea_vision.models._build import Network, register_networks
 from ea_vision.models._chain import AttentionConfig, AttnStage, ChainBuilder, ChainedNetwork, Step, to_size
 
 __all__ = ["AttnResNet"]
@@ -234,45 +234,29 @@ def _cfg(url: str = "", **kwargs: Any) -> dict[str, Any]:
     }
 
 
-_EA = "EA paper, tables 1 and 2"
 _KINDS = {"34": dict(block=AttnBasicBlock, layers=(3, 4, 6, 3), qk_ratio=0.25, v_ratio=0.125),
           "50": dict(block=AttnBottleneck, layers=(3, 4, 6, 3)),
           "101": dict(block=AttnBottleneck, layers=(3, 4, 23, 3)),
           "152": dict(block=AttnBottleneck, layers=(3, 8, 36, 3))}
-
-
-def _published(params_m: float, gflops: float | None, top1: float | None, note: str = "") -> Published:
-    return Published(params_m, gflops, {} if top1 is None else {"ImageNet": top1}, source=_EA, note=note)
-
-
-_LOWER = "the PA paper's own AA baseline is lower: {} where the EA paper has {}"
 _NETWORKS = {
     "aa_resnet34": Network("AA-ResNet-34: both 3x3 convolutions of each block augmented, 26 attention layers.",
-                           _KINDS["34"], _published(20.7, 7.1, 74.33)),
+                           _KINDS["34"]),
     "aa_resnet50": Network("AA-ResNet-50: the 3x3 convolution of each block augmented, 13 attention layers.",
-                           _KINDS["50"], _published(25.8, 8.3, 77.70)),
-    "aa_resnet101": Network("AA-ResNet-101, 30 attention layers.", _KINDS["101"], _published(45.4, 16.1, 78.50)),
-    "aa_resnet152": Network("AA-ResNet-152, 47 attention layers.", _KINDS["152"], _published(61.6, 23.8, 79.10)),
+                           _KINDS["50"]),
+    "aa_resnet101": Network("AA-ResNet-101, 30 attention layers.", _KINDS["101"]),
+    "aa_resnet152": Network("AA-ResNet-152, 47 attention layers.", _KINDS["152"]),
 }
-for _depth, _figures in (
-        ("34", _published(20.7, None, 74.90)),
-        ("50", _published(25.8, None, 77.55, _LOWER.format(77.15, "77.70"))),
-        ("101", _published(45.4, None, 78.49, _LOWER.format(78.31, "78.50"))),
-        ("152", None)):
+for _depth in _KINDS:
     _NETWORKS[f"pa_aa_resnet{_depth}"] = Network(
-        f"PA-AA-ResNet-{_depth}, alpha 0.5, one convolution.", {**_KINDS[_depth], "evolution": "pa"}, _figures)
-for _depth, _alpha, _figures in (
-        ("34", 0.5, _published(20.7, 7.9, 75.23)), ("50", 0.5, _published(25.8, 8.7, 78.22)),
-        ("101", 0.7, _published(45.4, 17.2, 79.29)), ("152", 0.7, _published(61.6, 25.7, 79.63))):
+        f"PA-AA-ResNet-{_depth}, alpha 0.5, one convolution.", {**_KINDS[_depth], "evolution": "pa"})
+for _depth, _alpha in (("34", 0.5), ("50", 0.5), ("101", 0.7), ("152", 0.7)):
     _NETWORKS[f"ea_aa_resnet{_depth}"] = Network(
         f"EA-AA-ResNet-{_depth}, alpha {_alpha}, beta 1.0.",
-        {**_KINDS[_depth], "evolution": "ea", **({"alpha": _alpha} if _alpha != 0.5 else {})}, _figures)
+        {**_KINDS[_depth], "evolution": "ea", **({"alpha": _alpha} if _alpha != 0.5 else {})})
 _NETWORKS["csan_resnet50"] = Network(
     "CSAN-ResNet-50: AA-ResNet-50 whose stages 2 (here at 28x28) and 3 attend in windows of 7x7 pixels and 3 heads; no "
     "paper has it.", {**_KINDS["50"], "window": 7, "head_window": 3, "head_border": "clip", "window_stages": (2, 3),
                          "map_reduction": 8})
 
-publish({"resnet34": _published(21.8, 7.4, 73.79), "resnet50": _published(25.6, 8.2, 76.44),
-         "resnet101": _published(44.5, 15.6, 77.87), "resnet152": _published(60.2, 23.0, 78.40)})
 default_cfgs = generate_default_cfgs({name: _cfg() for name in _NETWORKS})
 register_networks(__name__, AttnResNet, _NETWORKS)

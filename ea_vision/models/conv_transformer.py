@@ -22,7 +22,7 @@ from timm.models import checkpoint, generate_default_cfgs
 from torch import Tensor, nn
 
 from ea_vision.layers import AugmentedConv2d
-from ea_vision.models._build import Network, Published, register_networks, shipped_weights
+from ea_vision.models._build import Network, register_networks, shipped_weights
 from ea_vision.models._chain import AttentionConfig, ChainBuilder, HeadedNetwork, Step, to_size
 
 __all__ = ["ConvTransformer"]
@@ -273,18 +273,14 @@ default_cfgs = generate_default_cfgs({
 })
 
 
-_PA = "PA paper, table 3"
 register_networks(__name__, ConvTransformer, {
     "cnn_cifar": Network(
-        "The PA paper's CNN for CIFAR, a reconstruction: no attention.", {"attention": False},
-        Published(5.36, top1={"CIFAR-10": 95.90, "CIFAR-100": 78.17}, source=_PA)),
+        "The PA paper's CNN for CIFAR, a reconstruction: no attention.", {"attention": False}),
     "conv_transformer_cifar": Network(
-        "The PA paper's Conv-Transformer for CIFAR, a reconstruction: attention at 8x8 and 4x4.", {},
-        Published(4.92, top1={"CIFAR-10": 95.82, "CIFAR-100": 79.86}, source=_PA)),
+        "The PA paper's Conv-Transformer for CIFAR, a reconstruction: attention at 8x8 and 4x4."),
     "pa_conv_transformer_cifar": Network(
         "The PA paper's PA-Conv-Transformer for CIFAR, a reconstruction: alpha 0.01, one convolution.",
-        {"evolution": "pa", "alpha": 0.01},
-        Published(4.92, top1={"CIFAR-10": 96.22, "CIFAR-100": 80.21}, source=_PA)),
+        {"evolution": "pa", "alpha": 0.01}),
     "ea_conv_transformer_cifar": Network(
         "Evolving attention in the same network: alpha 0.5, beta 1.0; no paper gives EA on CIFAR.",
         {"evolution": "ea"}),

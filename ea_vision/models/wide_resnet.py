@@ -29,7 +29,7 @@ from timm.models import generate_default_cfgs
 from torch import Tensor, nn
 
 from ea_vision.layers import AugmentedConv2d
-from ea_vision.models._build import Network, Published, register_networks
+from ea_vision.models._build import Network, register_networks
 from ea_vision.models._chain import AttentionConfig, AttnStage, ChainBuilder, HeadedNetwork, Step, to_size
 
 __all__ = ["WideResNet"]
@@ -273,23 +273,13 @@ def _cfg(**kwargs: Any) -> dict[str, Any]:
     }
 
 
-def _published(params_m: float, gflops: float, top1: float, top5: float, note: str = "") -> Published:
-    return Published(params_m, gflops, {"CIFAR-100": top1}, {"CIFAR-100": top5}, note=note,
-                     source="AA paper, as the PA paper quotes it")
-
-
 _NETWORKS = {
-    "wrn28_10_cifar": Network(
-        "Wide-ResNet-28-10 for CIFAR, shortcuts without parameters.", {}, _published(36.3, 10.4, 80.3, 95.0)),
-    "se_wrn28_10_cifar": Network(
-        "Wide-ResNet-28-10 with squeeze-excite.", {"gate": "se"}, _published(36.5, 10.4, 81.0, 95.3)),
-    "ge_wrn28_10_cifar": Network(
-        "Wide-ResNet-28-10 with gather-excite, its form without parameters.", {"gate": "ge"},
-        _published(36.3, 10.4, 79.8, 95.0)),
+    "wrn28_10_cifar": Network("Wide-ResNet-28-10 for CIFAR, shortcuts without parameters."),
+    "se_wrn28_10_cifar": Network("Wide-ResNet-28-10 with squeeze-excite.", {"gate": "se"}),
+    "ge_wrn28_10_cifar": Network("Wide-ResNet-28-10 with gather-excite, its form without parameters.", {"gate": "ge"}),
     "aa_wrn28_10_cifar": Network(
         "AA-Wide-ResNet-28-10: the first convolution of each block augmented, 12 attention layers.",
-        {"attention": True},
-        _published(36.2, 10.9, 81.6, 95.2, "the paper's rule gives 36.06M, which prints 36.1, where it has 36.2")),
+        {"attention": True}),
     "pa_aa_wrn28_10_cifar": Network(
         "PA in AA-Wide-ResNet-28-10, alpha 0.5, one convolution; ours.", {"attention": True, "evolution": "pa"}),
     "ea_aa_wrn28_10_cifar": Network(

@@ -1,4 +1,4 @@
-"""What papers print of the networks stands once, beside their registration: recipes and tables repeat it truly."""
+"""What papers print of the networks stands once, in published.yaml: recipes and tables repeat it truly."""
 import re
 from importlib import resources
 from pathlib import Path
@@ -7,6 +7,7 @@ import pytest
 import timm
 import yaml
 
+from ea_vision.measure.reproduce import ALL
 from ea_vision.models import Published, list_networks, published_figures, published_names
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,11 +32,11 @@ def test_recipes_say_what_is_published(recipe):
 
 def test_the_table_of_the_docs_has_every_published_figure():
     text = (ROOT / "docs" / "results.md").read_text()
-    table = text.split("<!-- what `ea-vision summary` prints -->\n")[1].split("\n\n")[0].splitlines()
+    table = text.split(f"{ALL}\n\n")[1].split("\n\n")[0].splitlines()
     header, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in table)
     params, gflops = (index for index, name in enumerate(header) if name == "(published)")
     rows = {row[0]: row for row in rows}
-    assert list(rows) == list_networks()  # else paste what `ea-vision summary` prints
+    assert list(rows) == list_networks()  # else run: ea-vision reproduce > docs/results.md
     for name, row in rows.items():
         figures = published_figures(name) or Published()
         assert row[header.index("published top-1 %")] == " / ".join(f"{x:.2f}" for x in figures.top1.values()), name

@@ -1,0 +1,340 @@
+"""Every row of the papers' image tables, published beside ours. Without names this is docs/results.md.
+
+    ea-vision reproduce                              # the page
+    ea-vision reproduce ea_aa_resnet50               # the rows of a network, and the commands that would train them
+    ea-vision reproduce share                        # a table, by the name in its heading
+    ea-vision reproduce conv-transformer --runs runs # with the accuracies of your own complete runs
+
+Published figures are those of ea_vision/models/published.yaml. Parameters and GFLOPs are counted on the networks as
+this package builds them. Accuracies are read from the files of runs: those that come with the package, and those in
+--runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import timm
+import torch
+import yaml
+
+from ea_vision.base.errors import UsageError, near_matches
+from ea_vision.engine.config import load_recipe
+from ea_vision.engine.run_folder import CONFIG, read_config, read_results
+from ea_vision.measure.counts import Counts, count, inference_map_bytes, training_map_bytes
+from ea_vision.measure.summary import count_network, markdown, summarise, to_table
+from ea_vision.models import PublishedRow, PublishedTable, list_networks, published_tables, shipped_weights
+
+TEXT = """\
+# Results: published beside ours
+
+`ea-vision reproduce` prints this page: every row of the papers' image tables of which we know the figures.
+Experiments of our own, with their commands, are on the page of [experiments](experiments.md).
+
+- **Published** figures and their sources come from one file, `ea_vision/models/published.yaml`.
+- **Parameters and GFLOPs** beside them are counted on the networks as this package builds them. GFLOPs are counted
+  as the paper of the table counted: the EA paper takes 2 for a multiply-add of a convolution and 1 for one of the
+  attention products; the AA paper's profiler takes 2 for a multiply-add of a convolution or a relative position, 6
+  for an element of the maps, and nothing for the other attention products.
+- **Ours** is an accuracy on the test images after the last epoch, where the network was trained at full size on the
+  same data, with the recipe and its epochs. Everything else has not been run: we have had no GPU.
+- **Recipe and cost** are those of the run that would give the row's accuracy. The cost is the arithmetic of that
+  training in exaFLOPs: three forward passes for every training image of every epoch, 2 for a multiply-add. At 100
+  TFLOP/s an exaFLOP takes 2.8 hours.
+
+`ea-vision reproduce NAME` prints the whole commands of a network or a table; `--runs DIR` puts the accuracies of
+your own runs beside the others."""
+MISSING = """\
+## What is not here
+
+- The AA paper compares attention with squeeze-excite, gather-excite, BAM, CBAM and GALA in one more table; of these
+  only the squeeze-excite rows are known to us. Its times on a V100 are left out, since we have none to put beside
+  them.
+- The EA and PA papers' ablations of evolution (no convolution, no skip connection, other kernels, more layers,
+  other shares) are [keywords](faq.md) of our networks, but their figures are not known to us.
+- The CSAN paper has no images. Its windows are in `csan_resnet50` and `csan_conv_transformer_cifar`, whose sizes
+  are above."""
+ALL = """\
+## All networks
+
+`ea-vision summary` prints this table. `GFLOPs` is the EA paper's counting, `profiler` the AA paper's. Vision
+transformers have maps over all tokens. Published top-1 is that of ImageNet and, for the CIFAR networks, CIFAR-10 /
+CIFAR-100."""
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """command: the trainer and where its images are. images: for training. img_size: of the networks, in pixels."""
+
+    command: str
+    classes: int
+    images: int
+    img_size: int
+
+
+DATA = {
+    "ImageNet": DataSet("train-imagenet --data-dir DIR", 1000, 1_281_167, 224),
+    "CIFAR-10": DataSet("train-cifar --dataset cifar10 --download --device cuda", 10, 50_000, 32),
+    "CIFAR-100": DataSet("train-cifar --dataset cifar100 --download --device cuda", 100, 50_000, 32),
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A complete run: its network, data and recipe, epochs, and top-1 in percent of the test images after the last."""
+
+    model: str
+    kwargs: Mapping[str, Any]
+    data: str
+    recipe: str
+    epochs: int
+    top1: float
+
+
+def shipped_runs() -> list[Run]:
+    """The runs of weights/results/runs.yaml, in a checkout or the installed package."""
+    folder = Path(shipped_weights("conv_transformer_cifar.fast_c10")).parent / "results"
+    runs = []
+    for about in yaml.safe_load((folder / "runs.yaml").read_text()):
+        last = list(csv.DictReader((folder / about["metrics"]).open()))[-1]
+        runs.append(Run(about["model"], about.get("kwargs", {}), about["data"], about["recipe"], int(last["epoch"]),
+                        float(last["top1"])))
+    return runs
+
+
+def runs_in(folder: Path) -> list[Run]:
+    """The complete runs in a folder that were tested on a data set of DATA, at its size.
+
+    The data set is told by the number of classes and of training images, the held-out ones included.
+
+    Raises:
+        UsageError: no such folder, or a damaged run.
+    """
+    if not folder.is_dir():
+        raise UsageError(f"--runs must be a folder with run folders in it, got {folder}")
+    sets = {(data.classes, data.images, data.img_size): name for name, data in DATA.items()}
+    runs = []
+    for path in sorted(folder.rglob(CONFIG)):
+        config, run = read_config(path.parent)
+        results = read_results(path.parent)
+        if results is None or "test_last" not in results:
+            continue
+        held_out = run["eval_images"] if results["eval_split"] == "held_out" else 0
+        data = sets.get((len(run["classes"]), run["train_images"] + held_out, config["img_size"]))
+        if data is None:
+            continue
+        usual = {"num_classes", "in_chans", "img_size", *(load_recipe(config["recipe"]).get("model_kwargs") or {})}
+        kwargs = {key: value for key, value in run["model_kwargs"].items() if key not in usual}
+        runs.append(Run(config["model"], kwargs, data, config["recipe"], results["epochs"],
+                        results["test_last"]["top1"]))
+    return runs
+
+
+@cache
+def _counted(model: str, kwargs: tuple[tuple[str, Any], ...], classes: int) -> Counts:
+    if not kwargs and timm.get_pretrained_cfg(model).num_classes == classes:
+        return count_network(model)[1]
+    with torch.device("meta"):
+        net = timm.create_model(model, num_classes=classes, **dict(kwargs))
+    return count(net, net.pretrained_cfg["input_size"])
+
+
+def counted(row: PublishedRow, data: str) -> Counts:
+    """Parameters and arithmetic of a row's network, with as many classes as the data set has."""
+    return _counted(row.model, tuple(row.kwargs.items()), DATA[data].classes)
+
+
+def options(row: PublishedRow, data: str) -> str:
+    """What a row adds to its trainer's command: the recipe, and what the recipe does not say."""
+    recipe = row.recipes[data]
+    words = [f"--recipe {recipe}"]
+    if load_recipe(recipe).get("model") != row.model:
+        words.append(f"--model {row.model}")
+    if row.kwargs:
+        words.append("--model-kwargs " + " ".join(f"{key}={value}" for key, value in row.kwargs.items()))
+    return " ".join(words)
+
+
+def trainer(row: PublishedRow, data: str) -> str:
+    """The command that a row's options are for."""
+    start = f"torchrun --nproc-per-node {row.processes} -m ea_vision" if row.processes > 1 else "ea-vision"
+    return f"{start} {DATA[data].command}"
+
+
+def cost(row: PublishedRow, data: str) -> tuple[int, float]:
+    """Epochs of a row's training, and its arithmetic in exaFLOPs."""
+    recipe = load_recipe(row.recipes[data])
+    images = DATA[data].images - recipe.get("holdout", 0)
+    return recipe["epochs"], 3 * 2 * counted(row, data).macs * images * recipe["epochs"] / 1e18
+
+
+def ours(row: PublishedRow, data: str, runs: Iterable[Run]) -> str:
+    """The accuracies of the runs of a row: a mean over those of one recipe and length."""
+    found: dict[tuple[str, int], list[float]] = {}
+    for run in runs:
+        if (run.model, run.data) == (row.model, data) and dict(run.kwargs) == dict(row.kwargs):
+            found.setdefault((run.recipe, run.epochs), []).append(run.top1)
+    said = [f"{mean(top1):.2f} ({epochs} epochs of `{recipe}`{f', {len(top1)} runs' if len(top1) > 1 else ''})"
+            for (recipe, epochs), top1 in found.items()]
+    return "; ".join(said) or "not run"
+
+
+def _digits(values: Iterable[float | None]) -> int:
+    """Decimals of a column as the paper prints it."""
+    return max((len(f"{value:g}".partition(".")[2]) for value in values if value is not None), default=1)
+
+
+def _cell(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:,.{digits}f}"
+
+
+def _eflop(value: float) -> str:
+    return f"{value:.0f}" if value >= 10 else f"{value:.1f}" if value >= 1 else f"{value:.2f}"
+
+
+def _notes(table: PublishedTable, rows: Sequence[PublishedRow]) -> list[str]:
+    lines = [f"Source: {table.source}." + (f" {table.note[0].upper()}{table.note[1:]}." if table.note else "")]
+    elsewhere: dict[str, list[str]] = {}
+    for row in rows:
+        if row.published.source != table.source:
+            elsewhere.setdefault(row.published.source, []).append(f"`{row.label}`")
+    lines += [f"Source of {', '.join(labels)}: {source}." for source, labels in elsewhere.items()]
+    lines += [f"`{row.label}`: {row.published.note}." for row in rows if row.published.note]
+    return [f"- {line}" for line in lines]
+
+
+def classifiers(table: PublishedTable, rows: Sequence[PublishedRow], runs: Sequence[Run]) -> list[str]:
+    """Lines of a table of networks that are trained to classify."""
+    all_published = [row.published for row in table.rows]
+    sizes, flops = _digits(p.params_m for p in all_published), _digits(p.gflops for p in all_published)
+    first, second = (_digits(x for p in all_published for x in getattr(p, key).values()) for key in ("top1", "top5"))
+    several, top5 = len(table.data) > 1, any(p.top5 for p in all_published)
+    lines: list[Sequence[str]] = [(
+        "network", *(["data"] if several else []), "params M", "published", "GFLOPs", "published", "top-1 %, published",
+        *(["top-5 %, published"] if top5 else []), "top-1 %, ours", "recipe", "epochs", "cost, EFLOP")]
+    commands: dict[str, list[str]] = {}
+    for row in rows:
+        for data in row.recipes:
+            counts, published, (epochs, eflop) = counted(row, data), row.published, cost(row, data)
+            gflops = (counts.flops_paper if table.counting == "paper" else counts.flops_profiler) / 1e9
+            lines.append((
+                row.label, *([data] if several else []),
+                _cell(counts.params / 1e6, sizes + 1), _cell(published.params_m, sizes), _cell(gflops, flops + 1),
+                _cell(published.gflops, flops), _cell(published.top1.get(data), first),
+                *([_cell(published.top5.get(data), second)] if top5 else []), ours(row, data, runs),
+                f"`{options(row, data).removeprefix('--recipe ')}`", str(epochs), _eflop(eflop)))
+            commands.setdefault(trainer(row, data), []).append(row.label)
+    block = [f"{command} --recipe RECIPE" + (f"    # {', '.join(labels)}" if len(labels) < len(rows) else "")
+             for command, labels in commands.items()]
+    return [markdown(lines), "", *_notes(table, rows), "", "```sh", *block, "```"]
+
+
+def detectors(table: PublishedTable, rows: Sequence[PublishedRow], runs: Sequence[Run]) -> list[str]:
+    """Lines of the table of detectors."""
+    lines: list[Sequence[str]] = [("backbone", "params M, published", "GFLOPs, published", "mAP", "AP50", "AP75")]
+    for row in rows:
+        lines.append((row.label, _cell(row.published.params_m, 1), _cell(row.published.gflops, 0),
+                      *(_cell(ap, 1) for ap in row.figures["ap"])))
+    return [markdown(lines), "", *_notes(table, rows)]
+
+
+def attention_cost(table: PublishedTable, rows: Sequence[PublishedRow], runs: Sequence[Run]) -> list[str]:
+    """Lines of the AA paper's table of what attention costs, by stage and in all."""
+    lines: list[Sequence[str]] = [("", "maps, KiB", "published, KB", "parameters", "published", "MFLOPs", "published")]
+    for row in rows:
+        branches = counted(row, "ImageNet").branches
+        stage = [branch for branch in branches if branch.layer.startswith(f"{row.name}.")]
+        if stage:
+            label, measured = f"{row.name}, one of {len(stage)} layers", [
+                stage[0].map_bytes, stage[0].params, stage[0].flops_profiler]
+        elif row.name == "training":
+            label, measured = "all, training", [training_map_bytes(branches), sum(b.params for b in branches),
+                                                sum(b.flops_profiler for b in branches)]
+        else:
+            label, measured = "all, inference", [inference_map_bytes(branches), None, None]
+        maps, params, flops = measured
+        published = row.figures
+        lines.append((label, _cell(maps / 1024, 2), _cell(published["map_kb"], _digits([published["map_kb"]])),
+                      _cell(params, 0), _cell(published.get("branch_params"), 0), _cell(flops and flops / 1e6, 1),
+                      _cell(published.get("mflops"), 0)))
+    return [markdown(lines), "", *_notes(table, rows),
+            "- Maps are those of dense attention in bfloat16. Our kernels keep fewer: `ea-vision memory`.",
+            "- `ea-vision summary aa_resnet50 --layers` gives every branch."]
+
+
+def probes(table: PublishedTable, rows: Sequence[PublishedRow], runs: Sequence[Run]) -> list[str]:
+    """Lines of the EA paper's table of networks that see one map alone."""
+    lines: list[Sequence[str]] = [("network", *(f"layer {layer}, published" for layer in rows[0].figures["layers"]),
+                                   "ours")]
+    for row in rows:
+        lines.append((row.label, *(_cell(top1, 2) for top1 in row.figures["layers"].values()), "not run"))
+    layers = ",".join(map(str, rows[0].figures["layers"]))
+    command = (f"ea-vision probe --model RUN_OF_AA,RUN_OF_EA --layers {layers} --dataset folder --data-dir DIR "
+               "--device cuda -o probe")
+    return [markdown(lines), "", *_notes(table, rows),
+            "- Top-1 in percent. The command needs both networks trained on ImageNet. What the probe finds on CIFAR-10 "
+            "is among the [experiments](experiments.md#the-probe).", "", "```sh", command, "```"]
+
+
+RENDERERS: dict[str, Callable[[PublishedTable, Sequence[PublishedRow], Sequence[Run]], list[str]]] = {
+    "detection": detectors, "attention-cost": attention_cost, "probe": probes}
+
+
+def section(table: PublishedTable, rows: Sequence[PublishedRow], runs: Sequence[Run]) -> str:
+    """A table, or some of its rows, under its heading."""
+    lines = RENDERERS.get(table.name, classifiers)(table, rows, runs)
+    return "\n".join([f"## {table.title}: `{table.name}`", "", *lines])
+
+
+def page(runs: Sequence[Run]) -> str:
+    """The whole page."""
+    tables = published_tables().values()
+    networks = to_table([summarise(name) for name in list_networks()])
+    return "\n\n".join([TEXT, *(section(table, table.rows, runs) for table in tables), f"{ALL}\n\n{networks}",
+                        MISSING]) + "\n"
+
+
+def chosen(names: Sequence[str], runs: Sequence[Run]) -> str:
+    """The rows of some networks or tables, and the commands that would train them.
+
+    Raises:
+        UsageError: a name of no network and no table.
+    """
+    tables = published_tables()
+    known = {*tables, *(row.model for table in tables.values() for row in table.rows)}
+    for name in names:
+        if name not in known:
+            raise UsageError(f"no row of a paper's table is called {name!r}; {near_matches(name, known, 'names')}")
+    parts = []
+    for table in tables.values():
+        rows = [row for row in table.rows if table.name in names or row.model in names]
+        if not rows:
+            continue
+        parts.append(section(table, rows, runs))
+        commands = []
+        for row in rows:
+            for data in row.recipes:
+                epochs, eflop = cost(row, data)
+                commands += [f"# {row.label}, {data}: {epochs} epochs, {_eflop(eflop)} EFLOP",
+                             f"{trainer(row, data)} {options(row, data)}"]
+        if commands:
+            parts.append("\n".join(commands))
+    return "\n\n".join(parts) + "\n"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="networks or tables (default: the whole page)")
+    parser.add_argument("--runs", type=Path, nargs="+", default=[], metavar="DIR",
+                        help="folders with run folders, at any depth; complete runs on the papers' data are shown")
+    args = parser.parse_args(argv)
+    runs = [*shipped_runs(), *(run for folder in args.runs for run in runs_in(folder))]
+    print(chosen(args.names, runs) if args.names else page(runs), end="")
+    return 0
