@@ -39,6 +39,7 @@ GROUPS = {  # command: (module whose main(argv) runs it, what it does)
         "ablation": ("ea_vision.measure.ablation", "shares of attention, positions: sizes beside the published ones"),
         "benchmark": ("ea_vision.measure.speed", "training and inference speed and memory of networks side by side"),
         "memory": ("ea_vision.measure.memory", "what a training step needs, by layer"),
+        "kernel-figures": ("ea_vision.measure.kernel_figures", "what the compiler makes of the kernels, without a GPU"),
     },
     "data": {
         "write-ffcv": ("ea_vision.data.write_ffcv", "write images into an FFCV file"),

@@ -43,7 +43,9 @@ Choices:
 
 import importlib.util
 import os
-from typing import NamedTuple
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -207,12 +209,44 @@ def _programs(q: Tensor, blocks: int = 1) -> int:
     return q.shape[0] * -(-q.shape[2] // (blocks * LOOPED))
 
 
+class Launch(NamedTuple):
+    """One launch of a kernel: what it is called with, and how many programs there are."""
+
+    kernel: Any
+    args: tuple
+    constants: dict[str, Any]
+    programs: int
+    num_warps: int
+    num_stages: int
+
+    def run(self) -> None:
+        self.kernel[self.programs,](
+            *self.args, **self.constants, num_warps=self.num_warps, num_stages=self.num_stages)
+
+
+_recorded: list[list[Launch]] = []
+
+
+@contextmanager
+def launches_recorded() -> Iterator[list[Launch]]:
+    """Inside the `with` block kernels are not run but put on the list, which is yielded."""
+    _recorded.append([])
+    try:
+        yield _recorded[-1]
+    finally:
+        _recorded.pop()
+
+
 def _launch(kernel, q: Tensor, sizes: dict, *args, queries: int = 1, keys: int = 1, **flags) -> None:
     """One program for each image and block of pixels. A tile has queries x keys, in units of LOOPED."""
     values = {**sizes, **flags, "I": queries * LOOPED, "J": keys * LOOPED}
     constants = {name: values[name] for name in kernel.arg_names if name in values}
-    kernel[_programs(q, max(queries, keys)),](
-        *args, **constants, num_warps=WARPS, num_stages=1 if q.dtype == torch.float32 else 2)
+    launch = Launch(kernel, args, constants, _programs(q, max(queries, keys)), WARPS,
+                    1 if q.dtype == torch.float32 else 2)
+    if _recorded:
+        _recorded[-1].append(launch)
+    else:
+        launch.run()
 
 
 def _strides(*tensors: Tensor) -> tuple[list[int], int]:
@@ -245,8 +279,7 @@ def _evolve(q, k, v, table, maps, weight, bias, gates, shares, scale, sizes, *, 
         CONV_ROW=conv.row, MAPS_ROW=kept.row, OWN_ROW=own.row, DROP=dropout_p > 0 and out is not None)
 
 
-@torch.library.custom_op("ea_vision::triton_attention_forward", mutates_args=())
-def _forward(
+def _run_forward(
         q: Tensor, k: Tensor, v: Tensor, height_rel: Tensor | None, width_rel: Tensor | None,
         prev_logits: Tensor | None, weight: Tensor | None, bias: Tensor | None, gates: Tensor | None,
         seed: Tensor | None, alpha: float, beta: float, predict: bool, scale: float, dropout_p: float, height: int,
@@ -271,6 +304,9 @@ def _forward(
     return out, q.new_empty(0) if logits is None else logits.permute(0, 3, 1, 2), lse
 
 
+_forward = torch.library.custom_op("ea_vision::triton_attention_forward", _run_forward, mutates_args=())
+
+
 @_forward.register_fake
 def _(q, k, v, height_rel, width_rel, prev_logits, weight, bias, gates, seed, alpha, beta, predict, scale, dropout_p,
       height, width, need_logits):
@@ -283,8 +319,7 @@ def _contiguous(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
 
 
-@torch.library.custom_op("ea_vision::triton_attention_backward", mutates_args=())
-def _backward(
+def _run_backward(
         d_out: Tensor, d_logits: Tensor | None, q: Tensor, k: Tensor, v: Tensor, height_rel: Tensor | None,
         width_rel: Tensor | None, prev_logits: Tensor | None, weight: Tensor | None, bias: Tensor | None,
         gates: Tensor | None, seed: Tensor | None, logits: Tensor | None, out: Tensor, lse: Tensor, alpha: float,
@@ -394,6 +429,9 @@ def _backward(
     return d_q, d_k, d_v, d_height, d_width, d_maps, d_weight, d_bias, d_gates
 
 
+_backward = torch.library.custom_op("ea_vision::triton_attention_backward", _run_backward, mutates_args=())
+
+
 @_backward.register_fake
 def _(d_out, d_logits, q, k, v, height_rel, width_rel, prev_logits, weight, bias, gates, seed, logits, out, lse, alpha,
       beta, predict, scale, dropout_p, height, width):
@@ -429,3 +467,19 @@ def _differentiate(ctx, d_out, d_logits, d_lse):
 
 
 _forward.register_autograd(_differentiate, setup_context=_keep)
+
+
+def launches_of(
+        q: Tensor, k: Tensor, v: Tensor, height_rel: Tensor | None, width_rel: Tensor | None,
+        prev_logits: Tensor | None, weight: Tensor | None, bias: Tensor | None, alpha: float, beta: float, *,
+        predict: bool, scale: float, feat_size: tuple[int, int], gates: Tensor | None = None, dropout_p: float = 0.0,
+        seed: Tensor | None = None,
+) -> list[Launch]:
+    """What `attend` launches for these arguments, forward and backward, logits needed; nothing is run."""
+    inputs = (q, k, v, height_rel, width_rel, prev_logits, weight, bias, gates, seed)
+    options = (alpha, beta, predict, scale, dropout_p, *feat_size)
+    with launches_recorded() as launches:
+        out, logits, lse = _run_forward(*inputs, *options, True)
+        _, mixing = _shares(prev_logits is not None, weight is not None, alpha, beta, predict, gates is not None)
+        _run_backward(out, logits, *inputs, logits if mixing is None else None, out, lse, *options)
+    return launches

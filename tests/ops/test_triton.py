@@ -1,14 +1,12 @@
 """The Triton kernels against the readable torch in float64: on a CUDA device, else in Triton's interpreter.
 
-The interpreter must be asked for before Triton is imported, so this file runs itself again in a process of its own; the
-compiler, which needs no GPU, gets another.
+The interpreter must be asked for before Triton is imported, so this file runs itself again in a process of its own.
+What the compiler, which needs no GPU, makes of the kernels is in tests/measure/test_kernel_figures.py.
 """
 import importlib.util
 import os
-import re
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from unittest import mock
 
@@ -288,76 +286,3 @@ def test_reason_on_the_cpu():
         pytest.skip("the interpreter runs there")
     q = torch.zeros(1, 4, 6, 4)
     assert "CUDA device" in ours.reason_against(q, q, q, None, None)
-
-
-# What to compile, without a GPU: compute capability, dtype, K, (H, W), D, E, PA?, logits needed?, gates?, dropout
-COMPILED = (
-    (90, torch.bfloat16, 8, (14, 14), 20, 3, False, True, None, 0.0),  # EA-ResNet-50
-    (80, torch.float16, 4, (8, 8), 64, 64, True, False, None, 0.2),  # PA-Conv-Transformer
-    (80, torch.bfloat16, 3, (1, 197), 64, 64, False, True, (0.0, 0.0), 0.0),  # ea_vit_tiny
-)
-
-
-def compile_kernels(capability, dtype, K, size, D, E, predict, need_logits, gates, dropout_p):
-    """Compiles what a layer would launch, forward and backward, to machine code; asserts what it may use."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    from ea_vision.ops import triton_kernels
-
-    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
-    types = {torch.int64: "*i64", torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
-    seen = []
-
-    class Recorder:
-        def __init__(self, kernel):
-            self.kernel, self.arg_names = kernel, kernel.arg_names
-
-        def __getitem__(self, grid):
-            return self.compile
-
-        def compile(self, *args, num_warps, num_stages, **constants):
-            signature, known = dict.fromkeys(constants, "constexpr"), {}
-            for i, (name, x) in enumerate(zip(self.arg_names, args, strict=False)):
-                if isinstance(x, torch.Tensor) or (isinstance(x, int) and x % 16 == 0):
-                    known[i,] = [["tt.divisibility", 16]]
-                if isinstance(x, torch.Tensor):
-                    signature[name] = types[x.dtype]
-                elif x == 1 and isinstance(x, int):
-                    signature[name], constants[name] = "constexpr", 1
-                else:
-                    signature[name] = "fp32" if isinstance(x, float) else "i32"
-            signature = {name: signature[name] for name in self.arg_names}
-            built = triton.compile(
-                ASTSource(self.kernel, signature, constants, known), target=GPUTarget("cuda", capability, 32),
-                options={"num_warps": num_warps, "num_stages": num_stages})
-            with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-                cubin.write(built.asm["cubin"])
-                cubin.flush()
-                usage = subprocess.run(
-                    [tools / "cuobjdump", "-res-usage", cubin.name], capture_output=True, text=True, check=True).stdout
-            registers, spilled = (int(n) for n in re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
-            shared = built.metadata.shared
-            print(capability, dtype, self.kernel.__name__, f"{registers=} {spilled=} {shared=} {num_warps=}")
-            assert "mma" in built.asm["ptx"], "the products must run on tensor cores"
-            assert spilled == 0
-            assert shared <= {80: 163, 90: 227}[capability] * 1024
-            seen.append(self.kernel.__name__)
-
-    monkeypatch = pytest.MonkeyPatch()
-    names = ("evolve", "logits_backward", "queries_backward", "keys_backward")
-    for name in names:
-        monkeypatch.setattr(triton_kernels, name, Recorder(getattr(triton_kernels, name)))
-    x = leaves(size, dtype, K=K, D=D, E=E, relative=size[0] > 1, gates=gates)
-    inputs = arguments(x, K, D, E, size, predict, need_logits, dropout_p)
-    out, logits, lse = ours._forward._init_fn(*inputs)
-    ours._backward._init_fn(out, logits if need_logits else None, *inputs[:10], None, out, lse, *inputs[10:17])
-    monkeypatch.undo()
-    assert set(seen) == set(names)
-
-
-@pytest.mark.skipif(ours.INTERPRETING, reason="needs the compiler")
-def test_compiler_accepts_the_kernels():
-    code = "from tests.ops import test_triton as t\nfor case in t.COMPILED: t.compile_kernels(*case)"
-    assert run_alone("-c", code, interpret="0").count("registers=") >= 12

@@ -1,0 +1,76 @@
+"""The figures that the compiler gives for the Triton kernels, without a GPU."""
+import importlib.util
+import os
+
+import pytest
+import torch
+
+from ea_vision.measure import kernel_figures as ours
+from ea_vision.ops import triton_attention
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("needs triton", allow_module_level=True)
+if triton_attention.INTERPRETING:
+    pytest.skip("needs Triton's compiler", allow_module_level=True)
+
+
+def check(figures):
+    """Products on tensor cores, no spills in half precision, and shared memory that the GPU has."""
+    for f in figures:
+        assert f.products > 0, f
+        assert f.shared <= (ours.CHIPS[f.capability].shared_kib - 1) * 1024, f
+        if f.dtype != "fp32":
+            assert f.spilled == 0, f
+        assert f.blocks >= 1, f
+
+
+def test_bounds_of_half_precision():
+    figures = ours.all_figures(["ea50"], ["9.0"], ["bf16"])
+    check(figures)
+    assert {f.kernel for f in figures} == {"evolve", "evolve (mixes)", "logits_backward", "queries_backward",
+                                           "keys_backward"}
+    # pa-cifar has dropout, 64 wide heads and no position of its own; ea-vit-tiny gates and 197 tokens
+    check(ours.all_figures(["pa-cifar"], ["8.0"], ["fp16"]) + ours.all_figures(["ea-vit-tiny"], ["8.0"], ["bf16"]))
+
+
+@pytest.mark.skipif(os.environ.get("EA_VISION_TEST_ALL") != "1", reason="EA_VISION_TEST_ALL=1 compiles the whole table")
+def test_bounds_of_the_whole_table():
+    check(ours.all_figures(list(ours.LAYERS), list(ours.CHIPS), list(ours.DTYPES)))
+
+
+def test_longest_loop_is_found():
+    listing = """
+        /*0000*/                   MOV R1, c[0x0][0x28] ;
+        /*0010*/                   BAR.SYNC.DEFER_BLOCKING 0x0 ;
+        /*0020*/                   HMMA.16816.F32.BF16 R4, R4, R8, RZ ;
+        /*0030*/               @P0 BRA 0x30 ;
+        /*0040*/                   FADD R1, R1, R2 ;
+        /*0050*/               @P1 BRA 0x10 ;
+        /*0060*/                   EXIT ;
+    """
+    loop = ours.loop_of(listing)
+    assert len(loop) == 5 and loop[0].startswith("BAR") and loop[-1] == "@P1 BRA 0x10"
+
+
+@pytest.mark.parametrize("chip, warps, registers, shared, blocks", (
+    ("9.0", 8, 128, 0, 2), ("9.0", 8, 129, 0, 1), ("9.0", 8, 64, 60 * 1024, 3), ("8.6", 8, 64, 49 * 1024, 2),
+    ("8.6", 8, 32, 16, 6), ("8.9", 8, 64, 60 * 1024, 1)))
+def test_blocks_of_a_multiprocessor(chip, warps, registers, shared, blocks):
+    assert ours.blocks_per_multiprocessor(ours.CHIPS[chip], warps, registers, shared) == blocks
+
+
+def test_launches_are_recorded_not_run():
+    launches = ours.launches_of(ours.LAYERS["first"], torch.bfloat16)
+    assert [x.kernel.__name__ for x in launches] == ["evolve", "logits_backward", "queries_backward", "keys_backward"]
+    assert all(x.programs == 13 for x in launches[1:3])  # 196 pixels by 16
+
+
+def test_command(capsys, tmp_path, monkeypatch):
+    table = tmp_path / "figures.csv"
+    monkeypatch.setattr(ours, "all_figures", lambda *args: [
+        ours.Figures("ea50", "evolve", "9.0", "bf16", 256, 100, 0, 2048, 2, 300, 16, 6, False)])
+    assert ours.main(["--csv", str(table)]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[1].split() == ["ea50", "evolve", "9.0", "bf16", "256", "100", "0", "2.0", "2", "16", "300", "16",
+                                  "6", "no"]
+    assert table.read_text().splitlines()[1].split(",") == printed[1].split()
