@@ -45,6 +45,7 @@ GROUPS = {  # command: (module whose main(argv) runs it, what it does)
         "write-ffcv": ("ea_vision.data.write_ffcv", "write images into an FFCV file"),
         "loaders": ("ea_vision.measure.loaders", "images per second of the loaders"),
         "make-boxes": ("ea_vision.detection.generate", "objects pasted on photos, with exact boxes, as COCO JSON"),
+        "convert-boxes": ("ea_vision.detection.convert", "Tiny-ImageNet's boxes as COCO JSON"),
     },
     "weights": {
         "export": ("ea_vision.engine.export", "export a complete run to a weights file with its card"),

@@ -1,0 +1,63 @@
+"""`ea-vision convert-boxes`: Tiny-ImageNet's files as COCO JSON, by what `CocoFolder` reads from it."""
+import pytest
+from PIL import Image
+
+from ea_vision.base.errors import exit_code
+from ea_vision.detection.coco import CocoFolder
+from ea_vision.detection.convert import main
+
+TRAIN = {"n01": ["0\t0\t63\t63", "3\t4\t10\t20"], "n02": ["9\t9\t8\t30", "5\t5\t5\t9"], "n03": ["1\t2\t3\t4"] * 2}
+VAL = ["val_0.JPEG\tn02\t0\t32\t44\t62", "val_1.JPEG\tn01\t2\t3\t4\t5"]
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    root = tmp_path / "tiny"
+    for label, boxes in TRAIN.items():
+        (root / "train" / label / "images").mkdir(parents=True)
+        (root / "train" / label / f"{label}_boxes.txt").write_text(
+            "".join(f"{label}_{i}.JPEG\t{box}\n" for i, box in enumerate(boxes)))
+        for i in range(len(boxes)):
+            Image.new("RGB", (64, 64), (90, 90, 90)).save(root / "train" / label / "images" / f"{label}_{i}.JPEG")
+    (root / "val" / "images").mkdir(parents=True)
+    (root / "val" / "val_annotations.txt").write_text("\n".join(VAL) + "\n")
+    for i in range(len(VAL)):
+        Image.new("L", (64, 64), 90).save(root / "val" / "images" / f"val_{i}.JPEG")
+    (root / "words.txt").write_text("n00\tentity\nn01\tgoldfish, Carassius\nn02\tcrane\nn03\tcrane, bird\n")
+    return root
+
+
+def test_boxes_and_names(tiny, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert main([str(tiny), str(out)]) == 0
+    assert "train.json with 6 images" in capsys.readouterr().out
+    train, val = CocoFolder(out, "train"), CocoFolder(out, "val")
+    assert train.classes == val.classes == ["goldfish", "crane (n02)", "crane (n03)"]
+    assert [target["boxes"].tolist() for _, target in train] == [
+        [[0, 0, 64, 64]], [[3, 4, 11, 21]], [], [[5, 5, 6, 10]], [[1, 2, 4, 5]], [[1, 2, 4, 5]]]
+    assert train.problems == {"box without area inside the image": [3]}
+    assert [target["labels"].tolist() for _, target in val] == [[1], [0]]
+    assert val[0][1]["boxes"].tolist() == [[0, 32, 45, 63]]
+
+
+def test_a_part_of_it_as_one_class_beside_the_images(tiny, capsys):
+    assert main([str(tiny), str(tiny), "--classes", "n03,n01", "--as-one", "object", "--per-class", "1"]) == 0
+    train, val = CocoFolder(tiny, "train"), CocoFolder(tiny, "val")
+    assert train.classes == ["object"] and [image["file_name"] for image in train.images] == [
+        "n03/images/n03_0.JPEG", "n01/images/n01_0.JPEG"]
+    assert [image["file_name"] for image in val.images] == ["images/val_1.JPEG"]
+    assert main([str(tiny), str(tiny), "--classes", "2"]) == 0
+    assert CocoFolder(tiny, "train").classes == ["goldfish", "crane"]
+
+
+def test_what_is_wrong_is_one_line(tiny, tmp_path, capsys):
+    boxes = tiny / "train" / "n02" / "n02_boxes.txt"
+    boxes.write_text("n02_0.JPEG\t1\t2\t3\n")
+    for words, message in (
+            ([str(tmp_path / "nowhere"), str(tmp_path / "out")], "must be Tiny-ImageNet's folder"),
+            ([str(tiny), str(tmp_path / "out"), "--classes", "n04"], "has no class 'n04'; did you mean"),
+            ([str(tiny), str(tmp_path / "out")], "n02_boxes.txt, line 1: 5 fields between tabs required"),
+            ([str(tiny), str(tmp_path / "out"), "--classes", "0"], "--classes must be at least 1")):
+        assert exit_code(lambda words=words: main(words)) == 2
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1
