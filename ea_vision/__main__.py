@@ -31,6 +31,7 @@ GROUPS = {  # command: (module whose main(argv) runs it, what it does)
     },
     "measure": {
         "predict": ("ea_vision.analysis.predict", "the likeliest classes of images, as text or JSON"),
+        "detect": ("ea_vision.visualize.detections", "find objects: COCO's results, pictures, what they attend to"),
         "probe": ("ea_vision.analysis.probe", "classify images from their attention maps (EA paper, table 7)"),
         "models": ("ea_vision.measure.models", "the names of our networks, their weights and what they are"),
         "faithfulness": ("ea_vision.visualize.faithfulness", "what removing the patches that maps put first does"),
@@ -49,6 +50,7 @@ GROUPS = {  # command: (module whose main(argv) runs it, what it does)
     },
     "weights": {
         "export": ("ea_vision.engine.export", "export a complete run to a weights file with its card"),
+        "export-detector": ("ea_vision.analysis.export_detector", "export a detector to ONNX or torch.export"),
     },
 }
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}

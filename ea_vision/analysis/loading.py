@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ea_vision.analysis.recording import AttentionLayer, attention_layers
 from ea_vision.base.errors import UsageError
-from ea_vision.base.networks import check_model_name, check_state_fits, load_weights, pretrained_model
+from ea_vision.base.networks import REFUSALS, check_model_name, check_state_fits, load_weights, pretrained_model
 from ea_vision.data.image_files import (
     IMAGE_FORMATS,
     IMAGE_SUFFIXES,
@@ -29,9 +29,14 @@ from ea_vision.data.image_files import (
     TooLarge,
     decode_image,
 )
+from ea_vision.detection.model import create_detector
+from ea_vision.detection.predict import Detections, detect
+from ea_vision.detection.transforms import FILL, boxes_to_square, fit_image, fitted_size
 from ea_vision.engine import checkpoint, run_folder
 
 WEIGHTS_HELP = "NAME of a timm model (pretrained where it has weights, else random), RUN folder, or a checkpoint in one"
+
+DETECTION = "detection"  # the `task` of runs of train-detection
 
 
 @dataclass
@@ -93,6 +98,47 @@ class LoadedModel:
         return (images - mean) / std
 
 
+@dataclass
+class DetectorModel(LoadedModel):
+    """A detector, which has its images fitted into a square and padded at the right and below, not cut.
+
+    classes: names of the labels. category_ids: of the labels, in COCO's results.
+    """
+
+    classes: Sequence[str] = ()
+    category_ids: Sequence[int] = ()
+
+    def prepare(self, image: Image.Image) -> Tensor:
+        """(3, S, S) in 0..1; see `ea_vision.detection.transforms.fit_image`."""
+        return fit_image(image.convert("RGB"), self.img_size[0])
+
+    def photo(self, image: Image.Image, side: int = 512) -> np.ndarray | None:
+        """(side, side, 3) uint8: the same square at the image's own resolution or with `side` pixels, whichever is
+        coarser. None where the network sees it no smaller."""
+        finer = min(max(image.size) / self.img_size[0], side / self.img_size[0])
+        if finer <= 1:
+            return None
+        whole = round(finer * self.img_size[0])
+        size = fitted_size((image.height, image.width), whole)
+        square = Image.new("RGB", (whole, whole), FILL)
+        square.paste(image.convert("RGB").resize(size[::-1], Image.Resampling.LANCZOS))
+        return np.asarray(square)
+
+    def normalize(self, images: Tensor) -> Tensor:
+        """As they are: a detector normalises them itself."""
+        return images
+
+    def detect(self, images: Sequence[Image.Image], batch_size: int = 8) -> Iterator[Detections]:
+        """What is found in RGB images of any size, in their order; see `ea_vision.detection.predict.detect`."""
+        return detect(self.model, images, batch_size)
+
+    def query_in(self, found: Detections, number: int) -> tuple[int, int]:
+        """(y, x): the pixel of the input that the middle of a box lies in."""
+        x1, y1, x2, y2 = boxes_to_square(found.boxes[number:number + 1], found.size, self.img_size[0])[0].tolist()
+        side = self.img_size[0] - 1
+        return min(int((y1 + y2) / 2), side), min(int((x1 + x2) / 2), side)
+
+
 def load_model(target: str, *, random: bool = False, img_size: tuple[int, int] | None = None, seed: int = 0,
                device: str | torch.device = "cpu", **kwargs: Any) -> LoadedModel:
     """Load NAME, RUN_FOLDER, or a checkpoint or weights file in a run folder.
@@ -113,6 +159,8 @@ def load_model(target: str, *, random: bool = False, img_size: tuple[int, int] |
         folder = folder.parent if folder.name == run_folder.SNAPSHOTS else folder
         config, run = run_folder.read_config(folder)
         label = f"{config['model']}, {folder.resolve().name}"
+        if run.get("task") == DETECTION:
+            return _load_detector(path, folder, label, random, img_size, seed, device)
         if random:
             model = _create(config["model"], seed, **run["model_kwargs"])
             label += " (untrained)"
@@ -139,6 +187,34 @@ def load_model(target: str, *, random: bool = False, img_size: tuple[int, int] |
             raise UsageError(f"{label} cannot take images of {img_size[0]}x{img_size[1]} pixels: {error}") from error
     size = img_size or input_size(model, config)
     return LoadedModel(model.eval().to(device), label, (int(size[0]), int(size[1])), config, epoch, trained)
+
+
+def _load_detector(path: Path, folder: Path, label: str, random: bool, img_size: tuple[int, int] | None, seed: int,
+                   device: str | torch.device) -> DetectorModel:
+    """See `load_model`; `path` is the run folder or a file in it."""
+    config, run = run_folder.read_config(folder, "classes", "category_ids")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            detector = create_detector(config["model"], **run["model_kwargs"])
+        except REFUSALS as error:
+            raise UsageError(f"run {folder}: detector {config['model']} refuses {run['model_kwargs']}: {error}") \
+                from error
+    size = (detector.img_size, detector.img_size)
+    if img_size not in (None, size):
+        raise UsageError(f"{label} takes images of {size[0]}x{size[1]} pixels, got {img_size[0]}x{img_size[1]}")
+    epoch = None
+    if random:
+        label += " (untrained)"
+    elif path.is_dir():
+        load_weights(detector, folder / run_folder.WEIGHTS)
+    else:
+        epoch = _load_file(detector, path)
+        label += f", {path.stem}" if epoch is None else f", epoch {epoch}"
+    data = {"mean": tuple(detector.transform.image_mean), "std": tuple(detector.transform.image_std),
+            "input_size": (3, *size), "interpolation": "bilinear", "crop_pct": 1.0}
+    return DetectorModel(detector.eval().to(device), label, size, data, epoch, not random, run["classes"],
+                         run["category_ids"])
 
 
 def input_size(model: nn.Module, config: dict[str, Any]) -> tuple[int, int]:

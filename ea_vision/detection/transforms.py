@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor
 from torchvision import tv_tensors
 from torchvision.transforms import v2
@@ -64,8 +65,13 @@ class Fit(v2.Transform):
         height, width = params["size"]
         inpt = v2.functional.resize(inpt, [height, width], antialias=True)
         padding = [0, 0, self.img_size - width, self.img_size - height]
-        fill = list(FILL) if isinstance(inpt, tv_tensors.Image) else 0
+        fill = 0 if isinstance(inpt, tv_tensors.BoundingBoxes) else list(FILL)
         return v2.functional.pad(inpt, padding, fill=fill)
+
+
+def fit_image(image: Image.Image, img_size: int) -> Tensor:
+    """What `eval_transform` makes of an image without boxes."""
+    return v2.Compose([v2.PILToTensor(), Fit(img_size), v2.ToDtype(torch.float32, scale=True)])(image)
 
 
 def fitted_size(size: tuple[int, int], img_size: int) -> tuple[int, int]:
@@ -73,10 +79,19 @@ def fitted_size(size: tuple[int, int], img_size: int) -> tuple[int, int]:
     return max(1, round(size[0] * img_size / max(size))), max(1, round(size[1] * img_size / max(size)))
 
 
+def boxes_to_square(boxes: Tensor, size: tuple[int, int], img_size: int) -> Tensor:
+    """Boxes (n, 4) x1 y1 x2 y2 on an image of `size` (H, W) -> on the square of `eval_transform`."""
+    return boxes / _pixels(boxes, size, img_size)
+
+
 def boxes_to_original(boxes: Tensor, size: tuple[int, int], img_size: int) -> Tensor:
     """Boxes (n, 4) x1 y1 x2 y2 on the square of `eval_transform` -> on the image of `size` (H, W), cut at its
     border."""
-    height, width = fitted_size(size, img_size)
-    scale = boxes.new_tensor([size[1] / width, size[0] / height] * 2)
     border = boxes.new_tensor([size[1], size[0]] * 2)
-    return torch.minimum((boxes * scale).clamp(min=0), border)
+    return torch.minimum((boxes * _pixels(boxes, size, img_size)).clamp(min=0), border)
+
+
+def _pixels(boxes: Tensor, size: tuple[int, int], img_size: int) -> Tensor:
+    """(4,): pixels of the image a pixel of the square, along x, y, x, y."""
+    height, width = fitted_size(size, img_size)
+    return boxes.new_tensor([size[1] / width, size[0] / height] * 2)

@@ -1,0 +1,71 @@
+"""Detections drawn on their images: boxes, names and scores, the boxes that are right beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib import patheffects
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from PIL import Image
+from torch import Tensor
+
+from ea_vision.base.figures import COLORS
+from ea_vision.detection.predict import Detections
+
+INCHES = 6.4  # the longer side of a single picture
+CELL = 2.2  # that of an image among several
+
+
+def draw_boxes(axes: Axes, image: Image.Image | Tensor, found: Detections, classes: Sequence[str],
+               truth: Tensor | None = None, size: str = "small") -> None:
+    """An image with the boxes that were found, each class in its colour.
+
+    Args:
+        image: PIL, or a tensor (3, H, W), uint8 or 0..1.
+        found: boxes in pixels of the image; see `Detections.above` for the sure ones.
+        truth: (n, 4), the boxes that are right, dashed and white.
+        size: of the names, in matplotlib's words.
+    """
+    pixels = np.asarray(image) if isinstance(image, Image.Image) else image.permute(1, 2, 0).cpu().numpy()
+    height, width = pixels.shape[:2]
+    axes.imshow(pixels, extent=(0, width, height, 0), interpolation="nearest" if max(width, height) < 200 else None)
+    axes.set(xlim=(0, width), ylim=(height, 0))
+    axes.axis("off")
+    rim = [patheffects.Stroke(linewidth=3, foreground="black", alpha=0.6), patheffects.Normal()]
+    for x1, y1, x2, y2 in [] if truth is None else truth.tolist():
+        axes.add_patch(Rectangle((x1, y1), x2 - x1, y2 - y1, fill=False, edgecolor="white", linewidth=1,
+                                 linestyle="--", path_effects=rim, gid="truth"))
+    for (x1, y1, x2, y2), score, label in reversed(list(zip(
+            found.boxes.tolist(), found.scores.tolist(), found.labels.tolist(), strict=True))):  # the surest on top
+        color = COLORS[label % len(COLORS)]
+        axes.add_patch(Rectangle((x1, y1), x2 - x1, y2 - y1, fill=False, edgecolor=color, linewidth=1.8,
+                                 path_effects=rim, gid="found"))
+        above = y1 > 0.06 * height  # else the name goes inside
+        axes.text(x1, y1, f"{classes[label]} {score:.2f}", fontsize=size, color="white", ha="left",
+                  va="bottom" if above else "top", clip_on=True,
+                  bbox=dict(boxstyle="square,pad=0.15", facecolor=color, edgecolor="none", alpha=0.9))
+
+
+def picture(image: Image.Image | Tensor, found: Detections, classes: Sequence[str]) -> Figure:
+    """One image, without a margin."""
+    height, width = found.size
+    scale = INCHES / max(height, width)
+    figure = Figure(figsize=(max(1.0, width * scale), max(1.0, height * scale)))
+    draw_boxes(figure.add_axes((0, 0, 1, 1)), image, found, classes)
+    return figure
+
+
+def gallery(images: Sequence[Image.Image | Tensor], found: Sequence[Detections], classes: Sequence[str],
+            truths: Sequence[Tensor] | None = None, columns: int = 4) -> Figure:
+    """Several images in rows; with `truths` the boxes that are right are dashed."""
+    rows = -(-len(images) // columns)
+    figure = Figure(figsize=(CELL * columns, CELL * rows), layout="constrained")
+    cells = figure.subplots(rows, columns, squeeze=False).ravel()
+    for axes in cells[len(images):]:
+        axes.axis("off")
+    for index, (image, one) in enumerate(zip(images, found, strict=True)):
+        draw_boxes(cells[index], image, one, classes, None if truths is None else truths[index], "xx-small")
+    return figure
