@@ -217,6 +217,13 @@ def _load_detector(path: Path, folder: Path, label: str, random: bool, img_size:
                          run["category_ids"])
 
 
+def check_classifies(model: LoadedModel) -> None:
+    """Raise UsageError for a detector, where classes of whole images are asked for."""
+    if isinstance(model, DetectorModel):
+        raise UsageError(f"a network that classifies images is required, and {model.label} finds objects in them "
+                         "(ea-vision detect)")
+
+
 def input_size(model: nn.Module, config: dict[str, Any]) -> tuple[int, int]:
     """(height, width) in pixels that a network is built for; of one that says none, what its configuration says."""
     own = getattr(model, "img_size", None) or getattr(getattr(model, "patch_embed", None), "img_size", None)

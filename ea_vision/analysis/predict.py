@@ -20,6 +20,7 @@ import torch
 from ea_vision.analysis.loading import (
     WEIGHTS_HELP,
     LoadedModel,
+    check_classifies,
     class_names_of,
     find_images,
     load_model,
@@ -98,6 +99,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.json not in (None, "-"):
         create(Path(args.json).parent)
     loaded = load_model(args.model, img_size=parse_size(args.img_size), device=choose_device(args.device))
+    check_classifies(loaded)
     if not loaded.trained or not loaded.model.num_classes:
         lacking = "weights" if not loaded.trained else "classifier"
         raise UsageError("a run folder or a model with trained weights and a classifier is required (`ea-vision models "

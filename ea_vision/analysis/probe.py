@@ -27,7 +27,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ea_vision.analysis.loading import WEIGHTS_HELP, LoadedModel, load_model, parse_layers, parse_size, positive
+from ea_vision.analysis.loading import (
+    WEIGHTS_HELP,
+    LoadedModel,
+    check_classifies,
+    load_model,
+    parse_layers,
+    parse_size,
+    positive,
+)
 from ea_vision.analysis.probe_maps import MapSource, extract_maps, set_batch_statistics, shuffled_in_space
 from ea_vision.analysis.probe_network import ProbeRecipe, train_probe
 from ea_vision.analysis.probe_results import PUBLISHED, Result, results_csv, results_figure, results_table
@@ -205,6 +213,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                          seed=options.seed)
     targets = options.model.split(",")
     models = [load_model(target, img_size=size, device=device) for target in targets]
+    for model in models:
+        check_classifies(model)
     sources = [chosen_maps(options, model) for model in models]
     journal = Journal(Path(options.output))
     results, fingerprints = [], {}

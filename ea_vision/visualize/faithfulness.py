@@ -26,7 +26,15 @@ from ea_vision.analysis.faithfulness import (
     rows_csv,
     rows_table,
 )
-from ea_vision.analysis.loading import WEIGHTS_HELP, LoadedModel, load_model, parse_layers, parse_size, positive
+from ea_vision.analysis.loading import (
+    WEIGHTS_HELP,
+    LoadedModel,
+    check_classifies,
+    load_model,
+    parse_layers,
+    parse_size,
+    positive,
+)
 from ea_vision.analysis.patch_rankings import (
     CAMS,
     KINDS,
@@ -242,6 +250,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UsageError(f"--img-size must be one number here, got {options.img_size!r}")
     targets = options.model.split(",")
     models = distinct([load_model(target, img_size=size, device=device) for target in targets])
+    for model in models:
+        check_classifies(model)
     subjects = [Subject(target, model, options, device) for target, model in zip(targets, models, strict=True)]
     output = Path(options.output)
     create(output)

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 from torch import Tensor, nn
 
-from ea_vision.analysis.loading import LoadedModel, parse_layers
+from ea_vision.analysis.loading import LoadedModel, check_classifies, parse_layers
 from ea_vision.analysis.recording import AttentionLayer, AttentionMaps, attention_layers
 from ea_vision.base.errors import UsageError
 from ea_vision.visualize.drawing import (
@@ -90,6 +90,7 @@ def plot_jacobian(
 def _look_at(model: LoadedModel, image: Image.Image | Tensor, target: int | None, layers: Sequence[AttentionLayer],
              ) -> tuple[Recording, np.ndarray, int]:
     """The maps of layers, the Jacobian (H, W) and its class."""
+    check_classifies(model)
     x = as_input(model, image)
     device = next(model.model.parameters()).device
     with evaluating(model.model):

@@ -27,7 +27,7 @@ from PIL import Image
 from torch import Tensor
 
 import ea_vision
-from ea_vision.analysis.loading import LoadedModel
+from ea_vision.analysis.loading import DetectorModel, LoadedModel
 from ea_vision.analysis.recording import AttentionLayer, LayerMaps, prefix_names
 from ea_vision.base.errors import UsageError
 
@@ -37,6 +37,7 @@ MODULES = ("bytes.js", "maps.js", "colours.js", "state.js", "draw.js", "kept.js"
 STORED_PARTS = ("attn", "logits", "conv_logits", "prev_logits", "self_logits")  # what is left out first comes last
 COLOUR_MAPS = ("viridis", "cividis", "magma", "gray")
 MEGABYTE = 1_000_000
+MOST_OBJECTS, LEAST_SCORE = 9, 0.3  # of a detector's
 PHOTO_SIDE = 384  # pixels of a photo, which is shown with up to 320
 
 
@@ -177,7 +178,8 @@ class Explorer:
         streams, places = pack({layer.number: self._arrays(layer) for layer in maps.values()})
         return {
             **self._photos(model, image, prepared),
-            "predictions": self._predictions(output[0].float(), self.class_names[index]),
+            "predictions": (_objects(output[0], model.classes) if isinstance(model, DetectorModel) else
+                            self._predictions(output[0].float(), self.class_names[index])),
             "featSizes": {layer.number: layer.feat_size for layer in maps.values()},
             "places": places,
             "streams": streams,
@@ -201,6 +203,13 @@ class Explorer:
         top = logits.softmax(-1).topk(min(3, logits.numel()))
         return [{"name": names[index] if names else f"class {index}", "probability": round(probability, 6)}
                 for index, probability in zip(top.indices.tolist(), top.values.tolist(), strict=True)]
+
+
+def _objects(found: dict[str, Tensor], classes: Sequence[str]) -> list[dict[str, Any]]:
+    """The surest objects that a detector found: name, probability, and box, x1 y1 x2 y2 in pixels of the input."""
+    rows = zip(*(found[key].tolist() for key in ("boxes", "scores", "labels")), strict=True)
+    return [{"name": classes[label], "probability": round(score, 6), "box": [round(side, 2) for side in box]}
+            for box, score, label in rows if score >= LEAST_SCORE][:MOST_OBJECTS]
 
 
 def fit(entries: Sequence[dict[str, Any]], max_mb: float) -> list[str]:

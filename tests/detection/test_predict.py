@@ -8,6 +8,7 @@ import torch
 from matplotlib.figure import Figure
 from PIL import Image
 
+from ea_vision import __main__ as commands
 from ea_vision.analysis.loading import DetectorModel, load_model, parse_layers
 from ea_vision.base.errors import exit_code
 from ea_vision.detection.draw import draw_boxes, gallery, picture
@@ -156,6 +157,16 @@ def test_ids_of_a_coco_json_and_a_broken_image(run, photos, tmp_path, capsys):
     assert main(words) == 1
     said = capsys.readouterr()
     assert {row["image_id"] for row in json.loads(said.out)} == {51} and f"{broken} is not an image" in said.err
+
+
+@pytest.mark.parametrize("command, words", [
+    ("predict", ["RUN", "PHOTO"]), ("jacobian", ["--model", "RUN", "PHOTO"]), ("faithfulness", ["--model", "RUN"]),
+    ("probe", ["--model", "RUN", "--layers", "6"])])
+def test_commands_that_need_classes_of_images_say_so(run, photos, command, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    filled = [{"RUN": str(run), "PHOTO": str(photos / "wide.png")}.get(word, word) for word in words]
+    assert commands.run(command, filled) == 2
+    assert "a network that classifies images is required, and ea_aa_resnet34, mine finds" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words, message", [

@@ -22,6 +22,8 @@ from ea_vision.analysis.recording import PARTS as RECORDED_PARTS
 from ea_vision.analysis.recording import attention_layers
 from ea_vision.visualize.page import Explorer, build_page
 from ea_vision.visualize.page_server import PageServer
+from ea_vision.visualize.recordings import record
+from tests.detection.tiny import tiny_run
 
 from .conftest import picture
 from .test_explore import BROKEN, good_image
@@ -614,3 +616,40 @@ def test_class_tokens_and_registers_are_queries(open_page, tmp_path):
     values = np.array(tile(again, 0, 2, 0)["values"])
     assert np.abs(values - maps[2].attn[0, 0, 1, 3:].double().numpy()).max() < 1e-2
     assert state(open_page("#query=reg3", url=path.as_uri()))["queries"][0] == [16, 16]
+
+
+def test_a_click_on_a_found_object_makes_its_middle_the_query(open_page, tmp_path):
+    tiny_run(tmp_path / "run")
+    model = load_model(str(tmp_path / "run"))
+    layers = attention_layers(model.model)[-2:]
+    made = Explorer([model], [layers], None, ("attn",), [None])
+    entry = made.view("photo.png", picture(0, (90, 60)))
+    path = tmp_path / "page.html"
+    path.write_text(build_page(made, [entry]))
+
+    [found] = model.detect([picture(0, (90, 60))])
+    objects = entry["models"][0]["predictions"]
+    sure = found.above(0.3)
+    assert [row["name"] for row in objects] == [model.classes[label] for label in sure.labels.tolist()[:9]]
+    page = open_page(url=path.as_uri())
+    buttons = page.locator(".predictions button")
+    assert buttons.all_inner_texts() == [row["name"] for row in objects] and len(objects) > 2
+    for number in (2, 0):
+        buttons.nth(number).click()
+        settle(page)
+        query = model.query_in(found, number)
+        assert state(page)["queries"] == [list(query)] and state(page)["pinned"]
+    recording = record(model, picture(0, (90, 60)), layers)
+    for layer in layers:
+        shown = np.array(tile(page, 0, layer.number, 1)["values"]).reshape(recording.maps[layer.number].feat_size)
+        uniform = 1 / shown.size
+        np.testing.assert_allclose(shown, recording.relative_map(layer.number, query, 1) * uniform, atol=0.01)
+    x1, y1, x2, y2 = (side / 64 for side in objects[0]["box"])
+    colours = page.evaluate("""([x, y]) => {
+      const canvas = document.querySelector(".photo"), left = Math.max(0, Math.round(x * canvas.width) - 3);
+      return [...canvas.getContext("2d").getImageData(left, y * canvas.height, 7, 1).data];
+    }""", [x1, (y1 + y2) / 2])
+    off = np.abs(np.array(colours).reshape(-1, 4)[:, :3] - (255, 210, 63)).max(-1)
+    assert off.min() < 50  # the box's left side
+    if SCREENSHOTS:
+        page.screenshot(path=Path(SCREENSHOTS) / "objects.png")

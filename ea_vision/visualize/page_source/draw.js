@@ -4,6 +4,7 @@ import { colourMap, cssColour } from "./colours.js";
 
 // A frame's lines from below: black and white together stand out from any ground, at 3:1 or more.
 const FRAME = [["#000", 6], ["#fff", 4], ["#e8431f", 2]];
+const BOX = [["#000", 3], ["#ffd23f", 1.5]];
 const SMALL_FRAME = [["#000", 3], ["#fff", 1]];
 const FONT = "system-ui, sans-serif";
 const GAP = 3;
@@ -60,6 +61,17 @@ export function drawPhoto(context, image, width, height, cell, [H, W]) {
   context.imageSmoothingEnabled = image.naturalWidth > 64;
   context.drawImage(image, 0, 0, width, height);
   markCell(context, 0, 0, width, height, cell, [H, W], FRAME);
+}
+
+/** Boxes of found objects, x1 y1 x2 y2 in pixels of the network's input of H x W, on a photo of width x height. */
+export function drawBoxes(context, boxes, [H, W], width, height) {
+  for (const [colour, thick] of BOX) {
+    context.strokeStyle = colour;
+    context.lineWidth = thick;
+    for (const [x1, y1, x2, y2] of boxes) {
+      context.strokeRect((x1 * width) / W, (y1 * height) / H, ((x2 - x1) * width) / W, ((y2 - y1) * height) / H);
+    }
+  }
 }
 
 /** A frame around a cell; at the picture's edges it moves inwards, so that all four sides are seen. */

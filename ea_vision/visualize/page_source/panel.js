@@ -2,7 +2,7 @@
 
 import { MEAN, Maps, measure, partName } from "./maps.js";
 import {
-  TilePainter, drawBar, drawMap, drawMissing, drawPhoto, greyCopy, shortNumber, sizeCanvas, tileGeometry,
+  TilePainter, drawBar, drawBoxes, drawMap, drawMissing, drawPhoto, greyCopy, shortNumber, sizeCanvas, tileGeometry,
 } from "./draw.js";
 import { queryName } from "./state.js";
 
@@ -105,8 +105,18 @@ export class Panel {
       layer, head, values: new Float32Array(sizes[row][0] * sizes[row][1]), range: [0, 1], cell: 0,
     })));
     this.attn = new Float32Array(Math.max(...sizes.map(([H, W]) => H * W)));
-    this.predictions.replaceChildren(...entry.predictions.map(({ name, probability }) => element("li", {},
-      element("span", {}, name), element("span", { class: "probability" }, `${(100 * probability).toFixed(1)}%`))));
+    this.predictions.replaceChildren(...entry.predictions.map((prediction) => element("li", {},
+      prediction.box ? this.objectButton(prediction) : element("span", {}, prediction.name),
+      element("span", { class: "probability" }, `${(100 * prediction.probability).toFixed(1)}%`))));
+  }
+
+  /** An object that a detector found: a click makes the middle of its box the query. */
+  objectButton({ name, box: [x1, y1, x2, y2] }) {
+    const [H, W] = this.model.imgSize;
+    const middle = [Math.min(H - 1, Math.floor((y1 + y2) / 2)), Math.min(W - 1, Math.floor((x1 + x2) / 2))];
+    const button = element("button", { type: "button", title: "the middle of its box becomes the query" }, name);
+    button.addEventListener("click", () => this.actions.pin(this.index, middle));
+    return button;
   }
 
   // ---- the query -----------------------------------------------------------------------------------------------
@@ -244,6 +254,8 @@ export class Panel {
 
     drawPhoto(sizeCanvas(this.photo, this.stageWidth, this.stageHeight), this.picture().image, this.stageWidth,
       this.stageHeight, this.finestCell(query), this.finest);
+    drawBoxes(this.photo.getContext("2d"), this.entry.predictions.flatMap(({ box }) => (box ? [box] : [])),
+      this.model.imgSize, this.stageWidth, this.stageHeight);
     this.queryText.textContent = this.queryLine(query) + (state.pinned ? " · pinned" : "");
     for (const button of this.tokens.children) {
       button.setAttribute("aria-pressed", String(button.textContent === query));
