@@ -167,6 +167,10 @@ class Beton:
     def __len__(self) -> int:
         return len(self.labels)
 
+    def mean_bytes(self) -> float:
+        """Of a stored image."""
+        return float(self.sizes.mean())
+
     def describe(self, index: int) -> str:
         return f"{self.path} {index}"
 

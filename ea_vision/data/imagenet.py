@@ -70,6 +70,10 @@ class ImageSource:
     def __len__(self) -> int:
         return len(self.dataset if self.files is None else self.files)
 
+    def mean_bytes(self) -> float:
+        """Of a stored image; 0 where timm reads them, and does not say."""
+        return 0.0 if self.files is None else float(self.files.sizes.mean())
+
     def _class_names(self, num_classes: int) -> list[str]:
         for owner in (self.reader, self.dataset):
             for attribute in ("class_to_idx", "class_name_to_idx"):

@@ -37,6 +37,7 @@ from ea_vision.data.bad_images import BadImages
 from ea_vision.engine import checkpoint, run_folder
 from ea_vision.engine.config import TrainConfig, describe_recipe, make_parser, parse, resolve
 from ea_vision.engine.curves import write_learning_curves
+from ea_vision.engine.dry_run import rehearse, report
 from ea_vision.engine.evaluate import Evaluation, evaluate
 from ea_vision.engine.preflight import preflight
 from ea_vision.engine.report import line_of, numbers_of, timm_row, write_evaluation, write_timm_results
@@ -60,6 +61,7 @@ class Task:
         options: the dataclass of its options.
         trainer: the training loop; a subclass may have another loss.
         batches_ahead: batches that a process keeps ready in main memory.
+        image_bytes: of a stored training image on average; 0: they lie in memory.
 
     Attributes:
         classes: names, in the order of the targets.
@@ -90,6 +92,7 @@ class Task:
     eval_split: str = "test"
     preprocessing: tuple[int, float, str] | None = None
     batches_ahead: int = 0
+    image_bytes: float = 0.0
 
     def __init__(self, config: TrainConfig, world: World, training: bool):
         self.config, self.world = config, world
@@ -169,12 +172,16 @@ def main(task: type[Task], argv: list[str] | None = None) -> int:
                        "(default: the model's own pretrained ones)")
     modes.add_argument("--learning-curves", metavar="RUN", nargs="+", help="draw loss and accuracy of run folders "
                        "into --output, PNG, SVG or PDF by its suffix (default: learning_curves.png)")
+    modes.add_argument("--dry-run", metavar="N", nargs="?", type=int, const=0, help="rehearse the parts of the run, "
+                       "say how long it takes on N processes (default: those started) and what memory, data rate and "
+                       "disk it needs, and keep nothing")
     familiar = parser.add_argument_group("as in timm and torchvision")
     familiar.add_argument("--amp-dtype", metavar="bfloat16|float16", help="the same as --amp with this value")
     familiar.add_argument("--test-only", action="store_true", default=False, help="the same as --evaluate, of the run "
                           "folder in --resume or --output or, without these, of --model")
     given = parse(parser, argv)
     target, weights, runs = given.pop("evaluate", ""), given.pop("weights"), given.pop("learning_curves", [])
+    rehearsed = given.pop("dry_run", None)
     amp = given.pop("amp_dtype", None)
     if amp is not None:
         if amp not in ("bfloat16", "float16"):
@@ -191,7 +198,7 @@ def main(task: type[Task], argv: list[str] | None = None) -> int:
         return evaluate_target(task, target, weights, given)
     if weights:
         raise UsageError("--weights goes with --evaluate MODEL")
-    return train(task, *resolve(task.options, given))
+    return train(task, *resolve(task.options, given), rehearsed)
 
 
 def _to_test(given: dict[str, Any]) -> str:
@@ -213,10 +220,12 @@ def _to_test(given: dict[str, Any]) -> str:
     return given["model"]
 
 
-def train(task: type[Task], config: TrainConfig, optional_kwargs: frozenset[str]) -> int:
+def train(task: type[Task], config: TrainConfig, optional_kwargs: frozenset[str], rehearsed: int | None = None) -> int:
     """Train to the end of the run that `config` describes, from where it stands; return 0.
 
-    optional_kwargs: model keywords that only the recipe asks for: a model that lacks them goes without.
+    Args:
+        optional_kwargs: model keywords that only the recipe asks for: a model that lacks them goes without.
+        rehearsed: say what the run takes on so many processes (0: those there are) instead, and keep nothing.
 
     Raises:
         UsageError: something the user can mend; nothing was written.
@@ -261,6 +270,9 @@ def train(task: type[Task], config: TrainConfig, optional_kwargs: frozenset[str]
         preflight(model, config, folder=folder, world=world, batches=len(train_loader),
                   train_images=data.train_images, eval_images=data.eval_images, classes=len(data.classes),
                   ahead=data.batches_ahead)
+        if rehearsed is not None:
+            report(rehearse(trainer, rehearsed), trainer, data.image_bytes)
+            return 0
         run = {
             "model_kwargs": kwargs, "classes": data.classes, "mean": list(form["mean"]), "std": list(form["std"]),
             "train_images": data.train_images, "eval_images": data.eval_images, "eval_split": data.eval_split,

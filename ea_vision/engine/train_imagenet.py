@@ -154,6 +154,7 @@ class ClassFolders(run.Task):
             self.fingerprint = self.train.fingerprint() + self.fingerprint
             self.earlier_fingerprint = self.train.earlier_fingerprint() + self.evaluated.earlier_fingerprint()
             self.train_images, self.describe = len(self.train), self.train.describe
+            self.image_bytes = self.train.mean_bytes()
             self.about = {"train_data": self.train.name, "eval_data": self.evaluated.name}
 
     @staticmethod

@@ -16,7 +16,6 @@ import platform
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ import timm.data
 import torch
 
 from ea_vision.base.errors import RunError, UsageError
+from ea_vision.base.tree_memory import PeakMemory
 from ea_vision.data.bad_images import BadImages
 from ea_vision.data.ffcv import BetonTrainLoader, open_beton
 from ea_vision.data.imagenet import ImageSource, ImageTrainLoader, train_transform
@@ -74,39 +74,6 @@ class TimmLoader:
 
     def batches(self, epoch: int):
         yield from self.loader
-
-
-def tree_memory(pid: int) -> int:
-    """Bytes of main memory of a process and those it started, shared pages divided among their users."""
-    total = 0
-    try:
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                total = int(line.split()[1]) * 1024
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except OSError:  # it has ended
-        return total
-    return total + sum(tree_memory(int(child)) for child in children)
-
-
-class PeakMemory:
-    """Samples `tree_memory` of this process while active; `peak` in bytes."""
-
-    def __enter__(self) -> PeakMemory:
-        self.peak, self._done = 0, threading.Event()
-        self._thread = threading.Thread(target=self._sample)
-        self._thread.start()
-        return self
-
-    def _sample(self) -> None:
-        while True:
-            self.peak = max(self.peak, tree_memory(os.getpid()))
-            if self._done.wait(1.0):
-                return
-
-    def __exit__(self, *_) -> None:
-        self._done.set()
-        self._thread.join()
 
 
 def measure(loader, seconds: float) -> dict[str, float]:

@@ -1,0 +1,47 @@
+"""Main memory of a process and of those that it started, Linux."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+
+def tree_memory(pid: int) -> int:
+    """Bytes of main memory of a process and those it started, shared pages divided among their users."""
+    total = 0
+    try:
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                total = int(line.split()[1]) * 1024
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:  # it has ended
+        return total
+    return total + sum(tree_memory(int(child)) for child in children)
+
+
+class PeakMemory:
+    """Samples `tree_memory` of this process while active; `peak` in bytes.
+
+    Args:
+        every: seconds between samples.
+    """
+
+    def __init__(self, every: float = 1.0):
+        self.every = every
+
+    def __enter__(self) -> PeakMemory:
+        self.peak, self._done = 0, threading.Event()
+        self._thread = threading.Thread(target=self._sample)
+        self._thread.start()
+        return self
+
+    def _sample(self) -> None:
+        while True:
+            self.peak = max(self.peak, tree_memory(os.getpid()))
+            if self._done.wait(self.every):
+                return
+
+    def __exit__(self, *_) -> None:
+        self._done.set()
+        self._thread.join()
