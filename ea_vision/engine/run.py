@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import random
+import socket
 import sys
 from contextlib import closing
 from pathlib import Path
@@ -47,6 +48,8 @@ from ea_vision.engine.train import Trainer
 from ea_vision.engine.whiten import every_nth, whiten
 
 log = logging.getLogger(__name__)
+# Options that may differ from node to node: where things lie, and how many hands a node has.
+OWN_OF_A_NODE = ("data_dir", "train_beton", "val_beton", "cache_dir", "output", "pretrained_path", "workers", "recipe")
 
 
 class Task:
@@ -249,6 +252,10 @@ def train(task: type[Task], config: TrainConfig, optional_kwargs: frozenset[str]
             log.warning("the same images are trained and evaluated on: the figures say how well they are fitted")
         if not config.test and data.eval_split != "held_out":
             raise UsageError("--no-test needs training images held out (--holdout) to evaluate on, got none")
+        under = provenance()
+        check_same_everywhere(world, {"data": data.fingerprint, "commit": under["git_commit"], **under["versions"],
+                                      **{name: value for name, value in config.as_dict().items()
+                                         if name not in OWN_OF_A_NODE}})
         seed_everything(config.seed)
         model, kwargs = data.create_model(optional_kwargs)
         model.to(world.device)
@@ -277,7 +284,7 @@ def train(task: type[Task], config: TrainConfig, optional_kwargs: frozenset[str]
             "model_kwargs": kwargs, "classes": data.classes, "mean": list(form["mean"]), "std": list(form["std"]),
             "train_images": data.train_images, "eval_images": data.eval_images, "eval_split": data.eval_split,
             **data.about, "data_fingerprint": data.fingerprint, "processes": world.size,
-            "hardware": hardware(world.device, world.size), "command": " ".join(sys.argv), **provenance(),
+            "hardware": hardware(world.device, world.size), "command": " ".join(sys.argv), **under,
         }
         with run_folder.locked(folder, world):
             begin_or_resume(trainer, data, run)
@@ -373,6 +380,19 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
 
 
+def check_same_everywhere(world: World, own: dict[str, Any]) -> None:
+    """Raise UsageError, on every process, unless all processes of a run, on whatever node, say the same of themselves.
+
+    own: what this process says, as text or numbers by name.
+    """
+    first, *others = world.gather({**own, "": socket.gethostname()})
+    for rank, other in enumerate(others, start=1):
+        for name in own:
+            if other[name] != first[name]:
+                raise UsageError(f"all processes must have the same {name}: process {rank} on {other['']} has "
+                                 f"{other[name]!r}, process 0 on {first['']} {first[name]!r}")
+
+
 def is_complete(folder: Path, config: TrainConfig) -> bool:
     """Whether `folder` holds this very run with all its epochs done, and resuming is wanted.
 
@@ -413,6 +433,10 @@ def begin_or_resume(trainer: Trainer, data: Task, run: dict[str, Any]) -> None:
             checkpoint.put_damaged_aside(folder, log.warning)
         world.barrier()
         found = checkpoint.newest_checkpoint(folder)
+        updates = world.gather(None if found is None else found[1]["progress"]["updates"])
+        if len(set(updates)) > 1:
+            raise UsageError(f"{folder} must be on a disk that all processes share: they find checkpoints after "
+                             f"updates {', '.join(map(str, updates))}")
     elif config.resume != "none":
         path = Path(config.resume)
         found = checkpoint.newest_checkpoint(path) if path.is_dir() else (path, _read_named(path))

@@ -1,0 +1,242 @@
+"""Two nodes: two agents of torchrun with their own addresses, in two network namespaces where this process may make
+them. Faults and what comes of them: `EA_VISION_TEST_ALL=1 pytest -s` of this file prints the table in docs/imagenet.md.
+"""
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ea_vision.base.provenance import provenance
+from ea_vision.engine import checkpoint, run, run_folder, train_imagenet
+from tests.data.photos import make_photos
+from tests.engine import runner
+from tests.engine.runner import same_result
+
+slow = pytest.mark.skipif(os.environ.get("EA_VISION_TEST_ALL") != "1", reason="EA_VISION_TEST_ALL=1: 20 s each")
+SCRIPT = Path(__file__).parents[2] / "train_imagenet.py"
+JOIN_SECONDS = 20  # that an agent waits for the other one, which torchrun takes for 600 otherwise
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    return make_photos(tmp_path_factory.mktemp("photos"))
+
+
+def arguments(photos: Path, output: Path, *more: str) -> list[str]:
+    """Ten epochs of five updates of two times four images, a checkpoint in every update."""
+    return ["--data-dir", str(photos), "--recipe", "none", "--model", "test_resnet", "--model-kwargs", "drop_rate=0.2",
+            "--img-size", "16", "--eval-resize", "20", "--batch-size", "4", "--workers", "0", "--epochs", "10",
+            "--warmup", "0", "--lr", "0.01", "--device", "cpu", "--log-steps", "0", "--checkpoint-steps", "1",
+            "--output", str(output), *more]
+
+
+# ---- in every run of the tests: what processes of different nodes say of themselves ----------------------------------
+
+
+class OtherCommit:
+    """Give the second process another commit."""
+
+    def __call__(self):
+        told = provenance()
+        if os.environ["RANK"] == "1":
+            run.provenance = lambda: {**told, "git_commit": "0" * 40}
+
+
+class OwnFolder:
+    """Give the second process a run folder that the first one does not see."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def __call__(self):
+        newest = checkpoint.newest_checkpoint
+        if os.environ["RANK"] == "1":
+            checkpoint.newest_checkpoint = lambda folder: newest(self.folder)
+
+
+@pytest.mark.parametrize("what", ["commit", "data", "option", "folder"])
+def test_nodes_that_differ_are_refused(photos, tmp_path, what):
+    log, folder = tmp_path / "log", tmp_path / "run"
+    argv, sabotage = arguments(photos, folder), None
+    message = f"all processes must have the same {what}: process 1 on"
+    if what == "commit":
+        sabotage = OtherCommit()
+    elif what == "data":
+        other = shutil.copytree(photos, tmp_path / "other")
+        next((other / "train").rglob("*.jpg")).unlink()
+        sabotage = OtherArguments(arguments(other, folder))
+    elif what == "option":
+        sabotage = OtherArguments([*argv, "--lr", "0.02"])
+        message = "all processes must have the same lr: process 1 on"
+    else:
+        codes = runner.run_world(2, [*argv, "--epochs", "1"], log, main=train_imagenet.main)
+        assert codes == [0, 0], log.read_text()
+        sabotage, message = OwnFolder(tmp_path / "empty"), "must be on a disk that all processes share"
+    codes = runner.run_world(2, [*argv, "--epochs", "2"], log, sabotage, main=train_imagenet.main)
+    assert codes == [2, 2] and message in log.read_text(), log.read_text()
+    assert (folder / checkpoint.LAST).exists() == (what == "folder")
+
+
+class OtherArguments:
+    """Give the second process another command line."""
+
+    def __init__(self, argv: list[str]):
+        self.argv = argv
+
+    def __call__(self):
+        if os.environ["RANK"] == "1":
+            parse = run.parse
+            run.parse = lambda parser, argv: parse(parser, [*self.argv, *argv[-2:]])
+
+
+# ---- two agents ------------------------------------------------------------------------------------------------------
+
+
+def _sh(command: str) -> None:
+    subprocess.run(command.split(), check=True, capture_output=True)
+
+
+@pytest.fixture(scope="module")
+def nodes():
+    """By node: what its commands begin with, its address, and its environment."""
+    if os.geteuid() == 0 and shutil.which("ip"):
+        names = [f"ea{os.getpid()}a", f"ea{os.getpid()}b"]
+        try:
+            for name in names:
+                _sh(f"ip netns add {name}")
+            _sh(f"ip link add veth0 netns {names[0]} type veth peer name veth0 netns {names[1]}")
+            for number, name in enumerate(names, start=1):
+                _sh(f"ip -n {name} addr add 10.77.0.{number}/24 dev veth0")
+                _sh(f"ip -n {name} link set veth0 up")
+                _sh(f"ip -n {name} link set lo up")
+            yield [(["ip", "netns", "exec", name], f"10.77.0.{number}", {"GLOO_SOCKET_IFNAME": "veth0"})
+                   for number, name in enumerate(names, start=1)]
+        finally:
+            for name in names:
+                subprocess.run(["ip", "netns", "del", name], capture_output=True)
+    else:
+        yield [([], f"127.0.0.{number}", {}) for number in (1, 2)]
+
+
+class Agents:
+    """Two agents of torchrun, each with one process; `start(n)` may be called again once node n is dead."""
+
+    def __init__(self, nodes, argv: list[str], log: Path):
+        self.nodes, self.argv, self.log = nodes, argv, log
+        self.running: dict[int, subprocess.Popen] = {}
+        self.first = 0
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+
+    def start(self, *numbers: int) -> None:
+        for number in numbers:
+            prefix, address, environment = self.nodes[number]
+            launch = [*prefix, sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1",
+                      "--rdzv-backend", "c10d", "--rdzv-id", "run", "--rdzv-endpoint",
+                      f"{self.nodes[0][1]}:{self.port}", "--rdzv-conf",
+                      f"is_host={str(number == 0).lower()},join_timeout={JOIN_SECONDS}", "--local-addr", address,
+                      "--max-restarts", "3", str(SCRIPT), *self.argv]
+            with open(self.log, "a") as file:
+                self.running[number] = subprocess.Popen(
+                    launch, stdout=file, stderr=file, start_new_session=True,
+                    env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parent), **environment})
+
+    def wait_for_update(self, folder: Path, number: int) -> None:
+        deadline = time.monotonic() + 300
+        while time.monotonic() < deadline:
+            try:
+                if checkpoint.read_checkpoint(folder / checkpoint.LAST)["progress"]["updates"] >= number:
+                    return
+            except checkpoint.DamagedCheckpoint:
+                pass
+            assert any(process.poll() is None for process in self.running.values()), self.log.read_text()
+            time.sleep(0.05)
+        raise AssertionError(self.log.read_text())
+
+    def kill_node(self, number: int) -> None:
+        """The agent and its trainer at once, as when a machine dies."""
+        process = self.running.pop(number)
+        for pid in self.trainers(process) + [process.pid]:
+            os.kill(pid, signal.SIGKILL)
+        process.wait()
+
+    def trainers(self, process: subprocess.Popen) -> list[int]:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        return [int(pid) for pid in children if b"train_imagenet" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+    def wait(self) -> list[int]:
+        return [self.running[number].wait(400) for number in sorted(self.running)]
+
+    def __enter__(self) -> Agents:
+        return self
+
+    def __exit__(self, *_) -> None:
+        for number in list(self.running):
+            if self.running[number].poll() is None:
+                self.kill_node(number)
+
+
+@pytest.fixture(scope="module")
+def whole(photos, nodes, tmp_path_factory):
+    """The run that nothing disturbed, and its seconds."""
+    folder, log = tmp_path_factory.mktemp("runs") / "whole", tmp_path_factory.mktemp("logs") / "log"
+    begun = time.monotonic()
+    with Agents(nodes, arguments(photos, folder), log) as agents:
+        agents.start(0, 1)
+        assert agents.wait() == [0, 0], log.read_text()
+    seconds = time.monotonic() - begun
+    print(f"\n| nothing | | {seconds:.0f} s in all |")
+    return folder, seconds
+
+
+@slow
+@pytest.mark.parametrize("fault", ["process", "second node", "first node"])
+def test_what_dies_and_comes_back_changes_nothing(photos, nodes, whole, tmp_path, fault):
+    folder, log = tmp_path / "run", tmp_path / "log"
+    begun = time.monotonic()
+    with Agents(nodes, arguments(photos, folder), log) as agents:
+        agents.start(0, 1)
+        agents.wait_for_update(folder, 12)
+        if fault == "process":
+            os.kill(agents.trainers(agents.running[1])[0], signal.SIGKILL)
+        elif fault == "second node":
+            agents.kill_node(1)
+            time.sleep(2)
+            agents.start(1)
+        else:  # where the agents meet: the other one ends, and the job is started anew
+            agents.kill_node(0)
+            assert agents.running[1].wait(120) != 0
+            agents.start(0, 1)
+        assert agents.wait() == [0, 0], log.read_text()
+    print(f"| {fault} killed | finished, weights as undisturbed | {time.monotonic() - begun - whole[1]:.0f} s more |")
+    assert "resumed from" in log.read_text()
+    same_result(folder, whole[0])
+
+
+@slow
+def test_a_node_that_does_not_come_back_ends_the_job_and_loses_nothing(photos, nodes, whole, tmp_path):
+    folder, log = tmp_path / "run", tmp_path / "log"
+    with Agents(nodes, arguments(photos, folder), log) as agents:
+        agents.start(0, 1)
+        agents.wait_for_update(folder, 12)
+        begun = time.monotonic()
+        agents.kill_node(1)
+        code = agents.running[0].wait(300)
+        seconds = time.monotonic() - begun
+        assert code != 0 and "RendezvousTimeoutError" in log.read_text()
+        print(f"| a node gone for good | the other agent ends with code {code} | after {seconds:.0f} s, "
+              f"{JOIN_SECONDS} of them join_timeout |")
+        saved = checkpoint.read_checkpoint(folder / checkpoint.LAST)["progress"]["updates"]
+        assert saved >= 12 and run_folder.read_results(folder) is None
+        agents.start(0, 1)
+        assert agents.wait() == [0, 0], log.read_text()
+    same_result(folder, whole[0])
