@@ -13,8 +13,8 @@ import timm
 import torch
 from PIL import Image
 
+from ea_vision import options
 from ea_vision.__main__ import COMMANDS, main
-from ea_vision.engine import options
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

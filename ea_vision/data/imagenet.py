@@ -169,6 +169,15 @@ def eval_transform(img_size: int, resize: int, interpolation: str = "bilinear"):
     return transforms.Compose([limited, transforms.Resize(resize, mode), transforms.CenterCrop(img_size), _pixels])
 
 
+def seed_image(seed: int, epoch: int, index: int, copy: int = 0) -> None:
+    """Seed all that an image's augmentation may draw from, by the run's seed, epoch, image and number of the copy."""
+    drawn_by = f"{seed} {epoch} {index}" + (f" {copy}" if copy else "")
+    number = int.from_bytes(hashlib.sha256(drawn_by.encode()).digest()[:8], "little") >> 1
+    random.seed(number)
+    np.random.seed(number % 2**32)
+    torch.default_generator.manual_seed(number)
+
+
 class _Decoder(Dataset):
     """In the worker processes: a list of (epoch, index, number of the copy) -> one batch."""
 
@@ -181,11 +190,7 @@ class _Decoder(Dataset):
         targets = torch.zeros(len(keys), dtype=torch.int64)
         bad = []
         for place, (epoch, index, copy) in enumerate(keys):
-            drawn_by = f"{self.seed} {epoch} {index}" + (f" {copy}" if copy else "")
-            seed = int.from_bytes(hashlib.sha256(drawn_by.encode()).digest()[:8], "little") >> 1
-            random.seed(seed)
-            np.random.seed(seed % 2**32)
-            torch.default_generator.manual_seed(seed)
+            seed_image(self.seed, epoch, index, copy)
             try:
                 image, targets[place] = self.source.read(index)
                 images[place] = self.transform(image)
@@ -219,8 +224,10 @@ def _own_random_state() -> Iterator[None]:
     np.random.set_state(numpy)
 
 
-class _Decoding:
-    """Args: mean and std of images in 0..1, per channel; batch_size: images per process; workers: processes that decode
+class DecodingLoader:
+    """What both loaders do. Images with other targets have a subclass with another `_decoder` and `_batch`.
+
+    Args: mean and std of images in 0..1, per channel; batch_size: images per process; workers: processes that decode
     for this one, 0: none; prefetch: batches that each of them prepares ahead; bad_images: gets the unreadable ones.
     """
 
@@ -234,9 +241,13 @@ class _Decoding:
         self.share = Share(len(source), batch_size, rank, world_size)
         self.device, self.seed, self.workers, self.prefetch = device, seed, workers, prefetch
 
+    def _decoder(self, transform, img_size: int) -> Dataset:
+        """What makes a batch of a list of keys: images, targets, ids and the bad ones, [(place, error)]."""
+        return _Decoder(self.source, transform, img_size, self.seed)
+
     def _decode(self, batches: list[list[tuple[int, int, int]]], transform, img_size: int) -> Iterator[tuple]:
         """Yield what the decoder makes of each batch of keys, in order; img_size: what the transform gives."""
-        decoder = _Decoder(self.source, transform, img_size, self.seed)
+        decoder = self._decoder(transform, img_size)
         if not self.workers:
             for keys in batches:
                 with _own_random_state():
@@ -255,7 +266,7 @@ class _Decoding:
         for decoded in loader:
             yield self._without_errors(*decoded)
 
-    def _without_errors(self, images: torch.Tensor, targets: torch.Tensor, ids: torch.Tensor, bad: list) -> tuple:
+    def _without_errors(self, images: torch.Tensor, targets, ids: torch.Tensor, bad: list) -> tuple:
         for place, error in bad:
             self.bad_images.add(self.source.describe(int(ids[place])), error)
         return images, targets, ids, [place for place, _ in bad]
@@ -265,7 +276,7 @@ class _Decoding:
         return Batch(normalize(images, self.mean, self.std), targets.to(self.device, non_blocking=True), ids)
 
 
-class ImageTrainLoader(_Decoding):
+class ImageTrainLoader(DecodingLoader):
     """Shuffled, augmented batches; an unreadable image is replaced by another one of its batch.
 
     Args:
@@ -295,7 +306,7 @@ class ImageTrainLoader(_Decoding):
             yield self._batch(images, targets, ids)
 
 
-class ImageEvalLoader(_Decoding):
+class ImageEvalLoader(DecodingLoader):
     """Every image once over all processes; unreadable ones are left out."""
 
     def __len__(self) -> int:
@@ -306,5 +317,6 @@ class ImageEvalLoader(_Decoding):
         for images, targets, ids, bad in self._decode(keys, self.transform, self.img_size):
             if bad:
                 good = without(len(ids), bad)
-                images, targets, ids = images[good], targets[good], ids[good]
+                targets = [targets[place] for place in good] if isinstance(targets, list) else targets[good]
+                images, ids = images[good], ids[good]
             yield self._batch(images, targets, ids)

@@ -38,6 +38,19 @@ HUBER_DELTA, HUBER_WEIGHT = 0.1, 50.0  # of the AA paper's code
 _RETINANET = ("score_thresh", "nms_thresh", "detections_per_img", "topk_candidates", "fg_iou_thresh", "bg_iou_thresh")
 
 
+class CoarseLevels(LastLevelP6P7):
+    """torchvision's P6 and P7 from P5, under autocast in the weights' own precision: of a 1x1 map with stride 2 the
+    bfloat16 weight gradients are wrong on a CPU (torch 2.11), and these two maps cost next to nothing."""
+
+    def forward(self, p: list[Tensor], c: list[Tensor], names: list[str]) -> tuple[list[Tensor], list[str]]:
+        device = p[-1].device.type
+        if not torch.is_autocast_enabled(device):
+            return super().forward(p, c, names)
+        with torch.autocast(device, enabled=False):
+            (_, *coarse), names = super().forward([p[-1].to(self.p6.weight.dtype)], c, names)
+        return [*p, *coarse], names
+
+
 class Pyramid(nn.Module):
     """A network's features at strides 8, 16 and 32, and the feature pyramid over them.
 
@@ -59,7 +72,7 @@ class Pyramid(nn.Module):
         self.positions = [len(strides) - 1 - strides[::-1].index(stride) for stride in STRIDES]
         self.body, self.out_channels = body, channels
         widths = [body.feature_info.channels()[position] for position in self.positions]
-        self.fpn = FeaturePyramidNetwork(widths, channels, extra_blocks=LastLevelP6P7(channels, channels))
+        self.fpn = FeaturePyramidNetwork(widths, channels, extra_blocks=CoarseLevels(channels, channels))
         self.norms = nn.ModuleList(nn.BatchNorm2d(channels) for _ in LEVELS) if norm else None
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
@@ -193,6 +206,10 @@ class Detector(RetinaNet):
 
     num_classes: int
     img_size: int
+
+    def no_weight_decay(self) -> set[str]:
+        """Names of the position tables, which timm's optimisers leave without weight decay."""
+        return {name for name, _ in self.named_parameters() if name.endswith(("height_rel", "width_rel"))}
 
     def forward_maps(self, images: Tensor) -> dict[str, Tensor]:
         """The network alone: normalised images (B, 3, H, W) -> {"cls_logits": (B, places * A, C), "bbox_regression":

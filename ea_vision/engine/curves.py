@@ -17,7 +17,7 @@ from ea_vision.base.errors import UsageError
 from ea_vision.base.figures import FORMATS, color_cycle, figure_bytes
 from ea_vision.base.files import atomic_write, create
 from ea_vision.engine.gates import by_share
-from ea_vision.engine.run_folder import read_config, read_gates, read_metrics
+from ea_vision.engine.run_folder import MEASURES, read_config, read_gates, read_metrics
 
 
 def write_learning_curves(folders: list[Path], output: Path) -> None:
@@ -34,8 +34,8 @@ def write_learning_curves(folders: list[Path], output: Path) -> None:
 
 
 def plot_learning_curves(folders: list[Path]) -> Figure:
-    """Training loss and top-1 over epochs, one line per run folder; below, for each run whose model has learnable
-    shares, alpha and beta of every layer.
+    """Training loss and top-1 (of a detector AP) over epochs, one line per run folder; below, for each run whose model
+    has learnable shares, alpha and beta of every layer.
 
     Raises:
         UsageError: not a run folder, or a run without a complete epoch.
@@ -43,27 +43,29 @@ def plot_learning_curves(folders: list[Path]) -> Figure:
     runs = []
     for folder in folders:
         config, run = read_config(folder, "eval_split")
-        metrics = read_metrics(folder)
+        measures = run.get("measures", MEASURES)
+        metrics = read_metrics(folder, measures)
         if not metrics["epoch"]:
             raise UsageError(f"{folder} has no complete epoch yet")
-        runs.append((f"{folder.name}: {config['model']}", run["eval_split"], metrics))
+        runs.append((f"{folder.name}: {config['model']}", run["eval_split"], metrics, measures[0]))
 
-    gates = [(label, read) for folder, (label, _, _) in zip(folders, runs, strict=True) if (read := read_gates(folder))]
+    gates = [(label, read) for folder, (label, *_) in zip(folders, runs, strict=True) if (read := read_gates(folder))]
     rows = 1 + (len(gates) + 1) // 2
     figure = Figure(figsize=(12, 4.5 * rows), layout="constrained")
     grid = figure.add_gridspec(rows, 2)
     loss_axes, accuracy_axes = (figure.add_subplot(grid[0, column]) for column in range(2))
     for number, (label, columns) in enumerate(gates):
         _plot_gates(figure.add_subplot(grid[1 + number // 2, number % 2]), label, columns)
-    for color, (label, _, metrics) in zip(cycle(color_cycle()), runs, strict=False):
+    for color, (label, _, metrics, measure) in zip(cycle(color_cycle()), runs, strict=False):
         loss_axes.plot(metrics["epoch"], metrics["train_loss"], color=color, label=label, marker=".")
-        epochs, top1 = np.array(metrics["epoch"]), np.array(metrics["top1"])
-        evaluated = ~np.isnan(top1)  # --eval-epochs leaves epochs out
-        best = f" ({top1[evaluated].max():.2f}%)" if evaluated.any() else ""
-        accuracy_axes.plot(epochs[evaluated], top1[evaluated], color=color, label=f"{label}{best}", marker=".")
-    splits = sorted({split.replace("_", "-") for _, split, _ in runs})
+        epochs, values = np.array(metrics["epoch"]), np.array(metrics[measure])
+        evaluated = ~np.isnan(values)  # --eval-epochs leaves epochs out
+        best = f" ({values[evaluated].max():.2f}%)" if evaluated.any() else ""
+        accuracy_axes.plot(epochs[evaluated], values[evaluated], color=color, label=f"{label}{best}", marker=".")
+    splits = sorted({split.replace("_", "-") for _, split, *_ in runs})
+    measures = " or ".join(sorted({NAMES.get(measure, measure) for *_, measure in runs}))
     loss_axes.set(xlabel="epoch", ylabel="training loss")
-    accuracy_axes.set(xlabel="epoch", ylabel=f"top-1 on {' or '.join(splits)} images (%)")
+    accuracy_axes.set(xlabel="epoch", ylabel=f"{measures} on {' or '.join(splits)} images (%)")
     for axes in (loss_axes, accuracy_axes):
         axes.grid(alpha=0.3)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -73,6 +75,7 @@ def plot_learning_curves(folders: list[Path]) -> Figure:
     return figure
 
 
+NAMES = {"top1": "top-1"}  # of measures, where a figure has another
 STYLES = ("-", "--", "-.", ":")
 
 

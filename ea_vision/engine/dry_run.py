@@ -23,7 +23,6 @@ import torch
 from ea_vision.base.processes import World
 from ea_vision.base.tree_memory import PeakMemory
 from ea_vision.engine import checkpoint, run_folder
-from ea_vision.engine.evaluate import evaluate
 from ea_vision.engine.preflight import GIB
 from ea_vision.engine.train import Trainer
 
@@ -57,6 +56,7 @@ class _First:
 
     def __init__(self, loader, count: int):
         self.loader, self.count = loader, count
+        self.source = getattr(loader, "source", None)  # what detections are compared with
 
     def batches(self):
         with closing(self.loader.batches()) as batches:
@@ -125,8 +125,7 @@ def _evaluation(trainer: Trainer) -> float:
 
     def timed(count: int) -> float:
         begun = time.perf_counter()
-        evaluate(trainer.best_model, _First(trainer.eval_loader, count), trainer.num_classes, world, config.amp,
-                 config.channels_last)
+        trainer.judge(trainer.best_model, _First(trainer.eval_loader, count), trainer.num_classes, world, config)
         trainer.bad_images.new.clear()
         return _slowest(world, time.perf_counter() - begun)
 

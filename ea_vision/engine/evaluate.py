@@ -39,6 +39,10 @@ class Evaluation:
     confusion: torch.Tensor
     views: Evaluation | None = None  # by the mean of several views' logits, where that was asked for
 
+    def figures(self) -> dict[str, float]:
+        """The measures of metrics.csv, in percent."""
+        return {"top1": self.top1, "top5": self.top5}
+
     def per_class(self) -> torch.Tensor:
         """Top-1 of each class in percent, nan for a class without images."""
         return 100 * self.confusion.diagonal() / self.confusion.sum(1)

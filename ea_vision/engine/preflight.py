@@ -6,6 +6,7 @@ import copy
 import logging
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -54,8 +55,16 @@ def check_disk(folder: Path, needed: int) -> int:
     return free
 
 
-def trial_step(model: nn.Module, config: TrainConfig, img_size: int, device: torch.device) -> tuple[float, int]:
+def loss_on_noise(model: nn.Module, images: torch.Tensor) -> torch.Tensor:
+    """A classifier's loss on images (B, 3, H, W), all of the first class."""
+    return F.cross_entropy(model(images).float(), torch.zeros(len(images), dtype=torch.int64, device=images.device))
+
+
+def trial_step(model: nn.Module, config: TrainConfig, img_size: int, device: torch.device,
+               loss_of: Callable[[nn.Module, torch.Tensor], torch.Tensor] = loss_on_noise) -> tuple[float, int]:
     """Make training steps on noise with a copy of the model; nothing of the run is changed by it.
+
+    loss_of: the loss of a model and images.
 
     Returns:
         Seconds per batch, computation alone, and the peak device memory in bytes (0 on a CPU).
@@ -70,14 +79,13 @@ def trial_step(model: nn.Module, config: TrainConfig, img_size: int, device: tor
         memory_format = torch.channels_last if config.channels_last else torch.contiguous_format
         trial.to(memory_format=memory_format)
         images = torch.randn(count, 3, img_size, img_size, device=device).contiguous(memory_format=memory_format)
-        targets = torch.zeros(count, dtype=torch.int64, device=device)
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(device)
         try:
             for _ in range(3 if on_gpu else 1):  # the first ones on a GPU choose algorithms
                 start = time.perf_counter()
                 with autocast(config.amp, device):
-                    loss = F.cross_entropy(trial(images).float(), targets)
+                    loss = loss_of(trial, images)
                 loss.backward()
                 loss.item()
             seconds = time.perf_counter() - start
@@ -93,11 +101,13 @@ def trial_step(model: nn.Module, config: TrainConfig, img_size: int, device: tor
 
 
 def preflight(model: nn.Module, config: TrainConfig, *, folder: Path, world: World, batches: int, train_images: int,
-              eval_images: int, classes: int, ahead: int) -> None:
+              eval_images: int, classes: int, ahead: int,
+              loss_of: Callable[[nn.Module, torch.Tensor], torch.Tensor] = loss_on_noise) -> None:
     """Check memory, disk and pace, and log what the run is going to be.
 
     Args:
         batches: of one process and epoch. ahead: batches that one process keeps ready in main memory.
+        loss_of: as `trial_step` takes it.
 
     Raises:
         UsageError: something does not fit.
@@ -108,7 +118,7 @@ def preflight(model: nn.Module, config: TrainConfig, *, folder: Path, world: Wor
     if buffers > available_memory():
         raise UsageError(f"{ahead} batches kept ready (workers x 2) need {buffers / GIB:.1f} GiB, "
                          f"{available_memory() / GIB:.1f} GiB are free: lower --workers or --batch-size")
-    seconds, peak = trial_step(model, config, img_size, world.device)
+    seconds, peak = trial_step(model, config, img_size, world.device, loss_of)
     update = config.batch_size * config.grad_accum * world.size
     lr = config.lr * update / config.lr_base_batch if config.lr_base_batch else config.lr
     where = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"

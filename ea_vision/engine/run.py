@@ -39,7 +39,6 @@ from ea_vision.engine import checkpoint, run_folder
 from ea_vision.engine.config import TrainConfig, describe_recipe, make_parser, parse, resolve
 from ea_vision.engine.curves import write_learning_curves
 from ea_vision.engine.dry_run import rehearse, report
-from ea_vision.engine.evaluate import Evaluation, evaluate
 from ea_vision.engine.preflight import preflight
 from ea_vision.engine.report import line_of, numbers_of, timm_row, write_evaluation, write_timm_results
 from ea_vision.engine.signals import StopRequest
@@ -145,6 +144,25 @@ class Task:
         if not saved or saved not in (self.fingerprint, self.earlier_fingerprint):
             raise UsageError(f"{source} was trained on other data: fingerprint {saved[:12]}, got "
                              f"{self.fingerprint[:12]}")
+
+    def model_to_evaluate(self, target: str, run: Path | None, weights: str) -> tuple[nn.Module, Path]:
+        """The model that --evaluate names, and the folder for its results; see the function of this name."""
+        return model_to_evaluate(target, run, weights, self.config, self.classes)
+
+    def write_evaluation(self, folder: Path, model: nn.Module, result, about: dict[str, Any]) -> list[Path]:
+        """Write what --evaluate leaves on disk of a result of the trainer's `judge`; return the paths."""
+        written = write_evaluation(folder, result, self.classes, about)
+        if self.preprocessing is not None and not self.same_images:
+            written += write_results_row(folder, self, model, result.top1, result.top5)
+        return written
+
+    def numbers_of(self, result) -> dict[str, Any]:
+        """A result as evaluation.json has it."""
+        return numbers_of(result)
+
+    def line_of(self, result) -> str:
+        """A result in a line."""
+        return line_of(result, self.config.tta)
 
     def check(self) -> None:
         """Raise UsageError for data that nothing can be learnt or judged from."""
@@ -276,15 +294,16 @@ def train(task: type[Task], config: TrainConfig, optional_kwargs: frozenset[str]
                                bad_images=data.bad_images, step_log=step_log, eval_split=data.eval_split)
         preflight(model, config, folder=folder, world=world, batches=len(train_loader),
                   train_images=data.train_images, eval_images=data.eval_images, classes=len(data.classes),
-                  ahead=data.batches_ahead)
+                  ahead=data.batches_ahead, loss_of=task.trainer.loss_on_noise)
         if rehearsed is not None:
             report(rehearse(trainer, rehearsed), trainer, data.image_bytes)
             return 0
         run = {
             "model_kwargs": kwargs, "classes": data.classes, "mean": list(form["mean"]), "std": list(form["std"]),
             "train_images": data.train_images, "eval_images": data.eval_images, "eval_split": data.eval_split,
-            **data.about, "data_fingerprint": data.fingerprint, "processes": world.size,
-            "hardware": hardware(world.device, world.size), "command": " ".join(sys.argv), **under,
+            "measures": list(task.trainer.measures), **data.about, "data_fingerprint": data.fingerprint,
+            "processes": world.size, "hardware": hardware(world.device, world.size),
+            "command": " ".join(sys.argv), **under,
         }
         with run_folder.locked(folder, world):
             begin_or_resume(trainer, data, run)
@@ -310,52 +329,48 @@ def evaluate_target(task: type[Task], target: str, weights: str, given: dict[str
         data = task(config, world, training=False)
         data.same_images = data.same_images if run is None else data.trained_on(run_folder.read_config(run)[1])
         data.check()
-        model, output = model_to_evaluate(target, run, weights, config, data.classes)
+        model, output = data.model_to_evaluate(target, run, weights)
         check_writable(output)
         model.to(world.device, memory_format=torch.channels_last if config.channels_last else torch.preserve_format)
-        result, plain = evaluate_weights(model, run, data.eval_loader(**data.image_form(model)), world, config)
+        result, plain = evaluate_weights(task.trainer, model, run, data.eval_loader(**data.image_form(model)), world,
+                                         config)
         if world.is_main:
             about = {"target": target, "model": config.model, "weights": weights or None, **data.about,
                      "amp": config.amp, "tta": config.tta,
-                     **({"plain_weights": numbers_of(plain)} if plain is not None else {}),
+                     **({"plain_weights": data.numbers_of(plain)} if plain is not None else {}),
                      **({"eval_split": "train"} if data.same_images else {}),
                      "data_fingerprint": data.fingerprint, **provenance()}
-            written = write_evaluation(output, result, data.classes, about)
-            if not data.same_images:
-                written += write_results_row(output, data, model, result.top1, result.top5)
-            print(f"{'fit to the training images: ' if data.same_images else ''}{line_of(result, config.tta)}")
+            written = data.write_evaluation(output, model, result, about)
+            print(f"{'fit to the training images: ' if data.same_images else ''}{data.line_of(result)}")
             if plain is not None:
-                print(f"not averaged: {line_of(plain, config.tta)}")
+                print(f"not averaged: {data.line_of(plain)}")
             print("written:", *written)
         data.bad_images.collect(world, output)
     return 0
 
 
-def evaluate_weights(model: nn.Module, run: Path | None, loader, world: World,
-                     config: TrainConfig) -> tuple[Evaluation, Evaluation | None]:
-    """Evaluate `model`, and where it is a run's whose best weights are averaged ones, the plain weights beside them.
+def evaluate_weights(trainer: type[Trainer], model: nn.Module, run: Path | None, loader, world: World,
+                     config: TrainConfig) -> tuple[Any, Any | None]:
+    """Judge `model`, and where it is a run's whose best weights are averaged ones, the plain weights beside them.
 
     Args:
-        model: as `model_to_evaluate` gives it; it has the plain weights afterwards.
+        model: as `Task.model_to_evaluate` gives it; it has the plain weights afterwards.
         run: the folder of `resolve_target`.
 
     Raises:
         UsageError: the run's best checkpoint, which has the plain weights, cannot be read.
     """
-    common = {"num_classes": model.num_classes, "world": world, "amp": config.amp,
-              "channels_last": config.channels_last, "tta": config.tta}
-    result = evaluate(model, loader, **common)
+    common = {"num_classes": model.num_classes, "world": world, "config": config, "tta": config.tta}
+    result = trainer.judge(model, loader, **common)
     best = None if run is None or not config.ema else run / checkpoint.BEST
     if best is None or not best.exists():
         return result, None
     model.load_state_dict(_read_named(best)["model"])
-    return result, evaluate(model, loader, **common)
+    return result, trainer.judge(model, loader, **common)
 
 
 def write_results_row(folder: Path, data: Task, model: nn.Module, top1: float, top5: float) -> list[Path]:
-    """Write accuracies, in percent, in the columns of timm's results files, where the data has such a row."""
-    if data.preprocessing is None:
-        return []
+    """Write accuracies, in percent, in the columns of timm's results files; the data must have such a row."""
     path = folder / run_folder.RESULTS_ROW
     write_timm_results(path, [timm_row(data.config.model, model, top1, top5, *data.preprocessing)])
     return [path]
@@ -455,7 +470,7 @@ def begin_or_resume(trainer: Trainer, data: Task, run: dict[str, Any]) -> None:
         data.check_fingerprint(state["data_fingerprint"], path)
         trainer.load(state, path)
         progress = trainer.progress
-        if progress.epoch >= config.epochs and progress.rows and math.isnan(progress.rows[-1]["top1"]):
+        if progress.epoch >= config.epochs and progress.rows and math.isnan(progress.rows[-1][trainer.measures[0]]):
             raise UsageError(f"{path} stands after epoch {progress.epoch}, which --eval-epochs left out, so --epochs "
                              f"must be more than {progress.epoch}, got {config.epochs}")
         epochs = state["config"].get("epochs", config.epochs)
@@ -484,6 +499,7 @@ def finish(trainer: Trainer, data: Task, test_loader, run: dict[str, Any]) -> No
     With --no-test the test images are left alone, and the results are those on the images held out.
     """
     config, progress, folder, eval_split = trainer.config, trainer.progress, trainer.folder, data.eval_split
+    first = trainer.measures[0]
     rows = {row["epoch"]: row for row in progress.rows}
     found: dict[str, dict[str, Any]] = {}
     for name, row in (("last", progress.rows[-1]), ("best", rows[progress.best_epoch])):
@@ -494,42 +510,48 @@ def finish(trainer: Trainer, data: Task, test_loader, run: dict[str, Any]) -> No
         if name == "best" and (tested or config.tta != "none"):
             trainer.world.barrier()
             trainer.load_weights(trainer.best_model, safetensors.torch.load_file(folder / run_folder.WEIGHTS))
-        figures = {"epoch": row["epoch"], "top1": row["top1"], "top5": row["top5"]}
+        figures = {"epoch": row["epoch"], **{name: row[name] for name in trainer.measures}}
         if config.tta != "none":
             figures["views_top1"] = round(_evaluate_best(trainer, trainer.eval_loader).views.top1, 4)
         if tested:
             result = _evaluate_best(trainer, test_loader)
-            figures = {"epoch": row["epoch"], "top1": round(result.top1, 4), "top5": round(result.top5, 4),
-                       **({"views_top1": round(result.views.top1, 4)} if result.views is not None else {}),
-                       **{f"{eval_split}_{key}": figures[key] for key in ("top1", "views_top1") if key in figures}}
+            views = {"views_top1": round(result.views.top1, 4)} if config.tta != "none" else {}
+            figures = {"epoch": row["epoch"], **{name: round(x, 4) for name, x in result.figures().items()}, **views,
+                       **{f"{eval_split}_{key}": figures[key] for key in (first, "views_top1") if key in figures}}
         found[name] = figures
     split = "test" if config.test and eval_split == "held_out" else eval_split
     images = data.eval_images if split == "held_out" else data.test_images
     results = {
         "model": config.model, "epochs": progress.epoch, "eval_split": eval_split,
-        f"{split}_images": images, f"{split}_best": found["best"], f"{split}_last": found["last"],
+        f"{split}_images": images, f"{split}_best": _written(found["best"]),
+        f"{split}_last": _written(found["last"]),
         "seconds_per_epoch": round(sum(r["seconds"] for r in progress.rows) / len(progress.rows), 3),
         "rollbacks": progress.rollbacks, "hardware": run["hardware"],
     }
     if trainer.world.is_main:
-        if split == "test":
+        if split == "test" and data.preprocessing is not None:
             write_results_row(folder, data, trainer.model, found["best"]["top1"], found["best"]["top5"])
         write_json(folder / run_folder.RESULTS, results)
     trainer.world.barrier()
-    best, last = (f"top1 {f['top1']:.2f}% top5 {f['top5']:.2f}%"
+    best, last = (trainer.text_of(f, " ")
                   + (f" ({config.tta} views {f['views_top1']:.2f}%)" if "views_top1" in f else "")
                   for f in (found["best"], found["last"]))
-    said = {"test": "test accuracy", "train": "fit to the training images", "held_out": "accuracy on images held out"}
+    said = {"test": f"test {trainer.judged}", "train": "fit to the training images",
+            "held_out": f"{trainer.judged} on images held out"}
     log.info("%s: best weights (epoch %d) %s, last weights %s", said[split], found["best"]["epoch"], best, last)
     if eval_split == "test":
         log.info("the best epoch was chosen by the test images: quote the last weights, or hold images out")
     log.info("run folder: %s", folder)
 
 
-def _evaluate_best(trainer: Trainer, loader) -> Evaluation:
+def _written(figures: dict[str, float]) -> dict[str, float | None]:
+    """Figures as JSON can have them: null for those that do not exist, such as AP of large objects where none is."""
+    return {name: None if math.isnan(value) else value for name, value in figures.items()}
+
+
+def _evaluate_best(trainer: Trainer, loader):
     config = trainer.config
-    return evaluate(trainer.best_model, loader, trainer.num_classes, trainer.world, config.amp, config.channels_last,
-                    tta=config.tta)
+    return trainer.judge(trainer.best_model, loader, trainer.num_classes, trainer.world, config, tta=config.tta)
 
 
 def resolve_target(schema: type, target: str, given: dict[str, Any]) -> tuple[Any, Path | None]:

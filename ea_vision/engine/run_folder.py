@@ -10,7 +10,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -33,8 +33,11 @@ GATES = "gates.csv"
 RESULTS_ROW = "results.csv"  # of timm's results files
 SNAPSHOTS = "snapshots"  # the folder of --snapshot-epochs
 # What config.yaml's `run` section has, as far as it is read again.
-RUN_KINDS = {"model_kwargs": dict, "classes": list, "eval_split": str, "data_fingerprint": str}
-COLUMNS = ("epoch", "step", "lr", "train_loss", "top1", "top5", "images_per_s", "seconds")
+RUN_KINDS = {"model_kwargs": dict, "classes": list, "eval_split": str, "data_fingerprint": str, "measures": list,
+             "task": str, "category_ids": list}
+MEASURES = ("top1", "top5")  # of an evaluation, in percent; another trainer may have others
+COLUMNS = ("epoch", "step", "lr", "train_loss", *MEASURES, "images_per_s", "seconds")
+CLASSIFICATION = "classification"  # what a run learns, unless its `run` section has another `task`
 
 
 def holds_run(folder: Path) -> bool:
@@ -114,9 +117,14 @@ def _require(path: Path, value: Any, kinds: dict[str, type]) -> None:
             raise UsageError(f"{path} is not that of a run: {key} must be of type {kind.__name__}, got {found}")
 
 
-def write_metrics(folder: Path, rows: list[dict[str, float]]) -> None:
-    """Write metrics.csv: one row per epoch; accuracies are nan where an epoch was not evaluated."""
-    atomic_write(folder / METRICS, csv_text(rows, COLUMNS).encode())
+def columns_with(measures: Sequence[str]) -> tuple[str, ...]:
+    """The columns of metrics.csv of a trainer with these measures."""
+    return (*COLUMNS[:4], *measures, *COLUMNS[-2:])
+
+
+def write_metrics(folder: Path, rows: list[dict[str, float]], measures: Sequence[str] = MEASURES) -> None:
+    """Write metrics.csv: one row per epoch; measures are nan where an epoch was not evaluated."""
+    atomic_write(folder / METRICS, csv_text(rows, columns_with(measures)).encode())
 
 
 def write_gates(folder: Path, rows: list[dict[str, float]]) -> None:
@@ -145,32 +153,34 @@ def read_gates(folder: Path) -> dict[str, list[float]]:
     return {name: list(column) for name, column in columns.items()}
 
 
-def read_metrics(folder: Path) -> dict[str, list[float]]:
+def read_metrics(folder: Path, measures: Sequence[str] = MEASURES) -> dict[str, list[float]]:
     """Return the columns of metrics.csv as lists of numbers.
+
+    measures: of the run's trainer, as its `run` section names them.
 
     Raises:
         UsageError: no metrics, or a file that is not ours.
     """
-    path = folder / METRICS
+    path, names = folder / METRICS, columns_with(measures)
     try:
         rows = list(csv.DictReader(path.read_text().splitlines()))
         if any(row.get(None) for row in rows):
             raise ValueError("a row is too long")
-        columns = {name: [float(row[name]) for row in rows] for name in COLUMNS}
+        columns = {name: [float(row[name]) for row in rows] for name in names}
     except OSError as error:
         raise UsageError(f"{folder} is not a run folder: it has no readable {METRICS}") from error
     except (KeyError, TypeError, ValueError, csv.Error) as error:
-        raise UsageError(f"{path} is not a metrics file of this trainer: it must have the columns {', '.join(COLUMNS)} "
+        raise UsageError(f"{path} is not a metrics file of this trainer: it must have the columns {', '.join(names)} "
                          "with a number in each") from error
-    _check_metrics(path, columns)
+    _check_metrics(path, columns, measures)
     return columns
 
 
-def _check_metrics(path: Path, columns: dict[str, list[float]]) -> None:
-    """Raise UsageError for numbers that no run writes; the accuracies are nan where --eval-epochs left an epoch out."""
+def _check_metrics(path: Path, columns: dict[str, list[float]], measures: Sequence[str]) -> None:
+    """Raise UsageError for numbers that no run writes; the measures are nan where --eval-epochs left an epoch out."""
     for name, values in columns.items():
         for value in values:
-            if name in ("top1", "top5"):
+            if name in measures:
                 possible = math.isnan(value) or 0 <= value <= 100
             elif name in ("epoch", "step"):
                 possible = 0 < value < math.inf and value == int(value)
@@ -218,19 +228,27 @@ def read_results(folder: Path) -> dict[str, Any] | None:
     return results
 
 
-def load_run(folder: Path, *needed: str) -> tuple[nn.Module, dict[str, Any], dict[str, Any]]:
+def load_run(folder: Path, *needed: str, task: str = CLASSIFICATION, create: Callable[..., nn.Module] =
+             timm.create_model) -> tuple[nn.Module, dict[str, Any], dict[str, Any]]:
     """Build the model of a run with its best weights, in eval mode; return it with the run's options and `run` section.
 
+    Args:
+        needed: what the `run` section must have, see `read_config`.
+        task: what the run must have learnt. create: what makes a model from the run's name and keywords of one.
+
     Raises:
-        UsageError: not a run folder, or weights that do not fit the model.
+        UsageError: not a run folder, a run of another task, or weights that do not fit the model.
     """
     config, run = read_config(folder, *needed)
+    found = run.get("task", CLASSIFICATION)
+    if found != task:
+        raise UsageError(f"{folder} must be a run of {task}, got one of {found}")
     weights = folder / WEIGHTS
     if not weights.exists():
         raise UsageError(f"run {folder} has no {WEIGHTS} yet: it appears with the first evaluated epoch")
     check_model_name(config["model"])
     try:
-        model = timm.create_model(config["model"], **run["model_kwargs"])
+        model = create(config["model"], **run["model_kwargs"])
     except REFUSALS as error:
         raise UsageError(f"run {folder}: model {config['model']} refuses {run['model_kwargs']}: {error}") from error
     load_weights(model, weights)

@@ -12,10 +12,11 @@ import dataclasses
 import logging
 import math
 import time
+from collections.abc import Callable, Mapping
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +39,7 @@ from ea_vision.engine.evaluate import NonFiniteLoss, autocast, evaluate
 from ea_vision.engine.gates import GateRamp, by_share, gate_values
 from ea_vision.engine.logit_scale import classifier_names, scaled
 from ea_vision.engine.optimizer import build_optimizer, hyperparameters, load_optimizer
+from ea_vision.engine.preflight import loss_on_noise
 from ea_vision.engine.schedules import build_schedule
 from ea_vision.engine.signals import StopRequest
 from ea_vision.engine.step_log import StepLog, memory_mib
@@ -57,7 +59,7 @@ class Progress:
     images: int = 0
     seconds: float = 0.0
     data_seconds: float = 0.0  # of these, waiting for images
-    best_top1: float = -1.0
+    best_top1: float = -1.0  # of the trainer's first measure, top-1 or another
     best_epoch: int = 0
     rollbacks: int = 0
     rows: list[dict[str, float]] = field(default_factory=list)  # of metrics.csv
@@ -91,7 +93,18 @@ class Trainer:
         bad_images: where the loaders put what they cannot read, if they go on without it.
         step_log: where rows between the epochs go, on the first process.
         eval_split: of which images the eval_loader is, for messages: test, held_out, train.
+
+    A subclass may have another loss (`_batch_loss`, `loss_on_noise`), and another judge with other measures.
+
+    Class attributes:
+        measures: what `judge`'s results give by `figures()`, in percent: columns of metrics.csv. The best epoch is that
+            with the highest first one.
+        judged: what they say of a model, for messages.
     """
+
+    measures: ClassVar[tuple[str, ...]] = run_folder.MEASURES
+    judged: ClassVar[str] = "accuracy"
+    loss_on_noise = staticmethod(loss_on_noise)
 
     def __init__(self, config: TrainConfig, model: nn.Module, train_loader, eval_loader, *, num_classes: int,
                  world: World, folder: Path, stop: StopRequest, data_fingerprint: str, describe,
@@ -224,7 +237,7 @@ class Trainer:
         if state is None:
             return
         data = checkpoint.encode(state)
-        run_folder.write_metrics(self.folder, self.progress.rows)
+        run_folder.write_metrics(self.folder, self.progress.rows, self.measures)
         if self.progress.gates:
             run_folder.write_gates(self.folder, self.progress.gates)
         if snapshot:
@@ -233,6 +246,19 @@ class Trainer:
             run_folder.write_weights(self.folder, self.weights(self.best_model))
             atomic_write(self.folder / checkpoint.BEST, data)
         atomic_write(self.last_good, data, keep_previous_as=self.folder / checkpoint.PREVIOUS)
+
+    # ---- what differs between tasks ----------------------------------------------------------------------------------
+
+    @staticmethod
+    def judge(model: nn.Module, loader, num_classes: int, world: World, config: TrainConfig, *,
+              should_stop: Callable[[], bool] | None = None, tta: str = "none"):
+        """Evaluate over `loader.batches()`, see `evaluate`; the result has `figures()`."""
+        return evaluate(model, loader, num_classes, world, config.amp, config.channels_last, should_stop, tta)
+
+    @classmethod
+    def text_of(cls, figures: Mapping[str, float], between: str = "  ") -> str:
+        """The measures among `figures` that are numbers, for a line of the log."""
+        return between.join(f"{name} {figures[name]:.2f}%" for name in cls.measures if not math.isnan(figures[name]))
 
     # ---- one update -----------------------------------------------------------------------------------------------
 
@@ -363,24 +389,24 @@ class Trainer:
         """Evaluate where that is due, add the epoch's row, save."""
         progress = self.progress
         number = progress.epoch + 1
-        top1 = top5 = math.nan
+        figures = dict.fromkeys(self.measures, math.nan)
         start = time.perf_counter()
         if self.world.size > 1:  # batch statistics are each process's own until here
             distribute_bn(self.best_model, self.world.size, reduce=False)
         if number % self.config.eval_epochs == 0 or number == self.config.epochs:
             net = self.ema.module if self.ema is not None else self.eval_net
-            result = evaluate(net, self.eval_loader, self.num_classes, self.world, self.config.amp,
-                              self.config.channels_last, should_stop=self._stop_wanted)
+            result = self.judge(net, self.eval_loader, self.num_classes, self.world, self.config,
+                                should_stop=self._stop_wanted)
             if result is None:
                 self._leave()
-            top1, top5 = result.top1, result.top5
+            figures = result.figures()
         self.bad_images.collect(self.world, self.folder)
         trained = progress.seconds
         seconds = trained + time.perf_counter() - start
         progress.epoch = number
         row = {
             "epoch": progress.epoch, "step": progress.updates, "lr": self.optimizer.param_groups[0]["lr"],
-            "train_loss": progress.loss_sum / progress.images, "top1": top1, "top5": top5,
+            "train_loss": progress.loss_sum / progress.images, **figures,
             "images_per_s": progress.images / trained, "seconds": seconds,
         }
         row = {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in row.items()}
@@ -388,15 +414,16 @@ class Trainer:
         gates = {name: float(f"{value:.6g}") for name, value in gate_values(self.best_model).items()}
         if gates:
             progress.gates.append({"epoch": number, "step": progress.updates, **gates})
-        best = top1 > progress.best_top1
+        judged_by = figures[self.measures[0]]
+        best = judged_by > progress.best_top1
         if best:
-            progress.best_top1, progress.best_epoch = top1, number
+            progress.best_top1, progress.best_epoch = judged_by, number
         progress.begin_epoch()
         every = self.config.snapshot_epochs
         self.save(best, snapshot=every > 0 and number % every == 0)
         if self.step_log is not None:
             self.step_log.add_epoch({**row, **gates})
-        accuracy = "not evaluated" if math.isnan(top1) else f"top1 {top1:.2f}%  top5 {top5:.2f}%"
+        accuracy = "not evaluated" if math.isnan(judged_by) else self.text_of(figures)
         accuracy += " of the training images" if self.eval_split == "train" else ""
         log.info("epoch %d/%d  loss %.4f  %s  lr %.5f  %.0f images/s  %.1f s%s", number, self.config.epochs,
                  row["train_loss"], accuracy, row["lr"], row["images_per_s"], row["seconds"], "  best" if best else "")

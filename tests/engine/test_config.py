@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from ea_vision.base.errors import UsageError
+from ea_vision.detection.train import DetectionConfig
 from ea_vision.engine.config import describe_recipe, load_recipe, make_parser, option, parse, recipe_names, resolve
 from ea_vision.engine.train_cifar import EXAMPLES, CifarConfig
 from ea_vision.engine.train_imagenet import ImageNetConfig
@@ -29,8 +30,8 @@ def test_command_line_over_recipe_over_defaults(tmp_path):
 @pytest.mark.parametrize("name", recipe_names())
 def test_recipes(name):
     """Every recipe resolves, says nothing that is not an option, and opens with its command, cost and expectation."""
-    of_imagenet = name.startswith(("imagenet", "finetune", "rsb", "ffcv"))
-    resolve(ImageNetConfig if of_imagenet else CifarConfig, {"recipe": name})
+    trainers = {**dict.fromkeys(("imagenet", "finetune", "rsb", "ffcv"), ImageNetConfig), "coco": DetectionConfig}
+    resolve(trainers.get(name.partition("_")[0], CifarConfig), {"recipe": name})
     text = (resources.files("ea_vision.recipes") / f"{name}.yaml").read_text()
     header = "".join(line for line in text.splitlines(True) if line.startswith("#"))
     for word in ("Command:", f"--recipe {name}", "Cost:", "Expected:"):

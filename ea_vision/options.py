@@ -8,6 +8,7 @@ import argparse
 import dataclasses
 import typing
 
+from ea_vision.detection.train import DetectionConfig
 from ea_vision.engine.config import TrainConfig, resolve
 from ea_vision.engine.train_cifar import CifarConfig
 from ea_vision.engine.train_imagenet import ImageNetConfig
@@ -17,7 +18,7 @@ INTRODUCTION = """\
 
 `ea-vision options` prints this page. Defaults are those without a recipe (`--recipe none`), and in brackets those
 of the trainer's default recipe, where they differ. Options are also keys of recipes, with underscores."""
-TRAINERS = (("train-cifar", CifarConfig), ("train-imagenet", ImageNetConfig))
+TRAINERS = (("train-cifar", CifarConfig), ("train-imagenet", ImageNetConfig), ("train-detection", DetectionConfig))
 
 
 def default_cells(cls: type[TrainConfig]) -> dict[str, str]:
@@ -57,11 +58,11 @@ def table_lines(cls: type[TrainConfig]) -> dict[str, str]:
 
 
 def page() -> str:
-    """The whole page: the lines that both trainers have in common, then each trainer's own."""
+    """The whole page: the lines that all trainers have in common, then each trainer's own."""
     lines = {name: table_lines(cls) for name, cls in TRAINERS}
-    first, second = lines.values()
-    common = first.items() & second.items()
-    sections = {"Of both trainers": [line for item, line in first.items() if (item, line) in common]}
+    first, *others = lines.values()
+    common = set(first.items()).intersection(*(other.items() for other in others))
+    sections = {"Of all trainers": [line for item, line in first.items() if (item, line) in common]}
     for name, of_trainer in lines.items():
         sections[f"Of {name}"] = [line for item, line in of_trainer.items() if (item, line) not in common]
     heading = ["| option | values | default | |", "| --- | --- | --- | --- |"]

@@ -1,0 +1,161 @@
+"""COCO's metrics of a detector, by pycocotools: AP, AP50, AP75, APs, APm, APl, and each class's.
+
+All are in percent. AP is the mean over the thresholds 0.50 to 0.95 of the overlap; AP50 and AP75 are at one; APs, APm
+and APl are AP of objects of less than 32^2, of 32^2 to 96^2, and of more than 96^2 pixels. At most 100 detections an
+image count. What there is no object for is nan.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import math
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ea_vision.base.errors import RunError, UsageError
+from ea_vision.base.files import atomic_write, create, csv_text, write_json
+from ea_vision.base.processes import World
+from ea_vision.detection.coco import results_of
+from ea_vision.detection.transforms import boxes_to_original
+from ea_vision.engine.evaluate import autocast
+
+MEASURES = ("AP", "AP50", "AP75", "APs", "APm", "APl")
+_THRESHOLD_50, _ALL_AREAS, _MOST_DETECTIONS = 0, 0, -1  # places in COCOeval's arrays
+
+
+def require_pycocotools():
+    """pycocotools' COCO and COCOeval.
+
+    Raises:
+        UsageError: it is not installed.
+    """
+    try:
+        from pycocotools.coco import COCO
+        from pycocotools.cocoeval import COCOeval
+    except ImportError as error:
+        raise UsageError(f"COCO's metrics need pycocotools, not installed ({error}): pip install "
+                         "'ea_vision[detection]'") from error
+    return COCO, COCOeval
+
+
+@dataclass
+class DetectionResult:
+    """What a detector reached on `images` images.
+
+    measures: MEASURES, in percent. per_class: a row a class: class, objects, AP, AP50. detections: COCO's results.
+    """
+
+    images: int
+    measures: dict[str, float]
+    per_class: list[dict[str, Any]]
+    detections: list[dict[str, Any]]
+
+    def figures(self) -> dict[str, float]:
+        """The measures of metrics.csv, in percent."""
+        return self.measures
+
+    def numbers(self) -> dict[str, Any]:
+        """What evaluation.json says; null for what there is no object for."""
+        return {"images": self.images, "detections": len(self.detections),
+                **{name: None if math.isnan(value) else round(value, 4) for name, value in self.measures.items()}}
+
+    def line(self) -> str:
+        return "  ".join([*(f"{name} {value:.2f}%" for name, value in self.measures.items() if not math.isnan(value)),
+                          f"{self.images} images"])
+
+    def write(self, folder: Path, about: dict[str, Any]) -> list[Path]:
+        """Write evaluation.json, per_class.csv and detections.json (COCO's results); return their paths."""
+        create(folder)
+        paths = [folder / "evaluation.json", folder / "per_class.csv", folder / "detections.json"]
+        write_json(paths[0], {**about, **self.numbers()})
+        atomic_write(paths[1], csv_text(self.per_class).encode())
+        write_json(paths[2], self.detections)
+        return paths
+
+
+def coco_metrics(ground_truth: dict[str, Any], detections: Sequence[dict[str, Any]],
+                 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """MEASURES in percent, and a row of AP and AP50 for each class.
+
+    Args:
+        ground_truth: content of a COCO JSON: images, categories, annotations with area and iscrowd.
+        detections: COCO's results: image_id, category_id, bbox (x, y, width, height) in pixels, score.
+
+    Raises:
+        UsageError: pycocotools is not installed.
+    """
+    COCO, COCOeval = require_pycocotools()
+    truth = COCO()
+    truth.dataset = copy.deepcopy(ground_truth)  # it adds fields
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints its steps
+        truth.createIndex()
+        if detections:
+            found = truth.loadRes(copy.deepcopy(list(detections)))
+        else:  # it takes no empty list
+            found = COCO()
+            found.dataset = {**truth.dataset, "annotations": []}
+            found.createIndex()
+        evaluation = COCOeval(truth, found, "bbox")
+        evaluation.evaluate()
+        evaluation.accumulate()
+        evaluation.summarize()
+    measures = dict(zip(MEASURES, map(_percent, evaluation.stats.tolist()), strict=False))
+    precision = evaluation.eval["precision"][..., _ALL_AREAS, _MOST_DETECTIONS]  # thresholds, recalls, classes
+    objects = {category: 0 for category in evaluation.params.catIds}
+    for annotation in truth.dataset["annotations"]:
+        objects[annotation["category_id"]] += not annotation["iscrowd"]
+    names = {category["id"]: category["name"] for category in ground_truth["categories"]}
+    rows = []
+    for place, category in enumerate(evaluation.params.catIds):
+        own = precision[:, :, place]
+        rows.append({"class": names[category], "objects": objects[category], "AP": round(_percent(own.mean()), 2),
+                     "AP50": round(_percent(own[_THRESHOLD_50].mean()), 2)})
+    return measures, rows
+
+
+def _percent(value: float) -> float:
+    """Percent; COCOeval's -1, of what there is no object for, as nan."""
+    return 100 * float(value) if value >= 0 else math.nan
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, loader, world: World, amp: str = "none",
+             should_stop: Callable[[], bool] | None = None) -> DetectionResult | None:
+    """Evaluate a detector in eval mode (left so) over `loader.batches()`, each process its share.
+
+    loader: a `BoxEvalLoader`. Returns None if `should_stop`, asked before each batch, said so.
+
+    Raises:
+        RunError: there was no image that could be read.
+        UsageError: pycocotools is not installed.
+    """
+    require_pycocotools()
+    model.eval()
+    source, found, images = loader.source, [], 0
+    with closing(loader.batches()) as batches:
+        for pixels, targets, _ in batches:
+            if should_stop is not None and should_stop():
+                return None
+            if not len(pixels):
+                continue
+            images += len(pixels)
+            with autocast(amp, world.device):
+                detected = model(pixels)
+            for target, one in zip(targets, detected, strict=True):
+                boxes = boxes_to_original(one["boxes"].float().cpu(), target["size"], pixels.shape[-1])
+                found += results_of(target["image_id"], {**one, "boxes": boxes}, source.category_ids)
+    found = [row for of_rank in world.gather(found) for row in of_rank]
+    images = sum(world.gather(images))
+    if not images:
+        raise RunError("there is no image to evaluate on that can be read")
+    found.sort(key=lambda row: str(row["image_id"]))  # the same order on any number of processes
+    measures, per_class = coco_metrics(source.ground_truth(), found)
+    return DetectionResult(images, measures, per_class, found)

@@ -1,0 +1,289 @@
+"""Train or evaluate a RetinaNet over any of our networks or timm's on COCO, or other images with boxes in its format.
+
+The data folder has train/ and val/ with images, and train.json and val.json (or COCO's train2017/ and annotations/).
+Started by torchrun it runs on several GPUs or machines; the same command continues a run that was interrupted.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ea_vision.base.errors import UsageError
+from ea_vision.base.networks import check_model_name, create_by_keywords, load_weights
+from ea_vision.base.processes import MOST_WORKERS, World
+from ea_vision.data.bad_images import BadImages
+from ea_vision.detection.coco import CocoFolder
+from ea_vision.detection.evaluate import MEASURES, DetectionResult, evaluate, require_pycocotools
+from ea_vision.detection.loaders import BoxEvalLoader, BoxTrainLoader
+from ea_vision.detection.model import Detector, create_detector
+from ea_vision.detection.transforms import eval_transform, train_transform
+from ea_vision.engine import run, run_folder
+from ea_vision.engine.config import TrainConfig, option
+from ea_vision.engine.evaluate import autocast
+from ea_vision.engine.train import Trainer
+from ea_vision.engine.train_imagenet import same_place
+
+EXAMPLES = """\
+  torchrun --nproc-per-node 8 -m ea_vision train-detection --data-dir COCO --model aa_resnet50 --amp
+  ea-vision train-detection --data-dir COCO --recipe coco_26_epochs --model resnet50 --pretrained
+  ea-vision make-boxes ...                                                # a small data set to try it on
+  ea-vision train-detection --data-dir DIR --recipe none --img-size 128 --model resnet18 \\
+      --model-kwargs fpn_channels=64 head_convs=2 --head-norm batch
+  ea-vision train-detection --evaluate runs/detection-aa_resnet50 --data-dir COCO
+"""
+TASK = "detection"  # of the `run` section of config.yaml
+OFF = {"whiten": False, "logit_scale": 1.0, "label_smoothing": 0.0, "mixup": 0.0, "cutmix": 0.0, "random_erasing": 0.0,
+       "tta": "none", "layer_decay": 1.0, "compile": False}  # options of classification
+log = logging.getLogger("ea_vision.detection.train")
+
+
+@dataclass
+class DetectionConfig(TrainConfig):
+    """The options of this trainer."""
+
+    model: str = option("aa_resnet50", "registered timm model, ours or timm's, with features at strides 8, 16 and 32")
+    model_kwargs: dict = option({}, "further keywords of the detector (fpn_channels, head_convs, min_head_qk, "
+                                    "score_thresh, ...) and of its backbone, as key=value ...")
+    recipe: str = option("coco_aa_retinanet", "recipe: a name in ea_vision/recipes, a YAML file, or none", free=True)
+    pretrained: bool = option(False, "begin with timm's weights of the backbone")
+    pretrained_path: str = option("", "begin with the weights of a file or run folder of classification instead, for "
+                                      "the backbone", free=True)
+    data_dir: str = option("", "folder with train/, val/, train.json and val.json, or COCO's own", free=True)
+    output: str = option("", "run folder; empty: runs/detection-MODEL", free=True)
+    workers: int = option(8, "processes that decode images, per training process; 0: in this one", minimum=0,
+                          maximum=MOST_WORKERS, free=True)
+    batch_size: int = option(8, "images per process and step", minimum=1)
+    eval_batch_size: int = option(8, "images per process and evaluation step", minimum=1)
+    opt: str = option("momentum", "timm optimiser, lookahead_NAME too (sgd is Nesterov's, momentum the plain one)")
+    lr: float = option(0.01, "peak learning rate, per update", minimum=0.0)
+    weight_decay: float = option(1e-4, "weight decay (not of norms, biases and position tables)", minimum=0.0)
+    label_smoothing: float = option(0.0, "not for detection", minimum=0.0, maximum=1.0)
+    img_size: int = option(640, "side in pixels, a multiple of 32, of the square that images are scaled into",
+                           minimum=32)
+    anchors: int = option(6, "boxes at each place that objects are told from, 6 or 9", minimum=6, maximum=9)
+    gamma: float = option(1.5, "of the focal loss", minimum=0.0)
+    box_loss: str = option("l1", "loss of boxes; huber: of the AA paper's code, weighted 50",
+                           choices=("l1", "smooth_l1", "huber"))
+    head_norm: str = option("none", "norms in pyramid and heads, one for each level", choices=("none", "batch"))
+    scale_min: float = option(0.8, "training: least longer side of an image, in units of img_size", above=0.0)
+    scale_max: float = option(1.2, "training: its greatest longer side", above=0.0)
+    hflip: float = option(0.5, "probability of a left-right flip", minimum=0.0, maximum=1.0)
+    photometric: bool = option(False, "training: vary brightness, contrast, saturation and hue")
+    holdout: int = option(0, "training images to hold out and evaluate on each epoch; 0: val is used", minimum=0)
+    exif_rotation: bool = option(False, "turn images as their EXIF data says; off, as COCO's boxes are given")
+    max_bad_images: int = option(10, "the run stops when more images cannot be read", minimum=0, free=True)
+    log_steps: int = option(50, "updates between rows of speed.csv; 0: none", minimum=0, free=True)
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.anchors not in (6, 9):
+            raise UsageError(f"anchors must be 6 or 9, got {self.anchors}")
+        if self.img_size % 32:
+            raise UsageError(f"img_size must be a multiple of 32, got {self.img_size}")
+        if self.scale_min > self.scale_max:
+            raise UsageError(f"scale_min must be at most scale_max ({self.scale_max:g}), got {self.scale_min:g}")
+        for name, value in OFF.items():
+            if getattr(self, name) != value:
+                raise UsageError(f"{name} must be {value} in detection, got {getattr(self, name)}")
+
+
+class DetectionTrainer(Trainer):
+    """The training loop with the detector's own losses, judged by COCO's metrics."""
+
+    measures, judged = MEASURES, "precision"
+
+    def _batch_loss(self, images: torch.Tensor, targets: list[dict[str, Any]]) -> torch.Tensor:
+        """The sum of the losses of classes and boxes; images (B, 3, S, S) in 0..1."""
+        with autocast(self.config.amp, self.world.device):
+            losses = self.net(images, targets)
+        return sum(losses.values())
+
+    @staticmethod
+    def loss_on_noise(model: Detector, images: torch.Tensor) -> torch.Tensor:
+        side = images.shape[-1]
+        target = {"boxes": torch.tensor([[0.1 * side, 0.1 * side, 0.6 * side, 0.7 * side]], device=images.device),
+                  "labels": torch.zeros(1, dtype=torch.int64, device=images.device)}
+        return sum(model(images, [target] * len(images)).values())
+
+    @staticmethod
+    def judge(model: nn.Module, loader, num_classes: int, world: World, config: TrainConfig, *, should_stop=None,
+              tta: str = "none") -> DetectionResult | None:
+        return evaluate(model, loader, world, config.amp, should_stop)
+
+
+class CocoDetection(run.Task):
+    """Images with boxes in COCO's format, read as they are needed."""
+
+    description, examples, options, trainer = __doc__, EXAMPLES, DetectionConfig, DetectionTrainer
+
+    def __init__(self, config: DetectionConfig, world: World, training: bool):
+        super().__init__(config, world, training)
+        require_pycocotools()
+        if not config.data_dir:
+            raise UsageError("no images: --data-dir is required, a folder with train/, val/, train.json and val.json")
+        self.bad_images = BadImages(config.max_bad_images)
+        self.batches_ahead = 2 * config.workers
+        self.test = self.evaluated = CocoFolder(config.data_dir, "val", exif_rotation=config.exif_rotation)
+        self.classes, self.fingerprint = self.test.classes, self.test.fingerprint()
+        self.eval_images = self.test_images = len(self.test)
+        self.about = {"task": TASK, "category_ids": self.test.category_ids, "eval_data": str(self.test.json)}
+        opened = [self.test]
+        if training:
+            self.train = CocoFolder(config.data_dir, "train", exif_rotation=config.exif_rotation)
+            opened.append(self.train)
+            check_same_categories(self.train, self.test)
+            self.same_images = self.train.fingerprint() == self.fingerprint
+            self.fingerprint = self.train.fingerprint() + self.fingerprint
+            self.about["train_data"] = str(self.train.json)
+            if config.holdout:
+                self._hold_out(config.holdout, config.seed)
+            self.train_images, self.describe = len(self.train), self.train.describe
+        for split in opened:
+            for note in split.notes():
+                log.warning("%s", note)
+
+    def _hold_out(self, count: int, seed: int) -> None:
+        if count >= len(self.train) or self.same_images:
+            raise UsageError(f"holdout must leave training images, which are other ones than val's: {len(self.train)} "
+                             f"are there, got {count}")
+        order = torch.randperm(len(self.train), generator=torch.Generator().manual_seed(seed)).tolist()
+        self.evaluated, self.eval_images, self.eval_split = self.train.select(sorted(order[:count])), count, "held_out"
+        self.train = self.train.select(sorted(order[count:]))
+
+    @staticmethod
+    def default_output(config: DetectionConfig) -> str:
+        return f"runs/detection-{config.model}"
+
+    def create_model(self, optional_kwargs: frozenset[str]) -> tuple[nn.Module, dict[str, Any]]:
+        """The detector, and the keywords that `create_detector` needs to make it again."""
+        config = self.config
+        weights: dict[str, Any] = {"pretrained": True} if config.pretrained or config.pretrained_path else {}
+        if config.pretrained_path:
+            path = Path(config.pretrained_path)
+            path = path / run_folder.WEIGHTS if path.is_dir() else path
+            if not path.is_file():
+                raise UsageError(f"pretrained_path must be a weights file or a run folder, got "
+                                 f"{config.pretrained_path}")
+            weights["pretrained_cfg_overlay"] = {"file": str(path)}
+        check_model_name(config.model)
+        return create_by_keywords(partial(create_detector, config.model, **weights), config.model,
+                                  detector_kwargs(config, len(self.classes)), optional_kwargs, log.info)
+
+    def _common(self) -> dict[str, Any]:
+        config = self.config
+        return {"img_size": config.img_size, "workers": config.workers, "seed": config.seed,
+                "bad_images": self.bad_images}
+
+    def train_loader(self, **form) -> BoxTrainLoader:
+        config = self.config
+        transform = train_transform(config.img_size, (config.scale_min, config.scale_max), config.hflip,
+                                    config.photometric)
+        return BoxTrainLoader(self.train, transform=transform, batch_size=config.batch_size, **self._common(), **form)
+
+    def eval_loader(self, **form) -> BoxEvalLoader:
+        return self._unaugmented(self.evaluated, **form)
+
+    def test_loader(self, **form) -> BoxEvalLoader:
+        return self._unaugmented(self.test, **form)
+
+    def unaugmented_loader(self, **form) -> BoxEvalLoader:
+        return self._unaugmented(self.train, **form)
+
+    def _unaugmented(self, source: CocoFolder, **form) -> BoxEvalLoader:
+        return BoxEvalLoader(source, transform=eval_transform(self.config.img_size),
+                             batch_size=self.config.eval_batch_size, **self._common(), **form)
+
+    def trained_on(self, run: dict[str, Any]) -> bool:
+        return same_place(run.get("train_data"), str(self.test.json))
+
+    def check(self) -> None:
+        if self.same_images and not self.config.eval_on_train:
+            raise UsageError("the training images are those to evaluate on: give others, or --eval-on-train, which "
+                             "calls no result a precision")
+
+    def image_form(self, model: Detector) -> dict[str, Any]:
+        """The detector normalises by itself; mean and std are for config.yaml."""
+        return {"mean": tuple(model.transform.image_mean), "std": tuple(model.transform.image_std),
+                "device": self.world.device, "rank": self.world.rank, "world_size": self.world.size}
+
+    def model_to_evaluate(self, target: str, run: Path | None, weights: str) -> tuple[Detector, Path]:
+        """A run folder's detector, or one by its backbone's name with weights.
+
+        Raises:
+            UsageError: a name without weights, or weights or classes that do not fit.
+        """
+        output = Path("runs") / f"evaluation-detection-{target}"
+        if run is not None:
+            model, _, about = load_detector(run)
+            output = run / "evaluation"
+            if (about["classes"], about["category_ids"]) != (self.classes, self.test.category_ids):
+                raise UsageError(f"{run} was trained on other categories than those of {self.test.json}")
+        else:
+            if not weights:
+                raise UsageError(f"there are no pretrained detectors: --evaluate {target} needs --weights FILE")
+            model, _ = create_by_keywords(partial(create_detector, target), target,
+                                          detector_kwargs(self.config, len(self.classes)), frozenset())
+            load_weights(model, Path(weights))
+        return model, Path(self.config.output or output)
+
+    def write_evaluation(self, folder: Path, model: nn.Module, result: DetectionResult,
+                         about: dict[str, Any]) -> list[Path]:
+        return result.write(folder, about)
+
+    def numbers_of(self, result: DetectionResult) -> dict[str, Any]:
+        return result.numbers()
+
+    def line_of(self, result: DetectionResult) -> str:
+        return result.line()
+
+
+def detector_kwargs(config: DetectionConfig, num_classes: int) -> dict[str, Any]:
+    """The keywords of `create_detector` that the options ask for.
+
+    Raises:
+        UsageError: a model keyword that is an option of its own, with another value.
+    """
+    wanted = {"num_classes": num_classes, "img_size": config.img_size, "anchors": config.anchors,
+              "gamma": config.gamma, "box_loss": config.box_loss, "head_norm": config.head_norm}
+    for key, value in wanted.items():
+        if config.model_kwargs.get(key, value) != value:
+            raise UsageError(f"model keyword {key} must be {value}, as data and options are, got "
+                             f"{config.model_kwargs[key]!r}")
+    return {**wanted, **config.model_kwargs}
+
+
+def check_same_categories(train: CocoFolder, evaluated: CocoFolder) -> None:
+    """Raise UsageError unless both splits have the same categories, by id and name."""
+    first, second = (set(zip(split.category_ids, split.classes, strict=True)) for split in (train, evaluated))
+    if first != second:
+        differ = ", ".join(f"{number} {name}" for number, name in sorted(first ^ second)[:5])
+        raise UsageError(f"{train.json} and {evaluated.json} must have the same categories; they differ in {differ}")
+
+
+def load_detector(folder: str | Path) -> tuple[Detector, dict[str, Any], dict[str, Any]]:
+    """The detector of a run folder with its best weights, in eval mode, the run's options and its `run` section, which
+    has `classes` (names by label) and `category_ids`.
+
+    Raises:
+        UsageError: not the folder of a detection run, or weights that do not fit.
+    """
+    return run_folder.load_run(Path(folder), "classes", "category_ids", task=TASK, create=create_detector)
+
+
+def main(argv: list[str] | None = None) -> int:
+    return run.main(CocoDetection, argv)
+
+
+if __name__ == "__main__":
+    import sys
+
+    from ea_vision.base.errors import exit_code
+
+    sys.exit(exit_code(main))

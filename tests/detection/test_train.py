@@ -1,0 +1,180 @@
+"""The trainer of detectors is the other trainers' engine: killed runs go on bit for bit, on one and two processes."""
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("pycocotools", reason="needs pycocotools")
+
+import timm  # noqa: E402
+
+from ea_vision.base.errors import UsageError  # noqa: E402
+from ea_vision.base.networks import encode_weights  # noqa: E402
+from ea_vision.detection import train  # noqa: E402
+from ea_vision.detection.generate import Boxes, make_boxes  # noqa: E402
+from ea_vision.engine import checkpoint, run_folder  # noqa: E402
+from ea_vision.engine.config import resolve  # noqa: E402
+from tests.engine.runner import SignalAfterUpdate, nothing_truncated, run, run_world, same_result  # noqa: E402
+
+CATEGORY_IDS = {1: 3, 2: 7, 3: 90}  # with gaps, as COCO's
+EMPTY = 4  # an image without boxes
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """12 training and 6 validation images of 64 pixels."""
+    root = tmp_path_factory.mktemp("data") / "boxes"
+    make_boxes(root, Boxes(("disc", "square", "triangle"), img_size=64, smallest=16, largest=32, most=2, train=12,
+                           val=6))
+    for split in ("train", "val"):
+        path = root / f"{split}.json"
+        content = json.loads(path.read_text())
+        old = [category["id"] for category in content["categories"]]
+        new = dict(zip(old, CATEGORY_IDS.values(), strict=True))
+        for category in content["categories"]:
+            category["id"] = new[category["id"]]
+        for annotation in content["annotations"]:
+            annotation["category_id"] = new[annotation["category_id"]]
+        empty = content["images"][EMPTY]["id"]
+        content["annotations"] = [a for a in content["annotations"] if a["image_id"] != empty]
+        path.write_text(json.dumps(content))
+    return root
+
+
+def arguments(data, output, *more):
+    """Two epochs of three updates of four images, a checkpoint after every second update."""
+    return ["--model", "test_resnet", "--model-kwargs", "fpn_channels=16", "head_convs=1", "drop_path_rate=0.1",
+            "score_thresh=0.001", "--recipe", "none", "--head-norm", "batch", "--photometric", "--data-dir", str(data),
+            "--output", str(output), "--img-size", "64", "--epochs", "2", "--batch-size", "4", "--eval-batch-size", "4",
+            "--opt", "adamw", "--lr", "1e-3", "--ema", "0.5", "--workers", "0", "--checkpoint-steps", "2", "--device",
+            "cpu", *more]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(data, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "uninterrupted"
+    log = folder.with_suffix(".log")
+    assert run(arguments(data, folder), log, main=train.main) == 0, log.read_text()
+    return folder
+
+
+@pytest.mark.parametrize("number, update", [(signal.SIGKILL, 3), (signal.SIGTERM, 4)])
+def test_killed_and_resumed_is_undisturbed(data, uninterrupted, tmp_path, number, update):
+    folder, log = tmp_path / "run", tmp_path / "log"
+    code = run(arguments(data, folder, "--workers", "1"), log, SignalAfterUpdate(number, update), main=train.main)
+    assert code == (-number if number == signal.SIGKILL else 128 + number), log.read_text()
+    nothing_truncated(folder)
+    assert run(arguments(data, folder), log, main=train.main) == 0, log.read_text()
+    nothing_truncated(folder)
+    same_result(folder, uninterrupted)
+
+
+def test_two_processes_killed_and_resumed_are_undisturbed(data, tmp_path):
+    folders = [tmp_path / "a", tmp_path / "b"]
+    log, options = tmp_path / "log", ("--batch-size", "2")
+    assert run_world(2, arguments(data, folders[0], *options), log, main=train.main) == [0, 0], log.read_text()
+    codes = run_world(2, arguments(data, folders[1], *options), log, SignalAfterUpdate(signal.SIGTERM, 4, rank=1),
+                      main=train.main)
+    assert codes == [143, 143], log.read_text()
+    assert checkpoint.read_checkpoint(folders[1] / checkpoint.LAST)["progress"]["updates"] == 4
+    assert run_world(2, arguments(data, folders[1], *options), log, main=train.main) == [0, 0], log.read_text()
+    same_result(*folders)
+
+
+def test_the_run_folder_has_what_the_other_trainers_write(data, uninterrupted):
+    config, about = run_folder.read_config(uninterrupted, "classes", "category_ids", "measures", "eval_split")
+    assert about["task"] == "detection" and about["measures"] == ["AP", "AP50", "AP75", "APs", "APm", "APl"]
+    assert about["category_ids"] == [3, 7, 90] and about["classes"] == ["disc", "square", "triangle"]
+    metrics = run_folder.read_metrics(uninterrupted, about["measures"])
+    assert metrics["epoch"] == [1, 2] and metrics["train_loss"][1] < metrics["train_loss"][0]
+    results = run_folder.read_results(uninterrupted)
+    assert results["test_images"] == 6 and results["test_last"]["APl"] is None, "no object has 96 pixels"
+    with pytest.raises(UsageError, match="must be a run of classification, got one of detection"):
+        run_folder.load_run(uninterrupted)
+
+
+def test_the_best_weights_are_evaluated_and_gaps_in_category_ids_map_back(data, uninterrupted, tmp_path, capsys):
+    output = tmp_path / "evaluation"
+    assert train.main(["--evaluate", str(uninterrupted), "--data-dir", str(data), "--output", str(output), "--workers",
+                       "0", "--device", "cpu"]) == 0
+    assert "AP50" in capsys.readouterr().out
+    found = json.loads((output / "detections.json").read_text())
+    assert found and {row["category_id"] for row in found} <= {3, 7, 90}
+    truth = json.loads((data / "val.json").read_text())
+    assert {row["image_id"] for row in found} <= {image["id"] for image in truth["images"]}
+    numbers = json.loads((output / "evaluation.json").read_text())
+    best = run_folder.read_results(uninterrupted)["test_best"]
+    assert numbers["AP"] == pytest.approx(best["AP"], abs=1e-3)
+    assert numbers["images"] == 6 and numbers["plain_weights"]["images"] == 6
+    rows = list(csv.DictReader((output / "per_class.csv").read_text().splitlines()))
+    assert [row["class"] for row in rows] == ["disc", "square", "triangle"]
+    assert sum(int(row["objects"]) for row in rows) == len(truth["annotations"])
+    detector, _, about = train.load_detector(uninterrupted)
+    assert detector.num_classes == len(about["classes"]) == 3 and not detector.training
+
+
+def test_images_held_out_judge_and_the_curves_are_drawn(data, tmp_path):
+    folder = tmp_path / "run"
+    more = ["--holdout", "4", "--epochs", "1", "--no-test", "--amp", "bfloat16", "--channels-last", "--ema", "0"]
+    assert train.main(arguments(data, folder, *more)) == 0
+    results = run_folder.read_results(folder)
+    assert results["held_out_images"] == 4 and "test_best" not in results
+    picture = tmp_path / "curves.png"
+    assert train.main(["--learning-curves", str(folder), "--output", str(picture)]) == 0 and picture.stat().st_size
+
+
+def test_a_backbone_begins_with_weights_of_classification(data, tmp_path):
+    classifier = timm.create_model("test_resnet", num_classes=7)
+    path = tmp_path / "weights.safetensors"
+    path.write_bytes(encode_weights(classifier.state_dict()))
+    config, _ = resolve(train.DetectionConfig, {"recipe": "none", "model": "test_resnet", "img_size": 64,
+                                                "data_dir": str(data), "pretrained_path": str(path)})
+    task = train.CocoDetection(config, World, training=True)
+    model, kwargs = task.create_model(frozenset())
+    assert torch.equal(model.backbone.body.conv1[0].weight, classifier.conv1[0].weight)
+    assert set(kwargs) == {"num_classes", "img_size", "anchors", "gamma", "box_loss", "head_norm"}
+
+
+World = None  # what only loaders ask
+
+
+@pytest.mark.parametrize("more, message", [
+    (["--mixup", "0.2"], "mixup must be 0.0 in detection, got 0.2"),
+    (["--anchors", "7"], "anchors must be 6 or 9, got 7"),
+    (["--img-size", "100"], "img_size must be a multiple of 32, got 100"),
+    (["--model", "vit_tiny_patch16_224", "--img-size", "224"], "strides 8, 16, 32 are required, got 16, 16, 16"),
+    (["--model-kwargs", "anchors=9"], "model keyword anchors must be 6"),
+    (["--model-kwargs", "nonsense=9"], "no keyword 'nonsense'"),
+    (["--data-dir", "/nowhere"], "/nowhere must have"),
+    (["--holdout", "12"], "holdout must leave training images"),
+    (["--pretrained-path", "/nowhere"], "must be a weights file or a run folder"),
+    (["--evaluate", "resnet18"], "--evaluate resnet18 needs --weights FILE"),
+])
+def test_errors_are_one_line(data, tmp_path, more, message):
+    given = arguments(data, tmp_path / "run", *more)
+    if "--evaluate" in more:
+        given = [*given[given.index("--recipe"):], ]
+    with pytest.raises(UsageError, match=message):
+        train.main(given)
+    assert not os.path.exists(tmp_path / "run")
+
+
+def test_without_pycocotools_one_line_says_what_to_install(data, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pycocotools.coco", None)
+    with pytest.raises(UsageError, match=r"need pycocotools, not installed .*pip install 'ea_vision\[detection\]'"):
+        train.main(arguments(data, tmp_path / "run"))
+
+
+@pytest.mark.parametrize("recipe, weights", [("coco_aa_retinanet", 32_217_194), ("coco_26_epochs", 32_189_439)])
+def test_recipes_make_their_detectors(data, recipe, weights):
+    config, optional = resolve(train.DetectionConfig, {"recipe": recipe, "model": "resnet50", "data_dir": str(data)})
+    with torch.device("meta"):
+        model, _ = train.CocoDetection(config, World, training=False).create_model(optional)
+    assert sum(p.numel() for p in model.parameters()) == weights
+    assert model.anchor_generator.num_anchors_per_location()[0] == config.anchors
