@@ -40,7 +40,7 @@ EXAMPLES = """\
 """
 TASK = "detection"  # of the `run` section of config.yaml
 OFF = {"whiten": False, "logit_scale": 1.0, "label_smoothing": 0.0, "mixup": 0.0, "cutmix": 0.0, "random_erasing": 0.0,
-       "tta": "none", "layer_decay": 1.0, "compile": False}  # options of classification
+       "tta": "none", "layer_decay": 1.0, "compile": False, "bce_loss": False}  # options of classification
 log = logging.getLogger("ea_vision.detection.train")
 
 
