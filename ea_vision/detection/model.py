@@ -44,7 +44,7 @@ class CoarseLevels(LastLevelP6P7):
 
     def forward(self, p: list[Tensor], c: list[Tensor], names: list[str]) -> tuple[list[Tensor], list[str]]:
         device = p[-1].device.type
-        if not torch.is_autocast_enabled(device):
+        if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
             return super().forward(p, c, names)
         with torch.autocast(device, enabled=False):
             (_, *coarse), names = super().forward([p[-1].to(self.p6.weight.dtype)], c, names)
