@@ -178,3 +178,9 @@ def test_recipes_make_their_detectors(data, recipe, weights):
         model, _ = train.CocoDetection(config, World, training=False).create_model(optional)
     assert sum(p.numel() for p in model.parameters()) == weights
     assert model.anchor_generator.num_anchors_per_location()[0] == config.anchors
+
+
+def test_a_dry_run_rehearses_the_parts_and_keeps_nothing(data, tmp_path, caplog):
+    assert train.main(arguments(data, tmp_path / "run", "--dry-run")) == 0
+    assert "dry run     1 processes" in caplog.text
+    assert not os.path.exists(tmp_path / "run")
