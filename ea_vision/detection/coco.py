@@ -46,7 +46,8 @@ class CocoFolder(Dataset):
         images: the JSON's entries (id, file_name, width, height in pixels), in its order.
         classes: names of the categories, in the order of their ids; a box's label is the place here, 0 to C-1.
         category_ids: the id of each of them, which may have gaps; `label_of` is the way back.
-        annotations: by image, those that are left, their bbox (x, y, width, height) cut.
+        annotations: by image, those that are left, their bbox (x, y, width, height) cut; without outlines
+            (segmentation), which would fill the memory of every worker.
         problems: ids of annotations by what is wrong with them, the keys of RULES.
 
     Args:
@@ -64,7 +65,7 @@ class CocoFolder(Dataset):
         self.transforms, self.exif_rotation = transforms, exif_rotation
         self.folder, self.json = find_coco(self.root, split)
         content = read_coco(self.json)
-        self.images: list[dict[str, Any]] = content["images"]
+        self.images = [{key: image[key] for key in _FIELDS["images"]} for image in content["images"]]
         categories = sorted(content["categories"], key=lambda category: category["id"])
         self.classes = [category["name"] for category in categories]
         self.category_ids = [category["id"] for category in categories]
@@ -90,8 +91,9 @@ class CocoFolder(Dataset):
                 else:
                     if box != annotation["bbox"]:
                         wrong = "box reaches beyond the image"
-                        annotation = {**annotation, "bbox": box, "area": box[2] * box[3]}
-                    kept[index].append(annotation)
+                        area = box[2] * box[3]
+                        annotation = {**annotation, "bbox": box, "area": min(area, annotation.get("area", area))}
+                    kept[index].append({key: annotation[key] for key in _FIELDS["annotations"] if key in annotation})
             if wrong:
                 problems.setdefault(wrong, []).append(annotation["id"])
         return kept, problems
@@ -153,7 +155,7 @@ class CocoFolder(Dataset):
         """
         rows = [row for of_image in self.annotations for row in of_image]
         return {
-            "images": [{key: image[key] for key in ("id", "file_name", "width", "height")} for image in self.images],
+            "images": self.images,
             "categories": [{"id": identity, "name": name}
                            for identity, name in zip(self.category_ids, self.classes, strict=True)],
             "annotations": [{"id": number, "image_id": row["image_id"], "category_id": row["category_id"],

@@ -62,11 +62,13 @@ def test_useless_boxes_are_mended_by_rule_counted_and_listed(tmp_path):
     what = content()
     boxes = [[-5, 2, 10, 40], [28, 18, 9, 9], [30, 2, 4, 4], [4, 4, 0, 3], [4, 4, -2, 3]]
     what["annotations"] = [{"id": 10 + i, "image_id": 7, "category_id": 1, "bbox": box} for i, box in enumerate(boxes)]
+    what["annotations"][0] |= {"area": 70, "segmentation": [[1, 2, 3, 4, 5, 6]]}
     what["annotations"] += [{"id": 20, "image_id": 7, "category_id": 2, "bbox": [1, 1, 2, 2]},
                             {"id": 21, "image_id": 8, "category_id": 1, "bbox": [1, 1, 2, 2]}]
     data = CocoFolder(write(tmp_path, what), "val")
     assert data[0][1]["boxes"].tolist() == [[0, 2, 5, 20], [28, 18, 30, 20]]
-    assert [row["area"] for row in data.ground_truth()["annotations"]] == [5 * 18, 2 * 2]
+    assert [row["area"] for row in data.ground_truth()["annotations"]] == [70, 2 * 2]
+    assert "segmentation" not in data.annotations[0][0]
     assert data.problems == {"box reaches beyond the image": [10, 11],
                              "box without area inside the image": [12, 13, 14],
                              "unknown category": [20], "unknown image": [21]}
