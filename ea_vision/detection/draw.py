@@ -43,9 +43,9 @@ def draw_boxes(axes: Axes, image: Image.Image | Tensor, found: Detections, class
         color = COLORS[label % len(COLORS)]
         axes.add_patch(Rectangle((x1, y1), x2 - x1, y2 - y1, fill=False, edgecolor=color, linewidth=1.8,
                                  path_effects=rim, gid="found"))
-        above = y1 > 0.06 * height  # else the name goes inside
-        axes.text(x1, y1, f"{classes[label]} {score:.2f}", fontsize=size, color="white", ha="left",
-                  va="bottom" if above else "top", clip_on=True,
+        above, right = y1 > 0.06 * height, x1 > 0.75 * width  # else the name goes inside, or on to the right
+        axes.text(min(x2, width) if right else max(x1, 0), max(y1, 0), f"{classes[label]} {score:.2f}", fontsize=size,
+                  color="white", ha="right" if right else "left", va="bottom" if above else "top", clip_on=True,
                   bbox=dict(boxstyle="square,pad=0.15", facecolor=color, edgecolor="none", alpha=0.9))
 
 
