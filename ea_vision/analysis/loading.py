@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ea_vision.analysis.recording import AttentionLayer, attention_layers
 from ea_vision.base.errors import UsageError
-from ea_vision.base.networks import REFUSALS, check_model_name, check_state_fits, load_weights, pretrained_model
+from ea_vision.base.networks import check_model_name, check_state_fits, load_weights, pretrained_model
 from ea_vision.data.image_files import (
     IMAGE_FORMATS,
     IMAGE_SUFFIXES,
@@ -31,12 +31,11 @@ from ea_vision.data.image_files import (
 )
 from ea_vision.detection.model import create_detector
 from ea_vision.detection.predict import Detections, detect
+from ea_vision.detection.train import TASK
 from ea_vision.detection.transforms import FILL, boxes_to_square, fit_image, fitted_size
 from ea_vision.engine import checkpoint, run_folder
 
 WEIGHTS_HELP = "NAME of a timm model (pretrained where it has weights, else random), RUN folder, or a checkpoint in one"
-
-DETECTION = "detection"  # the `task` of runs of train-detection
 
 
 @dataclass
@@ -159,7 +158,7 @@ def load_model(target: str, *, random: bool = False, img_size: tuple[int, int] |
         folder = folder.parent if folder.name == run_folder.SNAPSHOTS else folder
         config, run = run_folder.read_config(folder)
         label = f"{config['model']}, {folder.resolve().name}"
-        if run.get("task") == DETECTION:
+        if run.get("task") == TASK:
             return _load_detector(path, folder, label, random, img_size, seed, device)
         if random:
             model = _create(config["model"], seed, **run["model_kwargs"])
@@ -193,24 +192,19 @@ def _load_detector(path: Path, folder: Path, label: str, random: bool, img_size:
                    device: str | torch.device) -> DetectorModel:
     """See `load_model`; `path` is the run folder or a file in it."""
     config, run = run_folder.read_config(folder, "classes", "category_ids")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        try:
-            detector = create_detector(config["model"], **run["model_kwargs"])
-        except REFUSALS as error:
-            raise UsageError(f"run {folder}: detector {config['model']} refuses {run['model_kwargs']}: {error}") \
-                from error
+    epoch = None
+    if path.is_dir() and not random:
+        detector = run_folder.load_run(folder, task=TASK, create=create_detector)[0]
+    else:
+        detector = _create(config["model"], seed, create_detector, **run["model_kwargs"])
+        if random:
+            label += " (untrained)"
+        else:
+            epoch = _load_file(detector, path)
+            label += f", {path.stem}" if epoch is None else f", epoch {epoch}"
     size = (detector.img_size, detector.img_size)
     if img_size not in (None, size):
         raise UsageError(f"{label} takes images of {size[0]}x{size[1]} pixels, got {img_size[0]}x{img_size[1]}")
-    epoch = None
-    if random:
-        label += " (untrained)"
-    elif path.is_dir():
-        load_weights(detector, folder / run_folder.WEIGHTS)
-    else:
-        epoch = _load_file(detector, path)
-        label += f", {path.stem}" if epoch is None else f", epoch {epoch}"
     data = {"mean": tuple(detector.transform.image_mean), "std": tuple(detector.transform.image_std),
             "input_size": (3, *size), "interpolation": "bilinear", "crop_pct": 1.0}
     return DetectorModel(detector.eval().to(device), label, size, data, epoch, not random, run["classes"],
@@ -245,11 +239,11 @@ def class_names_of(target: str, model: LoadedModel) -> list[str] | None:
     return None
 
 
-def _create(name: str, seed: int, **kwargs: Any) -> nn.Module:
+def _create(name: str, seed: int, create: Callable[..., nn.Module] = timm.create_model, **kwargs: Any) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
-            return timm.create_model(name, **kwargs)
+            return create(name, **kwargs)
         except (ValueError, TypeError, RuntimeError) as error:
             raise UsageError(f"model {name} cannot be created: {error}") from error
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
+import torch
 from matplotlib import patheffects
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -13,9 +15,12 @@ from PIL import Image
 from torch import Tensor
 
 from ea_vision.base.figures import COLORS
+from ea_vision.data.image_files import BrokenImage
+from ea_vision.detection.coco import CocoFolder
 from ea_vision.detection.predict import Detections
 
 INCHES = 6.4  # the longer side of a single picture
+LEAST_SCORE = 0.4  # of what `gallery_of` draws
 CELL = 2.2  # that of an image among several
 
 
@@ -58,10 +63,37 @@ def picture(image: Image.Image | Tensor, found: Detections, classes: Sequence[st
     return figure
 
 
+def gallery_of(source: CocoFolder, rows: Sequence[Mapping[str, Any]], count: int = 12) -> Figure:
+    """So many images over the length of a data set, with the objects that were found and the boxes that are right.
+
+    Args:
+        source: without transforms; images that cannot be read are passed over.
+        rows: COCO's results, of all its images; those of at least LEAST_SCORE are drawn.
+    """
+    images, found, truths = [], [], []
+    by_image: dict[Any, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        by_image.setdefault(row["image_id"], []).append(row)
+    for place in range(min(count, len(source))):
+        try:
+            image, target = source[place * len(source) // min(count, len(source))]
+        except BrokenImage:
+            continue
+        own = [row for row in by_image.get(target["image_id"], []) if row["score"] >= LEAST_SCORE]
+        boxes = torch.tensor([row["bbox"] for row in own], dtype=torch.float32).reshape(-1, 4)
+        images.append(image)
+        truths.append(target["boxes"])
+        found.append(Detections(
+            target["size"], torch.cat([boxes[:, :2], boxes[:, :2] + boxes[:, 2:]], dim=1),
+            torch.tensor([row["score"] for row in own]),
+            torch.tensor([source.label_of[row["category_id"]] for row in own], dtype=torch.int64)))
+    return gallery(images, found, source.classes, truths)
+
+
 def gallery(images: Sequence[Image.Image | Tensor], found: Sequence[Detections], classes: Sequence[str],
             truths: Sequence[Tensor] | None = None, columns: int = 4) -> Figure:
     """Several images in rows; with `truths` the boxes that are right are dashed."""
-    rows = -(-len(images) // columns)
+    rows = max(1, -(-len(images) // columns))
     figure = Figure(figsize=(CELL * columns, CELL * rows), layout="constrained")
     cells = figure.subplots(rows, columns, squeeze=False).ravel()
     for axes in cells[len(images):]:

@@ -16,10 +16,13 @@ import torch
 from torch import nn
 
 from ea_vision.base.errors import UsageError
+from ea_vision.base.figures import figure_bytes
+from ea_vision.base.files import atomic_write
 from ea_vision.base.networks import check_model_name, create_by_keywords, load_weights
 from ea_vision.base.processes import MOST_WORKERS, World
 from ea_vision.data.bad_images import BadImages
 from ea_vision.detection.coco import CocoFolder
+from ea_vision.detection.draw import gallery_of
 from ea_vision.detection.evaluate import MEASURES, DetectionResult, evaluate, require_pycocotools
 from ea_vision.detection.loaders import BoxEvalLoader, BoxTrainLoader
 from ea_vision.detection.model import Detector, create_detector
@@ -235,7 +238,10 @@ class CocoDetection(run.Task):
 
     def write_evaluation(self, folder: Path, model: nn.Module, result: DetectionResult,
                          about: dict[str, Any]) -> list[Path]:
-        return result.write(folder, about)
+        picture = folder / "detections.png"
+        paths = result.write(folder, about)
+        atomic_write(picture, figure_bytes(gallery_of(self.test, result.detections)))
+        return [*paths, picture]
 
     def numbers_of(self, result: DetectionResult) -> dict[str, Any]:
         return result.numbers()

@@ -11,7 +11,9 @@ from PIL import Image
 from ea_vision import __main__ as commands
 from ea_vision.analysis.loading import DetectorModel, load_model, parse_layers
 from ea_vision.base.errors import exit_code
-from ea_vision.detection.draw import draw_boxes, gallery, picture
+from ea_vision.detection.coco import CocoFolder
+from ea_vision.detection.draw import draw_boxes, gallery, gallery_of, picture
+from ea_vision.detection.generate import Boxes, make_boxes
 from ea_vision.detection.predict import Detections, detect
 from ea_vision.visualize.detections import attention_figure, main
 from ea_vision.visualize.recordings import cell_of, record
@@ -88,6 +90,22 @@ def test_drawn_boxes_lie_where_they_were_found():
     assert figure.get_figwidth() / figure.get_figheight() == pytest.approx(1.5)
     cells = gallery([Image.new("RGB", (60, 40))] * 5, [found] * 5, CLASSES, [truth] * 5).axes
     assert [len(axes.patches) for axes in cells] == [3] * 5 + [0] * 3
+
+
+def test_a_gallery_of_a_data_set_has_found_and_right_boxes(tmp_path):
+    make_boxes(tmp_path / "data", Boxes(("disc", "square"), img_size=40, smallest=8, largest=20, train=1, val=7))
+    data = CocoFolder(tmp_path / "data", "val")
+    rows = [{**row, "score": 0.9 if row["id"] % 2 else 0.1} for row in data.ground_truth()["annotations"]]
+    (data.folder / data.images[3]["file_name"]).write_bytes(b"broken")
+    cells = gallery_of(data, rows, count=4).axes
+    wanted = [data.annotations[index] for index in (0, 1, 5)]
+    assert [len(axes.images) for axes in cells] == [1, 1, 1, 0]
+    for axes, own in zip(cells[:3], wanted, strict=True):
+        drawn = {kind: sorted((*patch.get_xy(), patch.get_width(), patch.get_height()) for patch in axes.patches
+                              if patch.get_gid() == kind) for kind in ("truth", "found")}
+        assert drawn["truth"] == sorted(tuple(row["bbox"]) for row in own)
+        assert drawn["found"] == sorted(tuple(row["bbox"]) for row in rows
+                                        if row["image_id"] == own[0]["image_id"] and row["score"] > 0.5)
 
 
 def test_the_query_is_the_middle_of_the_box_in_every_layer(model, photos):

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+from PIL import Image
 
 pytest.importorskip("pycocotools", reason="needs pycocotools")
 
@@ -105,6 +106,7 @@ def test_the_best_weights_are_evaluated_and_gaps_in_category_ids_map_back(data, 
                        "0", "--device", "cpu"]) == 0
     assert "AP50" in capsys.readouterr().out
     found = json.loads((output / "detections.json").read_text())
+    assert Image.open(output / "detections.png").width > 500
     assert found and {row["category_id"] for row in found} <= {3, 7, 90}
     truth = json.loads((data / "val.json").read_text())
     assert {row["image_id"] for row in found} <= {image["id"] for image in truth["images"]}
