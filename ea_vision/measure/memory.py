@@ -12,12 +12,11 @@ import argparse
 import math
 import re
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from timm.layers import Attention
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,8 +24,9 @@ from torch.utils._pytree import tree_leaves
 
 from ea_vision.base.errors import RunError, UsageError
 from ea_vision.base.processes import choose_device
+from ea_vision.detection.train import DetectionTrainer
 from ea_vision.engine.evaluate import autocast
-from ea_vision.engine.preflight import GIB, available_memory
+from ea_vision.engine.preflight import GIB, available_memory, loss_on_noise
 from ea_vision.layers import AugmentedConv2d
 from ea_vision.measure.branches import attention_watched
 from ea_vision.measure.peak_memory import MIB, memory_in_own_process, memory_on_gpu
@@ -36,6 +36,7 @@ EXAMPLES = """\
 examples:
   python -m ea_vision.memory ea_aa_resnet50 --batch-size 64
   python -m ea_vision.memory ea_aa_resnet152 --amp bfloat16 --grad-checkpointing --budget 16GiB
+  python -m ea_vision.memory aa_resnet50 --detector --img-size 640 --batch-size 1 --measure
   python -m ea_vision.memory resnet50 --batch-size 32 --measure                  # the prediction beside the truth
 """
 UNITS = {f"{prefix}{i}b": (1024 if i else 1000) ** power for power, prefix in enumerate(("k", "m", "g", "t"), 1)
@@ -118,22 +119,25 @@ def map_shapes(model: nn.Module, batch_size: int) -> set[tuple[int, ...]]:
 
 
 def watch_step(model: nn.Module, batch_size: int, img_size: int, amp: str, device: torch.device,
-               layout: torch.memory_format) -> Step:
-    """Run forward and backward of a training step and note its storages; the model is left without gradients."""
+               layout: torch.memory_format,
+               loss_of: Callable[[nn.Module, torch.Tensor], torch.Tensor] = loss_on_noise) -> Step:
+    """Run forward and backward of a training step and note its storages; the model is left without gradients.
+
+    loss_of: of the model and images.
+    """
     model.train()
     model.zero_grad()
     images = torch.randn(batch_size, 3, img_size, img_size, device=device).contiguous(memory_format=layout)
-    targets = torch.zeros(batch_size, dtype=torch.int64, device=device)
     maps = map_shapes(model, batch_size)
 
     def saw(layer, x, prev_logits, need_logits, logits) -> None:
         if logits is not None:
             storages.rows[storages.row_of[id(logits.untyped_storage())]][3] = True
 
-    storages = Storages([*model.parameters(), *model.buffers(), images, targets], maps)
+    storages = Storages([*model.parameters(), *model.buffers(), images], maps)
     with storages, attention_watched(model, saw):
         with autocast(amp, device):
-            loss = F.cross_entropy(model(images).float(), targets)
+            loss = loss_of(model, images)
         between = storages.time
         loss.backward()
         del loss
@@ -169,6 +173,9 @@ class Prediction:
         self.slope = three.size - two.size  # bytes an image
         self.fixed = two.size - 2 * self.slope
         self.image = three.images - two.images
+        self._note_weights(model, opt)
+
+    def _note_weights(self, model: nn.Module, opt: str) -> None:
         self.weights = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
         self.state = STATES[opt] * sum(p.nbytes for p in model.parameters() if p.requires_grad)
 
@@ -209,6 +216,40 @@ class Prediction:
         at_once = self.weights + self.state
         fixed, slope = self._live(self.fixed) + at_once, self._live(self.slope) + self.image
         return max(0, int(np.floor(((budget - fixed) / slope).min())))
+
+
+class DetectorPrediction(Prediction):
+    """The same for a detector, whose images each have one box in the trial.
+
+    torchvision goes through the images one by one in places, so a larger batch has more operations: the step is watched
+    with as many images as asked for and with one more. Other batches lie on the line through these two peaks.
+    """
+
+    def __init__(self, detector: nn.Module, img_size: int, batch_size: int, amp: str = "none", opt: str = "sgd",
+                 layout: torch.memory_format = torch.contiguous_format) -> None:
+        device = next(detector.parameters()).device
+        self.batch_size = batch_size
+        self._note_weights(detector, opt)
+        watch_step(detector, batch_size, img_size, amp, device, layout, DetectionTrainer.loss_on_noise)
+        peaks = []
+        for count in (batch_size + 1, batch_size):
+            self.step = watch_step(detector, count, img_size, amp, device, layout, DetectionTrainer.loss_on_noise)
+            self.fixed, self.image = self.step.size, self.step.images / count
+            peaks.append(self.parts(batch_size)["peak"] + (count - batch_size) * self.image)
+        self.per_image = peaks[0] - peaks[1]
+
+    @property
+    def slope(self) -> np.ndarray:
+        return np.zeros_like(self.fixed)
+
+    def peak(self, batch_size: int) -> float:
+        return self.parts(self.batch_size)["peak"] + (batch_size - self.batch_size) * self.per_image
+
+    def map_sizes(self, batch_size: int) -> list[float]:
+        return [size * batch_size / self.batch_size for size in super().map_sizes(self.batch_size)]
+
+    def largest_batch(self, budget: float) -> int:
+        return max(0, math.floor(self.batch_size + (budget - self.peak(self.batch_size)) / self.per_image))
 
 
 def measured_peak(name: str, setting: Setting, grad_checkpointing: bool) -> int | None:
@@ -264,6 +305,8 @@ def make_parser() -> argparse.ArgumentParser:
                         "(default: %(default)s)")
     parser.add_argument("--grad-checkpointing", action="store_true", help="keep the inputs of blocks alone, and "
                         "compute the rest again in backward")
+    parser.add_argument("--detector", action="store_true", help="of a RetinaNet over the network, as "
+                        "ea-vision train-detection makes it, with 90 classes and one object an image")
     parser.add_argument("--budget", metavar="SIZE", help="memory that the largest batch may take, as 16GiB or 16GB "
                         "(default: all of the GPU's, or the main memory that is free)")
     parser.add_argument("--measure", action="store_true", help="also measure the peak at --batch-size: allocated by "
@@ -279,10 +322,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     with setting.active():
         model = setting.network(args.model, args.grad_checkpointing)
         with refusals(args.model, "images", args.img_size):
-            prediction = Prediction(model, args.img_size, args.amp, args.opt, setting.layout)
+            common = {"amp": args.amp, "opt": args.opt, "layout": setting.layout}
+            prediction = DetectorPrediction(model, args.img_size, args.batch_size, **common) if args.detector else \
+                Prediction(model, args.img_size, **common)
         del model
         measured = measured_peak(args.model, setting, args.grad_checkpointing) if args.measure else None
-    print(f"{args.model}, batch {args.batch_size}, {args.img_size} pixels, {setting.precision}, {args.opt}, "
+    print(f"{'detector over ' if args.detector else ''}{args.model}, batch {args.batch_size}, {args.img_size} pixels, "
+          f"{setting.precision}, {args.opt}, "
           f"{'gradient checkpointing, ' if args.grad_checkpointing else ''}on {device.type}")
     how = "allocated on the GPU" if device.type == "cuda" else "resident, of a process of its own"
     print(report(prediction, args.batch_size, measured, how, budget))

@@ -8,17 +8,20 @@ import time
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from functools import partial
 from statistics import median
 
 import timm.optim
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ea_vision.base.errors import RunError, UsageError
-from ea_vision.base.networks import create_classifier
+from ea_vision.base.networks import check_model_name, create_by_keywords, create_classifier
 from ea_vision.base.processes import choose_device
+from ea_vision.detection.model import create_detector
+from ea_vision.detection.train import DetectionTrainer
 from ea_vision.engine.evaluate import autocast
+from ea_vision.engine.preflight import loss_on_noise
 from ea_vision.ops import IMPLEMENTATIONS, use_implementation
 
 
@@ -28,7 +31,8 @@ class Setting:
 
     device: cpu, cuda, or auto, which is cuda if there is one. img_size: side in pixels. amp: none, bfloat16 or float16.
     opt: timm's name of the optimiser. implementation: of the attention; None: chosen by device. threads: of a CPU;
-    None: torch's own choice.
+    None: torch's own choice. detector: the networks are backbones of detectors, with their options' defaults and 90
+    classes.
     """
 
     batch_size: int
@@ -40,6 +44,7 @@ class Setting:
     threads: int | None = None
     flush_denormal: bool = False
     opt: str = "sgd"
+    detector: bool = False
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> Setting:
@@ -53,6 +58,11 @@ class Setting:
     @property
     def precision(self) -> str:
         return "float32" if self.amp == "none" else self.amp
+
+    @property
+    def loss_of(self) -> Callable[[nn.Module, Tensor], Tensor]:
+        """The loss of a training step, of a network and images."""
+        return DetectionTrainer.loss_on_noise if self.detector else loss_on_noise
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -79,6 +89,11 @@ class Setting:
             UsageError: unknown, refuses the size, or has no checkpointing.
         """
         torch.manual_seed(0)
+        if self.detector:
+            check_model_name(name)
+            model, _ = create_by_keywords(partial(create_detector, name), name, {
+                "num_classes": 90, "img_size": self.img_size, "grad_checkpointing": grad_checkpointing}, frozenset())
+            return model.to(choose_device(self.device), memory_format=self.layout)
         model, _ = create_classifier(name, {}, num_classes=1000, img_size=self.img_size)
         if grad_checkpointing:
             try:
@@ -150,7 +165,6 @@ class Bench:
         torch.manual_seed(0)
         images = torch.randn(setting.batch_size, 3, setting.img_size, setting.img_size)
         self.images = images.to(self.device).contiguous(memory_format=setting.layout)
-        self.targets = torch.zeros(setting.batch_size, dtype=torch.int64, device=self.device)
 
     def autocast(self) -> torch.autocast:
         return autocast(self.setting.amp, self.device)
@@ -198,7 +212,7 @@ class Runner:
         self.model.train()
         self.optimizer.zero_grad()
         with self.bench.autocast():
-            loss = F.cross_entropy(self.net(self.bench.images).float(), self.bench.targets)
+            loss = self.bench.setting.loss_of(self.net, self.bench.images)
         self.scaler.scale(loss).backward()
         self.scaler.step(self.optimizer)
         self.scaler.update()

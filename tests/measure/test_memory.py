@@ -2,12 +2,14 @@
 import pytest
 import timm
 import torch
-import torch.nn.functional as F
 
 from ea_vision.base.errors import UsageError, exit_code
+from ea_vision.detection.model import create_detector
+from ea_vision.detection.train import DetectionTrainer
 from ea_vision.engine.evaluate import autocast
+from ea_vision.engine.preflight import loss_on_noise
 from ea_vision.measure import memory
-from ea_vision.measure.memory import Prediction, to_bytes, watch_step
+from ea_vision.measure.memory import DetectorPrediction, Prediction, to_bytes, watch_step
 from ea_vision.ops import use_implementation
 
 CPU = torch.device("cpu")
@@ -18,10 +20,10 @@ def small(name="ea_conv_transformer_cifar", **kwargs):
     return timm.create_model(name, **WIDTHS, **kwargs)
 
 
-def counted(model, batch_size, amp="none"):
+def counted(model, batch_size, amp="none", side=32, loss_of=loss_on_noise):
     """Bytes that saved_tensors_hooks sees, over unique storages, weights apart."""
     own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
-    images = torch.randn(batch_size, 3, 32, 32)
+    images = torch.randn(batch_size, 3, side, side)
     own.add(images.untyped_storage().data_ptr())
     seen = {}
 
@@ -31,7 +33,7 @@ def counted(model, batch_size, amp="none"):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), autocast(amp, CPU):
-        loss = F.cross_entropy(model.train()(images).float(), torch.zeros(batch_size, dtype=torch.int64))
+        loss = loss_of(model.train(), images)
     total = sum(seen.values())
     del loss
     return total
@@ -136,3 +138,16 @@ def test_bad_input(argv, message, capsys):
     code = exit_code(lambda: memory.main([*argv, "--device", "cpu"]))
     assert code == (2 if message else 0)
     assert message in capsys.readouterr().err
+
+
+def test_a_detectors_memory():
+    detector = create_detector("aa_resnet34", num_classes=3, img_size=128, fpn_channels=32, head_convs=1,
+                               layers=(1, 1, 1, 1))
+    two = DetectorPrediction(detector, 128, 2)
+    truth = counted(detector, 2, side=128, loss_of=DetectionTrainer.loss_on_noise)
+    assert two.activations(2) == pytest.approx(truth, rel=0.05)
+    three = DetectorPrediction(detector, 128, 3)
+    assert two.peak(3) == pytest.approx(three.parts(3)["peak"], rel=1e-3)
+    parts = two.parts(2)
+    assert sum(parts.values()) == 2 * parts["peak"] + parts["maps"]
+    assert two.largest_batch(three.peak(5) + 1) == 5 and two.largest_batch(two.peak(1) / 2) == 0
