@@ -8,7 +8,6 @@ image count. What there is no object for is nan.
 from __future__ import annotations
 
 import contextlib
-import copy
 import io
 import math
 from collections.abc import Callable, Sequence
@@ -94,11 +93,12 @@ def coco_metrics(ground_truth: dict[str, Any], detections: Sequence[dict[str, An
     """
     COCO, COCOeval = require_pycocotools()
     truth = COCO()
-    truth.dataset = copy.deepcopy(ground_truth)  # it adds fields
+    own = [dict(row) for row in ground_truth["annotations"]]  # it adds fields
+    truth.dataset = {**ground_truth, "annotations": own}
     with contextlib.redirect_stdout(io.StringIO()):  # it prints its steps
         truth.createIndex()
         if detections:
-            found = truth.loadRes(copy.deepcopy(list(detections)))
+            found = truth.loadRes([dict(row) for row in detections])
         else:  # it takes no empty list
             found = COCO()
             found.dataset = {**truth.dataset, "annotations": []}
@@ -115,9 +115,10 @@ def coco_metrics(ground_truth: dict[str, Any], detections: Sequence[dict[str, An
     names = {category["id"]: category["name"] for category in ground_truth["categories"]}
     rows = []
     for place, category in enumerate(evaluation.params.catIds):
-        own = precision[:, :, place]
-        rows.append({"class": names[category], "objects": objects[category], "AP": round(_percent(own.mean()), 2),
-                     "AP50": round(_percent(own[_THRESHOLD_50].mean()), 2)})
+        of_class = precision[:, :, place]
+        rows.append({"class": names[category], "objects": objects[category],
+                     "AP": round(_percent(of_class.mean()), 2),
+                     "AP50": round(_percent(of_class[_THRESHOLD_50].mean()), 2)})
     return measures, rows
 
 
