@@ -26,6 +26,7 @@ import torch
 import yaml
 
 from ea_vision.base.errors import UsageError, near_matches
+from ea_vision.detection.model import DetectorNetwork, create_detector
 from ea_vision.engine.config import load_recipe
 from ea_vision.engine.run_folder import CONFIG, read_config, read_results
 from ea_vision.measure.counts import Counts, count, inference_map_bytes, training_map_bytes
@@ -71,7 +72,8 @@ CIFAR-100."""
 
 @dataclass(frozen=True)
 class DataSet:
-    """command: the trainer and where its images are. images: for training. img_size: of the networks, in pixels."""
+    """command: the trainer and where its images are. classes: that networks tell apart. images: for training.
+    img_size: of the networks, in pixels."""
 
     command: str
     classes: int
@@ -83,6 +85,7 @@ DATA = {
     "ImageNet": DataSet("train-imagenet --data-dir DIR", 1000, 1_281_167, 224),
     "CIFAR-10": DataSet("train-cifar --dataset cifar10 --download --device cuda", 10, 50_000, 32),
     "CIFAR-100": DataSet("train-cifar --dataset cifar100 --download --device cuda", 100, 50_000, 32),
+    "COCO": DataSet("train-detection --data-dir COCO --sync-bn", 90, 118_287, 640),
 }
 
 
@@ -110,7 +113,7 @@ def shipped_runs() -> list[Run]:
 
 
 def runs_in(folder: Path) -> list[Run]:
-    """The complete runs in a folder that were tested on a data set of DATA, at its size.
+    """The complete runs of classifiers in a folder that were tested on a data set of DATA, at its size.
 
     The data set is told by the number of classes and of training images, the held-out ones included.
 
@@ -124,7 +127,7 @@ def runs_in(folder: Path) -> list[Run]:
     for path in sorted(folder.rglob(CONFIG)):
         config, run = read_config(path.parent)
         results = read_results(path.parent)
-        if results is None or "test_last" not in results:
+        if results is None or "top1" not in results.get("test_last", {}):
             continue
         held_out = run["eval_images"] if results["eval_split"] == "held_out" else 0
         data = sets.get((len(run["classes"]), run["train_images"] + held_out, config["img_size"]))
@@ -146,8 +149,17 @@ def _counted(model: str, kwargs: tuple[tuple[str, Any], ...], classes: int) -> C
     return count(net, net.pretrained_cfg["input_size"])
 
 
+@cache
+def _counted_detector(backbone: str, kwargs: tuple[tuple[str, Any], ...]) -> Counts:
+    with torch.device("meta"):
+        detector = create_detector(backbone, DATA["COCO"].classes, DATA["COCO"].img_size, **dict(kwargs))
+    return count(DetectorNetwork(detector), (3, detector.img_size, detector.img_size))
+
+
 def counted(row: PublishedRow, data: str) -> Counts:
-    """Parameters and arithmetic of a row's network, with as many classes as the data set has."""
+    """Parameters and arithmetic of a row's network or detector, with as many classes as the data set has."""
+    if data == "COCO":
+        return _counted_detector(row.model, tuple(row.kwargs.items()))
     return _counted(row.model, tuple(row.kwargs.items()), DATA[data].classes)
 
 
@@ -238,11 +250,16 @@ def classifiers(table: PublishedTable, rows: Sequence[PublishedRow], runs: Seque
 
 def detectors(table: PublishedTable, rows: Sequence[PublishedRow], runs: Sequence[Run]) -> list[str]:
     """Lines of the table of detectors."""
-    lines: list[Sequence[str]] = [("backbone", "params M, published", "GFLOPs, published", "mAP", "AP50", "AP75")]
+    lines: list[Sequence[str]] = [("backbone", "params M", "published", "GFLOPs", "published", "mAP, published",
+                                   "AP50, published", "AP75, published", "ours", "recipe", "epochs", "cost, EFLOP")]
     for row in rows:
-        lines.append((row.label, _cell(row.published.params_m, 1), _cell(row.published.gflops, 0),
-                      *(_cell(ap, 1) for ap in row.figures["ap"])))
-    return [markdown(lines), "", *_notes(table, rows)]
+        counts, (epochs, eflop) = counted(row, "COCO"), cost(row, "COCO")
+        lines.append((row.label, _cell(counts.params / 1e6, 2), _cell(row.published.params_m, 1),
+                      _cell(counts.flops_profiler / 1e9, 1), _cell(row.published.gflops, 0),
+                      *(_cell(ap, 1) for ap in row.figures["ap"]), "not run",
+                      f"`{options(row, 'COCO').removeprefix('--recipe ')}`", str(epochs), _eflop(eflop)))
+    return [markdown(lines), "", *_notes(table, rows), "", "```sh", f"{trainer(rows[0], 'COCO')} --recipe RECIPE",
+            "```"]
 
 
 def attention_cost(table: PublishedTable, rows: Sequence[PublishedRow], runs: Sequence[Run]) -> list[str]:

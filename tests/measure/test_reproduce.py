@@ -8,6 +8,7 @@ import timm
 
 from ea_vision.base.errors import UsageError
 from ea_vision.base.files import write_json
+from ea_vision.detection.train import DetectionConfig
 from ea_vision.engine.config import make_parser, parse, resolve
 from ea_vision.engine.run_folder import RESULTS, write_config
 from ea_vision.engine.train_cifar import CifarConfig
@@ -58,12 +59,13 @@ def test_the_page_has_its_text_and_every_table():
 
 
 def test_commands_train_the_row_s_network_as_long_as_the_page_says():
-    parsers = {cls: make_parser(cls, "", "") for cls in (CifarConfig, ImageNetConfig)}
+    trainers = {"train-cifar": CifarConfig, "train-imagenet": ImageNetConfig, "train-detection": DetectionConfig}
+    parsers = {cls: make_parser(cls, "", "") for cls in trainers.values()}
     for _, row, data in ROWS:
         words = shlex.split(f"{reproduce.trainer(row, data)} {reproduce.options(row, data)}")
-        start = words.index("train-cifar" if data.startswith("CIFAR") else "train-imagenet")
+        [start] = [index for index, word in enumerate(words) if word in trainers]
         assert words[:start] in (["ea-vision"], ["torchrun", "--nproc-per-node", "8", "-m", "ea_vision"])
-        cls = CifarConfig if data.startswith("CIFAR") else ImageNetConfig
+        cls = trainers[words[start]]
         config, _ = resolve(cls, parse(parsers[cls], words[start + 1:]))
         assert config.model == row.model and row.kwargs.items() <= config.model_kwargs.items(), words
         if data.startswith("CIFAR"):
