@@ -21,6 +21,8 @@ for command in (
     "heatmap --model run --layers 1 --heads mean --dpi 50 -o heads.png digits:0",
     "heatmap --layers 1 --heads mean --dpi 50 -o shipped.png digits:0",  # by the weights in the wheel
     "explore --model run -o page.html digits:0",
+    "predict ea_conv_transformer_cifar digits:0 --json classes.json",
+    "reproduce conv-transformer",
     "summary ea_conv_transformer_cifar --csv summary.csv",
 ):
     assert main(command.split()) == 0, command
@@ -62,6 +64,7 @@ def test_it_holds_the_package_and_the_weights_and_nothing_else(wheel):
     cards = {name.replace(".safetensors", ".md") for name in weights}
     runs = {f"ea_vision/{name}" for name in listed if Path(name).match("weights/results/fast-cifar10/*.csv")}
     assert held == package | weights | cards | runs | {"ea_vision/weights/results/runs.yaml"} and len(weights) >= 3
+    assert wheel.stat().st_size < 35e6
     for suffix in (".c", ".yaml", ".html", ".css", ".js"):
         assert any(name.endswith(suffix) for name in held)
 
@@ -69,8 +72,9 @@ def test_it_holds_the_package_and_the_weights_and_nothing_else(wheel):
 def test_its_commands_run_outside_the_checkout(installed, tmp_path):
     out = run([sys.executable, "-c", COMMANDS], tmp_path, installed)
     assert f"imported {installed / 'ea_vision' / '__init__.py'}" in out
+    assert "| 89.68 (10 epochs of `fast_sgd`) |" in out  # the runs' figures are in the wheel, too
     made = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
-    assert set(made) == {"run", "heads.png", "shipped.png", "page.html", "summary.csv"}
+    assert set(made) == {"run", "heads.png", "shipped.png", "page.html", "classes.json", "summary.csv"}
     assert made["page.html"] > 50_000 and (tmp_path / "run" / "results.json").is_file()
     assert (tmp_path / "summary.csv").read_text().count("ea_conv_transformer_cifar") == 1
     assert "heatmap" in run([installed / "bin" / "ea-vision", "--help"], tmp_path, installed)
