@@ -4,6 +4,7 @@ import io
 from collections.abc import Sequence
 
 import matplotlib
+from matplotlib.font_manager import FontProperties
 
 COLORS = ("#D55E00", "#0072B2", "#E69F00", "#CC79A7", "#56B4E9", "#009E73", "#F0E442")  # Okabe and Ito
 FORMATS = (".png", ".svg", ".pdf")
@@ -22,3 +23,8 @@ def color_cycle() -> Sequence[str]:
     cycle = matplotlib.rcParams["axes.prop_cycle"]
     own = cycle != matplotlib.rcParamsDefault["axes.prop_cycle"] and "color" in cycle.keys
     return cycle.by_key()["color"] if own else COLORS
+
+
+def font_points(size: str) -> float:
+    """Points of one of matplotlib's sizes, such as "small"."""
+    return FontProperties(size=size).get_size_in_points()

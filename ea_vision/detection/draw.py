@@ -14,7 +14,7 @@ from matplotlib.patches import Rectangle
 from PIL import Image
 from torch import Tensor
 
-from ea_vision.base.figures import COLORS
+from ea_vision.base.figures import COLORS, font_points
 from ea_vision.data.image_files import BrokenImage
 from ea_vision.detection.coco import CocoFolder
 from ea_vision.detection.predict import Detections
@@ -43,15 +43,21 @@ def draw_boxes(axes: Axes, image: Image.Image | Tensor, found: Detections, class
     for x1, y1, x2, y2 in [] if truth is None else truth.tolist():
         axes.add_patch(Rectangle((x1, y1), x2 - x1, y2 - y1, fill=False, edgecolor="white", linewidth=1,
                                  linestyle="--", path_effects=rim, gid="truth"))
-    for (x1, y1, x2, y2), score, label in reversed(list(zip(
-            found.boxes.tolist(), found.scores.tolist(), found.labels.tolist(), strict=True))):  # the surest on top
+    named: list[tuple[float, float]] = []  # where names of surer objects are
+    rows = list(zip(found.boxes.tolist(), found.scores.tolist(), found.labels.tolist(), strict=True))
+    for rank, ((x1, y1, x2, y2), score, label) in enumerate(rows):
         color = COLORS[label % len(COLORS)]
         axes.add_patch(Rectangle((x1, y1), x2 - x1, y2 - y1, fill=False, edgecolor=color, linewidth=1.8,
-                                 path_effects=rim, gid="found"))
+                                 path_effects=rim, gid="found", zorder=3 - rank / len(rows)))  # the surest on top
         above, right = y1 > 0.06 * height, x1 > 0.75 * width  # else the name goes inside, or on to the right
-        axes.text(min(x2, width) if right else max(x1, 0), max(y1, 0), f"{classes[label]} {score:.2f}", fontsize=size,
-                  color="white", ha="right" if right else "left", va="bottom" if above else "top", clip_on=True,
-                  bbox=dict(boxstyle="square,pad=0.15", facecolor=color, edgecolor="none", alpha=0.9))
+        place = (min(x2, width) if right else max(x1, 0), max(y1, 0))
+        there = [(x, y) for x, y in named if abs(place[0] - x) < 0.15 * width and abs(place[1] - y) < 0.05 * height]
+        place = there[0] if there else place
+        named.append(place)
+        axes.annotate(f"{classes[label]} {score:.2f}", place, (0, -1.6 * len(there) * font_points(size)), fontsize=size,
+                      textcoords="offset points", color="white", ha="right" if right else "left",
+                      va="bottom" if above else "top", clip_on=True, zorder=4 - rank / len(rows),
+                      bbox=dict(boxstyle="square,pad=0.15", facecolor=color, edgecolor="none", alpha=0.9))
 
 
 def picture(image: Image.Image | Tensor, found: Detections, classes: Sequence[str]) -> Figure:

@@ -21,7 +21,6 @@ from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Colormap, LogNorm, Normalize
 from matplotlib.figure import Figure
-from matplotlib.font_manager import FontProperties
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import NullLocator
 from torch import Tensor
@@ -29,6 +28,7 @@ from torch import Tensor
 from ea_vision.analysis.recording import PARTS, AttentionLayer, LayerMaps
 from ea_vision.base.errors import UsageError
 from ea_vision.base.figures import COLORS as QUERY_COLORS
+from ea_vision.base.figures import font_points
 from ea_vision.visualize.recordings import MEAN, Head, Query, Recording, cell_of
 
 SCALES = ("layer", "tile", "all", "uniform")
@@ -137,10 +137,6 @@ def name_row(axes: Axes, name: str, lines: int) -> None:
     axes.set_title(blank_lines, fontsize="medium", loc="left", pad=pad + 0.6 * font_points("medium"))
     axes.annotate(name, (0, 1), (0, pad), xycoords="axes fraction", textcoords="offset points", fontsize="medium",
                   ha="left", va="bottom", annotation_clip=False).set_in_layout(False)
-
-
-def font_points(size: str) -> float:
-    return FontProperties(size=size).get_size_in_points()
 
 
 def layers_name(numbers: Sequence[int]) -> str:

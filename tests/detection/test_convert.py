@@ -50,6 +50,19 @@ def test_a_part_of_it_as_one_class_beside_the_images(tiny, capsys):
     assert CocoFolder(tiny, "train").classes == ["goldfish", "crane"]
 
 
+def test_the_mean_box_by_hand(tiny, tmp_path, capsys):
+    """Mean of (0, 0, 64, 64) and (3, 4, 8, 17): overlaps the box of its class in val by 2 x 3 pixels of 1,500; the mean
+    of (5, 5, 1, 5) alone, none."""
+    pytest.importorskip("pycocotools", reason="needs pycocotools")
+    assert main([str(tiny), str(tmp_path / "out"), "--classes", "2", "--mean-box"]) == 0
+    assert "every image: AP 0.0%  AP50 0.0%  AP75 0.0%" in capsys.readouterr().out
+    truth = tiny / "val" / "val_annotations.txt"
+    truth.write_text("val_0.JPEG\tn02\t5\t5\t5\t9\nval_1.JPEG\tn01\t1\t2\t37\t42\n")
+    assert main([str(tiny), str(tmp_path / "out"), "--classes", "2", "--mean-box"]) == 0
+    # scores are equal, so the first image's count first: of n02 the right box (100%), of n01 a wrong one (50%)
+    assert "every image: AP 75.0%  AP50 75.0%" in capsys.readouterr().out
+
+
 def test_what_is_wrong_is_one_line(tiny, tmp_path, capsys):
     boxes = tiny / "train" / "n02" / "n02_boxes.txt"
     boxes.write_text("n02_0.JPEG\t1\t2\t3\n")

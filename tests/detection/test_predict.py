@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from PIL import Image
 
@@ -83,13 +84,24 @@ def test_drawn_boxes_lie_where_they_were_found():
     draw_boxes(axes, torch.rand(3, 40, 60), found, CLASSES, truth)
     places = {kind: [(*patch.get_xy(), patch.get_width(), patch.get_height()) for patch in axes.patches
                      if patch.get_gid() == kind] for kind in ("found", "truth")}
-    assert places == {"found": [(30, 0, 20, 20), (5, 6, 20, 30)], "truth": [(4, 5, 22, 30)]}  # the surest on top
-    assert [text.get_text() for text in axes.texts] == ["cat 0.60", "dog 0.90"]
+    assert places == {"found": [(5, 6, 20, 30), (30, 0, 20, 20)], "truth": [(4, 5, 22, 30)]}
+    assert [text.get_text() for text in axes.texts] == ["dog 0.90", "cat 0.60"]
+    drawn = [patch.get_zorder() for patch in axes.patches if patch.get_gid() == "found"]
+    assert drawn[0] > drawn[1]  # the surest is on top
     assert axes.get_xlim() == (0, 60) and axes.get_ylim() == (40, 0)
     figure = picture(Image.new("RGB", (60, 40)), found, CLASSES)
     assert figure.get_figwidth() / figure.get_figheight() == pytest.approx(1.5)
     cells = gallery([Image.new("RGB", (60, 40))] * 5, [found] * 5, CLASSES, [truth] * 5).axes
     assert [len(axes.patches) for axes in cells] == [3] * 5 + [0] * 3
+
+
+def test_names_of_boxes_at_one_place_stand_one_below_another():
+    found = Detections((80, 80), torch.tensor([[20.0, 30.0, 60.0, 70.0], [21.0, 29.0, 61.0, 69.0]] * 2),
+                       torch.tensor([0.9, 0.8, 0.7, 0.6]), torch.tensor([0, 1, 2, 0]))
+    figure = picture(Image.new("RGB", (80, 80)), found, CLASSES)
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    boxes = [text.get_window_extent(renderer) for text in figure.axes[0].texts]
+    assert all(below.y1 <= above.y0 for above, below in zip(boxes, boxes[1:], strict=False))
 
 
 def test_a_gallery_of_a_data_set_has_found_and_right_boxes(tmp_path):
