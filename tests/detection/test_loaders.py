@@ -1,0 +1,67 @@
+"""Batches of images with boxes: the same wherever an epoch is entered, and without images that cannot be read."""
+import pytest
+import torch
+
+from ea_vision.data.bad_images import BadImages
+from ea_vision.detection.coco import CocoFolder
+from ea_vision.detection.generate import Boxes, make_boxes
+from ea_vision.detection.loaders import BoxEvalLoader, BoxTrainLoader
+from ea_vision.detection.transforms import eval_transform, train_transform
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """9 training images of 48 pixels, of which the one numbered 5 cannot be read."""
+    root = tmp_path_factory.mktemp("data") / "boxes"
+    make_boxes(root, Boxes(("disc", "square"), img_size=48, smallest=8, largest=24, most=3, train=9, val=1))
+    source = CocoFolder(root, "train")
+    (source.folder / source.images[5]["file_name"]).write_bytes(b"no image")
+    return source
+
+
+def loader(kind, source, transform, **options):
+    common = {"img_size": 32, "mean": (0, 0, 0), "std": (1, 1, 1), "device": torch.device("cpu"), "batch_size": 3,
+              "workers": 0, "bad_images": BadImages(3)}
+    return kind(source, transform=transform, **{**common, **options})
+
+
+def train(source, **options):
+    return loader(BoxTrainLoader, source, train_transform(32, photometric=True), **options)
+
+
+def same(a, b) -> bool:
+    return torch.equal(a.images, b.images) and torch.equal(a.ids, b.ids) and all(
+        torch.equal(x["boxes"], y["boxes"]) and torch.equal(x["labels"], y["labels"])
+        for x, y in zip(a.targets, b.targets, strict=True))
+
+
+def test_an_epoch_is_the_same_from_wherever_it_is_entered_and_by_any_workers(data):
+    state = torch.get_rng_state()
+    whole = list(train(data).batches(4))
+    assert torch.equal(state, torch.get_rng_state()), "the trainer's own random state"
+    assert len(whole) == 3 and all(batch.images.shape == (3, 3, 32, 32) for batch in whole)
+    for batch in whole:
+        assert batch.images.dtype == torch.float32 and 0 <= batch.images.min() and batch.images.max() <= 1
+        assert all(len(t["boxes"]) == len(t["labels"]) and t["boxes"].shape[1:] == (4,) for t in batch.targets)
+    assert all(map(same, whole[1:], train(data, workers=2).batches(4, 1)))
+    assert not same(whole[0], next(train(data).batches(5)))
+
+
+def test_an_unreadable_image_is_replaced_in_training_and_left_out_in_evaluation(data):
+    training = train(data)
+    ids = [index for batch in training.batches(0) for index in batch.ids.tolist()]
+    assert 5 not in ids and len(ids) == 9 and set(ids) | {5} == set(range(9))
+    assert list(training.bad_images.new) == [data.describe(5)]
+    evaluation = loader(BoxEvalLoader, data, eval_transform(32))
+    batches = list(evaluation.batches())
+    assert [batch.ids.tolist() for batch in batches] == [[0, 1, 2], [3, 4], [6, 7, 8]]
+    assert [len(batch.images) for batch in batches] == [len(batch.targets) for batch in batches] == [3, 2, 3]
+    [target] = [t for batch in batches for t, index in zip(batch.targets, batch.ids.tolist(), strict=True)
+                if index == 6]
+    assert target["image_id"] == data.images[6]["id"] and tuple(target["size"]) == (48, 48)
+
+
+def test_two_processes_see_every_image_once(data):
+    seen = [[index for batch in loader(BoxEvalLoader, data, eval_transform(32), rank=rank, world_size=2).batches()
+             for index in batch.ids.tolist()] for rank in (0, 1)]
+    assert sorted(seen[0] + seen[1]) == [0, 1, 2, 3, 4, 6, 7, 8]
