@@ -94,3 +94,15 @@ def test_weights_know_their_images(name, shared):
     with torch.no_grad():
         predicted = model((x - mean) / std).argmax(1)
     assert (predicted == torch.tensor(targets)).float().mean() > 0.65
+
+
+def test_docs_have_the_results_of_the_detectors():
+    """The table of docs/detection.md, against the metrics of its runs."""
+    text = (ROOT / "docs" / "detection.md").read_text()
+    for name, label in (("plain", "resnet18"), ("aa", "aa_resnet34"), ("ea_aa", "ea_aa_resnet34")):
+        last = [list(csv.DictReader((ROOT / "weights" / "results" / "detection" / f"{name}-seed{seed}.csv").open()))[-1]
+                for seed in (0, 1)]
+        ap, ap50, ap75 = ([float(row[column]) for row in last] for column in ("AP", "AP50", "AP75"))
+        cells = [*(f"{a:.1f}, {b:.1f} | {(a + b) / 2:.1f}" for a, b in (ap, ap50)), f"{sum(ap75) / 2:.1f} |"]
+        [row] = [line for line in text.splitlines() if line.startswith((f"| {label} |", f"| {label}, two blocks"))]
+        assert row.endswith(" | ".join(cells))
