@@ -10,9 +10,11 @@ import logging
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from ea_vision.base.errors import UsageError
@@ -176,8 +178,17 @@ class CocoDetection(run.Task):
                                  f"{config.pretrained_path}")
             weights["pretrained_cfg_overlay"] = {"file": str(path)}
         check_model_name(config.model)
-        return create_by_keywords(partial(create_detector, config.model, **weights), config.model,
-                                  detector_kwargs(config, len(self.classes)), optional_kwargs, log.info)
+        try:
+            return create_by_keywords(partial(create_detector, config.model, **weights), config.model,
+                                      detector_kwargs(config, len(self.classes)), optional_kwargs, log.info)
+        except UsageError as error:
+            if weights and "size mismatch" in str(error):
+                raise UsageError(f"weights {config.pretrained_path or 'of timm'} do not fit {config.model}: those of a "
+                                 "network that classifies have queries of at least 20 channels a head, which "
+                                 "--model-kwargs min_head_qk=20 gives a detector") from error
+            raise
+        except (SafetensorError, UnpicklingError) as error:
+            raise UsageError(f"weights {config.pretrained_path} cannot be read: {error}") from error
 
     def _common(self) -> dict[str, Any]:
         config = self.config

@@ -143,6 +143,31 @@ def test_a_backbone_begins_with_weights_of_classification(data, tmp_path):
     assert set(kwargs) == {"num_classes", "img_size", "anchors", "gamma", "box_loss", "head_norm"}
 
 
+def test_attention_begins_with_weights_of_classification_at_its_least_width(data, tmp_path):
+    layers = {"layers": [1, 1, 1, 1]}
+    path = tmp_path / "weights.safetensors"
+    classifier = timm.create_model("aa_resnet34", num_classes=7, img_size=224, min_head_qk=20, **layers)
+    path.write_bytes(encode_weights(classifier.state_dict()))
+    given = {"recipe": "none", "model": "aa_resnet34", "img_size": 64, "data_dir": str(data),
+             "pretrained_path": str(path), "model_kwargs": {**layers, "min_head_qk": 20}}
+    model, _ = train.CocoDetection(resolve(train.DetectionConfig, given)[0], World, True).create_model(frozenset())
+    own = model.backbone.body.model.layer4[0].conv1
+    assert torch.equal(own.conv.weight, classifier.layer4[0].conv1.conv.weight)
+    given["model_kwargs"] = layers
+    task = train.CocoDetection(resolve(train.DetectionConfig, given)[0], World, True)
+    with pytest.raises(UsageError, match="do not fit aa_resnet34: .* min_head_qk=20 gives a detector$"):
+        task.create_model(frozenset())
+
+
+def test_weights_that_cannot_be_read(data, tmp_path):
+    path = tmp_path / "weights.safetensors"
+    path.write_bytes(b"nothing of the kind")
+    given = {"recipe": "none", "model": "test_resnet", "img_size": 64, "data_dir": str(data),
+             "pretrained_path": str(path)}
+    with pytest.raises(UsageError, match="weights.safetensors cannot be read"):
+        train.CocoDetection(resolve(train.DetectionConfig, given)[0], World, True).create_model(frozenset())
+
+
 World = None  # what only loaders ask
 
 
