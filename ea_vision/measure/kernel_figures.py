@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,6 +61,7 @@ class Layer(NamedTuple):
     gates: bool = False
     dropout_p: float = 0.0
     kernel_size: int = 3
+    prefix: int = 0
 
 
 LAYERS = {
@@ -69,6 +71,9 @@ LAYERS = {
     "first": Layer(8, (14, 14), 20, 3, chained=False),
     "pa-cifar": Layer(4, (8, 8), 64, 64, predict=True, dropout_p=0.2),
     "ea-vit-tiny": Layer(3, (1, 197), 64, 64, relative=False, gates=True),
+    "ea-vit-small": Layer(6, (1, 197), 64, 64, relative=False, gates=True, prefix=1),
+    "ea-vit-base": Layer(12, (1, 577), 64, 64, relative=False, gates=True, prefix=1),
+    "ea-5x5": Layer(8, (14, 14), 20, 3, kernel_size=5),
 }
 
 
@@ -94,22 +99,26 @@ class Figures(NamedTuple):
         return self.blocks * self.threads // 32
 
 
-def launches_of(layer: Layer, dtype: torch.dtype) -> list[triton_attention.Launch]:
-    """What the layer launches in a training step, of one image, without data."""
+def launches_of(layer: Layer, dtype: torch.dtype, capability: str = "", device: torch.device | None = None,
+                batch: int = 1) -> list[triton_attention.Launch]:
+    """What the layer launches in a training step on a GPU of that capability: without data, or, where a device is
+    given, ready to run there on random numbers."""
     K, (H, W), D, E = layer.heads, layer.size, layer.dim_qk, layer.dim_v
     N, size = H * W, layer.kernel_size
+    with FakeTensorMode() if device is None else nullcontext():
+        def made(*shape: int, of: torch.dtype = torch.float32) -> torch.Tensor:
+            return torch.randn(shape, device=device).to(of)
 
-    with FakeTensorMode():
-        empty = torch.empty
-        q, k, v = empty(1, N, K * (2 * D + E), dtype=dtype).split([K * D, K * D, K * E], dim=2)
-        heads = [x.view(1, N, K, -1).transpose(1, 2) for x in (q, k, v)]
-        tables = [empty(2 * side - 1, D) if layer.relative else None for side in (H, W)]
-        prev = empty(1, N, N, K, dtype=dtype).permute(0, 3, 1, 2) if layer.chained else None
-        convolution = [empty(K, K, size, size), empty(K)] if layer.chained else [None, None]
+        q, k, v = made(batch, N, K * (2 * D + E), of=dtype).split([K * D, K * D, K * E], dim=2)
+        heads = [x.view(batch, N, K, -1).transpose(1, 2) for x in (q, k, v)]
+        tables = [made(2 * side - 1, D) if layer.relative else None for side in (H, W)]
+        prev = made(batch, N, N, K, of=dtype).permute(0, 3, 1, 2) if layer.chained else None
+        convolution = [made(K, K, size, size), made(K)] if layer.chained else [None, None]
         return triton_attention.launches_of(
             *heads, *tables, prev, *convolution, 0.5, 1.0, predict=layer.predict, scale=D ** -0.5, feat_size=(H, W),
-            gates=empty(2, K) if layer.gates and layer.chained else None, dropout_p=layer.dropout_p,
-            seed=empty(1, dtype=torch.int64))
+            gates=made(2, K) if layer.gates and layer.chained else None, dropout_p=layer.dropout_p,
+            seed=torch.zeros(1, dtype=torch.int64, device=device), num_prefix_tokens=layer.prefix,
+            capability=tuple(map(int, capability.split("."))) if capability else None)
 
 
 def compile_launch(launch: triton_attention.Launch, capability: str) -> Any:
@@ -119,7 +128,7 @@ def compile_launch(launch: triton_attention.Launch, capability: str) -> Any:
     from triton.compiler import ASTSource
 
     types = {torch.int64: "*i64", torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16",
-             torch.uint8: "*u8", torch.int32: "*i32"}
+             torch.uint8: "*u8", torch.int16: "*i16"}
     constants, known = dict(launch.constants), {}
     signature = dict.fromkeys(constants, "constexpr")
     for i, (name, x) in enumerate(zip(launch.kernel.arg_names, launch.args, strict=False)):
@@ -132,9 +141,8 @@ def compile_launch(launch: triton_attention.Launch, capability: str) -> Any:
         else:
             signature[name] = "fp32" if isinstance(x, float) else "i32"
     source = ASTSource(launch.kernel, {name: signature[name] for name in launch.kernel.arg_names}, constants, known)
-    major, minor = capability.split(".")
-    return triton.compile(source, target=GPUTarget("cuda", int(major) * 10 + int(minor), 32),
-                          options={"num_warps": launch.num_warps, "num_stages": launch.num_stages})
+    target = GPUTarget("cuda", int(capability.replace(".", "")), 32)
+    return triton.compile(source, target=target, options=launch.options)
 
 
 def _tool(name: str, *args: str) -> str:
@@ -145,9 +153,11 @@ def _tool(name: str, *args: str) -> str:
 
 
 def label_of(launch: triton_attention.Launch) -> str:
-    """The kernel's name; `evolve` has a part that only mixes maps, and one that attends."""
-    name = launch.kernel.__name__
-    return name if launch.constants.get("ATTEND", True) else f"{name} (mixes)"
+    """The kernel's name; where `evolve` does not do all of its work in one launch, the part that it does."""
+    name, constants = launch.kernel.__name__, launch.constants
+    if name != "evolve" or constants["ATTEND"] and (constants["OWN"] or constants["CONV"]):
+        return name
+    return f"{name} ({'attends' if constants['ATTEND'] else 'convolves' if constants['CONV'] else 'mixes'})"
 
 
 def loop_of(machine_code: str) -> list[str]:
@@ -182,8 +192,8 @@ def figures_of(name: str, launch: triton_attention.Launch, capability: str, dtyp
     shared = built.metadata.shared
     loop = loop_of(code)
     return Figures(
-        name, label_of(launch), capability, dtype, 32 * launch.num_warps, registers, stack, shared,
-        blocks_per_multiprocessor(CHIPS[capability], launch.num_warps, registers, shared), len(loop),
+        name, label_of(launch), capability, dtype, 32 * launch.tile.warps, registers, stack, shared,
+        blocks_per_multiprocessor(CHIPS[capability], launch.tile.warps, registers, shared), len(loop),
         sum("MMA" in what for what in loop), sum(bool(re.search(r"\bBAR\.(SYNC|RED)", what)) for what in loop),
         "tcgen05" in built.asm["ptx"])
 
@@ -193,9 +203,11 @@ def all_figures(layers: Sequence[str], capabilities: Sequence[str], dtypes: Sequ
     found: dict[tuple, Figures] = {}
     for layer in layers:
         for dtype in dtypes:
-            for launch in launches_of(LAYERS[layer], DTYPES[dtype]):
-                constants = tuple(sorted((name, str(x)) for name, x in launch.constants.items()))
-                for capability in capabilities:
+            if dtype == "fp32" and LAYERS[layer].heads > 8:
+                continue  # runs on the reference
+            for capability in capabilities:
+                for launch in launches_of(LAYERS[layer], DTYPES[dtype], capability):
+                    constants = tuple(sorted((name, str(x)) for name, x in launch.constants.items()))
                     key = (launch.kernel.__name__, constants, capability, dtype, layer)
                     if key not in found:
                         found[key] = figures_of(layer, launch, capability, dtype)

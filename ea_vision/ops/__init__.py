@@ -76,7 +76,7 @@ def _reason_against(
         return "it has no windows"
     if dropout_p > 0 and name not in ("cpu", "sdpa", "triton"):
         return "it has no dropout on the attention probabilities"
-    if name not in ("cpu", "sdpa") and num_prefix_tokens:
+    if name not in ("cpu", "sdpa", "triton") and num_prefix_tokens:
         return f"it convolves whole maps, and {num_prefix_tokens} prefix tokens are to stay out of the convolution"
     if name == "cpu":
         return cpu.reason_against(q, k, v, weight)
@@ -126,8 +126,9 @@ def _choose(q: Tensor, *rest) -> str:
     if _exporting():
         return "reference"
     against = []
-    by_device = _WINDOWS_BY_DEVICE if rest[-1] else _BY_DEVICE  # the last: whether there are windows
-    for name in by_device.get(q.device.type, ()):
+    local = rest[-1]
+    names = _WINDOWS_BY_DEVICE.get(q.device.type, ()) if local else _BY_DEVICE.get(q.device.type, ("triton",))
+    for name in names:
         reason = _reason_against(name, q, *rest)
         if reason is None:
             break
@@ -290,9 +291,8 @@ def evolving_attention(
     # drawn here: what is recomputed for backward under torch's checkpointing draws the same again
     seed = torch.randint(2 ** 62, (1,), device=q.device) if dropout_p > 0 else None
     options |= {"gates": gates, "dropout_p": dropout_p, "seed": seed}
-    if chosen == "cpu":
-        return cpu.attend(*arguments, **options, num_prefix_tokens=num_prefix_tokens)
-    return triton_attention.attend(*arguments, **options)
+    attend = cpu.attend if chosen == "cpu" else triton_attention.attend
+    return attend(*arguments, **options, num_prefix_tokens=num_prefix_tokens)
 
 
 def halve(x: Tensor) -> Tensor:

@@ -11,19 +11,20 @@ Every kind of layer is one formula with three constants, of which a kernel drops
   convolution needs its neighbours' m, and Triton cannot shift a tile that lies in registers: fusing the two would mean
   to compute own nine times, or to keep a halo in scratch memory behind barriers. m costs one write and one read.
 
-The work is memory traffic: bytes that move per entry (one number of the B x K x N x N) in bfloat16:
+The work is memory traffic: bytes that move per entry (one number of the B x K x N x N) in bfloat16, in training:
 
 | | forward | backward |
 | --- | --- | --- |
 | first | 2: logits written | 10: logits and their gradient read; g written, read twice |
-| PA | 4: prev read; logits | 18: prev, logits, gradient; d_conv, g; both read again; d_prev; g once more |
-| EA, beta = 1 | 8: prev; m; m; logits | 16: prev; m; m, gradient; d_conv; d_conv; d_prev; d_prev once more |
+| PA | 4: prev read; logits | 20: logits, gradient; d_conv, g; prev, d_conv; d_conv, g; d_prev; g once more |
+| EA, beta = 1 | 8: prev; m; m; logits | 16: logits, gradient; d_conv; prev, d_conv; d_conv; d_prev; d_prev once more |
 
-Less 2 forward where the logits are not needed, and 2 backward where they have no gradient (the last layer; in PA and
-in a first layer backward then computes them again). g is the logits' gradient, d_conv what of it enters the
-convolution. Queries, keys and values are small beside the maps (a tenth each at N = 196, D = 20) and are read through
-the L2 cache, once for each block of 16 or 32 pixels. Of N x N size a layer keeps for backward only prev_logits and,
-where it is not EA, its logits; two scratch maps live as long as backward runs, three where beta < 1.
+Less 2 backward where the logits have no gradient (the last layer). g is the logits' gradient, d_conv what of it enters
+the convolution. Queries, keys and values are small beside the maps (a tenth each at N = 196, D = 20) and are read
+through the L2 cache, once for each block of 16 or 32 pixels. Of N x N size a layer keeps for backward its logits, which
+the next layer has as prev_logits, and no other map: m is computed again, tile by tile, where the weight's gradient
+needs it. Where the ReLU passed its gradient is read off the logits, or, where these are a sum (PA, beta < 1, gates,
+prefix tokens), off a bit an entry. Two scratch maps live as long as backward runs, three where beta < 1.
 
 Choices:
 * Maps lie in memory as (B, N, N, K), torch's channels_last of (B, K, N, N): see `triton_kernels`. A map that comes in
@@ -37,22 +38,29 @@ Choices:
 * Dropout is drawn by counter (seed, query, key), in forward and again in backward, as the C kernel draws it.
 * Gradients of weight, bias, gates and tables are summed per program, each into a slot of its own, then by torch: no
   atomics, the same bits on every run.
+* Backward of the softmax has no convolution in it, and the weight's gradient has a kernel of its own: together they
+  need 254 registers a thread, apart two blocks of 256 threads fit on a multiprocessor.
 * torch.library.custom_op, not triton_op: nothing beside the kernels is left for inductor to fuse, and the opaque
   operator runs in Triton's interpreter too.
 """
 
+import functools
+import importlib.metadata
 import importlib.util
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-MAX_HEADS = 8
+MAX_HEADS = 16
 MAX_DIM_HEAD = 64
 MAX_PIXELS, MAX_SIDES = 1024, 64
+LEAST_CAPABILITY = (8, 0)
 INSTALLED = importlib.util.find_spec("triton") is not None
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"  # Triton, too, reads it once
 
@@ -71,14 +79,15 @@ def reason_against(
         return "triton is not installed"
     if not INTERPRETING:
         if q.device.type != "cuda" or torch.version.hip is not None:
-            return f"a CUDA device is required, got {q.device.type}"
-        # Others have less shared memory, or (10) sum chained products wrongly: triton-lang/triton issue 10821
-        if _capability(q.device) not in ((8, 0), (9, 0)):
-            return f"compute capability (8, 0) or (9, 0) is required, got {_capability(q.device)}"
+            return f"an NVIDIA GPU is required, got {'ROCm' if torch.version.hip is not None else q.device.type}"
+        if _capability(q.device) < LEAST_CAPABILITY:
+            return f"compute capability {LEAST_CAPABILITY} or more is required, got {_capability(q.device)}"
     if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"float32, bfloat16 or float16 is required, got {q.dtype}"
     if k.dtype != q.dtype or v.dtype != q.dtype:
         return f"q, k and v of one dtype are required, got {q.dtype}, {k.dtype}, {v.dtype}"
+    if q.dtype == torch.float32 and q.shape[1] > 8 and not INTERPRETING:  # more shared memory than there is
+        return f"at most 8 heads are supported in float32, got {q.shape[1]}"
     if q.shape[1] > MAX_HEADS:
         return f"at most {MAX_HEADS} heads are supported, got {q.shape[1]}"
     if max(q.shape[-1], v.shape[-1]) > MAX_DIM_HEAD:
@@ -87,8 +96,8 @@ def reason_against(
         return f"maps of at most {MAX_PIXELS} pixels are supported, got {q.shape[2]}"
     if feat_size is not None and sum(feat_size) > MAX_SIDES:
         return f"at most {MAX_SIDES} rows and columns together are supported, got {feat_size[0]} and {feat_size[1]}"
-    if weight is not None and weight.shape[-1] not in (1, 3):
-        return f"a map convolution of kernel size 1 or 3 is required, got {weight.shape[-1]}"
+    if weight is not None and weight.shape[-1] not in (1, 3, 5):
+        return f"a map convolution of kernel size 1, 3 or 5 is required, got {weight.shape[-1]}"
     return None
 
 
@@ -96,7 +105,7 @@ def attend(
         q: Tensor, k: Tensor, v: Tensor, height_rel: Tensor | None, width_rel: Tensor | None,
         prev_logits: Tensor | None, weight: Tensor | None, bias: Tensor | None, alpha: float, beta: float, *,
         predict: bool, scale: float, feat_size: tuple[int, int], need_logits: bool, gates: Tensor | None = None,
-        dropout_p: float = 0.0, seed: Tensor | None = None,
+        dropout_p: float = 0.0, seed: Tensor | None = None, num_prefix_tokens: int = 0,
 ) -> tuple[Tensor, Tensor | None]:
     """As `ea_vision.ops.reference.attend`; the tables must fit the map.
 
@@ -125,9 +134,11 @@ def attend(
         raise ValueError(f"gates of shape {[2, K]} required, got {list(gates.shape)}")
     if dropout_p > 0 and seed is None:
         raise ValueError("a seed of shape [1] required for dropout, got None")
-    out, logits, _ = _forward(
-        q, k, v, height_rel, width_rel, prev_logits, weight, bias, gates, seed, float(alpha), float(beta), predict,
-        float(scale), float(dropout_p), H, W, need_logits)
+    tensors = (q, k, v, height_rel, width_rel, prev_logits, weight, bias, gates)
+    learns = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    out, logits, _, _ = _forward(
+        *tensors, seed, float(alpha), float(beta), predict, float(scale), float(dropout_p), H, W, num_prefix_tokens,
+        need_logits or learns)
     return out, logits if need_logits else None
 
 
@@ -174,6 +185,19 @@ def _new_maps(q: Tensor) -> Tensor:
     return q.new_empty(B, N, N, K)
 
 
+def _new_signs(q: Tensor) -> Tensor:
+    """(B, N, N): a bit a head."""
+    B, K, N, _ = q.shape
+    return q.new_empty(B, N, N, dtype=torch.uint8 if K <= 8 else torch.int16)
+
+
+def _needs_signs(shares, prefix: int) -> bool:
+    """Whether the logits, which backward reads, do not tell where the ReLU passed its gradient."""
+    conv, kept, own = shares
+    alone = conv.row < 0 and conv.number > 0 and not kept and not own
+    return bool(conv) and not (alone and prefix == 0)
+
+
 def _new_rows(q: Tensor, width: int) -> Tensor:
     """(B, K, N, width), laid out so that heads concatenate without a copy."""
     B, K, N, _ = q.shape
@@ -184,29 +208,104 @@ def _power(n: int, least: int = 16) -> int:
     return max(least, 1 << (n - 1).bit_length())
 
 
-# A program keeps a block of pixels and steps over the other side of the maps by LOOPED; all heads at once.
-LOOPED = 16
-WARPS = 8
+class Tile(NamedTuple):
+    """How a kernel goes over the maps: a program keeps a block of one side's pixels and steps over the other's.
+
+    warps: of a program; stages: blocks that are on their way at a time; registers: at most so many a thread, 0: any.
+    """
+
+    queries: int = 16
+    keys: int = 16
+    warps: int = 8
+    stages: int = 2
+    registers: int = 0
 
 
-def _sizes(q: Tensor, v: Tensor, H: int, W: int, kernel_size: int, relative: bool) -> dict:
+SMALL_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))  # 100 KiB of shared memory a multiprocessor, 99 a block
+_assumed: list[tuple[int, int]] = []  # the capability that launches are recorded for
+BY_KEYS = ("logits_backward", "keys_backward")  # the others' programs keep queries
+
+
+def _sizes(q: Tensor, v: Tensor, H: int, W: int, weight: Tensor | None, relative: bool, prefix: int) -> dict:
     """The kernels' constants, of which each takes what it knows."""
     import triton.language as tl
 
     K, D, E = q.shape[1], q.shape[-1], v.shape[-1]
+    kernel_size = 1 if weight is None else weight.shape[-1]
     operand = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[q.dtype]
     if INTERPRETING:
         operand = tl.float32
+    chip = _assumed[-1] if _assumed else _capability(q.device) if q.is_cuda else None
     return {
         "H": H, "W": W, "N": H * W, "K": K, "D": D, "E": E, "KS": kernel_size,
         "KP": _power(K, 1), "DP": _power(D), "EP": _power(E), "RP": _power(kernel_size * K),
-        "SP": _power(H + W if relative else 1), "TP": _power(2 * H + 2 * W - 2 if relative else 1), "GROUPS": WARPS,
+        "SP": _power(H + W if relative else 1), "TP": _power(2 * H + 2 * W - 2 if relative else 1),
+        "GROUPS": 8, "PREFIX": 0 if weight is None else prefix,
+        "SPLIT": chip is not None and by_groups(chip), "SMALL": chip in SMALL_MEMORY,
         "OP": operand, "PRECISION": "tf32x3" if q.dtype == torch.float32 else "tf32",
     }
 
 
-def _programs(q: Tensor, blocks: int = 1) -> int:
-    return q.shape[0] * -(-q.shape[2] // (blocks * LOOPED))
+def by_groups(capability: tuple[int, int]) -> bool:
+    """Whether products of 64 rows and more are done by 32: on 10.x larger ones go to tensor memory, where Triton before
+    its pull request 10988 sums chained products wrongly (triton-lang/triton issue 10821)."""
+    return capability[0] == 10
+
+
+def _tile(name: str, q: Tensor, sizes: dict, conv: bool) -> Tile:
+    """What `tiles_kept` has for this shape, or what the compiler's figures speak for (docs/kernels.md)."""
+    kept = tiles_kept(q.device).get(shape_of(name, q.dtype, sizes, conv))
+    return default_tile(name, q.dtype, sizes, conv) if kept is None else kept
+
+
+def default_tile(name: str, dtype: torch.dtype, sizes: dict, conv: bool) -> Tile:
+    """The tile of a shape that nobody has timed."""
+    half = dtype != torch.float32
+    K, width = sizes["KP"], sizes["KP"] * max(sizes["DP"], sizes["EP"])
+    wide = width > 512
+    many = K > 8
+    warps = 16 if many else 8
+    stages = 2 if half and not many and not wide and not sizes["SMALL"] else 1
+    limit = 128 if half and width <= 256 else 0  # two blocks of 256 threads share a multiprocessor's registers
+    if name == "evolve":
+        if many or wide:
+            return Tile(8 if many and conv else 16, 16, warps, 1)
+        # Twice the queries halve the reads of k; a convolution and float32 need the room themselves
+        return Tile(16 if conv or not half else 32, 16, 8, stages, limit)
+    if name == "logits_backward":
+        return Tile(16, 8 if many else 16, 8, 2 if half and not many and not wide else 1)
+    if name == "weight_backward":
+        return Tile(8 if many else 16, 16, 8, 1, limit)
+    if name == "queries_backward":
+        return Tile(8 if many and conv else 16, 16, 8, stages, limit)
+    if name == "keys_backward":
+        return Tile(16, 32 if half and not many and not wide else 16, warps, 2 if half else 1)
+    return Tile()
+
+
+def shape_of(name: str, dtype: torch.dtype, sizes: dict, conv: bool) -> str:
+    """What a tile is chosen for, as text."""
+    words = (f"{key}{sizes[key]}" for key in ("K", "D", "E", "H", "W", "KS"))
+    return " ".join([name, str(dtype).removeprefix("torch."), *words, "conv" if conv else "plain"])
+
+
+def tiles_file(device: torch.device) -> Path:
+    """Where the tiles of this GPU are kept: the cache folder, $XDG_CACHE_HOME/ea_vision or ~/.cache/ea_vision."""
+    name = torch.cuda.get_device_name(device).replace(" ", "-").replace("/", "-")
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return root / "ea_vision" / f"tiles-{name}-triton{importlib.metadata.version('triton')}.json"
+
+
+@functools.cache
+def tiles_kept(device: torch.device) -> dict[str, Tile]:
+    """The tiles that `ea-vision gpu-check` has timed best on this GPU, by `shape_of`; none on a CPU."""
+    if device.type != "cuda" or not tiles_file(device).exists():
+        return {}
+    return {shape: Tile(*tile) for shape, tile in json.loads(tiles_file(device).read_text()).items()}
+
+
+def _programs(q: Tensor, pixels: int) -> int:
+    return q.shape[0] * -(-q.shape[2] // pixels)
 
 
 class Launch(NamedTuple):
@@ -216,33 +315,48 @@ class Launch(NamedTuple):
     args: tuple
     constants: dict[str, Any]
     programs: int
-    num_warps: int
-    num_stages: int
+    tile: Tile
+    shape: str
+
+    def with_tile(self, tile: Tile) -> "Launch":
+        """The same with another tile, of as many pixels on the side that a program keeps."""
+        return self._replace(tile=tile, constants={**self.constants, "I": tile.queries, "J": tile.keys} if
+                             "J" in self.constants else self.constants)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What the compiler is told."""
+        limit = {"maxnreg": self.tile.registers} if self.tile.registers else {}
+        return {"num_warps": self.tile.warps, "num_stages": self.tile.stages, **limit}
 
     def run(self) -> None:
-        self.kernel[self.programs,](
-            *self.args, **self.constants, num_warps=self.num_warps, num_stages=self.num_stages)
+        self.kernel[self.programs,](*self.args, **self.constants, **self.options)
 
 
 _recorded: list[list[Launch]] = []
 
 
 @contextmanager
-def launches_recorded() -> Iterator[list[Launch]]:
-    """Inside the `with` block kernels are not run but put on the list, which is yielded."""
+def launches_recorded(capability: tuple[int, int] | None = None) -> Iterator[list[Launch]]:
+    """Inside the `with` block kernels are not run but put on the list, which is yielded; as for that GPU, if given."""
     _recorded.append([])
+    if capability is not None:
+        _assumed.append(capability)
     try:
         yield _recorded[-1]
     finally:
         _recorded.pop()
+        if capability is not None:
+            _assumed.pop()
 
 
-def _launch(kernel, q: Tensor, sizes: dict, *args, queries: int = 1, keys: int = 1, **flags) -> None:
-    """One program for each image and block of pixels. A tile has queries x keys, in units of LOOPED."""
-    values = {**sizes, **flags, "I": queries * LOOPED, "J": keys * LOOPED}
+def _launch(kernel, q: Tensor, sizes: dict, *args, tile: Tile, **flags) -> None:
+    """One program for each image and block of pixels."""
+    values = {**sizes, **flags, "I": tile.queries, "J": tile.keys}
     constants = {name: values[name] for name in kernel.arg_names if name in values}
-    launch = Launch(kernel, args, constants, _programs(q, max(queries, keys)), WARPS,
-                    1 if q.dtype == torch.float32 else 2)
+    programs = _programs(q, tile.keys if kernel.__name__ in BY_KEYS else tile.queries)
+    shape = shape_of(kernel.__name__, q.dtype, sizes, flags.get("CONV", True))
+    launch = Launch(kernel, args, constants, programs, tile, shape)
     if _recorded:
         _recorded[-1].append(launch)
     else:
@@ -260,48 +374,70 @@ def _drawn(dropout_p: float) -> tuple[int, float]:
     return round(dropout_p * (1 << 24)), 1.0 / (1.0 - dropout_p) if dropout_p < 1.0 else 0.0
 
 
-def _evolve(q, k, v, table, maps, weight, bias, gates, shares, scale, sizes, *, logits=None, out=None,
-            lse=None, seed=None, dropout_p=0.0) -> None:
-    """One forward kernel: fills `logits`, and `out` and `lse`, where given."""
+def _weight_strides(weight: Tensor | None) -> list[int]:
+    return [0, 0, 0, 0] if weight is None else list(weight.stride())
+
+
+def _evolve(q, k, v, height_rel, width_rel, maps, weight, bias, gates, shares, scale, sizes, *, logits=None, signs=None,
+            out=None, lse=None, seed=None, dropout_p=0.0) -> None:
+    """One forward kernel: fills `logits`, `signs`, and `out` and `lse`, where given."""
     from ea_vision.ops import triton_kernels
 
     conv, kept, own = shares
     strides, unit = _strides(q, k)
     v_strides, unit_v = _strides(v)
-    # Twice the queries halve the reads of k; a convolution, wide heads and float32 need the room themselves
-    wide = not conv and sizes["DP"] <= 32 and q.dtype != torch.float32
+    tensors = (height_rel, width_rel, maps, weight, bias, gates, seed, logits, signs, out, lse)
     _launch(
-        triton_kernels.evolve, q, sizes,
-        q, k, v, *(q if x is None else x for x in (table, maps, weight, bias, gates, seed, logits, out, lse)),
+        triton_kernels.evolve, q, sizes, q, k, v, *(q if x is None else x for x in tensors), *_weight_strides(weight),
         *strides, *v_strides, conv.number, kept.number, own.number, scale, *_drawn(dropout_p),
-        queries=2 if wide else 1, UNIT=unit, UNIT_V=unit_v, OWN=bool(own), MAPS=bool(kept), CONV=bool(conv),
-        RELATIVE=table is not None, SAVE=logits is not None, ATTEND=out is not None,
+        tile=_tile("evolve", q, sizes, bool(conv)), UNIT=unit, UNIT_V=unit_v, OWN=bool(own), MAPS=bool(kept),
+        CONV=bool(conv), RELATIVE=height_rel is not None, SAVE=logits is not None, SIGNS=signs is not None,
+        ATTEND=out is not None,
         CONV_ROW=conv.row, MAPS_ROW=kept.row, OWN_ROW=own.row, DROP=dropout_p > 0 and out is not None)
+
+
+def _contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
+    return [None if x is None else x.contiguous() for x in tensors]
+
+
+def _dense(x: Tensor | None) -> Tensor | None:
+    """The tensor, copied only if its numbers do not fill its memory in some order."""
+    return x if x is None or torch.empty_like(x).stride() == x.stride() else x.contiguous()
 
 
 def _run_forward(
         q: Tensor, k: Tensor, v: Tensor, height_rel: Tensor | None, width_rel: Tensor | None,
         prev_logits: Tensor | None, weight: Tensor | None, bias: Tensor | None, gates: Tensor | None,
         seed: Tensor | None, alpha: float, beta: float, predict: bool, scale: float, dropout_p: float, height: int,
-        width: int, need_logits: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """out, logits (empty where not needed) and the rows' log-sum-exp, base 2."""
-    sizes = _sizes(q, v, height, width, weight.shape[-1] if weight is not None else 1, height_rel is not None)
-    table = None if height_rel is None else torch.cat([height_rel, width_rel])
-    weight, bias = _contiguous(weight), _contiguous(bias)
+        width: int, prefix: int, save: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """out, logits (empty unless `save`), the rows' log-sum-exp, base 2, and the ReLU's signs (empty where the logits
+    tell them, and unless `save`)."""
+    sizes = _sizes(q, v, height, width, weight, height_rel is not None, prefix)
+    height_rel, width_rel, bias = _contiguous(height_rel, width_rel, bias)
+    weight = _dense(weight)
     shares, mixing = _shares(prev_logits is not None, weight is not None, alpha, beta, predict, gates is not None)
     maps, gates = None if prev_logits is None else _heads_last(prev_logits), _gate_rows(gates)
     B, K, N, _ = q.shape
     with torch.cuda.device_of(q):
         if mixing is not None:
             mixed = _new_maps(q)
-            _evolve(q, k, v, table, maps, None, None, gates, mixing, scale, sizes, logits=mixed)
+            _evolve(q, k, v, height_rel, width_rel, maps, None, None, gates, mixing, scale, sizes, logits=mixed)
             maps = mixed
-        logits = _new_maps(q) if need_logits else None
+        logits = _new_maps(q) if save else None
+        signs = _new_signs(q) if save and _needs_signs(shares, prefix) else None
         out, lse = _new_rows(q, v.shape[-1]), q.new_empty(B, K, N, dtype=torch.float32)
-        _evolve(q, k, v, table, maps, weight, bias, gates, shares, scale, sizes, logits=logits, out=out, lse=lse,
-                seed=seed, dropout_p=dropout_p)
-    return out, q.new_empty(0) if logits is None else logits.permute(0, 3, 1, 2), lse
+        if sizes["KP"] > 8 and shares[0]:  # convolution and softmax of so many heads do not fit into one kernel
+            evolved = _new_maps(q) if logits is None else logits
+            _evolve(q, k, v, height_rel, width_rel, maps, weight, bias, gates, shares, scale, sizes, logits=evolved,
+                    signs=signs)
+            _evolve(q, k, v, None, None, evolved, None, None, None, (NO_SHARE, WHOLE, NO_SHARE), scale, sizes, out=out,
+                    lse=lse, seed=seed, dropout_p=dropout_p)
+        else:
+            _evolve(q, k, v, height_rel, width_rel, maps, weight, bias, gates, shares, scale, sizes, logits=logits,
+                    signs=signs, out=out, lse=lse, seed=seed, dropout_p=dropout_p)
+    return (out, q.new_empty(0) if logits is None else logits.permute(0, 3, 1, 2), lse,
+            q.new_empty(0, dtype=torch.uint8) if signs is None else signs)
 
 
 _forward = torch.library.custom_op("ea_vision::triton_attention_forward", _run_forward, mutates_args=())
@@ -309,161 +445,168 @@ _forward = torch.library.custom_op("ea_vision::triton_attention_forward", _run_f
 
 @_forward.register_fake
 def _(q, k, v, height_rel, width_rel, prev_logits, weight, bias, gates, seed, alpha, beta, predict, scale, dropout_p,
-      height, width, need_logits):
+      height, width, prefix, save):
     B, K, N, _ = q.shape
-    logits = _new_maps(q).permute(0, 3, 1, 2) if need_logits else q.new_empty(0)
-    return _new_rows(q, v.shape[-1]), logits, q.new_empty(B, K, N, dtype=torch.float32)
-
-
-def _contiguous(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.contiguous()
+    shares, _ = _shares(prev_logits is not None, weight is not None, alpha, beta, predict, gates is not None)
+    logits = _new_maps(q).permute(0, 3, 1, 2) if save else q.new_empty(0)
+    signs = _new_signs(q) if save and _needs_signs(shares, prefix) else q.new_empty(0, dtype=torch.uint8)
+    return _new_rows(q, v.shape[-1]), logits, q.new_empty(B, K, N, dtype=torch.float32), signs
 
 
 def _run_backward(
         d_out: Tensor, d_logits: Tensor | None, q: Tensor, k: Tensor, v: Tensor, height_rel: Tensor | None,
         width_rel: Tensor | None, prev_logits: Tensor | None, weight: Tensor | None, bias: Tensor | None,
-        gates: Tensor | None, seed: Tensor | None, logits: Tensor | None, out: Tensor, lse: Tensor, alpha: float,
-        beta: float, predict: bool, scale: float, dropout_p: float, height: int, width: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, height_rel, width_rel, prev_logits, weight, bias, gates; empty for those that are None."""
+        gates: Tensor | None, seed: Tensor | None, out: Tensor, logits: Tensor, lse: Tensor, signs: Tensor,
+        alpha: float, beta: float, predict: bool, scale: float, dropout_p: float, height: int, width: int, prefix: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v, prev_logits, both tables, weight, bias and gates; those of the tables one after the other,
+    and the weight's, without shape, as they lie in memory; empty for what there is not."""
     from ea_vision.ops import triton_kernels
 
     B, K, N, D = q.shape
     E = v.shape[-1]
-    kernel_size = weight.shape[-1] if weight is not None else 1
-    sizes = _sizes(q, v, height, width, kernel_size, height_rel is not None)
+    sizes = _sizes(q, v, height, width, weight, height_rel is not None, prefix)
     gated = gates is not None
     (conv, kept, own), mixing = _shares(prev_logits is not None, weight is not None, alpha, beta, predict, gated)
-    rows_of_gates = _gate_rows(gates)
-    table = None if height_rel is None else torch.cat([height_rel, width_rel])
-    weight_, bias_ = _contiguous(weight), _contiguous(bias)
-    prev = maps = None if prev_logits is None else _heads_last(prev_logits)
+    rows = _gate_rows(gates)
+    height_rel, width_rel = _contiguous(height_rel, width_rel)
+    weight = _dense(weight)
+    prev = None if prev_logits is None else _heads_last(prev_logits)
     with torch.cuda.device_of(q):
-        # The logits, from memory or again
-        if mixing is not None:
-            mixed = _new_maps(q)
-            _evolve(q, k, v, table, maps, None, None, rows_of_gates, mixing, scale, sizes, logits=mixed)
-            maps, rows = mixed, None
-        elif logits is not None:
-            rows = _heads_last(logits)
-        else:
-            rows = _new_maps(q)
-            _evolve(q, k, v, table, maps, weight_, bias_, rows_of_gates, (conv, kept, own), scale, sizes, logits=rows)
+        delta = torch.empty_like(lse)
+        out_strides, unit_out = _strides(d_out)
+        _launch(triton_kernels.row_products, q, sizes, out, d_out, delta, *out_strides,
+                tile=Tile(), UNIT_OUT=unit_out)
 
-        # Softmax and ReLU: g (the logits' gradient), d_conv, d_v, d_weight, d_bias, the convolved maps' gate
+        # Softmax and ReLU: g (the logits' gradient), d_conv, d_v, d_bias
         d_next = None if d_logits is None else _heads_last(d_logits.to(q.dtype))
-        delta = (d_out.float() * out.float()).sum(-1).contiguous()
         d_v = _new_rows(q, E)
         save_g = mixing is None or bool(kept)
         g = _new_maps(q) if save_g else q
-        d_conv = d_weights = d_biases = q
-        d_maps_gate, d_own_gate = (q.new_empty(_programs(q), K, dtype=torch.float32) if gated else q for _ in range(2))
-        if conv:
-            d_conv = _new_maps(q)
-            parts = _programs(q)
-            d_weights = weight.new_empty(parts, *weight.shape, dtype=torch.float32)
-            d_biases = weight.new_empty(parts, K, dtype=torch.float32)
+        d_conv = _new_maps(q) if conv else q
+        tile = _tile("logits_backward", q, sizes, bool(conv))
+        d_biases = q.new_empty(_programs(q, tile.keys) if conv else 0, K, dtype=torch.float32)
         v_strides, unit = _strides(v)
-        out_strides, unit_out = _strides(d_out)
+        with_signs = signs.numel() > 0
         _launch(
             triton_kernels.logits_backward, q, sizes,
-            v, *(q if x is None else x for x in (maps, weight_, bias_, rows_of_gates, seed, rows, d_next)), d_out, lse,
-            delta, d_conv, g, d_v, d_weights, d_biases, d_maps_gate, *v_strides, *out_strides, conv.number, kept.number,
-            *_drawn(dropout_p), UNIT_V=unit, UNIT_OUT=unit_out, MAPS=bool(kept), CONV=bool(conv),
-            REBUILD=mixing is not None, FROM_NEXT=d_next is not None, SAVE=save_g, CONV_ROW=conv.row,
-            MAPS_ROW=kept.row if mixing is not None else -1, DROP=dropout_p > 0)
+            v, q if seed is None else seed, _heads_last(logits), signs if with_signs else q,
+            q if d_next is None else d_next, d_out, lse, delta, d_conv, g, d_v, d_biases, *v_strides, *out_strides,
+            conv.number, *_drawn(dropout_p), tile=tile, UNIT_V=unit, UNIT_OUT=unit_out, CONV=bool(conv),
+            SIGNS=with_signs, FROM_NEXT=d_next is not None, SAVE=save_g, CONV_ROW=conv.row, DROP=dropout_p > 0)
 
-        # Convolution, mixing, and the query's side: d_prev, d_q, d_tables, alpha
-        if mixing is not None:
-            del mixed, maps
-            _, prev_share, own_share = mixing
-        else:
-            prev_share, own_share = WHOLE, own
-        # d_k comes from the stored d_prev = alpha * m; with alpha 0 that would be lost, so m is stored, d_prev cleared
+        # Convolution, mixing, and the query's side: d_prev, d_q, and by program d_tables, d_weight, d_alpha, d_beta
+        _, prev_share, own_share = (NO_SHARE, WHOLE, own) if mixing is None else mixing
+        # d_k comes from the stored d_prev = alpha * a; with alpha 0 that would be lost, so a is stored, d_prev cleared
         store_share = prev_share if prev_share else WHOLE
         d_prev = _new_maps(q) if prev_logits is not None else q
-        d_table = q if table is None else q.new_empty(_programs(q), *table.shape, dtype=torch.float32)
+        n_tables = 0 if height_rel is None else height_rel.numel() + width_rel.numel()
+        n_weight = weight.numel() if conv else 0
+        n_gates = K if gated else 0
+        tile = _tile("queries_backward", q, sizes, bool(conv))
+        by_query = q.new_empty(_programs(q, tile.queries), n_tables + n_gates, dtype=torch.float32)
+        weight_tile = _tile("weight_backward", q, sizes, True)
+        by_tap = q.new_empty(_programs(q, weight_tile.queries) if conv else 0, n_weight + n_gates, dtype=torch.float32)
         d_q, d_k = _new_rows(q, D), _new_rows(q, D)
         strides, unit = _strides(q, k)
+        strides = [*_weight_strides(weight), *strides]
+        if conv:
+            _launch(
+                triton_kernels.weight_backward, q, sizes,
+                q, k, *(q if x is None else x for x in (height_rel, width_rel, rows, prev)), d_conv, g, by_tap,
+                by_tap[:, n_weight:], by_tap.shape[1], *strides, prev_share.number, own_share.number, scale,
+                tile=weight_tile, UNIT=unit, RELATIVE=height_rel is not None, MIXES=mixing is not None,
+                PREV_ROW=prev_share.row, OWN_ROW=own_share.row, BETA=mixing is not None and kept.row >= 0)
         _launch(
             triton_kernels.queries_backward, q, sizes,
-            q, k, *(q if x is None else x for x in (table, weight_, rows_of_gates, prev)), d_conv, g, d_prev, d_q,
-            d_table, d_own_gate, *strides, kept.number, store_share.number, own_share.number, scale,
-            UNIT=unit, RELATIVE=table is not None, CONV=bool(conv), LOGITS=save_g, OWN_FROM_MAPS=mixing is not None,
-            SAVE=prev_logits is not None, LOGITS_ROW=kept.row, OWN_ROW=own_share.row,
-            FROM_PREV=mixing is not None or not conv)
+            q, k, *(q if x is None else x for x in (height_rel, width_rel, weight, rows, prev)), d_conv, g, d_prev, d_q,
+            by_query, by_query[:, n_tables:], by_query.shape[1], *strides, kept.number, store_share.number,
+            own_share.number, scale, tile=tile, UNIT=unit, RELATIVE=height_rel is not None, CONV=bool(conv),
+            LOGITS=save_g, KEPT=bool(kept),
+            OWN_FROM_MAPS=mixing is not None, SAVE=prev_logits is not None, CONV_ROW=conv.row,
+            LOGITS_ROW=kept.row, OWN_ROW=own_share.row)
 
         # The key's side
         share = own_share.number / store_share.number if mixing is not None else own_share.number
         strides, unit = _strides(q)
         _launch(
-            triton_kernels.keys_backward, q, sizes, q, g if mixing is None else d_prev,
-            q if rows_of_gates is None else rows_of_gates, d_k, *strides, scale * share,
-            keys=2, UNIT=unit, SHARE_ROW=own_share.row, STORED_ROW=store_share.row if mixing is not None else -1)
+            triton_kernels.keys_backward, q, sizes, q, g if mixing is None else d_prev, q if rows is None else rows,
+            d_k, *strides, scale * share, tile=_tile("keys_backward", q, sizes, True), UNIT=unit,
+            SHARE_ROW=own_share.row,
+            STORED_ROW=store_share.row if mixing is not None else -1)
 
-    d_height, d_width, d_weight, d_bias, d_gates = (q.new_empty(0, dtype=torch.float32) for _ in range(5))
-    if table is not None:
-        d_height, d_width = d_table.sum(0).to(height_rel.dtype).tensor_split([2 * height - 1])
-        d_width = d_width.clone()  # two outputs of an operator may not share memory
-    if weight is not None:
-        d_weight = d_weights.sum(0) if conv else torch.zeros_like(weight_)
-        d_bias = d_biases.sum(0) if conv else torch.zeros_like(bias_)
+    d_table = by_query.sum(0)
+    if conv:
+        d_weight, d_bias = by_tap.sum(0), d_biases.sum(0)
+    else:
+        d_weight, d_bias = (q.new_zeros(0 if weight is None else n, dtype=torch.float32)
+                            for n in (0 if weight is None else weight.numel(), K))
+    d_gates = q.new_empty(0)
     if gated:
-        d_alpha = d_own_gate.sum(0)
-        d_convolved = torch.zeros_like(d_alpha)
+        d_alpha, d_beta = d_table[n_tables:], torch.zeros_like(d_table[n_tables:])
+        d_table = d_table[:n_tables].clone()
         if conv:
-            used, used_bias = (x.to(q.dtype).float() for x in (weight_, bias_))
-            d_convolved = (used * d_weight).sum((1, 2, 3)) + used_bias * d_bias
-            d_weight, d_bias = rows_of_gates[conv.row].view(K, 1, 1, 1) * d_weight, rows_of_gates[conv.row] * d_bias
-        if mixing is None:  # PA
-            d_alpha, d_beta = d_alpha + d_convolved, torch.zeros_like(d_alpha)
-        else:
-            d_beta = d_convolved - d_maps_gate.sum(0)
+            if kept.row >= 0:
+                d_beta = d_weight[n_weight:]
+            d_weight = d_weight[:n_weight].clone()
+            as_it_lies = d_weight.as_strided(weight.shape, weight.stride())
+            used, used_bias = (x.to(q.dtype).float() for x in (weight, bias))
+            d_convolved = (used * as_it_lies).sum((1, 2, 3)) + used_bias * d_bias
+            as_it_lies *= rows[conv.row].view(K, 1, 1, 1)
+            d_bias = rows[conv.row] * d_bias
+            if mixing is None:  # PA: beta is not in it
+                d_alpha = d_alpha + d_convolved
+            else:
+                d_beta = d_beta + d_convolved
         d_gates = torch.stack([d_alpha, d_beta]).to(gates.dtype)
-    if weight is not None:
-        d_weight, d_bias = d_weight.to(weight.dtype), d_bias.to(bias.dtype)
     if prev_logits is None:
         d_maps = q.new_empty(0)
     else:
         d_maps = (d_prev if prev_share else d_prev.zero_()).permute(0, 3, 1, 2)
-    return d_q, d_k, d_v, d_height, d_width, d_maps, d_weight, d_bias, d_gates
+    return d_q, d_k, d_v, d_maps, d_table, d_weight, d_bias, d_gates
 
 
 _backward = torch.library.custom_op("ea_vision::triton_attention_backward", _run_backward, mutates_args=())
 
 
 @_backward.register_fake
-def _(d_out, d_logits, q, k, v, height_rel, width_rel, prev_logits, weight, bias, gates, seed, logits, out, lse, alpha,
-      beta, predict, scale, dropout_p, height, width):
-    D = q.shape[-1]
-
-    def like(x: Tensor | None) -> Tensor:
-        return q.new_empty(0, dtype=torch.float32) if x is None else x.new_empty(x.shape)
-
+def _(d_out, d_logits, q, k, v, height_rel, width_rel, prev_logits, weight, bias, gates, seed, out, logits, lse, signs,
+      alpha, beta, predict, scale, dropout_p, height, width, prefix):
+    D, K = q.shape[-1], q.shape[1]
+    tables, taps = (sum(x.numel() for x in xs if x is not None) for xs in ((height_rel, width_rel), (weight,)))
     d_maps = q.new_empty(0) if prev_logits is None else _new_maps(q).permute(0, 3, 1, 2)
-    return (_new_rows(q, D), _new_rows(q, D), _new_rows(q, v.shape[-1]), like(height_rel), like(width_rel), d_maps,
-            like(weight), like(bias), like(gates))
+    return (_new_rows(q, D), _new_rows(q, D), _new_rows(q, v.shape[-1]), d_maps,
+            q.new_empty(tables, dtype=torch.float32), q.new_empty(taps, dtype=torch.float32),
+            q.new_empty(K if weight is not None else 0, dtype=torch.float32),
+            q.new_empty(0) if gates is None else gates.new_empty(gates.shape))
 
 
 def _keep(ctx, inputs, output) -> None:
-    *tensors, alpha, beta, predict, scale, dropout_p, height, width, need = inputs
-    _, _, _, _, _, prev_logits, weight, _, gates, _ = tensors
-    out, logits, lse = output
+    *tensors, alpha, beta, predict, scale, dropout_p, height, width, prefix, _ = inputs
+    out, logits, lse, signs = output
     ctx.set_materialize_grads(False)  # the last logits of a chain have no gradient: no N x N zeros for them
-    ctx.mark_non_differentiable(lse)
-    _, mixing = _shares(prev_logits is not None, weight is not None, alpha, beta, predict, gates is not None)
-    ctx.save_for_backward(*tensors, logits if need and mixing is None else None, out, lse)
-    ctx.constants = alpha, beta, predict, scale, dropout_p, height, width
-    ctx.need_logits = need
+    ctx.mark_non_differentiable(lse, signs)
+    ctx.save_for_backward(*tensors, out, logits, lse, signs)
+    ctx.options = alpha, beta, predict, scale, dropout_p, height, width, prefix
 
 
-def _differentiate(ctx, d_out, d_logits, d_lse):
-    inputs = ctx.saved_tensors
+def _differentiate(ctx, d_out, d_logits, d_lse, d_signs):
+    *inputs, out, logits, lse, signs = ctx.saved_tensors
+    _, _, _, height_rel, width_rel, prev_logits, weight, bias, gates, _ = inputs
     if d_out is None:
-        d_out = torch.zeros_like(inputs[-2])
-    grads = _backward(d_out, d_logits if ctx.need_logits else None, *inputs, *ctx.constants)
-    grads = [grad if x is not None else None for grad, x in zip(grads, inputs, strict=False)]
-    return *grads, *([None] * 9)
+        d_out = torch.zeros_like(out)
+    d_q, d_k, d_v, d_maps, d_table, d_weight, d_bias, d_gates = _backward(
+        d_out, d_logits, *inputs, out, logits, lse, signs, *ctx.options)
+    d_height = d_width = None
+    if height_rel is not None:
+        d_height, d_width = (x.view(table.shape).to(table.dtype) for x, table in zip(
+            d_table.split([height_rel.numel(), width_rel.numel()]), (height_rel, width_rel), strict=True))
+    if weight is not None:
+        d_weight = d_weight.as_strided(weight.shape, _dense(weight).stride()).to(weight.dtype)
+    return (d_q, d_k, d_v, d_height, d_width, None if prev_logits is None else d_maps,
+            None if weight is None else d_weight,
+            None if bias is None else d_bias.to(bias.dtype), None if gates is None else d_gates, None,
+            *([None] * 9))
 
 
 _forward.register_autograd(_differentiate, setup_context=_keep)
@@ -473,13 +616,15 @@ def launches_of(
         q: Tensor, k: Tensor, v: Tensor, height_rel: Tensor | None, width_rel: Tensor | None,
         prev_logits: Tensor | None, weight: Tensor | None, bias: Tensor | None, alpha: float, beta: float, *,
         predict: bool, scale: float, feat_size: tuple[int, int], gates: Tensor | None = None, dropout_p: float = 0.0,
-        seed: Tensor | None = None,
+        seed: Tensor | None = None, num_prefix_tokens: int = 0, capability: tuple[int, int] | None = None,
 ) -> list[Launch]:
-    """What `attend` launches for these arguments, forward and backward, logits needed; nothing is run."""
+    """What `attend` launches for these arguments, forward and backward, logits needed; nothing is run.
+
+    capability: of the GPU that it would be launched on, if not of the arguments' own.
+    """
     inputs = (q, k, v, height_rel, width_rel, prev_logits, weight, bias, gates, seed)
-    options = (alpha, beta, predict, scale, dropout_p, *feat_size)
-    with launches_recorded() as launches:
-        out, logits, lse = _run_forward(*inputs, *options, True)
-        _, mixing = _shares(prev_logits is not None, weight is not None, alpha, beta, predict, gates is not None)
-        _run_backward(out, logits, *inputs, logits if mixing is None else None, out, lse, *options)
+    options = (alpha, beta, predict, scale, dropout_p, *feat_size, num_prefix_tokens)
+    with launches_recorded(capability) as launches:
+        outputs = _run_forward(*inputs, *options, True)
+        _run_backward(outputs[0], outputs[1], *inputs, *outputs, *options)
     return launches

@@ -57,8 +57,8 @@ def _map_tile(i, j, N: tl.constexpr, K: tl.constexpr, KP: tl.constexpr):
 @triton.jit
 def _tap_row(
         maps, i0, j0, dy: tl.constexpr,
-        N: tl.constexpr, K: tl.constexpr, KS: tl.constexpr, RP: tl.constexpr, I: tl.constexpr, J: tl.constexpr,
-        OP: tl.constexpr,
+        N: tl.constexpr, K: tl.constexpr, KS: tl.constexpr, RP: tl.constexpr, PREFIX: tl.constexpr,
+        I: tl.constexpr, J: tl.constexpr, OP: tl.constexpr,
 ):
     """What tap row dy of the convolution sees at each pixel of a tile: (I*J, RP), the columns (dx, head) flat."""
     pixel = tl.arange(0, I * J)[:, None]
@@ -66,38 +66,52 @@ def _tap_row(
     y = i0 + pixel // J + (dy - KS // 2)
     x = j0 + pixel % J - KS // 2
     col = x + r // K
-    mask = (y >= 0) & (y < N) & (col >= 0) & (col < N) & (r < KS * K)
+    mask = (y >= PREFIX) & (y < N) & (col >= PREFIX) & (col < N) & (r < KS * K)
     return tl.load(maps + (y * N + x) * K + r, mask=mask, other=0.0).to(OP)
 
 
 @triton.jit
+def _among_patches(i, j, PREFIX: tl.constexpr):
+    """Where the convolution runs: (I, J, 1)."""
+    return (i >= PREFIX)[:, None, None] & (j >= PREFIX)[None, :, None]
+
+
+@triton.jit
 def _weight_row(
-        weight, dy: tl.constexpr, K: tl.constexpr, KS: tl.constexpr, KP: tl.constexpr, RP: tl.constexpr,
-        STORE: tl.constexpr, OP: tl.constexpr, ADJOINT: tl.constexpr,
+        weight, w_to, w_from, w_y, w_x, gates, dy: tl.constexpr,
+        K: tl.constexpr, KS: tl.constexpr, KP: tl.constexpr, RP: tl.constexpr,
+        STORE: tl.constexpr, OP: tl.constexpr, ADJOINT: tl.constexpr, ROW: tl.constexpr,
 ):
-    """The (K, K, KS, KS) weight as the matrix that `_tap_row`'s columns meet: (RP, KP)."""
+    """The (K, K, KS, KS) weight as the matrix that `_tap_row`'s columns meet, these times a row of gates: (RP, KP)."""
     r = tl.arange(0, RP)[:, None]
     to = tl.arange(0, KP)[None, :]
     if ADJOINT:
-        at = ((r % K * K + to) * KS + (KS - 1 - dy)) * KS + (KS - 1 - r // K)
+        at = r % K * w_to + to * w_from + (KS - 1 - dy) * w_y + (KS - 1 - r // K) * w_x
     else:
-        at = ((to * K + r % K) * KS + dy) * KS + r // K
-    return tl.load(weight + at, mask=(r < KS * K) & (to < K), other=0.0).to(STORE).to(OP)
+        at = to * w_to + r % K * w_from + dy * w_y + r // K * w_x
+    w = tl.load(weight + at, mask=(r < KS * K) & (to < K), other=0.0).to(STORE)
+    if ROW >= 0:
+        w = (w.to(tl.float32) * tl.load(gates + ROW * K + r % K)).to(STORE)
+    return w.to(OP)
 
 
 @triton.jit
 def _convolve(
-        maps, weight, i0, j0,
-        N: tl.constexpr, K: tl.constexpr, KS: tl.constexpr, KP: tl.constexpr, RP: tl.constexpr,
-        I: tl.constexpr, J: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr, ADJOINT: tl.constexpr,
+        maps, weight, w_to, w_from, w_y, w_x, gates, i0, j0,
+        N: tl.constexpr, K: tl.constexpr, KS: tl.constexpr, KP: tl.constexpr, RP: tl.constexpr, PREFIX: tl.constexpr,
+        I: tl.constexpr, J: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr,
+        ADJOINT: tl.constexpr, ROW: tl.constexpr,
 ):
-    """Same-padded KS x KS convolution, heads -> heads, of a tile of maps; or its adjoint: (I*J, KP) float32."""
+    """Same-padded KS x KS convolution, heads -> heads, of a tile of maps, or its adjoint: (I*J, KP) float32.
+
+    The maps are first multiplied by that ROW of gates, unless it is -1.
+    """
     STORE: tl.constexpr = maps.dtype.element_ty
     out = tl.zeros((I * J, KP), dtype=tl.float32)
     for dy in tl.static_range(KS):
-        taps = _tap_row(maps, i0, j0, dy, N, K, KS, RP, I, J, OP)
-        w = _weight_row(weight, dy, K, KS, KP, RP, STORE, OP, ADJOINT)
-        out = tl.dot(taps, w, out, input_precision=PRECISION)
+        taps = _tap_row(maps, i0, j0, dy, N, K, KS, RP, PREFIX, I, J, OP)
+        w = _weight_row(weight, w_to, w_from, w_y, w_x, gates, dy, K, KS, KP, RP, STORE, OP, ADJOINT, ROW)
+        out += _product(taps, w, SPLIT, PRECISION)
     return out
 
 
@@ -115,6 +129,20 @@ def _share(number, gates, ROW: tl.constexpr, K: tl.constexpr, KP: tl.constexpr):
     else:
         head = tl.arange(0, KP)
         return tl.load(gates + ROW * K + head, mask=head < K, other=0.0)[None, None, :]
+
+
+@triton.jit
+def _product(a, b, SPLIT: tl.constexpr, PRECISION: tl.constexpr):
+    """a (M, X) @ b (X, N) in float32. SPLIT: by groups of 32 rows, see `triton_attention.BY_GROUPS`."""
+    M: tl.constexpr = a.shape[0]
+    X: tl.constexpr = a.shape[1]
+    Y: tl.constexpr = b.shape[1]
+    if SPLIT and M > 32:
+        groups = tl.reshape(a, (M // 32, 32, X))
+        shared = tl.broadcast_to(tl.reshape(b, (1, X, Y)), (M // 32, X, Y))
+        return tl.reshape(tl.dot(groups, shared, input_precision=PRECISION), (M, Y))
+    else:
+        return tl.dot(a, b, input_precision=PRECISION)
 
 
 # Dropout: what is kept is a function of seed, query and key, the one of cpu_kernel/dropout.h.
@@ -142,21 +170,24 @@ def _draws(seed, image, i, N: tl.constexpr, K: tl.constexpr, KP: tl.constexpr):
 
 @triton.jit
 def _kept(key, salt, j, threshold):
-    """Of the draws (KP, I) and keys j (J), True where the probability is kept: (KP, I, J)."""
-    x = key[:, :, None] + j[None, None, :].to(tl.uint32)
-    x = (x ^ (x >> 16)) * 0x7FEB352D + salt[:, :, None]
+    """Of the draws and keys j, which broadcast to (KP, I, J) in any order, True where the probability is kept."""
+    x = key + j.to(tl.uint32)
+    x = (x ^ (x >> 16)) * 0x7FEB352D + salt
     x = (x ^ (x >> 15)) * 0x846CA68B
     x = x ^ (x >> 16)
     return (x >> 8).to(tl.int32) >= threshold
 
 
 @triton.jit
-def _table(table, T: tl.constexpr, D: tl.constexpr, TP: tl.constexpr, DP: tl.constexpr, STORE: tl.constexpr,
-           OP: tl.constexpr):
-    """The position tables (T, D), padded with zeros: (TP, DP)."""
+def _table(height_rel, width_rel, H: tl.constexpr, W: tl.constexpr, D: tl.constexpr, TP: tl.constexpr,
+           DP: tl.constexpr, STORE: tl.constexpr, OP: tl.constexpr):
+    """The position tables (2H-1, D) and (2W-1, D), one after the other, padded with zeros: (TP, DP)."""
     t = tl.arange(0, TP)[:, None]
     d = tl.arange(0, DP)[None, :]
-    return tl.load(table + t * D + d, mask=(t < T) & (d < D), other=0.0).to(STORE).to(OP)
+    rows = tl.load(height_rel + t * D + d, mask=(t < 2 * H - 1) & (d < D), other=0.0)
+    t -= 2 * H - 1
+    columns = tl.load(width_rel + t * D + d, mask=(t >= 0) & (t < 2 * W - 1) & (d < D), other=0.0)
+    return (rows + columns).to(STORE).to(OP)
 
 
 # Positions of a pixel: its row in 0..H-1 and H plus its column in H..H+W-1, so that both axes are one matrix product.
@@ -165,8 +196,8 @@ def _table(table, T: tl.constexpr, D: tl.constexpr, TP: tl.constexpr, DP: tl.con
 
 @triton.jit
 def _position_products(
-        q, table, i, H: tl.constexpr, W: tl.constexpr, D: tl.constexpr, SP: tl.constexpr, TP: tl.constexpr,
-        STORE: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
+        q, height_rel, width_rel, i, H: tl.constexpr, W: tl.constexpr, D: tl.constexpr, SP: tl.constexpr,
+        TP: tl.constexpr, STORE: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr,
 ):
     """q (KP, I, DP) of pixels i, times the embedding of each position s as seen from i: (KP, I, SP).
 
@@ -175,8 +206,8 @@ def _position_products(
     KP: tl.constexpr = q.shape[0]
     I: tl.constexpr = q.shape[1]
     DP: tl.constexpr = q.shape[2]
-    t = _table(table, 2 * H + 2 * W - 2, D, TP, DP, STORE, OP)
-    by_offset = tl.dot(tl.reshape(q, (KP * I, DP)), tl.trans(t), input_precision=PRECISION)  # (KP*I, TP)
+    t = _table(height_rel, width_rel, H, W, D, TP, DP, STORE, OP)
+    by_offset = _product(tl.reshape(q, (KP * I, DP)), tl.trans(t), SPLIT, PRECISION)  # (KP*I, TP)
     s = tl.arange(0, SP)[None, :]
     at = tl.where(s < H, s - i[:, None] // W + (H - 1), s - H - i[:, None] % W + (2 * H + W - 2))
     at = tl.minimum(tl.maximum(at, 0), TP - 1)
@@ -212,21 +243,36 @@ def _positions(j, H: tl.constexpr, W: tl.constexpr, KP: tl.constexpr, SP: tl.con
 
 
 @triton.jit
+def _own(qi, by_position, k, k_head, k_pixel, k_width, j,
+         H: tl.constexpr, W: tl.constexpr, K: tl.constexpr, D: tl.constexpr, KP: tl.constexpr, DP: tl.constexpr,
+         SP: tl.constexpr, UNIT: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr, RELATIVE: tl.constexpr):
+    """q times keys and, RELATIVE, positions, without the scale: (KP, I, J)."""
+    kj = _rows(k, k_head, k_pixel, k_width, j, H * W, K, D, KP, DP, OP, UNIT)
+    own = tl.dot(qi, tl.permute(kj, (0, 2, 1)), input_precision=PRECISION)
+    if RELATIVE:
+        positions = tl.permute(_positions(j, H, W, KP, SP, OP), (0, 2, 1))
+        own = tl.dot(by_position, positions, own, input_precision=PRECISION)
+    return own
+
+
+@triton.jit
 def evolve(
-        q, k, v, table, maps, weight, bias, gates, seed, logits, out, lse,
-        q_image, q_head, q_pixel, q_width, k_image, k_head, k_pixel, k_width, v_image, v_head, v_pixel, v_width,
-        conv_share, maps_share, own_share, scale, threshold, kept_gain,
+        q, k, v, height_rel, width_rel, maps, weight, bias, gates, seed, logits, signs, out, lse,
+        w_to, w_from, w_y, w_x, q_image, q_head, q_pixel, q_width, k_image, k_head, k_pixel, k_width,
+        v_image, v_head, v_pixel, v_width, conv_share, maps_share, own_share, scale, threshold, kept_gain,
         H: tl.constexpr, W: tl.constexpr, K: tl.constexpr, D: tl.constexpr, E: tl.constexpr, KS: tl.constexpr,
-        KP: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, RP: tl.constexpr,
+        KP: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, RP: tl.constexpr, PREFIX: tl.constexpr,
         SP: tl.constexpr, TP: tl.constexpr, UNIT: tl.constexpr, UNIT_V: tl.constexpr,
-        I: tl.constexpr, J: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
+        I: tl.constexpr, J: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr,
         OWN: tl.constexpr, MAPS: tl.constexpr, CONV: tl.constexpr, RELATIVE: tl.constexpr,
-        SAVE: tl.constexpr, ATTEND: tl.constexpr,
+        SAVE: tl.constexpr, SIGNS: tl.constexpr, ATTEND: tl.constexpr,
         CONV_ROW: tl.constexpr, MAPS_ROW: tl.constexpr, OWN_ROW: tl.constexpr, DROP: tl.constexpr,
 ):
     """logits = conv_share * relu(conv(maps)) + maps_share * maps + own_share * own; SAVE stores them, ATTEND attends.
 
-    A program: I queries of an image, all heads, all keys by blocks of J. `lse` is the rows' log2 of sum of exp.
+    In rows and columns of the first PREFIX tokens maps take the place of relu(conv(maps)), and the convolution does
+    not see them. SIGNS stores a bit a head where the gradient passes. A program: I queries of an image, all heads, all
+    keys by blocks of J. `lse` is the rows' log2 of sum of exp.
     """
     N: tl.constexpr = H * W
     BLOCKS: tl.constexpr = (N + I - 1) // I
@@ -236,12 +282,14 @@ def evolve(
     i = i0 + tl.arange(0, I)
     maps += image * (N * N * K)
     logits += image * (N * N * K)
+    signs += image * (N * N)
     k += image * k_image * UNIT
     v += image * v_image * UNIT_V
     if OWN:
         qi = _rows(q + image * q_image * UNIT, q_head, q_pixel, q_width, i, N, K, D, KP, DP, OP, UNIT)
+        by_position = qi
         if RELATIVE:
-            by_position = _position_products(qi, table, i, H, W, D, SP, TP, STORE, OP, PRECISION)
+            by_position = _position_products(qi, height_rel, width_rel, i, H, W, D, SP, TP, STORE, OP, PRECISION, SPLIT)
     conv_gate = _share(conv_share, gates, CONV_ROW, K, KP)
     maps_gate = _share(maps_share, gates, MAPS_ROW, K, KP)
     own_gate = _share(own_share, gates, OWN_ROW, K, KP) * scale
@@ -256,18 +304,29 @@ def evolve(
         j = j0 + tl.arange(0, J)
         at, inside = _map_tile(i, j, N, K, KP)
         s = tl.zeros((I, J, KP), dtype=tl.float32)
+        if MAPS or (CONV and PREFIX > 0):
+            here = tl.load(maps + at, mask=inside, other=0.0).to(tl.float32)
         if CONV:
-            z = _convolve(maps, weight, i0, j0, N, K, KS, KP, RP, I, J, OP, PRECISION, False)
-            z = tl.maximum(z + _bias(bias, K, KP, STORE), 0.0)
-            s += conv_gate * tl.reshape(z, (I, J, KP))
+            z = _convolve(maps, weight, w_to, w_from, w_y, w_x, gates, i0, j0, N, K, KS, KP, RP, PREFIX, I, J, OP,
+                          PRECISION, SPLIT, False, -1)
+            z = tl.reshape(z + _bias(bias, K, KP, STORE), (I, J, KP))
+            passes = z > 0.0
+            z = tl.maximum(z, 0.0)
+            if PREFIX > 0:
+                patches = _among_patches(i, j, PREFIX)
+                passes = passes | ~patches
+                z = tl.where(patches, z, here)
+            s += conv_gate * z
+            if SIGNS:
+                head = tl.arange(0, KP)[None, None, :]
+                bits = tl.sum(tl.where(passes, tl.full((I, J, KP), 1, tl.int32) << head, 0), 2)
+                tl.store(signs + i[:, None] * N + j[None, :], bits.to(signs.dtype.element_ty),
+                         mask=(i[:, None] < N) & (j[None, :] < N))
         if MAPS:
-            s += maps_gate * tl.load(maps + at, mask=inside, other=0.0).to(tl.float32)
+            s += maps_gate * here
         if OWN:
-            kj = _rows(k, k_head, k_pixel, k_width, j, N, K, D, KP, DP, OP, UNIT)
-            own = tl.dot(qi, tl.permute(kj, (0, 2, 1)), input_precision=PRECISION)  # (KP, I, J)
-            if RELATIVE:
-                positions = tl.permute(_positions(j, H, W, KP, SP, OP), (0, 2, 1))
-                own = tl.dot(by_position, positions, own, input_precision=PRECISION)
+            own = _own(qi, by_position, k, k_head, k_pixel, k_width, j, H, W, K, D, KP, DP, SP, UNIT, OP, PRECISION,
+                       RELATIVE)
             s += own_gate * tl.permute(own, (1, 2, 0))
         s = s.to(STORE)  # what backward will read: the softmax is of the rounded logits
         if SAVE:
@@ -280,7 +339,7 @@ def evolve(
             shrink = tl.exp2(top - new_top)
             total = total * shrink + tl.sum(p, 2)
             if DROP:
-                p = tl.where(_kept(key, salt, j, threshold), p, 0.0)
+                p = tl.where(_kept(key[:, :, None], salt[:, :, None], j[None, None, :], threshold), p, 0.0)
             vj = _rows(v, v_head, v_pixel, v_width, j, N, K, E, KP, EP, OP, UNIT_V)
             mean = tl.dot(p.to(STORE).to(OP), vj, mean * shrink[:, :, None], input_precision=PRECISION)
             top = new_top
@@ -295,51 +354,49 @@ def evolve(
 
 
 @triton.jit
-def _grouped(taps, GROUPS: tl.constexpr):
-    """(I*J, RP) -> (GROUPS, RP, I*J/GROUPS): sums over pixels are shared among the warps, one group each."""
-    PIXELS: tl.constexpr = taps.shape[0]
-    RP: tl.constexpr = taps.shape[1]
-    return tl.permute(tl.reshape(taps, (GROUPS, PIXELS // GROUPS, RP)), (0, 2, 1))
-
-
-@triton.jit
-def _store_weight_part(ptr, x, dy: tl.constexpr, K: tl.constexpr, KS: tl.constexpr, KP: tl.constexpr,
-                       RP: tl.constexpr):
-    """x (RP, KP), summed over a program's pixels, to tap row dy of its (K, K, KS, KS) slot."""
-    r = tl.arange(0, RP)[:, None]
-    to = tl.arange(0, KP)[None, :]
-    tl.store(ptr + ((to * K + r % K) * KS + dy) * KS + r // K, x, mask=(r < KS * K) & (to < K))
+def row_products(
+        out, d_out, delta, do_image, do_head, do_pixel, do_width,
+        N: tl.constexpr, K: tl.constexpr, E: tl.constexpr, KP: tl.constexpr, EP: tl.constexpr,
+        UNIT_OUT: tl.constexpr, I: tl.constexpr,
+):
+    """delta (B, K, N) = the sum over E of out * d_out. A program: I pixels of an image, all heads."""
+    BLOCKS: tl.constexpr = (N + I - 1) // I
+    image = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    i = tl.program_id(0) % BLOCKS * I + tl.arange(0, I)
+    x = _rows(out + image * (N * K * E), E, K * E, 1, i, N, K, E, KP, EP, tl.float32, 1)
+    dx = _rows(d_out + image * do_image * UNIT_OUT, do_head, do_pixel, do_width, i, N, K, E, KP, EP, tl.float32,
+               UNIT_OUT)
+    head = tl.arange(0, KP)[:, None]
+    tl.store(delta + image * (K * N) + head * N + i[None, :], tl.sum(x * dx, 2), mask=(head < K) & (i[None, :] < N))
 
 
 @triton.jit
 def logits_backward(
-        v, maps, weight, bias, gates, seed, logits, d_logits, d_out, lse, delta, d_conv, d_maps, d_v, d_weight, d_bias,
-        d_gate,
+        v, seed, logits, signs, d_logits, d_out, lse, delta, d_conv, d_maps, d_v, d_bias,
         v_image, v_head, v_pixel, v_width, do_image, do_head, do_pixel, do_width,
-        conv_share, maps_share, threshold, kept_gain,
-        H: tl.constexpr, W: tl.constexpr, K: tl.constexpr, E: tl.constexpr, KS: tl.constexpr,
-        KP: tl.constexpr, EP: tl.constexpr, RP: tl.constexpr,
+        conv_share, threshold, kept_gain,
+        H: tl.constexpr, W: tl.constexpr, K: tl.constexpr, E: tl.constexpr,
+        KP: tl.constexpr, EP: tl.constexpr, PREFIX: tl.constexpr,
         I: tl.constexpr, J: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
-        UNIT_V: tl.constexpr, UNIT_OUT: tl.constexpr, GROUPS: tl.constexpr,
-        MAPS: tl.constexpr, CONV: tl.constexpr, REBUILD: tl.constexpr, FROM_NEXT: tl.constexpr,
-        SAVE: tl.constexpr, CONV_ROW: tl.constexpr, MAPS_ROW: tl.constexpr, DROP: tl.constexpr,
+        UNIT_V: tl.constexpr, UNIT_OUT: tl.constexpr,
+        CONV: tl.constexpr, SIGNS: tl.constexpr, FROM_NEXT: tl.constexpr,
+        SAVE: tl.constexpr, CONV_ROW: tl.constexpr, DROP: tl.constexpr,
 ):
     """Back through softmax and ReLU. A program: J keys of an image, all heads, all queries by blocks of I.
 
     With g the gradient of the logits, of the output's and (FROM_NEXT) of the next layer's making, it writes d_v, for
-    CONV d_conv = conv_share * g * (conv > 0) and its share of d_weight and d_bias, and for SAVE g itself to d_maps.
-    The logits are read, or REBUILD computes them from maps. With a CONV_ROW, d_weight and d_bias are without that
-    share, which may be 0, and for MAPS it also writes the heads' sums of g * maps to d_gate, a slot a program.
+    CONV d_conv = conv_share * g where the ReLU passes it (with a CONV_ROW without the share, which may be 0), a slot a
+    program of that's sum, d_bias, and for SAVE g itself to d_maps. The ReLU passes where `signs` has a bit, or
+    without SIGNS where the logits, which then are the ReLU's, are positive.
     """
     N: tl.constexpr = H * W
     BLOCKS: tl.constexpr = (N + J - 1) // J
     STORE: tl.constexpr = v.dtype.element_ty
     image = (tl.program_id(0) // BLOCKS).to(tl.int64)
-    j0 = tl.program_id(0) % BLOCKS * J
-    j = j0 + tl.arange(0, J)
+    j = tl.program_id(0) % BLOCKS * J + tl.arange(0, J)
     head = tl.arange(0, KP)[:, None]
-    maps += image * (N * N * K)
     logits += image * (N * N * K)
+    signs += image * (N * N)
     d_logits += image * (N * N * K)
     d_conv += image * (N * N * K)
     d_maps += image * (N * N * K)
@@ -348,110 +405,98 @@ def logits_backward(
     delta += image * (K * N)
     vj = _rows(v + image * v_image * UNIT_V, v_head, v_pixel, v_width, j, N, K, E, KP, EP, OP, UNIT_V)
     dv = tl.zeros((KP, J, EP), dtype=tl.float32)
-    conv_gate = _share(conv_share, gates, CONV_ROW, K, KP)
-    maps_gate = _share(maps_share, gates, MAPS_ROW, K, KP)
-    if MAPS_ROW >= 0:
-        dg = tl.zeros((I, KP), dtype=tl.float32)
     if CONV:
-        db = tl.zeros((KP,), dtype=tl.float32)
-        dw0 = tl.zeros((GROUPS, RP, KP), dtype=tl.float32)  # a tap row each
-        w0 = _weight_row(weight, 0, K, KS, KP, RP, STORE, OP, False)
-        if KS == 3:
-            w1 = _weight_row(weight, 1, K, KS, KP, RP, STORE, OP, False)
-            w2 = _weight_row(weight, 2, K, KS, KP, RP, STORE, OP, False)
-            dw1 = tl.zeros((GROUPS, RP, KP), dtype=tl.float32)
-            dw2 = tl.zeros((GROUPS, RP, KP), dtype=tl.float32)
+        db = tl.zeros((I, J, KP), dtype=tl.float32)
 
     for i0 in range(0, N, I):
         i = i0 + tl.arange(0, I)
         at, inside = _map_tile(i, j, N, K, KP)
-        if CONV:
-            taps0 = _tap_row(maps, i0, j0, 0, N, K, KS, RP, I, J, OP)
-            z = tl.dot(taps0, w0, input_precision=PRECISION)
-            if KS == 3:
-                taps1 = _tap_row(maps, i0, j0, 1, N, K, KS, RP, I, J, OP)
-                z = tl.dot(taps1, w1, z, input_precision=PRECISION)
-                taps2 = _tap_row(maps, i0, j0, 2, N, K, KS, RP, I, J, OP)
-                z = tl.dot(taps2, w2, z, input_precision=PRECISION)
-            z += _bias(bias, K, KP, STORE)
-        if REBUILD:
-            s = conv_gate * tl.reshape(tl.maximum(z, 0.0), (I, J, KP))
-            if MAPS:
-                s += maps_gate * tl.load(maps + at, mask=inside, other=0.0).to(tl.float32)
-            s = s.to(STORE)
-        else:
-            s = tl.load(logits + at, mask=inside, other=0.0)
+        s = tl.load(logits + at, mask=inside, other=0.0)
         row = head * N + i[None, :]
         row_mask = (head < K) & (i[None, :] < N)
-        row_lse = tl.load(lse + row, mask=row_mask, other=0.0)
+        row_lse = tl.load(lse + row, mask=row_mask, other=float("inf"))  # so that p is 0 there
         row_delta = tl.load(delta + row, mask=row_mask, other=0.0)
         do = _rows(d_out, do_head, do_pixel, do_width, i, N, K, E, KP, EP, OP, UNIT_OUT)
-        p = tl.exp2(tl.permute(s, (2, 0, 1)).to(tl.float32) * LOG2E - row_lse[:, :, None])
-        p = tl.where(row_mask[:, :, None] & (j < N)[None, None, :], p, 0.0)
+        # Keys before queries: what leaves one product enters the other as it lies in registers
+        p = tl.exp2(tl.permute(s, (2, 1, 0)).to(tl.float32) * LOG2E - row_lse[:, None, :])  # (KP, J, I)
+        dp = tl.dot(vj, tl.permute(do, (0, 2, 1)), input_precision=PRECISION)
         seen = p  # by the values
         if DROP:
             key, salt = _draws(seed, image, i, N, K, KP)
-            kept = _kept(key, salt, j, threshold)
+            kept = _kept(key[:, None, :], salt[:, None, :], j[None, :, None], threshold)
             seen = tl.where(kept, kept_gain * p, 0.0)
-        dv = tl.dot(tl.permute(seen.to(STORE).to(OP), (0, 2, 1)), do, dv, input_precision=PRECISION)
-        dp = tl.dot(do, tl.permute(vj, (0, 2, 1)), input_precision=PRECISION)
-        if DROP:
             dp = tl.where(kept, kept_gain * dp, 0.0)
-        g = tl.permute(p * (dp - row_delta[:, :, None]), (1, 2, 0))  # (I, J, KP)
+        dv = tl.dot(seen.to(STORE).to(OP), do, dv, input_precision=PRECISION)
+        g = tl.permute(p * (dp - row_delta[:, None, :]), (2, 1, 0))  # (I, J, KP)
         if FROM_NEXT:
             g += tl.load(d_logits + at, mask=inside, other=0.0).to(tl.float32)
         if SAVE:
             tl.store(d_maps + at, g.to(STORE), mask=inside)
-        if MAPS_ROW >= 0:
-            dg += tl.sum(g * tl.load(maps + at, mask=inside, other=0.0).to(tl.float32), 1)
         if CONV:
-            if CONV_ROW >= 0:
-                dz = tl.where(z > 0.0, tl.reshape(g, (I * J, KP)), 0.0)
-                tl.store(d_conv + at, (conv_gate * tl.reshape(dz, (I, J, KP))).to(STORE), mask=inside)
+            if SIGNS:
+                bits = tl.load(signs + i[:, None, None] * N + j[None, :, None],
+                               mask=(i[:, None, None] < N) & (j[None, :, None] < N), other=0).to(tl.int32)
+                dz = tl.where((bits >> tl.arange(0, KP)[None, None, :]) & 1 != 0, g, 0.0)
             else:
-                dz = tl.where(z > 0.0, conv_gate * tl.reshape(g, (I * J, KP)), 0.0)
-            db += tl.sum(dz, 0)
-            dz = dz.to(STORE)
+                dz = tl.where(s > 0.0, g, 0.0)
             if CONV_ROW < 0:
-                tl.store(d_conv + at, tl.reshape(dz, (I, J, KP)), mask=inside)
-            dz = tl.reshape(dz.to(OP), (GROUPS, I * J // GROUPS, KP))
-            dw0 = tl.dot(_grouped(taps0, GROUPS), dz, dw0, input_precision=PRECISION)
-            if KS == 3:
-                dw1 = tl.dot(_grouped(taps1, GROUPS), dz, dw1, input_precision=PRECISION)
-                dw2 = tl.dot(_grouped(taps2, GROUPS), dz, dw2, input_precision=PRECISION)
+                dz = conv_share * dz
+            if PREFIX > 0:
+                db += tl.where(_among_patches(i, j, PREFIX), dz, 0.0)
+            else:
+                db += dz
+            tl.store(d_conv + at, dz.to(STORE), mask=inside)
 
     _store_rows(d_v + image * (N * K * E), j, dv, N, K, E, KP, EP)
     if CONV:
-        part = tl.program_id(0).to(tl.int64)
-        d_weight += part * (K * K * KS * KS)
-        _store_weight_part(d_weight, tl.sum(dw0, 0), 0, K, KS, KP, RP)
-        if KS == 3:
-            _store_weight_part(d_weight, tl.sum(dw1, 0), 1, K, KS, KP, RP)
-            _store_weight_part(d_weight, tl.sum(dw2, 0), 2, K, KS, KP, RP)
         to = tl.arange(0, KP)
-        tl.store(d_bias + part * K + to, db, mask=to < K)
-        if MAPS_ROW >= 0:
-            tl.store(d_gate + part * K + to, tl.sum(dg, 0), mask=to < K)
+        tl.store(d_bias + tl.program_id(0).to(tl.int64) * K + to, tl.sum(tl.reshape(db, (I * J, KP)), 0), mask=to < K)
 
 
 @triton.jit
-def queries_backward(
-        q, k, table, weight, gates, prev, d_conv, d_logits, d_maps, d_q, d_table, d_gate,
-        q_image, q_head, q_pixel, q_width, k_image, k_head, k_pixel, k_width,
-        logits_share, maps_share, own_share, scale,
-        H: tl.constexpr, W: tl.constexpr, K: tl.constexpr, D: tl.constexpr, KS: tl.constexpr,
-        KP: tl.constexpr, DP: tl.constexpr, RP: tl.constexpr,
-        SP: tl.constexpr, TP: tl.constexpr, UNIT: tl.constexpr,
-        I: tl.constexpr, J: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
-        RELATIVE: tl.constexpr, CONV: tl.constexpr, LOGITS: tl.constexpr, OWN_FROM_MAPS: tl.constexpr,
-        SAVE: tl.constexpr, LOGITS_ROW: tl.constexpr, OWN_ROW: tl.constexpr, FROM_PREV: tl.constexpr,
-):
-    """Back through the convolution and the query's side of the dot product. A program: as `evolve`'s.
+def _grouped(x, GROUPS: tl.constexpr):
+    """(pixels, X) -> (GROUPS, pixels/GROUPS, X): sums over pixels are shared among the warps."""
+    PIXELS: tl.constexpr = x.shape[0]
+    return tl.reshape(x, (GROUPS, PIXELS // GROUPS, x.shape[1]))
 
-    With m = adjoint conv(d_conv) [CONV] + logits_share * d_logits [LOGITS], it writes d_maps = maps_share * m [SAVE],
-    and the gradients of q and of both tables (a slot a program) from own_share * m, or, where not OWN_FROM_MAPS,
-    from own_share * d_logits. With an OWN_ROW also, a slot a program, the gradient of alpha as far as 1 - alpha stands
-    before the own logits (which are q times their gradient by q) and alpha before prev [FROM_PREV].
+
+@triton.jit
+def _add_weight_part(
+        dw, d_conv, i0, j0, dy: tl.constexpr, m,
+        N: tl.constexpr, K: tl.constexpr, KS: tl.constexpr, RP: tl.constexpr, PREFIX: tl.constexpr,
+        I: tl.constexpr, J: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
+):
+    """dw (GROUPS, RP, KP) + what the adjoint's tap row dy sees at each pixel, times m (GROUPS, pixels, KP) there."""
+    taps = _grouped(_tap_row(d_conv, i0, j0, dy, N, K, KS, RP, PREFIX, I, J, OP), m.shape[0])
+    return tl.dot(tl.permute(taps, (0, 2, 1)), m, dw, input_precision=PRECISION)
+
+
+@triton.jit
+def _store_weight_part(ptr, x, w_to, w_from, w_y, w_x, dy: tl.constexpr, K: tl.constexpr, KS: tl.constexpr,
+                       KP: tl.constexpr, RP: tl.constexpr):
+    """x (GROUPS, RP, KP), what the adjoint's tap row dy met, to a program's (K, K, KS, KS) slot."""
+    r = tl.arange(0, RP)[:, None]
+    to = tl.arange(0, KP)[None, :]
+    at = r % K * w_to + to * w_from + (KS - 1 - dy) * w_y + (KS - 1 - r // K) * w_x
+    tl.store(ptr + at, tl.sum(x, 0), mask=(r < KS * K) & (to < K))
+
+
+@triton.jit
+def weight_backward(
+        q, k, height_rel, width_rel, gates, prev, d_conv, d_logits, d_weight, d_beta,
+        part_stride, w_to, w_from, w_y, w_x, q_image, q_head, q_pixel, q_width, k_image, k_head, k_pixel, k_width,
+        prev_share, own_share, scale,
+        H: tl.constexpr, W: tl.constexpr, K: tl.constexpr, D: tl.constexpr, KS: tl.constexpr,
+        KP: tl.constexpr, DP: tl.constexpr, RP: tl.constexpr, PREFIX: tl.constexpr,
+        SP: tl.constexpr, TP: tl.constexpr, UNIT: tl.constexpr, GROUPS: tl.constexpr,
+        I: tl.constexpr, J: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr,
+        RELATIVE: tl.constexpr, MIXES: tl.constexpr, PREV_ROW: tl.constexpr, OWN_ROW: tl.constexpr,
+        BETA: tl.constexpr,
+):
+    """The gradient of the convolution's weight, a slot a program, of which there are as many as of `evolve`.
+
+    What the convolution took is prev_share * prev + own_share * own [MIXES], computed again, or prev. BETA: also, a
+    slot a program, what 1 - beta before the maps gives to beta's gradient, which are those that the convolution took.
     """
     N: tl.constexpr = H * W
     BLOCKS: tl.constexpr = (N + I - 1) // I
@@ -459,6 +504,88 @@ def queries_backward(
     image = (tl.program_id(0) // BLOCKS).to(tl.int64)
     i0 = tl.program_id(0) % BLOCKS * I
     i = i0 + tl.arange(0, I)
+    prev += image * (N * N * K)
+    d_conv += image * (N * N * K)
+    d_logits += image * (N * N * K)
+    k += image * k_image * UNIT
+    prev_gate = _share(prev_share, gates, PREV_ROW, K, KP)
+    own_gate = _share(own_share, gates, OWN_ROW, K, KP) * scale
+    if MIXES:
+        qi = _rows(q + image * q_image * UNIT, q_head, q_pixel, q_width, i, N, K, D, KP, DP, OP, UNIT)
+        by_position = qi
+        if RELATIVE:
+            by_position = _position_products(qi, height_rel, width_rel, i, H, W, D, SP, TP, STORE, OP, PRECISION, SPLIT)
+    if BETA:
+        db = tl.zeros((I, J, KP), dtype=tl.float32)
+    dw0 = tl.zeros((GROUPS, RP, KP), dtype=tl.float32)  # a tap row each
+    if KS >= 3:
+        dw1 = tl.zeros((GROUPS, RP, KP), dtype=tl.float32)
+        dw2 = tl.zeros((GROUPS, RP, KP), dtype=tl.float32)
+    if KS == 5:
+        dw3 = tl.zeros((GROUPS, RP, KP), dtype=tl.float32)
+        dw4 = tl.zeros((GROUPS, RP, KP), dtype=tl.float32)
+
+    for j0 in range(0, N, J):
+        j = j0 + tl.arange(0, J)
+        at, inside = _map_tile(i, j, N, K, KP)
+        took = tl.load(prev + at, mask=inside, other=0.0).to(tl.float32)
+        if MIXES:
+            own = _own(qi, by_position, k, k_head, k_pixel, k_width, j, H, W, K, D, KP, DP, SP, UNIT, OP, PRECISION,
+                       RELATIVE)
+            took = prev_gate * took + own_gate * tl.permute(own, (1, 2, 0))
+        took = tl.where(inside & _among_patches(i, j, PREFIX), took, 0.0)
+        if BETA:
+            db -= took * tl.load(d_logits + at, mask=inside, other=0.0).to(tl.float32)
+        m = _grouped(tl.reshape(took.to(STORE).to(OP), (I * J, KP)), GROUPS)
+        dw0 = _add_weight_part(dw0, d_conv, i0, j0, 0, m, N, K, KS, RP, PREFIX, I, J, OP, PRECISION)
+        if KS >= 3:
+            dw1 = _add_weight_part(dw1, d_conv, i0, j0, 1, m, N, K, KS, RP, PREFIX, I, J, OP, PRECISION)
+            dw2 = _add_weight_part(dw2, d_conv, i0, j0, 2, m, N, K, KS, RP, PREFIX, I, J, OP, PRECISION)
+        if KS == 5:
+            dw3 = _add_weight_part(dw3, d_conv, i0, j0, 3, m, N, K, KS, RP, PREFIX, I, J, OP, PRECISION)
+            dw4 = _add_weight_part(dw4, d_conv, i0, j0, 4, m, N, K, KS, RP, PREFIX, I, J, OP, PRECISION)
+
+    part = tl.program_id(0).to(tl.int64) * part_stride
+    _store_weight_part(d_weight + part, dw0, w_to, w_from, w_y, w_x, 0, K, KS, KP, RP)
+    if KS >= 3:
+        _store_weight_part(d_weight + part, dw1, w_to, w_from, w_y, w_x, 1, K, KS, KP, RP)
+        _store_weight_part(d_weight + part, dw2, w_to, w_from, w_y, w_x, 2, K, KS, KP, RP)
+    if KS == 5:
+        _store_weight_part(d_weight + part, dw3, w_to, w_from, w_y, w_x, 3, K, KS, KP, RP)
+        _store_weight_part(d_weight + part, dw4, w_to, w_from, w_y, w_x, 4, K, KS, KP, RP)
+    if BETA:
+        head = tl.arange(0, KP)
+        tl.store(d_beta + part + head, tl.sum(tl.reshape(db, (I * J, KP)), 0), mask=head < K)
+
+
+@triton.jit
+def queries_backward(
+        q, k, height_rel, width_rel, weight, gates, prev, d_conv, d_logits, d_maps, d_q, d_table, d_alpha,
+        part_stride, w_to, w_from, w_y, w_x, q_image, q_head, q_pixel, q_width, k_image, k_head, k_pixel, k_width,
+        logits_share, maps_share, own_share, scale,
+        H: tl.constexpr, W: tl.constexpr, K: tl.constexpr, D: tl.constexpr, KS: tl.constexpr,
+        KP: tl.constexpr, DP: tl.constexpr, RP: tl.constexpr, PREFIX: tl.constexpr,
+        SP: tl.constexpr, TP: tl.constexpr, UNIT: tl.constexpr,
+        I: tl.constexpr, J: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr,
+        RELATIVE: tl.constexpr, CONV: tl.constexpr, LOGITS: tl.constexpr, KEPT: tl.constexpr,
+        OWN_FROM_MAPS: tl.constexpr, SAVE: tl.constexpr, CONV_ROW: tl.constexpr,
+        LOGITS_ROW: tl.constexpr, OWN_ROW: tl.constexpr,
+):
+    """Back through the convolution and the query's side of the dot product. A program: as `evolve`'s.
+
+    With a = adjoint conv(d_conv, times the share of a CONV_ROW) [CONV] + logits_share * d_logits [KEPT], it writes
+    d_maps = maps_share * a [SAVE], and the gradients of q and of both tables (a slot a program) from own_share * a, or,
+    where not OWN_FROM_MAPS, from own_share * d_logits [LOGITS]. With an OWN_ROW also, a slot a program, what alpha's
+    gradient has beside the convolution's part: what 1 - alpha before the own logits gives (which are q times their
+    gradient by q), and alpha before prev where prev is not convolved.
+    """
+    N: tl.constexpr = H * W
+    BLOCKS: tl.constexpr = (N + I - 1) // I
+    STORE: tl.constexpr = q.dtype.element_ty
+    image = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    i0 = tl.program_id(0) % BLOCKS * I
+    i = i0 + tl.arange(0, I)
+    prev += image * (N * N * K)
     d_conv += image * (N * N * K)
     d_logits += image * (N * N * K)
     d_maps += image * (N * N * K)
@@ -466,61 +593,67 @@ def queries_backward(
     dq = tl.zeros((KP, I, DP), dtype=tl.float32)
     logits_gate = _share(logits_share, gates, LOGITS_ROW, K, KP)
     if OWN_ROW >= 0:
-        prev += image * (N * N * K)
-        dg = tl.zeros((I, KP), dtype=tl.float32)
+        da = tl.zeros((I, J, KP), dtype=tl.float32)
     if RELATIVE:
         d_position = tl.zeros((KP, I, SP), dtype=tl.float32)
 
     for j0 in range(0, N, J):
         j = j0 + tl.arange(0, J)
         at, inside = _map_tile(i, j, N, K, KP)
-        m = tl.zeros((I, J, KP), dtype=tl.float32)
-        if CONV:
-            m += tl.reshape(
-                _convolve(d_conv, weight, i0, j0, N, K, KS, KP, RP, I, J, OP, PRECISION, True), (I, J, KP))
         if LOGITS:
             g = tl.load(d_logits + at, mask=inside, other=0.0).to(tl.float32)
-            m += logits_gate * g
+        a = tl.zeros((I, J, KP), dtype=tl.float32)
+        if CONV:
+            a = tl.reshape(_convolve(d_conv, weight, w_to, w_from, w_y, w_x, gates, i0, j0, N, K, KS, KP, RP, PREFIX,
+                                     I, J, OP, PRECISION, SPLIT, True, CONV_ROW), (I, J, KP))
+            if PREFIX > 0:
+                past = _share(1.0, gates, CONV_ROW, K, KP) * tl.load(d_conv + at, mask=inside, other=0.0).to(tl.float32)
+                a = tl.where(_among_patches(i, j, PREFIX), a, past)
+        if KEPT:
+            a += logits_gate * g
         if SAVE:
-            tl.store(d_maps + at, (maps_share * m).to(STORE), mask=inside)
+            tl.store(d_maps + at, (maps_share * a).to(STORE), mask=inside)
         if OWN_FROM_MAPS:
-            own = tl.where(inside, m, 0.0)  # the adjoint conv reaches one pixel past the edge
+            own = tl.where(inside, a, 0.0)  # the adjoint conv reaches past the edge
         else:
             own = g
         if OWN_ROW < 0:
             own = own_share * own  # else it comes last, since it may be 0
-        elif FROM_PREV:
-            earlier = tl.load(prev + at, mask=inside, other=0.0).to(tl.float32)
-            dg += tl.sum(own * earlier, 1)
-        own = own.to(STORE).to(OP)
-        own = tl.permute(own, (2, 0, 1))  # (KP, I, J)
+        elif OWN_FROM_MAPS or not CONV or PREFIX > 0:
+            earlier = own * tl.load(prev + at, mask=inside, other=0.0).to(tl.float32)
+            if CONV and not OWN_FROM_MAPS:
+                earlier = tl.where(_among_patches(i, j, PREFIX), 0.0, earlier)
+            da += earlier
+        own = tl.permute(own.to(STORE).to(OP), (2, 0, 1))  # (KP, I, J)
         kj = _rows(k, k_head, k_pixel, k_width, j, N, K, D, KP, DP, OP, UNIT)
         dq = tl.dot(own, kj, dq, input_precision=PRECISION)
         if RELATIVE:
             d_position = tl.dot(own, _positions(j, H, W, KP, SP, OP), d_position, input_precision=PRECISION)
 
-    if RELATIVE or OWN_ROW >= 0:
-        qi = _rows(q + image * q_image * UNIT, q_head, q_pixel, q_width, i, N, K, D, KP, DP, OP, UNIT)
-        own_gate = tl.permute(_share(own_share, gates, OWN_ROW, K, KP), (2, 0, 1)) if OWN_ROW >= 0 else 1.0
-        queries = qi
+    part = tl.program_id(0).to(tl.int64) * part_stride
+    q += image * q_image * UNIT
+    own_gate = tl.permute(_share(own_share, gates, OWN_ROW, K, KP), (2, 0, 1)) if OWN_ROW >= 0 else 1.0
     if RELATIVE:
-        T: tl.constexpr = 2 * H + 2 * W - 2
         d_offset = _by_offset(d_position, i, H, W, SP, TP, STORE, OP)  # (KP*I, TP)
-        embedding = _table(table, T, D, TP, DP, STORE, OP)
-        dq += tl.reshape(tl.dot(d_offset, embedding, input_precision=PRECISION), (KP, I, DP))
-        if OWN_ROW >= 0:
-            qi = (qi * own_gate).to(STORE).to(OP)
-        dt = tl.dot(tl.trans(d_offset), tl.reshape(qi, (KP * I, DP)), input_precision=PRECISION)
-        t = tl.arange(0, TP)[:, None]
-        d = tl.arange(0, DP)[None, :]
-        part = tl.program_id(0).to(tl.int64)
-        tl.store(d_table + part * (T * D) + t * D + d, scale * dt, mask=(t < T) & (d < D))
+        embedding = _table(height_rel, width_rel, H, W, D, TP, DP, STORE, OP)
+        dq += tl.reshape(_product(d_offset, embedding, SPLIT, PRECISION), (KP, I, DP))
     if OWN_ROW >= 0:
-        d_alpha = tl.sum(dg, 0) - scale * tl.sum(tl.sum(queries.to(tl.float32) * dq, 2), 1)
+        qi = _rows(q, q_head, q_pixel, q_width, i, N, K, D, KP, DP, OP, UNIT)
+        by_head = tl.sum(tl.reshape(da, (I * J, KP)), 0)
+        by_head -= scale * tl.sum(tl.sum(qi.to(tl.float32) * dq, 2), 1)
         head = tl.arange(0, KP)
-        tl.store(d_gate + tl.program_id(0).to(tl.int64) * K + head, d_alpha, mask=head < K)
+        tl.store(d_alpha + part + head, by_head, mask=head < K)
         dq = own_gate * dq
     _store_rows(d_q + image * (N * K * D), i, scale * dq, N, K, D, KP, DP)
+    if RELATIVE:  # last, so that fewer registers are held
+        T: tl.constexpr = 2 * H + 2 * W - 2
+        qi = _rows(q, q_head, q_pixel, q_width, i, N, K, D, KP, DP, OP, UNIT)
+        if OWN_ROW >= 0:
+            qi = (qi * own_gate).to(STORE).to(OP)
+        dt = _product(tl.trans(d_offset), tl.reshape(qi, (KP * I, DP)), SPLIT, PRECISION)
+        t = tl.arange(0, TP)[:, None]
+        d = tl.arange(0, DP)[None, :]
+        tl.store(d_table + part + t * D + d, scale * dt, mask=(t < T) & (d < D))
 
 
 @triton.jit

@@ -76,7 +76,8 @@ def results(attend, x, dtype, size, K, D, E, need_logits=True, uses=("out", "log
     out, logits = attend(
         *split(x["qkv"], K, D, E), *rest, options["alpha"], options["beta"], predict=options["predict"],
         scale=D ** -0.5, feat_size=size, need_logits=need_logits, gates=x.get("gates"),
-        dropout_p=options["dropout_p"], seed=torch.tensor([options["seed"]], device=DEVICE))
+        dropout_p=options["dropout_p"], seed=torch.tensor([options["seed"]], device=DEVICE),
+        num_prefix_tokens=options["prefix"])
     torch.manual_seed(1)
     loss = 0.0
     for name, t in (("out", out), ("logits", logits)):
@@ -98,10 +99,10 @@ def exact(*args, gates=None, seed=None, dropout_p=0.0, **kwargs):
 
 
 def check(size, dtype, *, K=8, D=4, E=1, alpha=0.5, beta=1.0, predict=False, need_logits=True, uses=("out", "logits"),
-          dropout_p=0.0, seed=5, **shape):
+          dropout_p=0.0, seed=5, prefix=0, **shape):
     x = leaves(size, dtype, K=K, D=D, E=E, **shape)
     common = dict(size=size, K=K, D=D, E=E, alpha=alpha, beta=beta, predict=predict, need_logits=need_logits, uses=uses,
-                  dropout_p=dropout_p, seed=seed)
+                  dropout_p=dropout_p, seed=seed, prefix=prefix)
     q, k, v = split(x["qkv"], K, D, E)
     assert ours.reason_against(q, k, v, x["prev_logits"], x["weight"], size) is None
     got = results(ours.attend, x, None, **common)
@@ -154,10 +155,20 @@ CASES = {
     "EA, dropout, last layer": dict(EA, size=(1, 17), K=3, relative=False, dropout_p=0.6, seed=-3, need_logits=False),
     "PA, dropout": dict(PA, size=(4, 3), K=4, D=12, E=16, dropout_p=0.3, seed=1 << 40),
     "first, dropout": dict(EA, size=(5, 4), prev=False, D=20, dropout_p=0.3),
+    "EA, 12 heads": dict(EA, size=(1, 19), K=12, D=16, E=16, relative=False),
+    "PA, 16 heads, kernel 5": dict(PA, size=(3, 4), K=16, D=6, E=5, kernel=5),
+    "EA, kernel 5": dict(EA, size=(5, 4), K=3, kernel=5),
+    "EA, prefix": dict(EA, size=(1, 19), K=3, relative=False, prefix=1),
+    "EA, prefix, 12 heads, gates": dict(EA, size=(1, 18), K=12, relative=False, prefix=2, gates="per head"),
+    "EA, prefix, beta 0.6, last layer": dict(EA, size=(1, 18), B=2, K=4, relative=False, prefix=5, beta=0.6,
+                                             need_logits=False),
+    "PA, prefix": dict(PA, size=(1, 19), K=3, relative=False, prefix=1, dropout_p=0.2),
+    "PA, prefix, gates": dict(PA, size=(1, 18), K=4, relative=False, prefix=2, gates="per head"),
     "only the logits are used": dict(EA, size=(3, 3), uses=("logits",)),
     "the logits are not used": dict(PA, size=(3, 3), uses=("out",)),
 }
-HALF = ("EA", "PA", "first", "EA, beta 0.6, wide heads", "EA, gates", "PA, gates", "first, dropout")
+HALF = ("EA", "PA", "first", "EA, beta 0.6, wide heads", "EA, gates", "PA, gates", "first, dropout",
+        "EA, prefix, 12 heads, gates", "PA, 16 heads, kernel 5")
 
 
 @kernels
@@ -184,8 +195,8 @@ def test_any_shape(data):
     side = st.integers(1, 5 if DEVICE == "cpu" else 15)
     prev = among(True, True, False)
     check(
-        (data.draw(side), data.draw(side)), among(*TOLERANCE), B=among(1, 2), K=among(1, 4, 8),
-        D=data.draw(st.integers(4, 64)), E=data.draw(st.integers(1, 64)), kernel=among(0, 1, 3),
+        (data.draw(side), data.draw(side)), among(*TOLERANCE), B=among(1, 2), K=among(1, 4, 8, 12),
+        D=data.draw(st.integers(4, 64)), E=data.draw(st.integers(1, 64)), kernel=among(0, 1, 3, 5),
         relative=among(True, False), prev=prev, alpha=among(0.5, 0.01, 0.7), beta=among(1.0, 0.6),
         predict=among(True, False), need_logits=among(True, False), gates=among(None, "per head"))
 
@@ -194,7 +205,8 @@ def test_any_shape(data):
 @pytest.mark.parametrize("side", (7, 14))
 def test_maps_of_the_networks(side, monkeypatch):
     if DEVICE == "cpu":
-        monkeypatch.setattr(ours, "LOOPED", 32 if side == 7 else 64)  # the interpreter pays by the tile
+        pixels = 32 if side == 7 else 64  # the interpreter pays by the tile
+        monkeypatch.setattr(ours, "default_tile", lambda *args: ours.Tile(pixels, pixels))
     check((side, side), torch.float32, K=8 if side == 7 else 2, D=20, E=3)
 
 
@@ -222,20 +234,20 @@ def test_chain():
         assert (have.double() - want).norm() <= 1e-6 * want.norm()
 
 
-def arguments(x, K, D, E, size, predict=False, need_logits=True, dropout_p=0.0):
+def arguments(x, K, D, E, size, predict, save, dropout_p):
     rest = [x[name] for name in ("height_rel", "width_rel", "prev_logits", "weight", "bias")]
     return (*split(x["qkv"], K, D, E), *rest, x.get("gates"), torch.tensor([5], device=DEVICE), 0.5, 1.0, predict,
-            D ** -0.5, dropout_p, *size, need_logits)
+            D ** -0.5, dropout_p, *size, 0, save)
 
 
 @kernels
-@pytest.mark.parametrize("predict, need_logits", ((False, True), (True, False)))
-def test_operator_is_well_formed(predict, need_logits):
+@pytest.mark.parametrize("predict, learns", ((False, True), (True, True), (False, False)))
+def test_operator_is_well_formed(predict, learns):
     """Schema, fake tensors, and a traced graph with symbolic sizes, as torch checks them."""
     x = leaves((1, 2), torch.float32, K=4, D=4, E=2, gates=None if predict else "per head")
-    x = {name: t.requires_grad_() for name, t in x.items()}
+    x = {name: t.requires_grad_(learns) for name, t in x.items()}
     torch.library.opcheck(
-        ours._forward, arguments(x, 4, 4, 2, (1, 2), predict, need_logits, dropout_p=0.2),
+        ours._forward, arguments(x, 4, 4, 2, (1, 2), predict, learns, dropout_p=0.2),
         test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"))
 
 
@@ -270,10 +282,10 @@ def test_reasons():
     x = leaves((2, 3), torch.float32, K=4, D=4, E=2)
     q, k, v = split(x["qkv"], 4, 4, 2)
     why = ours.reason_against
-    assert "kernel size 1 or 3" in why(q, k, v, x["prev_logits"], torch.zeros(4, 4, 5, 5))
+    assert "kernel size 1, 3 or 5" in why(q, k, v, x["prev_logits"], torch.zeros(4, 4, 7, 7))
     assert "float64" in why(q.double(), k.double(), v.double(), None, None)
     assert "one dtype" in why(q, k.half(), v, None, None)
-    assert "heads" in why(*(t.expand(1, -1, -1, -1).repeat(1, 3, 1, 1) for t in (q, k, v)), None, None)
+    assert "heads" in why(*(t.expand(1, -1, -1, -1).repeat(1, 5, 1, 1) for t in (q, k, v)), None, None)
     assert "wide" in why(q, k, v.repeat(1, 1, 1, 40), None, None)
     assert "pixels" in why(*(t.repeat(1, 1, 200, 1) for t in (q, k, v)), None, None)
     with pytest.raises(ValueError, match="position tables"):
@@ -285,4 +297,4 @@ def test_reason_on_the_cpu():
     if ours.INTERPRETING:
         pytest.skip("the interpreter runs there")
     q = torch.zeros(1, 4, 6, 4)
-    assert "CUDA device" in ours.reason_against(q, q, q, None, None)
+    assert "NVIDIA GPU is required, got cpu" in ours.reason_against(q, q, q, None, None)
