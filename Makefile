@@ -6,7 +6,7 @@ READY  := $(VENV)/.ready
 
 DEMO   := runs/demo
 
-.PHONY: demo pictures test test-all test-browser lint wheel clean
+.PHONY: demo pictures test test-all test-gpu test-browser lint wheel clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -41,6 +41,10 @@ test: $(READY)
 # The same, the model tests over every network and at its full width, where `make test` takes the smallest of each kind.
 test-all: export EA_VISION_TEST_ALL = 1
 test-all: test
+
+# What runs on a GPU, at most 25 minutes, with the Python at hand (torch, timm, numpy); without a GPU exit code 77.
+test-gpu:
+	$(PYTHON) -m ea_vision gpu-check
 
 # The attention page in a real browser; needs Debian's chromium and a font (apt-get install chromium fonts-dejavu-core).
 test-browser: $(READY)

@@ -41,6 +41,7 @@ GROUPS = {  # command: (module whose main(argv) runs it, what it does)
         "ablation": ("ea_vision.measure.ablation", "shares of attention, positions: sizes beside the published ones"),
         "benchmark": ("ea_vision.measure.speed", "training and inference speed and memory of networks side by side"),
         "memory": ("ea_vision.measure.memory", "what a training step needs, by layer"),
+        "gpu-check": ("ea_vision.measure.gpu_check", "on a GPU: every path against the reference, speed, memory"),
         "kernel-figures": ("ea_vision.measure.kernel_figures", "what the compiler makes of the kernels, without a GPU"),
     },
     "data": {

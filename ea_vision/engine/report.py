@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
 from torch import nn
 
 from ea_vision.base.figures import figure_bytes
@@ -67,8 +66,10 @@ def write_timm_results(path: Path, rows: Sequence[dict[str, Any]]) -> str:
     return text
 
 
-def plot_confusion(result: Evaluation, classes: list[str], name: str) -> Figure:
-    """The confusion matrix, each row as percent of its class; the numbers are shown for up to 20 classes."""
+def plot_confusion(result: Evaluation, classes: list[str], name: str):
+    """The confusion matrix, each row as percent of its class, a Figure; the numbers are shown for up to 20 classes."""
+    from matplotlib.figure import Figure
+
     percent = 100 * result.confusion / result.confusion.sum(1, keepdim=True).clamp(min=1)
     count = len(classes)
     side = min(max(4.0, 0.45 * count + 2), 16.0)

@@ -37,7 +37,6 @@ from ea_vision.base.provenance import hardware, provenance
 from ea_vision.data.bad_images import BadImages
 from ea_vision.engine import checkpoint, run_folder
 from ea_vision.engine.config import TrainConfig, describe_recipe, make_parser, parse, resolve
-from ea_vision.engine.curves import write_learning_curves
 from ea_vision.engine.dry_run import rehearse, report
 from ea_vision.engine.preflight import preflight
 from ea_vision.engine.report import line_of, numbers_of, timm_row, write_evaluation, write_timm_results
@@ -212,6 +211,8 @@ def main(task: type[Task], argv: list[str] | None = None) -> int:
         target = _to_test(given)
     if runs:
         output = Path(given.get("output", "learning_curves.png"))
+        from ea_vision.engine.curves import write_learning_curves  # matplotlib, which training does without
+
         write_learning_curves([Path(run) for run in runs], output)
         print(f"written: {output}")
         return 0

@@ -1,0 +1,490 @@
+"""The stages of `ea-vision gpu-check`, each in a process of its own: `python -m ea_vision.measure.gpu_stages STAGE`.
+
+A stage is a function that yields (what, figures) pairs; figures with a "fault" are a failure, and the stage goes on.
+On a CPU, for a rehearsal, networks and images are tiny and the Triton kernels run in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import timm
+import torch
+from PIL import Image
+
+from ea_vision.base.files import create, write_json
+from ea_vision.measure import kernel_figures
+from ea_vision.ops import evolving_attention, triton_attention, use_implementation
+
+Pairs = Iterator[tuple[str, dict[str, Any]]]
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 8e-2}  # of the norm of outputs and gradients
+
+
+def attempt(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What `run` gives, or its error under "fault": one path that breaks does not stop the others."""
+    try:
+        return run()
+    except Exception as error:
+        return {"fault": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()[-3000:]}
+
+
+# ---- operators ------------------------------------------------------------------------------------------------------
+
+CASES: dict[str, dict[str, Any]] = {  # heads, size, width of q and v, then what differs
+    "EA": {"shape": (8, (14, 14), 20, 3)},
+    "EA, beta 0.6": {"shape": (4, (7, 9), 20, 6), "beta": 0.6},
+    "EA, kernel 5": {"shape": (8, (7, 7), 20, 6), "kernel": 5},
+    "EA, gates, prefix, 12 heads": {"shape": (12, (1, 197), 64, 64), "gates": True, "prefix": 1, "relative": False},
+    "EA, prefix, 577 tokens": {"shape": (6, (1, 577), 64, 64), "prefix": 1, "relative": False},
+    "PA": {"shape": (8, (14, 14), 20, 3), "predict": True},
+    "PA, gates": {"shape": (4, (8, 8), 64, 64), "predict": True, "gates": True},
+    "first": {"shape": (8, (14, 14), 20, 3), "prev": False},
+    "AA": {"shape": (8, (14, 14), 20, 3), "prev": False, "need_logits": False},
+    "windows": {"shape": (4, (14, 14), 32, 32), "prev": False, "need_logits": False, "window": 5, "relative": False},
+    "EA, dropout": {"shape": (4, (8, 8), 64, 64), "dropout_p": 0.2},
+}
+BY_CASE = {"AA": ("sdpa",), "windows": ("flex", "gathered")}
+
+
+def leaves(case: dict[str, Any], batch: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """Random arguments of a case, in float64."""
+    K, (H, W), D, E = case["shape"]
+    N, kernel = H * W, case.get("kernel", 3)
+    made = {"q": (batch, K, N, D), "k": (batch, K, N, D), "v": (batch, K, N, E)}
+    if case.get("relative", True):
+        made |= {"height_rel": (2 * H - 1, D), "width_rel": (2 * W - 1, D)}
+    if case.get("prev", True):
+        made |= {"prev_logits": (batch, K, N, N), "weight": (K, K, kernel, kernel), "bias": (K,)}
+    if case.get("gates"):
+        made |= {"alpha": (K,), "beta": (K,)}
+    generator = torch.Generator().manual_seed(0)
+    x = {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in made.items()}
+    for name, factor in (("height_rel", D ** -0.5), ("width_rel", D ** -0.5), ("weight", 0.1), ("bias", 0.1)):
+        if name in x:
+            x[name] *= factor
+    return {name: t.to(device) for name, t in x.items()}
+
+
+def outputs_and_gradients(case: dict[str, Any], x: dict[str, torch.Tensor], dtype: torch.dtype,
+                          implementation: str) -> dict[str, torch.Tensor]:
+    """The operator's outputs and the gradients of a weighted sum of them; maps and q, k, v in `dtype`."""
+    wide = ("q", "k", "v", "prev_logits")
+    small = torch.float64 if dtype == torch.float64 else torch.float32
+    x = {name: t.to(dtype if name in wide else small).requires_grad_() for name, t in x.items()}
+    options = {name: case[name] for name in ("beta", "predict", "need_logits", "window", "dropout_p") if name in case}
+    torch.manual_seed(1)
+    out, logits = evolving_attention(
+        **x, **options, feat_size=case["shape"][1], num_prefix_tokens=case.get("prefix", 0),
+        implementation=implementation)
+    generator = torch.Generator().manual_seed(2)
+    given = {"out": out} if logits is None else {"out": out, "logits": logits}
+    loss = sum((t.double() * torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t.device)).sum()
+               for t in given.values())
+    grads = torch.autograd.grad(loss, list(x.values()), allow_unused=True)
+    return given | {f"d_{name}": grad for name, grad in zip(x, grads, strict=True) if grad is not None}
+
+
+def compare(case: dict[str, Any], dtype: str, implementation: str, batch: int, device: torch.device) -> dict[str, Any]:
+    """The largest relative error of an output or gradient against the reference in float64 on the same device."""
+    x = {name: t.to(DTYPES[dtype]).double() if name in ("q", "k", "v", "prev_logits") else t
+         for name, t in leaves(case, batch, device).items()}
+    have = outputs_and_gradients(case, x, DTYPES[dtype], implementation)
+    if case.get("dropout_p"):  # the output is linear in v: with one mask in forward and backward v's gradient says so
+        torch.manual_seed(1)
+        v = x["v"].to(DTYPES[dtype]).requires_grad_()
+        rest = {name: t.to(DTYPES[dtype] if name in ("q", "k", "prev_logits") else torch.float32)
+                for name, t in x.items() if name != "v"}
+        out, _ = evolving_attention(**rest, v=v, feat_size=case["shape"][1], dropout_p=case["dropout_p"],
+                                    implementation=implementation)
+        up = torch.randn_like(out)
+        forward = (out.double() * up.double()).sum()
+        backward = (torch.autograd.grad(out, v, up)[0].double() * v.double()).sum()
+        errors = {"mask": ((forward - backward).abs() / (out.double() * up.double()).norm()).item()}
+    else:
+        want = outputs_and_gradients(case, x, torch.float64, "reference")
+        errors = {}
+        for name, truth in want.items():
+            error = (have[name].double() - truth).norm() / truth.norm().clamp_min(
+                max(1e-3, truth.numel() ** 0.5) if name in ("d_alpha", "d_beta") else 1e-3)
+            errors[name] = error.item()
+    worst = max(errors, key=lambda name: float("inf") if errors[name] != errors[name] else errors[name])
+    found = {"worst": worst, "error": errors[worst]}
+    if not errors[worst] <= TOLERANCE[dtype]:
+        found["fault"] = f"{worst} differs by {errors[worst]:.1e} from the reference, at most {TOLERANCE[dtype]:.0e}"
+    return found
+
+
+def operators(device: torch.device, tiny: bool, folder: Path) -> Pairs:
+    """Every implementation of this device against the reference in float64: outputs and gradients, three precisions."""
+    for name, case in CASES.items():
+        if tiny:
+            K, (H, W), D, E = case["shape"]
+            case = case | {"shape": (min(K, 3), (min(H, 3), min(W, 5)), min(D, 8), min(E, 6))}
+            case = case | ({"window": 3} if "window" in case else {})
+        for implementation in BY_CASE.get(name, ("triton",)):
+            for dtype in ("float32",) if tiny else DTYPES:
+                if device.type == "cpu" and implementation == "flex":
+                    continue  # it has no backward pass there
+                yield (f"{name}, {implementation}, {dtype}",
+                       attempt(lambda: compare(case, dtype, implementation, 1 if tiny else 2, device)))  # noqa: B023
+
+
+# ---- networks -------------------------------------------------------------------------------------------------------
+
+NETWORKS = {"aa_resnet34": 224, "ea_aa_resnet50": 224, "pa_aa_resnet50": 224, "ea_conv_transformer_cifar": 32,
+            "ea_vit_tiny_patch16_224": 224}
+TINY_NETWORKS = {"ea_conv_transformer_cifar": 32}
+TINY_KWARGS = {"widths": [16, 16, 16, 16]}
+
+
+def made_network(name: str, size: int, tiny: bool, device: torch.device, batch: int) -> tuple[Any, torch.Tensor]:
+    """A network in training mode, and images, channels-last."""
+    torch.manual_seed(0)
+    model = timm.create_model(name, **(TINY_KWARGS if tiny else {})).to(device).train()
+    images = torch.randn(batch, 3, size, size, device=device)
+    return model.to(memory_format=torch.channels_last), images.contiguous(memory_format=torch.channels_last)
+
+
+def networks(device: torch.device, tiny: bool, folder: Path) -> Pairs:
+    """Whole networks in float32, forward and backward, against the reference on the same device."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+
+    def run(name: str, size: int) -> dict[str, Any]:
+        model, images = made_network(name, size, tiny, device, 4)
+        results = []
+        for how in ("reference", None):
+            model.zero_grad()
+            torch.manual_seed(1)
+            if how is None:
+                y = model(images)
+            else:
+                with use_implementation(how):
+                    y = model(images)
+            y.float().square().mean().backward()
+            results.append((y.detach(), [p.grad.clone() for p in model.parameters() if p.grad is not None]))
+        (want, want_grads), (have, have_grads) = results
+        out = ((have - want).norm() / want.norm()).item()
+        total = torch.stack([g.norm() for g in want_grads]).norm()
+        grads = (torch.stack([(a - b).norm() for a, b in zip(have_grads, want_grads, strict=True)]).norm() / total)
+        found = {"output": out, "gradients": grads.item()}
+        if not (out <= 1e-3 and grads <= 1e-2):
+            found["fault"] = "differs from the reference by more than 1e-3 (output) or 1e-2 (gradients)"
+        return found
+
+    for name, size in (TINY_NETWORKS if tiny else NETWORKS).items():
+        yield name, attempt(lambda: run(name, size))  # noqa: B023
+
+
+def compiled(device: torch.device, tiny: bool, folder: Path) -> Pairs:
+    """torch.compile in one graph, bfloat16 autocast, forward and backward."""
+    def run(name: str, size: int) -> dict[str, Any]:
+        model, images = made_network(name, size, tiny, device, 4)
+        torch._dynamo.reset()
+        began = time.perf_counter()
+        one = torch.compile(model, fullgraph=True, backend="aot_eager" if tiny else "inductor")
+        with torch.autocast(device.type, torch.bfloat16):
+            y = one(images)
+        y.float().square().mean().backward()
+        finite = all(p.grad.isfinite().all().item() for p in model.parameters() if p.grad is not None)
+        found = {"seconds": round(time.perf_counter() - began, 1)}
+        return found if finite else found | {"fault": "gradients are not finite"}
+
+    names = TINY_NETWORKS if tiny else {n: NETWORKS[n] for n in ("ea_conv_transformer_cifar", "pa_aa_resnet50")}
+    for name, size in names.items():
+        yield name, attempt(lambda: run(name, size))  # noqa: B023
+
+
+def precisions(device: torch.device, tiny: bool, folder: Path) -> Pairs:
+    """Ten updates on one batch in each precision, float16 with a gradient scaler: the loss must fall."""
+    name, size = "ea_conv_transformer_cifar", 32
+
+    def run(amp: str) -> dict[str, Any]:
+        model, images = made_network(name, size, tiny, device, 8 if tiny else 64)
+        targets = torch.arange(len(images), device=device) % 4
+        optimizer = torch.optim.SGD(model.parameters(), 0.02, momentum=0.9)
+        scaler = torch.amp.GradScaler(device.type, enabled=amp == "float16" and device.type == "cuda")
+        losses = []
+        for _ in range(10):
+            with torch.autocast(device.type, DTYPES[amp], enabled=amp != "float32"):
+                loss = torch.nn.functional.cross_entropy(model(images).float(), targets)
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            losses.append(loss.item())
+        found = {"first": losses[0], "last": losses[-1]}
+        return found if losses[-1] < losses[0] else found | {"fault": f"the loss did not fall: {losses}"}
+
+    for amp in ("float32", "bfloat16") if device.type == "cpu" else DTYPES:
+        yield amp, attempt(lambda: run(amp))  # noqa: B023
+
+
+# ---- trainers -------------------------------------------------------------------------------------------------------
+
+
+def make_images(folder: Path, tiny: bool) -> Path:
+    """Class folders of small images, made of stripes and noise: train and test."""
+    random = np.random.default_rng(0)
+    for split, count in (("train", 16 if tiny else 512), ("test", 4 if tiny else 64)):
+        for label in range(4):
+            create(folder / split / f"class{label}")
+            for number in range(count):
+                image = random.integers(0, 120, (32, 32, 3), dtype=np.uint8)
+                (image[::label + 2] if number % 2 else image[:, ::label + 2])[..., label % 3] += 120
+                Image.fromarray(image).save(folder / split / f"class{label}" / f"{number}.png")
+    return folder
+
+
+def trainer(device: torch.device, tiny: bool, data: Path, output: Path, *options: str, processes: int = 0) -> list[str]:
+    """The command of a training run on made images."""
+    start = [sys.executable, "-m"]
+    if processes:
+        start += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m"]
+    model = ["--model-kwargs", "widths=[16,16,16,16]", "--batch-size", "8"] if tiny else ["--batch-size", "64"]
+    return [*start, "ea_vision", "train-cifar", "--dataset", "folder", "--data-dir", str(data), "--model",
+            "ea_conv_transformer_cifar", *model, "--device", device.type, "--channels-last", "--output", str(output),
+            *options]
+
+
+def finished(command: list[str], output: Path) -> dict[str, Any]:
+    """Run a trainer; its results, or a fault."""
+    began = time.perf_counter()
+    done = subprocess.run(command, capture_output=True, text=True)
+    found: dict[str, Any] = {"seconds": round(time.perf_counter() - began, 1)}
+    if done.returncode:
+        return found | {"fault": f"exit code {done.returncode}: {(done.stderr or done.stdout)[-1500:]}"}
+    rows = list(csv.DictReader((output / "metrics.csv").open()))
+    found |= {"epochs": len(rows), "train_loss": float(rows[-1]["train_loss"])}
+    if not (output / "results.json").exists():
+        found["fault"] = "the run left no results.json"
+    return found
+
+
+def trainers(device: torch.device, tiny: bool, folder: Path) -> Pairs:
+    """The CIFAR trainer: bfloat16, compiled with a moving average, float16."""
+    data = make_images(folder / "images", tiny)
+    kinds = {"bfloat16": ["--amp", "bfloat16"]}
+    if not tiny:
+        kinds |= {"compiled, EMA": ["--amp", "bfloat16", "--compile", "--ema", "0.99"], "float16": ["--amp", "float16"]}
+    for name, options in kinds.items():
+        output = folder / name.replace(", ", "-")
+        command = trainer(device, tiny, data, output, "--epochs", "1", *options)
+        yield name, attempt(lambda: finished(command, output))  # noqa: B023
+
+
+def ranks(device: torch.device, tiny: bool, folder: Path) -> Pairs:
+    """The trainer under torchrun (DDP) with one process, and with one a GPU, at most 8, where there are more."""
+    data = make_images(folder / "images", tiny)
+    most = 2 if device.type == "cpu" else min(torch.cuda.device_count(), 8)
+    for processes in sorted({1, most}):
+        output = folder / f"ranks{processes}"
+        command = trainer(device, tiny, data, output, "--epochs", "1", "--amp", "bfloat16", processes=processes)
+        yield f"{processes} process(es)", attempt(lambda: finished(command, output))  # noqa: B023
+    if device.type == "cuda" and most == 1:
+        yield "several GPUs", {"not run": "one GPU"}
+
+
+def resumed(device: torch.device, tiny: bool, folder: Path) -> Pairs:
+    """A trainer that SIGTERM ends after its first checkpoint, and the same command again."""
+    data = make_images(folder / "images", tiny)
+    output = folder / "resumed"
+    command = trainer(device, tiny, data, output, "--epochs", "4" if tiny else "8", "--checkpoint-steps", "2")
+
+    def killed() -> dict[str, Any]:
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        until = time.monotonic() + 120
+        while not (output / "last.ckpt").exists() and process.poll() is None and time.monotonic() < until:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=60)
+        found = {"exit code": process.returncode}
+        return found if process.returncode == 143 else found | {"fault": f"143 expected: {errors[-1500:]}"}
+
+    yield "SIGTERM", attempt(killed)
+    yield "the same command again", attempt(lambda: finished(command, output))
+
+
+# ---- speed and memory -----------------------------------------------------------------------------------------------
+
+RATIOS = {"50": ("resnet50", "aa_resnet50", "pa_aa_resnet50", "ea_aa_resnet50")}
+OTHER_RATIOS = {
+    "34": ("resnet34", "aa_resnet34", "ea_aa_resnet34"), "101": ("resnet101", "aa_resnet101", "ea_aa_resnet101"),
+    "152": ("resnet152", "aa_resnet152", "ea_aa_resnet152"),
+    "others": ("resnet50", "botnet50ts_256", "halonet50ts", "lambda_resnet50ts"),
+}
+
+
+def _benchmark(groups: dict[str, tuple[str, ...]], options: list[str], folder: Path) -> Pairs:
+    """`ea-vision benchmark` for each group, its table in the report: speed, memory, ratios to timm's ResNet."""
+    def run(group: str, models: tuple[str, ...]) -> dict[str, Any]:
+        table = folder / f"ratios-{group}.csv"
+        done = subprocess.run(
+            [sys.executable, "-m", "ea_vision", "benchmark", "--models", *models, *options, "--csv", str(table)],
+            capture_output=True, text=True)
+        if done.returncode:
+            return {"fault": f"exit code {done.returncode}: {(done.stderr or done.stdout)[-1500:]}"}
+        return {"csv": table.read_text().splitlines()}
+
+    for group, models in groups.items():
+        yield group, attempt(lambda: run(group, models))  # noqa: B023
+
+
+def ratios(device: torch.device, tiny: bool, folder: Path) -> Pairs:
+    """Training and inference speed, memory: 50-layer networks, bfloat16, channels-last, compiled, as ratios."""
+    options = ["--amp", "bfloat16", "--channels-last", "--device", device.type]
+    if tiny:
+        yield from _benchmark({"tiny": ("resnet20_cifar",)}, [
+            *options, "--img-size", "32", "--batch-size", "2", "--repeats", "1", "--threads", "1", "--no-memory",
+            "--system-malloc"], folder)
+    else:
+        yield from _benchmark(RATIOS, [*options, "--batch-size", "256", "--repeats", "15", "--compile"], folder)
+
+
+def other_ratios(device: torch.device, tiny: bool, folder: Path) -> Pairs:
+    """The same, not compiled, for 34, 101 and 152 layers and for networks that attend by other means."""
+    if tiny:
+        yield "other ratios", {"not run": "the rehearsal runs `ratios` only"}
+        return
+    options = ["--amp", "bfloat16", "--channels-last", "--device", device.type, "--batch-size", "128", "--repeats", "5"]
+    yield from _benchmark(OTHER_RATIOS, options, folder)
+
+
+def milliseconds(run: Callable[[], None], device: torch.device, times: int = 20) -> float:
+    """The time of one call, the mean of `times`, after two."""
+    for _ in range(2):
+        run()
+    if device.type == "cpu":
+        began = time.perf_counter()
+        run()
+        return 1000 * (time.perf_counter() - began)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(times):
+        run()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / times
+
+
+def tiles(device: torch.device, tiny: bool, folder: Path) -> Pairs:
+    """Tiles, warps, stages and register limits of each kernel at the networks' shapes; this GPU's best are kept."""
+    if device.type == "cpu" and not triton_attention.INTERPRETING:
+        yield "tiles", {"not run": "needs a GPU, or Triton's interpreter (TRITON_INTERPRET=1)"}
+        return
+    layers = {"tiny": kernel_figures.Layer(2, (2, 3), 4, 2)} if tiny else {
+        name: kernel_figures.LAYERS[name] for name in ("ea50", "pa-cifar", "ea50-7", "first", "ea-vit-base")}
+    best: dict[str, list] = {}
+    for name, layer in layers.items():
+        big = layer.heads * (layer.size[0] * layer.size[1]) ** 2
+        batch = 1 if tiny else max(1, min(256, 80_000_000 // big))
+        launches = kernel_figures.launches_of(layer, torch.float32 if tiny else torch.bfloat16, device=device,
+                                              batch=batch)
+        for number, launch in enumerate(launches):
+            found = attempt(lambda: sweep(launch, device, tiny))  # noqa: B023
+            shape = launch.shape
+            if "best" in found:
+                best[shape] = found["best"]
+            yield f"{name}, {number}: {kernel_figures.label_of(launch)}", found
+    if device.type == "cuda":
+        file = triton_attention.tiles_file(device)
+        create(file.parent)
+        write_json(file, (json.loads(file.read_text()) if file.exists() else {}) | best)
+        yield "kept", {"file": str(file), "shapes": len(best)}
+
+
+def sweep(launch: triton_attention.Launch, device: torch.device, tiny: bool) -> dict[str, Any]:
+    """Time the launch with other tiles; the block that a program keeps stays, since partial sums are laid out by it."""
+    by_keys = launch.kernel.__name__ in triton_attention.BY_KEYS
+    found: dict[str, Any] = {}
+    times: dict[triton_attention.Tile, float] = {}
+    for steps in (16,) if tiny else (16, 32):
+        for warps in (8,) if tiny else (4, 8, 16):
+            for stages, registers in ((1, 0),) if tiny else ((1, 0), (2, 0), (3, 0), (1, 128), (2, 128)):
+                if registers and warps == 16:
+                    continue  # that many registers are all there are
+                side = {"queries" if by_keys else "keys": steps}
+                tile = launch.tile._replace(**side, warps=warps, stages=stages, registers=registers)
+                again = launch.with_tile(tile)
+                try:
+                    times[tile] = milliseconds(again.run, device)
+                except Exception as error:  # more shared memory or registers than there are
+                    found[str(tuple(tile))] = f"{type(error).__name__}: {str(error)[:100]}"
+    if not times:
+        return found | {"fault": "no tile runs"}
+    fastest = min(times, key=times.__getitem__)
+    return found | {"milliseconds": {str(tuple(tile)): ms for tile, ms in times.items()}, "best": list(fastest)}
+
+
+def profile(device: torch.device, tiny: bool, folder: Path) -> Pairs:
+    """One compiled training step of ea_aa_resnet50, batch 256, by kernel."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiler
+
+    def run() -> dict[str, Any]:
+        name, size, batch = ("ea_conv_transformer_cifar", 32, 2) if tiny else ("ea_aa_resnet50", 224, 256)
+        model, images = made_network(name, size, tiny, device, batch)
+        one = model if tiny else torch.compile(model)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+
+        def step() -> None:
+            with torch.autocast(device.type, torch.bfloat16):
+                y = one(images)
+            y.float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for _ in range(1 if tiny else 4):
+            step()
+        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
+        with profiler(activities=activities) as record:
+            step()
+        by = "cpu_time_total" if device.type == "cpu" else "device_time_total"
+        table = record.key_averages().table(sort_by=by, row_limit=30, max_name_column_width=60)
+        peak = torch.cuda.max_memory_allocated() / 2 ** 20 if device.type == "cuda" else None
+        return {"table": table.splitlines(), "peak MiB": peak}
+
+    yield "step", attempt(run)
+
+
+STAGES: dict[str, tuple[Callable[[torch.device, bool, Path], Pairs], int]] = {  # with seconds that it may take
+    "operators": (operators, 150), "networks": (networks, 90), "compiled": (compiled, 120),
+    "precisions": (precisions, 45), "trainers": (trainers, 120), "ranks": (ranks, 90), "resumed": (resumed, 90),
+    "ratios": (ratios, 330), "other-ratios": (other_ratios, 220), "tiles": (tiles, 120), "profile": (profile, 90),
+}
+INTERPRETED = ("operators", "tiles")  # on a CPU
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one stage; write what it has found so far into --result after each finding."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("stage", choices=STAGES)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--folder", type=Path, required=True, help="for what the stage leaves")
+    parser.add_argument("--result", type=Path, required=True, help="JSON file")
+    args = parser.parse_args(argv)
+    found: dict[str, Any] = {}
+    create(args.folder)
+    if args.device == "cpu":
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+    for what, figures in STAGES[args.stage][0](torch.device(args.device), args.device == "cpu", args.folder):
+        found[what] = figures
+        write_json(args.result, found)
+        print(what, {k: v for k, v in figures.items() if k not in ("csv", "table", "traceback")}, flush=True)
+    return 1 if any("fault" in figures for figures in found.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
