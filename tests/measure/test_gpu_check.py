@@ -63,7 +63,7 @@ def test_stages_report_their_faults_and_let_the_others_go_on(tmp_path, monkeypat
         return real([sys.executable, "-c", code], **options)
 
     monkeypatch.setattr(subprocess, "Popen", started)
-    monkeypatch.setattr(gpu_check, "STAGES", {"operators": (None, 2), "networks": (None, 20), "profile": (None, 20)})
+    monkeypatch.setattr(gpu_check, "STAGES", {"operators": (None, 0.5), "networks": (None, 20), "profile": (None, 20)})
     report = tmp_path / "report.json"
     began = time.monotonic()
     assert gpu_check.main(["--device", "cpu", "--output", str(report),

@@ -234,6 +234,22 @@ def test_chain():
         assert (have.double() - want).norm() <= 1e-6 * want.norm()
 
 
+@kernels
+def test_gradient_of_the_weight_lies_as_the_weight():
+    """Channels-last weights get channels-last gradients, which the buckets of DDP take as they are."""
+    size, K, D, E = (2, 2), 3, 4, 2
+    x = leaves(size, torch.float32, K=K, D=D, E=E)
+    grads = []
+    for layout in (torch.contiguous_format, torch.channels_last):
+        weight = x["weight"].contiguous(memory_format=layout).requires_grad_()
+        out, _ = ours.attend(
+            *split(x["qkv"], K, D, E), x["height_rel"], x["width_rel"], x["prev_logits"], weight, x["bias"], 0.5, 1.0,
+            predict=False, scale=0.5, feat_size=size, need_logits=False)
+        grads += torch.autograd.grad(out.square().sum(), weight)
+        assert grads[-1].stride() == weight.stride()
+    assert grads[0].any() and torch.equal(*grads)
+
+
 def arguments(x, K, D, E, size, predict, save, dropout_p):
     rest = [x[name] for name in ("height_rel", "width_rel", "prev_logits", "weight", "bias")]
     return (*split(x["qkv"], K, D, E), *rest, x.get("gates"), torch.tensor([5], device=DEVICE), 0.5, 1.0, predict,
