@@ -1,0 +1,224 @@
+"""Every command and snippet of README and docs runs, shortened: small data, small networks, an epoch, one process.
+
+A command that is too long or needs what is not here is in ELSEWHERE, with the test that runs it. Multi-GPU commands run
+as one process.
+"""
+import importlib.util
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from PIL import Image
+
+from ea_vision.__main__ import main
+from ea_vision.engine import sweep
+from tests.engine.runner import make_folder
+from tests.test_docs import BLOCK, PAGES, ROOT, blocks, commands
+
+NARROW = {"ea_conv_transformer_cifar": "widths=[8,8,16,16]", "aa_wrn28_10_cifar": "depth=10 width=1",
+          "ea_aa_resnet50": "layers=[1,1,1,1]", "ea_vit_small_patch16_224": "depth=2 embed_dim=24 num_heads=2",
+          "vit_small_patch16_224": "depth=2 embed_dim=24 num_heads=2"}
+NARROW_CIFAR = ["--model-kwargs", "widths=[8,8,16,16]"]
+PLACES = {"cifar10": "folder", "DIR": "data", "CIFAR10": "data", "/data/imagenet": "photos", "OWN_PHOTOS": "photos",
+          "PHOTOS": "photos", "RUN_OR_MODEL": "runs/demo", "runs/imagenet-ea_aa_resnet50": "runs/imagenet",
+          "/shared/runs/ea50": "runs/ea50", "docs/cat.jpg": "photo.jpg", "*.jpg": "photo.jpg",
+          "docs/attention.html": "page.html", "photos/test/bird": "photos/test/class_0",
+          "airplane,cat,truck": "class_0,class_2",
+          "vit_small_patch16_224.dino": "runs/vit", "deit_small_patch16_224,vit_small_patch16_224": "runs/vit"}
+SHORTER = {  # options that end a command, over those that it has
+    "train-cifar": "--epochs 1 --batch-size 8 --img-size 8 --device cpu --workers 0 --cache-dir none",
+    "train-imagenet": "--epochs 1 --batch-size 8 --img-size 32 --eval-img-size 0 --eval-resize 36 --device cpu "
+                      "--workers 0 --no-pretrained",
+    "heatmap": "--dpi 30", "strip": "--dpi 30", "rollout": "--dpi 30",
+    "probe": "--limit 12 --epochs 1 --width 8 --controls none --layers 1 --workers 1 --cache-dir none",
+    "benchmark": "--models resnet18 --img-size 64 --batch-size 2 --repeats 1 --no-memory --system-malloc",
+    "summary": "", "make-boxes": "--train 3 --val 2", "predict": "", "explore": "",
+    "sweep": "--seeds 0,1", "evidence": "", "write-ffcv": "--workers 1", "loaders": ""}
+ELSEWHERE = {  # command lines and the tests that run them
+    r"ablation ": "measure/test_ablation.py",
+    r"convert-boxes ": "detection/test_convert.py",
+    r"detect ": "detection/test_predict.py",
+    r"explore .*--serve": "explore/test_browser.py",
+    r"export-detector ": "detection/test_export.py",
+    r"faithfulness ": "analysis/test_faithfulness.py",
+    r"gpu-check": "measure/test_gpu_check.py",
+    r"kernel-figures": "measure/test_kernel_figures.py",
+    r"memory ": "measure/test_memory.py",
+    r"summary ea_aa_tiny": "outside/test_outside.py",
+    r"summary$": "models/test_published.py",
+    r"timm ": "test_timm_scripts.py",
+    r"train-cifar$": "test_wheel.py",  # all digits: slow
+    r"train-detection ": "detection/test_train.py",
+    r"train-imagenet .*--dry-run": "engine/test_dry_run.py"}
+ELSEWHERE_PAGES = {"results.md": "measure/test_reproduce.py", "options.md": "test_docs.py"}
+SNIPPETS_ELSEWHERE = {  # first line of a Python block, and the test that runs it or what it is an excerpt of
+    "register_networks(__name__, TinyAttn, {": "outside/tiny_attn.py",
+    '@register_evolution("residual")': "outside/residual_maps.py",
+    "detector = create_detector(": "detection/test_model.py",
+    "model = load_model(\"runs/mine\")": "detection/test_predict.py"}
+LINES = list(dict.fromkeys(shlex.join(words) for page in PAGES if page.name not in ELSEWHERE_PAGES
+                           for words in commands(page)))
+NOT_RUN = [line for line in LINES if any(re.match(pattern, line) for pattern in ELSEWHERE)]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with what the commands name: photos, data, runs; the working directory of the tests."""
+    folder = tmp_path_factory.mktemp("docs")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        Image.open(ROOT / "docs" / "cat.jpg").resize((80, 60)).save("photo.jpg")
+        make_folder(Path("data"), train=30, test=6, side=16)
+        make_folder(Path("photos"), train=12, test=3, side=64)
+        Path("photos/val").symlink_to("test")
+        common = ["--dataset", "folder", "--data-dir", "data", *SHORTER["train-cifar"].split()]
+        assert main(["train-cifar", *common, *NARROW_CIFAR, "--img-size", "32", "--output", "runs/aa"]) == 0
+        assert main(["train-cifar", *common, "--model", "test_vit", "--img-size", "32", "--model-kwargs",
+                     "patch_size=8", "--output", "runs/vit"]) == 0
+        assert main(["train-imagenet", "--data-dir", "photos", *SHORTER["train-imagenet"].split(), "--model",
+                     "test_resnet", "--output", "runs/imagenet"]) == 0
+        for copy in ("a", "b", "ea", "demo", "photos"):
+            shutil.copytree("runs/aa", f"runs/{copy}")
+        yield folder
+
+
+def shorten(line: str) -> list[str]:
+    """The words of a command line, and what makes it short. Of options given twice the last one counts."""
+    command, *words = shlex.split(line)
+    here = [PLACES.get(word, word) for word in words]
+    if command == "make-boxes":
+        here[0] = f"boxes{LINES.index(line)}"
+    if command in ("heatmap", "rollout") and "runs/vit" in here:
+        here += ["--layers", "2"]
+    if "--evaluate" in words or "--learning-curves" in words:
+        return [command, *here, *(["--img-size", "32", "--cache-dir", "none"] if "folder" in here else [])]
+    if command == "probe":
+        here += ["-o", f"out/{LINES.index(line)}"]
+    if command != "sweep" and not command.startswith("train-"):
+        return [command, *here, *SHORTER[command].split()]
+    pretrained = any("--pretrained" in word for word in words)
+    trainer = "train-cifar" if command == "sweep" else command
+    more = SHORTER[trainer].split()
+    if "folder" in here:
+        more += ["--no-download", *([] if "--data-dir" in words else ["--data-dir", "data"])]
+    if pretrained and trainer == "train-cifar":  # the weights in the package
+        more += ["--img-size", "32"]
+    else:
+        own = "ea_conv_transformer_cifar" if trainer == "train-cifar" else "ea_aa_resnet50"
+        name = here[here.index("--model") + 1] if "--model" in here else own
+        more += ["--model-kwargs", *NARROW.get(name, NARROW["ea_conv_transformer_cifar"]).split()]
+    if "--holdout" in words or "pa_cifar10" in words:
+        more += ["--holdout", "6"]
+    if command == "sweep":
+        end = here.index("--")
+        return [command, *here[:end], "--seeds", "0,1", *here[end:], *more]
+    return [command, *here, *more, "--output", f"out/{LINES.index(line)}"]
+
+
+@pytest.mark.parametrize("line", [line for line in LINES if line not in NOT_RUN])
+def test_commands_run(line, place, monkeypatch, capsys):
+    if ("beton" in line or line.startswith("write-ffcv")) and not importlib.util.find_spec("ffcv"):
+        pytest.skip("needs FFCV (the extra ffcv)")
+    if "--train-beton" in line:
+        for split in ("train", "validation"):
+            out = f"{split.removesuffix('idation')}.beton"
+            assert main(["write-ffcv", "--data-dir", "photos", "--split", split, "--out", out, "--workers", "1"]) == 0
+    if line.startswith("evidence"):
+        [trains] = [other for other in LINES if f"--output {shlex.split(line)[1]} " in other]
+        assert run(shorten(trains), monkeypatch) == 0
+    if line.endswith("--help"):
+        with pytest.raises(SystemExit) as left:
+            main(shlex.split(line))
+        assert left.value.code == 0
+        return
+    assert run(shorten(line), monkeypatch) == 0, capsys.readouterr().err
+
+
+def run(words: list[str], monkeypatch) -> int:
+    """The exit code of a command; what a sweep starts runs in this process."""
+    class Here:
+        def __init__(self, command):
+            self.code = main(command[command.index("train-cifar"):])
+
+        def wait(self):
+            return self.code
+
+        poll = wait
+
+    started = subprocess.Popen
+    monkeypatch.setattr(sweep.subprocess, "Popen", lambda command, **form: Here(command) if "train-cifar" in command
+                        else started(command, **form))
+    kept = signal.getsignal(signal.SIGTERM)
+    try:
+        return main(words)
+    finally:
+        signal.signal(signal.SIGTERM, kept)
+
+
+def test_every_other_command_has_its_test():
+    for pattern, test in [*ELSEWHERE.items(), *ELSEWHERE_PAGES.items(), *SNIPPETS_ELSEWHERE.items()]:
+        assert (ROOT / "tests" / test).is_file(), f"{pattern}: {test}"
+    assert all(any(re.match(pattern, line) for line in LINES) for pattern in ELSEWHERE), "a pattern fits nothing"
+    lacking = {shlex.split(line)[0] for line in LINES if line not in NOT_RUN} - set(SHORTER)
+    assert not lacking, f"say in SHORTER how {lacking} are shortened, or in ELSEWHERE which test runs them"
+
+
+def snippets() -> list:
+    return [pytest.param(page, block, id=f"{page.name}-{index}") for page in PAGES if page.name != "README.md"
+            for index, block in enumerate(blocks(page, "python"))]
+
+
+@pytest.mark.parametrize("page, block", snippets())
+def test_snippets_run(page, block, place, tmp_path, monkeypatch):
+    """README's run in test_docs.py, the quick start's in test_quickstart.py."""
+    for start, test in SNIPPETS_ELSEWHERE.items():
+        if start in block:
+            kept = {line.strip() for line in (ROOT / "tests" / test).read_text().splitlines()}
+            if test.startswith("outside/"):  # an excerpt: its statements stand there
+                names = re.findall(r"(?:class|def) \w+", block)
+                assert all(any(name in line for line in kept) for name in names)
+            return
+    if "photo.rename" in block:
+        monkeypatch.chdir(tmp_path)
+        make_folder(Path("photos"), train=24, test=0)
+        exec(compile(block, page.name, "exec"), {})
+        counts = {split: len(list(Path("photos", split).rglob("*.png"))) for split in ("train", "test")}
+        assert counts == {"train": 18, "test": 6}
+        return
+    images = torch.randn(1, 3, 224, 224)
+    space = {"model": timm.create_model("ea_aa_resnet34"), "images": images, "timm": timm}
+    if "runs/photos" in block:
+        block = block.replace("num_classes=3,", "num_classes=3, widths=[8, 8, 16, 16],")
+    for word, other in (("pretrained=True", "pretrained=False"), ("vit_small", "vit_tiny"),
+                        ("vit_base_patch16_224.dino", "vit_tiny_patch16_224")):
+        block = block.replace(word, other)
+    if not importlib.util.find_spec("pandas"):
+        block = re.sub(r"^maps\.to_dataframe.*$", "", block, flags=re.MULTILINE)
+    exec(compile(block, page.name, "exec"), space)
+    if "def attend" in block:
+        q, k, v = torch.randn(3, 2, 8, 6, 4).unbind()
+        out, logits = space["attend"](q, k, v, space["decoder"])
+        out, _ = space["attend"](q, k, v, space["decoder"], logits)
+        assert out.shape == v.shape and out.isfinite().all()
+
+
+def test_make_s_targets_exist():
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = {target for page in [*PAGES, ROOT / "CONTRIBUTING.md"] for match in BLOCK.finditer(page.read_text())
+             for target in re.findall(r"^make ([\w-]+)", match[3], re.MULTILINE)}
+    assert {"demo", "test"} <= named <= targets
+
+
+def test_the_demo_s_next_commands_run(place, monkeypatch):
+    text = (ROOT / "Makefile").read_text()
+    next_ones = re.findall(r'@echo "  \$\(VENV\)/bin/ea-vision (.*)"', text)
+    assert len(next_ones) == 3
+    for line in next_ones:
+        words = shlex.split(line.replace("$(DEMO)", "runs/demo"))
+        assert run([PLACES.get(word, word) for word in words], monkeypatch) == 0
