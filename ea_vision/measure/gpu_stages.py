@@ -346,7 +346,7 @@ def ratios(device: torch.device, tiny: bool, folder: Path) -> Pairs:
     """Training and inference speed, memory: 50-layer networks, bfloat16, channels-last, compiled, as ratios."""
     options = ["--amp", "bfloat16", "--channels-last", "--device", device.type]
     if tiny:
-        yield from _benchmark({"tiny": ("resnet20_cifar",)}, [
+        yield from _benchmark({"tiny": ("ea_conv_transformer_cifar",)}, [
             *options, "--img-size", "32", "--batch-size", "2", "--repeats", "1", "--threads", "1", "--no-memory",
             "--system-malloc"], folder)
     else:
