@@ -3,10 +3,6 @@
 FFCV reads the file's tables and its C library decodes and scales, in threads of this process. Order and crops are drawn
 here: FFCV's own loader seeds the order only, has no quasi-random order for several processes, and leaves its threads
 behind. So a run continues inside an epoch with the same images, as with every other loader.
-
-A GPU gets bytes, and flips, augments (`rand_augment`) and normalises them itself. On a CPU, where nothing else is
-augmented, the threads do it, image by image while the pixels are in their caches, into memory that is used again: new
-memory for each batch would cost more than the scaling.
 """
 
 from __future__ import annotations
@@ -21,9 +17,7 @@ import sys
 import threading
 import weakref
 import zlib
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +25,15 @@ import numpy as np
 import torch
 
 from ea_vision.base.errors import UsageError
-from ea_vision.data.augment import normalize
-from ea_vision.data.bad_images import BadImages, without
-from ea_vision.data.batches import Batch, Share, epoch_generator, epoch_order
+from ea_vision.data.bad_images import without
+from ea_vision.data.batches import Batch, epoch_generator, epoch_order
 from ea_vision.data.image_files import MAX_PIXELS, BrokenImage
-from ea_vision.data.rand_augment import Draws, RandAugment
+from ea_vision.data.rand_augment import RandAugment
+from ea_vision.data.threads import ThreadLoader, replace_bad
 
 HELP = """FFCV is not installed. Debian, Ubuntu: apt-get install libturbojpeg0-dev libopencv-dev pkg-config \
 && pip install 'ea_vision[ffcv]'; conda: conda install -c conda-forge opencv libjpeg-turbo pkg-config compilers \
 && pip install 'ea_vision[ffcv]'; or leave .beton files out and give --data-dir"""
-AHEAD = 3  # batches in work
 RAW = 1  # FFCV's mode of an image that is stored as pixels; 0: as JPEG
 PAGES_TOGETHER = 16  # os_cache off: images are shuffled within this many pages (of 8 MiB, as written here)
 
@@ -391,111 +384,16 @@ def _compiled_look_up():
     return require_ffcv("numba").njit(nogil=True)(_look_up)
 
 
-class _Recycled:
-    """float32 tensors (B, 3, S, S) on the CPU, whose memory is used again once no tensor shares it any more."""
+class _BetonLoader(ThreadLoader):
+    """Args: those of `ThreadLoader`."""
 
-    def __init__(self):
-        self._arrays: list[tuple[np.ndarray, weakref.ref]] = []
+    def __init__(self, source: Beton, *, augment: RandAugment | None = None, **common):
+        on_cpu = augment is None and common["device"].type == "cpu"
+        super().__init__(source, source.labels, augment=augment, look_up=_compiled_look_up() if on_cpu else None,
+                         **common)
 
-    def empty(self, count: int, side: int) -> torch.Tensor:
-        shape = (count, 3, side, side)
-        free = (number for number, (array, used) in enumerate(self._arrays) if used() is None and array.shape == shape)
-        number = next(free, None)
-        array = np.empty(shape, np.float32) if number is None else self._arrays.pop(number)[0]
-        view = array[:]  # lives as long as the storage that all views of the tensor share
-        self._arrays.append((array, weakref.ref(view)))
-        return torch.from_numpy(view)
-
-
-class _AtOnce(Executor):
-    """Does what is submitted in the thread that submits it."""
-
-    def submit(self, work, /, *args):
-        done: Future = Future()
-        done.set_result(work(*args))
-        return done
-
-
-class _BetonLoader:
-    """Args: img_size: side in pixels; mean and std of images in 0..1, per channel; batch_size: images per process;
-    workers: threads that decode, 0: none; bad_images: gets the damaged ones; augment: what else is done to batches on
-    the device, before they are normalised.
-    """
-
-    def __init__(self, source: Beton, *, img_size: int, mean: Sequence[float], std: Sequence[float],
-                 device: torch.device, batch_size: int, workers: int, bad_images: BadImages, rank: int = 0,
-                 world_size: int = 1, augment: RandAugment | None = None):
-        self.source, self.img_size, self.device, self.bad_images = source, img_size, device, bad_images
-        self.augment, self.in_bytes = augment, augment is not None or device.type != "cpu"
-        self.mean = torch.tensor(mean, dtype=torch.float32, device=device)
-        self.std = torch.tensor(std, dtype=torch.float32, device=device)
-        self.workers, self.share = workers, Share(len(source), batch_size, rank, world_size)
-        if not self.in_bytes:
-            levels = torch.arange(256, dtype=torch.uint8).expand(3, 1, 256)
-            self._table = normalize(levels, self.mean, self.std)[:, 0].numpy()  # (3, 256)
-
-    def _decode(self, batches: list[tuple[np.ndarray, np.ndarray]], boxes: np.ndarray, flips: np.ndarray, side: int,
-                draws: Iterator[Draws] | None = None) -> Iterator[Batch]:
-        """Yield what each batch shows.
-
-        Args:
-            batches: indices of the images, and for each its row of boxes (N, 4) and flips (N,). side: in pixels.
-            draws: of `augment`, for each batch.
-        """
-        in_bytes = self.in_bytes
-        recycled, look_up = _Recycled(), None if in_bytes else _compiled_look_up()
-
-        def work(indices: np.ndarray, rows: np.ndarray, out: np.ndarray, places: np.ndarray) -> list[tuple[int, str]]:
-            """Fill out[places]; return the places of damaged images, and what is wrong with them."""
-            pixels, bad = np.empty((side, side, 3), np.uint8), []
-            for place in places.tolist():
-                row = int(rows[place])
-                try:
-                    self.source.scaled(int(indices[place]), boxes[row], out[place] if in_bytes else pixels)
-                except BrokenImage as error:
-                    bad.append((place, str(error)))
-                    continue
-                if not in_bytes:
-                    look_up(pixels, bool(flips[row]), self._table, out[place])
-            return bad
-
-        def start(indices: np.ndarray, rows: np.ndarray) -> tuple:
-            count = len(indices)
-            images = recycled.empty(count, side) if not in_bytes else torch.empty(
-                count, side, side, 3, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
-            out = images.numpy()
-            parts = [part for part in np.array_split(np.arange(count), max(self.workers, 1)) if len(part)]
-            return indices, rows, images, [pool.submit(work, indices, rows, out, part) for part in parts]
-
-        waiting = deque(batches)
-        running: deque = deque()
-        ahead = AHEAD if self.workers else 1
-        with ThreadPoolExecutor(self.workers) if self.workers else _AtOnce() as pool:
-            try:
-                while waiting or running:
-                    while waiting and len(running) < ahead:
-                        running.append(start(*waiting.popleft()))
-                    yield self._batch(*running.popleft(), flips, None if draws is None else next(draws))
-            finally:
-                pool.shutdown(wait=True, cancel_futures=True)
-
-    def _batch(self, indices: np.ndarray, rows: np.ndarray, images: torch.Tensor, jobs: list[Future],
-               flips: np.ndarray, draws: Draws | None) -> Batch:
-        """images: what the jobs fill; bytes (B, S, S, 3) or, where all is done, (B, 3, S, S), normalised."""
-        bad = [found for job in jobs for found in job.result()]
-        if bad:
-            for place, error in bad:
-                self.bad_images.add(self.source.describe(int(indices[place])), error)
-            indices, rows, images = self._mend(indices.copy(), rows.copy(), images, [place for place, _ in bad])
-        if self.in_bytes:
-            images = images.to(self.device, non_blocking=True).permute(0, 3, 1, 2)
-            mirrored = torch.from_numpy(flips[rows]).to(self.device, non_blocking=True)
-            images = torch.where(mirrored[:, None, None, None], images.flip(3), images)
-            if draws is not None:
-                images = self.augment.apply(images, draws)
-            images = normalize(images, self.mean, self.std)
-        targets = torch.from_numpy(self.source.labels[indices]).to(self.device, non_blocking=True)
-        return Batch(images, targets, torch.from_numpy(indices))
+    def fill(self, index: int, box: np.ndarray, out: np.ndarray) -> None:
+        self.source.scaled(index, box, out)
 
 
 class BetonTrainLoader(_BetonLoader):
@@ -517,10 +415,8 @@ class BetonTrainLoader(_BetonLoader):
     def __len__(self) -> int:
         return self.share.train_batches
 
-    def _mend(self, indices: np.ndarray, rows: np.ndarray, images: torch.Tensor, bad: list[int]) -> tuple:
-        for place, other in self.bad_images.replacements(len(indices), bad):
-            indices[place], rows[place], images[place] = indices[other], rows[other], images[other]
-        return indices, rows, images
+    def mend(self, indices: np.ndarray, rows: np.ndarray, images: torch.Tensor, bad: list[int]) -> tuple:
+        return replace_bad(self.bad_images, indices, rows, images, bad)
 
     def batches(self, epoch: int, first: int = 0) -> Iterator[Batch]:
         """Yield the batches of an epoch from number `first` on."""
@@ -539,7 +435,7 @@ class BetonTrainLoader(_BetonLoader):
         draws = None
         if self.augment is not None:
             draws = self.augment.draws(len(source), self.seed, epoch, self.share, first)
-        yield from self._decode([(indices[place], rows[place]) for place in places], boxes, flips,
+        yield from self.decoded([(indices[place], rows[place]) for place in places], boxes, flips,
                                 self.img_size if self.size_of is None else self.size_of(epoch), draws)
 
 
@@ -557,11 +453,11 @@ class BetonEvalLoader(_BetonLoader):
     def __len__(self) -> int:
         return self.share.eval_batches
 
-    def _mend(self, indices: np.ndarray, rows: np.ndarray, images: torch.Tensor, bad: list[int]) -> tuple:
+    def mend(self, indices: np.ndarray, rows: np.ndarray, images: torch.Tensor, bad: list[int]) -> tuple:
         good = without(len(indices), bad)
         return indices[good], rows[good], images[good]
 
     def batches(self) -> Iterator[Batch]:
         batches = [np.array(images, np.int64) for images in self.share.eval_images()]
-        yield from self._decode([(indices, indices) for indices in batches], self.boxes,
+        yield from self.decoded([(indices, indices) for indices in batches], self.boxes,
                                 np.zeros(len(self.source), bool), self.img_size)

@@ -100,7 +100,7 @@ class RandAugment:
     """
 
     def __init__(self, policy: str, mean: Sequence[float]):
-        wanted = "such as rand-m7-mstd0.5-inc1, is required over FFCV files"
+        wanted = "such as rand-m7-mstd0.5-inc1, is required over FFCV files and for threads"
         try:
             found = rand_augment_transform(policy, None)
         except (AssertionError, ValueError, KeyError, IndexError) as error:

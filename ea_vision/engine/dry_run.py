@@ -20,8 +20,8 @@ from pathlib import Path
 
 import torch
 
+from ea_vision.base.process_tree import PeakMemory
 from ea_vision.base.processes import World
-from ea_vision.base.tree_memory import PeakMemory
 from ea_vision.engine import checkpoint, run_folder
 from ea_vision.engine.preflight import GIB
 from ea_vision.engine.train import Trainer

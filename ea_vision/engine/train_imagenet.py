@@ -31,6 +31,7 @@ from ea_vision.data.imagenet import (
 )
 from ea_vision.data.rand_augment import RandAugment
 from ea_vision.data.splits import find_split
+from ea_vision.data.threads import FileTrainLoader
 from ea_vision.engine import run
 from ea_vision.engine.config import TrainConfig, option
 from ea_vision.engine.train import Trainer
@@ -59,6 +60,9 @@ class ImageNetConfig(TrainConfig):
     output: str = option("", "run folder; empty: runs/imagenet-MODEL", free=True)
     workers: int = option(8, "processes (threads for FFCV) that decode images, per training process; 0: in this one",
                          minimum=0, maximum=MOST_WORKERS, free=True)
+    decoder: str = option("processes", "what decodes the training images of --data-dir; processes: Pillow, with timm's "
+                                       "transforms; threads: torchvision in this process, JPEG about twice as fast, "
+                                       "the rest on the device as for FFCV", choices=("processes", "threads"))
     dataset: str = option("", "timm's name of another data set that can be indexed (torch/*, hfds/*); empty: images")
     train_beton: str = option("", "FFCV file of the training images; empty: data_dir is read", free=True)
     val_beton: str = option("", "FFCV file of the images to evaluate on; empty: data_dir is read", free=True)
@@ -83,8 +87,8 @@ class ImageNetConfig(TrainConfig):
     hflip: float = option(0.5, "probability of a left-right flip", minimum=0.0, maximum=1.0)
     color_jitter: float = option(0.0, "strength of brightness, contrast and saturation changes (not FFCV)", minimum=0.0,
                                  not_with="train_beton")
-    auto_augment: str = option("", "timm's policy, such as rand-m9-mstd0.5 (FFCV: a RandAugment, on the device, whose "
-                                   "magnitudes are drawn by batch and operation); empty: none")
+    auto_augment: str = option("", "timm's policy, such as rand-m9-mstd0.5 (FFCV, threads: a RandAugment, on the "
+                                   "device, whose magnitudes are drawn by batch and operation); empty: none")
     interpolation: str = option("bilinear", "how images are scaled (FFCV: area)", choices=("bilinear", "bicubic"))
     max_bad_images: int = option(10, "the run stops when more images cannot be read", minimum=0, free=True)
     log_steps: int = option(50, "updates between rows of speed.csv; 0: none", minimum=0, free=True)
@@ -94,6 +98,10 @@ class ImageNetConfig(TrainConfig):
         name, side = ("eval_img_size", self.eval_img_size) if self.eval_img_size else ("img_size", self.img_size)
         if self.eval_resize < side:
             raise UsageError(f"eval_resize must be at least {name} ({side}), got {self.eval_resize}")
+        if self.decoder == "threads" and (self.train_beton or self.dataset or self.color_jitter):
+            given = "train_beton" if self.train_beton else "dataset" if self.dataset else "color_jitter"
+            raise UsageError(f"decoder threads reads files of --data-dir and has no colour jitter, got {given} "
+                             f"{getattr(self, given)!r}")
         if bool(self.first_img_size) != bool(self.grow_epochs):
             raise UsageError(f"first_img_size and grow_epochs go together, got {self.first_img_size} and "
                              f"{self.grow_epochs}")
@@ -138,7 +146,7 @@ class ClassFolders(run.Task):
         self.preprocessing = (config.side_to_evaluate, config.side_to_evaluate / config.eval_resize,
                               "area" if config.val_beton else config.interpolation)
         if training:
-            if not config.train_beton:
+            if config.decoder == "processes" and not config.train_beton:
                 checked_train_transform(config, config.img_size)
             elif config.auto_augment:
                 RandAugment(config.auto_augment, (0.5, 0.5, 0.5))
@@ -178,20 +186,23 @@ class ClassFolders(run.Task):
         place = root if config.dataset else find_split(root, split, or_root=True)
         return ImageSource(config.dataset, place, split, config.num_classes, config.exif_rotation)
 
-    def train_loader(self, **form) -> ImageTrainLoader | BetonTrainLoader:
+    def train_loader(self, **form) -> ImageTrainLoader | FileTrainLoader | BetonTrainLoader:
         config, source = self.config, self.train
         common = {**form, "img_size": config.img_size, "batch_size": config.batch_size, "workers": config.workers,
                   "seed": config.seed, "bad_images": self.bad_images, "size_of": config.size_of,
                   "repeats": config.aug_repeats}
-        if config.train_beton:
-            if config.auto_augment:
-                common["augment"] = RandAugment(config.auto_augment, form["mean"])
-            fits = all(self.world.gather(source.fits_in_memory()))  # one order for all, on whatever machine they are
-            os_cache = config.os_cache == "on" or config.os_cache == "auto" and fits
-            return BetonTrainLoader(source, scale=(config.crop_scale, 1.0), hflip=config.hflip, os_cache=os_cache,
+        if config.decoder == "processes" and not config.train_beton:
+            transform = partial(checked_train_transform, config)
+            return ImageTrainLoader(source, transform=transform if config.size_of else transform(config.img_size),
                                     **common)
-        transform = partial(checked_train_transform, config)
-        return ImageTrainLoader(source, transform=transform if config.size_of else transform(config.img_size), **common)
+        common.update(scale=(config.crop_scale, 1.0), hflip=config.hflip)
+        if config.auto_augment:
+            common["augment"] = RandAugment(config.auto_augment, form["mean"])
+        if config.decoder == "threads":
+            return FileTrainLoader(source, interpolation=config.interpolation, **common)
+        fits = all(self.world.gather(source.fits_in_memory()))  # one order for all, on whatever machine they are
+        os_cache = config.os_cache == "on" or config.os_cache == "auto" and fits
+        return BetonTrainLoader(source, os_cache=os_cache, **common)
 
     def eval_loader(self, **form) -> ImageEvalLoader | BetonEvalLoader:
         return self._unaugmented(self.evaluated, self.config.val_beton, **form)

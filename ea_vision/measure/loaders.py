@@ -1,9 +1,12 @@
 """Images per second and peak memory of each loader on given images, in one run, as a table.
 
 Training batches (random crop, flip, normalised) are drawn for some seconds from timm's loader, as its train script
-makes it, from the image loader of this project and, where FFCV is installed, from FFCV files written for it: as pixels,
-half JPEG, and JPEG. Each loader has a process of its own, with the same number of workers. Few images are repeated to
-make an epoch as long as ImageNet's; its start is not timed.
+makes it, from the image loaders of this project (processes, and threads) and, where FFCV is installed, from FFCV files
+written for it: as pixels, half JPEG, and JPEG. "decoding alone" is what torchvision's decoder does in as many threads
+when nothing else is done. Each loader has a process of its own, with the same number of workers. Few images are
+repeated to make an epoch as long as ImageNet's; its start is not timed. The loaders take turns in every round, and the
+medians of the rounds are shown. Processor time for each image hardly depends on what else a machine does; images per
+second do.
 """
 
 from __future__ import annotations
@@ -13,10 +16,12 @@ import importlib.util
 import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +30,12 @@ import timm.data
 import torch
 
 from ea_vision.base.errors import RunError, UsageError
-from ea_vision.base.tree_memory import PeakMemory
+from ea_vision.base.process_tree import PeakMemory, tree_seconds
 from ea_vision.data.bad_images import BadImages
 from ea_vision.data.ffcv import BetonTrainLoader, open_beton
 from ea_vision.data.imagenet import ImageSource, ImageTrainLoader, train_transform
 from ea_vision.data.splits import find_split
+from ea_vision.data.threads import FileTrainLoader
 from ea_vision.data.write_ffcv import write_beton
 
 EXAMPLES = """\
@@ -43,7 +49,7 @@ EPOCH = 200_000  # images at least
 
 
 class Repeated:
-    """`length` items: those of a timm reader, or of an image source, over and over."""
+    """`length` items: those of a timm reader, of an image source or of its files, over and over."""
 
     def __init__(self, items: Any, length: int):
         self.items, self.length = items, length
@@ -57,8 +63,30 @@ class Repeated:
     def read(self, index: int):
         return self.items.read(index % len(self.items))
 
+    def open(self, index: int):
+        return self.items.open(index % len(self.items))
+
     def describe(self, index: int) -> str:
         return self.items.describe(index % len(self.items))
+
+
+class RepeatedFiles(Repeated):
+    """The images of a source, over and over, for threads that decode its files."""
+
+    def __init__(self, items: ImageSource, length: int):
+        super().__init__(items, length)
+        self.files, self.exif_rotation = Repeated(items.files, length), items.exif_rotation
+        self.files.targets = np.resize(items.files.targets, length)
+
+
+class DecodingAlone(FileTrainLoader):
+    """A loader that decodes, and shows nothing of it."""
+
+    def batches(self, epoch: int, first: int = 0):
+        size = self.share.batch_size
+        with ThreadPoolExecutor(max(self.workers, 1)) as pool:
+            for start in range(0, len(self.labels), size):
+                yield [list(pool.map(lambda index: len(self.read(index)), range(start, start + size)))]
 
 
 class TimmLoader:
@@ -82,13 +110,15 @@ def measure(loader, seconds: float) -> dict[str, float]:
     with PeakMemory() as memory:
         batches = loader.batches(0)
         next(batches)
-        start = now = time.perf_counter()
+        start, cpu = time.perf_counter(), tree_seconds(os.getpid())
+        now = start
         for batch in batches:
             now = time.perf_counter()
             images += len(batch[0])
             if now - start >= seconds:
                 break
-    return {"images_per_s": images / (now - start), "memory_mib": memory.peak / 2**20}
+        cpu = tree_seconds(os.getpid()) - cpu
+    return {"images_per_s": images / (now - start), "cpu_ms": 1000 * cpu / images, "memory_mib": memory.peak / 2**20}
 
 
 def _measure_one(kind: str, path: str, given: argparse.Namespace) -> dict[str, float]:
@@ -103,6 +133,10 @@ def _measure_one(kind: str, path: str, given: argparse.Namespace) -> dict[str, f
     source = ImageSource("", find_split(Path(path), "train", or_root=True), "train")
     if kind == "timm":
         return measure(TimmLoader(Path(source.name), max(EPOCH, len(source)), **common), given.seconds)
+    if kind in ("threads", "decode"):
+        loader = FileTrainLoader if kind == "threads" else DecodingAlone
+        files = RepeatedFiles(source, max(EPOCH, len(source)))
+        return measure(loader(files, scale=(0.08, 1), hflip=0.5, bad_images=BadImages(0), **common), given.seconds)
     loader = ImageTrainLoader(Repeated(source, max(EPOCH, len(source))), transform=train_transform(given.img_size),
                               bad_images=BadImages(0), **common)
     return measure(loader, given.seconds)
@@ -121,6 +155,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--max-size", type=int, default=500, help="longest side in the files written here, in pixels "
                         "(default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=10, help="time per loader (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=1, help="rounds in which the loaders take turns (default: "
+                        "%(default)s)")
     parser.add_argument("--device", default="cpu", help="where batches are wanted (default: %(default)s)")
     parser.add_argument("--only", nargs=2, metavar=("KIND", "PATH"), help=argparse.SUPPRESS)
     given = parser.parse_args(argv)
@@ -129,11 +165,12 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if given.workers < 0:
         raise UsageError(f"--workers must not be negative, got {given.workers}")
-    for name in ("batch_size", "img_size", "seconds"):
+    for name in ("batch_size", "img_size", "seconds", "rounds"):
         if getattr(given, name) <= 0:
             raise UsageError(f"--{name.replace('_', '-')} must be positive, got {getattr(given, name)}")
     source = ImageSource("", find_split(Path(given.data_dir), "train", or_root=True), "train")
-    targets = [("timm", "timm", given.data_dir), ("image files", "images", given.data_dir)]
+    targets = [("timm", "timm", given.data_dir), ("image files", "images", given.data_dir),
+               ("image files, threads", "threads", given.data_dir), ("decoding alone", "decode", given.data_dir)]
     with tempfile.TemporaryDirectory() as folder:
         if given.beton:
             targets += [(Path(path).name, "beton", path) for path in given.beton]
@@ -144,14 +181,18 @@ def main(argv: list[str] | None = None) -> int:
                 path = Path(folder) / f"{number}.beton"
                 write_beton(source, path, jpeg_share=share, max_size=given.max_size, workers=given.workers)
                 targets.append((name, "beton", str(path)))
-        rows = [(name, Path(path), _in_own_process(kind, path, argv)) for name, kind, path in targets]
+        rounds = [[_in_own_process(kind, path, argv) for _, kind, path in targets] for _ in range(given.rounds)]
+        rows = [(name, Path(path), {key: statistics.median(found[key] for found in of_target) for key in of_target[0]})
+                for (name, _, path), of_target in zip(targets, zip(*rounds, strict=True), strict=True)]
         sizes = [path.stat().st_size / 2**20 if path.is_file() else None for _, path, _ in rows]
     print(f"{len(source)} images, {given.img_size} pixels, batch {given.batch_size}, {given.workers} worker(s), "
-          f"{given.seconds:g} s each, {os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}")
-    print(f"{'loader':<20}{'images/s':>10}{'ratio':>8}{'peak memory':>14}{'file':>12}")
+          f"{given.rounds} x {given.seconds:g} s each, {os.cpu_count()} cores, {platform.machine()}, "
+          f"torch {torch.__version__}")
+    print(f"{'loader':<22}{'images/s':>10}{'ratio':>8}{'CPU ms':>9}{'ratio':>8}{'peak memory':>14}{'file':>12}")
     for (name, _, result), size in zip(rows, sizes, strict=True):
-        ratio = result["images_per_s"] / rows[0][2]["images_per_s"]
-        print(f"{name:<20}{result['images_per_s']:>10.0f}{ratio:>8.2f}{result['memory_mib']:>10.0f} MiB"
+        timms = rows[0][2]
+        print(f"{name:<22}{result['images_per_s']:>10.0f}{result['images_per_s'] / timms['images_per_s']:>8.2f}"
+              f"{result['cpu_ms']:>9.2f}{timms['cpu_ms'] / result['cpu_ms']:>8.2f}{result['memory_mib']:>10.0f} MiB"
               + (f"{size:>8.0f} MiB" if size is not None else ""))
     return 0
 

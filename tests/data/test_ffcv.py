@@ -17,13 +17,13 @@ from ea_vision.data.bad_images import BadImages
 from ea_vision.data.ffcv import (
     BetonEvalLoader,
     BetonTrainLoader,
-    _Recycled,
     centre_boxes,
     open_beton,
     quasi_random_order,
     random_boxes,
 )
 from ea_vision.data.imagenet import ImageEvalLoader, ImageSource, eval_transform
+from ea_vision.data.threads import Recycled
 from tests.data.photos import make_photos
 
 needs_ffcv = pytest.mark.skipif(importlib.util.find_spec("ffcv") is None, reason="needs FFCV: pip install .[ffcv]")
@@ -115,7 +115,7 @@ def test_batches_are_the_scaled_crops_flipped_and_normalised_and_stay_so(betons)
 
 @needs_ffcv
 def test_memory_is_used_again_once_nothing_shares_it():
-    recycled = _Recycled()
+    recycled = Recycled()
     batch = recycled.empty(2, 8)
     place, part = batch.data_ptr(), batch[1:, :, 2:4]
     del batch

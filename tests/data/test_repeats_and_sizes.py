@@ -16,17 +16,19 @@ from ea_vision.data.batches import GrowingSize, Share, epoch_generator, epoch_or
 from ea_vision.data.ffcv import BetonTrainLoader, open_beton
 from ea_vision.data.imagenet import ImageSource, ImageTrainLoader, train_transform
 from ea_vision.data.rand_augment import RandAugment
+from ea_vision.data.threads import FileTrainLoader
 from tests.data.photos import make_photos
 
 COMMON = {"img_size": 32, "mean": (0.5,) * 3, "std": (0.2,) * 3, "device": torch.device("cpu"), "seed": 1}
-KINDS = ["images", pytest.param("ffcv", marks=pytest.mark.skipif(importlib.util.find_spec("ffcv") is None,
+KINDS = ["images", "threads", pytest.param("ffcv", marks=pytest.mark.skipif(importlib.util.find_spec("ffcv") is None,
                                                                  reason="needs FFCV: pip install .[ffcv]"))]
 
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
     photos = make_photos(tmp_path_factory.mktemp("photos"))
-    found = {"images": ImageSource("", photos / "train", "train")}
+    source = ImageSource("", photos / "train", "train")
+    found = {"images": source, "threads": source}
     if importlib.util.find_spec("ffcv"):
         out = photos / "train.beton"
         argv = ["--data-dir", str(photos), "--split", "train", "--out", str(out), "--jpeg-share", "0", "--workers", "1"]
@@ -37,9 +39,10 @@ def sources(tmp_path_factory):
 
 def loader(sources, kind: str, batch_size: int, size_of=None, **more):
     common = {**COMMON, "batch_size": batch_size, "bad_images": BadImages(0), "workers": 0, "size_of": size_of, **more}
-    if kind == "ffcv":
-        return BetonTrainLoader(sources[kind], scale=(0.3, 1), hflip=0.5, os_cache=True,
-                                augment=RandAugment("rand-m7-mstd0.5-inc1", (0.5,) * 3), **common)
+    if kind != "images":
+        common.update(scale=(0.3, 1), hflip=0.5, augment=RandAugment("rand-m7-mstd0.5-inc1", (0.5,) * 3))
+        return (BetonTrainLoader(sources[kind], os_cache=True, **common) if kind == "ffcv" else
+                FileTrainLoader(sources[kind], **common))
 
     def transform(size):
         return train_transform(size, scale=(0.3, 1), auto_augment="rand-m7-mstd0.5-inc1")
@@ -88,7 +91,7 @@ def test_two_processes_see_together_what_one_sees_wherever_they_enter(sources, k
     for batch, *parts in zip(whole[2:], *halves, strict=True):  # the copies of an image are of different processes
         assert sorted(batch.ids.tolist()) == sorted(torch.cat([part.ids for part in parts]).tolist())
         seen = [{i.numpy().tobytes() for i in b.images} for b in (batch, *parts)]
-        assert kind == "ffcv" or seen[0] == seen[1] | seen[2]
+        assert kind != "images" or seen[0] == seen[1] | seen[2]
 
 
 def test_sizes_are_ffcvs():

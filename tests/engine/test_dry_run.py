@@ -7,7 +7,7 @@ import time
 import pytest
 
 from ea_vision.base.errors import exit_code
-from ea_vision.base.tree_memory import PeakMemory
+from ea_vision.base.process_tree import PeakMemory
 from ea_vision.engine import dry_run, run, train_imagenet
 from ea_vision.engine.train import Trainer
 from tests.data.photos import make_photos

@@ -148,7 +148,9 @@ class Agents:
             with open(self.log, "a") as file:
                 self.running[number] = subprocess.Popen(
                     launch, stdout=file, stderr=file, start_new_session=True,
-                    env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parent), **environment})
+                    env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parent), **environment,
+                         # else an agent that comes back waits for an address that the other one gave out only once
+                         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
 
     def wait_for_update(self, folder: Path, number: int) -> None:
         deadline = time.monotonic() + 300

@@ -1,4 +1,4 @@
-"""Main memory of a process and of those that it started, Linux."""
+"""Main memory and processor time of a process and of those that it started, Linux."""
 
 from __future__ import annotations
 
@@ -18,6 +18,17 @@ def tree_memory(pid: int) -> int:
     except OSError:  # it has ended
         return total
     return total + sum(tree_memory(int(child)) for child in children)
+
+
+def tree_seconds(pid: int) -> float:
+    """Processor seconds of a process, of those it started, and of those of them that have ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:  # it has ended
+        return 0.0
+    own = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")  # user and system, its own and its ended children's
+    return own + sum(tree_seconds(int(child)) for child in children)
 
 
 class PeakMemory:
