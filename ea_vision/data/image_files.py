@@ -2,7 +2,8 @@
 
 The class is the first folder of a name, so class/images/x.jpg is of `class`; a folder that holds all the others is
 passed over (train.tar with train/class/x.jpg). Links are followed, each file counts once, and a loop is an error. A tar
-of tars has a class in each (ImageNet's own ILSVRC2012_img_train.tar).
+of tars has a class in each (ImageNet's own ILSVRC2012_img_train.tar). A folder with a val_annotations.txt, lines of
+name and class with tabs between (Tiny-ImageNet's val), has the classes of that file.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from ea_vision.base.errors import UsageError
 log = logging.getLogger(__name__)
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "PPM", "TIFF")  # Pillow's names; nothing else is decoded anywhere
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm", ".pgm", ".pbm", ".tif", ".tiff")
+ANNOTATIONS = "val_annotations.txt"
 MAX_PIXELS = 100_000_000  # of an image, as it is and scaled
 CHEAP_BYTES = 2**28  # a split of at most this size is fingerprinted by its contents, too
 
@@ -124,7 +126,9 @@ class ImageFiles:
         self.sizes = np.array([size for _, size, *_ in found], np.int64)
         self._starts = np.array([start for _, _, start, _ in found], np.int64)
         self._own_names = [own for *_, own in found]  # those inside the tar of a tar, and with a leading ./
-        labels = _labels(source, self.names)
+        annotated = None if self.is_tar else _annotated_labels(source, self.names)
+        self.is_annotated = annotated is not None
+        labels = annotated or _labels(source, self.names)
         self.classes = sorted(set(labels), key=lambda label: (key(label) if key else label, label))
         number = {label: index for index, label in enumerate(self.classes)}
         self.targets = np.array([number[label] for label in labels], np.int64)
@@ -169,6 +173,8 @@ class ImageFiles:
             digest.update(f"\n{name} {self.sizes[index]}".encode())
             if cheap:
                 digest.update(self._content_digest(index))
+        if self.is_annotated:
+            digest.update(self.targets.tobytes())
         return digest.hexdigest()
 
     def _content_digest(self, index: int) -> bytes:
@@ -195,6 +201,28 @@ def _labels(source: Path, names: list[str]) -> list[str]:
     while len({of_name[depth] for of_name in parts}) == 1 and all(len(of_name) > depth + 2 for of_name in parts):
         depth += 1
     return [of_name[depth] for of_name in parts]
+
+
+def _annotated_labels(source: Path, names: list[str]) -> list[str] | None:
+    """The classes that a folder's val_annotations.txt gives its images, by name without folder; None without one.
+
+    Raises:
+        UsageError: it cannot be read, or leaves an image out.
+    """
+    path = source / ANNOTATIONS
+    if not path.is_file():
+        return None
+    try:
+        rows = [line.split("\t") for line in path.read_text().splitlines() if line.strip()]
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read: {error}") from error
+    classes = {row[0]: row[1] for row in rows if len(row) > 1}
+    own = [name.rsplit("/", 1)[-1] for name in names]
+    without = [name for name in own if name not in classes]
+    if without:
+        raise UsageError(f"{path} must name the class of every image of {source}, got none for {len(without)} of "
+                         f"{len(own)}, such as {without[0]}")
+    return [classes[name] for name in own]
 
 
 def _check_text(source: Path, name: str) -> None:

@@ -132,3 +132,34 @@ def test_bad_data_is_named(photos, tmp_path):
     with pytest.raises(UsageError, match="must have val/ or val.tar"):
         (tmp_path / "half/train").mkdir(parents=True)
         find_split(tmp_path / "half", "validation")
+
+
+def test_tiny_imagenets_layout_works_as_it_is(tmp_path):
+    """train/CLASS/images/x.JPEG beside boxes; val/images/x.JPEG, whose classes are in a file."""
+    plain = make_photos(tmp_path / "plain")
+    root, lines = tmp_path / "tiny", []
+    for path in sorted((plain / "train").rglob("*.jpg")):
+        to = root / "train" / path.parent.name / "images" / f"{path.parent.name}_{path.stem}.JPEG"
+        to.parent.mkdir(parents=True, exist_ok=True)
+        to.write_bytes(path.read_bytes())
+        (to.parent.parent / f"{path.parent.name}_boxes.txt").write_text(f"{to.name}\t0\t0\t9\t9\n")
+    (root / "val/images").mkdir(parents=True)
+    for path in sorted((plain / "val").rglob("*.jpg")):
+        (root / "val/images" / f"val_{path.stem}.JPEG").write_bytes(path.read_bytes())
+        lines.append(f"val_{path.stem}.JPEG\t{path.parent.name}\t0\t0\t9\t9\n")
+    (root / "val/val_annotations.txt").write_text("".join(lines))
+    for split in ("train", "validation"):
+        tiny, wanted = (ImageSource("", find_split(place, split), split) for place in (root, plain))
+        assert tiny.classes == wanted.classes and len(tiny) == len(wanted)
+        for index in range(len(tiny)):
+            image, target = tiny.read(index)
+            number = tiny.describe(index).rsplit("_")[-1].removesuffix(".JPEG")
+            other = next(i for i in range(len(wanted)) if wanted.describe(i).endswith(f"/{number}.jpg"))
+            assert np.array_equal(image, wanted.read(other)[0]) and target == wanted.read(other)[1]
+    before = ImageSource("", root / "val", "validation").fingerprint()
+    lines[0], lines[1] = (lines[0].replace("class_0", "class_1"), lines[1].replace("class_1", "class_0"))
+    (root / "val/val_annotations.txt").write_text("".join(lines))
+    assert ImageSource("", root / "val", "validation").fingerprint() != before
+    (root / "val/val_annotations.txt").write_text("".join(lines[1:]))
+    with pytest.raises(UsageError, match="must name the class of every image .*, got none for 1 of 13, such as val_"):
+        ImageSource("", root / "val", "validation")
