@@ -25,10 +25,10 @@ import numpy as np
 import torch
 
 from ea_vision.base.errors import UsageError
+from ea_vision.data.augment import normalize
 from ea_vision.data.bad_images import without
 from ea_vision.data.batches import Batch, epoch_generator, epoch_order
 from ea_vision.data.image_files import MAX_PIXELS, BrokenImage
-from ea_vision.data.rand_augment import RandAugment
 from ea_vision.data.threads import ThreadLoader, replace_bad
 
 HELP = """FFCV is not installed. Debian, Ubuntu: apt-get install libturbojpeg0-dev libopencv-dev pkg-config \
@@ -387,13 +387,20 @@ def _compiled_look_up():
 class _BetonLoader(ThreadLoader):
     """Args: those of `ThreadLoader`."""
 
-    def __init__(self, source: Beton, *, augment: RandAugment | None = None, **common):
-        on_cpu = augment is None and common["device"].type == "cpu"
-        super().__init__(source, source.labels, augment=augment, look_up=_compiled_look_up() if on_cpu else None,
-                         **common)
+    def __init__(self, source: Beton, **common):
+        super().__init__(source, source.labels, **common)
+        if not self.in_bytes:
+            levels = torch.arange(256, dtype=torch.uint8).expand(3, 1, 256)
+            self._table = normalize(levels, self.mean, self.std)[:, 0].numpy()  # (3, 256)
+            self._look_up = _compiled_look_up()
 
     def fill(self, index: int, box: np.ndarray, out: np.ndarray) -> None:
         self.source.scaled(index, box, out)
+
+    def finish(self, index: int, box: np.ndarray, mirrored: bool, out: np.ndarray) -> None:
+        pixels = np.empty((out.shape[-1], out.shape[-1], 3), np.uint8)
+        self.source.scaled(index, box, pixels)
+        self._look_up(pixels, mirrored, self._table, out)
 
 
 class BetonTrainLoader(_BetonLoader):

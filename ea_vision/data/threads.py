@@ -1,8 +1,8 @@
 """Threads of this process that make batches: of FFCV files, and of JPEG files that torchvision decodes.
 
 A GPU gets bytes, and flips, augments (`rand_augment`) and normalises them itself. On a CPU, where nothing else is
-augmented, a `look_up` lets the threads do it, image by image while the pixels are in their caches, into memory that is
-used again: new memory for each batch would cost more than the scaling.
+augmented, the threads do it, image by image while the pixels are in their caches, into memory that is used again: new
+memory for each batch would cost more than the scaling.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from ea_vision.data.rand_augment import Draws, RandAugment
 
 AHEAD = 3  # batches in work
 TRIES = 10  # of a crop that fits
-JPEG_END = b"\xff\xd9"
+JPEG_START, JPEG_END = b"\xff\xd8", b"\xff\xd9"
+SMALL_BYTES = 200_000  # at a bit for each block of 64, no JPEG of so many bytes has more than MAX_PIXELS
 
 
 class Recycled:
@@ -63,27 +64,31 @@ class _AtOnce(Executor):
 class ThreadLoader:
     """Args: source: has `describe`; labels: int64 (N,); mean and std of images in 0..1, per channel; batch_size: images
     per process; workers: threads that decode, 0: none; bad_images: gets the damaged ones; augment: what else is done to
-    batches on the device, before they are normalised; look_up: flips and normalises an image, by `table`, in the thread
-    that made it; None: bytes go to the device.
+    batches on the device, before they are normalised.
     """
+
+    channels_first = False  # bytes are (B, S, S, 3), or else (B, 3, S, S)
 
     def __init__(self, source, labels: np.ndarray, *, img_size: int, mean: Sequence[float], std: Sequence[float],
                  device: torch.device, batch_size: int, workers: int, bad_images: BadImages, rank: int = 0,
-                 world_size: int = 1, augment: RandAugment | None = None, look_up: Callable | None = None):
+                 world_size: int = 1, augment: RandAugment | None = None):
         self.source, self.labels, self.bad_images = source, labels, bad_images
-        self.img_size, self.device, self.augment, self.look_up = img_size, device, augment, look_up
+        self.img_size, self.device, self.augment = img_size, device, augment
+        self.in_bytes = augment is not None or device.type != "cpu"
         self.mean = torch.tensor(mean, dtype=torch.float32, device=device)
         self.std = torch.tensor(std, dtype=torch.float32, device=device)
         self.workers, self.share = workers, Share(len(labels), batch_size, rank, world_size)
-        levels = torch.arange(256, dtype=torch.uint8, device=device).expand(3, 1, 256)
-        self.table = normalize(levels, self.mean, self.std)[:, 0].cpu().numpy()  # (3, 256)
 
     def fill(self, index: int, box: np.ndarray, out: np.ndarray) -> None:
-        """Put what an image shows in `box` into out (S, S, 3).
+        """Put the bytes that an image shows in `box` into `out`.
 
         Raises:
             BrokenImage: it cannot be read.
         """
+        raise NotImplementedError
+
+    def finish(self, index: int, box: np.ndarray, mirrored: bool, out: np.ndarray) -> None:
+        """Put what an image shows in `box`, flipped and normalised, into float32 out (3, S, S); raises as `fill`."""
         raise NotImplementedError
 
     def mend(self, indices: np.ndarray, rows: np.ndarray, images: torch.Tensor, bad: list[int]) -> tuple:
@@ -99,27 +104,27 @@ class ThreadLoader:
             boxes: (N, ...), what `fill` takes.
             draws: of `augment`, for each batch.
         """
-        look_up, recycled = self.look_up, Recycled()
-        in_bytes = look_up is None
+        in_bytes, recycled = self.in_bytes, Recycled()
 
         def work(indices: np.ndarray, rows: np.ndarray, out: np.ndarray, places: np.ndarray) -> list[tuple[int, str]]:
             """Fill out[places]; return the places of damaged images, and what is wrong with them."""
-            pixels, bad = np.empty((side, side, 3), np.uint8), []
+            bad = []
             for place in places.tolist():
                 row = int(rows[place])
                 try:
-                    self.fill(int(indices[place]), boxes[row], out[place] if in_bytes else pixels)
+                    if in_bytes:
+                        self.fill(int(indices[place]), boxes[row], out[place])
+                    else:
+                        self.finish(int(indices[place]), boxes[row], bool(flips[row]), out[place])
                 except BrokenImage as error:
                     bad.append((place, str(error)))
-                    continue
-                if not in_bytes:
-                    look_up(pixels, bool(flips[row]), self.table, out[place])
             return bad
 
         def start(indices: np.ndarray, rows: np.ndarray) -> tuple:
             count = len(indices)
+            form = (count, 3, side, side) if self.channels_first else (count, side, side, 3)
             images = recycled.empty(count, side) if not in_bytes else torch.empty(
-                count, side, side, 3, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+                form, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
             out = images.numpy()
             parts = [part for part in np.array_split(np.arange(count), max(self.workers, 1)) if len(part)]
             return indices, rows, images, [pool.submit(work, indices, rows, out, part) for part in parts]
@@ -138,14 +143,15 @@ class ThreadLoader:
 
     def _batch(self, indices: np.ndarray, rows: np.ndarray, images: torch.Tensor, jobs: list[Future],
                flips: np.ndarray, draws: Draws | None) -> Batch:
-        """images: what the jobs fill; bytes (B, S, S, 3) or, where all is done, (B, 3, S, S), normalised."""
+        """images: what the jobs fill; bytes or, where all is done, float32 (B, 3, S, S)."""
         bad = [found for job in jobs for found in job.result()]
         if bad:
             for place, error in bad:
                 self.bad_images.add(self.source.describe(int(indices[place])), error)
             indices, rows, images = self.mend(indices.copy(), rows.copy(), images, [place for place, _ in bad])
-        if self.look_up is None:
-            images = images.to(self.device, non_blocking=True).permute(0, 3, 1, 2)
+        if self.in_bytes:
+            images = images.to(self.device, non_blocking=True)
+            images = images if self.channels_first else images.permute(0, 3, 1, 2)
             mirrored = torch.from_numpy(flips[rows]).to(self.device, non_blocking=True)
             images = torch.where(mirrored[:, None, None, None], images.flip(3), images)
             if draws is not None:
@@ -201,8 +207,12 @@ class FileTrainLoader(ThreadLoader):
         if source.files is None:
             raise UsageError(f"threads decode files of a folder or tar, got {source.name}")
         super().__init__(source, source.files.targets, **common)
+        self._scale = (1 / (255 * self.std)).view(-1, 1, 1).cpu().numpy()
+        self._shift = (self.mean / self.std).view(-1, 1, 1).cpu().numpy()
         self.seed, self.scale, self.hflip, self.size_of, self.repeats = seed, scale, hflip, size_of, repeats
         self.mode = InterpolationMode(interpolation)
+
+    channels_first = True
 
     def __len__(self) -> int:
         return self.share.train_batches
@@ -232,22 +242,33 @@ class FileTrainLoader(ThreadLoader):
 
     @staticmethod
     def _is_plain_jpeg(data: bytes) -> bool:
-        """Whether it is a whole JPEG, grey or in three colours, of a size that is allowed."""
-        if data[:2] != b"\xff\xd8" or JPEG_END not in data[-64:]:
+        """Whether it looks like a whole JPEG of a size that is allowed."""
+        if data[:2] != JPEG_START or JPEG_END not in data[-64:]:
             return False
+        if len(data) <= SMALL_BYTES:
+            return True
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", Image.DecompressionBombWarning)
                 with Image.open(io.BytesIO(data), formats=("JPEG",)) as image:
-                    return image.mode in ("RGB", "L") and image.width * image.height <= MAX_PIXELS
+                    return image.width * image.height <= MAX_PIXELS
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
             return False
 
-    def fill(self, index: int, box: np.ndarray, out: np.ndarray) -> None:
+    def cut(self, index: int, box: np.ndarray, side: int) -> np.ndarray:
+        """uint8 (3, S, S): what an image shows in the crop that `box` draws."""
         image = self.read(index)
         top, left, height, width = crop_box(image.shape[1], image.shape[2], box.tolist(), self.scale)
-        cut = F.resized_crop(image, top, left, height, width, list(out.shape[:2]), self.mode, antialias=True)
-        out[:] = cut.permute(1, 2, 0).numpy()
+        return F.resized_crop(image, top, left, height, width, [side, side], self.mode, antialias=True).numpy()
+
+    def fill(self, index: int, box: np.ndarray, out: np.ndarray) -> None:
+        out[:] = self.cut(index, box, out.shape[-1])
+
+    def finish(self, index: int, box: np.ndarray, mirrored: bool, out: np.ndarray) -> None:
+        pixels = self.cut(index, box, out.shape[-1])
+        np.copyto(out, pixels[:, :, ::-1] if mirrored else pixels)  # then as `normalize` does
+        out *= self._scale
+        out -= self._shift
 
     def batches(self, epoch: int, first: int = 0) -> Iterator[Batch]:
         """Yield the batches of an epoch from number `first` on; what is drawn hangs on an image's place in it."""
