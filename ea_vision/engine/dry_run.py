@@ -186,7 +186,7 @@ def rehearse(trainer: Trainer, processes: int = 0) -> Estimate:
     epoch_start = sum(starts) / len(starts)
     training = sum(count * updates * update_seconds[side] for side, count in sides.items())
     seconds = (training + config.epochs * epoch_start + evaluations * eval_seconds * world.size / processes
-               + saves * save_seconds + config.epochs * (best_seconds - save_seconds))  # at most: each epoch the best
+               + saves * save_seconds + config.epochs * max(best_seconds - save_seconds, 0.0))  # each epoch may be best
     rows = config.epochs * ROW_BYTES
     snapshots = config.epochs // config.snapshot_epochs if config.snapshot_epochs else 0
     disk = sum(sizes.values()) + snapshots * sizes[run_folder.WEIGHTS] + 5 * rows

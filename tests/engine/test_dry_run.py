@@ -44,7 +44,7 @@ def test_the_estimate_is_near_the_run(photos, tmp_path, monkeypatch, capsys):
     assert [run_folder.read_metrics(folder)["step"][-1], estimate.epoch_start_seconds > 0] == [48, True]
     training = 12 * (estimate.update_seconds[32] + 3 * estimate.update_seconds[64])
     others = 4 * (estimate.epoch_start_seconds + estimate.eval_seconds) + 5 * estimate.save_seconds
-    assert training + others <= 1.001 * estimate.seconds < training + others + 4 * max(1.0, 10 * estimate.save_seconds)
+    assert training + others <= 1.001 * estimate.seconds
     assert estimate.images_per_s == pytest.approx(4 * 12 * 8 / training)
 
 
