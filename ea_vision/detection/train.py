@@ -24,7 +24,6 @@ from ea_vision.base.networks import check_model_name, create_by_keywords, load_w
 from ea_vision.base.processes import MOST_WORKERS, World
 from ea_vision.data.bad_images import BadImages
 from ea_vision.detection.coco import CocoFolder
-from ea_vision.detection.draw import gallery_of
 from ea_vision.detection.evaluate import MEASURES, DetectionResult, evaluate, require_pycocotools
 from ea_vision.detection.loaders import BoxEvalLoader, BoxTrainLoader
 from ea_vision.detection.model import Detector, create_detector
@@ -249,6 +248,8 @@ class CocoDetection(run.Task):
 
     def write_evaluation(self, folder: Path, model: nn.Module, result: DetectionResult,
                          about: dict[str, Any]) -> list[Path]:
+        from ea_vision.detection.draw import gallery_of  # training needs no matplotlib
+
         picture = folder / "detections.png"
         paths = result.write(folder, about)
         atomic_write(picture, figure_bytes(gallery_of(self.test, result.detections)))

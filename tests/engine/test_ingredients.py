@@ -129,7 +129,7 @@ def test_results_and_evaluation_have_views_and_plain_weights_beside_the_plain_fi
 
 def test_plain_weights_are_those_of_the_checkpoint(whole, monkeypatch):
     """What --evaluate calls not averaged is `model` of the best checkpoint, and the averaged ones are its `ema`."""
-    from ea_vision.engine import run as module
+    from ea_vision.engine import train as module
 
     seen = []
 

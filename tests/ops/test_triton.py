@@ -117,6 +117,8 @@ def check(size, dtype, *, K=8, D=4, E=1, alpha=0.5, beta=1.0, predict=False, nee
         least = 1e-3
         if name == "d_gates":  # a sum over all entries, most of which cancels
             least = x["prev_logits"][:, 0].numel() ** 0.5
+        elif name == "d_bias":  # likewise, over the queries and keys of every image
+            least = x["qkv"].shape[0] ** 0.5 * (size[0] * size[1] + prefix)
         elif name in ("d_height_rel", "d_width_rel"):  # one is nothing but rounding where a map has one row or column
             least = max(least, *(true[table].norm() for table in ("d_height_rel", "d_width_rel")))
         error = (have.double() - want).norm() / want.norm().clamp_min(least)
