@@ -34,7 +34,8 @@ def commands(page: Path) -> list[list[str]]:
         for line in block.replace("\\\n", " ").splitlines():
             ours = re.search(r"(?:ea-vision|-m ea_vision) +([a-z][\w-]*.*)", line)
             if ours and not line.startswith("#"):
-                found.append(shlex.split(ours[1], comments=True))
+                words = shlex.split(ours[1], comments=True)
+                found.append(words[:-1] if words[-1] == "&" else words)  # SLURM's script runs it in the background
     return found
 
 
