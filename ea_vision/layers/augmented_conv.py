@@ -5,7 +5,7 @@ The arithmetic of the attention is `ea_vision.ops.evolving_attention`, unless a 
 Papers:
 * AA: `Attention Augmented Convolutional Networks` - https://arxiv.org/abs/1904.09925
 * EA: `Evolving Attention with Residual Convolutions` - https://arxiv.org/abs/2102.12895
-* PA: `Predictive Attention Transformer` (2020)
+* PA: `Predictive Attention Transformer` (2020) - https://openreview.net/forum?id=YQVjbJPnPc9
 * CSAN: `Convolutional Self-Attention Networks` - https://arxiv.org/abs/1904.03107 (windows; of text in the paper)
 
 Shape letters: B batch, C channels, H x W the attention map, N = H*W its pixels (row-major), K heads, D width of a

@@ -2,7 +2,7 @@
 
 Papers:
 * EA: `Evolving Attention with Residual Convolutions` (ICML 2021) - https://arxiv.org/abs/2102.12895
-* PA: `Predictive Attention Transformer` (2020)
+* PA: `Predictive Attention Transformer` (2020) - https://openreview.net/forum?id=YQVjbJPnPc9
 
 The N x N logits of all heads are an image with K (heads) channels. alpha and beta are the papers'; the EA authors'
 TensorFlow code swaps their names. The equations are in `ea_vision.ops.reference`.

@@ -8,7 +8,7 @@ parameters are the AA paper's in all four widths. Stage 2 attends at 14x14, as t
 Papers:
 * MnasNet: `Platform-Aware Neural Architecture Search for Mobile` - https://arxiv.org/abs/1807.11626
 * AA: `Attention Augmented Convolutional Networks` - https://arxiv.org/abs/1904.09925
-* PA: `Predictive Attention Transformer` (2020)
+* PA: `Predictive Attention Transformer` (2020) - https://openreview.net/forum?id=YQVjbJPnPc9
 * EA: `Evolving Attention with Residual Convolutions` (ICML 2021) - https://arxiv.org/abs/2102.12895
 
 Shape letters: B batch, C channels, H x W image or map, N = H*W pixels of a map, K heads.

@@ -4,7 +4,7 @@ timm's ResNet (stride on the 3x3 convolution), in which the 3x3 convolutions of 
 
 Papers:
 * AA: `Attention Augmented Convolutional Networks` - https://arxiv.org/abs/1904.09925
-* PA: `Predictive Attention Transformer` (2020)
+* PA: `Predictive Attention Transformer` (2020) - https://openreview.net/forum?id=YQVjbJPnPc9
 * EA: `Evolving Attention with Residual Convolutions` (ICML 2021) - https://arxiv.org/abs/2102.12895
 * CSAN: `Convolutional Self-Attention Networks` - https://arxiv.org/abs/1904.03107
 * `Stand-Alone Self-Attention in Vision Models` - https://arxiv.org/abs/1906.05909

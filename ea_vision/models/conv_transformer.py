@@ -7,7 +7,7 @@ widths. These meet the sizes within 2%: 5.36M for the CNN (published 5.36M), 4.9
 paper gives EA on CIFAR.
 
 Papers:
-* PA: `Predictive Attention Transformer` (2020)
+* PA: `Predictive Attention Transformer` (2020) - https://openreview.net/forum?id=YQVjbJPnPc9
 * EA: `Evolving Attention with Residual Convolutions` (ICML 2021) - https://arxiv.org/abs/2102.12895
 * CSAN: `Convolutional Self-Attention Networks` - https://arxiv.org/abs/1904.03107
 

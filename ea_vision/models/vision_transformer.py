@@ -14,7 +14,7 @@ timm's fused attention never keeps: for images of 224 pixels and up to about 600
 Papers:
 * ViT: `An Image is Worth 16x16 Words` - https://arxiv.org/abs/2010.11929
 * DeiT: `Training data-efficient image transformers` - https://arxiv.org/abs/2012.12877
-* PA: `Predictive Attention Transformer` (2020)
+* PA: `Predictive Attention Transformer` (2020) - https://openreview.net/forum?id=YQVjbJPnPc9
 * EA: `Evolving Attention with Residual Convolutions` (ICML 2021) - https://arxiv.org/abs/2102.12895
 
 Shape letters: B batch, C channels, H x W image in pixels, K heads, P prefix tokens (class token, registers), T tokens.

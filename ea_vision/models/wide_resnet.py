@@ -14,7 +14,7 @@ Papers:
 * SE: `Squeeze-and-Excitation Networks` - https://arxiv.org/abs/1709.01507
 * GE: `Gather-Excite` - https://arxiv.org/abs/1810.12348
 * AA: `Attention Augmented Convolutional Networks` - https://arxiv.org/abs/1904.09925
-* PA: `Predictive Attention Transformer` (2020)
+* PA: `Predictive Attention Transformer` (2020) - https://openreview.net/forum?id=YQVjbJPnPc9
 * EA: `Evolving Attention with Residual Convolutions` (ICML 2021) - https://arxiv.org/abs/2102.12895
 
 Shape letters: B batch, C channels, H x W image or map, N = H*W pixels of a map, K heads.
