@@ -222,6 +222,18 @@ def non_finite(state: dict[str, torch.Tensor]) -> list[str]:
     return [name for name, good in zip(names, finite, strict=True) if not good]
 
 
+def lay_out(model: nn.Module, memory_format: torch.memory_format) -> nn.Module:
+    """Lay out the tensors of 4 dimensions of a model, the weights of its 2-D convolutions, in place; return it.
+
+    `model.to(memory_format=torch.channels_last)` refuses networks with weights of 5 dimensions, as timm's lambda
+    networks have.
+    """
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.dim() == 4:
+            tensor.data = tensor.data.contiguous(memory_format=memory_format)
+    return model
+
+
 def check_classes(model: nn.Module, classes: list[str], expected: list[str] | None, source: str) -> None:
     """Raise UsageError unless a model's classes are those of the data, in number and, where known, in name."""
     if model.num_classes != len(classes):

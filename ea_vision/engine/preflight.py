@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ea_vision.base.errors import UsageError
-from ea_vision.base.networks import REFUSALS
+from ea_vision.base.networks import REFUSALS, lay_out
 from ea_vision.base.processes import World
 from ea_vision.engine.config import TrainConfig
 from ea_vision.engine.evaluate import autocast
@@ -77,7 +77,7 @@ def trial_step(model: nn.Module, config: TrainConfig, img_size: int, device: tor
     with torch.random.fork_rng([device] if on_gpu else []):
         trial = copy.deepcopy(model).train()
         memory_format = torch.channels_last if config.channels_last else torch.contiguous_format
-        trial.to(memory_format=memory_format)
+        lay_out(trial, memory_format)
         images = torch.randn(count, 3, img_size, img_size, device=device).contiguous(memory_format=memory_format)
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(device)

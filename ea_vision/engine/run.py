@@ -28,6 +28,7 @@ from ea_vision.base.networks import (
     check_model_name,
     create_classifier,
     image_statistics,
+    lay_out,
     load_weights,
     pretrained_classes,
     pretrained_model,
@@ -332,7 +333,9 @@ def evaluate_target(task: type[Task], target: str, weights: str, given: dict[str
         data.check()
         model, output = data.model_to_evaluate(target, run, weights)
         check_writable(output)
-        model.to(world.device, memory_format=torch.channels_last if config.channels_last else torch.preserve_format)
+        model.to(world.device)
+        if config.channels_last:
+            lay_out(model, torch.channels_last)
         result, plain = evaluate_weights(task.trainer, model, run, data.eval_loader(**data.image_form(model)), world,
                                          config)
         if world.is_main:

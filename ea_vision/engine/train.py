@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 from ea_vision.base.errors import RunError, UsageError
 from ea_vision.base.files import atomic_write, write_json
-from ea_vision.base.networks import check_state_fits, non_finite
+from ea_vision.base.networks import check_state_fits, lay_out, non_finite
 from ea_vision.base.processes import World
 from ea_vision.data.bad_images import BadImages
 from ea_vision.engine import checkpoint, run_folder
@@ -121,7 +121,7 @@ class Trainer:
         if config.sync_bn:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         if config.channels_last:
-            model = model.to(memory_format=torch.channels_last)
+            model = lay_out(model, torch.channels_last)
         self.model = model
         self.gate_ramp = None
         if config.gate_ramp:

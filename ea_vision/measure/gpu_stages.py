@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import json
 import os
 import signal
 import subprocess
@@ -26,7 +25,7 @@ from PIL import Image
 
 from ea_vision.base.files import create, write_json
 from ea_vision.measure import kernel_figures
-from ea_vision.ops import evolving_attention, triton_attention, use_implementation
+from ea_vision.ops import evolving_attention, triton_attention, triton_tiles, use_implementation
 
 Pairs = Iterator[tuple[str, dict[str, Any]]]
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -325,6 +324,8 @@ OTHER_RATIOS = {
     "152": ("resnet152", "aa_resnet152", "ea_aa_resnet152"),
     "others": ("resnet50", "botnet50ts_256", "halonet50ts", "lambda_resnet50ts"),
 }
+SIDES = {"others": "256"}  # blocks of 8 pixels do not fit into the maps of 224
+BRIEFLY = ("--batch-size", "2", "--repeats", "1", "--threads", "1", "--no-memory", "--system-malloc")  # a rehearsal
 
 
 def _benchmark(groups: dict[str, tuple[str, ...]], options: list[str], folder: Path) -> Pairs:
@@ -346,37 +347,21 @@ def ratios(device: torch.device, tiny: bool, folder: Path) -> Pairs:
     """Training and inference speed, memory: 50-layer networks, bfloat16, channels-last, compiled, as ratios."""
     options = ["--amp", "bfloat16", "--channels-last", "--device", device.type]
     if tiny:
-        yield from _benchmark({"tiny": ("ea_conv_transformer_cifar",)}, [
-            *options, "--img-size", "32", "--batch-size", "2", "--repeats", "1", "--threads", "1", "--no-memory",
-            "--system-malloc"], folder)
+        tiny_network = {"tiny": ("ea_conv_transformer_cifar",)}
+        yield from _benchmark(tiny_network, [*options, "--img-size", "32", *BRIEFLY], folder)
     else:
         yield from _benchmark(RATIOS, [*options, "--batch-size", "256", "--repeats", "15", "--compile"], folder)
 
 
 def other_ratios(device: torch.device, tiny: bool, folder: Path) -> Pairs:
     """The same, not compiled, for 34, 101 and 152 layers and for networks that attend by other means."""
-    if tiny:
-        yield "other ratios", {"not run": "the rehearsal runs `ratios` only"}
-        return
-    options = ["--amp", "bfloat16", "--channels-last", "--device", device.type, "--batch-size", "128", "--repeats", "5"]
-    yield from _benchmark(OTHER_RATIOS, options, folder)
-
-
-def milliseconds(run: Callable[[], None], device: torch.device, times: int = 20) -> float:
-    """The time of one call, the mean of `times`, after two."""
-    for _ in range(2):
-        run()
-    if device.type == "cpu":
-        began = time.perf_counter()
-        run()
-        return 1000 * (time.perf_counter() - began)
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    for _ in range(times):
-        run()
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end) / times
+    # The rehearsal is in float32: the weight's gradient of timm's lambda networks, of a 3-D convolution, comes out
+    # as NaN in bfloat16 on a CPU (torch 2.11)
+    options = ["--amp", "none" if tiny else "bfloat16", "--channels-last", "--device", device.type]
+    options += BRIEFLY if tiny else ("--batch-size", "128", "--repeats", "5")
+    for group, models in OTHER_RATIOS.items():
+        if not tiny or group in ("34", "others"):  # the deep ones differ by their names
+            yield from _benchmark({group: models}, [*options, "--img-size", SIDES.get(group, "224")], folder)
 
 
 def tiles(device: torch.device, tiny: bool, folder: Path) -> Pairs:
@@ -386,46 +371,39 @@ def tiles(device: torch.device, tiny: bool, folder: Path) -> Pairs:
         return
     layers = {"tiny": kernel_figures.Layer(2, (2, 3), 4, 2)} if tiny else {
         name: kernel_figures.LAYERS[name] for name in ("ea50", "pa-cifar", "ea50-7", "first", "ea-vit-base")}
-    best: dict[str, list] = {}
+    tuner = triton_tiles.tuner_of(device) or rehearsing_tuner(folder / "tiles.json")
     for name, layer in layers.items():
         big = layer.heads * (layer.size[0] * layer.size[1]) ** 2
         batch = 1 if tiny else max(1, min(256, 80_000_000 // big))
         launches = kernel_figures.launches_of(layer, torch.float32 if tiny else torch.bfloat16, device=device,
                                               batch=batch)
         for number, launch in enumerate(launches):
-            found = attempt(lambda: sweep(launch, device, tiny))  # noqa: B023
-            shape = launch.shape
-            if "best" in found:
-                best[shape] = found["best"]
-            yield f"{name}, {number}: {kernel_figures.label_of(launch)}", found
-    if device.type == "cuda":
-        file = triton_attention.tiles_file(device)
-        create(file.parent)
-        write_json(file, (json.loads(file.read_text()) if file.exists() else {}) | best)
-        yield "kept", {"file": str(file), "shapes": len(best)}
+            yield (f"{name}, {number}: {kernel_figures.label_of(launch)}",
+                   attempt(lambda: timed_tiles(launch, tuner)))  # noqa: B023
+    yield "kept", {"file": str(tuner.file), "facts": tuner.facts}
 
 
-def sweep(launch: triton_attention.Launch, device: torch.device, tiny: bool) -> dict[str, Any]:
-    """Time the launch with other tiles; the block that a program keeps stays, since partial sums are laid out by it."""
-    by_keys = launch.kernel.__name__ in triton_attention.BY_KEYS
-    found: dict[str, Any] = {}
-    times: dict[triton_attention.Tile, float] = {}
-    for steps in (16,) if tiny else (16, 32):
-        for warps in (8,) if tiny else (4, 8, 16):
-            for stages, registers in ((1, 0),) if tiny else ((1, 0), (2, 0), (3, 0), (1, 128), (2, 128)):
-                if registers and warps == 16:
-                    continue  # that many registers are all there are
-                side = {"queries" if by_keys else "keys": steps}
-                tile = launch.tile._replace(**side, warps=warps, stages=stages, registers=registers)
-                again = launch.with_tile(tile)
-                try:
-                    times[tile] = milliseconds(again.run, device)
-                except Exception as error:  # more shared memory or registers than there are
-                    found[str(tuple(tile))] = f"{type(error).__name__}: {str(error)[:100]}"
-    if not times:
-        return found | {"fault": "no tile runs"}
-    fastest = min(times, key=times.__getitem__)
-    return found | {"milliseconds": {str(tuple(tile)): ms for tile, ms in times.items()}, "best": list(fastest)}
+def rehearsing_tuner(file: Path) -> triton_tiles.Tuner:
+    """A tuner that runs each launch once in Triton's interpreter and takes that time for the GPU's."""
+    def timed(launch: triton_attention.Launch) -> float:
+        began = time.perf_counter()
+        launch.run()
+        return 1000 * (time.perf_counter() - began)
+
+    def compiled(launch: triton_attention.Launch) -> int:
+        if launch.tile.registers:
+            raise triton_tiles.Refused("the rehearsal has no register limits")
+        return 0
+
+    return triton_tiles.Tuner(file, {"GPU": "none"}, compiled=compiled, timed=timed, fills=1, capturing=lambda: False)
+
+
+def timed_tiles(launch: triton_attention.Launch, tuner: triton_tiles.Tuner) -> dict[str, Any]:
+    """The launch's candidates in milliseconds, what was left out and why, and the fastest, which is kept."""
+    best, times, without = tuner.tune(launch)
+    found = {"milliseconds": {str(tuple(tile)): ms for tile, ms in times.items()}, "best": list(best),
+             "left out": {str(tuple(tile)): why for tile, why in without.items()}}
+    return found if times else found | {"fault": "no tile runs"}
 
 
 def profile(device: torch.device, tiny: bool, folder: Path) -> Pairs:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ea_vision.base.errors import RunError, UsageError
-from ea_vision.base.networks import check_model_name, create_by_keywords, create_classifier
+from ea_vision.base.networks import check_model_name, create_by_keywords, create_classifier, lay_out
 from ea_vision.base.processes import choose_device
 from ea_vision.detection.model import create_detector
 from ea_vision.detection.train import DetectionTrainer
@@ -93,14 +93,14 @@ class Setting:
             check_model_name(name)
             model, _ = create_by_keywords(partial(create_detector, name), name, {
                 "num_classes": 90, "img_size": self.img_size, "grad_checkpointing": grad_checkpointing}, frozenset())
-            return model.to(choose_device(self.device), memory_format=self.layout)
+            return lay_out(model.to(choose_device(self.device)), self.layout)
         model, _ = create_classifier(name, {}, num_classes=1000, img_size=self.img_size)
         if grad_checkpointing:
             try:
                 model.set_grad_checkpointing(True)
             except (AttributeError, AssertionError) as error:
                 raise UsageError(f"{name} has no gradient checkpointing") from error
-        return model.to(choose_device(self.device), memory_format=self.layout)
+        return lay_out(model.to(choose_device(self.device)), self.layout)
 
 
 def add_setting(parser: argparse.ArgumentParser, batch_size: int | None, batch_size_help: str) -> None:

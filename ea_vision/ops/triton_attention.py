@@ -44,18 +44,17 @@ Choices:
   operator runs in Triton's interpreter too.
 """
 
-import functools
-import importlib.metadata
 import importlib.util
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from ea_vision.ops import triton_tiles
+from ea_vision.ops.triton_tiles import BY_KEYS, SMALL_MEMORY, Tile, default_tile
 
 MAX_HEADS = 16
 MAX_DIM_HEAD = 64
@@ -208,22 +207,7 @@ def _power(n: int, least: int = 16) -> int:
     return max(least, 1 << (n - 1).bit_length())
 
 
-class Tile(NamedTuple):
-    """How a kernel goes over the maps: a program keeps a block of one side's pixels and steps over the other's.
-
-    warps: of a program; stages: blocks that are on their way at a time; registers: at most so many a thread, 0: any.
-    """
-
-    queries: int = 16
-    keys: int = 16
-    warps: int = 8
-    stages: int = 2
-    registers: int = 0
-
-
-SMALL_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))  # 100 KiB of shared memory a multiprocessor, 99 a block
 _assumed: list[tuple[int, int]] = []  # the capability that launches are recorded for
-BY_KEYS = ("logits_backward", "keys_backward")  # the others' programs keep queries
 
 
 def _sizes(q: Tensor, v: Tensor, H: int, W: int, weight: Tensor | None, relative: bool, prefix: int) -> dict:
@@ -252,58 +236,6 @@ def by_groups(capability: tuple[int, int]) -> bool:
     return capability[0] == 10
 
 
-def _tile(name: str, q: Tensor, sizes: dict, conv: bool) -> Tile:
-    """What `tiles_kept` has for this shape, or what the compiler's figures speak for (docs/kernels.md)."""
-    kept = tiles_kept(q.device).get(shape_of(name, q.dtype, sizes, conv))
-    return default_tile(name, q.dtype, sizes, conv) if kept is None else kept
-
-
-def default_tile(name: str, dtype: torch.dtype, sizes: dict, conv: bool) -> Tile:
-    """The tile of a shape that nobody has timed."""
-    half = dtype != torch.float32
-    K, width = sizes["KP"], sizes["KP"] * max(sizes["DP"], sizes["EP"])
-    wide = width > 512
-    many = K > 8
-    warps = 16 if many else 8
-    stages = 2 if half and not many and not wide and not sizes["SMALL"] else 1
-    limit = 128 if half and width <= 256 else 0  # two blocks of 256 threads share a multiprocessor's registers
-    if name == "evolve":
-        if many or wide:
-            return Tile(8 if many and conv else 16, 16, warps, 1)
-        # Twice the queries halve the reads of k; a convolution and float32 need the room themselves
-        return Tile(16 if conv or not half else 32, 16, 8, stages, limit)
-    if name == "logits_backward":
-        return Tile(16, 8 if many else 16, 8, 2 if half and not many and not wide else 1)
-    if name == "weight_backward":
-        return Tile(8 if many else 16, 16, 8, 1, limit)
-    if name == "queries_backward":
-        return Tile(8 if many and conv else 16, 16, 8, stages, limit)
-    if name == "keys_backward":
-        return Tile(16, 32 if half and not many and not wide else 16, warps, 2 if half else 1)
-    return Tile()
-
-
-def shape_of(name: str, dtype: torch.dtype, sizes: dict, conv: bool) -> str:
-    """What a tile is chosen for, as text."""
-    words = (f"{key}{sizes[key]}" for key in ("K", "D", "E", "H", "W", "KS"))
-    return " ".join([name, str(dtype).removeprefix("torch."), *words, "conv" if conv else "plain"])
-
-
-def tiles_file(device: torch.device) -> Path:
-    """Where the tiles of this GPU are kept: the cache folder, $XDG_CACHE_HOME/ea_vision or ~/.cache/ea_vision."""
-    name = torch.cuda.get_device_name(device).replace(" ", "-").replace("/", "-")
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return root / "ea_vision" / f"tiles-{name}-triton{importlib.metadata.version('triton')}.json"
-
-
-@functools.cache
-def tiles_kept(device: torch.device) -> dict[str, Tile]:
-    """The tiles that `ea-vision gpu-check` has timed best on this GPU, by `shape_of`; none on a CPU."""
-    if device.type != "cuda" or not tiles_file(device).exists():
-        return {}
-    return {shape: Tile(*tile) for shape, tile in json.loads(tiles_file(device).read_text()).items()}
-
-
 def _programs(q: Tensor, pixels: int) -> int:
     return q.shape[0] * -(-q.shape[2] // pixels)
 
@@ -316,12 +248,28 @@ class Launch(NamedTuple):
     constants: dict[str, Any]
     programs: int
     tile: Tile
-    shape: str
+
+    @property
+    def shape(self) -> str:
+        """What its tile is chosen for, as text."""
+        return triton_tiles.shape_of(self.kernel.__name__, tuple(self.constants.items()))
+
+    @property
+    def half(self) -> bool:
+        """Whether its products are of 16 bits."""
+        return str(self.constants.get("OP")) in ("bf16", "fp16")
 
     def with_tile(self, tile: Tile) -> "Launch":
         """The same with another tile, of as many pixels on the side that a program keeps."""
         return self._replace(tile=tile, constants={**self.constants, "I": tile.queries, "J": tile.keys} if
                              "J" in self.constants else self.constants)
+
+    def repeatable(self) -> "Launch":
+        """A launch that takes as long and that may be run again: what is multiplied in place is multiplied by 1."""
+        if self.constants.get("STORED_ROW", -1) < 0:
+            return self
+        at = self.kernel.arg_names.index("gates")
+        return self._replace(args=(*self.args[:at], torch.ones_like(self.args[at]), *self.args[at + 1:]))
 
     @property
     def options(self) -> dict[str, Any]:
@@ -329,8 +277,9 @@ class Launch(NamedTuple):
         limit = {"maxnreg": self.tile.registers} if self.tile.registers else {}
         return {"num_warps": self.tile.warps, "num_stages": self.tile.stages, **limit}
 
-    def run(self) -> None:
-        self.kernel[self.programs,](*self.args, **self.constants, **self.options)
+    def run(self) -> Any:
+        """Run it; what Triton has compiled."""
+        return self.kernel[self.programs,](*self.args, **self.constants, **self.options)
 
 
 _recorded: list[list[Launch]] = []
@@ -355,12 +304,14 @@ def _launch(kernel, q: Tensor, sizes: dict, *args, tile: Tile, **flags) -> None:
     values = {**sizes, **flags, "I": tile.queries, "J": tile.keys}
     constants = {name: values[name] for name in kernel.arg_names if name in values}
     programs = _programs(q, tile.keys if kernel.__name__ in BY_KEYS else tile.queries)
-    shape = shape_of(kernel.__name__, q.dtype, sizes, flags.get("CONV", True))
-    launch = Launch(kernel, args, constants, programs, tile, shape)
+    launch = Launch(kernel, args, constants, programs, tile)
     if _recorded:
         _recorded[-1].append(launch)
-    else:
-        launch.run()
+        return
+    tuner = triton_tiles.tuner_of(q.device)
+    if tuner is not None:
+        launch = launch.with_tile(tuner.tile_for(launch))
+    launch.run()
 
 
 def _strides(*tensors: Tensor) -> tuple[list[int], int]:
@@ -390,9 +341,9 @@ def _evolve(q, k, v, height_rel, width_rel, maps, weight, bias, gates, shares, s
     _launch(
         triton_kernels.evolve, q, sizes, q, k, v, *(q if x is None else x for x in tensors), *_weight_strides(weight),
         *strides, *v_strides, conv.number, kept.number, own.number, scale, *_drawn(dropout_p),
-        tile=_tile("evolve", q, sizes, bool(conv)), UNIT=unit, UNIT_V=unit_v, OWN=bool(own), MAPS=bool(kept),
-        CONV=bool(conv), RELATIVE=height_rel is not None, SAVE=logits is not None, SIGNS=signs is not None,
-        ATTEND=out is not None,
+        tile=default_tile("evolve", q.dtype, sizes, bool(conv)), UNIT=unit, UNIT_V=unit_v, OWN=bool(own),
+        MAPS=bool(kept), CONV=bool(conv), RELATIVE=height_rel is not None, SAVE=logits is not None,
+        SIGNS=signs is not None, ATTEND=out is not None,
         CONV_ROW=conv.row, MAPS_ROW=kept.row, OWN_ROW=own.row, DROP=dropout_p > 0 and out is not None)
 
 
@@ -484,7 +435,7 @@ def _run_backward(
         save_g = mixing is None or bool(kept)
         g = _new_maps(q) if save_g else q
         d_conv = _new_maps(q) if conv else q
-        tile = _tile("logits_backward", q, sizes, bool(conv))
+        tile = default_tile("logits_backward", q.dtype, sizes, bool(conv))
         d_biases = q.new_empty(_programs(q, tile.keys) if conv else 0, K, dtype=torch.float32)
         v_strides, unit = _strides(v)
         with_signs = signs.numel() > 0
@@ -503,9 +454,9 @@ def _run_backward(
         n_tables = 0 if height_rel is None else height_rel.numel() + width_rel.numel()
         n_weight = weight.numel() if conv else 0
         n_gates = K if gated else 0
-        tile = _tile("queries_backward", q, sizes, bool(conv))
+        tile = default_tile("queries_backward", q.dtype, sizes, bool(conv))
         by_query = q.new_empty(_programs(q, tile.queries), n_tables + n_gates, dtype=torch.float32)
-        weight_tile = _tile("weight_backward", q, sizes, True)
+        weight_tile = default_tile("weight_backward", q.dtype, sizes, True)
         by_tap = q.new_empty(_programs(q, weight_tile.queries) if conv else 0, n_weight + n_gates, dtype=torch.float32)
         d_q, d_k = _new_rows(q, D), _new_rows(q, D)
         strides, unit = _strides(q, k)
@@ -531,7 +482,7 @@ def _run_backward(
         strides, unit = _strides(q)
         _launch(
             triton_kernels.keys_backward, q, sizes, q, g if mixing is None else d_prev, q if rows is None else rows,
-            d_k, *strides, scale * share, tile=_tile("keys_backward", q, sizes, True), UNIT=unit,
+            d_k, *strides, scale * share, tile=default_tile("keys_backward", q.dtype, sizes, True), UNIT=unit,
             SHARE_ROW=own_share.row,
             STORED_ROW=store_share.row if mixing is not None else -1)
 

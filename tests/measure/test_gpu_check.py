@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ea_vision.base.networks import check_model_name
 from ea_vision.measure import gpu_check, gpu_stages
 
 CPU = torch.device("cpu")
@@ -81,6 +82,24 @@ def test_minutes_are_kept(tmp_path, capsys):
     assert gpu_check.main(["--device", "cpu", "--stages", "operators", "--minutes", "0.01",
                            "--output", str(tmp_path / "report.json")]) == 1
     assert "left out: the 0.01 minutes are over" in capsys.readouterr().out
+
+
+def test_ratios_are_of_networks_that_there_are():
+    for models in (gpu_stages.RATIOS | gpu_stages.OTHER_RATIOS).values():
+        for name in models:
+            check_model_name(name)
+
+
+def test_other_ratios_are_rehearsed_at_the_image_size_of_the_day(tmp_path, monkeypatch):
+    asked = {}
+    for tiny in (True, False):
+        monkeypatch.setattr(gpu_stages, "_benchmark", lambda groups, options, folder: asked.setdefault(
+            (tiny, *groups), options) and [("x", {})])  # noqa: B023
+        assert list(gpu_stages.other_ratios(CPU, tiny, tmp_path))
+    assert set(asked) == {(True, "34"), (True, "others"), *((False, group) for group in gpu_stages.OTHER_RATIOS)}
+    for (tiny, group), options in asked.items():
+        assert options[options.index("--img-size") + 1] == ("256" if group == "others" else "224")
+        assert options[options.index("--batch-size") + 1] == ("2" if tiny else "128")
 
 
 def test_a_day_takes_at_most_25_minutes():

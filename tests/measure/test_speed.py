@@ -10,6 +10,7 @@ from PIL import Image
 
 from ea_vision.base.errors import exit_code
 from ea_vision.base.figures import figure_bytes
+from ea_vision.base.networks import lay_out
 from ea_vision.measure import speed
 from ea_vision.measure.branches import branches_of
 from ea_vision.measure.peak_memory import KEEP_MEMORY, memory_in_own_process
@@ -17,6 +18,15 @@ from ea_vision.measure.speed_report import Row, baseline_of, speed_figure, to_cs
 from ea_vision.measure.steps import Bench, Setting, interleaved
 
 TINY = ["--device", "cpu", "--batch-size", "2", "--img-size", "32", "--repeats", "1", "--threads", "1"]
+
+
+def test_channels_last_leaves_weights_of_other_dimensions_alone():
+    """timm's lambda networks have 3-D convolutions, which `Module.to` refuses."""
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Conv3d(2, 4, 3), torch.nn.Linear(3, 3))
+    before = [p.clone() for p in model.parameters()]
+    assert lay_out(model, torch.channels_last) is model
+    assert model[0].weight.is_contiguous(memory_format=torch.channels_last) and not model[0].weight.is_contiguous()
+    assert model[1].weight.is_contiguous() and all(map(torch.equal, model.parameters(), before))
 
 
 def test_turns_are_interleaved_and_medians_are_of_the_counted_ones():

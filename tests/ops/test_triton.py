@@ -4,6 +4,7 @@ The interpreter must be asked for before Triton is imported, so this file runs i
 What the compiler, which needs no GPU, makes of the kernels is in tests/measure/test_kernel_figures.py.
 """
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ea_vision.ops import reference
+from ea_vision.ops import reference, triton_tiles
 from ea_vision.ops import triton_attention as ours
 from tests.ops.oracle import kept_entries
 
@@ -210,6 +211,31 @@ def test_maps_of_the_networks(side, monkeypatch):
         pixels = 32 if side == 7 else 64  # the interpreter pays by the tile
         monkeypatch.setattr(ours, "default_tile", lambda *args: ours.Tile(pixels, pixels))
     check((side, side), torch.float32, K=8 if side == 7 else 2, D=20, E=3)
+
+
+@kernels
+@pytest.mark.skipif(DEVICE == "cuda", reason="times are made up here")
+def test_tiles_are_timed_on_first_use_and_change_no_result(tmp_path, monkeypatch):
+    """Other tiles than the defaults win; what multiplies in place is run again without harm."""
+    timed = []
+
+    def milliseconds(launch):
+        timed.append(launch)
+        if launch.constants.get("STORED_ROW", -1) >= 0:
+            launch.run()
+        steps = launch.tile.queries if launch.kernel.__name__ in ours.BY_KEYS else launch.tile.keys
+        return 1.0 / steps + launch.tile.stages
+
+    tuner = triton_tiles.Tuner(tmp_path / "tiles.json", {}, compiled=lambda launch: 0, timed=milliseconds, fills=1,
+                               capturing=lambda: False)
+    monkeypatch.setattr(triton_tiles, "tuner_of", lambda device: tuner)
+    for timings in (True, False):
+        timed.clear()
+        check(dtype=torch.float32, **EA, size=(4, 5), K=3, gates="per head")
+        assert bool(timed) == timings
+    kept = json.loads(tuner.file.read_text())["tiles"]
+    assert len(kept) == 6 and all(ours.Tile(*tile).stages == 1 for tile in kept.values()), kept
+    assert {tile[1] for shape, tile in kept.items() if shape.startswith("queries")} == {32}
 
 
 @kernels
