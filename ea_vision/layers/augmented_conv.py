@@ -19,7 +19,7 @@ from timm.models import register_notrace_module
 from torch import Tensor, nn
 
 from ea_vision.layers.positions import add_sine, append_coordinates, choose_position
-from ea_vision.ops import check_windows, evolving_attention, halve
+from ea_vision.ops import check_windows, evolving_attention, halve, products_are_fast
 from ea_vision.ops.reference import (
     attention_of,
     check_prev_logits,
@@ -37,18 +37,28 @@ def _check_divides(name: str, value: int, num_heads: int) -> None:
 
 
 class Projection(nn.Conv2d):
-    """A 1x1 convolution with bias; on a CPU a matrix product, which needs no other layout of its input."""
+    """A 1x1 convolution with bias. On a CPU a matrix product wherever that is no slower: it needs no other layout of
+    its input, and of few channels its gradients cost a fraction of the convolution's."""
 
     def __init__(self, in_channels: int, out_channels: int, device=None, dtype=None) -> None:
         super().__init__(in_channels, out_channels, 1, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, in_channels, H, W) -> (B, out_channels, H, W)."""
-        if torch.jit.is_scripting() or x.device.type != "cpu" or not x.is_contiguous():
+        """(B, in_channels, H, W) -> (B, out_channels, H, W) in the layout of x."""
+        if torch.jit.is_scripting():
             return F.conv2d(x, self.weight, self.bias)
-        B, C, H, W = x.shape
-        weight = self.weight.view(1, self.out_channels, C).expand(B, self.out_channels, C)
-        return torch.baddbmm(self.bias.unsqueeze(-1), weight, x.view(B, C, H * W)).view(B, self.out_channels, H, W)
+        return self._project(x)
+
+    @torch.jit.unused
+    def _project(self, x: Tensor) -> Tensor:
+        few = min(self.in_channels, self.out_channels) < 64
+        if x.device.type == "cpu" and x.is_contiguous() and (few or products_are_fast(x.dtype)):
+            B, C, H, W = x.shape
+            weight = self.weight.view(1, self.out_channels, C).expand(B, self.out_channels, C)
+            return torch.baddbmm(self.bias.unsqueeze(-1), weight, x.view(B, C, H * W)).view(B, self.out_channels, H, W)
+        if x.device.type == "cpu" and few and x.is_contiguous(memory_format=torch.channels_last):
+            return F.linear(x.permute(0, 2, 3, 1), self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
+        return F.conv2d(x, self.weight, self.bias)
 
 
 @register_notrace_module  # sizes are checked at run time, so FX keeps the layer whole

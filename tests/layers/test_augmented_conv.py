@@ -1,9 +1,12 @@
 """AugmentedConv2d against the double loop, and the properties that make it attention."""
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from ea_vision.layers import AugmentedConv2d, EvolvingAttention, PredictiveAttention
+from ea_vision.layers.augmented_conv import Projection
+from ea_vision.ops import cpu
 from tests.layers.oracle import loop_layer, loop_map_conv
 
 D64 = torch.float64
@@ -191,6 +194,20 @@ def test_channels_last_in_gives_channels_last_out():
     assert plain.is_contiguous()
     assert last.is_contiguous(memory_format=torch.channels_last)
     torch.testing.assert_close(last, plain)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("slow_products", [False, True])
+@pytest.mark.parametrize("channels", [(5, 70), (64, 72)])
+def test_a_projection_is_the_1x1_convolution_in_its_inputs_layout(monkeypatch, channels, slow_products, layout):
+    monkeypatch.setattr(cpu, "_SLOW_PRODUCTS", slow_products)
+    projection = Projection(*channels).to(memory_format=layout)
+    x = torch.randn(2, channels[0], 3, 4).to(memory_format=layout)
+    inputs = (x.requires_grad_(), projection.weight, projection.bias)
+    y, expected = projection(x), F.conv2d(*inputs)
+    assert y.is_contiguous(memory_format=layout)
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(gradients((y,), inputs), gradients((expected,), inputs))
 
 
 def test_autocast_keeps_the_softmax_in_float32():
