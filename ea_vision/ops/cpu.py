@@ -34,9 +34,9 @@ FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fPIC", "-fno-math-errno", "-fno
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in storage.h
 NONE, MIX, PREDICT = range(3)  # as in problem.h
 
-_INTS = ("B", "K", "H", "W", "D", "E", "kernel", "kind", "dtype", "threads", "prefix")
+_INTS = ("B", "K", "H", "W", "D", "E", "kernel", "kind", "dtype", "threads", "prefix", "channels_last")
 _FLOATS = ("scale", "dropout")
-_LONGS = ("q_step", "k_step", "v_step", "seed")
+_LONGS = ("q_step", "k_step", "v_step", "q_row", "k_row", "v_row", "seed")
 _POINTERS = ("q", "k", "v", "prev", "height_rel", "width_rel", "weight", "bias", "gates", "out", "logits", "norm",
              "d_out", "d_logits", "d_q", "d_k", "d_v", "d_prev", "d_height_rel", "d_width_rel", "d_weight", "d_bias",
              "d_gates")
@@ -167,25 +167,43 @@ def _reason_against_library(dtype: int) -> str | None:
     return f"its library was built by a compiler without {name} (GCC has _Float16 on x86 from version 12 on)"
 
 
-def _pixels_last(x: Tensor) -> Tensor:
-    """(B, K, N, D) -> (B, K, D, N), each image contiguous; a view where q, k, v come from a (B, C, H, W) tensor."""
-    x = x.transpose(-2, -1)
-    B, K, D, N = x.shape
-    return x if x.stride()[1:] == (D * N, N, 1) else x.contiguous()
+def _lies_pixels_last(x: Tensor) -> bool:
+    """Whether each image of (B, K, N, D) lies as (K, D, N), as where it is a part of a (B, C, H, W) tensor."""
+    return x.stride()[1:] == (x.shape[2] * x.shape[3], 1, x.shape[2])
+
+
+def _lies_channels_last(x: Tensor) -> bool:
+    """Whether each pixel of (B, K, N, D) lies as (K, D), as in a part of a channels-last tensor or of tokens."""
+    return x.stride(3) == 1 and x.stride(1) == x.shape[3] and x.stride(2) >= x.shape[1] * x.shape[3]
+
+
+def _in_order(x: Tensor, channels_last: bool) -> Tensor:
+    """(B, K, N, D) -> the same numbers as (B, K, D, N), each image contiguous, or channels last as (B, N, K, D), each
+    pixel contiguous; a view where they lie so."""
+    if channels_last:
+        return x.transpose(1, 2) if _lies_channels_last(x) else x.transpose(1, 2).contiguous()
+    return x.transpose(2, 3) if _lies_pixels_last(x) else x.transpose(2, 3).contiguous()
+
+
+def _as_heads(x: Tensor, channels_last: bool) -> Tensor:
+    """`_in_order` back: a view (B, K, N, D)."""
+    return x.transpose(1, 2) if channels_last else x.transpose(2, 3)
 
 
 def _run(function: str, feat_size: tuple[int, int], scale: float, alpha: float, beta: float, kind: int,
-         dropout_p: float, prefix: int, q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, seed: Tensor | None,
-         **tensors: Tensor | None) -> None:
-    """q, k, v (B, K, D, N) by `_pixels_last`; the others contiguous; gates (2, K), unless alpha and beta are all; seed
-    (1) of the dropout."""
-    B, K, D, _ = q.shape
+         dropout_p: float, prefix: int, channels_last: bool, q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None,
+         seed: Tensor | None, **tensors: Tensor | None) -> None:
+    """q, k, v by `_in_order`; the others contiguous; gates (2, K), unless alpha and beta are all; seed (1) of the
+    dropout."""
+    B, K, _, D = _as_heads(q, channels_last).shape
     if gates is None:
         gates = torch.tensor([[alpha] * K, [beta] * K], dtype=torch.float32)
     weight = tensors.get("weight")
-    problem = _Problem(B=B, K=K, H=feat_size[0], W=feat_size[1], D=D, E=v.shape[2],
+    problem = _Problem(B=B, K=K, H=feat_size[0], W=feat_size[1], D=D,
+                       E=_as_heads(v, channels_last).shape[3],
                        kernel=0 if weight is None else weight.shape[-1], kind=kind, dtype=DTYPES[q.dtype],
                        threads=torch.get_num_threads(), scale=scale, dropout=dropout_p, prefix=prefix,
+                       channels_last=channels_last, q_row=q.stride(1), k_row=k.stride(1), v_row=v.stride(1),
                        seed=0 if seed is None else seed.item(),
                        q_step=q.stride(0), k_step=k.stride(0), v_step=v.stride(0))
     for name, tensor in {"q": q, "k": k, "v": v, "gates": gates, **tensors}.items():
@@ -198,28 +216,30 @@ def _forward(
         q: Tensor, k: Tensor, v: Tensor, height_rel: Tensor | None, width_rel: Tensor | None, prev: Tensor | None,
         weight: Tensor | None, bias: Tensor | None, gates: Tensor | None, seed: Tensor | None, alpha: float,
         beta: float, kind: int, scale: float, dropout_p: float, prefix: int, height: int, width: int, need_logits: bool,
+        channels_last: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """-> out (B, K, E, N), logits (B, K, N, N) or empty, norm (B, K, N, 2): see problem.h.
+    """-> out in the order of v, logits (B, K, N, N) or empty, norm (B, K, N, 2): see problem.h.
 
-    gates: alpha and beta by heads, (2, K), in place of the numbers; seed (1): of the dropout, an integer.
+    gates: alpha and beta by heads, (2, K), in place of the numbers; seed (1): of the dropout, an integer;
+    channels_last: the order in which q, k, v and out lie, see `_in_order` (others are copied).
     """
     B, K, N, _ = q.shape
-    q, k, v = _pixels_last(q), _pixels_last(k), _pixels_last(v)
-    out = q.new_empty(B, K, v.shape[2], N)
+    q, k, v = (_in_order(x, channels_last) for x in (q, k, v))
+    out = v.new_empty(v.shape)
     logits = q.new_empty((B, K, N, N) if need_logits else 0)
     norm = torch.empty(B, K, N, 2, dtype=torch.float32)
-    _run("evolving_attention_forward", (height, width), scale, alpha, beta, kind, dropout_p, prefix, q, k, v, gates,
-         seed, prev=prev, height_rel=height_rel, width_rel=width_rel, weight=weight, bias=bias, out=out,
+    _run("evolving_attention_forward", (height, width), scale, alpha, beta, kind, dropout_p, prefix, channels_last, q,
+         k, v, gates, seed, prev=prev, height_rel=height_rel, width_rel=width_rel, weight=weight, bias=bias, out=out,
          logits=logits if need_logits else None, norm=norm)
     return out, logits, norm
 
 
 @_forward.register_fake
 def _(q, k, v, height_rel, width_rel, prev, weight, bias, gates, seed, alpha, beta, kind, scale, dropout_p, prefix,
-      height, width, need_logits):
+      height, width, need_logits, channels_last):
     B, K, N, _ = q.shape
-    return (q.new_empty(B, K, v.shape[3], N), q.new_empty((B, K, N, N) if need_logits else (0,)),
-            q.new_empty(B, K, N, 2, dtype=torch.float32))
+    out, logits = _in_order(v, channels_last), q.new_empty((B, K, N, N) if need_logits else (0,))
+    return out.new_empty(out.shape), logits, q.new_empty(B, K, N, 2, dtype=torch.float32)
 
 
 @torch.library.custom_op("ea_vision::cpu_attention_backward", mutates_args=(), device_types="cpu")
@@ -227,10 +247,10 @@ def _backward(
         d_out: Tensor, d_logits: Tensor | None, q: Tensor, k: Tensor, v: Tensor, height_rel: Tensor | None,
         width_rel: Tensor | None, prev: Tensor | None, weight: Tensor | None, bias: Tensor | None,
         gates: Tensor | None, seed: Tensor | None, logits: Tensor | None, norm: Tensor, alpha: float, beta: float,
-        kind: int, scale: float, dropout_p: float, prefix: int, height: int, width: int,
+        kind: int, scale: float, dropout_p: float, prefix: int, height: int, width: int, channels_last: bool,
 ) -> list[Tensor]:
-    """-> gradients of q, k (B, K, D, N), v (B, K, E, N), then of those given: prev, tables, weight, bias, gates."""
-    q, k, v = _pixels_last(q), _pixels_last(k), _pixels_last(v)
+    """-> gradients of q, k, v in their order, then of those given: prev, tables, weight, bias, gates."""
+    q, k, v = (_in_order(x, channels_last) for x in (q, k, v))
     grads = {"d_q": q.new_empty(q.shape), "d_k": k.new_empty(k.shape), "d_v": v.new_empty(v.shape)}
     if prev is not None:
         grads["d_prev"] = torch.empty_like(prev)
@@ -238,42 +258,43 @@ def _backward(
                          ("gates", gates)):
         if tensor is not None:
             grads[f"d_{name}"] = tensor.new_empty(q.shape[0], *tensor.shape)
-    _run("evolving_attention_backward", (height, width), scale, alpha, beta, kind, dropout_p, prefix, q, k, v, gates,
-         seed, prev=prev, height_rel=height_rel, width_rel=width_rel, weight=weight, bias=bias, logits=logits,
-         norm=norm, d_out=d_out.contiguous(), d_logits=None if d_logits is None else d_logits.contiguous(), **grads)
+    _run("evolving_attention_backward", (height, width), scale, alpha, beta, kind, dropout_p, prefix, channels_last, q,
+         k, v, gates, seed, prev=prev, height_rel=height_rel, width_rel=width_rel, weight=weight, bias=bias,
+         logits=logits, norm=norm, d_out=d_out.contiguous(),
+         d_logits=None if d_logits is None else d_logits.contiguous(), **grads)
     images = ("d_q", "d_k", "d_v", "d_prev")
     return [grad if name in images else grad.sum(0) for name, grad in grads.items()]
 
 
 @_backward.register_fake
 def _(d_out, d_logits, q, k, v, height_rel, width_rel, prev, weight, bias, gates, seed, logits, norm, alpha, beta, kind,
-      scale, dropout_p, prefix, height, width):
-    grads = [x.new_empty(x.shape[0], x.shape[1], x.shape[3], x.shape[2]) for x in (q, k, v)]
+      scale, dropout_p, prefix, height, width, channels_last):
+    grads = [x.new_empty(x.shape) for x in (_in_order(y, channels_last) for y in (q, k, v))]
     return grads + [torch.empty_like(x) for x in (prev, height_rel, width_rel, weight, bias, gates) if x is not None]
 
 
 def _save(ctx, inputs, output) -> None:
-    *tensors, alpha, beta, kind, scale, dropout_p, prefix, height, width, need_logits = inputs
+    *tensors, alpha, beta, kind, scale, dropout_p, prefix, height, width, need_logits, last = inputs
     _, logits, norm = output
     ctx.set_materialize_grads(False)  # of unused logits: a map of zeros
     ctx.save_for_backward(*tensors, logits if need_logits else None, norm)
-    ctx.options = alpha, beta, kind, scale, dropout_p, prefix, height, width
+    ctx.options = alpha, beta, kind, scale, dropout_p, prefix, height, width, last
 
 
 def _differentiate(ctx, d_out, d_logits, _):
     *inputs, logits, norm = ctx.saved_tensors
     if logits is None:
         d_logits = None
+    channels_last = ctx.options[-1]
     if d_out is None:
-        B, K, N, E = inputs[2].shape
-        d_out = inputs[2].new_zeros(B, K, E, N)
+        d_out = torch.zeros_like(_in_order(inputs[2], channels_last), memory_format=torch.contiguous_format)
     grads = iter(_backward(d_out, d_logits, *inputs, logits, norm, *ctx.options))
-    d_q, d_k, d_v = (next(grads).transpose(-2, -1) for _ in range(3))
+    d_q, d_k, d_v = (_as_heads(next(grads), channels_last) for _ in range(3))
     _, _, _, height_rel, width_rel, prev, weight, bias, gates, _ = inputs
     d_prev = next(grads) if prev is not None else None
     d_height, d_width, d_weight, d_bias, d_gates = (
         next(grads) if x is not None else None for x in (height_rel, width_rel, weight, bias, gates))
-    return d_q, d_k, d_v, d_height, d_width, d_prev, d_weight, d_bias, d_gates, *(None,) * 10
+    return d_q, d_k, d_v, d_height, d_width, d_prev, d_weight, d_bias, d_gates, *(None,) * 11
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
@@ -323,9 +344,10 @@ def attend(
     small = [None if x is None else x.float().contiguous() for x in (height_rel, width_rel, weight, bias, gates)]
     if dropout_p > 0:
         _check("seed", seed, (1,))
+    channels_last = all(_lies_channels_last(x) and not _lies_pixels_last(x) for x in (q, k, v))
     out, logits, _ = _forward(q, k, v, *small[:2], prev_logits, *small[2:], seed, alpha, beta, kind, scale, dropout_p,
-                              num_prefix_tokens if weight is not None else 0, *feat_size, need_logits)
-    return out.transpose(-2, -1), logits if need_logits else None
+                              num_prefix_tokens if weight is not None else 0, *feat_size, need_logits, channels_last)
+    return _as_heads(out, channels_last), logits if need_logits else None
 
 
 @torch.library.custom_op("ea_vision::cpu_pool", mutates_args=(), device_types="cpu")

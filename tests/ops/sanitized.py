@@ -23,7 +23,11 @@ def attend(draw: random.Random, dtype: torch.dtype, kernel: int, prev: bool, pre
     def new(*shape, dtype=torch.float32):
         return torch.randn(shape, generator=generator).to(dtype).requires_grad_()
 
-    q, k, v = new(2, K, N, D, dtype=dtype), new(2, K, N, D, dtype=dtype), new(2, K, N, E, dtype=dtype)
+    shapes = (2, K, N, D), (2, K, N, D), (2, K, N, E)
+    if draw.random() < 0.5:
+        q, k, v = (new(B, N, K, D, dtype=dtype).transpose(1, 2) for B, K, N, D in shapes)  # channels last
+    else:
+        q, k, v = (new(*shape, dtype=dtype) for shape in shapes)
     tables = (new(2 * H - 1, D), new(2 * W - 1, D)) if draw.random() < 0.5 else (None, None)
     prev = new(2, K, N, N, dtype=dtype) if prev else None
     convolution = (new(K, K, kernel, kernel), new(K)) if kernel else (None, None)

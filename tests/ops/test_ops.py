@@ -24,8 +24,9 @@ TOLERANCE = {torch.float32: 5e-5, torch.bfloat16: 4e-2, torch.float16: 5e-3}  # 
 
 
 def problem(kind: str, size, num_heads=8, dim_qk=20, dim_v=3, batch=2, kernel=3, relative=True, dtype=torch.float32,
-            device="cpu", seed=0, gates=None):
-    """Tensors by name, q, k, v as views of (B, C, N) like those of the layer; gates: the shape of alpha and beta."""
+            device="cpu", seed=0, gates=None, channels_last=False):
+    """Tensors by name, q, k, v as views of (B, C, N), or of (B, N, C), like those of the layer; gates: shape of alpha
+    and beta."""
     generator = torch.Generator().manual_seed(seed)
     H, W = size
     B, K, D, E, N = batch, num_heads, dim_qk, dim_v, H * W
@@ -35,6 +36,8 @@ def problem(kind: str, size, num_heads=8, dim_qk=20, dim_v=3, batch=2, kernel=3,
 
     tensors = {"q": new(B, K, D, N, std=2).transpose(-2, -1), "k": new(B, K, D, N).transpose(-2, -1),
                "v": new(B, K, E, N).transpose(-2, -1)}
+    if channels_last:
+        tensors = {name: x.transpose(1, 2).contiguous().transpose(1, 2) for name, x in tensors.items()}
     if relative:
         tensors |= {"height_rel": new(2 * H - 1, D, cast=torch.float32),
                     "width_rel": new(2 * W - 1, D, cast=torch.float32)}
@@ -86,6 +89,21 @@ def test_cpu_kernel(size, num_heads, dim_qk, dim_v, kind, kernel, beta, need_log
     tensors = problem(kind, size, num_heads, dim_qk, dim_v, kernel=kernel, relative=size != (4, 4))
     assert_as_reference(tensors, "cpu", alpha=0.3, beta=beta, predict=kind == "pa", feat_size=size,
                         need_logits=need_logits)
+
+
+@pytest.mark.parametrize("kind,kernel,beta,gates,dtype", [
+    ("aa", 0, 1.0, None, torch.float32), ("ea", 3, 1.0, None, torch.float32), ("pa", 3, 0.5, (), torch.float32),
+    ("aa", 0, 1.0, None, torch.bfloat16)])
+@pytest.mark.parametrize("size,num_heads,dim_qk,dim_v", [*SIZES, ((1, 2), 3, 37, 5)])
+def test_cpu_kernel_reads_and_writes_channels_last(size, num_heads, dim_qk, dim_v, kind, kernel, beta, gates, dtype):
+    tensors = problem(kind, size, num_heads, dim_qk, dim_v, kernel=kernel, relative=size != (4, 4), gates=gates,
+                      dtype=dtype, channels_last=True)
+    shares = {} if gates is not None else {"alpha": 0.3, "beta": beta}
+    options = {"predict": kind == "pa", "feat_size": size, **shares}
+    assert_as_reference(tensors, "cpu", **options)
+    results = outputs_and_gradients(tensors, implementation="cpu", **options)
+    for name in ("out", "q", "k", "v"):
+        assert results[name].transpose(1, 2).is_contiguous(), name
 
 
 @pytest.mark.parametrize("need_logits", [True, False])
@@ -211,7 +229,8 @@ def test_cpu_kernel_on_random_shapes(seed):
     size = draw(1, 9), draw(1, 19)
     kind = ("aa", "ea", "pa")[draw(0, 2)]
     kernel = (1, 3, 5, 7)[draw(0, 3)]
-    tensors = problem(kind, size, draw(1, 10), draw(1, 40), draw(1, 20), draw(1, 5), kernel, seed=seed)
+    tensors = problem(kind, size, draw(1, 10), draw(1, 40), draw(1, 20), draw(1, 5), kernel, seed=seed,
+                      channels_last=bool(draw(0, 1)))
     shares = {name: draw(0, 10) / 10 for name in ("alpha", "beta")}
     if kind != "aa" and draw(0, 1):
         names = ("alpha", "beta") if kind == "ea" else ("alpha",)
@@ -248,7 +267,7 @@ def test_folding_adds_the_position_terms():
 
 @pytest.mark.parametrize("gates,dropout_p,prefix", [(None, 0.0, 0), ((), 0.0, 0), (None, 0.2, 0), ((), 0.0, 3)])
 def test_cpu_kernel_gives_the_same_bits_however_the_work_is_cut(gates, dropout_p, prefix, monkeypatch):
-    tensors = problem("ea", (9, 7), batch=3, gates=gates)
+    tensors = problem("ea", (9, 7), batch=3, gates=gates, channels_last=dropout_p > 0)
     options = {"implementation": "cpu", "feat_size": (9, 7), "dropout_p": dropout_p,
                "num_prefix_tokens": prefix}
     monkeypatch.setattr(torch, "randint", lambda *args, **_: torch.tensor([123456789123456789]))
@@ -302,7 +321,8 @@ def test_pytorch_accepts_the_custom_operators():
     for gates in (None, torch.rand(2, 4, requires_grad=True)):
         seed, dropout_p = (None, 0.0) if gates is None else (torch.tensor([5]), 0.2)
         torch.library.opcheck(torch.ops.ea_vision.cpu_attention.default,
-                              (*arguments, gates, seed, 0.5, 1.0, cpu.MIX, 0.3, dropout_p, 0, 3, 4, True))
+                              (*arguments, gates, seed, 0.5, 1.0, cpu.MIX, 0.3, dropout_p, 0, 3, 4, True,
+                               gates is not None))
     torch.library.opcheck(torch.ops.ea_vision.cpu_pool.default, (torch.randn(2, 3, 5, 4, requires_grad=True),))
 
 

@@ -15,7 +15,7 @@ typedef struct {
     float *turned;            /* the convolution's weight for that: heads exchanged, turned by 180 degrees */
     float *logits;            /* (BLOCK, K, P) */
     float *attn, *d_attn;     /* (BLOCK, Np) */
-    float *scratch;           /* (2, Np) */
+    float *scratch;           /* (2, Np), and Dp */
     float *q_rows, *k_rows, *d_q; /* (N, Dp) */
     float *d_k, *d_v, *d_out; /* (D, Np), (K*E, Np), (K*E, Np) */
     float *position;          /* (N, Hp + Wp): gradient of one head's position terms */
@@ -33,7 +33,7 @@ static void allocate_workspace(workspace *w, const image *g, const problem *p) {
     w->logits = new_floats(BLOCK * map_row);
     w->attn = new_floats((long)BLOCK * g->Np);
     w->d_attn = new_floats((long)BLOCK * g->Np);
-    w->scratch = new_floats(2L * g->Np);
+    w->scratch = new_floats(2L * g->Np + g->Dp);
     w->q_rows = new_floats((long)g->N * g->Dp);
     w->k_rows = new_floats((long)g->N * g->Dp);
     w->d_q = new_floats((long)g->N * g->Dp);
@@ -264,14 +264,17 @@ static void convolution_gradients(const image *g, workspace *w, int begin, int e
 static void own_gradients(const image *g, workspace *w, int head) {
     const problem *p = g->p;
     const int H = p->H, W = p->W, D = p->D, N = g->N, Dp = g->Dp, Hp = round_up(H);
-    const long ld = g->position_ld, element = query_of(g, head, 0) * D;
+    const long ld = g->position_ld, width = (long)p->K * D;
     const float *q = g->q + (long)head * D * g->Np, *d = own_row(g, w, head, 0);
     transpose(w->k_rows, Dp, g->k + (long)head * D * g->Np, g->Np, D, N);
     transpose(w->q_rows, Dp, q, g->Np, D, N); /* with scale and gain */
 
     gemm(FRESH, D, g->Np, N, q, g->Np, 1, d, g->P, NULL, w->d_k, g->Np);
-    for (int c = 0; c < D; c++)
-        write_floats((void *)at(p->d_k, element + (long)c * N, p->dtype), w->d_k + c * g->Np, N, p->dtype);
+    if (p->channels_last)
+        write_transposed((void *)at(p->d_k, channel_of(g, D, head, 0, 0), p->dtype), width, w->d_k, g->Np, D, N,
+                         p->dtype);
+    for (int c = 0; !p->channels_last && c < D; c++)
+        write_floats((void *)at(p->d_k, channel_of(g, D, head, 0, c), p->dtype), w->d_k + c * g->Np, N, p->dtype);
 
     gemm(FRESH, N, Dp, N, d, g->P, 1, w->k_rows, Dp, NULL, w->d_q, Dp);
     if (p->height_rel) {
@@ -300,17 +303,24 @@ static void own_gradients(const image *g, workspace *w, int head) {
             gemm(ADD, W, Dp, H, terms, 1, ld * W, w->q_rows + query, (long)Dp * W, NULL, w->d_widths + first, Dp);
         }
     }
-    transpose(w->d_k, g->Np, w->d_q, Dp, N, D);
-    for (int c = 0; c < D; c++) {
-        float *row = w->d_k + c * g->Np;
+    const float *gradient = w->d_q;
+    long rows = N, length = D, row_ld = Dp; /* of the gradient in the order in which it is stored */
+    if (!p->channels_last) {
+        transpose(w->d_k, g->Np, w->d_q, Dp, N, D);
+        gradient = w->d_k, rows = D, length = N, row_ld = g->Np;
+    }
+    for (long r = 0; r < rows; r++) {
+        const float *row = gradient + r * row_ld;
         if (p->d_gates) { /* alpha's: less the own logits, which are q times their gradient by q */
+            const long first = p->channels_last ? r * p->q_row + (long)head * D : ((long)head * D + r) * N;
             double sum = 0;
-            read_floats(w->scratch, at(p->q, g->b * p->q_step + ((long)head * D + c) * N, p->dtype), N, p->dtype);
-            for (int i = 0; i < N; i++) sum += w->scratch[i] * row[i];
+            read_floats(w->scratch, at(p->q, g->b * p->q_step + first, p->dtype), length, p->dtype);
+            for (int i = 0; i < length; i++) sum += w->scratch[i] * row[i];
             w->d_gates[head] -= p->scale * sum;
         }
-        for (int i = 0; i < N; i++) row[i] *= p->scale * gain_of(p, head);
-        write_floats((void *)at(p->d_q, element + (long)c * N, p->dtype), row, N, p->dtype);
+        const long element = p->channels_last ? channel_of(g, D, head, r, 0) : channel_of(g, D, head, 0, r);
+        write_scaled((void *)at(p->d_q, element, p->dtype), row, p->scale * gain_of(p, head), length, p->dtype,
+                     w->scratch);
     }
 }
 
@@ -341,7 +351,11 @@ static void backward_image(const image *g, workspace *w) {
     const problem *p = g->p;
     const long b = g->b;
     const int N = g->N, r = g->conv.r;
-    read_matrix(w->d_out, g->Np, at(p->d_out, b * p->K * p->E * N, p->dtype), p->K * p->E, N, p->dtype, 1);
+    const long values = (long)p->K * p->E, first = b * values * N;
+    if (p->channels_last)
+        read_transposed(w->d_out, g->Np, at(p->d_out, first, p->dtype), values, N, values, p->dtype, NULL);
+    else
+        read_matrix(w->d_out, g->Np, at(p->d_out, first, p->dtype), values, N, p->dtype, 1);
     memset(w->d_v, 0, (long)p->K * p->E * g->Np * sizeof(float));
     /* A block of queries after the other, each step just far enough behind the one before that its neighbours are
      * there: what they hand on is still in the cache. */
@@ -361,8 +375,10 @@ static void backward_image(const image *g, workspace *w) {
             convolved = through;
         }
     }
-    for (int c = 0; c < p->K * p->E; c++)
-        write_floats((void *)at(p->d_v, (b * p->K * p->E + c) * N, p->dtype), w->d_v + (long)c * g->Np, N, p->dtype);
+    if (p->channels_last)
+        write_transposed((void *)at(p->d_v, first, p->dtype), values, w->d_v, g->Np, values, N, p->dtype);
+    for (long c = 0; !p->channels_last && c < values; c++)
+        write_floats((void *)at(p->d_v, first + c * N, p->dtype), w->d_v + c * g->Np, N, p->dtype);
     for (int head = 0; head < p->K; head++) own_gradients(g, w, head);
 
     if (p->height_rel) {

@@ -54,9 +54,15 @@ static void sum_values(const image *g, int head, int begin, int end) {
     float values[BLOCK];
     gemm(FRESH, rows, g->Ep, g->N, g->attn + (long)head * BLOCK * g->Np, g->Np, 1,
          g->v_rows + (long)head * g->N * g->Ep, g->Ep, NULL, g->sums, g->Ep);
-    for (long e = 0; e < p->E; e++) {
-        for (int i = 0; i < rows; i++) values[i] = g->sums[i * g->Ep + e] * (p->norm[2 * (map + begin + i) + 1] * g->drop.gain);
-        write_floats((void *)at(p->out, map * p->E + e * g->N + begin, p->dtype), values, rows, p->dtype);
+    for (int i = 0; p->channels_last && i < rows; i++) {
+        float *row = g->sums + i * g->Ep, share = p->norm[2 * (map + begin + i) + 1] * g->drop.gain;
+        for (int e = 0; e < p->E; e++) row[e] *= share;
+        write_floats((void *)at(p->out, channel_of(g, p->E, head, begin + i, 0), p->dtype), row, p->E, p->dtype);
+    }
+    for (int e = 0; !p->channels_last && e < p->E; e++) {
+        for (int i = 0; i < rows; i++)
+            values[i] = g->sums[i * g->Ep + e] * (p->norm[2 * (map + begin + i) + 1] * g->drop.gain);
+        write_floats((void *)at(p->out, channel_of(g, p->E, head, begin, e), p->dtype), values, rows, p->dtype);
     }
 }
 
@@ -86,7 +92,7 @@ static void attend_row(const image *g, float *rows, int i, int begin, int end) {
         }
         for (int e = 0; e < p->E; e++) {
             const float value = total[e] * (norm[1] * g->drop.gain);
-            write_floats((void *)at(p->out, (query - i) * p->E + (long)e * g->N + i, p->dtype), &value, 1, p->dtype);
+            write_floats((void *)at(p->out, channel_of(g, p->E, head, i, e), p->dtype), &value, 1, p->dtype);
         }
     }
 }

@@ -12,9 +12,9 @@
  *     dropout.h               which probabilities are dropped
  *     storage.h, vectors.h    stored numbers; vectors of floats
  *
- * Shape letters: B batch, K heads, H x W the map's pixels, N = H*W, D width of a query's head, E of a value's. Pixels
- * are the last axis of q, k, v and out: (K, D, N). "Own" logits are dot product and position; one row of a map is one
- * query.
+ * Shape letters: B batch, K heads, H x W the map's pixels, N = H*W, D width of a query's head, E of a value's. q, k, v
+ * and out are stored as (K, D, N) or, channels last, as (N, K, D); the work is done on (K, D, N). "Own" logits are dot
+ * product and position; one row of a map is one query.
  *
  *     none (AA)     logits = own
  *     mix (EA)      m = alpha*prev + (1-alpha)*own;  logits = beta*relu(conv(m)) + (1-beta)*m   (EA paper, eq. 3 and 4)

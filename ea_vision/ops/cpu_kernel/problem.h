@@ -10,18 +10,21 @@ enum { NONE, MIX, PREDICT };
 typedef struct {
     int32_t B, K, H, W, D, E, kernel, kind, dtype, threads;
     int32_t prefix;                                     /* tokens whose rows and columns no convolution sees */
+    int32_t channels_last;                              /* the order of q, k, v, out and their gradients: below */
     float scale, dropout;                               /* dropout: a probability */
     int64_t q_step, k_step, v_step;                     /* elements from one image to the next */
+    int64_t q_row, k_row, v_row;                        /* channels last: from one pixel to the next */
     int64_t seed;                                       /* of the dropout */
     const void *q, *k, *v, *prev;                       /* prev (B, K, N, N) or NULL */
     const float *height_rel, *width_rel;                /* (2H-1, D), (2W-1, D), or NULL both */
     const float *weight, *bias;                         /* (K, K, kernel, kernel), (K), or NULL both */
     const float *gates;                                 /* (2, K): alpha and beta of each head */
-    void *out, *logits;                                 /* (B, K, E, N); (B, K, N, N) or NULL */
+    /* q, k (B, K, D, N) and v, out (B, K, E, N), or channels last (B, N, K, D) and (B, N, K, E); likewise gradients */
+    void *out, *logits;                                 /* logits (B, K, N, N) or NULL */
     float *norm;                                        /* (B, K, N, 2): c and 1 / sum of exp(logits - c) */
     /* backward only */
     const void *d_out, *d_logits;                       /* d_logits or NULL */
-    void *d_q, *d_k, *d_v, *d_prev;                     /* (B, K, D, N) twice, (B, K, E, N), (B, K, N, N) or NULL */
+    void *d_q, *d_k, *d_v, *d_prev;                     /* d_prev (B, K, N, N) or NULL */
     float *d_height_rel, *d_width_rel, *d_weight, *d_bias; /* of each image: (B, ...) */
     float *d_gates;                                     /* likewise, or NULL where not wanted */
 } problem;
@@ -43,6 +46,7 @@ typedef struct {
     dropout drop;
     int only_convolved;          /* the logits are the convolved mixture and nothing else, and no gate learns */
     float *q, *k, *v;            /* (K*D, Np) scaled, times gain; (K*D, Np); (K*E, Np) */
+    float *q_factors;            /* (K*D): that scale and gain */
     float *heights, *widths;     /* (D, 2H-1 + VL padded), (D, ...): the tables transposed */
     long height_ld, width_ld;
     float *position;             /* (N, Hp + Wp): position terms of one head's queries by row and column */
@@ -65,7 +69,7 @@ static int same_sizes(const problem *a, const problem *b) {
 
 static void free_image(image *g) {
     float *all[] = {g->q, g->k, g->v, g->heights, g->widths, g->position, g->weight, g->v_rows, g->attn, g->sums,
-                    g->previous};
+                    g->previous, g->q_factors};
     for (unsigned i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
     free_convolution(&g->conv);
 }
@@ -76,6 +80,7 @@ static void allocate_image(image *g, const problem *p) {
     g->q = new_floats((long)p->K * p->D * g->Np);
     g->k = new_floats((long)p->K * p->D * g->Np);
     g->v = new_floats((long)p->K * p->E * g->Np);
+    g->q_factors = new_floats((long)p->K * p->D);
     if (p->E > FEW) {
         g->v_rows = new_floats((long)p->K * N * g->Ep);
         g->attn = new_floats((long)p->K * BLOCK * g->Np);
@@ -111,12 +116,29 @@ static void read_parameters(image *g, const problem *p) {
 static void read_image(image *g, int b) {
     const problem *p = g->p;
     g->b = b;
+    if (p->channels_last) {
+        for (long c = 0; c < (long)p->K * p->D; c++) g->q_factors[c] = p->scale * gain_of(p, c / p->D);
+        read_transposed(g->q, g->Np, at(p->q, b * p->q_step, p->dtype), p->q_row, g->N, (long)p->K * p->D, p->dtype,
+                        g->q_factors);
+        read_transposed(g->k, g->Np, at(p->k, b * p->k_step, p->dtype), p->k_row, g->N, (long)p->K * p->D, p->dtype,
+                        NULL);
+        read_transposed(g->v, g->Np, at(p->v, b * p->v_step, p->dtype), p->v_row, g->N, (long)p->K * p->E, p->dtype,
+                        NULL);
+        return;
+    }
     for (int head = 0; head < p->K; head++)
         read_matrix(g->q + (long)head * p->D * g->Np, g->Np,
                     at(p->q, b * p->q_step + (long)head * p->D * g->N, p->dtype), p->D, g->N, p->dtype,
                     p->scale * gain_of(p, head));
     read_matrix(g->k, g->Np, at(p->k, b * p->k_step, p->dtype), p->K * p->D, g->N, p->dtype, 1);
     read_matrix(g->v, g->Np, at(p->v, b * p->v_step, p->dtype), p->K * p->E, g->N, p->dtype, 1);
+}
+
+/* The element of out, or of q's gradient, with `width` channels a head, at which a query's channel c lies; and how far
+ * it is from there to its next. */
+static long channel_of(const image *g, int width, int head, int row, int c) {
+    const long K = g->p->K, b = g->b;
+    return g->p->channels_last ? ((b * g->N + row) * K + head) * width + c : ((b * K + head) * width + c) * g->N + row;
 }
 
 /* Where a head's row begins in a buffer of maps. */

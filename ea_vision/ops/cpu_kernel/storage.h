@@ -84,3 +84,42 @@ static void read_matrix(float *to, long ld, const void *from, long rows, long n,
 static const void *at(const void *base, long element, int dtype) {
     return base ? (const char *)base + element * size_of(dtype) : NULL;
 }
+
+/* (rows, n), `from_ld` from row to row -> (n, to_ld), each row followed by zeros up to a multiple of VL; row i times
+ * factors[i], unless that is NULL */
+static void read_transposed(float *to, long to_ld, const void *from, long from_ld, long rows, long n, int dtype,
+                            const float *factors) {
+    for (long r = 0; r < rows; r += VL)
+        for (long c = 0; c < n; c += VL) {
+            const long height = rows - r < VL ? rows - r : VL, width = n - c < VL ? n - c : VL;
+            vec x[VL];
+            if (height == VL && width == VL && dtype == FLOAT32) {
+                const float *first = (const float *)from + r * from_ld + c;
+#pragma GCC unroll 16
+                for (int i = 0; i < VL; i++) x[i] = LOAD(first + i * from_ld);
+            } else {
+                memset(x, 0, sizeof x);
+                for (long i = 0; i < height; i++)
+                    read_floats((float *)&x[i], at(from, (r + i) * from_ld + c, dtype), width, dtype);
+            }
+            transpose_square(x);
+            for (long i = 0; i < width; i++) STORE(to + (c + i) * to_ld + r, factors ? factors[c + i] * x[i] : x[i]);
+        }
+}
+
+/* (rows, n), `from_ld` from row to row -> (n, rows), `to_ld` from row to row; reads whole vectors */
+static void write_transposed(void *to, long to_ld, const float *from, long from_ld, long rows, long n, int dtype) {
+    for (long r = 0; r < rows; r += VL)
+        for (long c = 0; c < n; c += VL) {
+            const long height = rows - r < VL ? rows - r : VL, width = n - c < VL ? n - c : VL;
+            vec x[VL] = {};
+            for (long i = 0; i < height; i++) x[i] = LOAD(from + (r + i) * from_ld + c);
+            transpose_square(x);
+            for (long i = 0; i < width; i++)
+                write_floats((void *)at(to, (c + i) * to_ld + r, dtype), (float *)&x[i], height, dtype);
+        }
+}
+
+static void transpose(float *to, long to_ld, const float *from, long from_ld, long rows, long n) {
+    read_transposed(to, to_ld, from, from_ld, rows, n, FLOAT32, NULL);
+}

@@ -48,9 +48,32 @@ static float *new_floats(long n) {
     return memory;
 }
 
-/* (rows, cols), `from_ld` from row to row -> (cols, to_ld), each row followed by zeros */
-static void transpose(float *restrict to, long to_ld, const float *restrict from, long from_ld, long rows, long cols) {
-    memset(to, 0, cols * to_ld * sizeof(float));
-    for (long r = 0; r < rows; r++)
-        for (long c = 0; c < cols; c++) to[c * to_ld + r] = from[r * from_ld + c];
+#ifdef __clang__
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (ivec){__VA_ARGS__})
+#endif
+#if VL == 16
+#define LOW(a, b) SHUFFLE(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
+#define HIGH(a, b) SHUFFLE(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
+#elif VL == 8
+#define LOW(a, b) SHUFFLE(a, b, 0, 8, 1, 9, 2, 10, 3, 11)
+#define HIGH(a, b) SHUFFLE(a, b, 4, 12, 5, 13, 6, 14, 7, 15)
+#else
+#define LOW(a, b) SHUFFLE(a, b, 0, 4, 1, 5)
+#define HIGH(a, b) SHUFFLE(a, b, 2, 6, 3, 7)
+#endif
+
+/* VL vectors become the VL columns of their square: both halves of them shuffled into each other log2(VL) times. */
+INLINE void transpose_square(vec x[VL]) {
+#pragma GCC unroll 4
+    for (int step = 1; step < VL; step *= 2) {
+        vec y[VL];
+#pragma GCC unroll 8
+        for (int i = 0; i < VL / 2; i++) {
+            y[2 * i] = LOW(x[i], x[i + VL / 2]);
+            y[2 * i + 1] = HIGH(x[i], x[i + VL / 2]);
+        }
+        memcpy(x, y, sizeof y);
+    }
 }
