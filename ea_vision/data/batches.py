@@ -19,6 +19,14 @@ class Batch(NamedTuple):
     ids: torch.Tensor  # int64 (B,), on the CPU: indices into the split
 
 
+def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of main memory on its way to the device; on a GPU by pinned memory, or the host might wait until the
+    device has done all that it was given before."""
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
 def numbered_seed(seed: int, number: int) -> int:
     """The seed of the epoch or image `number` of a run."""
     return seed * 1_000_003 + number  # a fixed odd factor keeps the pairs apart

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from ea_vision.data.augment import Augmentation, normalize
-from ea_vision.data.batches import Batch, Share, epoch_generator, epoch_order
+from ea_vision.data.batches import Batch, Share, epoch_generator, epoch_order, sent
 from ea_vision.data.small_images import Images
 
 
@@ -20,6 +20,10 @@ class _OnDevice:
         self.mean = torch.tensor(mean, dtype=torch.float32, device=device)
         self.std = torch.tensor(std, dtype=torch.float32, device=device)
         self.device, self.share = device, Share(len(split), batch_size, rank, world_size)
+
+    def _images_of(self, chosen: torch.Tensor, there: torch.Tensor) -> torch.Tensor:
+        """uint8 (B, C, H, W), on the device. chosen: indices in main memory; there: the same on the device."""
+        return self.images[there if isinstance(self.images, torch.Tensor) else chosen]
 
 
 class TrainLoader(_OnDevice):
@@ -39,12 +43,11 @@ class TrainLoader(_OnDevice):
         draws = self.augmentation.draw(len(self.targets), tuple(self.images.shape[-2:]), generator)
         if self.augmentation.flip == "alternate":  # by the image, wherever the epoch's order has it
             draws[:, 2] = self.augmentation.alternating_flips(len(self.targets), epoch, self.seed)[order]
-        draws = draws.to(self.device)
+        draws, order_there = draws.to(self.device), order.to(self.device)  # once, so that no batch has to wait
         for places in self.share.train_places(first):
-            chosen = order[places]
-            on_device = chosen.to(self.device)
-            images = self.augmentation.apply(self.images[on_device], draws[places], self.mean, self.std)
-            yield Batch(images, self.targets[on_device], chosen)
+            images = self._images_of(order[places], order_there[places])
+            images = self.augmentation.apply(images, draws[places], self.mean, self.std)
+            yield Batch(images, self.targets[order_there[places]], order[places])
 
 
 class EvalLoader(_OnDevice):
@@ -56,5 +59,5 @@ class EvalLoader(_OnDevice):
     def batches(self) -> Iterator[Batch]:
         for images in self.share.eval_images():
             chosen = torch.tensor(list(images), dtype=torch.int64)
-            on_device = chosen.to(self.device)
-            yield Batch(normalize(self.images[on_device], self.mean, self.std), self.targets[on_device], chosen)
+            there = sent(chosen, self.device)
+            yield Batch(normalize(self._images_of(chosen, there), self.mean, self.std), self.targets[there], chosen)

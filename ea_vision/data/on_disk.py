@@ -7,7 +7,6 @@ import os
 import uuid
 from pathlib import Path
 
-import numpy as np
 import torch
 from PIL import Image
 
@@ -29,15 +28,17 @@ class _Pixels:
         return _Pixels(self.beton, device)
 
     def __getitem__(self, index: torch.Tensor) -> torch.Tensor:
-        """uint8 (B, 3, H, W), on the device."""
-        pixels = np.empty((len(index), *self.shape[2:], 3), np.uint8)
+        """uint8 (B, 3, H, W), on the device; index: (B,), in main memory."""
+        on_gpu = self.device is not None and self.device.type == "cuda"
+        pixels = torch.empty((len(index), *self.shape[2:], 3), dtype=torch.uint8, pin_memory=on_gpu)
+        out = pixels.numpy()
         for place, number in enumerate(index.tolist()):
             try:
-                pixels[place] = self.beton.decode(number)
+                out[place] = self.beton.decode(number)
             except BrokenImage as error:
                 raise RunError(f"image {number} of {self.beton.path} is damaged ({error}): delete this file, it will "
                                "be written anew") from error
-        return torch.from_numpy(pixels).to(self.device).permute(0, 3, 1, 2).contiguous()
+        return pixels.to(self.device, non_blocking=True).permute(0, 3, 1, 2).contiguous()
 
 
 class _Source:

@@ -18,7 +18,7 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
 from ea_vision.base.errors import UsageError
-from ea_vision.data.batches import Share, epoch_generator
+from ea_vision.data.batches import Share, epoch_generator, sent
 
 MOST = 10.0  # timm's largest magnitude, unless the policy has an mmax
 LAYER_SEED = 7  # of the generator, beside the seed of an epoch's order
@@ -142,7 +142,7 @@ class RandAugment:
                     alike = chosen & (draws.negative[:, layer] == negative) if directed else chosen
                     if not alike.any():
                         continue
-                    where = alike.nonzero()[:, 0].to(images.device)
+                    where = sent(alike.nonzero()[:, 0], images.device)
                     level = draws.magnitudes[layer, number, int(negative)].item() / MOST
                     images[where] = function(images[where], level, -1 if negative else 1, self.fill)
         return images

@@ -25,7 +25,7 @@ from torchvision.transforms.v2 import functional as F
 from ea_vision.base.errors import UsageError
 from ea_vision.data.augment import normalize
 from ea_vision.data.bad_images import BadImages
-from ea_vision.data.batches import Batch, Share, epoch_generator, epoch_order
+from ea_vision.data.batches import Batch, Share, epoch_generator, epoch_order, sent
 from ea_vision.data.image_files import MAX_PIXELS, BrokenImage
 from ea_vision.data.imagenet import ImageSource
 from ea_vision.data.rand_augment import Draws, RandAugment
@@ -152,12 +152,12 @@ class ThreadLoader:
         if self.in_bytes:
             images = images.to(self.device, non_blocking=True)
             images = images if self.channels_first else images.permute(0, 3, 1, 2)
-            mirrored = torch.from_numpy(flips[rows]).to(self.device, non_blocking=True)
+            mirrored = sent(torch.from_numpy(flips[rows]), self.device)
             images = torch.where(mirrored[:, None, None, None], images.flip(3), images)
             if draws is not None:
                 images = self.augment.apply(images, draws)
             images = normalize(images, self.mean, self.std)
-        targets = torch.from_numpy(self.labels[indices]).to(self.device, non_blocking=True)
+        targets = sent(torch.from_numpy(self.labels[indices]), self.device)
         return Batch(images, targets, torch.from_numpy(indices))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from ea_vision.data.batches import Batch
+from ea_vision.data.batches import Batch, sent
 from ea_vision.data.image_files import BrokenImage
 from ea_vision.data.imagenet import DecodingLoader, ImageEvalLoader, ImageTrainLoader, seed_image
 from ea_vision.detection.coco import CocoFolder
@@ -49,7 +49,7 @@ class _Boxes(DecodingLoader):
 
     def _batch(self, images: torch.Tensor, targets: list[dict[str, Any]], ids: torch.Tensor) -> Batch:
         images = images.to(self.device, non_blocking=True).float().div_(255)
-        targets = [{**target, **{name: torch.from_numpy(target[name]).to(self.device, non_blocking=True)
+        targets = [{**target, **{name: sent(torch.from_numpy(target[name]), self.device)
                                  for name in ("boxes", "labels")}} for target in targets]
         return Batch(images, targets, ids)
 

@@ -134,8 +134,9 @@ class TrainConfig:
                               "plain figure; six: mirrored and shifted by a pixel", choices=VIEWS, free=True)
     test: bool = option(True, "test a finished run on the test images; --no-test, with images held out: leave "
                               "them alone", free=True)
-    on_nan: str = option("stop", "on a non-finite loss; rollback: continue from the last checkpoint, the learning rate "
-                                 "halved (at most 5 times)", choices=("stop", "rollback"), free=True)
+    on_nan: str = option("stop", "on a non-finite loss or gradient; rollback: continue from the last checkpoint, the "
+                                 "learning rate halved (at most 5 times); skip: leave the update out (at most 20 "
+                                 "times)", choices=("stop", "rollback", "skip"), free=True)
     log_steps: int = option(0, "updates between rows of speed.csv; 0: none", minimum=0, free=True)
     tensorboard: bool = option(False, "write TensorBoard events into the run folder", free=True)
     eval_on_train: bool = option(False, "allow data whose training images are those to evaluate on; what comes out is "

@@ -85,20 +85,30 @@ def _updates(trainer: Trainer, epoch: int) -> tuple[float, float, float]:
             batches = [next(source) for _ in range(accum)]
             trainer.bad_images.new.clear()  # the run itself counts and lists them
             trainer._update(batches)
+            hear(trainer.news_after)
+
+        def hear(under_way: int = 0) -> None:
+            for made in trainer.hear(under_way):
+                fault = trainer.fault_of(made)
+                if fault is not None:
+                    raise fault
 
         batches = [next(source) for _ in range(accum)]
         waited = time.perf_counter() - start
         trainer.bad_images.new.clear()
         trainer._update(batches)
+        hear()
         done, first = 1, time.perf_counter()
         if available > 2:  # the second one shows the pace; a GPU has chosen its algorithms by then
             update()
+            hear()
             pace = _slowest(world, time.perf_counter() - first)
             done = 2
             first = time.perf_counter()
             wanted = min(available - done, max(FEWEST, math.ceil(SECONDS / max(pace, 1e-6))))
             for _ in range(wanted):
                 update()
+            hear()
             done += wanted
             seconds = (time.perf_counter() - first) / wanted
         else:

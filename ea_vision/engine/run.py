@@ -530,7 +530,7 @@ def finish(trainer: Trainer, data: Task, test_loader, run: dict[str, Any]) -> No
         f"{split}_images": images, f"{split}_best": _written(found["best"]),
         f"{split}_last": _written(found["last"]),
         "seconds_per_epoch": round(sum(r["seconds"] for r in progress.rows) / len(progress.rows), 3),
-        "rollbacks": progress.rollbacks, "hardware": run["hardware"],
+        "rollbacks": progress.rollbacks, "skipped_updates": progress.skipped, "hardware": run["hardware"],
     }
     if trainer.world.is_main:
         if split == "test" and data.preprocessing is not None:

@@ -3,6 +3,11 @@
 Counting: an update is one change of the weights, from `grad_accum` batches of every process; `progress.step` counts the
 updates within the epoch. A run that was killed and continued makes the same updates as one that was not: order and
 augmentation are functions of seed and epoch, and all random states are in the checkpoint.
+
+The host gives the device one update after the other and never waits for the one that is computing: how an update went
+(its loss, whether a process was asked to stop) it learns `Trainer.news_after` updates later, at the end of an epoch and
+before each checkpoint and row of the log at once. An update whose loss or gradient is not finite the device takes back
+itself (`undo`), so that those made meanwhile begin with good weights.
 """
 
 from __future__ import annotations
@@ -12,6 +17,7 @@ import dataclasses
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
@@ -38,14 +44,17 @@ from ea_vision.engine.config import TrainConfig
 from ea_vision.engine.evaluate import NonFiniteLoss, autocast, evaluate
 from ea_vision.engine.gates import GateRamp, by_share, gate_values
 from ea_vision.engine.logit_scale import classifier_names, scaled
+from ea_vision.engine.news import Made, Mailbox
 from ea_vision.engine.optimizer import build_optimizer, hyperparameters, load_optimizer
 from ea_vision.engine.preflight import loss_on_noise
 from ea_vision.engine.schedules import build_schedule
 from ea_vision.engine.signals import StopRequest
 from ea_vision.engine.step_log import StepLog, memory_mib
+from ea_vision.engine.undo import Undo
 
 log = logging.getLogger(__name__)
 MAX_ROLLBACKS = 5
+MAX_SKIPPED = 20
 
 
 @dataclass
@@ -62,6 +71,7 @@ class Progress:
     best_top1: float = -1.0  # of the trainer's first measure, top-1 or another
     best_epoch: int = 0
     rollbacks: int = 0
+    skipped: int = 0  # updates that were left out for their loss or gradient
     rows: list[dict[str, float]] = field(default_factory=list)  # of metrics.csv
     gates: list[dict[str, float]] = field(default_factory=list)  # of gates.csv
     starts: list[dict[str, Any]] = field(default_factory=list)  # from which update on, under which commit and hardware
@@ -100,10 +110,12 @@ class Trainer:
         measures: what `judge`'s results give by `figures()`, in percent: columns of metrics.csv. The best epoch is that
             with the highest first one.
         judged: what they say of a model, for messages.
+        news_after: updates after which the host learns how one went.
     """
 
     measures: ClassVar[tuple[str, ...]] = run_folder.MEASURES
     judged: ClassVar[str] = "accuracy"
+    news_after: ClassVar[int] = 4
     loss_on_noise = staticmethod(loss_on_noise)
 
     def __init__(self, config: TrainConfig, model: nn.Module, train_loader, eval_loader, *, num_classes: int,
@@ -149,6 +161,10 @@ class Trainer:
         self.erase = None
         if config.random_erasing:
             self.erase = RandomErasing(config.random_erasing, mode="pixel", device=world.device)
+        self.undo = Undo(world.device, model, self.ema, self.optimizer)
+        self.mailbox = Mailbox(world.device, 4, self.news_after + 1)
+        self.under_way: deque[Made] = deque()  # updates of which the host has not heard
+        self._collected = 0  # bad images were, after this update
         self.progress = Progress()
         self._slow_down()
         self.last_good: Path | None = None
@@ -281,57 +297,83 @@ class Trainer:
             return self.bce(logits, targets)
         return F.cross_entropy(logits, targets, label_smoothing=smoothing)
 
-    def _update(self, batches: list) -> tuple[float, bool]:
-        """Make one update from `grad_accum` batches; return the mean loss and whether any process was asked to stop.
+    def _update(self, batches: list) -> None:
+        """Make one update from `grad_accum` batches, without waiting for the device: `_hear` says how it went.
 
-        Raises:
-            NonFiniteLoss: on every process, before the weights change.
+        Where the mean loss of all processes or the gradient is not finite, it changes no weights, statistics, averages
+        or tensors of the optimiser. It counts all the same: in the schedule, and where the optimiser counts steps.
         """
-        self.scheduler.step_update(self.progress.updates)
+        progress, size = self.progress, self.world.size
+        self.scheduler.step_update(progress.updates)
+        self.undo.begin()
         self.optimizer.zero_grad(set_to_none=True)
         total = torch.zeros((), device=self.world.device)
         for index, (images, targets, _) in enumerate(batches):
-            wait = self.world.size > 1 and index < len(batches) - 1  # gradients are averaged with the last batch
+            wait = size > 1 and index < len(batches) - 1  # gradients are averaged with the last batch
             with self.net.no_sync() if wait else nullcontext():
                 loss = self._batch_loss(images, targets) / len(batches)
                 self.scaler.scale(loss).backward()
             total += loss.detach().float()
         # One small sum over the processes: they all learn of a bad loss, a signal or a bad image in the same update.
-        news = torch.stack([total, torch.full_like(total, self.stop.signal is not None),
-                            torch.full_like(total, len(self.bad_images.new))])
-        loss, stops, unreadable = self.world.sum(news).tolist()
-        if unreadable:
-            self.bad_images.collect(self.world, self.folder)
-        if not math.isfinite(loss):
-            raise NonFiniteLoss(f"the loss of update {self.progress.step + 1} of epoch {self.progress.epoch + 1} "
-                                f"is {loss}")
-        if self.config.clip_grad:
-            self.scaler.unscale_(self.optimizer)
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_grad)
-        self.scaler.step(self.optimizer)
+        news = self.world.sum(torch.stack([total, torch.full_like(total, self.stop.signal is not None),
+                                           torch.full_like(total, len(self.bad_images.new))]))
+        self.scaler.unscale_(self.optimizer)
+        norm = self._gradient_norm()
+        # Not by scaler.step, which asks the device whether the gradient is finite, and waits for the answer.
+        self.optimizer.step()
         self.scaler.update()
-        self.progress.updates += 1
-        self.progress.step += 1
-        if self.gate_ramp is not None:
-            self.gate_ramp.update(self.model, self.progress.updates)
+        progress.updates += 1
+        progress.step += 1
         if self.ema is not None:
-            self.ema.update(self.model, step=self.progress.updates)
-            if self.gate_ramp is not None:
+            self.ema.update(self.model, step=progress.updates)
+        self.undo.end(news[0].isfinite() & norm.isfinite())
+        if self.gate_ramp is not None:
+            self.gate_ramp.update(self.model, progress.updates)
+            if self.ema is not None:
                 self.gate_ramp.copy(self.model, self.ema.module)
-        if self.progress.step == self.updates_per_epoch and hasattr(self.optimizer, "sync_lookahead"):
+        if progress.step == self.updates_per_epoch and hasattr(self.optimizer, "sync_lookahead"):
             self.optimizer.sync_lookahead()  # the slow weights are those that are evaluated; here, as gradients exist
-        return loss / self.world.size, stops > 0
+        self.mailbox.send(torch.cat([news, norm[None]]))
+        self.under_way.append(Made(progress.epoch, progress.step, progress.updates,
+                                   self.optimizer.param_groups[0]["lr"], [ids for _, _, ids in batches]))
 
-    def _check_weights(self) -> None:
-        """Raise NonFiniteLoss, on every process, for weights and buffers (batch statistics) no checkpoint should hold:
-        gradients and statistics can overflow where losses do not."""
+    def _gradient_norm(self) -> torch.Tensor:
+        """The norm of the whole gradient, float32 () on the device; the gradient is clipped where that is asked for."""
+        if self.config.clip_grad:
+            norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_grad)
+        else:
+            norm = nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+        return norm.float()
+
+    def hear(self, under_way: int = 0) -> list[Made]:
+        """How updates went, but for the latest `under_way` ones, which are not waited for; each is told once."""
+        told = []
+        while len(self.under_way) > under_way:
+            made = self.under_way.popleft()
+            loss, stops, unreadable, made.norm = self.mailbox.receive()
+            made.loss, made.stop, made.unreadable = loss / self.world.size, stops > 0, unreadable > 0
+            told.append(made)
+        return told
+
+    def fault_of(self, made: Made) -> NonFiniteLoss | None:
+        """What is wrong with an update that was taken back. An overflow in float16 is not: the scaler expects it."""
+        if not math.isfinite(made.loss):
+            return NonFiniteLoss(f"the loss of {made.name} is {made.loss}")
+        if not (math.isfinite(made.norm) or self.scaler.is_enabled()):
+            return NonFiniteLoss(f"the norm of the gradient of {made.name} is {made.norm}")
+        return None
+
+    def _check_weights(self, made: Made) -> None:
+        """Raise NonFiniteLoss, on every process, for weights and buffers (batch statistics) no checkpoint should hold,
+        after the update `made`: steps and statistics can overflow where losses and gradients do not."""
         spoilt = non_finite(self.model.state_dict())
         if self.ema is not None:
             spoilt += [f"averaged {name}" for name in non_finite(self.ema.module.state_dict())]
         everywhere = [name for of_rank in self.world.gather(spoilt) for name in of_rank]  # statistics differ by rank
         if everywhere:
-            raise NonFiniteLoss(f"a weight is not finite after update {self.progress.step} of epoch "
-                                f"{self.progress.epoch + 1}: {everywhere[0]}")
+            error = NonFiniteLoss(f"a weight is not finite after {made.name}: {everywhere[0]}")
+            self._report_non_finite(error, made)
+            raise error
 
     # ---- epochs ---------------------------------------------------------------------------------------------------
 
@@ -349,34 +391,62 @@ class Trainer:
                 start = time.perf_counter()
                 batches = [next(source) for _ in range(accum)]
                 progress.data_seconds += time.perf_counter() - start
-                try:
-                    loss, stop = self._update(batches)
-                    done = progress.step == self.updates_per_epoch
-                    due = config.checkpoint_steps and progress.step % config.checkpoint_steps == 0
-                    if stop or done or due:
-                        self._check_weights()
-                except NonFiniteLoss as error:
-                    self._report_non_finite(error, batches)
-                    raise
-                images = config.batch_size * accum * self.world.size
-                progress.loss_sum += loss * images
-                progress.images += images
+                self._update(batches)
+                done = progress.step == self.updates_per_epoch
+                due = config.checkpoint_steps and progress.step % config.checkpoint_steps == 0
+                logged = self._log_is_due()
+                stop = self.world.size == 1 and self.stop.signal is not None  # else all processes hear of it together
+                told = self.hear(0 if stop or done or due or logged else self.news_after)
+                if any(made.stop for made in told):
+                    stop, told = True, told + self.hear()
+                for made in told:
+                    self._take_in(made)
+                if stop or done or due:
+                    self._check_weights(told[-1])
                 progress.seconds += time.perf_counter() - start
-                bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
+                if told:
+                    bar.set_postfix(loss=f"{told[-1].loss:.3f}", refresh=False)
                 bar.update()
-                self._log_step(loss)
+                if logged:
+                    self._log_step(told[-1].loss)
                 if stop:
                     self._leave()
                 if due and not done:
                     self.save()
 
+    def _take_in(self, made: Made) -> None:
+        """Add an update to the epoch's figures. All processes do so after the same update.
+
+        Raises:
+            NonFiniteLoss: its loss or gradient is not finite, and it may not be left out.
+        """
+        progress = self.progress
+        if made.unreadable and made.updates > self._collected:
+            self.bad_images.collect(self.world, self.folder)
+            self._collected = progress.updates  # those under way have told of the same images
+        fault = self.fault_of(made)
+        if fault is None:
+            images = self.config.batch_size * self.config.grad_accum * self.world.size
+            progress.loss_sum += made.loss * images
+            progress.images += images
+            return
+        self._report_non_finite(fault, made)
+        if self.config.on_nan != "skip" or progress.skipped >= MAX_SKIPPED:
+            raise fault
+        progress.skipped += 1
+        log.warning("%s: left out; its samples are in %s", fault, fault.report)
+
+    def _log_is_due(self) -> bool:
+        """Whether the step log has a row here, on every process: every so many updates, and at the end of an epoch."""
+        config, step = self.config, self.progress.step
+        if not (config.log_steps or config.tensorboard or config.wandb):
+            return False
+        return step % (config.log_steps or self.updates_per_epoch) == 0 or step == self.updates_per_epoch
+
     def _log_step(self, loss: float) -> None:
-        """Add a row to the step log where one is due: every so many updates, and at the end of an epoch."""
+        """Add a row to the step log."""
         progress = self.progress
         if self.step_log is None:
-            return
-        every = self.step_log.every or self.updates_per_epoch
-        if progress.step % every and progress.step != self.updates_per_epoch:
             return
         then, self._logged = self._logged, (progress.images, progress.seconds, progress.data_seconds)
         images, seconds, waiting = (now - before for now, before in zip(self._logged, then, strict=True))
@@ -406,7 +476,7 @@ class Trainer:
         progress.epoch = number
         row = {
             "epoch": progress.epoch, "step": progress.updates, "lr": self.optimizer.param_groups[0]["lr"],
-            "train_loss": progress.loss_sum / progress.images, **figures,
+            "train_loss": progress.loss_sum / progress.images if progress.images else math.nan, **figures,
             "images_per_s": progress.images / trained, "seconds": seconds,
         }
         row = {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in row.items()}
@@ -445,7 +515,7 @@ class Trainer:
                 self.train_epoch()
                 self.finish_epoch()
             except NonFiniteLoss as error:
-                if self.config.on_nan == "stop" or self.progress.rollbacks >= MAX_ROLLBACKS:
+                if self.config.on_nan != "rollback" or self.progress.rollbacks >= MAX_ROLLBACKS:
                     samples = f"; the samples of this update are in {error.report}" if error.report else ""
                     raise RunError(f"{error}; last good checkpoint: {self.last_good}{samples}") from error
                 self._roll_back(error)
@@ -464,20 +534,22 @@ class Trainer:
         raise RunError(f"stopped by signal {number} after update {self.progress.step} of epoch "
                        f"{self.progress.epoch + 1}; saved {self.last_good}", 128 + number)
 
-    def _report_non_finite(self, error: NonFiniteLoss, batches: list) -> None:
-        """Write which samples every process had in the update whose loss is not finite."""
-        ids = self.world.gather([i for _, _, batch_ids in batches for i in batch_ids.tolist()])
-        progress = self.progress
-        error.report = self.folder / f"nonfinite-epoch{progress.epoch + 1:03d}-update{progress.step + 1:05d}.json"
+    def _report_non_finite(self, error: NonFiniteLoss, made: Made) -> None:
+        """Write which samples every process had in an update."""
+        ids = self.world.gather([i for batch_ids in made.ids for i in batch_ids.tolist()])
+        error.report = self.folder / f"nonfinite-epoch{made.epoch + 1:03d}-update{made.step:05d}.json"
         if self.world.is_main:
             write_json(error.report, {
-                "error": str(error), "epoch": progress.epoch + 1, "update": progress.step + 1,
-                "lr": self.optimizer.param_groups[0]["lr"], "last_good_checkpoint": str(self.last_good),
-                "sample_ids": ids, "samples": [[self.describe(i) for i in of_rank] for of_rank in ids]})
+                "error": str(error), "epoch": made.epoch + 1, "update": made.step, "lr": made.lr,
+                "last_good_checkpoint": str(self.last_good), "sample_ids": ids,
+                "samples": [[self.describe(i) for i in of_rank] for of_rank in ids]})
         self.world.barrier()  # nobody leaves, and has the others ended, before the report is written
 
     def _roll_back(self, error: NonFiniteLoss) -> None:
         """Go back to the last checkpoint with the learning rate halved once more."""
+        self.under_way.clear()
+        self.mailbox.clear()
+        self._collected = 0
         rollbacks, starts = self.progress.rollbacks + 1, self.progress.starts
         self.load(checkpoint.read_checkpoint(self.last_good), self.last_good)
         self.progress.rollbacks, self.progress.starts = rollbacks, starts
