@@ -43,6 +43,10 @@ def option(default: Any, help: str, *, choices=None, minimum=None, maximum=None,
     return dataclasses.field(default=default, metadata=metadata)
 
 
+COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")  # torch.compile's
+CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
+
+
 @dataclass
 class TrainConfig:
     """What every trainer needs; a trainer adds the fields of its data set in a subclass."""
@@ -122,6 +126,8 @@ class TrainConfig:
                       choices=("none", "bfloat16", "float16"), bare="bfloat16")
     channels_last: bool = option(False, "keep images and weights channels-last in memory", free=True)
     compile: bool = option(False, "compile the model with torch.compile", free=True)
+    compile_mode: str = option("default", "mode of torch.compile; reduce-overhead: CUDA graphs, for networks whose "
+                                          "kernels are short, such as those of CIFAR", choices=COMPILE_MODES, free=True)
     sync_bn: bool = option(False, "batch statistics over all processes (CUDA only)")
     eval_batch_size: int = option(500, "images per process and evaluation step", minimum=1)
     eval_epochs: int = option(1, "epochs between evaluations; the last epoch is always evaluated", minimum=1,
@@ -158,6 +164,11 @@ class TrainConfig:
         if (self.mixup or self.cutmix) and self.batch_size < 2:
             raise UsageError(f"mixup and cutmix mix pairs of images: batch_size must be at least 2, got "
                              f"{self.batch_size}")
+        if self.compile_mode != "default" and not self.compile:
+            raise UsageError(f"compile_mode goes with compile, got {self.compile_mode} without it")
+        if self.cuda_graphs and self.grad_accum > 1:
+            raise UsageError(f"compile_mode {self.compile_mode} needs grad_accum 1, for the next replay of a CUDA "
+                             f"graph takes the gradients of the one before, got {self.grad_accum}")
         if self.bce_target_thresh and not self.bce_loss:
             raise UsageError(f"bce_target_thresh goes with bce_loss, got {self.bce_target_thresh:g} without it")
         if self.bce_loss and self.label_smoothing == 1:
@@ -168,6 +179,11 @@ class TrainConfig:
             raise UsageError(f"decay_epochs must rise, got {self.decay_epochs}")
         check_logit_scale(self.logit_scale)
         check_gate_ramp(self.gate_ramp)
+
+    @property
+    def cuda_graphs(self) -> bool:
+        """Whether the compiled model is replayed as CUDA graphs, where there is CUDA."""
+        return self.compile and self.compile_mode in CUDA_GRAPHS
 
     def as_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

@@ -139,12 +139,17 @@ class Trainer:
         if config.gate_ramp:
             over = round(config.gate_ramp_share * config.epochs * self.updates_per_epoch)
             self.gate_ramp = GateRamp(model, config.gate_ramp, over)
-        self.net = torch.compile(model) if config.compile else model
+        self.net = model
+        if config.compile:  # a CUDA graph is of one shape: each is compiled by itself
+            self.net = torch.compile(model, mode=config.compile_mode, dynamic=False if config.cuda_graphs else None)
         self.eval_net = self.net
         self.ema = ModelEmaV3(model, decay=config.ema, use_warmup=config.ema_warmup) if config.ema else None
         if world.size > 1:
             # Not with static_graph: it fails where the first backward is in no_sync, and brings nothing measurable.
-            self.net = DistributedDataParallel(self.net, [world.device.index] if world.device.type == "cuda" else None)
+            # Around the compiled model: what is compiled inside DDP's forward torch splits at the borders of its
+            # buckets, so that each is averaged while backward goes on with the next (dynamo's optimize_ddp).
+            self.net = DistributedDataParallel(self.net, [world.device.index] if world.device.type == "cuda" else None,
+                                               gradient_as_bucket_view=True)
         self.optimizer = build_optimizer(config, model, config.batch_size * config.grad_accum * world.size)
         self.lr_scales = [group["lr_scale"] for group in self.optimizer.param_groups]
         self.scheduler = build_schedule(config, self.optimizer, self.updates_per_epoch)
@@ -310,6 +315,8 @@ class Trainer:
         total = torch.zeros((), device=self.world.device)
         for index, (images, targets, _) in enumerate(batches):
             wait = size > 1 and index < len(batches) - 1  # gradients are averaged with the last batch
+            if self.config.cuda_graphs:
+                torch.compiler.cudagraph_mark_step_begin()  # what the last replay left is not needed any more
             with self.net.no_sync() if wait else nullcontext():
                 loss = self._batch_loss(images, targets) / len(batches)
                 self.scaler.scale(loss).backward()

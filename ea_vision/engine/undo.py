@@ -7,14 +7,12 @@ tensors together: they are copied into one piece for each type, chosen from ther
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import operator
 from typing import Any
 
 import torch
 from timm.utils import ModelEmaV3
 from torch import nn
-
-Path = tuple[Any, ...]
 
 
 class Undo:
@@ -32,22 +30,25 @@ class Undo:
     def __init__(self, device: torch.device, model: nn.Module, averaged: ModelEmaV3 | None,
                  optimizer: torch.optim.Optimizer):
         self.device, self.model, self.averaged, self.optimizer = device, model, averaged, optimizer
-        self._of_models: dict[Path, torch.Tensor] | None = None
+        self._of_models: list[torch.Tensor] = []
+        self._of_optimizer: list[torch.Tensor] = []
         self._entries: dict[Any, dict[str, Any]] = {}  # what the optimiser had of each parameter before the update
-        self._state = _State({})
+        self._state: _State | None = None
 
     @torch.no_grad()
     def begin(self) -> None:
         """Keep the state as it is now."""
-        if self._of_models is None:
-            models = {"model": self.model} | ({"averaged": self.averaged.module} if self.averaged is not None else {})
-            self._of_models = dict(self._on_device({name: model.state_dict(keep_vars=True)
-                                                    for name, model in models.items()}))
         state = self.optimizer.state_dict()
         self._entries = {key: dict(entry) for key, entry in state["state"].items()}
-        tensors = {**self._of_models, **dict(self._on_device(state))}
-        if not self._state.is_of(tensors):
-            self._state = _State(tensors)
+        tensors = _tensors_in(state)
+        if self._state is None or not _same(tensors, self._of_optimizer):
+            if self._state is None:
+                self._of_models = _tensors_in(self.model.state_dict(keep_vars=True))
+                if self.averaged is not None:
+                    self._of_models += _tensors_in(self.averaged.module.state_dict(keep_vars=True))
+            self._of_optimizer = tensors
+            self._state = _State([tensor for tensor in self._of_models + tensors
+                                  if tensor.device.type == self.device.type])
         self._state.keep()
 
     @torch.no_grad()
@@ -55,41 +56,33 @@ class Undo:
         """Go back to the state of `begin`, unless `fine`, a boolean () on the device, is true."""
         if self.device.type == "cpu" and fine.item():  # it is at hand
             return
-        kept, tensors = self._state, {**self._of_models, **dict(self._on_device(self.optimizer.state_dict()))}
-        if not kept.is_of(tensors):
+        state = self.optimizer.state_dict()
+        if not _same(_tensors_in(state), self._of_optimizer):
             if fine.item():
                 return
-            for key, entry in self.optimizer.state_dict()["state"].items():  # the optimiser's own dicts
+            for key, entry in state["state"].items():  # the optimiser's own dicts
                 entry.clear()
                 entry.update(self._entries.get(key, {}))
-        kept.choose(fine)
-
-    def _on_device(self, state: dict[str, Any]) -> Iterator[tuple[Path, torch.Tensor]]:
-        for path, tensor in _tensors_in(state, ()):
-            on_itself = any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
-            if tensor.device.type == self.device.type and tensor.numel() and not on_itself:  # nothing changes that
-                yield path, tensor
+        self._state.choose(fine)
 
 
 class _State:
-    """Tensors by name, a copy of them, and what is needed to write them all at once."""
+    """Tensors, a copy of them, and what is needed to write them all at once."""
 
-    def __init__(self, tensors: dict[Path, torch.Tensor]):
-        self.tensors = tensors
+    def __init__(self, tensors: list[torch.Tensor]):
         self._views: dict[torch.dtype, list[torch.Tensor]] = {}  # of one type, flat
         self._loose: list[tuple[torch.Tensor, torch.Tensor]] = []  # what no view flattens (a column), with its copy
-        for tensor in tensors.values():
+        for tensor in tensors:
+            on_itself = any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
+            if not tensor.numel() or on_itself:  # an expanded buffer: nothing changes that in place
+                continue
             try:
                 flat = tensor.detach().permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True)).view(-1)
                 self._views.setdefault(tensor.dtype, []).append(flat)
             except RuntimeError:
                 self._loose.append((tensor.detach(), torch.empty_like(tensor)))
+        self._sizes = {kind: [view.numel() for view in views] for kind, views in self._views.items()}
         self._kept = {kind: torch.empty_like(torch.cat(views)) for kind, views in self._views.items()}
-
-    def is_of(self, tensors: dict[Path, torch.Tensor]) -> bool:
-        """Whether these are the very same tensors."""
-        return len(tensors) == len(self.tensors) and all(
-            tensor is self.tensors.get(path) for path, tensor in tensors.items())
 
     def keep(self) -> None:
         for kind, views in self._views.items():
@@ -101,15 +94,22 @@ class _State:
         """Leave the tensors as they are where `fine`, else give them what was kept."""
         for kind, views in self._views.items():
             chosen = torch.where(fine, torch.cat(views), self._kept[kind])
-            torch.split_with_sizes_copy(chosen, [view.numel() for view in views], out=views)
+            torch.split_with_sizes_copy(chosen, self._sizes[kind], out=views)
         for tensor, copy in self._loose:
             tensor.copy_(torch.where(fine, tensor, copy))
 
 
-def _tensors_in(value: Any, path: Path) -> Iterator[tuple[Path, torch.Tensor]]:
-    """The tensors of a nested state with the keys that lead to them."""
-    if isinstance(value, torch.Tensor):
-        yield path, value
-    elif isinstance(value, (dict, list, tuple)):
-        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _tensors_in(item, (*path, key))
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors of a nested state, in its order."""
+    found = []
+    for item in value.values() if isinstance(value, dict) else value:
+        if isinstance(item, torch.Tensor):
+            found.append(item)
+        elif isinstance(item, (dict, list, tuple)):
+            found += _tensors_in(item)
+    return found
+
+
+def _same(tensors: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    """Whether these are the very same tensors."""
+    return len(tensors) == len(others) and all(map(operator.is_, tensors, others))

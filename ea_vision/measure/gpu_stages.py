@@ -24,6 +24,15 @@ import torch
 from PIL import Image
 
 from ea_vision.base.files import create, write_json
+from ea_vision.base.networks import create_classifier, image_statistics
+from ea_vision.base.processes import World
+from ea_vision.data.augment import Augmentation
+from ea_vision.data.on_device import TrainLoader
+from ea_vision.data.small_images import Images
+from ea_vision.engine.config import resolve
+from ea_vision.engine.signals import StopRequest
+from ea_vision.engine.train import Trainer
+from ea_vision.engine.train_cifar import CifarConfig
 from ea_vision.measure import kernel_figures
 from ea_vision.ops import evolving_attention, triton_attention, triton_tiles, use_implementation
 
@@ -284,6 +293,62 @@ def trainers(device: torch.device, tiny: bool, folder: Path) -> Pairs:
         yield name, attempt(lambda: finished(command, output))  # noqa: B023
 
 
+def updates(device: torch.device, tiny: bool, folder: Path) -> Pairs:
+    """Updates of the CIFAR trainer in which torch makes every wait for the GPU an error, and the time of one: as they
+    are, and compiled to CUDA graphs."""
+    def run(**options: Any) -> dict[str, Any]:
+        trainer = made_trainer(device, tiny, folder, **options)
+        trainer.net.train()
+        batches = trainer.train_loader.batches(0)
+        faults: list[str] = []
+
+        def make(count: int, under_way: int = trainer.news_after) -> None:
+            for _ in range(count):
+                trainer._update([next(batches)])
+                told = trainer.hear(under_way)
+                faults.extend(str(fault) for made in told if (fault := trainer.fault_of(made)) is not None)
+
+        make(3, 0)  # the optimiser's tensors are made, the model is compiled
+        if device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            make(4 if tiny else 12)
+        finally:
+            if device.type == "cuda":
+                torch.cuda.set_sync_debug_mode("default")
+        make(1, 0)
+        count = 4 if tiny else 40
+        began = time.perf_counter()
+        make(count - 1)
+        make(1, 0)
+        found = {"milliseconds": round(1000 * (time.perf_counter() - began) / count, 3)}
+        return found | ({"fault": "; ".join(faults)} if faults else {})
+
+    yield "as they are", attempt(run)
+    if tiny:
+        yield "CUDA graphs", {"not run": "needs a GPU"}
+        return
+    yield "CUDA graphs", attempt(lambda: run(compile=True, compile_mode="reduce-overhead"))
+
+
+def made_trainer(device: torch.device, tiny: bool, folder: Path, **options: Any) -> Trainer:
+    """A trainer of a CIFAR network on made images in the memory of the device; bfloat16, channels-last, EMA."""
+    batch, count = (4, 80) if tiny else (64, 64 * 64)
+    kwargs = {"widths": [16, 16, 16, 16]} if tiny else {}
+    given = {"recipe": "none", "model": "ea_conv_transformer_cifar", "model_kwargs": kwargs, "batch_size": batch,
+             "amp": "bfloat16", "channels_last": True, "ema": 0.99, "clip_grad": 1.0, "lr": 0.01, "warmup": 0.0,
+             **options}
+    config, _ = resolve(CifarConfig, given)
+    model, _ = create_classifier(config.model, kwargs, num_classes=10, img_size=32)
+    mean, std = image_statistics(model)
+    images = torch.randint(256, (count, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    split = Images(images, torch.arange(count) % 10, [str(number) for number in range(count)])
+    loader = TrainLoader(split, batch_size=batch, augmentation=Augmentation(cutout=8), seed=0, mean=mean, std=std,
+                         device=device)
+    return Trainer(config, model.to(device), loader, loader, num_classes=10, world=World(0, 1, device), folder=folder,
+                   stop=StopRequest(), data_fingerprint="", describe=str)
+
+
 def ranks(device: torch.device, tiny: bool, folder: Path) -> Pairs:
     """The trainer under torchrun (DDP) with one process, and with one a GPU, at most 8, where there are more."""
     data = make_images(folder / "images", tiny)
@@ -439,8 +504,9 @@ def profile(device: torch.device, tiny: bool, folder: Path) -> Pairs:
 
 STAGES: dict[str, tuple[Callable[[torch.device, bool, Path], Pairs], int]] = {  # with seconds that it may take
     "operators": (operators, 150), "networks": (networks, 90), "compiled": (compiled, 120),
-    "precisions": (precisions, 45), "trainers": (trainers, 120), "ranks": (ranks, 90), "resumed": (resumed, 90),
-    "ratios": (ratios, 330), "other-ratios": (other_ratios, 220), "tiles": (tiles, 120), "profile": (profile, 90),
+    "precisions": (precisions, 45), "updates": (updates, 75), "trainers": (trainers, 120), "ranks": (ranks, 90),
+    "resumed": (resumed, 90), "ratios": (ratios, 330), "other-ratios": (other_ratios, 180), "tiles": (tiles, 120),
+    "profile": (profile, 90),
 }
 INTERPRETED = ("operators", "tiles")  # on a CPU
 

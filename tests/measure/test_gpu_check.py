@@ -31,7 +31,7 @@ def test_operators_networks_and_precisions_agree_on_a_cpu(tmp_path, monkeypatch)
     monkeypatch.setattr(gpu_stages, "CASES", cases)
     found = dict(gpu_stages.operators(CPU, True, tmp_path))
     assert set(found) == {"AA, cpu, float32", "windows, gathered, float32"}
-    for stage in (gpu_stages.networks, gpu_stages.precisions):
+    for stage in (gpu_stages.networks, gpu_stages.precisions, gpu_stages.updates):
         found |= dict(stage(CPU, True, tmp_path))
     assert [name for name, figures in found.items() if "fault" in figures] == [], found
     assert {"float32", "bfloat16", "ea_conv_transformer_cifar"} <= set(found)

@@ -1,0 +1,134 @@
+"""Gradients among processes: buckets that are averaged while backward goes on, compiled too, and their layout."""
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import timm
+import torch
+from torch import distributed as dist
+from torch import nn
+
+from ea_vision.base.errors import UsageError
+from ea_vision.base.processes import World
+from ea_vision.engine.config import resolve
+from ea_vision.engine.signals import StopRequest
+from ea_vision.engine.train import Trainer
+from ea_vision.engine.train_cifar import CifarConfig
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def group():
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def make_trainer(folder, model, **given) -> Trainer:
+    config, _ = resolve(CifarConfig, {"recipe": "none", "batch_size": 4, **given})
+    return Trainer(config, model, range(8), range(1), num_classes=4, world=World(0, 2, CPU), folder=folder,
+                   stop=StopRequest(), data_fingerprint="", describe=str)
+
+
+def compiled_parts(node) -> list:
+    """The nodes of an autograd graph that are compiled backwards."""
+    found, seen, left = [], set(), [node]
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if "CompiledFunction" in node.name():
+            found.append(node)
+        left += [following for following, _ in node.next_functions]
+    return found
+
+
+def test_compiled_gradients_are_averaged_while_backward_goes_on(group, tmp_path, monkeypatch):
+    """torch splits what it compiles inside DDP at the borders of the buckets: one goes out between two parts."""
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda model, mode, dynamic: compile_(model, backend="aot_eager",
+                                                                                dynamic=dynamic))
+    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 512), *(nn.Linear(512, 512) for _ in range(4)), nn.Linear(512, 4))
+    trainer = make_trainer(tmp_path, model, compile=True)
+    events = []
+
+    def sent(state, bucket):
+        events.append("bucket")
+        done = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    trainer.net.register_comm_hook(None, sent)
+    images, targets = torch.randn(4, 3, 2, 2), torch.arange(4)
+    for _ in range(2):  # DDP forms its buckets anew after the first
+        events.clear()
+        loss = trainer._batch_loss(images, targets)
+        parts = compiled_parts(loss.grad_fn)
+        for part in parts:
+            part.register_prehook(lambda _: events.append("part"))
+        loss.backward()
+    assert len(parts) >= 2 and events.count("part") == len(parts)
+    assert "bucket" in events[:max(place for place, event in enumerate(events) if event == "part")], events
+
+
+def test_gradients_lie_in_the_buckets_as_their_weights_do(group, tmp_path):
+    """Also those of map convolutions, channels-last: no copy to and from the buckets, and no warning of DDP's."""
+    model = timm.create_model("ea_conv_transformer_cifar", num_classes=4, widths=[8, 8, 8, 8])
+    trainer = make_trainer(tmp_path, model, channels_last=True)
+    always = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for _ in range(2):
+                trainer.optimizer.zero_grad()
+                trainer._batch_loss(torch.randn(4, 3, 32, 32), torch.arange(4)).backward()
+    finally:
+        torch.set_warn_always(always)
+    maps = {name: p for name, p in model.named_parameters() if "evolution.convs" in name and p.ndim == 4}
+    assert len(maps) == 4 and all(p.is_contiguous(memory_format=torch.channels_last) for p in maps.values())
+    parameters = list(model.parameters())
+    assert all(p.grad.stride() == p.stride() for p in parameters)
+    assert len({p.grad.untyped_storage().data_ptr() for p in parameters}) < 5 < len(parameters)
+
+
+@pytest.mark.parametrize("mode, dynamic", [
+    ("default", None), ("reduce-overhead", False), ("max-autotune", False), ("max-autotune-no-cudagraphs", None)])
+def test_compile_mode_is_torchs(tmp_path, monkeypatch, mode, dynamic):
+    asked = []
+    monkeypatch.setattr(torch, "compile", lambda model, **how: asked.append(how) or model)
+    config, _ = resolve(CifarConfig, {"recipe": "none", "compile": True, "compile_mode": mode})
+    model = timm.create_model("test_resnet", num_classes=4)
+    Trainer(config, model, range(8), range(1), num_classes=4, world=World(0, 1, CPU), folder=tmp_path,
+            stop=StopRequest(), data_fingerprint="", describe=str)
+    assert asked == [{"mode": mode, "dynamic": dynamic}]
+
+
+@pytest.mark.parametrize("given, message", [
+    ({"compile_mode": "reduce-overhead"}, "compile_mode goes with compile, got reduce-overhead without it"),
+    ({"compile_mode": "fast", "compile": True}, "compile_mode must be one of default, reduce-overhead, max-autotune, "),
+    ({"compile_mode": "reduce-overhead", "compile": True, "grad_accum": 2}, "compile_mode reduce-overhead needs "
+     "grad_accum 1, .* got 2"),
+])
+def test_modes_that_do_not_fit(given, message):
+    with pytest.raises(UsageError, match=message):
+        resolve(CifarConfig, {"recipe": "none", **given})
+
+
+def test_cuda_graphs_that_torch_leaves_out_train_all_the_same(tmp_path, monkeypatch):
+    """On a CPU torch makes none: the mode goes through the trainer's update, marked steps included."""
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda model, mode, dynamic: compile_(model, backend="aot_eager",
+                                                                                dynamic=dynamic))
+    config, _ = resolve(CifarConfig, {"recipe": "none", "batch_size": 4, "compile": True,
+                                      "compile_mode": "reduce-overhead"})
+    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 4), nn.BatchNorm1d(4))
+    trainer = Trainer(config, model, range(8), range(1), num_classes=4, world=World(0, 1, CPU), folder=tmp_path,
+                      stop=StopRequest(), data_fingerprint="", describe=str)
+    for size in (4, 4, 3):
+        trainer._update([(torch.randn(size, 3, 2, 2), torch.arange(size), torch.arange(size))])
+    assert all(trainer.fault_of(made) is None for made in trainer.hear())
