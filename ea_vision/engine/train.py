@@ -303,7 +303,7 @@ class Trainer:
         return F.cross_entropy(logits, targets, label_smoothing=smoothing)
 
     def _update(self, batches: list) -> None:
-        """Make one update from `grad_accum` batches, without waiting for the device: `_hear` says how it went.
+        """Make one update from `grad_accum` batches, without waiting for the device: `hear` tells how it went.
 
         Where the mean loss of all processes or the gradient is not finite, it changes no weights, statistics, averages
         or tensors of the optimiser. It counts all the same: in the schedule, and where the optimiser counts steps.

@@ -294,8 +294,8 @@ def trainers(device: torch.device, tiny: bool, folder: Path) -> Pairs:
 
 
 def updates(device: torch.device, tiny: bool, folder: Path) -> Pairs:
-    """Updates of the CIFAR trainer in which torch makes every wait for the GPU an error, and the time of one: as they
-    are, and compiled to CUDA graphs."""
+    """Updates of the CIFAR trainer in which torch makes every wait for the GPU an error, the time of one, and one that
+    is not finite, which must change nothing: as they are, and compiled to CUDA graphs."""
     def run(**options: Any) -> dict[str, Any]:
         trainer = made_trainer(device, tiny, folder, **options)
         trainer.net.train()
@@ -322,6 +322,13 @@ def updates(device: torch.device, tiny: bool, folder: Path) -> Pairs:
         make(count - 1)
         make(1, 0)
         found = {"milliseconds": round(1000 * (time.perf_counter() - began) / count, 3)}
+        before = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+        images, targets, ids = next(batches)
+        trainer._update([(images * float("nan"), targets, ids)])
+        made, = trainer.hear()
+        after = trainer.model.state_dict()
+        if trainer.fault_of(made) is None or not all(torch.equal(after[name], before[name]) for name in before):
+            faults.append(f"an update on images of NaN (loss {made.loss}) was not told, or changed the network")
         return found | ({"fault": "; ".join(faults)} if faults else {})
 
     yield "as they are", attempt(run)
