@@ -45,6 +45,11 @@ def require_ffcv(module: str):
         UsageError: it is not installed, with the lines that install it, or does not work, with what it says.
     """
     try:
+        config = importlib.import_module("numba").config
+        if config.THREADING_LAYER == "default":
+            # FFCV starts numba's threads when it is imported. Where numba takes TBB for them and there is one core, a
+            # process that has forked since waits for ever at its end. Nothing here computes in those threads.
+            config.THREADING_LAYER = "workqueue"
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if sys.modules.get("ffcv") is None:

@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from ea_vision.layers import AugmentedConv2d
 from ea_vision.models._build import Network, register_networks
 from ea_vision.models._chain import AttentionConfig, AttnStage, ChainBuilder, ChainedNetwork, Step, to_size
+from ea_vision.models._stem import put_small_stem
 
 __all__ = ["AttnResNet"]
 
@@ -152,13 +153,15 @@ class AttnResNet(ChainedNetwork, ResNet):
         augment_strided: whether those with stride 2, one at the beginning of each stage, are augmented too.
         map_reduction: pixels of the image to a pixel of the finest attention map, along a side: 16, as in the papers,
             pools the 28x28 stage to 14x14; 8 lets it attend at 28x28.
+        stem_stride: for small images, a 3x3 stem of this stride (1, 2 or 4) without max-pooling; None is timm's, of 4
+            altogether. At 64 pixels stem_stride=2 with map_reduction=4 attends at 16x16, 8x8 and 4x4.
         **kwargs: those of `AttentionConfig` and of the evolution (num_heads, qk_ratio, v_ratio, position, window,
             evolution, alpha, beta, kernel_size, num_layers, ...), and timm's ResNet's (num_classes, in_chans,
             output_stride, global_pool, drop_rate, drop_path_rate, ...).
 
     Raises:
-        ValueError: an option that the evolution does not have, widths that the heads do not divide, another `augment`,
-            or a map_reduction that is no power of two.
+        ValueError: an option that the evolution does not have, widths that the heads do not divide, another `augment`
+            or `stem_stride`, or a map_reduction that is no power of two.
     """
 
     def __init__(
@@ -169,6 +172,7 @@ class AttnResNet(ChainedNetwork, ResNet):
             augment: str = "all",
             augment_strided: bool = True,
             map_reduction: int = 16,
+            stem_stride: int | None = None,
             device=None,
             dtype=None,
             **kwargs: Any,
@@ -180,6 +184,8 @@ class AttnResNet(ChainedNetwork, ResNet):
         attention = AttentionConfig.take(kwargs)
         plain_block = BasicBlock if issubclass(block, BasicBlock) else Bottleneck
         super().__init__((plain_block, block, block, block), layers, **kwargs, device=device, dtype=dtype)
+        if stem_stride is not None:
+            put_small_stem(self, kwargs.get("in_chans", 3), stem_stride, device, dtype)
         self.img_size = to_size(img_size)
         chains = ChainBuilder(attention, self, device, dtype)
 
@@ -198,7 +204,7 @@ class AttnResNet(ChainedNetwork, ResNet):
             setattr(self, name, AttnStage(*blocks))
 
     def forward_stem(self, x: Tensor) -> Tensor:
-        """(B, in_chans, H, W) -> (B, 64, H/2, W/2)."""
+        """(B, in_chans, H, W) -> (B, 64, H/2, W/2); with stem_stride the sides over that."""
         return self.act1(self.bn1(self.conv1(x)))
 
     def forward_layer1(self, x: Tensor) -> Tensor:
@@ -209,7 +215,7 @@ class AttnResNet(ChainedNetwork, ResNet):
         return self.layer1(x)
 
     def forward_features(self, x: Tensor) -> Tensor:
-        """(B, in_chans, H, W) -> (B, num_features, H/32, W/32)."""
+        """(B, in_chans, H, W) -> (B, num_features, H/32, W/32); with stem_stride the sides over 8 times that."""
         x = self.forward_layer1(self.forward_stem(x))
         x, logits = self.layer2(x)
         x, logits = self.layer3(x, logits)

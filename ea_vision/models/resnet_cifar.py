@@ -1,30 +1,27 @@
 """timm's ResNet-18 for 32x32 images: the plain network that the CIFAR tables set beside ours.
 
 Its stem is a 3x3 convolution of stride 1 without max-pooling, as `Deep Residual Learning for Image Recognition`
-(section 4.2, https://arxiv.org/abs/1512.03385) has it for CIFAR; the rest is timm's.
+(section 4.2, https://arxiv.org/abs/1512.03385) has it for CIFAR; the rest is timm's. `stem_stride=2` is for images of
+64 pixels; `layers=[3,4,6,3]` makes it a ResNet-34.
 """
 from typing import Any
 
 from timm.models import generate_default_cfgs
 from timm.models.resnet import BasicBlock, ResNet
-from torch import nn
 
 from ea_vision.models._build import Network, register_networks
+from ea_vision.models._stem import put_small_stem
 
 __all__ = ["ResNetCifar"]
 
 
 class ResNetCifar(ResNet):
-    """timm's ResNet with the stem of small images; keywords as there."""
+    """timm's ResNet with a 3x3 stem of stride `stem_stride` and no max-pooling; the other keywords as there."""
 
-    def __init__(self, *args: Any, in_chans: int = 3, device=None, dtype=None, **kwargs: Any) -> None:
-        dd = {"device": device, "dtype": dtype}
-        super().__init__(*args, in_chans=in_chans, **kwargs, **dd)
-        self.conv1 = nn.Conv2d(in_chans, self.conv1.out_channels, 3, padding=1, bias=False, **dd)
-        nn.init.kaiming_normal_(self.conv1.weight, mode="fan_out", nonlinearity="relu")
-        self.maxpool = nn.Identity()
-        for index, info in enumerate(self.feature_info):
-            info["reduction"] = max(1, info["reduction"] // 4) if index else 1
+    def __init__(self, *args: Any, in_chans: int = 3, stem_stride: int = 1, device=None, dtype=None,
+                 **kwargs: Any) -> None:
+        super().__init__(*args, in_chans=in_chans, **kwargs, device=device, dtype=dtype)
+        put_small_stem(self, in_chans, stem_stride, device, dtype)
 
 
 default_cfgs = generate_default_cfgs({

@@ -4,6 +4,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import subprocess
 import sys
 
 import numpy as np
@@ -166,6 +167,17 @@ def test_broken_images_stop_the_writing_or_are_left_out_and_listed(tmp_path, cap
     about = json.loads((out.parent / "train.beton.json").read_text())
     assert about["images"] == len(open_beton(out)) == 8 and about["counts"] == [2, 3, 3]
     assert [entry["path"] for entry in about["left_out"]] == [str(root / "train/class_0/003.jpg")]
+
+
+@needs_ffcv
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux, to keep a process on one core")
+def test_writing_ends_on_one_core(photos, tmp_path):
+    code = ("import os, sys; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); "
+            "from ea_vision.data.write_ffcv import main; sys.exit(main(sys.argv[1:]))")
+    out = tmp_path / "val.beton"
+    argv = ["--data-dir", str(photos), "--split", "validation", "--out", str(out), "--workers", "1"]
+    subprocess.run([sys.executable, "-c", code, *argv], check=True, timeout=120)
+    assert len(open_beton(out)) == 13
 
 
 @needs_ffcv

@@ -268,3 +268,24 @@ def test_the_baseline_is_timms_resnet18_with_the_stem_of_small_images():
     shapes = [tuple(f.shape[1:]) for f in features(torch.zeros(1, 3, 32, 32))]
     assert shapes == [(64, 32, 32), (64, 32, 32), (128, 16, 16), (256, 8, 8), (512, 4, 4)]
     assert features.feature_info.reduction() == [1, 1, 2, 4, 8]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name, keywords", [
+    ("resnet18_cifar", {}), ("aa_resnet34", {"img_size": 64, "map_reduction": 4}),
+    ("ea_aa_resnet50", {"img_size": 64, "map_reduction": 4})])
+def test_a_stem_of_stride_2_keeps_maps_of_16x16_at_64_pixels(name, keywords):
+    with torch.device("meta"):
+        model = timm.create_model(name, num_classes=7, in_chans=1, stem_stride=2, **keywords).eval()
+        features = model.forward_intermediates(torch.empty(1, 1, 64, 64), intermediates_only=True)
+    assert [f.shape[-1] for f in features] == [32, 32, 16, 8, 4]
+    assert [info["reduction"] for info in model.feature_info] == [2, 2, 4, 8, 16]
+    if keywords:  # the tables have an entry an offset
+        assert {(len(layer.height_rel) + 1) // 2 for layer in layers_of(model)} == {16, 8, 4}
+
+
+@pytest.mark.parametrize("stride", [0, 3, 8])
+def test_a_stem_has_stride_1_2_or_4(stride):
+    for name in ("resnet18_cifar", "aa_resnet34"):
+        with torch.device("meta"), pytest.raises(ValueError, match=f"stem_stride must be 1, 2 or 4, got {stride}"):
+            timm.create_model(name, stem_stride=stride)
