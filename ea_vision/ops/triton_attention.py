@@ -341,8 +341,8 @@ def _evolve(q, k, v, height_rel, width_rel, maps, weight, bias, gates, shares, s
     _launch(
         triton_kernels.evolve, q, sizes, q, k, v, *(q if x is None else x for x in tensors), *_weight_strides(weight),
         *strides, *v_strides, conv.number, kept.number, own.number, scale, *_drawn(dropout_p),
-        tile=default_tile("evolve", q.dtype, sizes, bool(conv)), UNIT=unit, UNIT_V=unit_v, OWN=bool(own),
-        MAPS=bool(kept), CONV=bool(conv), RELATIVE=height_rel is not None, SAVE=logits is not None,
+        tile=default_tile("evolve", q.dtype, sizes, bool(conv), out is not None), UNIT=unit, UNIT_V=unit_v,
+        OWN=bool(own), MAPS=bool(kept), CONV=bool(conv), RELATIVE=height_rel is not None, SAVE=logits is not None,
         SIGNS=signs is not None, ATTEND=out is not None,
         CONV_ROW=conv.row, MAPS_ROW=kept.row, OWN_ROW=own.row, DROP=dropout_p > 0 and out is not None)
 

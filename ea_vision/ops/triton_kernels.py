@@ -35,6 +35,29 @@ def _rows(
     return tl.load(ptr + at, mask=mask, other=0.0).to(OP)
 
 
+# What one warp loads and another needs goes through shared memory, behind two barriers. A load of rows gives C rows in
+# a line to a warp, C to the next, and so on, and a product has its heads, or groups of pixels, lie by warps. So rows
+# are loaded in the order in which each warp gets its own, and put into theirs in registers. Any C gives one result.
+
+
+@triton.jit
+def _rows_by_warps(
+        ptr, stride_head, stride_pixel, stride_width, n0,
+        N: tl.constexpr, K: tl.constexpr, D: tl.constexpr, KP: tl.constexpr, DP: tl.constexpr, OP: tl.constexpr,
+        UNIT: tl.constexpr, I: tl.constexpr,
+):
+    """Pixels n0 to n0 + I - 1 of one image's (K, N, D) tensor, zeros outside: (KP, I, DP)."""
+    C: tl.constexpr = min(I, max(1, 32 * UNIT // DP))
+    row = tl.arange(0, KP * I)[:, None]
+    head = row // C % KP
+    pixel = n0 + row // (C * KP) * C + row % C
+    d = tl.arange(0, DP)[None, :]
+    mask = (head < K) & (pixel < N) & (d < D)
+    at = (head * stride_head + pixel * stride_pixel) * UNIT + d * stride_width
+    x = tl.load(ptr + at, mask=mask, other=0.0).to(OP)
+    return tl.reshape(tl.permute(tl.reshape(x, (I // C, KP, C, DP)), (1, 0, 2, 3)), (KP, I, DP))
+
+
 @triton.jit
 def _store_rows(ptr, n, x, N: tl.constexpr, K: tl.constexpr, D: tl.constexpr, KP: tl.constexpr, DP: tl.constexpr):
     """The reverse of `_rows`, for one image of a tensor laid out as (B, N, K, D)."""
@@ -55,19 +78,35 @@ def _map_tile(i, j, N: tl.constexpr, K: tl.constexpr, KP: tl.constexpr):
 
 
 @triton.jit
-def _tap_row(
-        maps, i0, j0, dy: tl.constexpr,
-        N: tl.constexpr, K: tl.constexpr, KS: tl.constexpr, RP: tl.constexpr, PREFIX: tl.constexpr,
-        I: tl.constexpr, J: tl.constexpr, OP: tl.constexpr,
-):
-    """What tap row dy of the convolution sees at each pixel of a tile: (I*J, RP), the columns (dx, head) flat."""
+def _flat_tile(i0, j0, N: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, I: tl.constexpr, J: tl.constexpr):
+    """Of a map's tile whose pixels are one axis: offsets (I*J, KP), rows and columns of the map (I*J, 1)."""
     pixel = tl.arange(0, I * J)[:, None]
+    row = i0 + pixel // J
+    col = j0 + pixel % J
+    return (row * N + col) * K + tl.arange(0, KP)[None, :], row, col
+
+
+@triton.jit
+def _tap_row(
+        maps, pixel, i0, j0, dy: tl.constexpr,
+        N: tl.constexpr, K: tl.constexpr, KS: tl.constexpr, RP: tl.constexpr, PREFIX: tl.constexpr,
+        J: tl.constexpr, OP: tl.constexpr, NEAR: tl.constexpr,
+):
+    """What tap row dy of the convolution sees at those pixels (X, 1) of a tile: (X, RP), the columns (dx, head) flat.
+
+    NEAR: all tap rows share their addresses, from which they are a number away that the compiler knows.
+    """
     r = tl.arange(0, RP)[None, :]
-    y = i0 + pixel // J + (dy - KS // 2)
+    y = i0 + pixel // J
     x = j0 + pixel % J - KS // 2
     col = x + r // K
-    mask = (y >= PREFIX) & (y < N) & (col >= PREFIX) & (col < N) & (r < KS * K)
-    return tl.load(maps + (y * N + x) * K + r, mask=mask, other=0.0).to(OP)
+    tap_y = y + (dy - KS // 2)
+    mask = (tap_y >= PREFIX) & (tap_y < N) & (col >= PREFIX) & (col < N) & (r < KS * K)
+    if NEAR:
+        at = maps + (dy - KS // 2) * N * K + ((y * N + x) * K + r)
+    else:
+        at = maps + (tap_y * N + x) * K + r
+    return tl.load(at, mask=mask, other=0.0).to(OP)
 
 
 @triton.jit
@@ -108,8 +147,9 @@ def _convolve(
     """
     STORE: tl.constexpr = maps.dtype.element_ty
     out = tl.zeros((I * J, KP), dtype=tl.float32)
+    pixel = tl.arange(0, I * J)[:, None]
     for dy in tl.static_range(KS):
-        taps = _tap_row(maps, i0, j0, dy, N, K, KS, RP, PREFIX, I, J, OP)
+        taps = _tap_row(maps, pixel, i0, j0, dy, N, K, KS, RP, PREFIX, J, OP, False)
         w = _weight_row(weight, w_to, w_from, w_y, w_x, gates, dy, K, KS, KP, RP, STORE, OP, ADJOINT, ROW)
         out += _product(taps, w, SPLIT, PRECISION)
     return out
@@ -235,22 +275,24 @@ def _by_offset(
 
 
 @triton.jit
-def _positions(j, H: tl.constexpr, W: tl.constexpr, KP: tl.constexpr, SP: tl.constexpr, OP: tl.constexpr):
-    """One at both positions of each pixel j, zero elsewhere, the same for each head: (KP, J, SP)."""
-    s = tl.arange(0, SP)[None, None, :]
-    hot = (j[None, :, None] // W == s) | (j[None, :, None] % W + H == s)
-    return tl.broadcast_to(hot, (KP, j.shape[0], SP)).to(OP)
+def _positions(j0, J: tl.constexpr, H: tl.constexpr, W: tl.constexpr, KP: tl.constexpr, SP: tl.constexpr,
+               OP: tl.constexpr):
+    """One at both positions of each pixel from j0 on, zero elsewhere, the same for each head: (KP, SP, J)."""
+    s = tl.arange(0, SP)[None, :, None]
+    j = j0 + tl.arange(0, J)[None, None, :]
+    hot = (j // W == s) | (j % W + H == s)
+    return tl.broadcast_to(hot, (KP, SP, J)).to(OP)
 
 
 @triton.jit
-def _own(qi, by_position, k, k_head, k_pixel, k_width, j,
+def _own(qi, by_position, k, k_head, k_pixel, k_width, j0, J: tl.constexpr,
          H: tl.constexpr, W: tl.constexpr, K: tl.constexpr, D: tl.constexpr, KP: tl.constexpr, DP: tl.constexpr,
          SP: tl.constexpr, UNIT: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr, RELATIVE: tl.constexpr):
     """q times keys and, RELATIVE, positions, without the scale: (KP, I, J)."""
-    kj = _rows(k, k_head, k_pixel, k_width, j, H * W, K, D, KP, DP, OP, UNIT)
+    kj = _rows_by_warps(k, k_head, k_pixel, k_width, j0, H * W, K, D, KP, DP, OP, UNIT, J)
     own = tl.dot(qi, tl.permute(kj, (0, 2, 1)), input_precision=PRECISION)
     if RELATIVE:
-        positions = tl.permute(_positions(j, H, W, KP, SP, OP), (0, 2, 1))
+        positions = _positions(j0, J, H, W, KP, SP, OP)
         own = tl.dot(by_position, positions, own, input_precision=PRECISION)
     return own
 
@@ -325,7 +367,7 @@ def evolve(
         if MAPS:
             s += maps_gate * here
         if OWN:
-            own = _own(qi, by_position, k, k_head, k_pixel, k_width, j, H, W, K, D, KP, DP, SP, UNIT, OP, PRECISION,
+            own = _own(qi, by_position, k, k_head, k_pixel, k_width, j0, J, H, W, K, D, KP, DP, SP, UNIT, OP, PRECISION,
                        RELATIVE)
             s += own_gate * tl.permute(own, (1, 2, 0))
         s = s.to(STORE)  # what backward will read: the softmax is of the rounded logits
@@ -467,7 +509,15 @@ def _add_weight_part(
         I: tl.constexpr, J: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """dw (GROUPS, RP, KP) + what the adjoint's tap row dy sees at each pixel, times m (GROUPS, pixels, KP) there."""
-    taps = _grouped(_tap_row(d_conv, i0, j0, dy, N, K, KS, RP, PREFIX, I, J, OP), m.shape[0])
+    GROUPS: tl.constexpr = m.shape[0]
+    BITS: tl.constexpr = d_conv.dtype.element_ty.primitive_bitwidth
+    # Rows are dealt out to the groups' warps as in _rows_by_warps
+    C: tl.constexpr = max(1, min(m.shape[1], 32 * min(K & -K, 128 // BITS) // RP))
+    RUNS: tl.constexpr = m.shape[1] // C
+    row = tl.arange(0, I * J)[:, None]
+    pixel = (row // C % GROUPS * RUNS + row // (C * GROUPS)) * C + row % C
+    taps = tl.reshape(_tap_row(d_conv, pixel, i0, j0, dy, N, K, KS, RP, PREFIX, J, OP, True), (RUNS, GROUPS, C, RP))
+    taps = tl.reshape(tl.permute(taps, (1, 0, 2, 3)), (GROUPS, RUNS * C, RP))
     return tl.dot(tl.permute(taps, (0, 2, 1)), m, dw, input_precision=PRECISION)
 
 
@@ -509,6 +559,8 @@ def weight_backward(
     d_logits += image * (N * N * K)
     k += image * k_image * UNIT
     prev_gate = _share(prev_share, gates, PREV_ROW, K, KP)
+    if PREV_ROW >= 0:
+        prev_gate = tl.reshape(prev_gate, (1, KP))
     own_gate = _share(own_share, gates, OWN_ROW, K, KP) * scale
     if MIXES:
         qi = _rows(q + image * q_image * UNIT, q_head, q_pixel, q_width, i, N, K, D, KP, DP, OP, UNIT)
@@ -516,7 +568,7 @@ def weight_backward(
         if RELATIVE:
             by_position = _position_products(qi, height_rel, width_rel, i, H, W, D, SP, TP, STORE, OP, PRECISION, SPLIT)
     if BETA:
-        db = tl.zeros((I, J, KP), dtype=tl.float32)
+        db = tl.zeros((I * J, KP), dtype=tl.float32)
     dw0 = tl.zeros((GROUPS, RP, KP), dtype=tl.float32)  # a tap row each
     if KS >= 3:
         dw1 = tl.zeros((GROUPS, RP, KP), dtype=tl.float32)
@@ -526,17 +578,22 @@ def weight_backward(
         dw4 = tl.zeros((GROUPS, RP, KP), dtype=tl.float32)
 
     for j0 in range(0, N, J):
-        j = j0 + tl.arange(0, J)
-        at, inside = _map_tile(i, j, N, K, KP)
+        if MIXES:
+            own = _own(qi, by_position, k, k_head, k_pixel, k_width, j0, J, H, W, K, D, KP, DP, SP, UNIT, OP, PRECISION,
+                       RELATIVE)
+            own = tl.reshape(own_gate * tl.permute(own, (1, 2, 0)), (I * J, KP))
+        at, row, col = _flat_tile(i0, j0, N, K, KP, I, J)
+        inside = (row < N) & (col < N) & (tl.arange(0, KP)[None, :] < K)
         took = tl.load(prev + at, mask=inside, other=0.0).to(tl.float32)
         if MIXES:
-            own = _own(qi, by_position, k, k_head, k_pixel, k_width, j, H, W, K, D, KP, DP, SP, UNIT, OP, PRECISION,
-                       RELATIVE)
-            took = prev_gate * took + own_gate * tl.permute(own, (1, 2, 0))
-        took = tl.where(inside & _among_patches(i, j, PREFIX), took, 0.0)
+            took = prev_gate * took + own
+        if PREFIX > 0:
+            took = tl.where(inside & (row >= PREFIX) & (col >= PREFIX), took, 0.0)
+        else:
+            took = tl.where(inside, took, 0.0)
         if BETA:
             db -= took * tl.load(d_logits + at, mask=inside, other=0.0).to(tl.float32)
-        m = _grouped(tl.reshape(took.to(STORE).to(OP), (I * J, KP)), GROUPS)
+        m = _grouped(took.to(STORE).to(OP), GROUPS)
         dw0 = _add_weight_part(dw0, d_conv, i0, j0, 0, m, N, K, KS, RP, PREFIX, I, J, OP, PRECISION)
         if KS >= 3:
             dw1 = _add_weight_part(dw1, d_conv, i0, j0, 1, m, N, K, KS, RP, PREFIX, I, J, OP, PRECISION)
@@ -555,7 +612,7 @@ def weight_backward(
         _store_weight_part(d_weight + part, dw4, w_to, w_from, w_y, w_x, 4, K, KS, KP, RP)
     if BETA:
         head = tl.arange(0, KP)
-        tl.store(d_beta + part + head, tl.sum(tl.reshape(db, (I * J, KP)), 0), mask=head < K)
+        tl.store(d_beta + part + head, tl.sum(db, 0), mask=head < K)
 
 
 @triton.jit
@@ -569,7 +626,7 @@ def queries_backward(
         I: tl.constexpr, J: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr,
         RELATIVE: tl.constexpr, CONV: tl.constexpr, LOGITS: tl.constexpr, KEPT: tl.constexpr,
         OWN_FROM_MAPS: tl.constexpr, SAVE: tl.constexpr, CONV_ROW: tl.constexpr,
-        LOGITS_ROW: tl.constexpr, OWN_ROW: tl.constexpr,
+        LOGITS_ROW: tl.constexpr, OWN_ROW: tl.constexpr, SMALL: tl.constexpr,
 ):
     """Back through the convolution and the query's side of the dot product. A program: as `evolve`'s.
 
@@ -625,10 +682,14 @@ def queries_backward(
                 earlier = tl.where(_among_patches(i, j, PREFIX), 0.0, earlier)
             da += earlier
         own = tl.permute(own.to(STORE).to(OP), (2, 0, 1))  # (KP, I, J)
-        kj = _rows(k, k_head, k_pixel, k_width, j, N, K, D, KP, DP, OP, UNIT)
+        if SMALL:  # there the shorter way costs more registers than there are
+            kj = _rows(k, k_head, k_pixel, k_width, j, N, K, D, KP, DP, OP, UNIT)
+        else:
+            kj = _rows_by_warps(k, k_head, k_pixel, k_width, j0, N, K, D, KP, DP, OP, UNIT, J)
         dq = tl.dot(own, kj, dq, input_precision=PRECISION)
         if RELATIVE:
-            d_position = tl.dot(own, _positions(j, H, W, KP, SP, OP), d_position, input_precision=PRECISION)
+            positions = tl.permute(_positions(j0, J, H, W, KP, SP, OP), (0, 2, 1))
+            d_position = tl.dot(own, positions, d_position, input_precision=PRECISION)
 
     part = tl.program_id(0).to(tl.int64) * part_stride
     q += image * q_image * UNIT
@@ -681,7 +742,7 @@ def keys_backward(
             stored = _share(1.0, gates, STORED_ROW, K, KP) * m.to(tl.float32)
             tl.store(maps + at, stored.to(m.dtype), mask=inside)
         m = m.to(OP)
-        qi = _rows(q, q_head, q_pixel, q_width, i, N, K, D, KP, DP, OP, UNIT)
+        qi = _rows_by_warps(q, q_head, q_pixel, q_width, i0, N, K, D, KP, DP, OP, UNIT, I)
         dk = tl.dot(tl.permute(m, (2, 1, 0)), qi, dk, input_precision=PRECISION)
     if SHARE_ROW >= 0:
         dk = tl.permute(_share(1.0, gates, SHARE_ROW, K, KP), (2, 0, 1)) * dk

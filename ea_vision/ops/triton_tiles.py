@@ -70,8 +70,8 @@ class Tile(NamedTuple):
     registers: int = 0
 
 
-def default_tile(name: str, dtype: torch.dtype, sizes: dict, conv: bool) -> Tile:
-    """The tile of a shape that nobody has timed."""
+def default_tile(name: str, dtype: torch.dtype, sizes: dict, conv: bool, attends: bool = True) -> Tile:
+    """The tile of a shape that nobody has timed. conv, attends: what the kernel does, where it does not always."""
     half = dtype != torch.float32
     K, width = sizes["KP"], sizes["KP"] * max(sizes["DP"], sizes["EP"])
     wide = width > 512
@@ -81,13 +81,16 @@ def default_tile(name: str, dtype: torch.dtype, sizes: dict, conv: bool) -> Tile
     limit = 128 if half and width <= 256 else 0  # two blocks of 256 threads share a multiprocessor's registers
     if name == "evolve":
         if many or wide:
-            return Tile(8 if many and conv else 16, 16, warps, 1)
+            mixes = many and half and not conv and not attends  # 76 registers by itself, one block
+            return Tile(8 if many and conv else 16, 16, warps, 1, 64 if mixes else 0)
+        if half and conv and K <= 4 and width >= 256:  # by eight warps four heads are done in part twice, and spill
+            return Tile(16, 16, 4, stages)
         # Twice the queries halve the reads of k; a convolution and float32 need the room themselves
         return Tile(16 if conv or not half else 32, 16, 8, stages, limit)
     if name == "logits_backward":
         return Tile(16, 8 if many else 16, 8, 2 if half and not many and not wide else 1)
     if name == "weight_backward":
-        return Tile(8 if many else 16, 16, 8, 1, limit)
+        return Tile(8 if many else 16, 16, 8, 2 if half and not many and not wide else 1, limit)
     if name == "queries_backward":
         return Tile(8 if many and conv else 16, 16, 8, stages, limit)
     if name == "keys_backward":

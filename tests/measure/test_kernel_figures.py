@@ -27,17 +27,17 @@ def check(figures, spilled=8):
 
 def test_bounds_of_half_precision():
     figures = {f.kernel: f for f in ours.all_figures(["ea50"], ["9.0"], ["bf16"])}
-    check(figures.values())
+    check(figures.values(), spilled=0)
     assert set(figures) == {"evolve", "evolve (mixes)", "row_products", "logits_backward", "weight_backward",
                             "queries_backward", "keys_backward"}
     for f in figures.values():
         assert f.registers <= 128 and f.blocks >= 2, f
-    for kernel, barriers in {"evolve": 4, "logits_backward": 8, "weight_backward": 12, "queries_backward": 6}.items():
+    for kernel, barriers in {"evolve": 4, "logits_backward": 8, "weight_backward": 8, "queries_backward": 6}.items():
         assert figures[kernel].barriers <= barriers, figures[kernel]
 
 
 def test_bounds_of_small_shared_memory_and_of_many_heads():
-    check(ours.all_figures(["pa-cifar"], ["8.6"], ["fp16"]), spilled=80)  # dropout, and heads 64 wide: `evolve` spills
+    check(ours.all_figures(["pa-cifar"], ["8.6"], ["fp16"]), spilled=0)  # dropout, and heads 64 wide
     assert all(f.shared <= 99 * 1024 for f in ours.all_figures(["ea-vit-base"], ["8.6"], ["bf16"]))
 
 
