@@ -127,7 +127,7 @@ def compare_networks(args: argparse.Namespace, setting: Setting, names: Sequence
         UsageError: a network refuses what it is given.
         RunError: a loss that is not finite.
     """
-    bench = Bench(setting, args.repeats)
+    bench = Bench(setting, args.repeats, args.cpu_time)
     bandwidth, copied = bench.bandwidth()
     print(f"memory bandwidth {bandwidth / 1e9:.1f} GB/s: a copy of {copied / MIB:.0f} MiB, read and written")
     runners = build_networks(bench, names, optional, ("eager", "compiled") if args.compile else ("eager",))
@@ -160,6 +160,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--system-malloc", action="store_true", help="on a CPU with glibc: leave its malloc as it is "
                         "(default: start again with settings that keep freed memory, for all networks alike; where "
                         "memory is measured, with settings that return it)")
+    parser.add_argument("--cpu-time", action="store_true", help="on a CPU: time by the CPU time of all threads, which "
+                        "other work on the machine changes less; start with OMP_WAIT_POLICY=passive, else a thread "
+                        "that waits for the others works")
     parser.add_argument("--no-memory", action="store_true", help="leave out the peak memory (on a CPU it takes a "
                         "process for each network)")
     parser.add_argument("--csv", metavar="FILE", help="also write the figures to FILE")
@@ -181,7 +184,7 @@ def conditions(args: argparse.Namespace, setting: Setting) -> dict[str, object]:
         "optimizer": setting.opt,
         "layout": "channels-last" if setting.channels_last else "contiguous", "repeats": args.repeats,
         "implementation": setting.implementation or "chosen", "flush_denormal": setting.flush_denormal,
-        "malloc": "keeps memory" if _keeps_memory() else "system's",
+        "malloc": "keeps memory" if _keeps_memory() else "system's", "clock": "CPU" if args.cpu_time else "wall",
     }
 
 
@@ -200,6 +203,8 @@ def print_conditions(args: argparse.Namespace, under: dict[str, object], on_cpu:
         print("malloc keeps freed memory: started with " + " ".join(f"{k}={v}" for k, v in KEEP_MEMORY.items()))
     elif on_cpu:
         print("malloc: the system's, whose page faults are in the times")
+    if args.cpu_time:
+        print("times: CPU time of all threads together")
     if args.no_memory:
         return
     if on_cpu:
@@ -217,6 +222,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.batch_size is None:
         args.batch_size = 8 if on_cpu else 256
     check_positive(args, "batch_size", "img_size", "threads", "repeats")
+    if args.cpu_time and not on_cpu:
+        raise UsageError(f"--cpu-time times a CPU, got --device {args.device}")
     if args.plot and not args.plot.endswith(".png"):
         raise UsageError(f"--plot must end in .png, got {args.plot!r}")
     check_optimizer_name(args.opt)

@@ -135,7 +135,8 @@ def refusals(name: str, images: str, img_size: int) -> Iterator[None]:
 
 
 def interleaved(calls: dict[Hashable, Callable[[], object]], repeats: int, warm_up: int,
-                synchronize: Callable[[], None] = lambda: None) -> dict[Hashable, float]:
+                synchronize: Callable[[], None] = lambda: None,
+                clock: Callable[[], float] = time.perf_counter) -> dict[Hashable, float]:
     """Median seconds of each call, one of each in a round and in any order; `warm_up` rounds are not counted."""
     seconds = {key: [] for key in calls}
     shuffle = random.Random(0).shuffle  # what one leaves in the caches shall not always meet the same next one
@@ -144,11 +145,11 @@ def interleaved(calls: dict[Hashable, Callable[[], object]], repeats: int, warm_
         shuffle(turns)
         for key, call in turns:
             synchronize()
-            start = time.perf_counter()
+            start = clock()
             call()
             synchronize()
             if repeat >= 0:
-                seconds[key].append(time.perf_counter() - start)
+                seconds[key].append(clock() - start)
     return {key: median(values) for key, values in seconds.items()}
 
 
@@ -158,10 +159,12 @@ class Bench:
     Args:
         setting: how they run.
         repeats: turns of each, of which the median counts.
+        cpu_time: on a CPU: take the process's CPU time, of all threads together, for the time.
     """
 
-    def __init__(self, setting: Setting, repeats: int = 1) -> None:
+    def __init__(self, setting: Setting, repeats: int = 1, cpu_time: bool = False) -> None:
         self.setting, self.repeats, self.device = setting, repeats, choose_device(setting.device)
+        self.clock = time.process_time if cpu_time else time.perf_counter
         torch.manual_seed(0)
         images = torch.randn(setting.batch_size, 3, setting.img_size, setting.img_size)
         self.images = images.to(self.device).contiguous(memory_format=setting.layout)
@@ -173,7 +176,7 @@ class Bench:
         """Median seconds of each call."""
         if self.device.type == "cuda":
             return interleaved(calls, self.repeats, 3, torch.cuda.synchronize)  # the first steps choose algorithms
-        return interleaved(calls, self.repeats, 1)
+        return interleaved(calls, self.repeats, 1, clock=self.clock)
 
     def bandwidth(self) -> tuple[float, int]:
         """Bytes per second, read and written, of a copy, and the bytes copied."""

@@ -102,12 +102,12 @@ def test_branches_of_a_vision_transformer():
 def test_a_run(tmp_path, capsys):
     paths = [tmp_path / "sub" / "speed.csv", tmp_path / "speed.png"]
     assert speed.main([*TINY, "--models", "cnn_cifar", "ea_conv_transformer_cifar", "--no-memory",
-                           "--opt", "muon", "--csv", str(paths[0]), "--plot", str(paths[1])]) == 0
+                           "--opt", "muon", "--cpu-time", "--csv", str(paths[0]), "--plot", str(paths[1])]) == 0
     out = capsys.readouterr().out.splitlines()
     assert f"torch {torch.__version__}" in out[0] and "1 threads" in out[0] and "; 20" in out[0]
     assert "batch 2, 32 pixels, float32, contiguous, muon" in out[1]
     rows = list(csv.DictReader(io.StringIO(paths[0].read_text())))
-    assert {row["optimizer"] for row in rows} == {"muon"}
+    assert {row["optimizer"] for row in rows} == {"muon"} and {row["clock"] for row in rows} == {"CPU"}
     assert [(row["model"], row["layers"]) for row in rows] == [
         ("cnn_cifar", "0"), *[("ea_conv_transformer_cifar", layers) for layers in ("6", "3", "3")]]
     for row in rows[:2]:
