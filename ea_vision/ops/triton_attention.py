@@ -456,7 +456,7 @@ def _run_backward(
         n_gates = K if gated else 0
         tile = default_tile("queries_backward", q.dtype, sizes, bool(conv))
         by_query = q.new_empty(_programs(q, tile.queries), n_tables + n_gates, dtype=torch.float32)
-        weight_tile = default_tile("weight_backward", q.dtype, sizes, True)
+        weight_tile = default_tile("weight_backward", q.dtype, sizes, mixing is not None)
         by_tap = q.new_empty(_programs(q, weight_tile.queries) if conv else 0, n_weight + n_gates, dtype=torch.float32)
         d_q, d_k = _new_rows(q, D), _new_rows(q, D)
         strides, unit = _strides(q, k)

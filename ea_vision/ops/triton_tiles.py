@@ -71,7 +71,8 @@ class Tile(NamedTuple):
 
 
 def default_tile(name: str, dtype: torch.dtype, sizes: dict, conv: bool, attends: bool = True) -> Tile:
-    """The tile of a shape that nobody has timed. conv, attends: what the kernel does, where it does not always."""
+    """The tile of a shape that nobody has timed. conv, attends: what the kernel does, where it does not always;
+    of `weight_backward` conv is whether it mixes."""
     half = dtype != torch.float32
     K, width = sizes["KP"], sizes["KP"] * max(sizes["DP"], sizes["EP"])
     wide = width > 512
@@ -79,19 +80,25 @@ def default_tile(name: str, dtype: torch.dtype, sizes: dict, conv: bool, attends
     warps = 16 if many else 8
     stages = 2 if half and not many and not wide and not sizes["SMALL"] else 1
     limit = 128 if half and width <= 256 else 0  # two blocks of 256 threads share a multiprocessor's registers
+    if sizes["KS"] == 5 and (name == "weight_backward" or conv and name in ("evolve", "queries_backward")):
+        stages, limit = 1, 0  # five rows of taps: two stages take more shared memory than there is, a limit spills
+    few = half and conv and K <= 4 and width >= 256  # by eight warps four heads are done in part twice, and spill
     if name == "evolve":
         if many or wide:
             mixes = many and half and not conv and not attends  # 76 registers by itself, one block
             return Tile(8 if many and conv else 16, 16, warps, 1, 64 if mixes else 0)
-        if half and conv and K <= 4 and width >= 256:  # by eight warps four heads are done in part twice, and spill
+        if few:
             return Tile(16, 16, 4, stages)
         # Twice the queries halve the reads of k; a convolution and float32 need the room themselves
         return Tile(16 if conv or not half else 32, 16, 8, stages, limit)
     if name == "logits_backward":
         return Tile(16, 8 if many else 16, 8, 2 if half and not many and not wide else 1)
     if name == "weight_backward":
-        return Tile(8 if many else 16, 16, 8, 2 if half and not many and not wide else 1, limit)
+        two = half and conv and not many and not wide and sizes["KS"] != 5
+        return Tile(8 if many else 16, 16, 8, 2 if two else 1, limit)
     if name == "queries_backward":
+        if few:
+            return Tile(16, 16, 4, stages)
         return Tile(8 if many and conv else 16, 16, 8, stages, limit)
     if name == "keys_backward":
         return Tile(16, 32 if half and not many and not wide else 16, warps, 2 if half else 1)

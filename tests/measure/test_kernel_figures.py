@@ -38,6 +38,9 @@ def test_bounds_of_half_precision():
 
 def test_bounds_of_small_shared_memory_and_of_many_heads():
     check(ours.all_figures(["pa-cifar"], ["8.6"], ["fp16"]), spilled=0)  # dropout, and heads 64 wide
+    five, = (x for x in ours.launches_of(ours.LAYERS["ea-5x5"], torch.bfloat16, "8.6")
+             if x.kernel.__name__ == "weight_backward")  # five rows of taps
+    check([ours.figures_of("ea-5x5", five, "8.6", "bf16")], spilled=0)
     assert all(f.shared <= 99 * 1024 for f in ours.all_figures(["ea-vit-base"], ["8.6"], ["bf16"]))
 
 
