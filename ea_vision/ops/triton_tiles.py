@@ -94,7 +94,7 @@ def default_tile(name: str, dtype: torch.dtype, sizes: dict, conv: bool, attends
     if name == "logits_backward":
         return Tile(16, 8 if many else 16, 8, 2 if half and not many and not wide else 1)
     if name == "weight_backward":
-        two = half and conv and not many and not wide and sizes["KS"] != 5
+        two = half and conv and not many and not wide and sizes["KS"] != 5 and sizes["N"] > 64  # of 7x7 they spill
         return Tile(8 if many else 16, 16, 8, 2 if two else 1, limit)
     if name == "queries_backward":
         if few:
