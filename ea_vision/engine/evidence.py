@@ -164,6 +164,7 @@ def plot_evidence(runs: dict[str, dict[str, float]], pairs: Sequence[Pair], spli
     left.plot(range(len(names)), [mean(runs[name].values()) for name in names], linestyle="none", marker="_",
               markersize=22, markeredgewidth=2, color="tab:blue", label=f"mean of {len(seeds)} seeds")
     left.set_xticks(range(len(names)), names, rotation=30, ha="right")
+    left.set_xlim(-0.5, len(names) - 0.5)
     left.set(ylabel=f"top-1 on {split.replace('_', '-')} images (%)")
     left.legend()
     places = range(len(pairs) - 1, -1, -1)
