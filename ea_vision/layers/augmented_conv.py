@@ -19,7 +19,7 @@ from timm.models import register_notrace_module
 from torch import Tensor, nn
 
 from ea_vision.layers.positions import add_sine, append_coordinates, choose_position
-from ea_vision.ops import check_windows, evolving_attention, halve, products_are_fast
+from ea_vision.ops import check_windows, evolving_attention, halve
 from ea_vision.ops.reference import (
     attention_of,
     check_prev_logits,
@@ -51,11 +51,11 @@ class Projection(nn.Conv2d):
 
     @torch.jit.unused
     def _project(self, x: Tensor) -> Tensor:
-        few = min(self.in_channels, self.out_channels) < 64
-        if x.device.type == "cpu" and x.is_contiguous() and (few or products_are_fast(x.dtype)):
+        if x.device.type == "cpu" and x.is_contiguous():
             B, C, H, W = x.shape
             weight = self.weight.view(1, self.out_channels, C).expand(B, self.out_channels, C)
             return torch.baddbmm(self.bias.unsqueeze(-1), weight, x.view(B, C, H * W)).view(B, self.out_channels, H, W)
+        few = min(self.in_channels, self.out_channels) < 64
         if x.device.type == "cpu" and few and x.is_contiguous(memory_format=torch.channels_last):
             return F.linear(x.permute(0, 2, 3, 1), self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
         return F.conv2d(x, self.weight, self.bias)

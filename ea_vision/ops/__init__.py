@@ -28,10 +28,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ea_vision.ops import cpu, flex, gathered, reference, sdpa, triton_attention
-from ea_vision.ops.cpu import products_are_fast
 from ea_vision.ops.rel_pos import fit_rel_table, reach
 
-__all__ = ["IMPLEMENTATIONS", "check_windows", "evolving_attention", "halve", "products_are_fast", "use_implementation"]
+__all__ = ["IMPLEMENTATIONS", "check_windows", "evolving_attention", "halve", "use_implementation"]
 
 IMPLEMENTATIONS = ("cpu", "triton", "sdpa", "flex", "gathered", "reference")
 

@@ -110,24 +110,6 @@ def _load() -> ctypes.CDLL | str:
     return loaded
 
 
-def _processor_maker() -> str:
-    """"GenuineIntel", "AuthenticAMD", ... as x86 processors name theirs; "" where that is not known."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor().rpartition(" ")[2]  # on Windows the last word
-    return next((line.rpartition(" ")[2] for line in lines if line.startswith("vendor_id")), "")
-
-
-# MKL, which torch has for float32 on x86, leaves the widest vectors of others' processors than Intel's alone.
-_SLOW_PRODUCTS = torch.backends.mkl.is_available() and _processor_maker() not in ("GenuineIntel", "")
-
-
-def products_are_fast(dtype: torch.dtype) -> bool:
-    """Whether torch's matrix products on this CPU keep up with its convolutions."""
-    return not (_SLOW_PRODUCTS and dtype == torch.float32)
-
-
 def reason_against(q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None) -> str | None:
     """Why the kernel cannot take this, or None.
 

@@ -6,7 +6,6 @@ from torch import nn
 
 from ea_vision.layers import AugmentedConv2d, EvolvingAttention, PredictiveAttention
 from ea_vision.layers.augmented_conv import Projection
-from ea_vision.ops import cpu
 from tests.layers.oracle import loop_layer, loop_map_conv
 
 D64 = torch.float64
@@ -197,10 +196,8 @@ def test_channels_last_in_gives_channels_last_out():
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("slow_products", [False, True])
 @pytest.mark.parametrize("channels", [(5, 70), (64, 72)])
-def test_a_projection_is_the_1x1_convolution_in_its_inputs_layout(monkeypatch, channels, slow_products, layout):
-    monkeypatch.setattr(cpu, "_SLOW_PRODUCTS", slow_products)
+def test_a_projection_is_the_1x1_convolution_in_its_inputs_layout(channels, layout):
     projection = Projection(*channels).to(memory_format=layout)
     x = torch.randn(2, channels[0], 3, 4).to(memory_format=layout)
     inputs = (x.requires_grad_(), projection.weight, projection.bias)
