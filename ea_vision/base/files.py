@@ -17,6 +17,15 @@ import numpy as np
 from ea_vision.base.errors import RunError, UsageError
 
 
+def cache_root() -> Path:
+    """Where this package keeps what it can make again: $XDG_CACHE_HOME/ea_vision, or ~/.cache/ea_vision.
+
+    Raises:
+        RuntimeError: the user has no home.
+    """
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ea_vision"
+
+
 def atomic_write(path: Path, data: bytes, keep_previous_as: Path | None = None) -> None:
     """Replace `path` by `data`, all or nothing; the old file becomes `keep_previous_as` if that is given.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import io
 import logging
-import os
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ import torch
 from PIL import Image
 
 from ea_vision.base.errors import RunError, UsageError
-from ea_vision.base.files import atomic_write
+from ea_vision.base.files import atomic_write, cache_root
 from ea_vision.data.image_files import BrokenImage, ImageFiles, check_scaled, decode_image
 from ea_vision.data.splits import find_split
 
@@ -102,7 +101,7 @@ def cache_folder(cache_dir: str) -> Path | None:
         return None
     if cache_dir:
         return Path(cache_dir)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ea_vision"
+    return cache_root()
 
 
 def _load_digits(img_size: int) -> DataSet:

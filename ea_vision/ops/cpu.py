@@ -27,6 +27,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from ea_vision.base.files import cache_root
+
 SOURCES = Path(__file__).with_name("cpu_kernel")  # kernel.c takes in the other files
 # Not -ffast-math: linked with it, a library switches subnormal numbers off in the whole process, and reordered sums
 # would undo the rounding in the kernel's exp.
@@ -77,7 +79,7 @@ def _library(compiler: list[str]) -> Path:
     sources = [part for file in sorted(SOURCES.glob("*.[ch]")) for part in (file.name, file.read_text())]
     parts = (*sources, *compiler, version, *FLAGS, *_openmp(), _machine(), torch.__version__)
     key = hashlib.sha256(b"\0".join(part.encode() for part in parts)).hexdigest()[:16]
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ea_vision" / f"cpu_kernel-{key}.so"
+    return cache_root() / f"cpu_kernel-{key}.so"
 
 
 def _build(compiler: list[str], to: Path) -> None:

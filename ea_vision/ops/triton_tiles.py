@@ -32,7 +32,7 @@ import torch
 
 import ea_vision
 from ea_vision.base.errors import RunError, UsageError
-from ea_vision.base.files import create, write_json
+from ea_vision.base.files import cache_root, create, write_json
 
 MODES = ("tune", "kept", "default")
 SMALL_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))  # 100 KiB of shared memory a multiprocessor, 99 a block
@@ -246,11 +246,10 @@ def facts_of(device: torch.device) -> dict[str, str]:
 
 
 def file_of(facts: dict[str, str]) -> Path:
-    """Where tiles are kept: $XDG_CACHE_HOME/ea_vision or ~/.cache/ea_vision, a file for each set of facts."""
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    """Where tiles are kept: in `cache_root`, a file for each set of facts."""
     name = "".join(c if c.isalnum() else "-" for c in facts["GPU"])
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
-    return root / "ea_vision" / f"tiles-{name}-{digest}.json"
+    return cache_root() / f"tiles-{name}-{digest}.json"
 
 
 def _compiled(launch: Any) -> int:
