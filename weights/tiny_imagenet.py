@@ -21,14 +21,13 @@ import os
 import re
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ea_vision.base.process_tree import tree_memory
+from ea_vision.base.process_tree import PeakMemory
 
 SEEDS = (0, 1)
 BATCH, LR, WEIGHT_DECAY, SMOOTHING, CROP = 64, 0.05, 5e-4, 0.1, 0.35
@@ -66,25 +65,15 @@ def measured(command: list[str], printed: Path) -> dict[str, float]:
     Raises:
         SystemExit: it failed; what it printed is in `printed`.
     """
-    start, peak = time.perf_counter(), 0
+    start = time.perf_counter()
     with printed.open("w") as file:
         running = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
-        ended = threading.Event()
-
-        def watch() -> None:
-            nonlocal peak
-            while not ended.wait(2):
-                peak = max(peak, tree_memory(running.pid))
-
-        watching = threading.Thread(target=watch)
-        watching.start()
-        _, status, used = os.wait4(running.pid, 0)
-        ended.set()
-        watching.join()
+        with PeakMemory(2, running.pid) as memory:
+            _, status, used = os.wait4(running.pid, 0)
     if status:
         raise SystemExit(f"{' '.join(command)} ended with {os.waitstatus_to_exitcode(status)}: see {printed}")
     return {"seconds": time.perf_counter() - start, "processor_seconds": used.ru_utime + used.ru_stime,
-            "memory_mib": peak / 2**20}
+            "memory_mib": memory.peak / 2**20}
 
 
 def rows_of(path: Path) -> list[dict[str, str]]:

@@ -32,14 +32,15 @@ def tree_seconds(pid: int) -> float:
 
 
 class PeakMemory:
-    """Samples `tree_memory` of this process while active; `peak` in bytes.
+    """Samples `tree_memory` of a process while active; `peak` in bytes.
 
     Args:
         every: seconds between samples.
+        pid: of the process; None: this one.
     """
 
-    def __init__(self, every: float = 1.0):
-        self.every = every
+    def __init__(self, every: float = 1.0, pid: int | None = None):
+        self.every, self.pid = every, os.getpid() if pid is None else pid
 
     def __enter__(self) -> PeakMemory:
         self.peak, self._done = 0, threading.Event()
@@ -49,7 +50,7 @@ class PeakMemory:
 
     def _sample(self) -> None:
         while True:
-            self.peak = max(self.peak, tree_memory(os.getpid()))
+            self.peak = max(self.peak, tree_memory(self.pid))
             if self._done.wait(self.every):
                 return
 
