@@ -185,6 +185,11 @@ class TrainConfig:
         """Whether the compiled model is replayed as CUDA graphs, where there is CUDA."""
         return self.compile and self.compile_mode in CUDA_GRAPHS
 
+    @property
+    def logs_steps(self) -> bool:
+        """Whether the run keeps a step log."""
+        return bool(self.log_steps or self.tensorboard or self.wandb)
+
     def as_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 

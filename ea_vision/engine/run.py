@@ -288,9 +288,8 @@ def train(task: type[Task], config: TrainConfig, optional_kwargs: frozenset[str]
         train_loader, eval_loader = data.train_loader(**form), data.eval_loader(**form)
         test_loader = data.test_loader(**form) if data.eval_split == "held_out" else eval_loader
         step_log = None
-        if world.is_main and (config.log_steps or config.tensorboard or config.wandb):
-            step_log = StepLog(folder, config.log_steps, tensorboard=config.tensorboard, wandb=config.wandb,
-                               config=config.as_dict())
+        if world.is_main and config.logs_steps:
+            step_log = StepLog(folder, tensorboard=config.tensorboard, wandb=config.wandb, config=config.as_dict())
         trainer = task.trainer(config, model, train_loader, eval_loader, num_classes=len(data.classes), world=world,
                                folder=folder, stop=stop, data_fingerprint=data.fingerprint, describe=data.describe,
                                bad_images=data.bad_images, step_log=step_log, eval_split=data.eval_split)

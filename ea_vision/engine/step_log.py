@@ -57,17 +57,14 @@ def _begin_wandb(folder: Path, project: str, config: dict | None):
 
 
 class StepLog:
-    """Rows of speed.csv, one every `every` updates; kept by the first process, and cut back when a run resumes.
-
-    every: 0: a row at the end of an epoch only.
+    """Rows of speed.csv; kept by the first process, and cut back when a run resumes. The trainer says when one is due.
 
     Columns: step (updates so far), epoch (with its fraction), lr (per update), train_loss, images_per_s
     (all processes) and data_wait_percent (share of the time spent waiting for images) since the row before, memory_mib.
     """
 
-    def __init__(self, folder: Path, every: int, *, tensorboard: bool = False, wandb: str = "",
-                 config: dict | None = None):
-        self.path, self.every = folder / FILE, every
+    def __init__(self, folder: Path, *, tensorboard: bool = False, wandb: str = "", config: dict | None = None):
+        self.path = folder / FILE
         self._tensorboard, self._wandb = None, None
         self._begin = {"folder": folder, "tensorboard": tensorboard, "wandb": wandb, "config": config}
         if tensorboard:

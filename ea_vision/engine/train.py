@@ -446,9 +446,9 @@ class Trainer:
     def _log_is_due(self) -> bool:
         """Whether the step log has a row here, on every process: every so many updates, and at the end of an epoch."""
         config, step = self.config, self.progress.step
-        if not (config.log_steps or config.tensorboard or config.wandb):
+        if not config.logs_steps:
             return False
-        return step % (config.log_steps or self.updates_per_epoch) == 0 or step == self.updates_per_epoch
+        return step == self.updates_per_epoch or bool(config.log_steps) and step % config.log_steps == 0
 
     def _log_step(self, loss: float) -> None:
         """Add a row to the step log."""

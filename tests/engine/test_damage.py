@@ -176,12 +176,12 @@ def test_speed(tmp_path, content, updates):
     """What is damaged of this log is left out, what lies beyond the checkpoint too, and the run goes on."""
     path = tmp_path / "speed.csv"
     path.write_bytes(content)
-    StepLog(tmp_path, 1).begin(updates)
+    StepLog(tmp_path).begin(updates)
     header, *rows = path.read_text().splitlines()
     assert header == ",".join(COLUMNS)
     assert all(len(row.split(",")) == len(COLUMNS) and int(row.split(",")[0]) <= updates for row in rows)
     path.write_text(SPEED)
-    StepLog(tmp_path, 1).begin(updates)
+    StepLog(tmp_path).begin(updates)
     assert path.read_text().splitlines() == SPEED.splitlines()[:min(updates, 8) + 1]
 
 

@@ -30,7 +30,7 @@ def begun(monkeypatch):
 
 def log(folder, project="p", step=3):
     folder.mkdir(parents=True, exist_ok=True)
-    step_log = StepLog(folder, 1, wandb=project, config={"lr": 1})
+    step_log = StepLog(folder, wandb=project, config={"lr": 1})
     step_log.begin(0)
     step_log.add(dict.fromkeys(COLUMNS, 0.5) | {"step": step})
     step_log.close()
