@@ -17,7 +17,7 @@ import sys
 import threading
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from ea_vision.data.augment import normalize
 from ea_vision.data.bad_images import without
 from ea_vision.data.batches import Batch, epoch_generator, epoch_order
 from ea_vision.data.image_files import MAX_PIXELS, BrokenImage
-from ea_vision.data.threads import ThreadLoader, replace_bad
+from ea_vision.data.threads import ThreadLoader, ThreadTrainLoader
 
 HELP = """FFCV is not installed. Debian, Ubuntu: apt-get install libturbojpeg0-dev libopencv-dev pkg-config \
 && pip install 'ea_vision[ffcv]'; conda: conda install -c conda-forge opencv libjpeg-turbo pkg-config compilers \
@@ -390,7 +390,7 @@ def _compiled_look_up():
 
 
 class _BetonLoader(ThreadLoader):
-    """Args: those of `ThreadLoader`."""
+    """How FFCV decodes. Args: those of `ThreadLoader`."""
 
     def __init__(self, source: Beton, **common):
         super().__init__(source, source.labels, **common)
@@ -408,27 +408,17 @@ class _BetonLoader(ThreadLoader):
         self._look_up(pixels, mirrored, self._table, out)
 
 
-class BetonTrainLoader(_BetonLoader):
-    """Shuffled, cropped and flipped batches; a damaged image is replaced by another one of its batch.
+class BetonTrainLoader(_BetonLoader, ThreadTrainLoader):
+    """Shuffled, cropped and flipped batches.
 
     Args:
-        scale: least and largest share of an image's area in its crop; hflip: probability of a left-right flip.
-        os_cache: random order over the whole file; without it `quasi_random_order`.
-        size_of: side in pixels by epoch; None: img_size throughout.
-        repeats: how often an epoch has each of its images (see `Share.repeated`).
+        os_cache: random order over the whole file; without it `quasi_random_order`. The others: those of
+            `ThreadTrainLoader`.
     """
 
-    def __init__(self, source: Beton, *, seed: int, scale: Sequence[float], hflip: float, os_cache: bool,
-                 size_of: Callable[[int], int] | None = None, repeats: int = 1, **common):
+    def __init__(self, source: Beton, *, os_cache: bool, **common):
         super().__init__(source, **common)
-        self.seed, self.scale, self.hflip, self.os_cache = seed, scale, hflip, os_cache
-        self.size_of, self.repeats = size_of, repeats
-
-    def __len__(self) -> int:
-        return self.share.train_batches
-
-    def mend(self, indices: np.ndarray, rows: np.ndarray, images: torch.Tensor, bad: list[int]) -> tuple:
-        return replace_bad(self.bad_images, indices, rows, images, bad)
+        self.os_cache = os_cache
 
     def batches(self, epoch: int, first: int = 0) -> Iterator[Batch]:
         """Yield the batches of an epoch from number `first` on."""
@@ -443,12 +433,7 @@ class BetonTrainLoader(_BetonLoader):
         boxes = random_boxes(source.heights[shown], source.widths[shown], rng, self.scale)
         flips = rng.random(len(source)) < self.hflip
         rows = indices if self.repeats == 1 else np.arange(len(indices))
-        places = self.share.train_places(first)
-        draws = None
-        if self.augment is not None:
-            draws = self.augment.draws(len(source), self.seed, epoch, self.share, first)
-        yield from self.decoded([(indices[place], rows[place]) for place in places], boxes, flips,
-                                self.img_size if self.size_of is None else self.size_of(epoch), draws)
+        yield from self.shown(epoch, first, indices, rows, boxes, flips)
 
 
 class BetonEvalLoader(_BetonLoader):

@@ -161,12 +161,37 @@ class ThreadLoader:
         return Batch(images, targets, torch.from_numpy(indices))
 
 
-def replace_bad(bad_images: BadImages, indices: np.ndarray, rows: np.ndarray, images: torch.Tensor,
-                bad: list[int]) -> tuple:
-    """What `mend` does in training: others of the batch take their places."""
-    for place, other in bad_images.replacements(len(indices), bad):
-        indices[place], rows[place], images[place] = indices[other], rows[other], images[other]
-    return indices, rows, images
+class ThreadTrainLoader(ThreadLoader):
+    """Shuffled and augmented batches. An unreadable image is replaced by another one of its batch.
+
+    Args:
+        scale: least and largest share of an image's area in its crop; hflip: probability of a left-right flip.
+        size_of: side in pixels by epoch; None: img_size throughout.
+        repeats: how often an epoch has each of its images (see `Share.repeated`).
+    """
+
+    def __init__(self, source, labels: np.ndarray, *, seed: int, scale: Sequence[float], hflip: float,
+                 size_of: Callable[[int], int] | None = None, repeats: int = 1, **common):
+        super().__init__(source, labels, **common)
+        self.seed, self.scale, self.hflip, self.size_of, self.repeats = seed, scale, hflip, size_of, repeats
+
+    def __len__(self) -> int:
+        return self.share.train_batches
+
+    def mend(self, indices: np.ndarray, rows: np.ndarray, images: torch.Tensor, bad: list[int]) -> tuple:
+        for place, other in self.bad_images.replacements(len(indices), bad):
+            indices[place], rows[place], images[place] = indices[other], rows[other], images[other]
+        return indices, rows, images
+
+    def shown(self, epoch: int, first: int, indices: np.ndarray, rows: np.ndarray, boxes: np.ndarray,
+              flips: np.ndarray) -> Iterator[Batch]:
+        """Yield the batches of an epoch from number `first` on: of each place its image, and its row of boxes and
+        flips."""
+        draws = None
+        if self.augment is not None:
+            draws = self.augment.draws(len(self.labels), self.seed, epoch, self.share, first)
+        yield from self.decoded([(indices[places], rows[places]) for places in self.share.train_places(first)], boxes,
+                                flips, self.img_size if self.size_of is None else self.size_of(epoch), draws)
 
 
 def crop_box(height: int, width: int, draws: Sequence[float], scale: Sequence[float],
@@ -189,36 +214,26 @@ def crop_box(height: int, width: int, draws: Sequence[float], scale: Sequence[fl
     return (height - h) // 2, (width - w) // 2, h, w
 
 
-class FileTrainLoader(ThreadLoader):
+class FileTrainLoader(ThreadTrainLoader):
     """Shuffled, cropped and flipped batches of JPEG files, decoded by torchvision without the interpreter's lock; what
-    is no ordinary JPEG Pillow reads. An unreadable image is replaced by another one of its batch.
+    is no ordinary JPEG Pillow reads.
 
     Args:
-        scale: least and largest share of an image's area in its crop; hflip: probability of a left-right flip.
-        interpolation: bilinear or bicubic. size_of, repeats: see `ImageTrainLoader`.
+        interpolation: bilinear or bicubic. The others: those of `ThreadTrainLoader`.
 
     Raises:
         UsageError: images that timm reads.
     """
 
-    def __init__(self, source: ImageSource, *, seed: int, scale: Sequence[float], hflip: float,
-                 interpolation: str = "bilinear", size_of: Callable[[int], int] | None = None, repeats: int = 1,
-                 **common):
+    channels_first = True
+
+    def __init__(self, source: ImageSource, *, interpolation: str = "bilinear", **common):
         if source.files is None:
             raise UsageError(f"threads decode files of a folder or tar, got {source.name}")
         super().__init__(source, source.files.targets, **common)
         self._scale = (1 / (255 * self.std)).view(-1, 1, 1).cpu().numpy()
         self._shift = (self.mean / self.std).view(-1, 1, 1).cpu().numpy()
-        self.seed, self.scale, self.hflip, self.size_of, self.repeats = seed, scale, hflip, size_of, repeats
         self.mode = InterpolationMode(interpolation)
-
-    channels_first = True
-
-    def __len__(self) -> int:
-        return self.share.train_batches
-
-    def mend(self, indices: np.ndarray, rows: np.ndarray, images: torch.Tensor, bad: list[int]) -> tuple:
-        return replace_bad(self.bad_images, indices, rows, images, bad)
 
     def read(self, index: int) -> torch.Tensor:
         """uint8 (3, H, W).
@@ -277,8 +292,4 @@ class FileTrainLoader(ThreadLoader):
         indices, rows = self.share.repeated(order, self.repeats)[0].numpy(), np.arange(count)
         rng = np.random.default_rng((self.seed, epoch))
         boxes, flips = rng.random((count, 2 * TRIES + 2), np.float32), rng.random(count) < self.hflip
-        draws = None
-        if self.augment is not None:
-            draws = self.augment.draws(count, self.seed, epoch, self.share, first)
-        yield from self.decoded([(indices[places], rows[places]) for places in self.share.train_places(first)], boxes,
-                                flips, self.img_size if self.size_of is None else self.size_of(epoch), draws)
+        yield from self.shown(epoch, first, indices, rows, boxes, flips)
