@@ -3,7 +3,8 @@
     python weights/export.py runs/folder-ea_conv_transformer_cifar --tag fast_c10 --data-dir DIR
 
 writes weights/MODEL.TAG.safetensors and weights/MODEL.TAG.md. The weights are stored in float16 where that keeps the
-top-1 on the test images within 0.1 point of the run's, else in float32. To be loaded by name, the tag must stand in
+top-1 on the test images within 0.1 point of the run's, else in float32. Where the run was tested with several views of
+an image (--tta), the card has their figure, too. To be loaded by name, the tag must stand in
 the `default_cfgs` of the model's file; then `python weights/results.py` renews the table of results.
 """
 import argparse
@@ -17,13 +18,14 @@ import torch
 
 import ea_vision  # noqa: F401  (registers the models)
 from ea_vision.base.errors import UsageError
-from ea_vision.base.files import atomic_write
+from ea_vision.base.files import atomic_write, create
 from ea_vision.base.networks import encode_weights
 from ea_vision.base.processes import join_world
 from ea_vision.data.on_device import EvalLoader
 from ea_vision.data.small_images import load_dataset
 from ea_vision.engine import run_folder
-from ea_vision.engine.evaluate import evaluate
+from ea_vision.engine.evaluate import Evaluation, evaluate
+from ea_vision.models.conv_transformer import CIFAR10
 
 LARGEST_LOSS = 0.1  # points of top-1 that float16 may cost
 
@@ -45,12 +47,23 @@ def by_update(starts: list[dict], describe: Callable[[dict], str]) -> str:
     return last + (f" ({'; '.join(others)})" if others else "")
 
 
-def card(config: dict, run: dict, results: dict, metrics: dict, name: str, dtype: str, top1: float, top5: float) -> str:
+def evaluated_on(split: str, metrics: dict) -> str:
+    """Which images the run was evaluated on, after which epochs, and what that says of its best weights."""
+    epochs = [f"{epoch:.0f}" for epoch, accuracy in zip(metrics["epoch"], metrics["top1"], strict=True)
+              if not math.isnan(accuracy)]
+    if split != "test":
+        return f"training images held out; after epoch {', '.join(epochs)}"
+    if len(epochs) == 1:
+        return f"the test images, once, after epoch {epochs[0]}: nothing was chosen by them"
+    return f"the test images, so the choice of the best epoch has seen them; after epoch {', '.join(epochs)}"
+
+
+def card(config: dict, run: dict, results: dict, metrics: dict, name: str, dtype: str, result: Evaluation) -> str:
     """Markdown: what the weights are, how they were made, and the command that checks them."""
-    evaluated = "the test images, so the choice of the best epoch has seen them" if run["eval_split"] == "test" else \
-        "training images held out"
-    after = ", ".join(f"{epoch:.0f}" for epoch, accuracy in zip(metrics["epoch"], metrics["top1"], strict=True)
-                      if not math.isnan(accuracy))
+    by_views, tta = "", ""
+    if result.views is not None:
+        tta = f" --tta {config['tta']}"
+        by_views = f" With several views of an image (`{tta.strip()}`): {result.views.top1:.2f}%."
     log = ["| epoch | loss | top-1 % | images/s | seconds |", "| --- | --- | --- | --- | --- |"]
     for epoch, loss, accuracy, speed, seconds in zip(*(metrics[k] for k in (
             "epoch", "train_loss", "top1", "images_per_s", "seconds")), strict=True):
@@ -64,16 +77,18 @@ def card(config: dict, run: dict, results: dict, metrics: dict, name: str, dtype
     commit, hardware, versions = (by_update(starts, describe) for describe in (
         lambda start: f"`{start['git_commit']}`", lambda start: start["hardware"],
         lambda start: ", ".join(f"{k} {v}" for k, v in start["versions"].items())))
+    dataset = "cifar10" if tuple(run["classes"]) == CIFAR10 else config["dataset"]
     return "\n".join([
         f"# {name}", "",
-        f"`timm.create_model(\"{name}\", pretrained=True)`: {top1:.2f}% top-1, {top5:.2f}% top-5 on the test images.",
+        f"`timm.create_model(\"{name}\", pretrained=True)`: {result.top1:.2f}% top-1, {result.top5:.2f}% top-5 on the "
+        f"test images.{by_views}",
         "",
         "| | |", "| --- | --- |",
         f"| recipe | `{config['recipe']}`: {options} |",
         f"| model keywords | {run['model_kwargs']} |",
-        f"| data | {run['train_images']} training images, 10 classes: CIFAR-10; SHA-256 of pixels and labels "
-        f"`{run['data_fingerprint']}` |",
-        f"| evaluated in training on | {evaluated}; after epoch {after}; the weights are those of epoch "
+        f"| data | {run['train_images']} training images, {len(run['classes'])} classes: {', '.join(run['classes'])}; "
+        f"SHA-256 of pixels and labels `{run['data_fingerprint']}` |",
+        f"| evaluated in training on | {evaluated_on(run['eval_split'], metrics)}; the weights are those of epoch "
         f"{results['test_best']['epoch']} |",
         f"| seed, runs | {config['seed']}, one run |",
         f"| commit | {commit} |",
@@ -82,7 +97,7 @@ def card(config: dict, run: dict, results: dict, metrics: dict, name: str, dtype
         f"| stored as | {dtype} |", "",
         "Log:", "", *log, "",
         "Check:", "",
-        f"    python train_cifar.py --evaluate {name} --dataset cifar10 --data-dir DIR", ""])
+        f"    python train_cifar.py --evaluate {name} --dataset {dataset} --data-dir DIR{tta}", ""])
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -90,7 +105,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("run", type=Path, help="run folder")
     parser.add_argument("--tag", required=True, help="the part of the name after the dot")
     parser.add_argument("--data-dir", required=True, help="data set of the run, for the accuracy of what is exported")
-    parser.add_argument("--out", type=Path, default=Path("weights"), help="folder to write to (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("weights"),
+                        help="folder to write to, made if it is missing (default: %(default)s)")
     args = parser.parse_args(argv)
 
     results = run_folder.read_results(args.run)
@@ -103,6 +119,7 @@ def main(argv: list[str] | None = None) -> int:
     if data.fingerprint() != run["data_fingerprint"]:
         raise UsageError(f"{args.data_dir} is not the data of the run: fingerprint {run['data_fingerprint']} required, "
                          f"got {data.fingerprint()}")
+    create(args.out)
     loader = EvalLoader(data.test, mean=run["mean"], std=run["std"], device=torch.device("cpu"), batch_size=500,
                         rank=0, world_size=1)
     full = {name: value.clone().contiguous() for name, value in model.state_dict().items()}
@@ -110,11 +127,14 @@ def main(argv: list[str] | None = None) -> int:
         exact = evaluate(model, loader, len(data.classes), world)
         model.load_state_dict(half(full))
         rounded = evaluate(model, loader, len(data.classes), world)
-    fits = abs(rounded.top1 - exact.top1) <= LARGEST_LOSS
-    state, result, dtype = (half(full), rounded, "float16") if fits else (full, exact, "float32")
+        fits = abs(rounded.top1 - exact.top1) <= LARGEST_LOSS
+        state, result, dtype = (half(full), rounded, "float16") if fits else (full, exact, "float32")
+        if config.get("tta", "none") != "none":
+            model.load_state_dict(state)
+            result = evaluate(model, loader, len(data.classes), world, tta=config["tta"])
 
     name = f"{config['model']}.{args.tag}"
-    text = card(config, run, results, run_folder.read_metrics(args.run), name, dtype, result.top1, result.top5)
+    text = card(config, run, results, run_folder.read_metrics(args.run), name, dtype, result)
     atomic_write(args.out / f"{name}.safetensors", encode_weights(state))
     atomic_write(args.out / f"{name}.md", text.encode())
     print(f"{name}: top1 {exact.top1:.2f}% in float32, {rounded.top1:.2f}% in float16; written in {dtype}")

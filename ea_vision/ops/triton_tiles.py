@@ -92,7 +92,7 @@ def default_tile(name: str, dtype: torch.dtype, sizes: dict, conv: bool, attends
         # Twice the queries halve the reads of k; a convolution and float32 need the room themselves
         return Tile(16 if conv or not half else 32, 16, 8, stages, limit)
     if name == "logits_backward":
-        return Tile(16, 8 if many else 16, 8, 2 if half and not many and not wide else 1)
+        return Tile(16, 8 if many else 16, 4 if few else 8, 2 if half and not many and not wide else 1)
     if name == "weight_backward":
         two = half and conv and not many and not wide and sizes["KS"] != 5 and sizes["N"] > 64  # of 7x7 they spill
         return Tile(8 if many else 16, 16, 8, 2 if two else 1, limit)

@@ -10,10 +10,12 @@ import safetensors.torch
 import timm
 import torch
 
-from ea_vision.engine import checkpoint, run_folder, train_cifar
+from ea_vision.data.small_images import load_dataset
+from ea_vision.engine import checkpoint, export, run_folder, train_cifar
 from ea_vision.engine.evaluate import evaluate
 from ea_vision.engine.logit_scale import scaled
 from ea_vision.engine.train import Trainer
+from ea_vision.engine.views import views
 from tests.engine.runner import SignalAfterUpdate, arguments, assert_equal, make_folder, run, same_result
 
 LOOKAHEAD = ["--opt", "lookahead_sgd", "--norm-bias-lr", "4", "--holdout", "8"]
@@ -86,6 +88,30 @@ def test_exported_weights_give_the_outputs_of_training_bit_for_bit(data, tmp_pat
     assert torch.equal(model.conv1[0].weight, seen["filters"]) and seen["optimised"] == seen["parameters"] - 1
     state = checkpoint.read_checkpoint(folder / checkpoint.LAST)
     assert_equal(state["ema"], safetensors.torch.load_file(folder / run_folder.WEIGHTS), "weights")
+
+
+def test_the_card_of_exported_weights_has_the_figures_of_the_file(data, tmp_path):
+    """Plain and with views, counted here from the written file; the run's one look at the test images chose nothing."""
+    folder, log, out = tmp_path / "run", tmp_path / "log", tmp_path / "weights"
+    argv = arguments(data, folder, "--epochs", "2", "--eval-epochs", "2", "--tta", "six", "--resume", "none")
+    assert run(argv, log) == 0, log.read_text()
+    assert export.main([str(folder), "--tag", "t", "--data-dir", str(data), "--out", str(out)]) == 0
+    about = run_folder.read_config(folder)[1]
+    model = timm.create_model("test_resnet", **about["model_kwargs"],
+                              checkpoint_path=str(out / "test_resnet.t.safetensors")).eval()
+    test = load_dataset("folder", str(data), "none").test
+    mean, std = (torch.tensor(about[key]).view(-1, 1, 1) for key in ("mean", "std"))
+    x = (test.images / 255 - mean) / std
+    with torch.no_grad():
+        plain = model(x)
+        six = sum(weight * model(view) for weight, view in views(x, "six"))
+    top1, by_six = (100 * (logits.argmax(1) == test.targets).double().mean().item() for logits in (plain, six))
+    card = (out / "test_resnet.t.md").read_text()
+    assert f"{top1:.2f}% top-1, 100.00% top-5 on the test images. " in card
+    assert f"With several views of an image (`--tta six`): {by_six:.2f}%." in card
+    assert "48 training images, 3 classes: class_0, class_1, class_2;" in card
+    assert "the test images, once, after epoch 2: nothing was chosen by them; the weights are those of epoch 2" in card
+    assert "--evaluate test_resnet.t --dataset folder --data-dir DIR --tta six" in card
 
 
 def test_scaling_logits_by_a_power_of_two_is_undone_exactly():
