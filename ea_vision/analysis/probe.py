@@ -3,12 +3,16 @@
 The maps of one query, a pixel or a vision transformer's class token, (K, H, W) for an image and a layer, go into a
 small DenseNet of their own. Controls:
 
-* `untrained`: the same network as it begins training, its batch statistics measured on images drawn from all the
-  training images (without those its logits have no bound and every row is one pixel).
+* `untrained`: the same network as it begins training, its batch statistics measured on images drawn from all
+  that the probe learns from (without those its logits have no bound and every row is one pixel).
 * `shuffled`: the trained network's maps, the pixels of every map in a random order of its own. What is left is how
   often a value occurs in each map; that two heads look at one place is knowledge of space too, and goes.
 * `shuffled-together`: one order for all heads of an image. A pixel loses its place and keeps its K values, so what
   the heads agree on is left; the difference to `shuffled` is what that tells.
+
+The network may know the images that the probe learns from, since it was trained on them, and its maps of them may
+differ from those of others. With `--unseen` the probe learns and is measured on images that the network was not trained
+on: four fifths and one fifth of the test images.
 
 Paper: `Evolving Attention with Residual Convolutions` (ICML 2021) - https://arxiv.org/abs/2102.12895
 """
@@ -20,7 +24,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -45,7 +49,7 @@ from ea_vision.base.figures import figure_bytes
 from ea_vision.base.files import atomic_write, write_json
 from ea_vision.base.processes import choose_device
 from ea_vision.base.provenance import hardware, provenance
-from ea_vision.data.small_images import DATASETS, Images, load_dataset
+from ea_vision.data.small_images import DATASETS, Images, hold_out, load_dataset
 
 MAPS_OF = ("trained", "untrained", "shuffled", "shuffled-together")
 PLACES = ("data_dir", "cache_dir", "output")  # of this machine: results.json has the data's fingerprint in their place
@@ -93,7 +97,8 @@ def sample(images: Images, limit: int | None, seed: int) -> Images:
 
 
 class Subject:
-    """A model whose maps are probed, with its training and test images, at most as many of each as asked for.
+    """A model whose maps are probed, with the images to learn from and to measure on, at most as many of each as
+    asked for.
 
     Args:
         target: what `load_model` takes.
@@ -108,35 +113,39 @@ class Subject:
         self.target, self.model, self.source, self.options, self.device = target, model, source, options, device
         data = load_dataset(options.dataset, options.data_dir, options.cache_dir, model.img_size[0], options.download,
                             options.workers)
-        self.splits = [sample(split, options.limit, options.seed) for split in (data.train, data.test)]
+        splits = (data.train, data.test)
+        if options.unseen:
+            splits = hold_out(data.test, len(data.test) // 5, options.seeds[0])
+        self.splits = [sample(split, options.limit, options.seeds[0]) for split in splits]
         self.num_classes, self.fingerprint = len(data.classes), data.fingerprint()
 
-    def maps(self, kind: str) -> list[list[np.ndarray]]:
-        """Of the training and of the test images, by layer; extracted where they are not in the output folder yet."""
+    def maps(self, kind: str, seed: int) -> list[list[np.ndarray]]:
+        """Of the images to learn from and to measure on, by layer; extracted where they are not in the output folder
+        yet. seed: of the untrained network."""
         network, untrained = self.model, kind == "untrained"
         if untrained:
-            network = load_model(self.target, random=True, img_size=self.model.img_size, seed=self.options.seed,
-                                 device=self.device)
-            set_batch_statistics(network, self.splits[0].images, seed=self.options.seed)
-        folder = hashlib.sha256(f"{self.target} {untrained}".encode()).hexdigest()[:12]
+            network = load_model(self.target, random=True, img_size=self.model.img_size, seed=seed, device=self.device)
+            set_batch_statistics(network, self.splits[0].images, seed=seed)
+        which = f"untrained {seed}" if untrained else "trained"
+        folder = hashlib.sha256(f"{self.target} {which}".encode()).hexdigest()[:12]
         return [extract_maps(network, split.images, self.source, Path(self.options.output) / "maps" / folder / name)
                 for name, split in zip(("train", "test"), self.splits, strict=True)]
 
     def probe(self, kind: str, recipe: ProbeRecipe, journal: Journal) -> list[Result]:
-        """A probe for each layer, on maps of one kind."""
+        """A probe for each layer, on maps of one kind. The recipe's seed is of all that is drawn but the images."""
         train, test = self.splits
         results = []
-        for number, *pair in zip(self.source.layers, *self.maps(kind), strict=True):
+        for number, *pair in zip(self.source.layers, *self.maps(kind, recipe.seed), strict=True):
             if kind.startswith("shuffled"):
                 together = kind == "shuffled-together"
                 pair = [shuffled_in_space(maps, recipe.seed + split, together) for split, maps in enumerate(pair)]
-            name = f"{self.model.label}, {kind}, layer {number}"
+            name = f"{self.model.label}, {kind}, layer {number}, seed {recipe.seed}"
             top1 = journal.top1(probe_key(recipe, pair, (train.targets, test.targets)),
                                 lambda pair=pair, name=name: train_probe(
                                     pair[0], train.targets, pair[1], test.targets, self.num_classes, recipe,
                                     self.device, name))
             print(f"{name}: top-1 {top1:.2f}%", flush=True)
-            results.append(Result(self.model.label, kind, number, top1, len(train), len(test)))
+            results.append(Result(self.model.label, kind, number, recipe.seed, top1, len(train), len(test)))
         return results
 
 
@@ -160,18 +169,31 @@ def make_parser() -> argparse.ArgumentParser:
     add("--cache-dir", default="", help="where decoded images are kept; none: nowhere (default: the user's cache)")
     add("--download", action="store_true", help="fetch cifar10 or cifar100 if it is not in --data-dir")
     add("--img-size", metavar="N", help="side of the images in pixels (default: the model's)")
-    add("--limit", type=positive, metavar="N", help="N training and N test images, drawn by --seed (default: all)")
+    add("--unseen", action="store_true",
+        help="learn from four fifths of the test images, drawn by the first of --seeds, and measure on the others, in "
+             "place of training and test images")
+    add("--limit", type=positive, metavar="N",
+        help="N images to learn from and N to measure on, drawn by the first of --seeds (default: all)")
     add("--epochs", type=positive, default=recipe.epochs, help="of a probe (default: %(default)s)")
     add("--batch-size", type=positive, default=recipe.batch_size, help="images (default: %(default)s)")
     add("--lr", type=float, default=recipe.lr, help="first learning rate; cosine to 0.0001 (default: %(default)s)")
     add("--width", type=positive, default=recipe.width, help="channels of the probe (default: %(default)s)")
-    add("--seed", type=int, default=0, help="of the probe, the drawn images and the untrained network (default: 0)")
+    add("--seeds", type=numbers, default=(0,), metavar="N[,..]",
+        help="of the probe, the shuffling and the untrained network; the mean of several is shown (default: 0)")
     add("--workers", type=positive, default=2, help="threads that decode images (default: %(default)s)")
     add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="auto: cuda if there is one")
     add("-o", "--output", default="probe", metavar="DIR",
         help="results.csv, results.json, results.png and the cached maps; the same command continues "
              "(default: %(default)s)")
     return parser
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """Different whole numbers, separated by commas."""
+    words = text.split(",")
+    if not all(word.isdigit() for word in words) or len(set(words)) < len(words):
+        raise argparse.ArgumentTypeError(f"different whole numbers, separated by commas, required, got {text!r}")
+    return tuple(map(int, words))
 
 
 def chosen_maps(options: argparse.Namespace, model: LoadedModel) -> MapSource:
@@ -210,7 +232,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if size and size[0] != size[1]:
         raise UsageError(f"--img-size must be one number here, got {options.img_size!r}")
     recipe = ProbeRecipe(epochs=options.epochs, batch_size=options.batch_size, lr=options.lr, width=options.width,
-                         seed=options.seed)
+                         seed=options.seeds[0])
     targets = options.model.split(",")
     models = [load_model(target, img_size=size, device=device) for target in targets]
     for model in models:
@@ -222,7 +244,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         subject = Subject(target, model, source, options, device)
         fingerprints[model.label] = subject.fingerprint
         for kind in ("trained", *controls):
-            results += subject.probe(kind, recipe, journal)
+            for seed in options.seeds:
+                results += subject.probe(kind, replace(recipe, seed=seed), journal)
     write_results(Path(options.output), results, subject.num_classes, recipe, options, device, fingerprints)
     return 0
 
@@ -238,5 +261,8 @@ def write_results(output: Path, results: list[Result], classes: int, recipe: Pro
     print(results_table(results))
     published = "; ".join(f"{name} {' / '.join(f'{top1:.2f}' for top1 in by_layer.values())}"
                           for name, by_layer in PUBLISHED.items())
-    print(f"top-1 in percent, one run each; published on ImageNet, layers 16, 17, 18: {published}")
+    runs = "one run each"
+    if len(options.seeds) > 1:
+        runs = f"mean ± standard deviation of seeds {', '.join(map(str, options.seeds))}"
+    print(f"top-1 in percent, {runs}; published on ImageNet, layers 16, 17, 18: {published}")
     print("written:", *(output / f"results.{suffix}" for suffix in ("csv", "json", "png")))

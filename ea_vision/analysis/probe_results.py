@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from statistics import mean, stdev
 
 from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
@@ -22,6 +23,7 @@ class Result:
     model: str
     maps: str
     layer: int
+    seed: int
     top1: float
     train_images: int
     test_images: int
@@ -32,29 +34,43 @@ def results_csv(results: Sequence[Result]) -> str:
     return csv_text([{**asdict(result), "top1": f"{result.top1:.2f}"} for result in results])
 
 
+def over_seeds(results: Sequence[Result]) -> dict[tuple[str, str, int], tuple[float, float | None]]:
+    """Top-1 by model, maps and layer: the mean over seeds and the standard deviation, None for a single seed."""
+    found: dict[tuple[str, str, int], list[float]] = {}
+    for result in results:
+        found.setdefault((result.model, result.maps, result.layer), []).append(result.top1)
+    return {key: (mean(values), stdev(values) if len(values) > 1 else None) for key, values in found.items()}
+
+
 def results_table(results: Sequence[Result]) -> str:
-    """Rows model and maps, columns layers, top-1 in percent."""
+    """Rows model and maps, columns layers: top-1 in percent, of several seeds the mean ± the standard deviation."""
     layers = sorted({result.layer for result in results})
     names = list(dict.fromkeys((result.model, result.maps) for result in results))
-    found = {(result.model, result.maps, result.layer): result.top1 for result in results}
     width, kind = (max(map(len, column)) for column in zip(("model", "untrained"), *names, strict=True))
-    lines = [f"{'model':<{width}}  {'maps':<{kind}}" + "".join(f"{f'layer {layer}':>10}" for layer in layers)]
+    lines = [f"{'model':<{width}}  {'maps':<{kind}}" + "".join(f"{f'layer {layer}':>14}" for layer in layers)]
+    found = over_seeds(results)
     for model, maps in names:
-        values = ["" if value is None else f"{value:.2f}" for value in (found.get((model, maps, n)) for n in layers)]
-        lines.append(f"{model:<{width}}  {maps:<{kind}}" + "".join(f"{value:>10}" for value in values))
-    return "\n".join(lines)
+        lines.append(f"{model:<{width}}  {maps:<{kind}}")
+        for layer in layers:
+            top1, deviation = found.get((model, maps, layer), (None, None))
+            text = "" if top1 is None else f"{top1:.2f}" if deviation is None else f"{top1:.2f} ± {deviation:.2f}"
+            lines[-1] += f"{text:>14}"
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def results_figure(results: Sequence[Result], num_classes: int) -> Figure:
     """Bars by layer, a colour a model, a shade and hatch a kind of maps; beside them the published ones, in grey."""
     models = list(dict.fromkeys(result.model for result in results))
     measured: dict[str, dict[int, float]] = {}
+    errors: dict[str, list[float]] = {}
     styles: dict[str, dict] = {}
-    for result in results:
-        label = f"{result.model}, {result.maps}"
-        measured.setdefault(label, {})[result.layer] = result.top1
-        colors, (shade, hatch) = color_cycle(), SHADES[result.maps]
-        color = colors[models.index(result.model) % len(colors)]
+    for (model, maps, layer), (top1, deviation) in over_seeds(results).items():
+        label = f"{model}, {maps}"
+        measured.setdefault(label, {})[layer] = top1
+        if deviation is not None:
+            errors.setdefault(label, []).append(deviation)
+        colors, (shade, hatch) = color_cycle(), SHADES[maps]
+        color = colors[models.index(model) % len(colors)]
         styles[label] = {"facecolor": to_rgba(color, shade), "edgecolor": color, "hatch": hatch}
     styles |= {label: {"facecolor": grey, "edgecolor": "0.3"} for label, grey in zip(PUBLISHED, ("0.75", "0.45"),
                                                                                     strict=True)}
@@ -62,14 +78,15 @@ def results_figure(results: Sequence[Result], num_classes: int) -> Figure:
     columns = max(3, len({result.layer for result in results}))
     panels = figure.subplots(1, 2, width_ratios=(columns * (1 + len(measured) / 6), 4))
     first = results[0]
-    titles = (f"{first.train_images} training and {first.test_images} test images",
+    titles = (f"learnt from {first.train_images} images, measured on {first.test_images}",
               "published: EA paper, table 7, ImageNet")
     for axes, bars, title in zip(panels, (measured, PUBLISHED), titles, strict=True):
         layers = sorted({layer for values in bars.values() for layer in values})
         width = 0.8 / len(bars)
         for index, (label, values) in enumerate(bars.items()):
             places = [layers.index(layer) + (index - (len(bars) - 1) / 2) * width for layer in values]
-            drawn = axes.bar(places, list(values.values()), width * 0.9, label=label, linewidth=0.6, **styles[label])
+            drawn = axes.bar(places, list(values.values()), width * 0.9, label=label, linewidth=0.6,
+                              yerr=errors.get(label), error_kw={"elinewidth": 1}, **styles[label])
             axes.bar_label(drawn, fmt="%.1f", fontsize="x-small", rotation=90 if len(bars) > 4 else 0, padding=1)
         axes.set_xticks(range(len(layers)), [f"layer {layer}" for layer in layers])
         axes.set_ylabel("top-1 of the probe (%)")

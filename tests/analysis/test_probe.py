@@ -14,7 +14,7 @@ from ea_vision.analysis.probe import probe_key
 from ea_vision.analysis.probe_maps import MapSource, extract_maps, set_batch_statistics, shuffled_in_space
 from ea_vision.analysis.probe_network import ProbeNet, ProbeRecipe, train_probe
 from ea_vision.base.errors import UsageError
-from ea_vision.data.small_images import Images
+from ea_vision.data.small_images import Images, load_dataset
 
 SMALL = dict(widths=(8, 8, 16, 16), img_size=16)
 
@@ -193,7 +193,8 @@ def test_the_command_ends_with_tables_and_a_picture_and_does_nothing_twice(tmp_p
             "--epochs", "1", "--width", "8", "--batch-size", "12", "-o", str(tmp_path / "out")]
     assert probe.main(argv) == 0
     rows = list(csv.DictReader((tmp_path / "out" / "results.csv").open()))
-    assert [(row["maps"], row["layer"]) for row in rows] == [("trained", "2"), ("untrained", "2"), ("shuffled", "2")]
+    assert [(row["maps"], row["layer"], row["seed"]) for row in rows] == [
+        (kind, "2", "0") for kind in ("trained", "untrained", "shuffled")]
     about = json.loads((tmp_path / "out" / "results.json").read_text())
     assert str(tmp_path) not in json.dumps(about) and len(about["data_fingerprint"]) == 1
     assert about["recipe"]["epochs"] == 1 and about["versions"] and len(about["results"]) == 3
@@ -205,6 +206,43 @@ def test_the_command_ends_with_tables_and_a_picture_and_does_nothing_twice(tmp_p
     monkeypatch.setattr(probe_maps, "query_maps", None)
     assert probe.main(argv) == 0
     assert capsys.readouterr().out == first
+
+
+def test_seeds_draw_everything_but_the_images_and_unseen_takes_test_images(tmp_path, capsys, monkeypatch):
+    seen, networks = [], []
+
+    def extract(model, images, *_):
+        seen.append(images)
+        networks.append(next(model.model.parameters()).detach().clone())
+        return [np.random.default_rng(0).random((len(images), 2, 4, 4), dtype=np.float32)]
+
+    def train(maps, targets, test_maps, test_targets, classes, recipe, *_):
+        return 10.0 * recipe.seed
+
+    monkeypatch.setattr(probe, "extract_maps", extract)
+    monkeypatch.setattr(probe, "train_probe", train)
+    assert probe.main(["--model", "ea_conv_transformer_cifar", "--layers", "2", "--unseen", "--seeds", "1,2,4",
+                       "--controls", "untrained", "-o", str(tmp_path)]) == 0
+    digits = load_dataset("digits").test
+    assert len(seen[0]) == len(digits) - len(digits) // 5 and len(seen[1]) == len(digits) // 5
+    both = torch.cat(seen[:2]).flatten(1)
+    assert torch.equal(both.unique(dim=0), digits.images.flatten(1).unique(dim=0)), "all test images, none twice"
+    for first in range(0, len(seen), 2):  # trained, then untrained, each with three seeds
+        assert torch.equal(seen[first], seen[0]) and torch.equal(seen[first + 1], seen[1])
+    assert torch.equal(networks[0], networks[2]) and torch.equal(networks[0], networks[4])
+    assert not torch.equal(networks[6], networks[8]) and not torch.equal(networks[8], networks[10])
+    rows = list(csv.DictReader((tmp_path / "results.csv").open()))
+    assert [(row["maps"], row["seed"], row["top1"]) for row in rows] == [
+        (kind, seed, f"{10 * int(seed):.2f}") for kind in ("trained", "untrained") for seed in "124"]
+    printed = capsys.readouterr().out
+    assert printed.count("23.33 ± 15.28") == 2 and "mean ± standard deviation of seeds 1, 2, 4" in printed
+
+
+@pytest.mark.parametrize("text", ["", "1,1", "a", "1,,2", "-1"])
+def test_bad_seeds(text, capsys):
+    with pytest.raises(SystemExit):
+        probe.main(["--model", "ea_conv_transformer_cifar", f"--seeds={text}"])
+    assert "different whole numbers, separated by commas, required" in capsys.readouterr().err
 
 
 def test_a_34_layer_network_from_end_to_end(tmp_path):

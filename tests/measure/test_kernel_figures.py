@@ -1,6 +1,8 @@
 """The figures that the compiler gives for the Triton kernels, without a GPU."""
+import csv
 import importlib.util
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +16,12 @@ if triton_attention.INTERPRETING:
     pytest.skip("needs Triton's compiler", allow_module_level=True)
 
 
+SPILLED = {  # bytes, in half precision; docs/kernels.md says what is known of them
+    ("pa50", "evolve", "12.0"): 48, ("ea-vit-tiny", "evolve", "12.0"): 16,
+    ("ea-vit-base", "evolve (convolves)", "10.0"): 184, ("ea-vit-base", "queries_backward", "10.0"): 128,
+}
+
+
 def check(figures, spilled=8):
     """Products on tensor cores, at most so many bytes spilled in half precision, shared memory that the GPU has, none
     of 10.x's tensor memory, where Triton sums chained products wrongly."""
@@ -21,7 +29,7 @@ def check(figures, spilled=8):
         assert (f.products > 0) == (f.kernel != "row_products") and not f.tensor_memory, f
         assert f.shared <= (ours.CHIPS[f.capability].shared_kib - 1) * 1024, f
         if f.dtype != "fp32":
-            assert f.spilled <= spilled, f
+            assert f.spilled <= SPILLED.get((f.layer, f.kernel, f.capability), spilled), f
         assert f.blocks >= 1, f
 
 
@@ -37,7 +45,7 @@ def test_bounds_of_half_precision():
 
 
 def test_bounds_of_small_shared_memory_and_of_many_heads():
-    check(ours.all_figures(["pa-cifar"], ["8.6"], ["fp16"]), spilled=0)  # dropout, and heads 64 wide
+    check(ours.all_figures(["pa-cifar"], ["8.6", "9.0"], ["fp16"]), spilled=0)  # dropout, and heads 64 wide
     five, = (x for x in ours.launches_of(ours.LAYERS["ea-5x5"], torch.bfloat16, "8.6")
              if x.kernel.__name__ == "weight_backward")  # five rows of taps
     check([ours.figures_of("ea-5x5", five, "8.6", "bf16")], spilled=0)
@@ -47,6 +55,22 @@ def test_bounds_of_small_shared_memory_and_of_many_heads():
 @pytest.mark.skipif(os.environ.get("EA_VISION_TEST_ALL") != "1", reason="EA_VISION_TEST_ALL=1 compiles the whole table")
 def test_bounds_of_the_whole_table():
     check(ours.all_figures(list(ours.LAYERS), list(ours.CHIPS), list(ours.DTYPES)))
+
+
+def test_the_shipped_table_has_all_kernels_and_keeps_the_bounds():
+    """What docs/kernels.md says of it, without compiling anything."""
+    with open(Path(__file__).parents[2] / "weights" / "results" / "kernel-figures.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert {(row["layer"], row["GPU"], row["dtype"]) for row in rows} == {
+        (layer, chip, dtype) for layer in ours.LAYERS for chip in ours.CHIPS for dtype in ours.DTYPES
+        if ours.LAYERS[layer].heads <= 8 or dtype != "fp32"}
+    for row in rows:
+        half, spilled = row["dtype"] != "fp32", int(row["spilled"])
+        if half:
+            assert spilled <= SPILLED.get((row["layer"], row["kernel"], row["GPU"]), 8), row
+            assert not spilled or row["layer"] not in ("ea50", "ea50-7", "first", "pa-cifar", "ea-vit-small"), row
+        assert spilled <= 696 and row["tcgen05"] == "no", row
+    assert f"{len(rows):,} kernels" in (Path(__file__).parents[2] / "docs" / "kernels.md").read_text()
 
 
 def test_longest_loop_is_found():
