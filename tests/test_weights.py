@@ -71,7 +71,7 @@ def test_results_are_those_of_the_cards():
 def test_docs_have_the_results_of_the_runs():
     """Its table of the `fast_sgd` recipe's 10 epochs, against the metrics of those runs and the recipe's own words."""
     runs = {path.stem: list(csv.DictReader(path.open()))
-            for path in (ROOT / "weights" / "results" / "fast-cifar10").glob("*.csv")}
+            for path in (ROOT / "weights" / "results" / "fast-sgd-cifar10").glob("*.csv")}
     row = re.compile(r"^\| (\w+_cifar) +\| [\d.]+ +\| (\d\d\.\d\d) +\| (\d\d\.\d\d) +\| \d+ ", re.MULTILINE)
     text = (ROOT / "docs" / "experiments.md").read_text()
     shown = {name: (float(top1), float(top5)) for name, top1, top5 in row.findall(text)}
@@ -79,6 +79,22 @@ def test_docs_have_the_results_of_the_runs():
     assert len(shown) == 5 and all(rows[-1]["epoch"] == "10" for rows in runs.values())
     expected = (ROOT / "ea_vision" / "recipes" / "fast_sgd.yaml").read_text()
     assert all(f"{top1:.2f} ({name})" in expected for name, (top1, _) in shown.items())
+
+
+def test_docs_have_the_results_of_the_shipped_weights_runs():
+    """The table of the `fast` recipe's 10 epochs, likewise."""
+    runs = {path.stem: list(csv.DictReader(path.open()))[-1]
+            for path in (ROOT / "weights" / "results" / "fast-cifar10").glob("*.csv")}
+    row = re.compile(r"^\| (\w+_cifar) \| [\d.]+ \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", re.MULTILINE)
+    shown = {name: figures for name, *figures in row.findall((ROOT / "docs" / "experiments.md").read_text())}
+    assert set(shown) == set(runs) == {name.split(".")[0] for name in SHIPPED}
+    expected = (ROOT / "ea_vision" / "recipes" / "fast.yaml").read_text().replace("\n#          ", "")
+    for name, (top1, views, top5, loss) in shown.items():
+        last = runs[name]
+        assert last["epoch"] == "10" and [top1, top5, loss] == [
+            f"{float(last[key]):.{digits}f}" for key, digits in (("top1", 2), ("top5", 2), ("train_loss", 4))]
+        assert float(views) > float(top1) and f"{top1}, with six views {views} ({name})" in expected or \
+            f"{top1}, {views} ({name})" in expected
 
 
 @pytest.mark.parametrize("name", SHIPPED)

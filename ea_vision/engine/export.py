@@ -120,7 +120,7 @@ def main(argv: list[str] | None = None) -> int:
         raise UsageError(f"{args.data_dir} is not the data of the run: fingerprint {run['data_fingerprint']} required, "
                          f"got {data.fingerprint()}")
     create(args.out)
-    loader = EvalLoader(data.test, mean=run["mean"], std=run["std"], device=torch.device("cpu"), batch_size=500,
+    loader = EvalLoader(data.test, mean=run["mean"], std=run["std"], device=torch.device("cpu"), batch_size=100,
                         rank=0, world_size=1)
     full = {name: value.clone().contiguous() for name, value in model.state_dict().items()}
     with join_world("cpu") as world:
