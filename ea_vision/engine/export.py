@@ -19,13 +19,12 @@ import torch
 import ea_vision  # noqa: F401  (registers the models)
 from ea_vision.base.errors import UsageError
 from ea_vision.base.files import atomic_write, create
-from ea_vision.base.networks import encode_weights
+from ea_vision.base.networks import CIFAR10, encode_weights
 from ea_vision.base.processes import join_world
 from ea_vision.data.on_device import EvalLoader
 from ea_vision.data.small_images import load_dataset
 from ea_vision.engine import run_folder
 from ea_vision.engine.evaluate import Evaluation, evaluate
-from ea_vision.models.conv_transformer import CIFAR10
 
 LARGEST_LOSS = 0.1  # points of top-1 that float16 may cost
 

@@ -21,6 +21,7 @@ from timm.layers import ClassifierHead, ConvNormAct, DropPath
 from timm.models import checkpoint, generate_default_cfgs
 from torch import Tensor, nn
 
+from ea_vision.base.networks import CIFAR10
 from ea_vision.layers import AugmentedConv2d
 from ea_vision.models._build import Network, register_networks, shipped_weights
 from ea_vision.models._chain import AttentionConfig, ChainBuilder, HeadedNetwork, Step, to_size
@@ -258,8 +259,6 @@ def _cfg(url: str = "", **kwargs: Any) -> dict[str, Any]:
         **kwargs,
     }
 
-
-CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
 SHIPPED = (  # of a model's weights the first are the default
     "conv_transformer_cifar.fast_c10",

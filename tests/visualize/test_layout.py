@@ -173,7 +173,7 @@ def test_statistics_sweeps_and_probes(count):
                               0.5) for number, size in enumerate(sizes, start=1)]
     labels = [f"{LONG} [{number}]" for number in range(count)]
     assert not problems(statistics_figure({label: layers for label in labels}))
-    found = [Result(label[-40:], maps, layer, 30.0 + layer, 500, 500) for label in labels
+    found = [Result(label[-40:], maps, layer, 0, 30.0 + layer, 500, 500) for label in labels
              for maps in ("trained", "untrained") for layer in (1, 2)]
     assert not problems(results_figure(found, 10))
     rows = [{"widths": "w" * 40 + str(a), "beta": b, "top1": 50.0 + a + b} for a in range(3) for b in range(count)]
