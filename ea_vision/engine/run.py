@@ -542,7 +542,7 @@ def finish(trainer: Trainer, data: Task, test_loader, run: dict[str, Any]) -> No
     said = {"test": f"test {trainer.judged}", "train": "fit to the training images",
             "held_out": f"{trainer.judged} on images held out"}
     log.info("%s: best weights (epoch %d) %s, last weights %s", said[split], found["best"]["epoch"], best, last)
-    if eval_split == "test":
+    if eval_split == "test" and sum(not math.isnan(row[first]) for row in progress.rows) > 1:
         log.info("the best epoch was chosen by the test images: quote the last weights, or hold images out")
     log.info("run folder: %s", folder)
 

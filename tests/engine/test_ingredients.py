@@ -95,6 +95,7 @@ def test_the_card_of_exported_weights_has_the_figures_of_the_file(data, tmp_path
     folder, log, out = tmp_path / "run", tmp_path / "log", tmp_path / "weights"
     argv = arguments(data, folder, "--epochs", "2", "--eval-epochs", "2", "--tta", "six", "--resume", "none")
     assert run(argv, log) == 0, log.read_text()
+    assert "chosen by the test images" not in log.read_text()
     assert export.main([str(folder), "--tag", "t", "--data-dir", str(data), "--out", str(out)]) == 0
     about = run_folder.read_config(folder)[1]
     model = timm.create_model("test_resnet", **about["model_kwargs"],
