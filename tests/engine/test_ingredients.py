@@ -19,7 +19,7 @@ from ea_vision.engine.views import views
 from tests.engine.runner import SignalAfterUpdate, arguments, assert_equal, make_folder, run, same_result
 
 LOOKAHEAD = ["--opt", "lookahead_sgd", "--norm-bias-lr", "4", "--holdout", "8"]
-ALL = ["--opt", "muon", "--lr", "0.02", "--opt-kwargs", "fallback_lr_scale=0.5", "--norm-bias-lr", "8", "--whiten",
+ALL = ["--opt", "muon", "--lr", "0.02", "--opt-kwargs", "ns_steps=4", "--norm-bias-lr", "8", "--whiten",
        "--logit-scale", "0.125", "--flip", "alternate", "--crop-padding-mode", "reflect", "--ema", "0.9",
        "--tta", "six", "--holdout", "8"]
 
