@@ -121,16 +121,17 @@ def main(argv: list[str] | None = None) -> int:
     create(args.out)
     loader = EvalLoader(data.test, mean=run["mean"], std=run["std"], device=torch.device("cpu"), batch_size=100,
                         rank=0, world_size=1)
+    tta = config.get("tta", "none")  # runs from before the option was there lack it
     full = {name: value.clone().contiguous() for name, value in model.state_dict().items()}
     with join_world("cpu") as world:
         exact = evaluate(model, loader, len(data.classes), world)
         model.load_state_dict(half(full))
-        rounded = evaluate(model, loader, len(data.classes), world)
-        fits = abs(rounded.top1 - exact.top1) <= LARGEST_LOSS
-        state, result, dtype = (half(full), rounded, "float16") if fits else (full, exact, "float32")
-        if config.get("tta", "none") != "none":
-            model.load_state_dict(state)
-            result = evaluate(model, loader, len(data.classes), world, tta=config["tta"])
+        result = rounded = evaluate(model, loader, len(data.classes), world, tta=tta)
+        state, dtype = half(full), "float16"
+        if abs(rounded.top1 - exact.top1) > LARGEST_LOSS:
+            state, dtype = full, "float32"
+            model.load_state_dict(full)
+            result = evaluate(model, loader, len(data.classes), world, tta=tta)
 
     name = f"{config['model']}.{args.tag}"
     text = card(config, run, results, run_folder.read_metrics(args.run), name, dtype, result)

@@ -90,12 +90,14 @@ def test_exported_weights_give_the_outputs_of_training_bit_for_bit(data, tmp_pat
     assert_equal(state["ema"], safetensors.torch.load_file(folder / run_folder.WEIGHTS), "weights")
 
 
-def test_the_card_of_exported_weights_has_the_figures_of_the_file(data, tmp_path):
+@pytest.mark.parametrize("largest_loss, dtype", [(100, "float16"), (-1, "float32")])
+def test_the_card_of_exported_weights_has_the_figures_of_the_file(data, tmp_path, monkeypatch, largest_loss, dtype):
     """Plain and with views, counted here from the written file; the run's one look at the test images chose nothing."""
     folder, log, out = tmp_path / "run", tmp_path / "log", tmp_path / "weights"
     argv = arguments(data, folder, "--epochs", "2", "--eval-epochs", "2", "--tta", "six", "--resume", "none")
     assert run(argv, log) == 0, log.read_text()
     assert "chosen by the test images" not in log.read_text()
+    monkeypatch.setattr(export, "LARGEST_LOSS", largest_loss)
     assert export.main([str(folder), "--tag", "t", "--data-dir", str(data), "--out", str(out)]) == 0
     about = run_folder.read_config(folder)[1]
     model = timm.create_model("test_resnet", **about["model_kwargs"],
@@ -107,7 +109,9 @@ def test_the_card_of_exported_weights_has_the_figures_of_the_file(data, tmp_path
         plain = model(x)
         six = sum(weight * model(view) for weight, view in views(x, "six"))
     top1, by_six = (100 * (logits.argmax(1) == test.targets).double().mean().item() for logits in (plain, six))
+    stored = safetensors.torch.load_file(out / "test_resnet.t.safetensors")
     card = (out / "test_resnet.t.md").read_text()
+    assert stored["conv1.0.weight"].dtype == getattr(torch, dtype) and f"| stored as | {dtype} |" in card
     assert f"{top1:.2f}% top-1, 100.00% top-5 on the test images. " in card
     assert f"With several views of an image (`--tta six`): {by_six:.2f}%." in card
     assert "48 training images, 3 classes: class_0, class_1, class_2;" in card
