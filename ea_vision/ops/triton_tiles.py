@@ -78,7 +78,8 @@ def default_tile(name: str, dtype: torch.dtype, sizes: dict, conv: bool, attends
     wide = width > 512
     many = K > 8
     warps = 16 if many else 8
-    stages = 2 if half and not many and not wide and not sizes["SMALL"] else 1
+    roomy = half and not many and not wide  # a tile leaves room for larger ones, or for two at a time
+    stages = 2 if roomy and not sizes["SMALL"] else 1
     limit = 128 if half and width <= 256 else 0  # two blocks of 256 threads share a multiprocessor's registers
     if sizes["KS"] == 5 and (name == "weight_backward" or conv and name in ("evolve", "queries_backward")):
         stages, limit = 1, 0  # five rows of taps: two stages take more shared memory than there is, a limit spills
@@ -92,16 +93,16 @@ def default_tile(name: str, dtype: torch.dtype, sizes: dict, conv: bool, attends
         # Twice the queries halve the reads of k; a convolution and float32 need the room themselves
         return Tile(16 if conv or not half else 32, 16, 8, stages, limit)
     if name == "logits_backward":
-        return Tile(16, 8 if many else 16, 4 if few else 8, 2 if half and not many and not wide else 1)
+        return Tile(16, 8 if many else 16, 4 if few else 8, 2 if roomy else 1)
     if name == "weight_backward":
-        two = half and conv and not many and not wide and sizes["KS"] != 5 and sizes["N"] > 64  # of 7x7 they spill
+        two = roomy and conv and sizes["KS"] != 5 and sizes["N"] > 64  # of 7x7 they spill
         return Tile(8 if many else 16, 16, 8, 2 if two else 1, limit)
     if name == "queries_backward":
         if few:
             return Tile(16, 16, 4, stages)
         return Tile(8 if many and conv else 16, 16, 8, stages, limit)
     if name == "keys_backward":
-        return Tile(16, 32 if half and not many and not wide else 16, warps, 2 if half else 1)
+        return Tile(16, 32 if roomy else 16, warps, 2 if half else 1)
     return Tile()
 
 
