@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -264,6 +265,17 @@ def _load_file(model: nn.Module, path: Path) -> int | None:
     check_state_fits(model, weights, str(path))
     model.load_state_dict(weights)
     return state["progress"].get("epoch")
+
+
+def parse_targets(text: str) -> list[str]:
+    """What `load_model` takes, several separated by commas. A file or folder whose name has commas is one, such as a
+    sweep's run `model=a,seed=0`."""
+    words, targets = text.split(","), []
+    while words:
+        count = next((n for n in range(len(words), 1, -1) if os.path.exists(",".join(words[:n]))), 1)
+        targets.append(",".join(words[:count]))
+        words = words[count:]
+    return targets
 
 
 def parse_layers(text: str, model: LoadedModel) -> list[AttentionLayer]:

@@ -38,6 +38,7 @@ from ea_vision.analysis.loading import (
     load_model,
     parse_layers,
     parse_size,
+    parse_targets,
     positive,
 )
 from ea_vision.analysis.probe_maps import MapSource, extract_maps, set_batch_statistics, shuffled_in_space
@@ -233,7 +234,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UsageError(f"--img-size must be one number here, got {options.img_size!r}")
     recipe = ProbeRecipe(epochs=options.epochs, batch_size=options.batch_size, lr=options.lr, width=options.width,
                          seed=options.seeds[0])
-    targets = options.model.split(",")
+    targets = parse_targets(options.model)
     models = [load_model(target, img_size=size, device=device) for target in targets]
     for model in models:
         check_classifies(model)

@@ -22,6 +22,7 @@ from ea_vision.analysis.loading import (
     load_model,
     parse_layers,
     parse_size,
+    parse_targets,
     positive,
     read_image,
 )
@@ -102,7 +103,7 @@ def parse_parts(text: str) -> list[str]:
 
 def make_explorer(options: argparse.Namespace) -> Explorer:
     """The models of --model, with --layers, --heads and --parts."""
-    targets = [target for text in options.model or ["ea_conv_transformer_cifar"] for target in text.split(",")]
+    targets = [target for text in options.model or ["ea_conv_transformer_cifar"] for target in parse_targets(text)]
     if len(targets) > MAX_MODELS:
         raise UsageError(f"--model must be at most {MAX_MODELS} models, got {len(targets)}")
     size, device = parse_size(options.img_size), choose_device(options.device)

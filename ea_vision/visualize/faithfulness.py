@@ -33,6 +33,7 @@ from ea_vision.analysis.loading import (
     load_model,
     parse_layers,
     parse_size,
+    parse_targets,
     positive,
 )
 from ea_vision.analysis.patch_rankings import (
@@ -248,7 +249,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     size, device = parse_size(options.img_size), choose_device(options.device)
     if size and size[0] != size[1]:
         raise UsageError(f"--img-size must be one number here, got {options.img_size!r}")
-    targets = options.model.split(",")
+    targets = parse_targets(options.model)
     models = distinct([load_model(target, img_size=size, device=device) for target in targets])
     for model in models:
         check_classifies(model)

@@ -18,6 +18,7 @@ from ea_vision.analysis.loading import (
     load_model,
     parse_layers,
     parse_size,
+    parse_targets,
     positive,
 )
 from ea_vision.analysis.recording import AttentionLayer
@@ -181,12 +182,12 @@ def some_layers(layers: Sequence[AttentionLayer]) -> list[AttentionLayer]:
     return [layers[round(index * (len(layers) - 1) / (SOME_LAYERS - 1))] for index in range(SOME_LAYERS)]
 
 
-def load_models(options: argparse.Namespace) -> list[LoadedModel]:
-    """The models of --model; an image that does not exist is found out first."""
+def load_models(options: argparse.Namespace, targets: Sequence[str] | None = None) -> list[LoadedModel]:
+    """The models of --model, or of `targets`; an image that does not exist is found out first."""
     find_images(options.images)
     size, device = parse_size(options.img_size), choose_device(options.device)
     return distinct([load_model(target, random=options.random, img_size=size, device=device)
-                     for target in options.model.split(",")])
+                     for target in targets or parse_targets(options.model)])
 
 
 def add_through(parser: argparse.ArgumentParser, shown: str) -> None:
@@ -203,8 +204,7 @@ def models_through(options: argparse.Namespace) -> list[LoadedModel]:
     """
     if options.through == "layers":
         return [only(load_models(options), "model")]
-    options.model = checkpoints_of(options.model)
-    return by_epoch(load_models(options))
+    return by_epoch(load_models(options, checkpoints_of(parse_targets(options.model))))
 
 
 def by_epoch(models: Sequence[LoadedModel]) -> list[LoadedModel]:
@@ -220,10 +220,10 @@ def by_epoch(models: Sequence[LoadedModel]) -> list[LoadedModel]:
     return [found[epoch] for epoch in sorted(found)]
 
 
-def checkpoints_of(targets: str) -> str:
+def checkpoints_of(targets: Sequence[str]) -> list[str]:
     """Run folders among the targets become their *.ckpt files and snapshots."""
     found = []
-    for target in targets.split(","):
+    for target in targets:
         files = [target]
         if Path(target).is_dir():
             names = ("*.ckpt", f"{run_folder.SNAPSHOTS}/*.safetensors")
@@ -231,4 +231,4 @@ def checkpoints_of(targets: str) -> str:
             if not files:
                 raise UsageError(f"run {target} has no {' nor '.join(names)}")
         found += files
-    return ",".join(found)
+    return found

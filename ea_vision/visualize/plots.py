@@ -154,7 +154,7 @@ def plot_training(run: str, image: Image.Image | Tensor, layers: Layers = None, 
                   query: Query | None = None, **look) -> Figure:
     """Attention through the checkpoints and snapshots of a run folder: a row a layer, a column an epoch; `query` None:
     the middle."""
-    models = by_epoch([load_model(file) for file in checkpoints_of(run).split(",")])
+    models = by_epoch([load_model(file) for file in checkpoints_of([run])])
     recorded = [_record(model, image, layers) for model in models]
     recordings, chosen = [recording for recording, _ in recorded], recorded[0][1]
     [point] = _points(None if query is None else [query], recordings[0], [(0.5, 0.5)])

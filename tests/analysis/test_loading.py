@@ -7,7 +7,7 @@ from PIL import Image
 from timm.data import create_transform
 
 import ea_vision  # noqa: F401
-from ea_vision.analysis.loading import find_images, load_model, parse_layers, read_image
+from ea_vision.analysis.loading import find_images, load_model, parse_layers, parse_targets, read_image
 from ea_vision.base.errors import UsageError
 from ea_vision.base.files import atomic_write
 from ea_vision.engine import checkpoint, run_folder
@@ -46,6 +46,21 @@ def test_a_run_folder_its_weights_and_its_checkpoint(run):
     assert all(torch.equal(a, b + 1) for a, b in zip(ckpt.model.parameters(), model.parameters(), strict=True))
     untrained = load_model(str(folder), random=True)
     assert untrained.label.endswith("(untrained)") and untrained.model.num_classes == 3
+
+
+def test_targets_are_separated_by_commas_that_no_file_has_in_its_name(run, tmp_path, monkeypatch):
+    """Runs of a sweep are named `model=a,seed=0`."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("alpha=0.5,seed=0", "alpha=0.5,seed=1"):
+        run[0].rename(tmp_path / name)
+        (tmp_path / name / "last.ckpt").rename(tmp_path / name / "a,b,c.ckpt")
+        assert parse_targets(f"{NAME},{name},{tmp_path / name},{name}/a,b,c.ckpt,x") == [
+            NAME, name, str(tmp_path / name), f"{name}/a,b,c.ckpt", "x"]
+        assert load_model(parse_targets(name)[0]).label == f"{NAME}, {name}"
+        (tmp_path / name / "a,b,c.ckpt").rename(tmp_path / name / "last.ckpt")
+        (tmp_path / name).rename(run[0])
+    assert parse_targets("a,b,,c") == ["a", "b", "", "c"]
+    assert parse_targets(",".join(["x" * 100] * 50)) == ["x" * 100] * 50  # longer than a file's name can be
 
 
 def test_random_weights_are_the_same_every_time_and_leave_the_generator_alone():
