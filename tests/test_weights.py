@@ -1,4 +1,5 @@
 """The shipped weights load by name, without a network, and have a card that says what they reach."""
+import collections
 import csv
 import re
 import tarfile
@@ -95,6 +96,23 @@ def test_docs_have_the_results_of_the_shipped_weights_runs():
             f"{float(last[key]):.{digits}f}" for key, digits in (("top1", 2), ("top5", 2), ("train_loss", 4))]
         assert float(views) > float(top1)
         assert f"{top1}, with six views {views} ({name})" in expected or f"{top1}, {views} ({name})" in expected
+
+
+def test_docs_have_the_results_of_replaced_maps():
+    """The table of docs/experiments.md: the mean over seeds of each network's figures."""
+    kinds = ("trained", "uniform", "mean", "other", "none", "own")
+    figures = collections.defaultdict(list)
+    for table in ("full", "narrow"):
+        for row in csv.DictReader((ROOT / "weights" / "results" / "replaced-maps" / f"{table}-replaced.csv").open()):
+            network = re.sub(r".*variant=(.*),seed=\d|\.fast_c10", r"\1", row["model"])
+            figures[network, row["maps"]].append(float(row["top1"]))
+    text = (ROOT / "docs" / "experiments.md").read_text()
+    networks = {network for network, _ in figures}
+    assert len(networks) == 8 and len(figures["EA", "own"]) == 3
+    for network in networks:
+        cells = [f"{sum(values) / len(values):.2f}" if (values := figures.get((network, kind))) else ""
+                 for kind in kinds]
+        assert f"| {network} | {' | '.join(cells)}".rstrip() + " |\n" in text
 
 
 @pytest.mark.parametrize("name", SHIPPED)
