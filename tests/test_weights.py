@@ -83,12 +83,12 @@ def test_docs_have_the_results_of_the_runs():
 
 
 def test_docs_have_the_results_of_the_shipped_weights_runs():
-    """The table of the `fast` recipe's 10 epochs, likewise."""
+    """The table of the `fast` recipe's 10 epochs, likewise; two of its networks have no weights here."""
     runs = {path.stem: list(csv.DictReader(path.open()))[-1]
             for path in (ROOT / "weights" / "results" / "fast-cifar10").glob("*.csv")}
     row = re.compile(r"^\| (\w+_cifar) \| [\d.]+ \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", re.MULTILINE)
     shown = {name: figures for name, *figures in row.findall((ROOT / "docs" / "experiments.md").read_text())}
-    assert set(shown) == set(runs) == {name.split(".")[0] for name in SHIPPED}
+    assert set(shown) == set(runs) == {*(name.split(".")[0] for name in SHIPPED), "cnn_cifar", "resnet18_cifar"}
     expected = (ROOT / "ea_vision" / "recipes" / "fast.yaml").read_text().replace("\n#          ", "")
     for name, (top1, views, top5, loss) in shown.items():
         last = runs[name]
