@@ -2,6 +2,7 @@
 import collections
 import csv
 import re
+import statistics
 import tarfile
 from pathlib import Path
 
@@ -96,6 +97,22 @@ def test_docs_have_the_results_of_the_shipped_weights_runs():
             f"{float(last[key]):.{digits}f}" for key, digits in (("top1", 2), ("top5", 2), ("train_loss", 4))]
         assert float(views) > float(top1)
         assert f"{top1}, with six views {views} ({name})" in expected or f"{top1}, {views} ({name})" in expected
+
+
+def test_docs_have_the_evidence():
+    """The table of docs/experiments.md and the answer to its question, against the runs."""
+    runs = collections.defaultdict(list)
+    for row in csv.DictReader((ROOT / "weights" / "results" / "evidence" / "cifar10-runs.csv").open()):
+        assert row["seed"] == str(len(runs[row["variant"]]))
+        runs[row["variant"]].append(float(row["test_top1"]))
+    text = (ROOT / "docs" / "experiments.md").read_text()
+    assert len(runs) == 6
+    for variant, top1 in runs.items():
+        shown = ", ".join(f"{value:.2f}" for value in top1)
+        assert (f"| {variant} | {shown} | {statistics.mean(top1):.2f} | {statistics.stdev(top1):.2f} |\n") in text
+    gains = [ea - none for ea, none in zip(runs["EA"], runs["none"], strict=True)]
+    mean, margin = statistics.mean(gains), 2.776 * statistics.stdev(gains) / 5 ** 0.5  # t of 4 degrees of freedom
+    assert f"EA is {mean:.2f} points above none (95% interval {mean - margin:.2f} to {mean + margin:.2f}" in text
 
 
 def test_docs_have_the_results_of_replaced_maps():
