@@ -87,7 +87,8 @@ def test_docs_have_the_results_of_the_shipped_weights_runs():
     """The table of the `fast` recipe's 10 epochs, likewise; two of its networks have no weights here."""
     runs = {path.stem: list(csv.DictReader(path.open()))[-1]
             for path in (ROOT / "weights" / "results" / "fast-cifar10").glob("*.csv")}
-    row = re.compile(r"^\| (\w+_cifar) \| [\d.]+ \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", re.MULTILINE)
+    row = re.compile(r"^\| (\w+_cifar) \| [\d.]+ \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| \d+ \|$",
+                     re.MULTILINE)
     shown = {name: figures for name, *figures in row.findall((ROOT / "docs" / "experiments.md").read_text())}
     assert set(shown) == set(runs) == {*(name.split(".")[0] for name in SHIPPED), "cnn_cifar", "resnet18_cifar"}
     expected = (ROOT / "ea_vision" / "recipes" / "fast.yaml").read_text().replace("\n#          ", "")
@@ -113,6 +114,22 @@ def test_docs_have_the_evidence():
     gains = [ea - none for ea, none in zip(runs["EA"], runs["none"], strict=True)]
     mean, margin = statistics.mean(gains), 2.776 * statistics.stdev(gains) / 5 ** 0.5  # t of 4 degrees of freedom
     assert f"EA is {mean:.2f} points above none (95% interval {mean - margin:.2f} to {mean + margin:.2f}" in text
+
+
+def test_docs_have_the_results_of_the_probe():
+    """The table of docs/experiments.md: mean and standard deviation over three seeds, from images seen and unseen."""
+    figures = collections.defaultdict(list)
+    for kind in ("seen", "unseen"):
+        for row in csv.DictReader((ROOT / "weights" / "results" / "probe" / kind / "results.csv").open()):
+            figures[row["model"], row["maps"], kind, row["layer"]].append(float(row["top1"]))
+    text = (ROOT / "docs" / "experiments.md").read_text()
+    for network, label in (("conv", "AA"), ("pa_conv", "PA"), ("ea_conv", "EA")):
+        for maps in ("trained", "untrained", "shuffled"):
+            top1 = [figures[f"{network}_transformer_cifar.fast_c10", maps, kind, layer]
+                    for kind in ("seen", "unseen") for layer in "36"]
+            assert all(len(seeds) == 3 for seeds in top1)
+            cells = " | ".join(f"{statistics.mean(seeds):.2f} ± {statistics.stdev(seeds):.2f}" for seeds in top1)
+            assert f"| {label} | {maps} | {cells} |\n" in text
 
 
 def test_docs_have_the_results_of_replaced_maps():
