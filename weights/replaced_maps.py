@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 
 import ea_vision
-from ea_vision.analysis.loading import LoadedModel, load_model, parse_targets
-from ea_vision.data.small_images import Images, load_dataset
+from ea_vision.analysis.loading import LoadedModel, load_model, parse_targets, positive
+from ea_vision.data.small_images import load_dataset
 from ea_vision.layers import AugmentedConv2d
 
 BATCH = 100
@@ -73,23 +73,22 @@ def top1(model: nn.Module, batches: list[Tensor], targets: Tensor) -> float:
     return 100 * (predicted == targets).double().mean().item()
 
 
-def replaced(network: LoadedModel, images: Images) -> list[tuple[str, str, float, int]]:
+def replaced(network: LoadedModel, batches: list[Tensor], targets: Tensor) -> list[tuple[str, str, float, int]]:
     """Rows of replaced.csv."""
-    batches = list(network.normalize(images.images / 255).split(BATCH))
     means = mean_maps(network.model, batches)
     evolves = any(layer.evolution is not None for layer in attention_modules(network.model))
     rows = []
     for kind in KINDS if evolves else KINDS[:-1]:
         with replace_maps(network.model, kind, means):
-            rows.append((network.label, kind, round(top1(network.model, batches, images.targets), 2), len(images)))
+            rows.append((network.label, kind, round(top1(network.model, batches, targets), 2), len(targets)))
         print(*rows[-1], flush=True)
     return rows
 
 
-def logits(network: LoadedModel, images: Images) -> list[tuple[str, int, float, float, float]]:
+def logits(network: LoadedModel, batches: list[Tensor]) -> list[tuple[str, int, float, float, float]]:
     """Rows of logits.csv."""
     sums: dict[int, Tensor] = {}
-    for batch in network.normalize(images.images / 255).split(BATCH):
+    for batch in batches:
         with ea_vision.record_attention(network.model, parts=("logits", "self_logits")) as maps:
             network.model(batch)
         for layer in maps.values():
@@ -98,7 +97,7 @@ def logits(network: LoadedModel, images: Images) -> list[tuple[str, int, float, 
             figures = torch.stack([own.square().mean(-1).sqrt().mean(-1), entering.square().mean(-1).sqrt().mean(-1),
                                    likeness]).mean(-1).sum(-1)  # of (3, B, K)
             sums[layer.number] = sums.get(layer.number, 0) + figures
-    return [(network.label, number, *(round(figure, 3) for figure in (total / len(images)).tolist()))
+    return [(network.label, number, *(round(figure, 3) for figure in (total / sum(map(len, batches))).tolist()))
             for number, total in sums.items()]
 
 
@@ -108,10 +107,12 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="names or run folders, separated by commas")
     parser.add_argument("--dataset", default="cifar10", help="see train_cifar.py --help (default: %(default)s)")
     parser.add_argument("--data-dir", default="", help="folder of the data set")
-    parser.add_argument("--limit", type=int, default=2000, help="test images, drawn by seed 0 (default: %(default)s)")
+    parser.add_argument("--limit", type=positive, default=2000,
+                        help="test images, drawn by seed 0 (default: %(default)s)")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     test = load_dataset(options.dataset, options.data_dir).test
+    # In the order drawn, not the folder's, where an image's neighbour, whose map `other` takes, is mostly of its class.
     images = test.select(torch.randperm(len(test), generator=torch.Generator().manual_seed(0))[:options.limit])
     tables: dict[str, list[tuple]] = {
         "replaced.csv": [("model", "maps", "top1", "images")],
@@ -119,8 +120,9 @@ def main() -> None:
     with torch.inference_mode():
         for target in parse_targets(options.model):
             network = load_model(target)
-            tables["replaced.csv"] += replaced(network, images)
-            tables["logits.csv"] += logits(network, images)
+            batches = list(network.normalize(images.images / 255).split(BATCH))
+            tables["replaced.csv"] += replaced(network, batches, images.targets)
+            tables["logits.csv"] += logits(network, batches)
     for name, rows in tables.items():
         with (options.folder / name).open("w", newline="", encoding="utf-8") as file:
             csv.writer(file, lineterminator="\n").writerows(rows)

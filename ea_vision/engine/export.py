@@ -125,9 +125,9 @@ def main(argv: list[str] | None = None) -> int:
     full = {name: value.clone().contiguous() for name, value in model.state_dict().items()}
     with join_world("cpu") as world:
         exact = evaluate(model, loader, len(data.classes), world)
-        model.load_state_dict(half(full))
-        result = rounded = evaluate(model, loader, len(data.classes), world, tta=tta)
         state, dtype = half(full), "float16"
+        model.load_state_dict(state)
+        result = rounded = evaluate(model, loader, len(data.classes), world, tta=tta)
         if abs(rounded.top1 - exact.top1) > LARGEST_LOSS:
             state, dtype = full, "float32"
             model.load_state_dict(full)

@@ -9,7 +9,6 @@ import torch
 
 import ea_vision
 from ea_vision.analysis.loading import load_model
-from ea_vision.data.small_images import Images
 from ea_vision.layers import AugmentedConv2d
 
 script = runpy.run_path(str(Path(__file__).parents[2] / "weights" / "replaced_maps.py"))
@@ -86,8 +85,9 @@ def test_figures_of_logits_against_numpy():
     loaded = load_model("ea_conv_transformer_cifar", random=True, **KEYWORDS)
     pixels = torch.randint(0, 256, (3, 3, 32, 32), dtype=torch.uint8)
     with torch.no_grad(), ea_vision.record_attention(loaded.model, parts=("logits", "self_logits")) as maps:
-        rows = script["logits"](loaded, Images(pixels, torch.zeros(3, dtype=torch.long), [""] * 3))
-        loaded.model(loaded.normalize(pixels / 255))
+        x = loaded.normalize(pixels / 255)
+        rows = script["logits"](loaded, [x[:2], x[2:]])
+        loaded.model(x)
     assert [row[1] for row in rows] == list(maps)
     for (_, number, own_std, entering_std, correlation) in rows:
         own, entering = (part.double().numpy() for part in (maps[number].self_logits, maps[number].logits))
