@@ -91,6 +91,8 @@ class TrainConfig:
     momentum: float = option(0.9, "momentum of the optimiser", minimum=0.0, maximum=1.0)
     weight_decay: float = option(5e-4, "weight decay (not of norms, biases and position tables)", minimum=0.0)
     norm_bias_lr: float = option(1.0, "rate of the norms' biases, times lr", minimum=0.0)
+    attention_lr: float = option(1.0, "rate of queries, keys, values, position tables and map convolutions, times lr",
+                                 minimum=0.0)
     clip_grad: float = option(0.0, "largest norm of the gradient; 0: no limit", minimum=0.0)
     schedule: str = option("one_cycle", "learning rate over time; one_cycle: line up, line down; cosine: warm-up, "
                                         "then cosine cycles; step: warm-up, then factors at decay_epochs; exp: "

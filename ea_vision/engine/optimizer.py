@@ -10,7 +10,7 @@ from torch import nn
 
 from ea_vision.base.errors import UsageError, near_matches
 from ea_vision.engine.config import TrainConfig
-from ea_vision.layers import learnable_gates
+from ea_vision.layers import AugmentedConv2d, TokenAttention, learnable_gates
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.GroupNorm, nn.LayerNorm)
 FALLBACK = ("fallback_list", "fallback_no_weight_decay")  # of timm's keywords, those that form groups
@@ -34,12 +34,14 @@ def build_optimizer(config: TrainConfig, model: nn.Module, images_per_update: in
 
     There is no weight decay on norms, biases and what `model.no_weight_decay()` names, and frozen parameters are in no
     group. timm's schedulers multiply the rate by a group's `lr_scale`: with `config.layer_decay` each layer has one.
-    With `config.norm_bias_lr` the norms' biases, and with `config.gate_lr` the learnable shares (alpha, beta) of
-    evolutions, are groups of their own, the last ones, whose scales are multiplied by it.
+    With `config.norm_bias_lr` the norms' biases, with `config.attention_lr` the `map_parameters`, and with
+    `config.gate_lr` the learnable shares (alpha, beta) of evolutions are groups of their own, the last ones, whose
+    scales are multiplied by it.
 
     Raises:
         UsageError: unknown optimiser (naming near matches), a keyword or value it refuses, norm_bias_lr for a model
-            whose norms have no biases, or gate_lr for one without learnable shares.
+            whose norms have no biases, attention_lr for one without attention layers of ours, or gate_lr for one
+            without learnable shares.
     """
     check_optimizer_name(config.opt)
     lr = config.lr * images_per_update / config.lr_base_batch if config.lr_base_batch else config.lr
@@ -56,6 +58,9 @@ def build_optimizer(config: TrainConfig, model: nn.Module, images_per_update: in
                                                           **fallback)
         if config.norm_bias_lr != 1:
             groups = _with_apart(groups, norm_biases(model), config.norm_bias_lr, "norm_bias_lr", "norms with biases")
+        if config.attention_lr != 1:
+            groups = _with_apart(groups, map_parameters(model), config.attention_lr, "attention_lr",
+                                 "attention layers of ea_vision")
         if config.gate_lr != 1:
             gates = [gate for gate in learnable_gates(model).values() if gate.requires_grad]
             groups = _with_apart(groups, gates, config.gate_lr, "gate_lr", "learnable shares (alpha, beta)")
@@ -75,6 +80,16 @@ def norm_biases(model: nn.Module) -> list[nn.Parameter]:
     """The trained biases of the model's norm layers."""
     return [module.bias for module in model.modules()
             if isinstance(module, NORMS) and module.bias is not None and module.bias.requires_grad]
+
+
+def map_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """The trained parameters of attention maps: queries, keys and (of the same matrix) values, position tables, map
+    convolutions; learnable shares are not among them."""
+    layers = [module for module in model.modules() if isinstance(module, (AugmentedConv2d, TokenAttention))]
+    shares = {id(gate) for gate in learnable_gates(model).values()}
+    return [parameter for layer in layers for name, parameter in layer.named_parameters()
+            if name.split(".")[0] in ("qkv", "height_rel", "width_rel", "evolution")
+            and parameter.requires_grad and id(parameter) not in shares]
 
 
 def _with_apart(groups: list[dict[str, Any]], parameters: list[nn.Parameter], scale: float, option: str,

@@ -85,6 +85,49 @@ def test_norm_biases_have_their_rate_through_every_schedule_and_after_a_slow_dow
         build_optimizer(config(norm_bias_lr=2), torch.nn.Linear(2, 2), 1)
 
 
+def test_attention_lr_is_the_rate_of_what_makes_the_maps():
+    model = network()
+    wanted = {name for name, _ in model.named_parameters()
+              if any(part in name for part in (".qkv.", "_rel", ".evolution."))}
+    groups = groups_of(model, attention_lr=0.25, norm_bias_lr=8, weight_decay=0.01)
+    assert set().union(*(names for names, group in groups if group["lr_scale"] == 0.25)) == wanted and len(wanted) > 4
+    assert [group["lr_scale"] for _, group in groups] == [1, 1, 8, 0.25, 0.25]
+    assert sorted(name for names, _ in groups for name in names) == sorted(name for name, _ in model.named_parameters())
+    with pytest.raises(UsageError, match="attention_lr 0.25 needs attention layers of ea_vision"):
+        build_optimizer(config(attention_lr=0.25), timm.create_model("resnet18_cifar"), 1)
+
+
+def test_attention_lr_leaves_learnable_shares_to_gate_lr():
+    model = timm.create_model("ea_vit_tiny_patch16_224", img_size=32, patch_size=16, embed_dim=48, depth=2)
+    scales = {name: group["lr_scale"] for names, group in groups_of(model, attention_lr=0.5, gate_lr=30)
+              for name in names}
+    assert {name: scale for name, scale in scales.items() if scale != 1} == {
+        "blocks.1.attn.evolution.alpha": 30, "blocks.1.attn.evolution.beta": 30,
+        **{f"blocks.1.attn.evolution.convs.0.{part}": 0.5 for part in ("weight", "bias")},
+        **{f"blocks.{block}.attn.qkv.{part}": 0.5 for block in (0, 1) for part in ("weight", "bias")}}
+
+
+@pytest.mark.parametrize("opt", ["sgd", "adamw", "muon"])
+def test_attention_lr_scales_the_update(opt):
+    """From the same weights and gradients: the maps' parameters move by that share, the others as without."""
+    moved = []
+    for scale in (1, 0.25):
+        model = network()
+        settings = config(opt=opt, lr=0.01, attention_lr=scale)
+        optimizer = build_optimizer(settings, model, 1)
+        build_schedule(settings, optimizer, 10).step_update(0)  # which multiplies the rates by the groups' scales
+        for number, parameter in enumerate(model.parameters()):
+            torch.manual_seed(number)
+            parameter.grad = torch.randn_like(parameter)
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        optimizer.step()
+        moved.append({name: p.detach() - before[name] for name, p in model.named_parameters()})
+    for name, whole in moved[0].items():
+        share = 0.25 if any(part in name for part in (".qkv.", "_rel", ".evolution.")) else 1
+        assert whole.abs().max() > 1e-4
+        torch.testing.assert_close(moved[1][name], share * whole, atol=1e-6, rtol=1e-3)
+
+
 def test_frozen_parameters_are_in_no_group():
     model = network()
     model.stem.conv.weight.requires_grad_(False)
