@@ -2,8 +2,8 @@
 
     python weights/replaced_maps.py FOLDER --model NAME|RUN[,..] --dataset folder --data-dir DIR   # 2 minutes a network
 
-FOLDER/replaced.csv: top-1 in percent of test images, as trained, and with the maps of all layers replaced. Nothing is
-trained again.
+FOLDER/replaced.csv: top-1 in percent of test images (with --holdout N of training images, those that a run with that
+option and seed 0 left out), as trained, and with the maps of all layers replaced. Nothing is trained again.
 
 * uniform: every query looks at all keys alike.
 * mean: the layer's mean map over these images, so nothing of the image itself.
@@ -17,6 +17,7 @@ map, after each query's mean is taken off (0 where a map is constant).
 """
 import argparse
 import csv
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -26,7 +27,8 @@ from torch import Tensor, nn
 
 import ea_vision
 from ea_vision.analysis.loading import LoadedModel, load_model, parse_targets, positive
-from ea_vision.data.small_images import load_dataset
+from ea_vision.base.errors import UsageError, exit_code
+from ea_vision.data.small_images import hold_out, load_dataset
 from ea_vision.layers import AugmentedConv2d
 
 BATCH = 100
@@ -101,32 +103,39 @@ def logits(network: LoadedModel, batches: list[Tensor]) -> list[tuple[str, int, 
             for number, total in sums.items()]
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="of the tables to write")
     parser.add_argument("--model", required=True, help="names or run folders, separated by commas")
     parser.add_argument("--dataset", default="cifar10", help="see train_cifar.py --help (default: %(default)s)")
     parser.add_argument("--data-dir", default="", help="folder of the data set")
+    parser.add_argument("--holdout", type=positive, default=None,
+                        help="take training images, as many as the runs held out, in place of test images")
     parser.add_argument("--limit", type=positive, default=2000,
-                        help="test images, drawn by seed 0 (default: %(default)s)")
-    options = parser.parse_args()
+                        help="images, drawn by seed 0 (default: %(default)s)")
+    options = parser.parse_args(argv)
     options.folder.mkdir(parents=True, exist_ok=True)
-    test = load_dataset(options.dataset, options.data_dir).test
+    targets = parse_targets(options.model)
+    data = load_dataset(options.dataset, options.data_dir)
+    test = hold_out(data.train, options.holdout, seed=0)[1] if options.holdout else data.test
     # In the order drawn, not the folder's, where an image's neighbour, whose map `other` takes, is mostly of its class.
     images = test.select(torch.randperm(len(test), generator=torch.Generator().manual_seed(0))[:options.limit])
     tables: dict[str, list[tuple]] = {
         "replaced.csv": [("model", "maps", "top1", "images")],
         "logits.csv": [("model", "layer", "std_own", "std_entering", "correlation")]}
     with torch.inference_mode():
-        for target in parse_targets(options.model):
+        for target in targets:
             network = load_model(target)
+            if not attention_modules(network.model):
+                raise UsageError(f"networks with layers of AugmentedConv2d are required, and {network.label} has none")
             batches = list(network.normalize(images.images / 255).split(BATCH))
             tables["replaced.csv"] += replaced(network, batches, images.targets)
             tables["logits.csv"] += logits(network, batches)
     for name, rows in tables.items():
         with (options.folder / name).open("w", newline="", encoding="utf-8") as file:
             csv.writer(file, lineterminator="\n").writerows(rows)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code(main))

@@ -1,4 +1,5 @@
 """weights/replaced_maps.py: each replacement is what it says, against a network with other weights or keywords."""
+import csv
 import runpy
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import torch
 
 import ea_vision
 from ea_vision.analysis.loading import load_model
+from ea_vision.base.errors import UsageError
+from ea_vision.data.small_images import hold_out, load_dataset
 from ea_vision.layers import AugmentedConv2d
 
 script = runpy.run_path(str(Path(__file__).parents[2] / "weights" / "replaced_maps.py"))
@@ -98,3 +101,21 @@ def test_figures_of_logits_against_numpy():
         alike = [np.corrcoef(a, b)[0, 1] if a.any() and b.any() else 0.0 for a, b in zip(*heads, strict=True)]
         assert correlation == pytest.approx(np.mean(alike), abs=6e-4)
     assert rows[0][-1] == 1.0 and rows[1][-1] < 0.99  # the first layer has nothing to evolve from
+
+
+def test_images_are_those_a_run_held_out(tmp_path):
+    name = "conv_transformer_cifar.fast_c10"
+    _, held_out = hold_out(load_dataset("digits").train, 40, seed=0)
+    loaded = load_model(name)
+    with torch.no_grad():
+        right = loaded.model(loaded.normalize(held_out.images / 255)).argmax(1) == held_out.targets
+    assert 0 < right.sum() < 40
+    assert script["main"]([str(tmp_path), "--model", name, "--dataset", "digits", "--holdout", "40"]) == 0
+    rows = list(csv.DictReader((tmp_path / "replaced.csv").open()))
+    assert rows[0] == {"model": name, "maps": "trained", "top1": f"{100 * right.double().mean():.1f}", "images": "40"}
+
+
+def test_networks_without_our_layers_are_refused_by_name(tmp_path, monkeypatch):
+    monkeypatch.setitem(script["main"].__globals__, "load_model", lambda name: load_model(name, random=True))
+    with pytest.raises(UsageError, match="AugmentedConv2d are required, and test_vit .* has none"):
+        script["main"]([str(tmp_path), "--model", "test_vit", "--dataset", "digits"])
