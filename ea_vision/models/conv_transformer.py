@@ -118,7 +118,7 @@ class DenseStage(nn.Module):
 
 
 class ConvTransformer(HeadedNetwork, nn.Module):
-    """Four densely connected stages; the last two attend, each a chain of its own.
+    """Four densely connected stages; the last two attend unless others are named, each a chain of its own.
 
     Args:
         num_classes: classes; 0 for no classifier.
@@ -128,7 +128,9 @@ class ConvTransformer(HeadedNetwork, nn.Module):
         global_pool: pooling of the head, timm's names.
         widths: channels by stage.
         depth: blocks in a stage.
-        attention: whether the last two stages attend (else every block is a plain convolution).
+        attention: whether any stage attends (else every block is a plain convolution).
+        attn_stages: the stages that attend, by their numbers counted from 1, (2, 3, 4) for maps of 16x16, 8x8 and 4x4;
+            None is the last two.
         drop_rate: dropout before the classifier.
         conv_drop_rate: dropout on the convolutions' outputs.
         ff_drop_rate: dropout between the two feed-forward layers.
@@ -141,7 +143,7 @@ class ConvTransformer(HeadedNetwork, nn.Module):
 
     Raises:
         ValueError: an option that the evolution does not have, widths that the heads do not divide, an img_size below
-            8 pixels.
+            8 pixels, a stage there is not, attn_stages without attention.
     """
 
     feature_indices = (0, 1, 2, 3)
@@ -156,6 +158,7 @@ class ConvTransformer(HeadedNetwork, nn.Module):
             widths: tuple[int, ...] = (64, 128, 256, 256),
             depth: int = 3,
             attention: bool = True,
+            attn_stages: tuple[int, ...] | None = None,
             drop_rate: float = 0.0,
             conv_drop_rate: float = 0.0,
             ff_drop_rate: float = 0.0,
@@ -177,6 +180,11 @@ class ConvTransformer(HeadedNetwork, nn.Module):
         self.num_features = self.head_hidden_size = widths[-1]
         if config.evolution is not None and not attention:
             raise ValueError(f"evolution={config.evolution!r} needs attention=True, got attention=False")
+        numbers = range(1, len(widths) + 1)
+        if attn_stages is not None and not (attention and attn_stages and set(attn_stages) <= set(numbers)):
+            raise ValueError(f"attn_stages must be of {tuple(numbers)} and needs attention=True, got "
+                             f"attn_stages={attn_stages} and attention={attention}")
+        attending = set(numbers[-2:] if attn_stages is None else attn_stages) if attention else set()
         config.new_evolution(**dd)  # an option that fits no layer is an error at any depth
         chains = ChainBuilder(config, self, **dd)
         self.stem = ConvNormAct(in_chans, widths[0], 3, **dd)
@@ -190,7 +198,7 @@ class ConvTransformer(HeadedNetwork, nn.Module):
             blocks: list[nn.Module] = []
             for j in range(depth):
                 drops = dict(ff_drop=ff_drop_rate, drop_path=drop_paths[index * depth + j])
-                if not attention or index < len(widths) - 2:
+                if index + 1 not in attending:
                     blocks.append(ConvBlock(channels, conv_drop_rate, **drops, **dd))
                     continue
                 conv = chains.layer(

@@ -5,7 +5,8 @@ import torch
 from timm.layers import GatherExcite
 from torch.utils.flop_counter import FlopCounterMode
 
-from ea_vision.layers import EvolvingAttention, PredictiveAttention
+from ea_vision import record_attention
+from ea_vision.layers import AugmentedConv2d, EvolvingAttention, PredictiveAttention
 from ea_vision.models import AttnMnasNet, published_figures
 from ea_vision.models._convert import checkpoint_filter_fn
 from ea_vision.ops import use_implementation
@@ -246,6 +247,9 @@ def test_pretrained_without_weights_says_so():
     ("semnasnet_125", {"evolution": "ea"}, "attention=True"),
     ("ea_conv_transformer_cifar", {"img_size": 4}, "at least 8 pixels"),
     ("ea_conv_transformer_cifar", {"num_heads": 3}, "multiple of num_heads=3, got 256"),
+    ("ea_conv_transformer_cifar", {"attn_stages": (4, 5)}, r"attn_stages must be of \(1, 2, 3, 4\).*got .*\(4, 5\)"),
+    ("ea_conv_transformer_cifar", {"attn_stages": ()}, "attn_stages must be of"),
+    ("cnn_cifar", {"attn_stages": (4,)}, "needs attention=True.*and attention=False"),
 ])
 def test_bad_options_are_named(name, options, message):
     with pytest.raises(ValueError, match=message):
@@ -268,6 +272,21 @@ def test_the_baseline_is_timms_resnet18_with_the_stem_of_small_images():
     shapes = [tuple(f.shape[1:]) for f in features(torch.zeros(1, 3, 32, 32))]
     assert shapes == [(64, 32, 32), (64, 32, 32), (128, 16, 16), (256, 8, 8), (512, 4, 4)]
     assert features.feature_info.reduction() == [1, 1, 2, 4, 8]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("stages, sizes", [(None, [8, 4]), ((3, 4), [8, 4]), ([2, 3, 4], [16, 8, 4]), ((2,), [16])])
+def test_the_stages_named_attend_each_a_chain_of_its_own(stages, sizes):
+    """A tuple or a list, as YAML gives it."""
+    model = timm.create_model("ea_conv_transformer_cifar", widths=(8, 8, 8, 8), depth=2, attn_stages=stages).eval()
+    attending = [f"stages.{[32, 16, 8, 4].index(size)}.blocks" for size in sizes]
+    assert [name for name, module in model.named_modules() if isinstance(module, AugmentedConv2d)] == [
+        f"{blocks}.{block}.conv" for blocks in attending for block in (0, 1)]
+    assert [name for name, module in model.named_modules() if isinstance(module, EvolvingAttention)] == [
+        f"{blocks}.1.conv.evolution" for blocks in attending]  # the first of a chain has no predecessor
+    with record_attention(model) as maps:
+        model(torch.randn(2, 3, 32, 32))
+    assert [layer.attn.shape[-1] for layer in maps.values()] == [size * size for size in sizes for _ in range(2)]
 
 
 @torch.no_grad()
