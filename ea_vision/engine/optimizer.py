@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import timm.optim
@@ -10,7 +11,7 @@ from torch import nn
 
 from ea_vision.base.errors import UsageError, near_matches
 from ea_vision.engine.config import TrainConfig
-from ea_vision.layers import AugmentedConv2d, TokenAttention, learnable_gates
+from ea_vision.layers import attention_layers, learnable_gates
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.GroupNorm, nn.LayerNorm)
 FALLBACK = ("fallback_list", "fallback_no_weight_decay")  # of timm's keywords, those that form groups
@@ -62,7 +63,7 @@ def build_optimizer(config: TrainConfig, model: nn.Module, images_per_update: in
             groups = _with_apart(groups, map_parameters(model), config.attention_lr, "attention_lr",
                                  "attention layers of ea_vision")
         if config.gate_lr != 1:
-            gates = [gate for gate in learnable_gates(model).values() if gate.requires_grad]
+            gates = learnable_gates(model).values()
             groups = _with_apart(groups, gates, config.gate_lr, "gate_lr", "learnable shares (alpha, beta)")
         optimizer = timm.optim.create_optimizer_v2(groups, opt=config.opt, lr=lr, momentum=config.momentum, **others)
     except UsageError:
@@ -77,25 +78,22 @@ def build_optimizer(config: TrainConfig, model: nn.Module, images_per_update: in
 
 
 def norm_biases(model: nn.Module) -> list[nn.Parameter]:
-    """The trained biases of the model's norm layers."""
-    return [module.bias for module in model.modules()
-            if isinstance(module, NORMS) and module.bias is not None and module.bias.requires_grad]
+    """The biases of the model's norm layers."""
+    return [module.bias for module in model.modules() if isinstance(module, NORMS) and module.bias is not None]
 
 
 def map_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """The trained parameters of attention maps: queries, keys and (of the same matrix) values, position tables, map
+    """The parameters of attention maps: queries, keys and (of the same matrix) values, position tables, map
     convolutions; learnable shares are not among them."""
-    layers = [module for module in model.modules() if isinstance(module, (AugmentedConv2d, TokenAttention))]
     shares = {id(gate) for gate in learnable_gates(model).values()}
-    return [parameter for layer in layers for name, parameter in layer.named_parameters()
-            if name.split(".")[0] in ("qkv", "height_rel", "width_rel", "evolution")
-            and parameter.requires_grad and id(parameter) not in shares]
+    return [parameter for layer in attention_layers(model) for name, parameter in layer.named_parameters()
+            if name.split(".")[0] in ("qkv", "height_rel", "width_rel", "evolution") and id(parameter) not in shares]
 
 
-def _with_apart(groups: list[dict[str, Any]], parameters: list[nn.Parameter], scale: float, option: str,
+def _with_apart(groups: list[dict[str, Any]], parameters: Iterable[nn.Parameter], scale: float, option: str,
                 needed: str) -> list[dict[str, Any]]:
-    """Move the parameters from timm's groups into groups of their own, behind the others."""
-    apart = {id(parameter) for parameter in parameters}
+    """Move those of the parameters that are trained from timm's groups into groups of their own, behind the others."""
+    apart = {id(parameter) for parameter in parameters if parameter.requires_grad}
     if not apart:
         raise UsageError(f"{option} {scale:g} needs {needed}, and the model has none")
     rest, moved = [], []

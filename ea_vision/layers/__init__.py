@@ -11,7 +11,7 @@ from ea_vision.layers.evolution import (
 )
 from ea_vision.layers.positions import POSITIONS, add_sine, append_coordinates, choose_position
 from ea_vision.layers.spatial_transformer import SpatialTransformer, quadrilateral, sample_affine
-from ea_vision.layers.token_attention import TokenAttention
+from ea_vision.layers.token_attention import TokenAttention, attention_layers
 from ea_vision.ops.rel_pos import fit_rel_table, relative_logits
 
 __all__ = [
@@ -24,8 +24,8 @@ __all__ = [
     "TokenAttention",
     "add_sine",
     "append_coordinates",
+    "attention_layers",
     "choose_position",
-    "TokenAttention",
     "create_evolution",
     "evolution_options",
     "fit_rel_table",

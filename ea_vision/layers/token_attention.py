@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from timm.layers import Attention
 from timm.models import register_notrace_module
-from torch import Tensor
+from torch import Tensor, nn
 
+from ea_vision.layers.augmented_conv import AugmentedConv2d
 from ea_vision.layers.evolution import Evolution
 from ea_vision.ops import evolving_attention
 from ea_vision.ops.reference import attention_of, check_prev_logits, own_logits
@@ -115,3 +116,8 @@ class TokenAttention(Attention):
         if gate is not None:
             out = out * gate
         return self.proj_drop(self.proj(out)), logits
+
+
+def attention_layers(model: nn.Module) -> list[AugmentedConv2d | TokenAttention]:
+    """The layers of a network whose attention branches are ours, in order."""
+    return [layer for layer in model.modules() if isinstance(layer, (AugmentedConv2d, TokenAttention))]

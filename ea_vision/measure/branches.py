@@ -10,14 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ea_vision.layers import AugmentedConv2d, TokenAttention
+from ea_vision.layers import AugmentedConv2d, TokenAttention, attention_layers
 from ea_vision.measure.speed_report import Row
 from ea_vision.measure.steps import Bench
-
-
-def attention_layers(model: nn.Module) -> list[AugmentedConv2d | TokenAttention]:
-    """The layers of a network whose attention branches are ours, in order."""
-    return [layer for layer in model.modules() if isinstance(layer, (AugmentedConv2d, TokenAttention))]
 
 
 @contextmanager

@@ -32,7 +32,8 @@ from ea_vision.base.networks import check_model_name
 from ea_vision.base.processes import choose_device
 from ea_vision.base.provenance import hardware
 from ea_vision.engine.optimizer import check_optimizer_name
-from ea_vision.measure.branches import attention_layers, time_branches
+from ea_vision.layers import attention_layers
+from ea_vision.measure.branches import time_branches
 from ea_vision.measure.peak_memory import KEEP_MEMORY, MIB, memory_in_own_process, memory_on_gpu
 from ea_vision.measure.speed_report import Row, add_ratios, baseline_of, speed_figure, to_csv, to_tables
 from ea_vision.measure.steps import Bench, Runner, Setting, add_setting, check_positive

@@ -184,7 +184,8 @@ class ConvTransformer(HeadedNetwork, nn.Module):
         if attn_stages is not None and not (attention and attn_stages and set(attn_stages) <= set(numbers)):
             raise ValueError(f"attn_stages must be of {tuple(numbers)} and needs attention=True, got "
                              f"attn_stages={attn_stages} and attention={attention}")
-        attending = set(numbers[-2:] if attn_stages is None else attn_stages) if attention else set()
+        last_two = numbers[-2:] if attention else ()
+        attending = last_two if attn_stages is None else attn_stages
         config.new_evolution(**dd)  # an option that fits no layer is an error at any depth
         chains = ChainBuilder(config, self, **dd)
         self.stem = ConvNormAct(in_chans, widths[0], 3, **dd)
