@@ -7,8 +7,9 @@ Shape letters: B batch, C channels, H x W image or map, N = H*W pixels of a map,
 """
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -39,6 +40,18 @@ def to_size(img_size: int | tuple[int, int], least: int = 1) -> tuple[int, int]:
     if min(size) < least:
         raise ValueError(f"img_size must be at least {least} pixels a side, got {img_size}")
     return size
+
+
+def check_numbers(name: str, value: Any, count: int | None = None) -> None:
+    """Refuse a network's keyword `name` that is not several whole numbers, `count` of them where it is given.
+
+    Raises:
+        ValueError: one number alone, something else than whole numbers, more or fewer than `count`.
+    """
+    numbers = isinstance(value, Iterable) and all(isinstance(number, Integral) for number in value)
+    if not numbers or count not in (None, len(value)):
+        wanted = "whole numbers, such as (2, 3)" if count is None else f"{count} whole numbers"
+        raise ValueError(f"{name} must be {wanted}, got {value!r}")
 
 
 def take_indices_of(num_features: int, indices: int | list[int] | None) -> tuple[list[int], int]:
@@ -100,6 +113,8 @@ class AttentionConfig:
         if self.head_window > 1 and self.evolution is not None:
             raise ValueError(f"head_window must be 1 where maps evolve (evolution={self.evolution!r}), "
                              f"got {self.head_window}")
+        if self.window_stages is not None:
+            check_numbers("window_stages", self.window_stages)
 
     @classmethod
     def take(cls, kwargs: dict[str, Any], **defaults: Any) -> AttentionConfig:
@@ -130,6 +145,16 @@ class AttentionConfig:
             if stage not in self.window_stages:
                 return {}
         return {"window": self.window, "head_window": self.head_window, "head_border": self.head_border}
+
+    def check_stages(self, stages: Iterable[int]) -> None:
+        """Refuse window_stages that are not of a network's `stages` with attention.
+
+        Raises:
+            ValueError: another stage, or none.
+        """
+        stages = tuple(stages)
+        if self.window_stages is not None and not (self.window_stages and set(self.window_stages) <= set(stages)):
+            raise ValueError(f"window_stages must be of {stages}, which have attention, got {self.window_stages}")
 
     def new_evolution(self, device=None, dtype=None) -> Evolution | None:
         """A new evolution module, or None; see `create_evolution` for the errors."""

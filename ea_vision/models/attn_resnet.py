@@ -36,7 +36,15 @@ from torch import Tensor, nn
 
 from ea_vision.layers import AugmentedConv2d
 from ea_vision.models._build import Network, register_networks
-from ea_vision.models._chain import AttentionConfig, AttnStage, ChainBuilder, ChainedNetwork, Step, to_size
+from ea_vision.models._chain import (
+    AttentionConfig,
+    AttnStage,
+    ChainBuilder,
+    ChainedNetwork,
+    Step,
+    check_numbers,
+    to_size,
+)
 from ea_vision.models._stem import put_small_stem
 
 __all__ = ["AttnResNet"]
@@ -161,7 +169,8 @@ class AttnResNet(ChainedNetwork, ResNet):
 
     Raises:
         ValueError: an option that the evolution does not have, widths that the heads do not divide, another `augment`
-            or `stem_stride`, or a map_reduction that is no power of two.
+            or `stem_stride`, a map_reduction that is no power of two, layers or channels that are not four numbers,
+            window_stages without attention.
     """
 
     def __init__(
@@ -182,6 +191,9 @@ class AttnResNet(ChainedNetwork, ResNet):
         if not isinstance(map_reduction, int) or map_reduction.bit_count() != 1:
             raise ValueError(f"map_reduction must be a power of two, got {map_reduction!r}")
         attention = AttentionConfig.take(kwargs)
+        attention.check_stages(stage for stage, _ in ATTN_STAGES)
+        for name, value in (("layers", layers), ("channels", kwargs.get("channels", (64, 128, 256, 512)))):
+            check_numbers(name, value, 4)
         plain_block = BasicBlock if issubclass(block, BasicBlock) else Bottleneck
         super().__init__((plain_block, block, block, block), layers, **kwargs, device=device, dtype=dtype)
         if stem_stride is not None:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ea_vision.base.networks import CIFAR10
 from ea_vision.layers import AugmentedConv2d
 from ea_vision.models._build import Network, register_networks, shipped_weights
-from ea_vision.models._chain import AttentionConfig, ChainBuilder, HeadedNetwork, Step, to_size
+from ea_vision.models._chain import AttentionConfig, ChainBuilder, HeadedNetwork, Step, check_numbers, to_size
 
 __all__ = ["ConvTransformer"]
 
@@ -143,7 +143,7 @@ class ConvTransformer(HeadedNetwork, nn.Module):
 
     Raises:
         ValueError: an option that the evolution does not have, widths that the heads do not divide, an img_size below
-            8 pixels, a stage there is not, attn_stages without attention.
+            8 pixels, widths or stages that are not whole numbers, a stage there is not, attn_stages without attention.
     """
 
     feature_indices = (0, 1, 2, 3)
@@ -174,6 +174,7 @@ class ConvTransformer(HeadedNetwork, nn.Module):
         config = AttentionConfig.take(kwargs, num_heads=4, qk_ratio=1.0, v_ratio=1.0)
         if kwargs:
             raise TypeError(f"ConvTransformer() got an unexpected keyword argument '{next(iter(kwargs))}'")
+        check_numbers("widths", widths)
         self.img_size = to_size(img_size, self.min_img_size)
         self.num_classes = num_classes
         self.in_chans = in_chans
@@ -181,11 +182,14 @@ class ConvTransformer(HeadedNetwork, nn.Module):
         if config.evolution is not None and not attention:
             raise ValueError(f"evolution={config.evolution!r} needs attention=True, got attention=False")
         numbers = range(1, len(widths) + 1)
+        if attn_stages is not None:
+            check_numbers("attn_stages", attn_stages)
         if attn_stages is not None and not (attention and attn_stages and set(attn_stages) <= set(numbers)):
             raise ValueError(f"attn_stages must be of {tuple(numbers)} and needs attention=True, got "
                              f"attn_stages={attn_stages} and attention={attention}")
         last_two = numbers[-2:] if attention else ()
         attending = last_two if attn_stages is None else attn_stages
+        config.check_stages(attending)
         config.new_evolution(**dd)  # an option that fits no layer is an error at any depth
         chains = ChainBuilder(config, self, **dd)
         self.stem = ConvNormAct(in_chans, widths[0], 3, **dd)

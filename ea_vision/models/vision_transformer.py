@@ -39,7 +39,7 @@ from torch import Tensor, nn
 
 from ea_vision.layers import Evolution, TokenAttention, create_evolution, evolution_options
 from ea_vision.models._build import Network, register_networks
-from ea_vision.models._chain import AttnStage, take_indices_of
+from ea_vision.models._chain import AttnStage, check_numbers, take_indices_of
 from ea_vision.models._convert import checkpoint_filter_fn
 
 __all__ = ["EvolvingVisionTransformer", "EvolvingVisionTransformerDistilled", "evolve", "unevolve"]
@@ -252,12 +252,14 @@ def _with_start(kind: str, options: dict[str, Any]) -> dict[str, Any]:
 def _evolving_layers(model: nn.Module, layers: Sequence[int] | None, prefix: str) -> list[int]:
     """The blocks, counted from 1, that are to evolve; see `evolve` for the errors."""
     depth = len(model.blocks)
+    if layers is not None:
+        check_numbers("layers", layers)
     if prefix not in ("convolve", "pass"):
         raise ValueError(f"prefix must be 'convolve' or 'pass', got {prefix!r}")
     # the class token's row is all that is read of the last map, and it would pass the convolution
     idle_last = prefix == "pass" and model.global_pool == "token"
     possible = range(2, depth + (not idle_last))
-    chosen = list(possible) if layers is None else sorted({int(layer) for layer in layers})
+    chosen = list(possible) if layers is None else sorted(set(layers))
     wrong = [layer for layer in chosen if layer not in possible]
     if wrong or not chosen:
         why = "the first block has no predecessor"

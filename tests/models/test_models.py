@@ -250,6 +250,15 @@ def test_pretrained_without_weights_says_so():
     ("ea_conv_transformer_cifar", {"attn_stages": (4, 5)}, r"attn_stages must be of \(1, 2, 3, 4\).*got .*\(4, 5\)"),
     ("ea_conv_transformer_cifar", {"attn_stages": ()}, "attn_stages must be of"),
     ("cnn_cifar", {"attn_stages": (4,)}, "needs attention=True.*and attention=False"),
+    ("ea_conv_transformer_cifar", {"attn_stages": 3}, r"attn_stages must be whole numbers, such as \(2, 3\), got 3"),
+    ("ea_conv_transformer_cifar", {"widths": 32}, "widths must be whole numbers.*got 32"),
+    ("ea_conv_transformer_cifar", {"window_stages": (2,)}, r"window_stages must be of \(3, 4\), which.*got \(2,\)"),
+    ("ea_aa_resnet50", {"layers": (3, 4)}, r"layers must be 4 whole numbers, got \(3, 4\)"),
+    ("ea_aa_resnet50", {"channels": 64}, "channels must be 4 whole numbers, got 64"),
+    ("aa_resnet50", {"window": 7, "window_stages": (9,)}, r"window_stages must be of \(2, 3, 4\).*got \(9,\)"),
+    ("aa_resnet50", {"window": 7, "window_stages": 3}, "window_stages must be whole numbers.*got 3"),
+    ("ea_vit_tiny_patch16_224", {"layers": 3}, "layers must be whole numbers.*got 3"),
+    ("ea_vit_tiny_patch16_224", {"layers": (2.5,)}, r"layers must be whole numbers.*got \(2.5,\)"),
 ])
 def test_bad_options_are_named(name, options, message):
     with pytest.raises(ValueError, match=message):
