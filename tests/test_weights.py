@@ -154,6 +154,23 @@ def test_docs_have_the_results_of_replaced_maps():
         assert f"| {label} | {' | '.join(cells)} |\n" in text
 
 
+def test_docs_have_the_results_of_slower_attention():
+    """The table of the 10 epochs with --attention-lr, against their runs and the tables of replaced maps."""
+    results = ROOT / "weights" / "results"
+    text = (ROOT / "docs" / "experiments.md").read_text()
+    for name in ("conv_transformer_cifar", "ea_conv_transformer_cifar"):
+        for rate, runs, table in (("that of the rest", "fast-cifar10", "full"),
+                                  ("a quarter of it", "fast-attention-lr-cifar10", "attention-lr-10-epochs")):
+            last = list(csv.DictReader((results / runs / f"{name}.csv").open()))[-1]
+            cells = [f"{float(row['top1']):.2f}" for row in csv.DictReader(
+                         (results / "replaced-maps" / f"{table}-replaced.csv").open())
+                     if re.match(rf"{name}\b", row["model"])]
+            shown = re.escape(f"{float(last['top1']):.2f}") + r" \| [\d.]+ \| " + re.escape(" | ".join(cells))
+            assert last["epoch"] == "10" and len(cells) >= 5
+            assert re.search(rf"^\| {name} \| {rate} \| {shown} \|", text, re.MULTILINE), (name, rate)
+            assert f"{float(last['train_loss']):.4f}" in text
+
+
 @pytest.mark.parametrize("name", SHIPPED)
 def test_weights_know_their_images(name, shared):
     model = timm.create_model(name, pretrained=True).eval()
