@@ -160,7 +160,7 @@ def test_docs_have_the_results_of_slower_attention():
     text = (ROOT / "docs" / "experiments.md").read_text()
     for name in ("conv_transformer_cifar", "ea_conv_transformer_cifar"):
         for rate, runs, table in (("that of the rest", "fast-cifar10", "full"),
-                                  ("a quarter of it", "fast-attention-lr-cifar10", "attention-lr-10-epochs")):
+                                  ("a quarter of it", "attention-lr-cifar10", "attention-lr-10-epochs")):
             last = list(csv.DictReader((results / runs / f"{name}.csv").open()))[-1]
             cells = [f"{float(row['top1']):.2f}" for row in csv.DictReader(
                          (results / "replaced-maps" / f"{table}-replaced.csv").open())
