@@ -117,6 +117,20 @@ def test_docs_have_the_evidence(dataset, variants):
     assert f"EA is {mean:.2f} points above none (95% interval {mean - margin:.2f} to {mean + margin:.2f}" in text
 
 
+def test_docs_have_the_settings_compared_on_held_out_images():
+    runs = collections.defaultdict(list)
+    for row in csv.DictReader((ROOT / "weights" / "results" / "evidence" / "cifar10-held-out-runs.csv").open()):
+        assert row["seed"] == str(len(runs[row["variant"]]))
+        runs[row["variant"]].append(float(row["held_out_top1"]))
+    text = (ROOT / "docs" / "experiments.md").read_text()
+    for variant in ("EA learned", "EA", "none"):
+        shown = ", ".join(f"{value:.2f}" for value in runs[variant])
+        figures = f"{statistics.mean(runs[variant]):.2f} | {statistics.stdev(runs[variant]):.2f}"
+        assert len(runs[variant]) == 3 and f"| {variant} | {shown} | {figures} |\n" in text
+    assert f"EA {runs['EA 16x16 too'][0]:.2f}, none {runs['none 16x16 too'][0]:.2f}, the figures without it " \
+           f"{runs['EA'][0]:.2f} and {runs['none'][0]:.2f}" in text
+
+
 def test_docs_have_the_results_of_the_probe():
     """The table of docs/experiments.md: mean and standard deviation over three seeds, from images seen and unseen."""
     figures = collections.defaultdict(list)
