@@ -7,7 +7,7 @@ Shape letters: B batch, C channels, H x W image or map, N = H*W pixels of a map,
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, fields
 from numbers import Integral
 from typing import Any
@@ -48,7 +48,7 @@ def check_numbers(name: str, value: Any, count: int | None = None) -> None:
     Raises:
         ValueError: one number alone, something else than whole numbers, more or fewer than `count`.
     """
-    numbers = isinstance(value, Iterable) and all(isinstance(number, Integral) for number in value)
+    numbers = isinstance(value, Collection) and all(isinstance(number, Integral) for number in value)
     if not numbers or count not in (None, len(value)):
         wanted = "whole numbers, such as (2, 3)" if count is None else f"{count} whole numbers"
         raise ValueError(f"{name} must be {wanted}, got {value!r}")
@@ -146,15 +146,15 @@ class AttentionConfig:
                 return {}
         return {"window": self.window, "head_window": self.head_window, "head_border": self.head_border}
 
-    def check_stages(self, stages: Iterable[int]) -> None:
+    def check_stages(self, stages: Collection[int]) -> None:
         """Refuse window_stages that are not of a network's `stages` with attention.
 
         Raises:
             ValueError: another stage, or none.
         """
-        stages = tuple(stages)
         if self.window_stages is not None and not (self.window_stages and set(self.window_stages) <= set(stages)):
-            raise ValueError(f"window_stages must be of {stages}, which have attention, got {self.window_stages}")
+            raise ValueError(f"window_stages must be of {tuple(stages)}, which have attention, "
+                             f"got {self.window_stages}")
 
     def new_evolution(self, device=None, dtype=None) -> Evolution | None:
         """A new evolution module, or None; see `create_evolution` for the errors."""

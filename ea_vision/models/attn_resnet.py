@@ -191,7 +191,7 @@ class AttnResNet(ChainedNetwork, ResNet):
         if not isinstance(map_reduction, int) or map_reduction.bit_count() != 1:
             raise ValueError(f"map_reduction must be a power of two, got {map_reduction!r}")
         attention = AttentionConfig.take(kwargs)
-        attention.check_stages(stage for stage, _ in ATTN_STAGES)
+        attention.check_stages([stage for stage, _ in ATTN_STAGES])
         for name, value in (("layers", layers), ("channels", kwargs.get("channels", (64, 128, 256, 512)))):
             check_numbers(name, value, 4)
         plain_block = BasicBlock if issubclass(block, BasicBlock) else Bottleneck
