@@ -129,6 +129,9 @@ def test_docs_have_the_settings_compared_on_held_out_images():
         assert len(runs[variant]) == 3 and f"| {variant} | {shown} | {figures} |\n" in text
     assert f"EA {runs['EA 16x16 too'][0]:.2f}, none {runs['none 16x16 too'][0]:.2f}, the figures without it " \
            f"{runs['EA'][0]:.2f} and {runs['none'][0]:.2f}" in text
+    shown = [f"{name} {' and '.join(f'{value:.2f}' for value in runs[f'{name} slower attention'])}"
+             for name in ("EA", "none")]
+    assert f"seeds 0 and 1: {shown[0]}, {shown[1]}, where" in text
 
 
 def test_docs_have_the_results_of_the_probe():
