@@ -192,8 +192,9 @@ class AttnResNet(ChainedNetwork, ResNet):
             raise ValueError(f"map_reduction must be a power of two, got {map_reduction!r}")
         attention = AttentionConfig.take(kwargs)
         attention.check_stages([stage for stage, _ in ATTN_STAGES])
-        for name, value in (("layers", layers), ("channels", kwargs.get("channels", (64, 128, 256, 512)))):
-            check_numbers(name, value, 4)
+        check_numbers("layers", layers, 4)
+        if "channels" in kwargs:
+            check_numbers("channels", kwargs["channels"], 4)
         plain_block = BasicBlock if issubclass(block, BasicBlock) else Bottleneck
         super().__init__((plain_block, block, block, block), layers, **kwargs, device=device, dtype=dtype)
         if stem_stride is not None:

@@ -182,13 +182,14 @@ class ConvTransformer(HeadedNetwork, nn.Module):
         if config.evolution is not None and not attention:
             raise ValueError(f"evolution={config.evolution!r} needs attention=True, got attention=False")
         numbers = range(1, len(widths) + 1)
-        if attn_stages is not None:
+        if attn_stages is None:
+            attending = numbers[-2:] if attention else ()
+        else:
             check_numbers("attn_stages", attn_stages)
-        if attn_stages is not None and not (attention and attn_stages and set(attn_stages) <= set(numbers)):
-            raise ValueError(f"attn_stages must be of {tuple(numbers)} and needs attention=True, got "
-                             f"attn_stages={attn_stages} and attention={attention}")
-        last_two = numbers[-2:] if attention else ()
-        attending = last_two if attn_stages is None else attn_stages
+            if not (attention and attn_stages and set(attn_stages) <= set(numbers)):
+                raise ValueError(f"attn_stages must be of {tuple(numbers)} and needs attention=True, got "
+                                 f"attn_stages={attn_stages} and attention={attention}")
+            attending = attn_stages
         config.check_stages(attending)
         config.new_evolution(**dd)  # an option that fits no layer is an error at any depth
         chains = ChainBuilder(config, self, **dd)
