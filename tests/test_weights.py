@@ -100,33 +100,44 @@ def test_docs_have_the_results_of_the_shipped_weights_runs():
         assert f"{top1}, with six views {views} ({name})" in expected or f"{top1}, {views} ({name})" in expected
 
 
+def evidence_runs(table, column):
+    """The figures of weights/results/evidence by variant, in the order of the seeds."""
+    runs = collections.defaultdict(list)
+    for row in csv.DictReader((ROOT / "weights" / "results" / "evidence" / f"{table}.csv").open()):
+        assert row["seed"] == str(len(runs[row["variant"]]))
+        runs[row["variant"]].append(float(row[column]))
+    return runs
+
+
+def variant_row(variant, top1):
+    """A variant's row in the tables of docs/experiments.md."""
+    shown = ", ".join(f"{value:.2f}" for value in top1)
+    return f"| {variant} | {shown} | {statistics.mean(top1):.2f} | {statistics.stdev(top1):.2f} |\n"
+
+
+def replaced_maps(table):
+    """The rows of a table of weights/results/replaced-maps."""
+    return list(csv.DictReader((ROOT / "weights" / "results" / "replaced-maps" / f"{table}-replaced.csv").open()))
+
+
 @pytest.mark.parametrize("dataset, variants", [("cifar10", 7), ("cifar100", 6)])
 def test_docs_have_the_evidence(dataset, variants):
     """The tables of docs/experiments.md and the answers to its question, against the runs."""
-    runs = collections.defaultdict(list)
-    for row in csv.DictReader((ROOT / "weights" / "results" / "evidence" / f"{dataset}-runs.csv").open()):
-        assert row["seed"] == str(len(runs[row["variant"]]))
-        runs[row["variant"]].append(float(row["test_top1"]))
+    runs = evidence_runs(f"{dataset}-runs", "test_top1")
     text = (ROOT / "docs" / "experiments.md").read_text()
     assert len(runs) == variants
     for variant, top1 in runs.items():
-        shown = ", ".join(f"{value:.2f}" for value in top1)
-        assert (f"| {variant} | {shown} | {statistics.mean(top1):.2f} | {statistics.stdev(top1):.2f} |\n") in text
+        assert variant_row(variant, top1) in text
     gains = [ea - none for ea, none in zip(runs["EA"], runs["none"], strict=True)]
     mean, margin = statistics.mean(gains), 2.776 * statistics.stdev(gains) / 5 ** 0.5  # t of 4 degrees of freedom
     assert f"EA is {mean:.2f} points above none (95% interval {mean - margin:.2f} to {mean + margin:.2f}" in text
 
 
 def test_docs_have_the_settings_compared_on_held_out_images():
-    runs = collections.defaultdict(list)
-    for row in csv.DictReader((ROOT / "weights" / "results" / "evidence" / "cifar10-held-out-runs.csv").open()):
-        assert row["seed"] == str(len(runs[row["variant"]]))
-        runs[row["variant"]].append(float(row["held_out_top1"]))
+    runs = evidence_runs("cifar10-held-out-runs", "held_out_top1")
     text = (ROOT / "docs" / "experiments.md").read_text()
     for variant in ("EA learned", "EA", "none"):
-        shown = ", ".join(f"{value:.2f}" for value in runs[variant])
-        figures = f"{statistics.mean(runs[variant]):.2f} | {statistics.stdev(runs[variant]):.2f}"
-        assert len(runs[variant]) == 3 and f"| {variant} | {shown} | {figures} |\n" in text
+        assert len(runs[variant]) == 3 and variant_row(variant, runs[variant]) in text
     assert f"EA {runs['EA 16x16 too'][0]:.2f}, none {runs['none 16x16 too'][0]:.2f}, the figures without it " \
            f"{runs['EA'][0]:.2f} and {runs['none'][0]:.2f}" in text
     shown = [f"{name} {' and '.join(f'{value:.2f}' for value in runs[f'{name} slower attention'])}"
@@ -155,7 +166,7 @@ def test_docs_have_the_results_of_replaced_maps():
     kinds = ("trained", "uniform", "mean", "other", "none", "own")
     figures = collections.defaultdict(list)
     for table in ("full", "narrow"):
-        for row in csv.DictReader((ROOT / "weights" / "results" / "replaced-maps" / f"{table}-replaced.csv").open()):
+        for row in replaced_maps(table):
             network = re.sub(r".*variant=(.*),seed=\d|\.fast_c10", r"\1", row["model"])
             figures[network, row["maps"]].append(float(row["top1"]))
     text = (ROOT / "docs" / "experiments.md").read_text()
@@ -165,8 +176,7 @@ def test_docs_have_the_results_of_replaced_maps():
         cells = [f"{sum(values) / len(values):.2f}" if (values := figures.get((network, kind))) else ""
                  for kind in kinds]
         assert f"| {network} | {' | '.join(cells)}".rstrip() + " |\n" in text
-    table = (ROOT / "weights" / "results" / "replaced-maps" / "attention-lr-replaced.csv").open()
-    slower = [f"{float(row['top1']):.2f}" for row in csv.DictReader(table)]
+    slower = [f"{float(row['top1']):.2f}" for row in replaced_maps("attention-lr")]
     for label, cells in (("that of the rest", slower[:6]), ("a quarter of it", slower[6:])):
         assert f"| {label} | {' | '.join(cells)} |\n" in text
 
@@ -179,8 +189,7 @@ def test_docs_have_the_results_of_slower_attention():
         for rate, runs, table in (("that of the rest", "fast-cifar10", "full"),
                                   ("a quarter of it", "attention-lr-cifar10", "attention-lr-10-epochs")):
             last = list(csv.DictReader((results / runs / f"{name}.csv").open()))[-1]
-            cells = [f"{float(row['top1']):.2f}" for row in csv.DictReader(
-                         (results / "replaced-maps" / f"{table}-replaced.csv").open())
+            cells = [f"{float(row['top1']):.2f}" for row in replaced_maps(table)
                      if re.match(rf"{name}\b", row["model"])]
             shown = re.escape(f"{float(last['top1']):.2f}") + r" \| [\d.]+ \| " + re.escape(" | ".join(cells))
             assert last["epoch"] == "10" and len(cells) >= 5
