@@ -82,7 +82,7 @@ def trial_step(model: nn.Module, config: TrainConfig, img_size: int, device: tor
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(device)
         try:
-            for _ in range(3 if on_gpu else 1):  # the first ones on a GPU choose algorithms
+            for _ in range(3 if on_gpu else 2):  # the last is timed: the first ones build kernels and choose algorithms
                 start = time.perf_counter()
                 with autocast(config.amp, device):
                     loss = loss_of(trial, images)
@@ -129,5 +129,5 @@ def preflight(model: nn.Module, config: TrainConfig, *, folder: Path, world: Wor
     log.info("update      %d images = %d x %d processes%s, peak learning rate %g", update, config.batch_size,
              world.size, f" x {config.grad_accum} batches" if config.grad_accum > 1 else "", lr)
     log.info("disk        up to %.2f GiB for checkpoints in %s, %.1f GiB free", needed / GIB, folder, free / GIB)
-    log.info("time        at least %.2g hours for %d epochs of %d updates (computation alone)",
+    log.info("time        about %.2g hours for %d epochs of %d updates (computation alone, from one batch)",
              seconds * batches * config.epochs / 3600, config.epochs, batches // config.grad_accum)

@@ -289,3 +289,16 @@ def test_preflight_changes_nothing_and_sees_a_full_disk(tmp_path):
     assert checkpoint_bytes(model, config) > 10 * sum(p.numel() for p in model.parameters()) * 4
     with pytest.raises(UsageError, match="GiB are free"):
         check_disk(tmp_path / "a" / "b", 2**60)
+
+
+def test_preflight_does_not_take_the_building_of_kernels_for_the_pace():
+    config, _ = resolve(ImageNetConfig, {"model": "test_resnet", "batch_size": 8})
+    steps = []
+
+    def loss_of(model, images):
+        time.sleep(0 if steps else 3)  # what the first step of a fresh installation builds
+        steps.append(len(images))
+        return model(images).square().mean()
+
+    seconds, _ = trial_step(timm.create_model("test_resnet"), config, 16, torch.device("cpu"), loss_of)
+    assert len(steps) > 1 and set(steps) == {8} and 0 < seconds < 3
