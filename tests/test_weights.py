@@ -14,6 +14,7 @@ from PIL import Image
 from timm.models import adapt_input_conv
 
 import ea_vision  # noqa: F401
+from ea_vision.engine import evidence
 from ea_vision.engine.export import by_update
 
 OURS = timm.list_models(module="conv_transformer") + timm.list_models(module="attn_resnet")
@@ -131,6 +132,19 @@ def test_docs_have_the_evidence(dataset, variants):
     gains = [ea - none for ea, none in zip(runs["EA"], runs["none"], strict=True)]
     mean, margin = statistics.mean(gains), 2.776 * statistics.stdev(gains) / 5 ** 0.5  # t of 4 degrees of freedom
     assert f"EA is {mean:.2f} points above none (95% interval {mean - margin:.2f} to {mean + margin:.2f}" in text
+
+
+@pytest.mark.parametrize("dataset", ["cifar10", "cifar100"])
+def test_the_pairs_are_those_of_the_runs(dataset, tmp_path):
+    folder = ROOT / "weights" / "results" / "evidence"
+    assert evidence.main([str(folder / f"{dataset}-runs.csv"), "--question", "EA,none", "-o", str(tmp_path)]) == 0
+    assert (tmp_path / "evidence-runs.csv").read_text() == (folder / f"{dataset}-runs.csv").read_text()
+    kept, made = (list(csv.DictReader(path.open()))
+                  for path in (folder / f"{dataset}-pairs.csv", tmp_path / "evidence.csv"))
+    assert [(row["first"], row["second"]) for row in kept] == [(row["first"], row["second"]) for row in made]
+    for old, new in zip(kept, made, strict=True):
+        for name in ("difference", "low", "high", "p", "p_holm"):
+            assert old[name] == new[name] == "" or float(old[name]) == pytest.approx(float(new[name]), abs=1e-9)
 
 
 def test_docs_have_the_settings_compared_on_held_out_images():

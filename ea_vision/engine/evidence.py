@@ -9,12 +9,14 @@ The figures are read from the runs' own results.json: top-1 of the last epoch's 
 runs were tested. `--question A,B` is asked before the runs: is A better than B? Its p value stands as it is; those of
 all other pairs are corrected for their number (Holm, 1979). Differences are taken seed by seed; intervals (95%) and p
 values, two-sided, are those of Student's paired t test, and say nothing about other data, widths or recipes.
-Written into the folder: evidence.csv (a row a pair), evidence.md (both tables) and evidence.png.
+Written into the folder: evidence-runs.csv (a row a run), evidence.csv (a row a pair), evidence.md (both tables) and
+evidence.png. evidence-runs.csv can be given instead of the folder; several folders and files are read as one sweep.
 """
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import csv
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
 from pathlib import Path
@@ -25,9 +27,22 @@ from scipy import stats
 
 from ea_vision.base.errors import UsageError, near_matches
 from ea_vision.base.figures import figure_bytes
-from ea_vision.base.files import atomic_write, csv_text
-from ea_vision.engine.run_folder import read_results
+from ea_vision.base.files import atomic_write, create, csv_text
+from ea_vision.engine.run_folder import read_metrics, read_results
 from ea_vision.engine.sweep import VARIANT, read_run_name
+
+TOP1 = "_top1"  # ends the name of the column of top-1, after what the runs were evaluated on
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run of a sweep over variants."""
+
+    variant: str
+    seed: str
+    top1: float  # in percent, of the last epoch's weights
+    train_loss: float  # of the last epoch
+    seconds: int  # of all epochs
 
 
 @dataclass(frozen=True)
@@ -50,39 +65,118 @@ def last_top1(results: dict) -> tuple[str, float]:
     return split, results[f"{split}_last"]["top1"]
 
 
-def read_runs(folder: Path) -> tuple[str, dict[str, dict[str, float]]]:
-    """What the runs of a sweep over variants were evaluated on, and top-1 in percent by variant and seed.
+def runs_of_folder(folder: Path, wanted: Callable[[str], bool]) -> list[tuple[str, Run]]:
+    """The runs of a sweep's folder, each with what it was evaluated on.
+
+    wanted: asked for every variant in the folder, whether its runs are read.
 
     Raises:
-        UsageError: no run of a variant or one that is not complete, settings beside the variant, runs evaluated on
-            different images, or a seed that one variant has and another lacks.
+        UsageError: no run of a variant, one that is wanted and not complete, or settings beside the variant.
     """
-    found: dict[str, dict[str, float]] = {}
-    splits: dict[str, Path] = {}
+    found, names = [], set()
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         settings = read_run_name(path.name)
         if not path.is_dir() or VARIANT not in settings:
             continue
         if len(settings) > 2:
             raise UsageError(f"runs that differ in their variant and seed alone are required, got {path.name}")
+        names.add(settings[VARIANT])
+        if not wanted(settings[VARIANT]):
+            continue
         results = read_results(path)
         if results is None:
             raise UsageError(f"{path} is not complete: the sweep's own command continues it")
         split, top1 = last_top1(results)
-        splits[split] = path
-        found.setdefault(settings[VARIANT], {})[settings["seed"]] = top1
-    if not found:
+        metrics = read_metrics(path)
+        found.append((split, Run(settings[VARIANT], settings["seed"], top1, metrics["train_loss"][-1],
+                                 round(sum(metrics["seconds"])))))
+    if not names:
         raise UsageError(f"runs of `ea-vision sweep --variant ...` are required in {folder}, and there are none")
+    return found
+
+
+def runs_of_file(path: Path, wanted: Callable[[str], bool]) -> list[tuple[str, Run]]:
+    """The same from a file that `runs_text` wrote.
+
+    Raises:
+        UsageError: the file cannot be read or is not such a file.
+    """
+    try:
+        rows = list(csv.DictReader(path.read_text().splitlines()))
+        split = next(key for key in rows[0] if key and key.endswith(TOP1)).removesuffix(TOP1)
+        found = [(split, Run(row["variant"], row["seed"], float(row[split + TOP1]), float(row["train_loss"]),
+                             int(row["seconds"]))) for row in rows]
+        if not all(0 <= run.top1 <= 100 for _, run in found):
+            raise ValueError("not in percent")
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from error
+    except (KeyError, IndexError, StopIteration, TypeError, ValueError, csv.Error) as error:
+        raise UsageError(f"{path} is not a file of runs: it must have the columns variant, seed, test{TOP1} (or "
+                         f"held_out{TOP1}), train_loss and seconds, with a number in the last three") from error
+    return [(split, run) for split, run in found if wanted(run.variant)]
+
+
+def read_runs(sources: Sequence[Path], variants: Sequence[str] | None = None) -> tuple[str, list[Run]]:
+    """What the runs of sweeps over variants were evaluated on, and the runs by variant and seed.
+
+    Args:
+        sources: the sweeps' folders, or files that `runs_text` wrote.
+        variants: those to read, in their order; None: all, by name.
+
+    Raises:
+        UsageError: a source without runs or that cannot be read, a run that is there twice, a variant that is not
+            there, or runs evaluated on different images.
+    """
+    known: set[str] = set()
+
+    def wanted(name: str) -> bool:
+        known.add(name)
+        return variants is None or name in variants
+
+    places: dict[tuple[str, str], Path] = {}
+    splits: dict[str, str] = {}
+    runs: list[Run] = []
+    for source in sources:
+        for split, run in (runs_of_file if source.is_file() else runs_of_folder)(source, wanted):
+            here = (run.variant, run.seed)
+            if here in places:
+                raise UsageError(f"one run of each variant and seed is required, got two of {run.variant}, seed "
+                                 f"{run.seed}: in {places[here]} and in {source}")
+            places[here] = source
+            splits[split] = f"{run.variant}, seed {run.seed}, in {source}"
+            runs.append(run)
+    for name in variants or []:
+        if name not in known:
+            raise UsageError(f"--variants: no variant {name!r}; {near_matches(name, known, 'variants')}")
     if len(splits) > 1:
         raise UsageError("all runs must be evaluated on the same kind of images, got "
-                         + ", ".join(f"{split} ({path.name})" for split, path in splits.items()))
-    seeds = {name: sorted(runs) for name, runs in found.items()}
+                         + ", ".join(f"{split} ({where})" for split, where in splits.items()))
+    order = list(variants or sorted(known))
+    return next(iter(splits)), sorted(runs, key=lambda run: (order.index(run.variant), run.seed))
+
+
+def by_variant(runs: Sequence[Run]) -> dict[str, dict[str, float]]:
+    """Top-1 in percent by variant and seed.
+
+    Raises:
+        UsageError: a seed that one variant has and another lacks.
+    """
+    found: dict[str, dict[str, float]] = {}
+    for run in runs:
+        found.setdefault(run.variant, {})[run.seed] = run.top1
+    seeds = {name: sorted(top1) for name, top1 in found.items()}
     first = next(iter(seeds))
     for name, of_variant in seeds.items():
         if of_variant != seeds[first]:
             raise UsageError(f"the variants must have the same seeds: {first} has {', '.join(seeds[first])}; "
-                             f"{name} has {', '.join(of_variant)}")
-    return next(iter(splits)), found
+                             f"{name} has {', '.join(of_variant)}; --variants takes those that have")
+    return found
+
+
+def runs_text(runs: Sequence[Run], split: str) -> str:
+    """The runs as comma-separated values, which `read_runs` takes instead of the sweep's folder."""
+    return csv_text([{"variant": run.variant, "seed": run.seed, split + TOP1: run.top1, "train_loss": run.train_loss,
+                      "seconds": run.seconds} for run in runs])
 
 
 def paired_difference(first: Sequence[float], second: Sequence[float]) -> tuple[float, float, float, float]:
@@ -181,18 +275,28 @@ def plot_evidence(runs: dict[str, dict[str, float]], pairs: Sequence[Pair], spli
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="the sweep's folder")
+    parser.add_argument("runs", type=Path, nargs="+", help="sweeps' folders, or files evidence-runs.csv")
     parser.add_argument("--question", required=True, metavar="A,B", help="is variant A better than variant B?")
+    parser.add_argument("--variants", metavar="A,B,...",
+                        help="compare these alone, in this order (default: all, by name)")
+    parser.add_argument("-o", "--output", type=Path, metavar="FOLDER",
+                        help="where the files are written (default: the first sweep's folder, or that of its file)")
     args = parser.parse_args(argv)
     question = args.question.split(",")
     if len(question) != 2:
         raise UsageError(f"--question takes two variants as A,B, got {args.question!r}")
-    split, runs = read_runs(args.folder)
-    pairs = compare(runs, (question[0], question[1]))
-    text = to_markdown(runs, pairs, split)
-    atomic_write(args.folder / "evidence.csv", csv_text([asdict(pair) for pair in pairs]).encode())
-    atomic_write(args.folder / "evidence.md", text.encode())
-    atomic_write(args.folder / "evidence.png", figure_bytes(plot_evidence(runs, pairs, split)))
+    split, runs = read_runs(args.runs, args.variants.split(",") if args.variants else None)
+    top1 = by_variant(runs)
+    pairs = compare(top1, (question[0], question[1]))
+    folder = args.output or (args.runs[0].parent if args.runs[0].is_file() else args.runs[0])
+    create(folder)
+    text = to_markdown(top1, pairs, split)
+    files = {"-runs.csv": runs_text(runs, split).encode(),
+             ".csv": csv_text([asdict(pair) for pair in pairs]).encode(),
+             ".md": text.encode(),
+             ".png": figure_bytes(plot_evidence(top1, pairs, split))}
+    for ending, content in files.items():
+        atomic_write(folder / f"evidence{ending}", content)
     print(text, end="")
-    print(f"written: {' '.join(str(args.folder / f'evidence.{kind}') for kind in ('csv', 'md', 'png'))}")
+    print(f"written: {' '.join(str(folder / f'evidence{ending}') for ending in files)}")
     return 0

@@ -10,7 +10,7 @@ from matplotlib.image import imread
 
 from ea_vision.base.errors import UsageError
 from ea_vision.engine import sweep
-from ea_vision.engine.evidence import compare, holm, main, paired_difference, read_runs
+from ea_vision.engine.evidence import by_variant, compare, holm, main, paired_difference, read_runs
 
 NONE, PA, EA = [70.1, 69.8, 71.0, 70.3, 69.9], [70.9, 70.1, 71.2, 71.3, 70.0], [71.0, 71.5, 72.1, 70.9, 71.6]
 
@@ -22,6 +22,8 @@ def write_run(folder: Path, name: str, top1: float, split: str = "test") -> None
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps({"model": "m", "epochs": 3, "eval_split": "held_out" if split == "test" else split,
                                 f"{split}_best": {**figures, "top1": 99.0}, f"{split}_last": figures}))
+    (path.parent / "metrics.csv").write_text("epoch,step,lr,train_loss,top1,top5,images_per_s,seconds\n"
+                                             "1,2,0.1,2.0,50.0,90.0,10,1.25\n2,4,0.1,1.5,50.0,90.0,10,1.25\n")
 
 
 @pytest.fixture
@@ -53,7 +55,8 @@ def test_holm_against_its_definition():
 
 
 def test_question_is_not_corrected_the_other_pairs_are(runs):
-    split, found = read_runs(runs)
+    split, read = read_runs([runs])
+    found = by_variant(read)
     assert split == "test" and found["PA"] == dict(zip("01234", PA, strict=True))
     first, *others = compare(found, ("EA without skip", "none"))
     assert (first.first, first.second, first.p_holm) == ("EA without skip", "none", None)
@@ -80,19 +83,56 @@ def test_a_wrong_question_is_one_error(runs, question, message):
     assert not (runs / "evidence.csv").exists()
 
 
+def test_the_file_of_runs_says_what_the_folder_said(runs, tmp_path, capsys):
+    """And several folders and files are one sweep; --variants leaves the others out, complete or not."""
+    question = ["--question", "EA without skip,none"]
+    assert main([str(runs), *question, "-o", str(tmp_path / "all")]) == 0
+    file = tmp_path / "all" / "evidence-runs.csv"
+    rows = list(csv.DictReader(file.open()))
+    assert rows[0] == {"variant": "EA without skip", "seed": "0", "test_top1": "71.0", "train_loss": "1.5",
+                       "seconds": "2"}
+    assert read_runs([file]) == read_runs([runs])
+    said = capsys.readouterr().out.split("written")[0]
+    assert main([str(file), *question]) == 0 and capsys.readouterr().out.split("written")[0] == said
+
+    write_run(runs / "more", "variant=cnn,seed=0", 60.0)
+    write_run(runs / "more", "variant=cnn,seed=1", 61.0)
+    write_run(runs / "more", "variant=going on,seed=0", 60.0)
+    (runs / "more" / "variant=going on,seed=0" / "results.json").unlink()
+    few = file.with_name("few.csv")
+    few.write_text("".join(line for line in file.read_text().splitlines(True) if ",0," in line or ",1," in line
+                           or "variant" in line))
+    assert main([str(runs / "more"), str(few), "--question", "cnn,PA", "--variants", "PA,cnn"]) == 0
+    assert len(list(csv.DictReader((runs / "more" / "evidence-runs.csv").open()))) == 4
+    assert len(list(csv.DictReader((runs / "more" / "evidence.csv").open()))) == 1  # one pair
+    with pytest.raises(UsageError, match="no variant 'Pa'; did you mean PA"):
+        read_runs([few], ["Pa"])
+    with pytest.raises(UsageError, match=f"two of EA without skip, seed 0: in {few} and in {file}"):
+        read_runs([few, file])
+
+
+@pytest.mark.parametrize("text", ["", "a,b\n1,2\n", "variant,seed,test_top1,train_loss,seconds\nEA,0,high,1.0,2\n",
+                                  "variant,seed,test_top1,train_loss,seconds\nEA,0,nan,1.0,2\n",
+                                  "variant,seed,test_top1,train_loss,seconds\nEA,0,61.0\n"])
+def test_a_file_that_is_not_of_runs_is_an_error(tmp_path, text):
+    (tmp_path / "runs.csv").write_text(text)
+    with pytest.raises(UsageError, match="is not a file of runs: it must have the columns variant, seed, test_top1"):
+        read_runs([tmp_path / "runs.csv"])
+
+
 def test_runs_that_cannot_be_compared_are_refused(runs, tmp_path):
     with pytest.raises(UsageError, match="there are none"):
-        read_runs(tmp_path / "empty")
+        read_runs([tmp_path / "empty"])
     write_run(runs, "variant=cnn,seed=0", 60.0)
-    with pytest.raises(UsageError, match="same seeds: EA without skip has 0, 1, 2, 3, 4; cnn has 0"):
-        read_runs(runs)
+    with pytest.raises(UsageError, match="same seeds: EA without skip has 0, 1, 2, 3, 4; cnn has 0; --variants"):
+        by_variant(read_runs([runs])[1])
     (runs / "variant=cnn,seed=0" / "results.json").unlink()
     with pytest.raises(UsageError, match="seed=0 is not complete"):
-        read_runs(runs)
+        read_runs([runs])
     write_run(runs / "more", "variant=a,seed=0", 60.0)
     write_run(runs / "more", "variant=b,seed=0", 60.0, "held_out")
     with pytest.raises(UsageError, match="same kind of images, got test .*held_out"):
-        read_runs(runs / "more")
+        read_runs([runs / "more"])
 
 
 def test_variants_of_a_sweep_are_arguments_of_the_trainer(tmp_path, monkeypatch):
@@ -114,7 +154,7 @@ def test_variants_of_a_sweep_are_arguments_of_the_trainer(tmp_path, monkeypatch)
     assert sweep.read_run_name(commands[3][0]) == {"variant": "EA", "seed": "1"}
     rows = list(csv.DictReader((tmp_path / "s" / "sweep.csv").open()))
     assert [(row["variant"], row["seed"]) for row in rows] == [("none", "0"), ("none", "1"), ("EA", "0"), ("EA", "1")]
-    assert set(read_runs(tmp_path / "s")[1]) == {"none", "EA"}
+    assert {run.variant for run in read_runs([tmp_path / "s"])[1]} == {"none", "EA"}
 
 
 @pytest.mark.parametrize("word, message", [
