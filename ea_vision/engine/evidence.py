@@ -74,7 +74,7 @@ def runs_of_folder(folder: Path, wanted: Callable[[str], bool]) -> list[tuple[st
         UsageError: no run of a variant, one that is wanted and not complete, or settings beside the variant.
     """
     found, names = [], set()
-    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+    for path in sorted(folder.iterdir()):
         settings = read_run_name(path.name)
         if not path.is_dir() or VARIANT not in settings:
             continue
@@ -137,6 +137,8 @@ def read_runs(sources: Sequence[Path], variants: Sequence[str] | None = None) ->
     splits: dict[str, str] = {}
     runs: list[Run] = []
     for source in sources:
+        if not source.exists():
+            raise UsageError(f"no such file or folder: {source}")
         for split, run in (runs_of_file if source.is_file() else runs_of_folder)(source, wanted):
             here = (run.variant, run.seed)
             if here in places:

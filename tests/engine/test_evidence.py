@@ -121,6 +121,9 @@ def test_a_file_that_is_not_of_runs_is_an_error(tmp_path, text):
 
 
 def test_runs_that_cannot_be_compared_are_refused(runs, tmp_path):
+    with pytest.raises(UsageError, match="no such file or folder: .*empty"):
+        read_runs([tmp_path / "empty"])
+    (tmp_path / "empty").mkdir()
     with pytest.raises(UsageError, match="there are none"):
         read_runs([tmp_path / "empty"])
     write_run(runs, "variant=cnn,seed=0", 60.0)
