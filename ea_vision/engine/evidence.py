@@ -242,9 +242,10 @@ def to_markdown(runs: dict[str, dict[str, float]], pairs: Sequence[Pair], split:
                      f"{stdev(values):.2f} |")
     lines += ["", "| pair | difference, points | 95% interval | p | p, corrected |", "| --- | --- | --- | --- | --- |"]
     for pair in pairs:
-        corrected = "the question" if pair.p_holm is None else f"{pair.p_holm:.3f}"
+        p, corrected = ("" if value is None else "< 0.001" if value < 5e-4 else f"{value:.3f}"
+                        for value in (pair.p, pair.p_holm))
         lines.append(f"| {pair.first} - {pair.second} | {pair.difference:+.2f} | {pair.low:+.2f} to {pair.high:+.2f} | "
-                     f"{pair.p:.3f} | {corrected} |")
+                     f"{p} | {corrected or 'the question'} |")
     return "\n".join(lines) + "\n"
 
 

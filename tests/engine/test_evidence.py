@@ -10,7 +10,7 @@ from matplotlib.image import imread
 
 from ea_vision.base.errors import UsageError
 from ea_vision.engine import sweep
-from ea_vision.engine.evidence import by_variant, compare, holm, main, paired_difference, read_runs
+from ea_vision.engine.evidence import Pair, by_variant, compare, holm, main, paired_difference, read_runs, to_markdown
 
 NONE, PA, EA = [70.1, 69.8, 71.0, 70.3, 69.9], [70.9, 70.1, 71.2, 71.3, 70.0], [71.0, 71.5, 72.1, 70.9, 71.6]
 
@@ -72,7 +72,13 @@ def test_command_writes_tables_and_picture_from_the_runs(runs, capsys):
     rows = list(csv.DictReader((runs / "evidence.csv").open()))
     assert float(rows[0]["difference"]) == pytest.approx(mean(EA) - mean(NONE)) and len(rows) == 3
     assert (runs / "evidence.md").read_text() in said
+    assert f"| {float(rows[0]['p']):.3f} | the question |" in said and float(rows[0]["p"]) > 0.001
     assert imread(runs / "evidence.png").shape[1] > 1000
+
+
+def test_a_small_p_is_not_written_as_zero():
+    text = to_markdown({"a": {"0": 1.0, "1": 2.0}}, [Pair("a", "b", 2, 1.0, 0.5, 1.5, 0.0001, 0.0007)], "test")
+    assert "| a - b | +1.00 | +0.50 to +1.50 | < 0.001 | 0.001 |" in text
 
 
 @pytest.mark.parametrize("question, message", [
