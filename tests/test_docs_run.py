@@ -45,6 +45,7 @@ ELSEWHERE = {  # command lines and the tests that run them
     r"convert-boxes ": "detection/test_convert.py",
     r"detect ": "detection/test_predict.py",
     r"(sweep .*--output|evidence) sweeps/evidence ": "engine/test_evidence.py",  # as docs/train.md's, of more variants
+    r"evidence weights/results/evidence/": "test_weights.py",
     r"explore .*--serve": "explore/test_browser.py",
     r"export-detector ": "detection/test_export.py",
     r"faithfulness ": "analysis/test_faithfulness.py",
