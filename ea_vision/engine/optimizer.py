@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,13 +15,16 @@ from ea_vision.engine.config import TrainConfig
 from ea_vision.layers import attention_layers, learnable_gates
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.GroupNorm, nn.LayerNorm)
+LOOKAHEAD = "lookahead_"  # before the name of the optimiser that it wraps
+FALLBACK_SCALE = "fallback_lr_scale"  # a keyword of Muon: the rate of its AdamW over that of the matrices
+MUON_SCALES_FALLBACK = FALLBACK_SCALE in inspect.signature(timm.optim.Muon).parameters  # not in older releases of timm
 FALLBACK = ("fallback_list", "fallback_no_weight_decay")  # of timm's keywords, those that form groups
 
 
 def optimizer_names() -> list[str]:
     """What --opt takes: timm's optimisers, each by itself and within Lookahead."""
     names = timm.optim.list_optimizers()
-    return names + [f"lookahead_{name}" for name in names]
+    return names + [LOOKAHEAD + name for name in names]
 
 
 def check_optimizer_name(name: str) -> None:
@@ -49,6 +53,8 @@ def build_optimizer(config: TrainConfig, model: nn.Module, images_per_update: in
     decayed = getattr(model, "no_weight_decay", set)()
     fallback = {key: value for key, value in config.opt_kwargs.items() if key in FALLBACK}
     others = {key: value for key, value in config.opt_kwargs.items() if key not in FALLBACK}
+    name = config.opt.removeprefix(LOOKAHEAD)
+    scale = others.pop(FALLBACK_SCALE, 1.0) if name.endswith("muon") and not MUON_SCALES_FALLBACK else 1.0
     try:
         if config.layer_decay != 1:
             groups = timm.optim.param_groups_layer_decay(model, config.weight_decay, no_weight_decay_list=decayed,
@@ -65,7 +71,7 @@ def build_optimizer(config: TrainConfig, model: nn.Module, images_per_update: in
         if config.gate_lr != 1:
             gates = learnable_gates(model).values()
             groups = _with_apart(groups, gates, config.gate_lr, "gate_lr", "learnable shares (alpha, beta)")
-        optimizer = timm.optim.create_optimizer_v2(groups, opt=config.opt, lr=lr, momentum=config.momentum, **others)
+        optimizer = timm.optim.create_optimizer_v2(groups, opt=name, lr=lr, momentum=config.momentum, **others)
     except UsageError:
         raise
     except (TypeError, ValueError, AssertionError) as error:
@@ -74,7 +80,23 @@ def build_optimizer(config: TrainConfig, model: nn.Module, images_per_update: in
                          f"{error}") from error
     for group in optimizer.param_groups:
         group.setdefault("lr_scale", 1.0)
-    return optimizer
+    _schedule_fallback(optimizer, scale)
+    return optimizer if name == config.opt else timm.optim.Lookahead(optimizer)
+
+
+def _schedule_fallback(optimizer: torch.optim.Optimizer, scale: float) -> None:
+    """Let the AdamW within an older timm's Muon follow the groups' rates, times `scale`, as newer ones do.
+
+    There it has a rate of its own, `adamw_lr`, which neither schedules nor groups change.
+    """
+    if "adamw_lr" not in optimizer.defaults:
+        return
+
+    def follow(optimizer: torch.optim.Optimizer, *_) -> None:
+        for group in optimizer.param_groups:
+            group["adamw_lr"] = scale * group["lr"]
+
+    optimizer.register_step_pre_hook(follow)
 
 
 def norm_biases(model: nn.Module) -> list[nn.Parameter]:

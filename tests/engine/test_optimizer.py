@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 
 import pytest
 import timm
@@ -13,10 +12,6 @@ from ea_vision.base.errors import UsageError
 from ea_vision.engine.config import TrainConfig, resolve
 from ea_vision.engine.optimizer import build_optimizer, hyperparameters, load_optimizer, norm_biases, optimizer_names
 from ea_vision.engine.schedules import build_schedule
-
-SCHEDULED_FALLBACK = pytest.mark.skipif(
-    "fallback_lr_scale" not in inspect.signature(timm.optim.Muon).parameters,
-    reason="needs a timm whose Muon has fallback_lr_scale (before, its AdamW's rate was apart from the groups')")
 
 
 def config(**options) -> TrainConfig:
@@ -111,7 +106,7 @@ def test_attention_lr_leaves_learnable_shares_to_gate_lr():
         **{f"blocks.{block}.attn.qkv.{part}": 0.5 for block in (0, 1) for part in ("weight", "bias")}}
 
 
-@pytest.mark.parametrize("opt", ["sgd", "adamw", pytest.param("muon", marks=SCHEDULED_FALLBACK)])
+@pytest.mark.parametrize("opt", ["sgd", "adamw", "muon", "lookahead_muon"])
 def test_attention_lr_scales_the_update(opt):
     """From the same weights and gradients: the maps' parameters move by that share, the others as without."""
     moved = []
@@ -139,7 +134,6 @@ def test_frozen_parameters_are_in_no_group():
     assert names == {name for name, _ in model.named_parameters()} - {"stem.conv.weight"}
 
 
-@SCHEDULED_FALLBACK
 def test_muon_takes_matrices_adamw_the_rest_each_at_its_rate():
     """From the same gradients, the rest moves as AdamW with lr * fallback_lr_scale alone would move it."""
     models = network(), network()
@@ -162,6 +156,20 @@ def test_muon_takes_matrices_adamw_the_rest_each_at_its_rate():
     kernels = [n for n, p in models[0].named_parameters() if p.ndim == 4 and "stages" in n and p.shape[0] > 1]
     states = {name: muon.state[p] for name, p in models[0].named_parameters()}
     assert kernels and all("momentum_buffer" in states[name] for name in kernels)
+
+
+@pytest.mark.parametrize("opt", ["muon", "lookahead_muon"])
+def test_schedules_reach_all_parameters_of_muon(opt):
+    """Its AdamW's as well, of which timm's older releases keep the rate as it was at the start."""
+    model = network()
+    optimizer = build_optimizer(config(opt=opt), model, 1)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0  # as schedules do at their end
+    before = [p.detach().clone() for p in model.parameters()]
+    model(torch.randn(4, 3, 8, 8)).square().sum().backward()
+    optimizer.step()
+    for old, new in zip(before, model.parameters(), strict=True):
+        assert torch.equal(old, new)
 
 
 def test_muon_leaves_what_a_pattern_names_to_adamw():
