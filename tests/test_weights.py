@@ -151,15 +151,23 @@ def test_the_pairs_are_those_of_the_runs(dataset, tmp_path):
 
 
 def test_docs_have_the_settings_compared_on_held_out_images():
-    runs = evidence_runs("cifar10-held-out-runs", "held_out_top1")
+    """The tables of the variants with three seeds and of their pairs; what was run at 16x16, with two."""
+    _, runs = evidence.read_runs([ROOT / "weights" / "results" / "evidence" / "cifar10-held-out-runs.csv"])
     text = (ROOT / "docs" / "experiments.md").read_text()
-    for variant in ("EA learned", "EA", "none"):
-        assert len(runs[variant]) == 3 and variant_row(variant, runs[variant]) in text
-    assert f"EA {runs['EA 16x16 too'][0]:.2f}, none {runs['none 16x16 too'][0]:.2f}, the figures without it " \
-           f"{runs['EA'][0]:.2f} and {runs['none'][0]:.2f}" in text
-    shown = [f"{name} {' and '.join(f'{value:.2f}' for value in runs[f'{name} slower attention'])}"
-             for name in ("EA", "none")]
-    assert f"seeds 0 and 1: {shown[0]}, {shown[1]}, where" in text
+    assert len({run.variant for run in runs}) == 10 and len(runs) == 28
+    top1 = evidence.by_variant([run for run in runs if "16x16" not in run.variant])
+    for variant, by_seed in top1.items():
+        assert variant_row(variant, by_seed.values()) in text
+    pairs = re.findall(r"^\| (EA [^|]*|EA) − ([^|]*) \| ([-\d.]+) \| ([-\d.]+ to [-\d.]+) \|$", text, re.MULTILINE)
+    assert len(pairs) == 7
+    for first, second, difference, interval in pairs:
+        [pair] = evidence.compare({name: top1[name] for name in (first, second)}, (first, second))
+        assert (difference, interval) == (f"{pair.difference:.2f}", f"{pair.low:.2f} to {pair.high:.2f}")
+    fine = {run.variant: [] for run in runs if "16x16" in run.variant}
+    for run in runs:
+        if run.variant in fine:
+            fine[run.variant].append(f"{run.top1:.2f}")
+    assert f"EA {' and '.join(fine['EA 16x16 too'])}, none {' and '.join(fine['none 16x16 too'])}." in text
 
 
 def test_docs_have_the_results_of_the_probe():
