@@ -294,12 +294,14 @@ def main(argv: list[str] | None = None) -> int:
     folder = args.output or (args.runs[0].parent if args.runs[0].is_file() else args.runs[0])
     create(folder)
     text = to_markdown(top1, pairs, split)
-    files = {"-runs.csv": runs_text(runs, split).encode(),
-             ".csv": csv_text([asdict(pair) for pair in pairs]).encode(),
-             ".md": text.encode(),
-             ".png": figure_bytes(plot_evidence(top1, pairs, split))}
-    for ending, content in files.items():
-        atomic_write(folder / f"evidence{ending}", content)
+    files = {folder / "evidence-runs.csv": runs_text(runs, split).encode(),
+             folder / "evidence.csv": csv_text([asdict(pair) for pair in pairs]).encode(),
+             folder / "evidence.md": text.encode(),
+             folder / "evidence.png": figure_bytes(plot_evidence(top1, pairs, split))}
+    read = {source.resolve() for source in args.runs}
+    files = {path: content for path, content in files.items() if path.resolve() not in read}  # may have more variants
+    for path, content in files.items():
+        atomic_write(path, content)
     print(text, end="")
-    print(f"written: {' '.join(str(folder / f'evidence{ending}') for ending in files)}")
+    print(f"written: {' '.join(map(str, files))}")
     return 0

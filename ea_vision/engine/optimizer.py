@@ -87,10 +87,13 @@ def build_optimizer(config: TrainConfig, model: nn.Module, images_per_update: in
 def _schedule_fallback(optimizer: torch.optim.Optimizer, scale: float) -> None:
     """Let the AdamW within an older timm's Muon follow the groups' rates, times `scale`, as newer ones do.
 
-    There it has a rate of its own, `adamw_lr`, which neither schedules nor groups change.
+    There it has a rate of its own, `adamw_lr`, which neither schedules nor groups change. Newer ones take an `adamw_lr`
+    that is given as a multiple of `lr`, too.
     """
     if "adamw_lr" not in optimizer.defaults:
         return
+    if optimizer.defaults["lr"] > 0:
+        scale = scale * optimizer.defaults["adamw_lr"] / optimizer.defaults["lr"]
 
     def follow(optimizer: torch.optim.Optimizer, *_) -> None:
         for group in optimizer.param_groups:

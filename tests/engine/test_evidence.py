@@ -100,6 +100,9 @@ def test_the_file_of_runs_says_what_the_folder_said(runs, tmp_path, capsys):
     assert read_runs([file]) == read_runs([runs])
     said = capsys.readouterr().out.split("written")[0]
     assert main([str(file), *question]) == 0 and capsys.readouterr().out.split("written")[0] == said
+    before = file.read_bytes()
+    assert main([str(file), *question, "--variants", "none,EA without skip"]) == 0
+    assert file.read_bytes() == before, "what was read is not replaced by a part of it"
 
     write_run(runs / "more", "variant=cnn,seed=0", 60.0)
     write_run(runs / "more", "variant=cnn,seed=1", 61.0)

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 
 import pytest
 import timm
@@ -170,6 +171,21 @@ def test_schedules_reach_all_parameters_of_muon(opt):
     optimizer.step()
     for old, new in zip(before, model.parameters(), strict=True):
         assert torch.equal(old, new)
+
+
+def test_a_rate_for_muons_adamw_is_a_multiple_of_lr():
+    """As newer releases of timm take it, with a warning; it follows the schedule all the same."""
+    model = network()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        optimizer = build_optimizer(config(opt="muon", opt_kwargs={"adamw_lr": 0.01}), model, 1)  # a tenth of lr
+    for group in optimizer.param_groups:
+        group["lr"] = 0.05
+    before = model.head.fc.bias.detach().clone()
+    model(torch.randn(4, 3, 8, 8)).square().sum().backward()
+    optimizer.step()
+    moved = (model.head.fc.bias.detach() - before).abs()  # AdamW's first step: the rate, whatever the gradient
+    torch.testing.assert_close(moved, torch.full_like(moved, 0.005), atol=1e-5, rtol=0)
 
 
 def test_muon_leaves_what_a_pattern_names_to_adamw():
