@@ -36,7 +36,7 @@ def loader(split, training):
         create_dataset("", root=args.data, split=split, is_training=training), input_size=config["input_size"],
         batch_size=13, is_training=training, no_aug=True, use_prefetcher=False, num_workers=0, mean=config["mean"],
         std=config["std"], interpolation=config["interpolation"], crop_pct=config["crop_pct"],
-        device=torch.device("cpu"))
+        persistent_workers=False, device=torch.device("cpu"))
 """
 
 TRAIN = """

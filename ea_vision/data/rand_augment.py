@@ -102,7 +102,7 @@ class RandAugment:
     def __init__(self, policy: str, mean: Sequence[float]):
         wanted = "such as rand-m7-mstd0.5-inc1, is required over FFCV files and for threads"
         try:
-            found = rand_augment_transform(policy, None)
+            found = rand_augment_transform(policy, {})  # of none, older releases of timm make an error
         except (AssertionError, ValueError, KeyError, IndexError) as error:
             raise UsageError(f"auto_augment: a policy of timm's RandAugment, {wanted}, got {policy!r}") from error
         unknown = sorted({op.name for op in found.ops} - set(OPERATIONS))

@@ -97,7 +97,7 @@ class TimmLoader:
         dataset = timm.data.create_dataset("", str(split), search_split=False)
         dataset.reader = Repeated(dataset.reader, length)
         self.loader = timm.data.create_loader(
-            dataset, img_size, is_training=True, scale=(0.08, 1), hflip=0.5, color_jitter=None,
+            dataset, (3, img_size, img_size), is_training=True, scale=(0.08, 1), hflip=0.5, color_jitter=None,
             interpolation="bilinear", num_workers=common.pop("workers"), device=device, **common)
 
     def batches(self, epoch: int):
