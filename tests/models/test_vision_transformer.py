@@ -354,8 +354,12 @@ def test_the_kernel_computes_what_the_reference_does(options):
         assert (len(kept) == 2) == (implementation == "cpu")  # one map for each block but the last
     gates = [grad for name, grad in results[0][1].items() if name.endswith((".alpha", ".beta"))]
     assert len(gates) == (2 if options.get("evolution") == "pa" else 4) and all(grad.all() for grad in gates)
-    assert not torch.equal(results[0][0], results[1][0])
-    torch.testing.assert_close(*results, atol=3e-5, rtol=1e-3)
+    (y, grads), (expected_y, expected) = results
+    assert not torch.equal(y, expected_y)
+    torch.testing.assert_close(y, expected_y, atol=3e-5, rtol=1e-3)
+    for name, grad in grads.items():  # which reach 200 in some: rounding is a share of the largest
+        largest = float(expected[name].abs().max())
+        torch.testing.assert_close(grad, expected[name], atol=3e-5 * max(1, largest), rtol=1e-3)
 
 
 def test_gradient_checkpointing_changes_nothing():
