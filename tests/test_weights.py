@@ -101,15 +101,6 @@ def test_docs_have_the_results_of_the_shipped_weights_runs():
         assert f"{top1}, with six views {views} ({name})" in expected or f"{top1}, {views} ({name})" in expected
 
 
-def evidence_runs(table, column):
-    """The figures of weights/results/evidence by variant, in the order of the seeds."""
-    runs = collections.defaultdict(list)
-    for row in csv.DictReader((ROOT / "weights" / "results" / "evidence" / f"{table}.csv").open()):
-        assert row["seed"] == str(len(runs[row["variant"]]))
-        runs[row["variant"]].append(float(row[column]))
-    return runs
-
-
 def variant_row(variant, top1):
     """A variant's row in the tables of docs/experiments.md."""
     shown = ", ".join(f"{value:.2f}" for value in top1)
@@ -124,7 +115,10 @@ def replaced_maps(table):
 @pytest.mark.parametrize("dataset, variants", [("cifar10", 7), ("cifar100", 7)])
 def test_docs_have_the_evidence(dataset, variants):
     """The tables of docs/experiments.md and the answers to its question, against the runs."""
-    runs = evidence_runs(f"{dataset}-runs", "test_top1")
+    split, read = evidence.read_runs([ROOT / "weights" / "results" / "evidence" / f"{dataset}-runs.csv"])
+    top1_by_seed = evidence.by_variant(read)
+    assert split == "test" and all(list(top1) == list("01234") for top1 in top1_by_seed.values())
+    runs = {variant: list(top1.values()) for variant, top1 in top1_by_seed.items()}
     text = (ROOT / "docs" / "experiments.md").read_text()
     assert len(runs) == variants
     for variant, top1 in runs.items():
@@ -163,11 +157,9 @@ def test_docs_have_the_settings_compared_on_held_out_images():
     for first, second, difference, interval in pairs:
         [pair] = evidence.compare({name: top1[name] for name in (first, second)}, (first, second))
         assert (difference, interval) == (f"{pair.difference:.2f}", f"{pair.low:.2f} to {pair.high:.2f}")
-    fine = {run.variant: [] for run in runs if "16x16" in run.variant}
-    for run in runs:
-        if run.variant in fine:
-            fine[run.variant].append(f"{run.top1:.2f}")
-    assert f"EA {' and '.join(fine['EA 16x16 too'])}, none {' and '.join(fine['none 16x16 too'])}." in text
+    fine = evidence.by_variant([run for run in runs if "16x16" in run.variant])
+    ea, none = (" and ".join(f"{top1:.2f}" for top1 in fine[f"{name} 16x16 too"].values()) for name in ("EA", "none"))
+    assert f"EA {ea}, none {none}." in text
 
 
 def test_docs_have_the_results_of_the_probe():
