@@ -13,8 +13,8 @@ GROUPS = {  # command: (module whose main(argv) runs it, what it does)
         "train-imagenet": ("ea_vision.engine.train_imagenet", "train on ImageNet or any images in class folders"),
         "train-detection": ("ea_vision.detection.train", "train a RetinaNet on COCO or your own images with boxes"),
         "options": ("ea_vision.options", "all options of the trainers, as a table"),
-        "sweep": ("ea_vision.engine.sweep", "train once per setting and draw accuracy over the settings"),
-        "evidence": ("ea_vision.engine.evidence", "whether variants of a sweep differ: paired tests over seeds"),
+        "sweep": ("ea_vision.studies.sweep", "train once per setting and draw accuracy over the settings"),
+        "evidence": ("ea_vision.studies.evidence", "whether variants of a sweep differ: paired tests over seeds"),
         "timm": ("ea_vision.timm_scripts", "run one of timm's own scripts with our models registered"),
     },
     "look": {

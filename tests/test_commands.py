@@ -15,7 +15,7 @@ SCRIPTS = {"train_cifar.py": "train-cifar", "train_imagenet.py": "train-imagenet
            "visualize/attention_heatmap.py": "heatmap", "visualize/evolution_strip.py": "strip",
            "visualize/attention_matrix.py": "matrix", "visualize/attention_rollout.py": "rollout",
            "visualize/attention_statistics.py": "statistics", "visualize/attention_animation.py": "animation",
-           "visualize/explore.py": "explore", "visualize/compare_models.py": "heatmap", "weights/export.py": "export"}
+           "visualize/explore.py": "explore", "visualize/compare_models.py": "heatmap"}
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_older_names_of_modules(older, helped):
     assert text == helped("ea-vision", lambda: main([OLDER[older], "--help"]))
 
 
-@pytest.mark.parametrize("module", ["engine.sweep", "data.write_ffcv"])
+@pytest.mark.parametrize("module", ["data.write_ffcv"])
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules")
 def test_modules_that_kept_their_names(module, helped):
     text = helped(module, lambda: runpy.run_module(f"ea_vision.{module}", run_name="__main__", alter_sys=True))

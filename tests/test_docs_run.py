@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 
 from ea_vision.__main__ import main
-from ea_vision.engine import sweep
+from ea_vision.studies import sweep
 from tests.engine.runner import make_folder
 from tests.test_docs import BLOCK, PAGES, ROOT, blocks, commands
 
@@ -45,7 +45,7 @@ ELSEWHERE = {  # command lines and the tests that run them
     r"convert-boxes ": "detection/test_convert.py",
     r"detect ": "detection/test_predict.py",
     r"(sweep .*--output|evidence) sweeps/evidence ": "engine/test_evidence.py",  # as docs/train.md's, of more variants
-    r"evidence weights/results/evidence/": "test_weights.py",
+    r"evidence experiments/results/evidence/": "test_weights.py",
     r"explore .*--serve": "explore/test_browser.py",
     r"export-detector ": "detection/test_export.py",
     r"faithfulness ": "analysis/test_faithfulness.py",

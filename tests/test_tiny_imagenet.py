@@ -1,4 +1,4 @@
-"""weights/tiny_imagenet.py: the part of the data that it links, and what it reads of a train.py that trains nothing."""
+"""experiments/tiny_imagenet.py: the part of the data that it links, what it reads of a train.py that trains nothing."""
 import runpy
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 
 from ea_vision.data.imagenet import ImageSource
 
-script = runpy.run_path(str(Path(__file__).parents[1] / "weights" / "tiny_imagenet.py"))
+script = runpy.run_path(str(Path(__file__).parents[1] / "experiments" / "tiny_imagenet.py"))
 
 TRAIN = """
 import sys

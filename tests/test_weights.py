@@ -14,8 +14,8 @@ from PIL import Image
 from timm.models import adapt_input_conv
 
 import ea_vision  # noqa: F401
-from ea_vision.engine import evidence
 from ea_vision.engine.export import by_update
+from ea_vision.studies import evidence
 
 OURS = timm.list_models(module="conv_transformer") + timm.list_models(module="attn_resnet")
 ROOT = Path(__file__).resolve().parents[1]
@@ -60,9 +60,9 @@ def test_cards_say_which_updates_an_earlier_start_made():
 
 
 def test_results_are_those_of_the_cards():
-    rows = list(csv.DictReader((ROOT / "weights" / "results" / "results-cifar10.csv").open()))
+    rows = list(csv.DictReader((ROOT / "experiments" / "results" / "results-cifar10.csv").open()))
     ten = {name for name in SHIPPED if timm.get_pretrained_cfg(name).num_classes == 10}
-    assert {row["model"] for row in rows} == ten  # else `python weights/results.py` is due
+    assert {row["model"] for row in rows} == ten  # else `python experiments/shipped_weights.py` is due
     for row in rows:
         card = Path(timm.get_pretrained_cfg(row["model"]).file).with_suffix(".md").read_text()
         top1, top5 = map(float, re.search(r"(\d+\.\d+)% top-1, (\d+\.\d+)% top-5", card).groups())
@@ -74,7 +74,7 @@ def test_results_are_those_of_the_cards():
 def test_docs_have_the_results_of_the_runs():
     """Its table of the `fast_sgd` recipe's 10 epochs, against the metrics of those runs and the recipe's own words."""
     runs = {path.stem: list(csv.DictReader(path.open()))
-            for path in (ROOT / "weights" / "results" / "fast-sgd-cifar10").glob("*.csv")}
+            for path in (ROOT / "experiments" / "results" / "fast-sgd-cifar10").glob("*.csv")}
     row = re.compile(r"^\| (\w+_cifar) +\| [\d.]+ +\| (\d\d\.\d\d) +\| (\d\d\.\d\d) +\| \d+ ", re.MULTILINE)
     text = (ROOT / "docs" / "experiments.md").read_text()
     shown = {name: (float(top1), float(top5)) for name, top1, top5 in row.findall(text)}
@@ -87,7 +87,7 @@ def test_docs_have_the_results_of_the_runs():
 def test_docs_have_the_results_of_the_shipped_weights_runs():
     """The table of the `fast` recipe's 10 epochs, likewise; two of its networks have no weights here."""
     runs = {path.stem: list(csv.DictReader(path.open()))[-1]
-            for path in (ROOT / "weights" / "results" / "fast-cifar10").glob("*.csv")}
+            for path in (ROOT / "experiments" / "results" / "fast-cifar10").glob("*.csv")}
     row = re.compile(r"^\| (\w+_cifar) \| [\d.]+ \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| \d+ \|$",
                      re.MULTILINE)
     shown = {name: figures for name, *figures in row.findall((ROOT / "docs" / "experiments.md").read_text())}
@@ -108,14 +108,14 @@ def variant_row(variant, top1):
 
 
 def replaced_maps(table):
-    """The rows of a table of weights/results/replaced-maps."""
-    return list(csv.DictReader((ROOT / "weights" / "results" / "replaced-maps" / f"{table}-replaced.csv").open()))
+    """The rows of a table of experiments/results/replaced-maps."""
+    return list(csv.DictReader((ROOT / "experiments" / "results" / "replaced-maps" / f"{table}-replaced.csv").open()))
 
 
 @pytest.mark.parametrize("dataset, variants", [("cifar10", 7), ("cifar100", 7)])
 def test_docs_have_the_evidence(dataset, variants):
     """The tables of docs/experiments.md and the answers to its question, against the runs."""
-    split, read = evidence.read_runs([ROOT / "weights" / "results" / "evidence" / f"{dataset}-runs.csv"])
+    split, read = evidence.read_runs([ROOT / "experiments" / "results" / "evidence" / f"{dataset}-runs.csv"])
     top1_by_seed = evidence.by_variant(read)
     assert split == "test" and all(list(top1) == list("01234") for top1 in top1_by_seed.values())
     runs = {variant: list(top1.values()) for variant, top1 in top1_by_seed.items()}
@@ -133,7 +133,7 @@ def test_docs_have_the_evidence(dataset, variants):
 
 @pytest.mark.parametrize("dataset", ["cifar10", "cifar100"])
 def test_the_pairs_are_those_of_the_runs(dataset, tmp_path):
-    folder = ROOT / "weights" / "results" / "evidence"
+    folder = ROOT / "experiments" / "results" / "evidence"
     assert evidence.main([str(folder / f"{dataset}-runs.csv"), "--question", "EA,none", "-o", str(tmp_path)]) == 0
     assert (tmp_path / "evidence-runs.csv").read_text() == (folder / f"{dataset}-runs.csv").read_text()
     kept, made = (list(csv.DictReader(path.open()))
@@ -146,7 +146,7 @@ def test_the_pairs_are_those_of_the_runs(dataset, tmp_path):
 
 def test_docs_have_the_settings_compared_on_held_out_images():
     """The tables of the variants with three seeds and of their pairs; what was run at 16x16, with two."""
-    _, runs = evidence.read_runs([ROOT / "weights" / "results" / "evidence" / "cifar10-held-out-runs.csv"])
+    _, runs = evidence.read_runs([ROOT / "experiments" / "results" / "evidence" / "cifar10-held-out-runs.csv"])
     text = (ROOT / "docs" / "experiments.md").read_text()
     assert len({run.variant for run in runs}) == 10 and len(runs) == 28
     top1 = evidence.by_variant([run for run in runs if "16x16" not in run.variant])
@@ -166,7 +166,7 @@ def test_docs_have_the_results_of_the_probe():
     """The table of docs/experiments.md: mean and standard deviation over three seeds, from images seen and unseen."""
     figures = collections.defaultdict(list)
     for kind in ("seen", "unseen"):
-        for row in csv.DictReader((ROOT / "weights" / "results" / "probe" / kind / "results.csv").open()):
+        for row in csv.DictReader((ROOT / "experiments" / "results" / "probe" / kind / "results.csv").open()):
             figures[row["model"], row["maps"], kind, row["layer"]].append(float(row["top1"]))
     text = (ROOT / "docs" / "experiments.md").read_text()
     for network, label in (("conv", "AA"), ("pa_conv", "PA"), ("ea_conv", "EA")):
@@ -200,7 +200,7 @@ def test_docs_have_the_results_of_replaced_maps():
 
 def test_docs_have_the_results_of_slower_attention():
     """The table of the 10 epochs with --attention-lr, against their runs and the tables of replaced maps."""
-    results = ROOT / "weights" / "results"
+    results = ROOT / "experiments" / "results"
     text = (ROOT / "docs" / "experiments.md").read_text()
     for name in ("conv_transformer_cifar", "ea_conv_transformer_cifar"):
         for rate, runs, table in (("that of the rest", "fast-cifar10", "full"),
@@ -233,8 +233,8 @@ def test_docs_have_the_results_of_the_detectors():
     """The table of docs/detection.md, against the metrics of its runs."""
     text = (ROOT / "docs" / "detection.md").read_text()
     for name, label in (("plain", "resnet18"), ("aa", "aa_resnet34"), ("ea_aa", "ea_aa_resnet34")):
-        last = [list(csv.DictReader((ROOT / "weights" / "results" / "detection" / f"{name}-seed{seed}.csv").open()))[-1]
-                for seed in (0, 1)]
+        folder = ROOT / "experiments" / "results" / "detection"
+        last = [list(csv.DictReader((folder / f"{name}-seed{seed}.csv").open()))[-1] for seed in (0, 1)]
         ap, ap50, ap75 = ([float(row[column]) for row in last] for column in ("AP", "AP50", "AP75"))
         cells = [*(f"{a:.1f}, {b:.1f} | {(a + b) / 2:.1f}" for a, b in (ap, ap50)), f"{sum(ap75) / 2:.1f} |"]
         [row] = [line for line in text.splitlines() if line.startswith((f"| {label} |", f"| {label}, two blocks"))]

@@ -15,6 +15,5 @@
     run_folder      what a run leaves on disk
     step_log        how a run goes between its epochs: speed.csv, TensorBoard, Weights & Biases
     curves          learning curves of several runs in one picture
-    sweep           one run per setting, and the curve over the settings
     export          a complete run to a weights file with its card
 """

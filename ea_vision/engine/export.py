@@ -1,11 +1,11 @@
 """Export a complete run of train_cifar.py to a weights file with its card.
 
-    python weights/export.py runs/folder-ea_conv_transformer_cifar --tag fast_c10 --data-dir DIR
+    ea-vision export runs/folder-ea_conv_transformer_cifar --tag fast_c10 --data-dir DIR
 
 writes weights/MODEL.TAG.safetensors and weights/MODEL.TAG.md. The weights are stored in float16 where that keeps the
 top-1 on the test images within 0.1 point of the run's, else in float32. Where the run was tested with several views of
 an image (--tta), the card has their figure, too. To be loaded by name, the tag must stand in
-the `default_cfgs` of the model's file; then `python weights/results.py` renews the table of results.
+the `default_cfgs` of the model's file; then `python experiments/shipped_weights.py` renews the table of results.
 """
 import argparse
 import math

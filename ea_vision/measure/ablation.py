@@ -30,10 +30,10 @@ import torch
 from ea_vision.base.errors import UsageError
 from ea_vision.base.files import atomic_write, create, csv_text
 from ea_vision.engine.run_folder import read_config, read_metrics, read_results
-from ea_vision.engine.sweep import evaluation_top1, run_name, run_setting, stop
 from ea_vision.measure.counts import count
 from ea_vision.measure.summary import markdown
 from ea_vision.models import Published, published_tables
+from ea_vision.studies.sweep import evaluation_top1, run_name, run_setting, stop
 
 TRIAL_MODEL = "aa_wrn28_10_cifar"
 TRIAL_KEYWORDS = {"depth": 10, "width": 2, "num_heads": 4, "min_head_qk": 8}

@@ -102,8 +102,8 @@ class Run:
 
 
 def shipped_runs() -> list[Run]:
-    """The runs of weights/results/runs.yaml, in a checkout or the installed package."""
-    folder = Path(shipped_weights("conv_transformer_cifar.fast_c10")).parent / "results"
+    """The runs of experiments/results/runs.yaml, in a checkout or the installed package."""
+    folder = Path(shipped_weights("conv_transformer_cifar.fast_c10")).parents[1] / "experiments" / "results"
     runs = []
     for about in yaml.safe_load((folder / "runs.yaml").read_text()):
         last = list(csv.DictReader((folder / about["metrics"]).open()))[-1]

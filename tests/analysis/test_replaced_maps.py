@@ -1,4 +1,4 @@
-"""weights/replaced_maps.py: each replacement is what it says, against a network with other weights or keywords."""
+"""experiments/replaced_maps.py: each replacement is what it says, against a network with other weights or keywords."""
 import csv
 import runpy
 from pathlib import Path
@@ -14,7 +14,7 @@ from ea_vision.base.errors import UsageError
 from ea_vision.data.small_images import hold_out, load_dataset
 from ea_vision.layers import AugmentedConv2d
 
-script = runpy.run_path(str(Path(__file__).parents[2] / "weights" / "replaced_maps.py"))
+script = runpy.run_path(str(Path(__file__).parents[2] / "experiments" / "replaced_maps.py"))
 KEYWORDS = dict(widths=[8, 16, 16, 16], num_classes=3)
 
 

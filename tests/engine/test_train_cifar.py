@@ -17,7 +17,7 @@ from PIL import Image
 
 from ea_vision.base.errors import exit_code
 from ea_vision.engine import checkpoint, run_folder, train_cifar
-from ea_vision.engine.sweep import main as sweep
+from ea_vision.studies.sweep import main as sweep
 from tests.engine.runner import SignalAfterUpdate, arguments, assert_equal, make_folder, run, same_result
 
 
@@ -142,7 +142,7 @@ def test_learning_curves(finished, tmp_path, capsys):
 
 def test_sweep_runs_its_settings_draws_them_and_continues(data, tmp_path, monkeypatch, capsys):
     """Real runs, in processes forked from one that has torch loaded instead of started anew."""
-    from ea_vision.engine import sweep as module
+    from ea_vision.studies import sweep as module
 
     started = []
 

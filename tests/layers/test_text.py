@@ -1,4 +1,4 @@
-"""The example over CPython's own text, weights/next_character.py: it learns, and no character reads a later one."""
+"""The example over CPython's own text, experiments/next_character.py: it learns, and no character reads a later one."""
 from __future__ import annotations
 
 import runpy
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-example = runpy.run_path(str(Path(__file__).parents[2] / "weights" / "next_character.py"))
+example = runpy.run_path(str(Path(__file__).parents[2] / "experiments" / "next_character.py"))
 
 
 @pytest.mark.parametrize("beta", [None, 0.5])

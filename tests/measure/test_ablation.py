@@ -8,13 +8,14 @@ import pytest
 import timm
 import torch
 
-from ea_vision.engine import run_folder, sweep
+from ea_vision.engine import run_folder
 from ea_vision.measure import ablation
 from ea_vision.models import published_figures
+from ea_vision.studies import sweep
 from tests.engine.runner import make_folder, run
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCS, RESULTS = ROOT / "docs" / "experiments.md", ROOT / "weights" / "results" / "ablation"
+DOCS, RESULTS = ROOT / "docs" / "experiments.md", ROOT / "experiments" / "results" / "ablation"
 
 
 def test_shares_of_attention_are_the_published_ones(tmp_path, capsys):
@@ -109,7 +110,7 @@ def test_docs_have_the_figures_of_the_runs(path):
         numbers = ("params_m", "mflops_profiler", "held_out_top1", "train_loss", "epochs")
         rows = [{**row, **{key: float(row[key]) for key in numbers}} for row in rows]
         table = ablation.trial_table(path.stem, rows)
-        assert f"<!-- weights/results/ablation/{path.name} -->\n{table.rpartition(chr(10))[0]}\n\n" in text
+        assert f"<!-- experiments/results/ablation/{path.name} -->\n{table.rpartition(chr(10))[0]}\n\n" in text
 
 
 def test_arguments_of_the_trainer_need_a_folder(capsys):

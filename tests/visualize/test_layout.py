@@ -15,7 +15,7 @@ from ea_vision.analysis.quantities import LayerQuantities
 from ea_vision.analysis.recording import AttentionMaps, LayerMaps
 from ea_vision.engine.evaluate import Evaluation
 from ea_vision.engine.report import plot_confusion
-from ea_vision.engine.sweep import plot_sweep
+from ea_vision.studies.sweep import plot_sweep
 from ea_vision.visualize import (
     Look,
     animation_frames,

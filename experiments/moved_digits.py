@@ -1,6 +1,6 @@
 """stn_digits with and without its spatial transformer on turned and shifted digits.
 
-    python weights/moved_digits.py weights/results/moved-digits.csv          # 3 minutes on a core
+    python experiments/moved_digits.py experiments/results/moved-digits.csv          # 3 minutes on a core
 
 scikit-learn's digits at 16x16 pixels, shrunk by 1.3, turned by up to 90 degrees and shifted by up to a quarter of the
 side, anew in every epoch; every fifth digit, moved once, is for testing (359). 15 epochs, batch 64, AdamW, one-cycle

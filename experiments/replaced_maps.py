@@ -1,6 +1,8 @@
 """What a trained network's accuracy owes to its attention maps, and its logits to evolution.
 
-    python weights/replaced_maps.py FOLDER --model NAME|RUN[,..] --dataset folder --data-dir DIR   # 2 minutes a network
+    python experiments/replaced_maps.py FOLDER --model NAME|RUN[,..] --dataset folder --data-dir DIR
+
+writes, in 2 minutes a network,
 
 FOLDER/replaced.csv: top-1 in percent of test images (with --holdout N of training images, those that a run with that
 option and seed 0 left out), as trained, and with the maps of all layers replaced. Nothing is trained again.

@@ -9,8 +9,8 @@ import pytest
 from matplotlib.image import imread
 
 from ea_vision.base.errors import UsageError
-from ea_vision.engine import sweep
-from ea_vision.engine.evidence import Pair, by_variant, compare, holm, main, paired_difference, read_runs, to_markdown
+from ea_vision.studies import sweep
+from ea_vision.studies.evidence import Pair, by_variant, compare, holm, main, paired_difference, read_runs, to_markdown
 
 NONE, PA, EA = [70.1, 69.8, 71.0, 70.3, 69.9], [70.9, 70.1, 71.2, 71.3, 70.0], [71.0, 71.5, 72.1, 70.9, 71.6]
 

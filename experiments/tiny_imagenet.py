@@ -1,7 +1,7 @@
 """Runs on Tiny-ImageNet (100,000 photos of 64 pixels, 200 classes): beside timm's train.py, and with attention.
 
-    python weights/tiny_imagenet.py timm DIR OUT --train-script pytorch-image-models/train.py
-    python weights/tiny_imagenet.py attention DIR OUT
+    python experiments/tiny_imagenet.py timm DIR OUT --train-script pytorch-image-models/train.py
+    python experiments/tiny_imagenet.py attention DIR OUT
 
 DIR is the data set as it comes. OUT gets folders of links to a part of it, the run folders, what the runs print, and a
 table, TRIAL.csv. Runs that are in the table are not repeated; one of ours that was cut off continues (its seconds are

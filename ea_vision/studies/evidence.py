@@ -29,7 +29,7 @@ from ea_vision.base.errors import UsageError, near_matches
 from ea_vision.base.figures import figure_bytes
 from ea_vision.base.files import atomic_write, create, csv_text
 from ea_vision.engine.run_folder import read_metrics, read_results
-from ea_vision.engine.sweep import VARIANT, read_run_name
+from ea_vision.studies.sweep import VARIANT, read_run_name
 
 TOP1 = "_top1"  # ends the name of the column of top-1, after what the runs were evaluated on
 

@@ -1,7 +1,10 @@
-"""A small vision transformer, trained plain, then tuned with maps that evolve and without.
+r"""A small vision transformer, trained plain, then tuned with maps that evolve and without.
 
-    python weights/tune_vit.py weights/results/tune-vit.csv --cifar10 DIR   # DIR has train.tar; 15 minutes on a core
-    python weights/tune_vit.py weights/results/tune-vit-short.csv --cifar10 DIR --epochs 1 --lr 1e-3 --runs runs/short
+    python experiments/tune_vit.py experiments/results/tune-vit.csv --cifar10 DIR
+    python experiments/tune_vit.py experiments/results/tune-vit-short.csv --cifar10 DIR --epochs 1 --lr 1e-3 \
+        --runs runs/short
+
+DIR has train.tar; the first takes 15 minutes on a core.
 
 vit_tiny_patch16_224 with patches of 4, width 64, 4 blocks, 4 heads, images of 24 pixels: 37 tokens. Of CIFAR-10's
 training images the first 800 of each class are trained on and the next 400 judge; the test images stay untouched. One

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Collect the accuracies of the shipped CIFAR-10 weights in the columns of timm's results files.
 
-    python weights/results.py
+    python experiments/shipped_weights.py
 
-writes weights/results/results-cifar10.csv, best first: of every CIFAR-10 weights file that can be loaded by name, what
-its card says. The cards' figures are those that `export.py` found on the 10,000 test images with the weights as stored.
+writes experiments/results/results-cifar10.csv, best first: of every CIFAR-10 weights file that can be loaded by name,
+what its card says. `ea-vision export` measured the cards' figures on the test images, with the weights as stored.
 """
 import argparse
 import re
@@ -43,12 +43,9 @@ def collect(folder: Path) -> list[dict]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=Path(__file__).parent,
-                        help="of weights and cards (default: weights)")
-    folder = parser.parse_args(argv).folder
-    rows = collect(folder)
-    (folder / "results").mkdir(exist_ok=True)
-    print(write_timm_results(folder / "results" / "results-cifar10.csv", rows), end="")
+    parser.parse_args(argv)
+    here = Path(__file__).resolve().parent
+    print(write_timm_results(here / "results" / "results-cifar10.csv", collect(here.parent / "weights")), end="")
     return 0
 
 

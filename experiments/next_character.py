@@ -1,6 +1,6 @@
 """The next character of English text, by small decoders whose attention maps are convolved and by plain ones.
 
-    python weights/next_character.py weights/results/next-character.csv          # 2 minutes on a core
+    python experiments/next_character.py experiments/results/next-character.csv          # 2 minutes on a core
 
 The text is CPython's own: the language reference's topics in `pydoc_data.topics`, every fifth of which is held out.
 Decoders of 2 blocks, 48 wide, 4 heads, windows of 64 characters; 200 updates of 16 windows, AdamW, one-cycle rate up to

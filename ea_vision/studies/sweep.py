@@ -20,18 +20,18 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from ea_vision.base.errors import RunError, UsageError, exit_code
+from ea_vision.base.errors import RunError, UsageError
 from ea_vision.base.figures import color_cycle, figure_bytes
 from ea_vision.base.files import atomic_write, create, csv_text
 from ea_vision.engine.run_folder import read_metrics, read_results
 
 EXAMPLES = """\
 examples:
-  python -m ea_vision.engine.sweep --set alpha=0.1,0.3,0.5,0.7 --output sweeps/alpha -- --dataset folder \\
+  ea-vision sweep --set alpha=0.1,0.3,0.5,0.7 --output sweeps/alpha -- --dataset folder \\
       --data-dir DIR --epochs 3 --holdout 5000
-  python -m ea_vision.engine.sweep --option lr=0.01,0.02 --set beta=0,1 --seeds 0,1,2 --output sweeps/lr -- \\
+  ea-vision sweep --option lr=0.01,0.02 --set beta=0,1 --seeds 0,1,2 --output sweeps/lr -- \\
       --model ea_conv_transformer_cifar --opt muon --holdout 300
-  python -m ea_vision.engine.sweep --variant 'none=--model conv_transformer_cifar' \\
+  ea-vision sweep --variant 'none=--model conv_transformer_cifar' \\
       --variant 'EA=--model ea_conv_transformer_cifar' --seeds 0,1,2,3,4 --output sweeps/ea -- --holdout 300
 """
 VARIANT = "variant"  # the key of --variant
@@ -220,6 +220,3 @@ def main(argv: list[str] | None = None) -> int:
     print(f"written: {args.output / 'sweep.csv'} {args.output / 'sweep.png'}")
     return 0
 
-
-if __name__ == "__main__":
-    sys.exit(exit_code(main))
