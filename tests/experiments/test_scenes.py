@@ -1,0 +1,41 @@
+"""The scenes' split: the same everywhere, every labelled photo once, clear words for a damaged list."""
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "experiments" / "scenes" / "split.py"
+spec = importlib.util.spec_from_file_location("scenes_split", SCRIPT)
+scenes = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(scenes)
+
+
+def test_every_photo_is_in_one_part_and_the_order_of_the_list_does_not_matter():
+    names = [f"{index}.jpg" for index in range(17_034)]
+    parts = scenes.split(names)
+    assert {part: len(names) for part, names in parts.items()} == {"train": 13_000, "validation": 1_500, "test": 2_534}
+    assert sorted(sum(parts.values(), [])) == sorted(names)
+    assert scenes.split(names[::-1]) == parts
+    assert parts["test"][:3] == ["4725.jpg", "5872.jpg", "14996.jpg"]  # pinned: a run of another day has the same
+
+
+def test_photos_land_in_folders_of_their_classes(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(scenes, "SIZES", {"train": 3, "validation": 1})
+    (tmp_path / "train").mkdir()
+    rows = ["image_name,label"]
+    for index in range(6):
+        (tmp_path / "train" / f"{index}.jpg").write_bytes(bytes([index]))
+        rows.append(f"{index}.jpg,{5 - index}")
+    (tmp_path / "train.csv").write_text("\n".join(rows) + "\n")
+    assert scenes.main([str(tmp_path), str(tmp_path / "out")]) == 0
+    assert capsys.readouterr().out.splitlines() == ["train: 3 photos", "validation: 1 photos", "test: 2 photos"]
+    for photo in (tmp_path / "out").rglob("*.jpg"):
+        number = photo.read_bytes()[0]
+        assert (photo.name, photo.parent.name) == (f"{number}.jpg", scenes.CLASSES[5 - number])
+
+
+@pytest.mark.parametrize("row", ["0.jpg,6", "0.jpg,", ",3", "0.jpg,²"])
+def test_a_damaged_list_is_named(tmp_path, capsys, row):
+    (tmp_path / "train.csv").write_text("image_name,label\n" + row + "\n")
+    assert scenes.main([str(tmp_path), str(tmp_path / "out")]) == 2
+    assert "label from 0 to 5" in capsys.readouterr().err and not (tmp_path / "out").exists()
