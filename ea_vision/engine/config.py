@@ -71,7 +71,8 @@ class TrainConfig:
     device: str = option("auto", "where to compute; auto: cuda if there is one", choices=("auto", "cpu", "cuda"),
                          free=True)
 
-    epochs: int = option(10, "passes over the training images", minimum=1, free=True)
+    epochs: float = option(10, "passes over the training images; of 4.3 the last one ends after 0.3 of its updates",
+                           above=0, free=True)
     batch_size: int = option(128, "images per process and step", minimum=1)
     grad_accum: int = option(1, "batches added up for one update of the weights", minimum=1)
     opt: str = option("sgd", "timm optimiser, lookahead_NAME too (sgd is Nesterov's, momentum the plain one; muon: "
@@ -157,6 +158,8 @@ class TrainConfig:
             value = _coerce(field.name, getattr(self, field.name), hints[field.name])
             _check_range(field, value)
             setattr(self, field.name, value)
+        if self.epochs == int(self.epochs):
+            self.epochs = int(self.epochs)
         self._check_exclusions()
         if self.lr_min > self.lr:
             raise UsageError(f"lr_min must be at most lr ({self.lr:g}), got {self.lr_min:g}")

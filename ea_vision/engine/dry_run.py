@@ -66,7 +66,7 @@ class _First:
 def _sides(trainer: Trainer) -> Counter:
     """How many epochs have images of which side, in pixels; each with the first epoch of that side."""
     size_of = getattr(trainer.config, "size_of", None) or (lambda epoch: trainer.config.img_size)
-    return Counter(size_of(epoch) for epoch in range(trainer.config.epochs))
+    return Counter(size_of(epoch) for epoch in range(trainer.total_epochs))
 
 
 def _slowest(world: World, value: float) -> float:
@@ -177,7 +177,7 @@ def rehearse(trainer: Trainer, processes: int = 0) -> Estimate:
     processes = processes or world.size
     sides = _sides(trainer)
     size_of = getattr(config, "size_of", None) or (lambda epoch: config.img_size)
-    epochs = {size_of(epoch): epoch for epoch in reversed(range(config.epochs))}  # the first one of each side
+    epochs = {size_of(epoch): epoch for epoch in reversed(range(trainer.total_epochs))}  # the first one of each side
     on_gpu = world.device.type == "cuda"
     update_seconds, starts, alone = {}, [], []
     with PeakMemory(0.2) as memory:
@@ -191,20 +191,22 @@ def rehearse(trainer: Trainer, processes: int = 0) -> Estimate:
         save_seconds, best_seconds, sizes = _checkpoint(trainer)
     images = len(trainer.train_loader) * config.batch_size * world.size  # of an epoch, up to a batch
     updates = max(1, images // (config.batch_size * config.grad_accum * processes))
-    evaluations = math.ceil(config.epochs / config.eval_epochs) + (2 if trainer.eval_split == "held_out" else 0)
-    saves = config.epochs * (1 + (updates - 1) // config.checkpoint_steps if config.checkpoint_steps else 1) + 1
+    count = trainer.total_epochs
+    evaluations = math.ceil(count / config.eval_epochs) + (2 if trainer.eval_split == "held_out" else 0)
+    saves = count * (1 + (updates - 1) // config.checkpoint_steps if config.checkpoint_steps else 1) + 1
     epoch_start = sum(starts) / len(starts)
-    training = sum(count * updates * update_seconds[side] for side, count in sides.items())
-    seconds = (training + config.epochs * epoch_start + evaluations * eval_seconds * world.size / processes
-               + saves * save_seconds + config.epochs * max(best_seconds - save_seconds, 0.0))  # each epoch may be best
-    rows = config.epochs * ROW_BYTES
-    snapshots = config.epochs // config.snapshot_epochs if config.snapshot_epochs else 0
+    made = round(config.epochs * updates)
+    training = made * sum(epochs * update_seconds[side] for side, epochs in sides.items()) / count
+    seconds = (training + count * epoch_start + evaluations * eval_seconds * world.size / processes
+               + saves * save_seconds + count * max(best_seconds - save_seconds, 0.0))  # each epoch may be best
+    rows = count * ROW_BYTES
+    snapshots = count // config.snapshot_epochs if config.snapshot_epochs else 0
     disk = sum(sizes.values()) + snapshots * sizes[run_folder.WEIGHTS] + 5 * rows
     per_update = config.batch_size * config.grad_accum
     return Estimate(
         processes=processes, seconds=seconds, updates=updates, update_seconds=update_seconds,
         epoch_start_seconds=epoch_start, eval_seconds=eval_seconds, save_seconds=save_seconds,
-        images_per_s=config.epochs * updates * per_update / training, loader_images_per_s=min(alone),
+        images_per_s=made * per_update / training, loader_images_per_s=min(alone),
         main_memory=sum(world.gather(memory.peak)),
         device_memory=torch.cuda.max_memory_reserved(world.device) if on_gpu else 0,
         disk=disk, disk_peak=disk + sizes[checkpoint.LAST] + rows)
@@ -214,7 +216,7 @@ def report(estimate: Estimate, trainer: Trainer, image_bytes: float = 0.0) -> No
     """Log an estimate. image_bytes: of a stored training image on average; 0: they lie in memory."""
     config, world, found = trainer.config, trainer.world, estimate
     cores, workers = os.cpu_count() or 1, max(config.workers, 1)
-    log.info("dry run     %d processes: %.3g hours = %d epochs of %d updates of %s, an evaluation of %.3g s each",
+    log.info("dry run     %d processes: %.3g hours = %g epochs of %d updates of %s, an evaluation of %.3g s each",
              found.processes, found.seconds / 3600, config.epochs, found.updates,
              ", ".join(f"{seconds:.3g} s ({side} pixels)" for side, seconds in found.update_seconds.items()),
              found.eval_seconds)

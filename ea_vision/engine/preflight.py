@@ -129,5 +129,5 @@ def preflight(model: nn.Module, config: TrainConfig, *, folder: Path, world: Wor
     log.info("update      %d images = %d x %d processes%s, peak learning rate %g", update, config.batch_size,
              world.size, f" x {config.grad_accum} batches" if config.grad_accum > 1 else "", lr)
     log.info("disk        up to %.2f GiB for checkpoints in %s, %.1f GiB free", needed / GIB, folder, free / GIB)
-    log.info("time        about %.2g hours for %d epochs of %d updates (computation alone, from one batch)",
+    log.info("time        about %.2g hours for %g epochs of %d updates (computation alone, from one batch)",
              seconds * batches * config.epochs / 3600, config.epochs, batches // config.grad_accum)

@@ -473,12 +473,16 @@ def begin_or_resume(trainer: Trainer, data: Task, run: dict[str, Any]) -> None:
         data.check_fingerprint(state["data_fingerprint"], path)
         trainer.load(state, path)
         progress = trainer.progress
-        if progress.epoch >= config.epochs and progress.rows and math.isnan(progress.rows[-1][trainer.measures[0]]):
+        epochs = state["config"].get("epochs", config.epochs)
+        if epochs < progress.epoch < epochs + 1 and config.epochs > epochs:
+            raise UsageError(f"{path} stands at the end of a run of {epochs:g} epochs, inside an epoch, from where "
+                             f"more cannot be added: epochs must be {epochs:g}, got {config.epochs:g}")
+        evaluated = not progress.rows or not math.isnan(progress.rows[-1][trainer.measures[0]])
+        if progress.epoch >= trainer.total_epochs and not evaluated:
             raise UsageError(f"{path} stands after epoch {progress.epoch}, which --eval-epochs left out, so --epochs "
                              f"must be more than {progress.epoch}, got {config.epochs}")
-        epochs = state["config"].get("epochs", config.epochs)
         if epochs != config.epochs:
-            log.warning("epochs were %s, now %d: the learning rate follows the new length", epochs, config.epochs)
+            log.warning("epochs were %s, now %s: the learning rate follows the new length", epochs, config.epochs)
         log.info("resumed from %s: epoch %d, update %d", path, trainer.progress.epoch, trainer.progress.updates)
     trainer.progress.begin(run)
     if world.is_main:
@@ -524,8 +528,10 @@ def finish(trainer: Trainer, data: Task, test_loader, run: dict[str, Any]) -> No
         found[name] = figures
     split = "test" if config.test and eval_split == "held_out" else eval_split
     images = data.eval_images if split == "held_out" else data.test_images
+    ends_inside_epoch = config.epochs < progress.epoch < config.epochs + 1
     results = {
-        "model": config.model, "epochs": progress.epoch, "eval_split": eval_split,
+        "model": config.model, "epochs": config.epochs if ends_inside_epoch else progress.epoch,
+        "eval_split": eval_split,
         f"{split}_images": images, f"{split}_best": _written(found["best"]),
         f"{split}_last": _written(found["last"]),
         "seconds_per_epoch": round(sum(r["seconds"] for r in progress.rows) / len(progress.rows), 3),

@@ -107,14 +107,15 @@ def read_config(folder: Path, *needed: str) -> tuple[dict[str, Any], dict[str, A
     return config, run
 
 
-def _require(path: Path, value: Any, kinds: dict[str, type]) -> None:
+def _require(path: Path, value: Any, kinds: dict[str, type | tuple[type, ...]]) -> None:
     """Raise UsageError unless `value` is a mapping that has these keys with values of these kinds."""
     if not isinstance(value, dict):
         raise UsageError(f"{path} is not that of a run: a mapping is required, got {type(value).__name__}")
     for key, kind in kinds.items():
         if not isinstance(value.get(key), kind) or isinstance(value[key], bool):
             found = type(value[key]).__name__ if key in value else "nothing"
-            raise UsageError(f"{path} is not that of a run: {key} must be of type {kind.__name__}, got {found}")
+            names = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
+            raise UsageError(f"{path} is not that of a run: {key} must be of type {names}, got {found}")
 
 
 def columns_with(measures: Sequence[str]) -> tuple[str, ...]:
@@ -222,7 +223,7 @@ def read_results(folder: Path) -> dict[str, Any] | None:
         raise UsageError(f"cannot read {path}: {error}; without this file the run's own command writes it again") \
             from error
     try:
-        _require(path, results, {"epochs": int, "eval_split": str})
+        _require(path, results, {"epochs": (int, float), "eval_split": str})
     except UsageError as error:
         raise UsageError(f"{error}; without this file the run's own command writes it again") from error
     return results

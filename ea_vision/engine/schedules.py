@@ -20,7 +20,7 @@ from ea_vision.engine.config import TrainConfig
 
 def build_schedule(config: TrainConfig, optimizer: torch.optim.Optimizer, updates_per_epoch: int):
     """Return a timm scheduler; call `step_update(n)` after n updates, n = 0 included."""
-    total = config.epochs * updates_per_epoch
+    total = round(config.epochs * updates_per_epoch)
     warmup = round(config.warmup * total)
     common = {"warmup_t": warmup, "t_in_epochs": False}
     if config.schedule == "one_cycle":

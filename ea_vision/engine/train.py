@@ -130,6 +130,11 @@ class Trainer:
         if self.updates_per_epoch < 1:
             raise UsageError(f"an update needs {config.batch_size * config.grad_accum * world.size} training images "
                              f"(batch_size x grad_accum x processes), and the data set has fewer")
+        self.total_updates = round(config.epochs * self.updates_per_epoch)
+        self.total_epochs = math.ceil(self.total_updates / self.updates_per_epoch)  # the last may be a part
+        if self.total_updates < 1:
+            raise UsageError(f"epochs must be enough for an update, of which an epoch has {self.updates_per_epoch}, "
+                             f"got {config.epochs:g}")
         if config.sync_bn:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         if config.channels_last:
@@ -137,7 +142,7 @@ class Trainer:
         self.model = model
         self.gate_ramp = None
         if config.gate_ramp:
-            over = round(config.gate_ramp_share * config.epochs * self.updates_per_epoch)
+            over = round(config.gate_ramp_share * self.total_updates)
             self.gate_ramp = GateRamp(model, config.gate_ramp, over)
         self.net = model
         if config.compile:  # a CUDA graph is of one shape: each is compiled by itself
@@ -338,7 +343,7 @@ class Trainer:
             self.gate_ramp.update(self.model, progress.updates)
             if self.ema is not None:
                 self.gate_ramp.copy(self.model, self.ema.module)
-        if progress.step == self.updates_per_epoch and hasattr(self.optimizer, "sync_lookahead"):
+        if progress.step == self.updates_in(progress.epoch) and hasattr(self.optimizer, "sync_lookahead"):
             self.optimizer.sync_lookahead()  # the slow weights are those that are evaluated; here, as gradients exist
         self.mailbox.send(torch.cat([news, norm[None]]))
         self.under_way.append(Made(progress.epoch, progress.step, progress.updates,
@@ -384,6 +389,10 @@ class Trainer:
 
     # ---- epochs ---------------------------------------------------------------------------------------------------
 
+    def updates_in(self, epoch: int) -> int:
+        """Return the updates of an epoch, counted from 0; a fraction in --epochs makes the last one shorter."""
+        return min(self.updates_per_epoch, max(self.total_updates - epoch * self.updates_per_epoch, 0))
+
     def train_epoch(self) -> None:
         """Make the updates of the current epoch that are still to make."""
         config, progress = self.config, self.progress
@@ -391,15 +400,16 @@ class Trainer:
         self._logged = (progress.images, progress.seconds, progress.data_seconds)
         accum = config.grad_accum
         source = self.train_loader.batches(progress.epoch, progress.step * accum)
-        bar = tqdm(total=self.updates_per_epoch, initial=progress.step, desc=f"epoch {progress.epoch + 1}", leave=False,
+        updates = self.updates_in(progress.epoch)
+        bar = tqdm(total=updates, initial=progress.step, desc=f"epoch {progress.epoch + 1}", leave=False,
                    disable=None if self.world.is_main else True, unit="step")
         with bar, closing(source):  # ends the loader's processes and threads, whatever happens
-            while progress.step < self.updates_per_epoch:
+            while progress.step < updates:
                 start = time.perf_counter()
                 batches = [next(source) for _ in range(accum)]
                 progress.data_seconds += time.perf_counter() - start
                 self._update(batches)
-                done = progress.step == self.updates_per_epoch
+                done = progress.step == updates
                 due = config.checkpoint_steps and progress.step % config.checkpoint_steps == 0
                 logged = self._log_is_due()
                 stop = self.world.size == 1 and self.stop.signal is not None  # else all processes hear of it together
@@ -448,7 +458,7 @@ class Trainer:
         config, step = self.config, self.progress.step
         if not config.logs_steps:
             return False
-        return step == self.updates_per_epoch or bool(config.log_steps) and step % config.log_steps == 0
+        return step == self.updates_in(self.progress.epoch) or bool(config.log_steps) and step % config.log_steps == 0
 
     def _log_step(self, loss: float) -> None:
         """Add a row to the step log."""
@@ -470,7 +480,7 @@ class Trainer:
         start = time.perf_counter()
         if self.world.size > 1:  # batch statistics are each process's own until here
             distribute_bn(self.best_model, self.world.size, reduce=False)
-        if number % self.config.eval_epochs == 0 or number == self.config.epochs:
+        if number % self.config.eval_epochs == 0 or number == self.total_epochs:
             net = self.ema.module if self.ema is not None else self.eval_net
             result = self.judge(net, self.eval_loader, self.num_classes, self.world, self.config,
                                 should_stop=self._stop_wanted)
@@ -502,7 +512,7 @@ class Trainer:
             self.step_log.add_epoch({**row, **gates})
         accuracy = "not evaluated" if math.isnan(judged_by) else self.text_of(figures)
         accuracy += " of the training images" if self.eval_split == "train" else ""
-        log.info("epoch %d/%d  loss %.4f  %s  lr %.5f  %.0f images/s  %.1f s%s", number, self.config.epochs,
+        log.info("epoch %d/%d  loss %.4f  %s  lr %.5f  %.0f images/s  %.1f s%s", number, self.total_epochs,
                  row["train_loss"], accuracy, row["lr"], row["images_per_s"], row["seconds"], "  best" if best else "")
         if gates:
             log.info("shares: %s", "  ".join(
@@ -517,7 +527,7 @@ class Trainer:
         """
         if self.last_good != self.folder / checkpoint.LAST:
             self.save()  # finds out now whether the folder can be written, and gives a rollback something to go to
-        while self.progress.epoch < self.config.epochs:
+        while self.progress.epoch < self.total_epochs:
             try:
                 self.train_epoch()
                 self.finish_epoch()

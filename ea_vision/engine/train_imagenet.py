@@ -8,6 +8,7 @@ Started by torchrun it runs on several GPUs or machines; the same command contin
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -212,7 +213,7 @@ class ClassFolders(run.Task):
 
     def image_form(self, model: nn.Module) -> dict[str, Any]:
         config = self.config
-        sizes = set(map(config.size_of, range(config.epochs))) if config.size_of else set()
+        sizes = set(map(config.size_of, range(math.ceil(config.epochs)))) if config.size_of else set()
         check_sizes(model, sizes | {config.side_to_evaluate}, config)
         return super().image_form(model)
 

@@ -50,9 +50,9 @@ def test_the_papers_recipe():
 @pytest.mark.parametrize("argv, message", [
     (["--lrr", "1"], "--lr"),
     (["--recipe", "pa_cifar1"], "pa_cifar10"),
-    (["--epochs", "ten"], "epochs must be of type int, got 'ten'"),
-    (["--epochs", "0"], "epochs must be at least 1, got 0"),
-    (["--epochs", "1.5"], "epochs must be of type int"),
+    (["--epochs", "ten"], "epochs must be of type float, got 'ten'"),
+    (["--epochs", "0"], "epochs must be above 0, got 0"),
+    (["--batch-size", "1.5"], "batch_size must be of type int"),
     (["--lr", "nan"], "lr must be a number"),
     (["--dataset", "cifar"], "dataset must be one of digits, cifar10, cifar100, folder, got 'cifar'"),
     (["--lr", "0.1", "--lr-min", "0.2"], "lr_min must be at most lr"),

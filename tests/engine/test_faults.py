@@ -304,15 +304,16 @@ def test_an_evaluation_that_fails_ends_a_run_or_has_it_roll_back(data, tmp_path)
 
 # ---- run folders --------------------------------------------------------------------------------------------------
 
+EPOCHS = "{} is not that of a run: epochs must be of type int or float, "
 HINT = "; without this file the run's own command writes it again"
 
 
 @pytest.mark.parametrize("content, message", [
-    (b"{}", "{} is not that of a run: epochs must be of type int, got nothing" + HINT),
+    (b"{}", EPOCHS + "got nothing" + HINT),
     (b"[]", "{} is not that of a run: a mapping is required, got list" + HINT),
     (b"null", "{} is not that of a run: a mapping is required, got NoneType" + HINT),
-    (b'{"epochs": "2", "eval_split": "test"}', "{} is not that of a run: epochs must be of type int, got str" + HINT),
-    (b'{"epochs": true, "eval_split": "test"}', "{} is not that of a run: epochs must be of type int, got bool" + HINT),
+    (b'{"epochs": "2", "eval_split": "test"}', EPOCHS + "got str" + HINT),
+    (b'{"epochs": true, "eval_split": "test"}', EPOCHS + "got bool" + HINT),
     (b"\xff\xfe\x00", "cannot read {}: "),
     (b"", "cannot read {}: "),
     (b"[" * 100000, "cannot read {}: "),

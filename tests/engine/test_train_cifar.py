@@ -58,6 +58,25 @@ def test_run_folder(finished):
     assert (about["train_images"], about["eval_images"], about["eval_split"]) == (48, 16, "held_out")
 
 
+def test_epochs_may_end_inside_one(data, tmp_path, capsys):
+    """2.6 epochs of 8 updates are 21 updates; the rate falls to the end of these, with a kill in the last epoch too."""
+    common = ("--epochs", "2.6", "--opt", "sgd", "--lr", "0.4", "--recipe", "fast_sgd", "--cutout", "0")
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    log = tmp_path / "log"
+    assert run(arguments(data, whole, *common), log) == 0, log.read_text()
+    rows = run_folder.read_metrics(whole)
+    assert rows["step"] == [8, 16, 21] == [8, 16, round(2.6 * 8)]
+    warm = round(0.2 * 21)
+    assert rows["lr"][-1] == pytest.approx(0.4 * (21 - 20) / (21 - warm), rel=1e-5), "one update before the end, at 0"
+    assert run_folder.read_results(whole)["epochs"] == run_folder.read_config(whole)[0]["epochs"] == 2.6
+    assert run(arguments(data, killed, *common), log, SignalAfterUpdate(signal.SIGTERM, 19)) == 128 + signal.SIGTERM
+    assert run(arguments(data, killed, *common), log) == 0, log.read_text()
+    same_result(whole, killed)
+    assert train_cifar.main(arguments(data, whole, *common)) == 0 and "is complete" in capsys.readouterr().out
+    assert "more cannot be added: epochs must be 2.6" in fails(arguments(data, whole, *common, "--epochs", "4"), capsys)
+    assert "epochs must be enough for an update" in fails(arguments(data, tmp_path / "n", "--epochs", "0.01"), capsys)
+
+
 def test_best_weights_load_into_timm(finished, data):
     """model.safetensors holds the averaged weights of the best epoch; they score what the run says they score."""
     about = run_folder.read_config(finished)[1]
