@@ -18,9 +18,9 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	$(RUN) train_cifar.py --dataset digits --model ea_conv_transformer_cifar \
 		--model-kwargs 'widths=[32,64,128,128]' --epochs 10 --channels-last --output $(DEMO)
-	$(RUN) visualize/attention_heatmap.py --model $(DEMO) --layers 1 --queries 6,12 16,16 26,20 \
+	$(RUN) visualize/heatmap.py --model $(DEMO) --layers 1 --queries 6,12 16,16 26,20 \
 		-o $(DEMO)/heads.png digits:5
-	$(RUN) visualize/evolution_strip.py --model $(DEMO) --layers 1-3 --heads mean --queries 16,16 \
+	$(RUN) visualize/strip.py --model $(DEMO) --layers 1-3 --heads mean --queries 16,16 \
 		-o $(DEMO)/evolution.png digits:5
 	@echo
 	@echo "Trained: $(DEMO). Pictures to open: $(DEMO)/heads.png, and $(DEMO)/evolution.png: a map from layer to layer."
@@ -29,10 +29,12 @@ demo: $(READY)
 	@echo "  $(VENV)/bin/ea-vision explore --model $(DEMO) -o $(DEMO)/page.html digits:5"
 	@echo "  $(VENV)/bin/ea-vision predict ea_conv_transformer_cifar docs/cat.jpg"
 
-# README's picture, from the weights in weights/. The photo is "Chelsea" by Stefan van der Walt, CC0, from scikit-image.
+# README's picture and a page to try, docs/attention.html, from the weights in weights/. The photo is "Chelsea" by Stefan van der Walt, CC0, from scikit-image.
 pictures: $(READY)
-	$(RUN) visualize/evolution_strip.py --model ea_conv_transformer_cifar --layers 1-3 --heads 1 --queries 16,16 \
+	$(RUN) visualize/strip.py --model ea_conv_transformer_cifar --layers 1-3 --heads 1 --queries 16,16 \
 		--dpi 110 -o visualize/evolution.png docs/cat.jpg
+	$(RUN) visualize/explore.py --model ea_conv_transformer_cifar --model conv_transformer_cifar \
+		-o docs/attention.html docs/cat.jpg
 
 # Two workers of one thread each: threads that wait for each other on 2 cores take several times as long.
 test: $(READY)

@@ -18,16 +18,12 @@ GROUPS = {  # command: (module whose main(argv) runs it, what it does)
         "timm": ("ea_vision.timm_scripts", "run one of timm's own scripts with our models registered"),
     },
     "look": {
-        "heatmap": ("ea_vision.visualize.heatmap", "attention of query points by head; several models side by side"),
-        "strip": ("ea_vision.visualize.strip", "a map from layer to layer, part by part"),
-        "grid": ("ea_vision.visualize.grids", "one head on many images"),
+        "heatmap": ("ea_vision.visualize.heatmap", "attention of query points by head, of several models or images"),
+        "strip": ("ea_vision.visualize.strip", "a map from layer to layer, part by part, or as a film (.gif, .mp4)"),
         "match": ("ea_vision.visualize.match", "a pixel of one image, and the pixels of another one that match it"),
         "matrix": ("ea_vision.visualize.matrix", "whole maps, queries by keys"),
         "rollout": ("ea_vision.visualize.rollout", "attention over several layers together"),
-        "statistics": ("ea_vision.visualize.layer_statistics", "entropy, distance, ... by layer and head"),
-        "jacobian": ("ea_vision.visualize.jacobian", "what moves the logit of a class, beside the attention maps"),
-        "sampling": ("ea_vision.visualize.sampling", "where a spatial transformer looks, and what it hands on"),
-        "animation": ("ea_vision.visualize.animation", "a map over layers, or over a training run"),
+        "statistics": ("ea_vision.visualize.statistics", "entropy, distance, ... by layer and head"),
         "explore": ("ea_vision.visualize.explore", "one HTML page: click a pixel, see every head of every layer"),
     },
     "measure": {
@@ -35,7 +31,8 @@ GROUPS = {  # command: (module whose main(argv) runs it, what it does)
         "detect": ("ea_vision.visualize.detections", "find objects: COCO's results, pictures, what they attend to"),
         "probe": ("ea_vision.analysis.probe", "classify images from their attention maps (EA paper, table 7)"),
         "models": ("ea_vision.measure.models", "the names of our networks, their weights and what they are"),
-        "faithfulness": ("ea_vision.visualize.faithfulness", "what removing the patches that maps put first does"),
+        "faithfulness": ("ea_vision.visualize.faithfulness_report",
+                         "what the class loses without the patches that maps rank first"),
         "reproduce": ("ea_vision.measure.reproduce", "the papers' image tables, published beside ours"),
         "summary": ("ea_vision.measure.summary", "parameters and GFLOPs beside the published ones"),
         "ablation": ("ea_vision.measure.ablation", "shares of attention, positions: sizes beside the published ones"),
@@ -55,7 +52,11 @@ GROUPS = {  # command: (module whose main(argv) runs it, what it does)
         "export-detector": ("ea_vision.analysis.export_detector", "export a detector to ONNX or torch.export"),
     },
 }
-COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
+ALIASES = {  # commands that are not listed
+    "animation": ("ea_vision.visualize.films", "strip with a film's suffix"),
+    "grid": ("ea_vision.visualize.image_grid", "heatmap of several images"),
+}
+COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()} | ALIASES
 
 
 def run(command: str, argv: list[str] | None = None) -> int:

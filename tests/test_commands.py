@@ -12,10 +12,8 @@ ROOT = Path(__file__).resolve().parents[1]
 OLDER = {"summary": "summary", "benchmark": "benchmark", "memory": "memory", "probe": "probe", "timm": "timm",
          "data.benchmark": "loaders"}
 SCRIPTS = {"train_cifar.py": "train-cifar", "train_imagenet.py": "train-imagenet",
-           "visualize/attention_heatmap.py": "heatmap", "visualize/evolution_strip.py": "strip",
-           "visualize/attention_matrix.py": "matrix", "visualize/attention_rollout.py": "rollout",
-           "visualize/attention_statistics.py": "statistics", "visualize/attention_animation.py": "animation",
-           "visualize/explore.py": "explore", "visualize/compare_models.py": "heatmap"}
+           **{f"visualize/{name}.py": name for name in (
+               "heatmap", "strip", "matrix", "rollout", "statistics", "match", "explore")}}
 
 
 @pytest.fixture

@@ -1,8 +1,11 @@
 #!/usr/bin/env python3
 """One HTML page: click a pixel, see every head of every layer: `ea-vision explore` from a checkout."""
 import sys
+from pathlib import Path
 
-from ea_vision.__main__ import run
+sys.path[0] = str(Path(__file__).resolve().parents[1])  # not this folder, whose statistics.py hides Python's
+
+from ea_vision.__main__ import run  # noqa: E402
 
 if __name__ == "__main__":
     sys.exit(run("explore"))

@@ -23,12 +23,14 @@ plot_sampling    where a spatial transformer looks, and what it hands on
 heads_by_queries, models_side_by_side, evolution_strip, attention_matrices, rollout_figure, statistics_figure and
 animation_frames draw it. Heads are counted from 0, layers from 1, query points are (y, x) in pixels of the input.
 """
-from ea_vision.visualize.animation import animation_frames
-from ea_vision.visualize.drawing import Look
-from ea_vision.visualize.grids import images_grid
+import warnings
+
+from ea_vision.visualize.films import animation_frames
 from ea_vision.visualize.heatmap import heads_by_queries
+from ea_vision.visualize.image_grid import images_grid
+from ea_vision.visualize.image_maps import Recording, record
 from ea_vision.visualize.jacobian import input_jacobian, plot_jacobian
-from ea_vision.visualize.layer_statistics import statistics_figure
+from ea_vision.visualize.map_style import MapStyle
 from ea_vision.visualize.match import match_figure
 from ea_vision.visualize.matrix import attention_matrices
 from ea_vision.visualize.plots import (
@@ -43,14 +45,14 @@ from ea_vision.visualize.plots import (
     plot_strip,
     plot_training,
 )
-from ea_vision.visualize.recordings import Recording, record
 from ea_vision.visualize.rollout import rollout_figure
 from ea_vision.visualize.sampling import plot_sampling
 from ea_vision.visualize.side_by_side import models_side_by_side
+from ea_vision.visualize.statistics import statistics_figure
 from ea_vision.visualize.strip import evolution_strip, training_strip
 
 __all__ = [
-    "Look",
+    "MapStyle",
     "Recording",
     "animation_frames",
     "attention_matrices",
@@ -77,3 +79,12 @@ __all__ = [
     "statistics_figure",
     "training_strip",
 ]
+
+_RENAMED = {"Look": "MapStyle"}  # names of release 0.3, which go with 0.5
+
+
+def __getattr__(name: str):
+    if name not in _RENAMED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn(f"ea_vision.visualize.{name} is now {_RENAMED[name]}", DeprecationWarning, stacklevel=2)
+    return globals()[_RENAMED[name]]

@@ -30,15 +30,15 @@ from ea_vision.detection.coco import read_coco
 from ea_vision.detection.draw import picture
 from ea_vision.detection.predict import Detections
 from ea_vision.detection.transforms import boxes_to_square
-from ea_vision.visualize.drawing import LOOK, Look
+from ea_vision.visualize.figure_options import add_exif_rotation, add_style, parse_heads, shown_layers, style_of
 from ea_vision.visualize.heatmap import heads_by_queries
-from ea_vision.visualize.options import add_exif_rotation, add_look, look_of, parse_heads, shown_layers
-from ea_vision.visualize.recordings import Head, record
+from ea_vision.visualize.image_maps import Head, record
+from ea_vision.visualize.map_style import STYLE, MapStyle
 from ea_vision.visualize.writing import check_output, name_outputs, save
 
 
 def attention_figure(model: DetectorModel, image: Image.Image, found: Detections, numbers: Sequence[int],
-                     layers: Sequence[AttentionLayer], heads: Sequence[Head], look: Look = LOOK) -> Figure:
+                     layers: Sequence[AttentionLayer], heads: Sequence[Head], style: MapStyle = STYLE) -> Figure:
     """What the middle of a box attends to, by head and layer of the backbone; the photo above has the boxes.
 
     Args:
@@ -48,7 +48,7 @@ def attention_figure(model: DetectorModel, image: Image.Image, found: Detections
     """
     recording = record(model, image, layers)
     points = [model.query_in(found, number) for number in numbers]
-    figure = heads_by_queries(recording, [layer.number for layer in layers], heads, points, look)
+    figure = heads_by_queries(recording, [layer.number for layer in layers], heads, points, style)
     [photo] = figure.subfigs[0].axes
     boxes = boxes_to_square(found.boxes, found.size, model.img_size[0]).tolist()
     for place, number in enumerate(numbers):
@@ -94,7 +94,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--layers", metavar="1,2|3-5|all", help="attention layers of --attention (default: up to 6)")
     parser.add_argument("--heads", default="all,mean", metavar="0,1|all|mean",
                         help="heads of --attention (default: %(default)s)")
-    add_look(parser)
+    add_style(parser)
     parser.add_argument("--dpi", type=positive, default=150, help="of pictures made of pixels (default: %(default)s)")
     parser.add_argument("--batch-size", type=positive, default=8, help="images computed together (default: 8)")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"),
@@ -108,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     paths = find_images(args.images)
     if args.attention and not args.output:
         raise UsageError("--attention needs --output, the file beside which it draws")
-    numbers, look = parse_numbers(args.attention) if args.attention else [], look_of(args)
+    numbers, style = parse_numbers(args.attention) if args.attention else [], style_of(args)
     outputs = name_outputs(check_output(Path(args.output)), paths) if args.output else []
     if args.json not in (None, "-"):
         create(Path(args.json).parent)
@@ -151,7 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             shown = [number for number in numbers if number < len(sure)]
             if shown:
                 beside = output.with_stem(f"{output.stem}-attention")
-                save(attention_figure(model, image, sure, shown, layers, heads, look), beside, args.dpi)
+                save(attention_figure(model, image, sure, shown, layers, heads, style), beside, args.dpi)
                 written.append(beside)
     if args.json == "-":
         print(json.dumps(rows))

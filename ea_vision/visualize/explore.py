@@ -29,7 +29,8 @@ from ea_vision.analysis.loading import (
 from ea_vision.base.errors import UsageError
 from ea_vision.base.files import atomic_write
 from ea_vision.base.processes import choose_device
-from ea_vision.visualize.options import add_exif_rotation, parse_heads
+from ea_vision.visualize.figure_options import add_exif_rotation, parse_heads
+from ea_vision.visualize.image_maps import distinct, record
 from ea_vision.visualize.page import (
     MEGABYTE,
     STORED_PARTS,
@@ -39,7 +40,6 @@ from ea_vision.visualize.page import (
     size_mb,
 )
 from ea_vision.visualize.page_server import PageServer, serve
-from ea_vision.visualize.recordings import distinct, record
 from ea_vision.visualize.writing import check_output, name_outputs, save_maps
 
 EXAMPLES = """\

@@ -7,9 +7,19 @@ from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 
-from ea_vision.visualize.drawing import (
-    LOOK,
-    Look,
+from ea_vision.visualize.figure_options import (
+    add_style,
+    load_models,
+    make_parser,
+    parse_heads,
+    parse_queries,
+    shown_layers,
+    style_of,
+)
+from ea_vision.visualize.image_maps import MEAN, Head, Query, Recording, query_name, record
+from ea_vision.visualize.map_style import (
+    STYLE,
+    MapStyle,
     add_scale,
     draw_map,
     draw_photo,
@@ -20,16 +30,6 @@ from ea_vision.visualize.drawing import (
     text_scale,
     wrapped,
 )
-from ea_vision.visualize.options import (
-    add_look,
-    load_models,
-    look_of,
-    make_parser,
-    parse_heads,
-    parse_queries,
-    shown_layers,
-)
-from ea_vision.visualize.recordings import MEAN, Head, Query, Recording, query_name, record
 from ea_vision.visualize.side_by_side import models_side_by_side
 from ea_vision.visualize.writing import each_image, save, save_maps
 
@@ -43,7 +43,7 @@ EXAMPLES = """\
 
 
 def heads_by_queries(recording: Recording, layers: Sequence[int], heads: Sequence[Head], points: Sequence[Query],
-                     look: Look = LOOK) -> Figure:
+                     style: MapStyle = STYLE) -> Figure:
     """The photo with numbered query points; below it, for each layer, a row a head and a column a query.
 
     Args:
@@ -51,7 +51,7 @@ def heads_by_queries(recording: Recording, layers: Sequence[int], heads: Sequenc
         heads: counted from 0, or "mean".
         points: queries, (y, x) in pixels of the input or tokens by name. Of a transformer each map says what share of
             attention goes to the tokens before the patches.
-        look: how maps are drawn; the maps of a layer share a scale.
+        style: how maps are drawn; the maps of a layer share a scale.
     """
     img_size = tuple(recording.image.shape[1:])
     aspect, text = img_size[0] / img_size[1], text_scale()
@@ -69,30 +69,30 @@ def heads_by_queries(recording: Recording, layers: Sequence[int], heads: Sequenc
     figure = new_figure(width, top + grid_rows * grid_height)
     header, body = figure.subfigures(2, 1, height_ratios=(top, grid_rows * grid_height))
     finest = max((recording.maps[number].feat_size for number in layers), key=math.prod)
-    draw_photo(header.subplots(), recording, look, points, finest)
+    draw_photo(header.subplots(), recording, style, points, finest)
     header.suptitle(title)
     grids = body.subfigures(grid_rows, per_row, squeeze=False).ravel()
     groups = [[recording.relative_map(number, point, head) for head in heads for point in points] for number in layers]
-    for grid, layer, name, maps, norms in zip(grids, layers, names, groups, norms_of(groups, look), strict=False):
+    for grid, layer, name, maps, norms in zip(grids, layers, names, groups, norms_of(groups, style), strict=False):
         cells = grid.subplots(len(heads), len(points), squeeze=False)
         for index, (axes, values, norm) in enumerate(zip(cells.ravel(), maps, norms, strict=True)):
             row, col = divmod(index, len(points))
-            draw_map(axes, values, recording, norm, look, point=points[col], number=col + 1,
+            draw_map(axes, values, recording, norm, style, point=points[col], number=col + 1,
                      note=recording.beside_patches(layer, points[col], heads[row]))
             if row == 0:
                 axes.set_title(f"query {col + 1}\n{query_name(points[col])}", fontsize="small")
             if col == 0:
                 axes.set_ylabel("mean" if heads[row] == MEAN else head_name(heads[row]), fontsize="small")
         grid.suptitle(name, fontsize="medium")
-        add_scale(grid, cells, norms[0], look)
+        add_scale(grid, cells, norms[0], style)
     return figure
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser(__doc__, EXAMPLES, output="attention.png", layers=None)
-    add_look(parser)
+    add_style(parser)
     options = parser.parse_args(argv)
-    look = look_of(options)
+    style = style_of(options)
     models = load_models(options)
     layers = shown_layers(options, models)
     heads = parse_heads(options.heads, [layer for chosen in layers for layer in chosen])
@@ -101,9 +101,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         recordings = [record(model, image, chosen) for model, chosen in zip(models, layers, strict=True)]
         if len(models) > 1:
             figure = models_side_by_side(recordings, [[layer.number for layer in chosen] for chosen in layers],
-                                         heads, points, look)
+                                         heads, points, style)
         else:
-            figure = heads_by_queries(recordings[0], [layer.number for layer in layers[0]], heads, points, look)
+            figure = heads_by_queries(recordings[0], [layer.number for layer in layers[0]], heads, points, style)
         save(figure, output, options.dpi)
         if options.npz:
             save_maps(recordings, output)

@@ -20,9 +20,20 @@ from ea_vision.analysis.recording import AttentionLayer, record_attention
 from ea_vision.base.errors import UsageError
 from ea_vision.base.files import write_npz
 from ea_vision.layers import AugmentedConv2d, TokenAttention
-from ea_vision.visualize.drawing import (
-    LOOK,
-    Look,
+from ea_vision.visualize.figure_options import (
+    add_style,
+    load_models,
+    make_parser,
+    only,
+    parse_heads,
+    parse_queries,
+    shown_layers,
+    style_of,
+)
+from ea_vision.visualize.image_maps import MEAN, Head, Point, Recording, as_input, as_model, cell_of, evaluating
+from ea_vision.visualize.map_style import (
+    STYLE,
+    MapStyle,
     add_scale,
     draw_map,
     draw_photo,
@@ -33,17 +44,6 @@ from ea_vision.visualize.drawing import (
     text_scale,
     wrapped,
 )
-from ea_vision.visualize.options import (
-    add_look,
-    load_models,
-    look_of,
-    make_parser,
-    only,
-    parse_heads,
-    parse_queries,
-    shown_layers,
-)
-from ea_vision.visualize.recordings import MEAN, Head, Point, Recording, as_input, as_model, cell_of, evaluating
 from ea_vision.visualize.writing import check_output, save
 
 EXAMPLES = """\
@@ -72,7 +72,7 @@ class Match:
 
 def match(model: nn.Module | LoadedModel | str, image: Image.Image | Tensor, other: Image.Image | Tensor,
           layers: Sequence[AttentionLayer]) -> Match:
-    """Run a network on two images; see `ea_vision.visualize.recordings` for what they may be.
+    """Run a network on two images; see `ea_vision.visualize.image_maps` for what they may be.
 
     Raises:
         UsageError: images of different sizes, or layers that are not ours.
@@ -108,14 +108,14 @@ def match(model: nn.Module | LoadedModel | str, image: Image.Image | Tensor, oth
 
 
 def match_figure(matched: Match, layers: Sequence[int], heads: Sequence[Head], point: Point,
-                 look: Look = LOOK) -> Figure:
+                 style: MapStyle = STYLE) -> Figure:
     """A row a layer: the one image with the query, and a column a head, what it finds in the other.
 
     Args:
         matched: of `match`.
         heads: counted from 0, or "mean".
         point: the query, (y, x) in pixels of the input.
-        look: how maps are drawn; the maps of a layer share a scale.
+        style: how maps are drawn; the maps of a layer share a scale.
     """
     H, W = matched.one.image.shape[1:]
     text = text_scale()
@@ -130,22 +130,22 @@ def match_figure(matched: Match, layers: Sequence[int], heads: Sequence[Head], p
     figure.suptitle(title)
     rows = figure.subfigures(len(layers), 1, squeeze=False).ravel()
     groups = [[matched.relative_map(layer, point, head) for head in heads] for layer in layers]
-    for row, layer, name, maps, norms in zip(rows, layers, names, groups, norms_of(groups, look), strict=True):
+    for row, layer, name, maps, norms in zip(rows, layers, names, groups, norms_of(groups, style), strict=True):
         cells = row.subplots(1, len(heads) + 1)
-        draw_photo(cells[0], matched.one, look, [point], matched.one.maps[layer].feat_size)
+        draw_photo(cells[0], matched.one, style, [point], matched.one.maps[layer].feat_size)
         for axes, head, values, norm in zip(cells[1:], heads, maps, norms, strict=True):
-            draw_map(axes, values, matched.other, norm, look)
+            draw_map(axes, values, matched.other, norm, style)
             axes.set_title(head_name(head), fontsize="small")
         row.suptitle(name, fontsize="medium")
-        add_scale(row, cells, norms[0], look)
+        add_scale(row, cells, norms[0], style)
     return figure
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser(__doc__, EXAMPLES, output="match.png", layers=None, heads="mean")
-    add_look(parser)
+    add_style(parser)
     options = parser.parse_args(argv)
-    look, output = look_of(options), check_output(Path(options.output), options.suffixes)
+    style, output = style_of(options), check_output(Path(options.output), options.suffixes)
     paths = find_images(options.images)
     if len(paths) != 2:
         raise UsageError(f"match takes two images, got {len(paths)}")
@@ -156,7 +156,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(point, str):
         raise UsageError(f"match takes a query y,x in pixels, got {point!r}")
     matched = match(model, *(read_image(path, exif_rotation=options.exif_rotation) for path in paths), layers)
-    save(match_figure(matched, [layer.number for layer in layers], heads, point, look), output, options.dpi)
+    save(match_figure(matched, [layer.number for layer in layers], heads, point, style), output, options.dpi)
     written = [output]
     if options.npz:
         written.append(output.with_suffix(".npz"))

@@ -11,10 +11,12 @@ from matplotlib.figure import Figure
 
 from ea_vision.analysis.recording import PARTS, AttentionLayer, LayerMaps
 from ea_vision.base.errors import UsageError
-from ea_vision.visualize.drawing import (
+from ea_vision.visualize.figure_options import add_colors, load_models, make_parser, only, parse_heads, shown_layers
+from ea_vision.visualize.image_maps import MEAN, Head, Recording, record
+from ea_vision.visualize.map_style import (
     BARE,
     PART_NAMES,
-    Look,
+    MapStyle,
     add_scale,
     head_name,
     map_name,
@@ -23,8 +25,6 @@ from ea_vision.visualize.drawing import (
     text_scale,
     wrapped,
 )
-from ea_vision.visualize.options import add_colors, load_models, make_parser, only, parse_heads, shown_layers
-from ea_vision.visualize.recordings import MEAN, Head, Recording, record
 from ea_vision.visualize.writing import each_image, save, save_maps
 
 EXAMPLES = """\
@@ -34,14 +34,14 @@ EXAMPLES = """\
 
 
 def attention_matrices(recording: Recording, layers: Sequence[int], heads: Sequence[Head],
-                       part: str = "attn", look: Look = BARE) -> Figure:
+                       part: str = "attn", style: MapStyle = BARE) -> Figure:
     """A row a layer, a column a head. Ticks stand where a row of the image begins.
 
     Args:
         recording: with `part` of `layers` (numbers).
         heads: counted from 0, or "mean".
         part: one of `ea_vision.analysis.recording.PARTS`.
-        look: scale and cmap of the maps; the maps of a layer share a scale.
+        style: scale and cmap of the maps; the maps of a layer share a scale.
     """
     text = text_scale()
     cell = 2.1 * max(1.0, 0.6 * text)
@@ -55,14 +55,14 @@ def attention_matrices(recording: Recording, layers: Sequence[int], heads: Seque
     rows = figure.subfigures(len(layers), 1, squeeze=False).ravel()
     groups = [_matrices(recording.maps[number], heads, part) for number in layers]
     for row, number, name, maps, norms in zip(
-            rows, layers, names, groups, norms_of(groups, look, part, overlay=False), strict=True):
+            rows, layers, names, groups, norms_of(groups, style, part, overlay=False), strict=True):
         layer = recording.maps[number]
         H, W = layer.feat_size
         cells = row.subplots(1, len(heads), squeeze=False)[0]
         prefix = layer.num_prefix_tokens
         ticks = np.arange(0, H * W, max(1, -(-H // 7)) * W)
         for axes, values, norm, head in zip(cells, maps, norms, heads, strict=True):
-            axes.imshow(values, cmap=look.colormap(False), norm=norm, interpolation="nearest")
+            axes.imshow(values, cmap=style.colormap(False), norm=norm, interpolation="nearest")
             axes.set_title(head_name(head), fontsize="small")
             axes.set_xticks(prefix + ticks - 0.5, ticks // W, fontsize="x-small")
             axes.set_yticks(prefix + ticks - 0.5, ticks // W, fontsize="x-small")
@@ -71,7 +71,7 @@ def attention_matrices(recording: Recording, layers: Sequence[int], heads: Seque
             axes.set_xlabel("row of the key", fontsize="x-small")
         cells[0].set_ylabel("row of the query", fontsize="x-small")
         row.suptitle(name, fontsize="medium")
-        add_scale(row, cells, norms[0], look, part, overlay=False)
+        add_scale(row, cells, norms[0], style, part, overlay=False)
     return figure
 
 
@@ -96,14 +96,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_colors(parser)
     parser.add_argument("--part", default="attn", choices=PARTS, help="what to draw (default: %(default)s)")
     options = parser.parse_args(argv)
-    look = Look(overlay=False, scale=options.scale, cmap=options.cmap)
+    style = MapStyle(overlay=False, scale=options.scale, cmap=options.cmap)
     model = only(load_models(options), "model")
     [layers] = shown_layers(options, [model])
     heads = parse_heads(options.heads, layers)
     check_part(options.part, layers, model.label)
     for _, image, output in each_image(options):
         recording = record(model, image, layers, (options.part,))
-        figure = attention_matrices(recording, [layer.number for layer in layers], heads, options.part, look)
+        figure = attention_matrices(recording, [layer.number for layer in layers], heads, options.part, style)
         save(figure, output, options.dpi)
         if options.npz:
             save_maps([recording], output)

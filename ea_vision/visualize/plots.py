@@ -11,7 +11,7 @@ What the functions take alike:
     heads    numbers from 0, "mean", or a text such as "0,2,mean"; None: all and their mean.
     queries  points (y, x) in pixels of the input as the network sees it, or of a vision transformer tokens before its
              patches by name, such as "cls"; None: three points on the diagonal.
-    **look   how maps are drawn, the fields of `Look`: overlay, scale, cmap, opacity, smooth, as_seen.
+    **style   how maps are drawn, the fields of `MapStyle`: overlay, scale, cmap, opacity, smooth, as_seen.
 
 What cannot be is a UsageError (a ValueError) that names what was required and what was received.
 """
@@ -28,15 +28,18 @@ from torch import Tensor, nn
 from ea_vision.analysis.loading import LoadedModel, load_model, parse_layers
 from ea_vision.analysis.quantities import measure
 from ea_vision.analysis.recording import PARTS, AttentionLayer
-from ea_vision.visualize.animation import animation_frames
-from ea_vision.visualize.drawing import Look
-from ea_vision.visualize.grids import images_grid
+from ea_vision.visualize.figure_options import (
+    DIAGONAL,
+    by_epoch,
+    checkpoints_of,
+    parse_heads,
+    parse_queries,
+    some_layers,
+)
+from ea_vision.visualize.films import animation_frames
 from ea_vision.visualize.heatmap import heads_by_queries
-from ea_vision.visualize.layer_statistics import statistics_figure
-from ea_vision.visualize.match import match, match_figure
-from ea_vision.visualize.matrix import attention_matrices, check_part
-from ea_vision.visualize.options import DIAGONAL, by_epoch, checkpoints_of, parse_heads, parse_queries, some_layers
-from ea_vision.visualize.recordings import (
+from ea_vision.visualize.image_grid import images_grid
+from ea_vision.visualize.image_maps import (
     MEAN,
     Head,
     Point,
@@ -48,8 +51,12 @@ from ea_vision.visualize.recordings import (
     evaluating,
     record,
 )
+from ea_vision.visualize.map_style import MapStyle
+from ea_vision.visualize.match import match, match_figure
+from ea_vision.visualize.matrix import attention_matrices, check_part
 from ea_vision.visualize.rollout import rollout_figure
 from ea_vision.visualize.side_by_side import models_side_by_side
+from ea_vision.visualize.statistics import statistics_figure
 from ea_vision.visualize.strip import evolution_strip, training_strip
 
 Model = nn.Module | LoadedModel | str
@@ -60,25 +67,25 @@ Queries = Sequence[Query] | None
 
 
 def plot_heads(model: Model, image: Image.Image | Tensor, layers: Layers = None, heads: Heads = None,
-               queries: Queries = None, **look) -> Figure:
+               queries: Queries = None, **style) -> Figure:
     """What query points attend to: for each layer a row a head, a column a query."""
     recording, chosen = _record(as_model(model), image, layers, some=True)
     return heads_by_queries(recording, _numbers(chosen), _heads(heads, chosen), _points(queries, recording),
-                            Look(**look))
+                            MapStyle(**style))
 
 
 def plot_models(models: Models, image: Image.Image | Tensor, layers: Layers = None, heads: Heads = MEAN,
-                queries: Queries = None, **look) -> Figure:
+                queries: Queries = None, **style) -> Figure:
     """The same layers of several models: for each query and head a row a model, a column a layer."""
     recorded = [_record(model, image, layers, some=True) for model in as_models(models)]
     recordings = [recording for recording, _ in recorded]
     return models_side_by_side(recordings, [_numbers(chosen) for _, chosen in recorded],
                                _heads(heads, [layer for _, chosen in recorded for layer in chosen]),
-                               _points(queries, recordings[0]), Look(**look))
+                               _points(queries, recordings[0]), MapStyle(**style))
 
 
 def plot_strip(model: Model, image: Image.Image | Tensor, layers: Layers = None, head: Head = MEAN,
-               query: Query | None = None, **look) -> Figure:
+               query: Query | None = None, **style) -> Figure:
     """One query through the layers of each chain, part by part; `query` None: the middle."""
     model = as_model(model)
     chosen = _chosen(layers, model)
@@ -86,24 +93,24 @@ def plot_strip(model: Model, image: Image.Image | Tensor, layers: Layers = None,
     recording = record(model, image, chosen, parts)
     [one] = _heads([head], chosen)
     [point] = _points(None if query is None else [query], recording, [(0.5, 0.5)])
-    return evolution_strip(recording, _numbers(chosen), one, point, Look(**look))
+    return evolution_strip(recording, _numbers(chosen), one, point, MapStyle(**style))
 
 
 def plot_matrix(model: Model, image: Image.Image | Tensor, layers: Layers = None, heads: Heads = None,
-                part: str = "attn", **look) -> Figure:
+                part: str = "attn", **style) -> Figure:
     """Whole maps, queries by keys: a row a layer, a column a head. `part`: one of PARTS."""
     model = as_model(model)
     chosen = _chosen(layers, model, some=True)
     check_part(part, chosen, model.label)
     return attention_matrices(record(model, image, chosen, (part,)), _numbers(chosen), _heads(heads, chosen), part,
-                              Look(**look))
+                              MapStyle(**style))
 
 
 def plot_rollout(models: Models, image: Image.Image | Tensor, layers: Layers = None, queries: Queries = None,
-                 **look) -> Figure:
+                 **style) -> Figure:
     """Where pixels of the last map come from, through all `layers`: a row a model, a column a query."""
     recordings = [_record(model, image, layers)[0] for model in as_models(models)]
-    return rollout_figure(recordings, _points(queries, recordings[0]), Look(**look))
+    return rollout_figure(recordings, _points(queries, recordings[0]), MapStyle(**style))
 
 
 def plot_statistics(models: Models, images: Iterable[Image.Image | Tensor], layers: Layers = None) -> Figure:
@@ -118,16 +125,16 @@ def plot_statistics(models: Models, images: Iterable[Image.Image | Tensor], laye
 
 
 def plot_frames(models: Models, image: Image.Image | Tensor, layers: Layers = None, heads: Heads = MEAN,
-                queries: Queries = None, **look) -> Iterator[Figure]:
+                queries: Queries = None, **style) -> Iterator[Figure]:
     """The frames of an animation, of one scale: for each model (such as the snapshots of a run) each layer in turn."""
     recorded = [_record(model, image, layers) for model in as_models(models)]
     frames = [(recording, layer.number) for recording, chosen in recorded for layer in chosen]
     return animation_frames(frames, _heads(heads, [layer for _, chosen in recorded for layer in chosen]),
-                            _points(queries, recorded[0][0]), Look(**look))
+                            _points(queries, recorded[0][0]), MapStyle(**style))
 
 
 def plot_grid(model: Model, images: Iterable[Image.Image | Tensor], layer: int | str = 1, head: Head = MEAN,
-              query: Query | None = None, **look) -> Figure:
+              query: Query | None = None, **style) -> Figure:
     """One head of one layer on many images; `query` None: the mean of all queries, which is what every pixel gets."""
     model = as_model(model)
     [one] = _chosen(layer, model)
@@ -136,22 +143,22 @@ def plot_grid(model: Model, images: Iterable[Image.Image | Tensor], layer: int |
     recordings = [record(each, image, [one]) for each, image in zip(named, images, strict=True)]
     [head] = _heads([head], [one])
     point = None if query is None else _points([query], recordings[0])[0]
-    return images_grid(recordings, one.number, head, point, Look(**look))
+    return images_grid(recordings, one.number, head, point, MapStyle(**style))
 
 
 def plot_match(model: Model, image: Image.Image | Tensor, other: Image.Image | Tensor, query: Point | None = None,
-               layers: Layers = None, heads: Heads = MEAN, **look) -> Figure:
+               layers: Layers = None, heads: Heads = MEAN, **style) -> Figure:
     """What a query of `image` (None: its middle) finds in `other`: a row a layer, a column a head; see
     `ea_vision.visualize.match`."""
     model = as_model(model)
     chosen = _chosen(layers, model, some=True)
     matched = match(model, image, other, chosen)
     [point] = _points(None if query is None else [query], matched.one, [(0.5, 0.5)])
-    return match_figure(matched, _numbers(chosen), _heads(heads, chosen), point, Look(**look))
+    return match_figure(matched, _numbers(chosen), _heads(heads, chosen), point, MapStyle(**style))
 
 
 def plot_training(run: str, image: Image.Image | Tensor, layers: Layers = None, head: Head = MEAN,
-                  query: Query | None = None, **look) -> Figure:
+                  query: Query | None = None, **style) -> Figure:
     """Attention through the checkpoints and snapshots of a run folder: a row a layer, a column an epoch; `query` None:
     the middle."""
     models = by_epoch([load_model(file) for file in checkpoints_of([run])])
@@ -159,7 +166,7 @@ def plot_training(run: str, image: Image.Image | Tensor, layers: Layers = None, 
     recordings, chosen = [recording for recording, _ in recorded], recorded[0][1]
     [point] = _points(None if query is None else [query], recordings[0], [(0.5, 0.5)])
     [one] = _heads([head], chosen)
-    return training_strip(recordings, _numbers(chosen), one, point, Look(**look))
+    return training_strip(recordings, _numbers(chosen), one, point, MapStyle(**style))
 
 
 def _record(model: LoadedModel, image: Image.Image | Tensor, layers: Layers,

@@ -13,9 +13,11 @@ from torch import nn
 
 from ea_vision.analysis.loading import parse_layers
 from ea_vision.analysis.quantities import attention_rollout
-from ea_vision.visualize.drawing import (
-    LOOK,
-    Look,
+from ea_vision.visualize.figure_options import add_style, load_models, make_parser, parse_queries, style_of
+from ea_vision.visualize.image_maps import Query, Recording, cell_of_query, query_name, record, scaled
+from ea_vision.visualize.map_style import (
+    STYLE,
+    MapStyle,
     add_scale,
     draw_map,
     draw_photo,
@@ -27,8 +29,6 @@ from ea_vision.visualize.drawing import (
     text_scale,
     wrapped,
 )
-from ea_vision.visualize.options import add_look, load_models, look_of, make_parser, parse_queries
-from ea_vision.visualize.recordings import Query, Recording, cell_of_query, query_name, record, scaled
 from ea_vision.visualize.writing import each_image, save, save_maps
 
 EXAMPLES = """\
@@ -37,13 +37,13 @@ EXAMPLES = """\
 """
 
 
-def rollout_figure(recordings: Sequence[Recording], points: Sequence[Query], look: Look = LOOK) -> Figure:
+def rollout_figure(recordings: Sequence[Recording], points: Sequence[Query], style: MapStyle = STYLE) -> Figure:
     """A row a model under its name: the photo, a column a query, and the mean of all queries.
 
     Args:
         recordings: of the same image, one a model, with the "attn" of the layers to go through.
         points: queries, (y, x) in pixels of the first model's input, scaled to the others', or tokens by name.
-        look: how maps are drawn; a row's maps share a scale.
+        style: how maps are drawn; a row's maps share a scale.
     """
     H, W = recordings[0].image.shape[1:]
     columns, text = len(points) + 2, text_scale()
@@ -55,20 +55,20 @@ def rollout_figure(recordings: Sequence[Recording], points: Sequence[Query], loo
     figure = new_figure(width, sum(heights) + 0.4 * text)
     figure.suptitle("attention rollout")
     blocks = figure.subfigures(len(rows), 1, squeeze=False, height_ratios=heights).ravel()
-    norms = norms_of([maps for *_, maps in rows], look)
+    norms = norms_of([maps for *_, maps in rows], style)
     for block, recording, name, (_, last, places, maps), own in zip(
             blocks, recordings, names, rows, norms, strict=True):
         cells = block.subplots(1, columns)
-        draw_photo(cells[0], recording, look, places, last)
+        draw_photo(cells[0], recording, style, places, last)
         name_row(cells[0], name, 2)
         for col, (values, norm) in enumerate(zip(maps, own, strict=True)):
             query = col < len(points)
-            draw_map(cells[col + 1], values, recording, norm, look)
+            draw_map(cells[col + 1], values, recording, norm, style)
             if query:
                 mark_query(cells[col + 1], recording, places[col], last, col + 1)
             cells[col + 1].set_title(f"query {col + 1}\n{query_name(places[col])}" if query else
                                      "mean of\nall pixels", fontsize="small")
-        add_scale(block, cells, own[0], look, bar_label="share of the last map's pixel")
+        add_scale(block, cells, own[0], style, bar_label="share of the last map's pixel")
     return figure
 
 
@@ -92,15 +92,15 @@ def _rollout(recording: Recording, points: Sequence[Query], img_size: tuple[int,
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser(__doc__, EXAMPLES, output="rollout.png", heads=None)
-    add_look(parser)
+    add_style(parser)
     options = parser.parse_args(argv)
-    look = look_of(options)
+    style = style_of(options)
     models = load_models(options)
     layers = [parse_layers(options.layers, model) for model in models]
     points = parse_queries(options.queries, models[0].img_size)
     for _, image, output in each_image(options):
         recordings = [record(model, image, chosen) for model, chosen in zip(models, layers, strict=True)]
-        save(rollout_figure(recordings, points, look), output, options.dpi)
+        save(rollout_figure(recordings, points, style), output, options.dpi)
         if options.npz:
             save_maps(recordings, output)
     return 0

@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from matplotlib.figure import Figure
 from PIL import Image
 from torch import Tensor, nn
 
-from ea_vision.analysis.loading import LoadedModel, find_images, read_image
+from ea_vision.analysis.loading import LoadedModel
 from ea_vision.base.errors import UsageError
 from ea_vision.layers import SpatialTransformer, quadrilateral, sample_affine
-from ea_vision.visualize.drawing import QUERY_COLORS, draw_image, new_figure, text_scale
-from ea_vision.visualize.options import load_models, make_parser, only
-from ea_vision.visualize.recordings import as_input, as_model, evaluating
-from ea_vision.visualize.writing import check_output, save
-
-MOST_IMAGES = 16
-EXAMPLES = """\
-  ea-vision train-cifar --dataset digits --model stn_digits --output runs/stn
-  ea-vision sampling --model runs/stn -o sampling.png digits:0 digits:1 digits:2
-"""
+from ea_vision.visualize.image_maps import as_input, as_model, evaluating
+from ea_vision.visualize.map_style import QUERY_COLORS, draw_image, new_figure, text_scale
 
 
 def plot_sampling(model: nn.Module | LoadedModel | str, images: Sequence[Image.Image | Tensor]) -> Figure:
@@ -62,16 +53,3 @@ def plot_sampling(model: nn.Module | LoadedModel | str, images: Sequence[Image.I
     rows[1, 0].set_title("sampled", fontsize="small", loc="left")
     return figure
 
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = make_parser(__doc__, EXAMPLES, output="sampling.png", model="stn_digits", layers=False, heads=None,
-                         queries=False, maps=False)
-    options = parser.parse_args(argv)
-    output, paths = check_output(Path(options.output), options.suffixes), find_images(options.images)
-    if len(paths) > MOST_IMAGES:
-        raise UsageError(f"this figure has a column an image, at most {MOST_IMAGES}; got {len(paths)} images")
-    model = only(load_models(options), "model")
-    images = [read_image(path, exif_rotation=options.exif_rotation) for path in paths]
-    save(plot_sampling(model, images), output, options.dpi)
-    print("written:", output)
-    return 0

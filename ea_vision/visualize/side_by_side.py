@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from matplotlib.figure import Figure
 
 from ea_vision.base.errors import UsageError
-from ea_vision.visualize.drawing import (
-    LOOK,
-    Look,
+from ea_vision.visualize.image_maps import Head, Query, Recording, query_name, scaled
+from ea_vision.visualize.map_style import (
+    STYLE,
+    MapStyle,
     add_scale,
     draw_map,
     draw_photo,
@@ -21,11 +22,10 @@ from ea_vision.visualize.drawing import (
     text_scale,
     wrapped,
 )
-from ea_vision.visualize.recordings import Head, Query, Recording, query_name, scaled
 
 
 def models_side_by_side(recordings: Sequence[Recording], layers: Sequence[Sequence[int]], heads: Sequence[Head],
-                        points: Sequence[Query], look: Look = LOOK) -> Figure:
+                        points: Sequence[Query], style: MapStyle = STYLE) -> Figure:
     """For each query and head a block: a row a model under its name, a column a layer.
 
     Args:
@@ -33,7 +33,7 @@ def models_side_by_side(recordings: Sequence[Recording], layers: Sequence[Sequen
         layers: numbers, by model; as many for each.
         heads: counted from 0, or "mean".
         points: queries, (y, x) in pixels of the first model's input, scaled to the others', or tokens by name.
-        look: how maps are drawn; the maps of a block share a scale.
+        style: how maps are drawn; the maps of a block share a scale.
 
     Raises:
         UsageError: models with different numbers of layers.
@@ -60,19 +60,19 @@ def models_side_by_side(recordings: Sequence[Recording], layers: Sequence[Sequen
               for _, point, head in queries]
     blocks = figure.subfigures(len(queries), 1, squeeze=False).ravel()
     for block, (number, point, head), title, maps, norms in zip(
-            blocks, queries, titles, groups, norms_of(groups, look), strict=True):
+            blocks, queries, titles, groups, norms_of(groups, style), strict=True):
         block.suptitle(title)
         cells = block.subplots(len(recordings), columns + 1, squeeze=False, height_ratios=heights)
         for row, (recording, chosen, place, name) in enumerate(
                 zip(recordings, layers, places[point], names, strict=True)):
             finest = max((recording.maps[layer].feat_size for layer in chosen), key=math.prod)
-            draw_photo(cells[row, 0], recording, look, [place], finest, first=number)
+            draw_photo(cells[row, 0], recording, style, [place], finest, first=number)
             name_row(cells[row, 0], name, 1)
             for col, layer in enumerate(chosen):
                 index = row * columns + col
-                draw_map(cells[row, col + 1], maps[index], recording, norms[index], look, point=place, number=number,
+                draw_map(cells[row, col + 1], maps[index], recording, norms[index], style, point=place, number=number,
                          note=recording.beside_patches(layer, place, head))
                 H_map, W_map = recording.maps[layer].feat_size
                 cells[row, col + 1].set_title(f"layer {layer}, {H_map}x{W_map}", fontsize="small")
-        add_scale(block, cells, norms[0], look)
+        add_scale(block, cells, norms[0], style)
     return figure

@@ -10,10 +10,21 @@ from matplotlib.figure import Figure
 
 from ea_vision.analysis.loading import parse_layers
 from ea_vision.analysis.recording import PARTS
-from ea_vision.visualize.drawing import (
-    LOOK,
+from ea_vision.visualize.figure_options import (
+    add_style,
+    add_through,
+    make_parser,
+    models_through,
+    only,
+    parse_heads,
+    parse_queries,
+    style_of,
+)
+from ea_vision.visualize.image_maps import Head, Query, Recording, query_map, query_name, record
+from ea_vision.visualize.map_style import (
     PART_NAMES,
-    Look,
+    STYLE,
+    MapStyle,
     add_scale,
     blank,
     draw_map,
@@ -25,17 +36,6 @@ from ea_vision.visualize.drawing import (
     text_scale,
     wrapped,
 )
-from ea_vision.visualize.options import (
-    add_look,
-    add_through,
-    look_of,
-    make_parser,
-    models_through,
-    only,
-    parse_heads,
-    parse_queries,
-)
-from ea_vision.visualize.recordings import Head, Query, Recording, query_map, query_name, record
 from ea_vision.visualize.writing import each_image, save, save_maps
 
 EXAMPLES = """\
@@ -86,7 +86,8 @@ def _shares(recording: Recording, name: str) -> dict[str, float]:
     return evolution.before_shares() if evolution else {}
 
 
-def evolution_strip(recording: Recording, layers: Sequence[int], head: Head, point: Query, look: Look = LOOK) -> Figure:
+def evolution_strip(recording: Recording, layers: Sequence[int], head: Head, point: Query,
+                    style: MapStyle = STYLE) -> Figure:
     """For each chain among `layers` a strip: a column a layer, and down a column what the layer computes, from the
     previous logits to the attention.
 
@@ -96,7 +97,7 @@ def evolution_strip(recording: Recording, layers: Sequence[int], head: Head, poi
         recording: with all parts of `layers` (numbers).
         head: counted from 0, or "mean".
         point: the query, (y, x) in pixels of the input or a token by name.
-        look: how maps are drawn; the logits of a strip share one scale, its attention another. Logits are bare.
+        style: how maps are drawn; the logits of a strip share one scale, its attention another. Logits are bare.
     """
     rows, chains = rows_of(recording, layers), chains_of(recording, layers)
     img_size = tuple(recording.image.shape[1:])
@@ -115,44 +116,44 @@ def evolution_strip(recording: Recording, layers: Sequence[int], head: Head, poi
     for attention in (False, True):
         groups = [[key for key in maps if key[0] in chain and (key[1] == "attn") == attention] for chain in chains]
         groups = [group for group in groups if group]
-        found = norms_of([[maps[key] for key in group] for group in groups], look, "attn" if attention else "logits",
-                         overlay=look.overlay and attention) if groups else []
+        found = norms_of([[maps[key] for key in group] for group in groups], style, "attn" if attention else "logits",
+                         overlay=style.overlay and attention) if groups else []
         norms.update({key: norm for group, own in zip(groups, found, strict=True)
                       for key, norm in zip(group, own, strict=True)})
     strips = figure.subfigures(len(chains), 1, squeeze=False).ravel()
     for strip, chain in zip(strips, chains, strict=True):
         cells = strip.subplots(len(rows), columns + 1, squeeze=False)
         feat_size = recording.maps[chain[0]].feat_size
-        draw_photo(cells[0, 0], recording, look, [point], feat_size)
+        draw_photo(cells[0, 0], recording, style, [point], feat_size)
         for axes in (*cells[1:, 0], *cells[:, len(chain) + 1:].ravel()):
             blank(axes, img_size)
         for row, (part, name) in enumerate(rows.items()):
             for axes, layer in zip(cells[row, 1:], chain, strict=False):
                 if (layer, part) in maps:
-                    draw_map(axes, maps[layer, part], recording, norms[layer, part], look, point=point,
-                             overlay=look.overlay and part == "attn", part=part)
+                    draw_map(axes, maps[layer, part], recording, norms[layer, part], style, point=point,
+                             overlay=style.overlay and part == "attn", part=part)
                 else:
                     blank(axes, img_size, "= own" if part == "logits" else "none")
                 if row == 0:
                     axes.set_title(f"layer {layer}", fontsize="small")
             cells[row, 1].set_ylabel(name, fontsize="small")
-        add_scale(strip, cells[-1], norms[chain[0], "attn"], look, short=True)
+        add_scale(strip, cells[-1], norms[chain[0], "attn"], style, short=True)
         if len(rows) > 1:
             logits = [key for key in maps if key[0] in chain and key[1] != "attn"]
-            add_scale(strip, cells[:-1], norms[logits[0]], look, "logits", overlay=False)
+            add_scale(strip, cells[:-1], norms[logits[0]], style, "logits", overlay=False)
         strip.suptitle(f"{layers_name(chain)}, {feat_size[0]}x{feat_size[1]}", fontsize="medium")
     return figure
 
 
 def training_strip(recordings: Sequence[Recording], layers: Sequence[int], head: Head, query: Query,
-                   look: Look = LOOK) -> Figure:
+                   style: MapStyle = STYLE) -> Figure:
     """Attention through training: a row a layer, a column an epoch.
 
     Args:
         recordings: of one image, one a checkpoint of a run in the order of epochs, with the "attn" of `layers`.
         head: counted from 0, or "mean".
         query: (y, x) in pixels of the input or a token by name.
-        look: how maps are drawn; the maps of a layer share a scale.
+        style: how maps are drawn; the maps of a layer share a scale.
     """
     first, text = recordings[0], text_scale()
     H, W = first.image.shape[1:]
@@ -165,15 +166,15 @@ def training_strip(recordings: Sequence[Recording], layers: Sequence[int], head:
     figure.suptitle(title)
     rows = figure.subfigures(len(layers), 1, squeeze=False).ravel()
     groups = [[recording.relative_map(layer, query, head) for recording in recordings] for layer in layers]
-    for row, layer, maps, norms in zip(rows, layers, groups, norms_of(groups, look), strict=True):
+    for row, layer, maps, norms in zip(rows, layers, groups, norms_of(groups, style), strict=True):
         cells = row.subplots(1, len(recordings) + 1)
         size = first.maps[layer].feat_size
-        draw_photo(cells[0], first, look, [query], size)
+        draw_photo(cells[0], first, style, [query], size)
         cells[0].set_ylabel(f"layer {layer}\n{size[0]}x{size[1]}", fontsize="small")
         for axes, recording, values, norm in zip(cells[1:], recordings, maps, norms, strict=True):
-            draw_map(axes, values, recording, norm, look, point=query)
+            draw_map(axes, values, recording, norm, style, point=query)
             axes.set_title(f"epoch {recording.model.epoch}", fontsize="small")
-        add_scale(row, cells, norms[0], look, short=True)
+        add_scale(row, cells, norms[0], style, short=True)
     return figure
 
 
@@ -187,9 +188,9 @@ def _drawn(recording: Recording, layer: int, part: str, rows: dict[str, str]) ->
 def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser(__doc__, EXAMPLES, output="evolution.png", heads="mean")
     add_through(parser, "layers: of one model, part by part; checkpoints: attention")
-    add_look(parser)
+    add_style(parser)
     options = parser.parse_args(argv)
-    look = look_of(options)
+    style = style_of(options)
     models = models_through(options)
     layers = parse_layers(options.layers, models[0])
     head = only(parse_heads(options.heads, layers), "head")
@@ -199,8 +200,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parts = ["attn"] if training else [part for part in PARTS if any(part in layer.parts for layer in layers)]
     for _, image, output in each_image(options):
         recordings = [record(model, image, layers, parts) for model in models]
-        figure = (training_strip(recordings, numbers, head, point, look) if training else
-                  evolution_strip(recordings[0], numbers, head, point, look))
+        figure = (training_strip(recordings, numbers, head, point, style) if training else
+                  evolution_strip(recordings[0], numbers, head, point, style))
         save(figure, output, options.dpi)
         if options.npz:
             save_maps(recordings, output)

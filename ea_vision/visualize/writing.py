@@ -15,7 +15,7 @@ from ea_vision.base.errors import UsageError
 from ea_vision.base.figures import FORMATS as PICTURES
 from ea_vision.base.figures import figure_bytes
 from ea_vision.base.files import atomic_write, write_npz
-from ea_vision.visualize.recordings import Recording
+from ea_vision.visualize.image_maps import Recording
 
 
 def outputs_of(options: argparse.Namespace, images: Sequence[str]) -> list[Path]:

@@ -22,7 +22,7 @@ from ea_vision.analysis.patch_rankings import (
 )
 from ea_vision.base.errors import UsageError
 from ea_vision.layers import AugmentedConv2d
-from ea_vision.visualize.faithfulness import faithfulness_figure
+from ea_vision.visualize.faithfulness_report import faithfulness_figure
 
 GREY = (0.5, 0.5, 0.5)
 GRID = (8, 8)

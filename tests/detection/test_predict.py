@@ -17,7 +17,7 @@ from ea_vision.detection.draw import draw_boxes, gallery, gallery_of, picture
 from ea_vision.detection.generate import Boxes, make_boxes
 from ea_vision.detection.predict import Detections, detect
 from ea_vision.visualize.detections import attention_figure, main
-from ea_vision.visualize.recordings import cell_of, record
+from ea_vision.visualize.image_maps import cell_of, record
 from tests.detection.tiny import CLASSES, IDS, SIDE, tiny_run
 
 SIZES = {"wide.png": (60, 90), "tall.png": (120, 70), "same.png": (64, 64)}  # H, W

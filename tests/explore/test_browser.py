@@ -20,9 +20,9 @@ import ea_vision
 from ea_vision.analysis.loading import load_model, read_image
 from ea_vision.analysis.recording import PARTS as RECORDED_PARTS
 from ea_vision.analysis.recording import attention_layers
+from ea_vision.visualize.image_maps import record
 from ea_vision.visualize.page import Explorer, build_page
 from ea_vision.visualize.page_server import PageServer
-from ea_vision.visualize.recordings import record
 from tests.detection.tiny import tiny_run
 
 from .conftest import picture

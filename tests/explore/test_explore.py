@@ -6,7 +6,6 @@ import re
 import struct
 import sys
 import zlib
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,8 +23,6 @@ from ea_vision.visualize import explore, page
 from ea_vision.visualize.page import STORED_PARTS, Explorer, build_page, fit, pack, quantise, size_mb
 
 from .conftest import picture
-
-DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 def run(monkeypatch, capsys, *arguments: str) -> tuple[int, str]:
@@ -139,13 +136,6 @@ def test_the_page_needs_nothing_from_elsewhere(explorer, entries):
     assert not re.search(r"https?://|@import|<link[^>]+href=\"(?!data:)|\bsrc=\"(?!data:)", program)
     assert "connect-src 'none'" in page and "{{" not in program
     assert not re.search(r"^(import|export) ", program, flags=re.MULTILINE)
-
-
-def test_the_page_in_docs_is_todays():
-    text = (DOCS / "attention.html").read_text(encoding="utf-8")
-    assert page.program() in text and (page.SOURCE / "page.css").read_text(encoding="utf-8") in text, (
-        "make docs/attention.html anew, by the command in docs/look.md")
-    assert len(text) < 1_000_000
 
 
 def test_names_cannot_break_out_of_the_data(explorer, entries):

@@ -16,29 +16,29 @@ from ea_vision.base.files import atomic_write
 from ea_vision.engine import checkpoint, run_folder
 from ea_vision.layers import AugmentedConv2d
 from ea_vision.visualize import (
-    Look,
-    animation,
+    MapStyle,
     attention_matrices,
     evolution_strip,
+    films,
     heads_by_queries,
     heatmap,
-    layer_statistics,
+    image_maps,
     matrix,
     models_side_by_side,
-    recordings,
     rollout,
     rollout_figure,
+    statistics,
     strip,
 )
-from ea_vision.visualize.drawing import LOOK, SCALES, new_figure, norms_of
-from ea_vision.visualize.options import checkpoints_of, some_layers
+from ea_vision.visualize.figure_options import checkpoints_of, some_layers
+from ea_vision.visualize.map_style import SCALES, STYLE, new_figure, norms_of
 from ea_vision.visualize.writing import save
 
 from .conftest import SCRIPTS
 
 KWARGS = dict(num_classes=3, img_size=16, widths=[8, 8, 16, 16])
-ALL = {"heatmap": heatmap, "strip": strip, "matrix": matrix, "rollout": rollout, "statistics": layer_statistics,
-       "animation": animation}
+ALL = {"heatmap": heatmap, "strip": strip, "matrix": matrix, "rollout": rollout, "statistics": statistics,
+       "animation": films}
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def pointer(down, right):
 
 
 def record(model, parts=("attn",)):
-    return recordings.record(model, Image.new("RGB", (64, 32), "grey"), attention_layers(model.model), parts)
+    return image_maps.record(model, Image.new("RGB", (64, 32), "grey"), attention_layers(model.model), parts)
 
 
 def brightest(artist):
@@ -122,7 +122,7 @@ def test_a_map_lies_where_its_query_looks(down, right):
 
 def test_the_querys_cell_is_framed():
     recording = record(pointer(0, 0))
-    figure = heads_by_queries(recording, [1], ["mean"], [(3, 60), (20, 10)], Look(overlay=False))
+    figure = heads_by_queries(recording, [1], ["mean"], [(3, 60), (20, 10)], MapStyle(overlay=False))
     header, *cells = [axes for axes in figure.axes if axes.images]
     frames = [(0, 56, 8, 8), (16, 8, 8, 8)]
     assert [frame_of(patch) for patch in header.patches] == frames
@@ -137,7 +137,7 @@ def frame_of(patch):
 
 @pytest.mark.parametrize("point,cell", [((0, 0), (0, 0)), ((0, 63), (0, 7)), ((31, 0), (3, 0)), ((15, 16), (1, 2))])
 def test_cells_of_pixels(point, cell):
-    assert recordings.cell_of(point, (32, 64), (4, 8)) == cell
+    assert image_maps.cell_of(point, (32, 64), (4, 8)) == cell
 
 
 def test_models_side_by_side_share_one_scale_and_place_the_query():
@@ -152,7 +152,7 @@ def test_models_side_by_side_share_one_scale_and_place_the_query():
 
 def test_the_strip_shows_every_part_of_every_chain(run):
     model = load_model(str(run))
-    recording = recordings.record(model, Image.new("RGB", (16, 16), "grey"), attention_layers(model.model), PARTS)
+    recording = image_maps.record(model, Image.new("RGB", (16, 16), "grey"), attention_layers(model.model), PARTS)
     figure = evolution_strip(recording, [1, 2, 3, 4, 5, 6], 1, (5, 9))
     shown = [axes.images[-1].get_array() for axes in figure.axes if axes.images]
     shown = [values for values in shown if values.shape in ((4, 4), (2, 2))]
@@ -164,7 +164,7 @@ def test_the_strip_shows_every_part_of_every_chain(run):
 
 def test_matrices_are_the_recorded_ones(run):
     model = load_model(str(run))
-    recording = recordings.record(model, Image.new("RGB", (16, 16), "grey"), attention_layers(model.model)[:1])
+    recording = image_maps.record(model, Image.new("RGB", (16, 16), "grey"), attention_layers(model.model)[:1])
     figure = attention_matrices(recording, [1], [2, "mean"])
     head, mean = (axes.images[0].get_array() for axes in figure.axes if axes.images)
     relative = 16 * recording.maps[1].attn[0]  # of uniform attention on 4x4 keys
@@ -189,10 +189,10 @@ def strip_titles(figure):
 def strip_of(name, layers, **kwargs):
     torch.manual_seed(0)
     model = timm.create_model(name, **KWARGS, **kwargs).eval()
-    loaded = recordings.as_model(model)
+    loaded = image_maps.as_model(model)
     chosen = [layer for layer in attention_layers(model) if layer.number in layers]
     parts = [part for part in PARTS if any(part in layer.parts for layer in chosen)]
-    recording = recordings.record(loaded, Image.new("RGB", (16, 16), "grey"), chosen, parts)
+    recording = image_maps.record(loaded, Image.new("RGB", (16, 16), "grey"), chosen, parts)
     return evolution_strip(recording, layers, 1, (5, 9))
 
 
@@ -212,20 +212,22 @@ def test_scales_of_attention():
     """In units of uniform attention: over the photo from 1, alone as far down as up, and never nearly-uniform maps as
     if they were strong."""
     weak, strong = np.array([[0.9, 1.1]]), np.array([[0.2, 8.0]])
-    limits = {scale: [(norm.vmin, norm.vmax) for group in norms_of([[weak, weak], [weak, strong]], Look(scale=scale))
+    limits = {scale: [(norm.vmin, norm.vmax) for group in norms_of([[weak, weak], [weak, strong]],
+                                                                           MapStyle(scale=scale))
                       for norm in group] for scale in SCALES}
     assert limits == {"layer": [(1, 2), (1, 2), (1, 8), (1, 8)], "all": [(1, 8)] * 4, "uniform": [(1, 8)] * 4,
                       "tile": [(1, 1.1), (1, 1.1), (1, 1.1), (1, 8)]}
-    [[norm]] = norms_of([[strong]], Look(overlay=False))
+    [[norm]] = norms_of([[strong]], MapStyle(overlay=False))
     assert (norm.vmin, norm.vmax) == (1 / 8, 8) and norm(1.0) == 0.5
-    opacity = Look(opacity=0.6).colormap(True)(norms_of([[strong]], LOOK)[0][0](np.array([0.2, 1.0, 2.0, 8.0])))[:, 3]
+    [[norm]] = norms_of([[strong]], STYLE)
+    opacity = MapStyle(opacity=0.6).colormap(True)(norm(np.array([0.2, 1.0, 2.0, 8.0])))[:, 3]
     assert opacity[0] == opacity[1] == 0 and 0 < opacity[2] < opacity[3] == 0.6
 
 
 def test_every_bar_of_attention_marks_uniform_attention():
     recording = record(pointer(0, 0))
-    for look in (Look(overlay=overlay, scale=scale) for overlay in (True, False) for scale in SCALES):
-        figure = heads_by_queries(recording, [1], [0], [(3, 5)], look)
+    for style in (MapStyle(overlay=overlay, scale=scale) for overlay in (True, False) for scale in SCALES):
+        figure = heads_by_queries(recording, [1], [0], [(3, 5)], style)
         [bar] = [axes for axes in figure.axes if axes.get_ylabel() == "attention"]
         labels = [text.get_text() for text in bar.get_yticklabels()]
         assert labels.count("1/N") == 1
@@ -237,15 +239,15 @@ def test_the_photo_lies_under_the_maps_as_the_network_saw_it_or_finer(run):
     """The same part of the image: the network's 16x16 pixels are the means of the photo's."""
     model = load_model(str(run))
     pixels = np.random.default_rng(0).integers(0, 256, (8, 12, 3), dtype=np.uint8).repeat(20, 0).repeat(20, 1)
-    recording = recordings.record(model, Image.fromarray(pixels), attention_layers(model.model)[:1])
+    recording = image_maps.record(model, Image.fromarray(pixels), attention_layers(model.model)[:1])
     assert recording.photo.shape == (160, 160, 3)
     means = recording.photo.reshape(16, 10, 16, 10, 3).mean((1, 3))
     assert np.corrcoef(means.ravel(), recording.image.permute(1, 2, 0).numpy().ravel())[0, 1] > 0.9
-    for look, shape in (LOOK, (160, 160, 3)), (Look(as_seen=True), (16, 16, 3)):
-        figure = heads_by_queries(recording, [1], [0], [(3, 5)], look)
+    for style, shape in (STYLE, (160, 160, 3)), (MapStyle(as_seen=True), (16, 16, 3)):
+        figure = heads_by_queries(recording, [1], [0], [(3, 5)], style)
         shapes = {axes.images[0].get_array().shape for axes in figure.axes if axes.images}
         assert shapes == {shape}
-    small = recordings.record(model, Image.new("RGB", (12, 16)), attention_layers(model.model)[:1])
+    small = image_maps.record(model, Image.new("RGB", (12, 16)), attention_layers(model.model)[:1])
     assert small.photo is None
 
 
@@ -264,8 +266,8 @@ def test_few_layers_of_deep_networks_unless_asked():
     (strip, ["--heads", "1"], ".png", b"\x89PNG"),
     (matrix, ["--part", "conv_logits", "--layers", "2"], ".png", b"\x89PNG"),
     (rollout, [], ".png", b"\x89PNG"),
-    (layer_statistics, ["--csv", "CSV"], ".png", b"\x89PNG"),
-    (animation, ["--layers", "1-3", "--dpi", "40"], ".gif", b"GIF8"),
+    (statistics, ["--csv", "CSV"], ".png", b"\x89PNG"),
+    (films, ["--layers", "1-3", "--dpi", "40"], ".gif", b"GIF8"),
 ])
 def test_every_script_writes_its_figure(script, options, suffix, magic, run, photo, tmp_path, capsys):
     output = tmp_path / "out" / f"figure{suffix}"
@@ -277,14 +279,14 @@ def test_every_script_writes_its_figure(script, options, suffix, magic, run, pho
 
 
 @pytest.mark.parametrize("script, options", [(heatmap, ["--heads", "1"]), (strip, []), (matrix, []), (rollout, []),
-                                             (animation, ["-o", "{}/a.gif", "--dpi", "40"])])
+                                             (films, ["-o", "{}/a.gif", "--dpi", "40"])])
 def test_the_maps_themselves(script, options, run, photo, tmp_path, capsys):
     """Beside the figure, as they were recorded, with the image that the network saw."""
     options = [option.format(tmp_path) for option in options]
     assert command(script, "--model", run, "--layers", "2,3", "-o", tmp_path / "a.png", *options, "--npz", photo) == 0
     assert str(tmp_path / "a.npz") in capsys.readouterr().out
     model = load_model(str(run))
-    recording = recordings.record(model, Image.open(photo), attention_layers(model.model)[1:3])
+    recording = image_maps.record(model, Image.open(photo), attention_layers(model.model)[1:3])
     with np.load(tmp_path / "a.npz") as held:
         assert np.array_equal(held["image"], recording.image)
         for layer in (2, 3):
@@ -295,7 +297,7 @@ def test_the_maps_themselves(script, options, run, photo, tmp_path, capsys):
 def test_the_numbers_of_statistics(run, photo, tmp_path):
     """By image and head, as they are averaged in the figure."""
     Image.open(photo).rotate(90).save(tmp_path / "second.png")
-    assert command(layer_statistics, "--model", run, "--layers", "1,2", "--npz", "-o", tmp_path / "s.png", photo,
+    assert command(statistics, "--model", run, "--layers", "1,2", "--npz", "-o", tmp_path / "s.png", photo,
                    tmp_path / "second.png") == 0
     with np.load(tmp_path / "s.npz") as held:
         assert held["layer2.entropy_nats"].shape == held["layer2.correlation_with_previous"].shape == (2, 4)
@@ -332,7 +334,7 @@ def test_several_images_get_a_file_each_and_several_models_one_figure(run, photo
 def test_animations_through_layers_and_checkpoints(run, photo, tmp_path):
     for options, frames in (["--layers", "1,2,4"], 3), (["--layers", "2", "--through", "checkpoints"], 2):
         output = tmp_path / "a.gif"
-        assert command(animation, "--model", run, *options, "--seconds", "0.1", "--dpi", "40", "-o", output,
+        assert command(films, "--model", run, *options, "--seconds", "0.1", "--dpi", "40", "-o", output,
                        photo) == 0
         with Image.open(output) as film:
             assert film.n_frames == frames and film.info["duration"] == 100
@@ -344,21 +346,21 @@ def test_animations_through_the_snapshots_of_a_run(run, photo, tmp_path):
         run_folder.write_snapshot(run, timm.create_model("ea_conv_transformer_cifar", **KWARGS).state_dict(), epoch)
     files = checkpoints_of([str(run)])
     assert [load_model(file).epoch for file in files] == [1, 2, 2, 4]
-    assert command(animation, "--model", run, "--layers", "2", "--through", "checkpoints", "--dpi", "40",
+    assert command(films, "--model", run, "--layers", "2", "--through", "checkpoints", "--dpi", "40",
                    "-o", tmp_path / "a.gif", photo) == 0
     with Image.open(tmp_path / "a.gif") as film:
         assert film.n_frames == 3
 
 
 def test_films_need_ffmpeg(run, photo, tmp_path, monkeypatch):
-    monkeypatch.setattr(animation.shutil, "which", lambda name: None)
+    monkeypatch.setattr(films.shutil, "which", lambda name: None)
     with pytest.raises(UsageError, match="ffmpeg"):
-        command(animation, "--model", run, "-o", tmp_path / "a.mp4", photo)
+        command(films, "--model", run, "-o", tmp_path / "a.mp4", photo)
 
 
-@pytest.mark.skipif(animation.shutil.which("ffmpeg") is None, reason="needs ffmpeg")
+@pytest.mark.skipif(films.shutil.which("ffmpeg") is None, reason="needs ffmpeg")
 def test_films(run, photo, tmp_path):
-    assert command(animation, "--model", run, "--dpi", "41", "-o", tmp_path / "a.mp4", photo) == 0
+    assert command(films, "--model", run, "--dpi", "41", "-o", tmp_path / "a.mp4", photo) == 0
     assert (tmp_path / "a.mp4").read_bytes()[4:8] == b"ftyp"
 
 
@@ -403,7 +405,7 @@ def test_help_shows_defaults_and_examples(capsys):
 
 
 def test_a_user_sees_one_line_and_an_exit_code(tmp_path):
-    done = subprocess.run([sys.executable, SCRIPTS / "attention_heatmap.py", "nowhere.png"], capture_output=True,
+    done = subprocess.run([sys.executable, SCRIPTS / "heatmap.py", "nowhere.png"], capture_output=True,
                           text=True, cwd=tmp_path)
     assert done.returncode == 2 and done.stderr.strip() == "error: image nowhere.png does not exist"
     assert not list(tmp_path.iterdir())

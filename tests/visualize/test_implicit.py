@@ -3,9 +3,7 @@ import numpy as np
 import pytest
 import timm
 import torch
-from PIL import Image
 
-from ea_vision.__main__ import run
 from ea_vision.analysis.loading import load_model, read_image
 from ea_vision.base.errors import UsageError
 from ea_vision.visualize import input_jacobian, plot_jacobian, plot_sampling
@@ -67,34 +65,21 @@ def test_a_class_has_the_layers_that_are_asked_for(digits):
         plot_jacobian(model, digits[0], layers=9)
 
 
-def test_the_jacobian_is_a_command_and_its_npz_is_what_is_drawn(tmp_path, capsys):
-    output = tmp_path / "out" / "jacobian.png"
-    argv = ["--model", "ea_conv_transformer_cifar", "--layers", "1,4", "--target", "3", "--npz", "--dpi", "60", "-o"]
-    assert run("jacobian", [*argv, str(output), "digits:3"]) == 0
-    assert str(output) in capsys.readouterr().out and Image.open(output).size[0] > 200
+def test_the_jacobians_maps_are_what_is_drawn():
+    """Of the trained weights, for a class of one's choice, and of the image that the network saw."""
     model = load_model("ea_conv_transformer_cifar")
-    x = model.prepare(read_image("digits:3"))
-    with np.load(output.with_suffix(".npz")) as saved:
-        expected, _ = input_jacobian(model.model, model.normalize(x[None]), 3)
-        np.testing.assert_allclose(saved["jacobian"], expected.numpy(), rtol=1e-5, atol=1e-7)
-        np.testing.assert_allclose(saved["image"], x.numpy())
-        assert any("attn" in name for name in saved)
-    assert run("jacobian", [*argv, str(output), "--target", "10", "digits:3"]) == 2
-    assert "target must be a class from 0 to 9, got 10" in capsys.readouterr().err
+    image = read_image("digits:3")
+    expected, _ = input_jacobian(model.model, model.normalize(model.prepare(image)[None]), 3)
+    figure = plot_jacobian(model, image, target=3, layers=[1, 4])
+    shown = [axes.images[-1].get_array() for axes in figure.axes if axes.get_title().startswith("|d class 3")]
+    np.testing.assert_allclose(shown[0], expected.numpy(), rtol=1e-5, atol=1e-7)
+    with pytest.raises(UsageError, match="target must be a class from 0 to 9, got 10"):
+        plot_jacobian(model, image, target=10)
 
 
-def test_a_network_without_attention_has_a_jacobian_by_command(tmp_path, capsys):
-    output = tmp_path / "plain.svg"
-    assert run("jacobian", ["--model", "test_resnet", "--random", "-o", str(output), "digits:3"]) == 0
-    assert "d input" in output.read_text()
-    assert run("jacobian", ["--model", "test_resnet", "--random", "--layers", "1", "-o", str(output), "digits:3"]) == 2
-
-
-def test_sampling_is_a_command(tmp_path, capsys):
-    output = tmp_path / "sampling.png"
-    assert run("sampling", ["-o", str(output), "--dpi", "60", "digits:0", "digits:1"]) == 0
-    assert str(output) in capsys.readouterr().out and Image.open(output).size[0] > 150
-    assert run("sampling", ["-o", str(output), "--model", "resnet18_cifar", "digits:0"]) == 2
-    assert "needs a model with a SpatialTransformer" in capsys.readouterr().err
-    assert run("sampling", ["-o", str(output), *[f"digits:{i}" for i in range(17)]]) == 2
-    assert "at most 16; got 17 images" in capsys.readouterr().err
+def test_a_network_without_attention_has_a_jacobian():
+    model = load_model("test_resnet", random=True)
+    figure = plot_jacobian(model, read_image("digits:3"))
+    assert any("d input" in axes.get_title() for axes in figure.axes)
+    with pytest.raises(UsageError, match="no attention layer that can be recorded"):
+        plot_jacobian(model, read_image("digits:3"), layers=1)

@@ -17,7 +17,7 @@ from ea_vision.engine.evaluate import Evaluation
 from ea_vision.engine.report import plot_confusion
 from ea_vision.studies.sweep import plot_sweep
 from ea_vision.visualize import (
-    Look,
+    MapStyle,
     animation_frames,
     attention_matrices,
     evolution_strip,
@@ -26,7 +26,7 @@ from ea_vision.visualize import (
     rollout_figure,
     statistics_figure,
 )
-from ea_vision.visualize.recordings import Recording
+from ea_vision.visualize.image_maps import Recording
 
 LONG = "ea_conv_transformer_cifar_with_learnable_alpha_and_beta_per_head, 2026-11-22-cifar10-holdout-seed-3, epoch 195"
 
@@ -142,9 +142,10 @@ def test_matrices(heads, sizes, label):
     assert not problems(attention_matrices(recording(heads, sizes, label), [1], [*range(heads), "mean"]))
 
 
-@pytest.mark.parametrize("look", [Look(overlay=False), Look(scale="tile"), Look(overlay=False, scale="tile")])
-def test_looks(look):
-    assert not problems(heads_by_queries(recording(), [1], [0], [(3, 3)], look))
+@pytest.mark.parametrize("style", [
+    MapStyle(overlay=False), MapStyle(scale="tile"), MapStyle(overlay=False, scale="tile")])
+def test_looks(style):
+    assert not problems(heads_by_queries(recording(), [1], [0], [(3, 3)], style))
 
 
 def test_the_users_size_of_text():

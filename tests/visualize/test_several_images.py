@@ -14,7 +14,7 @@ from ea_vision.analysis.recording import attention_layers
 from ea_vision.base.errors import UsageError
 from ea_vision.engine import run_folder
 from ea_vision.layers import AugmentedConv2d
-from ea_vision.visualize import explore, grids, images_grid, match, plot_grid, plot_match, plot_training, strip
+from ea_vision.visualize import explore, image_grid, images_grid, match, plot_grid, plot_match, plot_training, strip
 from ea_vision.visualize.match import match as match_images
 from ea_vision.visualize.match import match_figure
 
@@ -118,7 +118,7 @@ def test_commands(run, tmp_path):
         photo.save(tmp_path / f"{number}.png")
     images = [str(tmp_path / "0.png"), str(tmp_path / "1.png")]
     options = ["--model", str(run), "--layers", "2", "--npz"]
-    for name, module, further in (("grid", grids, ["--heads", "1"]), ("match", match, ["--queries", "5,9"])):
+    for name, module, further in (("grid", image_grid, ["--heads", "1"]), ("match", match, ["--queries", "5,9"])):
         assert module.main([*options, *further, "-o", str(tmp_path / f"{name}.png"), *images]) == 0
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     with np.load(tmp_path / "grid.npz") as held:

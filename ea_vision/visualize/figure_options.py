@@ -25,8 +25,8 @@ from ea_vision.analysis.recording import AttentionLayer
 from ea_vision.base.errors import UsageError
 from ea_vision.base.processes import choose_device
 from ea_vision.engine import run_folder
-from ea_vision.visualize.drawing import LOOK, SCALES, Look
-from ea_vision.visualize.recordings import MEAN, Head, Query, distinct
+from ea_vision.visualize.image_maps import MEAN, Head, Query, distinct
+from ea_vision.visualize.map_style import SCALES, STYLE, MapStyle
 from ea_vision.visualize.writing import PICTURES
 
 SOME_LAYERS = 6  # that are drawn unless others are asked for
@@ -79,11 +79,11 @@ def add_exif_rotation(parser: argparse.ArgumentParser) -> None:
                         help="turn images as their EXIF data says (default: do not, as networks are trained)")
 
 
-def add_look(parser: argparse.ArgumentParser) -> None:
-    """The options that say how maps are drawn; see `Look`."""
+def add_style(parser: argparse.ArgumentParser) -> None:
+    """The options that say how maps are drawn; see `MapStyle`."""
     parser.add_argument("--bare", action="store_true", help="draw the maps alone, not over the photo")
     add_colors(parser)
-    parser.add_argument("--opacity", type=float, default=LOOK.opacity, metavar="0..1",
+    parser.add_argument("--opacity", type=float, default=STYLE.opacity, metavar="0..1",
                         help="of the strongest attention over the photo (default: %(default)s)")
     parser.add_argument("--smooth", action="store_true", help="shades between the cells of a map")
     parser.add_argument("--as-seen", action="store_true",
@@ -101,8 +101,8 @@ def add_colors(parser: argparse.ArgumentParser) -> None:
                         help="a colour map of matplotlib's (default: cool over the photo, viridis for bare maps)")
 
 
-def look_of(options: argparse.Namespace) -> Look:
-    return Look(not options.bare, options.scale, options.cmap, options.opacity, options.smooth, options.as_seen)
+def style_of(options: argparse.Namespace) -> MapStyle:
+    return MapStyle(not options.bare, options.scale, options.cmap, options.opacity, options.smooth, options.as_seen)
 
 
 def only(values: Sequence, kind: str):

@@ -29,7 +29,7 @@ from ea_vision.analysis.recording import PARTS, AttentionLayer, LayerMaps
 from ea_vision.base.errors import UsageError
 from ea_vision.base.figures import COLORS as QUERY_COLORS
 from ea_vision.base.figures import font_points
-from ea_vision.visualize.recordings import MEAN, Head, Query, Recording, cell_of
+from ea_vision.visualize.image_maps import MEAN, Head, Query, Recording, cell_of
 
 SCALES = ("layer", "tile", "all", "uniform")
 OVERLAY_MAP = "cool"  # cyan to magenta, bright all along: colours that few animals, meadows and rooms have
@@ -40,7 +40,7 @@ PART_NAMES = {"attn": "attention", "logits": "logits", "self_logits": "own logit
 
 
 @dataclass(frozen=True)
-class Look:
+class MapStyle:
     """How maps are drawn.
 
     overlay: over the photo, with an opacity that follows the attention: what gets less than uniform attention stays
@@ -83,7 +83,7 @@ class Look:
         return colors.ListedColormap(shades)
 
 
-LOOK, BARE = Look(), Look(overlay=False)
+STYLE, BARE = MapStyle(), MapStyle(overlay=False)
 
 
 # ---- figures, and what stands around maps ---------------------------------------------------------------------------
@@ -172,10 +172,10 @@ def draw_image(axes: Axes, image: Tensor) -> None:
     bare(axes)
 
 
-def draw_photo(axes: Axes, recording: Recording, look: Look, points: Sequence[Query] = (),
+def draw_photo(axes: Axes, recording: Recording, style: MapStyle, points: Sequence[Query] = (),
                feat_size: tuple[int, int] | None = None, first: int = 1) -> None:
     """The photo in the input's coordinates, with numbered query points, framed as cells of maps of `feat_size`."""
-    if look.as_seen or recording.photo is None:
+    if style.as_seen or recording.photo is None:
         draw_image(axes, recording.image)
     else:
         H, W = recording.image.shape[1:]
@@ -210,7 +210,7 @@ def mark_query(axes: Axes, recording: Recording, query: Query, feat_size: tuple[
 
 # ---- maps -----------------------------------------------------------------------------------------------------------
 
-def norms_of(groups: Sequence[Sequence[np.ndarray]], look: Look, part: str = "attn", overlay: bool | None = None,
+def norms_of(groups: Sequence[Sequence[np.ndarray]], style: MapStyle, part: str = "attn", overlay: bool | None = None,
              ) -> list[list[Normalize]]:
     """The scale of every map, in the nesting of `groups`, which are the maps that are compared with each other.
 
@@ -221,15 +221,15 @@ def norms_of(groups: Sequence[Sequence[np.ndarray]], look: Look, part: str = "at
     Args:
         groups: maps by group.
         part: one of PARTS, or another quantity's name.
-        overlay: over a photo; default: as `look` says.
+        overlay: over a photo; default: as `style` says.
     """
-    overlay = look.overlay if overlay is None else overlay
-    if look.scale == "tile":
+    overlay = style.overlay if overlay is None else overlay
+    if style.scale == "tile":
         return [[_norm([values], part, overlay, 1.05) for values in group] for group in groups]
-    if look.scale == "uniform" and part == "attn":
+    if style.scale == "uniform" and part == "attn":
         norm = LogNorm(1 if overlay else 1 / UNIFORM_TOP, UNIFORM_TOP)
         return [[norm] * len(group) for group in groups]
-    if look.scale != "layer":
+    if style.scale != "layer":
         norm = _norm([values for group in groups for values in group], part, overlay)
         return [[norm] * len(group) for group in groups]
     return [[_norm(group, part, overlay)] * len(group) for group in groups]
@@ -245,7 +245,7 @@ def _norm(maps: Sequence[np.ndarray], part: str, overlay: bool, lowest_top: floa
     return Normalize(low, max(high, low + 1e-12))
 
 
-def draw_map(axes: Axes, values: np.ndarray, recording: Recording, norm: Normalize, look: Look, *,
+def draw_map(axes: Axes, values: np.ndarray, recording: Recording, norm: Normalize, style: MapStyle, *,
              point: Query | None = None, number: int = 1, overlay: bool | None = None, part: str = "attn",
              note: str = ""):
     """A map (H', W') over the input's area, its query's cell framed; return the artist.
@@ -255,17 +255,17 @@ def draw_map(axes: Axes, values: np.ndarray, recording: Recording, norm: Normali
         norm: from `norms_of`.
         point: the query, in pixels of the input or a token by name; number: which of the queries.
         note: is written below the map.
-        overlay: over a photo; default: as `look` says.
+        overlay: over a photo; default: as `style` says.
     """
-    overlay = look.overlay if overlay is None else overlay
+    overlay = style.overlay if overlay is None else overlay
     H, W = recording.image.shape[1:]
     if overlay:
-        draw_photo(axes, recording, look)
-    artist = axes.imshow(values, extent=(0, W, H, 0), cmap=look.colormap(overlay), norm=norm,
-                         interpolation="bilinear" if look.smooth else "nearest")
+        draw_photo(axes, recording, style)
+    artist = axes.imshow(values, extent=(0, W, H, 0), cmap=style.colormap(overlay), norm=norm,
+                         interpolation="bilinear" if style.smooth else "nearest")
     if point is not None:
         mark_query(axes, recording, point, values.shape, number)
-    if look.scale == "tile" and part == "attn":
+    if style.scale == "tile" and part == "attn":
         axes.text(0.97, 0.03, f"{_short(float(values.max()))}/N", transform=axes.transAxes, ha="right", va="bottom",
                   fontsize="xx-small", color="black",
                   path_effects=[patheffects.withStroke(linewidth=2, foreground="white")])
@@ -275,16 +275,16 @@ def draw_map(axes: Axes, values: np.ndarray, recording: Recording, norm: Normali
     return artist
 
 
-def add_scale(figure, axes, norm: Normalize, look: Look, part: str = "attn", overlay: bool | None = None,
+def add_scale(figure, axes, norm: Normalize, style: MapStyle, part: str = "attn", overlay: bool | None = None,
               bar_label: str | None = None, short: bool = False) -> None:
     """The colour bar of maps that are compared: of attention in units of 1/N, which is marked; of other parts or
     quantities as they are. Over a photo it is on grey, where it can be seen how opaque it is. A short bar, beside one
     row of maps, has few ticks."""
-    overlay = look.overlay if overlay is None else overlay
-    own = look.scale == "tile"
+    overlay = style.overlay if overlay is None else overlay
+    own = style.scale == "tile"
     if own:
         norm = Normalize(0, 1)
-    bar = figure.colorbar(ScalarMappable(norm, look.colormap(overlay)), ax=axes, pad=0.015, aspect=30, panchor=False,
+    bar = figure.colorbar(ScalarMappable(norm, style.colormap(overlay)), ax=axes, pad=0.015, aspect=30, panchor=False,
                           shrink=0.65 if short else 0.8)
     bar.ax.tick_params(labelsize="x-small")
     bar.ax.yaxis.set_minor_locator(NullLocator())

@@ -10,9 +10,19 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from ea_vision.analysis.loading import find_images, parse_layers, read_image
-from ea_vision.visualize.drawing import (
-    LOOK,
-    Look,
+from ea_vision.visualize.figure_options import (
+    add_style,
+    load_models,
+    make_parser,
+    only,
+    parse_heads,
+    parse_queries,
+    style_of,
+)
+from ea_vision.visualize.image_maps import Head, Query, Recording, distinct, query_name, record
+from ea_vision.visualize.map_style import (
+    STYLE,
+    MapStyle,
     add_scale,
     draw_map,
     head_name,
@@ -22,8 +32,6 @@ from ea_vision.visualize.drawing import (
     text_scale,
     wrapped,
 )
-from ea_vision.visualize.options import add_look, load_models, look_of, make_parser, only, parse_heads, parse_queries
-from ea_vision.visualize.recordings import Head, Query, Recording, distinct, query_name, record
 from ea_vision.visualize.writing import check_output, save, save_maps
 
 EXAMPLES = """\
@@ -33,7 +41,7 @@ EXAMPLES = """\
 
 
 def images_grid(recordings: Sequence[Recording], layer: int, head: Head, query: Query | None = None,
-                look: Look = LOOK) -> Figure:
+                style: MapStyle = STYLE) -> Figure:
     """A tile an image, under its recording's label: what a head of a layer looks at.
 
     Args:
@@ -41,7 +49,7 @@ def images_grid(recordings: Sequence[Recording], layer: int, head: Head, query: 
         head: counted from 0, or "mean".
         query: in pixels of the input or a token by name, the same for all; None: the mean of all queries, which is
             what every pixel gets.
-        look: how maps are drawn; all share a scale.
+        style: how maps are drawn; all share a scale.
     """
     first, text = recordings[0], text_scale()
     H, W = first.image.shape[1:]
@@ -58,22 +66,22 @@ def images_grid(recordings: Sequence[Recording], layer: int, head: Head, query: 
     figure.suptitle(title)
     maps = [recording.received(layer, head) if query is None else recording.relative_map(layer, query, head)
             for recording in recordings]
-    [norms] = norms_of([maps], look)
+    [norms] = norms_of([maps], style)
     cells = figure.subplots(rows, columns, squeeze=False)
     for axes, recording, name, values, norm in zip(cells.ravel(), recordings, names, maps, norms, strict=False):
-        draw_map(axes, values, recording, norm, look, point=query)
+        draw_map(axes, values, recording, norm, style, point=query)
         axes.set_title(name, fontsize="small")
     for axes in cells.ravel()[len(recordings):]:
         axes.axis("off")
-    add_scale(figure, cells, norms[0], look)
+    add_scale(figure, cells, norms[0], style)
     return figure
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser(__doc__, EXAMPLES, output="grid.png", layers="1", heads="mean")
-    add_look(parser)
+    add_style(parser)
     options = parser.parse_args(argv)
-    look, output = look_of(options), check_output(Path(options.output), options.suffixes)
+    style, output = style_of(options), check_output(Path(options.output), options.suffixes)
     model = only(load_models(options), "model")
     layer = only(parse_layers(options.layers, model), "layer")
     head = only(parse_heads(options.heads, [layer]), "head")
@@ -82,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     named = distinct([replace(model, label=Path(path).name) for path in paths])
     recordings = [record(one, read_image(path, exif_rotation=options.exif_rotation), [layer])
                   for one, path in zip(named, paths, strict=True)]
-    save(images_grid(recordings, layer.number, head, query, look), output, options.dpi)
+    save(images_grid(recordings, layer.number, head, query, style), output, options.dpi)
     written = [output]
     if options.npz:
         written.append(save_maps(recordings, output))

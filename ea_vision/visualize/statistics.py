@@ -17,8 +17,8 @@ from ea_vision.analysis.loading import LoadedModel, find_images, parse_layers, p
 from ea_vision.analysis.quantities import LayerQuantities, measure, quantities_arrays, quantities_csv
 from ea_vision.base.figures import color_cycle
 from ea_vision.base.files import atomic_write, write_npz
-from ea_vision.visualize.drawing import new_figure, text_scale, wrapped
-from ea_vision.visualize.options import load_models, make_parser
+from ea_vision.visualize.figure_options import load_models, make_parser
+from ea_vision.visualize.map_style import new_figure, text_scale, wrapped
 from ea_vision.visualize.writing import check_output, save
 
 EXAMPLES = """\

@@ -55,8 +55,8 @@ from ea_vision.base.processes import choose_device
 from ea_vision.base.provenance import hardware, provenance
 from ea_vision.data.small_images import DATASETS, DataSet, load_dataset
 from ea_vision.engine.evaluate import autocast
-from ea_vision.visualize.drawing import QUERY_COLORS, new_figure
-from ea_vision.visualize.recordings import distinct
+from ea_vision.visualize.image_maps import distinct
+from ea_vision.visualize.map_style import QUERY_COLORS, new_figure
 from ea_vision.visualize.writing import save
 
 CONTROLS = ("random", "centre", "gradient", "untrained-layers", "untrained-rollout")

@@ -18,9 +18,20 @@ from ea_vision.analysis.loading import LoadedModel, parse_layers
 from ea_vision.analysis.recording import AttentionLayer
 from ea_vision.base.errors import RunError, UsageError
 from ea_vision.base.files import atomic_write
-from ea_vision.visualize.drawing import (
-    LOOK,
-    Look,
+from ea_vision.visualize.figure_options import (
+    add_style,
+    add_through,
+    make_parser,
+    models_through,
+    only,
+    parse_heads,
+    parse_queries,
+    style_of,
+)
+from ea_vision.visualize.image_maps import Head, Query, Recording, record
+from ea_vision.visualize.map_style import (
+    STYLE,
+    MapStyle,
     add_scale,
     draw_map,
     draw_photo,
@@ -31,17 +42,6 @@ from ea_vision.visualize.drawing import (
     text_scale,
     wrapped,
 )
-from ea_vision.visualize.options import (
-    add_look,
-    add_through,
-    look_of,
-    make_parser,
-    models_through,
-    only,
-    parse_heads,
-    parse_queries,
-)
-from ea_vision.visualize.recordings import Head, Query, Recording, record
 from ea_vision.visualize.writing import each_image, save_maps
 
 EXAMPLES = """\
@@ -53,7 +53,7 @@ Frame = tuple[Recording, int]
 
 
 def animation_frame(frame: Frame, heads: Sequence[Head], points: Sequence[Query], norms: Sequence[Normalize],
-                    look: Look = LOOK) -> Figure:
+                    style: MapStyle = STYLE) -> Figure:
     """One picture: the photo, and a row a head, a column a query.
 
     Args:
@@ -61,7 +61,7 @@ def animation_frame(frame: Frame, heads: Sequence[Head], points: Sequence[Query]
         heads: counted from 0, or "mean".
         points: (y, x) in pixels of the input.
         norms: the scales of its maps, row by row.
-        look: how maps are drawn.
+        style: how maps are drawn.
     """
     recording, number = frame
     layer = recording.maps[number]
@@ -73,30 +73,30 @@ def animation_frame(frame: Frame, heads: Sequence[Head], points: Sequence[Query]
     title = f"{title}\n{wrapped(map_name(layer), width - 0.2, 12)}"
     figure = new_figure(width, len(heads) * (cell * aspect + 0.02) + (0.55 + 0.2 * title.count("\n")) * text)
     cells = figure.subplots(len(heads), len(points) + 1, squeeze=False)
-    draw_photo(cells[0, 0], recording, look, points, layer.feat_size)
+    draw_photo(cells[0, 0], recording, style, points, layer.feat_size)
     for axes in cells[1:, 0]:
         axes.axis("off")
     for row, head in enumerate(heads):
         for col, point in enumerate(points, start=1):
             draw_map(cells[row, col], recording.relative_map(number, point, head), recording,
-                     norms[row * len(points) + col - 1], look, point=point, number=col)
+                     norms[row * len(points) + col - 1], style, point=point, number=col)
             if row == 0:
                 cells[row, col].set_title(f"query {col}", fontsize="small")
         cells[row, 1].set_ylabel(head_name(head), fontsize="small")
     figure.suptitle(title)
-    add_scale(figure, cells, norms[0], look)
+    add_scale(figure, cells, norms[0], style)
     return figure
 
 
 def animation_frames(frames: Sequence[Frame], heads: Sequence[Head], points: Sequence[Query],
-                     look: Look = LOOK) -> Iterator[Figure]:
+                     style: MapStyle = STYLE) -> Iterator[Figure]:
     """The pictures of an animation in turn. What is compared are all of them: they share a scale."""
     maps = [recording.relative_map(number, point, head)
             for recording, number in frames for head in heads for point in points]
-    [norms] = norms_of([maps], look)
+    [norms] = norms_of([maps], style)
     each = len(heads) * len(points)
     for index, frame in enumerate(frames):
-        yield animation_frame(frame, heads, points, norms[index * each:(index + 1) * each], look)
+        yield animation_frame(frame, heads, points, norms[index * each:(index + 1) * each], style)
 
 
 def pixels_of(figure: Figure, dpi: int) -> np.ndarray:
@@ -144,9 +144,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                          suffixes=(".gif", ".mp4"))
     add_through(parser, "layers: of one model; checkpoints: of one layer")
     parser.add_argument("--seconds", type=float, default=0.6, help="a picture is shown (default: %(default)s)")
-    add_look(parser)
+    add_style(parser)
     options = parser.parse_args(argv)
-    look = look_of(options)
+    style = style_of(options)
     if not 0.02 <= options.seconds <= 60:
         raise UsageError(f"--seconds must lie between 0.02 and 60, got {options.seconds}")
     film = Path(options.output).suffix.lower() == ".mp4"
@@ -161,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     encode = encode_mp4 if film else encode_gif
     for _, image, output in each_image(options):
         frames = frames_of(models, layers, image)
-        figures = animation_frames(frames, heads, points, look)
+        figures = animation_frames(frames, heads, points, style)
         pictures = [pixels_of(figure, options.dpi) for figure in figures]
         atomic_write(output, encode(pictures, options.seconds))
         if options.npz:

@@ -1,0 +1,11 @@
+#!/usr/bin/env python3
+"""A map from layer to layer, part by part: `ea-vision strip` from a checkout."""
+import sys
+from pathlib import Path
+
+sys.path[0] = str(Path(__file__).resolve().parents[1])  # not this folder, whose statistics.py hides Python's
+
+from ea_vision.__main__ import run  # noqa: E402
+
+if __name__ == "__main__":
+    sys.exit(run("strip"))
