@@ -1,12 +1,14 @@
 """Every command by every name it has: of `ea-vision`, of older `python -m`, of the scripts of a checkout."""
+import os
 import re
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from ea_vision.__main__ import COMMANDS, GROUPS, main
+from ea_vision.__main__ import COMMANDS, GROUPS, ASIDE, PARTS, UNLISTED, main
 
 ROOT = Path(__file__).resolve().parents[1]
 OLDER = {"summary": "summary", "benchmark": "benchmark", "memory": "memory", "probe": "probe", "timm": "timm",
@@ -35,11 +37,36 @@ def test_the_overview_has_a_line_for_each_command(helped):
     for title, commands in GROUPS.items():
         place = lines.index(f"{title}:")
         assert [line.split()[0] for line in lines[place + 1:place + 1 + len(commands)]] == list(commands)
-    assert max(map(len, lines)) <= 100
+    assert max(map(len, lines)) <= 100 and len(COMMANDS) <= 25
+
+
+def test_groups_are_folders():
+    for title, commands in GROUPS.items():
+        rooms = {module.split(".")[1] for command, (module, _) in commands.items() if command not in ("timm", "export")}
+        assert rooms <= {title}
+
+
+@pytest.mark.parametrize("start", [["-m", "ea_vision"], ["-m", "ea_vision", "--help"]])
+def test_the_overview_needs_no_torch(start):
+    """Nor anything else that takes long to import."""
+    done = subprocess.run([sys.executable, "-X", "importtime", *start], capture_output=True, text=True)
+    imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
+    assert done.returncode == 0 and "  heatmap " in done.stdout and "ea_vision.base.errors" in imported
+    assert not imported & {"torch", "timm", "matplotlib", "numpy", "PIL"}
+
+
+def test_the_console_script_lists_without_torch(tmp_path):
+    """pip writes such a file."""
+    script = tmp_path / "ea-vision"
+    script.write_text("import sys\nfrom ea_vision.__main__ import main\ncode = main()\n"
+                      "sys.exit(code or ('torch' in sys.modules))\n")
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=os.environ | {
+        "PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0 and "  heatmap " in done.stdout
 
 
 def test_no_command_or_a_wrong_one(monkeypatch, capsys):
-    assert main([]) == 2 and "heatmap" in capsys.readouterr().out
+    assert main([]) == 0 and "heatmap" in capsys.readouterr().out
     monkeypatch.setattr(sys, "argv", ["ea-vision", "heatmaps", "photo.jpg"])
     assert main() == 2
     assert capsys.readouterr().err == "error: unknown command 'heatmaps'; did you mean heatmap?\n"
@@ -51,6 +78,23 @@ def test_each_command_names_itself(command, helped):
     assert f"ea-vision {command} " in " ".join(text.split())
     if command != "timm":  # which shows whose scripts it runs
         assert text.startswith(f"usage: ea-vision {command} ")
+
+
+@pytest.mark.parametrize("command", [*UNLISTED, *PARTS, *ASIDE])
+def test_unlisted_names_and_parts_answer(command, helped):
+    text = helped("ea-vision", lambda: main([*command.split(), "--help"]))
+    assert text.startswith(f"usage: ea-vision {UNLISTED.get(command, command)} ")
+    for part in PARTS:
+        listed, option = part.split()
+        assert option in helped("ea-vision", lambda listed=listed: main([listed, "--help"]))
+
+
+def test_contracts_are_commands():
+    """Of release 0.2."""
+    contracts = ("train-cifar train-imagenet train-detection sweep heatmap strip matrix rollout statistics animation "
+                 "explore faithfulness probe predict detect models reproduce summary benchmark memory write-ffcv "
+                 "loaders export gpu-check timm").split()
+    assert set(contracts) <= {*COMMANDS, *UNLISTED, *ASIDE}
 
 
 @pytest.mark.parametrize("older", OLDER)

@@ -38,11 +38,11 @@ SHORTER = {  # options that end a command, over those that it has
     "heatmap": "--dpi 30", "strip": "--dpi 30", "rollout": "--dpi 30",
     "probe": "--limit 12 --epochs 1 --width 8 --controls none --layers 1 --workers 1 --cache-dir none",
     "benchmark": "--models resnet18 --img-size 64 --batch-size 2 --repeats 1 --no-memory --system-malloc",
-    "summary": "", "make-boxes": "--train 3 --val 2", "predict": "", "explore": "",
-    "sweep": "--seeds 0,1", "evidence": "", "write-ffcv": "--workers 1", "loaders": ""}
+    "make-boxes": "--train 3 --val 2", "predict": "", "explore": "",
+    "sweep": "--seeds 0,1", "evidence": "", "write-ffcv": "--workers 1"}
 ELSEWHERE = {  # command lines and the tests that run them
     r"ablation ": "measure/test_ablation.py",
-    r"convert-boxes ": "detection/test_convert.py",
+    r"make-boxes --tiny-imagenet ": "detection/test_convert.py",
     r"detect ": "detection/test_predict.py",
     r"(sweep .*--output|evidence) sweeps/evidence ": "engine/test_evidence.py",  # as docs/train.md's, of more variants
     r"evidence experiments/results/evidence/": "test_weights.py",
@@ -50,10 +50,10 @@ ELSEWHERE = {  # command lines and the tests that run them
     r"export-detector ": "detection/test_export.py",
     r"faithfulness ": "analysis/test_faithfulness.py",
     r"gpu-check": "measure/test_gpu_check.py",
-    r"kernel-figures": "measure/test_kernel_figures.py",
+    r"gpu-check --kernels": "measure/test_kernel_figures.py",
     r"memory ": "measure/test_memory.py",
-    r"summary ea_aa_tiny": "outside/test_outside.py",
-    r"summary$": "models/test_published.py",
+    r"models --sizes ea_aa_tiny": "outside/test_outside.py",
+    r"models --sizes$": "models/test_published.py",
     r"timm ": "test_timm_scripts.py",
     r"train-cifar$": "test_wheel.py",  # all digits: slow
     r"train-detection ": "detection/test_train.py",

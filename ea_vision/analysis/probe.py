@@ -56,9 +56,9 @@ MAPS_OF = ("trained", "untrained", "shuffled", "shuffled-together")
 PLACES = ("data_dir", "cache_dir", "output")  # of this machine: results.json has the data's fingerprint in their place
 EXAMPLES = """\
 examples:
-  python -m ea_vision.probe --model runs/aa,runs/ea --dataset cifar10 --data-dir DIR -o probe
-  python -m ea_vision.probe --model ea_aa_resnet34 --dataset folder --data-dir imagenet --layers 16,17,18 --device cuda
-  python -m ea_vision.probe --model runs/ea --limit 2000 --epochs 5 --width 64 --layers 1-3     # minutes on a CPU
+  ea-vision probe --model runs/aa,runs/ea --dataset cifar10 --data-dir DIR -o probe
+  ea-vision probe --model ea_aa_resnet34 --dataset folder --data-dir imagenet --layers 16,17,18 --device cuda
+  ea-vision probe --model runs/ea --limit 2000 --epochs 5 --width 64 --layers 1-3     # minutes on a CPU
 """
 
 

@@ -22,8 +22,8 @@ from ea_vision.detection.evaluate import coco_metrics
 
 EXAMPLES = """\
 examples:
-  ea-vision convert-boxes tiny-imagenet-200 tiny-boxes
-  ea-vision convert-boxes tiny-imagenet-200 tiny-20 --classes 20 --as-one object --mean-box
+  ea-vision make-boxes --tiny-imagenet tiny-imagenet-200 tiny-boxes
+  ea-vision make-boxes --tiny-imagenet tiny-imagenet-200 tiny-20 --classes 20 --as-one object --mean-box
 """
 Row = tuple[str, str, list[int]]  # name below the split's folder, class, [left, top, right, bottom]
 

@@ -3,6 +3,8 @@
 Objects are the images of class folders (such as CIFAR-10's), scaled; photos are cut to a square. Objects of the
 validation images come from the test images of --objects, and their photos are photos of no training image. Without
 --objects, discs, squares and triangles are drawn; without --photos, the ground is drawn: nothing need be downloaded.
+
+`make-boxes --tiny-imagenet TINY FOLDER` writes COCO JSON for Tiny-ImageNet's boxes (`--tiny-imagenet --help`).
 """
 
 from __future__ import annotations

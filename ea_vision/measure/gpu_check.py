@@ -7,6 +7,8 @@ each stage: hardware, versions, and of each stage whether it passed, its seconds
 Exit code: 0 if every stage passed, 1 if one did not, 77 without a GPU. With --device cpu it is a rehearsal of the
 stages themselves: tiny networks, the Triton kernels in Triton's interpreter, four times the seconds a stage. That says
 nothing about a GPU.
+
+`gpu-check --kernels` needs no GPU: it shows what the compiler makes of the Triton kernels (`--kernels --help`).
 """
 
 from __future__ import annotations
@@ -90,7 +92,7 @@ def run_stage(name: str, device: str, folder: Path, seconds: float) -> dict[str,
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="ea-vision gpu-check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a rehearsal (default: cuda)")
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES), metavar="STAGE",
                         help=f"of {', '.join(STAGES)} (default: all)")

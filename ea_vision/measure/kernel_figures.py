@@ -231,7 +231,7 @@ def rows_of(figures: Sequence[Figures]) -> list[tuple[str, ...]]:
 def parser() -> argparse.ArgumentParser:
     """The options."""
     p = argparse.ArgumentParser(
-        prog="ea-vision kernel-figures", formatter_class=argparse.RawDescriptionHelpFormatter, description=__doc__)
+        formatter_class=argparse.RawDescriptionHelpFormatter, description=__doc__)
     p.add_argument("--layers", nargs="+", default=["ea50"], choices=[*LAYERS, "all"], metavar="LAYER",
                    help=f"of which networks: {', '.join(LAYERS)}, or all (default: ea50)")
     p.add_argument("--capabilities", nargs="+", default=list(CHIPS), choices=list(CHIPS), metavar="X.Y",
@@ -251,9 +251,9 @@ def main(argv: list[str] | None = None) -> int:
     """
     args = parser().parse_args(argv)
     if not triton_attention.INSTALLED:
-        raise RunError("kernel-figures needs triton, which pip installs with torch on Linux")
+        raise RunError("gpu-check --kernels needs triton, which pip installs with torch on Linux")
     if triton_attention.INTERPRETING:
-        raise UsageError("kernel-figures needs Triton's compiler, but TRITON_INTERPRET=1 asks for its interpreter")
+        raise UsageError("gpu-check --kernels needs Triton's compiler, but TRITON_INTERPRET=1 asks for its interpreter")
     layers = list(LAYERS) if "all" in args.layers else list(dict.fromkeys(args.layers))
     rows = rows_of(all_figures(layers, args.capabilities, args.dtypes))
     widths = [max(map(len, column)) for column in zip(COLUMNS, *rows, strict=True)]

@@ -40,9 +40,9 @@ from ea_vision.data.write_ffcv import write_beton
 
 EXAMPLES = """\
 examples:
-  python -m ea_vision.data.benchmark --data-dir /data/imagenet --workers 8
-  python -m ea_vision.data.benchmark --data-dir DIR --beton train.beton         # a file that is there already
-  python -m ea_vision.data.benchmark --data-dir DIR --img-size 64 --seconds 5
+  ea-vision benchmark --loaders --data-dir /data/imagenet --workers 8
+  ea-vision benchmark --loaders --data-dir DIR --beton train.beton         # a file that is there already
+  ea-vision benchmark --loaders --data-dir DIR --img-size 64 --seconds 5
 """
 WRITTEN = {"ffcv, pixels": 0.0, "ffcv, half JPEG": 0.5, "ffcv, JPEG": 1.0}  # share of JPEG
 EPOCH = 200_000  # images at least
@@ -198,7 +198,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _in_own_process(kind: str, path: str, argv: list[str] | None) -> dict[str, float]:
-    command = [sys.executable, "-m", "ea_vision", "loaders", *(sys.argv[1:] if argv is None else argv)]
+    command = [sys.executable, "-m", "ea_vision", "benchmark", "--loaders", *(sys.argv[1:] if argv is None else argv)]
     done = subprocess.run([*command, "--only", kind, path], stdout=subprocess.PIPE, text=True)
     if done.returncode:
         raise RunError(f"the measurement of {path} ended with code {done.returncode}")

@@ -34,10 +34,10 @@ from ea_vision.measure.steps import Bench, Runner, Setting, add_setting, check_p
 
 EXAMPLES = """\
 examples:
-  python -m ea_vision.memory ea_aa_resnet50 --batch-size 64
-  python -m ea_vision.memory ea_aa_resnet152 --amp bfloat16 --grad-checkpointing --budget 16GiB
-  python -m ea_vision.memory aa_resnet50 --detector --img-size 640 --batch-size 1 --measure
-  python -m ea_vision.memory resnet50 --batch-size 32 --measure                  # the prediction beside the truth
+  ea-vision memory ea_aa_resnet50 --batch-size 64
+  ea-vision memory ea_aa_resnet152 --amp bfloat16 --grad-checkpointing --budget 16GiB
+  ea-vision memory aa_resnet50 --detector --img-size 640 --batch-size 1 --measure
+  ea-vision memory resnet50 --batch-size 32 --measure                  # the prediction beside the truth
 """
 UNITS = {f"{prefix}{i}b": (1024 if i else 1000) ** power for power, prefix in enumerate(("k", "m", "g", "t"), 1)
          for i in ("i", "")}

@@ -1,6 +1,7 @@
 """The names of our networks, their weights and what they are.
 
     ea-vision models                    # all
+    ea-vision models --sizes NAME       # parameters, GFLOPs, maps (`--sizes --help`)
     ea-vision models 'ea_*' --weights   # by pattern; a row for each file of weights, and where it is from
 
 `published` is top-1 in percent as papers print it, not ours. Weights from a hub are timm's: the network begins with the

@@ -65,7 +65,7 @@ MISSING = """\
 ALL = """\
 ## All networks
 
-`ea-vision summary` prints this table. `GFLOPs` is the EA paper's counting, `profiler` the AA paper's. Vision
+`ea-vision models --sizes` prints this table. `GFLOPs` is the EA paper's counting, `profiler` the AA paper's. Vision
 transformers have maps over all tokens. Published top-1 is that of ImageNet and, for the CIFAR networks, CIFAR-10 /
 CIFAR-100."""
 
@@ -283,7 +283,7 @@ def attention_cost(table: PublishedTable, rows: Sequence[PublishedRow], runs: Se
                       _cell(published.get("mflops"), 0)))
     return [markdown(lines), "", *_notes(table, rows),
             "- Maps are those of dense attention in bfloat16. Our kernels keep fewer: `ea-vision memory`.",
-            "- `ea-vision summary aa_resnet50 --layers` gives every branch."]
+            "- `ea-vision models --sizes aa_resnet50 --layers` gives every branch."]
 
 
 def probes(table: PublishedTable, rows: Sequence[PublishedRow], runs: Sequence[Run]) -> list[str]:

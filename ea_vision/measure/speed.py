@@ -6,6 +6,8 @@ one step of each network in turn, and medians are given, so that what else the m
 random; BatchNorm statistics come from two training passes, and norms that start at zero are set to 0.2, so that every
 branch is alive. A ratio is to timm's resnet of the same depth, of a vision transformer whose maps evolve to timm's
 plain one, where that is measured too.
+
+`benchmark --loaders` measures what reads images instead (`--loaders --help`).
 """
 
 from __future__ import annotations
@@ -41,10 +43,10 @@ from ea_vision.models import list_networks, published_names
 
 EXAMPLES = """\
 examples:
-  python -m ea_vision.benchmark                                                  # the 50-layer networks
-  python -m ea_vision.benchmark --models all --csv speed.csv --plot speed.png
-  python -m ea_vision.benchmark --amp bfloat16 --channels-last --compile         # what a GPU is trained with
-  python -m ea_vision.benchmark --models resnet50 ea_aa_resnet50 --implementation reference --repeats 15
+  ea-vision benchmark                                                  # the 50-layer networks
+  ea-vision benchmark --models all --csv speed.csv --plot speed.png
+  ea-vision benchmark --amp bfloat16 --channels-last --compile         # what a GPU is trained with
+  ea-vision benchmark --models resnet50 ea_aa_resnet50 --implementation reference --repeats 15
 """
 DEFAULT = ("resnet50", "aa_resnet50", "pa_aa_resnet50", "ea_aa_resnet50")
 OTHERS = ("botnet50ts_256", "halonet50ts", "lambda_resnet50ts")  # timm's networks that attend by other means

@@ -1,8 +1,8 @@
 """Parameters, arithmetic and attention maps of the networks, beside the published figures.
 
-    ea-vision summary                                 # all of ours
-    ea-vision summary ea_aa_resnet50 resnet50 --csv summary.csv
-    ea-vision summary aa_resnet50 --layers            # the AA paper's table 9: every attention branch
+    ea-vision models --sizes                                 # all of ours
+    ea-vision models --sizes ea_aa_resnet50 resnet50 --csv summary.csv
+    ea-vision models --sizes aa_resnet50 --layers            # the AA paper's table 9: every attention branch
 
 Published figures are those of published.yaml, which has their sources. `GMACs` counts every multiply-add once.
 `GFLOPs` counts as the EA paper: 2 for a multiply-add of a convolution or linear layer and 1 for one of the attention

@@ -1,4 +1,4 @@
-"""`ea-vision convert-boxes`: Tiny-ImageNet's files as COCO JSON, by what `CocoFolder` reads from it."""
+"""`ea-vision make-boxes --tiny-imagenet`: Tiny-ImageNet's files as COCO JSON, by what `CocoFolder` reads from it."""
 import pytest
 from PIL import Image
 

@@ -1,4 +1,4 @@
-"""`python -m ea_vision.data.benchmark`, the older name of `ea-vision loaders`."""
+"""`python -m ea_vision.data.benchmark`, the older name of `ea-vision benchmark --loaders`."""
 import sys
 
 from ea_vision.__main__ import main
