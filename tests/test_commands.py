@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ea_vision.__main__ import COMMANDS, GROUPS, ASIDE, PARTS, UNLISTED, main
+from ea_vision.__main__ import ASIDE, COMMANDS, GROUPS, PARTS, UNLISTED, main
 
 ROOT = Path(__file__).resolve().parents[1]
 OLDER = {"summary": "summary", "benchmark": "benchmark", "memory": "memory", "probe": "probe", "timm": "timm",

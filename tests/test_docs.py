@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from ea_vision import options
-from ea_vision.__main__ import COMMANDS, ASIDE, PARTS, UNLISTED, main
+from ea_vision.__main__ import ASIDE, COMMANDS, PARTS, UNLISTED, main
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
