@@ -19,7 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ea_vision.analysis.loading import DetectorModel, find_images, load_model, read_image
+from ea_vision.analysis.inputs import find_images, read_image
+from ea_vision.analysis.loading import DetectorModel, load_model
 from ea_vision.base.errors import RunError, UsageError
 from ea_vision.detection.export import SUFFIXES, TOLERANCE, export
 

@@ -1,12 +1,11 @@
-"""Models and images to look at: what the probe and the visualize scripts take on the command line."""
+"""Models to look at: what the probe and the visualize scripts take on the command line."""
 
 from __future__ import annotations
 
 import argparse
-import io
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,21 +14,14 @@ import numpy as np
 import safetensors
 import timm
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from timm.data import ImageNetInfo
 from torch import Tensor, nn
 
 from ea_vision.analysis.recording import AttentionLayer, attention_layers
 from ea_vision.base.errors import UsageError
 from ea_vision.base.networks import check_model_name, check_state_fits, load_weights, pretrained_model
-from ea_vision.data.image_files import (
-    IMAGE_FORMATS,
-    IMAGE_SUFFIXES,
-    MAX_PIXELS,
-    BrokenImage,
-    TooLarge,
-    decode_image,
-)
+from ea_vision.data.image_files import MAX_PIXELS
 from ea_vision.detection.model import create_detector
 from ea_vision.detection.predict import Detections, detect
 from ea_vision.detection.train import TASK
@@ -320,62 +312,3 @@ def positive(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"a positive whole number required, got {text!r}")
     return int(text)
-
-
-def find_images(paths: Iterable[str]) -> list[str]:
-    """Image files, those of folders (and their folders) in order, and `digits:N`, the Nth test image of the digits.
-
-    Raises:
-        UsageError: a path that does not exist, or a folder without images.
-    """
-    found: list[str] = []
-    for text in paths:
-        path = Path(text)
-        if path.is_dir():
-            files = sorted(str(file) for file in path.rglob("*") if file.suffix.lower() in IMAGE_SUFFIXES)
-            if not files:
-                raise UsageError(f"folder {path} has no image ({', '.join(IMAGE_SUFFIXES)})")
-            found += files
-        elif path.exists() or text.startswith("digits:"):
-            found.append(text)
-        else:
-            raise UsageError(f"image {path} does not exist")
-    if not found:
-        raise UsageError("image files or folders of them required, got none")
-    return found
-
-
-def read_image(file: str | io.BytesIO, name: str = "", max_pixels: int = MAX_PIXELS,
-               exif_rotation: bool = False) -> Image.Image:
-    """RGB image. Its size is looked at before its pixels are decoded.
-
-    Args:
-        file: a path, `digits:N` (the Nth test image of the digits), or the bytes of an image file.
-        name: for messages (default: the path).
-        max_pixels: width x height at most.
-        exif_rotation: turn it as its EXIF data says; off by default, as when networks are trained and evaluated.
-
-    Raises:
-        UsageError: not an image of one of IMAGE_FORMATS, broken, or too large.
-    """
-    name = name or str(file)
-    if isinstance(file, str) and file.startswith("digits:") and not Path(file).exists():
-        return _digit(file)
-    try:
-        return decode_image(file, exif_rotation, max_pixels)
-    except TooLarge as error:
-        raise UsageError(f"image {name} {error}") from error
-    except BrokenImage as error:
-        if isinstance(error.__cause__, UnidentifiedImageError):
-            raise UsageError(f"{name} is not an image that can be read ({', '.join(IMAGE_FORMATS)})") from error
-        raise UsageError(f"image {name} is broken: {error}") from error
-
-
-def _digit(text: str) -> Image.Image:
-    from ea_vision.data.small_images import load_dataset
-
-    test = load_dataset("digits").test
-    number = text.removeprefix("digits:")
-    if not number.isdigit() or int(number) >= len(test):
-        raise UsageError(f"digits:N must have N in 0..{len(test) - 1}, got {text}")
-    return Image.fromarray(test.images[int(number)].permute(1, 2, 0).numpy())

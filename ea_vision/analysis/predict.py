@@ -17,16 +17,15 @@ from pathlib import Path
 
 import torch
 
+from ea_vision.analysis.inputs import find_images, read_image
 from ea_vision.analysis.loading import (
     WEIGHTS_HELP,
     LoadedModel,
     check_classifies,
     class_names_of,
-    find_images,
     load_model,
     parse_size,
     positive,
-    read_image,
 )
 from ea_vision.base.errors import UsageError, exit_code
 from ea_vision.base.files import atomic_write, create

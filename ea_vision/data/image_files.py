@@ -43,12 +43,14 @@ class TooLarge(BrokenImage):
     """An image of more pixels than are allowed; the message begins with `must have at most`."""
 
 
-def decode_image(file: str | Path | BinaryIO, exif_rotation: bool = False, max_pixels: int = MAX_PIXELS) -> Image.Image:
+def decode_image(file: str | Path | BinaryIO, exif_rotation: bool = False, max_pixels: int = MAX_PIXELS,
+                 over_white: bool = False) -> Image.Image:
     """Decode a file to 8-bit RGB; its size is looked at before its pixels are decoded.
 
     Args:
         exif_rotation: turn it as its EXIF data says. Off by default, as in timm and torchvision, whose published
             accuracies are without it.
+        over_white: put transparent pixels on white. Off by default, as in timm and torchvision, which drop alpha.
 
     Raises:
         TooLarge: it has more than `max_pixels`.
@@ -63,11 +65,11 @@ def decode_image(file: str | Path | BinaryIO, exif_rotation: bool = False, max_p
                     if image.width * image.height > max_pixels:
                         raise TooLarge(f"{limit}, got {image.width}x{image.height}")
                     if image.format != "PNG":
-                        return to_rgb(ImageOps.exif_transpose(image) if exif_rotation else image)
+                        return to_rgb(ImageOps.exif_transpose(image) if exif_rotation else image, over_white)
                     image.verify()  # its checksums, of which decoding leaves out some
                 data.seek(0)
                 with Image.open(data, formats=("PNG",)) as image:
-                    return to_rgb(ImageOps.exif_transpose(image) if exif_rotation else image)
+                    return to_rgb(ImageOps.exif_transpose(image) if exif_rotation else image, over_white)
     except BrokenImage:
         raise
     except Image.DecompressionBombError as error:
@@ -76,8 +78,11 @@ def decode_image(file: str | Path | BinaryIO, exif_rotation: bool = False, max_p
         raise BrokenImage(f"{type(error).__name__}: {error}") from error
 
 
-def to_rgb(image: Image.Image) -> Image.Image:
+def to_rgb(image: Image.Image, over_white: bool = False) -> Image.Image:
     """Decode and convert to 8-bit RGB. 16-bit grey keeps its upper 8 bits (Pillow alone would cut it off at 255)."""
+    if over_white and (image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info):
+        image = image.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
     if image.mode == "I" or image.mode.startswith("I;16"):
         image = Image.fromarray((np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8))
     return image.convert("RGB")

@@ -20,7 +20,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from PIL import Image
 
-from ea_vision.analysis.loading import DetectorModel, find_images, load_model, positive, read_image
+from ea_vision.analysis.inputs import find_images, read_image
+from ea_vision.analysis.loading import DetectorModel, load_model, positive
 from ea_vision.analysis.recording import AttentionLayer
 from ea_vision.base.errors import UsageError
 from ea_vision.base.figures import COLORS

@@ -15,16 +15,15 @@ from typing import Any
 
 from tqdm import tqdm
 
+from ea_vision.analysis.inputs import find_images, read_image
 from ea_vision.analysis.loading import (
     WEIGHTS_HELP,
     class_names_of,
-    find_images,
     load_model,
     parse_layers,
     parse_size,
     parse_targets,
     positive,
-    read_image,
 )
 from ea_vision.base.errors import UsageError
 from ea_vision.base.files import atomic_write

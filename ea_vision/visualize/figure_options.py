@@ -11,10 +11,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ea_vision.analysis.inputs import find_images
 from ea_vision.analysis.loading import (
     WEIGHTS_HELP,
     LoadedModel,
-    find_images,
     load_model,
     parse_layers,
     parse_size,

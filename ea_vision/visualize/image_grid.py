@@ -9,7 +9,8 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from ea_vision.analysis.loading import find_images, parse_layers, read_image
+from ea_vision.analysis.inputs import find_images, read_image
+from ea_vision.analysis.loading import parse_layers
 from ea_vision.visualize.figure_options import (
     add_style,
     load_models,

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import timm
 import torch
-from PIL import Image
 from torch import Tensor, nn
 
 import ea_vision
+from ea_vision.analysis.inputs import ImageSource, as_image, as_input
 from ea_vision.analysis.loading import LoadedModel, input_size, load_model
 from ea_vision.analysis.recording import AttentionLayer, AttentionMaps, LayerMaps
 from ea_vision.base.errors import UsageError
@@ -94,29 +94,6 @@ def distinct(models: Sequence[LoadedModel]) -> list[LoadedModel]:
     return named
 
 
-def as_input(model: LoadedModel, image: Image.Image | Tensor) -> Tensor:
-    """(3, H, W) in 0..1: a PIL image resized and cut as the model wants it, a tensor as it is.
-
-    Args:
-        image: a tensor has (3, H, W) or (1, 3, H, W), uint8 or floating point in 0..1, not normalised.
-
-    Raises:
-        UsageError: a tensor of another shape or range, or an image that is too narrow.
-    """
-    if not isinstance(image, Tensor):
-        return model.prepare(image)
-    if image.ndim == 4 and image.shape[0] == 1:
-        image = image[0]
-    if image.ndim != 3 or image.shape[0] != 3:
-        raise UsageError(f"an image must be a PIL image or a tensor (3, H, W), got {tuple(image.shape)}")
-    if image.dtype == torch.uint8:
-        return image / 255
-    if not (image.is_floating_point() and 0 <= image.min() and image.max() <= 1):
-        raise UsageError("an image's values must lie in 0..1 (before normalisation) or be uint8, got "
-                         f"{image.dtype} from {image.min().item():g} to {image.max().item():g}")
-    return image.float()
-
-
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode inside the block; each module's own mode after it."""
@@ -129,7 +106,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def record(model: nn.Module | LoadedModel | str, image: Image.Image | Tensor, layers: Sequence[AttentionLayer],
+def record(model: nn.Module | LoadedModel | str, image: ImageSource | Tensor, layers: Sequence[AttentionLayer],
            parts: Sequence[str] = ("attn",)) -> Recording:
     """Run a network on an image, in evaluation mode; see `as_model` and `as_input`.
 
@@ -137,6 +114,7 @@ def record(model: nn.Module | LoadedModel | str, image: Image.Image | Tensor, la
         UsageError: an input size that the network refuses.
     """
     model = as_model(model)
+    image = as_image(image)
     prepared = as_input(model, image)
     batch = model.normalize(prepared[None].to(next(model.model.parameters()).device))
     try:

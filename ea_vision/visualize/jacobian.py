@@ -11,16 +11,16 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from matplotlib.figure import Figure
-from PIL import Image
 from torch import Tensor, nn
 
+from ea_vision.analysis.inputs import ImageSource, as_image, as_input
 from ea_vision.analysis.loading import LoadedModel, check_classifies, parse_layers
 from ea_vision.analysis.recording import AttentionLayer, AttentionMaps, attention_layers
 from ea_vision.base.errors import UsageError
 from ea_vision.visualize.figure_options import (
     some_layers,
 )
-from ea_vision.visualize.image_maps import MEAN, Recording, as_input, as_model, evaluating, record
+from ea_vision.visualize.image_maps import MEAN, Recording, as_model, evaluating, record
 from ea_vision.visualize.map_style import (
     MapStyle,
     add_scale,
@@ -59,7 +59,7 @@ def input_jacobian(model: nn.Module, batch: Tensor, target: int | None = None) -
 
 
 def plot_jacobian(
-        model: nn.Module | LoadedModel | str, image: Image.Image | Tensor, target: int | None = None,
+        model: nn.Module | LoadedModel | str, image: ImageSource | Tensor, target: int | None = None,
         layers: str | int | Sequence[int | str] | None = None, **style,
 ) -> Figure:
     """The input, the Jacobian of a class, and of attention layers what every pixel gets, mean of heads and queries.
@@ -82,10 +82,11 @@ def plot_jacobian(
     return jacobian_figure(recording, jacobian, chosen, MapStyle(**style))
 
 
-def _look_at(model: LoadedModel, image: Image.Image | Tensor, target: int | None, layers: Sequence[AttentionLayer],
+def _look_at(model: LoadedModel, image: ImageSource | Tensor, target: int | None, layers: Sequence[AttentionLayer],
              ) -> tuple[Recording, np.ndarray, int]:
     """The maps of layers, the Jacobian (H, W) and its class."""
     check_classifies(model)
+    image = as_image(image)
     x = as_input(model, image)
     device = next(model.model.parameters()).device
     with evaluating(model.model):

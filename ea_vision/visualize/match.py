@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import torch
 from matplotlib.figure import Figure
-from PIL import Image
 from torch import Tensor, nn
 
-from ea_vision.analysis.loading import LoadedModel, find_images, read_image
+from ea_vision.analysis.inputs import ImageSource, as_image, as_input, find_images, read_image
+from ea_vision.analysis.loading import LoadedModel
 from ea_vision.analysis.recording import AttentionLayer, record_attention
 from ea_vision.base.errors import UsageError
 from ea_vision.base.files import write_npz
@@ -30,7 +30,7 @@ from ea_vision.visualize.figure_options import (
     shown_layers,
     style_of,
 )
-from ea_vision.visualize.image_maps import MEAN, Head, Point, Recording, as_input, as_model, cell_of, evaluating
+from ea_vision.visualize.image_maps import MEAN, Head, Point, Recording, as_model, cell_of, evaluating
 from ea_vision.visualize.map_style import (
     STYLE,
     MapStyle,
@@ -70,7 +70,7 @@ class Match:
         return ((maps.mean(0) if head == MEAN else maps[head]) * maps[0].numel()).numpy()
 
 
-def match(model: nn.Module | LoadedModel | str, image: Image.Image | Tensor, other: Image.Image | Tensor,
+def match(model: nn.Module | LoadedModel | str, image: ImageSource | Tensor, other: ImageSource | Tensor,
           layers: Sequence[AttentionLayer]) -> Match:
     """Run a network on two images; see `ea_vision.visualize.image_maps` for what they may be.
 
@@ -78,6 +78,7 @@ def match(model: nn.Module | LoadedModel | str, image: Image.Image | Tensor, oth
         UsageError: images of different sizes, or layers that are not ours.
     """
     loaded = as_model(model)
+    image, other = as_image(image), as_image(other)
     images = [as_input(loaded, one) for one in (image, other)]
     if images[0].shape != images[1].shape:
         raise UsageError(f"two images of one size required, got {' and '.join(str(tuple(i.shape)) for i in images)}")

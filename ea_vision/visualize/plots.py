@@ -4,8 +4,8 @@ What the functions take alike:
 
     model    a timm network (an nn.Module, which runs in evaluation mode), or the name of one, a run folder or a
              checkpoint. Several: a list of these, or a mapping from labels to them.
-    image    a PIL image, resized and cut as the model wants it, or a tensor (3, H, W) as the network is to see it:
-             uint8, or floating point in 0..1 before normalisation.
+    image    the path of a file, a PIL image or an array (H, W, 3), resized and cut as the model wants it, or a tensor
+             (3, H, W) as the network is to see it: uint8, or floating point in 0..1 before normalisation.
     layers   numbers from 1 in forward order, module names, or a text such as "1,3-5"; None: all, and in plot_heads,
              plot_models and plot_matrix at most 6 over the depth of the network.
     heads    numbers from 0, "mean", or a text such as "0,2,mean"; None: all and their mean.
@@ -22,9 +22,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from matplotlib.figure import Figure
-from PIL import Image
 from torch import Tensor, nn
 
+from ea_vision.analysis.inputs import ImageSource, as_input
 from ea_vision.analysis.loading import LoadedModel, load_model, parse_layers
 from ea_vision.analysis.quantities import measure
 from ea_vision.analysis.recording import PARTS, AttentionLayer
@@ -39,18 +39,7 @@ from ea_vision.visualize.figure_options import (
 from ea_vision.visualize.films import animation_frames
 from ea_vision.visualize.heatmap import heads_by_queries
 from ea_vision.visualize.image_grid import images_grid
-from ea_vision.visualize.image_maps import (
-    MEAN,
-    Head,
-    Point,
-    Query,
-    Recording,
-    as_input,
-    as_model,
-    as_models,
-    evaluating,
-    record,
-)
+from ea_vision.visualize.image_maps import MEAN, Head, Point, Query, Recording, as_model, as_models, evaluating, record
 from ea_vision.visualize.map_style import MapStyle
 from ea_vision.visualize.match import match, match_figure
 from ea_vision.visualize.matrix import attention_matrices, check_part
@@ -66,7 +55,7 @@ Heads = str | int | Sequence[int | str] | None
 Queries = Sequence[Query] | None
 
 
-def plot_heads(model: Model, image: Image.Image | Tensor, layers: Layers = None, heads: Heads = None,
+def plot_heads(model: Model, image: ImageSource | Tensor, layers: Layers = None, heads: Heads = None,
                queries: Queries = None, **style) -> Figure:
     """What query points attend to: for each layer a row a head, a column a query."""
     recording, chosen = _record(as_model(model), image, layers, some=True)
@@ -74,7 +63,7 @@ def plot_heads(model: Model, image: Image.Image | Tensor, layers: Layers = None,
                             MapStyle(**style))
 
 
-def plot_models(models: Models, image: Image.Image | Tensor, layers: Layers = None, heads: Heads = MEAN,
+def plot_models(models: Models, image: ImageSource | Tensor, layers: Layers = None, heads: Heads = MEAN,
                 queries: Queries = None, **style) -> Figure:
     """The same layers of several models: for each query and head a row a model, a column a layer."""
     recorded = [_record(model, image, layers, some=True) for model in as_models(models)]
@@ -84,7 +73,7 @@ def plot_models(models: Models, image: Image.Image | Tensor, layers: Layers = No
                                _points(queries, recordings[0]), MapStyle(**style))
 
 
-def plot_strip(model: Model, image: Image.Image | Tensor, layers: Layers = None, head: Head = MEAN,
+def plot_strip(model: Model, image: ImageSource | Tensor, layers: Layers = None, head: Head = MEAN,
                query: Query | None = None, **style) -> Figure:
     """One query through the layers of each chain, part by part; `query` None: the middle."""
     model = as_model(model)
@@ -96,7 +85,7 @@ def plot_strip(model: Model, image: Image.Image | Tensor, layers: Layers = None,
     return evolution_strip(recording, _numbers(chosen), one, point, MapStyle(**style))
 
 
-def plot_matrix(model: Model, image: Image.Image | Tensor, layers: Layers = None, heads: Heads = None,
+def plot_matrix(model: Model, image: ImageSource | Tensor, layers: Layers = None, heads: Heads = None,
                 part: str = "attn", **style) -> Figure:
     """Whole maps, queries by keys: a row a layer, a column a head. `part`: one of PARTS."""
     model = as_model(model)
@@ -106,14 +95,14 @@ def plot_matrix(model: Model, image: Image.Image | Tensor, layers: Layers = None
                               MapStyle(**style))
 
 
-def plot_rollout(models: Models, image: Image.Image | Tensor, layers: Layers = None, queries: Queries = None,
+def plot_rollout(models: Models, image: ImageSource | Tensor, layers: Layers = None, queries: Queries = None,
                  **style) -> Figure:
     """Where pixels of the last map come from, through all `layers`: a row a model, a column a query."""
     recordings = [_record(model, image, layers)[0] for model in as_models(models)]
     return rollout_figure(recordings, _points(queries, recordings[0]), MapStyle(**style))
 
 
-def plot_statistics(models: Models, images: Iterable[Image.Image | Tensor], layers: Layers = None) -> Figure:
+def plot_statistics(models: Models, images: Iterable[ImageSource | Tensor], layers: Layers = None) -> Figure:
     """Entropy, distance and likeness to the previous layer's map by layer and head, means over images."""
     images, measured = list(images), {}
     for model in as_models(models):
@@ -124,7 +113,7 @@ def plot_statistics(models: Models, images: Iterable[Image.Image | Tensor], laye
     return statistics_figure(measured)
 
 
-def plot_frames(models: Models, image: Image.Image | Tensor, layers: Layers = None, heads: Heads = MEAN,
+def plot_frames(models: Models, image: ImageSource | Tensor, layers: Layers = None, heads: Heads = MEAN,
                 queries: Queries = None, **style) -> Iterator[Figure]:
     """The frames of an animation, of one scale: for each model (such as the snapshots of a run) each layer in turn."""
     recorded = [_record(model, image, layers) for model in as_models(models)]
@@ -133,7 +122,7 @@ def plot_frames(models: Models, image: Image.Image | Tensor, layers: Layers = No
                             _points(queries, recorded[0][0]), MapStyle(**style))
 
 
-def plot_grid(model: Model, images: Iterable[Image.Image | Tensor], layer: int | str = 1, head: Head = MEAN,
+def plot_grid(model: Model, images: Iterable[ImageSource | Tensor], layer: int | str = 1, head: Head = MEAN,
               query: Query | None = None, **style) -> Figure:
     """One head of one layer on many images; `query` None: the mean of all queries, which is what every pixel gets."""
     model = as_model(model)
@@ -146,7 +135,7 @@ def plot_grid(model: Model, images: Iterable[Image.Image | Tensor], layer: int |
     return images_grid(recordings, one.number, head, point, MapStyle(**style))
 
 
-def plot_match(model: Model, image: Image.Image | Tensor, other: Image.Image | Tensor, query: Point | None = None,
+def plot_match(model: Model, image: ImageSource | Tensor, other: ImageSource | Tensor, query: Point | None = None,
                layers: Layers = None, heads: Heads = MEAN, **style) -> Figure:
     """What a query of `image` (None: its middle) finds in `other`: a row a layer, a column a head; see
     `ea_vision.visualize.match`."""
@@ -157,7 +146,7 @@ def plot_match(model: Model, image: Image.Image | Tensor, other: Image.Image | T
     return match_figure(matched, _numbers(chosen), _heads(heads, chosen), point, MapStyle(**style))
 
 
-def plot_training(run: str, image: Image.Image | Tensor, layers: Layers = None, head: Head = MEAN,
+def plot_training(run: str, image: ImageSource | Tensor, layers: Layers = None, head: Head = MEAN,
                   query: Query | None = None, **style) -> Figure:
     """Attention through the checkpoints and snapshots of a run folder: a row a layer, a column an epoch; `query` None:
     the middle."""
@@ -169,7 +158,7 @@ def plot_training(run: str, image: Image.Image | Tensor, layers: Layers = None, 
     return training_strip(recordings, _numbers(chosen), one, point, MapStyle(**style))
 
 
-def _record(model: LoadedModel, image: Image.Image | Tensor, layers: Layers,
+def _record(model: LoadedModel, image: ImageSource | Tensor, layers: Layers,
             some: bool = False) -> tuple[Recording, list[AttentionLayer]]:
     chosen = _chosen(layers, model, some)
     return record(model, image, chosen), chosen

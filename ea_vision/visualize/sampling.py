@@ -6,17 +6,17 @@ from collections.abc import Sequence
 
 import torch
 from matplotlib.figure import Figure
-from PIL import Image
 from torch import Tensor, nn
 
+from ea_vision.analysis.inputs import ImageSource, as_input
 from ea_vision.analysis.loading import LoadedModel
 from ea_vision.base.errors import UsageError
 from ea_vision.layers import SpatialTransformer, quadrilateral, sample_affine
-from ea_vision.visualize.image_maps import as_input, as_model, evaluating
+from ea_vision.visualize.image_maps import as_model, evaluating
 from ea_vision.visualize.map_style import QUERY_COLORS, draw_image, new_figure, text_scale
 
 
-def plot_sampling(model: nn.Module | LoadedModel | str, images: Sequence[Image.Image | Tensor]) -> Figure:
+def plot_sampling(model: nn.Module | LoadedModel | str, images: Sequence[ImageSource | Tensor]) -> Figure:
     """A column an image: above the input with the quadrilateral that the model's first spatial transformer samples, its
     left upper corner marked; below what it hands on.
 

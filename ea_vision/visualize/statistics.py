@@ -13,7 +13,8 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from tqdm import tqdm
 
-from ea_vision.analysis.loading import LoadedModel, find_images, parse_layers, positive, read_image
+from ea_vision.analysis.inputs import find_images, read_image
+from ea_vision.analysis.loading import LoadedModel, parse_layers, positive
 from ea_vision.analysis.quantities import LayerQuantities, measure, quantities_arrays, quantities_csv
 from ea_vision.base.figures import color_cycle
 from ea_vision.base.files import atomic_write, write_npz

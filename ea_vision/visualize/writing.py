@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from ea_vision.analysis.loading import find_images, read_image
+from ea_vision.analysis.inputs import find_images, read_image
 from ea_vision.base.errors import UsageError
 from ea_vision.base.figures import FORMATS as PICTURES
 from ea_vision.base.figures import figure_bytes

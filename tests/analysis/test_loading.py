@@ -7,7 +7,7 @@ from PIL import Image
 from timm.data import create_transform
 
 import ea_vision  # noqa: F401
-from ea_vision.analysis.loading import find_images, load_model, parse_layers, parse_targets, read_image
+from ea_vision.analysis.loading import load_model, parse_layers, parse_targets
 from ea_vision.base.errors import UsageError
 from ea_vision.base.files import atomic_write
 from ea_vision.engine import checkpoint, run_folder
@@ -116,36 +116,3 @@ def test_layers_by_number_range_and_name():
             parse_layers(wrong, loaded)
     with pytest.raises(UsageError, match="cnn_cifar .* has no attention layer that can be recorded"):
         parse_layers("1", load_model("cnn_cifar"))
-
-
-def test_images_are_turned_where_that_is_asked_for_and_their_size_is_limited(tmp_path):
-    exif = Image.Exif()
-    exif[0x0112] = 6  # taken with the camera on its side
-    photo().save(tmp_path / "turned.jpg", exif=exif)
-    assert read_image(str(tmp_path / "turned.jpg"), exif_rotation=True).size == (60, 80)
-    assert read_image(str(tmp_path / "turned.jpg")).size == (80, 60), "as the trainers see it"
-    with pytest.raises(UsageError, match="turned.jpg must have at most 0.001 megapixels, got 80x60"):
-        read_image(str(tmp_path / "turned.jpg"), max_pixels=1000)
-
-
-def test_images_of_files_folders_and_digits(tmp_path):
-    (tmp_path / "a" / "b").mkdir(parents=True)
-    photo().save(tmp_path / "a" / "b" / "2.png")
-    photo().save(tmp_path / "a" / "1.JPEG")
-    (tmp_path / "a" / "notes.txt").write_text("no image")
-    found = find_images([str(tmp_path / "a"), "digits:3"])
-    assert [name.rsplit("/", 1)[-1] for name in found] == ["1.JPEG", "2.png", "digits:3"]
-    assert read_image(found[1]).size == (80, 60) and read_image("digits:3").size == (32, 32)
-    with pytest.raises(UsageError, match=r"must have N in 0\.\.\d+, got digits:100000"):
-        read_image("digits:100000")
-    with pytest.raises(UsageError, match="notes.txt is not an image"):
-        read_image(str(tmp_path / "a" / "notes.txt"))
-    whole = (tmp_path / "a" / "b" / "2.png").read_bytes()
-    (tmp_path / "cut.png").write_bytes(whole[:len(whole) // 2])
-    with pytest.raises(UsageError, match="cut.png"):
-        read_image(str(tmp_path / "cut.png"))
-    (tmp_path / "empty").mkdir()
-    empty = [str(tmp_path / "empty")]
-    for wrong, message in (["nowhere.png"], "does not exist"), (empty, "has no image"), ([], "got none"):
-        with pytest.raises(UsageError, match=message):
-            find_images(wrong)

@@ -17,7 +17,8 @@ import torch
 from PIL import Image
 
 import ea_vision
-from ea_vision.analysis.loading import load_model, read_image
+from ea_vision.analysis.inputs import read_image
+from ea_vision.analysis.loading import load_model
 from ea_vision.analysis.recording import PARTS as RECORDED_PARTS
 from ea_vision.analysis.recording import attention_layers
 from ea_vision.visualize.image_maps import record

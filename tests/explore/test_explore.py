@@ -16,7 +16,8 @@ from hypothesis.extra import numpy as arrays
 from PIL import Image
 
 import ea_vision
-from ea_vision.analysis.loading import load_model, read_image
+from ea_vision.analysis.inputs import read_image
+from ea_vision.analysis.loading import load_model
 from ea_vision.analysis.recording import attention_layers
 from ea_vision.base.errors import UsageError, exit_code
 from ea_vision.visualize import explore, page

@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 import pytest
 
-from ea_vision.analysis.loading import read_image
+from ea_vision.analysis.inputs import read_image
 from ea_vision.base.errors import UsageError
 from ea_vision.visualize import page_server
 from ea_vision.visualize.page import build_page

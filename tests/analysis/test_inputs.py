@@ -1,0 +1,129 @@
+"""Images as people have them are read alike by the figures, predict and the page."""
+import io
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from ea_vision.analysis.inputs import as_input, find_images, read_image
+from ea_vision.analysis.loading import load_model
+from ea_vision.base.errors import UsageError
+
+
+def photo(size=(80, 60)):
+    return Image.fromarray(np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8))
+
+
+def test_images_are_turned_where_that_is_asked_for_and_their_size_is_limited(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6  # taken with the camera on its side
+    photo().save(tmp_path / "turned.jpg", exif=exif)
+    assert read_image(str(tmp_path / "turned.jpg"), exif_rotation=True).size == (60, 80)
+    assert read_image(str(tmp_path / "turned.jpg")).size == (80, 60), "as the trainers see it"
+    with pytest.raises(UsageError, match="turned.jpg must have at most 0.001 megapixels, got 80x60"):
+        read_image(str(tmp_path / "turned.jpg"), max_pixels=1000)
+
+
+def test_images_of_files_folders_and_digits(tmp_path):
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    photo().save(tmp_path / "a" / "b" / "2.png")
+    photo().save(tmp_path / "a" / "1.JPEG")
+    (tmp_path / "a" / "notes.txt").write_text("no image")
+    found = find_images([str(tmp_path / "a"), "digits:3"])
+    assert [name.rsplit("/", 1)[-1] for name in found] == ["1.JPEG", "2.png", "digits:3"]
+    assert read_image(found[1]).size == (80, 60) and read_image("digits:3").size == (32, 32)
+    with pytest.raises(UsageError, match=r"must have N in 0\.\.\d+, got digits:100000"):
+        read_image("digits:100000")
+    with pytest.raises(UsageError, match="notes.txt is not an image"):
+        read_image(str(tmp_path / "a" / "notes.txt"))
+    whole = (tmp_path / "a" / "b" / "2.png").read_bytes()
+    (tmp_path / "cut.png").write_bytes(whole[:len(whole) // 2])
+    with pytest.raises(UsageError, match="cut.png"):
+        read_image(str(tmp_path / "cut.png"))
+    (tmp_path / "empty").mkdir()
+    empty = [str(tmp_path / "empty")]
+    for wrong, message in (["nowhere.png"], "does not exist"), (empty, "has no image"), ([], "got none"):
+        with pytest.raises(UsageError, match=message):
+            find_images(wrong)
+
+
+def halves(mode, left, right):
+    """8x4 pixels, `left` in the left half and `right` in the right one."""
+    image = Image.new(mode, (8, 4), left)
+    image.paste(right, (4, 0, 8, 4))
+    return image
+
+
+@pytest.mark.parametrize("mode,clear,red,left", [
+    ("RGBA", (0, 0, 0, 0), (255, 0, 0, 255), (255, 255, 255)), ("LA", (0, 0), (76, 255), (255, 255, 255)),
+    ("RGBA", (0, 0, 0, 127), (255, 0, 0, 255), (128, 128, 128))])
+def test_transparent_pixels_are_white(tmp_path, mode, clear, red, left):
+    image = halves(mode, clear, red)
+    image.save(tmp_path / "clear.png")
+    opaque = halves("RGBA", clear, red).getpixel((5, 0))[:3] if mode == "RGBA" else (76, 76, 76)
+    sources = [image, str(tmp_path / "clear.png"), (tmp_path / "clear.png").read_bytes()]
+    for source in [*sources, np.asarray(image)][:4 if mode == "RGBA" else 3]:
+        read = np.asarray(read_image(source))
+        assert (read[:, :4] == left).all() and (read[:, 4:] == opaque).all()
+
+
+def test_a_palette_with_a_transparent_entry_is_put_on_white(tmp_path):
+    image = halves("P", 0, 1)
+    image.putpalette([9, 9, 9, 0, 200, 0] + [0] * 762)
+    image.save(tmp_path / "palette.png", transparency=0)
+    read = np.asarray(read_image(str(tmp_path / "palette.png")))
+    assert (read[:, :4] == 255).all() and (read[:, 4:] == (0, 200, 0)).all()
+
+
+def test_16_bits_keep_the_upper_8(tmp_path):
+    values = np.arange(0, 65536, 257, dtype=np.uint16).reshape(16, 16)
+    Image.fromarray(values).save(tmp_path / "deep.png")
+    expected = (values >> 8).astype(np.uint8)
+    for source in str(tmp_path / "deep.png"), values, np.repeat(values[:, :, None], 3, axis=2):
+        assert np.array_equal(np.asarray(read_image(source))[:, :, 0], expected)
+
+
+def test_arrays_files_bytes_and_pil_images_are_one_image(tmp_path):
+    model = load_model("conv_transformer_cifar", random=True)
+    image = photo()
+    path = tmp_path / "a photo.png"
+    image.save(path)
+    array = np.asarray(image)
+    expected = model.prepare(image)
+    for source in (image, array, array.astype(np.float32) / 255, array.astype(np.float64) / 255, str(path), path,
+                   path.read_bytes(), io.BytesIO(path.read_bytes()), np.concatenate(
+                       [array, np.full((*array.shape[:2], 1), 255, np.uint8)], axis=2)):
+        assert torch.equal(as_input(model, source), expected)
+    grey = np.asarray(image.convert("L"))
+    assert torch.equal(as_input(model, grey), as_input(model, grey[:, :, None]))
+    assert torch.equal(as_input(model, torch.ones(1, 3, 5, 6, dtype=torch.uint8)), torch.full((3, 5, 6), 1 / 255))
+
+
+@pytest.mark.parametrize("source,message", [
+    ("https://example.org/cat.jpg", "https://example.org/cat.jpg is an address: download it first"),
+    ("FILE:///cat.jpg", "is an address"), ("nowhere.png", "image nowhere.png does not exist"),
+    (".", "one image file is required, and . is a folder"), (b"text", "is not an image that can be read"),
+    (3, r"got int"), (np.zeros((3, 8, 9), np.uint8), r"got \(3, 8, 9\): turn channels last"),
+    (np.zeros((0, 8, 3), np.uint8), r"got \(0, 8, 3\)"), (np.zeros((8, 8, 2), np.uint8), r"got \(8, 8, 2\)"),
+    (np.full((8, 8, 3), 2.0), "floating point in 0..1, got float64 from 2.0 to 2.0"),
+    (np.full((8, 8, 3), np.nan), "got float64 from nan"), (np.zeros((8, 8, 3), np.int64), "got int64")])
+def test_what_is_no_image_is_refused_with_one_line(source, message):
+    with pytest.raises(UsageError, match=message) as error:
+        read_image(source)
+    assert "\n" not in str(error.value)
+
+
+def test_an_address_in_a_list_of_images_is_refused():
+    with pytest.raises(UsageError, match="is an address"):
+        find_images(["http://example.org/cat.jpg"])
+
+
+def test_a_figure_takes_a_path(tmp_path):
+    from ea_vision.visualize import plot_heads
+
+    photo().save(tmp_path / "cat.png")
+    figure = plot_heads("conv_transformer_cifar", str(tmp_path / "cat.png"), layers=1, heads="mean", queries=[(4, 4)])
+    other = plot_heads("conv_transformer_cifar", np.asarray(photo()), layers=1, heads="mean", queries=[(4, 4)])
+    for a, b in zip(figure.axes, other.axes, strict=True):
+        assert all(np.array_equal(i.get_array(), j.get_array()) for i, j in zip(a.images, b.images, strict=True))
