@@ -6,6 +6,7 @@ Whatever has transparent pixels is put on white. Files of 16 bits a channel and 
 from __future__ import annotations
 
 import io
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -40,12 +41,12 @@ def find_images(paths: Iterable[str]) -> list[str]:
     images: list[str] = []
     for text in paths:
         path = Path(text)
-        if path.is_dir():
+        if os.path.isdir(text):
             files = sorted(str(file) for file in path.rglob("*") if file.suffix.lower() in IMAGE_SUFFIXES)
             if not files:
                 raise UsageError(f"folder {path} has no image ({', '.join(IMAGE_SUFFIXES)})")
             images += files
-        elif path.exists() or text.startswith("digits:"):
+        elif os.path.exists(text) or text.startswith("digits:"):
             images.append(text)
         else:
             _refuse_address(text)
@@ -79,7 +80,7 @@ def read_image(source: ImageSource, name: str = "", max_pixels: int = MAX_PIXELS
         source = io.BytesIO(source)
     if isinstance(source, (str, Path)):
         name = name or str(source)
-        if isinstance(source, str) and source.startswith("digits:") and not Path(source).exists():
+        if isinstance(source, str) and source.startswith("digits:") and not os.path.exists(source):
             return _digit(source)
         _check_file(source)
     elif not hasattr(source, "read"):
@@ -130,9 +131,9 @@ def _check_file(source: str | Path) -> None:
     """Raise UsageError for an address or a folder, where one image file is required."""
     if isinstance(source, str):
         _refuse_address(source)
-    if Path(source).is_dir():
+    if os.path.isdir(source):
         raise UsageError(f"one image file is required, and {source} is a folder")
-    if not Path(source).exists():
+    if not os.path.exists(source):
         raise UsageError(f"image {source} does not exist")
 
 
@@ -162,6 +163,6 @@ def _digit(text: str) -> Image.Image:
 
     test = load_dataset("digits").test
     number = text.removeprefix("digits:")
-    if not number.isdigit() or int(number) >= len(test):
+    if not number.isdecimal() or int(number) >= len(test):
         raise UsageError(f"digits:N must have N in 0..{len(test) - 1}, got {text}")
     return Image.fromarray(test.images[int(number)].permute(1, 2, 0).numpy())

@@ -24,7 +24,7 @@ from ea_vision.base.networks import check_model_name, check_state_fits, load_wei
 from ea_vision.data.image_files import MAX_PIXELS
 from ea_vision.detection.model import create_detector
 from ea_vision.detection.predict import Detections, detect
-from ea_vision.detection.train import TASK
+from ea_vision.detection.train import TASK, check_class_names
 from ea_vision.detection.transforms import FILL, boxes_to_square, fit_image, fitted_size
 from ea_vision.engine import checkpoint, run_folder
 
@@ -146,9 +146,8 @@ def load_model(target: str, *, random: bool = False, img_size: tuple[int, int] |
     """
     path = Path(target)
     epoch, crop_pct, trained = None, None, not random
-    if path.is_dir() or path.is_file():
-        folder = path if path.is_dir() else path.parent
-        folder = folder.parent if folder.name == run_folder.SNAPSHOTS else folder
+    if os.path.isdir(path) or os.path.isfile(path):
+        folder = _run_of(path)
         config, run = run_folder.read_config(folder)
         label = f"{config['model']}, {folder.resolve().name}"
         if run.get("task") == TASK:
@@ -195,6 +194,7 @@ def _load_detector(path: Path, folder: Path, label: str, random: bool, img_size:
         else:
             epoch = _load_file(detector, path)
             label += f", {path.stem}" if epoch is None else f", epoch {epoch}"
+    check_class_names(folder, run, detector)
     size = (detector.img_size, detector.img_size)
     if img_size not in (None, size):
         raise UsageError(f"{label} takes images of {size[0]}x{size[1]} pixels, got {img_size[0]}x{img_size[1]}")
@@ -202,6 +202,12 @@ def _load_detector(path: Path, folder: Path, label: str, random: bool, img_size:
             "input_size": (3, *size), "interpolation": "bilinear", "crop_pct": 1.0}
     return DetectorModel(detector.eval().to(device), label, size, data, epoch, not random, run["classes"],
                          run["category_ids"])
+
+
+def _run_of(path: Path) -> Path:
+    """Return the run folder that `path` is, or that this file of weights lies in."""
+    folder = path if path.is_dir() else path.parent
+    return folder.parent if folder.name == run_folder.SNAPSHOTS else folder
 
 
 def check_classifies(model: LoadedModel) -> None:
@@ -219,10 +225,17 @@ def input_size(model: nn.Module, config: dict[str, Any]) -> tuple[int, int]:
 
 
 def class_names_of(target: str, model: LoadedModel) -> list[str] | None:
-    """Names of a model's classes: those of its run, of its weights, or ImageNet's where it has 1000."""
-    if Path(target).exists():
-        folder = Path(target) if Path(target).is_dir() else Path(target).parent
-        return run_folder.read_config(folder)[1].get("classes")
+    """Return the names of a model's classes: those of its run, of its weights, or ImageNet's where it has 1000.
+
+    Raises:
+        UsageError: a run that names another number of classes than its network has.
+    """
+    if os.path.exists(target):
+        names = run_folder.read_config(_run_of(Path(target)))[1].get("classes")
+        if names is not None and (not isinstance(names, list) or len(names) != model.model.num_classes):
+            raise UsageError(f"config.yaml of {target} must name the {model.model.num_classes} classes of the network, "
+                             f"got {str(names)[:60]}")
+        return names
     config = getattr(model.model, "pretrained_cfg", None) or {}
     if config.get("label_names"):
         return list(config["label_names"])
@@ -295,7 +308,7 @@ def parse_layers(text: str, model: LoadedModel) -> list[AttentionLayer]:
 
 
 def parse_size(text: str | None, required: str = "--img-size must be N or H,W in pixels") -> tuple[int, int] | None:
-    """N or H,W, of positive whole numbers; None stays None.
+    """Return (H, W) of N or H,W, positive whole numbers whose product is at most MAX_PIXELS; None stays None.
 
     Raises:
         UsageError: anything else, as `required` says.
@@ -303,12 +316,15 @@ def parse_size(text: str | None, required: str = "--img-size must be N or H,W in
     if text is None:
         return None
     sides = text.split(",")
-    if len(sides) > 2 or not all(side.isdigit() and int(side) > 0 for side in sides):
-        raise UsageError(f"{required}, got {text!r}")
-    return int(sides[0]), int(sides[-1])
+    if len(sides) > 2 or not all(side.isdecimal() and len(side) < 10 and int(side) > 0 for side in sides):
+        raise UsageError(f"{required}, got {text[:40]!r}")
+    H, W = int(sides[0]), int(sides[-1])
+    if H * W > MAX_PIXELS:
+        raise UsageError(f"{required}, at most {MAX_PIXELS / 1e6:g} million together, got {text!r}")
+    return H, W
 
 
 def positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"a positive whole number required, got {text!r}")
+    if not text.isdecimal() or len(text) > 9 or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"a positive whole number below a billion required, got {text[:40]!r}")
     return int(text)

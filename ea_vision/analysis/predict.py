@@ -9,6 +9,7 @@ An image that cannot be read is named, the others are classified, and the exit c
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -94,6 +95,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"),
                         help="where to compute; auto: cuda if there is one (default: auto)")
     args = parser.parse_args(argv)
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # names that are not UTF-8 are names of files, too
     images = _files(args.images, sys.stdin)
     if args.json not in (None, "-"):
         create(Path(args.json).parent)

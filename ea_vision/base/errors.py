@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Callable
@@ -32,7 +33,12 @@ def near_matches(wrong: str, known, kind: str) -> str:
 
 
 def exit_code(main: Callable[[], int]) -> int:
-    """Run `main`; turn the errors above into one line on stderr (from rank 0 only) and an exit code."""
+    """Run `main`; turn the errors above into one line on stderr (from rank 0 only) and an exit code.
+
+    What standard output cannot write, such as a file name that is not UTF-8, is printed with backslashes.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         return main()
     except (UsageError, RunError) as error:

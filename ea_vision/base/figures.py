@@ -1,15 +1,35 @@
 """Figures as bytes, and the colours of their lines."""
 
+import argparse
 import io
 from collections.abc import Sequence
 
+from ea_vision.base.errors import UsageError
+
 COLORS = ("#D55E00", "#0072B2", "#E69F00", "#CC79A7", "#56B4E9", "#009E73", "#F0E442")  # Okabe and Ito
 FORMATS = (".png", ".svg", ".pdf")
+MOST_DPI, MOST_PIXELS = 2400, 250_000_000
+
+
+def dpi(text: str) -> int:
+    """Return the option --dpi as a number, for argparse."""
+    if not text.isdecimal() or not 1 <= int(text) <= MOST_DPI:
+        raise argparse.ArgumentTypeError(f"a whole number from 1 to {MOST_DPI} required, got {text[:20]!r}")
+    return int(text)
 
 
 def figure_bytes(figure, suffix: str = ".png", dpi: int = 120) -> bytes:
-    """The figure in the format of one of FORMATS; text stays text, which can be found."""
+    """Return the figure in the format of one of FORMATS; text stays text, which can be found.
+
+    Raises:
+        UsageError: more than MOST_PIXELS.
+    """
     import matplotlib
+
+    width, height = (side * dpi for side in figure.get_size_inches())
+    if suffix == ".png" and (width * height > MOST_PIXELS or max(width, height) >= 2**16):
+        raise UsageError(f"a picture must have at most {MOST_PIXELS / 1e6:g} megapixels and 65535 pixels a side, got "
+                         f"{width:.0f}x{height:.0f} at {dpi} dots per inch: ask for fewer (--dpi)")
 
     data = io.BytesIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "pdf.fonttype": 42}):

@@ -8,16 +8,19 @@ name and class with tabs between (Tiny-ImageNet's val), has the classes of that 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import logging
 import os
 import re
+import stat
 import tarfile
 import warnings
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -60,7 +63,7 @@ def decode_image(file: str | Path | BinaryIO, exif_rotation: bool = False, max_p
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the limit is max_pixels
-            with open(file, "rb") if isinstance(file, (str, Path)) else nullcontext(file) as data:
+            with open_regular(file) if isinstance(file, (str, Path)) else nullcontext(file) as data:
                 with Image.open(data, formats=IMAGE_FORMATS) as image:
                     if image.width * image.height > max_pixels:
                         raise TooLarge(f"{limit}, got {image.width}x{image.height}")
@@ -76,6 +79,19 @@ def decode_image(file: str | Path | BinaryIO, exif_rotation: bool = False, max_p
         raise TooLarge(f"{limit}: {error}") from error
     except Exception as error:  # Pillow's readers raise whatever damaged bytes lead them to
         raise BrokenImage(f"{type(error).__name__}: {error}") from error
+
+
+def open_regular(path: str | Path) -> BinaryIO:
+    """Open a file to read it. A named pipe or a device, which could wait for ever, is refused.
+
+    Raises:
+        OSError: it cannot be read, or is no regular file.
+    """
+    file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")  # a pipe is opened without waiting
+    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        return file
+    file.close()
+    raise OSError(errno.EINVAL, "not a regular file")
 
 
 def to_rgb(image: Image.Image, over_white: bool = False) -> Image.Image:
@@ -151,7 +167,7 @@ class ImageFiles:
             OSError: it cannot be read (any more).
         """
         if not self.is_tar:
-            return open(self.source / self.names[index], "rb")
+            return open_regular(self.source / self.names[index])
         return io.BytesIO(self._read_tar(int(self._starts[index]), int(self.sizes[index])))
 
     def _read_tar(self, start: int, size: int) -> bytes:
@@ -177,17 +193,10 @@ class ImageFiles:
         for index, name in enumerate(self.names):
             digest.update(f"\n{name} {self.sizes[index]}".encode())
             if cheap:
-                digest.update(self._content_digest(index))
+                digest.update(content_digest(partial(self.open, index)))
         if self.is_annotated:
             digest.update(self.targets.tobytes())
         return digest.hexdigest()
-
-    def _content_digest(self, index: int) -> bytes:
-        try:
-            with self.open(index) as file:
-                return hashlib.sha256(file.read()).digest()
-        except OSError as error:
-            return f"unreadable {error.errno}".encode()
 
     def earlier_fingerprint(self) -> str:
         """The fingerprint of run folders written before sizes and contents were part of it: of names alone."""
@@ -195,6 +204,15 @@ class ImageFiles:
         for name in self._own_names:
             digest.update(f"\n{name}".encode())
         return digest.hexdigest()
+
+
+def content_digest(open_image: Callable[[], BinaryIO]) -> bytes:
+    """Return SHA-256 of what `open_image` opens, or that it cannot be read."""
+    try:
+        with open_image() as file:
+            return hashlib.sha256(file.read()).digest()
+    except OSError as error:
+        return f"unreadable {error.errno}".encode()
 
 
 def _labels(source: Path, names: list[str]) -> list[str]:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-import math
+import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,14 @@ from torch.utils.data import Dataset
 from torchvision import tv_tensors
 
 from ea_vision.base.errors import UsageError
-from ea_vision.data.image_files import BrokenImage, decode_image
+from ea_vision.data.image_files import (
+    CHEAP_BYTES,
+    MAX_PIXELS,
+    BrokenImage,
+    content_digest,
+    decode_image,
+    open_regular,
+)
 
 SPLITS = ("train", "val")
 COCO_YEARS = ("2017", "2014")
@@ -31,6 +39,7 @@ RULES = {  # what is wrong with an annotation: what happens to it
     "unknown image": "left out",
 }
 LISTED = 5  # annotations that a note names
+MOST = 2**53  # of ids and coordinates: what every reader of JSON has exactly
 
 
 class CocoFolder(Dataset):
@@ -101,7 +110,7 @@ class CocoFolder(Dataset):
     def _check_files(self) -> None:
         there = {path.name for path in self.folder.iterdir()}
         missing = [image["file_name"] for image in self.images
-                   if image["file_name"] not in there and not (self.folder / image["file_name"]).is_file()]
+                   if image["file_name"] not in there and not os.path.isfile(self.folder / image["file_name"])]
         if missing:
             raise UsageError(f"{len(missing)} of the {len(self.images)} images of {self.json} are not in "
                              f"{self.folder}: {', '.join(missing[:3])}{' ...' if len(missing) > 3 else ''}")
@@ -148,8 +157,12 @@ class CocoFolder(Dataset):
         chosen.transforms = transforms
         return chosen
 
+    def num_boxes(self) -> int:
+        """Return the number of boxes, without crowds."""
+        return sum(not row.get("iscrowd") for of_image in self.annotations for row in of_image)
+
     def ground_truth(self) -> dict[str, Any]:
-        """What is left after the check, as the content of a COCO JSON: what the metric compares detections with.
+        """Return what is left after the check as the content of a COCO JSON, for the metric.
 
         Every annotation has `area` (that of the box, where the JSON has none), `iscrowd` and a number as its id.
         """
@@ -174,8 +187,21 @@ class CocoFolder(Dataset):
                 for wrong, ids in self.problems.items()]
 
     def fingerprint(self) -> str:
-        """SHA-256 over images (name, size in pixels), classes and boxes: the same for the same data, wherever it
-        lies."""
+        """Return SHA-256 over classes, boxes and images: their names, sizes and at most CHEAP_BYTES of contents.
+
+        It is the same for the same data, wherever it lies.
+        """
+        digest = hashlib.sha256(self.earlier_fingerprint().encode())
+        paths = [self.folder / image["file_name"] for image in self.images]
+        sizes = [os.path.getsize(path) if os.path.isfile(path) else 0 for path in paths]
+        for path, size in zip(paths, sizes, strict=True):
+            digest.update(f" {size}".encode())
+            if sum(sizes) <= CHEAP_BYTES:
+                digest.update(content_digest(partial(open_regular, path)))
+        return digest.hexdigest()
+
+    def earlier_fingerprint(self) -> str:
+        """Return the fingerprint of release 0.2, without the contents of images, so that its runs can go on."""
         text = json.dumps([self.ground_truth(), self.exif_rotation], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -247,9 +273,15 @@ def read_coco(path: Path) -> dict[str, Any]:
             if not isinstance(entry, dict):
                 raise UsageError(f"{path} is damaged: {part}[{number}] must be a mapping, got {_shown(entry)}")
             for field, (required, fits) in fields.items():
-                if not fits(entry.get(field)):
+                if not (fits(entry[field]) if field in entry else field in _OPTIONAL):
                     got = _shown(entry[field]) if field in entry else "nothing"
                     raise UsageError(f"{path} is damaged: {part}[{number}].{field} must be {required}, got {got}")
+    _check_ids(path, content)
+    return content
+
+
+def _check_ids(path: Path, content: dict[str, Any]) -> None:
+    """Raise UsageError unless ids of images and categories are unique and those of images of one type."""
     for part in ("images", "categories"):
         seen: set[Any] = set()
         for number, entry in enumerate(content[part]):
@@ -258,7 +290,13 @@ def read_coco(path: Path) -> dict[str, Any]:
             seen.add(entry["id"])
         if not seen:
             raise UsageError(f"{path} must have at least one of its {part}, got none")
-    return content
+    kind = type(content["images"][0]["id"])  # 1 and "1" would be one image to pycocotools
+    for part, field in (("images", "id"), ("annotations", "image_id")):
+        for number, entry in enumerate(content[part]):
+            if type(entry[field]) is not kind:
+                raise UsageError(f"{path} is damaged: {part}[{number}].{field} must be a "
+                                 f"{'whole number' if kind is int else 'text'}, as images[0].id is, got "
+                                 f"{_shown(entry[field])}")
 
 
 def _shown(value: Any) -> str:
@@ -267,27 +305,34 @@ def _shown(value: Any) -> str:
 
 
 def _number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= MOST
 
 
 def _whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= MOST
 
 
 def _file_name(value: Any) -> bool:
-    return isinstance(value, str) and bool(value) and not Path(value).is_absolute() and ".." not in Path(value).parts
+    return (_text(value) and "\0" not in value and not Path(value).is_absolute() and ".." not in Path(value).parts
+            and Path(value) != Path("."))
 
 
-_ID = ("a whole number or a text", lambda value: _whole(value) or isinstance(value, str))
-_WHOLE = ("a whole number", _whole)
-_PIXELS = ("a positive whole number of pixels", lambda value: _whole(value) and value > 0)
+def _text(value: Any) -> bool:
+    """Return whether this is a text that is not empty and can be written as UTF-8 (JSON allows half of a pair)."""
+    return isinstance(value, str) and bool(value) and not any("\ud800" <= letter <= "\udfff" for letter in value)
+
+
+_ID = (f"a whole number up to {MOST} or a text", lambda value: _whole(value) or _text(value))
+_WHOLE = (f"a whole number up to {MOST}", _whole)
+_PIXELS = ("a positive whole number of pixels", lambda value: _whole(value) and 0 < value <= MAX_PIXELS)
+_OPTIONAL = {"area", "iscrowd"}
 _FIELDS = {
     "images": {"id": _ID, "file_name": ("a path inside the folder of images", _file_name), "width": _PIXELS,
                "height": _PIXELS},
-    "categories": {"id": _WHOLE, "name": ("a text", lambda value: isinstance(value, str) and bool(value))},
+    "categories": {"id": _WHOLE, "name": ("a text", _text)},
     "annotations": {"id": _ID, "image_id": _ID, "category_id": _WHOLE,
                     "bbox": ("four numbers: x, y, width, height in pixels",
                              lambda value: isinstance(value, list) and len(value) == 4 and all(map(_number, value))),
-                    "area": ("a number", lambda value: value is None or _number(value)),
-                    "iscrowd": ("0 or 1", lambda value: value is None or value in (0, 1))},
+                    "area": ("a number of at least 0", lambda value: _number(value) and value >= 0),
+                    "iscrowd": ("0 or 1", lambda value: isinstance(value, int) and value in (0, 1))},
 }

@@ -108,12 +108,12 @@ def _val_rows(folder: Path) -> Iterator[Row]:
 def _lines(path: Path, fields: int) -> Iterator[list]:
     """The fields of each line, the last four as whole numbers."""
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} cannot be read: {error}") from error
     for number, line in enumerate(lines, start=1):
         found = line.split("\t")
-        if len(found) != fields or not all(word.isdigit() for word in found[-4:]):
+        if len(found) != fields or not all(word.isdecimal() for word in found[-4:]):
             raise UsageError(f"{path}, line {number}: {fields} fields between tabs required, the last four whole "
                              f"numbers, got {line[:60]!r}")
         yield [*found[:-4], *map(int, found[-4:])]
@@ -123,7 +123,10 @@ def _words(path: Path, names: Sequence[str]) -> dict[str, str]:
     """The first word for each WordNet ID, with the ID where two classes share it."""
     if not path.is_file():
         return {}
-    lines = (line.partition("\t") for line in path.read_text().splitlines())
+    try:
+        lines = [line.partition("\t") for line in path.read_text("utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} cannot be read as UTF-8: {error}") from error
     first = {name: text.split(",")[0].strip() for name, _, text in lines if name in set(names)}
     shared = [word for word in first.values() if list(first.values()).count(word) > 1]
     return {name: f"{word} ({name})" if word in shared else word for name, word in first.items()}
@@ -159,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--mean-box", action="store_true", help="also print what the mean training box, found in "
                         "every image, reaches on the validation images")
     args = parser.parse_args(argv)
-    classes = int(args.classes) if args.classes.isdigit() else args.classes.split(",") if args.classes else None
+    classes = int(args.classes) if args.classes.isdecimal() else args.classes.split(",") if args.classes else None
     if classes == 0 or args.per_class < 0:
         raise UsageError("--classes must be at least 1 and --per-class at least 0, got "
                          f"{args.classes or 'all'} and {args.per_class}")

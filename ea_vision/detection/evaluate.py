@@ -47,15 +47,18 @@ def require_pycocotools():
 
 @dataclass
 class DetectionResult:
-    """What a detector reached on `images` images.
+    """The results of a detector on `images` images.
 
     measures: MEASURES, in percent. per_class: a row a class: class, objects, AP, AP50. detections: COCO's results.
+    unreadable: number of images that could not be read; they and their `unreadable_boxes` boxes are not counted.
     """
 
     images: int
     measures: dict[str, float]
     per_class: list[dict[str, Any]]
     detections: list[dict[str, Any]]
+    unreadable: int = 0
+    unreadable_boxes: int = 0
 
     def figures(self) -> dict[str, float]:
         """The measures of metrics.csv, in percent."""
@@ -63,12 +66,15 @@ class DetectionResult:
 
     def numbers(self) -> dict[str, Any]:
         """What evaluation.json says; null for what there is no object for."""
-        return {"images": self.images, "detections": len(self.detections),
+        without = {"unreadable_images": self.unreadable, "unreadable_boxes": self.unreadable_boxes}
+        return {"images": self.images, "detections": len(self.detections), **(without if self.unreadable else {}),
                 **{name: None if math.isnan(value) else round(value, 4) for name, value in self.measures.items()}}
 
     def line(self) -> str:
+        without = (f" without {self.unreadable} that cannot be read and have {self.unreadable_boxes} boxes"
+                   if self.unreadable else "")
         return "  ".join([*(f"{name} {value:.2f}%" for name, value in self.measures.items() if not math.isnan(value)),
-                          f"{self.images} images"])
+                          f"{self.images} images{without}"])
 
     def write(self, folder: Path, about: dict[str, Any]) -> list[Path]:
         """Write evaluation.json, per_class.csv and detections.json (COCO's results); return their paths."""
@@ -135,28 +141,31 @@ def evaluate(model: nn.Module, loader, world: World, amp: str = "none",
     loader: a `BoxEvalLoader`. Returns None if `should_stop`, asked before each batch, said so.
 
     Raises:
-        RunError: there was no image that could be read.
+        RunError: no image that can be read has a box.
         UsageError: pycocotools is not installed.
     """
     require_pycocotools()
     model.eval()
-    source, found, images = loader.source, [], 0
+    source, found, ids = loader.source, [], []
     with closing(loader.batches()) as batches:
-        for pixels, targets, _ in batches:
+        for pixels, targets, indices in batches:
             if should_stop is not None and should_stop():
                 return None
             if not len(pixels):
                 continue
-            images += len(pixels)
+            ids += indices.tolist()
             with autocast(amp, world.device):
                 detected = model(pixels)
             for target, one in zip(targets, detected, strict=True):
                 boxes = boxes_to_original(one["boxes"].float().cpu(), target["size"], pixels.shape[-1])
                 found += results_of(target["image_id"], {**one, "boxes": boxes}, source.category_ids)
     found = [row for of_rank in world.gather(found) for row in of_rank]
-    images = sum(world.gather(images))
-    if not images:
-        raise RunError("there is no image to evaluate on that can be read")
+    ids = sorted(index for of_rank in world.gather(ids) for index in of_rank)
+    seen = source.select(ids)
+    if not seen.num_boxes():
+        raise RunError(f"there must be boxes on images that can be read, got {len(ids)} of {len(source)} images and "
+                       "none")
     found.sort(key=lambda row: str(row["image_id"]))  # the same order on any number of processes
-    measures, per_class = coco_metrics(source.ground_truth(), found)
-    return DetectionResult(images, measures, per_class, found)
+    measures, per_class = coco_metrics(seen.ground_truth(), found)
+    return DetectionResult(len(ids), measures, per_class, found, len(source) - len(ids),
+                           source.num_boxes() - seen.num_boxes())

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from ea_vision.base.errors import UsageError, exit_code, near_matches
 from ea_vision.base.files import create, write_json
-from ea_vision.data.image_files import IMAGE_SUFFIXES, BrokenImage, decode_image
+from ea_vision.data.image_files import IMAGE_SUFFIXES, MAX_PIXELS, BrokenImage, decode_image
 from ea_vision.data.small_images import load_dataset
 
 EXAMPLES = """\
@@ -62,6 +62,11 @@ class Boxes:
                              f"{self.smallest} to {self.largest} in {self.img_size} pixels")
         if not self.classes or len(set(self.classes)) < len(self.classes):
             raise UsageError(f"classes must be at least one, each once, got {','.join(self.classes) or 'none'}")
+        if not 0 <= self.seed < 2**63 or not 0 < self.val_photos < 1:
+            raise UsageError("a seed of at least 0 and a share of validation photos between 0 and 1 required, got "
+                             f"{self.seed} and {self.val_photos:g}")
+        if self.img_size**2 > MAX_PIXELS:
+            raise UsageError(f"images must have at most {MAX_PIXELS / 1e6:g} megapixels, got {self.img_size} a side")
         if min(self.most, self.train, self.val) < 1:
             raise UsageError(f"at least one object an image and one image a split required, got {self.most}, "
                              f"{self.train} and {self.val}")

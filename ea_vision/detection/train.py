@@ -138,6 +138,7 @@ class CocoDetection(run.Task):
         self.classes, self.fingerprint = self.test.classes, self.test.fingerprint()
         self.eval_images = self.test_images = len(self.test)
         self.about = {"task": TASK, "category_ids": self.test.category_ids, "eval_data": str(self.test.json)}
+        self.earlier_fingerprint = self.test.earlier_fingerprint()
         opened = [self.test]
         if training:
             self.train = CocoFolder(config.data_dir, "train", exif_rotation=config.exif_rotation)
@@ -145,6 +146,7 @@ class CocoDetection(run.Task):
             check_same_categories(self.train, self.test)
             self.same_images = self.train.fingerprint() == self.fingerprint
             self.fingerprint = self.train.fingerprint() + self.fingerprint
+            self.earlier_fingerprint = self.train.earlier_fingerprint() + self.earlier_fingerprint
             self.about["train_data"] = str(self.train.json)
             if config.holdout:
                 self._hold_out(config.holdout, config.seed)
@@ -152,6 +154,11 @@ class CocoDetection(run.Task):
         for split in opened:
             for note in split.notes():
                 log.warning("%s", note)
+        for split in (*opened, self.evaluated):
+            if not split.num_boxes():
+                held_out = f", of which {len(split)} images are held out" if split is not self.test and (
+                    split is self.evaluated) else ""
+                raise UsageError(f"{split.json} must have at least one box that is no crowd{held_out}, got none")
 
     def _hold_out(self, count: int, seed: int) -> None:
         if count >= len(self.train) or self.same_images:
@@ -292,7 +299,18 @@ def load_detector(folder: str | Path) -> tuple[Detector, dict[str, Any], dict[st
     Raises:
         UsageError: not the folder of a detection run, or weights that do not fit.
     """
-    return run_folder.load_run(Path(folder), "classes", "category_ids", task=TASK, create=create_detector)
+    detector, config, about = run_folder.load_run(Path(folder), "classes", "category_ids", task=TASK,
+                                                  create=create_detector)
+    check_class_names(Path(folder), about, detector)
+    return detector, config, about
+
+
+def check_class_names(folder: Path, about: dict[str, Any], detector: Detector) -> None:
+    """Raise UsageError unless a run's config.yaml has a name and an id for each output of its detector."""
+    for key in ("classes", "category_ids"):
+        if not isinstance(about[key], list) or len(about[key]) != detector.num_classes:
+            raise UsageError(f"config.yaml of {folder} must have {detector.num_classes} {key}, one for each output of "
+                             f"the detector, got {about[key]!r}")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -29,7 +29,7 @@ def train_transform(img_size: int, scale: tuple[float, float] = (0.8, 1.2), flip
     """
     return v2.Compose([
         *([v2.RandomPhotometricDistort(p=0.5)] if photometric else []),
-        v2.ScaleJitter((img_size, img_size), scale, antialias=True),
+        Jitter((img_size, img_size), scale, antialias=True),
         v2.RandomCrop((img_size, img_size), pad_if_needed=True, fill=_fill()),
         v2.RandomHorizontalFlip(flip),
         *_end(),
@@ -49,6 +49,13 @@ def _fill() -> dict[Any, Any]:
 def _end() -> list[v2.Transform]:
     return [v2.SanitizeBoundingBoxes(), v2.ToDtype({tv_tensors.Image: torch.float32, "others": None}, scale=True),
             v2.ToPureTensor()]
+
+
+class Jitter(v2.ScaleJitter):
+    """torchvision's, for images so narrow that it would give them no pixel at all."""
+
+    def make_params(self, flat_inputs: list[Any]) -> dict[str, Any]:
+        return {"size": tuple(max(1, side) for side in super().make_params(flat_inputs)["size"])}
 
 
 class Fit(v2.Transform):

@@ -24,7 +24,7 @@ from ea_vision.analysis.inputs import find_images, read_image
 from ea_vision.analysis.loading import DetectorModel, load_model, positive
 from ea_vision.analysis.recording import AttentionLayer
 from ea_vision.base.errors import UsageError
-from ea_vision.base.figures import COLORS
+from ea_vision.base.figures import COLORS, dpi
 from ea_vision.base.files import atomic_write, create
 from ea_vision.base.processes import choose_device
 from ea_vision.detection.coco import read_coco
@@ -71,7 +71,7 @@ def ids_of(path: Path) -> dict[str, int | str]:
 def parse_numbers(text: str) -> list[int]:
     """`1,3` -> [0, 2]."""
     words = text.split(",")
-    if not all(word.isdigit() and int(word) > 0 for word in words):
+    if not all(word.isdecimal() and int(word) > 0 for word in words):
         raise UsageError(f"--attention must be numbers of objects, counted from 1, the surest first, got {text!r}")
     return [int(word) - 1 for word in words]
 
@@ -96,7 +96,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--heads", default="all,mean", metavar="0,1|all|mean",
                         help="heads of --attention (default: %(default)s)")
     add_style(parser)
-    parser.add_argument("--dpi", type=positive, default=150, help="of pictures made of pixels (default: %(default)s)")
+    parser.add_argument("--dpi", type=dpi, default=150, help="of pictures made of pixels (default: %(default)s)")
     parser.add_argument("--batch-size", type=positive, default=8, help="images computed together (default: 8)")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"),
                         help="where to compute; auto: cuda if there is one (default: auto)")

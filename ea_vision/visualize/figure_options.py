@@ -19,10 +19,10 @@ from ea_vision.analysis.loading import (
     parse_layers,
     parse_size,
     parse_targets,
-    positive,
 )
 from ea_vision.analysis.recording import AttentionLayer
 from ea_vision.base.errors import UsageError
+from ea_vision.base.figures import dpi
 from ea_vision.base.processes import choose_device
 from ea_vision.engine import run_folder
 from ea_vision.visualize.image_maps import MEAN, Head, Query, distinct
@@ -64,7 +64,7 @@ def make_parser(description: str, examples: str, *, output: str, model: str = "e
     if maps:
         parser.add_argument("--npz", action="store_true",
                             help="write what is drawn from beside each figure, too, as FILE.npz for np.load")
-    parser.add_argument("--dpi", type=positive, default=150, help="of pictures made of pixels (default: %(default)s)")
+    parser.add_argument("--dpi", type=dpi, default=150, help="of pictures made of pixels (default: %(default)s)")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"),
                         help="where the network runs; auto: cuda if there is one (default: %(default)s)")
     add_exif_rotation(parser)

@@ -1,6 +1,9 @@
 """`ea-vision predict`: the classes that timm's own transform gives, from files, folders and standard input."""
 import io
 import json
+import os
+import shutil
+import sys
 
 import numpy as np
 import pytest
@@ -11,6 +14,8 @@ from PIL import Image
 import ea_vision  # noqa: F401  (registers the models)
 from ea_vision.analysis.predict import main
 from ea_vision.base.errors import exit_code
+from ea_vision.base.networks import encode_weights
+from ea_vision.engine import run_folder
 
 MODEL = "ea_conv_transformer_cifar"
 
@@ -64,11 +69,33 @@ def test_a_broken_image_is_named_and_the_others_are_classified(photos, tmp_path,
     assert bad["classes"] == [] and str(broken) in bad["error"] and "error" not in good and len(good["classes"]) == 5
 
 
+def test_pipes_and_names_that_are_not_utf8_stop_nothing(photos, tmp_path, monkeypatch, capfd):
+    folder = tmp_path / "photos"
+    shutil.copytree(photos, folder)
+    os.mkfifo(folder / "pipe.png")
+    strange = os.fsencode(folder) + b"/caf\xe9.png"
+    os.rename(os.fsencode(folder / "a.png"), strange)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(strange + b"\n"), encoding="utf-8"))
+    before = sys.stdout.errors
+    sys.stdout.reconfigure(errors="strict")
+    assert exit_code(lambda: main([MODEL, str(folder), "-", "--json", str(tmp_path / "found.json")])) == 1
+    sys.stdout.reconfigure(errors=before)
+    said = capfd.readouterr()
+    assert said.err.count("\n") == 1 and "pipe.png is broken: OSError: [Errno 22] not a regular file" in said.err
+    assert said.out.count("caf\\udce9.png: ") == 2 and "b.png: " in said.out
+    rows = json.loads((tmp_path / "found.json").read_text())
+    assert [os.fsencode(row["image"]) for row in rows].count(strange) == 2
+
+
 @pytest.mark.parametrize("words, message", [
     ([MODEL, "/nowhere.png"], "does not exist"),
     (["ea_conv_transformer_cifr", "digits:0"], "did you mean"),
     (["resnet18_cifar", "digits:0"], "resnet18_cifar has no weights"),
     ([MODEL, "digits:0", "--img-size", "x"], "--img-size must be"),
+    ([MODEL, "digits:0", "--img-size", "²"], "--img-size must be"),
+    ([MODEL, "digits:0", "--img-size", "99999999"], "at most 100 million together, got '99999999'"),
+    ([MODEL, "n" * 300], "does not exist"),
+    (["m" * 300, "digits:0"], "unknown model"),
 ])
 def test_bad_input_is_one_line(words, message, capsys):
     assert exit_code(lambda: main(words)) == 2
@@ -80,3 +107,21 @@ def test_standard_input_without_a_path(monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     assert exit_code(lambda: main([MODEL, "-"])) == 2
     assert "got none" in capsys.readouterr().err
+
+
+def test_weights_of_an_epoch_in_a_run_folder(photos, tmp_path, capsys):
+    kwargs = {"widths": [8, 8, 16, 16], "num_classes": 3, "img_size": 32}
+    model = timm.create_model(MODEL, **kwargs)
+    run_folder.write_config(tmp_path, {"model": MODEL, "img_size": 32, "dataset": "folder"}, {
+        "model_kwargs": kwargs, "classes": ["ant", "bee", "cow"], "mean": [0.5] * 3, "std": [0.2] * 3})
+    path = tmp_path / run_folder.SNAPSHOTS / "epoch_0001.safetensors"
+    path.parent.mkdir()
+    path.write_bytes(encode_weights(model.state_dict()))
+    assert main([str(path), str(photos / "a.png")]) == 0
+    said = capsys.readouterr().out
+    assert all(name in said for name in ("ant", "bee", "cow"))
+    for classes in (["ant", "bee"], "abc", 3):
+        run_folder.write_config(tmp_path, {"model": MODEL, "img_size": 32, "dataset": "folder"}, {
+            "model_kwargs": kwargs, "classes": classes, "mean": [0.5] * 3, "std": [0.2] * 3})
+        assert exit_code(lambda: main([str(path), str(photos / "a.png")])) == 2
+        assert "must name the 3 classes of the network" in capsys.readouterr().err

@@ -1,14 +1,19 @@
 """`CocoFolder`: what it reads, what it mends and says, and what it refuses."""
+import contextlib
 import json
+import os
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from PIL import Image
 
 from ea_vision.base.errors import UsageError
 from ea_vision.data.image_files import BrokenImage
 from ea_vision.detection.coco import CocoFolder, cut_box
+from ea_vision.detection.evaluate import coco_metrics
 
 
 def content() -> dict:
@@ -100,10 +105,21 @@ def with_value(part, field, value):
     (with_value("annotations", "bbox", [1, 2, 3]), "annotations[2].bbox must be four numbers: x, y, width, height in "
                                                    "pixels, got [1, 2, 3]"),
     (with_value("annotations", "bbox", [1, 2, 3, float("nan")]), "annotations[2].bbox"),
-    (with_value("annotations", "category_id", "cat"), "annotations[2].category_id must be a whole number, got 'cat'"),
+    (with_value("annotations", "category_id", "cat"), "annotations[2].category_id must be a whole number up to "
+                                                     "9007199254740992, got 'cat'"),
     (with_value("images", "file_name", "../b.png"), "images[1].file_name must be a path inside"),
     (with_value("images", "id", 7), "images[1].id 7 is there already"),
     (with_value("images", "file_name", "c.png"), "1 of the 2 images of"),
+    (with_value("images", "file_name", "n" * 300), "1 of the 2 images of"),
+    (with_value("images", "file_name", "\ud800.png"), "images[1].file_name must be a path inside"),
+    (with_value("images", "width", 10**400), "images[1].width must be a positive whole number of pixels, got 1000"),
+    (with_value("images", "id", 10**400), "images[1].id must be a whole number up to 9007199254740992 or a text"),
+    (with_value("images", "id", "7"), "images[1].id must be a whole number, as images[0].id is, got '7'"),
+    (with_value("annotations", "image_id", "7"), "annotations[2].image_id must be a whole number, as images[0].id is"),
+    (with_value("annotations", "bbox", [10**400, 0, 1, 1]), "annotations[2].bbox must be four numbers"),
+    (with_value("annotations", "area", None), "annotations[2].area must be a number of at least 0, got None"),
+    (with_value("annotations", "area", -1), "annotations[2].area must be a number of at least 0, got -1"),
+    (with_value("annotations", "iscrowd", None), "annotations[2].iscrowd must be 0 or 1, got None"),
 ])
 def test_damaged_json_is_one_clear_line(tmp_path, what, message):
     with pytest.raises(UsageError) as error:
@@ -133,3 +149,79 @@ def test_select_and_fingerprint(tmp_path):
     assert [chosen[0], chosen[1]] == [3, 7] and data[0][1]["image_id"] == 7
     assert [len(data.select([1]).ground_truth()[part]) for part in ("images", "annotations")] == [1, 0]
     assert data.fingerprint() == other.fingerprint() != chosen.fingerprint()
+
+
+def test_the_fingerprint_sees_changed_pixels_and_the_former_one_does_not(tmp_path):
+    data = CocoFolder(write(tmp_path, content()), "val")
+    before = data.fingerprint(), data.earlier_fingerprint()
+    Image.new("RGB", (30, 20), "red").save(data.folder / "a.png")
+    after = CocoFolder(tmp_path, "val")
+    changed = after.fingerprint()
+    assert changed != before[0] and after.earlier_fingerprint() == before[1]
+    (data.folder / "a.png").unlink()
+    (data.folder / "a.png").symlink_to("nowhere")
+    assert data.fingerprint() not in (changed, before[0])
+
+
+def test_a_named_pipe_is_a_broken_image(tmp_path):
+    """Opening one would wait for ever."""
+    data = CocoFolder(write(tmp_path, content()), "val")
+    (data.folder / "a.png").unlink()
+    os.mkfifo(data.folder / "a.png")
+    with pytest.raises(BrokenImage, match="not a regular file"):
+        data[0]
+    assert len(data.fingerprint()) == 64
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(codec=None), max_size=8)
+    | st.sampled_from([10**400, -10**400, 2**53, 1e308, "1", "\0", "\ud800", "n" * 300, ".", "a.png", 7]),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=3), max_leaves=4)
+TYPES = {"id": (int, str), "image_id": (int, str), "file_name": str, "width": int, "height": int, "name": str,
+         "category_id": int, "bbox": list, "area": (int, float), "iscrowd": int}
+
+
+@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_whatever_a_json_holds_it_is_refused_in_one_line_or_fully_used(tmp_path, data):
+    """One value of a good JSON is replaced, left out or repeated: no traceback, and nothing is accepted in silence."""
+    what = content()
+    part = data.draw(st.sampled_from(["images", "categories", "annotations"]))
+    entry = data.draw(st.sampled_from(what[part]))
+    field = data.draw(st.sampled_from(sorted(entry)))
+    how = data.draw(st.sampled_from(["value", "value", "value", "inside", "missing", "entry", "part"]))
+    value = data.draw(VALUES)
+    if how == "value":
+        entry[field] = value
+    elif how == "inside" and field == "bbox":
+        entry[field][data.draw(st.integers(0, 3))] = value
+    elif how == "missing":
+        del entry[field]
+    elif how == "entry":
+        what[part].append(value)
+    else:
+        what[part] = value
+    write(tmp_path, json.dumps(what))
+    try:
+        found = CocoFolder(tmp_path, "val")
+    except UsageError as error:
+        assert "\n" not in str(error)
+        assert error.__context__ is None or isinstance(error.__context__, (OSError, ValueError, RecursionError))
+        return
+    for rows in what.values():
+        for row in rows:
+            for name, kind in TYPES.items():
+                assert name not in row or isinstance(row[name], kind) and (name == "iscrowd" or row[name] is not True)
+    left_out = [ids for wrong, ids in found.problems.items() if wrong != "box reaches beyond the image"]
+    assert sum(map(len, found.annotations)) + sum(map(len, left_out)) == len(what["annotations"])
+    assert len(found.notes()) == len(found.problems) and len(found.fingerprint()) == 64
+    for index in range(len(found)):
+        with contextlib.suppress(BrokenImage):
+            image, target = found[index]
+            height, width = target["size"]
+            assert ((target["boxes"] >= 0) & (target["boxes"] <= torch.tensor([width, height] * 2))).all()
+    if not found.num_boxes():
+        return
+    rows = [{key: row[key] for key in ("image_id", "category_id", "bbox")} | {"score": 0.9}
+            for row in found.ground_truth()["annotations"] if not row["iscrowd"]]
+    assert coco_metrics(found.ground_truth(), rows)[0]["AP"] == pytest.approx(100)

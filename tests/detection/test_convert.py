@@ -65,6 +65,7 @@ def test_the_mean_box_by_hand(tiny, tmp_path, capsys):
 
 def test_what_is_wrong_is_one_line(tiny, tmp_path, capsys):
     boxes = tiny / "train" / "n02" / "n02_boxes.txt"
+    whole = boxes.read_bytes()
     boxes.write_text("n02_0.JPEG\t1\t2\t3\n")
     for words, message in (
             ([str(tmp_path / "nowhere"), str(tmp_path / "out")], "must be Tiny-ImageNet's folder"),
@@ -74,3 +75,10 @@ def test_what_is_wrong_is_one_line(tiny, tmp_path, capsys):
         assert exit_code(lambda words=words: main(words)) == 2
         error = capsys.readouterr().err
         assert message in error and error.count("\n") == 1
+    boxes.write_text("n02_0.JPEG\t1\t2\t3\t²\n", "utf-8")
+    assert exit_code(lambda: main([str(tiny), str(tmp_path / "out")])) == 2
+    assert "n02_boxes.txt, line 1: 5 fields" in capsys.readouterr().err
+    boxes.write_bytes(whole)
+    (tiny / "words.txt").write_bytes("n02\tcafé".encode("latin-1"))
+    assert exit_code(lambda: main([str(tiny), str(tmp_path / "out")])) == 2
+    assert "words.txt cannot be read as UTF-8" in capsys.readouterr().err

@@ -2,10 +2,18 @@
 import math
 
 import pytest
+import torch
 
 pytest.importorskip("pycocotools", reason="needs pycocotools")
 
-from ea_vision.detection.evaluate import MEASURES, DetectionResult, coco_metrics  # noqa: E402
+from ea_vision.base.errors import RunError  # noqa: E402
+from ea_vision.base.processes import World  # noqa: E402
+from ea_vision.data.bad_images import BadImages  # noqa: E402
+from ea_vision.detection.coco import CocoFolder  # noqa: E402
+from ea_vision.detection.evaluate import MEASURES, DetectionResult, coco_metrics, evaluate  # noqa: E402
+from ea_vision.detection.generate import Boxes, make_boxes  # noqa: E402
+from ea_vision.detection.loaders import BoxEvalLoader  # noqa: E402
+from ea_vision.detection.transforms import boxes_to_square, eval_transform  # noqa: E402
 
 TRUTH = {
     "images": [{"id": n, "file_name": f"{n}.png", "width": 200, "height": 200} for n in (1, 2, 3)],
@@ -63,3 +71,52 @@ def test_the_ground_truth_is_left_as_it_is():
     found = as_detections(TRUTH["annotations"])
     coco_metrics(TRUTH, found)
     assert repr(TRUTH) == before and all(set(row) == {"image_id", "category_id", "bbox", "score"} for row in found)
+
+
+class Perfect(torch.nn.Module):
+    """Finds the boxes that are there, in the order of a data set, whose images numbered `broken` it never sees."""
+
+    def __init__(self, source, img_size, broken):
+        super().__init__()
+        self.left = [(row["boxes"], row["labels"], row["size"]) for index in range(len(source)) if index not in broken
+                     for row in [source[index][1]]]
+        self.img_size = img_size
+
+    def forward(self, images):
+        found, self.left = self.left[:len(images)], self.left[len(images):]
+        return [{"boxes": boxes_to_square(boxes, size, self.img_size), "labels": labels,
+                 "scores": torch.full((len(labels),), 0.9)} for boxes, labels, size in found]
+
+
+@pytest.fixture
+def data(tmp_path):
+    make_boxes(tmp_path / "data", Boxes(("disc", "square"), img_size=64, smallest=16, largest=32, most=3, train=1,
+                                        val=7))
+    return CocoFolder(tmp_path / "data", "val")
+
+
+@pytest.mark.parametrize("broken", [(), (2, 5)])
+def test_boxes_of_images_that_cannot_be_read_are_left_out(data, broken):
+    detector = Perfect(data, 64, broken)
+    for index in broken:
+        (data.folder / data.images[index]["file_name"]).write_bytes(b"no image")
+    loader = BoxEvalLoader(data, transform=eval_transform(64), img_size=64, mean=(0, 0, 0), std=(1, 1, 1),
+                           device=torch.device("cpu"), batch_size=3, workers=0, bad_images=BadImages(3))
+    result = evaluate(detector, loader, World(0, 1, torch.device("cpu")))
+    lost = sum(len(data.annotations[index]) for index in broken)
+    assert result.measures["AP"] == pytest.approx(100) and result.images == 7 - len(broken)
+    assert sum(row["objects"] for row in result.per_class) == data.num_boxes() - lost
+    if broken:
+        assert f"5 images without 2 that cannot be read and have {lost} boxes" in result.line()
+        assert (result.numbers()["unreadable_images"], result.numbers()["unreadable_boxes"]) == (2, lost)
+    else:
+        assert result.line().endswith(" 7 images") and "unreadable_images" not in result.numbers()
+
+
+def test_no_box_on_an_image_that_can_be_read_is_an_error(data):
+    for image in data.images:
+        (data.folder / image["file_name"]).write_bytes(b"no image")
+    loader = BoxEvalLoader(data, transform=eval_transform(64), img_size=64, mean=(0, 0, 0), std=(1, 1, 1),
+                           device=torch.device("cpu"), batch_size=3, workers=0, bad_images=BadImages(9))
+    with pytest.raises(RunError, match="boxes on images that can be read, got 0 of 7 images"):
+        evaluate(Perfect(data, 64, range(7)), loader, World(0, 1, torch.device("cpu")))

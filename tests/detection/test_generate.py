@@ -84,6 +84,9 @@ def test_the_command_says_what_it_wrote(tmp_path, capsys):
     (["--objects", "somewhere"], "--objects needs --classes"),
     (["--photos", "/nowhere"], "at least two photos"),
     (["--train", "0"], "at least one object an image"),
+    (["--seed", "-1"], "a seed of at least 0 and a share of validation photos between 0 and 1 required, got -1"),
+    (["--val-photos", "nan"], "between 0 and 1 required, got 0 and nan"),
+    (["--img-size", "99999999"], "at most 100 megapixels"),
 ])
 def test_bad_input_is_one_line(tmp_path, words, message, capsys):
     assert exit_code(lambda: main([str(tmp_path / "out"), *words])) == 2

@@ -1,21 +1,27 @@
 """Detections of files: coordinates, COCO's results, pictures, and the attention of a detected object."""
 import json
 import math
+import os
+import shutil
+import sys
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from PIL import Image
 
 from ea_vision import __main__ as commands
 from ea_vision.analysis.loading import DetectorModel, load_model, parse_layers
-from ea_vision.base.errors import exit_code
+from ea_vision.base.errors import UsageError, exit_code
+from ea_vision.base.figures import figure_bytes
 from ea_vision.detection.coco import CocoFolder
 from ea_vision.detection.draw import draw_boxes, gallery, gallery_of, picture
 from ea_vision.detection.generate import Boxes, make_boxes
 from ea_vision.detection.predict import Detections, detect
+from ea_vision.detection.train import load_detector
 from ea_vision.visualize.detections import attention_figure, main
 from ea_vision.visualize.image_maps import cell_of, record
 from tests.detection.tiny import CLASSES, IDS, SIDE, tiny_run
@@ -189,8 +195,47 @@ def test_ids_of_a_coco_json_and_a_broken_image(run, photos, tmp_path, capsys):
     assert {row["image_id"] for row in json.loads(said.out)} == {51} and f"{broken} is not an image" in said.err
 
 
+def test_what_is_no_image_is_named_and_the_others_are_gone_through(run, photos, tmp_path, capfd):
+    """A named pipe does not keep the command waiting; a name that is not UTF-8 is printed with backslashes."""
+    folder = tmp_path / "photos"
+    shutil.copytree(photos, folder)
+    os.mkfifo(folder / "pipe.png")
+    os.rename(os.fsencode(folder / "tall.png"), os.fsencode(folder) + b"/caf\xe9.png")
+    before = sys.stdout.errors
+    sys.stdout.reconfigure(errors="strict")
+    assert exit_code(lambda: main([str(run), str(folder), "--json", str(tmp_path / "r.json"), "-o",
+                                   str(tmp_path / "p.png"), "--dpi", "30"])) == 1
+    sys.stdout.reconfigure(errors=before)
+    said = capfd.readouterr()
+    assert "pipe.png" in said.err and said.err.count("error") == 1 and "caf\\udce9.png: " in said.out
+    assert "wide.png: " in said.out and len(list(tmp_path.glob("p-*.png"))) == 3
+    assert os.fsencode(folder) + b"/caf\xe9.png" in {
+        os.fsencode(row["image_id"]) for row in json.loads((tmp_path / "r.json").read_text())}
+
+
+@pytest.mark.parametrize("words", [["--dpi", "100000"], ["--dpi", "0"], ["--dpi", "²"]])
+def test_dots_per_inch_are_limited_before_work(words, capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["run", "photo", *words])
+    assert left.value.code == 2 and "a whole number from 1 to 2400 required" in capsys.readouterr().err
+    with pytest.raises(UsageError, match="at most 250 megapixels and 65535 pixels a side, got 24000x12000 at 2400"):
+        figure_bytes(Figure((10, 5)), ".png", 2400)
+
+
+def test_a_run_with_fewer_names_than_outputs_is_refused(run, photos, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(run, folder)
+    config = folder / "config.yaml"
+    content = yaml.safe_load(config.read_text())
+    content["run"]["classes"].remove("owl")
+    config.write_text(yaml.safe_dump(content))
+    for load in (load_detector, lambda path: load_model(str(path))):
+        with pytest.raises(UsageError, match=r"must have 3 classes, one for each output .* got \['cat', 'dog'\]"):
+            load(folder)
+
+
 @pytest.mark.parametrize("command, words", [
-    ("predict", ["RUN", "PHOTO"]), ("jacobian", ["--model", "RUN", "PHOTO"]), ("faithfulness", ["--model", "RUN"]),
+    ("predict", ["RUN", "PHOTO"]), ("faithfulness", ["--model", "RUN"]),
     ("probe", ["--model", "RUN", "--layers", "6"])])
 def test_commands_that_need_classes_of_images_say_so(run, photos, command, words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
@@ -203,7 +248,9 @@ def test_commands_that_need_classes_of_images_say_so(run, photos, command, words
     (["conv_transformer_cifar", "PHOTO"], "a run of train-detection is required"),
     (["RUN", "PHOTO", "--attention", "1"], "--attention needs --output"),
     (["RUN", "PHOTO", "--attention", "0", "-o", "a.png"], "counted from 1"),
+    (["RUN", "PHOTO", "--attention", "²", "-o", "a.png"], "counted from 1"),
     (["RUN", "/nowhere.png"], "does not exist"),
+    (["RUN", "n" * 300], "does not exist"),
 ])
 def test_bad_input_is_one_line(run, photos, words, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import shutil
 import signal
 import sys
 
@@ -190,6 +191,29 @@ def test_errors_are_one_line(data, tmp_path, more, message):
     with pytest.raises(UsageError, match=message):
         train.main(given)
     assert not os.path.exists(tmp_path / "run")
+
+
+@pytest.mark.parametrize("split, crowd", [("val", 0), ("val", 1), ("train", 0)])
+def test_data_without_boxes_is_refused_before_training(data, tmp_path, split, crowd):
+    shutil.copytree(data, tmp_path / "data")
+    path = tmp_path / "data" / f"{split}.json"
+    content = json.loads(path.read_text())
+    content["annotations"] = [{**row, "iscrowd": 1} for row in content["annotations"] if crowd]
+    path.write_text(json.dumps(content))
+    with pytest.raises(UsageError, match=f"{split}.json must have at least one box that is no crowd, got none"):
+        train.main(arguments(tmp_path / "data", tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_images_held_out_must_have_boxes(data, tmp_path):
+    shutil.copytree(data, tmp_path / "data")
+    path = tmp_path / "data" / "train.json"
+    content = json.loads(path.read_text())
+    content["annotations"] = content["annotations"][:1]
+    path.write_text(json.dumps(content))
+    with pytest.raises(UsageError, match="at least one box that is no crowd"):
+        for seed in "0123456789":
+            train.main(arguments(tmp_path / "data", tmp_path / "run", "--holdout", "1", "--seed", seed, "--dry-run"))
 
 
 def test_without_pycocotools_one_line_says_what_to_install(data, tmp_path, monkeypatch):

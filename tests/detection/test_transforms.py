@@ -82,3 +82,13 @@ def test_evaluation_fits_pads_and_leads_back(size):
     assert (size[0] == size[1]) or grey.tolist() == pytest.approx([124 / 255, 116 / 255, 104 / 255])
     beyond = boxes_to_original(torch.tensor([[-3.0, -3.0, 70.0, 70.0]]), size, 64)
     assert beyond.tolist() == [[0, 0, size[1], size[0]]]
+
+
+@pytest.mark.parametrize("size", [(1, 4000), (4000, 1)])
+def test_images_of_one_pixel_s_width(size):
+    """At a scale below 1 their shorter side has less than half a pixel."""
+    target = {"boxes": tv_tensors.BoundingBoxes([[0, 0, size[1], size[0]]], format="XYXY", canvas_size=size),
+              "labels": torch.tensor([1]), "size": size}
+    image = tv_tensors.Image(torch.zeros(3, *size, dtype=torch.uint8))
+    for transform in (train_transform(64, (0.8, 0.8)), train_transform(64, (0.1, 1.2)), eval_transform(64)):
+        assert transform(image, dict(target))[0].shape == (3, 64, 64)
