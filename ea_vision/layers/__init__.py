@@ -12,7 +12,8 @@ from ea_vision.layers.evolution import (
 from ea_vision.layers.positions import POSITIONS, add_sine, append_coordinates, choose_position
 from ea_vision.layers.spatial_transformer import SpatialTransformer, quadrilateral, sample_affine
 from ea_vision.layers.token_attention import TokenAttention, attention_layers
-from ea_vision.ops.rel_pos import fit_rel_table, relative_logits
+from ea_vision.ops.reference import relative_logits
+from ea_vision.ops.rel_pos import fit_rel_table
 
 __all__ = [
     "POSITIONS",

@@ -19,15 +19,9 @@ from timm.models import register_notrace_module
 from torch import Tensor, nn
 
 from ea_vision.layers.positions import add_sine, append_coordinates, choose_position
-from ea_vision.ops import check_windows, evolving_attention, halve
-from ea_vision.ops.reference import (
-    attention_of,
-    check_prev_logits,
-    neighbours_logits,
-    neighbours_values,
-    own_logits,
-    within_windows,
-)
+from ea_vision.ops import check_windows, evolving_attention, forced, halve, log_once
+from ea_vision.ops.problem import check_prev_logits
+from ea_vision.ops.reference import neighbours_logits, neighbours_values, own_logits, within_windows
 from ea_vision.ops.rel_pos import cover_offsets, fit_rel_table, reach
 
 
@@ -47,10 +41,6 @@ class Projection(nn.Conv2d):
         """(B, in_channels, H, W) -> (B, out_channels, H, W) in the layout of x."""
         if torch.jit.is_scripting():
             return F.conv2d(x, self.weight, self.bias)
-        return self._project(x)
-
-    @torch.jit.unused
-    def _project(self, x: Tensor) -> Tensor:
         if x.device.type == "cpu" and x.is_contiguous():
             B, C, H, W = x.shape
             weight = self.weight.view(1, self.out_channels, C).expand(B, self.out_channels, C)
@@ -59,6 +49,22 @@ class Projection(nn.Conv2d):
         if x.device.type == "cpu" and few and x.is_contiguous(memory_format=torch.channels_last):
             return F.linear(x.permute(0, 2, 3, 1), self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
         return F.conv2d(x, self.weight, self.bias)
+
+
+def operands_of(layer: nn.Module, prev_logits: Tensor | None) -> dict[str, Any] | None:
+    """Return what `evolving_attention` needs to know of an attention layer's evolution; None where it cannot do as the
+    layer's modules do, or where a hook wants to see the maps in them."""
+    evolution, drop = layer.evolution, layer.attn_drop
+    if drop._forward_hooks or drop._forward_pre_hooks:
+        return None
+    if evolution is None:
+        return {}
+    if evolution._forward_hooks or evolution._forward_pre_hooks:
+        return None
+    operands = evolution.operands(prev_logits)
+    if operands is None and (reason := evolution.reason_for_reference()):
+        log_once(("reference", reason), f"evolving attention by 'reference': {reason}")
+    return operands
 
 
 @register_notrace_module  # sizes are checked at run time, so FX keeps the layer whole
@@ -276,48 +282,46 @@ class AugmentedConv2d(nn.Module):
     def logits_of(self, q: Tensor, k: Tensor, feat_size: tuple[int, int]) -> Tensor:
         """The layer's own logits, whole, before any evolution: q, k of `split_heads` -> (B, K, N, N), or
         (B, K, N, head_window * N) with the neighbouring heads' keys."""
+        H, W = feat_size
         height_rel, width_rel = self.height_rel, self.width_rel
         if height_rel is not None and width_rel is not None:
-            high, wide = self.reaches(feat_size)
-            height_rel = cover_offsets(fit_rel_table(height_rel, high), feat_size[0])
-            width_rel = cover_offsets(fit_rel_table(width_rel, wide), feat_size[1])
+            if height_rel.shape[0] != 2 * H - 1 or width_rel.shape[0] != 2 * W - 1:
+                high, wide = self.reaches(feat_size)
+                height_rel, width_rel = fit_rel_table(height_rel, high), fit_rel_table(width_rel, wide)
+                height_rel, width_rel = cover_offsets(height_rel, H), cover_offsets(width_rel, W)
         if self.head_window > 1:
             return neighbours_logits(q, k, height_rel, width_rel, self.scale, feat_size, self.head_window)
         return own_logits(q, k, height_rel, width_rel, self.scale, feat_size)
 
     def attention_of(self, logits: Tensor, feat_size: tuple[int, int]) -> Tensor:
-        """Probabilities from (evolved) logits, within the windows; the shape stays."""
+        """Return the probabilities of (evolved) logits, within the windows; the shape stays."""
         if self.local:
             logits = within_windows(logits, feat_size, self.window, self.head_window, self.head_border == "wrap")
-        return attention_of(logits)
+        attn = logits.softmax(dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+        if self.evolution is not None:
+            if self.evolution.mixes_attn:
+                attn = self.evolution.mix_attn(attn)
+        return attn
 
     def _attend_by_modules(
             self, q: Tensor, k: Tensor, v: Tensor, prev_logits: Tensor | None, feat_size: tuple[int, int],
     ) -> tuple[Tensor, Tensor | None]:
-        """Every map passes through a module of this layer, where a hook can see it."""
+        """The reference: every map passes through a module of this layer, where a hook can see it."""
         logits = self.logits_of(q, k, feat_size)
         if self.evolution is not None:
-            assert prev_logits is not None
+            assert prev_logits is not None, "checked by attend"
             logits = self.evolution(logits, prev_logits)
         if self.head_window > 1:
             v = neighbours_values(v, self.head_window)
         out = self.attn_drop(self.attention_of(logits, feat_size)).to(v.dtype) @ v
         return out, logits if self.head_window == 1 else None
 
-    def _operands(self, prev_logits: Tensor | None) -> dict[str, Any] | None:
-        """What `evolving_attention` needs to know of the evolution; None where it cannot do as the modules do, or where
-        a hook wants to see the maps in them."""
-        watched = [self.attn_drop] if self.evolution is None else [self.attn_drop, self.evolution]
-        if any(module._forward_hooks or module._forward_pre_hooks for module in watched):
-            return None
-        return {} if self.evolution is None else self.evolution.operands(prev_logits)
-
     @torch.jit.unused
-    def _attend(
+    def _attend_by_operator(
             self, q: Tensor, k: Tensor, v: Tensor, prev_logits: Tensor | None, feat_size: tuple[int, int],
             need_logits: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        operands = self._operands(prev_logits)
+        operands = operands_of(self, prev_logits)
         if operands is None:
             return self._attend_by_modules(q, k, v, prev_logits, feat_size)
         watched = bool(self._forward_hooks) and (self.evolution is not None or not self.local)
@@ -331,13 +335,15 @@ class AugmentedConv2d(nn.Module):
         None as in `forward`."""
         q, k, v, feat_size = self.split_heads(x)
         B, K, N = q.shape[0], q.shape[1], q.shape[2]
+        if self.evolution is not None and (prev_logits is None or prev_logits.shape != (B, K, N, N)):
+            check_prev_logits(prev_logits, B, K, N)  # says what is wrong
         logits: Tensor | None = None
-        if self.evolution is not None:
-            prev_logits = check_prev_logits(prev_logits, B, K, N)
-        if torch.jit.is_scripting():
+        if torch.jit.is_scripting():  # which compiles no other branch
+            out, logits = self._attend_by_modules(q, k, v, prev_logits, feat_size)
+        elif forced[-1:] == ["reference"]:
             out, logits = self._attend_by_modules(q, k, v, prev_logits, feat_size)
         else:
-            out, logits = self._attend(q, k, v, prev_logits, feat_size, need_logits)
+            out, logits = self._attend_by_operator(q, k, v, prev_logits, feat_size, need_logits)
         out = out.transpose(-2, -1).reshape(B, self.dim_v, feat_size[0], feat_size[1])  # heads concatenated
         if x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous():
             out = out.contiguous(memory_format=torch.channels_last)

@@ -5,13 +5,12 @@ Papers:
 * PA: `Predictive Attention Transformer` (2020) - https://openreview.net/forum?id=YQVjbJPnPc9
 
 The N x N logits of all heads are an image with K (heads) channels. alpha and beta are the papers'; the EA authors'
-TensorFlow code swaps their names. The equations are in `ea_vision.ops.reference`.
+TensorFlow code swaps their names.
 
 A new evolution is a subclass of `Evolution` under `@register_evolution("name")`: networks take it by
 `evolution="name"`, and the keywords of its constructor as theirs.
 """
 import inspect
-import logging
 import math
 from collections.abc import Callable
 from typing import Any
@@ -20,30 +19,40 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ea_vision.ops.reference import after_convolution, among_patches, before_convolution, readable, with_prefix
+from ea_vision.ops.reference import among_patches, mixed, readable, with_prefix
 
 _EVOLUTIONS: dict[str, type["Evolution"]] = {}
-_logger = logging.getLogger(__name__)
-_logged: set[str] = set()
 
 
 class Evolution(nn.Module):
     """How a layer's logits take up those of the previous layer in its chain.
 
     A subclass has `__init__(self, num_heads, *, its options, device=None, dtype=None)` and `forward`. The rest is what
-    others ask of it, and has defaults: nothing to record beside prev_logits, and no faster form than `forward`.
+    others ask of it, and has defaults: nothing to record beside prev_logits, nothing after the softmax, and no faster
+    form than `forward`, so that its layers run by the reference and the log says so.
     """
 
     part_names: tuple[str, ...] = ()  # further maps that `parts` returns
+    __constants__ = ["mixes_attn"]  # noqa: RUF012 (for TorchScript)
+    mixes_attn = False  # whether there is a `mix_attn`
 
     def forward(self, logits: Tensor, prev_logits: Tensor) -> Tensor:
         """The layer's own logits and the previous layer's, (B, K, N, N) each -> (B, K, N, N)."""
         raise NotImplementedError
 
+    def mix_attn(self, attn: Tensor) -> Tensor:
+        """Mix the maps after the softmax, where `mixes_attn`: (B, K, N, N) -> (B, K, N, N)."""
+        return attn
+
     @torch.jit.ignore
     def operands(self, prev_logits: Tensor) -> dict[str, Any] | None:
-        """The keywords with which `ea_vision.ops.evolving_attention` does as `forward`; None where it cannot."""
+        """Return the keywords with which `ea_vision.ops.evolving_attention` does as `forward`; None where it cannot."""
         return None
+
+    @torch.jit.ignore
+    def reason_for_reference(self) -> str:
+        """Return why no faster implementation computes `forward`, for the log; "" where `operands` says how."""
+        return f"{type(self).__name__} has only its forward, which the others do not know"
 
     @torch.jit.ignore
     def parts(self, logits: Tensor, prev_logits: Tensor, evolved: Tensor) -> dict[str, Tensor]:
@@ -161,11 +170,6 @@ def _reset_map_conv(conv: nn.Conv2d, negative_slope: float) -> None:
     nn.init.zeros_(conv.bias)
 
 
-def _activate(x: Tensor, negative_slope: float) -> Tensor:
-    """ReLU, or LeakyReLU where the slope below 0 is not 0."""
-    return F.relu(x) if negative_slope == 0.0 else F.leaky_relu(x, negative_slope)
-
-
 class _ConvolvedEvolution(Evolution):
     """What EA and PA share: convolutions over the maps, each followed by a ReLU, and the gates alpha and beta.
 
@@ -224,40 +228,40 @@ class _ConvolvedEvolution(Evolution):
                 on how much of it there is; what it is for the padding, `mask_logits` hides.
             query_padding: (B, Q) likewise; unless given, key_padding where queries and keys are the same tokens.
         """
-        if query_padding is None and self.causal != "cross" and logits.shape[2] == logits.shape[3]:
-            query_padding = key_padding
-        allowed = readable(logits, self.causal, key_padding, query_padding)
+        allowed: Tensor | None = None
+        if self.causal != "none" or key_padding is not None or query_padding is not None:
+            if query_padding is None and self.causal != "cross" and logits.shape[2] == logits.shape[3]:
+                query_padding = key_padding
+            allowed = readable(logits, self.causal, key_padding, query_padding)
         before = logits
         if self.causal == "none":
-            assert prev_logits is not None
-            before = before_convolution(logits, prev_logits, self.alpha, self.predict)
+            if prev_logits is None:
+                raise ValueError("prev_logits of the previous layer required, got None (the first layer of a chain has "
+                                 "no evolution)")
+            before = prev_logits if self.predict else mixed(self.alpha, prev_logits, logits)
         if allowed is not None:
             before = before.masked_fill(~allowed, 0.0)
         convolved = self.convolve(before, allowed)
-        return after_convolution(logits, before, convolved, self.alpha, self.beta, self.predict)
+        return mixed(self.alpha, convolved, logits) if self.predict else mixed(self.beta, convolved, before)
 
     def convolve(self, maps: Tensor, allowed: Tensor | None = None) -> Tensor:
-        """(B, K, Q, N) -> (B, K, Q, N); what is not `allowed` is 0 in maps, and enters no convolution."""
-        patches = among_patches(maps, self.num_prefix_tokens)
-        for i, conv in enumerate(self.convs):
-            if i > 0 and allowed is not None:
+        """(B, K, Q, N) -> (B, K, Q, N); what is not `allowed` is 0 in maps, and enters no convolution and no shift."""
+        patches = among_patches(maps, self.num_prefix_tokens) if self.num_prefix_tokens > 0 else maps
+        for conv in self.convs:
+            patches = conv(patches)
+            patches = F.relu(patches) if self.negative_slope == 0.0 else F.leaky_relu(patches, self.negative_slope)
+            if allowed is not None:
                 patches = patches.masked_fill(~allowed, 0.0)
-            patches = _activate(conv(patches), self.negative_slope)
         if self.causal != "none":  # the kernel's last row, and column, is to be the entry's own
             down, right = min(self.reach, patches.shape[2]), min(self.reach, patches.shape[3])
             patches = F.pad(patches, [right, -right, down, -down] if self.causal == "self" else [0, 0, down, -down])
-        return with_prefix(maps, patches, self.num_prefix_tokens)
+        return with_prefix(maps, patches, self.num_prefix_tokens) if self.num_prefix_tokens > 0 else patches
 
     @torch.jit.ignore
     def operands(self, prev_logits: Tensor) -> dict[str, Any] | None:
-        """The operator has the last convolution; those before it (PA only) are done here."""
-        if self.causal != "none":
-            return None
-        if self.convs and (self.dilation > 1 or self.negative_slope != 0.0):
-            self._say_reference()
-            return None
-        hooked = any(conv._forward_hooks or conv._forward_pre_hooks for conv in self.convs)
-        if hooked or any(type(conv) is not nn.Conv2d for conv in self.convs):
+        """Do all but the last convolution (PA alone has more than one); the operator does the rest."""
+        if self.reason_for_reference() or any(
+                type(conv) is not nn.Conv2d or conv._forward_hooks or conv._forward_pre_hooks for conv in self.convs):
             return None
         *first, last = self.convs or [None]
         if first:
@@ -270,20 +274,21 @@ class _ConvolvedEvolution(Evolution):
                 "predict": self.predict, "num_prefix_tokens": self.num_prefix_tokens}
 
     @torch.jit.ignore
-    def _say_reference(self) -> None:
-        """Log, once, why no faster implementation runs."""
-        line = ("evolving attention by 'reference': the others convolve maps without dilation and with a ReLU; got "
-                f"dilation={self.dilation}, negative_slope={self.negative_slope:g}")
-        if not torch.compiler.is_compiling() and line not in _logged:
-            _logged.add(line)
-            _logger.info(line)
+    def reason_for_reference(self) -> str:
+        if self.causal != "none":
+            return f"the others have no causal form; got causal={self.causal!r}"
+        if self.convs and (self.dilation > 1 or self.negative_slope != 0.0):
+            return ("the others convolve maps without dilation and with a ReLU; got "
+                    f"dilation={self.dilation}, negative_slope={self.negative_slope:g}")
+        return ""
 
     @torch.jit.ignore
     def parts(self, logits: Tensor, prev_logits: Tensor, evolved: Tensor) -> dict[str, Tensor]:
         """conv_logits: what the convolutions give, after the last activation."""
         if isinstance(self.beta, float) and self.beta == 1.0 and not self.predict:
             return {"conv_logits": evolved}
-        return {"conv_logits": self.convolve(before_convolution(logits, prev_logits, self.alpha, self.predict))}
+        before = prev_logits if self.predict else mixed(self.alpha, prev_logits, logits)
+        return {"conv_logits": self.convolve(before)}
 
     @torch.jit.ignore
     def before_shares(self) -> dict[str, float]:

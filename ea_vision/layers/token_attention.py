@@ -2,18 +2,17 @@
 
 Shape letters: B batch, C channels, K heads, T tokens (prefix tokens and patches), D width of a head.
 """
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from timm.layers import Attention
 from timm.models import register_notrace_module
 from torch import Tensor, nn
 
-from ea_vision.layers.augmented_conv import AugmentedConv2d
+from ea_vision.layers.augmented_conv import AugmentedConv2d, operands_of
 from ea_vision.layers.evolution import Evolution
 from ea_vision.ops import evolving_attention
-from ea_vision.ops.reference import attention_of, check_prev_logits, own_logits
+from ea_vision.ops.problem import check_prev_logits
+from ea_vision.ops.reference import attention_of, own_logits
 
 
 @register_notrace_module  # what runs depends on hooks, so FX keeps the layer whole
@@ -54,32 +53,29 @@ class TokenAttention(Attention):
         return own_logits(q, k, None, None, self.scale, feat_size)
 
     def attention_of(self, logits: Tensor, feat_size: tuple[int, int]) -> Tensor:
-        """Probabilities from (evolved) logits, of the same shape."""
-        return attention_of(logits)
+        """Return the probabilities of (evolved) logits, of the same shape."""
+        attn = attention_of(logits)
+        if self.evolution is not None:
+            if self.evolution.mixes_attn:
+                attn = self.evolution.mix_attn(attn)
+        return attn
 
     def _attend_by_modules(
             self, q: Tensor, k: Tensor, v: Tensor, prev_logits: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Every map passes through a module of this layer, where a hook can see it."""
-        logits = self.logits_of(q, k, (1, q.shape[2]))
+        """The reference: every map passes through a module of this layer, where a hook can see it."""
+        feat_size = (1, q.shape[2])
+        logits = self.logits_of(q, k, feat_size)
         if self.evolution is not None:
-            assert prev_logits is not None
+            assert prev_logits is not None, "checked by forward"
             logits = self.evolution(logits, prev_logits)
-        return self.attn_drop(attention_of(logits)).to(v.dtype) @ v, logits
-
-    def _operands(self, prev_logits: Tensor | None) -> dict[str, Any] | None:
-        """What `evolving_attention` needs to know of the evolution; None where it cannot do as the modules do, or where
-        a hook wants to see the maps in them."""
-        watched = [self.attn_drop] if self.evolution is None else [self.attn_drop, self.evolution]
-        if any(module._forward_hooks or module._forward_pre_hooks for module in watched):
-            return None
-        return {} if self.evolution is None else self.evolution.operands(prev_logits)
+        return self.attn_drop(self.attention_of(logits, feat_size)).to(v.dtype) @ v, logits
 
     @torch.jit.unused
     def _attend(
             self, q: Tensor, k: Tensor, v: Tensor, prev_logits: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
-        operands = self._operands(prev_logits) if self.fused_attn else None
+        operands = operands_of(self, prev_logits) if self.fused_attn else None
         if operands is None:
             return self._attend_by_modules(q, k, v, prev_logits)
         need_logits = self.need_logits or bool(self._forward_hooks and self.evolution is not None)

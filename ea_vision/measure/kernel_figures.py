@@ -31,6 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ea_vision.base.errors import RunError, UsageError
 from ea_vision.base.files import atomic_write, csv_text
 from ea_vision.ops import triton_attention
+from ea_vision.ops.problem import checked
 
 
 class Chip(NamedTuple):
@@ -114,11 +115,12 @@ def launches_of(layer: Layer, dtype: torch.dtype, capability: str = "", device: 
         tables = [made(2 * side - 1, D) if layer.relative else None for side in (H, W)]
         prev = made(batch, N, N, K, of=dtype).permute(0, 3, 1, 2) if layer.chained else None
         convolution = [made(K, K, size, size), made(K)] if layer.chained else [None, None]
+        gates = made(2, K) if layer.gates and layer.chained else (0.5, 1.0)
+        problem = checked(
+            *heads, *tables, prev, *convolution, *gates, (H, W), layer.predict, layer.prefix, None, layer.dropout_p,
+            True, None, 1, "clip")
         return triton_attention.launches_of(
-            *heads, *tables, prev, *convolution, 0.5, 1.0, predict=layer.predict, scale=D ** -0.5, feat_size=(H, W),
-            gates=made(2, K) if layer.gates and layer.chained else None, dropout_p=layer.dropout_p,
-            seed=torch.zeros(1, dtype=torch.int64, device=device), num_prefix_tokens=layer.prefix,
-            capability=tuple(map(int, capability.split("."))) if capability else None)
+            problem, tuple(map(int, capability.split("."))) if capability else None)
 
 
 def compile_launch(launch: triton_attention.Launch, capability: str) -> Any:

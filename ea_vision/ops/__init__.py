@@ -15,7 +15,8 @@
 The choice can be forced: by argument, by `with use_implementation("reference")`, or by the environment variable
 EA_VISION_IMPLEMENTATION, in this order. Why an implementation was taken is logged once, at level INFO.
 
-Shape letters: B batch, K heads, H x W the map, N = H*W its pixels (row-major), D width of a query's head, E a value's.
+Shape letters: B batch, K heads, H x W the map, N = H*W its pixels (row-major), M keys (N unless keys are reduced),
+D width of a query's head, E a value's.
 """
 
 import logging
@@ -28,17 +29,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ea_vision.ops import cpu, flex, gathered, reference, sdpa, triton_attention
-from ea_vision.ops.rel_pos import fit_rel_table, reach
+from ea_vision.ops.problem import Implementation, Problem, check_windows, checked
 
-__all__ = ["IMPLEMENTATIONS", "check_windows", "evolving_attention", "halve", "use_implementation"]
+__all__ = [
+    "IMPLEMENTATIONS", "check_windows", "evolving_attention", "forced", "halve", "log_once", "use_implementation",
+]
 
-IMPLEMENTATIONS = ("cpu", "triton", "sdpa", "flex", "gathered", "reference")
+IMPLEMENTATIONS: dict[str, Implementation] = {each.name: each for each in (
+    cpu.CPU, triton_attention.TRITON, sdpa.SDPA, flex.FLEX, gathered.GATHERED, reference.REFERENCE)}
+BY_DEVICE = {"cpu": ("cpu", "gathered"), "cuda": ("sdpa", "triton", "flex", "gathered")}  # in this order
+OTHER_DEVICES = ("triton",)
 
 _logger = logging.getLogger(__name__)
 _logged: set[tuple[str, ...]] = set()
-_forced: list[str] = []
-_BY_DEVICE = {"cpu": ("cpu",), "cuda": ("sdpa", "triton")}
-_WINDOWS_BY_DEVICE = {"cpu": ("gathered",), "cuda": ("flex", "gathered")}
+forced: list[str] = []  # the last one counts
 
 
 def _check_name(name: str, source: str) -> str:
@@ -48,45 +52,23 @@ def _check_name(name: str, source: str) -> str:
 
 
 if os.environ.get("EA_VISION_IMPLEMENTATION"):
-    _forced.append(_check_name(os.environ["EA_VISION_IMPLEMENTATION"], "EA_VISION_IMPLEMENTATION"))
+    forced.append(_check_name(os.environ["EA_VISION_IMPLEMENTATION"], "EA_VISION_IMPLEMENTATION"))
 
 
 @contextmanager
 def use_implementation(name: str) -> Iterator[None]:
     """Force an implementation inside the `with` block, in the whole process.
 
+    "reference" in a layer is the layer's own modules, one after another.
+
     Raises:
         ValueError: no implementation of this name; inside the block, one that cannot run what it is given.
     """
-    _forced.append(_check_name(name, "implementation"))
+    forced.append(_check_name(name, "implementation"))
     try:
         yield
     finally:
-        _forced.pop()
-
-
-def _reason_against(
-        name: str, q: Tensor, k: Tensor, v: Tensor, prev_logits: Tensor | None, weight: Tensor | None,
-        feat_size: tuple[int, int] | None, dropout_p: float, need_logits: bool, num_prefix_tokens: int,
-        local: bool,
-) -> str | None:
-    if name == "reference":
-        return None
-    if local and name not in ("flex", "gathered"):
-        return "it has no windows"
-    if dropout_p > 0 and name not in ("cpu", "sdpa", "triton"):
-        return "it has no dropout on the attention probabilities"
-    if name not in ("cpu", "sdpa", "triton") and num_prefix_tokens:
-        return f"it convolves whole maps, and {num_prefix_tokens} prefix tokens are to stay out of the convolution"
-    if name == "cpu":
-        return cpu.reason_against(q, k, v, weight)
-    if name == "flex":
-        return flex.reason_against(q, k, v, prev_logits, feat_size, need_logits, local)
-    if name == "gathered":
-        return gathered.reason_against(local, prev_logits, need_logits)
-    if name == "triton":
-        return triton_attention.reason_against(q, k, v, prev_logits, weight, feat_size)
-    return sdpa.reason_against(prev_logits, need_logits)
+        forced.pop()
 
 
 def _exporting() -> bool:
@@ -105,67 +87,40 @@ def _as_number(gate: float | Tensor) -> float | Tensor:
     return gate.item()
 
 
-def _gates_by_head(alpha: float | Tensor, beta: float | Tensor, num_heads: int) -> Tensor | None:
-    """alpha and beta, each a number or a tensor () or (K), as (2, K) in float32; None where both are numbers.
-
-    Raises:
-        ValueError: another shape.
-    """
-    tensors = [gate for gate in (alpha, beta) if isinstance(gate, Tensor)]
-    if not tensors:
-        return None
-    for gate in tensors:
-        if gate.numel() not in (1, num_heads):
-            raise ValueError(f"a gate must have 1 or num_heads={num_heads} numbers, got shape {list(gate.shape)}")
-    return torch.stack([gate.float().reshape(-1).expand(num_heads) if isinstance(gate, Tensor) else
-                        tensors[0].new_full((num_heads,), gate, dtype=torch.float32) for gate in (alpha, beta)])
-
-
-def _choose(q: Tensor, *rest) -> str:
-    """The first implementation of the device that can run this."""
+def _choose(problem: Problem) -> Implementation:
+    """The first implementation of the device that can solve this; the log says why not the ones before."""
     if _exporting():
-        return "reference"
-    against = []
-    local = rest[-1]
-    names = _WINDOWS_BY_DEVICE.get(q.device.type, ()) if local else _BY_DEVICE.get(q.device.type, ("triton",))
-    for name in names:
-        reason = _reason_against(name, q, *rest)
+        return reference.REFERENCE
+    device, against = problem.q.device.type, []
+    for name in BY_DEVICE.get(device, OTHER_DEVICES):
+        if IMPLEMENTATIONS[name].windows != problem.local:
+            continue
+        reason = IMPLEMENTATIONS[name].reason_against(problem)
         if reason is None:
             break
         against.append(f"not {name}: {reason}")
     else:
         name = "reference"
-    _log_choice(name, tuple(against), q.device.type, q.dtype)
-    return name
+    choice = f"evolving attention on {device} in {problem.q.dtype} by {name!r}"
+    log_once((name, *against), "; ".join((choice, *against)))
+    return IMPLEMENTATIONS[name]
+
+
+def _by_name(name: str, problem: Problem) -> Implementation:
+    """The implementation of this name, if it can solve this."""
+    chosen = IMPLEMENTATIONS[_check_name(name, "implementation")]
+    reason = chosen.reason_against(problem)
+    if reason is not None:
+        raise ValueError(f"implementation {name!r} cannot run this: {reason}")
+    return chosen
 
 
 @torch.compiler.assume_constant_result  # torch.compile calls it as it traces
-def _log_choice(name: str, against: tuple[str, ...], device: str, dtype: torch.dtype) -> None:
-    if (name, *against) not in _logged:
-        _logged.add((name, *against))
-        _logger.info("evolving attention on %s in %s by %r%s", device, dtype, name,
-                     "".join(f"; {line}" for line in against))
-
-
-def check_windows(
-        window: int | tuple[int, int] | None, head_window: int, head_border: str, num_heads: int,
-) -> tuple[int, int] | None:
-    """The window's (height, width), or None.
-
-    Raises:
-        ValueError: a window that is not odd, another head_border, or more neighbours than a ring of heads has.
-    """
-    sides = (window, window) if isinstance(window, int) else window
-    if sides is not None and (len(sides) != 2 or any(not isinstance(n, int) or n < 1 or n % 2 == 0 for n in sides)):
-        raise ValueError(f"window must be an odd number of pixels, two of them (height, width), or None, got {window}")
-    if not isinstance(head_window, int) or head_window < 1 or head_window % 2 == 0:
-        raise ValueError(f"head_window must be an odd number of heads, got {head_window}")
-    if head_border not in ("clip", "wrap"):
-        raise ValueError(f"head_border must be 'clip' or 'wrap', got {head_border!r}")
-    if head_border == "wrap" and head_window > num_heads:
-        raise ValueError(f"head_window must be at most num_heads={num_heads} where heads wrap around, "
-                         f"got {head_window}")
-    return None if sides is None else (sides[0], sides[1])
+def log_once(key: tuple[str, ...], line: str) -> None:
+    """Log which implementation runs, and why, once for each key."""
+    if key not in _logged:
+        _logged.add(key)
+        _logger.info("%s", line)
 
 
 def evolving_attention(
@@ -210,15 +165,17 @@ def evolving_attention(
     mixes the whole maps; the window comes after it.
 
     Args:
-        q, k: (B, K, N, D), q not scaled.
-        v: (B, K, N, E).
+        q: (B, K, N, D), not scaled.
+        k: (B, K, M, D). M keys for N queries, as where a network reduces its keys, run on the reference, without
+            position tables, windows and prefix tokens.
+        v: (B, K, M, E).
         height_rel: (2H-1, D), row 0 = offset -(H-1), or None for no position terms; other odd lengths are fitted to H.
             In a window: the h rows from offset -(h-1)/2 on, where h < 2H-1.
         width_rel: (2W-1, D), likewise.
-        prev_logits: (B, K, N, N), or None for attention that does not evolve.
+        prev_logits: (B, K, N, M), or None for attention that does not evolve.
         weight, bias: (K, K, kernel, kernel) and (K) of the convolution over the maps, kernel odd.
-        alpha: share of the previous layer's maps; where it learns a tensor, () or (K) by heads.
-        beta: EA: share of the convolved maps, likewise.
+        alpha: gate of the previous layer's maps: a number, or where it learns a tensor, () or (K) by heads.
+        beta: EA: gate of the convolved maps, likewise.
         feat_size: (H, W); needed with tables only.
         predict: PA in place of EA.
         num_prefix_tokens: how many tokens come before those of the map; their rows and columns stay out of the
@@ -232,71 +189,21 @@ def evolving_attention(
         implementation: one of `IMPLEMENTATIONS`; chosen unless given.
 
     Returns:
-        out (B, K, N, E) and the logits (B, K, N, N) that entered the softmax, before a window; or None where not
+        out (B, K, N, E) and the logits (B, K, N, M) that entered the softmax, before a window; or None where not
         needed, and with head_window > 1.
 
     Raises:
         ValueError: shapes that do not fit, or an implementation that cannot run this.
     """
-    B, K, N, D = q.shape
-    if feat_size is None:
-        if height_rel is not None:
-            raise ValueError(f"feat_size (H, W) with H*W = {N} required for the position tables, got None")
-        feat_size = (1, N)
-    H, W = feat_size
-    if H * W != N or k.shape != q.shape or v.shape[:3] != q.shape[:3]:
-        raise ValueError(f"q and k (B, K, N, D) and v (B, K, N, E) with N = {H}*{W} required, "
-                         f"got {list(q.shape)}, {list(k.shape)}, {list(v.shape)}")
-    if prev_logits is not None:
-        reference.check_prev_logits(prev_logits, B, K, N)
-    if not 0.0 <= dropout_p <= 1.0:
-        raise ValueError(f"dropout_p must be a probability, from 0 to 1, got {dropout_p}")
-    window = check_windows(window, head_window, head_border, K)
-    local = window is not None or head_window > 1
-    if head_window > 1 and prev_logits is not None:
-        raise ValueError(f"head_window must be 1 where maps evolve, got {head_window}")
-    if height_rel is not None:
-        high, wide = (H, W) if window is None else (reach(H, window[0]), reach(W, window[1]))
-        height_rel, width_rel = fit_rel_table(height_rel, high), fit_rel_table(width_rel, wide)
-    scale = D ** -0.5 if scale is None else scale
-    alpha, beta = (_as_number(gate) if prev_logits is not None else 1.0 for gate in (alpha, beta))
-    if prev_logits is None or weight is None:
-        num_prefix_tokens = 0
-    need_logits = need_logits and head_window == 1
-    needs = (k, v, prev_logits, weight, None if height_rel is None else feat_size, dropout_p, need_logits,
-             num_prefix_tokens, local)
-    forced = implementation if implementation is not None else _forced[-1] if _forced else None
-    if forced is None:
-        chosen = _choose(q, *needs)
-    else:
-        chosen = _check_name(forced, "implementation")
-        reason = _reason_against(chosen, q, *needs)
-        if reason is not None:
-            raise ValueError(f"implementation {chosen!r} cannot run this: {reason}")
-
-    if chosen == "sdpa":
-        return sdpa.attend(q, k, v, height_rel, width_rel, scale=scale, feat_size=feat_size, dropout_p=dropout_p), None
-    windows = {"window": window, "head_window": head_window, "wrap": head_border == "wrap"}
-    if chosen in ("flex", "gathered"):
-        attend = flex.attend if chosen == "flex" else gathered.attend
-        return attend(q, k, v, height_rel, width_rel, scale=scale, feat_size=feat_size, **windows), None
-    arguments = (q, k, v, height_rel, width_rel, prev_logits, weight, bias, alpha, beta)
-    options = {"predict": predict, "scale": scale, "feat_size": feat_size, "need_logits": need_logits}
-    if chosen == "reference":
-        return reference.attend(*arguments, dropout_p=dropout_p, num_prefix_tokens=num_prefix_tokens, **options,
-                                **windows)
-    gates = _gates_by_head(alpha, beta, K)
-    if gates is not None:
-        arguments = (*arguments[:-2], 1.0, 1.0)
-    # drawn here: what is recomputed for backward under torch's checkpointing draws the same again
-    seed = torch.randint(2 ** 62, (1,), device=q.device) if dropout_p > 0 else None
-    options |= {"gates": gates, "dropout_p": dropout_p, "seed": seed}
-    attend = cpu.attend if chosen == "cpu" else triton_attention.attend
-    return attend(*arguments, **options, num_prefix_tokens=num_prefix_tokens)
+    problem = checked(
+        q, k, v, height_rel, width_rel, prev_logits, weight, bias, _as_number(alpha), _as_number(beta), feat_size,
+        predict, num_prefix_tokens, scale, dropout_p, need_logits, window, head_window, head_border)
+    name = implementation if implementation is not None else forced[-1] if forced else None
+    return (_choose(problem) if name is None else _by_name(name, problem)).forward(problem)
 
 
 def halve(x: Tensor) -> Tensor:
     """Average pooling, 3x3, stride 2, padding 1 that is not counted: (B, C, H, W) -> (B, C, ceil(H/2), ceil(W/2))."""
-    if _forced[-1:] == ["reference"] or _exporting() or cpu.reason_against_pooling(x) is not None:
+    if forced[-1:] == ["reference"] or _exporting() or cpu.reason_against_pooling(x) is not None:
         return F.avg_pool2d(x, 3, stride=2, padding=1, count_include_pad=False)
     return cpu.pool(x)

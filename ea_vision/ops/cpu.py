@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ea_vision.base.files import cache_root
+from ea_vision.ops.problem import Implementation, Problem
 
 SOURCES = Path(__file__).with_name("cpu_kernel")  # kernel.c takes in the other files
 # Not -ffast-math: linked with it, a library switches subnormal numbers off in the whole process, and reordered sums
@@ -110,27 +111,6 @@ def _load() -> ctypes.CDLL | str:
     for function in (loaded.pool_forward, loaded.pool_backward):
         function.argtypes, function.restype = [*[ctypes.c_void_p] * 2, ctypes.c_long, *[ctypes.c_int] * 3], None
     return loaded
-
-
-def reason_against(q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None) -> str | None:
-    """Why the kernel cannot take this, or None.
-
-    Args:
-        q, k: (B, K, N, D).
-        v: (B, K, N, E).
-        weight: (K, K, kernel, kernel) of the map convolution, or None.
-    """
-    if q.device.type != "cpu":
-        return f"it needs tensors on the CPU, got {q.device}"
-    if q.dtype not in DTYPES:
-        return f"it needs float32, bfloat16 or float16, got {q.dtype}"
-    if not q.dtype == k.dtype == v.dtype:
-        return f"it needs q, k and v of one dtype, got {q.dtype}, {k.dtype} and {v.dtype}"
-    if 0 in (*q.shape, *v.shape):
-        return f"it needs q and v that are not empty, got {list(q.shape)} and {list(v.shape)}"
-    if weight is not None and weight.shape[-1] > 7:
-        return f"it needs map convolutions of at most 7x7, got {weight.shape[-1]}x{weight.shape[-1]}"
-    return _reason_against_library(DTYPES[q.dtype])
 
 
 def reason_against_pooling(x: Tensor) -> str | None:
@@ -294,44 +274,41 @@ def _flops(q, k, v, height_rel, width_rel, prev, weight, *_, out_shape=None, **_
     return maps + (0 if weight is None else 2 * B * N * N * weight[0] * weight[1] * weight[2] * weight[3])
 
 
-def _check(name: str, tensor: Tensor | None, shape: tuple[int, ...]) -> None:
-    """The kernel reads as much memory as `shape` says."""
-    if tensor is None or tensor.shape != shape:
-        received = None if tensor is None else list(tensor.shape)
-        raise ValueError(f"{name} of shape {list(shape)} required, got {received}")
+class Cpu(Implementation):
+    """The C kernel."""
+
+    name = "cpu"
+    dropout = prefix = True
+
+    def own_reason_against(self, problem: Problem) -> str | None:
+        q, k, v, weight = problem.q, problem.k, problem.v, problem.weight
+        if q.device.type != "cpu":
+            return f"it needs tensors on the CPU, got {q.device}"
+        if q.dtype not in DTYPES:
+            return f"it needs float32, bfloat16 or float16, got {q.dtype}"
+        if not q.dtype == k.dtype == v.dtype:
+            return f"it needs q, k and v of one dtype, got {q.dtype}, {k.dtype} and {v.dtype}"
+        if 0 in (*q.shape, *v.shape):
+            return f"it needs q and v that are not empty, got {list(q.shape)} and {list(v.shape)}"
+        if weight is not None and weight.shape[-1] > 7:
+            return f"it needs map convolutions of at most 7x7, got {weight.shape[-1]}x{weight.shape[-1]}"
+        return _reason_against_library(DTYPES[q.dtype])
+
+    def forward(self, problem: Problem) -> tuple[Tensor, Tensor | None]:
+        p, kind, prev, gates = problem, NONE, None, None
+        if p.prev_logits is not None:
+            kind, prev, gates = PREDICT if p.predict else MIX, p.prev_logits.to(p.q.dtype).contiguous(), p.gates()
+        alpha, beta = (p.alpha, p.beta) if gates is None else (1.0, 1.0)
+        small = [None if x is None else x.float().contiguous()
+                 for x in (p.height_rel, p.width_rel, p.weight, p.bias, gates)]
+        channels_last = all(_lies_channels_last(x) and not _lies_pixels_last(x) for x in (p.q, p.k, p.v))
+        out, logits, _ = _forward(
+            p.q, p.k, p.v, *small[:2], prev, *small[2:], p.dropout_seed(), alpha, beta, kind, p.scale, p.dropout_p,
+            p.num_prefix_tokens, *p.feat_size, p.need_logits, channels_last)
+        return _as_heads(out, channels_last), logits if p.need_logits else None
 
 
-def attend(
-        q: Tensor, k: Tensor, v: Tensor, height_rel: Tensor | None, width_rel: Tensor | None,
-        prev_logits: Tensor | None, weight: Tensor | None, bias: Tensor | None, alpha: float, beta: float, *,
-        predict: bool, scale: float, feat_size: tuple[int, int], need_logits: bool, gates: Tensor | None = None,
-        dropout_p: float = 0.0, seed: Tensor | None = None, num_prefix_tokens: int = 0,
-) -> tuple[Tensor, Tensor | None]:
-    """See `ea_vision.ops.evolving_attention`; gates: alpha and beta by heads, (2, K), in place of the numbers; seed:
-    what the dropout is drawn by, (1) of int64, needed with dropout_p > 0."""
-    K, D = q.shape[1], q.shape[3]
-    if height_rel is not None or width_rel is not None:
-        _check("height_rel", height_rel, (2 * feat_size[0] - 1, D))
-        _check("width_rel", width_rel, (2 * feat_size[1] - 1, D))
-    kind = NONE if prev_logits is None else PREDICT if predict else MIX
-    if prev_logits is None or weight is None:
-        weight = bias = None
-    else:
-        _check("weight", weight, (K, K, weight.shape[-1] | 1, weight.shape[-1] | 1))  # odd
-        _check("bias", bias, (K,))
-    if prev_logits is not None:
-        prev_logits = prev_logits.to(q.dtype).contiguous()
-    if prev_logits is None:
-        gates = None
-    elif gates is not None:
-        _check("gates", gates, (2, K))
-    small = [None if x is None else x.float().contiguous() for x in (height_rel, width_rel, weight, bias, gates)]
-    if dropout_p > 0:
-        _check("seed", seed, (1,))
-    channels_last = all(_lies_channels_last(x) and not _lies_pixels_last(x) for x in (q, k, v))
-    out, logits, _ = _forward(q, k, v, *small[:2], prev_logits, *small[2:], seed, alpha, beta, kind, scale, dropout_p,
-                              num_prefix_tokens if weight is not None else 0, *feat_size, need_logits, channels_last)
-    return _as_heads(out, channels_last), logits if need_logits else None
+CPU = Cpu()
 
 
 @torch.library.custom_op("ea_vision::cpu_pool", mutates_args=(), device_types="cpu")

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from ea_vision.ops import gathered
+from ea_vision.ops.problem import Implementation, Problem
 from ea_vision.ops.reference import neighbours_values
 from ea_vision.ops.rel_pos import cover_offsets
 from ea_vision.ops.sdpa import fold_position
@@ -30,33 +30,6 @@ from ea_vision.ops.sdpa import fold_position
 LEAST_WIDTH, MOST_WIDTH = 16, 256  # of a head, in torch's kernels
 CAPABILITY = (8, 0)
 SIZES = 64  # of maps, batches, ... for which it is compiled, at most
-
-
-def reason_against(
-        q: Tensor, k: Tensor, v: Tensor, prev_logits: Tensor | None, feat_size: tuple[int, int] | None,
-        need_logits: bool, local: bool,
-) -> str | None:
-    """Why it cannot run, or None. feat_size: (H, W) where there are position tables."""
-    if (reason := gathered.reason_against(local, prev_logits, need_logits)) is not None:
-        return reason
-    if torch.compiler.is_compiling():
-        return "it compiles its own kernel, outside of other compiled code"
-    width = q.shape[-1] + sum(feat_size or ())
-    if max(width, v.shape[-1]) > MOST_WIDTH:
-        return f"it takes heads up to {MOST_WIDTH} wide, got {width} with positions and values of {v.shape[-1]}"
-    if q.device.type == "cpu":
-        learns = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
-        return "it has no backward pass on a CPU" if learns else None
-    if q.device.type != "cuda":
-        return f"it runs on CUDA and on a CPU, got {q.device.type}"
-    if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        return f"it takes float16, bfloat16 and float32, got {q.dtype}"
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed"
-    capability = torch.cuda.get_device_capability(q.device)
-    if capability < CAPABILITY:
-        return f"it needs compute capability {CAPABILITY}, got {capability}"
-    return None
 
 
 @cache
@@ -86,22 +59,48 @@ def block_mask(
         return create_block_mask(seen, None, num_heads if by_head else None, N, head_window * N, device=device)
 
 
-def attend(
-        q: Tensor, k: Tensor, v: Tensor, height_rel: Tensor | None, width_rel: Tensor | None, *, scale: float,
-        feat_size: tuple[int, int], window: tuple[int, int] | None, head_window: int, wrap: bool,
-) -> Tensor:
-    """See `ea_vision.ops.evolving_attention`; -> out (B, K, N, E)."""
-    q = q * scale
-    if height_rel is not None and width_rel is not None:
-        tables = cover_offsets(height_rel, feat_size[0]), cover_offsets(width_rel, feat_size[1])
-        q, k = fold_position(q, k, *tables, feat_size)
-    D, E = q.shape[-1], v.shape[-1]
-    q, k = (F.pad(t, (0, max(0, LEAST_WIDTH - D))) for t in (q, k))
-    value = F.pad(v, (0, max(0, LEAST_WIDTH - E)))
-    if head_window > 1:
-        k, value = neighbours_values(k, head_window), neighbours_values(value, head_window)
-    mask = block_mask(q.shape[1], tuple(feat_size), window, head_window, wrap, q.device)
-    if q.device.type == "cpu":  # not compiled: a C++ compiler may be missing, and nobody needs it here
-        return flex_attention(q, k, value, block_mask=mask, scale=1.0)[..., :E]
-    with torch._dynamo.config.patch(recompile_limit=SIZES):
-        return _compiled()(q, k, value, block_mask=mask, scale=1.0)[..., :E]
+class Flex(Implementation):
+    """torch's FlexAttention."""
+
+    name = "flex"
+    windows = True
+    evolves = logits = False
+
+    def own_reason_against(self, problem: Problem) -> str | None:
+        q, k, v = problem.q, problem.k, problem.v
+        if torch.compiler.is_compiling():
+            return "it compiles its own kernel, outside of other compiled code"
+        width = q.shape[-1] + (0 if problem.height_rel is None else sum(problem.feat_size))
+        if max(width, v.shape[-1]) > MOST_WIDTH:
+            return f"it takes heads up to {MOST_WIDTH} wide, got {width} with positions and values of {v.shape[-1]}"
+        if q.device.type == "cpu":
+            learns = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
+            return "it has no backward pass on a CPU" if learns else None
+        if q.device.type != "cuda":
+            return f"it runs on CUDA and on a CPU, got {q.device.type}"
+        if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+            return f"it takes float16, bfloat16 and float32, got {q.dtype}"
+        if importlib.util.find_spec("triton") is None:
+            return "Triton is not installed"
+        capability = torch.cuda.get_device_capability(q.device)
+        return None if capability >= CAPABILITY else f"it needs compute capability {CAPABILITY}, got {capability}"
+
+    def forward(self, problem: Problem) -> tuple[Tensor, None]:
+        p = problem
+        q, k, v = p.q * p.scale, p.k, p.v
+        if p.height_rel is not None and p.width_rel is not None:
+            tables = cover_offsets(p.height_rel, p.feat_size[0]), cover_offsets(p.width_rel, p.feat_size[1])
+            q, k = fold_position(q, k, *tables, p.feat_size)
+        D, E = q.shape[-1], v.shape[-1]
+        q, k = (F.pad(t, (0, max(0, LEAST_WIDTH - D))) for t in (q, k))
+        v = F.pad(v, (0, max(0, LEAST_WIDTH - E)))
+        if p.head_window > 1:
+            k, v = neighbours_values(k, p.head_window), neighbours_values(v, p.head_window)
+        mask = block_mask(q.shape[1], p.feat_size, p.window, p.head_window, p.wrap, q.device)
+        if q.device.type == "cpu":  # not compiled: a C++ compiler may be missing, and nobody needs it here
+            return flex_attention(q, k, v, block_mask=mask, scale=1.0)[..., :E], None
+        with torch._dynamo.config.patch(recompile_limit=SIZES):
+            return _compiled()(q, k, v, block_mask=mask, scale=1.0)[..., :E], None
+
+
+FLEX = Flex()

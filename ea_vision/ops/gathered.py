@@ -15,19 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ea_vision.ops.problem import Implementation, Problem
 from ea_vision.ops.rel_pos import by_position, cover_offsets, reach
-
-
-def reason_against(local: bool, prev_logits: Tensor | None, need_logits: bool) -> str | None:
-    """Why it cannot run, or None."""
-    if not local:
-        return "it is for windows"
-    if prev_logits is not None:
-        return "it has no place for previous logits"
-    if need_logits:
-        return "it never has the logits that are wanted"
-    return None
-
 
 AT_ONCE = 2 ** 16  # logits of a step, as far as whole heads allow
 LEAST_BLOCK = 8  # columns of queries, where the map has so many
@@ -179,20 +168,26 @@ class _Attend(torch.autograd.Function):
         return d_q, d_k, d_v, d_row, d_table, None
 
 
-def attend(
-        q: Tensor, k: Tensor, v: Tensor, height_rel: Tensor | None, width_rel: Tensor | None, *, scale: float,
-        feat_size: tuple[int, int], window: tuple[int, int] | None, head_window: int, wrap: bool,
-) -> Tensor:
-    """See `ea_vision.ops.evolving_attention`; -> out (B, K, N, E)."""
-    (B, K, N, _), (H, W) = q.shape, feat_size
-    dtype = torch.float32 if v.dtype in (torch.float16, torch.bfloat16) else v.dtype
-    rows, cols = reach(H, None if window is None else window[0]), reach(W, None if window is None else window[1])
-    with torch.autocast(q.device.type, enabled=False):
-        query, key, value = (t.reshape(B, K, H, W, t.shape[-1]).to(dtype) for t in (q, k, v))
-        by_row = table = None
-        if height_rel is not None:
-            by_row = query @ (scale * height_rel.to(dtype)).t()  # (B, K, H, W, h)
-            table = by_position(cover_offsets(scale * width_rel.to(dtype), W), W)
-        out = _Attend.apply(query, key, value, by_row, table, Neighbours(K, H, W, head_window, wrap, rows, cols,
-                                                                         scale))
-    return out.to(v.dtype).view(B, K, N, v.shape[-1])
+class Gathered(Implementation):
+    """A row of keys at a time."""
+
+    name = "gathered"
+    windows = True
+    evolves = logits = False
+
+    def forward(self, problem: Problem) -> tuple[Tensor, None]:
+        p, (B, K, N, _), (H, W) = problem, problem.q.shape, problem.feat_size
+        dtype = torch.float32 if p.v.dtype in (torch.float16, torch.bfloat16) else p.v.dtype
+        rows, cols = (H, W) if p.window is None else (reach(H, p.window[0]), reach(W, p.window[1]))
+        with torch.autocast(p.q.device.type, enabled=False):
+            query, key, value = (t.reshape(B, K, H, W, t.shape[-1]).to(dtype) for t in (p.q, p.k, p.v))
+            by_row = table = None
+            if p.height_rel is not None:
+                by_row = query @ (p.scale * p.height_rel.to(dtype)).t()  # (B, K, H, W, h)
+                table = by_position(cover_offsets(p.scale * p.width_rel.to(dtype), W), W)
+            out = _Attend.apply(query, key, value, by_row, table,
+                                Neighbours(K, H, W, p.head_window, p.wrap, rows, cols, p.scale))
+        return out.to(p.v.dtype).view(B, K, N, p.v.shape[-1]), None
+
+
+GATHERED = Gathered()

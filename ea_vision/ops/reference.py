@@ -1,22 +1,49 @@
 """Evolving attention in readable torch: what every faster implementation is held to, outputs and gradients.
 
-The papers' equations stand here, once: `evolving_attention` and the evolution modules of `ea_vision.layers` call them.
+The layers of `ea_vision.layers` compute the same, one module after another, with the functions of this file: where the
+reference is forced, where a hook wants to see the maps, in TorchScript, and for evolutions that have only `forward`.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ea_vision.ops.rel_pos import cover_offsets, relative_logits
+from ea_vision.ops.problem import Implementation, Problem
+from ea_vision.ops.rel_pos import cover_offsets, fit_rel_table
+
+
+def relative_logits(q: Tensor, height_rel: Tensor, width_rel: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the position terms of the attention logits, one per axis (AA paper, equation 4).
+
+    Neither is repeated to N x N: the caller broadcasts them over the other axis of the keys.
+
+    Args:
+        q: (B, K, H, W, D) queries, already scaled.
+        height_rel: (2H-1, D), row 0 = offset -(H-1); any other odd length is fitted to H first.
+        width_rel: (2W-1, D), likewise for W.
+
+    Returns:
+        height_logits (B, K, H, W, H): q_i . height_rel[row(j) - row(i)] by query pixel and key row;
+        width_logits (B, K, H, W, W): q_i . width_rel[col(j) - col(i)] by query pixel and key column.
+    """
+    H, W = q.shape[2], q.shape[3]
+    if height_rel.shape[0] != 2 * H - 1 or width_rel.shape[0] != 2 * W - 1:
+        height_rel, width_rel = fit_rel_table(height_rel, H), fit_rel_table(width_rel, W)
+    row, col = torch.arange(H, device=q.device), torch.arange(W, device=q.device)
+    by_row = height_rel[row.unsqueeze(0) - row.unsqueeze(1) + (H - 1)]  # (H, H, D)
+    by_col = width_rel[col.unsqueeze(0) - col.unsqueeze(1) + (W - 1)]  # (W, W, D)
+    height_logits = torch.einsum("bkhwd,hpd->bkhwp", q, by_row)
+    width_logits = torch.einsum("bkhwd,wpd->bkhwp", q, by_col)
+    return height_logits, width_logits
 
 
 def own_logits(
         q: Tensor, k: Tensor, height_rel: Tensor | None, width_rel: Tensor | None, scale: float,
         feat_size: tuple[int, int],
 ) -> Tensor:
-    """Dot product and position (AA paper, equation 4): q, k (B, K, N, D) -> (B, K, N, N).
+    """Return dot products and position terms (AA paper, equation 4): q (B, K, N, D), k (B, K, M, D) -> (B, K, N, M).
 
-    Without tables feat_size is not looked at.
+    Without tables feat_size is not looked at; with them M is N.
     """
     B, K, N, D = q.shape
     H, W = feat_size
@@ -29,48 +56,18 @@ def own_logits(
     return logits
 
 
-def check_prev_logits(prev_logits: Tensor | None, B: int, K: int, N: int) -> Tensor:
-    """The previous layer's logits, if they are (B, K, N, N).
+def mixed(gate: float | Tensor, one: Tensor, other: Tensor) -> Tensor:
+    """Return gate * one + (1 - gate) * other of maps (B, K, N, M), the form of EA's equations 3 and 4 and of PA's.
 
-    Raises:
-        ValueError: they are missing or of another shape.
+        EA            m = mixed(alpha, prev, own);  logits = mixed(beta, relu(conv(m)), m)
+        PA (predict)  logits = mixed(alpha, relu(conv(prev)), own)
+
+    gate: a number, or a tensor () or (K) by heads.
     """
-    if prev_logits is None:
-        raise ValueError(
-            f"this layer evolves the previous layer's maps: prev_logits of shape {[B, K, N, N]} required, got None")
-    if prev_logits.shape != (B, K, N, N):
-        raise ValueError(f"prev_logits of shape {[B, K, N, N]} required, got {list(prev_logits.shape)}")
-    return prev_logits
-
-
-def mixed(share: float | Tensor, one: Tensor, other: Tensor) -> Tensor:
-    """share * one + (1 - share) * other, maps (B, K, N, N) each; share a number, or a tensor (), or (K) by heads."""
-    if isinstance(share, Tensor):
-        share = share.view(-1, 1, 1)
-        return (share * one + (1.0 - share) * other).to(other.dtype)  # of half maps, too, the share is in float32
-    return share * one + (1.0 - share) * other
-
-
-def before_convolution(
-        logits: Tensor, prev_logits: Tensor, alpha: float | Tensor, predict: bool,
-) -> Tensor:
-    """The maps that the convolution takes, (B, K, N, N) each.
-
-        EA            alpha * prev + (1 - alpha) * own      (EA paper, equation 3)
-        PA (predict)  prev
-    """
-    return prev_logits if predict else mixed(alpha, prev_logits, logits)
-
-
-def after_convolution(
-        logits: Tensor, before: Tensor, convolved: Tensor, alpha: float | Tensor, beta: float | Tensor, predict: bool,
-) -> Tensor:
-    """The evolved logits, from the layer's own, what the convolution took and what it gave; (B, K, N, N) each.
-
-        EA            beta * convolved + (1 - beta) * before      (EA paper, equation 4)
-        PA (predict)  alpha * convolved + (1 - alpha) * own
-    """
-    return mixed(alpha, convolved, logits) if predict else mixed(beta, convolved, before)
+    if isinstance(gate, Tensor):
+        gate = gate.view(-1, 1, 1)
+        return (gate * one + (1.0 - gate) * other).to(other.dtype)  # of half maps, too, the gate is in float32
+    return gate * one + (1.0 - gate) * other
 
 
 def among_patches(maps: Tensor, num_prefix_tokens: int) -> Tensor:
@@ -157,35 +154,37 @@ def mask_logits(logits: Tensor, causal: str = "none", key_padding: Tensor | None
 
 def attention_of(logits: Tensor) -> Tensor:
     """Softmax over the keys, in float32 at least: (B, K, N, N) -> (B, K, N, N)."""
-    half = logits.dtype == torch.float16 or logits.dtype == torch.bfloat16
-    return logits.softmax(dim=-1, dtype=torch.float32 if half else logits.dtype)
+    return logits.softmax(dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
 
 
-def attend(
-        q: Tensor, k: Tensor, v: Tensor, height_rel: Tensor | None, width_rel: Tensor | None,
-        prev_logits: Tensor | None, weight: Tensor | None, bias: Tensor | None, alpha: float | Tensor,
-        beta: float | Tensor, *, predict: bool, scale: float, feat_size: tuple[int, int], dropout_p: float,
-        need_logits: bool, num_prefix_tokens: int = 0, window: tuple[int, int] | None = None, head_window: int = 1,
-        wrap: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """See `ea_vision.ops.evolving_attention`."""
-    if height_rel is not None and width_rel is not None:
-        height_rel, width_rel = cover_offsets(height_rel, feat_size[0]), cover_offsets(width_rel, feat_size[1])
-    if head_window > 1:
-        logits = neighbours_logits(q, k, height_rel, width_rel, scale, feat_size, head_window)
-        v = neighbours_values(v, head_window)
-    else:
-        logits = own_logits(q, k, height_rel, width_rel, scale, feat_size)
-    if prev_logits is not None:
-        before = convolved = before_convolution(logits, prev_logits, alpha, predict)
-        if weight is not None:
-            patches = among_patches(before, num_prefix_tokens)
-            patches = F.relu(F.conv2d(patches, weight.to(before.dtype), bias.to(before.dtype),
-                                      padding=weight.shape[-1] // 2))
-            convolved = with_prefix(before, patches, num_prefix_tokens)
-        logits = after_convolution(logits, before, convolved, alpha, beta, predict)
-    seen = logits
-    if window is not None or head_window > 1:
-        seen = within_windows(logits, feat_size, window, head_window, wrap)
-    attn = F.dropout(attention_of(seen), dropout_p)
-    return attn.to(v.dtype) @ v, logits if need_logits else None
+class Reference(Implementation):
+    """Readable torch, which computes every problem."""
+
+    name = "reference"
+
+    def reason_against(self, problem: Problem) -> str | None:
+        return None
+
+    def forward(self, problem: Problem) -> tuple[Tensor, Tensor | None]:
+        p, v = problem, problem.v
+        height_rel, width_rel = p.height_rel, p.width_rel
+        if height_rel is not None and width_rel is not None:
+            height_rel, width_rel = cover_offsets(height_rel, p.feat_size[0]), cover_offsets(width_rel, p.feat_size[1])
+        if p.head_window > 1:
+            logits = neighbours_logits(p.q, p.k, height_rel, width_rel, p.scale, p.feat_size, p.head_window)
+            v = neighbours_values(v, p.head_window)
+        else:
+            logits = own_logits(p.q, p.k, height_rel, width_rel, p.scale, p.feat_size)
+        if p.prev_logits is not None:
+            before = convolved = p.prev_logits if p.predict else mixed(p.alpha, p.prev_logits, logits)
+            if p.weight is not None:
+                patches = F.conv2d(among_patches(before, p.num_prefix_tokens), p.weight.to(before.dtype),
+                                   p.bias.to(before.dtype), padding=p.weight.shape[-1] // 2)
+                convolved = with_prefix(before, F.relu(patches), p.num_prefix_tokens)
+            logits = mixed(p.alpha, convolved, logits) if p.predict else mixed(p.beta, convolved, before)
+        seen = within_windows(logits, p.feat_size, p.window, p.head_window, p.wrap) if p.local else logits
+        attn = F.dropout(attention_of(seen), p.dropout_p)
+        return attn.to(v.dtype) @ v, logits if p.need_logits else None
+
+
+REFERENCE = Reference()

@@ -12,16 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ea_vision.ops.rel_pos import relative_logits
-
-
-def reason_against(prev_logits: Tensor | None, need_logits: bool) -> str | None:
-    """Why it cannot run, or None."""
-    if prev_logits is not None:
-        return "it has no place for previous logits"
-    if need_logits:
-        return "it never has the logits that are wanted"
-    return None
+from ea_vision.ops.problem import Implementation, Problem
+from ea_vision.ops.reference import relative_logits
 
 
 def fold_position(
@@ -38,16 +30,22 @@ def fold_position(
             torch.cat([k, rows, cols], dim=-1))
 
 
-def attend(
-        q: Tensor, k: Tensor, v: Tensor, height_rel: Tensor | None, width_rel: Tensor | None, *, scale: float,
-        feat_size: tuple[int, int], dropout_p: float,
-) -> Tensor:
-    """See `ea_vision.ops.evolving_attention`; -> out (B, K, N, E)."""
-    q = q * scale
-    if height_rel is not None:
-        q, k = fold_position(q, k, height_rel, width_rel, feat_size)
-    # fused kernels want one width, a multiple of 8
-    D, E = q.shape[-1], v.shape[-1]
-    width = -(-max(D, E) // 8) * 8
-    q, k, v = F.pad(q, (0, width - D)), F.pad(k, (0, width - D)), F.pad(v, (0, width - E))
-    return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, scale=1.0)[..., :E]
+class Sdpa(Implementation):
+    """torch's scaled_dot_product_attention."""
+
+    name = "sdpa"
+    evolves = logits = False
+    dropout = fewer_keys = True
+
+    def forward(self, problem: Problem) -> tuple[Tensor, None]:
+        q, k, v = problem.q * problem.scale, problem.k, problem.v
+        if problem.height_rel is not None:
+            q, k = fold_position(q, k, problem.height_rel, problem.width_rel, problem.feat_size)
+        # fused kernels want one width, a multiple of 8
+        D, E = q.shape[-1], v.shape[-1]
+        width = -(-max(D, E) // 8) * 8
+        q, k, v = F.pad(q, (0, width - D)), F.pad(k, (0, width - D)), F.pad(v, (0, width - E))
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=problem.dropout_p, scale=1.0)[..., :E], None
+
+
+SDPA = Sdpa()

@@ -54,6 +54,7 @@ import torch
 from torch import Tensor
 
 from ea_vision.ops import triton_tiles
+from ea_vision.ops.problem import Implementation, Problem
 from ea_vision.ops.triton_tiles import BY_KEYS, SMALL_MEMORY, Tile, default_tile
 
 MAX_HEADS = 16
@@ -67,78 +68,6 @@ INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"  # Triton, too, reads i
 @torch.compiler.assume_constant_result
 def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
-
-
-def reason_against(
-        q: Tensor, k: Tensor, v: Tensor, prev_logits: Tensor | None, weight: Tensor | None,
-        feat_size: tuple[int, int] | None = None,
-) -> str | None:
-    """Why `attend` cannot take these arguments; None if it can. feat_size: of the position tables, if any."""
-    if not INSTALLED:
-        return "triton is not installed"
-    if not INTERPRETING:
-        if q.device.type != "cuda" or torch.version.hip is not None:
-            return f"an NVIDIA GPU is required, got {'ROCm' if torch.version.hip is not None else q.device.type}"
-        if _capability(q.device) < LEAST_CAPABILITY:
-            return f"compute capability {LEAST_CAPABILITY} or more is required, got {_capability(q.device)}"
-    if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"float32, bfloat16 or float16 is required, got {q.dtype}"
-    if k.dtype != q.dtype or v.dtype != q.dtype:
-        return f"q, k and v of one dtype are required, got {q.dtype}, {k.dtype}, {v.dtype}"
-    if q.dtype == torch.float32 and q.shape[1] > 8 and not INTERPRETING:  # more shared memory than there is
-        return f"at most 8 heads are supported in float32, got {q.shape[1]}"
-    if q.shape[1] > MAX_HEADS:
-        return f"at most {MAX_HEADS} heads are supported, got {q.shape[1]}"
-    if max(q.shape[-1], v.shape[-1]) > MAX_DIM_HEAD:
-        return f"heads at most {MAX_DIM_HEAD} wide are supported, got {q.shape[-1]} (q, k) and {v.shape[-1]} (v)"
-    if q.shape[2] > MAX_PIXELS:
-        return f"maps of at most {MAX_PIXELS} pixels are supported, got {q.shape[2]}"
-    if feat_size is not None and sum(feat_size) > MAX_SIDES:
-        return f"at most {MAX_SIDES} rows and columns together are supported, got {feat_size[0]} and {feat_size[1]}"
-    if weight is not None and weight.shape[-1] not in (1, 3, 5):
-        return f"a map convolution of kernel size 1, 3 or 5 is required, got {weight.shape[-1]}"
-    return None
-
-
-def attend(
-        q: Tensor, k: Tensor, v: Tensor, height_rel: Tensor | None, width_rel: Tensor | None,
-        prev_logits: Tensor | None, weight: Tensor | None, bias: Tensor | None, alpha: float, beta: float, *,
-        predict: bool, scale: float, feat_size: tuple[int, int], need_logits: bool, gates: Tensor | None = None,
-        dropout_p: float = 0.0, seed: Tensor | None = None, num_prefix_tokens: int = 0,
-) -> tuple[Tensor, Tensor | None]:
-    """As `ea_vision.ops.reference.attend`; the tables must fit the map.
-
-    gates: alpha and beta by heads, (2, K), in place of the numbers; seed: what the dropout is drawn by, (1) of int64,
-    needed with dropout_p > 0.
-
-    Returns:
-        out (B, K, N, E), laid out as (B, N, K, E); logits (B, K, N, N) in q's dtype, laid out as (B, N, N, K), or None.
-
-    Raises:
-        ValueError: tables of another size than feat_size requires, gates of another, or the wrong number of pixels.
-    """
-    H, W = feat_size
-    B, K, N, D = q.shape
-    if N != H * W:
-        raise ValueError(f"{H} x {W} = {H * W} pixels required, got q of shape {list(q.shape)}")
-    if prev_logits is not None:
-        prev_logits = prev_logits.to(q.dtype)
-    if height_rel is not None and (height_rel.shape != (2 * H - 1, D) or width_rel.shape != (2 * W - 1, D)):
-        raise ValueError(
-            f"position tables of shape {[2 * H - 1, D]} and {[2 * W - 1, D]} required, got {list(height_rel.shape)} "
-            f"and {list(width_rel.shape)}")
-    if prev_logits is None:
-        gates = None
-    if gates is not None and gates.shape != (2, K):
-        raise ValueError(f"gates of shape {[2, K]} required, got {list(gates.shape)}")
-    if dropout_p > 0 and seed is None:
-        raise ValueError("a seed of shape [1] required for dropout, got None")
-    tensors = (q, k, v, height_rel, width_rel, prev_logits, weight, bias, gates)
-    learns = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    out, logits, _, _ = _forward(
-        *tensors, seed, float(alpha), float(beta), predict, float(scale), float(dropout_p), H, W, num_prefix_tokens,
-        need_logits or learns)
-    return out, logits if need_logits else None
 
 
 class Share(NamedTuple):
@@ -563,18 +492,67 @@ def _differentiate(ctx, d_out, d_logits, d_lse, d_signs):
 _forward.register_autograd(_differentiate, setup_context=_keep)
 
 
-def launches_of(
-        q: Tensor, k: Tensor, v: Tensor, height_rel: Tensor | None, width_rel: Tensor | None,
-        prev_logits: Tensor | None, weight: Tensor | None, bias: Tensor | None, alpha: float, beta: float, *,
-        predict: bool, scale: float, feat_size: tuple[int, int], gates: Tensor | None = None, dropout_p: float = 0.0,
-        seed: Tensor | None = None, num_prefix_tokens: int = 0, capability: tuple[int, int] | None = None,
-) -> list[Launch]:
-    """What `attend` launches for these arguments, forward and backward, logits needed; nothing is run.
+class Triton(Implementation):
+    """The Triton kernels."""
+
+    name = "triton"
+    dropout = prefix = True
+
+    def own_reason_against(self, problem: Problem) -> str | None:
+        q, k, v, weight = problem.q, problem.k, problem.v, problem.weight
+        if not INSTALLED:
+            return "triton is not installed"
+        if not INTERPRETING:
+            if q.device.type != "cuda" or torch.version.hip is not None:
+                return f"an NVIDIA GPU is required, got {'ROCm' if torch.version.hip is not None else q.device.type}"
+            if _capability(q.device) < LEAST_CAPABILITY:
+                return f"compute capability {LEAST_CAPABILITY} or more is required, got {_capability(q.device)}"
+        if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            return f"float32, bfloat16 or float16 is required, got {q.dtype}"
+        if k.dtype != q.dtype or v.dtype != q.dtype:
+            return f"q, k and v of one dtype are required, got {q.dtype}, {k.dtype}, {v.dtype}"
+        most_heads = 8 if q.dtype == torch.float32 and not INTERPRETING else MAX_HEADS  # by the shared memory there is
+        if q.shape[1] > most_heads:
+            return f"at most {most_heads} heads are supported in {str(q.dtype)[6:]}, got {q.shape[1]}"
+        if max(q.shape[-1], v.shape[-1]) > MAX_DIM_HEAD:
+            return f"heads at most {MAX_DIM_HEAD} wide are supported, got {q.shape[-1]} (q, k) and {v.shape[-1]} (v)"
+        if q.shape[2] > MAX_PIXELS:
+            return f"maps of at most {MAX_PIXELS} pixels are supported, got {q.shape[2]}"
+        if problem.height_rel is not None and sum(problem.feat_size) > MAX_SIDES:
+            H, W = problem.feat_size
+            return f"at most {MAX_SIDES} rows and columns together are supported, got {H} and {W}"
+        if weight is not None and weight.shape[-1] not in (1, 3, 5):
+            return f"a map convolution of kernel size 1, 3 or 5 is required, got {weight.shape[-1]}"
+        return None
+
+    def forward(self, problem: Problem) -> tuple[Tensor, Tensor | None]:
+        """As `Implementation.forward`: out lies as (B, N, K, E), logits as (B, N, N, K) in q's dtype."""
+        inputs, options = _inputs_of(problem)
+        learns = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+        out, logits, _, _ = _forward(*inputs, *options, problem.need_logits or learns)
+        return out, logits if problem.need_logits else None
+
+
+TRITON = Triton()
+
+
+def _inputs_of(problem: Problem) -> tuple[tuple[Tensor | None, ...], tuple]:
+    """The operator's tensors and its options, but for `save`."""
+    p = problem
+    evolves = p.prev_logits is not None
+    prev, gates = (p.prev_logits.to(p.q.dtype), p.gates()) if evolves else (None, None)
+    alpha, beta = (p.alpha, p.beta) if gates is None else (1.0, 1.0)
+    inputs = (p.q, p.k, p.v, p.height_rel, p.width_rel, prev, p.weight, p.bias, gates, p.dropout_seed())
+    return inputs, (float(alpha), float(beta), p.predict, float(p.scale), float(p.dropout_p), *p.feat_size,
+                    p.num_prefix_tokens)
+
+
+def launches_of(problem: Problem, capability: tuple[int, int] | None = None) -> list[Launch]:
+    """Return what the kernels would be launched with, forward and backward, logits needed; nothing is run.
 
     capability: of the GPU that it would be launched on, if not of the arguments' own.
     """
-    inputs = (q, k, v, height_rel, width_rel, prev_logits, weight, bias, gates, seed)
-    options = (alpha, beta, predict, scale, dropout_p, *feat_size, num_prefix_tokens)
+    inputs, options = _inputs_of(problem)
     with launches_recorded(capability) as launches:
         outputs = _run_forward(*inputs, *options, True)
         _run_backward(outputs[0], outputs[1], *inputs, *outputs, *options)

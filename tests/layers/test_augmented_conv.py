@@ -1,11 +1,17 @@
 """AugmentedConv2d against the double loop, and the properties that make it attention."""
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ea_vision.layers import AugmentedConv2d, EvolvingAttention, PredictiveAttention
+import ea_vision
+from ea_vision import ops
+from ea_vision.layers import AugmentedConv2d, Evolution, EvolvingAttention, PredictiveAttention
 from ea_vision.layers.augmented_conv import Projection
+from ea_vision.ops import use_implementation
 from tests.layers.oracle import loop_layer, loop_map_conv
 
 D64 = torch.float64
@@ -250,3 +256,55 @@ def test_a_shifted_input_shifts_the_logits():
     torch.testing.assert_close(
         shifted[:, :, dy:, dx:, dy:, dx:], logits[:, :, :H - dy, :W - dx, :H - dy, :W - dx])
     assert not torch.allclose(shifted, logits)
+
+
+def test_the_readable_path_is_short():
+    """At most 15 calls of ours in 3 files, for a layer that evolves by the reference."""
+    layer = AugmentedConv2d(16, 16, dim_qk=8, dim_v=8, num_heads=4, feat_size=(6, 6), evolution=EvolvingAttention(4))
+    x, prev = torch.randn(1, 16, 6, 6), torch.randn(1, 4, 36, 36)
+    root, calls = str(Path(ea_vision.__file__).parent), []
+
+    def count(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(root):
+            calls.append((frame.f_code.co_filename, frame.f_code.co_name))
+
+    with torch.no_grad(), use_implementation("reference"):
+        layer(x, prev)
+        sys.setprofile(count)
+        try:
+            layer(x, prev)
+        finally:
+            sys.setprofile(None)
+    assert 5 <= len(calls) <= 15 and len({file for file, _ in calls}) <= 3, calls
+
+
+class MixedHeads(Evolution):
+    """Adds the previous logits, and after the softmax averages each pair of heads."""
+
+    mixes_attn = True
+
+    def forward(self, logits, prev_logits):
+        return logits + 0.5 * prev_logits
+
+    def mix_attn(self, attn):
+        return 0.5 * (attn + attn.flip(1))
+
+
+def test_an_evolution_that_mixes_after_the_softmax_runs_by_the_reference(caplog):
+    layer = AugmentedConv2d(8, 8, dim_qk=8, dim_v=4, num_heads=2, feat_size=(4, 3), evolution=MixedHeads())
+    x, prev = torch.randn(2, 8, 4, 3), torch.randn(2, 2, 12, 12)
+    ops._logged.clear()
+    with caplog.at_level("INFO"):
+        y, logits = layer(x, prev)
+    assert caplog.messages == [
+        "evolving attention by 'reference': MixedHeads has only its forward, which the others do not know"]
+    q, k, v, size = layer.split_heads(x)
+    torch.testing.assert_close(logits, layer.logits_of(q, k, size) + 0.5 * prev)
+    attn = logits.softmax(-1)
+    attn = (attn + attn[:, [1, 0]]) / 2
+    torch.testing.assert_close(layer.attention_of(logits, size), attn)
+    branch = layer.proj((attn @ v).transpose(-2, -1).reshape(2, 4, 4, 3))
+    torch.testing.assert_close(y[:, 4:], branch)
+    torch.testing.assert_close(torch.jit.script(layer)(x, prev), (y, logits))
+    with use_implementation("reference"):
+        torch.testing.assert_close(layer(x, prev), (y, logits))

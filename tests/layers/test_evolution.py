@@ -8,7 +8,8 @@ from timm.models import create_feature_extractor, get_graph_node_names
 from torch import nn
 
 import ea_vision
-from ea_vision.layers import EvolvingAttention, PredictiveAttention, create_evolution, evolution
+from ea_vision import ops
+from ea_vision.layers import EvolvingAttention, PredictiveAttention, create_evolution
 from ea_vision.ops import evolving_attention, use_implementation
 from tests.layers.oracle import loop_map_conv
 
@@ -204,7 +205,7 @@ def test_networks_take_dilation_and_leaky_relu_by_keyword(caplog):
             nn.init.normal_(module.weight)  # zeros hide what the branches do
     plain.load_state_dict(model.state_dict())
     x = torch.randn(2, 3, 32, 32)
-    evolution._logged.clear()
+    ops._logged.clear()
     with caplog.at_level("INFO"), torch.no_grad():
         y = model(x)
     assert [line for line in caplog.messages if "'reference'" in line] == [

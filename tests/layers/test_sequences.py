@@ -133,6 +133,23 @@ def test_results_do_not_depend_on_the_amount_of_padding(kind, left):
         torch.testing.assert_close(attention(right), alone)
 
 
+@pytest.mark.parametrize("kernel_size", [3, 5])
+@pytest.mark.parametrize("causal", ["self", "cross"])
+@pytest.mark.parametrize("left,right", [(1, 0), (2, 1), (5, 0)])
+def test_a_padded_sequence_is_the_sequence_without_padding(causal, left, right, kernel_size):
+    """What the convolution gives at the padding does not move into the sequence."""
+    N, module = 6, evolution(causal, kernel_size)
+    sequence = torch.randn(1, 2, N, N, dtype=D64)
+    plain = attention_of(mask_logits(module(sequence), causal))
+    length = left + N + right
+    padded = 5 * torch.randn(1, 2, length, length, dtype=D64)
+    padded[..., left:left + N, left:left + N] = sequence
+    padding = torch.ones(1, length, dtype=torch.bool)
+    padding[:, left:left + N] = False
+    attn = attention_of(mask_logits(module(padded, None, padding, padding), causal, padding))
+    torch.testing.assert_close(attn[..., left:left + N, left:left + N], plain)
+
+
 def test_chains_of_an_encoder_stay_finite_with_padding():
     module = evolution("none", alpha=0.5)
     padding = torch.tensor([[False] * 4 + [True] * 2])
@@ -158,6 +175,8 @@ def test_one_dimension_by_the_operator_and_the_layer():
 
 
 def test_bad_options_are_named():
+    with pytest.raises(ValueError, match="prev_logits of the previous layer required, got None"):
+        EvolvingAttention(2)(torch.randn(1, 2, 5, 5))
     with pytest.raises(ValueError, match="'none', 'self' or 'cross', got 'future'"):
         EvolvingAttention(2, causal="future")
     with pytest.raises(ValueError, match="causal='self' has no skip connection: alpha=0 required, got 0.5"):

@@ -9,6 +9,7 @@ import ea_vision
 from ea_vision import ops
 from ea_vision.layers import AugmentedConv2d, EvolvingAttention
 from ea_vision.ops import evolving_attention, flex, gathered, use_implementation
+from ea_vision.ops.problem import checked
 from tests.models.zoo import layers_of
 
 D64 = torch.float64
@@ -86,8 +87,8 @@ def test_flex_attention_is_the_reference_with_its_gradients(
     monkeypatch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda *tensors: None)
     monkeypatch.setattr(torch.nn.attention.flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     height_rel, width_rel = tensors[3:] or (None, None)
-    out = flex.attend(*tensors[:3], height_rel, width_rel, scale=3 ** -0.5, feat_size=size, window=window,
-                      head_window=head_window, wrap=head_border == "wrap")
+    out, _ = flex.FLEX.forward(checked(*tensors[:3], height_rel, width_rel, None, None, None, 1.0, 1.0, size, False, 0,
+                                       None, 0.0, False, window, head_window, head_border))
     weights = torch.randn_like(out)
     torch.testing.assert_close(torch.autograd.grad((out * weights).sum(), tensors),
                                torch.autograd.grad((exact * weights).sum(), tensors), atol=1e-12, rtol=1e-9)
@@ -114,8 +115,8 @@ def test_what_flex_attention_cannot_do_is_named():
 @UNFUSED
 def test_flex_attention_is_taken_where_it_can_and_the_log_says_so(monkeypatch, caplog):
     """The order of CUDA, here on a CPU: there it is refused for what it cannot do, and `gathered` runs."""
-    assert ops._WINDOWS_BY_DEVICE == {"cpu": ("gathered",), "cuda": ("flex", "gathered")}
-    monkeypatch.setitem(ops._WINDOWS_BY_DEVICE, "cpu", ("flex", "gathered"))
+    assert [name for name in ops.BY_DEVICE["cuda"] if ops.IMPLEMENTATIONS[name].windows] == ["flex", "gathered"]
+    monkeypatch.setitem(ops.BY_DEVICE, "cpu", ops.BY_DEVICE["cuda"])
     ops._logged.clear()
     layer, x = make(window=3, head_window=3), torch.randn(2, 4, 5, 6, dtype=D64)
     with caplog.at_level("INFO"):

@@ -1,17 +1,15 @@
-"""Runs the C kernel of cpu.py, its first argument, as each further argument compiles it; then reads beyond a tensor.
+"""Runs the C kernel as each argument, a compiler, compiles it; then reads beyond a tensor.
 
-For a process that has the address sanitizer loaded. It takes cpu.py alone: to import the package takes seconds there.
+For a process that has the address sanitizer loaded.
 """
-import importlib.util
 import os
 import random
 import sys
 
 import torch
 
-spec = importlib.util.spec_from_file_location("cpu", sys.argv[1])
-cpu = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(cpu)
+from ea_vision.ops import cpu
+from ea_vision.ops.problem import checked
 
 
 def attend(draw: random.Random, dtype: torch.dtype, kernel: int, prev: bool, predict: bool) -> None:
@@ -32,11 +30,10 @@ def attend(draw: random.Random, dtype: torch.dtype, kernel: int, prev: bool, pre
     prev = new(2, K, N, N, dtype=dtype) if prev else None
     convolution = (new(K, K, kernel, kernel), new(K)) if kernel else (None, None)
     gates = new(2, K) if draw.random() < 0.5 else None
-    out, logits = cpu.attend(
-        q, k, v, *tables, prev, *convolution, 0.3, draw.choice((0.6, 1.0)), predict=predict, scale=0.5,
-        feat_size=(H, W), need_logits=draw.random() < 0.5, gates=gates,
-        dropout_p=draw.choice((0.0, 0.3)), num_prefix_tokens=draw.choice((0, 0, min(2, N))),
-        seed=torch.tensor([draw.randrange(-1 << 63, 1 << 63)]))
+    alpha, beta = (0.3, draw.choice((0.6, 1.0))) if gates is None else gates
+    out, logits = cpu.CPU.forward(checked(
+        q, k, v, *tables, prev, *convolution, alpha, beta, (H, W), predict, draw.choice((0, 0, min(2, N))), 0.5,
+        draw.choice((0.0, 0.3)), draw.random() < 0.5, None, 1, "clip"))
     loss = out.float().square().sum()
     (loss if logits is None or draw.random() < 0.3 else loss + logits.float().square().sum()).backward()
 
@@ -47,7 +44,7 @@ def pool(*size: int) -> None:
 
 
 torch.set_num_threads(2)
-for compiler in sys.argv[2:]:
+for compiler in sys.argv[1:]:
     os.environ["CC"] = compiler
     cpu._load.cache_clear()
     if isinstance(cpu._load(), str):

@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import ea_vision.ops as ops
 from ea_vision.layers import AugmentedConv2d, EvolvingAttention
 from ea_vision.ops import cpu, evolving_attention, halve, sdpa, use_implementation
+from ea_vision.ops.problem import checked
 from tests.ops.oracle import kept_entries
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
@@ -376,7 +377,12 @@ def compiler_with(tmp_path):
 
 
 def reason_against(tensors):
-    return cpu.reason_against(tensors["q"], tensors["k"], tensors["v"], tensors.get("weight"))
+    """Why the C kernel cannot solve the problem, on a map of any height."""
+    names = ("q", "k", "v", "height_rel", "width_rel", "prev_logits", "weight", "bias")
+    H = 1 if "height_rel" not in tensors else (len(tensors["height_rel"]) + 1) // 2
+    return cpu.CPU.reason_against(checked(
+        *(tensors.get(name) for name in names), 0.5, 1.0, (H, tensors["q"].shape[2] // H), False, 0, None, 0.0, True,
+        None, 1, "clip"))
 
 
 @pytest.mark.parametrize("compiler,reason", [
@@ -464,7 +470,7 @@ def test_memory_errors_and_undefined_behaviour(tmp_path, compiler_with):
         pytest.skip(f"the compiler has no shared sanitizer runtime: {trial.stdout} {trial.stderr}")
     compilers = [compiler, compiler_with(*sanitize, "-mno-avx")]
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("sanitized.py")), cpu.__file__, *compilers],
+        [sys.executable, str(Path(__file__).with_name("sanitized.py")), *compilers],
         capture_output=True, text=True, env={
             **os.environ, "LD_PRELOAD": str(runtime), "ASAN_OPTIONS": "detect_leaks=0", "XDG_CACHE_HOME": str(tmp_path),
             "UBSAN_OPTIONS": "print_stacktrace=1"})
@@ -490,7 +496,7 @@ def test_implementation_can_be_forced_by_argument_by_context_and_by_environment(
         with use_implementation("cpu"):
             assert made_by() == fast
     assert made_by() == fast
-    code = "import ea_vision.ops as o; print(o._forced)"
+    code = "import ea_vision.ops as o; print(o.forced)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
                           env={**os.environ, "EA_VISION_IMPLEMENTATION": "reference"})
     assert done.stdout.strip() == "['reference']"
@@ -511,9 +517,6 @@ def test_what_cannot_be_had_is_an_error():
         evolving_attention(**problem("aa", size), feat_size=size, implementation="flex", dropout_p=0.1, window=3)
     with pytest.raises(ValueError, match="dropout_p must be a probability, from 0 to 1, got 1.5"):
         evolving_attention(**tensors, feat_size=size, dropout_p=1.5)
-    with pytest.raises(ValueError, match=r"seed of shape \[1\] required, got None"):
-        cpu.attend(tensors["q"], tensors["k"], tensors["v"], None, None, None, None, None, 0.5, 1.0, predict=False,
-                   scale=1.0, feat_size=size, need_logits=False, dropout_p=0.1)
     with pytest.raises(ValueError, match=r"N = 3\*5 required, got \[2, 8, 12, 20\]"):
         evolving_attention(**tensors, feat_size=(3, 5))
     tensors["prev_logits"] = tensors["prev_logits"][:1]
@@ -562,6 +565,41 @@ def test_second_derivatives_are_refused_not_wrong():
     first, = torch.autograd.grad(out.square().sum(), tensors["q"], create_graph=True)
     with pytest.raises(RuntimeError):
         torch.autograd.grad(first.sum(), tensors["q"])
+
+
+@pytest.mark.parametrize("kind", ["aa", "ea", "pa"])
+def test_fewer_keys_than_queries_are_the_loop(kind):
+    """Keys and values that a network has reduced: maps (B, K, N, M)."""
+    B, K, N, M, D = 2, 3, 6, 4, 5
+    torch.manual_seed(0)
+    q, k, v = torch.randn(B, K, N, D).double(), torch.randn(B, K, M, D).double(), torch.randn(B, K, M, 2).double()
+    prev, weight, bias = torch.randn(B, K, N, M).double(), torch.randn(K, K, 3, 3).double(), torch.randn(K).double()
+    logits = torch.stack([(q[:, :, i:i + 1] * k).sum(-1) / D ** 0.5 for i in range(N)], 2)
+    mixed = prev if kind == "pa" else 0.3 * prev + 0.7 * logits
+    convolved = torch.zeros_like(prev)
+    for i in range(N):
+        for j in range(M):
+            total = bias.clone().expand(B, K).clone()
+            for y in range(-1, 2):
+                for x in range(-1, 2):
+                    if 0 <= i + y < N and 0 <= j + x < M:
+                        total += mixed[:, :, i + y, j + x] @ weight[:, :, y + 1, x + 1].T
+            convolved[:, :, i, j] = total.clamp_min(0)
+    if kind != "aa":
+        logits = 0.3 * convolved + 0.7 * logits if kind == "pa" else 0.6 * convolved + 0.4 * mixed
+    further = {} if kind == "aa" else {"prev_logits": prev, "weight": weight, "bias": bias}
+    options = {"alpha": 0.3, "beta": 0.6, "predict": kind == "pa"}
+    out, made = evolving_attention(q, k, v, **further, **options)
+    torch.testing.assert_close(made, logits)
+    torch.testing.assert_close(out, logits.softmax(-1) @ v)
+    if kind == "aa":
+        torch.testing.assert_close(evolving_attention(q, k, v, need_logits=False, implementation="sdpa")[0], out)
+    with pytest.raises(ValueError, match="'cpu' cannot run this: it needs as many keys as queries, got 4 and 6"):
+        evolving_attention(q.float(), k.float(), v.float(), implementation="cpu")
+    with pytest.raises(ValueError, match="need as many keys as queries .* got 4 keys and 6 queries"):
+        evolving_attention(q, k, v, torch.randn(5, D), torch.randn(3, D), feat_size=(3, 2))
+    with pytest.raises(ValueError, match=r"prev_logits of shape \[2, 3, 6, 4\] required, got \[2, 3, 6, 6\]"):
+        evolving_attention(q, k, v, prev_logits=torch.randn(2, 3, 6, 6))
 
 
 # ---- the layer

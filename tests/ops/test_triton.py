@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from ea_vision.ops import reference, triton_tiles
 from ea_vision.ops import triton_attention as ours
+from ea_vision.ops.problem import checked
 from tests.ops.oracle import kept_entries
 
 if importlib.util.find_spec("triton") is None:
@@ -90,13 +91,27 @@ def results(attend, x, dtype, size, K, D, E, need_logits=True, uses=("out", "log
             **{"d_" + name: grad for name, grad in zip(names, grads, strict=True)}}
 
 
-def exact(*args, gates=None, seed=None, dropout_p=0.0, **kwargs):
-    if gates is not None:
-        args = (*args[:-2], *gates)
-    B, K, N, _ = args[0].shape
-    kept = kept_entries(0 if seed is None else seed.item(), B, K, N, dropout_p).to(DEVICE)
+def stated(*args, predict=False, scale=None, feat_size=None, need_logits=True, gates=None, dropout_p=0.0,
+           num_prefix_tokens=0):
+    """The problem of q, k, v and, if they are there, tables, prev_logits, weight, bias, alpha and beta."""
+    args = [*args, *(None,) * (8 - len(args)), 0.5, 1.0][:10] if len(args) < 10 else list(args)
+    args[8:] = args[8:] if gates is None else gates
+    return checked(*args, feat_size, predict, num_prefix_tokens, scale, dropout_p, need_logits, None, 1, "clip")
+
+
+def ours_of(*args, seed=None, **options):
+    problem = stated(*args, **options)
+    assert ours.TRITON.reason_against(problem) is None
+    with mock.patch.object(torch, "randint", lambda *_, **__: seed):
+        return ours.TRITON.forward(problem)
+
+
+def exact(*args, seed=None, **options):
+    problem = stated(*args, **options)
+    B, K, N, _ = problem.q.shape
+    kept = kept_entries(0 if seed is None else seed.item(), B, K, N, problem.dropout_p).to(DEVICE)
     with mock.patch.object(torch.nn.functional, "dropout", lambda x, p: x * kept / (1.0 - p)):
-        return reference.attend(*args, dropout_p=dropout_p, **kwargs)
+        return reference.REFERENCE.forward(problem)
 
 
 def check(size, dtype, *, K=8, D=4, E=1, alpha=0.5, beta=1.0, predict=False, need_logits=True, uses=("out", "logits"),
@@ -104,9 +119,7 @@ def check(size, dtype, *, K=8, D=4, E=1, alpha=0.5, beta=1.0, predict=False, nee
     x = leaves(size, dtype, K=K, D=D, E=E, **shape)
     common = dict(size=size, K=K, D=D, E=E, alpha=alpha, beta=beta, predict=predict, need_logits=need_logits, uses=uses,
                   dropout_p=dropout_p, seed=seed, prefix=prefix)
-    q, k, v = split(x["qkv"], K, D, E)
-    assert ours.reason_against(q, k, v, x["prev_logits"], x["weight"], size) is None
-    got = results(ours.attend, x, None, **common)
+    got = results(ours_of, x, None, **common)
     true = results(exact, {n: None if t is None else t.detach() for n, t in x.items()}, torch.float64, **common)
     for name, want in true.items():
         have = got[name]
@@ -258,7 +271,7 @@ def test_chain():
         assert logits is None
         return torch.autograd.grad(total, used)
 
-    for have, want in zip(chain(ours.attend, torch.float32), chain(exact, torch.float64), strict=True):
+    for have, want in zip(chain(ours_of, torch.float32), chain(exact, torch.float64), strict=True):
         assert (have.double() - want).norm() <= 1e-6 * want.norm()
 
 
@@ -270,7 +283,7 @@ def test_gradient_of_the_weight_lies_as_the_weight():
     grads = []
     for layout in (torch.contiguous_format, torch.channels_last):
         weight = x["weight"].contiguous(memory_format=layout).requires_grad_()
-        out, _ = ours.attend(
+        out, _ = ours_of(
             *split(x["qkv"], K, D, E), x["height_rel"], x["width_rel"], x["prev_logits"], weight, x["bias"], 0.5, 1.0,
             predict=False, scale=0.5, feat_size=size, need_logits=False)
         grads += torch.autograd.grad(out.square().sum(), weight)
@@ -313,11 +326,12 @@ def test_compiles_whole_and_once():
 
 def results_of_layer(x, size, K, D, E):
     q, k, v = split(x["qkv"], K, D, E)
-    if ours.reason_against(q, k, v, x["prev_logits"], x["weight"], size) is not None:
+    problem = stated(
+        q, k, v, *(x[name] for name in ("height_rel", "width_rel", "prev_logits", "weight", "bias")), scale=0.5,
+        feat_size=size)
+    if ours.TRITON.reason_against(problem) is not None:
         raise ValueError("this layer must be able to run")
-    out, logits = ours.attend(
-        q, k, v, *(x[name] for name in ("height_rel", "width_rel", "prev_logits", "weight", "bias")), 0.5, 1.0,
-        predict=False, scale=0.5, feat_size=size, need_logits=True)
+    out, logits = ours.TRITON.forward(problem)
     return out.sin().sum() + logits.cos().sum()
 
 
@@ -325,20 +339,24 @@ def results_of_layer(x, size, K, D, E):
 def test_reasons():
     x = leaves((2, 3), torch.float32, K=4, D=4, E=2)
     q, k, v = split(x["qkv"], 4, 4, 2)
-    why = ours.reason_against
-    assert "kernel size 1, 3 or 5" in why(q, k, v, x["prev_logits"], torch.zeros(4, 4, 7, 7))
-    assert "float64" in why(q.double(), k.double(), v.double(), None, None)
-    assert "one dtype" in why(q, k.half(), v, None, None)
-    assert "heads" in why(*(t.expand(1, -1, -1, -1).repeat(1, 5, 1, 1) for t in (q, k, v)), None, None)
-    assert "wide" in why(q, k, v.repeat(1, 1, 1, 40), None, None)
-    assert "pixels" in why(*(t.repeat(1, 1, 200, 1) for t in (q, k, v)), None, None)
-    with pytest.raises(ValueError, match="position tables"):
-        ours.attend(q, k, v, x["height_rel"][1:], x["width_rel"], None, None, None, 0.5, 1.0, predict=False, scale=1.0,
-                    feat_size=(2, 3), need_logits=False)
+
+    def why(q, k, v, **options):
+        return ours.TRITON.reason_against(stated(q, k, v, **options))
+
+    zeros = torch.zeros(4, 4, 7, 7)
+    assert "kernel size 1, 3 or 5" in ours.TRITON.reason_against(
+        stated(q, k, v, None, None, x["prev_logits"], zeros, x["bias"], 0.5, 1.0))
+    assert "float64" in why(q.double(), k.double(), v.double())
+    assert "one dtype" in why(q, k.half(), v)
+    assert "heads" in why(*(t.expand(1, -1, -1, -1).repeat(1, 5, 1, 1) for t in (q, k, v)))
+    assert "wide" in why(q, k, v.repeat(1, 1, 1, 40))
+    assert "pixels" in why(*(t.repeat(1, 1, 200, 1) for t in (q, k, v)))
+    with pytest.raises(ValueError, match="height_rel of shape .* required, got"):
+        stated(q, k, v, x["height_rel"][:, 1:], x["width_rel"], feat_size=(2, 3))
 
 
 def test_reason_on_the_cpu():
     if ours.INTERPRETING:
         pytest.skip("the interpreter runs there")
     q = torch.zeros(1, 4, 6, 4)
-    assert "NVIDIA GPU is required, got cpu" in ours.reason_against(q, q, q, None, None)
+    assert "NVIDIA GPU is required, got cpu" in ours.TRITON.reason_against(stated(q, q, q))

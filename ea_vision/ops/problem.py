@@ -1,0 +1,201 @@
+"""What the operator is to compute, as one object, and what an implementation of it is."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ea_vision.ops.rel_pos import fit_rel_table, reach
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """The arguments of `ea_vision.ops.evolving_attention`, checked and completed by `checked`.
+
+    Tables fit the map or the window; `wrap` is head_border == "wrap". Where nothing evolves alpha and beta are 1, and
+    weight and bias are None; without weight num_prefix_tokens is 0.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    height_rel: Tensor | None
+    width_rel: Tensor | None
+    prev_logits: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    alpha: float | Tensor
+    beta: float | Tensor
+    feat_size: tuple[int, int]
+    predict: bool
+    num_prefix_tokens: int
+    scale: float
+    dropout_p: float
+    need_logits: bool
+    window: tuple[int, int] | None
+    head_window: int
+    wrap: bool
+
+    @property
+    def local(self) -> bool:
+        """Whether a query sees only a part of the map, or other heads."""
+        return self.window is not None or self.head_window > 1
+
+    def gates(self) -> Tensor | None:
+        """Return alpha and beta by heads, (2, K) in float32, or None where both are numbers.
+
+        Raises:
+            ValueError: a gate with neither 1 nor K numbers.
+        """
+        tensors = [gate for gate in (self.alpha, self.beta) if isinstance(gate, Tensor)]
+        if not tensors:
+            return None
+        K = self.q.shape[1]
+        for gate in tensors:
+            if gate.numel() not in (1, K):
+                raise ValueError(f"a gate must have 1 or num_heads={K} numbers, got shape {list(gate.shape)}")
+        return torch.stack([gate.float().reshape(-1).expand(K) if isinstance(gate, Tensor) else
+                            tensors[0].new_full((K,), gate, dtype=torch.float32) for gate in (self.alpha, self.beta)])
+
+    def dropout_seed(self) -> Tensor | None:
+        """Draw the dropout's seed, (1), from torch's generator; None without dropout.
+
+        Drawn outside the operators, so that what is recomputed for backward under checkpointing draws the same again.
+        """
+        return torch.randint(2 ** 62, (1,), device=self.q.device) if self.dropout_p > 0 else None
+
+
+class Implementation:
+    """One way to solve a `Problem`. A subclass states what it supports, and has `forward`."""
+
+    name = ""
+    windows = False  # for windows of pixels and heads; else for whole maps
+    evolves = True  # takes previous logits
+    logits = True  # can return the logits
+    dropout = False
+    prefix = False  # can keep prefix tokens out of the convolution
+    fewer_keys = False  # takes M keys for N queries
+
+    def reason_against(self, problem: Problem) -> str | None:
+        """Return why it cannot solve the problem, or None if it can."""
+        p = problem
+        if p.local and not self.windows:
+            return "it has no windows"
+        if p.dropout_p > 0 and not self.dropout:
+            return "it has no dropout on the attention probabilities"
+        if p.num_prefix_tokens and not self.prefix:
+            return (f"it convolves whole maps, and {p.num_prefix_tokens} prefix tokens are to stay out of the "
+                    "convolution")
+        if p.k.shape[2] != p.q.shape[2] and not self.fewer_keys:
+            return f"it needs as many keys as queries, got {p.k.shape[2]} and {p.q.shape[2]}"
+        if self.windows and not p.local:
+            return "it is for windows"
+        if p.prev_logits is not None and not self.evolves:
+            return "it has no place for previous logits"
+        if p.need_logits and not self.logits:
+            return "it never has the logits that are wanted"
+        return self.own_reason_against(p)
+
+    def own_reason_against(self, problem: Problem) -> str | None:
+        """Return what else speaks against it: device, dtype, sizes."""
+        return None
+
+    def forward(self, problem: Problem) -> tuple[Tensor, Tensor | None]:
+        """Return out (B, K, N, E) and the logits (B, K, N, M), or None where they are not needed."""
+        raise NotImplementedError
+
+
+def check_windows(
+        window: int | tuple[int, int] | None, head_window: int, head_border: str, num_heads: int,
+) -> tuple[int, int] | None:
+    """Return the window's (height, width), or None.
+
+    Raises:
+        ValueError: a window that is not odd, another head_border, or more neighbours than a ring of heads has.
+    """
+    sides = (window, window) if isinstance(window, int) else window
+    if sides is not None and (len(sides) != 2 or any(not isinstance(n, int) or n < 1 or n % 2 == 0 for n in sides)):
+        raise ValueError(f"window must be an odd number of pixels, two of them (height, width), or None, got {window}")
+    if not isinstance(head_window, int) or head_window < 1 or head_window % 2 == 0:
+        raise ValueError(f"head_window must be an odd number of heads, got {head_window}")
+    if head_border not in ("clip", "wrap"):
+        raise ValueError(f"head_border must be 'clip' or 'wrap', got {head_border!r}")
+    if head_border == "wrap" and head_window > num_heads:
+        raise ValueError(f"head_window must be at most num_heads={num_heads} where heads wrap around, "
+                         f"got {head_window}")
+    return None if sides is None else (sides[0], sides[1])
+
+
+def check_prev_logits(prev_logits: Tensor | None, B: int, K: int, N: int, M: int | None = None) -> Tensor:
+    """Return the previous layer's logits, if they are (B, K, N, M); M is N unless given.
+
+    Raises:
+        ValueError: they are missing or of another shape.
+    """
+    M = N if M is None else M
+    if prev_logits is None:
+        raise ValueError(
+            f"this layer evolves the previous layer's maps: prev_logits of shape {[B, K, N, M]} required, got None")
+    if prev_logits.shape != (B, K, N, M):
+        raise ValueError(f"prev_logits of shape {[B, K, N, M]} required, got {list(prev_logits.shape)}")
+    return prev_logits
+
+
+def _of_shape(name: str, tensor: Tensor | None, shape: tuple[int, ...]) -> Tensor:
+    """Return the tensor; a kernel reads as much memory as `shape` says."""
+    if tensor is None or tensor.shape != shape:
+        received = None if tensor is None else list(tensor.shape)
+        raise ValueError(f"{name} of shape {list(shape)} required, got {received}")
+    return tensor
+
+
+def checked(
+        q: Tensor, k: Tensor, v: Tensor, height_rel: Tensor | None, width_rel: Tensor | None,
+        prev_logits: Tensor | None, weight: Tensor | None, bias: Tensor | None, alpha: float | Tensor,
+        beta: float | Tensor, feat_size: tuple[int, int] | None, predict: bool, num_prefix_tokens: int,
+        scale: float | None, dropout_p: float, need_logits: bool, window: int | tuple[int, int] | None,
+        head_window: int, head_border: str,
+) -> Problem:
+    """Return the problem that the arguments of `ea_vision.ops.evolving_attention` state.
+
+    Raises:
+        ValueError: shapes that do not fit, or options that contradict each other.
+    """
+    B, K, N, D = q.shape
+    M = k.shape[2]
+    if feat_size is None:
+        if height_rel is not None:
+            raise ValueError(f"feat_size (H, W) with H*W = {N} required for the position tables, got None")
+        feat_size = (1, N)
+    H, W = feat_size
+    if H * W != N or k.shape != (B, K, M, D) or v.shape[:3] != k.shape[:3]:
+        raise ValueError(f"q (B, K, N, D), k (B, K, M, D) and v (B, K, M, E) with N = {H}*{W} required, "
+                         f"got {list(q.shape)}, {list(k.shape)}, {list(v.shape)}")
+    if prev_logits is not None:
+        check_prev_logits(prev_logits, B, K, N, M)
+    if not 0.0 <= dropout_p <= 1.0:
+        raise ValueError(f"dropout_p must be a probability, from 0 to 1, got {dropout_p}")
+    sides = check_windows(window, head_window, head_border, K)
+    if head_window > 1 and prev_logits is not None:
+        raise ValueError(f"head_window must be 1 where maps evolve, got {head_window}")
+    if prev_logits is None or weight is None:
+        num_prefix_tokens = 0
+    if M != N and (height_rel is not None or sides is not None or head_window > 1 or num_prefix_tokens):
+        raise ValueError("position tables, windows and prefix tokens need as many keys as queries (an offset between "
+                         f"their pixels has no meaning otherwise), got {M} keys and {N} queries")
+    if height_rel is not None:
+        high, wide = (H, W) if sides is None else (reach(H, sides[0]), reach(W, sides[1]))
+        height_rel = _of_shape("height_rel", fit_rel_table(height_rel, high), (2 * high - 1, D))
+        width_rel = _of_shape("width_rel", width_rel if width_rel is None else fit_rel_table(width_rel, wide),
+                              (2 * wide - 1, D))
+    if prev_logits is None:
+        weight = bias = None
+        alpha = beta = 1.0
+    elif weight is not None:
+        side = weight.shape[-1] | 1  # odd
+        _of_shape("weight", weight, (K, K, side, side))
+        _of_shape("bias", bias, (K,))
+    return Problem(
+        q, k, v, height_rel, width_rel, prev_logits, weight, bias, alpha, beta, (H, W), predict, num_prefix_tokens,
+        D ** -0.5 if scale is None else scale, dropout_p, need_logits and head_window == 1, sides, head_window,
+        head_border == "wrap")
