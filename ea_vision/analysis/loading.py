@@ -232,9 +232,9 @@ def class_names_of(target: str, model: LoadedModel) -> list[str] | None:
     """
     if os.path.exists(target):
         names = run_folder.read_config(_run_of(Path(target)))[1].get("classes")
-        if names is not None and (not isinstance(names, list) or len(names) != model.model.num_classes):
+        if names is not None and len(names) != model.model.num_classes:
             raise UsageError(f"config.yaml of {target} must name the {model.model.num_classes} classes of the network, "
-                             f"got {str(names)[:60]}")
+                             f"got {len(names)} names")
         return names
     config = getattr(model.model, "pretrained_cfg", None) or {}
     if config.get("label_names"):

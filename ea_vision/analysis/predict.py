@@ -29,7 +29,7 @@ from ea_vision.analysis.loading import (
     positive,
 )
 from ea_vision.base.errors import UsageError, exit_code
-from ea_vision.base.files import atomic_write, create
+from ea_vision.base.files import atomic_write, check_output
 from ea_vision.base.processes import choose_device
 
 
@@ -99,7 +99,7 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdin.reconfigure(errors="surrogateescape")  # names that are not UTF-8 are names of files, too
     images = _files(args.images, sys.stdin)
     if args.json not in (None, "-"):
-        create(Path(args.json).parent)
+        check_output(Path(args.json))
     loaded = load_model(args.model, img_size=parse_size(args.img_size), device=choose_device(args.device))
     check_classifies(loaded)
     if not loaded.trained or not loaded.model.num_classes:

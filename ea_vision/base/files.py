@@ -1,8 +1,12 @@
-"""Files that are written whole or not at all, and the folders they go to."""
+"""Files that are written whole or not at all, and the folders they go to.
+
+Every writer of this package writes by `atomic_write`; commands ask `check_output` before they begin to work.
+"""
 
 from __future__ import annotations
 
 import csv
+import errno
 import io
 import json
 import os
@@ -26,18 +30,63 @@ def cache_root() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ea_vision"
 
 
-def atomic_write(path: Path, data: bytes, keep_previous_as: Path | None = None) -> None:
-    """Replace `path` by `data`, all or nothing; the old file becomes `keep_previous_as` if that is given.
+def is_special(path: Path) -> bool:
+    """Return whether data goes through `path` instead of into it: a device, a pipe, or what lies in /dev or /proc."""
+    if path.absolute().parts[1:2] in (("dev",), ("proc",)):
+        return True
+    return path.exists() and not path.is_file() and not path.is_dir()
+
+
+def check_output(path: Path, *, regular: bool = False) -> Path:
+    """Make the folder of a file that is to be written and see that it can be written; return `path`.
+
+    Args:
+        regular: refuse devices and pipes.
 
     Raises:
-        RunError: the file could not be written (disk full, no permission); the old one is untouched.
+        UsageError: it is a folder, its folder cannot be made or written into, or it is special and must not be.
     """
+    if os.path.isdir(path):
+        raise UsageError(f"the output must be a file, and {path} is a folder")
+    if os.path.lexists(path) and is_special(path):
+        if regular:
+            raise UsageError(f"the output must be a regular file, and {path} is a device or a pipe")
+        return path
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"cannot write into {path.parent}: {error.strerror}") from error
+    check_writable(Path(os.path.realpath(path)).parent)
+    return path
+
+
+def atomic_write(path: Path, data: bytes, keep_previous_as: Path | None = None) -> None:
+    """Replace `path` by `data`, all or nothing.
+
+    The file that a link leads to is replaced, not the link. What is no regular file, such as /dev/stdout or a named
+    pipe, stays what it is, and the data is written into it.
+
+    Args:
+        keep_previous_as: a name for the file that was there before (default: it is gone).
+
+    Raises:
+        RunError: the file could not be written (a folder, disk full, no permission); the old one is untouched.
+    """
+    if is_special(path):
+        try:
+            path.write_bytes(data)
+        except OSError as error:
+            raise RunError(f"cannot write into {path}: {error.strerror}") from error
+        return
+    path = Path(os.path.realpath(path))
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")  # two runs may write the same file of a cache
     try:
         with open(temporary, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "it is a folder")
         if keep_previous_as is not None and path.exists():
             os.replace(path, keep_previous_as)
         os.replace(temporary, path)

@@ -22,7 +22,7 @@ import numpy as np
 from tqdm import tqdm
 
 from ea_vision.base.errors import RunError, UsageError, exit_code
-from ea_vision.base.files import atomic_write
+from ea_vision.base.files import atomic_write, check_output
 from ea_vision.data.batches import numbered_seed
 from ea_vision.data.ffcv import Beton, open_beton, require_ffcv, seal, sidecar
 from ea_vision.data.image_files import BrokenImage
@@ -115,9 +115,9 @@ def write_beton(source: ImageSource, out: Path, *, max_size: int = 0, jpeg_share
     image_field = fields.RGBImageField(write_mode=modes.get(jpeg_share, "proportion"), max_resolution=max_size or None,
                                        jpeg_quality=quality, compress_probability=jpeg_share)
     label_field = fields.IntField()
+    out = Path(os.path.realpath(check_output(out, regular=True)))
     temporary = out.with_name(f".{out.name}.tmp")
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
         with open(temporary, "wb") as file:
             about = _write(file, source, types, [image_field, label_field], workers, broken, max_bad_images, seed)
             file.flush()

@@ -19,7 +19,7 @@ from torchvision.models.detection.image_list import ImageList
 from torchvision.ops import clip_boxes_to_image, nms
 
 from ea_vision.base.errors import UsageError
-from ea_vision.base.files import atomic_write, create
+from ea_vision.base.files import atomic_write, check_output
 from ea_vision.detection.model import Detector
 
 SUFFIXES = (".onnx", ".pt2")
@@ -89,6 +89,7 @@ def export(detector: Detector, path: Path, classes: Sequence[str]) -> None:
         raise UsageError(f"the file must end in {' or '.join(SUFFIXES)}, got {path}")
     if path.suffix == ".onnx" and importlib.util.find_spec("onnxscript") is None:
         raise UsageError("ONNX needs onnx and onnxscript, which are not installed: pip install onnx onnxscript")
+    check_output(path)
     program, data = export_program(detector), io.BytesIO()
     if path.suffix == ".pt2":
         torch.export.save(program, data, extra_files={"classes.json": json.dumps(list(classes))})
@@ -97,5 +98,4 @@ def export(detector: Detector, path: Path, classes: Sequence[str]) -> None:
                                  output_names=["boxes", "scores", "labels"])
         onnx.model.metadata_props["classes"] = json.dumps(list(classes))
         data.write(onnx.model_proto.SerializeToString())
-    create(path.parent)
     atomic_write(path, data.getvalue())

@@ -15,7 +15,7 @@ from matplotlib.ticker import MaxNLocator
 
 from ea_vision.base.errors import UsageError
 from ea_vision.base.figures import FORMATS, color_cycle, figure_bytes
-from ea_vision.base.files import atomic_write, create
+from ea_vision.base.files import atomic_write, check_output
 from ea_vision.engine.gates import by_share
 from ea_vision.engine.run_folder import MEASURES, read_config, read_gates, read_metrics
 
@@ -29,7 +29,7 @@ def write_learning_curves(folders: list[Path], output: Path) -> None:
     if output.suffix.lower() not in FORMATS:
         raise UsageError(f"--output of learning curves must end in {' or '.join(FORMATS)}, got {output}")
     figure = plot_learning_curves(folders)
-    create(output.parent)
+    check_output(output)
     atomic_write(output, figure_bytes(figure, output.suffix.lower()))
 
 

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from ea_vision.base.files import create, write_json
+from ea_vision.base.files import check_output, write_json
 from ea_vision.base.provenance import hardware, provenance
 from ea_vision.measure.gpu_stages import INTERPRETED, STAGES
 
@@ -109,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"gpu-check: no CUDA device found, nothing was run (exit code {NO_GPU}); --device cpu rehearses the "
               "stages", file=sys.stderr)
         return NO_GPU
-    create(args.output.resolve().parent)
+    check_output(args.output)
     device = torch.device(args.device)
     count = torch.cuda.device_count() if device.type == "cuda" else 1
     report: dict[str, Any] = {

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ea_vision.base.errors import RunError, UsageError
-from ea_vision.base.files import atomic_write, csv_text
+from ea_vision.base.files import atomic_write, check_output, csv_text
 from ea_vision.ops import triton_attention
 from ea_vision.ops.problem import checked
 
@@ -256,6 +256,8 @@ def main(argv: list[str] | None = None) -> int:
         raise RunError("gpu-check --kernels needs triton, which pip installs with torch on Linux")
     if triton_attention.INTERPRETING:
         raise UsageError("gpu-check --kernels needs Triton's compiler, but TRITON_INTERPRET=1 asks for its interpreter")
+    if args.csv:
+        check_output(args.csv)
     layers = list(LAYERS) if "all" in args.layers else list(dict.fromkeys(args.layers))
     rows = rows_of(all_figures(layers, args.capabilities, args.dtypes))
     widths = [max(map(len, column)) for column in zip(COLUMNS, *rows, strict=True)]

@@ -29,7 +29,7 @@ from timm.models import get_pretrained_cfg
 import ea_vision
 from ea_vision.base.errors import RunError, UsageError
 from ea_vision.base.figures import figure_bytes
-from ea_vision.base.files import atomic_write, create
+from ea_vision.base.files import atomic_write, check_output
 from ea_vision.base.networks import check_model_name
 from ea_vision.base.processes import choose_device
 from ea_vision.base.provenance import hardware
@@ -232,7 +232,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     check_optimizer_name(args.opt)
     names, optional = networks_asked_for(args.models, args.img_size)
     for path in filter(None, (args.csv, args.plot)):
-        create(Path(path).parent)
+        check_output(Path(path))
     if on_cpu and argv is None and platform.libc_ver()[0] == "glibc" and not (args.system_malloc or _keeps_memory()):
         # malloc reads them when a process starts
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **KEEP_MEMORY})

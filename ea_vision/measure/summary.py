@@ -25,7 +25,7 @@ import timm
 import torch
 
 from ea_vision.base.errors import UsageError
-from ea_vision.base.files import atomic_write, create, csv_text
+from ea_vision.base.files import atomic_write, check_output, csv_text
 from ea_vision.base.networks import check_model_name
 from ea_vision.measure.counts import BranchCount, Counts, count, inference_map_bytes, training_map_bytes
 from ea_vision.models import Published, list_networks, published_figures
@@ -152,7 +152,7 @@ def show(text: str, rows: Sequence[Mapping[str, object]], file: str | None) -> N
         print(csv_text(rows), end="")
         return
     if file:
-        create(Path(file).parent)
+        check_output(Path(file))
         atomic_write(Path(file), csv_text(rows).encode())
     print(text)
 

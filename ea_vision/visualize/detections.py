@@ -23,9 +23,10 @@ from PIL import Image
 from ea_vision.analysis.inputs import find_images, read_image
 from ea_vision.analysis.loading import DetectorModel, load_model, positive
 from ea_vision.analysis.recording import AttentionLayer
+from ea_vision.base import files
 from ea_vision.base.errors import UsageError
 from ea_vision.base.figures import COLORS, dpi
-from ea_vision.base.files import atomic_write, create
+from ea_vision.base.files import atomic_write
 from ea_vision.base.processes import choose_device
 from ea_vision.detection.coco import read_coco
 from ea_vision.detection.draw import picture
@@ -112,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     numbers, style = parse_numbers(args.attention) if args.attention else [], style_of(args)
     outputs = name_outputs(check_output(Path(args.output)), paths) if args.output else []
     if args.json not in (None, "-"):
-        create(Path(args.json).parent)
+        files.check_output(Path(args.json))
     ids = ids_of(args.ids) if args.ids else None
     unknown = [path for path in paths if ids is not None and Path(path).name not in ids]
     if unknown:

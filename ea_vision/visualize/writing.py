@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from ea_vision.analysis.inputs import find_images, read_image
+from ea_vision.base import files
 from ea_vision.base.errors import UsageError
 from ea_vision.base.figures import FORMATS as PICTURES
 from ea_vision.base.figures import figure_bytes
@@ -44,16 +45,7 @@ def check_output(output: Path, suffixes: Sequence[str] = PICTURES) -> Path:
     """See `outputs_of`."""
     if output.suffix.lower() not in suffixes:
         raise UsageError(f"--output must end in {' or '.join(suffixes)}, got {output}")
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        probe = output.parent / f".{output.name}.tmp"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise UsageError(f"cannot write into {output.parent}: {error.strerror}") from error
-    if output.is_dir():
-        raise UsageError(f"--output must be a file, and {output} is a folder")
-    return output
+    return files.check_output(output)
 
 
 def save(figure: Figure, output: Path, dpi: int) -> None:
