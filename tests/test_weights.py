@@ -117,7 +117,7 @@ def test_docs_have_the_evidence(dataset, variants):
     """The tables of docs/experiments.md and the answers to its question, against the runs."""
     split, read = evidence.read_runs([ROOT / "experiments" / "results" / "evidence" / f"{dataset}-runs.csv"])
     top1_by_seed = evidence.by_variant(read)
-    assert split == "test" and all(list(top1) == list("01234") for top1 in top1_by_seed.values())
+    assert split == "test" and all(list(top1) == list(range(5)) for top1 in top1_by_seed.values())
     runs = {variant: list(top1.values()) for variant, top1 in top1_by_seed.items()}
     text = (ROOT / "docs" / "experiments.md").read_text()
     assert len(runs) == variants

@@ -99,7 +99,7 @@ def read_config(folder: Path, *needed: str) -> tuple[dict[str, Any], dict[str, A
         config = yaml.safe_load(path.read_text())
     except OSError as error:
         raise UsageError(f"{folder} is not a run folder: it has no readable {CONFIG}") from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError, AttributeError, IndexError) as error:  # the last two: bad tags
         raise UsageError(f"{path} is not the {CONFIG} of a run: it is not valid YAML") from error
     _require(path, config, {"model": str, "run": dict})
     run = config.pop("run")

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -28,10 +29,11 @@ import yaml
 from ea_vision.base.errors import UsageError, near_matches
 from ea_vision.detection.model import DetectorNetwork, create_detector
 from ea_vision.engine.config import load_recipe
-from ea_vision.engine.run_folder import CONFIG, read_config, read_results
+from ea_vision.engine.run_folder import CONFIG
 from ea_vision.measure.counts import Counts, count, inference_map_bytes, training_map_bytes
 from ea_vision.measure.summary import count_network, markdown, summarise, to_table
 from ea_vision.models import PublishedRow, PublishedTable, list_networks, published_tables, shipped_weights
+from ea_vision.studies.finished import read_finished
 
 TEXT = """\
 # Results: published beside ours
@@ -113,31 +115,48 @@ def shipped_runs() -> list[Run]:
 
 
 def runs_in(folder: Path) -> list[Run]:
-    """The complete runs of classifiers in a folder that were tested on a data set of DATA, at its size.
+    """Return the complete runs of classifiers in a folder that were tested on a data set of DATA, at its size.
 
-    The data set is told by the number of classes and of training images, the held-out ones included.
+    The data set is told by the number of classes and of training images, the held-out ones included. A folder with a
+    config.yaml that is not a whole run of a classifier is passed over, with a line on stderr that says why.
 
     Raises:
-        UsageError: no such folder, or a damaged run.
+        UsageError: no such folder.
     """
     if not folder.is_dir():
         raise UsageError(f"--runs must be a folder with run folders in it, got {folder}")
-    sets = {(data.classes, data.images, data.img_size): name for name, data in DATA.items()}
     runs = []
     for path in sorted(folder.rglob(CONFIG)):
-        config, run = read_config(path.parent)
-        results = read_results(path.parent)
-        if results is None or "top1" not in results.get("test_last", {}):
-            continue
-        held_out = run["eval_images"] if results["eval_split"] == "held_out" else 0
-        data = sets.get((len(run["classes"]), run["train_images"] + held_out, config["img_size"]))
-        if data is None:
-            continue
-        usual = {"num_classes", "in_chans", "img_size", *(load_recipe(config["recipe"]).get("model_kwargs") or {})}
-        kwargs = {key: value for key, value in run["model_kwargs"].items() if key not in usual}
-        runs.append(Run(config["model"], kwargs, data, config["recipe"], results["epochs"],
-                        results["test_last"]["top1"]))
+        try:
+            runs += _run_in(path.parent)
+        except UsageError as error:
+            print(f"passed over: {' '.join(str(error).split())}", file=sys.stderr)
     return runs
+
+
+def _run_in(folder: Path) -> list[Run]:
+    """Return the run of a folder, or [] where it is not complete, not tested, or of other data.
+
+    Raises:
+        UsageError: not a run of a classifier, or a damaged one.
+    """
+    found = read_finished(folder)
+    if found is None or found.split != "test":
+        return []
+    config, about = found.config, found.run
+    kinds = {"classes": list, "train_images": int, "eval_images": int}
+    if not all(type(about.get(key)) is kind for key, kind in kinds.items()):
+        raise UsageError(f"{folder / CONFIG} is not that of a run: run must have {', '.join(kinds)}")
+    if type(config.get("img_size")) is not int or not isinstance(config.get("recipe"), str):
+        raise UsageError(f"{folder / CONFIG} is not that of a run: it must have img_size and recipe")
+    held_out = about["eval_images"] if found.eval_split == "held_out" else 0
+    sets = {(data.classes, data.images, data.img_size): name for name, data in DATA.items()}
+    data = sets.get((len(about["classes"]), about["train_images"] + held_out, config["img_size"]))
+    if data is None:
+        return []
+    usual = {"num_classes", "in_chans", "img_size", *(load_recipe(config["recipe"]).get("model_kwargs") or {})}
+    kwargs = {key: value for key, value in about["model_kwargs"].items() if key not in usual}
+    return [Run(config["model"], kwargs, data, config["recipe"], found.epochs, found.last["top1"])]
 
 
 @cache

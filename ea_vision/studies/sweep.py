@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 from ea_vision.base.errors import RunError, UsageError
 from ea_vision.base.figures import color_cycle, figure_bytes
 from ea_vision.base.files import atomic_write, create, csv_text
-from ea_vision.engine.run_folder import read_metrics, read_results
+from ea_vision.studies.finished import FinishedRun, read_finished
 
 EXAMPLES = """\
 examples:
@@ -35,6 +35,7 @@ examples:
       --variant 'EA=--model ea_conv_transformer_cifar' --seeds 0,1,2,3,4 --output sweeps/ea -- --holdout 300
 """
 VARIANT = "variant"  # the key of --variant
+LONGEST_NAME = 200  # bytes of a variant's name: a folder's may have 255
 
 
 def parse_settings(words: list[str]) -> dict[str, list[str]]:
@@ -67,12 +68,44 @@ def parse_variants(words: list[str]) -> dict[str, list[str]]:
             arguments = shlex.split(text)
         except ValueError as error:
             raise UsageError(f"--variant {name}: {error} in {text!r}") from error
-        if not name.strip() or not arguments or set(name) & set("/,="):
-            raise UsageError(f"--variant takes NAME=ARGUMENTS, the name without comma and slash, got {word!r}")
+        if not name.strip() or not arguments:
+            raise UsageError(f"--variant takes NAME=ARGUMENTS, got {word!r:.80}")
+        check_variant_name(name)
         if name in variants:
             raise UsageError(f"--variant {name} is given twice")
         variants[name] = arguments
     return variants
+
+
+def check_variant_name(name: str) -> None:
+    """Raise UsageError for a name that no run folder, option or table can have."""
+    if not name.strip() or set(name) & set("/,=|") or not name.isprintable():
+        raise UsageError(f"a variant's name must be printable and without comma, slash, = and |, got {name!r:.80}")
+    if len(name.encode()) > LONGEST_NAME:
+        raise UsageError(f"a variant's name takes at most {LONGEST_NAME} bytes, got {len(name.encode())}: {name:.40}")
+
+
+def parse_seed(text: str) -> int:
+    """Read a seed; "0" and "00" are the same.
+
+    Raises:
+        UsageError: not a whole number from 0 on.
+    """
+    if not (text.isascii() and text.isdigit() and len(text) < 19):
+        raise UsageError(f"a seed must be a whole number, 0 or more, got {text!r:.40}")
+    return int(text)
+
+
+def parse_seeds(text: str) -> list[str]:
+    """Read seeds between commas.
+
+    Raises:
+        UsageError: not a whole number, or the same seed twice, which would be one run twice.
+    """
+    seeds = [parse_seed(seed.strip()) for seed in text.split(",")]
+    if len(set(seeds)) < len(seeds):
+        raise UsageError(f"--seeds takes each seed once, got {text}")
+    return list(map(str, seeds))
 
 
 def run_name(setting: dict[str, str], seed: str) -> str:
@@ -88,8 +121,8 @@ def read_run_name(name: str) -> dict[str, str]:
 
 
 def run_setting(trainer: list[str], folder: Path, keywords: dict[str, str], options: dict[str, str], seed: str,
-                arguments: list[str]) -> dict:
-    """Train one setting of model keywords and options in its own process; return its results.json.
+                arguments: list[str]) -> FinishedRun:
+    """Train one setting of model keywords and options in its own process; return the run.
 
     Raises:
         RunError: the trainer failed.
@@ -105,10 +138,10 @@ def run_setting(trainer: list[str], folder: Path, keywords: dict[str, str], opti
         if process.poll() is None:
             process.terminate()
             process.wait()
-    results = read_results(folder)
-    if code != 0 or results is None:
+    finished = read_finished(folder) if code == 0 else None
+    if finished is None:
         raise RunError(f"{folder.name} ended with exit code {code}; mend it and run the same sweep again to continue")
-    return results
+    return finished
 
 
 def stop(number: int, _frame) -> None:
@@ -116,10 +149,12 @@ def stop(number: int, _frame) -> None:
     raise RunError("stopped by a signal; the same command continues", 128 + number)
 
 
-def evaluation_top1(results: dict) -> float:
-    """Top-1, in percent, of the best weights on the run's evaluation images (held out where the run holds out)."""
-    best = results["test_best"] if "test_best" in results else results[f"{results['eval_split']}_best"]
-    return best.get(f"{results['eval_split']}_top1", best["top1"])
+def row_of(setting: dict[str, str], seed: str, run: FinishedRun) -> dict:
+    """Return a row of sweep.csv. Its length and data are there, as a sweep may be repeated with others."""
+    row = {**setting, "seed": seed, "top1": run.best_top1,
+           "top1_by_epoch": " ".join(f"{top1:.2f}" for top1 in run.metrics["top1"]),
+           "seconds": f"{run.seconds:.0f}", "epochs": run.epochs, "updates": run.updates, "data": run.data[:12]}
+    return {**row, **({"test_top1": run.best["top1"]} if run.split == "test" and run.config.get("test", True) else {})}
 
 
 def plot_sweep(rows: list[dict], keys: list[str], ylabel: str) -> Figure:
@@ -189,31 +224,32 @@ def main(argv: list[str] | None = None) -> int:
     if not settings:
         raise UsageError("--set, --option or --variant is required, got none of them")
     arguments = [*args.arguments, "--test" if args.test else "--no-test"]
+    seeds = parse_seeds(args.seeds)
     trainer = [str(args.script)] if args.script else ["-m", "ea_vision", "train-cifar"]
     if args.script and not args.script.is_file():
         raise UsageError(f"no trainer {args.script}: give its path by --script")
 
+    settings_run = [dict(zip(settings, values, strict=True)) for values in itertools.product(*settings.values())]
+    for setting in settings_run:
+        if len(run_name(setting, max(seeds, key=len)).encode()) > 255:
+            raise UsageError(f"a run's folder is named by its settings, in at most 255 bytes: {setting!s:.80}")
+
     signal.signal(signal.SIGTERM, stop)
     create(args.output)
     rows: list[dict] = []
-    split = "test"
-    for values in itertools.product(*settings.values()):
-        setting = dict(zip(settings, values, strict=True))
-        for seed in args.seeds.split(","):
+    for setting in settings_run:
+        for seed in seeds:
             name = run_name(setting, seed)
             keywords = {key: value for key, value in setting.items() if key not in options and key != VARIANT}
             chosen = {key: value for key, value in setting.items() if key in options}
             of_variant = variants[setting[VARIANT]] if variants else []
-            results = run_setting(trainer, args.output / name, keywords, chosen, seed, [*arguments, *of_variant])
-            split = results["eval_split"]
-            metrics = read_metrics(args.output / name)
-            row = {**setting, "seed": seed, "top1": evaluation_top1(results),
-                   "top1_by_epoch": " ".join(f"{top1:.2f}" for top1 in metrics["top1"]),
-                   "seconds": f"{sum(metrics['seconds']):.0f}"}
-            rows.append({**row, **({"test_top1": results["test_best"]["top1"]} if args.test else {})})
+            run = run_setting(trainer, args.output / name, keywords, chosen, seed, [*arguments, *of_variant])
+            if args.test and run.split != "test":
+                raise RunError(f"{name} was not tested, which --test asks for")
+            rows.append(row_of(setting, seed, run))
             # Written after every run, so that the curve grows as the sweep goes.
             atomic_write(args.output / "sweep.csv", csv_text(rows).encode())
-            ylabel = f"top-1 on {split.replace('_', '-')} images (%)"
+            ylabel = f"top-1 on {run.eval_split.replace('_', '-')} images (%)"
             atomic_write(args.output / "sweep.png", figure_bytes(plot_sweep(rows, list(settings), ylabel)))
     best = max(rows, key=lambda row: row["top1"])
     print(f"best: {' '.join(f'{k}={best[k]}' for k in settings)} seed={best['seed']} top1 {best['top1']:.2f}%")

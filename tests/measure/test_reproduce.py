@@ -10,7 +10,7 @@ from ea_vision.base.errors import UsageError
 from ea_vision.base.files import write_json
 from ea_vision.detection.train import DetectionConfig
 from ea_vision.engine.config import make_parser, parse, resolve
-from ea_vision.engine.run_folder import RESULTS, write_config
+from ea_vision.engine.run_folder import METRICS, RESULTS, write_config
 from ea_vision.engine.train_cifar import CifarConfig
 from ea_vision.engine.train_imagenet import ImageNetConfig
 from ea_vision.measure import reproduce
@@ -96,12 +96,16 @@ def test_the_file_of_figures_is_whole():
 def write_run(folder: Path, top1: float, *, split: str = "test", train: int = 50_000, complete: bool = True, **kwargs):
     """The files of a run of conv_transformer_cifar by the PA paper's recipe."""
     folder.mkdir(parents=True)
-    config = {"model": "conv_transformer_cifar", "recipe": "pa_cifar10", "img_size": 32}
+    config = {"model": "conv_transformer_cifar", "recipe": "pa_cifar10", "img_size": 32, "seed": 0}
     write_config(folder, config, {
         "model_kwargs": {"num_classes": 10, "in_chans": 3, "img_size": 32, "conv_drop_rate": 0.2, **kwargs},
-        "classes": list("abcdefghij"), "train_images": train, "eval_images": 5_000 if split == "held_out" else 10_000})
+        "classes": list("abcdefghij"), "train_images": train, "eval_images": 5_000 if split == "held_out" else 10_000,
+        "eval_split": split, "data_fingerprint": "d"})
+    (folder / METRICS).write_text("epoch,step,lr,train_loss,top1,top5,images_per_s,seconds\n"
+                                  f"630,9,0.1,2.0,{top1},99.0,10,1.25\n")
     if complete:
-        write_json(folder / RESULTS, {"epochs": 630, "eval_split": split, "test_last": {"top1": top1, "top5": 99.0}})
+        figures = {"epoch": 630, "top1": top1, "top5": 99.0}
+        write_json(folder / RESULTS, {"epochs": 630, "eval_split": split, "test_last": figures, "test_best": figures})
 
 
 def test_accuracies_of_your_own_runs(tmp_path, capsys):
@@ -110,8 +114,13 @@ def test_accuracies_of_your_own_runs(tmp_path, capsys):
     write_run(tmp_path / "runs" / "narrow", 80.0, widths=[8, 8, 8, 8])
     write_run(tmp_path / "runs" / "few images", 70.0, train=1_000)
     write_run(tmp_path / "runs" / "unfinished", 0.0, complete=False)
+    write_run(tmp_path / "runs" / "damaged", 900.0)
+    (tmp_path / "runs" / "other program").mkdir()
+    (tmp_path / "runs" / "other program" / "config.yaml").write_text("- a: [1, 2]\n")
+    (tmp_path / "runs" / "other program" / RESULTS).write_text("[]")
     assert reproduce.main(["conv_transformer_cifar", "--runs", str(tmp_path / "runs")]) == 0
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert err.count("passed over: ") == len(err.splitlines()) == 2 and "top1 cannot be 900" in err
     rows = [line for line in out.splitlines() if line.startswith("| conv_transformer_cifar")]
     assert len(rows) == 2 and "| not run" in rows[1]
     assert ("89.57 (10 epochs of `fast_sgd`); 93.48 (10 epochs of `fast`); 95.50 (630 epochs of `pa_cifar10`, 2 runs)"
