@@ -12,7 +12,8 @@ A new evolution is a subclass of `Evolution` under `@register_evolution("name")`
 """
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,24 +26,40 @@ _EVOLUTIONS: dict[str, type["Evolution"]] = {}
 
 
 class Evolution(nn.Module):
-    """How a layer's logits take up those of the previous layer in its chain.
+    """A mechanism over a layer's maps: before the softmax (`forward`), after it (`mix_attn`), or both.
 
     A subclass has `__init__(self, num_heads, *, its options, device=None, dtype=None)` and `forward`. The rest is what
     others ask of it, and has defaults: nothing to record beside prev_logits, nothing after the softmax, and no faster
     form than `forward`, so that its layers run by the reference and the log says so.
+
+    Class attributes:
+        reads_previous: whether `forward` needs the previous layer's logits. If not, the first layer of a chain has the
+            mechanism, too, and `forward` gets the layer's own logits as prev_logits where there are no others.
+        spatial: whether `forward` takes the map's (H, W) as a third argument; in a vision transformer such a mechanism
+            has `num_prefix_tokens`, which the network sets.
+        mixes_attn: whether there is a `mix_attn`.
+        identity_start: the options with which it begins as the plain network and learns from there.
+        part_names: further maps that `parts` returns; the default knows "softmax", the probabilities before `mix_attn`.
     """
 
-    part_names: tuple[str, ...] = ()  # further maps that `parts` returns
-    __constants__ = ["mixes_attn"]  # noqa: RUF012 (for TorchScript)
-    mixes_attn = False  # whether there is a `mix_attn`
+    __constants__ = ["mixes_attn", "reads_previous", "spatial"]  # noqa: RUF012 (for TorchScript)
+    reads_previous = True
+    spatial = False
+    mixes_attn = False
+    identity_start: Mapping[str, Any] = MappingProxyType({})
+    part_names: tuple[str, ...] = ()
 
     def forward(self, logits: Tensor, prev_logits: Tensor) -> Tensor:
         """The layer's own logits and the previous layer's, (B, K, N, N) each -> (B, K, N, N)."""
         raise NotImplementedError
 
     def mix_attn(self, attn: Tensor) -> Tensor:
-        """Mix the maps after the softmax, where `mixes_attn`: (B, K, N, N) -> (B, K, N, N)."""
+        """Return the maps that weigh the values, from the probabilities, where `mixes_attn`; (B, K, N, N) each."""
         return attn
+
+    @torch.jit.ignore
+    def restore_start(self) -> None:
+        """Undo a network's own initialisation of all its convolutions; nothing to undo by default."""
 
     @torch.jit.ignore
     def operands(self, prev_logits: Tensor) -> dict[str, Any] | None:
@@ -57,7 +74,7 @@ class Evolution(nn.Module):
     @torch.jit.ignore
     def parts(self, logits: Tensor, prev_logits: Tensor, evolved: Tensor) -> dict[str, Tensor]:
         """The maps of `part_names`, (B, K, N, N) each, from the arguments and the result of `forward`."""
-        return {}
+        return {"softmax": evolved.softmax(-1)} if "softmax" in self.part_names else {}
 
     @torch.jit.ignore
     def before_shares(self) -> dict[str, float]:
@@ -104,29 +121,40 @@ def evolution_options(kind: str | None = None) -> tuple[str, ...]:
     """
     _check_kind(kind)
     kinds = _EVOLUTIONS if kind is None else (kind,)
-    names = (name for each in kinds for name in inspect.signature(_EVOLUTIONS[each].__init__).parameters)
+    names = [name for each in kinds for name in inspect.signature(_EVOLUTIONS[each].__init__).parameters]
+    names += ["start"] if kind is None else []  # of `create_evolution`
     return tuple(dict.fromkeys(name for name in names if name not in ("self", "num_heads", "device", "dtype")))
 
 
-def create_evolution(kind: str | None, num_heads: int, device=None, dtype=None, **options) -> Evolution | None:
-    """The evolution module of a layer that has a predecessor.
+def create_evolution(
+        kind: str | None, num_heads: int, device=None, dtype=None, start: str | None = None, **options,
+) -> Evolution | None:
+    """The evolution module of a layer, or None.
 
     Args:
-        kind: a registered name ("ea", "pa", ...), or None for attention that does not evolve.
+        kind: a registered name ("ea", "pa", "conv2d", ...), or None for attention that does not evolve.
         num_heads: K, channels of the attention maps.
+        start: "identity": options that are not set begin as the plain network; "paper" or None: as the paper has them.
+            A kind with an option `start` of its own gets what else is said.
         **options: the evolution's, such as alpha, beta, num_layers, kernel_size; None means its default.
 
     Raises:
-        ValueError: unknown kind, or an option that this kind does not have.
+        ValueError: unknown kind or start, or an option that this kind does not have.
     """
     _check_kind(kind)
-    given = {name: value for name, value in options.items() if value is not None}
+    options = {name: value for name, value in options.items() if value is not None}
     known = evolution_options(kind) if kind is not None else ()
-    foreign = sorted(set(given) - set(known))
+    if kind is not None and start == "identity":
+        options = {**_EVOLUTIONS[kind].identity_start, **options}
+    elif start is not None and (kind is None or start != "paper"):
+        options["start"] = start
+    foreign = sorted(set(options) - set(known))
+    if "start" in foreign and kind is not None:
+        raise ValueError(f"start must be 'identity' or 'paper', got {start!r}")
     if foreign:
         has = f"has {', '.join(known)}" if known else "has no options"
         raise ValueError(f"evolution={kind!r} {has}; got {', '.join(foreign)}")
-    return _EVOLUTIONS[kind](num_heads, **given, device=device, dtype=dtype) if kind is not None else None
+    return _EVOLUTIONS[kind](num_heads, **options, device=device, dtype=dtype) if kind is not None else None
 
 
 def learnable_gates(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -355,6 +383,8 @@ class EvolvingAttention(_ConvolvedEvolution):
             dilation below 1, a negative_slope outside 0..1, or an alpha where causal has no place for it.
     """
 
+    identity_start = {"alpha": 0.0, "beta": 0.0, "learnable": True}
+
     def __init__(
             self, num_heads: int, alpha: float | None = None, beta: float = 1.0, kernel_size: int = 3,
             learnable: bool | str = False, causal: str = "none", dilation: int = 1, negative_slope: float = 0.0,
@@ -387,6 +417,8 @@ class PredictiveAttention(_ConvolvedEvolution):
         ValueError: a fixed alpha outside 0..1, a learnable one that is not finite, negative num_layers, an even
             kernel_size, a dilation below 1 or a negative_slope outside 0..1.
     """
+
+    identity_start = {"alpha": 0.0, "learnable": True}
 
     def __init__(
             self, num_heads: int, alpha: float = 0.5, num_layers: int = 1, kernel_size: int = 3,

@@ -16,7 +16,7 @@ from ea_vision.ops import use_implementation
 from tests.outside import tiny_attn
 
 NAMES = ["aa_tiny", "ea_aa_tiny"]
-OURS = {"evolution": "residual", "start": 0.25}
+OURS = {"evolution": "shared", "start": 0.25}
 KINDS = pytest.mark.parametrize("name,options", [("aa_tiny", {}), ("ea_aa_tiny", {}), ("ea_aa_tiny", OURS)])
 
 
@@ -102,8 +102,8 @@ def test_a_new_evolution_is_recorded_with_its_own_part(image):
     torch.testing.assert_close(layer["shared_logits"], 0.25 * layer.prev_logits)
     with use_implementation("reference"):
         torch.testing.assert_close(model(image), y)
-    with pytest.raises(ValueError, match="evolution='residual' has start; got beta"):
-        create_evolution("residual", 2, beta=0.5)
+    with pytest.raises(ValueError, match="evolution='shared' has start; got beta"):
+        create_evolution("shared", 2, beta=0.5)
 
 
 def test_summary(capsys):

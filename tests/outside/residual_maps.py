@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from ea_vision.layers import Evolution, register_evolution
 
 
-@register_evolution("residual")
+@register_evolution("shared")
 class ResidualMaps(Evolution):
     """out = logits + share * prev_logits, one share a head."""
 

@@ -1,0 +1,79 @@
+"""Convolutions over the two planes of an image's four-dimensional attention maps."""
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ea_vision.layers.evolution import Evolution, register_evolution
+from ea_vision.ops.reference import among_patches, with_prefix
+
+
+@register_evolution("conv2d")
+class FourDimensionalConvolution(Evolution):
+    """Convolve the mixed logits over the keys' plane and over the queries' plane.
+
+        m = logits + alpha * prev_logits                       m[a, (y, x), (y', x')]: head a, query pixel, key pixel
+        out[a, (y, x), (y', x')] = m[a, (y, x), (y', x')]
+            + sum_{b, i, j} U[a, b, i, j] m[b, (y, x), (y' + i, x' + j)]
+            + sum_{b, i, j} V[a, b, i, j] m[b, (y + i, x + j), (y', x')],    i, j = -1, 0, 1; 0 beyond the border
+
+    Ours, no paper has it: EA's convolution takes the map for an image of N x N, where the end of a row of pixels is the
+    neighbour of the next row's beginning, and sees no pixel above or below. There are no biases: the softmax cancels
+    them. Rows and columns of prefix tokens pass: there out = m.
+
+    Identity start: U = V = 0, which have a gradient at once, for no activation follows them. Otherwise they begin
+    normal with std 0.02. alpha is learned from 0 by default.
+
+    Args:
+        num_heads: K.
+        alpha: start of the learned gate of the previous logits.
+        std: of the kernels' normal start; 0 is the identity.
+        kernel_size: odd side of both kernels.
+
+    Raises:
+        ValueError: an even kernel_size.
+    """
+
+    spatial = True
+    identity_start = {"std": 0.0}
+    part_names = ("conv_logits",)
+
+    def __init__(self, num_heads: int, alpha: float = 0.0, std: float = 0.02, kernel_size: int = 3, device=None,
+                 dtype=None) -> None:
+        super().__init__()
+        if kernel_size < 1 or kernel_size % 2 == 0:
+            raise ValueError(f"kernel_size of an attention-map convolution must be odd and positive, got {kernel_size}")
+        dd = {"device": device, "dtype": dtype}
+        self.num_prefix_tokens = 0
+        self.alpha = nn.Parameter(torch.full((), float(alpha), **dd))
+        shape = num_heads, num_heads, kernel_size, kernel_size
+        self.keys, self.queries = (nn.Parameter(std * torch.randn(shape, **dd)) for _ in range(2))
+
+    def convolve(self, maps: Tensor, feat_size: tuple[int, int]) -> Tensor:
+        """Return the sum of both convolutions of maps (B, K, N, N), N = H*W, of the same shape."""
+        B, K, N = maps.shape[0], maps.shape[1], maps.shape[2]
+        H, W, pad = feat_size[0], feat_size[1], self.keys.shape[-1] // 2
+        by_query = maps.transpose(1, 2).reshape(B * N, K, H, W)
+        by_key = maps.permute(0, 3, 1, 2).reshape(B * N, K, H, W)
+        over_keys = F.conv2d(by_query, self.keys, None, padding=pad).view(B, N, K, N).transpose(1, 2)
+        over_queries = F.conv2d(by_key, self.queries, None, padding=pad).view(B, N, K, N).permute(0, 2, 3, 1)
+        return over_keys + over_queries
+
+    def forward(self, logits: Tensor, prev_logits: Tensor, feat_size: tuple[int, int]) -> Tensor:
+        mixed = (logits + self.alpha * prev_logits).to(logits.dtype)
+        patches = among_patches(mixed, self.num_prefix_tokens)
+        return with_prefix(mixed, patches + self.convolve(patches, feat_size), self.num_prefix_tokens)
+
+    @torch.jit.ignore
+    def parts(self, logits: Tensor, prev_logits: Tensor, evolved: Tensor) -> dict[str, Tensor]:
+        """conv_logits: the sum of both convolutions, 0 where prefix tokens pass."""
+        return {"conv_logits": evolved - (logits + self.alpha * prev_logits)}
+
+    @torch.jit.ignore
+    def gates(self) -> dict[str, Any]:
+        return {"alpha": self.alpha}
+
+    @torch.jit.ignore
+    def changes_nothing(self) -> bool:
+        return not any(p.any() for p in self.parameters())

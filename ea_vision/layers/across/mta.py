@@ -1,0 +1,66 @@
+"""Convolutions over queries, keys and heads, before and after the softmax: multi-token attention, without a mask."""
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ea_vision.layers.evolution import Evolution, register_evolution
+
+
+@register_evolution("mta")
+class MultiTokenAttention(Evolution):
+    """Convolve each head's map over queries and keys, and mix the heads, before and after the softmax.
+
+        L = W (depthwise convolution of S),   A = softmax(L)
+        A'[g, e] = sum_c M_g[c, e] A2[g, c],   A2 = depthwise convolution of A, in groups g of head_kernel heads
+
+    Paper: `Multi-Token Attention` - https://arxiv.org/abs/2504.00927. Theirs is causal; without a mask the kernels are
+    centred, the maps padded with zeros. Their normalisation of each head's output, and its gate, act on values, not on
+    maps, and are left out. Every layer has it; nothing is carried.
+
+    Identity start: the paper's, kernels that are 1 in the middle, W = M = I.
+
+    Args:
+        num_heads: K.
+        map_kernel: (queries, keys) of the convolutions, odd numbers; the paper has 6 and 11.
+        head_kernel: heads of a group, which divides K; None is K.
+
+    Raises:
+        ValueError: an even kernel, a group that does not divide the heads.
+    """
+
+    reads_previous = False
+    mixes_attn = True
+    part_names = ("softmax",)
+
+    def __init__(self, num_heads: int, map_kernel: tuple[int, int] = (5, 11), head_kernel: int | None = None,
+                 device=None, dtype=None) -> None:
+        super().__init__()
+        head_kernel = num_heads if head_kernel is None else head_kernel
+        if len(map_kernel) != 2 or any(side < 1 or side % 2 == 0 for side in map_kernel):
+            raise ValueError(f"map_kernel must be two odd numbers (queries, keys), got {map_kernel}")
+        if head_kernel < 1 or num_heads % head_kernel:
+            raise ValueError(f"head_kernel must divide num_heads={num_heads}, got {head_kernel}")
+        one = torch.zeros(num_heads, 1, *map_kernel, device=device, dtype=dtype)
+        one[:, :, map_kernel[0] // 2, map_kernel[1] // 2] = 1.0
+        eye = torch.eye(num_heads, device=device, dtype=dtype)
+        self.conv_before, self.conv_after = nn.Parameter(one), nn.Parameter(one.clone())
+        self.heads_before = nn.Parameter(eye)
+        self.heads_after = nn.Parameter(eye[:head_kernel, :head_kernel].repeat(num_heads // head_kernel, 1, 1))
+
+    def _convolve(self, maps: Tensor, weight: Tensor) -> Tensor:
+        padding = [weight.shape[2] // 2, weight.shape[3] // 2]
+        return F.conv2d(maps, weight, None, padding=padding, groups=maps.shape[1])
+
+    def forward(self, logits: Tensor, prev_logits: Tensor) -> Tensor:
+        return F.conv2d(self._convolve(logits, self.conv_before), self.heads_before[:, :, None, None])
+
+    def mix_attn(self, attn: Tensor) -> Tensor:
+        groups, heads = self.heads_after.shape[0], self.heads_after.shape[1]
+        weight = self.heads_after.transpose(1, 2).reshape(groups * heads, heads, 1, 1)
+        return F.conv2d(self._convolve(attn, self.conv_after), weight, None, groups=groups)
+
+    @torch.jit.ignore
+    def changes_nothing(self) -> bool:
+        start = type(self)(len(self.heads_before), tuple(self.conv_before.shape[2:]), self.heads_after.shape[1])
+        return all(torch.equal(now.detach().cpu().float(), then)
+                   for now, then in zip(self.parameters(), start.parameters(), strict=True))

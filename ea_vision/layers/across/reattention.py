@@ -1,0 +1,75 @@
+"""Maps mixed across heads and normalised after the softmax: DeepViT's re-attention."""
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ea_vision.layers.evolution import Evolution, register_evolution
+
+
+class Gained(Evolution):
+    """Base of mechanisms after the softmax without an identity start of their own: `refine` with an optional gain.
+
+    gain: start of the learned gain; None for the paper's form.
+    """
+
+    reads_previous = False
+    mixes_attn = True
+    identity_start = {"gain": 0.0}
+    part_names = ("softmax",)
+
+    def __init__(self, gain: float | None, device=None, dtype=None) -> None:
+        super().__init__()
+        self.gain = None if gain is None else nn.Parameter(torch.full((), float(gain), device=device, dtype=dtype))
+
+    def refine(self, attn: Tensor) -> Tensor:
+        """Return the paper's maps from the probabilities, (B, K, N, N) each."""
+        raise NotImplementedError
+
+    def forward(self, logits: Tensor, prev_logits: Tensor) -> Tensor:
+        return logits
+
+    def mix_attn(self, attn: Tensor) -> Tensor:
+        refined = self.refine(attn)
+        return refined if self.gain is None else attn + self.gain * refined
+
+    @torch.jit.ignore
+    def restore_start(self) -> None:
+        for module in self.children():
+            module.reset_parameters()
+
+    @torch.jit.ignore
+    def gates(self) -> dict[str, Any]:
+        return {} if self.gain is None else {"gain": self.gain}
+
+    @torch.jit.ignore
+    def changes_nothing(self) -> bool:
+        return self.gain is not None and not self.gain.any()
+
+
+@register_evolution("reattention")
+class ReAttention(Gained):
+    """Regenerate the probabilities from those of all heads.
+
+        R = scale * BatchNorm(sum_b Theta[a, b] A[b] + bias[a]);   A' = R (paper),   A' = A + gain * R (with a gain)
+
+    Paper: `DeepViT: Towards Deeper Vision Transformer` - https://arxiv.org/abs/2103.11886; the bias is the authors'
+    code's. The values of A' may be negative, and rows do not sum to 1. Every layer has it; nothing is carried.
+
+    Identity start: the paper's form has none, so the gain, learned from 0, is an addition of ours.
+
+    Args:
+        num_heads: K.
+        scale: the code's `transform_scale` is head_dim ** -0.5; DeepViT has it in its smallest network alone.
+        gain: start of the learned gain; None for the paper's form.
+    """
+
+    def __init__(self, num_heads: int, scale: float = 1.0, gain: float | None = None, device=None, dtype=None) -> None:
+        dd = {"device": device, "dtype": dtype}
+        super().__init__(gain, **dd)
+        self.scale = scale
+        self.reatten_matrix = nn.Conv2d(num_heads, num_heads, 1, **dd)
+        self.var_norm = nn.BatchNorm2d(num_heads, **dd)
+
+    def refine(self, attn: Tensor) -> Tensor:
+        return self.var_norm(self.reatten_matrix(attn)) * self.scale

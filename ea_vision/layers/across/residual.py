@@ -1,0 +1,59 @@
+"""The previous layer's logits added to a layer's own: RealFormer and ReViT."""
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ea_vision.layers.evolution import Evolution, _new_gate, register_evolution
+from ea_vision.ops.reference import mixed
+
+
+@register_evolution("residual")
+class ResidualAttention(Evolution):
+    """Add the previous logits to the own ones, or mix the two.
+
+        RealFormer        out = logits + alpha * prev_logits                    alpha = 1, fixed
+        ReViT (mixture)   out = (1 - alpha) * logits + alpha * prev_logits      alpha = 0.5, learned
+
+    Papers: `RealFormer: Transformer Likes Residual Attention` - https://arxiv.org/abs/2012.11747
+            `ReViT: Enhancing Vision Transformers Feature Diversity with Attention Residual Connections` -
+            https://arxiv.org/abs/2402.11301
+
+    Identity start: alpha = 0, learned (neither paper begins there). ReViT writes 1 - alpha where alpha stands here, and
+    has one number for the whole network; here each layer has its own. RealFormer's running mean is the mixture with
+    alpha = l / (l + 1) in layer l, counted from 0.
+
+    Args:
+        num_heads: K.
+        alpha: gate of the previous logits; 1, or 0.5 of a mixture, unless it is set.
+        mixture: ReViT's form.
+        learnable: whether alpha is a parameter: True for one a layer, "per_head" for one a head.
+
+    Raises:
+        ValueError: a fixed alpha outside 0..1, a learnable one that is not finite.
+    """
+
+    identity_start = {"alpha": 0.0, "learnable": True}
+
+    def __init__(self, num_heads: int, alpha: float | None = None, mixture: bool = False,
+                 learnable: bool | str = False, device=None, dtype=None) -> None:
+        super().__init__()
+        self.mixture = mixture
+        alpha = (0.5 if mixture else 1.0) if alpha is None else alpha
+        self.alpha = _new_gate("alpha", alpha, learnable, num_heads, device, dtype)
+
+    def forward(self, logits: Tensor, prev_logits: Tensor) -> Tensor:
+        alpha = self.alpha
+        if self.mixture:
+            return mixed(alpha, prev_logits, logits)
+        if isinstance(alpha, Tensor):
+            return (logits + alpha.view(-1, 1, 1) * prev_logits).to(logits.dtype)
+        return logits + alpha * prev_logits
+
+    @torch.jit.ignore
+    def gates(self) -> dict[str, Any]:
+        return {"alpha": self.alpha}
+
+    @torch.jit.ignore
+    def changes_nothing(self) -> bool:
+        return not torch.as_tensor(self.alpha).any()

@@ -1,0 +1,54 @@
+"""Linear maps over the heads before and after the softmax: talking heads, as CaiT has them."""
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ea_vision.layers.evolution import Evolution, register_evolution
+
+
+@register_evolution("talking_heads")
+class TalkingHeads(Evolution):
+    """Mix the heads' logits, and then their probabilities.
+
+        L[a] = sum_b W_l[a, b] S[b] + b_l[a],   A = softmax(L),   A'[a] = sum_b W_w[a, b] A[b] + b_w[a]
+
+    Papers: `Talking-Heads Attention` (2020) - https://arxiv.org/abs/2003.02436
+            `Going deeper with Image Transformers` (CaiT, whose form and parameter names these are) -
+            https://arxiv.org/abs/2103.17239
+
+    Identity start: W = I, b = 0. The paper's (CaiT's code): W normal with std 0.02, truncated at 2, b = 0, where all
+    logits are nearly 0. Every layer has it, the first as well; nothing is carried from layer to layer. b_l adds a
+    constant to a row of logits, which the softmax cancels: its gradient is zero but for rounding.
+
+    Args:
+        num_heads: K.
+        identity: begin at the identity.
+    """
+
+    reads_previous = False
+    mixes_attn = True
+    identity_start = {"identity": True}
+    part_names = ("softmax",)
+
+    def __init__(self, num_heads: int, identity: bool = False, device=None, dtype=None) -> None:
+        super().__init__()
+        self.proj_l = nn.Linear(num_heads, num_heads, device=device, dtype=dtype)
+        self.proj_w = nn.Linear(num_heads, num_heads, device=device, dtype=dtype)
+        for proj in (self.proj_l, self.proj_w):
+            (nn.init.eye_ if identity else _small)(proj.weight)
+            nn.init.zeros_(proj.bias)
+
+    def forward(self, logits: Tensor, prev_logits: Tensor) -> Tensor:
+        return F.conv2d(logits, self.proj_l.weight[:, :, None, None], self.proj_l.bias)
+
+    def mix_attn(self, attn: Tensor) -> Tensor:
+        return F.conv2d(attn, self.proj_w.weight[:, :, None, None], self.proj_w.bias)
+
+    @torch.jit.ignore
+    def changes_nothing(self) -> bool:
+        return not any((proj.weight - torch.eye(len(proj.weight), device=proj.weight.device)).any()
+                       for proj in (self.proj_l, self.proj_w)) and not self.proj_w.bias.any()
+
+
+def _small(weight: Tensor) -> None:
+    nn.init.trunc_normal_(weight, std=0.02, a=-2.0, b=2.0)

@@ -1,0 +1,22 @@
+"""The first layer's values mixed into the later ones': ResFormer."""
+import torch
+from torch import Tensor, nn
+
+
+class ValueResidual(nn.Module):
+    """Mix a layer's values with the first layer's: V'_l = lambda_1 V_1 + lambda_2 V_l, lambdas learned.
+
+    Paper: `Value Residual Learning` - https://arxiv.org/abs/2410.17897
+
+    Args:
+        identity: begin at (0, 1), where nothing changes; else at the paper's (0.5, 0.5).
+    """
+
+    def __init__(self, identity: bool = True, device=None, dtype=None) -> None:
+        super().__init__()
+        start = (0.0, 1.0) if identity else (0.5, 0.5)
+        self.lambdas = nn.Parameter(torch.tensor(start, device=device, dtype=dtype))
+
+    def forward(self, values: Tensor, first_values: Tensor) -> Tensor:
+        """(B, K, N, D) each -> (B, K, N, D)."""
+        return self.lambdas[0] * first_values + self.lambdas[1] * values
