@@ -1,0 +1,52 @@
+"""The two tasks without images of experiments/across: right labels, no later character is read, a table goes on."""
+import csv
+
+import pytest
+import torch
+
+from experiments.across import sequences
+
+
+def test_what_is_asked_for_is_the_value_beside_the_key():
+    symbols, wanted = sequences.recall(50, torch.Generator().manual_seed(0))
+    assert symbols.shape == (50, 17)
+    for row, value in zip(symbols.tolist(), wanted.tolist(), strict=True):
+        keys, values, asked = row[:16:2], row[1:16:2], row[16]
+        assert len(set(keys)) == 8 and max(keys) < 16 <= min(values)
+        assert values[keys.index(asked)] == value
+
+
+@pytest.mark.parametrize("kind", ["none", "token_conv", "residual+token_conv", "ea", "talking_heads"])
+def test_no_character_reads_a_later_one(kind):
+    torch.manual_seed(0)
+    model = sequences.Sequences(20, kind, "characters").double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    text = torch.randint(20, (1, 12))
+    whole = model(text)
+    for t in range(11):
+        other = text.clone()
+        other[:, t + 1:] = (other[:, t + 1:] + 1) % 20
+        torch.testing.assert_close(model(other)[:, :t + 1], whole[:, :t + 1])
+        assert not torch.equal(model(other)[:, t + 1:], whole[:, t + 1:])
+
+
+@pytest.mark.parametrize("kind", sequences.MECHANISMS["recall"])
+def test_mechanisms_begin_as_the_plain_network_of_the_same_weights(kind):
+    plain, evolved = (sequences.Sequences(32, name, "recall") for name in ("none", kind))
+    left = evolved.load_state_dict(plain.state_dict(), strict=False)
+    assert not left.unexpected_keys and all(".evolution." in name for name in left.missing_keys)
+    symbols, _ = sequences.recall(4, torch.Generator().manual_seed(0))
+    torch.testing.assert_close(evolved(symbols), plain(symbols))
+
+
+def test_an_interrupted_table_goes_on(tmp_path):
+    path = tmp_path / "recall.csv"
+    options = ["recall", str(path), "--updates", "2", "--seeds", "0"]
+    sequences.main([*options, "--kinds", "none"])
+    first = path.read_text()
+    sequences.main([*options, "--kinds", "none", "conv2d+token_conv"])
+    assert path.read_text().startswith(first)
+    rows = list(csv.DictReader(path.open()))
+    assert [row["variant"] for row in rows] == ["none", "conv2d+token_conv"]
