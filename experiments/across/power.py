@@ -2,9 +2,9 @@
 
     python experiments/across/power.py
 
-Runs of one seed are taken to be uncorrelated, so a difference of two has sqrt(2) times a run's standard deviation. The
-level is Holm's first, 0.05 over the number of hypotheses: the strictest. Printed are the smallest numbers of seeds for a
-power of 0.8.
+Runs of one seed are taken to be uncorrelated, so a difference of two has sqrt(2) times a run's standard deviation.
+The level is Holm's first, 0.05 over the number of hypotheses: the strictest. Printed are the smallest numbers of seeds
+for a power of 0.8.
 """
 from scipy import stats
 

@@ -9,9 +9,9 @@ recall: eight pairs of a key and a value and then one of the keys, 17 tokens, (k
 characters: the text of experiments/next_character.py, windows of 64 under a causal mask. Only mechanisms that read
     nothing behind the mask take part: residual, talking_heads, and EA in its causal form. Bits a character, held out.
 
-Two blocks, 64 wide, 4 heads; AdamW, one-cycle rate up to 0.002, weight decay 0.01, clipped at 1. Each mechanism begins as
-the plain network. KIND+token_conv has a depthwise convolution over 3 tokens (of the past, under the mask) before the
-second block, too. Rows are written one by one, and those of a table that is there are not computed again.
+Two blocks, 64 wide, 4 heads; AdamW, one-cycle rate up to 0.002, weight decay 0.01, clipped at 1. Each mechanism begins
+as the plain network. KIND+token_conv has a depthwise convolution over 3 tokens (of the past, under the mask) before
+the second block, too. Rows are written one by one, and those of a table that is there are not computed again.
 """
 import argparse
 import csv
