@@ -1,0 +1,97 @@
+"""EA and PA in an exported program: their gates are in the weights around them.
+
+Shape letters: B batch, K heads, N pixels or tokens of a map.
+"""
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ea_vision.layers import Evolution, EvolvingAttention, PredictiveAttention
+from ea_vision.ops.reference import among_patches, with_prefix
+
+SMALLEST = 0.05  # where all |alpha| are larger, the mixture is divided by alpha
+
+
+class FoldedEvolution(nn.Module):
+    """Mixes maps as `EvolvingAttention` and `PredictiveAttention` do, with as few passes over them as they allow.
+
+        EA   alpha * prev + (1 - alpha) * own = alpha * (prev + own * (1 - alpha) / alpha): alpha and beta go into the
+             convolution, which ReLU lets them pass, and the factor of own into the queries
+        PA   alpha goes into the last convolution, 1 - alpha into the queries
+
+    own_gain: (K,) in float64, the factor that the queries take.
+    """
+
+    def __init__(self, evolution: EvolvingAttention | PredictiveAttention, num_heads: int) -> None:
+        super().__init__()
+
+        def by_head(gate: float | Tensor) -> Tensor:
+            return torch.as_tensor(gate).detach().double().cpu().reshape(-1).expand(num_heads)
+
+        self.predict, self.num_prefix_tokens = evolution.predict, evolution.num_prefix_tokens
+        self.dilation, self.negative_slope = evolution.dilation, evolution.negative_slope
+        alpha, beta = by_head(evolution.alpha), by_head(evolution.beta)
+        taken = torch.ones_like(alpha)  # what the convolution takes is this times what `forward` mixes
+        self.own_gain, share = 1 - alpha, beta  # share: of what the convolution gives
+        if self.predict:
+            share = alpha
+        elif bool((alpha.abs() >= SMALLEST).all()):
+            self.own_gain, taken = (1 - alpha) / alpha, alpha
+        self.num_convs = len(evolution.convs) if bool(share.any()) else 0
+        inside = self.num_convs > 0 and bool((share >= 0).all())  # share * relu(x) = relu(share * x)
+        dtype = evolution.convs[0].weight.dtype if len(evolution.convs) else torch.float32
+        for name, gain in {"prev": alpha / taken, "rest": (1 - beta) * taken, "passing": share * taken,
+                           "convolved": torch.ones_like(share) if inside else share}.items():
+            value = gain.view(-1, 1, 1).to(dtype) if bool((gain != gain[0]).any()) else gain[0].to(dtype)
+            self.register_buffer(name, value, persistent=False)
+        self.idle = {name for name in ("prev", "rest", "passing", "convolved") if not getattr(self, name).any()}
+        self.plain = {name for name in ("prev", "convolved") if bool((getattr(self, name) == 1).all())}
+        for number, conv in enumerate(evolution.convs[:self.num_convs]):
+            weight, bias = conv.weight.detach().double().cpu(), conv.bias.detach().double().cpu()
+            if number == 0:
+                weight = weight * taken.view(1, -1, 1, 1)
+            if number == self.num_convs - 1 and inside:
+                weight, bias = weight * share.view(-1, 1, 1, 1), bias * share
+            self.register_buffer(f"weight{number}", weight.to(dtype), persistent=False)
+            self.register_buffer(f"bias{number}", bias.to(dtype), persistent=False)
+
+    def _times(self, name: str, maps: Tensor) -> Tensor:
+        return maps if name in self.plain else getattr(self, name) * maps
+
+    def _convolve(self, maps: Tensor) -> Tensor:
+        """The convolutions over (B, K, N, N), each with its activation."""
+        for number in range(self.num_convs):
+            weight, bias = getattr(self, f"weight{number}"), getattr(self, f"bias{number}")
+            maps = F.conv2d(maps, weight, bias, 1, self.dilation * (weight.shape[-1] // 2), self.dilation)
+            maps = F.relu(maps) if self.negative_slope == 0.0 else F.leaky_relu(maps, self.negative_slope)
+        return self._times("convolved", maps)
+
+    def forward(self, own: Tensor, prev: Tensor) -> Tensor:
+        """own (B, K, N, N), of queries times `own_gain`, and the previous layer's logits -> this layer's."""
+        before = prev
+        if not self.predict:
+            before = own if "prev" in self.idle else own + self._times("prev", prev)
+        rest = own if self.predict else None if "rest" in self.idle else self.rest * before
+        if self.num_convs:
+            out = self._convolve(among_patches(before, self.num_prefix_tokens))
+            if self.num_prefix_tokens:
+                out = with_prefix(self.passing * before, out, self.num_prefix_tokens)
+        elif "passing" in self.idle:
+            return self.rest * before if rest is None else rest
+        else:
+            out = self.passing * before
+        return out if rest is None else out + rest
+
+
+def fold_evolution(evolution: Evolution | None, num_heads: int) -> FoldedEvolution | None:
+    """Return the folded form of an evolution of an image's maps, or None for one that is not known here.
+
+    Only the classes themselves are known, without hooks, and with convolutions of torch's.
+    """
+    if type(evolution) not in (EvolvingAttention, PredictiveAttention) or evolution.causal != "none":
+        return None
+    if any(type(conv) is not nn.Conv2d or conv.bias is None for conv in evolution.convs):
+        return None
+    return FoldedEvolution(evolution, num_heads)
