@@ -5,8 +5,8 @@ from pathlib import Path
 import ea_vision
 
 ROOT = Path(ea_vision.__file__).parent
-FLOORS = ("base", "ops", "layers", "models", "data", "engine", "detection", "studies", "analysis", "measure",
-          "visualize")
+FLOORS = ("base", "ops", "layers", "models", "deployment", "data", "engine", "detection", "studies", "analysis",
+          "measure", "visualize")
 
 
 def floor_of(module: str) -> int:

@@ -2,7 +2,8 @@
 
 An exported layer has one matrix product for dot products and positions together,
 
-    logits[i, j] = [q_i, q_i . height_rel[. - row(i)], q_i . width_rel[. - col(i)]] . [k_j, row(j) one-hot, col(j) one-hot]
+    logits[i, j] = [q_i, q_i . height_rel[* - row(i)], q_i . width_rel[* - col(i)]]
+                   . [k_j, row(j) one-hot, col(j) one-hot]
 
 so that no position term is repeated to the size of a map, and the scale and the evolution's gates are in its weights.
 
@@ -33,7 +34,7 @@ def _scaled(tensor: Tensor, gain: Tensor) -> Tensor:
 
 
 class _Folded(nn.Module):
-    """The projections of a layer to queries, keys and values, with the scale and the evolution's gain in the queries."""
+    """A layer's projection to queries, with the scale and the evolution's factor in its weights."""
 
     def __init__(self, layer: AugmentedConv2d | TokenAttention, evolution: FoldedEvolution | None, width: int) -> None:
         super().__init__()

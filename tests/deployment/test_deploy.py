@@ -1,0 +1,158 @@
+"""A deployed network computes what the network computes, in PyTorch and in the form that is exported."""
+import pytest
+import timm
+import torch
+from torch import nn
+
+import ea_vision
+from ea_vision.deployment import attention
+from ea_vision.layers import AugmentedConv2d, TokenAttention, register_evolution
+from ea_vision.layers.evolution import _EVOLUTIONS, Evolution
+from ea_vision.models import list_networks
+from tests.models import zoo
+
+SMALL = {  # keywords by family; every kind of layer stays
+    "attn_resnet": {"layers": (1, 1, 2, 2), "channels": (32, 64, 128, 128), "qk_ratio": 0.25, "v_ratio": 0.125},
+    "wide_resnet": {"width": 1, "depth": 16},
+    "attn_mnasnet": {"multiplier": 0.5},
+    "vision_transformer": {"embed_dim": 48, "depth": 3, "num_heads": 3, "img_size": (32, 48), "learnable": "per_head"},
+}
+NORMS = nn.modules.batchnorm._BatchNorm
+
+
+def small(name: str, **options) -> nn.Module:
+    """A network, in evaluation mode, of which all counts: statistics, biases and gates are not those of the start."""
+    torch.manual_seed(3)
+    model = zoo.lively(name, **{**SMALL.get(zoo.family(name), {}), **options}).eval()
+    for module in model.modules():
+        if isinstance(module, NORMS):
+            nn.init.uniform_(module.running_mean, -0.1, 0.1)
+            nn.init.uniform_(module.running_var, 0.8, 1.2)
+            nn.init.uniform_(module.bias, -0.1, 0.1)
+    for gate in ea_vision.layers.learnable_gates(model).values():
+        nn.init.uniform_(gate, 0.2, 0.8)
+    return model
+
+
+def inputs_of(name: str) -> list[tuple[int, int, int]]:
+    """(batch, height, width) of what a small network is tried on: the size it was made for, and others."""
+    if zoo.family(name) == "vision_transformer":
+        return [(1, 32, 48), (3, 32, 48)]
+    return [(1, 32, 32), (2, 24, 40), (1, 40, 16)] if zoo.input_side(name) == 32 else [(1, 64, 64), (2, 96, 64)]
+
+
+def difference(model: nn.Module, deployed: nn.Module, images: torch.Tensor) -> float:
+    with torch.no_grad():
+        wanted = model(images)
+        return float((deployed(images) - wanted).abs().max() / wanted.abs().max())
+
+
+
+def check(model: nn.Module, name: str, monkeypatch, sizes=None) -> nn.Module:
+    deployed = ea_vision.deploy(model)
+    for batch, height, width in sizes or inputs_of(name):
+        images = torch.randn(batch, 3, height, width)
+        assert difference(model, deployed, images) < 1e-5
+        with monkeypatch.context() as patch:
+            patch.setattr(attention, "exporting", lambda: True)
+            assert difference(model, deployed, images) < 1e-5
+            double = deployed.double()
+            assert difference(model.double(), double, images.double()) < 1e-6  # weights were rounded to float32
+            model.float(), deployed.float()
+    return deployed
+
+
+@pytest.mark.parametrize("name", list_networks())
+def test_equals_the_network(name, monkeypatch):
+    model = small(name)
+    deployed = check(model, name, monkeypatch)
+    if zoo.family(name) not in ("wide_resnet", "vision_transformer"):
+        assert not any(isinstance(module, NORMS) for module in deployed.modules())
+    known = [layer for layer in deployed.modules() if isinstance(layer, (AugmentedConv2d, TokenAttention))]
+    if "csan" not in name:
+        evolving = [layer for layer in known if isinstance(layer, AugmentedConv2d) or layer.evolution is not None]
+        assert all(hasattr(layer, "portable") for layer in evolving)
+    assert {key: value.sum() for key, value in small(name).state_dict().items()} == {
+        key: value.sum() for key, value in model.state_dict().items()}, "the network itself has changed"
+
+
+@pytest.mark.parametrize("options", [
+    dict(alpha=0.01), dict(alpha=0.0), dict(beta=0.0), dict(alpha=0.6, beta=0.3), dict(alpha=1.0), dict(kernel_size=5),
+    dict(alpha=-0.5, beta=1.5, learnable="per_head"), dict(dilation=2, negative_slope=0.1), dict(position="none"),
+    dict(position="sine"), dict(position="coord"), dict(num_heads=2), dict(window=3),
+    dict(evolution="pa", num_layers=0, alpha=0.3), dict(evolution="pa", num_layers=2, alpha=0.3),
+    dict(evolution="pa", alpha=-0.3, learnable=True),
+], ids=str)
+def test_equals_the_network_with(options, monkeypatch):
+    model = zoo.lively("ea_conv_transformer_cifar", widths=(8, 16, 16, 16), **{"num_heads": 4, **options}).eval()
+    if options.get("learnable") == "per_head":
+        for gate in ea_vision.layers.learnable_gates(model).values():
+            nn.init.uniform_(gate, -1.0, 1.0)
+    check(model, "ea_conv_transformer_cifar", monkeypatch)
+
+
+@pytest.mark.parametrize("prefix", ["convolve", "pass"])
+@pytest.mark.parametrize("kind", ["ea", "pa"])
+def test_equals_a_transformer_whose_prefix_tokens(prefix, kind, monkeypatch):
+    name = f"{kind}_vit_tiny_patch16_224"
+    check(small(name, prefix=prefix, global_pool="avg", reg_tokens=2, init_values=0.5), name, monkeypatch)
+
+
+def test_evolutions_that_change_nothing_fall_away():
+    model = timm.create_model("ea_vit_tiny_patch16_224", depth=3, img_size=32).eval()
+    deployed = ea_vision.deploy(model)
+    assert all(block.attn.evolution is None and not block.attn.need_logits for block in deployed.blocks)
+    assert difference(model, deployed, torch.randn(1, 3, 32, 32)) < 1e-5
+
+
+def test_unknown_evolutions_stay(monkeypatch):
+    @register_evolution("doubled_for_a_test")
+    class Doubled(Evolution):
+        def __init__(self, num_heads, device=None, dtype=None):
+            super().__init__()
+
+        def forward(self, logits, prev_logits):
+            return logits + 2 * prev_logits.tanh()
+
+    try:
+        model = small("ea_conv_transformer_cifar", evolution="doubled_for_a_test", widths=(8, 16, 16, 16))
+        deployed = check(model, "ea_conv_transformer_cifar", monkeypatch)
+    finally:
+        del _EVOLUTIONS["doubled_for_a_test"]
+    assert sum(isinstance(module, Doubled) for module in deployed.modules()) == 4
+    assert not any(isinstance(module, NORMS) for module in deployed.modules())
+
+
+def test_plain_networks_of_timm():
+    model = timm.create_model("resnet18", num_classes=5).eval()
+    deployed = ea_vision.deploy(model)
+    assert difference(model, deployed, torch.randn(1, 3, 64, 96)) < 1e-5
+    assert not any(isinstance(module, NORMS) for module in deployed.modules())
+
+
+def test_a_norm_that_is_read_past_stays():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)
+
+        def forward(self, x):
+            x = self.conv(x)
+            return self.norm(x) + x
+
+    model = Net().eval()
+    nn.init.uniform_(model.norm.weight)
+    deployed = ea_vision.deploy(model)
+    assert isinstance(deployed.norm, nn.BatchNorm2d)
+    assert difference(model, deployed, torch.randn(1, 3, 8, 8)) < 1e-5
+
+
+def test_refuses_training_mode_and_what_is_no_network():
+    model = timm.create_model("cnn_cifar")
+    with pytest.raises(ValueError, match="evaluation mode is required"):
+        ea_vision.deploy(model)
+    model.eval().stages[0].blocks[0].bn.train()
+    with pytest.raises(ValueError, match=r"got stages\.0\.blocks\.0\.bn in training mode"):
+        ea_vision.deploy(model)
+    with pytest.raises(ValueError, match="got str"):
+        ea_vision.deploy("ea_aa_resnet50")
