@@ -1,34 +1,41 @@
-"""Main memory and processor time of a process and of those that it started, Linux."""
+"""Main memory and processor time of a process and of those that it started."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
-from pathlib import Path
+
+import psutil
+
+
+def _tree(pid: int) -> list[psutil.Process]:
+    """Return a process and those that it started; without those that have ended."""
+    try:
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
 
 
 def tree_memory(pid: int) -> int:
-    """Bytes of main memory of a process and those it started, shared pages divided among their users."""
+    """Return bytes of main memory of a process and those it started, shared pages divided among their users (where the
+    system does not say, each in full)."""
     total = 0
-    try:
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                total = int(line.split()[1]) * 1024
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except OSError:  # it has ended
-        return total
-    return total + sum(tree_memory(int(child)) for child in children)
+    for process in _tree(pid):
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            full = process.memory_full_info()
+            total += getattr(full, "pss", full.rss)
+    return total
 
 
 def tree_seconds(pid: int) -> float:
-    """Processor seconds of a process, of those it started, and of those of them that have ended."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except OSError:  # it has ended
-        return 0.0
-    own = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")  # user and system, its own and its ended children's
-    return own + sum(tree_seconds(int(child)) for child in children)
+    """Return processor seconds of a process, of those it started, and of those of them that have ended."""
+    total = 0.0
+    for process in _tree(pid):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            total += sum(process.cpu_times()[:4])  # user and system, the process's and its ended children's
+    return total
 
 
 class PeakMemory:

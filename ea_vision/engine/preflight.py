@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -25,11 +26,8 @@ TRIAL_IMAGES_ON_CPU = 8
 
 
 def available_memory() -> int:
-    """Bytes of main memory that are free for new processes."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise OSError("/proc/meminfo has no MemAvailable")
+    """Return bytes of main memory that are free for new processes."""
+    return psutil.virtual_memory().available
 
 
 def checkpoint_bytes(model: nn.Module, config: TrainConfig) -> int:

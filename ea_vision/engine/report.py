@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,13 +51,25 @@ def write_evaluation(folder: Path, result: Evaluation, classes: list[str], about
     return paths
 
 
-def timm_row(name: str, model: nn.Module, top1: float, top5: float, img_size: int, crop_pct: float,
+def timm_crop_pct(img_size: int, resize: int) -> float:
+    """Return the share img_size / resize in the fewest digits (4 at least) that timm turns back into `resize` pixels,
+    floor(img_size / share)."""
+    digits = 4
+    while True:
+        share = img_size / resize
+        for near in (round(share, digits), math.floor(share * 10**digits) / 10**digits):
+            if near and math.floor(img_size / near) == resize:
+                return near
+        digits += 1
+
+
+def timm_row(name: str, model: nn.Module, top1: float, top5: float, img_size: int, resize: int,
              interpolation: str) -> dict[str, Any]:
     """A row of `write_timm_results`: `top1` and `top5` in percent, `model` for the number of its parameters."""
     params = sum(p.numel() for p in model.parameters())
     return {"model": name, "img_size": img_size, "top1": f"{top1:.3f}", "top1_err": f"{100 - top1:.3f}",
             "top5": f"{top5:.3f}", "top5_err": f"{100 - top5:.3f}", "param_count": f"{params / 1e6:.2f}",
-            "crop_pct": round(crop_pct, 4), "interpolation": interpolation}
+            "crop_pct": timm_crop_pct(img_size, resize), "interpolation": interpolation}
 
 
 def write_timm_results(path: Path, rows: Sequence[dict[str, Any]]) -> str:

@@ -75,7 +75,7 @@ class Task:
         same_images: the training images are those that are evaluated on.
         about: what config.yaml and evaluation.json say of the data besides.
         bad_images: where the loaders put what they cannot read.
-        preprocessing: side of the images that are evaluated on, share of the resized image that they are, and
+        preprocessing: side of the images that are evaluated on, side to which the short one is resized before, and
             interpolation, for a row of timm's results table; None: no row is written.
     """
 
@@ -92,7 +92,7 @@ class Task:
     same_images: bool = False
     train_images: int = 0
     eval_split: str = "test"
-    preprocessing: tuple[int, float, str] | None = None
+    preprocessing: tuple[int, int, str] | None = None
     batches_ahead: int = 0
     image_bytes: float = 0.0
 

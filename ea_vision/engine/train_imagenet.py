@@ -144,7 +144,7 @@ class ClassFolders(run.Task):
         super().__init__(config, world, training)
         self.bad_images = BadImages(config.max_bad_images)
         self.batches_ahead = 2 * config.workers
-        self.preprocessing = (config.side_to_evaluate, config.side_to_evaluate / config.eval_resize,
+        self.preprocessing = (config.side_to_evaluate, config.eval_resize,
                               "area" if config.val_beton else config.interpolation)
         if training:
             if config.decoder == "processes" and not config.train_beton:

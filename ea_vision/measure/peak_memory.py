@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
 
+import psutil
 import torch
 
 from ea_vision.base.errors import RunError, exit_code
@@ -61,25 +63,22 @@ def memory_in_own_process(name: str, setting: Setting, grad_checkpointing: bool 
     return int(done.stdout.splitlines()[-1])
 
 
-def _resident(field: str) -> int:
-    """Bytes of this process in main memory: VmRSS now, VmHWM at most so far.
+def _peak_resident() -> int:
+    """Return the most bytes of main memory that this process has had, which psutil does not know on Linux.
 
     Not getrusage's maximum: after a fork that begins with the parent's.
     """
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"/proc/self/status has no {field}")
+    return int(re.search(r"^VmHWM:\s*(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)[1]) * 1024
 
 
 def _measure_this_process(name: str, setting: Setting, grad_checkpointing: bool) -> int:
     with setting.active():
         bench = Bench(setting)
-        before = _resident("VmRSS")
+        before = psutil.Process().memory_info().rss
         runner = Runner(bench, setting.network(name, grad_checkpointing))
         for _ in range(3):
             runner.train()
-    print(_resident("VmHWM") - before)
+    print(_peak_resident() - before)
     return 0
 
 

@@ -1,0 +1,125 @@
+"""slurm/*.sbatch with stand-ins for SLURM's commands: success, failure, TERM and requeue, resume, arrays."""
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ea_vision.engine import checkpoint, run_folder
+from ea_vision.studies import evidence
+from tests.engine.runner import make_folder, same_result
+
+ROOT = Path(__file__).resolve().parents[2]
+SECONDS = 240  # that a job may take on a busy machine
+COMMANDS = {
+    "srun": 'echo $$ > "$PLACE/step"; echo "$@" >> "$PLACE/srun"; exec "$@"',
+    "scancel": 'echo "$@" >> "$PLACE/scancel"; kill -TERM "$(cat "$PLACE/step")"',
+    "scontrol": 'case "$1" in show) printf "node1\\nnode2\\n";; requeue) echo "$2" >> "$PLACE/requeue";; esac',
+    "torchrun": 'trap "echo saved >> $PLACE/trainer; exit 143" TERM\n'  # a training: TRAINER says how it goes
+                'case "$TRAINER" in hang) touch "$PLACE/began"; while :; do sleep 0.05; done;; esac; exit "$TRAINER"',
+    "ea-vision": f'exec {sys.executable} -m ea_vision "$@"',
+}
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    """A folder whose bin/ has the stand-ins; what they were called with is noted in it."""
+    for name, body in COMMANDS.items():
+        file = tmp_path / "bin" / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(f"#!/bin/bash\n{body}\n")
+        file.chmod(0o755)
+    return tmp_path
+
+
+def sbatch(cluster, script, *arguments, until=None, restart=0, task=None, **more) -> tuple[int, str]:
+    """Run a batch script as SLURM does; its exit code and output.
+
+    until: TERM is sent to the script once this file exists.
+    """
+    env = {**os.environ, "PATH": f"{cluster / 'bin'}:{os.environ['PATH']}", "PLACE": str(cluster),
+           "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "SLURM_JOB_ID": "7", "SLURM_NNODES": "2",
+           "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_GPUS_ON_NODE": "4", **more}
+    if restart:
+        env["SLURM_RESTART_COUNT"] = str(restart)
+    if task is not None:
+        env["SLURM_ARRAY_TASK_ID"] = str(task)
+    job = subprocess.Popen(["bash", ROOT / "slurm" / script, *map(str, arguments)], env=env, cwd=cluster,
+                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if until is not None:
+        deadline = time.monotonic() + SECONDS
+        while not until.exists() and job.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        job.send_signal(signal.SIGTERM)
+    out, _ = job.communicate(timeout=SECONDS)
+    return job.returncode, out
+
+
+def noted(cluster, name) -> list[str]:
+    file = cluster / name
+    return file.read_text().splitlines() if file.exists() else []
+
+
+@pytest.mark.parametrize("code", [0, 1, 2, 77])
+def test_the_job_ends_as_the_training_does(cluster, code):
+    assert sbatch(cluster, "imagenet.sbatch", "--data-dir", "a b", TRAINER=str(code))[0] == code
+    [line] = noted(cluster, "srun")
+    assert line.startswith("torchrun --nnodes 2 --nproc-per-node 4 ") and "--rdzv-id 7-0 " in line
+    assert "--rdzv-endpoint node1:29400" in line and line.endswith("-m ea_vision train-imagenet --data-dir a b")
+    assert not noted(cluster, "requeue") and not noted(cluster, "scancel")
+
+
+def test_at_the_time_limit_trainers_are_told_and_the_job_is_put_back(cluster):
+    code, _ = sbatch(cluster, "imagenet.sbatch", until=cluster / "began", TRAINER="hang")
+    assert code == 143 and noted(cluster, "trainer") == ["saved"]
+    assert noted(cluster, "scancel") == ["--signal=TERM 7.0"] and noted(cluster, "requeue") == ["7"]
+    assert sbatch(cluster, "imagenet.sbatch", restart=1, TRAINER="0")[0] == 0
+    assert "--rdzv-id 7-1 " in noted(cluster, "srun")[1] and noted(cluster, "requeue") == ["7"]
+
+
+def test_a_training_that_completes_after_the_signal_is_not_put_back(cluster):
+    (cluster / "bin" / "torchrun").write_text('#!/bin/bash\ntrap "exit 0" TERM\ntouch "$PLACE/began"\n'
+                                              "while :; do sleep 0.05; done\n")
+    assert sbatch(cluster, "imagenet.sbatch", until=cluster / "began")[0] == 0
+    assert noted(cluster, "scancel") and not noted(cluster, "requeue")
+
+
+@pytest.mark.parametrize("script", ["imagenet.sbatch", "seeds.sbatch"])
+def test_without_sbatch_one_line_says_how_to_start_it(script, cluster):
+    env = {key: value for key, value in os.environ.items() if not key.startswith("SLURM")}
+    done = subprocess.run(["bash", ROOT / "slurm" / script], env=env, capture_output=True, text=True)
+    assert done.returncode != 0 and "is run by sbatch" in done.stderr and done.stderr.count("\n") == 1
+    asked = [line for line in (ROOT / "slurm" / script).read_text().splitlines() if line.startswith("#SBATCH")]
+    assert any("--signal=B:TERM@120 --requeue --open-mode=append" in line for line in asked)
+
+
+VARIANTS = ("none=--model conv_transformer_cifar --model-kwargs 'widths=[8, 8, 16, 16]'",
+            "EA=--model ea_conv_transformer_cifar --model-kwargs 'widths=[8, 8, 16, 16]'")
+
+
+def test_an_array_trains_what_evidence_reads_and_continues_after_its_limit(cluster, capsys):
+    """Two variants and two seeds; the first task is told to stop in its first epoch, and runs again."""
+    make_folder(cluster / "data", train=24, test=6, side=8)
+    common = ["--", "--dataset", "folder", "--data-dir", "data", "--recipe", "none", "--epochs", "2", "--batch-size",
+              "4", "--img-size", "8", "--workers", "0", "--cache-dir", "none", "--device", "cpu", "--holdout", "6",
+              "--checkpoint-steps", "1"]
+    first = cluster / "sweep" / "variant=none,seed=0"
+    code, out = sbatch(cluster, "seeds.sbatch", "sweep", "0,1", *VARIANTS, *common, task=0,
+                       until=first / checkpoint.LAST)
+    assert code == 143 and noted(cluster, "requeue") == ["7"], out
+    assert run_folder.read_results(first) is None
+    for task in range(4):
+        code, out = sbatch(cluster, "seeds.sbatch", "sweep", "0,1", *VARIANTS, *common, task=task, restart=1)
+        assert code == 0, out
+    assert "2 variants x 2 seeds: --array=0-3 trains all; this is task 3" in out
+    assert evidence.main([str(cluster / "sweep"), "--question", "EA,none"]) == 0
+    said = capsys.readouterr().out
+    assert "EA" in said and "none" in said
+    code, _ = sbatch(cluster, "seeds.sbatch", "whole", "0,1", *VARIANTS, *common, task=0)
+    assert code == 0
+    same_result(first, cluster / "whole" / first.name)
+    code, out = sbatch(cluster, "seeds.sbatch", "sweep", "0,1", *VARIANTS, *common, task=4)
+    assert code == 2 and "error: there is no run for task 4" in out
