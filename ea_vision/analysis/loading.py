@@ -219,8 +219,10 @@ def check_classifies(model: LoadedModel) -> None:
 
 def input_size(model: nn.Module, config: dict[str, Any]) -> tuple[int, int]:
     """(height, width) in pixels that a network is built for; of one that says none, what its configuration says."""
-    own = getattr(model, "img_size", None) or getattr(getattr(model, "patch_embed", None), "img_size", None)
-    H, W = own or config["input_size"][1:]
+    owners = (model, "img_size"), (getattr(model, "patch_embed", None), "img_size"), (model, "image_size"), \
+        (getattr(model, "config", None), "image_size")  # timm's two, torchvision's, transformers'
+    own = next(filter(None, (getattr(*owner, None) for owner in owners)), None) or config["input_size"][1:]
+    H, W = (own, own) if isinstance(own, int) else own
     return int(H), int(W)
 
 

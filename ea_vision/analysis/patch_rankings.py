@@ -8,6 +8,7 @@ Shape letters: B batch, K heads, h x w a map, N = h*w its pixels, T tokens (N an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -15,8 +16,9 @@ from torch import Tensor, nn
 
 from ea_vision.analysis.faithfulness import Predict
 from ea_vision.analysis.loading import LoadedModel
+from ea_vision.analysis.maps import LayerMaps
 from ea_vision.analysis.quantities import attention_rollout
-from ea_vision.analysis.recording import LayerMaps, prefix_names, record_attention
+from ea_vision.analysis.recording import prefix_names, record_attention
 from ea_vision.base.errors import UsageError
 
 KINDS = ("layers", "heads", "rollout")
@@ -69,9 +71,13 @@ class AttentionSource:
 
     def _looked_at(self, maps: Tensor, queries: LayerMaps, keys: LayerMaps) -> Tensor:
         """(B, K, T', T) -> (B, K, h, w): the patches among the keys, as the class token or all patches look at them."""
-        first = queries.num_prefix_tokens
-        rows = maps[:, :, 0] if self.cls else maps[:, :, first:].mean(2)
-        return rows[..., keys.num_prefix_tokens:].unflatten(-1, keys.feat_size).float()
+        if self.cls and "cls" in queries.prefix_names:
+            rows = maps[:, :, queries.token("cls")]
+        else:  # also of a network whose class token comes in later (CaiT)
+            queries.check_pixels_ask()
+            rows = maps[:, :, queries.num_prefix_tokens:].mean(2)
+        size = keys.key_size if maps.shape[-1] == keys.num_prefix_tokens + math.prod(keys.key_size) else keys.feat_size
+        return rows[..., keys.num_prefix_tokens:].unflatten(-1, size).float()
 
 
 def random_source(images: Tensor, classes: Tensor) -> Mapping[str, Tensor]:

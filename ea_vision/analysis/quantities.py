@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ea_vision.analysis.recording import AttentionMaps, record_attention
+from ea_vision.analysis.maps import AttentionMaps, LayerMaps
+from ea_vision.analysis.recording import record_attention
 
 
 def attention_entropy(attn: Tensor) -> Tensor:
@@ -34,18 +35,18 @@ def attention_distance(attn: Tensor, cell: tuple[float, float] = (1.0, 1.0)) -> 
     """Mean distance between a query and what it attends to (Dosovitskiy et al. 2021, figure 7).
 
     Args:
-        attn: (B, K, H, W, H, W), from query to key, each query's sum 1.
-        cell: (height, width) of a cell of the map; pixels of the input give a distance in pixels.
+        attn: (B, K, H, W, H', W'), from query to key, each query's sum 1; keys of another size cover the same area.
+        cell: (height, width) of a query's cell; pixels of the input give a distance in pixels.
 
     Returns:
         (B, K)
     """
-    H, W = attn.shape[-2:]
-    rows = torch.arange(H, device=attn.device) * cell[0]
-    cols = torch.arange(W, device=attn.device) * cell[1]
-    down = (rows[:, None] - rows[None, :]).view(H, 1, H, 1)
-    right = (cols[:, None] - cols[None, :]).view(1, W, 1, W)
-    distance = (down ** 2 + right ** 2).sqrt()  # (H, W, H, W)
+    (H, W), sides = attn.shape[2:4], []
+    for queries, keys, size in zip(attn.shape[2:4], attn.shape[4:], cell, strict=True):
+        at_query = torch.arange(queries, device=attn.device) * size
+        at_key = ((torch.arange(keys, device=attn.device) + 0.5) * (queries / keys) - 0.5) * size
+        sides.append(at_query[:, None] - at_key)
+    distance = (sides[0].view(H, 1, -1, 1) ** 2 + sides[1].view(1, W, 1, -1) ** 2).sqrt()  # (H, W, H', W')
     return (attn.float() * distance).sum((-2, -1)).mean((-2, -1))
 
 
@@ -63,20 +64,13 @@ def map_correlation(attn: Tensor, previous: Tensor) -> Tensor:
     return (a * b).sum(-1) / (a.norm(dim=-1) * b.norm(dim=-1))
 
 
-def uniform_distance(keys: tuple[int, int] | None, feat_size: tuple[int, int], cell: tuple[float, float]) -> float:
-    """Mean distance between a query and the keys that it sees, which is the distance of uniform attention.
+def uniform_distance(layer: LayerMaps, cell: tuple[float, float]) -> float:
+    """Return the mean distance between a query and the keys that it sees, which is the distance of uniform attention.
 
     Args:
-        keys: window (height, width) of what a query sees around it; None: the whole map.
-        feat_size: (H, W) of the map.
         cell: (height, width) of a cell of the map.
     """
-    H, W = feat_size
-    row, col = torch.arange(H), torch.arange(W)
-    down, right = (row[:, None] - row).view(H, 1, H, 1), (col[:, None] - col).view(1, W, 1, W)
-    seen = torch.ones(H, W, H, W)
-    if keys is not None:
-        seen = ((down.abs() <= keys[0] // 2) & (right.abs() <= keys[1] // 2)).float()
+    seen = layer.sees().float()
     return attention_distance((seen / seen.sum((-2, -1), keepdim=True))[None, None], cell).item()
 
 
@@ -155,7 +149,7 @@ def measure(model: nn.Module, batches: Iterable[Tensor], layers: Sequence[int] |
                 layer.number, layer.name, layer.feat_size, attention_entropy(layer.attn).cpu(),
                 attention_distance(spatial, cell).cpu(), prefixes.cpu(), correlations,
                 float(np.log(layer.num_keys()).mean()),
-                first.uniform_distance if first else uniform_distance(layer.window, layer.feat_size, cell)))
+                first.uniform_distance if first else uniform_distance(layer, cell)))
     if not parts:
         raise ValueError("measure needs at least one batch of images, got none")
     return [replace(found[0], entropies=torch.cat([part.entropies for part in found]),
@@ -207,7 +201,8 @@ def attention_rollout(maps: AttentionMaps, residual: float = 0.5) -> Tensor:
     """Where each pixel of the last map comes from, through all recorded layers (Abnar and Zuidema 2020).
 
     Heads are averaged and the residual added as a share of identity. Where the map's size changes, cells are averaged
-    into the new ones. Convolutions beside or between the attention are left out: for our networks an approximation.
+    into the new ones; reduced keys are spread over the cells that they cover. Convolutions beside or between the
+    attention are left out: for our networks an approximation.
 
     Args:
         maps: with "attn", at least one layer, no heads left out.
@@ -218,7 +213,7 @@ def attention_rollout(maps: AttentionMaps, residual: float = 0.5) -> Tensor:
     """
     rollout, size = None, (0, 0)
     for layer in maps.values():
-        attn = layer.attn.float().mean(1)
+        attn = layer.on_queries_grid().float().mean(1)
         step = (1 - residual) * attn + residual * torch.eye(attn.shape[-1], device=attn.device)
         if rollout is None:
             rollout = step

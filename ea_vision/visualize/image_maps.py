@@ -47,9 +47,9 @@ class Recording:
     def received(self, layer: int, head: Head) -> np.ndarray:
         """(H', W'): what every pixel of the map gets, mean of all pixels' queries, in units of uniform attention."""
         maps = self.maps[layer]
-        first, keys = maps.num_prefix_tokens, torch.from_numpy(maps.num_keys().reshape(-1, 1)).float()
-        got = (maps.attn[0].float().cpu()[:, first:, first:] * keys).mean(1)  # (K, N)
-        return (got.mean(0) if head == MEAN else got[head]).reshape(maps.feat_size).numpy()
+        maps.check_pixels_ask()
+        got = maps.relative()[0, :, maps.num_prefix_tokens:, maps.num_prefix_tokens:].float().mean(1)  # (K, N)
+        return (got.mean(0) if head == MEAN else got[head]).reshape(maps.key_size).cpu().numpy()
 
     def beside_patches(self, layer: int, query: Query, head: Head) -> str:
         """How much of a query's attention goes to the tokens before a transformer's patches: "cls 12%, reg 30%" (all

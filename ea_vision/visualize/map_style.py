@@ -122,6 +122,8 @@ def layer_name(layer: AttentionLayer | LayerMaps) -> str:
 
 
 def map_name(layer: LayerMaps) -> str:
+    if layer.channels:
+        return f"{layer_name(layer)}, from channel to channel of a head"
     names = [name for name in layer.prefix_names if not name.startswith("reg")]
     registers = len(layer.prefix_names) - len(names)
     names += [f"{registers} registers" if registers > 1 else "a register"] if registers else []

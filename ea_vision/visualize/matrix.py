@@ -57,30 +57,31 @@ def attention_matrices(recording: Recording, layers: Sequence[int], heads: Seque
     for row, number, name, maps, norms in zip(
             rows, layers, names, groups, norms_of(groups, style, part, overlay=False), strict=True):
         layer = recording.maps[number]
-        H, W = layer.feat_size
         cells = row.subplots(1, len(heads), squeeze=False)[0]
-        prefix = layer.num_prefix_tokens
-        ticks = np.arange(0, H * W, max(1, -(-H // 7)) * W)
+        prefix, of = layer.num_prefix_tokens, "channel" if layer.channels else "row"
         for axes, values, norm, head in zip(cells, maps, norms, heads, strict=True):
             axes.imshow(values, cmap=style.colormap(False), norm=norm, interpolation="nearest")
             axes.set_title(head_name(head), fontsize="small")
-            axes.set_xticks(prefix + ticks - 0.5, ticks // W, fontsize="x-small")
-            axes.set_yticks(prefix + ticks - 0.5, ticks // W, fontsize="x-small")
-            for line in (axes.axhline, axes.axvline) if prefix else ():
+            axes.set_xticks(*_ticks(prefix, layer.key_size), fontsize="x-small")
+            axes.set_yticks(*_ticks(prefix, layer.feat_size if layer.pixels_ask else (0, 1)), fontsize="x-small")
+            for line in (axes.axhline, axes.axvline)[not layer.pixels_ask:] if prefix else ():
                 line(prefix - 0.5, color="white", linewidth=0.5)
-            axes.set_xlabel("row of the key", fontsize="x-small")
-        cells[0].set_ylabel("row of the query", fontsize="x-small")
+            axes.set_xlabel(f"{of} of the key", fontsize="x-small")
+        cells[0].set_ylabel(f"{of} of the query", fontsize="x-small")
         row.suptitle(name, fontsize="medium")
         add_scale(row, cells, norms[0], style, part, overlay=False)
     return figure
 
 
+def _ticks(prefix: int, size: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+    """Return where rows of a grid begin, after the prefix tokens, and their numbers; none for channels."""
+    rows = np.arange(0, size[0], max(1, -(-size[0] // 7)))
+    return prefix + rows * size[1] - 0.5, rows
+
+
 def _matrices(layer: LayerMaps, heads: Sequence[Head], part: str) -> list[np.ndarray]:
     """(N, N) by head; attention in units of uniform attention."""
-    maps = layer[part][0].float().cpu().numpy()  # (K, N, N)
-    if part == "attn":
-        keys = layer.num_keys().reshape(-1, 1)
-        maps = maps * np.concatenate([np.full((layer.num_prefix_tokens, 1), keys.max()), keys])
+    maps = (layer.relative() if part == "attn" else layer[part])[0].float().cpu().numpy()  # (K, N, N)
     return [maps.mean(0) if head == MEAN else maps[head] for head in heads]
 
 

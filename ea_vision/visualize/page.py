@@ -24,7 +24,7 @@ import matplotlib
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 
 import ea_vision
 from ea_vision.analysis.loading import DetectorModel, LoadedModel
@@ -175,7 +175,8 @@ class Explorer:
                 output = model.model(batch)
         except (ValueError, AssertionError) as error:
             raise UsageError(f"{model.label} on a {prepared.shape[1]}x{prepared.shape[2]} input: {error}") from error
-        streams, places = pack({layer.number: self._arrays(layer) for layer in maps.values()})
+        streams, places = pack({layer.number: self._arrays(layer, len(prefix_names(model.model)))
+                                for layer in maps.values()})
         return {
             **self._photos(model, image, prepared),
             "predictions": (_objects(output[0], model.classes) if isinstance(model, DetectorModel) else
@@ -185,10 +186,13 @@ class Explorer:
             "streams": streams,
         }
 
-    def _arrays(self, layer: LayerMaps) -> dict[str, np.ndarray]:
-        """(K, T, N) of each recorded part: rows of all T tokens, those before the patches first, over the N pixels."""
-        return {part: layer[part][0, :, :, layer.num_prefix_tokens:].float().cpu().numpy()
-                for part in self.parts if getattr(layer, part) is not None}
+    def _arrays(self, layer: LayerMaps, prefix: int) -> dict[str, np.ndarray]:
+        """(K, T, N) of each recorded part: rows of all T tokens, those before the patches first, over the N pixels. A
+        layer that runs before a prefix token comes in has zeros there."""
+        missing = prefix - layer.num_prefix_tokens
+        return {part: nn.functional.pad(layer.on_queries_grid(part)[0, :, :, layer.num_prefix_tokens:].float(),
+                                        (0, 0, missing, 0)).cpu().numpy()
+                for part in self.parts if part in layer.recorded()}
 
     @staticmethod
     def _photos(model: LoadedModel, image: Image.Image, prepared: Tensor) -> dict[str, str]:

@@ -68,7 +68,13 @@ def test_references_are_those_of_uniform_attention_also_in_a_window(window):
     [found] = measure(Network().eval(), [torch.rand(2, 3, 4, 6)])
     assert found.entropies.flatten().tolist() == pytest.approx([found.uniform_entropy] * 4)
     assert found.distances.flatten().tolist() == pytest.approx([found.uniform_distance] * 4)
-    assert found.uniform_distance == pytest.approx(uniform_distance(window, (4, 6), (1, 1)))
+    maps = LayerMaps(1, "layer", (0,), (4, 6), window=window)
+    assert found.uniform_distance == pytest.approx(uniform_distance(maps, (1, 1)))
+    pixels, half = [(y, x) for y in range(4) for x in range(6)], [(side or 99) // 2 for side in window or (99, 99)]
+    seen = [[math.dist(a, b) for b in pixels if abs(a[0] - b[0]) <= half[0] and abs(a[1] - b[1]) <= half[1]]
+            for a in pixels]
+    assert found.uniform_distance == pytest.approx(sum(sum(row) / len(row) for row in seen) / 24)
+    assert maps.num_keys().ravel().tolist() == [len(row) for row in seen]
     if window is None:
         assert found.uniform_entropy == pytest.approx(math.log(24))
 

@@ -126,7 +126,7 @@ def test_maps_of_foreign_transformers_are_those_by_hand(name, options, prefix):
         expected = model(x)
         with ea_vision.record_attention(model) as maps:
             output = model(x)
-        torch.testing.assert_close(output, expected, atol=1e-4, rtol=1e-4)
+        assert torch.equal(output, expected)
         by_hand, handles = [], []
         for module in attentions:
             assert module.fused_attn  # as it was
@@ -142,9 +142,7 @@ def test_maps_of_foreign_transformers_are_those_by_hand(name, options, prefix):
         torch.testing.assert_close(layer.attn.sum(-1), torch.ones(2, 3, 16 + prefix))
 
 
+@pytest.mark.skipif(not HAS_ATTN_LAYER, reason="this timm has no differential attention")
 def test_attention_that_has_no_maps_of_tokens_is_not_taken_for_one():
     with torch.device("meta"):
-        for name, options in (("swin_tiny_patch4_window7_224", {}), ("xcit_nano_12_p16_224", {}),
-                              ("cait_xxs24_224", {}),
-                              *([("vit_tiny_patch16_224", dict(attn_layer="diff"))] if HAS_ATTN_LAYER else [])):
-            assert attention_layers(timm.create_model(name, **options)) == []
+        assert attention_layers(timm.create_model("vit_tiny_patch16_224", attn_layer="diff")) == []

@@ -1,0 +1,239 @@
+"""Where the queries and keys of an attention map lie in the image.
+
+Most transformers need no word of their own: of T tokens those that a parameter names (class token, registers) come
+first, the others are the patches, row by row. Layers that attend inside windows, or among channels, are in a table at
+the end, by the name of their class.
+
+Shape letters: B images, K heads, H x W a layer's grid, N = H*W, P prefix tokens, W windows of n tokens each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Size = tuple[int, int]
+PREFIX_PARAMETERS = {"cls_token": "cls", "class_token": "cls", "class_embedding": "cls", "dist_token": "dist",
+                     "distillation_token": "dist", "reg_token": "reg", "register_tokens": "reg"}
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Groups of tokens that attend among themselves.
+
+    tokens: (W, n) of the grid, row-major; -1 is padding. regions: (W, n), numbers of the parts of a window that see one
+    another (a shifted window at the border holds up to four parts of the image).
+    """
+
+    tokens: Tensor
+    regions: Tensor
+
+    def dense(self, maps: Tensor, count: int) -> Tensor:
+        """Put maps (B, W, K, n, n) in the image's coordinates: (B, K, N, N), 0 outside of a query's window."""
+        B, _, K = maps.shape[:3]
+        tokens = self.tokens.to(maps.device)
+        image = maps.new_zeros(B, K, count + 1, count + 1)  # padding is token N, counted from the end
+        image[:, :, tokens[:, :, None], tokens[:, None, :]] = maps.transpose(1, 2)
+        return image[:, :, :count, :count]
+
+    def row(self, maps: Tensor, count: int, token: int) -> Tensor:
+        """`dense(maps, count)[:, :, token]`, without the rest: (B, K, N)."""
+        window, place = (self.tokens == token).nonzero()[0].tolist()
+        image = maps.new_zeros(maps.shape[0], maps.shape[2], count + 1)
+        image[:, :, self.tokens[window].to(maps.device)] = maps[:, window, :, place]
+        return image[:, :, :count]
+
+    def sees(self, count: int) -> Tensor:
+        """(N, N), True where the query of a row sees a key."""
+        same = self.regions[:, :, None] == self.regions[:, None, :]
+        return self.dense(same[None, :, None], count)[0, 0]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where queries and keys lie.
+
+    feat_size: (H, W) of the queries' grid; of a layer that only prefix tokens ask, of the keys'.
+    key_size: (H, W) of the keys' grid; None: as the queries'.
+    prefix_names: of the tokens before the grid.
+    windows: None: every query sees all keys.
+    channels: rows and columns are channels of a head, and have no place in the image.
+    """
+
+    feat_size: Size = (0, 0)
+    key_size: Size | None = None
+    prefix_names: tuple[str, ...] = ()
+    windows: Windows | None = None
+    channels: bool = False
+
+
+class Image:
+    """The size of the image that a network is looking at: (B, H, W) of its stem's input, or of its own; None before."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.size: tuple[int, int, int] | None = None
+        stem = next((module for module in model.modules()
+                     if isinstance(module, nn.Conv2d) and module.in_channels <= 4), None)
+        self.handles = [model.register_forward_pre_hook(self._see, with_kwargs=True)]
+        if stem is not None:
+            self.handles.append(stem.register_forward_pre_hook(self._see, with_kwargs=True))
+
+    def _see(self, _, args: tuple, kwargs: dict[str, Any]) -> None:
+        images = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.ndim == 4]
+        if images and images[0].shape[1] <= 4:
+            self.size = (images[0].shape[0], *images[0].shape[-2:])
+
+
+def prefix_names(model: nn.Module) -> tuple[str, ...]:
+    """Return the tokens before a vision transformer's patches, in order: "cls", "dist" (distillation), "reg1", "reg2".
+
+    () of networks that have none.
+    """
+    counts = {"cls": 0, "dist": 0, "reg": 0}
+    for name, parameter in model.named_parameters():
+        kind = PREFIX_PARAMETERS.get(name.rpartition(".")[2])
+        if kind is not None and parameter.numel():
+            counts[kind] = max(counts[kind], parameter.shape[-2] if kind == "reg" and parameter.ndim > 1 else 1)
+    names = (*(kind for kind in ("cls", "dist") if counts[kind]), *(f"reg{n + 1}" for n in range(counts["reg"])))
+    known = getattr(model, "num_prefix_tokens", None)  # timm's word, where there is one
+    if known is None or known == len(names):
+        return names
+    names = tuple(name for name in names if not name.startswith("reg"))[:known]
+    return (*names, *(f"reg{number}" for number in range(1, known - len(names) + 1)))
+
+
+def grid_of(tokens: int, image: Size) -> Size | None:
+    """Return (H, W) of as many tokens, one for each s x s pixels of the image, rounded down or up; None: no such s."""
+    for stride in range(1, max(image) + 1):
+        for rounded in (math.floor, math.ceil):
+            H, W = (max(1, rounded(side / stride)) for side in image)
+            if H * W == tokens:
+                return H, W
+    return None
+
+
+def token_layout(shape: tuple[int, ...], image: tuple[int, int, int] | None, names: tuple[str, ...],
+                 taken: tuple[int, ...] = ()) -> Layout:
+    """Return where the rows and columns of maps (B, K, queries, keys) lie, prefix tokens first.
+
+    Args:
+        image: (B, H, W); None: there is none, and the tokens are a sequence.
+        names: of the prefix tokens that the network has; a layer may leave them out, among keys or queries.
+        taken: shape of what the layer takes; the grid, where that is (B, C, H, W) or (B, H, W, C).
+
+    Raises:
+        ValueError: numbers of tokens that are no grid over the image.
+    """
+    queries, keys = shape[-2:]
+    images = taken[0] if image is None and taken else image and image[0]
+    for grid in (taken[2:], taken[1:3]) if len(taken) == 4 and taken[0] == shape[0] == images else ():
+        if grid[0] * grid[1] == queries == keys:
+            return Layout(tuple(grid))
+    if image is None:
+        return Layout((1, queries), (1, keys))
+    if shape[0] == image[0]:
+        for prefix in dict.fromkeys((len(names), 0)):
+            key_size = grid_of(keys - prefix, image[1:])
+            if key_size is not None:
+                feat_size = key_size if queries in (keys, prefix) else grid_of(queries - prefix, image[1:])
+                if feat_size is not None:
+                    return Layout(feat_size, key_size, names[:prefix])
+    raise ValueError(f"must attend over {len(names)} prefix tokens and a grid of patches of {image[0]} images of "
+                     f"{image[1]}x{image[2]} pixels to have a map, got maps of shape {list(shape)}")
+
+
+# ---- layers that attend inside windows, or among channels ------------------------------------------------------------
+
+def windows_of(grid: Size, window: Size, shift: Size = (0, 0), pad_first: bool = True) -> Windows:
+    """Return the windows of a grid that is shifted up and to the left (cyclically) and padded below and at the right.
+
+    Args:
+        pad_first: whether it is padded before it is shifted.
+    """
+    H, W = grid
+    rows, cols = torch.meshgrid(torch.arange(H), torch.arange(W), indexing="ij")
+    wrapped = 2 * (rows < shift[0]) + (cols < shift[1])
+    planes = torch.stack([rows * W + cols, wrapped]) + 1  # 0 is padding
+    padding = (0, -W % window[1], 0, -H % window[0])
+    if pad_first:
+        planes = nn.functional.pad(planes, padding)
+    planes = torch.roll(planes, (-shift[0], -shift[1]), (1, 2))
+    if not pad_first:
+        planes = nn.functional.pad(planes, padding)
+    Hp, Wp = planes.shape[1:]
+    planes = planes.reshape(2, Hp // window[0], window[0], Wp // window[1], window[1]).transpose(2, 3)
+    tokens, regions = planes.reshape(2, -1, window[0] * window[1]) - 1
+    return Windows(tokens, regions)
+
+
+def _pair(value: int | tuple[int, int]) -> Size:
+    first, last = (value, value) if isinstance(value, int) else value
+    return int(first), int(last)
+
+
+def _shifted(grid: Size, block: nn.Module, pad_first: bool) -> Layout:
+    return Layout(grid, windows=windows_of(grid, _pair(block.window_size), _pair(block.shift_size), pad_first))
+
+
+def _timm_swin(block: nn.Module, x: Tensor) -> Layout:
+    return _shifted(tuple(x.shape[1:3]), block, pad_first=False)
+
+
+def _torchvision_swin(attention: nn.Module, x: Tensor) -> Layout:
+    grid = tuple(x.shape[1:3])
+    shift = [0 if window >= side + -side % window else shift for window, shift, side in
+             zip(attention.window_size, attention.shift_size, grid, strict=True)]
+    return Layout(grid, windows=windows_of(grid, _pair(tuple(attention.window_size)), _pair(tuple(shift))))
+
+
+def _transformers_swin(block: nn.Module, _, input_dimensions: Size, *__, **___) -> Layout:
+    return _shifted(tuple(input_dimensions), block, pad_first=True)
+
+
+def _sam(block: nn.Module, x: Tensor) -> Layout:
+    grid = tuple(x.shape[1:3])
+    return Layout(grid, windows=windows_of(grid, _pair(block.window_size)) if block.window_size else None)
+
+
+def _mobilevit(block: nn.Module, x: Tensor) -> Layout:
+    """A pixel sees those at its own place in all patches. The grid is that of whole patches, to which it is resized."""
+    (h, w), (H, W) = block.patch_size, x.shape[-2:]
+    rows, cols = math.ceil(H / h), math.ceil(W / w)
+    tokens = torch.arange(rows * h * cols * w).view(rows, h, cols, w).permute(1, 3, 0, 2).reshape(h * w, -1)
+    return Layout((rows * h, cols * w), windows=Windows(tokens, torch.zeros_like(tokens)))
+
+
+def _channels(*_) -> Layout:
+    return Layout(channels=True)
+
+
+SPECIAL: dict[str, Callable[..., Layout]] = {  # by the layer's class, or that of the block around it
+    "timm.models.swin_transformer.SwinTransformerBlock": _timm_swin,
+    "timm.models.swin_transformer_v2.SwinTransformerV2Block": _timm_swin,
+    "torchvision.models.swin_transformer.ShiftedWindowAttention": _torchvision_swin,
+    "transformers.models.swin.modeling_swin.SwinLayer": _transformers_swin,
+    "transformers.models.swinv2.modeling_swinv2.Swinv2Layer": _transformers_swin,
+    "timm.models.vision_transformer_sam.Block": _sam,
+    "transformers.models.sam.modeling_sam.SamVisionLayer": _sam,
+    "timm.models.mobilevit.MobileVitBlock": _mobilevit,
+    "timm.models.xcit.XCA": _channels,
+    "timm.models.edgenext.CrossCovarianceAttn": _channels,
+    "timm.models.davit.ChannelAttention": _channels,
+    "timm.models.davit.ChannelAttentionV2": _channels,
+}
+
+
+def special_layout(model: nn.Module, name: str) -> tuple[nn.Module, Callable[..., Layout]] | None:
+    """Return the module whose input says where the tokens of a layer lie, and the function that reads it."""
+    parts = name.split(".") if name else []
+    for depth in range(len(parts), -1, -1):
+        module = model.get_submodule(".".join(parts[:depth]))
+        for cls in type(module).__mro__:
+            if f"{cls.__module__}.{cls.__name__}" in SPECIAL:
+                return module, SPECIAL[f"{cls.__module__}.{cls.__name__}"]
+    return None

@@ -1,0 +1,276 @@
+"""Recorded attention maps: those of a layer, and of all layers of a network.
+
+Shape letters: B batch, K heads, H x W the attention map, N = H*W its pixels, T tokens (N and a class token, ...).
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ea_vision.analysis.layouts import Layout
+from ea_vision.base.errors import UsageError
+from ea_vision.base.files import write_npz
+
+PARTS = ("attn", "logits", "self_logits", "conv_logits", "prev_logits")
+Query = tuple[int, int] | str  # (row, column) of the map, or a prefix token by name
+
+
+def _part(name: str) -> property:
+    return property(lambda layer: layer._dense(name), lambda layer, maps: layer.save(name, maps))
+
+
+class LayerMaps:
+    """The maps of one layer in the last forward. A part that was not asked for, or that the layer lacks, is None.
+
+    Rows are queries, columns keys, both row by row over the image, prefix tokens (a ViT's class token) first. T below
+    is N and the prefix tokens; keys are fewer where a network reduces them, and class attention has one query, "cls".
+
+    number, name: the layer's, as in `AttentionLayer`.
+    heads: which heads the tensors hold, counted from 0; the K below.
+    feat_size: (H, W) of the queries. key_size: (H, W) of the keys.
+    num_prefix_tokens: tokens before the map's pixels; our ResNets have none.
+    prefix_names: what they are, as `prefix_names` calls them.
+    window: (height, width) of what a query sees of the map around it; None: all of it.
+    channels: rows and columns are channels of a head (XCiT): the matrix has a meaning, places in the image have none.
+    attn: (B, K, T, T), the probabilities, before dropout; rows sum to 1. Of a window over heads the sum over the heads
+        that were seen; where windows are padded (Swin) the padding's share is left out.
+    logits: (B, K, T, T), what entered the softmax, also outside of a window of pixels, which hides that from it. A
+        layer with a window over heads has none.
+    self_logits: (B, K, T, T), this layer's dot products and position terms.
+    conv_logits: (B, K, T, T), the evolution's convolution (EA: of the mixed maps, PA: of prev_logits), after its ReLU.
+    prev_logits: (B, K, T, T), the previous layer's logits, as mixed in.
+    more: (B, K, T, T) each, by name: parts that an evolution from outside this package adds, and "mixed_attn", the
+        probabilities after talking heads (CaiT) have mixed them.
+    """
+
+    def __init__(self, number: int, name: str, heads: tuple[int, ...], feat_size: tuple[int, int] = (0, 0), *,
+                 prefix_names: tuple[str, ...] = (), window: tuple[int, int] | None = None,
+                 layout: Layout | None = None, **parts: Tensor) -> None:
+        self.number, self.name, self.heads, self.window = number, name, heads, window
+        self.layout = layout or Layout(feat_size, prefix_names=prefix_names)
+        self._parts = parts  # of windows (B, W, K, n, n)
+
+    attn, logits, self_logits, conv_logits, prev_logits = map(_part, PARTS)
+    feat_size = property(lambda self: self.layout.feat_size)
+    key_size = property(lambda self: self.layout.key_size or self.layout.feat_size)
+    prefix_names = property(lambda self: self.layout.prefix_names)
+    num_prefix_tokens = property(lambda self: len(self.layout.prefix_names))
+    channels = property(lambda self: self.layout.channels)
+
+    @property
+    def more(self) -> dict[str, Tensor]:
+        return {part: self._dense(part) for part in self._parts if part not in PARTS}
+
+    @property
+    def pixels_ask(self) -> bool:
+        """Whether there are queries of pixels, and not of prefix tokens alone (class attention)."""
+        return not self.channels and next(iter(self._parts.values())).shape[-2] > self.num_prefix_tokens
+
+    def recorded(self) -> tuple[str, ...]:
+        """Return the names of the parts that there are."""
+        return (*(part for part in PARTS if part in self._parts), *(part for part in self._parts if part not in PARTS))
+
+    def save(self, part: str, maps: Tensor) -> None:
+        """Set a part; of windows (B, W, K, n, n)."""
+        self._parts[part] = maps
+
+    def _dense(self, part: str) -> Tensor | None:
+        maps = self._parts.get(part)
+        if maps is None or self.layout.windows is None:
+            return maps
+        return self.layout.windows.dense(maps, self.feat_size[0] * self.feat_size[1])
+
+    def __getitem__(self, part: str) -> Tensor:
+        """Return the tensor of a part, which must have been recorded."""
+        tensor = self._dense(part)
+        if tensor is None:
+            raise KeyError(f"layer {self.number} ({self.name}) has recorded {', '.join(self.recorded())}; got {part!r}")
+        return tensor
+
+    def __repr__(self) -> str:
+        parts = self.recorded()
+        shape = f" of {'x'.join(map(str, self._parts[parts[0]].shape))}" if parts else ""
+        return (f"layer {self.number} ({self.name}), map {'x'.join(map(str, self.feat_size))}, heads "
+                f"{', '.join(map(str, self.heads))}: {', '.join(parts) or 'nothing'}{shape}")
+
+    def check_places(self) -> None:
+        """Raise UsageError for a layer whose rows and columns are channels."""
+        if self.channels:
+            raise UsageError(f"layer {self.number} ({self.name}) attends from channel to channel of a head: its matrix "
+                             "can be drawn (ea-vision matrix), and no map of an image: choose other layers")
+
+    def sees(self) -> Tensor:
+        """(H, W, H', W'), True where the query at a pixel of the map sees the key at another."""
+        self.check_places()
+        H, W = self.feat_size
+        if self.layout.windows is not None:
+            return self.layout.windows.sees(H * W).view(H, W, H, W)
+        if self.window is None:
+            return torch.ones(H, W, *self.key_size, dtype=torch.bool)
+        rows, cols = ((torch.arange(side)[:, None] - torch.arange(side)).abs() <= window // 2
+                      for side, window in zip(self.feat_size, self.window, strict=True))
+        return rows[:, None, :, None] & cols[None, :, None, :]
+
+    def num_keys(self) -> np.ndarray:
+        """(H, W): how many keys the query at a pixel of the map sees. One over it is uniform attention."""
+        return self.sees().sum((-2, -1)).numpy() + self.num_prefix_tokens
+
+    def relative(self, part: str = "attn") -> Tensor:
+        """(B, K, T, T): a part times the number of keys that the query sees, so that uniform attention is 1."""
+        if self.channels:
+            return self[part] * self[part].shape[-1]
+        keys = torch.from_numpy(self.num_keys()).flatten()
+        prefix = keys.new_full((self.num_prefix_tokens,), int(keys.max()))
+        rows = torch.cat([prefix, keys]) if self.pixels_ask else prefix
+        return self[part] * rows[:, None].to(self[part].device)
+
+    def spatial(self, part: str = "attn") -> Tensor:
+        """A part from pixel to pixel, without prefix tokens: (B, K, H, W, H, W), query row and column first."""
+        self.check_pixels_ask()
+        first = self.num_prefix_tokens
+        return self[part][:, :, first:, first:].unflatten(-1, self.key_size).unflatten(2, self.feat_size)
+
+    def on_queries_grid(self, part: str = "attn") -> Tensor:
+        """A part with the keys as cells of the queries' grid: what goes to a reduced key goes to its cells alike.
+
+        Raises:
+            UsageError: keys that are not reduced by whole numbers; a layer without queries of pixels.
+        """
+        self.check_pixels_ask()
+        P, maps, (H, W), (h, w) = self.num_prefix_tokens, self[part], self.feat_size, self.key_size
+        if (H, W) == (h, w):
+            return maps
+        if H % h or W % w:
+            raise UsageError(f"keys reduced by whole numbers are required, and those of layer {self.number} "
+                             f"({self.name}) are {h}x{w} of {H}x{W}: choose other layers")
+        keys = maps[..., P:].unflatten(-1, (h, w)) / (H // h * (W // w))
+        keys = keys.repeat_interleave(H // h, -2).repeat_interleave(W // w, -1).flatten(-2)
+        return torch.cat([maps[..., :P], keys], -1)
+
+    def check_pixels_ask(self) -> None:
+        """Raise UsageError for a layer without queries of pixels."""
+        self.check_places()
+        if not self.pixels_ask:
+            raise UsageError(f"layer {self.number} ({self.name}) is class attention: its queries are "
+                             f"{', '.join(self.prefix_names)} alone: choose other layers, or ask by name")
+
+    def token(self, query: Query) -> int:
+        """The row of a query: (row, column) of the map, or a prefix token by name, such as "cls".
+
+        Raises:
+            UsageError: this layer has no such query.
+        """
+        if not isinstance(query, str):
+            self.check_pixels_ask()
+            return self.num_prefix_tokens + query[0] * self.feat_size[1] + query[1]
+        self.check_places()
+        if query not in self.prefix_names:
+            raise UsageError(f"query {query} must be a token before the patches of layer {self.number} ({self.name}), "
+                             f"which has {', '.join(self.prefix_names) or 'none'}")
+        return self.prefix_names.index(query)
+
+    def of_query(self, query: Query, part: str = "attn") -> tuple[Tensor, Tensor]:
+        """A part's row of one query (see `token`): towards the prefix tokens (B, K, P), and towards the map's pixels
+        (B, K, H, W)."""
+        token, windows = self.token(query), self.layout.windows
+        if windows is not None and part in self._parts:
+            row = windows.row(self._parts[part], self.feat_size[0] * self.feat_size[1], token)
+        else:
+            row = self[part][:, :, token]
+        return row[..., :self.num_prefix_tokens], row[..., self.num_prefix_tokens:].unflatten(-1, self.key_size)
+
+    def _columns(self, query: Query | None) -> dict[str, np.ndarray]:
+        """Those of `AttentionMaps.to_dataframe`."""
+        self.check_places()
+        parts = {part: self[part].float().cpu().numpy() for part in self.recorded()}
+        if query is not None:
+            chosen = self.token(query)
+            parts = {part: maps[:, :, chosen:chosen + 1] for part, maps in parts.items()}
+        B, K, queries, T = next(iter(parts.values())).shape
+        image, head, asked, key = (index.reshape(-1) for index in np.indices((B, K, queries, T)))
+        asked = asked if query is None else np.full_like(asked, chosen)
+        columns = {"image": image, "layer": np.full_like(image, self.number), "head": np.array(self.heads)[head],
+                   "query": asked, "key": key}
+        for name, token in ("query", asked), ("key", key):
+            pixel = token - self.num_prefix_tokens
+            width = self.feat_size[1] if name == "query" else self.key_size[1]
+            columns[f"{name}_row"] = np.where(pixel < 0, -1, pixel // width)
+            columns[f"{name}_col"] = np.where(pixel < 0, -1, pixel % width)
+        return {**columns, **{part: maps.reshape(-1) for part, maps in parts.items()}}
+
+
+class AttentionMaps(Mapping[int, LayerMaps]):
+    """The recorded layers by number; `maps["layer3.0.conv2"]` finds one by its module's name."""
+
+    def __init__(self) -> None:
+        self._layers: dict[int, LayerMaps] = {}
+
+    def __getitem__(self, key: int | str) -> LayerMaps:
+        for layer in self._layers.values():
+            if key == layer.number or key == layer.name:
+                return layer
+        recorded = ", ".join(f"{layer.number} ({layer.name})" for layer in self.values())
+        raise KeyError(f"recorded layers are {recorded or 'none yet'}; got {key!r}")
+
+    def __contains__(self, key: object) -> bool:
+        return any(key == layer.number or key == layer.name for layer in self._layers.values())
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(sorted(self._layers))
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def __repr__(self) -> str:
+        return "\n".join([f"attention maps of {len(self)} layers", *(f"  {layer!r}" for layer in self.values())])
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The maps by layer and part, float32 (B, K, N, N) under "layer2.attn", and beside them "layer2.name",
+        "layer2.heads", "layer2.feat_size" (H, W), "layer2.num_prefix_tokens" and "layer2.prefix_names", and where keys
+        are reduced "layer2.key_size" (H, W)."""
+        arrays = {}
+        for layer in self.values():
+            names = ("name", "heads", "feat_size", "num_prefix_tokens", "prefix_names")
+            reduced = () if layer.key_size == layer.feat_size else ("key_size",)
+            about = {name: np.array(getattr(layer, name)) for name in (*names, *reduced)}
+            maps = {part: layer[part].float().cpu().numpy() for part in layer.recorded()}
+            arrays.update({f"layer{layer.number}.{name}": value for name, value in {**about, **maps}.items()})
+        return arrays
+
+    def to_npz(self, path: str | Path) -> None:
+        """Write `arrays` into a file that np.load reads.
+
+        Raises:
+            RunError: it cannot be written.
+        """
+        write_npz(Path(path), self.arrays())
+
+    def to_dataframe(self, query: Query | None = None) -> Any:
+        """A pandas.DataFrame: a row for each image, layer, head, query and key, a column a part.
+
+        The columns before the parts: image, layer, head, query and key (numbers of tokens, those before a transformer's
+        patches first), and query_row, query_col, key_row, key_col of the map, -1 for a token that is no pixel of it.
+
+        Args:
+            query: of one query only, (row, column) of the map or a token by name; None: of all, which is N rows times
+                the number of keys for each head.
+
+        Raises:
+            UsageError: pandas is not installed, or a layer without this query.
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise UsageError("to_dataframe needs pandas, which is not installed: pip install pandas") from error
+        return pandas.concat([pandas.DataFrame(layer._columns(query)) for layer in self.values()], ignore_index=True)
+
+    def _begin(self, layer: LayerMaps) -> None:
+        """A layer's forward begins. Its second one belongs to the next forward of the network: drop the last one's."""
+        if layer.number in self._layers:
+            self._layers.clear()
+        self._layers[layer.number] = layer
