@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ea_vision.analysis.faithfulness import Predict
+from ea_vision.analysis.layouts import grid_of
 from ea_vision.analysis.loading import LoadedModel
 from ea_vision.analysis.maps import LayerMaps
 from ea_vision.analysis.quantities import attention_rollout
@@ -152,8 +153,12 @@ class CamSource:
         """(B, T, C) of a vision transformer -> (B, C, h, w)."""
         if output.ndim == 4:
             return output
-        H, W = self.model.model.patch_embed.dynamic_feat_size(self.model.img_size)
-        return output[:, self.model.model.num_prefix_tokens:].transpose(1, 2).unflatten(-1, (H, W))
+        prefix = len(prefix_names(self.model.model))
+        grid = grid_of(output.shape[1] - prefix, self.model.img_size)
+        if grid is None:
+            raise UsageError(f"class activation maps need {prefix} prefix tokens and a grid of patches; "
+                             f"the output of --cam-layer in {self.model.label} is {list(output.shape)}")
+        return output[:, prefix:].transpose(1, 2).unflatten(-1, grid)
 
     def __call__(self, images: Tensor, classes: Tensor) -> Mapping[str, Tensor]:
         targets = [self.target(number) for number in classes.tolist()]

@@ -49,6 +49,7 @@ from ea_vision.analysis.patch_rankings import (
 from ea_vision.analysis.probe import sample
 from ea_vision.analysis.probe_maps import set_batch_statistics
 from ea_vision.analysis.recording import record_attention
+from ea_vision.analysis.relevance import RelevanceSource
 from ea_vision.base.errors import UsageError
 from ea_vision.base.files import atomic_write, create, write_json, write_npz
 from ea_vision.base.processes import choose_device
@@ -60,13 +61,13 @@ from ea_vision.visualize.map_style import QUERY_COLORS, new_figure
 from ea_vision.visualize.writing import save
 
 CONTROLS = ("random", "centre", "gradient", "untrained-layers", "untrained-rollout")
-RANKINGS = (*KINDS, *CONTROLS, *CAMS)
+RANKINGS = (*KINDS, *CONTROLS, *CAMS, "attnlrp")
 PLACES = ("data_dir", "cache_dir", "output")  # of this machine: results.json has the data's fingerprint in their place
 EXAMPLES = """\
 examples:
   ea-vision faithfulness --model runs/aa,runs/ea --dataset cifar10 --data-dir DIR -o faithfulness
   ea-vision faithfulness --rankings layers,rollout,random --limit 50         # a minute or two on a CPU, on digits
-  ea-vision faithfulness --rankings rollout,random,GradCAM --filling blur    # beside pytorch-grad-cam, where installed
+  ea-vision faithfulness --model RUN --rankings rollout,random,GradCAM,attnlrp         # with grad-cam installed
 """
 MARKERS = "osD^vP*"
 GREYS = {"random": ("0.35", ":"), "centre": ("0.35", "--"), "gradient": ("#CC79A7", "-.")}
@@ -144,7 +145,8 @@ def make_parser() -> argparse.ArgumentParser:
         help="what to rank patches by, some of: layers, the mean of each layer's heads; heads; rollout, through all "
              "layers; random; centre, the nearer to the middle, the earlier; gradient, of the class's log-probability "
              "times what a patch differs from the mean colour; untrained-layers and untrained-rollout, of the network "
-             f"as it begins training; with pytorch-grad-cam installed {', '.join(CAMS)} (default: %(default)s)")
+             "as it begins training; attnlrp, relevance propagated back from the class; "
+             f"with pytorch-grad-cam installed {', '.join(CAMS)} (default: %(default)s)")
     add("--rows", default="auto", choices=ROWS,
         help="whose rows of a map: mean, of all patches; cls, the class token's; auto, that one's where the classifier "
              "reads it, else of all patches (default: %(default)s)")
@@ -213,6 +215,7 @@ class Subject:
                              f"{model.label}'s input, got {self.grid[0]},{self.grid[1]}")
         cams = [name for name in self.rankings if name in CAMS]
         self.cams = CamSource(model, cams, options.cam_layer) if cams else None
+        self.relevance = RelevanceSource(model, self.grid) if "attnlrp" in self.rankings else None
 
     def predict(self, images: Tensor) -> Tensor:
         batch = self.model.normalize(images)
@@ -232,6 +235,8 @@ class Subject:
             made.append(GradientSource(self.predict, self.model.config["mean"], self.grid))
         if self.cams is not None:
             made.append(self.cams)
+        if self.relevance is not None:
+            made.append(self.relevance)
         if untrained:
             network = load_model(self.target, random=True, img_size=self.model.img_size, seed=self.options.seed,
                                  device=self.device)
