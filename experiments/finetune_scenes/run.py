@@ -1,0 +1,157 @@
+"""Fine-tune a pretrained ViT-S/14 on scenes in three ways, five seeds each; see README.md beside this file.
+
+    python experiments/finetune_scenes/run.py SCENES RUNS --weights WEIGHTS.safetensors [--measure]
+
+SCENES is what experiments/scenes/split.py writes. A run folder that is complete is not trained again, and one that is
+not goes on: start the same command again.
+"""
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import timm
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import ea_vision  # noqa: F401  (registers the models)
+from ea_vision.base.errors import UsageError, exit_code
+from ea_vision.base.files import atomic_write, csv_text
+from ea_vision.engine import run_folder, train_imagenet
+
+SEEDS, PHOTOS, EPOCHS, BATCH, SIDE, PATCH = 5, 500, 4, 50, 112, 14
+VIT = {"patch_size": PATCH, "init_values": 1e-5}
+WAYS = {  # the model, and options beside those that all share
+    "plain": ("vit_small_patch16_224", {}, []),
+    "gates": ("ea_vit_small_patch16_224", {}, ["--gate-lr", "30"]),
+    "residual": ("ea_vit_small_patch16_224", {"evolution": "residual"}, ["--gate-lr", "30"]),
+}
+
+
+def resized(weights: dict[str, Tensor], patches: int) -> dict[str, Tensor]:
+    """Return weights whose position table, a class token's and a square's, is that of patches x patches patches."""
+    table = weights["pos_embed"]
+    side = round((table.shape[1] - 1) ** 0.5)
+    if table.shape[1] != side * side + 1:
+        raise UsageError(f"pos_embed must have a class token and a square of patches, got {tuple(table.shape)}")
+    grid = table[:, 1:].unflatten(1, (side, side)).permute(0, 3, 1, 2)
+    grid = F.interpolate(grid, size=(patches, patches), mode="bicubic", align_corners=False)
+    return {**weights, "pos_embed": torch.cat([table[:, :1], grid.flatten(2).transpose(1, 2)], 1).contiguous()}
+
+
+def pick(scenes: Path, folder: Path, photos: int) -> None:
+    """Link the first photos of each class of scenes/train into folder/train, all of scenes/validation into folder/val
+    and all of scenes/test into folder/test/val."""
+    for source, target, count in (("train", "train", photos), ("validation", "val", None), ("test", "test/val", None)):
+        classes = sorted(path for path in (scenes / source).glob("*") if path.is_dir())
+        if not classes:
+            raise UsageError(f"{scenes / source} must have a folder a class: experiments/scenes/split.py")
+        for of_class in classes:
+            (folder / target / of_class.name).mkdir(parents=True, exist_ok=True)
+            for photo in sorted(of_class.iterdir())[:count]:
+                link = folder / target / of_class.name / photo.name
+                if not link.exists():
+                    os.link(photo, link)
+
+
+def arguments(way: str, seed: int, data: Path, weights: Path, output: Path, epochs: int, more: list[str]) -> list[str]:
+    """Return the trainer's options."""
+    model, kwargs, options = WAYS[way]
+    written = [f"{k}={v:.5f}" if isinstance(v, float) else f"{k}={v}" for k, v in {**VIT, **kwargs}.items()]
+    return ["--recipe", "finetune_vit", "--model", model, "--model-kwargs", *written,
+            "--pretrained-path", str(weights), "--data-dir", str(data), "--img-size", str(SIDE), "--eval-resize",
+            str(SIDE), "--epochs", str(epochs), "--batch-size", str(BATCH), "--seed", str(seed), "--device", "cpu",
+            "--workers", "1", "--output", str(output), *options, *more]
+
+
+def test(output: Path, data: Path) -> float:
+    """Return the top-1 in percent of a run's weights on the test photos, which it sees once."""
+    path = output / "test" / "evaluation.json"
+    if not path.exists():
+        train_imagenet.main(["--evaluate", str(output), "--data-dir", str(data / "test"), "--device", "cpu",
+                             "--output", str(path.parent)])
+    return json.loads(path.read_text())["top1"]
+
+
+def row_of(way: str, seed: int, output: Path, top1: float) -> dict[str, str | int | float]:
+    """Return a run as a line of the file that ea-vision evidence reads, with the range of each gate at the end."""
+    metrics = run_folder.read_metrics(output)
+    gates = run_folder.read_gates(output) if way != "plain" else {}
+    ranges = {name: [values[-1] for key, values in gates.items() if key.endswith(name)] for name in ("alpha", "beta")}
+    return {"variant": way, "seed": seed, "test_top1": top1, "train_loss": metrics["train_loss"][-1],
+            "seconds": round(sum(metrics["seconds"])),
+            **{name: f"{min(v):.4f} to {max(v):.4f}" if v else "" for name, v in ranges.items()}}
+
+
+def check_ways(ways: list[str]) -> None:
+    """Raise UsageError for a way whose network this release cannot make, before any work."""
+    for way in ways:
+        model, kwargs, _ = WAYS[way]
+        try:
+            with torch.device("meta"):
+                timm.create_model(model, img_size=SIDE, **VIT, **kwargs)
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"way {way}: {model} with {kwargs} cannot be made: {error}") from error
+
+
+def measure(way: str) -> float:
+    """Return the seconds that a run would take here, from three updates."""
+    model, kwargs, _ = WAYS[way]
+    network = timm.create_model(model, img_size=SIDE, num_classes=6, **VIT, **kwargs)
+    optimizer, images = torch.optim.AdamW(network.parameters()), torch.rand(BATCH, 3, SIDE, SIDE)
+    started = time.monotonic()
+    for update in range(4):
+        if update == 1:
+            started = time.monotonic()
+        loss = F.cross_entropy(network(images), torch.arange(BATCH) % 6)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    update = (time.monotonic() - started) / 3
+    return update * (EPOCHS * 6 * PHOTOS + (EPOCHS * 1500 + 2534) / 3) / BATCH  # a forward is a third of an update
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("scenes", type=Path)
+    parser.add_argument("runs", type=Path)
+    parser.add_argument("--weights", type=Path, required=True, help="of timm's vit_small_patch14_dinov2, safetensors")
+    parser.add_argument("--measure", action="store_true", help="print what a run would take, and start none")
+    parser.add_argument("--ways", default=",".join(WAYS), help="some of them (default: %(default)s)")
+    parser.add_argument("--seeds", type=int, default=SEEDS, help="(default: %(default)s)")
+    parser.add_argument("--photos", type=int, default=PHOTOS, help="a class to train on (default: %(default)s)")
+    parser.add_argument("--epochs", type=int, default=EPOCHS, help="(default: %(default)s)")
+    args, more = parser.parse_known_args(argv)
+    ways = args.ways.split(",")
+    if not set(ways) <= set(WAYS):
+        raise UsageError(f"--ways must be some of {', '.join(WAYS)}, got {args.ways}")
+    check_ways(ways)
+    if args.measure:
+        for way in ways:
+            print(f"{way}: {measure(way) / 60:.0f} minutes a run on {torch.get_num_threads()} threads", flush=True)
+        return 0
+    data, start = args.runs / "data", args.runs / "start.safetensors"
+    pick(args.scenes, data, args.photos)
+    if not start.exists():
+        weights = resized(load_file(args.weights), SIDE // PATCH)
+        classes = len(list((data / "train").iterdir()))
+        save_file({**weights, "head.weight": torch.zeros(classes, weights["pos_embed"].shape[-1]),
+                   "head.bias": torch.zeros(classes)}, start)
+    rows = []
+    for seed in range(args.seeds):
+        for way in ways:
+            output = args.runs / f"{way}-{seed}"
+            code = train_imagenet.main(arguments(way, seed, data, start, output, args.epochs, more))
+            if code:
+                return code
+            rows.append(row_of(way, seed, output, test(output, data)))
+            atomic_write(args.runs / "evidence-runs.csv", csv_text(rows).encode())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))
