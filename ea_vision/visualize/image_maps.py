@@ -107,11 +107,14 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def record(model: nn.Module | LoadedModel | str, image: ImageSource | Tensor, layers: Sequence[AttentionLayer],
-           parts: Sequence[str] = ("attn",)) -> Recording:
+           parts: Sequence[str] = ("attn",), places: bool = True) -> Recording:
     """Run a network on an image, in evaluation mode; see `as_model` and `as_input`.
 
+    Args:
+        places: layers whose rows and columns have a place in the image are required.
+
     Raises:
-        UsageError: an input size that the network refuses.
+        UsageError: an input size that the network refuses, or a layer without places.
     """
     model = as_model(model)
     image = as_image(image)
@@ -123,6 +126,8 @@ def record(model: nn.Module | LoadedModel | str, image: ImageSource | Tensor, la
             model.model(batch)
     except (ValueError, AssertionError) as error:
         raise UsageError(f"{model.label} on a {prepared.shape[1]}x{prepared.shape[2]} input: {error}") from error
+    for layer in maps.values() if places else ():
+        layer.check_places()
     return Recording(model, prepared, maps, None if isinstance(image, Tensor) else model.photo(image))
 
 

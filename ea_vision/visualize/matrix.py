@@ -103,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     heads = parse_heads(options.heads, layers)
     check_part(options.part, layers, model.label)
     for _, image, output in each_image(options):
-        recording = record(model, image, layers, (options.part,))
+        recording = record(model, image, layers, (options.part,), places=False)
         figure = attention_matrices(recording, [layer.number for layer in layers], heads, options.part, style)
         save(figure, output, options.dpi)
         if options.npz:

@@ -91,7 +91,8 @@ def plot_matrix(model: Model, image: ImageSource | Tensor, layers: Layers = None
     model = as_model(model)
     chosen = _chosen(layers, model, some=True)
     check_part(part, chosen, model.label)
-    return attention_matrices(record(model, image, chosen, (part,)), _numbers(chosen), _heads(heads, chosen), part,
+    recording = record(model, image, chosen, (part,), places=False)
+    return attention_matrices(recording, _numbers(chosen), _heads(heads, chosen), part,
                               MapStyle(**style))
 
 

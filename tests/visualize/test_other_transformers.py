@@ -1,0 +1,82 @@
+"""Figures and the page of transformers from other packages, and of layers with windows, reduced keys or channels."""
+import numpy as np
+import pytest
+import timm
+import torch
+
+from ea_vision.analysis.loading import LoadedModel
+from ea_vision.analysis.recording import attention_layers
+from ea_vision.base.errors import UsageError
+from ea_vision.visualize import plot_heads, plot_matrix, plot_rollout, plot_statistics, plot_strip
+from ea_vision.visualize.page import Explorer
+from tests.analysis.test_any_transformer import lively, torchvision_vit, transformers_model
+from tests.analysis.test_windowed_maps import SWIN
+
+IMAGE = torch.rand(3, 32, 32, generator=torch.Generator().manual_seed(0))
+
+
+def maps_of(figure):
+    return [image.get_array() for axes in figure.axes for image in axes.images]
+
+
+def small(name, **kwargs):
+    torch.manual_seed(0)
+    return lively(timm.create_model(name, **{"num_classes": 3, **kwargs}))
+
+
+def swin():
+    return small("swin_tiny_patch4_window7_224", img_size=32, **SWIN)
+
+
+@pytest.mark.parametrize("make", [torchvision_vit, lambda: transformers_model("ViT"), swin,
+                                  lambda: small("pvt_v2_b0"), lambda: small("mobilevit_xxs")],
+                         ids=["torchvision", "transformers", "swin", "pvt", "mobilevit"])
+def test_figures_of_any_transformer(make):
+    model = make()
+    heads = plot_heads(model, IMAGE, layers=[1, 2], heads="mean", queries=[(5, 20)], overlay=False)
+    assert len(heads.axes) >= 3 and all(np.isfinite(np.asarray(a, float)).all() for a in maps_of(heads))
+    assert maps_of(plot_matrix(model, IMAGE, layers=[1], heads=[0]))
+    for figure in (plot_strip(model, IMAGE, layers=[1, 2]), plot_rollout(model, IMAGE, queries=[(5, 20)]),
+                   plot_statistics(model, [IMAGE])):
+        assert figure.axes
+
+
+def test_a_querys_map_covers_its_window_alone():
+    """A window of 4 cells, 2 pixels each: at the left upper corner 8 x 8 pixels; shifted by 2 cells 4 x 4."""
+    model = swin()
+    for layer, side in ((1, 4), (2, 2)):
+        shown = maps_of(plot_heads(model, IMAGE, layers=[layer], heads=[0], queries=[(0, 0)], overlay=False))[-1]
+        shown = np.asarray(shown, float)
+        assert shown.shape == (16, 16) and (shown[:side, :side] > 0).all()
+        assert np.abs(shown[side:]).max() < 1e-6 and np.abs(shown[:, side:]).max() < 1e-6
+        assert shown[:side, :side].mean() == pytest.approx(1, rel=1e-4), "in units of uniform attention in the window"
+
+
+def test_channel_maps_have_a_matrix_and_nothing_else():
+    model = small("xcit_nano_12_p16_224", img_size=32, embed_dim=24, depth=2, num_heads=3, cls_attn_layers=1)
+    assert maps_of(plot_matrix(model, IMAGE, layers=[1, 2], heads="all"))[0].shape == (8, 8)
+    for figure in (plot_heads, plot_strip, plot_rollout):
+        with pytest.raises(UsageError, match="attends from channel to channel of a head: its matrix can be drawn"):
+            figure(model, IMAGE, layers=[1])
+
+
+def test_class_attention_shows_its_one_query():
+    model = small("cait_xxs24_224", img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3)
+    shown = maps_of(plot_heads(model, IMAGE, layers=[3, 4], heads=[0], queries=["cls"], overlay=False))
+    assert shown[-1].shape == (4, 4)
+    assert maps_of(plot_matrix(model, IMAGE, layers=[3], heads=[0]))[0].shape == (1, 17)
+    with pytest.raises(UsageError, match="is class attention: its queries are cls alone"):
+        plot_heads(model, IMAGE, layers=[3], queries=[(4, 4)])
+    with pytest.raises(UsageError, match="query cls must be a token before the patches of layer 1 .*, which has none"):
+        plot_heads(model, IMAGE, layers=[1], queries=["cls"])
+
+
+@pytest.mark.parametrize("make,layers", [(swin, 4), (lambda: small("pvt_v2_b0"), 2)])
+def test_the_page_takes_windows_and_reduced_keys(make, layers):
+    from PIL import Image
+
+    network = make()
+    model = LoadedModel(network, "network", (32, 32), timm.data.resolve_model_data_config(network))
+    explorer = Explorer([model], [attention_layers(network)[:layers]], None, ("attn",), [None])
+    view = explorer.view("image", Image.new("RGB", (32, 32), (200, 30, 60)))["models"][0]
+    assert len(view["featSizes"]) == layers and explorer.describe()[0]["prefix"] == ()
