@@ -60,11 +60,11 @@ PARTS = {  # what a command does instead when this is its first argument
 }
 UNLISTED = {  # names that still answer
     "summary": "models --sizes", "loaders": "benchmark --loaders", "kernel-figures": "gpu-check --kernels",
-    "convert-boxes": "make-boxes --tiny-imagenet",
+    "convert-boxes": "make-boxes --tiny-imagenet", "ablation": "reproduce",
 }
 ASIDE = {  # other names that still answer, with their module
     "grid": "ea_vision.visualize.image_grid", "animation": "ea_vision.visualize.films",
-    "options": "ea_vision.options", "ablation": "ea_vision.measure.ablation",
+    "options": "ea_vision.options",
     "export-detector": "ea_vision.analysis.export_detector",
 }
 

@@ -41,10 +41,9 @@ SHORTER = {  # options that end a command, over those that it has
     "make-boxes": "--train 3 --val 2", "predict": "", "explore": "",
     "sweep": "--seeds 0,1", "evidence": "", "write-ffcv": "--workers 1"}
 ELSEWHERE = {  # command lines and the tests that run them
-    r"ablation ": "measure/test_ablation.py",
     r"make-boxes --tiny-imagenet ": "detection/test_convert.py",
     r"detect ": "detection/test_predict.py",
-    r"(sweep .*--output|evidence) sweeps/evidence ": "engine/test_evidence.py",  # as docs/train.md's, of more variants
+    r"(sweep .*--output|evidence) sweeps/evidence ": "studies/test_evidence.py",  # as docs/train.md's, of more variants
     r"evidence experiments/results/evidence/": "test_weights.py",
     r"explore .*--serve": "explore/test_browser.py",
     r"export-detector ": "detection/test_export.py",

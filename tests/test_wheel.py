@@ -62,7 +62,8 @@ def test_it_holds_the_package_and_the_weights_and_nothing_else(wheel):
     package = {name for name in listed if name.startswith("ea_vision/") and (ROOT / name).is_file()}
     weights = {f"ea_vision/{name}" for name in listed if Path(name).match("weights/*.safetensors")}
     cards = {name.replace(".safetensors", ".md") for name in weights}
-    runs = {f"ea_vision/{name}" for name in listed if Path(name).match("experiments/results/fast-*cifar10/*.csv")}
+    runs = {f"ea_vision/{name}" for name in listed if Path(name).match("experiments/results/fast-*cifar10/*.csv")
+            or Path(name).match("experiments/results/evidence/*-runs.csv")}
     assert held == package | weights | cards | runs | {"ea_vision/experiments/results/runs.yaml"} and len(weights) >= 3
     assert wheel.stat().st_size < 35e6
     for suffix in (".c", ".yaml", ".html", ".css", ".js"):

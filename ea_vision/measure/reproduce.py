@@ -1,4 +1,4 @@
-"""Every row of the papers' image tables, published beside ours. Without names this is docs/results.md.
+"""The papers' tables of images, published beside ours, and their ablations. Without names this is docs/results.md.
 
     ea-vision reproduce                              # the page
     ea-vision reproduce ea_aa_resnet50               # the rows of a network, and the commands that would train them
@@ -31,45 +31,44 @@ from ea_vision.detection.model import DetectorNetwork, create_detector
 from ea_vision.engine.config import load_recipe
 from ea_vision.engine.run_folder import CONFIG
 from ea_vision.measure.counts import Counts, count, inference_map_bytes, training_map_bytes
-from ea_vision.measure.summary import count_network, markdown, summarise, to_table
-from ea_vision.models import PublishedRow, PublishedTable, list_networks, published_tables, shipped_weights
+from ea_vision.measure.summary import count_network, markdown
+from ea_vision.models import (
+    PrintedTable,
+    PublishedRow,
+    PublishedTable,
+    printed_tables,
+    published_tables,
+    shipped_weights,
+)
+from ea_vision.studies.evidence import by_variant, paired_difference, read_runs
 from ea_vision.studies.finished import read_finished
 
 TEXT = """\
 # Results: published beside ours
 
-`ea-vision reproduce` prints this page: every row of the papers' image tables of which we know the figures.
-Experiments of our own, with their commands, are on the page of [experiments](experiments.md).
+`ea-vision reproduce` prints this page: the papers' tables of which we know the figures. Our own experiments are on the
+page of [experiments](experiments.md).
 
 - **Published** figures and their sources come from one file, `ea_vision/models/published.yaml`.
 - **Parameters and GFLOPs** beside them are counted on the networks as this package builds them. GFLOPs are counted
   as the paper of the table counted: the EA paper takes 2 for a multiply-add of a convolution and 1 for one of the
   attention products; the AA paper's profiler takes 2 for a multiply-add of a convolution or a relative position, 6
   for an element of the maps, and nothing for the other attention products.
-- **Ours** is an accuracy on the test images after the last epoch, where the network was trained at full size on the
-  same data, with the recipe and its epochs. Everything else has not been run: we have had no GPU.
-- **Recipe and cost** are those of the run that would give the row's accuracy. The cost is the arithmetic of that
-  training in exaFLOPs: three forward passes for every training image of every epoch, 2 for a multiply-add. At 100
-  TFLOP/s an exaFLOP takes 2.8 hours.
+- **Ours** is an accuracy on the test images after the last epoch, of a network trained at full size on the same data.
+  Where a table has no such column, nothing has been run: we have had no GPU.
 
-`ea-vision reproduce NAME` prints the whole commands of a network or a table; `--runs DIR` puts the accuracies of
-your own runs beside the others."""
+`ea-vision reproduce NAME` prints, for a network or a table, the whole commands, their epochs and their cost in
+exaFLOPs; `--runs DIR` puts the accuracies of your own runs beside the others. `ea-vision models --sizes` lists all
+networks."""
 MISSING = """\
 ## What is not here
 
 - The AA paper compares attention with squeeze-excite, gather-excite, BAM, CBAM and GALA in one more table; of these
   only the squeeze-excite rows are known to us. Its times on a V100 are left out, since we have none to put beside
   them.
-- The EA and PA papers' ablations of evolution (no convolution, no skip connection, other kernels, more layers,
-  other shares) are [keywords](faq.md) of our networks, but their figures are not known to us.
-- The CSAN paper has no images. Its windows are in `csan_resnet50` and `csan_conv_transformer_cifar`, whose sizes
-  are above."""
-ALL = """\
-## All networks
-
-`ea-vision models --sizes` prints this table. `GFLOPs` is the EA paper's counting, `profiler` the AA paper's. Vision
-transformers have maps over all tokens. Published top-1 is that of ImageNet and, for the CIFAR networks, CIFAR-10 /
-CIFAR-100."""
+- The CSAN paper has no images. Its windows are in `csan_resnet50` and `csan_conv_transformer_cifar`.
+- `ea-vision reproduce translation rationales pa-operations pa-imagenet` prints four more: text, operations, and
+  the PA paper's baselines, which are not the EA paper's."""
 
 
 @dataclass(frozen=True)
@@ -105,13 +104,24 @@ class Run:
 
 def shipped_runs() -> list[Run]:
     """The runs of experiments/results/runs.yaml, in a checkout or the installed package."""
-    folder = Path(shipped_weights("conv_transformer_cifar.fast_c10")).parents[1] / "experiments" / "results"
+    folder = results_folder()
     runs = []
     for about in yaml.safe_load((folder / "runs.yaml").read_text()):
         last = list(csv.DictReader((folder / about["metrics"]).open()))[-1]
         runs.append(Run(about["model"], about.get("kwargs", {}), about["data"], about["recipe"], int(last["epoch"]),
                         float(last["top1"])))
     return runs
+
+
+@cache
+def shipped_evidence(data: str) -> dict[str, dict[int, float]]:
+    """Return top-1 by variant and seed of the comparison of narrow networks that comes with the package."""
+    return by_variant(read_runs([results_folder() / "evidence" / f"{data}-runs.csv"])[1])
+
+
+def results_folder() -> Path:
+    """Return experiments/results, in a checkout or the installed package."""
+    return Path(shipped_weights("conv_transformer_cifar.fast_c10")).parents[1] / "experiments" / "results"
 
 
 def runs_in(folder: Path) -> list[Run]:
@@ -238,47 +248,62 @@ def _notes(table: PublishedTable, rows: Sequence[PublishedRow]) -> list[str]:
             elsewhere.setdefault(row.published.source, []).append(f"`{row.label}`")
     lines += [f"Source of {', '.join(labels)}: {source}." for source, labels in elsewhere.items()]
     lines += [f"`{row.label}`: {row.published.note}." for row in rows if row.published.note]
-    return [f"- {line}" for line in lines]
+    return [f"- {line}" for line in [*lines, *table.remarks]]
 
 
 def classifiers(table: PublishedTable, rows: Sequence[PublishedRow], runs: Sequence[Run]) -> list[str]:
-    """Lines of a table of networks that are trained to classify."""
+    """Return the lines of a table of networks that are trained to classify."""
     all_published = [row.published for row in table.rows]
     sizes, flops = _digits(p.params_m for p in all_published), _digits(p.gflops for p in all_published)
     first, second = (_digits(x for p in all_published for x in getattr(p, key).values()) for key in ("top1", "top5"))
     several, top5 = len(table.data) > 1, any(p.top5 for p in all_published)
+    accuracies = {(row.label, data): ours(row, data, runs) for row in rows for data in row.recipes}
+    run = set(accuracies.values()) != {"not run"}
     lines: list[Sequence[str]] = [(
         "network", *(["data"] if several else []), "params M", "published", "GFLOPs", "published", "top-1 %, published",
-        *(["top-5 %, published"] if top5 else []), "top-1 %, ours", "recipe", "epochs", "cost, EFLOP")]
-    commands: dict[str, list[str]] = {}
+        *(["top-5 %, published"] if top5 else []), *(["top-1 %, ours"] if run else []))]
     for row in rows:
         for data in row.recipes:
-            counts, published, (epochs, eflop) = counted(row, data), row.published, cost(row, data)
+            published, said = row.published, accuracies[row.label, data]
+            if data != table.data[0] and data not in published.top1 and said == "not run":
+                continue  # the first line says as much
+            counts = counted(row, data)
             gflops = (counts.flops_paper if table.counting == "paper" else counts.flops_profiler) / 1e9
             lines.append((
                 row.label, *([data] if several else []),
                 _cell(counts.params / 1e6, sizes + 1), _cell(published.params_m, sizes), _cell(gflops, flops + 1),
                 _cell(published.gflops, flops), _cell(published.top1.get(data), first),
-                *([_cell(published.top5.get(data), second)] if top5 else []), ours(row, data, runs),
-                f"`{options(row, data).removeprefix('--recipe ')}`", str(epochs), _eflop(eflop)))
-            commands.setdefault(trainer(row, data), []).append(row.label)
-    block = [f"{command} --recipe RECIPE" + (f"    # {', '.join(labels)}" if len(labels) < len(rows) else "")
-             for command, labels in commands.items()]
-    return [markdown(lines), "", *_notes(table, rows), "", "```sh", *block, "```"]
+                *([_cell(published.top5.get(data), second)] if top5 else []),
+                *([said] if run else [])))
+    return [markdown(lines), "", *_notes(table, rows)]
 
 
 def detectors(table: PublishedTable, rows: Sequence[PublishedRow], runs: Sequence[Run]) -> list[str]:
-    """Lines of the table of detectors."""
+    """Return the lines of the table of detectors."""
     lines: list[Sequence[str]] = [("backbone", "params M", "published", "GFLOPs", "published", "mAP, published",
-                                   "AP50, published", "AP75, published", "ours", "recipe", "epochs", "cost, EFLOP")]
+                                   "AP50, published", "AP75, published")]
     for row in rows:
-        counts, (epochs, eflop) = counted(row, "COCO"), cost(row, "COCO")
+        counts = counted(row, "COCO")
         lines.append((row.label, _cell(counts.params / 1e6, 2), _cell(row.published.params_m, 1),
                       _cell(counts.flops_profiler / 1e9, 1), _cell(row.published.gflops, 0),
-                      *(_cell(ap, 1) for ap in row.figures["ap"]), "not run",
-                      f"`{options(row, 'COCO').removeprefix('--recipe ')}`", str(epochs), _eflop(eflop)))
-    return [markdown(lines), "", *_notes(table, rows), "", "```sh", f"{trainer(rows[0], 'COCO')} --recipe RECIPE",
-            "```"]
+                      *(_cell(ap, 1) for ap in row.figures["ap"])))
+    return [markdown(lines), "", *_notes(table, rows)]
+
+
+def parts_of_evolution(table: PublishedTable, rows: Sequence[PublishedRow], runs: Sequence[Run]) -> list[str]:
+    """Return the lines of the ablation of evolution: published gains over AA, ours over no evolution."""
+    base = table.rows[0].published.top1["ImageNet"]
+    lines: list[Sequence[str]] = [("network", "top-1 %, published", "minus AA", "top-5 %, published", "CIFAR-10, ours",
+                                   "CIFAR-100, ours")]
+    for row in rows:
+        top1, top5, variant = row.published.top1["ImageNet"], row.published.top5, row.figures.get("ours", "none")
+        evidence = [shipped_evidence("cifar10"), shipped_evidence("cifar100")] if variant != "none" else []
+        gains = [paired_difference(list(of_data[variant].values()), list(of_data["none"].values()))
+                 for of_data in evidence]
+        shown = [f"{centre:+.2f} ({low:+.2f} to {high:+.2f})" for centre, low, high, _ in gains] or ["", ""]
+        lines.append((row.label, f"{top1:.2f}", f"{top1 - base:+.2f}" if row is not table.rows[0] else "",
+                      _cell(top5.get("ImageNet"), 2), *shown))
+    return [markdown(lines), "", *_notes(table, rows)]
 
 
 def attention_cost(table: PublishedTable, rows: Sequence[PublishedRow], runs: Sequence[Run]) -> list[str]:
@@ -306,21 +331,21 @@ def attention_cost(table: PublishedTable, rows: Sequence[PublishedRow], runs: Se
 
 
 def probes(table: PublishedTable, rows: Sequence[PublishedRow], runs: Sequence[Run]) -> list[str]:
-    """Lines of the EA paper's table of networks that see one map alone."""
-    lines: list[Sequence[str]] = [("network", *(f"layer {layer}, published" for layer in rows[0].figures["layers"]),
-                                   "ours")]
+    """Return the lines of the EA paper's table of networks that see one map alone."""
+    lines: list[Sequence[str]] = [("network", *(f"layer {layer}, published" for layer in rows[0].figures["layers"]))]
     for row in rows:
-        lines.append((row.label, *(_cell(top1, 2) for top1 in row.figures["layers"].values()), "not run"))
+        lines.append((row.label, *(_cell(top1, 2) for top1 in row.figures["layers"].values())))
     layers = ",".join(map(str, rows[0].figures["layers"]))
     command = (f"ea-vision probe --model RUN_OF_AA,RUN_OF_EA --layers {layers} --dataset folder --data-dir DIR "
                "--device cuda -o probe")
     return [markdown(lines), "", *_notes(table, rows),
-            "- Top-1 in percent. The command needs both networks trained on ImageNet. What the probe finds on CIFAR-10 "
-            "is among the [experiments](experiments.md#the-probe).", "", "```sh", command, "```"]
+            "- Top-1 in percent. The command needs both networks trained on ImageNet; [ours](experiments.md#the-probe) "
+            "are of CIFAR-10.", "", "```sh", command, "```"]
 
 
+BY_NAME = ("translation", "rationales", "pa-operations", "pa-imagenet")  # printed tables that the page leaves out
 RENDERERS: dict[str, Callable[[PublishedTable, Sequence[PublishedRow], Sequence[Run]], list[str]]] = {
-    "detection": detectors, "attention-cost": attention_cost, "probe": probes}
+    "detection": detectors, "attention-cost": attention_cost, "probe": probes, "evolution": parts_of_evolution}
 
 
 def section(table: PublishedTable, rows: Sequence[PublishedRow], runs: Sequence[Run]) -> str:
@@ -329,11 +354,23 @@ def section(table: PublishedTable, rows: Sequence[PublishedRow], runs: Sequence[
     return "\n".join([f"## {table.title}: `{table.name}`", "", *lines])
 
 
+def printed(table: PrintedTable) -> str:
+    """Return a table that is only printed, under its heading."""
+    def cells(column: int) -> list[str]:
+        values = [row[column] for row in table.rows.values()]
+        digits = _digits(value for value in values if not isinstance(value, str))
+        return [value if isinstance(value, str) else f"{value:.{digits}f}" for value in values]
+
+    columns = [cells(column) for column in range(len(table.columns))]
+    lines = [("", *table.columns), *zip(table.rows, *columns, strict=True)]
+    return f"## {table.title}: `{table.name}`\n\n{markdown(lines)}\n\n- As published: {table.source}."
+
+
 def page(runs: Sequence[Run]) -> str:
-    """The whole page."""
+    """Return the whole page."""
     tables = published_tables().values()
-    networks = to_table([summarise(name) for name in list_networks()])
-    return "\n\n".join([TEXT, *(section(table, table.rows, runs) for table in tables), f"{ALL}\n\n{networks}",
+    return "\n\n".join([TEXT, *(section(table, table.rows, runs) for table in tables),
+                        *(printed(table) for table in printed_tables().values() if table.name not in BY_NAME),
                         MISSING]) + "\n"
 
 
@@ -344,7 +381,7 @@ def chosen(names: Sequence[str], runs: Sequence[Run]) -> str:
         UsageError: a name of no network and no table.
     """
     tables = published_tables()
-    known = {*tables, *(row.model for table in tables.values() for row in table.rows)}
+    known = {*tables, *printed_tables(), *(row.model for table in tables.values() for row in table.rows)}
     for name in names:
         if name not in known:
             raise UsageError(f"no row of a paper's table is called {name!r}; {near_matches(name, known, 'names')}")
@@ -362,6 +399,7 @@ def chosen(names: Sequence[str], runs: Sequence[Run]) -> str:
                              f"{trainer(row, data)} {options(row, data)}"]
         if commands:
             parts.append("\n".join(commands))
+    parts += [printed(table) for table in printed_tables().values() if table.name in names]
     return "\n\n".join(parts) + "\n"
 
 

@@ -10,7 +10,14 @@ from ea_vision.models._build import (
     shipped_weights,
 )
 from ea_vision.models._chain import AttentionConfig, AttnStage, ChainBuilder, ChainedNetwork, HeadedNetwork, to_size
-from ea_vision.models._published import Published, PublishedRow, PublishedTable, published_tables
+from ea_vision.models._published import (
+    PrintedTable,
+    Published,
+    PublishedRow,
+    PublishedTable,
+    printed_tables,
+    published_tables,
+)
 from ea_vision.models.attn_mnasnet import AttnMnasNet
 from ea_vision.models.attn_resnet import AttnResNet
 from ea_vision.models.conv_transformer import ConvTransformer
@@ -36,6 +43,7 @@ __all__ = [
     "EvolvingVisionTransformer",
     "EvolvingVisionTransformerDistilled",
     "Network",
+    "PrintedTable",
     "Published",
     "PublishedRow",
     "PublishedTable",
@@ -48,6 +56,7 @@ __all__ = [
     "list_networks",
     "published_figures",
     "published_names",
+    "printed_tables",
     "published_tables",
     "register_networks",
     "shipped_weights",

@@ -1,4 +1,4 @@
-"""What papers print of images, read from published.yaml: the one place where these figures are typed."""
+"""What papers print, read from published.yaml: the one place where these figures are typed."""
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -57,6 +57,18 @@ class PublishedTable:
     counting: str
     note: str
     rows: tuple[PublishedRow, ...]
+    remarks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class PrintedTable:
+    """A table of a paper that is only printed: of text, or of baselines. rows: by name, the cells of the columns."""
+
+    name: str
+    title: str
+    source: str
+    columns: tuple[str, ...]
+    rows: Mapping[str, tuple[float | str, ...]]
 
 
 def _row(table: Mapping[str, Any], row: Mapping[str, Any]) -> PublishedRow:
@@ -74,12 +86,26 @@ def _row(table: Mapping[str, Any], row: Mapping[str, Any]) -> PublishedRow:
 
 
 @cache
+def _tables() -> list[dict[str, Any]]:
+    return yaml.safe_load((resources.files("ea_vision.models") / "published.yaml").read_text())
+
+
+@cache
 def published_tables() -> dict[str, PublishedTable]:
-    """The tables by name, in the order of published.yaml."""
-    tables = yaml.safe_load((resources.files("ea_vision.models") / "published.yaml").read_text())
+    """Return the tables of networks by name, in the order of published.yaml."""
     return {table["name"]: PublishedTable(table["name"], table["title"], table["source"], tuple(table["data"]),
                                           table["counting"], table.get("note", ""),
-                                          tuple(_row(table, row) for row in table["rows"])) for table in tables}
+                                          tuple(_row(table, row) for row in table["rows"]),
+                                          tuple(table.get("remarks", ())))
+            for table in _tables() if "columns" not in table}
+
+
+@cache
+def printed_tables() -> dict[str, PrintedTable]:
+    """Return the tables that are only printed, by name."""
+    return {table["name"]: PrintedTable(table["name"], table["title"], table["source"], tuple(table["columns"]),
+                                        {name: tuple(cells) for name, cells in table["rows"].items()})
+            for table in _tables() if "columns" in table}
 
 
 @cache
