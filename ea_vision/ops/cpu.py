@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from ea_vision.base.files import cache_root
+from ea_vision.base.files import atomic_write, cache_root
 from ea_vision.ops.problem import Implementation, Problem
 
 SOURCES = Path(__file__).with_name("cpu_kernel")  # kernel.c takes in the other files
@@ -68,14 +68,14 @@ def _openmp() -> list[str]:
 
 
 def _output_of(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace")
     if done.returncode:
         raise OSError(f"{shlex.join(command)} ended with code {done.returncode}: {done.stderr.strip()[-2000:]}")
     return done.stdout
 
 
 def _library(compiler: list[str]) -> Path:
-    """Where the compiled kernel is kept: another place for everything that would make it another."""
+    """Return where the compiled kernel is kept: another file for everything that would make it another."""
     version = _output_of(*compiler, "--version")
     sources = [part for file in sorted(SOURCES.glob("*.[ch]")) for part in (file.name, file.read_text())]
     parts = (*sources, *compiler, version, *FLAGS, *_openmp(), _machine(), torch.__version__)
@@ -84,32 +84,44 @@ def _library(compiler: list[str]) -> Path:
 
 
 def _build(compiler: list[str], to: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=to.parent) as folder:  # renamed when complete: other processes build it too
+    """Compile the kernel and write it with its digest behind it, which loaders of libraries do not read."""
+    to.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=to.parent) as folder:
         unit, library = Path(folder) / "kernel.o", Path(folder) / "kernel.so"
         _output_of(*compiler, *FLAGS, "-fopenmp", "-c", str(SOURCES / "kernel.c"), "-o", str(unit))
         _output_of(*compiler, "-shared", str(unit), "-o", str(library), *_openmp(), "-lm")
-        library.replace(to)
+        built = library.read_bytes()
+    atomic_write(to, built + hashlib.sha256(built).digest())  # other processes build it, too
+
+
+def _is_whole(library: Path) -> bool:
+    """Whether `_build` has written the file and nothing has damaged it since: to load another may kill the process."""
+    try:
+        content = library.read_bytes()
+    except FileNotFoundError:
+        return False
+    return len(content) > 32 and hashlib.sha256(content[:-32]).digest() == content[-32:]
 
 
 @functools.cache
 def _load() -> ctypes.CDLL | str:
-    """The compiled kernel, or why there is none."""
-    compiler = shlex.split(os.environ.get("CC", "")) or ["cc"]
-    if shutil.which(compiler[0]) is None:
-        return f"no C compiler: {compiler[0]} is not there (set CC, or install one)"
+    """Return the compiled kernel, or why there is none."""
     try:
+        compiler = shlex.split(os.environ.get("CC", "")) or ["cc"]
+        if shutil.which(compiler[0]) is None:
+            return f"no C compiler: {compiler[0]} is not there (set CC, or install one)"
         library = _library(compiler)
-        if not library.exists():
-            library.parent.mkdir(parents=True, exist_ok=True)
+        if not _is_whole(library):
             _build(compiler, library)
         loaded = ctypes.CDLL(str(library))
-    except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home
-        return f"the C kernel could not be built: {error}"
-    loaded.stored_dtypes.argtypes, loaded.stored_dtypes.restype = [], ctypes.c_int32
-    for function in (loaded.evolving_attention_forward, loaded.evolving_attention_backward):
-        function.argtypes, function.restype = [ctypes.POINTER(_Problem)], None
-    for function in (loaded.pool_forward, loaded.pool_backward):
-        function.argtypes, function.restype = [*[ctypes.c_void_p] * 2, ctypes.c_long, *[ctypes.c_int] * 3], None
+        loaded.stored_dtypes.argtypes, loaded.stored_dtypes.restype = [], ctypes.c_int32
+        for function in (loaded.evolving_attention_forward, loaded.evolving_attention_backward):
+            function.argtypes, function.restype = [ctypes.POINTER(_Problem)], None
+        for function in (loaded.pool_forward, loaded.pool_backward):
+            function.argtypes, function.restype = [*[ctypes.c_void_p] * 2, ctypes.c_long, *[ctypes.c_int] * 3], None
+    # RuntimeError: no home, or a full disk; ValueError: CC is no shell words; AttributeError: a function is missing
+    except (OSError, RuntimeError, ValueError, AttributeError) as error:
+        return f"the C kernel could not be built or loaded: {error}"
     return loaded
 
 

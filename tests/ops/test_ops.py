@@ -385,6 +385,46 @@ def reason_against(tensors):
         None, 1, "clip"))
 
 
+@pytest.mark.parametrize("damage", ["cut", "zeroed", "empty", "foreign", "one byte", "older"])
+def test_a_damaged_library_is_built_again(use_compiler, compiler_with, tmp_path, damage):
+    """In a process of its own: to load some of them kills it."""
+    use_compiler(compiler_with("-O0"))
+    assert reason_against(problem("ea", (3, 4))) is None
+    library, = (tmp_path / "cache").rglob("cpu_kernel-*.so")
+    whole = library.read_bytes()
+    library.unlink()  # this process has it loaded
+    foreign = (Path(torch.__file__).parent / "lib" / "libc10.so").read_bytes()
+    library.write_bytes({"cut": whole[:len(whole) // 2], "zeroed": bytes(len(whole)), "empty": b"", "foreign": foreign,
+                         "one byte": b"\x00" + whole[1:], "older": whole[:-32]}[damage])
+    code = "from ea_vision.ops import cpu; print(cpu._load())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0 and str(library) in done.stdout, done.stdout + done.stderr[-2000:]
+    assert library.read_bytes() == whole
+
+
+@pytest.mark.parametrize("compiler,reason", [
+    ("cc 'x", "No closing quotation"), ("strange", "ended with code 3: \N{REPLACEMENT CHARACTER}"),
+    ("linker of another", "undefined symbol: stored_dtypes"), ("writes text", "file too short")])
+def test_whatever_goes_wrong_with_the_library_the_reference_runs_and_the_log_says_why(
+        use_compiler, tmp_path, caplog, compiler, reason):
+    scripts = {"strange": "printf '\\377\\376' >&2; exit 3",
+               "linker of another": 'case "$*" in *-shared*) echo > e.c; cc -shared -o "$4" e.c;; *) cc "$@";; esac',
+               "writes text": 'case "$*" in *-shared*) echo text > "$4";; *) cc "$@";; esac'}
+    if compiler in scripts:
+        path = tmp_path / "compiler"
+        path.write_text(f"#!/bin/sh\ncd {tmp_path}\n{scripts[compiler]}\n")
+        path.chmod(0o755)
+        compiler = str(path)
+    use_compiler(compiler)
+    tensors = problem("ea", (3, 4))
+    ops._logged.clear()
+    with caplog.at_level(logging.INFO, "ea_vision.ops"):
+        out = evolving_attention(**tensors, feat_size=(3, 4))
+    assert "by 'reference'; not cpu: the C kernel could not be built or loaded: " in caplog.messages[0]
+    assert reason in caplog.messages[0]
+    assert torch.equal(out[0], evolving_attention(**tensors, feat_size=(3, 4), implementation="reference")[0])
+
+
 @pytest.mark.parametrize("compiler,reason", [
     ("no-such-compiler", "no C compiler: no-such-compiler is not there"), ("false", "ended with code 1"),
     ("cc --no-such-option", "cc --no-such-option -O3")])
