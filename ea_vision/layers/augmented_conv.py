@@ -30,6 +30,17 @@ def _check_divides(name: str, value: int, num_heads: int) -> None:
         raise ValueError(f"{name} must be a positive multiple of num_heads={num_heads}, got {value}")
 
 
+def _kept_groups(in_channels: int, out_channels: int, attn_channels: int, groups: int) -> int:
+    """Return how many of a convolution's groups stay when its last attn_channels outputs are attention's."""
+    if groups < 1 or in_channels % groups or out_channels % groups:
+        raise ValueError(f"groups must divide in_channels={in_channels} and out_channels={out_channels}, got {groups}")
+    width = out_channels // groups  # outputs of a group
+    if groups > 1 and attn_channels % width:
+        raise ValueError(f"attn_channels must be a multiple of the {width} outputs of each of the {groups} groups, "
+                         f"got {attn_channels}")
+    return groups - attn_channels // width if groups > 1 else 1
+
+
 class Projection(nn.Conv2d):
     """A 1x1 convolution with bias. On a CPU a matrix product wherever that is no slower: it needs no other layout of
     its input, and of few channels its gradients cost a fraction of the convolution's."""
@@ -91,6 +102,9 @@ class AugmentedConv2d(nn.Module):
         attn_channels: output channels of the attention branch (default `dim_v`). Where they are all of out_channels,
             there is no convolution.
         dilation: of the convolution.
+        groups: of the convolution in_channels -> out_channels that the layer stands for, as torch counts them; its
+            branch keeps the first out_channels - attn_channels outputs, whole groups of them, and reads the input
+            channels of these. in_channels = out_channels = groups is a depthwise branch.
         conv_drop: dropout on the convolution branch's output, a probability.
         attn_drop: dropout on the attention probabilities, a probability.
         window: odd side in pixels, or (height, width), of what a query sees of the map around it, or None for all of
@@ -124,6 +138,7 @@ class AugmentedConv2d(nn.Module):
             evolution: nn.Module | None = None,
             attn_channels: int | None = None,
             dilation: int = 1,
+            groups: int = 1,
             conv_drop: float = 0.0,
             attn_drop: float = 0.0,
             window: int | tuple[int, int] | None = None,
@@ -172,9 +187,10 @@ class AugmentedConv2d(nn.Module):
 
         self.conv = None
         if attn_channels < out_channels:
+            kept = _kept_groups(in_channels, out_channels, attn_channels, groups)
             self.conv = nn.Conv2d(
-                in_channels, out_channels - attn_channels, kernel_size, stride=stride,
-                padding=dilation * (kernel_size // 2), dilation=dilation, bias=False, **dd)
+                kept * in_channels // groups, out_channels - attn_channels, kernel_size, stride=stride,
+                padding=dilation * (kernel_size // 2), dilation=dilation, groups=kept, bias=False, **dd)
         self.conv_drop = nn.Dropout(conv_drop)
         self.qkv = Projection(in_channels + 3 * (self.position == "coord"), 2 * dim_qk + dim_v, **dd)
         if self.relative:
@@ -375,6 +391,8 @@ class AugmentedConv2d(nn.Module):
             attn = F.interpolate(attn, size=size, mode="bilinear", align_corners=False)
         if self.conv is None:
             return attn, logits
+        if self.conv.in_channels < x.shape[1]:  # groups that attention takes the place of
+            x = x[:, :self.conv.in_channels]
         return torch.cat([self.conv_drop(self.conv(x)), attn], dim=1), logits
 
     def extra_repr(self) -> str:

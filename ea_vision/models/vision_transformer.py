@@ -231,6 +231,8 @@ def _reason_against(model: nn.Module) -> str | None:
             return f"blocks.{index} must be timm's {known}, got {type(block).__name__}"
         if type(block.attn) is not Attention:
             return f"blocks.{index}.attn must be timm's Attention, got {type(block.attn).__name__}"
+        if not isinstance(block.attn.qkv.weight, Tensor):
+            return f"blocks.{index}.attn.qkv must be a Linear layer that is not quantised, got {block.attn.qkv}"
         if block.attn.num_heads != model.blocks[0].attn.num_heads:
             return (f"blocks.{index}.attn must have the {model.blocks[0].attn.num_heads} heads of the blocks before, "
                     f"got {block.attn.num_heads}")
@@ -327,6 +329,8 @@ def evolve(
         ValueError: a model that cannot evolve, naming the module at fault, layers that cannot, or an option that the
             evolution does not have.
     """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"a network required, such as timm.create_model('vit_small_patch16_224'), got {model!r}")
     if type(model) in _NETWORK_CLASSES.values():
         raise ValueError(f"timm's plain network required, got {type(model).__name__}, whose maps evolve already")
     if type(model) not in _NETWORK_CLASSES:

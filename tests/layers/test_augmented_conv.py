@@ -308,3 +308,25 @@ def test_an_evolution_that_mixes_after_the_softmax_runs_by_the_reference(caplog)
     torch.testing.assert_close(torch.jit.script(layer)(x, prev), (y, logits))
     with use_implementation("reference"):
         torch.testing.assert_close(layer(x, prev), (y, logits))
+
+
+@pytest.mark.parametrize("in_channels,out_channels,attn,groups", [(8, 8, 2, 8), (8, 16, 4, 4), (6, 12, 6, 2)])
+def test_a_grouped_branch_is_the_first_outputs_of_the_whole_convolution(in_channels, out_channels, attn, groups):
+    layer = AugmentedConv2d(in_channels, out_channels, 5, 2, dim_qk=4, dim_v=2, num_heads=2, feat_size=(3, 3),
+                            attn_channels=attn, groups=groups)
+    whole = nn.Conv2d(in_channels, out_channels, 5, 2, padding=2, groups=groups, bias=False)
+    kept = out_channels - attn
+    assert layer.conv.weight.shape == whole.weight[:kept].shape  # a checkpoint's first outputs fit
+    layer.conv.load_state_dict({"weight": whole.weight[:kept]})
+    x = torch.randn(2, in_channels, 6, 6)
+    torch.testing.assert_close(layer(x)[0][:, :kept], whole(x)[:, :kept])
+    torch.testing.assert_close(torch.jit.script(layer)(x), layer(x))
+
+
+@pytest.mark.parametrize("options,message", [
+    ({"groups": 3}, "groups must divide in_channels=8 and out_channels=16, got 3"),
+    ({"groups": 0}, "groups must divide"),
+    ({"groups": 4, "attn_channels": 6}, "multiple of the 4 outputs of each of the 4 groups, got 6")])
+def test_bad_groups_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        AugmentedConv2d(8, 16, dim_qk=4, dim_v=4, num_heads=2, feat_size=(3, 3), **options)

@@ -557,3 +557,14 @@ def test_set_fused_attn_is_heeded():
     assert not any(block.attn.fused_attn for block in model.blocks)
     with torch.no_grad(), ops.use_implementation("triton"):  # which cannot run here, and is not asked
         model(images())
+
+
+@pytest.mark.parametrize("wrong,message", [
+    (lambda: None, "a network required, .* got None"),
+    (lambda: "vit_tiny_patch16_224", "a network required, .* got 'vit_tiny_patch16_224'"),
+    (lambda: torch.ao.quantization.quantize_dynamic(timm.create_model("vit_tiny_patch16_224", depth=2), {nn.Linear}),
+     r"blocks.0.attn.qkv must be a Linear layer that is not quantised, got DynamicQuantizedLinear")])
+@pytest.mark.filterwarnings("ignore:.*is deprecated")
+def test_what_is_no_network_that_can_evolve_is_named(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        ea_vision.evolve(wrong())
