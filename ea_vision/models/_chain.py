@@ -7,6 +7,7 @@ Shape letters: B batch, C channels, H x W image or map, N = H*W pixels of a map,
 """
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, fields
 from numbers import Integral
@@ -86,6 +87,7 @@ class AttentionConfig:
     relative: the older way to say it: True is position="relative", the default, False is position="none".
     window, head_window, head_border: of pixels and of neighbouring heads, see `AugmentedConv2d`.
     window_stages: the stages whose layers have these windows, by their numbers counted from 1; None is all.
+    attn_stages: the stages, counted from 1, that have attention layers of ours; None is the family's, () is none.
     evolution: a registered name ("ea", "pa"), or None for maps that do not evolve (AA).
     attn_drop_rate: dropout on the attention probabilities.
     options: the evolution's: alpha, beta, kernel_size, num_layers, ...; None is its default.
@@ -101,6 +103,7 @@ class AttentionConfig:
     head_window: int = 1
     head_border: str = "clip"
     window_stages: tuple[int, ...] | None = None
+    attn_stages: tuple[int, ...] | None = None
     evolution: str | None = None
     attn_drop_rate: float = 0.0
     options: dict[str, Any] = field(default_factory=dict)
@@ -113,8 +116,9 @@ class AttentionConfig:
         if self.head_window > 1 and self.evolution is not None:
             raise ValueError(f"head_window must be 1 where maps evolve (evolution={self.evolution!r}), "
                              f"got {self.head_window}")
-        if self.window_stages is not None:
-            check_numbers("window_stages", self.window_stages)
+        for name in ("window_stages", "attn_stages"):
+            if getattr(self, name) is not None:
+                check_numbers(name, getattr(self, name))
 
     @classmethod
     def take(cls, kwargs: dict[str, Any], **defaults: Any) -> AttentionConfig:
@@ -146,15 +150,20 @@ class AttentionConfig:
                 return {}
         return {"window": self.window, "head_window": self.head_window, "head_border": self.head_border}
 
-    def check_stages(self, stages: Collection[int]) -> None:
-        """Refuse window_stages that are not of a network's `stages` with attention.
+    def stages(self, possible: Collection[int], default: Collection[int]) -> tuple[int, ...]:
+        """Return the stages with attention, of those `possible` in a family, where `default` is the family's choice.
 
         Raises:
-            ValueError: another stage, or none.
+            ValueError: another stage, window_stages without attention, or an evolution without any attention.
         """
-        if self.window_stages is not None and not (self.window_stages and set(self.window_stages) <= set(stages)):
-            raise ValueError(f"window_stages must be of {tuple(stages)}, which have attention, "
-                             f"got {self.window_stages}")
+        chosen = tuple(sorted(set(default if self.attn_stages is None else self.attn_stages)))
+        if not set(chosen) <= set(possible) or self.evolution is not None and not chosen:
+            why = (f", at least one for evolution={self.evolution!r} (formerly attention=True)"
+                   if self.evolution is not None else "")
+            raise ValueError(f"attn_stages must be of {tuple(possible)}{why}, got {self.attn_stages or chosen}")
+        if self.window_stages is not None and not (self.window_stages and set(self.window_stages) <= set(chosen)):
+            raise ValueError(f"window_stages must be of {chosen}, which have attention, got {self.window_stages}")
+        return chosen
 
     def new_evolution(self, device=None, dtype=None) -> Evolution | None:
         """A new evolution module, or None; see `create_evolution` for the errors."""
@@ -203,6 +212,27 @@ class ChainBuilder:
         layer.need_logits, layer.map_reduction = False, reduction
         self.previous = layer
         return layer
+
+
+def take_former(kwargs: dict[str, Any], former: str, name: str, translate: Callable[[Any], Any] = lambda x: x) -> None:
+    """Put `name` = translate(its value) in the place of the keyword `former`, if it is there, with a warning."""
+    if former in kwargs:
+        value = kwargs.pop(former)
+        kwargs[name] = translate(value)
+        warnings.warn(f"{former}={value!r} is {name}={kwargs[name]!r} from now on", DeprecationWarning, stacklevel=3)
+
+
+class PlainStage(nn.Sequential):
+    """A stage without attention, which passes the logits by: (x, prev_logits) -> (x, prev_logits)."""
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__(*blocks)
+        self.grad_checkpointing = False
+
+    def forward(self, x: Tensor, prev_logits: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        for block in self:
+            x = checkpoint(block, x) if self.grad_checkpointing and not torch.jit.is_scripting() else block(x)
+        return x, prev_logits
 
 
 class AttnStage(nn.Sequential):
@@ -320,7 +350,8 @@ class ChainedNetwork:
         for name in unused:
             parent, _, child = name.rpartition(".")
             stage = self.get_submodule(name)
-            setattr(self.get_submodule(parent), child, AttnStage() if isinstance(stage, AttnStage) else nn.Identity())
+            empty = type(stage)() if isinstance(stage, (AttnStage, PlainStage)) else nn.Identity()
+            setattr(self.get_submodule(parent), child, empty)
         if prune_head or unused:
             self.num_features = self.feature_info[max_index]["num_chs"]
             self.reset_classifier(0, "")

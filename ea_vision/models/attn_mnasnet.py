@@ -16,19 +16,26 @@ Shape letters: B batch, C channels, H x W image or map, N = H*W pixels of a map,
 from functools import partial
 from typing import Any
 
-import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import make_divisible
-from timm.models import checkpoint, generate_default_cfgs
+from timm.models import generate_default_cfgs
 from timm.models.efficientnet import EfficientNet
 from torch import Tensor, nn
 
 from ea_vision.models._build import Network, register_networks
-from ea_vision.models._chain import AttentionConfig, AttnStage, ChainBuilder, ChainedNetwork, Step, to_size
+from ea_vision.models._chain import (
+    AttentionConfig,
+    AttnStage,
+    ChainBuilder,
+    ChainedNetwork,
+    PlainStage,
+    Step,
+    take_former,
+    to_size,
+)
 
 __all__ = ["AttnMnasNet"]
 
-FIRST_ATTN_STAGE = 2
 Stage = tuple[int, int, int, int, int, float]  # blocks, kernel, stride, expansion, channels, squeeze-excite ratio
 STAGES: tuple[Stage, ...] = (  # MnasNet-A1, from stage 1 on
     (2, 3, 2, 6, 24, 0.0),
@@ -47,19 +54,6 @@ def _block_args() -> list[list[dict[str, Any]]]:
         dict(block_type="ir", dw_kernel_size=kernel, stride=stride, exp_ratio=float(expansion), out_chs=channels,
              se_ratio=se, act_layer=None) for _ in range(blocks)
     ] for blocks, kernel, stride, expansion, channels, se in STAGES]
-
-
-class PlainStage(nn.Sequential):
-    """A stage without attention, which passes the logits by: (x, prev_logits) -> (x, prev_logits)."""
-
-    def __init__(self, *blocks: nn.Module) -> None:
-        super().__init__(*blocks)
-        self.grad_checkpointing = False
-
-    def forward(self, x: Tensor, prev_logits: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        for block in self:
-            x = checkpoint(block, x) if self.grad_checkpointing and not torch.jit.is_scripting() else block(x)
-        return x, prev_logits
 
 
 class ChainBlock(nn.Module):
@@ -99,31 +93,31 @@ class AttnMnasNet(ChainedNetwork, EfficientNet):
         multiplier: of the channels.
         img_size: input size in pixels, one number or (height, width); it sizes the position tables. Other input sizes
             run too.
-        attention: whether there are augmented convolutions at all; without, it is timm's semnasnet.
         augment_first: whether the first block of stage 2, whose expansion is at 56x56 (of 224), is augmented, too; the
             paper's 13 blocks include it, but its text begins at 28x28.
-        **kwargs: those of `AttentionConfig` (num_heads, qk_ratio, v_ratio, min_head_qk, position, evolution,
-            attn_drop_rate) and of the evolution (alpha, beta, kernel_size, num_layers, ...), and timm's EfficientNet's
-            (num_classes, in_chans, output_stride, global_pool, drop_rate, drop_path_rate, norm_layer, ...).
+        **kwargs: those of `AttentionConfig` (attn_stages, of 2 to 6 and all of them unless given, () for timm's
+            semnasnet; num_heads, qk_ratio, v_ratio, min_head_qk, position, evolution, attn_drop_rate), of the evolution
+            (alpha, beta, kernel_size, num_layers, ...) and of timm's EfficientNet (num_classes, in_chans,
+            output_stride, global_pool, drop_rate, drop_path_rate, norm_layer, ...).
 
     Raises:
-        ValueError: an option that the evolution does not have, or an evolution without attention.
+        ValueError: an option that the evolution does not have, attn_stages there are not, or an evolution without
+            attention.
     """
 
     def __init__(
             self,
             multiplier: float = 1.0,
             img_size: int | tuple[int, int] = 224,
-            attention: bool = True,
             augment_first: bool = True,
             device=None,
             dtype=None,
             **kwargs: Any,
     ) -> None:
         dd = {"device": device, "dtype": dtype}
+        take_former(kwargs, "attention", "attn_stages", lambda attends: None if attends else ())
         config = AttentionConfig.take(kwargs, num_heads=4, qk_ratio=0.1, v_ratio=0.05)
-        if config.evolution is not None and not attention:
-            raise ValueError(f"evolution={config.evolution!r} needs attention=True, got attention=False")
+        attending = config.stages((2, 3, 4, 5, 6), default=(2, 3, 4, 5, 6))
         super().__init__(
             _block_args(), stem_size=32, round_chs_fn=lambda channels: make_divisible(channels * multiplier),
             **kwargs, **dd)
@@ -132,20 +126,20 @@ class AttnMnasNet(ChainedNetwork, EfficientNet):
         stages: list[nn.Module] = [PlainStage(*self.blocks[0])]
         reduction, largest = 2, kwargs.get("output_stride", 32)
         for index, (_, _, stride, *_) in enumerate(STAGES, start=1):
-            if not attention or index < FIRST_ATTN_STAGE:
+            if index not in attending:
                 stages.append(PlainStage(*self.blocks[index]))
                 reduction = min(stride * reduction, largest)
                 continue
             links = []
             for number, block in enumerate(self.blocks[index]):
-                if (index, number) == (FIRST_ATTN_STAGE, 0) and not augment_first:
+                if (index, number) == (2, 0) and not augment_first:
                     links.append(ChainBlock(block))
                 else:
-                    map_reduction = max(16, reduction) if index == FIRST_ATTN_STAGE else reduction
+                    map_reduction = max(16, reduction) if index == 2 else reduction
                     links.append(AttnInvertedResidual(block))
                     links[-1].conv_pw = chains.layer(
                         block.conv_pw.in_channels, block.conv_pw.out_channels, 1, reduction=map_reduction,
-                        pool_attention=(map_reduction // reduction).bit_length() - 1)
+                        stage=index, pool_attention=(map_reduction // reduction).bit_length() - 1)
                 if number == 0:  # the stride follows the first expansion
                     reduction = min(stride * reduction, largest)
             stages.append(AttnStage(*links))
@@ -198,7 +192,7 @@ def _cfg(**kwargs: Any) -> dict[str, Any]:
 
 _WIDTHS = ("075", "100", "125", "140")
 _NETWORKS = {
-    "semnasnet_125": Network("MnasNet-A1 of width 1.25, which timm lacks.", {"multiplier": 1.25, "attention": False}),
+    "semnasnet_125": Network("MnasNet-A1 of width 1.25, which timm lacks.", {"multiplier": 1.25, "attn_stages": ()}),
 }
 for _width in _WIDTHS:
     _NETWORKS[f"aa_mnasnet_{_width}"] = Network(

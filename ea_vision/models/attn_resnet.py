@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from timm.models import checkpoint_seq, generate_default_cfgs
+from timm.models import generate_default_cfgs
 from timm.models.resnet import BasicBlock, Bottleneck, ResNet
 from torch import Tensor, nn
 
@@ -41,6 +41,7 @@ from ea_vision.models._chain import (
     AttnStage,
     ChainBuilder,
     ChainedNetwork,
+    PlainStage,
     Step,
     check_numbers,
     to_size,
@@ -49,7 +50,6 @@ from ea_vision.models._stem import put_small_stem
 
 __all__ = ["AttnResNet"]
 
-ATTN_STAGES = ((2, "layer2"), (3, "layer3"), (4, "layer4"))  # index in feature_info, name
 ConvFactory = Callable[[nn.Conv2d, int], AugmentedConv2d]
 
 
@@ -148,7 +148,7 @@ class AttnBottleneck(Bottleneck):
 
 
 class AttnResNet(ChainedNetwork, ResNet):
-    """ResNet with augmented convolutions in its last three stages (EA paper, section 4.1).
+    """ResNet with augmented convolutions, in its last three stages as published (EA paper, section 4.1).
 
     Args:
         block: AttnBasicBlock or AttnBottleneck.
@@ -163,14 +163,14 @@ class AttnResNet(ChainedNetwork, ResNet):
             pools the 28x28 stage to 14x14; 8 lets it attend at 28x28.
         stem_stride: for small images, a 3x3 stem of this stride (1, 2 or 4) without max-pooling; None is timm's, of 4
             altogether. At 64 pixels stem_stride=2 with map_reduction=4 attends at 16x16, 8x8 and 4x4.
-        **kwargs: those of `AttentionConfig` and of the evolution (num_heads, qk_ratio, v_ratio, position, window,
-            evolution, alpha, beta, kernel_size, num_layers, ...), and timm's ResNet's (num_classes, in_chans,
-            output_stride, global_pool, drop_rate, drop_path_rate, ...).
+        **kwargs: those of `AttentionConfig` (attn_stages, of 1 to 4 and (2, 3, 4) unless given, num_heads, qk_ratio,
+            v_ratio, position, window, ...), of the evolution (evolution, alpha, beta, kernel_size, num_layers, ...) and
+            of timm's ResNet (num_classes, in_chans, output_stride, global_pool, drop_rate, drop_path_rate, ...).
 
     Raises:
         ValueError: an option that the evolution does not have, widths that the heads do not divide, another `augment`
             or `stem_stride`, a map_reduction that is no power of two, layers or channels that are not four numbers,
-            window_stages without attention.
+            attn_stages there are not, window_stages without attention.
     """
 
     def __init__(
@@ -191,12 +191,14 @@ class AttnResNet(ChainedNetwork, ResNet):
         if not isinstance(map_reduction, int) or map_reduction.bit_count() != 1:
             raise ValueError(f"map_reduction must be a power of two, got {map_reduction!r}")
         attention = AttentionConfig.take(kwargs)
-        attention.check_stages([stage for stage, _ in ATTN_STAGES])
+        stages = (1, 2, 3, 4)
+        attending = attention.stages(stages, default=(2, 3, 4))
         check_numbers("layers", layers, 4)
         if "channels" in kwargs:
             check_numbers("channels", kwargs["channels"], 4)
         plain_block = BasicBlock if issubclass(block, BasicBlock) else Bottleneck
-        super().__init__((plain_block, block, block, block), layers, **kwargs, device=device, dtype=dtype)
+        super().__init__(tuple(block if stage in attending else plain_block for stage in stages), layers, **kwargs,
+                         device=device, dtype=dtype)
         if stem_stride is not None:
             put_small_stem(self, kwargs.get("in_chans", 3), stem_stride, device, dtype)
         self.img_size = to_size(img_size)
@@ -209,36 +211,30 @@ class AttnResNet(ChainedNetwork, ResNet):
                 # an anti-aliased block strides after the convolution, so the attention pools in its stead
                 pool_attention=pools + (stride != conv.stride[0]), dilation=conv.dilation[0])
 
-        for index, name in ATTN_STAGES:
-            blocks = list(getattr(self, name))
-            for attn_block in blocks:
-                reduction = self.feature_info[index]["reduction"]
-                attn_block.augment(partial(make, reduction=reduction, stage=index), augment, augment_strided)
-            setattr(self, name, AttnStage(*blocks))
+        for stage in stages:
+            name = f"layer{stage}"
+            blocks, reduction = list(getattr(self, name)), self.feature_info[stage]["reduction"]
+            if stage in attending:
+                for attn_block in blocks:
+                    attn_block.augment(partial(make, reduction=reduction, stage=stage), augment, augment_strided)
+            setattr(self, name, (AttnStage if stage in attending else PlainStage)(*blocks))
 
     def forward_stem(self, x: Tensor) -> Tensor:
         """(B, in_chans, H, W) -> (B, 64, H/2, W/2); with stem_stride the sides over that."""
         return self.act1(self.bn1(self.conv1(x)))
 
-    def forward_layer1(self, x: Tensor) -> Tensor:
-        """The pooling and the stage without attention."""
-        x = self.maxpool(x)
-        if self.grad_checkpointing and not torch.jit.is_scripting():
-            return checkpoint_seq(self.layer1, x)
-        return self.layer1(x)
-
     def forward_features(self, x: Tensor) -> Tensor:
         """(B, in_chans, H, W) -> (B, num_features, H/32, W/32); with stem_stride the sides over 8 times that."""
-        x = self.forward_layer1(self.forward_stem(x))
-        x, logits = self.layer2(x)
+        x, logits = self.layer1(self.maxpool(self.forward_stem(x)))
+        x, logits = self.layer2(x, logits)
         x, logits = self.layer3(x, logits)
         x, logits = self.layer4(x, logits)
         return x
 
     def feature_steps(self) -> list[Step]:
         """The stem and the four stages."""
-        return [lambda x, logits: (self.forward_stem(x), logits), lambda x, logits: (self.forward_layer1(x), logits),
-                *(getattr(self, name) for _, name in ATTN_STAGES)]
+        return [lambda x, logits: (self.forward_stem(x), logits),
+                lambda x, logits: self.layer1(self.maxpool(x), logits), self.layer2, self.layer3, self.layer4]
 
 
 def _cfg(url: str = "", **kwargs: Any) -> dict[str, Any]:

@@ -25,7 +25,15 @@ from torch import Tensor, nn
 from ea_vision.base.networks import CIFAR10
 from ea_vision.layers import AugmentedConv2d
 from ea_vision.models._build import Network, register_networks, shipped_weights
-from ea_vision.models._chain import AttentionConfig, ChainBuilder, HeadedNetwork, Step, check_numbers, to_size
+from ea_vision.models._chain import (
+    AttentionConfig,
+    ChainBuilder,
+    HeadedNetwork,
+    Step,
+    check_numbers,
+    take_former,
+    to_size,
+)
 
 __all__ = ["ConvTransformer"]
 
@@ -129,9 +137,6 @@ class ConvTransformer(HeadedNetwork, nn.Module):
         global_pool: pooling of the head, timm's names.
         widths: channels by stage.
         depth: blocks in a stage.
-        attention: whether any stage attends (else every block is a plain convolution).
-        attn_stages: the stages that attend, by their numbers counted from 1, (2, 3, 4) for maps of 16x16, 8x8 and 4x4;
-            None is the last two.
         drop_rate: dropout before the classifier.
         conv_drop_rate: dropout on the convolutions' outputs.
         ff_drop_rate: dropout between the two feed-forward layers.
@@ -139,12 +144,13 @@ class ConvTransformer(HeadedNetwork, nn.Module):
         zero_init_last: whether every residual branch begins at zero, as in timm's ResNet.
         dirac_init: whether the 1x1 convolutions between the blocks begin as the identity: on the newest channels of
             what a block reads, on the first channels where a stage widens (else at random).
-        **kwargs: those of `AttentionConfig` (num_heads, 4 unless given, position, window, evolution, attn_drop_rate;
-            the widths are the blocks') and of the evolution (alpha, beta, kernel_size, num_layers, ...).
+        **kwargs: those of `AttentionConfig` (attn_stages, such as (2, 3, 4) for maps of 16x16, 8x8 and 4x4, the last
+            two unless given; num_heads, 4 unless given, position, window, evolution, attn_drop_rate; the widths are the
+            blocks') and of the evolution (alpha, beta, kernel_size, num_layers, ...).
 
     Raises:
         ValueError: an option that the evolution does not have, widths that the heads do not divide, an img_size below
-            8 pixels, widths or stages that are not whole numbers, a stage there is not, attn_stages without attention.
+            8 pixels, widths or stages that are not whole numbers, a stage there is not.
     """
 
     feature_indices = (0, 1, 2, 3)
@@ -158,8 +164,6 @@ class ConvTransformer(HeadedNetwork, nn.Module):
             global_pool: str = "avg",
             widths: tuple[int, ...] = (64, 128, 256, 256),
             depth: int = 3,
-            attention: bool = True,
-            attn_stages: tuple[int, ...] | None = None,
             drop_rate: float = 0.0,
             conv_drop_rate: float = 0.0,
             ff_drop_rate: float = 0.0,
@@ -172,6 +176,7 @@ class ConvTransformer(HeadedNetwork, nn.Module):
     ) -> None:
         dd = {"device": device, "dtype": dtype}
         super().__init__()
+        take_former(kwargs, "attention", "attn_stages", lambda attends: None if attends else ())
         config = AttentionConfig.take(kwargs, num_heads=4, qk_ratio=1.0, v_ratio=1.0)
         if kwargs:
             raise TypeError(f"ConvTransformer() got an unexpected keyword argument '{next(iter(kwargs))}'")
@@ -180,18 +185,8 @@ class ConvTransformer(HeadedNetwork, nn.Module):
         self.num_classes = num_classes
         self.in_chans = in_chans
         self.num_features = self.head_hidden_size = widths[-1]
-        if config.evolution is not None and not attention:
-            raise ValueError(f"evolution={config.evolution!r} needs attention=True, got attention=False")
         numbers = range(1, len(widths) + 1)
-        if attn_stages is None:
-            attending = numbers[-2:] if attention else ()
-        else:
-            check_numbers("attn_stages", attn_stages)
-            if not (attention and attn_stages and set(attn_stages) <= set(numbers)):
-                raise ValueError(f"attn_stages must be of {tuple(numbers)} and needs attention=True, got "
-                                 f"attn_stages={attn_stages} and attention={attention}")
-            attending = attn_stages
-        config.check_stages(attending)
+        attending = config.stages(numbers, default=numbers[-2:])
         config.new_evolution(**dd)  # an option that fits no layer is an error at any depth
         chains = ChainBuilder(config, self, **dd)
         self.stem = ConvNormAct(in_chans, widths[0], 3, **dd)
@@ -289,7 +284,7 @@ default_cfgs = generate_default_cfgs({
 
 register_networks(__name__, ConvTransformer, {
     "cnn_cifar": Network(
-        "The PA paper's CNN for CIFAR, a reconstruction: no attention.", {"attention": False}),
+        "The PA paper's CNN for CIFAR, a reconstruction: no attention.", {"attn_stages": ()}),
     "conv_transformer_cifar": Network(
         "The PA paper's Conv-Transformer for CIFAR, a reconstruction: attention at 8x8 and 4x4."),
     "pa_conv_transformer_cifar": Network(

@@ -39,7 +39,7 @@ from torch import Tensor, nn
 
 from ea_vision.layers import Evolution, TokenAttention, create_evolution, evolution_options
 from ea_vision.models._build import Network, register_networks
-from ea_vision.models._chain import AttnStage, check_numbers, take_indices_of
+from ea_vision.models._chain import AttnStage, check_numbers, take_former, take_indices_of
 from ea_vision.models._convert import checkpoint_filter_fn
 
 __all__ = ["EvolvingVisionTransformer", "EvolvingVisionTransformerDistilled", "evolve", "unevolve"]
@@ -87,10 +87,13 @@ class _Evolves:
             self,
             *args: Any,
             evolution: str = "ea",
-            layers: Sequence[int] | None = None,
             prefix: str = "convolve",
             **kwargs: Any,
     ) -> None:
+        if kwargs.get("attn_stages") is not None:
+            check_numbers("attn_stages", kwargs["attn_stages"])
+        take_former(kwargs, "layers", "attn_stages")
+        layers = kwargs.pop("attn_stages", None)
         options = {name: kwargs.pop(name) for name in evolution_options() if name in kwargs}
         super().__init__(*args, **kwargs)
         reason = _reason_against(self)
@@ -198,8 +201,8 @@ class EvolvingVisionTransformer(_Evolves, VisionTransformer):
 
     Args:
         evolution: a registered kind, "ea" or "pa".
-        layers: which blocks evolve, counted from 1 as `record_attention` does; None is all but the first, which has no
-            predecessor.
+        attn_stages: the blocks, a transformer's stages, whose attention is ours and evolves, counted from 1 as
+            `record_attention` does; None is all but the first, which has no predecessor.
         prefix: "convolve": the maps' convolutions run over all T x T (the papers' way); "pass": over the patches, and
             the prefix tokens' rows and columns pass them by.
         alpha, beta, learnable, kernel_size, ...: the evolution's. Unless alpha or beta are given they are learnable and

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from ea_vision.layers import AugmentedConv2d
 from ea_vision.models._build import Network, register_networks
-from ea_vision.models._chain import AttentionConfig, AttnStage, ChainBuilder, HeadedNetwork, Step, to_size
+from ea_vision.models._chain import AttentionConfig, AttnStage, ChainBuilder, HeadedNetwork, Step, take_former, to_size
 
 __all__ = ["WideResNet"]
 
@@ -125,14 +125,14 @@ class WideResNet(HeadedNetwork, nn.Module):
         global_pool: pooling of the head, timm's names.
         depth: layers, 6 n + 4 for n blocks a group.
         width: the groups have 16, 32 and 64 times as many channels.
-        attention: whether the first convolution of every block is augmented.
         gate: "se" (squeeze-excite, a sixteenth of the channels and at least 8, no biases) or "ge" (gather-excite
             without parameters) on every block's branch, or None.
         outer_residuals: whether the sums around each group and around the whole network are added.
         drop_rate: dropout before the classifier.
         drop_path_rate: stochastic depth at the last block, growing linearly from 0 at the first.
-        **kwargs: those of `AttentionConfig` (num_heads, qk_ratio, v_ratio, min_head_qk, position, evolution,
-            attn_drop_rate) and of the evolution (alpha, beta, kernel_size, num_layers, ...).
+        **kwargs: those of `AttentionConfig` (attn_stages, the groups whose blocks' first convolutions are augmented, of
+            1 to 3 and none unless given, num_heads, qk_ratio, v_ratio, min_head_qk, position, evolution, ...) and
+            of the evolution (alpha, beta, kernel_size, num_layers, ...).
 
     Raises:
         ValueError: a depth that is not 6 n + 4, an unknown gate, an evolution without attention, or an option that the
@@ -149,7 +149,6 @@ class WideResNet(HeadedNetwork, nn.Module):
             global_pool: str = "avg",
             depth: int = 28,
             width: int = 10,
-            attention: bool = False,
             gate: str | None = None,
             outer_residuals: bool = False,
             drop_rate: float = 0.0,
@@ -160,6 +159,7 @@ class WideResNet(HeadedNetwork, nn.Module):
     ) -> None:
         dd = {"device": device, "dtype": dtype}
         super().__init__()
+        take_former(kwargs, "attention", "attn_stages", lambda attends: (1, 2, 3) if attends else ())
         config = AttentionConfig.take(kwargs)
         if kwargs:
             raise TypeError(f"WideResNet() got an unexpected keyword argument '{next(iter(kwargs))}'")
@@ -167,8 +167,7 @@ class WideResNet(HeadedNetwork, nn.Module):
             raise ValueError(f"depth must be 6 n + 4 with n blocks a group, n at least 1, got {depth}")
         if width < 1:
             raise ValueError(f"width must be 1 or more, got {width}")
-        if config.evolution is not None and not attention:
-            raise ValueError(f"evolution={config.evolution!r} needs attention=True, got attention=False")
+        attending = config.stages((1, 2, 3), default=())
         config.new_evolution(**dd)  # an option that fits no layer is an error at any depth
         self.img_size = to_size(img_size)
         self.num_classes = num_classes
@@ -186,12 +185,12 @@ class WideResNet(HeadedNetwork, nn.Module):
             for j in range(blocks_a_group):
                 stride = 2 if index > 0 and j == 0 else 1
                 block_in = in_channels if j == 0 else channels
-                if attention:
-                    conv1 = chains.layer(block_in, channels, 3, stride, reduction=reduction)
+                if index + 1 in attending:
+                    conv1 = chains.layer(block_in, channels, 3, stride, reduction=reduction, stage=index + 1)
                 else:
                     conv1 = nn.Conv2d(block_in, channels, 3, stride, padding=1, bias=False, **dd)
                 number = index * blocks_a_group + j
-                blocks.append((AttnWideBlock if attention else WideBlock)(
+                blocks.append((AttnWideBlock if index + 1 in attending else WideBlock)(
                     conv1, block_in, channels, stride, shared_norm=number == 0, gate=_gate(gate, channels, **dd),
                     drop_path=drop_path_rate * number / max(1, 3 * blocks_a_group - 1), **dd))
             setattr(self, f"group{index + 1}", AttnStage(*blocks))
@@ -279,11 +278,11 @@ _NETWORKS = {
     "ge_wrn28_10_cifar": Network("Wide-ResNet-28-10 with gather-excite, its form without parameters.", {"gate": "ge"}),
     "aa_wrn28_10_cifar": Network(
         "AA-Wide-ResNet-28-10: the first convolution of each block augmented, 12 attention layers.",
-        {"attention": True}),
+        {"attn_stages": (1, 2, 3)}),
     "pa_aa_wrn28_10_cifar": Network(
-        "PA in AA-Wide-ResNet-28-10, alpha 0.5, one convolution; ours.", {"attention": True, "evolution": "pa"}),
+        "PA in AA-Wide-ResNet-28-10, alpha 0.5, one convolution; ours.", {"attn_stages": (1, 2, 3), "evolution": "pa"}),
     "ea_aa_wrn28_10_cifar": Network(
-        "EA in AA-Wide-ResNet-28-10, alpha 0.5, beta 1.0; ours.", {"attention": True, "evolution": "ea"}),
+        "EA in AA-Wide-ResNet-28-10, alpha 0.5, beta 1.0; ours.", {"attn_stages": (1, 2, 3), "evolution": "ea"}),
 }
 default_cfgs = generate_default_cfgs({name: _cfg() for name in _NETWORKS})
 register_networks(__name__, WideResNet, _NETWORKS)

@@ -78,7 +78,7 @@ def test_without_the_first_block_aa_mnasnet_prints_the_same_size():
 
 
 def test_plain_mnasnet_is_timms():
-    model, plain = AttnMnasNet(attention=False).eval(), timm.create_model("semnasnet_100").eval()
+    model, plain = AttnMnasNet(attn_stages=()).eval(), timm.create_model("semnasnet_100").eval()
     assert list(model.state_dict()) == list(plain.state_dict()) and model.feature_info == plain.feature_info
     model.load_state_dict(plain.state_dict())
     x = torch.randn(2, 3, 64, 64)
@@ -231,25 +231,83 @@ def test_pretrained_without_weights_says_so():
         timm.create_model("aa_resnet50", pretrained=True)
 
 
+def layer_names(name, **options):
+    with torch.device("meta"):
+        model = timm.create_model(name, **options)
+    return [path for path, module in model.named_modules() if isinstance(module, AugmentedConv2d)
+            or getattr(module, "evolution", None) is not None]
+
+
+@pytest.mark.parametrize("name,usual,options,expected", [
+    ("aa_resnet34", (2, 3, 4), {"layers": (1, 1, 1, 1)}, {stage: f"layer{stage}." for stage in (1, 2, 3, 4)}),
+    ("ea_aa_resnet50", (2, 3, 4), {"layers": (1, 1, 1, 1)}, {stage: f"layer{stage}." for stage in (1, 2, 3, 4)}),
+    ("aa_mnasnet_100", (2, 3, 4, 5, 6), {}, {stage: f"blocks.{stage}." for stage in (2, 3, 4, 5, 6)}),
+    ("aa_wrn28_10_cifar", (1, 2, 3), {"depth": 10, "width": 1}, {stage: f"group{stage}." for stage in (1, 2, 3)}),
+    ("conv_transformer_cifar", (3, 4), {"depth": 1}, {stage: f"stages.{stage - 1}." for stage in (1, 2, 3, 4)}),
+    ("ea_vit_tiny_patch16_224", (2, 3), {"depth": 3}, {stage: f"blocks.{stage - 1}." for stage in (2, 3)})])
+def test_where_attention_stands_is_one_keyword_in_every_family(name, usual, options, expected):
+    def stages(**more):
+        names = layer_names(name, **options, **more)
+        return [stage for stage, start in expected.items() if any(path.startswith(start) for path in names)]
+
+    assert stages() == stages(attn_stages=usual) == list(usual)
+    for chosen in [(stage,) for stage in expected] + [tuple(expected), list(expected)[-2:]]:
+        assert stages(attn_stages=chosen) == list(chosen)
+    if not name.startswith("ea_"):
+        assert stages(attn_stages=()) == []
+
+
+@torch.no_grad()
+def test_a_resnet_without_attention_is_timms_and_chains_pass_plain_stages():
+    plain = timm.create_model("resnet50", layers=(1, 1, 1, 1)).eval()
+    model = timm.create_model("aa_resnet50", layers=(1, 1, 1, 1), attn_stages=()).eval()
+    model.load_state_dict(plain.state_dict())
+    x = torch.randn(1, 3, 64, 64)
+    torch.testing.assert_close(model(x), plain(x))
+    model = timm.create_model("ea_aa_resnet50", layers=(1, 1, 1, 1), attn_stages=(1, 3)).eval()
+    first, second = layers_of(model)  # both have maps of 1/16
+    assert first.evolution is None and first.need_logits and second.evolution is not None
+    torch.testing.assert_close(torch.jit.script(model)(x), model(x))
+    assert model.prune_intermediate_layers([2]) == [2] and model(x).shape == (1, 512, 8, 8)
+
+
+@pytest.mark.parametrize("name,former,now", [
+    ("conv_transformer_cifar", {"attention": False}, {"attn_stages": ()}),
+    ("conv_transformer_cifar", {"attention": True}, {}),
+    ("aa_mnasnet_100", {"attention": False}, {"attn_stages": ()}),
+    ("wrn28_10_cifar", {"attention": True, "depth": 10, "width": 1},
+     {"attn_stages": (1, 2, 3), "depth": 10, "width": 1}),
+    ("ea_vit_tiny_patch16_224", {"layers": [3], "depth": 3}, {"attn_stages": [3], "depth": 3})])
+def test_former_spellings_of_a_release_before_still_work(name, former, now):
+    with pytest.warns(DeprecationWarning, match="is attn_stages=.* from now on"):
+        names = layer_names(name, **former)
+    assert names == layer_names(name, **now)
+
+
 @pytest.mark.parametrize("name,options,message", [
     ("aa_resnet34", {"alpha": 0.5}, "alpha"),
     ("pa_aa_resnet34", {"beta": 0.5}, "beta"),
     ("cnn_cifar", {"kernel_size": 5}, "kernel_size"),
     ("aa_resnet34", {"augment": "second"}, "augment must be 'all' or 'first', got 'second'"),
-    ("cnn_cifar", {"evolution": "ea"}, "attention=True"),
+    ("cnn_cifar", {"evolution": "ea"}, r"attn_stages must be of .* for evolution='ea' .*got \(\)"),
     ("ea_aa_resnet34", {"img_size": 0}, "img_size"),
-    ("wrn28_10_cifar", {"evolution": "ea"}, "attention=True"),
+    ("wrn28_10_cifar", {"evolution": "ea"}, "attn_stages must be of .* for evolution='ea'"),
     ("wrn28_10_cifar", {"depth": 27}, "6 n \\+ 4.*got 27"),
     ("wrn28_10_cifar", {"width": 0}, "width must be 1 or more, got 0"),
     ("wrn28_10_cifar", {"gate": "eca"}, "gate must be 'se', 'ge' or None, got 'eca'"),
     ("wrn28_10_cifar", {"beta": 0.5}, "beta"),
     ("aa_mnasnet_100", {"alpha": 0.5}, "alpha"),
-    ("semnasnet_125", {"evolution": "ea"}, "attention=True"),
+    ("semnasnet_125", {"evolution": "ea"}, "attn_stages must be of .* for evolution='ea'"),
     ("ea_conv_transformer_cifar", {"img_size": 4}, "at least 8 pixels"),
     ("ea_conv_transformer_cifar", {"num_heads": 3}, "multiple of num_heads=3, got 256"),
     ("ea_conv_transformer_cifar", {"attn_stages": (4, 5)}, r"attn_stages must be of \(1, 2, 3, 4\).*got .*\(4, 5\)"),
     ("ea_conv_transformer_cifar", {"attn_stages": ()}, "attn_stages must be of"),
-    ("cnn_cifar", {"attn_stages": (4,)}, "needs attention=True.*and attention=False"),
+    ("aa_resnet50", {"attn_stages": (0, 5)}, r"attn_stages must be of \(1, 2, 3, 4\), got \(0, 5\)"),
+    ("ea_aa_resnet50", {"attn_stages": ()}, r"attn_stages must be of .* at least one for evolution='ea'.*got \(\)"),
+    ("aa_mnasnet_100", {"attn_stages": (1,)}, r"attn_stages must be of \(2, 3, 4, 5, 6\), got \(1,\)"),
+    ("aa_wrn28_10_cifar", {"attn_stages": (4,)}, r"attn_stages must be of \(1, 2, 3\), got \(4,\)"),
+    ("ea_vit_tiny_patch16_224", {"attn_stages": 3}, r"attn_stages must be whole numbers.*got 3"),
+    ("ea_vit_tiny_patch16_224", {"attn_stages": (1,)}, r"can evolve are .*got \[1\]"),
     ("ea_conv_transformer_cifar", {"attn_stages": 3}, r"attn_stages must be whole numbers, such as \(2, 3\), got 3"),
     ("ea_conv_transformer_cifar", {"widths": 32}, "widths must be whole numbers.*got 32"),
     ("ea_conv_transformer_cifar", {"window_stages": (2,)}, r"window_stages must be of \(3, 4\), which.*got \(2,\)"),
@@ -257,8 +315,9 @@ def test_pretrained_without_weights_says_so():
     ("ea_aa_resnet50", {"channels": 64}, "channels must be 4 whole numbers, got 64"),
     ("aa_resnet50", {"window": 7, "window_stages": (9,)}, r"window_stages must be of \(2, 3, 4\).*got \(9,\)"),
     ("aa_resnet50", {"window": 7, "window_stages": 3}, "window_stages must be whole numbers.*got 3"),
-    ("ea_vit_tiny_patch16_224", {"layers": 3}, "layers must be whole numbers.*got 3"),
-    ("ea_vit_tiny_patch16_224", {"layers": (2.5,)}, r"layers must be whole numbers.*got \(2.5,\)"),
+    pytest.param("ea_vit_tiny_patch16_224", {"layers": 3}, "layers must be whole numbers.*got 3",
+                 marks=pytest.mark.filterwarnings("ignore:layers=")),
+    ("ea_vit_tiny_patch16_224", {"attn_stages": (2.5,)}, r"attn_stages must be whole numbers.*got \(2.5,\)"),
 ])
 def test_bad_options_are_named(name, options, message):
     with pytest.raises(ValueError, match=message):

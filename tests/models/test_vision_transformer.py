@@ -177,9 +177,9 @@ def test_evolve_refuses_by_name(name, options, reason):
 
 def test_what_the_constructor_refuses():
     for options, message in (
-            (dict(layers=[1]), r"can evolve are \[2, 3\] of 3 .*got \[1\]"), (dict(layers=[]), "got none"),
-            (dict(layers=[2, 4]), r"got \[4\]"), (dict(prefix="drop"), "'convolve' or 'pass', got 'drop'"),
-            (dict(prefix="pass", layers=[3]), "only the class token's row"),
+            (dict(attn_stages=[1]), r"can evolve are \[2, 3\] of 3 .*got \[1\]"), (dict(attn_stages=[]), "got none"),
+            (dict(attn_stages=[2, 4]), r"got \[4\]"), (dict(prefix="drop"), "'convolve' or 'pass', got 'drop'"),
+            (dict(prefix="pass", attn_stages=[3]), "only the class token's row"),
             *([(dict(attn_layer="diff"), "blocks.0.attn must be timm's Attention")] if HAS_ATTN_LAYER else []),
             (dict(evolution="xa"), "'xa'"),
             (dict(evolution="pa", beta=0.5), "beta"), (dict(alpha=1.5), "alpha must lie between 0 and 1, got 1.5"),
@@ -193,7 +193,7 @@ def test_what_the_constructor_refuses():
 
 
 @pytest.mark.parametrize("options", [
-    {}, dict(learnable="per_head"), dict(prefix="pass"), dict(layers=[3]), dict(evolution="pa"),
+    {}, dict(learnable="per_head"), dict(prefix="pass"), dict(attn_stages=[3]), dict(evolution="pa"),
     dict(evolution="pa", num_layers=2), dict(evolution="pa", prefix="pass", num_layers=2), dict(alpha=0.5, beta=0.5),
     dict(weight_init="jax"), dict(weight_init="moco"), dict(class_token=False, global_pool="avg", prefix="pass")])
 def test_every_evolution_parameter_has_a_gradient_after_one_step(options):
@@ -249,7 +249,7 @@ def test_shares_are_what_the_keywords_say():
 
 
 def test_only_maps_that_somebody_reads_are_handed_on():
-    model = tiny(layers=[3])
+    model = tiny(attn_stages=[3])
     assert [block.attn.need_logits for block in model.blocks] == [False, True, False]
     x, logits = model.blocks[0](model._embed(images()))
     assert logits is None
