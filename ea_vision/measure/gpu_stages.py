@@ -34,7 +34,7 @@ from ea_vision.engine.signals import StopRequest
 from ea_vision.engine.train import Trainer
 from ea_vision.engine.train_cifar import CifarConfig
 from ea_vision.measure import kernel_figures
-from ea_vision.ops import evolving_attention, triton_attention, triton_tiles, use_implementation
+from ea_vision.ops import evolving_attention, triton_attention, use_implementation
 
 Pairs = Iterator[tuple[str, dict[str, Any]]]
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -437,13 +437,12 @@ def other_ratios(device: torch.device, tiny: bool, folder: Path) -> Pairs:
 
 
 def tiles(device: torch.device, tiny: bool, folder: Path) -> Pairs:
-    """Tiles, warps, stages and register limits of each kernel at the networks' shapes; this GPU's best are kept."""
+    """Tiles, warps, stages and register limits of each kernel at the networks' shapes, by triton.autotune."""
     if device.type == "cpu" and not triton_attention.INTERPRETING:
         yield "tiles", {"not run": "needs a GPU, or Triton's interpreter (TRITON_INTERPRET=1)"}
         return
     layers = {"tiny": kernel_figures.Layer(2, (2, 3), 4, 2)} if tiny else {
         name: kernel_figures.LAYERS[name] for name in ("ea50", "pa-cifar", "ea50-7", "first", "ea-vit-base")}
-    tuner = triton_tiles.tuner_of(device) or rehearsing_tuner(folder / "tiles.json")
     for name, layer in layers.items():
         big = layer.heads * (layer.size[0] * layer.size[1]) ** 2
         batch = 1 if tiny else max(1, min(256, 80_000_000 // big))
@@ -451,31 +450,17 @@ def tiles(device: torch.device, tiny: bool, folder: Path) -> Pairs:
                                               batch=batch)
         for number, launch in enumerate(launches):
             yield (f"{name}, {number}: {kernel_figures.label_of(launch)}",
-                   attempt(lambda: timed_tiles(launch, tuner)))  # noqa: B023
-    yield "kept", {"file": str(tuner.file), "facts": tuner.facts}
+                   attempt(lambda: timed_tiles(launch)))  # noqa: B023
 
 
-def rehearsing_tuner(file: Path) -> triton_tiles.Tuner:
-    """A tuner that runs each launch once in Triton's interpreter and takes that time for the GPU's."""
-    def timed(launch: triton_attention.Launch) -> float:
-        began = time.perf_counter()
-        launch.run()
-        return 1000 * (time.perf_counter() - began)
-
-    def compiled(launch: triton_attention.Launch) -> int:
-        if launch.tile.registers:
-            raise triton_tiles.Refused("the rehearsal has no register limits")
-        return 0
-
-    return triton_tiles.Tuner(file, {"GPU": "none"}, compiled=compiled, timed=timed, fills=1, capturing=lambda: False)
-
-
-def timed_tiles(launch: triton_attention.Launch, tuner: triton_tiles.Tuner) -> dict[str, Any]:
-    """The launch's candidates in milliseconds, what was left out and why, and the fastest, which is kept."""
-    best, times, without = tuner.tune(launch)
-    found = {"milliseconds": {str(tuple(tile)): ms for tile, ms in times.items()}, "best": list(best),
-             "left out": {str(tuple(tile)): why for tile, why in without.items()}}
-    return found if times else found | {"fault": "no tile runs"}
+def timed_tiles(launch: triton_attention.Launch) -> dict[str, Any]:
+    """Return milliseconds by tile and the fastest, which Triton keeps."""
+    if "J" not in launch.constants:
+        return {"not run": "nothing to choose"}
+    tuner = launch.run_tuned()
+    timings = getattr(tuner, "configs_timings", {})
+    found = {"milliseconds": {str(config): ms[0] for config, ms in timings.items()}, "best": str(tuner.best_config)}
+    return found if any(ms[0] < float("inf") for ms in timings.values()) else found | {"fault": "no tile runs"}
 
 
 def profile(device: torch.device, tiny: bool, folder: Path) -> Pairs:

@@ -179,36 +179,23 @@ class Launch(NamedTuple):
     tile: Tile
 
     @property
-    def shape(self) -> str:
-        """What its tile is chosen for, as text."""
-        return triton_tiles.shape_of(self.kernel.__name__, tuple(self.constants.items()))
-
-    @property
-    def half(self) -> bool:
-        """Whether its products are of 16 bits."""
-        return str(self.constants.get("OP")) in ("bf16", "fp16")
-
-    def with_tile(self, tile: Tile) -> "Launch":
-        """The same with another tile, of as many pixels on the side that a program keeps."""
-        return self._replace(tile=tile, constants={**self.constants, "I": tile.queries, "J": tile.keys} if
-                             "J" in self.constants else self.constants)
-
-    def repeatable(self) -> "Launch":
-        """A launch that takes as long and that may be run again: what is multiplied in place is multiplied by 1."""
-        if self.constants.get("STORED_ROW", -1) < 0:
-            return self
-        at = self.kernel.arg_names.index("gates")
-        return self._replace(args=(*self.args[:at], torch.ones_like(self.args[at]), *self.args[at + 1:]))
-
-    @property
     def options(self) -> dict[str, Any]:
         """What the compiler is told."""
         limit = {"maxnreg": self.tile.registers} if self.tile.registers else {}
         return {"num_warps": self.tile.warps, "num_stages": self.tile.stages, **limit}
 
-    def run(self) -> Any:
-        """Run it; what Triton has compiled."""
-        return self.kernel[self.programs,](*self.args, **self.constants, **self.options)
+    def run(self) -> None:
+        self.kernel[self.programs,](*self.args, **self.constants, **self.options)
+
+    def run_tuned(self) -> Any:
+        """Run it by triton.autotune, which is returned; by the default tile where a CUDA graph would capture trials."""
+        kernel = triton_tiles.tuned(self.kernel, self.tile, tuple(self.constants.items()))
+        if not kernel.cache and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            self.run()
+        else:
+            stepped = "I" if self.kernel.__name__ in BY_KEYS else "J"
+            kernel[self.programs,](*self.args, **{n: value for n, value in self.constants.items() if n != stepped})
+        return kernel
 
 
 _recorded: list[list[Launch]] = []
@@ -236,11 +223,10 @@ def _launch(kernel, q: Tensor, sizes: dict, *args, tile: Tile, **flags) -> None:
     launch = Launch(kernel, args, constants, programs, tile)
     if _recorded:
         _recorded[-1].append(launch)
-        return
-    tuner = triton_tiles.tuner_of(q.device)
-    if tuner is not None:
-        launch = launch.with_tile(tuner.tile_for(launch))
-    launch.run()
+    elif triton_tiles.tunes(q.device, programs, constants):
+        launch.run_tuned()
+    else:
+        launch.run()
 
 
 def _strides(*tensors: Tensor) -> tuple[list[int], int]:
