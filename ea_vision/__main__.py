@@ -63,7 +63,7 @@ UNLISTED = {  # names that still answer
     "convert-boxes": "make-boxes --tiny-imagenet", "ablation": "reproduce",
 }
 ASIDE = {  # other names that still answer, with their module
-    "grid": "ea_vision.visualize.image_grid", "animation": "ea_vision.visualize.films",
+    "grid": "ea_vision.visualize.heatmap", "animation": "ea_vision.visualize.films",
     "options": "ea_vision.options",
     "export-detector": "ea_vision.analysis.export_detector",
 }

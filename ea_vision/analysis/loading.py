@@ -37,7 +37,7 @@ class LoadedModel:
 
     label: short, for titles. config: timm's data configuration (mean, std, crop_pct, interpolation).
     img_size: (height, width) of the input in pixels. epoch: of the checkpoint, where it is one.
-    trained: whether the weights are those of a training rather than random.
+    trained: whether the weights are those of a training rather than random. weights: their name, where they have one.
     """
 
     model: nn.Module
@@ -46,6 +46,7 @@ class LoadedModel:
     config: dict[str, Any]
     epoch: int | None = None
     trained: bool = True
+    weights: str = ""
 
     def prepare(self, image: Image.Image) -> Tensor:
         """(3, H, W) in 0..1: resized and cut around its middle, as in evaluation; what queries are counted on.
@@ -145,7 +146,7 @@ def load_model(target: str, *, random: bool = False, img_size: tuple[int, int] |
         UsageError: no such model or run, unreadable or unfitting weights.
     """
     path = Path(target)
-    epoch, crop_pct, trained = None, None, not random
+    epoch, crop_pct, trained, weights = None, None, not random, ""
     if os.path.isdir(path) or os.path.isfile(path):
         folder = _run_of(path)
         config, run = run_folder.read_config(folder)
@@ -166,6 +167,7 @@ def load_model(target: str, *, random: bool = False, img_size: tuple[int, int] |
         check_model_name(target, "or run folder ")
         if not random and timm.models.is_model_pretrained(target):
             model, label = pretrained_model(target, kwargs), target
+            weights = (getattr(model, "pretrained_cfg", None) or {}).get("tag") or ""
         else:
             model, label, trained = _create(target, seed, **kwargs), f"{target} (untrained)", False
     config = timm.data.resolve_model_data_config(model)
@@ -177,7 +179,8 @@ def load_model(target: str, *, random: bool = False, img_size: tuple[int, int] |
         except (ValueError, AssertionError, RuntimeError) as error:
             raise UsageError(f"{label} cannot take images of {img_size[0]}x{img_size[1]} pixels: {error}") from error
     size = img_size or input_size(model, config)
-    return LoadedModel(model.eval().to(device), label, (int(size[0]), int(size[1])), config, epoch, trained)
+    return LoadedModel(model.eval().to(device), label, (int(size[0]), int(size[1])), config, epoch, trained,
+                       weights)
 
 
 def _load_detector(path: Path, folder: Path, label: str, random: bool, img_size: tuple[int, int] | None, seed: int,
@@ -200,8 +203,8 @@ def _load_detector(path: Path, folder: Path, label: str, random: bool, img_size:
         raise UsageError(f"{label} takes images of {size[0]}x{size[1]} pixels, got {img_size[0]}x{img_size[1]}")
     data = {"mean": tuple(detector.transform.image_mean), "std": tuple(detector.transform.image_std),
             "input_size": (3, *size), "interpolation": "bilinear", "crop_pct": 1.0}
-    return DetectorModel(detector.eval().to(device), label, size, data, epoch, not random, run["classes"],
-                         run["category_ids"])
+    return DetectorModel(detector.eval().to(device), label, size, data, epoch, not random,
+                         classes=run["classes"], category_ids=run["category_ids"])
 
 
 def _run_of(path: Path) -> Path:
@@ -300,7 +303,9 @@ def parse_layers(text: str, model: LoadedModel) -> list[AttentionLayer]:
     chosen = []
     for item in text.split(","):
         first, _, last = item.partition("-")
-        keys = [str(n) for n in range(int(first), int(last) + 1)] if first.isdigit() and last.isdigit() else [item]
+        keys = [item]
+        if first.isdecimal() and last.isdecimal():  # up to the first that there is not
+            keys = [str(n) for n in range(int(first[:9]), min(int(last[:9]), int(first[:9]) + len(available)) + 1)]
         for key in keys or [item]:
             if key not in by_key:
                 named = ", ".join(f"{layer.number} ({layer.name})" for layer in available)

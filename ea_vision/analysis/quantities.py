@@ -64,6 +64,27 @@ def map_correlation(attn: Tensor, previous: Tensor) -> Tensor:
     return (a * b).sum(-1) / (a.norm(dim=-1) * b.norm(dim=-1))
 
 
+def position_share(attn: Tensor) -> Tensor:
+    """How much of a map's energy is the same on every image, and so depends on positions alone: 1 where maps do not
+    depend on the image, about 0 where maps of different images have nothing in common.
+
+    An image's value is the inner product of its map with the mean of the others' maps, over the mean energy (the sum of
+    squares) of a map. Its mean over images estimates the energy of the mean map over the mean energy, without bias.
+
+    Args:
+        attn: (B, K, N, N) of B images.
+
+    Returns:
+        (B, K); not a number for a single image.
+    """
+    B = attn.shape[0]
+    maps = attn.float().flatten(2)  # (B, K, N*N)
+    if B == 1:
+        return torch.full(maps.shape[:2], torch.nan, device=maps.device)
+    others = (maps.sum(0, keepdim=True) - maps) / (B - 1)
+    return (maps * others).sum(-1) / maps.square().sum(-1).mean(0, keepdim=True)
+
+
 def uniform_distance(layer: LayerMaps, cell: tuple[float, float]) -> float:
     """Return the mean distance between a query and the keys that it sees, which is the distance of uniform attention.
 
@@ -80,7 +101,8 @@ class LayerQuantities:
 
     entropies: in nats, over all tokens. distances: in pixels of the input, of what the patches attend to among the
     patches. prefixes: share of attention, of all queries, that goes to the tokens before a transformer's patches.
-    correlations: with the previous layer's map, None where that has another shape. uniform_entropy, uniform_distance:
+    correlations: with the previous layer's map, None where that has another shape. positions: see `position_share`, of
+    the images of a batch. uniform_entropy, uniform_distance:
     those of uniform attention over the keys that queries see.
     """
 
@@ -93,6 +115,7 @@ class LayerQuantities:
     correlations: Tensor | None
     uniform_entropy: float
     uniform_distance: float
+    positions: Tensor | None = None
 
     @property
     def images(self) -> int:
@@ -149,12 +172,13 @@ def measure(model: nn.Module, batches: Iterable[Tensor], layers: Sequence[int] |
                 layer.number, layer.name, layer.feat_size, attention_entropy(layer.attn).cpu(),
                 attention_distance(spatial, cell).cpu(), prefixes.cpu(), correlations,
                 float(np.log(layer.num_keys()).mean()),
-                first.uniform_distance if first else uniform_distance(layer, cell)))
+                first.uniform_distance if first else uniform_distance(layer, cell), position_share(layer.attn).cpu()))
     if not parts:
         raise ValueError("measure needs at least one batch of images, got none")
     return [replace(found[0], entropies=torch.cat([part.entropies for part in found]),
                     distances=torch.cat([part.distances for part in found]),
                     prefixes=torch.cat([part.prefixes for part in found]),
+                    positions=torch.cat([part.positions for part in found]),
                     correlations=None if found[0].correlations is None else
                     torch.cat([part.correlations for part in found])) for found in parts.values()]
 
@@ -190,7 +214,7 @@ def quantities_arrays(measured: dict[str, list[LayerQuantities]]) -> dict[str, n
         for layer in layers:
             found = {"name": layer.name, "feat_size": layer.feat_size, "entropy_nats": layer.entropies,
                      "distance_pixels": layer.distances, "correlation_with_previous": layer.correlations,
-                     "share_of_prefix_tokens": layer.prefixes,
+                     "share_of_prefix_tokens": layer.prefixes, "share_of_position_alone": layer.positions,
                      "uniform_entropy_nats": layer.uniform_entropy, "uniform_distance_pixels": layer.uniform_distance}
             arrays.update({f"{prefix}layer{layer.number}.{key}": np.asarray(value) for key, value in found.items()
                            if value is not None})

@@ -1,90 +1,74 @@
 """Figures of attention maps, a call each: a model and an image in, a matplotlib Figure out.
 
     import timm, ea_vision
-    from ea_vision.visualize import plot_heads
+    from ea_vision.visualize import plot_heatmap
 
     model = timm.create_model("ea_conv_transformer_cifar", pretrained=True)
-    plot_heads(model, image, layers=[1, 3], queries=[(16, 16)]).savefig("heads.png")         # image: PIL or tensor
+    plot_heatmap(model, "cat.jpg", layers=[1, 3], queries=[(16, 16)], width=3.3).savefig("heads.pdf")
 
-plot_heads       what query points attend to, by head (`ea-vision heatmap`)
-plot_models      the same layers of several models side by side (`ea-vision heatmap --model A,B`)
-plot_grid        one head on many images (`ea-vision grid`)
+plot_heatmap     what query points attend to, by head, model or image (`ea-vision heatmap`); plot_heads is the same
+plot_strip       one query through the layers of a chain, part by part, or through training (`ea-vision strip`)
 plot_match       a pixel of one image, and what matches it in another (`ea-vision match`)
-plot_training    attention through the checkpoints of a run (`ea-vision strip --through checkpoints`)
-plot_strip       one query through the layers of a chain, part by part (`ea-vision strip`)
 plot_matrix      whole maps, queries by keys (`ea-vision matrix`)
 plot_rollout     attention over several layers together (`ea-vision rollout`)
-plot_statistics  entropy, distance and likeness by layer and head (`ea-vision statistics`)
-plot_frames      the frames of an animation (`ea-vision animation`)
+plot_statistics  entropy, distance, likeness and share of position alone, by layer and head (`ea-vision statistics`)
+plot_chain       the same of a chain in one small panel
+plot_frames      the pictures of a film (`ea-vision strip -o FILE.gif`)
 plot_jacobian    what moves the logit of a class, beside the attention that every pixel gets
 plot_sampling    where a spatial transformer looks, and what it hands on
 
-`plots` says what they take. Where one forward is to serve several figures, `record` makes the recording, and
-heads_by_queries, models_side_by_side, evolution_strip, attention_matrices, rollout_figure, statistics_figure and
-animation_frames draw it. Heads are counted from 0, layers from 1, query points are (y, x) in pixels of the input.
+`ea_vision.visualize.figure_options` says what they take. Where one forward is to serve several figures, `record` makes
+the recording, and draw_heatmap, draw_models, draw_images, draw_strip, draw_training, draw_match, draw_matrix,
+draw_rollout, draw_statistics, draw_chain and draw_frames draw it. Heads are counted from 0, layers from 1, query points
+are (y, x) in pixels of the input.
 """
 import warnings
 
-from ea_vision.visualize.films import animation_frames
-from ea_vision.visualize.heatmap import heads_by_queries
-from ea_vision.visualize.image_grid import images_grid
-from ea_vision.visualize.image_maps import Recording, record
+from ea_vision.visualize.films import draw_frames, plot_frames
+from ea_vision.visualize.heatmap import draw_heatmap, draw_images, draw_models, plot_heatmap
+from ea_vision.visualize.image_maps import MEAN, Recording, record
 from ea_vision.visualize.jacobian import input_jacobian, plot_jacobian
 from ea_vision.visualize.map_style import MapStyle
-from ea_vision.visualize.match import match_figure
-from ea_vision.visualize.matrix import attention_matrices
-from ea_vision.visualize.plots import (
-    plot_frames,
-    plot_grid,
-    plot_heads,
-    plot_match,
-    plot_matrix,
-    plot_models,
-    plot_rollout,
-    plot_statistics,
-    plot_strip,
-    plot_training,
-)
-from ea_vision.visualize.rollout import rollout_figure
+from ea_vision.visualize.match import draw_match, plot_match
+from ea_vision.visualize.matrix import draw_matrix, plot_matrix
+from ea_vision.visualize.rollout import draw_rollout, plot_rollout
 from ea_vision.visualize.sampling import plot_sampling
-from ea_vision.visualize.side_by_side import models_side_by_side
-from ea_vision.visualize.statistics import statistics_figure
-from ea_vision.visualize.strip import evolution_strip, training_strip
+from ea_vision.visualize.statistics import draw_chain, draw_statistics, plot_chain, plot_statistics
+from ea_vision.visualize.strip import draw_strip, draw_training, plot_strip
 
 __all__ = [
-    "MapStyle",
-    "Recording",
-    "animation_frames",
-    "attention_matrices",
-    "evolution_strip",
-    "images_grid",
-    "input_jacobian",
-    "heads_by_queries",
-    "match_figure",
-    "models_side_by_side",
-    "plot_frames",
-    "plot_grid",
-    "plot_heads",
-    "plot_jacobian",
-    "plot_match",
-    "plot_matrix",
-    "plot_models",
-    "plot_rollout",
-    "plot_sampling",
-    "plot_statistics",
-    "plot_strip",
-    "plot_training",
-    "record",
-    "rollout_figure",
-    "statistics_figure",
-    "training_strip",
+    "MapStyle", "Recording", "draw_chain", "draw_frames", "draw_heatmap", "draw_images", "draw_match", "draw_matrix",
+    "draw_models", "draw_rollout", "draw_statistics", "draw_strip", "draw_training", "input_jacobian", "plot_chain",
+    "plot_frames", "plot_heads", "plot_heatmap", "plot_jacobian", "plot_match", "plot_matrix", "plot_rollout",
+    "plot_sampling", "plot_statistics", "plot_strip", "record",
 ]
 
-_RENAMED = {"Look": "MapStyle"}  # names of release 0.3, which go with 0.5
+plot_heads = plot_heatmap
+
+
+def _plot_grid(model, images, layer=1, head=MEAN, query=None, **style):
+    return plot_heatmap(model, list(images), layer, head, None if query is None else [query], **style)
+
+
+def _plot_training(run, image, layers=None, head=MEAN, query=None, **style):
+    return plot_strip(run, image, layers, head, query, through="checkpoints", **style)
+
+
+_RENAMED = {  # names of release 0.3, which go with 0.5
+    "Look": ("MapStyle", MapStyle), "heads_by_queries": ("draw_heatmap", draw_heatmap),
+    "models_side_by_side": ("draw_models", draw_models), "images_grid": (
+        "draw_images", lambda recordings, layer, head, *more: draw_images(recordings, [layer], [head], *more)),
+    "evolution_strip": ("draw_strip", draw_strip), "training_strip": ("draw_training", draw_training),
+    "attention_matrices": ("draw_matrix", draw_matrix), "rollout_figure": ("draw_rollout", draw_rollout),
+    "statistics_figure": ("draw_statistics", draw_statistics), "animation_frames": ("draw_frames", draw_frames),
+    "match_figure": ("draw_match", draw_match), "plot_models": ("plot_heatmap", plot_heatmap),
+    "plot_grid": ("plot_heatmap", _plot_grid), "plot_training": ("plot_strip(through='checkpoints')", _plot_training),
+}
 
 
 def __getattr__(name: str):
     if name not in _RENAMED:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    warnings.warn(f"ea_vision.visualize.{name} is now {_RENAMED[name]}", DeprecationWarning, stacklevel=2)
-    return globals()[_RENAMED[name]]
+    new, what = _RENAMED[name]
+    warnings.warn(f"ea_vision.visualize.{name} is now {new}", DeprecationWarning, stacklevel=2)
+    return what

@@ -33,7 +33,7 @@ from ea_vision.detection.draw import picture
 from ea_vision.detection.predict import Detections
 from ea_vision.detection.transforms import boxes_to_square
 from ea_vision.visualize.figure_options import add_exif_rotation, add_style, parse_heads, shown_layers, style_of
-from ea_vision.visualize.heatmap import heads_by_queries
+from ea_vision.visualize.heatmap import draw_heatmap
 from ea_vision.visualize.image_maps import Head, record
 from ea_vision.visualize.map_style import STYLE, MapStyle
 from ea_vision.visualize.writing import check_output, name_outputs, save
@@ -50,8 +50,8 @@ def attention_figure(model: DetectorModel, image: Image.Image, found: Detections
     """
     recording = record(model, image, layers)
     points = [model.query_in(found, number) for number in numbers]
-    figure = heads_by_queries(recording, [layer.number for layer in layers], heads, points, style)
-    [photo] = figure.subfigs[0].axes
+    figure = draw_heatmap(recording, [layer.number for layer in layers], heads, points, style)
+    [photo] = [axes for axes in figure.axes if axes.get_label() == "photo"]
     boxes = boxes_to_square(found.boxes, found.size, model.img_size[0]).tolist()
     for place, number in enumerate(numbers):
         x1, y1, x2, y2 = boxes[number]

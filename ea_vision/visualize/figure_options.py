@@ -1,17 +1,37 @@
 """The options that the figures' commands have in common, and what their values mean.
 
 Heads are counted from 0, layers from 1, query points are y,x in pixels of the prepared (resized and cut) input.
+
+What the functions `plot_*` take alike:
+
+    model    a timm network (an nn.Module, which runs in evaluation mode), or the name of one, a run folder or a
+             checkpoint. Several: a list of these, or a mapping from labels to them.
+    image    the path of a file, a PIL image or an array (H, W, 3), resized and cut as the model wants it, or a tensor
+             (3, H, W) as the network is to see it: uint8, or floating point in 0..1 before normalisation.
+    layers   numbers from 1 in forward order, module names, or a text such as "1,3-5"; None: all, or in plot_heatmap and
+             plot_matrix at most 6 over the depth of the network.
+    heads    numbers from 0, "mean", or a text such as "0,2,mean"; None: all and their mean.
+    queries  points (y, x) in pixels of the input as the network sees it, or of a vision transformer tokens before its
+             patches by name, such as "cls"; None: three points on the diagonal.
+    width    of the figure in inches, 3.3 for a paper's column, 6.75 for its page; None: as wide as it needs to be, at
+             most 6.75.
+    **style  how maps are drawn, the fields of `MapStyle`: overlay, scale, cmap, opacity, smooth, as_seen.
+
+What cannot be is a UsageError (a ValueError) that names what was required and what was received.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ea_vision.analysis.inputs import find_images
+from torch import Tensor, nn
+
+from ea_vision.analysis.inputs import ImageSource, find_images
 from ea_vision.analysis.loading import (
     WEIGHTS_HELP,
     LoadedModel,
@@ -25,10 +45,16 @@ from ea_vision.base.errors import UsageError
 from ea_vision.base.figures import dpi
 from ea_vision.base.processes import choose_device
 from ea_vision.engine import run_folder
-from ea_vision.visualize.image_maps import MEAN, Head, Query, distinct
+from ea_vision.visualize.image_maps import MEAN, Head, Query, Recording, distinct, record
 from ea_vision.visualize.map_style import SCALES, STYLE, MapStyle
+from ea_vision.visualize.sheet import NARROWEST, WIDEST, check_width
 from ea_vision.visualize.writing import PICTURES
 
+Model = nn.Module | LoadedModel | str
+Models = Model | Sequence[Model] | Mapping[str, Model]
+Layers = str | int | Sequence[int | str] | None
+Heads = str | int | Sequence[int | str] | None
+Queries = Sequence[Query] | None
 SOME_LAYERS = 6  # that are drawn unless others are asked for
 TOKEN = re.compile(r"cls|dist|reg[1-9]\d*")  # as `analysis.recording.prefix_names` calls them
 DIAGONAL = ((0.25, 0.25), (0.5, 0.5), (0.75, 0.75))
@@ -64,6 +90,9 @@ def make_parser(description: str, examples: str, *, output: str, model: str = "e
     if maps:
         parser.add_argument("--npz", action="store_true",
                             help="write what is drawn from beside each figure, too, as FILE.npz for np.load")
+    parser.add_argument("--width", type=_inches, metavar="3.3|6.75|N",
+                        help="of the figure in inches; text keeps its 7 to 9 points, tiles shrink or wrap (default: as "
+                             "wide as it needs to be, at most 6.75)")
     parser.add_argument("--dpi", type=dpi, default=150, help="of pictures made of pixels (default: %(default)s)")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"),
                         help="where the network runs; auto: cuda if there is one (default: %(default)s)")
@@ -72,6 +101,14 @@ def make_parser(description: str, examples: str, *, output: str, model: str = "e
                         help="image files, folders of them, or digits:N, the Nth test image of the digits")
     parser.set_defaults(suffixes=tuple(suffixes))
     return parser
+
+
+def _inches(text: str) -> float:
+    try:
+        return check_width(float(text)) if math.isfinite(float(text)) else check_width(-1.0)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"a width in inches from {NARROWEST} to {WIDEST:g} required, got {text!r}"
+                                         ) from error
 
 
 def add_exif_rotation(parser: argparse.ArgumentParser) -> None:
@@ -84,7 +121,7 @@ def add_style(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bare", action="store_true", help="draw the maps alone, not over the photo")
     add_colors(parser)
     parser.add_argument("--opacity", type=float, default=STYLE.opacity, metavar="0..1",
-                        help="of the strongest attention over the photo (default: %(default)s)")
+                        help="of maps over the photo (default: %(default)s)")
     parser.add_argument("--smooth", action="store_true", help="shades between the cells of a map")
     parser.add_argument("--as-seen", action="store_true",
                         help="under the maps the pixels that the network saw, not the photo at its own resolution")
@@ -95,10 +132,10 @@ def add_colors(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--scale", default="layer", choices=SCALES,
                         help="of the colours. layer: one for the maps that are compared (a layer's; a block's in "
                              "figures of several layers or models); tile: each map its own, its maximum written on "
-                             "it; all: one for the figure; uniform: from 1/N to 8/N in every figure "
-                             "(default: %(default)s)")
+                             "it; all: one for the figure; uniform: from 1/8 to 8 times uniform attention in every "
+                             "figure (default: %(default)s)")
     parser.add_argument("--cmap", metavar="NAME",
-                        help="a colour map of matplotlib's (default: cool over the photo, viridis for bare maps)")
+                        help="a colour map of matplotlib's (default: viridis for attention, coolwarm for logits)")
 
 
 def style_of(options: argparse.Namespace) -> MapStyle:
@@ -132,10 +169,10 @@ def parse_queries(texts: Sequence[str], img_size: tuple[int, int],
             points.append(text)
             continue
         sides = text.split(",")
-        if len(sides) != 2 or not all(side.strip().isdigit() for side in sides):
+        if len(sides) != 2 or not all(side.strip().isdecimal() for side in sides):
             raise UsageError("a query must be y,x in pixels, or a token before a transformer's patches (cls, dist, "
                              f"reg1, ...), got {text!r}")
-        y, x = int(sides[0]), int(sides[1])
+        y, x = (int(side.strip()[:9]) for side in sides)
         if y >= H or x >= W:
             raise UsageError(f"query y,x must lie within the {H}x{W} input, got {text!r}")
         points.append((y, x))
@@ -155,7 +192,7 @@ def parse_heads(text: str, layers: Sequence[AttentionLayer]) -> list[Head]:
             heads += range(num_heads)
         elif item == MEAN:
             heads.append(MEAN)
-        elif item.isdigit() and int(item) < num_heads:
+        elif item.isdecimal() and int(item[:9]) < num_heads and len(item) < 10:
             heads.append(int(item))
         else:
             raise UsageError(f"heads must be 0 to {num_heads - 1}, all or {MEAN}, got {item!r}")
@@ -232,3 +269,44 @@ def checkpoints_of(targets: Sequence[str]) -> list[str]:
                 raise UsageError(f"run {target} has no {' nor '.join(names)}")
         found += files
     return found
+
+
+# ---- arguments of the functions -------------------------------------------------------------------------------------
+
+def chosen_layers(layers: Layers, model: LoadedModel, some: bool = False) -> list[AttentionLayer]:
+    """Return the layers asked for; by default all, or with `some` those of `some_layers`."""
+    chosen = parse_layers(_text(layers, "all"), model)
+    return some_layers(chosen) if some and layers is None else chosen
+
+
+def numbers_of(layers: Sequence[AttentionLayer]) -> list[int]:
+    return [layer.number for layer in layers]
+
+
+def chosen_heads(heads: Heads, layers: Sequence[AttentionLayer], default: str = f"all,{MEAN}") -> list[Head]:
+    return parse_heads(_text(heads, default), layers)
+
+
+def chosen_points(queries: Queries, img_size: tuple[int, int],
+                  default: Sequence[tuple[float, float]] = DIAGONAL) -> list[Query]:
+    texts = [query if isinstance(query, str) else ",".join(map(str, query)) for query in queries or []]
+    return parse_queries(texts, img_size, default)
+
+
+def chosen_point(query: Query | None, img_size: tuple[int, int]) -> Query:
+    """Return the query asked for, by default the middle."""
+    return chosen_points(None if query is None else [query], img_size, [(0.5, 0.5)])[0]
+
+
+def recorded(model: LoadedModel, image: ImageSource | Tensor, layers: Layers,
+             some: bool = False) -> tuple[Recording, list[AttentionLayer]]:
+    """Return the recording of the layers asked for, and these layers."""
+    chosen = chosen_layers(layers, model, some)
+    return record(model, image, chosen), chosen
+
+
+def _text(value: str | int | Sequence[int | str] | None, default: str) -> str:
+    """Return what the commands take: items separated by commas."""
+    if value is None:
+        return default
+    return ",".join(map(str, [value] if isinstance(value, (str, int)) else value))

@@ -1,8 +1,10 @@
-"""The attention of query points as an animation, through the layers of a network or the checkpoints of a run."""
+"""Films of attention, through the layers of a network or the checkpoints of a run: `ea-vision strip -o FILE.gif`."""
 
 from __future__ import annotations
 
+import argparse
 import io
+import math
 import shutil
 import subprocess
 import tempfile
@@ -13,48 +15,60 @@ import numpy as np
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from PIL import Image
+from torch import Tensor
 
+from ea_vision.analysis.inputs import ImageSource
 from ea_vision.analysis.loading import LoadedModel, parse_layers
 from ea_vision.analysis.recording import AttentionLayer
 from ea_vision.base.errors import RunError, UsageError
 from ea_vision.base.files import atomic_write
 from ea_vision.visualize.figure_options import (
-    add_style,
-    add_through,
-    make_parser,
+    Heads,
+    Layers,
+    Models,
+    Queries,
+    chosen_heads,
+    chosen_points,
     models_through,
     only,
     parse_heads,
     parse_queries,
+    recorded,
     style_of,
 )
-from ea_vision.visualize.image_maps import Head, Query, Recording, record
+from ea_vision.visualize.image_maps import MEAN, Head, Query, Recording, as_models, record, title_of
 from ea_vision.visualize.map_style import (
     STYLE,
     MapStyle,
-    add_scale,
-    draw_map,
-    draw_photo,
+    aspect_of,
     head_name,
     map_name,
-    new_figure,
+    map_tile,
     norms_of,
-    text_scale,
-    wrapped,
+    photo_tile,
+    queries_name,
+    scale_bar,
 )
+from ea_vision.visualize.sheet import Block, Row, sheet
 from ea_vision.visualize.writing import each_image, save_maps
 
-EXAMPLES = """\
-  ea-vision animation --model ea_aa_resnet34 --layers 1-20 --heads mean -o layers.gif photo.jpg
-  ea-vision animation --model runs/ea --through checkpoints --layers 3 -o training.mp4 photo.jpg
-  ea-vision animation --through checkpoints --model a/1.ckpt,a/2.ckpt --layers 3 -o t.gif photo.jpg
-"""
+FILMS = (".gif", ".mp4")
 Frame = tuple[Recording, int]
 
 
-def animation_frame(frame: Frame, heads: Sequence[Head], points: Sequence[Query], norms: Sequence[Normalize],
-                    style: MapStyle = STYLE) -> Figure:
-    """One picture: the photo, and a row a head, a column a query.
+def plot_frames(models: Models, image: ImageSource | Tensor, layers: Layers = None, heads: Heads = MEAN,
+                queries: Queries = None, *, width: float | None = None, **style) -> Iterator[Figure]:
+    """Draw the pictures of a film, of one scale: for each model (such as the snapshots of a run) each layer in turn.
+    See `ea_vision.visualize.figure_options` for the arguments."""
+    some = [recorded(model, image, layers) for model in as_models(models)]
+    frames = [(recording, layer.number) for recording, chosen in some for layer in chosen]
+    return draw_frames(frames, chosen_heads(heads, [layer for _, chosen in some for layer in chosen]),
+                       chosen_points(queries, tuple(some[0][0].image.shape[1:])), MapStyle(**style), width=width)
+
+
+def draw_frame(frame: Frame, heads: Sequence[Head], points: Sequence[Query], norms: Sequence[Normalize],
+               style: MapStyle = STYLE, *, width: float | None = None) -> Figure:
+    """Draw one picture: the photo, and a row a head, a column a query.
 
     Args:
         frame: a recording and the number of the layer to show.
@@ -62,41 +76,31 @@ def animation_frame(frame: Frame, heads: Sequence[Head], points: Sequence[Query]
         points: (y, x) in pixels of the input.
         norms: the scales of its maps, row by row.
         style: how maps are drawn.
+        width: inches.
     """
     recording, number = frame
     layer = recording.maps[number]
-    img_size = tuple(recording.image.shape[1:])
-    text, aspect = text_scale(), img_size[0] / img_size[1]
-    cell = max(1.7, 0.9 * text)
-    width = max(cell * (len(points) + 1) + 1.3 * text, 4.5 * text)
-    title = wrapped(recording.model.label, width - 0.2, 12)
-    title = f"{title}\n{wrapped(map_name(layer), width - 0.2, 12)}"
-    figure = new_figure(width, len(heads) * (cell * aspect + 0.02) + (0.55 + 0.2 * title.count("\n")) * text)
-    cells = figure.subplots(len(heads), len(points) + 1, squeeze=False)
-    draw_photo(cells[0, 0], recording, style, points, layer.feat_size)
-    for axes in cells[1:, 0]:
-        axes.axis("off")
+    rows = []
     for row, head in enumerate(heads):
-        for col, point in enumerate(points, start=1):
-            draw_map(cells[row, col], recording.relative_map(number, point, head), recording,
-                     norms[row * len(points) + col - 1], style, point=point, number=col)
-            if row == 0:
-                cells[row, col].set_title(f"query {col}", fontsize="small")
-        cells[row, 1].set_ylabel(head_name(head), fontsize="small")
-    figure.suptitle(title)
-    add_scale(figure, cells, norms[0], style)
-    return figure
+        tiles = [map_tile(recording.relative_map(number, point, head), recording, norms[row * len(points) + col], style,
+                          point=point, number=col + 1,
+                          title=f"query {col + 1}" if row == 0 and len(points) > 1 else "")
+                 for col, point in enumerate(points)]
+        rows.append(Row(tiles, head_name(head), aspect=aspect_of(recording)))
+    return sheet(title_of(recording.model), [Block(rows, map_name(layer), [scale_bar(norms[0], style)])],
+                 width=width, photo=photo_tile(recording, style, points, layer.feat_size), aspect=aspect_of(recording),
+                 note=f"attention; {queries_name(points)}")
 
 
-def animation_frames(frames: Sequence[Frame], heads: Sequence[Head], points: Sequence[Query],
-                     style: MapStyle = STYLE) -> Iterator[Figure]:
-    """The pictures of an animation in turn. What is compared are all of them: they share a scale."""
+def draw_frames(frames: Sequence[Frame], heads: Sequence[Head], points: Sequence[Query], style: MapStyle = STYLE, *,
+                width: float | None = None) -> Iterator[Figure]:
+    """Draw the pictures of a film in turn. What is compared are all of them: they share a scale."""
     maps = [recording.relative_map(number, point, head)
             for recording, number in frames for head in heads for point in points]
     [norms] = norms_of([maps], style)
     each = len(heads) * len(points)
     for index, frame in enumerate(frames):
-        yield animation_frame(frame, heads, points, norms[index * each:(index + 1) * each], style)
+        yield draw_frame(frame, heads, points, norms[index * each:(index + 1) * each], style, width=width)
 
 
 def pixels_of(figure: Figure, dpi: int) -> np.ndarray:
@@ -104,6 +108,13 @@ def pixels_of(figure: Figure, dpi: int) -> np.ndarray:
     data = io.BytesIO()
     figure.savefig(data, format="png", dpi=dpi)
     return np.asarray(Image.open(data).convert("RGB"))
+
+
+def same_size(pictures: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Fill pictures up with white, right and below, to the size of the largest: their titles may differ in lines."""
+    height, width = (max(picture.shape[axis] for picture in pictures) for axis in (0, 1))
+    return [np.pad(picture, ((0, height - picture.shape[0]), (0, width - picture.shape[1]), (0, 0)),
+                   constant_values=255) for picture in pictures]
 
 
 def encode_gif(pictures: Sequence[np.ndarray], seconds: float) -> bytes:
@@ -139,15 +150,10 @@ def frames_of(models: Sequence[LoadedModel], layers: Sequence[AttentionLayer], i
     return [(recording, layer.number) for recording in recordings for layer in layers]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = make_parser(__doc__, EXAMPLES, output="attention.gif", heads="mean",
-                         suffixes=(".gif", ".mp4"))
-    add_through(parser, "layers: of one model; checkpoints: of one layer")
-    parser.add_argument("--seconds", type=float, default=0.6, help="a picture is shown (default: %(default)s)")
-    add_style(parser)
-    options = parser.parse_args(argv)
+def film_command(options: argparse.Namespace) -> int:
+    """Write the films of `ea-vision strip`."""
     style = style_of(options)
-    if not 0.02 <= options.seconds <= 60:
+    if not (math.isfinite(options.seconds) and 0.02 <= options.seconds <= 60):
         raise UsageError(f"--seconds must lie between 0.02 and 60, got {options.seconds}")
     film = Path(options.output).suffix.lower() == ".mp4"
     if film and shutil.which("ffmpeg") is None:
@@ -161,9 +167,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     encode = encode_mp4 if film else encode_gif
     for _, image, output in each_image(options):
         frames = frames_of(models, layers, image)
-        figures = animation_frames(frames, heads, points, style)
-        pictures = [pixels_of(figure, options.dpi) for figure in figures]
+        figures = draw_frames(frames, heads, points, style, width=options.width)
+        pictures = same_size([pixels_of(figure, options.dpi) for figure in figures])
         atomic_write(output, encode(pictures, options.seconds))
         if options.npz:
             save_maps([recording for recording, number in frames if number == layers[0].number], output)
     return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `ea-vision animation`, the former name of `ea-vision strip -o FILE.gif`."""
+    from ea_vision.visualize.strip import main as strip_main
+
+    return strip_main(argv, output="attention.gif")

@@ -19,6 +19,7 @@ from ea_vision.analysis.recording import AttentionLayer, AttentionMaps, LayerMap
 from ea_vision.base.errors import UsageError
 
 MEAN = "mean"
+WITHOUT = ("attn_without_previous", "attn_without_own")  # parts of `add_contributions`
 Point = tuple[int, int]  # y, x in pixels of the input
 Query = Point | str  # a pixel, or a token before a transformer's patches by name: cls, dist, reg1, ...
 Head = int | str  # a number, or MEAN
@@ -37,12 +38,12 @@ class Recording:
     maps: AttentionMaps
     photo: np.ndarray | None = None
 
-    def relative_map(self, layer: int, query: Query, head: Head) -> np.ndarray:
-        """(H', W'): attention of a query in units of uniform attention."""
+    def relative_map(self, layer: int, query: Query, head: Head, part: str = "attn") -> np.ndarray:
+        """(H', W'): attention of a query in units of uniform attention; part: "attn", or a name of WITHOUT."""
         img_size = tuple(self.image.shape[1:])
         maps, keys = self.maps[layer], self.maps[layer].num_keys()
         seen = keys.max() if isinstance(query, str) else keys[cell_of(query, img_size, maps.feat_size)]
-        return query_map(maps, query, img_size, head) * seen
+        return query_map(maps, query, img_size, head, part) * seen
 
     def received(self, layer: int, head: Head) -> np.ndarray:
         """(H', W'): what every pixel of the map gets, mean of all pixels' queries, in units of uniform attention."""
@@ -71,6 +72,12 @@ def as_model(model: nn.Module | LoadedModel | str) -> LoadedModel:
     config = timm.data.resolve_model_data_config(model)
     label = (getattr(model, "pretrained_cfg", None) or {}).get("architecture") or type(model).__name__
     return LoadedModel(model, label, input_size(model, config), config)
+
+
+def title_of(model: LoadedModel) -> str:
+    """Name a model in a title, with its weights."""
+    named = model.weights and model.weights not in model.label
+    return f"{model.label}, weights {model.weights}" if named else model.label
 
 
 def as_models(models) -> list[LoadedModel]:
@@ -139,6 +146,32 @@ def cell_of(point: Point, img_size: tuple[int, int], feat_size: tuple[int, int])
 def cell_of_query(query: Query, img_size: tuple[int, int], feat_size: tuple[int, int]) -> Query:
     """`cell_of` a pixel; a token by name as it is."""
     return query if isinstance(query, str) else cell_of(query, img_size, feat_size)
+
+
+def received_or_relative(recording: Recording, layer: int, query: Query | None, head: Head) -> np.ndarray:
+    """(H', W'): the map of a query, or what every pixel gets where the query is None, in units of uniform attention."""
+    return recording.received(layer, head) if query is None else recording.relative_map(layer, query, head)
+
+
+def add_contributions(recording: Recording) -> None:
+    """Add to the maps of evolving layers the attention that remains where the previous map, or the layer's own logits,
+    are 0: the parts of WITHOUT. The recording must have all parts and all heads.
+
+    A layer lacks them whose attention is not the softmax of what its evolution makes of both.
+    """
+    for layer in recording.maps.values():
+        module = recording.model.model.get_submodule(layer.name)
+        own, previous = layer.self_logits, layer.prev_logits
+        if own is None or previous is None or layer.attn is None or getattr(module, "evolution", None) is None:
+            continue
+        def attention(own: Tensor, previous: Tensor, module=module, layer=layer) -> Tensor:
+            with evaluating(module), torch.inference_mode():
+                return module.attention_of(module.evolution(own, previous), layer.feat_size)
+
+        again = attention(own, previous)
+        if again.shape == layer.attn.shape and torch.allclose(again, layer.attn, atol=1e-3):
+            layer.more["attn_without_previous"] = attention(own, torch.zeros_like(previous))
+            layer.more["attn_without_own"] = attention(torch.zeros_like(own), previous)
 
 
 def scaled(query: Query, img_size: tuple[int, int], new: tuple[int, int]) -> Query:

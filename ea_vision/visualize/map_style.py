@@ -10,21 +10,22 @@ Lines, fonts and colours that are not data follow matplotlib's rcParams.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import matplotlib
 import numpy as np
+import torch
 from matplotlib import patheffects
 from matplotlib.axes import Axes
 from matplotlib.colors import Colormap, LogNorm, Normalize
 from matplotlib.patches import Rectangle
-from torch import Tensor
+from torch import Tensor, nn
 
 from ea_vision.analysis.recording import PARTS, AttentionLayer, LayerMaps
 from ea_vision.base.errors import UsageError
 from ea_vision.base.figures import COLORS as QUERY_COLORS
-from ea_vision.visualize.image_maps import MEAN, Head, Query, Recording, cell_of
+from ea_vision.visualize.image_maps import MEAN, Head, Query, Recording, cell_of, query_name
 from ea_vision.visualize.sheet import Bar, Tile, points
 
 SCALES = ("layer", "tile", "all", "uniform")
@@ -84,6 +85,17 @@ def head_name(head: Head) -> str:
     return "mean of heads" if head == MEAN else f"head {head}"
 
 
+def short_head_name(head: Head) -> str:
+    return "mean" if head == MEAN else head_name(head)
+
+
+def queries_name(points: Sequence[Query]) -> str:
+    """`query y 3, x 4`, of several `queries 1: y 3, x 4; 2: class token`."""
+    if len(points) == 1:
+        return f"query {query_name(points[0])}"
+    return "queries " + "; ".join(f"{number}: {query_name(point)}" for number, point in enumerate(points, start=1))
+
+
 def layer_name(layer: AttentionLayer | LayerMaps) -> str:
     return f"layer {layer.number} ({layer.name})"
 
@@ -106,6 +118,25 @@ def layers_name(numbers: Sequence[int]) -> str:
     if len(numbers) > 2 and numbers == list(range(numbers[0], numbers[-1] + 1)):
         return f"layers {numbers[0]} to {numbers[-1]}"
     return "layers " + ", ".join(map(str, numbers))
+
+
+def equation(model: nn.Module, name: str, number: int) -> str:
+    """How the parts of a layer make each other, with its gates (of learnable ones their mean); "" where it convolves no
+    maps of a layer before."""
+    evolution = getattr(model.get_submodule(name), "evolution", None)
+    shares = evolution.before_shares() if evolution else {}
+    if not shares:
+        return ""
+    gates = {gate: float(torch.as_tensor(value).detach().float().mean()) for gate, value in evolution.gates().items()}
+    names = {"prev_logits": "previous", "self_logits": "own"}
+    mixed = " + ".join(f"{'' if share == 1 else f'{share:.2g} '}{names[part]}" for part, share in shares.items())
+    logits, beta = f"relu(conv({mixed}))", gates.get("beta", 1.0)
+    if "self_logits" not in shares:
+        logits = f"{gates['alpha']:.2g} {logits} + {1 - gates['alpha']:.2g} own"
+    elif beta != 1:
+        logits = f"{beta:.2g} {logits} + {1 - beta:.2g} ({mixed})"
+    learned = any(isinstance(value, Tensor) for value in evolution.gates().values())
+    return f"{f'layer {number}' if learned else 'a layer'}: logits = {logits}, attention = softmax(logits)"
 
 
 # ---- photos and query points ----------------------------------------------------------------------------------------
@@ -242,10 +273,9 @@ def draw_map(axes: Axes, values: np.ndarray, recording: Recording, norm: Normali
 
 
 def map_tile(values: np.ndarray, recording: Recording, norm: Normalize, style: MapStyle, *, title: str = "",
-             note: str = "", sign: str = "", **how) -> Tile:
+             note: str = "", **how) -> Tile:
     """A tile of `draw_map`."""
-    paint: Callable[[Axes], None] = lambda axes: draw_map(axes, values, recording, norm, style, **how) and None  # noqa: E731
-    return Tile(paint, title, note, sign)
+    return Tile(lambda axes: draw_map(axes, values, recording, norm, style, **how), title, note)
 
 
 def scale_bar(norm: Normalize, style: MapStyle, part: str = "attn", label: str = "") -> Bar:
@@ -256,7 +286,8 @@ def scale_bar(norm: Normalize, style: MapStyle, part: str = "attn", label: str =
         return Bar(Normalize(0, 1), cmap, label or f"{ATTENTION_BAR}; \N{MULTIPLICATION SIGN}: a map's highest",
                    [(0, "lowest"), (0.5, "1"), (1, "highest")], 0.5)
     if own:
-        return Bar(Normalize(0, 1), cmap, label or part_unit(part), [(0, "a map's lowest"), (1, "its highest")])
+        return Bar(Normalize(0, 1), cmap, label or f"{part_unit(part)}, of each map its own",
+                   [(0, "lowest"), (1, "highest")])
     if part == "attn":
         return Bar(norm, cmap, label or ATTENTION_BAR, _attention_ticks(norm), 1.0)
     ticks = [(value, short(value)) for value in (norm.vmin, (norm.vmin + norm.vmax) / 2, norm.vmax)]
@@ -281,7 +312,7 @@ def _attention_ticks(norm: Normalize) -> list[tuple[float, str]]:
     octaves = float(np.log2(norm.vmax))
     step = max(1, round(octaves / 3))
     ups = [(2.0 ** n, str(2 ** n)) for n in range(step, 64, step) if n < octaves - 0.5 * step]
-    ups.append((norm.vmax, short(norm.vmax)))
+    ups.append((norm.vmax, f"{norm.vmax:.2g}"))
     return [*((1 / value, f"1/{text}") for value, text in reversed(ups)), (1.0, "1"), *ups]
 
 

@@ -5,6 +5,7 @@ evolves from earlier layers belong to one image and are left out."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,29 +22,45 @@ from ea_vision.base.errors import UsageError
 from ea_vision.base.files import write_npz
 from ea_vision.layers import AugmentedConv2d, TokenAttention
 from ea_vision.visualize.figure_options import (
+    Heads,
+    Layers,
+    Model,
     add_style,
+    chosen_heads,
+    chosen_layers,
+    chosen_point,
     load_models,
     make_parser,
+    numbers_of,
     only,
     parse_heads,
     parse_queries,
     shown_layers,
     style_of,
 )
-from ea_vision.visualize.image_maps import MEAN, Head, Point, Recording, as_model, cell_of, evaluating
+from ea_vision.visualize.image_maps import (
+    MEAN,
+    Head,
+    Point,
+    Recording,
+    as_model,
+    cell_of,
+    evaluating,
+    query_name,
+    title_of,
+)
 from ea_vision.visualize.map_style import (
     STYLE,
     MapStyle,
-    add_scale,
-    draw_map,
-    draw_photo,
-    head_name,
+    aspect_of,
+    bars_of,
     map_name,
-    new_figure,
+    map_tile,
     norms_of,
-    text_scale,
-    wrapped,
+    photo_tile,
+    short_head_name,
 )
+from ea_vision.visualize.sheet import Block, Row, sheet
 from ea_vision.visualize.writing import check_output, save
 
 EXAMPLES = """\
@@ -108,38 +125,41 @@ def match(model: nn.Module | LoadedModel | str, image: ImageSource | Tensor, oth
     return Match(*(Recording(loaded, seen, maps, photo) for seen, photo in zip(images, photos, strict=True)), found)
 
 
-def match_figure(matched: Match, layers: Sequence[int], heads: Sequence[Head], point: Point,
-                 style: MapStyle = STYLE) -> Figure:
-    """A row a layer: the one image with the query, and a column a head, what it finds in the other.
+def plot_match(model: Model, image: ImageSource | Tensor, other: ImageSource | Tensor, query: Point | None = None,
+               layers: Layers = None, heads: Heads = MEAN, *, width: float | None = None, **style) -> Figure:
+    """Draw what a query of `image` (None: its middle) matches in `other`: a block a layer, a tile a head. See
+    `ea_vision.visualize.figure_options` for the other arguments."""
+    model = as_model(model)
+    chosen = chosen_layers(layers, model, some=True)
+    matched = match(model, image, other, chosen)
+    point = chosen_point(query, tuple(matched.one.image.shape[1:]))
+    return draw_match(matched, numbers_of(chosen), chosen_heads(heads, chosen), point, MapStyle(**style), width=width)
+
+
+def draw_match(matched: Match, layers: Sequence[int], heads: Sequence[Head], point: Point, style: MapStyle = STYLE, *,
+               width: float | None = None) -> Figure:
+    """Draw the one image with the query, and for each layer a tile a head, what it matches in the other.
 
     Args:
         matched: of `match`.
         heads: counted from 0, or "mean".
         point: the query, (y, x) in pixels of the input.
         style: how maps are drawn; the maps of a layer share a scale.
+        width: inches.
     """
-    H, W = matched.one.image.shape[1:]
-    text = text_scale()
-    cell = max(1.6, 0.9 * text)
-    width = cell * (len(heads) + 1) + 1.3 * text
-    title = wrapped(f"{matched.one.model.label}: query (y {point[0]}, x {point[1]}) of one image, keys of another",
-                    width - 0.2, 12)
-    names = [wrapped(map_name(matched.one.maps[layer]), width - 0.2, 10) for layer in layers]
-    lines = 1 + max(name.count("\n") for name in names)
-    row_height = cell * H / W + (0.4 + 0.18 * lines) * text
-    figure = new_figure(width, len(layers) * row_height + (0.2 + 0.2 * (1 + title.count("\n"))) * text)
-    figure.suptitle(title)
-    rows = figure.subfigures(len(layers), 1, squeeze=False).ravel()
     groups = [[matched.relative_map(layer, point, head) for head in heads] for layer in layers]
-    for row, layer, name, maps, norms in zip(rows, layers, names, groups, norms_of(groups, style), strict=True):
-        cells = row.subplots(1, len(heads) + 1)
-        draw_photo(cells[0], matched.one, style, [point], matched.one.maps[layer].feat_size)
-        for axes, head, values, norm in zip(cells[1:], heads, maps, norms, strict=True):
-            draw_map(axes, values, matched.other, norm, style)
-            axes.set_title(head_name(head), fontsize="small")
-        row.suptitle(name, fontsize="medium")
-        add_scale(row, cells, norms[0], style)
-    return figure
+    norms = norms_of(groups, style)
+    bars, common = bars_of(norms, style)
+    blocks = []
+    for layer, maps, scales, own in zip(layers, groups, norms, bars, strict=True):
+        tiles = [map_tile(values, matched.other, norm, style, title=short_head_name(head))
+                 for values, norm, head in zip(maps, scales, heads, strict=True)]
+        blocks.append(Block([Row(tiles, aspect=aspect_of(matched.other))], map_name(matched.one.maps[layer]), own))
+    finest = max((matched.one.maps[layer].feat_size for layer in layers), key=math.prod)
+    return sheet(title_of(matched.one.model), blocks, width=width, bars=common, aspect=aspect_of(matched.one),
+                 photo=photo_tile(matched.one, style, [point], finest),
+                 note=f"the query {query_name(point)} of this image, matched with the pixels of another: "
+                      "softmax(q \N{MIDDLE DOT} k), without positions")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -157,7 +177,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(point, str):
         raise UsageError(f"match takes a query y,x in pixels, got {point!r}")
     matched = match(model, *(read_image(path, exif_rotation=options.exif_rotation) for path in paths), layers)
-    save(match_figure(matched, [layer.number for layer in layers], heads, point, style), output, options.dpi)
+    figure = draw_match(matched, numbers_of(layers), heads, point, style, width=options.width)
+    save(figure, output, options.dpi)
     written = [output]
     if options.npz:
         written.append(output.with_suffix(".npz"))

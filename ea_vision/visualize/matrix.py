@@ -4,27 +4,34 @@ Of a vision transformer the tokens before the patches (class token, registers) c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import Colormap, Normalize
 from matplotlib.figure import Figure
+from torch import Tensor
 
+from ea_vision.analysis.inputs import ImageSource
 from ea_vision.analysis.recording import PARTS, AttentionLayer, LayerMaps
 from ea_vision.base.errors import UsageError
-from ea_vision.visualize.figure_options import add_colors, load_models, make_parser, only, parse_heads, shown_layers
-from ea_vision.visualize.image_maps import MEAN, Head, Recording, record
-from ea_vision.visualize.map_style import (
-    BARE,
-    PART_NAMES,
-    MapStyle,
-    add_scale,
-    head_name,
-    map_name,
-    new_figure,
-    norms_of,
-    text_scale,
-    wrapped,
+from ea_vision.visualize.figure_options import (
+    Heads,
+    Layers,
+    Model,
+    add_colors,
+    chosen_heads,
+    chosen_layers,
+    load_models,
+    make_parser,
+    numbers_of,
+    only,
+    parse_heads,
+    shown_layers,
 )
+from ea_vision.visualize.image_maps import MEAN, Head, Recording, as_model, record, title_of
+from ea_vision.visualize.map_style import BARE, PART_NAMES, MapStyle, bars_of, map_name, norms_of, short_head_name
+from ea_vision.visualize.sheet import Block, Row, Tile, sheet
 from ea_vision.visualize.writing import each_image, save, save_maps
 
 EXAMPLES = """\
@@ -33,50 +40,59 @@ EXAMPLES = """\
 """
 
 
-def attention_matrices(recording: Recording, layers: Sequence[int], heads: Sequence[Head],
-                       part: str = "attn", style: MapStyle = BARE) -> Figure:
-    """A row a layer, a column a head. Ticks stand where a row of the image begins.
+def plot_matrix(model: Model, image: ImageSource | Tensor, layers: Layers = None, heads: Heads = None,
+                part: str = "attn", *, width: float | None = None, **style) -> Figure:
+    """Draw whole maps, queries by keys: a block a layer, a tile a head. `part`: one of PARTS. See
+    `ea_vision.visualize.figure_options` for the other arguments."""
+    model = as_model(model)
+    chosen = chosen_layers(layers, model, some=True)
+    check_part(part, chosen, model.label)
+    recording = record(model, image, chosen, (part,), places=False)
+    return draw_matrix(recording, numbers_of(chosen), chosen_heads(heads, chosen), part, MapStyle(**style), width=width)
+
+
+def draw_matrix(recording: Recording, layers: Sequence[int], heads: Sequence[Head], part: str = "attn",
+                style: MapStyle = BARE, *, width: float | None = None) -> Figure:
+    """Draw a block a layer, a tile a head. Ticks stand where a row of the image begins.
 
     Args:
         recording: with `part` of `layers` (numbers).
         heads: counted from 0, or "mean".
         part: one of `ea_vision.analysis.recording.PARTS`.
         style: scale and cmap of the maps; the maps of a layer share a scale.
+        width: inches.
     """
-    text = text_scale()
-    cell = 2.1 * max(1.0, 0.6 * text)
-    width = max(4.0 * text, len(heads) * cell + 1.4 * text)
-    title = wrapped(f"{recording.model.label}: {PART_NAMES[part]}", width - 0.1, 12)
-    names = [wrapped(map_name(recording.maps[number]), width - 0.1, 10) for number in layers]
-    lines = 1 + max(name.count("\n") for name in names)
-    figure = new_figure(width, len(layers) * (cell + (0.55 + 0.18 * lines) * text)
-                        + (0.2 + 0.2 * (1 + title.count("\n"))) * text)
-    figure.suptitle(title)
-    rows = figure.subfigures(len(layers), 1, squeeze=False).ravel()
     groups = [_matrices(recording.maps[number], heads, part) for number in layers]
-    for row, number, name, maps, norms in zip(
-            rows, layers, names, groups, norms_of(groups, style, part, overlay=False), strict=True):
+    norms = norms_of(groups, style, part)
+    bars, common = bars_of(norms, style, part)
+    blocks = []
+    for number, maps, scales, own in zip(layers, groups, norms, bars, strict=True):
         layer = recording.maps[number]
-        cells = row.subplots(1, len(heads), squeeze=False)[0]
-        prefix, of = layer.num_prefix_tokens, "channel" if layer.channels else "row"
-        for axes, values, norm, head in zip(cells, maps, norms, heads, strict=True):
-            axes.imshow(values, cmap=style.colormap(False), norm=norm, interpolation="nearest")
-            axes.set_title(head_name(head), fontsize="small")
-            axes.set_xticks(*_ticks(prefix, layer.key_size), fontsize="x-small")
-            axes.set_yticks(*_ticks(prefix, layer.feat_size if layer.pixels_ask else (0, 1)), fontsize="x-small")
-            for line in (axes.axhline, axes.axvline)[not layer.pixels_ask:] if prefix else ():
-                line(prefix - 0.5, color="white", linewidth=0.5)
-            axes.set_xlabel(f"{of} of the key", fontsize="x-small")
-        cells[0].set_ylabel(f"{of} of the query", fontsize="x-small")
-        row.suptitle(name, fontsize="medium")
-        add_scale(row, cells, norms[0], style, part, overlay=False)
-    return figure
+        tiles = [Tile(_painter(values, layer, norm, style.colormap(part)), short_head_name(head))
+                 for values, norm, head in zip(maps, scales, heads, strict=True)]
+        blocks.append(Block([Row(tiles)], map_name(layer), own))
+    return sheet(f"{title_of(recording.model)}: {PART_NAMES[part]}", blocks, width=width, bars=common,
+                 note="a row a query, a column a key, both row by row over the image; ticks: where a row of it begins")
 
 
-def _ticks(prefix: int, size: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """Return where rows of a grid begin, after the prefix tokens, and their numbers; none for channels."""
-    rows = np.arange(0, size[0], max(1, -(-size[0] // 7)))
-    return prefix + rows * size[1] - 0.5, rows
+def _painter(values: np.ndarray, layer: LayerMaps, norm: Normalize, cmap: Colormap) -> Callable[[Axes], None]:
+    prefix = layer.num_prefix_tokens
+
+    def paint(axes: Axes) -> None:
+        axes.imshow(values, cmap=cmap, norm=norm, interpolation="nearest", aspect="auto")
+        axes.set_xticks(_ticks(prefix, layer.key_size), [])
+        axes.set_yticks(_ticks(prefix, layer.feat_size if layer.pixels_ask else (0, 1)), [])
+        axes.tick_params(length=1.5, width=0.5)
+        axes.spines[:].set_linewidth(0.5)
+        for line in (axes.axhline, axes.axvline)[not layer.pixels_ask:] if prefix else ():
+            line(prefix - 0.5, color="white", linewidth=0.5)
+
+    return paint
+
+
+def _ticks(prefix: int, size: tuple[int, int]) -> np.ndarray:
+    """Return where rows of a grid begin, after the prefix tokens; nothing for channels."""
+    return prefix + np.arange(0, size[0], max(1, -(-size[0] // 7))) * size[1] - 0.5
 
 
 def _matrices(layer: LayerMaps, heads: Sequence[Head], part: str) -> list[np.ndarray]:
@@ -104,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     check_part(options.part, layers, model.label)
     for _, image, output in each_image(options):
         recording = record(model, image, layers, (options.part,), places=False)
-        figure = attention_matrices(recording, [layer.number for layer in layers], heads, options.part, style)
+        figure = draw_matrix(recording, numbers_of(layers), heads, options.part, style, width=options.width)
         save(figure, output, options.dpi)
         if options.npz:
             save_maps([recording], output)

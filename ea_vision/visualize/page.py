@@ -30,6 +30,7 @@ import ea_vision
 from ea_vision.analysis.loading import DetectorModel, LoadedModel
 from ea_vision.analysis.recording import AttentionLayer, LayerMaps, prefix_names
 from ea_vision.base.errors import UsageError
+from ea_vision.visualize.map_style import SIGNED_MAP, equation
 
 SOURCE = Path(__file__).with_name("page_source")
 MODULES = ("bytes.js", "maps.js", "colours.js", "state.js", "draw.js", "kept.js", "panel.js",
@@ -148,6 +149,8 @@ class Explorer:
             "label": model.label,
             "imgSize": model.img_size,
             "prefix": prefix_names(model.model),
+            "equation": next((text for layer in chosen if (text := equation(model.model, layer.name, layer.number))),
+                             ""),
             "layers": [self._describe_layer(model, layer) for layer in chosen],
         } for model, chosen in zip(self.models, self.layers, strict=True)]
 
@@ -260,6 +263,12 @@ def program() -> str:
     return "\n".join(modules)
 
 
+def table_of(name: str) -> str:
+    """256 colours of a matplotlib colour map, RGB, in base64."""
+    shades = matplotlib.colormaps[name](np.linspace(0, 1, 256))[:, :3]
+    return base64.b64encode((shades * 255).round().astype(np.uint8).tobytes()).decode()
+
+
 def build_page(explorer: Explorer, entries: Sequence[dict[str, Any]], *, upload: dict[str, Any] | None = None) -> str:
     """The whole page as text.
 
@@ -269,12 +278,11 @@ def build_page(explorer: Explorer, entries: Sequence[dict[str, Any]], *, upload:
         upload: maxBytes and maxPixels of the server that takes images; None: a page that asks nobody. Browsers keep
             what they sent for as long as this page is served, by a word of its own.
     """
-    steps = np.linspace(0, 1, 256)
-    colours = {name: base64.b64encode((matplotlib.colormaps[name](steps)[:, :3] * 255).round().astype(np.uint8)
-                                      .tobytes()).decode() for name in COLOUR_MAPS}
+    colours = {name: table_of(name) for name in COLOUR_MAPS}
     title = "Attention of " + ", ".join(model.label for model in explorer.models)
     upload = {**upload, "session": secrets.token_hex(8)} if upload else None
-    about = {"models": explorer.describe(), "colours": colours, "upload": upload, "version": ea_vision.__version__}
+    about = {"models": explorer.describe(), "colours": colours, "signed": table_of(SIGNED_MAP), "upload": upload,
+             "version": ea_vision.__version__}
     fields = {
         "title": html.escape(title),
         "connect": "'self'" if upload else "'none'",

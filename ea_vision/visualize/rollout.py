@@ -9,26 +9,45 @@ import math
 from collections.abc import Sequence
 
 from matplotlib.figure import Figure
-from torch import nn
+from torch import Tensor, nn
 
+from ea_vision.analysis.inputs import ImageSource
 from ea_vision.analysis.loading import parse_layers
 from ea_vision.analysis.quantities import attention_rollout
-from ea_vision.visualize.figure_options import add_style, load_models, make_parser, parse_queries, style_of
-from ea_vision.visualize.image_maps import Query, Recording, cell_of_query, query_name, record, scaled
+from ea_vision.visualize.figure_options import (
+    Layers,
+    Models,
+    Queries,
+    add_style,
+    chosen_points,
+    load_models,
+    make_parser,
+    parse_queries,
+    recorded,
+    style_of,
+)
+from ea_vision.visualize.image_maps import (
+    Query,
+    Recording,
+    as_models,
+    cell_of_query,
+    record,
+    scaled,
+    title_of,
+)
 from ea_vision.visualize.map_style import (
     STYLE,
     MapStyle,
-    add_scale,
+    aspect_of,
+    bars_of,
     draw_map,
-    draw_photo,
     layers_name,
     mark_query,
-    name_row,
-    new_figure,
     norms_of,
-    text_scale,
-    wrapped,
+    photo_tile,
+    queries_name,
 )
+from ea_vision.visualize.sheet import Block, Row, Tile, sheet
 from ea_vision.visualize.writing import each_image, save, save_maps
 
 EXAMPLES = """\
@@ -37,39 +56,49 @@ EXAMPLES = """\
 """
 
 
-def rollout_figure(recordings: Sequence[Recording], points: Sequence[Query], style: MapStyle = STYLE) -> Figure:
-    """A row a model under its name: the photo, a column a query, and the mean of all queries.
+def plot_rollout(models: Models, image: ImageSource | Tensor, layers: Layers = None, queries: Queries = None, *,
+                 width: float | None = None, **style) -> Figure:
+    """Draw where pixels of the last map come from, through all `layers`: a row a model, a column a query. See
+    `ea_vision.visualize.figure_options` for the arguments."""
+    recordings = [recorded(model, image, layers)[0] for model in as_models(models)]
+    points = chosen_points(queries, tuple(recordings[0].image.shape[1:]))
+    return draw_rollout(recordings, points, MapStyle(**style), width=width)
+
+
+def draw_rollout(recordings: Sequence[Recording], points: Sequence[Query], style: MapStyle = STYLE, *,
+                 width: float | None = None) -> Figure:
+    """Draw a row a model under its name: a column a query, and the mean of all queries.
 
     Args:
         recordings: of the same image, one a model, with the "attn" of the layers to go through.
         points: queries, (y, x) in pixels of the first model's input, scaled to the others', or tokens by name.
         style: how maps are drawn; a row's maps share a scale.
+        width: inches.
     """
-    H, W = recordings[0].image.shape[1:]
-    columns, text = len(points) + 2, text_scale()
-    cell = max(1.7, 0.95 * text)
-    width = cell * columns + 1.5 * text
-    rows = [_rollout(recording, points, (H, W)) for recording in recordings]
-    names = [wrapped(name, width - 1.2 * text, 10) for name, *_ in rows]
-    heights = [cell * H / W + (0.55 + 0.17 * (1 + name.count("\n"))) * text for name in names]
-    figure = new_figure(width, sum(heights) + 0.4 * text)
-    figure.suptitle("attention rollout")
-    blocks = figure.subfigures(len(rows), 1, squeeze=False, height_ratios=heights).ravel()
+    first = recordings[0]
+    rows = [_rollout(recording, points, tuple(first.image.shape[1:])) for recording in recordings]
     norms = norms_of([maps for *_, maps in rows], style)
-    for block, recording, name, (_, last, places, maps), own in zip(
-            blocks, recordings, names, rows, norms, strict=True):
-        cells = block.subplots(1, columns)
-        draw_photo(cells[0], recording, style, places, last)
-        name_row(cells[0], name, 2)
-        for col, (values, norm) in enumerate(zip(maps, own, strict=True)):
-            query = col < len(points)
-            draw_map(cells[col + 1], values, recording, norm, style)
-            if query:
-                mark_query(cells[col + 1], recording, places[col], last, col + 1)
-            cells[col + 1].set_title(f"query {col + 1}\n{query_name(places[col])}" if query else
-                                     "mean of\nall pixels", fontsize="small")
-        add_scale(block, cells, own[0], style, bar_label="share of the last map's pixel")
-    return figure
+    bars, common = bars_of(norms, style, label="share of the last map's pixel \N{MULTIPLICATION SIGN} N (1: uniform)")
+    blocks = []
+    for recording, (name, last, places, maps), scales, own in zip(recordings, rows, norms, bars, strict=True):
+        tiles = [Tile(_painter(values, recording, norm, style, place, number, last), title)
+                 for values, norm, place, number, title in zip(
+                     maps, scales, [*places, None], range(1, len(maps) + 1),
+                     [*(f"query {n}" for n in range(1, len(places) + 1)), "all pixels"], strict=True)]
+        blocks.append(Block([Row(tiles, aspect=aspect_of(recording))], name, own))
+    return sheet("attention rollout", blocks, width=width, aspect=aspect_of(first), bars=common,
+                 note="where the last map's pixels come from, through all layers; "
+                      f"{queries_name(rows[0][2])}; all pixels: their mean",
+                 photo=photo_tile(first, style, rows[0][2], rows[0][1]))
+
+
+def _painter(values, recording: Recording, norm, style: MapStyle, place: Query | None, number: int, last):
+    def paint(axes) -> None:
+        draw_map(axes, values, recording, norm, style)
+        if place is not None:
+            mark_query(axes, recording, place, last, number)
+
+    return paint
 
 
 def _rollout(recording: Recording, points: Sequence[Query], img_size: tuple[int, int]) -> tuple:
@@ -86,7 +115,7 @@ def _rollout(recording: Recording, points: Sequence[Query], img_size: tuple[int,
                       for name, module in recording.model.model.named_modules()
                       if "patch_embed" not in name and ".evolution." not in name)
     note = "; approximation: convolutions left out" if approximate else ""
-    name = f"{recording.model.label}, {layers_name([layer.number for layer in layers])}{note}"
+    name = f"{title_of(recording.model)}, {layers_name([layer.number for layer in layers])}{note}"
     return name, last.feat_size, places, maps
 
 
@@ -100,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     points = parse_queries(options.queries, models[0].img_size)
     for _, image, output in each_image(options):
         recordings = [record(model, image, chosen) for model, chosen in zip(models, layers, strict=True)]
-        save(rollout_figure(recordings, points, style), output, options.dpi)
+        save(draw_rollout(recordings, points, style, width=options.width), output, options.dpi)
         if options.npz:
             save_maps(recordings, output)
     return 0

@@ -26,10 +26,10 @@ from ea_vision.base.errors import UsageError
 
 PAGE = 6.75  # inches: the width of a figure that is not asked for another one, if it has enough tiles
 NARROWEST, WIDEST = 2.5, 40.0  # inches
-MARGIN, GAP = 4.0, 4.0
+MARGIN, GAP = 4.0, 3.0
 LARGEST_TILE, SMALLEST_TILE = 92.0, 28.0
 PHOTO = 72.0
-BAR_WIDTH, BAR_HEIGHT = 132.0, 5.0
+BAR_WIDTH, BAR_HEIGHT = 100.0, 5.0
 LEADING = 1.25  # height of a line of text over its size
 
 
@@ -39,13 +39,11 @@ class Tile:
 
     paint: draws it into axes; None leaves its place empty.
     title, note: above and below it.
-    sign: between it and the next tile, such as "+".
     """
 
     paint: Callable[[Axes], None] | None
     title: str = ""
     note: str = ""
-    sign: str = ""
 
 
 @dataclass
@@ -151,20 +149,19 @@ class _Laid:
             self.height += _height(text, size)
 
 
-def _lay_block(block: Block, side: float, width: float) -> tuple[_Laid, bool]:
+def _lay_block(block: Block, side: float, width: float, alone: bool) -> tuple[_Laid, bool]:
     """A block with tiles of this width, and whether its rows had to be broken."""
     small, medium = points(), points("medium")
-    signs = [tile.sign for row in block.rows for tile in row.tiles if tile.sign]
-    gap = max(GAP, *(text_width(sign, medium) + 4 for sign in signs)) if signs else GAP
     labels = [wrapped(row.label, max(side * row.aspect, 30.0), small) for row in block.rows]
     left = max(_height(label, small) for label in labels) + 2.0 * any(labels)
     columns = max(len(row.tiles) for row in block.rows)
-    fitting = max(1, int((width - left + gap) // (side + gap)))
+    fitting = max(1, int((width - left + GAP) // (side + GAP)))
     times = -(-columns // fitting)
     each = -(-columns // times)
-    laid = _Laid(left + each * (side + gap) - gap)
-    least = min(width, max([text_width(block.title, medium)] + [BAR_WIDTH for _ in block.bars]), 150.0)
-    laid.width = max(laid.width, least)
+    laid = _Laid(left + each * (side + GAP) - GAP)
+    wanted = [text_width(block.title, medium)] + [text_width(row.heading, small) for row in block.rows]
+    pair = not alone and 2 * max(laid.width, BAR_WIDTH) + 3 * GAP <= width  # another block may stand beside it
+    laid.width = max(laid.width, *(BAR_WIDTH for _ in block.bars), 0.0 if pair else min(width, max(wanted)))
     laid.text(0, wrapped(block.title, laid.width, medium), medium)
     laid.height += 2.0 * bool(block.title)
     for first in range(0, columns, each):
@@ -173,16 +170,15 @@ def _lay_block(block: Block, side: float, width: float) -> tuple[_Laid, bool]:
             if not tiles:
                 continue
             laid.text(0, wrapped(row.heading, laid.width, small), small)
-            titles = [wrapped(tile.title, side + gap - 2, small) for tile in tiles]
-            notes = [wrapped(tile.note, side + gap - 2, small) for tile in tiles]
+            titles = [wrapped(tile.title, side + GAP - 1, small) for tile in tiles]
+            notes = [wrapped(tile.note, side + GAP - 1, small) for tile in tiles]
             above, below = (max(_height(text, small) for text in texts) for texts in (titles, notes))
             tall = max(side * row.aspect, text_width(label, small) if label else 0.0)
             laid.height += above + (2.0 if above else 0.0) + (tall - side * row.aspect) / 2
             for col, (tile, title, note) in enumerate(zip(tiles, titles, notes, strict=True)):
-                x = left + col * (side + gap)
+                x = left + col * (side + GAP)
                 laid.items.append((x, laid.height, _tile_painter(
-                    tile, title, note, label if col == 0 else "", side, side * row.aspect,
-                    gap if col < each - 1 else 0.0)))
+                    tile, title, note, label if col == 0 else "", side, side * row.aspect)))
             laid.height += (tall + side * row.aspect) / 2 + (below + 2.0 if below else 0.0) + GAP
     _lay_bars(laid, block.bars, left)
     return laid, times > 1
@@ -192,9 +188,9 @@ def _lay_bars(laid: _Laid, bars: Sequence[Bar], left: float) -> None:
     """Colour bars below, side by side where they fit."""
     if not bars:
         return
-    small, inset = points(), 13.0
+    small, inset = points(), 15.0
     side_by_side = laid.width >= len(bars) * 100.0
-    each = min(laid.width / len(bars) if side_by_side else laid.width, max(BAR_WIDTH, 0.5 * laid.width / len(bars)))
+    each = min(laid.width / len(bars) if side_by_side else laid.width, 1.4 * BAR_WIDTH)
     labels = [wrapped(bar.label, each - 2, small) for bar in bars]
     height = BAR_HEIGHT + 4.0 + LEADING * small + max(_height(label, small) for label in labels) + 2.0
     laid.height += 1.0
@@ -211,7 +207,7 @@ def _add_axes(figure: Figure, x: float, y: float, width: float, height: float) -
     return figure.add_axes((x, y - height / H, width / W, height / H))
 
 
-def _tile_painter(tile: Tile, title: str, note: str, label: str, width: float, height: float, gap: float) -> Callable:
+def _tile_painter(tile: Tile, title: str, note: str, label: str, width: float, height: float) -> Callable:
     def paint(figure: Figure, x: float, y: float) -> None:
         axes, small = _add_axes(figure, x, y, width, height), points()
         axes.set_xticks([])
@@ -224,10 +220,6 @@ def _tile_painter(tile: Tile, title: str, note: str, label: str, width: float, h
         axes.set_title(title, pad=2, y=1.0, **text)
         axes.set_xlabel(note, labelpad=1.5, **text)
         axes.set_ylabel(label, labelpad=2.5, **text)
-        if tile.sign and gap:
-            W, H = (72 * inches for inches in figure.get_size_inches())
-            figure.text(x + (width + gap / 2) / W, y - height / 2 / H, tile.sign, fontsize=points("medium"),
-                        ha="center", va="center", parse_math=False)
 
     return paint
 
@@ -235,6 +227,7 @@ def _tile_painter(tile: Tile, title: str, note: str, label: str, width: float, h
 def _bar_painter(bar: Bar, label: str, width: float) -> Callable:
     def paint(figure: Figure, x: float, y: float) -> None:
         axes, small = _add_axes(figure, x, y, width, BAR_HEIGHT), points()
+        axes.set_label("<colorbar>")
         drawn = figure.colorbar(ScalarMappable(bar.norm, bar.cmap), cax=axes, orientation="horizontal")
         places = drawn.norm(list(zip(*bar.ticks, strict=True))[0])
         kept: list[tuple[float, str]] = []
@@ -273,11 +266,11 @@ def _flow(blocks: Sequence[_Laid], width: float) -> tuple[list[tuple[float, floa
 def _lay_all(blocks: Sequence[Block], width: float, limit: float) -> tuple[list[_Laid], tuple]:
     """The blocks with the largest tiles that keep rows whole and the height below the limit, or the smallest."""
     words = [word for block in blocks for row in block.rows for tile in row.tiles for word in tile.title.split()]
-    longest = max([text_width(word, points()) for word in words] or [0.0]) - GAP + 2
+    longest = max([text_width(word, points()) for word in words] or [0.0]) - GAP + 1
     smallest = min(max(SMALLEST_TILE, longest), 46.0 * points() / 7)
     side, best = max(LARGEST_TILE, smallest), None
     while True:
-        laid = [_lay_block(block, side, width) for block in blocks]
+        laid = [_lay_block(block, side, width, len(blocks) == 1) for block in blocks]
         flow = _flow([block for block, _ in laid], width)
         fits, whole = flow[2] <= limit, not any(broken for _, broken in laid)
         if fits and (whole or best is None):
@@ -335,7 +328,7 @@ def sheet(title: str, blocks: Sequence[Block], *, width: float | None = None, ph
     if photo:
         side = min(PHOTO, 0.32 * room)
         note_above = 10.0 if photo.title else 0.0
-        head.items.append((0.0, note_above, _tile_painter(photo, photo.title, "", "", side, side * aspect, 0.0)))
+        head.items.append((0.0, note_above, _tile_painter(photo, photo.title, "", "", side, side * aspect)))
     left = side + 2 * GAP if photo else 0.0
     head.text(left, wrapped(title, room - left, points("title")), points("title"))
     head.text(left, wrapped(note, room - left, points()), points())

@@ -1,100 +1,229 @@
-"""Entropy, distance and likeness to the previous layer's map, by layer and head, over a folder of images."""
+"""Entropy, distance, likeness to the previous layer's map and share of position alone, by layer and head."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 from tqdm import tqdm
 
-from ea_vision.analysis.inputs import find_images, read_image
+from ea_vision.analysis.inputs import ImageSource, as_input, find_images, read_image
 from ea_vision.analysis.loading import LoadedModel, parse_layers, positive
 from ea_vision.analysis.quantities import LayerQuantities, measure, quantities_arrays, quantities_csv
 from ea_vision.base.figures import color_cycle
 from ea_vision.base.files import atomic_write, write_npz
-from ea_vision.visualize.figure_options import load_models, make_parser
-from ea_vision.visualize.map_style import new_figure, text_scale, wrapped
+from ea_vision.visualize.figure_options import (
+    Layers,
+    Models,
+    chosen_layers,
+    load_models,
+    make_parser,
+    numbers_of,
+)
+from ea_vision.visualize.image_maps import as_models, evaluating, title_of
+from ea_vision.visualize.sheet import PAGE, check_width, new_figure, points, text_width, wrapped
 from ea_vision.visualize.writing import check_output, save
 
 EXAMPLES = """\
   ea-vision statistics --model aa_resnet34,pa_aa_resnet34,ea_aa_resnet34 -o statistics.png images/
-  ea-vision statistics --model runs/aa,runs/ea --limit 200 --csv numbers.csv -o numbers.pdf images/
+  ea-vision statistics --model runs/aa,runs/ea --limit 200 --csv numbers.csv --width 3.3 -o numbers.pdf images/
 """
 MARKERS = "osD^vP*"
+BATCH = 16  # images
 
 
-def statistics_figure(measured: dict[str, Sequence[LayerQuantities]]) -> Figure:
-    """Three panels over the layers, a dot a head and a line the mean of heads, a colour a model. Bars are standard
-    deviations of that mean over images; lines break where maps have another size; dotted is uniform attention.
+def plot_statistics(models: Models, images: Iterable[ImageSource | Tensor], layers: Layers = None, *,
+                    width: float | None = None) -> Figure:
+    """Draw entropy, distance, likeness to the previous layer's map and share of position alone by layer and head, means
+    over images. See `ea_vision.visualize.figure_options` for the arguments."""
+    return draw_statistics(_measured(models, images, layers), width=width)
 
-    Args:
-        measured: by label; from `ea_vision.analysis.quantities.measure`.
-    """
-    text = text_scale()
-    width = 13.0 * max(1.0, 0.8 * text)
-    names = {label: wrapped(label, 6, 8) for label in measured}
-    ncols = max(1, min(len(measured) + 1, int(width / (max(map(len, measured)) * 0.08 * text + 0.6))))
-    rows = -(-(len(measured) + 1) // ncols)
-    figure = new_figure(width, 3.5 + (0.5 + 0.22 * rows * (1 + max(n.count("\n") for n in names.values()))) * text)
-    panels = figure.subplots(1, 3)
-    colors = color_cycle()
-    for index, (label, layers) in enumerate(measured.items()):
-        color, marker = colors[index % len(colors)], MARKERS[index % len(MARKERS)]
-        shift = (index - (len(measured) - 1) / 2) * 0.16
-        for axes, panel in zip(panels, PANELS, strict=True):
-            x, means, spreads = [], [], []
-            for layer, before in zip(layers, [None, *layers], strict=False):
-                if before is not None and before.feat_size != layer.feat_size:
-                    x, means, spreads = [*x, math.nan], [*means, math.nan], [*spreads, math.nan]
-                values = panel.values(layer)
-                heads = None if values is None else values.mean(0)  # NaN where a map is constant
-                x.append(layer.number + shift)
-                means.append(math.nan if heads is None else float(heads.nanmean()))
-                spreads.append(math.nan if values is None or len(values) < 2 else float(values.nanmean(1).std()))
-                if heads is not None:
-                    axes.scatter([x[-1]] * len(heads), heads, s=9, alpha=0.35, color=color, marker=marker, linewidths=0)
-            axes.plot(x, means, color=color, marker=marker, markersize=5, label=names[label])
-            axes.errorbar(x, means, spreads, fmt="none", ecolor=color, elinewidth=1, capsize=2, alpha=0.7)
-            uniform = [panel.uniform(layer) for layer in layers]
-            if uniform[0] is not None:
-                places = [layer.number for layer in layers]
-                axes.hlines(uniform, np.subtract(places, 0.5), np.add(places, 0.5), colors="0.4", linestyles=":",
-                            linewidth=1, label="uniform attention" if index == 0 else None)
-    layers = max(measured.values(), key=len)
-    for axes, panel in zip(panels, PANELS, strict=True):
-        axes.set(xlabel="attention layer", title=panel.title)
-        axes.title.set_fontsize("medium")
-        axes.grid(alpha=0.3)
-        axes.set_xlim(layers[0].number - 0.6, layers[-1].number + 0.6)
-        axes.xaxis.get_major_locator().set_params(integer=True)
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=ncols, fontsize="small")
-    images = f"{layers[0].images} image{'s' * (layers[0].images > 1)}"
-    bars = "; bars: standard deviation over images" if layers[0].images > 1 else ""
-    figure.suptitle(f"mean over {images}; dots are heads, lines their means{bars}", fontsize="medium")
-    return figure
+
+def plot_chain(models: Models, images: ImageSource | Tensor | Sequence[ImageSource | Tensor], layers: Layers = None, *,
+               width: float | None = None) -> Figure:
+    """Draw what evolution does to a chain in numbers, in one small panel a model: over all layers entropy, correlation
+    with the previous map, and share of position alone (of at least two images), means of heads and images. See
+    `ea_vision.visualize.figure_options` for the arguments."""
+    several = list(images) if isinstance(images, (list, tuple)) else [images]
+    return draw_chain(_measured(models, several, layers), width=width)
+
+
+def _measured(models: Models, images: Iterable[ImageSource | Tensor],
+              layers: Layers) -> dict[str, list[LayerQuantities]]:
+    images, measured = list(images), {}
+    for model in as_models(models):
+        device = next(model.model.parameters()).device
+        batches = (torch.stack([as_input(model, image) for image in images[first:first + BATCH]])
+                   for first in range(0, len(images), BATCH))
+        with evaluating(model.model):
+            measured[title_of(model)] = measure(model.model, (model.normalize(batch.to(device)) for batch in batches),
+                                                numbers_of(chosen_layers(layers, model)))
+    return measured
 
 
 @dataclass(frozen=True)
 class Panel:
-    """A panel: its title, a layer's values (images, K) or None, and that of uniform attention or None."""
+    """A panel: its title, a layer's values (images, K) or None, that of uniform attention or None, and the range that
+    its axis has at least."""
 
     title: str
     values: Callable[[LayerQuantities], Tensor | None]
     uniform: Callable[[LayerQuantities], float | None]
+    least: tuple[float, float]
 
 
 PANELS = (
-    Panel("entropy / log N", lambda layer: layer.entropies / layer.uniform_entropy, lambda layer: 1.0),
+    Panel("entropy / log N", lambda layer: layer.entropies / layer.uniform_entropy, lambda layer: 1.0, (0.0, 1.05)),
     Panel("distance of attention (pixels of the input)", lambda layer: layer.distances,
-          lambda layer: layer.uniform_distance),
-    Panel("correlation with the previous layer's map", lambda layer: layer.correlations, lambda layer: None),
+          lambda layer: layer.uniform_distance, (0.0, 0.0)),
+    Panel("correlation with the previous layer's map", lambda layer: layer.correlations, lambda layer: None,
+          (0.0, 1.05)),
+    Panel("share of position alone", lambda layer: layer.positions, lambda layer: None, (0.0, 1.05)),
 )
+
+
+def draw_statistics(measured: Mapping[str, Sequence[LayerQuantities]], *, width: float | None = None) -> Figure:
+    """Draw a panel a quantity over the layers, a dot a head and a line the mean of heads, a colour a model. Bars are
+    standard deviations of that mean over images; lines break where maps have another size; dotted is uniform attention.
+
+    Args:
+        measured: by label; from `ea_vision.analysis.quantities.measure`.
+        width: inches.
+    """
+    panels = [panel for panel in PANELS if any(_has(panel, layer) for layers in measured.values() for layer in layers)]
+    columns = 2 if (width or PAGE) >= 5 and len(panels) > 1 else 1
+    figure, axes = _panels(width, -(-len(panels) // columns), columns, [panel.title for panel in panels])
+    colors = color_cycle()
+    for index, (label, layers) in enumerate(measured.items()):
+        color, marker = colors[index % len(colors)], MARKERS[index % len(MARKERS)]
+        shift = (index - (len(measured) - 1) / 2) * 0.16
+        for place, panel in zip(axes, panels, strict=False):
+            x, means, spreads, heads = _line(layers, panel.values)
+            x = [number + shift for number in x]
+            for number, values in heads:
+                place.scatter([number + shift] * len(values), values, s=5, alpha=0.35, color=color, marker=marker,
+                              linewidths=0)
+            place.plot(x, means, color=color, marker=marker, markersize=3.5, linewidth=1, label=label)
+            place.errorbar(x, means, spreads, fmt="none", ecolor=color, elinewidth=0.8, capsize=1.5, alpha=0.7)
+            uniform = [panel.uniform(layer) for layer in layers]
+            if uniform[0] is not None:
+                places = [layer.number for layer in layers]
+                place.hlines(uniform, np.subtract(places, 0.5), np.add(places, 0.5), colors="0.4", linestyles=":",
+                             linewidth=1, label="uniform attention" if index == 0 else None)
+    for place, panel in zip(axes, panels, strict=False):
+        _at_least(place, panel.least)
+    for place in axes[len(panels):]:
+        place.set_visible(False)
+    _finish(figure, axes[:len(panels)], max(measured.values(), key=len),
+            "dots: heads; lines: their means")
+    return figure
+
+
+def draw_chain(measured: Mapping[str, Sequence[LayerQuantities]], *, width: float | None = None) -> Figure:
+    """Draw a panel a model: entropy over log N, correlation with the previous map and share of position alone by layer,
+    means of heads and images; see `plot_chain`.
+
+    Args:
+        measured: by label; from `ea_vision.analysis.quantities.measure`.
+        width: inches; None: that of a column, or of the page where there are several models.
+    """
+    width = width or (3.3 if len(measured) == 1 else PAGE)
+    columns = max(1, min(len(measured), int(width // 2.2)))
+    figure, axes = _panels(width, -(-len(measured) // columns), columns, list(measured), height=1.7)
+    drawn = [panel for panel in PANELS if panel.least[1]]
+    colors = color_cycle()
+    for place, layers in zip(axes, measured.values(), strict=False):
+        for index, panel in enumerate(drawn):
+            x, means, spreads, _ = _line(layers, panel.values)
+            if any(math.isfinite(value) for value in means):
+                place.errorbar(x, means, spreads, color=colors[index], marker=MARKERS[index], markersize=3.5,
+                               linewidth=1, elinewidth=0.8, capsize=1.5, label=panel.title)
+        _at_least(place, (0.0, 1.05))
+    for place in axes[len(measured):]:
+        place.set_visible(False)
+    _finish(figure, axes[:len(measured)], max(measured.values(), key=len), "means of heads")
+    return figure
+
+
+def _has(panel: Panel, layer: LayerQuantities) -> bool:
+    values = panel.values(layer)
+    return values is not None and bool(values.isfinite().any())
+
+
+def _line(layers: Sequence[LayerQuantities], values_of: Callable) -> tuple[list, list, list, list]:
+    """Of a quantity over the layers: numbers, means, standard deviations over images, and by number the heads' means;
+    not a number between layers whose maps differ in size."""
+    x, means, spreads, heads = [], [], [], []
+    for layer, before in zip(layers, [None, *layers], strict=False):
+        if before is not None and before.feat_size != layer.feat_size:
+            x, means, spreads = [*x, math.nan], [*means, math.nan], [*spreads, math.nan]
+        values = values_of(layer)
+        x.append(layer.number)
+        if values is None or not values.isfinite().any():
+            means, spreads = [*means, math.nan], [*spreads, math.nan]
+            continue
+        of_heads = values.nanmean(0)  # NaN where a map is constant
+        heads.append((layer.number, of_heads))
+        means.append(float(of_heads.nanmean()))
+        of_images = values.nanmean(1)
+        of_images = of_images[of_images.isfinite()]
+        spreads.append(float(of_images.std()) if len(of_images) > 1 else math.nan)
+    return x, means, spreads, heads
+
+
+def _at_least(axes: Axes, least: tuple[float, float]) -> None:
+    low, high = axes.get_ylim()
+    axes.set_ylim(min(low, least[0]), max(high, least[1]))
+
+
+def _panels(width: float | None, rows: int, columns: int, titles: Sequence[str],
+            height: float = 1.55) -> tuple[Figure, list[Axes]]:
+    width = check_width(width) or PAGE
+    figure = new_figure(width, rows * height + 1.0, layout="constrained")
+    axes = list(figure.subplots(rows, columns, squeeze=False).ravel())
+    for place, title in zip(axes, titles, strict=False):
+        place.set_title(wrapped(title, 72 * width / columns - 40, points("medium")), fontsize=points("medium"),
+                        parse_math=False)
+    return figure, axes
+
+
+def _finish(figure: Figure, axes: Sequence[Axes], layers: Sequence[LayerQuantities], what: str) -> None:
+    """Names of the axes, the legend below in as many columns as fit, and what dots, lines and bars are above."""
+    small, width = points(), 72 * figure.get_size_inches()[0]
+    columns = len({place.get_position().x0 for place in axes})
+    for index, place in enumerate(axes):
+        place.tick_params(labelsize=small)
+        place.grid(alpha=0.3, linewidth=0.5)
+        if index >= len(axes) - columns:
+            place.set_xlabel("attention layer", fontsize=small)
+        place.set_xlim(layers[0].number - 0.6, layers[-1].number + 0.6)
+        place.xaxis.get_major_locator().set_params(integer=True)
+    lines, names = axes[0].get_legend_handles_labels()
+    for place in axes[1:]:
+        for line, name in zip(*place.get_legend_handles_labels(), strict=True):
+            if name not in names:
+                lines, names = [*lines, line], [*names, name]
+    names = [wrapped(name, width - 50, small) for name in names]
+    each = max(text_width(name, small) for name in names) + 34
+    ncols = max(1, min(len(names), int(width // each)))
+    legend = figure.legend(lines, names, loc="outside lower center", ncols=ncols, fontsize=small, columnspacing=1.0,
+                           handlelength=1.8)
+    for text in legend.get_texts():
+        text.set_parse_math(False)
+    number = layers[0].images
+    bars = "; bars: standard deviation over images" if number > 1 else ""
+    title = f"mean over {number} image{'s' * (number > 1)}; {what}{bars}"
+    figure.suptitle(wrapped(title, width - 10, small), fontsize=small)
+    rows = sum(1 + name.count("\n") for name in names) / ncols
+    size = figure.get_size_inches()
+    figure.set_size_inches(size[0], size[1] + max(0.0, (rows - 3) * small * 1.4 / 72))
 
 
 def batches_of(model: LoadedModel, paths: Sequence[str], batch_size: int,
@@ -120,9 +249,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     layers = [parse_layers(options.layers, model) for model in models]
     paths = find_images(options.images)[:options.limit]
     measured = {model.label: measure(model.model, batches_of(model, paths, options.batch_size, options.exif_rotation),
-                                     [layer.number for layer in chosen])
+                                     numbers_of(chosen))
                 for model, chosen in zip(models, layers, strict=True)}
-    save(statistics_figure(measured), output, options.dpi)
+    titles = {model.label: title_of(model) for model in models}
+    figure = draw_statistics({titles[label]: of_model for label, of_model in measured.items()}, width=options.width)
+    save(figure, output, options.dpi)
     if table:
         atomic_write(table, quantities_csv(measured).encode())
     written = [output, *([table] if table else [])]

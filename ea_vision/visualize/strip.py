@@ -1,48 +1,105 @@
-"""One query through the layers of a chain: previous, convolved, self and mixed logits, and the attention they give
-(PA paper, figure 8; EA paper, figure 11)."""
+"""One query through the layers of a chain: previous, own and convolved logits, the attention they give, and what that
+is without either (PA paper, figure 8; EA paper, figure 11). The suffix .gif or .mp4 makes a film of the attention."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from matplotlib.figure import Figure
+from torch import Tensor
 
-from ea_vision.analysis.loading import parse_layers
+from ea_vision.analysis.inputs import ImageSource
+from ea_vision.analysis.loading import load_model, parse_layers
 from ea_vision.analysis.recording import PARTS
+from ea_vision.base.errors import UsageError
 from ea_vision.visualize.figure_options import (
+    Layers,
+    Model,
     add_style,
     add_through,
+    by_epoch,
+    checkpoints_of,
+    chosen_heads,
+    chosen_layers,
+    chosen_point,
     make_parser,
     models_through,
+    numbers_of,
     only,
     parse_heads,
     parse_queries,
     style_of,
 )
-from ea_vision.visualize.image_maps import Head, Query, Recording, query_map, query_name, record
+from ea_vision.visualize.films import FILMS, film_command
+from ea_vision.visualize.image_maps import (
+    MEAN,
+    WITHOUT,
+    Head,
+    Query,
+    Recording,
+    add_contributions,
+    as_model,
+    query_map,
+    query_name,
+    record,
+    title_of,
+)
 from ea_vision.visualize.map_style import (
     PART_NAMES,
     STYLE,
     MapStyle,
-    add_scale,
-    blank,
-    draw_map,
-    draw_photo,
+    aspect_of,
+    equation,
     head_name,
     layers_name,
-    new_figure,
+    map_tile,
     norms_of,
-    text_scale,
-    wrapped,
+    photo_tile,
+    scale_bar,
 )
-from ea_vision.visualize.writing import each_image, save, save_maps
+from ea_vision.visualize.sheet import Block, Row, Tile, sheet
+from ea_vision.visualize.writing import PICTURES, each_image, save, save_maps
 
+ARROW = "\N{RIGHTWARDS ARROW}"
 EXAMPLES = """\
-  ea-vision strip --model ea_conv_transformer_cifar --queries 16,16 -o strip.png photo.jpg
+  ea-vision strip --model ea_conv_transformer_cifar --queries 16,16 --heads 1 -o strip.png photo.jpg
+  ea-vision strip --model pa_aa_resnet50 --layers 5-10 --heads 3 --width 3.3 -o strip.pdf photo.jpg
   ea-vision strip --model runs/ea --through checkpoints --layers 1-3 -o training.png photo.jpg
-  ea-vision strip --model pa_aa_resnet50 --layers 5-10 --heads 3 -o strip.svg photo.jpg
+  ea-vision strip --model ea_aa_resnet34 --layers 1-20 --heads mean -o layers.gif photo.jpg
+  ea-vision strip --model runs/ea --through checkpoints --layers 3 -o training.mp4 photo.jpg
 """
+
+
+def plot_strip(model: Model, image: ImageSource | Tensor, layers: Layers = None, head: Head = 0,
+               query: Query | None = None, *, through: str = "layers", width: float | None = None, **style) -> Figure:
+    """Draw one query of one head through the layers of each chain, part by part, a row a layer; or through training.
+
+    Args:
+        model, image, layers, width, **style: see `ea_vision.visualize.figure_options`.
+        head: counted from 0, or "mean".
+        query: default: the middle.
+        through: "layers", or "checkpoints": attention only, by epoch of the checkpoints and snapshots of a run folder.
+    """
+    if through not in ("layers", "checkpoints"):
+        raise UsageError(f"through must be layers or checkpoints, got {through!r}")
+    if through == "checkpoints":
+        models = by_epoch([load_model(file) for file in checkpoints_of([str(model)])])
+        chosen = chosen_layers(layers, models[0])
+        recordings = [record(one, image, chosen) for one in models]
+    else:
+        loaded = as_model(model)
+        chosen = chosen_layers(layers, loaded)
+        recordings = [record(loaded, image, chosen, _parts(chosen))]
+    [one], point = chosen_heads([head], chosen), chosen_point(query, tuple(recordings[0].image.shape[1:]))
+    if through == "checkpoints":
+        return draw_training(recordings, numbers_of(chosen), one, point, MapStyle(**style), width=width)
+    return draw_strip(recordings[0], numbers_of(chosen), one, point, MapStyle(**style), width=width)
+
+
+def _parts(layers) -> list[str]:
+    return [part for part in PARTS if any(part in layer.parts for layer in layers)]
 
 
 def chains_of(recording: Recording, layers: Sequence[int]) -> list[list[int]]:
@@ -58,38 +115,48 @@ def chains_of(recording: Recording, layers: Sequence[int]) -> list[list[int]]:
     return chains
 
 
-def rows_of(recording: Recording, layers: Sequence[int]) -> dict[str, str]:
-    """The parts to draw, with their names, in the order in which a layer computes them; no two rows alike.
+def columns_of(recording: Recording, layers: Sequence[int]) -> dict[str, str]:
+    """The parts to draw, with their names, in the order in which a layer computes them; no two columns alike.
 
     EA convolves the mixture of the previous and the layer's own logits, PA the previous ones alone. Logits that are the
-    convolved ones (EA's beta = 1) have no row of their own, nor have own logits where nothing evolves.
+    convolved ones (EA's beta = 1) have no column of their own, nor have own logits where nothing evolves.
     """
     maps = [recording.maps[layer] for layer in layers]
     evolved = [layer for layer in maps if layer.prev_logits is not None]
     if not evolved:
-        return {"logits": "logits", "attn": "attention"} if all(m.logits is not None for m in maps) else {
+        return {"logits": "logits", "attn": f"{ARROW} attention"} if all(m.logits is not None for m in maps) else {
             "attn": "attention"}
     convolved = [layer for layer in evolved if layer.conv_logits is not None]
-    own_too = any("self_logits" in _shares(recording, layer.name) for layer in convolved)
+    own_too = any("self_logits" in _before(recording, layer.name) for layer in convolved)
     order = ("prev_logits", *(("self_logits", "conv_logits") if own_too else ("conv_logits", "self_logits")), "logits")
     drawn = [part for part in order if any(getattr(layer, part) is not None for layer in maps)]
     if len(convolved) == len(evolved) and all(torch.equal(layer.conv_logits, layer.logits) for layer in convolved):
         drawn.remove("logits")
     names = {part: PART_NAMES[part].replace(" ", "\n") for part in drawn}
+    if "self_logits" in names:
+        names["self_logits"] = "+ own\nlogits"
     if "conv_logits" in names:
-        names["conv_logits"] = "both,\nconvolved" if own_too else "previous,\nconvolved"
-    return {**names, "attn": "attention"}
+        names["conv_logits"] = f"{ARROW} conv.\nof both" if own_too else f"{ARROW} conv.\nprevious"
+    if "logits" in names:
+        names["logits"] = f"{ARROW}\nlogits"
+    without = {part: name for part, name in zip(WITHOUT, ("without\nprevious", "without\nown"), strict=True)
+               if any(part in layer.more for layer in evolved)}
+    return {**names, "attn": f"{ARROW}\nattention", **without}
 
 
-def _shares(recording: Recording, name: str) -> dict[str, float]:
-    evolution = getattr(recording.model.model.get_submodule(name), "evolution", None)
+def _evolution(recording: Recording, name: str):
+    return getattr(recording.model.model.get_submodule(name), "evolution", None)
+
+
+def _before(recording: Recording, name: str) -> dict[str, float]:
+    evolution = _evolution(recording, name)
     return evolution.before_shares() if evolution else {}
 
 
-def evolution_strip(recording: Recording, layers: Sequence[int], head: Head, point: Query,
-                    style: MapStyle = STYLE) -> Figure:
-    """For each chain among `layers` a strip: a column a layer, and down a column what the layer computes, from the
-    previous logits to the attention.
+def draw_strip(recording: Recording, layers: Sequence[int], head: Head, point: Query, style: MapStyle = STYLE, *,
+               width: float | None = None) -> Figure:
+    """Draw for each chain among `layers` a block: a row a layer, and along it what the layer computes, from the
+    previous logits to the attention; then the attention without the previous map, and without the layer's own logits.
 
     A chain's first layer has no previous map; its logits are its own.
 
@@ -97,112 +164,105 @@ def evolution_strip(recording: Recording, layers: Sequence[int], head: Head, poi
         recording: with all parts of `layers` (numbers).
         head: counted from 0, or "mean".
         point: the query, (y, x) in pixels of the input or a token by name.
-        style: how maps are drawn; the logits of a strip share one scale, its attention another. Logits are bare.
+        style: how maps are drawn; the logits of a chain share one scale, its attention another. Logits are bare.
+        width: inches.
     """
-    rows, chains = rows_of(recording, layers), chains_of(recording, layers)
+    add_contributions(recording)
+    columns, chains = columns_of(recording, layers), chains_of(recording, layers)
     img_size = tuple(recording.image.shape[1:])
-    columns, text = max(map(len, chains)), text_scale()
-    cell, aspect = max(1.15, 0.75 * text), img_size[0] / img_size[1]
-    width = max(cell * (columns + 1) + 1.7 * text, 4.2 * text)
-    title = wrapped(recording.model.label, width - 0.2, 12)
-    strip_height = len(rows) * (cell * aspect + 0.08) + 0.75 * text
-    top = (0.45 + 0.2 * (1 + title.count("\n"))) * text
-    figure = new_figure(width, top + strip_height * len(chains))
-    figure.suptitle(f"{title}\n{wrapped(f'query ({query_name(point)}), {head_name(head)}', width - 0.2, 12)}")
-    maps = {(layer, part): recording.relative_map(layer, point, head) if part == "attn" else
+    maps = {(layer, part): recording.relative_map(layer, point, head, part) if part.startswith("attn") else
             query_map(recording.maps[layer], point, img_size, head, part)
-            for layer in layers for part in rows if _drawn(recording, layer, part, rows)}
-    norms = {}
-    for attention in (False, True):
-        groups = [[key for key in maps if key[0] in chain and (key[1] == "attn") == attention] for chain in chains]
+            for layer in layers for part in columns if _drawn(recording, layer, part, columns)}
+    kinds, norms, bars = ("logits", "attn"), {}, {}
+    for kind in kinds:
+        groups = [[key for key in maps if key[0] in chain and key[1].startswith("attn") == (kind == "attn")]
+                  for chain in chains]
         groups = [group for group in groups if group]
-        found = norms_of([[maps[key] for key in group] for group in groups], style, "attn" if attention else "logits",
-                         overlay=style.overlay and attention) if groups else []
-        norms.update({key: norm for group, own in zip(groups, found, strict=True)
-                      for key, norm in zip(group, own, strict=True)})
-    strips = figure.subfigures(len(chains), 1, squeeze=False).ravel()
-    for strip, chain in zip(strips, chains, strict=True):
-        cells = strip.subplots(len(rows), columns + 1, squeeze=False)
-        feat_size = recording.maps[chain[0]].feat_size
-        draw_photo(cells[0, 0], recording, style, [point], feat_size)
-        for axes in (*cells[1:, 0], *cells[:, len(chain) + 1:].ravel()):
-            blank(axes, img_size)
-        for row, (part, name) in enumerate(rows.items()):
-            for axes, layer in zip(cells[row, 1:], chain, strict=False):
-                if (layer, part) in maps:
-                    draw_map(axes, maps[layer, part], recording, norms[layer, part], style, point=point,
-                             overlay=style.overlay and part == "attn", part=part)
-                else:
-                    blank(axes, img_size, "= own" if part == "logits" else "none")
-                if row == 0:
-                    axes.set_title(f"layer {layer}", fontsize="small")
-            cells[row, 1].set_ylabel(name, fontsize="small")
-        add_scale(strip, cells[-1], norms[chain[0], "attn"], style, short=True)
-        if len(rows) > 1:
-            logits = [key for key in maps if key[0] in chain and key[1] != "attn"]
-            add_scale(strip, cells[:-1], norms[logits[0]], style, "logits", overlay=False)
-        strip.suptitle(f"{layers_name(chain)}, {feat_size[0]}x{feat_size[1]}", fontsize="medium")
-    return figure
+        for group, scales in zip(groups, norms_of([[maps[key] for key in group] for group in groups], style, kind),
+                                 strict=True):
+            norms.update(zip(group, scales, strict=True))
+            bars[group[0][0], kind] = scale_bar(scales[0], style, kind)
+    blocks = []
+    for chain in chains:
+        rows = [Row([_strip_tile(recording, layer, part, maps, norms, style, point,
+                                 name if layer == chain[0] else "") for part, name in columns.items()],
+                    f"layer {layer}", aspect=aspect_of(recording)) for layer in chain]
+        height, wide = recording.maps[chain[0]].feat_size
+        own = [bars[chain[0], kind] for kind in kinds if (chain[0], kind) in bars]
+        blocks.append(Block(rows, f"{layers_name(chain)}, {height}x{wide}" if len(chains) > 1 else "", own))
+    note = f"{layers_name(layers)}, {head_name(head)}" + (" (of their logits, and of their attention)" if head == MEAN
+                                                          else "") + f", query {query_name(point)}"
+    texts = [equation(recording.model.model, recording.maps[layer].name, layer) for layer in layers]
+    if any(texts):
+        note += f"\n{next(text for text in texts if text)}; previous: the logits of the row above"
+    if WITHOUT[0] in columns:
+        note += "; without: the attention where that part is 0"
+    return sheet(title_of(recording.model), blocks, width=width, note=note, aspect=aspect_of(recording),
+                 photo=photo_tile(recording, style, [point], recording.maps[layers[0]].feat_size))
 
 
-def training_strip(recordings: Sequence[Recording], layers: Sequence[int], head: Head, query: Query,
-                   style: MapStyle = STYLE) -> Figure:
-    """Attention through training: a row a layer, a column an epoch.
+def _strip_tile(recording, layer, part, maps, norms, style, point, title) -> Tile:
+    if (layer, part) not in maps:
+        return Tile(None, title)
+    attention = part.startswith("attn")
+    return map_tile(maps[layer, part], recording, norms[layer, part], style, point=point, title=title,
+                    overlay=style.overlay and attention, part="attn" if attention else part)
+
+
+def _drawn(recording: Recording, layer: int, part: str, columns: dict[str, str]) -> bool:
+    """Whether a layer's row has a map in the column: it has the part, and it is not shown as its own logits already."""
+    maps = recording.maps[layer]
+    again = part == "logits" and "self_logits" in columns and maps.prev_logits is None
+    return part in maps.recorded() and not again
+
+
+def draw_training(recordings: Sequence[Recording], layers: Sequence[int], head: Head, query: Query,
+                  style: MapStyle = STYLE, *, width: float | None = None) -> Figure:
+    """Draw attention through training: a row a layer, a column an epoch.
 
     Args:
         recordings: of one image, one a checkpoint of a run in the order of epochs, with the "attn" of `layers`.
         head: counted from 0, or "mean".
         query: (y, x) in pixels of the input or a token by name.
         style: how maps are drawn; the maps of a layer share a scale.
+        width: inches.
     """
-    first, text = recordings[0], text_scale()
-    H, W = first.image.shape[1:]
-    cell = max(1.3, 0.75 * text)
-    width = max(cell * (len(recordings) + 1) + 1.4 * text, 4.2 * text)
-    title = wrapped(f"{first.model.label.rpartition(', epoch ')[0] or first.model.label}, query ({query_name(query)}), "
-                    f"{head_name(head)}", width - 0.2, 12)
-    row_height = cell * H / W + 0.35 * text
-    figure = new_figure(width, len(layers) * row_height + (0.2 + 0.2 * (1 + title.count("\n"))) * text)
-    figure.suptitle(title)
-    rows = figure.subfigures(len(layers), 1, squeeze=False).ravel()
+    first = recordings[0]
     groups = [[recording.relative_map(layer, query, head) for recording in recordings] for layer in layers]
-    for row, layer, maps, norms in zip(rows, layers, groups, norms_of(groups, style), strict=True):
-        cells = row.subplots(1, len(recordings) + 1)
-        size = first.maps[layer].feat_size
-        draw_photo(cells[0], first, style, [query], size)
-        cells[0].set_ylabel(f"layer {layer}\n{size[0]}x{size[1]}", fontsize="small")
-        for axes, recording, values, norm in zip(cells[1:], recordings, maps, norms, strict=True):
-            draw_map(axes, values, recording, norm, style, point=query)
-            axes.set_title(f"epoch {recording.model.epoch}", fontsize="small")
-        add_scale(row, cells, norms[0], style, short=True)
-    return figure
+    blocks = []
+    for layer, maps, scales in zip(layers, groups, norms_of(groups, style), strict=True):
+        tiles = [map_tile(values, recording, scale, style, point=query, title=f"epoch {recording.model.epoch}")
+                 for recording, values, scale in zip(recordings, maps, scales, strict=True)]
+        height, wide = first.maps[layer].feat_size
+        blocks.append(Block([Row(tiles, aspect=aspect_of(first))], f"layer {layer}, {height}x{wide}",
+                            [scale_bar(scales[0], style)]))
+    title = first.model.label.rpartition(", epoch ")[0] or first.model.label
+    return sheet(title, blocks, width=width, note=f"attention through training: {head_name(head)}, query "
+                 f"{query_name(query)}", photo=photo_tile(first, style, [query], first.maps[layers[0]].feat_size),
+                 aspect=aspect_of(first))
 
 
-def _drawn(recording: Recording, layer: int, part: str, rows: dict[str, str]) -> bool:
-    """Whether a layer's column has a map in the row: it has the part, and it is not shown as its own logits already."""
-    maps = recording.maps[layer]
-    again = part == "logits" and "self_logits" in rows and maps.prev_logits is None
-    return getattr(maps, part) is not None and not again
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = make_parser(__doc__, EXAMPLES, output="evolution.png", heads="mean")
-    add_through(parser, "layers: of one model, part by part; checkpoints: attention")
+def main(argv: Sequence[str] | None = None, output: str = "evolution.png") -> int:
+    parser = make_parser(__doc__, EXAMPLES, output=output, heads="0", suffixes=(*PICTURES, *FILMS))
+    add_through(parser, "layers: of one model, part by part (a film: attention); checkpoints: attention")
+    parser.add_argument("--seconds", type=float, default=0.6,
+                        help="of a film: how long a picture is shown (default: %(default)s)")
     add_style(parser)
     options = parser.parse_args(argv)
+    if Path(options.output).suffix.lower() in FILMS:
+        return film_command(options)
     style = style_of(options)
     models = models_through(options)
     layers = parse_layers(options.layers, models[0])
     head = only(parse_heads(options.heads, layers), "head")
     point = only(parse_queries(options.queries, models[0].img_size, [(0.5, 0.5)]), "query")
-    numbers = [layer.number for layer in layers]
     training = options.through == "checkpoints"
-    parts = ["attn"] if training else [part for part in PARTS if any(part in layer.parts for layer in layers)]
-    for _, image, output in each_image(options):
-        recordings = [record(model, image, layers, parts) for model in models]
-        figure = (training_strip(recordings, numbers, head, point, style) if training else
-                  evolution_strip(recordings[0], numbers, head, point, style))
-        save(figure, output, options.dpi)
+    for _, image, file in each_image(options):
+        recordings = [record(model, image, layers, ["attn"] if training else _parts(layers)) for model in models]
+        what = (numbers_of(layers), head, point, style)
+        figure = (draw_training(recordings, *what, width=options.width) if training else
+                  draw_strip(recordings[0], *what, width=options.width))
+        save(figure, file, options.dpi)
         if options.npz:
-            save_maps(recordings, output)
+            save_maps(recordings, file)
     return 0

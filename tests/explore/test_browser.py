@@ -22,6 +22,7 @@ from ea_vision.analysis.loading import load_model
 from ea_vision.analysis.recording import PARTS as RECORDED_PARTS
 from ea_vision.analysis.recording import attention_layers
 from ea_vision.visualize.image_maps import record
+from ea_vision.visualize.map_style import MapStyle, norms_of
 from ea_vision.visualize.page import Explorer, build_page
 from ea_vision.visualize.page_server import PageServer
 from tests.detection.tiny import tiny_run
@@ -71,7 +72,11 @@ def open_page(browser, address):
     """Opens a page. At the end of the test none may have asked the network, complained, or written to its console."""
     contexts, wrong = [], []
 
-    def open_it(fragment: str = "", url: str = address, script: str = "", width: int = 1280, **options):
+    def open_it(fragment: str = "", url: str = address, script: str = "", width: int = 1280, view: str = "heads",
+                **options):
+        """view: "heads" unless the address says another one; "": what the page begins with."""
+        if view and "view=" not in fragment:
+            fragment = f"#view={view}&{fragment.removeprefix('#')}"
         context = browser.new_context(viewport={"width": width, "height": 800}, **options)
         contexts.append(context)
         page = context.new_page()
@@ -170,7 +175,8 @@ def test_tiles_equal_numpy(open_page, explorer, recordings):
     compared = 0
     for image, query in ((0, (5, 90)), (1, (63, 0))):
         for part in PARTS:
-            page.evaluate("hash => { location.hash = hash }", f"image={image}&part={part}&query={query[0]},{query[1]}")
+            page.evaluate("hash => { location.hash = hash }",
+                          f"view=heads&image={image}&part={part}&query={query[0]},{query[1]}")
             page.wait_for_function("hash => ['image', 'part'].every((name) => "
                                    "String(explorer.state()[name]) === new URLSearchParams(hash).get(name))",
                                    arg=f"image={image}&part={part}")
@@ -213,13 +219,21 @@ def test_predictions(open_page, entries):
             assert prediction["name"] in text and f"{100 * prediction['probability']:.1f}%" in text
 
 
+@pytest.mark.parametrize("part", ["attn", "logits"])
 @pytest.mark.parametrize("colours", ["viridis", "cividis"])
-def test_drawn_pixels_are_the_values_in_the_colour_map(open_page, colours):
-    page = open_page(f"#query=20,30&layer=9&head=2&opacity=1&colours={colours}&part=logits")
+def test_drawn_pixels_are_the_values_in_the_colour_map(open_page, colours, part):
+    """By the scales and colours of the figures: attention's logarithms around uniform attention, logits around 0."""
+    page = open_page(f"#query=20,30&layer=9&head=2&opacity=1&colours={colours}&part={part}&scale=tile")
     shown = tile(page, 0, 9, 2)
     values = np.array(shown["values"])
-    colour = matplotlib.colormaps[colours]((values - values.min()) / np.ptp(values), bytes=True)
-    assert np.abs(zoom_pixels(page, shown["featSize"]) - colour[:, :3]).max() <= 6  # a neighbour in the table
+    [[norm]] = norms_of([[values * len(values)]], MapStyle(scale="all"))
+    if part == "logits":
+        norm = matplotlib.colors.Normalize(-np.abs(values).max(), np.abs(values).max())
+    else:
+        values = values * len(values)
+    colour = matplotlib.colormaps["coolwarm" if part == "logits" else colours](norm(values), bytes=True)
+    inside = [cell for cell in range(len(values)) if cell != shown["cell"]]
+    assert np.abs(zoom_pixels(page, shown["featSize"]) - colour[:, :3])[inside].max() <= 6  # a neighbour in the table
 
 
 # ---- query ----------------------------------------------------------------------------------------------------------
@@ -308,7 +322,8 @@ def test_a_tile_enlarges_in_all_models(open_page):
     page.get_by_label("layer 9, head 3", exact=True).hover()
     settle(page)
     texts = page.locator(".stage").all_inner_texts()
-    assert "layer 9 · head 3" in texts[0] and "no layer 9" in texts[1]
+    assert "layer 9 · head 3" in texts[0]
+    assert "linked by layer and head, and this one has no layer 9: it has 1 to 6" in texts[1].replace("\n", " ")
     page.get_by_label("layer 21, mean of the heads", exact=True).click()
     page.mouse.move(2, 2)
     settle(page)
@@ -363,8 +378,9 @@ def test_captions_say_what_they_describe(open_page):
     query, zoom = page.locator(".stage").first.locator(".caption").all_inner_texts()
     assert query == "query y 40, x 50 · framed: its cell of the 4x6 map"
     shown = tile(page, 0, 9, 2)
+    largest = max(shown["values"])
     assert zoom.split("\n") == [
-        "layer 9 · head 2 · attention · 4x6 map", f"largest {max(shown['values']) * 24:.2f}/N",
+        "layer 9 · head 2 · attention · 4x6 map", f"largest {100 * largest:.1f}%, {24 * largest:.3g} times uniform",
         f"entropy {shown['entropy']:.2f} of at most 3.18 nats · distance {shown['distance']:.1f} px"]
     choose_part(page, "conv_logits")
     zoom = page.locator(".stage").first.locator(".caption").nth(1).inner_text()
@@ -374,9 +390,84 @@ def test_captions_say_what_they_describe(open_page):
 
 
 @pytest.mark.parametrize("fragment", [
-    "#query=9999,-1&image=7&part=none&layer=x&head=-3&opacity=9&scale=&theme=<b>", "#%%%", "#"])
+    "#query=9999,-1&image=7&view=no&part=none&layer=x&head=-3&opacity=9&scale=&theme=<b>", "#%%%", "#"])
 def test_a_fragment_that_makes_no_sense_is_as_none(open_page, fragment):
-    assert state(open_page(fragment)) == state(open_page())
+    assert state(open_page(fragment, view="")) == state(open_page(view=""))
+
+
+# ---- the first view: evolution, layer by layer -----------------------------------------------------------------------
+
+COLUMNS = (("prev_logits", "previous"), ("self_logits", "own"), ("conv_logits", "after conv."), ("attn", "attention"))
+
+
+@pytest.mark.parametrize("head", [0, 3, "mean"])
+def test_the_first_view_is_what_one_head_computes(open_page, explorer, recordings, head):
+    """A row a layer; previous, own, convolved, attention as recorded; PA has logits of its own besides."""
+    page = open_page(f"#query=20,30&head={head}", view="")
+    assert state(page)["view"] == "parts"
+    labels = page.locator(".buttons").first.locator("button").evaluate_all("all => all.map(b => b.ariaLabel)")
+    assert labels == [f"layer {layer.number}, {name}" for layer in explorer.layers[0] for _, name in COLUMNS]
+    assert page.locator(".buttons").nth(1).locator("button").count() == 6 * 5
+    compared = 0
+    for index, query in ((0, (20, 30)), (1, (20 * 32 // 64, 30 * 32 // 96))):
+        for layer in explorer.layers[index]:
+            for part in [part for part, _ in COLUMNS] + ["logits"] * index:
+                shown = page.evaluate("([m, l, h, p]) => explorer.tile(m, l, h, p)", [index, layer.number, head, part])
+                if part not in layer.parts:
+                    assert shown is None
+                    continue
+                values, bound = expected_row(explorer, recordings[0, index], index, layer.number, part, head, query)
+                assert np.abs(np.array(shown["values"]) - values).max() <= bound
+                compared += 1
+    assert compared > 30
+
+
+def test_the_first_view_says_how_its_columns_make_each_other(open_page):
+    page = open_page(view="")
+    texts = page.locator(".equation:visible").all_inner_texts()
+    assert texts == ["a layer: logits = relu(conv(0.5 previous + 0.5 own)), attention = softmax(logits)",
+                     "a layer: logits = 0.5 relu(conv(previous)) + 0.5 own, attention = softmax(logits)"]
+    page.locator("input[name=view][value=heads]").check(force=True)
+    settle(page)
+    assert not page.locator(".equation:visible").count()
+
+
+def test_the_first_view_by_keyboard_alone(open_page):
+    page = open_page("#layer=8", view="")
+    for _ in range(30):
+        page.keyboard.press("Tab")
+        focus = page.evaluate("document.activeElement.getAttribute('aria-label') ?? document.activeElement.name ?? ''")
+        if focus == "view":
+            page.keyboard.press("Tab")
+            page.keyboard.press("ArrowDown")  # the next head
+        if focus.startswith("layer 8"):
+            break
+    assert focus == "layer 8, attention"
+    page.keyboard.press("ArrowLeft")
+    page.keyboard.press("ArrowDown")
+    settle(page)
+    shown = state(page)
+    assert (shown["layer"], shown["part"], shown["head"], shown["view"]) == (9, "conv_logits", 1, "parts")
+    assert "layer 9 · head 1 · after conv." in page.locator(".stage").first.inner_text()
+    assert state(open_page(page.evaluate("explorer.fragment()"), view="")) == shown
+
+
+def test_a_query_outside_the_image_is_told_so(open_page):
+    page = open_page("#query=64,0;3,3", view="")
+    message = page.locator("#message").inner_text()
+    assert "asks for query 64,0; the input of ea_aa_resnet34" in message
+    assert "has 64x96 pixels, from 0,0 to 63,95" in message and "Shown is y 32, x 48." in message
+    for fragment in ("#query=63,95", "#query=0,0", "#head=2"):
+        assert not open_page(fragment, view="").locator("#message").is_visible()
+
+
+def test_a_head_that_the_other_model_lacks_is_explained(open_page):
+    page = open_page("#layer=8&head=7", view="")
+    text = page.locator(".stage").nth(1).inner_text().replace("\n", " ")
+    assert "linked by layer and head, and this one has no layer 8: it has 1 to 6" in text
+    page = open_page("#layer=1&head=7", view="")
+    text = page.locator(".stage").nth(1).inner_text().replace("\n", " ")
+    assert "and this one has no head 7: it has 0 to 3" in text
 
 
 def test_one_colour_scale_for_all(open_page, explorer):
@@ -386,22 +477,23 @@ def test_one_colour_scale_for_all(open_page, explorer):
                             for index, layers in enumerate(explorer.layers) for layer in layers
                             for head in [*range(layer.num_heads), "mean"]])
     shown = tile(page, 0, 8, 0)
-    colour = matplotlib.colormaps["viridis"]((np.array(shown["values"]) - every.min()) / np.ptp(every), bytes=True)
+    reach = np.abs(every).max()
+    colour = matplotlib.colormaps["coolwarm"]((np.array(shown["values"]) + reach) / (2 * reach), bytes=True)
     assert np.abs(zoom_pixels(page, shown["featSize"]) - colour[:, :3]).max() <= 6
 
 
 def test_attention_that_is_everywhere_alike_does_not_look_strong(open_page, explorer):
-    """Colours reach to three times 1/N at least, each tile its own or not, and the bar marks 1/N."""
+    """Colours reach to twice 1/N at least, each tile its own or not, and the bar marks 1/N, in its middle."""
     page = open_page("#opacity=1&layer=8&head=0")
     shown = tile(page, 0, 8, 0)
     values = np.array(shown["values"])
     assert values.max() < 1.7 / 24, "random weights look everywhere nearly alike"
-    for scale, end in (("tile", 3 / 24), ("layer", None)):
+    for scale, heads in (("tile", [0]), ("layer", [*range(8), "mean"])):
         page.get_by_label("Colour scale").select_option(scale)
         settle(page)
-        if end is None:
-            end = max(3 / 24, *(value for head in range(8) for value in tile(page, 0, 8, head)["values"]))
-        colour = matplotlib.colormaps["viridis"](values / end, bytes=True)
+        end = max(2, *(24 * value for head in heads for value in tile(page, 0, 8, head)["values"]))
+        assert shown["range"] != tile(page, 0, 8, 0)["range"] or scale == "layer"
+        colour = matplotlib.colormaps["viridis"](0.5 + np.log(24 * values) / np.log(end) / 2, bytes=True)
         inside = [cell for cell in range(24) if cell != shown["cell"]]
         assert np.abs(zoom_pixels(page, shown["featSize"]) - colour[:, :3])[inside].max() <= 6
     ink = page.evaluate("""() => {
@@ -410,7 +502,7 @@ def test_attention_that_is_everywhere_alike_does_not_look_strong(open_page, expl
       return Array.from({length: bar.width}, (_, x) => x).filter(
         (x) => text.every((value, i) => Math.abs(row[4 * x + i] - value) < 12)).map((x) => x / bar.width);
     }""")
-    assert ink and abs(np.mean(ink) - 1 / 3) < 0.02, "1/N is a third of the way"
+    assert ink and abs(np.mean(ink) - 1 / 2) < 0.02, "1/N is in the middle"
 
 
 @pytest.mark.parametrize("query, colours", [("0,0", "viridis"), ("40,50", "gray"), ("63,95", "magma")])
@@ -478,11 +570,12 @@ def test_the_view_is_saved_as_png(open_page, tmp_path):
         shutil.copy(tmp_path / name, Path(SCREENSHOTS) / "saved.png")
 
 
-@pytest.mark.parametrize("width", [1280, 400])
+@pytest.mark.parametrize("view", ["parts", "heads"])
+@pytest.mark.parametrize("width", [1400, 400])
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_looks(open_page, width, theme):
+def test_looks(open_page, width, theme, view):
     """Nothing sticks out to the side; the ground follows the system's theme; text stands out from it."""
-    page = open_page(width=width, color_scheme=theme)
+    page = open_page(width=width, color_scheme=theme, view=view)
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     ground, text = (np.mean([int(value) for value in re.findall(r"\d+", colour)[:3]]) for colour in page.evaluate(
         "[getComputedStyle(document.body).backgroundColor, getComputedStyle(document.body).color]"))
@@ -491,7 +584,7 @@ def test_looks(open_page, width, theme):
     assert photo["width"] >= 150 and first["width"] >= 26
     if SCREENSHOTS:
         page.wait_for_timeout(400)
-        page.screenshot(path=Path(SCREENSHOTS) / f"page-{width}-{theme}.png", full_page=True)
+        page.screenshot(path=Path(SCREENSHOTS) / f"page-{view}-{width}-{theme}.png", full_page=True)
 
 
 def test_26_by_8_tiles_follow_within_a_frame(browser, open_page, tmp_path):
@@ -549,7 +642,7 @@ def test_images_are_opened_in_the_served_page(browser, explorer, tmp_path):
             errors, requests = [], []
             page.on("pageerror", lambda error: errors.append(str(error)))
             page.on("request", lambda request: requests.append(request.url))
-            page.goto(server.address)
+            page.goto(server.address + "#view=heads")
             message, main = page.locator("#message"), page.locator("main")
             assert not main.is_visible(), "nothing to see before the first image"
             for name, text in (("truncated.jpg", "broken"), ("huge.png", "megapixels"), ("good.jpg", ""),

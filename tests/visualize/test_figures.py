@@ -1,4 +1,5 @@
 """The figures: what is drawn where, what is written, and what bad input leaves behind."""
+import re
 import subprocess
 import sys
 
@@ -17,28 +18,28 @@ from ea_vision.engine import checkpoint, run_folder
 from ea_vision.layers import AugmentedConv2d
 from ea_vision.visualize import (
     MapStyle,
-    attention_matrices,
-    evolution_strip,
+    draw_heatmap,
+    draw_matrix,
+    draw_models,
+    draw_rollout,
+    draw_strip,
     films,
-    heads_by_queries,
     heatmap,
     image_maps,
     matrix,
-    models_side_by_side,
     rollout,
-    rollout_figure,
     statistics,
     strip,
 )
 from ea_vision.visualize.figure_options import checkpoints_of, some_layers
-from ea_vision.visualize.map_style import SCALES, STYLE, new_figure, norms_of
+from ea_vision.visualize.map_style import SCALES, STYLE, draw_map, norms_of
+from ea_vision.visualize.sheet import new_figure
 from ea_vision.visualize.writing import save
 
 from .conftest import SCRIPTS
 
 KWARGS = dict(num_classes=3, img_size=16, widths=[8, 8, 16, 16])
-ALL = {"heatmap": heatmap, "strip": strip, "matrix": matrix, "rollout": rollout, "statistics": statistics,
-       "animation": films}
+ALL = {"heatmap": heatmap, "strip": strip, "matrix": matrix, "rollout": rollout, "statistics": statistics}
 
 
 @pytest.fixture
@@ -113,7 +114,7 @@ def command(script, *argv):
 def test_a_map_lies_where_its_query_looks(down, right):
     recording = record(pointer(down, right))
     point = (13, 27)  # in the cell of row 1 and column 3
-    figure = heads_by_queries(recording, [1], [0, 1, "mean"], [point])
+    figure = draw_heatmap(recording, [1], [0, 1, "mean"], [point])
     shown = [axes.images[-1] for axes in figure.axes if len(axes.images) == 2]  # a map over the grey image
     assert len(shown) == 3
     for artist in shown:
@@ -122,8 +123,8 @@ def test_a_map_lies_where_its_query_looks(down, right):
 
 def test_the_querys_cell_is_framed():
     recording = record(pointer(0, 0))
-    figure = heads_by_queries(recording, [1], ["mean"], [(3, 60), (20, 10)], MapStyle(overlay=False))
-    header, *cells = [axes for axes in figure.axes if axes.images]
+    figure = draw_heatmap(recording, [1], ["mean"], [(3, 60), (20, 10)], MapStyle(overlay=False))
+    header, *cells = [axes for axes in figure.axes if axes.images and axes.get_label() != "<colorbar>"]
     frames = [(0, 56, 8, 8), (16, 8, 8, 8)]
     assert [frame_of(patch) for patch in header.patches] == frames
     assert [text.get_text() for text in header.texts] == ["1", "2"]
@@ -142,22 +143,23 @@ def test_cells_of_pixels(point, cell):
 
 def test_models_side_by_side_share_one_scale_and_place_the_query():
     recordings = [record(pointer(0, 0)), record(pointer(1, 1))]
-    figure = models_side_by_side(recordings, [[1], [1]], [0], [(5, 20)])
+    figure = draw_models(recordings, [[1], [1]], [0], [(5, 20)])
     maps = [axes.images[-1] for axes in figure.axes if len(axes.images) == 2]
     assert [brightest(artist) for artist in maps] == [(4, 20), (12, 28)]
     assert len({artist.get_clim() for artist in maps}) == 1
     with pytest.raises(UsageError, match="as many layers each, got 1 of pointer, 2 of pointer"):
-        models_side_by_side(recordings, [[1], [1, 1]], [0], [(5, 20)])
+        draw_models(recordings, [[1], [1, 1]], [0], [(5, 20)])
 
 
 def test_the_strip_shows_every_part_of_every_chain(run):
     model = load_model(str(run))
     recording = image_maps.record(model, Image.new("RGB", (16, 16), "grey"), attention_layers(model.model), PARTS)
-    figure = evolution_strip(recording, [1, 2, 3, 4, 5, 6], 1, (5, 9))
+    figure = draw_strip(recording, [1, 2, 3, 4, 5, 6], 1, (5, 9))
     shown = [axes.images[-1].get_array() for axes in figure.axes if axes.images]
     shown = [values for values in shown if values.shape in ((4, 4), (2, 2))]
-    # of a chain's first layer own logits and attention; at beta = 1 the others' logits are the convolved ones
-    assert len(shown) == 2 * (2 + 2 * 4)
+    # of a chain's first layer own logits and attention; at beta = 1 the others' logits are the convolved ones; and
+    # attention without either part
+    assert len(shown) == 2 * (2 + 2 * 6)
     expected = recording.maps[2].conv_logits[0, 1, 1 * 4 + 2].view(4, 4).numpy()
     assert any(values.shape == (4, 4) and np.allclose(values, expected) for values in shown)
 
@@ -165,7 +167,7 @@ def test_the_strip_shows_every_part_of_every_chain(run):
 def test_matrices_are_the_recorded_ones(run):
     model = load_model(str(run))
     recording = image_maps.record(model, Image.new("RGB", (16, 16), "grey"), attention_layers(model.model)[:1])
-    figure = attention_matrices(recording, [1], [2, "mean"])
+    figure = draw_matrix(recording, [1], [2, "mean"])
     head, mean = (axes.images[0].get_array() for axes in figure.axes if axes.images)
     relative = 16 * recording.maps[1].attn[0]  # of uniform attention on 4x4 keys
     assert np.allclose(head, relative[2]) and np.allclose(mean, relative.mean(0))
@@ -176,14 +178,16 @@ def test_rollout_says_where_it_is_an_approximation():
     vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, num_classes=2).eval()
     config = timm.data.resolve_model_data_config(vit)
     exact = record(LoadedModel(vit, "vit", (32, 32), config))
-    titles = ["".join(text.get_text() for text in rollout_figure([recording], [(5, 5)]).axes[0].texts)
+    titles = [" ".join(" ".join(text.get_text() for text in draw_rollout([recording], [(5, 5)]).texts).split())
               for recording in (convolutional, exact)]
     assert "approximation" in titles[0] and "vit, layers 1, 2" in titles[1] and "approximation" not in titles[1]
 
 
 def strip_titles(figure):
-    return [sub.get_suptitle() for sub in figure.subfigs], [
-        axes.get_ylabel() for axes in figure.axes if axes.get_ylabel() and axes.get_label() != "<colorbar>"]
+    """Names of the blocks, of the rows and of the columns."""
+    axes = [axes for axes in figure.axes if axes.get_label() not in ("<colorbar>", "photo")]
+    return ([text.get_text() for text in figure.texts if re.match("layers? [0-9, to]*, [0-9]x", text.get_text())],
+            [axes.get_ylabel() for axes in axes if axes.get_ylabel()], [a.get_title() for a in axes if a.get_title()])
 
 
 def strip_of(name, layers, **kwargs):
@@ -193,46 +197,148 @@ def strip_of(name, layers, **kwargs):
     chosen = [layer for layer in attention_layers(model) if layer.number in layers]
     parts = [part for part in PARTS if any(part in layer.parts for layer in chosen)]
     recording = image_maps.record(loaded, Image.new("RGB", (16, 16), "grey"), chosen, parts)
-    return evolution_strip(recording, layers, 1, (5, 9))
+    return draw_strip(recording, layers, 1, (5, 9))
 
 
 def test_strips_say_what_they_show_in_the_order_in_which_it_is_computed():
     ea, pa, aa = "ea_conv_transformer_cifar", "pa_conv_transformer_cifar", "conv_transformer_cifar"
-    own, both, previous = "own\nlogits", "both,\nconvolved", "previous\nlogits"
+    own, both, previous, attention = "+ own\nlogits", "\u2192 conv.\nof both", "previous\nlogits", "\u2192\nattention"
+    without = ["without\nprevious", "without\nown"]
+    columns = [previous, own, both, attention, *without]
     assert strip_titles(strip_of(ea, [1, 3, 4], beta=1.0)) == (
-        ["layers 1, 3, 4x4", "layer 4, 2x2"], [previous, own, both, "attention"] * 2)
-    rows = [previous, own, both, "logits", "attention"]
-    assert strip_titles(strip_of(ea, [1, 2, 3], beta=0.5)) == (["layers 1 to 3, 4x4"], rows)
-    rows = [previous, "previous,\nconvolved", own, "logits", "attention"]
-    assert strip_titles(strip_of(pa, [2, 3])) == (["layers 2, 3, 4x4"], rows)
-    assert strip_titles(strip_of(aa, [2, 3, 4])) == (["layers 2, 3, 4x4", "layer 4, 2x2"], ["logits", "attention"] * 2)
+        ["layers 1, 3, 4x4", "layer 4, 2x2"], ["layer 1", "layer 3", "layer 4"], columns * 2)
+    figure = strip_of(ea, [1, 2, 3], beta=0.5, alpha=0.25)
+    assert strip_titles(figure)[2] == [previous, own, both, "\u2192\nlogits", attention, *without]
+    texts = " ".join(" ".join(text.get_text() for text in figure.texts).split())
+    mixed = "0.25 previous + 0.75 own"
+    assert f"logits = 0.5 relu(conv({mixed})) + 0.5 ({mixed}), attention = softmax(logits)" in texts
+    columns = [previous, "\u2192 conv.\nprevious", own, "\u2192\nlogits", attention, *without]
+    assert strip_titles(strip_of(pa, [2, 3]))[1:] == (["layer 2", "layer 3"], columns)
+    assert strip_titles(strip_of(aa, [2, 3, 4]))[2] == ["logits", "\u2192 attention"] * 2
+
+
+@pytest.mark.parametrize("name, kwargs", [
+    ("ea_conv_transformer_cifar", dict(alpha=0.3, beta=0.6)), ("pa_conv_transformer_cifar", dict(alpha=0.4))])
+def test_what_a_layer_attends_to_without_a_part_equals_a_recomputation_by_hand(name, kwargs):
+    """By the papers' equations with the previous, or the layer's own, logits set to 0."""
+    torch.manual_seed(0)
+    model = timm.create_model(name, **KWARGS, **kwargs).eval()
+    recording = image_maps.record(model, Image.new("RGB", (16, 16), "grey"), attention_layers(model)[:3], PARTS)
+    image_maps.add_contributions(recording)
+    assert recording.maps[1].recorded() == ("attn", "logits", "self_logits")
+    with torch.inference_mode():
+        check_contributions(model, recording, name, kwargs["alpha"])
+    figure = draw_strip(recording, [1, 2, 3], 2, (5, 9))
+    shown = [axes.images[-1].get_array() for axes in figure.axes if axes.images]
+    for part in image_maps.WITHOUT:
+        expected = 16 * recording.maps[3][part][0, 2, 1 * 4 + 2].view(4, 4).numpy()
+        assert any(values.shape == (4, 4) and np.allclose(values, expected) for values in shown)
+
+
+def check_contributions(model, recording, name, alpha):
+    for number in (2, 3):
+        maps = recording.maps[number]
+        conv = model.get_submodule(maps.name).evolution.convs[0]
+        for part, own, previous in (("attn_without_previous", maps.self_logits, 0 * maps.prev_logits),
+                                    ("attn_without_own", 0 * maps.self_logits, maps.prev_logits)):
+            if name.startswith("ea"):
+                mixed = alpha * previous + (1 - alpha) * own
+                logits = 0.6 * conv(mixed).relu() + 0.4 * mixed
+            else:
+                logits = alpha * conv(previous).relu() + (1 - alpha) * own
+            torch.testing.assert_close(maps[part], logits.softmax(-1))
+
+
+def test_a_part_that_cannot_be_taken_away_is_left_out():
+    """Of a layer whose attention is not what its evolution makes of the recorded parts."""
+    model = timm.create_model("ea_conv_transformer_cifar", **KWARGS).eval()
+    recording = image_maps.record(model, Image.new("RGB", (16, 16), "grey"), attention_layers(model)[:2], PARTS)
+    recording.maps[2].attn = torch.rand_like(recording.maps[2].attn)
+    image_maps.add_contributions(recording)
+    assert not recording.maps[2].more
 
 
 def test_scales_of_attention():
-    """In units of uniform attention: over the photo from 1, alone as far down as up, and never nearly-uniform maps as
-    if they were strong."""
+    """In units of uniform attention: as far down as up, and never nearly-uniform maps as if they were strong."""
     weak, strong = np.array([[0.9, 1.1]]), np.array([[0.2, 8.0]])
     limits = {scale: [(norm.vmin, norm.vmax) for group in norms_of([[weak, weak], [weak, strong]],
-                                                                           MapStyle(scale=scale))
+                                                                   MapStyle(scale=scale))
                       for norm in group] for scale in SCALES}
-    assert limits == {"layer": [(1, 2), (1, 2), (1, 8), (1, 8)], "all": [(1, 8)] * 4, "uniform": [(1, 8)] * 4,
-                      "tile": [(1, 1.1), (1, 1.1), (1, 1.1), (1, 8)]}
-    [[norm]] = norms_of([[strong]], MapStyle(overlay=False))
-    assert (norm.vmin, norm.vmax) == (1 / 8, 8) and norm(1.0) == 0.5
+    to = {top: (1 / top, top) for top in (1.1, 2, 8)}
+    assert limits == {"layer": [to[2], to[2], to[8], to[8]], "all": [to[8]] * 4, "uniform": [to[8]] * 4,
+                      "tile": [to[1.1], to[1.1], to[1.1], to[8]]}
     [[norm]] = norms_of([[strong]], STYLE)
-    opacity = MapStyle(opacity=0.6).colormap(True)(norm(np.array([0.2, 1.0, 2.0, 8.0])))[:, 3]
-    assert opacity[0] == opacity[1] == 0 and 0 < opacity[2] < opacity[3] == 0.6
+    assert norm(1.0) == 0.5
+
+
+@pytest.mark.parametrize("overlay", [True, False])
+@pytest.mark.parametrize("scale", SCALES)
+def test_a_map_with_zeros_has_no_transparent_cell(overlay, scale):
+    """Attention that underflows to 0 has the scale's lowest colour."""
+    recording, style = record(pointer(0, 0)), MapStyle(overlay=overlay, scale=scale, opacity=0.7)
+    values = np.array([[0.0, 0.0, 1e-30, 0.5], [1.0, 2.0, 12.0, 0.0]])
+    [[norm]] = norms_of([[values]], style)
+    artist = draw_map(new_figure(1, 1).subplots(), values, recording, norm, style)
+    assert not np.ma.is_masked(norm(values))
+    colours = artist.cmap(norm(artist.get_array()))
+    assert (colours[..., 3] == 1).all() and np.array_equal(colours[0, 0], artist.cmap(0.0))
+    assert artist.get_alpha() == (0.7 if overlay else None)
+
+
+def test_logits_are_diverging_around_0_and_probabilities_sequential():
+    recording = record(pointer(1, 1), ("attn", "logits"))
+    figure = draw_matrix(recording, [1], [0], "logits")
+    [artist] = [axes.images[0] for axes in figure.axes if axes.images]
+    assert artist.norm.vmin == -artist.norm.vmax and artist.cmap.name == "coolwarm"
+    [artist] = [axes.images[0] for axes in draw_matrix(recording, [1], [0]).axes if axes.images]
+    assert artist.cmap.name == "viridis"
+
+
+def lab(rgb):
+    """CIELAB of sRGB in 0..1."""
+    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+    to_xyz = np.array([[0.4124564, 0.3575761, 0.1804375], [0.2126729, 0.7151522, 0.0721750],
+                       [0.0193339, 0.1191920, 0.9503041]])
+    xyz = linear @ to_xyz.T / np.array([0.95047, 1, 1.08883])
+    f = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
+    return np.stack([116 * f[..., 1] - 16, 500 * (f[..., 0] - f[..., 1]), 200 * (f[..., 1] - f[..., 2])], -1)
+
+
+SEEN = {  # Machado, Oliveira and Fernandes 2009, complete; on linear RGB
+    "all cones": np.eye(3),
+    "protanopia": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+    "deuteranopia": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.01182, 0.04294, 0.968881]],
+}
+
+
+@pytest.mark.parametrize("eyes", SEEN)
+def test_colour_maps_are_even_and_safe_for_the_colour_blind(eyes):
+    """Attention: lightness rises all along. Logits: even steps, both ends far apart and equally far from the middle."""
+    def seen(part):
+        rgb = MapStyle().colormap(part)(np.linspace(0, 1, 65))[:, :3]
+        linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+        linear = np.clip(linear @ np.array(SEEN[eyes]).T, 0, 1)
+        return lab(np.where(linear <= 0.0031308, 12.92 * linear, 1.055 * linear ** (1 / 2.4) - 0.055))
+
+    assert (np.diff(seen("attn")[:, 0]) > 0).all()
+    signed = seen("logits")
+    steps = np.linalg.norm(np.diff(signed, axis=0), axis=1)
+    assert steps.std() / steps.mean() < 0.2 and steps.min() > 1.5
+    middle, ends = signed[32], (signed[0], signed[-1])
+    assert np.linalg.norm(ends[0] - ends[1]) > 75
+    away = [np.linalg.norm(end - middle) for end in ends]
+    assert min(away) > 30 and max(away) / min(away) < 2
 
 
 def test_every_bar_of_attention_marks_uniform_attention():
     recording = record(pointer(0, 0))
     for style in (MapStyle(overlay=overlay, scale=scale) for overlay in (True, False) for scale in SCALES):
-        figure = heads_by_queries(recording, [1], [0], [(3, 5)], style)
-        [bar] = [axes for axes in figure.axes if axes.get_ylabel() == "attention"]
-        labels = [text.get_text() for text in bar.get_yticklabels()]
-        assert labels.count("1/N") == 1
+        figure = draw_heatmap(recording, [1], [0], [(3, 5)], style)
+        [bar] = [axes for axes in figure.axes if axes.get_xlabel().startswith("attention")]
+        labels = [text.get_text() for text in bar.get_xticklabels()]
+        assert labels.count("1") == 1 and "1: uniform" in " ".join(bar.get_xlabel().split())
         [line] = bar.lines
-        assert line.get_ydata()[0] == pytest.approx(bar.get_yticks()[labels.index("1/N")])
+        assert line.get_xdata()[0] == pytest.approx(bar.get_xticks()[labels.index("1")])
 
 
 def test_the_photo_lies_under_the_maps_as_the_network_saw_it_or_finer(run):
@@ -244,7 +350,7 @@ def test_the_photo_lies_under_the_maps_as_the_network_saw_it_or_finer(run):
     means = recording.photo.reshape(16, 10, 16, 10, 3).mean((1, 3))
     assert np.corrcoef(means.ravel(), recording.image.permute(1, 2, 0).numpy().ravel())[0, 1] > 0.9
     for style, shape in (STYLE, (160, 160, 3)), (MapStyle(as_seen=True), (16, 16, 3)):
-        figure = heads_by_queries(recording, [1], [0], [(3, 5)], style)
+        figure = draw_heatmap(recording, [1], [0], [(3, 5)], style)
         shapes = {axes.images[0].get_array().shape for axes in figure.axes if axes.images}
         assert shapes == {shape}
     small = image_maps.record(model, Image.new("RGB", (12, 16)), attention_layers(model.model)[:1])
@@ -312,15 +418,23 @@ def test_the_maps_of_several_models(run, photo, tmp_path):
         assert np.array_equal(held[f"{label} [1]/layer1.attn"], held[f"{label} [2]/layer1.attn"])
 
 
-def test_text_stays_text_in_vector_files(tmp_path):
+@pytest.mark.parametrize("route", ["command", "savefig"])
+def test_text_stays_text_in_vector_files(route, tmp_path):
     """So that it can be found and edited, and journals that refuse Type 3 fonts take the PDF."""
-    figure = new_figure(2, 1)
-    figure.suptitle("layer 16, head 3")
+    figure = draw_heatmap(record(pointer(0, 0)), [1], [0], [(3, 5)])
     for suffix in (".svg", ".pdf"):
-        save(figure, tmp_path / f"figure{suffix}", 100)
-    assert b">layer 16, head 3</text>" in (tmp_path / "figure.svg").read_bytes()
+        path = tmp_path / f"figure{suffix}"
+        save(figure, path, 100) if route == "command" else figure.savefig(path)
+    assert b">layer 1 (layer), map 4x8</text>" in (tmp_path / "figure.svg").read_bytes()
     pdf = (tmp_path / "figure.pdf").read_bytes()
     assert b"/CIDFontType2" in pdf and b"/Type3" not in pdf  # TrueType
+
+
+def test_a_picture_has_two_pixels_a_point_or_more(tmp_path):
+    figure = draw_heatmap(record(pointer(0, 0)), [1], [0], [(3, 5)], width=3.3)
+    figure.savefig(tmp_path / "a.png")
+    with Image.open(tmp_path / "a.png") as picture:
+        assert picture.width >= 2 * 72 * 3.3
 
 
 def test_several_images_get_a_file_each_and_several_models_one_figure(run, photo, tmp_path):

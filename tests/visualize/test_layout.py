@@ -1,8 +1,10 @@
-"""No text lies on another text, on a picture that it does not belong to, or beyond the figure's edge: by matplotlib's
-bounding boxes, on maps made here, for few and many models, heads and sizes of maps, and for long names."""
+"""In print: no text is smaller than 6.5 points, lies on another text, on a picture that it does not belong to, or
+beyond the figure's edge, and every colour bar is labelled. By matplotlib's bounding boxes, on maps made here, for every
+kind of figure at the widths of a paper's column and page, few and many models, layers and heads, and long names."""
 import itertools
 
 import matplotlib
+import numpy as np
 import pytest
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -13,20 +15,28 @@ from ea_vision.analysis.loading import LoadedModel
 from ea_vision.analysis.probe_results import Result, results_figure
 from ea_vision.analysis.quantities import LayerQuantities
 from ea_vision.analysis.recording import AttentionMaps, LayerMaps
+from ea_vision.base.errors import UsageError
 from ea_vision.engine.evaluate import Evaluation
 from ea_vision.engine.report import plot_confusion
 from ea_vision.studies.sweep import plot_sweep
 from ea_vision.visualize import (
     MapStyle,
-    animation_frames,
-    attention_matrices,
-    evolution_strip,
-    heads_by_queries,
-    models_side_by_side,
-    rollout_figure,
-    statistics_figure,
+    draw_chain,
+    draw_frames,
+    draw_heatmap,
+    draw_images,
+    draw_match,
+    draw_matrix,
+    draw_models,
+    draw_rollout,
+    draw_statistics,
+    draw_strip,
+    draw_training,
 )
 from ea_vision.visualize.image_maps import Recording
+from ea_vision.visualize.jacobian import draw_jacobian
+from ea_vision.visualize.match import Match
+from ea_vision.visualize.sheet import text_width, wrapped
 
 LONG = "ea_conv_transformer_cifar_with_learnable_alpha_and_beta_per_head, 2026-11-22-cifar10-holdout-seed-3, epoch 195"
 
@@ -52,10 +62,11 @@ def recording(heads=2, sizes=((8, 8),), label="a model", img_size=(32, 32), name
     return Recording(LoadedModel(model, label, img_size, {}), torch.rand(3, *img_size), maps)
 
 
-def problems(figure) -> list[str]:
+def problems(figure, smallest: float = 6.5) -> list[str]:
     """What is wrong with the places of a figure's texts."""
     renderer = FigureCanvasAgg(figure).get_renderer()
-    figure.get_layout_engine().execute(figure)  # savefig has two passes, too: places are settled in the second
+    if figure.get_layout_engine():
+        figure.get_layout_engine().execute(figure)  # savefig has two passes, too: places are settled in the second
     figure.draw_without_rendering()
     found, boxes = [], []
     left_out = {text for axes in figure.axes for text in axes.texts  # numbers of queries, a tile's maximum, "none"
@@ -72,6 +83,12 @@ def problems(figure) -> list[str]:
         box = text.get_window_extent(renderer)
         if box.width and box.height:
             boxes.append((text, box))
+    small = [text for text in figure.findobj(Text)
+             if text.get_text().strip() and text.get_visible() and text.get_fontsize() < smallest]
+    found += [f"{text.get_fontsize()} points: {text.get_text()!r}" for text in small
+              if text.axes is None or text.axes.get_visible()]
+    found += ["a colour bar has no label" for axes in figure.axes
+              if axes.get_label() == "<colorbar>" and not (axes.get_xlabel() or axes.get_ylabel())]
     edge = figure.bbox
     for text, box in boxes:
         if box.x0 < edge.x0 - 1 or box.y0 < edge.y0 - 1 or box.x1 > edge.x1 + 1 or box.y1 > edge.y1 + 1:
@@ -101,84 +118,121 @@ def test_what_is_looked_for_is_found():
     assert "on each other: 'one', 'other'" in found and "on a picture: 'one'" in found and "cut off: 'beyond'" in found
 
 
-MAPS = [(1, ((8, 8),), "a model"), (12, ((14, 14), (7, 7), (7, 7)), LONG)]
+def quantities(layers, heads, images=3):
+    """Of maps that shrink after the first half of the layers."""
+    torch.manual_seed(0)
+    return [LayerQuantities(number, "a", (8, 8) if number <= (layers + 1) // 2 else (4, 4),
+                            *torch.rand(3, images, heads),
+                            torch.rand(images, heads) if number > 1 else None, 1.0, 0.5, torch.rand(images, heads))
+            for number in range(1, layers + 1)]
 
 
-@pytest.mark.parametrize("heads, sizes, label", MAPS)
-def test_heads(heads, sizes, label):
-    assert not problems(heads_by_queries(recording(heads, sizes[-1:], label), [1], range(heads), [(16, 16)]))
+def matched(made, heads):
+    found = {layer: torch.rand(heads, *made.maps[layer].feat_size * 2) for layer in made.maps}
+    return Match(made, made, found)
 
 
-def test_layers():
-    assert not problems(heads_by_queries(recording(1, MAPS[1][1], LONG), [1, 2, 3], ["mean"], [(16, 16)]))
+def training(made):
+    epochs = [recording(len(layer.heads), [m.feat_size for m in made.maps.values()]) for layer in [made.maps[1]] * 4]
+    for epoch, one in enumerate(epochs):
+        one.model.epoch = 50 * epoch
+    return epochs
 
 
-def test_queries():
-    points = [(3, 3), (16, 16), (31, 31)]
-    assert not problems(heads_by_queries(recording(2, ((8, 8), (4, 4)), LONG), [1, 2], [0, "mean"], points))
+KINDS = {  # of recordings (one a model, all alike), their layers' numbers, their heads, the width
+    "heatmap": lambda made, layers, heads, width: draw_heatmap(made[0], layers, heads, [(3, 3)], width=width),
+    "heatmap of queries": lambda made, layers, heads, width: draw_heatmap(
+        made[0], layers[:2], heads[-2:], [(3, 3), (16, 16), (31, 31)], width=width),
+    "models": lambda made, layers, heads, width: draw_models(made, [layers] * len(made), heads[:1], [(3, 3)],
+                                                             width=width),
+    "images": lambda made, layers, heads, width: draw_images(made * 3, layers[:2], heads[:3], width=width,
+                                                             title=LONG),
+    "strip": lambda made, layers, heads, width: draw_strip(made[0], layers, heads[0], (16, 16), width=width),
+    "training": lambda made, layers, heads, width: draw_training(training(made[0]), layers, heads[0], (3, 3),
+                                                                 width=width),
+    "frames": lambda made, layers, heads, width: next(draw_frames([(made[0], layers[-1])], heads, [(3, 3), (31, 31)],
+                                                                  width=width)),
+    "matrix": lambda made, layers, heads, width: draw_matrix(made[0], layers, heads, width=width),
+    "logits": lambda made, layers, heads, width: draw_matrix(made[0], layers, heads, "logits", width=width),
+    "rollout": lambda made, layers, heads, width: draw_rollout(made, [(3, 3), (16, 16)], width=width),
+    "match": lambda made, layers, heads, width: draw_match(matched(made[0], len(heads) - 1), layers, heads, (3, 3),
+                                                           width=width),
+    "jacobian": lambda made, layers, heads, width: draw_jacobian(
+        made[0], np.random.default_rng(0).random((32, 32)), 3, MapStyle(), width=width, name="flying squirrel"),
+    "statistics": lambda made, layers, heads, width: draw_statistics(
+        {r.model.label: quantities(len(layers), len(heads)) for r in made}, width=width),
+    "chain": lambda made, layers, heads, width: draw_chain(
+        {r.model.label: quantities(len(layers), len(heads)) for r in made}, width=width),
+}
+SIZES = [(1, 1, 1), (3, 4, 2), (6, 8, 3)]  # layers, heads, models
 
 
-@pytest.mark.parametrize("count", [1, 4])
-def test_models(count):
-    sizes = ((8, 8), (4, 4), (2, 2))[:count]
-    made = [recording(2, sizes, f"{LONG} [{number}]") for number in range(count)]
-    assert not problems(models_side_by_side(made, [range(1, 1 + len(sizes))] * count, ["mean"], [(3, 3)]))
-    assert not problems(rollout_figure(made, [(3, 3)]))
-
-
-@pytest.mark.parametrize("heads, sizes, label", MAPS)
-def test_strips(heads, sizes, label):
-    assert not problems(evolution_strip(recording(heads, sizes, label), range(1, 1 + len(sizes)), 0, (16, 16)))
-
-
-@pytest.mark.parametrize("points", [[(3, 3)], [(3, 3), (31, 31)]])
-def test_frames(points):
-    [figure] = animation_frames([(recording(label=LONG), 1)], [0, "mean"], points)
+@pytest.mark.parametrize("layers, heads, models", SIZES)
+@pytest.mark.parametrize("width", [3.3, 6.75])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_figure_in_print(kind, width, layers, heads, models):
+    sizes = (((8, 8),) * ((layers + 1) // 2) + ((4, 4),) * (layers // 2))
+    label = LONG if models > 1 else "a model"
+    made = [recording(heads, sizes, f"{label} [{number}]" if models > 1 else label) for number in range(models)]
+    figure = KINDS[kind](made, list(range(1, layers + 1)), [*range(heads), "mean"], width)
+    assert figure.get_size_inches()[0] == pytest.approx(width)
     assert not problems(figure)
-
-
-@pytest.mark.parametrize("heads, sizes, label", [MAPS[0], (12, ((4, 4),), LONG)])
-def test_matrices(heads, sizes, label):
-    assert not problems(attention_matrices(recording(heads, sizes, label), [1], [*range(heads), "mean"]))
+    sizes = {round(text.get_fontsize(), 2) for text in figure.findobj(Text)
+             if text.get_text().strip() and text.get_visible()}
+    assert sizes <= {7.0, 8.0, 9.0}
+    photos = [axes for axes in figure.axes if axes.get_label() == "photo"]
+    assert len(photos) <= 1
 
 
 @pytest.mark.parametrize("style", [
-    MapStyle(overlay=False), MapStyle(scale="tile"), MapStyle(overlay=False, scale="tile")])
-def test_looks(style):
-    assert not problems(heads_by_queries(recording(), [1], [0], [(3, 3)], style))
+    MapStyle(overlay=False), MapStyle(scale="tile"), MapStyle(overlay=False, scale="tile"), MapStyle(scale="all"),
+    MapStyle(scale="uniform")])
+def test_styles(style):
+    made = recording(2, ((8, 8), (8, 8)))
+    assert not problems(draw_heatmap(made, [1, 2], [0], [(3, 3)], style, width=3.3))
+    assert not problems(draw_strip(made, [1, 2], 0, (3, 3), style, width=3.3))
+    assert not problems(draw_matrix(made, [1, 2], [0, 1], "logits", style, width=3.3))
 
 
 def test_the_users_size_of_text():
     with matplotlib.rc_context({"font.size": 16}):
         made = recording(2, ((8, 8), (8, 8), (4, 4)), LONG)
-        for figure in (heads_by_queries(made, [1, 3], [0, "mean"], [(3, 3)]), evolution_strip(made, [1, 2], 0, (3, 3)),
-                       models_side_by_side([made] * 2, [[1, 3]] * 2, [0], [(3, 3)]),
-                       attention_matrices(made, [3], [0, "mean"])):
+        for figure in (draw_heatmap(made, [1, 3], [0, "mean"], [(3, 3)]), draw_strip(made, [1, 2], 0, (3, 3)),
+                       draw_models([made] * 2, [[1, 3]] * 2, [0], [(3, 3)]), draw_matrix(made, [3], [0, "mean"])):
             assert not problems(figure)
-            assert max(text.get_fontsize() for text in figure.findobj(Text)) == pytest.approx(1.2 * 16)  # "large"
+            assert max(text.get_fontsize() for text in figure.findobj(Text)) == pytest.approx(0.9 * 16)
+
+
+def test_without_a_width_a_figure_is_as_wide_as_it_needs_to_be():
+    small, large = recording(1), recording(8, ((8, 8),) * 6)
+    assert draw_heatmap(small, [1], [0], [(3, 3)]).get_size_inches()[0] < 3.3
+    assert 5 < draw_heatmap(large, range(1, 7), range(8), [(3, 3)]).get_size_inches()[0] <= 6.75
+    with pytest.raises(UsageError, match="width must lie between 2.5 and 40 inches, got 1"):
+        draw_heatmap(small, [1], [0], [(3, 3)], width=1)
 
 
 @pytest.mark.parametrize("img_size, feat_size", [((64, 24), (8, 3)), ((24, 64), (3, 8))])
 def test_tall_and_wide_images(img_size, feat_size):
     made = recording(2, (feat_size, feat_size), LONG, img_size)
-    assert not problems(heads_by_queries(made, [1], [0, "mean"], [(3, 3)]))
-    assert not problems(evolution_strip(made, [1, 2], 0, (3, 3)))
-    assert not problems(models_side_by_side([made] * 2, [[1, 2]] * 2, [0], [(3, 3)]))
+    assert not problems(draw_heatmap(made, [1], [0, "mean"], [(3, 3)]))
+    assert not problems(draw_strip(made, [1, 2], 0, (3, 3)))
+    assert not problems(draw_models([made] * 2, [[1, 2]] * 2, [0], [(3, 3)]))
+
+
+def test_names_break_between_words_first():
+    assert wrapped("one two-three four", text_width("two-three", 7) + 0.1, 7) == "one\ntwo-three\nfour"
+    assert wrapped("stages.2.blocks.0", text_width("stages.2.", 7) + 0.1, 7) == "stages.2.\nblocks.0"
+    assert "".join(wrapped("w" * 40, 30, 7).split("\n")) == "w" * 40
 
 
 @pytest.mark.parametrize("count", [1, 4])
-def test_statistics_sweeps_and_probes(count):
-    torch.manual_seed(0)
-    sizes = ((8, 8), (8, 8), (4, 4))
-    layers = [LayerQuantities(number, "a", size, *torch.rand(3, 3, 12), None if number == 3 else torch.rand(3, 12), 1.0,
-                              0.5) for number, size in enumerate(sizes, start=1)]
+def test_sweeps_and_probes(count):
     labels = [f"{LONG} [{number}]" for number in range(count)]
-    assert not problems(statistics_figure({label: layers for label in labels}))
     found = [Result(label[-40:], maps, layer, 0, 30.0 + layer, 500, 500) for label in labels
              for maps in ("trained", "untrained") for layer in (1, 2)]
-    assert not problems(results_figure(found, 10))
+    assert not problems(results_figure(found, 10), smallest=0)
     rows = [{"widths": "w" * 40 + str(a), "beta": b, "top1": 50.0 + a + b} for a in range(3) for b in range(count)]
-    assert not problems(plot_sweep(rows, ["widths", "beta"], "top-1 (%)"))
+    assert not problems(plot_sweep(rows, ["widths", "beta"], "top-1 (%)"), smallest=0)
     figure = plot_confusion(Evaluation(30, 50.0, 90.0, 1.0, torch.eye(10)), ["flying_squirrel"] * 10, labels[0])
-    assert not problems(figure) and labels[0].replace(" ", "") in figure.axes[0].get_title().replace("\n", "").replace(
-        " ", "")
+    title = figure.axes[0].get_title().replace("\n", "").replace(" ", "")
+    assert not problems(figure, smallest=0) and labels[0].replace(" ", "") in title

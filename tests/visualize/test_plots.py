@@ -1,20 +1,26 @@
 """A call a figure: what the functions take, what they draw, and that they leave the model as it was."""
 import io
+import re
 
 import numpy as np
 import pytest
 import timm
 import torch
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 from PIL import Image
 
 import ea_vision
+from ea_vision import visualize
+from ea_vision.analysis.loading import load_model
+from ea_vision.analysis.quantities import position_share
 from ea_vision.base.errors import UsageError
 from ea_vision.visualize import (
+    plot_chain,
     plot_frames,
     plot_heads,
+    plot_heatmap,
     plot_matrix,
-    plot_models,
     plot_rollout,
     plot_statistics,
     plot_strip,
@@ -36,7 +42,9 @@ def photo() -> Image.Image:
 
 FIGURES = {
     "heads": lambda model, image: plot_heads(model, image, layers=[1, 2], heads=[0, "mean"], queries=[(3, 5)]),
-    "models": lambda model, image: plot_models({"one": model, "two": model}, image, layers="1-2", queries=[(3, 5)]),
+    "models": lambda model, image: plot_heatmap({"one": model, "two": model}, image, layers="1-2", queries=[(3, 5)]),
+    "images": lambda model, image: plot_heatmap(model, [image, image], layers="1-2", heads=0),
+    "chain": lambda model, image: plot_chain(model, [image, image]),
     "strip": lambda model, image: plot_strip(model, image, layers="1-3", head=1, query=(3, 5)),
     "matrix": lambda model, image: plot_matrix(model, image, layers=2, heads="0", part="conv_logits"),
     "rollout": lambda model, image: plot_rollout(model, image, layers=[1, 2, 3]),
@@ -101,3 +109,69 @@ def test_models_that_share_a_name_stay_apart(model, photo):
 def test_what_cannot_be_says_so(call, message, model):
     with pytest.raises(UsageError, match=message):
         call(model)
+
+
+@pytest.mark.parametrize("old", sorted(visualize._RENAMED))
+def test_former_names_say_the_new_ones(old):
+    new = visualize._RENAMED[old][0]
+    with pytest.warns(DeprecationWarning, match=f"{old} is now {re.escape(new)}"):
+        assert callable(getattr(visualize, old))
+    with pytest.raises(AttributeError, match="no attribute 'plot_nothing'"):
+        visualize.plot_nothing  # noqa: B018
+
+
+def test_former_functions_draw(model, photo):
+    with pytest.warns(DeprecationWarning):
+        figure = visualize.plot_grid(model, [photo, photo], 2, 1, (5, 9))
+    assert len([axes for axes in figure.axes if len(axes.images) == 2]) == 2
+
+
+def test_titles_say_model_weights_layer_head_and_query():
+    image = torch.rand(3, 32, 32)
+    trained = as_text(plot_heatmap("ea_conv_transformer_cifar", image, layers=[2], heads=1, queries=[(9, 14)]))
+    assert "ea_conv_transformer_cifar, weights fast_c10" in trained
+    assert "layer 2 (stages.2.blocks.1.conv)" in trained and "head 1" in trained and "query y 9, x 14" in trained
+    untrained = load_model("ea_conv_transformer_cifar", random=True)
+    assert "ea_conv_transformer_cifar (untrained)" in as_text(plot_strip(untrained, image, layers="1-3", head=1))
+    several = as_text(plot_heatmap(untrained, [image, image], layers=[2], heads=1))
+    assert all(text in several for text in ("(untrained)", "layer 2", "head 1", "mean of all queries"))
+
+
+def as_text(figure) -> str:
+    texts = [text.get_text() for text in figure.findobj(Text)]
+    return " ".join(" ".join(texts).split())
+
+
+def test_the_chain_in_numbers(model):
+    """Entropy, correlation and share of position alone, means of heads and images, as they are measured."""
+    images = [torch.rand(3, 16, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    figure = plot_chain(model, images)
+    [axes] = [axes for axes in figure.axes if axes.get_visible()]
+    lines = {container.get_label(): container.lines[0].get_xydata() for container in axes.containers}
+    config = timm.data.resolve_model_data_config(model)
+    mean, std = (torch.tensor(config[key]).view(3, 1, 1) for key in ("mean", "std"))
+    with torch.no_grad(), ea_vision.record_attention(model.eval()) as maps:
+        model((torch.stack(images) - mean) / std)
+    drawn = {name: dict(points) for name, points in lines.items()}
+    for layer in maps.values():
+        attn, N = layer.attn.double(), layer.attn.shape[-1]
+        entropy = -(attn * attn.clamp_min(1e-300).log()).sum(-1).mean() / np.log(N)
+        assert drawn["entropy / log N"][layer.number] == pytest.approx(entropy.item(), rel=1e-4)
+        products = torch.einsum("akij,bkij->kab", attn, attn)
+        energy = products.diagonal(dim1=-2, dim2=-1).mean(-1)
+        between = (products.sum((-2, -1)) - 3 * energy) / 6
+        share = (between / energy).mean().item()
+        assert drawn["share of position alone"][layer.number] == pytest.approx(share, rel=1e-4)
+    assert "mean over 3 images" in as_text(figure)
+
+
+def test_share_of_position_alone():
+    torch.manual_seed(0)
+    same = torch.rand(1, 2, 9, 9).softmax(-1)
+    torch.testing.assert_close(position_share(same.expand(4, 2, 9, 9)), torch.ones(4, 2))
+    apart = torch.zeros(3, 1, 9, 9)
+    for image in range(3):
+        apart[image, 0, :, image] = 1  # each image looks at another key
+    assert not position_share(apart).any() and position_share(apart[:1]).isnan().all()
+    several = torch.randn(200, 1, 4, 4) + 2.0  # energy of the mean 4, of the rest 1
+    assert position_share(several).mean().item() == pytest.approx(0.8, abs=0.02)

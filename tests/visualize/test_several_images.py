@@ -14,11 +14,11 @@ from ea_vision.analysis.recording import attention_layers
 from ea_vision.base.errors import UsageError
 from ea_vision.engine import run_folder
 from ea_vision.layers import AugmentedConv2d
-from ea_vision.visualize import explore, image_grid, images_grid, match, plot_grid, plot_match, plot_training, strip
+from ea_vision.visualize import explore, heatmap, match, plot_heatmap, plot_match, plot_strip, strip
+from ea_vision.visualize.match import draw_match
 from ea_vision.visualize.match import match as match_images
-from ea_vision.visualize.match import match_figure
 
-from .test_layout import LONG, problems, recording
+from .test_layout import recording
 
 KWARGS = dict(num_classes=3, img_size=16, widths=[8, 8, 16, 16])
 
@@ -56,7 +56,7 @@ def maps_of(figure):
 
 def test_a_tile_is_its_images_map(model):
     images = [torch.rand(3, 16, 16) for _ in range(3)]
-    mean, asked = maps_of(plot_grid(model, images, 2, 1)), maps_of(plot_grid(model, images, 2, 1, (5, 9)))
+    mean, asked = maps_of(plot_heatmap(model, images, 2, 1)), maps_of(plot_heatmap(model, images, 2, 1, [(5, 9)]))
     for image, got, row in zip(images, mean, asked, strict=True):
         config = timm.data.resolve_model_data_config(model)
         m, s = (torch.tensor(config[key]).view(3, 1, 1) for key in ("mean", "std"))
@@ -95,7 +95,7 @@ def test_a_red_pixel_matches_the_other_images_red_pixels():
     expected = np.zeros((4, 4))
     expected[3, 1:3] = 8.0
     np.testing.assert_allclose(found, expected, atol=1e-3)
-    [shown] = maps_of(match_figure(matched, [1], [0], (3, 3)))
+    [shown] = maps_of(draw_match(matched, [1], [0], (3, 3)))
     np.testing.assert_allclose(shown, found)
     with pytest.raises(UsageError, match="images of one size required"):
         match_images(colours, one, torch.zeros(3, 40, 32), attention_layers(colours.model))
@@ -105,12 +105,12 @@ def test_a_red_pixel_matches_the_other_images_red_pixels():
 
 
 def test_training_goes_through_the_epochs_in_order(run):
-    figure = plot_training(str(run), photos(1)[0], layers="1,2", head=0, query=(5, 9))
+    figure = plot_strip(str(run), photos(1)[0], layers="1,2", head=0, query=(5, 9), through="checkpoints")
     assert [axes.get_title() for axes in figure.axes if axes.get_title()] == ["epoch 2", "epoch 4"] * 2
     first, later = maps_of(figure)[:2]
     assert not np.allclose(first, later)
     with pytest.raises(UsageError, match="nor snapshots/"):
-        plot_training(str(run.parent), photos(1)[0])
+        plot_strip(str(run.parent), photos(1)[0], through="checkpoints")
 
 
 def test_commands(run, tmp_path):
@@ -118,7 +118,7 @@ def test_commands(run, tmp_path):
         photo.save(tmp_path / f"{number}.png")
     images = [str(tmp_path / "0.png"), str(tmp_path / "1.png")]
     options = ["--model", str(run), "--layers", "2", "--npz"]
-    for name, module, further in (("grid", image_grid, ["--heads", "1"]), ("match", match, ["--queries", "5,9"])):
+    for name, module, further in (("grid", heatmap, ["--heads", "1"]), ("match", match, ["--queries", "5,9"])):
         assert module.main([*options, *further, "-o", str(tmp_path / f"{name}.png"), *images]) == 0
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     with np.load(tmp_path / "grid.npz") as held:
@@ -149,11 +149,3 @@ def test_maps_as_a_table(monkeypatch):
     assert (row.query_row, row.query_col, row.key_row, row.key_col) == (1, 1, 0, 2)
     assert row.attn == pytest.approx(maps[2].attn[0, 1, 4, 2].item())
     assert maps.to_dataframe((1, 1)).equals(table[table["query"] == 4].reset_index(drop=True))
-
-
-def test_no_text_lies_on_another():
-    made = [recording(2, ((8, 8), (8, 8)), f"{LONG} [{number}]") for number in range(5)]
-    assert not problems(images_grid(made, 2, 0))
-    assert not problems(strip.training_strip(made[:2], [1, 2], 0, (3, 3)))
-    found = {layer: torch.rand(2, 8, 8, 8, 8) for layer in (1, 2)}
-    assert not problems(match_figure(match.Match(made[0], made[1], found), [1, 2], [0, "mean"], (3, 3)))

@@ -9,13 +9,19 @@ export function colourTable(base64) {
     (255 << 24 | bytes[3 * i + 2] << 16 | bytes[3 * i + 1] << 8 | bytes[3 * i]) >>> 0);
 }
 
-/** Colour a map: values from low to high become entries of the table, written into pixels of a given stride. */
+/**
+ * Colour a map: values from low to high become entries of the table, written into pixels of a given stride. Of
+ * attention, whose low is above 0, their logarithms; 0 has the lowest colour.
+ */
 export function colourMap(values, [H, W], [low, high], table, pixels, start, stride) {
-  const factor = high > low ? 255 / (high - low) : 0;
+  const log = low > 0, from = log ? Math.log(low) : low;
+  const span = (log ? Math.log(high) : high) - from;
+  const factor = span > 0 ? 255 / span : 0;
   for (let i = 0, j = 0; i < H; i++) {
     const base = start + i * stride;
     for (let k = 0; k < W; k++, j++) {
-      const index = (values[j] - low) * factor + 0.5;
+      const value = log ? Math.log(Math.max(values[j], low)) : values[j];
+      const index = (value - from) * factor + 0.5;
       pixels[base + k] = table[index < 0 ? 0 : index > 255 ? 255 : index | 0];
     }
   }

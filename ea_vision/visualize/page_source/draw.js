@@ -11,7 +11,7 @@ const GAP = 3;
 
 /** Where the tiles of a grid lie, in CSS pixels. */
 export function tileGeometry(width, numRows, numColumns, aspect, numbers) {
-  const left = 26, top = 18, minTile = 26, maxTile = 92;
+  const left = 26, top = 18, minTile = 26, maxTile = numColumns < 6 ? 124 : 92;
   const fitting = Math.floor((width - left) / numColumns) - GAP;
   const tile = Math.max(minTile, Math.min(maxTile, fitting));
   const height = Math.max(1, Math.round(tile * aspect));
@@ -130,12 +130,12 @@ export class TilePainter {
   }
 
   /**
-   * @param tiles rows of { values, range, cell, entropy, distance }, null where the layer lacks the part.
+   * @param tiles rows of { values, range, table, cell, entropy, distance }, null where the layer lacks the part.
    * @param ink { text, faint }: colours of the theme.
    * @param labels { rows, columns }: their texts.
    * @param shows row number -> whether it can be seen: others are left empty.
    */
-  paint(context, geometry, tiles, { table, grey, opacity, ink, labels, shows }) {
+  paint(context, geometry, tiles, { grey, opacity, ink, labels, shows }) {
     const { left, top, tile, height, stepX, stepY } = geometry;
     const forEachTile = (paint) => tiles.forEach((row, r) => {
       if (shows(r)) row.forEach((one, c) => paint(one, r, c));
@@ -143,13 +143,12 @@ export class TilePainter {
     forEachTile((one, r, c) => {
       if (one) {
         const start = r * this.cellHeight * this.atlas.width + c * this.cellWidth;
-        colourMap(one.values, this.sizes[r], one.range, table, this.pixels, start, this.atlas.width);
+        colourMap(one.values, this.sizes[r], one.range, one.table, this.pixels, start, this.atlas.width);
       }
     });
     this.context.putImageData(this.image, 0, 0);
 
     this.paintLabels(context, geometry, labels, ink);
-    const opaque = opacity === 1;
     forEachTile((one, r, c) => {
       const x = left + c * stepX, y = top + r * stepY;
       if (!one) {
@@ -157,7 +156,7 @@ export class TilePainter {
         return;
       }
       const [H, W] = this.sizes[r];
-      if (!opaque) {
+      if (one.part === "attn" && opacity < 1) { // logits are bare
         context.imageSmoothingEnabled = true;
         context.drawImage(grey, x, y, tile, height);
         context.globalAlpha = opacity;
@@ -186,7 +185,7 @@ export class TilePainter {
     context.textBaseline = "top";
     context.textAlign = "center";
     forEachTile((one, r, c) => {
-      if (!one || one.entropy === undefined) return;
+      if (!one || one.entropy === undefined || (one.fixed.part ?? "attn") !== "attn") return;
       const x = left + c * stepX + tile / 2, y = top + r * stepY + height + 3;
       const entropy = one.entropy.toFixed(2), distance = one.distance?.toFixed(1) ?? "–";
       if (numLines === 1) {
@@ -199,8 +198,9 @@ export class TilePainter {
   }
 }
 
-/** A horizontal colour bar with its ends' values, 26 pixels high; `uniform`, where a map has it, is marked as 1/N. */
-export function drawBar(context, table, [low, high], width, ink, uniform = null) {
+/** A horizontal colour bar with its ends' values, 26 pixels high; of attention in units of uniform attention, with 1 in
+ * the middle; of logits 0 is in the middle. */
+export function drawBar(context, table, [low, high], width, ink) {
   const bar = 8;
   for (let x = 0; x < width; x++) {
     context.fillStyle = cssColour(table, Math.round((x / Math.max(1, width - 1)) * 255));
@@ -209,16 +209,14 @@ export function drawBar(context, table, [low, high], width, ink, uniform = null)
   context.fillStyle = ink.text;
   context.font = `11px ${FONT}`;
   context.textBaseline = "top";
+  const top = low > 0 ? String(Number(Math.sqrt(high / low).toPrecision(2))) : null; // the ends are 1/top and top
   context.textAlign = "left";
-  context.fillText(shortNumber(low), 0, bar + 4);
+  context.fillText(top ? `1/${top}` : shortNumber(low), 0, bar + 4);
   context.textAlign = "right";
-  context.fillText(shortNumber(high), width, bar + 4);
-  if (uniform === null || uniform <= low || uniform >= high) return;
-  const x = ((uniform - low) / (high - low)) * width;
-  context.fillRect(x - 0.5, 0, 1.5, bar + 3);
-  const room = context.measureText(shortNumber(high)).width;
+  context.fillText(top ?? shortNumber(high), width, bar + 4);
   context.textAlign = "center";
-  if (x > 20 && x < width - room - 14) context.fillText("1/N", x, bar + 4);
+  if (top) context.fillRect(width / 2 - 0.5, 0, 1.5, bar + 3);
+  context.fillText(top ? "1: uniform" : low < 0 && high > 0 ? "0" : "", width / 2, bar + 4);
 }
 
 /** Three figures that count: 0.0123, 4.56, -12.3. */

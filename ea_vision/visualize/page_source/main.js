@@ -1,6 +1,6 @@
 // The page: reads what it was given, keeps the state, draws a frame when something changed.
 
-import { MEAN, PARTS, partName } from "./maps.js";
+import { EVOLUTION, MEAN, PARTS, partName } from "./maps.js";
 import { colourTable } from "./colours.js";
 import { firstState, fromFragment, queryName, setQuery, toFragment } from "./state.js";
 import { keep, keptBefore } from "./kept.js";
@@ -12,7 +12,8 @@ const entries = [...document.querySelectorAll("script.image")].map((script) => J
 const tables = Object.fromEntries(Object.entries(about.colours).map(([name, base64]) => [name, colourTable(base64)]));
 
 let state = firstState(about);
-let hovered = null; // [layer number, head] under the mouse
+let hovered = null; // [layer number, column] under the mouse
+const signed = colourTable(about.signed);
 let frame = 0; // the request of the next one
 let lastFrame = 0; // milliseconds that drawing took
 let toLayOut = true;
@@ -32,12 +33,13 @@ const actions = {
       if (point !== null) setQuery(state, model, point, about);
     });
   },
-  select(layer, head) {
+  select(layer, { head = state.head, part = state.part }) {
     complain("");
-    change(() => Object.assign(state, { layer, head }));
+    change(() => Object.assign(state, { layer, head, part }));
+    writeControls();
   },
-  hover(layer, head) {
-    hovered = layer === null ? null : [layer, head];
+  hover(place) {
+    hovered = place;
     schedule();
   },
 };
@@ -55,19 +57,29 @@ function change(apply) {
   schedule();
 }
 
-/** Load what image and part need, then show it; of several changes in a row the last one counts. */
+/** Parts that the view needs; entropy and distance are of the attention. */
+function neededParts() {
+  return [...new Set([state.part, "attn", ...(state.view === "parts" ? EVOLUTION.map(([part]) => part) : [])])];
+}
+
+/** Load what image, view and part need, then show it; of several changes in a row the last one counts. */
 function show() {
-  const { image, part } = state;
+  const { image, part, view } = state;
   const wanted = entries[image];
-  const parts = part === "attn" ? ["attn"] : [part, "attn"]; // entropy and distance are of the attention
+  const parts = neededParts();
   showing = (async () => {
     const switches = await Promise.all(panels.map(async (panel, index) => {
       if (panel.entry !== wanted.models[index]) return panel.setEntry(wanted.models[index], parts);
       await panel.maps.load(parts);
       return () => {};
     }));
-    if (state.image !== image || state.part !== part) return;
+    if (state.image !== image || state.part !== part || state.view !== view) return;
     switches.forEach((use) => use());
+    if (view === "parts" && panels.every((panel) => panel.maps.evolution().length < 3)) {
+      state.view = "heads"; // one head's attention alone is no evolution
+      return show();
+    }
+    panels.forEach((panel) => panel.useView(view));
     toLayOut = true;
     offerParts();
     schedule();
@@ -77,7 +89,8 @@ function show() {
 
 /** Enable the parts that the image has; a part that it lacks gives way to the first that it has. */
 function offerParts() {
-  const available = new Set(panels.flatMap((panel) => panel.maps.parts()));
+  const available = new Set(panels.flatMap((panel) =>
+    (state.view === "parts" ? panel.maps.evolution().map(([part]) => part) : panel.maps.parts())));
   for (const input of byId("parts").querySelectorAll("input")) {
     input.disabled = !available.has(input.value);
     input.parentElement.title = input.disabled ? "not in this page, or none of its layers has it" : "";
@@ -106,7 +119,7 @@ function schedule() {
   });
 }
 
-const isReady = () => entries.length > 0 && panels.every((panel) => panel.maps?.isLoaded([state.part, "attn"]));
+const isReady = () => entries.length > 0 && panels.every((panel) => panel.tiles && panel.maps.isLoaded(neededParts()));
 
 function draw() {
   if (!isReady()) return;
@@ -114,33 +127,35 @@ function draw() {
   if (toLayOut) panels.forEach((panel) => panel.layOut(state.numbers));
   toLayOut = false;
   panels.forEach((panel) => panel.compute(state));
-  shareRanges();
   const style = getComputedStyle(document.body);
   const look = {
     state,
     table: tables[state.colours],
+    signed,
     ink: { text: style.color, faint: getComputedStyle(byId("part-help")).color },
-    shown: hovered ?? [state.layer, state.head],
+    shown: hovered ? [hovered[0], hovered[1].head ?? state.head, hovered[1].part ?? state.part]
+      : [state.layer, state.head, state.part],
   };
+  shareScales(look);
   panels.forEach((panel) => panel.paint(look));
   lastFrame = performance.now() - begin;
   finishLater();
 }
 
 /**
- * One colour range for each tile, for the tiles of a layer, or for all, over all models. That of attention ends at three
- * times uniform attention or above: what looks everywhere alike must not look strong.
+ * One scale of colours for each tile, for the tiles of a layer, or for all, over all models; attention has one, logits
+ * have another. That of attention reaches to twice uniform attention at least: what looks everywhere alike must not look
+ * strong.
  */
-function shareRanges() {
-  const rows = panels.flatMap((panel) => panel.tiles);
-  const groups = state.scale === "all" ? [rows.flat()] : state.scale === "tile" ? rows.flat().map((tile) => [tile])
-    : [...new Set(rows.map((row) => row[0].layer.number))].map((number) =>
-      rows.filter((row) => row[0].layer.number === number).flat());
-  for (const group of groups.map((tiles) => tiles.filter((tile) => tile.present)).filter((tiles) => tiles.length)) {
-    const [low, high] = panels[0].rangeOf(group);
-    const least = state.part === "attn" ? Math.min(...group.map((tile) => 3 / tile.values.length)) : -Infinity;
-    for (const tile of group) tile.range = [low, Math.max(high, least)];
-  }
+function shareScales(look) {
+  const tiles = panels.flatMap((panel) => panel.tiles.flat().filter((tile) => tile.present).map((tile) => [panel, tile]));
+  const reaches = new Map();
+  const groupOf = ({ layer, part }, index) => `${part === "attn"} ${{ all: "", layer: layer.number, tile: index }[state.scale]}`;
+  tiles.forEach(([, tile], index) => {
+    const group = groupOf(tile, index), least = tile.part === "attn" ? 2 : 1e-12;
+    reaches.set(group, Math.max(reaches.get(group) ?? least, tile.reach));
+  });
+  tiles.forEach(([panel, tile], index) => panel.colour(tile, reaches.get(groupOf(tile, index)), look));
 }
 
 /**
@@ -166,6 +181,8 @@ const toolbar = byId("toolbar");
 function buildControls() {
   byId("parts").append(...PARTS.map(([part, name]) => element("label", {},
     element("input", { type: "radio", name: "part", value: part, disabled: true }), name)));
+  const heads = [...new Set(panels.flatMap((panel) => panel.heads))].sort((a, b) => a - b);
+  toolbar.elements.head.append(...[...heads, MEAN].map((head) => element("option", { value: String(head) }, String(head))));
   toolbar.elements.colours.append(...Object.keys(about.colours).map((name) => element("option", {}, name)));
   byId("link").hidden = panels.length < 2;
   byId("seen").hidden = !about.upload && !entries.some((entry) => entry.models.some((view) => view.seen));
@@ -185,22 +202,26 @@ function addThumbnail(entry, index) {
 
 function writeControls() {
   const { elements } = toolbar;
-  for (const name of ["opacity", "scale", "colours", "theme"]) elements[name].value = String(state[name]);
+  for (const name of ["opacity", "scale", "colours", "theme", "head"]) elements[name].value = String(state[name]);
+  for (const input of byId("views").querySelectorAll("input")) input.checked = input.value === state.view;
+  byId("parts").hidden = state.view === "parts";
   for (const name of ["numbers", "link", "seen"]) elements[name].checked = state[name];
   for (const input of byId("parts").querySelectorAll("input")) input.checked = input.value === state.part;
   for (const input of byId("images").querySelectorAll("input")) input.checked = input.value === String(state.image);
-  byId("part-help").textContent = PARTS.find(([part]) => part === state.part)[2];
+  byId("part-help").textContent = state.view === "parts" ? "what one head computes, from left to right, layer after layer"
+    : PARTS.find(([part]) => part === state.part)[2];
   if (state.theme === "auto") delete document.documentElement.dataset.theme;
   else document.documentElement.dataset.theme = state.theme;
 }
 
 function onControl({ target: { name, type, value, checked } }) {
   if (!(name in state)) return;
-  state[name] = type === "checkbox" ? checked : name === "opacity" || name === "image" ? Number(value) : value;
+  const isNumber = name === "opacity" || name === "image" || name === "head" && value !== MEAN;
+  state[name] = type === "checkbox" ? checked : isNumber ? Number(value) : value;
   if (name === "link" && checked) setQuery(state, 0, state.queries[0], about);
   if (name === "numbers") toLayOut = true;
   writeControls();
-  if (name === "part" || name === "image") show();
+  if (["view", "part", "image"].includes(name)) show();
   schedule();
 }
 
@@ -340,15 +361,16 @@ window.explorer = {
   fragment: () => toFragment(state, about),
   /** Milliseconds that drawing the last frame took. */
   frameTime: () => lastFrame,
-  /** What a tile shows: values row by row, the largest rounding error in them, entropy (nats), distance (pixels). */
-  tile(model, layer, head) {
+  /** What a tile shows: values row by row, the largest rounding error in them, the ends of its colours, entropy (nats),
+   * distance (pixels). */
+  tile(model, layer, head, part = state.part) {
     const panel = panels[model];
-    const tile = panel.maps && panel.tileOf(layer, head);
+    const tile = panel.tiles?.flat().find((one) => one.layer.number === layer && one.head === head && one.part === part);
     if (!tile?.present) return null;
-    const { values, cell, entropy, distance, outside } = tile;
-    const tolerance = panel.maps.tolerance(tile.layer, head, state.part, cell);
+    const { values, cell, entropy, distance, outside, range } = tile;
+    const tolerance = panel.maps.tolerance(tile.layer, head, part, cell);
     return { values: [...values], cell, featSize: panel.maps.featSize(tile.layer), tolerance, entropy, distance,
-      outside, name: `layer ${layer}, ${headName(head)}` };
+      outside, range, name: `layer ${layer}, ${headName(head)}` };
   },
   MEAN,
 };

@@ -14,6 +14,12 @@ export const PARTS = [
   ["self_logits", "own", "the layer's own dot products and position terms"],
 ];
 
+/** What the first view shows of a layer, from left to right: [part, heading]. */
+export const EVOLUTION = [
+  ["prev_logits", "previous"], ["self_logits", "+ own"], ["conv_logits", "\u2192 convolved"], ["logits", "\u2192 logits"],
+  ["attn", "\u2192 attention"],
+];
+
 export const partName = (part) => PARTS.find(([name]) => name === part)[1];
 
 export class Maps {
@@ -47,6 +53,17 @@ export class Maps {
   /** Parts that some layer has, in the order of PARTS. */
   parts() {
     return PARTS.map(([part]) => part).filter((part) => this.model.layers.some((layer) => this.has(layer, part)));
+  }
+
+  /** The columns of the first view: logits have none where they are a layer's convolved, or its own, logits. */
+  evolution() {
+    const same = (layer, a, b) => this.has(layer, a) && this.has(layer, b)
+      && String(this.entry.places[layer.number][a]) === String(this.entry.places[layer.number][b]);
+    const present = this.parts();
+    const needless = this.model.layers.every((layer) => !this.has(layer, "logits")
+      || same(layer, "logits", "conv_logits") || same(layer, "logits", "self_logits"));
+    return EVOLUTION.filter(([part]) => present.includes(part) && !(part === "logits" && needless
+      && present.includes("self_logits")));
   }
 
   /** Inflate what the parts need; a promise. */

@@ -13,6 +13,10 @@ export const arrowOf = (event) => (event.ctrlKey || event.altKey || event.metaKe
 
 export const headName = (head) => (head === MEAN ? "mean of the heads" : `head ${head}`);
 
+/** Numbers as a text: `1 to 6`, or `1, 3`. */
+const listed = (numbers) => (numbers.length > 2 && numbers.at(-1) - numbers[0] === numbers.length - 1
+  ? `${numbers[0]} to ${numbers.at(-1)}` : numbers.join(", "));
+
 /** An element with properties and children; text goes in as text, never as HTML. */
 export function element(tag, properties = {}, ...children) {
   const node = document.createElement(tag);
@@ -35,8 +39,8 @@ export class Panel {
     this.model = model;
     this.index = index;
     this.actions = actions;
-    this.columns = [...new Set(model.layers.flatMap((layer) => layer.heads))].sort((a, b) => a - b);
-    this.columns.push(MEAN);
+    this.heads = [...new Set(model.layers.flatMap((layer) => layer.heads))].sort((a, b) => a - b);
+    this.columns = []; // { head, label } or { part, label }: of the view
     this.build();
   }
 
@@ -56,19 +60,17 @@ export class Panel {
     this.bar = element("canvas", { class: "bar", "aria-hidden": "true" });
     this.zoomText = element("p", { class: "caption" });
     this.tileCanvas = element("canvas", { "aria-hidden": "true" });
-    this.buttons = element("div", {
-      class: "buttons", role: "group", "aria-label": `tiles of ${this.model.label}: a row a layer, a column a head`,
-    });
+    this.buttons = element("div", { class: "buttons", role: "group" });
+    this.equation = element("p", { class: "equation" }, this.model.equation);
     this.tileBox = element("div", { class: "tiles" }, this.tileCanvas, this.buttons);
     this.node = element("section", { class: "model", "aria-labelledby": id },
       element("header", {},
-        element("h2", { id }, name, element("span", { class: "run" }, run.join(", "))), this.predictions),
+        element("h2", { id }, name, element("span", { class: "run" }, run.join(", "))), this.predictions, this.equation),
       element("div", { class: "body" },
         element("div", { class: "stage" },
           element("figure", {}, this.photo, this.tokens, this.queryText),
           element("figure", {}, this.zoom, this.bar, this.zoomText)),
         this.tileBox));
-    this.buildButtons();
     this.listenToPhoto();
     this.tokens.addEventListener("click", (event) => {
       if (event.target.tagName === "BUTTON") this.actions.pin(this.index, event.target.textContent);
@@ -78,12 +80,28 @@ export class Panel {
     this.zoom.addEventListener("pointerleave", () => this.writeZoomText());
   }
 
-  buildButtons() {
-    this.tileButtons = this.model.layers.map((layer) => this.columns.map((head) => element("button", {
-      type: "button", tabIndex: -1, "aria-label": `layer ${layer.number}, ${headName(head)}`,
-      title: `layer ${layer.number} (${layer.name}), ${headName(head)}`,
+  /** Make the tiles of a view: a row a layer, a column a part of one head, or a head of one part. */
+  useView(view) {
+    this.columns = view === "parts" ? this.maps.evolution().map(([part, label]) => ({ part, label }))
+      : [...this.heads, MEAN].map((head) => ({ head, label: String(head) }));
+    const what = view === "parts" ? "what one head computes" : "a column a head";
+    this.buttons.setAttribute("aria-label", `tiles of ${this.model.label}: a row a layer, ${what}`);
+    this.equation.hidden = view !== "parts" || !this.model.equation;
+    const name = ({ part, head }) => (part === undefined ? headName(head) : partName(part));
+    this.tileButtons = this.model.layers.map((layer) => this.columns.map((column) => element("button", {
+      type: "button", tabIndex: -1, "aria-label": `layer ${layer.number}, ${name(column)}`,
+      title: `layer ${layer.number} (${layer.name}), ${name(column)}`,
     })));
-    this.buttons.append(...this.tileButtons.flat());
+    this.buttons.replaceChildren(...this.tileButtons.flat());
+    const sizes = this.model.layers.map((layer) => this.maps.featSize(layer));
+    this.painter = new TilePainter(sizes, this.columns.length);
+    this.tiles = this.model.layers.map((layer) => this.columns.map((column) => this.newTile(layer, column)));
+    this.selected = undefined;
+  }
+
+  newTile(layer, { head, part }) {
+    const [H, W] = this.maps.featSize(layer);
+    return { layer, fixed: { head, part }, values: new Float32Array(H * W), range: [0, 1], cell: 0 };
   }
 
   /** Load an image's entry, with the maps of the parts; a promise of the function that shows it. */
@@ -99,11 +117,7 @@ export class Panel {
     this.pictures = images.map((image) => ({ image, grey: greyCopy(image) }));
     this.maps = maps;
     const sizes = this.model.layers.map((layer) => maps.featSize(layer));
-    this.painter = new TilePainter(sizes, this.columns.length);
     this.finest = sizes.reduce((a, b) => (b[0] * b[1] > a[0] * a[1] ? b : a));
-    this.tiles = this.model.layers.map((layer, row) => this.columns.map((head) => ({
-      layer, head, values: new Float32Array(sizes[row][0] * sizes[row][1]), range: [0, 1], cell: 0,
-    })));
     this.attn = new Float32Array(Math.max(...sizes.map(([H, W]) => H * W)));
     this.predictions.replaceChildren(...entry.predictions.map((prediction) => element("li", {},
       prediction.box ? this.objectButton(prediction) : element("span", {}, prediction.name),
@@ -169,9 +183,9 @@ export class Panel {
     const keysOf = ([row, column]) => [this.model.layers[row].number, this.columns[column]];
     this.buttons.addEventListener("pointerover", (event) => {
       const place = placeOf(event.target);
-      if (place && event.pointerType === "mouse") this.actions.hover(...keysOf(place));
+      if (place && event.pointerType === "mouse") this.actions.hover(keysOf(place));
     });
-    this.buttons.addEventListener("pointerleave", () => this.actions.hover(null, null));
+    this.buttons.addEventListener("pointerleave", () => this.actions.hover(null));
     this.buttons.addEventListener("click", (event) => {
       const place = placeOf(event.target);
       if (place) this.actions.select(...keysOf(place));
@@ -188,11 +202,10 @@ export class Panel {
     });
   }
 
-  /** The tile of a layer and head, or undefined where this model lacks it. */
-  tileOf(number, head) {
-    const row = this.model.layers.findIndex((layer) => layer.number === number);
-    const column = this.columns.indexOf(head);
-    return row < 0 || column < 0 ? undefined : this.tiles[row][column];
+  /** The tile of a layer, head and part, or undefined where this view of this model lacks it. */
+  tileOf(number, head, part) {
+    return this.tiles.flat().find((tile) => tile.layer.number === number
+      && (tile.fixed.part === undefined ? tile.fixed.head === head : tile.fixed.part === part));
   }
 
   // ---- a frame: compute, then paint ----------------------------------------------------------------------------
@@ -212,21 +225,29 @@ export class Panel {
 
   /** Fill all tiles with the rows of the query. */
   compute(state) {
-    const query = state.queries[this.index];
-    for (const tile of this.tiles.flat()) {
-      const { layer, head } = tile;
-      tile.present = this.maps.has(layer, state.part) && (head === MEAN || layer.heads.includes(head));
-      if (!tile.present) continue;
-      tile.cell = this.maps.cellOf(layer, query);
-      this.maps.row(layer, head, state.part, tile.cell, tile.values);
-      let low = state.part === "attn" ? 0 : Infinity, high = -Infinity;
-      for (const value of tile.values) {
-        if (value < low) low = value;
-        if (value > high) high = value;
-      }
-      tile.range = [low, high];
-      this.measureTile(tile, state.part);
-    }
+    for (const tile of this.tiles.flat()) this.fill(tile, state);
+  }
+
+  /** Fill a tile: values, reach (of attention in units of uniform attention), entropy and distance. */
+  fill(tile, state) {
+    const { layer } = tile;
+    tile.head = tile.fixed.head ?? state.head;
+    tile.part = tile.fixed.part ?? state.part;
+    tile.present = this.maps.has(layer, tile.part) && (tile.head === MEAN || layer.heads.includes(tile.head));
+    if (!tile.present) return;
+    tile.cell = this.maps.cellOf(layer, state.queries[this.index]);
+    this.maps.row(layer, tile.head, tile.part, tile.cell, tile.values);
+    tile.reach = 0;
+    for (const value of tile.values) tile.reach = Math.max(tile.reach, Math.abs(value));
+    if (tile.part === "attn") tile.reach *= this.numKeys(tile);
+    this.measureTile(tile, tile.part);
+  }
+
+  /** Give a tile its colours: attention as far below uniform attention as above, logits as far below 0 as above. */
+  colour(tile, reach, look) {
+    const uniform = 1 / this.numKeys(tile);
+    tile.range = tile.part === "attn" ? [uniform / reach, uniform * reach] : [-reach, reach];
+    tile.table = tile.part === "attn" ? look.table : look.signed;
   }
 
   /** Entropy and distance of a tile's probabilities, whatever part it shows. */
@@ -238,15 +259,9 @@ export class Panel {
     Object.assign(tile, measure(attn, cell, this.maps.featSize(layer), this.model.imgSize));
   }
 
-  /** One range of colours for the tiles of a layer, or all; the page joins those of several models. */
-  rangeOf(tiles) {
-    const present = tiles.filter((tile) => tile.present);
-    return [Math.min(...present.map((tile) => tile.range[0])), Math.max(...present.map((tile) => tile.range[1]))];
-  }
-
-  /** Paint all of the panel. `look`: state, table, ink, shown: [layer number, head]. */
+  /** Paint all of the panel. `look`: state, table, signed (that of logits), ink, shown: [layer number, head, part]. */
   paint(look) {
-    const { state, table, ink } = look;
+    const { state, ink } = look;
     const query = state.queries[this.index];
     this.look = look;
     this.shown = this.tileOf(...look.shown);
@@ -265,7 +280,7 @@ export class Panel {
     const bar = sizeCanvas(this.bar, this.stageWidth, 26);
     if (this.shown?.present) {
       this.paintZoom(zoom, this.stageWidth, this.stageHeight);
-      drawBar(bar, table, this.shown.range, this.stageWidth, ink, this.uniform());
+      drawBar(bar, this.shown.table, this.shown.range, this.stageWidth, ink);
     } else {
       drawMissing(zoom, 0, 0, this.stageWidth, this.stageHeight, ink);
     }
@@ -285,21 +300,15 @@ export class Panel {
     return Math.floor((query[0] * H) / height) * W + Math.floor((query[1] * W) / width);
   }
 
-  /** Uniform attention in the enlarged tile; null for what is no probability. */
-  uniform() {
-    return this.look.state.part === "attn" ? 1 / this.numKeys() : null;
-  }
-
-  /** Tokens that the enlarged tile's query sees. */
-  numKeys() {
-    return this.shown.values.length + this.model.prefix.length;
+  /** Tokens that a tile's query sees. */
+  numKeys(tile = this.shown) {
+    return tile.values.length + this.model.prefix.length;
   }
 
   paintZoom(context, width, height) {
-    const { values, layer, range, cell } = this.shown;
-    const { state, table } = this.look;
-    drawMap(context, values, this.maps.featSize(layer), range, table, this.picture().grey, state.opacity, cell, width,
-      height);
+    const { values, layer, range, cell, table, part } = this.shown;
+    const opacity = part === "attn" ? this.look.state.opacity : 1;
+    drawMap(context, values, this.maps.featSize(layer), range, table, this.picture().grey, opacity, cell, width, height);
   }
 
   /** The photo and its grey copy, or what the network saw of it. */
@@ -323,17 +332,17 @@ export class Panel {
   }
 
   paintTiles(context, shows) {
-    const { state, table, ink } = this.look;
+    const { state, ink } = this.look;
     const tiles = this.tiles.map((row) => row.map((tile) => (tile.present ? tile : null)));
     this.painter.paint(context, this.geometry, tiles, {
-      table, ink, shows, grey: this.picture().grey, opacity: state.opacity,
-      labels: { rows: this.model.layers.map(({ number }) => String(number)), columns: this.columns.map(String) },
+      ink, shows, grey: this.picture().grey, opacity: state.opacity,
+      labels: { rows: this.model.layers.map(({ number }) => String(number)), columns: this.columns.map(({ label }) => label) },
     });
   }
 
   /** Outline the selected tile and let Tab find it. */
   markSelected(state) {
-    const selected = this.tileOf(state.layer, state.head) ?? null;
+    const selected = this.tileOf(state.layer, state.head, state.part) ?? null;
     if (this.selected === selected) return;
     this.selected = selected;
     const reached = selected ?? this.tiles[0][0];
@@ -345,15 +354,25 @@ export class Panel {
 
   /** What the enlarged tile is, as lines of text. */
   zoomLines() {
-    const [number, head] = this.look.shown;
-    const { part } = this.look.state;
-    if (!this.shown) return [`no layer ${number} with ${headName(head)} here`];
+    const [number, head, part] = this.look.shown;
+    const wanted = `layer ${number} · ${headName(head)}`;
+    if (!this.model.layers.some((layer) => layer.number === number)) {
+      return [wanted, `models are linked by layer and head, and this one has no layer ${number}: it has `
+        + `${listed(this.model.layers.map((layer) => layer.number))}`];
+    }
+    if (head !== MEAN && !this.heads.includes(head)) {
+      return [wanted, `models are linked by layer and head, and this one has no ${headName(head)}: it has `
+        + `${listed(this.heads)}`];
+    }
+    if (!this.shown) return [`${wanted} · ${partName(part)}`, "this model has none"];
     const [H, W] = this.maps.featSize(this.shown.layer);
     const title = `layer ${number} · ${headName(head)} · ${partName(part)} · ${H}x${W} map`;
     if (!this.shown.present) return [title, "this layer has none"];
     const { entropy, distance, outside, values } = this.shown;
     if (entropy === undefined) return [title];
-    const most = part === "attn" ? [`largest ${(Math.max(...values) * this.numKeys()).toFixed(2)}/N`] : [];
+    const largest = Math.max(...values);
+    const most = part === "attn" ? [`largest ${(100 * largest).toFixed(1)}%, ${shortNumber(largest * this.numKeys())} times uniform`]
+      : [];
     if (this.model.prefix.length) most.push(`${(100 * outside).toFixed(0)}% of it to ${this.model.prefix.join(", ")}`);
     return [title, ...most, `${part === "attn" ? "" : "of its attention: "}entropy ${entropy.toFixed(2)} of at most `
       + `${Math.log(values.length).toFixed(2)} nats`
@@ -411,8 +430,7 @@ export class Panel {
     write(`query ${queryName(query)}`, 0, 44 + height + 4, "12px system-ui, sans-serif");
     if (this.shown?.present) {
       at(side + 12, 44, () => this.paintZoom(context, side, height));
-      at(side + 12, 44 + height + 6, () => drawBar(context, this.look.table, this.shown.range, side, ink,
-        this.uniform()));
+      at(side + 12, 44 + height + 6, () => drawBar(context, this.shown.table, this.shown.range, side, ink));
     }
     this.zoomLines().forEach((line, i) =>
       write(line, side + 12, 44 + height + 36 + 15 * i, "12px system-ui, sans-serif"));

@@ -3,6 +3,7 @@
 import { MEAN, PARTS } from "./maps.js";
 
 export const SCALES = ["tile", "layer", "all"];
+export const VIEWS = ["parts", "heads"];
 export const THEMES = ["auto", "light", "dark"];
 
 /** The view of a page that was just opened. */
@@ -12,11 +13,12 @@ export function firstState(about) {
     image: 0,
     queries: about.models.map(({ imgSize: [H, W] }) => [Math.floor(H / 2), Math.floor(W / 2)]), // pixels [y, x]
     pinned: false,
+    view: about.models.some((model) => model.layers.some(({ before }) => Object.keys(before).length)) ? "parts" : "heads",
     part: "attn",
     layer: layers[Math.floor((layers.length - 1) / 2)].number,
     head: layers[0].heads[0],
     opacity: 0.8,
-    scale: "tile",
+    scale: "layer",
     colours: Object.keys(about.colours)[0],
     numbers: true,
     link: true,
@@ -31,7 +33,7 @@ export function toFragment(state, about) {
   const fields = new URLSearchParams();
   const queries = state.link ? state.queries.slice(0, 1) : state.queries;
   fields.set("query", queries.map(String).join(";"));
-  for (const name of ["image", "part", "layer", "head", "opacity", "scale", "colours", "theme"]) {
+  for (const name of ["image", "view", "part", "layer", "head", "opacity", "scale", "colours", "theme"]) {
     if (state[name] !== first[name]) fields.set(name, state[name]);
   }
   for (const name of ["pinned", "numbers", "link", "seen"]) {
@@ -61,6 +63,7 @@ export function fromFragment(fragment, about, numImages) {
   state.image = Math.floor(number("image", 0, numImages - 1));
   asked("image", String(state.image) === fields.get("image"),
     numImages ? `the images of this page are 0 to ${numImages - 1}` : "this page has no image yet", "");
+  state.view = among("view", VIEWS);
   state.part = among("part", PARTS.map(([part]) => part));
   const layers = new Map(about.models.flatMap((model) => model.layers.map((layer) => [String(layer.number), layer])));
   if (layers.has(fields.get("layer"))) state.layer = Number(fields.get("layer"));
@@ -76,12 +79,16 @@ export function fromFragment(fragment, about, numImages) {
   state.theme = among("theme", THEMES);
   for (const name of ["pinned", "numbers", "link", "seen"]) state[name] = flag(name);
   (fields.get("query") ?? "").split(";").slice(0, about.models.length).forEach((text, model) => {
-    if (about.models[model].prefix.includes(text)) setQuery(state, model, text, about);
-    const point = text.split(",").map(Number);
+    if (about.models[model].prefix.includes(text)) return setQuery(state, model, text, about);
+    const point = text.split(",").map((side) => (side.trim() ? Number(side) : NaN));
     const [H, W] = about.models[model].imgSize;
     const inside = point.length === 2 && point.every(Number.isInteger)
       && point[0] >= 0 && point[0] < H && point[1] >= 0 && point[1] < W;
     if (inside) setQuery(state, model, point, about);
+    else if (text) {
+      problems.push(`The address asks for query ${text}; the input of ${about.models[model].label} has ${H}x${W} pixels, `
+        + `from 0,0 to ${H - 1},${W - 1}. Shown is ${queryName(state.queries[model])}.`);
+    }
   });
   return [state, problems];
 }
