@@ -32,7 +32,7 @@ demo: $(READY)
 # README's picture and a page to try, docs/attention.html, from the weights in weights/. The photo is "Chelsea" by Stefan van der Walt, CC0, from scikit-image.
 pictures: $(READY)
 	$(RUN) visualize/strip.py --model ea_conv_transformer_cifar --layers 1-3 --heads 1 --queries 16,16 \
-		--dpi 110 -o visualize/evolution.png docs/cat.jpg
+		--width 6.75 -o visualize/evolution.png docs/cat.jpg
 	$(RUN) visualize/explore.py --model ea_conv_transformer_cifar --model conv_transformer_cifar \
 		-o docs/attention.html docs/cat.jpg
 

@@ -5,8 +5,6 @@ The photo, cat.jpg, is Stefan van der Walt's "Chelsea", in the public domain (CC
 """
 from __future__ import annotations
 
-import base64
-import io
 import os
 from pathlib import Path
 
@@ -14,7 +12,6 @@ import nbclient
 import nbformat
 from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
-from PIL import Image
 
 FILE = Path(__file__).with_suffix(".ipynb")
 CELLS = (  # what begins with "# " is text
@@ -30,7 +27,7 @@ import torch
 from PIL import Image
 
 import ea_vision
-from ea_vision.visualize import plot_heads, plot_strip
+from ea_vision.visualize import plot_heatmap, plot_strip, show_page
 
 model = timm.create_model("ea_conv_transformer_cifar", pretrained=True).eval()  # 10 classes of CIFAR-10, 32x32 pixels
 photo = Image.open("cat.jpg").convert("RGB")
@@ -52,14 +49,21 @@ for index, probability in zip(top.indices.tolist(), top.values.tolist(), strict=
 A query point is (y, x) in pixels of the 32x32 input; layers are counted from 1, heads from 0.
 Each tile shows what the point attends to.""",
     """\
-plot_heads(model, photo, layers=[2], queries=[(12, 10), (26, 26)])""",
+plot_heatmap(model, photo, layers=[2], queries=[(12, 10), (26, 26)], width=4.5)""",
     """\
 # ## How does a map evolve?
 
 One query through the three layers of a chain. Layer 1 has no predecessor. From then on a layer mixes the map that
-was handed on into its own and convolves the result: the rows are these steps.""",
+was handed on into its own and convolves the result: along a row are these steps, and at its end the attention
+without the map of the layer before, and without the layer's own logits.""",
     """\
-plot_strip(model, photo, layers=[1, 2, 3], query=(12, 10))""",
+plot_strip(model, photo, layers=[1, 2, 3], head=1, query=(16, 16), width=4.5)""",
+    """\
+# ## Click a pixel
+
+The page of `ea-vision explore`, inside the notebook.""",
+    """\
+show_page(model, photo, layers=[1, 2, 3])""",
     """\
 # ## The numbers
 
@@ -94,7 +98,7 @@ print(len(added), "new parameters, such as", ", ".join(sorted(added)[:4]))""",
 
 - `ea-vision explore --model ea_conv_transformer_cifar -o page.html cat.jpg`:
   click a pixel, see every head of every layer
-- `ea-vision heatmap`, `strip`, `matrix`, `rollout`, `statistics`, `animation`, `faithfulness`:
+- `ea-vision heatmap`, `strip`, `matrix`, `rollout`, `statistics`, `faithfulness`:
   [Look at attention](look.md)
 - [Train on small images](train.md), [vision transformers and sequences](transformers.md), [results](results.md)""",
 )
@@ -123,16 +127,7 @@ def run(book: NotebookNode, folder: Path) -> NotebookNode:
         for output in cell.get("outputs", []):
             if "image/jpeg" in output.get("data", {}):  # of a photo, ten times as large as PNG
                 output.data.pop("image/png", None)
-            elif "image/png" in output.get("data", {}):
-                output.data["image/png"] = smaller(output.data["image/png"])
     return book
-
-
-def smaller(picture: str) -> str:
-    """A PNG in base64, in 256 colours."""
-    data = io.BytesIO()
-    Image.open(io.BytesIO(base64.b64decode(picture))).convert("RGB").quantize(256).save(data, "png", optimize=True)
-    return base64.b64encode(data.getvalue()).decode()
 
 
 if __name__ == "__main__":

@@ -46,12 +46,15 @@ def test_its_cells_run(script, tmp_path, monkeypatch):
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     shutil.copy(DOCS / "cat.jpg", tmp_path)
     book = script["run"](script["notebook"](), tmp_path)
-    _, top, _, _, _, numbers, vit = texts(book)
+    _, top, _, _, _, _, numbers, vit = texts(book)
     first = top.split()[:2]
     assert first[0] == "cat" and float(first[1]) > 0.5
     assert numbers.count("entropy by head") == 3 and "difference of the logits below 1e-5: True" in vit
     stored = texts(nbformat.read(DOCS / "quickstart.ipynb", as_version=4))
     assert [len(text.splitlines()) for text in texts(book)] == [len(text.splitlines()) for text in stored]
     for picture in pictures(book):
-        assert picture.width > 400 and len(picture.convert("RGB").resize((64, 64)).getcolors(4096)) > 100
+        assert picture.width > 400 and len(picture.convert("RGB").getcolors(picture.width * picture.height)) > 1000
     assert len(pictures(book)) == 2
+    [page] = [output.data["text/html"] for cell in book.cells for output in cell.get("outputs", [])
+              if "text/html" in output.get("data", {})]
+    assert page.startswith("<iframe srcdoc=") and "layer by layer" in page

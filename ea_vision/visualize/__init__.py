@@ -16,6 +16,7 @@ plot_chain       the same of a chain in one small panel
 plot_frames      the pictures of a film (`ea-vision strip -o FILE.gif`)
 plot_jacobian    what moves the logit of a class, beside the attention that every pixel gets
 plot_sampling    where a spatial transformer looks, and what it hands on
+show_page        the page of `ea-vision explore`, inside a notebook
 
 `ea_vision.visualize.figure_options` says what they take. Where one forward is to serve several figures, `record` makes
 the recording, and draw_heatmap, draw_models, draw_images, draw_strip, draw_training, draw_match, draw_matrix,
@@ -24,6 +25,7 @@ are (y, x) in pixels of the input.
 """
 import warnings
 
+from ea_vision.visualize.explore import show_page
 from ea_vision.visualize.films import draw_frames, plot_frames
 from ea_vision.visualize.heatmap import draw_heatmap, draw_images, draw_models, plot_heatmap
 from ea_vision.visualize.image_maps import MEAN, Recording, record
@@ -40,7 +42,7 @@ __all__ = [
     "MapStyle", "Recording", "draw_chain", "draw_frames", "draw_heatmap", "draw_images", "draw_match", "draw_matrix",
     "draw_models", "draw_rollout", "draw_statistics", "draw_strip", "draw_training", "input_jacobian", "plot_chain",
     "plot_frames", "plot_heads", "plot_heatmap", "plot_jacobian", "plot_match", "plot_matrix", "plot_rollout",
-    "plot_sampling", "plot_statistics", "plot_strip", "record",
+    "plot_sampling", "plot_statistics", "plot_strip", "record", "show_page",
 ]
 
 plot_heads = plot_heatmap

@@ -7,15 +7,18 @@ this machine, which takes further images.
 from __future__ import annotations
 
 import argparse
+import html
 import io
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from ea_vision.analysis.inputs import find_images, read_image
+from ea_vision.analysis.inputs import ImageSource, find_images, read_image
 from ea_vision.analysis.loading import (
     WEIGHTS_HELP,
     class_names_of,
@@ -28,8 +31,8 @@ from ea_vision.analysis.loading import (
 from ea_vision.base.errors import UsageError
 from ea_vision.base.files import atomic_write
 from ea_vision.base.processes import choose_device
-from ea_vision.visualize.figure_options import add_exif_rotation, parse_heads
-from ea_vision.visualize.image_maps import distinct, record
+from ea_vision.visualize.figure_options import Layers, Models, add_exif_rotation, chosen_layers, parse_heads
+from ea_vision.visualize.image_maps import as_models, distinct, evaluating, record
 from ea_vision.visualize.page import (
     MEGABYTE,
     STORED_PARTS,
@@ -59,9 +62,9 @@ def make_parser() -> argparse.ArgumentParser:
                              "(default: ea_conv_transformer_cifar)")
     parser.add_argument("--random", action="store_true", help="random weights, whatever there is")
     parser.add_argument("--img-size", metavar="N|H,W", help="size of the input in pixels (default: the model's)")
-    parser.add_argument("--layers", default="all", metavar="1,2|3-5|all",
-                        help="attention layers, counted from 1 in forward order, or their module names "
-                             "(default: %(default)s)")
+    parser.add_argument("--layers", metavar="1,2|3-5|all",
+                        help="attention layers, counted from 1 in forward order, or their module names (default: all, "
+                             "or as many over the depth of the network as fit into --max-mb with all parts)")
     parser.add_argument("--heads", default="all", metavar="0,1|all",
                         help="heads, counted from 0; the page always adds their mean (default: %(default)s)")
     parser.add_argument("--parts", default="auto", metavar="attn,logits|all|auto",
@@ -101,13 +104,13 @@ def parse_parts(text: str) -> list[str]:
 
 
 def make_explorer(options: argparse.Namespace) -> Explorer:
-    """The models of --model, with --layers, --heads and --parts."""
+    """Return the models of --model, with --layers, --heads and --parts."""
     targets = [target for text in options.model or ["ea_conv_transformer_cifar"] for target in parse_targets(text)]
     if len(targets) > MAX_MODELS:
         raise UsageError(f"--model must be at most {MAX_MODELS} models, got {len(targets)}")
     size, device = parse_size(options.img_size), choose_device(options.device)
     models = [load_model(target, random=options.random, img_size=size, device=device) for target in targets]
-    layers = [parse_layers(options.layers, model) for model in models]
+    layers = [parse_layers(options.layers or "all", model) for model in models]
     if "mean" in options.heads.split(","):
         raise UsageError(f"--heads must be numbers or all (the page adds the mean), got {options.heads!r}")
     heads = None
@@ -117,21 +120,77 @@ def make_explorer(options: argparse.Namespace) -> Explorer:
     return Explorer(models, layers, heads, parse_parts(options.parts), names)
 
 
-def read_entries(explorer: Explorer, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """The entries of the images, with a progress bar; a broken image ends the command."""
+def read_entries(explorer: Explorer, options: argparse.Namespace) -> tuple[Explorer, list[dict[str, Any]]]:
+    """Return the entries of the images, with a progress bar, and the explorer that made them: one of fewer layers where
+    none are asked for, and all parts of all layers are more than --max-mb. A broken image ends the command."""
     max_pixels = options.max_megapixels * MEGABYTE
     paths = find_images(options.images) if options.images else []
     pictures = [(path, read_image(path, path, max_pixels, options.exif_rotation)) for path in paths]
-    entries = [explorer.view(Path(path).name, picture)
-               for path, picture in tqdm(pictures, unit="image", disable=len(pictures) < 2)]
-    dropped = fit(entries, options.max_mb) if options.parts == "auto" else []
+
+    def entries_of(explorer: Explorer) -> list[dict[str, Any]]:
+        return [explorer.view(Path(path).name, picture)
+                for path, picture in tqdm(pictures, unit="image", disable=len(pictures) < 2 or None)]
+
+    entries = entries_of(explorer)
+    automatic = options.parts == "auto"
+    if automatic and options.layers is None and size_mb(entries) > options.max_mb:
+        deepest = max(map(len, explorer.layers))
+        most = min(deepest - 1, max(2, int(0.95 * deepest * options.max_mb / size_mb(entries))))
+        fewer = explorer.thinned(most)
+        if (thinner := entries_of(fewer)) and size_mb(thinner) <= options.max_mb:
+            explorer, entries = fewer, thinner
+            shown = "; ".join(f"{model.label}: {', '.join(str(layer.number) for layer in layers)}"
+                              for model, layers in zip(explorer.models, explorer.layers, strict=True))
+            print(f"layers on the page, to stay below {options.max_mb} MB with all parts: {shown}; --layers chooses "
+                  "others, --max-mb allows more", file=sys.stderr)
+    dropped = fit(entries, options.max_mb) if automatic else []
     if dropped:
         print(f"left out to stay below {options.max_mb} MB: {', '.join(dropped)}; "
               "choose fewer --layers or --heads, name --parts, or raise --max-mb to have them", file=sys.stderr)
     if size_mb(entries) > options.max_mb:
         print(f"warning: the page has {size_mb(entries):.1f} MB, more than --max-mb {options.max_mb}; "
               "fewer --layers, --heads, --parts or images make it smaller", file=sys.stderr)
-    return entries
+    return explorer, entries
+
+
+def show_page(models: Models, images: ImageSource | Sequence[ImageSource], layers: Layers = None, *,
+              height: int = 720) -> PageInNotebook:
+    """Return the page of models and images, which a notebook displays inline.
+
+    Args:
+        models, layers: see `ea_vision.visualize.figure_options`; layers None: all.
+        images: one or several: paths, PIL images or arrays.
+        height: of the page in the notebook, in pixels.
+
+    Raises:
+        UsageError: more than three models.
+    """
+    loaded = as_models(models)
+    if len(loaded) > MAX_MODELS:
+        raise UsageError(f"a page takes at most {MAX_MODELS} models, got {len(loaded)}")
+    several = list(images) if isinstance(images, (list, tuple)) else [images]
+    names = [Path(image).name if isinstance(image, (str, Path)) else f"image {number}"
+             for number, image in enumerate(several, start=1)]
+    explorer = Explorer(loaded, [chosen_layers(layers, model) for model in loaded], None, STORED_PARTS,
+                        [class_names_of(model.label, model) for model in loaded])
+    with ExitStack() as stack:
+        for model in loaded:
+            stack.enter_context(evaluating(model.model))
+        entries = [explorer.view(name, read_image(image)) for name, image in zip(names, several, strict=True)]
+    fit(entries, 10)
+    return PageInNotebook(build_page(explorer, entries), height)
+
+
+@dataclass
+class PageInNotebook:
+    """A page that notebooks display. text: of the HTML file; height: in pixels."""
+
+    text: str = field(repr=False)
+    height: int
+
+    def _repr_html_(self) -> str:
+        return (f'<iframe srcdoc="{html.escape(self.text)}" title="attention" style="width: 100%; border: 0; height: '
+                f'{self.height}px"></iframe>')
 
 
 def write_maps(explorer: Explorer, options: argparse.Namespace, output: Path) -> list[Path]:
@@ -148,8 +207,8 @@ def write_maps(explorer: Explorer, options: argparse.Namespace, output: Path) ->
 def make_server(explorer: Explorer, options: argparse.Namespace) -> PageServer:
     """The server of --serve, which has its port but does not run yet."""
     max_pixels, max_bytes = options.max_megapixels * MEGABYTE, options.max_upload_mb * MEGABYTE
-    page = build_page(explorer, read_entries(explorer, options),
-                      upload={"maxBytes": max_bytes, "maxPixels": max_pixels})
+    explorer, entries = read_entries(explorer, options)
+    page = build_page(explorer, entries, upload={"maxBytes": max_bytes, "maxPixels": max_pixels})
 
     def view(name: str, data: bytes) -> dict[str, Any]:
         return explorer.view(name, read_image(io.BytesIO(data), name, max_pixels, options.exif_rotation))
@@ -168,7 +227,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UsageError("image files or folders of them required (or --serve), got none")
     output = check_output(Path(options.output), (".html", ".htm"))
     explorer = make_explorer(options)
-    page = build_page(explorer, read_entries(explorer, options)).encode()
+    explorer, entries = read_entries(explorer, options)
+    page = build_page(explorer, entries).encode()
     atomic_write(output, page)
     written = write_maps(explorer, options, output) if options.npz else []
     print(f"written: {output} ({len(page) / MEGABYTE:.1f} MB)", *written)

@@ -57,7 +57,8 @@ from ea_vision.base.provenance import hardware, provenance
 from ea_vision.data.small_images import DATASETS, DataSet, load_dataset
 from ea_vision.engine.evaluate import autocast
 from ea_vision.visualize.image_maps import distinct
-from ea_vision.visualize.map_style import QUERY_COLORS, new_figure
+from ea_vision.visualize.map_style import QUERY_COLORS
+from ea_vision.visualize.sheet import new_figure
 from ea_vision.visualize.writing import save
 
 CONTROLS = ("random", "centre", "gradient", "untrained-layers", "untrained-rollout")
@@ -81,7 +82,7 @@ def faithfulness_figure(measured: Mapping[str, Sequence[Curves]]) -> Figure:
     """
     names = list(dict.fromkeys(curves.ranking for of_model in measured.values() for curves in of_model))
     some = next(iter(measured.values()))[0]
-    figure = new_figure(3.3 * max(2, len(measured)) + 2.4, 0.22 * len(names) + 7.6)
+    figure = new_figure(3.3 * max(2, len(measured)) + 2.4, 0.22 * len(names) + 7.6, layout="constrained")
     above, below = figure.subfigures(2, 1, height_ratios=(0.22 * len(names) + 1.6, 6))
     scores = above.subplots(1, 2, sharey=True)
     for axes, score, better in zip(scores, SCORES, ("high", "low"), strict=False):

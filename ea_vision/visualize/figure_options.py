@@ -213,10 +213,15 @@ def shown_layers(options: argparse.Namespace, models: Sequence[LoadedModel]) -> 
 
 
 def some_layers(layers: Sequence[AttentionLayer]) -> list[AttentionLayer]:
-    """All layers of up to SOME_LAYERS, or so many over the depth of the network, the first and the last among them."""
-    if len(layers) <= SOME_LAYERS:
+    """Return all layers of up to SOME_LAYERS, or so many over the depth of the network."""
+    return spread(layers, SOME_LAYERS)
+
+
+def spread(layers: Sequence[AttentionLayer], most: int) -> list[AttentionLayer]:
+    """Return all layers of up to `most`, or so many at even distances, the first and the last among them."""
+    if len(layers) <= most:
         return list(layers)
-    return [layers[round(index * (len(layers) - 1) / (SOME_LAYERS - 1))] for index in range(SOME_LAYERS)]
+    return [layers[round(index * (len(layers) - 1) / (most - 1))] for index in range(most)]
 
 
 def load_models(options: argparse.Namespace, targets: Sequence[str] | None = None) -> list[LoadedModel]:

@@ -30,6 +30,7 @@ import ea_vision
 from ea_vision.analysis.loading import DetectorModel, LoadedModel
 from ea_vision.analysis.recording import AttentionLayer, LayerMaps, prefix_names
 from ea_vision.base.errors import UsageError
+from ea_vision.visualize.figure_options import spread
 from ea_vision.visualize.map_style import SIGNED_MAP, equation
 
 SOURCE = Path(__file__).with_name("page_source")
@@ -142,6 +143,11 @@ class Explorer:
             if not recorded:
                 had = ", ".join(sorted({part for layer in chosen for part in layer.parts}))
                 raise UsageError(f"{model.label} has {had} in these layers; got --parts {','.join(parts)}")
+
+    def thinned(self, most: int) -> Explorer:
+        """Return the same with at most so many layers of each model, over its depth."""
+        return Explorer(self.models, [spread(layers, most) for layers in self.layers], self.heads, self.parts,
+                        self.class_names)
 
     def describe(self) -> list[dict[str, Any]]:
         """What the page knows of each model before any image."""

@@ -86,7 +86,7 @@ def points(kind: str = "small") -> float:
 @lru_cache(4096)
 def _width(text: str, size: float, family: tuple[str, ...]) -> float:
     properties = FontProperties(family=list(family), size=size)
-    return 1.03 * text_to_path.get_text_width_height_descent(text, properties, ismath=False)[0]
+    return 1.06 * text_to_path.get_text_width_height_descent(text, properties, ismath=False)[0]
 
 
 def text_width(text: str, size: float) -> float:
@@ -174,7 +174,7 @@ def _lay_block(block: Block, side: float, width: float, alone: bool) -> tuple[_L
             notes = [wrapped(tile.note, side + GAP - 1, small) for tile in tiles]
             above, below = (max(_height(text, small) for text in texts) for texts in (titles, notes))
             tall = max(side * row.aspect, text_width(label, small) if label else 0.0)
-            laid.height += above + (2.0 if above else 0.0) + (tall - side * row.aspect) / 2
+            laid.height += above + (0.3 * small if above else 0.0) + (tall - side * row.aspect) / 2
             for col, (tile, title, note) in enumerate(zip(tiles, titles, notes, strict=True)):
                 x = left + col * (side + GAP)
                 laid.items.append((x, laid.height, _tile_painter(
@@ -217,7 +217,7 @@ def _tile_painter(tile: Tile, title: str, note: str, label: str, width: float, h
         else:
             tile.paint(axes)
         text = dict(fontsize=small, parse_math=False, linespacing=1.15)
-        axes.set_title(title, pad=2, y=1.0, **text)
+        axes.set_title(title, pad=0.3 * small, y=1.0, **text)  # below the line hang letters
         axes.set_xlabel(note, labelpad=1.5, **text)
         axes.set_ylabel(label, labelpad=2.5, **text)
 

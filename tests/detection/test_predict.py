@@ -156,7 +156,8 @@ def test_the_figure_shows_boxes_over_the_padded_photo(model, photos):
     [found] = model.detect([image])
     layers = parse_layers("1,6", model)
     figure = attention_figure(model, image, found, [0, 2], layers, [0, "mean"])
-    boxes = [patch for patch in figure.subfigs[0].axes[0].patches if not patch.get_path_effects()]
+    [shown] = [axes for axes in figure.axes if axes.get_label() == "photo"]
+    boxes = [patch for patch in shown.patches if not patch.get_path_effects()]
     x1, y1, x2, y2 = (found.boxes[2] * SIDE / 90).tolist()
     assert boxes[1].get_xy() == pytest.approx((x1, y1), abs=0.5) and len(boxes) == 2
     assert (boxes[1].get_width(), boxes[1].get_height()) == pytest.approx((x2 - x1, y2 - y1), abs=0.5)

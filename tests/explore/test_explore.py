@@ -1,5 +1,6 @@
 """What the page holds equals what was recorded, and what the command cannot do it says in one line."""
 import base64
+import html
 import io
 import json
 import re
@@ -20,7 +21,7 @@ from ea_vision.analysis.inputs import read_image
 from ea_vision.analysis.loading import load_model
 from ea_vision.analysis.recording import attention_layers
 from ea_vision.base.errors import UsageError, exit_code
-from ea_vision.visualize import explore, page
+from ea_vision.visualize import explore, page, show_page
 from ea_vision.visualize.page import STORED_PARTS, Explorer, build_page, fit, pack, quantise, size_mb
 
 from .conftest import picture
@@ -168,10 +169,41 @@ def test_a_page_that_grows_too_large_says_what_to_do(tmp_path, monkeypatch, caps
     image = tmp_path / "photo.png"
     picture(3).save(image)
     monkeypatch.setattr(page, "MEGABYTE", 20_000)  # 1 "MB" is 20 kB
-    code, err = run(monkeypatch, capsys, "--max-mb", "1", "-o", tmp_path / "a.html", image)
+    options = ["--max-mb", "1", "--layers", "all", "-o"]
+    code, err = run(monkeypatch, capsys, *options, tmp_path / "a.html", image)
     assert code == 0 and "left out" in err and "self_logits" in err
-    code, err = run(monkeypatch, capsys, "--max-mb", "1", "--parts", "all", "-o", tmp_path / "b.html", image)
+    code, err = run(monkeypatch, capsys, "--parts", "all", *options, tmp_path / "b.html", image)
     assert code == 0 and "warning" in err and "--layers" in err and "--heads" in err
+
+
+def test_three_models_keep_the_parts_of_fewer_layers(tmp_path, monkeypatch, capsys):
+    """Unless layers are asked for: all parts of layers over the depth, in pages below --max-mb."""
+    image = tmp_path / "photo.png"
+    picture(3).save(image)
+    names = "ea_conv_transformer_cifar,pa_conv_transformer_cifar,conv_transformer_cifar"
+    code, err = run(monkeypatch, capsys, "--model", names, "-o", tmp_path / "a.html", image)
+    assert code == 0 and not err and (tmp_path / "a.html").stat().st_size < 1_500_000, "all of it fits"
+    monkeypatch.setattr(page, "MEGABYTE", 200_000)
+    code, err = run(monkeypatch, capsys, "--model", names, "--max-mb", "3", "-o", tmp_path / "a.html", image)
+    assert code == 0 and re.fullmatch(
+        r"layers on the page, to stay below 3 MB with all parts: ea_conv_transformer_cifar: 1, .*6; .*\n", err)
+    text = (tmp_path / "a.html").read_text()
+    [entry] = [json.loads(found) for found in re.findall(r'class="image">(.*?)</script>', text, flags=re.DOTALL)]
+    assert sum(map(len, json.dumps(entry))) < 3 * 200_000
+    for view, evolved in zip(entry["models"], (True, True, False), strict=True):
+        assert 2 <= len(view["places"]) < 6 and {"1", "6"} <= set(view["places"])
+        assert set(view["places"]["6"]) == ({*STORED_PARTS} if evolved else {"attn", "logits", "self_logits"})
+
+
+def test_a_notebook_displays_the_page():
+    model = load_model("ea_conv_transformer_cifar", random=True)
+    shown = show_page([model, model], [picture(3), picture(4)], layers="1-2", height=500)
+    frame = shown._repr_html_()
+    assert frame.startswith("<iframe srcdoc=") and "height: 500px" in frame
+    assert html.unescape(re.search('srcdoc="(.*?)"', frame, flags=re.DOTALL)[1]) == shown.text
+    assert shown.text.count('class="image"') == 2 and "ea_conv_transformer_cifar (untrained) [2]" in shown.text
+    with pytest.raises(UsageError, match="at most 3 models, got 4"):
+        show_page([model] * 4, picture(3))
 
 
 # ---- bad input ------------------------------------------------------------------------------------------------------

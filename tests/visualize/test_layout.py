@@ -206,7 +206,7 @@ def test_the_users_size_of_text():
 def test_without_a_width_a_figure_is_as_wide_as_it_needs_to_be():
     small, large = recording(1), recording(8, ((8, 8),) * 6)
     assert draw_heatmap(small, [1], [0], [(3, 3)]).get_size_inches()[0] < 3.3
-    assert 5 < draw_heatmap(large, range(1, 7), range(8), [(3, 3)]).get_size_inches()[0] <= 6.75
+    assert 4 < draw_heatmap(large, range(1, 7), range(8), [(3, 3)]).get_size_inches()[0] <= 6.75
     with pytest.raises(UsageError, match="width must lie between 2.5 and 40 inches, got 1"):
         draw_heatmap(small, [1], [0], [(3, 3)], width=1)
 

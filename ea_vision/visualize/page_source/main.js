@@ -150,7 +150,8 @@ function draw() {
 function shareScales(look) {
   const tiles = panels.flatMap((panel) => panel.tiles.flat().filter((tile) => tile.present).map((tile) => [panel, tile]));
   const reaches = new Map();
-  const groupOf = ({ layer, part }, index) => `${part === "attn"} ${{ all: "", layer: layer.number, tile: index }[state.scale]}`;
+  const groupOf = ({ layer, part }, index) => [part === "attn",
+    state.scale === "all" ? "" : state.scale === "layer" ? layer.number : index].join();
   tiles.forEach(([, tile], index) => {
     const group = groupOf(tile, index), least = tile.part === "attn" ? 2 : 1e-12;
     reaches.set(group, Math.max(reaches.get(group) ?? least, tile.reach));
@@ -168,7 +169,8 @@ function finishLater() {
   later = setTimeout(() => {
     panels.forEach((panel) => panel.paintAllTiles());
     const fragment = toFragment(state, about);
-    if (location.hash !== fragment) history.replaceState(null, "", fragment);
+    const hasAddress = location.protocol !== "about:"; // a page inside a notebook has none
+    if (hasAddress && location.hash !== fragment) history.replaceState(null, "", fragment);
     const spoken = `query ${queryName(state.queries[0])}; ` + panels[0].zoomLines().join(", ");
     if (byId("status").textContent !== spoken) byId("status").textContent = spoken;
   }, 200);
