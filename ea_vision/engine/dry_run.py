@@ -22,8 +22,8 @@ import torch
 
 from ea_vision.base.process_tree import PeakMemory
 from ea_vision.base.processes import World
+from ea_vision.base.units import counted, duration, memory_size
 from ea_vision.engine import checkpoint, run_folder
-from ea_vision.engine.preflight import GIB
 from ea_vision.engine.train import Trainer
 
 log = logging.getLogger(__name__)
@@ -216,8 +216,8 @@ def report(estimate: Estimate, trainer: Trainer, image_bytes: float = 0.0) -> No
     """Log an estimate. image_bytes: of a stored training image on average; 0: they lie in memory."""
     config, world, found = trainer.config, trainer.world, estimate
     cores, workers = os.cpu_count() or 1, max(config.workers, 1)
-    log.info("dry run     %d processes: %.3g hours = %g epochs of %d updates of %s, an evaluation of %.3g s each",
-             found.processes, found.seconds / 3600, config.epochs, found.updates,
+    log.info("dry run     %d processes: %s = %s of %d updates of %s, an evaluation of %.3g s each",
+             found.processes, duration(found.seconds), counted(config.epochs, "epoch"), found.updates,
              ", ".join(f"{seconds:.3g} s ({side} pixels)" for side, seconds in found.update_seconds.items()),
              found.eval_seconds)
     if found.processes != world.size:
@@ -232,8 +232,9 @@ def report(estimate: Estimate, trainer: Trainer, image_bytes: float = 0.0) -> No
     if image_bytes:
         log.info("            %.1f MiB/s to be read by all %d processes",
                  image_bytes * found.images_per_s * found.processes / 2**20, found.processes)
-    log.info("memory      %.2f GiB of main memory for %d process(es) and their workers%s", found.main_memory / GIB,
-             world.size, f", {found.device_memory / GIB:.2f} GiB on each GPU" if found.device_memory else "")
-    log.info("disk        %.3f GiB at the end, %.3f GiB while a checkpoint is written", found.disk / GIB,
-             found.disk_peak / GIB)
+    log.info("memory      %s of main memory for %d process(es) and their workers%s",
+             memory_size(found.main_memory), world.size,
+             f", {memory_size(found.device_memory)} on each GPU" if found.device_memory else "")
+    log.info("disk        %s at the end, %s while a checkpoint is written", memory_size(found.disk),
+             memory_size(found.disk_peak))
     log.info("nothing was written to %s", trainer.folder)

@@ -17,11 +17,11 @@ from torch import nn
 from ea_vision.base.errors import UsageError
 from ea_vision.base.networks import REFUSALS, lay_out
 from ea_vision.base.processes import World
+from ea_vision.base.units import counted, duration, memory_size
 from ea_vision.engine.config import TrainConfig
 from ea_vision.engine.evaluate import autocast
 
 log = logging.getLogger(__name__)
-GIB = 2**30
 TRIAL_IMAGES_ON_CPU = 8
 
 
@@ -49,7 +49,7 @@ def check_disk(folder: Path, needed: int) -> int:
         place = place.parent
     free = shutil.disk_usage(place).free
     if free < needed:
-        raise UsageError(f"checkpoints need {needed / GIB:.2f} GiB in {folder}, {free / GIB:.2f} GiB are free")
+        raise UsageError(f"checkpoints need {memory_size(needed)} in {folder}, {memory_size(free)} are free")
     return free
 
 
@@ -89,7 +89,7 @@ def trial_step(model: nn.Module, config: TrainConfig, img_size: int, device: tor
             seconds = time.perf_counter() - start
         except torch.OutOfMemoryError as error:
             raise UsageError(f"a batch of {count} images of {img_size} pixels does not fit into the memory of {device} "
-                             f"({torch.cuda.get_device_properties(device).total_memory / GIB:.0f} GiB): lower "
+                             f"({memory_size(torch.cuda.get_device_properties(device).total_memory)}): lower "
                              "--batch-size, raise --grad-accum, or set --amp bfloat16") from error
         except REFUSALS as error:
             raise UsageError(f"model {config.model} cannot be trained on batches of {count} images of {img_size} "
@@ -114,8 +114,8 @@ def preflight(model: nn.Module, config: TrainConfig, *, folder: Path, world: Wor
     free = check_disk(folder, needed)
     buffers = ahead * config.batch_size * 3 * img_size**2
     if buffers > available_memory():
-        raise UsageError(f"{ahead} batches kept ready (workers x 2) need {buffers / GIB:.1f} GiB, "
-                         f"{available_memory() / GIB:.1f} GiB are free: lower --workers or --batch-size")
+        raise UsageError(f"{ahead} batches kept ready (workers x 2) need {memory_size(buffers)}, "
+                         f"{memory_size(available_memory())} are free: lower --workers or --batch-size")
     seconds, peak = trial_step(model, config, img_size, world.device, loss_of)
     update = config.batch_size * config.grad_accum * world.size
     lr = config.lr * update / config.lr_base_batch if config.lr_base_batch else config.lr
@@ -123,9 +123,10 @@ def preflight(model: nn.Module, config: TrainConfig, *, folder: Path, world: Wor
     log.info("data        %d training images, %d for evaluation, %d classes", train_images, eval_images, classes)
     log.info("model       %s, %.1fM parameters, %d pixels", config.model,
              sum(p.numel() for p in model.parameters()) / 1e6, img_size)
-    log.info("processes   %d on %s%s", world.size, where, f", {peak / GIB:.1f} GiB used each" if peak else "")
+    log.info("processes   %d on %s%s", world.size, where, f", {memory_size(peak)} used each" if peak else "")
     log.info("update      %d images = %d x %d processes%s, peak learning rate %g", update, config.batch_size,
              world.size, f" x {config.grad_accum} batches" if config.grad_accum > 1 else "", lr)
-    log.info("disk        up to %.2f GiB for checkpoints in %s, %.1f GiB free", needed / GIB, folder, free / GIB)
-    log.info("time        about %.2g hours for %g epochs of %d updates (computation alone, from one batch)",
-             seconds * batches * config.epochs / 3600, config.epochs, batches // config.grad_accum)
+    log.info("disk        up to %s for checkpoints in %s, %s free", memory_size(needed), folder, memory_size(free))
+    log.info("time        about %s for %s of %d updates (computation alone, from one batch)",
+             duration(seconds * batches * config.epochs), counted(config.epochs, "epoch"),
+             batches // config.grad_accum)

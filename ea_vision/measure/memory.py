@@ -24,12 +24,13 @@ from torch.utils._pytree import tree_leaves
 
 from ea_vision.base.errors import RunError, UsageError
 from ea_vision.base.processes import choose_device
+from ea_vision.base.units import memory_size
 from ea_vision.detection.train import DetectionTrainer
 from ea_vision.engine.evaluate import autocast
-from ea_vision.engine.preflight import GIB, available_memory, loss_on_noise
+from ea_vision.engine.preflight import available_memory, loss_on_noise
 from ea_vision.layers import AugmentedConv2d
 from ea_vision.measure.branches import attention_watched
-from ea_vision.measure.peak_memory import MIB, memory_in_own_process, memory_on_gpu
+from ea_vision.measure.peak_memory import memory_in_own_process, memory_on_gpu
 from ea_vision.measure.steps import Bench, Runner, Setting, add_setting, check_positive, refusals
 
 EXAMPLES = """\
@@ -54,10 +55,6 @@ def to_bytes(text: str) -> int:
     if match is None or not float(match[1]):
         raise UsageError(f"--budget must be a positive number with a unit such as GiB or GB, got {text!r}")
     return int(float(match[1]) * UNITS[match[2]])
-
-
-def to_text(count: float) -> str:
-    return f"{count / GIB:.2f} GiB" if count >= GIB else f"{count / MIB:.1f} MiB"
 
 
 class Storages(TorchDispatchMode):
@@ -279,21 +276,21 @@ def report(prediction: Prediction, batch_size: int, measured: int | None, measur
     peak, maps = parts.pop("peak"), parts.pop("maps")
     lines = []
     for name, count in parts.items():
-        lines.append(f"  {name:<34}{to_text(count):>11}{count / peak:>7.1%}")
+        lines.append(f"  {name:<34}{memory_size(count):>11}{count / peak:>7.1%}")
         if maps and name.startswith("activations"):
-            lines.append(f"    {'attention maps among them':<32}{to_text(maps):>11}{maps / peak:>7.1%}")
-    lines.append(f"  {'peak, predicted':<34}{to_text(peak):>11}")
+            lines.append(f"    {'attention maps among them':<32}{memory_size(maps):>11}{maps / peak:>7.1%}")
+    lines.append(f"  {'peak, predicted':<34}{memory_size(peak):>11}")
     if measured is not None:
-        lines.append(f"  {'peak, measured':<34}{to_text(measured):>11}   {measured_how}; "
+        lines.append(f"  {'peak, measured':<34}{memory_size(measured):>11}   {measured_how}; "
                      f"{peak / measured - 1:+.1%} predicted")
     one_image = prediction.map_sizes(1)
     largest = prediction.largest_batch(budget)
     return "\n".join([
         *lines,
-        f"kept for backward: {to_text(prediction.activations(batch_size))}, "
-        f"{len(one_image)} attention maps, {to_text(sum(one_image))} an image",
-        f"largest batch within {to_text(budget)}: "
-        + (f"{largest}" if largest else f"none, one image needs {to_text(prediction.peak(1))}")])
+        f"kept for backward: {memory_size(prediction.activations(batch_size))}, "
+        f"{len(one_image)} attention maps, {memory_size(sum(one_image))} an image",
+        f"largest batch within {memory_size(budget)}: "
+        + (f"{largest}" if largest else f"none, one image needs {memory_size(prediction.peak(1))}")])
 
 
 def make_parser() -> argparse.ArgumentParser:

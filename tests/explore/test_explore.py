@@ -183,13 +183,13 @@ def test_three_models_keep_the_parts_of_fewer_layers(tmp_path, monkeypatch, caps
     names = "ea_conv_transformer_cifar,pa_conv_transformer_cifar,conv_transformer_cifar"
     code, err = run(monkeypatch, capsys, "--model", names, "-o", tmp_path / "a.html", image)
     assert code == 0 and not err and (tmp_path / "a.html").stat().st_size < 1_500_000, "all of it fits"
-    monkeypatch.setattr(page, "MEGABYTE", 200_000)
+    monkeypatch.setattr(page, "MEGABYTE", 100_000)
     code, err = run(monkeypatch, capsys, "--model", names, "--max-mb", "3", "-o", tmp_path / "a.html", image)
     assert code == 0 and re.fullmatch(
         r"layers on the page, to stay below 3 MB with all parts: ea_conv_transformer_cifar: 1, .*6; .*\n", err)
     text = (tmp_path / "a.html").read_text()
     [entry] = [json.loads(found) for found in re.findall(r'class="image">(.*?)</script>', text, flags=re.DOTALL)]
-    assert sum(map(len, json.dumps(entry))) < 3 * 200_000
+    assert sum(map(len, json.dumps(entry))) < 3 * 100_000
     for view, evolved in zip(entry["models"], (True, True, False), strict=True):
         assert 2 <= len(view["places"]) < 6 and {"1", "6"} <= set(view["places"])
         assert set(view["places"]["6"]) == ({*STORED_PARTS} if evolved else {"attn", "logits", "self_logits"})

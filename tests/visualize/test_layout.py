@@ -200,7 +200,8 @@ def test_the_users_size_of_text():
         for figure in (draw_heatmap(made, [1, 3], [0, "mean"], [(3, 3)]), draw_strip(made, [1, 2], 0, (3, 3)),
                        draw_models([made] * 2, [[1, 3]] * 2, [0], [(3, 3)]), draw_matrix(made, [3], [0, "mean"])):
             assert not problems(figure)
-            assert max(text.get_fontsize() for text in figure.findobj(Text)) == pytest.approx(0.9 * 16)
+            sizes = [text.get_fontsize() for text in figure.findobj(Text) if text.get_text().strip()]
+            assert max(sizes) == pytest.approx(0.9 * 16)
 
 
 def test_without_a_width_a_figure_is_as_wide_as_it_needs_to_be():

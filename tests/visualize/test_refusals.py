@@ -51,7 +51,7 @@ def folder(tmp_path_factory):
     ("matrix", ["--layers", "1-99999999999"], "no attention layer '7'"),
     ("explore", ["--layers", "1-99999999999", "-o", "a.html"], "no attention layer '7'"),
     ("explore", ["--heads", "\u00b2", "-o", "a.html"], "heads must be 0 to 3"),
-    ("heatmap", ["digits:\u00b2"], "digits:N must have N in 0..359"),
+    ("heatmap", ["digits:\u00b2"], "digits:N must have N in 0..354"),
 ])
 def test_refused_at_once_in_one_line(command, options, message, folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
