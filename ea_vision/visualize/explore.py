@@ -135,14 +135,17 @@ def read_entries(explorer: Explorer, options: argparse.Namespace) -> tuple[Explo
     automatic = options.parts == "auto"
     if automatic and options.layers is None and size_mb(entries) > options.max_mb:
         deepest = max(map(len, explorer.layers))
-        most = min(deepest - 1, max(2, int(0.95 * deepest * options.max_mb / size_mb(entries))))
-        fewer = explorer.thinned(most)
-        if (thinner := entries_of(fewer)) and size_mb(thinner) <= options.max_mb:
+        for most in range(min(deepest - 1, max(2, int(deepest * options.max_mb / size_mb(entries)))), 1, -1):
+            fewer = explorer.thinned(most)
+            thinner = entries_of(fewer)
+            if size_mb(thinner) > options.max_mb:
+                continue
             explorer, entries = fewer, thinner
             shown = "; ".join(f"{model.label}: {', '.join(str(layer.number) for layer in layers)}"
                               for model, layers in zip(explorer.models, explorer.layers, strict=True))
             print(f"layers on the page, to stay below {options.max_mb} MB with all parts: {shown}; --layers chooses "
                   "others, --max-mb allows more", file=sys.stderr)
+            break
     dropped = fit(entries, options.max_mb) if automatic else []
     if dropped:
         print(f"left out to stay below {options.max_mb} MB: {', '.join(dropped)}; "

@@ -170,8 +170,8 @@ def add_contributions(recording: Recording) -> None:
 
         again = attention(own, previous)
         if again.shape == layer.attn.shape and torch.allclose(again, layer.attn, atol=1e-3):
-            layer.more["attn_without_previous"] = attention(own, torch.zeros_like(previous))
-            layer.more["attn_without_own"] = attention(torch.zeros_like(own), previous)
+            layer.save(WITHOUT[0], attention(own, torch.zeros_like(previous)))
+            layer.save(WITHOUT[1], attention(torch.zeros_like(own), previous))
 
 
 def scaled(query: Query, img_size: tuple[int, int], new: tuple[int, int]) -> Query:

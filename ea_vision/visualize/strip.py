@@ -140,7 +140,7 @@ def columns_of(recording: Recording, layers: Sequence[int]) -> dict[str, str]:
     if "logits" in names:
         names["logits"] = f"{ARROW}\nlogits"
     without = {part: name for part, name in zip(WITHOUT, ("without\nprevious", "without\nown"), strict=True)
-               if any(part in layer.more for layer in evolved)}
+               if any(part in layer.recorded() for layer in evolved)}
     return {**names, "attn": f"{ARROW}\nattention", **without}
 
 

@@ -253,9 +253,9 @@ def test_a_part_that_cannot_be_taken_away_is_left_out():
     """Of a layer whose attention is not what its evolution makes of the recorded parts."""
     model = timm.create_model("ea_conv_transformer_cifar", **KWARGS).eval()
     recording = image_maps.record(model, Image.new("RGB", (16, 16), "grey"), attention_layers(model)[:2], PARTS)
-    recording.maps[2].attn = torch.rand_like(recording.maps[2].attn)
+    recording.maps[2].save("attn", torch.rand_like(recording.maps[2].attn))
     image_maps.add_contributions(recording)
-    assert not recording.maps[2].more
+    assert not set(image_maps.WITHOUT) & set(recording.maps[2].recorded())
 
 
 def test_scales_of_attention():
