@@ -16,6 +16,7 @@ import timm
 import torch
 from PIL import Image
 
+import ea_vision
 from ea_vision.__main__ import main
 from ea_vision.studies import sweep
 from tests.engine.runner import make_folder
@@ -199,6 +200,10 @@ def test_snippets_run(page, block, place, tmp_path, monkeypatch):
     for word, other in (("pretrained=True", "pretrained=False"), ("vit_small", "vit_tiny"),
                         ("vit_base_patch16_224.dino", "vit_tiny_patch16_224")):
         block = block.replace(word, other)
+    if "import transformers" in block and not importlib.util.find_spec("transformers"):
+        pytest.skip("needs transformers (the extra dev)")
+    if page.name == "transformers.md":
+        space["ea_vision"] = ea_vision
     if not importlib.util.find_spec("pandas"):
         block = re.sub(r"^maps\.to_dataframe.*$", "", block, flags=re.MULTILINE)
     exec(compile(block, page.name, "exec"), space)
