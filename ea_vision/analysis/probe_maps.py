@@ -57,7 +57,7 @@ def extract_maps(model: LoadedModel, images: Tensor, source: MapSource, folder: 
             done = state["done"] if state["key"] == key and all(file.exists() for file in files) else 0
         stores = [np.lib.format.open_memmap(file, mode="r+") for file in files] if done else None
         batches = range(done, len(images), batch_size)
-        for first in tqdm(batches, desc=f"maps of {model.label}", unit="batch", disable=not batches):
+        for first in tqdm(batches, desc=f"maps of {model.label}", unit="batch", disable=not batches or None):
             maps = query_maps(model, images[first:first + batch_size], source)
             if stores is None:
                 stores = [np.lib.format.open_memmap(file, "w+", np.float16, (len(images), *layer_maps.shape[1:]))

@@ -84,7 +84,7 @@ def train_probe(maps: np.ndarray, targets: Tensor, test_maps: np.ndarray, test_t
     optimizer = torch.optim.SGD(net.parameters(), recipe.lr, recipe.momentum, weight_decay=recipe.weight_decay)
     steps = math.ceil(len(maps) / recipe.batch_size)
     scheduler = CosineAnnealingLR(optimizer, recipe.epochs * steps, recipe.lr_min)
-    for epoch in tqdm(range(recipe.epochs), desc=label, unit="epoch"):
+    for epoch in tqdm(range(recipe.epochs), desc=label, unit="epoch", disable=None):
         net.train()
         for index in torch.randperm(len(maps), generator=order).split(recipe.batch_size):
             batch = (torch.from_numpy(maps[index.numpy()]).to(device).float() - mean) / std

@@ -78,5 +78,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     rows = [asdict(row) for row in list_models(args.pattern, args.weights)]
     table = markdown([("model", "input", "weights", "published", "what it is"), *(tuple(row.values()) for row in rows)])
-    show(table, rows, args.csv)
+    show(table, rows, args.csv, args.wide)
     return 0

@@ -27,6 +27,7 @@ import torch
 import yaml
 
 from ea_vision.base.errors import UsageError, near_matches
+from ea_vision.base.tables import add_wide, shown
 from ea_vision.detection.model import DetectorNetwork, create_detector
 from ea_vision.engine.config import load_recipe
 from ea_vision.engine.run_folder import CONFIG
@@ -408,7 +409,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help="networks or tables (default: the whole page)")
     parser.add_argument("--runs", type=Path, nargs="+", default=[], metavar="DIR",
                         help="folders with run folders, at any depth; complete runs on the papers' data are shown")
+    add_wide(parser)
     args = parser.parse_args(argv)
     runs = [*shipped_runs(), *(run for folder in args.runs for run in runs_in(folder))]
-    print(chosen(args.names, runs) if args.names else page(runs), end="")
+    print(shown(chosen(args.names, runs) if args.names else page(runs), args.wide), end="")
     return 0

@@ -27,6 +27,7 @@ import torch
 from ea_vision.base.errors import UsageError
 from ea_vision.base.files import atomic_write, check_output, csv_text
 from ea_vision.base.networks import check_model_name
+from ea_vision.base.tables import add_wide, shown
 from ea_vision.measure.counts import BranchCount, Counts, count, inference_map_bytes, training_map_bytes
 from ea_vision.models import Published, list_networks, published_figures
 
@@ -138,11 +139,12 @@ def _layers_of(name: str) -> tuple[str, list[dict[str, object]]]:
 
 def add_csv(parser: argparse.ArgumentParser) -> None:
     """The option --csv of commands that print a table; `show` does what it says."""
+    add_wide(parser)
     parser.add_argument("--csv", metavar="FILE", help="also write the rows to FILE as CSV ('-': to standard output "
                         "instead of the table)")
 
 
-def show(text: str, rows: Sequence[Mapping[str, object]], file: str | None) -> None:
+def show(text: str, rows: Sequence[Mapping[str, object]], file: str | None, wide: bool = False) -> None:
     """Print a table; with --csv write its rows to the file, too, or print them instead.
 
     Raises:
@@ -154,7 +156,7 @@ def show(text: str, rows: Sequence[Mapping[str, object]], file: str | None) -> N
     if file:
         check_output(Path(file))
         atomic_write(Path(file), csv_text(rows).encode())
-    print(text)
+    print(shown(text, wide))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -173,5 +175,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         summaries = [summarise(name) for name in names]
         text, rows = to_table(summaries), [asdict(row) for row in summaries]
-    show(text, rows, args.csv)
+    show(text, rows, args.csv, args.wide)
     return 0

@@ -230,7 +230,7 @@ def batches_of(model: LoadedModel, paths: Sequence[str], batch_size: int,
                exif_rotation: bool = False) -> Iterator[Tensor]:
     """(B, 3, H, W), normalised, on the model's device."""
     device = next(model.model.parameters()).device
-    for first in tqdm(range(0, len(paths), batch_size), unit="batch", desc=model.label):
+    for first in tqdm(range(0, len(paths), batch_size), unit="batch", desc=model.label, disable=None):
         images = torch.stack([model.prepare(read_image(path, exif_rotation=exif_rotation))
                               for path in paths[first:first + batch_size]])
         yield model.normalize(images.to(device))

@@ -75,7 +75,7 @@ def each_image(options: argparse.Namespace) -> Iterator[tuple[str, object, Path]
     outputs = outputs_of(options, images)
     for path in images:  # a broken one ends the command before the first picture
         read_image(path, exif_rotation=options.exif_rotation)
-    for path, output in zip(tqdm(images, unit="image", disable=len(images) == 1), outputs, strict=True):
+    for path, output in zip(tqdm(images, unit="image", disable=len(images) == 1 or None), outputs, strict=True):
         yield path, read_image(path, exif_rotation=options.exif_rotation), output
     maps = [output.with_suffix(".npz") for output in outputs if options.npz]
     print("written:", *outputs, *maps)
