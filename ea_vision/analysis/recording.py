@@ -121,6 +121,9 @@ def _watch_ours(module: AugmentedConv2d | TokenAttention, watch: _Watch) -> list
     """The layer goes on by its fast path, which hands out the logits (and so their softmax); the parts that only a slow
     one would have are computed again from the projection and the previous logits, as are all parts of a window."""
     projected: dict[str, Tensor] = {}
+    evolution = module.evolution
+    # not mixed again: a mechanism after the softmax may have running statistics
+    mixes = evolution is not None and evolution.mixes_attn
 
     @torch.no_grad()
     def on_output(_, args, kwargs, output) -> None:
@@ -128,24 +131,30 @@ def _watch_ours(module: AugmentedConv2d | TokenAttention, watch: _Watch) -> list
         logits = module.logits_of(q, k, feat_size) if output[1] is None else output[1].detach()
         watch.place(watch.find(logits) if isinstance(module, TokenAttention) else Layout(feat_size))
         if watch.wants("attn"):
-            attn = module.attention_of(logits, feat_size)  # (B, K, N, head_window * N)
+            # (B, K, N, head_window * N)
+            attn = projected.pop("mixed") if mixes else module.attention_of(logits, feat_size)
             watch.save("attn", attn.unflatten(-1, (module.head_window, -1)).sum(-2) if module.head_window > 1 else attn)
         if module.head_window > 1:
             return
         watch.save("logits", logits)
-        if module.evolution is None:
+        if evolution is None:
             watch.save("self_logits", logits)
             return
-        prev_logits = kwargs["prev_logits"] if "prev_logits" in kwargs else args[1]
-        watch.save("prev_logits", prev_logits)
-        if watch.wants("self_logits", *module.evolution.part_names):
+        prev_logits = None
+        if evolution.reads_previous:
+            prev_logits = kwargs["prev_logits"] if "prev_logits" in kwargs else args[1]
+            watch.save("prev_logits", prev_logits)
+        if watch.wants("self_logits", *evolution.part_names):
             self_logits = module.logits_of(q, k, feat_size)
             watch.save("self_logits", self_logits)
-            if watch.wants(*module.evolution.part_names):
-                for part, maps in module.evolution.parts(self_logits, prev_logits, logits).items():
+            if watch.wants(*evolution.part_names):
+                previous = self_logits if prev_logits is None else prev_logits
+                for part, maps in evolution.parts(self_logits, previous, logits).items():
                     watch.save(part, maps)
 
     return [
+        *([module.attn_drop.register_forward_pre_hook(lambda _, args: projected.update(mixed=args[0].detach()))]
+          if mixes else []),
         module.register_forward_pre_hook(watch.begin),
         module.qkv.register_forward_hook(lambda _, args, output: projected.update(qkv=output.detach())),
         module.register_forward_hook(on_output, with_kwargs=True),
@@ -191,7 +200,9 @@ def _parts_of(module: nn.Module) -> tuple[str, ...]:
     if isinstance(module, (AugmentedConv2d, TokenAttention)):
         if module.head_window > 1:
             return PARTS[:1]
-        return PARTS[:3] if module.evolution is None else (*PARTS[:3], *module.evolution.part_names, "prev_logits")
+        if module.evolution is None:
+            return PARTS[:3]
+        return (*PARTS[:3], *module.evolution.part_names, *(["prev_logits"] if module.evolution.reads_previous else []))
     if isinstance(module, BottleneckAttn):
         return PARTS[:3]
     return ("attn", "mixed_attn") if _talks(module) else PARTS[:1]

@@ -169,6 +169,9 @@ class AugmentedConv2d(nn.Module):
         self.window = check_windows(window, head_window, head_border, num_heads)
         if head_window > 1 and evolution is not None:
             raise ValueError(f"head_window must be 1 where maps evolve, got {head_window}")
+        if self.window is not None and evolution is not None and evolution.mixes_attn:
+            raise ValueError(f"window must be None where maps are mixed after the softmax, by "
+                             f"{type(evolution).__name__}: it would reach beyond; got {window}")
         self.head_window = head_window
         self.head_border = head_border
         self.local = self.window is not None or head_window > 1
@@ -316,7 +319,7 @@ class AugmentedConv2d(nn.Module):
         attn = logits.softmax(dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
         if self.evolution is not None:
             if self.evolution.mixes_attn:
-                attn = self.evolution.mix_attn(attn)
+                attn = self.evolution.mix_attn(attn.to(logits.dtype))
         return attn
 
     def _attend_by_modules(
@@ -325,8 +328,11 @@ class AugmentedConv2d(nn.Module):
         """The reference: every map passes through a module of this layer, where a hook can see it."""
         logits = self.logits_of(q, k, feat_size)
         if self.evolution is not None:
-            assert prev_logits is not None, "checked by attend"
-            logits = self.evolution(logits, prev_logits)
+            prev = logits if prev_logits is None else prev_logits
+            if self.evolution.spatial:
+                logits = self.evolution(logits, prev, feat_size)
+            else:
+                logits = self.evolution(logits, prev)
         if self.head_window > 1:
             v = neighbours_values(v, self.head_window)
         out = self.attn_drop(self.attention_of(logits, feat_size)).to(v.dtype) @ v
@@ -341,8 +347,9 @@ class AugmentedConv2d(nn.Module):
         if operands is None:
             return self._attend_by_modules(q, k, v, prev_logits, feat_size)
         watched = bool(self._forward_hooks) and (self.evolution is not None or not self.local)
+        scale = self.scale * operands.pop("own_scale", 1.0)
         return evolving_attention(
-            q, k, v, self.height_rel, self.width_rel, **operands, feat_size=feat_size, scale=self.scale,
+            q, k, v, self.height_rel, self.width_rel, **operands, feat_size=feat_size, scale=scale,
             need_logits=need_logits or watched, dropout_p=self.attn_drop.p if self.training else 0.0,
             window=self.window, head_window=self.head_window, head_border=self.head_border)
 
@@ -351,8 +358,9 @@ class AugmentedConv2d(nn.Module):
         None as in `forward`."""
         q, k, v, feat_size = self.split_heads(x)
         B, K, N = q.shape[0], q.shape[1], q.shape[2]
-        if self.evolution is not None and (prev_logits is None or prev_logits.shape != (B, K, N, N)):
-            check_prev_logits(prev_logits, B, K, N)  # says what is wrong
+        if self.evolution is not None:
+            if self.evolution.reads_previous and (prev_logits is None or prev_logits.shape != (B, K, N, N)):
+                check_prev_logits(prev_logits, B, K, N)  # says what is wrong
         logits: Tensor | None = None
         if torch.jit.is_scripting():  # which compiles no other branch
             out, logits = self._attend_by_modules(q, k, v, prev_logits, feat_size)

@@ -63,7 +63,10 @@ class Evolution(nn.Module):
 
     @torch.jit.ignore
     def operands(self, prev_logits: Tensor) -> dict[str, Any] | None:
-        """Return the keywords with which `ea_vision.ops.evolving_attention` does as `forward`; None where it cannot."""
+        """Return the keywords with which `ea_vision.ops.evolving_attention` does as `forward`; None where it cannot.
+
+        own_scale among them multiplies the layer's own logits.
+        """
         return None
 
     @torch.jit.ignore
@@ -111,6 +114,16 @@ def register_evolution(name: str) -> Callable[[type[Evolution]], type[Evolution]
 def _check_kind(kind: str | None) -> None:
     if kind is not None and kind not in _EVOLUTIONS:
         raise ValueError(f"evolution must be one of {', '.join(map(repr, _EVOLUTIONS))} or None, got {kind!r}")
+
+
+def evolution_class(kind: str) -> type[Evolution]:
+    """Return the class that is registered under a name.
+
+    Raises:
+        ValueError: unknown kind.
+    """
+    _check_kind(kind)
+    return _EVOLUTIONS[kind]
 
 
 def evolution_options(kind: str | None = None) -> tuple[str, ...]:

@@ -21,8 +21,9 @@ class TokenAttention(Attention):
 
     With `fused_attn` off it computes timm's operations in timm's order, one by one.
 
-    evolution: of a layer that has a predecessor, or None.
+    evolution: the mechanism over its maps, or None.
     need_logits: whether the next layer's evolution reads this one's logits.
+    value_residual: mixes the first layer's values in, or None.
     """
 
     head_window = 1  # maps are of a head's own keys, as those of `AugmentedConv2d` unless it is told otherwise
@@ -33,12 +34,12 @@ class TokenAttention(Attention):
         attn.__class__ = cls
         if not hasattr(attn, "gate"):  # timm before 1.0.25
             attn.gate = None
-        attn.evolution, attn.need_logits = evolution, need_logits
+        attn.evolution, attn.need_logits, attn.value_residual = evolution, need_logits, None
         return attn
 
     def back(self) -> Attention:
         """Turn this layer, in place, into timm's, without evolution."""
-        del self.evolution, self.need_logits
+        del self.evolution, self.need_logits, self.value_residual
         self.__class__ = Attention
         return self
 
@@ -47,6 +48,13 @@ class TokenAttention(Attention):
         B, T = projected.shape[0], projected.shape[1]
         q, k, v = projected.reshape(B, T, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
         return self.q_norm(q), self.k_norm(k), v, (1, T)
+
+    def values_of(self, x: Tensor) -> Tensor:
+        """Return the values alone, (B, K, T, D), of the layer's input (B, T, C)."""
+        first = 2 * self.num_heads * self.head_dim
+        bias = self.qkv.bias
+        values = F.linear(x, self.qkv.weight[first:], None if bias is None else bias[first:])
+        return values.unflatten(2, [self.num_heads, self.head_dim]).transpose(1, 2)
 
     def logits_of(self, q: Tensor, k: Tensor, feat_size: tuple[int, int]) -> Tensor:
         """The layer's own logits, before any evolution: (B, K, T, T)."""
@@ -57,56 +65,73 @@ class TokenAttention(Attention):
         attn = attention_of(logits)
         if self.evolution is not None:
             if self.evolution.mixes_attn:
-                attn = self.evolution.mix_attn(attn)
+                attn = self.evolution.mix_attn(attn.to(logits.dtype))
         return attn
 
     def _attend_by_modules(
-            self, q: Tensor, k: Tensor, v: Tensor, prev_logits: Tensor | None,
+            self, q: Tensor, k: Tensor, v: Tensor, prev_logits: Tensor | None, feat_size: tuple[int, int] | None,
     ) -> tuple[Tensor, Tensor]:
         """The reference: every map passes through a module of this layer, where a hook can see it."""
-        feat_size = (1, q.shape[2])
-        logits = self.logits_of(q, k, feat_size)
+        row = (1, q.shape[2])
+        logits = self.logits_of(q, k, row)
         if self.evolution is not None:
-            assert prev_logits is not None, "checked by forward"
-            logits = self.evolution(logits, prev_logits)
-        return self.attn_drop(self.attention_of(logits, feat_size)).to(v.dtype) @ v, logits
+            prev = logits if prev_logits is None else prev_logits
+            if self.evolution.spatial:
+                assert feat_size is not None, "checked by forward"
+                logits = self.evolution(logits, prev, feat_size)
+            else:
+                logits = self.evolution(logits, prev)
+        return self.attn_drop(self.attention_of(logits, row)).to(v.dtype) @ v, logits
 
     @torch.jit.unused
     def _attend(
-            self, q: Tensor, k: Tensor, v: Tensor, prev_logits: Tensor | None,
+            self, q: Tensor, k: Tensor, v: Tensor, prev_logits: Tensor | None, feat_size: tuple[int, int] | None,
     ) -> tuple[Tensor, Tensor | None]:
         operands = operands_of(self, prev_logits) if self.fused_attn else None
         if operands is None:
-            return self._attend_by_modules(q, k, v, prev_logits)
+            return self._attend_by_modules(q, k, v, prev_logits, feat_size)
         need_logits = self.need_logits or bool(self._forward_hooks and self.evolution is not None)
         dropout_p = self.attn_drop.p if self.training else 0.0
         if self.evolution is None and not need_logits:
             return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p), None
+        scale = self.scale * operands.pop("own_scale", 1.0)
         return evolving_attention(
-            q, k, v, **operands, scale=self.scale, need_logits=need_logits, dropout_p=dropout_p)
+            q, k, v, **operands, scale=scale, need_logits=need_logits, dropout_p=dropout_p)
 
-    def forward(self, x: Tensor, prev_logits: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def forward(
+            self, x: Tensor, prev_logits: Tensor | None = None, feat_size: tuple[int, int] | None = None,
+            first_values: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
         """
         Args:
             x: (B, T, C).
             prev_logits: (B, K, T, T), the previous layer's logits; a layer without `evolution` does not look at them.
+            feat_size: (H, W) of the patches, for a `spatial` evolution.
+            first_values: (B, K, T, D) of the first layer, for `value_residual`.
 
         Returns:
             y (B, T, C) and the logits (B, K, T, T) that entered the softmax, or None where nobody reads them.
 
         Raises:
-            ValueError: prev_logits missing or of another shape, in a layer with `evolution`.
+            ValueError: prev_logits missing or of another shape, or feat_size missing, where the evolution reads them.
         """
         gate = self.gate(x).sigmoid() if self.gate is not None else None
         q, k, v, _ = self.heads_of(self.qkv(x))
         B, K, T = q.shape[0], q.shape[1], q.shape[2]
         if self.evolution is not None:
-            prev_logits = check_prev_logits(prev_logits, B, K, T)
+            if self.evolution.reads_previous:
+                prev_logits = check_prev_logits(prev_logits, B, K, T)
+            if self.evolution.spatial:
+                if feat_size is None:
+                    raise ValueError("this layer's evolution needs the patches' (height, width), got None")
+        if self.value_residual is not None:
+            assert first_values is not None
+            v = self.value_residual(v, first_values)
         logits: Tensor | None = None
         if torch.jit.is_scripting():
-            out, logits = self._attend_by_modules(q, k, v, prev_logits)
+            out, logits = self._attend_by_modules(q, k, v, prev_logits, feat_size)
         else:
-            out, logits = self._attend(q, k, v, prev_logits)
+            out, logits = self._attend(q, k, v, prev_logits, feat_size)
         out = out.transpose(1, 2).reshape(B, T, K * self.head_dim)  # heads concatenated
         out = self.norm(out)
         if gate is not None:

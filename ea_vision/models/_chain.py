@@ -17,7 +17,14 @@ import torch
 from timm.models import checkpoint
 from torch import Tensor, nn
 
-from ea_vision.layers import AugmentedConv2d, Evolution, choose_position, create_evolution, evolution_options
+from ea_vision.layers import (
+    AugmentedConv2d,
+    Evolution,
+    choose_position,
+    create_evolution,
+    evolution_class,
+    evolution_options,
+)
 from ea_vision.ops import check_windows
 
 try:  # not exported; in newer timm its own models call it, so that save_for_hf knows of a resize
@@ -88,7 +95,7 @@ class AttentionConfig:
     window, head_window, head_border: of pixels and of neighbouring heads, see `AugmentedConv2d`.
     window_stages: the stages whose layers have these windows, by their numbers counted from 1; None is all.
     attn_stages: the stages, counted from 1, that have attention layers of ours; None is the family's, () is none.
-    evolution: a registered name ("ea", "pa"), or None for maps that do not evolve (AA).
+    evolution: a registered name ("ea", "pa", "conv2d", ...), or None for maps that do not evolve (AA).
     attn_drop_rate: dropout on the attention probabilities.
     options: the evolution's: alpha, beta, kernel_size, num_layers, ...; None is its default.
     """
@@ -173,8 +180,8 @@ class AttentionConfig:
 class ChainBuilder:
     """Makes a network's attention layers, in forward order, and decides where chains begin.
 
-    A chain runs while the map keeps its shape, that is, its reduction. The first layer of a chain has no evolution; a
-    layer hands its logits on only where the next one evolves from them.
+    A chain runs while the map keeps its shape, that is, its reduction. The first layer of a chain has no evolution that
+    reads previous logits; a layer hands its logits on only where the next one evolves from them.
 
     Args:
         config: the attention.
@@ -202,7 +209,9 @@ class ChainBuilder:
         evolution = None
         if previous is not None and previous.map_reduction == reduction:
             evolution = config.new_evolution(**self.factory)
-            previous.need_logits = evolution is not None
+            previous.need_logits = evolution is not None and evolution.reads_previous
+        elif config.evolution is not None and not evolution_class(config.evolution).reads_previous:
+            evolution = config.new_evolution(**self.factory)
         layer = AugmentedConv2d(
             in_channels, out_channels, kernel_size, stride,
             dim_qk=dims[0] if dim_qk is None else dim_qk, dim_v=dims[1] if dim_v is None else dim_v,

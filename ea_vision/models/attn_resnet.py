@@ -34,7 +34,7 @@ from timm.models import generate_default_cfgs
 from timm.models.resnet import BasicBlock, Bottleneck, ResNet
 from torch import Tensor, nn
 
-from ea_vision.layers import AugmentedConv2d
+from ea_vision.layers import AugmentedConv2d, MRLALight
 from ea_vision.models._build import Network, register_networks
 from ea_vision.models._chain import (
     AttentionConfig,
@@ -54,10 +54,17 @@ ConvFactory = Callable[[nn.Conv2d, int], AugmentedConv2d]
 
 
 class AttnBasicBlock(BasicBlock):
-    """timm's BasicBlock, both 3x3 convolutions augmented, or the first; (x, prev_logits) -> (x, logits)."""
+    """timm's BasicBlock, both 3x3 convolutions augmented, or the first; (x, prev_logits) -> (x, logits).
 
-    augments_first: torch.jit.Final[bool] = True
-    augments_second: torch.jit.Final[bool] = True
+    mrla: attention to the block's shortcut, added to its output, or None.
+    """
+
+    augments_first: torch.jit.Final[bool] = False
+    augments_second: torch.jit.Final[bool] = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.mrla = None
 
     def augment(self, make: ConvFactory, convs: str, strided: bool) -> None:
         """Put `make(convolution, stride of the attention branch)` in place of the 3x3 convolutions, "all" or the
@@ -97,14 +104,24 @@ class AttnBasicBlock(BasicBlock):
             shortcut = self.downsample(shortcut)
         x += shortcut
         x = self.act2(x)
+        if self.mrla is not None:
+            retrieved = self.mrla(x, shortcut)
+            x = x + (retrieved if self.drop_path is None else self.drop_path(retrieved))
 
         return x, logits
 
 
 class AttnBottleneck(Bottleneck):
-    """timm's Bottleneck, its 3x3 convolution augmented; (x, prev_logits) -> (x, logits)."""
+    """timm's Bottleneck, its 3x3 convolution augmented; (x, prev_logits) -> (x, logits).
 
-    augmented: torch.jit.Final[bool] = True
+    mrla: attention to the block's shortcut, added to its output, or None.
+    """
+
+    augmented: torch.jit.Final[bool] = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.mrla = None
 
     def augment(self, make: ConvFactory, convs: str, strided: bool) -> None:
         """Put `make(convolution, stride of the attention branch)` in place of the 3x3 convolution, the only one, unless
@@ -143,6 +160,9 @@ class AttnBottleneck(Bottleneck):
             shortcut = self.downsample(shortcut)
         x += shortcut
         x = self.act3(x)
+        if self.mrla is not None:
+            retrieved = self.mrla(x, shortcut)
+            x = x + (retrieved if self.drop_path is None else self.drop_path(retrieved))
 
         return x, logits
 
@@ -161,6 +181,8 @@ class AttnResNet(ChainedNetwork, ResNet):
         augment_strided: whether those with stride 2, one at the beginning of each stage, are augmented too.
         map_reduction: pixels of the image to a pixel of the finest attention map, along a side: 16, as in the papers,
             pools the 28x28 stage to 14x14; 8 lets it attend at 28x28.
+        mrla: MRLA's light attention of each block of all four stages to its shortcut (`MRLALight`; no chain of maps is
+            needed for it): True begins as the network without, "paper" with its norm's scale at 1.
         stem_stride: for small images, a 3x3 stem of this stride (1, 2 or 4) without max-pooling; None is timm's, of 4
             altogether. At 64 pixels stem_stride=2 with map_reduction=4 attends at 16x16, 8x8 and 4x4.
         **kwargs: those of `AttentionConfig` (attn_stages, of 1 to 4 and (2, 3, 4) unless given, num_heads, qk_ratio,
@@ -182,6 +204,7 @@ class AttnResNet(ChainedNetwork, ResNet):
             augment_strided: bool = True,
             map_reduction: int = 16,
             stem_stride: int | None = None,
+            mrla: bool | str = False,
             device=None,
             dtype=None,
             **kwargs: Any,
@@ -190,6 +213,8 @@ class AttnResNet(ChainedNetwork, ResNet):
             raise ValueError(f"augment must be 'all' or 'first', got {augment!r}")
         if not isinstance(map_reduction, int) or map_reduction.bit_count() != 1:
             raise ValueError(f"map_reduction must be a power of two, got {map_reduction!r}")
+        if mrla not in (False, True, "paper"):
+            raise ValueError(f"mrla must be False, True or 'paper', got {mrla!r}")
         attention = AttentionConfig.take(kwargs)
         stages = (1, 2, 3, 4)
         attending = attention.stages(stages, default=(2, 3, 4))
@@ -197,8 +222,8 @@ class AttnResNet(ChainedNetwork, ResNet):
         if "channels" in kwargs:
             check_numbers("channels", kwargs["channels"], 4)
         plain_block = BasicBlock if issubclass(block, BasicBlock) else Bottleneck
-        super().__init__(tuple(block if stage in attending else plain_block for stage in stages), layers, **kwargs,
-                         device=device, dtype=dtype)
+        chained = [block if stage in attending or mrla else plain_block for stage in stages]
+        super().__init__(tuple(chained), layers, **kwargs, device=device, dtype=dtype)
         if stem_stride is not None:
             put_small_stem(self, kwargs.get("in_chans", 3), stem_stride, device, dtype)
         self.img_size = to_size(img_size)
@@ -214,10 +239,13 @@ class AttnResNet(ChainedNetwork, ResNet):
         for stage in stages:
             name = f"layer{stage}"
             blocks, reduction = list(getattr(self, name)), self.feature_info[stage]["reduction"]
-            if stage in attending:
-                for attn_block in blocks:
+            for attn_block in blocks:
+                if stage in attending:
                     attn_block.augment(partial(make, reduction=reduction, stage=stage), augment, augment_strided)
-            setattr(self, name, (AttnStage if stage in attending else PlainStage)(*blocks))
+                if mrla:
+                    channels = self.feature_info[stage]["num_chs"]
+                    attn_block.mrla = MRLALight(channels, identity=mrla != "paper", device=device, dtype=dtype)
+            setattr(self, name, (AttnStage if stage in attending or mrla else PlainStage)(*blocks))
 
     def forward_stem(self, x: Tensor) -> Tensor:
         """(B, in_chans, H, W) -> (B, 64, H/2, W/2); with stem_stride the sides over that."""

@@ -23,7 +23,7 @@ from timm.models import checkpoint, generate_default_cfgs
 from torch import Tensor, nn
 
 from ea_vision.base.networks import CIFAR10
-from ea_vision.layers import AugmentedConv2d
+from ea_vision.layers import AugmentedConv2d, Evolution
 from ea_vision.models._build import Network, register_networks, shipped_weights
 from ea_vision.models._chain import (
     AttentionConfig,
@@ -224,6 +224,8 @@ class ConvTransformer(HeadedNetwork, nn.Module):
         for module in self.modules():
             if isinstance(module, AugmentedConv2d):
                 module.reset_parameters()
+            if isinstance(module, Evolution):
+                module.restore_start()
             if zero_init_last and isinstance(module, (ConvBlock, AttnBlock)):
                 nn.init.zeros_(module.bn.weight)
                 nn.init.zeros_(module.ff.conv2.bn.weight)

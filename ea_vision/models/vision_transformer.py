@@ -24,6 +24,7 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
+import operator
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -31,14 +32,22 @@ from typing import Any
 import timm
 import torch
 from timm.layers import Attention
-from timm.models import checkpoint, generate_default_cfgs, register_notrace_function
+from timm.models import checkpoint, generate_default_cfgs, register_model, register_notrace_function
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import Block, ResPostBlock, VisionTransformer
 from timm.models.vision_transformer import checkpoint_filter_fn as timm_filter
 from torch import Tensor, nn
 
-from ea_vision.layers import Evolution, TokenAttention, create_evolution, evolution_options
-from ea_vision.models._build import Network, register_networks
+from ea_vision.layers import (
+    Evolution,
+    TokenAttention,
+    TokenConv,
+    ValueResidual,
+    create_evolution,
+    evolution_class,
+    evolution_options,
+)
+from ea_vision.models._build import Network, build_network, register_networks
 from ea_vision.models._chain import AttnStage, check_numbers, take_former, take_indices_of
 from ea_vision.models._convert import checkpoint_filter_fn
 
@@ -50,20 +59,67 @@ _logger = logging.getLogger(__name__)
 class EvolvingBlock(Block):
     """timm's Block; (x, prev_logits) -> (x, logits). A dropped block still hands its maps on."""
 
-    def forward(self, x: Tensor, prev_logits: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        y, logits = self.attn(self.norm1(x), prev_logits)
+    def forward(
+            self, x: Tensor, prev_logits: Tensor | None = None, feat_size: tuple[int, int] | None = None,
+            first_values: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        if self.token_conv is not None:
+            assert feat_size is not None
+            x = self.token_conv(x, feat_size)
+        y, logits = self.attn(self.norm1(x), prev_logits, feat_size, first_values)
         x = x + self.drop_path1(self.ls1(y))
         x = x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
         return x, logits
+
+    def values_of(self, x: Tensor) -> Tensor:
+        """Return the attention's values, (B, K, T, D), of the block's input (B, T, C)."""
+        return self.attn.values_of(self.norm1(x))
 
 
 class EvolvingResPostBlock(ResPostBlock):
     """timm's ResPostBlock; (x, prev_logits) -> (x, logits)."""
 
-    def forward(self, x: Tensor, prev_logits: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        y, logits = self.attn(x, prev_logits)
+    def forward(
+            self, x: Tensor, prev_logits: Tensor | None = None, feat_size: tuple[int, int] | None = None,
+            first_values: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        if self.token_conv is not None:
+            assert feat_size is not None
+            x = self.token_conv(x, feat_size)
+        y, logits = self.attn(x, prev_logits, feat_size, first_values)
         x = x + self.drop_path1(self.norm1(y))
         x = x + self.drop_path2(self.norm2(self.mlp(x)))
+        return x, logits
+
+    def values_of(self, x: Tensor) -> Tensor:
+        """Return the attention's values, (B, K, T, D), of the block's input (B, T, C)."""
+        return self.attn.values_of(x)
+
+
+class TokenStage(AttnStage):
+    """A transformer's blocks: (x, prev_logits, (H, W) of the patches) -> (x, logits).
+
+    spatial: whether a block needs the patches' (H, W).
+    """
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__(*blocks)
+        self.spatial = any(block.token_conv is not None or getattr(block.attn.evolution, "spatial", False)
+                           for block in self)
+        self.carries_values = any(block.attn.value_residual is not None for block in self)
+
+    def forward(
+            self, x: Tensor, prev_logits: Tensor | None = None, feat_size: tuple[int, int] | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        logits = prev_logits
+        first_values: Tensor | None = None
+        if self.carries_values:
+            first_values = self[0].values_of(x)
+        for block in self:
+            if self.grad_checkpointing and not torch.jit.is_scripting():
+                x, logits = checkpoint(block, x, logits, feat_size, first_values)
+            else:
+                x, logits = block(x, logits, feat_size, first_values)
         return x, logits
 
 
@@ -86,10 +142,14 @@ class _Evolves:
     def __init__(
             self,
             *args: Any,
-            evolution: str = "ea",
+            evolution: str | None = "ea",
             prefix: str = "convolve",
+            value_residual: bool | str = False,
+            token_conv: bool = False,
             **kwargs: Any,
     ) -> None:
+        if value_residual not in (False, True, "paper"):
+            raise ValueError(f"value_residual must be False, True or 'paper', got {value_residual!r}")
         if kwargs.get("attn_stages") is not None:
             check_numbers("attn_stages", kwargs["attn_stages"])
         take_former(kwargs, "layers", "attn_stages")
@@ -99,7 +159,7 @@ class _Evolves:
         reason = _reason_against(self)
         if reason is not None:
             raise ValueError(f"{type(self).__name__} must be able to evolve: {reason}")
-        _evolve_blocks(self, evolution, layers, prefix, _with_start(evolution, options))
+        _evolve_blocks(self, evolution, layers, prefix, _with_start(evolution, options), value_residual, token_conv)
 
     @staticmethod
     def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
@@ -111,8 +171,8 @@ class _Evolves:
         state = timm_filter(checkpoint_filter_fn(state_dict, model), model, adapt_layer_scale=True)
         if model.attn_pool is None:
             state = {name: tensor for name, tensor in state.items() if not name.startswith("attn_pool.")}
-        if not any(".attn.evolution." in name for name in state):
-            start = {name: tensor for name, tensor in model.state_dict().items() if ".attn.evolution." in name}
+        if not any(_is_added(name) for name in state):
+            start = {name: tensor for name, tensor in model.state_dict().items() if _is_added(name)}
             _logger.info("checkpoint without evolution: %d tensors of the maps' convolutions and gates stay at their "
                          "start", len(start))
             state.update(start)
@@ -132,7 +192,10 @@ class _Evolves:
             ValueError: a mask.
         """
         _check_no_mask(attn_mask, is_causal)
-        x, logits = self.blocks(self._embed(x))
+        feat_size: tuple[int, int] | None = None
+        if self.blocks.spatial:
+            feat_size = self.patch_embed.dynamic_feat_size((x.shape[-2], x.shape[-1]))
+        x, logits = self.blocks(self._embed(x), None, feat_size)
         return self.norm(x)
 
     @torch.jit.ignore
@@ -173,16 +236,18 @@ class _Evolves:
         _check_no_mask(attn_mask, is_causal)
         take_indices, max_index = take_indices_of(len(self.blocks), indices)
         B, _, height, width = x.shape
+        H, W = self.patch_embed.dynamic_feat_size((height, width))
         x, logits, taken = self._embed(x), None, []
+        first_values = self.blocks[0].values_of(x) if self.blocks.carries_values else None
         for index, block in enumerate(self.blocks[:max_index + 1] if stop_early else self.blocks):
-            x, logits = checkpoint(block, x, logits) if self.grad_checkpointing else block(x, logits)
+            carried = (x, logits, (H, W), first_values)
+            x, logits = checkpoint(block, *carried) if self.grad_checkpointing else block(*carried)
             if index in take_indices:
                 taken.append(self.norm(x) if norm else x)
 
         P = self.num_prefix_tokens
         prefix_tokens, patches = [y[:, :P] for y in taken], [y[:, P:] for y in taken]
         if output_fmt == "NCHW":
-            H, W = self.patch_embed.dynamic_feat_size((height, width))
             patches = [y.reshape(B, H, W, -1).permute(0, 3, 1, 2).contiguous() for y in patches]
         if output_dict:
             result: dict[str, Any] = {"image_intermediates": patches}
@@ -200,13 +265,16 @@ class EvolvingVisionTransformer(_Evolves, VisionTransformer):
     """timm's VisionTransformer whose attention maps evolve.
 
     Args:
-        evolution: a registered kind, "ea" or "pa".
+        evolution: a registered kind, "ea", "pa", "conv2d", ...; None for maps that do not evolve.
         attn_stages: the blocks, a transformer's stages, whose attention is ours and evolves, counted from 1 as
-            `record_attention` does; None is all but the first, which has no predecessor.
+            `record_attention` does; None is all, without the first where the kind reads the predecessor's maps.
         prefix: "convolve": the maps' convolutions run over all T x T (the papers' way); "pass": over the patches, and
             the prefix tokens' rows and columns pass them by.
-        alpha, beta, learnable, kernel_size, ...: the evolution's. Unless alpha or beta are given they are learnable and
-            begin at 0, where the network is timm's plain one.
+        value_residual: mix the first block's values into the others' (ResFormer): True begins as the plain network,
+            "paper" at halves.
+        token_conv: a depthwise 3x3 convolution over the patches before each block but the first.
+        alpha, beta, learnable, kernel_size, ...: the evolution's. Unless one is set on which its identity start depends
+            (alpha, beta), it begins there, as timm's plain network, and learns; start="paper" begins as its paper does.
         **kwargs: those of timm's VisionTransformer.
 
     Raises:
@@ -244,58 +312,76 @@ def _reason_against(model: nn.Module) -> str | None:
     return None
 
 
-def _with_start(kind: str, options: dict[str, Any]) -> dict[str, Any]:
-    """The evolution's options; without shares they are to learn, and what learns begins at 0 unless said."""
-    known = evolution_options(kind)
-    shares = [name for name in ("alpha", "beta") if name in known]
+def _is_added(name: str) -> bool:
+    """Return whether a tensor of this name is none of timm's plain network."""
+    return any(part in name for part in (".attn.evolution.", ".attn.value_residual.", ".token_conv."))
+
+
+def _with_start(kind: str | None, options: dict[str, Any]) -> dict[str, Any]:
+    """Return an evolution's options with a `start`: the identity, unless they set an option of that start and no
+    learnable gates."""
     given = {name: value for name, value in options.items() if value is not None}
-    if "learnable" in known and not any(name in given for name in shares):
-        given.setdefault("learnable", True)
-    return {**dict.fromkeys(shares, 0.0), **given} if given.get("learnable") else given
+    if kind is None or "start" in given:
+        return given
+    chooses = any(name in given for name in evolution_class(kind).identity_start if name != "learnable")
+    return {"start": "identity" if given.get("learnable", not chooses) else "paper", **given}
 
 
-def _evolving_layers(model: nn.Module, layers: Sequence[int] | None, prefix: str) -> list[int]:
+def _evolving_layers(model: nn.Module, kind: str, layers: Sequence[int] | None, prefix: str) -> list[int]:
     """The blocks, counted from 1, that are to evolve; see `evolve` for the errors."""
-    depth = len(model.blocks)
+    depth, kind_class = len(model.blocks), evolution_class(kind)
     if layers is not None:
         check_numbers("layers", layers)
     if prefix not in ("convolve", "pass"):
         raise ValueError(f"prefix must be 'convolve' or 'pass', got {prefix!r}")
     # the class token's row is all that is read of the last map, and it would pass the convolution
-    idle_last = prefix == "pass" and model.global_pool == "token"
-    possible = range(2, depth + (not idle_last))
+    idle_last = (prefix == "pass" or kind_class.spatial) and model.global_pool == "token"
+    possible = range(1 + kind_class.reads_previous, depth + (not idle_last))
     chosen = list(possible) if layers is None else sorted(set(layers))
     wrong = [layer for layer in chosen if layer not in possible]
     if wrong or not chosen:
         why = "the first block has no predecessor"
         if idle_last:
-            why += ", and with prefix='pass' a convolution in the last would never get a gradient, since only the " \
-                   "class token's row is read there"
+            passing = "prefix='pass'" if prefix == "pass" else "prefix tokens that pass"
+            why += f", and with {passing} a convolution in the last would never get a gradient, since only the class " \
+                   "token's row is read there"
         raise ValueError(f"layers of this model that can evolve are {list(possible)} of {depth} ({why}); "
                          f"got {wrong or 'none'}")
     return chosen
 
 
 def _evolve_blocks(
-        model: nn.Module, kind: str, layers: Sequence[int] | None, prefix: str, options: dict[str, Any],
+        model: nn.Module, kind: str | None, layers: Sequence[int] | None, prefix: str, options: dict[str, Any],
+        value_residual: bool | str = False, token_conv: bool = False,
 ) -> None:
     """Turn the blocks of a VisionTransformer, in place, into evolving ones."""
-    chosen = _evolving_layers(model, layers, prefix)
+    chosen = [] if kind is None else _evolving_layers(model, kind, layers, prefix)
     weight = model.blocks[0].attn.qkv.weight
+    dd = {"device": weight.device, "dtype": weight.dtype}
+    if kind is None:
+        create_evolution(None, 1, **options)  # refuses options
     evolutions: list[Evolution | None] = [
-        create_evolution(kind, block.attn.num_heads, device=weight.device, dtype=weight.dtype, **options)
-        if number in chosen else None for number, block in enumerate(model.blocks, start=1)]
-    if prefix == "pass":
-        for number in chosen:
-            if not hasattr(evolutions[number - 1], "num_prefix_tokens"):
-                raise ValueError(f"prefix='pass' needs an evolution with num_prefix_tokens, got {kind!r}")
-            evolutions[number - 1].num_prefix_tokens = model.num_prefix_tokens
+        create_evolution(kind, block.attn.num_heads, **dd, **options) if number in chosen else None
+        for number, block in enumerate(model.blocks, start=1)]
+    for number in chosen:
+        evolution = evolutions[number - 1]
+        if hasattr(evolution, "num_prefix_tokens"):
+            evolution.num_prefix_tokens = model.num_prefix_tokens if prefix == "pass" or evolution.spatial else 0
+        elif prefix == "pass":
+            raise ValueError(f"prefix='pass' needs an evolution with num_prefix_tokens, got {kind!r}")
+    reads = kind is not None and evolution_class(kind).reads_previous
     for number, (block, evolution) in enumerate(zip(model.blocks, evolutions, strict=True), start=1):
-        TokenAttention.of(block.attn, evolution, need_logits=number + 1 in chosen)
-        if evolution is not None:
-            evolution.train(block.training)
+        TokenAttention.of(block.attn, evolution, need_logits=reads and number + 1 in chosen)
+        block.token_conv = None
+        if number > 1 and value_residual:
+            block.attn.value_residual = ValueResidual(value_residual != "paper", **dd)
+        if number > 1 and token_conv:
+            block.token_conv = TokenConv(model.embed_dim, model.num_prefix_tokens, **dd)
+        for module in (evolution, block.attn.value_residual, block.token_conv):
+            if module is not None:
+                module.train(block.training)
         block.__class__ = _BLOCKS[type(block)]
-    model.blocks = AttnStage(*model.blocks)
+    model.blocks = TokenStage(*model.blocks)
     model.blocks.training, model.blocks.grad_checkpointing = model.training, model.grad_checkpointing
 
 
@@ -309,10 +395,11 @@ def evolve(
         model: VisionTransformer,
         kind: str = "ea",
         layers: Sequence[int] | None = None,
-        alpha: float = 0.0,
-        beta: float = 0.0,
-        learnable: bool | str = True,
+        alpha: float | None = None,
+        beta: float | None = None,
+        learnable: bool | str | None = None,
         prefix: str = "convolve",
+        start: str = "identity",
         **options: Any,
 ) -> EvolvingVisionTransformer | EvolvingVisionTransformerDistilled:
     """A vision transformer of timm's with attention maps that evolve: a new model, which shares the weights.
@@ -320,12 +407,15 @@ def evolve(
     Args:
         model: timm's VisionTransformer or VisionTransformerDistilled, any name of theirs (ViT, DeiT, DINO, CLIP,
             SigLIP, ...) whose blocks have timm's plain Attention.
-        kind: a registered evolution, "ea" or "pa".
-        layers: which blocks evolve, counted from 1; None is all that can: not the first, which has no predecessor.
-        alpha, beta: shares; at 0 the new model computes what the old one does (bit for bit where timm's fused attention
-            is off). PA has no beta.
-        learnable: whether they are parameters; "per_head" for one a head.
+        kind: a registered evolution: "ea", "pa", "residual", "talking_heads", "reattention", "refiner", "mta",
+            "conv2d", or one from outside.
+        layers: which blocks evolve, counted from 1; None is all that can: not the first, which has no predecessor,
+            where the kind reads the predecessor's maps.
+        alpha, beta: gates of the kinds that have them; 0 at the identity start.
+        learnable: whether they are parameters; "per_head" for one a head. At the identity start they are.
         prefix: "convolve" or "pass"; see `EvolvingVisionTransformer`.
+        start: "identity": the new model computes what the old one does (bit for bit where timm's fused attention is
+            off) and learns from there; "paper": it begins as its paper does.
         **options: further ones of the evolution, such as kernel_size.
 
     Raises:
@@ -344,13 +434,13 @@ def evolve(
     reason = _reason_against(model)
     if reason is not None:
         raise ValueError(f"this {type(model).__name__} cannot evolve: {reason}")
-    shares = {"alpha": (alpha, 0.0), "beta": (beta, 0.0), "learnable": (learnable, True)}
+    gates = {"alpha": (alpha, 0.0), "beta": (beta, 0.0), "learnable": (learnable, True)}
     known_options = evolution_options(kind)
-    options.update((name, value) for name, (value, default) in shares.items()
-                   if name in known_options or value != default)
+    options.update((name, value) for name, (value, plain) in gates.items()
+                   if value is not None and (name in known_options or value != plain))
     evolving = _shared_copy(model)
     evolving.__class__ = _NETWORK_CLASSES[type(model)]
-    _evolve_blocks(evolving, kind, layers, prefix, options)
+    _evolve_blocks(evolving, kind, layers, prefix, {"start": start, **options})
     return evolving
 
 
@@ -363,15 +453,19 @@ def unevolve(model: EvolvingVisionTransformer | EvolvingVisionTransformerDistill
     plain_classes = {evolving: plain for plain, evolving in _NETWORK_CLASSES.items()}
     if type(model) not in plain_classes:
         raise ValueError(f"an evolving vision transformer required, got {type(model).__name__}")
-    active = [f"blocks.{index}.attn.evolution ({block.attn.evolution})" for index, block in enumerate(model.blocks)
-              if block.attn.evolution is not None and not block.attn.evolution.changes_nothing()]
+    parts = ("attn.evolution", "attn.value_residual", "token_conv")
+    inside = [[f"blocks.{index}.{path} ({part})" for path in parts
+               if (part := operator.attrgetter(path)(block)) is not None and not part.changes_nothing()]
+              for index, block in enumerate(model.blocks)]
+    active = [names[0] for names in inside if names]
     if active:
-        raise ValueError(f"all shares must be 0 for the plain network to compute the same; got {len(active)} blocks "
-                         f"where they are not, the first of them {active[0]}")
+        raise ValueError("all gates must be 0, or mechanisms at their identity start, for the plain network to compute "
+                         f"the same; got {len(active)} blocks where they are not, the first of them {active[0]}")
     plain = _shared_copy(model)
     plain_blocks = {evolving: block for block, evolving in _BLOCKS.items()}
     for block in plain.blocks:
         block.attn.back()
+        del block.token_conv
         block.__class__ = plain_blocks[type(block)]
     plain.blocks = nn.Sequential(*plain.blocks)
     plain.blocks.training = model.training
@@ -404,5 +498,17 @@ for _kind in ("ea", "pa"):
             f"{_kind.upper()} in timm's {_name}: learnable shares that begin at 0, where it computes what that does; "
             "pretrained weights are timm's, not fine-tuned.", {**_options, "evolution": _kind})
         _CFGS |= _cfgs(_kind, _name)
+_CFGS["vit_mini_patch4_32"] = {
+    "url": "", "num_classes": 10, "input_size": (3, 32, 32), "pool_size": None, "crop_pct": 1.0,
+    "interpolation": "bilinear", "fixed_input_size": True, "mean": (0.4914, 0.4822, 0.4465),
+    "std": (0.2470, 0.2435, 0.2616), "first_conv": "patch_embed.proj", "classifier": "head", "license": "apache-2.0"}
 default_cfgs = generate_default_cfgs(_CFGS)
 register_networks(__name__, EvolvingVisionTransformer, _NETWORKS)
+
+
+@register_model
+def vit_mini_patch4_32(pretrained: bool = False, **kwargs: Any) -> EvolvingVisionTransformer:
+    """Small ViT for 32x32 images, ours: 5 blocks, 64 wide, 4 heads, mean pooling, plain unless `evolution` says how."""
+    options = dict(img_size=32, patch_size=4, embed_dim=64, depth=5, num_heads=4, class_token=False, global_pool="avg",
+                   fc_norm=False, evolution=None)
+    return build_network(EvolvingVisionTransformer, "vit_mini_patch4_32", pretrained, **{**options, **kwargs})

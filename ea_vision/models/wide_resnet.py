@@ -28,7 +28,7 @@ from timm.layers import BatchNormAct2d, ClassifierHead, DropPath, SEModule
 from timm.models import generate_default_cfgs
 from torch import Tensor, nn
 
-from ea_vision.layers import AugmentedConv2d
+from ea_vision.layers import AugmentedConv2d, Evolution
 from ea_vision.models._build import Network, register_networks
 from ea_vision.models._chain import AttentionConfig, AttnStage, ChainBuilder, HeadedNetwork, Step, take_former, to_size
 
@@ -212,6 +212,8 @@ class WideResNet(HeadedNetwork, nn.Module):
         for module in self.modules():
             if isinstance(module, AugmentedConv2d):
                 module.reset_parameters()
+            if isinstance(module, Evolution):
+                module.restore_start()
 
     @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:

@@ -51,6 +51,18 @@ class ResidualAttention(Evolution):
         return logits + alpha * prev_logits
 
     @torch.jit.ignore
+    def operands(self, prev_logits: Tensor) -> dict[str, Any]:
+        """EA without convolution: RealFormer's sum is half of twice the own logits and half of 2 alpha the previous."""
+        if self.mixture:
+            return {"prev_logits": prev_logits, "alpha": self.alpha, "own_scale": 1.0}
+        twice = 2 * self.alpha
+        if isinstance(twice, Tensor):
+            prev_logits = (twice.view(-1, 1, 1) * prev_logits).to(prev_logits.dtype)
+        else:
+            prev_logits = twice * prev_logits
+        return {"prev_logits": prev_logits, "alpha": 0.5, "own_scale": 2.0}
+
+    @torch.jit.ignore
     def gates(self) -> dict[str, Any]:
         return {"alpha": self.alpha}
 

@@ -19,6 +19,10 @@ class TokenConv(nn.Module):
         self.num_prefix_tokens = num_prefix_tokens
         self.conv = nn.Conv2d(channels, channels, 3, padding=1, groups=channels, device=device, dtype=dtype)
 
+    def changes_nothing(self) -> bool:
+        """Return whether the convolution is 0."""
+        return not any(p.any() for p in self.parameters())
+
     def forward(self, x: Tensor, feat_size: tuple[int, int]) -> Tensor:
         """(B, P + H*W, C) and (H, W) -> (B, P + H*W, C)."""
         prefix, patches = x[:, :self.num_prefix_tokens], x[:, self.num_prefix_tokens:]

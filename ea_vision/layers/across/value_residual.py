@@ -17,6 +17,10 @@ class ValueResidual(nn.Module):
         start = (0.0, 1.0) if identity else (0.5, 0.5)
         self.lambdas = nn.Parameter(torch.tensor(start, device=device, dtype=dtype))
 
+    def changes_nothing(self) -> bool:
+        """Return whether the values stay as they are."""
+        return self.lambdas.tolist() == [0.0, 1.0]
+
     def forward(self, values: Tensor, first_values: Tensor) -> Tensor:
         """(B, K, N, D) each -> (B, K, N, D)."""
         return self.lambdas[0] * first_values + self.lambdas[1] * values

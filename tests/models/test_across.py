@@ -1,0 +1,336 @@
+"""Mechanisms across layers in networks: equal to the plain one where they begin, alive one step on, in timm's ways."""
+import copy
+import logging
+
+import pytest
+import timm
+import torch
+from timm.models import create_feature_extractor, get_graph_node_names
+from timm.optim import create_optimizer_v2
+
+import ea_vision
+import ea_vision.ops as ops
+from ea_vision.engine.gates import learnable_gates
+from ea_vision.layers import AugmentedConv2d, TokenAttention, create_evolution, evolution_class
+from ea_vision.ops import use_implementation
+from tests.models.test_vision_transformer import TINY, fused, images, lively, plain
+
+KINDS = ["ea", "pa", "residual", "talking_heads", "reattention", "refiner", "mta", "conv2d"]
+NEW = KINDS[2:]
+kinds = pytest.mark.parametrize("kind", KINDS)
+new_kinds = pytest.mark.parametrize("kind", NEW)
+
+
+def mini(**options):
+    torch.manual_seed(0)
+    return lively(timm.create_model("vit_mini_patch4_32", **{"depth": 3, "embed_dim": 32, "num_classes": 5, **options}))
+
+
+def stepped(model, x=None):
+    """The model one step of SGD later, in which everything counts."""
+    model.train()
+    for rate in (0.05, 0.0):
+        model.zero_grad()
+        model(images() if x is None else x).square().sum().backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.sub_(rate * parameter.grad.clamp(-1, 1))
+    return model
+
+
+@kinds
+@torch.no_grad()
+def test_evolve_begins_as_timms_network_and_unevolve_goes_back(kind):
+    timms = fused(plain(), False)
+    evolved = ea_vision.evolve(timms, kind)
+    expected = timms(images())
+    assert torch.equal(evolved(images()), expected)
+    assert (expected[0] - expected[1]).abs().max() > 0.1
+    mechanisms = [block.attn.evolution for block in evolved.blocks]
+    assert (mechanisms[0] is None) == evolution_class(kind).reads_previous
+    back = ea_vision.unevolve(evolved)
+    assert torch.equal(back(images()), expected) and repr(back) == repr(timms)
+    for p in mechanisms[1].parameters():
+        p.add_(0.5)
+    assert not torch.equal(evolved(images()), expected)
+    with pytest.raises(ValueError, match="got 1 blocks where they are not, the first of them blocks.1.attn.evolution"):
+        ea_vision.unevolve(evolved)
+
+
+@new_kinds
+def test_every_parameter_has_a_gradient_one_step_from_the_identity(kind):
+    model = stepped(ea_vision.evolve(plain(), kind))
+    assert [n for n, p in model.named_parameters() if p.grad is None or not p.grad.isfinite().all()] == []
+    assert [n for n, p in model.named_parameters() if not p.grad.any()] == []
+
+
+@torch.no_grad()
+def test_a_real_network_of_timms_evolves_by_every_kind():
+    torch.manual_seed(0)
+    timms = fused(timm.create_model("vit_small_patch16_224").eval(), False)
+    x = torch.randn(1, 3, 224, 224)
+    expected = timms(x)
+    for kind in KINDS:
+        assert torch.equal(ea_vision.evolve(timms, kind)(x), expected), kind
+
+
+@new_kinds
+@torch.no_grad()
+def test_paper_starts_are_not_the_plain_network_but_for_mta(kind):
+    evolved = ea_vision.evolve(plain(), kind, start="paper")
+    assert torch.equal(fused(evolved, False)(images()), fused(plain(), False)(images())) == (kind == "mta")
+    assert isinstance(ea_vision.evolve(plain(), "ea", start="paper").blocks[1].attn.evolution.beta, float)
+
+
+@new_kinds
+def test_gradient_checkpointing_changes_nothing(kind):
+    results = []
+    for enable in (False, True):
+        model = mini(evolution=kind, value_residual="paper", token_conv=True, start="paper").train()
+        for module in model.modules():
+            if isinstance(module, torch.nn.BatchNorm2d):
+                module.eval()  # a recomputation would move its statistics twice
+        model.set_grad_checkpointing(enable)
+        y = model(images())
+        y.square().sum().backward()
+        results.append((y.detach(), {n: p.grad for n, p in model.named_parameters()}))
+    assert all(grad is not None for grad in results[0][1].values())
+    torch.testing.assert_close(results[1], results[0], atol=1e-4, rtol=1e-3)
+
+
+@new_kinds
+@torch.no_grad()
+def test_timms_ways(kind):
+    """Intermediates, features_only, other sizes, FX, TorchScript, pruning, for a name with each kind."""
+    options = dict(evolution=kind, value_residual="paper", token_conv=True, start="paper")
+    model = mini(**options)
+    final, taken = model.forward_intermediates(images())
+    torch.testing.assert_close(final, model.forward_features(images()))
+    assert [y.shape for y in taken] == [(2, 32, 8, 8)] * 3
+    features = timm.create_model("vit_mini_patch4_32", depth=3, embed_dim=32, features_only=True, out_indices=(1,),
+                                 **options).eval()
+    features.model.load_state_dict(model.state_dict(), strict=False)
+    torch.testing.assert_close(features(images()), [taken[1]])
+    extractor = create_feature_extractor(model, return_nodes=[get_graph_node_names(model)[1][-1]])
+    torch.testing.assert_close(next(iter(extractor(images()).values())), model(images()))
+    with torch.jit.optimized_execution(False):
+        torch.testing.assert_close(torch.jit.script(model)(images()), model(images()))
+    for sizes in (dict(img_size=(16, 24)), dict(dynamic_img_size=True)):  # not square
+        other = mini(**options, **sizes)
+        if "img_size" in sizes:
+            other.set_input_size((16, 24))
+        assert other(images(16, 24)).isfinite().all()
+    pruned = copy.deepcopy(model)
+    pruned.prune_intermediate_layers([1], prune_norm=True)
+    torch.testing.assert_close(pruned.forward_intermediates(images(), [1], intermediates_only=True), [taken[1]])
+
+
+@new_kinds
+@torch.no_grad()
+def test_onnx_and_torch_export_agree(kind, tmp_path):
+    import onnxruntime
+
+    model = mini(evolution=kind, start="paper", token_conv=True)
+    x = images()
+    torch.testing.assert_close(torch.export.export(model, (x,)).module()(x), model(x), atol=1e-5, rtol=1e-4)
+    path = tmp_path / "model.onnx"
+    torch.onnx.export(model, (x,), path, dynamo=True, verbose=False)
+    (y,) = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"]).run(None, {"x": x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(y), model(x), atol=1e-4, rtol=1e-3)
+
+
+@new_kinds
+@torch.no_grad()
+def test_recorded_maps_are_those_that_weigh_the_values_and_recording_changes_nothing(kind):
+    model = mini(evolution=kind, start="paper").train()  # batch statistics: recording must not move them twice
+    twin = copy.deepcopy(model)
+    kind_class = evolution_class(kind)
+    parts = ("attn", "logits", "self_logits", *kind_class.part_names,
+             *(["prev_logits"] if kind_class.reads_previous else []))
+    seen = {}
+    layer = twin.blocks[1].attn
+    layer.attn_drop.register_forward_pre_hook(lambda _, args: seen.update(attn=args[0]))
+    with ea_vision.record_attention(model, [2], parts=parts) as maps:
+        y = model(images())
+    torch.testing.assert_close(y, twin(images()))
+    torch.testing.assert_close(model.state_dict(), twin.state_dict())
+    recorded = maps[2]
+    torch.testing.assert_close(recorded.attn, seen["attn"])
+    if kind_class.mixes_attn:
+        torch.testing.assert_close(recorded["softmax"], recorded.logits.softmax(-1))
+    if kind == "conv2d":
+        mixed = recorded.self_logits + layer.evolution.alpha * recorded.prev_logits
+        torch.testing.assert_close(recorded.logits, mixed + recorded.conv_logits)
+    if kind == "residual":
+        torch.testing.assert_close(recorded.logits, recorded.self_logits + recorded.prev_logits)
+
+
+def test_gates_are_named_for_the_trainer():
+    names = {"residual": "alpha", "reattention": "gain", "refiner": "gain", "conv2d": "alpha"}
+    for kind, gate in names.items():
+        assert list(learnable_gates(mini(evolution=kind))) == [
+            f"blocks.{b}.attn.evolution.{gate}" for b in range(evolution_class(kind).reads_previous, 3)]
+    model = mini(evolution="conv2d", token_conv=True)
+    optimizer = create_optimizer_v2(model, opt="adamw", lr=1e-3, weight_decay=0.05, layer_decay=0.75)
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("options", [
+    {}, dict(alpha=0.3, learnable=True), dict(alpha=-0.2, learnable="per_head"), dict(mixture=True),
+    dict(mixture=True, learnable=True)])
+@pytest.mark.parametrize("over_tokens", [False, True])
+def test_residual_runs_on_the_kernels(options, over_tokens, caplog):
+    torch.manual_seed(0)
+    evolution = create_evolution("residual", 2, **options)
+    if over_tokens:
+        layer = TokenAttention.of(timm.layers.Attention(16, num_heads=2), evolution, need_logits=True)
+        x, prev = torch.randn(2, 12, 16), torch.randn(2, 2, 12, 12)
+    else:
+        layer = AugmentedConv2d(8, 8, dim_qk=8, dim_v=4, num_heads=2, feat_size=(4, 3), evolution=evolution)
+        x, prev = torch.randn(2, 8, 4, 3), torch.randn(2, 2, 12, 12)
+    results = []
+    ops._logged.clear()
+    with caplog.at_level(logging.INFO):
+        for implementation in ("cpu", "reference"):
+            layer.zero_grad()
+            inputs = x.clone().requires_grad_(), prev.clone().requires_grad_()
+            with use_implementation(implementation):
+                y, logits = layer(*inputs)
+            (y.square().sum() + logits.square().sum()).backward()
+            results.append((y, logits, [p.grad.clone() for p in [*inputs, *layer.parameters()]]))
+    torch.testing.assert_close(results[0], results[1], atol=1e-4, rtol=1e-4)
+
+
+def test_the_log_says_which_run_by_the_reference(caplog):
+    ops._logged.clear()
+    with caplog.at_level(logging.INFO), torch.no_grad():
+        for kind in ("conv2d", "talking_heads", "residual"):
+            timm.create_model("conv_transformer_cifar", widths=(8, 8, 8, 8), evolution=kind)(images())
+    lines = [line for line in caplog.messages if "evolving attention" in line]
+    assert any("by 'reference': FourDimensionalConvolution" in line for line in lines)
+    assert any("by 'reference': TalkingHeads" in line for line in lines)
+    assert not any("ResidualAttention" in line for line in lines)
+
+
+@new_kinds
+@pytest.mark.parametrize("name,options", [
+    ("aa_resnet50", dict(layers=(1, 2, 2, 1), img_size=64)), ("conv_transformer_cifar", dict(widths=(8, 8, 16, 16)))])
+def test_convolutional_networks_by_keyword(name, options, kind):
+    torch.manual_seed(0)
+    model = timm.create_model(name, evolution=kind, num_classes=5, start="identity", **options)
+    layers = [m for m in model.modules() if isinstance(m, AugmentedConv2d)]
+    assert any(layer.evolution is not None for layer in layers)
+    assert (layers[0].evolution is None) == evolution_class(kind).reads_previous
+    base = timm.create_model(name.replace("ea_", ""), num_classes=5, **options).eval()
+    missing = model.load_state_dict(base.state_dict(), strict=False)
+    assert not missing.unexpected_keys and all(".evolution." in n for n in missing.missing_keys)
+    x = torch.randn(2, 3, *([64, 64] if "img_size" in options else [32, 32]))
+    with torch.no_grad(), use_implementation("reference"):
+        assert torch.equal(model.eval()(x), base(x))
+        torch.testing.assert_close(torch.jit.script(model)(x), base(x))
+    for module in model.modules():  # zero norms would hide the branches
+        if isinstance(module, torch.nn.BatchNorm2d) and not module.weight.any():
+            torch.nn.init.constant_(module.weight, 0.2)
+    grads = {n: p.grad for n, p in stepped(model, x).named_parameters()}
+    assert [n for n, g in grads.items() if g is None or not g.isfinite().all() or not g.any()] == []
+
+
+def test_general_initialisation_leaves_mechanisms_at_their_start():
+    model = timm.create_model("conv_transformer_cifar", evolution="reattention", gain=0.0)
+    conv = next(m.evolution.reatten_matrix for m in model.modules() if isinstance(m, AugmentedConv2d))
+    assert conv.weight.abs().max() <= conv.in_channels ** -0.5 + 1e-6  # torch's uniform start
+
+
+@torch.no_grad()
+def test_values_are_the_first_blocks_and_begin_as_the_plain_network():
+    reference, begins = mini(), mini(value_residual=True)
+    begins.load_state_dict(reference.state_dict(), strict=False)
+    torch.testing.assert_close(begins(images()), reference(images()))
+    halves = mini(value_residual="paper")
+    halves.load_state_dict(reference.state_dict(), strict=False)
+    values = {}
+    for index, block in enumerate(halves.blocks):
+        block.attn.qkv.register_forward_hook(
+            lambda _, args, y, index=index: values.update({index: y.unflatten(2, (3, 4, -1))[:, :, 2].transpose(1, 2)}))
+        if index:
+            block.attn.value_residual.register_forward_hook(
+                lambda _, args, y, index=index: values.update({f"mixed{index}": y}))
+    halves(images())
+    for index in (1, 2):
+        torch.testing.assert_close(values[f"mixed{index}"], 0.5 * values[0] + 0.5 * values[index])
+
+
+def test_token_convolutions_stand_before_each_block_but_the_first():
+    model = mini(token_conv=True)
+    assert [block.token_conv is not None for block in model.blocks] == [False, True, True]
+    with torch.no_grad():
+        for block in model.blocks[1:]:
+            for parameter in block.token_conv.parameters():
+                parameter.zero_()
+    reference = mini()
+    reference.load_state_dict(model.state_dict(), strict=False)
+    torch.testing.assert_close(model(images()), reference(images()))
+    with pytest.raises(ValueError, match="got 2 blocks where they are not, the first of them blocks.1.token_conv"):
+        ea_vision.unevolve(mini(token_conv=True))
+    both = stepped(mini(token_conv=True, evolution="conv2d"))
+    assert [n for n, p in both.named_parameters() if not p.grad.any()] == []
+
+
+def test_uniform_maps_pool_the_values():
+    model = mini(evolution="uniform")
+    with torch.no_grad(), ea_vision.record_attention(model) as maps:
+        model(images())
+    assert all(torch.allclose(layer.attn, torch.full_like(layer.attn, 1 / 64)) for layer in maps.values())
+
+
+@pytest.mark.parametrize("block", ["50", "34"])
+def test_mrla_begins_as_the_network_without_and_learns(block):
+    name, options = f"aa_resnet{block}", dict(layers=(1, 1, 2, 1), img_size=64, num_classes=5)
+    torch.manual_seed(0)
+    base, begins = (timm.create_model(name, **options, **more).eval() for more in ({}, {"mrla": True}))
+    missing = begins.load_state_dict(base.state_dict(), strict=False)
+    assert not missing.unexpected_keys and all(".mrla." in n for n in missing.missing_keys)
+    x = torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        assert torch.equal(begins(x), base(x))
+        torch.testing.assert_close(torch.jit.script(begins)(x), base(x))
+        final, taken = begins.forward_intermediates(x)
+        torch.testing.assert_close(final, begins.forward_features(x))
+        assert [y.shape[1] for y in taken] == [info["num_chs"] for info in begins.feature_info]
+    for module in begins.modules():
+        if isinstance(module, torch.nn.BatchNorm2d) and not module.weight.any():
+            torch.nn.init.constant_(module.weight, 0.2)
+    grads = {n: p.grad for n, p in stepped(begins, x).named_parameters()}
+    assert [n for n, g in grads.items() if g is None or not g.any()] == []
+    paper = timm.create_model(name, mrla="paper", **options)
+    assert all(block.mrla.bn.weight.eq(1).all() for stage in (paper.layer1, paper.layer4) for block in stage)
+    added = sum(p.numel() for n, p in timm.create_model("aa_resnet50", mrla=True).named_parameters() if "mrla" in n)
+    assert 0.18e6 < added < 0.182e6  # SPEC: 0.181M
+
+
+def test_what_is_refused():
+    with pytest.raises(ValueError, match="value_residual must be False, True or 'paper', got 'half'"):
+        mini(value_residual="half")
+    with pytest.raises(ValueError, match="mrla must be False, True or 'paper', got 'base'"):
+        timm.create_model("aa_resnet50", mrla="base")
+    with pytest.raises(ValueError, match="start must be 'identity' or 'paper', got 'zero'"):
+        ea_vision.evolve(timm.create_model("vit_tiny_patch16_224", **TINY), "conv2d", start="zero")
+    with pytest.raises(ValueError, match="window must be None where maps are mixed after the softmax, by TalkingHeads"):
+        timm.create_model("conv_transformer_cifar", evolution="talking_heads", window=3)
+    with pytest.raises(ValueError, match="has no options; got alpha"):
+        mini(alpha=0.5)
+    layer = ea_vision.evolve(plain(), "conv2d").blocks[1].attn
+    with pytest.raises(ValueError, match="needs the patches' .height, width., got None"):
+        layer(torch.randn(1, 17, 48), torch.randn(1, 3, 17, 17))
+
+
+@new_kinds
+def test_half_precision(kind):
+    model = stepped(mini(evolution=kind)).eval()
+    with torch.no_grad():
+        expected = model(images())
+        with torch.autocast("cpu", torch.bfloat16):
+            under = model(images())
+        half = copy.deepcopy(model).bfloat16()(images().bfloat16())
+    scale = expected.abs().max()
+    assert (under - expected).abs().max() < 0.1 * scale and (half - expected).abs().max() < 0.1 * scale
