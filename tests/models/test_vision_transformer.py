@@ -206,7 +206,7 @@ def test_every_evolution_parameter_has_a_gradient_after_one_step(options):
     gradients = {name: p.grad for name, p in model.named_parameters() if ".evolution." in name}
     evolving = [number for number, block in enumerate(model.blocks, 1) if block.attn.evolution is not None]
     last = 2 if options.get("prefix") == "pass" and model.global_pool == "token" else 3
-    assert evolving == options.get("layers", list(range(2, last + 1)))
+    assert evolving == options.get("attn_stages", list(range(2, last + 1)))
     assert gradients and [name for name, g in gradients.items() if g is None or not g.any()] == []
 
 
