@@ -49,7 +49,7 @@ for index, probability in zip(top.indices.tolist(), top.values.tolist(), strict=
 A query point is (y, x) in pixels of the 32x32 input; layers are counted from 1, heads from 0.
 Each tile shows what the point attends to.""",
     """\
-plot_heatmap(model, photo, layers=[2], queries=[(12, 10), (26, 26)], width=4.5)""",
+plot_heatmap(model, photo, layers=[2], heads=[0, 1, "mean"], queries=[(12, 10), (26, 26)], width=4.5)""",
     """\
 # ## How does a map evolve?
 

@@ -62,8 +62,10 @@ export class Maps {
     const present = this.parts();
     const needless = this.model.layers.every((layer) => !this.has(layer, "logits")
       || same(layer, "logits", "conv_logits") || same(layer, "logits", "self_logits"));
-    return EVOLUTION.filter(([part]) => present.includes(part) && !(part === "logits" && needless
+    const drawn = EVOLUTION.filter(([part]) => present.includes(part) && !(part === "logits" && needless
       && present.includes("self_logits")));
+    return present.includes("prev_logits") ? drawn
+      : drawn.map(([part, label]) => [part, part === "self_logits" ? "logits" : label]);
   }
 
   /** Inflate what the parts need; a promise. */
