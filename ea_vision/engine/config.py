@@ -151,6 +151,8 @@ class TrainConfig:
     eval_on_train: bool = option(False, "allow data whose training images are those to evaluate on; what comes out is "
                                         "no accuracy, and nothing calls it one", free=True)
     wandb: str = option("", "Weights & Biases project; empty: none", free=True)
+    log_maps: int = option(0, "epochs between pictures of the attention maps of the first images that are evaluated "
+                              "on, in RUN/maps and on the boards; 0: none", minimum=0, free=True)
 
     def __post_init__(self):
         hints = typing.get_type_hints(type(self))

@@ -39,6 +39,7 @@ from ea_vision.data.bad_images import BadImages
 from ea_vision.engine import checkpoint, run_folder
 from ea_vision.engine.config import TrainConfig, describe_recipe, make_parser, parse, resolve
 from ea_vision.engine.dry_run import rehearse, report
+from ea_vision.engine.log_maps import maps_logger
 from ea_vision.engine.preflight import preflight
 from ea_vision.engine.report import line_of, numbers_of, timm_row, write_evaluation, write_timm_results
 from ea_vision.engine.signals import StopRequest
@@ -296,6 +297,9 @@ def train(task: type[Task], config: TrainConfig, optional_kwargs: frozenset[str]
         preflight(model, config, folder=folder, world=world, batches=len(train_loader),
                   train_images=data.train_images, eval_images=data.eval_images, classes=len(data.classes),
                   ahead=data.batches_ahead, loss_of=task.trainer.loss_on_noise)
+        if world.is_main and config.log_maps:
+            trainer.after_epoch = maps_logger(config.log_maps, trainer.total_epochs, model, eval_loader,
+                                              form["mean"], form["std"], folder, step_log)
         if rehearsed is not None:
             report(rehearse(trainer, rehearsed), trainer, data.image_bytes)
             return 0

@@ -9,7 +9,9 @@ import resource
 import uuid
 from pathlib import Path
 
+import numpy as np
 import torch
+from PIL import Image
 
 from ea_vision.base.errors import UsageError
 from ea_vision.base.files import atomic_write
@@ -101,6 +103,17 @@ class StepLog:
         """Add the row of metrics.csv to the boards."""
         self._send({f"epoch/{name}": value for name, value in row.items() if name != "step" and not math.isnan(value)},
                    row["step"])
+
+    def add_picture(self, name: str, path: Path, step: int) -> None:
+        """Show a picture on the boards."""
+        if self._tensorboard is not None:
+            with Image.open(path) as image:
+                self._tensorboard.add_image(name, np.asarray(image.convert("RGB")), step, dataformats="HWC")
+            self._tensorboard.flush()
+        if self._wandb is not None:
+            import wandb
+
+            self._wandb.log({name: wandb.Image(str(path))}, step=step)
 
     def _send(self, values: dict[str, float], step: int) -> None:
         if self._tensorboard is not None:

@@ -125,6 +125,7 @@ class Trainer:
         self.eval_split = eval_split
         self.data_fingerprint, self.describe = data_fingerprint, describe
         self.bad_images, self.step_log = bad_images or BadImages(limit=0), step_log
+        self.after_epoch: Callable[[nn.Module, int, int], None] | None = None  # of a network, epochs and updates
         self.train_loader, self.eval_loader, self.num_classes = train_loader, eval_loader, num_classes
         self.updates_per_epoch = len(train_loader) // config.grad_accum
         if self.updates_per_epoch < 1:
@@ -510,6 +511,8 @@ class Trainer:
         self.save(best, snapshot=every > 0 and number % every == 0)
         if self.step_log is not None:
             self.step_log.add_epoch({**row, **gates})
+        if self.after_epoch is not None:
+            self.after_epoch(self.ema.module if self.ema is not None else self.eval_net, number, progress.updates)
         accuracy = "not evaluated" if math.isnan(judged_by) else self.text_of(figures)
         accuracy += " of the training images" if self.eval_split == "train" else ""
         log.info("epoch %d/%d  loss %.4f  %s  lr %.5f  %.0f images/s  %.1f s%s", number, self.total_epochs,
