@@ -220,7 +220,7 @@ class AugmentedConv2d(nn.Module):
             nn.init.normal_(self.width_rel, std=self.scale)
 
     def reaches(self, feat_size: tuple[int, int]) -> tuple[int, int]:
-        """How far attention sees on a map of (height, width), itself counted, down and to the right; by the window."""
+        """Return how many rows and columns attention sees to one side on a map of (height, width), its own counted."""
         window = self.window
         if window is None:
             return feat_size
@@ -228,7 +228,7 @@ class AugmentedConv2d(nn.Module):
 
     @torch.jit.ignore
     def map_elements(self, feat_size: tuple[int, int]) -> int:
-        """How many pairs of a query and a key attention looks at on a map of (height, width), in all heads."""
+        """Return the number of query-key pairs that attention reads on a map of (height, width), in all heads."""
         def pairs(size: int, most: int) -> int:
             return sum(size - abs(offset) for offset in range(1 - most, most))
 
@@ -299,7 +299,7 @@ class AugmentedConv2d(nn.Module):
         return q, k, v, (H, W)
 
     def logits_of(self, q: Tensor, k: Tensor, feat_size: tuple[int, int]) -> Tensor:
-        """The layer's own logits, whole, before any evolution: q, k of `split_heads` -> (B, K, N, N), or
+        """Return the layer's logits before any evolution, whole: q, k of `split_heads` -> (B, K, N, N), or
         (B, K, N, head_window * N) with the neighbouring heads' keys."""
         H, W = feat_size
         height_rel, width_rel = self.height_rel, self.width_rel
@@ -325,7 +325,7 @@ class AugmentedConv2d(nn.Module):
     def _attend_by_modules(
             self, q: Tensor, k: Tensor, v: Tensor, prev_logits: Tensor | None, feat_size: tuple[int, int],
     ) -> tuple[Tensor, Tensor | None]:
-        """The reference: every map passes through a module of this layer, where a hook can see it."""
+        """Compute the reference: every map passes through a module of this layer, where a hook can see it."""
         logits = self.logits_of(q, k, feat_size)
         if self.evolution is not None:
             prev = logits if prev_logits is None else prev_logits
@@ -354,8 +354,8 @@ class AugmentedConv2d(nn.Module):
             window=self.window, head_window=self.head_window, head_border=self.head_border)
 
     def attend(self, x: Tensor, prev_logits: Tensor | None, need_logits: bool = True) -> tuple[Tensor, Tensor | None]:
-        """The attention branch before its resizing: (B, attn_channels, H, W) and the logits (B, K, N, N), or
-        None as in `forward`."""
+        """Return the attention branch before its resizing, (B, attn_channels, H, W), and the logits (B, K, N, N),
+        or None as in `forward`."""
         q, k, v, feat_size = self.split_heads(x)
         B, K, N = q.shape[0], q.shape[1], q.shape[2]
         if self.evolution is not None:

@@ -50,7 +50,7 @@ class Evolution(nn.Module):
     part_names: tuple[str, ...] = ()
 
     def forward(self, logits: Tensor, prev_logits: Tensor) -> Tensor:
-        """The layer's own logits and the previous layer's, (B, K, N, N) each -> (B, K, N, N)."""
+        """Return the evolved logits from the layer's own and the previous layer's, (B, K, N, N) each."""
         raise NotImplementedError
 
     def mix_attn(self, attn: Tensor) -> Tensor:
@@ -76,22 +76,22 @@ class Evolution(nn.Module):
 
     @torch.jit.ignore
     def parts(self, logits: Tensor, prev_logits: Tensor, evolved: Tensor) -> dict[str, Tensor]:
-        """The maps of `part_names`, (B, K, N, N) each, from the arguments and the result of `forward`."""
+        """Return the maps of `part_names`, (B, K, N, N) each, from the arguments and the result of `forward`."""
         return {"softmax": evolved.softmax(-1)} if "softmax" in self.part_names else {}
 
     @torch.jit.ignore
     def before_shares(self) -> dict[str, float]:
-        """Of which recorded parts, in which shares, the maps before the convolution are made; {} without one."""
+        """Return the weights of the recorded parts in the convolution's input; {} without a convolution."""
         return {}
 
     @torch.jit.ignore
     def gates(self) -> dict[str, float | Tensor]:
-        """The shares of the maps by name: numbers, or parameters where they are learnable; {} without them."""
+        """Return alpha and beta by name: numbers, or parameters where they are learnable; {} without them."""
         return {}
 
     @torch.jit.ignore
     def changes_nothing(self) -> bool:
-        """Whether, as it stands, `forward` returns the layer's own logits."""
+        """Return whether `forward`, as it stands, returns the layer's own logits."""
         return False
 
 
@@ -127,7 +127,7 @@ def evolution_class(kind: str) -> type[Evolution]:
 
 
 def evolution_options(kind: str | None = None) -> tuple[str, ...]:
-    """The keywords of an evolution's constructor that are its own; of all evolutions where no kind is given.
+    """Return the options of an evolution's constructor; of all evolutions unless a kind is named.
 
     Raises:
         ValueError: unknown kind.
@@ -142,7 +142,7 @@ def evolution_options(kind: str | None = None) -> tuple[str, ...]:
 def create_evolution(
         kind: str | None, num_heads: int, device=None, dtype=None, start: str | None = None, **options,
 ) -> Evolution | None:
-    """The evolution module of a layer, or None.
+    """Return the evolution module of a layer, or None.
 
     Args:
         kind: a registered name ("ea", "pa", "conv2d", ...), or None for attention that does not evolve.
@@ -171,7 +171,7 @@ def create_evolution(
 
 
 def learnable_gates(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The learnable shares of a network's evolutions, by their names in its state dict."""
+    """Return the learnable gates of a network's evolutions, by their names in its state dict."""
     return {f"{path}.{name}".removeprefix("."): gate for path, module in model.named_modules()
             if isinstance(module, Evolution) for name, gate in module.gates().items() if isinstance(gate, nn.Parameter)}
 
@@ -181,7 +181,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _new_gate(name: str, value: float, learnable: bool | str, num_heads: int, device, dtype) -> float | nn.Parameter:
-    """A share of the maps: a number from 0 to 1, or a parameter, () or (K), that begins at any finite number."""
+    """Return a gate: a number from 0 to 1, or a parameter, () or (K), that begins at any finite number."""
     if learnable not in (False, True, "per_head"):
         raise ValueError(f"learnable must be False, True or 'per_head', got {learnable!r}")
     if not learnable and not (_is_number(value) and 0.0 <= value <= 1.0):
@@ -197,7 +197,7 @@ def _new_gate(name: str, value: float, learnable: bool | str, num_heads: int, de
 def _map_conv(
         num_heads: int, kernel_size: int, dilation: int, negative_slope: float, device=None, dtype=None,
 ) -> nn.Conv2d:
-    """A convolution over the maps: heads -> heads, same padding."""
+    """Return a convolution over the maps: heads -> heads, same padding."""
     if kernel_size < 1 or kernel_size % 2 == 0:
         raise ValueError(f"kernel_size of an attention-map convolution must be odd and positive, got {kernel_size}")
     conv = nn.Conv2d(num_heads, num_heads, kernel_size, padding=dilation * (kernel_size // 2), dilation=dilation,
@@ -212,7 +212,7 @@ def _reset_map_conv(conv: nn.Conv2d, negative_slope: float) -> None:
 
 
 class _ConvolvedEvolution(Evolution):
-    """What EA and PA share: convolutions over the maps, each followed by a ReLU, and the gates alpha and beta.
+    """The common part of EA and PA: convolutions over the maps, each followed by a ReLU, and the gates alpha and beta.
 
     With dilation or a negative_slope only `forward` is right: `operands` says so in the log, and returns None.
 
@@ -372,8 +372,8 @@ class EvolvingAttention(_ConvolvedEvolution):
 
     Args:
         num_heads: K, channels of the attention maps.
-        alpha: share of the previous layer's maps, 0 to 1 (0: no skip connection); 0.5, or 0 where causal, unless given.
-        beta: share of the convolved maps, 0 to 1 (0: no convolution).
+        alpha: gate of the previous layer's maps, 0 to 1 (0: no skip connection); 0.5, or 0 where causal, unless given.
+        beta: gate of the convolved maps, 0 to 1 (0: no convolution).
         kernel_size: odd side of the convolution's kernel.
         dilation: entries of the map from one entry of the kernel to the next. Ours; the authors' time-series network
             (`EA_DC_Transformer`, 2023) dilates the convolution beside the attention, which `AugmentedConv2d` can, too.
@@ -420,7 +420,7 @@ class PredictiveAttention(_ConvolvedEvolution):
 
     Args:
         num_heads: K, channels of the attention maps.
-        alpha: share of the predicted maps, 0 to 1.
+        alpha: gate of the predicted maps, 0 to 1.
         num_layers: convolutions that predict; 0 takes the previous maps as they are.
         kernel_size: odd side of the convolutions' kernels.
         learnable: whether alpha is a parameter; see `EvolvingAttention`.

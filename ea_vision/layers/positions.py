@@ -18,7 +18,7 @@ POSITIONS = ("relative", "none", "sine", "coord")
 
 
 def choose_position(position: str | None, relative: bool | None) -> str:
-    """The kind of position that the two keywords ask for; `relative` True and False are "relative" and "none".
+    """Return the kind of position that the two keywords ask for; `relative` True and False are "relative" and "none".
 
     Raises:
         ValueError: no such kind, or keywords that contradict each other.

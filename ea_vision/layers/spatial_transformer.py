@@ -33,8 +33,8 @@ def sample_affine(x: Tensor, theta: Tensor, out_size: tuple[int, int]) -> Tensor
 
 
 def quadrilateral(theta: Tensor, in_size: tuple[int, int]) -> Tensor:
-    """The corners of what is sampled: theta (B, 2, 3) -> (B, 4, 2), (x, y) in pixels of an input of (H, W), whose left
-    upper corner is (0, 0); in the order left upper, right upper, right lower, left lower of the output."""
+    """Return the corners of the sampled area: theta (B, 2, 3) -> (B, 4, 2), (x, y) in pixels of an input of (H, W),
+    whose left upper corner is (0, 0); in the order left upper, right upper, right lower, left lower of the output."""
     corners = torch.tensor([[-1, -1, 1], [1, -1, 1], [1, 1, 1], [-1, 1, 1]], dtype=theta.dtype, device=theta.device)
     H, W = in_size
     return (corners @ theta.transpose(1, 2) + 1) / 2 * theta.new_tensor([W, H])
@@ -85,7 +85,7 @@ class SpatialTransformer(nn.Module):
             self.fc.bias.copy_(torch.tensor(IDENTITY))
 
     def theta(self, x: Tensor) -> Tensor:
-        """Where to look: (B, C, H, W) -> (B, 2, 3), see `sample_affine`."""
+        """Return where to look: (B, C, H, W) -> (B, 2, 3), see `sample_affine`."""
         return self.fc(self.localise(x)).view(-1, 2, 3)
 
     def forward(self, x: Tensor) -> Tensor:

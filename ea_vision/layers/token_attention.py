@@ -57,7 +57,7 @@ class TokenAttention(Attention):
         return values.unflatten(2, [self.num_heads, self.head_dim]).transpose(1, 2)
 
     def logits_of(self, q: Tensor, k: Tensor, feat_size: tuple[int, int]) -> Tensor:
-        """The layer's own logits, before any evolution: (B, K, T, T)."""
+        """Return the layer's logits before any evolution: (B, K, T, T)."""
         return own_logits(q, k, None, None, self.scale, feat_size)
 
     def attention_of(self, logits: Tensor, feat_size: tuple[int, int]) -> Tensor:
@@ -71,7 +71,7 @@ class TokenAttention(Attention):
     def _attend_by_modules(
             self, q: Tensor, k: Tensor, v: Tensor, prev_logits: Tensor | None, feat_size: tuple[int, int] | None,
     ) -> tuple[Tensor, Tensor]:
-        """The reference: every map passes through a module of this layer, where a hook can see it."""
+        """Compute the reference: every map passes through a module of this layer, where a hook can see it."""
         row = (1, q.shape[2])
         logits = self.logits_of(q, k, row)
         if self.evolution is not None:
@@ -140,5 +140,5 @@ class TokenAttention(Attention):
 
 
 def attention_layers(model: nn.Module) -> list[AugmentedConv2d | TokenAttention]:
-    """The layers of a network whose attention branches are ours, in order."""
+    """Return the layers of a network whose attention branches are ours, in order."""
     return [layer for layer in model.modules() if isinstance(layer, (AugmentedConv2d, TokenAttention))]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import safetensors.torch
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import build_model_with_cfg, list_pretrained, register_model, resolve_pretrained_cfg
 from torch import nn
 
@@ -16,8 +17,7 @@ from ea_vision.models._published import Published, papers_figures
 
 @dataclass(frozen=True)
 class Network:
-    """A registered network: what it is in a sentence, its keywords, and what is published of it (of ours published.yaml
-    has that)."""
+    """A registered network: a sentence about it, its keywords, and published figures (ours are in published.yaml)."""
 
     about: str
     kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -49,12 +49,12 @@ def register_networks(module: str, model_cls: type[nn.Module], networks: Mapping
 
 
 def list_networks(module: str | None = None) -> list[str]:
-    """The names of our networks, of one family's file ("attn_resnet") or all, in order of registration."""
+    """Return the names of our networks, of one family's file ("attn_resnet") or all, in order of registration."""
     return [name for name, (home, _) in _NETWORKS.items() if module is None or home.split(".")[-1] == module]
 
 
 def get_network(name: str) -> Network:
-    """What is registered under a name of ours, with or without the tag of weights.
+    """Return the network registered under a name of ours, with or without the tag of weights.
 
     Raises:
         KeyError: no network of ours.
@@ -63,14 +63,30 @@ def get_network(name: str) -> Network:
 
 
 def published_figures(name: str) -> Published | None:
-    """What is published of a network, ours or timm's, or None."""
+    """Return what is published of a network, ours or timm's, or None."""
     name = name.split(".")[0]
     return _PUBLISHED.get(name) or papers_figures().get(name)
 
 
 def published_names() -> list[str]:
-    """The networks, ours and timm's, of which papers print figures."""
+    """Return the networks, ours and timm's, of which papers print figures."""
     return list({**papers_figures(), **_PUBLISHED})
+
+
+def imagenet_cfg(first_conv: str, classifier: str, **kwargs: Any) -> dict[str, Any]:
+    """Return timm's default configuration of a network for ImageNet; keywords replace its entries."""
+    return {
+        "url": "", "num_classes": 1000, "input_size": (3, 224, 224), "pool_size": (7, 7), "crop_pct": 0.875,
+        "interpolation": "bilinear", "mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD,
+        "first_conv": first_conv, "classifier": classifier, "license": "apache-2.0", **kwargs,
+    }
+
+
+def cifar_cfg(first_conv: str, classifier: str, **kwargs: Any) -> dict[str, Any]:
+    """Return the same of a network for 32x32 images, CIFAR-10's unless keywords say otherwise."""
+    return imagenet_cfg(first_conv, classifier, **{
+        "num_classes": 10, "input_size": (3, 32, 32), "pool_size": (4, 4), "crop_pct": 1.0,
+        "mean": (0.4914, 0.4822, 0.4465), "std": (0.2470, 0.2435, 0.2616), **kwargs})
 
 
 def shipped_weights(name: str) -> str:

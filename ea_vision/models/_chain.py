@@ -37,7 +37,7 @@ Step = Callable[[Tensor, "Tensor | None"], "tuple[Tensor, Tensor | None]"]  # (x
 
 
 def to_size(img_size: int | tuple[int, int], least: int = 1) -> tuple[int, int]:
-    """(height, width) in pixels of an img_size given as one number or two.
+    """Return an img_size of one number or two as (height, width) in pixels.
 
     Raises:
         ValueError: not one or two whole numbers, or a side below `least`.
@@ -63,8 +63,8 @@ def check_numbers(name: str, value: Any, count: int | None = None) -> None:
 
 
 def take_indices_of(num_features: int, indices: int | list[int] | None) -> tuple[list[int], int]:
-    """The features that `indices` asks for, timm's way: None all, n the last n, else those listed (negative from the
-    end).
+    """Return the features that `indices` asks for, timm's way: None all, n the last n, else those listed (negative from
+    the end).
 
     Returns:
         their indices counted from 0, and the largest.
@@ -129,13 +129,13 @@ class AttentionConfig:
 
     @classmethod
     def take(cls, kwargs: dict[str, Any], **defaults: Any) -> AttentionConfig:
-        """The configuration that a network's keywords ask for; those that are its own leave `kwargs`."""
+        """Return the configuration that a network's keywords ask for, and take these out of `kwargs`."""
         own = {name: kwargs.pop(name) for name in [f.name for f in fields(cls)] if name in kwargs}
         options = {name: kwargs.pop(name) for name in evolution_options() if name in kwargs}
         return cls(**{**defaults, **own, "options": options})
 
     def dims(self, width: int) -> tuple[int, int]:
-        """(dim_qk, dim_v) for a convolution of `width` channels, rounded down to multiples of the heads."""
+        """Return (dim_qk, dim_v) for a convolution of `width` channels, rounded down to multiples of the heads."""
         paper = self.qk_ratio is None
         least = (20 if paper else 0) if self.min_head_qk is None else self.min_head_qk
         dim_qk = max((0.2 if paper else self.qk_ratio) * width, least * self.num_heads)
@@ -145,7 +145,7 @@ class AttentionConfig:
         return max(self.num_heads, int(width + 1e-6) // self.num_heads * self.num_heads)
 
     def windows(self, stage: int | None) -> dict[str, Any]:
-        """The keywords of windows for `AugmentedConv2d` in a stage, counted from 1.
+        """Return the keywords of windows for `AugmentedConv2d` in a stage, counted from 1.
 
         Raises:
             ValueError: window_stages of a network that does not number its stages.
@@ -173,7 +173,7 @@ class AttentionConfig:
         return chosen
 
     def new_evolution(self, device=None, dtype=None) -> Evolution | None:
-        """A new evolution module, or None; see `create_evolution` for the errors."""
+        """Return a new evolution module, or None; see `create_evolution` for the errors."""
         return create_evolution(self.evolution, self.num_heads, device=device, dtype=dtype, **self.options)
 
 
@@ -271,17 +271,17 @@ class ChainedNetwork:
     min_img_size = 1  # pixels
 
     def feature_steps(self) -> list[Step]:
-        """The network up to its head: functions (x, prev_logits) -> (x, logits), each ending in one of `feature_info`'s
-        features."""
+        """Return the network up to its head as functions (x, prev_logits) -> (x, logits), one for each feature of
+        `feature_info`."""
         raise NotImplementedError
 
     def forward_end(self, x: Tensor) -> Tensor:
-        """From the last feature to what `forward_features` returns; nothing unless a network has something there."""
+        """Continue from the last feature to what `forward_features` returns; by default that is the feature."""
         return x
 
     @staticmethod
     def map_size(img_size: tuple[int, int], reduction: int) -> tuple[int, int]:
-        """(height, width) of a map. Every halving rounds up, so together they do."""
+        """Return (height, width) of a map. Every halving rounds up, so together they do."""
         return -(-img_size[0] // reduction), -(-img_size[1] // reduction)
 
     @torch.jit.ignore

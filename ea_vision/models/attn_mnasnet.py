@@ -16,13 +16,12 @@ Shape letters: B batch, C channels, H x W image or map, N = H*W pixels of a map,
 from functools import partial
 from typing import Any
 
-from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import make_divisible
 from timm.models import generate_default_cfgs
 from timm.models.efficientnet import EfficientNet
 from torch import Tensor, nn
 
-from ea_vision.models._build import Network, register_networks
+from ea_vision.models._build import Network, imagenet_cfg, register_networks
 from ea_vision.models._chain import (
     AttentionConfig,
     AttnStage,
@@ -66,7 +65,7 @@ class ChainBlock(nn.Module):
             setattr(self, name, module)
 
     def after_expansion(self, y: Tensor, x: Tensor) -> Tensor:
-        """The block from the expanding convolution's output y on; x is its input."""
+        """Run the block from the expanding convolution's output y on; x is its input."""
         y = self.conv_dw(self.bn1(y))
         y = self.se(self.aa(self.bn2(y)))
         y = self.bn3(self.conv_pwl(y))
@@ -150,7 +149,7 @@ class AttnMnasNet(ChainedNetwork, EfficientNet):
         return self.bn1(self.conv_stem(x))
 
     def forward_end(self, x: Tensor) -> Tensor:
-        """The last convolution, which is no part of the last feature."""
+        """Run the last convolution, which is no part of the last feature."""
         return self.bn2(self.conv_head(x))
 
     def forward_features(self, x: Tensor) -> Tensor:
@@ -162,7 +161,7 @@ class AttnMnasNet(ChainedNetwork, EfficientNet):
         return self.forward_end(x)
 
     def _run_stages(self, x: Tensor, logits: Tensor | None, begin: int, end: int) -> tuple[Tensor, Tensor | None]:
-        """The stages from begin up to end; the stem, where begin is 0."""
+        """Run the stages from begin up to end; the stem, too, where begin is 0."""
         if begin == 0:
             x = self.forward_stem(x)
         for stage in self.blocks[begin:end]:
@@ -178,18 +177,6 @@ class AttnMnasNet(ChainedNetwork, EfficientNet):
     prune_intermediate_layers = EfficientNet.prune_intermediate_layers
 
 
-def _cfg(**kwargs: Any) -> dict[str, Any]:
-    return {
-        "url": "",
-        "num_classes": 1000, "input_size": (3, 224, 224), "pool_size": (7, 7),
-        "crop_pct": 0.875, "interpolation": "bicubic",
-        "mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD,
-        "first_conv": "conv_stem", "classifier": "classifier",
-        "license": "apache-2.0",
-        **kwargs,
-    }
-
-
 _WIDTHS = ("075", "100", "125", "140")
 _NETWORKS = {
     "semnasnet_125": Network("MnasNet-A1 of width 1.25, which timm lacks.", {"multiplier": 1.25, "attn_stages": ()}),
@@ -203,5 +190,6 @@ for _kind, _about in (("pa", "PA in AA-MnasNet of width {:g}, alpha 0.5, one con
         _NETWORKS[f"{_kind}_aa_mnasnet_{_width}"] = Network(
             _about.format(int(_width) / 100), {"multiplier": int(_width) / 100, "evolution": _kind})
 
-default_cfgs = generate_default_cfgs({name: _cfg() for name in _NETWORKS})
+default_cfgs = generate_default_cfgs({
+    name: imagenet_cfg("conv_stem", "classifier", interpolation="bicubic") for name in _NETWORKS})
 register_networks(__name__, AttnMnasNet, _NETWORKS)

@@ -29,13 +29,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import generate_default_cfgs
 from timm.models.resnet import BasicBlock, Bottleneck, ResNet
 from torch import Tensor, nn
 
 from ea_vision.layers import AugmentedConv2d, MRLALight
-from ea_vision.models._build import Network, register_networks
+from ea_vision.models._build import Network, imagenet_cfg, register_networks
 from ea_vision.models._chain import (
     AttentionConfig,
     AttnStage,
@@ -265,18 +264,6 @@ class AttnResNet(ChainedNetwork, ResNet):
                 lambda x, logits: self.layer1(self.maxpool(x), logits), self.layer2, self.layer3, self.layer4]
 
 
-def _cfg(url: str = "", **kwargs: Any) -> dict[str, Any]:
-    return {
-        "url": url,
-        "num_classes": 1000, "input_size": (3, 224, 224), "pool_size": (7, 7),
-        "crop_pct": 0.875, "interpolation": "bilinear",
-        "mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD,
-        "first_conv": "conv1", "classifier": "fc",
-        "license": "apache-2.0",
-        **kwargs,
-    }
-
-
 _KINDS = {"34": dict(block=AttnBasicBlock, layers=(3, 4, 6, 3), qk_ratio=0.25, v_ratio=0.125),
           "50": dict(block=AttnBottleneck, layers=(3, 4, 6, 3)),
           "101": dict(block=AttnBottleneck, layers=(3, 4, 23, 3)),
@@ -301,5 +288,5 @@ _NETWORKS["csan_resnet50"] = Network(
     "paper has it.", {**_KINDS["50"], "window": 7, "head_window": 3, "head_border": "clip", "window_stages": (2, 3),
                          "map_reduction": 8})
 
-default_cfgs = generate_default_cfgs({name: _cfg() for name in _NETWORKS})
+default_cfgs = generate_default_cfgs({name: imagenet_cfg("conv1", "fc") for name in _NETWORKS})
 register_networks(__name__, AttnResNet, _NETWORKS)

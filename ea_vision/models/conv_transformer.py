@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from ea_vision.base.networks import CIFAR10
 from ea_vision.layers import AugmentedConv2d, Evolution
-from ea_vision.models._build import Network, register_networks, shipped_weights
+from ea_vision.models._build import Network, cifar_cfg, register_networks, shipped_weights
 from ea_vision.models._chain import (
     AttentionConfig,
     ChainBuilder,
@@ -256,20 +256,12 @@ class ConvTransformer(HeadedNetwork, nn.Module):
 
     @staticmethod
     def map_size(img_size: tuple[int, int], reduction: int) -> tuple[int, int]:
-        """(height, width) of a map. Every pooling rounds down, so together they do."""
+        """Return (height, width) of a map. Every pooling rounds down, so together they do."""
         return img_size[0] // reduction, img_size[1] // reduction
 
 
-def _cfg(url: str = "", **kwargs: Any) -> dict[str, Any]:
-    return {
-        "url": url,
-        "num_classes": 10, "input_size": (3, 32, 32), "pool_size": (4, 4),
-        "crop_pct": 1.0, "interpolation": "bilinear",
-        "mean": (0.4914, 0.4822, 0.4465), "std": (0.2470, 0.2435, 0.2616),
-        "first_conv": "stem.conv", "classifier": "head.fc",
-        "license": "apache-2.0",
-        **kwargs,
-    }
+def _cfg(**kwargs: Any) -> dict[str, Any]:
+    return cifar_cfg("stem.conv", "head.fc", **kwargs)
 
 
 SHIPPED = (  # of a model's weights the first are the default

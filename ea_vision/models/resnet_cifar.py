@@ -9,7 +9,7 @@ from typing import Any
 from timm.models import generate_default_cfgs
 from timm.models.resnet import BasicBlock, ResNet
 
-from ea_vision.models._build import Network, register_networks
+from ea_vision.models._build import Network, cifar_cfg, register_networks
 from ea_vision.models._stem import put_small_stem
 
 __all__ = ["ResNetCifar"]
@@ -24,16 +24,7 @@ class ResNetCifar(ResNet):
         put_small_stem(self, in_chans, stem_stride, device, dtype)
 
 
-default_cfgs = generate_default_cfgs({
-    "resnet18_cifar": {
-        "url": "",
-        "num_classes": 10, "input_size": (3, 32, 32), "pool_size": (4, 4),
-        "crop_pct": 1.0, "interpolation": "bilinear",
-        "mean": (0.4914, 0.4822, 0.4465), "std": (0.2470, 0.2435, 0.2616),
-        "first_conv": "conv1", "classifier": "fc",
-        "license": "apache-2.0",
-    },
-})
+default_cfgs = generate_default_cfgs({"resnet18_cifar": cifar_cfg("conv1", "fc")})
 
 register_networks(__name__, ResNetCifar, {
     "resnet18_cifar": Network("timm's ResNet-18 with the 3x3 stem of 32x32 images.",

@@ -13,7 +13,7 @@ from timm.models.resnet import BasicBlock
 from torch import nn
 
 from ea_vision.layers import SpatialTransformer
-from ea_vision.models._build import Network, register_networks
+from ea_vision.models._build import Network, cifar_cfg, register_networks
 from ea_vision.models.resnet_cifar import ResNetCifar
 
 __all__ = ["SpatialTransformerNet"]
@@ -37,15 +37,7 @@ class SpatialTransformerNet(ResNetCifar):
 
 
 default_cfgs = generate_default_cfgs({
-    "stn_digits": {
-        "url": "",
-        "num_classes": 10, "input_size": (3, 32, 32), "pool_size": (4, 4),
-        "crop_pct": 1.0, "interpolation": "bilinear",
-        "mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5),
-        "first_conv": "conv1.conv", "classifier": "fc",
-        "license": "apache-2.0",
-    },
-})
+    "stn_digits": cifar_cfg("conv1.conv", "fc", mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))})
 
 register_networks(__name__, SpatialTransformerNet, {
     "stn_digits": Network(

@@ -47,7 +47,7 @@ from ea_vision.layers import (
     evolution_class,
     evolution_options,
 )
-from ea_vision.models._build import Network, build_network, register_networks
+from ea_vision.models._build import Network, build_network, cifar_cfg, register_networks
 from ea_vision.models._chain import AttnStage, check_numbers, take_former, take_indices_of
 from ea_vision.models._convert import checkpoint_filter_fn
 
@@ -135,7 +135,7 @@ def _check_no_mask(attn_mask: Tensor | None, is_causal: bool) -> None:
 
 
 class _Evolves:
-    """What the evolving networks have beside timm's class."""
+    """The common part of the evolving networks, beside timm's class."""
 
     feature_indices = 3  # what features_only returns unless asked, timm's way: the last three
 
@@ -295,7 +295,7 @@ _NETWORK_CLASSES = {VisionTransformer: EvolvingVisionTransformer,
 
 
 def _reason_against(model: nn.Module) -> str | None:
-    """Why the blocks of a VisionTransformer cannot evolve, or None."""
+    """Return why the blocks of a VisionTransformer cannot evolve, or None."""
     for index, block in enumerate(model.blocks):
         if type(block) not in _BLOCKS:
             known = " or ".join(cls.__name__ for cls in _BLOCKS)
@@ -328,7 +328,7 @@ def _with_start(kind: str | None, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _evolving_layers(model: nn.Module, kind: str, layers: Sequence[int] | None, prefix: str) -> list[int]:
-    """The blocks, counted from 1, that are to evolve; see `evolve` for the errors."""
+    """Return the blocks, counted from 1, that are to evolve; see `evolve` for the errors."""
     depth, kind_class = len(model.blocks), evolution_class(kind)
     if layers is not None:
         check_numbers("layers", layers)
@@ -386,7 +386,7 @@ def _evolve_blocks(
 
 
 def _shared_copy(model: nn.Module) -> nn.Module:
-    """A copy of the modules that shares parameters and buffers."""
+    """Return a copy of the modules that shares parameters and buffers."""
     tensors = itertools.chain(model.parameters(), model.buffers())
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
@@ -495,13 +495,10 @@ _NETWORKS, _CFGS = {}, {}
 for _kind in ("ea", "pa"):
     for _name, _options in _PLAIN.items():
         _NETWORKS[f"{_kind}_{_name}"] = Network(
-            f"{_kind.upper()} in timm's {_name}: learnable shares that begin at 0, where it computes what that does; "
+            f"{_kind.upper()} in timm's {_name}: learnable gates that begin at 0, where it computes what that does; "
             "pretrained weights are timm's, not fine-tuned.", {**_options, "evolution": _kind})
         _CFGS |= _cfgs(_kind, _name)
-_CFGS["vit_mini_patch4_32"] = {
-    "url": "", "num_classes": 10, "input_size": (3, 32, 32), "pool_size": None, "crop_pct": 1.0,
-    "interpolation": "bilinear", "fixed_input_size": True, "mean": (0.4914, 0.4822, 0.4465),
-    "std": (0.2470, 0.2435, 0.2616), "first_conv": "patch_embed.proj", "classifier": "head", "license": "apache-2.0"}
+_CFGS["vit_mini_patch4_32"] = cifar_cfg("patch_embed.proj", "head", pool_size=None, fixed_input_size=True)
 default_cfgs = generate_default_cfgs(_CFGS)
 register_networks(__name__, EvolvingVisionTransformer, _NETWORKS)
 

@@ -29,7 +29,7 @@ from timm.models import generate_default_cfgs
 from torch import Tensor, nn
 
 from ea_vision.layers import AugmentedConv2d, Evolution
-from ea_vision.models._build import Network, register_networks
+from ea_vision.models._build import Network, cifar_cfg, register_networks
 from ea_vision.models._chain import AttentionConfig, AttnStage, ChainBuilder, HeadedNetwork, Step, take_former, to_size
 
 __all__ = ["WideResNet"]
@@ -262,18 +262,6 @@ class WideResNet(HeadedNetwork, nn.Module):
         return taken
 
 
-def _cfg(**kwargs: Any) -> dict[str, Any]:
-    return {
-        "url": "",
-        "num_classes": 100, "input_size": (3, 32, 32), "pool_size": (8, 8),
-        "crop_pct": 1.0, "interpolation": "bilinear",
-        "mean": (0.5071, 0.4865, 0.4409), "std": (0.2673, 0.2564, 0.2762),
-        "first_conv": "conv_stem", "classifier": "head.fc",
-        "license": "apache-2.0",
-        **kwargs,
-    }
-
-
 _NETWORKS = {
     "wrn28_10_cifar": Network("Wide-ResNet-28-10 for CIFAR, shortcuts without parameters."),
     "se_wrn28_10_cifar": Network("Wide-ResNet-28-10 with squeeze-excite.", {"gate": "se"}),
@@ -286,5 +274,7 @@ _NETWORKS = {
     "ea_aa_wrn28_10_cifar": Network(
         "EA in AA-Wide-ResNet-28-10, alpha 0.5, beta 1.0; ours.", {"attn_stages": (1, 2, 3), "evolution": "ea"}),
 }
-default_cfgs = generate_default_cfgs({name: _cfg() for name in _NETWORKS})
+default_cfgs = generate_default_cfgs({name: cifar_cfg(
+    "conv_stem", "head.fc", num_classes=100, pool_size=(8, 8), mean=(0.5071, 0.4865, 0.4409),
+    std=(0.2673, 0.2564, 0.2762)) for name in _NETWORKS})
 register_networks(__name__, WideResNet, _NETWORKS)

@@ -72,13 +72,13 @@ def use_implementation(name: str) -> Iterator[None]:
 
 
 def _exporting() -> bool:
-    """An exported program must run where ea_vision is not."""
+    """Return whether a program is exported, which must run where ea_vision is not."""
     # torch.compile answers True to is_exporting
     return torch.jit.is_tracing() or torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
 
 
 def _as_number(gate: float | Tensor) -> float | Tensor:
-    """The number, for which kernels have shortcuts, of a gate on the CPU that has one and needs no gradient."""
+    """Return a gate as a number, for which kernels have shortcuts, if it is on the CPU and needs no gradient."""
     if not isinstance(gate, Tensor):
         return float(gate)
     learns = torch.is_grad_enabled() and gate.requires_grad
@@ -88,7 +88,7 @@ def _as_number(gate: float | Tensor) -> float | Tensor:
 
 
 def _choose(problem: Problem) -> Implementation:
-    """The first implementation of the device that can solve this; the log says why not the ones before."""
+    """Return the device's first implementation that can solve this; the log says why not those before it."""
     if _exporting():
         return reference.REFERENCE
     device, against = problem.q.device.type, []
@@ -107,7 +107,7 @@ def _choose(problem: Problem) -> Implementation:
 
 
 def _by_name(name: str, problem: Problem) -> Implementation:
-    """The implementation of this name, if it can solve this."""
+    """Return the implementation of this name, if it can solve this."""
     chosen = IMPLEMENTATIONS[_check_name(name, "implementation")]
     reason = chosen.reason_against(problem)
     if reason is not None:
@@ -203,7 +203,7 @@ def evolving_attention(
 
 
 def halve(x: Tensor) -> Tensor:
-    """Average pooling, 3x3, stride 2, padding 1 that is not counted: (B, C, H, W) -> (B, C, ceil(H/2), ceil(W/2))."""
+    """Pool the average, 3x3, stride 2, padding 1 not counted: (B, C, H, W) -> (B, C, ceil(H/2), ceil(W/2))."""
     if forced[-1:] == ["reference"] or _exporting() or cpu.reason_against_pooling(x) is not None:
         return F.avg_pool2d(x, 3, stride=2, padding=1, count_include_pad=False)
     return cpu.pool(x)

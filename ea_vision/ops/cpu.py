@@ -53,7 +53,7 @@ class _Problem(ctypes.Structure):
 
 
 def _machine() -> str:
-    """What -march=native depends on; a cache on a shared disk serves machines of several kinds."""
+    """Return what -march=native depends on; a cache on a shared disk serves machines of several kinds."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -95,7 +95,7 @@ def _build(compiler: list[str], to: Path) -> None:
 
 
 def _is_whole(library: Path) -> bool:
-    """Whether `_build` has written the file and nothing has damaged it since: to load another may kill the process."""
+    """Return whether `_build` wrote the file and nothing has damaged it since: to load another may kill the process."""
     try:
         content = library.read_bytes()
     except FileNotFoundError:
@@ -126,7 +126,7 @@ def _load() -> ctypes.CDLL | str:
 
 
 def reason_against_pooling(x: Tensor) -> str | None:
-    """Why the kernel cannot halve x (B, C, H, W), or None."""
+    """Return why the kernel cannot halve x (B, C, H, W), or None."""
     if x.device.type != "cpu" or x.dtype != torch.float32 or not x.is_contiguous() or 0 in x.shape:
         return f"it needs a contiguous float32 tensor on the CPU, got {x.dtype} {list(x.shape)} on {x.device}"
     return _reason_against_library(DTYPES[x.dtype])

@@ -42,7 +42,7 @@ def block_mask(
         num_heads: int, feat_size: tuple[int, int], window: tuple[int, int] | None, head_window: int, wrap: bool,
         device: torch.device,
 ) -> BlockMask:
-    """Which of the S * N keys a query sees, S = head_window heads one after another; see `within_windows`."""
+    """Return which of the S * N keys a query sees, S = head_window heads one after another; see `within_windows`."""
     H, W = feat_size
     N, (high, wide) = H * W, (H, W) if window is None else (window[0] // 2, window[1] // 2)
     by_head = head_window > 1 and not wrap

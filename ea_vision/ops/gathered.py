@@ -32,7 +32,7 @@ class Step(NamedTuple):
 
 
 class Neighbours(NamedTuple):
-    """What sees what, in numbers; `row_reach` and `col_reach` count the own row and column."""
+    """Sizes of the map and of the windows; `row_reach` and `col_reach` count the query's own row and column."""
 
     num_heads: int
     height: int

@@ -71,12 +71,12 @@ def mixed(gate: float | Tensor, one: Tensor, other: Tensor) -> Tensor:
 
 
 def among_patches(maps: Tensor, num_prefix_tokens: int) -> Tensor:
-    """The maps without the rows and columns of the first tokens: (B, K, N, N) -> (B, K, N - prefix, N - prefix)."""
+    """Return the maps without the first tokens' rows and columns: (B, K, N, N) -> (B, K, N - prefix, N - prefix)."""
     return maps[:, :, num_prefix_tokens:, num_prefix_tokens:] if num_prefix_tokens > 0 else maps
 
 
 def with_prefix(maps: Tensor, patches: Tensor, num_prefix_tokens: int) -> Tensor:
-    """The rows and columns of the first tokens from `maps`, the others from `patches`; see `among_patches`."""
+    """Join the rows and columns of the first tokens of `maps` and the others of `patches`; see `among_patches`."""
     if num_prefix_tokens == 0:
         return patches
     rows = torch.cat([maps[:, :, num_prefix_tokens:, :num_prefix_tokens], patches], dim=-1)
@@ -87,23 +87,23 @@ def neighbours_logits(
         q: Tensor, k: Tensor, height_rel: Tensor | None, width_rel: Tensor | None, scale: float,
         feat_size: tuple[int, int], head_window: int,
 ) -> Tensor:
-    """`own_logits` of each head's queries with the keys of the heads around it: (B, K, N, D) -> (B, K, N, S*N), S =
-    head_window neighbours one after another, from head h - S//2 to h + S//2; the heads are a ring."""
+    """Return `own_logits` of each head's queries with the keys of the heads around it: (B, K, N, D) -> (B, K, N, S*N),
+    S = head_window neighbours one after another, from head h - S//2 to h + S//2; the heads are a ring."""
     logits = [own_logits(q, k.roll(-offset, 1), height_rel, width_rel, scale, feat_size)
               for offset in range(-(head_window // 2), head_window // 2 + 1)]
     return torch.cat(logits, dim=-1)
 
 
 def neighbours_values(v: Tensor, head_window: int) -> Tensor:
-    """The values that belong to `neighbours_logits`: (B, K, N, E) -> (B, K, S*N, E)."""
+    """Return the values that belong to `neighbours_logits`: (B, K, N, E) -> (B, K, S*N, E)."""
     return torch.cat([v.roll(-offset, 1) for offset in range(-(head_window // 2), head_window // 2 + 1)], dim=2)
 
 
 def within_windows(
         logits: Tensor, feat_size: tuple[int, int], window: tuple[int, int] | None, head_window: int, wrap: bool,
 ) -> Tensor:
-    """-inf for the keys outside a query's window of pixels and, unless the heads are a ring (`wrap`), for those of
-    heads that there are not: (B, K, N, S*N) -> the same."""
+    """Put -inf on the keys outside a query's window of pixels and, unless the heads are a ring (`wrap`), on those of
+    heads beyond the first and last: (B, K, N, S*N) -> the same."""
     B, K, N, M = logits.shape
     logits = logits.view(B, K, N, head_window, N)
     if window is not None:
@@ -122,7 +122,7 @@ def within_windows(
 def readable(
         logits: Tensor, causal: str = "none", key_padding: Tensor | None = None, query_padding: Tensor | None = None,
 ) -> Tensor | None:
-    """Which entries of a sequence's maps may be read: booleans that broadcast to (B, K, Q, N), or None for all.
+    """Return which entries of a sequence's maps may be read: booleans that broadcast to (B, K, Q, N), or None for all.
 
     Args:
         logits: (B, K, Q, N), Q queries and N keys.
@@ -144,7 +144,7 @@ def readable(
 
 
 def mask_logits(logits: Tensor, causal: str = "none", key_padding: Tensor | None = None) -> Tensor:
-    """-inf on the keys that a query may not read, for the softmax; see `readable`. (B, K, Q, N) -> (B, K, Q, N).
+    """Put -inf on the keys that a query may not read, for the softmax; see `readable`. (B, K, Q, N) -> (B, K, Q, N).
 
     What one layer hands to the next is not masked: 0 * -inf is not a number.
     """
@@ -153,7 +153,7 @@ def mask_logits(logits: Tensor, causal: str = "none", key_padding: Tensor | None
 
 
 def attention_of(logits: Tensor) -> Tensor:
-    """Softmax over the keys, in float32 at least: (B, K, N, N) -> (B, K, N, N)."""
+    """Return the softmax over the keys, in float32 at least: (B, K, N, N) -> (B, K, N, N)."""
     return logits.softmax(dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
 
 

@@ -3,6 +3,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import timm
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -330,3 +331,31 @@ def test_a_grouped_branch_is_the_first_outputs_of_the_whole_convolution(in_chann
 def test_bad_groups_are_named(options, message):
     with pytest.raises(ValueError, match=message):
         AugmentedConv2d(8, 16, dim_qk=4, dim_v=4, num_heads=2, feat_size=(3, 3), **options)
+
+
+class Branch(nn.Module):
+    """An augmented convolution in the place of a convolution."""
+
+    def __init__(self, conv, **options):
+        super().__init__()
+        C = conv.in_channels
+        self.conv = AugmentedConv2d(C, C, 7, dim_qk=8 * (C // 40), dim_v=8 * (C // 80), num_heads=4, feat_size=(4, 4),
+                                    **options)
+
+    def forward(self, x):
+        return self.conv(x)[0]
+
+
+def test_an_aa_convnext_stays_as_small_as_its_depthwise_convolutions():
+    def millions(grouped):
+        model = timm.create_model("convnext_atto", num_classes=10)
+        for stage in list(model.stages)[2:]:
+            for block in stage.blocks:
+                C = block.conv_dw.in_channels
+                assert block.conv_dw.groups == C
+                block.conv_dw = Branch(block.conv_dw, **({"groups": C} if grouped else {}))
+        assert model(torch.randn(2, 3, 64, 64)).shape == (2, 10)
+        return sum(p.numel() for p in model.parameters()) / 1e6
+
+    plain = sum(p.numel() for p in timm.create_model("convnext_atto", num_classes=10).parameters()) / 1e6
+    assert plain < millions(True) < 1.1 * plain and millions(False) > 4 * plain
