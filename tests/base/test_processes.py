@@ -147,7 +147,7 @@ def test_torchrun(data, tmp_path):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(script.parent)}
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     subprocess.run([*launch, *arguments(data, folder, "--batch-size", "4", "--epochs", "1")], env=environment,
-                   check=True, timeout=200, capture_output=True)
+                   check=True, timeout=900, capture_output=True)
     results = run_folder.read_results(folder)
     assert results["test_images"] == 13
     assert train_cifar.main(["--evaluate", str(folder), "--output", str(tmp_path / "evaluation")]) == 0

@@ -176,7 +176,7 @@ def test_writing_ends_on_one_core(photos, tmp_path):
             "from ea_vision.data.write_ffcv import main; sys.exit(main(sys.argv[1:]))")
     out = tmp_path / "val.beton"
     argv = ["--data-dir", str(photos), "--split", "validation", "--out", str(out), "--workers", "1"]
-    subprocess.run([sys.executable, "-c", code, *argv], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code, *argv], check=True, timeout=900)
     assert len(open_beton(out)) == 13
 
 

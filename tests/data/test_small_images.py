@@ -100,7 +100,7 @@ def test_cache_is_used_and_noticed_to_be_old(folder, tmp_path, monkeypatch):
 
 def test_runs_that_begin_together_write_the_cache_together(folder, tmp_path, monkeypatch, caplog):
     """Each run, a thread here, has opened its temporary file before any has renamed one."""
-    together, replace = threading.Barrier(3, timeout=30), os.replace
+    together, replace = threading.Barrier(3, timeout=600), os.replace
 
     def wait_and_replace(source, target):
         together.wait()

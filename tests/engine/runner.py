@@ -70,7 +70,7 @@ def start(argv: list[str], log: Path, sabotage=None, main=train_cifar.main, **en
     return process
 
 
-def run(argv: list[str], log: Path, sabotage=None, seconds: float = 120, main=train_cifar.main) -> int:
+def run(argv: list[str], log: Path, sabotage=None, seconds: float = 900, main=train_cifar.main) -> int:
     """Run to the end; return the exit code, negative for a signal."""
     process = start(argv, log, sabotage, main)
     process.join(seconds)
@@ -80,7 +80,7 @@ def run(argv: list[str], log: Path, sabotage=None, seconds: float = 120, main=tr
     return process.exitcode
 
 
-def run_world(size: int, argv: list[str], log: Path, sabotage=None, seconds: float = 120,
+def run_world(size: int, argv: list[str], log: Path, sabotage=None, seconds: float = 900,
               main=train_cifar.main) -> list[int]:
     """Run `size` processes with the environment that torchrun gives them; return their exit codes."""
     with socket.socket() as free:

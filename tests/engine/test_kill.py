@@ -136,7 +136,7 @@ def test_kill_at_any_time_and_twice(data, uninterrupted, tmp_path):
     folder, log = tmp_path / "run", tmp_path / "run.log"
     for _ in range(2):
         process = start(arguments(data, folder, *EXTRAS), log)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 600
         before = (folder / checkpoint.LAST).stat().st_mtime_ns if (folder / checkpoint.LAST).exists() else None
         while time.monotonic() < deadline and process.is_alive():
             path = folder / checkpoint.LAST

@@ -38,7 +38,7 @@ def server(explorer):
 
 def ask(server, method: str, path: str, body: bytes | None = None, **headers: str):
     """(status, body) of a request."""
-    connection = http.client.HTTPConnection(page_server.HOST, server.server_port, timeout=20)
+    connection = http.client.HTTPConnection(page_server.HOST, server.server_port, timeout=300)
     connection.request(method, path, body, {name.replace("_", "-"): value for name, value in headers.items()})
     response = connection.getresponse()
     content = response.read()
@@ -82,7 +82,7 @@ def test_limits(server):
 
 
 def test_an_upload_that_ends_early(server):
-    with socket.create_connection((page_server.HOST, server.server_port), timeout=10) as client:
+    with socket.create_connection((page_server.HOST, server.server_port), timeout=300) as client:
         client.sendall(f"POST /image HTTP/1.1\r\nHost: 127.0.0.1:{server.server_port}\r\nContent-Type: image/png\r\n"
                        "Content-Length: 5000\r\n\r\nabc".encode())
         client.shutdown(socket.SHUT_WR)
@@ -94,7 +94,7 @@ def test_an_upload_that_ends_early(server):
 
 def test_an_upload_that_stops(server, monkeypatch, capsys):
     monkeypatch.setattr(page_server, "SILENCE", 0.3)
-    with socket.create_connection((page_server.HOST, server.server_port), timeout=10) as client:
+    with socket.create_connection((page_server.HOST, server.server_port), timeout=300) as client:
         client.sendall(f"POST /image HTTP/1.1\r\nHost: 127.0.0.1:{server.server_port}\r\nContent-Type: image/png\r\n"
                        "Content-Length: 5000\r\n\r\nabc".encode())
         assert b" 408 " in client.recv(4096)
