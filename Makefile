@@ -6,7 +6,7 @@ READY  := $(VENV)/.ready
 
 DEMO   := runs/demo
 
-.PHONY: demo pictures test test-all test-gpu test-browser lint wheel clean
+.PHONY: demo pictures test test-all test-oldest test-gpu test-browser lint wheel clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -43,6 +43,16 @@ test: $(READY)
 # The same, the model tests over every network and at its full width, where `make test` takes the smallest of each kind.
 test-all: export EA_VISION_TEST_ALL = 1
 test-all: test
+
+# Models, layers, engine and data with the oldest versions that pyproject.toml promises, in an environment of their own.
+OLDEST := .venv-oldest
+$(OLDEST)/.ready: $(READY) pyproject.toml
+	$(VENV)/bin/uv venv --quiet --clear --python $(RUN) $(OLDEST)
+	VIRTUAL_ENV=$(OLDEST) $(VENV)/bin/uv pip install --quiet --compile-bytecode --resolution lowest-direct --editable ".[dev]"
+	touch $@
+
+test-oldest: $(OLDEST)/.ready
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest tests/models tests/layers tests/engine tests/data -n 2
 
 # What runs on a GPU, at most 25 minutes, with the Python at hand (torch, timm, numpy); without a GPU exit code 77.
 test-gpu:

@@ -215,31 +215,6 @@ def compiled(device: torch.device, tiny: bool, folder: Path) -> Pairs:
         yield name, attempt(lambda: run(name, size))  # noqa: B023
 
 
-def precisions(device: torch.device, tiny: bool, folder: Path) -> Pairs:
-    """Ten updates on one batch in each precision, float16 with a gradient scaler: the loss must fall."""
-    name, size = "ea_conv_transformer_cifar", 32
-
-    def run(amp: str) -> dict[str, Any]:
-        model, images = made_network(name, size, tiny, device, 8 if tiny else 64)
-        targets = torch.arange(len(images), device=device) % 4
-        optimizer = torch.optim.SGD(model.parameters(), 0.02, momentum=0.9)
-        scaler = torch.amp.GradScaler(device.type, enabled=amp == "float16" and device.type == "cuda")
-        losses = []
-        for _ in range(10):
-            with torch.autocast(device.type, DTYPES[amp], enabled=amp != "float32"):
-                loss = torch.nn.functional.cross_entropy(model(images).float(), targets)
-            optimizer.zero_grad()
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            losses.append(loss.item())
-        found = {"first": losses[0], "last": losses[-1]}
-        return found if losses[-1] < losses[0] else found | {"fault": f"the loss did not fall: {losses}"}
-
-    for amp in ("float32", "bfloat16") if device.type == "cpu" else DTYPES:
-        yield amp, attempt(lambda: run(amp))  # noqa: B023
-
-
 # ---- trainers -------------------------------------------------------------------------------------------------------
 
 
@@ -391,12 +366,6 @@ def resumed(device: torch.device, tiny: bool, folder: Path) -> Pairs:
 # ---- speed and memory -----------------------------------------------------------------------------------------------
 
 RATIOS = {"50": ("resnet50", "aa_resnet50", "pa_aa_resnet50", "ea_aa_resnet50")}
-OTHER_RATIOS = {
-    "34": ("resnet34", "aa_resnet34", "ea_aa_resnet34"), "101": ("resnet101", "aa_resnet101", "ea_aa_resnet101"),
-    "152": ("resnet152", "aa_resnet152", "ea_aa_resnet152"),
-    "others": ("resnet50", "botnet50ts_256", "halonet50ts", "lambda_resnet50ts"),
-}
-SIDES = {"others": "256"}  # blocks of 8 pixels do not fit into the maps of 224
 BRIEFLY = ("--batch-size", "2", "--repeats", "1", "--threads", "1", "--no-memory", "--system-malloc")  # a rehearsal
 
 
@@ -423,17 +392,6 @@ def ratios(device: torch.device, tiny: bool, folder: Path) -> Pairs:
         yield from _benchmark(tiny_network, [*options, "--img-size", "32", *BRIEFLY], folder)
     else:
         yield from _benchmark(RATIOS, [*options, "--batch-size", "256", "--repeats", "15", "--compile"], folder)
-
-
-def other_ratios(device: torch.device, tiny: bool, folder: Path) -> Pairs:
-    """The same, not compiled, for 34, 101 and 152 layers and for networks that attend by other means."""
-    # The rehearsal is in float32: the weight's gradient of timm's lambda networks, of a 3-D convolution, comes out
-    # as NaN in bfloat16 on a CPU (torch 2.11)
-    options = ["--amp", "none" if tiny else "bfloat16", "--channels-last", "--device", device.type]
-    options += BRIEFLY if tiny else ("--batch-size", "128", "--repeats", "5")
-    for group, models in OTHER_RATIOS.items():
-        if not tiny or group in ("34", "others"):  # the deep ones differ by their names
-            yield from _benchmark({group: models}, [*options, "--img-size", SIDES.get(group, "224")], folder)
 
 
 def tiles(device: torch.device, tiny: bool, folder: Path) -> Pairs:
@@ -463,42 +421,10 @@ def timed_tiles(launch: triton_attention.Launch) -> dict[str, Any]:
     return found if any(ms[0] < float("inf") for ms in timings.values()) else found | {"fault": "no tile runs"}
 
 
-def profile(device: torch.device, tiny: bool, folder: Path) -> Pairs:
-    """One compiled training step of ea_aa_resnet50, batch 256, by kernel."""
-    from torch.profiler import ProfilerActivity
-    from torch.profiler import profile as profiler
-
-    def run() -> dict[str, Any]:
-        name, size, batch = ("ea_conv_transformer_cifar", 32, 2) if tiny else ("ea_aa_resnet50", 224, 256)
-        model, images = made_network(name, size, tiny, device, batch)
-        one = model if tiny else torch.compile(model)
-        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-
-        def step() -> None:
-            with torch.autocast(device.type, torch.bfloat16):
-                y = one(images)
-            y.float().square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        for _ in range(1 if tiny else 4):
-            step()
-        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
-        with profiler(activities=activities) as record:
-            step()
-        by = "cpu_time_total" if device.type == "cpu" else "device_time_total"
-        table = record.key_averages().table(sort_by=by, row_limit=30, max_name_column_width=60)
-        peak = torch.cuda.max_memory_allocated() / 2 ** 20 if device.type == "cuda" else None
-        return {"table": table.splitlines(), "peak MiB": peak}
-
-    yield "step", attempt(run)
-
-
 STAGES: dict[str, tuple[Callable[[torch.device, bool, Path], Pairs], int]] = {  # with seconds that it may take
     "operators": (operators, 150), "networks": (networks, 90), "compiled": (compiled, 120),
-    "precisions": (precisions, 45), "updates": (updates, 75), "trainers": (trainers, 120), "ranks": (ranks, 90),
-    "resumed": (resumed, 90), "ratios": (ratios, 330), "other-ratios": (other_ratios, 180), "tiles": (tiles, 120),
-    "profile": (profile, 90),
+    "updates": (updates, 75), "trainers": (trainers, 120), "ranks": (ranks, 90), "resumed": (resumed, 90),
+    "ratios": (ratios, 330), "tiles": (tiles, 120),
 }
 INTERPRETED = ("operators", "tiles")  # on a CPU
 

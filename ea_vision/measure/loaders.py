@@ -2,11 +2,10 @@
 
 Training batches (random crop, flip, normalised) are drawn for some seconds from timm's loader, as its train script
 makes it, from the image loaders of this project (processes, and threads) and, where FFCV is installed, from FFCV files
-written for it: as pixels, half JPEG, and JPEG. "decoding alone" is what torchvision's decoder does in as many threads
-when nothing else is done. Each loader has a process of its own, with the same number of workers. Few images are
-repeated to make an epoch as long as ImageNet's; its start is not timed. The loaders take turns in every round, and the
-medians of the rounds are shown. Processor time for each image hardly depends on what else a machine does; images per
-second do.
+written for it: as pixels, half JPEG, and JPEG. Each loader has a process of its own, with the same number of workers.
+Few images are repeated to make an epoch as long as ImageNet's; its start is not timed. The loaders take turns in every
+round, and the medians of the rounds are shown. Processor time for each image hardly depends on what else a machine
+does; images per second do.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -79,16 +77,6 @@ class RepeatedFiles(Repeated):
         self.files.targets = np.resize(items.files.targets, length)
 
 
-class DecodingAlone(FileTrainLoader):
-    """A loader that decodes, and shows nothing of it."""
-
-    def batches(self, epoch: int, first: int = 0):
-        size = self.share.batch_size
-        with ThreadPoolExecutor(max(self.workers, 1)) as pool:
-            for start in range(0, len(self.labels), size):
-                yield [list(pool.map(lambda index: len(self.read(index)), range(start, start + size)))]
-
-
 class TimmLoader:
     """timm's loader of training images, as its train script makes it, without the colour jitter."""
 
@@ -133,10 +121,10 @@ def _measure_one(kind: str, path: str, given: argparse.Namespace) -> dict[str, f
     source = ImageSource("", find_split(Path(path), "train", or_root=True), "train")
     if kind == "timm":
         return measure(TimmLoader(Path(source.name), max(EPOCH, len(source)), **common), given.seconds)
-    if kind in ("threads", "decode"):
-        loader = FileTrainLoader if kind == "threads" else DecodingAlone
+    if kind == "threads":
         files = RepeatedFiles(source, max(EPOCH, len(source)))
-        return measure(loader(files, scale=(0.08, 1), hflip=0.5, bad_images=BadImages(0), **common), given.seconds)
+        return measure(FileTrainLoader(files, scale=(0.08, 1), hflip=0.5, bad_images=BadImages(0), **common),
+                       given.seconds)
     loader = ImageTrainLoader(Repeated(source, max(EPOCH, len(source))), transform=train_transform(given.img_size),
                               bad_images=BadImages(0), **common)
     return measure(loader, given.seconds)
@@ -170,7 +158,7 @@ def main(argv: list[str] | None = None) -> int:
             raise UsageError(f"--{name.replace('_', '-')} must be positive, got {getattr(given, name)}")
     source = ImageSource("", find_split(Path(given.data_dir), "train", or_root=True), "train")
     targets = [("timm", "timm", given.data_dir), ("image files", "images", given.data_dir),
-               ("image files, threads", "threads", given.data_dir), ("decoding alone", "decode", given.data_dir)]
+               ("image files, threads", "threads", given.data_dir)]
     with tempfile.TemporaryDirectory() as folder:
         if given.beton:
             targets += [(Path(path).name, "beton", path) for path in given.beton]

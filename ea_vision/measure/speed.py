@@ -28,7 +28,6 @@ from timm.models import get_pretrained_cfg
 
 import ea_vision
 from ea_vision.base.errors import RunError, UsageError
-from ea_vision.base.figures import figure_bytes
 from ea_vision.base.files import atomic_write, check_output
 from ea_vision.base.networks import check_model_name
 from ea_vision.base.processes import choose_device
@@ -37,14 +36,14 @@ from ea_vision.engine.optimizer import check_optimizer_name
 from ea_vision.layers import attention_layers
 from ea_vision.measure.branches import time_branches
 from ea_vision.measure.peak_memory import KEEP_MEMORY, MIB, memory_in_own_process, memory_on_gpu
-from ea_vision.measure.speed_report import Row, add_ratios, baseline_of, speed_figure, to_csv, to_tables
+from ea_vision.measure.speed_report import Row, add_ratios, baseline_of, to_csv, to_tables
 from ea_vision.measure.steps import Bench, Runner, Setting, add_setting, check_positive
 from ea_vision.models import list_networks, published_names
 
 EXAMPLES = """\
 examples:
   ea-vision benchmark                                                  # the 50-layer networks
-  ea-vision benchmark --models all --csv speed.csv --plot speed.png
+  ea-vision benchmark --models all --csv speed.csv
   ea-vision benchmark --amp bfloat16 --channels-last --compile         # what a GPU is trained with
   ea-vision benchmark --models resnet50 ea_aa_resnet50 --implementation reference --repeats 15
 """
@@ -169,7 +168,6 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--no-memory", action="store_true", help="leave out the peak memory (on a CPU it takes a "
                         "process for each network)")
     parser.add_argument("--csv", metavar="FILE", help="also write the figures to FILE")
-    parser.add_argument("--plot", metavar="FILE.png", help="also draw them as bars")
     return parser
 
 
@@ -227,12 +225,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     check_positive(args, "batch_size", "img_size", "threads", "repeats")
     if args.cpu_time and not on_cpu:
         raise UsageError(f"--cpu-time times a CPU, got --device {args.device}")
-    if args.plot and not args.plot.endswith(".png"):
-        raise UsageError(f"--plot must end in .png, got {args.plot!r}")
     check_optimizer_name(args.opt)
     names, optional = networks_asked_for(args.models, args.img_size)
-    for path in filter(None, (args.csv, args.plot)):
-        check_output(Path(path))
+    if args.csv:
+        check_output(Path(args.csv))
     if on_cpu and argv is None and platform.libc_ver()[0] == "glibc" and not (args.system_malloc or _keeps_memory()):
         # malloc reads them when a process starts
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **KEEP_MEMORY})
@@ -251,6 +247,4 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"\n{to_tables(rows)}")
     if args.csv:
         atomic_write(Path(args.csv), to_csv(rows, under).encode())
-    if args.plot:
-        atomic_write(Path(args.plot), figure_bytes(speed_figure(rows, "\n".join(describe(under)))))
     return 0

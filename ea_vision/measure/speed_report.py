@@ -1,4 +1,4 @@
-"""What the benchmark found: rows, and tables, CSV and bars of them."""
+"""Results of the benchmark: rows, and tables and CSV of them."""
 
 from __future__ import annotations
 
@@ -93,40 +93,3 @@ def to_csv(rows: Sequence[Row], setting: dict[str, object]) -> str:
                      | setting for row in rows])
 
 
-def speed_figure(rows: Sequence[Row], title: str):
-    """Bars of training and inference speed and of memory, the ratio beside each. A matplotlib Figure."""
-    from matplotlib.figure import Figure
-
-    rows = [row for row in rows if row.part == "network"]
-    names, modes = (list(dict.fromkeys(getattr(row, of) for row in rows)) for of in ("model", "mode"))
-    looks = {"eager": {"color": "#0072B2"}, "compiled": {"color": "#E69F00", "hatch": "//", "edgecolor": "white"}}
-    panels = [("train_images_per_s", "train_ratio", "training, images/s"),
-              ("infer_images_per_s", "infer_ratio", "inference, images/s"),
-              ("memory_mib", "memory_ratio", "peak memory of training, MiB")]
-    panels = [panel for panel in panels if any(getattr(row, panel[0]) is not None for row in rows)]
-    figure = Figure(figsize=(2.2 + 3.6 * len(panels), 1.7 + 0.34 * len(rows)), layout="constrained")
-    thickness = 0.8 / len(modes)
-    for axes, (value, ratio, label) in zip(figure.subplots(1, len(panels), sharey=True, squeeze=False)[0], panels,
-                                           strict=True):
-        for row in rows:
-            if getattr(row, value) is None:
-                continue
-            mode = modes.index(row.mode)
-            place = names.index(row.model) + (mode - (len(modes) - 1) / 2) * thickness
-            bars = axes.barh(place, getattr(row, value), 0.92 * thickness, label=row.mode, **looks[row.mode])
-            axes.bar_label(bars, [_cell(getattr(row, ratio), 2) if getattr(row, ratio) else ""], padding=3,
-                           fontsize="small")
-        axes.set(xlabel=label, yticks=range(len(names)), yticklabels=names)
-        axes.margins(x=0.14)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="x", alpha=0.3)
-        axes.set_axisbelow(True)
-    axes.set_ylim(len(names) - 0.5, -0.5)
-    if len(modes) > 1:
-        handles, labels = axes.get_legend_handles_labels()
-        unique = dict(zip(labels, handles, strict=True))
-        figure.legend(unique.values(), unique.keys(), loc="outside lower right", ncols=2, frameon=False)
-    if any(row.train_ratio for row in rows):
-        title += "; beside each bar: ratio to timm's plain network"
-    figure.suptitle(title, fontsize="medium")
-    return figure

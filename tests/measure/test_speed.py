@@ -5,15 +5,13 @@ import io
 import pytest
 import timm
 import torch
-from PIL import Image
 
 from ea_vision.base.errors import exit_code
-from ea_vision.base.figures import figure_bytes
 from ea_vision.base.networks import lay_out
 from ea_vision.measure import speed
 from ea_vision.measure.branches import branches_of
 from ea_vision.measure.peak_memory import KEEP_MEMORY, memory_in_own_process
-from ea_vision.measure.speed_report import Row, baseline_of, speed_figure, to_csv, to_tables
+from ea_vision.measure.speed_report import Row, baseline_of, to_csv, to_tables
 from ea_vision.measure.steps import Bench, Setting, interleaved
 
 TINY = ["--device", "cpu", "--batch-size", "2", "--img-size", "32", "--repeats", "1", "--threads", "1"]
@@ -102,13 +100,13 @@ def test_branches_of_a_vision_transformer():
 
 
 def test_a_run(tmp_path, capsys):
-    paths = [tmp_path / "sub" / "speed.csv", tmp_path / "speed.png"]
+    path = tmp_path / "sub" / "speed.csv"
     assert speed.main([*TINY, "--models", "cnn_cifar", "ea_conv_transformer_cifar", "--no-memory",
-                           "--opt", "muon", "--cpu-time", "--csv", str(paths[0]), "--plot", str(paths[1])]) == 0
+                           "--opt", "muon", "--cpu-time", "--csv", str(path)]) == 0
     out = capsys.readouterr().out.splitlines()
     assert f"torch {torch.__version__}" in out[0] and "1 threads" in out[0] and "; 20" in out[0]
     assert "batch 2, 32 pixels, float32, contiguous, muon" in out[1]
-    rows = list(csv.DictReader(io.StringIO(paths[0].read_text())))
+    rows = list(csv.DictReader(io.StringIO(path.read_text())))
     assert {row["optimizer"] for row in rows} == {"muon"} and {row["clock"] for row in rows} == {"CPU"}
     assert [(row["model"], row["layers"]) for row in rows] == [
         ("cnn_cifar", "0"), *[("ea_conv_transformer_cifar", layers) for layers in ("6", "3", "3")]]
@@ -117,10 +115,9 @@ def test_a_run(tmp_path, capsys):
         assert float(row["infer_ms"]) < float(row["train_ms"]) and row["train_ratio"] == row["memory_mib"] == ""
     for row in rows[2:]:
         assert 0 < float(row["infer_floor_ms"]) < float(row["train_floor_ms"]) and float(row["train_ms"]) > 0
-    assert Image.open(paths[1]).size[0] > 400
 
 
-def test_tables_and_plot_with_ratios_and_without():
+def test_tables_with_ratios_and_without():
     rows = [Row("resnet50", mode, "network", 0, 100, 20, 80, 400, 1, 1, 1000 if mode == "eager" else None, None)
             for mode in ("eager", "compiled")]
     rows.append(Row("ea_aa_resnet50", "eager", "branch at 14x14, maps 14x14", 6, 3, 1))
@@ -128,7 +125,6 @@ def test_tables_and_plot_with_ratios_and_without():
     assert lines[1].split() == ["resnet50", "eager", "80.00", "1.000", "400.00", "1.000", "1000", "-"]
     assert lines[2].split()[-2:] == ["-", "-"] and "branch at 14x14" in lines[5]
     assert to_csv(rows, {"torch": "2"}).splitlines()[1].startswith("resnet50,eager,network,0,100,20,80,400,1,1,1000,")
-    assert figure_bytes(speed_figure(rows, "title")).startswith(b"\x89PNG")
 
 
 def test_memory_is_that_of_the_steps_alone(monkeypatch):
@@ -144,7 +140,6 @@ def test_memory_is_that_of_the_steps_alone(monkeypatch):
     (["--models", "ea_resnet50"], "unknown model 'ea_resnet50'; did you mean"),
     (["--opt", "muonn"], "unknown optimiser 'muonn'; did you mean"),
     (["--repeats", "0"], "--repeats must be 1 or more, got 0"),
-    (["--plot", "x.svg"], "--plot must end in .png, got 'x.svg'"),
     (["--models", "ea_conv_transformer_cifar", "--implementation", "sdpa"], "'sdpa' cannot run this"),
     (["--models", "halonet50ts"], "halonet50ts cannot run 2 images of 32 pixels: AssertionError"),
 ])
