@@ -1,10 +1,20 @@
 """What all tests share: paths of the trial data where it is present, and threads that leave room for pytest-xdist."""
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
+
+
+def pytest_collection_modifyitems(items) -> None:
+    """Leave out what is marked as slow, unless EA_VISION_TEST_ALL is 1."""
+    if os.environ.get("EA_VISION_TEST_ALL") == "1":
+        return
+    for item in items:
+        if item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.skip(reason="slow: EA_VISION_TEST_ALL=1 (make test-all)"))
 
 
 @pytest.fixture(scope="session")
