@@ -146,7 +146,7 @@ def load_model(target: str, *, random: bool = False, img_size: tuple[int, int] |
         UsageError: no such model or run, unreadable or unfitting weights.
     """
     path = Path(target)
-    epoch, crop_pct, trained, weights = None, None, not random, ""
+    epoch, trained, weights, of_run = None, not random, "", {}
     if os.path.isdir(path) or os.path.isfile(path):
         folder = _run_of(path)
         config, run = run_folder.read_config(folder)
@@ -162,7 +162,9 @@ def load_model(target: str, *, random: bool = False, img_size: tuple[int, int] |
             model = _create(config["model"], seed, **run["model_kwargs"])
             epoch = _load_file(model, path)
             label += f", {path.stem}" if epoch is None else f", epoch {epoch}"
-        crop_pct = 1.0 if "dataset" in config else None  # train_cifar shows the whole image
+        of_run = _preprocessing_of(config)
+        side = of_run.pop("img_size", None)
+        img_size = img_size or side
     else:
         check_model_name(target, "or run folder ")
         if not random and timm.models.is_model_pretrained(target):
@@ -170,9 +172,7 @@ def load_model(target: str, *, random: bool = False, img_size: tuple[int, int] |
             weights = (getattr(model, "pretrained_cfg", None) or {}).get("tag") or ""
         else:
             model, label, trained = _create(target, seed, **kwargs), f"{target} (untrained)", False
-    config = timm.data.resolve_model_data_config(model)
-    if crop_pct is not None:
-        config["crop_pct"] = crop_pct
+    config = timm.data.resolve_model_data_config(model) | of_run
     if img_size is not None and hasattr(model, "set_input_size"):  # timm's transformers; positions are resampled
         try:
             model.set_input_size(img_size=img_size)
@@ -205,6 +205,15 @@ def _load_detector(path: Path, folder: Path, label: str, random: bool, img_size:
             "input_size": (3, *size), "interpolation": "bilinear", "crop_pct": 1.0}
     return DetectorModel(detector.eval().to(device), label, size, data, epoch, not random,
                          classes=run["classes"], category_ids=run["category_ids"])
+
+
+def _preprocessing_of(options: dict[str, Any]) -> dict[str, Any]:
+    """Return how a trainer evaluated: crop_pct and, of train-imagenet, interpolation and img_size."""
+    if "eval_resize" not in options:
+        return {"crop_pct": 1.0} if "dataset" in options else {}  # train-cifar shows the whole image
+    side = options.get("eval_img_size") or options["img_size"]
+    return {"crop_pct": side / options["eval_resize"], "interpolation": options["interpolation"],
+            "img_size": (side, side)}
 
 
 def _run_of(path: Path) -> Path:

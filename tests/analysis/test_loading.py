@@ -10,6 +10,7 @@ import ea_vision  # noqa: F401
 from ea_vision.analysis.loading import load_model, parse_layers, parse_targets
 from ea_vision.base.errors import UsageError
 from ea_vision.base.files import atomic_write
+from ea_vision.data import imagenet
 from ea_vision.engine import checkpoint, run_folder
 
 NAME = "ea_conv_transformer_cifar"
@@ -116,3 +117,19 @@ def test_layers_by_number_range_and_name():
             parse_layers(wrong, loaded)
     with pytest.raises(UsageError, match="cnn_cifar .* has no attention layer that can be recorded"):
         parse_layers("1", load_model("cnn_cifar"))
+
+
+@pytest.mark.parametrize("asked, side, resize", [(None, 48, 52), ((40, 40), 40, None)])
+def test_runs_of_train_imagenet_are_shown_images_as_they_were_evaluated(tmp_path, asked, side, resize):
+    """Short side to eval_resize, middle of eval_img_size, with the run's interpolation."""
+    kwargs = {"num_classes": 3}
+    run_folder.write_config(tmp_path, {"model": "test_resnet", "img_size": 32, "eval_img_size": 48, "eval_resize": 52,
+                                       "interpolation": "bicubic", "dataset": ""}, {"model_kwargs": kwargs})
+    run_folder.write_weights(tmp_path, timm.create_model("test_resnet", **kwargs).state_dict())
+    loaded = load_model(str(tmp_path), img_size=asked)
+    assert loaded.img_size == (side, side)
+    rng = np.random.default_rng(0)
+    image = Image.fromarray(rng.integers(0, 256, (70, 90, 3), dtype=np.uint8))
+    if resize:
+        wanted = imagenet.eval_transform(side, resize, "bicubic")(image).permute(2, 0, 1) / 255
+        assert (loaded.prepare(image) - wanted).abs().max() <= 1 / 255
