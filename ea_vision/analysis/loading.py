@@ -163,8 +163,6 @@ def load_model(target: str, *, random: bool = False, img_size: tuple[int, int] |
             epoch = _load_file(model, path)
             label += f", {path.stem}" if epoch is None else f", epoch {epoch}"
         of_run = _preprocessing_of(config)
-        side = of_run.pop("img_size", None)
-        img_size = img_size or side
     else:
         check_model_name(target, "or run folder ")
         if not random and timm.models.is_model_pretrained(target):
@@ -173,6 +171,8 @@ def load_model(target: str, *, random: bool = False, img_size: tuple[int, int] |
         else:
             model, label, trained = _create(target, seed, **kwargs), f"{target} (untrained)", False
     config = timm.data.resolve_model_data_config(model) | of_run
+    if img_size is None and config.get("img_size", input_size(model, config)) != input_size(model, config):
+        img_size = config["img_size"]  # of the images that the run was evaluated on
     if img_size is not None and hasattr(model, "set_input_size"):  # timm's transformers; positions are resampled
         try:
             model.set_input_size(img_size=img_size)

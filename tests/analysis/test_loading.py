@@ -129,7 +129,7 @@ def test_runs_of_train_imagenet_are_shown_images_as_they_were_evaluated(tmp_path
     loaded = load_model(str(tmp_path), img_size=asked)
     assert loaded.img_size == (side, side)
     rng = np.random.default_rng(0)
-    image = Image.fromarray(rng.integers(0, 256, (70, 90, 3), dtype=np.uint8))
+    image = Image.fromarray(rng.integers(0, 256, (70, 105, 3), dtype=np.uint8))
     if resize:
         wanted = imagenet.eval_transform(side, resize, "bicubic")(image).permute(2, 0, 1) / 255
         assert (loaded.prepare(image) - wanted).abs().max() <= 1 / 255
