@@ -36,9 +36,10 @@ pictures: $(READY)
 	$(RUN) visualize/explore.py --model ea_conv_transformer_cifar --model conv_transformer_cifar \
 		-o docs/attention.html docs/cat.jpg
 
-# Two workers of one thread each: threads that wait for each other on 2 cores take several times as long.
+# Two workers of one thread each: threads that wait for each other on 2 cores take several times as long. Each worker
+# takes whole files as far as it can, so that their runs are trained once.
 test: $(READY)
-	OMP_NUM_THREADS=1 $(RUN) -m pytest tests -rs --durations 15 --ignore tests/explore/test_browser.py -n 2
+	OMP_NUM_THREADS=1 $(RUN) -m pytest tests -rs --durations 15 --ignore tests/explore/test_browser.py -n 2 --dist worksteal
 
 # The same, the model tests over every network and at its full width, where `make test` takes the smallest of each kind.
 test-all: export EA_VISION_TEST_ALL = 1
@@ -52,7 +53,7 @@ $(OLDEST)/.ready: $(READY) pyproject.toml
 	touch $@
 
 test-oldest: $(OLDEST)/.ready
-	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest tests/models tests/layers tests/engine tests/data -n 2
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest tests/models tests/layers tests/engine tests/data -n 2 --dist worksteal
 
 # What runs on a GPU, at most 25 minutes, with the Python at hand (torch, timm, numpy); without a GPU exit code 77.
 test-gpu:
