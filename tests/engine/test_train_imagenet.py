@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import safetensors
 import timm
@@ -138,15 +139,14 @@ def test_a_process_killed_under_torchrun_is_restarted_and_nothing_is_lost(photos
     with open(log, "w") as file:
         process = subprocess.Popen([*launch, *arguments(photos, broken, *more)], env=environment, stdout=file,
                                    stderr=file)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     while not (broken / checkpoint.LAST).exists() and process.poll() is None:
         time.sleep(0.02)
     killed = 0
-    for pid in children.read_text().split():
-        if b"train_imagenet" in Path(f"/proc/{pid}/cmdline").read_bytes() and not killed:
-            os.kill(int(pid), signal.SIGKILL)
+    for child in psutil.Process(process.pid).children():
+        if str(script) in child.cmdline() and not killed:
+            child.kill()
             killed += 1
-    assert process.wait(120) == 0, log.read_text()
+    assert process.wait(900) == 0, log.read_text()
     assert killed == 1 and "resumed from" in log.read_text()
     same_result(broken, whole)
 
@@ -182,7 +182,8 @@ def test_a_small_evolving_network_learns_its_images_by_heart(tmp_path):
     folder, log = tmp_path / "run", tmp_path / "log"
     argv = ["--model", "ea_aa_resnet34", "--model-kwargs", "layers=[1,2,2,1]", "channels=[16,32,64,64]", "--img-size",
             "64", "--eval-resize", "64", "--crop-scale", "0.5", "--batch-size", "16", "--epochs", "16", "--lr", "0.05",
-            "--lr-base-batch", "0", "--schedule", "constant", "--warmup", "0", "--workers", "1", "--device", "cpu"]
+            "--lr-base-batch", "0", "--schedule", "constant", "--warmup", "0", "--workers", "0", "--device", "cpu",
+            "--eval-epochs", "16"]
     assert run([*argv, "--data-dir", str(data), "--output", str(folder)], log) == 2
     assert "the training images are those to evaluate on" in log.read_text() and not folder.exists()
     log.unlink()
@@ -215,10 +216,10 @@ def test_the_recipes_ingredients_are_options_here_too(photos, tmp_path, capsys):
 
 
 def test_evaluation_on_three_processes_equals_one(finished, tmp_path):
-    """1,000 images, exactly."""
-    data = make_photos(tmp_path / "photos", train=3, val=1000, side=16)
+    """200 images, exactly."""
+    data = make_photos(tmp_path / "photos", train=3, val=200, side=16)
     numbers = []
-    argv = ["--evaluate", str(finished), "--data-dir", str(data), "--eval-batch-size", "64"]
+    argv = ["--evaluate", str(finished), "--data-dir", str(data), "--eval-batch-size", "16"]
     assert run([*argv, "--output", str(tmp_path / "1")], tmp_path / "log") == 0, (tmp_path / "log").read_text()
     codes = runner.run_world(3, [*argv, "--output", str(tmp_path / "3")], tmp_path / "log", main=train_imagenet.main)
     assert codes == [0, 0, 0], (tmp_path / "log").read_text()
@@ -228,7 +229,7 @@ def test_evaluation_on_three_processes_equals_one(finished, tmp_path):
         numbers.append((row["top1"], row["top5"]))
     assert numbers[:2] == numbers[2:]
     rows = list(csv.DictReader(numbers[0].splitlines()))
-    assert [int(row["images"]) for row in rows] == [334, 333, 333] and 0 < float(numbers[1][0]) < 100
+    assert [int(row["images"]) for row in rows] == [67, 67, 66] and 0 < float(numbers[1][0]) < 100
 
 
 def test_evaluation_of_a_run_is_what_its_results_say(finished, tmp_path):
