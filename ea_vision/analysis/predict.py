@@ -35,7 +35,7 @@ from ea_vision.base.processes import choose_device
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a network says of an image: (class, probability) from the likeliest on, or why the image cannot be read."""
+    """Prediction for an image: (class, probability) from the likeliest on, or why the image cannot be read."""
 
     image: str
     classes: list[dict[str, str | int | float]]  # name, index and probability

@@ -22,7 +22,7 @@ from ea_vision.base.errors import RunError, UsageError
 
 
 def cache_root() -> Path:
-    """Where this package keeps what it can make again: $XDG_CACHE_HOME/ea_vision, or ~/.cache/ea_vision.
+    """Return the cache folder of this package: $XDG_CACHE_HOME/ea_vision, or ~/.cache/ea_vision.
 
     Raises:
         RuntimeError: the user has no home.

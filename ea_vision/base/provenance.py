@@ -1,4 +1,4 @@
-"""Under what a result was made: versions, git commit, hardware."""
+"""Versions, git commit and hardware, which results are stored with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What reads images: the sources, and the loaders that make batches of them.
+"""Image sources, and the loaders that make batches of them.
 
 `small_images` decodes a whole data set once (digits, CIFAR, folders, tars); `on_device` draws augmented batches from
 it, with `augment`, or from `on_disk`, where it is too large for memory. `imagenet` decodes image files as they are

@@ -19,7 +19,7 @@ PADDING_MODES = ("zeros", "reflect")
 
 @dataclass(frozen=True)
 class Augmentation:
-    """What to do to each training image; sizes in pixels, 0 for none."""
+    """Augmentation of training images; sizes in pixels, 0 for none."""
 
     flip: str = "on"  # left-right; on: half of the time; alternate: in the first epoch half of the images, then each
     # image every other epoch (Keller Jordan, https://arxiv.org/abs/2404.00498, section 3.6)
@@ -43,7 +43,7 @@ class Augmentation:
         return torch.stack([torch.randint(limit, (count,), generator=generator) for limit in limits], dim=1)
 
     def alternating_flips(self, count: int, epoch: int, seed: int) -> torch.Tensor:
-        """Whether each of all `count` images, by its number, is flipped in an epoch: integers (count,) of 0 and 1."""
+        """Return integers (count,): 1 for the images that are flipped in an epoch, by number."""
         first = torch.randint(2, (count,), generator=epoch_generator(seed, -1))  # no epoch's own
         return first ^ (epoch % 2)
 
@@ -90,7 +90,7 @@ class Augmentation:
 
 
 def _reflected(length: int, pad: int, device: torch.device) -> torch.Tensor:
-    """Where positions -pad to length + pad - 1 are taken from: 2 1 | 0 1 2 3 | 2 1."""
+    """Return the sources of positions -pad to length + pad - 1, mirrored at the borders: 2 1 | 0 1 2 3 | 2 1."""
     positions = torch.arange(-pad, length + pad, device=device).abs()
     return torch.minimum(positions, 2 * (length - 1) - positions)
 

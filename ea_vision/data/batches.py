@@ -1,4 +1,4 @@
-"""What every loader shares: the batch it yields, the order of an epoch, and which images a process gets.
+"""Common to all loaders: the batch, the order of an epoch, and each process's share of the images.
 
 A loader has `len(loader)` batches and yields them from `loader.batches(...)`. Those of training take an epoch and the
 number of its first batch, and are shuffled; those of evaluation take nothing.
@@ -33,7 +33,7 @@ def numbered_seed(seed: int, number: int) -> int:
 
 
 def epoch_generator(seed: int, epoch: int) -> torch.Generator:
-    """What an epoch draws from, on the CPU: its order first."""
+    """Return the generator of an epoch's random numbers, on the CPU; the order is drawn first."""
     return torch.Generator().manual_seed(numbered_seed(seed, epoch) % 2**63)
 
 

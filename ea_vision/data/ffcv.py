@@ -74,7 +74,7 @@ def _digest_of(about: dict[str, Any]) -> str:
 
 
 def read_sidecar(path: Path) -> dict[str, Any]:
-    """What lies beside a .beton file; {} where there is none (FFCV's own writer leaves none).
+    """Return the description beside a .beton file; {} where there is none (FFCV's own writer leaves none).
 
     Raises:
         UsageError: it cannot be read, is damaged, or names no classes.
@@ -166,14 +166,14 @@ class Beton:
         return len(self.labels)
 
     def mean_bytes(self) -> float:
-        """Of a stored image."""
+        """Return the mean size of a stored image."""
         return float(self.sizes.mean())
 
     def describe(self, index: int) -> str:
         return f"{self.path} {index}"
 
     def fits_in_memory(self) -> bool:
-        """Whether the file takes at most half of this machine's memory."""
+        """Return whether the file takes at most half of this machine's memory."""
         return self.path.stat().st_size <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
     def check_exif_rotation(self, wanted: bool) -> None:
@@ -198,7 +198,7 @@ class Beton:
         return hashlib.sha256(found.encode() + self.checksums.tobytes()).hexdigest()
 
     def earlier_fingerprint(self) -> str:
-        """What `fingerprint` was in run folders of before there were checksums, which may go on."""
+        """Return the fingerprint of releases without checksums, so that their runs can go on."""
         digest = hashlib.sha256("\n".join(self.classes).encode())
         for table in (self.labels, self.heights, self.widths, self.sizes):
             digest.update(np.ascontiguousarray(table))
@@ -390,7 +390,7 @@ def _compiled_look_up():
 
 
 class _BetonLoader(ThreadLoader):
-    """How FFCV decodes. Args: those of `ThreadLoader`."""
+    """Decodes by FFCV. Args: those of `ThreadLoader`."""
 
     def __init__(self, source: Beton, **common):
         super().__init__(source, source.labels, **common)

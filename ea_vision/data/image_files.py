@@ -256,7 +256,7 @@ def _check_text(source: Path, name: str) -> None:
 
 
 def _what_is_there(source: Path) -> str:
-    """What a folder has in place of images, for the message."""
+    """Return what a folder holds instead of images, for the message."""
     files = [name for _, _, names in os.walk(source) for name in names]
     if not files:
         return "; it has no files"

@@ -71,7 +71,7 @@ class ImageSource:
         return len(self.dataset if self.files is None else self.files)
 
     def mean_bytes(self) -> float:
-        """Of a stored image; 0 where timm reads them, and does not say."""
+        """Return the mean size of a stored image; 0 where timm reads them, and does not say."""
         return 0.0 if self.files is None else float(self.files.sizes.mean())
 
     def _class_names(self, num_classes: int) -> list[str]:
@@ -121,7 +121,7 @@ class ImageSource:
         return hashlib.sha256(f"{found} exif_rotation".encode()).hexdigest() if self.exif_rotation else found
 
     def earlier_fingerprint(self) -> str:
-        """What `fingerprint` was in run folders of before, which may go on."""
+        """Return the fingerprint of release 0.1, so that its runs can go on."""
         if self.files is not None:
             return self.files.earlier_fingerprint()
         digest = hashlib.sha256("\n".join([*self.classes, "", str(len(self))]).encode())
@@ -225,7 +225,7 @@ def _own_random_state() -> Iterator[None]:
 
 
 class DecodingLoader:
-    """What both loaders do. Images with other targets have a subclass with another `_decoder` and `_batch`.
+    """Common to both loaders. Images with other targets have a subclass with another `_decoder` and `_batch`.
 
     Args: mean and std of images in 0..1, per channel; batch_size: images per process; workers: processes that decode
     for this one, 0: none; prefetch: batches that each of them prepares ahead; bad_images: gets the unreadable ones.
@@ -242,7 +242,7 @@ class DecodingLoader:
         self.device, self.seed, self.workers, self.prefetch = device, seed, workers, prefetch
 
     def _decoder(self, transform, img_size: int) -> Dataset:
-        """What makes a batch of a list of keys: images, targets, ids and the bad ones, [(place, error)]."""
+        """Return the data set that turns a list of keys into images, targets, ids and bad ones [(place, error)]."""
         return _Decoder(self.source, transform, img_size, self.seed)
 
     def _decode(self, batches: list[list[tuple[int, int, int]]], transform, img_size: int) -> Iterator[tuple]:

@@ -18,7 +18,7 @@ from ea_vision.data.write_ffcv import write_beton
 
 
 class _Pixels:
-    """What the loaders ask of `Images.images`, read from a file that holds pixels of one size."""
+    """Stands for `Images.images`, read from a file that holds pixels of one size."""
 
     def __init__(self, beton: Beton, device: torch.device | None = None):
         self.beton, self.device = beton, device
@@ -59,7 +59,7 @@ class _Source:
 
 
 def on_disk(split: Images, cache: Path, workers: int = 2) -> Images:
-    """The same split with its images in an FFCV file in `cache`, which is written where it is not there yet.
+    """Return the split with its images in an FFCV file in `cache`; write the file unless it exists.
 
     Raises:
         UsageError: FFCV is not installed.

@@ -25,7 +25,7 @@ LAYER_SEED = 7  # of the generator, beside the seed of an epoch's order
 
 
 class Draws(NamedTuple):
-    """What is done to a batch: operation (B, layers), -1 for none; whether in the negative direction (B, layers);
+    """Operations on a batch: operation (B, layers), -1 for none; whether in the negative direction (B, layers);
     magnitudes (layers, operations, 2), by direction."""
 
     operations: torch.Tensor

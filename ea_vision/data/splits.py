@@ -1,4 +1,4 @@
-"""Where the splits of a data folder lie."""
+"""The folders and tars of a data folder's splits."""
 
 from __future__ import annotations
 

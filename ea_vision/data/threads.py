@@ -257,7 +257,7 @@ class FileTrainLoader(ThreadTrainLoader):
 
     @staticmethod
     def _is_plain_jpeg(data: bytes) -> bool:
-        """Whether it looks like a whole JPEG of a size that is allowed."""
+        """Return whether the bytes look like a whole JPEG of an allowed size."""
         if data[:2] != JPEG_START or JPEG_END not in data[-64:]:
             return False
         if len(data) <= SMALL_BYTES:

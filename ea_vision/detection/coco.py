@@ -83,7 +83,7 @@ class CocoFolder(Dataset):
         self._check_files()
 
     def _annotations(self, found: list[dict]) -> tuple[list[list[dict]], dict[str, list[Any]]]:
-        """By image those that are of use, and the ids of the others by what is wrong."""
+        """Return valid annotations per image, and the ids of invalid ones grouped by problem."""
         place = {image["id"]: index for index, image in enumerate(self.images)}
         kept: list[list[dict]] = [[] for _ in self.images]
         problems: dict[str, list[Any]] = {}

@@ -70,7 +70,7 @@ def picture(image: Image.Image | Tensor, found: Detections, classes: Sequence[st
 
 
 def gallery_of(source: CocoFolder, rows: Sequence[Mapping[str, Any]], count: int = 12) -> Figure:
-    """So many images over the length of a data set, with the objects that were found and the boxes that are right.
+    """Draw `count` images from all over a data set with detections and true boxes.
 
     Args:
         source: without transforms; images that cannot be read are passed over.

@@ -65,7 +65,7 @@ class DetectionResult:
         return self.measures
 
     def numbers(self) -> dict[str, Any]:
-        """What evaluation.json says; null for what there is no object for."""
+        """Return the content of evaluation.json; measures without an object are None."""
         without = {"unreadable_images": self.unreadable, "unreadable_boxes": self.unreadable_boxes}
         return {"images": self.images, "detections": len(self.detections), **(without if self.unreadable else {}),
                 **{name: None if math.isnan(value) else round(value, 4) for name, value in self.measures.items()}}

@@ -36,7 +36,7 @@ TRIES = 40  # places tried for an object before it is left out
 
 @dataclass(frozen=True)
 class Boxes:
-    """What `make_boxes` makes.
+    """The data set that `make_boxes` makes.
 
     classes: of the objects; with drawn objects some of SHAPES.
     img_size: side of the images in pixels.
@@ -208,7 +208,7 @@ def _check_classes(classes: Sequence[str], known: Sequence[str], source: str) ->
 
 
 def _objects(folder: str, wanted: Boxes) -> list[Any]:
-    """What draws the objects of the training and of the validation images."""
+    """Return the sources of the objects of training and validation images."""
     if not folder:
         return [DrawnObjects(wanted.classes)] * 2
     data = load_dataset("folder", folder)
@@ -217,7 +217,7 @@ def _objects(folder: str, wanted: Boxes) -> list[Any]:
 
 
 def _grounds(folder: str, wanted: Boxes) -> list[Any]:
-    """What draws the grounds of the training and of the validation images: of two distinct sets of photos."""
+    """Return the sources of the grounds of training and validation images: two distinct sets of photos."""
     if not folder:
         return [DrawnGrounds(wanted.img_size)] * 2
     train, val = split_photos(Path(folder), wanted.val_photos, wanted.seed)

@@ -17,7 +17,7 @@ from ea_vision.detection.transforms import boxes_to_original, fit_image
 
 @dataclass(frozen=True)
 class Detections:
-    """What a detector found in an image, the surest first.
+    """Detections of an image, the surest first.
 
     size: (H, W) of the image. boxes: (n, 4), x1 y1 x2 y2 in its pixels. scores: (n,), 0 to 1. labels: (n,), from 0.
     """
@@ -31,7 +31,7 @@ class Detections:
         return len(self.scores)
 
     def above(self, score: float) -> Detections:
-        """Those with at least this score."""
+        """Return the detections with at least this score."""
         sure = self.scores >= score
         return Detections(self.size, self.boxes[sure], self.scores[sure], self.labels[sure])
 

@@ -1,4 +1,4 @@
-"""From an image of any size with its boxes to a square one that a detector takes, in training and in evaluation.
+"""Transforms of images of any size, with their boxes, into a detector's square: for training and for evaluation.
 
 Both give a float32 image (3, S, S) in 0..1, not normalised, and a target whose boxes lie on it. Attention with relative
 positions has tables for one size of map, so every image of a detector has the same.
@@ -77,7 +77,7 @@ class Fit(v2.Transform):
 
 
 def fit_image(image: Image.Image, img_size: int) -> Tensor:
-    """What `eval_transform` makes of an image without boxes."""
+    """Apply `eval_transform` to an image without boxes."""
     return v2.Compose([v2.PILToTensor(), Fit(img_size), v2.ToDtype(torch.float32, scale=True)])(image)
 
 

@@ -68,12 +68,12 @@ class Counts:
 
 
 def training_map_bytes(branches: Sequence[BranchCount]) -> int:
-    """Of all maps, which dense attention keeps until the backward pass."""
+    """Return the bytes of all maps, which dense attention keeps until the backward pass."""
     return sum(branch.map_bytes for branch in branches)
 
 
 def inference_map_bytes(branches: Sequence[BranchCount]) -> int:
-    """Of the maps that dense attention needs at once: a layer's and, where it evolves, the previous layer's."""
+    """Return the bytes of the maps that dense attention needs at once, a layer's and the previous one's."""
     return max((branch.map_bytes * (1 + branch.evolves) for branch in branches), default=0)
 
 

@@ -35,7 +35,7 @@ NO_GPU = 77
 
 
 def device_facts() -> dict[str, Any]:
-    """What GPUs there are, and the versions beside ours that matter on them."""
+    """Return the GPUs and the versions that matter on them."""
     facts: dict[str, Any] = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip}
     if torch.cuda.is_available():
         facts["cuDNN"] = torch.backends.cudnn.version()

@@ -42,7 +42,7 @@ TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 8e-2}  # of the norm 
 
 
 def attempt(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What `run` gives, or its error under "fault": one path that breaks does not stop the others."""
+    """Return the result of `run`, or its error under "fault": one path that breaks does not stop the others."""
     try:
         return run()
     except Exception as error:

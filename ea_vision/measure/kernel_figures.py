@@ -1,4 +1,4 @@
-"""What the compiler makes of the Triton kernels, for each kind of GPU, on a machine without one.
+"""Registers, shared memory and instructions of the Triton kernels by kind of GPU, on a machine without one.
 
 The kernels that a layer launches, forward and backward, are compiled by Triton for compute capabilities 8.0 to 12.0
 and read back from the machine code:
@@ -35,7 +35,7 @@ from ea_vision.ops.problem import checked
 
 
 class Chip(NamedTuple):
-    """What a multiprocessor has: KiB of shared memory, of which a block may take all but 1; warps; registers."""
+    """Resources of a multiprocessor: KiB of shared memory, of which a block may take all but 1; warps; registers."""
 
     shared_kib: int
     warps: int
@@ -79,7 +79,7 @@ LAYERS = {
 
 
 class Figures(NamedTuple):
-    """Of one kernel, compiled."""
+    """Figures of one compiled kernel."""
 
     layer: str
     kernel: str
@@ -178,7 +178,7 @@ def loop_of(machine_code: str) -> list[str]:
 
 
 def blocks_per_multiprocessor(chip: Chip, warps: int, registers: int, shared: int) -> int:
-    """How many blocks fit at once; registers are given out by 256 a warp, and a block's shared memory costs 1 KiB."""
+    """Return how many blocks fit at once; a warp takes registers by 256, a block 1 KiB more shared memory."""
     by_registers = chip.registers // (warps * -(-registers * 32 // 256) * 256)
     return min(chip.warps // warps, by_registers, chip.shared_kib * 1024 // (shared + 1024))
 

@@ -205,7 +205,7 @@ class Prediction:
         return float((self.fixed + batch_size * self.slope)[self.step.is_kept].sum())
 
     def map_sizes(self, batch_size: int) -> list[float]:
-        """Of each attention map that is kept between forward and backward."""
+        """Return the bytes of each attention map that is kept between forward and backward."""
         return (self.fixed + batch_size * self.slope)[self.step.is_kept & self.step.is_map].tolist()
 
     def largest_batch(self, budget: float) -> int:

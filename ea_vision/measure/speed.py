@@ -52,7 +52,7 @@ OTHERS = ("botnet50ts_256", "halonet50ts", "lambda_resnet50ts")  # timm's networ
 
 
 def all_networks(img_size: int) -> list[str]:
-    """What `all` stands for: ours, those that papers compare them with, and OTHERS, made for about this image size."""
+    """Return the networks of `all`: ours, those that papers compare them with, OTHERS; near this image size."""
     ours = list_networks()
     names = dict.fromkeys([*published_names(), *ours, *filter(None, map(baseline_of, ours)), *OTHERS])
     sides = {name: get_pretrained_cfg(name).input_size[-1] for name in names}
@@ -176,7 +176,7 @@ def _keeps_memory() -> bool:
 
 
 def conditions(args: argparse.Namespace, setting: Setting) -> dict[str, object]:
-    """Under what the figures are taken: the last columns of the CSV."""
+    """Return the conditions of the measurement: the last columns of the CSV."""
     return {
         "hardware": hardware(choose_device(setting.device), 1),
         "date": datetime.now().astimezone().isoformat(timespec="minutes"),

@@ -27,7 +27,7 @@ from ea_vision.ops import IMPLEMENTATIONS, use_implementation
 
 @dataclass(frozen=True)
 class Setting:
-    """How every network of a comparison runs.
+    """Settings of all networks of a comparison.
 
     device: cpu, cuda, or auto, which is cuda if there is one. img_size: side in pixels. amp: none, bfloat16 or float16.
     opt: timm's name of the optimiser. implementation: of the attention; None: chosen by device. threads: of a CPU;
@@ -48,7 +48,7 @@ class Setting:
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> Setting:
-        """From the options of `add_setting`, and --threads and --flush-denormal where there are such."""
+        """Make one from the options of `add_setting`, --threads and --flush-denormal."""
         return cls(**{field.name: getattr(args, field.name) for field in fields(cls) if hasattr(args, field.name)})
 
     @property
@@ -124,7 +124,7 @@ def check_positive(args: argparse.Namespace, *names: str) -> None:
 
 @contextmanager
 def refusals(name: str, images: str, img_size: int) -> Iterator[None]:
-    """What a network raises at images it cannot take becomes a UsageError."""
+    """Turn errors of a network at images that it cannot take into UsageErrors."""
     try:
         yield
     except RunError:
@@ -154,7 +154,7 @@ def interleaved(calls: dict[Hashable, Callable[[], object]], repeats: int, warm_
 
 
 class Bench:
-    """What every network of a comparison is given: the same images, and turns at the clock.
+    """Gives every network of a comparison the same images and turns at the clock.
 
     Args:
         setting: how they run.

@@ -41,7 +41,7 @@ from ea_vision.visualize.writing import check_output, name_outputs, save
 
 def attention_figure(model: DetectorModel, image: Image.Image, found: Detections, numbers: Sequence[int],
                      layers: Sequence[AttentionLayer], heads: Sequence[Head], style: MapStyle = STYLE) -> Figure:
-    """What the middle of a box attends to, by head and layer of the backbone; the photo above has the boxes.
+    """Draw what the middle of a box attends to, by head and layer of the backbone; the photo above has the boxes.
 
     Args:
         numbers: of the objects, counted from 0.
