@@ -28,7 +28,7 @@ SETTINGS = {"plain": None, "evolving": 0.5}  # beta
 class Block(nn.Module):
     """Causal attention and a feed-forward part, each normalised before: (B, N, C) -> the same.
 
-    beta: share of the convolved maps; None: no convolution.
+    beta: gate of the convolved maps; None: no convolution.
     """
 
     def __init__(self, width: int, num_heads: int, beta: float | None) -> None:

@@ -17,7 +17,7 @@ from ea_vision import options
 from ea_vision.__main__ import ASIDE, COMMANDS, PARTS, UNLISTED, main
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "experiments").glob("[a-z]*.md"))]
 BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 
 

@@ -59,8 +59,8 @@ def main(argv: list[str] | None = None) -> int:
         fresh[name] = factorial(top1, FACTORS, 0.01)
         _, earlier = read_runs([EARLIER / f"{name}-runs.csv"], CELLS)
         both = {cell: {**of_cell, **by_variant(earlier)[cell]} for cell, of_cell in top1.items()}
-        rows += [{"data": name, "seeds": "5 to 9", **asdict(effect)} for effect in fresh[name]]
-        rows += [{"data": name, "seeds": "0 to 9, partly after the fact", **asdict(effect), "p": None, "p_holm": None}
+        rows += [{"data": name, **asdict(effect), "seeds": "5 to 9"} for effect in fresh[name]]
+        rows += [{"data": name, **asdict(effect), "seeds": "0 to 9, partly after the fact", "p": None, "p_holm": None}
                  for effect in factorial(both, FACTORS, 0.01)]
         atomic_write(args.output / f"{name}-runs.csv", runs_text(runs, split).encode())
         atomic_write(args.output / f"{name}.png", figure_bytes(plot_evidence(top1, fresh[name], split)))

@@ -1,0 +1,226 @@
+"""The page of experiments says what its files say: each figure that has a file is computed from it and looked up."""
+import collections
+import csv
+import re
+import runpy
+import statistics
+from pathlib import Path
+
+import pytest
+
+from ea_vision.studies.evidence import Effect, by_variant, compare, factorial, holm, paired_difference, read_runs
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "experiments" / "results"
+PAGE = " ".join((ROOT / "docs" / "experiments.md").read_text().split())
+SETS = ("cifar10", "cifar100")
+analyse = runpy.run_path(str(ROOT / "experiments" / "factorial" / "analyse.py"))
+FACTORS, CELLS = analyse["FACTORS"], analyse["CELLS"]
+
+
+def rows(name: str) -> list[dict[str, str]]:
+    return list(csv.DictReader((RESULTS / name).open()))
+
+
+def evidence(name: str) -> dict[str, dict[int, float]]:
+    return by_variant(read_runs([RESULTS / "evidence" / f"{name}-runs.csv"])[1])
+
+
+def minus(text: str) -> str:
+    return text.replace("-", "\N{MINUS SIGN}")
+
+
+def said(difference, low, high, plus="") -> str:
+    return minus(f"{difference:{plus}.2f} ({low:.2f} to {high:.2f})")
+
+
+def test_the_page_is_short():
+    assert len(PAGE.split()) <= 3700
+
+
+def test_variants_of_both_data_sets():
+    tables = [evidence(name) for name in SETS]
+    for variant in tables[0]:
+        cells = [f"{statistics.mean(t[variant].values()):.2f} ± {statistics.stdev(t[variant].values()):.2f}"
+                 for t in tables]
+        assert f"| {variant} | {cells[0]} | {cells[1]} |" in PAGE
+
+
+def test_the_question_and_equal_time():
+    tables = {name: {variant: list(top1.values()) for variant, top1 in evidence(name).items()} for name in SETS}
+    ten, hundred = tables.values()
+    gain = [paired_difference(t["EA"], t["none"]) for t in (ten, hundred)]
+    first = said(*gain[0][:3], "+").replace(" ", " points ", 1)
+    assert f"EA − none is {first} on CIFAR-10, {said(*gain[1][:3], '+')} on CIFAR-100" in PAGE
+    assert f"p = {gain[0][3]:.3f} on CIFAR-10 (paired t test) and p = {gain[1][3]:.3f} on CIFAR-100" in PAGE
+    above = [statistics.mean(t["none 5 epochs"]) - statistics.mean(t["EA"]) for t in (ten, hundred)]
+    assert f"puts none {above[0]:.2f} and {above[1]:.2f} points above EA" in PAGE
+    (more, low, high, _), longer = (paired_difference(t["none 5 epochs"], t["none"]) for t in (ten, hundred))
+    first = f"brings none {more:.2f} points ({low:.2f} to {high:.2f}) on CIFAR-10"
+    assert f"{first} and {said(*longer[:3])} on CIFAR-100" in PAGE
+    [pair] = [p for p in compare(evidence("cifar10"), ("EA", "none")) if (p.first, p.second) == ("EA", "cnn")]
+    assert (f"is {-pair.difference:.2f} points ({-pair.high:.2f} to {-pair.low:.2f}; p = {pair.p_holm:.3f}, corrected "
+            "for 20 pairs) above EA") in PAGE
+
+
+def test_the_factorial_and_its_files():
+    cells = []
+    for name in SETS:
+        effects = factorial(evidence(name), FACTORS)
+        kept = rows(f"evidence/{name}-factors.csv")
+        assert [row["name"] for row in kept] == [effect.name for effect in effects]
+        for row, effect in zip(kept, effects, strict=True):
+            assert [float(row[key]) for key in ("difference", "low", "high")] == pytest.approx(
+                [effect.difference, effect.low, effect.high])
+        cells.append([f"{said(e.difference, e.low, e.high, '+')} | {'' if e.p is None else f'{e.p:.3f} '}"
+                      for e in effects])
+    for label, ten, hundred in zip(("skip connection", "convolution", "interaction"), *cells, strict=True):
+        assert f"| {label} | {ten}| {hundred}|" in PAGE, label
+    skip, convolution = ([factorial(evidence(name), FACTORS)[i].difference for name in SETS] for i in (0, 1))
+    assert (f"The skip connection, {skip[0]:+.2f} and {skip[1]:+.2f} points; of the convolution nothing is seen, "
+            f"{minus(f'{convolution[0]:.2f}')} and {minus(f'{convolution[1]:.2f}')}") in PAGE
+
+
+def test_sensitivity():
+    script = runpy.run_path(str(ROOT / "experiments" / "sensitivity.py"))
+    kept = rows("evidence/sensitivity.csv")
+    assert [{key: str(value) for key, value in script["row"](name).items()} for name in SETS] == kept
+    ten, hundred = kept
+    assert (f"find a true difference of {ten['found_at_80_percent']} points on CIFAR-10 and "
+            f"{hundred['found_at_80_percent']} on CIFAR-100 at 80% power") in PAGE
+    assert f"seeds is {ten['mean_correlation']} and {hundred['mean_correlation']}, so pairing gains nothing" in PAGE
+    pa, both = ([said(*(float(row[key]) for key in keys)) for row in kept]
+                for keys in (("pa_minus_none", "pa_low", "pa_high"), ("ea_minus_none_and_pa", "ea_low", "ea_high")))
+    assert f"it is {pa[0]} and {pa[1]} above none" in PAGE and f"both EA is {both[0]} and {both[1]} ahead" in PAGE
+    logits = rows("replaced-maps/full-logits.csv")
+    assert min(float(row["correlation"]) for row in logits if row["model"].startswith("pa_")) >= 0.999
+
+
+def test_replaced_maps():
+    figures = collections.defaultdict(list)
+    for table in ("full", "narrow"):
+        for row in rows(f"replaced-maps/{table}-replaced.csv"):
+            network = re.sub(r".*variant=(.*),seed=\d|\.fast_c10", r"\1", row["model"])
+            figures[network, row["maps"]].append(float(row["top1"]))
+    kinds = "10 epochs, one network|narrow, seeds 0 to 2"
+    shown = re.findall(rf"\| (\w[^|]*?) \((?:{kinds})\) \|((?: [\d.]* ?\|){{4}})", PAGE)
+    assert len(shown) == 5
+    for network, cells in shown:
+        expected = [f"{statistics.mean(values):.2f}" if (values := figures.get((network, kind))) else ""
+                    for kind in ("trained", "other", "none", "own")]
+        assert [cell.strip() for cell in cells.split("|")[:4]] == expected
+    lost = [statistics.mean(figures[name, "trained"]) - statistics.mean(figures[name, "none"])
+            for name in ("none", "PA", "EA", "EA without skip", "EA without convolution")]
+    assert 16.5 <= min(lost) and max(lost) <= 20.5 and "17 to 20 points are lost without" in PAGE
+
+
+def test_probe_and_faithfulness():
+    figures = collections.defaultdict(list)
+    for row in rows("probe/unseen/results.csv"):
+        figures[row["model"].split("_transformer")[0], row["maps"], row["layer"]].append(float(row["top1"]))
+    shown = re.findall(r"\| (AA|PA|EA) \| (trained|untrained) \| ([\d.]+) \| ([\d.]+) \|", PAGE)
+    models = {"AA": "conv", "PA": "pa_conv", "EA": "ea_conv"}
+    assert len(shown) == 5
+    for name, maps, *cells in shown:
+        assert cells == [f"{statistics.mean(figures[models[name], maps, layer]):.2f}" for layer in "36"]
+    table = {(row["model"].split("_transformer")[0], row["ranking"]): row for row in rows("faithfulness/results.csv")}
+    for ranking in ("layer 3", "layer 6", "centre", "random"):
+        cells = " | ".join(f"{float(row['comprehensiveness']):.3f} ± {float(row['comprehensiveness_se']):.3f}"
+                           for row in (table[model, ranking] for model in models.values()))
+        assert f"| {ranking} | {cells} |" in PAGE
+
+
+def test_smaller_experiments():
+    def mean(table, column, digits=2, **where):
+        return f"{statistics.mean(float(r[column]) for r in table if where.items() <= r.items()):.{digits}f}"
+
+    table = [row for row in rows("tiny-imagenet/attention.csv") if row["images"] == "160"]
+    resnet, aa, pa, ea = (statistics.mean(float(row["top1"]) for row in table if row["run"] == name)
+                          for name in ("resnet34", "aa_resnet34", "pa_aa_resnet34", "ea_aa_resnet34"))
+    assert f"resnet34 {resnet:.1f}%, AA {aa:.1f}, PA {pa:.1f}, EA {ea + 1e-9:.1f} (chance 5)" in PAGE
+    digits = rows("moved-digits.csv")
+    with_, without = (mean(digits, "top1", transform=value) for value in ("True", "False"))
+    assert f"names {with_}% with its spatial transformer and {without}% without" in PAGE
+    text = rows("next-character.csv")
+    evolving, plain = (mean(text, "held_out_bits", 3, setting=name) for name in ("evolving", "plain"))
+    assert f"need {evolving} bits a character after 200 updates, plain ones {plain}" in PAGE
+    tuned = rows("tune-vit.csv")
+    plain, learned, ramp, fixed = (mean(tuned, "top1", setting=name)
+                                   for name in ("plain", "learn", "ramp 0.5 1.0", "fixed 0.5 1.0"))
+    assert (f"plain {plain}%; gates that learn from 0, {learned}; gates raised to 0.5 and 1.0, {ramp}; these gates at "
+            f"once, {fixed}.") in PAGE
+    wide = rows("wrn16-4-short.csv")
+    plain, aa = (statistics.mean(float(row["held_out_top1"]) for row in wide if row["model"] == name)
+                 for name in ("wrn28_10_cifar", "aa_wrn28_10_cifar"))
+    assert f"with AA is {plain - aa:.1f} points below the plain one" in PAGE
+    first, *_, last = rows("ablation/share.csv")
+    assert f"({first['held_out_top1']}% with share 0.25, {last['held_out_top1']}% with share 1)" in PAGE
+    for name in ("share", "position"):
+        text = (ROOT / "experiments" / "cifar.md").read_text()
+        for row in rows(f"ablation/{name}.csv"):
+            cells = [row[name], f"{float(row['params_m']):.3f}", f"{float(row['mflops_profiler']):.1f}",
+                     f"{float(row['held_out_top1']):.2f}", f"{float(row['train_loss']):.3f}"]
+            assert re.search(r"^\| " + r" +\| ".join(map(re.escape, cells)) + r" +\|$", text, re.M), cells
+
+
+def test_speed():
+    for row in rows("benchmark-cpu.csv"):
+        if row["part"] == "network" and row["mode"] == "eager":
+            cells = (f"{float(row['train_images_per_s']):.2f} | {float(row['train_ratio']):.2f} | "
+                     f"{float(row['infer_images_per_s']):.2f} | {float(row['infer_ratio']):.2f} | "
+                     f"{float(row['memory_mib']):.0f} | {float(row['memory_ratio']):.2f} |")
+            spaced = r" *".join(map(re.escape, cells.split(" ")))
+            assert re.search(rf"\| {row['model']} +\| {spaced}", PAGE), row["model"]
+
+
+def test_muon_s_parameters_and_the_widths():
+    made = runpy.run_path(str(ROOT / "experiments" / "muon_parameters.py"))["rows"]()
+    kept = rows("muon-parameters.csv")
+    assert [{key: str(value) for key, value in row.items()} for row in made] == kept
+    muon, adamw = (sum(int(row[f"{name}_tensors"]) for row in kept) for name in ("muon", "adamw"))
+    assert f"takes {muon} of the EA network's {muon + adamw} parameters, among them all 12 position tables" in PAGE
+    tables, classifier, norms = (next(row for row in kept if row["part"] == part)
+                                 for part in ("position tables", "classifier", "norms"))
+    assert (tables["muon_tensors"], tables["adamw_tensors"], classifier["muon_tensors"]) == ("12", "0", "1")
+    assert norms["muon_tensors"] == "0"
+
+
+def test_the_search_of_widths_counts_as_the_networks_do():
+    """Its formula gives our networks' parameters and operations; each row of its file is that formula's."""
+    script = runpy.run_path(str(ROOT / "experiments" / "width_search.py"))
+    kept = rows("widths/misses.csv")
+    assert (kept[0]["cnn_params_m"], kept[0]["attention_params_m"]) == ("5.364", "4.984")  # as results.md counts
+    assert (kept[0]["cnn_operations_g"], kept[0]["attention_operations_g"]) == ("0.966", "0.943")
+    for row in kept:
+        reading = {key: row[key] for key in script["READINGS"]} | {"counting": int(row["counting"])}
+        made = script["row"](row["kind"], [int(width) for width in row["widths"].split()], reading)
+        assert {key: str(value) for key, value in made.items()} == row
+    best = {kind: min(float(row["largest_miss_percent"]) for row in kept if row["kind"] == kind)
+            for kind in ("any", "rising", "doubled")}
+    remark = (ROOT / "docs" / "results.md").read_text()
+    assert (f"doubled widths miss one by {best['doubled']:.0f}%, rising ones by {best['rising']:.1f}%, any by "
+            f"{best['any']:.1f}%") in remark
+    assert f"512: {float(kept[1]['cnn_params_m']):.1f}M parameters" in remark
+
+
+def test_the_fixed_analysis(tmp_path, capsys):
+    """experiments/factorial/analyse.py on made-up runs: Holm's correction over four hypotheses, by hand."""
+    header = "variant,seed,test_top1,train_loss,seconds,images,updates,data,options\n"
+    for name, gain in (("cifar10", 1.0), ("cifar100", 0.1)):
+        top1 = {(cell, seed): 50 + gain * (cell in CELLS[2:]) + (seed * 7 + 3 * i) % 5 / 10
+                for i, cell in enumerate(CELLS) for seed in range(5, 10)}
+        lines = [f"{cell},{seed},{value:.2f},1.0,9,10000,4,{name},\n" for (cell, seed), value in top1.items()]
+        (tmp_path / f"{name}-seeds.csv").write_text(header + "".join(lines))
+    sources = [str(tmp_path / f"{name}-seeds.csv") for name in SETS]
+    assert analyse["main"]([*sources, "-o", str(tmp_path)]) == 0
+    made = list(csv.DictReader((tmp_path / "effects.csv").open()))
+    fresh = [row for row in made if row["seeds"] == "5 to 9" and row["p"]]
+    assert [(row["data"], row["name"]) for row in fresh] == [(d, n) for d in SETS for n in ("skip", "convolution")]
+    assert [float(row["p_holm"]) for row in fresh] == pytest.approx(holm([float(row["p"]) for row in fresh]))
+    assert all(not row["p"] for row in made if row["seeds"] != "5 to 9") and len(made) == 12
+    assert float(fresh[0]["difference"]) == pytest.approx(1.0, abs=0.2)
+    alone = analyse["corrected"]([[Effect("skip", 5, 1.0, 0.5, 1.5, 0.02, 0.02)]])
+    assert alone == [pytest.approx(0.08)]
+    (tmp_path / "cifar10-few.csv").write_text(header + "".join(f"{cell},5,50.0,1.0,9,10000,4,d,\n" for cell in CELLS))
+    with pytest.raises(ValueError, match="seeds 5 to 9, no others"):
+        analyse["main"]([str(tmp_path / "cifar10-few.csv"), "-o", str(tmp_path)])
