@@ -17,7 +17,8 @@ from fnmatch import fnmatch
 import timm
 
 from ea_vision.base.errors import UsageError, near_matches
-from ea_vision.measure.summary import add_csv, markdown, show
+from ea_vision.base.tables import markdown
+from ea_vision.measure.summary import add_csv, show
 from ea_vision.models import get_network, list_networks, published_figures
 
 

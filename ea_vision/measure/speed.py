@@ -32,6 +32,7 @@ from ea_vision.base.files import atomic_write, check_output
 from ea_vision.base.networks import check_model_name
 from ea_vision.base.processes import choose_device
 from ea_vision.base.provenance import hardware
+from ea_vision.base.tables import add_wide, shown
 from ea_vision.engine.optimizer import check_optimizer_name
 from ea_vision.layers import attention_layers
 from ea_vision.measure.branches import time_branches
@@ -167,6 +168,7 @@ def make_parser() -> argparse.ArgumentParser:
                         "that waits for the others works")
     parser.add_argument("--no-memory", action="store_true", help="leave out the peak memory (on a CPU it takes a "
                         "process for each network)")
+    add_wide(parser)
     parser.add_argument("--csv", metavar="FILE", help="also write the figures to FILE")
     return parser
 
@@ -244,7 +246,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         under = conditions(args, setting)
         print_conditions(args, under, on_cpu)
         rows = compare_networks(args, setting, names, optional)
-    print(f"\n{to_tables(rows)}")
+    print(f"\n{shown(to_tables(rows), args.wide)}")
     if args.csv:
         atomic_write(Path(args.csv), to_csv(rows, under).encode())
     return 0

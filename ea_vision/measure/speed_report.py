@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from ea_vision.base.files import csv_text
+from ea_vision.base.tables import markdown
 
 
 @dataclass
@@ -53,23 +54,15 @@ def add_ratios(rows: dict[tuple[str, str], Row]) -> None:
                     setattr(row, ratio, getattr(row, of) / getattr(base, of))
 
 
-def _aligned(lines: list[list[str]]) -> str:
-    """The first two columns to the left, numbers to the right."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(cell.ljust(width) if index < 2 else cell.rjust(width)
-                               for index, (cell, width) in enumerate(zip(line, widths, strict=True))).rstrip()
-                     for line in lines)
-
-
 def _cell(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
 def to_tables(rows: Sequence[Row]) -> str:
-    """A table of the networks and, where there are any, one of their attention branches."""
-    networks = [["network", "mode", "training images/s", "ratio", "inference images/s", "ratio", "memory MiB", "ratio"]]
-    branches = [["attention branch", "mode", "layers", "inference ms", "attention", "floor", "training ms",
-                 "attention", "floor"]]
+    """Markdown tables of the networks and, where there are any, of their attention branches."""
+    networks = [["network", "mode", "train img/s", "ratio", "infer img/s", "ratio", "memory MiB", "ratio"]]
+    branches = [["attention branch", "mode", "layers", "infer ms", "attention", "floor", "train ms", "attention",
+                 "floor"]]
     for row in rows:
         if row.part == "network":
             networks.append([row.model, row.mode, _cell(row.train_images_per_s, 2), _cell(row.train_ratio, 3),
@@ -79,11 +72,12 @@ def to_tables(rows: Sequence[Row]) -> str:
             times = (row.infer_ms, row.infer_attention_ms, row.infer_floor_ms, row.train_ms, row.train_attention_ms,
                      row.train_floor_ms)
             branches.append([f"{row.model}, {row.part}", row.mode, str(row.layers), *(_cell(t, 3) for t in times)])
-    text = _aligned(networks)
+    text = markdown(networks)
     if len(branches) > 1:
-        text += ("\n\n" + _aligned(branches) + "\nmean of a stage's layers; attention: the branch without its pooling "
-                 "and projections; floor: queries, keys, values,\nresult, previous and own logits (where needed), each "
-                 "once over main memory; training: forward and backward")
+        text += "\n\n" + markdown(branches) + (
+            "\n\nmean of a stage's layers; attention: the branch without its pooling and projections; floor:\n"
+            "queries, keys, values, result, previous and own logits (where needed), each once over main\n"
+            "memory; training: forward and backward")
     return text
 
 

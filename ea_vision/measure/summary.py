@@ -27,7 +27,7 @@ import torch
 from ea_vision.base.errors import UsageError
 from ea_vision.base.files import atomic_write, check_output, csv_text
 from ea_vision.base.networks import check_model_name
-from ea_vision.base.tables import add_wide, shown
+from ea_vision.base.tables import add_wide, markdown, shown
 from ea_vision.measure.counts import BranchCount, Counts, count, inference_map_bytes, training_map_bytes
 from ea_vision.models import Published, list_networks, published_figures
 
@@ -85,14 +85,6 @@ def summarise(name: str) -> Summary:
         maps=" + ".join(f"{n} x {K} x ({H}x{W})" for (K, H, W), n in shapes.items()),
         published_top1=" / ".join(f"{top1:.2f}" for top1 in published.top1.values()),
     )
-
-
-def markdown(lines: list[Sequence[str]]) -> str:
-    """A Markdown table, its columns aligned; the first line is the heading."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    lines = [lines[0], ["-" * width for width in widths], *lines[1:]]
-    return "\n".join(
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in lines)
 
 
 def _cells(row: Summary) -> list[str]:
