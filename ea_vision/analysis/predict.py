@@ -17,8 +17,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from ea_vision.analysis.inputs import find_images, read_image
+from ea_vision.analysis.inputs import ImageSource, as_input, find_images
 from ea_vision.analysis.loading import (
     WEIGHTS_HELP,
     LoadedModel,
@@ -42,11 +43,13 @@ class Prediction:
     error: str = ""
 
 
-def predict(loaded: LoadedModel, images: Sequence[str], names: Sequence[str] | None = None, top: int = 5,
-            batch_size: int = 16) -> Iterator[Prediction]:
-    """Classify image files, in their order.
+def predict(loaded: LoadedModel, images: Sequence[ImageSource | Tensor], names: Sequence[str] | None = None,
+            top: int = 5, batch_size: int = 16) -> Iterator[Prediction]:
+    """Classify images, in their order.
 
     Args:
+        images: paths, PIL images, arrays or tensors; see `ea_vision.analysis.inputs.as_input`. One that is no path is
+            called by its number, from "image 1" on.
         names: of the classes; None: they are named by their number.
         top: number of classes an image, at most as many as there are.
         batch_size: images that go through the network together.
@@ -55,21 +58,23 @@ def predict(loaded: LoadedModel, images: Sequence[str], names: Sequence[str] | N
     for start in range(0, len(images), batch_size):
         chunk = images[start:start + batch_size]
         prepared, errors = [], {}
-        for path in chunk:
+        called = [str(image) if isinstance(image, (str, Path)) else f"image {number}"
+                  for number, image in enumerate(chunk, start=start + 1)]
+        for name, image in zip(called, chunk, strict=True):
             try:
-                prepared.append(loaded.prepare(read_image(path)))
+                prepared.append(as_input(loaded, image))
             except UsageError as error:
-                errors[path] = str(error)
+                errors[name] = str(error)
         if prepared:
             with torch.inference_mode():
                 likely = loaded.model(loaded.normalize(torch.stack(prepared).to(device))).float().softmax(-1)
         rows = iter(likely.cpu() if prepared else ())
-        for path in chunk:
-            if path in errors:
-                yield Prediction(path, [], errors[path])
+        for name in called:
+            if name in errors:
+                yield Prediction(name, [], errors[name])
                 continue
             values, indices = next(rows).topk(min(top, likely.shape[1]))
-            yield Prediction(path, [
+            yield Prediction(name, [
                 {"name": names[index] if names else f"class {index}", "index": index, "probability": round(value, 6)}
                 for value, index in zip(values.tolist(), indices.tolist(), strict=True)])
 

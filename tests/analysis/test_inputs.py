@@ -127,3 +127,17 @@ def test_a_figure_takes_a_path(tmp_path):
     other = plot_heads("conv_transformer_cifar", np.asarray(photo()), layers=1, heads="mean", queries=[(4, 4)])
     for a, b in zip(figure.axes, other.axes, strict=True):
         assert all(np.array_equal(i.get_array(), j.get_array()) for i, j in zip(a.images, b.images, strict=True))
+
+
+def test_predict_takes_the_same_images(tmp_path):
+    """A path has its name, all else its number; one that cannot be read is named, and the others are classified."""
+    from ea_vision.analysis.predict import predict
+
+    model = load_model("conv_transformer_cifar", random=True)
+    photo().save(tmp_path / "cat.png")
+    path = tmp_path / "cat.png"
+    given = [str(path), path, np.asarray(photo()), "https://example.org/cat.jpg", photo(), np.zeros(3)]
+    found = list(predict(model, given, batch_size=2))
+    assert [one.image for one in found] == [str(path), str(path), "image 3", given[3], "image 5", "image 6"]
+    assert found[0].classes == found[1].classes == found[2].classes == found[4].classes != []
+    assert "is an address" in found[3].error and "an image array must have" in found[5].error

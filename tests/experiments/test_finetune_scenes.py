@@ -36,17 +36,17 @@ def scenes(tmp_path):
 def test_the_table_comes_and_a_second_start_trains_nothing(scenes, monkeypatch):
     monkeypatch.setattr(study, "VIT", SMALL)
     command = [str(scenes / "scenes"), str(scenes / "runs"), "--weights", str(scenes / "weights.safetensors"), "--ways",
-               "plain,gates", "--seeds", "1", "--photos", "3", "--epochs", "1", "--batch-size", "3"]
+               "plain,gates,residual", "--seeds", "1", "--photos", "3", "--epochs", "1", "--batch-size", "3"]
     assert study.main(command) == 0
     assert len(list((scenes / "runs" / "data" / "train").rglob("*.jpg"))) == 6
     with open(scenes / "runs" / "evidence-runs.csv", newline="") as file:
         rows = list(csv.DictReader(file))
-    assert [(row["variant"], row["seed"]) for row in rows] == [("plain", "0"), ("gates", "0")]
+    assert [(row["variant"], row["seed"]) for row in rows] == [("plain", "0"), ("gates", "0"), ("residual", "0")]
     assert all(float(row["test_top1"]) in (0, 25, 50, 75, 100) for row in rows)
     assert rows[0]["alpha"] == "" and " to " in rows[1]["alpha"]
     made = {path: path.stat().st_mtime_ns for path in (scenes / "runs").rglob("model.safetensors")}
     assert study.main(command) == 0
-    assert {path: path.stat().st_mtime_ns for path in made} == made and len(made) == 2
+    assert {path: path.stat().st_mtime_ns for path in made} == made and len(made) == 3
 
 
 def test_position_tables_keep_the_class_token_and_a_table_of_the_same_size():
