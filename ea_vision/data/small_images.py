@@ -184,7 +184,7 @@ def _load_split(source: Path, cache: Path | None, img_size: int, workers: int,
             with np.load(cached, allow_pickle=False) as file:
                 return (Images(torch.from_numpy(file["images"]), torch.from_numpy(file["targets"]),
                                file["names"].tolist()), file["classes"].tolist())
-        except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:  # decoded anew below
+        except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:  # decoded anew below
             log.warning("cache file %s cannot be read (%s): decoding again", cached, error)
     split, classes = _decode(source, img_size, workers, exif_rotation)
     if cached is not None:

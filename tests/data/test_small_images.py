@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import pickle
 import shutil
@@ -93,9 +94,12 @@ def test_cache_is_used_and_noticed_to_be_old(folder, tmp_path, monkeypatch):
     assert first.fingerprint() == second.fingerprint() and first.train.names == second.train.names
     Image.new("RGB", (32, 32), "white").save(folder / "train" / "class_0" / "new.png")
     assert len(load(folder, cache_dir=str(cache)).train) == 13
-    for path in cache.iterdir():
-        path.write_bytes(path.read_bytes()[:1000])
-    assert len(load(folder, cache_dir=str(cache)).train) == 13, "a damaged cache is done without"
+    an_array = io.BytesIO()
+    np.save(an_array, np.arange(3))
+    for damaged in (None, b"damaged", b"", an_array.getvalue()):
+        for path in cache.iterdir():
+            path.write_bytes(path.read_bytes()[:1000] if damaged is None else damaged)
+        assert len(load(folder, cache_dir=str(cache)).train) == 13, "a damaged cache is done without"
 
 
 def test_runs_that_begin_together_write_the_cache_together(folder, tmp_path, monkeypatch, caplog):
