@@ -258,3 +258,36 @@ def test_transformers_text_layers_are_refused():
     with torch.no_grad(), record_attention(model, vision) as maps:
         model(**call)
     assert maps[vision[0]].attn.shape == (2, 3, 17, 17) and maps[vision[0]].prefix_names == ("cls",)
+
+
+@pytest.mark.parametrize("which", ["Swinv2", "SamVision"])
+def test_other_windows_of_transformers(which):
+    """What their layers give when they are asked for attentions."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    torch.manual_seed(0)
+    if which == "Swinv2":
+        config = transformers.Swinv2Config(image_size=36, patch_size=2, embed_dim=12, depths=[2, 2], num_heads=[2, 3],
+                                           window_size=4)
+        shifts, grids = (0, 2, 0, 2), [(18, 18)] * 2 + [(9, 9)] * 2
+    else:
+        config = transformers.SamVisionConfig(
+            hidden_size=24, num_hidden_layers=3, num_attention_heads=2, image_size=36, patch_size=4, window_size=4,
+            global_attn_indexes=[1], output_channels=8, mlp_dim=32)
+        shifts, grids = (0, None, 0), [(9, 9)] * 3
+    model = lively(getattr(transformers, f"{which}Model")(config))
+    maps = recorded(model, images(36, 36))
+    if which == "SamVision":
+        model.set_attn_implementation("eager")
+        model = lively(type(model)(model.config))
+    formed, handles = [], []
+    for module in model.modules():
+        if type(module).__name__ in ("Swinv2SelfAttention", "Swinv2Attention", "SamVisionAttention") and not any(
+                type(child).__name__ == "Swinv2SelfAttention" for child in list(module.modules())[1:]):
+            handles.append(module.register_forward_hook(lambda _, args, output: formed.append(output[1])))
+    with torch.no_grad():
+        model(images(36, 36), **({"output_attentions": True} if which == "Swinv2" else {}))
+    assert len(maps) == len(formed) == len(shifts)
+    for layer, attn, shift, grid in zip(maps.values(), formed, shifts, grids, strict=True):
+        attn = attn.unflatten(0, (-1, 2)) if attn.ndim == 3 else attn
+        expected = attn if shift is None else by_loops(attn, grid, 4, shift, pad_first=True)
+        check_layer(layer, expected, grid)
