@@ -11,7 +11,7 @@ GROUPS = {  # by folder; command: (module whose main(argv) runs it, what it does
     "engine": {
         "train-cifar": ("ea_vision.engine.train_cifar", "train on small images: digits, CIFAR, your own folders"),
         "train-imagenet": ("ea_vision.engine.train_imagenet", "train on ImageNet or any images in class folders"),
-        "timm": ("ea_vision.timm_scripts", "run one of timm's own scripts with our models registered"),
+        "timm": ("ea_vision.timm", "run one of timm's own scripts with our models registered"),
     },
     "detection": {
         "train-detection": ("ea_vision.detection.train", "train a RetinaNet on COCO or your own images with boxes"),
@@ -64,7 +64,6 @@ UNLISTED = {  # names that still answer
 }
 ASIDE = {  # other names that still answer, with their module
     "grid": "ea_vision.visualize.heatmap", "animation": "ea_vision.visualize.films",
-    "options": "ea_vision.options",
     "export-detector": "ea_vision.analysis.export_detector",
 }
 

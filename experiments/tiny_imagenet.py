@@ -85,8 +85,8 @@ def ours(out: Path, name: str, model: str, seed: int, epochs: int, *options: str
     """One run of our trainer; the rate goes with the batch, the warm-up takes a fifth of the updates."""
     folder = out / f"{name}-{seed}"
     recipe = (f"--recipe none --epochs {epochs} --eval-epochs {epochs} --batch-size {batch} --opt sgd --lr {LR} "
-              f"--lr-base-batch {BATCH} --momentum 0.9 --weight-decay {WEIGHT_DECAY} --schedule cosine --warmup 0.2 "
-              f"--label-smoothing {SMOOTHING} --img-size 64 --eval-resize 64 --crop-scale {CROP} --amp bfloat16 "
+              f"--lr-base-size {BATCH} --momentum 0.9 --weight-decay {WEIGHT_DECAY} --sched cosine --warmup-epochs 20% "
+              f"--smoothing {SMOOTHING} --img-size 64 --eval-resize 64 --crop-scale {CROP} --amp bfloat16 "
               f"--channels-last --workers 1 --device cpu --seed {seed} --checkpoint-steps 200")
     command = [sys.executable, "-m", "ea_vision", "train-imagenet", "--model", model, *recipe.split(),
                "--output", str(folder), *options]

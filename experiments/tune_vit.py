@@ -60,8 +60,8 @@ def arguments(data: Path, output: Path, model: str, *more: str) -> list[str]:
     kwargs = [f"{key}={value}" for key, value in VIT.items()]
     return ["--recipe", "none", "--dataset", "folder", "--data-dir", str(data), "--cache-dir", str(data),
             "--img-size", "24", "--crop-padding", "3", "--cutout", "0", "--model", model, "--model-kwargs", *kwargs,
-            "--opt", "adamw", "--weight-decay", "0.05", "--schedule", "cosine",
-            "--warmup", "0.1", "--device", "cpu", "--output", str(output), *more]
+            "--opt", "adamw", "--weight-decay", "0.05", "--sched", "cosine",
+            "--warmup-epochs", "10%", "--device", "cpu", "--output", str(output), *more]
 
 
 def start_of(model: str, weights: Path, data: Path, seed: int, options: list[str]) -> tuple[float, float]:
@@ -75,7 +75,7 @@ def start_of(model: str, weights: Path, data: Path, seed: int, options: list[str
         images = train_cifar.SmallImages(config, world, training=False)
         seed_everything(seed)
         net, _ = create_classifier(model, config.model_kwargs, num_classes=10, img_size=24, weights=str(weights))
-        result = evaluate(net, images.eval_loader(**images.image_form(net)), 10, world)
+        result = evaluate(net, images.eval_loader(**images.loader_keywords(net)), 10, world)
     return result.top1, result.loss
 
 

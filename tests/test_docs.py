@@ -1,7 +1,6 @@
 """README and docs: their links exist, their commands have the options they name, their Python runs."""
 import ast
 import contextlib
-import dataclasses
 import functools
 import io
 import re
@@ -13,7 +12,6 @@ import timm
 import torch
 from PIL import Image
 
-from ea_vision import options
 from ea_vision.__main__ import ASIDE, COMMANDS, PARTS, UNLISTED, main
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -96,10 +94,3 @@ def test_readme_creates_and_records():
     space["model"] = timm.create_model("ea_conv_transformer_cifar")
     exec(compile(records, "README.md", "exec"), space)
     assert space["maps"][2].attn.shape == (2, 4, 64, 64)
-
-
-def test_the_page_of_options_is_what_the_command_prints():
-    assert (ROOT / "docs" / "options.md").read_text() == options.page(), "run: ea-vision options > docs/options.md"
-    flags = set(re.findall(r"^\| `--([a-z0-9-]+)`", options.page(), re.MULTILINE))
-    fields = {field.name for _, cls in options.TRAINERS for field in dataclasses.fields(cls)}
-    assert flags == {name.replace("_", "-") for name in fields}

@@ -58,7 +58,7 @@ ELSEWHERE = {  # command lines and the tests that run them
     r"train-cifar$": "test_wheel.py",  # all digits: slow
     r"train-detection ": "detection/test_train.py",
     r"train-imagenet .*--dry-run": "engine/test_dry_run.py"}
-ELSEWHERE_PAGES = {"results.md": "measure/test_reproduce.py", "options.md": "test_docs.py"}
+ELSEWHERE_PAGES = {"results.md": "measure/test_reproduce.py"}
 SNIPPETS_ELSEWHERE = {  # first line of a Python block, and the test that runs it or what it is an excerpt of
     "register_networks(__name__, TinyAttn, {": "outside/tiny_attn.py",
     '@register_evolution("residual")': "outside/residual_maps.py",

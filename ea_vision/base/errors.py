@@ -33,7 +33,10 @@ def near_matches(wrong: str, known, kind: str) -> str:
 
 
 def exit_code(main: Callable[[], int]) -> int:
-    """Run `main`; turn the errors above into one line on stderr (from rank 0 only) and an exit code.
+    """Run `main`; turn the errors above into one line on stderr and an exit code.
+
+    Of several processes one tells of an error that all have met, see `World.is_told`. torchrun gets each error in the
+    file that it names, as torch's `record` does it.
 
     What standard output cannot write, such as a file name that is not UTF-8, is printed with backslashes.
     """
@@ -42,9 +45,25 @@ def exit_code(main: Callable[[], int]) -> int:
     try:
         return main()
     except (UsageError, RunError) as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        _record(error)
+        rank = os.environ.get("RANK", "0")
+        if not getattr(error, "told", rank != "0"):
+            who = "" if rank == "0" else f"process {rank}: "
+            print(f"error: {who}{' '.join(str(error).split())}", file=sys.stderr)
         return error.code if isinstance(error, RunError) else 2
+    except Exception as error:
+        _record(error)
+        raise
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
         return 130
+
+
+def _record(error: Exception) -> None:
+    """Write an error into torchrun's file, where it has started this process."""
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        handler = get_error_handler()
+        handler.initialize()
+        handler.record_exception(error)

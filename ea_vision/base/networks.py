@@ -58,7 +58,7 @@ def create_classifier(name: str, kwargs: dict[str, Any], optional: frozenset[str
     wanted |= kwargs
 
     def create(**keywords: Any) -> nn.Module:
-        model = timm.create_model(name, pretrained=pretrained and not weights, **keywords)
+        model = _fetched(name, **keywords) if pretrained and not weights else timm.create_model(name, **keywords)
         return _with_weights(model, name, keywords, weights, notice) if weights else model
 
     return create_by_keywords(create, name, wanted, optional, notice)
@@ -85,6 +85,8 @@ def create_by_keywords(create: Callable[..., nn.Module], name: str, wanted: dict
         if unknown is None or unknown[1] not in wanted:
             raise _refusal(name, wanted, error) from error
         raise UsageError(f"model {name} has no keyword {unknown[1]!r} (given by --model-kwargs)") from error
+    except UsageError:  # of weights
+        raise
     except REFUSALS as error:
         raise _refusal(name, wanted, error) from error
     for key in wanted:
@@ -120,6 +122,8 @@ def _with_weights(model: nn.Module, name: str, kwargs: dict[str, Any], path: str
     Raises:
         UsageError: a file that cannot be read, or that is not this model's.
     """
+    if not Path(path).is_file():
+        raise UsageError(f"weights {path}: there is no such file")
     try:
         state = timm.models.load_state_dict(path)
     except (*REFUSALS, safetensors.SafetensorError, pickle.UnpicklingError) as error:
@@ -135,12 +139,44 @@ def _with_weights(model: nn.Module, name: str, kwargs: dict[str, Any], path: str
     try:
         loaded = timm.create_model(name, pretrained=True, pretrained_cfg_overlay=given, **kwargs)
     except REFUSALS as error:
-        raise UsageError(f"weights {path} do not fit {name}: {' '.join(str(error).split())}") from error
+        raise UsageError(f"weights {path} do not fit {name}: {_shortened(str(error))}") from error
     loaded.pretrained_cfg = model.pretrained_cfg
     spoilt = non_finite(loaded.state_dict())
     if spoilt:
         raise UsageError(f"weights {path} must be finite numbers, got others in {', '.join(spoilt[:3])}")
     return loaded
+
+
+def _fetched(name: str, **keywords: Any) -> nn.Module:
+    """Create a model with the weights that timm fetches for it.
+
+    Raises:
+        UsageError: it has none, or they cannot be fetched.
+    """
+    config = timm.models.get_pretrained_cfg(name)
+    if config is None or not config.has_weights:
+        raise UsageError(f"there are no pretrained weights of {name}: train it, or give a file by --pretrained-path")
+    try:
+        return timm.create_model(name, pretrained=True, **keywords)
+    except TypeError:  # a keyword
+        raise
+    except Exception as error:  # whatever the clients of the Hub raise without a network
+        fetching = isinstance(error, OSError) or type(error).__module__.partition(".")[0] in (
+            "httpx", "httpcore", "requests", "urllib3", "huggingface_hub")
+        if not fetching:
+            raise
+        raise UsageError(f"the pretrained weights of {name} cannot be fetched ({_shortened(str(error), 160)}): connect "
+                         "to the network, or give a file by --pretrained-path") from error
+
+
+def _shortened(text: str, most: int = 400) -> str:
+    """Return the text in one line, of a list of weights the first three, and at most so many characters."""
+    def few(found: re.Match) -> str:
+        names = found[0].split(", ")
+        return ", ".join(names[:3]) + f" and {len(names) - 3} more"
+
+    text = re.sub(r'"[^"]+"(?:, "[^"]+"){3,}', few, " ".join(text.split()))
+    return text if len(text) <= most else text[:most] + " ..."
 
 
 def _refusal(name: str, wanted: dict[str, Any], error: Exception) -> UsageError:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -26,10 +28,40 @@ class World:
     rank: int
     size: int
     device: torch.device
+    store: dist.Store | None = None  # that all of them read and write
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    def note(self, updates: int) -> None:
+        """Note that this process begins its update after so many, for `missing`."""
+        if self.store is not None:
+            self.store.set(f"update/{self.rank}", str(updates))
+
+    def missing(self) -> str:
+        """Return which processes are behind the others in their updates, for the end of a message."""
+        try:
+            begun = [int(self.store.get(f"update/{rank}")) if self.store.check([f"update/{rank}"]) else -1
+                     for rank in range(self.size)]
+        except (RuntimeError, AttributeError):  # the store went with its process
+            return ""
+        late = [rank for rank, updates in enumerate(begun) if updates < max(begun)]
+        return "".join(f"; process {rank} has not begun update {begun[rank] + 2}" for rank in late[:8])
+
+    def is_told(self, seconds: float = 2.0) -> bool:
+        """Return whether another process tells of the error that ends this one: the first one, where it meets it."""
+        if self.store is None:
+            return False
+        try:
+            if self.is_main:
+                return self.store.add("told", 1) > 1
+            deadline = time.monotonic() + seconds
+            while time.monotonic() < deadline and not self.store.check(["told"]):
+                time.sleep(0.05)
+            return self.store.add("told", 1) > 1
+        except RuntimeError:  # the store went with its process, which told
+            return True
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over the processes, in place."""
@@ -113,8 +145,14 @@ def fresh_store(store: dist.Store, rank: int, size: int, seconds: float = 600) -
 
 
 @contextmanager
-def join_world(device_name: str) -> Iterator[World]:
-    """Join the processes that torchrun started (it sets RANK, LOCAL_RANK and WORLD_SIZE), and leave them at the end."""
+def join_world(device_name: str, timeout_minutes: float = 10.0) -> Iterator[World]:
+    """Join the processes that torchrun started (it sets RANK, LOCAL_RANK and WORLD_SIZE), and leave them at the end.
+
+    An error that a process meets alone is told by it; one that all meet by the first alone.
+
+    Args:
+        timeout_minutes: that processes wait for one that does not answer.
+    """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     rank = int(os.environ.get("RANK", "0"))
     device = choose_device(device_name, int(os.environ.get("LOCAL_RANK", "0")))
@@ -123,9 +161,21 @@ def join_world(device_name: str) -> Iterator[World]:
         return
     backend = "nccl" if device.type == "cuda" else "gloo"
     store, _, _ = next(iter(dist.rendezvous("env://", rank, size)))
-    dist.init_process_group(backend, store=fresh_store(store, rank, size), rank=rank, world_size=size)
+    store = fresh_store(store, rank, size)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size,
+                            timeout=timedelta(minutes=timeout_minutes))
+    world = World(rank, size, device, store)
     try:
-        yield World(rank, size, device)
+        yield world
+    except (UsageError, RunError) as error:
+        error.told = world.is_told()
+        raise
+    except RuntimeError as error:  # torch's, of a collective
+        if not re.search(r"tim(ed )?(e)?out|connection (reset|closed|refused)|peer", str(error), re.IGNORECASE):
+            raise
+        failed = RunError(f"process {rank} waited in vain for the others{world.missing()}")
+        failed.told = world.is_told()
+        raise failed from error
     finally:
         # gloo's threads need the interpreter's lock to drop the tensors of the last collective; the destructor of the
         # process group waits for them while it holds that lock, and so for ever, unless they are done before it runs.

@@ -6,6 +6,3 @@ needed. `ffcv` reads the .beton files that `write_ffcv` writes. They share `batc
 processes), `splits` (where the training and evaluation images of a data folder lie), `image_files` (which files are
 images, of which class, and what decodes them) and `bad_images`.
 """
-from pathlib import Path
-
-__path__.append(str(Path(__file__).parents[1] / "aliases" / "data"))  # older names of `python -m`

@@ -2,8 +2,9 @@
 
 The class is the first folder of a name, so class/images/x.jpg is of `class`; a folder that holds all the others is
 passed over (train.tar with train/class/x.jpg). Links are followed, each file counts once, and a loop is an error. A tar
-of tars has a class in each (ImageNet's own ILSVRC2012_img_train.tar). A folder with a val_annotations.txt, lines of
-name and class with tabs between (Tiny-ImageNet's val), has the classes of that file.
+of tars has a class in each (ImageNet's own ILSVRC2012_img_train.tar), and so has a folder of tars. A folder with a
+val_annotations.txt, lines of name and class with tabs between (Tiny-ImageNet's val), has the classes of that file, and
+ILSVRC's flat validation images those of the files that come with them (`ilsvrc`).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from ea_vision.base.errors import UsageError
+from ea_vision.data import ilsvrc
 
 log = logging.getLogger(__name__)
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "PPM", "TIFF")  # Pillow's names; nothing else is decoded anywhere
@@ -135,6 +137,10 @@ class ImageFiles:
         self.is_tar = not source.is_dir()
         try:
             found = _scan_tar(source) if self.is_tar else _walk(source)
+            self._tars = [] if found or self.is_tar else sorted(source.glob("*.tar"))
+            if self._tars:  # a folder with a tar for each class
+                found = [(f"{tar.stem}/{name}", size, start, f"{tar.name}/{own}")
+                         for tar in self._tars for name, size, start, own in _scan_tar(tar)]
         except OSError as error:
             raise UsageError(f"{error.filename or source} cannot be read: {error.strerror or error}") from error
         if not found:
@@ -148,6 +154,8 @@ class ImageFiles:
         self._starts = np.array([start for _, _, start, _ in found], np.int64)
         self._own_names = [own for *_, own in found]  # those inside the tar of a tar, and with a leading ./
         annotated = None if self.is_tar else _annotated_labels(source, self.names)
+        if annotated is None and ilsvrc.is_flat(self.names):
+            annotated = ilsvrc.labels_of(source, self.names)
         self.is_annotated = annotated is not None
         labels = annotated or _labels(source, self.names)
         self.classes = sorted(set(labels), key=lambda label: (key(label) if key else label, label))
@@ -166,9 +174,14 @@ class ImageFiles:
         Raises:
             OSError: it cannot be read (any more).
         """
+        start, size = int(self._starts[index]), int(self.sizes[index])
+        if self._tars:
+            with open(self.source / self._own_names[index].partition("/")[0], "rb") as tar:
+                tar.seek(start)
+                return io.BytesIO(tar.read(size))
         if not self.is_tar:
             return open_regular(self.source / self.names[index])
-        return io.BytesIO(self._read_tar(int(self._starts[index]), int(self.sizes[index])))
+        return io.BytesIO(self._read_tar(start, size))
 
     def _read_tar(self, start: int, size: int) -> bytes:
         if self._file is None or self._file[0] != os.getpid():

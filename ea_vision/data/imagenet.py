@@ -33,6 +33,7 @@ from ea_vision.data.image_files import BrokenImage, ImageFiles, check_scaled, de
 TERM_SECONDS = 30  # that workers serve on after a SIGTERM, which clusters send to every process of a job
 GLOO_SECONDS = 0.3  # that gloo's threads have to end a collective in
 STUCK_SECONDS = 900  # without a batch from a worker: the process ends with an error, and torchrun restarts it
+TRIVIAL = "ta_wide"  # torchvision's name of a policy that timm has not
 PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 
 
@@ -147,16 +148,38 @@ def _pixels(image: Image.Image) -> torch.Tensor:
 
 
 def train_transform(img_size: int, *, scale: Sequence[float] = (0.08, 1.0), hflip: float = 0.5,
-                    color_jitter: float = 0.0, auto_augment: str = "", interpolation: str = "bilinear"):
-    """timm's: crop of random area and aspect ratio (Szegedy et al. 2015), flip, and what else is asked for.
+                    color_jitter: float = 0.0, auto_augment: str = "", interpolation: str = "bilinear",
+                    splits: int = 1):
+    """Return timm's transform: crop of random area and aspect ratio (Szegedy et al. 2015), flip, and further ones.
 
     Args:
         img_size: side of the result in pixels. scale: least and largest share of the image's area in the crop.
+        auto_augment: timm's policy, or ta_wide, torchvision's TrivialAugmentWide.
+        splits: of more than 1 the result is uint8 (splits, S, S, 3): the crop as it is, and so many less one that are
+            augmented otherwise each (timm's AugMixDataset).
     """
-    steps = timm.data.create_transform(img_size, is_training=True, scale=tuple(scale), hflip=hflip, normalize=False,
-                                       color_jitter=color_jitter or None, auto_augment=auto_augment or None,
-                                       interpolation=interpolation, use_prefetcher=True).transforms
-    return transforms.Compose([*steps[:-1], _pixels])
+    trivial = auto_augment == TRIVIAL
+    crop, augment, _ = timm.data.create_transform(
+        img_size, is_training=True, scale=tuple(scale), hflip=hflip, normalize=False, separate=True,
+        color_jitter=color_jitter or None, auto_augment=None if trivial else auto_augment or None,
+        interpolation=interpolation, use_prefetcher=True)
+    augment = [augment]
+    if trivial:
+        augment.append(transforms.TrivialAugmentWide(interpolation=transforms.InterpolationMode(interpolation)))
+    if splits > 1:
+        return AugmentationSplits(crop, transforms.Compose([*augment, _pixels]), splits)
+    return transforms.Compose([crop, *augment, _pixels])
+
+
+class AugmentationSplits:
+    """Make uint8 (splits, S, S, 3) of an image: its crop, and other augmentations of it."""
+
+    def __init__(self, crop, augment, splits: int):
+        self.crop, self.augment, self.splits = crop, augment, splits
+
+    def __call__(self, image: Image.Image) -> torch.Tensor:
+        image = self.crop(image)
+        return torch.stack([_pixels(image), *(self.augment(image) for _ in range(self.splits - 1))])
 
 
 def eval_transform(img_size: int, resize: int, interpolation: str = "bilinear"):
@@ -185,8 +208,13 @@ class _Decoder(Dataset):
         self.source, self.transform, self.img_size, self.seed = source, transform, img_size, seed
 
     def __getitems__(self, keys: list[tuple[int, int, int]]):
-        """Return uint8 (B, S, S, 3), int64 targets (B,), ids (B,), bad [(place, error)]; the pixels of bad are 0."""
-        images = torch.zeros(len(keys), self.img_size, self.img_size, 3, dtype=torch.uint8)
+        """Return uint8 (B, S, S, 3), int64 targets (B,), ids (B,), bad [(place, error)]; the pixels of bad are 0.
+
+        Of a transform with augmentation splits the images are (B, splits, S, S, 3).
+        """
+        splits = getattr(self.transform, "splits", 1)
+        sizes = (len(keys), *([splits] if splits > 1 else []), self.img_size, self.img_size, 3)
+        images = torch.zeros(sizes, dtype=torch.uint8)
         targets = torch.zeros(len(keys), dtype=torch.int64)
         bad = []
         for place, (epoch, index, copy) in enumerate(keys):
@@ -272,6 +300,8 @@ class DecodingLoader:
         return images, targets, ids, [place for place, _ in bad]
 
     def _batch(self, images: torch.Tensor, targets: torch.Tensor, ids: torch.Tensor) -> Batch:
+        if images.dim() == 5:  # (B, splits, S, S, 3) -> (splits B, S, S, 3): the images as they are come first
+            images = images.transpose(0, 1).flatten(0, 1)
         images = images.to(self.device, non_blocking=True).permute(0, 3, 1, 2)
         return Batch(normalize(images, self.mean, self.std), targets.to(self.device, non_blocking=True), ids)
 

@@ -104,10 +104,10 @@ class RandAugment:
         try:
             found = rand_augment_transform(policy, {})  # of none, older releases of timm make an error
         except (AssertionError, ValueError, KeyError, IndexError) as error:
-            raise UsageError(f"auto_augment: a policy of timm's RandAugment, {wanted}, got {policy!r}") from error
+            raise UsageError(f"aa: a policy of timm's RandAugment, {wanted}, got {policy!r}") from error
         unknown = sorted({op.name for op in found.ops} - set(OPERATIONS))
         if unknown or found.choice_weights is not None:
-            raise UsageError(f"auto_augment: a policy of operations that are drawn alike, {wanted}; {policy!r} has "
+            raise UsageError(f"aa: a policy of operations that are drawn alike, {wanted}; {policy!r} has "
                              f"{', '.join(unknown) or 'weights'}")
         self.names, self.layers = [op.name for op in found.ops], found.num_layers
         first = found.ops[0]

@@ -7,10 +7,17 @@ from pathlib import Path
 from ea_vision.base.errors import UsageError
 
 NAMES = {  # of a split's folder or tar, the first that exists counts
-    "train": ("train", "training"),
-    "validation": ("val", "validation", "valid", "test"),
+    "train": ("train", "training", "ILSVRC2012_img_train"),
+    "validation": ("val", "validation", "valid", "ILSVRC2012_img_val", "test"),
     "test": ("test", "val", "validation", "valid"),
 }
+KAGGLE = "ILSVRC/Data/CLS-LOC"  # of Kaggle's archive of ImageNet, below the data folder
+
+
+def places_of(root: Path, split: str) -> str:
+    """Return where `find_split` looks for a split, for a message."""
+    names = ", ".join(f"{name}/ and {name}.tar" for name in NAMES[split])
+    return f"{names} in {root} and {root / KAGGLE}"
 
 
 def find_split(root: Path, split: str, or_root: bool = False) -> Path:
@@ -24,7 +31,8 @@ def find_split(root: Path, split: str, or_root: bool = False) -> Path:
         UsageError: the data folder or the split does not exist.
     """
     def named(names: tuple[str, ...]) -> list[Path]:
-        return [path for name in names for path in (root / name, root / f"{name}.tar") if path.exists()]
+        return [path for name in names for folder in (root, root / KAGGLE)
+                for path in (folder / name, folder / f"{name}.tar") if path.exists()]
 
     found = named(NAMES[split])
     if found:

@@ -29,11 +29,26 @@ from ea_vision.detection.loaders import BoxEvalLoader, BoxTrainLoader
 from ea_vision.detection.model import Detector, create_detector
 from ea_vision.detection.transforms import eval_transform, train_transform
 from ea_vision.engine import run, run_folder
-from ea_vision.engine.config import TrainConfig, option
+from ea_vision.engine.config import (
+    AUGMENT,
+    DATA,
+    EVALUATION,
+    KEPT,
+    LENGTH,
+    LOSS,
+    MODEL,
+    OPTIMISER,
+    RATE,
+    RUN,
+    TrainConfig,
+    option,
+    setting,
+)
 from ea_vision.engine.evaluate import autocast
 from ea_vision.engine.train import Trainer
 from ea_vision.engine.train_imagenet import same_place
 
+DESCRIPTION = __doc__
 EXAMPLES = """\
   torchrun --nproc-per-node 8 -m ea_vision train-detection --data-dir COCO --model aa_resnet50 --amp
   ea-vision train-detection --data-dir COCO --recipe coco_26_epochs --model resnet50 --pretrained
@@ -43,8 +58,6 @@ EXAMPLES = """\
   ea-vision train-detection --evaluate runs/detection-aa_resnet50 --data-dir COCO
 """
 TASK = "detection"  # of the `run` section of config.yaml
-OFF = {"whiten": False, "logit_scale": 1.0, "label_smoothing": 0.0, "mixup": 0.0, "cutmix": 0.0, "random_erasing": 0.0,
-       "tta": "none", "layer_decay": 1.0, "compile": False, "bce_loss": False}  # options of classification
 log = logging.getLogger("ea_vision.detection.train")
 
 
@@ -52,38 +65,41 @@ log = logging.getLogger("ea_vision.detection.train")
 class DetectionConfig(TrainConfig):
     """The options of this trainer."""
 
-    model: str = option("aa_resnet50", "registered timm model, ours or timm's, with features at strides 8, 16 and 32")
+    model: str = option("aa_resnet50", "registered timm model, ours or timm's, with features at strides 8, 16 and 32",
+                        MODEL)
     model_kwargs: dict = option({}, "further keywords of the detector (fpn_channels, head_convs, min_head_qk, "
-                                    "score_thresh, ...) and of its backbone, as key=value ...")
-    recipe: str = option("coco_aa_retinanet", "recipe: a name in ea_vision/recipes, a YAML file, or none", free=True)
-    pretrained: bool = option(False, "begin with timm's weights of the backbone")
-    pretrained_path: str = option("", "begin with the weights of a file or run folder of classification instead, for "
-                                      "the backbone", free=True)
-    data_dir: str = option("", "folder with train/, val/, train.json and val.json, or COCO's own", free=True)
-    output: str = option("", "run folder; empty: runs/detection-MODEL", free=True)
-    workers: int = option(8, "processes that decode images, per training process; 0: in this one", minimum=0,
-                          maximum=MOST_WORKERS, free=True)
-    batch_size: int = option(8, "images per process and step", minimum=1)
-    eval_batch_size: int = option(8, "images per process and evaluation step", minimum=1)
-    opt: str = option("momentum", "timm optimiser, lookahead_NAME too (sgd is Nesterov's, momentum the plain one)")
-    lr: float = option(0.01, "peak learning rate, per update", minimum=0.0)
-    weight_decay: float = option(1e-4, "weight decay (not of norms, biases and position tables)", minimum=0.0)
-    label_smoothing: float = option(0.0, "not for detection", minimum=0.0, maximum=1.0)
-    img_size: int = option(640, "side in pixels, a multiple of 32, of the square that images are scaled into",
+                                    "score_thresh, ...) and of its backbone, as key=value ...", MODEL)
+    recipe: str = setting("coco_aa_retinanet", "recipe: a name in ea_vision/recipes, a YAML file, or none", RUN)
+    pretrained: bool = option(False, "begin with timm's weights of the backbone", MODEL)
+    pretrained_path: str = setting("", "begin with the weights of a file or run folder of classification instead, "
+                                       "for the backbone", MODEL)
+    data_dir: str = setting("", "folder with train/, val/, train.json and val.json, or COCO's own", DATA)
+    output: str = setting("", "run folder; empty: runs/detection-MODEL", RUN)
+    workers: int = setting(8, "processes that decode images, per training process; 0: in this one", DATA, minimum=0,
+                           maximum=MOST_WORKERS)
+    batch_size: int = option(8, "images per process and step", LENGTH, minimum=1)
+    eval_batch_size: int = option(8, "images per process and evaluation step", EVALUATION, minimum=1)
+    opt: str = option("momentum", "timm optimiser, lookahead_NAME too (sgd is Nesterov's, momentum the plain one)",
+                      OPTIMISER)
+    lr: float = option(0.01, "peak learning rate, per update", RATE, minimum=0.0)
+    weight_decay: float = option(1e-4, "weight decay (not of norms, biases and position tables)", OPTIMISER,
+                                 minimum=0.0)
+    img_size: int = option(640, "side in pixels, a multiple of 32, of the square that images are scaled into", DATA,
                            minimum=32)
-    anchors: int = option(6, "boxes at each place that objects are told from, 6 or 9", minimum=6, maximum=9)
-    gamma: float = option(1.5, "of the focal loss", minimum=0.0)
-    box_loss: str = option("l1", "loss of boxes; huber: of the AA paper's code, weighted 50",
+    anchors: int = option(6, "boxes at each place that objects are told from, 6 or 9", MODEL, minimum=6, maximum=9)
+    gamma: float = option(1.5, "of the focal loss", LOSS, minimum=0.0)
+    box_loss: str = option("l1", "loss of boxes; huber: of the AA paper's code, weighted 50", LOSS,
                            choices=("l1", "smooth_l1", "huber"))
-    head_norm: str = option("none", "norms in pyramid and heads, one for each level", choices=("none", "batch"))
-    scale_min: float = option(0.8, "training: least longer side of an image, in units of img_size", above=0.0)
-    scale_max: float = option(1.2, "training: its greatest longer side", above=0.0)
-    hflip: float = option(0.5, "probability of a left-right flip", minimum=0.0, maximum=1.0)
-    photometric: bool = option(False, "training: vary brightness, contrast, saturation and hue")
-    holdout: int = option(0, "training images to hold out and evaluate on each epoch; 0: val is used", minimum=0)
-    exif_rotation: bool = option(False, "turn images as their EXIF data says; off, as COCO's boxes are given")
-    max_bad_images: int = option(10, "the run stops when more images cannot be read", minimum=0, free=True)
-    log_steps: int = option(50, "updates between rows of speed.csv; 0: none", minimum=0, free=True)
+    head_norm: str = option("none", "norms in pyramid and heads, one for each level", MODEL, choices=("none", "batch"))
+    scale_min: float = option(0.8, "training: least longer side of an image, in units of img_size", AUGMENT, above=0.0)
+    scale_max: float = option(1.2, "training: its greatest longer side", AUGMENT, above=0.0)
+    hflip: float = option(0.5, "probability of a left-right flip", AUGMENT, minimum=0.0, maximum=1.0)
+    photometric: bool = option(False, "training: vary brightness, contrast, saturation and hue", AUGMENT)
+    holdout: int = option(0, "training images to hold out and evaluate on each epoch; 0: val is used", EVALUATION,
+                          minimum=0)
+    exif_rotation: bool = option(False, "turn images as their EXIF data says; off, as COCO's boxes are given", DATA)
+    max_bad_images: int = setting(10, "the run stops when more images cannot be read", DATA, minimum=0)
+    log_steps: int = setting(50, "updates between rows of speed.csv; 0: none", KEPT, minimum=0)
 
     def __post_init__(self):
         super().__post_init__()
@@ -93,15 +109,12 @@ class DetectionConfig(TrainConfig):
             raise UsageError(f"img_size must be a multiple of 32, got {self.img_size}")
         if self.scale_min > self.scale_max:
             raise UsageError(f"scale_min must be at most scale_max ({self.scale_max:g}), got {self.scale_min:g}")
-        for name, value in OFF.items():
-            if getattr(self, name) != value:
-                raise UsageError(f"{name} must be {value} in detection, got {getattr(self, name)}")
 
 
 class DetectionTrainer(Trainer):
     """The training loop with the detector's own losses, judged by COCO's metrics."""
 
-    measures, judged = MEASURES, "precision"
+    measures, quality = MEASURES, "precision"
 
     def _batch_loss(self, images: torch.Tensor, targets: list[dict[str, Any]]) -> torch.Tensor:
         """The sum of the losses of classes and boxes; images (B, 3, S, S) in 0..1."""
@@ -117,15 +130,15 @@ class DetectionTrainer(Trainer):
         return sum(model(images, [target] * len(images)).values())
 
     @staticmethod
-    def judge(model: nn.Module, loader, num_classes: int, world: World, config: TrainConfig, *, should_stop=None,
+    def evaluate(model: nn.Module, loader, num_classes: int, world: World, config: TrainConfig, *, should_stop=None,
               tta: str = "none") -> DetectionResult | None:
         return evaluate(model, loader, world, config.amp, should_stop)
 
 
-class CocoDetection(run.Task):
+class CocoDetection(run.DataModule):
     """Images with boxes in COCO's format, read as they are needed."""
 
-    description, examples, options, trainer = __doc__, EXAMPLES, DetectionConfig, DetectionTrainer
+    description, examples, options, trainer = DESCRIPTION, EXAMPLES, DetectionConfig, DetectionTrainer
 
     def __init__(self, config: DetectionConfig, world: World, training: bool):
         super().__init__(config, world, training)
@@ -201,24 +214,25 @@ class CocoDetection(run.Task):
         return {"img_size": config.img_size, "workers": config.workers, "seed": config.seed,
                 "bad_images": self.bad_images}
 
-    def train_loader(self, **form) -> BoxTrainLoader:
+    def train_loader(self, **keywords) -> BoxTrainLoader:
         config = self.config
         transform = train_transform(config.img_size, (config.scale_min, config.scale_max), config.hflip,
                                     config.photometric)
-        return BoxTrainLoader(self.train, transform=transform, batch_size=config.batch_size, **self._common(), **form)
+        return BoxTrainLoader(self.train, transform=transform, batch_size=config.batch_size, **self._common(),
+                              **keywords)
 
-    def eval_loader(self, **form) -> BoxEvalLoader:
-        return self._unaugmented(self.evaluated, **form)
+    def eval_loader(self, **keywords) -> BoxEvalLoader:
+        return self._unaugmented(self.evaluated, **keywords)
 
-    def test_loader(self, **form) -> BoxEvalLoader:
-        return self._unaugmented(self.test, **form)
+    def test_loader(self, **keywords) -> BoxEvalLoader:
+        return self._unaugmented(self.test, **keywords)
 
-    def unaugmented_loader(self, **form) -> BoxEvalLoader:
-        return self._unaugmented(self.train, **form)
+    def unaugmented_loader(self, **keywords) -> BoxEvalLoader:
+        return self._unaugmented(self.train, **keywords)
 
-    def _unaugmented(self, source: CocoFolder, **form) -> BoxEvalLoader:
+    def _unaugmented(self, source: CocoFolder, **keywords) -> BoxEvalLoader:
         return BoxEvalLoader(source, transform=eval_transform(self.config.img_size),
-                             batch_size=self.config.eval_batch_size, **self._common(), **form)
+                             batch_size=self.config.eval_batch_size, **self._common(), **keywords)
 
     def trained_on(self, run: dict[str, Any]) -> bool:
         return same_place(run.get("train_data"), str(self.test.json))
@@ -228,7 +242,7 @@ class CocoDetection(run.Task):
             raise UsageError("the training images are those to evaluate on: give others, or --eval-on-train, which "
                              "calls no result a precision")
 
-    def image_form(self, model: Detector) -> dict[str, Any]:
+    def loader_keywords(self, model: Detector) -> dict[str, Any]:
         """The detector normalises by itself; mean and std are for config.yaml."""
         return {"mean": tuple(model.transform.image_mean), "std": tuple(model.transform.image_std),
                 "device": self.world.device, "rank": self.world.rank, "world_size": self.world.size}

@@ -10,7 +10,9 @@ import dataclasses
 import math
 import re
 import typing
+from collections.abc import Collection
 from dataclasses import dataclass
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -20,139 +22,144 @@ import yaml
 from ea_vision.base.errors import UsageError, near_matches
 from ea_vision.base.processes import MOST_WORKERS
 from ea_vision.engine.gates import check_gate_ramp
-from ea_vision.engine.logit_scale import check_logit_scale
-from ea_vision.engine.views import VIEWS
+from ea_vision.engine.option_names import GONE, RENAMED, THEIRS, modern
 
 
-def option(default: Any, help: str, *, choices=None, minimum=None, maximum=None, above=None, below=None,
-           free: bool = False, not_with: str = "", bare: Any = None):
-    """A field of an options dataclass.
+def option(default: Any, help: str, group: str = "further options", *, choices=None, minimum=None, maximum=None,
+           above=None, below=None,
+           not_with: str = "", bare: Any = None, resume: bool = False):
+    """Return a field of an options dataclass that is part of the experiment: it must not change on resume.
 
     Args:
         help: for --help; states the unit.
+        group: title of the options among which --help lists it.
         choices, minimum, maximum, above, below: the values it allows; the last two are not allowed themselves.
-        free: not part of the experiment, so it may differ between the run that wrote a checkpoint and the one that
-            continues it.
         not_with: an option that excludes this one: while that has a value, this must keep its default.
         bare: the value of the flag without a value.
+        resume: whether it may change when a run is resumed; see `setting`.
     """
-    metadata = {"help": help, "choices": choices, "minimum": minimum, "maximum": maximum, "above": above,
-                "below": below, "free": free, "not_with": not_with, "bare": bare}
+    metadata = {"help": help, "group": group, "choices": choices, "minimum": minimum, "maximum": maximum,
+                "above": above, "below": below, "may_change_on_resume": resume, "not_with": not_with, "bare": bare}
     if isinstance(default, (list, dict)):
         return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 
-COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")  # torch.compile's
-CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
+def setting(default: Any, help: str, group: str = "further options", **limits: Any):
+    """Return an `option` that is no part of the experiment: it may change when a run is resumed."""
+    return option(default, help, group, resume=True, **limits)
+
+
+GROUPS = ("run", "model", "data", "augmentation", "loss", "length and batch", "optimiser", "learning rate",
+          "precision and speed", "evaluation", "checkpoints and logs")
+RUN, MODEL, DATA, AUGMENT, LOSS, LENGTH, OPTIMISER, RATE, SPEED, EVALUATION, KEPT = GROUPS
 
 
 @dataclass
 class TrainConfig:
-    """What every trainer needs; a trainer adds the fields of its data set in a subclass."""
+    """The options of all trainers; a trainer adds those of its data and of what it learns in a subclass.
 
-    model: str = option("ea_conv_transformer_cifar", "registered timm model, ours or timm's")
-    model_kwargs: dict = option({}, "further keywords of the model, as key=value ...")
+    notes: lines for the log, of names of before.
+    """
+
+    notes: typing.ClassVar[tuple[str, ...]] = ()
+
+    model: str = option("ea_conv_transformer_cifar", "registered timm model, ours or timm's", MODEL)
+    model_kwargs: dict = option({}, "further keywords of the model, as key=value ...", MODEL)
     pretrained: bool = option(False, "begin with timm's weights of the model; their classifier goes where the data has "
-                                     "another number of classes")
-    pretrained_path: str = option("", "begin with the weights of a file or run folder instead: the model's own, or "
-                                      "those of the plain transformer for one whose maps evolve", free=True)
-    recipe: str = option("fast", "recipe: a name in ea_vision/recipes, a YAML file, or none", free=True)
-    data_dir: str = option("", "folder of the data set; empty: the cache folder's", free=True)
-    cache_dir: str = option("", "where decoded images are kept; empty: $XDG_CACHE_HOME/ea_vision; none: keep nothing",
-                            free=True)
-    output: str = option("", "run folder; empty: runs/DATASET-MODEL", free=True)
-    resume: str = option("auto", "auto: continue from the newest valid checkpoint of --output, or begin; "
-                                 "none: begin; PATH: continue from this checkpoint or run folder", free=True)
-    seed: int = option(0, "seed of weights, order, augmentation and held-out images", minimum=0,
+                                     "another number of classes", MODEL)
+    pretrained_path: str = setting("", "begin with the weights of a file or run folder instead: the model's own, or "
+                                       "those of the plain transformer for one whose maps evolve", MODEL)
+    recipe: str = setting("fast", "recipe: a name in ea_vision/recipes, a YAML file, or none", RUN)
+    data_dir: str = setting("", "folder of the data set; empty: the cache folder's", DATA)
+    output: str = setting("", "run folder itself (timm: the folder of run folders); empty: runs/DATASET-MODEL", RUN)
+    resume: str = setting("auto", "auto: continue from the newest valid checkpoint of --output, or begin; "
+                                  "none: begin; PATH: continue from this checkpoint or run folder", RUN)
+    seed: int = option(0, "seed of weights, order, augmentation and held-out images", RUN, minimum=0,
                        maximum=2**63 - 1)
-    workers: int = option(2, "threads that decode images; 0: in this process", minimum=0, maximum=MOST_WORKERS,
-                          free=True)
-    device: str = option("auto", "where to compute; auto: cuda if there is one", choices=("auto", "cpu", "cuda"),
-                         free=True)
+    workers: int = setting(2, "threads that decode images; 0: in this process", DATA, minimum=0, maximum=MOST_WORKERS)
+    device: str = setting("auto", "where to compute; auto: cuda if there is one", RUN, choices=("auto", "cpu", "cuda"))
 
-    epochs: float = option(10, "passes over the training images; of 4.3 the last one ends after 0.3 of its updates",
-                           above=0, free=True)
-    batch_size: int = option(128, "images per process and step", minimum=1)
-    grad_accum: int = option(1, "batches added up for one update of the weights", minimum=1)
+    epochs: float = setting(10, "passes over the training images; of 4.3 the last one ends after 0.3 of its updates",
+                            LENGTH, above=0)
+    batch_size: int = option(128, "images per process and step", LENGTH, minimum=1)
+    grad_accum_steps: int = option(1, "batches added up for one update of the weights", LENGTH, minimum=1)
+    total_batch: int = option(0, "images of an update over all processes: they share it, in batches of at most "
+                                 "batch_size, which are added up; 0, and where batch_size or grad_accum_steps is given "
+                                 "alone: batch_size x grad_accum_steps x processes", LENGTH, minimum=0)
+
     opt: str = option("sgd", "timm optimiser, lookahead_NAME too (sgd is Nesterov's, momentum the plain one; muon: "
-                             "AdamW for what is no matrix)")
+                             "AdamW for what is no matrix)", OPTIMISER)
     opt_kwargs: dict = option({}, "further keywords of the optimiser, as key=value ..., such as muon's "
-                                  "fallback_lr_scale=0.5 (rate of its AdamW, times lr)")
-    lr: float = option(0.2, "peak learning rate, per update", minimum=0.0)
-    gate_lr: float = option(1.0, "learning rate of learnable shares (a model's alpha and beta) over that of the rest",
-                            minimum=0.0)
-    gate_ramp: dict = option({}, "values to which learnable shares are raised linearly, from where the model has them, "
-                                 "and kept at: alpha=0.5 beta=1.0; empty: they learn")
-    gate_ramp_share: float = option(0.5, "share of all updates over which gate_ramp raises them", minimum=0.0,
-                                    maximum=1.0)
-    layer_decay: float = option(1.0, "rate of a layer over that of the one above it (timm's layer-wise decay, 0.65 to "
-                                     "0.9 in fine-tuning); 1: one rate", above=0.0, maximum=1.0)
-    lr_base_batch: int = option(0, "if not 0, lr is per this many images and scaled to those of an update", minimum=0)
-    momentum: float = option(0.9, "momentum of the optimiser", minimum=0.0, maximum=1.0)
-    weight_decay: float = option(5e-4, "weight decay (not of norms, biases and position tables)", minimum=0.0)
-    norm_bias_lr: float = option(1.0, "rate of the norms' biases, times lr", minimum=0.0)
-    attention_lr: float = option(1.0, "rate of queries, keys, values, position tables and map convolutions, times lr",
+                                  "fallback_lr_scale=0.5 (rate of its AdamW, times lr)", OPTIMISER)
+    momentum: float = option(0.9, "momentum of the optimiser", OPTIMISER, minimum=0.0, maximum=1.0)
+    weight_decay: float = option(5e-4, "weight decay (not of norms, biases and position tables)", OPTIMISER,
                                  minimum=0.0)
-    clip_grad: float = option(0.0, "largest norm of the gradient; 0: no limit", minimum=0.0)
-    schedule: str = option("one_cycle", "learning rate over time; one_cycle: line up, line down; cosine: warm-up, "
-                                        "then cosine cycles; step: warm-up, then factors at decay_epochs; exp: "
-                                        "warm-up, then a factor every decay_every epochs",
-                           choices=("one_cycle", "cosine", "step", "exp", "constant"))
-    warmup: float = option(0.2, "share of all updates that is linear warm-up from 0", minimum=0.0, maximum=1.0)
-    lr_min: float = option(0.0, "lowest learning rate", minimum=0.0)
-    cycle_epochs: float = option(0.0, "cosine: epochs of the first cycle; 0: one cycle for all", minimum=0.0)
-    cycle_mul: float = option(1.0, "cosine: each cycle is this many times longer than the one before", minimum=1.0)
-    decay_epochs: list[float] = option([], "step: epochs at which the rate is multiplied by decay_rate")
-    decay_every: float = option(0.0, "exp: epochs, or a fraction of one, after which the rate is multiplied by "
-                                     "decay_rate", minimum=0.0)
-    decay_rate: float = option(0.1, "step, exp: the factor", minimum=0.0, maximum=1.0)
+    clip_grad: float = option(0.0, "largest norm of the gradient; 0: no limit", OPTIMISER, minimum=0.0)
+    attention_lr: float = option(1.0, "learning-rate multiplier of the attention parameters (q, k, v, position tables, "
+                                      "map convolutions)", OPTIMISER, minimum=0.0)
+    gate_lr: float = option(1.0, "learning-rate multiplier of learnable gates (a model's alpha and beta)", OPTIMISER,
+                            minimum=0.0)
+    gate_ramp: dict = option({}, "values to which learnable gates are raised linearly, from where the model has them, "
+                                 "and kept at: alpha=0.5 beta=1.0; empty: they learn", OPTIMISER)
+    gate_ramp_share: float = option(0.5, "part of all updates over which gate_ramp raises them", OPTIMISER,
+                                    minimum=0.0, maximum=1.0)
+    model_ema_decay: float = option(0.0, "decay, per update, of the averaged weights that are evaluated and exported; "
+                                         "0: off", OPTIMISER, minimum=0.0, below=1.0)
+    model_ema_warmup: bool = option(True, "let the decay of the average grow from 0 at the start", OPTIMISER)
 
-    whiten: bool = option(False, "give the first convolution frozen filters, which whiten the patches of the training "
-                                 "images")
-    logit_scale: float = option(1.0, "power of two by which the loss sees the logits multiplied; exported weights have "
-                                     "it multiplied in", minimum=0.0)
-    label_smoothing: float = option(0.1, "share of the target spread over all classes", minimum=0.0, maximum=1.0)
-    bce_loss: bool = option(False, "binary cross-entropy, a yes or no for each class, in place of softmax and "
-                                   "cross-entropy")
-    bce_target_thresh: float = option(0.0, "bce_loss: targets above this share become 1, the others 0; 0: as they are",
-                                      minimum=0.0, below=1.0)
-    mixup: float = option(0.0, "alpha of mixup; 0: off", minimum=0.0)
-    cutmix: float = option(0.0, "alpha of cutmix; 0: off", minimum=0.0)
-    random_erasing: float = option(0.0, "probability that an image has a rectangle replaced by noise",
-                                   minimum=0.0, maximum=1.0)
-    ema: float = option(0.0, "decay, per update, of the averaged weights that are evaluated and exported; 0: off",
-                        minimum=0.0, below=1.0)
-    ema_warmup: bool = option(True, "let the decay of the average grow from 0 at the start")
+    lr: float = option(0.2, "peak learning rate, per update; with lr_base_size that of so many images (timm: lr_base)",
+                       RATE, minimum=0.0)
+    lr_base_size: int = option(0, "if not 0, lr is per this many images and scaled to those of an update", RATE,
+                               minimum=0)
+    sched: str = option("linear", "learning rate over time; linear: line up, line down; cosine: warm-up, then cosine "
+                                  "cycles; multistep: warm-up, then factors at decay_milestones; step: warm-up, then a "
+                                  "factor every decay_epochs", RATE,
+                        choices=("linear", "cosine", "multistep", "step", "constant"))
+    warmup_epochs: float | str = option("20%", "epochs of linear warm-up from 0; 20%: a fifth of all", RATE)
+    lr_base_scale: str = option("auto", "how lr grows with the images of an update, where lr_base_size says of how "
+                                        "many it is; auto, as in timm: sqrt for LAMB and the optimisers with ada in "
+                                        "their name, linear for others", RATE, choices=("auto", "linear", "sqrt"))
+    min_lr: float = option(0.0, "lowest learning rate", RATE, minimum=0.0)
+    cycle_epochs: float = option(0.0, "cosine: epochs of the first cycle; 0: one cycle for all", RATE, minimum=0.0)
+    lr_cycle_mul: float = option(1.0, "cosine: each cycle is this many times longer than the one before", RATE,
+                                 minimum=1.0)
+    decay_milestones: list[float] = option([], "multistep: epochs at which the rate is multiplied by decay_rate", RATE)
+    decay_epochs: float = option(0.0, "step: epochs, or a fraction of one, after which the rate is multiplied by "
+                                      "decay_rate", RATE, minimum=0.0)
+    decay_rate: float = option(0.1, "step, multistep: the factor", RATE, minimum=0.0, maximum=1.0)
 
-    amp: str = option("none", "precision of the forward pass; --amp alone: bfloat16",
+    amp: str = option("none", "precision of the forward pass; --amp alone: bfloat16", SPEED,
                       choices=("none", "bfloat16", "float16"), bare="bfloat16")
-    channels_last: bool = option(False, "keep images and weights channels-last in memory", free=True)
-    compile: bool = option(False, "compile the model with torch.compile", free=True)
-    compile_mode: str = option("default", "mode of torch.compile; reduce-overhead: CUDA graphs, for networks whose "
-                                          "kernels are short, such as those of CIFAR", choices=COMPILE_MODES, free=True)
-    sync_bn: bool = option(False, "batch statistics over all processes (CUDA only)")
-    eval_batch_size: int = option(500, "images per process and evaluation step", minimum=1)
-    eval_epochs: int = option(1, "epochs between evaluations; the last epoch is always evaluated", minimum=1,
-                              free=True)
-    checkpoint_steps: int = option(0, "updates between checkpoints inside an epoch; 0: at its end only", minimum=0,
-                                   free=True)
-    snapshot_epochs: int = option(0, "keep the weights of every so many epochs in RUN/snapshots; 0: none", minimum=0,
-                                  free=True)
-    tta: str = option("none", "views whose logits are averaged, in a finished run's test and in --evaluate, beside the "
-                              "plain figure; six: mirrored and shifted by a pixel", choices=VIEWS, free=True)
-    test: bool = option(True, "test a finished run on the test images; --no-test, with images held out: leave "
-                              "them alone", free=True)
-    on_nan: str = option("stop", "on a non-finite loss or gradient; rollback: continue from the last checkpoint, the "
-                                 "learning rate halved (at most 5 times); skip: leave the update out (at most 20 "
-                                 "times)", choices=("stop", "rollback", "skip"), free=True)
-    log_steps: int = option(0, "updates between rows of speed.csv; 0: none", minimum=0, free=True)
-    tensorboard: bool = option(False, "write TensorBoard events into the run folder", free=True)
-    eval_on_train: bool = option(False, "allow data whose training images are those to evaluate on; what comes out is "
-                                        "no accuracy, and nothing calls it one", free=True)
-    wandb: str = option("", "Weights & Biases project; empty: none", free=True)
-    log_maps: int = option(0, "epochs between pictures of the attention maps of the first images that are evaluated "
-                              "on, in RUN/maps and on the boards; 0: none", minimum=0, free=True)
+    channels_last: bool = setting(False, "keep images and weights channels-last in memory", SPEED)
+    sync_bn: bool = option(False, "batch statistics over all processes (CUDA only)", SPEED)
+    dist_bn: str = option("broadcast", "statistics of BatchNorm that are evaluated; broadcast: the first process's; "
+                                       "reduce: the mean of all", SPEED, choices=("broadcast", "reduce"))
+    grad_checkpointing: bool = setting(False, "compute activations again in the backward pass: less memory, about a "
+                                              "third more time; of models that have it", SPEED)
+    dist_timeout: float = setting(10.0, "minutes that processes wait for one that does not answer", RUN, above=0.0)
+
+    eval_batch_size: int = option(500, "images per process and evaluation step", EVALUATION, minimum=1)
+    eval_epochs: int = setting(1, "epochs between evaluations; the last epoch is always evaluated", EVALUATION,
+                               minimum=1)
+    test: bool = setting(True, "test a finished run on the test images; --no-test, with images held out: leave them "
+                               "alone", EVALUATION)
+    eval_on_train: bool = setting(False, "allow data whose training images are those to evaluate on; what comes out is "
+                                         "no accuracy, and nothing calls it one", EVALUATION)
+
+    checkpoint_steps: int = setting(0, "updates between checkpoints inside an epoch; 0: at its end only", KEPT,
+                                    minimum=0)
+    snapshot_epochs: int = setting(0, "keep the weights of every so many epochs in RUN/snapshots; 0: none", KEPT,
+                                   minimum=0)
+    checkpoint_hist: int = setting(0, "of these the latest so many are kept; 0: all", KEPT, minimum=0)
+    on_nan: str = setting("stop", "on a non-finite loss or gradient; rollback: continue from the last checkpoint, the "
+                                  "learning rate halved (at most 5 times); skip: leave the update out (at most 20 "
+                                  "times)", KEPT, choices=("stop", "rollback", "skip"))
+    log_steps: int = setting(0, "updates between rows of speed.csv; 0: none", KEPT, minimum=0)
+    tensorboard: bool = setting(False, "write TensorBoard events into the run folder", KEPT)
+    wandb: str = setting("", "Weights & Biases project; empty: none", KEPT)
+    log_maps: int = setting(0, "epochs between pictures of the attention maps of the first images that are evaluated on, "
+                               "in RUN/maps and on the boards; 0: none", KEPT, minimum=0)
 
     def __post_init__(self):
         hints = typing.get_type_hints(type(self))
@@ -163,34 +170,57 @@ class TrainConfig:
         if self.epochs == int(self.epochs):
             self.epochs = int(self.epochs)
         self._check_exclusions()
-        if self.lr_min > self.lr:
-            raise UsageError(f"lr_min must be at most lr ({self.lr:g}), got {self.lr_min:g}")
-        if self.cycle_epochs and self.warmup:
-            raise UsageError(f"cosine restarts have no warm-up: warmup must be 0 when cycle_epochs is "
-                             f"{self.cycle_epochs:g}, got {self.warmup:g}")
-        if (self.mixup or self.cutmix) and self.batch_size < 2:
-            raise UsageError(f"mixup and cutmix mix pairs of images: batch_size must be at least 2, got "
-                             f"{self.batch_size}")
-        if self.compile_mode != "default" and not self.compile:
-            raise UsageError(f"compile_mode goes with compile, got {self.compile_mode} without it")
-        if self.cuda_graphs and self.grad_accum > 1:
-            raise UsageError(f"compile_mode {self.compile_mode} needs grad_accum 1, for the next replay of a CUDA "
-                             f"graph takes the gradients of the one before, got {self.grad_accum}")
-        if self.bce_target_thresh and not self.bce_loss:
-            raise UsageError(f"bce_target_thresh goes with bce_loss, got {self.bce_target_thresh:g} without it")
-        if self.bce_loss and self.label_smoothing == 1:
-            raise UsageError("label_smoothing must be below 1 with bce_loss, got 1")
-        if self.schedule == "exp" and not self.decay_every:
-            raise UsageError("schedule exp needs decay_every above 0, got 0")
-        if self.decay_epochs != sorted(self.decay_epochs):
-            raise UsageError(f"decay_epochs must rise, got {self.decay_epochs}")
-        check_logit_scale(self.logit_scale)
+        if self.min_lr > self.lr:
+            raise UsageError(f"min_lr must be at most lr ({self.lr:g}), got {self.min_lr:g}")
+        if self.cycle_epochs and self.warmup_updates(1000):
+            raise UsageError(f"cosine restarts have no warm-up: warmup_epochs must be 0 when cycle_epochs is "
+                             f"{self.cycle_epochs:g}, got {self.warmup_epochs}")
+        if self.sched == "step" and not self.decay_epochs:
+            raise UsageError("sched step needs decay_epochs above 0, got 0")
+        if self.decay_milestones != sorted(self.decay_milestones):
+            raise UsageError(f"decay_milestones must rise, got {self.decay_milestones}")
         check_gate_ramp(self.gate_ramp)
 
-    @property
-    def cuda_graphs(self) -> bool:
-        """Whether the compiled model is replayed as CUDA graphs, where there is CUDA."""
-        return self.compile and self.compile_mode in CUDA_GRAPHS
+    def warmup_updates(self, updates_per_epoch: int) -> int:
+        """Return the updates of the warm-up."""
+        if isinstance(self.warmup_epochs, str):
+            return round(float(self.warmup_epochs[:-1]) / 100 * round(self.epochs * updates_per_epoch))
+        return round(self.warmup_epochs * updates_per_epoch)
+
+    def for_processes(self, processes: int) -> TrainConfig:
+        """Return these options with the batch and accumulation by which so many processes make `total_batch`.
+
+        The fewest batches of at most `batch_size` images that divide a process's images are added up. Without
+        `total_batch` the options are returned as they are.
+
+        Raises:
+            UsageError: the processes cannot share it; names the nearest numbers that can.
+        """
+        total = self.total_batch
+        if not total:
+            return self
+        if total % processes:
+            able = [count for count in range(1, total + 1) if total % count == 0]
+            near = [max(n for n in able if n < processes), *[n for n in able if n > processes][:1]]
+            batches = [total // processes * processes, (total // processes + 1) * processes]
+            raise UsageError(f"total_batch {total} cannot be shared by {processes} processes: "
+                             f"{' or '.join(map(str, near))} processes can, or total_batch "
+                             f"{' or '.join(str(count) for count in batches if count)}")
+        own = total // processes
+        accum = next(n for n in range(1, own + 1) if own % n == 0 and own // n <= self.batch_size)
+        return dataclasses.replace(self, batch_size=own // accum, grad_accum_steps=accum)
+
+    def images_of_update(self, processes: int) -> int:
+        """Return the images of an update of so many processes, of options that are for them."""
+        return self.batch_size * self.grad_accum_steps * processes
+
+    def peak_lr(self, images: int) -> float:
+        """Return the peak learning rate of updates of so many images."""
+        if not self.lr_base_size:
+            return self.lr
+        root = self.lr_base_scale == "sqrt" or self.lr_base_scale == "auto" and any(
+            part in self.opt.lower() for part in ("ada", "lamb"))
+        return self.lr * (images / self.lr_base_size) ** (0.5 if root else 1)
 
     @property
     def logs_steps(self) -> bool:
@@ -200,17 +230,29 @@ class TrainConfig:
     def as_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
-    def differences(self, saved: dict[str, Any]) -> list[str]:
-        """The options that a run may not change on its way, where they differ from the saved ones, as text.
+    def differences(self, saved: dict[str, Any], processes: int = 1, saved_processes: int = 1) -> list[str]:
+        """Return, as text, the options that differ from the saved ones and may not change on resume.
 
-        An option that is missing there is younger than what was saved, which was made with its default.
+        An option that is missing there is younger than what was saved, which was made with its default. How
+        processes share the images of an update may change, their number may not.
         """
-        default = {f.name: f.default_factory() if f.default is dataclasses.MISSING else f.default
-                   for f in dataclasses.fields(self)}
-        own = self.as_dict()
-        return [f"{f.name} was {saved.get(f.name, default[f.name])!r}, got {own[f.name]!r}"
-                for f in dataclasses.fields(self)
-                if not f.metadata["free"] and saved.get(f.name, default[f.name]) != own[f.name]]
+        saved, own = modern(saved)[0], self.as_dict()
+        changed = [f"{name} was {saved[name]!r}, and is no more" for name, off in GONE.items()
+                   if saved.get(name, off) != off]
+        for field in dataclasses.fields(self):
+            default = field.default_factory() if field.default is dataclasses.MISSING else field.default
+            was, now = saved.get(field.name, default), own[field.name]
+            if field.name == "warmup_epochs" and was != now:
+                before, after = (_warmup_epochs(*pair) for pair in ((was, saved.get("epochs", self.epochs)),
+                                                                    (now, self.epochs)))
+                was = now if math.isclose(before, after, rel_tol=1e-4) else was
+            if was != now and not field.metadata["may_change_on_resume"] and field.name not in OF_AN_UPDATE:
+                changed.append(f"{field.name} was {was!r}, got {now!r}")
+        was = saved.get("batch_size", self.batch_size) * saved.get("grad_accum_steps", 1) * saved_processes
+        if was != self.images_of_update(processes):
+            changed.append(f"the images of an update (batch_size x grad_accum_steps x processes) were {was}, got "
+                           f"{self.images_of_update(processes)}")
+        return changed
 
     def _check_exclusions(self) -> None:
         """Raise UsageError where an option with `not_with` has a value beside the one that excludes it."""
@@ -222,6 +264,14 @@ class TrainConfig:
                     (f.name, "empty" if f.default == "" else f"{f.default:g}", repr(getattr(self, f.name)))
                     for f in excluded), strict=True))
                 raise UsageError(f"{names} must be {required} with --{other.replace('_', '-')}, got {given}")
+
+
+OF_AN_UPDATE = ("batch_size", "grad_accum_steps", "total_batch")  # what counts is their product with the processes
+
+
+def _warmup_epochs(value: float | str, epochs: float) -> float:
+    """Return the epochs of a warm-up, of which a percentage is of all epochs."""
+    return float(value[:-1]) / 100 * epochs if isinstance(value, str) else value
 
 
 def _coerce(name: str, value: Any, kind: Any) -> Any:
@@ -240,18 +290,25 @@ def _coerce(name: str, value: Any, kind: Any) -> Any:
                 if float(value) != int(float(value)):
                     raise
                 return int(float(value))
-        if kind is float:
+        if kind in (float, float | str):
             if isinstance(value, bool):
                 raise ValueError
-            return float(value)
+            if kind is float or not str(value).endswith("%"):
+                return float(value)
+            percent = float(str(value)[:-1])
+            if not 0 <= percent <= 100:
+                raise UsageError(f"{name} must be at least 0 and at most 100%, got {value}")
+            return f"{percent:.10g}%" if percent else 0.0
         if kind is str:
             return "none" if value is None else str(value)
         if kind is dict:
             return _plain(dict(value or {}))
         return [float(v) for v in value or []]
+    except UsageError:
+        raise
     except (TypeError, ValueError, OverflowError):
-        wanted = getattr(kind, "__name__", str(kind))
-        raise UsageError(f"{name} must be of type {wanted}, got {value!r}") from None
+        wanted = "a number or a percentage" if kind == float | str else f"of type {getattr(kind, '__name__', kind)}"
+        raise UsageError(f"{name} must be {wanted}, got {value!r}") from None
 
 
 def _plain(value: Any) -> Any:
@@ -285,13 +342,32 @@ def _check_range(field: dataclasses.Field, value: Any) -> None:
 
 
 def recipe_names() -> list[str]:
-    """Names of the recipes the package ships."""
-    return sorted(f.name.removesuffix(".yaml") for f in resources.files("ea_vision.recipes").iterdir()
-                  if f.name.endswith(".yaml"))
+    """Return the names of the recipes: the files of the package, and imagenet_MODEL for each published network."""
+    files = {f.name.removesuffix(".yaml") for f in resources.files("ea_vision.recipes").iterdir()
+             if f.name.endswith(".yaml")}
+    return sorted(files | _published_recipes().keys())
 
 
-def load_recipe(name: str) -> dict[str, Any]:
+@cache
+def _published_recipes() -> dict[str, dict[str, Any]]:
+    """Return, by name, a recipe for each network of the papers' ImageNet tables that has no file."""
+    tables = yaml.safe_load((resources.files("ea_vision") / "models" / "published.yaml").read_text())
+    models = {row["model"] for table in tables if table.get("recipe") == "imagenet_{model}" for row in table["rows"]
+              if "recipe" not in row}
+    bases = {model: next((base for part, base in BASES.items() if part in model), "imagenet") for model in models}
+    return {f"imagenet_{model}": {"base": base, "model": model, "num_classes": 1000}
+            for model, base in bases.items() if base != f"imagenet_{model}"}
+
+
+OLDER = "has names of before, which the next release does not know"
+BASES = {"aa_mnasnet": "imagenet_aa_mnasnet_100", "semnasnet": "imagenet_semnasnet_100"}  # others: imagenet
+
+
+def load_recipe(name: str, known: Collection[str] | None = None, notes: list[str] | None = None) -> dict[str, Any]:
     """Read a recipe by name or path, over the one that it names as its `base`. A run folder's config.yaml is one too.
+
+    known: options of the trainer; others that a run folder has, of an older release, are left out.
+    notes: gets a line for each file with names of before.
 
     Raises:
         UsageError: no such recipe, not a YAML mapping, or a recipe that is its own base.
@@ -301,7 +377,7 @@ def load_recipe(name: str) -> dict[str, Any]:
         if name in chain:
             raise UsageError(f"recipe {name} is its own base: {' -> '.join([*chain, name])}")
         chain.append(name)
-        own = _read_recipe(name)
+        own = _read_recipe(name, known, [] if notes is None else notes)
         kwargs = {**(own.get("model_kwargs") or {}), **recipe.get("model_kwargs", {})}
         name = own.pop("base", "none")
         if "opt" in recipe:  # another optimiser's keywords
@@ -311,9 +387,12 @@ def load_recipe(name: str) -> dict[str, Any]:
 
 
 def describe_recipe(name: str) -> str:
-    """A recipe's name and the first sentence of its comment, for a log."""
+    """Return a recipe's name and the first sentence of its comment, for a log."""
     if name == "none":
         return "none (the options' own defaults)"
+    if name in _published_recipes():
+        recipe = _published_recipes()[name]
+        return f"{name} (recipe {recipe['base']} with {recipe['model']} of the papers' tables)"
     if name not in recipe_names():
         return name
     comment = ""
@@ -325,27 +404,30 @@ def describe_recipe(name: str) -> str:
     return f"{name} ({sentence})" if sentence else name
 
 
-def _read_recipe(name: str) -> dict[str, Any]:
-    """What one recipe file says, `base` included."""
+def _read_recipe(name: str, known: Collection[str] | None, notes: list[str]) -> dict[str, Any]:
+    """Return what one recipe says, `base` included, under today's names."""
+    if name in _published_recipes():
+        return dict(_published_recipes()[name])
     if name in recipe_names():
-        text = (resources.files("ea_vision.recipes") / f"{name}.yaml").read_text()
-    else:
-        path = Path(name)
-        if not path.is_file():
-            raise UsageError(f"no recipe {name!r}: {near_matches(name, recipe_names() + ['none'], 'recipes')}")
-        try:
-            text = path.read_text()
-        except (OSError, ValueError) as error:
-            raise UsageError(f"recipe {name} cannot be read: {error}") from error
+        return yaml.safe_load((resources.files("ea_vision.recipes") / f"{name}.yaml").read_text())
+    path = Path(name)
+    if not path.is_file():
+        raise UsageError(f"no recipe {name!r}: {near_matches(name, recipe_names() + ['none'], 'recipes')}")
     try:
-        recipe = yaml.safe_load(text)
+        recipe = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"recipe {name} cannot be read: {error}") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UsageError(f"recipe {name} is not valid YAML: {error}") from error
     if not isinstance(recipe, dict):
         raise UsageError(f"recipe {name} must be a YAML mapping, got {type(recipe).__name__}")
-    if "run" in recipe:  # a run folder's: its place on disk is not part of the experiment
-        recipe = {key: value for key, value in recipe.items() if key not in ("run", "output", "resume")}
-    return recipe
+    values, older = modern(recipe)
+    if older:
+        notes.append(f"recipe {name} {OLDER}: {'; '.join(older)}")
+    if "run" in values:  # a run folder's: its folder is no part of the experiment
+        values = {key: value for key, value in values.items() if key not in ("run", "output", "resume")
+                  and (known is None or key in known)}
+    return values
 
 
 def resolve(cls: type[TrainConfig], given: dict[str, Any]) -> tuple[Any, frozenset[str]]:
@@ -358,19 +440,26 @@ def resolve(cls: type[TrainConfig], given: dict[str, Any]) -> tuple[Any, frozens
         UsageError: unknown key (naming near matches), wrong type or range.
     """
     names = [f.name for f in dataclasses.fields(cls)]
+    (given, older), notes = modern(given), []
+    if older:
+        notes.append(f"the command line {OLDER}: {'; '.join(older)}")
     recipe_name = given.get("recipe", cls.recipe)
-    recipe = load_recipe(recipe_name)
+    recipe = load_recipe(recipe_name, names, notes)
     for source, keys in (("recipe " + recipe_name, recipe), ("command line", given)):
         for key in keys:
             if key not in names:
                 raise UsageError(f"{source}: unknown option {key!r}; {near_matches(key, names, 'options')}")
+    if {"batch_size", "grad_accum_steps"} & given.keys() and "total_batch" not in given:
+        given["total_batch"] = 0
     opt_kwargs = given.get("opt_kwargs") or {}
     if given.get("opt", recipe.get("opt")) == recipe.get("opt"):  # the recipe's are for the recipe's optimiser
         opt_kwargs = {**(recipe.get("opt_kwargs") or {}), **opt_kwargs}
     recipe_kwargs, given_kwargs = recipe.get("model_kwargs") or {}, given.get("model_kwargs") or {}
     values = {**recipe, **given, "recipe": recipe_name, "opt_kwargs": opt_kwargs,
               "model_kwargs": {**recipe_kwargs, **given_kwargs}}
-    return cls(**values), frozenset(recipe_kwargs) - frozenset(given_kwargs)
+    config = cls(**values)
+    config.notes = tuple(notes)
+    return config, frozenset(recipe_kwargs) - frozenset(given_kwargs)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -382,7 +471,7 @@ class _Parser(argparse.ArgumentParser):
 
 class _Help(argparse.RawDescriptionHelpFormatter):
     def __init__(self, prog):
-        super().__init__(prog, max_help_position=30, width=120)
+        super().__init__(prog, max_help_position=26, width=100)
 
 
 class _KeyValues(argparse.Action):
@@ -404,11 +493,16 @@ class _KeyValues(argparse.Action):
 
 def make_parser(cls: type[TrainConfig], description: str, examples: str) -> argparse.ArgumentParser:
     """A parser with one flag for each field of `cls`; shown defaults are those of the default recipe."""
-    parser = _Parser(description=description, epilog="examples:\n" + examples, allow_abbrev=False,
+    parser = _Parser(usage="%(prog)s [OPTION ...]", description=description, epilog="examples:\n" + examples,
+                     allow_abbrev=False,
                      formatter_class=_Help, argument_default=argparse.SUPPRESS)
     defaults, _ = resolve(cls, {})
     hints = typing.get_type_hints(cls)
+    groups = {title: parser.add_argument_group(title) for title in GROUPS}
+    older = {new: old for old, new in RENAMED.items()}
     for field in dataclasses.fields(cls):
+        title = field.metadata["group"]
+        group = groups[title] if title in groups else groups.setdefault(title, parser.add_argument_group(title))
         flag = "--" + field.name.replace("_", "-")
         shown = getattr(defaults, field.name)
         if isinstance(shown, dict):
@@ -416,15 +510,22 @@ def make_parser(cls: type[TrainConfig], description: str, examples: str) -> argp
         help = f"{field.metadata['help']} (default: {shown if shown not in ('', []) else 'empty'})".replace("%", "%%")
         kind = hints[field.name]
         if kind is bool:
-            parser.add_argument(flag, action=argparse.BooleanOptionalAction, help=help)
+            words = {"action": argparse.BooleanOptionalAction}
         elif kind is dict:
-            parser.add_argument(flag, nargs="+", action=_KeyValues, metavar="KEY=VALUE", help=help)
-        elif kind in (str, int, float):
-            metavar = "|".join(field.metadata["choices"]) if field.metadata["choices"] else field.name.upper()
-            bare = field.metadata["bare"]
-            parser.add_argument(flag, metavar=metavar, help=help, **({"nargs": "?", "const": bare} if bare else {}))
+            words = {"nargs": "+", "action": _KeyValues, "metavar": "KEY=VALUE"}
+        elif kind == list[float]:
+            words = {"nargs": "*", "metavar": "EPOCH"}
         else:
-            parser.add_argument(flag, nargs="*", metavar="EPOCH", help=help)
+            value = {int: "N", float: "X", float | str: "X|P%"}.get(kind, field.name.upper())
+            words = {"metavar": "|".join(field.metadata["choices"] or [value])}
+            if field.metadata["bare"]:
+                words.update(nargs="?", const=field.metadata["bare"])
+        if field.name == "decay_epochs":  # before it was a list
+            words["nargs"] = "+"
+        group.add_argument(flag, help=help, **words)
+        if field.name in older:
+            words = {key: value for key, value in words.items() if key != "metavar" and value != "+"}
+            parser.add_argument("--" + older[field.name].replace("_", "-"), help=argparse.SUPPRESS, **words)
     return parser
 
 
@@ -438,5 +539,7 @@ def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> dict[str, 
     if unknown:
         flags = [s for action in parser._actions for s in action.option_strings if s.startswith("--")]
         word = unknown[0].partition("=")[0]
+        if word in THEIRS:
+            raise UsageError(f"unknown argument {word!r}: here it is {THEIRS[word]}")
         raise UsageError(f"unknown argument {unknown[0]!r}; {near_matches(word, flags, 'flags')}")
     return vars(namespace)

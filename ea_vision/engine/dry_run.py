@@ -24,6 +24,7 @@ from ea_vision.base.process_tree import PeakMemory
 from ea_vision.base.processes import World
 from ea_vision.base.units import counted, duration, memory_size
 from ea_vision.engine import checkpoint, run_folder
+from ea_vision.engine.preflight import describe_update, other_than_recipe
 from ea_vision.engine.train import Trainer
 
 log = logging.getLogger(__name__)
@@ -77,7 +78,7 @@ def _updates(trainer: Trainer, epoch: int) -> tuple[float, float, float]:
     """Rehearse an epoch: seconds to its first batch, seconds of an update after the first ones, and images per second
     of the loader alone (nan where the epoch is too short)."""
     config, world = trainer.config, trainer.world
-    accum, available = config.grad_accum, trainer.updates_per_epoch
+    accum, available = config.grad_accum_steps, trainer.updates_per_epoch
     trainer.net.train()
     start = time.perf_counter()
     with closing(trainer.train_loader.batches(epoch, 0)) as source:
@@ -85,11 +86,11 @@ def _updates(trainer: Trainer, epoch: int) -> tuple[float, float, float]:
             batches = [next(source) for _ in range(accum)]
             trainer.bad_images.new.clear()  # the run itself counts and lists them
             trainer._update(batches)
-            hear(trainer.news_after)
+            check(trainer.results_after)
 
-        def hear(under_way: int = 0) -> None:
-            for made in trainer.hear(under_way):
-                fault = trainer.fault_of(made)
+        def check(under_way: int = 0) -> None:
+            for result in trainer.results.collect(under_way):
+                fault = trainer.fault_of(result)
                 if fault is not None:
                     raise fault
 
@@ -97,18 +98,18 @@ def _updates(trainer: Trainer, epoch: int) -> tuple[float, float, float]:
         waited = time.perf_counter() - start
         trainer.bad_images.new.clear()
         trainer._update(batches)
-        hear()
+        check()
         done, first = 1, time.perf_counter()
         if available > 2:  # the second one shows the pace; a GPU has chosen its algorithms by then
             update()
-            hear()
+            check()
             pace = _slowest(world, time.perf_counter() - first)
             done = 2
             first = time.perf_counter()
             wanted = min(available - done, max(FEWEST, math.ceil(SECONDS / max(pace, 1e-6))))
             for _ in range(wanted):
                 update()
-            hear()
+            check()
             done += wanted
             seconds = (time.perf_counter() - first) / wanted
         else:
@@ -135,7 +136,7 @@ def _evaluation(trainer: Trainer) -> float:
 
     def timed(count: int) -> float:
         begun = time.perf_counter()
-        trainer.judge(trainer.best_model, _First(trainer.eval_loader, count), trainer.num_classes, world, config)
+        trainer.evaluate(trainer.best_model, _First(trainer.eval_loader, count), trainer.num_classes, world, config)
         trainer.bad_images.new.clear()
         return _slowest(world, time.perf_counter() - begun)
 
@@ -190,23 +191,26 @@ def rehearse(trainer: Trainer, processes: int = 0) -> Estimate:
         eval_seconds = _evaluation(trainer)
         save_seconds, best_seconds, sizes = _checkpoint(trainer)
     images = len(trainer.train_loader) * config.batch_size * world.size  # of an epoch, up to a batch
-    updates = max(1, images // (config.batch_size * config.grad_accum * processes))
+    planned = config.for_processes(processes)
+    updates = max(1, images // planned.images_of_update(processes))
+    own = planned.images_of_update(1)  # of a process, in an update
+    longer = own / config.images_of_update(1)
     count = trainer.total_epochs
     evaluations = math.ceil(count / config.eval_epochs) + (2 if trainer.eval_split == "held_out" else 0)
     saves = count * (1 + (updates - 1) // config.checkpoint_steps if config.checkpoint_steps else 1) + 1
     epoch_start = sum(starts) / len(starts)
     made = round(config.epochs * updates)
+    update_seconds = {side: longer * seconds for side, seconds in update_seconds.items()}
     training = made * sum(epochs * update_seconds[side] for side, epochs in sides.items()) / count
     seconds = (training + count * epoch_start + evaluations * eval_seconds * world.size / processes
                + saves * save_seconds + count * max(best_seconds - save_seconds, 0.0))  # each epoch may be best
     rows = count * ROW_BYTES
     snapshots = count // config.snapshot_epochs if config.snapshot_epochs else 0
     disk = sum(sizes.values()) + snapshots * sizes[run_folder.WEIGHTS] + 5 * rows
-    per_update = config.batch_size * config.grad_accum
     return Estimate(
         processes=processes, seconds=seconds, updates=updates, update_seconds=update_seconds,
         epoch_start_seconds=epoch_start, eval_seconds=eval_seconds, save_seconds=save_seconds,
-        images_per_s=made * per_update / training, loader_images_per_s=min(alone),
+        images_per_s=made * own / training, loader_images_per_s=min(alone),
         main_memory=sum(world.gather(memory.peak)),
         device_memory=torch.cuda.max_memory_reserved(world.device) if on_gpu else 0,
         disk=disk, disk_peak=disk + sizes[checkpoint.LAST] + rows)
@@ -220,6 +224,8 @@ def report(estimate: Estimate, trainer: Trainer, image_bytes: float = 0.0) -> No
              found.processes, duration(found.seconds), counted(config.epochs, "epoch"), found.updates,
              ", ".join(f"{seconds:.3g} s ({side} pixels)" for side, seconds in found.update_seconds.items()),
              found.eval_seconds)
+    planned = config.for_processes(found.processes)
+    log.info("update      %s%s", describe_update(planned, found.processes), other_than_recipe(planned, found.processes))
     if found.processes != world.size:
         gradients = sum(p.numel() for p in trainer.model.parameters()) * 4 / 2**20
         log.info("            each taken to be as fast as one of the %d here; averaging %.1f MiB of gradients in each "

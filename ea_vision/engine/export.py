@@ -69,9 +69,9 @@ def card(config: dict, run: dict, results: dict, metrics: dict, name: str, dtype
         top = "" if math.isnan(accuracy) else f"{accuracy:.2f}"
         log.append(f"| {epoch:.0f} | {loss:.4f} | {top} | {speed:.0f} | {seconds:.0f} |")
     options = ", ".join(f"{k} {config[k]}" for k in (
-        "epochs", "batch_size", "opt", "opt_kwargs", "lr", "momentum", "weight_decay", "norm_bias_lr", "attention_lr",
-        "schedule", "warmup", "whiten", "logit_scale", "label_smoothing", "flip", "crop_padding", "crop_padding_mode",
-        "cutout", "ema", "amp", "channels_last") if k in config)  # runs from before an option was there lack it
+        "epochs", "batch_size", "opt", "opt_kwargs", "lr", "momentum", "weight_decay", "attention_lr", "sched",
+        "warmup_epochs", "smoothing", "flip", "crop_padding", "crop_padding_mode", "cutout", "model_ema_decay", "amp",
+        "channels_last") if k in config)  # runs from before an option was there lack it
     starts = run.get("starts", [{"update": 1, **run}])  # a folder from before starts were listed
     commit, hardware, versions = (by_update(starts, describe) for describe in (
         lambda start: f"`{start['git_commit']}`", lambda start: start["hardware"],

@@ -1,4 +1,17 @@
-"""The optimiser of a run: timm's, by name, with its groups of parameters."""
+"""The optimiser of a run, timm's by name with its groups of parameters, and the learning rate of each update.
+
+Schedules are timm's; update u of an epoch of U updates is at epoch u / U.
+
+    linear      from 0 to lr over the warm-up, down to min_lr at the end
+    cosine      linear warm-up, one cosine from lr to min_lr; or, with cycle_epochs, restarts (Loshchilov and Hutter
+                2017, https://arxiv.org/abs/1608.03983; equation 7 of the PA paper): cycle i lasts
+                T_i = cycle_epochs * lr_cycle_mul**i epochs and
+                lr = min_lr + (lr_max - min_lr) (1 + cos(pi t / T_i)) / 2
+    multistep   linear warm-up, then times decay_rate from each of decay_milestones on
+    step        linear warm-up over the first updates of a staircase that falls from epoch 0 on: times decay_rate every
+                decay_epochs epochs, which may be a fraction (tensorflow/tpu, mnasnet_utils.py)
+    constant    lr, after the warm-up
+"""
 
 from __future__ import annotations
 
@@ -8,13 +21,13 @@ from typing import Any
 
 import timm.optim
 import torch
+from timm.scheduler import CosineLRScheduler, MultiStepLRScheduler, PolyLRScheduler, StepLRScheduler
 from torch import nn
 
 from ea_vision.base.errors import UsageError, near_matches
 from ea_vision.engine.config import TrainConfig
 from ea_vision.layers import attention_layers, learnable_gates
 
-NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.GroupNorm, nn.LayerNorm)
 LOOKAHEAD = "lookahead_"  # before the name of the optimiser that it wraps
 FALLBACK_SCALE = "fallback_lr_scale"  # a keyword of Muon: the rate of its AdamW over that of the matrices
 MUON_SCALES_FALLBACK = FALLBACK_SCALE in inspect.signature(timm.optim.Muon).parameters  # not in older releases of timm
@@ -39,32 +52,29 @@ def build_optimizer(config: TrainConfig, model: nn.Module, images_per_update: in
 
     There is no weight decay on norms, biases and what `model.no_weight_decay()` names, and frozen parameters are in no
     group. timm's schedulers multiply the rate by a group's `lr_scale`: with `config.layer_decay` each layer has one.
-    With `config.norm_bias_lr` the norms' biases, with `config.attention_lr` the `map_parameters`, and with
+    With `config.attention_lr` the `map_parameters`, and with
     `config.gate_lr` the learnable shares (alpha, beta) of evolutions are groups of their own, the last ones, whose
     scales are multiplied by it.
 
     Raises:
-        UsageError: unknown optimiser (naming near matches), a keyword or value it refuses, norm_bias_lr for a model
-            whose norms have no biases, attention_lr for one without attention layers of ours, or gate_lr for one
-            without learnable shares.
+        UsageError: unknown optimiser (naming near matches), a keyword or value it refuses, attention_lr for a model
+            without attention layers of ours, or gate_lr for one without learnable gates.
     """
     check_optimizer_name(config.opt)
-    lr = config.lr * images_per_update / config.lr_base_batch if config.lr_base_batch else config.lr
+    lr = config.peak_lr(images_per_update)
     decayed = getattr(model, "no_weight_decay", set)()
     fallback = {key: value for key, value in config.opt_kwargs.items() if key in FALLBACK}
     others = {key: value for key, value in config.opt_kwargs.items() if key not in FALLBACK}
     name = config.opt.removeprefix(LOOKAHEAD)
     scale = others.pop(FALLBACK_SCALE, 1.0) if name.endswith("muon") and not MUON_SCALES_FALLBACK else 1.0
     try:
-        if config.layer_decay != 1:
+        if getattr(config, "layer_decay", 1.0) != 1:  # an option of classifiers
             groups = timm.optim.param_groups_layer_decay(model, config.weight_decay, no_weight_decay_list=decayed,
                                                          layer_decay=config.layer_decay, **fallback)
             groups.sort(key=lambda group: -group["lr_scale"])  # the first group's rate, which is logged, is lr
         else:
             groups = timm.optim.param_groups_weight_decay(model, config.weight_decay, no_weight_decay_list=decayed,
                                                           **fallback)
-        if config.norm_bias_lr != 1:
-            groups = _with_apart(groups, norm_biases(model), config.norm_bias_lr, "norm_bias_lr", "norms with biases")
         if config.attention_lr != 1:
             groups = _with_apart(groups, map_parameters(model), config.attention_lr, "attention_lr",
                                  "attention layers of ea_vision")
@@ -100,11 +110,6 @@ def _schedule_fallback(optimizer: torch.optim.Optimizer, scale: float) -> None:
             group["adamw_lr"] = scale * group["lr"]
 
     optimizer.register_step_pre_hook(follow)
-
-
-def norm_biases(model: nn.Module) -> list[nn.Parameter]:
-    """The biases of the model's norm layers."""
-    return [module.bias for module in model.modules() if isinstance(module, NORMS) and module.bias is not None]
 
 
 def map_parameters(model: nn.Module) -> list[nn.Parameter]:
@@ -170,3 +175,24 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], begu
             parameter = parameters[number]
             if torch.is_tensor(value) and value.shape == parameter.shape:  # back to the memory format of the weight
                 averages[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+
+
+def build_schedule(config: TrainConfig, optimizer: torch.optim.Optimizer, updates_per_epoch: int):
+    """Return a timm scheduler; call `step_update(n)` after n updates, n = 0 included."""
+    total, warmup = round(config.epochs * updates_per_epoch), config.warmup_updates(updates_per_epoch)
+    common = {"warmup_t": warmup, "t_in_epochs": False}
+    if config.sched == "linear":
+        return PolyLRScheduler(optimizer, t_initial=max(total - warmup, 1), power=1.0, lr_min=config.min_lr,
+                               warmup_prefix=True, **common)
+    if config.sched == "cosine":
+        first = round(config.cycle_epochs * updates_per_epoch) or max(total - warmup, 1)
+        # The cycle limit only has to exceed the number of cycles that fit.
+        return CosineLRScheduler(optimizer, t_initial=first, lr_min=config.min_lr, cycle_mul=config.lr_cycle_mul,
+                                 cycle_limit=total // first + 1, warmup_prefix=True, **common)
+    if config.sched == "step":
+        return StepLRScheduler(optimizer, decay_t=config.decay_epochs * updates_per_epoch,
+                               decay_rate=config.decay_rate, warmup_prefix=False, **common)
+    milestones = config.decay_milestones if config.sched == "multistep" else []
+    # timm's milestone m acts from index m - 1 on, hence the + 1.
+    return MultiStepLRScheduler(optimizer, decay_t=[round(e * updates_per_epoch) + 1 for e in milestones],
+                                decay_rate=config.decay_rate, warmup_prefix=False, **common)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 import shutil
 import time
@@ -18,7 +19,7 @@ from ea_vision.base.errors import UsageError
 from ea_vision.base.networks import REFUSALS, lay_out
 from ea_vision.base.processes import World
 from ea_vision.base.units import counted, duration, memory_size
-from ea_vision.engine.config import TrainConfig
+from ea_vision.engine.config import TrainConfig, load_recipe
 from ea_vision.engine.evaluate import autocast
 
 log = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ def checkpoint_bytes(model: nn.Module, config: TrainConfig) -> int:
     """Bytes that a run folder grows to, at most: three checkpoints and one being written, and the exported weights."""
     weights = sum(t.numel() * t.element_size() for t in model.state_dict().values())
     averages = sum(p.numel() * 4 for p in model.parameters())  # momentum; Adam's second one is counted with the rest
-    copies = weights + 2 * averages + (weights if config.ema else 0)
+    copies = weights + 2 * averages + (weights if config.model_ema_decay else 0)
     return 4 * copies + 2 * weights
 
 
@@ -54,8 +55,26 @@ def check_disk(folder: Path, needed: int) -> int:
 
 
 def loss_on_noise(model: nn.Module, images: torch.Tensor) -> torch.Tensor:
-    """A classifier's loss on images (B, 3, H, W), all of the first class."""
+    """Return a classifier's loss on images (B, 3, H, W), all of the first class."""
     return F.cross_entropy(model(images).float(), torch.zeros(len(images), dtype=torch.int64, device=images.device))
+
+
+def describe_update(config: TrainConfig, processes: int) -> str:
+    """Return how so many processes make an update, and its peak learning rate, for a line of the log."""
+    images, accum = config.images_of_update(processes), config.grad_accum_steps
+    return (f"{images} images = {config.batch_size} x {processes} processes"
+            f"{f' x {accum} batches' if accum > 1 else ''}, peak learning rate {config.peak_lr(images):g}")
+
+
+def other_than_recipe(config: TrainConfig, processes: int) -> str:
+    """Return the end of that line where the recipe means another number of images; else nothing."""
+    recipe = {} if config.recipe == "none" else load_recipe(config.recipe)
+    wanted = recipe.get("total_batch", 0)
+    if not wanted or wanted == config.images_of_update(processes):
+        return ""
+    base, rate = recipe.get("lr_base_size", 0), recipe.get("lr", config.lr)
+    meant = dataclasses.replace(config, lr=rate, lr_base_size=base, min_lr=0.0).peak_lr(wanted)
+    return f"; recipe {config.recipe} means {wanted} images, rate {meant:g}"
 
 
 def trial_step(model: nn.Module, config: TrainConfig, img_size: int, device: torch.device,
@@ -90,7 +109,8 @@ def trial_step(model: nn.Module, config: TrainConfig, img_size: int, device: tor
         except torch.OutOfMemoryError as error:
             raise UsageError(f"a batch of {count} images of {img_size} pixels does not fit into the memory of {device} "
                              f"({memory_size(torch.cuda.get_device_properties(device).total_memory)}): lower "
-                             "--batch-size, raise --grad-accum, or set --amp bfloat16") from error
+                             "--batch-size (with --total-batch more batches are added up), or set "
+                             "--grad-checkpointing or --amp") from error
         except REFUSALS as error:
             raise UsageError(f"model {config.model} cannot be trained on batches of {count} images of {img_size} "
                              f"pixels: {error}") from error
@@ -100,7 +120,7 @@ def trial_step(model: nn.Module, config: TrainConfig, img_size: int, device: tor
 
 def preflight(model: nn.Module, config: TrainConfig, *, folder: Path, world: World, batches: int, train_images: int,
               eval_images: int, classes: int, ahead: int,
-              loss_of: Callable[[nn.Module, torch.Tensor], torch.Tensor] = loss_on_noise) -> None:
+              loss_of: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
     """Check memory, disk and pace, and log what the run is going to be.
 
     Args:
@@ -117,16 +137,13 @@ def preflight(model: nn.Module, config: TrainConfig, *, folder: Path, world: Wor
         raise UsageError(f"{ahead} batches kept ready (workers x 2) need {memory_size(buffers)}, "
                          f"{memory_size(available_memory())} are free: lower --workers or --batch-size")
     seconds, peak = trial_step(model, config, img_size, world.device, loss_of)
-    update = config.batch_size * config.grad_accum * world.size
-    lr = config.lr * update / config.lr_base_batch if config.lr_base_batch else config.lr
     where = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
     log.info("data        %d training images, %d for evaluation, %d classes", train_images, eval_images, classes)
     log.info("model       %s, %.1fM parameters, %d pixels", config.model,
              sum(p.numel() for p in model.parameters()) / 1e6, img_size)
     log.info("processes   %d on %s%s", world.size, where, f", {memory_size(peak)} used each" if peak else "")
-    log.info("update      %d images = %d x %d processes%s, peak learning rate %g", update, config.batch_size,
-             world.size, f" x {config.grad_accum} batches" if config.grad_accum > 1 else "", lr)
+    log.info("update      %s%s", describe_update(config, world.size), other_than_recipe(config, world.size))
     log.info("disk        up to %s for checkpoints in %s, %s free", memory_size(needed), folder, memory_size(free))
     log.info("time        about %s for %s of %d updates (computation alone, from one batch)",
              duration(seconds * batches * config.epochs), counted(config.epochs, "epoch"),
-             batches // config.grad_accum)
+             batches // config.grad_accum_steps)

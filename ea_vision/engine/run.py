@@ -1,18 +1,19 @@
 """A run, put together: from a trainer's options and data to a complete run folder, or to an evaluation.
 
-A trainer's file holds a `Task`: its options, and how its data is opened and loaded. `main` is its command; all else
-that makes a run (model, loaders, training loop, checks before the first step, run folder, evaluation) is put together
-here, in `train` and `evaluate_target`, for all trainers alike.
+A trainer's file holds a `DataModule`: its options, and how its data is opened and loaded. `main` is its command; all
+else that makes a run (model, loaders, training loop, checks before the first step, run folder, evaluation) is put
+together here, in `train` and `evaluate_target`, for all trainers alike.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import random
 import socket
 import sys
-from contextlib import closing
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,6 +25,7 @@ from torch import nn
 from ea_vision.base.errors import UsageError
 from ea_vision.base.files import check_writable, write_json
 from ea_vision.base.networks import (
+    REFUSALS,
     check_classes,
     check_model_name,
     create_classifier,
@@ -37,6 +39,7 @@ from ea_vision.base.processes import World, join_world
 from ea_vision.base.provenance import hardware, provenance
 from ea_vision.data.bad_images import BadImages
 from ea_vision.engine import checkpoint, run_folder
+from ea_vision.engine.classification import Teacher
 from ea_vision.engine.config import TrainConfig, describe_recipe, make_parser, parse, resolve
 from ea_vision.engine.dry_run import rehearse, report
 from ea_vision.engine.log_maps import maps_logger
@@ -45,18 +48,17 @@ from ea_vision.engine.report import line_of, numbers_of, timm_row, write_evaluat
 from ea_vision.engine.signals import StopRequest
 from ea_vision.engine.step_log import StepLog
 from ea_vision.engine.train import Trainer
-from ea_vision.engine.whiten import every_nth, whiten
 
 log = logging.getLogger(__name__)
 # Options that may differ from node to node: where things lie, and how many hands a node has.
 OWN_OF_A_NODE = ("data_dir", "train_beton", "val_beton", "cache_dir", "output", "pretrained_path", "workers", "recipe")
 
 
-class Task:
-    """What a trainer's file adds: the class says what its options are, an instance is the opened data of one run.
+class DataModule:
+    """A trainer's data module: the class names its options, an instance holds the data of one run.
 
     An `__init__` opens the data by the options and sets the attributes below; loaders are made later, when the model
-    has said how it wants its images. `form` has the keywords that all loaders take: mean and std of images in 0..1,
+    has said how it wants its images. `keywords` has those that all loaders take: mean and std of images in 0..1,
     device, rank and world_size.
 
     Class attributes:
@@ -83,7 +85,7 @@ class Task:
     description: ClassVar[str]
     examples: ClassVar[str]
     options: ClassVar[type[TrainConfig]]
-    trainer: ClassVar[type[Trainer]] = Trainer
+    trainer: ClassVar[type[Trainer]]
 
     classes: list[str]
     eval_images: int
@@ -117,18 +119,18 @@ class Task:
                                  img_size=config.img_size, pretrained=config.pretrained,
                                  weights=str(weights) if config.pretrained_path else "")
 
-    def train_loader(self, **form):
+    def train_loader(self, **keywords):
         raise NotImplementedError
 
-    def eval_loader(self, **form):
+    def eval_loader(self, **keywords):
         """The images that are evaluated on after each epoch, and by --evaluate."""
         raise NotImplementedError
 
-    def test_loader(self, **form):
+    def test_loader(self, **keywords):
         """The test images, where eval_split is something else."""
         raise NotImplementedError
 
-    def unaugmented_loader(self, **form):
+    def unaugmented_loader(self, **keywords):
         """The training images as evaluation sees images."""
         raise NotImplementedError
 
@@ -151,7 +153,7 @@ class Task:
         return model_to_evaluate(target, run, weights, self.config, self.classes)
 
     def write_evaluation(self, folder: Path, model: nn.Module, result, about: dict[str, Any]) -> list[Path]:
-        """Write what --evaluate leaves on disk of a result of the trainer's `judge`; return the paths."""
+        """Write what --evaluate leaves on disk of a result of the trainer's `evaluate`; return the paths."""
         written = write_evaluation(folder, result, self.classes, about)
         if self.preprocessing is not None and not self.same_images:
             written += write_results_row(folder, self, model, result.top1, result.top5)
@@ -163,7 +165,25 @@ class Task:
 
     def line_of(self, result) -> str:
         """A result in a line."""
-        return line_of(result, self.config.tta)
+        return line_of(result, views_of(self.config))
+
+    def teacher(self, mean: Sequence[float], std: Sequence[float]) -> Teacher:
+        """Return the network that --teacher names, for images that are normalised with `mean` and `std`.
+
+        Raises:
+            UsageError: no such model or run, or one of other classes or sizes of images.
+        """
+        name, side = self.config.teacher, self.config.img_size
+        run = Path(name) if (Path(name) / run_folder.CONFIG).is_file() else None
+        if run is None:
+            check_model_name(name, "or run folder ")
+        model, _ = model_to_evaluate(name, run, "", dataclasses.replace(self.config, model_kwargs={}), self.classes)
+        teacher = Teacher(model, mean, std, self.world.device)
+        try:
+            teacher(torch.zeros(1, 3, side, side, device=self.world.device))
+        except REFUSALS as error:
+            raise UsageError(f"teacher {name} does not take images of {side} pixels: {error}") from error
+        return teacher
 
     def check(self) -> None:
         """Raise UsageError for data that nothing can be learnt or judged from."""
@@ -173,7 +193,7 @@ class Task:
             raise UsageError("the training images are those to evaluate on: give others, or --eval-on-train, which "
                              "calls no result an accuracy")
 
-    def image_form(self, model: nn.Module) -> dict[str, Any]:
+    def loader_keywords(self, model: nn.Module) -> dict[str, Any]:
         """The keywords of all loaders for this model."""
         mean, std = image_statistics(model)
         return {"mean": mean, "std": std, "device": self.world.device, "rank": self.world.rank,
@@ -183,9 +203,9 @@ class Task:
 # ---- the command ------------------------------------------------------------------------------------------------
 
 
-def main(task: type[Task], argv: list[str] | None = None) -> int:
+def main(module: type[DataModule], argv: list[str] | None = None) -> int:
     """The command of a trainer."""
-    parser = make_parser(task.options, task.description, task.examples)
+    parser = make_parser(module.options, module.description, module.examples)
     modes = parser.add_argument_group("instead of training")
     modes.add_argument("--evaluate", metavar="RUN|MODEL", help="test a run folder's best weights, or a model by name: "
                        "accuracy, per class too, a confusion picture and, for ImageNet, timm's results row, "
@@ -219,10 +239,10 @@ def main(task: type[Task], argv: list[str] | None = None) -> int:
         print(f"written: {output}")
         return 0
     if target:
-        return evaluate_target(task, target, weights, given)
+        return evaluate_target(module, target, weights, given)
     if weights:
         raise UsageError("--weights goes with --evaluate MODEL")
-    return train(task, *resolve(task.options, given), rehearsed)
+    return train(module, *resolve(module.options, given), rehearsed)
 
 
 def _to_test(given: dict[str, Any]) -> str:
@@ -244,7 +264,8 @@ def _to_test(given: dict[str, Any]) -> str:
     return given["model"]
 
 
-def train(task: type[Task], config: TrainConfig, optional_kwargs: frozenset[str], rehearsed: int | None = None) -> int:
+def train(module: type[DataModule], config: TrainConfig, optional_kwargs: frozenset[str],
+          rehearsed: int | None = None) -> int:
     """Train to the end of the run that `config` describes, from where it stands; return 0.
 
     Args:
@@ -256,12 +277,15 @@ def train(task: type[Task], config: TrainConfig, optional_kwargs: frozenset[str]
         RunError: the run had to stop.
     """
     check_model_name(config.model)
-    folder = Path(config.output or task.default_output(config))
-    complete = is_complete(folder, config)
-    with join_world(config.device) as world, StopRequest() as stop:
+    folder = Path(config.output or module.default_output(config))
+    with join_world(config.device, config.dist_timeout) as world, StopRequest() as stop:
         log_to_stdout(world.rank)
+        given, config = config, config.for_processes(world.size)
+        complete = is_complete(folder, config, world.size)
         log.info("recipe      %s", describe_recipe(config.recipe))
-        data = task(config, world, training=True)
+        for note in given.notes:
+            log.warning(note)
+        data = module(config, world, training=True)
         data.check()
         if complete:
             data.check_fingerprint(run_folder.read_config(folder, "data_fingerprint")[1]["data_fingerprint"], folder)
@@ -280,33 +304,34 @@ def train(task: type[Task], config: TrainConfig, optional_kwargs: frozenset[str]
         seed_everything(config.seed)
         model, kwargs = data.create_model(optional_kwargs)
         model.to(world.device)
-        form = data.image_form(model)
-        if config.whiten:  # by the same images on every process
-            sample = data.unaugmented_loader(**{**form, "rank": 0, "world_size": every_nth(data.train_images)})
-            with closing(sample.batches()) as batches:
-                whiten(model, (batch.images for batch in batches), config.seed)
+        if config.grad_checkpointing:
+            enable_checkpointing(model, config.model)
+        keywords = data.loader_keywords(model)
         seed_everything(config.seed + 1 + world.rank)  # dropout must differ between processes
-        train_loader, eval_loader = data.train_loader(**form), data.eval_loader(**form)
-        test_loader = data.test_loader(**form) if data.eval_split == "held_out" else eval_loader
+        train_loader, eval_loader = data.train_loader(**keywords), data.eval_loader(**keywords)
+        test_loader = data.test_loader(**keywords) if data.eval_split == "held_out" else eval_loader
         step_log = None
         if world.is_main and config.logs_steps:
             step_log = StepLog(folder, tensorboard=config.tensorboard, wandb=config.wandb, config=config.as_dict())
-        trainer = task.trainer(config, model, train_loader, eval_loader, num_classes=len(data.classes), world=world,
+        trainer = module.trainer(config, model, train_loader, eval_loader, num_classes=len(data.classes), world=world,
                                folder=folder, stop=stop, data_fingerprint=data.fingerprint, describe=data.describe,
                                bad_images=data.bad_images, step_log=step_log, eval_split=data.eval_split)
+        if getattr(config, "teacher", ""):
+            trainer.teacher = data.teacher(keywords["mean"], keywords["std"])
         preflight(model, config, folder=folder, world=world, batches=len(train_loader),
                   train_images=data.train_images, eval_images=data.eval_images, classes=len(data.classes),
-                  ahead=data.batches_ahead, loss_of=task.trainer.loss_on_noise)
+                  ahead=data.batches_ahead, loss_of=module.trainer.loss_on_noise)
         if world.is_main and config.log_maps:
             trainer.after_epoch = maps_logger(config.log_maps, trainer.total_epochs, model, eval_loader,
-                                              form["mean"], form["std"], folder, step_log)
+                                              keywords["mean"], keywords["std"], folder, step_log)
         if rehearsed is not None:
             report(rehearse(trainer, rehearsed), trainer, data.image_bytes)
             return 0
         run = {
-            "model_kwargs": kwargs, "classes": data.classes, "mean": list(form["mean"]), "std": list(form["std"]),
+            "model_kwargs": kwargs, "classes": data.classes,
+            "mean": list(keywords["mean"]), "std": list(keywords["std"]),
             "train_images": data.train_images, "eval_images": data.eval_images, "eval_split": data.eval_split,
-            "measures": list(task.trainer.measures), **data.about, "data_fingerprint": data.fingerprint,
+            "measures": list(module.trainer.measures), **data.about, "data_fingerprint": data.fingerprint,
             "processes": world.size, "hardware": hardware(world.device, world.size),
             "command": " ".join(sys.argv), **under,
         }
@@ -321,17 +346,19 @@ def train(task: type[Task], config: TrainConfig, optional_kwargs: frozenset[str]
     return 0
 
 
-def evaluate_target(task: type[Task], target: str, weights: str, given: dict[str, Any]) -> int:
+def evaluate_target(module: type[DataModule], target: str, weights: str, given: dict[str, Any]) -> int:
     """Evaluate a run folder, or a model by name, on the test images.
 
     Args:
         weights: safetensors file for a model by name; empty: its own pretrained weights.
         given: options of the command line.
     """
-    config, run = resolve_target(task.options, target, given)
-    with join_world(config.device) as world:
+    config, run = resolve_target(module.options, target, given)
+    with join_world(config.device, config.dist_timeout) as world:
         log_to_stdout(world.rank)
-        data = task(config, world, training=False)
+        for note in config.notes:
+            log.warning(note)
+        data = module(config, world, training=False)
         data.same_images = data.same_images if run is None else data.trained_on(run_folder.read_config(run)[1])
         data.check()
         model, output = data.model_to_evaluate(target, run, weights)
@@ -339,11 +366,11 @@ def evaluate_target(task: type[Task], target: str, weights: str, given: dict[str
         model.to(world.device)
         if config.channels_last:
             lay_out(model, torch.channels_last)
-        result, plain = evaluate_weights(task.trainer, model, run, data.eval_loader(**data.image_form(model)), world,
-                                         config)
+        loader = data.eval_loader(**data.loader_keywords(model))
+        result, plain = evaluate_weights(module.trainer, model, run, loader, world, config)
         if world.is_main:
             about = {"target": target, "model": config.model, "weights": weights or None, **data.about,
-                     "amp": config.amp, "tta": config.tta,
+                     "amp": config.amp, "tta": views_of(config),
                      **({"plain_weights": data.numbers_of(plain)} if plain is not None else {}),
                      **({"eval_split": "train"} if data.same_images else {}),
                      "data_fingerprint": data.fingerprint, **provenance()}
@@ -361,22 +388,22 @@ def evaluate_weights(trainer: type[Trainer], model: nn.Module, run: Path | None,
     """Judge `model`, and where it is a run's whose best weights are averaged ones, the plain weights beside them.
 
     Args:
-        model: as `Task.model_to_evaluate` gives it; it has the plain weights afterwards.
+        model: as `DataModule.model_to_evaluate` gives it; it has the plain weights afterwards.
         run: the folder of `resolve_target`.
 
     Raises:
         UsageError: the run's best checkpoint, which has the plain weights, cannot be read.
     """
-    common = {"num_classes": model.num_classes, "world": world, "config": config, "tta": config.tta}
-    result = trainer.judge(model, loader, **common)
-    best = None if run is None or not config.ema else run / checkpoint.BEST
+    common = {"num_classes": model.num_classes, "world": world, "config": config, "tta": views_of(config)}
+    result = trainer.evaluate(model, loader, **common)
+    best = None if run is None or not config.model_ema_decay else run / checkpoint.BEST
     if best is None or not best.exists():
         return result, None
     model.load_state_dict(_read_named(best)["model"])
-    return result, trainer.judge(model, loader, **common)
+    return result, trainer.evaluate(model, loader, **common)
 
 
-def write_results_row(folder: Path, data: Task, model: nn.Module, top1: float, top5: float) -> list[Path]:
+def write_results_row(folder: Path, data: DataModule, model: nn.Module, top1: float, top5: float) -> list[Path]:
     """Write accuracies, in percent, in the columns of timm's results files; the data must have such a row."""
     path = folder / run_folder.RESULTS_ROW
     write_timm_results(path, [timm_row(data.config.model, model, top1, top5, *data.preprocessing)])
@@ -402,6 +429,18 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
 
 
+def enable_checkpointing(model: nn.Module, name: str) -> None:
+    """Let a model compute activations again in backward.
+
+    Raises:
+        UsageError: it cannot.
+    """
+    try:
+        model.set_grad_checkpointing(True)
+    except (AttributeError, AssertionError, NotImplementedError) as error:
+        raise UsageError(f"--grad-checkpointing needs a model that has it, {name} has not") from error
+
+
 def check_same_everywhere(world: World, own: dict[str, Any]) -> None:
     """Raise UsageError, on every process, unless all processes of a run, on whatever node, say the same of themselves.
 
@@ -415,7 +454,7 @@ def check_same_everywhere(world: World, own: dict[str, Any]) -> None:
                                  f"{other[name]!r}, process 0 on {first['']} {first[name]!r}")
 
 
-def is_complete(folder: Path, config: TrainConfig) -> bool:
+def is_complete(folder: Path, config: TrainConfig, processes: int = 1) -> bool:
     """Whether `folder` holds this very run with all its epochs done, and resuming is wanted.
 
     Raises:
@@ -430,19 +469,18 @@ def is_complete(folder: Path, config: TrainConfig) -> bool:
         return False
     if config.test and "held_out_last" in results:  # all but the test is done
         return False
-    saved, _ = run_folder.read_config(folder)
-    _require_same(saved, config, folder)
+    saved, run = run_folder.read_config(folder)
+    _require_same(config.differences(saved, processes, run.get("processes", processes)), folder)
     return results["epochs"] >= config.epochs
 
 
-def _require_same(saved: dict[str, Any], config: TrainConfig, source: Path) -> None:
-    changed = config.differences(saved)
+def _require_same(changed: list[str], source: Path) -> None:
     if changed:
         raise UsageError(f"{source} holds a run with other options ({'; '.join(changed)}): choose another --output, or "
                          "continue it with the new options by --resume PATH")
 
 
-def begin_or_resume(trainer: Trainer, data: Task, run: dict[str, Any]) -> None:
+def begin_or_resume(trainer: Trainer, data: DataModule, run: dict[str, Any]) -> None:
     """Load the checkpoint that --resume names or finds, write config.yaml.
 
     Raises:
@@ -470,9 +508,10 @@ def begin_or_resume(trainer: Trainer, data: Task, run: dict[str, Any]) -> None:
             checkpoint.check_complete(state, path)
         except checkpoint.DamagedCheckpoint as error:
             raise UsageError(str(error)) from error
+        changes = config.differences(state["config"], world.size, state["world_size"])
         if config.resume == "auto":
-            _require_same(state["config"], config, path)
-        for change in config.differences(state["config"]):
+            _require_same(changes, path)
+        for change in changes:
             log.warning("continuing with a changed option: %s", change)
         data.check_fingerprint(state["data_fingerprint"], path)
         trainer.load(state, path)
@@ -504,67 +543,82 @@ def _read_named(path: Path) -> dict[str, Any]:
         raise UsageError(str(error)) from error
 
 
-def finish(trainer: Trainer, data: Task, test_loader, run: dict[str, Any]) -> None:
+def finish(trainer: Trainer, data: DataModule, test_loader, run: dict[str, Any]) -> None:
     """Test the best and the last weights, each image once; write results.json, which marks the run complete.
 
     With --no-test the test images are left alone, and the results are those on the images held out.
     """
-    config, progress, folder, eval_split = trainer.config, trainer.progress, trainer.folder, data.eval_split
-    first = trainer.measures[0]
-    rows = {row["epoch"]: row for row in progress.rows}
-    found: dict[str, dict[str, Any]] = {}
-    for name, row in (("last", progress.rows[-1]), ("best", rows[progress.best_epoch])):
-        if name == "best" and row is progress.rows[-1]:
-            found[name] = found["last"]
-            continue
-        tested = config.test and eval_split == "held_out"
-        if name == "best" and (tested or config.tta != "none"):
+    config, progress, folder = trainer.config, trainer.progress, trainer.folder
+    last_row = progress.rows[-1]
+    best_row = next(row for row in progress.rows if row["epoch"] == progress.best_epoch)
+    tested = config.test and data.eval_split == "held_out"
+    last = best = final_figures(trainer, last_row, test_loader if tested else None)
+    if best_row is not last_row:
+        if tested or views_of(config) != "none":
             trainer.world.barrier()
-            trainer.load_weights(trainer.best_model, safetensors.torch.load_file(folder / run_folder.WEIGHTS))
-        figures = {"epoch": row["epoch"], **{name: row[name] for name in trainer.measures}}
-        if config.tta != "none":
-            figures["views_top1"] = round(_evaluate_best(trainer, trainer.eval_loader).views.top1, 4)
-        if tested:
-            result = _evaluate_best(trainer, test_loader)
-            views = {"views_top1": round(result.views.top1, 4)} if config.tta != "none" else {}
-            figures = {"epoch": row["epoch"], **{name: round(x, 4) for name, x in result.figures().items()}, **views,
-                       **{f"{eval_split}_{key}": figures[key] for key in (first, "views_top1") if key in figures}}
-        found[name] = figures
-    split = "test" if config.test and eval_split == "held_out" else eval_split
-    images = data.eval_images if split == "held_out" else data.test_images
+            trainer.best_model.load_state_dict(safetensors.torch.load_file(folder / run_folder.WEIGHTS))
+        best = final_figures(trainer, best_row, test_loader if tested else None)
+    split = "test" if tested else data.eval_split
     ends_inside_epoch = config.epochs < progress.epoch < config.epochs + 1
     results = {
         "model": config.model, "epochs": config.epochs if ends_inside_epoch else progress.epoch,
-        "eval_split": eval_split,
-        f"{split}_images": images, f"{split}_best": _written(found["best"]),
-        f"{split}_last": _written(found["last"]),
+        "eval_split": data.eval_split, f"{split}_images": data.eval_images if split == "held_out" else data.test_images,
+        f"{split}_best": _written(best), f"{split}_last": _written(last),
         "seconds_per_epoch": round(sum(r["seconds"] for r in progress.rows) / len(progress.rows), 3),
         "rollbacks": progress.rollbacks, "skipped_updates": progress.skipped, "hardware": run["hardware"],
     }
     if trainer.world.is_main:
         if split == "test" and data.preprocessing is not None:
-            write_results_row(folder, data, trainer.model, found["best"]["top1"], found["best"]["top5"])
+            write_results_row(folder, data, trainer.model, best["top1"], best["top5"])
         write_json(folder / run_folder.RESULTS, results)
     trainer.world.barrier()
-    best, last = (trainer.text_of(f, " ")
-                  + (f" ({config.tta} views {f['views_top1']:.2f}%)" if "views_top1" in f else "")
-                  for f in (found["best"], found["last"]))
-    said = {"test": f"test {trainer.judged}", "train": "fit to the training images",
-            "held_out": f"{trainer.judged} on images held out"}
-    log.info("%s: best weights (epoch %d) %s, last weights %s", said[split], found["best"]["epoch"], best, last)
-    if eval_split == "test" and sum(not math.isnan(row[first]) for row in progress.rows) > 1:
+    said = {"test": f"test {trainer.quality}", "train": "fit to the training images",
+            "held_out": f"{trainer.quality} on images held out"}
+    log.info("%s: best weights (epoch %d) %s, last weights %s", said[split], best["epoch"], _shown(trainer, best),
+             _shown(trainer, last))
+    first = trainer.measures[0]
+    if data.eval_split == "test" and sum(not math.isnan(row[first]) for row in progress.rows) > 1:
         log.info("the best epoch was chosen by the test images: quote the last weights, or hold images out")
     log.info("run folder: %s", folder)
 
 
+def final_figures(trainer: Trainer, row: dict[str, float], test_loader) -> dict[str, Any]:
+    """Return what results.json says of the trainer's present weights: epoch, measures in percent, top-1 by views.
+
+    Args:
+        row: of metrics.csv, of these weights' epoch.
+        test_loader: the test images where others were held out and evaluated on, whose figures are named held_out_*.
+    """
+    views, first = views_of(trainer.config), trainer.measures[0]
+
+    def evaluated(loader):
+        return trainer.evaluate(trainer.best_model, loader, trainer.num_classes, trainer.world, trainer.config,
+                                tta=views)
+
+    figures = {"epoch": row["epoch"], **{name: row[name] for name in trainer.measures}}
+    if views != "none":
+        figures["views_top1"] = round(evaluated(trainer.eval_loader).views.top1, 4)
+    if test_loader is None:
+        return figures
+    result = evaluated(test_loader)
+    by_views = {"views_top1": round(result.views.top1, 4)} if views != "none" else {}
+    return {"epoch": row["epoch"], **{name: round(x, 4) for name, x in result.figures().items()}, **by_views,
+            **{f"held_out_{key}": figures[key] for key in (first, "views_top1") if key in figures}}
+
+
+def views_of(config: TrainConfig) -> str:
+    """Return the views of --tta, which classifiers have."""
+    return getattr(config, "tta", "none")
+
+
+def _shown(trainer: Trainer, figures: dict[str, Any]) -> str:
+    views = f" ({views_of(trainer.config)} views {figures['views_top1']:.2f}%)" if "views_top1" in figures else ""
+    return trainer.text_of(figures, " ") + views
+
+
 def _written(figures: dict[str, float]) -> dict[str, float | None]:
-    """Figures as JSON can have them: null for those that do not exist, such as AP of large objects where none is."""
+    """Return figures as JSON can have them: null for those that do not exist, such as AP where no object is large."""
     return {name: None if math.isnan(value) else value for name, value in figures.items()}
-
-
-def _evaluate_best(trainer: Trainer, loader):
-    config = trainer.config
-    return trainer.judge(trainer.best_model, loader, trainer.num_classes, trainer.world, config, tta=config.tta)
 
 
 def resolve_target(schema: type, target: str, given: dict[str, Any]) -> tuple[Any, Path | None]:

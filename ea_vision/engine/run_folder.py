@@ -26,6 +26,7 @@ from ea_vision.base.files import atomic_write, check_writable, create, csv_text
 from ea_vision.base.networks import REFUSALS, check_model_name, encode_weights, load_weights
 from ea_vision.base.processes import World
 from ea_vision.engine.checkpoint import BEST, LAST, PREVIOUS
+from ea_vision.engine.option_names import modern
 
 log = logging.getLogger(__name__)
 CONFIG, METRICS, WEIGHTS, RESULTS = "config.yaml", "metrics.csv", "model.safetensors", "results.json"
@@ -103,6 +104,7 @@ def read_config(folder: Path, *needed: str) -> tuple[dict[str, Any], dict[str, A
         raise UsageError(f"{path} is not the {CONFIG} of a run: it is not valid YAML") from error
     _require(path, config, {"model": str, "run": dict})
     run = config.pop("run")
+    config = modern(config)[0]
     _require(path, run, {key: kind for key, kind in RUN_KINDS.items() if key in ("model_kwargs", *needed, *run)})
     return config, run
 
@@ -198,10 +200,15 @@ def write_weights(folder: Path, weights: dict[str, torch.Tensor]) -> None:
     _write_state(folder / WEIGHTS, weights, {})
 
 
-def write_snapshot(folder: Path, weights: dict[str, torch.Tensor], epoch: int) -> None:
-    """Write snapshots/epoch_NNNN.safetensors, weights like model.safetensors' that say their epoch."""
+def write_snapshot(folder: Path, weights: dict[str, torch.Tensor], epoch: int, kept: int = 0) -> None:
+    """Write snapshots/epoch_NNNN.safetensors, weights like model.safetensors' that say their epoch.
+
+    kept: how many remain, the latest; older ones are deleted. 0: all.
+    """
     create(folder / SNAPSHOTS)
     _write_state(folder / SNAPSHOTS / f"epoch_{epoch:04d}.safetensors", weights, {"epoch": str(epoch)})
+    for older in sorted((folder / SNAPSHOTS).glob("epoch_*.safetensors"))[:-kept] if kept else []:
+        older.unlink()
 
 
 def _write_state(path: Path, weights: dict[str, torch.Tensor], about: dict[str, str]) -> None:

@@ -1,13 +1,14 @@
 """The training loop: updates, evaluation after each epoch, checkpoints, and what to do when something goes wrong.
 
-Counting: an update is one change of the weights, from `grad_accum` batches of every process; `progress.step` counts the
-updates within the epoch. A run that was killed and continued makes the same updates as one that was not: order and
-augmentation are functions of seed and epoch, and all random states are in the checkpoint.
+Counting: an update is one change of the weights, from `grad_accum_steps` batches of every process; `progress.step`
+counts the updates within the epoch. A run that was killed and continued makes the same updates as one that was not:
+order and augmentation are functions of seed and epoch, and all random states are in the checkpoint.
 
-The host gives the device one update after the other and never waits for the one that is computing: how an update went
-(its loss, whether a process was asked to stop) it learns `Trainer.news_after` updates later, at the end of an epoch and
-before each checkpoint and row of the log at once. An update whose loss or gradient is not finite the device takes back
-itself (`undo`), so that those made meanwhile begin with good weights.
+The host gives the device one update after the other and never waits for the one that is computing: it reads the result
+of an update (its loss, whether a process was asked to stop) `Trainer.results_after` updates later, at the end of an
+epoch and before each checkpoint and row of the log at once. A loss or gradient that is not finite therefore stops the
+run before spoilt weights are saved or evaluated. With `--on-nan skip` the host waits for each gradient, and leaves an
+update out before it changes a weight.
 """
 
 from __future__ import annotations
@@ -17,18 +18,13 @@ import dataclasses
 import logging
 import math
 import time
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
-from timm.data import Mixup
-from timm.data.random_erasing import RandomErasing
-from timm.loss import BinaryCrossEntropy
 from timm.utils import ModelEmaV3, distribute_bn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -41,16 +37,13 @@ from ea_vision.base.processes import World
 from ea_vision.data.bad_images import BadImages
 from ea_vision.engine import checkpoint, run_folder
 from ea_vision.engine.config import TrainConfig
-from ea_vision.engine.evaluate import NonFiniteLoss, autocast, evaluate
+from ea_vision.engine.evaluate import NonFiniteLoss
 from ea_vision.engine.gates import GateRamp, by_share, gate_values
-from ea_vision.engine.logit_scale import classifier_names, scaled
-from ea_vision.engine.news import Made, Mailbox
-from ea_vision.engine.optimizer import build_optimizer, hyperparameters, load_optimizer
-from ea_vision.engine.preflight import loss_on_noise
-from ea_vision.engine.schedules import build_schedule
+from ea_vision.engine.optimizer import build_optimizer, build_schedule, hyperparameters, load_optimizer
+from ea_vision.engine.option_names import modern
 from ea_vision.engine.signals import StopRequest
 from ea_vision.engine.step_log import StepLog, memory_mib
-from ea_vision.engine.undo import Undo
+from ea_vision.engine.step_results import StepResult, StepResults
 
 log = logging.getLogger(__name__)
 MAX_ROLLBACKS = 5
@@ -104,19 +97,19 @@ class Trainer:
         step_log: where rows between the epochs go, on the first process.
         eval_split: of which images the eval_loader is, for messages: test, held_out, train.
 
-    A subclass may have another loss (`_batch_loss`, `loss_on_noise`), and another judge with other measures.
+    A subclass may have another loss (`_batch_loss`, `loss_on_noise`), and another `evaluate` with other measures.
 
     Class attributes:
-        measures: what `judge`'s results give by `figures()`, in percent: columns of metrics.csv. The best epoch is that
-            with the highest first one.
-        judged: what they say of a model, for messages.
-        news_after: updates after which the host learns how one went.
+        measures: what `evaluate`'s results give by `figures()`, in percent: columns of metrics.csv. The best epoch is
+            that with the highest first one.
+        quality: what they measure, for messages.
+        results_after: updates after which the host reads the result of one.
     """
 
     measures: ClassVar[tuple[str, ...]] = run_folder.MEASURES
-    judged: ClassVar[str] = "accuracy"
-    news_after: ClassVar[int] = 4
-    loss_on_noise = staticmethod(loss_on_noise)
+    quality: ClassVar[str] = "accuracy"
+    results_after: ClassVar[int] = 4
+    cuda_graphs = False  # whether the compiled model is replayed as CUDA graphs, where there is CUDA
 
     def __init__(self, config: TrainConfig, model: nn.Module, train_loader, eval_loader, *, num_classes: int,
                  world: World, folder: Path, stop: StopRequest, data_fingerprint: str, describe,
@@ -127,15 +120,17 @@ class Trainer:
         self.bad_images, self.step_log = bad_images or BadImages(limit=0), step_log
         self.after_epoch: Callable[[nn.Module, int, int], None] | None = None  # of a network, epochs and updates
         self.train_loader, self.eval_loader, self.num_classes = train_loader, eval_loader, num_classes
-        self.updates_per_epoch = len(train_loader) // config.grad_accum
+        self.updates_per_epoch = len(train_loader) // config.grad_accum_steps
         if self.updates_per_epoch < 1:
-            raise UsageError(f"an update needs {config.batch_size * config.grad_accum * world.size} training images "
-                             f"(batch_size x grad_accum x processes), and the data set has fewer")
+            raise UsageError(f"an update needs {config.images_of_update(world.size)} training "
+                             f"images (batch_size x grad_accum_steps x processes), and the data set has fewer")
         self.total_updates = round(config.epochs * self.updates_per_epoch)
         self.total_epochs = math.ceil(self.total_updates / self.updates_per_epoch)  # the last may be a part
         if self.total_updates < 1:
             raise UsageError(f"epochs must be enough for an update, of which an epoch has {self.updates_per_epoch}, "
                              f"got {config.epochs:g}")
+        if config.sync_bn and world.device.type != "cuda":
+            raise UsageError(f"--sync-bn needs CUDA, got {world.device.type}")
         if config.sync_bn:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         if config.channels_last:
@@ -145,36 +140,22 @@ class Trainer:
         if config.gate_ramp:
             over = round(config.gate_ramp_share * self.total_updates)
             self.gate_ramp = GateRamp(model, config.gate_ramp, over)
-        self.net = model
-        if config.compile:  # a CUDA graph is of one shape: each is compiled by itself
-            self.net = torch.compile(model, mode=config.compile_mode, dynamic=False if config.cuda_graphs else None)
-        self.eval_net = self.net
-        self.ema = ModelEmaV3(model, decay=config.ema, use_warmup=config.ema_warmup) if config.ema else None
+        self.eval_net = self.net = self._compiled(model)
+        self.ema = None
+        if config.model_ema_decay:
+            self.ema = ModelEmaV3(model, decay=config.model_ema_decay, use_warmup=config.model_ema_warmup)
         if world.size > 1:
             # Not with static_graph: it fails where the first backward is in no_sync, and brings nothing measurable.
             # Around the compiled model: what is compiled inside DDP's forward torch splits at the borders of its
             # buckets, so that each is averaged while backward goes on with the next (dynamo's optimize_ddp).
             self.net = DistributedDataParallel(self.net, [world.device.index] if world.device.type == "cuda" else None,
                                                gradient_as_bucket_view=True)
-        self.optimizer = build_optimizer(config, model, config.batch_size * config.grad_accum * world.size)
+        self.optimizer = build_optimizer(config, model, config.images_of_update(world.size))
         self.lr_scales = [group["lr_scale"] for group in self.optimizer.param_groups]
         self.scheduler = build_schedule(config, self.optimizer, self.updates_per_epoch)
         self.begun = hyperparameters(self.optimizer)
-        self.classifier = classifier_names(model) if config.logit_scale != 1 else []
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=config.amp == "float16")
-        self.bce = None
-        if config.bce_loss:
-            self.bce = BinaryCrossEntropy(config.label_smoothing, config.bce_target_thresh or None)
-        self.mix = None
-        if config.mixup or config.cutmix:
-            self.mix = Mixup(config.mixup, config.cutmix, label_smoothing=config.label_smoothing,
-                             num_classes=num_classes)
-        self.erase = None
-        if config.random_erasing:
-            self.erase = RandomErasing(config.random_erasing, mode="pixel", device=world.device)
-        self.undo = Undo(world.device, model, self.ema, self.optimizer)
-        self.mailbox = Mailbox(world.device, 4, self.news_after + 1)
-        self.under_way: deque[Made] = deque()  # updates of which the host has not heard
+        self.results = StepResults()
         self._collected = 0  # bad images were, after this update
         self.progress = Progress()
         self._slow_down()
@@ -187,14 +168,6 @@ class Trainer:
         """The model that is evaluated and exported: the averaged weights where they are on."""
         return self.ema.module if self.ema is not None else self.model
 
-    def weights(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """The state dict of `model` as it is kept on disk: the logits' scale is in the classifier."""
-        return scaled(model.state_dict(), self.classifier, self.config.logit_scale)
-
-    def load_weights(self, model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
-        """Load what `weights` returned."""
-        model.load_state_dict(scaled(weights, self.classifier, 1 / self.config.logit_scale))
-
     def state(self) -> dict[str, Any] | None:
         """All that resuming needs; None on all processes but the first."""
         random_states = self.world.gather(checkpoint.random_state(self.world.device))
@@ -205,8 +178,8 @@ class Trainer:
             "data_fingerprint": self.data_fingerprint,
             "world_size": self.world.size,
             "progress": dataclasses.asdict(self.progress),
-            "model": self.weights(self.model),
-            "ema": self.weights(self.ema.module) if self.ema is not None else None,
+            "model": self.model.state_dict(),
+            "ema": self.ema.module.state_dict() if self.ema is not None else None,
             "optimizer": self.optimizer.state_dict(),
             "optimizer_began_as": self.begun,
             "scheduler": self.scheduler.state_dict(),
@@ -224,19 +197,19 @@ class Trainer:
             saved = Progress(**state["progress"])
         except TypeError as error:
             raise UsageError(f"{source} is not a checkpoint of this trainer: {error}") from error
-        per_update = [state["config"].get(k) for k in ("batch_size", "grad_accum", "seed")] + [state["world_size"]]
-        own = [self.config.batch_size, self.config.grad_accum, self.config.seed, self.world.size]
-        if saved.step and per_update != own:
-            raise UsageError(f"{source} lies inside an epoch, so batch_size, grad_accum, seed and number of processes "
-                             f"must be {per_update}, got {own}")
+        config, own = modern(state["config"])[0], self.config.images_of_update(self.world.size)
+        images = config.get("batch_size", 0) * config.get("grad_accum_steps", 1) * state["world_size"]
+        if saved.step and (images, config.get("seed")) != (own, self.config.seed):
+            raise UsageError(f"{source} lies inside an epoch, so images of an update and seed must be {images} and "
+                             f"{config.get('seed')}, got {own} and {self.config.seed}")
         check_state_fits(self.model, state["model"], str(source))
         if (state["ema"] is None) != (self.ema is None):
-            raise UsageError(f"{source} has {'no' if state['ema'] is None else 'the'} averaged weights of --ema, got "
-                             f"ema {self.config.ema:g}")
-        self.load_weights(self.model, state["model"])
+            raise UsageError(f"{source} has {'no' if state['ema'] is None else 'the'} averaged weights of "
+                             f"--model-ema-decay, got {self.config.model_ema_decay:g}")
+        self.model.load_state_dict(state["model"])
         if self.ema is not None:
             check_state_fits(self.ema.module, state["ema"], str(source))
-            self.load_weights(self.ema.module, state["ema"])
+            self.ema.module.load_state_dict(state["ema"])
         load_optimizer(self.optimizer, state["optimizer"], state.get("optimizer_began_as"), self.config.opt,
                        str(source))
         try:
@@ -268,19 +241,25 @@ class Trainer:
         if self.progress.gates:
             run_folder.write_gates(self.folder, self.progress.gates)
         if snapshot:
-            run_folder.write_snapshot(self.folder, self.weights(self.best_model), self.progress.epoch)
+            run_folder.write_snapshot(self.folder, self.best_model.state_dict(), self.progress.epoch,
+                                      self.config.checkpoint_hist)
         if best:
-            run_folder.write_weights(self.folder, self.weights(self.best_model))
+            run_folder.write_weights(self.folder, self.best_model.state_dict())
             atomic_write(self.folder / checkpoint.BEST, data)
         atomic_write(self.last_good, data, keep_previous_as=self.folder / checkpoint.PREVIOUS)
 
     # ---- what differs between tasks ----------------------------------------------------------------------------------
 
     @staticmethod
-    def judge(model: nn.Module, loader, num_classes: int, world: World, config: TrainConfig, *,
-              should_stop: Callable[[], bool] | None = None, tta: str = "none"):
-        """Evaluate over `loader.batches()`, see `evaluate`; the result has `figures()`."""
-        return evaluate(model, loader, num_classes, world, config.amp, config.channels_last, should_stop, tta)
+    def loss_on_noise(model: nn.Module, images: torch.Tensor) -> torch.Tensor:
+        """Return a loss on images of noise, for the trial step before the run."""
+        raise NotImplementedError
+
+    @staticmethod
+    def evaluate(model: nn.Module, loader, num_classes: int, world: World, config: TrainConfig, *,
+                 should_stop: Callable[[], bool] | None = None, tta: str = "none"):
+        """Evaluate over `loader.batches()`; the result has `figures()`. Returns None where `should_stop` said so."""
+        raise NotImplementedError
 
     @classmethod
     def text_of(cls, figures: Mapping[str, float], between: str = "  ") -> str:
@@ -289,66 +268,59 @@ class Trainer:
 
     # ---- one update -----------------------------------------------------------------------------------------------
 
-    def _batch_loss(self, images: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Mean loss of one batch, images (B, 3, H, W), targets (B,)."""
-        if self.erase is not None:
-            images = self.erase(images)
-        smoothing = self.config.label_smoothing
-        if self.mix is not None:
-            if len(images) % 2:  # timm mixes pairs
-                images, targets = images[:-1], targets[:-1]
-            images, targets = self.mix(images, targets)  # targets (B, classes), smoothed
-            smoothing = 0.0
-        if self.config.channels_last:
-            images = images.contiguous(memory_format=torch.channels_last)
-        with autocast(self.config.amp, self.world.device):
-            logits = self.net(images)
-        logits = self.config.logit_scale * logits.float()
-        if self.bce is not None:
-            return self.bce(logits, targets)
-        return F.cross_entropy(logits, targets, label_smoothing=smoothing)
+    def _batch_loss(self, images: torch.Tensor, targets: Any) -> torch.Tensor:
+        """Return the mean loss of one batch, images (B, 3, H, W)."""
+        raise NotImplementedError
+
+    def _compiled(self, model: nn.Module) -> nn.Module:
+        """Return what runs the model in training."""
+        return model
 
     def _update(self, batches: list) -> None:
-        """Make one update from `grad_accum` batches, without waiting for the device: `hear` tells how it went.
+        """Make one update from `grad_accum_steps` batches; its result goes to `self.results`.
 
-        Where the mean loss of all processes or the gradient is not finite, it changes no weights, statistics, averages
-        or tensors of the optimiser. It counts all the same: in the schedule, and where the optimiser counts steps.
+        With `--on-nan skip` an update whose mean loss over all processes or gradient is not finite changes no weights,
+        statistics, averages or state of the optimiser. It counts all the same in the schedule.
         """
-        progress, size = self.progress, self.world.size
+        progress, size, skips = self.progress, self.world.size, self.config.on_nan == "skip"
+        self.world.note(progress.updates)
         self.scheduler.step_update(progress.updates)
-        self.undo.begin()
+        buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()] if skips else []
         self.optimizer.zero_grad(set_to_none=True)
         total = torch.zeros((), device=self.world.device)
         for index, (images, targets, _) in enumerate(batches):
             wait = size > 1 and index < len(batches) - 1  # gradients are averaged with the last batch
-            if self.config.cuda_graphs:
+            if self.cuda_graphs:
                 torch.compiler.cudagraph_mark_step_begin()  # what the last replay left is not needed any more
             with self.net.no_sync() if wait else nullcontext():
                 loss = self._batch_loss(images, targets) / len(batches)
                 self.scaler.scale(loss).backward()
             total += loss.detach().float()
         # One small sum over the processes: they all learn of a bad loss, a signal or a bad image in the same update.
-        news = self.world.sum(torch.stack([total, torch.full_like(total, self.stop.signal is not None),
-                                           torch.full_like(total, len(self.bad_images.new))]))
+        summed = self.world.sum(torch.stack([total, torch.full_like(total, self.stop.signal is not None),
+                                             torch.full_like(total, len(self.bad_images.new))]))
         self.scaler.unscale_(self.optimizer)
         norm = self._gradient_norm()
-        # Not by scaler.step, which asks the device whether the gradient is finite, and waits for the answer.
-        self.optimizer.step()
-        self.scaler.update()
         progress.updates += 1
         progress.step += 1
-        if self.ema is not None:
-            self.ema.update(self.model, step=progress.updates)
-        self.undo.end(news[0].isfinite() & norm.isfinite())
+        if skips and not (summed[0].isfinite() & norm.isfinite()).item():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        else:
+            self.scaler.step(self.optimizer)  # of float16 alone it waits for the device
+            if self.ema is not None:
+                self.ema.update(self.model, step=progress.updates)
+        self.scaler.update()
         if self.gate_ramp is not None:
             self.gate_ramp.update(self.model, progress.updates)
             if self.ema is not None:
                 self.gate_ramp.copy(self.model, self.ema.module)
         if progress.step == self.updates_in(progress.epoch) and hasattr(self.optimizer, "sync_lookahead"):
             self.optimizer.sync_lookahead()  # the slow weights are those that are evaluated; here, as gradients exist
-        self.mailbox.send(torch.cat([news, norm[None]]))
-        self.under_way.append(Made(progress.epoch, progress.step, progress.updates,
-                                   self.optimizer.param_groups[0]["lr"], [ids for _, _, ids in batches]))
+        summed[0] /= size
+        rate, ids = self.optimizer.param_groups[0]["lr"], [ids for _, _, ids in batches]
+        self.results.add(StepResult(progress.epoch, progress.step, progress.updates, rate, ids),
+                         torch.cat([summed, norm[None]]))
 
     def _gradient_norm(self) -> torch.Tensor:
         """The norm of the whole gradient, float32 () on the device; the gradient is clipped where that is asked for."""
@@ -358,34 +330,24 @@ class Trainer:
             norm = nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
         return norm.float()
 
-    def hear(self, under_way: int = 0) -> list[Made]:
-        """How updates went, but for the latest `under_way` ones, which are not waited for; each is told once."""
-        told = []
-        while len(self.under_way) > under_way:
-            made = self.under_way.popleft()
-            loss, stops, unreadable, made.norm = self.mailbox.receive()
-            made.loss, made.stop, made.unreadable = loss / self.world.size, stops > 0, unreadable > 0
-            told.append(made)
-        return told
-
-    def fault_of(self, made: Made) -> NonFiniteLoss | None:
-        """What is wrong with an update that was taken back. An overflow in float16 is not: the scaler expects it."""
-        if not math.isfinite(made.loss):
-            return NonFiniteLoss(f"the loss of {made.name} is {made.loss}")
-        if not (math.isfinite(made.norm) or self.scaler.is_enabled()):
-            return NonFiniteLoss(f"the norm of the gradient of {made.name} is {made.norm}")
+    def fault_of(self, result: StepResult) -> NonFiniteLoss | None:
+        """Return the error for a result that is not finite. An overflow in float16 is none: the scaler expects it."""
+        if not math.isfinite(result.loss):
+            return NonFiniteLoss(f"the loss of {result.name} is {result.loss}")
+        if not (math.isfinite(result.norm) or self.scaler.is_enabled()):
+            return NonFiniteLoss(f"the norm of the gradient of {result.name} is {result.norm}")
         return None
 
-    def _check_weights(self, made: Made) -> None:
+    def _check_weights(self, result: StepResult) -> None:
         """Raise NonFiniteLoss, on every process, for weights and buffers (batch statistics) no checkpoint should hold,
-        after the update `made`: steps and statistics can overflow where losses and gradients do not."""
+        after the update of `result`: steps and statistics can overflow where losses and gradients do not."""
         spoilt = non_finite(self.model.state_dict())
         if self.ema is not None:
             spoilt += [f"averaged {name}" for name in non_finite(self.ema.module.state_dict())]
         everywhere = [name for of_rank in self.world.gather(spoilt) for name in of_rank]  # statistics differ by rank
         if everywhere:
-            error = NonFiniteLoss(f"a weight is not finite after {made.name}: {everywhere[0]}")
-            self._report_non_finite(error, made)
+            error = NonFiniteLoss(f"a weight is not finite after {result.name}: {everywhere[0]}")
+            self._report_non_finite(error, result)
             raise error
 
     # ---- epochs ---------------------------------------------------------------------------------------------------
@@ -399,7 +361,7 @@ class Trainer:
         config, progress = self.config, self.progress
         self.net.train()
         self._logged = (progress.images, progress.seconds, progress.data_seconds)
-        accum = config.grad_accum
+        accum = config.grad_accum_steps
         source = self.train_loader.batches(progress.epoch, progress.step * accum)
         updates = self.updates_in(progress.epoch)
         bar = tqdm(total=updates, initial=progress.step, desc=f"epoch {progress.epoch + 1}", leave=False,
@@ -407,48 +369,64 @@ class Trainer:
         with bar, closing(source):  # ends the loader's processes and threads, whatever happens
             while progress.step < updates:
                 start = time.perf_counter()
-                batches = [next(source) for _ in range(accum)]
+                batches = self._read(source, accum)
                 progress.data_seconds += time.perf_counter() - start
                 self._update(batches)
                 done = progress.step == updates
                 due = config.checkpoint_steps and progress.step % config.checkpoint_steps == 0
                 logged = self._log_is_due()
                 stop = self.world.size == 1 and self.stop.signal is not None  # else all processes hear of it together
-                told = self.hear(0 if stop or done or due or logged else self.news_after)
-                if any(made.stop for made in told):
-                    stop, told = True, told + self.hear()
-                for made in told:
-                    self._take_in(made)
+                results = self.results.collect(0 if stop or done or due or logged else self.results_after)
+                if any(result.stop for result in results):
+                    stop, results = True, results + self.results.collect()
+                for result in results:
+                    self._take_in(result)
                 if stop or done or due:
-                    self._check_weights(told[-1])
+                    self._check_weights(results[-1])
                 progress.seconds += time.perf_counter() - start
-                if told:
-                    bar.set_postfix(loss=f"{told[-1].loss:.3f}", refresh=False)
+                if results:
+                    bar.set_postfix(loss=f"{results[-1].loss:.3f}", refresh=False)
                 bar.update()
                 if logged:
-                    self._log_step(told[-1].loss)
+                    self._log_step(results[-1].loss)
                 if stop:
                     self._leave()
                 if due and not done:
                     self.save()
 
-    def _take_in(self, made: Made) -> None:
+    def _read(self, source: Iterator, count: int) -> list:
+        """Return the next batches.
+
+        Raises:
+            RunError: a worker that decodes images was killed, or main memory does not suffice.
+        """
+        try:
+            return [next(source) for _ in range(count)]
+        except (RunError, UsageError):
+            raise
+        except RuntimeError as error:
+            if "worker" not in str(error) and "allocate memory" not in str(error):
+                raise
+            raise RunError(f"{str(error).splitlines()[0]}: the system kills processes when main memory runs out, "
+                           f"fewer --workers need less; last good checkpoint: {self.last_good}") from error
+
+    def _take_in(self, result: StepResult) -> None:
         """Add an update to the epoch's figures. All processes do so after the same update.
 
         Raises:
             NonFiniteLoss: its loss or gradient is not finite, and it may not be left out.
         """
         progress = self.progress
-        if made.unreadable and made.updates > self._collected:
+        if result.unreadable and result.updates > self._collected:
             self.bad_images.collect(self.world, self.folder)
             self._collected = progress.updates  # those under way have told of the same images
-        fault = self.fault_of(made)
+        fault = self.fault_of(result)
         if fault is None:
-            images = self.config.batch_size * self.config.grad_accum * self.world.size
-            progress.loss_sum += made.loss * images
+            images = self.config.images_of_update(self.world.size)
+            progress.loss_sum += result.loss * images
             progress.images += images
             return
-        self._report_non_finite(fault, made)
+        self._report_non_finite(fault, result)
         if self.config.on_nan != "skip" or progress.skipped >= MAX_SKIPPED:
             raise fault
         progress.skipped += 1
@@ -480,10 +458,10 @@ class Trainer:
         figures = dict.fromkeys(self.measures, math.nan)
         start = time.perf_counter()
         if self.world.size > 1:  # batch statistics are each process's own until here
-            distribute_bn(self.best_model, self.world.size, reduce=False)
+            distribute_bn(self.best_model, self.world.size, reduce=self.config.dist_bn == "reduce")
         if number % self.config.eval_epochs == 0 or number == self.total_epochs:
             net = self.ema.module if self.ema is not None else self.eval_net
-            result = self.judge(net, self.eval_loader, self.num_classes, self.world, self.config,
+            result = self.evaluate(net, self.eval_loader, self.num_classes, self.world, self.config,
                                 should_stop=self._stop_wanted)
             if result is None:
                 self._leave()
@@ -502,10 +480,10 @@ class Trainer:
         gates = {name: float(f"{value:.6g}") for name, value in gate_values(self.best_model).items()}
         if gates:
             progress.gates.append({"epoch": number, "step": progress.updates, **gates})
-        judged_by = figures[self.measures[0]]
-        best = judged_by > progress.best_top1
+        measured = figures[self.measures[0]]
+        best = measured > progress.best_top1
         if best:
-            progress.best_top1, progress.best_epoch = judged_by, number
+            progress.best_top1, progress.best_epoch = measured, number
         progress.begin_epoch()
         every = self.config.snapshot_epochs
         self.save(best, snapshot=every > 0 and number % every == 0)
@@ -513,7 +491,7 @@ class Trainer:
             self.step_log.add_epoch({**row, **gates})
         if self.after_epoch is not None:
             self.after_epoch(self.ema.module if self.ema is not None else self.eval_net, number, progress.updates)
-        accuracy = "not evaluated" if math.isnan(judged_by) else self.text_of(figures)
+        accuracy = "not evaluated" if math.isnan(measured) else self.text_of(figures)
         accuracy += " of the training images" if self.eval_split == "train" else ""
         log.info("epoch %d/%d  loss %.4f  %s  lr %.5f  %.0f images/s  %.1f s%s", number, self.total_epochs,
                  row["train_loss"], accuracy, row["lr"], row["images_per_s"], row["seconds"], "  best" if best else "")
@@ -539,6 +517,12 @@ class Trainer:
                     samples = f"; the samples of this update are in {error.report}" if error.report else ""
                     raise RunError(f"{error}; last good checkpoint: {self.last_good}{samples}") from error
                 self._roll_back(error)
+            except (torch.OutOfMemoryError, MemoryError) as error:
+                raise RunError(f"out of memory in update {self.progress.step + 1} of epoch {self.progress.epoch + 1} "
+                               f"({str(error).splitlines()[0] if str(error) else 'main memory'}): a smaller "
+                               "--batch-size with --total-batch as it is adds up more batches, --grad-checkpointing "
+                               "and --amp need less; last good checkpoint: "
+                               f"{self.last_good}") from error
 
     # ---- trouble --------------------------------------------------------------------------------------------------
 
@@ -554,21 +538,20 @@ class Trainer:
         raise RunError(f"stopped by signal {number} after update {self.progress.step} of epoch "
                        f"{self.progress.epoch + 1}; saved {self.last_good}", 128 + number)
 
-    def _report_non_finite(self, error: NonFiniteLoss, made: Made) -> None:
+    def _report_non_finite(self, error: NonFiniteLoss, result: StepResult) -> None:
         """Write which samples every process had in an update."""
-        ids = self.world.gather([i for batch_ids in made.ids for i in batch_ids.tolist()])
-        error.report = self.folder / f"nonfinite-epoch{made.epoch + 1:03d}-update{made.step:05d}.json"
+        ids = self.world.gather([i for batch_ids in result.ids for i in batch_ids.tolist()])
+        error.report = self.folder / f"nonfinite-epoch{result.epoch + 1:03d}-update{result.step:05d}.json"
         if self.world.is_main:
             write_json(error.report, {
-                "error": str(error), "epoch": made.epoch + 1, "update": made.step, "lr": made.lr,
+                "error": str(error), "epoch": result.epoch + 1, "update": result.step, "lr": result.lr,
                 "last_good_checkpoint": str(self.last_good), "sample_ids": ids,
                 "samples": [[self.describe(i) for i in of_rank] for of_rank in ids]})
         self.world.barrier()  # nobody leaves, and has the others ended, before the report is written
 
     def _roll_back(self, error: NonFiniteLoss) -> None:
         """Go back to the last checkpoint with the learning rate halved once more."""
-        self.under_way.clear()
-        self.mailbox.clear()
+        self.results.clear()
         self._collected = 0
         rollbacks, starts = self.progress.rollbacks + 1, self.progress.starts
         self.load(checkpoint.read_checkpoint(self.last_good), self.last_good)

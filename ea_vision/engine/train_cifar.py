@@ -13,8 +13,10 @@ from ea_vision.data.on_device import EvalLoader, TrainLoader
 from ea_vision.data.on_disk import on_disk
 from ea_vision.data.small_images import DATASETS, Images, cache_folder, hold_out, load_dataset
 from ea_vision.engine import run
-from ea_vision.engine.config import TrainConfig, option
+from ea_vision.engine.classification import ClassificationConfig, ClassificationTrainer
+from ea_vision.engine.config import AUGMENT, DATA, EVALUATION, option, setting
 
+DESCRIPTION = __doc__
 EXAMPLES = """\
   python train_cifar.py                                         # digits, a few minutes on a CPU
   python train_cifar.py --dataset cifar10 --download --amp bfloat16 --channels-last
@@ -28,25 +30,29 @@ EXAMPLES = """\
 
 
 @dataclass
-class CifarConfig(TrainConfig):
+class CifarConfig(ClassificationConfig):
     """The options of this trainer."""
 
-    dataset: str = option("digits", "digits (scikit-learn's), cifar10, cifar100 (torchvision's files), folder",
+    dataset: str = option("digits", "digits (scikit-learn's), cifar10, cifar100 (torchvision's files), folder", DATA,
                           choices=DATASETS)
-    loader: str = option("device", "where decoded images are kept; device: in its memory; ffcv: in FFCV files in "
-                                   "cache_dir, for more images than fit", choices=("device", "ffcv"), free=True)
-    download: bool = option(False, "fetch cifar10 or cifar100 if it is not in data_dir", free=True)
-    exif_rotation: bool = option(False, "folder: turn images as their EXIF data says; off, as in timm")
-    img_size: int = option(32, "side of the images in pixels; others are scaled and cut", minimum=8)
+    loader: str = setting("device", "where decoded images are kept; device: in its memory; ffcv: in FFCV files in "
+                                    "cache_dir, for more images than fit", DATA, choices=("device", "ffcv"))
+    cache_dir: str = setting("", "where decoded images are kept; empty: $XDG_CACHE_HOME/ea_vision; none: keep nothing",
+                             DATA)
+    download: bool = setting(False, "fetch cifar10 or cifar100 if it is not in data_dir", DATA)
+    exif_rotation: bool = option(False, "folder: turn images as their EXIF data says; off, as in timm", DATA)
+    img_size: int = option(32, "side of the images in pixels; others are scaled and cut", DATA, minimum=8)
     holdout: int = option(0, "training images to hold out and evaluate on each epoch; 0: the test images are used",
-                          minimum=0)
-    flip: str = option("auto", "mirror half of the training images; auto: on; alternate: by chance in the first epoch, "
-                               "then each every other epoch; these two never mirror digits",
+                          EVALUATION, minimum=0)
+    flip: str = option("auto", "mirror half of the training images; auto: on; alternate: by chance in the first "
+                               "epoch, then each every other epoch; these two never mirror digits", AUGMENT,
                        choices=("auto", "on", "off", "alternate"))
-    crop_padding: int = option(4, "pixels by which training images are padded before the random crop", minimum=0)
-    crop_padding_mode: str = option("zeros", "what they are padded with; zeros: black; reflect: the image, mirrored at "
-                                             "its border", choices=PADDING_MODES)
-    cutout: int = option(8, "side, in pixels, of the square cut out of each training image; 0: none", minimum=0)
+    crop_padding: int = option(4, "pixels by which training images are padded before the random crop", AUGMENT,
+                               minimum=0)
+    crop_padding_mode: str = option("zeros", "what they are padded with; zeros: black; reflect: the image, mirrored "
+                                             "at its border", AUGMENT, choices=PADDING_MODES)
+    cutout: int = option(8, "side, in pixels, of the square cut out of each training image; 0: none", AUGMENT,
+                         minimum=0)
 
     def __post_init__(self):
         super().__post_init__()
@@ -55,10 +61,10 @@ class CifarConfig(TrainConfig):
                              f"{self.crop_padding}")
 
 
-class SmallImages(run.Task):
+class SmallImages(run.DataModule):
     """Images that fit in memory, decoded once."""
 
-    description, examples, options = __doc__, EXAMPLES, CifarConfig
+    description, examples, options, trainer = DESCRIPTION, EXAMPLES, CifarConfig, ClassificationTrainer
 
     def __init__(self, config: CifarConfig, world: World, training: bool):
         super().__init__(config, world, training)
@@ -94,7 +100,7 @@ class SmallImages(run.Task):
         with self.world.main_first():
             return on_disk(split, cache, self.config.workers)
 
-    def train_loader(self, **form) -> TrainLoader:
+    def train_loader(self, **keywords) -> TrainLoader:
         config = self.config
         flip = "on" if config.flip == "auto" else config.flip
         if config.dataset == "digits" and config.flip in ("auto", "alternate"):  # mirrored they are none
@@ -102,16 +108,16 @@ class SmallImages(run.Task):
         augmentation = Augmentation(flip=flip, crop_padding=config.crop_padding, padding_mode=config.crop_padding_mode,
                                     cutout=config.cutout)
         return TrainLoader(self.train, batch_size=config.batch_size, augmentation=augmentation, seed=config.seed,
-                           **form)
+                           **keywords)
 
-    def eval_loader(self, **form) -> EvalLoader:
-        return EvalLoader(self.evaluated, batch_size=self.config.eval_batch_size, **form)
+    def eval_loader(self, **keywords) -> EvalLoader:
+        return EvalLoader(self.evaluated, batch_size=self.config.eval_batch_size, **keywords)
 
-    def test_loader(self, **form) -> EvalLoader:
-        return EvalLoader(self.test, batch_size=self.config.eval_batch_size, **form)
+    def test_loader(self, **keywords) -> EvalLoader:
+        return EvalLoader(self.test, batch_size=self.config.eval_batch_size, **keywords)
 
-    def unaugmented_loader(self, **form) -> EvalLoader:
-        return EvalLoader(self.train, batch_size=self.config.eval_batch_size, **form)
+    def unaugmented_loader(self, **keywords) -> EvalLoader:
+        return EvalLoader(self.train, batch_size=self.config.eval_batch_size, **keywords)
 
     def describe(self, index: int) -> str:
         return self.train.names[index]

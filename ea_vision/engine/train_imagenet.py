@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from timm.data.random_erasing import RandomErasing
+from timm.loss import JsdCrossEntropy
 from torch import nn
 
 from ea_vision.base.errors import UsageError
@@ -31,12 +33,13 @@ from ea_vision.data.imagenet import (
     train_transform,
 )
 from ea_vision.data.rand_augment import RandAugment
-from ea_vision.data.splits import find_split
+from ea_vision.data.splits import find_split, places_of
 from ea_vision.data.threads import FileTrainLoader
 from ea_vision.engine import run
-from ea_vision.engine.config import TrainConfig, option
-from ea_vision.engine.train import Trainer
+from ea_vision.engine.classification import ClassificationConfig, ClassificationTrainer
+from ea_vision.engine.config import AUGMENT, DATA, EVALUATION, KEPT, LOSS, MODEL, RUN, option, setting
 
+DESCRIPTION = __doc__
 EXAMPLES = """\
   torchrun --nproc-per-node 8 train_imagenet.py --data-dir /data/imagenet --model ea_aa_resnet50
   python train_imagenet.py --data-dir DIR --recipe imagenet_ea_aa_resnet50 --device cuda --amp bfloat16 --channels-last
@@ -52,47 +55,62 @@ log = logging.getLogger("ea_vision.train_imagenet")
 
 
 @dataclass
-class ImageNetConfig(TrainConfig):
+class ImageNetConfig(ClassificationConfig):
     """The options of this trainer."""
 
-    model: str = option("ea_aa_resnet50", "registered timm model, ours or timm's")
-    recipe: str = option("imagenet", "recipe: a name in ea_vision/recipes, a YAML file, or none", free=True)
-    data_dir: str = option("", "folder with train and val, each a folder or .tar of class/name.jpg", free=True)
-    output: str = option("", "run folder; empty: runs/imagenet-MODEL", free=True)
-    workers: int = option(8, "processes (threads for FFCV) that decode images, per training process; 0: in this one",
-                         minimum=0, maximum=MOST_WORKERS, free=True)
-    decoder: str = option("processes", "what decodes the training images of --data-dir; processes: Pillow, with timm's "
-                                       "transforms; threads: torchvision in this process, JPEG about twice as fast, "
-                                       "the rest on the device as for FFCV", choices=("processes", "threads"))
-    dataset: str = option("", "timm's name of another data set that can be indexed (torch/*, hfds/*); empty: images")
-    train_beton: str = option("", "FFCV file of the training images; empty: data_dir is read", free=True)
-    val_beton: str = option("", "FFCV file of the images to evaluate on; empty: data_dir is read", free=True)
-    verify_beton: bool = option(False, "FFCV: compare every image with its checksum when it is first read", free=True)
+    model: str = option("ea_aa_resnet50", "registered timm model, ours or timm's", MODEL)
+    recipe: str = setting("imagenet", "recipe: a name in ea_vision/recipes, a YAML file, or none", RUN)
+    data_dir: str = setting("", "folder with train and val, each a folder or .tar of class/name.jpg", DATA)
+    output: str = setting("", "run folder; empty: runs/imagenet-MODEL", RUN)
+    workers: int = setting(8, "processes (threads for FFCV) that decode images, per training process; 0: in this one",
+                           DATA, minimum=0, maximum=MOST_WORKERS)
+    decoder: str = option("processes", "what decodes the training images of --data-dir; processes: Pillow, with "
+                                       "timm's transforms; threads: torchvision in this process, JPEG about twice as "
+                                       "fast, the rest on the device as for FFCV", DATA,
+                          choices=("processes", "threads"))
+    dataset: str = option("", "timm's name of another data set that can be indexed (torch/*, hfds/*); empty: images",
+                          DATA)
+    train_beton: str = setting("", "FFCV file of the training images; empty: data_dir is read", DATA)
+    val_beton: str = setting("", "FFCV file of the images to evaluate on; empty: data_dir is read", DATA)
+    verify_beton: bool = setting(False, "FFCV: compare every image with its checksum when it is first read", DATA)
     os_cache: str = option("auto", "FFCV: order of the training images; on: random over the whole file; off: random "
-                                   "within a few pages at a time; auto: on if the file fits in half the memory",
+                                   "within a few pages at a time; auto: on if the file fits in half the memory", DATA,
                            choices=("auto", "on", "off"))
     exif_rotation: bool = option(False, "turn images as their EXIF data says (FFCV: as the file was written); off, "
-                                        "as in timm and torchvision")
-    num_classes: int = option(0, "classes the data must have; 0: those it has", minimum=0)
-    img_size: int = option(224, "side of the training images in pixels; of those to evaluate on, unless eval_img_size "
-                                "says otherwise", minimum=8)
+                                        "as in timm and torchvision", DATA)
+    train_split: str = setting("", "folder or tar of data_dir (of --dataset: split) with the training images; empty: "
+                                   "train, ILSVRC2012_img_train or that of ILSVRC/Data/CLS-LOC", DATA)
+    val_split: str = setting("", "the same of the images to evaluate on; empty: val, validation, valid, "
+                                 "ILSVRC2012_img_val, test", DATA)
+    num_classes: int = option(0, "classes the data must have; 0: those it has", DATA, minimum=0)
+    img_size: int = option(224, "side of the training images in pixels; of those to evaluate on, unless "
+                                "eval_img_size says otherwise", DATA, minimum=8)
     first_img_size: int = option(0, "side of the training images at first, from which they grow to img_size; 0: one "
-                                    "size", minimum=0)
+                                    "size", AUGMENT, minimum=0)
     grow_epochs: list[float] = option([], "the epochs up to which they have first_img_size and from which on "
-                                          "img_size, counted from 0; between them multiples of 32 pixels")
-    eval_img_size: int = option(0, "evaluation: side in pixels of the middle that is cut out; 0: img_size", minimum=0)
-    eval_resize: int = option(256, "evaluation: the short side in pixels, before the middle is cut out", minimum=8)
-    aug_repeats: int = option(1, "repeated augmentation: an epoch has each of its images this many times, and so many "
-                                 "times fewer images", minimum=1)
-    crop_scale: float = option(0.08, "least share of an image's area in a training crop", above=0.0, maximum=1.0)
-    hflip: float = option(0.5, "probability of a left-right flip", minimum=0.0, maximum=1.0)
-    color_jitter: float = option(0.0, "strength of brightness, contrast and saturation changes (not FFCV)", minimum=0.0,
-                                 not_with="train_beton")
-    auto_augment: str = option("", "timm's policy, such as rand-m9-mstd0.5 (FFCV, threads: a RandAugment, on the "
-                                   "device, whose magnitudes are drawn by batch and operation); empty: none")
-    interpolation: str = option("bilinear", "how images are scaled (FFCV: area)", choices=("bilinear", "bicubic"))
-    max_bad_images: int = option(10, "the run stops when more images cannot be read", minimum=0, free=True)
-    log_steps: int = option(50, "updates between rows of speed.csv; 0: none", minimum=0, free=True)
+                                          "img_size, counted from 0; between them multiples of 32 pixels", AUGMENT)
+    eval_img_size: int = option(0, "evaluation: side in pixels of the middle that is cut out; 0: img_size", EVALUATION,
+                                minimum=0)
+    eval_resize: int = option(256, "evaluation: the short side in pixels, before the middle is cut out", EVALUATION,
+                              minimum=8)
+    aug_repeats: int = option(1, "repeated augmentation: an epoch has each of its images this many times, and so "
+                                 "many times fewer images", AUGMENT, minimum=1)
+    aug_splits: int = option(0,
+                             "with jsd_loss: a batch has each crop as it is and so many less one augmented otherwise "
+                                "each (timm: 3; image folders read by processes)", AUGMENT, minimum=0)
+    jsd_loss: bool = option(False, "Jensen-Shannon divergence of the outputs for the aug_splits, beside the "
+                                   "cross-entropy of the first (AugMix)", LOSS)
+    crop_scale: float = option(0.08, "least share of an image's area in a training crop", AUGMENT, above=0.0,
+                               maximum=1.0)
+    hflip: float = option(0.5, "probability of a left-right flip", AUGMENT, minimum=0.0, maximum=1.0)
+    color_jitter: float = option(0.0, "strength of brightness, contrast and saturation changes (not FFCV)", AUGMENT,
+                                 minimum=0.0, not_with="train_beton")
+    aa: str = option("", "timm's policy, such as rand-m9-mstd0.5 (FFCV, threads: a RandAugment, on the device, whose "
+                         "magnitudes are drawn by batch and operation), or ta_wide, torchvision's TrivialAugment (not "
+                         "FFCV, threads); empty: none", AUGMENT)
+    interpolation: str = option("bilinear", "how images are scaled (FFCV: area)", DATA, choices=("bilinear", "bicubic"))
+    max_bad_images: int = setting(10, "the run stops when more images cannot be read", DATA, minimum=0)
+    log_steps: int = setting(50, "updates between rows of speed.csv; 0: none", KEPT, minimum=0)
 
     def __post_init__(self):
         super().__post_init__()
@@ -103,6 +121,12 @@ class ImageNetConfig(TrainConfig):
             given = "train_beton" if self.train_beton else "dataset" if self.dataset else "color_jitter"
             raise UsageError(f"decoder threads reads files of --data-dir and has no colour jitter, got {given} "
                              f"{getattr(self, given)!r}")
+        if self.jsd_loss != (self.aug_splits > 1):
+            raise UsageError(f"jsd_loss goes with aug_splits of at least 2, got {self.jsd_loss} and {self.aug_splits}")
+        if self.jsd_loss and (self.mixup or self.cutmix or self.bce_loss or self.teacher or self.train_beton
+                              or self.decoder != "processes"):
+            raise UsageError("jsd_loss goes without mixup, cutmix, bce_loss and teacher, and with images that "
+                             "processes decode (no train_beton, no decoder threads)")
         if bool(self.first_img_size) != bool(self.grow_epochs):
             raise UsageError(f"first_img_size and grow_epochs go together, got {self.first_img_size} and "
                              f"{self.grow_epochs}")
@@ -122,9 +146,17 @@ class ImageNetConfig(TrainConfig):
         return GrowingSize(self.first_img_size, self.img_size, *self.grow_epochs) if self.first_img_size else None
 
 
-class GrowingTrainer(Trainer):
+class GrowingTrainer(ClassificationTrainer):
     """A trainer whose images may grow: what smaller images leave untrained of position tables is filled after each
     epoch, so that evaluation, checkpoints and larger images begin with it."""
+
+    def __init__(self, config: ImageNetConfig, *args, **given):
+        super().__init__(config, *args, **given)
+        if config.jsd_loss:
+            self.jsd = JsdCrossEntropy(config.aug_splits, smoothing=config.smoothing)
+            if config.reprob:  # all but the first split
+                self.erase = RandomErasing(config.reprob, mode="pixel", num_splits=config.aug_splits,
+                                           device=self.world.device)
 
     def finish_epoch(self) -> None:
         size_of = self.config.size_of
@@ -135,10 +167,10 @@ class GrowingTrainer(Trainer):
         super().finish_epoch()
 
 
-class ClassFolders(run.Task):
+class ClassFolders(run.DataModule):
     """Images in class folders, tars or FFCV files, read as they are needed."""
 
-    description, examples, options, trainer = __doc__, EXAMPLES, ImageNetConfig, GrowingTrainer
+    description, examples, options, trainer = DESCRIPTION, EXAMPLES, ImageNetConfig, GrowingTrainer
 
     def __init__(self, config: ImageNetConfig, world: World, training: bool):
         super().__init__(config, world, training)
@@ -149,8 +181,8 @@ class ClassFolders(run.Task):
         if training:
             if config.decoder == "processes" and not config.train_beton:
                 checked_train_transform(config, config.img_size)
-            elif config.auto_augment:
-                RandAugment(config.auto_augment, (0.5, 0.5, 0.5))
+            elif config.aa:
+                RandAugment(config.aa, (0.5, 0.5, 0.5))
             self.train = self._open("train")
         self.evaluated = self._open("validation")
         self.classes, self.fingerprint = self.evaluated.classes, self.evaluated.fingerprint()
@@ -184,12 +216,29 @@ class ClassFolders(run.Task):
         if not config.data_dir:
             raise UsageError(f"no {split} images: --data-dir is required, or --train-beton and --val-beton")
         root = Path(config.data_dir)
-        place = root if config.dataset else find_split(root, split, or_root=True)
-        return ImageSource(config.dataset, place, split, config.num_classes, config.exif_rotation)
+        named = config.train_split if split == "train" else config.val_split
+        if config.dataset:
+            place = root
+        elif named:
+            place = next((path for path in (root / named, root / f"{named}.tar") if path.exists()), None)
+            if place is None:
+                raise UsageError(f"{'train' if split == 'train' else 'val'}_split {named}: {root} has neither {named} "
+                                 f"nor {named}.tar")
+        else:
+            place = find_split(root, split, or_root=True)
+        return ImageSource(config.dataset, place, named or split, config.num_classes, config.exif_rotation)
 
-    def train_loader(self, **form) -> ImageTrainLoader | FileTrainLoader | BetonTrainLoader:
+    def check(self) -> None:
+        root = self.config.data_dir
+        if self.same_images and not self.config.eval_on_train and self.about.get("train_data") == str(Path(root)):
+            raise UsageError(f"{root} has neither training images nor others to evaluate on: looked for "
+                             f"{places_of(Path(root), 'train')}, for {places_of(Path(root), 'validation')}; "
+                             "--eval-on-train takes the folder itself for both")
+        super().check()
+
+    def train_loader(self, **keywords) -> ImageTrainLoader | FileTrainLoader | BetonTrainLoader:
         config, source = self.config, self.train
-        common = {**form, "img_size": config.img_size, "batch_size": config.batch_size, "workers": config.workers,
+        common = {**keywords, "img_size": config.img_size, "batch_size": config.batch_size, "workers": config.workers,
                   "seed": config.seed, "bad_images": self.bad_images, "size_of": config.size_of,
                   "repeats": config.aug_repeats}
         if config.decoder == "processes" and not config.train_beton:
@@ -197,29 +246,29 @@ class ClassFolders(run.Task):
             return ImageTrainLoader(source, transform=transform if config.size_of else transform(config.img_size),
                                     **common)
         common.update(scale=(config.crop_scale, 1.0), hflip=config.hflip)
-        if config.auto_augment:
-            common["augment"] = RandAugment(config.auto_augment, form["mean"])
+        if config.aa:
+            common["augment"] = RandAugment(config.aa, keywords["mean"])
         if config.decoder == "threads":
             return FileTrainLoader(source, interpolation=config.interpolation, **common)
         fits = all(self.world.gather(source.fits_in_memory()))  # one order for all, on whatever machine they are
         os_cache = config.os_cache == "on" or config.os_cache == "auto" and fits
         return BetonTrainLoader(source, os_cache=os_cache, **common)
 
-    def eval_loader(self, **form) -> ImageEvalLoader | BetonEvalLoader:
-        return self._unaugmented(self.evaluated, self.config.val_beton, **form)
+    def eval_loader(self, **keywords) -> ImageEvalLoader | BetonEvalLoader:
+        return self._unaugmented(self.evaluated, self.config.val_beton, **keywords)
 
-    def unaugmented_loader(self, **form) -> ImageEvalLoader | BetonEvalLoader:
-        return self._unaugmented(self.train, self.config.train_beton, **form)
+    def unaugmented_loader(self, **keywords) -> ImageEvalLoader | BetonEvalLoader:
+        return self._unaugmented(self.train, self.config.train_beton, **keywords)
 
-    def image_form(self, model: nn.Module) -> dict[str, Any]:
+    def loader_keywords(self, model: nn.Module) -> dict[str, Any]:
         config = self.config
         sizes = set(map(config.size_of, range(math.ceil(config.epochs)))) if config.size_of else set()
         check_sizes(model, sizes | {config.side_to_evaluate}, config)
-        return super().image_form(model)
+        return super().loader_keywords(model)
 
-    def _unaugmented(self, source, beton: str, **form) -> ImageEvalLoader | BetonEvalLoader:
+    def _unaugmented(self, source, beton: str, **keywords) -> ImageEvalLoader | BetonEvalLoader:
         config = self.config
-        common = {**form, "img_size": config.side_to_evaluate, "batch_size": config.eval_batch_size,
+        common = {**keywords, "img_size": config.side_to_evaluate, "batch_size": config.eval_batch_size,
                   "workers": config.workers, "bad_images": self.bad_images}
         if beton:
             return BetonEvalLoader(source, resize=config.eval_resize, **common)
@@ -249,11 +298,11 @@ def checked_train_transform(config: ImageNetConfig, img_size: int):
     """
     try:
         return train_transform(img_size, scale=(config.crop_scale, 1.0), hflip=config.hflip,
-                               color_jitter=config.color_jitter, auto_augment=config.auto_augment,
-                               interpolation=config.interpolation)
+                               color_jitter=config.color_jitter, auto_augment=config.aa,
+                               interpolation=config.interpolation, splits=config.aug_splits)
     except (AssertionError, ValueError, KeyError, IndexError, TypeError) as error:
-        raise UsageError(f"auto_augment must be a policy of timm, such as rand-m9-mstd0.5, augmix-m3 or original, got "
-                         f"{config.auto_augment!r} ({error})") from error
+        raise UsageError(f"aa must be a policy of timm, such as rand-m9-mstd0.5, augmix-m3 or original, got "
+                         f"{config.aa!r} ({error})") from error
 
 
 def same_place(a: Any, b: str) -> bool:

@@ -29,9 +29,9 @@ from ea_vision.base.processes import World
 from ea_vision.data.augment import Augmentation
 from ea_vision.data.on_device import TrainLoader
 from ea_vision.data.small_images import Images
+from ea_vision.engine.classification import ClassificationTrainer
 from ea_vision.engine.config import resolve
 from ea_vision.engine.signals import StopRequest
-from ea_vision.engine.train import Trainer
 from ea_vision.engine.train_cifar import CifarConfig
 from ea_vision.measure import kernel_figures
 from ea_vision.ops import evolving_attention, triton_attention, use_implementation
@@ -261,7 +261,8 @@ def trainers(device: torch.device, tiny: bool, folder: Path) -> Pairs:
     data = make_images(folder / "images", tiny)
     kinds = {"bfloat16": ["--amp", "bfloat16"]}
     if not tiny:
-        kinds |= {"compiled, EMA": ["--amp", "bfloat16", "--compile", "--ema", "0.99"], "float16": ["--amp", "float16"]}
+        kinds |= {"compiled, EMA": ["--amp", "bfloat16", "--compile", "--model-ema-decay", "0.99"],
+                  "float16": ["--amp", "float16"]}
     for name, options in kinds.items():
         output = folder / name.replace(", ", "-")
         command = trainer(device, tiny, data, output, "--epochs", "1", *options)
@@ -270,18 +271,18 @@ def trainers(device: torch.device, tiny: bool, folder: Path) -> Pairs:
 
 def updates(device: torch.device, tiny: bool, folder: Path) -> Pairs:
     """Updates of the CIFAR trainer in which torch makes every wait for the GPU an error, the time of one, and one that
-    is not finite, which must change nothing: as they are, and compiled to CUDA graphs."""
+    is not finite, which --on-nan skip must leave out: as they are, and compiled to CUDA graphs."""
     def run(**options: Any) -> dict[str, Any]:
         trainer = made_trainer(device, tiny, folder, **options)
         trainer.net.train()
         batches = trainer.train_loader.batches(0)
         faults: list[str] = []
 
-        def make(count: int, under_way: int = trainer.news_after) -> None:
+        def make(count: int, under_way: int = trainer.results_after) -> None:
             for _ in range(count):
                 trainer._update([next(batches)])
-                told = trainer.hear(under_way)
-                faults.extend(str(fault) for made in told if (fault := trainer.fault_of(made)) is not None)
+                results = trainer.results.collect(under_way)
+                faults.extend(str(fault) for result in results if (fault := trainer.fault_of(result)) is not None)
 
         make(3, 0)  # the optimiser's tensors are made, the model is compiled
         if device.type == "cuda":
@@ -297,13 +298,14 @@ def updates(device: torch.device, tiny: bool, folder: Path) -> Pairs:
         make(count - 1)
         make(1, 0)
         found = {"milliseconds": round(1000 * (time.perf_counter() - began) / count, 3)}
+        trainer.config.on_nan = "skip"
         before = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
         images, targets, ids = next(batches)
         trainer._update([(images * float("nan"), targets, ids)])
-        made, = trainer.hear()
+        result, = trainer.results.collect()
         after = trainer.model.state_dict()
-        if trainer.fault_of(made) is None or not all(torch.equal(after[name], before[name]) for name in before):
-            faults.append(f"an update on images of NaN (loss {made.loss}) was not told, or changed the network")
+        if trainer.fault_of(result) is None or not all(torch.equal(after[name], before[name]) for name in before):
+            faults.append(f"an update on images of NaN (loss {result.loss}) was not reported, or changed the network")
         return found | ({"fault": "; ".join(faults)} if faults else {})
 
     yield "as they are", attempt(run)
@@ -313,12 +315,13 @@ def updates(device: torch.device, tiny: bool, folder: Path) -> Pairs:
     yield "CUDA graphs", attempt(lambda: run(compile=True, compile_mode="reduce-overhead"))
 
 
-def made_trainer(device: torch.device, tiny: bool, folder: Path, **options: Any) -> Trainer:
+def made_trainer(device: torch.device, tiny: bool, folder: Path, **options: Any) -> ClassificationTrainer:
     """A trainer of a CIFAR network on made images in the memory of the device; bfloat16, channels-last, EMA."""
     batch, count = (4, 80) if tiny else (64, 64 * 64)
     kwargs = {"widths": [16, 16, 16, 16]} if tiny else {}
     given = {"recipe": "none", "model": "ea_conv_transformer_cifar", "model_kwargs": kwargs, "batch_size": batch,
-             "amp": "bfloat16", "channels_last": True, "ema": 0.99, "clip_grad": 1.0, "lr": 0.01, "warmup": 0.0,
+             "amp": "bfloat16", "channels_last": True, "model_ema_decay": 0.99, "clip_grad": 1.0, "lr": 0.01,
+             "warmup_epochs": 0,
              **options}
     config, _ = resolve(CifarConfig, given)
     model, _ = create_classifier(config.model, kwargs, num_classes=10, img_size=32)
@@ -327,7 +330,8 @@ def made_trainer(device: torch.device, tiny: bool, folder: Path, **options: Any)
     split = Images(images, torch.arange(count) % 10, [str(number) for number in range(count)])
     loader = TrainLoader(split, batch_size=batch, augmentation=Augmentation(cutout=8), seed=0, mean=mean, std=std,
                          device=device)
-    return Trainer(config, model.to(device), loader, loader, num_classes=10, world=World(0, 1, device), folder=folder,
+    return ClassificationTrainer(config, model.to(device), loader, loader, num_classes=10, world=World(0, 1, device),
+                                 folder=folder,
                    stop=StopRequest(), data_fingerprint="", describe=str)
 
 

@@ -78,5 +78,5 @@ def test_operations_are_drawn_as_often_as_timms():
 
 @pytest.mark.parametrize("policy", ["original", "rand-m7-q3", "augmix-m3", "rand-m9-tweights", "rand-m9-t3a", ""])
 def test_other_policies_are_refused(policy):
-    with pytest.raises(UsageError, match="auto_augment: a policy of .* is required over FFCV files"):
+    with pytest.raises(UsageError, match="aa: a policy of .* is required over FFCV files"):
         RandAugment(policy, (0.5,) * 3)

@@ -19,7 +19,8 @@ from PIL import Image
 import train_imagenet  # noqa: F401  (loaded once, for the processes that train with it)
 from ea_vision.base import files
 from ea_vision.base.errors import exit_code
-from ea_vision.engine import checkpoint, run_folder, train, train_cifar
+from ea_vision.engine import checkpoint, classification, run_folder, train_cifar
+from ea_vision.engine.classification import ClassificationTrainer
 from ea_vision.engine.train import Trainer
 
 BN_MODEL = ["--model", "test_resnet", "--model-kwargs", "drop_rate=0.2"]  # batch statistics and dropout
@@ -172,13 +173,13 @@ class SignalInEvaluation:
     """Send this process SIGTERM at the beginning of its first evaluation."""
 
     def __call__(self):
-        evaluate = train.evaluate
+        evaluate = classification.evaluate
 
         def hurt(*args, **kwargs):
             os.kill(os.getpid(), signal.SIGTERM)
             return evaluate(*args, **kwargs)
 
-        train.evaluate = hurt
+        classification.evaluate = hurt
 
 
 class KillInWrite:
@@ -266,7 +267,7 @@ class SpoilLoss:
         self.number, self.rank, self.times = number, rank, times
 
     def __call__(self):
-        batch_loss, left = Trainer._batch_loss, [self.times]
+        batch_loss, left = ClassificationTrainer._batch_loss, [self.times]
 
         def hurt(trainer, images, targets):
             progress = trainer.progress
@@ -275,7 +276,7 @@ class SpoilLoss:
                 images = images * float("nan")
             return batch_loss(trainer, images, targets)
 
-        Trainer._batch_loss = hurt
+        ClassificationTrainer._batch_loss = hurt
 
 
 class SpoilWeight:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from importlib import resources
 
 import pytest
@@ -10,6 +11,7 @@ import yaml
 from ea_vision.base.errors import UsageError
 from ea_vision.detection.train import DetectionConfig
 from ea_vision.engine.config import describe_recipe, load_recipe, make_parser, option, parse, recipe_names, resolve
+from ea_vision.engine.option_names import THEIRS
 from ea_vision.engine.train_cifar import EXAMPLES, CifarConfig
 from ea_vision.engine.train_imagenet import ImageNetConfig
 
@@ -30,10 +32,16 @@ def test_command_line_over_recipe_over_defaults(tmp_path):
 @pytest.mark.parametrize("name", recipe_names())
 def test_recipes(name):
     """Every recipe resolves, says nothing that is not an option, and opens with its command, cost and expectation."""
-    trainers = {**dict.fromkeys(("imagenet", "finetune", "rsb", "ffcv"), ImageNetConfig), "coco": DetectionConfig}
+    trainers = {**dict.fromkeys(("imagenet", "finetune", "rsb", "ffcv", "torchvision"), ImageNetConfig),
+                "coco": DetectionConfig}
     kind = "cifar" if name == "finetune" else name.partition("_")[0]
     resolve(trainers.get(kind, CifarConfig), {"recipe": name})
-    text = (resources.files("ea_vision.recipes") / f"{name}.yaml").read_text()
+    path = resources.files("ea_vision.recipes") / f"{name}.yaml"
+    if not path.is_file():  # made from the papers' tables
+        about = describe_recipe(name)
+        assert name.startswith("imagenet_") and name.removeprefix("imagenet_") in about.split() and "recipe " in about
+        return
+    text = path.read_text()
     header = "".join(line for line in text.splitlines(True) if line.startswith("#"))
     for word in ("Command:", f"--recipe {name}", "Cost:", "Expected:"):
         assert word in header
@@ -41,8 +49,8 @@ def test_recipes(name):
 
 def test_the_papers_recipe():
     config, _ = parsed("--recipe", "pa_cifar10")
-    wanted = {"epochs": 630, "batch_size": 50, "lr": 0.05, "lr_min": 1e-4, "momentum": 0.9, "weight_decay": 1e-4,
-              "cutout": 8, "holdout": 5000, "opt": "momentum", "label_smoothing": 0}
+    wanted = {"epochs": 630, "batch_size": 50, "lr": 0.05, "min_lr": 1e-4, "momentum": 0.9, "weight_decay": 1e-4,
+              "cutout": 8, "holdout": 5000, "opt": "momentum", "smoothing": 0}
     assert {key: getattr(config, key) for key in wanted} == wanted
     assert config.model_kwargs == {"conv_drop_rate": 0.2, "attn_drop_rate": 0.2, "ff_drop_rate": 0.2}
 
@@ -55,11 +63,17 @@ def test_the_papers_recipe():
     (["--batch-size", "1.5"], "batch_size must be of type int"),
     (["--lr", "nan"], "lr must be a number"),
     (["--dataset", "cifar"], "dataset must be one of digits, cifar10, cifar100, folder, got 'cifar'"),
-    (["--lr", "0.1", "--lr-min", "0.2"], "lr_min must be at most lr"),
-    (["--schedule", "cosine", "--cycle-epochs", "2"], "warmup must be 0"),
+    (["--lr", "0.1", "--min-lr", "0.2"], "min_lr must be at most lr"),
+    (["--sched", "cosine", "--cycle-epochs", "2"], "warmup_epochs must be 0"),
     (["--model-kwargs", "alpha"], "key=value"),
     (["--lr"], "expected one argument"),
     (["stray"], "unknown argument 'stray'"),
+    (["--warmup", "5"], "warmup is a share of all updates, at most 1, got 5; in epochs it is warmup_epochs 5"),
+    (["--warmup-epochs", "120%"], "warmup_epochs must be at least 0 and at most 100%, got 120%"),
+    (["--warmup-epochs", "long"], "warmup_epochs must be a number or a percentage, got 'long'"),
+    (["--learning-rate", "1"], "unknown argument '--learning-rate': here it is --lr"),
+    (["-b", "32"], "unknown argument '-b': here it is --batch-size"),
+    (["--drop-path", "0.1"], "unknown argument '--drop-path': here it is --model-kwargs drop_path_rate=VALUE"),
 ])
 def test_bad_options_are_named(argv, message):
     with pytest.raises(UsageError, match=message.replace("(", r"\(")):
@@ -105,12 +119,68 @@ def test_a_recipe_says_what_differs_from_its_base(tmp_path):
         load_recipe(str(second))
 
 
+def test_names_of_before_are_taken_for_a_release(tmp_path):
+    """On the command line, in a recipe file and in an old run folder, each with one line."""
+    older = {"schedule": "exp", "warmup": 0.05, "lr_min": 0.01, "lr": 0.2, "cycle_mul": 2.0, "decay_every": 2.4,
+             "decay_epochs": [], "lr_base_batch": 256, "label_smoothing": 0.3, "random_erasing": 0.4, "ema": 0.5,
+             "ema_warmup": False, "grad_accum": 2, "epochs": 100}
+    wanted = {"sched": "step", "warmup_epochs": "5%", "min_lr": 0.01, "lr_cycle_mul": 2.0, "decay_epochs": 2.4,
+              "decay_milestones": [], "lr_base_size": 256, "smoothing": 0.3, "reprob": 0.4, "model_ema_decay": 0.5,
+              "model_ema_warmup": False, "grad_accum_steps": 2}
+    path = tmp_path / "r.yaml"
+    path.write_text(yaml.safe_dump(older))
+    flags = [word for key, value in older.items() if key not in ("ema_warmup", "decay_epochs")
+             for word in ("--" + key.replace("_", "-"), str(value))] + ["--no-ema-warmup"]
+    for argv in (["--recipe", str(path)], ["--recipe", "none", *flags]):
+        config, _ = parsed(*argv)
+        assert {key: getattr(config, key) for key in wanted} == wanted and config.warmup_updates(10) == 50
+        line, = config.notes
+        assert "names of before" in line and "warmup is warmup_epochs 5%" in line
+    assert not config.differences(older) and not config.differences({**config.as_dict(), "warmup_epochs": 5.0})
+    assert config.differences({**older, "warmup": 0.06}) == ["warmup_epochs was '6%', got '5%'"]
+    assert config.differences({**older, "whiten": True}) == ["whiten was True, and is no more"]
+    steps, _ = parsed("--recipe", "none", "--schedule", "step", "--decay-epochs", "30", "60")
+    assert (steps.sched, steps.decay_milestones, steps.decay_epochs) == ("multistep", [30, 60], 0)
+    stairs, _ = parsed("--recipe", "none", "--sched", "step", "--decay-epochs", "30")
+    assert (stairs.sched, stairs.decay_milestones, stairs.decay_epochs) == ("step", [], 30)
+
+
+def test_a_longer_run_of_a_recipe_warms_up_for_as_many_epochs():
+    for epochs in (100, 600):
+        assert resolve(ImageNetConfig, {"recipe": "rsb_a1", "epochs": epochs})[0].warmup_updates(625) == 5 * 625
+
+
+def test_their_names_lead_to_options_that_exist():
+    known = {s for cls in (CifarConfig, ImageNetConfig) for action in make_parser(cls, "", EXAMPLES)._actions
+             for s in action.option_strings}
+    assert not known & set(THEIRS)
+    for theirs, ours in THEIRS.items():
+        assert ours.startswith("torchrun") or ours.split()[0].rstrip(",") in known, theirs
+
+
+@pytest.mark.parametrize("cls", [CifarConfig, ImageNetConfig, DetectionConfig])
+def test_help_is_in_groups_of_two_screens(cls):
+    text = make_parser(cls, "about", EXAMPLES).format_help()
+    groups = re.split(r"^(?=\S.*:$)", text, flags=re.MULTILINE)[1:]
+    assert len(groups) > 10 and max(group.count("\n") for group in groups) <= 100
+    assert max(map(len, text.split("examples:")[0].splitlines())) <= 100
+    named = [name for group in groups[1:] for name in re.findall(r"^  --([a-z-]+)", group, re.MULTILINE)]
+    assert sorted(named) == sorted(field.name.replace("_", "-") for field in dataclasses.fields(cls))
+
+
+def test_detection_has_no_option_of_classification_alone():
+    names = {field.name for field in dataclasses.fields(DetectionConfig)}
+    assert not names & {"smoothing", "mixup", "cutmix", "reprob", "tta", "layer_decay", "compile", "bce_loss"}
+    with pytest.raises(UsageError, match="unknown argument '--mixup'"):
+        parse(make_parser(DetectionConfig, "", EXAMPLES), ["--mixup", "0.2"])
+
+
 def test_help_has_every_flag_its_default_and_examples():
     text = make_parser(CifarConfig, "about", EXAMPLES).format_help()
     for field in dataclasses.fields(CifarConfig):
         assert f"--{field.name.replace('_', '-')}" in text
     assert " ".join(text.split()).count("(default: ") >= len(dataclasses.fields(CifarConfig))  # lines may break there
-    assert "--lr LR" in text and "per update (default: 0.02)" in text, "defaults shown are those of the default recipe"
+    assert "--lr X" in text and "lr_base) (default: 0.02)" in " ".join(text.split()), "of the default recipe"
     assert text.rstrip().endswith(EXAMPLES.rstrip())
 
 

@@ -11,9 +11,9 @@ from torch import nn
 
 from ea_vision.base.errors import UsageError
 from ea_vision.base.processes import World
+from ea_vision.engine.classification import ClassificationTrainer
 from ea_vision.engine.config import resolve
 from ea_vision.engine.signals import StopRequest
-from ea_vision.engine.train import Trainer
 from ea_vision.engine.train_cifar import CifarConfig
 
 CPU = torch.device("cpu")
@@ -27,9 +27,10 @@ def group():
     dist.destroy_process_group()
 
 
-def make_trainer(folder, model, **given) -> Trainer:
+def make_trainer(folder, model, **given) -> ClassificationTrainer:
     config, _ = resolve(CifarConfig, {"recipe": "none", "batch_size": 4, **given})
-    return Trainer(config, model, range(8), range(1), num_classes=4, world=World(0, 2, CPU), folder=folder,
+    return ClassificationTrainer(config, model, range(8), range(1), num_classes=4, world=World(0, 2, CPU),
+                                 folder=folder,
                    stop=StopRequest(), data_fingerprint="", describe=str)
 
 
@@ -103,7 +104,7 @@ def test_compile_mode_is_torchs(tmp_path, monkeypatch, mode, dynamic):
     monkeypatch.setattr(torch, "compile", lambda model, **how: asked.append(how) or model)
     config, _ = resolve(CifarConfig, {"recipe": "none", "compile": True, "compile_mode": mode})
     model = timm.create_model("test_resnet", num_classes=4)
-    Trainer(config, model, range(8), range(1), num_classes=4, world=World(0, 1, CPU), folder=tmp_path,
+    ClassificationTrainer(config, model, range(8), range(1), num_classes=4, world=World(0, 1, CPU), folder=tmp_path,
             stop=StopRequest(), data_fingerprint="", describe=str)
     assert asked == [{"mode": mode, "dynamic": dynamic}]
 
@@ -111,8 +112,8 @@ def test_compile_mode_is_torchs(tmp_path, monkeypatch, mode, dynamic):
 @pytest.mark.parametrize("given, message", [
     ({"compile_mode": "reduce-overhead"}, "compile_mode goes with compile, got reduce-overhead without it"),
     ({"compile_mode": "fast", "compile": True}, "compile_mode must be one of default, reduce-overhead, max-autotune, "),
-    ({"compile_mode": "reduce-overhead", "compile": True, "grad_accum": 2}, "compile_mode reduce-overhead needs "
-     "grad_accum 1, .* got 2"),
+    ({"compile_mode": "reduce-overhead", "compile": True, "grad_accum_steps": 2}, "compile_mode reduce-overhead needs "
+     "grad_accum_steps 1, .* got 2"),
 ])
 def test_modes_that_do_not_fit(given, message):
     with pytest.raises(UsageError, match=message):
@@ -127,8 +128,9 @@ def test_cuda_graphs_that_torch_leaves_out_train_all_the_same(tmp_path, monkeypa
     config, _ = resolve(CifarConfig, {"recipe": "none", "batch_size": 4, "compile": True,
                                       "compile_mode": "reduce-overhead"})
     model = nn.Sequential(nn.Flatten(), nn.Linear(12, 4), nn.BatchNorm1d(4))
-    trainer = Trainer(config, model, range(8), range(1), num_classes=4, world=World(0, 1, CPU), folder=tmp_path,
+    trainer = ClassificationTrainer(config, model, range(8), range(1), num_classes=4, world=World(0, 1, CPU),
+                                    folder=tmp_path,
                       stop=StopRequest(), data_fingerprint="", describe=str)
     for size in (4, 4, 3):
         trainer._update([(torch.randn(size, 3, 2, 2), torch.arange(size), torch.arange(size))])
-    assert all(trainer.fault_of(made) is None for made in trainer.hear())
+    assert all(trainer.fault_of(made) is None for made in trainer.results.collect())

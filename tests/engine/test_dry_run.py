@@ -22,7 +22,8 @@ def photos(tmp_path_factory):
 
 def arguments(photos, output, *more: str) -> list[str]:
     return ["--data-dir", str(photos), "--recipe", "none", "--model", "test_resnet", *GROWING, "--epochs", "4",
-            "--batch-size", "8", "--eval-batch-size", "8", "--workers", "0", "--device", "cpu", "--ema", "0.9",
+            "--batch-size", "8", "--eval-batch-size", "8", "--workers", "0", "--device", "cpu", "--model-ema-decay",
+            "0.9",
             "--snapshot-epochs", "2", "--log-steps", "0", "--output", str(output), *more]
 
 
@@ -56,7 +57,7 @@ def test_the_estimate_is_near_the_run(photos, tmp_path, monkeypatch, capsys):
 
 
 def test_more_processes_are_estimated_from_one(photos, tmp_path, capsys):
-    argv = [*arguments(photos, tmp_path / "run"), "--grad-accum", "2"]
+    argv = [*arguments(photos, tmp_path / "run"), "--grad-accum-steps", "2"]
     assert exit_code(lambda: train_imagenet.main([*argv, "--dry-run", "3"])) == 0
     said = capsys.readouterr().out
     assert "dry run     3 processes" in said and "4 epochs of 2 updates" in said and "MiB of gradients" in said

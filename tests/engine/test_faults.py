@@ -13,7 +13,7 @@ import timm
 import torch
 import yaml
 
-from ea_vision import timm_scripts
+from ea_vision import timm as timm_scripts
 from ea_vision.base.errors import UsageError, exit_code
 from ea_vision.base.networks import create_classifier
 from ea_vision.base.processes import MOST_WORKERS, World
@@ -62,8 +62,8 @@ def resume(folder: Path) -> list[str]:
     (["--lr", "inf"], "lr must be a finite number, got inf"),
     (["--weight-decay", "inf"], "weight_decay must be a finite number, got inf"),
     (["--clip-grad", "1e999"], "clip_grad must be a finite number, got inf"),
-    (["--decay-epochs", "1", "inf"], "decay_epochs must be a finite number, got inf"),
-    (["--ema", "1"], "ema must be below 1.0, got 1.0"),
+    (["--decay-milestones", "1", "inf"], "decay_milestones must be a finite number, got inf"),
+    (["--model-ema-decay", "1"], "model_ema_decay must be below 1.0, got 1.0"),
     (["--workers", "100000"], f"workers must be at most {MOST_WORKERS}, got 100000"),
     (["--workers", "-1"], "workers must be at least 0, got -1"),
     (["--seed", str(2**64)], f"seed must be at most {2**63 - 1}, got {2**64}"),
@@ -102,7 +102,7 @@ def test_options(data, tmp_path, capsys, more, message):
 
 
 @pytest.mark.parametrize("more, message", [
-    (["--auto-augment", "zzz"], "auto_augment must be a policy of timm, such as rand-m9-mstd0.5, augmix-m3 or "
+    (["--aa", "zzz"], "aa must be a policy of timm, such as rand-m9-mstd0.5, augmix-m3 or "
                                 "original, got 'zzz' (Unknown AA policy zzz)"),
     (["--crop-scale", "0"], "crop_scale must be above 0.0, got 0.0"),
     (["--crop-scale", "nan"], "crop_scale must be a number, got nan"),
@@ -183,7 +183,7 @@ def test_the_same_images_for_training_and_evaluation(tmp_path, capsys):
 def test_no_workers_train_as_some_do(data, photos, tmp_path):
     log, ends = tmp_path / "log", []
     tiny = ["--model", "test_resnet", "--img-size", "16", "--eval-resize", "20", "--batch-size", "8", "--epochs", "1",
-            "--device", "cpu", "--warmup", "0", "--data-dir", str(photos)]
+            "--device", "cpu", "--warmup-epochs", "0", "--data-dir", str(photos)]
     for workers in ("0", "1"):
         folder = tmp_path / f"imagenet{workers}"
         argv = [*tiny, "--workers", workers, "--output", str(folder)]
@@ -275,9 +275,9 @@ class SpoilEvaluation:
     """Make the images of the first evaluation NaN."""
 
     def __call__(self):
-        from ea_vision.engine import train
+        from ea_vision.engine import classification
 
-        evaluate, left = train.evaluate, [1]
+        evaluate, left = classification.evaluate, [1]
 
         class Spoilt:
             def __init__(self, loader):
@@ -290,7 +290,7 @@ class SpoilEvaluation:
         def hurt(model, loader, *args, **kwargs):
             return evaluate(model, Spoilt(loader) if left and left.pop() else loader, *args, **kwargs)
 
-        train.evaluate = hurt
+        classification.evaluate = hurt
 
 
 def test_an_evaluation_that_fails_ends_a_run_or_has_it_roll_back(data, tmp_path):
@@ -384,7 +384,7 @@ def spoil(state, key, value=None):
     ("random", [], "is not a checkpoint of this trainer: its random or scaler state does not fit "),
     ("random", [{}], "is not a checkpoint of this trainer: its random or scaler state does not fit "),
     ("scaler", None, "is not a checkpoint of this trainer: scaler has nothing"),
-    ("ema", {}, "has the averaged weights of --ema, got ema 0"),
+    ("ema", {}, "has the averaged weights of --model-ema-decay, got 0"),
 ])
 def test_checkpoints_that_are_whole_and_wrong(old_run, capsys, key, value, message):
     """Their checksum is right: what is refused is the content, in one line, and the file stays as it is."""

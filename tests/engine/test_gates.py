@@ -11,7 +11,7 @@ import torch
 import ea_vision  # noqa: F401
 from ea_vision.base.errors import UsageError, exit_code
 from ea_vision.engine import run_folder, train_cifar, train_imagenet
-from ea_vision.engine.config import TrainConfig
+from ea_vision.engine.classification import ClassificationConfig
 from ea_vision.engine.curves import plot_learning_curves
 from ea_vision.engine.gates import GateRamp, gate_values
 from ea_vision.engine.optimizer import build_optimizer
@@ -69,7 +69,7 @@ def test_shares_that_are_raised_are_not_learnt_and_others_are():
     values = gate_values(model)
     assert len(values) == 12 and values["blocks.2.attn.evolution.beta[1]"] == pytest.approx(0.3)
     assert values["blocks.2.attn.evolution.alpha[2]"] == 0
-    trained = {id(p) for group in build_optimizer(TrainConfig(gate_lr=5), model, 8).param_groups
+    trained = {id(p) for group in build_optimizer(ClassificationConfig(gate_lr=5), model, 8).param_groups
                for p in group["params"]}
     assert {path.rpartition(".")[2]: id(gate) in trained for path, gate in learnable_gates(model).items()} == {
         "alpha": True, "beta": False}
@@ -81,13 +81,14 @@ def test_shares_that_are_raised_are_not_learnt_and_others_are():
             GateRamp(model, ends, 5)
     for value in (1.5, -0.1, "x", True, float("nan")):
         with pytest.raises(UsageError, match="gate_ramp must give each share a number from 0 to 1, got alpha="):
-            TrainConfig(gate_ramp={"alpha": value})
+            ClassificationConfig(gate_ramp={"alpha": value})
 
 
 @pytest.fixture(scope="module")
 def raised(data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "raised"
-    argv = arguments(data, folder, "--gate-ramp", "alpha=0.5", "beta=1", "--gate-ramp-share", "0.6", "--ema", "0.9",
+    argv = arguments(data, folder, "--gate-ramp", "alpha=0.5", "beta=1", "--gate-ramp-share", "0.6",
+                     "--model-ema-decay", "0.9",
                      "--checkpoint-steps", "2")
     assert runner.run(argv, folder.with_suffix(".log")) == 0, folder.with_suffix(".log").read_text()
     return folder, argv
@@ -138,7 +139,7 @@ def test_layer_decay_is_timms_and_multiplies_the_rate_of_the_shares():
     scale = {id(p): (g["lr_scale"], g["weight_decay"]) for g in theirs.param_groups for p in g["params"]}
     shares = {id(gate) for gate in learnable_gates(model).values()}
     for gate_lr in (1, 30):
-        groups = build_optimizer(TrainConfig(**options, gate_lr=gate_lr), model, 8).param_groups
+        groups = build_optimizer(ClassificationConfig(**options, gate_lr=gate_lr), model, 8).param_groups
         found = {id(p): (g["lr_scale"] / (gate_lr if id(p) in shares else 1), g["weight_decay"])
                  for g in groups for p in g["params"]}
         assert found == {key: (pytest.approx(a), b) for key, (a, b) in scale.items()} and len({*found.values()}) > 5

@@ -12,16 +12,13 @@ import torch
 
 from ea_vision.data.small_images import load_dataset
 from ea_vision.engine import checkpoint, export, run_folder, train_cifar
-from ea_vision.engine.evaluate import evaluate
-from ea_vision.engine.logit_scale import scaled
+from ea_vision.engine.evaluate import evaluate, views
 from ea_vision.engine.train import Trainer
-from ea_vision.engine.views import views
 from tests.engine.runner import SignalAfterUpdate, arguments, assert_equal, make_folder, run, same_result
 
-LOOKAHEAD = ["--opt", "lookahead_sgd", "--norm-bias-lr", "4", "--holdout", "8"]
-ALL = ["--opt", "muon", "--lr", "0.02", "--opt-kwargs", "ns_steps=4", "--norm-bias-lr", "8", "--whiten",
-       "--logit-scale", "0.125", "--flip", "alternate", "--crop-padding-mode", "reflect", "--ema", "0.9",
-       "--tta", "six", "--holdout", "8"]
+LOOKAHEAD = ["--opt", "lookahead_sgd", "--clip-grad", "4", "--holdout", "8"]
+ALL = ["--opt", "muon", "--lr", "0.02", "--opt-kwargs", "ns_steps=4", "--flip", "alternate", "--crop-padding-mode",
+       "reflect", "--model-ema-decay", "0.9", "--tta", "six", "--holdout", "8"]
 
 
 @pytest.fixture(scope="module")
@@ -61,31 +58,24 @@ def test_lookaheads_slow_weights_are_in_the_checkpoint(whole):
 
 
 def test_exported_weights_give_the_outputs_of_training_bit_for_bit(data, tmp_path, monkeypatch):
-    """Frozen whitening filters and scaled logits need nothing from whoever loads model.safetensors."""
     seen = {}
     fit = Trainer.fit
 
     def spy(trainer):
-        before = trainer.model.conv1[0].weight.clone()
         fit(trainer)
         trainer.best_model.eval()
-        assert torch.equal(trainer.model.conv1[0].weight, before), "frozen"
         images = next(trainer.eval_loader.batches()).images
         with torch.no_grad():
-            seen.update(images=images, logits=trainer.config.logit_scale * trainer.best_model(images),
-                        filters=before, optimised=sum(len(g["params"]) for g in trainer.optimizer.param_groups),
-                        parameters=len(list(trainer.model.parameters())))
+            seen.update(images=images, logits=trainer.best_model(images))
 
     monkeypatch.setattr(Trainer, "fit", spy)
     folder = tmp_path / "run"
-    argv = [w for w in arguments(data, folder, *ALL, "--epochs", "1", "--resume", "none")]
-    assert train_cifar.main(argv) == 0
+    assert train_cifar.main(arguments(data, folder, *ALL, "--epochs", "1", "--resume", "none")) == 0
     about = run_folder.read_config(folder)[1]
     model = timm.create_model("test_resnet", **about["model_kwargs"],
                               checkpoint_path=str(folder / run_folder.WEIGHTS)).eval()
     with torch.no_grad():
         assert torch.equal(model(seen["images"]), seen["logits"])
-    assert torch.equal(model.conv1[0].weight, seen["filters"]) and seen["optimised"] == seen["parameters"] - 1
     state = checkpoint.read_checkpoint(folder / checkpoint.LAST)
     assert_equal(state["ema"], safetensors.torch.load_file(folder / run_folder.WEIGHTS), "weights")
 
@@ -119,25 +109,6 @@ def test_the_card_of_exported_weights_has_the_figures_of_the_file(data, tmp_path
     assert "--evaluate test_resnet.t --dataset folder --data-dir DIR --tta six" in card
 
 
-def test_scaling_logits_by_a_power_of_two_is_undone_exactly():
-    weights = {"a": torch.randn(100), "b": torch.randn(100)}
-    for scale in (0.125, 2**-20, 4.0):
-        there = scaled(weights, ["a"], scale)
-        assert torch.equal(there["a"], weights["a"] * scale) and there["b"] is weights["b"]
-        assert torch.equal(scaled(there, ["a"], 1 / scale)["a"], weights["a"])
-
-
-def test_a_smaller_logit_scale_is_a_smaller_gradient_of_the_features(data, tmp_path):
-    """The first update's loss is that of scaled logits: nearer to log(classes)."""
-    losses = []
-    for scale in ("1", "0.015625"):
-        folder, log = tmp_path / scale, tmp_path / "log"
-        argv = arguments(data, folder, "--epochs", "1", "--lr", "0", "--logit-scale", scale, "--label-smoothing", "0")
-        assert run(argv, log) == 0, log.read_text()
-        losses.append(run_folder.read_metrics(folder)["train_loss"][0])
-    assert abs(losses[1] - 1.0986) < 0.005 < abs(losses[0] - 1.0986)
-
-
 def test_results_and_evaluation_have_views_and_plain_weights_beside_the_plain_figures(whole, capsys):
     folder = whole["all"]
     results = run_folder.read_results(folder)
@@ -160,7 +131,7 @@ def test_results_and_evaluation_have_views_and_plain_weights_beside_the_plain_fi
 
 def test_plain_weights_are_those_of_the_checkpoint(whole, monkeypatch):
     """What --evaluate calls not averaged is `model` of the best checkpoint, and the averaged ones are its `ema`."""
-    from ea_vision.engine import train as module
+    from ea_vision.engine import classification as module
 
     seen = []
 
@@ -198,10 +169,9 @@ def test_without_a_test_the_test_images_change_nothing(data, tmp_path, capsys):
 
 @pytest.mark.parametrize("more, message", [
     (["--no-test"], "--no-test needs training images held out (--holdout) to evaluate on, got none"),
-    (["--logit-scale", "0.1"], "logit_scale must be a power of two, such as 0.125, got 0.1"),
     (["--tta", "five"], "tta must be one of none, mirror, six"),
     (["--crop-padding", "32", "--crop-padding-mode", "reflect"], "crop_padding must be less than img_size"),
-    (["--model", "test_vit", "--norm-bias-lr", "-1"], "norm_bias_lr must be at least 0"),
+    (["--model", "test_vit", "--gate-lr", "-1"], "gate_lr must be at least 0"),
 ])
 def test_bad_options_are_one_line(data, tmp_path, capsys, more, message):
     from ea_vision.base.errors import exit_code

@@ -43,7 +43,7 @@ def uninterrupted(data, tmp_path_factory):
     return folder
 
 
-EXTRAS = ["--ema", "0.9", "--mixup", "0.2", "--random-erasing", "0.5", "--holdout", "0", "--snapshot-epochs", "2"]
+EXTRAS = ["--model-ema-decay", "0.9", "--mixup", "0.2", "--reprob", "0.5", "--holdout", "0", "--snapshot-epochs", "2"]
 
 
 def continued(data, folder, uninterrupted):
@@ -242,7 +242,7 @@ def test_non_finite_weights_are_never_saved(data, tmp_path):
 
 def test_rollback_continues_with_half_the_learning_rate(data, tmp_path):
     folder, log = tmp_path / "run", tmp_path / "run.log"
-    argv = arguments(data, folder, "--schedule", "constant", "--warmup", "0", "--on-nan", "rollback")
+    argv = arguments(data, folder, "--sched", "constant", "--warmup-epochs", "0", "--on-nan", "rollback")
     assert run(argv, log, SpoilLoss(4, times=2)) == 0, log.read_text()
     assert run_folder.read_metrics(folder)["lr"] == [0.0125, 0.0125], "halved twice, for two bad losses"
     assert run_folder.read_results(folder)["rollbacks"] == 2

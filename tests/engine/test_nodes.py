@@ -34,7 +34,7 @@ def arguments(photos: Path, output: Path, *more: str) -> list[str]:
     """Ten epochs of five updates of two times four images, a checkpoint in every update."""
     return ["--data-dir", str(photos), "--recipe", "none", "--model", "test_resnet", "--model-kwargs", "drop_rate=0.2",
             "--img-size", "16", "--eval-resize", "20", "--batch-size", "4", "--workers", "0", "--epochs", "10",
-            "--warmup", "0", "--lr", "0.01", "--device", "cpu", "--log-steps", "0", "--checkpoint-steps", "1",
+            "--warmup-epochs", "0", "--lr", "0.01", "--device", "cpu", "--log-steps", "0", "--checkpoint-steps", "1",
             "--output", str(output), *more]
 
 

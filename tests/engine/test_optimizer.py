@@ -11,12 +11,17 @@ import torch
 import ea_vision  # noqa: F401
 from ea_vision.base.errors import UsageError
 from ea_vision.engine.config import TrainConfig, resolve
-from ea_vision.engine.optimizer import build_optimizer, hyperparameters, load_optimizer, norm_biases, optimizer_names
-from ea_vision.engine.schedules import build_schedule
+from ea_vision.engine.optimizer import (
+    build_optimizer,
+    build_schedule,
+    hyperparameters,
+    load_optimizer,
+    optimizer_names,
+)
 
 
 def config(**options) -> TrainConfig:
-    return TrainConfig(**{"opt": "sgd", "lr": 0.1, "warmup": 0, "schedule": "constant", **options})
+    return TrainConfig(**{"opt": "sgd", "lr": 0.1, "warmup_epochs": 0, "sched": "constant", **options})
 
 
 def network() -> torch.nn.Module:
@@ -65,33 +70,25 @@ def test_groups_without_further_options_are_timms():
         assert all(mine[key] == other[key] for key in other if key != "params")
 
 
-def test_norm_biases_have_their_rate_through_every_schedule_and_after_a_slow_down():
+def test_attention_lr_is_kept_through_every_schedule():
     model = network()
-    wanted = {name for name, module in model.named_modules() if hasattr(module, "running_mean")}
-    *others, (found, group) = groups_of(model, norm_bias_lr=64, weight_decay=0.01)
-    assert found == {f"{name}.bias" for name in wanted} and len(norm_biases(model)) == len(wanted) > 4
-    assert group["lr_scale"] == 64 and group["weight_decay"] == 0
-    assert [g["lr_scale"] for _, g in others] == [1, 1], "and the first group's rate, which is logged, is lr"
-    assert set().union(found, *(names for names, _ in others)) == {name for name, _ in model.named_parameters()}
-    for options in ({"schedule": "one_cycle", "warmup": 0.2}, {"schedule": "cosine"}, {"schedule": "constant"}):
-        settings = config(norm_bias_lr=64, **options)
+    for options in ({"sched": "linear", "warmup_epochs": "20%"}, {"sched": "cosine"}, {"sched": "constant"}):
+        settings = config(attention_lr=64, **options)
         optimizer = build_optimizer(settings, model, 1)
         schedule = build_schedule(settings, optimizer, 10)
         for update in range(100):
             schedule.step_update(update)
             rates = [g["lr"] for g in optimizer.param_groups]
             assert rates[-1] == pytest.approx(64 * rates[0], rel=1e-12)
-    with pytest.raises(UsageError, match="needs norms with biases"):
-        build_optimizer(config(norm_bias_lr=2), torch.nn.Linear(2, 2), 1)
 
 
 def test_attention_lr_is_the_rate_of_what_makes_the_maps():
     model = network()
     wanted = {name for name, _ in model.named_parameters()
               if any(part in name for part in (".qkv.", "_rel", ".evolution."))}
-    groups = groups_of(model, attention_lr=0.25, norm_bias_lr=8, weight_decay=0.01)
+    groups = groups_of(model, attention_lr=0.25, weight_decay=0.01)
     assert set().union(*(names for names, group in groups if group["lr_scale"] == 0.25)) == wanted and len(wanted) > 4
-    assert [group["lr_scale"] for _, group in groups] == [1, 1, 8, 0.25, 0.25]
+    assert [group["lr_scale"] for _, group in groups] == [1, 1, 0.25, 0.25]
     assert sorted(name for names, _ in groups for name in names) == sorted(name for name, _ in model.named_parameters())
     with pytest.raises(UsageError, match="attention_lr 0.25 needs attention layers of ea_vision"):
         build_optimizer(config(attention_lr=0.25), timm.create_model("resnet18_cifar"), 1)
@@ -238,8 +235,8 @@ def test_what_an_optimiser_counts_in_its_groups_is_kept_and_changed_options_are_
     assert torch.equal(buffers["lookahead_slow_buff"], first.state_dict()["state"][0]["lookahead_slow_buff"])
     assert all(b.is_contiguous(memory_format=torch.channels_last) for b in buffers.values() if torch.is_tensor(b))
     with pytest.raises(UsageError, match="optimiser state of x does not fit lookahead_sgd"):
-        load_optimizer(build_optimizer(config(norm_bias_lr=3), network(), 1), saved, begun, "lookahead_sgd", "x")
+        load_optimizer(build_optimizer(config(attention_lr=3), network(), 1), saved, begun, "lookahead_sgd", "x")
 
 
 def test_options_that_make_no_optimiser_stay_out_of_the_way():
-    assert dataclasses.asdict(TrainConfig())["norm_bias_lr"] == 1 and TrainConfig().opt_kwargs == {}
+    assert dataclasses.asdict(TrainConfig())["attention_lr"] == 1 and TrainConfig().opt_kwargs == {}

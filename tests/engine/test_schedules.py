@@ -9,15 +9,15 @@ import torch
 
 from ea_vision.base.errors import UsageError
 from ea_vision.engine.config import load_recipe, resolve
-from ea_vision.engine.optimizer import build_optimizer
-from ea_vision.engine.schedules import build_schedule
+from ea_vision.engine.optimizer import build_optimizer, build_schedule
 from ea_vision.engine.train_cifar import CifarConfig
 from ea_vision.layers import learnable_gates
 
 
 def rates(updates_per_epoch: int, **options) -> list[float]:
     """The rate of every update of a run."""
-    config, _ = resolve(CifarConfig, options if "recipe" in options else {"recipe": "none", "warmup": 0, **options})
+    config, _ = resolve(CifarConfig, options if "recipe" in options else {"recipe": "none", "warmup_epochs": 0,
+                                                                          **options})
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=config.lr)
     schedule = build_schedule(config, optimizer, updates_per_epoch)
     result = []
@@ -46,12 +46,12 @@ def test_cosine_restarts_are_the_papers(recipe, first, cycles, epochs):
 
 
 def test_restarts_where_the_epoch_has_an_odd_number_of_updates():
-    lr = rates(351, schedule="cosine", epochs=70, lr=0.05, lr_min=1e-4, cycle_epochs=10, cycle_mul=2)
+    lr = rates(351, sched="cosine", epochs=70, lr=0.05, min_lr=1e-4, cycle_epochs=10, lr_cycle_mul=2)
     assert [u for u in range(1, len(lr)) if lr[u] > lr[u - 1]] == [3510, 3510 * 3]
 
 
 def test_one_cycle_rises_and_falls_in_straight_lines():
-    lr = rates(10, schedule="one_cycle", epochs=10, lr=0.2, warmup=0.2)
+    lr = rates(10, sched="linear", epochs=10, lr=0.2, warmup_epochs="20%")
     assert lr[0] == 0 and lr[20] == pytest.approx(0.2) and max(lr) == pytest.approx(0.2)
     assert lr[10] == pytest.approx(0.1) and lr[60] == pytest.approx(0.1) and lr[99] == pytest.approx(0.2 / 80)
 
@@ -68,7 +68,7 @@ def test_warmup_then_one_cosine_is_the_aa_recipe():
 
 def test_steps_fall_at_the_first_update_of_their_epoch():
     """The ImageNet schedule of DESIGN section 5."""
-    lr = rates(20, schedule="step", epochs=100, lr=0.128, warmup=0.05, decay_epochs=[30, 60, 80, 90])
+    lr = rates(20, sched="multistep", epochs=100, lr=0.128, warmup_epochs=5, decay_milestones=[30, 60, 80, 90])
     assert lr[0] == 0 and lr[50] == pytest.approx(0.064) and lr[100] == pytest.approx(0.128)
     for epoch, before, after in ((30, 0, 1), (60, 1, 2), (80, 2, 3), (90, 3, 4)):
         assert lr[epoch * 20 - 1] == pytest.approx(0.128 * 0.1**before)
@@ -78,7 +78,7 @@ def test_steps_fall_at_the_first_update_of_their_epoch():
 def test_exponential_decay_is_mnasnets():
     """build_learning_rate of tensorflow/tpu's mnasnet_utils.py: 0.97 every 2.4 epochs from epoch 0, 5 of warm-up."""
     per_epoch = 1251
-    lr = rates(per_epoch, schedule="exp", epochs=50, lr=0.064, warmup=0.1, decay_every=2.4, decay_rate=0.97)
+    lr = rates(per_epoch, sched="step", epochs=50, lr=0.064, warmup_epochs=5, decay_epochs=2.4, decay_rate=0.97)
     assert lr[0] == 0 and lr[2000] == pytest.approx(0.064 * 2000 / (5 * per_epoch))
     for update in (5 * per_epoch, 7 * per_epoch, 7 * per_epoch + 600, 30 * per_epoch + 1, 50 * per_epoch - 1):
         assert lr[update] == pytest.approx(0.064 * 0.97 ** math.floor(update / per_epoch / 2.4))
@@ -89,20 +89,21 @@ def test_half_the_rate_of_aa_ends_where_the_plain_recipe_does():
     ends = []
     for recipe in ("imagenet_semnasnet_100", "imagenet_aa_mnasnet_100"):
         options = load_recipe(recipe)
-        assert (options["epochs"], options["decay_every"], options["schedule"]) == (350, 2.4, "exp")
+        assert (options["epochs"], options["decay_epochs"], options["sched"]) == (350, 2.4, "step")
         ends.append((options["lr"], options["lr"] * options["decay_rate"] ** (350 / 2.4)))
     assert ends[1][0] == ends[0][0] / 2 and ends[1][1] == pytest.approx(ends[0][1], rel=2e-3)
 
 
 def test_constant():
-    assert rates(5, schedule="constant", epochs=3, lr=0.1) == [0.1] * 15
+    assert rates(5, sched="constant", epochs=3, lr=0.1) == [0.1] * 15
 
 
 def test_gate_lr_is_a_rate_of_learnable_shares_alone():
     model = timm.create_model("ea_vit_tiny_patch16_224", img_size=32, patch_size=16, embed_dim=48, depth=3)
     shares = {id(gate) for gate in learnable_gates(model).values()}
     assert len(shares) == 4 and list(learnable_gates(model))[0] == "blocks.1.attn.evolution.alpha"
-    config, _ = resolve(CifarConfig, {"recipe": "none", "gate_lr": 30.0, "lr": 0.01, "warmup": 0.5, "opt": "adamw"})
+    config, _ = resolve(CifarConfig, {"recipe": "none", "gate_lr": 30.0, "lr": 0.01, "warmup_epochs": "50%",
+                                      "opt": "adamw"})
     optimizer = build_optimizer(config, model, 128)
     schedule = build_schedule(config, optimizer, 10)
     for update in (0, 3, 50, 99):

@@ -31,7 +31,8 @@ def finished(data, tmp_path_factory):
     """A run with held-out images, averaged weights and every switch that this machine has."""
     folder = tmp_path_factory.mktemp("runs") / "finished"
     log = folder.with_suffix(".log")
-    argv = arguments(data, folder, "--holdout", "16", "--ema", "0.5", "--amp", "bfloat16", "--channels-last",
+    argv = arguments(data, folder, "--holdout", "16", "--model-ema-decay", "0.5", "--amp", "bfloat16",
+                     "--channels-last",
                      "--cutmix", "1", "--epochs", "3", "--opt", "adamw", "--lr", "0.001")
     assert run(argv, log) == 0, log.read_text()
     return folder
@@ -177,7 +178,7 @@ def test_sweep_runs_its_settings_draws_them_and_continues(data, tmp_path, monkey
             return self.code
 
     monkeypatch.setattr(module.subprocess, "Popen", Process)
-    argv = ["--set", "drop_rate=0,0.5", "--option", "label_smoothing=0.2", "--seeds", "0,1",
+    argv = ["--set", "drop_rate=0,0.5", "--option", "smoothing=0.2", "--seeds", "0,1",
             "--output", str(tmp_path / "sweep"), "--script",
             str(Path(__file__).parents[2] / "train_cifar.py"), "--", "--model", "test_resnet",
             "--dataset", "folder", "--data-dir", str(data),
@@ -185,14 +186,14 @@ def test_sweep_runs_its_settings_draws_them_and_continues(data, tmp_path, monkey
     assert sweep(argv) == 0
     rows = list(csv.DictReader((tmp_path / "sweep" / "sweep.csv").open()))
     assert [(r["drop_rate"], r["seed"]) for r in rows] == [("0", "0"), ("0", "1"), ("0.5", "0"), ("0.5", "1")]
-    config, about = run_folder.read_config(tmp_path / "sweep" / "drop_rate=0.5,label_smoothing=0.2,seed=1")
+    config, about = run_folder.read_config(tmp_path / "sweep" / "drop_rate=0.5,smoothing=0.2,seed=1")
     assert (config["model_kwargs"], config["seed"], about["eval_split"]) == ({"drop_rate": 0.5}, 1, "held_out")
-    assert config["label_smoothing"] == 0.2 and rows[0]["label_smoothing"] == "0.2"
+    assert config["smoothing"] == 0.2 and rows[0]["smoothing"] == "0.2"
     assert not config["test"] and rows[0].keys() & {"test_top1"} == set(), "a search leaves the test images alone"
     assert float(rows[0]["top1_by_epoch"]) == pytest.approx(float(rows[0]["top1"]), abs=0.01)
     assert Image.open(tmp_path / "sweep" / "sweep.png").size[0] > 300
     assert "best: drop_rate=" in capsys.readouterr().out
-    weights = tmp_path / "sweep" / "drop_rate=0,label_smoothing=0.2,seed=0" / "model.safetensors"
+    weights = tmp_path / "sweep" / "drop_rate=0,smoothing=0.2,seed=0" / "model.safetensors"
     before = weights.stat().st_mtime_ns
     assert sweep(argv) == 0 and weights.stat().st_mtime_ns == before, "finished runs are not trained again"
 
@@ -226,7 +227,8 @@ def test_broken_image_stops_before_training(tmp_path, capsys):
 
 
 def test_a_run_folder_is_not_overwritten_nor_continued_with_other_options(finished, data, capsys):
-    given = arguments(data, finished, "--holdout", "16", "--ema", "0.5", "--amp", "bfloat16", "--channels-last",
+    given = arguments(data, finished, "--holdout", "16", "--model-ema-decay", "0.5", "--amp", "bfloat16",
+                      "--channels-last",
                       "--cutmix", "1", "--epochs", "3", "--opt", "adamw", "--lr", "0.001")
     files = {p: p.stat().st_mtime_ns for p in finished.iterdir()}
     assert "holds a run" in fails([*given, "--resume", "none"], capsys)
@@ -261,7 +263,7 @@ def test_epochs_left_out_of_evaluation_train_the_same(data, tmp_path, capsys):
 def test_resume_from_a_named_run(finished, data, tmp_path, capsys):
     """Another folder continues from a run's checkpoint, here for one more epoch, with a changed option named."""
     output, log = tmp_path / "more", tmp_path / "log"
-    more = ["--holdout", "16", "--ema", "0.5", "--amp", "bfloat16", "--channels-last", "--cutmix", "1"]
+    more = ["--holdout", "16", "--model-ema-decay", "0.5", "--amp", "bfloat16", "--channels-last", "--cutmix", "1"]
     more += ["--opt", "adamw", "--lr", "0.0005", "--epochs", "4", "--resume", str(finished)]
     argv = arguments(data, output, *more)
     assert run(argv, log) == 0, log.read_text()

@@ -4,7 +4,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ea_vision.engine.views import logits_of_views, views
+from ea_vision.engine.evaluate import logits_of_views, views
 
 IMAGE = torch.arange(12.0).view(1, 1, 3, 4)  # 0 1 2 3 / 4 5 6 7 / 8 9 10 11
 

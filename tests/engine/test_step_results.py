@@ -1,4 +1,4 @@
-"""No update waits for the device: one that is not finite is taken back there, and the host hears of it later."""
+"""No update waits for the device, whose results the host reads later; with skip one that is not finite is left out."""
 from __future__ import annotations
 
 import copy
@@ -19,14 +19,13 @@ from ea_vision.data.augment import Augmentation
 from ea_vision.data.batches import Batch
 from ea_vision.data.on_device import TrainLoader
 from ea_vision.data.small_images import Images
-from ea_vision.engine import checkpoint, run_folder, train
+from ea_vision.engine import checkpoint, classification, run_folder, step_results, train
+from ea_vision.engine.classification import ClassificationTrainer
 from ea_vision.engine.config import resolve
 from ea_vision.engine.evaluate import NonFiniteLoss
-from ea_vision.engine.news import Mailbox
 from ea_vision.engine.signals import StopRequest
 from ea_vision.engine.train import Trainer
 from ea_vision.engine.train_cifar import CifarConfig
-from ea_vision.engine.undo import Undo
 from tests.engine.runner import (
     SignalAfterUpdate,
     SpoilLoss,
@@ -62,14 +61,16 @@ class Loader:
 def make_trainer(folder, loader, device=CPU, **given) -> Trainer:
     torch.manual_seed(0)
     config, _ = resolve(CifarConfig, {"recipe": "none", "model": "test_resnet", "batch_size": 8, "lr": 0.05,
-                                      "warmup": 0.0, "schedule": "constant", "ema": 0.9, "ema_warmup": False, **given})
+                                      "warmup_epochs": 0, "sched": "constant", "model_ema_decay": 0.9,
+                                      "model_ema_warmup": False, **given})
     model = timm.create_model("test_resnet", num_classes=3)
-    averaged = ModelEmaV3(model, decay=config.ema).to(device)
-    config.ema = config.ema if device == CPU else 0.0  # timm's average cannot be made there
-    trainer = Trainer(config, model.to(device), loader, Loader(1), num_classes=3, world=World(0, 1, device),
+    averaged = ModelEmaV3(model, decay=config.model_ema_decay).to(device)
+    config.model_ema_decay = config.model_ema_decay if device == CPU else 0.0  # timm's average cannot be made there
+    trainer = ClassificationTrainer(config, model.to(device), loader, Loader(1), num_classes=3, world=World(0, 1,
+                                                                                                            device),
                       folder=folder, stop=StopRequest(), data_fingerprint="", describe=lambda index: f"image {index}")
     if device != CPU:
-        trainer.ema = trainer.undo.averaged = averaged
+        trainer.ema = averaged
     return trainer
 
 
@@ -85,7 +86,7 @@ def updates(trainer: Trainer):
     trainer.net.train()
     batches = trainer.train_loader.batches()
     while trainer.progress.step < trainer.updates_per_epoch:
-        trainer._update([next(batches) for _ in range(trainer.config.grad_accum)])
+        trainer._update([next(batches) for _ in range(trainer.config.grad_accum_steps)])
         yield trainer.progress.step
 
 
@@ -93,28 +94,28 @@ OPTIMIZERS = ["sgd", "adamw", "muon", "lookahead_sgd", "lamb", "rmsproptf"]
 
 
 @pytest.mark.parametrize("opt, more", [
-    *((opt, {}) for opt in OPTIMIZERS), ("sgd", {"grad_accum": 2}), ("sgd", {"channels_last": True, "clip_grad": 1.0}),
+    *((opt, {}) for opt in OPTIMIZERS), ("sgd", {"grad_accum_steps": 2}), ("sgd", {"channels_last": True,
+                                                                                   "clip_grad": 1.0}),
 ])
 def test_a_bad_update_leaves_every_tensor_as_it_was(tmp_path, opt, more):
     """Weights, batch statistics, averages, the optimiser's; the first update, which makes the optimiser's, too."""
-    accum = more.get("grad_accum", 1)
+    accum = more.get("grad_accum_steps", 1)
     for bad in (0, 5):  # the sixth is Lookahead's
-        trainer = make_trainer(tmp_path, Loader(8 * accum, bad=bad * accum), opt=opt, **more)
+        trainer = make_trainer(tmp_path, Loader(8 * accum, bad=bad * accum), opt=opt, on_nan="skip", **more)
         before = tensors_of(trainer)
-        before["optimizer"], told = {}, []
+        results = []
         for step in updates(trainer):
-            told += trainer.hear()
+            results += trainer.results.collect()
             after = tensors_of(trainer)
             if step == bad + 1:
-                after["optimizer"] = {key: entry for key, entry in after["optimizer"].items() if entry}
                 assert_equal(after, before, "state")
             else:
                 assert all(tensor.isfinite().all() for tensor in after["model"].values())
                 assert not torch.equal(after["model"]["conv1.0.weight"], before["model"]["conv1.0.weight"])
                 assert after["model"]["bn1.num_batches_tracked"] == before["model"]["bn1.num_batches_tracked"] + accum
             before = after
-        assert [trainer.fault_of(made) is None for made in told] == [step != bad for step in range(8)]
-        ids = torch.cat(told[bad].ids)
+        assert [trainer.fault_of(result) is None for result in results] == [step != bad for step in range(8)]
+        ids = torch.cat(results[bad].ids)
         assert torch.equal(ids, torch.arange(8 * accum) + 8 * accum * bad)
 
 
@@ -129,71 +130,37 @@ def overflow_once(trainer):
     steps = updates(trainer)
     next(steps)
     hook.remove()
-    assert_equal(tensors_of(trainer)["model"], weights, "weights")
-    made, = trainer.hear()
-    return made, steps, weights
+    changed = tensors_of(trainer)["model"]
+    parameters = dict(trainer.model.named_parameters())
+    names = parameters if trainer.config.on_nan == "stop" else weights  # statistics of finite losses may change
+    assert_equal({name: changed[name] for name in names}, {name: weights[name] for name in names}, "weights")
+    result, = trainer.results.collect()
+    return result, steps, weights
 
 
 def test_a_gradient_that_overflows_while_the_loss_does_not(tmp_path):
-    trainer = make_trainer(tmp_path, Loader(3))
-    made, steps, _ = overflow_once(trainer)
-    assert math.isfinite(made.loss)
-    assert str(trainer.fault_of(made)).startswith("the norm of the gradient of update 1 of epoch 1 is ")
+    trainer = make_trainer(tmp_path, Loader(3), on_nan="skip")
+    result, steps, _ = overflow_once(trainer)
+    assert math.isfinite(result.loss)
+    assert str(trainer.fault_of(result)).startswith("the norm of the gradient of update 1 of epoch 1 is ")
     next(steps)
-    assert trainer.fault_of(trainer.hear()[0]) is None
+    assert trainer.fault_of(trainer.results.collect()[0]) is None
 
 
-def test_an_overflow_in_float16_is_taken_back_and_lowers_the_scale(tmp_path, monkeypatch):
-    """The gradient scaler's own business: no fault, and the device is not asked."""
-    monkeypatch.setattr(train, "autocast", lambda amp, device: nullcontext())
-    trainer = make_trainer(tmp_path, Loader(3), amp="float16")
-    made, steps, before = overflow_once(trainer)
-    assert not math.isfinite(made.norm) and trainer.fault_of(made) is None
+@pytest.mark.parametrize("on_nan", ["stop", "skip"])
+def test_an_overflow_in_float16_is_left_out_and_lowers_the_scale(tmp_path, monkeypatch, on_nan):
+    """The gradient scaler's own business: no fault."""
+    monkeypatch.setattr(classification, "autocast", lambda amp, device: nullcontext())
+    trainer = make_trainer(tmp_path, Loader(3), amp="float16", on_nan=on_nan)
+    result, steps, before = overflow_once(trainer)
+    assert not math.isfinite(result.norm) and trainer.fault_of(result) is None
     assert trainer.scaler.get_scale() == 2.0**15
     next(steps)
-    assert math.isfinite(trainer.hear()[0].norm)
+    assert math.isfinite(trainer.results.collect()[0].norm)
     assert not torch.equal(trainer.model.conv1[0].weight, before["conv1.0.weight"])
 
 
-def test_undo_takes_tensors_of_any_layout():
-    model = torch.nn.Module()
-    table = torch.arange(24.0).view(2, 3, 4)
-    for name, value in {"contiguous": table.clone(), "transposed": table.clone().transpose(0, 2), "number":
-                        torch.tensor(3), "column": table.clone()[..., 1], "on_itself": torch.ones(1).expand(5),
-                        "empty": torch.ones(0), "short": table.bfloat16()}.items():
-        model.register_buffer(name, value)
-    model.weight = torch.nn.Parameter(torch.ones(3))
-    undo = Undo(CPU, model, None, torch.optim.SGD(model.parameters()))
-    before = copy.deepcopy(model.state_dict())
-    for fine in (True, False):
-        undo.begin()
-        for name, value in model.state_dict().items():
-            if name != "on_itself":
-                value.copy_(torch.full_like(value, 7))
-        undo.end(torch.tensor(fine))
-        changed = [bool((value == 7).all()) for name, value in model.state_dict().items()
-                   if name not in ("on_itself", "empty")]
-        assert changed == [fine] * 6
-        model.load_state_dict({**before, "on_itself": model.on_itself})
-        undo.begin()
-        model.weight.data.fill_(math.nan)
-        undo.end(torch.tensor(False))
-        assert_equal(model.state_dict(), before, "state")
-
-
 # ---- the host does not wait -----------------------------------------------------------------------------------------
-
-
-class DeafMailbox(Mailbox):
-    """Sends nothing, for the meta device has no numbers; every update went well."""
-
-    def send(self, numbers: torch.Tensor) -> None:
-        assert numbers.shape == (4,) and numbers.device.type == "meta"
-        self._sent += 1
-
-    def receive(self) -> list[float]:
-        self._received += 1
-        return [1.0, 0.0, 0.0, 1.0]
 
 
 class Copies(TorchFunctionMode):
@@ -212,50 +179,50 @@ class Copies(TorchFunctionMode):
 
 @pytest.mark.parametrize("given", [
     *({"opt": opt} for opt in OPTIMIZERS),
-    {"clip_grad": 1.0, "grad_accum": 2, "mixup": 0.4, "random_erasing": 0.5, "channels_last": True},
-    {"bce_loss": True, "cutmix": 1.0, "logit_scale": 0.5},
+    {"clip_grad": 1.0, "grad_accum_steps": 2, "mixup": 0.4, "reprob": 0.5, "channels_last": True},
+    {"bce_loss": True, "cutmix": 1.0},
 ], ids=lambda given: "-".join(map(str, given.values())))
 def test_an_update_asks_nothing_of_the_device(tmp_path, monkeypatch, given):
     """On the meta device whatever would wait for the device (item, tolist, bool, cpu) is an error."""
     meta = torch.device("meta")
-    monkeypatch.setattr(train, "autocast", lambda amp, device: nullcontext())
+    monkeypatch.setattr(classification, "autocast", lambda amp, device: nullcontext())
     images = Images(torch.zeros(48, 3, 16, 16, dtype=torch.uint8), torch.arange(48) % 3, [str(i) for i in range(48)])
     loader = TrainLoader(images, augmentation=Augmentation(cutout=4), seed=0, mean=(0.5,) * 3, std=(0.2,) * 3,
                          device=meta, batch_size=8)
     trainer = make_trainer(tmp_path, loader, meta, **given)
-    trainer.mailbox = DeafMailbox(meta, 4, trainer.news_after + 1)
+    sent = []
+
+    def to_host(numbers):  # the meta device has no numbers; every update went well
+        assert numbers.shape == (4,) and numbers.device.type == "meta"
+        sent.append(numbers)
+        return torch.tensor([1.0, 0.0, 0.0, 1.0]), None
+
+    monkeypatch.setattr(step_results, "to_host", to_host)
     trainer.net.train()
     batches = loader.batches(0)
-    accum = trainer.config.grad_accum
-    first = trainer.undo.end  # after the first update the host may ask: the optimiser has made its tensors
-    trainer.undo.end = lambda fine: None
-    trainer._update([next(batches) for _ in range(accum)])
-    trainer.undo.end = first
+    accum = trainer.config.grad_accum_steps
+    trainer._update([next(batches) for _ in range(accum)])  # the optimiser and the loader make their tensors
     with Copies() as copies:
         for _ in range(len(loader) // accum - 1):
-            if trainer.progress.step == 5:  # Lookahead makes its slow weights in the sixth
-                trainer.undo.end = lambda fine: None
             trainer._update([next(batches) for _ in range(accum)])
-            trainer.undo.end = first
-            trainer.hear(trainer.news_after)
-    assert not copies.seen
-    assert trainer.progress.step == 6 // accum and len(trainer.under_way) == min(trainer.news_after, 6 // accum)
+            trainer.results.collect(trainer.results_after)
+    assert not copies.seen and len(sent) == trainer.progress.step == 6 // accum
+    assert len(trainer.results) == min(trainer.results_after, 6 // accum)
+    monkeypatch.undo()
     with pytest.raises((RuntimeError, NotImplementedError)):  # as it would if it asked
-        Mailbox(meta, 4, 1).send(torch.ones(4, device=meta))
+        step_results.to_host(torch.ones(4, device=meta))
 
 
-def test_messages_come_in_order_and_not_more_than_fit():
-    mailbox = Mailbox(CPU, 2, 3)
-    for number in range(3):
-        mailbox.send(torch.tensor([number, 10.0]))
-    with pytest.raises(RuntimeError, match="at most 3 messages"):
-        mailbox.send(torch.zeros(2))
-    assert [mailbox.receive(), mailbox.receive()] == [[0, 10], [1, 10]]
-    mailbox.clear()
-    with pytest.raises(RuntimeError, match="no message"):
-        mailbox.receive()
-    mailbox.send(torch.tensor([5.0, 6.0]))
-    assert mailbox.receive() == [5, 6]
+def test_results_come_in_order_and_the_latest_are_not_waited_for():
+    results = step_results.StepResults()
+    for number in (1, 2, 3):
+        results.add(step_results.StepResult(0, number, number, 0.1, []), torch.tensor([float(number), 0, 1, 2]))
+    first, = results.collect(2)
+    assert (first.step, first.loss, first.stop, first.unreadable, first.norm) == (1, 1.0, False, True, 2.0)
+    assert [result.step for result in results.collect()] == [2, 3] and not results.collect() and len(results) == 0
+    results.add(first, torch.zeros(4))
+    results.clear()
+    assert not results.collect()
 
 
 # ---- what comes of it ---------------------------------------------------------------------------------------------
@@ -273,7 +240,7 @@ def test_the_report_follows_some_updates_later_and_names_the_samples(tmp_path):
 
     trainer._update = watched
     trainer.train_epoch()
-    assert trainer.news_after == 4
+    assert trainer.results_after == 4
     assert seen == [(step, step >= 7, 8 * max(0, step - 4 - (step >= 7))) for step in range(10)]
     report = json.loads(path.read_text())
     assert report["sample_ids"] == [list(range(16, 24))] and report["samples"][0][3] == "image 19"
@@ -331,7 +298,7 @@ class Both:
             SignalAfterUpdate(self.number, 4)()
 
 
-SKIP = ["--checkpoint-steps", "0", "--on-nan", "skip", "--ema", "0.9"]
+SKIP = ["--checkpoint-steps", "0", "--on-nan", "skip", "--model-ema-decay", "0.9"]
 
 
 @pytest.fixture(scope="module")
@@ -382,7 +349,7 @@ class WatchRanks:
 
 def test_all_processes_leave_the_update_out(data, tmp_path):
     folder, log = tmp_path / "run", tmp_path / "log"
-    more = ["--batch-size", "4", "--on-nan", "skip", "--ema", "0.9"]
+    more = ["--batch-size", "4", "--on-nan", "skip", "--model-ema-decay", "0.9"]
     assert run_world(2, arguments(data, folder, *more), log, WatchRanks()) == [0, 0], log.read_text()
     report = json.loads((folder / "nonfinite-epoch001-update00003.json").read_text())
     assert [len(ids) for ids in report["sample_ids"]] == [4, 4]

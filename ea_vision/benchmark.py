@@ -1,4 +1,4 @@
-"""`python -m ea_vision.benchmark`, the older name of `ea-vision benchmark`."""
+"""`python -m ea_vision.benchmark` is `ea-vision benchmark`."""
 import sys
 
 from ea_vision.__main__ import main

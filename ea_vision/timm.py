@@ -48,3 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     sys.path[0] = str(script.parent.resolve())  # as when Python runs the script itself
     runpy.run_path(str(script), run_name="__main__")
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""`python -m ea_vision.memory`, the older name of `ea-vision memory`."""
+"""`python -m ea_vision.memory` is `ea-vision memory`."""
 import sys
 
 from ea_vision.__main__ import main

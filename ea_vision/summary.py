@@ -1,4 +1,4 @@
-"""`python -m ea_vision.summary`, the older name of `ea-vision summary`."""
+"""`python -m ea_vision.summary` is `ea-vision summary`."""
 import sys
 
 from ea_vision.__main__ import main

@@ -1,4 +1,4 @@
-"""`python -m ea_vision.probe`, the older name of `ea-vision probe`."""
+"""`python -m ea_vision.probe` is `ea-vision probe`."""
 import sys
 
 from ea_vision.__main__ import main

@@ -1,0 +1,166 @@
+"""What training a classifier adds to the engine: its options, its loss, its evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from timm.data import Mixup
+from timm.data.random_erasing import RandomErasing
+from timm.loss import BinaryCrossEntropy
+from torch import nn
+
+from ea_vision.base.errors import UsageError
+from ea_vision.base.networks import image_statistics
+from ea_vision.base.processes import World
+from ea_vision.engine.config import AUGMENT, EVALUATION, LOSS, OPTIMISER, SPEED, TrainConfig, option, setting
+from ea_vision.engine.evaluate import VIEWS, Evaluation, autocast, evaluate
+from ea_vision.engine.preflight import loss_on_noise
+from ea_vision.engine.train import Trainer
+
+COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")  # torch.compile's
+CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
+
+
+@dataclass
+class ClassificationConfig(TrainConfig):
+    """The options of trainers of classifiers."""
+
+    layer_decay: float = option(1.0, "rate of a layer over that of the one above it (timm's layer-wise decay, 0.65 to "
+                                     "0.9 in fine-tuning); 1: one rate", OPTIMISER, above=0.0, maximum=1.0)
+    smoothing: float = option(0.1, "label smoothing: part of the target spread over all classes", LOSS, minimum=0.0,
+                              maximum=1.0)
+    bce_loss: bool = option(False, "binary cross-entropy, a yes or no for each class, in place of softmax and "
+                                   "cross-entropy", LOSS)
+    bce_target_thresh: float = option(0.0, "bce_loss: targets above this become 1, the others 0; 0: as they are", LOSS,
+                                      minimum=0.0, below=1.0)
+    teacher: str = option("", "timm model with weights, or run folder, whose outputs the network learns beside the "
+                              "targets (distillation); empty: none", LOSS)
+    distillation_type: str = option("soft", "teacher; soft: its probabilities, hard: its likeliest class (DeiT)", LOSS,
+                                    choices=("soft", "hard"))
+    distillation_alpha: float = option(0.5, "part of the teacher in the loss", LOSS, minimum=0.0, maximum=1.0)
+    distillation_tau: float = option(1.0, "temperature of soft distillation", LOSS, above=0.0)
+    mixup: float = option(0.0, "alpha of mixup; 0: off", AUGMENT, minimum=0.0)
+    cutmix: float = option(0.0, "alpha of cutmix; 0: off", AUGMENT, minimum=0.0)
+    mixup_off_epoch: int = option(0, "epoch, counted from 0, from which on mixup and cutmix are off; 0: never", AUGMENT,
+                                  minimum=0)
+    reprob: float = option(0.0, "random erasing: probability that an image has a rectangle replaced by noise", AUGMENT,
+                           minimum=0.0, maximum=1.0)
+    compile: bool = setting(False, "compile the model with torch.compile", SPEED)
+    compile_mode: str = setting("default", "mode of torch.compile; reduce-overhead: CUDA graphs, for networks whose "
+                                           "kernels are short, such as those of CIFAR", SPEED, choices=COMPILE_MODES)
+    tta: str = setting("none", "views whose logits are averaged, in a finished run's test and in --evaluate, beside "
+                               "the plain figure; six: mirrored and shifted by a pixel (timm's --tta is a number)",
+                       EVALUATION, choices=VIEWS)
+
+    def __post_init__(self):
+        super().__post_init__()
+        if (self.mixup or self.cutmix) and self.batch_size < 2:
+            raise UsageError(f"mixup and cutmix mix pairs of images: batch_size must be at least 2, got "
+                             f"{self.batch_size}")
+        if self.compile_mode != "default" and not self.compile:
+            raise UsageError(f"compile_mode goes with compile, got {self.compile_mode} without it")
+        if self.cuda_graphs and self.grad_accum_steps > 1:
+            raise UsageError(f"compile_mode {self.compile_mode} needs grad_accum_steps 1, for the next replay of a "
+                             f"CUDA graph takes the gradients of the one before, got {self.grad_accum_steps}")
+        if self.bce_target_thresh and not self.bce_loss:
+            raise UsageError(f"bce_target_thresh goes with bce_loss, got {self.bce_target_thresh:g} without it")
+        if self.bce_loss and self.smoothing == 1:
+            raise UsageError("smoothing must be below 1 with bce_loss, got 1")
+
+    @property
+    def cuda_graphs(self) -> bool:
+        """Whether the compiled model is replayed as CUDA graphs, where there is CUDA."""
+        return self.compile and self.compile_mode in CUDA_GRAPHS
+
+
+class Teacher:
+    """A network in eval mode whose logits a student learns.
+
+    Args:
+        mean, std: with which the student's images are normalised, per channel.
+    """
+
+    def __init__(self, model: nn.Module, mean: Sequence[float], std: Sequence[float], device: torch.device):
+        self.model = model.to(device).eval().requires_grad_(False)
+        student, own = ([torch.tensor(values, device=device).view(-1, 1, 1) for values in pair]
+                        for pair in ((mean, std), image_statistics(model)))
+        self.scale, self.shift = student[1] / own[1], (student[0] - own[0]) / own[1]
+
+    @torch.no_grad()
+    def __call__(self, images: torch.Tensor) -> torch.Tensor:
+        """Return logits (B, classes) of the student's images (B, 3, H, W)."""
+        return self.model(images * self.scale + self.shift)
+
+
+def distillation_loss(logits: torch.Tensor, taught: torch.Tensor, tau: float | None) -> torch.Tensor:
+    """Return the mean distance of logits (B, classes) from a teacher's: the cross-entropy with its likeliest class or,
+    with a temperature, tau**2 times the Kullback-Leibler divergence of softmax(logits / tau) from the teacher's
+    (Hinton et al. 2015, https://arxiv.org/abs/1503.02531)."""
+    if tau is None:
+        return F.cross_entropy(logits, taught.argmax(1))
+    student, teacher = ((values / tau).log_softmax(1) for values in (logits, taught))
+    return tau**2 * F.kl_div(student, teacher, reduction="batchmean", log_target=True)
+
+
+class ClassificationTrainer(Trainer):
+    """The training loop with a classifier's loss, evaluated by top-1 and top-5."""
+
+    config: ClassificationConfig
+    loss_on_noise = staticmethod(loss_on_noise)
+
+    def __init__(self, config: ClassificationConfig, model: nn.Module, *args, num_classes: int, world: World, **given):
+        self.cuda_graphs = config.cuda_graphs
+        super().__init__(config, model, *args, num_classes=num_classes, world=world, **given)
+        self.bce = self.mix = self.erase = self.jsd = None
+        self.teacher: Teacher | None = None
+        if config.bce_loss:
+            self.bce = BinaryCrossEntropy(config.smoothing, config.bce_target_thresh or None)
+        if config.mixup or config.cutmix:
+            self.mix = Mixup(config.mixup, config.cutmix, label_smoothing=config.smoothing, num_classes=num_classes)
+        if config.reprob:
+            self.erase = RandomErasing(config.reprob, mode="pixel", device=world.device)
+
+    def _compiled(self, model: nn.Module) -> nn.Module:
+        config = self.config
+        if not config.compile:
+            return model
+        # A CUDA graph is of one shape: each is compiled by itself.
+        return torch.compile(model, mode=config.compile_mode, dynamic=False if config.cuda_graphs else None)
+
+    def _batch_loss(self, images: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return the mean loss of one batch, images (B, 3, H, W), targets (B,)."""
+        if self.erase is not None:
+            images = self.erase(images)
+        smoothing = self.config.smoothing
+        if self.mix is not None:
+            if len(images) % 2:  # timm mixes pairs
+                images, targets = images[:-1], targets[:-1]
+            off = self.config.mixup_off_epoch
+            self.mix.mixup_enabled = not off or self.progress.epoch < off
+            images, targets = self.mix(images, targets)  # targets (B, classes), smoothed
+            smoothing = 0.0
+        if self.config.channels_last:
+            images = images.contiguous(memory_format=torch.channels_last)
+        with autocast(self.config.amp, self.world.device):
+            logits = self.net(images)
+            taught = self.teacher(images) if self.teacher is not None else None
+        logits = logits.float()
+        if self.jsd is not None:
+            return self.jsd(logits, targets)
+        if self.bce is not None:
+            loss = self.bce(logits, targets)
+        else:
+            loss = F.cross_entropy(logits, targets, label_smoothing=smoothing)
+        if taught is None:
+            return loss
+        alpha, tau = self.config.distillation_alpha, self.config.distillation_tau
+        hard = self.config.distillation_type == "hard"
+        return (1 - alpha) * loss + alpha * distillation_loss(logits, taught.float(), None if hard else tau)
+
+    @staticmethod
+    def evaluate(model: nn.Module, loader, num_classes: int, world: World, config: ClassificationConfig, *,
+                 should_stop: Callable[[], bool] | None = None, tta: str = "none") -> Evaluation | None:
+        return evaluate(model, loader, num_classes, world, config.amp, config.channels_last, should_stop, tta)

@@ -1,0 +1,167 @@
+"""What classifiers learn from besides labels: a teacher, augmentation splits; and when mixing ends."""
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from timm.loss import JsdCrossEntropy
+
+from ea_vision.base.errors import UsageError
+from ea_vision.base.processes import World
+from ea_vision.data.imagenet import train_transform
+from ea_vision.engine import run_folder, train_cifar, train_imagenet
+from ea_vision.engine.classification import ClassificationTrainer, Teacher, distillation_loss
+from ea_vision.engine.config import resolve
+from ea_vision.engine.signals import StopRequest
+from ea_vision.engine.train_cifar import CifarConfig
+from ea_vision.engine.train_imagenet import GrowingTrainer, ImageNetConfig
+from tests.data.photos import make_photos
+from tests.engine.runner import arguments, make_folder, run
+
+CPU = torch.device("cpu")
+
+
+def make_trainer(folder, cls=ClassificationTrainer, schema=CifarConfig, **given):
+    config, _ = resolve(schema, {"recipe": "none", "model": "test_resnet", "batch_size": 4, **given})
+    model = timm.create_model("test_resnet", num_classes=3).eval()
+    return cls(config, model, range(5), range(1), num_classes=3, world=World(0, 1, CPU), folder=folder,
+               stop=StopRequest(), data_fingerprint="", describe=str)
+
+
+@pytest.mark.parametrize("tau", [1.0, 4.0])
+def test_soft_distillation_is_the_divergence_from_the_teacher(tau):
+    logits, taught = torch.randn(6, 5, dtype=torch.float64), torch.randn(6, 5, dtype=torch.float64)
+    wanted = 0.0
+    for row, other in zip(logits.tolist(), taught.tolist(), strict=True):
+        p, q = ([math.exp(v / tau) for v in values] for values in (other, row))
+        p, q = ([v / sum(values) for v in values] for values in (p, q))
+        wanted += tau**2 * sum(a * math.log(a / b) for a, b in zip(p, q, strict=True)) / 6
+    assert distillation_loss(logits, taught, tau).item() == pytest.approx(wanted)
+    assert distillation_loss(taught, taught, tau).item() == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["soft", "hard"])
+def test_the_loss_is_shared_between_targets_and_teacher(tmp_path, kind):
+    trainer = make_trainer(tmp_path, distillation_type=kind, distillation_alpha=0.3, distillation_tau=2.0,
+                           smoothing=0.0)
+    teacher = timm.create_model("test_vit", num_classes=3, img_size=32)
+    mean, std = (0.4, 0.5, 0.6), (0.2, 0.3, 0.1)
+    trainer.teacher = Teacher(teacher, mean, std, CPU)
+    images, targets = torch.randn(4, 3, 32, 32), torch.tensor([0, 1, 2, 0])
+    pixels = images * torch.tensor(std).view(-1, 1, 1) + torch.tensor(mean).view(-1, 1, 1)  # in 0..1
+    own = timm.data.resolve_model_data_config(teacher)
+    with torch.no_grad():
+        taught = teacher((pixels - torch.tensor(own["mean"]).view(-1, 1, 1)) / torch.tensor(own["std"]).view(-1, 1, 1))
+        logits = trainer.model(images)
+        second = (F.cross_entropy(logits, taught.argmax(1)) if kind == "hard" else
+                  4 * F.kl_div((logits / 2).log_softmax(1), (taught / 2).softmax(1), reduction="batchmean"))
+        wanted = 0.7 * F.cross_entropy(logits, targets) + 0.3 * second
+    loss = trainer._batch_loss(images, targets)
+    assert loss.item() == pytest.approx(wanted.item(), rel=1e-5)
+    loss.backward()
+    assert all(p.grad is None for p in teacher.parameters()) and not teacher.training
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return make_folder(tmp_path_factory.mktemp("data"))
+
+
+def test_a_run_learns_from_another_run(data, tmp_path, capsys):
+    """With the teacher alone (alpha 1) the student ends nearer to it than with labels alone."""
+    log, first = tmp_path / "log", tmp_path / "first"
+    assert run(arguments(data, first, "--epochs", "6", "--model-kwargs", "drop_rate=0"), log) == 0, log.read_text()
+    teacher = run_folder.load_run(first)[0]
+    images = torch.randn(64, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    distances = []
+    for alpha in ("0", "1"):
+        folder = tmp_path / alpha
+        argv = arguments(data, folder, "--epochs", "6", "--seed", "3", "--teacher", str(first), "--distillation-alpha",
+                         alpha, "--model-kwargs", "drop_rate=0")
+        assert run(argv, log) == 0, log.read_text()
+        with torch.no_grad():
+            student = run_folder.load_run(folder)[0]
+            distances.append(distillation_loss(student(images), teacher(images), 1.0).item())
+    assert distances[1] < distances[0]
+    other = make_folder(tmp_path / "four", classes=4)
+    from ea_vision.base.errors import exit_code
+
+    assert exit_code(lambda: train_cifar.main(arguments(other, tmp_path / "x", "--teacher", str(first)))) == 2
+    assert "has 3 classes, the data 4" in capsys.readouterr().err
+    assert exit_code(lambda: train_cifar.main(arguments(data, tmp_path / "x", "--teacher", "resnet1"))) == 2
+    assert "unknown model or run folder 'resnet1'" in capsys.readouterr().err
+
+
+def test_mixing_ends_at_its_epoch(tmp_path):
+    trainer = make_trainer(tmp_path, mixup=0.5, mixup_off_epoch=2, smoothing=0.0)
+    images, targets = torch.randn(4, 3, 16, 16), torch.tensor([0, 1, 2, 0])
+    with torch.no_grad():
+        plain = F.cross_entropy(trainer.model(images), targets).item()
+        losses = []
+        for epoch in (1, 2):
+            trainer.progress.epoch = epoch
+            losses.append(trainer._batch_loss(images.clone(), targets).item())
+    assert losses[0] != pytest.approx(plain, rel=1e-4) and losses[1] == pytest.approx(plain, rel=1e-5)
+
+
+def test_augmentation_splits_are_a_crop_and_others_of_it():
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 255, (40, 40, 3), dtype=np.uint8))
+
+    def of(**given):
+        torch.manual_seed(5)
+        __import__("random").seed(5)
+        np.random.seed(5)
+        return train_transform(16, **given)(image)
+
+    splits = of(auto_augment="ta_wide", splits=3)
+    assert splits.shape == (3, 16, 16, 3) and torch.equal(splits[0], of())
+    assert not torch.equal(splits[1], splits[2])
+
+
+def test_trivial_augment_is_torchvisions():
+    from torchvision.transforms import InterpolationMode, TrivialAugmentWide
+
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 255, (40, 40, 3), dtype=np.uint8))
+    for seed in range(10):
+        torch.manual_seed(seed)
+        __import__("random").seed(seed)
+        plain = Image.fromarray(train_transform(16)(image).numpy())
+        state = torch.get_rng_state()
+        torch.manual_seed(seed)
+        __import__("random").seed(seed)
+        ours = train_transform(16, auto_augment="ta_wide")(image)
+        torch.set_rng_state(state)
+        theirs = TrivialAugmentWide(interpolation=InterpolationMode.BILINEAR)(plain)
+        assert torch.equal(ours, torch.from_numpy(np.array(theirs)))
+
+
+def test_jsd_is_timms_over_the_splits_of_a_batch(tmp_path):
+    trainer = make_trainer(tmp_path, GrowingTrainer, ImageNetConfig, jsd_loss=True, aug_splits=3, smoothing=0.1)
+    images, targets = torch.randn(12, 3, 32, 32), torch.tensor([0, 1, 2, 0])
+    with torch.no_grad():
+        wanted = JsdCrossEntropy(3, smoothing=0.1)(trainer.model(images), targets)
+    assert trainer._batch_loss(images, targets).item() == pytest.approx(wanted.item(), rel=1e-5)
+
+
+def test_a_run_with_splits_and_one_with_few_snapshots(tmp_path):
+    photos, folder, log = make_photos(tmp_path / "photos", train=24, val=8), tmp_path / "run", tmp_path / "log"
+    argv = ["--recipe", "none", "--model", "test_resnet", "--data-dir", str(photos), "--output", str(folder),
+            "--device", "cpu", "--img-size", "16", "--eval-resize", "20", "--batch-size", "8", "--workers", "0",
+            "--epochs", "3", "--aug-splits", "3", "--jsd-loss", "--aa", "ta_wide", "--snapshot-epochs", "1",
+            "--checkpoint-hist", "2"]
+    assert run(argv, log, main=train_imagenet.main) == 0, log.read_text()
+    assert sorted(path.name for path in (folder / run_folder.SNAPSHOTS).iterdir()) == [
+        "epoch_0002.safetensors", "epoch_0003.safetensors"]
+    assert json.loads((folder / "results.json").read_text())["epochs"] == 3
+
+
+@pytest.mark.parametrize("given", [{"jsd_loss": True}, {"aug_splits": 3}, {"jsd_loss": True, "aug_splits": 1}])
+def test_splits_and_their_loss_go_together(given):
+    with pytest.raises(UsageError, match="jsd_loss goes with aug_splits of at least 2"):
+        resolve(ImageNetConfig, {"recipe": "none", **given})

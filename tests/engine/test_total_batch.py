@@ -1,0 +1,181 @@
+"""A recipe means the same update on any number of processes, and a run may go on with another number of them."""
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from ea_vision.base.errors import UsageError
+from ea_vision.detection.train import DetectionConfig
+from ea_vision.engine import checkpoint, run_folder
+from ea_vision.engine.config import load_recipe, recipe_names, resolve
+from ea_vision.engine.preflight import describe_update, other_than_recipe
+from ea_vision.engine.train import Trainer
+from ea_vision.engine.train_cifar import CifarConfig
+from ea_vision.engine.train_imagenet import ImageNetConfig
+from tests.engine.runner import GN_MODEL, SignalAfterUpdate, arguments, make_folder, run, run_world
+
+TRAINERS = {**dict.fromkeys(("imagenet", "finetune", "rsb", "ffcv", "torchvision"), ImageNetConfig),
+            "coco": DetectionConfig}
+PAPERS = {"imagenet": 256, "imagenet_ea_aa_resnet50": 256, "imagenet_semnasnet_100": 1024, "rsb_a1": 2048,
+          "rsb_a2": 2048, "rsb_a3": 2048, "ffcv_16": 4096, "ffcv_88": 4096, "torchvision_v2": 1024,
+          "aa_cifar100": 256, "cifar100_wrn28_10": 1024, "pa_cifar10": 50, "pa_cifar100": 50, "coco_aa_retinanet": 64,
+          "coco_26_epochs": 16}
+
+
+def resolved(name: str, **given):
+    kind = "cifar" if name == "finetune" else name.partition("_")[0]
+    return resolve(TRAINERS.get(kind, CifarConfig), {"recipe": name, **given})[0]
+
+
+@pytest.mark.parametrize("name", recipe_names())
+@pytest.mark.parametrize("processes", [1, 2, 4, 8, 16, 64])
+def test_a_recipe_means_the_same_on_any_number_of_processes(name, processes):
+    """Images of an update, rate, warm-up and updates of an epoch; or one line that names who can share them."""
+    recipe, config = load_recipe(name), resolved(name)
+    total = recipe["total_batch"]
+    assert total == PAPERS.get(name, total)
+    if total % processes:
+        with pytest.raises(UsageError, match=rf"total_batch {total} cannot be shared by {processes} processes: \d+"):
+            config.for_processes(processes)
+        return
+    own = config.for_processes(processes)
+    assert own.images_of_update(processes) == total and own.batch_size <= config.batch_size
+    images = 1_281_167
+    assert images // (own.batch_size * processes) // own.grad_accum_steps == images // total
+    base = recipe.get("lr_base_size", 0)
+    assert own.peak_lr(own.images_of_update(processes)) == pytest.approx(recipe["lr"] * (total / base if base else 1))
+    assert own.warmup_updates(images // total) == config.warmup_updates(images // total)
+    assert not other_than_recipe(own, processes) and describe_update(own, processes).startswith(f"{total} images = ")
+
+
+def test_who_can_share_is_named():
+    config = resolved("imagenet")
+    with pytest.raises(UsageError,
+                       match="256 cannot be shared by 3 processes: 2 or 4 processes can, or total_batch 255 "
+                                         "or 258"):
+        config.for_processes(3)
+    with pytest.raises(UsageError, match="by 300 processes: 256 processes can, or total_batch 300"):
+        config.for_processes(300)
+
+
+def test_a_batch_size_that_is_given_stays_a_process_and_the_run_says_what_the_recipe_means():
+    config = resolved("imagenet", batch_size=64).for_processes(2)
+    assert (config.batch_size, config.grad_accum_steps, config.total_batch) == (64, 1, 0)
+    assert describe_update(config, 2) == "128 images = 64 x 2 processes, peak learning rate 0.064"
+    assert other_than_recipe(config, 2) == "; recipe imagenet means 256 images, rate 0.128"
+    both = resolved("imagenet", batch_size=64, total_batch=256).for_processes(1)
+    assert (both.batch_size, both.grad_accum_steps) == (64, 4) and not other_than_recipe(both, 1)
+
+
+@pytest.mark.parametrize("opt, power", [("lamb", 0.5), ("adamw", 0.5), ("adafactor", 0.5), ("momentum", 1),
+                                        ("rmsproptf", 1)])
+def test_rates_scale_as_timms_do(opt, power):
+    """timm's train.py: square root for what has ada or lamb in its name, else linear."""
+    config = resolved("none", opt=opt, lr=0.01, lr_base_size=256, batch_size=1024)
+    assert config.peak_lr(1024) == pytest.approx(0.01 * 4**power)
+    older = resolved("none", opt=opt, lr=0.01, lr_base_batch=256)
+    assert older.peak_lr(1024) == pytest.approx(0.04), "as the release that called it so"
+
+
+def test_rsb_a3_is_timms_argument_by_argument():
+    """Table 2 of ResNet strikes back (https://arxiv.org/abs/2110.00476); bce_target_thresh, min_lr and interpolation of
+    the arguments published with timm's weights (release v0.1-rsb-weights)."""
+    config = resolved("rsb_a3").for_processes(8)
+    timms = {"epochs": 100, "opt": "lamb", "lr": 8e-3, "sched": "cosine", "weight_decay": 0.02, "warmup_epochs": 5,
+             "min_lr": 1e-6, "smoothing": 0.0, "mixup": 0.1, "cutmix": 1.0, "aa": "rand-m6-mstd0.5-inc1", "reprob": 0.0,
+             "color_jitter": 0.0, "hflip": 0.5, "crop_scale": 0.08, "bce_loss": True, "bce_target_thresh": 0.2,
+             "aug_repeats": 1, "model_ema_decay": 0.0, "clip_grad": 0.0, "img_size": 160, "interpolation": "bicubic"}
+    assert {name: getattr(config, name) for name in timms} == timms
+    assert config.images_of_update(8) == 2048 and config.peak_lr(2048) == 8e-3
+    assert config.side_to_evaluate == 224 and 224 / config.eval_resize == pytest.approx(0.95, abs=0.005)
+    assert "drop_path_rate" not in config.model_kwargs
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return make_folder(tmp_path_factory.mktemp("data"))
+
+
+class LogIds:
+    """Write the ids of every update to a file of its process; perhaps end in the middle."""
+
+    def __init__(self, folder: Path, stop_after: int = 0):
+        self.folder, self.stop_after = folder, stop_after
+
+    def __call__(self):
+        update, folder = Trainer._update, self.folder
+        folder.mkdir(exist_ok=True)
+
+        def watched(trainer, batches):
+            ids = [int(i) for batch in batches for i in batch[2]]
+            with open(folder / f"{trainer.world.rank}-of-{trainer.world.size}", "a") as file:
+                file.write(json.dumps([trainer.progress.epoch, trainer.progress.step, ids]) + "\n")
+            return update(trainer, batches)
+
+        Trainer._update = watched
+        if self.stop_after:
+            SignalAfterUpdate(signal.SIGTERM, self.stop_after)()
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    return checkpoint.read_checkpoint(folder / checkpoint.LAST)["model"]
+
+
+SHARED = [*GN_MODEL, "--total-batch", "8", "--batch-size", "2", "--lr", "0.02"]
+
+
+@pytest.fixture(scope="module")
+def alone(data, tmp_path_factory):
+    """One process, four batches an update."""
+    folder = tmp_path_factory.mktemp("runs") / "alone"
+    log = folder.with_suffix(".log")
+    argv = [word for word in arguments(data, folder, *SHARED)]
+    assert run(argv, log) == 0, log.read_text()
+    assert "8 images = 2 x 1 processes x 4 batches" in log.read_text()
+    return folder
+
+
+def assert_same_weights(one: Path, other: Path) -> None:
+    first, second = weights_of(one), weights_of(other)
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        assert torch.allclose(value, second[name], rtol=1e-5, atol=1e-6), name
+
+
+def test_one_process_with_four_batches_equals_two_with_two(data, alone, tmp_path):
+    """Without BatchNorm, whose statistics are of a batch of two either way, but of other pairs."""
+    folder, log = tmp_path / "two", tmp_path / "log"
+    assert run_world(2, arguments(data, folder, *SHARED), log) == [0, 0], log.read_text()
+    assert "8 images = 2 x 2 processes x 2 batches" in log.read_text()
+    assert_same_weights(alone, folder)
+
+
+def test_stopped_on_two_continued_on_one_and_back_inside_an_epoch(data, alone, tmp_path):
+    """Five updates an epoch: two on two processes, two on one, the rest on two; each image once in an epoch."""
+    folder, log, ids = tmp_path / "run", tmp_path / "log", tmp_path / "ids"
+    argv = arguments(data, folder, *SHARED, "--checkpoint-steps", "1")
+    assert run_world(2, argv, log, LogIds(ids, 2)) == [128 + signal.SIGTERM] * 2, log.read_text()
+    assert 0 < run_folder.read_config(folder)[1]["processes"] == 2
+    assert run(argv, log, LogIds(ids, 2)) == 128 + signal.SIGTERM, log.read_text()
+    assert checkpoint.read_checkpoint(folder / checkpoint.LAST)["progress"]["step"] not in (0, 5)
+    assert run_world(2, argv, log, LogIds(ids)) == [0, 0], log.read_text()
+    seen: dict[tuple[int, int], dict[str, list[int]]] = {}
+    for path in sorted(ids.iterdir()):
+        for line in path.read_text().splitlines():
+            epoch, step, images = json.loads(line)
+            seen.setdefault((epoch, step), {})[path.name] = images
+    assert {"0-of-1", "0-of-2", "1-of-2"} == {name for made in seen.values() for name in made}
+    for epoch in (0, 1):
+        images = [i for step in range(5) for part in seen[epoch, step].values() for i in part]
+        assert sorted(images) == list(range(40)), "each image once"
+    assert_same_weights(alone, folder)
+
+
+def test_another_number_of_images_an_update_is_refused(data, alone, tmp_path, capsys):
+    log = tmp_path / "log"
+    assert run(arguments(data, alone, *SHARED, "--total-batch", "4"), log) == 2
+    assert "the images of an update (batch_size x grad_accum_steps x processes) were 8, got 4" in log.read_text()
