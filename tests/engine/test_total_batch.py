@@ -125,7 +125,7 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     return checkpoint.read_checkpoint(folder / checkpoint.LAST)["model"]
 
 
-SHARED = [*GN_MODEL, "--total-batch", "8", "--batch-size", "2", "--lr", "0.02"]
+SHARED = [*GN_MODEL, "--total-batch", "8", "--batch-size", "2", "--lr", "0.002", "--clip-grad", "1"]  # small steps
 
 
 @pytest.fixture(scope="module")
