@@ -99,7 +99,7 @@ def test_a_run_learns_from_another_run(data, tmp_path, capsys):
 
 
 def test_mixing_ends_at_its_epoch(tmp_path):
-    trainer = make_trainer(tmp_path, mixup=0.5, mixup_off_epoch=2, smoothing=0.0)
+    trainer = make_trainer(tmp_path, mixup=8.0, mixup_off_epoch=2, smoothing=0.0)  # halves, nearly
     images, targets = torch.randn(4, 3, 16, 16), torch.tensor([0, 1, 2, 0])
     with torch.no_grad():
         plain = F.cross_entropy(trainer.model(images), targets).item()
