@@ -158,8 +158,8 @@ class TrainConfig:
     log_steps: int = setting(0, "updates between rows of speed.csv; 0: none", KEPT, minimum=0)
     tensorboard: bool = setting(False, "write TensorBoard events into the run folder", KEPT)
     wandb: str = setting("", "Weights & Biases project; empty: none", KEPT)
-    log_maps: int = setting(0, "epochs between pictures of the attention maps of the first images that are evaluated on, "
-                               "in RUN/maps and on the boards; 0: none", KEPT, minimum=0)
+    log_maps: int = setting(0, "epochs between pictures of the attention maps of the first images that are evaluated "
+                               "on, in RUN/maps and on the boards; 0: none", KEPT, minimum=0)
 
     def __post_init__(self):
         hints = typing.get_type_hints(type(self))
