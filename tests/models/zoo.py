@@ -11,7 +11,8 @@ ALL = bool(os.environ.get("EA_VISION_TEST_ALL"))
 EVERY = [name for name in list_networks() if name not in list_networks("vision_transformer")]  # these: a file of theirs
 RESNETS = list_networks("attn_resnet")
 CIFAR = list_networks("conv_transformer")
-SHRUNK = {"wide_resnet": {"width": 1, "depth": 16}, "attn_resnet": {"layers": (2, 2, 2, 2)}}  # keywords by family
+SHRUNK = {"wide_resnet": {"width": 1}}  # keywords by family; the structure stays
+SHALLOW = {"wide_resnet": {"depth": 16}, "attn_resnet": {"layers": (2, 2, 2, 2)}}  # where every layer takes long
 
 
 def family(name: str) -> str:
@@ -36,7 +37,7 @@ TESTED = EVERY if ALL else SMALL
 
 
 def shrunk(name: str) -> dict:
-    """Return the keywords under which the tests take a network: narrow or shallow, of the same structure."""
+    """The keywords under which the tests take a network."""
     return {} if ALL else SHRUNK.get(family(name), {})
 
 
@@ -50,6 +51,10 @@ def lively(name: str, **options):
         elif isinstance(module, SpatialTransformer):
             torch.nn.init.normal_(module.fc.weight, std=0.01)
     return model
+
+
+def shallow(name: str, **options):
+    return lively(name, **({} if ALL else SHALLOW.get(family(name), {})), **options)
 
 
 def _chained(name: str) -> bool:
