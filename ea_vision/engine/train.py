@@ -18,7 +18,7 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -369,7 +369,7 @@ class Trainer:
         with bar, closing(source):  # ends the loader's processes and threads, whatever happens
             while progress.step < updates:
                 start = time.perf_counter()
-                batches = self._read(source, accum)
+                batches = [next(source) for _ in range(accum)]
                 progress.data_seconds += time.perf_counter() - start
                 self._update(batches)
                 done = progress.step == updates
@@ -393,22 +393,6 @@ class Trainer:
                     self._leave()
                 if due and not done:
                     self.save()
-
-    def _read(self, source: Iterator, count: int) -> list:
-        """Return the next batches.
-
-        Raises:
-            RunError: a worker that decodes images was killed, or main memory does not suffice.
-        """
-        try:
-            return [next(source) for _ in range(count)]
-        except (RunError, UsageError):
-            raise
-        except RuntimeError as error:
-            if "worker" not in str(error) and "allocate memory" not in str(error):
-                raise
-            raise RunError(f"{str(error).splitlines()[0]}: the system kills processes when main memory runs out, "
-                           f"fewer --workers need less; last good checkpoint: {self.last_good}") from error
 
     def _take_in(self, result: StepResult) -> None:
         """Add an update to the epoch's figures. All processes do so after the same update.
@@ -523,6 +507,11 @@ class Trainer:
                                "--batch-size with --total-batch as it is adds up more batches, --grad-checkpointing "
                                "and --amp need less; last good checkpoint: "
                                f"{self.last_good}") from error
+            except RuntimeError as error:
+                if isinstance(error, RunError) or "DataLoader worker" not in str(error):
+                    raise
+                raise RunError(f"{str(error).strip()} The system kills processes when main memory runs out, fewer "
+                               f"--workers need less; last good checkpoint: {self.last_good}") from error
 
     # ---- trouble --------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,10 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
+import os
 import shutil
+import signal
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -19,6 +22,8 @@ from ea_vision.base.networks import create_classifier
 from ea_vision.base.processes import MOST_WORKERS, World
 from ea_vision.engine import checkpoint, run_folder, train_cifar, train_imagenet
 from ea_vision.engine.evaluate import NonFiniteLoss, evaluate
+from ea_vision.engine.run import enable_checkpointing
+from ea_vision.engine.train import Trainer
 from tests.data.photos import make_photos
 from tests.engine.runner import arguments, make_folder, run
 
@@ -86,6 +91,16 @@ def resume(folder: Path) -> list[str]:
      "model ea_conv_transformer_cifar refuses num_classes=3 in_chans=3 img_size=32 alpha=x: *"),
     (["--dataset", "digits", "--evaluate", "ea_conv_transformer_cifar.fast_c10"],
      "ea_conv_transformer_cifar.fast_c10 was trained on other classes: 'airplane' where the data has '0'"),
+    (["--sync-bn"], "--sync-bn needs CUDA, got cpu"),
+    (["--img-size", "²"], "img_size must be of type int, got '²'"),
+    (["--epochs", "²"], "epochs must be of type float, got '²'"),
+    (["--warmup", "5"], "warmup is a share of all updates, at most 1, got 5; in epochs it is warmup_epochs 5"),
+    (["--learning-rate", "0.1"], "unknown argument '--learning-rate': here it is --lr"),
+    (["--opt-betas", "0.9"], "unknown argument '--opt-betas'; *"),
+    (["--pretrained-path", "/nowhere.safetensors"], "weights /nowhere.safetensors: there is no such file"),
+    (["--model", "ea_aa_resnet34", "--model-kwargs", "layers=[1,1,1,1]", "--pretrained"],
+     "there are no pretrained weights of ea_aa_resnet34: train it, or give a file by --pretrained-path"),
+    (["--total-batch", "7", "--teacher", "resnet1"], "unknown model or run folder 'resnet1'; *"),
     (["--evaluate", "cnn_cifar", "--model", "test_resnet"],
      "--evaluate cnn_cifar names the model, got --model test_resnet"),
 ])
@@ -115,6 +130,68 @@ def test_options_of_the_imagenet_trainer(photos, tmp_path, capsys, more, message
             "--device", "cpu", "--data-dir", str(photos), "--output", str(folder)]
     assert error_of(train_imagenet.main, [*argv, *more], capsys) == message
     assert not folder.exists()
+
+
+def test_a_data_folder_without_a_split_says_what_was_looked_for(photos, tmp_path, capsys):
+    argv = ["--model", "test_resnet", "--img-size", "16", "--eval-resize", "20", "--batch-size", "2", "--workers", "0",
+            "--device", "cpu", "--output", str(tmp_path / "run"), "--data-dir"]
+    error = error_of(train_imagenet.main, [*argv, str(photos / "train")], capsys)
+    assert "has neither training images nor others to evaluate on: looked for train/ and train.tar" in error
+    assert "ILSVRC/Data/CLS-LOC" in error and "--eval-on-train takes the folder itself for both" in error
+    error = error_of(train_imagenet.main, [*argv, str(photos), "--val-split", "dev"], capsys)
+    assert error == f"val_split dev: {photos} has neither dev nor dev.tar"
+
+
+def test_a_model_without_checkpointing_is_named():
+    with pytest.raises(UsageError, match="--grad-checkpointing needs a model that has it, linear has not"):
+        enable_checkpointing(torch.nn.Linear(2, 2), "linear")
+
+
+class KillWorker:
+    """A process that decodes images is killed after the second update, as the kernel does when memory runs out."""
+
+    def __call__(self):
+        update = Trainer._update
+
+        def hurt(trainer, batches):
+            update(trainer, batches)
+            if trainer.progress.updates == 2:
+                for child in multiprocessing.active_children():
+                    os.kill(child.pid, signal.SIGKILL)
+
+        Trainer._update = hurt
+
+
+def test_a_killed_worker_names_the_last_good_checkpoint(photos, tmp_path):
+    folder, log = tmp_path / "run", tmp_path / "log"
+    argv = ["--model", "test_resnet", "--img-size", "16", "--eval-resize", "20", "--batch-size", "2", "--workers", "1",
+            "--device", "cpu", "--data-dir", str(photos), "--output", str(folder), "--checkpoint-steps", "1"]
+    assert run(argv, log, KillWorker(), main=train_imagenet.main) == 1, log.read_text()
+    error = log.read_text().splitlines()[-1]
+    assert error.startswith("error: DataLoader worker") and "killed by signal" in error, error
+    assert f"fewer --workers need less; last good checkpoint: {folder / checkpoint.LAST}" in error
+
+
+class RunOutOfMemory:
+    """The third update asks for more memory than there is."""
+
+    def __call__(self):
+        update = Trainer._update
+
+        def hurt(trainer, batches):
+            if trainer.progress.updates == 2:
+                raise torch.OutOfMemoryError("tried to allocate 2.00 GiB")
+            update(trainer, batches)
+
+        Trainer._update = hurt
+
+
+def test_out_of_memory_advises(data, tmp_path):
+    folder, log = tmp_path / "run", tmp_path / "log"
+    assert run(arguments(data, folder), log, RunOutOfMemory()) == 1
+    error = log.read_text().splitlines()[-1]
+    assert error.startswith("error: out of memory in update 3 of epoch 1 (tried to allocate 2.00 GiB): a smaller")
+    assert "--grad-checkpointing" in error and str(folder / checkpoint.LAST) in error
 
 
 def test_what_was_refused_leaves_nothing_in_the_way_of_the_corrected_command(data, tmp_path, capsys):
