@@ -147,20 +147,23 @@ class DeployedTokenAttention(TokenAttention):
 
     @classmethod
     def of_layer(cls, layer: TokenAttention) -> None:
-        """Turn a layer, in place, into this one, unless its queries are normalised or its evolution cannot be folded,
-        or it needs no maps at all: then torch's fused attention is best."""
+        """Turn a layer, in place, into this one, unless its queries are normalised, its evolution cannot be folded, it
+        mixes in the first layer's values, or it needs no maps at all: then torch's fused attention is best."""
         evolution = fold_evolution(layer.evolution, layer.num_heads)
-        foreign = evolution is None and layer.evolution is not None
+        foreign = evolution is None and layer.evolution is not None or layer.value_residual is not None
         normed = any(not isinstance(norm, nn.Identity) for norm in (layer.q_norm, layer.k_norm))
         if type(layer) is not TokenAttention or foreign or normed or not (layer.evolution or layer.need_logits):
             return
         layer.__class__ = cls
         layer.portable = PortableTokenAttention(layer, evolution)
 
-    def forward(self, x: Tensor, prev_logits: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """See `TokenAttention.forward`."""
+    def forward(
+            self, x: Tensor, prev_logits: Tensor | None = None, feat_size: tuple[int, int] | None = None,
+            first_values: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """See `TokenAttention.forward`; such a layer reads neither feat_size nor first_values."""
         if not exporting():
-            return super().forward(x, prev_logits)
+            return super().forward(x, prev_logits, feat_size, first_values)
         out, logits = self.portable(self, x, prev_logits)
         out = self.norm(out.transpose(1, 2).flatten(2))
         if self.gate is not None:

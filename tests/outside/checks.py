@@ -10,7 +10,7 @@ from timm.models import create_feature_extractor, get_graph_node_names
 
 import ea_vision
 from ea_vision.__main__ import main
-from ea_vision.layers import AugmentedConv2d, create_evolution
+from ea_vision.layers import AugmentedConv2d, create_evolution, learnable_gates
 from ea_vision.models import list_networks
 from ea_vision.ops import use_implementation
 from tests.outside import tiny_attn
@@ -104,6 +104,33 @@ def test_a_new_evolution_is_recorded_with_its_own_part(image):
         torch.testing.assert_close(model(image), y)
     with pytest.raises(ValueError, match="evolution='shared' has start; got beta"):
         create_evolution("shared", 2, beta=0.5)
+
+
+@torch.no_grad()
+def test_a_new_evolution_in_timms_transformer(image, tmp_path):
+    import onnxruntime
+
+    torch.manual_seed(0)
+    plain = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=16, depth=3, num_heads=2)
+    for block in plain.eval().blocks:
+        torch.nn.init.normal_(block.attn.qkv.weight)
+        block.attn.fused_attn = False
+    model = ea_vision.evolve(plain, "shared")
+    assert torch.equal(model(image), plain(image)) and torch.equal(ea_vision.unevolve(model)(image), plain(image))
+    gates = learnable_gates(model)
+    assert list(gates) == ["blocks.1.attn.evolution.share", "blocks.2.attn.evolution.share"]
+    for gate in gates.values():
+        gate.fill_(0.7)
+    with ea_vision.record_attention(model, [2], parts=("shared_logits", "prev_logits")) as maps:
+        y = model(image)
+    assert not torch.equal(y, plain(image))
+    torch.testing.assert_close(maps[2]["shared_logits"], 0.7 * maps[2].prev_logits, atol=1e-5, rtol=1e-4)
+    path = tmp_path / "model.onnx"
+    torch.onnx.export(model, (image,), path, dynamo=True, verbose=False)
+    (exported,) = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"]).run(None, {"x": image.numpy()})
+    torch.testing.assert_close(torch.from_numpy(exported), y, atol=1e-4, rtol=1e-3)
+    started = ea_vision.evolve(plain, "shared", start="paper")
+    assert [gate.flatten().tolist() for gate in learnable_gates(started).values()] == [[0.5, 0.5]] * 2
 
 
 def test_summary(capsys):

@@ -1,4 +1,4 @@
-"""An evolution as somebody outside the package would write it: the previous logits added with a learned share."""
+"""An evolution as somebody outside the package would write it: the previous logits added with a learned gate."""
 import torch
 from torch import Tensor, nn
 
@@ -7,9 +7,10 @@ from ea_vision.layers import Evolution, register_evolution
 
 @register_evolution("shared")
 class ResidualMaps(Evolution):
-    """out = logits + share * prev_logits, one share a head."""
+    """out = logits + share * prev_logits, one gate a head."""
 
-    part_names = ("shared_logits",)
+    part_names = ("shared_logits",)  # further maps that can be recorded
+    identity_start = {"start": 0.0}  # the options with which it begins as the plain network
 
     def __init__(self, num_heads: int, start: float = 0.5, device=None, dtype=None) -> None:
         super().__init__()
@@ -21,3 +22,11 @@ class ResidualMaps(Evolution):
     @torch.jit.ignore
     def parts(self, logits: Tensor, prev_logits: Tensor, evolved: Tensor) -> dict[str, Tensor]:
         return {"shared_logits": evolved - logits}
+
+    @torch.jit.ignore
+    def gates(self) -> dict[str, Tensor]:
+        return {"share": self.share}
+
+    @torch.jit.ignore
+    def changes_nothing(self) -> bool:
+        return not self.share.any()

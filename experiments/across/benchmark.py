@@ -1,0 +1,84 @@
+"""Times of every mechanism beside timm's plain network, forward and training step, interleaved.
+
+    python experiments/across/benchmark.py experiments/results/across/benchmark.csv      # 10 minutes on a free core
+
+Medians of processor time over the repeats, one thread, float32, each network in turn; AdamW. vit_small_patch16_224 is
+timm's network and `ea_vision.evolve` of it at the identity start; the small ViT is the verdict's.
+"""
+import argparse
+import csv
+import statistics
+import time
+from pathlib import Path
+
+import timm
+import torch
+from torch import nn
+
+import ea_vision
+from ea_vision.base.provenance import hardware
+
+KINDS = ("residual", "ea", "pa", "talking_heads", "reattention", "refiner", "mta", "conv2d")
+SETTINGS = {"vit_small_patch16_224": (224, 2), "vit_mini_patch4_32": (32, 128)}  # pixels, images
+
+
+def networks(name: str) -> dict[str, nn.Module]:
+    """Return the networks by kind, "plain" first."""
+    plain = timm.create_model(name)
+    if name == "vit_small_patch16_224":
+        return {"plain": plain, **{kind: ea_vision.evolve(plain, kind) for kind in KINDS}}
+    kinds = {kind: dict(evolution=kind) for kind in KINDS}
+    extra = {"token_conv": dict(token_conv=True), "value_residual": dict(value_residual=True)}
+    return {"plain": plain, **{kind: timm.create_model(name, **options) for kind, options in (kinds | extra).items()}}
+
+
+def forward(model: nn.Module, x: torch.Tensor, _) -> None:
+    with torch.no_grad():
+        model(x)
+
+
+def train(model: nn.Module, x: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+    nn.functional.cross_entropy(model(x), torch.arange(len(x)) % 10).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("csv", type=Path)
+    parser.add_argument("--repeats", type=int, default=5)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    under = {"hardware": hardware(torch.device("cpu"), 1), "torch": str(torch.__version__), "timm": timm.__version__,
+             "ea_vision": ea_vision.__version__, "repeats": args.repeats}
+    rows = []
+    for name, (side, batch) in SETTINGS.items():
+        torch.manual_seed(0)
+        x, models = torch.randn(batch, 3, side, side), networks(name)
+        optimizers = {kind: torch.optim.AdamW(model.parameters(), lr=1e-5) for kind, model in models.items()}
+        times = {kind: {"forward": [], "train": []} for kind in models}
+        for repeat in range(args.repeats + 1):
+            for phase, step in (("forward", forward), ("train", train)):
+                for kind, model in models.items():
+                    model.train(phase == "train")
+                    began = time.process_time()
+                    step(model, x, optimizers[kind])
+                    if repeat:  # the first warms up
+                        times[kind][phase].append(time.process_time() - began)
+        for kind in models:
+            row = {"network": name, "batch": batch, "kind": kind}
+            for phase in ("forward", "train"):
+                median = statistics.median(times[kind][phase])
+                row |= {f"{phase}_ms": round(1e3 * median, 1),
+                        f"{phase}_ratio": round(median / statistics.median(times["plain"][phase]), 2)}
+            rows.append(row | under)
+            print(*list(row.values()), flush=True)
+    args.csv.parent.mkdir(parents=True, exist_ok=True)
+    with args.csv.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    main()
