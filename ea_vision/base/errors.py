@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from difflib import get_close_matches
+from pathlib import Path
 
 
 class UsageError(ValueError):
@@ -60,10 +63,18 @@ def exit_code(main: Callable[[], int]) -> int:
 
 
 def _record(error: Exception) -> None:
-    """Write an error into torchrun's file, where it has started this process."""
-    if "TORCHELASTIC_ERROR_FILE" in os.environ:
-        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+    """Write an error into torchrun's file, if it has started this process: ours in a line, others with the stack."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    if isinstance(error, (UsageError, RunError)):
+        text = " ".join(str(error).split())
+        message = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(json.dumps({"message": message}))
+        return
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-        handler = get_error_handler()
-        handler.initialize()
-        handler.record_exception(error)
+    handler = get_error_handler()
+    handler.initialize()
+    handler.record_exception(error)
