@@ -46,14 +46,11 @@ ELSEWHERE = {  # command lines and the tests that run them
     r"detect ": "detection/test_predict.py",
     r"(sweep .*--output|evidence) sweeps/evidence ": "studies/test_evidence.py",  # as docs/train.md's, of more variants
     r"evidence experiments/results/evidence/": "test_weights.py",
-    r"explore .*--serve": "explore/test_browser.py",
     r"export-detector ": "detection/test_export.py",
     r"faithfulness ": "analysis/test_faithfulness.py",
     r"gpu-check": "measure/test_gpu_check.py",
-    r"gpu-check --kernels": "measure/test_kernel_figures.py",
     r"memory ": "measure/test_memory.py",
     r"models --sizes ea_aa_tiny": "outside/test_outside.py",
-    r"models --sizes$": "models/test_published.py",
     r"timm ": "test_timm_scripts.py",
     r"train-cifar$": "test_wheel.py",  # all digits: slow
     r"train-detection ": "detection/test_train.py",
