@@ -4,17 +4,35 @@
 
 Runs of one seed are taken to be uncorrelated, so a difference of two has sqrt(2) times a run's standard deviation.
 The level is Holm's first, 0.05 over the number of hypotheses: the strictest. Printed are the smallest numbers of seeds
-for a power of 0.8.
+for a power of 0.8. Below them stand the core hours of the plan, from the measured training steps in
+experiments/results/across/benchmark.csv.
 """
+import csv
+from pathlib import Path
+
 from scipy import stats
 
 # task: (standard deviation of a run between seeds, in points of top-1; hypotheses; gains to be seen, in points)
 TASKS = {
-    "small ViT, CIFAR-10": (0.38, 7, (1.0, 0.75, 0.5)),  # pooled over the four pairs of runs of the pilot
-    "narrow Conv-Transformer, CIFAR-100, 4 epochs": (0.5, 7, (1.5, 1.0, 0.75)),
-    "the same, CIFAR-10": (0.3, 7, (1.0, 0.75, 0.5)),
+    "small ViT, CIFAR-10": (0.38, 5, (1.0, 0.75, 0.5)),  # pooled over the four pairs of runs of the pilot
+    "narrow Conv-Transformer, CIFAR-100, 4 epochs": (0.5, 4, (1.5, 1.0, 0.75)),
+    "the same, CIFAR-10": (0.3, 4, (1.0, 0.75, 0.5)),
 }
 PILOT_PAIRS = ((59.84, 60.68), (61.60, 61.64), (63.74, 63.10), (65.76, 65.56))  # two seeds of four kinds
+
+
+VIT_UPDATES = 8 * 20_000 // 128
+PRIMARY = ("residual", "ea", "talking_heads", "reattention", "conv2d")
+# part of the plan: (kinds of the small ViT, with token_conv, seeds, times the updates of a run)
+VIT_PLAN = {
+    "on token_conv": (("plain", *PRIMARY), True, 8, 1.0),
+    "equal time of conv2d": (("plain",), True, 8, None),
+    "alone": (("plain", "residual", "conv2d", "uniform"), False, 5, 1.0),
+    "too dear for the test": (("refiner", "mta"), True, 2, 1.0),
+}
+# seconds a run: of the evidence's runs of CIFAR-100; of a run of `sequences.py`, from 10 updates of each variant
+OTHERS = {"narrow Conv-Transformer: 6 variants, 6 seeds": 6 * 6 * 550, "recall: 16 variants, 5 seeds": 16 * 5 * 60,
+          "characters: 8 variants, 5 seeds": 8 * 5 * 30}
 
 
 def power(gain: float, deviation: float, seeds: int, hypotheses: int) -> float:
@@ -35,6 +53,22 @@ def pilot_deviation() -> float:
     return (sum((a - b) ** 2 / 2 for a, b in PILOT_PAIRS) / len(PILOT_PAIRS)) ** 0.5
 
 
+def core_hours() -> dict[str, float]:
+    """Return the hours of each part of the plan on one core."""
+    path = Path(__file__).parents[1] / "results" / "across" / "benchmark.csv"
+    rows = [row for row in csv.DictReader(path.open(encoding="utf-8")) if row["network"] == "vit_mini_patch4_32"]
+    step = {row["kind"]: float(row["train_ms"]) / 1000 for row in rows}
+    step["uniform"] = step["plain"]
+    hours = {}
+    for part, (kinds, token_conv, seeds, times) in VIT_PLAN.items():
+        more = step["token_conv"] - step["plain"] if token_conv else 0.0
+        steps = [step[kind] + more for kind in kinds]
+        if times is None:  # as long as conv2d takes
+            steps = [step["conv2d"] + more]
+        hours[f"small ViT, {part}"] = seeds * VIT_UPDATES * sum(steps) / 3600
+    return hours | {part: seconds / 3600 for part, seconds in OTHERS.items()}
+
+
 def main() -> None:
     print(f"pilot's deviation between seeds: {pilot_deviation():.2f} points")
     print("| task | deviation | hypotheses | gain | seeds | power |\n| --- | --- | --- | --- | --- | --- |")
@@ -43,6 +77,10 @@ def main() -> None:
             seeds = seeds_for(gain, deviation, hypotheses)
             print(f"| {task} | {deviation} | {hypotheses} | {gain} | {seeds} | "
                   f"{power(gain, deviation, seeds, hypotheses):.2f} |")
+    hours = core_hours()
+    print("\n| part | core hours |\n| --- | --- |")
+    for part, count in [*hours.items(), ("together", sum(hours.values()))]:
+        print(f"| {part} | {count:.1f} |")
 
 
 if __name__ == "__main__":
