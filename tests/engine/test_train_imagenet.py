@@ -186,7 +186,7 @@ def test_a_small_evolving_network_learns_its_images_by_heart(tmp_path):
             "--lr-base-size", "0", "--sched", "constant", "--warmup-epochs", "0", "--workers", "0", "--device", "cpu",
             "--eval-epochs", "16"]
     assert run([*argv, "--data-dir", str(data), "--output", str(folder)], log) == 2
-    assert "the training images are those to evaluate on" in log.read_text() and not folder.exists()
+    assert "has neither training images nor others to evaluate on" in log.read_text() and not folder.exists()
     log.unlink()
     argv += ["--data-dir", str(data), "--output", str(folder), "--eval-on-train"]
     assert run(argv, log) == 0, log.read_text()
