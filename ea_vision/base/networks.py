@@ -123,7 +123,7 @@ def _with_weights(model: nn.Module, name: str, kwargs: dict[str, Any], path: str
         UsageError: a file that cannot be read, or that is not this model's.
     """
     if not Path(path).is_file():
-        raise UsageError(f"weights {path}: there is no such file")
+        raise UsageError(f"weights {path} cannot be read: there is no such file")
     try:
         state = timm.models.load_state_dict(path)
     except (*REFUSALS, safetensors.SafetensorError, pickle.UnpicklingError) as error:

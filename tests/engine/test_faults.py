@@ -97,7 +97,7 @@ def resume(folder: Path) -> list[str]:
     (["--warmup", "5"], "warmup is a share of all updates, at most 1, got 5; in epochs it is warmup_epochs 5"),
     (["--learning-rate", "0.1"], "unknown argument '--learning-rate': here it is --lr"),
     (["--opt-betas", "0.9"], "unknown argument '--opt-betas'; *"),
-    (["--pretrained-path", "/nowhere.safetensors"], "weights /nowhere.safetensors: there is no such file"),
+    (["--pretrained-path", "/nowhere.safetensors"], "weights /nowhere.safetensors cannot be read: there is no such file"),
     (["--model", "ea_aa_resnet34", "--model-kwargs", "layers=[1,1,1,1]", "--pretrained"],
      "there are no pretrained weights of ea_aa_resnet34: train it, or give a file by --pretrained-path"),
     (["--total-batch", "7", "--teacher", "resnet1"], "unknown model or run folder 'resnet1'; *"),
