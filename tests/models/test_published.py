@@ -1,16 +1,14 @@
 """What papers print of the networks stands once, in published.yaml: recipes and tables repeat it truly."""
 import re
 from importlib import resources
-from pathlib import Path
 
 import pytest
 import timm
 import yaml
 
-from ea_vision.measure.reproduce import ALL
-from ea_vision.models import Published, list_networks, published_figures, published_names
+from ea_vision.measure import summary
+from ea_vision.models import Published, published_figures, published_names
 
-ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((file for file in resources.files("ea_vision.recipes").iterdir() if file.name.startswith("imagenet_")),
                  key=lambda file: file.name)
 
@@ -30,15 +28,13 @@ def test_recipes_say_what_is_published(recipe):
     assert float(re.search(r"top-1 (\d+\.\d+)", text)[1]) == figures.top1["ImageNet"]
 
 
-def test_the_table_of_the_docs_has_every_published_figure():
-    text = (ROOT / "docs" / "results.md").read_text()
-    table = text.split(f"{ALL}\n\n")[1].split("\n\n")[0].splitlines()
-    header, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in table)
-    params, gflops = (index for index, name in enumerate(header) if name == "(published)")
-    rows = {row[0]: row for row in rows}
-    assert list(rows) == list_networks()  # else run: ea-vision reproduce > docs/results.md
-    for name, row in rows.items():
-        figures = published_figures(name) or Published()
-        assert row[header.index("published top-1 %")] == " / ".join(f"{x:.2f}" for x in figures.top1.values()), name
-        assert float(row[params] or 0) == pytest.approx(figures.params_m or 0, abs=0.0501), name
-        assert float(row[gflops] or 0) == (figures.gflops or 0), name
+@pytest.mark.parametrize("name", ["aa_resnet34", "cnn_cifar", "aa_wrn28_10_cifar", "aa_mnasnet_100", "csan_resnet50"])
+def test_the_table_of_sizes_has_every_published_figure(name, capsys):
+    assert summary.main([name]) == 0
+    header, _, row = ([cell.strip() for cell in line.strip("|\n").split("|")]
+                      for line in capsys.readouterr().out.strip().splitlines())
+    figures = published_figures(name) or Published()
+    params, gflops = (index for index, title in enumerate(header) if title == "(published)")
+    assert row[header.index("published top-1 %")] == " / ".join(f"{x:.2f}" for x in figures.top1.values())
+    assert float(row[params] or 0) == pytest.approx(figures.params_m or 0, abs=0.0501)
+    assert float(row[gflops] or 0) == (figures.gflops or 0)
