@@ -48,7 +48,7 @@ GROUPS = {  # by folder; command: (module whose main(argv) runs it, what it does
         "write-ffcv": ("ea_vision.data.write_ffcv", "write images into an FFCV file"),
     },
     "deploy": {
-        "export": ("ea_vision.engine.export", "export a complete run to a weights file with its card"),
+        "export": ("ea_vision.analysis.export", "write a network as ONNX or torch.export, or a run as weights"),
     },
 }
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
@@ -64,7 +64,7 @@ UNLISTED = {  # names that still answer
 }
 ASIDE = {  # other names that still answer, with their module
     "grid": "ea_vision.visualize.heatmap", "animation": "ea_vision.visualize.films",
-    "export-detector": "ea_vision.analysis.export_detector",
+    "export-detector": "ea_vision.analysis.export",
 }
 
 

@@ -43,13 +43,15 @@ SHORTER = {  # options that end a command, over those that it has
     "sweep": "--seeds 0,1", "evidence": "", "write-ffcv": "--workers 1"}
 ELSEWHERE = {  # command lines and the tests that run them
     r"make-boxes --tiny-imagenet ": "detection/test_convert.py",
+    r"benchmark --runtime ": "measure/test_speed.py",
     r"detect ": "detection/test_predict.py",
     r"(sweep .*--output|evidence) sweeps/evidence ": "studies/test_evidence.py",  # as docs/train.md's, of more variants
     r"evidence experiments/results/evidence/": "test_weights.py",
-    r"export-detector ": "detection/test_export.py",
+    r"export ": "deployment/test_files.py",
     r"faithfulness ": "analysis/test_faithfulness.py",
     r"gpu-check": "measure/test_gpu_check.py",
     r"memory ": "measure/test_memory.py",
+    r"predict net.onnx ": "deployment/test_files.py",
     r"models --sizes ea_aa_tiny": "outside/test_outside.py",
     r"timm ": "test_timm_scripts.py",
     r"train-cifar$": "test_wheel.py",  # all digits: slow

@@ -22,6 +22,7 @@ from ea_vision.analysis.recording import AttentionLayer, attention_layers
 from ea_vision.base.errors import UsageError
 from ea_vision.base.networks import check_model_name, check_state_fits, load_weights, pretrained_model
 from ea_vision.data.image_files import MAX_PIXELS
+from ea_vision.deployment.files import SUFFIXES, ExportedNetwork
 from ea_vision.detection.model import create_detector
 from ea_vision.detection.predict import Detections, detect
 from ea_vision.detection.train import TASK, check_class_names
@@ -146,6 +147,8 @@ def load_model(target: str, *, random: bool = False, img_size: tuple[int, int] |
         UsageError: no such model or run, unreadable or unfitting weights.
     """
     path = Path(target)
+    if path.suffix in SUFFIXES and path.is_file():
+        return _load_exported(path, img_size)
     epoch, trained, weights, of_run = None, not random, "", {}
     if os.path.isdir(path) or os.path.isfile(path):
         folder = _run_of(path)
@@ -181,6 +184,18 @@ def load_model(target: str, *, random: bool = False, img_size: tuple[int, int] |
     size = img_size or input_size(model, config)
     return LoadedModel(model.eval().to(device), label, (int(size[0]), int(size[1])), config, epoch, trained,
                        weights)
+
+
+def _load_exported(path: Path, img_size: tuple[int, int] | None) -> LoadedModel:
+    """See `load_model`; `path` is a file of `ea-vision export`."""
+    network = ExportedNetwork(path).eval()
+    about = network.about
+    if img_size not in (None, about.size):
+        raise UsageError(f"{path} takes images of {about.size[0]}x{about.size[1]} pixels, got "
+                         f"{img_size[0]}x{img_size[1]}")
+    config = {"mean": about.mean, "std": about.std, "crop_pct": about.crop_pct, "interpolation": about.interpolation,
+              "input_size": (3, *about.size)}
+    return LoadedModel(network, about.name, about.size, config)
 
 
 def _load_detector(path: Path, folder: Path, label: str, random: bool, img_size: tuple[int, int] | None, seed: int,
@@ -244,6 +259,8 @@ def class_names_of(target: str, model: LoadedModel) -> list[str] | None:
     Raises:
         UsageError: a run that names another number of classes than its network has.
     """
+    if isinstance(model.model, ExportedNetwork):
+        return model.model.about.classes
     if os.path.exists(target):
         names = run_folder.read_config(_run_of(Path(target)))[1].get("classes")
         if names is not None and len(names) != model.model.num_classes:

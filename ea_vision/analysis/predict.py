@@ -1,6 +1,7 @@
 """The likeliest classes of images.
 
     ea-vision predict ea_conv_transformer_cifar photo.jpg
+    ea-vision predict net.onnx photo.jpg                       # a file of ea-vision export
     ea-vision predict runs/mine photos/ --top 3 --json predictions.json
     find photos -name '*.jpg' | ea-vision predict resnet50 - --json -
 
@@ -54,7 +55,7 @@ def predict(loaded: LoadedModel, images: Sequence[ImageSource | Tensor], names: 
         top: number of classes an image, at most as many as there are.
         batch_size: images that go through the network together.
     """
-    device = next(loaded.model.parameters()).device
+    device = next((weight.device for weight in loaded.model.parameters()), "cpu")
     for start in range(0, len(images), batch_size):
         chunk = images[start:start + batch_size]
         prepared, errors = [], {}

@@ -88,7 +88,7 @@ class FoldedEvolution(nn.Module):
 def fold_evolution(evolution: Evolution | None, num_heads: int) -> FoldedEvolution | None:
     """Return the folded form of an evolution of an image's maps, or None for one that is not known here.
 
-    Only the classes themselves are known, without hooks, and with convolutions of torch's.
+    EA and PA are known, no subclasses of them, with torch's own convolutions.
     """
     if type(evolution) not in (EvolvingAttention, PredictiveAttention) or evolution.causal != "none":
         return None

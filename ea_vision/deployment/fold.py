@@ -85,7 +85,7 @@ def deploy(model: nn.Module) -> nn.Module:
         model: ours or any other, in evaluation mode.
 
     Raises:
-        ValueError: no nn.Module, or one that is (in part) in training mode.
+        ValueError: no nn.Module, one that is (in part) in training mode, or one without a 2-D convolution.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"a network (torch.nn.Module) is required, got {type(model).__name__}")

@@ -37,6 +37,7 @@ from ea_vision.engine.optimizer import check_optimizer_name
 from ea_vision.layers import attention_layers
 from ea_vision.measure.branches import time_branches
 from ea_vision.measure.peak_memory import KEEP_MEMORY, MIB, memory_in_own_process, memory_on_gpu
+from ea_vision.measure.runtimes import RUNTIMES, compare_runtimes, parse_runtimes, to_table
 from ea_vision.measure.speed_report import Row, add_ratios, baseline_of, to_csv, to_tables
 from ea_vision.measure.steps import Bench, Runner, Setting, add_setting, check_positive
 from ea_vision.models import list_networks, published_names
@@ -46,6 +47,7 @@ examples:
   ea-vision benchmark                                                  # the 50-layer networks
   ea-vision benchmark --models all --csv speed.csv
   ea-vision benchmark --amp bfloat16 --channels-last --compile         # what a GPU is trained with
+  ea-vision benchmark --runtime eager,compiled,onnx --models resnet50 ea_aa_resnet50
   ea-vision benchmark --models resnet50 ea_aa_resnet50 --implementation reference --repeats 15
 """
 DEFAULT = ("resnet50", "aa_resnet50", "pa_aa_resnet50", "ea_aa_resnet50")
@@ -157,6 +159,8 @@ def make_parser() -> argparse.ArgumentParser:
                         "lookahead_NAME too (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=2, help="threads of a CPU (default: %(default)s)")
     parser.add_argument("--compile", action="store_true", help="measure each network compiled by torch.compile, too")
+    parser.add_argument("--runtime", metavar="LIST", help="measure inference of deployed networks instead: of "
+                        f"{','.join(RUNTIMES)}, separated by commas, on a CPU")
     parser.add_argument("--repeats", type=int, default=7, help="steps of each network, of which the median is given "
                         "(default: %(default)s)")
     parser.add_argument("--flush-denormal", action="store_true", help="take subnormal numbers for zero on a CPU")
@@ -228,6 +232,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.cpu_time and not on_cpu:
         raise UsageError(f"--cpu-time times a CPU, got --device {args.device}")
     check_optimizer_name(args.opt)
+    runtimes = parse_runtimes(args.runtime, args) if args.runtime else []
     names, optional = networks_asked_for(args.models, args.img_size)
     if args.csv:
         check_output(Path(args.csv))
@@ -244,6 +249,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.compile:  # beyond the default of 8 networks and modes, torch goes on uncompiled
             stack.enter_context(torch._dynamo.config.patch(recompile_limit=1000, accumulated_recompile_limit=10000))
         under = conditions(args, setting)
+        if runtimes:
+            print("\n".join(describe(under)) + f"; medians of {args.repeats} interleaved repeats\n")
+            print(to_table(compare_runtimes(Bench(setting, args.repeats, args.cpu_time), names, runtimes)))
+            return 0
         print_conditions(args, under, on_cpu)
         rows = compare_networks(args, setting, names, optional)
     print(f"\n{shown(to_tables(rows), args.wide)}")

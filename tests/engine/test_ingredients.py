@@ -10,8 +10,9 @@ import safetensors.torch
 import timm
 import torch
 
+from ea_vision.analysis import export
 from ea_vision.data.small_images import load_dataset
-from ea_vision.engine import checkpoint, export, run_folder, train_cifar
+from ea_vision.engine import checkpoint, run_folder, train_cifar, weights_card
 from ea_vision.engine.evaluate import evaluate, views
 from ea_vision.engine.train import Trainer
 from tests.engine.runner import SignalAfterUpdate, arguments, assert_equal, make_folder, run, same_result
@@ -87,8 +88,8 @@ def test_the_card_of_exported_weights_has_the_figures_of_the_file(data, tmp_path
     argv = arguments(data, folder, "--epochs", "2", "--eval-epochs", "2", "--tta", "six", "--resume", "none")
     assert run(argv, log) == 0, log.read_text()
     assert "chosen by the test images" not in log.read_text()
-    monkeypatch.setattr(export, "LARGEST_LOSS", largest_loss)
-    assert export.main([str(folder), "--tag", "t", "--data-dir", str(data), "--out", str(out)]) == 0
+    monkeypatch.setattr(weights_card, "LARGEST_LOSS", largest_loss)
+    assert export.main([str(folder), "-o", str(out / "test_resnet.t.safetensors"), "--data-dir", str(data)]) == 0
     about = run_folder.read_config(folder)[1]
     model = timm.create_model("test_resnet", **about["model_kwargs"],
                               checkpoint_path=str(out / "test_resnet.t.safetensors")).eval()

@@ -118,6 +118,21 @@ def test_a_run(tmp_path, capsys):
         assert 0 < float(row["infer_floor_ms"]) < float(row["train_floor_ms"]) and float(row["train_ms"]) > 0
 
 
+def test_runtimes_side_by_side(capsys):
+    pytest.importorskip("onnxruntime", reason="needs onnxruntime")
+    pytest.importorskip("onnxscript", reason="needs onnxscript")
+    names = ["vit_tiny_patch16_224", "ea_vit_tiny_patch16_224"]
+    assert speed.main([*TINY, "--models", *names, "--runtime", "eager,onnx", "--cpu-time"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert "batch 2, 32 pixels, float32" in out[1]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in out[-4:]]
+    assert [row[:2] for row in rows] == [[name, runtime] for name in names for runtime in ("eager", "onnx")]
+    for _, runtime, speed_of, ratio, *peaks in rows:
+        base = float(next(row[2] for row in rows if row[:2] == [names[0], runtime]))
+        assert float(ratio) == pytest.approx(float(speed_of) / base, abs=0.02)
+        assert peaks == ["", ""] if runtime == "eager" else 20 < float(peaks[0]) <= 1.2 * float(peaks[1])
+
+
 def test_tables_with_ratios_and_without():
     rows = [Row("resnet50", mode, "network", 0, 100, 20, 80, 400, 1, 1, 1000 if mode == "eager" else None, None)
             for mode in ("eager", "compiled")]
@@ -144,6 +159,8 @@ def test_memory_is_that_of_the_steps_alone(monkeypatch):
     (["--opt", "muonn"], "unknown optimiser 'muonn'; did you mean"),
     (["--repeats", "0"], "--repeats must be 1 or more, got 0"),
     (["--models", "ea_conv_transformer_cifar", "--implementation", "sdpa"], "'sdpa' cannot run this"),
+    (["--runtime", "tensorrt"], "--runtime must be of eager,compiled,onnx, got 'tensorrt'"),
+    (["--runtime", "onnx", "--amp", "bfloat16"], "--runtime measures float32 on a CPU"),
     (["--models", "halonet50ts"], "halonet50ts cannot run 2 images of 32 pixels: AssertionError"),
 ])
 def test_bad_input(more, message, capsys):

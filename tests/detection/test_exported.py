@@ -6,10 +6,10 @@ import pytest
 import torch
 from PIL import Image
 
-from ea_vision.analysis.export_detector import largest_difference, main, runner
+from ea_vision.analysis.export import detections_differ, main, runner
 from ea_vision.analysis.loading import load_model
 from ea_vision.base.errors import UsageError, exit_code
-from ea_vision.detection.export import TOLERANCE, ExportedDetector, export
+from ea_vision.detection.exported import TOLERANCE, ExportedDetector, export
 from tests.detection.tiny import CLASSES, SIDE, tiny_detector, tiny_run
 
 
@@ -50,7 +50,7 @@ def test_files_agree_on_photos(tmp_path, capsys, suffix):
     assert json.loads(classes) == CLASSES
     model = load_model(str(tmp_path / "run"))
     images = [torch.rand(3, SIDE, SIDE, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
-    assert max(largest_difference(model, runner(path), image) for image in images) < TOLERANCE
+    assert max(detections_differ(model, runner(path), image) for image in images) < TOLERANCE
 
 
 def test_a_difference_is_seen(tmp_path):
@@ -64,7 +64,7 @@ def test_a_difference_is_seen(tmp_path):
     def difference(change) -> float:
         changed = [output.copy() for output in outputs]
         change(changed)
-        return largest_difference(model, lambda _: changed, image)
+        return detections_differ(model, lambda _: changed, image)
 
     assert difference(lambda out: None) == 0
     assert difference(lambda out: out[0].__iadd__(SIDE / 100)) == pytest.approx(0.01, abs=1e-6)

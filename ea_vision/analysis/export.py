@@ -1,0 +1,167 @@
+"""Write a network for use elsewhere: ONNX (.onnx), torch.export (.pt2), or a run's weights (.safetensors).
+
+    ea-vision export ea_conv_transformer_cifar -o net.onnx --check photos/   # ea-vision predict net.onnx photo.jpg
+    ea-vision export ea_aa_resnet50 -o net.onnx --random                     # a network without weights
+    ea-vision export runs/mine -o net.onnx --precision int8 --check photos/  # 8 bits, calibrated on those photos
+    ea-vision export runs/detector -o detector.onnx                          # a run of train-detection
+    ea-vision export runs/mine -o MODEL.TAG.safetensors --data-dir DIR       # weights, and MODEL.TAG.md beside them
+
+A network that classifies goes through `ea_vision.deploy`. The file takes `images`, float32 (B, 3, H, W) of one size and
+any number B, normalised, and gives `logits` (B, classes). Names of the classes, mean, std and size are in its metadata.
+ONNX files have opset 20. A detector's file takes one image, `images`: float32 (1, 3, S, S) in 0..1, RGB, the longer
+side fitted to the run's S pixels, the rest padded at the right and below with the grey (124, 116, 104) / 255. It gives
+`boxes` (n, 4), x1 y1 x2 y2 in pixels of that square, `scores` (n,) and `labels` (n,) from 0, the surest first.
+What was written is run beside the network, and the largest difference is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ea_vision.analysis.inputs import find_images, read_image
+from ea_vision.analysis.loading import (
+    WEIGHTS_HELP,
+    DetectorModel,
+    LoadedModel,
+    class_names_of,
+    load_model,
+    parse_size,
+)
+from ea_vision.base.errors import RunError, UsageError
+from ea_vision.base.files import check_output
+from ea_vision.deployment.files import (
+    OPSET,
+    PRECISIONS,
+    SUFFIXES,
+    About,
+    ExportedNetwork,
+    check_packages,
+    export_program,
+    write,
+)
+from ea_vision.detection.exported import TOLERANCE, export
+from ea_vision.engine.weights_card import write_weights
+
+LARGEST = 1e-3  # of the largest logit, by which a file in float32 may differ
+
+
+def runner(path: Path) -> Callable[[Tensor], list[np.ndarray]] | None:
+    """What runs an exported detector: (1, 3, S, S) -> boxes, scores, labels. None: onnxruntime is not installed."""
+    if path.suffix == ".pt2":
+        program = torch.export.load(path).module()
+        return lambda images: [output.detach().numpy() for output in program(images)]
+    if importlib.util.find_spec("onnxruntime") is None:
+        return None
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    return lambda images: session.run(None, {"images": images.numpy()})
+
+
+def detections_differ(model: DetectorModel, run: Callable[[Tensor], list[np.ndarray]], image: Tensor) -> float:
+    """Between the boxes (in units of the image's side) and scores of both on an image (3, S, S); infinite where they
+    find other objects. Objects of the same score may change places."""
+    with torch.inference_mode():
+        own = model.model(image[None])[0]
+    boxes, scores, labels = (torch.as_tensor(output) for output in run(image[None]))
+    if len(scores) != len(own["scores"]):
+        return float("inf")
+    largest = float((scores - own["scores"]).abs().max()) if len(scores) else 0.0
+    left = list(range(len(scores)))
+    for box, label in zip(own["boxes"] / model.img_size[0], own["labels"], strict=True):
+        away = [float((boxes[n] / model.img_size[0] - box).abs().max()) if labels[n] == label else float("inf")
+                for n in left]
+        nearest = int(np.argmin(away))
+        largest = max(largest, away[nearest])
+        del left[nearest]
+    return largest
+
+
+def export_detector(model: DetectorModel, images: Sequence[Tensor], output: Path) -> str:
+    """Write a detector and return how far it differs on images (3, S, S).
+
+    Raises:
+        RunError: it finds other objects.
+    """
+    export(model.model, output, model.classes)
+    run = runner(output)
+    if run is None:
+        return "not compared, since onnxruntime is not installed"
+    differences = [detections_differ(model, run, image) for image in images]
+    about = f"largest difference on {len(images)} image(s): {max(differences):.1e}"
+    if max(differences) > TOLERANCE:
+        raise RunError(f"{output} was written, and finds other objects than {model.label}; {about}")
+    return about
+
+
+def export_classifier(target: str, model: LoadedModel, images: Sequence[Tensor], output: Path, precision: str) -> str:
+    """Write a network that classifies; return how often the file agrees with it on images (3, H, W) in 0..1.
+
+    Raises:
+        RunError: a file in float32 that computes something else.
+    """
+    config = model.config
+    about = About(model.label, model.img_size, tuple(config["mean"]), tuple(config["std"]), config["crop_pct"],
+                  config["interpolation"], model.model.num_classes, class_names_of(target, model))
+    inputs = [model.normalize(image)[None] for image in images]
+    write(export_program(model.model, model.img_size), output, about, precision, inputs[:128])
+    if output.suffix == ".onnx" and importlib.util.find_spec("onnxruntime") is None:
+        return "not compared, since onnxruntime is not installed"
+    network = ExportedNetwork(output)
+    with torch.inference_mode():
+        pairs = [(model.model(x), network(x)) for x in inputs]
+    agreeing = sum(bool((own.argmax(1) == got.argmax(1)).all()) for own, got in pairs)
+    largest = max(float((own - got).abs().max() / own.abs().max()) for own, got in pairs)
+    said = (f"same class on {agreeing} of {len(pairs)} image(s), largest difference {largest:.1e} of the largest logit")
+    if precision == "float32" and not largest < LARGEST:
+        raise RunError(f"{output} was written, and computes something else than {model.label}: {said}")
+    return said
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", metavar="MODEL", help=WEIGHTS_HELP.replace("else random", "or --random"))
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE",
+                        help=f"{', '.join(SUFFIXES)}, or of a run of train-cifar MODEL.TAG.safetensors")
+    parser.add_argument("--check", nargs="+", default=[], metavar="IMAGE", help="image files or folders to compare on "
+                        "(default: two of noise)")
+    parser.add_argument("--random", action="store_true", help="random weights, whatever there is")
+    parser.add_argument("--img-size", metavar="N|H,W", help="side of the input in pixels (default: the model's own)")
+    parser.add_argument("--precision", choices=PRECISIONS, default="float32", help="of an .onnx file that classifies, "
+                        "by onnxruntime; int8 is calibrated on the first 128 of --check (default: %(default)s)")
+    parser.add_argument("--data-dir", metavar="DIR", help="of a .safetensors file: the data set of the run")
+    args = parser.parse_args(argv)
+    if args.output.suffix == ".safetensors":
+        if not args.data_dir:
+            raise UsageError("weights and their card need --data-dir, the data set of the run")
+        print(write_weights(Path(args.model), check_output(args.output, regular=True), args.data_dir))
+        return 0
+    check_packages(args.output, "onnx", "onnxscript")
+    paths = find_images(args.check) if args.check else []
+    if args.precision == "int8" and not paths:
+        raise UsageError("--precision int8 needs --check, photos to calibrate on")
+    if args.precision != "float32" and args.output.suffix != ".onnx":
+        raise UsageError(f"--precision {args.precision} needs .onnx, got {args.output}")
+    check_output(args.output)
+    model = load_model(args.model, random=args.random, img_size=parse_size(args.img_size))
+    if not model.trained and not args.random:
+        raise UsageError(f"{args.model} has no weights: --random exports it with random ones")
+    noise = torch.Generator().manual_seed(0)
+    images = [model.prepare(read_image(path)) for path in paths] or [
+        torch.rand(3, *model.img_size, generator=noise) for _ in range(2)]
+    if isinstance(model.model, ExportedNetwork):
+        raise UsageError(f"a model or run is required, and {args.model} is exported")
+    if isinstance(model, DetectorModel):
+        said = export_detector(model, images, args.output)
+    else:
+        said = export_classifier(args.model, model, images, args.output, args.precision)
+    kind = f"opset {OPSET}, {args.precision}" if args.output.suffix == ".onnx" else "torch.export"
+    print(f"written: {args.output} ({args.output.stat().st_size / 2**20:.1f} MiB, {kind}); {said}")
+    return 0
