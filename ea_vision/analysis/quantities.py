@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import io
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -77,12 +78,36 @@ def position_share(attn: Tensor) -> Tensor:
     Returns:
         (B, K); not a number for a single image.
     """
-    B = attn.shape[0]
-    maps = attn.float().flatten(2)  # (B, K, N*N)
-    if B == 1:
-        return torch.full(maps.shape[:2], torch.nan, device=maps.device)
-    others = (maps.sum(0, keepdim=True) - maps) / (B - 1)
-    return (maps * others).sum(-1) / maps.square().sum(-1).mean(0, keepdim=True)
+    shares = PositionShares()
+    shares.add(attn)
+    return shares.shares()
+
+
+class PositionShares:
+    """`position_share` over batches: a map is compared with the others of its batch and of the batches before. Maps are
+    not kept, their sum is."""
+
+    def __init__(self) -> None:
+        self.total: Tensor | None = None
+        self.images = 0
+        self.products: list[Tensor] = []  # (B, K): of a map and the others' mean
+        self.energies: list[Tensor] = []  # (B, K)
+
+    def add(self, attn: Tensor) -> None:
+        """Add the maps of a batch, (B, K, N, N)."""
+        maps = attn.float().flatten(2)
+        batch, before = maps.sum(0), self.total
+        self.total = batch if before is None else before + batch
+        if self.images == 1:  # a first batch of one image had no others
+            self.products[0] = (before * batch / len(maps)).sum(-1)[None].cpu()
+        self.images += len(maps)
+        self.products.append(((self.total - maps) * maps).sum(-1).cpu() / (self.images - 1) if self.images > 1 else
+                             torch.full(maps.shape[:2], torch.nan))
+        self.energies.append(maps.square().sum(-1).cpu())
+
+    def shares(self) -> Tensor:
+        """(images, K)"""
+        return torch.cat(self.products) / torch.cat(self.energies).mean(0)
 
 
 def uniform_distance(layer: LayerMaps, cell: tuple[float, float]) -> float:
@@ -101,9 +126,9 @@ class LayerQuantities:
 
     entropies: in nats, over all tokens. distances: in pixels of the input, of what the patches attend to among the
     patches. prefixes: share of attention, of all queries, that goes to the tokens before a transformer's patches.
-    correlations: with the previous layer's map, None where that has another shape. positions: see `position_share`, of
-    the images of a batch. uniform_entropy, uniform_distance:
-    those of uniform attention over the keys that queries see.
+    correlations: with the previous layer's map, None where that has another shape. positions: see `position_share`;
+    the others are those of an image's batch and of the batches before. uniform_entropy, uniform_distance: those of
+    uniform attention over the keys that queries see.
     """
 
     number: int
@@ -153,6 +178,7 @@ def measure(model: nn.Module, batches: Iterable[Tensor], layers: Sequence[int] |
         ValueError: no batch; a layer that there is not.
     """
     parts: dict[int, list[LayerQuantities]] = {}
+    positions: defaultdict[int, PositionShares] = defaultdict(PositionShares)
     for images in batches:
         with torch.inference_mode(), record_attention(model, layers) as maps:
             model(images)
@@ -168,17 +194,18 @@ def measure(model: nn.Module, batches: Iterable[Tensor], layers: Sequence[int] |
                 spatial = spatial / spatial.sum((-2, -1), keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
             prefixes = layer.attn[..., :layer.num_prefix_tokens].float().sum(-1).mean(-1)
             first = parts.get(layer.number, [None])[0]
+            positions[layer.number].add(layer.attn)
             parts.setdefault(layer.number, []).append(LayerQuantities(
                 layer.number, layer.name, layer.feat_size, attention_entropy(layer.attn).cpu(),
                 attention_distance(spatial, cell).cpu(), prefixes.cpu(), correlations,
                 float(np.log(layer.num_keys()).mean()),
-                first.uniform_distance if first else uniform_distance(layer, cell), position_share(layer.attn).cpu()))
+                first.uniform_distance if first else uniform_distance(layer, cell)))
     if not parts:
         raise ValueError("measure needs at least one batch of images, got none")
     return [replace(found[0], entropies=torch.cat([part.entropies for part in found]),
                     distances=torch.cat([part.distances for part in found]),
                     prefixes=torch.cat([part.prefixes for part in found]),
-                    positions=torch.cat([part.positions for part in found]),
+                    positions=positions[found[0].number].shares(),
                     correlations=None if found[0].correlations is None else
                     torch.cat([part.correlations for part in found])) for found in parts.values()]
 

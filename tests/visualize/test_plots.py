@@ -13,7 +13,7 @@ from PIL import Image
 import ea_vision
 from ea_vision import visualize
 from ea_vision.analysis.loading import load_model
-from ea_vision.analysis.quantities import position_share
+from ea_vision.analysis.quantities import PositionShares, position_share
 from ea_vision.base.errors import UsageError
 from ea_vision.visualize import (
     plot_chain,
@@ -175,3 +175,21 @@ def test_share_of_position_alone():
     assert not position_share(apart).any() and position_share(apart[:1]).isnan().all()
     several = torch.randn(200, 1, 4, 4) + 2.0  # energy of the mean 4, of the rest 1
     assert position_share(several).mean().item() == pytest.approx(0.8, abs=0.02)
+
+
+@pytest.mark.parametrize("sizes", [(5,), (4, 1), (1, 4), (1, 1, 3), (1, 1, 1, 1, 1)])
+def test_share_of_position_over_batches(sizes):
+    """No image is left out, whatever the batches: each is compared with its batch and the ones before, the first with
+    the second batch where it is alone."""
+    torch.manual_seed(0)
+    maps, shares, start = torch.rand(5, 2, 9, 9), PositionShares(), 0
+    for size in sizes:
+        shares.add(maps[start:start + size])
+        start += size
+    energy = maps.square().sum((2, 3)).mean(0)
+    ends = np.cumsum(sizes)
+    for image in range(5):
+        end = ends[1] if image == 0 and sizes[0] == 1 else ends[ends > image][0]
+        others = [other for other in range(end) if other != image]
+        products = torch.stack([(maps[image] * maps[other]).sum((1, 2)) for other in others]).mean(0)
+        torch.testing.assert_close(shares.shares()[image], products / energy)
