@@ -52,13 +52,13 @@ from ea_vision.analysis.recording import record_attention
 from ea_vision.analysis.relevance import RelevanceSource
 from ea_vision.base.errors import UsageError
 from ea_vision.base.files import atomic_write, create, write_json, write_npz
+from ea_vision.base.print import new_figure
 from ea_vision.base.processes import choose_device
 from ea_vision.base.provenance import hardware, provenance
 from ea_vision.data.small_images import DATASETS, DataSet, load_dataset
 from ea_vision.engine.evaluate import autocast
 from ea_vision.visualize.image_maps import distinct
 from ea_vision.visualize.map_style import QUERY_COLORS
-from ea_vision.visualize.sheet import new_figure
 from ea_vision.visualize.writing import save
 
 CONTROLS = ("random", "centre", "gradient", "untrained-layers", "untrained-rollout")

@@ -23,7 +23,6 @@ What cannot be is a UsageError (a ValueError) that names what was required and w
 from __future__ import annotations
 
 import argparse
-import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -43,11 +42,11 @@ from ea_vision.analysis.loading import (
 from ea_vision.analysis.recording import AttentionLayer
 from ea_vision.base.errors import UsageError
 from ea_vision.base.figures import dpi
+from ea_vision.base.print import inches
 from ea_vision.base.processes import choose_device
 from ea_vision.engine import run_folder
 from ea_vision.visualize.image_maps import MEAN, Head, Query, Recording, distinct, record
 from ea_vision.visualize.map_style import SCALES, STYLE, MapStyle
-from ea_vision.visualize.sheet import NARROWEST, WIDEST, check_width
 from ea_vision.visualize.writing import PICTURES
 
 Model = nn.Module | LoadedModel | str
@@ -90,7 +89,7 @@ def make_parser(description: str, examples: str, *, output: str, model: str = "e
     if maps:
         parser.add_argument("--npz", action="store_true",
                             help="write what is drawn from beside each figure, too, as FILE.npz for np.load")
-    parser.add_argument("--width", type=_inches, metavar="3.3|6.75|N",
+    parser.add_argument("--width", type=inches, metavar="3.3|6.75|N",
                         help="of the figure in inches; text keeps its 7 to 9 points, tiles shrink or wrap (default: as "
                              "wide as it needs to be, at most 6.75)")
     parser.add_argument("--dpi", type=dpi, default=150, help="of pictures made of pixels (default: %(default)s)")
@@ -101,14 +100,6 @@ def make_parser(description: str, examples: str, *, output: str, model: str = "e
                         help="image files, folders of them, or digits:N, the Nth test image of the digits")
     parser.set_defaults(suffixes=tuple(suffixes))
     return parser
-
-
-def _inches(text: str) -> float:
-    try:
-        return check_width(float(text)) if math.isfinite(float(text)) else check_width(-1.0)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"a width in inches from {NARROWEST} to {WIDEST:g} required, got {text!r}"
-                                         ) from error
 
 
 def add_exif_rotation(parser: argparse.ArgumentParser) -> None:

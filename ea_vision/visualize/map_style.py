@@ -25,8 +25,9 @@ from torch import Tensor, nn
 from ea_vision.analysis.recording import PARTS, AttentionLayer, LayerMaps
 from ea_vision.base.errors import UsageError
 from ea_vision.base.figures import COLORS as QUERY_COLORS
+from ea_vision.base.print import points
 from ea_vision.visualize.image_maps import MEAN, Head, Query, Recording, cell_of, query_name
-from ea_vision.visualize.sheet import Bar, Tile, points
+from ea_vision.visualize.sheet import Bar, Tile
 
 SCALES = ("layer", "tile", "all", "uniform")
 SIGNED_MAP = "coolwarm"  # Moreland's: even steps in CIELAB, both ends as dark, apart for the colour-blind

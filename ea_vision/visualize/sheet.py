@@ -7,25 +7,17 @@ is not matplotlib's); every text is measured, so that none meets another one. Le
 
 from __future__ import annotations
 
-import io
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 
-import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Colormap, Normalize
 from matplotlib.figure import Figure
-from matplotlib.font_manager import FontProperties
-from matplotlib.textpath import text_to_path
 from matplotlib.ticker import NullLocator
 
-from ea_vision.base.errors import UsageError
+from ea_vision.base.print import PAGE, check_width, new_figure, points, text_width, wrapped
 
-PAGE = 6.75  # inches: the width of a figure that is not asked for another one, if it has enough tiles
-NARROWEST, WIDEST = 2.5, 40.0  # inches
 MARGIN, GAP = 4.0, 3.0
 LARGEST_TILE, SMALLEST_TILE = 92.0, 28.0
 PHOTO = 72.0
@@ -73,58 +65,6 @@ class Block:
     rows: Sequence[Row]
     title: str = ""
     bars: Sequence[Bar] = ()
-
-
-# ---- text -----------------------------------------------------------------------------------------------------------
-
-def points(kind: str = "small") -> float:
-    """Size of text: "title", "medium" or "small", by default 9, 8 and 7 points."""
-    default = matplotlib.rcParamsDefault["font.size"]
-    return {"title": 9.0, "medium": 8.0, "small": 7.0}[kind] * matplotlib.rcParams["font.size"] / default
-
-
-@lru_cache(4096)
-def _width(text: str, size: float, family: tuple[str, ...]) -> float:
-    properties = FontProperties(family=list(family), size=size)
-    return 1.06 * text_to_path.get_text_width_height_descent(text, properties, ismath=False)[0]
-
-
-def text_width(text: str, size: float) -> float:
-    """Of the longest line."""
-    return max(_width(line, size, tuple(matplotlib.rcParams["font.family"])) if line else 0.0
-               for line in text.split("\n"))
-
-
-def wrapped(text: str, width: float, size: float) -> str:
-    """Break text into lines no wider than `width`: between words, else after _ - . / , and last anywhere."""
-    lines: list[str] = []
-    for part in text.split("\n"):
-        line = ""
-        for word in part.split(" "):
-            longer = f"{line} {word}" if line else word
-            if text_width(longer, size) <= width:
-                line = longer
-                continue
-            if line:
-                lines.append(line)
-            *whole, line = _broken(word, width, size)
-            lines += whole
-        lines.append(line)
-    return "\n".join(lines)
-
-
-def _broken(word: str, width: float, size: float) -> list[str]:
-    lines = [""]
-    for piece in re.findall(r"[^_\-./,]*[_\-./,]|[^_\-./,]+", word) or [""]:
-        if text_width(lines[-1] + piece, size) <= width:
-            lines[-1] += piece
-            continue
-        lines += [""] if lines[-1] else []
-        for letter in piece:
-            if lines[-1] and text_width(lines[-1] + letter, size) > width:
-                lines.append("")
-            lines[-1] += letter
-    return lines
 
 
 def _height(text: str, size: float) -> float:
@@ -279,32 +219,6 @@ def _lay_all(blocks: Sequence[Block], width: float, limit: float) -> tuple[list[
             laid, flow = best or (laid, flow)
             return [block for block, _ in laid], flow
         side = max(smallest, side - 2.0)
-
-
-class Picture(Figure):
-    """A figure that belongs to no window; notebooks show it whether or not pyplot is loaded. Files keep text as text:
-    TrueType fonts in PDF, which venues ask for, and letters in SVG."""
-
-    def savefig(self, fname, **kwargs) -> None:
-        with matplotlib.rc_context({"svg.fonttype": "none", "pdf.fonttype": 42, "ps.fonttype": 42}):
-            super().savefig(fname, **kwargs)
-
-    def _repr_png_(self) -> bytes:
-        data = io.BytesIO()
-        self.savefig(data, format="png")
-        return data.getvalue()
-
-
-def check_width(width: float | None) -> float | None:
-    """Raise UsageError for a width that no text fits into."""
-    if width is not None and not NARROWEST <= width <= WIDEST:
-        raise UsageError(f"width must lie between {NARROWEST} and {WIDEST:g} inches, got {width:g}")
-    return width
-
-
-def new_figure(width: float, height: float, **kwargs) -> Figure:
-    """A figure of width x height inches that belongs to no window."""
-    return Picture(figsize=(width, height), dpi=150, **kwargs)
 
 
 def sheet(title: str, blocks: Sequence[Block], *, width: float | None = None, photo: Tile | None = None,

@@ -19,6 +19,7 @@ from ea_vision.analysis.loading import LoadedModel, parse_layers, positive
 from ea_vision.analysis.quantities import LayerQuantities, measure, quantities_arrays, quantities_csv
 from ea_vision.base.figures import color_cycle
 from ea_vision.base.files import atomic_write, write_npz
+from ea_vision.base.print import PAGE, check_width, legend_below, new_figure, points, wrapped
 from ea_vision.visualize.figure_options import (
     Layers,
     Models,
@@ -28,7 +29,6 @@ from ea_vision.visualize.figure_options import (
     numbers_of,
 )
 from ea_vision.visualize.image_maps import as_models, evaluating, title_of
-from ea_vision.visualize.sheet import PAGE, check_width, new_figure, points, text_width, wrapped
 from ea_vision.visualize.writing import check_output, save
 
 EXAMPLES = """\
@@ -210,20 +210,11 @@ def _finish(figure: Figure, axes: Sequence[Axes], layers: Sequence[LayerQuantiti
         for line, name in zip(*place.get_legend_handles_labels(), strict=True):
             if name not in names:
                 lines, names = [*lines, line], [*names, name]
-    names = [wrapped(name, width - 50, small) for name in names]
-    each = max(text_width(name, small) for name in names) + 34
-    ncols = max(1, min(len(names), int(width // each)))
-    legend = figure.legend(lines, names, loc="outside lower center", ncols=ncols, fontsize=small, columnspacing=1.0,
-                           handlelength=1.8)
-    for text in legend.get_texts():
-        text.set_parse_math(False)
+    legend_below(figure, lines, names)
     number = layers[0].images
     bars = "; bars: standard deviation over images" if number > 1 else ""
     title = f"mean over {number} image{'s' * (number > 1)}; {what}{bars}"
     figure.suptitle(wrapped(title, width - 10, small), fontsize=small)
-    rows = sum(1 + name.count("\n") for name in names) / ncols
-    size = figure.get_size_inches()
-    figure.set_size_inches(size[0], size[1] + max(0.0, (rows - 3) * small * 1.4 / 72))
 
 
 def batches_of(model: LoadedModel, paths: Sequence[str], batch_size: int,

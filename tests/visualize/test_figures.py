@@ -14,6 +14,7 @@ from ea_vision.analysis.loading import LoadedModel, load_model
 from ea_vision.analysis.recording import PARTS, AttentionLayer, attention_layers
 from ea_vision.base.errors import UsageError
 from ea_vision.base.files import atomic_write
+from ea_vision.base.print import new_figure
 from ea_vision.engine import checkpoint, run_folder
 from ea_vision.layers import AugmentedConv2d
 from ea_vision.visualize import (
@@ -33,7 +34,6 @@ from ea_vision.visualize import (
 )
 from ea_vision.visualize.figure_options import checkpoints_of, some_layers
 from ea_vision.visualize.map_style import SCALES, STYLE, draw_map, norms_of
-from ea_vision.visualize.sheet import new_figure
 from ea_vision.visualize.writing import save
 
 from .conftest import SCRIPTS

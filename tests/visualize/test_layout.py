@@ -16,6 +16,7 @@ from ea_vision.analysis.probe_results import Result, results_figure
 from ea_vision.analysis.quantities import LayerQuantities
 from ea_vision.analysis.recording import AttentionMaps, LayerMaps
 from ea_vision.base.errors import UsageError
+from ea_vision.base.print import text_width, wrapped
 from ea_vision.engine.evaluate import Evaluation
 from ea_vision.engine.report import plot_confusion
 from ea_vision.studies.sweep import plot_sweep
@@ -36,7 +37,6 @@ from ea_vision.visualize import (
 from ea_vision.visualize.image_maps import Recording
 from ea_vision.visualize.jacobian import draw_jacobian
 from ea_vision.visualize.match import Match
-from ea_vision.visualize.sheet import text_width, wrapped
 
 LONG = "ea_conv_transformer_cifar_with_learnable_alpha_and_beta_per_head, 2026-11-22-cifar10-holdout-seed-3, epoch 195"
 
