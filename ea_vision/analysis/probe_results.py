@@ -9,8 +9,9 @@ from statistics import mean, stdev
 from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 
-from ea_vision.base.figures import color_cycle
+from ea_vision.base.figures import PAGE, check_width, color_cycle
 from ea_vision.base.files import csv_text
+from ea_vision.base.print import legend_below, new_figure, points, print_style, small_ticks, text_width, wrapped
 
 PUBLISHED = {"AA-ResNet-34": {16: 24.50, 17: 31.18, 18: 17.55}, "EA-AA-ResNet-34": {16: 31.02, 17: 31.71, 18: 31.93}}
 SHADES = {"trained": (1.0, ""), "untrained": (0.55, "//"), "shuffled": (0.3, ""), "shuffled-together": (0.3, "..")}
@@ -58,8 +59,17 @@ def results_table(results: Sequence[Result]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def results_figure(results: Sequence[Result], num_classes: int) -> Figure:
-    """Bars by layer, a colour a model, a shade and hatch a kind of maps; beside them the published ones, in grey."""
+def results_figure(results: Sequence[Result], num_classes: int, *, width: float | None = None) -> Figure:
+    """Bars by layer, a colour a model, a shade and hatch a kind of maps; beside them the published ones, in grey.
+
+    Args:
+        width: inches; in a column the published ones are below.
+    """
+    with print_style():
+        return _draw(results, num_classes, check_width(width) or PAGE)
+
+
+def _draw(results: Sequence[Result], num_classes: int, width: float) -> Figure:
     models = list(dict.fromkeys(result.model for result in results))
     measured: dict[str, dict[int, float]] = {}
     errors: dict[str, list[float]] = {}
@@ -74,26 +84,40 @@ def results_figure(results: Sequence[Result], num_classes: int) -> Figure:
         styles[label] = {"facecolor": to_rgba(color, shade), "edgecolor": color, "hatch": hatch}
     styles |= {label: {"facecolor": grey, "edgecolor": "0.3"} for label, grey in zip(PUBLISHED, ("0.75", "0.45"),
                                                                                     strict=True)}
-    figure = Figure(figsize=(12, 4.6), layout="constrained")
     columns = max(3, len({result.layer for result in results}))
-    panels = figure.subplots(1, 2, width_ratios=(columns * (1 + len(measured) / 6), 4))
+    ratios = (columns * (1 + len(measured) / 6), 4)
+    beside = width >= 5 and ratios[0] < 12
+    if beside:
+        figure = new_figure(width, 2.8, layout="constrained")
+        panels = figure.subplots(1, 2, width_ratios=ratios)
+    else:
+        figure = new_figure(width, 4.6, layout="constrained")
+        panels = figure.subplots(2, 1)
+    shares = [ratio / sum(ratios) if beside else 1.0 for ratio in ratios]
     first = results[0]
     titles = (f"learnt from {first.train_images} images, measured on {first.test_images}",
               "published: EA paper, table 7, ImageNet")
-    for axes, bars, title in zip(panels, (measured, PUBLISHED), titles, strict=True):
+    for axes, bars, title, share in zip(panels, (measured, PUBLISHED), titles, shares, strict=True):
         layers = sorted({layer for values in bars.values() for layer in values})
-        width = 0.8 / len(bars)
+        bar = 0.8 / len(bars)
+        room = (72 * width * share - 40) / (len(layers) * len(bars)) * 0.8  # of a bar, in points
         for index, (label, values) in enumerate(bars.items()):
-            places = [layers.index(layer) + (index - (len(bars) - 1) / 2) * width for layer in values]
-            drawn = axes.bar(places, list(values.values()), width * 0.9, label=label, linewidth=0.6,
+            places = [layers.index(layer) + (index - (len(bars) - 1) / 2) * bar for layer in values]
+            drawn = axes.bar(places, list(values.values()), bar * 0.9, label=label, linewidth=0.6,
                               yerr=errors.get(label), error_kw={"elinewidth": 1}, **styles[label])
-            axes.bar_label(drawn, fmt="%.1f", fontsize="x-small", rotation=90 if len(bars) > 4 else 0, padding=1)
+            if room > 1.2 * points():
+                axes.bar_label(drawn, fmt="%.1f", fontsize=points(), padding=2,
+                               rotation=0 if room > text_width("88.8", points()) else 90)
         axes.set_xticks(range(len(layers)), [f"layer {layer}" for layer in layers])
         axes.set_ylabel("top-1 of the probe (%)")
-        axes.set_title(title, fontsize="medium")
-        axes.margins(y=0.12)
+        axes.set_title(wrapped(title, 72 * width * share - 40, points("medium")))
+        axes.margins(y=0.16)
+        small_ticks(axes)
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].axhline(100 / num_classes, color="0.5", linestyle=":", linewidth=1, label="chance, classes alike")
+    handles, labels = [], []
     for axes in panels:
-        axes.legend(fontsize="x-small", loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=2)
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            handles, labels = [*handles, handle], [*labels, label]
+    legend_below(figure, handles, labels)
     return figure

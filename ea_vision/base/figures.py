@@ -1,7 +1,8 @@
-"""Figures as bytes, and the colours of their lines."""
+"""Figures as bytes, their widths, and the colours of their lines. Importing this does not import matplotlib."""
 
 import argparse
 import io
+import math
 from collections.abc import Sequence
 
 from ea_vision.base.errors import UsageError
@@ -9,6 +10,8 @@ from ea_vision.base.errors import UsageError
 COLORS = ("#D55E00", "#0072B2", "#E69F00", "#CC79A7", "#56B4E9", "#009E73", "#F0E442")  # Okabe and Ito
 FORMATS = (".png", ".svg", ".pdf")
 MOST_DPI, MOST_PIXELS = 2400, 250_000_000
+PAGE = 6.75  # inches: the width of a figure that is not asked for another one, if it has enough to show
+NARROWEST, WIDEST = 2.5, 40.0  # inches
 
 
 def dpi(text: str) -> int:
@@ -18,7 +21,23 @@ def dpi(text: str) -> int:
     return int(text)
 
 
-def figure_bytes(figure, suffix: str = ".png", dpi: int = 120) -> bytes:
+def inches(text: str) -> float:
+    """Return the option --width as a number, for argparse."""
+    try:
+        return check_width(float(text)) if math.isfinite(float(text)) else check_width(-1.0)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"a width in inches from {NARROWEST} to {WIDEST:g} required, got {text!r}"
+                                         ) from error
+
+
+def check_width(width: float | None) -> float | None:
+    """Raise UsageError for a width that no text fits into."""
+    if width is not None and not NARROWEST <= width <= WIDEST:
+        raise UsageError(f"width must lie between {NARROWEST} and {WIDEST:g} inches, got {width:g}")
+    return width
+
+
+def figure_bytes(figure, suffix: str = ".png", dpi: int = 200) -> bytes:
     """Return the figure in the format of one of FORMATS; text stays text, which can be found.
 
     Raises:
@@ -44,10 +63,3 @@ def color_cycle() -> Sequence[str]:
     cycle = matplotlib.rcParams["axes.prop_cycle"]
     own = cycle != matplotlib.rcParamsDefault["axes.prop_cycle"] and "color" in cycle.keys
     return cycle.by_key()["color"] if own else COLORS
-
-
-def font_points(size: str) -> float:
-    """Points of one of matplotlib's sizes, such as "small"."""
-    from matplotlib.font_manager import FontProperties
-
-    return FontProperties(size=size).get_size_in_points()

@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import argparse
 import io
-import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,11 +16,6 @@ from matplotlib.figure import Figure, SubFigure
 from matplotlib.font_manager import FontProperties
 from matplotlib.legend import Legend
 from matplotlib.textpath import text_to_path
-
-from ea_vision.base.errors import UsageError
-
-PAGE = 6.75  # inches: the width of a figure that is not asked for another one, if it has enough to show
-NARROWEST, WIDEST = 2.5, 40.0  # inches
 
 
 def points(kind: str = "small") -> float:
@@ -89,33 +82,18 @@ class Picture(Figure):
         return data.getvalue()
 
 
-def check_width(width: float | None) -> float | None:
-    """Raise UsageError for a width that no text fits into."""
-    if width is not None and not NARROWEST <= width <= WIDEST:
-        raise UsageError(f"width must lie between {NARROWEST} and {WIDEST:g} inches, got {width:g}")
-    return width
-
-
 def new_figure(width: float, height: float, **kwargs) -> Figure:
     """A figure of width x height inches that belongs to no window."""
     return Picture(figsize=(width, height), dpi=150, **kwargs)
 
 
-def inches(text: str) -> float:
-    """Return the option --width as a number, for argparse."""
-    try:
-        return check_width(float(text)) if math.isfinite(float(text)) else check_width(-1.0)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"a width in inches from {NARROWEST} to {WIDEST:g} required, got {text!r}"
-                                         ) from error
-
-
 @contextmanager
 def print_style() -> Iterator[None]:
-    """Draw axes, lines and markers in the sizes of print while this lasts; ticks: `small_ticks`."""
+    """Draw axes, lines and markers in the sizes of print while this lasts; for ticks see `small_ticks`, other text is
+    told its `points`."""
     small, medium = points(), points("medium")
     with matplotlib.rc_context({
-            "font.size": small, "axes.titlesize": medium, "axes.labelsize": small, "legend.fontsize": small,
+            "axes.titlesize": medium, "axes.labelsize": small, "legend.fontsize": small,
             "figure.titlesize": medium, "axes.linewidth": 0.6, "lines.linewidth": 1.0, "lines.markersize": 3.5,
             "errorbar.capsize": 1.5, "legend.columnspacing": 1.0, "legend.handlelength": 1.8, "grid.linewidth": 0.5}):
         yield

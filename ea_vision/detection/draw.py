@@ -14,25 +14,25 @@ from matplotlib.patches import Rectangle
 from PIL import Image
 from torch import Tensor
 
-from ea_vision.base.figures import COLORS, font_points
+from ea_vision.base.figures import COLORS, PAGE, check_width
+from ea_vision.base.print import new_figure, points, text_width
 from ea_vision.data.image_files import BrokenImage
 from ea_vision.detection.coco import CocoFolder
 from ea_vision.detection.predict import Detections
 
 INCHES = 6.4  # the longer side of a single picture
 LEAST_SCORE = 0.4  # of what `gallery_of` draws
-CELL = 2.2  # that of an image among several
+CELL = 1.6  # least width of an image among several
 
 
 def draw_boxes(axes: Axes, image: Image.Image | Tensor, found: Detections, classes: Sequence[str],
-               truth: Tensor | None = None, size: str = "small") -> None:
+               truth: Tensor | None = None) -> None:
     """An image with the boxes that were found, each class in its colour.
 
     Args:
         image: PIL, or a tensor (3, H, W), uint8 or 0..1.
         found: boxes in pixels of the image; see `Detections.above` for the sure ones.
         truth: (n, 4), the boxes that are right, dashed and white.
-        size: of the names, in matplotlib's words.
     """
     pixels = np.asarray(image) if isinstance(image, Image.Image) else image.permute(1, 2, 0).cpu().numpy()
     height, width = pixels.shape[:2]
@@ -43,28 +43,38 @@ def draw_boxes(axes: Axes, image: Image.Image | Tensor, found: Detections, class
     for x1, y1, x2, y2 in [] if truth is None else truth.tolist():
         axes.add_patch(Rectangle((x1, y1), x2 - x1, y2 - y1, fill=False, edgecolor="white", linewidth=1,
                                  linestyle="--", path_effects=rim, gid="truth"))
-    named: list[tuple[float, float]] = []  # where names of surer objects are
+    axes.apply_aspect()
+    size = points()
+    point = width / (72 * axes.get_window_extent().width / axes.figure.dpi)  # in pixels of the image
+    named: list[tuple[float, float, float]] = []  # left, right and lower end of the names of surer objects
     rows = list(zip(found.boxes.tolist(), found.scores.tolist(), found.labels.tolist(), strict=True))
     for rank, ((x1, y1, x2, y2), score, label) in enumerate(rows):
         color = COLORS[label % len(COLORS)]
         axes.add_patch(Rectangle((x1, y1), x2 - x1, y2 - y1, fill=False, edgecolor=color, linewidth=1.8,
                                  path_effects=rim, gid="found", zorder=3 - rank / len(rows)))  # the surest on top
-        above, right = y1 > 0.06 * height, x1 > 0.75 * width  # else the name goes inside, or on to the right
-        place = (min(x2, width) if right else max(x1, 0), max(y1, 0))
-        there = [(x, y) for x, y in named if abs(place[0] - x) < 0.15 * width and abs(place[1] - y) < 0.05 * height]
-        place = there[0] if there else place
-        named.append(place)
-        axes.annotate(f"{classes[label]} {score:.2f}", place, (0, -1.6 * len(there) * font_points(size)), fontsize=size,
-                      textcoords="offset points", color="white", ha="right" if right else "left",
-                      va="bottom" if above else "top", clip_on=True, zorder=4 - rank / len(rows),
+        name = f"{classes[label]} {score:.2f}"
+        long, tall = (text_width(name, size) + 0.3 * size) * point, 1.6 * size * point
+        left = max(min(max(x1, 0), width - long), 0) + 0.15 * size * point
+        top = max(y1, 0) - tall if y1 > tall else max(y1, 0)  # above the box, else inside
+        for start, end, lower in sorted(named, key=lambda other: other[2]):
+            if left < end and start < left + long and top < lower and lower - tall < top + tall:
+                top = lower
+        named.append((left, left + long, top + tall))
+        axes.annotate(name, (left, top + 0.2 * size * point), fontsize=size, color="white", va="top", clip_on=True,
+                      parse_math=False, zorder=4 - rank / len(rows),
                       bbox=dict(boxstyle="square,pad=0.15", facecolor=color, edgecolor="none", alpha=0.9))
 
 
-def picture(image: Image.Image | Tensor, found: Detections, classes: Sequence[str]) -> Figure:
-    """One image, without a margin."""
-    height, width = found.size
-    scale = INCHES / max(height, width)
-    figure = Figure(figsize=(max(1.0, width * scale), max(1.0, height * scale)))
+def picture(image: Image.Image | Tensor, found: Detections, classes: Sequence[str], *,
+            width: float | None = None) -> Figure:
+    """Draw one image without a margin.
+
+    Args:
+        width: inches; None: INCHES for the longer side.
+    """
+    H, W = found.size
+    scale = width / W if check_width(width) else INCHES / max(H, W)
+    figure = new_figure(max(1.0, W * scale), max(1.0, H * scale))
     draw_boxes(figure.add_axes((0, 0, 1, 1)), image, found, classes)
     return figure
 
@@ -97,13 +107,16 @@ def gallery_of(source: CocoFolder, rows: Sequence[Mapping[str, Any]], count: int
 
 
 def gallery(images: Sequence[Image.Image | Tensor], found: Sequence[Detections], classes: Sequence[str],
-            truths: Sequence[Tensor] | None = None, columns: int = 4) -> Figure:
-    """Several images in rows; with `truths` the boxes that are right are dashed."""
+            truths: Sequence[Tensor] | None = None, *, width: float | None = None) -> Figure:
+    """Draw several images in rows; with `truths` the boxes that are right are dashed. `width` is in inches."""
+    width = check_width(width) or PAGE
+    columns = max(1, int(width // CELL))
     rows = max(1, -(-len(images) // columns))
-    figure = Figure(figsize=(CELL * columns, CELL * rows), layout="constrained")
-    cells = figure.subplots(rows, columns, squeeze=False).ravel()
+    figure = new_figure(width, width / columns * rows)
+    cells = figure.subplots(rows, columns, squeeze=False, gridspec_kw={
+        "left": 0.0, "right": 1.0, "bottom": 0.0, "top": 1.0, "wspace": 0.03, "hspace": 0.03}).ravel()
     for axes in cells[len(images):]:
         axes.axis("off")
     for index, (image, one) in enumerate(zip(images, found, strict=True)):
-        draw_boxes(cells[index], image, one, classes, None if truths is None else truths[index], "xx-small")
+        draw_boxes(cells[index], image, one, classes, None if truths is None else truths[index])
     return figure

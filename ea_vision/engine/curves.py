@@ -14,13 +14,14 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from ea_vision.base.errors import UsageError
-from ea_vision.base.figures import FORMATS, color_cycle, figure_bytes
+from ea_vision.base.figures import FORMATS, PAGE, check_width, color_cycle, figure_bytes
 from ea_vision.base.files import atomic_write, check_output
+from ea_vision.base.print import legend_below, new_figure, points, print_style, small_ticks, wrapped
 from ea_vision.engine.gates import by_share
 from ea_vision.engine.run_folder import MEASURES, read_config, read_gates, read_metrics
 
 
-def write_learning_curves(folders: list[Path], output: Path) -> None:
+def write_learning_curves(folders: list[Path], output: Path, width: float | None = None) -> None:
     """Write `plot_learning_curves` into `output`, PNG, SVG or PDF by its suffix.
 
     Raises:
@@ -28,18 +29,19 @@ def write_learning_curves(folders: list[Path], output: Path) -> None:
     """
     if output.suffix.lower() not in FORMATS:
         raise UsageError(f"--output of learning curves must end in {' or '.join(FORMATS)}, got {output}")
-    figure = plot_learning_curves(folders)
+    figure = plot_learning_curves(folders, width=width)
     check_output(output)
     atomic_write(output, figure_bytes(figure, output.suffix.lower()))
 
 
-def plot_learning_curves(folders: list[Path]) -> Figure:
+def plot_learning_curves(folders: list[Path], *, width: float | None = None) -> Figure:
     """Training loss and top-1 (of a detector AP) over epochs, one line per run folder; below, for each run whose model
-    has learnable shares, alpha and beta of every layer.
+    has learnable shares, alpha and beta of every layer. `width` is in inches.
 
     Raises:
-        UsageError: not a run folder, or a run without a complete epoch.
+        UsageError: not a run folder, a run without a complete epoch, or a width that no text fits into.
     """
+    width = check_width(width) or PAGE
     runs = []
     for folder in folders:
         config, run = read_config(folder, "eval_split")
@@ -50,12 +52,22 @@ def plot_learning_curves(folders: list[Path]) -> Figure:
         runs.append((f"{folder.name}: {config['model']}", run["eval_split"], metrics, measures[0]))
 
     gates = [(label, read) for folder, (label, *_) in zip(folders, runs, strict=True) if (read := read_gates(folder))]
-    rows = 1 + (len(gates) + 1) // 2
-    figure = Figure(figsize=(12, 4.5 * rows), layout="constrained")
-    grid = figure.add_gridspec(rows, 2)
-    loss_axes, accuracy_axes = (figure.add_subplot(grid[0, column]) for column in range(2))
-    for number, (label, columns) in enumerate(gates):
-        _plot_gates(figure.add_subplot(grid[1 + number // 2, number % 2]), label, columns)
+    with print_style():
+        return _draw(runs, gates, width)
+
+
+def _draw(runs: list[tuple], gates: list[tuple], width: float) -> Figure:
+    side = 2 if width >= 5 else 1  # panels side by side
+    rows = -(-2 // side) + -(-len(gates) // side)
+    figure = new_figure(width, 2.0 * rows + 0.5, layout="constrained")
+    grid = figure.add_gridspec(rows, side)
+    places = [figure.add_subplot(grid[number // side, number % side]) for number in range(2 + len(gates))]
+    loss_axes, accuracy_axes = places[:2]
+    below: dict[str, Line2D] = {}
+    for axes, (label, columns) in zip(places[2:], gates, strict=True):
+        below |= _plot_gates(axes, wrapped(label, 72 * width / side - 40, points("medium")), columns)
+    for axes in places:
+        small_ticks(axes)
     for color, (label, _, metrics, measure) in zip(cycle(color_cycle()), runs, strict=False):
         loss_axes.plot(metrics["epoch"], metrics["train_loss"], color=color, label=label, marker=".")
         epochs, values = np.array(metrics["epoch"]), np.array(metrics[measure])
@@ -65,13 +77,12 @@ def plot_learning_curves(folders: list[Path]) -> Figure:
     splits = sorted({split.replace("_", "-") for _, split, *_ in runs})
     measures = " or ".join(sorted({NAMES.get(measure, measure) for *_, measure in runs}))
     loss_axes.set(xlabel="epoch", ylabel="training loss")
-    accuracy_axes.set(xlabel="epoch", ylabel=f"{measures} on {' or '.join(splits)} images (%)")
+    accuracy_axes.set(xlabel="epoch", ylabel=wrapped(f"{measures} on {' or '.join(splits)} images (%)", 80.0, points()))
     for axes in (loss_axes, accuracy_axes):
         axes.grid(alpha=0.3)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     handles, labels = accuracy_axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=2 if max(map(len, labels)) < 60 else 1,
-                  fontsize="small")
+    legend_below(figure, [*handles, *below.values()], [*labels, *below])
     return figure
 
 
@@ -79,8 +90,9 @@ NAMES = {"top1": "top-1"}  # of measures, where a figure has another
 STYLES = ("-", "--", "-.", ":")
 
 
-def _plot_gates(axes: Axes, label: str, columns: dict[str, list[float]]) -> None:
-    """The columns of gates.csv over epochs: a colour for each layer, from the first on, a style for each share."""
+def _plot_gates(axes: Axes, label: str, columns: dict[str, list[float]]) -> dict[str, Line2D]:
+    """Draw the columns of gates.csv over epochs: a colour for each layer, from the first on, a style for each share;
+    return lines for the legend by their names."""
     epochs = columns["epoch"]
     shares = by_share({name: 0.0 for name in columns if name not in ("epoch", "step")})
     layers = list(dict.fromkeys(name.rpartition(".")[0] for name in columns if name not in ("epoch", "step")))
@@ -90,11 +102,10 @@ def _plot_gates(axes: Axes, label: str, columns: dict[str, list[float]]) -> None
         if name not in ("epoch", "step"):
             layer, _, share = name.rpartition(".")
             axes.plot(epochs, values, style[share.partition("[")[0]], color=colour[layer], marker=".")
-    axes.set(xlabel="epoch", ylabel="share", title=label)
-    axes.title.set_fontsize("medium")
+    axes.set(xlabel="epoch", ylabel="share")
+    axes.set_title(label, parse_math=False)
     axes.grid(alpha=0.3)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    handles = [Line2D([], [], linestyle=style[share], color="black", label=share) for share in shares]
-    handles += [Line2D([], [], color=colour[layer], label=layer.removesuffix(".evolution"))
-                for layer in dict.fromkeys((layers[0], layers[-1]))]
-    axes.legend(handles=handles, fontsize="small")
+    of_shares = {share: Line2D([], [], linestyle=style[share], color="black") for share in shares}
+    return of_shares | {layer.removesuffix(".evolution"): Line2D([], [], color=colour[layer])
+                        for layer in (layers[0], layers[-1])}

@@ -5,14 +5,13 @@ from __future__ import annotations
 import csv
 import io
 import math
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from ea_vision.base.figures import figure_bytes
+from ea_vision.base.figures import check_width, figure_bytes
 from ea_vision.base.files import atomic_write, create, csv_text, write_json
 from ea_vision.engine.evaluate import Evaluation
 
@@ -79,29 +78,41 @@ def write_timm_results(path: Path, rows: Sequence[dict[str, Any]]) -> str:
     return text
 
 
-def plot_confusion(result: Evaluation, classes: list[str], name: str):
-    """The confusion matrix, each row as percent of its class, a Figure; the numbers are shown for up to 20 classes."""
-    from matplotlib.figure import Figure
+def plot_confusion(result: Evaluation, classes: list[str], name: str, *, width: float | None = None):
+    """Draw the confusion matrix, each row as percent of its class, with the numbers and names that have room; a Figure.
+
+    Args:
+        width: inches; None: 5 to 17, by the number of classes.
+    """
+    from ea_vision.base.print import new_figure, points, print_style, small_ticks, text_width, wrapped
 
     percent = 100 * result.confusion / result.confusion.sum(1, keepdim=True).clamp(min=1)
     count = len(classes)
-    side = min(max(4.0, 0.45 * count + 2), 16.0)
-    figure = Figure(figsize=(side + 1, side), layout="constrained")
-    axes = figure.add_subplot()
-    image = axes.imshow(percent.numpy(), cmap="Blues", vmin=0, vmax=100)
-    figure.colorbar(image, ax=axes, label="percent of the class", shrink=0.8)
-    axes.set(xlabel="taken for", ylabel="class",
-             title=f"{textwrap.fill(name, int(9 * side))}\n"
-                   f"top-1 {result.top1:.2f}%, top-5 {result.top5:.2f}%, {result.images} images")
-    if count <= 100:
-        size = "small" if count <= 30 else 5
-        axes.set_xticks(range(count), classes, rotation=90, fontsize=size)
-        axes.set_yticks(range(count), classes, fontsize=size)
-    if count <= 20:
-        for row in range(count):
-            for column in range(count):
-                value = percent[row, column].item()
-                if value >= 0.5:
-                    axes.text(column, row, f"{value:.0f}", ha="center", va="center", fontsize="small",
-                              color="white" if value > 50 else "black")
+    width = check_width(width) or min(max(5.0, 0.45 * count + 3), 17.0)
+    small, medium = points(), points("medium")
+    names = max(text_width(text, small) for text in classes)
+    cell = (72 * width - 90 - names) / count  # points
+    named = cell >= 1.15 * small
+    title = (f"{wrapped(name, 72 * width - 70, medium)}\n"
+             f"top-1 {result.top1:.2f}%, top-5 {result.top5:.2f}%, {result.images} images")
+    cell += 0.0 if named else names / count
+    height = (cell * count + (names if named else 20) + 1.25 * medium * (3 + title.count("\n"))) / 72
+    with print_style():
+        figure = new_figure(width, height, layout="constrained")
+        axes = figure.add_subplot()
+        image = axes.imshow(percent.numpy(), cmap="Blues", vmin=0, vmax=100)
+        small_ticks(figure.colorbar(image, ax=axes, label="percent of the class", shrink=0.8).ax)
+        small_ticks(axes)
+        axes.set(xlabel="taken for", ylabel="class")
+        figure.suptitle(title).set_parse_math(False)
+        if named:
+            axes.set_xticks(range(count), classes, rotation=90)
+            axes.set_yticks(range(count), classes)
+        if cell > text_width("100", small):
+            for row in range(count):
+                for column in range(count):
+                    value = percent[row, column].item()
+                    if value >= 0.5:
+                        axes.text(column, row, f"{value:.0f}", ha="center", va="center", fontsize=small,
+                                  color="white" if value > 50 else "black")
     return figure

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from ea_vision.base.errors import UsageError
+from ea_vision.base.figures import inches
 from ea_vision.base.files import check_writable, write_json
 from ea_vision.base.networks import (
     REFUSALS,
@@ -214,6 +215,8 @@ def main(module: type[DataModule], argv: list[str] | None = None) -> int:
                        "(default: the model's own pretrained ones)")
     modes.add_argument("--learning-curves", metavar="RUN", nargs="+", help="draw loss and accuracy of run folders "
                        "into --output, PNG, SVG or PDF by its suffix (default: learning_curves.png)")
+    modes.add_argument("--width", type=inches, metavar="3.3|6.75|N", help="of the curves in inches; text keeps "
+                       "its 7 to 9 points (default: 6.75)")
     modes.add_argument("--dry-run", metavar="N", nargs="?", type=int, const=0, help="rehearse the parts of the run, "
                        "say how long it takes on N processes (default: those started) and what memory, data rate and "
                        "disk it needs, and keep nothing")
@@ -223,6 +226,7 @@ def main(module: type[DataModule], argv: list[str] | None = None) -> int:
                           "folder in --resume or --output or, without these, of --model")
     given = parse(parser, argv)
     target, weights, runs = given.pop("evaluate", ""), given.pop("weights"), given.pop("learning_curves", [])
+    width = given.pop("width", None)
     rehearsed = given.pop("dry_run", None)
     amp = given.pop("amp_dtype", None)
     if amp is not None:
@@ -231,11 +235,13 @@ def main(module: type[DataModule], argv: list[str] | None = None) -> int:
         given["amp"] = amp
     if given.pop("test_only") and not target:
         target = _to_test(given)
+    if width is not None and not runs:
+        raise UsageError("--width is that of the picture of --learning-curves, got it without")
     if runs:
         output = Path(given.get("output", "learning_curves.png"))
         from ea_vision.engine.curves import write_learning_curves  # matplotlib, which training does without
 
-        write_learning_curves([Path(run) for run in runs], output)
+        write_learning_curves([Path(run) for run in runs], output, width)
         print(f"written: {output}")
         return 0
     if target:

@@ -40,8 +40,9 @@ from matplotlib.figure import Figure
 from scipy import optimize, stats
 
 from ea_vision.base.errors import UsageError, near_matches
-from ea_vision.base.figures import figure_bytes
+from ea_vision.base.figures import PAGE, check_width, figure_bytes, inches
 from ea_vision.base.files import atomic_write, create, csv_text
+from ea_vision.base.print import new_figure, points, print_style, small_ticks, wrapped
 from ea_vision.studies.finished import FinishedRun, difference, read_finished
 from ea_vision.studies.sweep import VARIANT, check_variant_name, parse_seed, read_run_name
 
@@ -494,13 +495,29 @@ def remarks(runs: Sequence[Run], differences: Sequence[float] = ()) -> list[str]
     return found
 
 
-def plot_evidence(runs: dict[str, dict[int, float]], rows: Sequence[Pair | Effect], split: str) -> Figure:
+def plot_evidence(runs: dict[str, dict[int, float]], rows: Sequence[Pair | Effect], split: str, *,
+                  width: float | None = None) -> Figure:
     """Draw every run, a line a seed, with the means (left), and differences with 95% intervals (right).
 
-    The question and the main effects are blue.
+    The question and the main effects are blue. `width` is in inches; in a column the differences are below.
     """
-    figure = Figure(figsize=(11, max(3.5, 1.2 + 0.32 * len(rows))), layout="constrained")
-    left, right = figure.subplots(1, 2)
+    with print_style():
+        return _draw(runs, rows, split, check_width(width) or PAGE)
+
+
+def _draw(runs: dict[str, dict[int, float]], rows: Sequence[Pair | Effect], split: str, width: float) -> Figure:
+    small, beside = points(), width >= 5
+    labels = [wrapped(row.label.replace(" - ", " \N{MINUS SIGN} "), 72 * width * (0.22 if beside else 0.4), small)
+              for row in rows]
+    height = 0.5 + 0.13 * sum(1.6 + label.count("\n") for label in labels)
+    if beside:
+        figure = new_figure(width, max(2.8, height), layout="constrained")
+        left, right = figure.subplots(1, 2)
+    else:
+        figure = new_figure(width, 2.6 + height, layout="constrained")
+        left, right = figure.subplots(2, 1, height_ratios=(2.6, height))
+    small_ticks(left)
+    small_ticks(right)
     names = list(runs)
     seeds = sorted(runs[names[0]])
     for seed in seeds:
@@ -508,10 +525,15 @@ def plot_evidence(runs: dict[str, dict[int, float]], rows: Sequence[Pair | Effec
                   linewidth=0.8)
     left.plot(range(len(names)), [mean(runs[name].values()) for name in names], linestyle="none", marker="_",
               markersize=22, markeredgewidth=2, color="tab:blue", label=f"mean of {len(seeds)} seeds")
-    left.set_xticks(range(len(names)), [_plain(name) for name in names], rotation=30, ha="right")
+    room = (72 * width / (2 if beside else 1) - 60) / len(names) - 4
+    below = [wrapped(name, room, small) for name in names]
+    upright = all(text.count("\n") < 4 and text.replace("\n", " ") == name
+                  for text, name in zip(below, names, strict=True))
+    left.set_xticks(range(len(names)), [_plain(text) for text in (below if upright else (
+        wrapped(name, 80.0, small) for name in names))], rotation=0 if upright else 90)
     left.set_xlim(-0.5, len(names) - 0.5)
     left.set(ylabel=f"top-1 on {split.replace('_', '-')} images (%)")
-    left.legend()
+    left.legend(markerscale=0.5)
     places = range(len(rows) - 1, -1, -1)
     for place, row in zip(places, rows, strict=True):
         main = row.p_holm is not None if isinstance(row, Effect) else place == len(rows) - 1
@@ -520,8 +542,9 @@ def plot_evidence(runs: dict[str, dict[int, float]], rows: Sequence[Pair | Effec
             right.plot([row.low, row.high], [place, place], color=colour, linewidth=2 if main else 1)
         right.plot(row.difference, place, marker="o", color=colour)
     right.axvline(0, color="0.2", linewidth=0.8)
-    right.set_yticks(places, [_plain(row.label.replace(" - ", " \N{MINUS SIGN} ")) for row in rows])
+    right.set_yticks(places, [_plain(label) for label in labels])
     right.set(xlabel="difference, points of top-1, 95% interval")
+    right.set_ylim(-0.6, len(rows) - 0.4)
     right.grid(axis="x", alpha=0.3)
     return figure
 
@@ -532,12 +555,12 @@ def _plain(text: str) -> str:
 
 
 def study(runs: Sequence[Run], split: str, table: list[str], rows: Sequence[Pair | Effect],
-          differences: Sequence[float] = ()) -> tuple[str, bytes]:
+          differences: Sequence[float] = (), width: float | None = None) -> tuple[str, bytes]:
     """Return the text of a study, its tables and remarks, and its picture."""
     top1 = by_variant(runs)
     options = {run.variant: run.options for run in runs}
     lines = [*variants_table(top1, split, options), "", *table, "", *remarks(runs, differences)]
-    return "\n".join(lines) + "\n", figure_bytes(plot_evidence(top1, rows, split))
+    return "\n".join(lines) + "\n", figure_bytes(plot_evidence(top1, rows, split, width=width))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -550,6 +573,7 @@ def main(argv: list[str] | None = None) -> int:
                         "name; of factors, theirs)")
     parser.add_argument("-o", "--output", type=Path, metavar="FOLDER",
                         help="where the files are written (default: the first sweep's folder, or that of its file)")
+    parser.add_argument("--width", type=inches, metavar="3.3|6.75|N", help="of the pictures in inches (default: 6.75)")
     args = parser.parse_args(argv)
     question = args.question.split(",") if args.question else []
     if not question and not args.factor:
@@ -568,13 +592,14 @@ def main(argv: list[str] | None = None) -> int:
     if question:
         pairs = compare(top1, (question[0], question[1]), resolution)
         gains = [top1[question[0]][seed] - top1[question[1]][seed] for seed in sorted(top1[question[0]])]
-        text, picture = study(runs, split, pairs_table(pairs), pairs, gains)
+        text, picture = study(runs, split, pairs_table(pairs), pairs, gains, args.width)
         files |= {folder / "evidence.csv": csv_text([asdict(pair) for pair in pairs]).encode(),
                   folder / "evidence.md": text.encode(), folder / "evidence.png": picture}
         texts.append(text)
     if factors:
         effects = factorial(top1, factors, resolution)
-        text, picture = study([run for run in runs if run.variant in cells], split, effects_table(effects), effects)
+        text, picture = study([run for run in runs if run.variant in cells], split, effects_table(effects), effects,
+                              width=args.width)
         files |= {folder / "evidence-factors.csv": csv_text([asdict(effect) for effect in effects]).encode(),
                   folder / "evidence-factors.md": text.encode(), folder / "evidence-factors.png": picture}
         texts.append(text)

@@ -15,14 +15,14 @@ import signal
 import statistics
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 from matplotlib.figure import Figure
 
 from ea_vision.base.errors import RunError, UsageError
-from ea_vision.base.figures import color_cycle, figure_bytes
+from ea_vision.base.figures import PAGE, check_width, color_cycle, figure_bytes, inches
 from ea_vision.base.files import atomic_write, create, csv_text
+from ea_vision.base.print import legend_below, new_figure, points, print_style, small_ticks, wrapped
 from ea_vision.studies.finished import FinishedRun, read_finished
 
 EXAMPLES = """\
@@ -157,37 +157,46 @@ def row_of(setting: dict[str, str], seed: str, run: FinishedRun) -> dict:
     return {**row, **({"test_top1": run.best["top1"]} if run.split == "test" and run.config.get("test", True) else {})}
 
 
-def plot_sweep(rows: list[dict], keys: list[str], ylabel: str) -> Figure:
+def plot_sweep(rows: list[dict], keys: list[str], ylabel: str, *, width: float | None = None) -> Figure:
     """Top-1 over the values of the first key, one line per setting of the others: means over seeds, bars of a standard
-    deviation where there are several, a dot for each run; n, the number of runs, is named."""
-    figure = Figure(figsize=(6, 4.5), layout="constrained")
-    axes = figure.add_subplot()
-    first, others = keys[0], keys[1:]
+    deviation where there are several, a dot for each run; n, the number of runs, is named. `width` is in inches."""
+    with print_style():
+        return _draw(rows, keys, ylabel, check_width(width) or PAGE)
+
+
+def _draw(rows: list[dict], keys: list[str], ylabel: str, width: float) -> Figure:
+    small, first, others = points(), keys[0], keys[1:]
     lines: dict[str, dict[str, list[float]]] = {}
     for row in rows:
         label = ", ".join(f"{key}={row[key]}" for key in others)
         lines.setdefault(label, {}).setdefault(row[first], []).append(row["top1"])
     values = list(dict.fromkeys(row[first] for row in rows))
     numeric = all(_is_number(value) for value in values)
-    counts = {len(runs) for points in lines.values() for runs in points.values()}
-    for color, (label, points) in zip(itertools.cycle(color_cycle()), lines.items(), strict=False):
-        places = [float(v) if numeric else values.index(v) for v in points]
-        means = [statistics.mean(v) for v in points.values()]
-        spreads = [statistics.stdev(v) if len(v) > 1 else math.nan for v in points.values()]
+    names = [wrapped(value, max((72 * width - 50) / len(values) - 4, 4 * small), small) for value in values]
+    deep = 0 if numeric else max(name.count("\n") for name in names)
+    figure = new_figure(width, min(0.75 * width, 3.6) + 1.25 * small * deep / 72, layout="constrained")
+    axes = figure.add_subplot()
+    small_ticks(axes)
+    counts = {len(runs) for by_value in lines.values() for runs in by_value.values()}
+    for color, (label, by_value) in zip(itertools.cycle(color_cycle()), lines.items(), strict=False):
+        places = [float(v) if numeric else values.index(v) for v in by_value]
+        means = [statistics.mean(v) for v in by_value.values()]
+        spreads = [statistics.stdev(v) if len(v) > 1 else math.nan for v in by_value.values()]
         axes.errorbar(places, means, spreads, color=color, marker="o", capsize=3, label=label or None)
-        for place, mean, runs in zip(places, means, points.values(), strict=True):
+        for place, mean, runs in zip(places, means, by_value.values(), strict=True):
             if len(runs) > 1:
                 axes.plot([place] * len(runs), runs, ".", color=color, alpha=0.4, markeredgewidth=0)
             if len(counts) > 1:
-                axes.annotate(f"n={len(runs)}", (place, mean), (4, 4), textcoords="offset points", fontsize="x-small")
+                axes.annotate(f"n={len(runs)}", (place, mean), (4, 4), textcoords="offset points", fontsize=small)
     n = f"n = {counts.pop()}" if len(counts) == 1 else "n runs each"
-    axes.set_title("n = 1 run each" if n == "n = 1" else f"mean and standard deviation, {n}", fontsize="medium")
+    axes.set_title("n = 1 run each" if n == "n = 1" else f"mean and standard deviation, {n}")
     if not numeric:
-        axes.set_xticks(range(len(values)), [textwrap.fill(value, 16) for value in values])
-    axes.set(xlabel=first, ylabel=ylabel)
+        axes.set_xticks(range(len(values)), names)
+    axes.set(xlabel=first, ylabel=wrapped(ylabel, 90.0, small))
     axes.grid(alpha=0.3)
+    axes.margins(x=0.12)
     if others:
-        axes.legend(fontsize="small")
+        legend_below(figure, *axes.get_legend_handles_labels())
     return figure
 
 
@@ -212,6 +221,7 @@ def main(argv: list[str] | None = None) -> int:
                         "settings that are fixed, not for choosing")
     parser.add_argument("--seeds", default="0", help="seeds, each of which runs every setting (default: 0)")
     parser.add_argument("--output", required=True, type=Path, help="folder of the runs, sweep.csv and sweep.png")
+    parser.add_argument("--width", type=inches, metavar="3.3|6.75|N", help="of sweep.png in inches (default: 6.75)")
     parser.add_argument("--script", type=Path, help="trainer (default: ea-vision train-cifar)")
     parser.add_argument("arguments", nargs="*", metavar="-- ARGUMENT", help="arguments of the trainer, after --")
     args = parser.parse_args(argv)
@@ -250,7 +260,8 @@ def main(argv: list[str] | None = None) -> int:
             # Written after every run, so that the curve grows as the sweep goes.
             atomic_write(args.output / "sweep.csv", csv_text(rows).encode())
             ylabel = f"top-1 on {run.eval_split.replace('_', '-')} images (%)"
-            atomic_write(args.output / "sweep.png", figure_bytes(plot_sweep(rows, list(settings), ylabel)))
+            figure = plot_sweep(rows, list(settings), ylabel, width=args.width)
+            atomic_write(args.output / "sweep.png", figure_bytes(figure))
     best = max(rows, key=lambda row: row["top1"])
     print(f"best: {' '.join(f'{k}={best[k]}' for k in settings)} seed={best['seed']} top1 {best['top1']:.2f}%")
     print(f"written: {args.output / 'sweep.csv'} {args.output / 'sweep.png'}")

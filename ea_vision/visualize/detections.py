@@ -25,7 +25,7 @@ from ea_vision.analysis.loading import DetectorModel, load_model, positive
 from ea_vision.analysis.recording import AttentionLayer
 from ea_vision.base import files
 from ea_vision.base.errors import UsageError
-from ea_vision.base.figures import COLORS, dpi
+from ea_vision.base.figures import COLORS, dpi, inches
 from ea_vision.base.files import atomic_write
 from ea_vision.base.processes import choose_device
 from ea_vision.detection.coco import read_coco
@@ -40,17 +40,19 @@ from ea_vision.visualize.writing import check_output, name_outputs, save
 
 
 def attention_figure(model: DetectorModel, image: Image.Image, found: Detections, numbers: Sequence[int],
-                     layers: Sequence[AttentionLayer], heads: Sequence[Head], style: MapStyle = STYLE) -> Figure:
+                     layers: Sequence[AttentionLayer], heads: Sequence[Head], style: MapStyle = STYLE, *,
+                     width: float | None = None) -> Figure:
     """Draw what the middle of a box attends to, by head and layer of the backbone; the photo above has the boxes.
 
     Args:
         numbers: of the objects, counted from 0.
         layers: of `parse_layers`.
         heads: counted from 0, or "mean".
+        width: inches.
     """
     recording = record(model, image, layers)
     points = [model.query_in(found, number) for number in numbers]
-    figure = draw_heatmap(recording, [layer.number for layer in layers], heads, points, style)
+    figure = draw_heatmap(recording, [layer.number for layer in layers], heads, points, style, width=width)
     [photo] = [axes for axes in figure.axes if axes.get_label() == "photo"]
     boxes = boxes_to_square(found.boxes, found.size, model.img_size[0]).tolist()
     for place, number in enumerate(numbers):
@@ -97,6 +99,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--heads", default="all,mean", metavar="0,1|all|mean",
                         help="heads of --attention (default: %(default)s)")
     add_style(parser)
+    parser.add_argument("--width", type=inches, metavar="3.3|6.75|N", help="of the pictures in inches; names have 7 "
+                        "points at any width (default: 6.4 for the longer side)")
     parser.add_argument("--dpi", type=dpi, default=150, help="of pictures made of pixels (default: %(default)s)")
     parser.add_argument("--batch-size", type=positive, default=8, help="images computed together (default: 8)")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"),
@@ -148,12 +152,13 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"{path}: {', '.join(names) or 'nothing found'}", flush=True)
             if output is None:
                 continue
-            save(picture(image, sure, model.classes), output, args.dpi)
+            save(picture(image, sure, model.classes, width=args.width), output, args.dpi)
             written.append(output)
             shown = [number for number in numbers if number < len(sure)]
             if shown:
                 beside = output.with_stem(f"{output.stem}-attention")
-                save(attention_figure(model, image, sure, shown, layers, heads, style), beside, args.dpi)
+                figure = attention_figure(model, image, sure, shown, layers, heads, style, width=args.width)
+                save(figure, beside, args.dpi)
                 written.append(beside)
     if args.json == "-":
         print(json.dumps(rows))

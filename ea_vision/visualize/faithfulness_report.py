@@ -51,8 +51,9 @@ from ea_vision.analysis.probe_maps import set_batch_statistics
 from ea_vision.analysis.recording import record_attention
 from ea_vision.analysis.relevance import RelevanceSource
 from ea_vision.base.errors import UsageError
+from ea_vision.base.figures import PAGE, check_width, inches
 from ea_vision.base.files import atomic_write, create, write_json, write_npz
-from ea_vision.base.print import new_figure
+from ea_vision.base.print import legend_below, new_figure, points, print_style, small_ticks, wrapped
 from ea_vision.base.processes import choose_device
 from ea_vision.base.provenance import hardware, provenance
 from ea_vision.data.small_images import DATASETS, DataSet, load_dataset
@@ -74,16 +75,27 @@ MARKERS = "osD^vP*"
 GREYS = {"random": ("0.35", ":"), "centre": ("0.35", "--"), "gradient": ("#CC79A7", "-.")}
 
 
-def faithfulness_figure(measured: Mapping[str, Sequence[Curves]]) -> Figure:
+def faithfulness_figure(measured: Mapping[str, Sequence[Curves]], *, width: float | None = None) -> Figure:
     """Comprehensiveness and sufficiency by ranking, a colour a model; under them the curves of each model.
 
     Args:
         measured: curves by model.
+        width: inches.
     """
+    with print_style():
+        return _draw(measured, check_width(width) or PAGE)
+
+
+def _draw(measured: Mapping[str, Sequence[Curves]], width: float) -> Figure:
     names = list(dict.fromkeys(curves.ranking for of_model in measured.values() for curves in of_model))
     some = next(iter(measured.values()))[0]
-    figure = new_figure(3.3 * max(2, len(measured)) + 2.4, 0.22 * len(names) + 7.6, layout="constrained")
-    above, below = figure.subfigures(2, 1, height_ratios=(0.22 * len(names) + 1.6, 6))
+    columns = min(len(measured), max(1, int(width // 2)))
+    lines = -(-len(measured) // columns)
+    titles = [wrapped(label, 72 * width / columns - 40, points("medium")) for label in measured]
+    of_titles = 0.14 * (1 + max(title.count("\n") for title in titles))
+    heights = max(0.16, 0.07 * len(measured)) * len(names) + 0.9, (3.3 + of_titles) * lines + 0.5
+    figure = new_figure(width, sum(heights), layout="constrained")
+    above, below = figure.subfigures(2, 1, height_ratios=heights)
     scores = above.subplots(1, 2, sharey=True)
     for axes, score, better in zip(scores, SCORES, ("high", "low"), strict=False):
         for index, (label, of_model) in enumerate(measured.items()):
@@ -95,32 +107,39 @@ def faithfulness_figure(measured: Mapping[str, Sequence[Curves]]) -> Figure:
                           elinewidth=1, label=label)
             if "random" in rows:
                 axes.axvline(getattr(rows["random"], score), color=color, linewidth=0.8, linestyle=":")
-        axes.set_yticks(range(len(names)), names, fontsize=8)
-        axes.set_xlabel(f"{score} ({better} is faithful)", fontsize=9)
+        axes.set_yticks(range(len(names)), names)
+        axes.set_xlabel(f"{score}\n({better} is faithful)")
         axes.grid(axis="y", alpha=0.2)
-        axes.tick_params(axis="x", labelsize=8)
+        small_ticks(axes)
         axes.spines[["top", "right"]].set_visible(False)
     scores[0].invert_yaxis()
-    above.legend(*scores[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
-    panels = below.subplots(2, len(measured), squeeze=False, sharex=True, sharey=True)
+    legend_below(above, *scores[0].get_legend_handles_labels())
+    panels = below.subplots(2 * lines, columns, squeeze=False, sharex=True, sharey=True)
+    for index in range(len(measured), lines * columns):
+        for axes in panels[2 * (index // columns):, index % columns][:2]:
+            axes.set_visible(False)
     colors = _line_styles(names)
-    for column, (label, of_model) in enumerate(measured.items()):
-        for axes, curve in zip(panels[:, column], ("deletion", "insertion"), strict=True):
+    for index, of_model in enumerate(measured.values()):
+        pair = panels[2 * (index // columns):, index % columns][:2]
+        for axes, curve in zip(pair, ("deletion", "insertion"), strict=True):
             for curves in of_model:
                 color, style = colors[curves.ranking]
                 axes.plot([100 * share for share in curves.shares()], getattr(curves, f"{curve}_curve")(), style,
                           color=color, linewidth=1.2, label=curves.ranking)
-            axes.tick_params(labelsize=8)
+            small_ticks(axes)
             axes.grid(alpha=0.2)
-        panels[0, column].set_title(label, fontsize=9)
-        panels[1, column].set_xlabel("share of the patches (%)", fontsize=9)
-    panels[0, 0].set_ylabel("deletion: probability\nwithout the first patches", fontsize=9)
-    panels[1, 0].set_ylabel("insertion: probability\nof the first patches alone", fontsize=9)
+        pair[0].set_title(titles[index], parse_math=False)
+        pair[1].tick_params(labelbottom=True)
+        pair[1].set_xlabel("share of the patches (%)")
+    for first in range(0, 2 * lines, 2):
+        panels[first, 0].set_ylabel("deletion:\nprobability without\nthe first patches")
+        panels[first + 1, 0].set_ylabel("insertion:\nprobability of the\nfirst patches alone")
     panels[0, 0].set_ylim(0, 1)
-    lines = {line.get_label(): line for axes in panels.flat for line in axes.get_lines()}
-    below.legend(lines.values(), lines.keys(), loc="outside right center", fontsize=7)
+    drawn = {line.get_label(): line for axes in panels.flat for line in axes.get_lines()}
+    legend_below(below, list(drawn.values()), list(drawn))
     images = len(some.whole)
-    figure.suptitle(f"{images} image{'s' * (images > 1)}; bars: two standard errors; dotted: random", fontsize=9)
+    figure.suptitle(wrapped(f"{images} image{'s' * (images > 1)}; bars: two standard errors; dotted: random",
+                            72 * width - 10, points("medium")))
     return figure
 
 
@@ -156,6 +175,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--filling", default="mean", choices=FILLINGS,
         help="what a removed patch shows: the training images' mean colour, or the image blurred "
              "(default: %(default)s)")
+    add("--width", type=inches, metavar="3.3|6.75|N", help="of results.png in inches (default: 6.75)")
     add("--steps", type=positive, default=10, metavar="N",
         help="equal steps of the deletion and insertion curves, beside the shares of 1, 5, 10, 20 and 50%% of the "
              "patches (default: %(default)s)")
@@ -297,7 +317,7 @@ def write_results(output: Path, about: dict[str, dict], measured: dict[str, list
     atomic_write(output / "results.csv", rows_csv(rows).encode())
     write_json(output / "results.json", {"results": [asdict(row) for row in rows], "models": about, "options": told,
                                          "hardware": hardware(device, 1), **provenance()})
-    save(faithfulness_figure(measured), output / "results.png", 120)
+    save(faithfulness_figure(measured, width=options.width), output / "results.png", 200)
     if options.npz:
         write_npz(output / "results.npz", {f"{label}/{curves.ranking}/{score}": getattr(curves, score)().numpy()
                                            for label, of_model in measured.items() for curves in of_model

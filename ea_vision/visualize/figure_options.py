@@ -41,8 +41,7 @@ from ea_vision.analysis.loading import (
 )
 from ea_vision.analysis.recording import AttentionLayer
 from ea_vision.base.errors import UsageError
-from ea_vision.base.figures import dpi
-from ea_vision.base.print import inches
+from ea_vision.base.figures import dpi, inches
 from ea_vision.base.processes import choose_device
 from ea_vision.engine import run_folder
 from ea_vision.visualize.image_maps import MEAN, Head, Query, Recording, distinct, record

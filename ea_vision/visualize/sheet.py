@@ -16,7 +16,8 @@ from matplotlib.colors import Colormap, Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from ea_vision.base.print import PAGE, check_width, new_figure, points, text_width, wrapped
+from ea_vision.base.figures import PAGE, check_width
+from ea_vision.base.print import new_figure, points, text_width, wrapped
 
 MARGIN, GAP = 4.0, 3.0
 LARGEST_TILE, SMALLEST_TILE = 92.0, 28.0

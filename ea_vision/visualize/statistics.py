@@ -17,9 +17,9 @@ from tqdm import tqdm
 from ea_vision.analysis.inputs import ImageSource, as_input, find_images, read_image
 from ea_vision.analysis.loading import LoadedModel, parse_layers, positive
 from ea_vision.analysis.quantities import LayerQuantities, measure, quantities_arrays, quantities_csv
-from ea_vision.base.figures import color_cycle
+from ea_vision.base.figures import PAGE, check_width, color_cycle
 from ea_vision.base.files import atomic_write, write_npz
-from ea_vision.base.print import PAGE, check_width, legend_below, new_figure, points, wrapped
+from ea_vision.base.print import legend_below, new_figure, points, wrapped
 from ea_vision.visualize.figure_options import (
     Layers,
     Models,

@@ -70,7 +70,7 @@ def damaged_table(draw, text: str):
 def folder(tmp_path, monkeypatch):
     """A sweep of two variants and seeds; pictures, which take most of the time, read no file."""
     monkeypatch.setattr(evidence, "figure_bytes", lambda figure: b"")
-    monkeypatch.setattr(evidence, "plot_evidence", lambda *of: None)
+    monkeypatch.setattr(evidence, "plot_evidence", lambda *of, **how: None)
     for seed in (0, 1):
         write_run(tmp_path / f"variant=a,seed={seed}", 60.0 + seed)
         write_run(tmp_path / f"variant=b,seed={seed}", 61.0 + 2 * seed)

@@ -1,7 +1,9 @@
 """In print: no text is smaller than 6.5 points, lies on another text, on a picture that it does not belong to, or
 beyond the figure's edge, and every colour bar is labelled. By matplotlib's bounding boxes, on maps made here, for every
 kind of figure at the widths of a paper's column and page, few and many models, layers and heads, and long names."""
+import io
 import itertools
+import os
 
 import matplotlib
 import numpy as np
@@ -9,16 +11,22 @@ import pytest
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Annotation, Text
+from PIL import Image
 from torch import nn
 
+from ea_vision.analysis.faithfulness import Curves
 from ea_vision.analysis.loading import LoadedModel
 from ea_vision.analysis.probe_results import Result, results_figure
 from ea_vision.analysis.quantities import LayerQuantities
 from ea_vision.analysis.recording import AttentionMaps, LayerMaps
 from ea_vision.base.errors import UsageError
 from ea_vision.base.print import text_width, wrapped
+from ea_vision.detection.draw import gallery, picture
+from ea_vision.detection.predict import Detections
+from ea_vision.engine import curves
 from ea_vision.engine.evaluate import Evaluation
 from ea_vision.engine.report import plot_confusion
+from ea_vision.studies.evidence import Pair, plot_evidence
 from ea_vision.studies.sweep import plot_sweep
 from ea_vision.visualize import (
     MapStyle,
@@ -34,6 +42,7 @@ from ea_vision.visualize import (
     draw_strip,
     draw_training,
 )
+from ea_vision.visualize.faithfulness_report import faithfulness_figure
 from ea_vision.visualize.image_maps import Recording
 from ea_vision.visualize.jacobian import draw_jacobian
 from ea_vision.visualize.match import Match
@@ -226,14 +235,98 @@ def test_names_break_between_words_first():
     assert "".join(wrapped("w" * 40, 30, 7).split("\n")) == "w" * 40
 
 
-@pytest.mark.parametrize("count", [1, 4])
-def test_sweeps_and_probes(count):
+def result_figure(label, maps, seeds, width):
+    return results_figure([Result(one, kind, layer, seed, 30.0 + 5 * layer + seed, 500, 500) for one in label
+                           for kind in maps for layer in (1, 2, 3) for seed in range(seeds)], 10, width=width)
+
+
+def swept(labels, width):
+    rows = [{"widths": "w" * 40 + str(a), "beta": label, "seed": str(seed), "top1": 50.0 + a + b + seed / 4}
+            for a in range(3) for b, label in enumerate(labels) for seed in range(2 + (a == 1))]
+    return plot_sweep(rows, ["widths", "beta"], "top-1 on held-out images (%)", width=width)
+
+
+def evidence(labels, width):
+    names = [label[-30:] for label in labels] if len(labels) > 1 else ["EA", "AA"]
+    runs = {name: {seed: 60.0 + place + seed / 10 for seed in range(5)} for place, name in enumerate(names)}
+    pairs = [Pair(a, b, 5, 0.5, 0.1, 0.9, 0.01, 0.02) for a, b in itertools.permutations(names, 2)]
+    return plot_evidence(runs, pairs, "test", width=width)
+
+
+def learning_curves(labels, width, tmp_path, monkeypatch):
+    """Of runs without folders: the readers of folders are replaced."""
+    epochs = [1, 2, 3, 4]
+    metrics = {"epoch": epochs, "train_loss": [2.0, 1.5, 1.2, 1.0], "top1": [30.0, 40.0, 50.0, 55.0]}
+    gates = {"epoch": epochs, "step": epochs, **{f"stages.{layer}.block.attention_conv.evolution.{share}": [
+        0.5, 0.4 + layer / 9, 0.3, 0.2] for layer in range(3) for share in ("alpha", "beta")}}
+    monkeypatch.setattr(curves, "read_config", lambda *of: ({"model": "ea_conv_transformer_cifar"},
+                                                            {"eval_split": "held_out"}))
+    monkeypatch.setattr(curves, "read_metrics", lambda *of: metrics)
+    monkeypatch.setattr(curves, "read_gates", lambda folder: gates)
+    return curves.plot_learning_curves([tmp_path / label.replace("/", "-") for label in labels], width=width)
+
+
+def faithful(labels, width):
+    torch.manual_seed(0)
+    rankings = [*(f"layer {number}" for number in range(1, 2 + len(labels))), "rollout", "random", "centre",
+                "untrained-rollout", "gradient", "layer 1, untrained"]
+    return faithfulness_figure({label: [Curves(
+        ranking, (1, 2, 4, 8, 16), 16, (1, 2, 4, 8, 16), torch.rand(20), torch.rand(20), torch.rand(20, 5),
+        torch.rand(20, 5))
+        for ranking in rankings] for label in labels}, width=width)
+
+
+def detected(labels, width):
+    boxes = torch.tensor([[2.0, 3.0, 30.0, 40.0], [40.0, 0.0, 58.0, 38.0], [3.0, 4.0, 31.0, 39.0]])
+    found = Detections((40, 60), boxes, torch.tensor([0.9, 0.6, 0.5]), torch.tensor([1, 0, 2]))
+    images = [Image.new("RGB", (60, 40))] * (4 * len(labels) + 1)
+    return gallery(images, [found] * len(images), ["flying squirrel", "dog", "cat"], width=width)
+
+
+def one_detected(labels, width):
+    boxes = torch.tensor([[2.0, 3.0, 30.0, 40.0], [40.0, 0.0, 58.0, 38.0], [3.0, 4.0, 31.0, 39.0]])
+    found = Detections((40, 60), boxes, torch.tensor([0.9, 0.6, 0.5]), torch.tensor([1, 0, 2]))
+    return picture(Image.new("RGB", (60, 40)), found, ["flying squirrel", "dog", "cat"], width=width)
+
+
+RESULTS = {  # figures of results, of models' names, inches
+    "probe": lambda names, width: result_figure([name[-40:] for name in names], ("trained", "untrained"), 1, width),
+    "probe, seeds": lambda names, width: result_figure([name[-40:] for name in names], ("trained", "shuffled"), 3,
+                                                       width),
+    "sweep": swept,
+    "evidence": evidence,
+    "faithfulness": faithful,
+    "confusion": lambda names, width: plot_confusion(
+        Evaluation(30, 50.0, 90.0, 1.0, torch.eye(10 * len(names))), ["flying_squirrel"] * 10 * len(names), names[0],
+        width=width),
+    "gallery": detected,
+    "picture": one_detected,
+}
+
+
+@pytest.mark.parametrize("count", [1, 3, 4])
+@pytest.mark.parametrize("width", [3.3, 6.75])
+@pytest.mark.parametrize("kind", [*RESULTS, "learning curves"])
+def test_figures_of_results_in_print(kind, width, count, tmp_path, monkeypatch):
     labels = [f"{LONG} [{number}]" for number in range(count)]
-    found = [Result(label[-40:], maps, layer, 0, 30.0 + layer, 500, 500) for label in labels
-             for maps in ("trained", "untrained") for layer in (1, 2)]
-    assert not problems(results_figure(found, 10), smallest=0)
-    rows = [{"widths": "w" * 40 + str(a), "beta": b, "top1": 50.0 + a + b} for a in range(3) for b in range(count)]
-    assert not problems(plot_sweep(rows, ["widths", "beta"], "top-1 (%)"), smallest=0)
-    figure = plot_confusion(Evaluation(30, 50.0, 90.0, 1.0, torch.eye(10)), ["flying_squirrel"] * 10, labels[0])
-    title = figure.axes[0].get_title().replace("\n", "").replace(" ", "")
-    assert not problems(figure, smallest=0) and labels[0].replace(" ", "") in title
+    if kind == "learning curves":
+        figure = learning_curves(labels, width, tmp_path, monkeypatch)
+    else:
+        figure = RESULTS[kind](labels, width)
+    if folder := os.environ.get("EA_VISION_PICTURES"):  # to look at
+        figure.savefig(os.path.join(folder, f"{kind}-{width}-{count}.png".replace(" ", "_")), dpi=110)
+    assert figure.get_size_inches()[0] == pytest.approx(width)
+    found = problems(figure)
+    if kind in ("gallery", "picture"):  # names stand on their image
+        found = [line for line in found if not line.startswith("on a picture")]
+    assert not found
+    sizes = {round(text.get_fontsize(), 2) for text in figure.findobj(Text)
+             if text.get_text().strip() and text.get_visible()}
+    assert sizes <= {7.0, 8.0, 9.0}
+    if kind == "confusion":
+        assert labels[0].replace(" ", "") in figure.get_suptitle().replace("\n", "").replace(" ", "")
+    elif kind == "learning curves":
+        assert len(figure.axes) == 2 + count
+    data = io.BytesIO()
+    figure.savefig(data, format="pdf")
+    assert b"/Type3" not in data.getvalue() and b"/TrueType" in data.getvalue() or b"/CIDFontType2" in data.getvalue()
