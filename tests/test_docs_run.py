@@ -60,7 +60,7 @@ ELSEWHERE = {  # command lines and the tests that run them
 ELSEWHERE_PAGES = {"results.md": "measure/test_reproduce.py"}
 SNIPPETS_ELSEWHERE = {  # first line of a Python block, and the test that runs it or what it is an excerpt of
     "register_networks(__name__, TinyAttn, {": "outside/tiny_attn.py",
-    '@register_evolution("residual")': "outside/residual_maps.py",
+    '@register_evolution("shared")': "outside/residual_maps.py",
     "detector = create_detector(": "detection/test_model.py",
     "model = load_model(\"runs/mine\")": "detection/test_predict.py"}
 LINES = list(dict.fromkeys(shlex.join(words) for page in PAGES if page.name not in ELSEWHERE_PAGES

@@ -113,8 +113,9 @@ def _quantised(proto, photos: Iterable[Tensor]):
         plain, quantised = (str(Path(folder) / name) for name in ("plain.onnx", "quantised.onnx"))
         quant_pre_process(proto, plain)
         graph = onnx.load(plain).graph
-        constants = {tensor.name for tensor in graph.initializer}
-        maps = [node.name for node in graph.node if node.op_type == "MatMul" and not constants & set(node.input)]
+        # 8 bits by column need weights of two axes
+        weights = {tensor.name for tensor in graph.initializer if len(tensor.dims) == 2}
+        maps = [node.name for node in graph.node if node.op_type == "MatMul" and node.input[1] not in weights]
         quantize_static(plain, quantised, Reader(), quant_format=QuantFormat.QDQ, per_channel=True,
                         activation_type=QuantType.QUInt8, weight_type=QuantType.QInt8,
                         op_types_to_quantize=["Conv", "Gemm", "MatMul"], nodes_to_exclude=maps)

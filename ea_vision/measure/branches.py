@@ -29,8 +29,8 @@ def attention_watched(model: nn.Module, saw: Callable[..., None]) -> Iterator[No
             saw(layer, x, prev_logits, need_logits, logits)
             return out, logits
 
-        def forward(x, prev_logits=None):
-            out, logits = TokenAttention.forward(layer, x, prev_logits)
+        def forward(x, prev_logits=None, *rest):
+            out, logits = TokenAttention.forward(layer, x, prev_logits, *rest)
             saw(layer, x, prev_logits, layer.need_logits, logits)
             return out, logits
 
