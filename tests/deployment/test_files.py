@@ -95,7 +95,7 @@ def test_smaller_files(precision, size, close, tmp_path, photos, capsys):
 
 
 def test_a_file_that_computes_something_else_is_told(tmp_path, photos, monkeypatch):
-    monkeypatch.setattr(export, "ExportedNetwork", lambda path: lambda x: torch.zeros(1, 10))
+    monkeypatch.setattr(export.ExportedNetwork, "forward", lambda self, images: torch.zeros(1, 10))
     with pytest.raises(RunError, match="computes something else"):
         export.main([SHIPPED, "-o", str(tmp_path / "net.onnx"), "--check", str(photos)])
 

@@ -130,7 +130,8 @@ def test_runtimes_side_by_side(capsys):
     for _, runtime, speed_of, ratio, *peaks in rows:
         base = float(next(row[2] for row in rows if row[:2] == [names[0], runtime]))
         assert float(ratio) == pytest.approx(float(speed_of) / base, abs=0.02)
-        assert peaks == ["", ""] if runtime == "eager" else 20 < float(peaks[0]) <= 1.2 * float(peaks[1])
+        # above the weights' 21 MiB; at 32 pixels the images of a batch need hardly anything
+        assert peaks == ["", ""] if runtime == "eager" else all(20 < float(peak) < 500 for peak in peaks)
 
 
 def test_tables_with_ratios_and_without():
