@@ -5,6 +5,7 @@ import json
 import math
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 from fnmatch import fnmatchcase
@@ -169,7 +170,8 @@ def test_a_killed_worker_names_the_last_good_checkpoint(photos, tmp_path):
             "--device", "cpu", "--data-dir", str(photos), "--output", str(folder), "--checkpoint-steps", "1"]
     assert run(argv, log, KillWorker(), main=train_imagenet.main) == 1, log.read_text()
     error = log.read_text().splitlines()[-1]
-    assert error.startswith("error: DataLoader worker") and "killed by signal" in error, error
+    # torch's two sentences: its signal handler's, or its queue's where that notices first.
+    assert re.match(r"error: DataLoader worker \(pid.*(killed by signal|exited unexpectedly)", error), error
     assert f"fewer --workers need less; last good checkpoint: {folder / checkpoint.LAST}" in error
 
 
