@@ -48,6 +48,7 @@ from ea_vision.engine.step_results import StepResult, StepResults
 log = logging.getLogger(__name__)
 MAX_ROLLBACKS = 5
 MAX_SKIPPED = 20
+LEAST_SCALE = 1e-4  # of float16 gradients, as fairseq's --min-loss-scale
 
 
 @dataclass
@@ -331,12 +332,13 @@ class Trainer:
         return norm.float()
 
     def fault_of(self, result: StepResult) -> NonFiniteLoss | None:
-        """Return the error for a result that is not finite. An overflow in float16 is none: the scaler expects it."""
+        """Return the error for a result that is not finite. An overflow in float16 is none: the scaler expects it, and
+        lowers its scale, unless that is below `LEAST_SCALE` and the gradient is still not finite."""
         if not math.isfinite(result.loss):
             return NonFiniteLoss(f"the loss of {result.name} is {result.loss}")
-        if not (math.isfinite(result.norm) or self.scaler.is_enabled()):
-            return NonFiniteLoss(f"the norm of the gradient of {result.name} is {result.norm}")
-        return None
+        if math.isfinite(result.norm) or self.scaler.is_enabled() and self.scaler.get_scale() >= LEAST_SCALE:
+            return None
+        return NonFiniteLoss(f"the norm of the gradient of {result.name} is {result.norm}")
 
     def _check_weights(self, result: StepResult) -> None:
         """Raise NonFiniteLoss, on every process, for weights and buffers (batch statistics) no checkpoint should hold,
@@ -439,6 +441,9 @@ class Trainer:
         """Evaluate where that is due, add the epoch's row, save."""
         progress = self.progress
         number = progress.epoch + 1
+        if not progress.images:
+            raise RunError(f"all {progress.step} updates of epoch {number} were left out, for a loss or gradient that "
+                           f"is not finite (--on-nan skip): nothing was learnt; last good checkpoint: {self.last_good}")
         figures = dict.fromkeys(self.measures, math.nan)
         start = time.perf_counter()
         if self.world.size > 1:  # batch statistics are each process's own until here
@@ -456,7 +461,7 @@ class Trainer:
         progress.epoch = number
         row = {
             "epoch": progress.epoch, "step": progress.updates, "lr": self.optimizer.param_groups[0]["lr"],
-            "train_loss": progress.loss_sum / progress.images if progress.images else math.nan, **figures,
+            "train_loss": progress.loss_sum / progress.images, **figures,
             "images_per_s": progress.images / trained, "seconds": seconds,
         }
         row = {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in row.items()}
@@ -488,7 +493,8 @@ class Trainer:
         """Train until `config.epochs` epochs are complete.
 
         Raises:
-            RunError: stopped by a signal (code 128 + signal), a non-finite loss, or a full disk.
+            RunError: stopped by a signal (code 128 + signal), a non-finite loss, an epoch without an update, or a full
+                disk.
         """
         if self.last_good != self.folder / checkpoint.LAST:
             self.save()  # finds out now whether the folder can be written, and gives a rollback something to go to

@@ -14,6 +14,7 @@ import torch
 from timm.utils import ModelEmaV3
 from torch.overrides import TorchFunctionMode
 
+from ea_vision.base.errors import RunError
 from ea_vision.base.processes import World
 from ea_vision.data.augment import Augmentation
 from ea_vision.data.batches import Batch
@@ -279,6 +280,44 @@ def test_skip_gives_up_when_too_many_are_left_out(tmp_path, monkeypatch):
     trainer.progress.skipped = 1
     with pytest.raises(NonFiniteLoss):
         trainer.train_epoch()
+
+
+class Nothing(Loader):
+    """Batches whose images are all NaN, in every epoch from `first_bad` on."""
+
+    def __init__(self, count: int, first_bad: int = 0):
+        super().__init__(count)
+        self.first_bad = first_bad
+
+    def batches(self, epoch: int = 0, first: int = 0):
+        for images, targets, ids in super().batches(epoch, first):
+            yield Batch(images * math.nan if epoch >= self.first_bad else images, targets, ids)
+
+
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_an_epoch_without_an_update_ends_the_run(tmp_path, epoch):
+    """It learnt nothing, so there is nothing to evaluate, to save or to call complete."""
+    trainer = make_trainer(tmp_path, Nothing(3, epoch), on_nan="skip", epochs=5)
+    with pytest.raises(RunError) as error:
+        trainer.fit()
+    assert str(error.value) == (
+        f"all 3 updates of epoch {epoch + 1} were left out, for a loss or gradient that is not finite (--on-nan skip): "
+        f"nothing was learnt; last good checkpoint: {tmp_path / checkpoint.LAST}")
+    assert error.value.code == 1
+    assert checkpoint.read_checkpoint(tmp_path / checkpoint.LAST)["progress"]["updates"] == 3 * epoch
+    assert (tmp_path / run_folder.WEIGHTS).exists() == bool(epoch) and not (tmp_path / run_folder.RESULTS).exists()
+    assert len(list(tmp_path.glob("nonfinite-*.json"))) == 3, "and each update has its report"
+
+
+def test_a_gradient_in_float16_that_no_scale_makes_finite_is_a_fault(tmp_path, monkeypatch):
+    """The scaler leaves out overflows until its scale fits; a gradient of NaN it would leave out for ever."""
+    monkeypatch.setattr(classification, "autocast", lambda amp, device: nullcontext())
+    trainer = make_trainer(tmp_path, Loader(40), amp="float16")
+    trainer.last_good = tmp_path / checkpoint.LAST
+    next(trainer.model.parameters()).register_hook(lambda grad: grad * math.nan)
+    with pytest.raises(NonFiniteLoss, match=r"the norm of the gradient of update \d+ of epoch 1 is nan"):
+        trainer.train_epoch()
+    assert 2.0**16 / 2**trainer.progress.updates < 1e-4 <= 2.0**16 / 2 ** (trainer.progress.updates - 5)
 
 
 @pytest.fixture(scope="module")
