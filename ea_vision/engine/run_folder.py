@@ -35,7 +35,7 @@ RESULTS_ROW = "results.csv"  # of timm's results files
 SNAPSHOTS = "snapshots"  # the folder of --snapshot-epochs
 # What config.yaml's `run` section has, as far as it is read again.
 RUN_KINDS = {"model_kwargs": dict, "classes": list, "eval_split": str, "data_fingerprint": str, "measures": list,
-             "task": str, "category_ids": list}
+             "task": str, "category_ids": list, "train_images": int, "mean": list, "std": list, "starts": list}
 MEASURES = ("top1", "top5")  # of an evaluation, in percent; another trainer may have others
 COLUMNS = ("epoch", "step", "lr", "train_loss", *MEASURES, "images_per_s", "seconds")
 CLASSIFICATION = "classification"  # what a run learns, unless its `run` section has another `task`

@@ -7,7 +7,6 @@ On a CPU, for a rehearsal, networks and images are tiny and the Triton kernels r
 from __future__ import annotations
 
 import argparse
-import csv
 import os
 import signal
 import subprocess
@@ -31,6 +30,8 @@ from ea_vision.data.on_device import TrainLoader
 from ea_vision.data.small_images import Images
 from ea_vision.engine.classification import ClassificationTrainer
 from ea_vision.engine.config import resolve
+from ea_vision.engine.finished import read_finished
+from ea_vision.engine.run_folder import RESULTS
 from ea_vision.engine.signals import StopRequest
 from ea_vision.engine.train_cifar import CifarConfig
 from ea_vision.measure import kernel_figures
@@ -249,11 +250,10 @@ def finished(command: list[str], output: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"seconds": round(time.perf_counter() - began, 1)}
     if done.returncode:
         return found | {"fault": f"exit code {done.returncode}: {(done.stderr or done.stdout)[-1500:]}"}
-    rows = list(csv.DictReader((output / "metrics.csv").open()))
-    found |= {"epochs": len(rows), "train_loss": float(rows[-1]["train_loss"])}
-    if not (output / "results.json").exists():
-        found["fault"] = "the run left no results.json"
-    return found
+    run = read_finished(output)
+    if run is None:
+        return found | {"fault": f"the run left no {RESULTS}"}
+    return found | {"epochs": run.epochs, "train_loss": run.metrics["train_loss"][-1]}
 
 
 def trainers(device: torch.device, tiny: bool, folder: Path) -> Pairs:

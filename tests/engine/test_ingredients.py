@@ -9,8 +9,10 @@ import pytest
 import safetensors.torch
 import timm
 import torch
+import yaml
 
 from ea_vision.analysis import export
+from ea_vision.base.errors import UsageError
 from ea_vision.data.small_images import load_dataset
 from ea_vision.engine import checkpoint, run_folder, train_cifar, weights_card
 from ea_vision.engine.evaluate import evaluate, views
@@ -108,6 +110,49 @@ def test_the_card_of_exported_weights_has_the_figures_of_the_file(data, tmp_path
     assert "48 training images, 3 classes: class_0, class_1, class_2;" in card
     assert "the test images, once, after epoch 2: nothing was chosen by them; the weights are those of epoch 2" in card
     assert "--evaluate test_resnet.t --dataset folder --data-dir DIR --tta six" in card
+
+
+@pytest.fixture(scope="module")
+def tested(data, tmp_path_factory):
+    """A complete run whose files a test may change and put back."""
+    folder = tmp_path_factory.mktemp("tested") / "run"
+    assert run(arguments(data, folder, "--epochs", "1.2", "--resume", "none"), folder.with_suffix(".log")) == 0
+    return folder
+
+
+@pytest.mark.parametrize("change, message", [
+    ({"run.mean": ["a", "b", "c"]}, "mean cannot be ['a', 'b', 'c']"),
+    ({"run.std": [0.2, 0.2, 0.0]}, "std cannot be [0.2, 0.2, 0.0]"),
+    ({"run.classes": [1, 2, 3]}, "classes cannot be [1, 2, 3]"),
+    ({"run.train_images": None}, "train_images must be of type int, got NoneType"),
+    ({"run.starts": ["x"]}, "a start cannot be 'x'"),
+    ({"run.starts": [{"update": "1", "git_commit": None, "hardware": "", "versions": {}}]},
+     "update of a start cannot be '1'"),
+    ({"dataset": None}, "dataset cannot be None"),
+    ({"tta": "seven"}, "tta must be one of "),
+    ({"img_size": "wide"}, "img_size must be of type int, got 'wide'"),
+    ({"results.test_best": None}, "test_best must have epoch, top1 and top5, got None"),
+    ({"results.test_best": {"epoch": 7, "top1": 50.0, "top5": 100.0}}, "metrics.csv has no epoch 7"),
+    ({"results.epochs": 7}, "epochs must be the 2 of metrics.csv, got 7"),
+])
+def test_a_run_that_is_damaged_is_not_exported(data, tested, tmp_path, change, message):
+    """Weights and card are made of a run that all readers of finished runs would take, or not at all."""
+    argv = ["-o", str(tmp_path / "test_resnet.t.safetensors"), "--data-dir", str(data)]
+    files = {name: (tested / name).read_text() for name in (run_folder.CONFIG, run_folder.RESULTS)}
+    try:
+        for name, value in change.items():
+            file, load = ((run_folder.RESULTS, json.loads) if name.startswith("results.")
+                          else (run_folder.CONFIG, yaml.safe_load))
+            content = load(files[file])
+            (content["run"] if name.startswith("run.") else content)[name.rpartition(".")[2]] = value
+            (tested / file).write_text(json.dumps(content))  # which is YAML, too
+        with pytest.raises(UsageError) as error:
+            export.main([str(tested), *argv])
+    finally:
+        for name, text in files.items():
+            (tested / name).write_text(text)
+    assert message in str(error.value) and not list(tmp_path.iterdir())
+    assert change.keys() != {"results.epochs"} or export.main([str(tested), *argv]) == 0, "whole again, 1.2 epochs"
 
 
 def test_results_and_evaluation_have_views_and_plain_weights_beside_the_plain_figures(whole, capsys):

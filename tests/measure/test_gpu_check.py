@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from ea_vision.base.networks import check_model_name
+from ea_vision.engine.run_folder import METRICS, RESULTS
 from ea_vision.measure import gpu_check, gpu_stages
+from tests.measure.test_reproduce import write_run
 
 CPU = torch.device("cpu")
 ALL = os.environ.get("EA_VISION_TEST_ALL") == "1"
@@ -77,6 +79,22 @@ def test_stages_report_their_faults_and_let_the_others_go_on(tmp_path, monkeypat
     assert found["stages"]["updates"]["passed"] and found["stages"]["updates"]["figures"] == {"x": {"error": 0.5}}
     assert "nothing was run on a GPU" in found["what"] and found["versions"]["torch"]
     assert "networks: FAILED" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("spoil, fault", [
+    (lambda folder: None, None),
+    (lambda folder: (folder / RESULTS).unlink(), "the run left no results.json"),
+    (lambda folder: (folder / RESULTS).write_text("{}"), "epochs must be of type int or float, got nothing"),
+    (lambda folder: (folder / METRICS).write_text("epoch\n1\n"), "is not a metrics file of this trainer"),
+])
+def test_a_trainer_passes_with_a_whole_run_folder_alone(tmp_path, spoil, fault):
+    write_run(tmp_path / "run", 60.0)
+    spoil(tmp_path / "run")
+    found = gpu_stages.attempt(lambda: gpu_stages.finished([sys.executable, "-c", ""], tmp_path / "run"))
+    if fault is None:
+        assert (found["epochs"], found["train_loss"]) == (630, 2.0) and "fault" not in found
+    else:
+        assert fault in found["fault"]
 
 
 def test_minutes_are_kept(tmp_path, capsys):

@@ -10,6 +10,7 @@ from matplotlib.image import imread
 
 from ea_vision.base.errors import UsageError
 from ea_vision.base.files import write_json
+from ea_vision.engine.finished import read_finished
 from ea_vision.engine.run_folder import METRICS, RESULTS, write_config
 from ea_vision.studies import sweep
 from ea_vision.studies.evidence import (
@@ -25,7 +26,6 @@ from ea_vision.studies.evidence import (
     read_runs,
     smallest_shown,
 )
-from ea_vision.studies.finished import read_finished
 
 NONE, PA, EA = [70.1, 69.8, 71.0, 70.3, 69.9], [70.9, 70.1, 71.2, 71.3, 70.0], [71.0, 71.5, 72.1, 70.9, 71.6]
 

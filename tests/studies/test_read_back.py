@@ -11,10 +11,10 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from ea_vision.base.errors import UsageError
+from ea_vision.engine.finished import read_finished
 from ea_vision.engine.run_folder import CONFIG, METRICS, RESULTS
 from ea_vision.measure import reproduce
 from ea_vision.studies import evidence, sweep
-from ea_vision.studies.finished import read_finished
 from tests.measure.test_reproduce import write_run
 
 JUNK = [None, math.nan, math.inf, -1, 0, 900, 1e308, 10 ** 300, True, "", "high", "é|\n$", [], [90.0], {},
@@ -167,6 +167,9 @@ def test_the_file_of_runs(folder, data):
     (RESULTS, {"test_last": {"epoch": 630, "top1": 900, "top5": 99.0}}, "must be in percent, got 900"),
     (RESULTS, {"test_last": {"epoch": 630, "top1": "90", "top5": 99.0}}, "must be in percent, got '90'"),
     (RESULTS, {"epochs": 3}, "epochs must be the 630 of metrics.csv, got 3"),
+    (RESULTS, {"epochs": 629}, "epochs must be the 630 of metrics.csv, got 629"),
+    (RESULTS, {"epochs": 630.5}, "epochs must be the 630 of metrics.csv, got 630.5"),
+    (RESULTS, {"epochs": math.nan}, "epochs must be the 630 of metrics.csv, got nan"),
     (CONFIG, {"run": {"task": "detection"}}, "must be a run of classification, got one of detection"),
     (CONFIG, {"seed": None}, "seed must be a whole number, got None"),
 ])
@@ -180,3 +183,11 @@ def test_what_is_wrong_is_said(tmp_path, name, change, message):
     path.write_text(dump(value))
     with pytest.raises(UsageError, match=message):
         read_finished(tmp_path / "r")
+
+
+def test_a_run_that_ends_inside_an_epoch_is_complete(tmp_path):
+    """As the trainer writes it after --epochs 629.3."""
+    write_run(tmp_path / "r", 60.0)
+    path = tmp_path / "r" / RESULTS
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"epochs": 629.3}))
+    assert read_finished(tmp_path / "r").epochs == 630

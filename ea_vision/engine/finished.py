@@ -1,4 +1,5 @@
-"""Read finished runs and check them: the one reader of `sweep`, `evidence` and `reproduce --runs`."""
+"""Read finished runs and check them: the one reader of `sweep`, `evidence`, `reproduce --runs`, `export`
+and `gpu-check`."""
 
 from __future__ import annotations
 
@@ -101,7 +102,8 @@ def read_finished(folder: Path) -> FinishedRun | None:
     path, eval_split = folder / RESULTS, results["eval_split"]
     split = "test" if {"test_last", "test_best"} & results.keys() else eval_split
     last, best = (_figures(path, results, f"{split}_{name}") for name in ("last", "best"))
-    if not metrics["epoch"][-1] == results["epochs"] == last["epoch"]:
+    done = metrics["epoch"][-1]  # of --epochs 4.3 the last epoch is the fifth
+    if not done - 1 < results["epochs"] <= done == last["epoch"]:
         raise UsageError(f"{path} is damaged: epochs must be the {metrics['epoch'][-1]:g} of {METRICS}, got "
                          f"{results['epochs']!r:.60} and {last['epoch']!r:.60}")
     if best["epoch"] not in metrics["epoch"]:
