@@ -13,6 +13,8 @@ import os
 import sys
 from pathlib import Path
 
+from ea_vision.base.errors import UsageError
+
 __version__ = "0.2.0"
 
 # `ea-vision`, `ea-vision --help` and the same by `python -m ea_vision` only list the commands: without torch and timm.
@@ -28,9 +30,17 @@ try:
         from ea_vision.models import unevolve as unevolve
 
         for _module in filter(None, os.environ.get("EA_VISION_IMPORT", "").split(",")):
-            importlib.import_module(_module)
-except KeyboardInterrupt:
-    if Path(sys.argv[0]).name not in ("-m", "ea-vision", "train_cifar.py", "train_imagenet.py"):
+            try:
+                importlib.import_module(_module)
+            except ModuleNotFoundError as _error:
+                if _error.name not in (_module, _module.partition(".")[0]):
+                    raise
+                raise UsageError(f"EA_VISION_IMPORT must name modules that can be imported, got {_module!r}: "
+                                 f"{_error}") from _error
+except (KeyboardInterrupt, UsageError) as _error:
+    _script = Path(sys.argv[0]).resolve()
+    if (_script.name not in ("-m", "ea-vision", "train_cifar.py", "train_imagenet.py")
+            and _script.parent != Path(__file__).resolve().parents[1] / "visualize"):
         raise
-    print("error: interrupted", file=sys.stderr)
-    sys.exit(130)
+    print(f"error: {str(_error) or 'interrupted'}", file=sys.stderr)
+    sys.exit(2 if isinstance(_error, UsageError) else 130)

@@ -121,6 +121,25 @@ def test_scripts_of_a_checkout_take_the_commands_options(script, helped):
     assert options[0] == options[1] and len(options[0]) > 3
 
 
+@pytest.mark.parametrize("start", [["-m", "ea_vision", "models"], *([script] for script in SCRIPTS)])
+def test_ctrl_c_while_torch_is_loaded(start, tmp_path):
+    """One line and the shell's exit code, from wherever the scripts are started."""
+    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
+    (tmp_path / "scripts").symlink_to(ROOT)
+    for folder in (ROOT, tmp_path / "scripts"):
+        there = [str(folder / word) if word.endswith(".py") else word for word in start]
+        done = subprocess.run([sys.executable, *there], capture_output=True, text=True, cwd=folder, env=os.environ | {
+            "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"})
+        assert (done.returncode, done.stdout, done.stderr) == (130, "", "error: interrupted\n")
+
+
+def test_a_module_of_your_own_that_is_not_found_is_one_line():
+    done = subprocess.run([sys.executable, "-m", "ea_vision", "models"], capture_output=True, text=True, cwd=ROOT,
+                          env=os.environ | {"EA_VISION_IMPORT": "no_such.module"})
+    assert (done.returncode, done.stderr) == (2, "error: EA_VISION_IMPORT must name modules that can be imported, got "
+                                                 "'no_such.module': No module named 'no_such'\n")
+
+
 def test_every_script_is_tested():
     scripts = {str(path.relative_to(ROOT)) for folder in (".", "visualize") for path in ROOT.glob(f"{folder}/*.py")}
     assert scripts <= set(SCRIPTS)

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from timm.models import register_notrace_module
 from torch import Tensor, nn
 
+from ea_vision.base.errors import UsageError
 from ea_vision.layers.positions import add_sine, append_coordinates, choose_position
 from ea_vision.ops import check_windows, evolving_attention, forced, halve, log_once
 from ea_vision.ops.problem import check_prev_logits
@@ -64,7 +65,11 @@ class Projection(nn.Conv2d):
 
 def operands_of(layer: nn.Module, prev_logits: Tensor | None) -> dict[str, Any] | None:
     """Return what `evolving_attention` needs to know of an attention layer's evolution; None where it cannot do as the
-    layer's modules do, or where a hook wants to see the maps in them."""
+    layer's modules do, or where a hook wants to see the maps in them.
+
+    Raises:
+        ValueError: an implementation is forced that cannot do as the modules do.
+    """
     evolution, drop = layer.evolution, layer.attn_drop
     if drop._forward_hooks or drop._forward_pre_hooks:
         return None
@@ -74,6 +79,8 @@ def operands_of(layer: nn.Module, prev_logits: Tensor | None) -> dict[str, Any] 
         return None
     operands = evolution.operands(prev_logits)
     if operands is None and (reason := evolution.reason_for_reference()):
+        if forced and forced[-1] != "reference":
+            raise UsageError(f"implementation {forced[-1]!r} cannot run this: {reason}")
         log_once(("reference", reason), f"evolving attention by 'reference': {reason}")
     return operands
 

@@ -301,8 +301,7 @@ class _ConvolvedEvolution(Evolution):
     @torch.jit.ignore
     def operands(self, prev_logits: Tensor) -> dict[str, Any] | None:
         """Do all but the last convolution (PA alone has more than one); the operator does the rest."""
-        if self.reason_for_reference() or any(
-                type(conv) is not nn.Conv2d or conv._forward_hooks or conv._forward_pre_hooks for conv in self.convs):
+        if self.reason_for_reference() or any(conv._forward_hooks or conv._forward_pre_hooks for conv in self.convs):
             return None
         *first, last = self.convs or [None]
         if first:
@@ -321,6 +320,9 @@ class _ConvolvedEvolution(Evolution):
         if self.convs and (self.dilation > 1 or self.negative_slope != 0.0):
             return ("the others convolve maps without dilation and with a ReLU; got "
                     f"dilation={self.dilation}, negative_slope={self.negative_slope:g}")
+        for conv in self.convs:
+            if type(conv) is not nn.Conv2d:
+                return f"the others take the weights of a Conv2d; got {type(conv).__name__}"
         return ""
 
     @torch.jit.ignore

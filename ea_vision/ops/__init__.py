@@ -28,6 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ea_vision.base.errors import UsageError
 from ea_vision.ops import cpu, flex, gathered, reference, sdpa, triton_attention
 from ea_vision.ops.problem import Implementation, Problem, check_windows, checked
 
@@ -47,7 +48,7 @@ forced: list[str] = []  # the last one counts
 
 def _check_name(name: str, source: str) -> str:
     if name not in IMPLEMENTATIONS:
-        raise ValueError(f"{source} must be one of {', '.join(IMPLEMENTATIONS)}, got {name!r}")
+        raise UsageError(f"{source} must be one of {', '.join(IMPLEMENTATIONS)}, got {name!r}")
     return name
 
 
@@ -111,7 +112,7 @@ def _by_name(name: str, problem: Problem) -> Implementation:
     chosen = IMPLEMENTATIONS[_check_name(name, "implementation")]
     reason = chosen.reason_against(problem)
     if reason is not None:
-        raise ValueError(f"implementation {name!r} cannot run this: {reason}")
+        raise UsageError(f"implementation {name!r} cannot run this: {reason}")
     return chosen
 
 

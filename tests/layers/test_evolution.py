@@ -1,5 +1,6 @@
 """The evolution modules against DESIGN's equations, and what they refuse."""
 import itertools
+import logging
 
 import pytest
 import timm
@@ -9,7 +10,8 @@ from torch import nn
 
 import ea_vision
 from ea_vision import ops
-from ea_vision.layers import EvolvingAttention, PredictiveAttention, create_evolution
+from ea_vision.layers import AugmentedConv2d, EvolvingAttention, PredictiveAttention, create_evolution
+from ea_vision.layers.token_attention import TokenAttention
 from ea_vision.ops import evolving_attention, use_implementation
 from tests.layers.oracle import loop_map_conv
 
@@ -237,3 +239,47 @@ def test_bad_forms_of_the_maps_convolution_are_named():
         PredictiveAttention(4, negative_slope="x")
     with pytest.raises(ValueError, match="negative_slope"):
         create_evolution(None, 4, negative_slope=0.1)
+
+
+def layer_with(evolution, over_tokens: bool) -> nn.Module:
+    if over_tokens:
+        return TokenAttention.of(timm.layers.Attention(16, num_heads=2), evolution, need_logits=True)
+    return AugmentedConv2d(16, 8, dim_qk=8, dim_v=4, num_heads=2, feat_size=(4, 3), evolution=evolution)
+
+
+def evolution_that_the_kernels_do_not_know(how: str) -> nn.Module:
+    if how == "parametrised":  # one more class than Conv2d, whose weights mean the same
+        evolution = create_evolution("ea", 2)
+        nn.utils.parametrizations.weight_norm(evolution.convs[0])
+        return evolution
+    return create_evolution(*{"conv2d": ("conv2d", 2), "talking heads": ("talking_heads", 2)}.get(how, ("ea", 2)),
+                            **{"dilation": 2} if how == "dilated" else {})
+
+
+@pytest.mark.parametrize("over_tokens", [False, True])
+@pytest.mark.parametrize("how, reason", [
+    ("conv2d", "FourDimensionalConvolution has only its forward, which the others do not know"),
+    ("talking heads", "TalkingHeads has only its forward, which the others do not know"),
+    ("dilated", "the others convolve maps without dilation and with a ReLU; got dilation=2, negative_slope=0"),
+    ("parametrised", "the others take the weights of a Conv2d; got ParametrizedConv2d"),
+])
+def test_a_forced_implementation_never_gives_way_to_modules(how, reason, over_tokens, caplog):
+    """Where the choice is free the modules run, as the reference does, and the log says why."""
+    torch.manual_seed(0)
+    layer = layer_with(evolution_that_the_kernels_do_not_know(how), over_tokens).eval()
+    x = torch.randn(2, 12, 16) if over_tokens else torch.randn(2, 16, 4, 3)
+    prev = torch.randn(2, 2, 12, 12)
+    args = (x, prev, (4, 3)) if over_tokens else (x, prev)
+    for name in ("cpu", "triton", "sdpa", "flex", "gathered"):
+        with use_implementation(name), pytest.raises(ValueError) as error:
+            layer(*args)
+        assert str(error.value) == f"implementation {name!r} cannot run this: {reason}"
+    ops._logged.clear()
+    with caplog.at_level(logging.INFO), torch.no_grad():
+        chosen = layer(*args)
+        with use_implementation("reference"):
+            torch.testing.assert_close(layer(*args), chosen, rtol=0, atol=0)
+    assert f"evolving attention by 'reference': {reason}" in caplog.messages
+    layer.attn_drop.register_forward_hook(lambda *_: None)  # asks for the modules themselves
+    with torch.no_grad(), use_implementation("cpu"):
+        torch.testing.assert_close(layer(*args), chosen, rtol=0, atol=0)
