@@ -35,6 +35,7 @@ HELP = """FFCV is not installed. Debian, Ubuntu: apt-get install libturbojpeg0-d
 && pip install 'ea_vision[ffcv]'; conda: conda install -c conda-forge opencv libjpeg-turbo pkg-config compilers \
 && pip install 'ea_vision[ffcv]'; or leave .beton files out and give --data-dir"""
 RAW = 1  # FFCV's mode of an image that is stored as pixels; 0: as JPEG
+MOST_CLASSES = 1_000_000  # of a file without names; a larger label is a damaged one
 PAGES_TOGETHER = 16  # os_cache off: images are shuffled within this many pages (of 8 MiB, as written here)
 
 
@@ -143,6 +144,10 @@ class Beton:
 
     def _read_about(self, num_classes: int) -> None:
         path, about = self.path, read_sidecar(self.path)
+        named = len(about.get("classes", [])) or num_classes
+        if self.labels.min() < 0 or self.labels.max() >= (named or MOST_CLASSES):
+            raise UsageError(f"labels of {path} must lie in 0..{(named or MOST_CLASSES) - 1}, "
+                             f"got {self.labels.min()}..{self.labels.max()}")
         self.classes = about.get("classes") or [str(n) for n in range(num_classes or int(self.labels.max()) + 1)]
         self.exif_rotation = about.get("exif_rotation", False) if about else None
         self.checksums = None
@@ -158,9 +163,6 @@ class Beton:
                 raise UsageError(f"{sidecar(path)} must have {len(self)} checksums, got {len(self.checksums)}")
         if num_classes and len(self.classes) != num_classes:
             raise UsageError(f"{path} must have {num_classes} classes (--num-classes), got {len(self.classes)}")
-        if self.labels.min() < 0 or self.labels.max() >= len(self.classes):
-            raise UsageError(f"labels of {path} must lie in 0..{len(self.classes) - 1}, "
-                             f"got {self.labels.min()}..{self.labels.max()}")
 
     def __len__(self) -> int:
         return len(self.labels)

@@ -22,9 +22,11 @@ from ea_vision.data.ffcv import (
     open_beton,
     quasi_random_order,
     random_boxes,
+    sidecar,
 )
 from ea_vision.data.imagenet import ImageEvalLoader, ImageSource, eval_transform
 from ea_vision.data.threads import Recycled
+from ea_vision.engine import train_imagenet
 from tests.data.photos import make_photos
 
 needs_ffcv = pytest.mark.skipif(importlib.util.find_spec("ffcv") is None, reason="needs FFCV: pip install .[ffcv]")
@@ -153,6 +155,36 @@ def test_damaged_and_foreign_files_are_named(betons, tmp_path):
         open_beton(tmp_path / "missing.beton")
     with pytest.raises(UsageError, match="must have 1000 classes .* got 3"):
         open_beton(betons["raw"], num_classes=1000)
+
+
+@needs_ffcv
+@pytest.mark.parametrize("named, num_classes, label, message", [
+    ("with names", 0, 3, "must lie in 0..2, got 0..3"), ("with names", 3, -1, "must lie in 0..2, got -1..2"),
+    ("alone", 3, 3, "must lie in 0..2, got 0..3"), ("alone", 0, -5, "must lie in 0..999999, got -5..2"),
+    ("alone", 0, 2**62, f"must lie in 0..999999, got 0..{2**62}"),
+    ("alone", 0, 5, "must have the same classes; they differ in 3, 4, 5"),
+])
+def test_labels_beyond_the_classes_end_the_command_before_training(betons, tmp_path, capsys, named, num_classes, label,
+                                                                   message):
+    """Of the second image, in the file to train on; its classes are named beside it, counted, or not known."""
+    from ffcv.types import FieldDescType, HeaderType
+
+    path, evaluated = tmp_path / "train.beton", tmp_path / "val.beton"
+    evaluated.write_bytes(betons["raw"].read_bytes())
+    content, table = bytearray(evaluated.read_bytes()), open_beton(betons["raw"]).labels
+    second = HeaderType.itemsize + 2 * FieldDescType.itemsize + table.strides[0] * 2 - 8
+    assert np.frombuffer(content, np.int64, 1, second)[0] == table[1], "this is where a label lies"
+    content[second:second + 8] = np.int64(label).tobytes()
+    path.write_bytes(content)
+    if named == "with names":  # as the first writer left it, without checksums
+        for file in (path, evaluated):
+            sidecar(file).write_text(json.dumps({"classes": ["a", "b", "c"]}))
+    argv = ["--train-beton", str(path), "--val-beton", str(evaluated), "--model", "test_resnet", "--img-size", "16",
+            "--eval-resize", "20", "--batch-size", "4", "--device", "cpu", "--output", str(tmp_path / "run"),
+            *(["--num-classes", str(num_classes)] if num_classes else [])]
+    assert exit_code(lambda: train_imagenet.main(argv)) == 2
+    error, = capsys.readouterr().err.splitlines()
+    assert str(path) in error and message in error and not (tmp_path / "run").exists()
 
 
 @needs_ffcv
