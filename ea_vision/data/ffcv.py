@@ -19,7 +19,7 @@ import weakref
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -37,6 +37,17 @@ HELP = """FFCV is not installed. Debian, Ubuntu: apt-get install libturbojpeg0-d
 RAW = 1  # FFCV's mode of an image that is stored as pixels; 0: as JPEG
 MOST_CLASSES = 1_000_000  # of a file without names; a larger label is a damaged one
 PAGES_TOGETHER = 16  # os_cache off: images are shuffled within this many pages (of 8 MiB, as written here)
+
+
+class Evaluated(NamedTuple):
+    """How images are scaled and cut before evaluation: the trainer's options of these names."""
+
+    eval_img_size: int
+    eval_resize: int
+    interpolation: str
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {value}" for name, value in self._asdict().items())
 
 
 def require_ffcv(module: str):
@@ -103,7 +114,7 @@ class Beton:
 
     classes: from the file beside it that the writer leaves; numbers where there is none. checksums: uint32 (N,), CRC-32
     of each image's bytes, or None where that file has none. exif_rotation: whether the writer turned images as their
-    EXIF data says; None: not known.
+    EXIF data says; None: not known. evaluated: how images were scaled and cut when they were stored; None: not at all.
 
     Args:
         num_classes: that it must have; 0: any.
@@ -150,6 +161,16 @@ class Beton:
                              f"got {self.labels.min()}..{self.labels.max()}")
         self.classes = about.get("classes") or [str(n) for n in range(num_classes or int(self.labels.max()) + 1)]
         self.exif_rotation = about.get("exif_rotation", False) if about else None
+        self.evaluated = None
+        if "evaluated" in about:
+            try:
+                self.evaluated = Evaluated(**about["evaluated"])
+                side = int(self.evaluated.eval_img_size)
+            except (TypeError, ValueError) as error:
+                raise UsageError(f"{sidecar(path)} must say how images are evaluated, got {about['evaluated']!r}"
+                                 ) from error
+            if (self.heights != side).any() or (self.widths != side).any():
+                raise UsageError(f"{path} must have images of {side}x{side} pixels, as {sidecar(path)} says")
         self.checksums = None
         if "checksums" in about:
             if about.get("tables") != self.tables_digest():
@@ -184,6 +205,13 @@ class Beton:
             had, asked = ("with", "without") if self.exif_rotation else ("without", "with")
             raise UsageError(f"{self.path} was written {had} --exif-rotation, the trainer was started {asked} it: both "
                              "must be alike")
+
+    def check_evaluated(self, wanted: Evaluated | None) -> None:
+        """Raise UsageError where images were stored for another evaluation, or (wanted: None) are to be trained on."""
+        if self.evaluated is not None and self.evaluated != wanted:
+            asked = f"got {wanted}" if wanted else "and cannot be trained on"
+            raise UsageError(f"{self.path} was written for {self.evaluated}, {asked}: write it anew, or without "
+                             "--eval-img-size")
 
     def tables_digest(self) -> str:
         """SHA-256 over the file's tables: label, place, form and size of every image."""
@@ -442,12 +470,14 @@ class BetonEvalLoader(_BetonLoader):
     """Every image once over all processes; damaged ones are left out.
 
     Args:
-        resize: what the short side is scaled to, in pixels, before the middle img_size x img_size is cut out.
+        resize: what the short side is scaled to, in pixels, before the middle img_size x img_size is cut out. Of images
+            that were stored so nothing is scaled or cut any more.
     """
 
     def __init__(self, source: Beton, *, resize: int, **common):
         super().__init__(source, **common)
-        self.boxes = centre_boxes(source.heights, source.widths, self.img_size, resize)
+        self.boxes = centre_boxes(source.heights, source.widths, self.img_size,
+                                  resize if source.evaluated is None else self.img_size)
 
     def __len__(self) -> int:
         return self.share.eval_batches

@@ -1,6 +1,7 @@
 """Write a split of an image data set as one FFCV file (.beton), which trains several times faster than image files.
 
-Every image is decoded and converted to 8-bit RGB. The classes, their counts, what was left out, whether images were
+Every image is decoded and converted to 8-bit RGB, and stored whole, or, with --eval-img-size, as the trainer shows it
+to evaluate on: the folder's pixels, bit for bit. The classes, their counts, what was left out, whether images were
 turned as their EXIF data says, and a checksum of every image are written beside it as FILE.json; --verify FILE compares
 them. The file appears under its name when it is whole; an interrupted one leaves nothing that could be taken for it.
 """
@@ -15,24 +16,25 @@ import signal
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+from PIL import Image
 from tqdm import tqdm
 
 from ea_vision.base.errors import RunError, UsageError, exit_code
 from ea_vision.base.files import atomic_write, check_output
 from ea_vision.data.batches import numbered_seed
-from ea_vision.data.ffcv import Beton, open_beton, require_ffcv, seal, sidecar
+from ea_vision.data.ffcv import Beton, Evaluated, open_beton, require_ffcv, seal, sidecar
 from ea_vision.data.image_files import BrokenImage
-from ea_vision.data.imagenet import ImageSource, die_with_parent
+from ea_vision.data.imagenet import ImageSource, die_with_parent, eval_transform
 from ea_vision.data.splits import find_split
 
 EXAMPLES = """\
 examples:
   python -m ea_vision.data.write_ffcv --data-dir /data/imagenet --split train --out train.beton
-  python -m ea_vision.data.write_ffcv --data-dir /data/imagenet --split validation --out val.beton
+  python -m ea_vision.data.write_ffcv --data-dir /data/imagenet --split validation --out val.beton --eval-img-size 224
   python -m ea_vision.data.write_ffcv --data-dir DIR --split train --out small.beton --max-size 256 --jpeg-share 0
   python -m ea_vision.data.write_ffcv --verify train.beton
   python train_imagenet.py --train-beton train.beton --val-beton val.beton
@@ -42,9 +44,9 @@ MAX_SIDE = 65535  # pixels; what its tables hold
 _worker: tuple = ()
 
 
-def _begin(source: ImageSource, field, seed: int) -> None:
+def _begin(read: Callable[[int], tuple[Image.Image, int]], field, seed: int) -> None:
     global _worker
-    _worker = (source, field, seed)
+    _worker = (read, field, seed)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a trainer's handler would outlive the pool's end
     die_with_parent()
@@ -52,9 +54,9 @@ def _begin(source: ImageSource, field, seed: int) -> None:
 
 def _encode(index: int) -> tuple[np.ndarray | None, bytes, int, str]:
     """Decode and encode an image: its row of the table, without the place, its bytes, its class; or what is wrong."""
-    source, field, seed = _worker
+    read, field, seed = _worker
     try:
-        image, target = source.read(index)
+        image, target = read(index)
     except BrokenImage as error:
         return None, b"", 0, str(error)
     longest, shortest = max(image.size), min(image.size)
@@ -77,22 +79,32 @@ def _encode(index: int) -> tuple[np.ndarray | None, bytes, int, str]:
     return row, stored[0].tobytes(), target, ""
 
 
-def encoded_images(source: ImageSource, field, workers: int, seed: int) -> Iterator[tuple]:
+def encoded_images(source: ImageSource, field, workers: int, seed: int,
+                   evaluated: Evaluated | None = None) -> Iterator[tuple]:
     """Yield what `_encode` makes of every image, in order, from `workers` processes; 0: from this one."""
+    read = source.read
+    if evaluated is not None:
+        transform = eval_transform(*evaluated)
+
+        def read(index: int) -> tuple[Image.Image, int]:
+            image, target = source.read(index)
+            return Image.fromarray(transform(image).numpy()), target
+
     if not workers:
         global _worker
-        _worker = (source, field, seed)
+        _worker = (read, field, seed)
         state = np.random.get_state()
         yield from map(_encode, range(len(source)))
         np.random.set_state(state)
         return
     context = multiprocessing.get_context("fork")
-    with context.Pool(workers, _begin, (source, field, seed)) as pool:
+    with context.Pool(workers, _begin, (read, field, seed)) as pool:
         yield from pool.imap(_encode, range(len(source)), chunksize=8)
 
 
 def write_beton(source: ImageSource, out: Path, *, max_size: int = 0, jpeg_share: float = 0.5, quality: int = 90,
-                workers: int = 2, broken: str = "stop", max_bad_images: int = 0, seed: int = 0) -> dict:
+                workers: int = 2, broken: str = "stop", max_bad_images: int = 0, seed: int = 0,
+                evaluated: Evaluated | None = None) -> dict:
     """Write `source` as a .beton file and FILE.json.
 
     Args:
@@ -102,6 +114,7 @@ def write_beton(source: ImageSource, out: Path, *, max_size: int = 0, jpeg_share
         workers: processes; 0: this one alone.
         broken: "stop" at the first image that cannot be decoded or written, or "skip": leave it out and list it.
         max_bad_images: with "skip", stop when more cannot be decoded; 0: any number.
+        evaluated: store what `eval_transform` makes of each image (with max_size 0, jpeg_share 0); None: the image.
 
     Returns:
         What FILE.json holds.
@@ -119,12 +132,15 @@ def write_beton(source: ImageSource, out: Path, *, max_size: int = 0, jpeg_share
     temporary = out.with_name(f".{out.name}.tmp")
     try:
         with open(temporary, "wb") as file:
-            about = _write(file, source, types, [image_field, label_field], workers, broken, max_bad_images, seed)
+            about = _write(file, source, types, [image_field, label_field], workers, broken, max_bad_images, seed,
+                           evaluated)
             file.flush()
             os.fsync(file.fileno())
         about.update({"source": source.name, "max_size": max_size, "jpeg_share": jpeg_share, "quality": quality,
                       "seed": seed, "exif_rotation": source.exif_rotation, "bytes": temporary.stat().st_size,
                       "ffcv_format": int(types.CURRENT_VERSION), "tables": Beton(temporary).tables_digest()})
+        if evaluated is not None:
+            about["evaluated"] = evaluated._asdict()
         sidecar(out).unlink(missing_ok=True)  # never the old one beside the new file
         os.replace(temporary, out)
     except OSError as error:
@@ -136,7 +152,7 @@ def write_beton(source: ImageSource, out: Path, *, max_size: int = 0, jpeg_share
 
 
 def _write(file, source: ImageSource, types, fields: list, workers: int, broken: str, max_bad_images: int,
-           seed: int) -> dict:
+           seed: int, evaluated: Evaluated | None) -> dict:
     """Write header, tables and pages into an empty file, in the order of FFCV's own writer; return what is in it."""
     descriptors = np.zeros(len(fields), types.FieldDescType)
     type_ids = {kind: number for number, kind in types.TYPE_ID_HANDLER.items()}
@@ -154,8 +170,8 @@ def _write(file, source: ImageSource, types, fields: list, workers: int, broken:
     checksums = np.zeros(len(source), ">u4")
     count = 0
     file.seek(page_start)
-    for index, (row, data, target, error) in enumerate(tqdm(encoded_images(source, fields[0], workers, seed),
-                                                            total=len(source), unit="image", disable=None)):
+    encoded = encoded_images(source, fields[0], workers, seed, evaluated)
+    for index, (row, data, target, error) in enumerate(tqdm(encoded, total=len(source), unit="image", disable=None)):
         if not error and len(data) > PAGE:
             error = f"it takes {len(data)} bytes, a page has {PAGE}: lower --max-size"
         if error:
@@ -225,10 +241,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dataset", default="", help="timm's name of another data set (torch/*, hfds/*)")
     parser.add_argument("--num-classes", type=int, default=0, help="classes the data must have; 0: those it has "
                         "(default: 0)")
-    parser.add_argument("--max-size", type=int, default=500, help="longest side in pixels; larger images are scaled "
-                        "down, 0: none is (default: %(default)s)")
-    parser.add_argument("--jpeg-share", type=float, default=0.5, help="share of the images stored as JPEG, 0..1; the "
-                        "others are stored as pixels (default: %(default)s)")
+    parser.add_argument("--eval-img-size", type=int, default=0, metavar="SIDE", help="store images as they are "
+                        "evaluated, as pixels: the short side scaled to --eval-resize, then the middle of so many "
+                        "pixels; the trainer needs the same three options. 0: whole images (default: 0)")
+    parser.add_argument("--eval-resize", type=int, default=256, help="with --eval-img-size (default: %(default)s)")
+    parser.add_argument("--interpolation", choices=("bilinear", "bicubic"), default="bilinear",
+                        help="with --eval-img-size (default: %(default)s)")
+    parser.add_argument("--max-size", type=int, help="longest side in pixels; larger images are scaled down, 0: none "
+                        "is (default: 500)")
+    parser.add_argument("--jpeg-share", type=float, help="share of the images stored as JPEG, 0..1; the others are "
+                        "stored as pixels (default: 0.5)")
     parser.add_argument("--quality", type=int, default=90, help="quality of the JPEGs, 1..100 (default: %(default)s)")
     parser.add_argument("--exif-rotation", action="store_true", help="turn images as their EXIF data says; the trainer "
                         "needs the same option (default: do not, as timm and torchvision)")
@@ -240,6 +262,18 @@ def main(argv: list[str] | None = None) -> int:
                         "0: any number (default: 0)")
     parser.add_argument("--seed", type=int, default=0, help="of which images become JPEG (default: 0)")
     given = parser.parse_args(argv)
+    evaluated = None
+    if given.eval_img_size:
+        evaluated = Evaluated(given.eval_img_size, given.eval_resize, given.interpolation)
+        if given.max_size or given.jpeg_share:
+            raise UsageError("--eval-img-size stores pixels of one size: --max-size and --jpeg-share must be 0")
+        if not 8 <= given.eval_img_size <= given.eval_resize:
+            raise UsageError(f"--eval-img-size must lie in 8..{given.eval_resize} (--eval-resize), got "
+                             f"{given.eval_img_size}")
+    if given.max_size is None:
+        given.max_size = 0 if evaluated else 500
+    if given.jpeg_share is None:
+        given.jpeg_share = 0.0 if evaluated else 0.5
     for name, value, low, high in (("jpeg-share", given.jpeg_share, 0, 1), ("quality", given.quality, 1, 100),
                                    ("max-size", given.max_size, 0, MAX_SIDE), ("workers", given.workers, 0, 1024)):
         if not low <= value <= high:
@@ -254,7 +288,7 @@ def main(argv: list[str] | None = None) -> int:
     source = ImageSource(given.dataset, place, given.split, given.num_classes, given.exif_rotation)
     about = write_beton(source, Path(given.out), max_size=given.max_size, jpeg_share=given.jpeg_share,
                         quality=given.quality, workers=given.workers, broken=given.broken,
-                        max_bad_images=given.max_bad_images, seed=given.seed)
+                        max_bad_images=given.max_bad_images, seed=given.seed, evaluated=evaluated)
     for entry in about["left_out"]:
         print(f"left out {entry['path']}: {entry['error']}")
     print(f"{given.out}: {about['images']} images of {len(about['classes'])} classes, "

@@ -24,7 +24,7 @@ from ea_vision.base.networks import REFUSALS
 from ea_vision.base.processes import MOST_WORKERS, World
 from ea_vision.data.bad_images import BadImages
 from ea_vision.data.batches import GrowingSize
-from ea_vision.data.ffcv import BetonEvalLoader, BetonTrainLoader, open_beton
+from ea_vision.data.ffcv import BetonEvalLoader, BetonTrainLoader, Evaluated, open_beton
 from ea_vision.data.imagenet import (
     ImageEvalLoader,
     ImageSource,
@@ -108,7 +108,8 @@ class ImageNetConfig(ClassificationConfig):
     aa: str = option("", "timm's policy, such as rand-m9-mstd0.5 (FFCV, threads: a RandAugment, on the device, whose "
                          "magnitudes are drawn by batch and operation), or ta_wide, torchvision's TrivialAugment (not "
                          "FFCV, threads); empty: none", AUGMENT)
-    interpolation: str = option("bilinear", "how images are scaled (FFCV: area)", DATA, choices=("bilinear", "bicubic"))
+    interpolation: str = option("bilinear", "how images are scaled (FFCV: area, unless images are stored as evaluated)",
+                                DATA, choices=("bilinear", "bicubic"))
     max_bad_images: int = setting(10, "the run stops when more images cannot be read", DATA, minimum=0)
     log_steps: int = setting(50, "updates between rows of speed.csv; 0: none", KEPT, minimum=0)
 
@@ -139,6 +140,11 @@ class ImageNetConfig(ClassificationConfig):
     def side_to_evaluate(self) -> int:
         """Side in pixels of the images that are evaluated on."""
         return self.eval_img_size or self.img_size
+
+    @property
+    def evaluation(self) -> Evaluated:
+        """How images are scaled and cut before evaluation."""
+        return Evaluated(self.side_to_evaluate, self.eval_resize, self.interpolation)
 
     @property
     def size_of(self) -> GrowingSize | None:
@@ -176,8 +182,6 @@ class ClassFolders(run.DataModule):
         super().__init__(config, world, training)
         self.bad_images = BadImages(config.max_bad_images)
         self.batches_ahead = 2 * config.workers
-        self.preprocessing = (config.side_to_evaluate, config.eval_resize,
-                              "area" if config.val_beton else config.interpolation)
         if training:
             if config.decoder == "processes" and not config.train_beton:
                 checked_train_transform(config, config.img_size)
@@ -185,6 +189,9 @@ class ClassFolders(run.DataModule):
                 RandAugment(config.aa, (0.5, 0.5, 0.5))
             self.train = self._open("train")
         self.evaluated = self._open("validation")
+        self.preprocessing = config.evaluation
+        if config.val_beton and self.evaluated.evaluated is None:
+            self.preprocessing = self.preprocessing._replace(interpolation="area")
         self.classes, self.fingerprint = self.evaluated.classes, self.evaluated.fingerprint()
         self.eval_images = self.test_images = len(self.evaluated)
         self.about = {"data": self.evaluated.name}
@@ -212,6 +219,7 @@ class ClassFolders(run.DataModule):
         if beton:
             opened = open_beton(Path(beton), config.num_classes, config.verify_beton)
             opened.check_exif_rotation(config.exif_rotation)
+            opened.check_evaluated(None if split == "train" else config.evaluation)
             return opened
         if not config.data_dir:
             raise UsageError(f"no {split} images: --data-dir is required, or --train-beton and --val-beton")

@@ -10,6 +10,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from ea_vision.base.errors import UsageError, exit_code
 from ea_vision.data import write_ffcv
@@ -18,6 +19,7 @@ from ea_vision.data.bad_images import BadImages
 from ea_vision.data.ffcv import (
     BetonEvalLoader,
     BetonTrainLoader,
+    Evaluated,
     centre_boxes,
     open_beton,
     quasi_random_order,
@@ -25,6 +27,7 @@ from ea_vision.data.ffcv import (
     sidecar,
 )
 from ea_vision.data.imagenet import ImageEvalLoader, ImageSource, eval_transform
+from ea_vision.data.rand_augment import RandAugment
 from ea_vision.data.threads import Recycled
 from ea_vision.engine import train_imagenet
 from tests.data.photos import make_photos
@@ -81,6 +84,55 @@ def test_evaluation_pixels_are_near_the_image_loaders(photos, betons, kind):
     assert torch.equal(ours.targets, targets) and torch.equal(ours.ids, ids)
     apart = (ours.images - images).abs() * 0.2 * 255
     assert apart.mean() < PARITY and apart.mean((1, 2, 3)).max() < 2 * PARITY
+
+
+@pytest.fixture(scope="module")
+def odd_photos(tmp_path_factory):
+    """Photos of odd sizes, smaller and larger than what they are scaled to, upright and wide, grey and lossless."""
+    root, rng = tmp_path_factory.mktemp("odd"), np.random.default_rng(1)
+    sizes = [(37, 53), (201, 64), (33, 33), (61, 301), (97, 45), (36, 36), (35, 120), (20, 15)]
+    for number, size in enumerate(sizes):
+        path = root / "val" / f"class_{number % 3}" / f"{number}.{'png' if number % 4 == 3 else 'jpg'}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        image = Image.fromarray(rng.integers(0, 255, (9, 7, 3), dtype=np.uint8)).resize(size, Image.Resampling.BICUBIC)
+        image.convert("L" if number == 4 else "RGB").save(path)
+    return root
+
+
+@needs_ffcv
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+@pytest.mark.parametrize("augment", [None, RandAugment("rand-m1-n1", (0.5,) * 3)], ids=["floats", "bytes"])
+def test_images_stored_as_evaluated_are_the_folders_bit_for_bit(odd_photos, tmp_path, interpolation, augment):
+    """augment: has the loader send bytes, as on a GPU; evaluation does not augment."""
+    out = tmp_path / "val.beton"
+    argv = ["--data-dir", str(odd_photos), "--split", "validation", "--out", str(out), "--eval-img-size", "32",
+            "--eval-resize", "37", "--interpolation", interpolation, "--workers", "1"]
+    assert write_ffcv.main(argv) == 0
+    source = ImageSource("", odd_photos / "val", "validation")
+    transform = eval_transform(32, 37, interpolation)
+    images, targets, ids = next(ImageEvalLoader(source, transform=transform, batch_size=8, **COMMON).batches())
+    beton = open_beton(out, verify=True)
+    ours = next(BetonEvalLoader(beton, resize=37, batch_size=8, augment=augment, **COMMON).batches())
+    assert torch.equal(ours.images, images) and torch.equal(ours.targets, targets) and torch.equal(ours.ids, ids)
+    assert beton.classes == source.classes and len(images) == 8 and images.std() > 0.1
+    beton.check_evaluated(Evaluated(32, 37, interpolation))
+    for other in (Evaluated(24, 37, interpolation), Evaluated(32, 36, interpolation), Evaluated(32, 37, "nearest")):
+        with pytest.raises(UsageError, match=f"was written for eval_img_size 32, eval_resize 37, interpolation "
+                                             f"{interpolation}, got {other}"):
+            beton.check_evaluated(other)
+    with pytest.raises(UsageError, match="and cannot be trained on"):
+        beton.check_evaluated(None)
+
+
+@needs_ffcv
+@pytest.mark.parametrize("more, message", [
+    (["--eval-img-size", "300"], r"--eval-img-size must lie in 8..256 \(--eval-resize\), got 300"),
+    (["--eval-img-size", "32", "--max-size", "64"], "--max-size and --jpeg-share must be 0"),
+    (["--eval-img-size", "32", "--jpeg-share", "0.5"], "--max-size and --jpeg-share must be 0")])
+def test_options_of_images_as_evaluated_that_do_not_fit(odd_photos, tmp_path, more, message):
+    with pytest.raises(UsageError, match=message):
+        write_ffcv.main(["--data-dir", str(odd_photos), "--out", str(tmp_path / "x.beton"), *more])
+    assert not list(tmp_path.iterdir())
 
 
 @needs_ffcv

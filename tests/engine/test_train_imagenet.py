@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import csv
 import importlib.util
+import json
 import os
 import signal
 import subprocess
@@ -154,11 +155,12 @@ def test_a_process_killed_under_torchrun_is_restarted_and_nothing_is_lost(photos
 
 @pytest.mark.skipif(importlib.util.find_spec("ffcv") is None, reason="needs FFCV: pip install .[ffcv]")
 def test_ffcv_files_train_and_resume_as_images_do(photos, tmp_path):
-    """Two processes on .beton files, one killed; the fall-back's top-1 on the same weights is the same."""
+    """Two processes on .beton files, one killed. Images stored as evaluated: the folder's figures are the same."""
     files = []
     for split in ("train", "validation"):
         out = str(tmp_path / f"{split}.beton")
         argv = ["--data-dir", str(photos), "--split", split, "--out", out, "--workers", "1", "--jpeg-share", "0"]
+        argv += ["--eval-img-size", "16", "--eval-resize", "20"] if split == "validation" else []
         assert write_ffcv.main(argv) == 0
         files.append(out)
     given = [*TINY, "--batch-size", "4", "--train-beton", files[0], "--val-beton", files[1], "--checkpoint-steps", "2"]
@@ -171,10 +173,18 @@ def test_ffcv_files_train_and_resume_as_images_do(photos, tmp_path):
     codes = runner.run_world(2, [*given, "--output", str(broken)], log, main=train_imagenet.main)
     assert codes == [0, 0], log.read_text()
     same_result(broken, whole)
-    argv = ["--evaluate", str(whole), "--val-beton", "", "--data-dir", str(photos)]
-    assert run([*argv, "--output", str(tmp_path / "images")], log) == 0, log.read_text()
-    row, = csv.DictReader((tmp_path / "images" / "results.csv").open())
-    assert float(row["top1"]) == pytest.approx(run_folder.read_results(whole)["test_best"]["top1"], abs=100 / 13 + 0.1)
+    results = []
+    for name, more in (("images", ["--val-beton", "", "--data-dir", str(photos)]), ("beton", [])):
+        argv = ["--evaluate", str(whole), "--output", str(tmp_path / name), *more]
+        assert run(argv, log) == 0, log.read_text()
+        assert (tmp_path / name / "results.csv").read_bytes() == (whole / "results.csv").read_bytes()
+        results.append(json.loads((tmp_path / name / "evaluation.json").read_text()))
+    assert results[0]["loss"] == results[1]["loss"]
+    assert run([*given, "--output", str(tmp_path / "other"), "--eval-resize", "24"], log) == 2
+    assert "was written for eval_img_size 16, eval_resize 20, interpolation bilinear, got eval_img_size 16, " \
+           "eval_resize 24" in log.read_text()
+    assert run([*given, "--output", str(tmp_path / "other"), "--train-beton", files[1]], log) == 2
+    assert "cannot be trained on" in log.read_text() and not (tmp_path / "other").exists()
 
 
 def test_a_small_evolving_network_learns_its_images_by_heart(tmp_path):
