@@ -6,7 +6,14 @@ from torch import nn
 
 import ea_vision
 from ea_vision.deployment import attention
-from ea_vision.layers import AugmentedConv2d, TokenAttention, register_evolution
+from ea_vision.deployment.evolution import FoldedEvolution
+from ea_vision.layers import (
+    AugmentedConv2d,
+    EvolvingAttention,
+    PredictiveAttention,
+    TokenAttention,
+    register_evolution,
+)
 from ea_vision.layers.evolution import _EVOLUTIONS, Evolution
 from ea_vision.models import list_networks
 from tests.models import zoo
@@ -45,7 +52,6 @@ def difference(model: nn.Module, deployed: nn.Module, images: torch.Tensor) -> f
     with torch.no_grad():
         wanted = model(images)
         return float((deployed(images) - wanted).abs().max() / wanted.abs().max())
-
 
 
 def check(model: nn.Module, name: str, monkeypatch, sizes=None) -> nn.Module:
@@ -96,6 +102,35 @@ def test_equals_the_network_with(options, monkeypatch):
 def test_equals_a_transformer_whose_prefix_tokens(prefix, kind, monkeypatch):
     name = f"{kind}_vit_tiny_patch16_224"
     check(small(name, prefix=prefix, global_pool="avg", reg_tokens=2, init_values=0.5), name, monkeypatch)
+
+
+@pytest.mark.parametrize("kind, options", [
+    (EvolvingAttention, {}), (EvolvingAttention, {"kernel_size": 5, "negative_slope": 0.1}),
+    (EvolvingAttention, {"dilation": 2}), (PredictiveAttention, {"num_layers": 2})], ids=str)
+@pytest.mark.parametrize("num_heads", [3, 4, 8, 9])
+def test_rows_in_phases_are_the_maps_that_an_evolution_gives(kind, options, num_heads, monkeypatch):
+    torch.manual_seed(num_heads)
+    evolution = kind(num_heads, alpha=0.4, **({"beta": 0.7} if kind is EvolvingAttention else {}), **options).eval()
+    folded, strides = FoldedEvolution(evolution, num_heads), []
+    gain = folded.own_gain.float().view(-1, 1, 1)
+
+    def counted(maps, weight, bias, stride, *rest):
+        strides.append(stride)
+        return conv2d(maps, weight, bias, stride, *rest)
+
+    conv2d = torch.nn.functional.conv2d
+    for rows, cols in [(12, 12), (6, 6), (7, 7), (1, 1), (6, 5)]:
+        own, prev = torch.randn(2, 2, num_heads, rows, cols)
+        with torch.no_grad():
+            wanted = evolution(own, prev)
+            with monkeypatch.context() as patch:
+                patch.setattr(torch.nn.functional, "conv2d", counted)
+                got = folded(gain * own, prev)
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+        most = {3: 4, 4: 4, 8: 2, 9: 1}[num_heads]
+        phases = next(phases for phases in (4, 2, 1) if phases <= most and rows % phases == 0)
+        assert set(strides) == {(1 if "dilation" in options else phases, 1)}, "a block of 16 channels is filled"
+        strides.clear()
 
 
 def test_evolutions_that_change_nothing_fall_away():
