@@ -132,9 +132,10 @@ def test_onnx_and_torch_export_agree(kind, tmp_path):
 
     model = mini(evolution=kind, start="paper", token_conv=True)
     x = images()
-    torch.testing.assert_close(torch.export.export(model, (x,)).module()(x), model(x), atol=1e-5, rtol=1e-4)
+    program = torch.export.export(model, (x,))
+    torch.testing.assert_close(program.module()(x), model(x), atol=1e-5, rtol=1e-4)
     path = tmp_path / "model.onnx"
-    torch.onnx.export(model, (x,), path, dynamo=True, verbose=False)
+    torch.onnx.export(program, (), path, dynamo=True, verbose=False)
     (y,) = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"]).run(None, {"x": x.numpy()})
     torch.testing.assert_close(torch.from_numpy(y), model(x), atol=1e-4, rtol=1e-3)
 
@@ -227,7 +228,8 @@ def test_convolutional_networks_by_keyword(name, options, kind):
     x = torch.randn(2, 3, *([64, 64] if "img_size" in options else [32, 32]))
     with torch.no_grad(), use_implementation("reference"):
         assert torch.equal(model.eval()(x), base(x))
-        torch.testing.assert_close(torch.jit.script(model)(x), base(x))
+        with torch.jit.optimized_execution(False):
+            torch.testing.assert_close(torch.jit.script(model)(x), base(x))
     for module in model.modules():  # zero norms would hide the branches
         if isinstance(module, torch.nn.BatchNorm2d) and not module.weight.any():
             torch.nn.init.constant_(module.weight, 0.2)

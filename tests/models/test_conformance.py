@@ -10,7 +10,20 @@ from timm.models import create_feature_extractor, get_graph_node_names, group_pa
 from timm.optim import create_optimizer_v2
 
 from ea_vision.models import list_networks
-from tests.models.zoo import CHAINED, CIFAR, EVERY, RESNETS, SMALL, TESTED, layers_of, lively, other_sizes, side
+from tests.models.zoo import (
+    ALL,
+    CHAINED,
+    CIFAR,
+    EVERY,
+    OUTLINES,
+    RESNETS,
+    SMALL,
+    TESTED,
+    layers_of,
+    lively,
+    other_sizes,
+    side,
+)
 
 SIZES = [(64, 64), (96, 160), (128, 128), (224, 224), (288, 288)]
 
@@ -34,13 +47,12 @@ def image(name) -> torch.Tensor:
 
 @torch.no_grad()
 def test_default_cfg_is_true_and_every_size_has_its_shapes(name):
-    with torch.device("meta"):  # shapes alone, so that the largest size costs nothing
-        model = timm.create_model(name).eval()
+    model = OUTLINES[name].eval()  # shapes alone, so that the largest size costs nothing
     cfg = model.default_cfg
     assert isinstance(model.get_submodule(cfg["first_conv"]), torch.nn.Conv2d)
     assert model.get_submodule(cfg["classifier"]) is model.get_classifier()
     assert model.get_classifier().out_features == cfg["num_classes"]
-    for size in {*(SIZES if name in SMALL else SIZES[::4]), cfg["input_size"][1:]}:
+    for size in {*(SIZES[1::3] if not ALL else SIZES if name in SMALL else SIZES[::4]), cfg["input_size"][1:]}:
         features = model.forward_features(torch.empty(2, 3, *size, device="meta"))
         reduction = model.feature_info[-1]["reduction"]
         assert features.shape == (2, model.num_features, size[0] // reduction, size[1] // reduction)
@@ -126,8 +138,8 @@ def test_torchscript_computes_the_same(name, model, image):
         torch.testing.assert_close(torch.jit.script(model)(image), model(image))
 
 
-def test_layer_decay_follows_the_order_of_the_network(name, model, image):
-    order = []
+def test_layer_decay_follows_the_order_of_the_network(name, image):
+    model, order = lively(name, deep=True, num_classes=5).eval(), []
     owners = [m for m in model.modules() if next(m.parameters(recurse=False), None) is not None]
     handles = [m.register_forward_pre_hook(lambda m, _: order.append(m)) for m in owners]
     with torch.no_grad():
@@ -198,7 +210,7 @@ def test_a_new_classifier_lives_where_the_network_does(small):
 
 @pytest.mark.parametrize("small", CHAINED)
 def test_drop_path_grows_with_depth_and_is_off_in_evaluation(small):
-    model = lively(small, num_classes=5, drop_path_rate=0.3)
+    model = lively(small, deep=True, num_classes=5, drop_path_rate=0.3)
     rates = [m.drop_prob for m in model.modules() if isinstance(m, DropPath)]
     assert rates == sorted(rates) and 0.28 < rates[-1] <= 0.3 and len(rates) >= 11
     x = torch.randn(2, 3, side(small), side(small))

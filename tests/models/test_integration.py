@@ -10,7 +10,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 
 from ea_vision.models import get_network
-from tests.models.zoo import FAMILIES, lively, shallow, shrunk, side
+from tests.models.zoo import FAMILIES, lively, shrunk, side
 
 KINDS = list(dict.fromkeys([*FAMILIES, "pa_aa_resnet50"]))
 
@@ -32,7 +32,7 @@ def test_compiles_in_one_graph_once(name):
 def test_exports_with_any_batch_size_and_onnx_agrees(name, tmp_path):
     onnxruntime = pytest.importorskip("onnxruntime", reason="needs onnxruntime")
     pytest.importorskip("onnxscript", reason="needs onnxscript")
-    model = shallow(name, num_classes=5).eval()
+    model = lively(name, num_classes=5).eval()
     x = torch.randn(2, 3, side(name), side(name))
     program = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim("batch")},))
     other = torch.randn(5, *x.shape[1:])

@@ -1,5 +1,6 @@
 """The names the model tests run over: the smallest of each kind, or every one where EA_VISION_TEST_ALL is set."""
 import os
+from unittest import mock
 
 import timm
 import torch
@@ -11,8 +12,7 @@ ALL = bool(os.environ.get("EA_VISION_TEST_ALL"))
 EVERY = [name for name in list_networks() if name not in list_networks("vision_transformer")]  # these: a file of theirs
 RESNETS = list_networks("attn_resnet")
 CIFAR = list_networks("conv_transformer")
-SHRUNK = {"wide_resnet": {"width": 1}}  # keywords by family; the structure stays
-SHALLOW = {"wide_resnet": {"depth": 16}, "attn_resnet": {"layers": (2, 2, 2, 2)}}  # where every layer takes long
+SHRUNK = {"wide_resnet": {"width": 1, "depth": 16}, "attn_resnet": {"layers": (2, 2, 2, 2)}}  # keywords by family
 
 
 def family(name: str) -> str:
@@ -20,12 +20,15 @@ def family(name: str) -> str:
     return timm.model_entrypoint(name).__module__.split(".")[-1]
 
 
+with torch.device("meta"), mock.patch.object(torch.Tensor, "normal_", lambda tensor, *_, **__: tensor, create=True):
+    OUTLINES = {name: timm.create_model(name) for name in EVERY}  # shapes alone; torch draws slowly on "meta"
+_SIZES = {name: sum(p.numel() for p in model.parameters()) for name, model in OUTLINES.items()}
+
+
 def _smallest_of_each(kinds: tuple[type, ...]) -> list[str]:
     """Of a family's networks whose keywords of these types agree, the one with the fewest parameters."""
-    with torch.device("meta"):
-        sizes = {name: sum(p.numel() for p in timm.create_model(name).parameters()) for name in EVERY}
     smallest = {}
-    for name in sorted(EVERY, key=sizes.get):
+    for name in sorted(EVERY, key=_SIZES.get):
         kwargs = [(key, value) for key, value in get_network(name).kwargs.items() if isinstance(value, kinds)]
         smallest.setdefault((family(name), *sorted(kwargs, key=str)), name)
     return list(smallest.values())
@@ -41,10 +44,11 @@ def shrunk(name: str) -> dict:
     return {} if ALL else SHRUNK.get(family(name), {})
 
 
-def lively(name: str, **options):
+def lively(name: str, deep: bool = False, **options):
     """A new model of which all counts: initial zeros, in the last norms of residual branches and where a spatial
-    transformer says where to look, would hide any mistake."""
-    model = timm.create_model(name, **{**shrunk(name), **options})
+    transformer says where to look, would hide any mistake. deep: of all its layers."""
+    shorter = {key: value for key, value in shrunk(name).items() if not deep or key == "width"}
+    model = timm.create_model(name, **{**shorter, **options})
     for module in model.modules():
         if isinstance(module, torch.nn.BatchNorm2d) and not module.weight.any():
             torch.nn.init.constant_(module.weight, 0.2)
@@ -53,16 +57,7 @@ def lively(name: str, **options):
     return model
 
 
-def shallow(name: str, **options):
-    return lively(name, **({} if ALL else SHALLOW.get(family(name), {})), **options)
-
-
-def _chained(name: str) -> bool:
-    with torch.device("meta"):
-        return isinstance(timm.create_model(name), ChainedNetwork)
-
-
-CHAINED = [name for name in TESTED if _chained(name)]
+CHAINED = [name for name in TESTED if isinstance(OUTLINES[name], ChainedNetwork)]
 FAMILIES = [name for name in TESTED if ALL or get_network(name).kwargs.get("evolution") == "ea"]  # for what takes long
 
 
