@@ -18,6 +18,7 @@ import ea_vision.ops as ops
 from ea_vision.layers import AugmentedConv2d, EvolvingAttention
 from ea_vision.ops import cpu, evolving_attention, halve, sdpa, use_implementation
 from ea_vision.ops.problem import checked
+from tests.engine import runner
 from tests.ops.oracle import kept_entries
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
@@ -385,6 +386,11 @@ def reason_against(tensors):
         None, 1, "clip"))
 
 
+def load_library(_) -> int:
+    print(cpu._load())
+    return 0
+
+
 @pytest.mark.parametrize("damage", ["cut", "zeroed", "empty", "foreign", "one byte", "older"])
 def test_a_damaged_library_is_built_again(use_compiler, compiler_with, tmp_path, damage):
     """In a process of its own: to load some of them kills it."""
@@ -396,9 +402,10 @@ def test_a_damaged_library_is_built_again(use_compiler, compiler_with, tmp_path,
     foreign = (Path(torch.__file__).parent / "lib" / "libc10.so").read_bytes()
     library.write_bytes({"cut": whole[:len(whole) // 2], "zeroed": bytes(len(whole)), "empty": b"", "foreign": foreign,
                          "one byte": b"\x00" + whole[1:], "older": whole[:-32]}[damage])
-    code = "from ea_vision.ops import cpu; print(cpu._load())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0 and str(library) in done.stdout, done.stdout + done.stderr[-2000:]
+    log = tmp_path / "log"
+    process = runner.start([], log, main=load_library, CC=os.environ["CC"], XDG_CACHE_HOME=os.environ["XDG_CACHE_HOME"])
+    process.join(900)
+    assert process.exitcode == 0 and str(library) in log.read_text(), log.read_text()[-2000:]
     assert library.read_bytes() == whole
 
 
