@@ -5,7 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from ea_vision.timm import main
 from tests.data.photos import make_photos
+from tests.engine import runner
 
 SCRIPT = """
 import sys, helper, timm
@@ -93,19 +95,21 @@ def test_a_script_sees_our_models_its_arguments_and_its_neighbours(tmp_path):
     assert done.stdout == "True __main__ ['DATA', '--model', 'ea_aa_resnet50'] 7\n", done.stderr
 
 
-def test_a_missing_script_is_one_line(tmp_path):
-    done = run("validate", folder=tmp_path)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "validate.py" in done.stderr
+def test_a_missing_script_is_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TIMM_SCRIPTS", str(tmp_path))
+    assert main(["validate"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "validate.py" in error
 
 
 def test_train_and_validate_as_timms_scripts_do(tmp_path):
     for name, text in (("common", COMMON), ("train", TRAIN), ("validate", VALIDATE)):
         (tmp_path / f"{name}.py").write_text(text)
-    data = make_photos(tmp_path / "data", side=24)
-    trained = run("train", str(data), *OPTIONS, "--output", str(tmp_path), folder=tmp_path)
-    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", trained.stdout)]
-    assert trained.returncode == 0 and len(losses) == 3 and losses[-1] < losses[0], trained.stderr
-    checkpoint = str(tmp_path / "model_best.pth.tar")
-    validated = run("validate", str(data), *OPTIONS, "--checkpoint", checkpoint, folder=tmp_path)
-    assert validated.returncode == 0, validated.stderr
-    assert float(re.findall(r"top1 (\d+\.\d+)", validated.stdout)[0]) > 40  # a third by chance
+    data, log = make_photos(tmp_path / "data", side=24), tmp_path / "log"
+    argv = [str(tmp_path / "train.py"), str(data), *OPTIONS, "--output", str(tmp_path)]
+    assert runner.run(argv, log, main=main) == 0, log.read_text()
+    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", log.read_text())]
+    assert len(losses) == 3 and losses[-1] < losses[0], log.read_text()
+    argv = [str(tmp_path / "validate.py"), str(data), *OPTIONS, "--checkpoint", str(tmp_path / "model_best.pth.tar")]
+    assert runner.run(argv, log, main=main) == 0, log.read_text()
+    assert float(re.findall(r"top1 (\d+\.\d+)", log.read_text())[0]) > 40  # a third by chance

@@ -2,15 +2,27 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
 
 import pytest
 
+from ea_vision.__main__ import main
 from ea_vision.base.errors import exit_code
 from ea_vision.measure import loaders
 from tests.data.photos import make_photos
+from tests.engine import runner
 
 
-def test_table(tmp_path, capsys):
+def test_table(tmp_path, capsys, monkeypatch):
+    """Each loader in a process of its own, the first of them started as users' are."""
+    def started(command, **options):
+        if command[1:3] != ["-m", "ea_vision"] or command[-2] == "timm":
+            return real(command, **options)
+        log = tmp_path / command[-2]
+        return subprocess.CompletedProcess(command, runner.run(command[3:], log, main=main), log.read_text())
+
+    real = subprocess.run
+    monkeypatch.setattr(loaders.subprocess, "run", started)
     make_photos(tmp_path, train=16)
     beton = []
     if importlib.util.find_spec("ffcv") is not None:

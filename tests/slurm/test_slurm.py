@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from ea_vision.__main__ import main
 from ea_vision.engine import checkpoint, run_folder
 from ea_vision.studies import evidence
-from tests.engine.runner import make_folder, same_result
+from tests.engine.runner import make_folder, run, same_result
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 240  # that a job may take on a busy machine
@@ -101,25 +102,37 @@ VARIANTS = ("none=--model conv_transformer_cifar --model-kwargs 'widths=[8, 8, 1
 
 
 def test_an_array_trains_what_evidence_reads_and_continues_after_its_limit(cluster, capsys):
-    """Two variants and two seeds; the first task is told to stop in its first epoch, and runs again."""
+    """Two variants and two seeds; the first task is told to stop in its first epoch, and runs again.
+
+    From then on the script notes the command, which a process that has torch loaded runs.
+    """
     make_folder(cluster / "data", train=24, test=6, side=8)
-    common = ["--", "--dataset", "folder", "--data-dir", "data", "--recipe", "none", "--epochs", "2", "--batch-size",
-              "4", "--img-size", "8", "--workers", "0", "--cache-dir", "none", "--device", "cpu", "--holdout", "6",
-              "--checkpoint-steps", "1"]
+    common = ["--", "--dataset", "folder", "--data-dir", cluster / "data", "--recipe", "none", "--epochs", "2",
+              "--batch-size", "4", "--img-size", "8", "--workers", "0", "--cache-dir", "none", "--device", "cpu",
+              "--holdout", "6", "--checkpoint-steps", "1"]
     first = cluster / "sweep" / "variant=none,seed=0"
-    code, out = sbatch(cluster, "seeds.sbatch", "sweep", "0,1", *VARIANTS, *common, task=0,
+    code, out = sbatch(cluster, "seeds.sbatch", cluster / "sweep", "0,1", *VARIANTS, *common, task=0,
                        until=first / checkpoint.LAST)
     assert code == 143 and noted(cluster, "requeue") == ["7"], out
     assert run_folder.read_results(first) is None
+    (cluster / "bin" / "ea-vision").write_text("#!/bin/bash\nprintf '%s\\0' \"$@\" > \"$PLACE/words\"\n")
+
+    def train() -> None:
+        log = cluster / "log"
+        words = (cluster / "words").read_text().split("\0")[:-1]
+        assert run(words, log, main=main) == 0, log.read_text()
+
     for task in range(4):
-        code, out = sbatch(cluster, "seeds.sbatch", "sweep", "0,1", *VARIANTS, *common, task=task, restart=1)
+        code, out = sbatch(cluster, "seeds.sbatch", cluster / "sweep", "0,1", *VARIANTS, *common, task=task, restart=1)
         assert code == 0, out
+        train()
     assert "2 variants x 2 seeds: --array=0-3 trains all; this is task 3" in out
     assert evidence.main([str(cluster / "sweep"), "--question", "EA,none"]) == 0
     said = capsys.readouterr().out
     assert "EA" in said and "none" in said
-    code, _ = sbatch(cluster, "seeds.sbatch", "whole", "0,1", *VARIANTS, *common, task=0)
+    code, _ = sbatch(cluster, "seeds.sbatch", cluster / "whole", "0,1", *VARIANTS, *common, task=0)
     assert code == 0
+    train()
     same_result(first, cluster / "whole" / first.name)
-    code, out = sbatch(cluster, "seeds.sbatch", "sweep", "0,1", *VARIANTS, *common, task=4)
+    code, out = sbatch(cluster, "seeds.sbatch", cluster / "sweep", "0,1", *VARIANTS, *common, task=4)
     assert code == 2 and "error: there is no run for task 4" in out
