@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -18,6 +19,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ea_vision.base.errors import UsageError
+
+_logger = logging.getLogger(__name__)
 MODES = ("tune", "default")
 SMALL_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))  # 100 KiB of shared memory a multiprocessor, 99 a block
 BY_KEYS = ("logits_backward", "keys_backward")  # the others' programs keep queries
@@ -27,10 +31,10 @@ def mode_of(value: str | None) -> str:
     """Return the mode that EA_VISION_TILES asks for.
 
     Raises:
-        ValueError: another value than one of MODES.
+        UsageError: another value than one of MODES.
     """
     if value and value not in MODES:
-        raise ValueError(f"EA_VISION_TILES must be one of {', '.join(MODES)}, got {value!r}")
+        raise UsageError(f"EA_VISION_TILES must be one of {', '.join(MODES)}, got {value!r}")
     return value or MODES[0]
 
 
@@ -119,8 +123,44 @@ def tuned(kernel: Any, tile: Tile, constants: tuple[tuple[str, Any], ...]) -> An
     # before 3.4 Triton keeps nothing between processes
     kept = {"cache_results": True} if "cache_results" in inspect.signature(triton.autotune).parameters else {}
     in_place = ["maps"] if dict(constants).get("STORED_ROW", -1) >= 0 else None  # multiplied as they are read
-    return triton.autotune(configs, known, restore_value=in_place, do_bench=lambda call, quantiles: milliseconds(
-        call, quantiles), **kept)(kernel)
+    return guarded(triton.autotune(configs, known, restore_value=in_place, do_bench=lambda call, quantiles:
+                                   milliseconds(call, quantiles), **kept)(kernel))
+
+
+def guarded(tuner: Any) -> Any:
+    """Return the tuner, which from now on times its tiles again where the file that Triton keeps of their times is
+    damaged or names a tile that is none of them. Triton reads it unchecked."""
+    read = getattr(tuner, "check_disk_cache", None)
+    if read is None:
+        return tuner
+
+    def check(key: Any, configs: list[Any], bench: Callable[[], None]) -> bool:
+        steps: list[str] = []
+
+        def timed() -> None:
+            steps.append("begun")
+            bench()
+            steps.append("done")
+
+        try:
+            found = read(key, configs, timed)
+            if steps or str(tuner.cache.get(key)) in map(str, configs):
+                return found
+            fault = f"it names the tile {tuner.cache.get(key)}"
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            if steps == ["begun"]:
+                raise
+            fault = repr(error)
+        if steps:
+            _logger.warning("times of tiles are not kept: %s", fault)
+            return False
+        _logger.warning("tiles are timed again, a file of times in Triton's cache (~/.triton/cache or "
+                        "$TRITON_CACHE_DIR) cannot be used: %s", fault)
+        bench()
+        return False
+
+    tuner.check_disk_cache = check
+    return tuner
 
 
 def tunes(device: torch.device, programs: int, constants: dict[str, Any]) -> bool:
