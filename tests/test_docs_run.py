@@ -34,8 +34,8 @@ PLACES = {"cifar10": "folder", "DIR": "data", "CIFAR10": "data", "/data/imagenet
           "vit_small_patch16_224.dino": "runs/vit", "deit_small_patch16_224,vit_small_patch16_224": "runs/vit"}
 SHORTER = {  # options that end a command, over those that it has
     "train-cifar": "--epochs 1 --batch-size 8 --img-size 8 --device cpu --workers 0 --cache-dir none",
-    "train-imagenet": "--epochs 1 --batch-size 8 --img-size 32 --eval-img-size 0 --eval-resize 36 --device cpu "
-                      "--workers 0 --no-pretrained",
+    "train-imagenet": "--epochs 1 --warmup-epochs 0 --batch-size 8 --img-size 32 --eval-img-size 0 --eval-resize 36 "
+                      "--device cpu --workers 0 --no-pretrained",
     "heatmap": "--dpi 30", "strip": "--dpi 30", "rollout": "--dpi 30",
     "probe": "--limit 12 --epochs 1 --width 8 --controls none --layers 1 --workers 1 --cache-dir none",
     "benchmark": "--models resnet18 --img-size 64 --batch-size 2 --repeats 1 --no-memory --system-malloc",

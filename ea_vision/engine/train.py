@@ -130,6 +130,9 @@ class Trainer:
         if self.total_updates < 1:
             raise UsageError(f"epochs must be enough for an update, of which an epoch has {self.updates_per_epoch}, "
                              f"got {config.epochs:g}")
+        if config.warmup_updates(self.updates_per_epoch) > self.total_updates:
+            raise UsageError(f"warmup_epochs must be at most the {config.epochs:g} epochs of the run, got "
+                             f"{config.warmup_epochs:g}; --warmup-epochs 20% is a fifth of them")
         if config.sync_bn and world.device.type != "cuda":
             raise UsageError(f"--sync-bn needs CUDA, got {world.device.type}")
         if config.sync_bn:

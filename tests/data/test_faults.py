@@ -497,7 +497,7 @@ def test_trainers_refuse_ffcv_files_of_another_rotation_and_without_checksums(ph
 @pytest.mark.parametrize("trainer", ["train_imagenet", "train_cifar"])
 def test_trainers_go_without_workers(photos, tmp_path, capsys, trainer):
     argv = ["--data-dir", str(photos), "--model", "test_resnet", "--output", str(tmp_path / "run"), "--device", "cpu",
-            "--epochs", "1", "--batch-size", "4", "--img-size", "16", "--workers", "0"]
+            "--epochs", "1", "--warmup-epochs", "0", "--batch-size", "4", "--img-size", "16", "--workers", "0"]
     if trainer == "train_imagenet":
         assert exit_code(lambda: train_imagenet.main([*argv, "--eval-resize", "20"])) == 0
     else:

@@ -47,8 +47,8 @@ def arguments(photos, kind: str, recipe: str, output, *more: str) -> list[str]:
     sizes = (["--first-img-size", "32", "--img-size", "64", "--grow-epochs", "0", "1", "--eval-img-size", "80",
               "--eval-resize", "92"] if recipe.startswith("ffcv") else
              ["--img-size", "32", "--eval-img-size", "48", "--eval-resize", "51"])
-    return [*data, "--recipe", recipe, *NARROW, *sizes, "--epochs", "2", "--batch-size", "8", "--workers", "0",
-            "--device", "cpu", "--log-steps", "0", "--output", str(output), *more]
+    return [*data, "--recipe", recipe, *NARROW, *sizes, "--epochs", "2", "--warmup-epochs", "1", "--batch-size", "8",
+            "--workers", "0", "--device", "cpu", "--log-steps", "0", "--output", str(output), *more]
 
 
 @pytest.mark.parametrize("kind, recipe", [
