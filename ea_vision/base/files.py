@@ -145,6 +145,6 @@ def check_writable(folder: Path) -> None:
     probe = folder / f".{uuid.uuid4().hex}.tmp"
     try:
         probe.touch()
-        probe.unlink()
+        probe.unlink(missing_ok=True)  # another run that begins in the same folder clears such files away
     except OSError as error:
         raise UsageError(f"cannot write into the folder {folder}: {error.strerror}") from error

@@ -60,7 +60,7 @@ def locked(folder: Path, world: World) -> Iterator[None]:
         return
     create(folder)
     check_writable(folder)
-    handle = os.open(folder, os.O_RDONLY)
+    handle, held = os.open(folder, os.O_RDONLY), False
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -68,12 +68,13 @@ def locked(folder: Path, world: World) -> Iterator[None]:
             raise UsageError(f"{folder} is in use by another run that has not ended yet") from error
         except OSError as error:  # some network file systems have no locks
             log.warning("%s cannot be locked: %s", folder, error.strerror)
+        held = True
         for leftover in [*folder.glob(".*.tmp"), *folder.glob(f"{SNAPSHOTS}/.*.tmp")]:
             leftover.unlink(missing_ok=True)
         yield
     finally:
         os.close(handle)
-        if not any(folder.iterdir()):
+        if held and not any(folder.iterdir()):  # else the run that holds it has only just begun
             folder.rmdir()
 
 
@@ -148,6 +149,8 @@ def read_gates(folder: Path) -> dict[str, list[float]]:
         columns = dict(zip(names, zip(*([float(v) for v in row] for row in values), strict=True), strict=True))
         if names[:2] != ["epoch", "step"] or not all(math.isfinite(v) for column in columns.values() for v in column):
             raise ValueError("not the columns of a run")
+        if any(later <= earlier for name in names[:2] for earlier, later in pairwise((0, *columns[name]))):
+            raise ValueError("epochs and steps must rise")
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, csv.Error) as error:

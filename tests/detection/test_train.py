@@ -67,7 +67,9 @@ def uninterrupted(data, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("number, update", [(signal.SIGKILL, 3), (signal.SIGTERM, 4)])
+# Updates 1 to 3 are the first epoch; checkpoints lie before 1 and after 2, 3, 5 and 6.
+@pytest.mark.parametrize("number, update", [(signal.SIGKILL, 1), (signal.SIGKILL, 3), (signal.SIGKILL, 6),
+                                            (signal.SIGTERM, 4)])
 def test_killed_and_resumed_is_undisturbed(data, uninterrupted, tmp_path, number, update):
     folder, log = tmp_path / "run", tmp_path / "log"
     code = run(arguments(data, folder, "--workers", "1"), log, SignalAfterUpdate(number, update), main=train.main)

@@ -94,12 +94,17 @@ def raised(data, tmp_path_factory):
     return folder, argv
 
 
-def test_a_run_whose_ramp_was_interrupted_ends_as_the_undisturbed_one(raised, tmp_path):
+# The ramp takes six of ten updates; checkpoints lie after 2, 4, 5, 7, 9 and 10.
+@pytest.mark.parametrize("number, update, goes_on_after", [
+    (signal.SIGTERM, 4, 4), (signal.SIGKILL, 2, 0), (signal.SIGKILL, 4, 2), (signal.SIGKILL, 6, 5),
+    (signal.SIGKILL, 8, 7)])
+def test_a_run_whose_ramp_was_interrupted_ends_as_the_undisturbed_one(raised, tmp_path, number, update, goes_on_after):
     folder, argv = raised
     log, other = tmp_path / "log", tmp_path / "killed"
     argv = [str(other) if word == str(folder) else word for word in argv]
-    assert runner.run(argv, log, runner.SignalAfterUpdate(signal.SIGTERM, 4)) == 128 + signal.SIGTERM
-    assert runner.run(argv, log) == 0 and "update 4" in log.read_text()
+    code = runner.run(argv, log, runner.SignalAfterUpdate(number, update))
+    assert code == (128 + number if number == signal.SIGTERM else -number)
+    assert runner.run(argv, log) == 0 and f"update {goes_on_after}\n" in log.read_text()
     runner.same_result(folder, other)
     assert run_folder.read_gates(folder) == run_folder.read_gates(other)
 

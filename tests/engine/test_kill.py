@@ -10,6 +10,8 @@ from functools import partial
 import pytest
 import torch
 
+from ea_vision.base.errors import UsageError
+from ea_vision.base.processes import World
 from ea_vision.engine import checkpoint, run_folder
 from ea_vision.engine.train import Progress
 from tests.engine.runner import (
@@ -128,6 +130,34 @@ def test_a_folder_serves_one_run_at_a_time(data, tmp_path):
     assert first.is_alive()
     first.kill()
     first.join()
+    nothing_truncated(folder)
+
+
+def test_a_second_run_that_is_refused_leaves_the_folder_of_one_that_has_only_just_begun(tmp_path):
+    """Nothing is in it yet, so it looks like one to clear away."""
+    folder, world = tmp_path / "run", World(0, 1, torch.device("cpu"))
+    with run_folder.locked(folder, world):
+        with pytest.raises(UsageError, match="is in use by another run"), run_folder.locked(folder, world):
+            raise AssertionError("two runs in one folder")
+        run_folder.write_gates(folder, [{"epoch": 1, "step": 1}])
+    assert (folder / run_folder.GATES).exists()
+    with run_folder.locked(tmp_path / "empty", world):
+        pass
+    assert not (tmp_path / "empty").exists(), "its own empty folder a run takes away"
+
+
+def test_two_runs_started_together_end_as_one(data, uninterrupted, tmp_path):
+    """One trains; the other is refused or, if it comes later, sees a complete run."""
+    folder, logs = tmp_path / "run", [tmp_path / "a.log", tmp_path / "b.log"]
+    runs = [start(arguments(data, folder, *EXTRAS), log) for log in logs]
+    for process in runs:
+        process.join(600)
+    said = [log.read_text() for log in logs]
+    assert sorted(process.exitcode for process in runs) in ([0, 0], [0, 2]), said
+    for process, text in zip(runs, said, strict=True):
+        assert process.exitcode == 0 or text.splitlines()[-1] == f"error: {folder} is in use by another run that has " \
+                                                                 "not ended yet"
+    same_result(folder, uninterrupted)
     nothing_truncated(folder)
 
 
