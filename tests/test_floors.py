@@ -44,3 +44,19 @@ def test_every_import_points_downwards():
 def test_every_room_is_on_a_floor():
     rooms = {path.parent.name for path in ROOT.glob("*/__init__.py")}
     assert rooms - {"recipes"} <= set(FLOORS), "a new folder needs its place in FLOORS"
+
+
+def test_predict_does_not_wait_for_what_trains():
+    loaded, left = set(), ["ea_vision", "ea_vision.analysis.predict"]
+    while left:
+        path = ROOT.joinpath(*left.pop().split(".")[1:])
+        path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        if path in loaded or not path.is_file():
+            continue
+        loaded.add(path)
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == "ea_vision":
+                left += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    names = {path.relative_to(ROOT).as_posix() for path in loaded}
+    assert {"analysis/loading.py", "deployment/fold.py", "engine/run_folder.py", "detection/predict.py"} <= names
+    assert not names & {"engine/train.py", "engine/run.py", "engine/config.py", "detection/train.py"}

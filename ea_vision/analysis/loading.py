@@ -25,7 +25,6 @@ from ea_vision.data.image_files import MAX_PIXELS
 from ea_vision.deployment.files import SUFFIXES, ExportedNetwork
 from ea_vision.detection.model import create_detector
 from ea_vision.detection.predict import Detections, detect
-from ea_vision.detection.train import TASK, check_class_names
 from ea_vision.detection.transforms import FILL, boxes_to_square, fit_image, fitted_size
 from ea_vision.engine import checkpoint, run_folder
 
@@ -152,6 +151,8 @@ def load_model(target: str, *, random: bool = False, img_size: tuple[int, int] |
     epoch, trained, weights, of_run = None, not random, "", {}
     if os.path.isdir(path) or os.path.isfile(path):
         folder = _run_of(path)
+        from ea_vision.detection.train import TASK  # all of training: for runs alone
+
         config, run = run_folder.read_config(folder)
         label = f"{config['model']}, {folder.resolve().name}"
         if run.get("task") == TASK:
@@ -201,6 +202,8 @@ def _load_exported(path: Path, img_size: tuple[int, int] | None) -> LoadedModel:
 def _load_detector(path: Path, folder: Path, label: str, random: bool, img_size: tuple[int, int] | None, seed: int,
                    device: str | torch.device) -> DetectorModel:
     """See `load_model`; `path` is the run folder or a file in it."""
+    from ea_vision.detection.train import TASK, check_class_names
+
     config, run = run_folder.read_config(folder, "classes", "category_ids")
     epoch = None
     if path.is_dir() and not random:

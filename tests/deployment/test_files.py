@@ -1,5 +1,7 @@
 """Exported files compute what the network computes, and classify photos without anything else."""
 import json
+import tarfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -81,6 +83,36 @@ def test_predict_needs_the_file_alone(tmp_path, photos, capsys, monkeypatch):
     for a, b in zip(own, got, strict=True):
         probabilities = [[c["probability"] for c in row["classes"]] for row in (a, b)]
         assert probabilities[0] == pytest.approx(probabilities[1], abs=1e-4)
+
+
+@pytest.fixture(scope="module")
+def shipped_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("file") / "net.onnx"
+    model = load_model(SHIPPED)
+    write(export_program(model.model, model.img_size), path, about(model.model))
+    return path
+
+
+def agrees_on(photos, path) -> None:
+    """Assert that a file gives real photos (RGB images) the network's classes and, nearly, its logits."""
+    model = load_model(SHIPPED)
+    images = torch.stack([model.normalize(model.prepare(photo.convert("RGB"))) for photo in photos])
+    with torch.no_grad():
+        own, got = model.model(images), ExportedNetwork(path)(images)
+    assert torch.equal(own.argmax(1), got.argmax(1))
+    assert (own - got).abs().max() < 1e-4 * own.abs().max()
+
+
+def test_a_photo_gets_the_same_class(shipped_file):
+    with Image.open(Path(__file__).parents[2] / "docs" / "cat.jpg") as photo:
+        agrees_on([photo, photo.transpose(Image.Transpose.FLIP_LEFT_RIGHT)], shipped_file)
+
+
+def test_photos_of_cifar_get_the_same_classes(shipped_file, shared):
+    with tarfile.open(shared / "data" / "cifar10" / "test.tar") as tar:
+        members = [member for member in tar if member.isfile()][::50]
+        assert len(members) > 100
+        agrees_on([Image.open(tar.extractfile(member)) for member in members], shipped_file)
 
 
 @pytest.mark.parametrize("precision, size, close", [("float16", 0.6, 0.02), ("int8", 0.6, 0.5)])
