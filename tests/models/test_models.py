@@ -120,14 +120,14 @@ def test_shares_of_attention_have_the_aa_papers_sizes(share, published):
 
 
 def test_attention_alone_runs_and_takes_what_fits_of_a_timm_resnet():
-    model = lively("ea_aa_resnet50", num_classes=5, qk_ratio=1.0, v_ratio=1.0)
+    model = lively("ea_aa_resnet50", deep=True, num_classes=5, qk_ratio=1.0, v_ratio=1.0)
     assert model(torch.randn(2, 3, 64, 64)).shape == (2, 5)
     state = checkpoint_filter_fn(timm.create_model("resnet50", num_classes=5).state_dict(), model)
     assert not model.load_state_dict(state).missing_keys
 
 
 def test_the_aa_papers_resnet34_has_13_layers():
-    model = lively("aa_resnet34", num_classes=1000, augment="first", v_ratio=0.25, min_head_qk=20)
+    model = lively("aa_resnet34", deep=True, num_classes=1000, augment="first", v_ratio=0.25, min_head_qk=20)
     assert sum(p.numel() for p in model.parameters()) == pytest.approx(20_751_000, abs=500)
     assert [type(block.conv2) is torch.nn.Conv2d for block in model.layer3] == [True] * 6
     assert len(layers_of(model)) == 13
