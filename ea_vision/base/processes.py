@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import queue
 import re
+import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +21,8 @@ from ea_vision.base.errors import RunError, UsageError
 
 # Processes or threads that decode images: more would only get into each other's way, and 100,000 bring a machine down.
 MOST_WORKERS = max(64, 16 * (os.cpu_count() or 1))
+JOIN_SECONDS = 600  # that processes have to join a run
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
@@ -39,27 +43,43 @@ class World:
         if self.store is not None:
             self.store.set(f"update/{self.rank}", str(updates))
 
-    def missing(self) -> str:
-        """Return which processes are behind the others in their updates, for the end of a message."""
+    def missing(self, seconds: float = 3.0) -> str:
+        """Return which processes do not answer, for the end of a message. Of the others each calls this within so many
+        seconds; of those that do not, the ones that are behind in their updates are named, where some are."""
+        def ask() -> tuple[list[int], list[int]]:
+            self.store.set(f"waits/{self.rank}", "1")
+            silent, deadline = set(range(self.size)), time.monotonic() + seconds
+            while silent and time.monotonic() < deadline:
+                time.sleep(0.05)
+                silent = {rank for rank in silent if not self.store.check([f"waits/{rank}"])}
+            return sorted(silent), [int(self.store.get(f"update/{rank}")) + 1
+                                    if self.store.check([f"update/{rank}"]) else 0 for rank in range(self.size)]
+
         try:
-            begun = [int(self.store.get(f"update/{rank}")) if self.store.check([f"update/{rank}"]) else -1
-                     for rank in range(self.size)]
-        except (RuntimeError, AttributeError):  # the store went with its process
+            silent, begun = within(seconds + 2, ask)
+        except TimeoutError:
+            return "; process 0, which keeps their store, does not answer"
+        except RuntimeError:  # the store went with its process
             return ""
-        late = [rank for rank, updates in enumerate(begun) if updates < max(begun)]
-        return "".join(f"; process {rank} has not begun update {begun[rank] + 2}" for rank in late[:8])
+        late = [rank for rank in silent if begun[rank] < max(begun)] or silent
+        since = [f"update {update}" if update else "its start" for update in begun]
+        return "".join(f"; process {rank} has not answered since {since[rank]}" for rank in late[:8])
 
     def is_told(self, seconds: float = 2.0) -> bool:
         """Return whether another process tells of the error that ends this one: the first one, where it meets it."""
         if self.store is None:
             return False
-        try:
-            if self.is_main:
-                return self.store.add("told", 1) > 1
+
+        def ask() -> bool:
             deadline = time.monotonic() + seconds
-            while time.monotonic() < deadline and not self.store.check(["told"]):
+            while not self.is_main and time.monotonic() < deadline and not self.store.check(["told"]):
                 time.sleep(0.05)
             return self.store.add("told", 1) > 1
+
+        try:
+            return within(seconds + 2, ask)
+        except TimeoutError:  # the first process hangs: the second tells, and the first of every node
+            return self.rank != 1 and os.environ.get("LOCAL_RANK") != "0"
         except RuntimeError:  # the store went with its process, which told
             return True
 
@@ -91,6 +111,30 @@ class World:
             self.barrier()
 
 
+def within(seconds: float, ask: Callable[[], Answer]) -> Answer:
+    """Return `ask()`, which may hang: it is left alone then, in a thread that does not keep this process.
+
+    Raises:
+        TimeoutError: it has not returned in this time; also what it raises.
+    """
+    results: queue.SimpleQueue = queue.SimpleQueue()
+
+    def answer() -> None:
+        try:
+            results.put((ask(), None))
+        except Exception as error:  # raised below, where it is waited for
+            results.put((None, error))
+
+    threading.Thread(target=answer, daemon=True).start()
+    try:
+        result, error = results.get(timeout=seconds)
+    except queue.Empty:
+        raise TimeoutError(f"no answer within {seconds:g} s") from None
+    if error is not None:
+        raise error
+    return result
+
+
 def choose_device(name: str, local_rank: int = 0) -> torch.device:
     """The device of this process.
 
@@ -110,7 +154,7 @@ def choose_device(name: str, local_rank: int = 0) -> torch.device:
     return torch.device("cpu")
 
 
-def fresh_store(store: dist.Store, rank: int, size: int, seconds: float = 600) -> dist.Store:
+def fresh_store(store: dist.Store, rank: int, size: int, seconds: float = JOIN_SECONDS) -> dist.Store:
     """A part of the store that holds nothing of processes that torchrun has replaced.
 
     torchrun keeps its store when it restarts processes, with the addresses of the dead ones in it, and a process that
@@ -131,7 +175,8 @@ def fresh_store(store: dist.Store, rank: int, size: int, seconds: float = 600) -
                 missing.discard(other)
             time.sleep(0.05)
         if missing:
-            raise RunError(f"{len(missing)} of {size} processes did not join within {seconds:g} s")
+            named = ", ".join(map(str, sorted(missing)[:8]))
+            raise RunError(f"{len(missing)} of {size} processes did not join within {seconds:g} s: {named}")
         return dist.PrefixStore(f"ea_vision/{own}", store)
     while time.monotonic() < deadline:
         if store.check(["ea_vision/name"]):
@@ -160,7 +205,7 @@ def join_world(device_name: str, timeout_minutes: float = 10.0) -> Iterator[Worl
         yield World(0, 1, device)
         return
     backend = "nccl" if device.type == "cuda" else "gloo"
-    store, _, _ = next(iter(dist.rendezvous("env://", rank, size)))
+    store, _, _ = next(iter(dist.rendezvous("env://", rank, size, timeout=timedelta(seconds=JOIN_SECONDS))))
     store = fresh_store(store, rank, size)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size,
                             timeout=timedelta(minutes=timeout_minutes))
@@ -173,7 +218,7 @@ def join_world(device_name: str, timeout_minutes: float = 10.0) -> Iterator[Worl
     except RuntimeError as error:  # torch's, of a collective
         if not re.search(r"tim(ed )?(e)?out|connection (reset|closed|refused)|peer", str(error), re.IGNORECASE):
             raise
-        failed = RunError(f"process {rank} waited in vain for the others{world.missing()}")
+        failed = RunError(f"waited in vain for the other processes{world.missing()}")
         failed.told = world.is_told()
         raise failed from error
     finally:

@@ -1,5 +1,6 @@
 """Errors of one process among several: who tells of them, and what torchrun gets."""
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -34,10 +35,12 @@ def test_another_process_tells_of_what_it_meets_alone(monkeypatch, capsys, told,
     assert exit_code(fail) == 2 and capsys.readouterr().err == said
 
 
-def test_the_first_process_says_who_is_behind_and_one_of_them_tells():
+def test_the_first_process_says_who_does_not_answer_and_one_of_them_tells():
     store = dist.HashStore()
     worlds = [World(rank, 3, torch.device("cpu"), store) for rank in range(3)]
     for world, updates in zip(worlds, (7, 6, 7), strict=True):
         world.note(updates)
-    assert worlds[0].missing() == "; process 1 has not begun update 8"
+    assert worlds[0].missing(0.2) == "; process 1 has not answered since update 7", "2 is not behind, if slow"
+    with ThreadPoolExecutor(2) as pool:
+        assert set(pool.map(World.missing, (worlds[1], worlds[0]))) == {"; process 2 has not answered since update 8"}
     assert not worlds[2].is_told(0.1) and worlds[1].is_told(0.1) and worlds[0].is_told()

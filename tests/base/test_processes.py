@@ -12,11 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 
 from ea_vision.base.errors import RunError
 from ea_vision.base.processes import fresh_store
-from ea_vision.engine import checkpoint, run_folder, train_cifar
+from ea_vision.engine import checkpoint, run_folder, train, train_cifar
 from ea_vision.engine.train import Trainer
 from tests.engine.runner import (
     GN_MODEL,
@@ -27,6 +28,7 @@ from tests.engine.runner import (
     run,
     run_world,
     same_result,
+    start_world,
 )
 
 
@@ -131,8 +133,64 @@ def test_restarted_processes_do_not_find_the_addresses_of_the_dead():
         assert not own[0].check(["address"]), "nothing of the attempts before"
         own[0].set("address", str(attempt))
         assert [part.get("address") for part in own] == [str(attempt).encode()] * 3, "all share it"
-    with pytest.raises(RunError, match="1 of 2 processes did not join"):
+    with pytest.raises(RunError, match="1 of 2 processes did not join within 0.2 s: 1"):
         fresh_store(store, 0, 2, seconds=0.2)
+
+
+@pytest.mark.parametrize("hung", [1, 0])
+def test_a_process_that_hangs_ends_the_run_in_one_line_that_names_it(data, tmp_path, hung):
+    """The first process keeps the store, as without torchrun's own: where it hangs, the second one says so."""
+    folder, log = tmp_path / "run", tmp_path / "log"
+    argv = arguments(data, folder, "--dist-timeout", "0.1", "--batch-size", "4")
+    processes = start_world(2, argv, log, SignalAfterUpdate(signal.SIGSTOP, 7, rank=hung))  # the second epoch's second
+    try:
+        while "epoch 1/2" not in log.read_text() and processes[1 - hung].is_alive():
+            time.sleep(0.1)
+        begin = time.monotonic()
+        processes[1 - hung].join(60)
+        assert processes[1 - hung].exitcode == 1 and time.monotonic() - begin < 6 + 3 + 2 + 4 + 15, log.read_text()
+    finally:
+        for process in processes:
+            process.kill()
+    errors = [line for line in log.read_text().splitlines() if line.startswith("error: ")]
+    assert errors == ["error: waited in vain for the other processes; process 1 has not answered since update 6" if hung
+                      else "error: process 1: waited in vain for the other processes; process 0, which keeps their "
+                      "store, does not answer"]
+    assert checkpoint.read_checkpoint(folder / checkpoint.LAST)["progress"]["epoch"] == 1, "the run can go on"
+
+
+class KeepStatistics:
+    """Write what each process has of BatchNorm's statistics before and after they are shared."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def __call__(self):
+        share, folder = train.distribute_bn, self.folder
+
+        def kept(model, size, reduce):
+            states = []
+            for step in (lambda: None, lambda: share(model, size, reduce)):
+                step()
+                states.append({name: value.clone() for name, value in model.named_buffers() if "running" in name})
+            torch.save(states, folder / f"{os.environ['RANK']}.pt")
+
+        train.distribute_bn = kept
+
+
+@pytest.mark.parametrize("dist_bn", ["reduce", "broadcast"])
+def test_statistics_that_are_evaluated_are_the_mean_or_the_first_processs(data, tmp_path, dist_bn):
+    log = tmp_path / "log"
+    argv = arguments(data, tmp_path / "run", "--dist-bn", dist_bn, "--epochs", "1", "--batch-size", "4")
+    assert run_world(2, argv, log, KeepStatistics(tmp_path)) == [0, 0], log.read_text()
+    (first, first_after), (second, second_after) = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    written = safetensors.torch.load_file(tmp_path / "run" / run_folder.WEIGHTS)
+    assert len(first) > 10
+    for name, own in first.items():
+        assert not torch.equal(own, second[name]), "each process has seen other images"
+        wanted = (own + second[name]) / 2 if dist_bn == "reduce" else own
+        for after in (first_after[name], second_after[name], written[name]):
+            torch.testing.assert_close(after, wanted, rtol=1e-6, atol=1e-7)
 
 
 def test_torchrun(data, tmp_path):

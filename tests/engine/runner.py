@@ -84,12 +84,7 @@ def run(argv: list[str], log: Path, sabotage=None, seconds: float = 900, main=tr
 def run_world(size: int, argv: list[str], log: Path, sabotage=None, seconds: float = 900,
               main=train_cifar.main) -> list[int]:
     """Run `size` processes with the environment that torchrun gives them; return their exit codes."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    world = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    processes = [start(argv, log, sabotage, main, RANK=str(rank), LOCAL_RANK=str(rank), **world)
-                 for rank in range(size)]
+    processes = start_world(size, argv, log, sabotage, main)
     for process in processes:
         process.join(seconds)
     for process in processes:
@@ -97,6 +92,16 @@ def run_world(size: int, argv: list[str], log: Path, sabotage=None, seconds: flo
             process.kill()
             raise AssertionError(f"no end after {seconds} s:\n{log.read_text()}")
     return [process.exitcode for process in processes]
+
+
+def start_world(size: int, argv: list[str], log: Path, sabotage=None, main=train_cifar.main) -> list:
+    """Start `size` processes with the environment that torchrun gives them."""
+    log.touch()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    world = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return [start(argv, log, sabotage, main, RANK=str(rank), LOCAL_RANK=str(rank), **world) for rank in range(size)]
 
 
 def same_result(a: Path, b: Path) -> None:
