@@ -221,9 +221,9 @@ def test_seeds_draw_everything_but_the_images_and_unseen_takes_test_images(tmp_p
 
     monkeypatch.setattr(probe, "extract_maps", extract)
     monkeypatch.setattr(probe, "train_probe", train)
-    assert probe.main(["--model", "ea_conv_transformer_cifar", "--layers", "2", "--unseen", "--seeds", "1,2,4",
-                       "--controls", "untrained", "-o", str(tmp_path)]) == 0
-    digits = load_dataset("digits").test
+    assert probe.main(["--model", "ea_conv_transformer_cifar", "--img-size", "16", "--layers", "2", "--unseen",
+                       "--seeds", "1,2,4", "--controls", "untrained", "-o", str(tmp_path)]) == 0
+    digits = load_dataset("digits", img_size=16).test
     assert len(seen[0]) == len(digits) - len(digits) // 5 and len(seen[1]) == len(digits) // 5
     both = torch.cat(seen[:2]).flatten(1)
     assert torch.equal(both.unique(dim=0), digits.images.flatten(1).unique(dim=0)), "all test images, none twice"
