@@ -128,6 +128,7 @@ def test_a_complete_run_has_its_results_row(photos, finished, tmp_path):
     assert (folder / "results.csv").read_bytes() == (finished / "results.csv").read_bytes()
 
 
+@pytest.mark.slow  # torchrun's own restart; kill and resume, and torchrun alone, have quick tests
 def test_a_process_killed_under_torchrun_is_restarted_and_nothing_is_lost(photos, tmp_path):
     """torchrun --max-restarts: two gloo processes, one of them killed, against the same command undisturbed."""
     script = Path(__file__).parents[2] / "train_imagenet.py"

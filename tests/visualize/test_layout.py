@@ -173,7 +173,7 @@ KINDS = {  # of recordings (one a model, all alike), their layers' numbers, thei
     "chain": lambda made, layers, heads, width: draw_chain(
         {r.model.label: quantities(len(layers), len(heads)) for r in made}, width=width),
 }
-SIZES = [(1, 1, 1), (3, 4, 2), (6, 8, 3)]  # layers, heads, models
+SIZES = [(1, 1, 1), pytest.param(3, 4, 2, marks=pytest.mark.slow), (6, 8, 3)]  # layers, heads, models
 
 
 @pytest.mark.parametrize("layers, heads, models", SIZES)
@@ -304,7 +304,7 @@ RESULTS = {  # figures of results, of models' names, inches
 }
 
 
-@pytest.mark.parametrize("count", [1, 3, 4])
+@pytest.mark.parametrize("count", [1, pytest.param(3, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("width", [3.3, 6.75])
 @pytest.mark.parametrize("kind", [*RESULTS, "learning curves"])
 def test_figures_of_results_in_print(kind, width, count, tmp_path, monkeypatch):
