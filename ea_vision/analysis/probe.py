@@ -70,8 +70,13 @@ class Journal:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self.done = json.loads(self.file.read_text()) if self.file.exists() else {}
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise UsageError(f"cannot use {folder} as the output folder: {error}") from error
+        right = isinstance(self.done, dict) and all(
+            type(top1) in (int, float) and 0 <= top1 <= 100 for top1 in self.done.values())
+        if not right:
+            raise UsageError(f"{self.file} must hold accuracies in percent by probe, got {self.done!r:.60}; without "
+                             "this file the probes are computed again")
 
     def top1(self, key: str, compute: Callable[[], float]) -> float:
         if key not in self.done:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -51,11 +52,7 @@ def extract_maps(model: LoadedModel, images: Tensor, source: MapSource, folder: 
     files = [folder / f"layer{number}.npy" for number in source.layers]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        done = 0
-        if state_file.exists():
-            state = json.loads(state_file.read_text())
-            done = state["done"] if state["key"] == key and all(file.exists() for file in files) else 0
-        stores = [np.lib.format.open_memmap(file, mode="r+") for file in files] if done else None
+        done, stores = _kept(state_file, files, key, len(images))
         batches = range(done, len(images), batch_size)
         for first in tqdm(batches, desc=f"maps of {model.label}", unit="batch", disable=not batches or None):
             maps = query_maps(model, images[first:first + batch_size], source)
@@ -69,6 +66,24 @@ def extract_maps(model: LoadedModel, images: Tensor, source: MapSource, folder: 
     except OSError as error:
         raise RunError(f"cannot keep maps in {folder}: {error.strerror or error}") from error
     return stores
+
+
+def _kept(state_file: Path, files: Sequence[Path], key: str, images: int) -> tuple[int, list[np.ndarray] | None]:
+    """Return how many images' maps are in the files, and the files' arrays; 0 and None where they are not those of
+    `key`, or damaged: then they are made again."""
+    try:
+        state = json.loads(state_file.read_text())
+        if not isinstance(state, dict) or state.get("key") != key:
+            return 0, None
+        for file in files:
+            np.lib.format.open_memmap(file, mode="r")  # r+ would fill a file that is cut off with zeros
+        stores = [np.lib.format.open_memmap(file, mode="r+") for file in files]
+    except (FileNotFoundError, ValueError, RecursionError):
+        return 0, None
+    done = state.get("done")
+    whole = type(done) is int and 0 < done <= images and all(
+        store.dtype == np.float16 and store.ndim == 4 and len(store) == images for store in stores)
+    return (done, stores) if whole else (0, None)
 
 
 def query_maps(model: LoadedModel, images: Tensor, source: MapSource) -> list[np.ndarray]:

@@ -11,13 +11,15 @@ import json
 import logging
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from ea_vision.base.errors import UsageError
@@ -151,6 +153,43 @@ def write(program: torch.export.ExportedProgram, path: Path, about: About, preci
     atomic_write(path, data.getvalue())
 
 
+def _checked_about(path: Path, said: Mapping[str, str]) -> About:
+    """Return the metadata of a file, which are JSON by name.
+
+    Raises:
+        UsageError: a field is missing, or has a value that no network has.
+    """
+    missing = [field.name for field in fields(About) if not isinstance(said, Mapping) or field.name not in said]
+    if missing:
+        raise UsageError(f"{path} must be a network that ea-vision export wrote; its metadata lack "
+                         f"{', '.join(missing)}")
+
+    def numbers(value: Any, count: int, kinds: tuple[type, ...] = (int, float)) -> bool:
+        return isinstance(value, list) and len(value) == count and all(type(x) in kinds and x >= 0 for x in value)
+
+    right = {
+        "name": lambda value: isinstance(value, str),
+        "size": lambda value: numbers(value, 2, (int,)) and 0 < min(value) and max(value) <= 100_000,
+        "mean": lambda value: numbers(value, 3) and max(value) <= 1,
+        "std": lambda value: numbers(value, 3) and 0 < min(value) <= max(value) <= 1,
+        "crop_pct": lambda value: type(value) in (int, float) and 0 < value <= 10,
+        "interpolation": lambda value: isinstance(value, str) and value.upper() in Image.Resampling.__members__,
+        "num_classes": lambda value: type(value) is int and value > 0,
+        "classes": lambda value: value is None or isinstance(value, list) and all(
+            isinstance(name, str) for name in value)}
+    values = {}
+    for name, check in right.items():
+        try:
+            values[name] = json.loads(said[name])
+        except (TypeError, ValueError, RecursionError) as error:
+            raise UsageError(f"{path} is damaged: its {name} is no JSON: {error}") from error
+        if not check(values[name]):
+            raise UsageError(f"{path} is damaged: its {name} cannot be {values[name]!r:.60}")
+    if values["classes"] is not None and len(values["classes"]) != values["num_classes"]:
+        raise UsageError(f"{path} is damaged: it names {len(values['classes'])} of {values['num_classes']} classes")
+    return About(**values | {"size": tuple(values["size"])})
+
+
 class ExportedNetwork(nn.Module):
     """A file of `write` as a network: (B, 3, H, W) -> (B, num_classes), on a CPU.
 
@@ -179,12 +218,7 @@ class ExportedNetwork(nn.Module):
                 said = session.get_modelmeta().custom_metadata_map
         except Exception as error:  # onnxruntime and torch.export name theirs each in their way
             raise UsageError(f"cannot read {path}: {error}") from error
-        missing = [field.name for field in fields(About) if field.name not in said]
-        if missing:
-            raise UsageError(f"{path} must be a network that ea-vision export wrote; its metadata lack "
-                             f"{', '.join(missing)}")
-        values = {field.name: json.loads(said[field.name]) for field in fields(About)}
-        self.about = About(**values | {"size": tuple(values["size"])})
+        self.about = _checked_about(path, said)
         self.num_classes = self.about.num_classes
 
     def forward(self, images: Tensor) -> Tensor:

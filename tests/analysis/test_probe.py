@@ -96,6 +96,43 @@ def test_an_interrupted_extraction_goes_on_and_a_finished_one_is_read(tmp_path, 
     assert len(taken) == 8 and not np.array_equal(other[0], whole[0])
 
 
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+@pytest.mark.parametrize("name, damage", [
+    *(("state.json", text) for text in ("", "[", "null", "3", "{}", '{"key": 3}', "[" * 100_000)),
+    *(("done", value) for value in (None, -1, 0, 11, 3.0, True, "3", [])),
+    ("layer2.npy", cut), ("layer2.npy", lambda path: path.write_bytes(b"")), ("layer2.npy", lambda path: path.unlink()),
+    ("layer2.npy", lambda path: np.save(path, np.zeros((10, 2, 4, 4)))),
+    ("layer2.npy", lambda path: np.save(path, np.zeros((9, 2, 4, 4), np.float16))),
+])
+def test_damaged_maps_are_made_again(tmp_path, monkeypatch, name, damage):
+    model, pixels, source = small_model(), images(), MapSource((1, 2))
+    whole = [np.array(maps) for maps in extract_maps(model, pixels, source, tmp_path)]
+    state = tmp_path / "state.json"
+    if name == "done":
+        state.write_text(json.dumps({**json.loads(state.read_text()), "done": damage}))
+    elif isinstance(damage, str):
+        state.write_text(damage)
+    else:
+        damage(tmp_path / name)
+    taken, original = [], probe_maps.query_maps
+    monkeypatch.setattr(probe_maps, "query_maps", lambda *args: taken.append(len(args[1])) or original(*args))
+    again = extract_maps(model, pixels, source, tmp_path)
+    assert sum(taken) == 10 and all(np.array_equal(a, b) for a, b in zip(whole, again, strict=True))
+
+
+@pytest.mark.parametrize("content", ["", "[", "null", "[90.0]", '{"a": "high"}', '{"a": NaN}', '{"a": 900}',
+                                     '{"a": true}', '{"a": null}', "[" * 100_000])
+def test_a_damaged_list_of_finished_probes_is_one_line(tmp_path, content):
+    (tmp_path / "done.json").write_text(content)
+    with pytest.raises(UsageError, match=r"(cannot use|done.json must hold accuracies in percent)"):
+        probe.Journal(tmp_path)
+    (tmp_path / "done.json").write_text('{"a": 90, "b": 12.5}')
+    assert probe.Journal(tmp_path).top1("b", lambda: 0.0) == 12.5
+
+
 @pytest.mark.parametrize("together", [False, True])
 def test_shuffling_moves_the_pixels_of_each_map_or_of_all_heads_together(together):
     places = np.broadcast_to(np.arange(16, dtype=np.float16).reshape(4, 4), (400, 3, 4, 4))

@@ -1,6 +1,7 @@
 """Exported files compute what the network computes, and classify photos without anything else."""
 import json
 import tarfile
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,8 @@ from PIL import Image
 
 from ea_vision.analysis import export, predict
 from ea_vision.analysis.loading import load_model
-from ea_vision.base.errors import RunError, exit_code
+from ea_vision.base.errors import RunError, UsageError, exit_code
+from ea_vision.deployment import files
 from ea_vision.deployment.files import About, ExportedNetwork, export_program, write
 from tests.deployment.test_deploy import difference, small
 from tests.models import zoo
@@ -130,6 +132,28 @@ def test_a_file_that_computes_something_else_is_told(tmp_path, photos, monkeypat
     monkeypatch.setattr(export.ExportedNetwork, "forward", lambda self, images: torch.zeros(1, 10))
     with pytest.raises(RunError, match="computes something else"):
         export.main([SHIPPED, "-o", str(tmp_path / "net.onnx"), "--check", str(photos)])
+
+
+JUNK = ["", "[", "null", "nan", "true", "-1", "0", "900", "1e400", '"x"', "[]", "[0.5]", '["a", "b"]', "{}", "[[1]]",
+        "[NaN, NaN, NaN]", "[0, 0, 0]", "[" * 100_000]
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(About)])
+def test_damaged_metadata_are_named_or_what_a_network_has(name, tmp_path):
+    """Whatever stands in one field: one line that names file and field, or a value of its kind."""
+    whole = About("net", (32, 24), (0.5, 0.5, 0.5), (0.2, 0.2, 0.2), 0.9, "bicubic", 2, ["a", "b"])
+    said, path = {key: json.dumps(value) for key, value in asdict(whole).items()}, tmp_path / "net.onnx"
+    assert files._checked_about(path, said) == replace(whole, mean=[0.5] * 3, std=[0.2] * 3)
+    accepted = []
+    for junk in JUNK:
+        try:
+            accepted.append(getattr(files._checked_about(path, {**said, name: junk}), name))
+        except UsageError as error:
+            assert str(error).startswith(f"{path} is damaged: ") and len(str(error)) < 300
+    assert accepted == {"name": ["x"], "classes": [None, ["a", "b"]], "mean": [[0, 0, 0]]}.get(name, [])
+    for foreign in (3, None, [], {key: value for key, value in said.items() if key != name}):
+        with pytest.raises(UsageError, match="must be a network that ea-vision export wrote"):
+            files._checked_about(path, foreign)
 
 
 def test_errors_are_one_line_before_work_starts(tmp_path, photos, capsys):

@@ -1,6 +1,8 @@
 """Files of a run folder with random bytes flipped, cut or swapped: refused in one known way, or nothing has changed."""
 from __future__ import annotations
 
+import math
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -133,6 +135,24 @@ def test_metrics(tmp_path, content):
         assert all(isinstance(value, float) for values in columns.values() for value in values)
         assert len({len(values) for values in columns.values()}) == 1
         assert all(0 <= value <= 100 for name in ("top1", "top5") for value in columns[name] if value == value)
+
+
+GATES = "epoch,step,a.alpha,a.beta\n1,5,0.1,0.2\n2,10,0.2,0.3\n"
+
+
+@fast
+@given(content=damage(GATES.encode()))
+def test_gates(tmp_path, content):
+    (tmp_path / run_folder.GATES).write_bytes(content)
+    try:
+        columns = run_folder.read_gates(tmp_path)
+    except UsageError as error:
+        assert str(tmp_path / run_folder.GATES) in str(error)
+    else:
+        assert list(columns)[:2] == ["epoch", "step"] and all(
+            isinstance(value, float) and math.isfinite(value) for values in columns.values() for value in values)
+        assert len({len(values) for values in columns.values()}) == 1
+        assert all(a < b for name in ("epoch", "step") for a, b in pairwise([0.0, *columns[name]]))
 
 
 @fast
