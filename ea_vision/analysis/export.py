@@ -129,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", metavar="MODEL", help=WEIGHTS_HELP.replace("else random", "or --random"))
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE",
-                        help=f"{', '.join(SUFFIXES)}, or of a run of train-cifar MODEL.TAG.safetensors")
+                        help=f"{', '.join(SUFFIXES)}, or of a run MODEL.TAG.safetensors")
     parser.add_argument("--check", nargs="+", default=[], metavar="IMAGE", help="image files or folders to compare on "
                         "(default: two of noise)")
     parser.add_argument("--random", action="store_true", help="random weights, whatever there is")
@@ -138,11 +138,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--precision", choices=PRECISIONS, default="float32", help="of an .onnx file that classifies, "
                         "by onnxruntime; int8 is calibrated on the first 128 of --check (default: %(default)s)")
     parser.add_argument("--data-dir", metavar="DIR", help="of a .safetensors file: the data set of the run")
+    parser.add_argument("--split", metavar="NAME", default="", help="of a .safetensors file from a run of "
+                        "train-imagenet: the folder or tar of --data-dir with test images, not seen by the run")
     args = parser.parse_args(argv)
     if args.output.suffix == ".safetensors":
         if not args.data_dir:
             raise UsageError("weights and their card need --data-dir, the data set of the run")
-        print(write_weights(Path(args.model), check_output(args.output, regular=True), args.data_dir))
+        print(write_weights(Path(args.model), check_output(args.output, regular=True), args.data_dir,
+                            args.split))
         return 0
     check_packages(args.output, "onnx", "onnxscript")
     paths = find_images(args.check) if args.check else []

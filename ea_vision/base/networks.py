@@ -20,6 +20,7 @@ from ea_vision.base.errors import UsageError, near_matches
 
 # CIFAR-10's classes in its order, as timm's `label_names` and our folders have them.
 CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+SCENES = ("buildings", "forest", "glacier", "mountain", "sea", "street")  # of experiments/scenes, likewise
 
 # What constructors raise on keywords that make no sense to them.
 REFUSALS = (ValueError, TypeError, AssertionError, RuntimeError, LookupError, AttributeError, ArithmeticError, OSError)

@@ -1,9 +1,10 @@
-"""Write the weights of a complete run of train_cifar.py with their card, for `ea-vision export`.
+"""Write the weights of a complete run of train_cifar.py or train_imagenet.py with their card, for `ea-vision export`.
 
-The weights are stored in float16 where that keeps the
-top-1 on the test images within 0.1 point of the run's, else in float32. Where the run was tested with several views of
-an image (--tta), the card has their figure, too. To be loaded by name, the tag must stand in
-the `default_cfgs` of the model's file; then `python experiments/shipped_weights.py` renews the table of results.
+The weights are stored in float16 where that keeps the top-1 on the test images within 0.1 point of the run's, else in
+float32. A run of train_cifar.py has test images; for one of train_imagenet.py they are a split that it has not seen.
+Where a run was tested with several views of an image (--tta), the card has their figure, too. To be loaded by name, the
+tag must stand in the `default_cfgs` of the model's file; then `python experiments/shipped_weights.py` renews the table
+of results.
 """
 import math
 from collections.abc import Callable, Mapping
@@ -17,8 +18,8 @@ import torch
 import ea_vision  # noqa: F401  (registers the models)
 from ea_vision.base.errors import UsageError
 from ea_vision.base.files import atomic_write
-from ea_vision.base.networks import CIFAR10, encode_weights
-from ea_vision.base.processes import join_world
+from ea_vision.base.networks import CIFAR10, check_classes, encode_weights
+from ea_vision.base.processes import World, join_world
 from ea_vision.data.on_device import EvalLoader
 from ea_vision.data.small_images import load_dataset
 from ea_vision.engine import run_folder
@@ -26,6 +27,7 @@ from ea_vision.engine.evaluate import Evaluation, evaluate
 from ea_vision.engine.finished import FinishedRun, read_finished
 from ea_vision.engine.run import resolve_target
 from ea_vision.engine.train_cifar import CifarConfig
+from ea_vision.engine.train_imagenet import ClassFolders, ImageNetConfig, same_place
 
 LARGEST_LOSS = 0.1  # points of top-1 that float16 may cost
 
@@ -58,11 +60,19 @@ def evaluated_on(split: str, metrics: dict) -> str:
     return f"the test images, so the choice of the best epoch has seen them; after epoch {', '.join(epochs)}"
 
 
+def interval(percent: float, images: int) -> str:
+    """Wilson's 95% interval of a share of so many images, in percent."""
+    share, z2 = percent / 100, 1.96 ** 2
+    middle = (share + z2 / (2 * images)) / (1 + z2 / images)
+    half_width = math.sqrt(z2 * (share * (1 - share) / images + z2 / (4 * images ** 2))) / (1 + z2 / images)
+    return f"{100 * (middle - half_width):.2f} to {100 * (middle + half_width):.2f}"
+
+
 def check_about(path: Path, config: Mapping[str, Any], run: Mapping[str, Any]) -> None:
-    """Raise UsageError unless config.yaml, at `path`, says of a run of train-cifar what its card does."""
+    """Raise UsageError unless config.yaml, at `path`, says of a run what its card does."""
     def require(where: str, value: Any, right: bool) -> None:
         if not right:
-            raise UsageError(f"{path} is not that of a run of train-cifar: {where} cannot be {value!r:.60}")
+            raise UsageError(f"{path} is not that of a run of networks that classify: {where} cannot be {value!r:.60}")
 
     for key in ("dataset", "recipe"):
         require(key, config.get(key), isinstance(config.get(key), str))
@@ -82,10 +92,10 @@ def starts_of(run: Mapping[str, Any]) -> list[dict[str, Any]]:
     return run.get("starts") or [{"update": 1, **run}]
 
 
-def card(finished: FinishedRun, name: str, dtype: str, result: Evaluation, tta: str) -> str:
+def card(finished: FinishedRun, name: str, dtype: str, result: Evaluation, tta: str, split: str) -> str:
     """Markdown: what the weights are, how they were made, and the command that checks them.
 
-    tta: views that the result has beside the plain figure.
+    tta: views that the result has beside the plain figure. split: of `write_weights`.
     """
     config, run, metrics = finished.config, finished.run, finished.metrics
     by_views, option = "", ""
@@ -99,23 +109,32 @@ def card(finished: FinishedRun, name: str, dtype: str, result: Evaluation, tta: 
         log.append(f"| {epoch:.0f} | {loss:.4f} | {top} | {speed:.0f} | {seconds:.0f} |")
     options = ", ".join(f"{k} {config[k]}" for k in (
         "epochs", "batch_size", "opt", "opt_kwargs", "lr", "momentum", "weight_decay", "attention_lr", "sched",
-        "warmup_epochs", "smoothing", "flip", "crop_padding", "crop_padding_mode", "cutout", "model_ema_decay", "amp",
-        "channels_last") if k in config)  # runs from before an option was there lack it
+        "warmup_epochs", "smoothing", "flip", "crop_padding", "crop_padding_mode", "cutout", "img_size",
+        "first_img_size", "grow_epochs", "eval_resize", "crop_scale", "hflip", "aa", "mixup", "cutmix",
+        "model_ema_decay", "amp", "channels_last") if k in config)  # runs from before an option was there lack it
     commit, hardware, versions = (by_update(starts_of(run), describe) for describe in (
         lambda start: f"`{start['git_commit']}`", lambda start: start["hardware"],
         lambda start: ", ".join(f"{k} {v}" for k, v in start["versions"].items())))
-    dataset = "cifar10" if tuple(run["classes"]) == CIFAR10 else config["dataset"]
+    if split:
+        seen = f"{run['eval_images']} images of `{Path(run['eval_data']).name}`, by which the best epoch was chosen"
+        check = (f"python train_imagenet.py --evaluate {name} --recipe {config['recipe']} --data-dir DIR "
+                 f"--val-split {split}")
+    else:
+        dataset = "cifar10" if tuple(run["classes"]) == CIFAR10 else config["dataset"]
+        seen, check = evaluated_on(finished.eval_split, metrics), (
+            f"python train_cifar.py --evaluate {name} --dataset {dataset} --data-dir DIR")
     return "\n".join([
         f"# {name}", "",
         f"`timm.create_model(\"{name}\", pretrained=True)`: {result.top1:.2f}% top-1, {result.top5:.2f}% top-5 on the "
-        f"test images.{by_views}",
+        f"test images{f' of `{split}`' if split else ''}.{by_views} {result.images} images: 95% interval of the top-1 "
+        f"{interval(result.top1, result.images)}.",
         "",
         "| | |", "| --- | --- |",
         f"| recipe | `{config['recipe']}`: {options} |",
         f"| model keywords | {run['model_kwargs']} |",
         f"| data | {run['train_images']} training images, {len(run['classes'])} classes: {', '.join(run['classes'])}; "
-        f"SHA-256 of pixels and labels `{run['data_fingerprint']}` |",
-        f"| evaluated in training on | {evaluated_on(finished.eval_split, metrics)}; the weights are those of epoch "
+        f"SHA-256 of {'files' if split else 'pixels and labels'} `{run['data_fingerprint']}` |",
+        f"| evaluated in training on | {seen}; the weights are those of epoch "
         f"{finished.best['epoch']} |",
         f"| seed, runs | {config['seed']}, one run |",
         f"| commit | {commit} |",
@@ -124,15 +143,40 @@ def card(finished: FinishedRun, name: str, dtype: str, result: Evaluation, tta: 
         f"| stored as | {dtype} |", "",
         "Log:", "", *log, "",
         "Check:", "",
-        f"    python train_cifar.py --evaluate {name} --dataset {dataset} --data-dir DIR{option}", ""])
+        f"    {check}{option}", ""])
 
 
-def write_weights(folder: Path, output: Path, data_dir: str) -> str:
+def test_images(model: torch.nn.Module, finished: FinishedRun, folder: Path, data_dir: str, split: str, world: World):
+    """Return the loader of the images that a run's weights are tested on, and the views that it asks for.
+
+    Raises:
+        UsageError: other data than the run's, or a split that the run has seen.
+    """
+    run = finished.run
+    common = {"mean": run["mean"], "std": run["std"], "device": torch.device("cpu"), "rank": 0, "world_size": 1}
+    if split:
+        options, _ = resolve_target(ImageNetConfig, str(folder), {
+            "data_dir": data_dir, "val_split": split, "device": "cpu", "workers": 0})
+        data = ClassFolders(options, world, training=False)
+        check_classes(model, data.classes, run["classes"], str(folder))
+        if any(same_place(run.get(key), data.evaluated.name) for key in ("train_data", "eval_data")):
+            raise UsageError(f"--split must name images that {folder} has not seen, got {split}")
+        return data.eval_loader(**common), options.tta
+    options, _ = resolve_target(CifarConfig, str(folder), {})
+    data = load_dataset(options.dataset, data_dir, img_size=options.img_size)
+    if data.fingerprint() != finished.data:
+        raise UsageError(f"{data_dir} is not the data of the run: fingerprint {finished.data} required, "
+                         f"got {data.fingerprint()}")
+    return EvalLoader(data.test, batch_size=100, **common), options.tta
+
+
+def write_weights(folder: Path, output: Path, data_dir: str, split: str = "") -> str:
     """Write the best weights of a complete run to MODEL.TAG.safetensors and its card beside it, MODEL.TAG.md.
 
     Args:
         folder: of the run.
         data_dir: the data set of the run, for the accuracy of what is exported.
+        split: of a run of train_imagenet.py, the folder or tar of data_dir with the test images.
 
     Returns:
         a line that says the accuracy in float32 and float16, and which was written.
@@ -148,28 +192,25 @@ def write_weights(folder: Path, output: Path, data_dir: str) -> str:
         raise UsageError(f"{folder} has not been tested: continue it without --no-test")
     model, config, run = run_folder.load_run(folder, "classes", "train_images", "mean", "std")
     check_about(folder / run_folder.CONFIG, config, run)
-    options, _ = resolve_target(CifarConfig, str(folder), {})
+    if bool(split) != ("val_split" in config):
+        raise UsageError("--split names the test images of a run of train-imagenet, and of no other: "
+                         f"{folder} is {'none' if split else 'one'}")
     name = output.stem
     if not name.startswith(f"{config['model']}.") or name.endswith("."):
         raise UsageError(f"the file must be named {config['model']}.TAG.safetensors, got {output.name}")
-    data = load_dataset(options.dataset, data_dir, img_size=options.img_size)
-    if data.fingerprint() != finished.data:
-        raise UsageError(f"{data_dir} is not the data of the run: fingerprint {finished.data} required, "
-                         f"got {data.fingerprint()}")
-    loader = EvalLoader(data.test, mean=run["mean"], std=run["std"], device=torch.device("cpu"), batch_size=100,
-                        rank=0, world_size=1)
     full = {name: value.clone().contiguous() for name, value in model.state_dict().items()}
     with join_world("cpu") as world:
-        exact = evaluate(model, loader, len(data.classes), world)
+        loader, tta = test_images(model, finished, folder, data_dir, split, world)
+        exact = evaluate(model, loader, len(run["classes"]), world)
         state, dtype = half(full), "float16"
         model.load_state_dict(state)
-        result = rounded = evaluate(model, loader, len(data.classes), world, tta=options.tta)
+        result = rounded = evaluate(model, loader, len(run["classes"]), world, tta=tta)
         if abs(rounded.top1 - exact.top1) > LARGEST_LOSS:
             state, dtype = full, "float32"
             model.load_state_dict(full)
-            result = evaluate(model, loader, len(data.classes), world, tta=options.tta)
+            result = evaluate(model, loader, len(run["classes"]), world, tta=tta)
 
-    text = card(finished, name, dtype, result, options.tta)
+    text = card(finished, name, dtype, result, tta, split)
     atomic_write(output, encode_weights(state))
     atomic_write(output.with_suffix(".md"), text.encode())
     return f"{name}: top1 {exact.top1:.2f}% in float32, {rounded.top1:.2f}% in float16; written in {dtype}"

@@ -21,7 +21,7 @@ from ea_vision.models._published import (
 from ea_vision.models.attn_mnasnet import AttnMnasNet
 from ea_vision.models.attn_resnet import AttnResNet
 from ea_vision.models.conv_transformer import ConvTransformer
-from ea_vision.models.resnet_cifar import ResNetCifar
+from ea_vision.models.plain_resnet import ResNetCifar
 from ea_vision.models.spatial_transformer import SpatialTransformerNet
 from ea_vision.models.vision_transformer import (
     EvolvingVisionTransformer,

@@ -11,6 +11,7 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import build_model_with_cfg, list_pretrained, register_model, resolve_pretrained_cfg
 from torch import nn
 
+from ea_vision.base.networks import SCENES
 from ea_vision.models._convert import checkpoint_filter_fn
 from ea_vision.models._published import Published, papers_figures
 
@@ -87,6 +88,13 @@ def cifar_cfg(first_conv: str, classifier: str, **kwargs: Any) -> dict[str, Any]
     return imagenet_cfg(first_conv, classifier, **{
         "num_classes": 10, "input_size": (3, 32, 32), "pool_size": (4, 4), "crop_pct": 1.0,
         "mean": (0.4914, 0.4822, 0.4465), "std": (0.2470, 0.2435, 0.2616), **kwargs})
+
+
+def scenes_cfg(first_conv: str, classifier: str, **kwargs: Any) -> dict[str, Any]:
+    """Return the same of a network for photos of six kinds of scenes at 112 pixels (`experiments/scenes`)."""
+    return imagenet_cfg(first_conv, classifier, **{
+        "num_classes": 6, "input_size": (3, 112, 112), "pool_size": (4, 4), "crop_pct": 0.875, "label_names": SCENES,
+        **kwargs})
 
 
 def shipped_weights(name: str) -> str:

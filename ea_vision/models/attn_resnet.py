@@ -34,7 +34,7 @@ from timm.models.resnet import BasicBlock, Bottleneck, ResNet
 from torch import Tensor, nn
 
 from ea_vision.layers import AugmentedConv2d, MRLALight
-from ea_vision.models._build import Network, imagenet_cfg, register_networks
+from ea_vision.models._build import Network, imagenet_cfg, register_networks, scenes_cfg, shipped_weights
 from ea_vision.models._chain import (
     AttentionConfig,
     AttnStage,
@@ -290,3 +290,16 @@ _NETWORKS["csan_resnet50"] = Network(
 
 default_cfgs = generate_default_cfgs({name: imagenet_cfg("conv1", "fc") for name in _NETWORKS})
 register_networks(__name__, AttnResNet, _NETWORKS)
+
+# ResNet-34 of half the width, for photos of 112 pixels: maps of 14x14 in the second stage, as of 224 in the third.
+_HALF = {**_KINDS["34"], "channels": (32, 64, 128, 256), "img_size": 112, "map_reduction": 8, "num_classes": 6}
+_HALF_NETWORKS = {
+    "aa_resnet34_050": Network("AA-ResNet-34 of half the width, for photos of 112 pixels.", _HALF),
+    "pa_aa_resnet34_050": Network("PA-AA-ResNet-34 of half the width, likewise.", {**_HALF, "evolution": "pa"}),
+    "ea_aa_resnet34_050": Network("EA-AA-ResNet-34 of half the width, likewise.", {**_HALF, "evolution": "ea"}),
+}
+SHIPPED = ("aa_resnet34_050.scenes", "ea_aa_resnet34_050.scenes")  # trained on six kinds of scenes, not on ImageNet
+default_cfgs.update(generate_default_cfgs({
+    "pa_aa_resnet34_050": scenes_cfg("conv1", "fc"),
+    **{name: scenes_cfg("conv1", "fc", file=shipped_weights(name)) for name in SHIPPED}}))
+register_networks(__name__, AttnResNet, _HALF_NETWORKS)

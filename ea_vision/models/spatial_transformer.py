@@ -14,7 +14,7 @@ from torch import nn
 
 from ea_vision.layers import SpatialTransformer
 from ea_vision.models._build import Network, cifar_cfg, register_networks
-from ea_vision.models.resnet_cifar import ResNetCifar
+from ea_vision.models.plain_resnet import ResNetCifar
 
 __all__ = ["SpatialTransformerNet"]
 
