@@ -38,7 +38,8 @@ def test_each_has_its_card():
 @pytest.mark.parametrize("name", SHIPPED)
 def test_weights_are_adapted_in_timms_ways(name):
     plain = timm.create_model(name, pretrained=True).eval()
-    x = torch.randn(1, 1, 32, 32)
+    side = plain.default_cfg["input_size"][-1]
+    x = torch.randn(1, 1, side, side)
     with torch.no_grad():
         grey = timm.create_model(name, pretrained=True, in_chans=1).eval()
         rounding = dict(atol=0.02, rtol=0.01)  # the file's half precision, in which timm adapts the stem
@@ -48,9 +49,9 @@ def test_weights_are_adapted_in_timms_ways(name):
         stem = plain.get_submodule(plain.default_cfg["first_conv"]).weight
         adapted = four.get_submodule(plain.default_cfg["first_conv"]).weight
         torch.testing.assert_close(adapted.detach(), adapt_input_conv(4, stem), atol=1e-3, rtol=1e-3)
-        assert four(torch.randn(2, 4, 32, 32)).shape == (2, 3)
+        assert four(torch.randn(2, 4, side, side)).shape == (2, 3)
 
-        size = (40, 48)  # the tables are resized on load, as the plain network resizes them at every call
+        size = (side * 5 // 4, side * 3 // 2)  # the tables are resized on load, as the plain network resizes them at every call
         larger, x = timm.create_model(name, pretrained=True, img_size=size).eval(), torch.randn(1, 3, *size)
         torch.testing.assert_close(larger(x), plain(x), atol=1e-4, rtol=1e-4)
 
@@ -220,7 +221,7 @@ def test_docs_have_the_results_of_slower_attention():
             assert f"{float(last['train_loss']):.4f}" in text
 
 
-@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize("name", [name for name in SHIPPED if name.endswith("_c10")])
 def test_weights_know_their_images(name, shared):
     model = timm.create_model(name, pretrained=True).eval()
     cfg, images, targets = model.pretrained_cfg, [], []

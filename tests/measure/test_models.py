@@ -18,7 +18,8 @@ def test_every_network_once_with_what_it_is(capsys):
 
 
 def test_pattern_and_part_of_a_name():
-    assert [row.model for row in list_models("ea_aa_resnet*")] == [f"ea_aa_resnet{d}" for d in (34, 50, 101, 152)]
+    assert [row.model for row in list_models("ea_aa_resnet*")] == [
+        f"ea_aa_resnet{size}" for size in ("34", "50", "101", "152", "34_050")]
     assert {row.model for row in list_models("resnet50")} == {"aa_resnet50", "pa_aa_resnet50", "ea_aa_resnet50",
                                                               "csan_resnet50"}
     with pytest.raises(UsageError, match="did you mean ea_aa_resnet50"):

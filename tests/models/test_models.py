@@ -17,7 +17,8 @@ def millions(model) -> float:
     return sum(p.numel() for p in model.parameters()) / 1e6
 
 
-@pytest.mark.parametrize("name", [name for name in RESNETS if not name.startswith("csan")])  # no paper has it
+@pytest.mark.parametrize("name", [name for name in RESNETS if not name.startswith("csan")
+                                  and not name.endswith("_050")])  # no paper has these
 def test_resnet_sizes_are_the_published_ones(name):
     # to the digit: rounded, but EA-152 (61.657M) which the paper must have cut off
     count = millions(timm.create_model(name))
