@@ -51,7 +51,8 @@ def test_weights_are_adapted_in_timms_ways(name):
         torch.testing.assert_close(adapted.detach(), adapt_input_conv(4, stem), atol=1e-3, rtol=1e-3)
         assert four(torch.randn(2, 4, side, side)).shape == (2, 3)
 
-        size = (side * 5 // 4, side * 3 // 2)  # the tables are resized on load, as the plain network resizes them at every call
+        # the tables are resized on load, as the plain network resizes them at every call
+        size = (side * 5 // 4, side * 3 // 2)
         larger, x = timm.create_model(name, pretrained=True, img_size=size).eval(), torch.randn(1, 3, *size)
         torch.testing.assert_close(larger(x), plain(x), atol=1e-4, rtol=1e-4)
 
