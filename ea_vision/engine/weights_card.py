@@ -23,11 +23,12 @@ from ea_vision.base.processes import World, join_world
 from ea_vision.data.on_device import EvalLoader
 from ea_vision.data.small_images import load_dataset
 from ea_vision.engine import run_folder
+from ea_vision.engine.config import resolve
 from ea_vision.engine.evaluate import Evaluation, evaluate
 from ea_vision.engine.finished import FinishedRun, read_finished
 from ea_vision.engine.run import resolve_target
 from ea_vision.engine.train_cifar import CifarConfig
-from ea_vision.engine.train_imagenet import ClassFolders, ImageNetConfig, same_place
+from ea_vision.engine.train_imagenet import ClassFolders, ImageNetConfig
 
 LARGEST_LOSS = 0.1  # points of top-1 that float16 may cost
 
@@ -117,7 +118,10 @@ def card(finished: FinishedRun, name: str, dtype: str, result: Evaluation, tta: 
         lambda start: ", ".join(f"{k} {v}" for k, v in start["versions"].items())))
     if split:
         seen = f"{run['eval_images']} images of `{Path(run['eval_data']).name}`, by which the best epoch was chosen"
-        check = (f"python train_imagenet.py --evaluate {name} --recipe {config['recipe']} --data-dir DIR "
+        recipe = resolve(ImageNetConfig, {"recipe": config["recipe"]})[0].as_dict()
+        own = "".join(f" --{key.replace('_', '-')} {config[key]}" for key in (
+            "img_size", "eval_img_size", "eval_resize", "interpolation") if config[key] != recipe[key])
+        check = (f"python train_imagenet.py --evaluate {name} --recipe {config['recipe']}{own} --data-dir DIR "
                  f"--val-split {split}")
     else:
         dataset = "cifar10" if tuple(run["classes"]) == CIFAR10 else config["dataset"]
@@ -159,7 +163,7 @@ def test_images(model: torch.nn.Module, finished: FinishedRun, folder: Path, dat
             "data_dir": data_dir, "val_split": split, "device": "cpu", "workers": 0})
         data = ClassFolders(options, world, training=False)
         check_classes(model, data.classes, run["classes"], str(folder))
-        if any(same_place(run.get(key), data.evaluated.name) for key in ("train_data", "eval_data")):
+        if data.fingerprint in finished.data:  # which is that of the training images, then that of the others
             raise UsageError(f"--split must name images that {folder} has not seen, got {split}")
         return data.eval_loader(**common), options.tta
     options, _ = resolve_target(CifarConfig, str(folder), {})
