@@ -6,6 +6,7 @@ import runpy
 import statistics
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ea_vision.studies.evidence import Effect, by_variant, compare, factorial, holm, paired_difference, read_runs
@@ -94,6 +95,30 @@ def test_sensitivity():
     assert f"it is {pa[0]} and {pa[1]} above none" in PAGE and f"both EA is {both[0]} and {both[1]} ahead" in PAGE
     logits = rows("replaced-maps/full-logits.csv")
     assert min(float(row["correlation"]) for row in logits if row["model"].startswith("pa_")) >= 0.999
+
+
+def test_the_scenes_are_those_of_the_runs_and_of_the_cards():
+    """The table of networks trained on photos of scenes, in docs and beside the protocol, and README's figures."""
+    protocol, readme = ((ROOT / path).read_text() for path in ("experiments/scenes/README.md", "README.md"))
+    runs = {row["model"]: row for row in rows("scenes/results.csv")}
+    for name, row in runs.items():
+        cells = f"| {name} | {row['validation_top1']} | {row['top1']} | {row['interval']} | {row['minutes']} |"
+        assert cells in protocol and cells in PAGE
+        last = rows(f"scenes/{name}.csv")[-1]
+        assert last["epoch"] == "10" and f"{float(last['top1']):.2f}" == row["validation_top1"]
+        assert row["images"] == "2534"
+        card = ROOT / "weights" / f"{name}.scenes.md"
+        if card.exists():
+            assert f"{row['top1']}% top-1" in card.read_text()
+        assert f"{float(row['top1']):.1f}% ({name})" in readme.replace("`", "")
+    assert {"aa_resnet34_050", "ea_aa_resnet34_050"} <= set(runs)
+
+
+def test_the_picture_of_a_scene_shows_what_its_caption_says():
+    maps = np.load(RESULTS / "scenes" / "scene.npz")["attn"].reshape(8, 2, 14, 14)
+    houses, road = (sorted(100 * part.sum((1, 2))) for part in (maps[7, :, 2:6], maps[5, :, 7:]))
+    assert (f"head 7 spends {houses[0]:.0f} to {houses[1]:.0f}% of its attention on the lit houses (rows 2 to 5 of the "
+            f"map), head 5 {road[0]:.0f} to {road[1]:.0f}% on the road (below row 6)") in PAGE
 
 
 def test_replaced_maps():

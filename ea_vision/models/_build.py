@@ -1,4 +1,5 @@
 """How timm builds and registers our networks, and the figures that papers print of them."""
+import logging
 import sys
 import zipfile
 from collections.abc import Mapping
@@ -14,6 +15,8 @@ from torch import nn
 from ea_vision.base.networks import SCENES
 from ea_vision.models._convert import checkpoint_filter_fn
 from ea_vision.models._published import Published, papers_figures
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,7 @@ def scenes_cfg(first_conv: str, classifier: str, **kwargs: Any) -> dict[str, Any
     """Return the same of a network for photos of six kinds of scenes at 112 pixels (`experiments/scenes`)."""
     return imagenet_cfg(first_conv, classifier, **{
         "num_classes": 6, "input_size": (3, 112, 112), "pool_size": (4, 4), "crop_pct": 0.875, "label_names": SCENES,
-        **kwargs})
+        "notes": ("six kinds of scenes at 112 pixels, not ImageNet",), **kwargs})
 
 
 def shipped_weights(name: str) -> str:
@@ -111,6 +114,8 @@ def build_network(model_cls: type[nn.Module], variant: str, pretrained: bool, **
     class's `checkpoint_filter_fn`, where it has one of its own.
     Where pretrained weights come from a file (timm's `pretrained_cfg_overlay={"file": ...}`), it may also be a run
     folder (its best weights) or one of its checkpoints.
+
+    Notes of the weights' configuration are logged.
 
     Raises:
         RuntimeError: pretrained weights wanted where there are none, or whose file is missing.
@@ -133,6 +138,8 @@ def build_network(model_cls: type[nn.Module], variant: str, pretrained: bool, **
         elif path.suffix == ".ckpt" and not zipfile.is_zipfile(path):  # our trainers', where torch's are archives
             overlay["state_dict"] = safetensors.torch.load_file(path)
         kwargs["pretrained_cfg_overlay"] = overlay
+        if cfg.notes:
+            log.info("weights of %s: %s", variant, "; ".join(cfg.notes))
     if hasattr(model_cls, "feature_indices"):
         kwargs["feature_cfg"] = {"out_indices": kwargs.pop("out_indices", model_cls.feature_indices),
                                  "feature_cls": "getter"}

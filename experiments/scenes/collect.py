@@ -1,0 +1,57 @@
+"""Collect what the runs reached on the test photos: a row a run, with the interval, and their metrics beside it.
+
+    python experiments/scenes/collect.py RUNS -o experiments/results/scenes
+
+RUNS holds the run folders, each evaluated on the test photos by `train_imagenet.py --evaluate RUN --val-split test`.
+Written: results.csv and, of each run, MODEL.csv, its metrics.
+"""
+import argparse
+import json
+import shutil
+import sys
+from pathlib import Path
+
+from ea_vision.base.errors import UsageError, exit_code
+from ea_vision.base.files import atomic_write, csv_text
+from ea_vision.engine import run_folder
+from ea_vision.engine.weights_card import interval
+
+
+def row_of(folder: Path) -> dict:
+    """Return a run's row.
+
+    Raises:
+        UsageError: a run that was not evaluated on the test photos.
+    """
+    config, run = run_folder.read_config(folder)
+    metrics = run_folder.read_metrics(folder)
+    path = folder / "evaluation" / "evaluation.json"
+    if not path.is_file():
+        raise UsageError(f"{folder} must be evaluated on the test photos first (--evaluate {folder} --val-split test)")
+    tested = json.loads(path.read_text())
+    if Path(tested["data"]).name != "test":
+        raise UsageError(f"{path} must be of the folder test, got {tested['data']}")
+    return {"model": config["model"], "seed": config["seed"], "validation_top1": f"{max(metrics['top1']):.2f}",
+            "images": tested["images"], "top1": f"{tested['top1']:.2f}",
+            "interval": interval(tested["top1"], tested["images"]), "loss": f"{tested['loss']:.4f}",
+            "minutes": f"{sum(metrics['seconds']) / 60:.0f}", "hardware": run["hardware"]}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", type=Path)
+    parser.add_argument("-o", "--output", type=Path, required=True)
+    args = parser.parse_args(argv)
+    folders = sorted(path.parent for path in args.runs.glob("*/results.json"))
+    if not folders:
+        raise UsageError(f"{args.runs} has no complete run")
+    rows = [row_of(folder) for folder in folders]
+    args.output.mkdir(parents=True, exist_ok=True)
+    atomic_write(args.output / "results.csv", csv_text(rows).encode())
+    for folder, row in zip(folders, rows, strict=True):
+        shutil.copyfile(folder / "metrics.csv", args.output / f"{row['model']}.csv")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))
