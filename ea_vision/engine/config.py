@@ -22,7 +22,7 @@ import yaml
 from ea_vision.base.errors import UsageError, near_matches
 from ea_vision.base.processes import MOST_WORKERS
 from ea_vision.engine.gates import check_gate_ramp
-from ea_vision.engine.option_names import GONE, RENAMED, THEIRS, modern
+from ea_vision.engine.option_names import GONE, OF_IMAGENET, RENAMED, THEIRS, modern
 
 
 def option(default: Any, help: str, group: str = "further options", *, choices=None, minimum=None, maximum=None,
@@ -541,5 +541,7 @@ def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> dict[str, 
         word = unknown[0].partition("=")[0]
         if word in THEIRS:
             raise UsageError(f"unknown argument {word!r}: here it is {THEIRS[word]}")
+        if word in OF_IMAGENET:
+            raise UsageError(f"unknown argument {word!r}: train-imagenet has it, this trainer has not")
         raise UsageError(f"unknown argument {unknown[0]!r}; {near_matches(word, flags, 'flags')}")
     return vars(namespace)

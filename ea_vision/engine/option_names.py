@@ -33,6 +33,11 @@ THEIRS = {
     "--weights-backend": "--pretrained", "--val-metric": "--holdout", "--bce": "--bce-loss",
 }
 
+# Flags of train-imagenet that users look for in the other trainers, too.
+OF_IMAGENET = frozenset({"--aa", "--aug-repeats", "--color-jitter", "--crop-scale", "--decoder", "--eval-img-size",
+                         "--eval-resize", "--first-img-size", "--hflip", "--interpolation", "--train-split",
+                         "--val-split"})
+
 
 def modern(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return options under today's names, and a line for each older name among them.

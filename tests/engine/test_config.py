@@ -11,7 +11,7 @@ import yaml
 from ea_vision.base.errors import UsageError
 from ea_vision.detection.train import DetectionConfig
 from ea_vision.engine.config import describe_recipe, load_recipe, make_parser, option, parse, recipe_names, resolve
-from ea_vision.engine.option_names import THEIRS
+from ea_vision.engine.option_names import OF_IMAGENET, THEIRS
 from ea_vision.engine.train_cifar import EXAMPLES, CifarConfig
 from ea_vision.engine.train_imagenet import ImageNetConfig
 
@@ -32,7 +32,7 @@ def test_command_line_over_recipe_over_defaults(tmp_path):
 @pytest.mark.parametrize("name", recipe_names())
 def test_recipes(name):
     """Every recipe resolves, says nothing that is not an option, and opens with its command, cost and expectation."""
-    trainers = {**dict.fromkeys(("imagenet", "finetune", "rsb", "ffcv", "torchvision"), ImageNetConfig),
+    trainers = {**dict.fromkeys(("imagenet", "finetune", "rsb", "ffcv", "torchvision", "scenes"), ImageNetConfig),
                 "coco": DetectionConfig}
     kind = "cifar" if name == "finetune" else name.partition("_")[0]
     resolve(trainers.get(kind, CifarConfig), {"recipe": name})
@@ -74,10 +74,15 @@ def test_the_papers_recipe():
     (["--learning-rate", "1"], "unknown argument '--learning-rate': here it is --lr"),
     (["-b", "32"], "unknown argument '-b': here it is --batch-size"),
     (["--drop-path", "0.1"], "unknown argument '--drop-path': here it is --model-kwargs drop_path_rate=VALUE"),
+    (["--aa", "rand-m9"], "unknown argument '--aa': train-imagenet has it, this trainer has not"),
 ])
 def test_bad_options_are_named(argv, message):
     with pytest.raises(UsageError, match=message.replace("(", r"\(")):
         parsed(*argv)
+
+
+def test_flags_said_to_be_of_train_imagenet_are():
+    assert all(hasattr(ImageNetConfig(), flag[2:].replace("-", "_")) for flag in OF_IMAGENET)
 
 
 @pytest.mark.parametrize("text, message", [
