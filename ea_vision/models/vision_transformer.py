@@ -423,7 +423,7 @@ def evolve(
             evolution does not have.
     """
     if not isinstance(model, nn.Module):
-        raise ValueError(f"a network required, such as timm.create_model('vit_small_patch16_224'), got {model!r}")
+        raise ValueError(f"a network is required, such as timm.create_model('vit_small_patch16_224'), got {model!r}")
     if type(model) in _NETWORK_CLASSES.values():
         raise ValueError(f"timm's plain network required, got {type(model).__name__}, whose maps evolve already")
     if type(model) not in _NETWORK_CLASSES:

@@ -560,8 +560,8 @@ def test_set_fused_attn_is_heeded():
 
 
 @pytest.mark.parametrize("wrong,message", [
-    (lambda: None, "a network required, .* got None"),
-    (lambda: "vit_tiny_patch16_224", "a network required, .* got 'vit_tiny_patch16_224'"),
+    (lambda: None, "a network is required, .* got None"),
+    (lambda: "vit_tiny_patch16_224", "a network is required, .* got 'vit_tiny_patch16_224'"),
     (lambda: torch.ao.quantization.quantize_dynamic(timm.create_model("vit_tiny_patch16_224", depth=2), {nn.Linear}),
      r"blocks.0.attn.qkv must be a Linear layer that is not quantised, got DynamicQuantizedLinear")])
 @pytest.mark.filterwarnings("ignore:.*is deprecated")
