@@ -121,6 +121,16 @@ def test_the_picture_of_a_scene_shows_what_its_caption_says():
             f"map), head 5 {road[0]:.0f} to {road[1]:.0f}% on the road (below row 6)") in PAGE
 
 
+def test_the_class_tokens_picture_shows_what_its_caption_says():
+    maps = np.load(RESULTS / "class_token.npz")["patches"]
+    share = maps / maps.mean((1, 2), keepdims=True)
+    eyes = (share[:, 9:15, 6:14].mean((1, 2)) + share[:, 9:15, 23:30].mean((1, 2))) / 2
+    others = np.delete(eyes, 5)
+    page = " ".join((ROOT / "docs" / "transformers.md").read_text().split())
+    assert (f"Head 5 gives the eyes {eyes[5]:.1f} times what uniform attention would, the other heads "
+            f"{others.min():.1f} to {others.max():.1f} times") in page
+
+
 def test_replaced_maps():
     figures = collections.defaultdict(list)
     for table in ("full", "narrow"):
