@@ -99,7 +99,8 @@ def test_docs_have_the_results_of_the_shipped_weights_runs():
     row = re.compile(r"^\| (\w+_cifar) \| [\d.]+ \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| \d+ \|$",
                      re.MULTILINE)
     shown = {name: figures for name, *figures in row.findall(written())}
-    assert set(shown) == set(runs) == {*(name.split(".")[0] for name in SHIPPED), "cnn_cifar", "resnet18_cifar"}
+    assert set(shown) == set(runs) == {*(name.split(".")[0] for name in SHIPPED if name.endswith("_c10")),
+                                      "cnn_cifar", "resnet18_cifar"}
     expected = (ROOT / "ea_vision" / "recipes" / "fast.yaml").read_text().replace("\n#          ", "")
     for name, (top1, views, top5, loss) in shown.items():
         last = runs[name]

@@ -65,7 +65,7 @@ def test_it_holds_the_package_and_the_weights_and_nothing_else(wheel):
     runs = {f"ea_vision/{name}" for name in listed if Path(name).match("experiments/results/fast-*cifar10/*.csv")
             or Path(name).match("experiments/results/evidence/*-runs.csv")}
     assert held == package | weights | cards | runs | {"ea_vision/experiments/results/runs.yaml"} and len(weights) >= 3
-    assert wheel.stat().st_size < 35e6
+    assert wheel.stat().st_size < 60e6
     for suffix in (".c", ".yaml", ".html", ".css", ".js"):
         assert any(name.endswith(suffix) for name in held)
 

@@ -19,12 +19,12 @@ from ea_vision.engine.train_cifar import CifarConfig
 from ea_vision.engine.train_imagenet import ImageNetConfig
 from tests.engine.runner import GN_MODEL, SignalAfterUpdate, arguments, make_folder, run, run_world
 
-TRAINERS = {**dict.fromkeys(("imagenet", "finetune", "rsb", "ffcv", "torchvision"), ImageNetConfig),
+TRAINERS = {**dict.fromkeys(("imagenet", "finetune", "rsb", "ffcv", "torchvision", "scenes"), ImageNetConfig),
             "coco": DetectionConfig}
 PAPERS = {"imagenet": 256, "imagenet_ea_aa_resnet50": 256, "imagenet_semnasnet_100": 1024, "rsb_a1": 2048,
           "rsb_a2": 2048, "rsb_a3": 2048, "ffcv_16": 4096, "ffcv_88": 4096, "torchvision_v2": 1024,
           "aa_cifar100": 256, "cifar100_wrn28_10": 1024, "pa_cifar10": 50, "pa_cifar100": 50, "coco_aa_retinanet": 64,
-          "coco_26_epochs": 16}
+          "coco_26_epochs": 16, "scenes": 64}
 
 
 def resolved(name: str, **given):
