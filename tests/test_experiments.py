@@ -23,8 +23,12 @@ def rows(name: str) -> list[dict[str, str]]:
     return list(csv.DictReader((RESULTS / name).open()))
 
 
+def evidence_of(path: Path) -> dict[str, dict[int, float]]:
+    return by_variant(read_runs([path])[1])
+
+
 def evidence(name: str) -> dict[str, dict[int, float]]:
-    return by_variant(read_runs([RESULTS / "evidence" / f"{name}-runs.csv"])[1])
+    return evidence_of(RESULTS / "evidence" / f"{name}-runs.csv")
 
 
 def minus(text: str) -> str:
@@ -112,6 +116,19 @@ def test_the_scenes_are_those_of_the_runs_and_of_the_cards():
             assert f"{row['top1']}% top-1" in card.read_text()
         assert f"{float(row['top1']):.1f}% ({name})" in readme.replace("`", "")
     assert {"aa_resnet34_050", "ea_aa_resnet34_050"} <= set(runs)
+
+
+def test_fine_tuning_from_the_scenes_weights():
+    top1 = evidence_of(RESULTS / "scenes" / "fine-tuning-runs.csv")
+    tuned, scratch = (list(top1[name].values()) for name in ("fine-tuned", "from scratch"))
+    text = " ".join((ROOT / "experiments" / "scenes" / "README.md").read_text().split())
+    difference, low, high, p = paired_difference(tuned, scratch)
+    figures = ", ".join(f"{value:.2f}" for value in tuned)
+    assert len(set(scratch)) == 1
+    assert (f"fine-tuned {figures} (mean {statistics.mean(tuned):.2f}), from scratch {scratch[0]:.2f} three "
+            f"times; the difference is {difference:.2f} points ({low:.2f} to {high:.2f}, p = {p:.3f})") in text
+    page = (ROOT / "docs" / "fine-tune.md").read_text()
+    assert f"reach {statistics.mean(tuned):.2f}, from scratch {scratch[0]:.2f}" in page
 
 
 def test_the_picture_of_a_scene_shows_what_its_caption_says():
