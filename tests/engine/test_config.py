@@ -14,6 +14,7 @@ from ea_vision.engine.config import describe_recipe, load_recipe, make_parser, o
 from ea_vision.engine.option_names import OF_IMAGENET, THEIRS
 from ea_vision.engine.train_cifar import EXAMPLES, CifarConfig
 from ea_vision.engine.train_imagenet import ImageNetConfig
+from tests.engine.recipes import resolved
 
 
 def parsed(*argv: str):
@@ -32,10 +33,7 @@ def test_command_line_over_recipe_over_defaults(tmp_path):
 @pytest.mark.parametrize("name", recipe_names())
 def test_recipes(name):
     """Every recipe resolves, says nothing that is not an option, and opens with its command, cost and expectation."""
-    trainers = {**dict.fromkeys(("imagenet", "finetune", "rsb", "ffcv", "torchvision", "scenes"), ImageNetConfig),
-                "coco": DetectionConfig}
-    kind = "cifar" if name == "finetune" else name.partition("_")[0]
-    resolve(trainers.get(kind, CifarConfig), {"recipe": name})
+    resolved(name)
     path = resources.files("ea_vision.recipes") / f"{name}.yaml"
     if not path.is_file():  # made from the papers' tables
         about = describe_recipe(name)

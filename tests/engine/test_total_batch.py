@@ -10,26 +10,17 @@ import timm
 import torch
 
 from ea_vision.base.errors import UsageError
-from ea_vision.detection.train import DetectionConfig
 from ea_vision.engine import checkpoint, run_folder
-from ea_vision.engine.config import load_recipe, recipe_names, resolve
+from ea_vision.engine.config import load_recipe, recipe_names
 from ea_vision.engine.preflight import describe_update, other_than_recipe
 from ea_vision.engine.train import Trainer
-from ea_vision.engine.train_cifar import CifarConfig
-from ea_vision.engine.train_imagenet import ImageNetConfig
+from tests.engine.recipes import resolved
 from tests.engine.runner import GN_MODEL, SignalAfterUpdate, arguments, make_folder, run, run_world
 
-TRAINERS = {**dict.fromkeys(("imagenet", "finetune", "rsb", "ffcv", "torchvision", "scenes"), ImageNetConfig),
-            "coco": DetectionConfig}
 PAPERS = {"imagenet": 256, "imagenet_ea_aa_resnet50": 256, "imagenet_semnasnet_100": 1024, "rsb_a1": 2048,
           "rsb_a2": 2048, "rsb_a3": 2048, "ffcv_16": 4096, "ffcv_88": 4096, "torchvision_v2": 1024,
           "aa_cifar100": 256, "cifar100_wrn28_10": 1024, "pa_cifar10": 50, "pa_cifar100": 50, "coco_aa_retinanet": 64,
           "coco_26_epochs": 16, "scenes": 64}
-
-
-def resolved(name: str, **given):
-    kind = "cifar" if name == "finetune" else name.partition("_")[0]
-    return resolve(TRAINERS.get(kind, CifarConfig), {"recipe": name, **given})[0]
 
 
 @pytest.mark.parametrize("name", recipe_names())

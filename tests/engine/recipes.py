@@ -1,0 +1,14 @@
+"""Which trainer's options a recipe sets, by its name."""
+from ea_vision.detection.train import DetectionConfig
+from ea_vision.engine.config import resolve
+from ea_vision.engine.train_cifar import CifarConfig
+from ea_vision.engine.train_imagenet import ImageNetConfig
+
+TRAINERS = {**dict.fromkeys(("imagenet", "finetune", "rsb", "ffcv", "torchvision", "scenes"), ImageNetConfig),
+            "coco": DetectionConfig}
+
+
+def resolved(name: str, **given):
+    """Return the options of a recipe's trainer under this recipe; `given` replaces some."""
+    kind = "cifar" if name == "finetune" else name.partition("_")[0]
+    return resolve(TRAINERS.get(kind, CifarConfig), {"recipe": name, **given})[0]
