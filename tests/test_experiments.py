@@ -276,3 +276,18 @@ def test_the_fixed_analysis(tmp_path, capsys):
     (tmp_path / "cifar10-few.csv").write_text(header + "".join(f"{cell},5,50.0,1.0,9,10000,4,d,\n" for cell in CELLS))
     with pytest.raises(ValueError, match="seeds 5 to 9, no others"):
         analyse["main"]([str(tmp_path / "cifar10-few.csv"), "-o", str(tmp_path)])
+
+
+def test_the_profile_of_deployed_networks():
+    page = (ROOT / "docs" / "deploy.md").read_text()
+    profile = {row["operation"]: [float(row[name]) for name in ("resnet50", "aa_resnet50", "ea_aa_resnet50")]
+               for row in rows("onnx-profile.csv")}
+    parts = {"convolutions, also of maps": ["Conv"], "products": ["MatMul", "FusedMatMul"], "softmax": ["Softmax"]}
+    sums = {name: [sum(times) for times in zip(*map(profile.pop, kinds), strict=True)] for name, kinds in parts.items()}
+    needed = [sum(times) for times in zip(*sums.values(), strict=True)]
+    sums["all else: copies, layouts, sums, pooling"] = [sum(times) for times in zip(*profile.values(), strict=True)]
+    sums["all"] = [sum(times) for times in zip(*sums.values(), strict=True)]
+    for name, times in sums.items():
+        assert f"| {name} | {' | '.join(f'{time:.0f}' for time in times)} |" in page
+    ratios = [sums["all"][0] / time for time in needed[1:]]
+    assert f"AA would be at {ratios[0]:.2f} and EA at {ratios[1]:.2f} if all else cost nothing" in page
