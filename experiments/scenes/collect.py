@@ -3,34 +3,42 @@
     python experiments/scenes/collect.py RUNS -o experiments/results/scenes
 
 RUNS holds the run folders, each evaluated on the test photos by `train_imagenet.py --evaluate RUN --val-split test`.
-Written: results.csv and, of each run, MODEL.csv, its metrics.
+Written: results.csv and, of each run, MODEL.csv, its metrics. Where the folders are called variant=NAME,seed=S, as a
+sweep's, quarter-width-runs.csv is written instead, which `ea-vision evidence` reads.
 """
 import argparse
 import json
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from ea_vision.base.errors import UsageError, exit_code
 from ea_vision.base.files import atomic_write, csv_text
 from ea_vision.engine import run_folder
 from ea_vision.engine.weights_card import interval
+from ea_vision.studies.evidence import read_runs, runs_text
 
 
-def row_of(folder: Path) -> dict:
-    """Return a run's row.
+def evaluation_of(folder: Path) -> dict:
+    """Return what a run reached on the test photos.
 
     Raises:
-        UsageError: a run that was not evaluated on the test photos.
+        UsageError: a run that was not evaluated on them.
     """
-    config, run = run_folder.read_config(folder)
-    metrics = run_folder.read_metrics(folder)
     path = folder / "evaluation" / "evaluation.json"
     if not path.is_file():
         raise UsageError(f"{folder} must be evaluated on the test photos first (--evaluate {folder} --val-split test)")
     tested = json.loads(path.read_text())
     if Path(tested["data"]).name != "test":
         raise UsageError(f"{path} must be of the folder test, got {tested['data']}")
+    return tested
+
+
+def row_of(folder: Path) -> dict:
+    """Return a run's row; raise UsageError as `evaluation_of`."""
+    config, run = run_folder.read_config(folder)
+    metrics, tested = run_folder.read_metrics(folder), evaluation_of(folder)
     return {"model": config["model"], "seed": config["seed"], "validation_top1": f"{max(metrics['top1']):.2f}",
             "images": tested["images"], "top1": f"{tested['top1']:.2f}",
             "interval": interval(tested["top1"], tested["images"]), "loss": f"{tested['loss']:.4f}",
@@ -45,8 +53,14 @@ def main(argv: list[str] | None = None) -> int:
     folders = sorted(path.parent for path in args.runs.glob("*/results.json"))
     if not folders:
         raise UsageError(f"{args.runs} has no complete run")
-    rows = [row_of(folder) for folder in folders]
     args.output.mkdir(parents=True, exist_ok=True)
+    if any(folder.name.startswith("variant=") for folder in folders):
+        tested = [(run, evaluation_of(args.runs / f"variant={run.variant},seed={run.seed}"))
+                  for run in read_runs([args.runs])[1]]
+        runs = [replace(run, top1=round(found["top1"], 4), images=found["images"]) for run, found in tested]
+        atomic_write(args.output / "quarter-width-runs.csv", runs_text(runs, "test").encode())
+        return 0
+    rows = [row_of(folder) for folder in folders]
     atomic_write(args.output / "results.csv", csv_text(rows).encode())
     for folder, row in zip(folders, rows, strict=True):
         shutil.copyfile(folder / "metrics.csv", args.output / f"{row['model']}.csv")
