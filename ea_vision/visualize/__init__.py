@@ -26,7 +26,6 @@ are (y, x) in pixels of the input.
 import warnings
 
 from ea_vision.visualize.explore import show_page
-from ea_vision.visualize.films import draw_frames, plot_frames
 from ea_vision.visualize.heatmap import draw_heatmap, draw_images, draw_models, plot_heatmap
 from ea_vision.visualize.image_maps import MEAN, Recording, record
 from ea_vision.visualize.jacobian import input_jacobian, plot_jacobian
@@ -36,7 +35,7 @@ from ea_vision.visualize.matrix import draw_matrix, plot_matrix
 from ea_vision.visualize.rollout import draw_rollout, plot_rollout
 from ea_vision.visualize.sampling import plot_sampling
 from ea_vision.visualize.statistics import draw_chain, draw_statistics, plot_chain, plot_statistics
-from ea_vision.visualize.strip import draw_strip, draw_training, plot_strip
+from ea_vision.visualize.strip import draw_frames, draw_strip, draw_training, plot_frames, plot_strip
 
 __all__ = [
     "MapStyle", "Recording", "draw_chain", "draw_frames", "draw_heatmap", "draw_images", "draw_match", "draw_matrix",

@@ -3,17 +3,15 @@ several images."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 from matplotlib.figure import Figure
-from PIL import Image
 from torch import Tensor
 
 from ea_vision.analysis.inputs import ImageSource, find_images, read_image
+from ea_vision.analysis.loading import LoadedModel
 from ea_vision.base.errors import UsageError
 from ea_vision.visualize.figure_options import (
     Heads,
@@ -51,17 +49,15 @@ from ea_vision.visualize.map_style import (
     STYLE,
     MapStyle,
     aspect_of,
-    bars_of,
     head_name,
     map_name,
-    map_tile,
-    norms_of,
-    photo_tile,
+    map_of,
+    map_sheet,
     queries_name,
     short_head_name,
 )
-from ea_vision.visualize.sheet import Block, Row, sheet
-from ea_vision.visualize.writing import check_output, each_image, save, save_maps
+from ea_vision.visualize.sheet import Row
+from ea_vision.visualize.writing import check_output, each_figure, save, save_maps
 
 EXAMPLES = """\
   ea-vision heatmap --model ea_conv_transformer_cifar --layers 1,3 -o maps.png digits:0
@@ -82,33 +78,42 @@ def plot_heatmap(models: Models, images: ImageSource | Tensor | Sequence[ImageSo
     head, a column an image, of one query, or unless it is asked for of the mean of all.
     """
     models, look = as_models(models), MapStyle(**style)
-    if isinstance(images, (list, tuple)):
-        if len(models) > 1:
-            raise UsageError(f"several models need one image, got {len(models)} models and {len(images)} images")
-        return _of_images(models[0], images, layers, heads, queries, look, width)
-    some = [recorded(model, images, layers, some=True) for model in models]
-    recordings, chosen = [recording for recording, _ in some], [layers for _, layers in some]
-    every = [layer for layers in chosen for layer in layers]
-    points = chosen_points(queries, tuple(recordings[0].image.shape[1:]))
-    if len(models) > 1:
-        return draw_models(recordings, [numbers_of(layers) for layers in chosen], chosen_heads(heads, every, MEAN),
-                           points, look, width=width)
-    return draw_heatmap(recordings[0], numbers_of(chosen[0]), chosen_heads(heads, every), points, look, width=width)
-
-
-def _of_images(model, images, layers, heads, queries, style, width) -> Figure:
-    if not images:
+    several = isinstance(images, (list, tuple))
+    if several and len(models) > 1:
+        raise UsageError(f"several models need one image, got {len(models)} models and {len(images)} images")
+    if several and not images:
         raise UsageError("at least one image required, got none")
     names = [Path(image).name if isinstance(image, (str, Path)) else f"image {number}"
-             for number, image in enumerate(images, start=1)]
-    named = distinct([replace(model, label=name) for name in names])
-    some = [recorded(one, image, layers, some=True) for one, image in zip(named, images, strict=True)]
-    recordings, chosen = [recording for recording, _ in some], some[0][1]
-    if queries is not None and len(queries) != 1:
-        raise UsageError(f"several images take one query, got {len(queries)}")
-    point = None if queries is None else chosen_point(queries[0], tuple(recordings[0].image.shape[1:]))
-    return draw_images(recordings, numbers_of(chosen), chosen_heads(heads, chosen), point, style, width=width,
-                       title=title_of(model))
+             for number, image in enumerate(images if several else [], start=1)]
+    pairs = zip(_named(models[0], names), images, strict=True) if several else ((model, images) for model in models)
+    some = [recorded(model, image, layers, some=True) for model, image in pairs]
+    recordings, chosen = [recording for recording, _ in some], [layers for _, layers in some]
+    img_size, numbers = recordings[0].img_size, [numbers_of(layers) for layers in chosen]
+    if several:
+        if queries is not None and len(queries) != 1:
+            raise UsageError(f"several images take one query, got {len(queries)}")
+        point = None if queries is None else chosen_point(queries[0], img_size)
+        return draw_images(recordings, numbers[0], chosen_heads(heads, chosen[0]), point, look, width=width,
+                           title=title_of(models[0]))
+    every, points = [layer for layers in chosen for layer in layers], chosen_points(queries, img_size)
+    if len(models) > 1:
+        return draw_models(recordings, numbers, chosen_heads(heads, every, MEAN), points, look, width=width)
+    return draw_heatmap(recordings[0], numbers[0], chosen_heads(heads, every), points, look, width=width)
+
+
+def _named(model: LoadedModel, names: Sequence[str]) -> list[LoadedModel]:
+    """The model once for each image, under the image's name."""
+    return distinct([replace(model, label=name) for name in names])
+
+
+def head_rows(recording: Recording, number: int, heads: Sequence[Head], points: Sequence[Query], style: MapStyle,
+              name=short_head_name, shares: bool = True) -> list[Row]:
+    """A row a head, a column a query; `shares`: below a map what goes to the tokens before a transformer's patches."""
+    return [Row([map_of(recording.relative_map(number, point, head), recording, style,
+                        f"query {col}" if row == 0 and len(points) > 1 else "",
+                        recording.beside_patches(number, point, head) if shares else "", point=point, number=col)
+                 for col, point in enumerate(points, start=1)], name(head), aspect=aspect_of(recording))
+            for row, head in enumerate(heads)]
 
 
 def draw_heatmap(recording: Recording, layers: Sequence[int], heads: Sequence[Head], points: Sequence[Query],
@@ -123,31 +128,15 @@ def draw_heatmap(recording: Recording, layers: Sequence[int], heads: Sequence[He
         style: how maps are drawn; the maps of a layer share a scale.
         width: inches.
     """
-    finest = max((recording.maps[number].feat_size for number in layers), key=math.prod)
-    groups = [[recording.relative_map(number, point, head) for head in heads for point in points] for number in layers]
-    norms = norms_of(groups, style)
-    bars, common = bars_of(norms, style)
-    blocks = []
-    for number, maps, scales, own in zip(layers, groups, norms, bars, strict=True):
-        rows = []
-        for row, head in enumerate(heads):
-            tiles = []
-            for col, point in enumerate(points):
-                index = row * len(points) + col
-                title = f"query {col + 1}" if row == 0 and len(points) > 1 else ""
-                tiles.append(map_tile(maps[index], recording, scales[index], style, point=point, number=col + 1,
-                                      title=title, note=recording.beside_patches(number, point, head)))
-            rows.append(Row(tiles, short_head_name(head), aspect=aspect_of(recording)))
-        blocks.append(Block(rows if len(points) > 1 else _across(rows), map_name(recording.maps[number]), own))
+    groups = []
+    for number in layers:
+        rows = head_rows(recording, number, heads, points, style)
+        if len(points) == 1:  # side by side
+            rows = [Row([replace(row.tiles[0], title=row.label) for row in rows], aspect=rows[0].aspect)]
+        groups.append((map_name(recording.maps[number]), rows))
     note = f"attention by head; {queries_name(points)}" + ("; mean: of all heads" if MEAN in heads else "")
-    return sheet(title_of(recording.model), blocks, width=width, photo=photo_tile(recording, style, points, finest),
-                 aspect=aspect_of(recording), note=note, bars=common)
-
-
-def _across(rows: Sequence[Row]) -> list[Row]:
-    """Rows of one tile each, side by side."""
-    tiles = [replace(row.tiles[0], title=row.label) for row in rows]
-    return [Row(tiles, aspect=rows[0].aspect)]
+    return map_sheet(title_of(recording.model), groups, style, width=width, note=note, photo=recording, points=points,
+                     feat_size=recording.finest(layers))
 
 
 def draw_models(recordings: Sequence[Recording], layers: Sequence[Sequence[int]], heads: Sequence[Head],
@@ -168,40 +157,25 @@ def draw_models(recordings: Sequence[Recording], layers: Sequence[Sequence[int]]
     if any(len(chosen) != len(layers[0]) for chosen in layers):
         counts = [f"{len(chosen)} of {r.model.label}" for chosen, r in zip(layers, recordings, strict=True)]
         raise UsageError(f"models side by side need as many layers each, got {', '.join(counts)}")
-    first = recordings[0]
-    queries = [(number, point, head) for number, point in enumerate(points, start=1) for head in heads]
-    groups = [[recording.relative_map(layer, _place(point, first, recording), head)
-               for recording, chosen in zip(recordings, layers, strict=True) for layer in chosen]
-              for _, point, head in queries]
-    norms = norms_of(groups, style)
-    bars, common = bars_of(norms, style)
-    blocks = []
-    for (number, point, head), maps, scales, own in zip(queries, groups, norms, bars, strict=True):
-        rows = []
-        for index, (recording, chosen) in enumerate(zip(recordings, layers, strict=True)):
-            at = index * len(layers[0])
-            rows.append(_model_row(recording, chosen, _place(point, first, recording), head, number, maps[at:],
-                                   scales[at:], style))
-        blocks.append(Block(rows, f"query {number} ({query_name(point)}), {head_name(head)}", own))
-    finest = max((first.maps[layer].feat_size for layer in layers[0]), key=math.prod)
-    return sheet(" and ".join(title_of(recording.model) for recording in recordings[:2]) if len(recordings) == 2 else
-                 f"{len(recordings)} models", blocks, width=width, photo=photo_tile(first, style, points, finest),
-                 aspect=aspect_of(first), note="a row a model, a column a layer", bars=common)
-
-
-def _place(point: Query, first: Recording, recording: Recording) -> Query:
-    """The query in another model's input."""
-    return scaled(point, tuple(first.image.shape[1:]), tuple(recording.image.shape[1:]))
+    first, groups = recordings[0], []
+    for number, point in enumerate(points, start=1):
+        for head in heads:
+            rows = [_model_row(recording, chosen, scaled(point, first.img_size, recording.img_size), head, number,
+                               style) for recording, chosen in zip(recordings, layers, strict=True)]
+            groups.append((f"query {number} ({query_name(point)}), {head_name(head)}", rows))
+    return map_sheet(" and ".join(title_of(recording.model) for recording in recordings) if len(recordings) == 2 else
+                     f"{len(recordings)} models", groups, style, width=width, note="a row a model, a column a layer",
+                     photo=first, points=points, feat_size=first.finest(layers[0]))
 
 
 def _model_row(recording: Recording, layers: Sequence[int], place: Query, head: Head, number: int,
-               maps: Sequence[np.ndarray], scales: Sequence, style: MapStyle) -> Row:
+               style: MapStyle) -> Row:
     tiles = []
-    for layer, values, scale in zip(layers, maps, scales, strict=False):
+    for layer in layers:
         height, width = recording.maps[layer].feat_size
-        tiles.append(map_tile(values, recording, scale, style, point=place, number=number,
-                              title=f"layer {layer}, {height}x{width}",
-                              note=recording.beside_patches(layer, place, head)))
+        tiles.append(map_of(recording.relative_map(layer, place, head), recording, style,
+                            f"layer {layer}, {height}x{width}", recording.beside_patches(layer, place, head),
+                            point=place, number=number))
     return Row(tiles, heading=title_of(recording.model), aspect=aspect_of(recording))
 
 
@@ -220,22 +194,15 @@ def draw_images(recordings: Sequence[Recording], layers: Sequence[int], heads: S
         title: the model.
     """
     first = recordings[0]
-    groups = [[received_or_relative(recording, layer, query, head) for head in heads for recording in recordings]
-              for layer in layers]
-    norms = norms_of(groups, style)
-    bars, common = bars_of(norms, style)
-    blocks = []
-    for layer, maps, scales, own in zip(layers, groups, norms, bars, strict=True):
-        tiles = [map_tile(values, recording, scale, style, point=query,
-                          title=recording.model.label if index < len(recordings) else "")
-                 for index, (values, scale, recording) in enumerate(
-                     zip(maps, scales, list(recordings) * len(heads), strict=True))]
-        rows = [Row(tiles[at:at + len(recordings)], head_name(head) if len(heads) > 1 else "", aspect=aspect_of(first))
-                for at, head in zip(range(0, len(tiles), len(recordings)), heads, strict=True)]
-        blocks.append(Block(rows, map_name(first.maps[layer]), own))
+    groups = [(map_name(first.maps[layer]),
+               [Row([map_of(received_or_relative(recording, layer, query, head), recording, style,
+                            recording.model.label if row == 0 else "", point=query) for recording in recordings],
+                    head_name(head) if len(heads) > 1 else "", aspect=aspect_of(first))
+                for row, head in enumerate(heads)]) for layer in layers]
     whose = "mean of all queries" if query is None else f"query ({query_name(query)})"
     which = f", {head_name(heads[0])}" if len(heads) == 1 else ""
-    return sheet(title, blocks, width=width, note=f"attention on {len(recordings)} images: {whose}{which}", bars=common)
+    return map_sheet(title, groups, style, width=width,
+                     note=f"attention on {len(recordings)} images: {whose}{which}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -246,31 +213,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     models = load_models(options)
     layers = shown_layers(options, models)
     heads = parse_heads(options.heads, [layer for chosen in layers for layer in chosen])
-    paths = find_images(options.images)
-    if len(paths) > 1 and len(models) == 1:
-        return _images_command(options, models[0], layers[0], heads, paths, style)
+    paths, numbers = find_images(options.images), [numbers_of(chosen) for chosen in layers]
     points = parse_queries(options.queries, models[0].img_size)
-    for _, image, output in each_image(options):
-        recordings = [record(model, image, chosen) for model, chosen in zip(models, layers, strict=True)]
-        if len(models) > 1:
-            figure = draw_models(recordings, [numbers_of(chosen) for chosen in layers], heads, points, style,
-                                 width=options.width)
-        else:
-            figure = draw_heatmap(recordings[0], numbers_of(layers[0]), heads, points, style, width=options.width)
-        save(figure, output, options.dpi)
-        if options.npz:
-            save_maps(recordings, output)
-    return 0
+    if len(paths) == 1 or len(models) > 1:
+        def draw(image):
+            recordings = [record(model, image, chosen) for model, chosen in zip(models, layers, strict=True)]
+            if len(models) > 1:
+                return draw_models(recordings, numbers, heads, points, style, width=options.width), recordings
+            return draw_heatmap(recordings[0], numbers[0], heads, points, style, width=options.width), recordings
 
-
-def _images_command(options, model, layers, heads, paths: Iterable[str], style: MapStyle) -> int:
+        return each_figure(options, draw)
     output = check_output(Path(options.output), options.suffixes)
-    query = only(parse_queries(options.queries, model.img_size), "query") if options.queries else None
-    named = distinct([replace(model, label=Path(path).name) for path in paths])
-    pictures: list[Image.Image] = [read_image(path, exif_rotation=options.exif_rotation) for path in paths]
-    recordings = [record(one, picture, layers) for one, picture in zip(named, pictures, strict=True)]
-    figure = draw_images(recordings, numbers_of(layers), heads, query, style, width=options.width,
-                         title=title_of(model))
-    save(figure, output, options.dpi)
+    query = only(points, "query") if options.queries else None
+    pictures = [read_image(path, exif_rotation=options.exif_rotation) for path in paths]
+    named = _named(models[0], [Path(path).name for path in paths])
+    recordings = [record(one, picture, layers[0]) for one, picture in zip(named, pictures, strict=True)]
+    save(draw_images(recordings, numbers[0], heads, query, style, width=options.width, title=title_of(models[0])),
+         output, options.dpi)
     print("written:", output, *([save_maps(recordings, output)] if options.npz else []))
     return 0

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import timm
@@ -31,19 +33,25 @@ class Recording:
 
     image: (3, H, W) in 0..1.
     photo: (height, width, 3) uint8, the same part of the image at its own resolution; None where there is only `image`.
+    output: what the network gave.
     """
 
     model: LoadedModel
     image: Tensor
     maps: AttentionMaps
     photo: np.ndarray | None = None
+    output: Any = None
+
+    @property
+    def img_size(self) -> tuple[int, int]:
+        """(height, width) of the input in pixels."""
+        return tuple(self.image.shape[1:])
 
     def relative_map(self, layer: int, query: Query, head: Head, part: str = "attn") -> np.ndarray:
         """(H', W'): attention of a query in units of uniform attention; part: "attn", or a name of WITHOUT."""
-        img_size = tuple(self.image.shape[1:])
         maps, keys = self.maps[layer], self.maps[layer].num_keys()
-        seen = keys.max() if isinstance(query, str) else keys[cell_of(query, img_size, maps.feat_size)]
-        return query_map(maps, query, img_size, head, part) * seen
+        seen = keys.max() if isinstance(query, str) else keys[cell_of(query, self.img_size, maps.feat_size)]
+        return query_map(maps, query, self.img_size, head, part) * seen
 
     def received(self, layer: int, head: Head) -> np.ndarray:
         """(H', W'): what every pixel of the map gets, mean of all pixels' queries, in units of uniform attention."""
@@ -52,11 +60,15 @@ class Recording:
         got = maps.relative()[0, :, maps.num_prefix_tokens:, maps.num_prefix_tokens:].float().mean(1)  # (K, N)
         return (got.mean(0) if head == MEAN else got[head]).reshape(maps.key_size).cpu().numpy()
 
+    def finest(self, layers: Sequence[int]) -> tuple[int, int]:
+        """Size of the largest map of these layers."""
+        return max((self.maps[layer].feat_size for layer in layers), key=math.prod)
+
     def beside_patches(self, layer: int, query: Query, head: Head) -> str:
         """How much of a query's attention goes to the tokens before a transformer's patches: "cls 12%, reg 30%" (all
         registers together); "" where there are none."""
         maps, shares = self.maps[layer], {}
-        row = maps.of_query(cell_of_query(query, tuple(self.image.shape[1:]), maps.feat_size))[0][0]  # (K, P)
+        row = maps.of_query(cell_of_query(query, self.img_size, maps.feat_size))[0][0]  # (K, P)
         for name, share in zip(maps.prefix_names, (row.mean(0) if head == MEAN else row[head]).tolist(), strict=True):
             kind = name.rstrip("0123456789")
             shares[kind] = shares.get(kind, 0.0) + share
@@ -114,11 +126,12 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def record(model: nn.Module | LoadedModel | str, image: ImageSource | Tensor, layers: Sequence[AttentionLayer],
-           parts: Sequence[str] = ("attn",), places: bool = True) -> Recording:
+           parts: Sequence[str] = ("attn",), places: bool = True, heads: Sequence[int] | None = None) -> Recording:
     """Run a network on an image, in evaluation mode; see `as_model` and `as_input`.
 
     Args:
         places: layers whose rows and columns have a place in the image are required.
+        heads: counted from 0; None is all.
 
     Raises:
         UsageError: an input size that the network refuses, or a layer without places.
@@ -129,13 +142,13 @@ def record(model: nn.Module | LoadedModel | str, image: ImageSource | Tensor, la
     batch = model.normalize(prepared[None].to(next(model.model.parameters()).device))
     try:
         with evaluating(model.model), torch.inference_mode(), ea_vision.record_attention(
-                model.model, [layer.number for layer in layers], parts=parts) as maps:
-            model.model(batch)
+                model.model, [layer.number for layer in layers], heads, parts) as maps:
+            output = model.model(batch)
     except (ValueError, AssertionError) as error:
         raise UsageError(f"{model.label} on a {prepared.shape[1]}x{prepared.shape[2]} input: {error}") from error
     for layer in maps.values() if places else ():
         layer.check_places()
-    return Recording(model, prepared, maps, None if isinstance(image, Tensor) else model.photo(image))
+    return Recording(model, prepared, maps, None if isinstance(image, Tensor) else model.photo(image), output)
 
 
 def cell_of(point: Point, img_size: tuple[int, int], feat_size: tuple[int, int]) -> Point:

@@ -17,8 +17,8 @@ from ea_vision.analysis.recording import AttentionMaps, attention_layers
 from ea_vision.base.errors import UsageError
 from ea_vision.visualize.figure_options import Layers, Model, chosen_layers, some_layers
 from ea_vision.visualize.image_maps import MEAN, Recording, as_model, evaluating, record, title_of
-from ea_vision.visualize.map_style import MapStyle, aspect_of, map_tile, norms_of, photo_tile, scale_bar
-from ea_vision.visualize.sheet import Block, Row, sheet
+from ea_vision.visualize.map_style import MapStyle, aspect_of, map_of, photo_of, scaled_blocks
+from ea_vision.visualize.sheet import Row, sheet
 
 
 def input_jacobian(model: nn.Module, batch: Tensor, target: int | None = None) -> tuple[Tensor, int]:
@@ -79,20 +79,15 @@ def draw_jacobian(recording: Recording, jacobian: np.ndarray, chosen: int, style
         recording: with the "attn" of the layers to show, which may be none.
         jacobian, chosen: of `input_jacobian`; name: of the class.
     """
-    [[norm]] = norms_of([[jacobian]], MapStyle(), "jacobian")
     label = f"|d {name or f'class {chosen}'} / d input|"
-    tile = map_tile(jacobian, recording, norm, style, part="jacobian", title=label)
-    bar = scale_bar(norm, MapStyle(), "jacobian", "|d logit / d pixel|")
-    blocks = [Block([Row([tile], aspect=aspect_of(recording))], "", [bar])]
-    layers = list(recording.maps.values())
-    if layers:
-        received = [recording.received(layer.number, MEAN) for layer in layers]
-        [norms] = norms_of([received], style)
-        tiles = [map_tile(values, recording, scale, style, title=f"layer {layer.number}")
-                 for layer, values, scale in zip(layers, received, norms, strict=True)]
-        blocks.append(Block([Row(tiles, aspect=aspect_of(recording))], "attention that every pixel gets",
-                            [scale_bar(norms[0], style)]))
+    tile = map_of(jacobian, recording, style, label, part="jacobian")
+    blocks, _ = scaled_blocks([("", [Row([tile], aspect=aspect_of(recording))])], MapStyle(), "jacobian",
+                              "|d logit / d pixel|", common=False)
     note = f"class {chosen}" + (f" ({name})" if name else "") + ": how much each pixel moves its logit"
-    return sheet(title_of(recording.model), blocks, width=width, photo=photo_tile(recording, style),
-                 aspect=aspect_of(recording),
-                 note=note + ("; attention: mean of heads and queries" if layers else ""))
+    if recording.maps:
+        tiles = [map_of(recording.received(layer, MEAN), recording, style, f"layer {layer}")
+                 for layer in recording.maps]
+        rows = [Row(tiles, aspect=aspect_of(recording))]
+        blocks += scaled_blocks([("attention that every pixel gets", rows)], style, common=False)[0]
+        note += "; attention: mean of heads and queries"
+    return sheet(title_of(recording.model), blocks, width=width, note=note, **photo_of(recording, style))

@@ -10,8 +10,9 @@ Lines, fonts and colours that are not data follow matplotlib's rcParams.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -19,6 +20,7 @@ import torch
 from matplotlib import patheffects
 from matplotlib.axes import Axes
 from matplotlib.colors import Colormap, LogNorm, Normalize
+from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from torch import Tensor, nn
 
@@ -27,7 +29,7 @@ from ea_vision.base.errors import UsageError
 from ea_vision.base.figures import COLORS as QUERY_COLORS
 from ea_vision.base.print import points
 from ea_vision.visualize.image_maps import MEAN, Head, Query, Recording, cell_of, query_name
-from ea_vision.visualize.sheet import Bar, Tile
+from ea_vision.visualize.sheet import Bar, Block, Row, Tile, sheet
 
 SCALES = ("layer", "tile", "all", "uniform")
 SIGNED_MAP = "coolwarm"  # Moreland's: even steps in CIELAB, both ends as dark, apart for the colour-blind
@@ -172,16 +174,17 @@ def draw_photo(axes: Axes, recording: Recording, style: MapStyle, grey: bool = F
     bare(axes)
 
 
-def photo_tile(recording: Recording, style: MapStyle, queries: Sequence[Query] = (),
-               feat_size: tuple[int, int] | None = None) -> Tile:
-    """The photo with numbered query points, framed as cells of maps of `feat_size`."""
+def photo_of(recording: Recording, style: MapStyle, queries: Sequence[Query] = (),
+             feat_size: tuple[int, int] | None = None) -> dict[str, Any]:
+    """The photo with numbered query points, framed as cells of maps of `feat_size`, as `sheet` takes it."""
     def paint(axes: Axes) -> None:
         axes.set_label("photo")
         draw_photo(axes, recording, style)
         for number, query in enumerate(queries, start=1):
             mark_query(axes, recording, query, feat_size, number, numbered=True)
 
-    return Tile(paint, " " if any(isinstance(query, str) for query in queries) else "")
+    return {"photo": Tile(paint, " " if any(isinstance(query, str) for query in queries) else ""),
+            "aspect": aspect_of(recording)}
 
 
 def mark_query(axes: Axes, recording: Recording, query: Query, feat_size: tuple[int, int] | None, number: int,
@@ -247,13 +250,15 @@ def _norm(maps: Sequence[np.ndarray], part: str, lowest_top: float = LOWEST_TOP)
 
 
 def draw_map(axes: Axes, values: np.ndarray, recording: Recording, norm: Normalize, style: MapStyle, *,
-             point: Query | None = None, number: int = 1, overlay: bool | None = None, part: str = "attn"):
+             point: Query | None = None, number: int = 1, cells: tuple[int, int] | None = None,
+             overlay: bool | None = None, part: str = "attn"):
     """A map (H', W') over the input's area, its query's cell framed; return the artist.
 
     Args:
         values: attention in units of uniform attention (`Recording.relative_map`), or another part.
         norm: from `norms_of`.
         point: the query, in pixels of the input or a token by name; number: which of the queries.
+        cells: (height, width) of the map that the query's cell is of; default: this one.
         overlay: over the photo; default: as `style` says.
     """
     overlay = style.overlay if overlay is None else overlay
@@ -264,7 +269,7 @@ def draw_map(axes: Axes, values: np.ndarray, recording: Recording, norm: Normali
                          alpha=style.opacity if overlay else None,
                          interpolation="bilinear" if style.smooth else "nearest")
     if point is not None:
-        mark_query(axes, recording, point, values.shape, number)
+        mark_query(axes, recording, point, cells or values.shape, number)
     if style.scale == "tile" and part == "attn":
         axes.text(0.97, 0.03, f"\N{MULTIPLICATION SIGN}{short(float(values.max()))}", transform=axes.transAxes,
                   ha="right", va="bottom", fontsize=points(), color="black", parse_math=False,
@@ -273,10 +278,53 @@ def draw_map(axes: Axes, values: np.ndarray, recording: Recording, norm: Normali
     return artist
 
 
-def map_tile(values: np.ndarray, recording: Recording, norm: Normalize, style: MapStyle, *, title: str = "",
-             note: str = "", **how) -> Tile:
-    """A tile of `draw_map`."""
-    return Tile(lambda axes: draw_map(axes, values, recording, norm, style, **how), title, note)
+@dataclass
+class Map:
+    """A tile that waits for its scale: `paint` draws `values` into axes."""
+
+    values: np.ndarray
+    paint: Callable[[Axes, Normalize], object]
+    title: str = ""
+    note: str = ""
+
+    def scaled(self, norm: Normalize) -> Tile:
+        return Tile(lambda axes: self.paint(axes, norm), self.title, self.note)
+
+
+def map_of(values: np.ndarray, recording: Recording, style: MapStyle, title: str = "", note: str = "", **how) -> Map:
+    """A map that `draw_map` draws."""
+    return Map(values, lambda axes, norm: draw_map(axes, values, recording, norm, style, **how), title, note)
+
+
+def scaled_blocks(groups: Sequence[tuple[str, Sequence[Row]]], style: MapStyle, part: str = "attn", label: str = "",
+                  common: bool = True, norms: list[list[Normalize]] | None = None) -> tuple[list[Block], list[Bar]]:
+    """Blocks of maps with their scales, and the colour bar of the whole figure where all blocks have one scale.
+
+    Args:
+        groups: title and rows of each block, in whose rows `Map`s are the tiles. The maps of a block are compared.
+        part, label: see `scale_bar`.
+        common: a bar of the whole figure in place of equal ones; else each block has its own.
+        norms: the scales, by block; default: those of `norms_of`.
+    """
+    norms = norms or norms_of([[tile.values for row in rows for tile in row.tiles] for _, rows in groups], style, part)
+    bars = [[scale_bar(scales[0], style, part, label)] for scales in norms]
+    shared = []
+    if common and (style.scale != "layer" or len(norms) == 1):
+        bars, shared = [[] for _ in norms], bars[0]
+    blocks = []
+    for (title, rows), scales, own in zip(groups, map(iter, norms), bars, strict=True):
+        rows = [replace(row, tiles=[tile.scaled(next(scales)) for tile in row.tiles]) for row in rows]
+        blocks.append(Block(rows, title, own))
+    return blocks, shared
+
+
+def map_sheet(title: str, groups: Sequence[tuple[str, Sequence[Row]]], style: MapStyle, *, width: float | None,
+              note: str, photo: Recording | None = None, points: Sequence[Query] = (),
+              feat_size: tuple[int, int] | None = None, **scales) -> Figure:
+    """Draw a figure of maps: the photo with its query points, and the blocks of `scaled_blocks`."""
+    blocks, bars = scaled_blocks(groups, style, **scales)
+    return sheet(title, blocks, width=width, note=note, bars=bars,
+                 **({} if photo is None else photo_of(photo, style, points, feat_size)))
 
 
 def scale_bar(norm: Normalize, style: MapStyle, part: str = "attn", label: str = "") -> Bar:
@@ -297,15 +345,6 @@ def scale_bar(norm: Normalize, style: MapStyle, part: str = "attn", label: str =
 
 def part_unit(part: str) -> str:
     return "logit" if part in PARTS[1:] else part
-
-
-def bars_of(norms: Sequence[Sequence[Normalize]], style: MapStyle, part: str = "attn",
-            label: str = "") -> tuple[list[list[Bar]], list[Bar]]:
-    """Colour bars: those of each group, and those of the whole figure where all groups have one scale."""
-    bars = [[scale_bar(group[0], style, part, label)] for group in norms]
-    if style.scale == "layer" and len(norms) > 1:
-        return bars, []
-    return [[] for _ in norms], bars[0]
 
 
 def _attention_ticks(norm: Normalize) -> list[tuple[float, str]]:

@@ -5,7 +5,6 @@ evolves from earlier layers belong to one image and are left out."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,14 +52,12 @@ from ea_vision.visualize.map_style import (
     STYLE,
     MapStyle,
     aspect_of,
-    bars_of,
     map_name,
-    map_tile,
-    norms_of,
-    photo_tile,
+    map_of,
+    map_sheet,
     short_head_name,
 )
-from ea_vision.visualize.sheet import Block, Row, sheet
+from ea_vision.visualize.sheet import Row
 from ea_vision.visualize.writing import check_output, save
 
 EXAMPLES = """\
@@ -82,7 +79,7 @@ class Match:
 
     def relative_map(self, layer: int, point: Point, head: Head) -> np.ndarray:
         """(H, W): what the query at a pixel of the one finds in the other, in units of uniform attention."""
-        row, col = cell_of(point, tuple(self.one.image.shape[1:]), self.one.maps[layer].feat_size)
+        row, col = cell_of(point, self.one.img_size, self.one.maps[layer].feat_size)
         maps = self.found[layer][:, row, col]
         return ((maps.mean(0) if head == MEAN else maps[head]) * maps[0].numel()).numpy()
 
@@ -132,7 +129,7 @@ def plot_match(model: Model, image: ImageSource | Tensor, other: ImageSource | T
     model = as_model(model)
     chosen = chosen_layers(layers, model, some=True)
     matched = match(model, image, other, chosen)
-    point = chosen_point(query, tuple(matched.one.image.shape[1:]))
+    point = chosen_point(query, matched.one.img_size)
     return draw_match(matched, numbers_of(chosen), chosen_heads(heads, chosen), point, MapStyle(**style), width=width)
 
 
@@ -147,19 +144,13 @@ def draw_match(matched: Match, layers: Sequence[int], heads: Sequence[Head], poi
         style: how maps are drawn; the maps of a layer share a scale.
         width: inches.
     """
-    groups = [[matched.relative_map(layer, point, head) for head in heads] for layer in layers]
-    norms = norms_of(groups, style)
-    bars, common = bars_of(norms, style)
-    blocks = []
-    for layer, maps, scales, own in zip(layers, groups, norms, bars, strict=True):
-        tiles = [map_tile(values, matched.other, norm, style, title=short_head_name(head))
-                 for values, norm, head in zip(maps, scales, heads, strict=True)]
-        blocks.append(Block([Row(tiles, aspect=aspect_of(matched.other))], map_name(matched.one.maps[layer]), own))
-    finest = max((matched.one.maps[layer].feat_size for layer in layers), key=math.prod)
-    return sheet(title_of(matched.one.model), blocks, width=width, bars=common, aspect=aspect_of(matched.one),
-                 photo=photo_tile(matched.one, style, [point], finest),
-                 note=f"the query {query_name(point)} of this image, matched with the pixels of another: "
-                      "softmax(q \N{MIDDLE DOT} k), without positions")
+    groups = [(map_name(matched.one.maps[layer]),
+               [Row([map_of(matched.relative_map(layer, point, head), matched.other, style, short_head_name(head))
+                     for head in heads], aspect=aspect_of(matched.other))]) for layer in layers]
+    return map_sheet(title_of(matched.one.model), groups, style, width=width, photo=matched.one, points=[point],
+                     feat_size=matched.one.finest(layers),
+                     note=f"the query {query_name(point)} of this image, matched with the pixels of another: "
+                          "softmax(q \N{MIDDLE DOT} k), without positions")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

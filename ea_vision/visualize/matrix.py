@@ -30,9 +30,9 @@ from ea_vision.visualize.figure_options import (
     shown_layers,
 )
 from ea_vision.visualize.image_maps import MEAN, Head, Recording, as_model, record, title_of
-from ea_vision.visualize.map_style import BARE, PART_NAMES, MapStyle, bars_of, map_name, norms_of, short_head_name
-from ea_vision.visualize.sheet import Block, Row, Tile, sheet
-from ea_vision.visualize.writing import each_image, save, save_maps
+from ea_vision.visualize.map_style import BARE, PART_NAMES, Map, MapStyle, map_name, map_sheet, short_head_name
+from ea_vision.visualize.sheet import Row
+from ea_vision.visualize.writing import each_figure
 
 EXAMPLES = """\
   ea-vision matrix --model ea_conv_transformer_cifar --layers 1-3 -o matrix.png photo.jpg
@@ -62,23 +62,20 @@ def draw_matrix(recording: Recording, layers: Sequence[int], heads: Sequence[Hea
         style: scale and cmap of the maps; the maps of a layer share a scale.
         width: inches.
     """
-    groups = [_matrices(recording.maps[number], heads, part) for number in layers]
-    norms = norms_of(groups, style, part)
-    bars, common = bars_of(norms, style, part)
-    blocks = []
-    for number, maps, scales, own in zip(layers, groups, norms, bars, strict=True):
-        layer = recording.maps[number]
-        tiles = [Tile(_painter(values, layer, norm, style.colormap(part)), short_head_name(head))
-                 for values, norm, head in zip(maps, scales, heads, strict=True)]
-        blocks.append(Block([Row(tiles)], map_name(layer), own))
-    return sheet(f"{title_of(recording.model)}: {PART_NAMES[part]}", blocks, width=width, bars=common,
-                 note="a row a query, a column a key, both row by row over the image; ticks: where a row of it begins")
+    groups = []
+    for layer in map(recording.maps.__getitem__, layers):
+        tiles = [Map(values, _painter(values, layer, style.colormap(part)), short_head_name(head))
+                 for values, head in zip(_matrices(layer, heads, part), heads, strict=True)]
+        groups.append((map_name(layer), [Row(tiles)]))
+    return map_sheet(f"{title_of(recording.model)}: {PART_NAMES[part]}", groups, style, width=width, part=part,
+                     note="a row a query, a column a key, both row by row over the image; ticks: where a row of it "
+                          "begins")
 
 
-def _painter(values: np.ndarray, layer: LayerMaps, norm: Normalize, cmap: Colormap) -> Callable[[Axes], None]:
+def _painter(values: np.ndarray, layer: LayerMaps, cmap: Colormap) -> Callable[[Axes, Normalize], None]:
     prefix = layer.num_prefix_tokens
 
-    def paint(axes: Axes) -> None:
+    def paint(axes: Axes, norm: Normalize) -> None:
         axes.imshow(values, cmap=cmap, norm=norm, interpolation="nearest", aspect="auto")
         axes.set_xticks(_ticks(prefix, layer.key_size), [])
         axes.set_yticks(_ticks(prefix, layer.feat_size if layer.pixels_ask else (0, 1)), [])
@@ -118,10 +115,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     [layers] = shown_layers(options, [model])
     heads = parse_heads(options.heads, layers)
     check_part(options.part, layers, model.label)
-    for _, image, output in each_image(options):
+
+    def draw(image):
         recording = record(model, image, layers, (options.part,), places=False)
-        figure = draw_matrix(recording, numbers_of(layers), heads, options.part, style, width=options.width)
-        save(figure, output, options.dpi)
-        if options.npz:
-            save_maps([recording], output)
-    return 0
+        return draw_matrix(recording, numbers_of(layers), heads, options.part, style, width=options.width), [recording]
+
+    return each_figure(options, draw)

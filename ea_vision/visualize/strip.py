@@ -3,7 +3,7 @@ is without either (PA paper, figure 8; EA paper, figure 11). The suffix .gif or 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -15,8 +15,12 @@ from ea_vision.analysis.loading import load_model, parse_layers
 from ea_vision.analysis.recording import PARTS
 from ea_vision.base.errors import UsageError
 from ea_vision.visualize.figure_options import (
+    DIAGONAL,
+    Heads,
     Layers,
     Model,
+    Models,
+    Queries,
     add_style,
     add_through,
     by_epoch,
@@ -24,15 +28,18 @@ from ea_vision.visualize.figure_options import (
     chosen_heads,
     chosen_layers,
     chosen_point,
+    chosen_points,
     make_parser,
     models_through,
     numbers_of,
     only,
     parse_heads,
     parse_queries,
+    recorded,
     style_of,
 )
-from ea_vision.visualize.films import FILMS, film_command
+from ea_vision.visualize.films import FILMS, film_writer
+from ea_vision.visualize.heatmap import head_rows
 from ea_vision.visualize.image_maps import (
     MEAN,
     WITHOUT,
@@ -41,6 +48,7 @@ from ea_vision.visualize.image_maps import (
     Recording,
     add_contributions,
     as_model,
+    as_models,
     query_map,
     query_name,
     record,
@@ -54,13 +62,16 @@ from ea_vision.visualize.map_style import (
     equation,
     head_name,
     layers_name,
-    map_tile,
+    map_name,
+    map_of,
+    map_sheet,
     norms_of,
-    photo_tile,
+    photo_of,
+    queries_name,
     scale_bar,
 )
 from ea_vision.visualize.sheet import Block, Row, Tile, sheet
-from ea_vision.visualize.writing import PICTURES, each_image, save, save_maps
+from ea_vision.visualize.writing import PICTURES, each_figure, save
 
 ARROW = "\N{RIGHTWARDS ARROW}"
 EXAMPLES = """\
@@ -70,6 +81,7 @@ EXAMPLES = """\
   ea-vision strip --model ea_aa_resnet34 --layers 1-20 --heads mean -o layers.gif photo.jpg
   ea-vision strip --model runs/ea --through checkpoints --layers 3 -o training.mp4 photo.jpg
 """
+Frame = tuple[Recording, int]  # and the number of the layer to show
 
 
 def plot_strip(model: Model, image: ImageSource | Tensor, layers: Layers = None, head: Head = 0,
@@ -92,7 +104,7 @@ def plot_strip(model: Model, image: ImageSource | Tensor, layers: Layers = None,
         loaded = as_model(model)
         chosen = chosen_layers(layers, loaded)
         recordings = [record(loaded, image, chosen, _parts(chosen))]
-    [one], point = chosen_heads([head], chosen), chosen_point(query, tuple(recordings[0].image.shape[1:]))
+    [one], point = chosen_heads([head], chosen), chosen_point(query, recordings[0].img_size)
     if through == "checkpoints":
         return draw_training(recordings, numbers_of(chosen), one, point, MapStyle(**style), width=width)
     return draw_strip(recordings[0], numbers_of(chosen), one, point, MapStyle(**style), width=width)
@@ -144,12 +156,8 @@ def columns_of(recording: Recording, layers: Sequence[int]) -> dict[str, str]:
     return {**names, "attn": f"{ARROW}\nattention", **without}
 
 
-def _evolution(recording: Recording, name: str):
-    return getattr(recording.model.model.get_submodule(name), "evolution", None)
-
-
 def _before(recording: Recording, name: str) -> dict[str, float]:
-    evolution = _evolution(recording, name)
+    evolution = getattr(recording.model.model.get_submodule(name), "evolution", None)
     return evolution.before_shares() if evolution else {}
 
 
@@ -169,23 +177,29 @@ def draw_strip(recording: Recording, layers: Sequence[int], head: Head, point: Q
     """
     add_contributions(recording)
     columns, chains = columns_of(recording, layers), chains_of(recording, layers)
-    img_size = tuple(recording.image.shape[1:])
-    maps = {(layer, part): recording.relative_map(layer, point, head, part) if part.startswith("attn") else
-            query_map(recording.maps[layer], point, img_size, head, part)
-            for layer in layers for part in columns if _drawn(recording, layer, part, columns)}
+    maps = {}
+    for chain in chains:
+        for layer, part in ((layer, part) for layer in chain for part in columns):
+            if _drawn(recording, layer, part, columns):
+                attention = part.startswith("attn")
+                maps[layer, part] = map_of(
+                    recording.relative_map(layer, point, head, part) if attention else
+                    query_map(recording.maps[layer], point, recording.img_size, head, part), recording, style,
+                    columns[part] if layer == chain[0] else "", point=point, overlay=style.overlay and attention,
+                    part="attn" if attention else part)
     kinds, norms, bars = ("logits", "attn"), {}, {}
     for kind in kinds:
         groups = [[key for key in maps if key[0] in chain and key[1].startswith("attn") == (kind == "attn")]
                   for chain in chains]
         groups = [group for group in groups if group]
-        for group, scales in zip(groups, norms_of([[maps[key] for key in group] for group in groups], style, kind),
-                                 strict=True):
+        for group, scales in zip(groups, norms_of([[maps[key].values for key in group] for group in groups], style,
+                                                  kind), strict=True):
             norms.update(zip(group, scales, strict=True))
             bars[group[0][0], kind] = scale_bar(scales[0], style, kind)
     blocks = []
     for chain in chains:
-        rows = [Row([_strip_tile(recording, layer, part, maps, norms, style, point,
-                                 name if layer == chain[0] else "") for part, name in columns.items()],
+        rows = [Row([maps[layer, part].scaled(norms[layer, part]) if (layer, part) in maps else
+                     Tile(None, name if layer == chain[0] else "") for part, name in columns.items()],
                     f"layer {layer}", aspect=aspect_of(recording)) for layer in chain]
         height, wide = recording.maps[chain[0]].feat_size
         own = [bars[chain[0], kind] for kind in kinds if (chain[0], kind) in bars]
@@ -197,16 +211,8 @@ def draw_strip(recording: Recording, layers: Sequence[int], head: Head, point: Q
         note += f"\n{next(text for text in texts if text)}; previous: the logits of the row above"
     if WITHOUT[0] in columns:
         note += "; without: the attention where that part is 0"
-    return sheet(title_of(recording.model), blocks, width=width, note=note, aspect=aspect_of(recording),
-                 photo=photo_tile(recording, style, [point], recording.maps[layers[0]].feat_size))
-
-
-def _strip_tile(recording, layer, part, maps, norms, style, point, title) -> Tile:
-    if (layer, part) not in maps:
-        return Tile(None, title)
-    attention = part.startswith("attn")
-    return map_tile(maps[layer, part], recording, norms[layer, part], style, point=point, title=title,
-                    overlay=style.overlay and attention, part="attn" if attention else part)
+    return sheet(title_of(recording.model), blocks, width=width, note=note,
+                 **photo_of(recording, style, [point], recording.maps[layers[0]].feat_size))
 
 
 def _drawn(recording: Recording, layer: int, part: str, columns: dict[str, str]) -> bool:
@@ -227,19 +233,45 @@ def draw_training(recordings: Sequence[Recording], layers: Sequence[int], head: 
         style: how maps are drawn; the maps of a layer share a scale.
         width: inches.
     """
-    first = recordings[0]
-    groups = [[recording.relative_map(layer, query, head) for recording in recordings] for layer in layers]
-    blocks = []
-    for layer, maps, scales in zip(layers, groups, norms_of(groups, style), strict=True):
-        tiles = [map_tile(values, recording, scale, style, point=query, title=f"epoch {recording.model.epoch}")
-                 for recording, values, scale in zip(recordings, maps, scales, strict=True)]
+    first, groups = recordings[0], []
+    for layer in layers:
         height, wide = first.maps[layer].feat_size
-        blocks.append(Block([Row(tiles, aspect=aspect_of(first))], f"layer {layer}, {height}x{wide}",
-                            [scale_bar(scales[0], style)]))
-    title = first.model.label.rpartition(", epoch ")[0] or first.model.label
-    return sheet(title, blocks, width=width, note=f"attention through training: {head_name(head)}, query "
-                 f"{query_name(query)}", photo=photo_tile(first, style, [query], first.maps[layers[0]].feat_size),
-                 aspect=aspect_of(first))
+        tiles = [map_of(recording.relative_map(layer, query, head), recording, style, f"epoch {recording.model.epoch}",
+                        point=query) for recording in recordings]
+        groups.append((f"layer {layer}, {height}x{wide}", [Row(tiles, aspect=aspect_of(first))]))
+    return map_sheet(first.model.label.rpartition(", epoch ")[0] or first.model.label, groups, style, width=width,
+                     note=f"attention through training: {head_name(head)}, query {query_name(query)}", photo=first,
+                     points=[query], feat_size=first.maps[layers[0]].feat_size, common=False)
+
+
+def plot_frames(models: Models, image: ImageSource | Tensor, layers: Layers = None, heads: Heads = MEAN,
+                queries: Queries = None, *, width: float | None = None, **style) -> Iterator[Figure]:
+    """Draw the pictures of a film, of one scale: for each model (such as the snapshots of a run) each layer in turn.
+    See `ea_vision.visualize.figure_options` for the arguments."""
+    some = [recorded(model, image, layers) for model in as_models(models)]
+    frames = [(recording, layer.number) for recording, chosen in some for layer in chosen]
+    return draw_frames(frames, chosen_heads(heads, [layer for _, chosen in some for layer in chosen]),
+                       chosen_points(queries, some[0][0].img_size), MapStyle(**style), width=width)
+
+
+def draw_frames(frames: Sequence[Frame], heads: Sequence[Head], points: Sequence[Query], style: MapStyle = STYLE, *,
+                width: float | None = None) -> Iterator[Figure]:
+    """Draw the pictures of a film in turn: the photo, and a row a head, a column a query.
+
+    Args:
+        heads: counted from 0, or "mean".
+        points: (y, x) in pixels of the input.
+        style: how maps are drawn. What is compared are all pictures: they share a scale.
+        width: inches.
+    """
+    rows = [head_rows(*frame, heads, points, style, head_name, shares=False) for frame in frames]
+    [norms] = norms_of([[tile.values for of_frame in rows for row in of_frame for tile in row.tiles]], style)
+    each = len(heads) * len(points)
+    for index, ((recording, number), of_frame) in enumerate(zip(frames, rows, strict=True)):
+        layer = recording.maps[number]
+        yield map_sheet(title_of(recording.model), [(map_name(layer), of_frame)], style, width=width, photo=recording,
+                        points=points, feat_size=layer.feat_size, note=f"attention; {queries_name(points)}",
+                        common=False, norms=[norms[index * each:(index + 1) * each]])
 
 
 def main(argv: Sequence[str] | None = None, output: str = "evolution.png") -> int:
@@ -249,20 +281,25 @@ def main(argv: Sequence[str] | None = None, output: str = "evolution.png") -> in
                         help="of a film: how long a picture is shown (default: %(default)s)")
     add_style(parser)
     options = parser.parse_args(argv)
-    if Path(options.output).suffix.lower() in FILMS:
-        return film_command(options)
-    style = style_of(options)
+    film, training = Path(options.output).suffix.lower() in FILMS, options.through == "checkpoints"
+    style, write = style_of(options), film_writer(options) if film else save
     models = models_through(options)
     layers = parse_layers(options.layers, models[0])
-    head = only(parse_heads(options.heads, layers), "head")
-    point = only(parse_queries(options.queries, models[0].img_size, [(0.5, 0.5)]), "query")
-    training = options.through == "checkpoints"
-    for _, image, file in each_image(options):
-        recordings = [record(model, image, layers, ["attn"] if training else _parts(layers)) for model in models]
-        what = (numbers_of(layers), head, point, style)
-        figure = (draw_training(recordings, *what, width=options.width) if training else
-                  draw_strip(recordings[0], *what, width=options.width))
-        save(figure, file, options.dpi)
-        if options.npz:
-            save_maps(recordings, file)
-    return 0
+    heads = parse_heads(options.heads, layers)
+    points = parse_queries(options.queries, models[0].img_size, DIAGONAL if film else [(0.5, 0.5)])
+    numbers = numbers_of([only(layers, "layer")] if film and training else layers)
+    if not film:
+        only(heads, "head")
+        only(points, "query")
+
+    def draw(image):
+        recordings = [record(model, image, layers, ["attn"] if film or training else _parts(layers))
+                      for model in models]
+        if film:
+            frames = [(recording, number) for recording in recordings for number in numbers]
+            return draw_frames(frames, heads, points, style, width=options.width), recordings
+        if training:
+            return draw_training(recordings, numbers, heads[0], points[0], style, width=options.width), recordings
+        return draw_strip(recordings[0], numbers, heads[0], points[0], style, width=options.width), recordings
+
+    return each_figure(options, draw, write)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
+from PIL import Image
 from tqdm import tqdm
 
 from ea_vision.analysis.inputs import find_images, read_image
@@ -69,13 +71,22 @@ def save_maps(recordings: Sequence[Recording], output: Path, **further: np.ndarr
     return path
 
 
-def each_image(options: argparse.Namespace) -> Iterator[tuple[str, object, Path]]:
-    """(path, PIL image, output) for every image, with a progress bar; prints what was written."""
+def each_figure(options: argparse.Namespace, draw: Callable[[Image.Image], tuple[Any, Sequence[Recording]]],
+                write: Callable[[Any, Path, int], None] = save) -> int:
+    """Draw and write a figure an image, with a progress bar, and with --npz what it is drawn from; say so at the end.
+
+    Args:
+        draw: from an image to its figure, and the recordings that it is drawn from.
+        write: the figure, into a file, at --dpi.
+    """
     images = find_images(options.images)
     outputs = outputs_of(options, images)
     for path in images:  # a broken one ends the command before the first picture
         read_image(path, exif_rotation=options.exif_rotation)
     for path, output in zip(tqdm(images, unit="image", disable=len(images) == 1 or None), outputs, strict=True):
-        yield path, read_image(path, exif_rotation=options.exif_rotation), output
-    maps = [output.with_suffix(".npz") for output in outputs if options.npz]
-    print("written:", *outputs, *maps)
+        figure, recordings = draw(read_image(path, exif_rotation=options.exif_rotation))
+        write(figure, output, options.dpi)
+        if options.npz:
+            save_maps(recordings, output)
+    print("written:", *outputs, *([output.with_suffix(".npz") for output in outputs] if options.npz else []))
+    return 0
