@@ -11,7 +11,6 @@ import html
 import io
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from ea_vision.base.errors import UsageError
 from ea_vision.base.files import atomic_write
 from ea_vision.base.processes import choose_device
 from ea_vision.visualize.figure_options import Layers, Models, add_exif_rotation, chosen_layers, parse_heads
-from ea_vision.visualize.image_maps import as_models, distinct, evaluating, record
+from ea_vision.visualize.image_maps import as_models, distinct, record
 from ea_vision.visualize.page import (
     MEGABYTE,
     STORED_PARTS,
@@ -176,10 +175,7 @@ def show_page(models: Models, images: ImageSource | Sequence[ImageSource], layer
              for number, image in enumerate(several, start=1)]
     explorer = Explorer(loaded, [chosen_layers(layers, model) for model in loaded], None, STORED_PARTS,
                         [class_names_of(model.label, model) for model in loaded])
-    with ExitStack() as stack:
-        for model in loaded:
-            stack.enter_context(evaluating(model.model))
-        entries = [explorer.view(name, read_image(image)) for name, image in zip(names, several, strict=True)]
+    entries = [explorer.view(name, read_image(image)) for name, image in zip(names, several, strict=True)]
     fit(entries, 10)
     return PageInNotebook(build_page(explorer, entries), height)
 

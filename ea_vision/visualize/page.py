@@ -31,6 +31,7 @@ from ea_vision.analysis.loading import DetectorModel, LoadedModel
 from ea_vision.analysis.recording import AttentionLayer, LayerMaps, prefix_names
 from ea_vision.base.errors import UsageError
 from ea_vision.visualize.figure_options import spread
+from ea_vision.visualize.image_maps import record
 from ea_vision.visualize.map_style import SIGNED_MAP, equation
 
 SOURCE = Path(__file__).with_name("page_source")
@@ -176,21 +177,14 @@ class Explorer:
 
     def _view(self, index: int, image: Image.Image) -> dict[str, Any]:
         model, layers = self.models[index], self.layers[index]
-        prepared = model.prepare(image)
-        batch = model.normalize(prepared[None].to(next(model.model.parameters()).device))
-        try:
-            with torch.inference_mode(), ea_vision.record_attention(
-                    model.model, [layer.number for layer in layers], self.heads, self.recorded[index]) as maps:
-                output = model.model(batch)
-        except (ValueError, AssertionError) as error:
-            raise UsageError(f"{model.label} on a {prepared.shape[1]}x{prepared.shape[2]} input: {error}") from error
+        seen = record(model, model.prepare(image), layers, self.recorded[index], heads=self.heads)
         streams, places = pack({layer.number: self._arrays(layer, len(prefix_names(model.model)))
-                                for layer in maps.values()})
+                                for layer in seen.maps.values()})
         return {
-            **self._photos(model, image, prepared),
-            "predictions": (_objects(output[0], model.classes) if isinstance(model, DetectorModel) else
-                            self._predictions(output[0].float(), self.class_names[index])),
-            "featSizes": {layer.number: layer.feat_size for layer in maps.values()},
+            **self._photos(model, image, seen.image),
+            "predictions": (_objects(seen.output[0], model.classes) if isinstance(model, DetectorModel) else
+                            self._predictions(seen.output[0].float(), self.class_names[index])),
+            "featSizes": {layer.number: layer.feat_size for layer in seen.maps.values()},
             "places": places,
             "streams": streams,
         }

@@ -1,8 +1,7 @@
 """The server behind `ea-vision explore --serve`: the page, and a place to send images to, for this machine only.
 
-No client takes more than its share: at most MAX_CLIENTS connections; SILENCE seconds between two bytes of a request,
-and REQUEST_TIME for all of it; for all uploads together UPLOADS times the largest file; one image at a time through the
-network; ANSWERS answers that wait to be fetched.
+A request has SILENCE seconds between two bytes, and REQUEST_TIME for all of it; one image at a time goes through the
+network.
 """
 
 from __future__ import annotations
@@ -12,12 +11,10 @@ import json
 import re
 import socket
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -29,9 +26,6 @@ HOST = "127.0.0.1"
 SILENCE = 20  # seconds that a client may keep silent
 REQUEST_TIME = 60  # seconds for a whole request to arrive, and again for its answer to be fetched
 READ_ON = 2  # seconds in which a refused client's bytes are still read, so that the answer reaches it
-MAX_CLIENTS = 256
-UPLOADS = 8
-ANSWERS = 8
 CHUNK = 65536
 LONGEST_NAME = 80
 
@@ -72,11 +66,7 @@ class PageServer(ThreadingHTTPServer):
 
     def __init__(self, page: bytes, view: Callable[[str, bytes], dict[str, Any]], port: int, max_bytes: int):
         self.page, self.view, self.max_bytes = page, view, max_bytes
-        self.clients = threading.BoundedSemaphore(MAX_CLIENTS)
-        self.answers = threading.BoundedSemaphore(ANSWERS)
         self.network = ThreadPoolExecutor(max_workers=1)  # always the same thread: PyTorch keeps memory for each
-        self.counting = threading.Lock()
-        self.uploading = 0  # bytes held of all uploads
         try:
             super().__init__((HOST, port), Handler)
         except (OSError, OverflowError) as error:
@@ -86,27 +76,6 @@ class PageServer(ThreadingHTTPServer):
     def address(self) -> str:
         return f"http://{HOST}:{self.server_port}/"
 
-    def process_request(self, request: socket.socket, client_address) -> None:
-        """A thread for each client, unless there are too many."""
-        if self.clients.acquire(blocking=False):
-            try:
-                return super().process_request(request, client_address)
-            except BaseException:
-                self.clients.release()
-                raise
-        request.settimeout(0.1)
-        try:
-            request.sendall(b"HTTP/1.0 503 Service Unavailable\r\nConnection: close\r\n\r\n")
-        except OSError:
-            pass  # the client has left
-        self.shutdown_request(request)
-
-    def process_request_thread(self, request: socket.socket, client_address) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self.clients.release()
-
     def handle_error(self, request, client_address) -> None:
         """A client that breaks off is no fault of the server."""
         if not isinstance(sys.exc_info()[1], OSError):
@@ -115,13 +84,6 @@ class PageServer(ThreadingHTTPServer):
     def server_close(self) -> None:
         super().server_close()
         self.network.shutdown(wait=False, cancel_futures=True)
-
-    def hold(self, size: int) -> bool:
-        """Count bytes of an upload (negative: give them back); False, and nothing counted, where there is no room."""
-        with self.counting:
-            fits = self.uploading + size <= UPLOADS * self.max_bytes
-            self.uploading += size if fits else 0
-            return fits
 
 
 class Refused(Exception):
@@ -146,8 +108,7 @@ class Handler(BaseHTTPRequestHandler):
         self._answer(self._page)
 
     def do_POST(self) -> None:
-        with ExitStack() as held:  # the upload and the answer, until it has left
-            self._answer(lambda: self._image(held))
+        self._answer(self._image)
 
     def _answer(self, make) -> None:
         """Send what `make` gives, or why it gives nothing; the server goes on either way."""
@@ -205,10 +166,9 @@ class Handler(BaseHTTPRequestHandler):
         self._address("/")
         return "text/html", self.server.page
 
-    def _image(self, held: ExitStack) -> tuple[str, bytes]:
+    def _image(self) -> tuple[str, bytes]:
         name = _clean(parse_qs(self._address("/image").query).get("name", ["image"])[0])
-        data = self._body(held)
-        held.enter_context(self.server.answers)
+        data = self._body()
         try:
             return "application/json", _json(self.server.network.submit(self.server.view, name, data).result())
         except UsageError as error:
@@ -231,10 +191,8 @@ class Handler(BaseHTTPRequestHandler):
                           f"got {int(text) / 1e6:.1f} MB")
         return int(text)
 
-    def _body(self, held: ExitStack) -> bytes:
-        """The request's body; its bytes are counted until `held` is left."""
+    def _body(self) -> bytes:
         length, data = self._length(), io.BytesIO()
-        held.callback(lambda: self.server.hold(-data.tell()))
         while data.tell() < length:
             try:
                 chunk = self.rfile.read1(min(CHUNK, length - data.tell()))
@@ -243,8 +201,6 @@ class Handler(BaseHTTPRequestHandler):
                                                           f"than {REQUEST_TIME}") from error
             if not chunk:
                 raise Refused(HTTPStatus.BAD_REQUEST, f"the upload ended after {data.tell()} of {length} bytes")
-            if not self.server.hold(len(chunk)):
-                raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, "too many uploads at once: try again in a moment")
             data.write(chunk)
         return data.getvalue()
 
