@@ -5,8 +5,6 @@ Shape letters: B batch, K heads, H x W the attention map, N = H*W its pixels (ro
 
 from __future__ import annotations
 
-import csv
-import io
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +16,7 @@ from torch import Tensor, nn
 
 from ea_vision.analysis.maps import AttentionMaps, LayerMaps
 from ea_vision.analysis.recording import record_attention
+from ea_vision.base.files import csv_text
 
 
 def attention_entropy(attn: Tensor) -> Tensor:
@@ -65,27 +64,14 @@ def map_correlation(attn: Tensor, previous: Tensor) -> Tensor:
     return (a * b).sum(-1) / (a.norm(dim=-1) * b.norm(dim=-1))
 
 
-def position_share(attn: Tensor) -> Tensor:
+class PositionShares:
     """How much of a map's energy is the same on every image, and so depends on positions alone: 1 where maps do not
     depend on the image, about 0 where maps of different images have nothing in common.
 
     An image's value is the inner product of its map with the mean of the others' maps, over the mean energy (the sum of
-    squares) of a map. Its mean over images estimates the energy of the mean map over the mean energy, without bias.
-
-    Args:
-        attn: (B, K, N, N) of B images.
-
-    Returns:
-        (B, K); not a number for a single image.
+    squares) of a map. Its mean over images estimates the energy of the mean map over the mean energy, without bias. The
+    others are those of its batch and of the batches before: maps are not kept, their sum is.
     """
-    shares = PositionShares()
-    shares.add(attn)
-    return shares.shares()
-
-
-class PositionShares:
-    """`position_share` over batches: a map is compared with the others of its batch and of the batches before. Maps are
-    not kept, their sum is."""
 
     def __init__(self) -> None:
         self.total: Tensor | None = None
@@ -106,7 +92,7 @@ class PositionShares:
         self.energies.append(maps.square().sum(-1).cpu())
 
     def shares(self) -> Tensor:
-        """(images, K)"""
+        """(images, K); not a number for a single image."""
         return torch.cat(self.products) / torch.cat(self.energies).mean(0)
 
 
@@ -120,15 +106,20 @@ def uniform_distance(layer: LayerMaps, cell: tuple[float, float]) -> float:
     return attention_distance((seen / seen.sum((-2, -1), keepdim=True))[None, None], cell).item()
 
 
+def _mean(name: str) -> property:
+    """(K,): the mean over images."""
+    return property(lambda layer: None if getattr(layer, name) is None else getattr(layer, name).mean(0))
+
+
 @dataclass
 class LayerQuantities:
     """Quantities of a layer's maps, by image and head: (images, K) each.
 
     entropies: in nats, over all tokens. distances: in pixels of the input, of what the patches attend to among the
     patches. prefixes: share of attention, of all queries, that goes to the tokens before a transformer's patches.
-    correlations: with the previous layer's map, None where that has another shape. positions: see `position_share`;
+    correlations: with the previous layer's map, None where that has another shape. positions: see `PositionShares`;
     the others are those of an image's batch and of the batches before. uniform_entropy, uniform_distance: those of
-    uniform attention over the keys that queries see.
+    uniform attention over the keys that queries see. entropy, distance, prefix, correlation: (K,), means over images.
     """
 
     number: int
@@ -146,25 +137,7 @@ class LayerQuantities:
     def images(self) -> int:
         return len(self.entropies)
 
-    @property
-    def entropy(self) -> Tensor:
-        """(K,): the mean over images."""
-        return self.entropies.mean(0)
-
-    @property
-    def distance(self) -> Tensor:
-        """(K,): the mean over images."""
-        return self.distances.mean(0)
-
-    @property
-    def prefix(self) -> Tensor:
-        """(K,): the mean over images."""
-        return self.prefixes.mean(0)
-
-    @property
-    def correlation(self) -> Tensor | None:
-        """(K,): the mean over images."""
-        return None if self.correlations is None else self.correlations.mean(0)
+    entropy, distance, prefix, correlation = map(_mean, ("entropies", "distances", "prefixes", "correlations"))
 
 
 def measure(model: nn.Module, batches: Iterable[Tensor], layers: Sequence[int] | None = None) -> list[LayerQuantities]:
@@ -212,23 +185,24 @@ def measure(model: nn.Module, batches: Iterable[Tensor], layers: Sequence[int] |
 
 def quantities_csv(measured: dict[str, list[LayerQuantities]]) -> str:
     """A row a model, layer and head: means and standard deviations over images."""
-    text = io.StringIO()
-    rows = csv.writer(text, lineterminator="\n")
-    rows.writerow(("model", "layer", "name", "map", "head", "images", "entropy_nats", "entropy_share",
-                   "distance_pixels", "correlation_with_previous", "entropy_nats_std", "distance_pixels_std",
-                   "correlation_with_previous_std", "uniform_entropy_nats", "uniform_distance_pixels",
-                   "share_of_prefix_tokens"))
+    rows = []
     for model, layers in measured.items():
         for layer in layers:
-            values = (layer.entropies, layer.distances, layer.correlations)
+            values = {"entropy_nats": layer.entropies, "distance_pixels": layer.distances,
+                      "correlation_with_previous": layer.correlations}
             for head in range(len(layer.entropy)):
-                entropy, *others = ("" if v is None else f"{v[:, head].mean():.6f}" for v in values)
-                spreads = ("" if v is None or len(v) < 2 else f"{v[:, head].std():.6f}" for v in values)
-                rows.writerow((model, layer.number, layer.name, "x".join(map(str, layer.feat_size)), head, layer.images,
-                               entropy, f"{layer.entropy[head] / layer.uniform_entropy:.6f}", *others, *spreads,
-                               f"{layer.uniform_entropy:.6f}", f"{layer.uniform_distance:.6f}",
-                               f"{layer.prefix[head]:.6f}"))
-    return text.getvalue()
+                means = {name: "" if v is None else f"{v[:, head].mean():.6f}" for name, v in values.items()}
+                spreads = {f"{name}_std": "" if v is None or len(v) < 2 else f"{v[:, head].std():.6f}"
+                           for name, v in values.items()}
+                rows.append({
+                    "model": model, "layer": layer.number, "name": layer.name,
+                    "map": "x".join(map(str, layer.feat_size)), "head": head, "images": layer.images,
+                    "entropy_nats": means["entropy_nats"],
+                    "entropy_share": f"{layer.entropy[head] / layer.uniform_entropy:.6f}", **means, **spreads,
+                    "uniform_entropy_nats": f"{layer.uniform_entropy:.6f}",
+                    "uniform_distance_pixels": f"{layer.uniform_distance:.6f}",
+                    "share_of_prefix_tokens": f"{layer.prefix[head]:.6f}"})
+    return csv_text(rows)
 
 
 def quantities_arrays(measured: dict[str, list[LayerQuantities]]) -> dict[str, np.ndarray]:

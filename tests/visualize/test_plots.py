@@ -13,7 +13,7 @@ from PIL import Image
 import ea_vision
 from ea_vision import visualize
 from ea_vision.analysis.loading import load_model
-from ea_vision.analysis.quantities import PositionShares, position_share
+from ea_vision.analysis.quantities import PositionShares
 from ea_vision.base.errors import UsageError
 from ea_vision.visualize import (
     plot_chain,
@@ -163,6 +163,12 @@ def test_the_chain_in_numbers(model):
         share = (between / energy).mean().item()
         assert drawn["share of position alone"][layer.number] == pytest.approx(share, rel=1e-4)
     assert "mean over 3 images" in as_text(figure)
+
+
+def position_share(attn):
+    shares = PositionShares()
+    shares.add(attn)
+    return shares.shares()
 
 
 def test_share_of_position_alone():
