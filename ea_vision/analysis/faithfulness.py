@@ -23,7 +23,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +33,7 @@ from torchvision.transforms.v2.functional import gaussian_blur
 from tqdm import tqdm
 
 from ea_vision.base.files import csv_text
+from ea_vision.base.tables import markdown
 
 SHARES = (0.01, 0.05, 0.1, 0.2, 0.5)  # EA paper, table 8, and ERASER
 FILLINGS = ("mean", "blur")
@@ -74,74 +76,49 @@ class Curves:
 
     def deletion(self) -> Tensor:
         """(M,), in 0..1; low is faithful."""
-        return self._area(self.whole, self.removed, self.empty)
+        return torch.trapezoid(self._at_shares("deletion"), torch.tensor(self.shares()), dim=1)
 
     def insertion(self) -> Tensor:
         """(M,), in 0..1; high is faithful."""
-        return self._area(self.empty, self.kept, self.whole)
+        return torch.trapezoid(self._at_shares("insertion"), torch.tensor(self.shares()), dim=1)
 
     def shares(self) -> list[float]:
-        """Of the patches, from none to all of them: the places of `deletion_curve` and `insertion_curve`."""
+        """Of the patches, from none to all of them: the places of `curve`."""
         return [0.0, *(count / self.patches for count in self.counts), 1.0]
 
-    def deletion_curve(self) -> list[float]:
-        """Mean over images at each of `shares`."""
-        return torch.cat([self.whole[:, None], self.removed, self.empty[:, None]], dim=1).mean(0).tolist()
-
-    def insertion_curve(self) -> list[float]:
-        """Mean over images at each of `shares`."""
-        return torch.cat([self.empty[:, None], self.kept, self.whole[:, None]], dim=1).mean(0).tolist()
+    def curve(self, score: str) -> list[float]:
+        """Of "deletion" or "insertion": mean over images at each of `shares`."""
+        return self._at_shares(score).mean(0).tolist()
 
     def _over_bins(self, probabilities: Tensor) -> Tensor:
         return probabilities[:, [self.counts.index(count) for count in self.bins]].mean(1)
 
-    def _area(self, first: Tensor, middle: Tensor, last: Tensor) -> Tensor:
-        values = torch.cat([first[:, None], middle, last[:, None]], dim=1)
-        return torch.trapezoid(values, torch.tensor(self.shares()), dim=1)
+    def _at_shares(self, score: str) -> Tensor:
+        parts = {"deletion": (self.whole, self.removed, self.empty), "insertion": (self.empty, self.kept, self.whole)}
+        return torch.cat([part.view(len(self.whole), -1) for part in parts[score]], dim=1)
 
 
-@dataclass(frozen=True)
-class Row:
-    """A line of results.csv: means over images, and standard errors of the means."""
-
-    model: str
-    ranking: str
-    comprehensiveness: float
-    comprehensiveness_se: float
-    sufficiency: float
-    sufficiency_se: float
-    deletion: float
-    deletion_se: float
-    insertion: float
-    insertion_se: float
-    images: int
-
-
-def row_of(model: str, curves: Curves) -> Row:
-    """The scores of a ranking; a standard error of one image is not a number."""
-    values = {}
+def row_of(model: str, curves: Curves) -> dict[str, Any]:
+    """A line of results.csv: model, ranking, the mean of each score over images and its standard error (which for one
+    image is not a number), images."""
+    values: dict[str, Any] = {"model": model, "ranking": curves.ranking}
     for name in SCORES:
         score = getattr(curves, name)().double()
         values[name] = score.mean().item()
         values[f"{name}_se"] = score.std().item() / math.sqrt(len(score)) if len(score) > 1 else math.nan
-    return Row(model, curves.ranking, **values, images=len(curves.whole))
+    return {**values, "images": len(curves.whole)}
 
 
-def rows_csv(rows: Sequence[Row]) -> str:
-    """Comma-separated values; the columns are the fields of `Row`."""
-    return csv_text([{name: f"{value:.6f}" if isinstance(value, float) else value
-                      for name, value in asdict(row).items()} for row in rows])
+def rows_csv(rows: Sequence[Mapping[str, Any]]) -> str:
+    return csv_text([{name: f"{value:.6f}" if isinstance(value, float) else value for name, value in row.items()}
+                     for row in rows])
 
 
-def rows_table(rows: Sequence[Row]) -> str:
+def rows_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """A line a model and ranking, a column a score with its standard error."""
-    widths = [max(map(len, column)) for column in zip(("model", "ranking"), *((row.model, row.ranking) for row in rows),
-                                                      strict=True)]
-    lines = [f"{'model':<{widths[0]}}  {'ranking':<{widths[1]}}" + "".join(f"{name:>19}" for name in SCORES)]
-    for row in rows:
-        cells = (f"{getattr(row, name):.4f} ± {getattr(row, name + '_se'):.4f}" for name in SCORES)
-        lines.append(f"{row.model:<{widths[0]}}  {row.ranking:<{widths[1]}}" + "".join(f"{cell:>19}" for cell in cells))
-    return "\n".join(lines)
+    cells = [[row["model"], row["ranking"], *(f"{row[name]:.4f} ± {row[f'{name}_se']:.4f}" for name in SCORES)]
+             for row in rows]
+    return markdown([["model", "ranking", *SCORES], *cells])
 
 
 def filled(images: Tensor, filling: str, mean: Sequence[float], grid: tuple[int, int]) -> Tensor:

@@ -29,6 +29,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor
 
 from ea_vision.analysis.loading import (
@@ -50,7 +51,8 @@ from ea_vision.base.figures import figure_bytes
 from ea_vision.base.files import atomic_write, write_json
 from ea_vision.base.processes import choose_device
 from ea_vision.base.provenance import hardware, provenance
-from ea_vision.data.small_images import DATASETS, Images, hold_out, load_dataset
+from ea_vision.base.tables import shown
+from ea_vision.data.small_images import DATASETS, DataSet, Images, hold_out, load_dataset
 
 MAPS_OF = ("trained", "untrained", "shuffled", "shuffled-together")
 PLACES = ("data_dir", "cache_dir", "output")  # of this machine: results.json has the data's fingerprint in their place
@@ -117,8 +119,7 @@ class Subject:
     def __init__(self, target: str, model: LoadedModel, source: MapSource, options: argparse.Namespace,
                  device: torch.device) -> None:
         self.target, self.model, self.source, self.options, self.device = target, model, source, options, device
-        data = load_dataset(options.dataset, options.data_dir, options.cache_dir, model.img_size[0], options.download,
-                            options.workers)
+        data = load_data(options, model)
         splits = (data.train, data.test)
         if options.unseen:
             splits = hold_out(data.test, len(data.test) // 5, options.seeds[0])
@@ -155,6 +156,40 @@ class Subject:
         return results
 
 
+def add_data_options(parser: argparse.ArgumentParser, limit: str) -> None:
+    """The data set, and how many of its images: what `probe` and `faithfulness` share. `limit`: help of --limit."""
+    add = parser.add_argument
+    add("--dataset", default="digits", choices=DATASETS, help="see train_cifar.py --help (default: %(default)s)")
+    add("--data-dir", default="", help="folder of the data set")
+    add("--cache-dir", default="", help="where decoded images are kept; none: nowhere (default: the user's cache)")
+    add("--download", action="store_true", help="fetch cifar10 or cifar100 if it is not in --data-dir")
+    add("--img-size", metavar="N", help="side of the images in pixels (default: the model's)")
+    add("--limit", type=positive, metavar="N", help=limit)
+    add("--workers", type=positive, default=2, help="threads that decode images (default: %(default)s)")
+    add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="auto: cuda if there is one")
+
+
+def load_classifiers(options: argparse.Namespace) -> tuple[list[str], list[LoadedModel], torch.device]:
+    """Return what --model names, the networks and their device.
+
+    Raises:
+        UsageError: a detector, or an --img-size that is no square.
+    """
+    size, device = parse_size(options.img_size), choose_device(options.device)
+    if size and size[0] != size[1]:
+        raise UsageError(f"--img-size must be one number here, got {options.img_size!r}")
+    targets = parse_targets(options.model)
+    models = [load_model(target, img_size=size, device=device) for target in targets]
+    for model in models:
+        check_classifies(model)
+    return targets, models, device
+
+
+def load_data(options: argparse.Namespace, model: LoadedModel) -> DataSet:
+    return load_dataset(options.dataset, options.data_dir, options.cache_dir, model.img_size[0], options.download,
+                        options.workers)
+
+
 def make_parser() -> argparse.ArgumentParser:
     recipe = ProbeRecipe()
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0],
@@ -170,24 +205,16 @@ def make_parser() -> argparse.ArgumentParser:
         help="what to compare with, some of: untrained, the network as it begins training; shuffled, the pixels of "
              "every map in a random order of its own; shuffled-together, one order for all heads of an image "
              "(default: %(default)s)")
-    add("--dataset", default="digits", choices=DATASETS, help="see train_cifar.py --help (default: %(default)s)")
-    add("--data-dir", default="", help="folder of the data set")
-    add("--cache-dir", default="", help="where decoded images are kept; none: nowhere (default: the user's cache)")
-    add("--download", action="store_true", help="fetch cifar10 or cifar100 if it is not in --data-dir")
-    add("--img-size", metavar="N", help="side of the images in pixels (default: the model's)")
+    add_data_options(parser, "N images to learn from and N to measure on, drawn by the first of --seeds (default: all)")
     add("--unseen", action="store_true",
         help="learn from four fifths of the test images, drawn by the first of --seeds, and measure on the others, in "
              "place of training and test images")
-    add("--limit", type=positive, metavar="N",
-        help="N images to learn from and N to measure on, drawn by the first of --seeds (default: all)")
     add("--epochs", type=positive, default=recipe.epochs, help="of a probe (default: %(default)s)")
     add("--batch-size", type=positive, default=recipe.batch_size, help="images (default: %(default)s)")
     add("--lr", type=float, default=recipe.lr, help="first learning rate; cosine to 0.0001 (default: %(default)s)")
     add("--width", type=positive, default=recipe.width, help="channels of the probe (default: %(default)s)")
     add("--seeds", type=numbers, default=(0,), metavar="N[,..]",
         help="of the probe, the shuffling and the untrained network; the mean of several is shown (default: 0)")
-    add("--workers", type=positive, default=2, help="threads that decode images (default: %(default)s)")
-    add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="auto: cuda if there is one")
     add("-o", "--output", default="probe", metavar="DIR",
         help="results.csv, results.json, results.png and the cached maps; the same command continues "
              "(default: %(default)s)")
@@ -234,15 +261,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UsageError(f"--controls must be some of {', '.join(MAPS_OF[1:])}, or none, got {options.controls!r}")
     if not 0 < options.lr < math.inf:
         raise UsageError(f"--lr must be above 0, got {options.lr}")
-    size, device = parse_size(options.img_size), choose_device(options.device)
-    if size and size[0] != size[1]:
-        raise UsageError(f"--img-size must be one number here, got {options.img_size!r}")
     recipe = ProbeRecipe(epochs=options.epochs, batch_size=options.batch_size, lr=options.lr, width=options.width,
                          seed=options.seeds[0])
-    targets = parse_targets(options.model)
-    models = [load_model(target, img_size=size, device=device) for target in targets]
-    for model in models:
-        check_classifies(model)
+    targets, models, device = load_classifiers(options)
     sources = [chosen_maps(options, model) for model in models]
     journal = Journal(Path(options.output))
     results, fingerprints = [], {}
@@ -252,23 +273,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         for kind in ("trained", *controls):
             for seed in options.seeds:
                 results += subject.probe(kind, replace(recipe, seed=seed), journal)
-    write_results(Path(options.output), results, subject.num_classes, recipe, options, device, fingerprints)
-    return 0
-
-
-def write_results(output: Path, results: list[Result], classes: int, recipe: ProbeRecipe, options: argparse.Namespace,
-                  device: torch.device, fingerprints: dict[str, str]) -> None:
-    told = {name: value for name, value in vars(options).items() if name not in PLACES}
-    about = {"results": [asdict(result) for result in results], "recipe": asdict(recipe), "options": told,
-             "data_fingerprint": fingerprints, "hardware": hardware(device, 1), **provenance()}
-    atomic_write(output / "results.csv", results_csv(results).encode())
-    write_json(output / "results.json", about)
-    atomic_write(output / "results.png", figure_bytes(results_figure(results, classes)))
-    print(results_table(results))
+    about = {"results": [asdict(result) for result in results], "recipe": asdict(recipe),
+             "data_fingerprint": fingerprints}
+    write_results(Path(options.output), results_csv(results), results_figure(results, subject.num_classes), about,
+                  options, device)
+    print(shown(results_table(results)))
     published = "; ".join(f"{name} {' / '.join(f'{top1:.2f}' for top1 in by_layer.values())}"
                           for name, by_layer in PUBLISHED.items())
     runs = "one run each"
     if len(options.seeds) > 1:
         runs = f"mean ± standard deviation of seeds {', '.join(map(str, options.seeds))}"
     print(f"top-1 in percent, {runs}; published on ImageNet, layers 16, 17, 18: {published}")
-    print("written:", *(output / f"results.{suffix}" for suffix in ("csv", "json", "png")))
+    print("written:", *(Path(options.output) / f"results.{suffix}" for suffix in ("csv", "json", "png")))
+    return 0
+
+
+def write_results(folder: Path, table: str, figure: Figure, about: dict, options: argparse.Namespace,
+                  device: torch.device) -> None:
+    """Write results.csv, .json (with options, hardware and versions beside `about`) and .png."""
+    told = {name: value for name, value in vars(options).items() if name not in PLACES}
+    atomic_write(folder / "results.csv", table.encode())
+    write_json(folder / "results.json", {**about, "options": told, "hardware": hardware(device, 1), **provenance()})
+    atomic_write(folder / "results.png", figure_bytes(figure))

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from ea_vision.base.figures import PAGE, check_width, color_cycle
 from ea_vision.base.files import csv_text
 from ea_vision.base.print import legend_below, new_figure, points, print_style, small_ticks, text_width, wrapped
+from ea_vision.base.tables import markdown
 
 PUBLISHED = {"AA-ResNet-34": {16: 24.50, 17: 31.18, 18: 17.55}, "EA-AA-ResNet-34": {16: 31.02, 17: 31.71, 18: 31.93}}
 SHADES = {"trained": (1.0, ""), "untrained": (0.55, "//"), "shuffled": (0.3, ""), "shuffled-together": (0.3, "..")}
@@ -45,18 +46,13 @@ def over_seeds(results: Sequence[Result]) -> dict[tuple[str, str, int], tuple[fl
 
 def results_table(results: Sequence[Result]) -> str:
     """Rows model and maps, columns layers: top-1 in percent, of several seeds the mean ± the standard deviation."""
-    layers = sorted({result.layer for result in results})
-    names = list(dict.fromkeys((result.model, result.maps) for result in results))
-    width, kind = (max(map(len, column)) for column in zip(("model", "untrained"), *names, strict=True))
-    lines = [f"{'model':<{width}}  {'maps':<{kind}}" + "".join(f"{f'layer {layer}':>14}" for layer in layers)]
-    found = over_seeds(results)
-    for model, maps in names:
-        lines.append(f"{model:<{width}}  {maps:<{kind}}")
-        for layer in layers:
-            top1, deviation = found.get((model, maps, layer), (None, None))
-            text = "" if top1 is None else f"{top1:.2f}" if deviation is None else f"{top1:.2f} ± {deviation:.2f}"
-            lines[-1] += f"{text:>14}"
-    return "\n".join(line.rstrip() for line in lines)
+    layers, found = sorted({result.layer for result in results}), over_seeds(results)
+    lines = [["model", "maps", *(f"layer {layer}" for layer in layers)]]
+    for model, maps in dict.fromkeys((result.model, result.maps) for result in results):
+        scores = (found.get((model, maps, layer)) for layer in layers)
+        lines.append([model, maps, *("" if score is None else f"{score[0]:.2f}" if score[1] is None else
+                                     f"{score[0]:.2f} ± {score[1]:.2f}" for score in scores)])
+    return markdown(lines)
 
 
 def results_figure(results: Sequence[Result], num_classes: int, *, width: float | None = None) -> Figure:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -26,16 +25,7 @@ from ea_vision.analysis.faithfulness import (
     rows_csv,
     rows_table,
 )
-from ea_vision.analysis.loading import (
-    WEIGHTS_HELP,
-    LoadedModel,
-    check_classifies,
-    load_model,
-    parse_layers,
-    parse_size,
-    parse_targets,
-    positive,
-)
+from ea_vision.analysis.loading import WEIGHTS_HELP, LoadedModel, load_model, parse_layers, parse_size, positive
 from ea_vision.analysis.patch_rankings import (
     CAMS,
     KINDS,
@@ -46,25 +36,22 @@ from ea_vision.analysis.patch_rankings import (
     GradientSource,
     random_source,
 )
-from ea_vision.analysis.probe import sample
+from ea_vision.analysis.probe import add_data_options, load_classifiers, load_data, sample, write_results
 from ea_vision.analysis.probe_maps import set_batch_statistics
 from ea_vision.analysis.recording import record_attention
 from ea_vision.analysis.relevance import RelevanceSource
 from ea_vision.base.errors import UsageError
 from ea_vision.base.figures import PAGE, check_width, inches
-from ea_vision.base.files import atomic_write, create, write_json, write_npz
+from ea_vision.base.files import create, write_npz
 from ea_vision.base.print import legend_below, new_figure, points, print_style, small_ticks, wrapped
-from ea_vision.base.processes import choose_device
-from ea_vision.base.provenance import hardware, provenance
-from ea_vision.data.small_images import DATASETS, DataSet, load_dataset
+from ea_vision.base.tables import shown
+from ea_vision.data.small_images import DataSet
 from ea_vision.engine.evaluate import autocast
 from ea_vision.visualize.image_maps import distinct
 from ea_vision.visualize.map_style import QUERY_COLORS
-from ea_vision.visualize.writing import save
 
 CONTROLS = ("random", "centre", "gradient", "untrained-layers", "untrained-rollout")
 RANKINGS = (*KINDS, *CONTROLS, *CAMS, "attnlrp")
-PLACES = ("data_dir", "cache_dir", "output")  # of this machine: results.json has the data's fingerprint in their place
 EXAMPLES = """\
 examples:
   ea-vision faithfulness --model runs/aa,runs/ea --dataset cifar10 --data-dir DIR -o faithfulness
@@ -99,14 +86,14 @@ def _draw(measured: Mapping[str, Sequence[Curves]], width: float) -> Figure:
     scores = above.subplots(1, 2, sharey=True)
     for axes, score, better in zip(scores, SCORES, ("high", "low"), strict=False):
         for index, (label, of_model) in enumerate(measured.items()):
-            rows = {row.ranking: row for row in (row_of(label, curves) for curves in of_model)}
+            rows = {curves.ranking: row_of(label, curves) for curves in of_model}
             places = [names.index(name) + (index - (len(measured) - 1) / 2) * 0.7 / len(measured) for name in rows]
             color = QUERY_COLORS[index % len(QUERY_COLORS)]
-            axes.errorbar([getattr(row, score) for row in rows.values()], places, fmt=MARKERS[index % len(MARKERS)],
-                          xerr=[2 * getattr(row, f"{score}_se") for row in rows.values()], color=color, markersize=4,
+            axes.errorbar([row[score] for row in rows.values()], places, fmt=MARKERS[index % len(MARKERS)],
+                          xerr=[2 * row[f"{score}_se"] for row in rows.values()], color=color, markersize=4,
                           elinewidth=1, label=label)
             if "random" in rows:
-                axes.axvline(getattr(rows["random"], score), color=color, linewidth=0.8, linestyle=":")
+                axes.axvline(rows["random"][score], color=color, linewidth=0.8, linestyle=":")
         axes.set_yticks(range(len(names)), names)
         axes.set_xlabel(f"{score}\n({better} is faithful)")
         axes.grid(axis="y", alpha=0.2)
@@ -124,7 +111,7 @@ def _draw(measured: Mapping[str, Sequence[Curves]], width: float) -> Figure:
         for axes, curve in zip(pair, ("deletion", "insertion"), strict=True):
             for curves in of_model:
                 color, style = colors[curves.ranking]
-                axes.plot([100 * share for share in curves.shares()], getattr(curves, f"{curve}_curve")(), style,
+                axes.plot([100 * share for share in curves.shares()], curves.curve(curve), style,
                           color=color, linewidth=1.2, label=curves.ranking)
             small_ticks(axes)
             axes.grid(alpha=0.2)
@@ -179,20 +166,13 @@ def make_parser() -> argparse.ArgumentParser:
     add("--steps", type=positive, default=10, metavar="N",
         help="equal steps of the deletion and insertion curves, beside the shares of 1, 5, 10, 20 and 50%% of the "
              "patches (default: %(default)s)")
-    add("--dataset", default="digits", choices=DATASETS, help="see train_cifar.py --help (default: %(default)s)")
-    add("--data-dir", default="", help="folder of the data set")
-    add("--cache-dir", default="", help="where decoded images are kept; none: nowhere (default: the user's cache)")
-    add("--download", action="store_true", help="fetch cifar10 or cifar100 if it is not in --data-dir")
-    add("--img-size", metavar="N", help="side of the images in pixels (default: the model's)")
-    add("--limit", type=positive, metavar="N", help="N test images, drawn by --seed (default: all)")
+    add_data_options(parser, "N test images, drawn by --seed (default: all)")
     add("--batch-size", type=positive, default=64, help="images (default: %(default)s)")
     add("--amp", default="none", choices=("none", "bfloat16", "float16"), help="precision (default: %(default)s)")
     add("--channels-last", action="store_true", help="the layout that convolutions like, with bfloat16 above all")
     add("--seed", type=int, default=0,
         help="of the drawn images, the order of patches that a ranking leaves alike, and the untrained network "
              "(default: 0)")
-    add("--workers", type=positive, default=2, help="threads that decode images (default: %(default)s)")
-    add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="auto: cuda if there is one")
     add("-o", "--output", default="faithfulness", metavar="DIR",
         help="results.csv, results.json and results.png (default: %(default)s)")
     add("--npz", action="store_true",
@@ -272,14 +252,9 @@ class Subject:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = make_parser().parse_args(argv)
-    size, device = parse_size(options.img_size), choose_device(options.device)
-    if size and size[0] != size[1]:
-        raise UsageError(f"--img-size must be one number here, got {options.img_size!r}")
-    targets = parse_targets(options.model)
-    models = distinct([load_model(target, img_size=size, device=device) for target in targets])
-    for model in models:
-        check_classifies(model)
-    subjects = [Subject(target, model, options, device) for target, model in zip(targets, models, strict=True)]
+    targets, models, device = load_classifiers(options)
+    subjects = [Subject(target, model, options, device)
+                for target, model in zip(targets, distinct(models), strict=True)]
     output = Path(options.output)
     create(output)
     measured: dict[str, list[Curves]] = {}
@@ -288,8 +263,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         model = subject.model
         if options.channels_last:
             model.model.to(memory_format=torch.channels_last)
-        data = load_dataset(options.dataset, options.data_dir, options.cache_dir, model.img_size[0], options.download,
-                            options.workers)
+        data = load_data(options, model)
         images = sample(data.test, options.limit, options.seed).images
         curves = measure_rankings(subject.predict, images, subject.sources(data), subject.grid,
                                   mean=model.config["mean"], filling=options.filling, steps=options.steps,
@@ -300,24 +274,21 @@ def main(argv: Sequence[str] | None = None) -> int:
             "shares": SHARES, "counts_of_shares": curves[0].bins,
             "probability_whole": curves[0].whole.mean().item(), "probability_empty": curves[0].empty.mean().item(),
             "curve_shares": curves[0].shares(),
-            "curves": {c.ranking: {"deletion": c.deletion_curve(), "insertion": c.insertion_curve()} for c in curves}}
-        print(rows_table([row_of(model.label, of_ranking) for of_ranking in curves]), flush=True)
-        write_results(output, about, measured, options, device)
+            "curves": {c.ranking: {score: c.curve(score) for score in SCORES[2:]} for c in curves}}
+        print(shown(rows_table([row_of(model.label, of_ranking) for of_ranking in curves])), flush=True)
+        write_so_far(output, about, measured, options, device)
     print("means over images ± standard errors; faithful: high comprehensiveness and insertion, low sufficiency and "
           "deletion")
     print("written:", *(output / f"results.{suffix}" for suffix in ("csv", "json", "png", "npz")[:3 + options.npz]))
     return 0
 
 
-def write_results(output: Path, about: dict[str, dict], measured: dict[str, list[Curves]],
-                  options: argparse.Namespace, device: torch.device) -> None:
+def write_so_far(output: Path, about: dict[str, dict], measured: dict[str, list[Curves]], options: argparse.Namespace,
+                 device: torch.device) -> None:
     """Of the models that are measured so far: a command that is stopped leaves those."""
     rows = [row_of(label, curves) for label, of_model in measured.items() for curves in of_model]
-    told = {name: value for name, value in vars(options).items() if name not in PLACES}
-    atomic_write(output / "results.csv", rows_csv(rows).encode())
-    write_json(output / "results.json", {"results": [asdict(row) for row in rows], "models": about, "options": told,
-                                         "hardware": hardware(device, 1), **provenance()})
-    save(faithfulness_figure(measured, width=options.width), output / "results.png", 200)
+    write_results(output, rows_csv(rows), faithfulness_figure(measured, width=options.width),
+                  {"results": rows, "models": about}, options, device)
     if options.npz:
         write_npz(output / "results.npz", {f"{label}/{curves.ranking}/{score}": getattr(curves, score)().numpy()
                                            for label, of_model in measured.items() for curves in of_model

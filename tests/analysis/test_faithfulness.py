@@ -104,10 +104,10 @@ def test_the_random_ranking_is_near_chance(oracle):
     assert curves.bins == (1, 3, 6, 13, 32) and curves.counts == (1, 3, 6, 8, 13, 16, 24, 32, 40, 48, 56)
     chance, best = np.mean(curves.bins) / 64, (curves.whole - curves.empty).mean().item()
     row = row_of("marked", curves)
-    assert abs(row.comprehensiveness - chance * best) < 4 * row.comprehensiveness_se < 0.1
-    assert abs(row.sufficiency - (1 - chance) * best) < 4 * row.sufficiency_se < 0.1
-    assert abs(row.deletion - (curves.empty.mean() + best / 2)) < 4 * row.deletion_se < 0.1
-    assert abs(row.insertion - (curves.empty.mean() + best / 2)) < 4 * row.insertion_se < 0.1
+    middle = curves.empty.mean() + best / 2
+    for score, expected in (("comprehensiveness", chance * best), ("sufficiency", (1 - chance) * best),
+                            ("deletion", middle), ("insertion", middle)):
+        assert abs(row[score] - expected) < 4 * row[f"{score}_se"] < 0.1
 
 
 def test_a_map_that_knows_nothing_is_the_random_ranking():
@@ -133,8 +133,8 @@ def test_patches_by_hand():
     assert curves.counts == (1, 2, 3) and curves.bins == (1, 2)
     p = torch.sigmoid(torch.tensor([4.5, 1.5, -0.5, -1.0, 0.0]))  # as 3, 2, 0.5, -1 go
     q = torch.sigmoid(torch.tensor([0.0, 3.0, 5.0, 5.5, 4.5]))  # as they come
-    torch.testing.assert_close(curves.deletion_curve(), p.tolist())
-    torch.testing.assert_close(curves.insertion_curve(), q.tolist())
+    torch.testing.assert_close(curves.curve("deletion"), p.tolist())
+    torch.testing.assert_close(curves.curve("insertion"), q.tolist())
     torch.testing.assert_close(curves.comprehensiveness()[0], p[0] - p[1:3].mean())
     torch.testing.assert_close(curves.sufficiency()[0], p[0] - q[1:3].mean())
     torch.testing.assert_close(curves.deletion()[0], (p[0] / 2 + p[1:4].sum() + p[4] / 2) / 4)
@@ -232,7 +232,7 @@ def test_the_figure_has_a_colour_a_model_and_curves_for_each(oracle):
     assert [text.get_text() for text in above.legends[0].get_texts()] == ["AA", "EA, a longer name"]
     assert [tick.get_text() for tick in above.axes[0].get_yticklabels()] == list(oracle)
     lines = {line.get_label(): line.get_ydata() for line in below.axes[0].get_lines()}
-    np.testing.assert_allclose(lines["layer 1"], oracle["layer 1"].deletion_curve())
+    np.testing.assert_allclose(lines["layer 1"], oracle["layer 1"].curve("deletion"))
     assert len(below.axes) == 4 and [len(axes.get_lines()) for axes in below.axes] == [6, 1, 6, 1]
 
 
