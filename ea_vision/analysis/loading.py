@@ -151,21 +151,21 @@ def load_model(target: str, *, random: bool = False, img_size: tuple[int, int] |
     epoch, trained, weights, of_run = None, not random, "", {}
     if os.path.isdir(path) or os.path.isfile(path):
         folder = _run_of(path)
-        from ea_vision.detection.train import TASK  # all of training: for runs alone
+        from ea_vision.detection.train import TASK, check_class_names  # all of training: for runs alone
 
         config, run = run_folder.read_config(folder)
-        label = f"{config['model']}, {folder.resolve().name}"
-        if run.get("task") == TASK:
-            return _load_detector(path, folder, label, random, img_size, seed, device)
-        if random:
-            model = _create(config["model"], seed, **run["model_kwargs"])
-            label += " (untrained)"
-        elif path.is_dir():
-            model = run_folder.load_run(folder)[0]
+        label, detects = f"{config['model']}, {folder.resolve().name}", run.get("task") == TASK
+        create = create_detector if detects else timm.create_model
+        if path.is_dir() and not random:
+            model = run_folder.load_run(folder, task=TASK if detects else run_folder.CLASSIFICATION, create=create)[0]
         else:
-            model = _create(config["model"], seed, **run["model_kwargs"])
-            epoch = _load_file(model, path)
-            label += f", {path.stem}" if epoch is None else f", epoch {epoch}"
+            model = _create(config["model"], seed, create, **run["model_kwargs"])
+            epoch = None if random else _load_file(model, path)
+            label += " (untrained)" if random else f", {path.stem}" if epoch is None else f", epoch {epoch}"
+        if detects:
+            run_folder.read_config(folder, "classes", "category_ids")
+            check_class_names(folder, run, model)
+            return _detector(model.eval().to(device), run, label, img_size, epoch, trained)
         of_run = _preprocessing_of(config)
     else:
         check_model_name(target, "or run folder ")
@@ -199,30 +199,16 @@ def _load_exported(path: Path, img_size: tuple[int, int] | None) -> LoadedModel:
     return LoadedModel(network, about.name, about.size, config)
 
 
-def _load_detector(path: Path, folder: Path, label: str, random: bool, img_size: tuple[int, int] | None, seed: int,
-                   device: str | torch.device) -> DetectorModel:
-    """See `load_model`; `path` is the run folder or a file in it."""
-    from ea_vision.detection.train import TASK, check_class_names
-
-    config, run = run_folder.read_config(folder, "classes", "category_ids")
-    epoch = None
-    if path.is_dir() and not random:
-        detector = run_folder.load_run(folder, task=TASK, create=create_detector)[0]
-    else:
-        detector = _create(config["model"], seed, create_detector, **run["model_kwargs"])
-        if random:
-            label += " (untrained)"
-        else:
-            epoch = _load_file(detector, path)
-            label += f", {path.stem}" if epoch is None else f", epoch {epoch}"
-    check_class_names(folder, run, detector)
+def _detector(detector: nn.Module, run: dict[str, Any], label: str, img_size: tuple[int, int] | None,
+              epoch: int | None, trained: bool) -> DetectorModel:
+    """See `load_model`."""
     size = (detector.img_size, detector.img_size)
     if img_size not in (None, size):
         raise UsageError(f"{label} takes images of {size[0]}x{size[1]} pixels, got {img_size[0]}x{img_size[1]}")
     data = {"mean": tuple(detector.transform.image_mean), "std": tuple(detector.transform.image_std),
             "input_size": (3, *size), "interpolation": "bilinear", "crop_pct": 1.0}
-    return DetectorModel(detector.eval().to(device), label, size, data, epoch, not random,
-                         classes=run["classes"], category_ids=run["category_ids"])
+    return DetectorModel(detector, label, size, data, epoch, trained, classes=run["classes"],
+                         category_ids=run["category_ids"])
 
 
 def _preprocessing_of(options: dict[str, Any]) -> dict[str, Any]:
