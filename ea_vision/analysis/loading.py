@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ from ea_vision.detection.predict import Detections, detect
 from ea_vision.detection.transforms import FILL, boxes_to_square, fit_image, fitted_size
 from ea_vision.engine import checkpoint, run_folder
 
+TOKEN = re.compile(r"cls|dist|reg[1-9]\d*")  # as `analysis.recording.prefix_names` calls them
 WEIGHTS_HELP = "NAME of a timm model (pretrained where it has weights, else random), RUN folder, or a checkpoint in one"
 
 
@@ -327,6 +329,32 @@ def parse_layers(text: str, model: LoadedModel) -> list[AttentionLayer]:
                 raise UsageError(f"{model.label} has no attention layer {key!r}; it has {named}")
             chosen.append(by_key[key])
     return chosen
+
+
+def parse_queries(texts: Sequence[str], img_size: tuple[int, int],
+                  default: Sequence[tuple[float, float]] = ()) -> list[tuple[int, int] | str]:
+    """`y,x` texts -> points, and names of tokens as they are; none gives the default, in shares of the sides.
+
+    Raises:
+        UsageError: neither y,x nor such a name, or outside the image.
+    """
+    H, W = img_size
+    if not texts:
+        return [(int(H * y), int(W * x)) for y, x in default]
+    points: list[tuple[int, int] | str] = []
+    for text in texts:
+        if TOKEN.fullmatch(text):
+            points.append(text)
+            continue
+        sides = text.split(",")
+        if len(sides) != 2 or not all(side.strip().isdecimal() for side in sides):
+            raise UsageError("a query must be y,x in pixels, or a token before a transformer's patches (cls, dist, "
+                             f"reg1, ...), got {text!r}")
+        y, x = (int(side.strip()[:9]) for side in sides)
+        if y >= H or x >= W:
+            raise UsageError(f"query y,x must lie within the {H}x{W} input, got {text!r}")
+        points.append((y, x))
+    return points
 
 
 def parse_size(text: str | None, required: str = "--img-size must be N or H,W in pixels") -> tuple[int, int] | None:

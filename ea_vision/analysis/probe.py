@@ -38,6 +38,7 @@ from ea_vision.analysis.loading import (
     check_classifies,
     load_model,
     parse_layers,
+    parse_queries,
     parse_size,
     parse_targets,
     positive,
@@ -238,20 +239,11 @@ def chosen_maps(options: argparse.Namespace, model: LoadedModel) -> MapSource:
     layers = options.layers
     if layers == "auto":
         layers = "16,17,18" if len(attention_layers(model.model)) >= 18 else "all"
-    return MapSource(tuple(layer.number for layer in parse_layers(layers, model)),
-                     parse_query(options.query, model))
-
-
-def parse_query(text: str | None, model: LoadedModel) -> tuple[int, int] | str | None:
-    if text is None or text in prefix_names(model.model):
-        return text
-    img_size = model.img_size
-    sides = text.split(",")
-    if len(sides) != 2 or not all(side.isdigit() for side in sides) or any(
-            int(side) >= size for side, size in zip(sides, img_size, strict=True)):
-        tokens = "".join(f" or {name}" for name in prefix_names(model.model))
-        raise UsageError(f"--query must be y,x within the {img_size[0]}x{img_size[1]} input{tokens}, got {text!r}")
-    return int(sides[0]), int(sides[1])
+    numbers, tokens = tuple(layer.number for layer in parse_layers(layers, model)), prefix_names(model.model)
+    [query] = [None] if options.query is None else parse_queries([options.query], model.img_size)
+    if isinstance(query, str) and query not in tokens:
+        raise UsageError(f"--query must be y,x{''.join(f' or {name}' for name in tokens)}, got {query!r}")
+    return MapSource(numbers, query)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -32,7 +32,7 @@ from ea_vision.detection.coco import read_coco
 from ea_vision.detection.draw import picture
 from ea_vision.detection.predict import Detections
 from ea_vision.detection.transforms import boxes_to_square
-from ea_vision.visualize.figure_options import add_exif_rotation, add_style, parse_heads, shown_layers, style_of
+from ea_vision.visualize.figure_options import Asked, add_exif_rotation, add_style, style_of
 from ea_vision.visualize.heatmap import draw_heatmap
 from ea_vision.visualize.image_maps import Head, record
 from ea_vision.visualize.map_style import STYLE, MapStyle
@@ -128,8 +128,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UsageError(f"a run of train-detection is required, and {args.model} is none")
     layers, heads = [], []
     if numbers:
-        [layers] = shown_layers(args, [model])
-        heads = parse_heads(args.heads, layers)
+        asked = Asked.by_options(args, [model], some=True)
+        [layers], heads = asked.layers, asked.heads
 
     rows, written, broken = [], [], 0
     places = list(zip(paths, outputs or [None] * len(paths), strict=True))

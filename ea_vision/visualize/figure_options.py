@@ -23,7 +23,6 @@ What cannot be is a UsageError (a ValueError) that names what was required and w
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -36,6 +35,7 @@ from ea_vision.analysis.loading import (
     LoadedModel,
     load_model,
     parse_layers,
+    parse_queries,
     parse_size,
     parse_targets,
 )
@@ -54,26 +54,23 @@ Layers = str | int | Sequence[int | str] | None
 Heads = str | int | Sequence[int | str] | None
 Queries = Sequence[Query] | None
 SOME_LAYERS = 6  # that are drawn unless others are asked for
-TOKEN = re.compile(r"cls|dist|reg[1-9]\d*")  # as `analysis.recording.prefix_names` calls them
-DIAGONAL = ((0.25, 0.25), (0.5, 0.5), (0.75, 0.75))
+DIAGONAL, MIDDLE = ((0.25, 0.25), (0.5, 0.5), (0.75, 0.75)), ((0.5, 0.5),)
 
 
-def make_parser(description: str, examples: str, *, output: str, model: str = "ea_conv_transformer_cifar",
-                layers: str | bool | None = "all", heads: str | None = "all,mean", queries: bool = True,
-                maps: bool = True, suffixes: Sequence[str] = PICTURES) -> argparse.ArgumentParser:
-    """The options that the figures' commands share; `layers=False`, `heads=None`, `queries=False`, `maps=False` leave
-    theirs out."""
+def make_parser(description: str, examples: str, *, output: str, layers: str | None = "all",
+                heads: str | None = "all,mean", queries: bool = True,
+                suffixes: Sequence[str] = PICTURES) -> argparse.ArgumentParser:
+    """The options that the figures' commands share; `heads=None`, `queries=False` leave theirs out."""
     parser = argparse.ArgumentParser(description=description, epilog="examples:\n" + examples,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=model, metavar="NAME|RUN[,..]",
+    parser.add_argument("--model", default="ea_conv_transformer_cifar", metavar="NAME|RUN[,..]",
                         help=f"{WEIGHTS_HELP}; several separated by commas (default: %(default)s)")
     parser.add_argument("--random", action="store_true", help="random weights, whatever there is")
     parser.add_argument("--img-size", metavar="N|H,W", help="size of the input in pixels (default: the model's)")
-    if layers is not False:
-        parser.add_argument("--layers", default=layers, metavar="1,2|3-5|all",
-                            help="attention layers, counted from 1 in forward order, or their module names (default: "
-                                 + (f"all of up to {SOME_LAYERS}, or {SOME_LAYERS} over the depth of the network)"
-                                    if layers is None else "%(default)s)"))
+    parser.add_argument("--layers", default=layers, metavar="1,2|3-5|all",
+                        help="attention layers, counted from 1 in forward order, or their module names (default: "
+                             + (f"all of up to {SOME_LAYERS}, or {SOME_LAYERS} over the depth of the network)"
+                                if layers is None else "%(default)s)"))
     if heads is not None:
         parser.add_argument("--heads", default=heads, metavar="0,1|all|mean",
                             help="heads, counted from 0; mean: their average (default: %(default)s)")
@@ -85,9 +82,8 @@ def make_parser(description: str, examples: str, *, output: str, model: str = "e
     parser.add_argument("-o", "--output", default=output, metavar="FILE",
                         help=f"{', '.join(s[1:].upper() for s in suffixes)} by its suffix; of several images, "
                              "each gets its own file, its name added (default: %(default)s)")
-    if maps:
-        parser.add_argument("--npz", action="store_true",
-                            help="write what is drawn from beside each figure, too, as FILE.npz for np.load")
+    parser.add_argument("--npz", action="store_true",
+                        help="write what is drawn from beside each figure, too, as FILE.npz for np.load")
     parser.add_argument("--width", type=inches, metavar="3.3|6.75|N",
                         help="of the figure in inches; text keeps its 7 to 9 points, tiles shrink or wrap (default: as "
                              "wide as it needs to be, at most 6.75)")
@@ -143,32 +139,6 @@ def only(values: Sequence, kind: str):
     return values[0]
 
 
-def parse_queries(texts: Sequence[str], img_size: tuple[int, int],
-                  default: Sequence[tuple[float, float]] = DIAGONAL) -> list[Query]:
-    """`y,x` texts -> points, and names of tokens as they are; none gives the default, in shares of the sides.
-
-    Raises:
-        UsageError: neither y,x nor such a name, or outside the image.
-    """
-    H, W = img_size
-    if not texts:
-        return [(int(H * y), int(W * x)) for y, x in default]
-    points: list[Query] = []
-    for text in texts:
-        if TOKEN.fullmatch(text):
-            points.append(text)
-            continue
-        sides = text.split(",")
-        if len(sides) != 2 or not all(side.strip().isdecimal() for side in sides):
-            raise UsageError("a query must be y,x in pixels, or a token before a transformer's patches (cls, dist, "
-                             f"reg1, ...), got {text!r}")
-        y, x = (int(side.strip()[:9]) for side in sides)
-        if y >= H or x >= W:
-            raise UsageError(f"query y,x must lie within the {H}x{W} input, got {text!r}")
-        points.append((y, x))
-    return points
-
-
 def parse_heads(text: str, layers: Sequence[AttentionLayer]) -> list[Head]:
     """`all`, numbers and `mean`, separated by commas.
 
@@ -187,19 +157,6 @@ def parse_heads(text: str, layers: Sequence[AttentionLayer]) -> list[Head]:
         else:
             raise UsageError(f"heads must be 0 to {num_heads - 1}, all or {MEAN}, got {item!r}")
     return heads
-
-
-def shown_layers(options: argparse.Namespace, models: Sequence[LoadedModel]) -> list[list[AttentionLayer]]:
-    """The layers of --layers by model. Where it is not given, `some_layers` of them, and a line says so."""
-    if options.layers is not None:
-        return [parse_layers(options.layers, model) for model in models]
-    found = [parse_layers("all", model) for model in models]
-    chosen = [some_layers(layers) for layers in found]
-    for model, layers, some in zip(models, found, chosen, strict=True):
-        if len(some) < len(layers):
-            print(f"{model.label}: layers {', '.join(str(layer.number) for layer in some)} of {len(layers)}; "
-                  "--layers chooses others, --layers all draws all", file=sys.stderr)
-    return chosen
 
 
 def some_layers(layers: Sequence[AttentionLayer]) -> list[AttentionLayer]:
@@ -274,30 +231,48 @@ def chosen_layers(layers: Layers, model: LoadedModel, some: bool = False) -> lis
     return some_layers(chosen) if some and layers is None else chosen
 
 
-def numbers_of(layers: Sequence[AttentionLayer]) -> list[int]:
-    return [layer.number for layer in layers]
+class Asked:
+    """What a figure is drawn of: models, and of each its layers; heads and query points, which are those of all.
 
+    Args:
+        models, layers, heads, queries: see above, the models loaded.
+        some: without `layers` those of `some_layers`, not all.
+        default_heads: where there are no `heads`.
 
-def chosen_heads(heads: Heads, layers: Sequence[AttentionLayer], default: str = f"all,{MEAN}") -> list[Head]:
-    return parse_heads(_text(heads, default), layers)
+    Raises:
+        UsageError: layers or heads that a model lacks.
+    """
 
+    def __init__(self, models: Sequence[LoadedModel], layers: Layers = None, heads: Heads = None,
+                 queries: Queries = None, *, some: bool = False, default_heads: str = f"all,{MEAN}"):
+        self.models, self.queries = list(models), queries
+        self.layers = [chosen_layers(layers, model, some) for model in models]
+        self.numbers = [[layer.number for layer in chosen] for chosen in self.layers]
+        self.heads = parse_heads(_text(heads, default_heads), [layer for chosen in self.layers for layer in chosen])
 
-def chosen_points(queries: Queries, img_size: tuple[int, int],
-                  default: Sequence[tuple[float, float]] = DIAGONAL) -> list[Query]:
-    texts = [query if isinstance(query, str) else ",".join(map(str, query)) for query in queries or []]
-    return parse_queries(texts, img_size, default)
+    @classmethod
+    def by_options(cls, options: argparse.Namespace, models: Sequence[LoadedModel] | None = None,
+                   some: bool = False) -> Asked:
+        """What a command's options ask for. Where --layers is not given and only some are shown, a line says so."""
+        models = load_models(options) if models is None else models
+        asked = cls(models, options.layers, vars(options).get("heads"), vars(options).get("queries"), some=some)
+        for model, numbers in zip(models, asked.numbers, strict=True):
+            if options.layers is None and len(numbers) < len(found := parse_layers("all", model)):
+                print(f"{model.label}: layers {', '.join(map(str, numbers))} of {len(found)}; "
+                      "--layers chooses others, --layers all draws all", file=sys.stderr)
+        asked.points(models[0].img_size)
+        return asked
 
+    def record(self, image: ImageSource | Tensor, parts: Sequence[str] = ("attn",),
+               places: bool = True) -> list[Recording]:
+        """Run each model on an image; see `ea_vision.visualize.image_maps.record`."""
+        return [record(model, image, chosen, parts, places)
+                for model, chosen in zip(self.models, self.layers, strict=True)]
 
-def chosen_point(query: Query | None, img_size: tuple[int, int]) -> Query:
-    """Return the query asked for, by default the middle."""
-    return chosen_points(None if query is None else [query], img_size, [(0.5, 0.5)])[0]
-
-
-def recorded(model: LoadedModel, image: ImageSource | Tensor, layers: Layers,
-             some: bool = False) -> tuple[Recording, list[AttentionLayer]]:
-    """Return the recording of the layers asked for, and these layers."""
-    chosen = chosen_layers(layers, model, some)
-    return record(model, image, chosen), chosen
+    def points(self, img_size: tuple[int, int], default: Sequence[tuple[float, float]] = DIAGONAL) -> list[Query]:
+        """Return the query points in an input of this size; see `parse_queries`."""
+        texts = [query if isinstance(query, str) else ",".join(map(str, query)) for query in self.queries or []]
+        return parse_queries(texts, img_size, default)
 
 
 def _text(value: str | int | Sequence[int | str] | None, default: str) -> str:

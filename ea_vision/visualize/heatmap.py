@@ -11,25 +11,16 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from ea_vision.analysis.inputs import ImageSource, find_images, read_image
-from ea_vision.analysis.loading import LoadedModel
 from ea_vision.base.errors import UsageError
 from ea_vision.visualize.figure_options import (
+    Asked,
     Heads,
     Layers,
     Models,
     Queries,
     add_style,
-    chosen_heads,
-    chosen_point,
-    chosen_points,
-    load_models,
     make_parser,
-    numbers_of,
     only,
-    parse_heads,
-    parse_queries,
-    recorded,
-    shown_layers,
     style_of,
 )
 from ea_vision.visualize.image_maps import (
@@ -38,11 +29,10 @@ from ea_vision.visualize.image_maps import (
     Query,
     Recording,
     as_models,
+    cell_of_query,
     distinct,
     query_name,
-    received_or_relative,
     record,
-    scaled,
     title_of,
 )
 from ea_vision.visualize.map_style import (
@@ -78,32 +68,37 @@ def plot_heatmap(models: Models, images: ImageSource | Tensor | Sequence[ImageSo
     head, a column an image, of one query, or unless it is asked for of the mean of all.
     """
     models, look = as_models(models), MapStyle(**style)
-    several = isinstance(images, (list, tuple))
-    if several and len(models) > 1:
-        raise UsageError(f"several models need one image, got {len(models)} models and {len(images)} images")
-    if several and not images:
-        raise UsageError("at least one image required, got none")
-    names = [Path(image).name if isinstance(image, (str, Path)) else f"image {number}"
-             for number, image in enumerate(images if several else [], start=1)]
-    pairs = zip(_named(models[0], names), images, strict=True) if several else ((model, images) for model in models)
-    some = [recorded(model, image, layers, some=True) for model, image in pairs]
-    recordings, chosen = [recording for recording, _ in some], [layers for _, layers in some]
-    img_size, numbers = recordings[0].img_size, [numbers_of(layers) for layers in chosen]
-    if several:
-        if queries is not None and len(queries) != 1:
-            raise UsageError(f"several images take one query, got {len(queries)}")
-        point = None if queries is None else chosen_point(queries[0], img_size)
-        return draw_images(recordings, numbers[0], chosen_heads(heads, chosen[0]), point, look, width=width,
-                           title=title_of(models[0]))
-    every, points = [layer for layers in chosen for layer in layers], chosen_points(queries, img_size)
+    asked = Asked(models, layers, heads, queries, some=True, default_heads=MEAN if len(models) > 1 else f"all,{MEAN}")
+    if not isinstance(images, (list, tuple)):
+        return _draw(asked, images, look, width)[0]
     if len(models) > 1:
-        return draw_models(recordings, numbers, chosen_heads(heads, every, MEAN), points, look, width=width)
-    return draw_heatmap(recordings[0], numbers[0], chosen_heads(heads, every), points, look, width=width)
+        raise UsageError(f"several models need one image, got {len(models)} models and {len(images)} images")
+    if not images:
+        raise UsageError("at least one image required, got none")
+    if queries is not None and len(queries) != 1:
+        raise UsageError(f"several images take one query, got {len(queries)}")
+    names = [Path(image).name if isinstance(image, (str, Path)) else f"image {number}"
+             for number, image in enumerate(images, start=1)]
+    return _draw_images(asked, images, names, look, width)[0]
 
 
-def _named(model: LoadedModel, names: Sequence[str]) -> list[LoadedModel]:
-    """The model once for each image, under the image's name."""
-    return distinct([replace(model, label=name) for name in names])
+def _draw(asked: Asked, image: ImageSource | Tensor, style: MapStyle,
+          width: float | None) -> tuple[Figure, list[Recording]]:
+    recordings = asked.record(image)
+    points = asked.points(recordings[0].img_size)
+    if len(recordings) > 1:
+        return draw_models(recordings, asked.numbers, asked.heads, points, style, width=width), recordings
+    return draw_heatmap(recordings[0], asked.numbers[0], asked.heads, points, style, width=width), recordings
+
+
+def _draw_images(asked: Asked, images: Sequence, names: Sequence[str], style: MapStyle,
+                 width: float | None) -> tuple[Figure, list[Recording]]:
+    [model], [layers] = asked.models, asked.layers
+    named = distinct([replace(model, label=name) for name in names])
+    recordings = [record(one, image, layers) for one, image in zip(named, images, strict=True)]
+    point = asked.points(recordings[0].img_size)[0] if asked.queries else None
+    return draw_images(recordings, asked.numbers[0], asked.heads, point, style, width=width,
+                       title=title_of(model)), recordings
 
 
 def head_rows(recording: Recording, number: int, heads: Sequence[Head], points: Sequence[Query], style: MapStyle,
@@ -160,8 +155,8 @@ def draw_models(recordings: Sequence[Recording], layers: Sequence[Sequence[int]]
     first, groups = recordings[0], []
     for number, point in enumerate(points, start=1):
         for head in heads:
-            rows = [_model_row(recording, chosen, scaled(point, first.img_size, recording.img_size), head, number,
-                               style) for recording, chosen in zip(recordings, layers, strict=True)]
+            rows = [_model_row(recording, chosen, cell_of_query(point, first.img_size, recording.img_size), head,
+                               number, style) for recording, chosen in zip(recordings, layers, strict=True)]
             groups.append((f"query {number} ({query_name(point)}), {head_name(head)}", rows))
     return map_sheet(" and ".join(title_of(recording.model) for recording in recordings) if len(recordings) == 2 else
                      f"{len(recordings)} models", groups, style, width=width, note="a row a model, a column a layer",
@@ -195,7 +190,8 @@ def draw_images(recordings: Sequence[Recording], layers: Sequence[int], heads: S
     """
     first = recordings[0]
     groups = [(map_name(first.maps[layer]),
-               [Row([map_of(received_or_relative(recording, layer, query, head), recording, style,
+               [Row([map_of(recording.received(layer, head) if query is None else
+                            recording.relative_map(layer, query, head), recording, style,
                             recording.model.label if row == 0 else "", point=query) for recording in recordings],
                     head_name(head) if len(heads) > 1 else "", aspect=aspect_of(first))
                 for row, head in enumerate(heads)]) for layer in layers]
@@ -210,25 +206,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_style(parser)
     options = parser.parse_args(argv)
     style = style_of(options)
-    models = load_models(options)
-    layers = shown_layers(options, models)
-    heads = parse_heads(options.heads, [layer for chosen in layers for layer in chosen])
-    paths, numbers = find_images(options.images), [numbers_of(chosen) for chosen in layers]
-    points = parse_queries(options.queries, models[0].img_size)
-    if len(paths) == 1 or len(models) > 1:
-        def draw(image):
-            recordings = [record(model, image, chosen) for model, chosen in zip(models, layers, strict=True)]
-            if len(models) > 1:
-                return draw_models(recordings, numbers, heads, points, style, width=options.width), recordings
-            return draw_heatmap(recordings[0], numbers[0], heads, points, style, width=options.width), recordings
-
-        return each_figure(options, draw)
+    asked, paths = Asked.by_options(options, some=True), find_images(options.images)
+    if len(paths) == 1 or len(asked.models) > 1:
+        return each_figure(options, lambda image: _draw(asked, image, style, options.width))
     output = check_output(Path(options.output), options.suffixes)
-    query = only(points, "query") if options.queries else None
+    if options.queries:
+        only(options.queries, "query")
     pictures = [read_image(path, exif_rotation=options.exif_rotation) for path in paths]
-    named = _named(models[0], [Path(path).name for path in paths])
-    recordings = [record(one, picture, layers[0]) for one, picture in zip(named, pictures, strict=True)]
-    save(draw_images(recordings, numbers[0], heads, query, style, width=options.width, title=title_of(models[0])),
-         output, options.dpi)
+    figure, recordings = _draw_images(asked, pictures, [Path(path).name for path in paths], style, options.width)
+    save(figure, output, options.dpi)
     print("written:", output, *([save_maps(recordings, output)] if options.npz else []))
     return 0

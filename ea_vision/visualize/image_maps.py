@@ -157,13 +157,8 @@ def cell_of(point: Point, img_size: tuple[int, int], feat_size: tuple[int, int])
 
 
 def cell_of_query(query: Query, img_size: tuple[int, int], feat_size: tuple[int, int]) -> Query:
-    """`cell_of` a pixel; a token by name as it is."""
+    """`cell_of` a pixel, which is also its place in an input of another size; a token by name as it is."""
     return query if isinstance(query, str) else cell_of(query, img_size, feat_size)
-
-
-def received_or_relative(recording: Recording, layer: int, query: Query | None, head: Head) -> np.ndarray:
-    """(H', W'): the map of a query, or what every pixel gets where the query is None, in units of uniform attention."""
-    return recording.received(layer, head) if query is None else recording.relative_map(layer, query, head)
 
 
 def add_contributions(recording: Recording) -> None:
@@ -185,11 +180,6 @@ def add_contributions(recording: Recording) -> None:
         if again.shape == layer.attn.shape and torch.allclose(again, layer.attn, atol=1e-3):
             layer.save(WITHOUT[0], attention(own, torch.zeros_like(previous)))
             layer.save(WITHOUT[1], attention(torch.zeros_like(own), previous))
-
-
-def scaled(query: Query, img_size: tuple[int, int], new: tuple[int, int]) -> Query:
-    """The same place in an input of another size; a token by name as it is."""
-    return query if isinstance(query, str) else cell_of(query, img_size, new)
 
 
 def query_name(query: Query) -> str:

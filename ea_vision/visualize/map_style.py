@@ -123,13 +123,19 @@ def layers_name(numbers: Sequence[int]) -> str:
     return "layers " + ", ".join(map(str, numbers))
 
 
+def before_shares(model: nn.Module, name: str) -> dict[str, float]:
+    """Weights of the recorded parts in the convolution's input of a layer; {} where it convolves no maps."""
+    evolution = getattr(model.get_submodule(name), "evolution", None)
+    return evolution.before_shares() if evolution else {}
+
+
 def equation(model: nn.Module, name: str, number: int) -> str:
     """How the parts of a layer make each other, with its gates (of learnable ones their mean); "" where it convolves no
     maps of a layer before."""
-    evolution = getattr(model.get_submodule(name), "evolution", None)
-    shares = evolution.before_shares() if evolution else {}
+    shares = before_shares(model, name)
     if not shares:
         return ""
+    evolution = model.get_submodule(name).evolution
     gates = {gate: float(torch.as_tensor(value).detach().float().mean()) for gate, value in evolution.gates().items()}
     names = {"prev_logits": "previous", "self_logits": "own"}
     mixed = " + ".join(f"{'' if share == 1 else f'{share:.2g} '}{names[part]}" for part, share in shares.items())

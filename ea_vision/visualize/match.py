@@ -21,20 +21,14 @@ from ea_vision.base.errors import UsageError
 from ea_vision.base.files import write_npz
 from ea_vision.layers import AugmentedConv2d, TokenAttention
 from ea_vision.visualize.figure_options import (
+    MIDDLE,
+    Asked,
     Heads,
     Layers,
     Model,
     add_style,
-    chosen_heads,
-    chosen_layers,
-    chosen_point,
-    load_models,
     make_parser,
-    numbers_of,
     only,
-    parse_heads,
-    parse_queries,
-    shown_layers,
     style_of,
 )
 from ea_vision.visualize.image_maps import (
@@ -48,15 +42,7 @@ from ea_vision.visualize.image_maps import (
     query_name,
     title_of,
 )
-from ea_vision.visualize.map_style import (
-    STYLE,
-    MapStyle,
-    aspect_of,
-    map_name,
-    map_of,
-    map_sheet,
-    short_head_name,
-)
+from ea_vision.visualize.map_style import STYLE, MapStyle, aspect_of, map_name, map_of, map_sheet, short_head_name
 from ea_vision.visualize.sheet import Row
 from ea_vision.visualize.writing import check_output, save
 
@@ -126,11 +112,18 @@ def plot_match(model: Model, image: ImageSource | Tensor, other: ImageSource | T
                layers: Layers = None, heads: Heads = MEAN, *, width: float | None = None, **style) -> Figure:
     """Draw what a query of `image` (None: its middle) matches in `other`: a block a layer, a tile a head. See
     `ea_vision.visualize.figure_options` for the other arguments."""
-    model = as_model(model)
-    chosen = chosen_layers(layers, model, some=True)
-    matched = match(model, image, other, chosen)
-    point = chosen_point(query, matched.one.img_size)
-    return draw_match(matched, numbers_of(chosen), chosen_heads(heads, chosen), point, MapStyle(**style), width=width)
+    asked = Asked([as_model(model)], layers, heads, None if query is None else [query], some=True)
+    return _draw(asked, image, other, MapStyle(**style), width)[0]
+
+
+def _draw(asked: Asked, image: ImageSource | Tensor, other: ImageSource | Tensor, style: MapStyle,
+          width: float | None) -> tuple[Figure, Match]:
+    [model], [layers], [numbers] = asked.models, asked.layers, asked.numbers
+    matched = match(model, image, other, layers)
+    point = only(asked.points(matched.one.img_size, MIDDLE), "query")
+    if isinstance(point, str):
+        raise UsageError(f"match takes a query y,x in pixels, got {point!r}")
+    return draw_match(matched, numbers, asked.heads, point, style, width=width), matched
 
 
 def draw_match(matched: Match, layers: Sequence[int], heads: Sequence[Head], point: Point, style: MapStyle = STYLE, *,
@@ -161,14 +154,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     paths = find_images(options.images)
     if len(paths) != 2:
         raise UsageError(f"match takes two images, got {len(paths)}")
-    model = only(load_models(options), "model")
-    [layers] = shown_layers(options, [model])
-    heads = parse_heads(options.heads, layers)
-    point = only(parse_queries(options.queries, model.img_size, [(0.5, 0.5)]), "query")
-    if isinstance(point, str):
-        raise UsageError(f"match takes a query y,x in pixels, got {point!r}")
-    matched = match(model, *(read_image(path, exif_rotation=options.exif_rotation) for path in paths), layers)
-    figure = draw_match(matched, numbers_of(layers), heads, point, style, width=options.width)
+    asked = Asked.by_options(options, some=True)
+    only(asked.models, "model")
+    figure, matched = _draw(asked, *(read_image(path, exif_rotation=options.exif_rotation) for path in paths), style,
+                            options.width)
     save(figure, output, options.dpi)
     written = [output]
     if options.npz:

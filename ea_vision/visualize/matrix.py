@@ -13,23 +13,10 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from ea_vision.analysis.inputs import ImageSource
-from ea_vision.analysis.recording import PARTS, AttentionLayer, LayerMaps
+from ea_vision.analysis.recording import PARTS, LayerMaps
 from ea_vision.base.errors import UsageError
-from ea_vision.visualize.figure_options import (
-    Heads,
-    Layers,
-    Model,
-    add_colors,
-    chosen_heads,
-    chosen_layers,
-    load_models,
-    make_parser,
-    numbers_of,
-    only,
-    parse_heads,
-    shown_layers,
-)
-from ea_vision.visualize.image_maps import MEAN, Head, Recording, as_model, record, title_of
+from ea_vision.visualize.figure_options import Asked, Heads, Layers, Model, add_colors, make_parser, only
+from ea_vision.visualize.image_maps import MEAN, Head, Recording, as_model, title_of
 from ea_vision.visualize.map_style import BARE, PART_NAMES, Map, MapStyle, map_name, map_sheet, short_head_name
 from ea_vision.visualize.sheet import Row
 from ea_vision.visualize.writing import each_figure
@@ -44,11 +31,15 @@ def plot_matrix(model: Model, image: ImageSource | Tensor, layers: Layers = None
                 part: str = "attn", *, width: float | None = None, **style) -> Figure:
     """Draw whole maps, queries by keys: a block a layer, a tile a head. `part`: one of PARTS. See
     `ea_vision.visualize.figure_options` for the other arguments."""
-    model = as_model(model)
-    chosen = chosen_layers(layers, model, some=True)
-    check_part(part, chosen, model.label)
-    recording = record(model, image, chosen, (part,), places=False)
-    return draw_matrix(recording, numbers_of(chosen), chosen_heads(heads, chosen), part, MapStyle(**style), width=width)
+    asked = Asked([as_model(model)], layers, heads, some=True)
+    return _draw(asked, image, part, MapStyle(**style), width)[0]
+
+
+def _draw(asked: Asked, image: ImageSource | Tensor, part: str, style: MapStyle,
+          width: float | None) -> tuple[Figure, list[Recording]]:
+    check_part(part, asked)
+    recordings = asked.record(image, (part,), places=False)
+    return draw_matrix(recordings[0], asked.numbers[0], asked.heads, part, style, width=width), recordings
 
 
 def draw_matrix(recording: Recording, layers: Sequence[int], heads: Sequence[Head], part: str = "attn",
@@ -98,11 +89,11 @@ def _matrices(layer: LayerMaps, heads: Sequence[Head], part: str) -> list[np.nda
     return [maps.mean(0) if head == MEAN else maps[head] for head in heads]
 
 
-def check_part(part: str, layers: Sequence[AttentionLayer], label: str) -> None:
+def check_part(part: str, asked: Asked) -> None:
     """Raise UsageError where a layer lacks the part."""
-    lacking = [str(layer.number) for layer in layers if part not in layer.parts]
+    lacking = [str(layer.number) for layer in asked.layers[0] if part not in layer.parts]
     if lacking:
-        raise UsageError(f"{label} has no {part} in layer {', '.join(lacking)}: choose --layers")
+        raise UsageError(f"{asked.models[0].label} has no {part} in layer {', '.join(lacking)}: choose --layers")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -111,13 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--part", default="attn", choices=PARTS, help="what to draw (default: %(default)s)")
     options = parser.parse_args(argv)
     style = MapStyle(overlay=False, scale=options.scale, cmap=options.cmap)
-    model = only(load_models(options), "model")
-    [layers] = shown_layers(options, [model])
-    heads = parse_heads(options.heads, layers)
-    check_part(options.part, layers, model.label)
-
-    def draw(image):
-        recording = record(model, image, layers, (options.part,), places=False)
-        return draw_matrix(recording, numbers_of(layers), heads, options.part, style, width=options.width), [recording]
-
-    return each_figure(options, draw)
+    asked = Asked.by_options(options, some=True)
+    only(asked.models, "model")
+    check_part(options.part, asked)
+    return each_figure(options, lambda image: _draw(asked, image, options.part, style, options.width))

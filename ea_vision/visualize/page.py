@@ -32,7 +32,7 @@ from ea_vision.analysis.recording import AttentionLayer, LayerMaps, prefix_names
 from ea_vision.base.errors import UsageError
 from ea_vision.visualize.figure_options import spread
 from ea_vision.visualize.image_maps import record
-from ea_vision.visualize.map_style import SIGNED_MAP, equation
+from ea_vision.visualize.map_style import SIGNED_MAP, before_shares, equation
 
 SOURCE = Path(__file__).with_name("page_source")
 MODULES = ("bytes.js", "maps.js", "colours.js", "state.js", "draw.js", "kept.js", "panel.js",
@@ -162,13 +162,12 @@ class Explorer:
         } for model, chosen in zip(self.models, self.layers, strict=True)]
 
     def _describe_layer(self, model: LoadedModel, layer: AttentionLayer) -> dict[str, Any]:
-        evolution = getattr(model.model.get_submodule(layer.name), "evolution", None)
         return {
             "number": layer.number,
             "name": layer.name,
             "numHeads": layer.num_heads,
             "heads": list(range(layer.num_heads)) if self.heads is None else list(self.heads),
-            "before": evolution.before_shares() if evolution else {},
+            "before": before_shares(model.model, layer.name),
         }
 
     def view(self, name: str, image: Image.Image) -> dict[str, Any]:

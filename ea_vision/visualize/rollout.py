@@ -12,38 +12,10 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from ea_vision.analysis.inputs import ImageSource
-from ea_vision.analysis.loading import parse_layers
 from ea_vision.analysis.quantities import attention_rollout
-from ea_vision.visualize.figure_options import (
-    Layers,
-    Models,
-    Queries,
-    add_style,
-    chosen_points,
-    load_models,
-    make_parser,
-    parse_queries,
-    recorded,
-    style_of,
-)
-from ea_vision.visualize.image_maps import (
-    Query,
-    Recording,
-    as_models,
-    cell_of_query,
-    record,
-    scaled,
-    title_of,
-)
-from ea_vision.visualize.map_style import (
-    STYLE,
-    MapStyle,
-    aspect_of,
-    layers_name,
-    map_of,
-    map_sheet,
-    queries_name,
-)
+from ea_vision.visualize.figure_options import Asked, Layers, Models, Queries, add_style, make_parser, style_of
+from ea_vision.visualize.image_maps import Query, Recording, as_models, cell_of_query, title_of
+from ea_vision.visualize.map_style import STYLE, MapStyle, aspect_of, layers_name, map_of, map_sheet, queries_name
 from ea_vision.visualize.sheet import Row
 from ea_vision.visualize.writing import each_figure
 
@@ -57,9 +29,13 @@ def plot_rollout(models: Models, image: ImageSource | Tensor, layers: Layers = N
                  width: float | None = None, **style) -> Figure:
     """Draw where pixels of the last map come from, through all `layers`: a row a model, a column a query. See
     `ea_vision.visualize.figure_options` for the arguments."""
-    recordings = [recorded(model, image, layers)[0] for model in as_models(models)]
-    points = chosen_points(queries, recordings[0].img_size)
-    return draw_rollout(recordings, points, MapStyle(**style), width=width)
+    return _draw(Asked(as_models(models), layers, queries=queries), image, MapStyle(**style), width)[0]
+
+
+def _draw(asked: Asked, image: ImageSource | Tensor, style: MapStyle,
+          width: float | None) -> tuple[Figure, list[Recording]]:
+    recordings = asked.record(image)
+    return draw_rollout(recordings, asked.points(recordings[0].img_size), style, width=width), recordings
 
 
 def draw_rollout(recordings: Sequence[Recording], points: Sequence[Query], style: MapStyle = STYLE, *,
@@ -74,7 +50,7 @@ def draw_rollout(recordings: Sequence[Recording], points: Sequence[Query], style
     """
     first, groups = recordings[0], []
     for recording in recordings:
-        places = [scaled(point, first.img_size, recording.img_size) for point in points]
+        places = [cell_of_query(point, first.img_size, recording.img_size) for point in points]
         name, last, maps = _rollout(recording, places)
         tiles = [map_of(values, recording, style, "all pixels" if place is None else f"query {number}", point=place,
                         number=number, cells=last)
@@ -108,12 +84,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_style(parser)
     options = parser.parse_args(argv)
     style = style_of(options)
-    models = load_models(options)
-    layers = [parse_layers(options.layers, model) for model in models]
-    points = parse_queries(options.queries, models[0].img_size)
-
-    def draw(image):
-        recordings = [record(model, image, chosen) for model, chosen in zip(models, layers, strict=True)]
-        return draw_rollout(recordings, points, style, width=options.width), recordings
-
-    return each_figure(options, draw)
+    asked = Asked.by_options(options)
+    return each_figure(options, lambda image: _draw(asked, image, style, options.width))

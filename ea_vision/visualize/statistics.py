@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,19 +15,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ea_vision.analysis.inputs import ImageSource, as_input, find_images, read_image
-from ea_vision.analysis.loading import LoadedModel, parse_layers, positive
+from ea_vision.analysis.loading import positive
 from ea_vision.analysis.quantities import LayerQuantities, measure, quantities_arrays, quantities_csv
 from ea_vision.base.figures import PAGE, check_width, color_cycle
 from ea_vision.base.files import atomic_write, write_npz
 from ea_vision.base.print import legend_below, new_figure, points, wrapped
-from ea_vision.visualize.figure_options import (
-    Layers,
-    Models,
-    chosen_layers,
-    load_models,
-    make_parser,
-    numbers_of,
-)
+from ea_vision.visualize.figure_options import Asked, Layers, Models, make_parser
 from ea_vision.visualize.image_maps import as_models, evaluating, title_of
 from ea_vision.visualize.writing import check_output, save
 
@@ -36,14 +29,13 @@ EXAMPLES = """\
   ea-vision statistics --model runs/aa,runs/ea --limit 200 --csv numbers.csv --width 3.3 -o numbers.pdf images/
 """
 MARKERS = "osD^vP*"
-BATCH = 16  # images
 
 
 def plot_statistics(models: Models, images: Iterable[ImageSource | Tensor], layers: Layers = None, *,
                     width: float | None = None) -> Figure:
     """Draw entropy, distance, likeness to the previous layer's map and share of position alone by layer and head, means
     over images. See `ea_vision.visualize.figure_options` for the arguments."""
-    return draw_statistics(_measured(models, images, layers), width=width)
+    return draw_statistics(_titled(*_measured(Asked(as_models(models), layers), list(images))), width=width)
 
 
 def plot_chain(models: Models, images: ImageSource | Tensor | Sequence[ImageSource | Tensor], layers: Layers = None, *,
@@ -52,20 +44,26 @@ def plot_chain(models: Models, images: ImageSource | Tensor | Sequence[ImageSour
     with the previous map, and share of position alone (of at least two images), means of heads and images. See
     `ea_vision.visualize.figure_options` for the arguments."""
     several = list(images) if isinstance(images, (list, tuple)) else [images]
-    return draw_chain(_measured(models, several, layers), width=width)
+    return draw_chain(_titled(*_measured(Asked(as_models(models), layers), several)), width=width)
 
 
-def _measured(models: Models, images: Iterable[ImageSource | Tensor],
-              layers: Layers) -> dict[str, list[LayerQuantities]]:
-    images, measured = list(images), {}
-    for model in as_models(models):
+def _measured(asked: Asked, images: Sequence[ImageSource | Tensor], batch_size: int = 16, read: Callable | None = None
+              ) -> tuple[Asked, dict[str, list[LayerQuantities]]]:
+    """Quantities by label of the model. `read`: makes of paths what `as_input` takes, with a progress bar."""
+    measured = {}
+    for model, numbers in zip(asked.models, asked.numbers, strict=True):
+        starts = tqdm(range(0, len(images), batch_size), unit="batch", desc=model.label, disable=None if read else True)
+        batches = (torch.stack([as_input(model, read(image) if read else image)
+                                for image in images[first:first + batch_size]]) for first in starts)
         device = next(model.model.parameters()).device
-        batches = (torch.stack([as_input(model, image) for image in images[first:first + BATCH]])
-                   for first in range(0, len(images), BATCH))
         with evaluating(model.model):
-            measured[title_of(model)] = measure(model.model, (model.normalize(batch.to(device)) for batch in batches),
-                                                numbers_of(chosen_layers(layers, model)))
-    return measured
+            measured[model.label] = measure(
+                model.model, (model.normalize(batch.to(device)) for batch in batches), numbers)
+    return asked, measured
+
+
+def _titled(asked: Asked, measured: Mapping[str, list[LayerQuantities]]) -> dict[str, list[LayerQuantities]]:
+    return {title_of(model): measured[model.label] for model in asked.models}
 
 
 @dataclass(frozen=True)
@@ -217,33 +215,18 @@ def _finish(figure: Figure, axes: Sequence[Axes], layers: Sequence[LayerQuantiti
     figure.suptitle(wrapped(title, width - 10, small), fontsize=small)
 
 
-def batches_of(model: LoadedModel, paths: Sequence[str], batch_size: int,
-               exif_rotation: bool = False) -> Iterator[Tensor]:
-    """(B, 3, H, W), normalised, on the model's device."""
-    device = next(model.model.parameters()).device
-    for first in tqdm(range(0, len(paths), batch_size), unit="batch", desc=model.label, disable=None):
-        images = torch.stack([model.prepare(read_image(path, exif_rotation=exif_rotation))
-                              for path in paths[first:first + batch_size]])
-        yield model.normalize(images.to(device))
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = make_parser(__doc__, EXAMPLES, output="statistics.png", heads=None,
-                         queries=False)
+    parser = make_parser(__doc__, EXAMPLES, output="statistics.png", heads=None, queries=False)
     parser.add_argument("--csv", metavar="FILE", help="write the numbers too, a row a model, layer and head")
     parser.add_argument("--limit", type=positive, metavar="N", help="the first N images only")
     parser.add_argument("--batch-size", type=positive, default=16, help="images at a time (default: %(default)s)")
     options = parser.parse_args(argv)
     output = check_output(Path(options.output), options.suffixes)
     table = check_output(Path(options.csv), (".csv",)) if options.csv else None
-    models = load_models(options)
-    layers = [parse_layers(options.layers, model) for model in models]
-    paths = find_images(options.images)[:options.limit]
-    measured = {model.label: measure(model.model, batches_of(model, paths, options.batch_size, options.exif_rotation),
-                                     numbers_of(chosen))
-                for model, chosen in zip(models, layers, strict=True)}
-    titles = {model.label: title_of(model) for model in models}
-    figure = draw_statistics({titles[label]: of_model for label, of_model in measured.items()}, width=options.width)
+    asked = Asked.by_options(options)
+    _, measured = _measured(asked, find_images(options.images)[:options.limit], options.batch_size,
+                            lambda path: read_image(path, exif_rotation=options.exif_rotation))
+    figure = draw_statistics(_titled(asked, measured), width=options.width)
     save(figure, output, options.dpi)
     if table:
         atomic_write(table, quantities_csv(measured).encode())

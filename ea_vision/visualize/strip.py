@@ -11,11 +11,12 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from ea_vision.analysis.inputs import ImageSource
-from ea_vision.analysis.loading import load_model, parse_layers
+from ea_vision.analysis.loading import load_model
 from ea_vision.analysis.recording import PARTS
 from ea_vision.base.errors import UsageError
 from ea_vision.visualize.figure_options import (
-    DIAGONAL,
+    MIDDLE,
+    Asked,
     Heads,
     Layers,
     Model,
@@ -25,17 +26,9 @@ from ea_vision.visualize.figure_options import (
     add_through,
     by_epoch,
     checkpoints_of,
-    chosen_heads,
-    chosen_layers,
-    chosen_point,
-    chosen_points,
     make_parser,
     models_through,
-    numbers_of,
     only,
-    parse_heads,
-    parse_queries,
-    recorded,
     style_of,
 )
 from ea_vision.visualize.films import FILMS, film_writer
@@ -51,7 +44,6 @@ from ea_vision.visualize.image_maps import (
     as_models,
     query_map,
     query_name,
-    record,
     title_of,
 )
 from ea_vision.visualize.map_style import (
@@ -59,6 +51,7 @@ from ea_vision.visualize.map_style import (
     STYLE,
     MapStyle,
     aspect_of,
+    before_shares,
     equation,
     head_name,
     layers_name,
@@ -96,22 +89,19 @@ def plot_strip(model: Model, image: ImageSource | Tensor, layers: Layers = None,
     """
     if through not in ("layers", "checkpoints"):
         raise UsageError(f"through must be layers or checkpoints, got {through!r}")
-    if through == "checkpoints":
-        models = by_epoch([load_model(file) for file in checkpoints_of([str(model)])])
-        chosen = chosen_layers(layers, models[0])
-        recordings = [record(one, image, chosen) for one in models]
-    else:
-        loaded = as_model(model)
-        chosen = chosen_layers(layers, loaded)
-        recordings = [record(loaded, image, chosen, _parts(chosen))]
-    [one], point = chosen_heads([head], chosen), chosen_point(query, recordings[0].img_size)
-    if through == "checkpoints":
-        return draw_training(recordings, numbers_of(chosen), one, point, MapStyle(**style), width=width)
-    return draw_strip(recordings[0], numbers_of(chosen), one, point, MapStyle(**style), width=width)
+    training = through == "checkpoints"
+    models = by_epoch([load_model(file) for file in checkpoints_of([str(model)])]) if training else [as_model(model)]
+    asked = Asked(models, layers, [head], None if query is None else [query])
+    return _draw(asked, image, training, MapStyle(**style), width)[0]
 
 
-def _parts(layers) -> list[str]:
-    return [part for part in PARTS if any(part in layer.parts for layer in layers)]
+def _draw(asked: Asked, image: ImageSource | Tensor, training: bool, style: MapStyle,
+          width: float | None) -> tuple[Figure, list[Recording]]:
+    parts = [part for part in PARTS[:1 if training else None] if any(part in layer.parts for layer in asked.layers[0])]
+    recordings = asked.record(image, parts)
+    what = asked.numbers[0], asked.heads[0], asked.points(recordings[0].img_size, MIDDLE)[0], style
+    return (draw_training(recordings, *what, width=width) if training else
+            draw_strip(recordings[0], *what, width=width)), recordings
 
 
 def chains_of(recording: Recording, layers: Sequence[int]) -> list[list[int]]:
@@ -139,7 +129,7 @@ def columns_of(recording: Recording, layers: Sequence[int]) -> dict[str, str]:
         return {"logits": "logits", "attn": f"{ARROW} attention"} if all(m.logits is not None for m in maps) else {
             "attn": "attention"}
     convolved = [layer for layer in evolved if layer.conv_logits is not None]
-    own_too = any("self_logits" in _before(recording, layer.name) for layer in convolved)
+    own_too = any("self_logits" in before_shares(recording.model.model, layer.name) for layer in convolved)
     order = ("prev_logits", *(("self_logits", "conv_logits") if own_too else ("conv_logits", "self_logits")), "logits")
     drawn = [part for part in order if any(getattr(layer, part) is not None for layer in maps)]
     if len(convolved) == len(evolved) and all(torch.equal(layer.conv_logits, layer.logits) for layer in convolved):
@@ -154,11 +144,6 @@ def columns_of(recording: Recording, layers: Sequence[int]) -> dict[str, str]:
     without = {part: name for part, name in zip(WITHOUT, ("without\nprevious", "without\nown"), strict=True)
                if any(part in layer.recorded() for layer in evolved)}
     return {**names, "attn": f"{ARROW}\nattention", **without}
-
-
-def _before(recording: Recording, name: str) -> dict[str, float]:
-    evolution = getattr(recording.model.model.get_submodule(name), "evolution", None)
-    return evolution.before_shares() if evolution else {}
 
 
 def draw_strip(recording: Recording, layers: Sequence[int], head: Head, point: Query, style: MapStyle = STYLE, *,
@@ -248,10 +233,15 @@ def plot_frames(models: Models, image: ImageSource | Tensor, layers: Layers = No
                 queries: Queries = None, *, width: float | None = None, **style) -> Iterator[Figure]:
     """Draw the pictures of a film, of one scale: for each model (such as the snapshots of a run) each layer in turn.
     See `ea_vision.visualize.figure_options` for the arguments."""
-    some = [recorded(model, image, layers) for model in as_models(models)]
-    frames = [(recording, layer.number) for recording, chosen in some for layer in chosen]
-    return draw_frames(frames, chosen_heads(heads, [layer for _, chosen in some for layer in chosen]),
-                       chosen_points(queries, some[0][0].img_size), MapStyle(**style), width=width)
+    return _draw_frames(Asked(as_models(models), layers, heads, queries), image, MapStyle(**style), width)[0]
+
+
+def _draw_frames(asked: Asked, image: ImageSource | Tensor, style: MapStyle,
+                 width: float | None) -> tuple[Iterator[Figure], list[Recording]]:
+    recordings = asked.record(image)
+    frames = [(recording, number) for recording, numbers in zip(recordings, asked.numbers, strict=True)
+              for number in numbers]
+    return draw_frames(frames, asked.heads, asked.points(recordings[0].img_size), style, width=width), recordings
 
 
 def draw_frames(frames: Sequence[Frame], heads: Sequence[Head], points: Sequence[Query], style: MapStyle = STYLE, *,
@@ -283,23 +273,11 @@ def main(argv: Sequence[str] | None = None, output: str = "evolution.png") -> in
     options = parser.parse_args(argv)
     film, training = Path(options.output).suffix.lower() in FILMS, options.through == "checkpoints"
     style, write = style_of(options), film_writer(options) if film else save
-    models = models_through(options)
-    layers = parse_layers(options.layers, models[0])
-    heads = parse_heads(options.heads, layers)
-    points = parse_queries(options.queries, models[0].img_size, DIAGONAL if film else [(0.5, 0.5)])
-    numbers = numbers_of([only(layers, "layer")] if film and training else layers)
-    if not film:
-        only(heads, "head")
-        only(points, "query")
-
-    def draw(image):
-        recordings = [record(model, image, layers, ["attn"] if film or training else _parts(layers))
-                      for model in models]
-        if film:
-            frames = [(recording, number) for recording in recordings for number in numbers]
-            return draw_frames(frames, heads, points, style, width=options.width), recordings
+    asked = Asked.by_options(options, models_through(options))
+    if film:
         if training:
-            return draw_training(recordings, numbers, heads[0], points[0], style, width=options.width), recordings
-        return draw_strip(recordings[0], numbers, heads[0], points[0], style, width=options.width), recordings
-
-    return each_figure(options, draw, write)
+            only(asked.layers[0], "layer")
+        return each_figure(options, lambda image: _draw_frames(asked, image, style, options.width), write)
+    only(asked.heads, "head")
+    only(asked.points(asked.models[0].img_size, MIDDLE), "query")
+    return each_figure(options, lambda image: _draw(asked, image, training, style, options.width))

@@ -1,4 +1,5 @@
 """The probe: its network, its cache, its controls, and the command from end to end."""
+import argparse
 import csv
 import json
 
@@ -63,9 +64,13 @@ def test_a_class_token_is_a_query(tmp_path):
     model = load_model("ea_vit_tiny_patch16_224", random=True, img_size=(16, 16), patch_size=4, embed_dim=12, depth=2,
                        num_heads=3)
     pixels = images()
-    assert [probe.parse_query(text, model) for text in ("cls", "3,15", None)] == ["cls", (3, 15), None]
-    with pytest.raises(UsageError, match="y,x within the 16x16 input or cls, got 'reg1'"):
-        probe.parse_query("reg1", model)
+
+    def asked(query):
+        return probe.chosen_maps(argparse.Namespace(layers="2", query=query), model)
+
+    assert [asked(query) for query in ("cls", "3,15", None)] == [MapSource((2,), q) for q in ("cls", (3, 15), None)]
+    with pytest.raises(UsageError, match="--query must be y,x or cls, got 'reg1'"):
+        asked("reg1")
     [maps] = extract_maps(model, pixels, MapSource((2,), "cls"), tmp_path)
     with torch.no_grad(), ea_vision.record_attention(model.model) as recorded:
         model.model(model.normalize(pixels.float() / 255))
@@ -292,7 +297,7 @@ def test_a_34_layer_network_from_end_to_end(tmp_path):
 @pytest.mark.parametrize("argv,message", [
     (["--model", "ea_conv_transformer_cifar", "--layers", "99"], "no attention layer '99'"),
     (["--model", "cnn_cifar"], "has no attention layer"),
-    (["--model", "ea_conv_transformer_cifar", "--query", "3,99"], "--query must be y,x within the 32x32 input"),
+    (["--model", "ea_conv_transformer_cifar", "--query", "3,99"], "query y,x must lie within the 32x32 input"),
     (["--model", "ea_conv_transformer_cifar", "--controls", "x"], "--controls must be"),
     (["--model", "ea_conv_transformer_cifar", "--lr", "0"], "--lr must be"),
     (["--model", "ea_conv_transformer_cifar", "-o", "/proc/nowhere"], "cannot use /proc/nowhere"),

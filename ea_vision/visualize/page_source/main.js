@@ -363,16 +363,14 @@ window.explorer = {
   fragment: () => toFragment(state, about),
   /** Milliseconds that drawing the last frame took. */
   frameTime: () => lastFrame,
-  /** What a tile shows: values row by row, the largest rounding error in them, the ends of its colours, entropy (nats),
-   * distance (pixels). */
+  /** What a tile shows: values row by row, the ends of its colours, entropy (nats), distance (pixels). */
   tile(model, layer, head, part = state.part) {
     const panel = panels[model];
     const tile = panel.tiles?.flat().find((one) => one.layer.number === layer && one.head === head && one.part === part);
     if (!tile?.present) return null;
     const { values, cell, entropy, distance, outside, range } = tile;
-    const tolerance = panel.maps.tolerance(tile.layer, head, part, cell);
-    return { values: [...values], cell, featSize: panel.maps.featSize(tile.layer), tolerance, entropy, distance,
-      outside, range, name: `layer ${layer}, ${headName(head)}` };
+    return { values: [...values], cell, featSize: panel.maps.featSize(tile.layer), entropy, distance, outside, range,
+      name: `layer ${layer}, ${headName(head)}` };
   },
   MEAN,
 };

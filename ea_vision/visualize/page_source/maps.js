@@ -22,6 +22,10 @@ export const EVOLUTION = [
 
 export const partName = (part) => PARTS.find(([name]) => name === part)[1];
 
+/** Row-major index of the cell of an H x W map that a pixel [y, x] of a height x width input lies in. */
+export const cellAt = ([y, x], [H, W], [height, width]) =>
+  Math.floor((y * H) / height) * W + Math.floor((x * W) / width);
+
 export class Maps {
   /**
    * @param model one of about.models: imgSize, layers.
@@ -39,13 +43,8 @@ export class Maps {
     return part === "before" ? layer.before : { [part]: 1 };
   }
 
-  /** Stored parts that a shown part is made of, in a layer. */
-  static needs(layer, part) {
-    return Object.keys(Maps.shares(layer, part));
-  }
-
   has(layer, part) {
-    const needs = Maps.needs(layer, part);
+    const needs = Object.keys(Maps.shares(layer, part));
     const places = this.entry.places[layer.number];
     return needs.length > 0 && needs.every((name) => name in places);
   }
@@ -68,15 +67,17 @@ export class Maps {
       : drawn.map(([part, label]) => [part, part === "self_logits" ? "logits" : label]);
   }
 
+  /** The streams that the parts need. */
+  streamsOf(parts) {
+    const ofLayer = (layer) => parts.filter((part) => this.has(layer, part))
+      .flatMap((part) => Object.keys(Maps.shares(layer, part)))
+      .map((name) => this.entry.places[layer.number][name][0]);
+    return [...new Set(this.model.layers.flatMap(ofLayer))];
+  }
+
   /** Inflate what the parts need; a promise. */
   async load(parts) {
-    const streams = new Set();
-    for (const layer of this.model.layers) {
-      for (const part of parts.filter((name) => this.has(layer, name))) {
-        for (const name of Maps.needs(layer, part)) streams.add(this.entry.places[layer.number][name][0]);
-      }
-    }
-    await Promise.all([...streams].map((stream) => {
+    await Promise.all(this.streamsOf(parts).map((stream) => {
       if (!this.loading.has(stream)) {
         this.loading.set(stream, inflate(bytesOfBase64(this.entry.streams[stream]))
           .then((buffer) => this.buffers.set(stream, buffer)));
@@ -86,8 +87,7 @@ export class Maps {
   }
 
   isLoaded(parts) {
-    return this.model.layers.every((layer) => parts.filter((part) => this.has(layer, part)).every((part) =>
-      Maps.needs(layer, part).every((name) => this.buffers.has(this.entry.places[layer.number][name][0]))));
+    return this.streamsOf(parts).every((stream) => this.buffers.has(stream));
   }
 
   featSize(layer) {
@@ -100,10 +100,7 @@ export class Maps {
    */
   cellOf(layer, query) {
     if (typeof query === "string") return -1 - this.model.prefix.indexOf(query);
-    const [y, x] = query;
-    const [H, W] = this.featSize(layer);
-    const [height, width] = this.model.imgSize;
-    return Math.floor((y * H) / height) * W + Math.floor((x * W) / width);
+    return cellAt(query, this.featSize(layer), this.model.imgSize);
   }
 
   /**
@@ -139,16 +136,6 @@ export class Maps {
     const index = this.rowIndex(layer, head, cell);
     const base = weight * low[index], slope = weight * step[index], start = index * N;
     for (let j = 0; j < N; j++) out[j] += base + slope * codes[start + j];
-  }
-
-  /** Largest distance between a shown value and the recorded one, for a row. */
-  tolerance(layer, head, part, cell) {
-    if (head === MEAN) {
-      return layer.heads.reduce((sum, one) => sum + this.tolerance(layer, one, part, cell), 0) / layer.heads.length;
-    }
-    const index = this.rowIndex(layer, head, cell);
-    return Object.entries(Maps.shares(layer, part)).reduce(
-      (sum, [name, share]) => sum + share * this.array(layer, name).step[index] / 2, 0);
   }
 
   /** Views into an inflated stream: low, step (K * T) and codes (K * T * N); T: with the tokens before the patches. */

@@ -1,6 +1,6 @@
 // One model: its predictions, the photo on which the query is set, the enlarged tile, and all tiles.
 
-import { MEAN, Maps, measure, partName } from "./maps.js";
+import { MEAN, Maps, cellAt, measure, partName } from "./maps.js";
 import {
   TilePainter, drawBar, drawBoxes, drawMap, drawMissing, drawPhoto, greyCopy, shortNumber, sizeCanvas, tileGeometry,
 } from "./draw.js";
@@ -167,10 +167,7 @@ export class Panel {
 
   /** Whether two queries lie in the same cell of the finest map. */
   sameCell(a, b) {
-    if (typeof a === "string" || typeof b === "string") return a === b;
-    const [H, W] = this.finest, [height, width] = this.model.imgSize;
-    return Math.floor((a[0] * H) / height) === Math.floor((b[0] * H) / height)
-      && Math.floor((a[1] * W) / width) === Math.floor((b[1] * W) / width);
+    return typeof a === "string" || typeof b === "string" ? a === b : this.finestCell(a) === this.finestCell(b);
   }
 
   // ---- the tiles -----------------------------------------------------------------------------------------------
@@ -295,9 +292,7 @@ export class Panel {
   }
 
   finestCell(query) {
-    if (typeof query === "string") return -1;
-    const [H, W] = this.finest, [height, width] = this.model.imgSize;
-    return Math.floor((query[0] * H) / height) * W + Math.floor((query[1] * W) / width);
+    return typeof query === "string" ? -1 : cellAt(query, this.finest, this.model.imgSize);
   }
 
   /** Tokens that a tile's query sees. */
