@@ -52,8 +52,8 @@ def build_chain(case, meta: dict) -> list:
 
 
 @pytest.mark.parametrize("implementation", ["triton"] if INTERPRETING else ["reference", "cpu"])
-@pytest.mark.parametrize("name", [*CASES[:-1], pytest.param(
-    CASES[-1], marks=pytest.mark.slow if INTERPRETING else ())])  # beta 0.3: ea_chain2 has 0.5, in two layers
+@pytest.mark.parametrize("name", [*CASES[:-2], *(pytest.param(name, marks=pytest.mark.slow if INTERPRETING else ())
+                                                 for name in CASES[-2:])])  # ea_chain2 is a chain, of beta 0.5
 def test_matches_the_authors_layer(shared: Path, name: str, implementation: str):
     case = np.load(shared / "reference" / f"{name}.npz")
     layers = build_chain(case, ast.literal_eval(str(case["meta"])))
