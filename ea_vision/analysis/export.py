@@ -30,6 +30,7 @@ from ea_vision.analysis.loading import (
     WEIGHTS_HELP,
     DetectorModel,
     LoadedModel,
+    add_options,
     class_names_of,
     load_model,
     parse_size,
@@ -132,9 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                         help=f"{', '.join(SUFFIXES)}, or of a run MODEL.TAG.safetensors")
     parser.add_argument("--check", nargs="+", default=[], metavar="IMAGE", help="image files or folders to compare on "
                         "(default: two of noise)")
-    parser.add_argument("--random", action="store_true", help="random weights, whatever there is")
-    parser.add_argument("--img-size", metavar="N|H,W", help="side of the input in pixels, which the file "
-                        "keeps to (default: the model's own)")
+    add_options(parser, "--random", "--img-size")
     parser.add_argument("--precision", choices=PRECISIONS, default="float32", help="of an .onnx file that classifies, "
                         "by onnxruntime; int8 is calibrated on the first 128 of --check (default: %(default)s)")
     parser.add_argument("--data-dir", metavar="DIR", help="of a .safetensors file: the data set of the run")

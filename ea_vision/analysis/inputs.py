@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -95,6 +95,12 @@ def read_image(source: ImageSource, name: str = "", max_pixels: int = MAX_PIXELS
         if isinstance(error.__cause__, UnidentifiedImageError):
             raise UsageError(f"{name} is not an image that can be read ({', '.join(IMAGE_FORMATS)})") from error
         raise UsageError(f"image {name} is broken: {error}") from error
+
+
+def names_of(images: Sequence[ImageSource | Tensor]) -> list[str]:
+    """Return the file names of paths; of others "image 1", "image 2", ..."""
+    return [Path(image).name if isinstance(image, (str, Path)) else f"image {number}"
+            for number, image in enumerate(images, start=1)]
 
 
 def as_image(image: ImageSource | Tensor) -> Image.Image | Tensor:

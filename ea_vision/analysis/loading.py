@@ -374,6 +374,20 @@ def parse_size(text: str | None, required: str = "--img-size must be N or H,W in
     return H, W
 
 
+def add_options(parser: argparse.ArgumentParser, *names: str) -> None:
+    """Add options that several commands have."""
+    options = {
+        "--random": dict(action="store_true", help="random weights, whatever there is"),
+        "--img-size": dict(metavar="N|H,W", help="size of the input in pixels (default: the model's)"),
+        "--device": dict(default="auto", choices=("auto", "cpu", "cuda"),
+                         help="where the network runs; auto: cuda if there is one (default: %(default)s)"),
+        "--exif-rotation": dict(action="store_true",
+                                help="turn images as their EXIF data says (default: do not, as networks are trained)"),
+    }
+    for name in names:
+        parser.add_argument(name, **options[name])
+
+
 def positive(text: str) -> int:
     if not text.isdecimal() or len(text) > 9 or int(text) < 1:
         raise argparse.ArgumentTypeError(f"a positive whole number below a billion required, got {text[:40]!r}")

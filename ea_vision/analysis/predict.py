@@ -24,6 +24,7 @@ from ea_vision.analysis.inputs import ImageSource, as_input, find_images
 from ea_vision.analysis.loading import (
     WEIGHTS_HELP,
     LoadedModel,
+    add_options,
     check_classifies,
     class_names_of,
     load_model,
@@ -96,10 +97,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--top", type=positive, default=5, metavar="K", help="classes an image (default: 5)")
     parser.add_argument("--json", metavar="FILE", help="write a list of images with their classes to FILE ('-': to "
                         "standard output instead of the table)")
-    parser.add_argument("--img-size", metavar="N|H,W", help="side of the input in pixels (default: the model's own)")
     parser.add_argument("--batch-size", type=positive, default=16, help="images computed together (default: 16)")
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"),
-                        help="where to compute; auto: cuda if there is one (default: auto)")
+    add_options(parser, "--img-size", "--device")
     args = parser.parse_args(argv)
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")  # names that are not UTF-8 are names of files, too

@@ -35,6 +35,7 @@ from torch import Tensor
 from ea_vision.analysis.loading import (
     WEIGHTS_HELP,
     LoadedModel,
+    add_options,
     check_classifies,
     load_model,
     parse_layers,
@@ -43,7 +44,7 @@ from ea_vision.analysis.loading import (
     parse_targets,
     positive,
 )
-from ea_vision.analysis.probe_maps import MapSource, extract_maps, set_batch_statistics, shuffled_in_space
+from ea_vision.analysis.probe_maps import MapSource, extract_maps, shuffled_in_space, untrained_network
 from ea_vision.analysis.probe_network import ProbeRecipe, train_probe
 from ea_vision.analysis.probe_results import PUBLISHED, Result, results_csv, results_figure, results_table
 from ea_vision.analysis.recording import attention_layers, prefix_names
@@ -130,10 +131,8 @@ class Subject:
     def maps(self, kind: str, seed: int) -> list[list[np.ndarray]]:
         """Of the images to learn from and to measure on, by layer; extracted where they are not in the output folder
         yet. seed: of the untrained network."""
-        network, untrained = self.model, kind == "untrained"
-        if untrained:
-            network = load_model(self.target, random=True, img_size=self.model.img_size, seed=seed, device=self.device)
-            set_batch_statistics(network, self.splits[0].images, seed=seed)
+        untrained = kind == "untrained"
+        network = untrained_network(self.target, self.model, self.splits[0].images, seed) if untrained else self.model
         which = f"untrained {seed}" if untrained else "trained"
         folder = hashlib.sha256(f"{self.target} {which}".encode()).hexdigest()[:12]
         return [extract_maps(network, split.images, self.source, Path(self.options.output) / "maps" / folder / name)
@@ -167,7 +166,7 @@ def add_data_options(parser: argparse.ArgumentParser, limit: str) -> None:
     add("--img-size", metavar="N", help="side of the images in pixels (default: the model's)")
     add("--limit", type=positive, metavar="N", help=limit)
     add("--workers", type=positive, default=2, help="threads that decode images (default: %(default)s)")
-    add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="auto: cuda if there is one")
+    add_options(parser, "--device")
 
 
 def load_classifiers(options: argparse.Namespace) -> tuple[list[str], list[LoadedModel], torch.device]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from ea_vision.analysis.loading import LoadedModel
+from ea_vision.analysis.loading import LoadedModel, load_model
 from ea_vision.analysis.recording import record_attention
 from ea_vision.base.errors import RunError
 from ea_vision.base.files import atomic_write
@@ -118,6 +118,15 @@ def shuffled_in_space(maps: np.ndarray, seed: int, together: bool = False) -> np
     M, K, H, W = maps.shape
     order = np.argsort(generator.random((M, 1 if together else K, H * W)), axis=-1)
     return np.take_along_axis(maps.reshape(M, K, H * W), order, axis=-1).reshape(maps.shape)
+
+
+def untrained_network(target: str, model: LoadedModel, images: Tensor, seed: int) -> LoadedModel:
+    """The network of `target` as it begins training, for images of the size that `model` takes; see
+    `set_batch_statistics`."""
+    network = load_model(target, random=True, img_size=model.img_size, seed=seed,
+                         device=next(model.model.parameters()).device)
+    set_batch_statistics(network, images, seed=seed)
+    return network
 
 
 def set_batch_statistics(model: LoadedModel, images: Tensor, batches: int = 8, batch_size: int = 64,

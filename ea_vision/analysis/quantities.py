@@ -175,12 +175,10 @@ def measure(model: nn.Module, batches: Iterable[Tensor], layers: Sequence[int] |
                 first.uniform_distance if first else uniform_distance(layer, cell)))
     if not parts:
         raise ValueError("measure needs at least one batch of images, got none")
-    return [replace(found[0], entropies=torch.cat([part.entropies for part in found]),
-                    distances=torch.cat([part.distances for part in found]),
-                    prefixes=torch.cat([part.prefixes for part in found]),
-                    positions=positions[found[0].number].shares(),
-                    correlations=None if found[0].correlations is None else
-                    torch.cat([part.correlations for part in found])) for found in parts.values()]
+    return [replace(found[0], positions=positions[number].shares(), **{
+        name: torch.cat([getattr(part, name) for part in found])
+        for name in ("entropies", "distances", "prefixes", "correlations") if getattr(found[0], name) is not None})
+        for number, found in parts.items()]
 
 
 def quantities_csv(measured: dict[str, list[LayerQuantities]]) -> str:

@@ -256,8 +256,14 @@ def attention_layers(model: nn.Module) -> list[AttentionLayer]:
 Found = Sequence[tuple[AttentionLayer, nn.Module]]
 
 
-def _check_known(parts: Sequence[str], found: Found, model: nn.Module) -> None:
-    """Raise ValueError for a part that no layer of any network has, and for a network without attention."""
+def _chosen(model: nn.Module, layers: Sequence[int | str] | None, heads: Sequence[int] | None,
+            parts: Sequence[str]) -> Found:
+    """Return the layers asked for, in forward order.
+
+    Raises:
+        ValueError: a network without attention; a layer that it lacks; heads or parts that the layers lack.
+    """
+    found = chosen = _find(model)
     known = tuple(dict.fromkeys([*PARTS, *(part for layer, _ in found for part in layer.parts)]))
     if not parts or not set(parts) <= set(known):
         raise ValueError(f"parts must be some of {', '.join(known)}, got {tuple(parts)}")
@@ -266,23 +272,12 @@ def _check_known(parts: Sequence[str], found: Found, model: nn.Module) -> None:
             f"{type(model).__name__} has no attention layer that can be recorded: AugmentedConv2d, "
             "nn.MultiheadAttention or a module that says how many heads it has is required (a TorchScript model hides "
             "its layers: record the model it was made from)")
-
-
-def _among(found: Found, layers: Sequence[int | str] | None) -> Found:
-    """Return the layers asked for, in forward order; ValueError for one that there is not."""
-    if layers is None:
-        return found
-    by_key = {key: entry for entry in found for key in (entry[0].number, entry[0].name)}
-    missing = [key for key in layers if key not in by_key]
-    if missing or not layers:
-        available = ", ".join(f"{layer.number} ({layer.name})" for layer, _ in found)
-        raise ValueError(f"attention layers of this model are {available}; got {missing or 'none'}")
-    wanted = {by_key[key][0].number for key in layers}
-    return [entry for entry in found if entry[0].number in wanted]
-
-
-def _check_chosen(chosen: Found, heads: Sequence[int] | None, parts: Sequence[str]) -> None:
-    """Raise ValueError for heads and parts that the chosen layers lack."""
+    if layers is not None:
+        missing = [key for key in layers if not any(key in (layer.number, layer.name) for layer, _ in found)]
+        if missing or not layers:
+            available = ", ".join(f"{layer.number} ({layer.name})" for layer, _ in found)
+            raise ValueError(f"attention layers of this model are {available}; got {missing or 'none'}")
+        chosen = [entry for entry in found if entry[0].number in layers or entry[0].name in layers]
     for layer, _ in chosen:
         outside = [head for head in heads or () if not 0 <= head < layer.num_heads]
         if outside or (heads is not None and not heads):
@@ -293,6 +288,7 @@ def _check_chosen(chosen: Found, heads: Sequence[int] | None, parts: Sequence[st
             raise ValueError(
                 f"none of the chosen layers has {part!r}: "
                 + "; ".join(f"{layer.number} ({layer.name}) has {', '.join(layer.parts)}" for layer, _ in chosen))
+    return chosen
 
 
 @contextmanager
@@ -327,10 +323,7 @@ def record_attention(
     """
     model = _unwrap(model)
     parts = tuple(parts)
-    found = _find(model)
-    _check_known(parts, found, model)
-    chosen = _among(found, layers)
-    _check_chosen(chosen, heads, parts)
+    chosen = _chosen(model, layers, heads, parts)
     maps, ran = AttentionMaps(), []
     with ExitStack() as stack:
         stack.enter_context(torch.compiler.set_stance("force_eager"))

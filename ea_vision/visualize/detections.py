@@ -21,7 +21,7 @@ from matplotlib.patches import Rectangle
 from PIL import Image
 
 from ea_vision.analysis.inputs import find_images, read_image
-from ea_vision.analysis.loading import DetectorModel, load_model, positive
+from ea_vision.analysis.loading import DetectorModel, add_options, load_model, positive
 from ea_vision.analysis.recording import AttentionLayer
 from ea_vision.base import files
 from ea_vision.base.errors import UsageError
@@ -32,7 +32,7 @@ from ea_vision.detection.coco import read_coco
 from ea_vision.detection.draw import picture
 from ea_vision.detection.predict import Detections
 from ea_vision.detection.transforms import boxes_to_square
-from ea_vision.visualize.figure_options import Asked, add_exif_rotation, add_style, style_of
+from ea_vision.visualize.figure_options import Asked, add_style, style_of
 from ea_vision.visualize.heatmap import draw_heatmap
 from ea_vision.visualize.image_maps import Head, record
 from ea_vision.visualize.map_style import STYLE, MapStyle
@@ -103,9 +103,7 @@ def make_parser() -> argparse.ArgumentParser:
                         "points at any width (default: 6.4 for the longer side)")
     parser.add_argument("--dpi", type=dpi, default=150, help="of pictures made of pixels (default: %(default)s)")
     parser.add_argument("--batch-size", type=positive, default=8, help="images computed together (default: 8)")
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"),
-                        help="where to compute; auto: cuda if there is one (default: auto)")
-    add_exif_rotation(parser)
+    add_options(parser, "--device", "--exif-rotation")
     return parser
 
 

@@ -17,21 +17,19 @@ from typing import Any
 
 from tqdm import tqdm
 
-from ea_vision.analysis.inputs import ImageSource, find_images, read_image
+from ea_vision.analysis.inputs import ImageSource, find_images, names_of, read_image
 from ea_vision.analysis.loading import (
     WEIGHTS_HELP,
+    add_options,
     class_names_of,
-    load_model,
     parse_layers,
-    parse_size,
     parse_targets,
     positive,
 )
 from ea_vision.base.errors import UsageError
 from ea_vision.base.files import atomic_write
-from ea_vision.base.processes import choose_device
-from ea_vision.visualize.figure_options import Layers, Models, add_exif_rotation, chosen_layers, parse_heads
-from ea_vision.visualize.image_maps import as_models, distinct, record
+from ea_vision.visualize.figure_options import Layers, Models, chosen_layers, load_models, parse_heads
+from ea_vision.visualize.image_maps import as_models, record
 from ea_vision.visualize.page import (
     MEGABYTE,
     STORED_PARTS,
@@ -59,8 +57,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", action="append", metavar="NAME|RUN[,..]",
                         help=f"{WEIGHTS_HELP}; up to {MAX_MODELS}, separated by commas or each with its own --model "
                              "(default: ea_conv_transformer_cifar)")
-    parser.add_argument("--random", action="store_true", help="random weights, whatever there is")
-    parser.add_argument("--img-size", metavar="N|H,W", help="size of the input in pixels (default: the model's)")
+    add_options(parser, "--random", "--img-size", "--device", "--exif-rotation")
     parser.add_argument("--layers", metavar="1,2|3-5|all",
                         help="attention layers, counted from 1 in forward order, or their module names (default: all, "
                              "or as many over the depth of the network as fit into --max-mb with all parts)")
@@ -83,9 +80,6 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--port", type=int, default=8642, help="of --serve; 0 takes a free one (default: %(default)s)")
     parser.add_argument("--max-upload-mb", type=positive, default=20,
                         help="largest image file that --serve takes, in millions of bytes (default: %(default)s)")
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"),
-                        help="where the network runs; auto: cuda if there is one (default: %(default)s)")
-    add_exif_rotation(parser)
     parser.add_argument("images", nargs="*", metavar="IMAGE",
                         help="image files, folders of them, or digits:N, the Nth test image of the digits; "
                              "--serve needs none")
@@ -107,8 +101,7 @@ def make_explorer(options: argparse.Namespace) -> Explorer:
     targets = [target for text in options.model or ["ea_conv_transformer_cifar"] for target in parse_targets(text)]
     if len(targets) > MAX_MODELS:
         raise UsageError(f"--model must be at most {MAX_MODELS} models, got {len(targets)}")
-    size, device = parse_size(options.img_size), choose_device(options.device)
-    models = [load_model(target, random=options.random, img_size=size, device=device) for target in targets]
+    models = load_models(options, targets)
     layers = [parse_layers(options.layers or "all", model) for model in models]
     if "mean" in options.heads.split(","):
         raise UsageError(f"--heads must be numbers or all (the page adds the mean), got {options.heads!r}")
@@ -171,11 +164,9 @@ def show_page(models: Models, images: ImageSource | Sequence[ImageSource], layer
     if len(loaded) > MAX_MODELS:
         raise UsageError(f"a page takes at most {MAX_MODELS} models, got {len(loaded)}")
     several = list(images) if isinstance(images, (list, tuple)) else [images]
-    names = [Path(image).name if isinstance(image, (str, Path)) else f"image {number}"
-             for number, image in enumerate(several, start=1)]
     explorer = Explorer(loaded, [chosen_layers(layers, model) for model in loaded], None, STORED_PARTS,
                         [class_names_of(model.label, model) for model in loaded])
-    entries = [explorer.view(name, read_image(image)) for name, image in zip(names, several, strict=True)]
+    entries = [explorer.view(name, read_image(image)) for name, image in zip(names_of(several), several, strict=True)]
     fit(entries, 10)
     return PageInNotebook(build_page(explorer, entries), height)
 
@@ -199,7 +190,7 @@ def write_maps(explorer: Explorer, options: argparse.Namespace, output: Path) ->
     for path, file in zip(paths, name_outputs(output, paths), strict=True):
         picture = read_image(path, path, options.max_megapixels * MEGABYTE, options.exif_rotation)
         files.append(save_maps([record(model, picture, layers, recorded) for model, layers, recorded in zip(
-            distinct(explorer.models), explorer.layers, explorer.recorded, strict=True)], file))
+            explorer.models, explorer.layers, explorer.recorded, strict=True)], file))
     return files
 
 

@@ -25,7 +25,7 @@ from ea_vision.analysis.faithfulness import (
     rows_csv,
     rows_table,
 )
-from ea_vision.analysis.loading import WEIGHTS_HELP, LoadedModel, load_model, parse_layers, parse_size, positive
+from ea_vision.analysis.loading import WEIGHTS_HELP, LoadedModel, parse_layers, parse_size, positive
 from ea_vision.analysis.patch_rankings import (
     CAMS,
     KINDS,
@@ -37,7 +37,7 @@ from ea_vision.analysis.patch_rankings import (
     random_source,
 )
 from ea_vision.analysis.probe import add_data_options, load_classifiers, load_data, sample, write_results
-from ea_vision.analysis.probe_maps import set_batch_statistics
+from ea_vision.analysis.probe_maps import untrained_network
 from ea_vision.analysis.recording import record_attention
 from ea_vision.analysis.relevance import RelevanceSource
 from ea_vision.base.errors import UsageError
@@ -239,9 +239,7 @@ class Subject:
         if self.relevance is not None:
             made.append(self.relevance)
         if untrained:
-            network = load_model(self.target, random=True, img_size=self.model.img_size, seed=self.options.seed,
-                                 device=self.device)
-            set_batch_statistics(network, data.train.images, seed=self.options.seed)
+            network = untrained_network(self.target, self.model, data.train.images, self.options.seed)
             made.append(AttentionSource(network, self.layers, untrained, self.options.rows, note=", untrained"))
         if "centre" in self.rankings:
             made.append(CentreSource(self.grid))

@@ -33,6 +33,7 @@ from ea_vision.analysis.inputs import ImageSource, find_images
 from ea_vision.analysis.loading import (
     WEIGHTS_HELP,
     LoadedModel,
+    add_options,
     load_model,
     parse_layers,
     parse_queries,
@@ -65,8 +66,7 @@ def make_parser(description: str, examples: str, *, output: str, layers: str | N
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="ea_conv_transformer_cifar", metavar="NAME|RUN[,..]",
                         help=f"{WEIGHTS_HELP}; several separated by commas (default: %(default)s)")
-    parser.add_argument("--random", action="store_true", help="random weights, whatever there is")
-    parser.add_argument("--img-size", metavar="N|H,W", help="size of the input in pixels (default: the model's)")
+    add_options(parser, "--random", "--img-size", "--device", "--exif-rotation")
     parser.add_argument("--layers", default=layers, metavar="1,2|3-5|all",
                         help="attention layers, counted from 1 in forward order, or their module names (default: "
                              + (f"all of up to {SOME_LAYERS}, or {SOME_LAYERS} over the depth of the network)"
@@ -88,18 +88,10 @@ def make_parser(description: str, examples: str, *, output: str, layers: str | N
                         help="of the figure in inches; text keeps its 7 to 9 points, tiles shrink or wrap (default: as "
                              "wide as it needs to be, at most 6.75)")
     parser.add_argument("--dpi", type=dpi, default=150, help="of pictures made of pixels (default: %(default)s)")
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"),
-                        help="where the network runs; auto: cuda if there is one (default: %(default)s)")
-    add_exif_rotation(parser)
     parser.add_argument("images", nargs="+", metavar="IMAGE",
                         help="image files, folders of them, or digits:N, the Nth test image of the digits")
     parser.set_defaults(suffixes=tuple(suffixes))
     return parser
-
-
-def add_exif_rotation(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--exif-rotation", action="store_true",
-                        help="turn images as their EXIF data says (default: do not, as networks are trained)")
 
 
 def add_style(parser: argparse.ArgumentParser) -> None:
@@ -173,7 +165,8 @@ def spread(layers: Sequence[AttentionLayer], most: int) -> list[AttentionLayer]:
 
 def load_models(options: argparse.Namespace, targets: Sequence[str] | None = None) -> list[LoadedModel]:
     """The models of --model, or of `targets`; an image that does not exist is found out first."""
-    find_images(options.images)
+    if options.images:
+        find_images(options.images)
     size, device = parse_size(options.img_size), choose_device(options.device)
     return distinct([load_model(target, random=options.random, img_size=size, device=device)
                      for target in targets or parse_targets(options.model)])

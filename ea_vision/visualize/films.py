@@ -34,24 +34,17 @@ def film_writer(options: argparse.Namespace) -> Callable[[Iterable[Figure], Path
         raise UsageError("MP4 needs the program ffmpeg, which is not installed: write a .gif")
 
     def write(figures: Iterable[Figure], output: Path, dpi: int) -> None:
-        pictures = same_size([pixels_of(figure, dpi) for figure in figures])
+        pictures = []
+        for figure in figures:
+            data = io.BytesIO()
+            figure.savefig(data, format="png", dpi=dpi)
+            pictures.append(np.asarray(Image.open(data).convert("RGB")))
+        height, width = (max(picture.shape[axis] for picture in pictures) for axis in (0, 1))
+        pictures = [np.pad(picture, ((0, height - picture.shape[0]), (0, width - picture.shape[1]), (0, 0)),
+                           constant_values=255) for picture in pictures]  # titles may differ in lines
         atomic_write(output, (encode_mp4 if film else encode_gif)(pictures, options.seconds))
 
     return write
-
-
-def pixels_of(figure: Figure, dpi: int) -> np.ndarray:
-    """(height, width, 3) uint8."""
-    data = io.BytesIO()
-    figure.savefig(data, format="png", dpi=dpi)
-    return np.asarray(Image.open(data).convert("RGB"))
-
-
-def same_size(pictures: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Fill pictures up with white, right and below, to the size of the largest: their titles may differ in lines."""
-    height, width = (max(picture.shape[axis] for picture in pictures) for axis in (0, 1))
-    return [np.pad(picture, ((0, height - picture.shape[0]), (0, width - picture.shape[1]), (0, 0)),
-                   constant_values=255) for picture in pictures]
 
 
 def encode_gif(pictures: Sequence[np.ndarray], seconds: float) -> bytes:

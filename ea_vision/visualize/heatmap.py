@@ -10,7 +10,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from ea_vision.analysis.inputs import ImageSource, find_images, read_image
+from ea_vision.analysis.inputs import ImageSource, find_images, names_of, read_image
 from ea_vision.base.errors import UsageError
 from ea_vision.visualize.figure_options import (
     Asked,
@@ -77,9 +77,7 @@ def plot_heatmap(models: Models, images: ImageSource | Tensor | Sequence[ImageSo
         raise UsageError("at least one image required, got none")
     if queries is not None and len(queries) != 1:
         raise UsageError(f"several images take one query, got {len(queries)}")
-    names = [Path(image).name if isinstance(image, (str, Path)) else f"image {number}"
-             for number, image in enumerate(images, start=1)]
-    return _draw_images(asked, images, names, look, width)[0]
+    return _draw_images(asked, images, names_of(images), look, width)[0]
 
 
 def _draw(asked: Asked, image: ImageSource | Tensor, style: MapStyle,
@@ -213,7 +211,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.queries:
         only(options.queries, "query")
     pictures = [read_image(path, exif_rotation=options.exif_rotation) for path in paths]
-    figure, recordings = _draw_images(asked, pictures, [Path(path).name for path in paths], style, options.width)
+    figure, recordings = _draw_images(asked, pictures, names_of(paths), style, options.width)
     save(figure, output, options.dpi)
     print("written:", output, *([save_maps(recordings, output)] if options.npz else []))
     return 0

@@ -24,7 +24,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from torch import Tensor, nn
 
-from ea_vision.analysis.recording import PARTS, AttentionLayer, LayerMaps
+from ea_vision.analysis.recording import PARTS, LayerMaps
 from ea_vision.base.errors import UsageError
 from ea_vision.base.figures import COLORS as QUERY_COLORS
 from ea_vision.base.print import points
@@ -99,18 +99,15 @@ def queries_name(points: Sequence[Query]) -> str:
     return "queries " + "; ".join(f"{number}: {query_name(point)}" for number, point in enumerate(points, start=1))
 
 
-def layer_name(layer: AttentionLayer | LayerMaps) -> str:
-    return f"layer {layer.number} ({layer.name})"
-
-
 def map_name(layer: LayerMaps) -> str:
+    name = f"layer {layer.number} ({layer.name})"
     if layer.channels:
-        return f"{layer_name(layer)}, from channel to channel of a head"
+        return f"{name}, from channel to channel of a head"
     names = [name for name in layer.prefix_names if not name.startswith("reg")]
     registers = len(layer.prefix_names) - len(names)
     names += [f"{registers} registers" if registers > 1 else "a register"] if registers else []
     prefix = f" after {', '.join(names)}" if names else ""
-    return f"{layer_name(layer)}, map {layer.feat_size[0]}x{layer.feat_size[1]}{prefix}"
+    return f"{name}, map {layer.feat_size[0]}x{layer.feat_size[1]}{prefix}"
 
 
 def layers_name(numbers: Sequence[int]) -> str:
@@ -336,21 +333,17 @@ def map_sheet(title: str, groups: Sequence[tuple[str, Sequence[Row]]], style: Ma
 def scale_bar(norm: Normalize, style: MapStyle, part: str = "attn", label: str = "") -> Bar:
     """The colour bar of maps that are compared: of attention in units of uniform attention, which is marked; of other
     parts or quantities as they are."""
-    cmap, own = style.colormap(part), style.scale == "tile"
+    cmap, own, unit = style.colormap(part), style.scale == "tile", "logit" if part in PARTS[1:] else part
     if own and part == "attn":
         return Bar(Normalize(0, 1), cmap, label or f"{ATTENTION_BAR}; \N{MULTIPLICATION SIGN}: a map's highest",
                    [(0, "lowest"), (0.5, "1"), (1, "highest")], 0.5)
     if own:
-        return Bar(Normalize(0, 1), cmap, label or f"{part_unit(part)}, of each map its own",
+        return Bar(Normalize(0, 1), cmap, label or f"{unit}, of each map its own",
                    [(0, "lowest"), (1, "highest")])
     if part == "attn":
         return Bar(norm, cmap, label or ATTENTION_BAR, _attention_ticks(norm), 1.0)
     ticks = [(value, short(value)) for value in (norm.vmin, (norm.vmin + norm.vmax) / 2, norm.vmax)]
-    return Bar(norm, cmap, label or part_unit(part), ticks)
-
-
-def part_unit(part: str) -> str:
-    return "logit" if part in PARTS[1:] else part
+    return Bar(norm, cmap, label or unit, ticks)
 
 
 def _attention_ticks(norm: Normalize) -> list[tuple[float, str]]:

@@ -21,17 +21,8 @@ from ea_vision.base.files import atomic_write, write_npz
 from ea_vision.visualize.image_maps import Recording
 
 
-def outputs_of(options: argparse.Namespace, images: Sequence[str]) -> list[Path]:
-    """The file of each image: --output itself for one, NAME-IMAGE.SUFFIX for several. Made sure of before any work.
-
-    Raises:
-        UsageError: a suffix that cannot be written, or a folder that cannot be made.
-    """
-    return name_outputs(check_output(Path(options.output), options.suffixes), images)
-
-
 def name_outputs(output: Path, images: Sequence[str]) -> list[Path]:
-    """See `outputs_of`."""
+    """The file of each image: `output` itself for one, NAME-IMAGE.SUFFIX for several."""
     if len(images) == 1:
         return [output]
     names, taken = [], set()
@@ -44,7 +35,11 @@ def name_outputs(output: Path, images: Sequence[str]) -> list[Path]:
 
 
 def check_output(output: Path, suffixes: Sequence[str] = PICTURES) -> Path:
-    """See `outputs_of`."""
+    """See that a file can be written, before any work; return it.
+
+    Raises:
+        UsageError: a suffix that cannot be written, or a folder that cannot be made.
+    """
     if output.suffix.lower() not in suffixes:
         raise UsageError(f"--output must end in {' or '.join(suffixes)}, got {output}")
     return files.check_output(output)
@@ -80,7 +75,7 @@ def each_figure(options: argparse.Namespace, draw: Callable[[Image.Image], tuple
         write: the figure, into a file, at --dpi.
     """
     images = find_images(options.images)
-    outputs = outputs_of(options, images)
+    outputs = name_outputs(check_output(Path(options.output), options.suffixes), images)
     for path in images:  # a broken one ends the command before the first picture
         read_image(path, exif_rotation=options.exif_rotation)
     for path, output in zip(tqdm(images, unit="image", disable=len(images) == 1 or None), outputs, strict=True):
