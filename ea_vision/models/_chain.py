@@ -231,19 +231,6 @@ def take_former(kwargs: dict[str, Any], former: str, name: str, translate: Calla
         warnings.warn(f"{former}={value!r} is {name}={kwargs[name]!r} from now on", DeprecationWarning, stacklevel=3)
 
 
-class PlainStage(nn.Sequential):
-    """A stage without attention, which passes the logits by: (x, prev_logits) -> (x, prev_logits)."""
-
-    def __init__(self, *blocks: nn.Module) -> None:
-        super().__init__(*blocks)
-        self.grad_checkpointing = False
-
-    def forward(self, x: Tensor, prev_logits: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        for block in self:
-            x = checkpoint(block, x) if self.grad_checkpointing and not torch.jit.is_scripting() else block(x)
-        return x, prev_logits
-
-
 class AttnStage(nn.Sequential):
     """A stage whose blocks hand their attention logits on: (x, prev_logits) -> (x, logits)."""
 
@@ -259,6 +246,15 @@ class AttnStage(nn.Sequential):
             else:
                 x, logits = block(x, logits)
         return x, logits
+
+
+class PlainStage(AttnStage):
+    """A stage without attention, which passes the logits by: (x, prev_logits) -> (x, prev_logits)."""
+
+    def forward(self, x: Tensor, prev_logits: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        for block in self:
+            x = checkpoint(block, x) if self.grad_checkpointing and not torch.jit.is_scripting() else block(x)
+        return x, prev_logits
 
 
 class ChainedNetwork:
@@ -359,7 +355,7 @@ class ChainedNetwork:
         for name in unused:
             parent, _, child = name.rpartition(".")
             stage = self.get_submodule(name)
-            empty = type(stage)() if isinstance(stage, (AttnStage, PlainStage)) else nn.Identity()
+            empty = type(stage)() if isinstance(stage, AttnStage) else nn.Identity()
             setattr(self.get_submodule(parent), child, empty)
         if prune_head or unused:
             self.num_features = self.feature_info[max_index]["num_chs"]
@@ -372,6 +368,18 @@ class HeadedNetwork(ChainedNetwork):
 
     The network has `head`, `num_classes`, `num_features` and `forward_features`.
     """
+
+    @torch.jit.ignore
+    def init_weights(self) -> None:
+        """He for the convolutions; the augmented ones have their own."""
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        for module in self.modules():
+            if isinstance(module, AugmentedConv2d):
+                module.reset_parameters()
+            if isinstance(module, Evolution):
+                module.restore_start()
 
     @torch.jit.ignore
     def get_classifier(self) -> nn.Module:

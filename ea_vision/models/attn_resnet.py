@@ -52,18 +52,41 @@ __all__ = ["AttnResNet"]
 ConvFactory = Callable[[nn.Conv2d, int], AugmentedConv2d]
 
 
-class AttnBasicBlock(BasicBlock):
-    """timm's BasicBlock, both 3x3 convolutions augmented, or the first; (x, prev_logits) -> (x, logits).
+class _AttnBlock:
+    """The common part of both blocks, beside timm's class.
 
     mrla: attention to the block's shortcut, added to its output, or None.
     """
 
-    augments_first: torch.jit.Final[bool] = False
-    augments_second: torch.jit.Final[bool] = False
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.mrla = None
+
+    def add_shortcut(self, x: Tensor, shortcut: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the branch's output plus the block's input, and this input as it was added."""
+        if self.se is not None:
+            x = self.se(x)
+
+        if self.drop_path is not None:
+            x = self.drop_path(x)
+
+        if self.downsample is not None:
+            shortcut = self.downsample(shortcut)
+        x += shortcut
+        return x, shortcut
+
+    def attend_to_shortcut(self, x: Tensor, shortcut: Tensor) -> Tensor:
+        if self.mrla is not None:
+            retrieved = self.mrla(x, shortcut)
+            x = x + (retrieved if self.drop_path is None else self.drop_path(retrieved))
+        return x
+
+
+class AttnBasicBlock(_AttnBlock, BasicBlock):
+    """timm's BasicBlock, both 3x3 convolutions augmented, or the first; (x, prev_logits) -> (x, logits)."""
+
+    augments_first: torch.jit.Final[bool] = False
+    augments_second: torch.jit.Final[bool] = False
 
     def augment(self, make: ConvFactory, convs: str, strided: bool) -> None:
         """Put `make(convolution, stride of the attention branch)` in place of the 3x3 convolutions, "all" or the
@@ -93,34 +116,14 @@ class AttnBasicBlock(BasicBlock):
             x = self.conv2(x)
         x = self.bn2(x)
 
-        if self.se is not None:
-            x = self.se(x)
-
-        if self.drop_path is not None:
-            x = self.drop_path(x)
-
-        if self.downsample is not None:
-            shortcut = self.downsample(shortcut)
-        x += shortcut
-        x = self.act2(x)
-        if self.mrla is not None:
-            retrieved = self.mrla(x, shortcut)
-            x = x + (retrieved if self.drop_path is None else self.drop_path(retrieved))
-
-        return x, logits
+        x, shortcut = self.add_shortcut(x, shortcut)
+        return self.attend_to_shortcut(self.act2(x), shortcut), logits
 
 
-class AttnBottleneck(Bottleneck):
-    """timm's Bottleneck, its 3x3 convolution augmented; (x, prev_logits) -> (x, logits).
-
-    mrla: attention to the block's shortcut, added to its output, or None.
-    """
+class AttnBottleneck(_AttnBlock, Bottleneck):
+    """timm's Bottleneck, its 3x3 convolution augmented; (x, prev_logits) -> (x, logits)."""
 
     augmented: torch.jit.Final[bool] = False
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.mrla = None
 
     def augment(self, make: ConvFactory, convs: str, strided: bool) -> None:
         """Put `make(convolution, stride of the attention branch)` in place of the 3x3 convolution, the only one, unless
@@ -149,21 +152,8 @@ class AttnBottleneck(Bottleneck):
         x = self.conv3(x)
         x = self.bn3(x)
 
-        if self.se is not None:
-            x = self.se(x)
-
-        if self.drop_path is not None:
-            x = self.drop_path(x)
-
-        if self.downsample is not None:
-            shortcut = self.downsample(shortcut)
-        x += shortcut
-        x = self.act3(x)
-        if self.mrla is not None:
-            retrieved = self.mrla(x, shortcut)
-            x = x + (retrieved if self.drop_path is None else self.drop_path(retrieved))
-
-        return x, logits
+        x, shortcut = self.add_shortcut(x, shortcut)
+        return self.attend_to_shortcut(self.act3(x), shortcut), logits
 
 
 class AttnResNet(ChainedNetwork, ResNet):
@@ -287,19 +277,17 @@ _NETWORKS["csan_resnet50"] = Network(
     "CSAN-ResNet-50: AA-ResNet-50 whose stages 2 (here at 28x28) and 3 attend in windows of 7x7 pixels and 3 heads; no "
     "paper has it.", {**_KINDS["50"], "window": 7, "head_window": 3, "head_border": "clip", "window_stages": (2, 3),
                          "map_reduction": 8})
-
-default_cfgs = generate_default_cfgs({name: imagenet_cfg("conv1", "fc") for name in _NETWORKS})
-register_networks(__name__, AttnResNet, _NETWORKS)
+_CFGS = {name: imagenet_cfg("conv1", "fc") for name in _NETWORKS}
 
 # ResNet-34 of half the width, for photos of 112 pixels: maps of 14x14 in the second stage, as of 224 in the third.
 _HALF = {**_KINDS["34"], "channels": (32, 64, 128, 256), "img_size": 112, "map_reduction": 8, "num_classes": 6}
-_HALF_NETWORKS = {
+_NETWORKS |= {
     "aa_resnet34_050": Network("AA-ResNet-34 of half the width, for photos of 112 pixels.", _HALF),
     "pa_aa_resnet34_050": Network("PA-AA-ResNet-34 of half the width, likewise.", {**_HALF, "evolution": "pa"}),
     "ea_aa_resnet34_050": Network("EA-AA-ResNet-34 of half the width, likewise.", {**_HALF, "evolution": "ea"}),
 }
 SHIPPED = ("aa_resnet34_050.scenes", "ea_aa_resnet34_050.scenes")  # trained on six kinds of scenes, not on ImageNet
-default_cfgs.update(generate_default_cfgs({
-    "pa_aa_resnet34_050": scenes_cfg("conv1", "fc"),
-    **{name: scenes_cfg("conv1", "fc", file=shipped_weights(name)) for name in SHIPPED}}))
-register_networks(__name__, AttnResNet, _HALF_NETWORKS)
+default_cfgs = generate_default_cfgs({
+    **_CFGS, "pa_aa_resnet34_050": scenes_cfg("conv1", "fc"),
+    **{name: scenes_cfg("conv1", "fc", file=shipped_weights(name)) for name in SHIPPED}})
+register_networks(__name__, AttnResNet, _NETWORKS)

@@ -23,7 +23,6 @@ from timm.models import checkpoint, generate_default_cfgs
 from torch import Tensor, nn
 
 from ea_vision.base.networks import CIFAR10
-from ea_vision.layers import AugmentedConv2d, Evolution
 from ea_vision.models._build import Network, cifar_cfg, register_networks, shipped_weights
 from ea_vision.models._chain import (
     AttentionConfig,
@@ -56,42 +55,32 @@ class ConvBlock(nn.Module):
     """3x3 convolution and feed-forward, each with a residual; hands no attention logits on."""
 
     def __init__(
-            self, channels: int, conv_drop: float = 0.0, ff_drop: float = 0.0, drop_path: float = 0.0,
-            device=None, dtype=None,
-    ) -> None:
-        dd = {"device": device, "dtype": dtype}
-        super().__init__()
-        self.conv = nn.Conv2d(channels, channels, 3, padding=1, bias=False, **dd)
-        self.conv_drop = nn.Dropout(conv_drop)
-        self.bn = nn.BatchNorm2d(channels, **dd)
-        self.ff = FeedForward(channels, ff_drop, **dd)
-        self.drop_path = DropPath(drop_path)
-
-    def forward(self, x: Tensor, prev_logits: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        x = F.relu_(x + self.drop_path(self.bn(self.conv_drop(self.conv(x)))))
-        x = F.relu_(x + self.drop_path(self.ff(x)))
-        return x, None
-
-
-class AttnBlock(nn.Module):
-    """Augmented convolution and feed-forward, each with a residual; (x, prev_logits) -> (x, logits)."""
-
-    def __init__(
-            self, conv: AugmentedConv2d, channels: int, ff_drop: float = 0.0, drop_path: float = 0.0,
+            self, conv: nn.Module, channels: int, conv_drop: float = 0.0, ff_drop: float = 0.0, drop_path: float = 0.0,
             device=None, dtype=None,
     ) -> None:
         dd = {"device": device, "dtype": dtype}
         super().__init__()
         self.conv = conv
+        self.conv_drop = nn.Dropout(conv_drop)
         self.bn = nn.BatchNorm2d(channels, **dd)
         self.ff = FeedForward(channels, ff_drop, **dd)
         self.drop_path = DropPath(drop_path)
 
+    def after_conv(self, x: Tensor, y: Tensor) -> Tensor:
+        """From the convolution's output y on; x is the block's input."""
+        x = F.relu_(x + self.drop_path(self.bn(y)))
+        return F.relu_(x + self.drop_path(self.ff(x)))
+
+    def forward(self, x: Tensor, prev_logits: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        return self.after_conv(x, self.conv_drop(self.conv(x))), None
+
+
+class AttnBlock(ConvBlock):
+    """The convolution augmented, which has its own dropout; (x, prev_logits) -> (x, logits)."""
+
     def forward(self, x: Tensor, prev_logits: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         y, logits = self.conv(x, prev_logits)
-        x = F.relu_(x + self.drop_path(self.bn(y)))
-        x = F.relu_(x + self.drop_path(self.ff(x)))
-        return x, logits
+        return self.after_conv(x, y), logits
 
 
 class DenseStage(nn.Module):
@@ -201,7 +190,8 @@ class ConvTransformer(HeadedNetwork, nn.Module):
             for j in range(depth):
                 drops = dict(ff_drop=ff_drop_rate, drop_path=drop_paths[index * depth + j])
                 if index + 1 not in attending:
-                    blocks.append(ConvBlock(channels, conv_drop_rate, **drops, **dd))
+                    conv = nn.Conv2d(channels, channels, 3, padding=1, bias=False, **dd)
+                    blocks.append(ConvBlock(conv, channels, conv_drop_rate, **drops, **dd))
                     continue
                 conv = chains.layer(
                     channels, channels, 3, reduction=reduction, dim_qk=channels, dim_v=channels,
@@ -216,17 +206,11 @@ class ConvTransformer(HeadedNetwork, nn.Module):
 
     @torch.jit.ignore
     def init_weights(self, zero_init_last: bool = True, dirac_init: bool = False) -> None:
-        """He for the convolutions; the augmented ones have their own. Zero for the last norm of each branch, identity
-        for the 1x1 convolutions between blocks."""
+        """As `HeadedNetwork`; then zero for the last norm of each branch, identity for the 1x1 convolutions between
+        blocks."""
+        super().init_weights()
         for module in self.modules():
-            if isinstance(module, nn.Conv2d):
-                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-        for module in self.modules():
-            if isinstance(module, AugmentedConv2d):
-                module.reset_parameters()
-            if isinstance(module, Evolution):
-                module.restore_start()
-            if zero_init_last and isinstance(module, (ConvBlock, AttnBlock)):
+            if zero_init_last and isinstance(module, ConvBlock):
                 nn.init.zeros_(module.bn.weight)
                 nn.init.zeros_(module.ff.conv2.bn.weight)
             if dirac_init and isinstance(module, DenseStage):

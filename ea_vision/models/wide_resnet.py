@@ -28,7 +28,6 @@ from timm.layers import BatchNormAct2d, ClassifierHead, DropPath, SEModule
 from timm.models import generate_default_cfgs
 from torch import Tensor, nn
 
-from ea_vision.layers import AugmentedConv2d, Evolution
 from ea_vision.models._build import Network, cifar_cfg, register_networks
 from ea_vision.models._chain import AttentionConfig, AttnStage, ChainBuilder, HeadedNetwork, Step, take_former, to_size
 
@@ -202,18 +201,6 @@ class WideResNet(HeadedNetwork, nn.Module):
         self.norm = BatchNormAct2d(self.num_features, **dd)
         self.head = ClassifierHead(self.num_features, num_classes, pool_type=global_pool, drop_rate=drop_rate, **dd)
         self.init_weights()
-
-    @torch.jit.ignore
-    def init_weights(self) -> None:
-        """He for the convolutions; the augmented ones have their own."""
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d):
-                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-        for module in self.modules():
-            if isinstance(module, AugmentedConv2d):
-                module.reset_parameters()
-            if isinstance(module, Evolution):
-                module.restore_start()
 
     @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
