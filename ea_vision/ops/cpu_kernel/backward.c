@@ -26,41 +26,41 @@ typedef struct {
 
 #define WINDOW (BLOCK + 3 * GROUP) /* a block's rows and those before whose convolution still waits (r < GROUP) */
 
-static void allocate_workspace(workspace *w, const image *g, const problem *p) {
+static void allocate_workspace(workspace *w, buffers *m, const image *g, const problem *p) {
     const long map_row = (long)p->K * g->P, weights = (long)g->conv.planes * p->K * g->conv.taps;
     memset(w, 0, sizeof *w);
-    w->d_own = new_floats(g->N * map_row);
-    w->logits = new_floats(BLOCK * map_row);
-    w->attn = new_floats((long)BLOCK * g->Np);
-    w->d_attn = new_floats((long)BLOCK * g->Np);
-    w->scratch = new_floats(2L * g->Np + g->Dp);
-    w->q_rows = new_floats((long)g->N * g->Dp);
-    w->k_rows = new_floats((long)g->N * g->Dp);
-    w->d_q = new_floats((long)g->N * g->Dp);
-    w->d_k = new_floats((long)p->D * g->Np);
-    w->d_v = new_floats((long)p->K * p->E * g->Np);
-    w->d_out = new_floats((long)p->K * p->E * g->Np);
-    w->d_gates = (double *)new_floats(4L * p->K);
-    if (p->kind != MIX) w->own = new_floats(BLOCK * map_row);
+    w->d_own = new_floats(m, g->N * map_row);
+    w->logits = new_floats(m, BLOCK * map_row);
+    w->attn = new_floats(m, (long)BLOCK * g->Np);
+    w->d_attn = new_floats(m, (long)BLOCK * g->Np);
+    w->scratch = new_floats(m, 2L * g->Np + g->Dp);
+    w->q_rows = new_floats(m, (long)g->N * g->Dp);
+    w->k_rows = new_floats(m, (long)g->N * g->Dp);
+    w->d_q = new_floats(m, (long)g->N * g->Dp);
+    w->d_k = new_floats(m, (long)p->D * g->Np);
+    w->d_v = new_floats(m, (long)p->K * p->E * g->Np);
+    w->d_out = new_floats(m, (long)p->K * p->E * g->Np);
+    w->d_gates = (double *)new_floats(m, 4L * p->K);
+    if (p->kind != MIX) w->own = new_floats(m, BLOCK * map_row);
     if (p->kind != NONE) {
-        w->maps = new_floats((WINDOW + 2 * g->conv.r) * map_row);
-        w->conv = new_floats(BLOCK * map_row);
-        w->patches = p->prefix ? new_floats((WINDOW + 2 * g->conv.r) * map_row) : w->maps;
+        w->maps = new_floats(m, (WINDOW + 2 * g->conv.r) * map_row);
+        w->conv = new_floats(m, BLOCK * map_row);
+        w->patches = p->prefix ? new_floats(m, (WINDOW + 2 * g->conv.r) * map_row) : w->maps;
     }
     if (p->weight) {
-        w->d_conv = new_floats((WINDOW + 2 * g->conv.r) * map_row);
-        w->d_maps = new_floats(GROUP * map_row);
-        w->turned = new_floats(weights);
-        w->d_weight = new_floats(weights * VL);
-        w->d_bias = new_floats((long)p->K * VL);
+        w->d_conv = new_floats(m, (WINDOW + 2 * g->conv.r) * map_row);
+        w->d_maps = new_floats(m, GROUP * map_row);
+        w->turned = new_floats(m, weights);
+        w->d_weight = new_floats(m, weights * VL);
+        w->d_bias = new_floats(m, (long)p->K * VL);
     }
     if (p->height_rel) {
         const long heights = 2L * p->H - 1, widths = 2L * p->W - 1;
-        w->position = new_floats(g->N * g->position_ld);
-        w->height_rows = new_floats(heights * g->Dp);
-        w->width_rows = new_floats(widths * g->Dp);
-        w->d_heights = new_floats(heights * g->Dp);
-        w->d_widths = new_floats(widths * g->Dp);
+        w->position = new_floats(m, g->N * g->position_ld);
+        w->height_rows = new_floats(m, heights * g->Dp);
+        w->width_rows = new_floats(m, widths * g->Dp);
+        w->d_heights = new_floats(m, heights * g->Dp);
+        w->d_widths = new_floats(m, widths * g->Dp);
     }
 }
 
@@ -68,27 +68,19 @@ static void read_more_parameters(workspace *w, const image *g) {
     const problem *p = g->p;
     const int area = p->kernel * p->kernel;
     if (p->weight) {
-        float *turned = new_floats((long)p->K * p->K * area);
+        buffers once = {};
+        float *turned = new_floats(&once, (long)p->K * p->K * area);
         for (int o = 0; o < p->K; o++)
             for (int c = 0; c < p->K; c++)
                 for (int t = 0; t < area; t++)
                     turned[(c * p->K + o) * area + t] = p->weight[(o * p->K + c) * area + area - 1 - t];
         read_weight(&g->conv, w->turned, turned);
-        free(turned);
+        free_all(&once);
     }
     if (p->height_rel) {
         read_matrix(w->height_rows, g->Dp, p->height_rel, 2L * p->H - 1, p->D, FLOAT32, 1);
         read_matrix(w->width_rows, g->Dp, p->width_rel, 2L * p->W - 1, p->D, FLOAT32, 1);
     }
-}
-
-static void free_workspace(workspace *w) {
-    if (w->patches != w->maps) free(w->patches);
-    float *all[] = {w->maps, w->own, w->conv, w->d_own, w->d_conv, w->d_maps, w->turned, w->logits, w->attn,
-                    w->d_attn, w->scratch, w->q_rows, w->k_rows, w->d_q, w->d_k, w->d_v, w->d_out, w->position,
-                    w->height_rows, w->width_rows, w->d_heights, w->d_widths, w->d_weight, w->d_bias};
-    for (unsigned i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
-    free(w->d_gates);
 }
 
 static float *own_row(const image *g, const workspace *w, int head, int row) {
@@ -403,15 +395,15 @@ void evolving_attention_backward(const problem *p) {
     {
         static _Thread_local struct {
             problem sizes;
+            buffers memory;
             image g;
             workspace w;
         } kept;
         image *g = &kept.g;
         if (!same_sizes(&kept.sizes, p)) {
-            free_workspace(&kept.w);
-            free_image(g);
-            allocate_image(g, p);
-            allocate_workspace(&kept.w, g, p);
+            free_all(&kept.memory);
+            allocate_image(g, &kept.memory, p);
+            allocate_workspace(&kept.w, &kept.memory, g, p);
             kept.sizes = *p;
         }
         read_parameters(g, p);

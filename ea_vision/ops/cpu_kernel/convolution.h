@@ -26,24 +26,17 @@ typedef struct {
  * https://arxiv.org/abs/1509.09308): four of its rows are six sums of products over heads and columns where twelve
  * were. Columns stay as they are, so that every step works on whole rows. Other kernels are one sum over all their
  * taps. */
-static void allocate_convolution(convolution *g, int K, int N, int size) {
+static void allocate_convolution(convolution *g, buffers *m, int K, int N, int size) {
     const int fast = size == 3, rows = fast ? 1 : size;
     *g = (convolution){.K = K, .size = size, .N = N, .Np = round_up(N), .P = row_length(N), .r = size / 2,
                        .planes = fast ? 6 : 1, .taps = K * rows * size};
-    g->offsets = malloc(g->taps * sizeof(long));
-    if (!g->offsets) abort();
+    g->offsets = (long *)new_floats(m, 2L * g->taps);
     for (int c = 0, t = 0; c < K; c++)
         for (int y = 0; y < rows; y++)
             for (int x = 0; x < size; x++, t++) g->offsets[t] = ((long)y * K + c) * g->P + x;
     if (!fast) return;
-    g->inputs = new_floats((long)g->planes * K * g->P);
-    g->products = new_floats((long)g->planes * K * g->P);
-}
-
-static void free_convolution(convolution *g) {
-    free(g->offsets);
-    free(g->inputs);
-    free(g->products);
+    g->inputs = new_floats(m, (long)g->planes * K * g->P);
+    g->products = new_floats(m, (long)g->planes * K * g->P);
 }
 
 /* (K, K, kernel, kernel) -> (planes, K, taps) */

@@ -144,23 +144,23 @@ void evolving_attention_forward(const problem *p) {
         static _Thread_local struct {
             problem sizes;
             int rows;
+            buffers memory;
             image g;
             float *maps, *patches, *own, *row, *conv;
         } kept;
         image *g = &kept.g;
         if (kept.rows != rows || !same_sizes(&kept.sizes, p)) {
-            float *old[] = {kept.maps, kept.patches, kept.own, kept.row, kept.conv};
-            for (int i = 0; i < 5; i++) free(old[i]);
-            free_image(g);
-            allocate_image(g, p);
+            buffers *m = &kept.memory;
+            free_all(m);
+            allocate_image(g, m, p);
             const long map_row = (long)p->K * g->P;
             kept.sizes = *p;
             kept.rows = rows;
-            kept.maps = new_floats((rows + 2 * g->conv.r + GROUP - 1) * map_row);
-            kept.patches = p->prefix ? new_floats((rows + 2 * g->conv.r + GROUP - 1) * map_row) : NULL;
-            kept.own = new_floats(rows * map_row);
-            kept.row = new_floats(map_row);
-            kept.conv = new_floats(GROUP * map_row);
+            kept.maps = new_floats(m, (rows + 2 * g->conv.r + GROUP - 1) * map_row);
+            kept.patches = p->prefix ? new_floats(m, (rows + 2 * g->conv.r + GROUP - 1) * map_row) : NULL;
+            kept.own = new_floats(m, rows * map_row);
+            kept.row = new_floats(m, map_row);
+            kept.conv = new_floats(m, GROUP * map_row);
         }
         read_parameters(g, p);
         int read = -1;

@@ -67,37 +67,30 @@ static int same_sizes(const problem *a, const problem *b) {
            !a->logits == !b->logits && !a->prefix == !b->prefix;
 }
 
-static void free_image(image *g) {
-    float *all[] = {g->q, g->k, g->v, g->heights, g->widths, g->position, g->weight, g->v_rows, g->attn, g->sums,
-                    g->previous, g->q_factors};
-    for (unsigned i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
-    free_convolution(&g->conv);
-}
-
-static void allocate_image(image *g, const problem *p) {
+static void allocate_image(image *g, buffers *m, const problem *p) {
     const int N = p->H * p->W;
     *g = (image){.N = N, .Np = round_up(N), .Dp = round_up(p->D), .Ep = round_up(p->E), .P = row_length(N)};
-    g->q = new_floats((long)p->K * p->D * g->Np);
-    g->k = new_floats((long)p->K * p->D * g->Np);
-    g->v = new_floats((long)p->K * p->E * g->Np);
-    g->q_factors = new_floats((long)p->K * p->D);
+    g->q = new_floats(m, (long)p->K * p->D * g->Np);
+    g->k = new_floats(m, (long)p->K * p->D * g->Np);
+    g->v = new_floats(m, (long)p->K * p->E * g->Np);
+    g->q_factors = new_floats(m, (long)p->K * p->D);
     if (p->E > FEW) {
-        g->v_rows = new_floats((long)p->K * N * g->Ep);
-        g->attn = new_floats((long)p->K * BLOCK * g->Np);
-        g->sums = new_floats((long)BLOCK * g->Ep);
+        g->v_rows = new_floats(m, (long)p->K * N * g->Ep);
+        g->attn = new_floats(m, (long)p->K * BLOCK * g->Np);
+        g->sums = new_floats(m, (long)BLOCK * g->Ep);
     }
-    g->previous = new_floats(g->Np);
+    g->previous = new_floats(m, g->Np);
     if (p->height_rel) {
         g->height_ld = round_up(2 * p->H - 1) + round_up(p->H);
         g->width_ld = round_up(2 * p->W - 1) + round_up(p->W);
-        g->heights = new_floats(p->D * g->height_ld);
-        g->widths = new_floats(p->D * g->width_ld);
+        g->heights = new_floats(m, p->D * g->height_ld);
+        g->widths = new_floats(m, p->D * g->width_ld);
         g->position_ld = round_up(p->H) + round_up(p->W);
-        g->position = new_floats(N * g->position_ld);
+        g->position = new_floats(m, N * g->position_ld);
     }
     if (p->weight) {
-        allocate_convolution(&g->conv, p->K, N, p->kernel);
-        g->weight = new_floats((long)g->conv.planes * p->K * g->conv.taps);
+        allocate_convolution(&g->conv, m, p->K, N, p->kernel);
+        g->weight = new_floats(m, (long)g->conv.planes * p->K * g->conv.taps);
     }
 }
 

@@ -40,12 +40,21 @@ INLINE ivec before(int n) {
     return lane < n;
 }
 
+typedef struct {
+    void *all[64];
+    int count;
+} buffers; /* what a thread frees together */
+
 /* n zeros, and room for vectors that are read or written beyond them. */
-static float *new_floats(long n) {
+static float *new_floats(buffers *m, long n) {
     void *memory = NULL;
-    if (posix_memalign(&memory, 64, (n + 2 * VL) * sizeof(float))) abort();
+    if (m->count == 64 || posix_memalign(&memory, 64, (n + 2 * VL) * sizeof(float))) abort();
     memset(memory, 0, (n + 2 * VL) * sizeof(float));
-    return memory;
+    return m->all[m->count++] = memory;
+}
+
+static void free_all(buffers *m) {
+    while (m->count) free(m->all[--m->count]);
 }
 
 #ifdef __clang__
