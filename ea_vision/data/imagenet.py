@@ -115,16 +115,10 @@ class ImageSource:
     def fingerprint(self) -> str:
         """SHA-256 over what tells this data from other data: the same for the same files, wherever they lie. For what
         timm reads, the names of classes and images; for files see `ImageFiles`."""
-        if self.files is None:
-            found = self.earlier_fingerprint()
-        else:
-            found = self.files.fingerprint()
+        found = self._fingerprint_of_names() if self.files is None else self.files.fingerprint()
         return hashlib.sha256(f"{found} exif_rotation".encode()).hexdigest() if self.exif_rotation else found
 
-    def earlier_fingerprint(self) -> str:
-        """Return the fingerprint of release 0.1, so that its runs can go on."""
-        if self.files is not None:
-            return self.files.earlier_fingerprint()
+    def _fingerprint_of_names(self) -> str:
         digest = hashlib.sha256("\n".join([*self.classes, "", str(len(self))]).encode())
         if self.reader is not None:
             for name in self.dataset.filenames():
