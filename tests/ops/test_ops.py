@@ -1,6 +1,7 @@
 """Every implementation against the reference in float64, outputs and all gradients; and the choice between them."""
 import logging
 import os
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -529,7 +530,7 @@ def test_memory_errors_and_undefined_behaviour(tmp_path, compiler_with):
 # ---- the choice
 
 
-def test_implementation_can_be_forced_by_argument_by_context_and_by_environment():
+def test_implementation_can_be_forced_by_argument_by_context_and_by_environment(monkeypatch):
     tensors = problem("aa", (3, 4))
 
     def made_by(**options):
@@ -543,12 +544,12 @@ def test_implementation_can_be_forced_by_argument_by_context_and_by_environment(
         with use_implementation("cpu"):
             assert made_by() == fast
     assert made_by() == fast
-    code = "import ea_vision.ops as o; print(o.forced)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
-                          env={**os.environ, "EA_VISION_IMPLEMENTATION": "reference"})
-    assert done.stdout.strip() == "['reference']"
-    done = subprocess.run([sys.executable, "-m", "ea_vision", "models"], capture_output=True, text=True,
-                          env={**os.environ, "EA_VISION_IMPLEMENTATION": "quick"})
+    monkeypatch.delenv("EA_VISION_IMPLEMENTATION", raising=False)
+    assert runpy.run_path(ops.__file__)["forced"] == []
+    monkeypatch.setenv("EA_VISION_IMPLEMENTATION", "reference")
+    assert runpy.run_path(ops.__file__)["forced"] == ["reference"]
+    monkeypatch.setenv("EA_VISION_IMPLEMENTATION", "quick")
+    done = subprocess.run([sys.executable, "-m", "ea_vision", "models"], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (2, "error: EA_VISION_IMPLEMENTATION must be one of cpu, triton, sdpa, "
                                                  "flex, gathered, reference, got 'quick'\n")
 
