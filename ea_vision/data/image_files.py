@@ -211,6 +211,13 @@ class ImageFiles:
             digest.update(self.targets.tobytes())
         return digest.hexdigest()
 
+    def earlier_fingerprint(self) -> str:
+        """The fingerprint of run folders written before sizes and contents were part of it: of names alone."""
+        digest = hashlib.sha256("\n".join([*self.classes, "", str(len(self))]).encode())
+        for name in self._own_names:
+            digest.update(f"\n{name}".encode())
+        return digest.hexdigest()
+
 
 def content_digest(open_image: Callable[[], BinaryIO]) -> bytes:
     """Return SHA-256 of what `open_image` opens, or that it cannot be read."""

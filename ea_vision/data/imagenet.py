@@ -115,10 +115,16 @@ class ImageSource:
     def fingerprint(self) -> str:
         """SHA-256 over what tells this data from other data: the same for the same files, wherever they lie. For what
         timm reads, the names of classes and images; for files see `ImageFiles`."""
-        found = self._fingerprint_of_names() if self.files is None else self.files.fingerprint()
+        if self.files is None:
+            found = self.earlier_fingerprint()
+        else:
+            found = self.files.fingerprint()
         return hashlib.sha256(f"{found} exif_rotation".encode()).hexdigest() if self.exif_rotation else found
 
-    def _fingerprint_of_names(self) -> str:
+    def earlier_fingerprint(self) -> str:
+        """Return the fingerprint of release 0.1, so that its runs can go on."""
+        if self.files is not None:
+            return self.files.earlier_fingerprint()
         digest = hashlib.sha256("\n".join([*self.classes, "", str(len(self))]).encode())
         if self.reader is not None:
             for name in self.dataset.filenames():

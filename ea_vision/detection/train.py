@@ -151,6 +151,7 @@ class CocoDetection(run.DataModule):
         self.classes, self.fingerprint = self.test.classes, self.test.fingerprint()
         self.eval_images = self.test_images = len(self.test)
         self.about = {"task": TASK, "category_ids": self.test.category_ids, "eval_data": str(self.test.json)}
+        self.earlier_fingerprint = self.test.earlier_fingerprint()
         opened = [self.test]
         if training:
             self.train = CocoFolder(config.data_dir, "train", exif_rotation=config.exif_rotation)
@@ -158,6 +159,7 @@ class CocoDetection(run.DataModule):
             check_same_categories(self.train, self.test)
             self.same_images = self.train.fingerprint() == self.fingerprint
             self.fingerprint = self.train.fingerprint() + self.fingerprint
+            self.earlier_fingerprint = self.train.earlier_fingerprint() + self.earlier_fingerprint
             self.about["train_data"] = str(self.train.json)
             if config.holdout:
                 self._hold_out(config.holdout, config.seed)

@@ -75,6 +75,7 @@ class DataModule:
         eval_split: what the eval_loader has: "test", "held_out" where the test images are kept for the end, or "train"
             where the training images are evaluated on.
         fingerprint: the same for the same data; goes into checkpoints.
+        earlier_fingerprint: what an older release wrote there for this data, where it was another one.
         same_images: the training images are those that are evaluated on.
         about: what config.yaml and evaluation.json say of the data besides.
         bad_images: where the loaders put what they cannot read.
@@ -91,6 +92,7 @@ class DataModule:
     eval_images: int
     test_images: int
     fingerprint: str
+    earlier_fingerprint: str = ""
     same_images: bool = False
     train_images: int = 0
     eval_split: str = "test"
@@ -143,7 +145,7 @@ class DataModule:
 
     def check_fingerprint(self, saved: str, source: Path) -> None:
         """Raise UsageError unless a run's fingerprint is that of this data."""
-        if saved != self.fingerprint:
+        if not saved or saved not in (self.fingerprint, self.earlier_fingerprint):
             raise UsageError(f"{source} was trained on other data: fingerprint {saved[:12]}, got "
                              f"{self.fingerprint[:12]}")
 

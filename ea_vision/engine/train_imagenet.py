@@ -200,6 +200,7 @@ class ClassFolders(run.DataModule):
             self.same_images = same_place(self.train.name, self.evaluated.name) or same_content(
                 self.train, self.evaluated)
             self.fingerprint = self.train.fingerprint() + self.fingerprint
+            self.earlier_fingerprint = self.train.earlier_fingerprint() + self.evaluated.earlier_fingerprint()
             self.train_images, self.describe = len(self.train), self.train.describe
             self.image_bytes = self.train.mean_bytes()
             self.about = {"train_data": self.train.name, "eval_data": self.evaluated.name}

@@ -151,16 +151,16 @@ def test_select_and_fingerprint(tmp_path):
     assert data.fingerprint() == other.fingerprint() != chosen.fingerprint()
 
 
-def test_the_fingerprint_sees_changed_pixels(tmp_path):
+def test_the_fingerprint_sees_changed_pixels_and_the_former_one_does_not(tmp_path):
     data = CocoFolder(write(tmp_path, content()), "val")
-    before = data.fingerprint()
+    before = data.fingerprint(), data.earlier_fingerprint()
     Image.new("RGB", (30, 20), "red").save(data.folder / "a.png")
     after = CocoFolder(tmp_path, "val")
     changed = after.fingerprint()
-    assert changed != before
+    assert changed != before[0] and after.earlier_fingerprint() == before[1]
     (data.folder / "a.png").unlink()
     (data.folder / "a.png").symlink_to("nowhere")
-    assert data.fingerprint() not in (changed, before)
+    assert data.fingerprint() not in (changed, before[0])
 
 
 def test_a_named_pipe_is_a_broken_image(tmp_path):
