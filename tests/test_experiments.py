@@ -118,6 +118,27 @@ def test_the_scenes_are_those_of_the_runs_and_of_the_cards():
     assert {"aa_resnet34_050", "ea_aa_resnet34_050"} <= set(runs)
 
 
+def test_quarter_width_networks_and_distillation_on_scenes():
+    protocol = " ".join((ROOT / "experiments" / "scenes" / "README.md").read_text().split())
+    path = RESULTS / "scenes" / "quarter-width-runs.csv"
+    assert {(run.images, run.updates) for run in read_runs([path])[1]} == {(2534, 812)}
+    top1 = {variant: list(by_seed.values()) for variant, by_seed in evidence_of(path).items()}
+    for variant, values in top1.items():
+        assert f"| {variant} | {' | '.join(f'{x:.2f}' for x in (*values, statistics.mean(values)))} |" in protocol
+    plain, aa, taught = (paired_difference(top1[a], top1[b])
+                         for a, b in (("EA", "plain"), ("EA", "AA"), ("taught", "plain")))
+    for difference, name, unit in ((plain, "EA - plain is", " points"), (aa, "EA - AA", ""),
+                                   (taught, "taught - plain is", " points")):
+        assert f"{name} {difference[0]:.2f}{unit} ({difference[1]:.2f} to {difference[2]:.2f}" in protocol
+    assert {f"{p:.3f}" for p in holm([plain[3], aa[3]])} == {"1.000"} and f"p = {taught[3]:.3f})" in protocol
+    means = {variant: f"{statistics.mean(values):.2f}" for variant, values in top1.items()}
+    assert f"plain {means['plain']}, AA {means['AA']}, EA {means['EA']}. EA − plain is" in PAGE
+    shown = [said(*difference[:3], "+") for difference in (plain, aa, taught)]
+    assert f"EA − plain is {shown[0].replace(' ', ' points ', 1)}, EA − AA {shown[1]}: a gain" in PAGE
+    assert f"has {means['taught']}, {shown[2][:-1]}, p = {taught[3]:.3f})" in PAGE
+    assert f"[{taught[0]:+.2f} points](experiments.md#scenes)" in (ROOT / "docs" / "imagenet.md").read_text()
+
+
 def test_fine_tuning_from_the_scenes_weights():
     top1 = evidence_of(RESULTS / "scenes" / "fine-tuning-runs.csv")
     tuned, scratch = (list(top1[name].values()) for name in ("fine-tuned", "from scratch"))

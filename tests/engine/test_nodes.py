@@ -1,5 +1,6 @@
 """Two nodes: two agents of torchrun with their own addresses, in two network namespaces where this process may make
-them. Faults and what comes of them: `EA_VISION_TEST_ALL=1 pytest -s` of this file prints the table in docs/imagenet.md.
+them. Faults and what comes of them: `EA_VISION_TEST_ALL=1 pytest -s` of this file prints the table that
+experiments/others.md has.
 """
 from __future__ import annotations
 
