@@ -17,9 +17,14 @@ from timm.models import register_notrace_module
 from torch import Tensor, nn
 
 from ea_vision.deployment.evolution import FoldedEvolution, fold_evolution
-from ea_vision.layers import AugmentedConv2d, TokenAttention, fit_rel_table
-from ea_vision.ops import exporting
+from ea_vision.layers import AugmentedConv2d, TokenAttention, add_sine, append_coordinates, fit_rel_table
 from ea_vision.ops.rel_pos import by_position
+
+
+def exporting() -> bool:
+    """Whether torch.export or a tracer runs, whose programs must do without our kernels."""
+    # torch.compile answers True to is_exporting
+    return torch.jit.is_tracing() or torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
 
 
 def _scaled(tensor: Tensor, gain: Tensor) -> Tensor:
@@ -73,7 +78,12 @@ class PortableAttention(_Folded):
 
     def forward(self, layer: AugmentedConv2d, x: Tensor, prev_logits: Tensor | None) -> tuple[Tensor, Tensor]:
         """x (B, C, H', W'), the layer's input -> (B, dim_v, H, W) and the logits (B, K, N, N)."""
-        x = layer.branch_input(x)
+        for _ in range(layer.num_pools):
+            x = F.avg_pool2d(x, 3, stride=2, padding=1, count_include_pad=False)
+        if layer.position == "sine":
+            x = add_sine(x)
+        elif layer.position == "coord":
+            x = append_coordinates(x)
         B, _, H, W = x.shape
         K, D, N = layer.num_heads, layer.dim_head_qk, H * W
         q = F.conv2d(x, self.query_weight, self.query_bias).permute(0, 2, 3, 1)  # (B, H, W, K*D)

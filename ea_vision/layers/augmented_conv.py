@@ -22,7 +22,7 @@ from ea_vision.base.errors import UsageError
 from ea_vision.layers.positions import add_sine, append_coordinates, choose_position
 from ea_vision.ops import check_windows, evolving_attention, forced, halve, log_once
 from ea_vision.ops.problem import check_prev_logits
-from ea_vision.ops.reference import attention_of, neighbours_logits, neighbours_values, own_logits, within_windows
+from ea_vision.ops.reference import neighbours_logits, neighbours_values, own_logits, within_windows
 from ea_vision.ops.rel_pos import cover_offsets, fit_rel_table, reach
 
 
@@ -85,36 +85,8 @@ def operands_of(layer: nn.Module, prev_logits: Tensor | None) -> dict[str, Any] 
     return operands
 
 
-class AttendsByModules:
-    """The readable path of `AugmentedConv2d` and `TokenAttention`: every map passes through a module of the layer,
-    where a hook can see it."""
-
-    def softmax_of(self, logits: Tensor) -> Tensor:
-        """Return the probabilities of (evolved) logits, mixed where the evolution does; the shape stays."""
-        attn = attention_of(logits)
-        if self.evolution is not None:
-            if self.evolution.mixes_attn:
-                attn = self.evolution.mix_attn(attn.to(logits.dtype))
-        return attn
-
-    def _attend_by_modules(
-            self, q: Tensor, k: Tensor, v: Tensor, prev_logits: Tensor | None, feat_size: tuple[int, int],
-    ) -> tuple[Tensor, Tensor | None]:
-        logits = self.logits_of(q, k, feat_size)
-        if self.evolution is not None:
-            prev = logits if prev_logits is None else prev_logits
-            if self.evolution.spatial:
-                logits = self.evolution(logits, prev, feat_size)
-            else:
-                logits = self.evolution(logits, prev)
-        if self.head_window > 1:
-            v = neighbours_values(v, self.head_window)
-        out = self.attn_drop(self.attention_of(logits, feat_size)).to(v.dtype) @ v
-        return out, logits if self.head_window == 1 else None
-
-
 @register_notrace_module  # sizes are checked at run time, so FX keeps the layer whole
-class AugmentedConv2d(AttendsByModules, nn.Module):
+class AugmentedConv2d(nn.Module):
     """A convolution and a multi-head self-attention side by side, concatenated on channels (AA paper, section 3.2).
 
     Args:
@@ -313,10 +285,6 @@ class AugmentedConv2d(AttendsByModules, nn.Module):
         Returns:
             q (B, K, N, D), not scaled, k (B, K, N, D), v (B, K, N, Dv), [H, W].
         """
-        return self.heads_of(self.qkv(self.branch_input(x)))
-
-    def branch_input(self, x: Tensor) -> Tensor:
-        """Pool the layer's input for the attention branch and put absolute positions in, where the layer has them."""
         for _ in range(self.num_pools):
             if torch.jit.is_scripting():
                 x = F.avg_pool2d(x, 3, stride=2, padding=1, count_include_pad=False)
@@ -326,7 +294,7 @@ class AugmentedConv2d(AttendsByModules, nn.Module):
             x = add_sine(x)
         elif self.position == "coord":
             x = append_coordinates(x)
-        return x
+        return self.heads_of(self.qkv(x))
 
     def heads_of(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, tuple[int, int]]:
         """As `split_heads`, from the projection (B, 2 * dim_qk + dim_v, H, W)."""
@@ -355,7 +323,27 @@ class AugmentedConv2d(AttendsByModules, nn.Module):
         """Return the probabilities of (evolved) logits, within the windows; the shape stays."""
         if self.local:
             logits = within_windows(logits, feat_size, self.window, self.head_window, self.head_border == "wrap")
-        return self.softmax_of(logits)
+        attn = logits.softmax(dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+        if self.evolution is not None:
+            if self.evolution.mixes_attn:
+                attn = self.evolution.mix_attn(attn.to(logits.dtype))
+        return attn
+
+    def _attend_by_modules(
+            self, q: Tensor, k: Tensor, v: Tensor, prev_logits: Tensor | None, feat_size: tuple[int, int],
+    ) -> tuple[Tensor, Tensor | None]:
+        """Compute the reference: every map passes through a module of this layer, where a hook can see it."""
+        logits = self.logits_of(q, k, feat_size)
+        if self.evolution is not None:
+            prev = logits if prev_logits is None else prev_logits
+            if self.evolution.spatial:
+                logits = self.evolution(logits, prev, feat_size)
+            else:
+                logits = self.evolution(logits, prev)
+        if self.head_window > 1:
+            v = neighbours_values(v, self.head_window)
+        out = self.attn_drop(self.attention_of(logits, feat_size)).to(v.dtype) @ v
+        return out, logits if self.head_window == 1 else None
 
     @torch.jit.unused
     def _attend_by_operator(

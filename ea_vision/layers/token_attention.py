@@ -7,17 +7,16 @@ import torch.nn.functional as F
 from timm.layers import Attention
 from timm.models import register_notrace_module
 from torch import Tensor, nn
-from torch.jit import Final
 
-from ea_vision.layers.augmented_conv import AttendsByModules, AugmentedConv2d, operands_of
+from ea_vision.layers.augmented_conv import AugmentedConv2d, operands_of
 from ea_vision.layers.evolution import Evolution
 from ea_vision.ops import evolving_attention
 from ea_vision.ops.problem import check_prev_logits
-from ea_vision.ops.reference import own_logits
+from ea_vision.ops.reference import attention_of, own_logits
 
 
 @register_notrace_module  # what runs depends on hooks, so FX keeps the layer whole
-class TokenAttention(AttendsByModules, Attention):
+class TokenAttention(Attention):
     """timm's `Attention`, made by `TokenAttention.of`; (x, prev_logits) -> (x, logits).
 
     With `fused_attn` off it computes timm's operations in timm's order, one by one.
@@ -27,7 +26,7 @@ class TokenAttention(AttendsByModules, Attention):
     value_residual: mixes the first layer's values in, or None.
     """
 
-    head_window: Final[int] = 1  # maps are of a head's own keys
+    head_window = 1  # maps are of a head's own keys, as those of `AugmentedConv2d` unless it is told otherwise
 
     @classmethod
     def of(cls, attn: Attention, evolution: Evolution | None, need_logits: bool) -> "TokenAttention":
@@ -63,11 +62,30 @@ class TokenAttention(AttendsByModules, Attention):
 
     def attention_of(self, logits: Tensor, feat_size: tuple[int, int]) -> Tensor:
         """Return the probabilities of (evolved) logits, of the same shape."""
-        return self.softmax_of(logits)
+        attn = attention_of(logits)
+        if self.evolution is not None:
+            if self.evolution.mixes_attn:
+                attn = self.evolution.mix_attn(attn.to(logits.dtype))
+        return attn
+
+    def _attend_by_modules(
+            self, q: Tensor, k: Tensor, v: Tensor, prev_logits: Tensor | None, feat_size: tuple[int, int] | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Compute the reference: every map passes through a module of this layer, where a hook can see it."""
+        row = (1, q.shape[2])
+        logits = self.logits_of(q, k, row)
+        if self.evolution is not None:
+            prev = logits if prev_logits is None else prev_logits
+            if self.evolution.spatial:
+                assert feat_size is not None, "checked by forward"
+                logits = self.evolution(logits, prev, feat_size)
+            else:
+                logits = self.evolution(logits, prev)
+        return self.attn_drop(self.attention_of(logits, row)).to(v.dtype) @ v, logits
 
     @torch.jit.unused
     def _attend(
-            self, q: Tensor, k: Tensor, v: Tensor, prev_logits: Tensor | None, feat_size: tuple[int, int],
+            self, q: Tensor, k: Tensor, v: Tensor, prev_logits: Tensor | None, feat_size: tuple[int, int] | None,
     ) -> tuple[Tensor, Tensor | None]:
         operands = operands_of(self, prev_logits) if self.fused_attn else None
         if operands is None:
@@ -98,7 +116,7 @@ class TokenAttention(AttendsByModules, Attention):
             ValueError: prev_logits missing or of another shape, or feat_size missing, where the evolution reads them.
         """
         gate = self.gate(x).sigmoid() if self.gate is not None else None
-        q, k, v, row = self.heads_of(self.qkv(x))
+        q, k, v, _ = self.heads_of(self.qkv(x))
         B, K, T = q.shape[0], q.shape[1], q.shape[2]
         if self.evolution is not None:
             if self.evolution.reads_previous:
@@ -110,11 +128,10 @@ class TokenAttention(AttendsByModules, Attention):
             assert first_values is not None
             v = self.value_residual(v, first_values)
         logits: Tensor | None = None
-        size = row if feat_size is None else feat_size
         if torch.jit.is_scripting():
-            out, logits = self._attend_by_modules(q, k, v, prev_logits, size)
+            out, logits = self._attend_by_modules(q, k, v, prev_logits, feat_size)
         else:
-            out, logits = self._attend(q, k, v, prev_logits, size)
+            out, logits = self._attend(q, k, v, prev_logits, feat_size)
         out = out.transpose(1, 2).reshape(B, T, K * self.head_dim)  # heads concatenated
         out = self.norm(out)
         if gate is not None:

@@ -33,8 +33,7 @@ from ea_vision.ops import cpu, flex, gathered, reference, sdpa, triton_attention
 from ea_vision.ops.problem import Implementation, Problem, check_windows, checked
 
 __all__ = [
-    "IMPLEMENTATIONS", "check_windows", "evolving_attention", "exporting", "forced", "halve", "log_once",
-    "use_implementation",
+    "IMPLEMENTATIONS", "check_windows", "evolving_attention", "forced", "halve", "log_once", "use_implementation",
 ]
 
 IMPLEMENTATIONS: dict[str, Implementation] = {each.name: each for each in (
@@ -73,7 +72,7 @@ def use_implementation(name: str) -> Iterator[None]:
         forced.pop()
 
 
-def exporting() -> bool:
+def _exporting() -> bool:
     """Return whether a program is exported, which must run where ea_vision is not."""
     # torch.compile answers True to is_exporting
     return torch.jit.is_tracing() or torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
@@ -84,14 +83,14 @@ def _as_number(gate: float | Tensor) -> float | Tensor:
     if not isinstance(gate, Tensor):
         return float(gate)
     learns = torch.is_grad_enabled() and gate.requires_grad
-    if learns or gate.numel() != 1 or gate.device.type != "cpu" or torch.compiler.is_compiling() or exporting():
+    if learns or gate.numel() != 1 or gate.device.type != "cpu" or torch.compiler.is_compiling() or _exporting():
         return gate
     return gate.item()
 
 
 def _choose(problem: Problem) -> Implementation:
     """Return the device's first implementation that can solve this; the log says why not those before it."""
-    if exporting():
+    if _exporting():
         return reference.REFERENCE
     device, against = problem.q.device.type, []
     for name in BY_DEVICE.get(device, OTHER_DEVICES):
@@ -206,6 +205,6 @@ def evolving_attention(
 
 def halve(x: Tensor) -> Tensor:
     """Pool the average, 3x3, stride 2, padding 1 not counted: (B, C, H, W) -> (B, C, ceil(H/2), ceil(W/2))."""
-    if forced[-1:] == ["reference"] or exporting() or cpu.reason_against_pooling(x) is not None:
+    if forced[-1:] == ["reference"] or _exporting() or cpu.reason_against_pooling(x) is not None:
         return F.avg_pool2d(x, 3, stride=2, padding=1, count_include_pad=False)
     return cpu.pool(x)
