@@ -139,6 +139,25 @@ def test_quarter_width_networks_and_distillation_on_scenes():
     assert f"[{taught[0]:+.2f} points](experiments.md#scenes)" in (ROOT / "docs" / "imagenet.md").read_text()
 
 
+def test_what_maps_of_scenes_tell():
+    text = (ROOT / "experiments" / "scenes" / "README.md").read_text()
+    found = collections.defaultdict(list)
+    for row in rows("probe/scenes/results.csv"):
+        found[row["model"], row["maps"], row["layer"]].append(float(row["top1"]))
+    faithfulness = {(row["model"], row["ranking"]): row for row in rows("faithfulness/scenes/results.csv")}
+    networks = ("aa_resnet34_050", "ea_aa_resnet34_050")
+    for network in networks:
+        for maps in ("trained", "untrained", "shuffled"):
+            cells = [f"{statistics.mean(top1):.2f} ± {statistics.stdev(top1):.2f}"
+                     for top1 in (found[network, maps, layer] for layer in ("16", "17", "18"))]
+            assert f"| {network} | {maps} | {' | '.join(cells)} |" in text
+    for ranking in {ranking for _, ranking in faithfulness}:
+        cells = [f"{float(faithfulness[network, ranking][score]):.3f} ± "
+                 f"{float(faithfulness[network, ranking][score + '_se']):.3f}"
+                 for score in ("comprehensiveness", "sufficiency") for network in networks]
+        assert f"| {ranking} | {' | '.join(cells)} |" in text
+
+
 def test_fine_tuning_from_the_scenes_weights():
     top1 = evidence_of(RESULTS / "scenes" / "fine-tuning-runs.csv")
     tuned, scratch = (list(top1[name].values()) for name in ("fine-tuned", "from scratch"))
