@@ -64,7 +64,7 @@ def test_position_tables_keep_the_class_token_and_a_table_of_the_same_size():
 
 def test_what_is_lacking_is_named_before_any_work(scenes):
     command = [str(scenes / "nowhere"), str(scenes / "runs"), "--weights", str(scenes / "weights.safetensors")]
-    with pytest.raises(UsageError, match="--ways must be some of plain, gates, residual, got both"):
+    with pytest.raises(UsageError, match="--ways must be some of plain, gates, residual, conv2d, got both"):
         study.main([*command, "--ways", "both"])
     with pytest.raises(UsageError, match="nowhere.*train must have a folder a class"):
         study.main([*command, "--ways", "plain"])
