@@ -82,7 +82,7 @@ for layer in maps.values():  # nats; log(64) = 4.16 where a query looks at all a
     """\
 # ## A vision transformer, evolving
 
-Any of timm's plain ViTs can be given an evolution. It starts exactly where the ViT is: the new shares begin at 0
+Any of timm's plain ViTs can be given an evolution. It starts exactly where the ViT is: the new gates begin at 0
 and learn from there. (Here without weights, so that nothing is downloaded; `pretrained=True` is the same.)""",
     """\
 vit = timm.create_model("vit_tiny_patch16_224", num_classes=10).eval()

@@ -265,6 +265,21 @@ def test_speed():
             assert re.search(rf"\| {row['model']} +\| {spaced}", PAGE), row["model"]
 
 
+def test_equal_time_has_the_measured_ratio():
+    ratios = sorted(round(float(row["ratio"]), 3) for row in rows("evidence/time-ratio.csv"))
+    protocol = " ".join((ROOT / "experiments" / "factorial" / "README.md").read_text().split())
+    r = statistics.median(ratios)
+    assert f"r = {', '.join(map(str, ratios))}, median {r}, so `none` has {round(1560 * r):,} updates" in protocol
+    assert round(390 * 4 * r) == round(390 * 4.256) and "`--epochs 4.256`" in protocol
+    assert f"takes {r} times the processor time of one of none (five measurements, {ratios[0]} to {ratios[-1]})" in PAGE
+    assert f"1560 × {r} = {round(1560 * r):,} updates" in PAGE
+
+
+def test_memory_of_windows():
+    for batch, *peaks in (row.values() for row in rows("window-memory.csv") if row["batch"] != "2"):
+        assert f"| {batch} | {' | '.join(peaks)} |" in PAGE
+
+
 def test_muon_s_parameters_and_the_widths():
     made = runpy.run_path(str(ROOT / "experiments" / "muon_parameters.py"))["rows"]()
     kept = rows("muon-parameters.csv")

@@ -96,7 +96,7 @@ def test_docs_have_the_results_of_the_shipped_weights_runs():
     """The table of the `fast` recipe's 10 epochs, likewise; two of its networks have no weights here."""
     runs = {path.stem: list(csv.DictReader(path.open()))[-1]
             for path in (ROOT / "experiments" / "results" / "fast-cifar10").glob("*.csv")}
-    row = re.compile(r"^\| (\w+_cifar) \| [\d.]+ \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| \d+ \|$",
+    row = re.compile(r"^\| (\w+_cifar) \| [\d.]+ \| ([\d.]+) \|(?: ([\d.]+))? \| ([\d.]+) \| ([\d.]+) \| \d+ \|$",
                      re.MULTILINE)
     shown = {name: figures for name, *figures in row.findall(written())}
     assert set(shown) == set(runs) == {*(name.split(".")[0] for name in SHIPPED if name.endswith("_c10")),
@@ -106,8 +106,11 @@ def test_docs_have_the_results_of_the_shipped_weights_runs():
         last = runs[name]
         assert last["epoch"] == "10" and [top1, top5, loss] == [
             f"{float(last[key]):.{digits}f}" for key, digits in (("top1", 2), ("top5", 2), ("train_loss", 4))]
-        assert float(views) > float(top1)
-        assert f"{top1}, with six views {views} ({name})" in expected or f"{top1}, {views} ({name})" in expected
+        if views:
+            assert float(views) > float(top1)
+            assert f"{top1}, with six views {views} ({name})" in expected or f"{top1}, {views} ({name})" in expected
+        else:
+            assert f"{top1} ({name})" in expected and name in ("cnn_cifar", "resnet18_cifar")
 
 
 def variant_row(variant, top1):

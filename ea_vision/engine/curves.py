@@ -1,5 +1,5 @@
 """Learning curves of several runs in one picture (figure 5 of the EA paper, figure 7 of the PA paper), and where
-learnable shares of the maps stood meanwhile."""
+learnable gates of the maps stood meanwhile."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ea_vision.base.errors import UsageError
 from ea_vision.base.figures import FORMATS, PAGE, check_width, color_cycle, figure_bytes
 from ea_vision.base.files import atomic_write, check_output
 from ea_vision.base.print import legend_below, new_figure, points, print_style, small_ticks, wrapped
-from ea_vision.engine.gates import by_share
+from ea_vision.engine.gates import by_gate
 from ea_vision.engine.run_folder import MEASURES, read_config, read_gates, read_metrics
 
 
@@ -36,7 +36,7 @@ def write_learning_curves(folders: list[Path], output: Path, width: float | None
 
 def plot_learning_curves(folders: list[Path], *, width: float | None = None) -> Figure:
     """Training loss and top-1 (of a detector AP) over epochs, one line per run folder; below, for each run whose model
-    has learnable shares, alpha and beta of every layer. `width` is in inches.
+    has learnable gates, alpha and beta of every layer. `width` is in inches.
 
     Raises:
         UsageError: not a run folder, a run without a complete epoch, or a width that no text fits into.
@@ -91,21 +91,21 @@ STYLES = ("-", "--", "-.", ":")
 
 
 def _plot_gates(axes: Axes, label: str, columns: dict[str, list[float]]) -> dict[str, Line2D]:
-    """Draw the columns of gates.csv over epochs: a colour for each layer, from the first on, a style for each share;
+    """Draw the columns of gates.csv over epochs: a colour for each layer, from the first on, a style for each gate;
     return lines for the legend by their names."""
     epochs = columns["epoch"]
-    shares = by_share({name: 0.0 for name in columns if name not in ("epoch", "step")})
+    gates = by_gate({name: 0.0 for name in columns if name not in ("epoch", "step")})
     layers = list(dict.fromkeys(name.rpartition(".")[0] for name in columns if name not in ("epoch", "step")))
     colour = {layer: colormaps["viridis"](0.85 * index / max(len(layers) - 1, 1)) for index, layer in enumerate(layers)}
-    style = dict(zip(shares, STYLES, strict=False))
+    style = dict(zip(gates, STYLES, strict=False))
     for name, values in columns.items():
         if name not in ("epoch", "step"):
-            layer, _, share = name.rpartition(".")
-            axes.plot(epochs, values, style[share.partition("[")[0]], color=colour[layer], marker=".")
-    axes.set(xlabel="epoch", ylabel="share")
+            layer, _, gate = name.rpartition(".")
+            axes.plot(epochs, values, style[gate.partition("[")[0]], color=colour[layer], marker=".")
+    axes.set(xlabel="epoch", ylabel="gate")
     axes.set_title(label, parse_math=False)
     axes.grid(alpha=0.3)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    of_shares = {share: Line2D([], [], linestyle=style[share], color="black") for share in shares}
-    return of_shares | {layer.removesuffix(".evolution"): Line2D([], [], color=colour[layer])
+    of_gates = {gate: Line2D([], [], linestyle=style[gate], color="black") for gate in gates}
+    return of_gates | {layer.removesuffix(".evolution"): Line2D([], [], color=colour[layer])
                         for layer in (layers[0], layers[-1])}

@@ -1,4 +1,4 @@
-"""Learnable shares (alpha and beta of evolutions) in a run: their ramp to fixed values, and their values by name."""
+"""Learnable gates (alpha and beta of evolutions) in a run: their ramp to fixed values, and their values by name."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from ea_vision.layers import learnable_gates
 
 
 def check_gate_ramp(ramp: Mapping[str, object]) -> None:
-    """Raise UsageError unless these are shares by name."""
+    """Raise UsageError unless these are gates by name."""
     for name, value in ramp.items():
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not (number and 0.0 <= value <= 1.0):
-            raise UsageError(f"gate_ramp must give each share a number from 0 to 1, got {name}={value}")
+            raise UsageError(f"gate_ramp must give each gate a number from 0 to 1, got {name}={value}")
 
 
 def gate_values(model: nn.Module) -> dict[str, float]:
-    """The shares that are parameters, by their names in the state dict; of one for each head NAME[0], NAME[1], ..."""
+    """The gates that are parameters, by their names in the state dict; of one for each head NAME[0], NAME[1], ..."""
     values = {}
     for name, gate in learnable_gates(model).items():
         numbers = gate.detach().flatten().tolist()
@@ -28,7 +28,7 @@ def gate_values(model: nn.Module) -> dict[str, float]:
     return values
 
 
-def by_share(values: Mapping[str, float]) -> dict[str, list[float]]:
+def by_gate(values: Mapping[str, float]) -> dict[str, list[float]]:
     """What `gate_values` gives, in lists by alpha and beta."""
     lists: dict[str, list[float]] = {}
     for path, value in values.items():
@@ -37,17 +37,17 @@ def by_share(values: Mapping[str, float]) -> dict[str, list[float]]:
 
 
 class GateRamp:
-    """Raises shares linearly from where a model has them to fixed values, over the first updates of a run.
+    """Raises gates linearly from where a model has them to fixed values, over the first updates of a run.
 
-    The shares it is given are not learnt any more: they are frozen, so that the implementations that take them as
+    The gates it is given are not learnt any more: they are frozen, so that the implementations that take them as
     numbers run. What is left of the way is all that an update looks at, so a run goes on from any checkpoint.
 
     Args:
-        ends: share by name, such as {"alpha": 0.5, "beta": 1.0}; others than these stay as they are.
-        updates: after which the shares have these values; 0: at once.
+        ends: gate by name, such as {"alpha": 0.5, "beta": 1.0}; others than these stay as they are.
+        updates: after which the gates have these values; 0: at once.
 
     Raises:
-        UsageError: the model has no learnable share of a name.
+        UsageError: the model has no learnable gate of a name.
     """
 
     def __init__(self, model: nn.Module, ends: Mapping[str, float], updates: int):
@@ -56,20 +56,20 @@ class GateRamp:
         foreign = sorted(set(ends) - known)
         if foreign:
             has = f"those of this model are {', '.join(sorted(known))}" if known else "and this model has none"
-            raise UsageError(f"gate_ramp is for learnable shares, {has}; got {', '.join(foreign)}")
+            raise UsageError(f"gate_ramp is for learnable gates, {has}; got {', '.join(foreign)}")
         for gate, _ in self._gates(model):
             gate.requires_grad_(False)
         if updates == 0:
             self.update(model, 0)
 
     def _gates(self, model: nn.Module) -> list[tuple[nn.Parameter, float]]:
-        """The shares, each with its value at the end."""
+        """The gates, each with its value at the end."""
         named = ((gate, path.rpartition(".")[2]) for path, gate in learnable_gates(model).items())
         return [(gate, self.ends[name]) for gate, name in named if name in self.ends]
 
     @torch.no_grad()
     def update(self, model: nn.Module, done: int) -> None:
-        """Set the shares to those after `done` updates; call it after each."""
+        """Set the gates to those after `done` updates; call it after each."""
         for gate, end in self._gates(model):
             if done < self.updates:
                 gate.add_((end - gate) / (self.updates - done + 1))
@@ -78,6 +78,6 @@ class GateRamp:
 
     @torch.no_grad()
     def copy(self, model: nn.Module, averaged: nn.Module) -> None:
-        """Give averaged weights the shares as they are: an average would lag behind the ramp."""
+        """Give averaged weights the gates as they are: an average would lag behind the ramp."""
         for (gate, _), (other, _) in zip(self._gates(model), self._gates(averaged), strict=True):
             other.copy_(gate)

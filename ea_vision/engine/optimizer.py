@@ -53,7 +53,7 @@ def build_optimizer(config: TrainConfig, model: nn.Module, images_per_update: in
     There is no weight decay on norms, biases and what `model.no_weight_decay()` names, and frozen parameters are in no
     group. timm's schedulers multiply the rate by a group's `lr_scale`: with `config.layer_decay` each layer has one.
     With `config.attention_lr` the `map_parameters`, and with
-    `config.gate_lr` the learnable shares (alpha, beta) of evolutions are groups of their own, the last ones, whose
+    `config.gate_lr` the learnable gates (alpha, beta) of evolutions are groups of their own, the last ones, whose
     scales are multiplied by it.
 
     Raises:
@@ -80,7 +80,7 @@ def build_optimizer(config: TrainConfig, model: nn.Module, images_per_update: in
                                  "attention layers of ea_vision")
         if config.gate_lr != 1:
             gates = learnable_gates(model).values()
-            groups = _with_apart(groups, gates, config.gate_lr, "gate_lr", "learnable shares (alpha, beta)")
+            groups = _with_apart(groups, gates, config.gate_lr, "gate_lr", "learnable gates (alpha, beta)")
         optimizer = timm.optim.create_optimizer_v2(groups, opt=name, lr=lr, momentum=config.momentum, **others)
     except UsageError:
         raise
@@ -114,10 +114,10 @@ def _schedule_fallback(optimizer: torch.optim.Optimizer, scale: float) -> None:
 
 def map_parameters(model: nn.Module) -> list[nn.Parameter]:
     """The parameters of attention maps: queries, keys and (of the same matrix) values, position tables, map
-    convolutions; learnable shares are not among them."""
-    shares = {id(gate) for gate in learnable_gates(model).values()}
+    convolutions; learnable gates are not among them."""
+    gates = {id(gate) for gate in learnable_gates(model).values()}
     return [parameter for layer in attention_layers(model) for name, parameter in layer.named_parameters()
-            if name.split(".")[0] in ("qkv", "height_rel", "width_rel", "evolution") and id(parameter) not in shares]
+            if name.split(".")[0] in ("qkv", "height_rel", "width_rel", "evolution") and id(parameter) not in gates]
 
 
 def _with_apart(groups: list[dict[str, Any]], parameters: Iterable[nn.Parameter], scale: float, option: str,

@@ -137,7 +137,7 @@ def write_gates(folder: Path, rows: list[dict[str, float]]) -> None:
 
 
 def read_gates(folder: Path) -> dict[str, list[float]]:
-    """Return the columns of gates.csv as lists of numbers; {} where the run's model has no learnable shares.
+    """Return the columns of gates.csv as lists of numbers; {} where the run's model has no learnable gates.
 
     Raises:
         UsageError: a file that is not ours.
@@ -154,7 +154,7 @@ def read_gates(folder: Path) -> dict[str, list[float]]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, csv.Error) as error:
-        raise UsageError(f"{path} is not a file of this trainer: it must have the columns epoch, step and shares with "
+        raise UsageError(f"{path} is not a file of this trainer: it must have the columns epoch, step and gates with "
                          "a number in each") from error
     return {name: list(column) for name, column in columns.items()}
 

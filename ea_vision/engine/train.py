@@ -38,7 +38,7 @@ from ea_vision.data.bad_images import BadImages
 from ea_vision.engine import checkpoint, run_folder
 from ea_vision.engine.config import TrainConfig
 from ea_vision.engine.evaluate import NonFiniteLoss
-from ea_vision.engine.gates import GateRamp, by_share, gate_values
+from ea_vision.engine.gates import GateRamp, by_gate, gate_values
 from ea_vision.engine.optimizer import build_optimizer, build_schedule, hyperparameters, load_optimizer
 from ea_vision.engine.option_names import modern
 from ea_vision.engine.signals import StopRequest
@@ -488,9 +488,9 @@ class Trainer:
         log.info("epoch %d/%d  loss %.4f  %s  lr %.5f  %.0f images/s  %.1f s%s", number, self.total_epochs,
                  row["train_loss"], accuracy, row["lr"], row["images_per_s"], row["seconds"], "  best" if best else "")
         if gates:
-            log.info("shares: %s", "  ".join(
+            log.info("gates: %s", "  ".join(
                 f"{name} {min(values):.3f} to {max(values):.3f}, mean {sum(values) / len(values):.3f}"
-                for name, values in by_share(gates).items()))
+                for name, values in by_gate(gates).items()))
 
     def fit(self) -> None:
         """Train until `config.epochs` epochs are complete.

@@ -1,4 +1,4 @@
-"""Learnable shares in a run: raised to fixed values or learnt, logged and drawn; and fine-tuning from other weights."""
+"""Learnable gates in a run: raised to fixed values or learnt, logged and drawn; and fine-tuning from other weights."""
 from __future__ import annotations
 
 import signal
@@ -63,7 +63,7 @@ def test_a_ramp_is_linear_ends_exactly_and_goes_on_from_wherever_it_stands():
             starts.items() for e in [0.5 if path.endswith("alpha") else 1.0]] == [True] * 4
 
 
-def test_shares_that_are_raised_are_not_learnt_and_others_are():
+def test_gates_that_are_raised_are_not_learnt_and_others_are():
     model = network(learnable="per_head")
     GateRamp(model, {"beta": 0.3}, 0)
     values = gate_values(model)
@@ -80,7 +80,7 @@ def test_shares_that_are_raised_are_not_learnt_and_others_are():
         with pytest.raises(UsageError, match=message):
             GateRamp(model, ends, 5)
     for value in (1.5, -0.1, "x", True, float("nan")):
-        with pytest.raises(UsageError, match="gate_ramp must give each share a number from 0 to 1, got alpha="):
+        with pytest.raises(UsageError, match="gate_ramp must give each gate a number from 0 to 1, got alpha="):
             ClassificationConfig(gate_ramp={"alpha": value})
 
 
@@ -109,18 +109,18 @@ def test_a_run_whose_ramp_was_interrupted_ends_as_the_undisturbed_one(raised, tm
     assert run_folder.read_gates(folder) == run_folder.read_gates(other)
 
 
-def test_shares_are_logged_exported_and_drawn(raised, data, tmp_path, capsys):
+def test_gates_are_logged_exported_and_drawn(raised, data, tmp_path, capsys):
     folder, _ = raised
     gates = run_folder.read_gates(folder)
     names = [f"blocks.{block}.attn.evolution.{share}" for block in (1, 2) for share in ("alpha", "beta")]
     assert list(gates) == ["epoch", "step", *names] and gates["step"] == [5, 10]
     assert gates[names[0]] == pytest.approx([0.5 * 5 / 6, 0.5], rel=1e-5)
-    weights = safetensors.torch.load_file(folder / run_folder.WEIGHTS)  # averaged, but for the shares
+    weights = safetensors.torch.load_file(folder / run_folder.WEIGHTS)  # averaged, but for the gates
     best = run_folder.read_results(folder)["test_best"]["epoch"]
     assert weights[names[1]].item() == pytest.approx(gates[names[1]][best - 1], rel=1e-5)
     learnt = tmp_path / "learnt"
     assert train_cifar.main(arguments(data, learnt, "--gate-lr", "30")) == 0
-    assert "shares: alpha " in capsys.readouterr().out
+    assert "gates: alpha " in capsys.readouterr().out
     assert all(values[1] != 0 for name, values in run_folder.read_gates(learnt).items())
     figure = plot_learning_curves([folder, learnt])
     lines = [[line for line in axes.lines if len(line.get_xdata()) == 2] for axes in figure.axes]
@@ -133,7 +133,7 @@ def test_shares_are_logged_exported_and_drawn(raised, data, tmp_path, capsys):
     assert run_folder.read_gates(constants) == {} and len(plot_learning_curves([constants]).axes) == 2
     for text in ("epoch,step,a\n1,2\n", "a,b\n1,2\n", "epoch,step,a\n1,2,nan\n", "epoch,step,a\n1,2,x\n", ""):
         (constants / run_folder.GATES).write_text(text)
-        with pytest.raises(UsageError, match="columns epoch, step and shares with a number in each"):
+        with pytest.raises(UsageError, match="columns epoch, step and gates with a number in each"):
             run_folder.read_gates(constants)
 
 
@@ -142,10 +142,10 @@ def test_layer_decay_is_timms_and_multiplies_the_rate_of_the_shares():
     options = dict(opt="adamw", lr=0.1, weight_decay=0.05, layer_decay=0.5)
     theirs = timm.optim.create_optimizer_v2(model, "adamw", lr=0.1, weight_decay=0.05, layer_decay=0.5)
     scale = {id(p): (g["lr_scale"], g["weight_decay"]) for g in theirs.param_groups for p in g["params"]}
-    shares = {id(gate) for gate in learnable_gates(model).values()}
+    gates = {id(gate) for gate in learnable_gates(model).values()}
     for gate_lr in (1, 30):
         groups = build_optimizer(ClassificationConfig(**options, gate_lr=gate_lr), model, 8).param_groups
-        found = {id(p): (g["lr_scale"] / (gate_lr if id(p) in shares else 1), g["weight_decay"])
+        found = {id(p): (g["lr_scale"] / (gate_lr if id(p) in gates else 1), g["weight_decay"])
                  for g in groups for p in g["params"]}
         assert found == {key: (pytest.approx(a), b) for key, (a, b) in scale.items()} and len({*found.values()}) > 5
         assert groups[0]["lr_scale"] == 1, "the first group's rate, which is logged, is lr"
@@ -206,6 +206,6 @@ def test_fine_tuning_by_recipe_from_pretrained_weights(data, recipe, tmp_path, m
     begun = safetensors.torch.load_file(tmp_path / "run" / run_folder.WEIGHTS)
     assert begun["head.weight"].shape[0] == 3
     assert (begun["blocks.2.mlp.fc1.weight"] - state["blocks.2.mlp.fc1.weight"]).abs().max() < 1e-4
-    shares = [value for name, value in run_folder.read_gates(tmp_path / "run").items() if name.endswith("alpha")]
-    assert [value == [0.2] for value in shares] == {"finetune_vit": [], "finetune_ea_vit": [False] * 2,
+    gates = [value for name, value in run_folder.read_gates(tmp_path / "run").items() if name.endswith("alpha")]
+    assert [value == [0.2] for value in gates] == {"finetune_vit": [], "finetune_ea_vit": [False] * 2,
                                                    "finetune_ea_vit_ramp": [True] * 2}[recipe]

@@ -94,7 +94,7 @@ def test_attention_lr_is_the_rate_of_what_makes_the_maps():
         build_optimizer(config(attention_lr=0.25), timm.create_model("resnet18_cifar"), 1)
 
 
-def test_attention_lr_leaves_learnable_shares_to_gate_lr():
+def test_attention_lr_leaves_learnable_gates_to_gate_lr():
     model = timm.create_model("ea_vit_tiny_patch16_224", img_size=32, patch_size=16, embed_dim=48, depth=2)
     scales = {name: group["lr_scale"] for names, group in groups_of(model, attention_lr=0.5, gate_lr=30)
               for name in names}

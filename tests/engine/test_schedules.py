@@ -98,10 +98,10 @@ def test_constant():
     assert rates(5, sched="constant", epochs=3, lr=0.1) == [0.1] * 15
 
 
-def test_gate_lr_is_a_rate_of_learnable_shares_alone():
+def test_gate_lr_is_a_rate_of_learnable_gates_alone():
     model = timm.create_model("ea_vit_tiny_patch16_224", img_size=32, patch_size=16, embed_dim=48, depth=3)
-    shares = {id(gate) for gate in learnable_gates(model).values()}
-    assert len(shares) == 4 and list(learnable_gates(model))[0] == "blocks.1.attn.evolution.alpha"
+    gates = {id(gate) for gate in learnable_gates(model).values()}
+    assert len(gates) == 4 and list(learnable_gates(model))[0] == "blocks.1.attn.evolution.alpha"
     config, _ = resolve(CifarConfig, {"recipe": "none", "gate_lr": 30.0, "lr": 0.01, "warmup_epochs": "50%",
                                       "opt": "adamw"})
     optimizer = build_optimizer(config, model, 128)
@@ -110,10 +110,10 @@ def test_gate_lr_is_a_rate_of_learnable_shares_alone():
         schedule.step_update(update)
         rate = optimizer.param_groups[0]["lr"]
         for group in optimizer.param_groups:
-            ours = {id(p) for p in group["params"]} <= shares
+            ours = {id(p) for p in group["params"]} <= gates
             assert group["lr"] == pytest.approx(rate * (30 if ours else 1))
             assert not ours or group["weight_decay"] == 0
     grouped = [id(p) for group in optimizer.param_groups for p in group["params"]]
     assert sorted(grouped) == sorted(id(p) for p in model.parameters())
-    with pytest.raises(UsageError, match="gate_lr 30 needs learnable shares"):
+    with pytest.raises(UsageError, match="gate_lr 30 needs learnable gates"):
         build_optimizer(config, timm.create_model("resnet18_cifar"), 128)

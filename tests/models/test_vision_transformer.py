@@ -227,7 +227,7 @@ def test_convolutions_are_alive_whatever_initialises_the_network():
     assert all(parameter.isfinite().all() for parameter in meta.parameters())
 
 
-def test_shares_are_what_the_keywords_say():
+def test_gates_are_what_the_keywords_say():
     def evolutions(model):
         return [block.attn.evolution for block in model.blocks]
 
@@ -269,7 +269,7 @@ def test_gates_that_count_change_the_network_and_unevolve_refuses():
     assert torch.equal(back(images()), timms(images())) and repr(back) == repr(timms)
     assert evolving.blocks[1].attn.evolution is not None  # the evolving one stays as it was
     before = evolving(images())
-    evolving.blocks[2].attn.evolution.beta.fill_(-0.3)  # learnable shares know no bounds
+    evolving.blocks[2].attn.evolution.beta.fill_(-0.3)  # learnable gates know no bounds
     assert (evolving(images()) - before).abs().max() > 1e-3
     with pytest.raises(ValueError, match="got 1 blocks where they are not, the first of them blocks.2.attn.evolution"):
         ea_vision.unevolve(evolving)
@@ -522,7 +522,7 @@ def test_pretrained_takes_timms_weights(tmp_path, caplog):
     safetensors.torch.save_file(active(model).state_dict(), path)
     again = pretrained(path)
     assert torch.equal(again(images()), model(images()))
-    with pytest.raises(RuntimeError, match="evolution.alpha"):  # a fixed network cannot hold learnt shares
+    with pytest.raises(RuntimeError, match="evolution.alpha"):  # a fixed network cannot hold learnt gates
         pretrained(path, alpha=0.5, beta=1.0)
 
 
