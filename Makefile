@@ -29,14 +29,14 @@ demo: $(READY)
 	@echo "  $(VENV)/bin/ea-vision explore --model $(DEMO) -o $(DEMO)/page.html digits:5"
 	@echo "  $(VENV)/bin/ea-vision predict ea_conv_transformer_cifar docs/cat.jpg"
 
-# README's picture and a page to try, docs/attention.html, from the weights in weights/; the docs' pictures of what is not shipped. The photo is "Chelsea" by Stefan van der Walt, CC0, from scikit-image.
+# README's pictures and a page to try, docs/attention.html, from the weights in weights/; the docs' pictures of what is not shipped. The photo is "Chelsea" by Stefan van der Walt, CC0, from scikit-image.
 pictures: $(READY)
 	$(RUN) visualize/strip.py --model ea_conv_transformer_cifar --layers 1-3 --heads 1 --queries 16,16 \
 		--width 6.75 -o visualize/evolution.png docs/cat.jpg
 	$(RUN) visualize/explore.py --model ea_conv_transformer_cifar --model conv_transformer_cifar \
 		-o docs/attention.html docs/cat.jpg
-	@if [ -n "$(VIT_WEIGHTS)" ]; then $(RUN) experiments/finetune_scenes/class_token.py "$(VIT_WEIGHTS)"; \
-	else echo "left out: visualize/class_token.png, which needs VIT_WEIGHTS=FILE, weights of a ViT-S/14 (none are shipped)"; fi
+	@if [ -n "$(VIT_WEIGHTS)" ]; then $(RUN) experiments/finetune_scenes/pictures.py "$(VIT_WEIGHTS)" $(if $(VIT_RUNS),--runs "$(VIT_RUNS)"); \
+	else echo "left out: class_token.png, one_query.png and tuned.png in visualize/, which need VIT_WEIGHTS=FILE, weights of a ViT-S/14 (none are shipped), the last one VIT_RUNS=FOLDER, too, as experiments/finetune_scenes/run.py writes it"; fi
 	@if [ -n "$(SCENES)" ]; then $(RUN) visualize/heatmap.py --model ea_aa_resnet34_050 --layers 5 --heads 5,7 \
 		--queries 30,56 80,56 --width 3.3 -o visualize/scene.png "$(SCENES)/test/street/1011.jpg"; \
 	else echo "left out: visualize/scene.png, which needs SCENES=FOLDER, as experiments/scenes/split.py writes it"; fi

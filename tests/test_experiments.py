@@ -178,14 +178,21 @@ def test_the_picture_of_a_scene_shows_what_its_caption_says():
             f"map), head 5 {road[0]:.0f} to {road[1]:.0f}% on the road (below row 6)") in PAGE
 
 
-def test_the_class_tokens_picture_shows_what_its_caption_says():
-    maps = np.load(RESULTS / "class_token.npz")["patches"]
-    share = maps / maps.mean((1, 2), keepdims=True)
-    eyes = (share[:, 9:15, 6:14].mean((1, 2)) + share[:, 9:15, 23:30].mean((1, 2))) / 2
+def on_eyes(maps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The mean of maps (..., 32, 32) on the cat's left and right eye."""
+    return maps[..., 9:16, 6:14].mean((-2, -1)), maps[..., 11:18, 24:30].mean((-2, -1))
+
+
+def test_pictures_of_a_pretrained_transformer_show_what_their_captions_say():
+    kept = {name: maps.astype(float) for name, maps in np.load(RESULTS / "pretrained-maps.npz").items()}
+    eyes = np.mean(on_eyes(kept["cls"]), 0)
     others = np.delete(eyes, 5)
     page = " ".join((ROOT / "docs" / "transformers.md").read_text().split())
     assert (f"Head 5 gives the eyes {eyes[5]:.1f} times what uniform attention would, the other heads "
             f"{others.min():.1f} to {others.max():.1f} times") in page
+    left, right = on_eyes(kept["before"][[1, 2, 3, 5, 7, 9, 11]])  # layers 2 to 12 of the picture
+    assert (f"this eye gets {left.min():.1f} to {left.max():.1f} times what uniform attention would give, the other eye "
+            f"{right.min():.1f} to {right.max():.1f} times") in " ".join((ROOT / "README.md").read_text().split())
 
 
 def test_replaced_maps():

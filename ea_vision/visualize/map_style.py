@@ -351,7 +351,7 @@ def _attention_ticks(norm: Normalize) -> list[tuple[float, str]]:
     octaves = float(np.log2(norm.vmax))
     step = max(1, round(octaves / 3))
     ups = [(2.0 ** n, str(2 ** n)) for n in range(step, 64, step) if n < octaves - 0.5 * step]
-    ups.append((norm.vmax, f"{norm.vmax:.2g}"))
+    ups.append((norm.vmax, f"{float(f'{norm.vmax:.2g}'):g}"))  # 850, not 8.5e+02
     return [*((1 / value, f"1/{text}") for value, text in reversed(ups)), (1.0, "1"), *ups]
 
 

