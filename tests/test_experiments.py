@@ -195,6 +195,33 @@ def test_pictures_of_a_pretrained_transformer_show_what_their_captions_say():
             f"{right.min():.1f} to {right.max():.1f} times") in " ".join((ROOT / "README.md").read_text().split())
 
 
+WAYS = {"plain": "plain", "gates": "EA, gates learn from 0", "residual": "residual, likewise",
+        "conv2d": "conv2d, likewise"}
+
+
+def test_fine_tuning_of_a_pretrained_transformer_on_scenes():
+    path = RESULTS / "finetune-scenes-runs.csv"
+    top1 = {variant: list(by_seed.values()) for variant, by_seed in evidence_of(path).items()}
+    assert set(top1) == set(WAYS) and {len(values) for values in top1.values()} == {5}
+    effects = {way: paired_difference(top1[way], top1["plain"]) for way in WAYS if way != "plain"}
+    corrected = dict(zip(effects, holm([effect[3] for effect in effects.values()]), strict=True))
+    for way, name in WAYS.items():
+        cells = f"| {name} | {statistics.mean(top1[way]):.2f} ± {statistics.stdev(top1[way]):.2f} |"
+        if way != "plain":
+            cells += f" {said(*effects[way][:3], '+')} | {corrected[way]:.2f} |"
+        assert cells in PAGE
+    gates = [abs(float(value)) for row in rows(path.name) for name in ("alpha", "beta") if row[name]
+             for value in row[name].split(" to ")]
+    assert f"Gates end within {max(gates):.2f} of 0" in PAGE
+    maps = collections.defaultdict(list)
+    for row in rows("finetune-scenes-maps.csv"):
+        maps[row["model"], row["layer"]].append([float(row["entropy_share"]), float(row["distance_pixels"])])
+    before, plain, evolving = (np.mean(maps[way, "12"], 0) for way in ("before", "plain", "gates"))
+    assert (f"entropy, as a share of uniform attention's, goes from {before[0]:.2f} to {plain[0]:.2f} (plain) and "
+            f"{evolving[0]:.2f} (EA), its distance from {before[1]:.0f} to {plain[1]:.0f} and {evolving[1]:.0f} pixels"
+            ) in PAGE
+
+
 def test_replaced_maps():
     figures = collections.defaultdict(list)
     for table in ("full", "narrow"):
@@ -243,11 +270,6 @@ def test_smaller_experiments():
     text = rows("next-character.csv")
     evolving, plain = (mean(text, "held_out_bits", 3, setting=name) for name in ("evolving", "plain"))
     assert f"need {evolving} bits a character after 200 updates, plain ones {plain}" in PAGE
-    tuned = rows("tune-vit.csv")
-    plain, learned, ramp, fixed = (mean(tuned, "top1", setting=name)
-                                   for name in ("plain", "learn", "ramp 0.5 1.0", "fixed 0.5 1.0"))
-    assert (f"plain {plain}%; gates that learn from 0, {learned}; gates raised to 0.5 and 1.0, {ramp}; these gates at "
-            f"once, {fixed}.") in PAGE
     wide = rows("wrn16-4-short.csv")
     plain, aa = (statistics.mean(float(row["held_out_top1"]) for row in wide if row["model"] == name)
                  for name in ("wrn28_10_cifar", "aa_wrn28_10_cifar"))
