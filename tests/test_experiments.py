@@ -194,6 +194,14 @@ def test_pictures_of_a_pretrained_transformer_show_what_their_captions_say():
     assert (f"this eye gets {left.min():.1f} to {left.max():.1f} times what uniform attention would give, the other eye "
             f"{right.min():.1f} to {right.max():.1f} times") in " ".join((ROOT / "README.md").read_text().split())
 
+    def moved(first: str, second: str) -> np.ndarray:
+        return 50 * np.abs(np.subtract(*(kept[way] / kept[way].sum((1, 2), keepdims=True) for way in (first, second)))
+                           ).sum((1, 2))
+
+    tuned, evolved = [*moved("before", "plain"), *moved("before", "gates")], moved("plain", "gates")
+    assert (f"moves {min(tuned):.0f} to {max(tuned):.0f}% of a layer's attention to other patches, evolution "
+            f"{min(evolved):.0f} to {max(evolved):.0f}%") in page
+
 
 WAYS = {"plain": "plain", "gates": "EA, gates learn from 0", "residual": "residual, likewise",
         "conv2d": "conv2d, likewise"}
