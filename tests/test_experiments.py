@@ -218,6 +218,16 @@ def test_fine_tuning_of_a_pretrained_transformer_on_scenes():
         if way != "plain":
             cells += f" {said(*effects[way][:3], '+')} | {corrected[way]:.2f} |"
         assert cells in PAGE
+    protocol = " ".join((ROOT / "experiments" / "finetune_scenes" / "README.md").read_text().split())
+    for way, values in top1.items():
+        assert f"| `{way}` | {' | '.join(f'{x:.2f}' for x in (*values, statistics.mean(values)))} |" in protocol
+    for way, (difference, low, high, _) in effects.items():
+        assert f"`{way}` - `plain` {'is ' * (way == 'gates')}{difference:.2f}" in protocol
+        assert f"{difference:.2f}{' points' * (way == 'gates')} ({low:.2f} to {high:.2f})" in protocol
+    assert f"corrected p {' and '.join(', '.join(f'{p:.2f}' for p in corrected.values()).rsplit(', ', 1))}" in protocol
+    ea = said(*effects["gates"][:3], "+").replace(" ", " points ", 1)
+    assert f"EA − plain is {ea}; gates stay near 0" in PAGE
+    assert f"leave room for {max(high for _, _, high, _ in effects.values()):.1f} points" in PAGE
     gates = [abs(float(value)) for row in rows(path.name) for name in ("alpha", "beta") if row[name]
              for value in row[name].split(" to ")]
     assert f"Gates end within {max(gates):.2f} of 0" in PAGE
