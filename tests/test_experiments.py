@@ -199,8 +199,8 @@ def test_pictures_of_a_pretrained_transformer_show_what_their_captions_say():
                            ).sum((1, 2))
 
     tuned, evolved = [*moved("before", "plain"), *moved("before", "gates")], moved("plain", "gates")
-    assert (f"moves {min(tuned):.0f} to {max(tuned):.0f}% of a layer's attention to other patches, evolution "
-            f"{min(evolved):.0f} to {max(evolved):.0f}%") in page
+    assert (f"moves {min(tuned):.0f} to {max(tuned):.0f}% of a layer's attention to other patches; the two "
+            f"tuned networks differ by {min(evolved):.0f} to {max(evolved):.0f}%") in page
 
 
 WAYS = {"plain": "plain", "gates": "EA, gates learn from 0", "residual": "residual, likewise",
