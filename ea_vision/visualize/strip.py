@@ -169,10 +169,11 @@ def draw_strip(recording: Recording, layers: Sequence[int], head: Head, point: Q
         for layer, part in ((layer, part) for layer in chain for part in columns):
             if _drawn(recording, layer, part, columns):
                 attention = part.startswith("attn")
+                title = f"layer {layer}" if in_a_row else columns[part] if layer == chain[0] else ""
                 maps[layer, part] = map_of(
                     recording.relative_map(layer, point, head, part) if attention else
                     query_map(recording.maps[layer], point, recording.img_size, head, part), recording, style,
-                    f"layer {layer}" if in_a_row else columns[part] if layer == chain[0] else "", point=point, overlay=style.overlay and attention,
+                    title, point=point, overlay=style.overlay and attention,
                     part="attn" if attention else part)
     kinds, norms, bars = ("logits", "attn"), {}, {}
     for kind in kinds:
