@@ -11,7 +11,7 @@ DEMO   := runs/demo
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --upgrade pip uv
-	VIRTUAL_ENV=$(VENV) $(VENV)/bin/uv pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	VIRTUAL_ENV=$(VENV) $(VENV)/bin/uv pip install --quiet --compile-bytecode --constraint constraints.txt --editable ".[dev]"
 	touch $@
 
 # A narrow ea_conv_transformer_cifar on scikit-learn's digits, about two minutes on 2 cores, then its attention maps.
