@@ -10,7 +10,6 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from ea_vision.base.files import atomic_write, csv_text
 from ea_vision.layers import AugmentedConv2d
@@ -36,8 +35,8 @@ def peak(implementation: str | None, logits: bool, window: int | None, batch_siz
 
     with use_implementation(implementation) if implementation else nullcontext():
         step()  # makes the gradients, which an optimiser keeps
-        with_gradients = nn.ParameterList([*layer.parameters(), *(p.grad for p in layer.parameters())])
-        return peak_of(step, with_gradients, images) / 2**20
+        known = [images, *layer.buffers(), *(tensor for p in layer.parameters() for tensor in (p, p.grad))]
+        return peak_of(step, known) / 2**20
 
 
 def main() -> None:

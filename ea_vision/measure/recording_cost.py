@@ -9,9 +9,7 @@ what the maps take that are kept. Random weights, evaluation mode, float32.
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -25,6 +23,7 @@ from ea_vision.base.errors import UsageError, exit_code
 from ea_vision.base.networks import check_model_name
 from ea_vision.measure.memory import Storages
 from ea_vision.measure.peak_memory import MIB
+from ea_vision.measure.steps import interleaved
 
 MODELS = ("vit_small_patch16_224", "deit_small_distilled_patch16_224", "swin_tiny_patch4_window7_224", "pvt_v2_b0",
           "mobilevit_s", "ea_vit_tiny_patch16_224", "ea_aa_resnet34")
@@ -41,9 +40,9 @@ class Cost:
     kept: int
 
 
-def peak_of(run: Callable[[], object], model: nn.Module, images: torch.Tensor) -> int:
-    """Return the most bytes of tensors that are alive at once, beside the model's and the images."""
-    with Storages([*model.parameters(), *model.buffers(), images], set()) as storages:
+def peak_of(run: Callable[[], object], known: Sequence[torch.Tensor]) -> int:
+    """Return the most bytes of tensors that are alive at once, beside those that are there before."""
+    with Storages(known, set()) as storages:
         held = run()
     events = sorted([(birth, size) for birth, _, size, _ in storages.rows]
                     + [(death, -size) for _, death, size, _ in storages.rows if death != float("inf")])
@@ -64,18 +63,12 @@ def measure(model: nn.Module, images: torch.Tensor, layers: Sequence[int] | None
         return output, maps
 
     model.eval()
-    seconds: dict[bool, list[float]] = {False: [], True: []}
+    runs = {"plain": lambda: model(images), "recorded": recorded}
     with torch.no_grad():
-        for turn in range(repeats + 1):
-            for kind, run in ((False, lambda: model(images)), (True, recorded)):
-                started = time.perf_counter()
-                result = run()
-                if turn:
-                    seconds[kind].append(time.perf_counter() - started)
-        kept = sum(maps.nbytes for layer in result[1].values() for maps in layer._parts.values())
-        del result
-        peaks = [peak_of(run, model, images) for run in (lambda: model(images), recorded)]
-    return Cost(statistics.median(seconds[False]), statistics.median(seconds[True]), *peaks, kept)
+        seconds = interleaved(runs, repeats, warm_up=1)
+        kept = sum(maps.nbytes for layer in recorded()[1].values() for maps in layer._parts.values())
+        peaks = [peak_of(run, [*model.parameters(), *model.buffers(), images]) for run in runs.values()]
+    return Cost(*seconds.values(), *peaks, kept)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

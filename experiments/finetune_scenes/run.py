@@ -9,7 +9,6 @@ import argparse
 import json
 import os
 import sys
-import time
 from pathlib import Path
 
 import timm
@@ -22,6 +21,8 @@ import ea_vision  # noqa: F401  (registers the models)
 from ea_vision.base.errors import UsageError, exit_code
 from ea_vision.base.files import atomic_write, csv_text
 from ea_vision.engine import run_folder, train_imagenet
+from ea_vision.engine.gates import by_gate
+from ea_vision.measure.steps import Bench, Runner, Setting
 
 SEEDS, PHOTOS, EPOCHS, BATCH, SIDE, PATCH = 5, 500, 4, 50, 112, 14
 VIT = {"patch_size": PATCH, "init_values": 1e-5}
@@ -81,8 +82,8 @@ def test(output: Path, data: Path) -> float:
 def row_of(way: str, seed: int, output: Path, top1: float) -> dict[str, str | int | float]:
     """Return a run as a line of the file that ea-vision evidence reads, with the range of each gate at the end."""
     metrics = run_folder.read_metrics(output)
-    gates = run_folder.read_gates(output) if way != "plain" else {}
-    ranges = {name: [values[-1] for key, values in gates.items() if key.endswith(name)] for name in ("alpha", "beta")}
+    gates = by_gate({name: values[-1] for name, values in run_folder.read_gates(output).items()})
+    ranges = {name: gates.get(name) for name in ("alpha", "beta")}
     return {"variant": way, "seed": seed, "test_top1": top1, "train_loss": metrics["train_loss"][-1],
             "seconds": round(sum(metrics["seconds"])),
             **{name: f"{min(v):.4f} to {max(v):.4f}" if v else "" for name, v in ranges.items()}}
@@ -103,17 +104,8 @@ def measure(way: str) -> float:
     """Return the seconds of processor time that a run would take here, from three updates in bfloat16."""
     model, kwargs, _ = WAYS[way]
     network = timm.create_model(model, img_size=SIDE, num_classes=6, **VIT, **kwargs)
-    optimizer, images = torch.optim.AdamW(network.parameters()), torch.rand(BATCH, 3, SIDE, SIDE)
-    started = time.process_time()
-    for update in range(4):
-        if update == 1:
-            started = time.process_time()
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = F.cross_entropy(network(images), torch.arange(BATCH) % 6)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    update = (time.process_time() - started) / 3
+    bench = Bench(Setting(BATCH, SIDE, device="cpu", amp="bfloat16", opt="adamw"), repeats=3, cpu_time=True)
+    update = bench.medians({way: Runner(bench, network).train})[way]
     return update * (EPOCHS * 6 * PHOTOS + (EPOCHS * 1500 + 2534) / 3) / BATCH  # a forward is a third of an update
 
 

@@ -17,7 +17,7 @@ def test_kept_maps_and_peaks_are_those_of_the_tensors():
 def test_the_peak_of_two_layers():
     model, x = nn.Sequential(nn.Linear(8, 100), nn.Linear(100, 4)), torch.rand(16, 8)
     with torch.no_grad():
-        assert peak_of(lambda: model(x), model, x) == 4 * 16 * (100 + 4)
+        assert peak_of(lambda: model(x), [*model.parameters(), x]) == 4 * 16 * (100 + 4)
 
 
 def test_the_table(capsys):
