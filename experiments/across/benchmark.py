@@ -1,9 +1,12 @@
 """Times of every mechanism beside timm's plain network, forward and training step, interleaved.
 
     python experiments/across/benchmark.py experiments/results/across/benchmark.csv      # 10 minutes on a free core
+    python experiments/across/benchmark.py experiments/results/across/verdict-times.csv --verdict
 
 Medians of processor time over the repeats, one thread, float32, each network in turn; AdamW. vit_small_patch16_224 is
-timm's network and `ea_vision.evolve` of it at the identity start; the small ViT is the verdict's.
+timm's network and `ea_vision.evolve` of it at the identity start; the small ViT is the verdict's. --verdict measures
+the verdict's own setting: the small ViT on token_conv, bfloat16, every network by its fastest code. For timm's own
+attention that is the one that is not fused (torch's fused one takes twice as long in bfloat16 on a CPU).
 """
 import argparse
 import csv
@@ -13,6 +16,7 @@ from pathlib import Path
 
 import timm
 import torch
+from timm.layers import set_fused_attn
 from torch import nn
 
 import ea_vision
@@ -22,8 +26,15 @@ KINDS = ("residual", "ea", "pa", "talking_heads", "reattention", "refiner", "mta
 SETTINGS = {"vit_small_patch16_224": (224, 2), "vit_mini_patch4_32": (32, 128)}  # pixels, images
 
 
-def networks(name: str) -> dict[str, nn.Module]:
-    """Return the networks by kind, "plain" first."""
+def networks(name: str, verdict: bool) -> dict[str, nn.Module]:
+    """Return the networks by kind, "plain" first; for the verdict all on token_conv, its controls beside them."""
+    if verdict:
+        alone = {f"{kind} alone": dict(evolution=kind) for kind in ("residual", "conv2d", "uniform")}
+        on_rival = {kind: dict(evolution=kind, token_conv=True) for kind in KINDS if kind != "pa"}
+        set_fused_attn(False)
+        plain = {"plain": timm.create_model(name, token_conv=True), "plain alone": timm.create_model(name)}
+        set_fused_attn(True)
+        return plain | {kind: timm.create_model(name, **options) for kind, options in (on_rival | alone).items()}
     plain = timm.create_model(name)
     if name == "vit_small_patch16_224":
         return {"plain": plain, **{kind: ea_vision.evolve(plain, kind) for kind in KINDS}}
@@ -38,7 +49,9 @@ def forward(model: nn.Module, x: torch.Tensor, _) -> None:
 
 
 def train(model: nn.Module, x: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
-    nn.functional.cross_entropy(model(x), torch.arange(len(x)) % 10).backward()
+    loss = nn.functional.cross_entropy(model(x), torch.arange(len(x)) % 10)
+    with torch.autocast("cpu", enabled=False):
+        loss.backward()
     optimizer.step()
     optimizer.zero_grad()
 
@@ -47,14 +60,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("csv", type=Path)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--verdict", action="store_true", help="the verdict's setting")
     args = parser.parse_args()
     torch.set_num_threads(1)
     under = {"hardware": hardware(torch.device("cpu"), 1), "torch": str(torch.__version__), "timm": timm.__version__,
              "ea_vision": ea_vision.__version__, "repeats": args.repeats}
     rows = []
     for name, (side, batch) in SETTINGS.items():
+        if args.verdict and name != "vit_mini_patch4_32":
+            continue
         torch.manual_seed(0)
-        x, models = torch.randn(batch, 3, side, side), networks(name)
+        x, models = torch.randn(batch, 3, side, side), networks(name, args.verdict)
         optimizers = {kind: torch.optim.AdamW(model.parameters(), lr=1e-5) for kind, model in models.items()}
         times = {kind: {"forward": [], "train": []} for kind in models}
         for repeat in range(args.repeats + 1):
@@ -62,7 +78,8 @@ def main() -> None:
                 for kind, model in models.items():
                     model.train(phase == "train")
                     began = time.process_time()
-                    step(model, x, optimizers[kind])
+                    with torch.autocast("cpu", torch.bfloat16, enabled=args.verdict):
+                        step(model, x, optimizers[kind])
                     if repeat:  # the first warms up
                         times[kind][phase].append(time.process_time() - began)
         for kind in models:
