@@ -5,8 +5,8 @@
 
 Medians of processor time over the repeats, one thread, float32, each network in turn; AdamW. vit_small_patch16_224 is
 timm's network and `ea_vision.evolve` of it at the identity start; the small ViT is the verdict's. --verdict measures
-the verdict's own setting: the small ViT on token_conv, bfloat16, every network by its fastest code. For timm's own
-attention that is the one that is not fused (torch's fused one takes twice as long in bfloat16 on a CPU).
+the verdict's own networks in bfloat16, each by its fastest code. For timm's own attention that is the one that is not
+fused (torch's fused one takes twice as long in bfloat16 on a CPU).
 """
 import argparse
 import csv
@@ -26,21 +26,35 @@ KINDS = ("residual", "ea", "pa", "talking_heads", "reattention", "refiner", "mta
 SETTINGS = {"vit_small_patch16_224": (224, 2), "vit_mini_patch4_32": (32, 128)}  # pixels, images
 
 
-def networks(name: str, verdict: bool) -> dict[str, nn.Module]:
-    """Return the networks by kind, "plain" first; for the verdict all on token_conv, its controls beside them."""
-    if verdict:
-        alone = {f"{kind} alone": dict(evolution=kind) for kind in ("residual", "conv2d", "uniform")}
-        on_rival = {kind: dict(evolution=kind, token_conv=True) for kind in KINDS if kind != "pa"}
-        set_fused_attn(False)
-        plain = {"plain": timm.create_model(name, token_conv=True), "plain alone": timm.create_model(name)}
-        set_fused_attn(True)
-        return plain | {kind: timm.create_model(name, **options) for kind, options in (on_rival | alone).items()}
+def networks(name: str) -> dict[str, nn.Module]:
+    """Return the networks by kind, "plain" first."""
     plain = timm.create_model(name)
     if name == "vit_small_patch16_224":
         return {"plain": plain, **{kind: ea_vision.evolve(plain, kind) for kind in KINDS}}
     kinds = {kind: dict(evolution=kind) for kind in KINDS}
     extra = {"token_conv": dict(token_conv=True), "value_residual": dict(value_residual=True)}
     return {"plain": plain, **{kind: timm.create_model(name, **options) for kind, options in (kinds | extra).items()}}
+
+
+VERDICT = {  # by name in the table: network, its keywords, kinds
+    "small ViT, token_conv": ("vit_mini_patch4_32", dict(token_conv=True),
+                              ("residual", "ea", "talking_heads", "reattention", "refiner", "mta", "conv2d")),
+    "small ViT": ("vit_mini_patch4_32", {}, ("residual", "conv2d", "uniform")),
+    "narrow Conv-Transformer": ("conv_transformer_cifar", dict(widths=[16, 32, 64, 64], num_classes=100),
+                                ("residual", "ea", "talking_heads", "conv2d", "uniform")),
+}
+
+
+def verdict_networks(name: str) -> dict[str, nn.Module]:
+    """Return the verdict's networks by kind, "plain" first, each with its fastest code."""
+    model, keywords, kinds = VERDICT[name]
+    start = dict(start="identity") if model == "conv_transformer_cifar" else {}
+    set_fused_attn(False)
+    made = {"plain": timm.create_model(model, **keywords)}
+    set_fused_attn(True)
+    for kind in kinds:
+        made[kind] = timm.create_model(model, **keywords, evolution=kind, **(start if kind != "uniform" else {}))
+    return {kind: network.to(memory_format=torch.channels_last) for kind, network in made.items()}
 
 
 def forward(model: nn.Module, x: torch.Tensor, _) -> None:
@@ -66,11 +80,9 @@ def main() -> None:
     under = {"hardware": hardware(torch.device("cpu"), 1), "torch": str(torch.__version__), "timm": timm.__version__,
              "ea_vision": ea_vision.__version__, "repeats": args.repeats}
     rows = []
-    for name, (side, batch) in SETTINGS.items():
-        if args.verdict and name != "vit_mini_patch4_32":
-            continue
+    for name, (side, batch) in ({name: (32, 128) for name in VERDICT} if args.verdict else SETTINGS).items():
         torch.manual_seed(0)
-        x, models = torch.randn(batch, 3, side, side), networks(name, args.verdict)
+        x, models = torch.randn(batch, 3, side, side), (verdict_networks if args.verdict else networks)(name)
         optimizers = {kind: torch.optim.AdamW(model.parameters(), lr=1e-5) for kind, model in models.items()}
         times = {kind: {"forward": [], "train": []} for kind in models}
         for repeat in range(args.repeats + 1):

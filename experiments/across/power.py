@@ -21,18 +21,19 @@ TASKS = {
 PILOT_PAIRS = ((59.84, 60.68), (61.60, 61.64), (63.74, 63.10), (65.76, 65.56))  # two seeds of four kinds
 
 
-VIT_UPDATES = 8 * 20_000 // 128
+UPDATES = {"small ViT": 8 * 20_000 // 128, "narrow Conv-Transformer": 4 * 45_000 // 128}
 PRIMARY = ("residual", "ea", "talking_heads", "reattention", "conv2d")
-# part of the plan: (kinds of the small ViT as verdict-times.csv names them, seeds, the kind whose time each run takes)
-VIT_PLAN = {
-    "on token_conv": (("plain", *PRIMARY), 8, None),
-    "equal time of conv2d": (("plain",), 8, "conv2d"),
-    "alone": (("plain alone", "residual alone", "conv2d alone", "uniform alone"), 5, None),
-    "too dear for the test": (("refiner", "mta"), 2, None),
+RIVAL, ALONE, NARROW = "small ViT, token_conv", "small ViT", "narrow Conv-Transformer"
+# part of the plan: (network and kinds as in verdict-times.csv, seeds, the kind whose time each run takes)
+PLAN = {
+    "small ViT, on token_conv": (RIVAL, ("plain", *PRIMARY), 8, None),
+    "small ViT, equal time of conv2d": (RIVAL, ("plain",), 8, "conv2d"),
+    "small ViT, alone": (ALONE, ("plain", "residual", "conv2d", "uniform"), 5, None),
+    "small ViT, too dear for the test": (RIVAL, ("refiner", "mta"), 2, None),
+    "narrow Conv-Transformer": (NARROW, ("plain", "residual", "ea", "talking_heads", "conv2d", "uniform"), 6, None),
 }
-# seconds a run: of the evidence's runs of CIFAR-100; of a run of `sequences.py`, from 10 updates of each variant
-OTHERS = {"narrow Conv-Transformer: 6 variants, 6 seeds": 6 * 6 * 550, "recall: 16 variants, 5 seeds": 16 * 5 * 60,
-          "characters: 8 variants, 5 seeds": 8 * 5 * 30}
+# seconds of a run of `sequences.py`, from 10 updates of each variant
+OTHERS = {"recall: 16 variants, 5 seeds": 16 * 5 * 60, "characters: 8 variants, 5 seeds": 8 * 5 * 30}
 
 
 def power(gain: float, deviation: float, seeds: int, hypotheses: int) -> float:
@@ -56,11 +57,12 @@ def pilot_deviation() -> float:
 def core_hours() -> dict[str, float]:
     """Return the hours of each part of the plan on one core."""
     path = Path(__file__).parents[1] / "results" / "across" / "verdict-times.csv"
-    step = {row["kind"]: float(row["train_ms"]) / 1000 for row in csv.DictReader(path.open(encoding="utf-8"))}
+    step = {(row["network"], row["kind"]): float(row["train_ms"]) / 1000
+            for row in csv.DictReader(path.open(encoding="utf-8"))}
     hours = {}
-    for part, (kinds, seeds, equal_time) in VIT_PLAN.items():
-        steps = [step[equal_time]] if equal_time else [step[kind] for kind in kinds]
-        hours[f"small ViT, {part}"] = seeds * VIT_UPDATES * sum(steps) / 3600
+    for part, (network, kinds, seeds, equal_time) in PLAN.items():
+        steps = [step[network, kind] for kind in ([equal_time] if equal_time else kinds)]
+        hours[part] = seeds * UPDATES[network.split(",")[0]] * sum(steps) / 3600
     return hours | {part: seconds / 3600 for part, seconds in OTHERS.items()}
 
 
