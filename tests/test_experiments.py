@@ -375,8 +375,20 @@ def test_the_fixed_analysis(tmp_path, capsys):
     assert [float(row["p_holm"]) for row in fresh] == pytest.approx(holm([float(row["p"]) for row in fresh]))
     assert all(not row["p"] for row in made if row["seeds"] != "5 to 9") and len(made) == 12
     assert float(fresh[0]["difference"]) == pytest.approx(1.0, abs=0.2)
-    alone = analyse["corrected"]([[Effect("skip", 5, 1.0, 0.5, 1.5, 0.02, 0.02)]])
-    assert alone == [pytest.approx(0.08)]
+    [alone] = analyse["corrected"]([Effect("skip", 5, 1.0, 0.5, 1.5, 0.02, 0.02)])
+    assert alone.p_holm == pytest.approx(0.08)
+    longer = {seed: 50 + (seed * 11) % 7 / 10 for seed in range(5, 10)}
+    with (tmp_path / "cifar10-seeds.csv").open("a") as file:
+        file.writelines(f"none equal time,{seed},{top1:.2f},1.0,9,10000,5,cifar10,\n" for seed, top1 in longer.items())
+    assert analyse["main"]([*sources, "-o", str(tmp_path)]) == 0
+    with_time = list(csv.DictReader((tmp_path / "effects.csv").open()))
+    [time] = [row for row in with_time if row["name"] == "EA - none equal time"]
+    assert [row for row in with_time if row is not time] == made
+    ea = by_variant(read_runs([tmp_path / "cifar10-seeds.csv"])[1])["EA"]
+    difference, _, _, p = paired_difference([ea[seed] for seed in longer], list(longer.values()))
+    assert float(time["difference"]) == pytest.approx(difference) and float(time["p"]) == pytest.approx(p)
+    assert float(time["p_holm"]) == pytest.approx(min(1.0, 2 * p))
+    assert "none equal time" in (tmp_path / "cifar10-runs.csv").read_text()
     (tmp_path / "cifar10-few.csv").write_text(header + "".join(f"{cell},5,50.0,1.0,9,10000,4,d,\n" for cell in CELLS))
     with pytest.raises(ValueError, match="seeds 5 to 9, no others"):
         analyse["main"]([str(tmp_path / "cifar10-few.csv"), "-o", str(tmp_path)])
