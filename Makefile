@@ -6,7 +6,7 @@ READY  := $(VENV)/.ready
 
 DEMO   := runs/demo
 
-.PHONY: demo pictures test test-all test-oldest test-gpu test-browser lint wheel clean
+.PHONY: demo pictures test test-slow test-all test-oldest test-gpu test-browser lint wheel clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -46,7 +46,11 @@ pictures: $(READY)
 test: $(READY)
 	OMP_NUM_THREADS=1 $(RUN) -m pytest tests -rs --durations 15 --ignore tests/explore/test_browser.py -n 2 --dist worksteal
 
-# The same, the model tests over every network and at its full width, where `make test` takes the smallest of each kind.
+# What `make test` leaves out because it takes long; CI runs both.
+test-slow: $(READY)
+	OMP_NUM_THREADS=1 $(RUN) -m pytest tests -m slow -rs --durations 15 --ignore tests/explore/test_browser.py -n 2 --dist worksteal
+
+# Both, the model tests over every network and at its full width, where `make test` takes the smallest of each kind.
 test-all: export EA_VISION_TEST_ALL = 1
 test-all: test
 

@@ -8,13 +8,13 @@ import torch
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
 
-def pytest_collection_modifyitems(items) -> None:
-    """Leave out what is marked as slow, unless EA_VISION_TEST_ALL is 1."""
-    if os.environ.get("EA_VISION_TEST_ALL") == "1":
+def pytest_collection_modifyitems(config, items) -> None:
+    """Leave out what is marked as slow, unless EA_VISION_TEST_ALL is 1 or `-m` asks for it."""
+    if os.environ.get("EA_VISION_TEST_ALL") == "1" or "slow" in config.option.markexpr:
         return
     for item in items:
         if item.get_closest_marker("slow"):
-            item.add_marker(pytest.mark.skip(reason="slow: EA_VISION_TEST_ALL=1 (make test-all)"))
+            item.add_marker(pytest.mark.skip(reason="slow: make test-slow"))
 
 
 @pytest.fixture(scope="session")

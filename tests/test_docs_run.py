@@ -20,6 +20,7 @@ import ea_vision
 from ea_vision.__main__ import main
 from ea_vision.studies import sweep
 from tests.engine.runner import make_folder
+from tests.slow import slow_but
 from tests.test_docs import BLOCK, PAGES, ROOT, blocks, commands
 
 NARROW = {"ea_conv_transformer_cifar": "widths=[8,8,16,16]", "aa_wrn28_10_cifar": "depth=10 width=1",
@@ -123,7 +124,10 @@ def shorten(line: str) -> list[str]:
     return [command, *here, *more, "--output", f"out/{LINES.index(line)}"]
 
 
-@pytest.mark.parametrize("line", [line for line in LINES if line not in NOT_RUN])
+README_LINES = {shlex.join(words) for words in commands(ROOT / "README.md")}
+
+
+@pytest.mark.parametrize("line", slow_but(README_LINES, [line for line in LINES if line not in NOT_RUN]))
 def test_commands_run(line, place, monkeypatch, capsys):
     if ("beton" in line or line.startswith("write-ffcv")) and not importlib.util.find_spec("ffcv"):
         pytest.skip("needs FFCV (the extra ffcv)")

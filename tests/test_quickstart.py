@@ -41,6 +41,7 @@ def test_the_stored_notebook_is_the_scripts(script):
     assert str(Path.home()) not in (DOCS / "quickstart.ipynb").read_text()
 
 
+@pytest.mark.slow
 def test_its_cells_run(script, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(DOCS.parent))
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))

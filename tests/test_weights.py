@@ -16,6 +16,7 @@ from timm.models import adapt_input_conv
 import ea_vision  # noqa: F401
 from ea_vision.engine.weights_card import by_update
 from ea_vision.studies import evidence
+from tests.slow import slow_but
 
 OURS = timm.list_models(module="conv_transformer") + timm.list_models(module="attn_resnet")
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,7 +36,7 @@ def test_each_has_its_card():
         assert name in card and re.search(r"\d\d\.\d\d% top-1", card) and "commit" in card and "SHA-256" in card
 
 
-@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize("name", slow_but({"ea_conv_transformer_cifar.fast_c10"}, SHIPPED))
 def test_weights_are_adapted_in_timms_ways(name):
     plain = timm.create_model(name, pretrained=True).eval()
     side = plain.default_cfg["input_size"][-1]
@@ -226,7 +227,8 @@ def test_docs_have_the_results_of_slower_attention():
             assert f"{float(last['train_loss']):.4f}" in text
 
 
-@pytest.mark.parametrize("name", [name for name in SHIPPED if name.endswith("_c10")])
+@pytest.mark.parametrize("name", slow_but({"ea_conv_transformer_cifar.fast_c10"},
+                                          [name for name in SHIPPED if name.endswith("_c10")]))
 def test_weights_know_their_images(name, shared):
     model = timm.create_model(name, pretrained=True).eval()
     cfg, images, targets = model.pretrained_cfg, [], []

@@ -70,6 +70,7 @@ def test_it_holds_the_package_and_the_weights_and_nothing_else(wheel):
         assert any(name.endswith(suffix) for name in held)
 
 
+@pytest.mark.slow
 def test_its_commands_run_outside_the_checkout(installed, tmp_path):
     out = run([sys.executable, "-c", COMMANDS], tmp_path, installed)
     assert f"imported {installed / 'ea_vision' / '__init__.py'}" in out

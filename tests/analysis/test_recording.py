@@ -216,6 +216,7 @@ def test_autocast_keeps_probabilities_in_float32():
     torch.testing.assert_close(maps[6].attn.sum(-1), torch.ones(2, 4, 4))
 
 
+@pytest.mark.slow
 def test_compiled_models():
     model = tiny()
     with torch.no_grad():

@@ -193,6 +193,7 @@ def test_statistics_that_are_evaluated_are_the_mean_or_the_first_processs(data, 
             torch.testing.assert_close(after, wanted, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_torchrun(data, tmp_path):
     """The command of the README, and: evaluation on two processes counts the same images as on one."""
     script = Path(__file__).parents[2] / "train_cifar.py"

@@ -254,6 +254,7 @@ def test_broken_images_stop_the_writing_or_are_left_out_and_listed(tmp_path, cap
 
 
 @needs_ffcv
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux, to keep a process on one core")
 def test_writing_ends_on_one_core(photos, tmp_path):
     code = ("import os, sys; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); "

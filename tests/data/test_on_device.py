@@ -87,6 +87,7 @@ def test_evaluation_shows_every_image_once_on_any_number_of_processes(count, wor
     assert sorted(ids.tolist()) == list(range(count))
 
 
+@pytest.mark.slow
 def test_a_batch_costs_less_than_a_tenth_of_a_training_step():
     """On this CPU, with the recipe's augmentation, beside cnn_cifar; processor time, the best of several."""
     split = images(512, side=32)

@@ -19,6 +19,7 @@ from ea_vision.layers import (
 from ea_vision.layers.evolution import _EVOLUTIONS, Evolution
 from ea_vision.models import list_networks
 from tests.models import zoo
+from tests.slow import slow_but
 
 SMALL = {  # keywords by family; every kind of layer stays
     "attn_resnet": {"layers": (1, 1, 2, 2), "channels": (32, 64, 128, 128), "qk_ratio": 0.25, "v_ratio": 0.125},
@@ -74,7 +75,7 @@ def check(model: nn.Module, name: str, monkeypatch, sizes=None) -> nn.Module:
     return deployed
 
 
-@pytest.mark.parametrize("name", list_networks())
+@pytest.mark.parametrize("name", slow_but({*zoo.SMALL, "ea_vit_tiny_patch16_224"}, list_networks()))
 def test_equals_the_network(name, monkeypatch):
     model = small(name)
     deployed = check(model, name, monkeypatch)

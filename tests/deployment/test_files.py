@@ -17,6 +17,7 @@ from ea_vision.deployment import files
 from ea_vision.deployment.files import About, ExportedNetwork, export_program, write
 from tests.deployment.test_deploy import difference, small
 from tests.models import zoo
+from tests.slow import slow_but
 
 onnxruntime = pytest.importorskip("onnxruntime", reason="needs onnxruntime")
 onnx = pytest.importorskip("onnx", reason="needs onnx")
@@ -45,7 +46,7 @@ def photos(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("name", TESTED)
+@pytest.mark.parametrize("name", slow_but({"ea_conv_transformer_cifar"}, TESTED))
 def test_onnx_computes_what_the_network_computes(name, tmp_path):
     size = FAMILIES[name]
     options = {} if any(kind in name for kind in ("vit", "deit", "stn")) else {"img_size": size}
@@ -62,6 +63,7 @@ def test_onnx_computes_what_the_network_computes(name, tmp_path):
         assert kinds.count("Gather") <= ("vit" in name or "deit" in name)  # theirs takes the class token
 
 
+@pytest.mark.slow
 def test_a_program_of_torch_computes_the_same(tmp_path, photos, capsys):
     path = tmp_path / "net.pt2"
     assert export.main([SHIPPED, "-o", str(path), "--check", str(photos)]) == 0
@@ -72,6 +74,7 @@ def test_a_program_of_torch_computes_the_same(tmp_path, photos, capsys):
     assert difference(model.model, loaded.model, torch.randn(2, 3, 32, 32)) < 1e-5
 
 
+@pytest.mark.slow
 def test_predict_needs_the_file_alone(tmp_path, photos, capsys, monkeypatch):
     path, out = tmp_path / "net.onnx", [tmp_path / "a.json", tmp_path / "b.json"]
     assert export.main([SHIPPED, "-o", str(path), "--check", str(photos)]) == 0
@@ -110,6 +113,7 @@ def test_a_photo_gets_the_same_class(shipped_file):
         agrees_on([photo, photo.transpose(Image.Transpose.FLIP_LEFT_RIGHT)], shipped_file)
 
 
+@pytest.mark.slow
 def test_photos_of_cifar_get_the_same_classes(shipped_file, shared):
     with tarfile.open(shared / "data" / "cifar10" / "test.tar") as tar:
         members = [member for member in tar if member.isfile()][::50]
@@ -117,6 +121,7 @@ def test_photos_of_cifar_get_the_same_classes(shipped_file, shared):
         agrees_on([Image.open(tar.extractfile(member)) for member in members], shipped_file)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision, size, close", [("float16", 0.6, 0.02), ("int8", 0.6, 0.5)])
 def test_smaller_files(precision, size, close, tmp_path, photos, capsys):
     path = tmp_path / f"{precision}.onnx"
@@ -128,6 +133,7 @@ def test_smaller_files(precision, size, close, tmp_path, photos, capsys):
     assert difference(model, ExportedNetwork(path), torch.randn(2, 3, 32, 32)) < close
 
 
+@pytest.mark.slow
 def test_a_file_that_computes_something_else_is_told(tmp_path, photos, monkeypatch):
     monkeypatch.setattr(export.ExportedNetwork, "forward", lambda self, images: torch.zeros(1, 10))
     with pytest.raises(RunError, match="computes something else"):

@@ -31,7 +31,8 @@ def test_the_exported_form_finds_what_the_detector_finds(thresholds):
     assert max(counts) == 0 if thresholds.get("score_thresh") == 1.0 else min(counts) > 0
 
 
-@pytest.mark.parametrize("suffix", [".pt2", pytest.param(".onnx", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("suffix", [".pt2", ".onnx"])
 def test_files_agree_on_photos(tmp_path, capsys, suffix):
     """One with nothing to find, too."""
     tiny_run(tmp_path / "run", "aa_resnet34", head_convs=0)

@@ -75,6 +75,7 @@ def test_a_detection_does_not_depend_on_the_other_images():
     torch.testing.assert_close(alone["boxes"], together["boxes"])
 
 
+@pytest.mark.slow
 def test_it_learns_the_boxes_of_one_image():
     detector = small_detector("resnet18", head_norm="batch")
     images, targets = torch.rand(2, 3, 64, 64), [boxes((4, 4, 40, 44)), boxes((10, 20, 60, 60), (0, 0, 30, 30))]

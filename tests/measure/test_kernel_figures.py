@@ -33,6 +33,7 @@ def check(figures, spilled=8):
         assert f.blocks >= 1, f
 
 
+@pytest.mark.slow
 def test_bounds_of_half_precision():
     figures = {f.kernel: f for f in ours.all_figures(["ea50"], ["9.0"], ["bf16"])}
     check(figures.values(), spilled=0)
@@ -44,6 +45,7 @@ def test_bounds_of_half_precision():
         assert figures[kernel].barriers <= barriers, figures[kernel]
 
 
+@pytest.mark.slow
 def test_bounds_of_small_shared_memory_and_of_many_heads():
     check(ours.all_figures(["pa-cifar"], ["8.6", "9.0"], ["fp16"]), spilled=0)  # dropout, and heads 64 wide
     five, = (x for x in ours.launches_of(ours.LAYERS["ea-5x5"], torch.bfloat16, "8.6")

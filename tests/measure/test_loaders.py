@@ -13,6 +13,7 @@ from tests.data.photos import make_photos
 from tests.engine import runner
 
 
+@pytest.mark.slow
 def test_table(tmp_path, capsys, monkeypatch):
     """Each loader in a process of its own, the first of them started as users' are."""
     def started(command, **options):

@@ -118,6 +118,7 @@ def test_a_run(tmp_path, capsys):
         assert 0 < float(row["infer_floor_ms"]) < float(row["train_floor_ms"]) and float(row["train_ms"]) > 0
 
 
+@pytest.mark.slow
 def test_runtimes_side_by_side(capsys):
     pytest.importorskip("onnxruntime", reason="needs onnxruntime")
     pytest.importorskip("onnxscript", reason="needs onnxscript")

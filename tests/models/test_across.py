@@ -14,6 +14,7 @@ from ea_vision.engine.gates import learnable_gates
 from ea_vision.layers import AugmentedConv2d, TokenAttention, create_evolution, evolution_class
 from ea_vision.ops import use_implementation
 from tests.models.test_vision_transformer import TINY, fused, images, lively, plain
+from tests.slow import slow_but
 
 KINDS = ["ea", "pa", "residual", "talking_heads", "reattention", "refiner", "mta", "conv2d"]
 NEW = KINDS[2:]
@@ -125,7 +126,7 @@ def test_timms_ways(kind):
     torch.testing.assert_close(pruned.forward_intermediates(images(), [1], intermediates_only=True), [taken[1]])
 
 
-@new_kinds
+@pytest.mark.parametrize("kind", slow_but({"conv2d"}, NEW))
 @torch.no_grad()
 def test_onnx_and_torch_export_agree(kind, tmp_path):
     import onnxruntime

@@ -12,11 +12,12 @@ from torch._dynamo.testing import CompileCounter
 
 from ea_vision.models import get_network
 from tests.models.zoo import FAMILIES, lively, shrunk, side
+from tests.slow import slow_but
 
 KINDS = list(dict.fromkeys([*FAMILIES, "pa_aa_resnet50"]))
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", slow_but({"ea_conv_transformer_cifar"}, KINDS))
 def test_compiles_in_one_graph_once(name):
     counter = CompileCounter()
     model = lively(name, num_classes=5).eval()
@@ -38,15 +39,14 @@ def exported(name: str) -> tuple:
     return model, program, torch.randn(5, *x.shape[1:])
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", slow_but({"ea_conv_transformer_cifar"}, FAMILIES))
 def test_exports_with_any_batch_size(name):
     model, program, other = exported(name)
     torch.testing.assert_close(program.module()(other), model(other))
 
 
 # the others have the same attention between layers of timm's
-@pytest.mark.parametrize("name", [name if name in ("ea_conv_transformer_cifar", "ea_aa_resnet34_050")
-                                  else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES])
+@pytest.mark.parametrize("name", slow_but({"ea_conv_transformer_cifar"}, FAMILIES))
 def test_onnx_agrees_with_any_batch_size(name, tmp_path):
     onnxruntime = pytest.importorskip("onnxruntime", reason="needs onnxruntime")
     pytest.importorskip("onnxscript", reason="needs onnxscript")

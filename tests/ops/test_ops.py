@@ -506,6 +506,7 @@ def test_every_file_of_the_kernel_stands_alone():
         assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_memory_errors_and_undefined_behaviour(tmp_path, compiler_with):
     """The kernel under the address and undefined-behaviour sanitizers, with the widest and the narrowest vectors."""
     sanitize = ("-O0", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")

@@ -19,6 +19,7 @@ from ea_vision.ops import reference, triton_tiles
 from ea_vision.ops import triton_attention as ours
 from ea_vision.ops.problem import checked
 from tests.ops.oracle import kept_entries
+from tests.slow import slow_but
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("needs triton", allow_module_level=True)
@@ -41,10 +42,11 @@ def run_alone(*args: str, interpret: str) -> str:
 
 
 @pytest.mark.skipif(HERE, reason="the tests themselves run here")
-def test_in_interpreter():
+@pytest.mark.parametrize("tests", slow_but({"test_outputs_and_gradients"}, ["test_outputs_and_gradients", "test"]))
+def test_in_interpreter(tests):
     authors = Path(__file__).parents[1] / "layers" / "test_reference.py"
     assert "passed" in run_alone(
-        "-m", "pytest", "--verbose", "-p", "no:cacheprovider", __file__, str(authors), interpret="1")
+        "-m", "pytest", "--verbose", "-p", "no:cacheprovider", "-k", tests, __file__, str(authors), interpret="1")
 
 
 def leaves(size, dtype, B=1, K=8, D=4, E=1, kernel=3, relative=True, prev=True, gates=None) -> dict:
