@@ -584,7 +584,8 @@ def finish(trainer: Trainer, data: DataModule, test_loader, run: dict[str, Any])
              _shown(trainer, last))
     first = trainer.measures[0]
     if data.eval_split == "test" and sum(not math.isnan(row[first]) for row in progress.rows) > 1:
-        log.info("the best epoch was chosen by the test images: quote the last weights, or hold images out")
+        log.info("the best epoch was chosen by the images that it is evaluated on: quote the last weights%s",
+                 ", or hold images out (--holdout)" if hasattr(config, "holdout") else "")
     log.info("run folder: %s", folder)
 
 

@@ -89,7 +89,7 @@ def test_the_card_of_exported_weights_has_the_figures_of_the_file(data, tmp_path
     folder, log, out = tmp_path / "run", tmp_path / "log", tmp_path / "weights"
     argv = arguments(data, folder, "--epochs", "2", "--eval-epochs", "2", "--tta", "six", "--resume", "none")
     assert run(argv, log) == 0, log.read_text()
-    assert "chosen by the test images" not in log.read_text()
+    assert "the best epoch was chosen by" not in log.read_text()
     monkeypatch.setattr(weights_card, "LARGEST_LOSS", largest_loss)
     assert export.main([str(folder), "-o", str(out / "test_resnet.t.safetensors"), "--data-dir", str(data)]) == 0
     about = run_folder.read_config(folder)[1]

@@ -241,6 +241,7 @@ def test_epochs_left_out_of_evaluation_train_the_same(data, tmp_path, capsys):
     """--eval-epochs 2 of 3: epoch 1 is not evaluated, the last is; killed and continued, it ends like one that was."""
     every, second, log = tmp_path / "every", tmp_path / "second", tmp_path / "log"
     assert run(arguments(data, every, "--epochs", "3"), log) == 0, log.read_text()
+    assert "chosen by the images that it is evaluated on: quote the last weights, or hold images out" in log.read_text()
     argv = arguments(data, second, "--epochs", "3", "--eval-epochs", "2")
     assert run(argv, log, SignalAfterUpdate(signal.SIGTERM, 9)) == 128 + signal.SIGTERM
     assert "not evaluated" in log.read_text() and not (second / "best.ckpt").exists()

@@ -107,6 +107,8 @@ def test_run_folder(finished):
     speed = list(csv.DictReader((finished / "speed.csv").open()))
     assert [int(r["step"]) for r in speed] == [2, 4, 5, 7, 9, 10], "every second update and at the end of an epoch"
     assert all(0 < float(r["data_wait_percent"]) < 100 and float(r["images_per_s"]) > 0 for r in speed)
+    log = finished.with_suffix(".log").read_text()
+    assert "the best epoch was chosen by the images that it is evaluated on: quote the last weights\n" in log
     about = run_folder.read_config(finished)[1]
     timm.create_model("test_resnet", **about["model_kwargs"], checkpoint_path=str(finished / "model.safetensors"))
 
