@@ -69,7 +69,8 @@ class TrainConfig:
     pretrained: bool = option(False, "begin with timm's weights of the model; their classifier goes where the data has "
                                      "another number of classes", MODEL)
     pretrained_path: str = setting("", "begin with the weights of a file or run folder instead: the model's own, or "
-                                       "those of the plain transformer for one whose maps evolve", MODEL)
+                                       "those of the plain transformer for one whose maps evolve; images are "
+                                       "normalised as the model's name says, whatever they were made with", MODEL)
     recipe: str = setting("fast", "recipe: a name in ea_vision/recipes, a YAML file, or none", RUN)
     data_dir: str = setting("", "folder of the data set; empty: the cache folder's", DATA)
     output: str = setting("", "run folder itself (timm: the folder of run folders); empty: runs/DATASET-MODEL", RUN)
