@@ -3,8 +3,8 @@
     python experiments/across/analyse.py sweeps/across
 
 The folder holds the sweeps of README.md; a part may also be the file of runs that an earlier call kept (vit-rival.csv).
-A part whose runs are not complete is left out and named. Written into experiments/results/across: a file of runs for
-each part, verdict.csv (a row a comparison) and verdict.png (differences with 95% intervals).
+A part whose runs are not complete is left out, with the reason. Written into experiments/results/across: a file of runs
+for each part, verdict.csv (a row a comparison) and verdict.png (differences with 95% intervals).
 """
 import argparse
 import csv
@@ -59,26 +59,25 @@ PARTS = (
 )
 
 
-def read_part(part: Part, folder: Path) -> tuple[Top1, str] | None:
-    """Return top-1 of a part's runs, and the text of the part's file; None where a run is missing.
+def read_part(part: Part, folder: Path) -> tuple[Top1, str]:
+    """Return top-1 of a part's runs, and the text of the part's file.
 
     Runs of equal time and of what is too dear for the test are compared with runs of vit-rival.
+
+    Raises:
+        UsageError: runs that are missing, damaged, not complete or not tested.
     """
     names = [part.name] if part.name in ("vit-rival", "vit-alone", "cifar100") else [part.name, "vit-rival"]
     sources = [path for name in names for path in (folder / name, folder / f"{name}.csv") if path.exists()]
     if len(sources) < len(names):
-        return None
-    try:
-        split, runs = read_runs(sources, part.variants)
-    except UsageError as error:
-        if "not complete" in str(error) or "no variant" in str(error):
-            return None
-        raise
-    runs = [run for run in runs if run.seed in part.seeds]
-    if {(run.variant, run.seed) for run in runs} != {(v, seed) for v in part.variants for seed in part.seeds}:
-        return None
+        raise UsageError(f"runs of {' and '.join(names)} are required in {folder}")
+    split, runs = read_runs(sources, part.variants)
     if split != "test":
-        raise UsageError(f"{folder / part.name} must have tested runs, got runs of {split} images")
+        raise UsageError(f"runs that were tested are required, got top-1 on {split} images")
+    runs = [run for run in runs if run.seed in part.seeds]
+    lacking = {(v, seed) for v in part.variants for seed in part.seeds} - {(run.variant, run.seed) for run in runs}
+    if lacking:
+        raise UsageError(f"{len(lacking)} runs are missing, the first is {min(lacking)[0]}, seed {min(lacking)[1]}")
     shared = PARTS[0].variants if len(names) > 1 else ()  # their runs stand in vit-rival's file
     return by_variant(runs), runs_text([run for run in runs if run.variant not in shared], split)
 
@@ -144,11 +143,11 @@ def main(argv: list[str] | None = None) -> int:
     create(args.output)
     rows, complete = [], []
     for part in PARTS:
-        found = read_part(part, args.sweeps)
-        if found is None:
-            print(f"left out: {part.name}, whose runs are not complete")
+        try:
+            top1, text = read_part(part, args.sweeps)
+        except UsageError as error:
+            print(f"left out: {part.name}: {error}")
             continue
-        top1, text = found
         if part.name == "equal-time" and not conv2d_gains(rows):
             part = replace(part, tested=(), described=part.tested)
         complete.append(part)

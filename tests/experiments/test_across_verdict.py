@@ -76,13 +76,16 @@ def test_an_incomplete_part_is_left_out_and_named(tmp_path, capsys):
     runs = {"vit-alone": made("vit-alone", {}), "cifar100": made("cifar100", {})[:-1]}
     analyse["main"]([str(write(tmp_path, runs)), "-o", str(tmp_path / "out")])
     assert {part for part, _ in table(tmp_path / "out")} == {"vit-alone"}
-    assert "left out: cifar100" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "left out: cifar100: 1 runs are missing, the first is uniform, seed 105" in said
+    assert "left out: vit-dear: runs of vit-dear and vit-rival are required" in said
     (tmp_path / "vit-alone.csv").unlink()
     with pytest.raises(UsageError, match="no part of the verdict is complete"):
         analyse["main"]([str(tmp_path), "-o", str(tmp_path / "out")])
 
 
-def test_runs_that_were_not_tested_are_refused(tmp_path):
+def test_runs_that_were_not_tested_are_left_out(tmp_path, capsys):
     folder = write(tmp_path, {"vit-alone": made("vit-alone", {})}, "held_out")
-    with pytest.raises(UsageError, match="must have tested runs"):
+    with pytest.raises(UsageError, match="no part"):
         analyse["main"]([str(folder), "-o", str(tmp_path / "out")])
+    assert "left out: vit-alone: runs that were tested are required, got top-1 on held_out" in capsys.readouterr().out
