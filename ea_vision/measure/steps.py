@@ -6,7 +6,7 @@ import argparse
 import random
 import time
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from functools import partial
 from statistics import median
@@ -66,21 +66,23 @@ class Setting:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Threads and subnormal numbers as the setting has them, from here on; the implementation in the `with` block.
+        """Threads, subnormal numbers and implementation as the setting has them, in the `with` block.
 
         Raises:
             UsageError: the CPU cannot take subnormal numbers for zero.
         """
-        if choose_device(self.device).type == "cpu":
-            if self.flush_denormal and not torch.set_flush_denormal(True):
-                raise UsageError("--flush-denormal: this CPU cannot")
-            if self.threads:
-                torch.set_num_threads(self.threads)
-        if self.implementation is None:
-            yield
-            return
-        with use_implementation(self.implementation):
-            yield
+        on_cpu, threads = choose_device(self.device).type == "cpu", torch.get_num_threads()
+        if on_cpu and self.flush_denormal and not torch.set_flush_denormal(True):
+            raise UsageError("--flush-denormal: this CPU cannot")
+        if on_cpu and self.threads:
+            torch.set_num_threads(self.threads)
+        try:
+            with nullcontext() if self.implementation is None else use_implementation(self.implementation):
+                yield
+        finally:
+            torch.set_num_threads(threads)
+            if on_cpu and self.flush_denormal:
+                torch.set_flush_denormal(False)
 
     def network(self, name: str, grad_checkpointing: bool = False) -> nn.Module:
         """A network with random weights, always the same ones, where the setting has it.

@@ -27,6 +27,14 @@ def test_channels_last_leaves_weights_of_other_dimensions_alone():
     assert model[1].weight.is_contiguous() and all(map(torch.equal, model.parameters(), before))
 
 
+def test_a_setting_leaves_the_process_as_it_was():
+    threads = torch.get_num_threads()
+    with pytest.raises(ZeroDivisionError), Setting(2, 32, "cpu", threads=threads + 1).active():
+        assert torch.get_num_threads() == threads + 1
+        raise ZeroDivisionError
+    assert torch.get_num_threads() == threads
+
+
 def test_turns_are_interleaved_and_medians_are_of_the_counted_ones():
     turns, pauses, now = [], iter((5000, 30, 90, 20)), [0]
 
