@@ -64,6 +64,16 @@ def test_the_question_and_equal_time():
     assert f"p = {gain[0][3]:.3f} on CIFAR-10 (paired t test) and p = {gain[1][3]:.3f} on CIFAR-100" in PAGE
     above = [statistics.mean(t["none 5 epochs"]) - statistics.mean(t["EA"]) for t in (ten, hundred)]
     assert f"puts none {above[0]:.2f} and {above[1]:.2f} points above EA" in PAGE
+    fresh = evidence_of(ROOT / "experiments" / "factorial" / "cifar10-runs.csv")
+    difference, low, high, p = paired_difference(*([fresh[name][seed] for seed in range(5, 10)]
+                                                   for name in ("EA", "none equal time")))
+    interval = f"{low:.2f} to {high:.2f}"
+    assert "CIFAR-10 " + minus(f"EA - none is {difference:.2f} ({interval}; p = {p:.3f}, corrected for two data sets "
+                               f"{min(1, 2 * p):.3f})") in PAGE
+    assert minus(f"EA - none is {difference:.2f} points ({interval}).") + " CIFAR-100's runs are to come" in PAGE
+    [kept] = [row for row in csv.DictReader((ROOT / "experiments" / "factorial" / "effects.csv").open())
+              if row["name"] == "EA - none equal time"]
+    assert [float(kept[key]) for key in ("difference", "p", "p_holm")] == pytest.approx([difference, p, 2 * p])
     (more, low, high, _), longer = (paired_difference(t["none 5 epochs"], t["none"]) for t in (ten, hundred))
     first = f"brings none {more:.2f} points ({low:.2f} to {high:.2f}) on CIFAR-10"
     assert f"{first} and {said(*longer[:3])} on CIFAR-100" in PAGE
