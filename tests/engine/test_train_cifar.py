@@ -139,6 +139,7 @@ def test_evaluating_on_other_classes_is_an_error(finished, capsys):
     assert "has 3 classes, the data 10" in error
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("ffcv") is None, reason="needs FFCV: pip install .[ffcv]")
 def test_ffcv_files_in_place_of_memory_change_nothing(data, tmp_path):
     folders, log = (tmp_path / "device", tmp_path / "ffcv"), tmp_path / "log"
@@ -160,6 +161,7 @@ def test_learning_curves(finished, tmp_path, capsys):
     assert "must end in .png" in fails(["--learning-curves", str(finished), "--output", "a.gif"], capsys)
 
 
+@pytest.mark.slow
 def test_sweep_runs_its_settings_draws_them_and_continues(data, tmp_path, monkeypatch, capsys):
     """Real runs, in processes forked from one that has torch loaded instead of started anew."""
     from ea_vision.studies import sweep as module
@@ -287,6 +289,7 @@ def test_recipe_keywords_a_model_lacks_are_left_out_with_a_notice(data, tmp_path
     assert run(argv, log) == 0 and "is complete" in log.read_text(), "the same command continues, or finds it done"
 
 
+@pytest.mark.slow
 def test_it_learns(tmp_path):
     """Digits, a small network, seconds: the data, the labels, the augmentation and the loop fit together."""
     folder, log = tmp_path / "run", tmp_path / "log"

@@ -159,6 +159,7 @@ def test_a_process_killed_under_torchrun_is_restarted_and_nothing_is_lost(photos
     same_result(broken, whole)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("ffcv") is None, reason="needs FFCV: pip install .[ffcv]")
 def test_ffcv_files_train_and_resume_as_images_do(photos, tmp_path):
     """Two processes on .beton files, one killed. Images stored as evaluated: the folder's figures are the same."""
@@ -193,6 +194,7 @@ def test_ffcv_files_train_and_resume_as_images_do(photos, tmp_path):
     assert "cannot be trained on" in log.read_text() and not (tmp_path / "other").exists()
 
 
+@pytest.mark.slow
 def test_a_small_evolving_network_learns_its_images_by_heart(tmp_path):
     """The whole of it, layers to loop: ea_aa_resnet34, narrow and with few blocks, at 64 pixels, on 16 images."""
     data = make_photos(tmp_path / "photos", train=16, val=0, side=64) / "train"
@@ -228,6 +230,7 @@ def test_the_recipes_ingredients_are_options_here_too(photos, tmp_path, capsys):
         [*arguments(photos, tmp_path / "x"), "--no-test"], capsys, 2)
 
 
+@pytest.mark.slow
 def test_evaluation_on_three_processes_equals_one(finished, tmp_path):
     """200 images, exactly."""
     data = make_photos(tmp_path / "photos", train=3, val=200, side=16)

@@ -118,6 +118,7 @@ def test_made_images_are_a_data_folder(tmp_path):
     assert len(list(Path(tmp_path).glob("train/*/*.png"))) == 64 and len(list(tmp_path.glob("test/*/*.png"))) == 16
 
 
+@pytest.mark.slow
 def test_trainers_need_no_more_than_a_gpu_machine_has():
     """torch, timm and numpy: what only figures, digits and tests need is not imported."""
     code = ("import sys\n"

@@ -155,6 +155,7 @@ def test_tables_with_ratios_and_without():
     assert to_csv(rows, {"torch": "2"}).splitlines()[1].startswith("resnet50,eager,network,0,100,20,80,400,1,1,1000,")
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_the_steps_alone(monkeypatch):
     for name, value in KEEP_MEMORY.items():
         monkeypatch.setenv(name, value)  # the process measured must not have them
