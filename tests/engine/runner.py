@@ -51,6 +51,7 @@ def arguments(data: Path, output: Path, *more: str) -> list[str]:
 def _child(main: Callable[[list[str]], int], argv: list[str], sabotage: Callable[[], None] | None,
            environment: dict[str, str], log: Path) -> None:
     torch.set_num_threads(1)
+    os.environ.clear()  # of the test that was the first to start a process
     os.environ.update(environment)
     with open(log, "a") as file:
         os.dup2(file.fileno(), 1)
@@ -66,7 +67,7 @@ def start(argv: list[str], log: Path, sabotage=None, main=train_cifar.main, **en
     """Start `train_cifar.py ARGV`, or another trainer, as a process; stdout and stderr go to `log`."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.engine.runner"])
-    process = context.Process(target=_child, args=(main, argv, sabotage, environment, log))
+    process = context.Process(target=_child, args=(main, argv, sabotage, {**os.environ, **environment}, log))
     process.start()
     return process
 
