@@ -30,7 +30,6 @@ from tests.engine.runner import (
     same_result,
     start_world,
 )
-from tests.slow import slow_but
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +137,8 @@ def test_restarted_processes_do_not_find_the_addresses_of_the_dead():
         fresh_store(store, 0, 2, seconds=0.2)
 
 
-@pytest.mark.parametrize("hung", slow_but({1}, [1, 0]))
+@pytest.mark.slow
+@pytest.mark.parametrize("hung", [1, 0])
 def test_a_process_that_hangs_ends_the_run_in_one_line_that_names_it(data, tmp_path, hung):
     """The first process keeps the store, as without torchrun's own: where it hangs, the second one says so."""
     folder, log = tmp_path / "run", tmp_path / "log"

@@ -120,6 +120,7 @@ def test_it_answers_all_and_keeps_its_memory(served):
     assert after - before < MAX_MB
 
 
+@pytest.mark.slow
 def test_a_slow_client_is_ended_in_time(served):
     async def measure(request) -> float:
         start = time.monotonic()

@@ -45,8 +45,8 @@ def test_exports_with_any_batch_size(name):
     torch.testing.assert_close(program.module()(other), model(other))
 
 
-# the others have the same attention between layers of timm's
-@pytest.mark.parametrize("name", slow_but({"ea_conv_transformer_cifar"}, FAMILIES))
+@pytest.mark.slow  # tests/deployment has a shorter one
+@pytest.mark.parametrize("name", FAMILIES)
 def test_onnx_agrees_with_any_batch_size(name, tmp_path):
     onnxruntime = pytest.importorskip("onnxruntime", reason="needs onnxruntime")
     pytest.importorskip("onnxscript", reason="needs onnxscript")

@@ -42,7 +42,7 @@ def run_alone(*args: str, interpret: str) -> str:
 
 
 @pytest.mark.skipif(HERE, reason="the tests themselves run here")
-@pytest.mark.parametrize("tests", slow_but({"test_outputs_and_gradients"}, ["test_outputs_and_gradients", "test"]))
+@pytest.mark.parametrize("tests", slow_but({"gradients and EA"}, ["gradients and EA", "test"]))
 def test_in_interpreter(tests):
     authors = Path(__file__).parents[1] / "layers" / "test_reference.py"
     assert "passed" in run_alone(
