@@ -43,12 +43,13 @@ pictures: $(READY)
 
 # Two workers of one thread each: threads that wait for each other on 2 cores take several times as long. Each worker
 # takes whole files as far as it can, so that their runs are trained once.
+PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest tests -rs --durations 15 --ignore tests/explore/test_browser.py -n 2 --dist worksteal
 test: $(READY)
-	OMP_NUM_THREADS=1 $(RUN) -m pytest tests -rs --durations 15 --ignore tests/explore/test_browser.py -n 2 --dist worksteal
+	$(PYTEST)
 
 # What `make test` leaves out because it takes long; CI runs both.
 test-slow: $(READY)
-	OMP_NUM_THREADS=1 $(RUN) -m pytest tests -m slow -rs --durations 15 --ignore tests/explore/test_browser.py -n 2 --dist worksteal
+	$(PYTEST) -m slow
 
 # Both, the model tests over every network and at its full width, where `make test` takes the smallest of each kind.
 test-all: export EA_VISION_TEST_ALL = 1

@@ -9,7 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ea_vision.studies.evidence import Effect, by_variant, compare, factorial, holm, paired_difference, read_runs
+from ea_vision.studies.evidence import (
+    Effect,
+    by_variant,
+    compare,
+    corrected,
+    factorial,
+    holm,
+    paired_difference,
+    read_runs,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "experiments" / "results"
@@ -71,8 +80,7 @@ def test_the_question_and_equal_time():
     assert "CIFAR-10 " + minus(f"EA - none is {difference:.2f} ({interval}; p = {p:.3f}, corrected for two data sets "
                                f"{min(1, 2 * p):.3f})") in PAGE
     assert minus(f"EA - none is {difference:.2f} points ({interval}).") + " CIFAR-100's runs are to come" in PAGE
-    [kept] = [row for row in csv.DictReader((ROOT / "experiments" / "factorial" / "effects.csv").open())
-              if row["name"] == "EA - none equal time"]
+    [kept] = [row for row in rows("../factorial/effects.csv") if row["name"] == "EA - none equal time"]
     assert [float(kept[key]) for key in ("difference", "p", "p_holm")] == pytest.approx([difference, p, 2 * p])
     (more, low, high, _), longer = (paired_difference(t["none 5 epochs"], t["none"]) for t in (ten, hundred))
     first = f"brings none {more:.2f} points ({low:.2f} to {high:.2f}) on CIFAR-10"
@@ -91,7 +99,7 @@ def test_the_factorial_and_its_files():
         for row, effect in zip(kept, effects, strict=True):
             assert [float(row[key]) for key in ("difference", "low", "high")] == pytest.approx(
                 [effect.difference, effect.low, effect.high])
-        cells.append([f"{said(e.difference, e.low, e.high, '+')} | {'' if e.p is None else f'{e.p:.3f} '}"
+        cells.append([f"{said(*values(e), '+')} | {'' if e.p is None else f'{e.p:.3f} '}"
                       for e in effects])
     for label, ten, hundred in zip(("skip connection", "convolution", "interaction"), *cells, strict=True):
         assert f"| {label} | {ten}| {hundred}|" in PAGE, label
@@ -103,7 +111,7 @@ def test_the_factorial_and_its_files():
 def test_the_fresh_seeds_of_the_factorial():
     """experiments/factorial/effects.csv is what the kept runs give, and the page says it; nothing of CIFAR-100 yet."""
     folder = ROOT / "experiments" / "factorial"
-    kept = list(csv.DictReader((folder / "effects.csv").open()))
+    kept = rows("../factorial/effects.csv")
     assert {row["data"] for row in kept} == {"cifar10"} and not list(folder.glob("cifar100*"))
     runs = evidence_of(folder / "cifar10-runs.csv")
     both = {cell: {**runs[cell], **evidence("cifar10")[cell]} for cell in CELLS}
@@ -413,7 +421,7 @@ def test_the_fixed_analysis(tmp_path, capsys):
     assert [float(row["p_holm"]) for row in fresh] == pytest.approx(holm([float(row["p"]) for row in fresh]))
     assert all(not row["p"] for row in made if row["seeds"] != "5 to 9") and len(made) == 12
     assert float(fresh[0]["difference"]) == pytest.approx(1.0, abs=0.2)
-    [alone] = analyse["corrected"]([Effect("skip", 5, 1.0, 0.5, 1.5, 0.02, 0.02)])
+    [alone] = corrected([Effect("skip", 5, 1.0, 0.5, 1.5, 0.02, 0.02)], analyse["HYPOTHESES"])
     assert alone.p_holm == pytest.approx(0.08)
     longer = {seed: 50 + (seed * 11) % 7 / 10 for seed in range(5, 10)}
     with (tmp_path / "cifar10-seeds.csv").open("a") as file:

@@ -36,6 +36,7 @@ from pathlib import Path
 from statistics import correlation, mean, stdev
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from scipy import optimize, stats
 
@@ -428,9 +429,16 @@ def factorial(runs: Mapping[str, Mapping[int, float]], factors: Mapping[str, Map
     mains = {name: test(lambda cell, signs=signs: signs[cell] * 2 / len(cells)) for name, signs in factors.items()}
     crossed = {f"{a} x {b}": test(lambda cell, a=a, b=b: factors[a][cell] * factors[b][cell] * 4 / len(cells))
                for a, b in combinations(factors, 2)}
-    corrected = holm([figures[3] for figures in mains.values()])
-    return [*(Effect(name, len(seeds), *mains[name], p) for name, p in zip(mains, corrected, strict=True)),
-            *(Effect(name, len(seeds), *figures[:3], None, None) for name, figures in crossed.items())]
+    return corrected([*(Effect(name, len(seeds), *figures, None) for name, figures in mains.items()),
+                      *(Effect(name, len(seeds), *figures[:3], None, None) for name, figures in crossed.items())],
+                     len(mains))
+
+
+def corrected(effects: Sequence[Effect], hypotheses: int) -> list[Effect]:
+    """Return the effects with Holm's p of those that are tested, over so many hypotheses however few are at hand."""
+    p_values = [effect.p for effect in effects if effect.p is not None]
+    holms = iter(holm([*p_values, *[1.0] * (hypotheses - len(p_values))]))
+    return [effect if effect.p is None else replace(effect, p_holm=next(holms)) for effect in effects]
 
 
 def _escaped(text: str) -> str:
@@ -534,19 +542,24 @@ def _draw(runs: dict[str, dict[int, float]], rows: Sequence[Pair | Effect], spli
     left.set_xlim(-0.5, len(names) - 0.5)
     left.set(ylabel=f"top-1 on {split.replace('_', '-')} images (%)")
     left.legend(markerscale=0.5)
+    draw_differences(right, rows, labels)
+    right.set(xlabel="difference, points of top-1, 95% interval")
+    return figure
+
+
+def draw_differences(axes: Axes, rows: Sequence[Pair | Effect], labels: Sequence[str]) -> None:
+    """Draw differences with 95% intervals, the first row on top. The question and what is tested are blue."""
     places = range(len(rows) - 1, -1, -1)
     for place, row in zip(places, rows, strict=True):
         main = row.p_holm is not None if isinstance(row, Effect) else place == len(rows) - 1
         colour = "tab:blue" if main else "0.45"
         if row.low is not None:
-            right.plot([row.low, row.high], [place, place], color=colour, linewidth=2 if main else 1)
-        right.plot(row.difference, place, marker="o", color=colour)
-    right.axvline(0, color="0.2", linewidth=0.8)
-    right.set_yticks(places, [_plain(label) for label in labels])
-    right.set(xlabel="difference, points of top-1, 95% interval")
-    right.set_ylim(-0.6, len(rows) - 0.4)
-    right.grid(axis="x", alpha=0.3)
-    return figure
+            axes.plot([row.low, row.high], [place, place], color=colour, linewidth=2 if main else 1)
+        axes.plot(row.difference, place, marker="o", color=colour)
+    axes.axvline(0, color="0.2", linewidth=0.8)
+    axes.set_yticks(places, [_plain(label) for label in labels])
+    axes.set_ylim(-0.6, len(rows) - 0.4)
+    axes.grid(axis="x", alpha=0.3)
 
 
 def _plain(text: str) -> str:

@@ -1,17 +1,14 @@
 """Times of every mechanism beside timm's plain network, forward and training step, interleaved.
 
-    python experiments/across/benchmark.py experiments/results/across/benchmark.csv      # 10 minutes on a free core
-    python experiments/across/benchmark.py experiments/results/across/verdict-times.csv --verdict
+    python -m experiments.across.benchmark experiments/results/across/benchmark.csv      # 10 minutes on a free core
+    python -m experiments.across.benchmark experiments/results/across/verdict-times.csv --verdict
 
-Medians of processor time over the repeats, one thread, float32, each network in turn; AdamW. vit_small_patch16_224 is
-timm's network and `ea_vision.evolve` of it at the identity start; the small ViT is the verdict's. --verdict measures
-the verdict's own networks in bfloat16, each by its fastest code. For timm's own attention that is the one that is not
-fused (torch's fused one takes twice as long in bfloat16 on a CPU).
+Medians of processor time over the repeats, one thread, float32; AdamW. vit_small_patch16_224 is timm's network and
+`ea_vision.evolve` of it at the identity start; the small ViT is the verdict's. --verdict measures the verdict's own
+networks in bfloat16, each by its fastest code. For timm's own attention that is the one that is not fused (torch's
+fused one takes twice as long in bfloat16 on a CPU).
 """
 import argparse
-import csv
-import statistics
-import time
 from pathlib import Path
 
 import timm
@@ -20,10 +17,18 @@ from timm.layers import set_fused_attn
 from torch import nn
 
 import ea_vision
+from ea_vision.base.files import atomic_write, create, csv_text
+from ea_vision.base.networks import lay_out
 from ea_vision.base.provenance import hardware
+from ea_vision.measure.steps import Bench, Runner, Setting
+from experiments.across.plan import NARROW, RIVAL, VIT, kinds_of
 
 KINDS = ("residual", "ea", "pa", "talking_heads", "reattention", "refiner", "mta", "conv2d")
 SETTINGS = {"vit_small_patch16_224": (224, 2), "vit_mini_patch4_32": (32, 128)}  # pixels, images
+VERDICT = {  # network and keywords
+    RIVAL: ("vit_mini_patch4_32", dict(token_conv=True)), VIT: ("vit_mini_patch4_32", {}),
+    NARROW: ("conv_transformer_cifar", dict(widths=[16, 32, 64, 64], num_classes=100)),
+}
 
 
 def networks(name: str) -> dict[str, nn.Module]:
@@ -36,38 +41,28 @@ def networks(name: str) -> dict[str, nn.Module]:
     return {"plain": plain, **{kind: timm.create_model(name, **options) for kind, options in (kinds | extra).items()}}
 
 
-VERDICT = {  # by name in the table: network, its keywords, kinds
-    "small ViT, token_conv": ("vit_mini_patch4_32", dict(token_conv=True),
-                              ("residual", "ea", "talking_heads", "reattention", "refiner", "mta", "conv2d")),
-    "small ViT": ("vit_mini_patch4_32", {}, ("residual", "conv2d", "uniform")),
-    "narrow Conv-Transformer": ("conv_transformer_cifar", dict(widths=[16, 32, 64, 64], num_classes=100),
-                                ("residual", "ea", "talking_heads", "conv2d", "uniform")),
-}
-
-
 def verdict_networks(name: str) -> dict[str, nn.Module]:
     """Return the verdict's networks by kind, "plain" first, each with its fastest code."""
-    model, keywords, kinds = VERDICT[name]
-    start = dict(start="identity") if model == "conv_transformer_cifar" else {}
+    model, keywords = VERDICT[name]
     set_fused_attn(False)
     made = {"plain": timm.create_model(model, **keywords)}
     set_fused_attn(True)
-    for kind in kinds:
-        made[kind] = timm.create_model(model, **keywords, evolution=kind, **(start if kind != "uniform" else {}))
-    return {kind: network.to(memory_format=torch.channels_last) for kind, network in made.items()}
+    for kind in kinds_of(name):
+        start = dict(start="identity") if name == NARROW and kind != "uniform" else {}
+        made[kind] = timm.create_model(model, **keywords, evolution=kind, **start)
+    return made
 
 
-def forward(model: nn.Module, x: torch.Tensor, _) -> None:
-    with torch.no_grad():
-        model(x)
-
-
-def train(model: nn.Module, x: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
-    loss = nn.functional.cross_entropy(model(x), torch.arange(len(x)) % 10)
-    with torch.autocast("cpu", enabled=False):
-        loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+def rows_of(name: str, made: dict[str, nn.Module], setting: Setting, repeats: int) -> list[dict]:
+    """Return a row of the table for each network: times of both steps, and their ratios to the plain one's."""
+    bench = Bench(setting, repeats, cpu_time=True)
+    runners = {kind: Runner(bench, lay_out(network, setting.layout)) for kind, network in made.items()}
+    seconds = bench.medians({(kind, phase): call for kind, runner in runners.items()
+                             for phase, call in (("forward", runner.infer), ("train", runner.train))})
+    return [{"network": name, "batch": setting.batch_size, "kind": kind,
+             **{key: value for phase in ("forward", "train") for key, value in (
+                 (f"{phase}_ms", round(1e3 * seconds[kind, phase], 1)),
+                 (f"{phase}_ratio", round(seconds[kind, phase] / seconds["plain", phase], 2)))}} for kind in made]
 
 
 def main() -> None:
@@ -80,33 +75,14 @@ def main() -> None:
     under = {"hardware": hardware(torch.device("cpu"), 1), "torch": str(torch.__version__), "timm": timm.__version__,
              "ea_vision": ea_vision.__version__, "repeats": args.repeats}
     rows = []
+    create(args.csv.parent)
     for name, (side, batch) in ({name: (32, 128) for name in VERDICT} if args.verdict else SETTINGS).items():
         torch.manual_seed(0)
-        x, models = torch.randn(batch, 3, side, side), (verdict_networks if args.verdict else networks)(name)
-        optimizers = {kind: torch.optim.AdamW(model.parameters(), lr=1e-5) for kind, model in models.items()}
-        times = {kind: {"forward": [], "train": []} for kind in models}
-        for repeat in range(args.repeats + 1):
-            for phase, step in (("forward", forward), ("train", train)):
-                for kind, model in models.items():
-                    model.train(phase == "train")
-                    began = time.process_time()
-                    with torch.autocast("cpu", torch.bfloat16, enabled=args.verdict):
-                        step(model, x, optimizers[kind])
-                    if repeat:  # the first warms up
-                        times[kind][phase].append(time.process_time() - began)
-        for kind in models:
-            row = {"network": name, "batch": batch, "kind": kind}
-            for phase in ("forward", "train"):
-                median = statistics.median(times[kind][phase])
-                row |= {f"{phase}_ms": round(1e3 * median, 1),
-                        f"{phase}_ratio": round(median / statistics.median(times["plain"][phase]), 2)}
-            rows.append(row | under)
-            print(*list(row.values()), flush=True)
-    args.csv.parent.mkdir(parents=True, exist_ok=True)
-    with args.csv.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+        setting = Setting(batch, side, device="cpu", amp="bfloat16" if args.verdict else "none", opt="adamw",
+                          channels_last=args.verdict)
+        rows += rows_of(name, (verdict_networks if args.verdict else networks)(name), setting, args.repeats)
+        print(csv_text(rows), end="", flush=True)
+        atomic_write(args.csv, csv_text([row | under for row in rows]).encode())
 
 
 if __name__ == "__main__":

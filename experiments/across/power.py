@@ -1,16 +1,15 @@
 """Seeds for the verdict, from the deviations that are known before it: a two-sided paired t test in each comparison.
 
-    python experiments/across/power.py
+    python -m experiments.across.power                                               # from the root of a checkout
 
 Runs of one seed are taken to be uncorrelated, so a difference of two has sqrt(2) times a run's standard deviation.
 The level is Holm's first, 0.05 over the number of hypotheses: the strictest. Printed are the smallest numbers of seeds
 for a power of 0.8. Below them stand the core hours of the plan, from the measured training steps in
 experiments/results/across/verdict-times.csv.
 """
-import csv
-from pathlib import Path
-
 from scipy import stats
+
+from experiments.across.plan import NARROW, PARTS, RIVAL, VIT, step_times
 
 # task: (standard deviation of a run between seeds, in points of top-1; hypotheses; gains to be seen, in points)
 TASKS = {
@@ -19,19 +18,7 @@ TASKS = {
     "the same, CIFAR-10": (0.3, 4, (1.0, 0.75, 0.5)),
 }
 PILOT_PAIRS = ((59.84, 60.68), (61.60, 61.64), (63.74, 63.10), (65.76, 65.56))  # two seeds of four kinds
-
-
-UPDATES = {"small ViT": 8 * 20_000 // 128, "narrow Conv-Transformer": 4 * 45_000 // 128}
-PRIMARY = ("residual", "ea", "talking_heads", "reattention", "conv2d")
-RIVAL, ALONE, NARROW = "small ViT, token_conv", "small ViT", "narrow Conv-Transformer"
-# part of the plan: (network and kinds as in verdict-times.csv, seeds, the kind whose time each run takes)
-PLAN = {
-    "small ViT, on token_conv": (RIVAL, ("plain", *PRIMARY), 8, None),
-    "small ViT, equal time of conv2d": (RIVAL, ("plain",), 8, "conv2d"),
-    "small ViT, alone": (ALONE, ("plain", "residual", "conv2d", "uniform"), 5, None),
-    "small ViT, too dear for the test": (RIVAL, ("refiner", "mta"), 2, None),
-    "narrow Conv-Transformer": (NARROW, ("plain", "residual", "ea", "talking_heads", "conv2d", "uniform"), 6, None),
-}
+UPDATES = {VIT: 8 * 20_000 // 128, RIVAL: 8 * 20_000 // 128, NARROW: 4 * 45_000 // 128}
 # seconds of a run of `sequences.py`, from 10 updates of each variant
 OTHERS = {"recall: 16 variants, 5 seeds": 16 * 5 * 60, "characters: 8 variants, 5 seeds": 8 * 5 * 30}
 
@@ -56,13 +43,12 @@ def pilot_deviation() -> float:
 
 def core_hours() -> dict[str, float]:
     """Return the hours of each part of the plan on one core."""
-    path = Path(__file__).parents[1] / "results" / "across" / "verdict-times.csv"
-    step = {(row["network"], row["kind"]): float(row["train_ms"]) / 1000
-            for row in csv.DictReader(path.open(encoding="utf-8"))}
+    step = step_times()
     hours = {}
-    for part, (network, kinds, seeds, equal_time) in PLAN.items():
-        steps = [step[network, kind] for kind in ([equal_time] if equal_time else kinds)]
-        hours[part] = seeds * UPDATES[network.split(",")[0]] * sum(steps) / 3600
+    for part in PARTS.values():
+        kind = {part.baseline: "plain", "token_conv longer": "conv2d"}  # whose time it takes
+        ms = sum(step[part.network, kind.get(variant, variant)] for variant in part.own)
+        hours[part.title] = len(part.seeds) * UPDATES[part.network] * ms / 3.6e6
     return hours | {part: seconds / 3600 for part, seconds in OTHERS.items()}
 
 

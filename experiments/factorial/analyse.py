@@ -10,8 +10,8 @@ after the fact) and, by data set, a picture.
 """
 import argparse
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from ea_vision.base.errors import UsageError, exit_code
@@ -21,9 +21,9 @@ from ea_vision.studies.evidence import (
     Effect,
     Run,
     by_variant,
+    corrected,
     effects_table,
     factorial,
-    holm,
     paired_difference,
     parse_factors,
     plot_evidence,
@@ -40,29 +40,18 @@ SEEDS, HYPOTHESES, TIME_HYPOTHESES = range(5, 10), 4, 2
 LONGER = "none equal time"
 
 
-def corrected(effects: Sequence[Effect], hypotheses: int = HYPOTHESES) -> list[Effect]:
-    """Return the effects with Holm's p of those that are tested, over so many hypotheses however few are at hand."""
-    p_values = [effect.p for effect in effects if effect.p is not None]
-    holms = iter(holm([*p_values, *[1.0] * (hypotheses - len(p_values))]))
-    return [effect if effect.p is None else replace(effect, p_holm=next(holms)) for effect in effects]
-
-
-def tested_runs(source: Path, variants: Sequence[str]) -> list[Run]:
+def checked(runs: Sequence[Run], split: str, variants: Sequence[str], source: Path) -> list[Run]:
     """Return the variants' runs; raises UsageError unless each has the five seeds and was tested."""
-    split, runs = read_runs([source], variants)
-    if split != "test" or any(sorted(top1) != list(SEEDS) for top1 in by_variant(runs).values()):
+    if split != "test" or any(sorted(run.seed for run in runs if run.variant == name) != list(SEEDS)
+                              for name in variants):
         raise UsageError(f"{source} must have tested runs of {', '.join(variants)}: seeds 5 to 9, no others")
-    return runs
+    return [run for name in variants for run in runs if run.variant == name]
 
 
-def equal_time(source: Path) -> tuple[list[Run], Effect] | None:
-    """Return the runs of none that take EA's time, and EA minus them; None where the source has no such runs."""
-    if LONGER not in {run.variant for run in read_runs([source])[1]}:
-        return None
-    runs = tested_runs(source, ("EA", LONGER))
-    top1 = by_variant(runs)
+def equal_time(top1: Mapping[str, Mapping[int, float]]) -> Effect:
+    """Return EA minus none with as many updates as take EA's time."""
     figures = paired_difference(*([top1[name][seed] for seed in SEEDS] for name in ("EA", LONGER)), 0.01)
-    return [run for run in runs if run.variant == LONGER], Effect(f"EA - {LONGER}", 5, *figures, None)
+    return Effect(f"EA - {LONGER}", len(SEEDS), *figures, None)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -73,30 +62,29 @@ def main(argv: list[str] | None = None) -> int:
     sets = {"cifar100" if source.name.startswith("cifar100") else "cifar10": source for source in args.sources}
     if len(sets) < len(args.sources):
         raise UsageError(f"one folder or file of each data set is required, got {' '.join(map(str, args.sources))}")
-    fresh: dict[str, list[Effect]] = {}
-    times: dict[str, Effect] = {}
-    together = []
+    fresh, times, together = [], [], []  # (data set, effect)
     for name, source in sets.items():
-        runs = tested_runs(source, CELLS)
+        split, runs = read_runs([source])
+        longer = any(run.variant == LONGER for run in runs)
+        runs = checked(runs, split, (*CELLS, LONGER) if longer else CELLS, source)
         top1 = by_variant(runs)
-        fresh[name] = factorial(top1, FACTORS, 0.01)
-        longer = equal_time(source)
-        if longer is not None:
-            runs, times[name] = runs + longer[0], longer[1]
+        cells = {cell: top1[cell] for cell in CELLS}
+        effects = factorial(cells, FACTORS, 0.01)
+        fresh += [(name, effect) for effect in effects]
+        times += [(name, equal_time(top1))] if longer else []
         _, earlier = read_runs([EARLIER / f"{name}-runs.csv"], CELLS)
-        both = {cell: {**of_cell, **by_variant(earlier)[cell]} for cell, of_cell in top1.items()}
+        both = {cell: {**of_cell, **by_variant(earlier)[cell]} for cell, of_cell in cells.items()}
         together += [{"data": name, **asdict(effect), "seeds": "0 to 9, partly after the fact", "p": None,
                       "p_holm": None} for effect in factorial(both, FACTORS, 0.01)]
-        atomic_write(args.output / f"{name}-runs.csv", runs_text(runs, "test").encode())
-        atomic_write(args.output / f"{name}.png", figure_bytes(plot_evidence(top1, fresh[name], "test")))
-    effects = iter(corrected([effect for of_set in fresh.values() for effect in of_set]))
-    pairs = iter(corrected(list(times.values()), TIME_HYPOTHESES))
-    rows = []
-    for name, of_set in fresh.items():
-        told = [next(effects) for _ in of_set] + ([next(pairs)] if name in times else [])
-        print(name, "", *effects_table(told), "", sep="\n")
-        rows += [{"data": name, **asdict(effect), "seeds": "5 to 9"} for effect in told]
-    rows += together
+        atomic_write(args.output / f"{name}-runs.csv", runs_text(runs, split).encode())
+        atomic_write(args.output / f"{name}.png", figure_bytes(plot_evidence(cells, effects, split)))
+    told = []
+    for named, hypotheses in ((fresh, HYPOTHESES), (times, TIME_HYPOTHESES)):
+        told += zip([name for name, _ in named], corrected([effect for _, effect in named], hypotheses), strict=True)
+    for name in sets:
+        print(name, "", *effects_table([effect for of_set, effect in told if of_set == name]), "", sep="\n")
+    rows = [{"data": name, **asdict(effect), "seeds": "5 to 9"} for name in sets for of_set, effect in told
+            if of_set == name] + together
     atomic_write(args.output / "effects.csv", csv_text(rows).encode())
     return 0
 

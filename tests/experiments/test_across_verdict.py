@@ -1,7 +1,6 @@
 """experiments/across/analyse.py on made-up runs: what is compared, what is corrected, and what is left out."""
 import csv
 import random
-import runpy
 from pathlib import Path
 
 import pytest
@@ -9,19 +8,16 @@ from scipy import stats
 
 from ea_vision.base.errors import UsageError
 from ea_vision.studies.evidence import Run, runs_text
-
-analyse = runpy.run_path(str(Path(__file__).parents[2] / "experiments" / "across" / "analyse.py"))
-PARTS = {part.name: part for part in analyse["PARTS"]}
+from experiments.across import analyse
+from experiments.across.plan import PARTS
 
 
 def made(name: str, gains: dict[str, float]) -> list[Run]:
     """Runs of a part: 60% and the variant's gain, and a tenth of a point of noise, the seed's own."""
     noise = random.Random(name)
     part = PARTS[name]
-    own = part.variants if name in ("vit-rival", "vit-alone", "cifar100") else set(part.variants) - set(
-        PARTS["vit-rival"].variants)
     return [Run(variant, seed, 60 + gains.get(variant, 0.0) + noise.gauss(0, 0.1), 1.0, 100, 10_000, 1250, "d")
-            for variant in sorted(own) for seed in part.seeds]
+            for variant in sorted(part.own) for seed in part.seeds]
 
 
 def write(folder: Path, runs: dict[str, list[Run]], split: str = "test") -> Path:
@@ -31,14 +27,14 @@ def write(folder: Path, runs: dict[str, list[Run]], split: str = "test") -> Path
 
 
 def table(folder: Path) -> dict[tuple[str, str], dict[str, str]]:
-    return {(row["part"], row["variant"]): row for row in csv.DictReader((folder / "verdict.csv").open())}
+    return {(row["part"], row["name"]): row for row in csv.DictReader((folder / "verdict.csv").open())}
 
 
 def test_each_part_against_its_baseline_by_hand(tmp_path):
     gains = {"conv2d": 1.0, "residual": 0.05, "refiner": -2.0}
     runs = {name: made(name, gains) for name in PARTS}
     out = tmp_path / "out"
-    assert analyse["main"]([str(write(tmp_path, runs)), "-o", str(out)]) == 0
+    assert analyse.main([str(write(tmp_path, runs)), "-o", str(out)]) == 0
     rows = table(out)
     assert len(rows) == 5 + 1 + 2 + 3 + 5
     top1 = {(run.variant, run.seed): run.top1 for run in runs["vit-rival"]}
@@ -61,31 +57,31 @@ def test_each_part_against_its_baseline_by_hand(tmp_path):
     assert float(rows["cifar100", "conv2d"]["time_ratio"]) < 3
     assert (out / "verdict.png").read_bytes()[:4] == b"\x89PNG"
     again = tmp_path / "again"
-    analyse["main"]([str(out), "-o", str(again)])
+    analyse.main([str(out), "-o", str(again)])
     assert (again / "verdict.csv").read_text() == (out / "verdict.csv").read_text()
 
 
 def test_equal_time_is_tested_only_after_a_gain_at_equal_updates(tmp_path):
     folder = write(tmp_path, {"vit-rival": made("vit-rival", {}), "equal-time": made("equal-time", {})})
-    analyse["main"]([str(folder), "-o", str(tmp_path / "out")])
+    analyse.main([str(folder), "-o", str(tmp_path / "out")])
     row = table(tmp_path / "out")["equal-time", "conv2d"]
     assert row["p"] == row["p_holm"] == "" and row["low"]
 
 
 def test_an_incomplete_part_is_left_out_and_named(tmp_path, capsys):
     runs = {"vit-alone": made("vit-alone", {}), "cifar100": made("cifar100", {})[:-1]}
-    analyse["main"]([str(write(tmp_path, runs)), "-o", str(tmp_path / "out")])
+    analyse.main([str(write(tmp_path, runs)), "-o", str(tmp_path / "out")])
     assert {part for part, _ in table(tmp_path / "out")} == {"vit-alone"}
     said = capsys.readouterr().out
     assert "left out: cifar100: 1 runs are missing, the first is uniform, seed 105" in said
     assert "left out: vit-dear: runs of vit-dear and vit-rival are required" in said
     (tmp_path / "vit-alone.csv").unlink()
     with pytest.raises(UsageError, match="no part of the verdict is complete"):
-        analyse["main"]([str(tmp_path), "-o", str(tmp_path / "out")])
+        analyse.main([str(tmp_path), "-o", str(tmp_path / "out")])
 
 
 def test_runs_that_were_not_tested_are_left_out(tmp_path, capsys):
     folder = write(tmp_path, {"vit-alone": made("vit-alone", {})}, "held_out")
     with pytest.raises(UsageError, match="no part"):
-        analyse["main"]([str(folder), "-o", str(tmp_path / "out")])
+        analyse.main([str(folder), "-o", str(tmp_path / "out")])
     assert "left out: vit-alone: runs that were tested are required, got top-1 on held_out" in capsys.readouterr().out

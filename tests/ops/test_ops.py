@@ -404,7 +404,7 @@ def test_a_damaged_library_is_built_again(use_compiler, compiler_with, tmp_path,
     library.write_bytes({"cut": whole[:len(whole) // 2], "zeroed": bytes(len(whole)), "empty": b"", "foreign": foreign,
                          "one byte": b"\x00" + whole[1:], "older": whole[:-32]}[damage])
     log = tmp_path / "log"
-    process = runner.start([], log, main=load_library, CC=os.environ["CC"], XDG_CACHE_HOME=os.environ["XDG_CACHE_HOME"])
+    process = runner.start([], log, main=load_library)
     process.join(900)
     assert process.exitcode == 0 and str(library) in log.read_text(), log.read_text()[-2000:]
     assert library.read_bytes() == whole

@@ -111,9 +111,9 @@ def test_an_array_trains_what_evidence_reads_and_continues_after_its_limit(clust
               "--batch-size", "4", "--img-size", "8", "--workers", "0", "--cache-dir", "none", "--device", "cpu",
               "--holdout", "6", "--checkpoint-steps", "1"]
     first = cluster / "sweep" / "variant=none,seed=0"
-    code, began = sbatch(cluster, "seeds.sbatch", cluster / "sweep", "0,1", *VARIANTS, *common, task=0,
-                         until=first / checkpoint.LAST)
-    assert code == 143 and noted(cluster, "requeue") == ["7"], began
+    code, out = sbatch(cluster, "seeds.sbatch", cluster / "sweep", "0,1", *VARIANTS, *common, task=0,
+                       until=first / checkpoint.LAST)
+    assert code == 143 and noted(cluster, "requeue") == ["7"], out
     assert run_folder.read_results(first) is None
     (cluster / "bin" / "ea-vision").write_text("#!/bin/bash\nprintf '%s\\0' \"$@\" > \"$PLACE/words\"\n")
 
@@ -133,7 +133,6 @@ def test_an_array_trains_what_evidence_reads_and_continues_after_its_limit(clust
     code, _ = sbatch(cluster, "seeds.sbatch", cluster / "whole", "0,1", *VARIANTS, *common, task=0)
     assert code == 0
     train()
-    print(began, (cluster / "log").read_text(), sep="\n")  # seen where the next line fails
     same_result(first, cluster / "whole" / first.name)
     code, out = sbatch(cluster, "seeds.sbatch", cluster / "sweep", "0,1", *VARIANTS, *common, task=4)
     assert code == 2 and "error: there is no run for task 4" in out
