@@ -136,12 +136,13 @@ def runs_of_folder(folder: Path, wanted: Callable[[str], bool]) -> list[tuple[st
     if not runs:
         raise UsageError(f"runs of `ea-vision sweep --variant ...` are required in {folder}, and there are none")
     return [(run.split, replace(about, options=text)) for variant, of_variant in runs.items()
-            for run, about, text in zip(of_variant, (_run(variant, run) for run in of_variant),
+            for run, about, text in zip(of_variant, (run_of(variant, run) for run in of_variant),
                                         _options(of_variant, [run for found in runs.values() for run in found]),
                                         strict=True)]
 
 
-def _run(variant: str, run: FinishedRun) -> Run:
+def run_of(variant: str, run: FinishedRun) -> Run:
+    """Return a finished run as a run of the variant, without its options."""
     return Run(variant, run.seed, run.last["top1"], run.metrics["train_loss"][-1], round(run.seconds), run.images,
                run.updates, run.data)
 

@@ -21,14 +21,10 @@ from ea_vision.base.files import atomic_write, create, csv_text
 from ea_vision.base.networks import lay_out
 from ea_vision.base.provenance import hardware
 from ea_vision.measure.steps import Bench, Runner, Setting
-from experiments.across.plan import NARROW, RIVAL, VIT, kinds_of
+from experiments.across.plan import NETWORKS, kinds_of, mechanism
 
 KINDS = ("residual", "ea", "pa", "talking_heads", "reattention", "refiner", "mta", "conv2d")
 SETTINGS = {"vit_small_patch16_224": (224, 2), "vit_mini_patch4_32": (32, 128)}  # pixels, images
-VERDICT = {  # network and keywords
-    RIVAL: ("vit_mini_patch4_32", dict(token_conv=True)), VIT: ("vit_mini_patch4_32", {}),
-    NARROW: ("conv_transformer_cifar", dict(widths=[16, 32, 64, 64], num_classes=100)),
-}
 
 
 def networks(name: str) -> dict[str, nn.Module]:
@@ -43,13 +39,13 @@ def networks(name: str) -> dict[str, nn.Module]:
 
 def verdict_networks(name: str) -> dict[str, nn.Module]:
     """Return the verdict's networks by kind, "plain" first, each with its fastest code."""
-    model, keywords = VERDICT[name]
+    network = NETWORKS[name]
+    keywords = {**network.keywords, "num_classes": network.classes}
     set_fused_attn(False)
-    made = {"plain": timm.create_model(model, **keywords)}
+    made = {"plain": timm.create_model(network.model, **keywords)}
     set_fused_attn(True)
     for kind in kinds_of(name):
-        start = dict(start="identity") if name == NARROW and kind != "uniform" else {}
-        made[kind] = timm.create_model(model, **keywords, evolution=kind, **start)
+        made[kind] = timm.create_model(network.model, **keywords, **mechanism(name, kind))
     return made
 
 
@@ -76,7 +72,7 @@ def main() -> None:
              "ea_vision": ea_vision.__version__, "repeats": args.repeats}
     rows = []
     create(args.csv.parent)
-    for name, (side, batch) in ({name: (32, 128) for name in VERDICT} if args.verdict else SETTINGS).items():
+    for name, (side, batch) in ({name: (32, 128) for name in NETWORKS} if args.verdict else SETTINGS).items():
         torch.manual_seed(0)
         setting = Setting(batch, side, device="cpu", amp="bfloat16" if args.verdict else "none", opt="adamw",
                           channels_last=args.verdict)

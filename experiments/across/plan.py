@@ -1,11 +1,41 @@
-"""The parts of the verdict, as README.md of this folder fixes them; benchmark, power and analysis read them here."""
+"""The parts of the verdict, as README.md of this folder fixes them; run, benchmark, power and analyse read them."""
 import csv
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "across"
 VIT, RIVAL, NARROW = "small ViT", "small ViT, token_conv", "narrow Conv-Transformer"
+LONGER, LONGER_EPOCHS = "token_conv longer", None  # epochs: set when README.md has the ratio of equal time
+_ALL = "--eval-epochs 100 --amp bfloat16 --workers 0 --device cpu --test".split()
+_VIT = ("--recipe none --opt adamw --lr 2e-3 --sched linear --weight-decay 0.05 --smoothing 0.1 --clip-grad 1 "
+        "--epochs 8 --batch-size 128 --cutout 0 --holdout 30000").split()
+_NARROW = "--recipe fast --epochs 4 --channels-last --holdout 5000".split()
+
+
+@dataclass(frozen=True)
+class Network:
+    """A network without mechanism, its keywords, its data set and the options that train it."""
+
+    model: str
+    keywords: Mapping[str, Any]
+    data: str
+    classes: int
+    options: Sequence[str]
+
+
+NETWORKS = {
+    VIT: Network("vit_mini_patch4_32", {}, "cifar10", 10, _VIT),
+    RIVAL: Network("vit_mini_patch4_32", {"token_conv": True}, "cifar10", 10, _VIT),
+    NARROW: Network("conv_transformer_cifar", {"widths": [16, 32, 64, 64]}, "cifar100", 100, _NARROW),
+}
+
+
+def mechanism(network: str, kind: str) -> dict[str, Any]:
+    """Return the keywords that give the network the mechanism, from its identity start."""
+    return {"evolution": kind, **({"start": "identity"} if network == NARROW and kind != "uniform" else {})}
 
 
 @dataclass(frozen=True)
@@ -29,6 +59,20 @@ class Part:
     def variants(self) -> tuple[str, ...]:
         return (self.baseline, *self.tested, *self.described)
 
+    def options(self, variant: str) -> list[str]:
+        """Return train-cifar's options of a variant, but for its data, seed and folder."""
+        network = NETWORKS[self.network]
+        alone = variant in (self.baseline, LONGER)
+        keywords = {**network.keywords, **({} if alone else mechanism(self.network, variant))}
+        length = ["--epochs", str(LONGER_EPOCHS)] if variant == LONGER else []
+        words = [f"{key}={json.dumps(value)}" for key, value in keywords.items()]
+        return ["--model", network.model, *network.options, *_ALL, *length,
+                *(["--model-kwargs", *words] if words else [])]
+
+    @property
+    def data(self) -> str:
+        return NETWORKS[self.network].data
+
     @property
     def own(self) -> tuple[str, ...]:
         """The variants whose runs are this part's."""
@@ -39,13 +83,13 @@ class Part:
 PARTS = {part.name: part for part in (
     Part("vit-rival", "small ViT with token_conv, CIFAR-10", "token_conv",
          ("residual", "ea", "talking_heads", "reattention", "conv2d"), (), range(100, 108), RIVAL),
-    Part("equal-time", "the same, token_conv alone as long as conv2d takes", "token_conv longer", ("conv2d",), (),
+    Part("equal-time", "the same, token_conv alone as long as conv2d takes", LONGER, ("conv2d",), (),
          range(100, 108), RIVAL, beside="vit-rival"),
-    Part("vit-dear", "the same, the dear ones", "token_conv", (), ("refiner", "mta"), range(100, 102), RIVAL,
-         beside="vit-rival"),
-    Part("vit-alone", "small ViT, CIFAR-10", "plain", (), ("residual", "conv2d", "uniform"), range(100, 105), VIT),
     Part("cifar100", "narrow Conv-Transformer, CIFAR-100", "none", ("residual", "ea", "talking_heads", "conv2d"),
          ("uniform",), range(100, 106), NARROW),
+    Part("vit-alone", "small ViT, CIFAR-10", "plain", (), ("residual", "conv2d", "uniform"), range(100, 105), VIT),
+    Part("vit-dear", "the same, the dear ones", "token_conv", (), ("refiner", "mta"), range(100, 102), RIVAL,
+         beside="vit-rival"),
 )}
 
 

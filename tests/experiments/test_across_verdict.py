@@ -1,15 +1,23 @@
-"""experiments/across/analyse.py on made-up runs: what is compared, what is corrected, and what is left out."""
+"""The verdict on attention across layers: its analysis on made-up runs (what is compared, corrected, left out), and the
+script that makes its runs."""
 import csv
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import timm
+import torch
 from scipy import stats
 
 from ea_vision.base.errors import UsageError
-from ea_vision.studies.evidence import Run, runs_text
-from experiments.across import analyse
-from experiments.across.plan import PARTS
+from ea_vision.engine.config import make_parser, parse, resolve
+from ea_vision.engine.train_cifar import CifarConfig
+from ea_vision.layers import create_evolution
+from ea_vision.layers.evolution import Evolution
+from ea_vision.studies.evidence import Run, read_runs, runs_text
+from experiments.across import analyse, plan, run
+from experiments.across.plan import LONGER, NARROW, NETWORKS, PARTS
 
 
 def made(name: str, gains: dict[str, float]) -> list[Run]:
@@ -85,3 +93,89 @@ def test_runs_that_were_not_tested_are_left_out(tmp_path, capsys):
     with pytest.raises(UsageError, match="no part"):
         analyse.main([str(folder), "-o", str(tmp_path / "out")])
     assert "left out: vit-alone: runs that were tested are required, got top-1 on held_out" in capsys.readouterr().out
+
+
+class Trainer:
+    """In place of `run_setting`: notes what is trained; the run's top-1 is its number."""
+
+    def __init__(self):
+        self.runs: list[tuple[str, list[str]]] = []
+
+    def __call__(self, trainer, folder, keywords, options, seed, arguments):
+        self.runs.append((folder.name, arguments))
+        return SimpleNamespace(seed=int(seed), last={"top1": float(len(self.runs))}, metrics={"train_loss": [1.0]},
+                               seconds=1.0, images=10_000, updates=1250, data="d")
+
+
+@pytest.fixture
+def trainer(monkeypatch) -> Trainer:
+    monkeypatch.setenv("TIMM_FUSED_ATTN", "1")  # put back afterwards
+    trainer = Trainer()
+    monkeypatch.setattr(run, "run_setting", trainer)
+    return trainer
+
+
+def command(folder: Path, *more: str) -> list[str]:
+    return [str(folder / "runs"), "--cifar10", "ten", "--cifar100", "hundred", "-o", str(folder / "rows"), *more]
+
+
+def test_runs_with_a_row_are_not_made_again_and_seeds_come_one_after_another(tmp_path, trainer):
+    (tmp_path / "rows").mkdir()
+    part = PARTS["vit-alone"]
+    first = [Run("plain", 100, 61.5, 1.0, 1, 10_000, 1250, "d"), Run("uniform", 101, 50.0, 1.0, 1, 10_000, 1250, "d")]
+    (tmp_path / "rows" / "vit-alone.csv").write_text(runs_text(first, "test"))
+    assert run.main(command(tmp_path, "--parts", "vit-alone")) == 0
+    made = [name for name, _ in trainer.runs]
+    assert made == [f"vit-alone,{variant},{seed}" for seed in part.seeds for variant in part.own
+                    if (variant, seed) not in {("plain", 100), ("uniform", 101)}]
+    split, rows = read_runs([tmp_path / "rows" / "vit-alone.csv"], part.own)
+    assert split == "test" and len(rows) == len(part.own) * len(part.seeds)
+    assert rows[0] == first[0] and rows[1].options.startswith("vit_mini_patch4_32")
+    run.main(command(tmp_path, "--parts", "vit-alone"))
+    assert len(trainer.runs) == len(made)
+
+
+def test_a_run_that_another_process_makes_is_passed_over(tmp_path, trainer):
+    (tmp_path / "runs").mkdir()
+    with run.locked(tmp_path / "runs" / ".vit-dear,refiner,100.lock", wait=False):
+        run.main(command(tmp_path, "--parts", "vit-dear"))
+    assert [name for name, _ in trainer.runs] == ["vit-dear,mta,100", "vit-dear,refiner,101", "vit-dear,mta,101"]
+
+
+def test_one_run_again_leaves_the_rows_alone(tmp_path, trainer, capsys):
+    run.main(command(tmp_path, "--only", "cifar100", "conv2d", "103"))
+    [(name, arguments)] = trainer.runs
+    assert name == "cifar100,conv2d,103" and arguments[-4:] == ["--dataset", "folder", "--data-dir", "hundred"]
+    assert "conv2d,103,1.0" in capsys.readouterr().out and not list((tmp_path / "rows").iterdir())
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    (["--only", "vit-dear", "conv2d", "100"], "vit-dear conv2d: .*vit-dear: refiner, mta"),
+    (["--parts", "equal-time"], "ratio of equal time"),
+])
+def test_what_cannot_be_run_is_said_before_any_run(tmp_path, trainer, monkeypatch, options, message):
+    monkeypatch.setattr(run, "LONGER_EPOCHS", None)
+    with pytest.raises(UsageError, match=message):
+        run.main(command(tmp_path, *options))
+    with pytest.raises(UsageError, match="vit-alone needs --cifar10 DIR"):
+        run.main([str(tmp_path), "--parts", "vit-alone"])
+    assert not trainer.runs
+
+
+@pytest.mark.parametrize(("part", "variant"), [(part, variant) for part in PARTS.values() for variant in part.own],
+                         ids=lambda value: getattr(value, "name", value))
+def test_every_variant_is_an_experiment_of_the_trainer(part, variant, monkeypatch):
+    """Its options are known and its network exists: the part's alone, or with the mechanism named."""
+    monkeypatch.setattr(plan, "LONGER_EPOCHS", 21.5)
+    given = parse(make_parser(CifarConfig, "", ""), part.options(variant))
+    config, _ = resolve(CifarConfig, given)
+    network, kind = NETWORKS[part.network], config.model_kwargs.get("evolution")
+    assert config.model == network.model and network.keywords.items() <= config.model_kwargs.items()
+    assert kind == (None if variant in (part.baseline, LONGER) else variant)
+    length = 4 if part.network == NARROW else 21.5 if variant == LONGER else 8
+    assert (config.holdout, config.epochs) == (5000 if part.network == NARROW else 30_000, length)
+    assert config.test and config.amp == "bfloat16" and config.opt == ("muon" if part.network == NARROW else "adamw")
+    with torch.device("meta"):
+        made = timm.create_model(config.model, num_classes=network.classes, **config.model_kwargs)
+    kinds = {type(module) for module in made.modules() if isinstance(module, Evolution)}
+    assert kinds == ({type(create_evolution(kind, 4))} if kind else set())

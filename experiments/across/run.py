@@ -1,0 +1,110 @@
+"""Make the runs of the verdict that have no row yet, part by part and seed by seed; start it once for each free core.
+
+    OMP_NUM_THREADS=1 python -m experiments.across.run sweeps/across --cifar10 DIR --cifar100 DIR   # root of a checkout
+    ... --only vit-rival conv2d 100                                       # one run again, for a cell of the table
+
+DIR has train and test, folders or tars of class/name.png. A finished run is a row of PART.csv in
+experiments/results/across, so another machine goes on where this one ends. A run that was interrupted goes on, too, and
+one that another process of this command is making is passed over. --only makes its run whether it has a row or not.
+"""
+import argparse
+import fcntl
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import IO
+
+from ea_vision.base.errors import UsageError, exit_code
+from ea_vision.base.files import atomic_write, create
+from ea_vision.studies.evidence import Run, read_runs, run_of, runs_text
+from ea_vision.studies.sweep import parse_seed, run_setting, stop
+from experiments.across.plan import LONGER, LONGER_EPOCHS, NARROW, PARTS, RESULTS, Part
+
+
+@contextmanager
+def locked(path: Path, wait: bool) -> Iterator[IO | None]:
+    """Hold a lock while the context lasts; None where another process has it and `wait` is false."""
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            yield None
+        else:
+            yield file
+
+
+def rows_of(part: Part, results: Path) -> list[Run]:
+    """Return the runs that have a row."""
+    path = results / f"{part.name}.csv"
+    return read_runs([path])[1] if path.exists() else []
+
+
+def keep(part: Part, run: Run, results: Path) -> None:
+    """Add a run's row to the part's file."""
+    with locked(results / f".{part.name}.lock", wait=True):
+        runs = [known for known in rows_of(part, results) if (known.variant, known.seed) != (run.variant, run.seed)]
+        order = {variant: number for number, variant in enumerate(part.own)}
+        runs = sorted([*runs, run], key=lambda run: (order[run.variant], run.seed))
+        atomic_write(results / f"{part.name}.csv", runs_text(runs, "test").encode())
+
+
+def train(part: Part, variant: str, seed: int, runs: Path, data: dict[str, Path]) -> Run:
+    """Make a run in its own process and return it."""
+    plain_vit = part.network != NARROW and variant in (part.baseline, LONGER)
+    os.environ["TIMM_FUSED_ATTN"] = "0" if plain_vit else "1"  # torch's fused attention is slow in bfloat16 on a CPU
+    options = part.options(variant)
+    output = runs / f"{part.name},{variant},{seed}"
+    finished = run_setting(["-m", "ea_vision", "train-cifar"], output, {}, {}, str(seed),
+                           [*options, "--dataset", "folder", "--data-dir", str(data[part.data])])
+    keywords = options[options.index("--model-kwargs") + 1:] if "--model-kwargs" in options else []
+    return replace(run_of(variant, finished), options=" ".join([options[1], *keywords]))
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", type=Path, help="folder of the run folders")
+    parser.add_argument("--cifar10", type=Path, metavar="DIR", help="needed by the parts of the small ViT")
+    parser.add_argument("--cifar100", type=Path, metavar="DIR", help="needed by the part cifar100")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART",
+                        help=f"in this order (default: {' '.join(PARTS)})")
+    parser.add_argument("--only", nargs=3, metavar=("PART", "VARIANT", "SEED"), help="this run alone")
+    parser.add_argument("-o", "--output", type=Path, default=RESULTS, help="folder of the rows")
+    args = parser.parse_args(argv)
+    data = {"cifar10": args.cifar10, "cifar100": args.cifar100}
+    if args.only:
+        name, variant, seed = args.only
+        if name not in PARTS or variant not in PARTS[name].own:
+            raise UsageError(f"--only takes a part and one of its own variants, got {name} {variant}: "
+                             + "; ".join(f"{part.name}: {', '.join(part.own)}" for part in PARTS.values()))
+        wanted = [(PARTS[name], variant, parse_seed(seed))]
+    else:
+        wanted = [(PARTS[name], variant, seed) for name in args.parts for seed in PARTS[name].seeds
+                  for variant in PARTS[name].own]
+    for part in {part.name: part for part, _, _ in wanted}.values():
+        if data[part.data] is None:
+            raise UsageError(f"part {part.name} needs --{part.data} DIR, got none")
+        if LONGER in part.own and LONGER_EPOCHS is None:
+            raise UsageError(f"part {part.name} needs the ratio of equal time first, as plan.LONGER_EPOCHS; --parts "
+                             "takes the others")
+    signal.signal(signal.SIGTERM, stop)
+    create(args.runs)
+    create(args.output)
+    for part, variant, seed in wanted:
+        with locked(args.runs / f".{part.name},{variant},{seed}.lock", wait=False) as claimed:
+            if claimed is None:
+                continue
+            if not args.only and (variant, seed) in {(run.variant, run.seed) for run in rows_of(part, args.output)}:
+                continue
+            run = train(part, variant, seed, args.runs, data)
+            print(runs_text([run], "test"), end="", flush=True)
+            if not args.only:
+                keep(part, run, args.output)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))
