@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from ea_vision.layers import AugmentedConv2d, TokenAttention
@@ -85,7 +86,9 @@ def count(model: nn.Module, input_size: tuple[int, int, int]) -> Counts:
     Attention that is not ours has no branch here; its batched products count as attention products.
     Readable torch multiplies whole maps where a window would not: there the products are those of the window.
     """
-    with use_implementation("reference"), torch.no_grad(), FlopCounterMode(display=False) as counter:
+    # Torch's fused attention on a CPU is no operation that the counter knows; the products of the plain form are.
+    with (use_implementation("reference"), sdpa_kernel(SDPBackend.MATH), torch.no_grad(),
+          FlopCounterMode(display=False) as counter):
         model.eval()(torch.zeros(1, *input_size, device=next(model.parameters()).device))
     flops = counter.get_flop_counts()  # by module and operation; Global: all
     bmm = torch.ops.aten.bmm  # projections are baddbmm, linear layers mm or addmm

@@ -28,7 +28,7 @@ from ea_vision.studies.evidence import (
     read_runs,
     runs_text,
 )
-from experiments.across.plan import PARTS, RESULTS, Part, step_times
+from experiments.across.plan import EPOCHS, PARTS, RESULTS, Part, step_times
 
 Top1 = Mapping[str, Mapping[int, float]]  # percent by variant and seed
 
@@ -63,10 +63,9 @@ def effects_of(part: Part, top1: Top1) -> list[Effect]:
 
 
 def time_ratio(part: Part, variant: str, times: Mapping[tuple[str, str], float]) -> float:
-    """Return processor time over that of the baseline: of a training step, and of whole runs at equal time."""
-    if part.name == "equal-time":
-        return 1.0
-    return round(times[part.network, variant] / times[part.network, "plain"], 2)
+    """Return processor time of a run over that of the baseline's, from their training steps."""
+    longer = (EPOCHS.get(part.baseline) or 8) / 8
+    return round(times[part.network, variant] / times[part.network, "plain"] / longer, 2)
 
 
 def draw(found: Mapping[Part, list[Effect]], ratios: Mapping[tuple[str, str], float]) -> Figure:
@@ -81,7 +80,7 @@ def draw(found: Mapping[Part, list[Effect]], ratios: Mapping[tuple[str, str], fl
             draw_differences(panel, effects, [f"{e.name} ({ratios[part.name, e.name]:.2f})" for e in effects])
             panel.set_title(f"{part.title}: minus {part.baseline}, {len(part.seeds)} seeds", fontsize=points("medium"),
                             loc="left")
-        panels[-1, 0].set_xlabel("difference, points of top-1, 95% interval (in brackets: time of a training step)")
+        panels[-1, 0].set_xlabel("difference, points of top-1, 95% interval (in brackets: time of a run)")
     return figure
 
 

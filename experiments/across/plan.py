@@ -8,7 +8,8 @@ from typing import Any
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "across"
 VIT, RIVAL, NARROW = "small ViT", "small ViT, token_conv", "narrow Conv-Transformer"
-LONGER, LONGER_EPOCHS = "token_conv longer", None  # epochs: set when README.md has the ratio of equal time
+LONGER, EVEN = "token_conv longer", "token_conv same operations"  # as long as conv2d, in time and in multiply-adds
+EPOCHS: dict[str, float | None] = {LONGER: None, EVEN: 10.02}  # in place of 8; None: README.md lacks the ratio of time
 _ALL = "--eval-epochs 100 --amp bfloat16 --workers 0 --device cpu --test".split()
 _VIT = ("--recipe none --opt adamw --lr 2e-3 --sched linear --weight-decay 0.05 --smoothing 0.1 --clip-grad 1 "
         "--epochs 8 --batch-size 128 --cutout 0 --holdout 30000").split()
@@ -62,9 +63,8 @@ class Part:
     def options(self, variant: str) -> list[str]:
         """Return train-cifar's options of a variant, but for its data, seed and folder."""
         network = NETWORKS[self.network]
-        alone = variant in (self.baseline, LONGER)
-        keywords = {**network.keywords, **({} if alone else mechanism(self.network, variant))}
-        length = ["--epochs", str(LONGER_EPOCHS)] if variant == LONGER else []
+        keywords = {**network.keywords, **({} if variant == self.baseline else mechanism(self.network, variant))}
+        length = ["--epochs", str(EPOCHS[variant])] if variant in EPOCHS else []
         words = [f"{key}={json.dumps(value)}" for key, value in keywords.items()]
         return ["--model", network.model, *network.options, *_ALL, *length,
                 *(["--model-kwargs", *words] if words else [])]
@@ -84,6 +84,8 @@ PARTS = {part.name: part for part in (
     Part("vit-rival", "small ViT with token_conv, CIFAR-10", "token_conv",
          ("residual", "ea", "talking_heads", "reattention", "conv2d"), (), range(100, 108), RIVAL),
     Part("equal-time", "the same, token_conv alone as long as conv2d takes", LONGER, ("conv2d",), (),
+         range(100, 108), RIVAL, beside="vit-rival"),
+    Part("equal-operations", "the same, token_conv alone with conv2d's operations", EVEN, (), ("conv2d",),
          range(100, 108), RIVAL, beside="vit-rival"),
     Part("cifar100", "narrow Conv-Transformer, CIFAR-100", "none", ("residual", "ea", "talking_heads", "conv2d"),
          ("uniform",), range(100, 106), NARROW),

@@ -9,7 +9,7 @@ experiments/results/across/verdict-times.csv.
 """
 from scipy import stats
 
-from experiments.across.plan import NARROW, PARTS, RIVAL, VIT, step_times
+from experiments.across.plan import EPOCHS, EVEN, LONGER, NARROW, PARTS, RIVAL, VIT, step_times
 
 # task: (standard deviation of a run between seeds, in points of top-1; hypotheses; gains to be seen, in points)
 TASKS = {
@@ -44,10 +44,11 @@ def pilot_deviation() -> float:
 def core_hours() -> dict[str, float]:
     """Return the hours of each part of the plan on one core."""
     step = step_times()
+    longer = {LONGER: step[RIVAL, "conv2d"] / step[RIVAL, "plain"], EVEN: EPOCHS[EVEN] / 8}
     hours = {}
     for part in PARTS.values():
-        kind = {part.baseline: "plain", "token_conv longer": "conv2d"}  # whose time it takes
-        ms = sum(step[part.network, kind.get(variant, variant)] for variant in part.own)
+        ms = sum(step[part.network, "plain" if variant == part.baseline else variant] * longer.get(variant, 1)
+                 for variant in part.own)
         hours[part.title] = len(part.seeds) * UPDATES[part.network] * ms / 3.6e6
     return hours | {part: seconds / 3600 for part, seconds in OTHERS.items()}
 

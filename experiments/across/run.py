@@ -22,7 +22,7 @@ from ea_vision.base.errors import UsageError, exit_code
 from ea_vision.base.files import atomic_write, create
 from ea_vision.studies.evidence import Run, read_runs, run_of, runs_text
 from ea_vision.studies.sweep import parse_seed, run_setting, stop
-from experiments.across.plan import LONGER, LONGER_EPOCHS, NARROW, PARTS, RESULTS, Part
+from experiments.across.plan import EPOCHS, NARROW, PARTS, RESULTS, Part
 
 
 @contextmanager
@@ -54,7 +54,7 @@ def keep(part: Part, run: Run, results: Path) -> None:
 
 def train(part: Part, variant: str, seed: int, runs: Path, data: dict[str, Path]) -> Run:
     """Make a run in its own process and return it."""
-    plain_vit = part.network != NARROW and variant in (part.baseline, LONGER)
+    plain_vit = part.network != NARROW and variant == part.baseline
     os.environ["TIMM_FUSED_ATTN"] = "0" if plain_vit else "1"  # torch's fused attention is slow in bfloat16 on a CPU
     options = part.options(variant)
     output = runs / f"{part.name},{variant},{seed}"
@@ -87,9 +87,9 @@ def main(argv: list[str] | None = None) -> int:
     for part in {part.name: part for part, _, _ in wanted}.values():
         if data[part.data] is None:
             raise UsageError(f"part {part.name} needs --{part.data} DIR, got none")
-        if LONGER in part.own and LONGER_EPOCHS is None:
-            raise UsageError(f"part {part.name} needs the ratio of equal time first, as plan.LONGER_EPOCHS; --parts "
-                             "takes the others")
+        if EPOCHS.get(part.baseline, 8) is None:
+            raise UsageError(f"part {part.name} needs the ratio of equal time first, in plan.EPOCHS; --parts takes the "
+                             "others")
     signal.signal(signal.SIGTERM, stop)
     create(args.runs)
     create(args.output)

@@ -15,9 +15,10 @@ from ea_vision.engine.config import make_parser, parse, resolve
 from ea_vision.engine.train_cifar import CifarConfig
 from ea_vision.layers import create_evolution
 from ea_vision.layers.evolution import Evolution
+from ea_vision.measure.counts import count
 from ea_vision.studies.evidence import Run, read_runs, runs_text
-from experiments.across import analyse, plan, run
-from experiments.across.plan import LONGER, NARROW, NETWORKS, PARTS
+from experiments.across import analyse, run
+from experiments.across.plan import EPOCHS, EVEN, LONGER, NARROW, NETWORKS, PARTS, RIVAL, mechanism
 
 
 def made(name: str, gains: dict[str, float]) -> list[Run]:
@@ -44,7 +45,10 @@ def test_each_part_against_its_baseline_by_hand(tmp_path):
     out = tmp_path / "out"
     assert analyse.main([str(write(tmp_path, runs)), "-o", str(out)]) == 0
     rows = table(out)
-    assert len(rows) == 5 + 1 + 2 + 3 + 5
+    assert len(rows) == 5 + 1 + 1 + 2 + 3 + 5
+    same = rows["equal-operations", "conv2d"]
+    assert same["p"] == "" and float(same["time_ratio"]) == pytest.approx(
+        8 / 10.02 * float(rows["vit-rival", "conv2d"]["time_ratio"]), abs=0.01)
     top1 = {(run.variant, run.seed): run.top1 for run in runs["vit-rival"]}
     p_values = {}
     for name in PARTS["vit-rival"].tested:
@@ -154,7 +158,7 @@ def test_one_run_again_leaves_the_rows_alone(tmp_path, trainer, capsys):
     (["--parts", "equal-time"], "ratio of equal time"),
 ])
 def test_what_cannot_be_run_is_said_before_any_run(tmp_path, trainer, monkeypatch, options, message):
-    monkeypatch.setattr(run, "LONGER_EPOCHS", None)
+    monkeypatch.setitem(EPOCHS, LONGER, None)
     with pytest.raises(UsageError, match=message):
         run.main(command(tmp_path, *options))
     with pytest.raises(UsageError, match="vit-alone needs --cifar10 DIR"):
@@ -162,17 +166,25 @@ def test_what_cannot_be_run_is_said_before_any_run(tmp_path, trainer, monkeypatc
     assert not trainer.runs
 
 
+def test_equal_operations_are_those_that_are_counted():
+    network = NETWORKS[RIVAL]
+    with torch.device("meta"):
+        plain, conv2d = (count(timm.create_model(network.model, **network.keywords, **more), (3, 32, 32)).macs
+                         for more in ({}, mechanism(RIVAL, "conv2d")))
+    assert EPOCHS[EVEN] == round(8 * conv2d / plain, 2)
+
+
 @pytest.mark.parametrize(("part", "variant"), [(part, variant) for part in PARTS.values() for variant in part.own],
                          ids=lambda value: getattr(value, "name", value))
 def test_every_variant_is_an_experiment_of_the_trainer(part, variant, monkeypatch):
     """Its options are known and its network exists: the part's alone, or with the mechanism named."""
-    monkeypatch.setattr(plan, "LONGER_EPOCHS", 21.5)
+    monkeypatch.setitem(EPOCHS, LONGER, 21.5)
     given = parse(make_parser(CifarConfig, "", ""), part.options(variant))
     config, _ = resolve(CifarConfig, given)
     network, kind = NETWORKS[part.network], config.model_kwargs.get("evolution")
     assert config.model == network.model and network.keywords.items() <= config.model_kwargs.items()
-    assert kind == (None if variant in (part.baseline, LONGER) else variant)
-    length = 4 if part.network == NARROW else 21.5 if variant == LONGER else 8
+    assert kind == (None if variant == part.baseline else variant)
+    length = 4 if part.network == NARROW else EPOCHS.get(variant, 8)
     assert (config.holdout, config.epochs) == (5000 if part.network == NARROW else 30_000, length)
     assert config.test and config.amp == "bfloat16" and config.opt == ("muon" if part.network == NARROW else "adamw")
     with torch.device("meta"):

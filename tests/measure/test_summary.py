@@ -4,6 +4,7 @@ import io
 
 import pytest
 import timm
+import torch
 
 from ea_vision.base.errors import exit_code
 from ea_vision.measure.counts import count
@@ -105,6 +106,15 @@ def test_branches_of_a_vision_transformer(capsys):
     assert {int(row["map_bytes"]) for row in rows} == {2 * 3 * 197**2}
     flops = [int(row["flops_profiler"]) for row in rows]
     assert flops[0] == 2 * 197 * 4 * 192**2 + 6 * 3 * 197**2 and flops[1] - flops[0] == 2 * 9 * 3**2 * 197**2
+
+
+def test_fused_attention_of_timm_is_counted_on_every_device():
+    """By hand: 5 blocks of 64 tokens 64 wide; queries with keys and maps with values."""
+    products = 5 * 2 * 64 * 64 * 64
+    on_cpu = count(timm.create_model("vit_mini_patch4_32"), (3, 32, 32))
+    with torch.device("meta"):
+        on_meta = count(timm.create_model("vit_mini_patch4_32"), (3, 32, 32))
+    assert on_cpu.attention_macs == on_meta.attention_macs == products and on_cpu.macs == on_meta.macs
 
 
 def test_layers_of_a_network_without_attention_is_one_line(capsys):
