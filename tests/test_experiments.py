@@ -24,7 +24,8 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "experiments" / "results"
 PAGE = " ".join((ROOT / "docs" / "experiments.md").read_text().split())
 SETS = ("cifar10", "cifar100")
-analyse = runpy.run_path(str(ROOT / "experiments" / "factorial" / "analyse.py"))
+FACTORIAL = ROOT / "experiments" / "factorial"
+analyse = runpy.run_path(str(FACTORIAL / "analyse.py"))
 FACTORS, CELLS = analyse["FACTORS"], analyse["CELLS"]
 
 
@@ -73,15 +74,13 @@ def test_the_question_and_equal_time():
     assert f"p = {gain[0][3]:.3f} on CIFAR-10 (paired t test) and p = {gain[1][3]:.3f} on CIFAR-100" in PAGE
     above = [statistics.mean(t["none 5 epochs"]) - statistics.mean(t["EA"]) for t in (ten, hundred)]
     assert f"puts none {above[0]:.2f} and {above[1]:.2f} points above EA" in PAGE
-    fresh = evidence_of(ROOT / "experiments" / "factorial" / "cifar10-runs.csv")
-    difference, low, high, p = paired_difference(*([fresh[name][seed] for seed in range(5, 10)]
-                                                   for name in ("EA", "none equal time")))
-    interval = f"{low:.2f} to {high:.2f}"
-    assert "CIFAR-10 " + minus(f"EA - none is {difference:.2f} ({interval}; p = {p:.3f}, corrected for two data sets "
-                               f"{min(1, 2 * p):.3f})") in PAGE
-    assert minus(f"EA - none is {difference:.2f} points ({interval}).") + " CIFAR-100's runs are to come" in PAGE
-    [kept] = [row for row in rows("../factorial/effects.csv") if row["name"] == "EA - none equal time"]
-    assert [float(kept[key]) for key in ("difference", "p", "p_holm")] == pytest.approx([difference, p, 2 * p])
+    fresh = [paired_difference(*([top1[name][seed] for seed in range(5, 10)] for name in ("EA", "none equal time")))
+             for top1 in (evidence_of(FACTORIAL / f"{name}-runs.csv") for name in SETS)]
+    at_equal_time = [minus(f"{difference:.2f} ({low:.2f} to {high:.2f}; p = {p:.3f}, corrected {p_holm:.3f})")
+                     for (difference, low, high, p), p_holm in zip(fresh, holm([f[3] for f in fresh]), strict=True)]
+    assert f"EA − none is {at_equal_time[0]} on CIFAR-10 and {at_equal_time[1]} on CIFAR-100" in PAGE
+    first = said(*fresh[0][:3]).replace(" ", " points ", 1)
+    assert f"EA − none is {first} on CIFAR-10, {said(*fresh[1][:3])} on CIFAR-100 | five fresh seeds" in PAGE
     (more, low, high, _), longer = (paired_difference(t["none 5 epochs"], t["none"]) for t in (ten, hundred))
     first = f"brings none {more:.2f} points ({low:.2f} to {high:.2f}) on CIFAR-10"
     assert f"{first} and {said(*longer[:3])} on CIFAR-100" in PAGE
@@ -109,27 +108,36 @@ def test_the_factorial_and_its_files():
 
 
 def test_the_fresh_seeds_of_the_factorial():
-    """experiments/factorial/effects.csv is what the kept runs give, and the page says it; nothing of CIFAR-100 yet."""
-    folder = ROOT / "experiments" / "factorial"
-    kept = rows("../factorial/effects.csv")
-    assert {row["data"] for row in kept} == {"cifar10"} and not list(folder.glob("cifar100*"))
-    runs = evidence_of(folder / "cifar10-runs.csv")
-    both = {cell: {**runs[cell], **evidence("cifar10")[cell]} for cell in CELLS}
-    fresh, ten = factorial(runs, FACTORS), factorial(both, FACTORS)
-    named = {(row["name"], row["seeds"]): row for row in kept}
-    for effects, seeds in ((fresh, "5 to 9"), (ten, "0 to 9, partly after the fact")):
-        for effect in effects:
-            row = named[effect.name, seeds]
-            assert [float(row[key]) for key in ("difference", "low", "high")] == pytest.approx(
-                [effect.difference, effect.low, effect.high])
-    skip, convolution, interaction = fresh
-    p_holm = float(named["skip", "5 to 9"]["p_holm"])
-    assert p_holm == pytest.approx(min(1.0, 4 * min(skip.p, convolution.p)))
-    assert minus(f"skip {skip.difference:+.2f} points ({skip.low:.2f} to {skip.high:.2f}; p = {skip.p:.3f}, corrected "
-                 f"{p_holm:.3f})") in PAGE
-    assert f"convolution {said(*values(convolution))}, interaction {said(*values(interaction), '+')}." in PAGE
-    assert f"skip {said(*values(ten[0]), '+')}. CIFAR-100's runs are not complete" in PAGE
-    assert f"fresh ones on CIFAR-10: {said(*values(skip), '+')}" in PAGE
+    """experiments/factorial/effects.csv is what the kept runs give, and the page says it."""
+    kept = {(row["data"], row["name"], row["seeds"]): row for row in rows("../factorial/effects.csv")}
+    fresh, ten, times = {}, {}, []
+    for name in SETS:
+        runs = evidence_of(FACTORIAL / f"{name}-runs.csv")
+        fresh[name] = factorial({cell: runs[cell] for cell in CELLS}, FACTORS)
+        ten[name] = factorial({cell: {**runs[cell], **evidence(name)[cell]} for cell in CELLS}, FACTORS)
+        times.append(analyse["equal_time"](runs))
+    tested = [(name, effect) for name in SETS for effect in fresh[name] if effect.p is not None]
+    p_holm = dict(zip(((name, effect.name) for name, effect in tested), holm([e.p for _, e in tested]), strict=True))
+    p_holm.update(zip(((name, times[0].name) for name in SETS), holm([e.p for e in times]), strict=True))
+    for name, effect, seeds in [
+            *((name, e, "5 to 9") for name, e in (*((n, e) for n in SETS for e in fresh[n]), *zip(SETS, times))),
+            *((name, e, "0 to 9, partly after the fact") for name in SETS for e in ten[name])]:
+        row = kept.pop((name, effect.name, seeds))
+        assert [float(row[key]) for key in ("difference", "low", "high")] == pytest.approx(
+            [effect.difference, effect.low, effect.high])
+        if seeds == "5 to 9" and effect.p is not None:
+            assert float(row["p_holm"]) == pytest.approx(p_holm[name, effect.name])
+    assert not kept
+    for label, *effects in zip(("skip connection", "convolution", "interaction"), *fresh.values(), strict=True):
+        cells = [f"{said(*values(e), '+')} | {'' if e.p is None else f'{p_holm[name, e.name]:.3f} '}"
+                 for name, e in zip(SETS, effects, strict=True)]
+        assert f"| {label}, seeds 5 to 9 | {cells[0]}| {cells[1]}|" in PAGE, label
+    skip = [said(*values(fresh[name][0]), "+") for name in SETS]
+    shown = " and ".join(f"{p_holm[name, 'skip']:.3f}" for name in SETS)
+    assert f"not confirmed by five fresh ones: {skip[0]} and {skip[1]}, corrected p {shown} |" in PAGE
+    assert all(ten[name][1].low < 0 < ten[name][1].high for name in SETS)
+    both = [said(*values(ten[name][0]), "+") for name in SETS]
+    assert f"skip {both[0]} on CIFAR-10 and {both[1]} on CIFAR-100" in PAGE
 
 
 def test_sensitivity():
