@@ -119,9 +119,10 @@ def test_the_fresh_seeds_of_the_factorial():
     tested = [(name, effect) for name in SETS for effect in fresh[name] if effect.p is not None]
     p_holm = dict(zip(((name, effect.name) for name, effect in tested), holm([e.p for _, e in tested]), strict=True))
     p_holm.update(zip(((name, times[0].name) for name in SETS), holm([e.p for e in times]), strict=True))
-    for name, effect, seeds in [
-            *((name, e, "5 to 9") for name, e in (*((n, e) for n in SETS for e in fresh[n]), *zip(SETS, times))),
-            *((name, e, "0 to 9, partly after the fact") for name in SETS for e in ten[name])]:
+    later = "0 to 9, partly after the fact"
+    written = [(of_set, effect, "5 to 9") for of_set, time in zip(SETS, times, strict=True)
+               for effect in (*fresh[of_set], time)] + [(of_set, e, later) for of_set in SETS for e in ten[of_set]]
+    for name, effect, seeds in written:
         row = kept.pop((name, effect.name, seeds))
         assert [float(row[key]) for key in ("difference", "low", "high")] == pytest.approx(
             [effect.difference, effect.low, effect.high])
