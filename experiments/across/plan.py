@@ -65,7 +65,7 @@ class Part:
         network = NETWORKS[self.network]
         keywords = {**network.keywords, **({} if variant == self.baseline else mechanism(self.network, variant))}
         length = ["--epochs", str(EPOCHS[variant])] if variant in EPOCHS else []
-        words = [f"{key}={json.dumps(value)}" for key, value in keywords.items()]
+        words = [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in keywords.items()]
         return ["--model", network.model, *network.options, *_ALL, *length,
                 *(["--model-kwargs", *words] if words else [])]
 
