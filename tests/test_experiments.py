@@ -141,6 +141,16 @@ def test_the_fresh_seeds_of_the_factorial():
     assert f"skip {both[0]} on CIFAR-10 and {both[1]} on CIFAR-100" in PAGE
 
 
+def test_muons_tables_and_classifier_by_adamw():
+    trials = {row["trial"]: row for row in rows("recipe-search/trials.csv")}
+    last = {name: trials[name]["held_out_top1_by_epoch"].split()[-1] for name in trials if name.startswith("t")}
+    base, changed = ([last[name], last[f"{name}-seed1"]] for name in ("t1-base", "t2-tables-classifier"))
+    assert f"gains nothing: {' and '.join(changed)}% of held-out images where `fast` has {' and '.join(base)} " in PAGE
+    assert all(float(new) < float(old) for new, old in zip(changed, base, strict=True))
+    both = "fallback_list=[\"*_rel\",\"head.fc.weight\"]"
+    assert [both in trials[name]["command"] for name in last] == [name.startswith("t2") for name in last]
+
+
 def test_sensitivity():
     script = runpy.run_path(str(ROOT / "experiments" / "sensitivity.py"))
     kept = rows("evidence/sensitivity.csv")
