@@ -43,13 +43,12 @@ def rows_of(part: Part, results: Path) -> list[Run]:
     return read_runs([path])[1] if path.exists() else []
 
 
-def keep(part: Part, run: Run, results: Path) -> None:
-    """Add a run's row to the part's file."""
-    with locked(results / f".{part.name}.lock", wait=True):
-        runs = [known for known in rows_of(part, results) if (known.variant, known.seed) != (run.variant, run.seed)]
+def keep(part: Part, run: Run, results: Path, runs: Path) -> None:
+    """Add a run's row to the part's file; processes that share the folder of runs do so one after another."""
+    with locked(runs / f".{part.name}.lock", wait=True):
         order = {variant: number for number, variant in enumerate(part.own)}
-        runs = sorted([*runs, run], key=lambda run: (order[run.variant], run.seed))
-        atomic_write(results / f"{part.name}.csv", runs_text(runs, "test").encode())
+        rows = sorted([*rows_of(part, results), run], key=lambda row: (order[row.variant], row.seed))
+        atomic_write(results / f"{part.name}.csv", runs_text(rows, "test").encode())
 
 
 def train(part: Part, variant: str, seed: int, runs: Path, data: dict[str, Path]) -> Run:
@@ -64,13 +63,19 @@ def train(part: Part, variant: str, seed: int, runs: Path, data: dict[str, Path]
     return replace(run_of(variant, finished), options=" ".join([options[1], *keywords]))
 
 
+def ready(part: Part) -> bool:
+    """Return whether the length of the part's runs is known."""
+    return EPOCHS.get(part.baseline, 8) is not None
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path, help="folder of the run folders")
     parser.add_argument("--cifar10", type=Path, metavar="DIR", help="needed by the parts of the small ViT")
     parser.add_argument("--cifar100", type=Path, metavar="DIR", help="needed by the part cifar100")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART",
-                        help=f"in this order (default: {' '.join(PARTS)})")
+    parts = [name for name, part in PARTS.items() if ready(part)]
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=parts, metavar="PART",
+                        help=f"in this order (default: {' '.join(parts)})")
     parser.add_argument("--only", nargs=3, metavar=("PART", "VARIANT", "SEED"), help="this run alone")
     parser.add_argument("-o", "--output", type=Path, default=RESULTS, help="folder of the rows")
     args = parser.parse_args(argv)
@@ -87,9 +92,8 @@ def main(argv: list[str] | None = None) -> int:
     for part in {part.name: part for part, _, _ in wanted}.values():
         if data[part.data] is None:
             raise UsageError(f"part {part.name} needs --{part.data} DIR, got none")
-        if EPOCHS.get(part.baseline, 8) is None:
-            raise UsageError(f"part {part.name} needs the ratio of equal time first, in plan.EPOCHS; --parts takes the "
-                             "others")
+        if not ready(part):
+            raise UsageError(f"part {part.name} needs the ratio of equal time first, in plan.EPOCHS, got none")
     signal.signal(signal.SIGTERM, stop)
     create(args.runs)
     create(args.output)
@@ -102,7 +106,7 @@ def main(argv: list[str] | None = None) -> int:
             run = train(part, variant, seed, args.runs, data)
             print(runs_text([run], "test"), end="", flush=True)
             if not args.only:
-                keep(part, run, args.output)
+                keep(part, run, args.output, args.runs)
     return 0
 
 
