@@ -142,8 +142,9 @@ def test_the_fresh_seeds_of_the_factorial():
 
 def test_learned_gates():
     kept = rows("evidence/learned-gates.csv")
-    runs = evidence_of(RESULTS / "evidence" / "cifar10-held-out-runs.csv")["EA learned"]
-    assert {int(row["seed"]): float(row["held_out_top1"]) for row in kept} == runs and len(kept) == 4 * len(runs)
+    runs = read_runs([RESULTS / "evidence" / "cifar10-held-out-runs.csv"], ["EA learned"])[1]
+    assert {int(row["seed"]): float(row["held_out_top1"]) for row in kept} == {run.seed: run.top1 for run in runs}
+    assert len(kept) == 4 * len(runs)
     alpha, beta = ([float(row[gate]) for row in kept] for gate in ("alpha", "beta"))
     assert (f"lowers every alpha from 0.5 to {min(alpha):.2f} to {max(alpha):.2f}, and beta ends between "
             f"{min(beta):.2f} and {max(beta):.2f}") in PAGE
