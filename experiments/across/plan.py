@@ -60,14 +60,18 @@ class Part:
     def variants(self) -> tuple[str, ...]:
         return (self.baseline, *self.tested, *self.described)
 
+    def keywords(self, variant: str) -> list[str]:
+        """Return the keywords of a variant's model, KEY=VALUE."""
+        keywords = {**NETWORKS[self.network].keywords,
+                    **({} if variant == self.baseline else mechanism(self.network, variant))}
+        return [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in keywords.items()]
+
     def options(self, variant: str) -> list[str]:
         """Return train-cifar's options of a variant, but for its data, seed and folder."""
-        network = NETWORKS[self.network]
-        keywords = {**network.keywords, **({} if variant == self.baseline else mechanism(self.network, variant))}
+        network, keywords = NETWORKS[self.network], self.keywords(variant)
         length = ["--epochs", str(EPOCHS[variant])] if variant in EPOCHS else []
-        words = [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in keywords.items()]
         return ["--model", network.model, *network.options, *_ALL, *length,
-                *(["--model-kwargs", *words] if words else [])]
+                *(["--model-kwargs", *keywords] if keywords else [])]
 
     @property
     def data(self) -> str:

@@ -16,25 +16,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import IO
 
 from ea_vision.base.errors import UsageError, exit_code
 from ea_vision.base.files import atomic_write, create
 from ea_vision.studies.evidence import Run, read_runs, run_of, runs_text
 from ea_vision.studies.sweep import parse_seed, run_setting, stop
-from experiments.across.plan import EPOCHS, NARROW, PARTS, RESULTS, Part
+from experiments.across.plan import EPOCHS, NARROW, NETWORKS, PARTS, RESULTS, Part
 
 
 @contextmanager
-def locked(path: Path, wait: bool) -> Iterator[IO | None]:
-    """Hold a lock while the context lasts; None where another process has it and `wait` is false."""
+def hold(path: Path, wait: bool) -> Iterator[bool]:
+    """Hold a lock while the context lasts; False where another process has it and `wait` is false."""
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
-            yield None
+            yield False
         else:
-            yield file
+            yield True
 
 
 def rows_of(part: Part, results: Path) -> list[Run]:
@@ -45,7 +44,7 @@ def rows_of(part: Part, results: Path) -> list[Run]:
 
 def keep(part: Part, run: Run, results: Path, runs: Path) -> None:
     """Add a run's row to the part's file; processes that share the folder of runs do so one after another."""
-    with locked(runs / f".{part.name}.lock", wait=True):
+    with hold(runs / f".{part.name}.lock", wait=True):
         order = {variant: number for number, variant in enumerate(part.own)}
         rows = sorted([*rows_of(part, results), run], key=lambda row: (order[row.variant], row.seed))
         atomic_write(results / f"{part.name}.csv", runs_text(rows, "test").encode())
@@ -55,12 +54,11 @@ def train(part: Part, variant: str, seed: int, runs: Path, data: dict[str, Path]
     """Make a run in its own process and return it."""
     plain_vit = part.network != NARROW and variant == part.baseline
     os.environ["TIMM_FUSED_ATTN"] = "0" if plain_vit else "1"  # torch's fused attention is slow in bfloat16 on a CPU
-    options = part.options(variant)
     output = runs / f"{part.name},{variant},{seed}"
     finished = run_setting(["-m", "ea_vision", "train-cifar"], output, {}, {}, str(seed),
-                           [*options, "--dataset", "folder", "--data-dir", str(data[part.data])])
-    keywords = options[options.index("--model-kwargs") + 1:] if "--model-kwargs" in options else []
-    return replace(run_of(variant, finished), options=" ".join([options[1], *keywords]))
+                           [*part.options(variant), "--dataset", "folder", "--data-dir", str(data[part.data])])
+    options = " ".join([NETWORKS[part.network].model, *part.keywords(variant)])
+    return replace(run_of(variant, finished), options=options)
 
 
 def ready(part: Part) -> bool:
@@ -98,8 +96,8 @@ def main(argv: list[str] | None = None) -> int:
     create(args.runs)
     create(args.output)
     for part, variant, seed in wanted:
-        with locked(args.runs / f".{part.name},{variant},{seed}.lock", wait=False) as claimed:
-            if claimed is None:
+        with hold(args.runs / f".{part.name},{variant},{seed}.lock", wait=False) as claimed:
+            if not claimed:
                 continue
             if not args.only and (variant, seed) in {(run.variant, run.seed) for run in rows_of(part, args.output)}:
                 continue

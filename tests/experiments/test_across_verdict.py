@@ -141,7 +141,7 @@ def test_runs_with_a_row_are_not_made_again_and_seeds_come_one_after_another(tmp
 
 def test_a_run_that_another_process_makes_is_passed_over(tmp_path, trainer):
     (tmp_path / "runs").mkdir()
-    with run.locked(tmp_path / "runs" / ".vit-dear,refiner,100.lock", wait=False):
+    with run.hold(tmp_path / "runs" / ".vit-dear,refiner,100.lock", wait=False):
         run.main(command(tmp_path, "--parts", "vit-dear"))
     assert [name for name, _ in trainer.runs] == ["vit-dear,mta,100", "vit-dear,refiner,101", "vit-dear,mta,101"]
 
