@@ -9,7 +9,7 @@ experiments/results/across/verdict-times.csv.
 """
 from scipy import stats
 
-from experiments.across.plan import EPOCHS, EVEN, LONGER, NARROW, PARTS, RIVAL, VIT, step_times
+from experiments.across.plan import EPOCHS, NARROW, PARTS, RIVAL, VIT, step_times
 
 # task: (standard deviation of a run between seeds, in points of top-1; hypotheses; gains to be seen, in points)
 TASKS = {
@@ -44,7 +44,7 @@ def pilot_deviation() -> float:
 def core_hours() -> dict[str, float]:
     """Return the hours of each part of the plan on one core."""
     step = step_times()
-    longer = {LONGER: step[RIVAL, "conv2d"] / step[RIVAL, "plain"], EVEN: EPOCHS[EVEN] / 8}
+    longer = {variant: epochs / 8 for variant, epochs in EPOCHS.items()}
     hours = {}
     for part in PARTS.values():
         ms = sum(step[part.network, "plain" if variant == part.baseline else variant] * longer.get(variant, 1)
