@@ -64,7 +64,7 @@ def effects_of(part: Part, top1: Top1) -> list[Effect]:
 
 def time_ratio(part: Part, variant: str, times: Mapping[tuple[str, str], float]) -> float:
     """Return processor time of a run over that of the baseline's, from their training steps."""
-    longer = (EPOCHS.get(part.baseline) or 8) / 8
+    longer = EPOCHS.get(part.baseline, 8) / 8
     return round(times[part.network, variant] / times[part.network, "plain"] / longer, 2)
 
 

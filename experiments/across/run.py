@@ -21,7 +21,7 @@ from ea_vision.base.errors import UsageError, exit_code
 from ea_vision.base.files import atomic_write, create
 from ea_vision.studies.evidence import Run, read_runs, run_of, runs_text
 from ea_vision.studies.sweep import parse_seed, run_setting, stop
-from experiments.across.plan import EPOCHS, NARROW, NETWORKS, PARTS, RESULTS, Part
+from experiments.across.plan import NARROW, NETWORKS, PARTS, RESULTS, Part
 
 
 @contextmanager
@@ -61,19 +61,13 @@ def train(part: Part, variant: str, seed: int, runs: Path, data: dict[str, Path]
     return replace(run_of(variant, finished), options=options)
 
 
-def ready(part: Part) -> bool:
-    """Return whether the length of the part's runs is known."""
-    return EPOCHS.get(part.baseline, 8) is not None
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path, help="folder of the run folders")
     parser.add_argument("--cifar10", type=Path, metavar="DIR", help="needed by the parts of the small ViT")
     parser.add_argument("--cifar100", type=Path, metavar="DIR", help="needed by the part cifar100")
-    parts = [name for name, part in PARTS.items() if ready(part)]
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=parts, metavar="PART",
-                        help=f"in this order (default: {' '.join(parts)})")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART",
+                        help=f"in this order (default: {' '.join(PARTS)})")
     parser.add_argument("--only", nargs=3, metavar=("PART", "VARIANT", "SEED"), help="this run alone")
     parser.add_argument("-o", "--output", type=Path, default=RESULTS, help="folder of the rows")
     args = parser.parse_args(argv)
@@ -90,8 +84,6 @@ def main(argv: list[str] | None = None) -> int:
     for part in {part.name: part for part, _, _ in wanted}.values():
         if data[part.data] is None:
             raise UsageError(f"part {part.name} needs --{part.data} DIR, got none")
-        if not ready(part):
-            raise UsageError(f"part {part.name} needs the ratio of equal time first, in plan.EPOCHS, got none")
     signal.signal(signal.SIGTERM, stop)
     create(args.runs)
     create(args.output)

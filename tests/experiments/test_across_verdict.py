@@ -18,7 +18,7 @@ from ea_vision.layers.evolution import Evolution
 from ea_vision.measure.counts import count
 from ea_vision.studies.evidence import Run, read_runs, runs_text
 from experiments.across import analyse, run
-from experiments.across.plan import EPOCHS, EVEN, LONGER, NARROW, NETWORKS, PARTS, RIVAL, mechanism
+from experiments.across.plan import EPOCHS, EVEN, LONGER, NARROW, NETWORKS, PARTS, RIVAL, mechanism, step_times
 
 
 def made(name: str, gains: dict[str, float]) -> list[Run]:
@@ -153,20 +153,17 @@ def test_one_run_again_leaves_the_rows_alone(tmp_path, trainer, capsys):
     assert "conv2d,103,1.0" in capsys.readouterr().out and not list((tmp_path / "rows").iterdir())
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    (["--only", "vit-dear", "conv2d", "100"], "vit-dear conv2d: .*vit-dear: refiner, mta"),
-    (["--parts", "equal-time"], "ratio of equal time"),
-])
-def test_what_cannot_be_run_is_said_before_any_run(tmp_path, trainer, monkeypatch, options, message):
-    monkeypatch.setitem(EPOCHS, LONGER, None)
-    with pytest.raises(UsageError, match=message):
-        run.main(command(tmp_path, *options))
+def test_what_cannot_be_run_is_said_before_any_run(tmp_path, trainer):
+    with pytest.raises(UsageError, match="vit-dear conv2d: .*vit-dear: refiner, mta"):
+        run.main(command(tmp_path, "--only", "vit-dear", "conv2d", "100"))
     with pytest.raises(UsageError, match="vit-alone needs --cifar10 DIR"):
         run.main([str(tmp_path), "--parts", "vit-alone"])
     assert not trainer.runs
 
 
-def test_equal_operations_are_those_that_are_counted():
+def test_equal_time_and_equal_operations_are_those_that_were_measured():
+    times = step_times()
+    assert EPOCHS[LONGER] == round(8 * times[RIVAL, "conv2d"] / times[RIVAL, "plain"], 2)
     network = NETWORKS[RIVAL]
     with torch.device("meta"):
         plain, conv2d = (count(timm.create_model(network.model, **network.keywords, **more), (3, 32, 32)).macs
@@ -176,9 +173,8 @@ def test_equal_operations_are_those_that_are_counted():
 
 @pytest.mark.parametrize(("part", "variant"), [(part, variant) for part in PARTS.values() for variant in part.own],
                          ids=lambda value: getattr(value, "name", value))
-def test_every_variant_is_an_experiment_of_the_trainer(part, variant, monkeypatch):
+def test_every_variant_is_an_experiment_of_the_trainer(part, variant):
     """Its options are known and its network exists: the part's alone, or with the mechanism named."""
-    monkeypatch.setitem(EPOCHS, LONGER, 21.5)
     given = parse(make_parser(CifarConfig, "", ""), part.options(variant))
     config, _ = resolve(CifarConfig, given)
     network, kind = NETWORKS[part.network], config.model_kwargs.get("evolution")
