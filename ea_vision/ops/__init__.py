@@ -203,8 +203,13 @@ def evolving_attention(
     return (_choose(problem) if name is None else _by_name(name, problem)).forward(problem)
 
 
+def by_torch() -> bool:
+    """Return whether torch's own operations must do what a C kernel could: the reference is forced, or an export."""
+    return forced[-1:] == ["reference"] or _exporting()
+
+
 def halve(x: Tensor) -> Tensor:
     """Pool the average, 3x3, stride 2, padding 1 not counted: (B, C, H, W) -> (B, C, ceil(H/2), ceil(W/2))."""
-    if forced[-1:] == ["reference"] or _exporting() or cpu.reason_against_pooling(x) is not None:
+    if by_torch() or cpu.reason_against_pooling(x) is not None:
         return F.avg_pool2d(x, 3, stride=2, padding=1, count_include_pad=False)
     return cpu.pool(x)

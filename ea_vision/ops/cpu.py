@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import math
 import os
 import platform
 import shlex
@@ -50,6 +51,15 @@ class _Problem(ctypes.Structure):
 
     _fields_ = [*((name, ctypes.c_int32) for name in _INTS), *((name, ctypes.c_float) for name in _FLOATS),
                 *((name, ctypes.c_int64) for name in _LONGS), *((name, ctypes.c_void_p) for name in _POINTERS)]
+
+
+class _Planes(ctypes.Structure):
+    """`planes` of planes.c."""
+
+    _fields_ = [*((name, ctypes.c_int32) for name in ("B", "K", "H", "W", "size", "prefix", "dtype", "threads")),
+                ("alpha", ctypes.c_float),
+                *((name, ctypes.c_void_p) for name in ("own", "prev", "weight", "out", "d_out", "d_own", "d_prev",
+                                                       "d_weight", "d_alpha"))]
 
 
 def _machine() -> str:
@@ -117,6 +127,7 @@ def _load() -> ctypes.CDLL | str:
         loaded.stored_dtypes.argtypes, loaded.stored_dtypes.restype = [], ctypes.c_int32
         for function in (loaded.evolving_attention_forward, loaded.evolving_attention_backward):
             function.argtypes, function.restype = [ctypes.POINTER(_Problem)], None
+        loaded.convolve_planes.argtypes, loaded.convolve_planes.restype = [ctypes.POINTER(_Planes)], None
         for function in (loaded.pool_forward, loaded.pool_backward):
             function.argtypes, function.restype = [*[ctypes.c_void_p] * 2, ctypes.c_long, *[ctypes.c_int] * 3], None
     # RuntimeError: no home, or a full disk; ValueError: CC is no shell words; AttributeError: a function is missing
@@ -361,3 +372,82 @@ _pool.register_autograd(lambda ctx, d_out: _pool_backward(d_out, *ctx.size), set
 def pool(x: Tensor) -> Tensor:
     """3x3 average pooling of stride 2, padding 1 not counted: float32 (B, C, H, W) -> (B, C, ceil(H/2), ceil(W/2))."""
     return _pool(x)
+
+
+def reason_against_planes(own: Tensor, prev: Tensor) -> str | None:
+    """Return why the kernel cannot mix and convolve maps (B, K, N, N), or None."""
+    if own.device.type != "cpu" or own.dtype not in DTYPES or prev.dtype != own.dtype or 0 in own.shape:
+        return (f"it needs float32, bfloat16 or float16 maps on the CPU, got {own.dtype} and {prev.dtype} "
+                f"{list(own.shape)} on {own.device}")
+    return _reason_against_library(DTYPES[own.dtype])
+
+
+def _run_planes(own: Tensor, alpha: Tensor, weight: Tensor, height: int, width: int, prefix: int,
+                **tensors: Tensor) -> None:
+    problem = _Planes(B=own.shape[0], K=own.shape[1], H=height, W=width, size=weight.shape[-1], prefix=prefix,
+                      dtype=DTYPES[own.dtype], threads=torch.get_num_threads(), alpha=alpha.item())
+    for name, tensor in {"own": own, "weight": weight, **tensors}.items():
+        setattr(problem, name, tensor.data_ptr())
+    _load().convolve_planes(ctypes.byref(problem))
+
+
+@torch.library.custom_op("ea_vision::cpu_planes", mutates_args=(), device_types="cpu")
+def _planes(own: Tensor, prev: Tensor, alpha: Tensor, weight: Tensor, height: int, width: int, prefix: int) -> Tensor:
+    own, prev, weight = own.contiguous(), prev.contiguous(), weight.contiguous()
+    out = torch.empty_like(own)
+    _run_planes(own, alpha, weight, height, width, prefix, prev=prev, out=out)
+    return out
+
+
+@_planes.register_fake
+def _(own, prev, alpha, weight, height, width, prefix):
+    return own.new_empty(own.shape)
+
+
+@torch.library.custom_op("ea_vision::cpu_planes_backward", mutates_args=(), device_types="cpu")
+def _planes_backward(d_out: Tensor, own: Tensor, prev: Tensor, alpha: Tensor, weight: Tensor, height: int, width: int,
+                     prefix: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """-> gradients of own, prev, alpha and weight."""
+    d_out, own, prev, weight = (x.contiguous() for x in (d_out, own, prev, weight))
+    d_own, d_prev = torch.empty_like(own), torch.empty_like(own)
+    d_weight, d_alpha = weight.new_empty(own.shape[0], *weight.shape), alpha.new_empty(own.shape[0])
+    _run_planes(own, alpha, weight, height, width, prefix, prev=prev, d_out=d_out, d_own=d_own, d_prev=d_prev,
+                d_weight=d_weight, d_alpha=d_alpha)
+    return d_own, d_prev, d_alpha.sum(), d_weight.sum(0)
+
+
+@_planes_backward.register_fake
+def _(d_out, own, prev, alpha, weight, height, width, prefix):
+    return own.new_empty(own.shape), own.new_empty(own.shape), alpha.new_empty(()), weight.new_empty(weight.shape)
+
+
+def _planes_save(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs[:4])
+    ctx.sizes = inputs[4:]
+
+
+_planes.register_autograd(
+    lambda ctx, d_out: (*_planes_backward(d_out, *ctx.saved_tensors, *ctx.sizes), None, None, None),
+    setup_context=_planes_save)
+
+
+@register_flop_formula(torch.ops.ea_vision.cpu_planes)
+def _planes_flops(own, prev, alpha, weight, height, width, *_, out_shape=None, **__) -> int:
+    """Shapes -> operations, two for a multiply-add, as torch counts them in the reference."""
+    return 2 * own[0] * (height * width) ** 2 * math.prod(weight)
+
+
+def planes(own: Tensor, prev: Tensor, alpha: Tensor, keys: Tensor, queries: Tensor, feat_size: tuple[int, int],
+           prefix: int) -> Tensor:
+    """Return what `FourDimensionalConvolution` does to maps (B, K, N, N), with its parameters.
+
+    Raises:
+        ValueError: maps that are not of the parameters' heads and of prefix + H*W tokens.
+    """
+    tokens = prefix + feat_size[0] * feat_size[1]
+    wanted = [own.shape[0], keys.shape[0], tokens, tokens]
+    for name, maps in (("logits", own), ("prev_logits", prev)):
+        if list(maps.shape) != wanted:
+            raise ValueError(f"{name} of shape {wanted} required, got {list(maps.shape)}")
+    weight = torch.stack([keys, queries], 2).float()
+    return _planes(own, prev, alpha.float(), weight, *feat_size, prefix)

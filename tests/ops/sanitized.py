@@ -43,6 +43,15 @@ def pool(*size: int) -> None:
     cpu.pool(x).square().sum().backward()
 
 
+def convolve_planes(draw: random.Random, dtype: torch.dtype) -> None:
+    H, W = draw.choices((1, 2, 3, 5, 17), k=2)
+    K, prefix, size = draw.choice((1, 2, 5, 9)), draw.choice((0, 1, 5)), draw.choice((1, 3, 5))
+    own, prev = (torch.randn(3, K, *[prefix + H * W] * 2).to(dtype).requires_grad_() for _ in range(2))
+    keys, queries = torch.randn(2, K, K, size, size, requires_grad=True)
+    out = cpu.planes(own, prev, torch.tensor(0.3, requires_grad=True), keys, queries, (H, W), prefix)
+    out.float().square().sum().backward()
+
+
 torch.set_num_threads(2)
 for compiler in sys.argv[1:]:
     os.environ["CC"] = compiler
@@ -56,6 +65,8 @@ for compiler in sys.argv[1:]:
             for prev, predict in (False, False), (True, False), (True, True):
                 for _ in range(2):
                     attend(draw, dtype, kernel if prev else 0, prev, predict)
+        for _ in range(5):
+            convolve_planes(draw, dtype)
     for size in (1, 1), (5, 7), (8, 6), (2, 9):
         pool(*size)
     print("clean", flush=True)

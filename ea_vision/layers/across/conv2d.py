@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ea_vision.layers.evolution import Evolution, register_evolution
+from ea_vision.ops import by_torch, cpu, log_once
 from ea_vision.ops.reference import among_patches, with_prefix
 
 
@@ -61,7 +62,22 @@ class FourDimensionalConvolution(Evolution):
         over_queries = F.conv2d(by_key, self.queries, None, padding=pad).permute(0, 2, 3, 1).reshape(B, N, N, K)
         return (over_keys + over_queries.transpose(1, 2)).permute(0, 3, 1, 2)
 
+    @torch.jit.unused
+    def by_kernel(self, logits: Tensor, prev_logits: Tensor, feat_size: tuple[int, int]) -> Tensor | None:
+        """Return `forward` by the C kernel, or None where it cannot."""
+        if by_torch():
+            return None
+        reason = cpu.reason_against_planes(logits, prev_logits)
+        log_once(("conv2d", str(reason)), f"maps of conv2d by {'torch, not cpu: ' + reason if reason else 'cpu'}")
+        if reason is not None:
+            return None
+        return cpu.planes(logits, prev_logits, self.alpha, self.keys, self.queries, feat_size, self.num_prefix_tokens)
+
     def forward(self, logits: Tensor, prev_logits: Tensor, feat_size: tuple[int, int]) -> Tensor:
+        if not torch.jit.is_scripting():
+            evolved = self.by_kernel(logits, prev_logits, feat_size)
+            if evolved is not None:
+                return evolved
         mixed = (logits + self.alpha * prev_logits).to(logits.dtype)
         patches = among_patches(mixed, self.num_prefix_tokens)
         return with_prefix(mixed, patches + self.convolve(patches, feat_size), self.num_prefix_tokens)

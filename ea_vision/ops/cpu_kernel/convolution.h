@@ -116,21 +116,22 @@ static void convolve(const convolution *g, float *to, long row_ld, long head_ld,
     }
 }
 
-/* The share of `count` taps from t on in the gradient of `heads` heads' weights from o on. */
-INLINE void taps_gradient(const convolution *g, float *sums, const float *d_conv, const float *base, int t, int o,
-                          const int heads, const int count) {
+/* The share of `count` taps from t on in the gradient of `heads` heads' weights from o on, of `rows` rows. */
+INLINE void taps_gradient(const convolution *g, float *sums, const float *d_conv, const float *base, int rows, int t,
+                          int o, const int heads, const int count) {
     vec acc[MR][3] = {};
-    for (int j = 0; j < g->Np; j += VL) {
-        vec x[3];
+    for (int i = 0; i < rows; i++, d_conv += g->K * g->P, base += g->K * g->P)
+        for (int j = 0; j < g->Np; j += VL) {
+            vec x[3];
 #pragma GCC unroll 3
-        for (int s = 0; s < count; s++) x[s] = LOAD(base + g->offsets[t + s] + j);
+            for (int s = 0; s < count; s++) x[s] = LOAD(base + g->offsets[t + s] + j);
 #pragma GCC unroll 8
-        for (int h = 0; h < heads; h++) {
-            const vec d = LOAD(d_conv + (o + h) * g->P + MARGIN + j);
+            for (int h = 0; h < heads; h++) {
+                const vec d = LOAD(d_conv + (o + h) * g->P + MARGIN + j);
 #pragma GCC unroll 3
-            for (int s = 0; s < count; s++) acc[h][s] += d * x[s];
+                for (int s = 0; s < count; s++) acc[h][s] += d * x[s];
+            }
         }
-    }
 #pragma GCC unroll 8
     for (int h = 0; h < heads; h++)
 #pragma GCC unroll 3
@@ -140,18 +141,18 @@ INLINE void taps_gradient(const convolution *g, float *sums, const float *d_conv
         }
 }
 
-/* sums (K, taps, VL) += the row d_conv (K, P) times what each tap reads from `base` on */
-static void plane_gradient(const convolution *g, float *sums, const float *d_conv, const float *base) {
+/* sums (K, taps, VL) += rows of d_conv (rows, K, P) times what each tap reads from `base` on */
+static void plane_gradient(const convolution *g, float *sums, const float *d_conv, const float *base, int rows) {
     const int K = g->K, taps = g->taps;
     int t = 0;
     for (; t + 3 <= taps; t += 3) {
         int o = 0;
-        for (; o + MR <= K; o += MR) taps_gradient(g, sums, d_conv, base, t, o, MR, 3);
-        for (; o + 4 <= K; o += 4) taps_gradient(g, sums, d_conv, base, t, o, 4, 3);
-        for (; o < K; o++) taps_gradient(g, sums, d_conv, base, t, o, 1, 3);
+        for (; o + MR <= K; o += MR) taps_gradient(g, sums, d_conv, base, rows, t, o, MR, 3);
+        for (; o + 4 <= K; o += 4) taps_gradient(g, sums, d_conv, base, rows, t, o, 4, 3);
+        for (; o < K; o++) taps_gradient(g, sums, d_conv, base, rows, t, o, 1, 3);
     }
     for (; t < taps; t++)
-        for (int o = 0; o < K; o++) taps_gradient(g, sums, d_conv, base, t, o, 1, 1);
+        for (int o = 0; o < K; o++) taps_gradient(g, sums, d_conv, base, rows, t, o, 1, 1);
 }
 
 /* sums (planes, K, taps, VL) += gradient of the weight from `rows` <= GROUP rows of d_conv; maps row `top` is the
@@ -162,7 +163,7 @@ static void weight_gradient(const convolution *g, float *sums, const float *d_co
     const long n = (long)g->K * g->P, plane = (long)g->K * g->taps * VL;
     maps += top * n;
     if (g->planes == 1) {
-        for (int i = 0; i < rows; i++) plane_gradient(g, sums, d_conv + i * n, maps + i * n + MARGIN - g->r);
+        plane_gradient(g, sums, d_conv, maps + MARGIN - g->r, rows);
         return;
     }
     winograd_input(g->inputs, maps, n);
@@ -178,7 +179,7 @@ static void weight_gradient(const convolution *g, float *sums, const float *d_co
         STORE(g->products + 5 * n + j, d[3]);
     }
     for (int t = 0; t < g->planes; t++)
-        plane_gradient(g, sums + t * plane, g->products + t * n, g->inputs + t * n + MARGIN - g->r);
+        plane_gradient(g, sums + t * plane, g->products + t * n, g->inputs + t * n + MARGIN - g->r, 1);
 }
 
 /* sums (planes, K, taps, VL) -> (K, K, kernel, kernel), and empty the sums */

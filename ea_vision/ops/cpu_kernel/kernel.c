@@ -1,10 +1,11 @@
-/* Evolving attention on a CPU, forward and backward, one image after the other so that its maps stay in the cache; and
- * the pooling that comes before it.
+/* Evolving attention on a CPU, forward and backward, one image after the other so that its maps stay in the cache; the
+ * pooling that comes before it; and the maps of conv2d.
  *
  * Plain C with GNU vector extensions: `cpu.py` compiles this file, which takes in the others, for the machine it runs
  * on. All arithmetic is float32; q, k, v, prev, logits and out may be stored as float32, bfloat16 or float16.
  *
  *     forward.c, backward.c   the operator, a block of queries at a time
+ *     planes.c                conv2d: convolutions over the two planes of a map
  *     pooling.c               3x3 average pooling
  *     problem.h, logits.h     what the first two share: an image's buffers, and its logits
  *     convolution.h           the convolutions of the maps
@@ -27,4 +28,5 @@
  */
 #include "forward.c"
 #include "backward.c"
+#include "planes.c"
 #include "pooling.c"

@@ -1,0 +1,175 @@
+/* The mechanism conv2d (layers/across/conv2d.py), forward and backward: the previous layer's maps mixed into the own ones,
+ * and the mixture convolved over the keys' plane and over the queries' plane.
+ *
+ *     m = own + alpha prev;  out[a] = m[a] + sum over heads b of m[b] convolved over the keys + m[b] over the queries
+ *
+ * A thread keeps an image's mixture as [query][head][P]. In a line of keys, and in the order of the queries, `radius`
+ * zeros follow each row of the plane, which are the next row's left border, too, and whole rows of zeros lie above and
+ * below. So each tap of both convolutions is an offset from the first key of a query, and a query's result for all heads
+ * is one matrix product. Tokens before the patches pass.
+ */
+#include "convolution.h"
+#include "storage.h"
+
+typedef struct {
+    int32_t B, K, H, W, size, prefix, dtype, threads;
+    float alpha;
+    const void *own, *prev;              /* (B, K, N, N), N = prefix + H*W */
+    const float *weight;                 /* (K, K, 2, size, size): from a head to a head, over keys, over queries */
+    void *out;                           /* as own */
+    const void *d_out;                   /* backward only, as are those below */
+    void *d_own, *d_prev;
+    float *d_weight, *d_alpha;           /* of each image: (B, K, K, 2, size, size) and (B) */
+} planes;
+
+typedef struct {
+    convolution conv;                    /* its taps (K, 2, size, size) and their offsets */
+    int stride, lead, tokens;            /* from row to row of a plane; floats before a query's first key; N */
+    float *maps, *grads;                 /* m, and the gradient of out, among patches: (queries with borders, K, P) */
+    float *weight, *transposed, *sums;   /* with m itself; of the backward pass; the weight's gradient */
+    float *product;                      /* (K, Np), a query's */
+    float *own, *prev;                   /* (N), a row of a map */
+} plane_buffers;
+
+static void allocate_planes(plane_buffers *g, buffers *m, const planes *p) {
+    const int r = p->size / 2, area = p->size * p->size, taps = 2 * p->K * area;
+    const int stride = p->W + r, lead = round_up(r * stride + r), columns = p->H * stride;
+    *g = (plane_buffers){.stride = stride, .lead = lead, .tokens = p->prefix + p->H * p->W};
+    convolution *c = &g->conv;
+    *c = (convolution){.K = p->K, .N = columns, .Np = round_up(columns), .P = lead + round_up(columns) + lead,
+                       .planes = 1, .taps = taps};
+    c->offsets = (long *)new_floats(m, 2L * taps);
+    for (int t = 0; t < taps; t++) {
+        const long at = t % area, head = t / (2 * area), shift = (at / p->size - r) * stride + at % p->size - r;
+        c->offsets[t] = head * c->P + shift * (t / area % 2 ? (long)p->K * c->P : 1);
+    }
+    const long queries = r + (p->H + 2L * r) * stride;
+    g->maps = new_floats(m, queries * p->K * c->P);
+    g->grads = p->d_out ? new_floats(m, queries * p->K * c->P) : NULL;
+    g->weight = new_floats(m, (long)p->K * taps);
+    g->transposed = new_floats(m, (long)p->K * taps);
+    g->sums = new_floats(m, (long)p->K * taps * VL);
+    g->product = new_floats(m, (long)p->K * c->Np);
+    g->own = new_floats(m, round_up(g->tokens));
+    g->prev = new_floats(m, round_up(g->tokens));
+}
+
+static void read_plane_weight(plane_buffers *g, const planes *p) {
+    const int area = p->size * p->size, taps = g->conv.taps;
+    memcpy(g->weight, p->weight, (long)p->K * taps * sizeof(float));
+    for (int head = 0; head < p->K; head++) g->weight[(long)head * taps + 2 * head * area + area / 2] += 1; /* m itself */
+    for (long a = 0; a < p->K; a++)
+        for (long b = 0; b < p->K; b++)
+            for (int plane = 0; plane < 2; plane++)
+                for (int t = 0; t < area; t++)
+                    g->transposed[b * taps + (2 * a + plane) * area + area - 1 - t] =
+                        g->weight[a * taps + (2 * b + plane) * area + t];
+}
+
+/* The first key of a patch's row in a buffer of maps. */
+static float *patch_row(const plane_buffers *g, float *maps, const planes *p, int patch, int head) {
+    const int r = p->size / 2;
+    const long query = r + (patch / p->W + r) * (long)g->stride + patch % p->W;
+    return maps + (query * p->K + head) * g->conv.P + g->lead;
+}
+
+static long plane_element(const plane_buffers *g, const planes *p, int b, int head, int token) {
+    return (((long)b * p->K + head) * g->tokens + token) * g->tokens;
+}
+
+/* g->own = m of a query's row of an image's map, g->prev = the previous map's. */
+static void mix_row(const plane_buffers *g, const planes *p, long element) {
+    read_floats(g->own, at(p->own, element, p->dtype), g->tokens, p->dtype);
+    read_floats(g->prev, at(p->prev, element, p->dtype), g->tokens, p->dtype);
+    for (int j = 0; j < g->tokens; j++) g->own[j] += p->alpha * g->prev[j];
+}
+
+/* What a row (N) of patches is in a buffer, and back. */
+static void spread(const plane_buffers *g, const planes *p, float *to, const float *row) {
+    for (int y = 0; y < p->H; y++) memcpy(to + y * g->stride, row + p->prefix + y * p->W, p->W * sizeof(float));
+}
+
+static void gather(const plane_buffers *g, const planes *p, float *row, const float *from) {
+    for (int y = 0; y < p->H; y++) memcpy(row + p->prefix + y * p->W, from + y * g->stride, p->W * sizeof(float));
+}
+
+/* g->product = a query's row of the convolved maps, all heads */
+static void convolve_query(const plane_buffers *g, const planes *p, float *maps, const float *weight, int patch) {
+    const convolution *c = &g->conv;
+    gemm(FRESH, p->K, c->Np, c->taps, weight, c->taps, 1, patch_row(g, maps, p, patch, 0), 0, c->offsets, g->product,
+         c->Np);
+}
+
+static void planes_of_image(const plane_buffers *g, const planes *p, int b) {
+    for (int head = 0; head < p->K; head++)
+        for (int token = 0; token < g->tokens; token++) {
+            const long element = plane_element(g, p, b, head, token);
+            mix_row(g, p, element);
+            const int passed = token < p->prefix ? g->tokens : p->prefix;
+            write_floats((void *)at(p->out, element, p->dtype), g->own, passed, p->dtype);
+            if (token >= p->prefix) spread(g, p, patch_row(g, g->maps, p, token - p->prefix, head), g->own);
+        }
+    for (int token = p->prefix; token < g->tokens; token++) {
+        convolve_query(g, p, g->maps, g->weight, token - p->prefix);
+        for (int head = 0; head < p->K; head++) {
+            const long element = plane_element(g, p, b, head, token) + p->prefix;
+            gather(g, p, g->own, g->product + (long)head * g->conv.Np);
+            write_floats((void *)at(p->out, element, p->dtype), g->own + p->prefix, g->tokens - p->prefix, p->dtype);
+        }
+    }
+}
+
+/* Gradients of a query's row from that of its mixture, which g->own holds; g->prev holds the previous map's row. */
+static float write_row_gradients(const plane_buffers *g, const planes *p, long element) {
+    float d_alpha = 0;
+    for (int j = 0; j < g->tokens; j++) d_alpha += g->own[j] * g->prev[j];
+    write_floats((void *)at(p->d_own, element, p->dtype), g->own, g->tokens, p->dtype);
+    write_scaled((void *)at(p->d_prev, element, p->dtype), g->own, p->alpha, g->tokens, p->dtype, g->prev);
+    return d_alpha;
+}
+
+static void planes_backward_of_image(const plane_buffers *g, const planes *p, int b) {
+    double d_alpha = 0;
+    for (int head = 0; head < p->K; head++)
+        for (int token = 0; token < g->tokens; token++) {
+            const long element = plane_element(g, p, b, head, token);
+            mix_row(g, p, element);
+            if (token >= p->prefix) spread(g, p, patch_row(g, g->maps, p, token - p->prefix, head), g->own);
+            read_floats(g->own, at(p->d_out, element, p->dtype), g->tokens, p->dtype);
+            if (token >= p->prefix) spread(g, p, patch_row(g, g->grads, p, token - p->prefix, head), g->own);
+            else d_alpha += write_row_gradients(g, p, element);
+        }
+    for (int token = p->prefix; token < g->tokens; token++) {
+        convolve_query(g, p, g->grads, g->transposed, token - p->prefix);
+        for (int head = 0; head < p->K; head++) {
+            const long element = plane_element(g, p, b, head, token);
+            read_floats(g->own, at(p->d_out, element, p->dtype), p->prefix, p->dtype);
+            read_floats(g->prev, at(p->prev, element, p->dtype), g->tokens, p->dtype);
+            gather(g, p, g->own, g->product + (long)head * g->conv.Np);
+            d_alpha += write_row_gradients(g, p, element);
+        }
+    }
+    for (int patch = 0; patch < p->H * p->W; patch += p->W)
+        plane_gradient(&g->conv, g->sums, patch_row(g, g->grads, p, patch, 0) - MARGIN,
+                       patch_row(g, g->maps, p, patch, 0), p->W);
+    p->d_alpha[b] = d_alpha;
+    const long count = (long)p->K * g->conv.taps;
+    for (long t = 0; t < count; t++) p->d_weight[b * count + t] = sum_of(LOAD(g->sums + t * VL));
+    memset(g->sums, 0, count * VL * sizeof(float));
+}
+
+void convolve_planes(const planes *p) {
+#pragma omp parallel num_threads(p->threads)
+    {
+        buffers memory = {.count = 0};
+        plane_buffers g;
+        allocate_planes(&g, &memory, p);
+        read_plane_weight(&g, p);
+#pragma omp for schedule(static)
+        for (int b = 0; b < p->B; b++) {
+            if (p->d_out) planes_backward_of_image(&g, p, b);
+            else planes_of_image(&g, p, b);
+        }
+        free_all(&memory);
+    }
+}
