@@ -1,12 +1,13 @@
-/* The mechanism conv2d (layers/across/conv2d.py), forward and backward: the previous layer's maps mixed into the own ones,
- * and the mixture convolved over the keys' plane and over the queries' plane.
+/* The mechanism conv2d (layers/across/conv2d.py), forward and backward: the previous layer's maps mixed into the own
+ * ones, and the mixture convolved over the keys' plane and over the queries' plane.
  *
- *     m = own + alpha prev;  out[a] = m[a] + sum over heads b of m[b] convolved over the keys + m[b] over the queries
+ *     m = own + alpha prev;  out[a] = m[a] + sum over heads b of m[b] convolved over keys + m[b] convolved over queries
  *
- * A thread keeps an image's mixture as [query][head][P]. In a line of keys, and in the order of the queries, `radius`
- * zeros follow each row of the plane, which are the next row's left border, too, and whole rows of zeros lie above and
- * below. So each tap of both convolutions is an offset from the first key of a query, and a query's result for all heads
- * is one matrix product. Tokens before the patches pass.
+ * A thread keeps an image's mixture as [query][head][P]. In a line of keys, and in the order of the queries, as many
+ * zeros as the kernel's radius follow each row of the plane, which are the next row's left border, too; whole rows of
+ * zeros lie above and below. So each tap of both convolutions is an offset from a query's first key, and a query's
+ * result for all heads is one matrix product, with 1 added to the weight that reads m itself. Tokens before the patches
+ * pass.
  */
 #include "convolution.h"
 #include "storage.h"
@@ -57,7 +58,7 @@ static void allocate_planes(plane_buffers *g, buffers *m, const planes *p) {
 static void read_plane_weight(plane_buffers *g, const planes *p) {
     const int area = p->size * p->size, taps = g->conv.taps;
     memcpy(g->weight, p->weight, (long)p->K * taps * sizeof(float));
-    for (int head = 0; head < p->K; head++) g->weight[(long)head * taps + 2 * head * area + area / 2] += 1; /* m itself */
+    for (long head = 0; head < p->K; head++) g->weight[head * taps + 2 * head * area + area / 2] += 1; /* m itself */
     for (long a = 0; a < p->K; a++)
         for (long b = 0; b < p->K; b++)
             for (int plane = 0; plane < 2; plane++)
@@ -136,8 +137,10 @@ static void planes_backward_of_image(const plane_buffers *g, const planes *p, in
             mix_row(g, p, element);
             if (token >= p->prefix) spread(g, p, patch_row(g, g->maps, p, token - p->prefix, head), g->own);
             read_floats(g->own, at(p->d_out, element, p->dtype), g->tokens, p->dtype);
-            if (token >= p->prefix) spread(g, p, patch_row(g, g->grads, p, token - p->prefix, head), g->own);
-            else d_alpha += write_row_gradients(g, p, element);
+            if (token >= p->prefix)
+                spread(g, p, patch_row(g, g->grads, p, token - p->prefix, head), g->own);
+            else
+                d_alpha += write_row_gradients(g, p, element);
         }
     for (int token = p->prefix; token < g->tokens; token++) {
         convolve_query(g, p, g->grads, g->transposed, token - p->prefix);
@@ -167,8 +170,10 @@ void convolve_planes(const planes *p) {
         read_plane_weight(&g, p);
 #pragma omp for schedule(static)
         for (int b = 0; b < p->B; b++) {
-            if (p->d_out) planes_backward_of_image(&g, p, b);
-            else planes_of_image(&g, p, b);
+            if (p->d_out)
+                planes_backward_of_image(&g, p, b);
+            else
+                planes_of_image(&g, p, b);
         }
         free_all(&memory);
     }
