@@ -101,16 +101,20 @@ static void convolve_query(const plane_buffers *g, const planes *p, float *maps,
          c->Np);
 }
 
-static void planes_of_image(const plane_buffers *g, const planes *p, int b) {
+/* The result of the queries in the plane's rows y0..y1 of an image; with the first rows that of tokens before them. */
+static void planes_of_rows(const plane_buffers *g, const planes *p, int b, int y0, int y1) {
+    const int r = p->size / 2, begin = p->prefix + y0 * p->W, end = p->prefix + y1 * p->W;
     for (int head = 0; head < p->K; head++)
-        for (int token = 0; token < g->tokens; token++) {
+        for (int token = y0 ? p->prefix : 0; token < g->tokens; token++) {
             const long element = plane_element(g, p, b, head, token);
+            if (token >= p->prefix && (token < begin - r * p->W || token >= end + r * p->W)) continue;
             mix_row(g, p, element);
-            const int passed = token < p->prefix ? g->tokens : p->prefix;
-            write_floats((void *)at(p->out, element, p->dtype), g->own, passed, p->dtype);
             if (token >= p->prefix) spread(g, p, patch_row(g, g->maps, p, token - p->prefix, head), g->own);
+            if (token < p->prefix || (token >= begin && token < end))
+                write_floats((void *)at(p->out, element, p->dtype), g->own,
+                             token < p->prefix ? g->tokens : p->prefix, p->dtype);
         }
-    for (int token = p->prefix; token < g->tokens; token++) {
+    for (int token = begin; token < end; token++) {
         convolve_query(g, p, g->maps, g->weight, token - p->prefix);
         for (int head = 0; head < p->K; head++) {
             const long element = plane_element(g, p, b, head, token) + p->prefix;
@@ -162,6 +166,9 @@ static void planes_backward_of_image(const plane_buffers *g, const planes *p, in
 }
 
 void convolve_planes(const planes *p) {
+    /* forward, an image is cut where there are fewer images than threads; pieces read each other's borders again */
+    const int wanted = p->d_out || p->B >= p->threads ? 1 : (p->threads + p->B - 1) / p->B;
+    const int rows = (p->H + wanted - 1) / wanted, pieces = (p->H + rows - 1) / rows;
 #pragma omp parallel num_threads(p->threads)
     {
         buffers memory = {.count = 0};
@@ -169,11 +176,12 @@ void convolve_planes(const planes *p) {
         allocate_planes(&g, &memory, p);
         read_plane_weight(&g, p);
 #pragma omp for schedule(static)
-        for (int b = 0; b < p->B; b++) {
+        for (int task = 0; task < p->B * pieces; task++) {
+            const int b = task / pieces, y = task % pieces * rows;
             if (p->d_out)
                 planes_backward_of_image(&g, p, b);
             else
-                planes_of_image(&g, p, b);
+                planes_of_rows(&g, p, b, y, y + rows < p->H ? y + rows : p->H);
         }
         free_all(&memory);
     }
