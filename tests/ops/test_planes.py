@@ -85,6 +85,14 @@ def test_pytorch_accepts_the_operator_and_counts_its_operations():
     assert counts[0] == counts[1] > 0
 
 
+def test_compiles_whole():
+    mechanism, own, prev, weights = problem(*SHAPES[2])
+    compiled = torch.compile(mechanism, fullgraph=True, backend="aot_eager")
+    gradients = [torch.autograd.grad((form(own, prev, (8, 8)) * weights).sum(), [*mechanism.parameters()])
+                 for form in (mechanism, compiled)]
+    assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
+
+
 def test_maps_of_another_size_are_refused():
     mechanism, own, prev, _ = problem(*SHAPES[0])
     with pytest.raises(ValueError, match=r"logits of shape \[2, 3, 12, 12\] required, got \[2, 3, 6, 6\]"):
