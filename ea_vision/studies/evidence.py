@@ -328,15 +328,15 @@ def _or_one(p: float | None) -> float:
     return 1.0 if p is None else p
 
 
-def smallest_shown(spread: float, seeds: int, power: float = 0.8) -> float:
-    """Return the true difference, in points, that a paired t test at 0.05 finds with this power.
+def smallest_shown(spread: float, seeds: int, power: float = 0.8, level: float = 0.05) -> float:
+    """Return the true difference, in points, that a paired t test at this level finds with this power.
 
     spread: standard deviation of the seeds' differences.
     """
     freedom = seeds - 1
     # Rejected where |shift + noise| > limit * error, over the errors that are estimated; scipy's nct has NaN far out.
     errors = np.sqrt(stats.chi2.ppf((np.arange(10_000) + 0.5) / 10_000, freedom) / freedom)
-    limits = stats.t.ppf(0.975, freedom) * errors
+    limits = stats.t.ppf(1 - level / 2, freedom) * errors
 
     def missing(shift: float) -> float:
         return np.mean(stats.norm.cdf(shift - limits) + stats.norm.cdf(-shift - limits)) - power
