@@ -2,6 +2,7 @@
 script that makes its runs."""
 import csv
 import random
+import statistics
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +19,10 @@ from ea_vision.layers.evolution import Evolution
 from ea_vision.measure.counts import count
 from ea_vision.studies.evidence import Run, read_runs, runs_text
 from experiments.across import analyse, run
-from experiments.across.plan import EPOCHS, EVEN, LONGER, NARROW, NETWORKS, PARTS, RIVAL, mechanism, step_times
+from experiments.across.plan import EPOCHS, EVEN, LONGER, NARROW, NETWORKS, PARTS, RESULTS, RIVAL, mechanism, step_times
+from experiments.across.power import power
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def made(name: str, gains: dict[str, float]) -> list[Run]:
@@ -59,6 +63,11 @@ def test_each_part_against_its_baseline_by_hand(tmp_path):
         assert float(row["p"]) == pytest.approx(p_values[name])
     assert min(p_values, key=p_values.get) == "conv2d"
     assert float(rows["vit-rival", "conv2d"]["p_holm"]) == pytest.approx(5 * p_values["conv2d"])
+    seen = [float(rows["vit-rival", name]["found_at_80_percent"]) for name in PARTS["vit-rival"].tested]
+    spread = [statistics.stdev(top1[name, seed] - top1["token_conv", seed] for seed in range(100, 108))
+              for name in PARTS["vit-rival"].tested]
+    assert [power(gain, one / 2 ** 0.5, 8, 5) for gain, one in zip(seen, spread, strict=True)] == pytest.approx(
+        [0.8] * 5, abs=0.05)  # the gains are rounded to 0.01
     longer = {run.seed: run.top1 for run in runs["equal-time"]}
     assert float(rows["equal-time", "conv2d"]["difference"]) == pytest.approx(
         sum(top1["conv2d", seed] - longer[seed] for seed in range(100, 108)) / 8)
@@ -187,3 +196,44 @@ def test_every_variant_is_an_experiment_of_the_trainer(part, variant):
         made = timm.create_model(config.model, num_classes=network.classes, **config.model_kwargs)
     kinds = {type(module) for module in made.modules() if isinstance(module, Evolution)}
     assert kinds == ({type(create_evolution(kind, 4))} if kind else set())
+
+
+def test_the_pages_say_what_the_kept_runs_say(tmp_path):
+    """verdict.csv is what the rows of runs give, and docs/across-layers.md has each of its figures."""
+    assert analyse.main([str(RESULTS), "-o", str(tmp_path)]) == 0
+    kept, made = (list(csv.DictReader((folder / "verdict.csv").open())) for folder in (RESULTS, tmp_path))
+    assert [(row["part"], row["name"]) for row in kept] == [(row["part"], row["name"]) for row in made]
+    for row, other in zip(kept, made, strict=True):
+        for key in ("difference", "low", "high", "p", "p_holm", "found_at_80_percent", "time_ratio"):
+            assert row[key] == other[key] == "" or float(row[key]) == pytest.approx(float(other[key]), abs=1e-9)
+    page, readme, others = (" ".join((ROOT / name).read_text().split()) for name in (
+        "docs/across-layers.md", "README.md", "docs/experiments.md"))
+    [conv2d] = [{key: value if key == "name" else float(value) for key, value in row.items() if key not in
+                 ("part", "against")} for row in kept if (row["part"], row["name"]) == ("vit-rival", "conv2d")]
+    gain = f"{conv2d['difference']:.2f}"
+    assert f"adds {gain} points to it" in page and f"[gain {gain} points](docs/across-layers.md" in readme
+    assert f"+{gain} points ({conv2d['low']:.2f} to {conv2d['high']:.2f}) at equal updates" in others
+    tested = [row for row in kept if row["part"] == "vit-rival"]
+    assert [row["name"] for row in tested if float(row["difference"]) > 0 and float(row["p_holm"]) < 0.05] == ["conv2d"]
+    found = sorted(float(row["found_at_80_percent"]) for row in tested)
+    assert f"find gains of {found[0]:.2f} to {found[-1]:.2f} points" in page
+    for row in kept:
+        difference, low, high, ratio = (float(row[key]) for key in ("difference", "low", "high", "time_ratio"))
+        p_holm = float(row["p_holm"] or "nan")
+        p = "" if row["p_holm"] == "" else "< 0.001 " if p_holm < 0.001 else f"{p_holm:.3f} "
+        cells = f"{difference:+.2f} ({low:.2f} to {high:.2f}) | {p}| {ratio:.2f} |".replace("-", "\N{MINUS SIGN}")
+        assert f"| {row['name']} | {cells}" in page
+
+
+def test_the_page_has_the_measured_costs():
+    page = (ROOT / "docs" / "across-layers.md").read_text()
+    rows = {(row["network"], row["kind"]): row for row in csv.DictReader((RESULTS / "benchmark.csv").open())}
+    networks = ("vit_small_patch16_224", "vit_mini_patch4_32")
+    kinds = [kind for network, kind in rows if network == networks[0]]
+    for kind in kinds:
+        cells = [f"{float(rows[network, kind][f'{step}_{unit}']):{form}}" for network in networks
+                 for step in ("forward", "train")
+                 for unit, form in [("ms", ".0f") if kind == "plain" else ("ratio", ".2f")]]
+        ms = " ms" if kind == "plain" else ""
+        assert f"| {kind} | {' | '.join(cell + ms for cell in cells)} |" in page
+    assert f"costs the small ViT {100 * float(rows[networks[1], 'token_conv']['train_ratio']) - 100:.0f}% of" in page
