@@ -17,7 +17,7 @@ from ea_vision.engine.train_cifar import CifarConfig
 from ea_vision.layers import create_evolution
 from ea_vision.layers.evolution import Evolution
 from ea_vision.measure.counts import count
-from ea_vision.studies.evidence import Run, read_runs, runs_text
+from ea_vision.studies.evidence import Run, by_variant, read_runs, runs_text
 from experiments.across import analyse, run
 from experiments.across.plan import EPOCHS, EVEN, LONGER, NARROW, NETWORKS, PARTS, RESULTS, RIVAL, mechanism, step_times
 from experiments.across.power import power
@@ -217,6 +217,13 @@ def test_the_pages_say_what_the_kept_runs_say(tmp_path):
     assert [row["name"] for row in tested if float(row["difference"]) > 0 and float(row["p_holm"]) < 0.05] == ["conv2d"]
     found = sorted(float(row["found_at_80_percent"]) for row in tested)
     assert f"find gains of {found[0]:.2f} to {found[-1]:.2f} points" in page
+    if "equal-time" not in {row["part"] for row in kept}:  # what is there of it
+        longer, runs = (by_variant(read_runs([RESULTS / f"{name}.csv"])[1]) for name in ("equal-time", "vit-rival"))
+        seeds = sorted(longer[LONGER])
+        alone, beside = (statistics.mean(top1[seed] for seed in seeds) for top1 in (longer[LONGER], runs["conv2d"]))
+        worse = min(longer[LONGER][seed] - runs["conv2d"][seed] for seed in seeds)
+        assert f"in {len(seeds)} of the eight seeds it has {alone:.2f}% where `conv2d` has {beside:.2f}" in page
+        assert f"{worse:.1f} points more or better in each" in page
     for row in kept:
         difference, low, high, ratio = (float(row[key]) for key in ("difference", "low", "high", "time_ratio"))
         p_holm = float(row["p_holm"] or "nan")
