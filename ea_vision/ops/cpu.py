@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ea_vision.base.files import atomic_write, cache_root
-from ea_vision.ops.problem import Implementation, Problem
+from ea_vision.ops.problem import Implementation, Problem, check_prev_logits
 
 SOURCES = Path(__file__).with_name("cpu_kernel")  # kernel.c takes in the other files
 # Not -ffast-math: linked with it, a library switches subnormal numbers off in the whole process, and reordered sums
@@ -446,8 +446,8 @@ def planes(own: Tensor, prev: Tensor, alpha: Tensor, keys: Tensor, queries: Tens
     """
     tokens = prefix + feat_size[0] * feat_size[1]
     wanted = [own.shape[0], keys.shape[0], tokens, tokens]
-    for name, maps in (("logits", own), ("prev_logits", prev)):
-        if list(maps.shape) != wanted:
-            raise ValueError(f"{name} of shape {wanted} required, got {list(maps.shape)}")
+    if list(own.shape) != wanted:
+        raise ValueError(f"logits of shape {wanted} required, got {list(own.shape)}")
+    check_prev_logits(prev, *wanted)
     weight = torch.stack([keys, queries], 2).float()
     return _planes(own, prev, alpha.float(), weight, *feat_size, prefix)

@@ -57,7 +57,7 @@ static void allocate_planes(plane_buffers *g, buffers *m, const planes *p) {
 
 static void read_plane_weight(plane_buffers *g, const planes *p) {
     const int area = p->size * p->size, taps = g->conv.taps;
-    memcpy(g->weight, p->weight, (long)p->K * taps * sizeof(float));
+    read_weight(&g->conv, g->weight, p->weight);
     for (long head = 0; head < p->K; head++) g->weight[head * taps + 2 * head * area + area / 2] += 1; /* m itself */
     for (long a = 0; a < p->K; a++)
         for (long b = 0; b < p->K; b++)
@@ -160,9 +160,7 @@ static void planes_backward_of_image(const plane_buffers *g, const planes *p, in
         plane_gradient(&g->conv, g->sums, patch_row(g, g->grads, p, patch, 0) - MARGIN,
                        patch_row(g, g->maps, p, patch, 0), p->W);
     p->d_alpha[b] = d_alpha;
-    const long count = (long)p->K * g->conv.taps;
-    for (long t = 0; t < count; t++) p->d_weight[b * count + t] = sum_of(LOAD(g->sums + t * VL));
-    memset(g->sums, 0, count * VL * sizeof(float));
+    write_weight_gradient(&g->conv, p->d_weight + (long)b * p->K * g->conv.taps, g->sums);
 }
 
 void convolve_planes(const planes *p) {
