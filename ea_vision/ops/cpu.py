@@ -1,157 +1,24 @@
-"""Evolving attention on a CPU by a C kernel (`cpu_kernel/kernel.c`), compiled on first use for the machine at hand.
+"""Evolving attention on a CPU, and pooling and the convolution over planes, by the C kernels of `cpu_library`.
 
 An image's maps are made, mixed, convolved, normalised and multiplied with the values row by row while they lie in the
 cache: main memory sees the previous logits once and this layer's once. The backward pass keeps nothing but them (and
 one number a row) and computes the rest again. What enters exp is kept above the threshold of subnormal numbers, so the
 speed does not depend on torch.set_flush_denormal.
-
-The compiler is $CC or cc; the library is kept in ~/.cache/ea_vision ($XDG_CACHE_HOME/ea_vision). Which dtypes it can
-store depends on the compiler (GCC has _Float16 on x86 from version 12 on): the built library says it, and the rest is
-left to the reference.
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
-import hashlib
 import math
-import os
-import platform
-import shlex
-import shutil
-import subprocess
-import tempfile
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from ea_vision.base.files import atomic_write, cache_root
+from ea_vision.ops.cpu_library import DTYPES, AttentionStruct, PlanesStruct, load, reason_against_library
 from ea_vision.ops.problem import Implementation, Problem, check_prev_logits
 
-SOURCES = Path(__file__).with_name("cpu_kernel")  # kernel.c takes in the other files
-# Not -ffast-math: linked with it, a library switches subnormal numbers off in the whole process, and reordered sums
-# would undo the rounding in the kernel's exp.
-FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast")
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in storage.h
 NONE, MIX, PREDICT = range(3)  # as in problem.h
-
-_INTS = ("B", "K", "H", "W", "D", "E", "kernel", "kind", "dtype", "threads", "prefix", "channels_last")
-_FLOATS = ("scale", "dropout")
-_LONGS = ("q_step", "k_step", "v_step", "q_row", "k_row", "v_row", "seed")
-_POINTERS = ("q", "k", "v", "prev", "height_rel", "width_rel", "weight", "bias", "gates", "out", "logits", "norm",
-             "d_out", "d_logits", "d_q", "d_k", "d_v", "d_prev", "d_height_rel", "d_width_rel", "d_weight", "d_bias",
-             "d_gates")
-
-
-class _Problem(ctypes.Structure):
-    """`problem` of problem.h."""
-
-    _fields_ = [*((name, ctypes.c_int32) for name in _INTS), *((name, ctypes.c_float) for name in _FLOATS),
-                *((name, ctypes.c_int64) for name in _LONGS), *((name, ctypes.c_void_p) for name in _POINTERS)]
-
-
-class _Planes(ctypes.Structure):
-    """`planes` of planes.c."""
-
-    _fields_ = [*((name, ctypes.c_int32) for name in ("B", "K", "H", "W", "size", "prefix", "dtype", "threads")),
-                ("alpha", ctypes.c_float),
-                *((name, ctypes.c_void_p) for name in ("own", "prev", "weight", "out", "d_out", "d_own", "d_prev",
-                                                       "d_weight", "d_alpha"))]
-
-
-def _machine() -> str:
-    """Return what -march=native depends on; a cache on a shared disk serves machines of several kinds."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
-
-
-def _openmp() -> list[str]:
-    """Arguments that link with the OpenMP library torch has loaded: two of them would fight for the cores."""
-    bundled = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
-    return [str(bundled[0]), f"-Wl,-rpath,{bundled[0].parent}"] if bundled else ["-fopenmp"]
-
-
-def _output_of(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace")
-    if done.returncode:
-        raise OSError(f"{shlex.join(command)} ended with code {done.returncode}: {done.stderr.strip()[-2000:]}")
-    return done.stdout
-
-
-def _library(compiler: list[str]) -> Path:
-    """Return where the compiled kernel is kept: another file for everything that would make it another."""
-    version = _output_of(*compiler, "--version")
-    sources = [part for file in sorted(SOURCES.glob("*.[ch]")) for part in (file.name, file.read_text())]
-    parts = (*sources, *compiler, version, *FLAGS, *_openmp(), _machine(), torch.__version__)
-    key = hashlib.sha256(b"\0".join(part.encode() for part in parts)).hexdigest()[:16]
-    return cache_root() / f"cpu_kernel-{key}.so"
-
-
-def _build(compiler: list[str], to: Path) -> None:
-    """Compile the kernel and write it with its digest behind it, which loaders of libraries do not read."""
-    to.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=to.parent) as folder:
-        unit, library = Path(folder) / "kernel.o", Path(folder) / "kernel.so"
-        _output_of(*compiler, *FLAGS, "-fopenmp", "-c", str(SOURCES / "kernel.c"), "-o", str(unit))
-        _output_of(*compiler, "-shared", str(unit), "-o", str(library), *_openmp(), "-lm")
-        built = library.read_bytes()
-    atomic_write(to, built + hashlib.sha256(built).digest())  # other processes build it, too
-
-
-def _is_whole(library: Path) -> bool:
-    """Return whether `_build` wrote the file and nothing has damaged it since: to load another may kill the process."""
-    try:
-        content = library.read_bytes()
-    except FileNotFoundError:
-        return False
-    return len(content) > 32 and hashlib.sha256(content[:-32]).digest() == content[-32:]
-
-
-@functools.cache
-def _load() -> ctypes.CDLL | str:
-    """Return the compiled kernel, or why there is none."""
-    try:
-        compiler = shlex.split(os.environ.get("CC", "")) or ["cc"]
-        if shutil.which(compiler[0]) is None:
-            return f"no C compiler: {compiler[0]} is not there (set CC, or install one)"
-        library = _library(compiler)
-        if not _is_whole(library):
-            _build(compiler, library)
-        loaded = ctypes.CDLL(str(library))
-        loaded.stored_dtypes.argtypes, loaded.stored_dtypes.restype = [], ctypes.c_int32
-        for function in (loaded.evolving_attention_forward, loaded.evolving_attention_backward):
-            function.argtypes, function.restype = [ctypes.POINTER(_Problem)], None
-        loaded.convolve_planes.argtypes, loaded.convolve_planes.restype = [ctypes.POINTER(_Planes)], None
-        for function in (loaded.pool_forward, loaded.pool_backward):
-            function.argtypes, function.restype = [*[ctypes.c_void_p] * 2, ctypes.c_long, *[ctypes.c_int] * 3], None
-    # RuntimeError: no home, or a full disk; ValueError: CC is no shell words; AttributeError: a function is missing
-    except (OSError, RuntimeError, ValueError, AttributeError) as error:
-        return f"the C kernel could not be built or loaded: {error}"
-    return loaded
-
-
-def reason_against_pooling(x: Tensor) -> str | None:
-    """Return why the kernel cannot halve x (B, C, H, W), or None."""
-    if x.device.type != "cpu" or x.dtype != torch.float32 or not x.is_contiguous() or 0 in x.shape:
-        return f"it needs a contiguous float32 tensor on the CPU, got {x.dtype} {list(x.shape)} on {x.device}"
-    return _reason_against_library(DTYPES[x.dtype])
-
-
-@torch.compiler.assume_constant_result  # else torch.compile would trace the compiler's call
-def _reason_against_library(dtype: int) -> str | None:
-    loaded = _load()
-    if isinstance(loaded, str):
-        return loaded
-    if loaded.stored_dtypes() >> dtype & 1:
-        return None
-    name, = (str(name) for name, code in DTYPES.items() if code == dtype)
-    return f"its library was built by a compiler without {name} (GCC has _Float16 on x86 from version 12 on)"
 
 
 def _lies_pixels_last(x: Tensor) -> bool:
@@ -186,7 +53,7 @@ def _run(function: str, feat_size: tuple[int, int], scale: float, alpha: float, 
     if gates is None:
         gates = torch.tensor([[alpha] * K, [beta] * K], dtype=torch.float32)
     weight = tensors.get("weight")
-    problem = _Problem(B=B, K=K, H=feat_size[0], W=feat_size[1], D=D,
+    problem = AttentionStruct(B=B, K=K, H=feat_size[0], W=feat_size[1], D=D,
                        E=_as_heads(v, channels_last).shape[3],
                        kernel=0 if weight is None else weight.shape[-1], kind=kind, dtype=DTYPES[q.dtype],
                        threads=torch.get_num_threads(), scale=scale, dropout=dropout_p, prefix=prefix,
@@ -195,7 +62,7 @@ def _run(function: str, feat_size: tuple[int, int], scale: float, alpha: float, 
                        q_step=q.stride(0), k_step=k.stride(0), v_step=v.stride(0))
     for name, tensor in {"q": q, "k": k, "v": v, "gates": gates, **tensors}.items():
         setattr(problem, name, None if tensor is None else tensor.data_ptr())
-    getattr(_load(), function)(ctypes.byref(problem))
+    getattr(load(), function)(ctypes.byref(problem))
 
 
 @torch.library.custom_op("ea_vision::cpu_attention", mutates_args=(), device_types="cpu")
@@ -315,7 +182,7 @@ class Cpu(Implementation):
             return f"it needs q and v that are not empty, got {list(q.shape)} and {list(v.shape)}"
         if weight is not None and weight.shape[-1] > 7:
             return f"it needs map convolutions of at most 7x7, got {weight.shape[-1]}x{weight.shape[-1]}"
-        return _reason_against_library(DTYPES[q.dtype])
+        return reason_against_library(DTYPES[q.dtype])
 
     def forward(self, problem: Problem) -> tuple[Tensor, Tensor | None]:
         p, kind, prev, gates = problem, NONE, None, None
@@ -334,12 +201,19 @@ class Cpu(Implementation):
 CPU = Cpu()
 
 
+def reason_against_pooling(x: Tensor) -> str | None:
+    """Return why the kernel cannot halve x (B, C, H, W), or None."""
+    if x.device.type != "cpu" or x.dtype != torch.float32 or not x.is_contiguous() or 0 in x.shape:
+        return f"it needs a contiguous float32 tensor on the CPU, got {x.dtype} {list(x.shape)} on {x.device}"
+    return reason_against_library(DTYPES[x.dtype])
+
+
 @torch.library.custom_op("ea_vision::cpu_pool", mutates_args=(), device_types="cpu")
 def _pool(x: Tensor) -> Tensor:
     x = x.contiguous()
     B, C, H, W = x.shape
     out = x.new_empty(B, C, (H + 1) // 2, (W + 1) // 2)
-    _load().pool_forward(out.data_ptr(), x.data_ptr(), B * C, H, W, torch.get_num_threads())
+    load().pool_forward(out.data_ptr(), x.data_ptr(), B * C, H, W, torch.get_num_threads())
     return out
 
 
@@ -353,7 +227,7 @@ def _pool_backward(d_out: Tensor, height: int, width: int) -> Tensor:
     d_out = d_out.contiguous()
     B, C = d_out.shape[:2]
     d_x = d_out.new_empty(B, C, height, width)
-    _load().pool_backward(d_x.data_ptr(), d_out.data_ptr(), B * C, height, width, torch.get_num_threads())
+    load().pool_backward(d_x.data_ptr(), d_out.data_ptr(), B * C, height, width, torch.get_num_threads())
     return d_x
 
 
@@ -379,16 +253,16 @@ def reason_against_planes(own: Tensor, prev: Tensor) -> str | None:
     if own.device.type != "cpu" or own.dtype not in DTYPES or prev.dtype != own.dtype or 0 in own.shape:
         return (f"it needs float32, bfloat16 or float16 maps on the CPU, got {own.dtype} and {prev.dtype} "
                 f"{list(own.shape)} on {own.device}")
-    return _reason_against_library(DTYPES[own.dtype])
+    return reason_against_library(DTYPES[own.dtype])
 
 
 def _run_planes(own: Tensor, alpha: Tensor, weight: Tensor, height: int, width: int, prefix: int,
                 **tensors: Tensor) -> None:
-    problem = _Planes(B=own.shape[0], K=own.shape[1], H=height, W=width, size=weight.shape[-1], prefix=prefix,
+    problem = PlanesStruct(B=own.shape[0], K=own.shape[1], H=height, W=width, size=weight.shape[-1], prefix=prefix,
                       dtype=DTYPES[own.dtype], threads=torch.get_num_threads(), alpha=alpha.item())
     for name, tensor in {"own": own, "weight": weight, **tensors}.items():
         setattr(problem, name, tensor.data_ptr())
-    _load().convolve_planes(ctypes.byref(problem))
+    load().convolve_planes(ctypes.byref(problem))
 
 
 @torch.library.custom_op("ea_vision::cpu_planes", mutates_args=(), device_types="cpu")

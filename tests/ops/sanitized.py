@@ -8,7 +8,7 @@ import sys
 
 import torch
 
-from ea_vision.ops import cpu
+from ea_vision.ops import cpu, cpu_library
 from ea_vision.ops.problem import checked
 
 
@@ -55,11 +55,11 @@ def convolve_planes(draw: random.Random, dtype: torch.dtype) -> None:
 torch.set_num_threads(2)
 for compiler in sys.argv[1:]:
     os.environ["CC"] = compiler
-    cpu._load.cache_clear()
-    if isinstance(cpu._load(), str):
-        sys.exit(cpu._load())
+    cpu_library.load.cache_clear()
+    if isinstance(cpu_library.load(), str):
+        sys.exit(cpu_library.load())
     draw = random.Random(0)
-    stored = [dtype for dtype, code in cpu.DTYPES.items() if cpu._load().stored_dtypes() >> code & 1]
+    stored = [dtype for dtype, code in cpu_library.DTYPES.items() if cpu_library.load().stored_dtypes() >> code & 1]
     for dtype in stored:
         for kernel in (0, 1, 3, 5):
             for prev, predict in (False, False), (True, False), (True, True):
@@ -72,4 +72,4 @@ for compiler in sys.argv[1:]:
     print("clean", flush=True)
 
 x, out = torch.randn(1, 3, 5, 7), torch.empty(1, 3, 3, 4)
-cpu._load().pool_forward(out.data_ptr(), x.data_ptr(), 4, 5, 7, 1)  # 4 planes where there are 3
+cpu_library.load().pool_forward(out.data_ptr(), x.data_ptr(), 4, 5, 7, 1)  # 4 planes where there are 3

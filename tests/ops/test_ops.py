@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import ea_vision.ops as ops
 from ea_vision.layers import AugmentedConv2d, EvolvingAttention
-from ea_vision.ops import cpu, evolving_attention, halve, sdpa, use_implementation
+from ea_vision.ops import cpu, cpu_library, evolving_attention, halve, sdpa, use_implementation
 from ea_vision.ops.problem import checked
 from tests.engine import runner
 from tests.ops.oracle import kept_entries
@@ -358,11 +358,11 @@ def use_compiler(monkeypatch, tmp_path):
     def use(compiler):
         monkeypatch.setenv("CC", compiler)
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-        cpu._load.cache_clear()
+        cpu_library.load.cache_clear()
 
     yield use
     monkeypatch.undo()
-    cpu._load.cache_clear()
+    cpu_library.load.cache_clear()
     assert reason_against(problem("ea", (3, 4))) is None
 
 
@@ -388,7 +388,7 @@ def reason_against(tensors):
 
 
 def load_library(_) -> int:
-    print(cpu._load())
+    print(cpu_library.load())
     return 0
 
 
@@ -466,8 +466,8 @@ def test_without_float16_the_reference_runs_and_the_log_says_why(use_compiler, c
 @pytest.mark.parametrize("flag", ["-mno-avx512f", "-mno-avx"])
 def test_narrower_vectors(use_compiler, compiler_with, flag):
     use_compiler(compiler_with("-O1", flag))
-    if isinstance(cpu._load(), str):
-        pytest.skip(cpu._load())
+    if isinstance(cpu_library.load(), str):
+        pytest.skip(cpu_library.load())
     for kind, size, dim_v in (("aa", (3, 3), 3), ("ea", (5, 7), 3), ("ea", (2, 9), 6), ("pa", (4, 4), 2)):
         assert_as_reference(problem(kind, size, dim_v=dim_v), "cpu", alpha=0.3, beta=0.6, predict=kind == "pa",
                             feat_size=size)
@@ -475,34 +475,36 @@ def test_narrower_vectors(use_compiler, compiler_with, flag):
 
 def test_the_library_is_another_after_any_change(monkeypatch, tmp_path, compiler_with):
     changed = tmp_path / "changed"
-    shutil.copytree(cpu.SOURCES, changed)
-    libraries = [cpu._library(["cc"]), cpu._library(["cc", "-m64"]), cpu._library([compiler_with("-m64")])]
-    monkeypatch.setattr(cpu, "SOURCES", changed)
-    assert cpu._library(["cc"]) == libraries[0]
+    shutil.copytree(cpu_library.SOURCES, changed)
+    libraries = [cpu_library.library_path(["cc"]), cpu_library.library_path(["cc", "-m64"]),
+                 cpu_library.library_path([compiler_with("-m64")])]
+    monkeypatch.setattr(cpu_library, "SOURCES", changed)
+    assert cpu_library.library_path(["cc"]) == libraries[0]
     names = [file.name for file in changed.iterdir()]
     assert {"kernel.c", "forward.c", "backward.c", "pooling.c", "gemm.h"} < set(names)
     for name in names:
         text = (changed / name).read_text()
         (changed / name).write_text(text + "\n")
-        libraries.append(cpu._library(["cc"]))
+        libraries.append(cpu_library.library_path(["cc"]))
         (changed / name).write_text(text)
     newer = tmp_path / "newer-cc"
     newer.write_text("#!/bin/sh\necho version 1\n")
     newer.chmod(0o755)
-    libraries.append(cpu._library([str(newer)]))
+    libraries.append(cpu_library.library_path([str(newer)]))
     newer.write_text("#!/bin/sh\necho version 2\n")
-    libraries.append(cpu._library([str(newer)]))
-    monkeypatch.setattr(cpu, "FLAGS", (*cpu.FLAGS, "-g"))
-    libraries.append(cpu._library(["cc"]))
+    libraries.append(cpu_library.library_path([str(newer)]))
+    monkeypatch.setattr(cpu_library, "FLAGS", (*cpu_library.FLAGS, "-g"))
+    libraries.append(cpu_library.library_path(["cc"]))
     assert len(set(libraries)) == len(libraries)
 
 
 def test_every_file_of_the_kernel_stands_alone():
     """Includes what it uses, so that it can be read, and checked by an editor, alone."""
-    for file in sorted(cpu.SOURCES.iterdir()):
+    folder = cpu_library.SOURCES
+    for file in sorted(folder.iterdir()):
         done = subprocess.run(
-            [*shlex.split(os.environ.get("CC", "cc")), *cpu.FLAGS, "-fopenmp", "-I", str(cpu.SOURCES), "-fsyntax-only",
-             "-x", "c", "-"], input=f'#include "{file.name}"', capture_output=True, text=True)
+            [*shlex.split(os.environ.get("CC", "cc")), *cpu_library.FLAGS, "-fopenmp", "-I", str(folder),
+             "-fsyntax-only", "-x", "c", "-"], input=f'#include "{file.name}"', capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
 
 

@@ -6,9 +6,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from ea_vision.layers import create_evolution
-from ea_vision.ops import cpu, use_implementation
+from ea_vision.ops import cpu_library, use_implementation
 
-pytestmark = pytest.mark.skipif(isinstance(cpu._load(), str), reason=str(cpu._load()))
+pytestmark = pytest.mark.skipif(isinstance(cpu_library.load(), str), reason=str(cpu_library.load()))
 SHAPES = [(2, 3, (2, 3), 0, 3), (1, 1, (1, 1), 0, 3), (3, 4, (8, 8), 0, 3), (2, 6, (5, 7), 2, 3), (2, 2, (3, 1), 1, 5),
           (1, 9, (6, 17), 1, 3), (2, 8, (4, 4), 3, 1)]  # images, heads, (H, W), prefix tokens, kernel's side
 
@@ -47,7 +47,7 @@ def test_planes_are_the_references(shape):
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 2 ** -8), (torch.float16, 2 ** -11)])
 def test_planes_in_half_precision_are_rounded_once(dtype, bound):
-    if not cpu._load().stored_dtypes() >> cpu.DTYPES[dtype] & 1:
+    if not cpu_library.load().stored_dtypes() >> cpu_library.DTYPES[dtype] & 1:
         pytest.skip(f"this compiler has no {dtype}")
     assert max(errors(SHAPES[3], dtype)[:3]) < bound
 

@@ -1,8 +1,8 @@
 /* Evolving attention on a CPU, forward and backward, one image after the other so that its maps stay in the cache; the
  * pooling that comes before it; and the maps of conv2d.
  *
- * Plain C with GNU vector extensions: `cpu.py` compiles this file, which takes in the others, for the machine it runs
- * on. All arithmetic is float32; q, k, v, prev, logits and out may be stored as float32, bfloat16 or float16.
+ * Plain C with GNU vector extensions: `cpu_library.py` compiles this file, which takes in the others, for the machine it
+ * runs on. All arithmetic is float32; q, k, v, prev, logits and out may be stored as float32, bfloat16 or float16.
  *
  *     forward.c, backward.c   the operator, a block of queries at a time
  *     planes.c                conv2d: convolutions over the two planes of a map

@@ -1,4 +1,5 @@
-/* A problem as cpu.py hands it over, and what a thread keeps while it works on an image of it. */
+/* A problem as cpu.py hands it over (AttentionStruct of cpu_library.py), and what a thread keeps while it works on an
+ * image of it. */
 #pragma once
 
 #include "convolution.h"

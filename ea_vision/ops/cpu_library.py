@@ -1,0 +1,138 @@
+"""The library of C kernels, `cpu_kernel/kernel.c`, compiled on first use for the machine at hand, and its structs.
+
+The compiler is $CC or cc; the library is kept in ~/.cache/ea_vision ($XDG_CACHE_HOME/ea_vision). Which dtypes it can
+store depends on the compiler (GCC has _Float16 on x86 from version 12 on): the built library says it, and the rest is
+left to the reference.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+from ea_vision.base.files import atomic_write, cache_root
+
+SOURCES = Path(__file__).with_name("cpu_kernel")  # kernel.c takes in the other files
+# Not -ffast-math: linked with it, a library switches subnormal numbers off in the whole process, and reordered sums
+# would undo the rounding in the kernel's exp.
+FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast")
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in storage.h
+
+_INTS = ("B", "K", "H", "W", "D", "E", "kernel", "kind", "dtype", "threads", "prefix", "channels_last")
+_FLOATS = ("scale", "dropout")
+_LONGS = ("q_step", "k_step", "v_step", "q_row", "k_row", "v_row", "seed")
+_POINTERS = ("q", "k", "v", "prev", "height_rel", "width_rel", "weight", "bias", "gates", "out", "logits", "norm",
+             "d_out", "d_logits", "d_q", "d_k", "d_v", "d_prev", "d_height_rel", "d_width_rel", "d_weight", "d_bias",
+             "d_gates")
+
+
+class AttentionStruct(ctypes.Structure):
+    """`problem` of problem.h."""
+
+    _fields_ = [*((name, ctypes.c_int32) for name in _INTS), *((name, ctypes.c_float) for name in _FLOATS),
+                *((name, ctypes.c_int64) for name in _LONGS), *((name, ctypes.c_void_p) for name in _POINTERS)]
+
+
+class PlanesStruct(ctypes.Structure):
+    """`planes` of planes.c."""
+
+    _fields_ = [*((name, ctypes.c_int32) for name in ("B", "K", "H", "W", "size", "prefix", "dtype", "threads")),
+                ("alpha", ctypes.c_float),
+                *((name, ctypes.c_void_p) for name in ("own", "prev", "weight", "out", "d_out", "d_own", "d_prev",
+                                                       "d_weight", "d_alpha"))]
+
+
+def _machine() -> str:
+    """Return what -march=native depends on; a cache on a shared disk serves machines of several kinds."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+
+
+def _openmp() -> list[str]:
+    """Arguments that link with the OpenMP library torch has loaded: two of them would fight for the cores."""
+    bundled = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
+    return [str(bundled[0]), f"-Wl,-rpath,{bundled[0].parent}"] if bundled else ["-fopenmp"]
+
+
+def _output_of(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace")
+    if done.returncode:
+        raise OSError(f"{shlex.join(command)} ended with code {done.returncode}: {done.stderr.strip()[-2000:]}")
+    return done.stdout
+
+
+def library_path(compiler: list[str]) -> Path:
+    """Return where the compiled library is kept: another file for everything that would make it another."""
+    version = _output_of(*compiler, "--version")
+    sources = [part for file in sorted(SOURCES.glob("*.[ch]")) for part in (file.name, file.read_text())]
+    parts = (*sources, *compiler, version, *FLAGS, *_openmp(), _machine(), torch.__version__)
+    key = hashlib.sha256(b"\0".join(part.encode() for part in parts)).hexdigest()[:16]
+    return cache_root() / f"cpu_kernel-{key}.so"
+
+
+def _build(compiler: list[str], to: Path) -> None:
+    """Compile the library and write it with its digest behind it, which loaders of libraries do not read."""
+    to.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=to.parent) as folder:
+        unit, library = Path(folder) / "kernel.o", Path(folder) / "kernel.so"
+        _output_of(*compiler, *FLAGS, "-fopenmp", "-c", str(SOURCES / "kernel.c"), "-o", str(unit))
+        _output_of(*compiler, "-shared", str(unit), "-o", str(library), *_openmp(), "-lm")
+        built = library.read_bytes()
+    atomic_write(to, built + hashlib.sha256(built).digest())  # other processes build it, too
+
+
+def _is_whole(library: Path) -> bool:
+    """Return whether `_build` wrote the file and nothing has damaged it since: to load another may kill the process."""
+    try:
+        content = library.read_bytes()
+    except FileNotFoundError:
+        return False
+    return len(content) > 32 and hashlib.sha256(content[:-32]).digest() == content[-32:]
+
+
+@functools.cache
+def load() -> ctypes.CDLL | str:
+    """Return the compiled library, or why there is none."""
+    try:
+        compiler = shlex.split(os.environ.get("CC", "")) or ["cc"]
+        if shutil.which(compiler[0]) is None:
+            return f"no C compiler: {compiler[0]} is not there (set CC, or install one)"
+        library = library_path(compiler)
+        if not _is_whole(library):
+            _build(compiler, library)
+        loaded = ctypes.CDLL(str(library))
+        loaded.stored_dtypes.argtypes, loaded.stored_dtypes.restype = [], ctypes.c_int32
+        for function in (loaded.evolving_attention_forward, loaded.evolving_attention_backward):
+            function.argtypes, function.restype = [ctypes.POINTER(AttentionStruct)], None
+        loaded.convolve_planes.argtypes, loaded.convolve_planes.restype = [ctypes.POINTER(PlanesStruct)], None
+        for function in (loaded.pool_forward, loaded.pool_backward):
+            function.argtypes, function.restype = [*[ctypes.c_void_p] * 2, ctypes.c_long, *[ctypes.c_int] * 3], None
+    # RuntimeError: no home, or a full disk; ValueError: CC is no shell words; AttributeError: a function is missing
+    except (OSError, RuntimeError, ValueError, AttributeError) as error:
+        return f"the C kernel could not be built or loaded: {error}"
+    return loaded
+
+
+@torch.compiler.assume_constant_result  # else torch.compile would trace the compiler's call
+def reason_against_library(dtype: int) -> str | None:
+    """Return why there is no library that stores the dtype, a value of DTYPES, or None."""
+    loaded = load()
+    if isinstance(loaded, str):
+        return loaded
+    if loaded.stored_dtypes() >> dtype & 1:
+        return None
+    name, = (str(name) for name, code in DTYPES.items() if code == dtype)
+    return f"its library was built by a compiler without {name} (GCC has _Float16 on x86 from version 12 on)"
