@@ -5,14 +5,16 @@
 The folder holds the sweeps of README.md; a part may also be the file of runs that an earlier call kept (vit-rival.csv).
 A part whose runs are not complete is left out, with the reason. Written into experiments/results/across: a file of runs
 for each part, verdict.csv (a row a comparison, with the gain that its seeds find at 80% power) and verdict.png
-(differences with 95% intervals).
+(differences with 95% intervals). Printed are, last, the tables of docs/across-layers.md, that of the two tasks without
+images from recall.csv and characters.csv of the folder.
 """
 import argparse
+import csv
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from statistics import stdev
+from statistics import mean, stdev
 
 from matplotlib.figure import Figure
 
@@ -32,8 +34,10 @@ from ea_vision.studies.evidence import (
     smallest_shown,
 )
 from experiments.across.plan import EPOCHS, PARTS, RESULTS, Part, step_times
+from experiments.across.sequences import MECHANISMS
 
 Top1 = Mapping[str, Mapping[int, float]]  # percent by variant and seed
+ROWS = {"equal-time": "{}, equal time", "equal-operations": "{}, equal operations", "vit-dear": "{}, two seeds"}
 
 
 def read_part(part: Part, folder: Path) -> tuple[Top1, str]:
@@ -94,6 +98,49 @@ def draw(found: Mapping[Part, list[Effect]], ratios: Mapping[tuple[str, str], fl
     return figure
 
 
+def verdict_table(found: Mapping[Part, list[Effect]], ratios: Mapping[tuple[str, str], float]) -> list[str]:
+    """Return the lines of mechanisms by networks: difference (95% interval), bold if it is significant; time."""
+    heads = {part.network: f"{part.title}, {len(part.seeds)} seeds" for part in reversed(found)}
+    cells: dict[str, dict[str, str]] = {}
+    for part, effects in found.items():
+        for effect in effects:
+            mark = "**" if effect.p_holm is not None and effect.p_holm < 0.05 else ""
+            cells.setdefault(ROWS.get(part.name, "{}").format(effect.name), {})[part.network] = (
+                f"{mark}{effect.difference:+.2f}{mark} ({effect.low:.2f} to {effect.high:.2f}) | "
+                f"{ratios[part.name, effect.name]:.2f}").replace("-", "\N{MINUS SIGN}")
+    networks = list(dict.fromkeys(part.network for part in found))
+    return [f"| | {' | '.join(f'{heads[network]} | time' for network in networks)} |",
+            "| --- |" + " --- | --- |" * len(networks),
+            *(f"| {name} | {' | '.join(row.get(network, ' | ') for network in networks)} |"
+              for name, row in cells.items())]
+
+
+def sequences_table(folder: Path) -> list[str]:
+    """Return the lines of the table of recall (%) and characters (bits): mean (lowest to highest) of five seeds.
+
+    Raises:
+        UsageError: a run that README.md plans is missing.
+    """
+    results: dict[tuple[str, str], list[float]] = {}
+    for task in MECHANISMS:
+        if not (folder / f"{task}.csv").exists():
+            raise UsageError(f"{task}.csv is required in {folder}")
+        for row in csv.DictReader((folder / f"{task}.csv").read_text(encoding="utf-8").splitlines()):
+            results.setdefault((task, row["variant"]), []).append(float(row["result"]))
+    lines = ["| | recall, % | with `token_conv` | next character, bits | with `token_conv` |", "| --- |" + " --- |" * 4]
+    for kind in ("none", *MECHANISMS["recall"]):
+        cells = []
+        for task, digits in (("recall", 1), ("characters", 3)):
+            for name in (kind, "token_conv" if kind == "none" else f"{kind}+token_conv"):
+                values = results.get((task, name), [])
+                if len(values) != 5 and kind in ("none", *MECHANISMS[task]):
+                    raise UsageError(f"five runs of {name} are required in {task}.csv, got {len(values)}")
+                cells.append(f"{mean(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+                             if values else "")
+        lines.append(f"| {kind} | {' | '.join(cells)} |")
+    return lines
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sweeps", type=Path, help="folder of the sweeps, or of the files of runs")
@@ -127,6 +174,11 @@ def main(argv: list[str] | None = None) -> int:
           "time_ratio": ratios[part.name, e.name]}
          for part, effects in found.items() for e in effects]).encode())
     atomic_write(args.output / "verdict.png", figure_bytes(draw(found, ratios)))
+    print(*verdict_table(found, ratios), "", sep="\n")
+    try:
+        print(*sequences_table(args.sweeps), sep="\n")
+    except UsageError as error:
+        print(f"left out: {error}")
     return 0
 
 

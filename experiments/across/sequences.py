@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ea_vision.base.files import atomic_write, csv_text
 from ea_vision.layers import create_evolution
 from ea_vision.ops.reference import mask_logits
 from experiments.next_character import load_text
@@ -168,10 +169,7 @@ def main(argv: list[str] | None = None) -> None:
                 continue
             rows.append(train(args.task, kind, seed, args.updates))
             print(*rows[-1].values(), flush=True)
-            with args.csv.open("w", newline="", encoding="utf-8") as file:
-                writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-                writer.writeheader()
-                writer.writerows(rows)
+            atomic_write(args.csv, csv_text(rows).encode())
 
 
 if __name__ == "__main__":
