@@ -49,15 +49,15 @@ class MultiTokenAttention(Evolution):
 
     def _convolve(self, maps: Tensor, weight: Tensor) -> Tensor:
         padding = [weight.shape[2] // 2, weight.shape[3] // 2]
-        return F.conv2d(maps, weight, None, padding=padding, groups=maps.shape[1])
+        last = maps.contiguous(memory_format=torch.channels_last)  # which takes half the time on a CPU
+        return F.conv2d(last, weight, None, padding=padding, groups=maps.shape[1])
 
     def forward(self, logits: Tensor, prev_logits: Tensor) -> Tensor:
-        return F.conv2d(self._convolve(logits, self.conv_before), self.heads_before[:, :, None, None])
+        return torch.einsum("ab,nbij->naij", self.heads_before, self._convolve(logits, self.conv_before))
 
     def mix_attn(self, attn: Tensor) -> Tensor:
-        groups, heads = self.heads_after.shape[0], self.heads_after.shape[1]
-        weight = self.heads_after.transpose(1, 2).reshape(groups * heads, heads, 1, 1)
-        return F.conv2d(self._convolve(attn, self.conv_after), weight, None, groups=groups)
+        by_group = self._convolve(attn, self.conv_after).unflatten(1, self.heads_after.shape[:2])
+        return torch.einsum("gce,ngcij->ngeij", self.heads_after, by_group).flatten(1, 2)
 
     @torch.jit.ignore
     def changes_nothing(self) -> bool:

@@ -1,6 +1,5 @@
 """Linear maps over the heads before and after the softmax: talking heads, as CaiT has them."""
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ea_vision.layers.evolution import Evolution, register_evolution
@@ -39,15 +38,21 @@ class TalkingHeads(Evolution):
             nn.init.zeros_(proj.bias)
 
     def forward(self, logits: Tensor, prev_logits: Tensor) -> Tensor:
-        return F.conv2d(logits, self.proj_l.weight[:, :, None, None], self.proj_l.bias)
+        return mix_heads(logits, self.proj_l.weight, self.proj_l.bias)
 
     def mix_attn(self, attn: Tensor) -> Tensor:
-        return F.conv2d(attn, self.proj_w.weight[:, :, None, None], self.proj_w.bias)
+        return mix_heads(attn, self.proj_w.weight, self.proj_w.bias)
 
     @torch.jit.ignore
     def changes_nothing(self) -> bool:
         return not any((proj.weight - torch.eye(len(proj.weight), device=proj.weight.device)).any()
                        for proj in (self.proj_l, self.proj_w)) and not self.proj_w.bias.any()
+
+
+def mix_heads(maps: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Return maps (B, K, N, M) mixed by weight (K, K) and bias (K); a 1x1 convolution takes twice as long on a CPU."""
+    mixed = torch.einsum("ab,nbij->naij", weight, maps)
+    return mixed + bias.to(mixed.dtype)[:, None, None]
 
 
 def _small(weight: Tensor) -> None:
