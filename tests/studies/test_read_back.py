@@ -105,36 +105,20 @@ def test_the_whole_folder_is_accepted(folder):
     assert evidence.main([str(folder), "--question", "b,a"]) == 0 and len(reproduce.runs_in(folder)) == 4
 
 
-@quick
-@given(data=st.data())
-def test_results(folder, data):
-    path = folder / "variant=a,seed=0" / RESULTS
-    original = path.read_text()
-    path.write_text(data.draw(TEXT | damaged(json.loads(original)).map(json.dumps)), errors="replace")
-    try:
-        one_line_or_figures(folder)
-    finally:
-        path.write_text(original)
+FILES = {
+    RESULTS: lambda text: damaged(json.loads(text)).map(json.dumps),
+    METRICS: damaged_table,
+    CONFIG: lambda text: damaged(yaml.safe_load(text)).map(yaml.safe_dump),
+}
 
 
 @quick
+@pytest.mark.parametrize("name", FILES)
 @given(data=st.data())
-def test_metrics(folder, data):
-    path = folder / "variant=a,seed=0" / METRICS
+def test_a_damaged_file(folder, name, data):
+    path = folder / "variant=a,seed=0" / name
     original = path.read_text()
-    path.write_text(data.draw(TEXT | damaged_table(original)), errors="replace")
-    try:
-        one_line_or_figures(folder)
-    finally:
-        path.write_text(original)
-
-
-@quick
-@given(data=st.data())
-def test_config(folder, data):
-    path = folder / "variant=a,seed=0" / CONFIG
-    original = path.read_text()
-    path.write_text(data.draw(TEXT | damaged(yaml.safe_load(original)).map(yaml.safe_dump)), errors="replace")
+    path.write_text(data.draw(TEXT | FILES[name](original)), errors="replace")
     try:
         one_line_or_figures(folder)
     finally:
