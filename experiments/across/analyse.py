@@ -135,8 +135,8 @@ def sequences_table(folder: Path) -> list[str]:
                 values = results.get((task, name), [])
                 if len(values) != 5 and kind in ("none", *MECHANISMS[task]):
                     raise UsageError(f"five runs of {name} are required in {task}.csv, got {len(values)}")
-                cells.append(f"{mean(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
-                             if values else "")
+                least, average, most = (f"{of(values):.{digits}f}" if values else "" for of in (min, mean, max))
+                cells.append(average if least == most else f"{average} ({least} to {most})")
         lines.append(f"| {kind} | {' | '.join(cells)} |")
     return lines
 

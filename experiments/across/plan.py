@@ -87,9 +87,9 @@ class Part:
 PARTS = {part.name: part for part in (
     Part("vit-rival", "small ViT with token_conv, CIFAR-10", "token_conv",
          ("residual", "ea", "talking_heads", "reattention", "conv2d"), (), range(100, 108), RIVAL),
-    Part("equal-time", "the same, token_conv alone as long as conv2d takes", LONGER, ("conv2d",), (),
+    Part("equal-time", "the same at equal time", LONGER, ("conv2d",), (),
          range(100, 108), RIVAL, beside="vit-rival"),
-    Part("equal-operations", "the same, token_conv alone with conv2d's operations", EVEN, (), ("conv2d",),
+    Part("equal-operations", "the same at equal operations", EVEN, (), ("conv2d",),
          range(100, 108), RIVAL, beside="vit-rival"),
     Part("cifar100", "narrow Conv-Transformer, CIFAR-100", "none", ("residual", "ea", "talking_heads", "conv2d"),
          ("uniform",), range(100, 106), NARROW),

@@ -13,15 +13,17 @@ import torch
 from scipy import stats
 
 from ea_vision.base.errors import UsageError
+from ea_vision.base.files import csv_text
 from ea_vision.engine.config import make_parser, parse, resolve
 from ea_vision.engine.train_cifar import CifarConfig
 from ea_vision.layers import create_evolution
 from ea_vision.layers.evolution import Evolution
 from ea_vision.measure.counts import count
-from ea_vision.studies.evidence import Run, read_runs, runs_text
+from ea_vision.studies.evidence import Run, by_variant, read_runs, runs_text
 from experiments.across import analyse, run
 from experiments.across.plan import EPOCHS, EVEN, LONGER, NARROW, NETWORKS, PARTS, RESULTS, RIVAL, mechanism, step_times
 from experiments.across.power import power
+from experiments.across.sequences import MECHANISMS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -107,6 +109,23 @@ def test_runs_that_were_not_tested_are_left_out(tmp_path, capsys):
     with pytest.raises(UsageError, match="no part"):
         analyse.main([str(folder), "-o", str(tmp_path / "out")])
     assert "left out: vit-alone: runs that were tested are required, got top-1 on held_out" in capsys.readouterr().out
+
+
+def test_the_table_of_tasks_without_images(tmp_path):
+    rows = {task: [{"task": task, "variant": variant, "seed": seed, "result": seed - 10 * (variant == "none")}
+                   for kind in ("none", *MECHANISMS[task]) for seed in range(100, 105)
+                   for variant in (kind, "token_conv" if kind == "none" else f"{kind}+token_conv")]
+            for task in MECHANISMS}
+    for task in rows:
+        (tmp_path / f"{task}.csv").write_text(csv_text(rows[task]))
+    lines = analyse.sequences_table(tmp_path)
+    assert lines[2] == ("| none | 92.0 (90.0 to 94.0) | 102.0 (100.0 to 104.0) | 92.000 (90.000 to 94.000) | "
+                        "102.000 (100.000 to 104.000) |")
+    assert [line.split()[1] for line in lines[3:]] == [*MECHANISMS["recall"]]
+    assert lines[-1] == "| conv2d | 102.0 (100.0 to 104.0) | 102.0 (100.0 to 104.0) |  |  |"  # no mask is kept
+    (tmp_path / "characters.csv").write_text(csv_text(rows["characters"][:-1]))
+    with pytest.raises(UsageError, match=r"five runs of talking_heads\+token_conv are required .*, got 4"):
+        analyse.sequences_table(tmp_path)
 
 
 class Trainer:
@@ -227,6 +246,9 @@ def test_the_pages_say_what_the_kept_runs_say(tmp_path, capsys):
     assert float(longer["p_holm"]) < 0.001 and f"`conv2d` is {behind} points ({least} to {most}) behind it" in page
     assert f"at equal time it is {behind} ({least} to {most}) behind" in others
     assert f"in {float(conv2d['time_ratio']):.2f} times its time" in page
+    alone, rival = (by_variant(read_runs([RESULTS / f"{name}.csv"])[1]) for name in ("vit-alone", "vit-rival"))
+    added = statistics.mean(rival["token_conv"][seed] - top1 for seed, top1 in alone["plain"].items())
+    assert f"It adds {added:.2f} points to the plain small ViT (five seeds" in page and len(alone["plain"]) == 5
     printed = capsys.readouterr().out
     for line in printed[printed.index("\n| | "):].strip().splitlines():  # the tables of the page
         assert not line.startswith("|") or line in page_lines, line
