@@ -349,8 +349,8 @@ def test_probe_and_faithfulness():
 
 
 def test_smaller_experiments():
-    def mean(table, column, digits=2, **where):
-        return f"{statistics.mean(float(r[column]) for r in table if where.items() <= r.items()):.{digits}f}"
+    def mean(table, column, **where):
+        return f"{statistics.mean(float(r[column]) for r in table if where.items() <= r.items()):.2f}"
 
     table = [row for row in rows("tiny-imagenet/attention.csv") if row["images"] == "160"]
     resnet, aa, pa, ea = (statistics.mean(float(row["top1"]) for row in table if row["run"] == name)
@@ -359,9 +359,6 @@ def test_smaller_experiments():
     digits = rows("moved-digits.csv")
     with_, without = (mean(digits, "top1", transform=value) for value in ("True", "False"))
     assert f"names {with_}% with its spatial transformer and {without}% without" in PAGE
-    text = rows("next-character.csv")
-    evolving, plain = (mean(text, "held_out_bits", 3, setting=name) for name in ("evolving", "plain"))
-    assert f"need {evolving} bits a character after 200 updates, plain ones {plain}" in PAGE
     wide = rows("wrn16-4-short.csv")
     plain, aa = (statistics.mean(float(row["held_out_top1"]) for row in wide if row["model"] == name)
                  for name in ("wrn28_10_cifar", "aa_wrn28_10_cifar"))

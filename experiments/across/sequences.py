@@ -6,8 +6,9 @@
 recall: eight pairs of a key and a value and then one of the keys, 17 tokens, (k1 v1 ... k8 v8 k); the value of that key
     is asked for. 16 keys, 16 values, drawn anew for each sequence. An encoder, no mask: every mechanism runs as it is,
     `conv2d` on a map of 1 x 17. Accuracy on 4,096 sequences.
-characters: the text of experiments/next_character.py, windows of 64 under a causal mask. Only mechanisms that read
-    nothing behind the mask take part: residual, talking_heads, and EA in its causal form. Bits a character, held out.
+characters: CPython's documentation (`pydoc_data.topics`), every fifth topic held out; windows of 64 under a causal
+    mask. Only mechanisms that read nothing behind the mask take part: residual, talking_heads, and EA in its causal
+    form. Bits a character, held out.
 
 Two blocks, 64 wide, 4 heads; AdamW, one-cycle rate up to 0.002, weight decay 0.01, clipped at 1. Each mechanism begins
 as the plain network. KIND+token_conv has a depthwise convolution over 3 tokens (of the past, under the mask) before
@@ -19,6 +20,7 @@ import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +29,6 @@ from torch import Tensor, nn
 from ea_vision.base.files import atomic_write, csv_text
 from ea_vision.layers import create_evolution
 from ea_vision.ops.reference import mask_logits
-from experiments.next_character import load_text
 
 WIDTH, HEADS, DEPTH, PAIRS, SYMBOLS = 64, 4, 2, 8, 16
 LENGTH = {"recall": 2 * PAIRS + 1, "characters": 64}
@@ -110,6 +111,15 @@ def batches(task: str, seed: int, text: Tensor | None) -> Iterator[tuple[Tensor,
             starts = torch.randint(len(text) - LENGTH[task], (32, 1), generator=generator)
             windows = text[starts + torch.arange(LENGTH[task] + 1)]
             yield windows[:, :-1], windows[:, 1:]
+
+
+def load_text() -> tuple[Tensor, list[Tensor], int]:
+    """Return the training topics in one, those held out, and the number of characters; 0 is one that training lacks."""
+    names = sorted(topics)
+    training = "\n".join(topics[name] for number, name in enumerate(names) if number % 5 != 4)
+    code = {character: number for number, character in enumerate(sorted(set(training)), start=1)}
+    held_out = [torch.tensor([code.get(c, 0) for c in topics[name]]) for name in names[4::5]]
+    return torch.tensor([code[c] for c in training]), held_out, len(code) + 1
 
 
 def loss_of(model: Sequences, task: str, symbols: Tensor, wanted: Tensor) -> Tensor:

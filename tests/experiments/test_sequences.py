@@ -16,6 +16,13 @@ def test_what_is_asked_for_is_the_value_beside_the_key():
         assert values[keys.index(asked)] == value
 
 
+def test_topics_that_are_held_out_are_not_trained_on():
+    text, held_out, characters = sequences.load_text()
+    assert len(held_out) > 10 and 60 < characters < 200 and 0 < text.min() and text.max() < characters
+    whole = bytes(text.tolist())
+    assert not any(bytes(one.tolist()) in whole for one in held_out)
+
+
 @pytest.mark.parametrize("kind", ["none", "token_conv", "residual+token_conv", "ea", "talking_heads"])
 def test_no_character_reads_a_later_one(kind):
     torch.manual_seed(0)
