@@ -21,9 +21,21 @@ from ea_vision.layers.evolution import Evolution
 from ea_vision.measure.counts import count
 from ea_vision.studies.evidence import Run, by_variant, read_runs, runs_text
 from experiments.across import analyse, run
-from experiments.across.plan import EPOCHS, EVEN, LONGER, NARROW, NETWORKS, PARTS, RESULTS, RIVAL, mechanism, step_times
+from experiments.across.plan import (
+    EPOCHS,
+    EVEN,
+    LONGER,
+    NARROW,
+    NETWORKS,
+    PARTS,
+    RESULTS,
+    RIVAL,
+    VIT,
+    mechanism,
+    step_times,
+)
 from experiments.across.power import power
-from experiments.across.sequences import MECHANISMS
+from experiments.across.sequences import MECHANISMS, recall
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -236,7 +248,8 @@ def test_the_pages_say_what_the_kept_runs_say(tmp_path, capsys):
     tested = [row for row in kept if row["part"] == "vit-rival"]
     [conv2d] = [row for row in tested if row["name"] == "conv2d"]
     gain, low, high = (f"{float(conv2d[key]):.2f}" for key in ("difference", "low", "high"))
-    assert f"adds {gain} points to it" in page and f"[gain {gain} points](docs/across-layers.md" in readme
+    assert f"adds {gain} points to it at equal updates (corrected p = {float(conv2d['p_holm']):.3f})" in page
+    assert f"[gain {gain} points](docs/across-layers.md" in readme
     assert f"+{gain} points ({low} to {high}) at equal updates" in others
     assert [row["name"] for row in tested if float(row["difference"]) > 0 and float(row["p_holm"]) < 0.05] == ["conv2d"]
     found = sorted(float(row["found_at_80_percent"]) for row in tested)
@@ -254,6 +267,16 @@ def test_the_pages_say_what_the_kept_runs_say(tmp_path, capsys):
         assert not line.startswith("|") or line in page_lines, line
 
 
+def test_the_page_says_which_runs_found_what_recall_asks_for():
+    page = " ".join((ROOT / "docs" / "across-layers.md").read_text().split())
+    symbols, wanted = recall(100_000, torch.Generator().manual_seed(0))
+    frequent = 100 * (symbols[:, 1:16:2].mode(1).values == wanted).float().mean().item()
+    assert f"no better than the most frequent value, {frequent:.0f}%" in page
+    rows = list(csv.DictReader((RESULTS / "recall.csv").open()))
+    solved = [float(row["result"]) > 99 for row in rows if row["variant"] == "ea"]
+    assert (sum(solved), len(solved)) == (3, 5) and "in three of five seeds" in page
+
+
 def test_the_page_has_the_measured_costs():
     page = (ROOT / "docs" / "across-layers.md").read_text()
     rows = {(row["network"], row["kind"]): row for row in csv.DictReader((RESULTS / "benchmark.csv").open())}
@@ -266,5 +289,7 @@ def test_the_page_has_the_measured_costs():
         ms = " ms" if kind == "plain" else ""
         assert f"| {kind} | {' | '.join(cell + ms for cell in cells)} |" in page
     assert "`token_conv` and `value_residual` cost nothing that can be measured" in page
+    bfloat16 = step_times()
+    assert f"{bfloat16[RIVAL, 'plain'] / bfloat16[VIT, 'plain']:.2f} times a step of the small ViT" in page
     for kind in ("token_conv", "value_residual"):
         assert float(rows[networks[1], kind]["train_ratio"]) == pytest.approx(1, abs=0.05)
