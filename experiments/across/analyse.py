@@ -148,7 +148,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     create(args.output)
     found: dict[Part, list[Effect]] = {}
-    found_at: dict[tuple[str, str], float] = {}
+    rows, times = [], step_times()
     conv2d_gains = False  # at equal updates: question 2 is asked only then
     for part in PARTS.values():
         try:
@@ -159,7 +159,9 @@ def main(argv: list[str] | None = None) -> int:
         if part.name == "equal-time" and not conv2d_gains:
             part = replace(part, tested=(), described=part.tested)
         found[part] = effects_of(part, top1)
-        found_at |= {(part.name, effect.name): smallest_found(part, top1, effect.name) for effect in found[part]}
+        rows += [{"part": part.name, "against": part.baseline, **asdict(effect),
+                  "found_at_80_percent": smallest_found(part, top1, effect.name),
+                  "time_ratio": time_ratio(part, effect.name, times)} for effect in found[part]]
         if part.name == "vit-rival":
             [conv2d] = [effect for effect in found[part] if effect.name == "conv2d"]
             conv2d_gains = conv2d.difference > 0 and conv2d.p_holm is not None and conv2d.p_holm < 0.05
@@ -167,12 +169,8 @@ def main(argv: list[str] | None = None) -> int:
         print(part.title, f"minus {part.baseline}", "", *effects_table(found[part]), "", sep="\n")
     if not found:
         raise UsageError(f"no part of the verdict is complete in {args.sweeps}")
-    times = step_times()
-    ratios = {(part.name, e.name): time_ratio(part, e.name, times) for part, effects in found.items() for e in effects}
-    atomic_write(args.output / "verdict.csv", csv_text(
-        [{"part": part.name, "against": part.baseline, **asdict(e), "found_at_80_percent": found_at[part.name, e.name],
-          "time_ratio": ratios[part.name, e.name]}
-         for part, effects in found.items() for e in effects]).encode())
+    atomic_write(args.output / "verdict.csv", csv_text(rows).encode())
+    ratios = {(row["part"], row["name"]): row["time_ratio"] for row in rows}
     atomic_write(args.output / "verdict.png", figure_bytes(draw(found, ratios)))
     print(*verdict_table(found, ratios), "", sep="\n")
     try:
