@@ -94,8 +94,8 @@ PARTS = {part.name: part for part in (
     Part("cifar100", "narrow Conv-Transformer, CIFAR-100", "none", ("residual", "ea", "talking_heads", "conv2d"),
          ("uniform",), range(100, 106), NARROW),
     Part("vit-alone", "small ViT, CIFAR-10", "plain", (), ("residual", "conv2d", "uniform"), range(100, 105), VIT),
-    Part("vit-dear", "the same, the dear ones", "token_conv", (), ("refiner", "mta"), range(100, 102), RIVAL,
-         beside="vit-rival"),
+    Part("vit-dear", "small ViT with token_conv, the dear ones", "token_conv", (), ("refiner", "mta"),
+         range(100, 102), RIVAL, beside="vit-rival"),
 )}
 
 
