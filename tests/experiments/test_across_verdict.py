@@ -262,6 +262,17 @@ def test_the_pages_say_what_the_kept_runs_say(tmp_path, capsys):
     alone, rival = (by_variant(read_runs([RESULTS / f"{name}.csv"])[1]) for name in ("vit-alone", "vit-rival"))
     added = statistics.mean(rival["token_conv"][seed] - top1 for seed, top1 in alone["plain"].items())
     assert f"It adds {added:.2f} points to the plain small ViT (five seeds" in page and len(alone["plain"]) == 5
+    beside = {row["name"]: row for row in kept if row["part"] == "cifar100"}  # convolutions: question 3
+    uniform = beside.pop("uniform")
+    least_p = min(float(row["p_holm"]) for row in beside.values())
+    assert least_p >= 0.05 and "Beside convolutions no gain is shown" in page
+    assert "nor of four beside convolutions" in others
+    low, *_, high, same = (f"{difference:+.2f}".replace("-", "\N{MINUS SIGN}") for difference in (
+        *sorted(float(row["difference"]) for row in beside.values()), float(uniform["difference"])))
+    assert f"differ from it by {low} to {high} points (corrected p from {least_p:.3f})" in page
+    assert f"uniform maps (described) it is {same} points" in page and float(uniform["high"]) > 0
+    found = sorted(float(row["found_at_80_percent"]) for row in beside.values())
+    assert f"six of the Conv-Transformer {found[0]:.2f} to {found[-1]:.2f}" in page
     printed = capsys.readouterr().out
     for line in printed[printed.index("\n| | "):].strip().splitlines():  # the tables of the page
         assert not line.startswith("|") or line in page_lines, line
