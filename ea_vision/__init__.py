@@ -24,10 +24,10 @@ _LISTING = sys.argv[1:] in ([], ["-h"], ["--help"]) and (
 try:
     if not _LISTING:
         from ea_vision import models as models  # registers the networks
-        from ea_vision.analysis.recording import record_attention as record_attention
         from ea_vision.deployment import deploy as deploy
         from ea_vision.models import evolve as evolve
         from ea_vision.models import unevolve as unevolve
+        from ea_vision.recorder.recording import record_attention as record_attention
 
         for _module in filter(None, os.environ.get("EA_VISION_IMPORT", "").split(",")):
             try:

@@ -33,9 +33,9 @@ GROUPS = {  # by folder; command: (module whose main(argv) runs it, what it does
         "faithfulness": ("ea_vision.visualize.faithfulness_report",
                          "what the class loses without the patches that maps rank first"),
     },
-    "analysis": {
-        "predict": ("ea_vision.analysis.predict", "the likeliest classes of images, as text or JSON"),
-        "probe": ("ea_vision.analysis.probe", "classify images from their attention maps (EA paper, table 7)"),
+    "recorder": {
+        "predict": ("ea_vision.predict", "the likeliest classes of images, as text or JSON"),
+        "probe": ("ea_vision.recorder.probe", "classify images from their attention maps (EA paper, table 7)"),
     },
     "measure": {
         "models": ("ea_vision.measure.models", "names, weights and (--sizes) parameters and GFLOPs of networks"),
@@ -48,7 +48,7 @@ GROUPS = {  # by folder; command: (module whose main(argv) runs it, what it does
         "write-ffcv": ("ea_vision.data.write_ffcv", "write images into an FFCV file"),
     },
     "deploy": {
-        "export": ("ea_vision.analysis.export", "write a network as ONNX or torch.export, or a run as weights"),
+        "export": ("ea_vision.export", "write a network as ONNX or torch.export, or a run as weights"),
     },
 }
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
@@ -64,7 +64,7 @@ UNLISTED = {  # names that still answer
 }
 ASIDE = {  # other names that still answer, with their module
     "grid": "ea_vision.visualize.heatmap", "animation": "ea_vision.visualize.films",
-    "export-detector": "ea_vision.analysis.export",
+    "export-detector": "ea_vision.export",
 }
 
 

@@ -28,10 +28,10 @@ import torch
 from torch import Tensor, nn
 
 import ea_vision
-from ea_vision.analysis.loading import LoadedModel, load_model, parse_targets, positive
 from ea_vision.base.errors import UsageError, exit_code
 from ea_vision.data.small_images import hold_out, load_dataset
 from ea_vision.layers import AugmentedConv2d
+from ea_vision.recorder.loading import LoadedModel, load_model, parse_targets, positive
 
 BATCH = 100
 KINDS = ("trained", "uniform", "mean", "other", "none", "own")

@@ -40,12 +40,6 @@ def test_the_overview_has_a_line_for_each_command(helped):
     assert max(map(len, lines)) <= 100 and len(COMMANDS) <= 25
 
 
-def test_groups_are_folders():
-    for title, commands in GROUPS.items():
-        rooms = {module.split(".")[1] for command, (module, _) in commands.items() if command not in ("timm", "export")}
-        assert rooms <= {title}
-
-
 @pytest.mark.parametrize("start", [["-m", "ea_vision"], ["-m", "ea_vision", "--help"]])
 def test_the_overview_needs_no_torch(start):
     """Nor anything else that takes long to import."""

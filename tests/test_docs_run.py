@@ -49,7 +49,7 @@ ELSEWHERE = {  # command lines and the tests that run them
     r"(sweep .*--output|evidence) sweeps/evidence ": "studies/test_evidence.py",  # as docs/train.md's, of more variants
     r"evidence experiments/results/evidence/": "test_weights.py",
     r"export ": "deployment/test_files.py",
-    r"faithfulness ": "analysis/test_faithfulness.py",
+    r"faithfulness ": "recorder/test_faithfulness.py",
     r"gpu-check": "measure/test_gpu_check.py",
     r"memory ": "measure/test_memory.py",
     r"predict net.onnx ": "deployment/test_files.py",

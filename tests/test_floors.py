@@ -5,7 +5,7 @@ from pathlib import Path
 import ea_vision
 
 ROOT = Path(ea_vision.__file__).parent
-FLOORS = ("base", "ops", "layers", "models", "deployment", "data", "engine", "detection", "studies", "analysis",
+FLOORS = ("base", "ops", "layers", "models", "deployment", "data", "engine", "detection", "studies", "recorder",
           "measure", "visualize")
 
 
@@ -47,7 +47,7 @@ def test_every_room_is_on_a_floor():
 
 
 def test_predict_does_not_wait_for_what_trains():
-    loaded, left = set(), ["ea_vision", "ea_vision.analysis.predict"]
+    loaded, left = set(), ["ea_vision", "ea_vision.predict"]
     while left:
         path = ROOT.joinpath(*left.pop().split(".")[1:])
         path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
@@ -58,5 +58,5 @@ def test_predict_does_not_wait_for_what_trains():
             if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == "ea_vision":
                 left += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
     names = {path.relative_to(ROOT).as_posix() for path in loaded}
-    assert {"analysis/loading.py", "deployment/fold.py", "engine/run_folder.py", "detection/predict.py"} <= names
+    assert {"recorder/loading.py", "deployment/fold.py", "engine/run_folder.py", "detection/predict.py"} <= names
     assert not names & {"engine/train.py", "engine/run.py", "engine/config.py", "detection/train.py"}

@@ -18,12 +18,12 @@ import timm
 import torch
 from torch import nn
 
-from ea_vision.analysis.recording import attention_layers, record_attention
 from ea_vision.base.errors import UsageError, exit_code
 from ea_vision.base.networks import check_model_name
 from ea_vision.measure.memory import Storages
 from ea_vision.measure.peak_memory import MIB
 from ea_vision.measure.steps import interleaved
+from ea_vision.recorder.recording import attention_layers, record_attention
 
 MODELS = ("vit_small_patch16_224", "deit_small_distilled_patch16_224", "swin_tiny_patch4_window7_224", "pvt_v2_b0",
           "mobilevit_s", "ea_vit_tiny_patch16_224", "ea_aa_resnet34")

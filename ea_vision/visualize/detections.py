@@ -20,9 +20,6 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from PIL import Image
 
-from ea_vision.analysis.inputs import find_images, read_image
-from ea_vision.analysis.loading import DetectorModel, add_options, load_model, positive
-from ea_vision.analysis.recording import AttentionLayer
 from ea_vision.base import files
 from ea_vision.base.errors import UsageError
 from ea_vision.base.figures import COLORS, dpi, inches
@@ -32,6 +29,9 @@ from ea_vision.detection.coco import read_coco
 from ea_vision.detection.draw import picture
 from ea_vision.detection.predict import Detections
 from ea_vision.detection.transforms import boxes_to_square
+from ea_vision.recorder.inputs import find_images, read_image
+from ea_vision.recorder.loading import DetectorModel, add_options, load_model, positive
+from ea_vision.recorder.recording import AttentionLayer
 from ea_vision.visualize.figure_options import Asked, add_style, style_of
 from ea_vision.visualize.heatmap import draw_heatmap
 from ea_vision.visualize.image_maps import Head, record

@@ -17,8 +17,10 @@ from typing import Any
 
 from tqdm import tqdm
 
-from ea_vision.analysis.inputs import ImageSource, find_images, names_of, read_image
-from ea_vision.analysis.loading import (
+from ea_vision.base.errors import UsageError
+from ea_vision.base.files import atomic_write
+from ea_vision.recorder.inputs import ImageSource, find_images, names_of, read_image
+from ea_vision.recorder.loading import (
     WEIGHTS_HELP,
     add_options,
     class_names_of,
@@ -26,8 +28,6 @@ from ea_vision.analysis.loading import (
     parse_targets,
     positive,
 )
-from ea_vision.base.errors import UsageError
-from ea_vision.base.files import atomic_write
 from ea_vision.visualize.figure_options import Layers, Models, chosen_layers, load_models, parse_heads
 from ea_vision.visualize.image_maps import as_models, record
 from ea_vision.visualize.page import (

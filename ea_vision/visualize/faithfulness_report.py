@@ -1,6 +1,6 @@
 """Whether attention tells what a network's class hangs on: patches are removed in the order of a ranking.
 
-`ea_vision.analysis.faithfulness` has the definitions of comprehensiveness, sufficiency, deletion and insertion."""
+`ea_vision.recorder.faithfulness` has the definitions of comprehensiveness, sufficiency, deletion and insertion."""
 
 from __future__ import annotations
 
@@ -14,7 +14,14 @@ from matplotlib import colormaps
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from ea_vision.analysis.faithfulness import (
+from ea_vision.base.errors import UsageError
+from ea_vision.base.figures import PAGE, check_width, inches
+from ea_vision.base.files import create, write_npz
+from ea_vision.base.print import legend_below, new_figure, points, print_style, small_ticks, wrapped
+from ea_vision.base.tables import shown
+from ea_vision.data.small_images import DataSet
+from ea_vision.engine.evaluate import autocast
+from ea_vision.recorder.faithfulness import (
     FILLINGS,
     SCORES,
     SHARES,
@@ -25,8 +32,8 @@ from ea_vision.analysis.faithfulness import (
     rows_csv,
     rows_table,
 )
-from ea_vision.analysis.loading import WEIGHTS_HELP, LoadedModel, parse_layers, parse_size, positive
-from ea_vision.analysis.patch_rankings import (
+from ea_vision.recorder.loading import WEIGHTS_HELP, LoadedModel, parse_layers, parse_size, positive
+from ea_vision.recorder.patch_rankings import (
     CAMS,
     KINDS,
     ROWS,
@@ -36,17 +43,10 @@ from ea_vision.analysis.patch_rankings import (
     GradientSource,
     random_source,
 )
-from ea_vision.analysis.probe import add_data_options, load_classifiers, load_data, sample, write_results
-from ea_vision.analysis.probe_maps import untrained_network
-from ea_vision.analysis.recording import record_attention
-from ea_vision.analysis.relevance import RelevanceSource
-from ea_vision.base.errors import UsageError
-from ea_vision.base.figures import PAGE, check_width, inches
-from ea_vision.base.files import create, write_npz
-from ea_vision.base.print import legend_below, new_figure, points, print_style, small_ticks, wrapped
-from ea_vision.base.tables import shown
-from ea_vision.data.small_images import DataSet
-from ea_vision.engine.evaluate import autocast
+from ea_vision.recorder.probe import add_data_options, load_classifiers, load_data, sample, write_results
+from ea_vision.recorder.probe_maps import untrained_network
+from ea_vision.recorder.recording import record_attention
+from ea_vision.recorder.relevance import RelevanceSource
 from ea_vision.visualize.image_maps import distinct
 from ea_vision.visualize.map_style import QUERY_COLORS
 

@@ -29,8 +29,12 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from ea_vision.analysis.inputs import ImageSource, find_images
-from ea_vision.analysis.loading import (
+from ea_vision.base.errors import UsageError
+from ea_vision.base.figures import dpi, inches
+from ea_vision.base.processes import choose_device
+from ea_vision.engine import run_folder
+from ea_vision.recorder.inputs import ImageSource, find_images
+from ea_vision.recorder.loading import (
     WEIGHTS_HELP,
     LoadedModel,
     add_options,
@@ -40,11 +44,7 @@ from ea_vision.analysis.loading import (
     parse_size,
     parse_targets,
 )
-from ea_vision.analysis.recording import AttentionLayer
-from ea_vision.base.errors import UsageError
-from ea_vision.base.figures import dpi, inches
-from ea_vision.base.processes import choose_device
-from ea_vision.engine import run_folder
+from ea_vision.recorder.recording import AttentionLayer
 from ea_vision.visualize.image_maps import MEAN, Head, Query, Recording, distinct, record
 from ea_vision.visualize.map_style import SCALES, STYLE, MapStyle
 from ea_vision.visualize.writing import PICTURES

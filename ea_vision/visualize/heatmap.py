@@ -10,8 +10,8 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from ea_vision.analysis.inputs import ImageSource, find_images, names_of, read_image
 from ea_vision.base.errors import UsageError
+from ea_vision.recorder.inputs import ImageSource, find_images, names_of, read_image
 from ea_vision.visualize.figure_options import (
     Asked,
     Heads,

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 import ea_vision
-from ea_vision.analysis.inputs import ImageSource, as_image, as_input
-from ea_vision.analysis.loading import LoadedModel, input_size, load_model
-from ea_vision.analysis.recording import AttentionLayer, AttentionMaps, LayerMaps
 from ea_vision.base.errors import UsageError
+from ea_vision.recorder.inputs import ImageSource, as_image, as_input
+from ea_vision.recorder.loading import LoadedModel, input_size, load_model
+from ea_vision.recorder.recording import AttentionLayer, AttentionMaps, LayerMaps
 
 MEAN = "mean"
 WITHOUT = ("attn_without_previous", "attn_without_own")  # parts of `add_contributions`

@@ -11,10 +11,10 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from ea_vision.analysis.inputs import ImageSource, as_image, as_input
-from ea_vision.analysis.loading import check_classifies, class_names_of
-from ea_vision.analysis.recording import AttentionMaps, attention_layers
 from ea_vision.base.errors import UsageError
+from ea_vision.recorder.inputs import ImageSource, as_image, as_input
+from ea_vision.recorder.loading import check_classifies, class_names_of
+from ea_vision.recorder.recording import AttentionMaps, attention_layers
 from ea_vision.visualize.figure_options import Layers, Model, chosen_layers, some_layers
 from ea_vision.visualize.image_maps import MEAN, Recording, as_model, evaluating, record, title_of
 from ea_vision.visualize.map_style import MapStyle, aspect_of, map_of, photo_of, scaled_blocks

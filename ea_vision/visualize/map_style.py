@@ -24,10 +24,10 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from torch import Tensor, nn
 
-from ea_vision.analysis.recording import PARTS, LayerMaps
 from ea_vision.base.errors import UsageError
 from ea_vision.base.figures import COLORS as QUERY_COLORS
 from ea_vision.base.print import points
+from ea_vision.recorder.recording import PARTS, LayerMaps
 from ea_vision.visualize.image_maps import MEAN, Head, Query, Recording, cell_of, query_name
 from ea_vision.visualize.sheet import Bar, Block, Row, Tile, sheet
 

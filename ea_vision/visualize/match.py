@@ -14,12 +14,12 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from ea_vision.analysis.inputs import ImageSource, as_image, as_input, find_images, read_image
-from ea_vision.analysis.loading import LoadedModel
-from ea_vision.analysis.recording import AttentionLayer, record_attention
 from ea_vision.base.errors import UsageError
 from ea_vision.base.files import write_npz
 from ea_vision.layers import AugmentedConv2d, TokenAttention
+from ea_vision.recorder.inputs import ImageSource, as_image, as_input, find_images, read_image
+from ea_vision.recorder.loading import LoadedModel
+from ea_vision.recorder.recording import AttentionLayer, record_attention
 from ea_vision.visualize.figure_options import (
     MIDDLE,
     Asked,

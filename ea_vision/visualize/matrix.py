@@ -12,9 +12,9 @@ from matplotlib.colors import Colormap, Normalize
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from ea_vision.analysis.inputs import ImageSource
-from ea_vision.analysis.recording import PARTS, LayerMaps
 from ea_vision.base.errors import UsageError
+from ea_vision.recorder.inputs import ImageSource
+from ea_vision.recorder.recording import PARTS, LayerMaps
 from ea_vision.visualize.figure_options import Asked, Heads, Layers, Model, add_colors, make_parser, only
 from ea_vision.visualize.image_maps import MEAN, Head, Recording, as_model, title_of
 from ea_vision.visualize.map_style import BARE, PART_NAMES, Map, MapStyle, map_name, map_sheet, short_head_name
@@ -49,7 +49,7 @@ def draw_matrix(recording: Recording, layers: Sequence[int], heads: Sequence[Hea
     Args:
         recording: with `part` of `layers` (numbers).
         heads: counted from 0, or "mean".
-        part: one of `ea_vision.analysis.recording.PARTS`.
+        part: one of `ea_vision.recorder.recording.PARTS`.
         style: scale and cmap of the maps; the maps of a layer share a scale.
         width: inches.
     """

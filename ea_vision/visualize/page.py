@@ -27,9 +27,9 @@ from PIL import Image
 from torch import Tensor, nn
 
 import ea_vision
-from ea_vision.analysis.loading import DetectorModel, LoadedModel
-from ea_vision.analysis.recording import AttentionLayer, LayerMaps, prefix_names
 from ea_vision.base.errors import UsageError
+from ea_vision.recorder.loading import DetectorModel, LoadedModel
+from ea_vision.recorder.recording import AttentionLayer, LayerMaps, prefix_names
 from ea_vision.visualize.figure_options import spread
 from ea_vision.visualize.image_maps import record
 from ea_vision.visualize.map_style import SIGNED_MAP, before_shares, equation
@@ -128,7 +128,7 @@ class Explorer:
 
     Args:
         models: one to three.
-        layers: of each model; see `analysis.loading.parse_layers`.
+        layers: of each model; see `recorder.loading.parse_layers`.
         heads: counted from 0; None is all.
         parts: some of STORED_PARTS; a layer gives those that it has.
         class_names: of each model.

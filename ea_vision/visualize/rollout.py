@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from ea_vision.analysis.inputs import ImageSource
-from ea_vision.analysis.quantities import attention_rollout
+from ea_vision.recorder.inputs import ImageSource
+from ea_vision.recorder.quantities import attention_rollout
 from ea_vision.visualize.figure_options import Asked, Layers, Models, Queries, add_style, make_parser, style_of
 from ea_vision.visualize.image_maps import Query, Recording, as_models, cell_of_query, title_of
 from ea_vision.visualize.map_style import STYLE, MapStyle, aspect_of, layers_name, map_of, map_sheet, queries_name

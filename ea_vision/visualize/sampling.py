@@ -9,9 +9,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from ea_vision.analysis.inputs import ImageSource, as_input
 from ea_vision.base.errors import UsageError
 from ea_vision.layers import SpatialTransformer, quadrilateral, sample_affine
+from ea_vision.recorder.inputs import ImageSource, as_input
 from ea_vision.visualize.figure_options import Model
 from ea_vision.visualize.image_maps import as_model, evaluating, title_of
 from ea_vision.visualize.map_style import QUERY_COLORS, draw_image

@@ -14,12 +14,12 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from tqdm import tqdm
 
-from ea_vision.analysis.inputs import ImageSource, as_input, find_images, read_image
-from ea_vision.analysis.loading import positive
-from ea_vision.analysis.quantities import LayerQuantities, measure, quantities_arrays, quantities_csv
 from ea_vision.base.figures import PAGE, check_width, color_cycle
 from ea_vision.base.files import atomic_write, write_npz
 from ea_vision.base.print import legend_below, new_figure, points, wrapped
+from ea_vision.recorder.inputs import ImageSource, as_input, find_images, read_image
+from ea_vision.recorder.loading import positive
+from ea_vision.recorder.quantities import LayerQuantities, measure, quantities_arrays, quantities_csv
 from ea_vision.visualize.figure_options import Asked, Layers, Models, make_parser
 from ea_vision.visualize.image_maps import as_models, evaluating, title_of
 from ea_vision.visualize.writing import check_output, save
@@ -92,7 +92,7 @@ def draw_statistics(measured: Mapping[str, Sequence[LayerQuantities]], *, width:
     standard deviations of that mean over images; lines break where maps have another size; dotted is uniform attention.
 
     Args:
-        measured: by label; from `ea_vision.analysis.quantities.measure`.
+        measured: by label; from `ea_vision.recorder.quantities.measure`.
         width: inches.
     """
     panels = [panel for panel in PANELS if any(_has(panel, layer) for layers in measured.values() for layer in layers)]
@@ -129,7 +129,7 @@ def draw_chain(measured: Mapping[str, Sequence[LayerQuantities]], *, width: floa
     means of heads and images; see `plot_chain`.
 
     Args:
-        measured: by label; from `ea_vision.analysis.quantities.measure`.
+        measured: by label; from `ea_vision.recorder.quantities.measure`.
         width: inches; None: that of a column, or of the page where there are several models.
     """
     width = width or (3.3 if len(measured) == 1 else PAGE)

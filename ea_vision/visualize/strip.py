@@ -10,10 +10,10 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from ea_vision.analysis.inputs import ImageSource
-from ea_vision.analysis.loading import load_model
-from ea_vision.analysis.recording import PARTS
 from ea_vision.base.errors import UsageError
+from ea_vision.recorder.inputs import ImageSource
+from ea_vision.recorder.loading import load_model
+from ea_vision.recorder.recording import PARTS
 from ea_vision.visualize.figure_options import (
     MIDDLE,
     Asked,

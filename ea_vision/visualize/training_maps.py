@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ea_vision.analysis.loading import LoadedModel
-from ea_vision.analysis.recording import attention_layers, prefix_names
 from ea_vision.base.errors import UsageError
+from ea_vision.recorder.loading import LoadedModel
+from ea_vision.recorder.recording import attention_layers, prefix_names
 from ea_vision.visualize.figure_options import some_layers
 from ea_vision.visualize.heatmap import draw_images
 from ea_vision.visualize.image_maps import MEAN, record

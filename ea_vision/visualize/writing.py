@@ -12,12 +12,12 @@ from matplotlib.figure import Figure
 from PIL import Image
 from tqdm import tqdm
 
-from ea_vision.analysis.inputs import find_images, read_image
 from ea_vision.base import files
 from ea_vision.base.errors import UsageError
 from ea_vision.base.figures import FORMATS as PICTURES
 from ea_vision.base.figures import figure_bytes
 from ea_vision.base.files import atomic_write, write_npz
+from ea_vision.recorder.inputs import find_images, read_image
 from ea_vision.visualize.image_maps import Recording
 
 

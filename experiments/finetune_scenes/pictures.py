@@ -22,11 +22,11 @@ from run import SIDE as TUNED_SIDE
 from safetensors.torch import load_file
 
 import ea_vision  # noqa: F401  (registers the models)
-from ea_vision.analysis.loading import LoadedModel
-from ea_vision.analysis.quantities import LayerQuantities, measure, quantities_csv
-from ea_vision.analysis.recording import attention_layers
 from ea_vision.base.errors import UsageError, exit_code
 from ea_vision.base.files import atomic_write
+from ea_vision.recorder.loading import LoadedModel
+from ea_vision.recorder.quantities import LayerQuantities, measure, quantities_csv
+from ea_vision.recorder.recording import attention_layers
 from ea_vision.visualize import draw_heatmap, draw_strip
 from ea_vision.visualize.image_maps import record
 from ea_vision.visualize.map_style import MapStyle, map_sheet, query_row

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from ea_vision.analysis import predict
+from ea_vision import predict
 from ea_vision.base.errors import RunError, UsageError, exit_code
 from ea_vision.base.files import atomic_write, check_output
 

@@ -10,11 +10,11 @@ import timm
 import torch
 from PIL import Image
 
-from ea_vision.analysis import export, predict
-from ea_vision.analysis.loading import load_model
+from ea_vision import export, predict
 from ea_vision.base.errors import RunError, UsageError, exit_code
 from ea_vision.deployment import files
 from ea_vision.deployment.files import About, ExportedNetwork, export_program, write
+from ea_vision.recorder.loading import load_model
 from tests.deployment.test_deploy import difference, small
 from tests.models import zoo
 from tests.slow import slow_but

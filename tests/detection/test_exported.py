@@ -6,10 +6,10 @@ import pytest
 import torch
 from PIL import Image
 
-from ea_vision.analysis.export import detections_differ, main, runner
-from ea_vision.analysis.loading import load_model
 from ea_vision.base.errors import UsageError
 from ea_vision.detection.exported import TOLERANCE, ExportedDetector, export
+from ea_vision.export import detections_differ, main, runner
+from ea_vision.recorder.loading import load_model
 from tests.detection.tiny import CLASSES, SIDE, tiny_detector, tiny_run
 
 

@@ -14,7 +14,6 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from ea_vision import __main__ as commands
-from ea_vision.analysis.loading import DetectorModel, load_model, parse_layers
 from ea_vision.base.errors import UsageError, exit_code
 from ea_vision.base.figures import figure_bytes
 from ea_vision.detection.coco import CocoFolder
@@ -22,6 +21,7 @@ from ea_vision.detection.draw import draw_boxes, gallery, gallery_of, picture
 from ea_vision.detection.generate import Boxes, make_boxes
 from ea_vision.detection.predict import Detections, detect
 from ea_vision.detection.train import load_detector
+from ea_vision.recorder.loading import DetectorModel, load_model, parse_layers
 from ea_vision.visualize.detections import attention_figure, main
 from ea_vision.visualize.image_maps import cell_of, record
 from tests.detection.tiny import CLASSES, IDS, SIDE, tiny_run

@@ -11,7 +11,7 @@ import timm
 import torch
 import yaml
 
-from ea_vision.analysis import export
+from ea_vision import export
 from ea_vision.base.errors import UsageError
 from ea_vision.data.small_images import load_dataset
 from ea_vision.engine import checkpoint, run_folder, train_cifar, weights_card

@@ -19,7 +19,7 @@ import safetensors
 import timm
 import torch
 
-from ea_vision.analysis import export
+from ea_vision import export
 from ea_vision.base.errors import exit_code
 from ea_vision.data import write_ffcv
 from ea_vision.engine import checkpoint, run_folder, train_imagenet

@@ -3,8 +3,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from ea_vision.analysis.loading import load_model
-from ea_vision.analysis.recording import attention_layers
+from ea_vision.recorder.loading import load_model
+from ea_vision.recorder.recording import attention_layers
 from ea_vision.visualize.page import STORED_PARTS, Explorer
 
 

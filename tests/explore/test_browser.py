@@ -17,10 +17,10 @@ import torch
 from PIL import Image
 
 import ea_vision
-from ea_vision.analysis.inputs import read_image
-from ea_vision.analysis.loading import load_model
-from ea_vision.analysis.recording import PARTS as RECORDED_PARTS
-from ea_vision.analysis.recording import attention_layers
+from ea_vision.recorder.inputs import read_image
+from ea_vision.recorder.loading import load_model
+from ea_vision.recorder.recording import PARTS as RECORDED_PARTS
+from ea_vision.recorder.recording import attention_layers
 from ea_vision.visualize import show_page
 from ea_vision.visualize.image_maps import record
 from ea_vision.visualize.map_style import MapStyle, norms_of

@@ -17,10 +17,10 @@ from hypothesis.extra import numpy as arrays
 from PIL import Image
 
 import ea_vision
-from ea_vision.analysis.inputs import read_image
-from ea_vision.analysis.loading import load_model
-from ea_vision.analysis.recording import attention_layers
 from ea_vision.base.errors import UsageError, exit_code
+from ea_vision.recorder.inputs import read_image
+from ea_vision.recorder.loading import load_model
+from ea_vision.recorder.recording import attention_layers
 from ea_vision.visualize import explore, page, show_page
 from ea_vision.visualize.page import STORED_PARTS, Explorer, build_page, fit, pack, quantise, size_mb
 

@@ -8,8 +8,8 @@ from urllib.parse import quote
 
 import pytest
 
-from ea_vision.analysis.inputs import read_image
 from ea_vision.base.errors import UsageError
+from ea_vision.recorder.inputs import read_image
 from ea_vision.visualize import page_server
 from ea_vision.visualize.page import build_page
 from ea_vision.visualize.page_server import PageServer

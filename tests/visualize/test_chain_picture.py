@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from ea_vision.analysis.loading import load_model
-from ea_vision.analysis.recording import PARTS, attention_layers
+from ea_vision.recorder.loading import load_model
+from ea_vision.recorder.recording import PARTS, attention_layers
 from ea_vision.visualize.image_maps import add_contributions, record
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,13 +10,13 @@ import torch
 from PIL import Image
 from torch import nn
 
-from ea_vision.analysis.loading import LoadedModel, load_model
-from ea_vision.analysis.recording import PARTS, AttentionLayer, attention_layers
 from ea_vision.base.errors import UsageError
 from ea_vision.base.files import atomic_write
 from ea_vision.base.print import new_figure
 from ea_vision.engine import checkpoint, run_folder
 from ea_vision.layers import AugmentedConv2d
+from ea_vision.recorder.loading import LoadedModel, load_model
+from ea_vision.recorder.recording import PARTS, AttentionLayer, attention_layers
 from ea_vision.visualize import (
     MapStyle,
     draw_heatmap,

@@ -4,9 +4,9 @@ import pytest
 import timm
 import torch
 
-from ea_vision.analysis.inputs import read_image
-from ea_vision.analysis.loading import load_model
 from ea_vision.base.errors import UsageError
+from ea_vision.recorder.inputs import read_image
+from ea_vision.recorder.loading import load_model
 from ea_vision.visualize import input_jacobian, plot_jacobian, plot_sampling
 
 

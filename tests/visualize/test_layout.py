@@ -14,11 +14,6 @@ from matplotlib.text import Annotation, Text
 from PIL import Image
 from torch import nn
 
-from ea_vision.analysis.faithfulness import Curves
-from ea_vision.analysis.loading import LoadedModel
-from ea_vision.analysis.probe_results import Result, results_figure
-from ea_vision.analysis.quantities import LayerQuantities
-from ea_vision.analysis.recording import AttentionMaps, LayerMaps
 from ea_vision.base.errors import UsageError
 from ea_vision.base.print import text_width, wrapped
 from ea_vision.detection.draw import gallery, picture
@@ -26,6 +21,11 @@ from ea_vision.detection.predict import Detections
 from ea_vision.engine import curves
 from ea_vision.engine.evaluate import Evaluation
 from ea_vision.engine.report import plot_confusion
+from ea_vision.recorder.faithfulness import Curves
+from ea_vision.recorder.loading import LoadedModel
+from ea_vision.recorder.probe_results import Result, results_figure
+from ea_vision.recorder.quantities import LayerQuantities
+from ea_vision.recorder.recording import AttentionMaps, LayerMaps
 from ea_vision.studies.evidence import Pair, plot_evidence
 from ea_vision.studies.sweep import plot_sweep
 from ea_vision.visualize import (

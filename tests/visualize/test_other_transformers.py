@@ -4,13 +4,13 @@ import pytest
 import timm
 import torch
 
-from ea_vision.analysis.loading import LoadedModel
-from ea_vision.analysis.recording import attention_layers
 from ea_vision.base.errors import UsageError
+from ea_vision.recorder.loading import LoadedModel
+from ea_vision.recorder.recording import attention_layers
 from ea_vision.visualize import plot_heads, plot_matrix, plot_rollout, plot_statistics, plot_strip
 from ea_vision.visualize.page import Explorer
-from tests.analysis.test_any_transformer import lively, torchvision_vit, transformers_model
-from tests.analysis.test_windowed_maps import SWIN
+from tests.recorder.test_any_transformer import lively, torchvision_vit, transformers_model
+from tests.recorder.test_windowed_maps import SWIN
 
 IMAGE = torch.rand(3, 32, 32, generator=torch.Generator().manual_seed(0))
 

@@ -12,9 +12,9 @@ from PIL import Image
 
 import ea_vision
 from ea_vision import visualize
-from ea_vision.analysis.loading import load_model
-from ea_vision.analysis.quantities import PositionShares
 from ea_vision.base.errors import UsageError
+from ea_vision.recorder.loading import load_model
+from ea_vision.recorder.quantities import PositionShares
 from ea_vision.visualize import (
     plot_chain,
     plot_frames,

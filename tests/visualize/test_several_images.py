@@ -9,11 +9,11 @@ from PIL import Image
 from torch import nn
 
 import ea_vision
-from ea_vision.analysis.loading import LoadedModel
-from ea_vision.analysis.recording import attention_layers
 from ea_vision.base.errors import UsageError
 from ea_vision.engine import run_folder
 from ea_vision.layers import AugmentedConv2d
+from ea_vision.recorder.loading import LoadedModel
+from ea_vision.recorder.recording import attention_layers
 from ea_vision.visualize import explore, heatmap, match, plot_heatmap, plot_match, plot_strip, strip
 from ea_vision.visualize.match import draw_match
 from ea_vision.visualize.match import match as match_images

@@ -7,8 +7,8 @@ import timm
 import torch
 
 import ea_vision
-from ea_vision.analysis.quantities import attention_rollout
 from ea_vision.base.errors import UsageError
+from ea_vision.recorder.quantities import attention_rollout
 from ea_vision.visualize import plot_frames, plot_heads, plot_heatmap, plot_matrix, plot_rollout, plot_strip
 from ea_vision.visualize.figure_options import parse_queries
 from tests.models.test_vision_transformer import TINY, active, lively, tiny

@@ -7,13 +7,13 @@ import timm
 import torch
 from PIL import Image
 
-from ea_vision.analysis.recording import record_attention
 from ea_vision.base.errors import UsageError
 from ea_vision.engine import train_cifar
 from ea_vision.engine.log_maps import maps_logger
+from ea_vision.recorder.recording import record_attention
 from ea_vision.visualize import draw_images, plot_strip
 from ea_vision.visualize.training_maps import TrainingMaps
-from tests.analysis.test_any_transformer import lively
+from tests.recorder.test_any_transformer import lively
 
 MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.3, 0.4)
 SWIN = ["--model", "swin_tiny_patch4_window7_224", "--model-kwargs", "patch_size=2", "window_size=4", "embed_dim=12",

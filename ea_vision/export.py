@@ -25,16 +25,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ea_vision.analysis.inputs import find_images, read_image
-from ea_vision.analysis.loading import (
-    WEIGHTS_HELP,
-    DetectorModel,
-    LoadedModel,
-    add_options,
-    class_names_of,
-    load_model,
-    parse_size,
-)
 from ea_vision.base.errors import RunError, UsageError
 from ea_vision.base.files import check_output
 from ea_vision.deployment.files import (
@@ -49,6 +39,16 @@ from ea_vision.deployment.files import (
 )
 from ea_vision.detection.exported import TOLERANCE, export
 from ea_vision.engine.weights_card import write_weights
+from ea_vision.recorder.inputs import find_images, read_image
+from ea_vision.recorder.loading import (
+    WEIGHTS_HELP,
+    DetectorModel,
+    LoadedModel,
+    add_options,
+    class_names_of,
+    load_model,
+    parse_size,
+)
 
 LARGEST = 1e-3  # of the largest logit, by which a file in float32 may differ
 

@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 import ea_vision
-from ea_vision.analysis import probe, probe_maps
-from ea_vision.analysis.loading import load_model
-from ea_vision.analysis.probe import probe_key
-from ea_vision.analysis.probe_maps import MapSource, extract_maps, set_batch_statistics, shuffled_in_space
-from ea_vision.analysis.probe_network import ProbeNet, ProbeRecipe, train_probe
 from ea_vision.base.errors import UsageError
 from ea_vision.data.small_images import Images, load_dataset
+from ea_vision.recorder import probe, probe_maps
+from ea_vision.recorder.loading import load_model
+from ea_vision.recorder.probe import probe_key
+from ea_vision.recorder.probe_maps import MapSource, extract_maps, set_batch_statistics, shuffled_in_space
+from ea_vision.recorder.probe_network import ProbeNet, ProbeRecipe, train_probe
 
 SMALL = dict(widths=(8, 8, 16, 16), img_size=16)
 

@@ -32,7 +32,14 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from ea_vision.analysis.loading import (
+from ea_vision.base.errors import UsageError
+from ea_vision.base.figures import figure_bytes
+from ea_vision.base.files import atomic_write, write_json
+from ea_vision.base.processes import choose_device
+from ea_vision.base.provenance import hardware, provenance
+from ea_vision.base.tables import shown
+from ea_vision.data.small_images import DATASETS, DataSet, Images, hold_out, load_dataset
+from ea_vision.recorder.loading import (
     WEIGHTS_HELP,
     LoadedModel,
     add_options,
@@ -44,17 +51,10 @@ from ea_vision.analysis.loading import (
     parse_targets,
     positive,
 )
-from ea_vision.analysis.probe_maps import MapSource, extract_maps, shuffled_in_space, untrained_network
-from ea_vision.analysis.probe_network import ProbeRecipe, train_probe
-from ea_vision.analysis.probe_results import PUBLISHED, Result, results_csv, results_figure, results_table
-from ea_vision.analysis.recording import attention_layers, prefix_names
-from ea_vision.base.errors import UsageError
-from ea_vision.base.figures import figure_bytes
-from ea_vision.base.files import atomic_write, write_json
-from ea_vision.base.processes import choose_device
-from ea_vision.base.provenance import hardware, provenance
-from ea_vision.base.tables import shown
-from ea_vision.data.small_images import DATASETS, DataSet, Images, hold_out, load_dataset
+from ea_vision.recorder.probe_maps import MapSource, extract_maps, shuffled_in_space, untrained_network
+from ea_vision.recorder.probe_network import ProbeRecipe, train_probe
+from ea_vision.recorder.probe_results import PUBLISHED, Result, results_csv, results_figure, results_table
+from ea_vision.recorder.recording import attention_layers, prefix_names
 
 MAPS_OF = ("trained", "untrained", "shuffled", "shuffled-together")
 PLACES = ("data_dir", "cache_dir", "output")  # of this machine: results.json has the data's fingerprint in their place

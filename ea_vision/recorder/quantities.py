@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ea_vision.analysis.maps import AttentionMaps, LayerMaps
-from ea_vision.analysis.recording import record_attention
 from ea_vision.base.files import csv_text
+from ea_vision.recorder.maps import AttentionMaps, LayerMaps
+from ea_vision.recorder.recording import record_attention
 
 
 def attention_entropy(attn: Tensor) -> Tensor:

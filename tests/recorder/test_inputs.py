@@ -6,9 +6,9 @@ import pytest
 import torch
 from PIL import Image
 
-from ea_vision.analysis.inputs import as_input, find_images, read_image
-from ea_vision.analysis.loading import load_model
 from ea_vision.base.errors import UsageError
+from ea_vision.recorder.inputs import as_input, find_images, read_image
+from ea_vision.recorder.loading import load_model
 
 
 def photo(size=(80, 60)):
@@ -131,7 +131,7 @@ def test_a_figure_takes_a_path(tmp_path):
 
 def test_predict_takes_the_same_images(tmp_path):
     """A path has its name, all else its number; one that cannot be read is named, and the others are classified."""
-    from ea_vision.analysis.predict import predict
+    from ea_vision.predict import predict
 
     model = load_model("conv_transformer_cifar", random=True)
     photo().save(tmp_path / "cat.png")

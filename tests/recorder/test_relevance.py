@@ -8,11 +8,11 @@ import torch
 import torchvision
 from torch import nn
 
-from ea_vision.analysis.loading import LoadedModel
-from ea_vision.analysis.patch_rankings import CamSource
-from ea_vision.analysis.relevance import RelevanceSource, _layer_norm, share, slope
 from ea_vision.base.errors import UsageError
-from tests.analysis.test_any_transformer import lively, torchvision_vit
+from ea_vision.recorder.loading import LoadedModel
+from ea_vision.recorder.patch_rankings import CamSource
+from ea_vision.recorder.relevance import RelevanceSource, _layer_norm, share, slope
+from tests.recorder.test_any_transformer import lively, torchvision_vit
 
 CONFIG = {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0), "input_size": (3, 32, 32), "interpolation": "bilinear",
           "crop_pct": 1.0}

@@ -12,10 +12,10 @@ import torch
 from PIL import Image
 
 import ea_vision  # noqa: F401  (registers the models)
-from ea_vision.analysis.predict import main
 from ea_vision.base.errors import exit_code
 from ea_vision.base.networks import encode_weights
 from ea_vision.engine import run_folder
+from ea_vision.predict import main
 
 MODEL = "ea_conv_transformer_cifar"
 

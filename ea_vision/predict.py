@@ -20,8 +20,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ea_vision.analysis.inputs import ImageSource, as_input, find_images
-from ea_vision.analysis.loading import (
+from ea_vision.base.errors import UsageError, exit_code
+from ea_vision.base.files import atomic_write, check_output
+from ea_vision.base.processes import choose_device
+from ea_vision.recorder.inputs import ImageSource, as_input, find_images
+from ea_vision.recorder.loading import (
     WEIGHTS_HELP,
     LoadedModel,
     add_options,
@@ -31,9 +34,6 @@ from ea_vision.analysis.loading import (
     parse_size,
     positive,
 )
-from ea_vision.base.errors import UsageError, exit_code
-from ea_vision.base.files import atomic_write, check_output
-from ea_vision.base.processes import choose_device
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def predict(loaded: LoadedModel, images: Sequence[ImageSource | Tensor], names: 
     """Classify images, in their order.
 
     Args:
-        images: paths, PIL images, arrays or tensors; see `ea_vision.analysis.inputs.as_input`. One that is no path is
+        images: paths, PIL images, arrays or tensors; see `ea_vision.recorder.inputs.as_input`. One that is no path is
             called by its number, from "image 1" on.
         names: of the classes; None: they are named by their number.
         top: number of classes an image, at most as many as there are.

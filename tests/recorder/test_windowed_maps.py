@@ -9,10 +9,10 @@ import torchvision
 from torch import nn
 
 from ea_vision import record_attention
-from ea_vision.analysis.quantities import attention_rollout, measure
-from ea_vision.analysis.recording import attention_layers
 from ea_vision.base.errors import UsageError
-from tests.analysis.test_any_transformer import LIMIT, images, lively, recorded
+from ea_vision.recorder.quantities import attention_rollout, measure
+from ea_vision.recorder.recording import attention_layers
+from tests.recorder.test_any_transformer import LIMIT, images, lively, recorded
 
 
 def softmaxes(model, x, kind):

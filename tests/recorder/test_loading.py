@@ -7,11 +7,11 @@ from PIL import Image
 from timm.data import create_transform
 
 import ea_vision  # noqa: F401
-from ea_vision.analysis.loading import load_model, parse_layers, parse_targets
 from ea_vision.base.errors import UsageError
 from ea_vision.base.files import atomic_write
 from ea_vision.data import imagenet
 from ea_vision.engine import checkpoint, run_folder
+from ea_vision.recorder.loading import load_model, parse_layers, parse_targets
 
 NAME = "ea_conv_transformer_cifar"
 KWARGS = dict(num_classes=3, img_size=16, widths=[8, 8, 16, 16])

@@ -8,7 +8,8 @@ import timm
 import torch
 
 import ea_vision
-from ea_vision.analysis.quantities import (
+from ea_vision.layers import AugmentedConv2d
+from ea_vision.recorder.quantities import (
     attention_distance,
     attention_entropy,
     attention_rollout,
@@ -18,8 +19,7 @@ from ea_vision.analysis.quantities import (
     quantities_csv,
     uniform_distance,
 )
-from ea_vision.analysis.recording import AttentionMaps, LayerMaps
-from ea_vision.layers import AugmentedConv2d
+from ea_vision.recorder.recording import AttentionMaps, LayerMaps
 
 
 def recorded(*layers):

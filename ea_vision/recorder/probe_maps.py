@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from ea_vision.analysis.loading import LoadedModel, load_model
-from ea_vision.analysis.recording import record_attention
 from ea_vision.base.errors import RunError
 from ea_vision.base.files import atomic_write
+from ea_vision.recorder.loading import LoadedModel, load_model
+from ea_vision.recorder.recording import record_attention
 
 
 @dataclass(frozen=True)

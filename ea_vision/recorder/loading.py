@@ -19,7 +19,6 @@ from PIL import Image
 from timm.data import ImageNetInfo
 from torch import Tensor, nn
 
-from ea_vision.analysis.recording import AttentionLayer, attention_layers
 from ea_vision.base.errors import UsageError
 from ea_vision.base.networks import check_model_name, check_state_fits, load_weights, pretrained_model
 from ea_vision.data.image_files import MAX_PIXELS
@@ -28,8 +27,9 @@ from ea_vision.detection.model import create_detector
 from ea_vision.detection.predict import Detections, detect
 from ea_vision.detection.transforms import FILL, boxes_to_square, fit_image, fitted_size
 from ea_vision.engine import checkpoint, run_folder
+from ea_vision.recorder.recording import AttentionLayer, attention_layers
 
-TOKEN = re.compile(r"cls|dist|reg[1-9]\d*")  # as `analysis.recording.prefix_names` calls them
+TOKEN = re.compile(r"cls|dist|reg[1-9]\d*")  # as `recorder.recording.prefix_names` calls them
 WEIGHTS_HELP = "NAME of a timm model (pretrained where it has weights, else random), RUN folder, or a checkpoint in one"
 
 

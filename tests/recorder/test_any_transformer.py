@@ -11,7 +11,7 @@ import torchvision
 from torch import nn
 
 import ea_vision
-from ea_vision.analysis.recording import attention_layers, prefix_names
+from ea_vision.recorder.recording import attention_layers, prefix_names
 
 LIMIT = 1e-5
 

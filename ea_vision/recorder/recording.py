@@ -7,7 +7,7 @@
 Recording only watches: the functions that form maps are called as they are, with fused attention where the model has
 it, and outputs stay the same bit for bit (nn.MultiheadAttention's, whose fast path is left, to the last bits).
 
-`ea_vision.analysis.maps` has the maps, `.layouts` their places in the image, `.interception` the functions watched.
+`ea_vision.recorder.maps` has the maps, `.layouts` their places in the image, `.interception` the functions watched.
 Shape letters: B batch, K heads, H x W the attention map, N = H*W its pixels, T tokens (N and a class token, ...).
 """
 import re
@@ -20,10 +20,10 @@ from timm.layers.bottleneck_attn import BottleneckAttn
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ea_vision.analysis.interception import Interception, calls_attention, heads_of
-from ea_vision.analysis.layouts import Image, Layout, prefix_names, special_layout, token_layout
-from ea_vision.analysis.maps import PARTS, AttentionMaps, LayerMaps
 from ea_vision.layers import AugmentedConv2d, TokenAttention
+from ea_vision.recorder.interception import Interception, calls_attention, heads_of
+from ea_vision.recorder.layouts import Image, Layout, prefix_names, special_layout, token_layout
+from ea_vision.recorder.maps import PARTS, AttentionMaps, LayerMaps
 
 __all__ = ["PARTS", "AttentionLayer", "AttentionMaps", "LayerMaps", "attention_layers", "prefix_names",
            "record_attention"]

@@ -14,13 +14,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from ea_vision.analysis.faithfulness import Predict
-from ea_vision.analysis.layouts import grid_of
-from ea_vision.analysis.loading import LoadedModel
-from ea_vision.analysis.maps import LayerMaps
-from ea_vision.analysis.quantities import attention_rollout
-from ea_vision.analysis.recording import prefix_names, record_attention
 from ea_vision.base.errors import UsageError
+from ea_vision.recorder.faithfulness import Predict
+from ea_vision.recorder.layouts import grid_of
+from ea_vision.recorder.loading import LoadedModel
+from ea_vision.recorder.maps import LayerMaps
+from ea_vision.recorder.quantities import attention_rollout
+from ea_vision.recorder.recording import prefix_names, record_attention
 
 KINDS = ("layers", "heads", "rollout")
 CAMS = ("GradCAM", "HiResCAM", "GradCAMPlusPlus", "XGradCAM", "EigenCAM", "EigenGradCAM", "LayerCAM")

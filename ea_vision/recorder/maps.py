@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ea_vision.analysis.layouts import Layout
 from ea_vision.base.errors import UsageError
 from ea_vision.base.files import write_npz
+from ea_vision.recorder.layouts import Layout
 
 PARTS = ("attn", "logits", "self_logits", "conv_logits", "prev_logits")
 Query = tuple[int, int] | str  # (row, column) of the map, or a prefix token by name

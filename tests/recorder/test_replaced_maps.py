@@ -9,10 +9,10 @@ import timm
 import torch
 
 import ea_vision
-from ea_vision.analysis.loading import load_model
 from ea_vision.base.errors import UsageError
 from ea_vision.data.small_images import hold_out, load_dataset
 from ea_vision.layers import AugmentedConv2d
+from ea_vision.recorder.loading import load_model
 
 script = runpy.run_path(str(Path(__file__).parents[2] / "experiments" / "replaced_maps.py"))
 KEYWORDS = dict(widths=[8, 16, 16, 16], num_classes=3)

@@ -12,8 +12,8 @@ from timm.layers.bottleneck_attn import BottleneckAttn
 from torch import nn
 
 import ea_vision
-from ea_vision.analysis.recording import PARTS, attention_layers
 from ea_vision.layers import AugmentedConv2d
+from ea_vision.recorder.recording import PARTS, attention_layers
 
 TINY = dict(widths=(8, 8, 16, 16), num_classes=3, img_size=16)  # maps of 4x4 and 2x2, two chains of three layers
 

@@ -16,7 +16,6 @@ import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
-from ea_vision.analysis.loading import LoadedModel
 from ea_vision.base.errors import UsageError
 from ea_vision.data.image_files import (
     IMAGE_FORMATS,
@@ -27,6 +26,7 @@ from ea_vision.data.image_files import (
     decode_image,
     to_rgb,
 )
+from ea_vision.recorder.loading import LoadedModel
 
 ImageSource = str | Path | bytes | io.BytesIO | Image.Image | np.ndarray
 ADDRESS = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+://")

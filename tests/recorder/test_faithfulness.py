@@ -11,17 +11,17 @@ import torch.nn.functional as F
 from torch import nn
 
 from ea_vision.__main__ import run
-from ea_vision.analysis.faithfulness import SHARES, counts_of, filled, measure_rankings, order_of, row_of
-from ea_vision.analysis.loading import LoadedModel
-from ea_vision.analysis.patch_rankings import (
+from ea_vision.base.errors import UsageError
+from ea_vision.layers import AugmentedConv2d
+from ea_vision.recorder.faithfulness import SHARES, counts_of, filled, measure_rankings, order_of, row_of
+from ea_vision.recorder.loading import LoadedModel
+from ea_vision.recorder.patch_rankings import (
     AttentionSource,
     CamSource,
     CentreSource,
     GradientSource,
     random_source,
 )
-from ea_vision.base.errors import UsageError
-from ea_vision.layers import AugmentedConv2d
 from ea_vision.visualize.faithfulness_report import faithfulness_figure
 
 GREY = (0.5, 0.5, 0.5)

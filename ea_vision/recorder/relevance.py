@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ea_vision.analysis.loading import LoadedModel
 from ea_vision.base.errors import UsageError
 from ea_vision.layers import AugmentedConv2d, TokenAttention
+from ea_vision.recorder.loading import LoadedModel
 
 ACTIVATIONS = (F.gelu, F.relu, F.silu, F.hardswish, F.mish, F.elu, torch.relu, Tensor.relu, torch.tanh, Tensor.tanh)
 PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm)

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 import ea_vision
-from ea_vision.analysis.quantities import attention_rollout, measure
-from ea_vision.analysis.recording import PARTS, attention_layers, prefix_names
 from ea_vision.base.errors import UsageError
+from ea_vision.recorder.quantities import attention_rollout, measure
+from ea_vision.recorder.recording import PARTS, attention_layers, prefix_names
 from tests.models.test_vision_transformer import HAS_ATTN_LAYER, TINY, active, images, lively, tiny
 
 
