@@ -15,11 +15,11 @@ from pathlib import Path
 
 from ea_vision.base.errors import UsageError
 
-__version__ = "0.2.0"
+__version__ = "1.0.0"
 
-# `ea-vision`, `ea-vision --help` and the same by `python -m ea_vision` only list the commands: without torch and timm.
-_LISTING = sys.argv[1:] in ([], ["-h"], ["--help"]) and (
-    Path(sys.argv[0]).stem == "ea-vision" or sys.argv[0] == "-m" and "ea_vision" in sys.orig_argv[-2:])
+# The list of commands and --version do without torch and timm, which take seconds to import.
+_COMMAND = Path(sys.argv[0]).stem == "ea-vision" or sys.argv[0] == "-m" and "ea_vision" in sys.orig_argv
+_LISTING = _COMMAND and sys.argv[1:] in ([], ["-h"], ["--help"], ["--version"])
 
 try:
     if not _LISTING:
@@ -38,9 +38,7 @@ try:
                 raise UsageError(f"EA_VISION_IMPORT must name modules that can be imported, got {_module!r}: "
                                  f"{_error}") from _error
 except (KeyboardInterrupt, UsageError) as _error:
-    _script = Path(sys.argv[0]).resolve()
-    if (_script.name not in ("-m", "ea-vision", "train_cifar.py", "train_imagenet.py")
-            and _script.parent != Path(__file__).resolve().parents[1] / "visualize"):
+    if not _COMMAND:
         raise
     print(f"error: {str(_error) or 'interrupted'}", file=sys.stderr)
     sys.exit(2 if isinstance(_error, UsageError) else 130)

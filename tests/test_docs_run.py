@@ -8,7 +8,6 @@ import re
 import shlex
 import shutil
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,6 @@ from PIL import Image
 
 import ea_vision
 from ea_vision.__main__ import main
-from ea_vision.studies import sweep
 from tests.engine.runner import make_folder
 from tests.slow import slow_but
 from tests.test_docs import BLOCK, PAGES, ROOT, blocks, commands
@@ -37,21 +35,13 @@ SHORTER = {  # options that end a command, over those that it has
     "train-cifar": "--epochs 1 --batch-size 8 --img-size 8 --device cpu --workers 0 --cache-dir none",
     "train-imagenet": "--epochs 1 --warmup-epochs 0 --batch-size 8 --img-size 32 --eval-img-size 0 --eval-resize 36 "
                       "--device cpu --workers 0 --no-pretrained",
-    "heatmap": "--dpi 30", "strip": "--dpi 30", "rollout": "--dpi 30",
+    "heatmap": "--dpi 30", "strip": "--dpi 30",
     "probe": "--limit 12 --epochs 1 --width 8 --controls none --layers 1 --workers 1 --cache-dir none",
     "benchmark": "--models resnet18 --img-size 64 --batch-size 2 --repeats 1 --no-memory --system-malloc",
-    "make-boxes": "--train 3 --val 2", "predict": "", "explore": "",
-    "evidence": "", "write-ffcv": "--workers 1"}
+    "predict": "", "explore": "", "write-ffcv": "--workers 1"}
 ELSEWHERE = {  # command lines and the tests that run them
-    r"make-boxes --tiny-imagenet ": "detection/test_convert.py",
     r"benchmark --runtime ": "measure/test_speed.py",
-    r"detect ": "detection/test_predict.py",
-    r"(sweep .*--output|evidence) sweeps/evidence ": "studies/test_evidence.py",  # as docs/train.md's, of more variants
-    r"evidence experiments/results/evidence/": "test_weights.py",
     r"export ": "deployment/test_files.py",
-    r"faithfulness ": "recorder/test_faithfulness.py",
-    r"gpu-check": "measure/test_gpu_check.py",
-    r"memory ": "measure/test_memory.py",
     r"predict net.onnx ": "deployment/test_files.py",
     r"models --sizes ea_aa_tiny": "outside/test_outside.py",
     r"timm ": "test_timm_scripts.py",
@@ -102,25 +92,20 @@ def shorten(line: str) -> list[str]:
         return [command, *here, *(["--img-size", "32", "--cache-dir", "none"] if "folder" in here else [])]
     if command == "probe":
         here += ["-o", f"out/{LINES.index(line)}"]
-    if command != "sweep" and not command.startswith("train-"):
+    if not command.startswith("train-"):
         return [command, *here, *SHORTER[command].split()]
     pretrained = any("--pretrained" in word for word in words)
-    trainer = "train-cifar" if command == "sweep" else command
-    more = SHORTER[trainer].split()
+    more = SHORTER[command].split()
     if "folder" in here:
         more += ["--no-download", *([] if "--data-dir" in words else ["--data-dir", "data"])]
-    if pretrained and trainer == "train-cifar":  # the weights in the package
+    if pretrained and command == "train-cifar":  # the weights in the package
         more += ["--img-size", "32"]
     else:
-        own = "ea_conv_transformer_cifar" if trainer == "train-cifar" else "ea_aa_resnet50"
+        own = "ea_conv_transformer_cifar" if command == "train-cifar" else "ea_aa_resnet50"
         name = here[here.index("--model") + 1] if "--model" in here else own
         more += ["--model-kwargs", *NARROW.get(name, NARROW["ea_conv_transformer_cifar"]).split()]
     if "--holdout" in words or "pa_cifar10" in words:
         more += ["--holdout", "6"]
-    if command == "sweep":
-        end, output = here.index("--"), here[here.index("--output") + 1]
-        compared = any(other.startswith(f"evidence {output} ") for other in LINES)
-        return [command, *here[:end], "--seeds", "0,1" if compared else "0", *here[end:], *more]
     return [command, *here, *more, "--output", f"out/{LINES.index(line)}"]
 
 
@@ -128,38 +113,23 @@ README_LINES = {shlex.join(words) for words in commands(ROOT / "README.md")}
 
 
 @pytest.mark.parametrize("line", slow_but(README_LINES, [line for line in LINES if line not in NOT_RUN]))
-def test_commands_run(line, place, monkeypatch, capsys):
+def test_commands_run(line, place, capsys):
     if ("beton" in line or line.startswith("write-ffcv")) and not importlib.util.find_spec("ffcv"):
         pytest.skip("needs FFCV (the extra ffcv)")
     if "--train-beton" in line:
         for split in ("train", "validation"):
             out = f"{split.removesuffix('idation')}.beton"
             assert main(["write-ffcv", "--data-dir", "photos", "--split", split, "--out", out, "--workers", "1"]) == 0
-    if line.startswith("evidence"):
-        [trains] = [other for other in LINES if f"--output {shlex.split(line)[1]} " in other]
-        assert run(shorten(trains), monkeypatch) == 0
     if line.endswith("--help"):
         with pytest.raises(SystemExit) as left:
             main(shlex.split(line))
         assert left.value.code == 0
         return
-    assert run(shorten(line), monkeypatch) == 0, capsys.readouterr().err
+    assert run(shorten(line)) == 0, capsys.readouterr().err
 
 
-def run(words: list[str], monkeypatch) -> int:
-    """The exit code of a command; what a sweep starts runs in this process."""
-    class Here:
-        def __init__(self, command):
-            self.code = main(command[command.index("train-cifar"):])
-
-        def wait(self):
-            return self.code
-
-        poll = wait
-
-    started = subprocess.Popen
-    monkeypatch.setattr(sweep.subprocess, "Popen", lambda command, **form: Here(command) if "train-cifar" in command
-                        else started(command, **form))
+def run(words: list[str]) -> int:
+    """Return the exit code of a command."""
     kept = signal.getsignal(signal.SIGTERM)
     try:
         return main(words)
@@ -171,7 +141,7 @@ def test_every_other_command_has_its_test():
     for pattern, test in [*ELSEWHERE.items(), *ELSEWHERE_PAGES.items(), *SNIPPETS_ELSEWHERE.items()]:
         assert (ROOT / "tests" / test).is_file(), f"{pattern}: {test}"
     assert all(any(re.match(pattern, line) for line in LINES) for pattern in ELSEWHERE), "a pattern fits nothing"
-    lacking = {shlex.split(line)[0] for line in LINES if line not in NOT_RUN} - set(SHORTER) - {"sweep"}
+    lacking = {shlex.split(line)[0] for line in LINES if line not in NOT_RUN} - set(SHORTER)
     assert not lacking, f"say in SHORTER how {lacking} are shortened, or in ELSEWHERE which test runs them"
 
 
@@ -231,4 +201,4 @@ def test_the_demo_s_next_commands_run(place, monkeypatch):
     assert len(next_ones) == 3
     for line in next_ones:
         words = shlex.split(line.replace("$(DEMO)", "runs/demo"))
-        assert run([PLACES.get(word, word) for word in words], monkeypatch) == 0
+        assert run([PLACES.get(word, word) for word in words]) == 0

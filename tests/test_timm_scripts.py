@@ -1,5 +1,4 @@
-"""`python -m ea_vision.timm` runs scripts with our models, here some that do as timm's train.py and validate.py."""
-import os
+"""`ea-vision timm` runs scripts with our models, here some that do as timm's train.py and validate.py."""
 import re
 import subprocess
 import sys
@@ -84,22 +83,21 @@ OPTIONS = ("--model", "ea_conv_transformer_cifar", "--num-classes", "3", "--img-
 
 
 def run(*argv: str, folder: Path) -> subprocess.CompletedProcess:
-    env = {**os.environ, "TIMM_SCRIPTS": str(folder)}
-    return subprocess.run([sys.executable, "-m", "ea_vision.timm", *argv], capture_output=True, text=True, env=env)
+    command = [sys.executable, "-m", "ea_vision", "timm", *argv]
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder)
 
 
 def test_a_script_sees_our_models_its_arguments_and_its_neighbours(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "helper.py").write_text("VALUE = 7")
-    done = run("train", "DATA", "--model", "ea_aa_resnet50", folder=tmp_path)
+    done = run("train.py", "DATA", "--model", "ea_aa_resnet50", folder=tmp_path)
     assert done.stdout == "True __main__ ['DATA', '--model', 'ea_aa_resnet50'] 7\n", done.stderr
 
 
-def test_a_missing_script_is_one_line(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("TIMM_SCRIPTS", str(tmp_path))
-    assert main(["validate"]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "validate.py" in error
+def test_a_missing_script_is_one_line(tmp_path):
+    done = run("validate.py", "DATA", folder=tmp_path)
+    assert (done.returncode, done.stderr) == (2, "error: there is no script validate.py; timm's are in the repository "
+                                                 "pytorch-image-models\n")
 
 
 def test_train_and_validate_as_timms_scripts_do(tmp_path):

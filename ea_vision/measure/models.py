@@ -10,6 +10,7 @@ outputs of timm's own and has not been fine-tuned.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
@@ -18,6 +19,7 @@ import timm
 
 from ea_vision.base.errors import UsageError, near_matches
 from ea_vision.base.tables import markdown
+from ea_vision.measure import summary
 from ea_vision.measure.summary import add_csv, show
 from ea_vision.models import get_network, list_networks, published_figures
 
@@ -72,6 +74,9 @@ def list_models(pattern: str = "*", weights: bool = False) -> list[ListedModel]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv[:1] == ["--sizes"]:
+        return summary.main(argv[1:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pattern", nargs="?", default="*", help="a part of a name, or a pattern with * (default: all)")
     parser.add_argument("--weights", action="store_true", help="a row for each file of weights")

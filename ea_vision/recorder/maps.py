@@ -102,7 +102,7 @@ class LayerMaps:
         """Raise UsageError for a layer whose rows and columns are channels."""
         if self.channels:
             raise UsageError(f"layer {self.number} ({self.name}) attends from channel to channel of a head: its matrix "
-                             "can be drawn (ea-vision matrix), and no map of an image: choose other layers")
+                             "can be drawn (plot_matrix), and no map of an image: choose other layers")
 
     def sees(self) -> Tensor:
         """(H, W, H', W'), True where the query at a pixel of the map sees the key at another."""

@@ -8,9 +8,9 @@
 
 plot_heatmap     what query points attend to, by head, model or image (`ea-vision heatmap`); plot_heads is the same
 plot_strip       one query through the layers of a chain, part by part, or through training (`ea-vision strip`)
-plot_match       a pixel of one image, and what matches it in another (`ea-vision match`)
-plot_matrix      whole maps, queries by keys (`ea-vision matrix`)
-plot_rollout     attention over several layers together (`ea-vision rollout`)
+plot_match       a pixel of one image, and what matches it in another (visualize/match.py)
+plot_matrix      whole maps, queries by keys (visualize/matrix.py)
+plot_rollout     attention over several layers together (visualize/rollout.py)
 plot_statistics  entropy, distance, likeness and share of position alone, by layer and head (`ea-vision statistics`)
 plot_chain       the same of a chain in one small panel
 plot_frames      the pictures of a film (`ea-vision strip -o FILE.gif`)

@@ -47,7 +47,7 @@ from ea_vision.visualize.sheet import Row
 from ea_vision.visualize.writing import check_output, save
 
 EXAMPLES = """\
-  ea-vision match --model ea_conv_transformer_cifar --layers 1-3 --queries 16,16 -o match.png one.jpg other.jpg
+  python visualize/match.py --model ea_conv_transformer_cifar --layers 1-3 --queries 16,16 one.jpg two.jpg
 """
 
 

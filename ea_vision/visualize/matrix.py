@@ -22,8 +22,8 @@ from ea_vision.visualize.sheet import Row
 from ea_vision.visualize.writing import each_figure
 
 EXAMPLES = """\
-  ea-vision matrix --model ea_conv_transformer_cifar --layers 1-3 -o matrix.png photo.jpg
-  ea-vision matrix --model pa_aa_resnet34 --layers 16 --part conv_logits -o matrix.pdf photo.jpg
+  python visualize/matrix.py --model ea_conv_transformer_cifar --layers 1-3 -o matrix.png photo.jpg
+  python visualize/matrix.py --model pa_aa_resnet34 --layers 16 --part conv_logits -o matrix.pdf photo.jpg
 """
 
 

@@ -236,8 +236,7 @@ def test_a_run_with_fewer_names_than_outputs_is_refused(run, photos, tmp_path):
 
 
 @pytest.mark.parametrize("command, words", [
-    ("predict", ["RUN", "PHOTO"]), ("faithfulness", ["--model", "RUN"]),
-    ("probe", ["--model", "RUN", "--layers", "6"])])
+    ("predict", ["RUN", "PHOTO"]), ("probe", ["--model", "RUN", "--layers", "6"])])
 def test_commands_that_need_classes_of_images_say_so(run, photos, command, words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     filled = [{"RUN": str(run), "PHOTO": str(photos / "wide.png")}.get(word, word) for word in words]

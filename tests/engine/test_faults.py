@@ -17,7 +17,6 @@ import timm
 import torch
 import yaml
 
-from ea_vision import timm as timm_scripts
 from ea_vision.base.errors import UsageError, exit_code
 from ea_vision.base.networks import create_classifier
 from ea_vision.base.processes import MOST_WORKERS, World
@@ -218,15 +217,6 @@ def test_large_seeds_are_taken_as_they_are():
 def test_alpha_of_another_kind_is_one_error():
     with pytest.raises(UsageError, match="model ea_aa_resnet34 refuses num_classes=10 in_chans=3 .*alpha=x"):
         create_classifier("ea_aa_resnet34", {"alpha": "x"}, num_classes=10, img_size=64)
-
-
-def test_a_script_that_does_not_exist(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("TIMM_SCRIPTS", raising=False)
-    assert timm_scripts.main(["train.py"]) == 2
-    assert "no script 'train.py': looked for train.py; timm's" in capsys.readouterr().err
-    assert timm_scripts.main(["train"]) == 2
-    assert "no script 'train': looked for train, train.py; timm's" in capsys.readouterr().err
 
 
 # ---- data -----------------------------------------------------------------------------------------------------------

@@ -134,7 +134,7 @@ def test_a_new_evolution_in_timms_transformer(image, tmp_path):
 
 
 def test_summary(capsys):
-    assert main(["summary", *NAMES]) == 0
+    assert main(["models", "--sizes", *NAMES]) == 0
     table = capsys.readouterr().out
     assert re.search(r"ea_aa_tiny +\| 32x32 .*4 x 2 x \(8x8\).*50\.00", table)
 
@@ -144,11 +144,6 @@ def test_benchmark(tmp_path):
     assert main(["benchmark", "--models", "ea_aa_tiny", "--batch-size", "2", "--img-size", "32", "--repeats", "1",
                  "--device", "cpu", "--no-memory", "--csv", str(path)]) == 0
     assert "ea_aa_tiny" in path.read_text()
-
-
-def test_memory(capsys):
-    assert main(["memory", "ea_aa_tiny", "--img-size", "32", "--batch-size", "2", "--device", "cpu"]) == 0
-    assert "ea_aa_tiny" in capsys.readouterr().out
 
 
 def test_page_and_figures(tmp_path):

@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ea_vision.__main__ import run
-from ea_vision.base.errors import UsageError
+from ea_vision.base.errors import UsageError, exit_code
 from ea_vision.layers import AugmentedConv2d
 from ea_vision.recorder.faithfulness import SHARES, counts_of, filled, measure_rankings, order_of, row_of
 from ea_vision.recorder.loading import LoadedModel
@@ -22,6 +21,7 @@ from ea_vision.recorder.patch_rankings import (
     GradientSource,
     random_source,
 )
+from ea_vision.visualize import faithfulness_report
 from ea_vision.visualize.faithfulness_report import faithfulness_figure
 
 GREY = (0.5, 0.5, 0.5)
@@ -200,7 +200,7 @@ def test_class_activation_maps_by_their_package():
 
 def test_the_command(tmp_path, capsys):
     output = tmp_path / "out"
-    assert run("faithfulness", [
+    assert faithfulness_report.main([
         "--model", "ea_conv_transformer_cifar", "--img-size", "16", "--limit", "3", "--steps",
         "2", "--layers", "3,6", "--rankings", "random,layers,rollout,gradient,centre,untrained-layers", "--filling",
         "blur", "--patches", "4", "--cache-dir", "none", "--device", "cpu", "--npz", "-o",
@@ -244,5 +244,5 @@ def test_the_figure_has_a_colour_a_model_and_curves_for_each(oracle):
     (["--img-size", "16,32"], "--img-size must be one number here"),
 ])
 def test_options_that_cannot_be(options, said, tmp_path, capsys):
-    assert run("faithfulness", [*options, "-o", str(tmp_path / "out")]) == 2
+    assert exit_code(lambda: faithfulness_report.main([*options, "-o", str(tmp_path / "out")])) == 2
     assert said in capsys.readouterr().err and not (tmp_path / "out").exists()
