@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ea_vision.deployment.evolution import FoldedEvolution, fold_evolution
 from ea_vision.layers import AugmentedConv2d, TokenAttention, add_sine, append_coordinates, fit_rel_table
+from ea_vision.layers.augmented_conv import normalise_heads
 from ea_vision.ops.rel_pos import by_position
 
 
@@ -41,6 +42,10 @@ class _Folded(nn.Module):
         self.evolution, gain = evolution, torch.full((layer.num_heads,), layer.scale, dtype=torch.float64)
         if evolution is not None:
             gain = gain * evolution.own_gain
+        self.register_buffer("qk_gain", None, persistent=False)
+        if (learned := getattr(layer, "qk_gain", None)) is not None:  # no weight before a norm holds a gain
+            self.qk_gain = (learned.detach().double() * gain.to(learned.device)).to(learned.dtype)
+            gain = torch.ones_like(gain)
         for name in ("weight", "bias"):
             whole = getattr(layer.qkv, name)
             query = None if whole is None else _scaled(whole[:width], gain)
@@ -86,10 +91,13 @@ class PortableAttention(_Folded):
             x = append_coordinates(x)
         B, _, H, W = x.shape
         K, D, N = layer.num_heads, layer.dim_head_qk, H * W
-        q = F.conv2d(x, self.query_weight, self.query_bias).permute(0, 2, 3, 1)  # (B, H, W, K*D)
+        q = F.conv2d(x, self.query_weight, self.query_bias)
         kv = F.conv2d(x, layer.qkv.weight[layer.dim_qk:], layer.qkv.bias[layer.dim_qk:])
         k, v = kv.split([layer.dim_qk, layer.dim_v], 1)
         k, v = k.reshape(B, K, D, N), v.reshape(B, K, layer.dim_head_v, N)
+        if self.qk_gain is not None:
+            q, k = normalise_heads(torch.cat([q.reshape(B, K, D, N), k], 1), self.qk_gain).chunk(2, 1)
+        q = q.reshape(B, K * D, H, W).permute(0, 2, 3, 1)  # (B, H, W, K*D)
         parts = [q.reshape(B, N, K, D)]
         if layer.relative:
             rows, cols, places = self.rows, self.cols, self.places

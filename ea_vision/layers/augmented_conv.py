@@ -63,6 +63,22 @@ class Projection(nn.Conv2d):
         return F.conv2d(x, self.weight, self.bias)
 
 
+def normalise_heads(qk: Tensor, gain: Tensor) -> Tensor:
+    """Divide each head's queries and keys by the root of their mean square over the head's width, in float32 at least;
+    the queries times their head's gain.
+
+    Args:
+        qk: (B, 2K, D, N), the heads of queries, then those of keys.
+        gain: (K,).
+
+    Returns:
+        (B, 2K, D, N) in the type of qk.
+    """
+    wide = qk.to(torch.promote_types(qk.dtype, torch.float32))
+    gains = torch.cat([gain, torch.ones_like(gain)]).view(-1, 1, 1)
+    return (wide * ((wide * wide).mean(2, keepdim=True) + 1e-6).rsqrt().mul(gains)).to(qk.dtype)
+
+
 def operands_of(layer: nn.Module, prev_logits: Tensor | None) -> dict[str, Any] | None:
     """Return what `evolving_attention` needs to know of an attention layer's evolution; None where it cannot do as the
     layer's modules do, or where a hook wants to see the maps in them.
@@ -103,6 +119,8 @@ class AugmentedConv2d(nn.Module):
             "none"; "sine": sines and cosines added to the branch's input; "coord": coordinates appended to it (both
             after pooling, see `ea_vision.layers.positions`).
         relative: the older way to say it: True is position="relative", the default, False is position="none".
+        qk_norm: whether each head's queries and keys are divided by the root of their mean square, in float32, before
+            scale and position terms. The parameter `qk_gain` (K), which begins at 1, multiplies the queries.
         pool_attention: how many further poolings precede the attention (True is one); the branch's result is then
             resized bilinearly to the convolution's size.
         evolution: `Evolution` of a layer that has a predecessor in its chain, or None.
@@ -141,6 +159,7 @@ class AugmentedConv2d(nn.Module):
             feat_size: tuple[int, int],
             position: str | None = None,
             relative: bool | None = None,
+            qk_norm: bool = False,
             pool_attention: bool | int = False,
             evolution: nn.Module | None = None,
             attn_channels: int | None = None,
@@ -210,13 +229,15 @@ class AugmentedConv2d(nn.Module):
         else:
             self.register_parameter("height_rel", None)
             self.register_parameter("width_rel", None)
+        self.register_parameter("qk_gain", nn.Parameter(torch.empty(num_heads, **dd)) if qk_norm else None)
         self.evolution = evolution
         self.attn_drop = nn.Dropout(attn_drop)
         self.proj = Projection(dim_v, attn_channels, **dd)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """He for the convolution, Glorot for the projections; tables normal with std dim_head_qk**-0.5 (AA code)."""
+        """He for the convolution, Glorot for the projections; tables normal with std dim_head_qk**-0.5 (AA code);
+        the gains of queries 1."""
         if self.conv is not None:
             nn.init.kaiming_normal_(self.conv.weight, mode="fan_out", nonlinearity="relu")
         for projection in (self.qkv, self.proj):
@@ -225,6 +246,8 @@ class AugmentedConv2d(nn.Module):
         if self.relative:
             nn.init.normal_(self.height_rel, std=self.scale)
             nn.init.normal_(self.width_rel, std=self.scale)
+        if self.qk_gain is not None:
+            nn.init.ones_(self.qk_gain)
 
     def reaches(self, feat_size: tuple[int, int]) -> tuple[int, int]:
         """Return how many rows and columns attention sees to one side on a map of (height, width), its own counted."""
@@ -283,7 +306,7 @@ class AugmentedConv2d(nn.Module):
             x: (B, C, H', W'), the layer's input.
 
         Returns:
-            q (B, K, N, D), not scaled, k (B, K, N, D), v (B, K, N, Dv), [H, W].
+            q (B, K, N, D), normalised with qk_norm, not scaled, k (B, K, N, D) likewise, v (B, K, N, Dv), [H, W].
         """
         for _ in range(self.num_pools):
             if torch.jit.is_scripting():
@@ -299,9 +322,12 @@ class AugmentedConv2d(nn.Module):
     def heads_of(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, tuple[int, int]]:
         """As `split_heads`, from the projection (B, 2 * dim_qk + dim_v, H, W)."""
         B, H, W = projected.shape[0], projected.shape[2], projected.shape[3]
-        q, k, v = projected.split([self.dim_qk, self.dim_qk, self.dim_v], dim=1)  # (B, K*D, H, W) each
-        q = q.reshape(B, self.num_heads, self.dim_head_qk, H * W).transpose(-2, -1)
-        k = k.reshape(B, self.num_heads, self.dim_head_qk, H * W).transpose(-2, -1)
+        qk, v = projected.split([2 * self.dim_qk, self.dim_v], dim=1)
+        qk = qk.reshape(B, 2 * self.num_heads, self.dim_head_qk, H * W)
+        gain = self.qk_gain
+        if gain is not None:
+            qk = normalise_heads(qk, gain)
+        q, k = qk.transpose(-2, -1).chunk(2, dim=1)
         v = v.reshape(B, self.num_heads, self.dim_head_v, H * W).transpose(-2, -1)
         return q, k, v, (H, W)
 
@@ -411,5 +437,6 @@ class AugmentedConv2d(nn.Module):
         return torch.cat([self.conv_drop(self.conv(x)), attn], dim=1), logits
 
     def extra_repr(self) -> str:
+        norm = "" if self.qk_gain is None else ", qk_norm=True"
         windows = f", window={self.window}, head_window={self.head_window}" if self.local else ""
-        return f"num_heads={self.num_heads}, feat_size={self.feat_size}, position={self.position!r}{windows}"
+        return f"num_heads={self.num_heads}, feat_size={self.feat_size}, position={self.position!r}{norm}{windows}"

@@ -92,6 +92,7 @@ class AttentionConfig:
     min_head_qk: least width of a head's queries; None is 20 with the paper's rule, else no limit.
     position: "relative", "none", "sine" or "coord", see `AugmentedConv2d`.
     relative: the older way to say it: True is position="relative", the default, False is position="none".
+    qk_norm: whether each head's queries and keys are normalised, see `AugmentedConv2d`.
     window, head_window, head_border: of pixels and of neighbouring heads, see `AugmentedConv2d`.
     window_stages: the stages whose layers have these windows, by their numbers counted from 1; None is all.
     attn_stages: the stages, counted from 1, that have attention layers of ours; None is the family's, () is none.
@@ -106,6 +107,7 @@ class AttentionConfig:
     min_head_qk: int | None = None
     position: str | None = None
     relative: bool | None = None
+    qk_norm: bool = False
     window: int | tuple[int, int] | None = None
     head_window: int = 1
     head_border: str = "clip"
@@ -216,7 +218,7 @@ class ChainBuilder:
             in_channels, out_channels, kernel_size, stride,
             dim_qk=dims[0] if dim_qk is None else dim_qk, dim_v=dims[1] if dim_v is None else dim_v,
             num_heads=config.num_heads, feat_size=self.network.map_size(self.network.img_size, reduction),
-            position=config.position, relative=config.relative, evolution=evolution,
+            position=config.position, relative=config.relative, qk_norm=config.qk_norm, evolution=evolution,
             attn_drop=config.attn_drop_rate, **{**config.windows(stage), **options}, **self.factory)
         layer.need_logits, layer.map_reduction = False, reduction
         self.previous = layer
@@ -299,7 +301,7 @@ class ChainedNetwork:
 
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
-        return {name for name, _ in self.named_parameters() if name.endswith(("height_rel", "width_rel"))}
+        return {name for name, _ in self.named_parameters() if name.endswith(("height_rel", "width_rel", "qk_gain"))}
 
     @torch.jit.ignore
     def set_grad_checkpointing(self, enable: bool = True) -> None:

@@ -93,7 +93,7 @@ def test_equals_the_network(name, monkeypatch):
 @pytest.mark.parametrize("options", [
     dict(alpha=0.01), dict(alpha=0.0), dict(beta=0.0), dict(alpha=0.6, beta=0.3), dict(alpha=1.0), dict(kernel_size=5),
     dict(alpha=-0.5, beta=1.5, learnable="per_head"), dict(dilation=2, negative_slope=0.1), dict(position="none"),
-    dict(position="sine"), dict(position="coord"), dict(num_heads=2), dict(window=3),
+    dict(position="sine"), dict(position="coord"), dict(num_heads=2), dict(window=3), dict(qk_norm=True),
     dict(evolution="pa", num_layers=0, alpha=0.3), dict(evolution="pa", num_layers=2, alpha=0.3),
     dict(evolution="pa", alpha=-0.3, learnable=True),
 ], ids=str)
@@ -102,6 +102,8 @@ def test_equals_the_network_with(options, monkeypatch):
     if options.get("learnable") == "per_head":
         for gate in ea_vision.layers.learnable_gates(model).values():
             nn.init.uniform_(gate, -1.0, 1.0)
+    for layer in zoo.layers_of(model) if "qk_norm" in options else []:
+        nn.init.uniform_(layer.qk_gain, 0.5, 2.0)
     check(model, "ea_conv_transformer_cifar", monkeypatch)
 
 

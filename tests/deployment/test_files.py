@@ -46,12 +46,13 @@ def photos(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("name", slow_but({"ea_conv_transformer_cifar"}, TESTED))
+@pytest.mark.parametrize("name", [*slow_but({SHIPPED}, TESTED), f"{SHIPPED}, normalised"])
 def test_onnx_computes_what_the_network_computes(name, tmp_path):
+    name, normalised, _ = name.partition(", normalised")
     size = FAMILIES[name]
     options = {} if any(kind in name for kind in ("vit", "deit", "stn")) else {"img_size": size}
     if "conv_transformer" in name:
-        options |= WIDTHS
+        options |= WIDTHS | {"qk_norm": bool(normalised)}
     model, path = small(name, num_classes=5, **options), tmp_path / "net.onnx"
     write(export_program(model, size), path, about(model, size))
     network = ExportedNetwork(path)

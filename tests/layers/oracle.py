@@ -20,6 +20,11 @@ def loop_logits(q, k, height_rel, width_rel, size):
     return torch.stack(rows, dim=-1).view(K, N, N)
 
 
+def loop_unit(rows, gain):
+    """(N, D): each row divided by the root of its mean square, times the gain."""
+    return torch.stack([gain * row / (sum(value ** 2 for value in row) / len(row) + 1e-6).sqrt() for row in rows])
+
+
 def loop_layer(layer, x, prev_logits=None, evolve=None):
     """The whole layer, image by image and head by head, from its parameters; -> y, logits."""
     size = [(side + layer.stride - 1) // layer.stride for side in x.shape[2:]]
@@ -40,8 +45,12 @@ def loop_layer(layer, x, prev_logits=None, evolve=None):
         pixels = pooled[b].permute(1, 2, 0).reshape(N, -1)
         projected = pixels @ weight.t() + layer.qkv.bias  # (N, q | k | v)
         q, k, v = projected[:, :K * D], projected[:, K * D:2 * K * D], projected[:, 2 * K * D:]
-        q = torch.stack([q[:, h * D:(h + 1) * D] for h in range(K)]) / math.sqrt(D)
+        q = torch.stack([q[:, h * D:(h + 1) * D] for h in range(K)])
         k = torch.stack([k[:, h * D:(h + 1) * D] for h in range(K)])
+        if layer.qk_gain is not None:
+            q = torch.stack([loop_unit(q[h], layer.qk_gain[h]) for h in range(K)])
+            k = torch.stack([loop_unit(k[h], 1.0) for h in range(K)])
+        q = q / math.sqrt(D)
         v = torch.stack([v[:, h * Dv:(h + 1) * Dv] for h in range(K)])
         logits = loop_logits(q, k, layer.height_rel, layer.width_rel, (H, W))
         if evolve is not None:

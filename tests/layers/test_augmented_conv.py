@@ -78,6 +78,48 @@ def test_evolving_layer_equals_the_double_loop():
     assert_same(layer, torch.randn(2, 3, 3, 4, dtype=D64), torch.randn(2, 2, 12, 12, dtype=D64), evolve)
 
 
+@pytest.mark.parametrize("position", ["relative", "none"])
+@pytest.mark.parametrize("evolving", [False, True])
+def test_normalised_queries_and_keys_equal_the_double_loop(evolving, position):
+    evolution = EvolvingAttention(2, 0.3, 0.6) if evolving else None
+    layer = make(dim_qk=6, qk_norm=True, position=position, evolution=evolution)
+
+    def evolve(logits, prev):
+        mixed = 0.3 * prev + 0.7 * logits
+        return 0.6 * loop_map_conv(mixed, layer.evolution.convs[0]) + 0.4 * mixed
+
+    prev = torch.randn(2, 2, 12, 12, dtype=D64) if evolving else None
+    assert_same(layer, torch.randn(2, 3, 3, 4, dtype=D64), prev, evolve if evolving else None)
+    assert layer.qk_gain.grad_fn is None and layer.qk_gain.shape == (2,)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "cpu", "sdpa"])
+def test_every_implementation_normalises(implementation):
+    """sdpa alone computes no maps that evolve."""
+    evolution = None if implementation == "sdpa" else EvolvingAttention(2)
+    layer = make(dim_qk=8, qk_norm=True, evolution=evolution, feat_size=(4, 4)).float()
+    x, prev = torch.randn(2, 3, 4, 4), torch.randn(2, 2, 16, 16) if evolution else None
+    expected = layer(x, prev)[0]
+    with use_implementation(implementation):
+        torch.testing.assert_close(layer(x, prev, need_logits=False)[0], expected)
+    torch.testing.assert_close(torch.jit.script(layer)(x, prev)[0], expected)
+    large = layer.heads_of(1e3 * torch.randn(2, 22, 4, 4))  # however large the projection grows
+    torch.testing.assert_close(large[1].square().mean(-1), torch.ones(2, 2, 16))
+    half = layer.heads_of((1e3 * torch.randn(2, 22, 4, 4)).half())
+    assert half[0].dtype == torch.float16 and half[0].isfinite().all()  # 1e3 squared is none of float16's numbers
+
+
+def test_the_norm_is_off_by_default_and_its_gain_begins_at_1():
+    torch.manual_seed(0)
+    plain = AugmentedConv2d(3, 10, dim_qk=4, dim_v=6, num_heads=2, feat_size=(3, 4))
+    torch.manual_seed(0)
+    normed = AugmentedConv2d(3, 10, dim_qk=4, dim_v=6, num_heads=2, feat_size=(3, 4), qk_norm=True)
+    assert normed.load_state_dict(plain.state_dict(), strict=False).missing_keys == ["qk_gain"]
+    assert torch.equal(normed.qk_gain, torch.ones(2))
+    assert {name: value.sum() for name, value in plain.state_dict().items()} | {"qk_gain": 2} == {
+        name: value.sum() for name, value in normed.state_dict().items()}
+
+
 @pytest.mark.parametrize("num_layers", [0, 1, 2])
 def test_predicting_layer_equals_the_double_loop(num_layers):
     layer = make(evolution=PredictiveAttention(2, 0.3, num_layers))

@@ -244,6 +244,29 @@ def test_options_of_timms_efficientnet_work(options):
     assert [n for n, p in model.named_parameters() if p.grad is None] == []
 
 
+NORMED = ["csan_resnet50", "ea_aa_resnet34", "ea_aa_mnasnet_075", "ea_aa_wrn28_10_cifar", "ea_conv_transformer_cifar"]
+
+
+@pytest.mark.parametrize("network", NORMED)
+def test_normalised_queries_and_keys_in_every_family(network):
+    model, image = lively(network, num_classes=5, qk_norm=True).eval(), torch.randn(1, 3, side(network), side(network))
+    gains = {n for n, _ in model.named_parameters() if n.endswith(".qk_gain")}
+    assert len(gains) == len(layers_of(model)) and gains <= model.no_weight_decay()
+    model(image).square().sum().backward()
+    assert all(p.grad is not None and p.grad.any() for n, p in model.named_parameters() if n in gains)
+    with torch.no_grad(), torch.jit.optimized_execution(False):
+        expected = model(image)
+        _, nodes = get_graph_node_names(model)
+        extractor = create_feature_extractor(model, return_nodes=[nodes[-1]])
+        torch.testing.assert_close(next(iter(extractor(image).values())), expected)
+        torch.testing.assert_close(torch.jit.script(model)(image), expected)
+        features = lively(network, features_only=True, qk_norm=True).eval()
+        inner = getattr(features, "model", features)
+        inner.load_state_dict({n: v for n, v in model.state_dict().items() if n in inner.state_dict()})
+        taken = model.forward_intermediates(image, intermediates_only=True)
+        torch.testing.assert_close(features(image)[-1], taken[-1])
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["wrn28_10_cifar", "ea_aa_wrn28_10_cifar"])
 def test_outer_sums_of_wide_resnets(name):

@@ -39,6 +39,7 @@ def modules_by_number(model):
 @pytest.mark.parametrize("name,kwargs", [
     ("ea_conv_transformer_cifar", dict(alpha=0.3, beta=0.6)),
     ("ea_conv_transformer_cifar", dict(alpha=0.3, kernel_size=1)),
+    ("ea_conv_transformer_cifar", dict(alpha=0.3, beta=0.6, qk_norm=True)),
     ("pa_conv_transformer_cifar", dict(alpha=0.4, num_layers=0)),
     ("pa_conv_transformer_cifar", dict(alpha=0.4, num_layers=2)),
 ])
