@@ -3,14 +3,11 @@
     ea-vision export ea_conv_transformer_cifar -o net.onnx --check photos/   # ea-vision predict net.onnx photo.jpg
     ea-vision export ea_aa_resnet50 -o net.onnx --random                     # a network without weights
     ea-vision export runs/mine -o net.onnx --precision int8 --check photos/  # 8 bits, calibrated on those photos
-    ea-vision export runs/detector -o detector.onnx                          # a run of train-detection
     ea-vision export runs/mine -o MODEL.TAG.safetensors --data-dir DIR       # weights, and MODEL.TAG.md beside them
 
 A network that classifies goes through `ea_vision.deploy`. The file takes `images`, float32 (B, 3, H, W) of one size and
 any number B, normalised, and gives `logits` (B, classes). Names of the classes, mean, std and size are in its metadata.
-ONNX files have opset 20. A detector's file takes one image, `images`: float32 (1, 3, S, S) in 0..1, RGB, the longer
-side fitted to the run's S pixels, the rest padded at the right and below with the grey (124, 116, 104) / 255. It gives
-`boxes` (n, 4), x1 y1 x2 y2 in pixels of that square, `scores` (n,) and `labels` (n,) from 0, the surest first.
+ONNX files have opset 20.
 What was written is run beside the network, and the largest difference is printed.
 """
 
@@ -18,10 +15,9 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,69 +33,19 @@ from ea_vision.deployment.files import (
     export_program,
     write,
 )
-from ea_vision.detection.exported import TOLERANCE, export
 from ea_vision.engine.weights_card import write_weights
 from ea_vision.recorder.inputs import find_images, read_image
 from ea_vision.recorder.loading import (
     WEIGHTS_HELP,
-    DetectorModel,
     LoadedModel,
     add_options,
+    check_classifies,
     class_names_of,
     load_model,
     parse_size,
 )
 
 LARGEST = 1e-3  # of the largest logit, by which a file in float32 may differ
-
-
-def runner(path: Path) -> Callable[[Tensor], list[np.ndarray]] | None:
-    """What runs an exported detector: (1, 3, S, S) -> boxes, scores, labels. None: onnxruntime is not installed."""
-    if path.suffix == ".pt2":
-        program = torch.export.load(path).module()
-        return lambda images: [output.detach().numpy() for output in program(images)]
-    if importlib.util.find_spec("onnxruntime") is None:
-        return None
-    import onnxruntime
-
-    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    return lambda images: session.run(None, {"images": images.numpy()})
-
-
-def detections_differ(model: DetectorModel, run: Callable[[Tensor], list[np.ndarray]], image: Tensor) -> float:
-    """Between the boxes (in units of the image's side) and scores of both on an image (3, S, S); infinite where they
-    find other objects. Objects of the same score may change places."""
-    with torch.inference_mode():
-        own = model.model(image[None])[0]
-    boxes, scores, labels = (torch.as_tensor(output) for output in run(image[None]))
-    if len(scores) != len(own["scores"]):
-        return float("inf")
-    largest = float((scores - own["scores"]).abs().max()) if len(scores) else 0.0
-    left = list(range(len(scores)))
-    for box, label in zip(own["boxes"] / model.img_size[0], own["labels"], strict=True):
-        away = [float((boxes[n] / model.img_size[0] - box).abs().max()) if labels[n] == label else float("inf")
-                for n in left]
-        nearest = int(np.argmin(away))
-        largest = max(largest, away[nearest])
-        del left[nearest]
-    return largest
-
-
-def export_detector(model: DetectorModel, images: Sequence[Tensor], output: Path) -> str:
-    """Write a detector and return how far it differs on images (3, S, S).
-
-    Raises:
-        RunError: it finds other objects.
-    """
-    export(model.model, output, model.classes)
-    run = runner(output)
-    if run is None:
-        return "not compared, since onnxruntime is not installed"
-    differences = [detections_differ(model, run, image) for image in images]
-    about = f"largest difference on {len(images)} image(s): {max(differences):.1e}"
-    if max(differences) > TOLERANCE:
-        raise RunError(f"{output} was written, and finds other objects than {model.label}; {about}")
-    return about
 
 
 def export_classifier(target: str, model: LoadedModel, images: Sequence[Tensor], output: Path, precision: str) -> str:
@@ -154,6 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UsageError(f"--precision {args.precision} needs .onnx, got {args.output}")
     check_output(args.output)
     model = load_model(args.model, random=args.random, img_size=parse_size(args.img_size))
+    check_classifies(model)
     if not model.trained and not args.random:
         raise UsageError(f"{args.model} has no weights: --random exports it with random ones")
     noise = torch.Generator().manual_seed(0)
@@ -161,10 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         torch.rand(3, *model.img_size, generator=noise) for _ in range(2)]
     if isinstance(model.model, ExportedNetwork):
         raise UsageError(f"a model or run is required, and {args.model} is exported")
-    if isinstance(model, DetectorModel):
-        said = export_detector(model, images, args.output)
-    else:
-        said = export_classifier(args.model, model, images, args.output, args.precision)
+    said = export_classifier(args.model, model, images, args.output, args.precision)
     kind = f"opset {OPSET}, {args.precision}" if args.output.suffix == ".onnx" else "torch.export"
     print(f"written: {args.output} ({args.output.stat().st_size / 2**20:.1f} MiB, {kind}); {said}")
     return 0

@@ -1,11 +1,14 @@
-"""The likeliest classes of images.
+"""The likeliest classes of images, or the objects in them.
 
     ea-vision predict ea_conv_transformer_cifar photo.jpg
     ea-vision predict net.onnx photo.jpg                       # a file of ea-vision export
     ea-vision predict runs/mine photos/ --top 3 --json predictions.json
+    ea-vision predict runs/detector photos/ --json results.json --output pictures
     find photos -name '*.jpg' | ea-vision predict resnet50 - --json -
 
-An image that cannot be read is named, the others are classified, and the exit code is 1.
+Of a run of train-detection: names and scores of what is found, boxes by --output, and --json as COCO's results with the
+path as image_id. An image that cannot be read, or of which the network makes no finite number, is named, the others are
+gone through, and the exit code is 1.
 """
 from __future__ import annotations
 
@@ -16,19 +19,23 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor
+from torchvision.transforms.v2.functional import pil_to_tensor
 
 from ea_vision.base.errors import UsageError, exit_code
-from ea_vision.base.files import atomic_write, check_output
+from ea_vision.base.files import atomic_write, check_output, create
 from ea_vision.base.processes import choose_device
-from ea_vision.recorder.inputs import ImageSource, as_input, find_images
+from ea_vision.detection.coco import results_of
+from ea_vision.recorder.inputs import ImageSource, as_input, find_images, read_image
 from ea_vision.recorder.loading import (
     WEIGHTS_HELP,
+    DetectorModel,
     LoadedModel,
     add_options,
-    check_classifies,
     class_names_of,
     load_model,
     parse_size,
@@ -38,7 +45,7 @@ from ea_vision.recorder.loading import (
 
 @dataclass(frozen=True)
 class Prediction:
-    """Prediction for an image: (class, probability) from the likeliest on, or why the image cannot be read."""
+    """Prediction for an image: (class, probability) from the likeliest on, or why there is none."""
 
     image: str
     classes: list[dict[str, str | int | float]]  # name, index and probability
@@ -58,31 +65,76 @@ def predict(loaded: LoadedModel, images: Sequence[ImageSource | Tensor], names: 
     """
     device = next((weight.device for weight in loaded.model.parameters()), "cpu")
     for start in range(0, len(images), batch_size):
-        chunk = images[start:start + batch_size]
-        prepared, errors = [], {}
-        called = [str(image) if isinstance(image, (str, Path)) else f"image {number}"
-                  for number, image in enumerate(chunk, start=start + 1)]
-        for name, image in zip(called, chunk, strict=True):
+        chunk, read, errors = images[start:start + batch_size], {}, {}
+        for number, image in enumerate(chunk):
             try:
-                prepared.append(as_input(loaded, image))
+                read[number] = as_input(loaded, image)
             except UsageError as error:
-                errors[name] = str(error)
-        if prepared:
+                errors[number] = str(error)
+        if read:
             with torch.inference_mode():
-                likely = loaded.model(loaded.normalize(torch.stack(prepared).to(device))).float().softmax(-1)
-        rows = iter(likely.cpu() if prepared else ())
-        for name in called:
-            if name in errors:
-                yield Prediction(name, [], errors[name])
+                batch = loaded.normalize(torch.stack(list(read.values())).to(device))
+                likely = dict(zip(read, loaded.model(batch).float().softmax(-1).cpu(), strict=True))
+        for number, image in enumerate(chunk):
+            called = str(image) if isinstance(image, (str, Path)) else f"image {start + number + 1}"
+            if number in read and not likely[number].isfinite().all():
+                errors[number] = f"{loaded.label} gives no finite number for {called}"
+            if number in errors:
+                yield Prediction(called, [], errors[number])
                 continue
-            values, indices = next(rows).topk(min(top, likely.shape[1]))
-            yield Prediction(name, [
+            values, indices = likely[number].topk(min(top, len(likely[number])))
+            yield Prediction(called, [
                 {"name": names[index] if names else f"class {index}", "index": index, "probability": round(value, 6)}
                 for value, index in zip(values.tolist(), indices.tolist(), strict=True)])
 
 
+def classify(loaded: LoadedModel, images: Sequence[str], args: argparse.Namespace) -> Iterator[tuple[str, str, list]]:
+    """Yield for each image what is wrong with it, its likeliest classes as text, and its entries of the JSON."""
+    if not loaded.trained or not loaded.model.num_classes:
+        lacking = "weights" if not loaded.trained else "classifier"
+        raise UsageError("a run folder or a model with trained weights and a classifier is required (`ea-vision models "
+                         f"--weights` lists ours), and {args.model} has no {lacking}")
+    if args.output:
+        raise UsageError(f"--output draws boxes, and {args.model} finds none: a run of train-detection is required")
+    for one in predict(loaded, images, class_names_of(args.model, loaded), args.top, args.batch_size):
+        likely = ", ".join(f"{c['name']} {100 * c['probability']:.1f}%" for c in one.classes)
+        entry = asdict(one)
+        if not one.error:
+            del entry["error"]
+        yield one.error, f"{one.image}: {likely}", [entry]
+
+
+def find_objects(loaded: DetectorModel, images: Sequence[str], args: argparse.Namespace,
+                 ) -> Iterator[tuple[str, str, list[dict[str, Any]]]]:
+    """Yield for each image what is wrong with it, what is found as text, and COCO's results; draw it by --output."""
+    if not 0 <= args.min_score <= 1:
+        raise UsageError(f"--min-score must be a number from 0 to 1, got {args.min_score}")
+    if args.output:
+        create(Path(args.output))
+    for number, path in enumerate(images):
+        try:
+            image = read_image(path)
+            [found] = loaded.detect([image])
+        except (UsageError, FloatingPointError) as error:
+            yield str(error) if isinstance(error, UsageError) else f"{loaded.label} {error} for {path}", "", []
+            continue
+        sure = found["scores"] >= args.min_score
+        found = {name: value[sure] for name, value in found.items()}
+        names = [f"{loaded.classes[label]} {score:.2f}" for label, score in
+                 zip(found["labels"].tolist(), found["scores"].tolist(), strict=True)]
+        if args.output:
+            draw(image, found, loaded.classes, Path(args.output), f"{number + 1}-{Path(path).stem}.png")
+        yield "", f"{path}: {', '.join(names) or 'nothing found'}", results_of(path, found, loaded.category_ids)
+
+
+def draw(image: Image.Image, found: dict[str, Tensor], classes: Sequence[str], folder: Path, name: str) -> None:
+    from ea_vision.detection.draw import draw_detections, png_bytes  # it needs matplotlib's fonts
+
+    atomic_write(folder / name.replace(":", "-"), png_bytes(draw_detections(pil_to_tensor(image), found, classes)))
+
+
 def _files(words: Sequence[str], lines) -> list[str]:
-    """The images of the command line; `-` stands for the paths on standard input, a line each."""
+    """Return the images of the command line; `-` stands for the paths on standard input, a line each."""
     paths: list[str] = []
     for word in words:
         paths += [line.rstrip("\r\n") for line in lines if line.strip()] if word == "-" else [word]
@@ -95,9 +147,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("images", nargs="+", metavar="IMAGE", help="image files, folders, digits:N (the Nth test image "
                         "of the digits), or - for paths on standard input, one a line")
     parser.add_argument("--top", type=positive, default=5, metavar="K", help="classes an image (default: 5)")
-    parser.add_argument("--json", metavar="FILE", help="write a list of images with their classes to FILE ('-': to "
-                        "standard output instead of the table)")
+    parser.add_argument("--json", metavar="FILE", help="write a list of images with their classes, or COCO's results, "
+                        "to FILE ('-': to standard output instead of the table)")
     parser.add_argument("--batch-size", type=positive, default=16, help="images computed together (default: 16)")
+    parser.add_argument("--min-score", type=float, default=0.4, metavar="0..1", help="of a found object (default: 0.4)")
+    parser.add_argument("-o", "--output", metavar="FOLDER", help="draw the found objects of each image into a PNG here")
     add_options(parser, "--img-size", "--device")
     args = parser.parse_args(argv)
     if isinstance(sys.stdin, io.TextIOWrapper):
@@ -106,29 +160,23 @@ def main(argv: list[str] | None = None) -> int:
     if args.json not in (None, "-"):
         check_output(Path(args.json))
     loaded = load_model(args.model, img_size=parse_size(args.img_size), device=choose_device(args.device))
-    check_classifies(loaded)
-    if not loaded.trained or not loaded.model.num_classes:
-        lacking = "weights" if not loaded.trained else "classifier"
-        raise UsageError("a run folder or a model with trained weights and a classifier is required (`ea-vision models "
-                         f"--weights` lists ours), and {args.model} has no {lacking}")
-    names = class_names_of(args.model, loaded)
-    found = []
-    for prediction in predict(loaded, images, names, args.top, args.batch_size):
-        found.append(prediction)
-        if prediction.error:
-            print(f"error: {prediction.error}", file=sys.stderr)
+    entries, failed = [], False
+    each = find_objects if isinstance(loaded, DetectorModel) else classify
+    for error, text, of_image in each(loaded, images, args):
+        entries += of_image
+        if error:
+            failed = True
+            print(f"error: {error}", file=sys.stderr)
         elif args.json != "-":
-            likely = ", ".join(f"{c['name']} {100 * c['probability']:.1f}%" for c in prediction.classes)
-            print(f"{prediction.image}: {likely}", flush=True)
+            print(text, flush=True)
     if args.json:
-        text = json.dumps([{key: value for key, value in asdict(row).items() if value or key != "error"}
-                           for row in found], indent=1) + "\n"
+        text = json.dumps(entries, indent=1, allow_nan=False) + "\n"
         if args.json == "-":
             print(text, end="")
         else:
             atomic_write(Path(args.json), text.encode())
             print(f"written: {args.json}")
-    return 1 if any(prediction.error for prediction in found) else 0
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

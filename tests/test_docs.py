@@ -17,8 +17,8 @@ from ea_vision.__main__ import COMMANDS, main
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "experiments").glob("[a-z]*.md"))]
 LEAVING = {  # commands that become scripts or go, and on the pages until these are rewritten
-    "sweep", "evidence", "faithfulness", "reproduce", "memory", "gpu-check", "match", "matrix", "rollout", "detect",
-    "make-boxes", "loaders"}
+    "sweep", "evidence", "faithfulness", "reproduce", "memory", "gpu-check", "match", "matrix", "rollout",
+    "loaders"}
 BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 
 

@@ -29,7 +29,6 @@ PLACES = {"cifar10": "folder", "DIR": "data", "CIFAR10": "data", "/data/imagenet
           "PHOTOS": "photos", "RUN_OR_MODEL": "runs/demo", "runs/imagenet-ea_aa_resnet50": "runs/imagenet",
           "/shared/runs/ea50": "runs/ea50", "docs/cat.jpg": "photo.jpg", "*.jpg": "photo.jpg",
           "docs/attention.html": "page.html", "photos/test/bird": "photos/test/class_0",
-          "airplane,cat,truck": "class_0,class_2",
           "vit_small_patch16_224.dino": "runs/vit", "deit_small_patch16_224,vit_small_patch16_224": "runs/vit"}
 SHORTER = {  # options that end a command, over those that it has
     "train-cifar": "--epochs 1 --batch-size 8 --img-size 8 --device cpu --workers 0 --cache-dir none",
@@ -84,8 +83,6 @@ def shorten(line: str) -> list[str]:
     """The words of a command line, and what makes it short. Of options given twice the last one counts."""
     command, *words = shlex.split(line)
     here = [PLACES.get(word, word) for word in words]
-    if command == "make-boxes":
-        here[0] = f"boxes{LINES.index(line)}"
     if command in ("heatmap", "rollout") and "runs/vit" in here:
         here += ["--layers", "2"]
     if "--evaluate" in words or "--learning-curves" in words:

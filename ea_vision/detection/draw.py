@@ -1,122 +1,86 @@
-"""Detections drawn on their images: boxes, names and scores, the boxes that are right beside them."""
+"""Detections drawn on their images by torchvision: boxes, names and scores, true boxes in white."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
-from matplotlib import patheffects
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
-from PIL import Image
+from matplotlib.font_manager import findfont
+from PIL import ImageColor, ImageFont
 from torch import Tensor
+from torchvision.io import encode_png
+from torchvision.ops import box_convert
+from torchvision.transforms.v2 import functional as F
+from torchvision.utils import draw_bounding_boxes, make_grid
 
-from ea_vision.base.figures import COLORS, PAGE, check_width
-from ea_vision.base.print import new_figure, points, text_width
+from ea_vision.base.figures import COLORS
 from ea_vision.data.image_files import BrokenImage
 from ea_vision.detection.coco import CocoFolder
-from ea_vision.detection.predict import Detections
+from ea_vision.detection.transforms import Fit
 
-INCHES = 6.4  # the longer side of a single picture
-LEAST_SCORE = 0.4  # of what `gallery_of` draws
-CELL = 1.6  # least width of an image among several
-
-
-def draw_boxes(axes: Axes, image: Image.Image | Tensor, found: Detections, classes: Sequence[str],
-               truth: Tensor | None = None) -> None:
-    """An image with the boxes that were found, each class in its colour.
-
-    Args:
-        image: PIL, or a tensor (3, H, W), uint8 or 0..1.
-        found: boxes in pixels of the image; see `Detections.above` for the sure ones.
-        truth: (n, 4), the boxes that are right, dashed and white.
-    """
-    pixels = np.asarray(image) if isinstance(image, Image.Image) else image.permute(1, 2, 0).cpu().numpy()
-    height, width = pixels.shape[:2]
-    axes.imshow(pixels, extent=(0, width, height, 0), interpolation="nearest" if max(width, height) < 200 else None)
-    axes.set(xlim=(0, width), ylim=(height, 0))
-    axes.axis("off")
-    rim = [patheffects.Stroke(linewidth=3, foreground="black", alpha=0.6), patheffects.Normal()]
-    for x1, y1, x2, y2 in [] if truth is None else truth.tolist():
-        axes.add_patch(Rectangle((x1, y1), x2 - x1, y2 - y1, fill=False, edgecolor="white", linewidth=1,
-                                 linestyle="--", path_effects=rim, gid="truth"))
-    axes.apply_aspect()
-    size = points()
-    point = width / (72 * axes.get_window_extent().width / axes.figure.dpi)  # in pixels of the image
-    named: list[tuple[float, float, float]] = []  # left, right and lower end of the names of surer objects
-    rows = list(zip(found.boxes.tolist(), found.scores.tolist(), found.labels.tolist(), strict=True))
-    for rank, ((x1, y1, x2, y2), score, label) in enumerate(rows):
-        color = COLORS[label % len(COLORS)]
-        axes.add_patch(Rectangle((x1, y1), x2 - x1, y2 - y1, fill=False, edgecolor=color, linewidth=1.8,
-                                 path_effects=rim, gid="found", zorder=3 - rank / len(rows)))  # the surest on top
-        name = f"{classes[label]} {score:.2f}"
-        long, tall = (text_width(name, size) + 0.3 * size) * point, 1.6 * size * point
-        left = max(min(max(x1, 0), width - long), 0) + 0.15 * size * point
-        top = max(y1, 0) - tall if y1 > tall else max(y1, 0)  # above the box, else inside
-        for start, end, lower in sorted(named, key=lambda other: other[2]):
-            if left < end and start < left + long and top < lower and lower - tall < top + tall:
-                top = lower
-        named.append((left, left + long, top + tall))
-        axes.annotate(name, (left, top + 0.2 * size * point), fontsize=size, color="white", va="top", clip_on=True,
-                      parse_math=False, zorder=4 - rank / len(rows),
-                      bbox=dict(boxstyle="square,pad=0.15", facecolor=color, edgecolor="none", alpha=0.9))
+SIDE = 640  # pixels: a smaller image is scaled up before it is drawn upon
+LEAST_SCORE = 0.4  # of what a gallery draws
 
 
-def picture(image: Image.Image | Tensor, found: Detections, classes: Sequence[str], *,
-            width: float | None = None) -> Figure:
-    """Draw one image without a margin.
+def draw_detections(image: Tensor, found: Mapping[str, Tensor], classes: Sequence[str], truth: Tensor | None = None,
+                    ) -> Tensor:
+    """Draw boxes, names and scores on an image, the surest on top.
 
     Args:
-        width: inches; None: INCHES for the longer side.
+        image: uint8 (3, H, W).
+        found: boxes (n, 4) x1 y1 x2 y2 in pixels of the image, scores (n,), labels (n,).
+        truth: (m, 4), boxes to draw in white.
+
+    Returns:
+        uint8 (3, H', W'), the longer side at least SIDE.
     """
-    H, W = found.size
-    scale = width / W if check_width(width) else INCHES / max(H, W)
-    figure = new_figure(max(1.0, W * scale), max(1.0, H * scale))
-    draw_boxes(figure.add_axes((0, 0, 1, 1)), image, found, classes)
-    return figure
+    H, W = image.shape[1:]
+    scale = max(1.0, SIDE / max(H, W))
+    drawn = F.resize(image, [max(1, round(H * scale)), max(1, round(W * scale))], antialias=True).clone()
+    side = max(drawn.shape[1:])
+    if truth is not None and len(truth):
+        drawn = draw_bounding_boxes(drawn, truth * scale, colors="white", width=1 + side // 600)
+    size, width, file = 6 + side // 60, max(2, side // 250), findfont("DejaVu Sans:bold")
+    font = ImageFont.truetype(file, size)
+    for index in found["scores"].argsort().tolist():
+        label, box = int(found["labels"][index]), found["boxes"][index] * scale
+        name, color = f"{classes[label]} {found['scores'][index]:.2f}", COLORS[label % len(COLORS)]
+        left, top = box[:2].int().tolist()
+        wide, tall = font.getbbox(name)[2:]
+        ground = drawn[:, top:top + tall + 2 * width, left:left + wide + 2 * width]
+        ground[:] = torch.tensor(ImageColor.getrgb(color)).view(3, 1, 1)
+        drawn = draw_bounding_boxes(drawn, box[None], [name], color, width=width, font=file, font_size=size,
+                                    label_colors="white")
+    return drawn
 
 
-def gallery_of(source: CocoFolder, rows: Sequence[Mapping[str, Any]], count: int = 12) -> Figure:
-    """Draw `count` images from all over a data set with detections and true boxes.
+def gallery(source: CocoFolder, rows: Sequence[Mapping[str, Any]], count: int = 12) -> Tensor:
+    """Draw `count` images from all over a data set with detections and true boxes, in rows of four.
 
     Args:
         source: without transforms; images that cannot be read are passed over.
         rows: COCO's results, of all its images; those of at least LEAST_SCORE are drawn.
+
+    Returns:
+        uint8 (3, H, W).
     """
-    images, found, truths = [], [], []
-    by_image: dict[Any, list[Mapping[str, Any]]] = {}
-    for row in rows:
-        by_image.setdefault(row["image_id"], []).append(row)
+    cells = []
     for place in range(min(count, len(source))):
         try:
             image, target = source[place * len(source) // min(count, len(source))]
         except BrokenImage:
             continue
-        own = [row for row in by_image.get(target["image_id"], []) if row["score"] >= LEAST_SCORE]
-        boxes = torch.tensor([row["bbox"] for row in own], dtype=torch.float32).reshape(-1, 4)
-        images.append(image)
-        truths.append(target["boxes"])
-        found.append(Detections(
-            target["size"], torch.cat([boxes[:, :2], boxes[:, :2] + boxes[:, 2:]], dim=1),
-            torch.tensor([row["score"] for row in own]),
-            torch.tensor([source.label_of[row["category_id"]] for row in own], dtype=torch.int64)))
-    return gallery(images, found, source.classes, truths)
+        own = [row for row in rows if row["image_id"] == target["image_id"] and row["score"] >= LEAST_SCORE]
+        found = {
+            "boxes": box_convert(torch.tensor([row["bbox"] for row in own]).reshape(-1, 4), "xywh", "xyxy"),
+            "scores": torch.tensor([row["score"] for row in own]),
+            "labels": torch.tensor([source.label_of[row["category_id"]] for row in own], dtype=torch.int64)}
+        cells.append(Fit(SIDE // 2)(draw_detections(image.as_subclass(Tensor), found, source.classes,
+                                                    target["boxes"].as_subclass(Tensor))))
+    return make_grid(cells, nrow=4, pad_value=255)
 
 
-def gallery(images: Sequence[Image.Image | Tensor], found: Sequence[Detections], classes: Sequence[str],
-            truths: Sequence[Tensor] | None = None, *, width: float | None = None) -> Figure:
-    """Draw several images in rows; with `truths` the boxes that are right are dashed. `width` is in inches."""
-    width = check_width(width) or PAGE
-    columns = max(1, int(width // CELL))
-    rows = max(1, -(-len(images) // columns))
-    figure = new_figure(width, width / columns * rows)
-    cells = figure.subplots(rows, columns, squeeze=False, gridspec_kw={
-        "left": 0.0, "right": 1.0, "bottom": 0.0, "top": 1.0, "wspace": 0.03, "hspace": 0.03}).ravel()
-    for axes in cells[len(images):]:
-        axes.axis("off")
-    for index, (image, one) in enumerate(zip(images, found, strict=True)):
-        draw_boxes(cells[index], image, one, classes, None if truths is None else truths[index])
-    return figure
+def png_bytes(picture: Tensor) -> bytes:
+    """Return uint8 (3, H, W) as a PNG file."""
+    return encode_png(picture.contiguous()).numpy().tobytes()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -27,11 +28,10 @@ from ea_vision.detection.transforms import boxes_to_original
 from ea_vision.engine.evaluate import autocast
 
 MEASURES = ("AP", "AP50", "AP75", "APs", "APm", "APl")
-_THRESHOLD_50, _ALL_AREAS, _MOST_DETECTIONS = 0, 0, -1  # places in COCOeval's arrays
 
 
 def require_pycocotools():
-    """pycocotools' COCO and COCOeval.
+    """Return pycocotools' COCO and COCOeval.
 
     Raises:
         UsageError: it is not installed.
@@ -61,7 +61,7 @@ class DetectionResult:
     unreadable_boxes: int = 0
 
     def figures(self) -> dict[str, float]:
-        """The measures of metrics.csv, in percent."""
+        """Return the measures of metrics.csv, in percent."""
         return self.measures
 
     def numbers(self) -> dict[str, Any]:
@@ -88,7 +88,7 @@ class DetectionResult:
 
 def coco_metrics(ground_truth: dict[str, Any], detections: Sequence[dict[str, Any]],
                  ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """MEASURES in percent, and a row of AP and AP50 for each class.
+    """Return MEASURES in percent, and a row of AP and AP50 for each class.
 
     Args:
         ground_truth: content of a COCO JSON: images, categories, annotations with area and iscrowd.
@@ -98,38 +98,31 @@ def coco_metrics(ground_truth: dict[str, Any], detections: Sequence[dict[str, An
         UsageError: pycocotools is not installed.
     """
     COCO, COCOeval = require_pycocotools()
-    truth = COCO()
-    own = [dict(row) for row in ground_truth["annotations"]]  # it adds fields
-    truth.dataset = {**ground_truth, "annotations": own}
+    truth, found = COCO(), COCO()  # they add fields to what they are given
+    truth.dataset = {**ground_truth, "annotations": [dict(row) for row in ground_truth["annotations"]]}
+    found.dataset = {**truth.dataset, "annotations": []}
     with contextlib.redirect_stdout(io.StringIO()):  # it prints its steps
         truth.createIndex()
-        if detections:
+        found.createIndex()
+        if detections:  # loadRes takes no empty list
             found = truth.loadRes([dict(row) for row in detections])
-        else:  # it takes no empty list
-            found = COCO()
-            found.dataset = {**truth.dataset, "annotations": []}
-            found.createIndex()
         evaluation = COCOeval(truth, found, "bbox")
         evaluation.evaluate()
         evaluation.accumulate()
         evaluation.summarize()
     measures = dict(zip(MEASURES, map(_percent, evaluation.stats.tolist()), strict=False))
-    precision = evaluation.eval["precision"][..., _ALL_AREAS, _MOST_DETECTIONS]  # thresholds, recalls, classes
-    objects = {category: 0 for category in evaluation.params.catIds}
-    for annotation in truth.dataset["annotations"]:
-        objects[annotation["category_id"]] += not annotation["iscrowd"]
+    objects = Counter(row["category_id"] for row in ground_truth["annotations"] if not row["iscrowd"])
     names = {category["id"]: category["name"] for category in ground_truth["categories"]}
-    rows = []
-    for place, category in enumerate(evaluation.params.catIds):
-        of_class = precision[:, :, place]
-        rows.append({"class": names[category], "objects": objects[category],
-                     "AP": round(_percent(of_class.mean()), 2),
-                     "AP50": round(_percent(of_class[_THRESHOLD_50].mean()), 2)})
-    return measures, rows
+    precision = evaluation.eval["precision"][..., 0, -1]  # thresholds from 0.5, recalls, classes; all areas, 100 each
+    return measures, [
+        {"class": names[category], "objects": objects[category],
+         "AP": round(_percent(precision[:, :, place].mean()), 2),
+         "AP50": round(_percent(precision[0, :, place].mean()), 2)}
+        for place, category in enumerate(evaluation.params.catIds)]
 
 
 def _percent(value: float) -> float:
-    """Percent; COCOeval's -1, of what there is no object for, as nan."""
+    """Return percent; COCOeval's -1, of what there is no object for, as nan."""
     return 100 * float(value) if value >= 0 else math.nan
 
 

@@ -23,7 +23,11 @@ from timm.layers import freeze_batch_norm_2d
 from torch import Tensor, nn
 from torchvision.models.detection import RetinaNet
 from torchvision.models.detection.anchor_utils import AnchorGenerator
-from torchvision.models.detection.retinanet import RetinaNetClassificationHead, RetinaNetRegressionHead
+from torchvision.models.detection.retinanet import (
+    RetinaNetClassificationHead,
+    RetinaNetHead,
+    RetinaNetRegressionHead,
+)
 from torchvision.ops import FeaturePyramidNetwork, sigmoid_focal_loss
 from torchvision.ops.feature_pyramid_network import LastLevelP6P7
 
@@ -33,6 +37,7 @@ STRIDES = (8, 16, 32)  # of the features that the pyramid is made from, in pixel
 LEVELS = (3, 4, 5, 6, 7)  # of the pyramid: level n has one place to 2^n x 2^n pixels
 OCTAVE_SCALES = {6: (0, 1 / 2), 9: (0, 1 / 3, 2 / 3)}  # anchors a place: log2 of their sizes over the level's
 RATIOS = (0.5, 1.0, 2.0)  # height over width
+BOX_LOSSES = ("l1", "smooth_l1", "huber")
 HUBER_DELTA, HUBER_WEIGHT = 0.1, 50.0  # of the AA paper's code
 # Keywords of torchvision's RetinaNet that `create_detector` passes on.
 _RETINANET = ("score_thresh", "nms_thresh", "detections_per_img", "topk_candidates", "fg_iou_thresh", "bg_iou_thresh")
@@ -165,20 +170,12 @@ class BoxHead(RetinaNetRegressionHead):
         return torch.stack(losses).mean()
 
 
-class Heads(nn.Module):
-    """Both heads, as torchvision's RetinaNet calls them."""
+class Heads(RetinaNetHead):
+    """torchvision's pair of heads, of these two."""
 
     def __init__(self, classes: ClassHead, boxes: BoxHead) -> None:
-        super().__init__()
+        nn.Module.__init__(self)  # torchvision's would make heads of its own
         self.classification_head, self.regression_head = classes, boxes
-
-    def forward(self, maps: list[Tensor]) -> dict[str, Tensor]:
-        """The pyramid's maps -> {"cls_logits": (B, places * A, C), "bbox_regression": (B, places * A, 4)}."""
-        return {"cls_logits": self.classification_head(maps), "bbox_regression": self.regression_head(maps)}
-
-    def compute_loss(self, targets, outputs, anchors, matched) -> dict[str, Tensor]:
-        return {"classification": self.classification_head.compute_loss(targets, outputs, matched),
-                "bbox_regression": self.regression_head.compute_loss(targets, outputs, anchors, matched)}
 
 
 class Anchors(AnchorGenerator):
@@ -211,14 +208,9 @@ class Detector(RetinaNet):
         """Names of the position tables, which timm's optimisers leave without weight decay."""
         return {name for name, _ in self.named_parameters() if name.endswith(("height_rel", "width_rel"))}
 
-    def forward_maps(self, images: Tensor) -> dict[str, Tensor]:
-        """The network alone: normalised images (B, 3, H, W) -> {"cls_logits": (B, places * A, C), "bbox_regression":
-        (B, places * A, 4)}."""
-        return self.head(list(self.backbone(images).values()))
-
 
 class DetectorNetwork(nn.Module):
-    """A detector's `forward_maps` as a module of its own, for counting and exporting."""
+    """A detector's network alone, without decoding of boxes, for counting."""
 
     def __init__(self, detector: Detector) -> None:
         super().__init__()
@@ -226,7 +218,7 @@ class DetectorNetwork(nn.Module):
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Normalised images (B, 3, H, W) -> logits (B, places * A, C) and offsets (B, places * A, 4)."""
-        outputs = self.detector.forward_maps(images)
+        outputs = self.detector.head(list(self.detector.backbone(images).values()))
         return outputs["cls_logits"], outputs["bbox_regression"]
 
 
@@ -234,7 +226,7 @@ def create_detector(backbone: str = "aa_resnet50", num_classes: int = 90, img_si
                     gamma: float = 1.5, focal_alpha: float = 0.25, box_loss: str = "l1", head_norm: str | None = None,
                     fpn_channels: int = 256, head_convs: int = 4, min_head_qk: int = 0, augment_strided: bool = True,
                     frozen_norm: bool = False, grad_checkpointing: bool = False, **backbone_kwargs: Any) -> Detector:
-    """A RetinaNet over a network of ours or timm's, with initial weights but for a `pretrained` backbone.
+    """Create a RetinaNet over a network of ours or timm's, with initial weights but for a `pretrained` backbone.
 
     Args:
         backbone: a registered timm model with features at strides 8, 16 and 32.
@@ -257,17 +249,15 @@ def create_detector(backbone: str = "aa_resnet50", num_classes: int = 90, img_si
         ValueError: a value that is none of the above, or a backbone without such features.
         TypeError, RuntimeError: what timm raises for keywords that the backbone lacks, and for unknown backbones.
     """
-    if anchors not in OCTAVE_SCALES:
-        raise ValueError(f"anchors must be 6 or 9, got {anchors!r}")
-    if box_loss not in ("l1", "smooth_l1", "huber"):
-        raise ValueError(f"box_loss must be 'l1', 'smooth_l1' or 'huber', got {box_loss!r}")
-    if head_norm not in (None, "none", "batch"):
-        raise ValueError(f"head_norm must be 'batch' or None, got {head_norm!r}")
-    if img_size < 32 or img_size % 32:
-        raise ValueError(f"img_size must be a multiple of 32 pixels, got {img_size!r}")
-    if num_classes < 1 or fpn_channels < 1 or head_convs < 0:
-        raise ValueError(f"at least 1 class and channel and 0 convolutions are required, got num_classes "
-                         f"{num_classes}, fpn_channels {fpn_channels}, head_convs {head_convs}")
+    for right, required in (
+            (anchors in OCTAVE_SCALES, f"anchors must be 6 or 9, got {anchors!r}"),
+            (box_loss in BOX_LOSSES, f"box_loss must be one of {', '.join(BOX_LOSSES)}, got {box_loss!r}"),
+            (head_norm in (None, "none", "batch"), f"head_norm must be 'batch' or None, got {head_norm!r}"),
+            (img_size >= 32 and not img_size % 32, f"img_size must be a multiple of 32 pixels, got {img_size!r}"),
+            (min(num_classes, fpn_channels) > 0 <= head_convs, "at least 1 class and channel and 0 convolutions are "
+             f"required, got num_classes {num_classes}, fpn_channels {fpn_channels}, head_convs {head_convs}")):
+        if not right:
+            raise ValueError(required)
     norm = head_norm == "batch"
     retinanet = {"detections_per_img": 100,
                  **{key: backbone_kwargs.pop(key) for key in _RETINANET if key in backbone_kwargs}}

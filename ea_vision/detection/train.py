@@ -18,7 +18,6 @@ from safetensors import SafetensorError
 from torch import nn
 
 from ea_vision.base.errors import UsageError
-from ea_vision.base.figures import figure_bytes
 from ea_vision.base.files import atomic_write
 from ea_vision.base.networks import check_model_name, create_by_keywords, load_weights
 from ea_vision.base.processes import MOST_WORKERS, World
@@ -52,7 +51,6 @@ DESCRIPTION = __doc__
 EXAMPLES = """\
   torchrun --nproc-per-node 8 -m ea_vision train-detection --data-dir COCO --model aa_resnet50 --amp
   ea-vision train-detection --data-dir COCO --recipe coco_26_epochs --model resnet50 --pretrained
-  ea-vision make-boxes ...                                                # a small data set to try it on
   ea-vision train-detection --data-dir DIR --recipe none --img-size 128 --model resnet18 \\
       --model-kwargs fpn_channels=64 head_convs=2 --head-norm batch
   ea-vision train-detection --evaluate runs/detection-aa_resnet50 --data-dir COCO
@@ -147,31 +145,30 @@ class CocoDetection(run.DataModule):
             raise UsageError("no images: --data-dir is required, a folder with train/, val/, train.json and val.json")
         self.bad_images = BadImages(config.max_bad_images)
         self.batches_ahead = 2 * config.workers
-        self.test = self.evaluated = CocoFolder(config.data_dir, "val", exif_rotation=config.exif_rotation)
+        self.test = self.evaluated = self._split("val")
         self.classes, self.fingerprint = self.test.classes, self.test.fingerprint()
         self.eval_images = self.test_images = len(self.test)
         self.about = {"task": TASK, "category_ids": self.test.category_ids, "eval_data": str(self.test.json)}
-        self.earlier_fingerprint = self.test.earlier_fingerprint()
-        opened = [self.test]
         if training:
-            self.train = CocoFolder(config.data_dir, "train", exif_rotation=config.exif_rotation)
-            opened.append(self.train)
+            self.train = self._split("train")
             check_same_categories(self.train, self.test)
             self.same_images = self.train.fingerprint() == self.fingerprint
             self.fingerprint = self.train.fingerprint() + self.fingerprint
-            self.earlier_fingerprint = self.train.earlier_fingerprint() + self.earlier_fingerprint
             self.about["train_data"] = str(self.train.json)
             if config.holdout:
                 self._hold_out(config.holdout, config.seed)
             self.train_images, self.describe = len(self.train), self.train.describe
-        for split in opened:
-            for note in split.notes():
-                log.warning("%s", note)
-        for split in (*opened, self.evaluated):
-            if not split.num_boxes():
-                held_out = f", of which {len(split)} images are held out" if split is not self.test and (
-                    split is self.evaluated) else ""
-                raise UsageError(f"{split.json} must have at least one box that is no crowd{held_out}, got none")
+        for source in (self.test, self.evaluated, *([self.train] if training else [])):
+            if not source.num_boxes():
+                raise UsageError(f"{len(source)} images of {source.json} must have at least one box that is no crowd, "
+                                 "got none")
+
+    def _split(self, name: str) -> CocoFolder:
+        """Open a split; say what is wrong in it."""
+        source = CocoFolder(self.config.data_dir, name, exif_rotation=self.config.exif_rotation)
+        for note in source.notes():
+            log.warning("%s", note)
+        return source
 
     def _hold_out(self, count: int, seed: int) -> None:
         if count >= len(self.train) or self.same_images:
@@ -186,7 +183,7 @@ class CocoDetection(run.DataModule):
         return f"runs/detection-{config.model}"
 
     def create_model(self, optional_kwargs: frozenset[str]) -> tuple[nn.Module, dict[str, Any]]:
-        """The detector, and the keywords that `create_detector` needs to make it again."""
+        """Return the detector, and the keywords that `create_detector` needs to make it again."""
         config = self.config
         weights: dict[str, Any] = {"pretrained": True} if config.pretrained or config.pretrained_path else {}
         if config.pretrained_path:
@@ -209,30 +206,29 @@ class CocoDetection(run.DataModule):
         except (SafetensorError, UnpicklingError) as error:
             raise UsageError(f"weights {config.pretrained_path} cannot be read: {error}") from error
 
-    def _common(self) -> dict[str, Any]:
-        config = self.config
-        return {"img_size": config.img_size, "workers": config.workers, "seed": config.seed,
-                "bad_images": self.bad_images}
-
     def train_loader(self, **keywords) -> BoxTrainLoader:
         config = self.config
         transform = train_transform(config.img_size, (config.scale_min, config.scale_max), config.hflip,
                                     config.photometric)
-        return BoxTrainLoader(self.train, transform=transform, batch_size=config.batch_size, **self._common(),
-                              **keywords)
+        return self._loader(BoxTrainLoader, self.train, transform, config.batch_size, keywords)
 
     def eval_loader(self, **keywords) -> BoxEvalLoader:
-        return self._unaugmented(self.evaluated, **keywords)
+        return self._unaugmented(self.evaluated, keywords)
 
     def test_loader(self, **keywords) -> BoxEvalLoader:
-        return self._unaugmented(self.test, **keywords)
+        return self._unaugmented(self.test, keywords)
 
     def unaugmented_loader(self, **keywords) -> BoxEvalLoader:
-        return self._unaugmented(self.train, **keywords)
+        return self._unaugmented(self.train, keywords)
 
-    def _unaugmented(self, source: CocoFolder, **keywords) -> BoxEvalLoader:
-        return BoxEvalLoader(source, transform=eval_transform(self.config.img_size),
-                             batch_size=self.config.eval_batch_size, **self._common(), **keywords)
+    def _unaugmented(self, source: CocoFolder, keywords: dict[str, Any]) -> BoxEvalLoader:
+        config = self.config
+        return self._loader(BoxEvalLoader, source, eval_transform(config.img_size), config.eval_batch_size, keywords)
+
+    def _loader(self, kind: type, source: CocoFolder, transform, batch_size: int, keywords: dict[str, Any]):
+        config = self.config
+        return kind(source, transform=transform, batch_size=batch_size, img_size=config.img_size,
+                    workers=config.workers, seed=config.seed, bad_images=self.bad_images, **keywords)
 
     def trained_on(self, run: dict[str, Any]) -> bool:
         return same_place(run.get("train_data"), str(self.test.json))
@@ -248,7 +244,7 @@ class CocoDetection(run.DataModule):
                 "device": self.world.device, "rank": self.world.rank, "world_size": self.world.size}
 
     def model_to_evaluate(self, target: str, run: Path | None, weights: str) -> tuple[Detector, Path]:
-        """A run folder's detector, or one by its backbone's name with weights.
+        """Return a run folder's detector, or one by its backbone's name with weights, and the folder for results.
 
         Raises:
             UsageError: a name without weights, or weights or classes that do not fit.
@@ -269,12 +265,11 @@ class CocoDetection(run.DataModule):
 
     def write_evaluation(self, folder: Path, model: nn.Module, result: DetectionResult,
                          about: dict[str, Any]) -> list[Path]:
-        from ea_vision.detection.draw import gallery_of  # training needs no matplotlib
+        from ea_vision.detection.draw import gallery, png_bytes  # training needs no matplotlib
 
-        picture = folder / "detections.png"
         paths = result.write(folder, about)
-        atomic_write(picture, figure_bytes(gallery_of(self.test, result.detections)))
-        return [*paths, picture]
+        atomic_write(folder / "detections.png", png_bytes(gallery(self.test, result.detections)))
+        return [*paths, folder / "detections.png"]
 
     def numbers_of(self, result: DetectionResult) -> dict[str, Any]:
         return result.numbers()
@@ -284,7 +279,7 @@ class CocoDetection(run.DataModule):
 
 
 def detector_kwargs(config: DetectionConfig, num_classes: int) -> dict[str, Any]:
-    """The keywords of `create_detector` that the options ask for.
+    """Return the keywords of `create_detector` that the options ask for.
 
     Raises:
         UsageError: a model keyword that is an option of its own, with another value.
@@ -307,8 +302,8 @@ def check_same_categories(train: CocoFolder, evaluated: CocoFolder) -> None:
 
 
 def load_detector(folder: str | Path) -> tuple[Detector, dict[str, Any], dict[str, Any]]:
-    """The detector of a run folder with its best weights, in eval mode, the run's options and its `run` section, which
-    has `classes` (names by label) and `category_ids`.
+    """Load the detector of a run folder with its best weights, in eval mode; return it, the run's options and its `run`
+    section, which has `classes` (names by label) and `category_ids`.
 
     Raises:
         UsageError: not the folder of a detection run, or weights that do not fit.

@@ -19,7 +19,7 @@ FILL = (124, 116, 104)  # ImageNet's mean colour, 0..255: what lies beside an im
 
 def train_transform(img_size: int, scale: tuple[float, float] = (0.8, 1.2), flip: float = 0.5,
                     photometric: bool = False) -> v2.Transform:
-    """Scale jitter, crop or pad to a square at a random place, flip; boxes that lose all but a pixel are left out.
+    """Return scale jitter, crop or pad to a square at a random place, and flip; boxes below one pixel are left out.
 
     Args:
         img_size: S, the side in pixels.
@@ -30,20 +30,16 @@ def train_transform(img_size: int, scale: tuple[float, float] = (0.8, 1.2), flip
     return v2.Compose([
         *([v2.RandomPhotometricDistort(p=0.5)] if photometric else []),
         Jitter((img_size, img_size), scale, antialias=True),
-        v2.RandomCrop((img_size, img_size), pad_if_needed=True, fill=_fill()),
+        v2.RandomCrop((img_size, img_size), pad_if_needed=True, fill={tv_tensors.Image: FILL, "others": 0}),
         v2.RandomHorizontalFlip(flip),
         *_end(),
     ])
 
 
 def eval_transform(img_size: int) -> v2.Transform:
-    """The longer side becomes S pixels, the rest is padded at the right and below; `boxes_to_original` is the way
-    back."""
+    """Return what scales the longer side to S pixels and pads the rest at the right and below; `boxes_to_original` is
+    the way back."""
     return v2.Compose([Fit(img_size), *_end()])
-
-
-def _fill() -> dict[Any, Any]:
-    return {tv_tensors.Image: FILL, "others": 0}
 
 
 def _end() -> list[v2.Transform]:
@@ -82,23 +78,13 @@ def fit_image(image: Image.Image, img_size: int) -> Tensor:
 
 
 def fitted_size(size: tuple[int, int], img_size: int) -> tuple[int, int]:
-    """(H, W) of an image of `size` (H, W) once its longer side has `img_size` pixels; at least 1."""
+    """Return (H, W) of an image of `size` (H, W) once its longer side has `img_size` pixels; at least 1."""
     return max(1, round(size[0] * img_size / max(size))), max(1, round(size[1] * img_size / max(size)))
 
 
-def boxes_to_square(boxes: Tensor, size: tuple[int, int], img_size: int) -> Tensor:
-    """Boxes (n, 4) x1 y1 x2 y2 on an image of `size` (H, W) -> on the square of `eval_transform`."""
-    return boxes / _pixels(boxes, size, img_size)
-
-
 def boxes_to_original(boxes: Tensor, size: tuple[int, int], img_size: int) -> Tensor:
-    """Boxes (n, 4) x1 y1 x2 y2 on the square of `eval_transform` -> on the image of `size` (H, W), cut at its
+    """Move boxes (n, 4) x1 y1 x2 y2 from the square of `eval_transform` to the image of `size` (H, W), cut at its
     border."""
-    border = boxes.new_tensor([size[1], size[0]] * 2)
-    return torch.minimum((boxes * _pixels(boxes, size, img_size)).clamp(min=0), border)
-
-
-def _pixels(boxes: Tensor, size: tuple[int, int], img_size: int) -> Tensor:
-    """(4,): pixels of the image a pixel of the square, along x, y, x, y."""
     height, width = fitted_size(size, img_size)
-    return boxes.new_tensor([size[1] / width, size[0] / height] * 2)
+    boxes = boxes * boxes.new_tensor([size[1] / width, size[0] / height] * 2)
+    return torch.minimum(boxes.clamp(min=0), boxes.new_tensor([size[1], size[0]] * 2))

@@ -24,8 +24,8 @@ from ea_vision.base.networks import check_model_name, check_state_fits, load_wei
 from ea_vision.data.image_files import MAX_PIXELS
 from ea_vision.deployment.files import SUFFIXES, ExportedNetwork
 from ea_vision.detection.model import create_detector
-from ea_vision.detection.predict import Detections, detect
-from ea_vision.detection.transforms import FILL, boxes_to_square, fit_image, fitted_size
+from ea_vision.detection.predict import detect
+from ea_vision.detection.transforms import FILL, fit_image, fitted_size
 from ea_vision.engine import checkpoint, run_folder
 from ea_vision.recorder.recording import AttentionLayer, attention_layers
 
@@ -123,15 +123,9 @@ class DetectorModel(LoadedModel):
         """As they are: a detector normalises them itself."""
         return images
 
-    def detect(self, images: Sequence[Image.Image], batch_size: int = 8) -> Iterator[Detections]:
-        """What is found in RGB images of any size, in their order; see `ea_vision.detection.predict.detect`."""
+    def detect(self, images: Sequence[Image.Image], batch_size: int = 8) -> Iterator[dict[str, Tensor]]:
+        """Find objects in RGB images of any size, in their order; see `ea_vision.detection.predict.detect`."""
         return detect(self.model, images, batch_size)
-
-    def query_in(self, found: Detections, number: int) -> tuple[int, int]:
-        """(y, x): the pixel of the input that the middle of a box lies in."""
-        x1, y1, x2, y2 = boxes_to_square(found.boxes[number:number + 1], found.size, self.img_size[0])[0].tolist()
-        side = self.img_size[0] - 1
-        return min(int((y1 + y2) / 2), side), min(int((x1 + x2) / 2), side)
 
 
 def load_model(target: str, *, random: bool = False, img_size: tuple[int, int] | None = None, seed: int = 0,
@@ -232,7 +226,7 @@ def check_classifies(model: LoadedModel) -> None:
     """Raise UsageError for a detector, where classes of whole images are asked for."""
     if isinstance(model, DetectorModel):
         raise UsageError(f"a network that classifies images is required, and {model.label} finds objects in them "
-                         "(ea-vision detect)")
+                         "(ea-vision predict)")
 
 
 def input_size(model: nn.Module, config: dict[str, Any]) -> tuple[int, int]:

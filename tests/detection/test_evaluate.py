@@ -11,9 +11,9 @@ from ea_vision.base.processes import World  # noqa: E402
 from ea_vision.data.bad_images import BadImages  # noqa: E402
 from ea_vision.detection.coco import CocoFolder  # noqa: E402
 from ea_vision.detection.evaluate import MEASURES, DetectionResult, coco_metrics, evaluate  # noqa: E402
-from ea_vision.detection.generate import Boxes, make_boxes  # noqa: E402
 from ea_vision.detection.loaders import BoxEvalLoader  # noqa: E402
-from ea_vision.detection.transforms import boxes_to_square, eval_transform  # noqa: E402
+from ea_vision.detection.transforms import eval_transform  # noqa: E402
+from tests.detection.boxes import make_boxes  # noqa: E402
 
 TRUTH = {
     "images": [{"id": n, "file_name": f"{n}.png", "width": 200, "height": 200} for n in (1, 2, 3)],
@@ -84,14 +84,13 @@ class Perfect(torch.nn.Module):
 
     def forward(self, images):
         found, self.left = self.left[:len(images)], self.left[len(images):]
-        return [{"boxes": boxes_to_square(boxes, size, self.img_size), "labels": labels,
+        return [{"boxes": boxes * self.img_size / max(size), "labels": labels,
                  "scores": torch.full((len(labels),), 0.9)} for boxes, labels, size in found]
 
 
 @pytest.fixture
 def data(tmp_path):
-    make_boxes(tmp_path / "data", Boxes(("disc", "square"), img_size=64, smallest=16, largest=32, most=3, train=1,
-                                        val=7))
+    make_boxes(tmp_path / "data", val=7)
     return CocoFolder(tmp_path / "data", "val")
 
 

@@ -4,16 +4,16 @@ import torch
 
 from ea_vision.data.bad_images import BadImages
 from ea_vision.detection.coco import CocoFolder
-from ea_vision.detection.generate import Boxes, make_boxes
 from ea_vision.detection.loaders import BoxEvalLoader, BoxTrainLoader
 from ea_vision.detection.transforms import eval_transform, train_transform
+from tests.detection.boxes import make_boxes
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     """9 training images of 48 pixels, of which the one numbered 5 cannot be read."""
     root = tmp_path_factory.mktemp("data") / "boxes"
-    make_boxes(root, Boxes(("disc", "square"), img_size=48, smallest=8, largest=24, most=3, train=9, val=1))
+    make_boxes(root, img_size=48, sizes=(8, 24), train=9)
     source = CocoFolder(root, "train")
     (source.folder / source.images[5]["file_name"]).write_bytes(b"no image")
     return source

@@ -739,15 +739,16 @@ def test_a_click_on_a_found_object_makes_its_middle_the_query(open_page, tmp_pat
 
     [found] = model.detect([picture(0, (90, 60))])
     objects = entry["models"][0]["predictions"]
-    sure = found.above(0.3)
-    assert [row["name"] for row in objects] == [model.classes[label] for label in sure.labels.tolist()[:9]]
+    sure = found["labels"][found["scores"] >= 0.3]
+    assert [row["name"] for row in objects] == [model.classes[label] for label in sure.tolist()[:9]]
     page = open_page(url=path.as_uri())
     buttons = page.locator(".predictions button")
     assert buttons.all_inner_texts() == [row["name"] for row in objects] and len(objects) > 2
     for number in (2, 0):
         buttons.nth(number).click()
         settle(page)
-        query = model.query_in(found, number)
+        x1, y1, x2, y2 = (found["boxes"][number] * torch.tensor([64 / 90, 43 / 60] * 2)).tolist()
+        query = min(int((y1 + y2) / 2), 63), min(int((x1 + x2) / 2), 63)
         assert state(page)["queries"] == [list(query)] and state(page)["pinned"]
     recording = record(model, picture(0, (90, 60)), layers)
     for layer in layers:
