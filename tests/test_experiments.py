@@ -393,13 +393,6 @@ def test_equal_time_has_the_measured_ratio():
     assert f"1560 × {r} = {round(1560 * r):,} updates" in PAGE
 
 
-def test_memory_of_windows():
-    for batch, *peaks in (row.values() for row in rows("window-memory.csv") if row["batch"] != "2"):
-        assert f"| {batch} | {' | '.join(peaks)} |" in PAGE
-    peak = runpy.run_path(str(ROOT / "experiments" / "window_memory.py"))["peak"]
-    assert f"{peak(None, False, 7, batch_size=1):.1f}" == rows("window-memory.csv")[0]["window 7"]
-
-
 def test_muon_s_parameters_and_the_widths():
     made = runpy.run_path(str(ROOT / "experiments" / "muon_parameters.py"))["rows"]()
     kept = rows("muon-parameters.csv")

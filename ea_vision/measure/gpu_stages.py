@@ -65,7 +65,7 @@ CASES: dict[str, dict[str, Any]] = {  # heads, size, width of q and v, then what
     "windows": {"shape": (4, (14, 14), 32, 32), "prev": False, "need_logits": False, "window": 5, "relative": False},
     "EA, dropout": {"shape": (4, (8, 8), 64, 64), "dropout_p": 0.2},
 }
-BY_CASE = {"AA": ("sdpa",), "windows": ("flex", "gathered")}
+BY_CASE = {"AA": ("sdpa",), "windows": ("flex",)}
 
 
 def leaves(case: dict[str, Any], batch: int, device: torch.device) -> dict[str, torch.Tensor]:

@@ -116,9 +116,11 @@ def launches_of(layer: Layer, dtype: torch.dtype, capability: str = "", device: 
         prev = made(batch, N, N, K, of=dtype).permute(0, 3, 1, 2) if layer.chained else None
         convolution = [made(K, K, size, size), made(K)] if layer.chained else [None, None]
         gates = made(2, K) if layer.gates and layer.chained else (0.5, 1.0)
-        problem = checked(
-            *heads, *tables, prev, *convolution, *gates, (H, W), layer.predict, layer.prefix, None, layer.dropout_p,
-            True, None, 1, "clip")
+        tensors = dict(zip(
+            ("q", "k", "v", "height_rel", "width_rel", "prev_logits", "weight", "bias", "alpha", "beta"),
+            (*heads, *tables, prev, *convolution, *gates), strict=True))
+        problem = checked(**tensors, feat_size=(H, W), predict=layer.predict, num_prefix_tokens=layer.prefix,
+                          dropout_p=layer.dropout_p)
         return triton_attention.launches_of(
             problem, tuple(map(int, capability.split("."))) if capability else None)
 

@@ -9,7 +9,6 @@
 | triton         | chained attention (EA, PA) on CUDA               | anything N x N but the logits  |
 | sdpa           | unchained attention (AA) on CUDA                 | anything N x N                 |
 | flex           | windows of pixels and heads on CUDA              | anything N x N                 |
-| gathered       | windows of pixels and heads                      | anything N x N                 |
 | reference      | everywhere, readable torch                       |                                |
 
 The choice can be forced: by argument, by `with use_implementation("reference")`, or by the environment variable
@@ -29,16 +28,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ea_vision.base.errors import UsageError
-from ea_vision.ops import cpu, flex, gathered, reference, sdpa, triton_attention
-from ea_vision.ops.problem import Implementation, Problem, check_windows, checked
+from ea_vision.ops import cpu, flex, reference, sdpa, triton_attention
+from ea_vision.ops.problem import Implementation, Problem, check_windows, checked, reason_against_kernels
 
 __all__ = [
     "IMPLEMENTATIONS", "check_windows", "evolving_attention", "forced", "halve", "log_once", "use_implementation",
 ]
 
 IMPLEMENTATIONS: dict[str, Implementation] = {each.name: each for each in (
-    cpu.CPU, triton_attention.TRITON, sdpa.SDPA, flex.FLEX, gathered.GATHERED, reference.REFERENCE)}
-BY_DEVICE = {"cpu": ("cpu", "gathered"), "cuda": ("sdpa", "triton", "flex", "gathered")}  # in this order
+    cpu.CPU, triton_attention.TRITON, sdpa.SDPA, flex.FLEX, reference.REFERENCE)}
+BY_DEVICE = {"cpu": ("cpu",), "cuda": ("sdpa", "triton", "flex")}  # in this order
 OTHER_DEVICES = ("triton",)
 
 _logger = logging.getLogger(__name__)
@@ -83,9 +82,9 @@ def _as_number(gate: float | Tensor) -> float | Tensor:
     if not isinstance(gate, Tensor):
         return float(gate)
     learns = torch.is_grad_enabled() and gate.requires_grad
-    if learns or gate.numel() != 1 or gate.device.type != "cpu" or torch.compiler.is_compiling() or _exporting():
+    if learns or gate.numel() != 1 or gate.device.type != "cpu" or reason_against_kernels() is not None:
         return gate
-    return gate.item()
+    return gate if torch.compiler.is_compiling() or _exporting() else gate.item()
 
 
 def _choose(problem: Problem) -> Implementation:
@@ -93,15 +92,11 @@ def _choose(problem: Problem) -> Implementation:
     if _exporting():
         return reference.REFERENCE
     device, against = problem.q.device.type, []
-    for name in BY_DEVICE.get(device, OTHER_DEVICES):
-        if IMPLEMENTATIONS[name].windows != problem.local:
-            continue
+    for name in (*BY_DEVICE.get(device, OTHER_DEVICES), "reference"):
         reason = IMPLEMENTATIONS[name].reason_against(problem)
         if reason is None:
             break
         against.append(f"not {name}: {reason}")
-    else:
-        name = "reference"
     choice = f"evolving attention on {device} in {problem.q.dtype} by {name!r}"
     log_once((name, *against), "; ".join((choice, *against)))
     return IMPLEMENTATIONS[name]
@@ -197,8 +192,10 @@ def evolving_attention(
         ValueError: shapes that do not fit, or an implementation that cannot run this.
     """
     problem = checked(
-        q, k, v, height_rel, width_rel, prev_logits, weight, bias, _as_number(alpha), _as_number(beta), feat_size,
-        predict, num_prefix_tokens, scale, dropout_p, need_logits, window, head_window, head_border)
+        q=q, k=k, v=v, height_rel=height_rel, width_rel=width_rel, prev_logits=prev_logits, weight=weight, bias=bias,
+        alpha=_as_number(alpha), beta=_as_number(beta), feat_size=feat_size, predict=predict,
+        num_prefix_tokens=num_prefix_tokens, scale=scale, dropout_p=dropout_p, need_logits=need_logits, window=window,
+        head_window=head_window, head_border=head_border)
     name = implementation if implementation is not None else forced[-1] if forced else None
     return (_choose(problem) if name is None else _by_name(name, problem)).forward(problem)
 

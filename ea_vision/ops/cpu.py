@@ -15,19 +15,25 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from ea_vision.ops.cpu_library import DTYPES, AttentionStruct, PlanesStruct, load, reason_against_library
-from ea_vision.ops.problem import Implementation, Problem, check_prev_logits
+from ea_vision.ops.cpu_library import DTYPES, AttentionStruct, PlanesStruct, reason_against_library, run
+from ea_vision.ops.problem import (
+    Implementation,
+    Problem,
+    check_prev_logits,
+    reason_against_kernels,
+    refuse_second_derivatives,
+)
 
 NONE, MIX, PREDICT = range(3)  # as in problem.h
 
 
 def _lies_pixels_last(x: Tensor) -> bool:
-    """Whether each image of (B, K, N, D) lies as (K, D, N), as where it is a part of a (B, C, H, W) tensor."""
+    """Return whether each image of (B, K, N, D) lies as (K, D, N), as where it is a part of a (B, C, H, W) tensor."""
     return x.stride()[1:] == (x.shape[2] * x.shape[3], 1, x.shape[2])
 
 
 def _lies_channels_last(x: Tensor) -> bool:
-    """Whether each pixel of (B, K, N, D) lies as (K, D), as in a part of a channels-last tensor or of tokens."""
+    """Return whether each pixel of (B, K, N, D) lies as (K, D), as in a part of a channels-last tensor or of tokens."""
     return x.stride(3) == 1 and x.stride(1) == x.shape[3] and x.stride(2) >= x.shape[1] * x.shape[3]
 
 
@@ -44,114 +50,110 @@ def _as_heads(x: Tensor, channels_last: bool) -> Tensor:
     return x.transpose(1, 2) if channels_last else x.transpose(2, 3)
 
 
-def _run(function: str, feat_size: tuple[int, int], scale: float, alpha: float, beta: float, kind: int,
-         dropout_p: float, prefix: int, channels_last: bool, q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None,
-         seed: Tensor | None, **tensors: Tensor | None) -> None:
-    """q, k, v by `_in_order`; the others contiguous; gates (2, K), unless alpha and beta are all; seed (1) of the
-    dropout."""
+def _fill(struct: ctypes.Structure, **tensors: Tensor | None) -> ctypes.Structure:
+    for name, tensor in tensors.items():
+        setattr(struct, name, None if tensor is None else tensor.data_ptr())
+    return struct
+
+
+def _run(function: str, q: Tensor, k: Tensor, v: Tensor, seed: Tensor | None, scale: float, dropout_p: float, kind: int,
+         prefix: int, height: int, width: int, channels_last: bool, **tensors: Tensor | None) -> None:
+    """q, k, v by `_in_order`; the others contiguous."""
     B, K, _, D = _as_heads(q, channels_last).shape
-    if gates is None:
-        gates = torch.tensor([[alpha] * K, [beta] * K], dtype=torch.float32)
-    weight = tensors.get("weight")
-    problem = AttentionStruct(B=B, K=K, H=feat_size[0], W=feat_size[1], D=D,
-                       E=_as_heads(v, channels_last).shape[3],
-                       kernel=0 if weight is None else weight.shape[-1], kind=kind, dtype=DTYPES[q.dtype],
-                       threads=torch.get_num_threads(), scale=scale, dropout=dropout_p, prefix=prefix,
-                       channels_last=channels_last, q_row=q.stride(1), k_row=k.stride(1), v_row=v.stride(1),
-                       seed=0 if seed is None else seed.item(),
-                       q_step=q.stride(0), k_step=k.stride(0), v_step=v.stride(0))
-    for name, tensor in {"q": q, "k": k, "v": v, "gates": gates, **tensors}.items():
-        setattr(problem, name, None if tensor is None else tensor.data_ptr())
-    getattr(load(), function)(ctypes.byref(problem))
+    weight = tensors["weight"]
+    problem = AttentionStruct(
+        B=B, K=K, H=height, W=width, D=D, E=_as_heads(v, channels_last).shape[3],
+        kernel=0 if weight is None else weight.shape[-1], kind=kind, dtype=DTYPES[q.dtype],
+        threads=torch.get_num_threads(), scale=scale, dropout=dropout_p, prefix=prefix, channels_last=channels_last,
+        seed=0 if seed is None else seed.item(), q_row=q.stride(1), k_row=k.stride(1), v_row=v.stride(1),
+        q_step=q.stride(0), k_step=k.stride(0), v_step=v.stride(0))
+    run(function, ctypes.byref(_fill(problem, q=q, k=k, v=v, **tensors)))
+
+
+def _outputs(q: Tensor, v: Tensor, need_logits: bool, channels_last: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return room for out in the order of v, logits (B, K, N, N) or none, norm (B, K, N, 2): see problem.h."""
+    B, K, N, E = v.shape
+    return (v.new_empty((B, N, K, E) if channels_last else (B, K, E, N)),
+            q.new_empty((B, K, N, N) if need_logits else (0,)), q.new_empty(B, K, N, 2, dtype=torch.float32))
 
 
 @torch.library.custom_op("ea_vision::cpu_attention", mutates_args=(), device_types="cpu")
 def _forward(
         q: Tensor, k: Tensor, v: Tensor, height_rel: Tensor | None, width_rel: Tensor | None, prev: Tensor | None,
-        weight: Tensor | None, bias: Tensor | None, gates: Tensor | None, seed: Tensor | None, alpha: float,
-        beta: float, kind: int, scale: float, dropout_p: float, prefix: int, height: int, width: int, need_logits: bool,
-        channels_last: bool,
+        weight: Tensor | None, bias: Tensor | None, gates: Tensor, seed: Tensor | None, scale: float, dropout_p: float,
+        kind: int, prefix: int, height: int, width: int, channels_last: bool, need_logits: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """-> out in the order of v, logits (B, K, N, N) or empty, norm (B, K, N, 2): see problem.h.
+    """-> `_outputs`.
 
-    gates: alpha and beta by heads, (2, K), in place of the numbers; seed (1): of the dropout, an integer;
-    channels_last: the order in which q, k, v and out lie, see `_in_order` (others are copied).
+    gates: alpha and beta by heads, (2, K); seed: of the dropout, one integer; channels_last: the order in which q, k, v
+    and out lie, see `_in_order` (others are copied).
     """
-    B, K, N, _ = q.shape
+    out, logits, norm = _outputs(q, v, need_logits, channels_last)
     q, k, v = (_in_order(x, channels_last) for x in (q, k, v))
-    out = v.new_empty(v.shape)
-    logits = q.new_empty((B, K, N, N) if need_logits else 0)
-    norm = torch.empty(B, K, N, 2, dtype=torch.float32)
-    _run("evolving_attention_forward", (height, width), scale, alpha, beta, kind, dropout_p, prefix, channels_last, q,
-         k, v, gates, seed, prev=prev, height_rel=height_rel, width_rel=width_rel, weight=weight, bias=bias, out=out,
+    _run("evolving_attention_forward", q, k, v, seed, scale, dropout_p, kind, prefix, height, width, channels_last,
+         prev=prev, height_rel=height_rel, width_rel=width_rel, weight=weight, bias=bias, gates=gates, out=out,
          logits=logits if need_logits else None, norm=norm)
     return out, logits, norm
 
 
 @_forward.register_fake
-def _(q, k, v, height_rel, width_rel, prev, weight, bias, gates, seed, alpha, beta, kind, scale, dropout_p, prefix,
-      height, width, need_logits, channels_last):
-    B, K, N, _ = q.shape
-    out, logits = _in_order(v, channels_last), q.new_empty((B, K, N, N) if need_logits else (0,))
-    return out.new_empty(out.shape), logits, q.new_empty(B, K, N, 2, dtype=torch.float32)
+def _(q, k, v, *rest):
+    *_, channels_last, need_logits = rest
+    return _outputs(q, v, need_logits, channels_last)
 
 
 @torch.library.custom_op("ea_vision::cpu_attention_backward", mutates_args=(), device_types="cpu")
 def _backward(
         d_out: Tensor, d_logits: Tensor | None, q: Tensor, k: Tensor, v: Tensor, height_rel: Tensor | None,
-        width_rel: Tensor | None, prev: Tensor | None, weight: Tensor | None, bias: Tensor | None,
-        gates: Tensor | None, seed: Tensor | None, logits: Tensor | None, norm: Tensor, alpha: float, beta: float,
-        kind: int, scale: float, dropout_p: float, prefix: int, height: int, width: int, channels_last: bool,
+        width_rel: Tensor | None, prev: Tensor | None, weight: Tensor | None, bias: Tensor | None, gates: Tensor,
+        seed: Tensor | None, logits: Tensor | None, norm: Tensor, scale: float, dropout_p: float, kind: int,
+        prefix: int, height: int, width: int, channels_last: bool, gates_learn: bool,
 ) -> list[Tensor]:
-    """-> gradients of q, k, v in their order, then of those given: prev, tables, weight, bias, gates."""
+    """-> gradients of q, k, v in their order, then of those given: prev, tables, weight, bias; of gates that learn."""
     q, k, v = (_in_order(x, channels_last) for x in (q, k, v))
-    grads = {"d_q": q.new_empty(q.shape), "d_k": k.new_empty(k.shape), "d_v": v.new_empty(v.shape)}
-    if prev is not None:
-        grads["d_prev"] = torch.empty_like(prev)
-    for name, tensor in (("height_rel", height_rel), ("width_rel", width_rel), ("weight", weight), ("bias", bias),
-                         ("gates", gates)):
-        if tensor is not None:
-            grads[f"d_{name}"] = tensor.new_empty(q.shape[0], *tensor.shape)
-    _run("evolving_attention_backward", (height, width), scale, alpha, beta, kind, dropout_p, prefix, channels_last, q,
-         k, v, gates, seed, prev=prev, height_rel=height_rel, width_rel=width_rel, weight=weight, bias=bias,
-         logits=logits, norm=norm, d_out=d_out.contiguous(),
-         d_logits=None if d_logits is None else d_logits.contiguous(), **grads)
-    images = ("d_q", "d_k", "d_v", "d_prev")
-    return [grad if name in images else grad.sum(0) for name, grad in grads.items()]
+    grads = {f"d_{name}": torch.empty_like(x, memory_format=torch.contiguous_format)
+             for name, x in (("q", q), ("k", k), ("v", v), ("prev", prev)) if x is not None}
+    parameters = {"height_rel": height_rel, "width_rel": width_rel, "weight": weight, "bias": bias}
+    by_image = {f"d_{name}": x.new_empty(q.shape[0], *x.shape)
+                for name, x in (parameters | {"gates": gates if gates_learn else None}).items() if x is not None}
+    _run("evolving_attention_backward", q, k, v, seed, scale, dropout_p, kind, prefix, height, width, channels_last,
+         prev=prev, **parameters, gates=gates, logits=logits, norm=norm, d_out=d_out.contiguous(),
+         d_logits=None if d_logits is None else d_logits.contiguous(), **grads, **by_image)
+    return [*grads.values(), *(grad.sum(0) for grad in by_image.values())]
 
 
 @_backward.register_fake
-def _(d_out, d_logits, q, k, v, height_rel, width_rel, prev, weight, bias, gates, seed, logits, norm, alpha, beta, kind,
-      scale, dropout_p, prefix, height, width, channels_last):
-    grads = [x.new_empty(x.shape) for x in (_in_order(y, channels_last) for y in (q, k, v))]
-    return grads + [torch.empty_like(x) for x in (prev, height_rel, width_rel, weight, bias, gates) if x is not None]
+def _(d_out, d_logits, q, k, v, height_rel, width_rel, prev, weight, bias, gates, *rest):
+    *_, channels_last, gates_learn = rest
+    made = (*(_in_order(x, channels_last) for x in (q, k, v)), prev, height_rel, width_rel, weight, bias,
+            gates if gates_learn else None)
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in made if x is not None]
 
 
 def _save(ctx, inputs, output) -> None:
-    *tensors, alpha, beta, kind, scale, dropout_p, prefix, height, width, need_logits, last = inputs
-    _, logits, norm = output
+    *tensors, scale, dropout_p, kind, prefix, height, width, channels_last, need_logits = inputs
     ctx.set_materialize_grads(False)  # of unused logits: a map of zeros
-    ctx.save_for_backward(*tensors, logits if need_logits else None, norm)
-    ctx.options = alpha, beta, kind, scale, dropout_p, prefix, height, width, last
+    ctx.save_for_backward(*tensors, output[1] if need_logits else None, output[2])
+    ctx.options = scale, dropout_p, kind, prefix, height, width, channels_last
 
 
 def _differentiate(ctx, d_out, d_logits, _):
     *inputs, logits, norm = ctx.saved_tensors
-    if logits is None:
-        d_logits = None
-    channels_last = ctx.options[-1]
+    _, _, v, height_rel, width_rel, prev, weight, bias, _, _ = inputs
+    channels_last, gates_learn = ctx.options[-1], ctx.needs_input_grad[8]
     if d_out is None:
-        d_out = torch.zeros_like(_in_order(inputs[2], channels_last), memory_format=torch.contiguous_format)
-    grads = iter(_backward(d_out, d_logits, *inputs, logits, norm, *ctx.options))
+        d_out = torch.zeros_like(_in_order(v, channels_last), memory_format=torch.contiguous_format)
+    grads = iter(_backward(d_out, None if logits is None else d_logits, *inputs, logits, norm, *ctx.options,
+                           gates_learn))
     d_q, d_k, d_v = (_as_heads(next(grads), channels_last) for _ in range(3))
-    _, _, _, height_rel, width_rel, prev, weight, bias, gates, _ = inputs
-    d_prev = next(grads) if prev is not None else None
-    d_height, d_width, d_weight, d_bias, d_gates = (
-        next(grads) if x is not None else None for x in (height_rel, width_rel, weight, bias, gates))
-    return d_q, d_k, d_v, d_height, d_width, d_prev, d_weight, d_bias, d_gates, *(None,) * 11
+    d_prev, d_height, d_width, d_weight, d_bias = (
+        None if x is None else next(grads) for x in (prev, height_rel, width_rel, weight, bias))
+    return (d_q, d_k, d_v, d_height, d_width, d_prev, d_weight, d_bias, next(grads) if gates_learn else None,
+            *(None,) * 9)
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
+refuse_second_derivatives(_backward)
 
 
 @register_flop_formula(torch.ops.ea_vision.cpu_attention)
@@ -161,7 +163,7 @@ def _flops(q, k, v, height_rel, width_rel, prev, weight, *_, out_shape=None, **_
     maps = 2 * B * K * N * N * (D + v[3])
     if height_rel is not None:
         maps += 2 * B * K * N * D * ((height_rel[0] + 1) // 2 + (width_rel[0] + 1) // 2)
-    return maps + (0 if weight is None else 2 * B * N * N * weight[0] * weight[1] * weight[2] * weight[3])
+    return maps + (0 if weight is None else 2 * B * N * N * math.prod(weight))
 
 
 class Cpu(Implementation):
@@ -172,54 +174,60 @@ class Cpu(Implementation):
 
     def own_reason_against(self, problem: Problem) -> str | None:
         q, k, v, weight = problem.q, problem.k, problem.v, problem.weight
-        if q.device.type != "cpu":
-            return f"it needs tensors on the CPU, got {q.device}"
-        if q.dtype not in DTYPES:
-            return f"it needs float32, bfloat16 or float16, got {q.dtype}"
         if not q.dtype == k.dtype == v.dtype:
             return f"it needs q, k and v of one dtype, got {q.dtype}, {k.dtype} and {v.dtype}"
-        if 0 in (*q.shape, *v.shape):
-            return f"it needs q and v that are not empty, got {list(q.shape)} and {list(v.shape)}"
         if weight is not None and weight.shape[-1] > 7:
             return f"it needs map convolutions of at most 7x7, got {weight.shape[-1]}x{weight.shape[-1]}"
-        return reason_against_library(DTYPES[q.dtype])
+        return _reason_against(q, v)
 
     def forward(self, problem: Problem) -> tuple[Tensor, Tensor | None]:
-        p, kind, prev, gates = problem, NONE, None, None
+        p, K, kind, prev = problem, problem.q.shape[1], NONE, None
         if p.prev_logits is not None:
-            kind, prev, gates = PREDICT if p.predict else MIX, p.prev_logits.to(p.q.dtype).contiguous(), p.gates()
-        alpha, beta = (p.alpha, p.beta) if gates is None else (1.0, 1.0)
-        small = [None if x is None else x.float().contiguous()
-                 for x in (p.height_rel, p.width_rel, p.weight, p.bias, gates)]
+            kind, prev = PREDICT if p.predict else MIX, p.prev_logits.to(p.q.dtype).contiguous()
+        gates = p.gates()
+        if gates is None:
+            gates = torch.tensor([[p.alpha] * K, [p.beta] * K], dtype=torch.float32)
+        height_rel, width_rel, weight, bias, gates = (
+            None if x is None else x.float().contiguous() for x in (p.height_rel, p.width_rel, p.weight, p.bias, gates))
         channels_last = all(_lies_channels_last(x) and not _lies_pixels_last(x) for x in (p.q, p.k, p.v))
         out, logits, _ = _forward(
-            p.q, p.k, p.v, *small[:2], prev, *small[2:], p.dropout_seed(), alpha, beta, kind, p.scale, p.dropout_p,
-            p.num_prefix_tokens, *p.feat_size, p.need_logits, channels_last)
+            p.q, p.k, p.v, height_rel, width_rel, prev, weight, bias, gates, p.dropout_seed(), p.scale, p.dropout_p,
+            kind, p.num_prefix_tokens, *p.feat_size, channels_last, p.need_logits)
         return _as_heads(out, channels_last), logits if p.need_logits else None
 
 
 CPU = Cpu()
 
 
+def _reason_against(*tensors: Tensor) -> str | None:
+    """Return why the C kernels cannot take the tensors, or None."""
+    for x in tensors:
+        if x.device.type != "cpu":
+            return f"it needs tensors on the CPU, got {x.device}"
+        if x.dtype not in DTYPES:
+            return f"it needs float32, bfloat16 or float16, got {x.dtype}"
+        if 0 in x.shape:
+            return f"it needs tensors that are not empty, got {list(x.shape)}"
+    return reason_against_kernels() or reason_against_library(DTYPES[tensors[0].dtype])
+
+
 def reason_against_pooling(x: Tensor) -> str | None:
     """Return why the kernel cannot halve x (B, C, H, W), or None."""
-    if x.device.type != "cpu" or x.dtype != torch.float32 or not x.is_contiguous() or 0 in x.shape:
-        return f"it needs a contiguous float32 tensor on the CPU, got {x.dtype} {list(x.shape)} on {x.device}"
-    return reason_against_library(DTYPES[x.dtype])
+    if x.dtype != torch.float32 or not x.is_contiguous():
+        return f"it needs a contiguous tensor in float32, got {x.dtype}, strides {x.stride()}"
+    return _reason_against(x)
+
+
+def _pool_sizes(x: Tensor) -> tuple[int, int, int, int]:
+    return x.shape[0], x.shape[1], (x.shape[2] + 1) // 2, (x.shape[3] + 1) // 2
 
 
 @torch.library.custom_op("ea_vision::cpu_pool", mutates_args=(), device_types="cpu")
-def _pool(x: Tensor) -> Tensor:
-    x = x.contiguous()
-    B, C, H, W = x.shape
-    out = x.new_empty(B, C, (H + 1) // 2, (W + 1) // 2)
-    load().pool_forward(out.data_ptr(), x.data_ptr(), B * C, H, W, torch.get_num_threads())
+def pool(x: Tensor) -> Tensor:
+    """3x3 average pooling of stride 2, padding 1 not counted: float32 (B, C, H, W) -> (B, C, ceil(H/2), ceil(W/2))."""
+    x, out = x.contiguous(), x.new_empty(_pool_sizes(x))
+    run("pool_forward", out.data_ptr(), x.data_ptr(), x.shape[0] * x.shape[1], *x.shape[2:], torch.get_num_threads())
     return out
-
-
-@_pool.register_fake
-def _(x):
-    return x.new_empty(x.shape[0], x.shape[1], (x.shape[2] + 1) // 2, (x.shape[3] + 1) // 2)
 
 
 @torch.library.custom_op("ea_vision::cpu_pool_backward", mutates_args=(), device_types="cpu")
@@ -227,42 +235,32 @@ def _pool_backward(d_out: Tensor, height: int, width: int) -> Tensor:
     d_out = d_out.contiguous()
     B, C = d_out.shape[:2]
     d_x = d_out.new_empty(B, C, height, width)
-    load().pool_backward(d_x.data_ptr(), d_out.data_ptr(), B * C, height, width, torch.get_num_threads())
+    run("pool_backward", d_x.data_ptr(), d_out.data_ptr(), B * C, height, width, torch.get_num_threads())
     return d_x
-
-
-@_pool_backward.register_fake
-def _(d_out, height, width):
-    return d_out.new_empty(d_out.shape[0], d_out.shape[1], height, width)
 
 
 def _pool_save(ctx, inputs, output) -> None:
     ctx.size = inputs[0].shape[2:]
 
 
-_pool.register_autograd(lambda ctx, d_out: _pool_backward(d_out, *ctx.size), setup_context=_pool_save)
-
-
-def pool(x: Tensor) -> Tensor:
-    """3x3 average pooling of stride 2, padding 1 not counted: float32 (B, C, H, W) -> (B, C, ceil(H/2), ceil(W/2))."""
-    return _pool(x)
+pool.register_fake(lambda x: x.new_empty(_pool_sizes(x)))
+_pool_backward.register_fake(lambda d_out, height, width: d_out.new_empty(*d_out.shape[:2], height, width))
+pool.register_autograd(lambda ctx, d_out: _pool_backward(d_out, *ctx.size), setup_context=_pool_save)
+refuse_second_derivatives(_pool_backward)
 
 
 def reason_against_planes(own: Tensor, prev: Tensor) -> str | None:
     """Return why the kernel cannot mix and convolve maps (B, K, N, N), or None."""
-    if own.device.type != "cpu" or own.dtype not in DTYPES or prev.dtype != own.dtype or 0 in own.shape:
-        return (f"it needs float32, bfloat16 or float16 maps on the CPU, got {own.dtype} and {prev.dtype} "
-                f"{list(own.shape)} on {own.device}")
-    return reason_against_library(DTYPES[own.dtype])
+    if own.dtype != prev.dtype:
+        return f"it needs maps of one dtype, got {own.dtype} and {prev.dtype}"
+    return _reason_against(own)
 
 
 def _run_planes(own: Tensor, alpha: Tensor, weight: Tensor, height: int, width: int, prefix: int,
                 **tensors: Tensor) -> None:
-    problem = PlanesStruct(B=own.shape[0], K=own.shape[1], H=height, W=width, size=weight.shape[-1], prefix=prefix,
-                      dtype=DTYPES[own.dtype], threads=torch.get_num_threads(), alpha=alpha.item())
-    for name, tensor in {"own": own, "weight": weight, **tensors}.items():
-        setattr(problem, name, tensor.data_ptr())
-    load().convolve_planes(ctypes.byref(problem))
+    struct = PlanesStruct(B=own.shape[0], K=own.shape[1], H=height, W=width, size=weight.shape[-1], prefix=prefix,
+                          dtype=DTYPES[own.dtype], threads=torch.get_num_threads(), alpha=alpha.item())
+    run("convolve_planes", ctypes.byref(_fill(struct, own=own, weight=weight, **tensors)))
 
 
 @torch.library.custom_op("ea_vision::cpu_planes", mutates_args=(), device_types="cpu")
@@ -271,11 +269,6 @@ def _planes(own: Tensor, prev: Tensor, alpha: Tensor, weight: Tensor, height: in
     out = torch.empty_like(own)
     _run_planes(own, alpha, weight, height, width, prefix, prev=prev, out=out)
     return out
-
-
-@_planes.register_fake
-def _(own, prev, alpha, weight, height, width, prefix):
-    return own.new_empty(own.shape)
 
 
 @torch.library.custom_op("ea_vision::cpu_planes_backward", mutates_args=(), device_types="cpu")
@@ -290,19 +283,17 @@ def _planes_backward(d_out: Tensor, own: Tensor, prev: Tensor, alpha: Tensor, we
     return d_own, d_prev, d_alpha.sum(), d_weight.sum(0)
 
 
-@_planes_backward.register_fake
-def _(d_out, own, prev, alpha, weight, height, width, prefix):
-    return own.new_empty(own.shape), own.new_empty(own.shape), alpha.new_empty(()), weight.new_empty(weight.shape)
-
-
 def _planes_save(ctx, inputs, output) -> None:
     ctx.save_for_backward(*inputs[:4])
     ctx.sizes = inputs[4:]
 
 
+_planes.register_fake(lambda own, *_: own.new_empty(own.shape))
+_planes_backward.register_fake(lambda d_out, *made: tuple(x.new_empty(x.shape) for x in made[:4]))
 _planes.register_autograd(
     lambda ctx, d_out: (*_planes_backward(d_out, *ctx.saved_tensors, *ctx.sizes), None, None, None),
     setup_context=_planes_save)
+refuse_second_derivatives(_planes_backward)
 
 
 @register_flop_formula(torch.ops.ea_vision.cpu_planes)

@@ -1,8 +1,8 @@
 """The library of C kernels, `cpu_kernel/kernel.c`, compiled on first use for the machine at hand, and its structs.
 
-The compiler is $CC or cc; the library is kept in ~/.cache/ea_vision ($XDG_CACHE_HOME/ea_vision). Which dtypes it can
-store depends on the compiler (GCC has _Float16 on x86 from version 12 on): the built library says it, and the rest is
-left to the reference.
+The compiler is $CC or cc; the library is kept in ~/.cache/ea_vision ($XDG_CACHE_HOME/ea_vision), or where that cannot
+be written built in a temporary folder by each process. Which dtypes it can store depends on the compiler (GCC has
+_Float16 on x86 from version 12 on): the built library says it, and the rest is left to the reference.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import logging
 import os
 import platform
 import shlex
@@ -22,6 +23,7 @@ import torch
 
 from ea_vision.base.files import atomic_write, cache_root
 
+_logger = logging.getLogger(__name__)
 SOURCES = Path(__file__).with_name("cpu_kernel")  # kernel.c takes in the other files
 # Not -ffast-math: linked with it, a library switches subnormal numbers off in the whole process, and reordered sums
 # would undo the rounding in the kernel's exp.
@@ -34,6 +36,7 @@ _LONGS = ("q_step", "k_step", "v_step", "q_row", "k_row", "v_row", "seed")
 _POINTERS = ("q", "k", "v", "prev", "height_rel", "width_rel", "weight", "bias", "gates", "out", "logits", "norm",
              "d_out", "d_logits", "d_q", "d_k", "d_v", "d_prev", "d_height_rel", "d_width_rel", "d_weight", "d_bias",
              "d_gates")
+_POOLING = [*[ctypes.c_void_p] * 2, ctypes.c_long, *[ctypes.c_int] * 3]
 
 
 class AttentionStruct(ctypes.Structure):
@@ -70,37 +73,53 @@ def _openmp() -> list[str]:
 def _output_of(*command: str) -> str:
     done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace")
     if done.returncode:
-        raise OSError(f"{shlex.join(command)} ended with code {done.returncode}: {done.stderr.strip()[-2000:]}")
+        raise subprocess.SubprocessError(
+            f"{shlex.join(command)} ended with code {done.returncode}: {done.stderr.strip()[-2000:]}")
     return done.stdout
 
 
-def library_path(compiler: list[str]) -> Path:
-    """Return where the compiled library is kept: another file for everything that would make it another."""
+def library_name(compiler: list[str]) -> str:
+    """Return the compiled library's file name: another one for everything that would make it another."""
     version = _output_of(*compiler, "--version")
     sources = [part for file in sorted(SOURCES.glob("*.[ch]")) for part in (file.name, file.read_text())]
     parts = (*sources, *compiler, version, *FLAGS, *_openmp(), _machine(), torch.__version__)
     key = hashlib.sha256(b"\0".join(part.encode() for part in parts)).hexdigest()[:16]
-    return cache_root() / f"cpu_kernel-{key}.so"
+    return f"cpu_kernel-{key}.so"
 
 
-def _build(compiler: list[str], to: Path) -> None:
-    """Compile the library and write it with its digest behind it, which loaders of libraries do not read."""
-    to.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=to.parent) as folder:
-        unit, library = Path(folder) / "kernel.o", Path(folder) / "kernel.so"
-        _output_of(*compiler, *FLAGS, "-fopenmp", "-c", str(SOURCES / "kernel.c"), "-o", str(unit))
-        _output_of(*compiler, "-shared", str(unit), "-o", str(library), *_openmp(), "-lm")
-        built = library.read_bytes()
-    atomic_write(to, built + hashlib.sha256(built).digest())  # other processes build it, too
+def _built(compiler: list[str], folder: str) -> Path:
+    """Compile the library in a folder and return its path."""
+    unit, library = Path(folder) / "kernel.o", Path(folder) / "kernel.so"
+    _output_of(*compiler, *FLAGS, "-fopenmp", "-c", str(SOURCES / "kernel.c"), "-o", str(unit))
+    _output_of(*compiler, "-shared", str(unit), "-o", str(library), *_openmp(), "-lm")
+    return library
 
 
 def _is_whole(library: Path) -> bool:
-    """Return whether `_build` wrote the file and nothing has damaged it since: to load another may kill the process."""
+    """Return whether the file ends with its digest, which loaders of libraries do not read. To load a damaged library
+    may kill the process."""
     try:
         content = library.read_bytes()
     except FileNotFoundError:
         return False
     return len(content) > 32 and hashlib.sha256(content[:-32]).digest() == content[-32:]
+
+
+def _opened(compiler: list[str]) -> ctypes.CDLL:
+    """Return the library, built first where the cache has no whole one."""
+    name = library_name(compiler)
+    try:
+        library = cache_root() / name
+        if not _is_whole(library):
+            library.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+                content = _built(compiler, folder).read_bytes()
+            atomic_write(library, content + hashlib.sha256(content).digest())  # other processes build it, too
+        return ctypes.CDLL(str(library))
+    except (OSError, RuntimeError) as error:  # a folder that cannot be written, a full disk; or the user has no home
+        _logger.warning("the C kernel is built for this process alone: %s", error)
+    with tempfile.TemporaryDirectory() as folder:
+        return ctypes.CDLL(str(_built(compiler, folder)))
 
 
 @functools.cache
@@ -110,20 +129,31 @@ def load() -> ctypes.CDLL | str:
         compiler = shlex.split(os.environ.get("CC", "")) or ["cc"]
         if shutil.which(compiler[0]) is None:
             return f"no C compiler: {compiler[0]} is not there (set CC, or install one)"
-        library = library_path(compiler)
-        if not _is_whole(library):
-            _build(compiler, library)
-        loaded = ctypes.CDLL(str(library))
-        loaded.stored_dtypes.argtypes, loaded.stored_dtypes.restype = [], ctypes.c_int32
-        for function in (loaded.evolving_attention_forward, loaded.evolving_attention_backward):
-            function.argtypes, function.restype = [ctypes.POINTER(AttentionStruct)], None
-        loaded.convolve_planes.argtypes, loaded.convolve_planes.restype = [ctypes.POINTER(PlanesStruct)], None
-        for function in (loaded.pool_forward, loaded.pool_backward):
-            function.argtypes, function.restype = [*[ctypes.c_void_p] * 2, ctypes.c_long, *[ctypes.c_int] * 3], None
-    # RuntimeError: no home, or a full disk; ValueError: CC is no shell words; AttributeError: a function is missing
-    except (OSError, RuntimeError, ValueError, AttributeError) as error:
+        library = _opened(compiler)
+        for name, types, result in (
+                ("stored_dtypes", (), ctypes.c_int32),
+                ("evolving_attention_forward", (ctypes.POINTER(AttentionStruct),), ctypes.c_int64),
+                ("evolving_attention_backward", (ctypes.POINTER(AttentionStruct),), ctypes.c_int64),
+                ("convolve_planes", (ctypes.POINTER(PlanesStruct),), ctypes.c_int64),
+                ("pool_forward", _POOLING, None), ("pool_backward", _POOLING, None)):
+            function = getattr(library, name)
+            function.argtypes, function.restype = types, result
+    # ValueError: CC is no shell words; AttributeError: a function is missing
+    except (OSError, subprocess.SubprocessError, ValueError, AttributeError) as error:
         return f"the C kernel could not be built or loaded: {error}"
-    return loaded
+    return library
+
+
+def run(function: str, *args) -> None:
+    """Call a function of the library.
+
+    Raises:
+        RuntimeError: a thread could not get the memory that it needs.
+    """
+    missing = getattr(load(), function)(*args)
+    if missing:
+        raise RuntimeError(f"the C kernel cannot allocate memory: a thread of {function} needs {missing} bytes "
+                           f"({missing / 2 ** 20:,.0f} MiB)")
 
 
 @torch.compiler.assume_constant_result  # else torch.compile would trace the compiler's call

@@ -7,7 +7,7 @@ A kernel of FlexAttention passes over the blocks of keys that the mask hides, an
 * neighbouring heads: FlexAttention's softmax is over one head's keys, so the neighbours' keys and values are laid one
   after another, S * N of them for S neighbours, and the mask says which of these heads there are.
 
-What it cannot do, so that `gathered` or the reference does: maps that evolve (an N x N tensor of their own), logits
+What it cannot do, so that the reference does: maps that evolve (an N x N tensor of their own), logits
 that are wanted, dropout on the probabilities, float64 on CUDA, a trace by torch.compile (it compiles by itself), and on
 a CPU a backward pass. There it is the test that the mask and the folding are right, as nothing here has run on a GPU.
 

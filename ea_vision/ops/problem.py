@@ -1,8 +1,10 @@
 """What the operator is to compute, as one object, and what an implementation of it is."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
 from ea_vision.ops.rel_pos import fit_rel_table, reach
@@ -65,6 +67,23 @@ class Problem:
         return torch.randint(2 ** 62, (1,), device=self.q.device) if self.dropout_p > 0 else None
 
 
+@torch.compiler.assume_constant_result  # torch.compile enters the transforms as it traces
+def reason_against_kernels() -> str | None:
+    """Return why no kernel of ours may run at the moment, or None. Through a kernel, a tangent would be lost."""
+    if forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None:
+        return "forward-mode derivatives and transforms of torch.func (jvp, vmap, grad, ...) need readable torch"
+    return None
+
+
+def refuse_second_derivatives(backward: Callable) -> None:
+    """Register for a kernel's backward operator that its own derivative is an error, which says what has one."""
+    def refuse(ctx, *_):
+        raise RuntimeError(f"second derivatives are not known to {backward._qualname}; the reference has them: "
+                           "with ea_vision.ops.use_implementation('reference')")
+
+    backward.register_autograd(refuse)
+
+
 class Implementation:
     """One way to solve a `Problem`. A subclass states what it supports, and has `forward`."""
 
@@ -78,23 +97,19 @@ class Implementation:
 
     def reason_against(self, problem: Problem) -> str | None:
         """Return why it cannot solve the problem, or None if it can."""
-        p = problem
-        if p.local and not self.windows:
-            return "it has no windows"
-        if p.dropout_p > 0 and not self.dropout:
-            return "it has no dropout on the attention probabilities"
-        if p.num_prefix_tokens and not self.prefix:
-            return (f"it convolves whole maps, and {p.num_prefix_tokens} prefix tokens are to stay out of the "
-                    "convolution")
-        if p.k.shape[2] != p.q.shape[2] and not self.fewer_keys:
-            return f"it needs as many keys as queries, got {p.k.shape[2]} and {p.q.shape[2]}"
-        if self.windows and not p.local:
-            return "it is for windows"
-        if p.prev_logits is not None and not self.evolves:
-            return "it has no place for previous logits"
-        if p.need_logits and not self.logits:
-            return "it never has the logits that are wanted"
-        return self.own_reason_against(p)
+        p, keys, queries = problem, problem.k.shape[2], problem.q.shape[2]
+        reasons = (
+            (p.local and not self.windows, "it has no windows"),
+            (p.dropout_p > 0 and not self.dropout, "it has no dropout on the attention probabilities"),
+            (p.num_prefix_tokens and not self.prefix,
+             f"it convolves whole maps, and {p.num_prefix_tokens} prefix tokens are to stay out of the convolution"),
+            (keys != queries and not self.fewer_keys, f"it needs as many keys as queries, got {keys} and {queries}"),
+            (self.windows and not p.local, "it is for windows"),
+            (p.prev_logits is not None and not self.evolves, "it has no place for previous logits"),
+            (p.need_logits and not self.logits, "it never has the logits that are wanted"),
+        )
+        reason = next((reason for against, reason in reasons if against), None)
+        return reason or reason_against_kernels() or self.own_reason_against(p)
 
     def own_reason_against(self, problem: Problem) -> str | None:
         """Return what else speaks against it: device, dtype, sizes."""
@@ -141,20 +156,34 @@ def check_prev_logits(prev_logits: Tensor | None, B: int, K: int, N: int, M: int
     return prev_logits
 
 
-def _of_shape(name: str, tensor: Tensor | None, shape: tuple[int, ...]) -> Tensor:
-    """Return the tensor; a kernel reads as much memory as `shape` says."""
+def _check_shape(name: str, tensor: Tensor | None, shape: tuple[int, ...]) -> None:
+    """Check the shape by which a kernel reads memory."""
     if tensor is None or tensor.shape != shape:
         received = None if tensor is None else list(tensor.shape)
         raise ValueError(f"{name} of shape {list(shape)} required, got {received}")
-    return tensor
 
 
 def checked(
-        q: Tensor, k: Tensor, v: Tensor, height_rel: Tensor | None, width_rel: Tensor | None,
-        prev_logits: Tensor | None, weight: Tensor | None, bias: Tensor | None, alpha: float | Tensor,
-        beta: float | Tensor, feat_size: tuple[int, int] | None, predict: bool, num_prefix_tokens: int,
-        scale: float | None, dropout_p: float, need_logits: bool, window: int | tuple[int, int] | None,
-        head_window: int, head_border: str,
+        *,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        height_rel: Tensor | None = None,
+        width_rel: Tensor | None = None,
+        prev_logits: Tensor | None = None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        alpha: float | Tensor = 0.5,
+        beta: float | Tensor = 1.0,
+        feat_size: tuple[int, int] | None = None,
+        predict: bool = False,
+        num_prefix_tokens: int = 0,
+        scale: float | None = None,
+        dropout_p: float = 0.0,
+        need_logits: bool = True,
+        window: int | tuple[int, int] | None = None,
+        head_window: int = 1,
+        head_border: str = "clip",
 ) -> Problem:
     """Return the problem that the arguments of `ea_vision.ops.evolving_attention` state.
 
@@ -163,39 +192,39 @@ def checked(
     """
     B, K, N, D = q.shape
     M = k.shape[2]
-    if feat_size is None:
-        if height_rel is not None:
-            raise ValueError(f"feat_size (H, W) with H*W = {N} required for the position tables, got None")
-        feat_size = (1, N)
-    H, W = feat_size
+    if feat_size is None and height_rel is not None:
+        raise ValueError(f"feat_size (H, W) with H*W = {N} required for the position tables, got None")
+    H, W = (1, N) if feat_size is None else feat_size
     if H * W != N or k.shape != (B, K, M, D) or v.shape[:3] != k.shape[:3]:
         raise ValueError(f"q (B, K, N, D), k (B, K, M, D) and v (B, K, M, E) with N = {H}*{W} required, "
                          f"got {list(q.shape)}, {list(k.shape)}, {list(v.shape)}")
-    if prev_logits is not None:
-        check_prev_logits(prev_logits, B, K, N, M)
     if not 0.0 <= dropout_p <= 1.0:
         raise ValueError(f"dropout_p must be a probability, from 0 to 1, got {dropout_p}")
     sides = check_windows(window, head_window, head_border, K)
-    if head_window > 1 and prev_logits is not None:
-        raise ValueError(f"head_window must be 1 where maps evolve, got {head_window}")
-    if prev_logits is None or weight is None:
+    if prev_logits is None:
+        weight = bias = None
+        alpha = beta = 1.0
+    else:
+        check_prev_logits(prev_logits, B, K, N, M)
+        if head_window > 1:
+            raise ValueError(f"head_window must be 1 where maps evolve, got {head_window}")
+    if weight is None:
         num_prefix_tokens = 0
+    else:
+        side = weight.shape[-1] | 1  # odd
+        _check_shape("weight", weight, (K, K, side, side))
+        _check_shape("bias", bias, (K,))
     if M != N and (height_rel is not None or sides is not None or head_window > 1 or num_prefix_tokens):
         raise ValueError("position tables, windows and prefix tokens need as many keys as queries (an offset between "
                          f"their pixels has no meaning otherwise), got {M} keys and {N} queries")
     if height_rel is not None:
         high, wide = (H, W) if sides is None else (reach(H, sides[0]), reach(W, sides[1]))
-        height_rel = _of_shape("height_rel", fit_rel_table(height_rel, high), (2 * high - 1, D))
-        width_rel = _of_shape("width_rel", width_rel if width_rel is None else fit_rel_table(width_rel, wide),
-                              (2 * wide - 1, D))
-    if prev_logits is None:
-        weight = bias = None
-        alpha = beta = 1.0
-    elif weight is not None:
-        side = weight.shape[-1] | 1  # odd
-        _of_shape("weight", weight, (K, K, side, side))
-        _of_shape("bias", bias, (K,))
+        height_rel = fit_rel_table(height_rel, high)
+        width_rel = None if width_rel is None else fit_rel_table(width_rel, wide)
+        _check_shape("height_rel", height_rel, (2 * high - 1, D))
+        _check_shape("width_rel", width_rel, (2 * wide - 1, D))
     return Problem(
-        q, k, v, height_rel, width_rel, prev_logits, weight, bias, alpha, beta, (H, W), predict, num_prefix_tokens,
-        D ** -0.5 if scale is None else scale, dropout_p, need_logits and head_window == 1, sides, head_window,
-        head_border == "wrap")
+        q=q, k=k, v=v, height_rel=height_rel, width_rel=width_rel, prev_logits=prev_logits, weight=weight, bias=bias,
+        alpha=alpha, beta=beta, feat_size=(H, W), predict=predict, num_prefix_tokens=num_prefix_tokens,
+        scale=D ** -0.5 if scale is None else scale, dropout_p=dropout_p,
+        need_logits=need_logits and head_window == 1, window=sides, head_window=head_window, wrap=head_border == "wrap")

@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 import os
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -21,24 +19,11 @@ import torch
 
 from ea_vision.base.errors import UsageError
 
-_logger = logging.getLogger(__name__)
-MODES = ("tune", "default")
 SMALL_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))  # 100 KiB of shared memory a multiprocessor, 99 a block
 BY_KEYS = ("logits_backward", "keys_backward")  # the others' programs keep queries
-
-
-def mode_of(value: str | None) -> str:
-    """Return the mode that EA_VISION_TILES asks for.
-
-    Raises:
-        UsageError: another value than one of MODES.
-    """
-    if value and value not in MODES:
-        raise UsageError(f"EA_VISION_TILES must be one of {', '.join(MODES)}, got {value!r}")
-    return value or MODES[0]
-
-
-MODE = mode_of(os.environ.get("EA_VISION_TILES"))
+MODE = os.environ.get("EA_VISION_TILES") or "tune"
+if MODE not in ("tune", "default"):
+    raise UsageError(f"EA_VISION_TILES must be one of tune, default, got {MODE!r}")
 
 
 class Tile(NamedTuple):
@@ -55,7 +40,7 @@ class Tile(NamedTuple):
 
 
 def default_tile(name: str, dtype: torch.dtype, sizes: dict, conv: bool, attends: bool = True) -> Tile:
-    """The tile of a shape that nobody has timed. conv, attends: what the kernel does, where it does not always;
+    """Return the tile of a shape that nobody has timed. conv, attends: what the kernel does, where it does not always;
     of `weight_backward` conv is whether it mixes."""
     half = dtype != torch.float32
     K, width = sizes["KP"], sizes["KP"] * max(sizes["DP"], sizes["EP"])
@@ -101,14 +86,10 @@ def candidates(kernel: str, tile: Tile) -> list[Tile]:
 
 
 def milliseconds(call: Callable[[], Any], quantiles: tuple[float, ...]) -> list[float]:
-    """Time a launch for triton.autotune; in Triton's interpreter by one run."""
-    if torch.cuda.is_available():
-        from triton.testing import do_bench
+    """Time a launch for triton.autotune."""
+    from triton.testing import do_bench
 
-        return do_bench(call, warmup=5, rep=20, quantiles=quantiles)
-    began = time.perf_counter()
-    call()
-    return [1000 * (time.perf_counter() - began)] * len(quantiles)
+    return do_bench(call, warmup=5, rep=20, quantiles=quantiles)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -123,47 +104,10 @@ def tuned(kernel: Any, tile: Tile, constants: tuple[tuple[str, Any], ...]) -> An
     # before 3.4 Triton keeps nothing between processes
     kept = {"cache_results": True} if "cache_results" in inspect.signature(triton.autotune).parameters else {}
     in_place = ["maps"] if dict(constants).get("STORED_ROW", -1) >= 0 else None  # multiplied as they are read
-    return guarded(triton.autotune(configs, known, restore_value=in_place, do_bench=lambda call, quantiles:
-                                   milliseconds(call, quantiles), **kept)(kernel))
-
-
-def guarded(tuner: Any) -> Any:
-    """Return the tuner, which from now on times its tiles again where the file that Triton keeps of their times is
-    damaged or names a tile that is none of them. Triton reads it unchecked."""
-    read = getattr(tuner, "check_disk_cache", None)
-    if read is None:
-        return tuner
-
-    def check(key: Any, configs: list[Any], bench: Callable[[], None]) -> bool:
-        steps: list[str] = []
-
-        def timed() -> None:
-            steps.append("begun")
-            bench()
-            steps.append("done")
-
-        try:
-            found = read(key, configs, timed)
-            if steps or str(tuner.cache.get(key)) in map(str, configs):
-                return found
-            fault = f"it names the tile {tuner.cache.get(key)}"
-        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            if steps == ["begun"]:
-                raise
-            fault = repr(error)
-        if steps:
-            _logger.warning("times of tiles are not kept: %s", fault)
-            return False
-        _logger.warning("tiles are timed again, a file of times in Triton's cache (~/.triton/cache or "
-                        "$TRITON_CACHE_DIR) cannot be used: %s", fault)
-        bench()
-        return False
-
-    tuner.check_disk_cache = check
-    return tuner
+    return triton.autotune(configs, known, restore_value=in_place, do_bench=milliseconds, **kept)(kernel)
 
 
 def tunes(device: torch.device, programs: int, constants: dict[str, Any]) -> bool:
-    """Whether a launch is one that triton.autotune is asked about."""
+    """Return whether triton.autotune is asked about a launch."""
     return (MODE == "tune" and "J" in constants and device.type == "cuda"
             and programs >= torch.cuda.get_device_properties(device).multi_processor_count)

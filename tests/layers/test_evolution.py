@@ -270,7 +270,7 @@ def test_a_forced_implementation_never_gives_way_to_modules(how, reason, over_to
     x = torch.randn(2, 12, 16) if over_tokens else torch.randn(2, 16, 4, 3)
     prev = torch.randn(2, 2, 12, 12)
     args = (x, prev, (4, 3)) if over_tokens else (x, prev)
-    for name in ("cpu", "triton", "sdpa", "flex", "gathered"):
+    for name in ("cpu", "triton", "sdpa", "flex"):
         with use_implementation(name), pytest.raises(ValueError) as error:
             layer(*args)
         assert str(error.value) == f"implementation {name!r} cannot run this: {reason}"

@@ -8,12 +8,11 @@ import torch
 import ea_vision
 from ea_vision import ops
 from ea_vision.layers import AugmentedConv2d, EvolvingAttention
-from ea_vision.ops import evolving_attention, flex, gathered, use_implementation
+from ea_vision.ops import evolving_attention, flex, use_implementation
 from ea_vision.ops.problem import checked
 from tests.models.zoo import layers_of
 
 D64 = torch.float64
-WAYS = ("reference", "gathered")
 UNFUSED = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 
 
@@ -54,15 +53,13 @@ CASES = [((4, 5), window, heads, border, relative)
 CASES += [((4, 5), None, 3, "clip", True), ((1, 6), (3, 3), 7, "clip", True), ((5, 1), (3, 1), 3, "wrap", False)]
 
 
-@pytest.mark.parametrize("implementation", WAYS)
 @pytest.mark.parametrize("size,window,head_window,head_border,relative", CASES)
-def test_both_ways_equal_the_loop(size, window, head_window, head_border, relative, implementation):
+def test_windows_equal_the_loop(size, window, head_window, head_border, relative):
     tensors = problem(size, window, relative=relative)
     tables = tensors[3:] or [None, None]
     slow = loop_attention(*(t[0] for t in tensors[:3]), *tables, size, window, head_window, head_border)[None]
     fast, logits = evolving_attention(
-        *tensors, feat_size=size, window=window, head_window=head_window, head_border=head_border, need_logits=False,
-        implementation=implementation)
+        *tensors, feat_size=size, window=window, head_window=head_window, head_border=head_border, need_logits=False)
     torch.testing.assert_close(fast, slow, atol=1e-12, rtol=1e-10)
     weights = torch.randn_like(slow)
     torch.testing.assert_close(torch.autograd.grad((fast * weights).sum(), tensors),
@@ -86,9 +83,8 @@ def test_flex_attention_is_the_reference_with_its_gradients(
         evolving_attention(*tensors, implementation="flex", **form)
     monkeypatch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda *tensors: None)
     monkeypatch.setattr(torch.nn.attention.flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
-    height_rel, width_rel = tensors[3:] or (None, None)
-    out, _ = flex.FLEX.forward(checked(*tensors[:3], height_rel, width_rel, None, None, None, 1.0, 1.0, size, False, 0,
-                                       None, 0.0, False, window, head_window, head_border))
+    out, _ = flex.FLEX.forward(checked(
+        **dict(zip(("q", "k", "v", "height_rel", "width_rel"), tensors, strict=False)), **form))
     weights = torch.randn_like(out)
     torch.testing.assert_close(torch.autograd.grad((out * weights).sum(), tensors),
                                torch.autograd.grad((exact * weights).sum(), tensors), atol=1e-12, rtol=1e-9)
@@ -114,8 +110,7 @@ def test_what_flex_attention_cannot_do_is_named():
 
 @UNFUSED
 def test_flex_attention_is_taken_where_it_can_and_the_log_says_so(monkeypatch, caplog):
-    """The order of CUDA, here on a CPU: there it is refused for what it cannot do, and `gathered` runs."""
-    assert [name for name in ops.BY_DEVICE["cuda"] if ops.IMPLEMENTATIONS[name].windows] == ["flex", "gathered"]
+    """The order of CUDA, here on a CPU: there it is refused for what it cannot do, and the reference runs."""
     monkeypatch.setitem(ops.BY_DEVICE, "cpu", ops.BY_DEVICE["cuda"])
     ops._logged.clear()
     layer, x = make(window=3, head_window=3), torch.randn(2, 4, 5, 6, dtype=D64)
@@ -123,9 +118,11 @@ def test_flex_attention_is_taken_where_it_can_and_the_log_says_so(monkeypatch, c
         learning = layer(x)[0]
         with torch.no_grad():
             torch.testing.assert_close(layer(x)[0], learning)
+    before = "not sdpa: it has no windows; not triton: it has no windows"
     assert caplog.messages == [
-        "evolving attention on cpu in torch.float64 by 'gathered'; not flex: it has no backward pass on a CPU",
-        "evolving attention on cpu in torch.float64 by 'flex'"]
+        f"evolving attention on cpu in torch.float64 by 'reference'; {before}; not flex: it has no backward pass on a "
+        "CPU",
+        f"evolving attention on cpu in torch.float64 by 'flex'; {before}"]
 
 
 def test_the_mask_of_flex_attention_may_be_saved_for_a_later_backward_pass():
@@ -138,42 +135,16 @@ def test_the_mask_of_flex_attention_may_be_saved_for_a_later_backward_pass():
     assert mask.sparsity() > 30  # percent of the blocks of keys are passed over
 
 
-@pytest.mark.parametrize("relative", [True, False])
-@pytest.mark.parametrize("head_window,head_border", [(1, "clip"), (3, "clip"), (3, "wrap")])
-def test_narrow_windows_of_wide_maps_go_by_columns(monkeypatch, head_window, head_border, relative):
-    monkeypatch.setattr(gathered, "LEAST_BLOCK", 2)
-    monkeypatch.setattr(gathered, "AT_ONCE", 100)
-    size = (2, 17)
-    blocks = gathered.Neighbours(4, *size, head_window, head_border == "wrap", 2, 2, 1.0).blocks()
-    assert blocks[0] == (slice(0, 3), slice(0, 4)) and blocks[-1] == (slice(15, 17), slice(14, 17)) and len(blocks) == 6
-    tensors = problem(size, (3, 3), relative=relative, batch=2)
-    outs = [evolving_attention(*tensors, feat_size=size, window=3, head_window=head_window, head_border=head_border,
-                               need_logits=False, implementation=way)[0] for way in WAYS]
-    torch.testing.assert_close(outs[1], outs[0], atol=1e-12, rtol=1e-10)
-    weights = torch.randn_like(outs[0])
-    slow, fast = (torch.autograd.grad((out * weights).sum(), tensors) for out in outs)
-    torch.testing.assert_close(fast, slow, atol=1e-12, rtol=1e-9)
-
-
-@pytest.mark.parametrize("head_border", ["clip", "wrap"])
-def test_gradcheck_of_the_gathered_way(head_border):
-    tensors = problem((2, 3), (3, 3), num_heads=3, batch=2)
-    assert torch.autograd.gradcheck(lambda *x: evolving_attention(
-        *x, feat_size=(2, 3), window=3, head_window=3, head_border=head_border, need_logits=False,
-        implementation="gathered")[0], tensors)
-
-
-@pytest.mark.parametrize("implementation", WAYS)
-def test_a_window_over_the_whole_map_is_global_attention(implementation):
+def test_a_window_over_the_whole_map_is_global_attention():
     size = (5, 4)
     tensors = problem(size, None)
     with_window, _ = evolving_attention(
-        *tensors, feat_size=size, window=(11, 7), need_logits=False, implementation=implementation)
+        *tensors, feat_size=size, window=(11, 7), need_logits=False)
     assert (with_window - evolving_attention(*tensors, feat_size=size)[0]).abs().max() < 1e-12
 
 
 @UNFUSED
-@pytest.mark.parametrize("implementation", ["gathered", "flex"])
+@pytest.mark.parametrize("implementation", ["reference", "flex"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_is_the_reference(dtype, implementation):
     tensors = [t.detach().to(dtype) for t in problem((6, 6), (3, 3), dim_qk=8, dim_v=8)]
@@ -313,22 +284,8 @@ def test_implementations_without_windows_are_refused():
     tensors = problem((4, 5), (3, 3))
     with pytest.raises(ValueError, match="implementation 'cpu' cannot run this: it has no windows"):
         evolving_attention(*tensors, feat_size=(4, 5), window=3, need_logits=False, implementation="cpu")
-    with pytest.raises(ValueError, match="'gathered' cannot run this: it is for windows"):
-        evolving_attention(*problem((4, 5), None), feat_size=(4, 5), implementation="gathered")
     with pytest.raises(ValueError, match="head_window must be 1 where maps evolve"):
         evolving_attention(*tensors, torch.zeros(1, 4, 20, 20, dtype=D64), feat_size=(4, 5), window=3, head_window=3)
-
-
-def peak_bytes(step) -> int:
-    """Most memory that tensors take at once, as torch's profiler counts allocations."""
-    with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
-        step()
-    live = peak = 0
-    for event in profile.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            live += event.nbytes()
-            peak = max(peak, live)
-    return peak
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 3}, {"window": (3, 15), "head_window": 3},
@@ -338,15 +295,6 @@ def test_the_elements_of_a_map_are_those_that_are_seen(options):
     layer.attn_drop.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
     layer(torch.randn(1, 4, 5, 6, dtype=D64))
     assert layer.map_elements((5, 6)) == (seen[0] > 0).sum()
-
-
-def test_memory_of_a_window_is_below_a_fifth_of_the_global_layers():
-    sizes = {}
-    for window in (None, 7):
-        layer = AugmentedConv2d(32, 32, dim_qk=160, dim_v=8, feat_size=(28, 28), window=window)
-        x = torch.randn(2, 32, 28, 28)
-        sizes[window] = peak_bytes(lambda layer=layer, x=x: layer(x)[0].sum().backward())
-    assert sizes[7] < sizes[None] / 5, sizes
 
 
 def test_names_of_csan():

@@ -28,11 +28,11 @@ def test_without_a_gpu_one_line_and_an_exit_code_of_its_own(capsys, tmp_path):
 
 
 def test_operators_networks_and_updates_agree_on_a_cpu(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu_stages, "BY_CASE", {"AA": ("cpu",), "windows": ("gathered",)})
+    monkeypatch.setattr(gpu_stages, "BY_CASE", {"AA": ("cpu",), "windows": ("reference",)})
     cases = {name: case for name, case in gpu_stages.CASES.items() if name in ("AA", "windows")}
     monkeypatch.setattr(gpu_stages, "CASES", cases)
     found = dict(gpu_stages.operators(CPU, True, tmp_path))
-    assert set(found) == {"AA, cpu, float32", "windows, gathered, float32"}
+    assert set(found) == {"AA, cpu, float32", "windows, reference, float32"}
     for stage in (gpu_stages.networks, gpu_stages.updates):
         found |= dict(stage(CPU, True, tmp_path))
     assert [name for name, figures in found.items() if "fault" in figures] == [], found

@@ -26,14 +26,18 @@ def attend(draw: random.Random, dtype: torch.dtype, kernel: int, prev: bool, pre
         q, k, v = (new(B, N, K, D, dtype=dtype).transpose(1, 2) for B, K, N, D in shapes)  # channels last
     else:
         q, k, v = (new(*shape, dtype=dtype) for shape in shapes)
-    tables = (new(2 * H - 1, D), new(2 * W - 1, D)) if draw.random() < 0.5 else (None, None)
-    prev = new(2, K, N, N, dtype=dtype) if prev else None
-    convolution = (new(K, K, kernel, kernel), new(K)) if kernel else (None, None)
-    gates = new(2, K) if draw.random() < 0.5 else None
-    alpha, beta = (0.3, draw.choice((0.6, 1.0))) if gates is None else gates
+    further = {}
+    if draw.random() < 0.5:
+        further |= {"height_rel": new(2 * H - 1, D), "width_rel": new(2 * W - 1, D)}
+    if prev:
+        further["prev_logits"] = new(2, K, N, N, dtype=dtype)
+    if kernel:
+        further |= {"weight": new(K, K, kernel, kernel), "bias": new(K)}
+    alpha, beta = (0.3, draw.choice((0.6, 1.0))) if draw.random() < 0.5 else new(2, K)
     out, logits = cpu.CPU.forward(checked(
-        q, k, v, *tables, prev, *convolution, alpha, beta, (H, W), predict, draw.choice((0, 0, min(2, N))), 0.5,
-        draw.choice((0.0, 0.3)), draw.random() < 0.5, None, 1, "clip"))
+        q=q, k=k, v=v, **further, alpha=alpha, beta=beta, feat_size=(H, W), predict=predict,
+        num_prefix_tokens=draw.choice((0, 0, min(2, N))), dropout_p=draw.choice((0.0, 0.3)),
+        need_logits=draw.random() < 0.5))
     loss = out.float().square().sum()
     (loss if logits is None or draw.random() < 0.3 else loss + logits.float().square().sum()).backward()
 

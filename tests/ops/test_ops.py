@@ -1,6 +1,7 @@
 """Every implementation against the reference in float64, outputs and all gradients; and the choice between them."""
 import logging
 import os
+import resource
 import runpy
 import shlex
 import shutil
@@ -12,11 +13,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import ea_vision.ops as ops
-from ea_vision.layers import AugmentedConv2d, EvolvingAttention
+from ea_vision.layers import AugmentedConv2d, EvolvingAttention, create_evolution
 from ea_vision.ops import cpu, cpu_library, evolving_attention, halve, sdpa, use_implementation
 from ea_vision.ops.problem import checked
 from tests.engine import runner
@@ -67,7 +69,7 @@ def outputs_and_gradients(tensors, *, double=False, need_logits=True, **options)
     return results
 
 
-def assert_as_reference(tensors, implementation, **options):
+def assert_as_reference(tensors, implementation="cpu", **options):
     fast = outputs_and_gradients(tensors, implementation=implementation, **options)
     slow = outputs_and_gradients(tensors, implementation="reference", double=True, **options)
     tolerance = TOLERANCE[tensors["q"].dtype]
@@ -83,40 +85,42 @@ def assert_as_reference(tensors, implementation, **options):
 SIZES = [((5, 7), 8, 20, 3), ((1, 5), 3, 4, 6), ((7, 7), 4, 64, 64), ((4, 4), 4, 16, 1), ((14, 14), 8, 20, 2)]
 
 
-@pytest.mark.parametrize("need_logits", [True, False])
+def assert_cpu(kind, size, *widths, alpha=0.3, beta=1.0, options=None, **shape):
+    """The C kernel is the reference, whether logits are wanted or not."""
+    tensors = problem(kind, size, *widths, **shape)
+    shares = {name: gate for name, gate in (("alpha", alpha), ("beta", beta)) if name not in tensors}
+    for need_logits in (True, False):
+        assert_as_reference(tensors, predict=kind == "pa", feat_size=size, need_logits=need_logits, **shares,
+                            **options or {})
+
+
 @pytest.mark.parametrize("kind,kernel,beta", [
     ("aa", 0, 1.0), ("ea", 3, 1.0), ("ea", 3, 0.6), ("ea", 5, 0.0), ("ea", 0, 1.0), ("pa", 3, 1.0), ("pa", 1, 1.0),
     ("pa", 0, 1.0)])
 @pytest.mark.parametrize("size,num_heads,dim_qk,dim_v", SIZES)
-def test_cpu_kernel(size, num_heads, dim_qk, dim_v, kind, kernel, beta, need_logits):
-    tensors = problem(kind, size, num_heads, dim_qk, dim_v, kernel=kernel, relative=size != (4, 4))
-    assert_as_reference(tensors, "cpu", alpha=0.3, beta=beta, predict=kind == "pa", feat_size=size,
-                        need_logits=need_logits)
+def test_cpu_kernel(size, num_heads, dim_qk, dim_v, kind, kernel, beta):
+    assert_cpu(kind, size, num_heads, dim_qk, dim_v, beta=beta, kernel=kernel, relative=size != (4, 4))
 
 
-@pytest.mark.parametrize("kind,kernel,beta,gates,dtype", [
-    ("aa", 0, 1.0, None, torch.float32), ("ea", 3, 1.0, None, torch.float32), ("pa", 3, 0.5, (), torch.float32),
-    ("aa", 0, 1.0, None, torch.bfloat16)])
+@pytest.mark.parametrize("kind,beta,gates,dtype", [
+    ("aa", 1.0, None, torch.float32), ("ea", 1.0, None, torch.float32), ("pa", 0.5, (), torch.float32),
+    ("aa", 1.0, None, torch.bfloat16)])
 @pytest.mark.parametrize("size,num_heads,dim_qk,dim_v", [*SIZES, ((1, 2), 3, 37, 5)])
-def test_cpu_kernel_reads_and_writes_channels_last(size, num_heads, dim_qk, dim_v, kind, kernel, beta, gates, dtype):
-    tensors = problem(kind, size, num_heads, dim_qk, dim_v, kernel=kernel, relative=size != (4, 4), gates=gates,
-                      dtype=dtype, channels_last=True)
-    shares = {} if gates is not None else {"alpha": 0.3, "beta": beta}
-    options = {"predict": kind == "pa", "feat_size": size, **shares}
-    assert_as_reference(tensors, "cpu", **options)
-    results = outputs_and_gradients(tensors, implementation="cpu", **options)
+def test_cpu_kernel_reads_and_writes_channels_last(size, num_heads, dim_qk, dim_v, kind, beta, gates, dtype):
+    shape = {"relative": size != (4, 4), "gates": gates, "dtype": dtype, "channels_last": True}
+    assert_cpu(kind, size, num_heads, dim_qk, dim_v, beta=beta, **shape)
+    results = outputs_and_gradients(problem(kind, size, num_heads, dim_qk, dim_v, **shape), implementation="cpu",
+                                    predict=kind == "pa", feat_size=size)
     for name in ("out", "q", "k", "v"):
         assert results[name].transpose(1, 2).is_contiguous(), name
 
 
-@pytest.mark.parametrize("need_logits", [True, False])
 @pytest.mark.parametrize("per_head", [False, True])
 @pytest.mark.parametrize("kind,kernel", [("ea", 3), ("ea", 5), ("ea", 0), ("pa", 3), ("pa", 0)])
 @pytest.mark.parametrize("size,num_heads,dim_qk,dim_v", [((5, 7), 8, 20, 3), ((1, 50), 3, 16, 16)])
-def test_cpu_kernel_with_gates_that_learn(size, num_heads, dim_qk, dim_v, kind, kernel, per_head, need_logits):
-    tensors = problem(kind, size, num_heads, dim_qk, dim_v, kernel=kernel, relative=size[0] > 1,
-                      gates=(num_heads,) if per_head else ())
-    assert_as_reference(tensors, "cpu", predict=kind == "pa", feat_size=size, need_logits=need_logits)
+def test_cpu_kernel_with_gates_that_learn(size, num_heads, dim_qk, dim_v, kind, kernel, per_head):
+    assert_cpu(kind, size, num_heads, dim_qk, dim_v, kernel=kernel, relative=size[0] > 1,
+               gates=(num_heads,) if per_head else ())
 
 
 @pytest.mark.parametrize("alpha,beta", [(0.0, 0.0), (1.0, 1.0), (0.0, 1.0), (1.0, 0.0)])
@@ -126,7 +130,7 @@ def test_cpu_kernel_where_learning_gates_drop_a_term(kind, alpha, beta):
     tensors = problem(kind, (4, 5)) | {"alpha": torch.tensor(alpha)} | (
         {"beta": torch.full((1,), beta)} if kind == "ea" else {})
     for need_logits in (True, False):
-        assert_as_reference(tensors, "cpu", predict=kind == "pa", feat_size=(4, 5), need_logits=need_logits)
+        assert_as_reference(tensors, predict=kind == "pa", feat_size=(4, 5), need_logits=need_logits)
 
 
 @pytest.mark.parametrize("gates", [None, ()])
@@ -134,22 +138,22 @@ def test_cpu_kernel_where_learning_gates_drop_a_term(kind, alpha, beta):
 @pytest.mark.parametrize("kind,kernel,beta", [
     ("ea", 3, 1.0), ("ea", 3, 0.6), ("ea", 5, 0.3), ("pa", 3, 1.0), ("pa", 1, 1.0)])
 def test_cpu_kernel_lets_prefix_tokens_pass_the_convolution(kind, kernel, beta, prefix, gates):
-    tensors = problem(kind, (1, 38), 3, 8, 6, kernel=kernel, relative=False, gates=gates)
-    shares = {} if gates is not None else {"alpha": 0.3, "beta": beta}
-    for need_logits in (True, False):
-        assert_as_reference(tensors, "cpu", predict=kind == "pa", num_prefix_tokens=prefix, need_logits=need_logits,
-                            **shares)
+    assert_cpu(kind, (1, 38), 3, 8, 6, beta=beta, kernel=kernel, relative=False, gates=gates,
+               options={"num_prefix_tokens": prefix})
 
 
-def test_cpu_kernel_with_gates_that_learn_at_a_vision_transformers_length():
-    tensors = problem("ea", (1, 197), 3, 64, 64, batch=1, relative=False, gates=())
-    assert_as_reference(tensors, "cpu")
+@pytest.mark.parametrize("kind,size,widths,shape", [
+    ("ea", (1, 197), (3, 64, 64), {"gates": ()}),  # a vision transformer
+    ("ea", (21, 20), (2, 8, 3), {}), ("pa", (21, 20), (2, 8, 6), {}),  # large maps
+    ("ea", (3, 140), (2, 8, 3), {"kernel": 5, "gates": (2,)})])
+def test_cpu_kernel_on_maps_of_many_blocks(kind, size, widths, shape):
+    assert_cpu(kind, size, *widths, batch=1, relative=size[0] > 1, **shape)
 
 
 def test_a_number_beside_a_gate_that_learns():
     tensors = problem("ea", (4, 5), gates=())
     for other in ("alpha", "beta"):
-        assert_as_reference({n: t for n, t in tensors.items() if n != other}, "cpu", feat_size=(4, 5), **{other: 1.0})
+        assert_as_reference({n: t for n, t in tensors.items() if n != other}, feat_size=(4, 5), **{other: 1.0})
     with pytest.raises(ValueError, match=r"1 or num_heads=8 numbers, got shape \[3\]"):
         evolving_attention(**tensors | {"beta": torch.ones(3)}, feat_size=(4, 5), implementation="cpu")
 
@@ -167,7 +171,7 @@ def test_dropout_is_the_references_with_the_same_entries(kind, size, num_heads, 
         monkeypatch.setattr(F, "dropout", lambda x, p, kept=kept: x * kept / (1 - p))
         for need_logits in (True, False):
             torch.manual_seed(7)
-            assert_as_reference(tensors, "cpu", predict=kind == "pa", feat_size=size, need_logits=need_logits,
+            assert_as_reference(tensors, predict=kind == "pa", feat_size=size, need_logits=need_logits,
                                 dropout_p=p)
 
 
@@ -238,7 +242,7 @@ def test_cpu_kernel_on_random_shapes(seed):
     if kind != "aa" and draw(0, 1):
         names = ("alpha", "beta") if kind == "ea" else ("alpha",)
         tensors |= {name: torch.tensor(shares.pop(name)) for name in names}
-    assert_as_reference(tensors, "cpu", **shares, predict=kind == "pa", feat_size=size, need_logits=bool(draw(0, 1)),
+    assert_as_reference(tensors, **shares, predict=kind == "pa", feat_size=size, need_logits=bool(draw(0, 1)),
                         scale=0.3)
 
 
@@ -250,7 +254,7 @@ def test_cpu_kernel_in_half_precision(kind, gates, dtype):
         tensors["bias"] += 6.0
     for need_logits in (True, False):
         shares = {} if gates is not None else {"alpha": 0.3}
-        assert_as_reference(tensors, "cpu", predict=kind == "pa", feat_size=(7, 6), need_logits=need_logits, **shares)
+        assert_as_reference(tensors, predict=kind == "pa", feat_size=(7, 6), need_logits=need_logits, **shares)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -295,7 +299,7 @@ def test_cpu_kernel_takes_rows_of_logits_far_from_zero(dim_v):
     tensors = problem("ea", (4, 5), dim_v=dim_v, kernel=0)
     shift = torch.tensor([0.0, -20.0, 30.0, -45.0, 60.0, 85.0, -85.0, 1000.0, -1000.0, 0.0])
     tensors["prev_logits"] += shift.repeat(2)[:, None]  # a row is a query
-    assert_as_reference(tensors, "cpu", alpha=1.0, feat_size=(4, 5), need_logits=False)
+    assert_as_reference(tensors, alpha=1.0, feat_size=(4, 5), need_logits=False)
     tensors["prev_logits"][..., 7] = -torch.inf
     out = evolving_attention(**tensors, alpha=1.0, feat_size=(4, 5), implementation="cpu")[0]
     torch.testing.assert_close(out, tensors["prev_logits"].softmax(-1) @ tensors["v"], atol=1e-5, rtol=1e-5)
@@ -308,7 +312,7 @@ def test_cpu_kernel_makes_no_subnormal_number_and_hides_no_nan():
     tiny = torch.finfo(torch.float32).tiny
     for name in ("out", "q", "k", "v"):
         assert not ((results[name] != 0) & (results[name].abs() < tiny)).any(), name
-    assert_as_reference(tensors, "cpu", feat_size=(5, 5))
+    assert_as_reference(tensors, feat_size=(5, 5))
     tensors["k"][0, 0, 3] = torch.nan
     out, logits = evolving_attention(**tensors, implementation="cpu", feat_size=(5, 5))
     assert out[0, 0].isnan().all() and logits[0, 0, :, 3].isnan().all() and not out[1].isnan().any()
@@ -321,11 +325,11 @@ def test_pytorch_accepts_the_custom_operators():
     tensors = problem("ea", (3, 4), num_heads=4, dim_qk=4, dim_v=2)
     names = ("q", "k", "v", "height_rel", "width_rel", "prev_logits", "weight", "bias")
     arguments = [tensors[name].requires_grad_() for name in names]
-    for gates in (None, torch.rand(2, 4, requires_grad=True)):
-        seed, dropout_p = (None, 0.0) if gates is None else (torch.tensor([5]), 0.2)
+    for learns in (False, True):
+        seed, dropout_p = (torch.tensor([5]), 0.2) if learns else (None, 0.0)
         torch.library.opcheck(torch.ops.ea_vision.cpu_attention.default,
-                              (*arguments, gates, seed, 0.5, 1.0, cpu.MIX, 0.3, dropout_p, 0, 3, 4, True,
-                               gates is not None))
+                              (*arguments, torch.rand(2, 4, requires_grad=learns), seed, 0.3, dropout_p, cpu.MIX, 0, 3,
+                               4, learns, True))
     torch.library.opcheck(torch.ops.ea_vision.cpu_pool.default, (torch.randn(2, 3, 5, 4, requires_grad=True),))
 
 
@@ -380,11 +384,8 @@ def compiler_with(tmp_path):
 
 def reason_against(tensors):
     """Why the C kernel cannot solve the problem, on a map of any height."""
-    names = ("q", "k", "v", "height_rel", "width_rel", "prev_logits", "weight", "bias")
     H = 1 if "height_rel" not in tensors else (len(tensors["height_rel"]) + 1) // 2
-    return cpu.CPU.reason_against(checked(
-        *(tensors.get(name) for name in names), 0.5, 1.0, (H, tensors["q"].shape[2] // H), False, 0, None, 0.0, True,
-        None, 1, "clip"))
+    return cpu.CPU.reason_against(checked(**tensors, feat_size=(H, tensors["q"].shape[2] // H)))
 
 
 def load_library(_) -> int:
@@ -392,27 +393,36 @@ def load_library(_) -> int:
     return 0
 
 
-@pytest.mark.parametrize("damage", ["cut", "zeroed", "empty", "foreign", "one byte", "older"])
+def in_processes(log: Path, main, count=1) -> str:
+    """What so many processes print that run `main` at once."""
+    logs = [log.with_suffix(f".{i}") for i in range(count)]
+    processes = [runner.start([], each, main=main) for each in logs]
+    for process in processes:
+        process.join(900)
+    text = "\n".join(each.read_text() for each in logs)
+    assert [process.exitcode for process in processes] == [0] * count, text[-2000:]
+    return text
+
+
+@pytest.mark.parametrize("damage", ["cut", "foreign", "one byte"])
 def test_a_damaged_library_is_built_again(use_compiler, compiler_with, tmp_path, damage):
-    """In a process of its own: to load some of them kills it."""
+    """In processes of their own: to load some of them kills it. Two build it at once."""
     use_compiler(compiler_with("-O0"))
     assert reason_against(problem("ea", (3, 4))) is None
     library, = (tmp_path / "cache").rglob("cpu_kernel-*.so")
     whole = library.read_bytes()
     library.unlink()  # this process has it loaded
     foreign = (Path(torch.__file__).parent / "lib" / "libc10.so").read_bytes()
-    library.write_bytes({"cut": whole[:len(whole) // 2], "zeroed": bytes(len(whole)), "empty": b"", "foreign": foreign,
-                         "one byte": b"\x00" + whole[1:], "older": whole[:-32]}[damage])
-    log = tmp_path / "log"
-    process = runner.start([], log, main=load_library)
-    process.join(900)
-    assert process.exitcode == 0 and str(library) in log.read_text(), log.read_text()[-2000:]
-    assert library.read_bytes() == whole
+    library.write_bytes({"cut": whole[:len(whole) // 2], "foreign": foreign, "one byte": b"\x00" + whole[1:]}[damage])
+    assert in_processes(tmp_path / "log", load_library, 2).count(str(library)) == 2
+    assert library.read_bytes() == whole and [*library.parent.iterdir()] == [library]
 
 
 @pytest.mark.parametrize("compiler,reason", [
     ("cc 'x", "No closing quotation"), ("strange", "ended with code 3: \N{REPLACEMENT CHARACTER}"),
-    ("linker of another", "undefined symbol: stored_dtypes"), ("writes text", "file too short")])
+    ("linker of another", "undefined symbol: stored_dtypes"), ("writes text", "file too short"),
+    ("no-such-compiler", "no C compiler: no-such-compiler is not there"), ("false", "ended with code 1"),
+    ("cc --no-such-option", "cc --no-such-option -O3")])
 def test_whatever_goes_wrong_with_the_library_the_reference_runs_and_the_log_says_why(
         use_compiler, tmp_path, caplog, compiler, reason):
     scripts = {"strange": "printf '\\377\\376' >&2; exit 3",
@@ -428,29 +438,16 @@ def test_whatever_goes_wrong_with_the_library_the_reference_runs_and_the_log_say
     ops._logged.clear()
     with caplog.at_level(logging.INFO, "ea_vision.ops"):
         out = evolving_attention(**tensors, feat_size=(3, 4))
-    assert "by 'reference'; not cpu: the C kernel could not be built or loaded: " in caplog.messages[0]
-    assert reason in caplog.messages[0]
+    assert "by 'reference'; not cpu: " in caplog.messages[-1] and reason in caplog.messages[-1]
     assert torch.equal(out[0], evolving_attention(**tensors, feat_size=(3, 4), implementation="reference")[0])
-
-
-@pytest.mark.parametrize("compiler,reason", [
-    ("no-such-compiler", "no C compiler: no-such-compiler is not there"), ("false", "ended with code 1"),
-    ("cc --no-such-option", "cc --no-such-option -O3")])
-def test_without_a_compiler_the_reference_runs(use_compiler, tmp_path, compiler, reason):
-    use_compiler(compiler)
-    tensors = problem("ea", (3, 4))
-    assert reason in reason_against(tensors)
-    out = evolving_attention(**tensors, feat_size=(3, 4))
-    assert torch.equal(out[0], evolving_attention(**tensors, feat_size=(3, 4), implementation="reference")[0])
-    assert not list(tmp_path.rglob("*.so"))
 
 
 def test_without_float16_the_reference_runs_and_the_log_says_why(use_compiler, compiler_with, caplog):
     """As GCC 11 compiles it on x86: the library is whole, but for float16."""
     use_compiler(compiler_with("-O0", "-U__FLT16_MANT_DIG__"))
     size, why = (3, 4), "its library was built by a compiler without torch.float16 (GCC has _Float16 on x86 from"
-    whole, half = problem("ea", size), problem("ea", size, dtype=torch.float16)
-    assert reason_against(whole) is None and reason_against(problem("ea", size, dtype=torch.bfloat16)) is None
+    half = problem("ea", size, dtype=torch.float16)
+    assert reason_against(problem("ea", size, dtype=torch.bfloat16)) is None
     ops._logged.clear()
     with caplog.at_level(logging.INFO, "ea_vision.ops"):
         chosen = outputs_and_gradients(half, feat_size=size)
@@ -460,7 +457,7 @@ def test_without_float16_the_reference_runs_and_the_log_says_why(use_compiler, c
     with pytest.raises(ValueError, match="'cpu' cannot run this: its library was built by a compiler without"):
         evolving_attention(**half, feat_size=size, implementation="cpu")
     for dtype in (torch.float32, torch.bfloat16):
-        assert_as_reference(problem("aa", size, dtype=dtype), "cpu", feat_size=size)
+        assert_as_reference(problem("aa", size, dtype=dtype), feat_size=size)
 
 
 @pytest.mark.parametrize("flag", ["-mno-avx512f", "-mno-avx"])
@@ -469,43 +466,75 @@ def test_narrower_vectors(use_compiler, compiler_with, flag):
     if isinstance(cpu_library.load(), str):
         pytest.skip(cpu_library.load())
     for kind, size, dim_v in (("aa", (3, 3), 3), ("ea", (5, 7), 3), ("ea", (2, 9), 6), ("pa", (4, 4), 2)):
-        assert_as_reference(problem(kind, size, dim_v=dim_v), "cpu", alpha=0.3, beta=0.6, predict=kind == "pa",
-                            feat_size=size)
+        assert_cpu(kind, size, dim_v=dim_v, beta=0.6)
 
 
 def test_the_library_is_another_after_any_change(monkeypatch, tmp_path, compiler_with):
     changed = tmp_path / "changed"
     shutil.copytree(cpu_library.SOURCES, changed)
-    libraries = [cpu_library.library_path(["cc"]), cpu_library.library_path(["cc", "-m64"]),
-                 cpu_library.library_path([compiler_with("-m64")])]
+    compilers = [["cc"], ["cc", "-m64"], [compiler_with("-m64")]]
+    for i in (1, 2):
+        newer = tmp_path / f"{i}" / "newer-cc"
+        newer.parent.mkdir()
+        newer.write_text(f"#!/bin/sh\necho version {i}\n")
+        newer.chmod(0o755)
+        compilers.append([str(newer)])
+    names = [cpu_library.library_name(compiler) for compiler in compilers]
     monkeypatch.setattr(cpu_library, "SOURCES", changed)
-    assert cpu_library.library_path(["cc"]) == libraries[0]
-    names = [file.name for file in changed.iterdir()]
-    assert {"kernel.c", "forward.c", "backward.c", "pooling.c", "gemm.h"} < set(names)
-    for name in names:
-        text = (changed / name).read_text()
-        (changed / name).write_text(text + "\n")
-        libraries.append(cpu_library.library_path(["cc"]))
-        (changed / name).write_text(text)
-    newer = tmp_path / "newer-cc"
-    newer.write_text("#!/bin/sh\necho version 1\n")
-    newer.chmod(0o755)
-    libraries.append(cpu_library.library_path([str(newer)]))
-    newer.write_text("#!/bin/sh\necho version 2\n")
-    libraries.append(cpu_library.library_path([str(newer)]))
+    assert cpu_library.library_name(["cc"]) == names[0]
+    for file in changed.iterdir():
+        text = file.read_text()
+        file.write_text(text + "\n")
+        names.append(cpu_library.library_name(["cc"]))
+        file.write_text(text)
     monkeypatch.setattr(cpu_library, "FLAGS", (*cpu_library.FLAGS, "-g"))
-    libraries.append(cpu_library.library_path(["cc"]))
-    assert len(set(libraries)) == len(libraries)
+    names.append(cpu_library.library_name(["cc"]))
+    assert len(set(names)) == len(names) > 12
 
 
-def test_every_file_of_the_kernel_stands_alone():
-    """Includes what it uses, so that it can be read, and checked by an editor, alone."""
-    folder = cpu_library.SOURCES
-    for file in sorted(folder.iterdir()):
-        done = subprocess.run(
-            [*shlex.split(os.environ.get("CC", "cc")), *cpu_library.FLAGS, "-fopenmp", "-I", str(folder),
-             "-fsyntax-only", "-x", "c", "-"], input=f'#include "{file.name}"', capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+@pytest.mark.parametrize("home", ["a file", "none"])
+def test_where_nothing_can_be_kept_each_process_builds_the_library(use_compiler, compiler_with, tmp_path, monkeypatch,
+                                                                   caplog, home):
+    use_compiler(compiler_with("-O0"))
+    if home == "none":
+        monkeypatch.delenv("XDG_CACHE_HOME")
+
+        def nowhere():
+            raise RuntimeError("Could not determine home directory.")
+
+        monkeypatch.setattr(Path, "home", nowhere)
+    else:
+        (tmp_path / "cache").write_text("")
+    assert reason_against(problem("ea", (3, 4))) is None
+    assert caplog.messages[0].startswith("the C kernel is built for this process alone: ")
+    assert_cpu("ea", (3, 4))
+
+
+def without_memory(_) -> int:
+    """Ask for more than there is, then for less."""
+    x = torch.zeros(1, 4, 4000, 1, requires_grad=True)
+    own, kernels = torch.zeros(1, 2, 2500, 2500), torch.zeros(2, 2, 1, 1)
+    torch.set_num_threads(2)
+    few = x[:, :, :50].detach().requires_grad_()
+    evolving_attention(few, few, few)  # the library is loaded, and its threads run
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + 2 ** 26, resource.RLIM_INFINITY))
+    for attempt in (lambda: evolving_attention(x, x, x, need_logits=False)[0].sum().backward(),
+                    lambda: cpu.planes(own, own, torch.ones(()), kernels, kernels, (50, 50), 0)):
+        try:
+            attempt()
+        except RuntimeError as error:
+            print(error)
+    evolving_attention(few, few, few, need_logits=False)[0].sum().backward()
+    print(few.grad.isfinite().all())
+    return 0
+
+
+def test_memory_that_cannot_be_had_is_an_error_that_says_how_much(tmp_path):
+    log = in_processes(tmp_path / "log", without_memory)
+    start = "the C kernel cannot allocate memory: a thread of"
+    assert f"{start} evolving_attention_backward needs 2" in log and " MiB)" in log, log
+    assert f"{start} convolve_planes needs" in log and "tensor(True)" in log, log
 
 
 @pytest.mark.slow
@@ -554,7 +583,7 @@ def test_implementation_can_be_forced_by_argument_by_context_and_by_environment(
     monkeypatch.setenv("EA_VISION_IMPLEMENTATION", "quick")
     done = subprocess.run([sys.executable, "-m", "ea_vision", "models"], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (2, "error: EA_VISION_IMPLEMENTATION must be one of cpu, triton, sdpa, "
-                                                 "flex, gathered, reference, got 'quick'\n")
+                                                 "flex, reference, got 'quick'\n")
 
 
 def test_what_cannot_be_had_is_an_error():
@@ -611,12 +640,54 @@ def test_what_the_kernel_would_misread_goes_elsewhere_or_is_an_error():
     torch.testing.assert_close(out, expected)
 
 
-def test_second_derivatives_are_refused_not_wrong():
-    tensors = {n: t.requires_grad_() for n, t in problem("aa", (3, 4)).items()}
-    out, _ = evolving_attention(**tensors, feat_size=(3, 4), implementation="cpu")
-    first, = torch.autograd.grad(out.square().sum(), tensors["q"], create_graph=True)
-    with pytest.raises(RuntimeError):
-        torch.autograd.grad(first.sum(), tensors["q"])
+CONV2D = create_evolution("conv2d", 2, alpha=0.7, std=0.3)
+OPERATORS = {
+    "attention": lambda x: evolving_attention(x, x, x, feat_size=(3, 4), prev_logits=x @ x.mT)[0],
+    "pooling": halve, "conv2d": lambda x: CONV2D(x @ x.mT, (x + 1) @ x.mT, (3, 4)),
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_second_derivatives_are_refused_and_the_reference_has_them(name):
+    x = torch.randn(2, 2, 12, 12, requires_grad=True)
+
+    def second():
+        first, = torch.autograd.grad(OPERATORS[name](x).square().sum(), x, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), x)[0]
+
+    with pytest.raises(RuntimeError, match=r"second derivatives are not known to .*use_implementation\('reference'\)"):
+        second()
+    with use_implementation("reference"):
+        assert second().any()
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_forward_derivatives_and_transforms_are_the_references(name):
+    operator, x, tangent = OPERATORS[name], torch.randn(2, 2, 12, 12), torch.randn(2, 2, 12, 12)
+
+    def loss(x):
+        return operator(x).square().sum()
+
+    def forward(x):
+        return torch.func.jvp(operator, (x,), (tangent,))[1]
+
+    def dual():
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(operator(forward_ad.make_dual(x, tangent))).tangent
+
+    def all_of_them():
+        both = torch.stack([x, tangent])
+        return [forward(x), dual(), torch.compile(forward, backend="eager")(x), torch.func.grad(loss)(x),
+                torch.func.jacfwd(loss)(x), torch.vmap(operator)(both), torch.vmap(torch.func.grad(loss))(both)]
+
+    made = all_of_them()
+    with use_implementation("reference"):
+        torch.testing.assert_close(made, all_of_them())
+        near = (operator(x + 1e-2 * tangent) - operator(x - 1e-2 * tangent)) / 2e-2
+    torch.testing.assert_close(made[0], near, atol=2e-2, rtol=1e-2)
+    if name == "attention":
+        with use_implementation("cpu"), pytest.raises(ValueError, match="'cpu' cannot run this: forward-mode deriv"):
+            forward(x)
 
 
 @pytest.mark.parametrize("kind", ["aa", "ea", "pa"])

@@ -92,12 +92,13 @@ def results(attend, x, dtype, size, K, D, E, need_logits=True, uses=("out", "log
             **{"d_" + name: grad for name, grad in zip(names, grads, strict=True)}}
 
 
-def stated(*args, predict=False, scale=None, feat_size=None, need_logits=True, gates=None, dropout_p=0.0,
-           num_prefix_tokens=0):
+NAMES = ("q", "k", "v", "height_rel", "width_rel", "prev_logits", "weight", "bias", "alpha", "beta")
+
+
+def stated(*args, gates=None, **options):
     """The problem of q, k, v and, if they are there, tables, prev_logits, weight, bias, alpha and beta."""
-    args = [*args, *(None,) * (8 - len(args)), 0.5, 1.0][:10] if len(args) < 10 else list(args)
-    args[8:] = args[8:] if gates is None else gates
-    return checked(*args, feat_size, predict, num_prefix_tokens, scale, dropout_p, need_logits, None, 1, "clip")
+    named = dict(zip(NAMES, args, strict=False)) | ({} if gates is None else {"alpha": gates[0], "beta": gates[1]})
+    return checked(**named, **options)
 
 
 def ours_of(*args, seed=None, **options):

@@ -10,34 +10,41 @@ typedef struct {
     float *patches;           /* likewise, what the convolution reads of them; `maps` itself without a prefix */
     float *d_conv;            /* (WINDOW + 2r, K, P): gradient of its output, zeros around */
     float *own, *conv;        /* (BLOCK, K, P): own logits, the convolution */
-    float *d_own;             /* (K, N, P): gradient of gain * own logits; a head's rows together, for their products */
+    int own_base, own_rows, own_size; /* of d_own: its first query; so many before they are used; its rows */
+    float *d_own; /* (K, own_size, P): gradient of gain * own logits; a head's rows together, for their products */
     float *d_maps;            /* (K, GROUP, P): gradient of rows that the convolution read */
-    float *turned;            /* the convolution's weight for that: heads exchanged, turned by 180 degrees */
+    float *exchanged, *turned; /* the convolution's weight for that: heads exchanged, turned by 180 degrees */
     float *logits;            /* (BLOCK, K, P) */
     float *attn, *d_attn;     /* (BLOCK, Np) */
     float *scratch;           /* (2, Np), and Dp */
-    float *q_rows, *k_rows, *d_q; /* (N, Dp) */
-    float *d_k, *d_v, *d_out; /* (D, Np), (K*E, Np), (K*E, Np) */
-    float *position;          /* (N, Hp + Wp): gradient of one head's position terms */
+    float *q_rows, *k_rows;   /* (own_size, Dp), (K, N, Dp) */
+    float *d_q, *d_q_columns; /* (own_size, Dp), (D, own_size) */
+    float *d_k, *d_v, *d_out; /* (K*D, Np), (K*E, Np), (K*E, Np) */
+    float *position;          /* (own_size, Hp + Wp): gradient of one head's position terms */
     float *height_rows, *width_rows, *d_heights, *d_widths; /* (2H-1, Dp), (2W-1, Dp) */
     float *d_weight, *d_bias; /* (planes, K, taps, VL), (K, VL) */
     double *d_gates;          /* (2, K) */
 } workspace;
 
+#define L2_FLOATS (1L << 18) /* half of what a second-level cache has, at least */
 #define WINDOW (BLOCK + 3 * GROUP) /* a block's rows and those before whose convolution still waits (r < GROUP) */
 
 static void allocate_workspace(workspace *w, buffers *m, const image *g, const problem *p) {
     const long map_row = (long)p->K * g->P, weights = (long)g->conv.planes * p->K * g->conv.taps;
     memset(w, 0, sizeof *w);
-    w->d_own = new_floats(m, g->N * map_row);
+    w->own_rows = L2_FLOATS / map_row < 32 ? 32 : L2_FLOATS / map_row;
+    w->own_rows = w->own_rows < g->N ? w->own_rows : g->N;
+    w->own_size = round_up(w->own_rows + WINDOW);
+    w->d_own = new_floats(m, w->own_size * map_row);
     w->logits = new_floats(m, BLOCK * map_row);
     w->attn = new_floats(m, (long)BLOCK * g->Np);
     w->d_attn = new_floats(m, (long)BLOCK * g->Np);
-    w->scratch = new_floats(m, 2L * g->Np + g->Dp);
-    w->q_rows = new_floats(m, (long)g->N * g->Dp);
-    w->k_rows = new_floats(m, (long)g->N * g->Dp);
-    w->d_q = new_floats(m, (long)g->N * g->Dp);
-    w->d_k = new_floats(m, (long)p->D * g->Np);
+    w->scratch = new_floats(m, 2L * g->Np + g->Dp + w->own_size);
+    w->q_rows = new_floats(m, (long)w->own_size * g->Dp);
+    w->k_rows = new_floats(m, (long)p->K * g->N * g->Dp);
+    w->d_q = new_floats(m, (long)w->own_size * g->Dp);
+    w->d_q_columns = new_floats(m, (long)p->D * w->own_size);
+    w->d_k = new_floats(m, (long)p->K * p->D * g->Np);
     w->d_v = new_floats(m, (long)p->K * p->E * g->Np);
     w->d_out = new_floats(m, (long)p->K * p->E * g->Np);
     w->d_gates = (double *)new_floats(m, 4L * p->K);
@@ -50,13 +57,14 @@ static void allocate_workspace(workspace *w, buffers *m, const image *g, const p
     if (p->weight) {
         w->d_conv = new_floats(m, (WINDOW + 2 * g->conv.r) * map_row);
         w->d_maps = new_floats(m, GROUP * map_row);
+        w->exchanged = new_floats(m, (long)p->K * p->K * p->kernel * p->kernel);
         w->turned = new_floats(m, weights);
         w->d_weight = new_floats(m, weights * VL);
         w->d_bias = new_floats(m, (long)p->K * VL);
     }
     if (p->height_rel) {
         const long heights = 2L * p->H - 1, widths = 2L * p->W - 1;
-        w->position = new_floats(m, g->N * g->position_ld);
+        w->position = new_floats(m, w->own_size * g->position_ld);
         w->height_rows = new_floats(m, heights * g->Dp);
         w->width_rows = new_floats(m, widths * g->Dp);
         w->d_heights = new_floats(m, heights * g->Dp);
@@ -68,14 +76,11 @@ static void read_more_parameters(workspace *w, const image *g) {
     const problem *p = g->p;
     const int area = p->kernel * p->kernel;
     if (p->weight) {
-        buffers once = {};
-        float *turned = new_floats(&once, (long)p->K * p->K * area);
         for (int o = 0; o < p->K; o++)
             for (int c = 0; c < p->K; c++)
                 for (int t = 0; t < area; t++)
-                    turned[(c * p->K + o) * area + t] = p->weight[(o * p->K + c) * area + area - 1 - t];
-        read_weight(&g->conv, w->turned, turned);
-        free_all(&once);
+                    w->exchanged[(c * p->K + o) * area + t] = p->weight[(o * p->K + c) * area + area - 1 - t];
+        read_weight(&g->conv, w->turned, w->exchanged);
     }
     if (p->height_rel) {
         read_matrix(w->height_rows, g->Dp, p->height_rel, 2L * p->H - 1, p->D, FLOAT32, 1);
@@ -84,7 +89,7 @@ static void read_more_parameters(workspace *w, const image *g) {
 }
 
 static float *own_row(const image *g, const workspace *w, int head, int row) {
-    return w->d_own + ((long)head * g->N + row) * g->P + MARGIN;
+    return w->d_own + ((long)head * w->own_size + row - w->own_base) * g->P + MARGIN;
 }
 
 /* A row through values and softmax. In: l (n) its logits, norm (2), d_out (E, ld) the gradient of its query's values
@@ -222,7 +227,7 @@ static void convolution_gradients(const image *g, workspace *w, int begin, int e
         if (p->weight) {
             const int top = first - w->base;
             convolve(&g->conv, direct ? own_row(g, w, 0, first) - MARGIN : w->d_maps, g->P,
-                     (direct ? g->N : GROUP) * (long)g->P, w->d_conv, top, rows, w->turned, NULL);
+                     (direct ? w->own_size : GROUP) * (long)g->P, w->d_conv, top, rows, w->turned, NULL);
             weight_gradient(&g->conv, w->d_weight, w->d_conv + (top + g->conv.r) * map_row, w->patches, top, rows);
         }
         for (int head = 0; head < p->K; head++) {
@@ -252,68 +257,78 @@ static void convolution_gradients(const image *g, workspace *w, int begin, int e
     }
 }
 
-/* From d_own: gradients of q and k, and of the position tables. */
-static void own_gradients(const image *g, workspace *w, int head) {
+/* The position terms' part in a head's d_q (rows, Dp) of queries begin..end, and theirs in the tables' gradients. */
+static void position_gradients(const image *g, workspace *w, int head, int begin, int end) {
     const problem *p = g->p;
-    const int H = p->H, W = p->W, D = p->D, N = g->N, Dp = g->Dp, Hp = round_up(H);
-    const long ld = g->position_ld, width = (long)p->K * D;
-    const float *q = g->q + (long)head * D * g->Np, *d = own_row(g, w, head, 0);
-    transpose(w->k_rows, Dp, g->k + (long)head * D * g->Np, g->Np, D, N);
-    transpose(w->q_rows, Dp, q, g->Np, D, N); /* with scale and gain */
+    const int H = p->H, W = p->W, Dp = g->Dp, Hp = round_up(H);
+    const long ld = g->position_ld;
+    const ivec inside = before(W % VL); /* of a row's last vector */
+    transpose(w->q_rows, Dp, g->q + (long)head * p->D * g->Np + begin, g->Np, p->D, end - begin); /* scaled */
+    for (int i = begin; i < end; i++) {
+        const float *row = own_row(g, w, head, i);
+        float *by_row = w->position + (i - begin) * ld, *by_col = by_row + Hp;
+        memset(by_row, 0, ld * sizeof(float));
+        for (int y = 0; y < H; y++)
+            for (int x = 0; x < W; x += VL) { /* what lies beyond W is not read again */
+                const vec part = LOAD(row + y * W + x);
+                STORE(by_col + x, LOAD(by_col + x) + part);
+                by_row[y] += sum_of(W - x < VL ? (vec)((ivec)part & inside) : part);
+            }
+    }
+    for (int i = begin, stop; i < end; i = stop) { /* the queries of one row see the same part of the table */
+        const int y = i / W;
+        stop = (y + 1) * W < end ? (y + 1) * W : end;
+        const float *terms = w->position + (i - begin) * ld;
+        const long first = (long)(H - 1 - y) * Dp, query = (long)(i - begin) * Dp;
+        gemm(ADD, stop - i, Dp, H, terms, ld, 1, w->height_rows + first, Dp, NULL, w->d_q + query, Dp);
+        gemm(ADD, H, Dp, stop - i, terms, 1, ld, w->q_rows + query, Dp, NULL, w->d_heights + first, Dp);
+    }
+    for (int i = begin; i < end && i < begin + W; i++) { /* likewise those of one column */
+        const int count = (end - i + W - 1) / W;
+        const float *terms = w->position + (i - begin) * ld + Hp;
+        const long first = (long)(W - 1 - i % W) * Dp, query = (long)(i - begin) * Dp;
+        gemm(ADD, count, Dp, W, terms, ld * W, 1, w->width_rows + first, Dp, NULL, w->d_q + query, (long)Dp * W);
+        gemm(ADD, W, Dp, count, terms, 1, ld * W, w->q_rows + query, (long)Dp * W, NULL, w->d_widths + first, Dp);
+    }
+}
 
-    gemm(FRESH, D, g->Np, N, q, g->Np, 1, d, g->P, NULL, w->d_k, g->Np);
+/* From d_own of queries begin..end: their gradient, and their part in those of k and of the position tables. */
+static void own_gradients(const image *g, workspace *w, int begin, int end) {
+    const problem *p = g->p;
+    const int D = p->D, Dp = g->Dp, last = p->channels_last;
+    for (int head = 0; head < p->K; head++) {
+        const long first = (long)head * D * g->Np;
+        const float *d = own_row(g, w, head, begin);
+        gemm(begin ? ADD : FRESH, D, g->Np, end - begin, g->q + first + begin, g->Np, 1, d, g->P, NULL, w->d_k + first,
+             g->Np);
+        gemm(FRESH, end - begin, Dp, g->N, d, g->P, 1, w->k_rows + (long)head * g->N * Dp, Dp, NULL, w->d_q, Dp);
+        if (p->height_rel) position_gradients(g, w, head, begin, end);
+        if (!last) transpose(w->d_q_columns, w->own_size, w->d_q, Dp, end - begin, D);
+        for (int r = 0; r < (last ? end - begin : D); r++) { /* in the order in which it is stored */
+            const float *row = last ? w->d_q + (long)r * Dp : w->d_q_columns + (long)r * w->own_size;
+            const int length = last ? D : end - begin;
+            if (p->d_gates) { /* alpha's: less the own logits, which are q times their gradient by q */
+                const long at_q = last ? (begin + r) * p->q_row + (long)head * D : ((long)head * D + r) * g->N + begin;
+                double sum = 0;
+                read_floats(w->scratch, at(p->q, g->b * p->q_step + at_q, p->dtype), length, p->dtype);
+                for (int i = 0; i < length; i++) sum += w->scratch[i] * row[i];
+                w->d_gates[head] -= p->scale * sum;
+            }
+            const long element = last ? channel_of(g, D, head, begin + r, 0) : channel_of(g, D, head, begin, r);
+            write_scaled((void *)at(p->d_q, element, p->dtype), row, p->scale * gain_of(p, head), length, p->dtype,
+                         w->scratch);
+        }
+    }
+}
+
+/* Store the gradient of k or v, (K*width, Np), of an image. */
+static void write_keys_gradient(const image *g, void *to, const float *from, int width) {
+    const problem *p = g->p;
+    const long channels = (long)p->K * width, first = g->b * channels * g->N;
     if (p->channels_last)
-        write_transposed((void *)at(p->d_k, channel_of(g, D, head, 0, 0), p->dtype), width, w->d_k, g->Np, D, N,
-                         p->dtype);
-    for (int c = 0; !p->channels_last && c < D; c++)
-        write_floats((void *)at(p->d_k, channel_of(g, D, head, 0, c), p->dtype), w->d_k + c * g->Np, N, p->dtype);
-
-    gemm(FRESH, N, Dp, N, d, g->P, 1, w->k_rows, Dp, NULL, w->d_q, Dp);
-    if (p->height_rel) {
-        const ivec inside = before(W % VL); /* of a row's last vector */
-        for (int i = 0; i < N; i++) {
-            const float *row = d + i * g->P;
-            float *by_row = w->position + i * ld, *by_col = by_row + Hp;
-            memset(by_row, 0, ld * sizeof(float));
-            for (int y = 0; y < H; y++)
-                for (int x = 0; x < W; x += VL) { /* what lies beyond W is not read again */
-                    const vec part = LOAD(row + y * W + x);
-                    STORE(by_col + x, LOAD(by_col + x) + part);
-                    by_row[y] += sum_of(W - x < VL ? (vec)((ivec)part & inside) : part);
-                }
-        }
-        for (int y = 0; y < H; y++) { /* the queries of one row see the same part of the table */
-            const float *terms = w->position + (long)y * W * ld;
-            const long first = (long)(H - 1 - y) * Dp, query = (long)y * W * Dp;
-            gemm(ADD, W, Dp, H, terms, ld, 1, w->height_rows + first, Dp, NULL, w->d_q + query, Dp);
-            gemm(ADD, H, Dp, W, terms, 1, ld, w->q_rows + query, Dp, NULL, w->d_heights + first, Dp);
-        }
-        for (int x = 0; x < W; x++) {
-            const float *terms = w->position + x * ld + Hp;
-            const long first = (long)(W - 1 - x) * Dp, query = (long)x * Dp;
-            gemm(ADD, H, Dp, W, terms, ld * W, 1, w->width_rows + first, Dp, NULL, w->d_q + query, (long)Dp * W);
-            gemm(ADD, W, Dp, H, terms, 1, ld * W, w->q_rows + query, (long)Dp * W, NULL, w->d_widths + first, Dp);
-        }
-    }
-    const float *gradient = w->d_q;
-    long rows = N, length = D, row_ld = Dp; /* of the gradient in the order in which it is stored */
-    if (!p->channels_last) {
-        transpose(w->d_k, g->Np, w->d_q, Dp, N, D);
-        gradient = w->d_k, rows = D, length = N, row_ld = g->Np;
-    }
-    for (long r = 0; r < rows; r++) {
-        const float *row = gradient + r * row_ld;
-        if (p->d_gates) { /* alpha's: less the own logits, which are q times their gradient by q */
-            const long first = p->channels_last ? r * p->q_row + (long)head * D : ((long)head * D + r) * N;
-            double sum = 0;
-            read_floats(w->scratch, at(p->q, g->b * p->q_step + first, p->dtype), length, p->dtype);
-            for (int i = 0; i < length; i++) sum += w->scratch[i] * row[i];
-            w->d_gates[head] -= p->scale * sum;
-        }
-        const long element = p->channels_last ? channel_of(g, D, head, r, 0) : channel_of(g, D, head, 0, r);
-        write_scaled((void *)at(p->d_q, element, p->dtype), row, p->scale * gain_of(p, head), length, p->dtype,
-                     w->scratch);
-    }
+        write_transposed((void *)at(to, first, p->dtype), channels, from, g->Np, channels, g->N, p->dtype);
+    for (long c = 0; !p->channels_last && c < channels; c++)
+        write_floats((void *)at(to, first + c * g->N, p->dtype), from + c * g->Np, g->N, p->dtype);
 }
 
 static void write_rows(float *to, float *from, long rows, long n, long ld) { /* and empty `from` */
@@ -352,6 +367,9 @@ static void backward_image(const image *g, workspace *w) {
     /* A block of queries after the other, each step just far enough behind the one before that its neighbours are
      * there: what they hand on is still in the cache. */
     int mapped = 0, convolved = 0;
+    w->own_base = 0;
+    for (int head = 0; head < p->K; head++)
+        transpose(w->k_rows + (long)head * N * g->Dp, g->Dp, g->k + (long)head * p->D * g->Np, g->Np, p->D, N);
     for (int begin = 0; begin < N; begin += BLOCK) {
         const int end = begin + BLOCK < N ? begin + BLOCK : N;
         const int map = end + r < N ? end + r : N, through = end < N ? (end - r) / GROUP * GROUP : N;
@@ -362,16 +380,18 @@ static void backward_image(const image *g, workspace *w) {
         if (p->kind != MIX && !p->logits) own_logits(g, w->own, 0, begin, end, 0); /* else those stored are enough */
         mapped = map;
         softmax_gradients(g, w, begin, end);
-        if (p->kind != NONE && convolved < through) {
-            convolution_gradients(g, w, convolved, through);
-            convolved = through;
+        if (p->kind != NONE && convolved < through) convolution_gradients(g, w, convolved, through);
+        convolved = p->kind == NONE ? end : through > convolved ? through : convolved;
+        if (convolved - w->own_base >= w->own_rows || end == N) {
+            own_gradients(g, w, w->own_base, convolved);
+            for (int head = 0; head < p->K && convolved < end; head++)
+                memmove(own_row(g, w, head, w->own_base), own_row(g, w, head, convolved),
+                        (end - convolved) * g->P * sizeof(float));
+            w->own_base = convolved;
         }
     }
-    if (p->channels_last)
-        write_transposed((void *)at(p->d_v, first, p->dtype), values, w->d_v, g->Np, values, N, p->dtype);
-    for (long c = 0; !p->channels_last && c < values; c++)
-        write_floats((void *)at(p->d_v, first + c * N, p->dtype), w->d_v + c * g->Np, N, p->dtype);
-    for (int head = 0; head < p->K; head++) own_gradients(g, w, head);
+    write_keys_gradient(g, p->d_k, w->d_k, p->D);
+    write_keys_gradient(g, p->d_v, w->d_v, p->E);
 
     if (p->height_rel) {
         const long heights = 2L * p->H - 1, widths = 2L * p->W - 1;
@@ -389,8 +409,9 @@ static void backward_image(const image *g, workspace *w) {
     }
 }
 
-/* Each thread takes whole images; sums over images are left to the caller, in their order. */
-void evolving_attention_backward(const problem *p) {
+/* Each thread takes whole images; sums over images are left to the caller, in their order. Returns as forward. */
+int64_t evolving_attention_backward(const problem *p) {
+    int64_t missing = 0;
 #pragma omp parallel num_threads(p->threads < p->B ? p->threads : p->B)
     {
         static _Thread_local struct {
@@ -406,12 +427,18 @@ void evolving_attention_backward(const problem *p) {
             allocate_workspace(&kept.w, &kept.memory, g, p);
             kept.sizes = *p;
         }
-        read_parameters(g, p);
-        read_more_parameters(&kept.w, g);
+        if (all_have_memory(&kept.memory, &missing)) {
+            read_parameters(g, p);
+            read_more_parameters(&kept.w, g);
 #pragma omp for schedule(static)
-        for (int b = 0; b < p->B; b++) {
-            read_image(g, b);
-            backward_image(g, &kept.w);
+            for (int b = 0; b < p->B; b++) {
+                read_image(g, b);
+                backward_image(g, &kept.w);
+            }
+        } else {
+            free_all(&kept.memory);
+            kept.sizes.K = 0; /* of no problem */
         }
     }
+    return missing;
 }

@@ -31,7 +31,7 @@ static void allocate_convolution(convolution *g, buffers *m, int K, int N, int s
     *g = (convolution){.K = K, .size = size, .N = N, .Np = round_up(N), .P = row_length(N), .r = size / 2,
                        .planes = fast ? 6 : 1, .taps = K * rows * size};
     g->offsets = (long *)new_floats(m, 2L * g->taps);
-    for (int c = 0, t = 0; c < K; c++)
+    for (int c = 0, t = 0; g->offsets && c < K; c++)
         for (int y = 0; y < rows; y++)
             for (int x = 0; x < size; x++, t++) g->offsets[t] = ((long)y * K + c) * g->P + x;
     if (!fast) return;

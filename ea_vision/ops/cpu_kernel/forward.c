@@ -131,7 +131,9 @@ static void forward_rows(const image *g, int begin, int end, float *maps, float 
     }
 }
 
-void evolving_attention_forward(const problem *p) {
+/* Returns 0, or where a thread cannot get its memory the bytes that it needs; then nothing is done. */
+int64_t evolving_attention_forward(const problem *p) {
+    int64_t missing = 0;
     const int N = p->H * p->W;
     /* an image is cut where there are fewer images than threads; pieces read each other's neighbouring rows again */
     int pieces = p->B >= p->threads ? 1 : (p->threads + p->B - 1) / p->B;
@@ -162,19 +164,25 @@ void evolving_attention_forward(const problem *p) {
             kept.row = new_floats(m, map_row);
             kept.conv = new_floats(m, GROUP * map_row);
         }
-        read_parameters(g, p);
-        int read = -1;
+        if (all_have_memory(&kept.memory, &missing)) {
+            read_parameters(g, p);
+            int read = -1;
 #pragma omp for schedule(static)
-        for (int task = 0; task < tasks; task++) {
-            const int b = task / pieces, begin = task % pieces * rows, end = begin + rows < N ? begin + rows : N;
-            if (b != read) {
-                read_image(g, b);
-                for (int head = 0; g->v_rows && head < p->K; head++)
-                    transpose(g->v_rows + (long)head * N * g->Ep, g->Ep, g->v + (long)head * p->E * g->Np, g->Np, p->E,
-                              N);
+            for (int task = 0; task < tasks; task++) {
+                const int b = task / pieces, begin = task % pieces * rows, end = begin + rows < N ? begin + rows : N;
+                if (b != read) {
+                    read_image(g, b);
+                    for (int head = 0; g->v_rows && head < p->K; head++)
+                        transpose(g->v_rows + (long)head * N * g->Ep, g->Ep, g->v + (long)head * p->E * g->Np, g->Np,
+                                  p->E, N);
+                }
+                read = b;
+                forward_rows(g, begin, end, kept.maps, kept.patches, kept.own, kept.row, kept.conv);
             }
-            read = b;
-            forward_rows(g, begin, end, kept.maps, kept.patches, kept.own, kept.row, kept.conv);
+        } else {
+            free_all(&kept.memory);
+            kept.sizes.K = 0; /* of no problem */
         }
     }
+    return missing;
 }

@@ -40,7 +40,7 @@ static void allocate_planes(plane_buffers *g, buffers *m, const planes *p) {
     *c = (convolution){.K = p->K, .N = columns, .Np = round_up(columns), .P = lead + round_up(columns) + lead,
                        .planes = 1, .taps = taps};
     c->offsets = (long *)new_floats(m, 2L * taps);
-    for (int t = 0; t < taps; t++) {
+    for (int t = 0; c->offsets && t < taps; t++) {
         const long at = t % area, head = t / (2 * area), shift = (at / p->size - r) * stride + at % p->size - r;
         c->offsets[t] = head * c->P + shift * (t / area % 2 ? (long)p->K * c->P : 1);
     }
@@ -163,7 +163,8 @@ static void planes_backward_of_image(const plane_buffers *g, const planes *p, in
     write_weight_gradient(&g->conv, p->d_weight + (long)b * p->K * g->conv.taps, g->sums);
 }
 
-void convolve_planes(const planes *p) {
+int64_t convolve_planes(const planes *p) { /* returns as evolving_attention_forward */
+    int64_t missing = 0;
     /* forward, an image is cut where there are fewer images than threads; pieces read each other's borders again */
     const int wanted = p->d_out || p->B >= p->threads ? 1 : (p->threads + p->B - 1) / p->B;
     const int rows = (p->H + wanted - 1) / wanted, pieces = (p->H + rows - 1) / rows;
@@ -172,15 +173,18 @@ void convolve_planes(const planes *p) {
         buffers memory = {.count = 0};
         plane_buffers g;
         allocate_planes(&g, &memory, p);
-        read_plane_weight(&g, p);
+        if (all_have_memory(&memory, &missing)) {
+            read_plane_weight(&g, p);
 #pragma omp for schedule(static)
-        for (int task = 0; task < p->B * pieces; task++) {
-            const int b = task / pieces, y = task % pieces * rows;
-            if (p->d_out)
-                planes_backward_of_image(&g, p, b);
-            else
-                planes_of_rows(&g, p, b, y, y + rows < p->H ? y + rows : p->H);
+            for (int task = 0; task < p->B * pieces; task++) {
+                const int b = task / pieces, y = task % pieces * rows;
+                if (p->d_out)
+                    planes_backward_of_image(&g, p, b);
+                else
+                    planes_of_rows(&g, p, b, y, y + rows < p->H ? y + rows : p->H);
+            }
         }
         free_all(&memory);
     }
+    return missing;
 }

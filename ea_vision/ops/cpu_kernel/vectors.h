@@ -42,19 +42,35 @@ INLINE ivec before(int n) {
 
 typedef struct {
     void *all[64];
-    int count;
-} buffers; /* what a thread frees together */
+    int count, failed; /* failed: there was no memory for one of them */
+    int64_t bytes;     /* of all, those included that there was no memory for */
+} buffers;             /* what a thread frees together */
 
-/* n zeros, and room for vectors that are read or written beyond them. */
+/* n zeros, and room for vectors that are read or written beyond them; NULL where there is no memory. */
 static float *new_floats(buffers *m, long n) {
+    const long bytes = (n + 2 * VL) * sizeof(float);
     void *memory = NULL;
-    if (m->count == 64 || posix_memalign(&memory, 64, (n + 2 * VL) * sizeof(float))) abort();
-    memset(memory, 0, (n + 2 * VL) * sizeof(float));
+    m->bytes += bytes;
+    if (m->failed || m->count == 64 || posix_memalign(&memory, 64, bytes)) {
+        m->failed = 1;
+        return NULL;
+    }
+    memset(memory, 0, bytes);
     return m->all[m->count++] = memory;
 }
 
 static void free_all(buffers *m) {
     while (m->count) free(m->all[--m->count]);
+    m->failed = m->bytes = 0;
+}
+
+/* Whether no thread of a team lacks memory; all of them ask. In `missing`: the bytes that one of those needs that do. */
+static int all_have_memory(const buffers *m, int64_t *missing) {
+    if (m->failed)
+#pragma omp atomic write
+        *missing = m->bytes;
+#pragma omp barrier
+    return !*missing;
 }
 
 #ifdef __clang__
