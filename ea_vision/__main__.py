@@ -51,14 +51,12 @@ def run(command: str, argv: list[str] | None = None) -> int:
 def main(argv: list[str] | None = None) -> int:
     """Run `ea-vision COMMAND ARGUMENTS`; without a command, or with --help, print the list of commands."""
     argv = sys.argv[1:] if argv is None else argv
-    if argv == ["--version"]:
-        print(f"ea-vision {__version__}")
-    elif not argv or argv[0] in ("-h", "--help"):
-        print(OVERVIEW, *(f"  {name:17}{about}" for name, (_, about) in COMMANDS.items()), sep="\n")
-    else:
+    if argv and argv[0] not in ("-h", "--help", "--version"):
         sys.argv = [f"ea-vision {argv[0]}", *argv[1:]]  # what usage lines and run folders name
         return run(argv[0])
-    return 0
+    lines = [OVERVIEW, *(f"  {name:17}{about}" for name, (_, about) in COMMANDS.items())]
+    text = f"ea-vision {__version__}" if argv == ["--version"] else "\n".join(lines)
+    return exit_code(lambda: print(text) or 0)
 
 
 if __name__ == "__main__":

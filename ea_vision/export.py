@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.output.suffix == ".safetensors":
         if not args.data_dir:
             raise UsageError("weights and their card need --data-dir, the data set of the run")
-        print(write_weights(Path(args.model), check_output(args.output, regular=True), args.data_dir,
+        print(write_weights(Path(args.model), check_output(args.output), args.data_dir,
                             args.split))
         return 0
     check_packages(args.output, "onnx", "onnxscript")

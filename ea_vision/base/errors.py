@@ -1,15 +1,12 @@
-"""The two errors a trainer reports in one line instead of a traceback, and the exit codes that go with them."""
+"""The two errors that a command reports in one line instead of a traceback, and the exit codes that go with them."""
 
 from __future__ import annotations
 
 import io
-import json
 import os
 import sys
-import time
 from collections.abc import Callable
 from difflib import get_close_matches
-from pathlib import Path
 
 
 class UsageError(ValueError):
@@ -38,43 +35,42 @@ def near_matches(wrong: str, known, kind: str) -> str:
 def exit_code(main: Callable[[], int]) -> int:
     """Run `main`; turn the errors above into one line on stderr and an exit code.
 
-    Of several processes one tells of an error that all have met, see `World.is_told`. torchrun gets each error in the
-    file that it names, as torch's `record` does it.
-
-    What standard output cannot write, such as a file name that is not UTF-8, is printed with backslashes.
+    torchrun gets every error in the file that it names, and shows the one that came first. What standard output cannot
+    write, such as a file name that is not UTF-8, is printed with backslashes; a reader that has gone (`| head -1`) ends
+    the command as it ends other programs.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
+    in_torchrun = "TORCHELASTIC_ERROR_FILE" in os.environ
+    if in_torchrun:
+        from torch.distributed.elastic.multiprocessing.errors import record
+
+        main = record(main)
     try:
-        return main()
+        try:
+            return main()
+        finally:
+            sys.stdout.flush()
     except (UsageError, RunError) as error:
-        _record(error)
         rank = os.environ.get("RANK", "0")
-        if not getattr(error, "told", rank != "0"):
+        if rank == "0" or not in_torchrun:
             who = "" if rank == "0" else f"process {rank}: "
             print(f"error: {who}{' '.join(str(error).split())}", file=sys.stderr)
         return error.code if isinstance(error, RunError) else 2
-    except Exception as error:
-        _record(error)
-        raise
+    except BrokenPipeError:
+        if not _reader_has_gone():
+            raise
+        return 141  # of a shell, for SIGPIPE
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
         return 130
 
 
-def _record(error: Exception) -> None:
-    """Write an error into torchrun's file, if it has started this process: ours in a line, others with the stack."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not path:
-        return
-    if isinstance(error, (UsageError, RunError)):
-        text = " ".join(str(error).split())
-        message = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(json.dumps({"message": message}))
-        return
-    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-    handler = get_error_handler()
-    handler.initialize()
-    handler.record_exception(error)
+def _reader_has_gone() -> bool:
+    """Return whether standard output cannot be written any more; what is left for it is thrown away then."""
+    try:
+        print(flush=True)  # a flush alone writes nothing where Python does not buffer
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False

@@ -2,32 +2,32 @@
 
 import argparse
 import io
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ea_vision.base.errors import UsageError
 
 COLORS = ("#D55E00", "#0072B2", "#E69F00", "#CC79A7", "#56B4E9", "#009E73", "#F0E442")  # Okabe and Ito
 FORMATS = (".png", ".svg", ".pdf")
-MOST_DPI, MOST_PIXELS = 2400, 250_000_000
+MOST_PIXELS = 250_000_000
 PAGE = 6.75  # inches: the width of a figure that is not asked for another one, if it has enough to show
 NARROWEST, WIDEST = 2.5, 40.0  # inches
 
 
-def dpi(text: str) -> int:
-    """Return the option --dpi as a number, for argparse."""
-    if not text.isdecimal() or not 1 <= int(text) <= MOST_DPI:
-        raise argparse.ArgumentTypeError(f"a whole number from 1 to {MOST_DPI} required, got {text[:20]!r}")
-    return int(text)
+def _number(kind: type, low: float, high: float, what: str) -> Callable[[str], float]:
+    """Return argparse's type of a number from `low` to `high`."""
+    def number(text: str) -> float:
+        try:
+            if low <= kind(text) <= high:
+                return kind(text)
+        except ValueError:
+            pass  # refused below
+        raise argparse.ArgumentTypeError(f"{what} from {low:g} to {high:g} required, got {text[:20]!r}")
+
+    return number
 
 
-def inches(text: str) -> float:
-    """Return the option --width as a number, for argparse."""
-    try:
-        return check_width(float(text)) if math.isfinite(float(text)) else check_width(-1.0)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"a width in inches from {NARROWEST} to {WIDEST:g} required, got {text!r}"
-                                         ) from error
+dpi = _number(int, 1, 2400, "a whole number")
+inches = _number(float, NARROWEST, WIDEST, "a width in inches")
 
 
 def check_width(width: float | None) -> float | None:
@@ -38,26 +38,22 @@ def check_width(width: float | None) -> float | None:
 
 
 def figure_bytes(figure, suffix: str = ".png", dpi: int = 200) -> bytes:
-    """Return the figure in the format of one of FORMATS; text stays text, which can be found.
+    """Return the figure in the format of one of FORMATS.
 
     Raises:
         UsageError: more than MOST_PIXELS.
     """
-    import matplotlib
-
     width, height = (side * dpi for side in figure.get_size_inches())
     if suffix == ".png" and (width * height > MOST_PIXELS or max(width, height) >= 2**16):
         raise UsageError(f"a picture must have at most {MOST_PIXELS / 1e6:g} megapixels and 65535 pixels a side, got "
                          f"{width:.0f}x{height:.0f} at {dpi} dots per inch: ask for fewer (--dpi)")
-
     data = io.BytesIO()
-    with matplotlib.rc_context({"svg.fonttype": "none", "pdf.fonttype": 42}):
-        figure.savefig(data, format=suffix.removeprefix("."), dpi=dpi)
+    figure.savefig(data, format=suffix.removeprefix("."), dpi=dpi)
     return data.getvalue()
 
 
 def color_cycle() -> Sequence[str]:
-    """Colours of lines: the user's, and where rcParams has matplotlib's, those that the colour-blind can tell apart."""
+    """Return colours of lines: the user's, and where rcParams has matplotlib's, those for the colour-blind."""
     import matplotlib
 
     cycle = matplotlib.rcParams["axes.prop_cycle"]

@@ -6,13 +6,11 @@ Every writer of this package writes by `atomic_write`; commands ask `check_outpu
 from __future__ import annotations
 
 import csv
-import errno
 import io
 import json
 import os
 import uuid
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,86 +28,9 @@ def cache_root() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ea_vision"
 
 
-def is_special(path: Path) -> bool:
-    """Return whether data goes through `path` instead of into it: a device, a pipe, or what lies in /dev or /proc."""
-    if path.absolute().parts[1:2] in (("dev",), ("proc",)):
-        return True
-    return path.exists() and not path.is_file() and not path.is_dir()
-
-
-def check_output(path: Path, *, regular: bool = False) -> Path:
-    """Make the folder of a file that is to be written and see that it can be written; return `path`.
-
-    Args:
-        regular: refuse devices and pipes.
-
-    Raises:
-        UsageError: it is a folder, its folder cannot be made or written into, or it is special and must not be.
-    """
-    if os.path.isdir(path):
-        raise UsageError(f"the output must be a file, and {path} is a folder")
-    if os.path.lexists(path) and is_special(path):
-        if regular:
-            raise UsageError(f"the output must be a regular file, and {path} is a device or a pipe")
-        return path
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"cannot write into {path.parent}: {error.strerror}") from error
-    check_writable(Path(os.path.realpath(path)).parent)
-    return path
-
-
-def atomic_write(path: Path, data: bytes, keep_previous_as: Path | None = None) -> None:
-    """Replace `path` by `data`, all or nothing.
-
-    The file that a link leads to is replaced, not the link. What is no regular file, such as /dev/stdout or a named
-    pipe, stays what it is, and the data is written into it.
-
-    Args:
-        keep_previous_as: a name for the file that was there before (default: it is gone).
-
-    Raises:
-        RunError: the file could not be written (a folder, disk full, no permission); the old one is untouched.
-    """
-    if is_special(path):
-        try:
-            path.write_bytes(data)
-        except OSError as error:
-            raise RunError(f"cannot write into {path}: {error.strerror}") from error
-        return
-    path = Path(os.path.realpath(path))
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")  # two runs may write the same file of a cache
-    try:
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        if path.is_dir():
-            raise IsADirectoryError(errno.EISDIR, "it is a folder")
-        if keep_previous_as is not None and path.exists():
-            os.replace(path, keep_previous_as)
-        os.replace(temporary, path)
-        directory = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
-    except OSError as error:
-        with suppress(OSError):  # not even that on a read-only file system
-            temporary.unlink(missing_ok=True)
-        raise RunError(f"cannot write {path}: {error.strerror}; what was there before is whole") from error
-
-
-def write_json(path: Path, value: Any) -> None:
-    atomic_write(path, (json.dumps(value, indent=2) + "\n").encode())
-
-
-def write_npz(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Arrays by name, compressed, for np.load; all or nothing."""
-    data = io.BytesIO()
-    np.savez_compressed(data, **arrays)
-    atomic_write(path, data.getvalue())
+def _is_device(path: Path) -> bool:
+    """Return whether data goes through `path` instead of into it: /dev/stdout, a named pipe."""
+    return path.parts[:2] == ("/", "dev") or path.exists() and not path.is_file() and not path.is_dir()
 
 
 def create(folder: Path) -> None:
@@ -124,27 +45,85 @@ def create(folder: Path) -> None:
         raise UsageError(f"cannot make the folder {folder}: {error.strerror}") from error
 
 
-def csv_text(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] = ()) -> str:
-    """Comma-separated values of rows with the same keys, which make the header line unless `columns` does: where there
-    may be no row."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, columns or list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
-
-
 def check_writable(folder: Path) -> None:
     """See whether files can be written into a folder or, where it is not there yet, into the one above it.
 
     Raises:
         UsageError: they cannot.
     """
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    probe = folder / f".{uuid.uuid4().hex}.tmp"
     try:
+        while not folder.exists() and folder != folder.parent:
+            folder = folder.parent
+        probe = folder / f".{uuid.uuid4().hex}.tmp"
         probe.touch()
         probe.unlink(missing_ok=True)  # another run that begins in the same folder clears such files away
     except OSError as error:
         raise UsageError(f"cannot write into the folder {folder}: {error.strerror}") from error
+
+
+def check_output(path: Path) -> Path:
+    """Make the folder of a file that is to be written and see that it can be written; return `path`.
+
+    Raises:
+        UsageError: it is a folder, has no possible name, or its folder cannot be made or written into.
+    """
+    try:
+        if path.is_dir():
+            raise UsageError(f"the output must be a file, and {path} is a folder")
+        if _is_device(path):
+            return path
+    except OSError as error:  # a name that is too long
+        raise UsageError(f"cannot write {path}: {error.strerror}") from error
+    create(path.parent)
+    check_writable(Path(os.path.realpath(path)).parent)
+    return path
+
+
+def atomic_write(path: Path, data: bytes, keep_previous_as: Path | None = None) -> None:
+    """Replace `path` by `data`, all or nothing. Of a link, its file is replaced; into a device the data is written.
+
+    Args:
+        keep_previous_as: a name for the file that was there before (default: it is gone).
+
+    Raises:
+        RunError: the file could not be written (a folder, disk full, no permission); the old one is untouched.
+    """
+    try:
+        if _is_device(path):
+            path.write_bytes(data)
+            return
+        path = Path(os.path.realpath(path))
+        temporary = path.with_name(f".{path.name[:40]}.{uuid.uuid4().hex}.tmp")  # two runs may write the same file
+        try:
+            with open(temporary, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            if keep_previous_as is not None and path.exists():
+                os.replace(path, keep_previous_as)
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise RunError(f"cannot write {path}: {error.strerror}; what was there before is whole") from error
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a value as JSON, all or nothing."""
+    atomic_write(path, (json.dumps(value, indent=2) + "\n").encode())
+
+
+def write_npz(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Write arrays by name, compressed, for np.load; all or nothing."""
+    data = io.BytesIO()
+    np.savez_compressed(data, **arrays)
+    atomic_write(path, data.getvalue())
+
+
+def csv_text(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] = ()) -> str:
+    """Return rows with the same keys as comma-separated values; `columns` is the header where there may be no row."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns or list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()

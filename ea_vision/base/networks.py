@@ -24,7 +24,6 @@ SCENES = ("buildings", "forest", "glacier", "mountain", "sea", "street")  # of e
 
 # What constructors raise on keywords that make no sense to them.
 REFUSALS = (ValueError, TypeError, AssertionError, RuntimeError, LookupError, AttributeError, ArithmeticError, OSError)
-_UNKNOWN_KEYWORD = re.compile(r"unexpected keyword argument '(\w+)'")
 
 
 def check_model_name(name: str, alternative: str = "") -> None:
@@ -56,22 +55,22 @@ def create_classifier(name: str, kwargs: dict[str, Any], optional: frozenset[str
     for key, value in wanted.items():
         if kwargs.get(key, value) != value:
             raise UsageError(f"model keyword {key} must be {value}, as the images are, got {kwargs[key]!r}")
-    wanted |= kwargs
 
     def create(**keywords: Any) -> nn.Module:
-        model = _fetched(name, **keywords) if pretrained and not weights else timm.create_model(name, **keywords)
-        return _with_weights(model, name, keywords, weights, notice) if weights else model
+        if weights:
+            return _with_weights(timm.create_model(name, **keywords), name, keywords, weights, notice)
+        return pretrained_model(name, keywords) if pretrained else timm.create_model(name, **keywords)
 
-    return create_by_keywords(create, name, wanted, optional, notice)
+    return create_by_keywords(create, name, wanted | kwargs, optional, notice)
 
 
 def create_by_keywords(create: Callable[..., nn.Module], name: str, wanted: dict[str, Any], optional: frozenset[str],
                        notice=print) -> tuple[nn.Module, dict[str, Any]]:
-    """`create(**wanted)`, without those of the `optional` keywords (given by a recipe, and img_size) that it lacks.
+    """Call create(**wanted), dropping img_size and `optional` keywords (a recipe's) that it does not accept.
 
     Args:
         name: of the model, for messages.
-        notice: what says which keyword was left out.
+        notice: called with a line for each of a recipe's keywords that was dropped.
 
     Returns:
         the model, and the keywords that it was made with.
@@ -81,15 +80,14 @@ def create_by_keywords(create: Callable[..., nn.Module], name: str, wanted: dict
     """
     try:
         model, taken = create_leaving_out(create, wanted, optional | {"img_size"})
-    except TypeError as error:
-        unknown = _UNKNOWN_KEYWORD.search(str(error))
-        if unknown is None or unknown[1] not in wanted:
-            raise _refusal(name, wanted, error) from error
-        raise UsageError(f"model {name} has no keyword {unknown[1]!r} (given by --model-kwargs)") from error
     except UsageError:  # of weights
         raise
     except REFUSALS as error:
-        raise _refusal(name, wanted, error) from error
+        unknown = _unknown_keyword(error)
+        if unknown in wanted:
+            raise UsageError(f"model {name} has no keyword {unknown!r} (given by --model-kwargs)") from error
+        shown = " ".join(f"{k}={v}" for k, v in wanted.items())
+        raise UsageError(f"model {name} refuses {shown}: {error}") from error
     for key in wanted:
         if key not in taken and key != "img_size":
             notice(f"{name} has no {key}: the recipe's {key}={wanted[key]} is left out")
@@ -98,7 +96,7 @@ def create_by_keywords(create: Callable[..., nn.Module], name: str, wanted: dict
 
 def create_leaving_out(create: Callable[..., nn.Module], wanted: dict[str, Any],
                        optional: Collection[str]) -> tuple[nn.Module, dict[str, Any]]:
-    """`create(**wanted)`, without those of the `optional` keywords that it lacks; the model, and what it was made with.
+    """Call create(**wanted), dropping `optional` keywords that it does not accept; return the model and the keywords.
 
     Raises:
         TypeError and others: what `create` raises with the keywords that are left.
@@ -110,15 +108,39 @@ def create_leaving_out(create: Callable[..., nn.Module], wanted: dict[str, Any],
         try:
             return create(**wanted), wanted
         except TypeError as error:
-            unknown = _UNKNOWN_KEYWORD.search(str(error))
-            if unknown is None or unknown[1] not in wanted or unknown[1] not in optional:
+            unknown = _unknown_keyword(error)
+            if unknown not in wanted or unknown not in optional:
                 raise
-            del wanted[unknown[1]]
+            del wanted[unknown]
+
+
+def _unknown_keyword(error: Exception) -> str | None:
+    found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+    return found[1] if found else None
+
+
+def pretrained_model(name: str, kwargs: dict[str, Any]) -> nn.Module:
+    """Create a model with its pretrained weights.
+
+    Raises:
+        TypeError: it lacks a keyword.
+        UsageError: no such model or weights, or they cannot be fetched or loaded.
+    """
+    check_model_name(name)
+    if not timm.models.is_model_pretrained(name):
+        raise UsageError(f"there are no pretrained weights of {name}: train it, or give a file by --pretrained-path")
+    try:
+        return timm.create_model(name, pretrained=True, **kwargs)
+    except TypeError:
+        raise
+    except Exception as error:  # the Hub's clients raise classes of their own
+        raise UsageError(f"the pretrained weights of {name} cannot be fetched or loaded ({_shortened(error)}): connect "
+                         "to the network, or give a file by --pretrained-path") from error
 
 
 def _with_weights(model: nn.Module, name: str, kwargs: dict[str, Any], path: str, notice) -> nn.Module:
-    """The model, made anew with the weights of a file as timm would load its pretrained ones; of a classifier for other
-    classes, what `model` has.
+    """Create `model` again with the weights of a file, as timm would load its pretrained ones; of a classifier for
+    other classes it keeps its own.
 
     Raises:
         UsageError: a file that cannot be read, or that is not this model's.
@@ -129,77 +151,30 @@ def _with_weights(model: nn.Module, name: str, kwargs: dict[str, Any], path: str
         state = timm.models.load_state_dict(path)
     except (*REFUSALS, safetensors.SafetensorError, pickle.UnpicklingError) as error:
         raise UsageError(f"weights {path} cannot be read: {error}") from error
-    classifiers = model.pretrained_cfg.get("classifier") or ()
-    classifiers = (classifiers,) if isinstance(classifiers, str) else classifiers
-    own = model.state_dict()
-    for key in [f"{module}.{kind}" for module in classifiers for kind in ("weight", "bias")]:
-        if key in state and key in own and state[key].shape != own[key].shape:
+    classifiers, own = model.pretrained_cfg.get("classifier") or (), model.state_dict()
+    for key in own:
+        of_classifier = key.rpartition(".")[0] in ([classifiers] if isinstance(classifiers, str) else classifiers)
+        if of_classifier and key in state and state[key].shape != own[key].shape:
             notice(f"{key} of {path} is {list(state[key].shape)}: not taken for {list(own[key].shape)}")
             state[key] = own[key]
     given = {"state_dict": state, "num_classes": model.num_classes, "label_offset": 0, "custom_load": False}
     try:
         loaded = timm.create_model(name, pretrained=True, pretrained_cfg_overlay=given, **kwargs)
     except REFUSALS as error:
-        raise UsageError(f"weights {path} do not fit {name}: {_shortened(str(error))}") from error
+        raise UsageError(f"weights {path} do not fit {name}: {_shortened(error)}") from error
     loaded.pretrained_cfg = model.pretrained_cfg
-    spoilt = non_finite(loaded.state_dict())
-    if spoilt:
-        raise UsageError(f"weights {path} must be finite numbers, got others in {', '.join(spoilt[:3])}")
+    check_finite(loaded.state_dict(), path)
     return loaded
 
 
-def _fetched(name: str, **keywords: Any) -> nn.Module:
-    """Create a model with the weights that timm fetches for it.
-
-    Raises:
-        UsageError: it has none, or they cannot be fetched.
-    """
-    config = timm.models.get_pretrained_cfg(name)
-    if config is None or not config.has_weights:
-        raise UsageError(f"there are no pretrained weights of {name}: train it, or give a file by --pretrained-path")
-    try:
-        return timm.create_model(name, pretrained=True, **keywords)
-    except TypeError:  # a keyword
-        raise
-    except Exception as error:  # whatever the clients of the Hub raise without a network
-        fetching = isinstance(error, OSError) or type(error).__module__.partition(".")[0] in (
-            "httpx", "httpcore", "requests", "urllib3", "huggingface_hub")
-        if not fetching:
-            raise
-        raise UsageError(f"the pretrained weights of {name} cannot be fetched ({_shortened(str(error), 160)}): connect "
-                         "to the network, or give a file by --pretrained-path") from error
-
-
-def _shortened(text: str, most: int = 400) -> str:
-    """Return the text in one line, of a list of weights the first three, and at most so many characters."""
-    def few(found: re.Match) -> str:
-        names = found[0].split(", ")
-        return ", ".join(names[:3]) + f" and {len(names) - 3} more"
-
-    text = re.sub(r'"[^"]+"(?:, "[^"]+"){3,}', few, " ".join(text.split()))
-    return text if len(text) <= most else text[:most] + " ..."
-
-
-def _refusal(name: str, wanted: dict[str, Any], error: Exception) -> UsageError:
-    shown = " ".join(f"{k}={v}" for k, v in wanted.items())
-    return UsageError(f"model {name} refuses {shown}: {error}")
-
-
-def pretrained_model(name: str, kwargs: dict[str, Any]) -> nn.Module:
-    """Create a model with its pretrained weights and classes.
-
-    Raises:
-        UsageError: no such model, keyword or weights.
-    """
-    check_model_name(name)
-    try:
-        return timm.create_model(name, pretrained=True, **kwargs)
-    except REFUSALS as error:
-        raise UsageError(f"model {name} cannot be created with pretrained weights: {error}") from error
+def _shortened(error: Exception) -> str:
+    """Return an error's message in one line of at most 400 characters."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= 400 else f"{text[:400]} ..."
 
 
 def digest_of(tensors: dict[str, torch.Tensor], text: str = "") -> str:
-    """SHA-256 over names, types, shapes and values of contiguous tensors on the CPU, and a text."""
+    """Return SHA-256 over names, types, shapes and values of contiguous tensors on the CPU, and a text."""
     digest = hashlib.sha256(text.encode())
     for name in sorted(tensors):
         tensor = tensors[name]
@@ -209,7 +184,7 @@ def digest_of(tensors: dict[str, torch.Tensor], text: str = "") -> str:
 
 
 def encode_weights(state: dict[str, torch.Tensor], about: dict[str, str] | None = None) -> bytes:
-    """The bytes of a safetensors file for `timm.create_model(..., checkpoint_path=...)`, with a checksum.
+    """Return a safetensors file for `timm.create_model(..., checkpoint_path=...)`, with a checksum.
 
     about: what else the file's metadata says.
     """
@@ -239,26 +214,26 @@ def load_weights(model: nn.Module, path: Path) -> None:
 def check_state_fits(model: nn.Module, state: dict[str, torch.Tensor], source: str) -> None:
     """Raise UsageError, naming the first differences, unless names and shapes of `state` are those of the model, and
     all its values finite."""
-    own = model.state_dict()
-    differences = [f"{n} must be {tuple(own[n].shape)}, got {tuple(state[n].shape)}"
-                   for n in own if n in state and own[n].shape != state[n].shape]
-    differences += [f"{n} is missing" for n in own if n not in state]
-    differences += [f"{n} is unknown" for n in state if n not in own]
+    own, other = ({name: tuple(value.shape) for name, value in of.items()} for of in (model.state_dict(), state))
+    differences = [f"{name} must be {own.get(name, 'absent')}, got {other.get(name, 'nothing')}"
+                   for name in {**own, **other} if own.get(name) != other.get(name)]
     if differences:
         more = f" and {len(differences) - 3} more" if len(differences) > 3 else ""
         raise UsageError(f"weights {source} do not fit the model: {'; '.join(differences[:3])}{more}")
+    check_finite(state, source)
+
+
+def check_finite(state: dict[str, torch.Tensor], source: str) -> None:
+    """Raise UsageError unless all weights and buffers are finite."""
     spoilt = non_finite(state)
     if spoilt:
-        raise UsageError(f"weights {source} must be finite numbers, got others in {', '.join(spoilt[:3])}"
-                         f"{f' and {len(spoilt) - 3} more' if len(spoilt) > 3 else ''}")
+        raise UsageError(f"weights {source} must be finite numbers, got others in {', '.join(spoilt[:3])}")
 
 
 def non_finite(state: dict[str, torch.Tensor]) -> list[str]:
-    """Names of the weights and buffers that hold NaN or infinity."""
+    """Return the names of the weights and buffers that hold NaN or infinity."""
     names = [name for name, value in state.items() if value.is_floating_point()]
-    if not names:
-        return []
-    finite = torch.stack([state[name].detach().isfinite().all() for name in names]).tolist()
+    finite = torch.stack([state[name].detach().isfinite().all() for name in names]).tolist() if names else []
     return [name for name, good in zip(names, finite, strict=True) if not good]
 
 
@@ -284,7 +259,7 @@ def check_classes(model: nn.Module, classes: list[str], expected: list[str] | No
 
 
 def pretrained_classes(model: nn.Module, classes: list[str]) -> list[str] | None:
-    """The classes that a model's pretrained weights know, where they can be told, to compare with the data's.
+    """Return the classes that a model's pretrained weights know, to compare with the data's, where they can be told.
 
     They are the `label_names` of its configuration; where it has none, and the data's 1000 are named by WordNet IDs,
     they are ImageNet's.
@@ -297,6 +272,6 @@ def pretrained_classes(model: nn.Module, classes: list[str]) -> list[str] | None
 
 
 def image_statistics(model: nn.Module) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and std, per channel, of images in 0..1 that the model's configuration asks for."""
+    """Return mean and std, per channel, of images in 0..1 that the model's configuration asks for."""
     data_config = timm.data.resolve_model_data_config(model)
     return data_config["mean"], data_config["std"]

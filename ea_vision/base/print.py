@@ -1,5 +1,5 @@
-"""Figures for print: their width in inches, that of a paper's column or page, text of 7 to 9 points whatever the width
-(in proportion larger or smaller where rcParams["font.size"] is not matplotlib's), and how wide it is."""
+"""Figures for print: text of 7 to 9 points whatever the width (in proportion larger or smaller where
+rcParams["font.size"] is not matplotlib's), and how wide it is."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ from matplotlib.font_manager import FontProperties
 from matplotlib.legend import Legend
 from matplotlib.textpath import text_to_path
 
+BREAKS = ("[^ ]* ?", r"[^_\-./,]*[_\-./,]?", ".")  # pieces of a line: words, what ends in punctuation, letters
+
 
 def points(kind: str = "small") -> float:
-    """Size of text: "title", "medium" or "small", by default 9, 8 and 7 points."""
+    """Return the size of text: "title", "medium" or "small", by default 9, 8 and 7 points."""
     default = matplotlib.rcParamsDefault["font.size"]
     return {"title": 9.0, "medium": 8.0, "small": 7.0}[kind] * matplotlib.rcParams["font.size"] / default
 
@@ -31,40 +33,26 @@ def _width(text: str, size: float, family: tuple[str, ...]) -> float:
 
 
 def text_width(text: str, size: float) -> float:
-    """Of the longest line."""
+    """Return the width of text's longest line in points, as letters of `size` points have it."""
     return max(_width(line, size, tuple(matplotlib.rcParams["font.family"])) if line else 0.0
                for line in text.split("\n"))
 
 
 def wrapped(text: str, width: float, size: float) -> str:
     """Break text into lines no wider than `width`: between words, else after _ - . / , and last anywhere."""
-    lines: list[str] = []
-    for part in text.split("\n"):
-        line = ""
-        for word in part.split(" "):
-            longer = f"{line} {word}" if line else word
-            if text_width(longer, size) <= width:
-                line = longer
-                continue
-            if line:
-                lines.append(line)
-            *whole, line = _broken(word, width, size)
-            lines += whole
-        lines.append(line)
-    return "\n".join(lines)
+    return "\n".join(line.rstrip() for part in text.split("\n") for line in _filled([part], width, size, BREAKS))
 
 
-def _broken(word: str, width: float, size: float) -> list[str]:
+def _filled(pieces: list[str], width: float, size: float, breaks: Sequence[str]) -> list[str]:
+    """Return lines of pieces; one that is too wide for a line is broken by the first of `breaks`."""
     lines = [""]
-    for piece in re.findall(r"[^_\-./,]*[_\-./,]|[^_\-./,]+", word) or [""]:
-        if text_width(lines[-1] + piece, size) <= width:
+    for piece in pieces:
+        if text_width((lines[-1] + piece).rstrip(), size) <= width:
             lines[-1] += piece
             continue
         lines += [""] if lines[-1] else []
-        for letter in piece:
-            if lines[-1] and text_width(lines[-1] + letter, size) > width:
-                lines.append("")
-            lines[-1] += letter
+        broken = breaks and text_width(piece.rstrip(), size) > width
+        lines[-1:] = _filled(re.findall(breaks[0], piece), width, size, breaks[1:]) if broken else [piece]
     return lines
 
 
@@ -83,19 +71,19 @@ class Picture(Figure):
 
 
 def new_figure(width: float, height: float, **kwargs) -> Figure:
-    """A figure of width x height inches that belongs to no window."""
+    """Return a figure of width x height inches that belongs to no window."""
     return Picture(figsize=(width, height), dpi=150, **kwargs)
 
 
 @contextmanager
 def print_style() -> Iterator[None]:
-    """Draw axes, lines and markers in the sizes of print while this lasts; for ticks see `small_ticks`, other text is
-    told its `points`."""
+    """Draw axes, lines and markers in the sizes of print while this lasts; for ticks see `small_ticks`, other text
+    gets its `points`."""
     small, medium = points(), points("medium")
     with matplotlib.rc_context({
-            "axes.titlesize": medium, "axes.labelsize": small, "legend.fontsize": small,
-            "figure.titlesize": medium, "axes.linewidth": 0.6, "lines.linewidth": 1.0, "lines.markersize": 3.5,
-            "errorbar.capsize": 1.5, "legend.columnspacing": 1.0, "legend.handlelength": 1.8, "grid.linewidth": 0.5}):
+            "axes.titlesize": medium, "axes.labelsize": small, "legend.fontsize": small, "figure.titlesize": medium,
+            "axes.linewidth": 0.6, "lines.linewidth": 1.0, "lines.markersize": 3.5, "errorbar.capsize": 1.5,
+            "legend.columnspacing": 1.0, "legend.handlelength": 1.8, "grid.linewidth": 0.5}):
         yield
 
 
@@ -107,15 +95,14 @@ def small_ticks(axes: Axes) -> None:
 def legend_below(figure: Figure | SubFigure, lines: Sequence[Artist], names: Sequence[str]) -> Legend:
     """Draw a legend below all, in as many columns as the width has room for; the figure grows by its lines."""
     small, root = points(), figure.figure
-    width = 72 * root.get_size_inches()[0]
-    names = [wrapped(name, width - 50, small) for name in names]
-    each = max(text_width(name, small) for name in names) + 34
-    ncols = max(1, min(len(names), int(width // each)))
+    width, height = root.get_size_inches()
+    names = [wrapped(name, 72 * width - 50, small) for name in names]
+    room = 72 * width // (max(text_width(name, small) for name in names) + 34)
+    ncols = int(max(1, min(len(names), room)))
     legend = figure.legend(lines, names, loc="outside lower center", ncols=ncols, fontsize=small, columnspacing=1.0,
                            handlelength=1.8)
     for text in legend.get_texts():
         text.set_parse_math(False)
     rows = sum(1 + name.count("\n") for name in names) / ncols
-    size = root.get_size_inches()
-    root.set_size_inches(size[0], size[1] + max(0.0, (rows - 3) * small * 1.4 / 72))
+    root.set_size_inches(width, height + max(0.0, (rows - 3) * small * 1.4 / 72))
     return legend

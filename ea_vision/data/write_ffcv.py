@@ -128,7 +128,7 @@ def write_beton(source: ImageSource, out: Path, *, max_size: int = 0, jpeg_share
     image_field = fields.RGBImageField(write_mode=modes.get(jpeg_share, "proportion"), max_resolution=max_size or None,
                                        jpeg_quality=quality, compress_probability=jpeg_share)
     label_field = fields.IntField()
-    out = Path(os.path.realpath(check_output(out, regular=True)))
+    out = Path(os.path.realpath(check_output(out)))
     temporary = out.with_name(f".{out.name}.tmp")
     try:
         with open(temporary, "wb") as file:

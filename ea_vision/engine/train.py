@@ -287,7 +287,6 @@ class Trainer:
         statistics, averages or state of the optimiser. It counts all the same in the schedule.
         """
         progress, size, skips = self.progress, self.world.size, self.config.on_nan == "skip"
-        self.world.note(progress.updates)
         self.scheduler.step_update(progress.updates)
         buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()] if skips else []
         self.optimizer.zero_grad(set_to_none=True)

@@ -8,15 +8,12 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
 
-from ea_vision.base.errors import RunError
-from ea_vision.base.processes import fresh_store
 from ea_vision.engine import checkpoint, run_folder, train, train_cifar
 from ea_vision.engine.train import Trainer
 from tests.engine.runner import (
@@ -119,28 +116,9 @@ def test_all_processes_roll_back_together(data, tmp_path):
     assert run_folder.read_metrics(folder)["lr"] == [0.025, 0.025]
 
 
-def test_restarted_processes_do_not_find_the_addresses_of_the_dead():
-    """torchrun keeps its store over restarts; here the quick ones of an attempt come long before the first process."""
-    store = torch.distributed.HashStore()
-    for attempt in range(3):
-        order = [0, 1, 2] if attempt == 1 else [2, 1, 0]
-        with ThreadPoolExecutor(3) as pool:
-            joined = []
-            for rank in order:
-                joined.append(pool.submit(fresh_store, store, rank, 3, 20))
-                time.sleep(0.15)
-            own = [process.result() for process in joined]
-        assert not own[0].check(["address"]), "nothing of the attempts before"
-        own[0].set("address", str(attempt))
-        assert [part.get("address") for part in own] == [str(attempt).encode()] * 3, "all share it"
-    with pytest.raises(RunError, match="1 of 2 processes did not join within 0.2 s: 1"):
-        fresh_store(store, 0, 2, seconds=0.2)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("hung", [1, 0])
-def test_a_process_that_hangs_ends_the_run_in_one_line_that_names_it(data, tmp_path, hung):
-    """The first process keeps the store, as without torchrun's own: where it hangs, the second one says so."""
+def test_a_process_that_hangs_ends_the_run_in_one_line(data, tmp_path, hung):
     folder, log = tmp_path / "run", tmp_path / "log"
     argv = arguments(data, folder, "--dist-timeout", "0.1", "--batch-size", "4")
     processes = start_world(2, argv, log, SignalAfterUpdate(signal.SIGSTOP, 7, rank=hung))  # the second epoch's second
@@ -149,14 +127,13 @@ def test_a_process_that_hangs_ends_the_run_in_one_line_that_names_it(data, tmp_p
             time.sleep(0.1)
         begin = time.monotonic()
         processes[1 - hung].join(60)
-        assert processes[1 - hung].exitcode == 1 and time.monotonic() - begin < 6 + 3 + 2 + 4 + 15, log.read_text()
+        assert processes[1 - hung].exitcode == 1 and time.monotonic() - begin < 6 + 15, log.read_text()
     finally:
         for process in processes:
             process.kill()
     errors = [line for line in log.read_text().splitlines() if line.startswith("error: ")]
-    assert errors == ["error: waited in vain for the other processes; process 1 has not answered since update 6" if hung
-                      else "error: process 1: waited in vain for the other processes; process 0, which keeps their "
-                      "store, does not answer"]
+    who = "" if hung else "process 1: "
+    assert errors == [f"error: {who}waited in vain for the other processes: one has ended, or not answered for 0.1 min"]
     assert checkpoint.read_checkpoint(folder / checkpoint.LAST)["progress"]["epoch"] == 1, "the run can go on"
 
 
