@@ -15,7 +15,7 @@ COMMANDS = {  # name: (module whose main(argv) runs it, what it does); another c
     "timm": ("ea_vision.timm", "run one of timm's own scripts with our models registered"),
     "write-ffcv": ("ea_vision.data.write_ffcv", "write images into an FFCV file, which is read faster"),
     "predict": ("ea_vision.predict", "the likeliest classes of images, as text or JSON"),
-    "export": ("ea_vision.export", "write a network as ONNX or torch.export, or a run as weights"),
+    "export": ("ea_vision.export", "write a network as ONNX or torch.export"),
     "models": ("ea_vision.measure.models", "names, weights and (--sizes) parameters and GFLOPs of networks"),
     "benchmark": ("ea_vision.measure.speed", "speed and memory of networks"),
     "probe": ("ea_vision.recorder.probe", "classify images from their attention maps (EA paper, table 7)"),

@@ -1,9 +1,8 @@
-"""Write a network for use elsewhere: ONNX (.onnx), torch.export (.pt2), or a run's weights (.safetensors).
+"""Write a network for use elsewhere: ONNX (.onnx) or torch.export (.pt2).
 
     ea-vision export ea_conv_transformer_cifar -o net.onnx --check photos/   # ea-vision predict net.onnx photo.jpg
     ea-vision export ea_aa_resnet50 -o net.onnx --random                     # a network without weights
     ea-vision export runs/mine -o net.onnx --precision int8 --check photos/  # 8 bits, calibrated on those photos
-    ea-vision export runs/mine -o MODEL.TAG.safetensors --data-dir DIR       # weights, and MODEL.TAG.md beside them
 
 A network that classifies goes through `ea_vision.deploy`. The file takes `images`, float32 (B, 3, H, W) of one size and
 any number B, normalised, and gives `logits` (B, classes). Names of the classes, mean, std and size are in its metadata.
@@ -33,7 +32,6 @@ from ea_vision.deployment.files import (
     export_program,
     write,
 )
-from ea_vision.engine.weights_card import write_weights
 from ea_vision.recorder.inputs import find_images, read_image
 from ea_vision.recorder.loading import (
     WEIGHTS_HELP,
@@ -75,23 +73,13 @@ def export_classifier(target: str, model: LoadedModel, images: Sequence[Tensor],
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", metavar="MODEL", help=WEIGHTS_HELP.replace("else random", "or --random"))
-    parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE",
-                        help=f"{', '.join(SUFFIXES)}, or of a run MODEL.TAG.safetensors")
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help=" or ".join(SUFFIXES))
     parser.add_argument("--check", nargs="+", default=[], metavar="IMAGE", help="image files or folders to compare on "
                         "(default: two of noise)")
     add_options(parser, "--random", "--img-size")
     parser.add_argument("--precision", choices=PRECISIONS, default="float32", help="of an .onnx file that classifies, "
                         "by onnxruntime; int8 is calibrated on the first 128 of --check (default: %(default)s)")
-    parser.add_argument("--data-dir", metavar="DIR", help="of a .safetensors file: the data set of the run")
-    parser.add_argument("--split", metavar="NAME", default="", help="of a .safetensors file from a run of "
-                        "train-imagenet: the folder or tar of --data-dir with test images, not seen by the run")
     args = parser.parse_args(argv)
-    if args.output.suffix == ".safetensors":
-        if not args.data_dir:
-            raise UsageError("weights and their card need --data-dir, the data set of the run")
-        print(write_weights(Path(args.model), check_output(args.output), args.data_dir,
-                            args.split))
-        return 0
     check_packages(args.output, "onnx", "onnxscript")
     paths = find_images(args.check) if args.check else []
     if args.precision == "int8" and not paths:

@@ -45,8 +45,7 @@ ELSEWHERE = {  # command lines and the tests that run them
     r"models --sizes ea_aa_tiny": "outside/test_outside.py",
     r"timm ": "test_timm_scripts.py",
     r"train-cifar$": "test_wheel.py",  # all digits: slow
-    r"train-detection ": "detection/test_train.py",
-    r"train-imagenet .*--dry-run": "engine/test_dry_run.py"}
+    r"train-detection ": "detection/test_train.py"}
 ELSEWHERE_PAGES = {"results.md": "measure/test_reproduce.py"}
 SNIPPETS_ELSEWHERE = {  # first line of a Python block, and the test that runs it or what it is an excerpt of
     "register_networks(__name__, TinyAttn, {": "outside/tiny_attn.py",

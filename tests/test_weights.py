@@ -14,8 +14,8 @@ from PIL import Image
 from timm.models import adapt_input_conv
 
 import ea_vision  # noqa: F401
-from ea_vision.engine.weights_card import by_update
 from ea_vision.studies import evidence
+from experiments.weights_card import by_update
 from tests.slow import slow_but
 
 OURS = timm.list_models(module="conv_transformer") + timm.list_models(module="attn_resnet")

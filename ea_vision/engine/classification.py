@@ -114,7 +114,7 @@ class ClassificationTrainer(Trainer):
     def __init__(self, config: ClassificationConfig, model: nn.Module, *args, num_classes: int, world: World, **given):
         self.cuda_graphs = config.cuda_graphs
         super().__init__(config, model, *args, num_classes=num_classes, world=world, **given)
-        self.bce = self.mix = self.erase = self.jsd = None
+        self.bce = self.mix = self.erase = None
         self.teacher: Teacher | None = None
         if config.bce_loss:
             self.bce = BinaryCrossEntropy(config.smoothing, config.bce_target_thresh or None)
@@ -148,8 +148,6 @@ class ClassificationTrainer(Trainer):
             logits = self.net(images)
             taught = self.teacher(images) if self.teacher is not None else None
         logits = logits.float()
-        if self.jsd is not None:
-            return self.jsd(logits, targets)
         if self.bce is not None:
             loss = self.bce(logits, targets)
         else:

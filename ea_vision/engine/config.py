@@ -21,8 +21,6 @@ import yaml
 
 from ea_vision.base.errors import UsageError, near_matches
 from ea_vision.base.processes import MOST_WORKERS
-from ea_vision.engine.gates import check_gate_ramp
-from ea_vision.engine.option_names import GONE, OF_IMAGENET, RENAMED, THEIRS, modern
 
 
 def option(default: Any, help: str, group: str = "further options", *, choices=None, minimum=None, maximum=None,
@@ -57,12 +55,7 @@ RUN, MODEL, DATA, AUGMENT, LOSS, LENGTH, OPTIMISER, RATE, SPEED, EVALUATION, KEP
 
 @dataclass
 class TrainConfig:
-    """The options of all trainers; a trainer adds those of its data and of what it learns in a subclass.
-
-    notes: lines for the log, of names of before.
-    """
-
-    notes: typing.ClassVar[tuple[str, ...]] = ()
+    """The options of all trainers; a trainer adds those of its data and of what it learns in a subclass."""
 
     model: str = option("ea_conv_transformer_cifar", "registered timm model, ours or timm's", MODEL)
     model_kwargs: dict = option({}, "further keywords of the model, as key=value ...", MODEL)
@@ -101,10 +94,6 @@ class TrainConfig:
                                       "map convolutions)", OPTIMISER, minimum=0.0)
     gate_lr: float = option(1.0, "learning-rate multiplier of learnable gates (a model's alpha and beta)", OPTIMISER,
                             minimum=0.0)
-    gate_ramp: dict = option({}, "values to which learnable gates are raised linearly, from where the model has them, "
-                                 "and kept at: alpha=0.5 beta=1.0; empty: they learn", OPTIMISER)
-    gate_ramp_share: float = option(0.5, "part of all updates over which gate_ramp raises them", OPTIMISER,
-                                    minimum=0.0, maximum=1.0)
     model_ema_decay: float = option(0.0, "decay, per update, of the averaged weights that are evaluated and exported; "
                                          "0: off", OPTIMISER, minimum=0.0, below=1.0)
     model_ema_warmup: bool = option(True, "let the decay of the average grow from 0 at the start", OPTIMISER)
@@ -153,9 +142,8 @@ class TrainConfig:
     snapshot_epochs: int = setting(0, "keep the weights of every so many epochs in RUN/snapshots; 0: none", KEPT,
                                    minimum=0)
     checkpoint_hist: int = setting(0, "of these the latest so many are kept; 0: all", KEPT, minimum=0)
-    on_nan: str = setting("stop", "on a non-finite loss or gradient; rollback: continue from the last checkpoint, the "
-                                  "learning rate halved (at most 5 times); skip: leave the update out (at most 20 "
-                                  "times)", KEPT, choices=("stop", "rollback", "skip"))
+    on_nan: str = setting("stop", "on a non-finite loss or gradient; skip: leave the update out (at most 20 times)",
+                          KEPT, choices=("stop", "skip"))
     log_steps: int = setting(0, "updates between rows of speed.csv; 0: none", KEPT, minimum=0)
     tensorboard: bool = setting(False, "write TensorBoard events into the run folder", KEPT)
     wandb: str = setting("", "Weights & Biases project; empty: none", KEPT)
@@ -180,7 +168,6 @@ class TrainConfig:
             raise UsageError("sched step needs decay_epochs above 0, got 0")
         if self.decay_milestones != sorted(self.decay_milestones):
             raise UsageError(f"decay_milestones must rise, got {self.decay_milestones}")
-        check_gate_ramp(self.gate_ramp)
 
     def warmup_updates(self, updates_per_epoch: int) -> int:
         """Return the updates of the warm-up."""
@@ -237,9 +224,7 @@ class TrainConfig:
         An option that is missing there is younger than what was saved, which was made with its default. How
         processes share the images of an update may change, their number may not.
         """
-        saved, own = modern(saved)[0], self.as_dict()
-        changed = [f"{name} was {saved[name]!r}, and is no more" for name, off in GONE.items()
-                   if saved.get(name, off) != off]
+        own, changed = self.as_dict(), []
         for field in dataclasses.fields(self):
             default = field.default_factory() if field.default is dataclasses.MISSING else field.default
             was, now = saved.get(field.name, default), own[field.name]
@@ -360,15 +345,13 @@ def _published_recipes() -> dict[str, dict[str, Any]]:
             for model, base in bases.items() if base != f"imagenet_{model}"}
 
 
-OLDER = "has names of before, which the next release does not know"
 BASES = {"aa_mnasnet": "imagenet_aa_mnasnet_100", "semnasnet": "imagenet_semnasnet_100"}  # others: imagenet
 
 
-def load_recipe(name: str, known: Collection[str] | None = None, notes: list[str] | None = None) -> dict[str, Any]:
+def load_recipe(name: str, known: Collection[str] | None = None) -> dict[str, Any]:
     """Read a recipe by name or path, over the one that it names as its `base`. A run folder's config.yaml is one too.
 
-    known: options of the trainer; others that a run folder has, of an older release, are left out.
-    notes: gets a line for each file with names of before.
+    known: options of the trainer; others that a run folder of another trainer has are left out.
 
     Raises:
         UsageError: no such recipe, not a YAML mapping, or a recipe that is its own base.
@@ -378,7 +361,7 @@ def load_recipe(name: str, known: Collection[str] | None = None, notes: list[str
         if name in chain:
             raise UsageError(f"recipe {name} is its own base: {' -> '.join([*chain, name])}")
         chain.append(name)
-        own = _read_recipe(name, known, [] if notes is None else notes)
+        own = _read_recipe(name, known)
         kwargs = {**(own.get("model_kwargs") or {}), **recipe.get("model_kwargs", {})}
         name = own.pop("base", "none")
         if "opt" in recipe:  # another optimiser's keywords
@@ -405,8 +388,8 @@ def describe_recipe(name: str) -> str:
     return f"{name} ({sentence})" if sentence else name
 
 
-def _read_recipe(name: str, known: Collection[str] | None, notes: list[str]) -> dict[str, Any]:
-    """Return what one recipe says, `base` included, under today's names."""
+def _read_recipe(name: str, known: Collection[str] | None) -> dict[str, Any]:
+    """Return what one recipe says, `base` included."""
     if name in _published_recipes():
         return dict(_published_recipes()[name])
     if name in recipe_names():
@@ -422,13 +405,10 @@ def _read_recipe(name: str, known: Collection[str] | None, notes: list[str]) -> 
         raise UsageError(f"recipe {name} is not valid YAML: {error}") from error
     if not isinstance(recipe, dict):
         raise UsageError(f"recipe {name} must be a YAML mapping, got {type(recipe).__name__}")
-    values, older = modern(recipe)
-    if older:
-        notes.append(f"recipe {name} {OLDER}: {'; '.join(older)}")
-    if "run" in values:  # a run folder's: its folder is no part of the experiment
-        values = {key: value for key, value in values.items() if key not in ("run", "output", "resume")
+    if "run" in recipe:  # a run folder's: its folder is no part of the experiment
+        recipe = {key: value for key, value in recipe.items() if key not in ("run", "output", "resume")
                   and (known is None or key in known)}
-    return values
+    return recipe
 
 
 def resolve(cls: type[TrainConfig], given: dict[str, Any]) -> tuple[Any, frozenset[str]]:
@@ -441,11 +421,9 @@ def resolve(cls: type[TrainConfig], given: dict[str, Any]) -> tuple[Any, frozens
         UsageError: unknown key (naming near matches), wrong type or range.
     """
     names = [f.name for f in dataclasses.fields(cls)]
-    (given, older), notes = modern(given), []
-    if older:
-        notes.append(f"the command line {OLDER}: {'; '.join(older)}")
+    given = dict(given)
     recipe_name = given.get("recipe", cls.recipe)
-    recipe = load_recipe(recipe_name, names, notes)
+    recipe = load_recipe(recipe_name, names)
     for source, keys in (("recipe " + recipe_name, recipe), ("command line", given)):
         for key in keys:
             if key not in names:
@@ -458,9 +436,7 @@ def resolve(cls: type[TrainConfig], given: dict[str, Any]) -> tuple[Any, frozens
     recipe_kwargs, given_kwargs = recipe.get("model_kwargs") or {}, given.get("model_kwargs") or {}
     values = {**recipe, **given, "recipe": recipe_name, "opt_kwargs": opt_kwargs,
               "model_kwargs": {**recipe_kwargs, **given_kwargs}}
-    config = cls(**values)
-    config.notes = tuple(notes)
-    return config, frozenset(recipe_kwargs) - frozenset(given_kwargs)
+    return cls(**values), frozenset(recipe_kwargs) - frozenset(given_kwargs)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -500,7 +476,6 @@ def make_parser(cls: type[TrainConfig], description: str, examples: str) -> argp
     defaults, _ = resolve(cls, {})
     hints = typing.get_type_hints(cls)
     groups = {title: parser.add_argument_group(title) for title in GROUPS}
-    older = {new: old for old, new in RENAMED.items()}
     for field in dataclasses.fields(cls):
         title = field.metadata["group"]
         group = groups[title] if title in groups else groups.setdefault(title, parser.add_argument_group(title))
@@ -521,12 +496,7 @@ def make_parser(cls: type[TrainConfig], description: str, examples: str) -> argp
             words = {"metavar": "|".join(field.metadata["choices"] or [value])}
             if field.metadata["bare"]:
                 words.update(nargs="?", const=field.metadata["bare"])
-        if field.name == "decay_epochs":  # before it was a list
-            words["nargs"] = "+"
         group.add_argument(flag, help=help, **words)
-        if field.name in older:
-            words = {key: value for key, value in words.items() if key != "metavar" and value != "+"}
-            parser.add_argument("--" + older[field.name].replace("_", "-"), help=argparse.SUPPRESS, **words)
     return parser
 
 
@@ -539,10 +509,6 @@ def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> dict[str, 
     namespace, unknown = parser.parse_known_args(argv)
     if unknown:
         flags = [s for action in parser._actions for s in action.option_strings if s.startswith("--")]
-        word = unknown[0].partition("=")[0]
-        if word in THEIRS:
-            raise UsageError(f"unknown argument {word!r}: here it is {THEIRS[word]}")
-        if word in OF_IMAGENET:
-            raise UsageError(f"unknown argument {word!r}: train-imagenet has it, this trainer has not")
-        raise UsageError(f"unknown argument {unknown[0]!r}; {near_matches(word, flags, 'flags')}")
+        near = near_matches(unknown[0].partition("=")[0], flags, "flags")
+        raise UsageError(f"unknown argument {unknown[0]!r}; {near}")
     return vars(namespace)

@@ -42,7 +42,6 @@ from ea_vision.data.bad_images import BadImages
 from ea_vision.engine import checkpoint, run_folder
 from ea_vision.engine.classification import Teacher
 from ea_vision.engine.config import TrainConfig, describe_recipe, make_parser, parse, resolve
-from ea_vision.engine.dry_run import rehearse, report
 from ea_vision.engine.log_maps import maps_logger
 from ea_vision.engine.preflight import preflight
 from ea_vision.engine.report import line_of, numbers_of, timm_row, write_evaluation, write_timm_results
@@ -67,7 +66,6 @@ class DataModule:
         options: the dataclass of its options.
         trainer: the training loop; a subclass may have another loss.
         batches_ahead: batches that a process keeps ready in main memory.
-        image_bytes: of a stored training image on average; 0: they lie in memory.
 
     Attributes:
         classes: names, in the order of the targets.
@@ -75,7 +73,6 @@ class DataModule:
         eval_split: what the eval_loader has: "test", "held_out" where the test images are kept for the end, or "train"
             where the training images are evaluated on.
         fingerprint: the same for the same data; goes into checkpoints.
-        earlier_fingerprint: what an older release wrote there for this data, where it was another one.
         same_images: the training images are those that are evaluated on.
         about: what config.yaml and evaluation.json say of the data besides.
         bad_images: where the loaders put what they cannot read.
@@ -92,13 +89,11 @@ class DataModule:
     eval_images: int
     test_images: int
     fingerprint: str
-    earlier_fingerprint: str = ""
     same_images: bool = False
     train_images: int = 0
     eval_split: str = "test"
     preprocessing: tuple[int, int, str] | None = None
     batches_ahead: int = 0
-    image_bytes: float = 0.0
 
     def __init__(self, config: TrainConfig, world: World, training: bool):
         self.config, self.world = config, world
@@ -145,7 +140,7 @@ class DataModule:
 
     def check_fingerprint(self, saved: str, source: Path) -> None:
         """Raise UsageError unless a run's fingerprint is that of this data."""
-        if not saved or saved not in (self.fingerprint, self.earlier_fingerprint):
+        if saved != self.fingerprint:
             raise UsageError(f"{source} was trained on other data: fingerprint {saved[:12]}, got "
                              f"{self.fingerprint[:12]}")
 
@@ -217,24 +212,9 @@ def main(module: type[DataModule], argv: list[str] | None = None) -> int:
                        "into --output, PNG, SVG or PDF by its suffix (default: learning_curves.png)")
     modes.add_argument("--width", type=inches, metavar="3.3|6.75|N", help="of the curves in inches; text keeps "
                        "its 7 to 9 points (default: 6.75)")
-    modes.add_argument("--dry-run", metavar="N", nargs="?", type=int, const=0, help="rehearse the parts of the run, "
-                       "say how long it takes on N processes (default: those started) and what memory, data rate and "
-                       "disk it needs, and keep nothing")
-    familiar = parser.add_argument_group("as in timm and torchvision")
-    familiar.add_argument("--amp-dtype", metavar="bfloat16|float16", help="the same as --amp with this value")
-    familiar.add_argument("--test-only", action="store_true", default=False, help="the same as --evaluate, of the run "
-                          "folder in --resume or --output or, without these, of --model")
     given = parse(parser, argv)
     target, weights, runs = given.pop("evaluate", ""), given.pop("weights"), given.pop("learning_curves", [])
     width = given.pop("width", None)
-    rehearsed = given.pop("dry_run", None)
-    amp = given.pop("amp_dtype", None)
-    if amp is not None:
-        if amp not in ("bfloat16", "float16"):
-            raise UsageError(f"--amp-dtype must be bfloat16 or float16, got {amp!r}")
-        given["amp"] = amp
-    if given.pop("test_only") and not target:
-        target = _to_test(given)
     if width is not None and not runs:
         raise UsageError("--width is that of the picture of --learning-curves, got it without")
     if runs:
@@ -248,35 +228,14 @@ def main(module: type[DataModule], argv: list[str] | None = None) -> int:
         return evaluate_target(module, target, weights, given)
     if weights:
         raise UsageError("--weights goes with --evaluate MODEL")
-    return train(module, *resolve(module.options, given), rehearsed)
+    return train(module, *resolve(module.options, given))
 
 
-def _to_test(given: dict[str, Any]) -> str:
-    """What --test-only evaluates: the run folder in --resume or --output, which are taken out of `given`, or --model.
-
-    Raises:
-        UsageError: none of them is given, or --resume is no folder.
-    """
-    run = given.pop("resume", "auto")
-    if run not in ("auto", "none"):
-        if not Path(run).is_dir():
-            raise UsageError(f"--test-only --resume takes a run folder, got {run}")
-        return run
-    if run_folder.holds_run(Path(given.get("output") or "/dev/null")):
-        return given.pop("output")
-    if "model" not in given:
-        raise UsageError("--test-only needs a run folder (--resume or --output) or a model with weights (--model), got "
-                         "none of them")
-    return given["model"]
-
-
-def train(module: type[DataModule], config: TrainConfig, optional_kwargs: frozenset[str],
-          rehearsed: int | None = None) -> int:
+def train(module: type[DataModule], config: TrainConfig, optional_kwargs: frozenset[str]) -> int:
     """Train to the end of the run that `config` describes, from where it stands; return 0.
 
     Args:
         optional_kwargs: model keywords that only the recipe asks for: a model that lacks them goes without.
-        rehearsed: say what the run takes on so many processes (0: those there are) instead, and keep nothing.
 
     Raises:
         UsageError: something the user can mend; nothing was written.
@@ -286,11 +245,9 @@ def train(module: type[DataModule], config: TrainConfig, optional_kwargs: frozen
     folder = Path(config.output or module.default_output(config))
     with join_world(config.device, config.dist_timeout) as world, StopRequest() as stop:
         log_to_stdout(world.rank)
-        given, config = config, config.for_processes(world.size)
+        config = config.for_processes(world.size)
         complete = is_complete(folder, config, world.size)
         log.info("recipe      %s", describe_recipe(config.recipe))
-        for note in given.notes:
-            log.warning(note)
         data = module(config, world, training=True)
         data.check()
         if complete:
@@ -330,9 +287,6 @@ def train(module: type[DataModule], config: TrainConfig, optional_kwargs: frozen
         if world.is_main and config.log_maps:
             trainer.after_epoch = maps_logger(config.log_maps, trainer.total_epochs, model, eval_loader,
                                               keywords["mean"], keywords["std"], folder, step_log)
-        if rehearsed is not None:
-            report(rehearse(trainer, rehearsed), trainer, data.image_bytes)
-            return 0
         run = {
             "model_kwargs": kwargs, "classes": data.classes,
             "mean": list(keywords["mean"]), "std": list(keywords["std"]),
@@ -362,8 +316,6 @@ def evaluate_target(module: type[DataModule], target: str, weights: str, given: 
     config, run = resolve_target(module.options, target, given)
     with join_world(config.device, config.dist_timeout) as world:
         log_to_stdout(world.rank)
-        for note in config.notes:
-            log.warning(note)
         data = module(config, world, training=False)
         data.same_images = data.same_images if run is None else data.trained_on(run_folder.read_config(run)[1])
         data.check()
@@ -571,7 +523,7 @@ def finish(trainer: Trainer, data: DataModule, test_loader, run: dict[str, Any])
         "eval_split": data.eval_split, f"{split}_images": data.eval_images if split == "held_out" else data.test_images,
         f"{split}_best": _written(best), f"{split}_last": _written(last),
         "seconds_per_epoch": round(sum(r["seconds"] for r in progress.rows) / len(progress.rows), 3),
-        "rollbacks": progress.rollbacks, "skipped_updates": progress.skipped, "hardware": run["hardware"],
+        "skipped_updates": progress.skipped, "hardware": run["hardware"],
     }
     if trainer.world.is_main:
         if split == "test" and data.preprocessing is not None:

@@ -10,8 +10,9 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,6 @@ from ea_vision.base.files import atomic_write, check_writable, create, csv_text
 from ea_vision.base.networks import REFUSALS, check_model_name, encode_weights, load_weights
 from ea_vision.base.processes import World
 from ea_vision.engine.checkpoint import BEST, LAST, PREVIOUS
-from ea_vision.engine.option_names import modern
 
 log = logging.getLogger(__name__)
 CONFIG, METRICS, WEIGHTS, RESULTS = "config.yaml", "metrics.csv", "model.safetensors", "results.json"
@@ -105,7 +105,6 @@ def read_config(folder: Path, *needed: str) -> tuple[dict[str, Any], dict[str, A
         raise UsageError(f"{path} is not the {CONFIG} of a run: it is not valid YAML") from error
     _require(path, config, {"model": str, "run": dict})
     run = config.pop("run")
-    config = modern(config)[0]
     _require(path, run, {key: kind for key, kind in RUN_KINDS.items() if key in ("model_kwargs", *needed, *run)})
     return config, run
 
@@ -264,3 +263,85 @@ def load_run(folder: Path, *needed: str, task: str = CLASSIFICATION, create: Cal
         raise UsageError(f"run {folder}: model {config['model']} refuses {run['model_kwargs']}: {error}") from error
     load_weights(model, weights)
     return model.eval(), config, run
+
+
+# ---- complete runs, for those that compare them ---------------------------------------------------------------------
+
+# Options that do not belong to the experiment: where and how fast it runs, what it writes besides.
+NOT_COMPARED = frozenset({
+    "data_dir", "cache_dir", "output", "resume", "seed", "workers", "device", "download", "loader", "recipe",
+    "channels_last", "compile", "compile_mode", "eval_batch_size", "eval_epochs", "checkpoint_steps", "snapshot_epochs",
+    "log_steps", "tensorboard", "wandb", "on_nan", "verify_beton", "max_bad_images", "train_beton", "val_beton"})
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """A complete run of a classifier.
+
+    split: what the last and best weights were judged on, "test" where the run was tested. images: how many these are.
+    last, best: epoch, top1 and top5 (percent) of the last and of the best weights.
+    best_top1: top-1 of the best weights on the images that they were chosen by.
+    """
+
+    folder: Path
+    config: Mapping[str, Any]
+    run: Mapping[str, Any]
+    metrics: Mapping[str, list[float]]
+    split: str
+    eval_split: str
+    images: int | None
+    last: Mapping[str, float]
+    best: Mapping[str, float]
+    best_top1: float
+
+    @property
+    def seed(self) -> int:
+        return self.config["seed"]
+
+    @property
+    def data(self) -> str:
+        """Fingerprint of the data set."""
+        return self.run["data_fingerprint"]
+
+    @property
+    def epochs(self) -> int:
+        return int(self.metrics["epoch"][-1])
+
+    @property
+    def updates(self) -> int:
+        return int(self.metrics["step"][-1])
+
+    @property
+    def seconds(self) -> float:
+        """Of training, all epochs."""
+        return sum(self.metrics["seconds"])
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options that make the experiment what it is."""
+        return {key: value for key, value in self.config.items() if key not in NOT_COMPARED}
+
+
+def read_finished(folder: Path) -> FinishedRun | None:
+    """Return a complete run, or None where it is not complete.
+
+    Raises:
+        UsageError: not the folder of a classifier's run.
+    """
+    results = read_results(folder)
+    if results is None:
+        return None
+    config, run = read_config(folder)
+    if run.get("task", CLASSIFICATION) != CLASSIFICATION:
+        raise UsageError(f"{folder} must be a run of {CLASSIFICATION}, got one of {run['task']}")
+    metrics, eval_split = read_metrics(folder), results["eval_split"]
+    split = "test" if "test_last" in results else eval_split
+    last, best = results[f"{split}_last"], results[f"{split}_best"]
+    best_top1 = dict(zip(metrics["epoch"], metrics["top1"], strict=True))[best["epoch"]]
+    return FinishedRun(folder, config, run, metrics, split, eval_split, results.get(f"{split}_images"), last, best,
+                       best_top1)
+
+
+def difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return the options that differ, with both values. An option that one of two releases lacks is not compared."""
+    return {key: (one[key], other[key]) for key in one if key in other and one[key] != other[key]}

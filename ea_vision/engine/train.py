@@ -38,15 +38,13 @@ from ea_vision.data.bad_images import BadImages
 from ea_vision.engine import checkpoint, run_folder
 from ea_vision.engine.config import TrainConfig
 from ea_vision.engine.evaluate import NonFiniteLoss
-from ea_vision.engine.gates import GateRamp, by_gate, gate_values
+from ea_vision.engine.gates import by_gate, gate_values
 from ea_vision.engine.optimizer import build_optimizer, build_schedule, hyperparameters, load_optimizer
-from ea_vision.engine.option_names import modern
 from ea_vision.engine.signals import StopRequest
 from ea_vision.engine.step_log import StepLog, memory_mib
 from ea_vision.engine.step_results import StepResult, StepResults
 
 log = logging.getLogger(__name__)
-MAX_ROLLBACKS = 5
 MAX_SKIPPED = 20
 LEAST_SCALE = 1e-4  # of float16 gradients, as fairseq's --min-loss-scale
 
@@ -64,7 +62,6 @@ class Progress:
     data_seconds: float = 0.0  # of these, waiting for images
     best_top1: float = -1.0  # of the trainer's first measure, top-1 or another
     best_epoch: int = 0
-    rollbacks: int = 0
     skipped: int = 0  # updates that were left out for their loss or gradient
     rows: list[dict[str, float]] = field(default_factory=list)  # of metrics.csv
     gates: list[dict[str, float]] = field(default_factory=list)  # of gates.csv
@@ -140,10 +137,6 @@ class Trainer:
         if config.channels_last:
             model = lay_out(model, torch.channels_last)
         self.model = model
-        self.gate_ramp = None
-        if config.gate_ramp:
-            over = round(config.gate_ramp_share * self.total_updates)
-            self.gate_ramp = GateRamp(model, config.gate_ramp, over)
         self.eval_net = self.net = self._compiled(model)
         self.ema = None
         if config.model_ema_decay:
@@ -155,14 +148,12 @@ class Trainer:
             self.net = DistributedDataParallel(self.net, [world.device.index] if world.device.type == "cuda" else None,
                                                gradient_as_bucket_view=True)
         self.optimizer = build_optimizer(config, model, config.images_of_update(world.size))
-        self.lr_scales = [group["lr_scale"] for group in self.optimizer.param_groups]
         self.scheduler = build_schedule(config, self.optimizer, self.updates_per_epoch)
         self.begun = hyperparameters(self.optimizer)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=config.amp == "float16")
         self.results = StepResults()
         self._collected = 0  # bad images were, after this update
         self.progress = Progress()
-        self._slow_down()
         self.last_good: Path | None = None
 
     # ---- state ----------------------------------------------------------------------------------------------------
@@ -201,7 +192,7 @@ class Trainer:
             saved = Progress(**state["progress"])
         except TypeError as error:
             raise UsageError(f"{source} is not a checkpoint of this trainer: {error}") from error
-        config, own = modern(state["config"])[0], self.config.images_of_update(self.world.size)
+        config, own = state["config"], self.config.images_of_update(self.world.size)
         images = config.get("batch_size", 0) * config.get("grad_accum_steps", 1) * state["world_size"]
         if saved.step and (images, config.get("seed")) != (own, self.config.seed):
             raise UsageError(f"{source} lies inside an epoch, so images of an update and seed must be {images} and "
@@ -225,7 +216,6 @@ class Trainer:
                              f"({error!r})") from error
         self.progress = saved
         self.last_good = source
-        self._slow_down()
         self.scheduler.step_update(max(saved.updates - 1, 0))  # the rate that the epoch's row names
 
     def save(self, best: bool = False, snapshot: bool = False) -> None:
@@ -314,10 +304,6 @@ class Trainer:
             if self.ema is not None:
                 self.ema.update(self.model, step=progress.updates)
         self.scaler.update()
-        if self.gate_ramp is not None:
-            self.gate_ramp.update(self.model, progress.updates)
-            if self.ema is not None:
-                self.gate_ramp.copy(self.model, self.ema.module)
         if progress.step == self.updates_in(progress.epoch) and hasattr(self.optimizer, "sync_lookahead"):
             self.optimizer.sync_lookahead()  # the slow weights are those that are evaluated; here, as gradients exist
         summed[0] /= size
@@ -499,16 +485,14 @@ class Trainer:
                 disk.
         """
         if self.last_good != self.folder / checkpoint.LAST:
-            self.save()  # finds out now whether the folder can be written, and gives a rollback something to go to
+            self.save()  # finds out now whether the folder can be written
         while self.progress.epoch < self.total_epochs:
             try:
                 self.train_epoch()
                 self.finish_epoch()
             except NonFiniteLoss as error:
-                if self.config.on_nan != "rollback" or self.progress.rollbacks >= MAX_ROLLBACKS:
-                    samples = f"; the samples of this update are in {error.report}" if error.report else ""
-                    raise RunError(f"{error}; last good checkpoint: {self.last_good}{samples}") from error
-                self._roll_back(error)
+                samples = f"; the samples of this update are in {error.report}" if error.report else ""
+                raise RunError(f"{error}; last good checkpoint: {self.last_good}{samples}") from error
             except (torch.OutOfMemoryError, MemoryError) as error:
                 raise RunError(f"out of memory in update {self.progress.step + 1} of epoch {self.progress.epoch + 1} "
                                f"({str(error).splitlines()[0] if str(error) else 'main memory'}): a smaller "
@@ -545,18 +529,3 @@ class Trainer:
                 "last_good_checkpoint": str(self.last_good), "sample_ids": ids,
                 "samples": [[self.describe(i) for i in of_rank] for of_rank in ids]})
         self.world.barrier()  # nobody leaves, and has the others ended, before the report is written
-
-    def _roll_back(self, error: NonFiniteLoss) -> None:
-        """Go back to the last checkpoint with the learning rate halved once more."""
-        self.results.clear()
-        self._collected = 0
-        rollbacks, starts = self.progress.rollbacks + 1, self.progress.starts
-        self.load(checkpoint.read_checkpoint(self.last_good), self.last_good)
-        self.progress.rollbacks, self.progress.starts = rollbacks, starts
-        self._slow_down()
-        log.warning("%s: back to %s with the learning rate times %g", error, self.last_good, 0.5**rollbacks)
-
-    def _slow_down(self) -> None:
-        """Halve the learning rate once per rollback so far; timm's schedulers multiply by a group's `lr_scale`."""
-        for group, scale in zip(self.optimizer.param_groups, self.lr_scales, strict=True):
-            group["lr_scale"] = scale * 0.5**self.progress.rollbacks

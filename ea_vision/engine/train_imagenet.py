@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timm.data.random_erasing import RandomErasing
-from timm.loss import JsdCrossEntropy
 from torch import nn
 
 from ea_vision.base.errors import UsageError
@@ -37,7 +35,7 @@ from ea_vision.data.splits import find_split, places_of
 from ea_vision.data.threads import FileTrainLoader
 from ea_vision.engine import run
 from ea_vision.engine.classification import ClassificationConfig, ClassificationTrainer
-from ea_vision.engine.config import AUGMENT, DATA, EVALUATION, KEPT, LOSS, MODEL, RUN, option, setting
+from ea_vision.engine.config import AUGMENT, DATA, EVALUATION, KEPT, MODEL, RUN, option, setting
 
 DESCRIPTION = __doc__
 EXAMPLES = """\
@@ -95,11 +93,6 @@ class ImageNetConfig(ClassificationConfig):
                               minimum=8)
     aug_repeats: int = option(1, "repeated augmentation: an epoch has each of its images this many times, and so "
                                  "many times fewer images", AUGMENT, minimum=1)
-    aug_splits: int = option(0,
-                             "with jsd_loss: a batch has each crop as it is and so many less one augmented otherwise "
-                                "each (timm: 3; image folders read by processes)", AUGMENT, minimum=0)
-    jsd_loss: bool = option(False, "Jensen-Shannon divergence of the outputs for the aug_splits, beside the "
-                                   "cross-entropy of the first (AugMix)", LOSS)
     crop_scale: float = option(0.08, "least share of an image's area in a training crop", AUGMENT, above=0.0,
                                maximum=1.0)
     hflip: float = option(0.5, "probability of a left-right flip", AUGMENT, minimum=0.0, maximum=1.0)
@@ -122,12 +115,6 @@ class ImageNetConfig(ClassificationConfig):
             given = "train_beton" if self.train_beton else "dataset" if self.dataset else "color_jitter"
             raise UsageError(f"decoder threads reads files of --data-dir and has no colour jitter, got {given} "
                              f"{getattr(self, given)!r}")
-        if self.jsd_loss != (self.aug_splits > 1):
-            raise UsageError(f"jsd_loss goes with aug_splits of at least 2, got {self.jsd_loss} and {self.aug_splits}")
-        if self.jsd_loss and (self.mixup or self.cutmix or self.bce_loss or self.teacher or self.train_beton
-                              or self.decoder != "processes"):
-            raise UsageError("jsd_loss goes without mixup, cutmix, bce_loss and teacher, and with images that "
-                             "processes decode (no train_beton, no decoder threads)")
         if bool(self.first_img_size) != bool(self.grow_epochs):
             raise UsageError(f"first_img_size and grow_epochs go together, got {self.first_img_size} and "
                              f"{self.grow_epochs}")
@@ -155,14 +142,6 @@ class ImageNetConfig(ClassificationConfig):
 class GrowingTrainer(ClassificationTrainer):
     """A trainer whose images may grow: what smaller images leave untrained of position tables is filled after each
     epoch, so that evaluation, checkpoints and larger images begin with it."""
-
-    def __init__(self, config: ImageNetConfig, *args, **given):
-        super().__init__(config, *args, **given)
-        if config.jsd_loss:
-            self.jsd = JsdCrossEntropy(config.aug_splits, smoothing=config.smoothing)
-            if config.reprob:  # all but the first split
-                self.erase = RandomErasing(config.reprob, mode="pixel", num_splits=config.aug_splits,
-                                           device=self.world.device)
 
     def finish_epoch(self) -> None:
         size_of = self.config.size_of
@@ -200,9 +179,7 @@ class ClassFolders(run.DataModule):
             self.same_images = same_place(self.train.name, self.evaluated.name) or same_content(
                 self.train, self.evaluated)
             self.fingerprint = self.train.fingerprint() + self.fingerprint
-            self.earlier_fingerprint = self.train.earlier_fingerprint() + self.evaluated.earlier_fingerprint()
             self.train_images, self.describe = len(self.train), self.train.describe
-            self.image_bytes = self.train.mean_bytes()
             self.about = {"train_data": self.train.name, "eval_data": self.evaluated.name}
 
     @staticmethod
@@ -307,7 +284,7 @@ def checked_train_transform(config: ImageNetConfig, img_size: int):
     try:
         return train_transform(img_size, scale=(config.crop_scale, 1.0), hflip=config.hflip,
                                color_jitter=config.color_jitter, auto_augment=config.aa,
-                               interpolation=config.interpolation, splits=config.aug_splits)
+                               interpolation=config.interpolation)
     except (AssertionError, ValueError, KeyError, IndexError, TypeError) as error:
         raise UsageError(f"aa must be a policy of timm, such as rand-m9-mstd0.5, augmix-m3 or original, got "
                          f"{config.aa!r} ({error})") from error

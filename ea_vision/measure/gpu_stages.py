@@ -30,8 +30,7 @@ from ea_vision.data.on_device import TrainLoader
 from ea_vision.data.small_images import Images
 from ea_vision.engine.classification import ClassificationTrainer
 from ea_vision.engine.config import resolve
-from ea_vision.engine.finished import read_finished
-from ea_vision.engine.run_folder import RESULTS
+from ea_vision.engine.run_folder import RESULTS, read_finished
 from ea_vision.engine.signals import StopRequest
 from ea_vision.engine.train_cifar import CifarConfig
 from ea_vision.measure import kernel_figures

@@ -30,8 +30,7 @@ from ea_vision.base.errors import UsageError, near_matches
 from ea_vision.base.tables import add_wide, markdown, shown
 from ea_vision.detection.model import DetectorNetwork, create_detector
 from ea_vision.engine.config import load_recipe
-from ea_vision.engine.finished import read_finished
-from ea_vision.engine.run_folder import CONFIG
+from ea_vision.engine.run_folder import CONFIG, read_finished
 from ea_vision.measure.counts import Counts, count, inference_map_bytes, training_map_bytes
 from ea_vision.measure.summary import count_network
 from ea_vision.models import (

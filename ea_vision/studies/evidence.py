@@ -44,7 +44,7 @@ from ea_vision.base.errors import UsageError, near_matches
 from ea_vision.base.figures import PAGE, check_width, figure_bytes, inches
 from ea_vision.base.files import atomic_write, create, csv_text
 from ea_vision.base.print import new_figure, points, print_style, small_ticks, wrapped
-from ea_vision.engine.finished import FinishedRun, difference, read_finished
+from ea_vision.engine.run_folder import FinishedRun, difference, read_finished
 from ea_vision.studies.sweep import VARIANT, check_variant_name, parse_seed, read_run_name
 
 TOP1 = "_top1"  # ends the name of the column of top-1, after what the runs were evaluated on

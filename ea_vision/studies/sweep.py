@@ -23,7 +23,7 @@ from ea_vision.base.errors import RunError, UsageError
 from ea_vision.base.figures import PAGE, check_width, color_cycle, figure_bytes, inches
 from ea_vision.base.files import atomic_write, create, csv_text
 from ea_vision.base.print import legend_below, new_figure, points, print_style, small_ticks, wrapped
-from ea_vision.engine.finished import FinishedRun, read_finished
+from ea_vision.engine.run_folder import FinishedRun, read_finished
 
 EXAMPLES = """\
 examples:

@@ -1,6 +1,6 @@
 """Collect what the runs reached on the test photos: a row a run, with the interval, and their metrics beside it.
 
-    python experiments/scenes/collect.py RUNS -o experiments/results/scenes
+    python -m experiments.scenes.collect RUNS -o experiments/results/scenes
 
 RUNS holds the run folders, each evaluated on the test photos by `train_imagenet.py --evaluate RUN --val-split test`.
 Written: results.csv and, of each run, MODEL.csv, its metrics. Where the folders are called variant=NAME,seed=S, as a
@@ -16,8 +16,8 @@ from pathlib import Path
 from ea_vision.base.errors import UsageError, exit_code
 from ea_vision.base.files import atomic_write, csv_text
 from ea_vision.engine import run_folder
-from ea_vision.engine.weights_card import interval
 from ea_vision.studies.evidence import read_runs, runs_text
+from experiments.weights_card import interval
 
 
 def evaluation_of(folder: Path) -> dict:

@@ -109,13 +109,6 @@ def test_non_finite_loss_on_one_process_stops_all(data, tmp_path):
     assert [len(ids) for ids in report["sample_ids"]] == [4, 4], "the samples of every process"
 
 
-def test_all_processes_roll_back_together(data, tmp_path):
-    folder, log = tmp_path / "run", tmp_path / "log"
-    more = ["--batch-size", "4", "--sched", "constant", "--warmup-epochs", "0", "--on-nan", "rollback"]
-    assert run_world(2, arguments(data, folder, *more), log, SpoilLoss(3, rank=1)) == [0, 0], log.read_text()
-    assert run_folder.read_metrics(folder)["lr"] == [0.025, 0.025]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("hung", [1, 0])
 def test_a_process_that_hangs_ends_the_run_in_one_line(data, tmp_path, hung):

@@ -174,7 +174,6 @@ def test_errors_are_one_line_before_work_starts(tmp_path, photos, capsys):
         ([SHIPPED, "-o", str(tmp_path / "a.onnx"), "--precision", "int8"], "--precision int8 needs --check"),
         ([SHIPPED, "-o", str(tmp_path / "a.pt2"), "--precision", "float16"], "--precision float16 needs .onnx"),
         ([SHIPPED, "-o", str(tmp_path)], "must end in"),
-        (["runs/none", "-o", "a.safetensors"], "weights and their card need --data-dir"),
         ([str(tmp_path / "broken.onnx"), "-o", str(tmp_path / "a.onnx")], "cannot read"),
         ([str(tmp_path / "other.onnx"), "-o", str(tmp_path / "a.onnx")], "its metadata lack name, size"),
     ]:

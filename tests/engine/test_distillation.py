@@ -1,4 +1,4 @@
-"""What classifiers learn from besides labels: a teacher, augmentation splits; and when mixing ends."""
+"""What classifiers learn from besides labels: a teacher; and when mixing ends."""
 from __future__ import annotations
 
 import json
@@ -10,9 +10,7 @@ import timm
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from timm.loss import JsdCrossEntropy
 
-from ea_vision.base.errors import UsageError
 from ea_vision.base.processes import World
 from ea_vision.data.imagenet import train_transform
 from ea_vision.engine import run_folder, train_cifar, train_imagenet
@@ -20,7 +18,6 @@ from ea_vision.engine.classification import ClassificationTrainer, Teacher, dist
 from ea_vision.engine.config import resolve
 from ea_vision.engine.signals import StopRequest
 from ea_vision.engine.train_cifar import CifarConfig
-from ea_vision.engine.train_imagenet import GrowingTrainer, ImageNetConfig
 from tests.data.photos import make_photos
 from tests.engine.runner import arguments, make_folder, run
 
@@ -110,20 +107,6 @@ def test_mixing_ends_at_its_epoch(tmp_path):
     assert losses[0] != pytest.approx(plain, rel=1e-4) and losses[1] == pytest.approx(plain, rel=1e-5)
 
 
-def test_augmentation_splits_are_a_crop_and_others_of_it():
-    image = Image.fromarray(np.random.default_rng(0).integers(0, 255, (40, 40, 3), dtype=np.uint8))
-
-    def of(**given):
-        torch.manual_seed(5)
-        __import__("random").seed(5)
-        np.random.seed(5)
-        return train_transform(16, **given)(image)
-
-    splits = of(auto_augment="ta_wide", splits=3)
-    assert splits.shape == (3, 16, 16, 3) and torch.equal(splits[0], of())
-    assert not torch.equal(splits[1], splits[2])
-
-
 def test_trivial_augment_is_torchvisions():
     from torchvision.transforms import InterpolationMode, TrivialAugmentWide
 
@@ -141,27 +124,13 @@ def test_trivial_augment_is_torchvisions():
         assert torch.equal(ours, torch.from_numpy(np.array(theirs)))
 
 
-def test_jsd_is_timms_over_the_splits_of_a_batch(tmp_path):
-    trainer = make_trainer(tmp_path, GrowingTrainer, ImageNetConfig, jsd_loss=True, aug_splits=3, smoothing=0.1)
-    images, targets = torch.randn(12, 3, 32, 32), torch.tensor([0, 1, 2, 0])
-    with torch.no_grad():
-        wanted = JsdCrossEntropy(3, smoothing=0.1)(trainer.model(images), targets)
-    assert trainer._batch_loss(images, targets).item() == pytest.approx(wanted.item(), rel=1e-5)
-
-
-def test_a_run_with_splits_and_one_with_few_snapshots(tmp_path):
+def test_a_run_with_few_snapshots(tmp_path):
     photos, folder, log = make_photos(tmp_path / "photos", train=24, val=8), tmp_path / "run", tmp_path / "log"
     argv = ["--recipe", "none", "--model", "test_resnet", "--data-dir", str(photos), "--output", str(folder),
             "--device", "cpu", "--img-size", "16", "--eval-resize", "20", "--batch-size", "8", "--workers", "0",
-            "--epochs", "3", "--aug-splits", "3", "--jsd-loss", "--aa", "ta_wide", "--snapshot-epochs", "1",
+            "--epochs", "3", "--aa", "ta_wide", "--snapshot-epochs", "1",
             "--checkpoint-hist", "2"]
     assert run(argv, log, main=train_imagenet.main) == 0, log.read_text()
     assert sorted(path.name for path in (folder / run_folder.SNAPSHOTS).iterdir()) == [
         "epoch_0002.safetensors", "epoch_0003.safetensors"]
     assert json.loads((folder / "results.json").read_text())["epochs"] == 3
-
-
-@pytest.mark.parametrize("given", [{"jsd_loss": True}, {"aug_splits": 3}, {"jsd_loss": True, "aug_splits": 1}])
-def test_splits_and_their_loss_go_together(given):
-    with pytest.raises(UsageError, match="jsd_loss goes with aug_splits of at least 2"):
-        resolve(ImageNetConfig, {"recipe": "none", **given})

@@ -1,8 +1,6 @@
 """Learnable gates in a run: raised to fixed values or learnt, logged and drawn; and fine-tuning from other weights."""
 from __future__ import annotations
 
-import signal
-
 import pytest
 import safetensors.torch
 import timm
@@ -13,7 +11,6 @@ from ea_vision.base.errors import UsageError, exit_code
 from ea_vision.engine import run_folder, train_cifar, train_imagenet
 from ea_vision.engine.classification import ClassificationConfig
 from ea_vision.engine.curves import plot_learning_curves
-from ea_vision.engine.gates import GateRamp, gate_values
 from ea_vision.engine.optimizer import build_optimizer
 from ea_vision.layers import learnable_gates
 from tests.engine import runner
@@ -39,74 +36,13 @@ def arguments(data, output, *more, model="ea_vit_tiny_patch16_224"):
             "8", "--opt", "adamw", "--lr", "1e-3", "--eval-on-train", "--device", "cpu", *more]
 
 
-def test_a_ramp_is_linear_ends_exactly_and_goes_on_from_wherever_it_stands():
-    model, starts = network(), {}
-    for number, (path, gate) in enumerate(learnable_gates(model).items()):
-        starts[path] = 0.1 * number - 0.1
-        torch.nn.init.constant_(gate, starts[path])
-    ramp = GateRamp(model, {"alpha": 0.5, "beta": 1.0}, 8)
-    saved = None
-    for done in range(1, 12):
-        ramp.update(model, done)
-        for path, value in gate_values(model).items():
-            end = 0.5 if path.endswith("alpha") else 1.0
-            wanted = starts[path] + (end - starts[path]) * min(done / 8, 1)
-            assert value == pytest.approx(wanted, abs=1e-6) and (done < 8 or value == end)
-        if done == 3:
-            saved = {key: value.clone() for key, value in model.state_dict().items()}
-    again = network()
-    resumed = GateRamp(again, {"alpha": 0.5, "beta": 1.0}, 8)
-    again.load_state_dict(saved)
-    for done in range(4, 7):
-        resumed.update(again, done)
-    assert [gate_values(again)[path] == pytest.approx(start + (e - start) * 0.75, abs=1e-6) for path, start in
-            starts.items() for e in [0.5 if path.endswith("alpha") else 1.0]] == [True] * 4
-
-
-def test_gates_that_are_raised_are_not_learnt_and_others_are():
-    model = network(learnable="per_head")
-    GateRamp(model, {"beta": 0.3}, 0)
-    values = gate_values(model)
-    assert len(values) == 12 and values["blocks.2.attn.evolution.beta[1]"] == pytest.approx(0.3)
-    assert values["blocks.2.attn.evolution.alpha[2]"] == 0
-    trained = {id(p) for group in build_optimizer(ClassificationConfig(gate_lr=5), model, 8).param_groups
-               for p in group["params"]}
-    assert {path.rpartition(".")[2]: id(gate) in trained for path, gate in learnable_gates(model).items()} == {
-        "alpha": True, "beta": False}
-    for model, ends, message in (
-            (network("pa_vit_tiny_patch16_224"), {"alpha": 1, "beta": 1}, "those of this model are alpha; got beta"),
-            (network(alpha=0.5, beta=1.0), {"alpha": 1}, "this model has none; got alpha"),
-            (network("vit_tiny_patch16_224"), {"gamma": 1}, "this model has none; got gamma")):
-        with pytest.raises(UsageError, match=message):
-            GateRamp(model, ends, 5)
-    for value in (1.5, -0.1, "x", True, float("nan")):
-        with pytest.raises(UsageError, match="gate_ramp must give each gate a number from 0 to 1, got alpha="):
-            ClassificationConfig(gate_ramp={"alpha": value})
-
-
 @pytest.fixture(scope="module")
 def raised(data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "raised"
-    argv = arguments(data, folder, "--gate-ramp", "alpha=0.5", "beta=1", "--gate-ramp-share", "0.6",
-                     "--model-ema-decay", "0.9",
+    argv = arguments(data, folder, "--gate-lr", "30", "--model-ema-decay", "0.9",
                      "--checkpoint-steps", "2")
     assert runner.run(argv, folder.with_suffix(".log")) == 0, folder.with_suffix(".log").read_text()
     return folder, argv
-
-
-# The ramp takes six of ten updates; checkpoints lie after 2, 4, 5, 7, 9 and 10.
-@pytest.mark.parametrize("number, update, goes_on_after", [
-    (signal.SIGTERM, 4, 4), (signal.SIGKILL, 2, 0), (signal.SIGKILL, 4, 2), (signal.SIGKILL, 6, 5),
-    (signal.SIGKILL, 8, 7)])
-def test_a_run_whose_ramp_was_interrupted_ends_as_the_undisturbed_one(raised, tmp_path, number, update, goes_on_after):
-    folder, argv = raised
-    log, other = tmp_path / "log", tmp_path / "killed"
-    argv = [str(other) if word == str(folder) else word for word in argv]
-    code = runner.run(argv, log, runner.SignalAfterUpdate(number, update))
-    assert code == (128 + number if number == signal.SIGTERM else -number)
-    assert runner.run(argv, log) == 0 and f"update {goes_on_after}\n" in log.read_text()
-    runner.same_result(folder, other)
-    assert run_folder.read_gates(folder) == run_folder.read_gates(other)
 
 
 def test_gates_are_logged_exported_and_drawn(raised, data, tmp_path, capsys):
@@ -114,8 +50,7 @@ def test_gates_are_logged_exported_and_drawn(raised, data, tmp_path, capsys):
     gates = run_folder.read_gates(folder)
     names = [f"blocks.{block}.attn.evolution.{share}" for block in (1, 2) for share in ("alpha", "beta")]
     assert list(gates) == ["epoch", "step", *names] and gates["step"] == [5, 10]
-    assert gates[names[0]] == pytest.approx([0.5 * 5 / 6, 0.5], rel=1e-5)
-    weights = safetensors.torch.load_file(folder / run_folder.WEIGHTS)  # averaged, but for the gates
+    weights = safetensors.torch.load_file(folder / run_folder.WEIGHTS)
     best = run_folder.read_results(folder)["test_best"]["epoch"]
     assert weights[names[1]].item() == pytest.approx(gates[names[1]][best - 1], rel=1e-5)
     learnt = tmp_path / "learnt"
@@ -185,7 +120,7 @@ def test_pretrained_path_is_the_start_of_a_run(data, tmp_path, capsys):
         assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("recipe", ["finetune_vit", "finetune_ea_vit", "finetune_ea_vit_ramp"])
+@pytest.mark.parametrize("recipe", ["finetune_vit", "finetune_ea_vit"])
 def test_fine_tuning_by_recipe_from_pretrained_weights(data, recipe, tmp_path, monkeypatch):
     """As from timm's weights: a file of 1000 classes stands in for the hub."""
     model = "vit_tiny_patch16_224" if recipe == "finetune_vit" else "ea_vit_tiny_patch16_224"
@@ -206,6 +141,3 @@ def test_fine_tuning_by_recipe_from_pretrained_weights(data, recipe, tmp_path, m
     begun = safetensors.torch.load_file(tmp_path / "run" / run_folder.WEIGHTS)
     assert begun["head.weight"].shape[0] == 3
     assert (begun["blocks.2.mlp.fc1.weight"] - state["blocks.2.mlp.fc1.weight"]).abs().max() < 1e-4
-    gates = [value for name, value in run_folder.read_gates(tmp_path / "run").items() if name.endswith("alpha")]
-    assert [value == [0.2] for value in gates] == {"finetune_vit": [], "finetune_ea_vit": [False] * 2,
-                                                   "finetune_ea_vit_ramp": [True] * 2}[recipe]

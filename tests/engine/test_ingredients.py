@@ -9,13 +9,9 @@ import pytest
 import safetensors.torch
 import timm
 import torch
-import yaml
 
-from ea_vision import export
-from ea_vision.base.errors import UsageError
-from ea_vision.data.small_images import load_dataset
-from ea_vision.engine import checkpoint, run_folder, train_cifar, weights_card
-from ea_vision.engine.evaluate import evaluate, views
+from ea_vision.engine import checkpoint, run_folder, train_cifar
+from ea_vision.engine.evaluate import evaluate
 from ea_vision.engine.train import Trainer
 from tests.engine.runner import SignalAfterUpdate, arguments, assert_equal, make_folder, run, same_result
 
@@ -81,78 +77,6 @@ def test_exported_weights_give_the_outputs_of_training_bit_for_bit(data, tmp_pat
         assert torch.equal(model(seen["images"]), seen["logits"])
     state = checkpoint.read_checkpoint(folder / checkpoint.LAST)
     assert_equal(state["ema"], safetensors.torch.load_file(folder / run_folder.WEIGHTS), "weights")
-
-
-@pytest.mark.parametrize("largest_loss, dtype", [(100, "float16"), (-1, "float32")])
-def test_the_card_of_exported_weights_has_the_figures_of_the_file(data, tmp_path, monkeypatch, largest_loss, dtype):
-    """Plain and with views, counted here from the written file; the run's one look at the test images chose nothing."""
-    folder, log, out = tmp_path / "run", tmp_path / "log", tmp_path / "weights"
-    argv = arguments(data, folder, "--epochs", "2", "--eval-epochs", "2", "--tta", "six", "--resume", "none")
-    assert run(argv, log) == 0, log.read_text()
-    assert "the best epoch was chosen by" not in log.read_text()
-    monkeypatch.setattr(weights_card, "LARGEST_LOSS", largest_loss)
-    assert export.main([str(folder), "-o", str(out / "test_resnet.t.safetensors"), "--data-dir", str(data)]) == 0
-    about = run_folder.read_config(folder)[1]
-    model = timm.create_model("test_resnet", **about["model_kwargs"],
-                              checkpoint_path=str(out / "test_resnet.t.safetensors")).eval()
-    test = load_dataset("folder", str(data), "none").test
-    mean, std = (torch.tensor(about[key]).view(-1, 1, 1) for key in ("mean", "std"))
-    x = (test.images / 255 - mean) / std
-    with torch.no_grad():
-        plain = model(x)
-        six = sum(weight * model(view) for weight, view in views(x, "six"))
-    top1, by_six = (100 * (logits.argmax(1) == test.targets).double().mean().item() for logits in (plain, six))
-    stored = safetensors.torch.load_file(out / "test_resnet.t.safetensors")
-    card = (out / "test_resnet.t.md").read_text()
-    assert stored["conv1.0.weight"].dtype == getattr(torch, dtype) and f"| stored as | {dtype} |" in card
-    assert f"{top1:.2f}% top-1, 100.00% top-5 on the test images. " in card
-    assert f"With several views of an image (`--tta six`): {by_six:.2f}%." in card
-    assert "48 training images, 3 classes: class_0, class_1, class_2;" in card
-    assert "the test images, once, after epoch 2: nothing was chosen by them; the weights are those of epoch 2" in card
-    assert "--evaluate test_resnet.t --dataset folder --data-dir DIR --tta six" in card
-
-
-@pytest.fixture(scope="module")
-def tested(data, tmp_path_factory):
-    """A complete run whose files a test may change and put back."""
-    folder = tmp_path_factory.mktemp("tested") / "run"
-    assert run(arguments(data, folder, "--epochs", "1.2", "--resume", "none"), folder.with_suffix(".log")) == 0
-    return folder
-
-
-@pytest.mark.parametrize("change, message", [
-    ({"run.mean": ["a", "b", "c"]}, "mean cannot be ['a', 'b', 'c']"),
-    ({"run.std": [0.2, 0.2, 0.0]}, "std cannot be [0.2, 0.2, 0.0]"),
-    ({"run.classes": [1, 2, 3]}, "classes cannot be [1, 2, 3]"),
-    ({"run.train_images": None}, "train_images must be of type int, got NoneType"),
-    ({"run.starts": ["x"]}, "a start cannot be 'x'"),
-    ({"run.starts": [{"update": "1", "git_commit": None, "hardware": "", "versions": {}}]},
-     "update of a start cannot be '1'"),
-    ({"dataset": None}, "dataset cannot be None"),
-    ({"tta": "seven"}, "tta must be one of "),
-    ({"img_size": "wide"}, "img_size must be of type int, got 'wide'"),
-    ({"results.test_best": None}, "test_best must have epoch, top1 and top5, got None"),
-    ({"results.test_best": {"epoch": 7, "top1": 50.0, "top5": 100.0}}, "metrics.csv has no epoch 7"),
-    ({"results.epochs": 7}, "epochs must be the 2 of metrics.csv, got 7"),
-])
-def test_a_run_that_is_damaged_is_not_exported(data, tested, tmp_path, change, message):
-    """Weights and card are made of a run that all readers of finished runs would take, or not at all."""
-    argv = ["-o", str(tmp_path / "test_resnet.t.safetensors"), "--data-dir", str(data)]
-    files = {name: (tested / name).read_text() for name in (run_folder.CONFIG, run_folder.RESULTS)}
-    try:
-        for name, value in change.items():
-            file, load = ((run_folder.RESULTS, json.loads) if name.startswith("results.")
-                          else (run_folder.CONFIG, yaml.safe_load))
-            content = load(files[file])
-            (content["run"] if name.startswith("run.") else content)[name.rpartition(".")[2]] = value
-            (tested / file).write_text(json.dumps(content))  # which is YAML, too
-        with pytest.raises(UsageError) as error:
-            export.main([str(tested), *argv])
-    finally:
-        for name, text in files.items():
-            (tested / name).write_text(text)
-    assert message in str(error.value) and not list(tmp_path.iterdir())
-    assert change.keys() != {"results.epochs"} or export.main([str(tested), *argv]) == 0, "whole again, 1.2 epochs"
 
 
 def test_results_and_evaluation_have_views_and_plain_weights_beside_the_plain_figures(whole, capsys):

@@ -212,21 +212,6 @@ def test_config_says_which_start_made_which_updates(data, tmp_path):
     assert checkpoint.read_checkpoint(folder / checkpoint.LAST)["progress"]["starts"] == about["starts"]
 
 
-def test_a_rollback_keeps_the_start_that_has_saved_nothing_yet(data, tmp_path):
-    folder, log = tmp_path / "run", tmp_path / "run.log"
-    argv = arguments(data, folder, "--on-nan", "rollback")
-    assert run(argv, log, SignalAfterUpdate(signal.SIGTERM, 3)) == 128 + signal.SIGTERM
-    assert run(argv, log, two_threads_and_a_bad_loss) == 0, log.read_text()
-    assert "back to" in log.read_text()
-    starts = checkpoint.read_checkpoint(folder / checkpoint.LAST)["progress"]["starts"]
-    assert [(s["update"], s["hardware"].split(" x ")[1]) for s in starts] == [(1, "1 threads"), (4, "2 threads")]
-
-
-def two_threads_and_a_bad_loss():
-    torch.set_num_threads(2)
-    SpoilLoss(4)()
-
-
 def test_a_start_without_updates_is_not_kept():
     progress = Progress()
     for updates, commit in ((0, "a"), (0, "b"), (5, "c"), (5, "d"), (9, "d"), (8, "e"), (7, "d"), (4, "e")):
@@ -268,18 +253,3 @@ def test_non_finite_weights_are_never_saved(data, tmp_path):
     assert "a weight is not finite after update 4 of epoch 1" in log.read_text()
     saved = checkpoint.read_checkpoint(folder / checkpoint.LAST)
     assert saved["progress"]["updates"] == 2 and all(v.isfinite().all() for v in saved["model"].values())
-
-
-def test_rollback_continues_with_half_the_learning_rate(data, tmp_path):
-    folder, log = tmp_path / "run", tmp_path / "run.log"
-    argv = arguments(data, folder, "--sched", "constant", "--warmup-epochs", "0", "--on-nan", "rollback")
-    assert run(argv, log, SpoilLoss(4, times=2)) == 0, log.read_text()
-    assert run_folder.read_metrics(folder)["lr"] == [0.0125, 0.0125], "halved twice, for two bad losses"
-    assert run_folder.read_results(folder)["rollbacks"] == 2
-    assert run_folder.read_metrics(folder)["step"] == [5, 10]
-
-
-def test_rollback_gives_up_in_the_end(data, tmp_path):
-    log = tmp_path / "run.log"
-    assert run(arguments(data, tmp_path / "run", "--on-nan", "rollback"), log, SpoilLoss(4, times=1000)) == 1
-    assert log.read_text().count("back to") == 5

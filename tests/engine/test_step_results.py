@@ -264,15 +264,6 @@ def test_the_report_follows_some_updates_later_and_names_the_samples(tmp_path):
     assert trainer.progress.loss_sum == other.progress.loss_sum
 
 
-@pytest.mark.parametrize("on_nan", ["stop", "rollback"])
-def test_stop_and_rollback_hear_of_it_as_late(tmp_path, on_nan):
-    trainer = make_trainer(tmp_path, Loader(10, bad=2), on_nan=on_nan)
-    trainer.last_good = tmp_path / checkpoint.LAST
-    with pytest.raises(NonFiniteLoss, match="the loss of update 3 of epoch 1 is nan") as error:
-        trainer.train_epoch()
-    assert trainer.progress.updates == 7 and error.value.report.exists()
-
-
 def test_skip_gives_up_when_too_many_are_left_out(tmp_path, monkeypatch):
     monkeypatch.setattr(train, "MAX_SKIPPED", 1)
     trainer = make_trainer(tmp_path, Loader(10, bad=2), on_nan="skip")

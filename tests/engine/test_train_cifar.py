@@ -106,21 +106,6 @@ def test_evaluate_a_run(finished, capsys):
     assert f"top1 {numbers['top1']:.2f}%" in capsys.readouterr().out
 
 
-def test_test_only_is_evaluate(finished, data, tmp_path, capsys):
-    """As torchvision's scripts have it: of a run folder by --resume or --output, of a model's weights by --model."""
-    common = ["--dataset", "folder", "--data-dir", str(data), "--cache-dir", "none"]
-    weights = ["--weights", str(finished / "model.safetensors"), "--model", "test_resnet", "--amp-dtype", "bfloat16"]
-    top1 = json.loads((finished / "results.json").read_text())["test_best"]["top1"]
-    for argv in (["--output", str(finished)], ["--resume", str(finished), "--output", str(tmp_path / "r")],
-                 [*weights, *common, "--output", str(tmp_path / "m")]):
-        assert train_cifar.main(["--test-only", *argv]) == 0
-        assert f"top1 {top1:.2f}%" in capsys.readouterr().out
-    assert (tmp_path / "r" / "evaluation.json").exists() and not (tmp_path / "m" / "last.ckpt").exists()
-    assert "needs a run folder" in fails(["--test-only"], capsys)
-    assert "takes a run folder" in fails(["--test-only", "--resume", str(finished / "last.ckpt")], capsys)
-    assert "--amp-dtype must be" in fails(["--amp-dtype", "float8"], capsys)
-
-
 def test_evaluate_a_model_with_weights(finished, data, tmp_path, capsys):
     common = ["--dataset", "folder", "--data-dir", str(data), "--cache-dir", "none", "--output", str(tmp_path / "e")]
     weights = finished / "model.safetensors"

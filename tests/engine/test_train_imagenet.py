@@ -5,8 +5,6 @@ import csv
 import importlib.util
 import json
 import os
-import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +17,6 @@ import safetensors
 import timm
 import torch
 
-from ea_vision import export
 from ea_vision.base.errors import exit_code
 from ea_vision.data import write_ffcv
 from ea_vision.engine import checkpoint, run_folder, train_imagenet
@@ -252,27 +249,6 @@ def test_evaluation_of_a_run_is_what_its_results_say(finished, tmp_path):
     assert run(["--evaluate", str(finished), "--output", str(tmp_path)], tmp_path / "log") == 0
     row, = csv.DictReader((tmp_path / "results.csv").open())
     assert float(row["top1"]) == pytest.approx(run_folder.read_results(finished)["test_best"]["top1"], abs=1e-3)
-
-
-def test_weights_and_their_card_are_tested_on_photos_the_run_has_not_seen(finished, photos, tmp_path, capsys):
-    root = tmp_path / "data"
-    for split, place in (("train", photos), ("val", photos), ("unseen", make_photos(tmp_path / "more", val=30))):
-        shutil.copytree(place / ("val" if split == "unseen" else split), root / split)
-    out = tmp_path / "test_resnet.t.safetensors"
-    argv = [str(finished), "-o", str(out), "--data-dir", str(root), "--split"]
-    assert exit_code(lambda: export.main([*argv, "val"])) == 2
-    assert exit_code(lambda: export.main(argv[:-1])) == 2
-    errors = capsys.readouterr().err
-    assert "has not seen, got val" in errors and "--split names the test images of a run of train-imagenet" in errors
-    assert export.main([*argv, "unseen"]) == 0
-    card = out.with_suffix(".md").read_text()
-    [command] = re.findall(r"^    python train_imagenet.py (.*)$", card, re.M)
-    check = command.replace("test_resnet.t", f"test_resnet --weights {out}").replace("DIR", str(root)).split()
-    assert run([*check, "--output", str(tmp_path), "--device", "cpu"], tmp_path / "log") == 0
-    numbers = json.loads((tmp_path / "evaluation.json").read_text())
-    assert numbers["images"] == 30 and f"{numbers['top1']:.2f}% top-1" in card.replace("100% top-1", "100.00% top-1")
-    assert "test images of `unseen`. 30 images: 95% interval of the top-1 " in card
-    assert "images of `val`, by which the best epoch was chosen" in card and "| stored as | float" in card
 
 
 def test_too_many_unreadable_images_stop_the_run_and_are_listed(tmp_path, capsys):

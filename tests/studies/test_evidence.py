@@ -10,8 +10,7 @@ from matplotlib.image import imread
 
 from ea_vision.base.errors import UsageError
 from ea_vision.base.files import write_json
-from ea_vision.engine.finished import read_finished
-from ea_vision.engine.run_folder import METRICS, RESULTS, write_config
+from ea_vision.engine.run_folder import METRICS, RESULTS, read_finished, write_config
 from ea_vision.studies import sweep
 from ea_vision.studies.evidence import (
     Pair,

@@ -1,4 +1,7 @@
-"""Write the weights of a complete run of train_cifar.py or train_imagenet.py with their card, for `ea-vision export`.
+#!/usr/bin/env python3
+"""Write the weights of a complete run of train_cifar.py or train_imagenet.py with their card.
+
+    python -m experiments.weights_card RUN -o weights/MODEL.TAG.safetensors --data-dir DIR
 
 The weights are stored in float16 where that keeps the top-1 on the test images within 0.1 point of the run's, else in
 float32. A run of train_cifar.py has test images; for one of train_imagenet.py they are a split that it has not seen.
@@ -6,17 +9,18 @@ Where a run was tested with several views of an image (--tta), the card has thei
 tag must stand in the `default_cfgs` of the model's file; then `python experiments/shipped_weights.py` renews the table
 of results.
 """
+import argparse
 import math
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable
 from itertools import groupby, pairwise
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
 
 import torch
 
 import ea_vision  # noqa: F401  (registers the models)
-from ea_vision.base.errors import UsageError
+from ea_vision.base.errors import UsageError, exit_code
 from ea_vision.base.files import atomic_write
 from ea_vision.base.networks import CIFAR10, check_classes, encode_weights
 from ea_vision.base.processes import World, join_world
@@ -25,8 +29,8 @@ from ea_vision.data.small_images import load_dataset
 from ea_vision.engine import run_folder
 from ea_vision.engine.config import resolve
 from ea_vision.engine.evaluate import Evaluation, evaluate
-from ea_vision.engine.finished import FinishedRun, read_finished
 from ea_vision.engine.run import resolve_target
+from ea_vision.engine.run_folder import FinishedRun, read_finished
 from ea_vision.engine.train_cifar import CifarConfig
 from ea_vision.engine.train_imagenet import ClassFolders, ImageNetConfig
 
@@ -69,30 +73,6 @@ def interval(percent: float, images: int) -> str:
     return f"{100 * (middle - half_width):.2f} to {100 * (middle + half_width):.2f}"
 
 
-def check_about(path: Path, config: Mapping[str, Any], run: Mapping[str, Any]) -> None:
-    """Raise UsageError unless config.yaml, at `path`, says of a run what its card does."""
-    def require(where: str, value: Any, right: bool) -> None:
-        if not right:
-            raise UsageError(f"{path} is not that of a run of networks that classify: {where} cannot be {value!r:.60}")
-
-    for key in ("dataset", "recipe"):
-        require(key, config.get(key), isinstance(config.get(key), str))
-    for key in ("mean", "std"):
-        require(key, run[key], len(run[key]) == 3 and all(type(x) in (int, float) and 0 <= x <= 1 for x in run[key]))
-    require("std", run["std"], min(run["std"]) > 0)
-    require("classes", run["classes"], all(isinstance(name, str) for name in run["classes"]))
-    kinds = {"update": int, "git_commit": (str, type(None)), "hardware": str, "versions": dict}
-    for start in starts_of(run):
-        require("a start", start, isinstance(start, dict) and kinds.keys() <= start.keys())
-        for key, kind in kinds.items():
-            require(f"{key} of a start", start[key], isinstance(start[key], kind))
-
-
-def starts_of(run: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the starts of a run, with the update each began at; one from before they were listed has had one."""
-    return run.get("starts") or [{"update": 1, **run}]
-
-
 def card(finished: FinishedRun, name: str, dtype: str, result: Evaluation, tta: str, split: str) -> str:
     """Markdown: what the weights are, how they were made, and the command that checks them.
 
@@ -113,7 +93,7 @@ def card(finished: FinishedRun, name: str, dtype: str, result: Evaluation, tta: 
         "warmup_epochs", "smoothing", "flip", "crop_padding", "crop_padding_mode", "cutout", "img_size",
         "first_img_size", "grow_epochs", "eval_resize", "crop_scale", "hflip", "aa", "mixup", "cutmix",
         "model_ema_decay", "amp", "channels_last") if k in config)  # runs from before an option was there lack it
-    commit, hardware, versions = (by_update(starts_of(run), describe) for describe in (
+    commit, hardware, versions = (by_update(run["starts"], describe) for describe in (
         lambda start: f"`{start['git_commit']}`", lambda start: start["hardware"],
         lambda start: ", ".join(f"{k} {v}" for k, v in start["versions"].items())))
     if split:
@@ -194,8 +174,7 @@ def write_weights(folder: Path, output: Path, data_dir: str, split: str = "") ->
         raise UsageError(f"only a complete run can be exported, and {folder} has no {run_folder.RESULTS}")
     if finished.split != "test":
         raise UsageError(f"{folder} has not been tested: continue it without --no-test")
-    model, config, run = run_folder.load_run(folder, "classes", "train_images", "mean", "std")
-    check_about(folder / run_folder.CONFIG, config, run)
+    model, config, run = run_folder.load_run(folder)
     if bool(split) != ("val_split" in config):
         raise UsageError("--split names the test images of a run of train-imagenet, and of no other: "
                          f"{folder} is {'none' if split else 'one'}")
@@ -218,3 +197,19 @@ def write_weights(folder: Path, output: Path, data_dir: str, split: str = "") ->
     atomic_write(output, encode_weights(state))
     atomic_write(output.with_suffix(".md"), text.encode())
     return f"{name}: top1 {exact.top1:.2f}% in float32, {rounded.top1:.2f}% in float16; written in {dtype}"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a complete run")
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="MODEL.TAG.safetensors")
+    parser.add_argument("--data-dir", required=True, metavar="DIR", help="data set of the run")
+    parser.add_argument("--split", default="", metavar="NAME", help="of a run of train-imagenet: the folder or tar of "
+                        "--data-dir with test images that the run has not seen")
+    args = parser.parse_args(argv)
+    print(write_weights(args.run, args.output, args.data_dir, args.split))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))
