@@ -39,7 +39,6 @@ class FoldedEvolution(nn.Module):
             return torch.as_tensor(gate).detach().double().cpu().reshape(-1).expand(num_heads)
 
         self.predict, self.num_prefix_tokens = evolution.predict, evolution.num_prefix_tokens
-        self.dilation, self.negative_slope = evolution.dilation, evolution.negative_slope
         alpha, beta = by_head(evolution.alpha), by_head(evolution.beta)
         taken = torch.ones_like(alpha)  # what the convolution takes is this times what `forward` mixes
         self.own_gain, share = 1 - alpha, beta  # share: of what the convolution gives
@@ -69,7 +68,7 @@ class FoldedEvolution(nn.Module):
 
     def _phases(self, weight: Tensor) -> list[int]:
         """In how many phases of rows a convolution's channels fit into one block, the most first."""
-        return [phases for phases in (4, 2) if phases * len(weight) <= BLOCK and self.dilation == 1]
+        return [phases for phases in (4, 2) if phases * len(weight) <= BLOCK]
 
     def _times(self, name: str, maps: Tensor) -> Tensor:
         return maps if name in self.plain else getattr(self, name) * maps
@@ -84,11 +83,10 @@ class FoldedEvolution(nn.Module):
         for number in range(self.num_convs):
             weight, bias = getattr(self, f"weight{number}"), getattr(self, f"bias{number}")
             phases = next((phases for phases in self._phases(weight) if rows % phases == 0), 1)
-            pad = self.dilation * (weight.shape[-1] // 2)
+            pad = weight.shape[-1] // 2
             if phases > 1:
                 weight, bias = getattr(self, f"weight{number}_{phases}"), bias.repeat_interleave(phases)
-            maps = F.conv2d(maps, weight, bias, (phases, 1), pad, self.dilation)
-            maps = F.relu(maps) if self.negative_slope == 0.0 else F.leaky_relu(maps, self.negative_slope)
+            maps = F.relu(F.conv2d(maps, weight, bias, (phases, 1), pad))
             if phases > 1:  # (B, K*phases, N/phases, N)
                 maps = maps.reshape(B, -1, phases, rows // phases, cols).transpose(2, 3).reshape(B, -1, rows, cols)
         return self._times("convolved", maps)

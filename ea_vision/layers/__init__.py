@@ -11,7 +11,7 @@ from ea_vision.layers.evolution import (
     learnable_gates,
     register_evolution,
 )
-from ea_vision.layers.positions import POSITIONS, add_sine, append_coordinates, choose_position
+from ea_vision.layers.positions import POSITIONS, add_sine, append_coordinates, check_position
 from ea_vision.layers.spatial_transformer import SpatialTransformer, quadrilateral, sample_affine
 from ea_vision.layers.token_attention import TokenAttention, attention_layers
 from ea_vision.ops.reference import relative_logits
@@ -31,7 +31,7 @@ __all__ = [
     "add_sine",
     "append_coordinates",
     "attention_layers",
-    "choose_position",
+    "check_position",
     "create_evolution",
     "evolution_class",
     "evolution_options",

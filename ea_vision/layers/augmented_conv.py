@@ -17,9 +17,10 @@ import torch
 import torch.nn.functional as F
 from timm.models import register_notrace_module
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from ea_vision.base.errors import UsageError
-from ea_vision.layers.positions import add_sine, append_coordinates, choose_position
+from ea_vision.layers.positions import add_sine, append_coordinates, check_position
 from ea_vision.ops import check_windows, evolving_attention, forced, halve, log_once
 from ea_vision.ops.problem import check_prev_logits
 from ea_vision.ops.reference import neighbours_logits, neighbours_values, own_logits, within_windows
@@ -63,6 +64,15 @@ class Projection(nn.Conv2d):
         return F.conv2d(x, self.weight, self.bias)
 
 
+def _gains(gain: Tensor) -> Tensor:
+    """Return the gain (K) of queries and the 1 of keys, (2K, 1, 1)."""
+    return torch.cat([gain, torch.ones_like(gain)]).view(-1, 1, 1)
+
+
+def _inverse_rms(wide: Tensor) -> Tensor:
+    return ((wide * wide).mean(2, keepdim=True) + 1e-6).rsqrt()
+
+
 def normalise_heads(qk: Tensor, gain: Tensor) -> Tensor:
     """Divide each head's queries and keys by the root of their mean square over the head's width, in float32 at least;
     the queries times their head's gain.
@@ -75,8 +85,34 @@ def normalise_heads(qk: Tensor, gain: Tensor) -> Tensor:
         (B, 2K, D, N) in the type of qk.
     """
     wide = qk.to(torch.promote_types(qk.dtype, torch.float32))
-    gains = torch.cat([gain, torch.ones_like(gain)]).view(-1, 1, 1)
-    return (wide * ((wide * wide).mean(2, keepdim=True) + 1e-6).rsqrt().mul(gains)).to(qk.dtype)
+    return (wide * (_inverse_rms(wide) * _gains(gain))).to(qk.dtype)
+
+
+class _NormaliseHeads(torch.autograd.Function):
+    """`normalise_heads` whose gradient passes over memory half as often as autograd's."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(qk: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
+        wide = qk.to(torch.promote_types(qk.dtype, torch.float32))
+        rate = _inverse_rms(wide)
+        return (wide * (rate * _gains(gain))).to(qk.dtype), rate
+
+    @staticmethod
+    def setup_context(ctx, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, Tensor]) -> None:
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(*inputs, output[1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor, _) -> tuple[Tensor, Tensor]:
+        """y = rate * gain * x, d rate / dx = -rate**3 x / D."""
+        qk, gain, rate = ctx.saved_tensors
+        wide, grad = qk.to(rate.dtype), grad.to(rate.dtype)
+        along, factor = (grad * wide).sum(2, keepdim=True) * rate, rate * _gains(gain)
+        grad_qk = torch.addcmul(grad * factor, wide, along * rate * factor, value=-1 / qk.shape[2])
+        return grad_qk.to(qk.dtype), along[:, :len(gain)].sum((0, 2, 3)).to(gain.dtype)
 
 
 def operands_of(layer: nn.Module, prev_logits: Tensor | None) -> dict[str, Any] | None:
@@ -118,7 +154,6 @@ class AugmentedConv2d(nn.Module):
         position: what attention knows of places. "relative": terms of the logits by offset, with learned tables;
             "none"; "sine": sines and cosines added to the branch's input; "coord": coordinates appended to it (both
             after pooling, see `ea_vision.layers.positions`).
-        relative: the older way to say it: True is position="relative", the default, False is position="none".
         qk_norm: whether each head's queries and keys are divided by the root of their mean square, in float32, before
             scale and position terms. The parameter `qk_gain` (K), which begins at 1, multiplies the queries.
         pool_attention: how many further poolings precede the attention (True is one); the branch's result is then
@@ -141,9 +176,9 @@ class AugmentedConv2d(nn.Module):
 
     Raises:
         ValueError: a width that num_heads does not divide, more attn_channels than out_channels, a stride other
-            than 1 and 2, an even kernel_size, a feat_size that is not two positive numbers, an unknown position
-            or one that `relative` contradicts, in_channels that "sine" cannot share out, windows that are
-            not odd, a ring with fewer heads than head_window, or head_window beside an evolution.
+            than 1 and 2, an even kernel_size, a feat_size that is not two positive numbers, an unknown
+            position, in_channels that "sine" cannot share out, windows that are not odd, a ring with fewer heads than
+            head_window, or head_window beside an evolution.
     """
 
     def __init__(
@@ -157,8 +192,7 @@ class AugmentedConv2d(nn.Module):
             dim_v: int,
             num_heads: int = 8,
             feat_size: tuple[int, int],
-            position: str | None = None,
-            relative: bool | None = None,
+            position: str = "relative",
             qk_norm: bool = False,
             pool_attention: bool | int = False,
             evolution: nn.Module | None = None,
@@ -189,7 +223,7 @@ class AugmentedConv2d(nn.Module):
         if len(feat_size) != 2 or min(feat_size) < 1:
             raise ValueError(f"feat_size must be a positive (height, width), got {tuple(feat_size)}")
 
-        self.position = choose_position(position, relative)
+        self.position = check_position(position)
         if self.position == "sine" and in_channels % 4:
             raise ValueError(f"position='sine' needs in_channels that 4 divides, got {in_channels}")
         self.window = check_windows(window, head_window, head_border, num_heads)
@@ -299,15 +333,8 @@ class AugmentedConv2d(nn.Module):
                 state_dict[prefix + name] = fit_rel_table(table, size)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def split_heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, tuple[int, int]]:
-        """Queries, keys and values of the attention branch, and the map's size after pooling.
-
-        Args:
-            x: (B, C, H', W'), the layer's input.
-
-        Returns:
-            q (B, K, N, D), normalised with qk_norm, not scaled, k (B, K, N, D) likewise, v (B, K, N, Dv), [H, W].
-        """
+    def branch_input(self, x: Tensor) -> Tensor:
+        """Return what queries, keys and values are projected from: x (B, C, H', W') pooled, with absolute positions."""
         for _ in range(self.num_pools):
             if torch.jit.is_scripting():
                 x = F.avg_pool2d(x, 3, stride=2, padding=1, count_include_pad=False)
@@ -317,7 +344,24 @@ class AugmentedConv2d(nn.Module):
             x = add_sine(x)
         elif self.position == "coord":
             x = append_coordinates(x)
-        return self.heads_of(self.qkv(x))
+        return x
+
+    def split_heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, tuple[int, int]]:
+        """Queries, keys and values of the attention branch, and the map's size after pooling.
+
+        Args:
+            x: (B, C, H', W'), the layer's input.
+
+        Returns:
+            q (B, K, N, D), normalised with qk_norm, not scaled, k (B, K, N, D) likewise, v (B, K, N, Dv), [H, W].
+        """
+        return self.heads_of(self.qkv(self.branch_input(x)))
+
+    @torch.jit.unused
+    def _normalise(self, qk: Tensor, gain: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and forced[-1:] != ["reference"]:
+            return _NormaliseHeads.apply(qk, gain)[0]
+        return normalise_heads(qk, gain)
 
     def heads_of(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, tuple[int, int]]:
         """As `split_heads`, from the projection (B, 2 * dim_qk + dim_v, H, W)."""
@@ -326,7 +370,7 @@ class AugmentedConv2d(nn.Module):
         qk = qk.reshape(B, 2 * self.num_heads, self.dim_head_qk, H * W)
         gain = self.qk_gain
         if gain is not None:
-            qk = normalise_heads(qk, gain)
+            qk = normalise_heads(qk, gain) if torch.jit.is_scripting() else self._normalise(qk, gain)
         q, k = qk.transpose(-2, -1).chunk(2, dim=1)
         v = v.reshape(B, self.num_heads, self.dim_head_v, H * W).transpose(-2, -1)
         return q, k, v, (H, W)
@@ -389,7 +433,8 @@ class AugmentedConv2d(nn.Module):
     def attend(self, x: Tensor, prev_logits: Tensor | None, need_logits: bool = True) -> tuple[Tensor, Tensor | None]:
         """Return the attention branch before its resizing, (B, attn_channels, H, W), and the logits (B, K, N, N),
         or None as in `forward`."""
-        q, k, v, feat_size = self.split_heads(x)
+        pooled = self.branch_input(x)
+        q, k, v, feat_size = self.heads_of(self.qkv(pooled))
         B, K, N = q.shape[0], q.shape[1], q.shape[2]
         if self.evolution is not None:
             if self.evolution.reads_previous and (prev_logits is None or prev_logits.shape != (B, K, N, N)):
@@ -401,6 +446,9 @@ class AugmentedConv2d(nn.Module):
             out, logits = self._attend_by_modules(q, k, v, prev_logits, feat_size)
         else:
             out, logits = self._attend_by_operator(q, k, v, prev_logits, feat_size, need_logits)
+        if self.evolution is not None:
+            if self.evolution.mixes_output:
+                out = self.evolution.mix_output(out, v, pooled.flatten(2).transpose(1, 2))
         out = out.transpose(-2, -1).reshape(B, self.dim_v, feat_size[0], feat_size[1])  # heads concatenated
         if x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous():
             out = out.contiguous(memory_format=torch.channels_last)

@@ -38,14 +38,16 @@ class Evolution(nn.Module):
         spatial: whether `forward` takes the map's (H, W) as a third argument; in a vision transformer such a mechanism
             has `num_prefix_tokens`, which the network sets.
         mixes_attn: whether there is a `mix_attn`.
+        mixes_output: whether there is a `mix_output`.
         identity_start: the options with which it begins as the plain network and learns from there.
         part_names: further maps that `parts` returns; the default knows "softmax", the probabilities before `mix_attn`.
     """
 
-    __constants__ = ["mixes_attn", "reads_previous", "spatial"]  # noqa: RUF012 (for TorchScript)
+    __constants__ = ["mixes_attn", "mixes_output", "reads_previous", "spatial"]  # noqa: RUF012 (for TorchScript)
     reads_previous = True
     spatial = False
     mixes_attn = False
+    mixes_output = False
     identity_start: Mapping[str, Any] = MappingProxyType({})
     part_names: tuple[str, ...] = ()
 
@@ -56,6 +58,11 @@ class Evolution(nn.Module):
     def mix_attn(self, attn: Tensor) -> Tensor:
         """Return the maps that weigh the values, from the probabilities, where `mixes_attn`; (B, K, N, N) each."""
         return attn
+
+    def mix_output(self, out: Tensor, values: Tensor, x: Tensor) -> Tensor:
+        """Return the heads' outputs, where `mixes_output`, from those of attention, (B, K, N, D), the values likewise,
+        and the layer's input (B, N, C)."""
+        return out
 
     @torch.jit.ignore
     def restore_start(self) -> None:
@@ -126,6 +133,9 @@ def evolution_class(kind: str) -> type[Evolution]:
     return _EVOLUTIONS[kind]
 
 
+_MADE_BY_NETWORKS = ("self", "num_heads", "channels", "device", "dtype")
+
+
 def evolution_options(kind: str | None = None) -> tuple[str, ...]:
     """Return the options of an evolution's constructor; of all evolutions unless a kind is named.
 
@@ -136,11 +146,12 @@ def evolution_options(kind: str | None = None) -> tuple[str, ...]:
     kinds = _EVOLUTIONS if kind is None else (kind,)
     names = [name for each in kinds for name in inspect.signature(_EVOLUTIONS[each].__init__).parameters]
     names += ["start"] if kind is None else []  # of `create_evolution`
-    return tuple(dict.fromkeys(name for name in names if name not in ("self", "num_heads", "device", "dtype")))
+    return tuple(dict.fromkeys(name for name in names if name not in _MADE_BY_NETWORKS))
 
 
 def create_evolution(
-        kind: str | None, num_heads: int, device=None, dtype=None, start: str | None = None, **options,
+        kind: str | None, num_heads: int, device=None, dtype=None, start: str | None = None,
+        channels: int | None = None, **options,
 ) -> Evolution | None:
     """Return the evolution module of a layer, or None.
 
@@ -149,6 +160,7 @@ def create_evolution(
         num_heads: K, channels of the attention maps.
         start: "identity": options that are not set begin as the plain network; "paper" or None: as the paper has them.
             A kind with an option `start` of its own gets what else is said.
+        channels: C of the layer's input, for the kinds that read it.
         **options: the evolution's, such as alpha, beta, num_layers, kernel_size; None means its default.
 
     Raises:
@@ -167,7 +179,12 @@ def create_evolution(
     if foreign:
         has = f"has {', '.join(known)}" if known else "has no options"
         raise ValueError(f"evolution={kind!r} {has}; got {', '.join(foreign)}")
-    return _EVOLUTIONS[kind](num_heads, **options, device=device, dtype=dtype) if kind is not None else None
+    if kind is None:
+        return None
+    cls = _EVOLUTIONS[kind]
+    if channels is not None and "channels" in inspect.signature(cls.__init__).parameters:
+        options["channels"] = channels
+    return cls(num_heads, **options, device=device, dtype=dtype)
 
 
 def learnable_gates(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -194,27 +211,22 @@ def _new_gate(name: str, value: float, learnable: bool | str, num_heads: int, de
     return nn.Parameter(torch.full(shape, float(value), device=device, dtype=dtype))
 
 
-def _map_conv(
-        num_heads: int, kernel_size: int, dilation: int, negative_slope: float, device=None, dtype=None,
-) -> nn.Conv2d:
+def _map_conv(num_heads: int, kernel_size: int, device=None, dtype=None) -> nn.Conv2d:
     """Return a convolution over the maps: heads -> heads, same padding."""
     if kernel_size < 1 or kernel_size % 2 == 0:
         raise ValueError(f"kernel_size of an attention-map convolution must be odd and positive, got {kernel_size}")
-    conv = nn.Conv2d(num_heads, num_heads, kernel_size, padding=dilation * (kernel_size // 2), dilation=dilation,
-                     device=device, dtype=dtype)
-    _reset_map_conv(conv, negative_slope)
+    conv = nn.Conv2d(num_heads, num_heads, kernel_size, padding=kernel_size // 2, device=device, dtype=dtype)
+    _reset_map_conv(conv)
     return conv
 
 
-def _reset_map_conv(conv: nn.Conv2d, negative_slope: float) -> None:
-    nn.init.kaiming_normal_(conv.weight, a=negative_slope, mode="fan_out", nonlinearity="leaky_relu")
+def _reset_map_conv(conv: nn.Conv2d) -> None:
+    nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
     nn.init.zeros_(conv.bias)
 
 
 class _ConvolvedEvolution(Evolution):
     """The common part of EA and PA: convolutions over the maps, each followed by a ReLU, and the gates alpha and beta.
-
-    With dilation or a negative_slope only `forward` is right: `operands` says so in the log, and returns None.
 
     num_prefix_tokens: tokens before the map's pixels (a class token), which its network sets: their rows and columns
         pass the convolutions as they are. 0: the convolutions take whole maps.
@@ -223,31 +235,23 @@ class _ConvolvedEvolution(Evolution):
     part_names = ("conv_logits",)
 
     def __init__(self, num_heads: int, num_layers: int, alpha: float, beta: float, kernel_size: int, predict: bool,
-                 learnable: bool | str, dilation: int, negative_slope: float, causal: str = "none", device=None,
-                 dtype=None) -> None:
+                 learnable: bool | str, causal: str = "none", device=None, dtype=None) -> None:
         super().__init__()
-        if not isinstance(dilation, int) or isinstance(dilation, bool) or dilation < 1:
-            raise ValueError(f"dilation of an attention-map convolution must be a whole number from 1, got {dilation}")
-        if not (_is_number(negative_slope) and 0.0 <= negative_slope <= 1.0):
-            raise ValueError(f"negative_slope must lie between 0 and 1, got {negative_slope}")
         self.predict = predict  # PA's equations, else EA's
         self.num_prefix_tokens = 0
         self.causal = causal
-        self.reach = dilation * (kernel_size // 2)
-        self.dilation = dilation
-        self.negative_slope = float(negative_slope)
+        self.reach = kernel_size // 2
         mixes = learnable if causal == "none" else False  # else alpha is 0 for good
         self.alpha = _new_gate("alpha", alpha, mixes, num_heads, device, dtype)
         self.beta = 1.0 if predict else _new_gate("beta", beta, learnable, num_heads, device, dtype)
         self.starts = {"alpha": float(alpha), "beta": float(beta)}
-        self.convs = nn.ModuleList([_map_conv(num_heads, kernel_size, dilation, self.negative_slope, device, dtype)
-                                    for _ in range(num_layers)])
+        self.convs = nn.ModuleList([_map_conv(num_heads, kernel_size, device, dtype) for _ in range(num_layers)])
 
     @torch.jit.ignore
     def reset_parameters(self) -> None:
         """He for the convolutions; learnable gates at their start."""
         for conv in self.convs:
-            _reset_map_conv(conv, self.negative_slope)
+            _reset_map_conv(conv)
         for name, gate in self.gates().items():
             if isinstance(gate, Tensor):
                 nn.init.constant_(gate, self.starts[name])
@@ -289,8 +293,7 @@ class _ConvolvedEvolution(Evolution):
         """(B, K, Q, N) -> (B, K, Q, N); what is not `allowed` is 0 in maps, and enters no convolution and no shift."""
         patches = among_patches(maps, self.num_prefix_tokens) if self.num_prefix_tokens > 0 else maps
         for conv in self.convs:
-            patches = conv(patches)
-            patches = F.relu(patches) if self.negative_slope == 0.0 else F.leaky_relu(patches, self.negative_slope)
+            patches = F.relu(conv(patches))
             if allowed is not None:
                 patches = patches.masked_fill(~allowed, 0.0)
         if self.causal != "none":  # the kernel's last row, and column, is to be the entry's own
@@ -317,9 +320,6 @@ class _ConvolvedEvolution(Evolution):
     def reason_for_reference(self) -> str:
         if self.causal != "none":
             return f"the others have no causal form; got causal={self.causal!r}"
-        if self.convs and (self.dilation > 1 or self.negative_slope != 0.0):
-            return ("the others convolve maps without dilation and with a ReLU; got "
-                    f"dilation={self.dilation}, negative_slope={self.negative_slope:g}")
         for conv in self.convs:
             if type(conv) is not nn.Conv2d:
                 return f"the others take the weights of a Conv2d; got {type(conv).__name__}"
@@ -347,7 +347,7 @@ class _ConvolvedEvolution(Evolution):
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys,
                               error_msgs) -> None:
         """Refuses a convolution that no training can wake: zero, and its ReLU gives no gradient at 0."""
-        for i in range(len(self.convs) if self.negative_slope == 0.0 else 0):
+        for i in range(len(self.convs)):
             weight, bias = (state_dict.get(f"{prefix}convs.{i}.{name}") for name in ("weight", "bias"))
             known = all(tensor is not None and not tensor.is_meta for tensor in (weight, bias))
             if known and not weight.any() and not (bias > 0).any():
@@ -358,11 +358,8 @@ class _ConvolvedEvolution(Evolution):
                                       error_msgs)
 
     def extra_repr(self) -> str:
-        shown = (f"{name}={gate if isinstance(gate, float) else f'learnable {tuple(gate.shape)}'}"
-                 for name, gate in self.gates().items())
-        convolution = {"dilation": (self.dilation, 1), "negative_slope": (self.negative_slope, 0.0)}
-        return ", ".join([*shown, *(f"{name}={value}" for name, (value, usual) in convolution.items()
-                                    if value != usual)])
+        return ", ".join(f"{name}={gate if isinstance(gate, float) else f'learnable {tuple(gate.shape)}'}"
+                         for name, gate in self.gates().items())
 
 
 @register_evolution("ea")
@@ -377,10 +374,6 @@ class EvolvingAttention(_ConvolvedEvolution):
         alpha: gate of the previous layer's maps, 0 to 1 (0: no skip connection); 0.5, or 0 where causal, unless given.
         beta: gate of the convolved maps, 0 to 1 (0: no convolution).
         kernel_size: odd side of the convolution's kernel.
-        dilation: entries of the map from one entry of the kernel to the next. Ours; the authors' time-series network
-            (`EA_DC_Transformer`, 2023) dilates the convolution beside the attention, which `AugmentedConv2d` can, too.
-        negative_slope: of a LeakyReLU in the ReLU's place, which that network has (torch's default is 0.01); 0 is the
-            papers' ReLU. With either of the two the readable torch runs, not the kernels, and the log says so.
         learnable: whether alpha and beta are parameters, which begin at the values given and know no bounds: True for
             one number a layer, "per_head" for one a head. At alpha = beta = 0 the layer is the one without evolution.
         causal: of sequences (EA paper, section 3.5; `forward` alone, not the operator, computes these forms): "self"
@@ -394,16 +387,15 @@ class EvolvingAttention(_ConvolvedEvolution):
         attn = attention_of(mask_logits(logits, evolution.causal, key_padding))
 
     Raises:
-        ValueError: a fixed alpha or beta outside 0..1, a learnable one that is not finite, an even kernel_size, a
-            dilation below 1, a negative_slope outside 0..1, or an alpha where causal has no place for it.
+        ValueError: a fixed alpha or beta outside 0..1, a learnable one that is not finite, an even kernel_size, or
+            an alpha where causal has no place for it.
     """
 
     identity_start = {"alpha": 0.0, "beta": 0.0, "learnable": True}
 
     def __init__(
             self, num_heads: int, alpha: float | None = None, beta: float = 1.0, kernel_size: int = 3,
-            learnable: bool | str = False, causal: str = "none", dilation: int = 1, negative_slope: float = 0.0,
-            device=None, dtype=None,
+            learnable: bool | str = False, causal: str = "none", device=None, dtype=None,
     ) -> None:
         if causal not in ("none", "self", "cross"):
             raise ValueError(f"causal must be 'none', 'self' or 'cross', got {causal!r}")
@@ -411,7 +403,7 @@ class EvolvingAttention(_ConvolvedEvolution):
             raise ValueError(f"causal={causal!r} has no skip connection: alpha=0 required, got {alpha}")
         default = 0.5 if causal == "none" else 0.0
         super().__init__(num_heads, 1, default if alpha is None else alpha, beta, kernel_size, False, learnable,
-                         dilation, negative_slope, causal, device, dtype)
+                         causal, device, dtype)
 
 
 @register_evolution("pa")
@@ -426,20 +418,18 @@ class PredictiveAttention(_ConvolvedEvolution):
         num_layers: convolutions that predict; 0 takes the previous maps as they are.
         kernel_size: odd side of the convolutions' kernels.
         learnable: whether alpha is a parameter; see `EvolvingAttention`.
-        dilation, negative_slope: of the convolutions, likewise.
 
     Raises:
-        ValueError: a fixed alpha outside 0..1, a learnable one that is not finite, negative num_layers, an even
-            kernel_size, a dilation below 1 or a negative_slope outside 0..1.
+        ValueError: a fixed alpha outside 0..1, a learnable one that is not finite, negative num_layers or an
+            even kernel_size.
     """
 
     identity_start = {"alpha": 0.0, "learnable": True}
 
     def __init__(
             self, num_heads: int, alpha: float = 0.5, num_layers: int = 1, kernel_size: int = 3,
-            learnable: bool | str = False, dilation: int = 1, negative_slope: float = 0.0, device=None, dtype=None,
+            learnable: bool | str = False, device=None, dtype=None,
     ) -> None:
         if num_layers < 0:
             raise ValueError(f"num_layers must be 0 or more, got {num_layers}")
-        super().__init__(num_heads, num_layers, alpha, 1.0, kernel_size, True, learnable, dilation, negative_slope,
-                         device=device, dtype=dtype)
+        super().__init__(num_heads, num_layers, alpha, 1.0, kernel_size, True, learnable, device=device, dtype=dtype)

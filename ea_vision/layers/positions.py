@@ -17,20 +17,15 @@ from torch import Tensor
 POSITIONS = ("relative", "none", "sine", "coord")
 
 
-def choose_position(position: str | None, relative: bool | None) -> str:
-    """Return the kind of position that the two keywords ask for; `relative` True and False are "relative" and "none".
+def check_position(position: str) -> str:
+    """Return the kind of position that is asked for.
 
     Raises:
-        ValueError: no such kind, or keywords that contradict each other.
+        ValueError: no such kind.
     """
-    if position is not None and position not in POSITIONS:
+    if position not in POSITIONS:
         raise ValueError(f"position must be one of {', '.join(map(repr, POSITIONS))}, got {position!r}")
-    if relative is None:
-        return "relative" if position is None else position
-    said = "relative" if relative else "none"
-    if position not in (None, said):
-        raise ValueError(f"relative={relative} is position={said!r}; got position={position!r} beside it")
-    return said
+    return position
 
 
 def _axis(size: int, like: Tensor) -> Tensor:

@@ -92,7 +92,7 @@ class TokenAttention(Attention):
             return self._attend_by_modules(q, k, v, prev_logits, feat_size)
         need_logits = self.need_logits or bool(self._forward_hooks and self.evolution is not None)
         dropout_p = self.attn_drop.p if self.training else 0.0
-        if self.evolution is None and not need_logits:
+        if not operands and not need_logits:
             return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p), None
         scale = self.scale * operands.pop("own_scale", 1.0)
         return evolving_attention(
@@ -132,6 +132,9 @@ class TokenAttention(Attention):
             out, logits = self._attend_by_modules(q, k, v, prev_logits, feat_size)
         else:
             out, logits = self._attend(q, k, v, prev_logits, feat_size)
+        if self.evolution is not None:
+            if self.evolution.mixes_output:
+                out = self.evolution.mix_output(out, v, x)
         out = out.transpose(1, 2).reshape(B, T, K * self.head_dim)  # heads concatenated
         out = self.norm(out)
         if gate is not None:

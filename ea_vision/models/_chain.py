@@ -5,9 +5,6 @@ that papers print of them. A file outside this package can do the same with the 
 
 Shape letters: B batch, C channels, H x W image or map, N = H*W pixels of a map, K heads.
 """
-from __future__ import annotations
-
-import warnings
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, fields
 from numbers import Integral
@@ -20,7 +17,7 @@ from torch import Tensor, nn
 from ea_vision.layers import (
     AugmentedConv2d,
     Evolution,
-    choose_position,
+    check_position,
     create_evolution,
     evolution_class,
     evolution_options,
@@ -91,7 +88,6 @@ class AttentionConfig:
     v_ratio: dim_v likewise (upsilon).
     min_head_qk: least width of a head's queries; None is 20 with the paper's rule, else no limit.
     position: "relative", "none", "sine" or "coord", see `AugmentedConv2d`.
-    relative: the older way to say it: True is position="relative", the default, False is position="none".
     qk_norm: whether each head's queries and keys are normalised, see `AugmentedConv2d`.
     window, head_window, head_border: of pixels and of neighbouring heads, see `AugmentedConv2d`.
     window_stages: the stages whose layers have these windows, by their numbers counted from 1; None is all.
@@ -105,8 +101,7 @@ class AttentionConfig:
     qk_ratio: float | None = None
     v_ratio: float = 0.1
     min_head_qk: int | None = None
-    position: str | None = None
-    relative: bool | None = None
+    position: str = "relative"
     qk_norm: bool = False
     window: int | tuple[int, int] | None = None
     head_window: int = 1
@@ -120,7 +115,7 @@ class AttentionConfig:
     def __post_init__(self) -> None:
         if self.num_heads < 1:
             raise ValueError(f"num_heads must be 1 or more, got {self.num_heads}")
-        choose_position(self.position, self.relative)
+        check_position(self.position)
         check_windows(self.window, self.head_window, self.head_border, self.num_heads)
         if self.head_window > 1 and self.evolution is not None:
             raise ValueError(f"head_window must be 1 where maps evolve (evolution={self.evolution!r}), "
@@ -130,7 +125,7 @@ class AttentionConfig:
                 check_numbers(name, getattr(self, name))
 
     @classmethod
-    def take(cls, kwargs: dict[str, Any], **defaults: Any) -> AttentionConfig:
+    def take(cls, kwargs: dict[str, Any], **defaults: Any) -> "AttentionConfig":
         """Return the configuration that a network's keywords ask for, and take these out of `kwargs`."""
         own = {name: kwargs.pop(name) for name in [f.name for f in fields(cls)] if name in kwargs}
         options = {name: kwargs.pop(name) for name in evolution_options() if name in kwargs}
@@ -167,16 +162,17 @@ class AttentionConfig:
         """
         chosen = tuple(sorted(set(default if self.attn_stages is None else self.attn_stages)))
         if not set(chosen) <= set(possible) or self.evolution is not None and not chosen:
-            why = (f", at least one for evolution={self.evolution!r} (formerly attention=True)"
+            why = (f", at least one for evolution={self.evolution!r}"
                    if self.evolution is not None else "")
             raise ValueError(f"attn_stages must be of {tuple(possible)}{why}, got {self.attn_stages or chosen}")
         if self.window_stages is not None and not (self.window_stages and set(self.window_stages) <= set(chosen)):
             raise ValueError(f"window_stages must be of {chosen}, which have attention, got {self.window_stages}")
         return chosen
 
-    def new_evolution(self, device=None, dtype=None) -> Evolution | None:
-        """Return a new evolution module, or None; see `create_evolution` for the errors."""
-        return create_evolution(self.evolution, self.num_heads, device=device, dtype=dtype, **self.options)
+    def new_evolution(self, in_channels: int = 1, device=None, dtype=None) -> Evolution | None:
+        """Return the evolution module of a layer of `in_channels`, or None; see `create_evolution` for the errors."""
+        return create_evolution(self.evolution, self.num_heads, device=device, dtype=dtype, **self.options,
+                                channels=in_channels + 3 * (self.position == "coord"))
 
 
 class ChainBuilder:
@@ -190,7 +186,7 @@ class ChainBuilder:
         network: a `ChainedNetwork`, whose `img_size` is set.
     """
 
-    def __init__(self, config: AttentionConfig, network: ChainedNetwork, device=None, dtype=None) -> None:
+    def __init__(self, config: AttentionConfig, network: "ChainedNetwork", device=None, dtype=None) -> None:
         self.config, self.network, self.factory = config, network, {"device": device, "dtype": dtype}
         self.previous: AugmentedConv2d | None = None
 
@@ -210,27 +206,19 @@ class ChainBuilder:
         dims = config.dims(out_channels)
         evolution = None
         if previous is not None and previous.map_reduction == reduction:
-            evolution = config.new_evolution(**self.factory)
+            evolution = config.new_evolution(in_channels, **self.factory)
             previous.need_logits = evolution is not None and evolution.reads_previous
         elif config.evolution is not None and not evolution_class(config.evolution).reads_previous:
-            evolution = config.new_evolution(**self.factory)
+            evolution = config.new_evolution(in_channels, **self.factory)
         layer = AugmentedConv2d(
             in_channels, out_channels, kernel_size, stride,
             dim_qk=dims[0] if dim_qk is None else dim_qk, dim_v=dims[1] if dim_v is None else dim_v,
             num_heads=config.num_heads, feat_size=self.network.map_size(self.network.img_size, reduction),
-            position=config.position, relative=config.relative, qk_norm=config.qk_norm, evolution=evolution,
+            position=config.position, qk_norm=config.qk_norm, evolution=evolution,
             attn_drop=config.attn_drop_rate, **{**config.windows(stage), **options}, **self.factory)
         layer.need_logits, layer.map_reduction = False, reduction
         self.previous = layer
         return layer
-
-
-def take_former(kwargs: dict[str, Any], former: str, name: str, translate: Callable[[Any], Any] = lambda x: x) -> None:
-    """Put `name` = translate(its value) in the place of the keyword `former`, if it is there, with a warning."""
-    if former in kwargs:
-        value = kwargs.pop(former)
-        kwargs[name] = translate(value)
-        warnings.warn(f"{former}={value!r} is {name}={kwargs[name]!r} from now on", DeprecationWarning, stacklevel=3)
 
 
 class AttnStage(nn.Sequential):

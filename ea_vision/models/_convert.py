@@ -1,9 +1,6 @@
-"""Weights of other makes, turned into ours: trainers' checkpoints, timm's ResNets, the EA authors' TensorFlow layer."""
+"""Weights of other makes, turned into ours: trainers' checkpoints and timm's ResNets."""
 import logging
-from collections.abc import Mapping
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 
 from ea_vision.layers import AugmentedConv2d
@@ -60,44 +57,3 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dic
         whole = sum(key in state_dict for key in out)
         _logger.info("%d tensors as they are, %d of the checkpoint's not used", whole, sum(k not in own for k in out))
     return out
-
-
-def from_tensorflow(variables: Mapping[str, np.ndarray], evolves: bool) -> dict[str, Tensor]:
-    """State dict of an `AugmentedConv2d` from the variables of the EA authors' TensorFlow layer.
-
-    Args:
-        variables: arrays by name within the layer's scope: `conv2d/kernel` the convolution (HWIO), `conv2d_1/...` the
-            projection, ordered k, q, v, then the evolution's convolution where `evolves`, then the output projection;
-            `r_height` and `r_width` where the position is relative.
-        evolves: whether the layer has a predecessor.
-
-    Raises:
-        ValueError: a variable is missing or not used, or widths of k and q that the others contradict.
-    """
-    left = set(variables)
-
-    def take(name: str) -> Tensor:
-        if name not in left:
-            raise ValueError(f"variable {name} required, got {', '.join(sorted(variables))}")
-        left.remove(name)
-        value = torch.from_numpy(np.ascontiguousarray(variables[name]))
-        return value.permute(3, 2, 0, 1).contiguous() if value.ndim == 4 else value  # HWIO -> OIHW
-
-    state = {"conv.weight": take("conv2d/kernel")}
-    projections: list[str] = ["evolution.convs.0"] if evolves else []
-    for number, ours in enumerate([*projections, "proj"], start=2):
-        state[f"{ours}.weight"], state[f"{ours}.bias"] = take(f"conv2d_{number}/kernel"), take(f"conv2d_{number}/bias")
-    weight, bias = take("conv2d_1/kernel"), take("conv2d_1/bias")
-    dim_v = state["proj.weight"].shape[1]
-    dim_qk, odd = divmod(len(bias) - dim_v, 2)
-    if odd or dim_qk < 1:
-        raise ValueError(f"conv2d_1 must have 2 dim_qk + {dim_v} outputs, got {len(bias)}")
-    for name, value in (("weight", weight), ("bias", bias)):
-        k, q, v = value.split([dim_qk, dim_qk, dim_v])
-        state[f"qkv.{name}"] = torch.cat([q, k, v])
-    for theirs, ours in (("r_height", "height_rel"), ("r_width", "width_rel")):
-        if theirs in variables:
-            state[ours] = take(theirs)
-    if left:
-        raise ValueError(f"variables of one layer required, got {', '.join(sorted(left))} besides")
-    return state

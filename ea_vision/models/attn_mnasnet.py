@@ -29,7 +29,6 @@ from ea_vision.models._chain import (
     ChainedNetwork,
     PlainStage,
     Step,
-    take_former,
     to_size,
 )
 
@@ -114,7 +113,6 @@ class AttnMnasNet(ChainedNetwork, EfficientNet):
             **kwargs: Any,
     ) -> None:
         dd = {"device": device, "dtype": dtype}
-        take_former(kwargs, "attention", "attn_stages", lambda attends: None if attends else ())
         config = AttentionConfig.take(kwargs, num_heads=4, qk_ratio=0.1, v_ratio=0.05)
         attending = config.stages((2, 3, 4, 5, 6), default=(2, 3, 4, 5, 6))
         super().__init__(

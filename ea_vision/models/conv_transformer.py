@@ -30,7 +30,6 @@ from ea_vision.models._chain import (
     HeadedNetwork,
     Step,
     check_numbers,
-    take_former,
     to_size,
 )
 
@@ -165,7 +164,6 @@ class ConvTransformer(HeadedNetwork, nn.Module):
     ) -> None:
         dd = {"device": device, "dtype": dtype}
         super().__init__()
-        take_former(kwargs, "attention", "attn_stages", lambda attends: None if attends else ())
         config = AttentionConfig.take(kwargs, num_heads=4, qk_ratio=1.0, v_ratio=1.0)
         if kwargs:
             raise TypeError(f"ConvTransformer() got an unexpected keyword argument '{next(iter(kwargs))}'")

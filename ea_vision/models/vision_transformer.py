@@ -19,8 +19,6 @@ Papers:
 
 Shape letters: B batch, C channels, H x W image in pixels, K heads, P prefix tokens (class token, registers), T tokens.
 """
-from __future__ import annotations
-
 import copy
 import itertools
 import logging
@@ -48,7 +46,7 @@ from ea_vision.layers import (
     evolution_options,
 )
 from ea_vision.models._build import Network, build_network, cifar_cfg, register_networks
-from ea_vision.models._chain import AttnStage, check_numbers, take_former, take_indices_of
+from ea_vision.models._chain import AttnStage, check_numbers, take_indices_of
 from ea_vision.models._convert import checkpoint_filter_fn
 
 __all__ = ["EvolvingVisionTransformer", "EvolvingVisionTransformerDistilled", "evolve", "unevolve"]
@@ -143,23 +141,20 @@ class _Evolves:
             self,
             *args: Any,
             evolution: str | None = "ea",
+            attn_layers: Sequence[int] | None = None,
             prefix: str = "convolve",
             value_residual: bool | str = False,
-            token_conv: bool = False,
+            token_conv: bool | str = False,
             **kwargs: Any,
     ) -> None:
-        if value_residual not in (False, True, "paper"):
-            raise ValueError(f"value_residual must be False, True or 'paper', got {value_residual!r}")
-        if kwargs.get("attn_stages") is not None:
-            check_numbers("attn_stages", kwargs["attn_stages"])
-        take_former(kwargs, "layers", "attn_stages")
-        layers = kwargs.pop("attn_stages", None)
+        _check_starts(value_residual=value_residual, token_conv=token_conv)
         options = {name: kwargs.pop(name) for name in evolution_options() if name in kwargs}
         super().__init__(*args, **kwargs)
         reason = _reason_against(self)
         if reason is not None:
             raise ValueError(f"{type(self).__name__} must be able to evolve: {reason}")
-        _evolve_blocks(self, evolution, layers, prefix, _with_start(evolution, options), value_residual, token_conv)
+        options = _with_start(evolution, options)
+        _evolve_blocks(self, evolution, attn_layers, prefix, options, value_residual, token_conv)
 
     @staticmethod
     def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
@@ -266,13 +261,14 @@ class EvolvingVisionTransformer(_Evolves, VisionTransformer):
 
     Args:
         evolution: a registered kind, "ea", "pa", "conv2d", ...; None for maps that do not evolve.
-        attn_stages: the blocks, a transformer's stages, whose attention is ours and evolves, counted from 1 as
-            `record_attention` does; None is all, without the first where the kind reads the predecessor's maps.
+        attn_layers: the blocks that evolve, counted from 1 as `record_attention` does; None is all, without the first
+            where the kind reads the predecessor's maps.
         prefix: "convolve": the maps' convolutions run over all T x T (the papers' way); "pass": over the patches, and
             the prefix tokens' rows and columns pass them by.
         value_residual: mix the first block's values into the others' (ResFormer): True begins as the plain network,
             "paper" at halves.
-        token_conv: a depthwise 3x3 convolution over the patches before each block but the first.
+        token_conv: a depthwise 3x3 convolution over the patches before each block but the first: True begins as the
+            plain network, "paper" with random kernels.
         alpha, beta, learnable, kernel_size, ...: the evolution's. Unless one is set on which its identity start depends
             (alpha, beta), it begins there, as timm's plain network, and learns; start="paper" begins as its paper does.
         **kwargs: those of timm's VisionTransformer.
@@ -312,6 +308,12 @@ def _reason_against(model: nn.Module) -> str | None:
     return None
 
 
+def _check_starts(**options: bool | str) -> None:
+    for name, value in options.items():
+        if value not in (False, True, "paper"):
+            raise ValueError(f"{name} must be False, True or 'paper', got {value!r}")
+
+
 def _is_added(name: str) -> bool:
     """Return whether a tensor of this name is none of timm's plain network."""
     return any(part in name for part in (".attn.evolution.", ".attn.value_residual.", ".token_conv."))
@@ -327,17 +329,17 @@ def _with_start(kind: str | None, options: dict[str, Any]) -> dict[str, Any]:
     return {"start": "identity" if given.get("learnable", not chooses) else "paper", **given}
 
 
-def _evolving_layers(model: nn.Module, kind: str, layers: Sequence[int] | None, prefix: str) -> list[int]:
+def _evolving_layers(model: nn.Module, kind: str, attn_layers: Sequence[int] | None, prefix: str) -> list[int]:
     """Return the blocks, counted from 1, that are to evolve; see `evolve` for the errors."""
     depth, kind_class = len(model.blocks), evolution_class(kind)
-    if layers is not None:
-        check_numbers("layers", layers)
+    if attn_layers is not None:
+        check_numbers("attn_layers", attn_layers)
     if prefix not in ("convolve", "pass"):
         raise ValueError(f"prefix must be 'convolve' or 'pass', got {prefix!r}")
     # the class token's row is all that is read of the last map, and it would pass the convolution
     idle_last = (prefix == "pass" or kind_class.spatial) and model.global_pool == "token"
     possible = range(1 + kind_class.reads_previous, depth + (not idle_last))
-    chosen = list(possible) if layers is None else sorted(set(layers))
+    chosen = list(possible) if attn_layers is None else sorted(set(attn_layers))
     wrong = [layer for layer in chosen if layer not in possible]
     if wrong or not chosen:
         why = "the first block has no predecessor"
@@ -345,24 +347,24 @@ def _evolving_layers(model: nn.Module, kind: str, layers: Sequence[int] | None, 
             passing = "prefix='pass'" if prefix == "pass" else "prefix tokens that pass"
             why += f", and with {passing} a convolution in the last would never get a gradient, since only the class " \
                    "token's row is read there"
-        raise ValueError(f"layers of this model that can evolve are {list(possible)} of {depth} ({why}); "
+        raise ValueError(f"attn_layers of this model that can evolve are {list(possible)} of {depth} ({why}); "
                          f"got {wrong or 'none'}")
     return chosen
 
 
 def _evolve_blocks(
-        model: nn.Module, kind: str | None, layers: Sequence[int] | None, prefix: str, options: dict[str, Any],
-        value_residual: bool | str = False, token_conv: bool = False,
+        model: nn.Module, kind: str | None, attn_layers: Sequence[int] | None, prefix: str, options: dict[str, Any],
+        value_residual: bool | str = False, token_conv: bool | str = False,
 ) -> None:
     """Turn the blocks of a VisionTransformer, in place, into evolving ones."""
-    chosen = [] if kind is None else _evolving_layers(model, kind, layers, prefix)
+    chosen = [] if kind is None else _evolving_layers(model, kind, attn_layers, prefix)
     weight = model.blocks[0].attn.qkv.weight
     dd = {"device": weight.device, "dtype": weight.dtype}
     if kind is None:
         create_evolution(None, 1, **options)  # refuses options
     evolutions: list[Evolution | None] = [
-        create_evolution(kind, block.attn.num_heads, **dd, **options) if number in chosen else None
-        for number, block in enumerate(model.blocks, start=1)]
+        create_evolution(kind, block.attn.num_heads, channels=model.embed_dim, **dd, **options)
+        if number in chosen else None for number, block in enumerate(model.blocks, start=1)]
     for number in chosen:
         evolution = evolutions[number - 1]
         if hasattr(evolution, "num_prefix_tokens"):
@@ -376,7 +378,7 @@ def _evolve_blocks(
         if number > 1 and value_residual:
             block.attn.value_residual = ValueResidual(value_residual != "paper", **dd)
         if number > 1 and token_conv:
-            block.token_conv = TokenConv(model.embed_dim, model.num_prefix_tokens, **dd)
+            block.token_conv = TokenConv(model.embed_dim, model.num_prefix_tokens, token_conv != "paper", **dd)
         for module in (evolution, block.attn.value_residual, block.token_conv):
             if module is not None:
                 module.train(block.training)
@@ -393,13 +395,16 @@ def _shared_copy(model: nn.Module) -> nn.Module:
 
 def evolve(
         model: VisionTransformer,
-        kind: str = "ea",
+        kind: str | None = "ea",
         layers: Sequence[int] | None = None,
         alpha: float | None = None,
         beta: float | None = None,
         learnable: bool | str | None = None,
         prefix: str = "convolve",
         start: str = "identity",
+        attn_layers: Sequence[int] | None = None,
+        token_conv: bool | str = False,
+        value_residual: bool | str = False,
         **options: Any,
 ) -> EvolvingVisionTransformer | EvolvingVisionTransformerDistilled:
     """A vision transformer of timm's with attention maps that evolve: a new model, which shares the weights.
@@ -408,14 +413,15 @@ def evolve(
         model: timm's VisionTransformer or VisionTransformerDistilled, any name of theirs (ViT, DeiT, DINO, CLIP,
             SigLIP, ...) whose blocks have timm's plain Attention.
         kind: a registered evolution: "ea", "pa", "residual", "talking_heads", "reattention", "refiner", "mta",
-            "conv2d", or one from outside.
-        layers: which blocks evolve, counted from 1; None is all that can: not the first, which has no predecessor,
-            where the kind reads the predecessor's maps.
+            "conv2d", "xsa", "gated", or one from outside; None for maps that do not evolve.
+        layers, attn_layers: which blocks evolve, counted from 1; None is all that can: not the first, which has no
+            predecessor, where the kind reads the predecessor's maps.
         alpha, beta: gates of the kinds that have them; 0 at the identity start.
         learnable: whether they are parameters; "per_head" for one a head. At the identity start they are.
         prefix: "convolve" or "pass"; see `EvolvingVisionTransformer`.
         start: "identity": the new model computes what the old one does (bit for bit where timm's fused attention is
             off) and learns from there; "paper": it begins as its paper does.
+        token_conv, value_residual: see `EvolvingVisionTransformer`; also without a kind.
         **options: further ones of the evolution, such as kernel_size.
 
     Raises:
@@ -435,12 +441,15 @@ def evolve(
     if reason is not None:
         raise ValueError(f"this {type(model).__name__} cannot evolve: {reason}")
     gates = {"alpha": (alpha, 0.0), "beta": (beta, 0.0), "learnable": (learnable, True)}
-    known_options = evolution_options(kind)
+    known_options = evolution_options(kind) if kind is not None else ()
     options.update((name, value) for name, (value, plain) in gates.items()
                    if value is not None and (name in known_options or value != plain))
     evolving = _shared_copy(model)
     evolving.__class__ = _NETWORK_CLASSES[type(model)]
-    _evolve_blocks(evolving, kind, layers, prefix, {"start": start, **options})
+    _check_starts(value_residual=value_residual, token_conv=token_conv)
+    options = {"start": start, **options} if kind is not None else options
+    layers = attn_layers if layers is None else layers
+    _evolve_blocks(evolving, kind, layers, prefix, options, value_residual, token_conv)
     return evolving
 
 

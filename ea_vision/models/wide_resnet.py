@@ -2,8 +2,8 @@
 
 The network is the one of the AutoAugment code (tensorflow/models, research/autoaugment/wrn.py), whose size and
 arithmetic the AA paper's Wide-ResNet-28-10 has: pre-activation blocks of two 3x3 convolutions in three groups, and
-shortcuts without parameters. That code adds further sums around the groups and the network; whether the AA paper did is
-not known (`outer_residuals`).
+shortcuts without parameters. That code adds further sums around the groups and the network, which this one lacks;
+whether the AA paper had them is not known.
 
 In AA-Wide-ResNet the first 3x3 convolution of every block is augmented, at full resolution: its maps have 32x32, 16x16
 and 8x8 pixels. The widths are the paper's rule read literally, dim_qk = 0.2 and at least 20 a head, dim_v = 0.1; that
@@ -19,7 +19,6 @@ Papers:
 
 Shape letters: B batch, C channels, H x W image or map, N = H*W pixels of a map, K heads.
 """
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from timm.models import generate_default_cfgs
 from torch import Tensor, nn
 
 from ea_vision.models._build import Network, cifar_cfg, register_networks
-from ea_vision.models._chain import AttentionConfig, AttnStage, ChainBuilder, HeadedNetwork, Step, take_former, to_size
+from ea_vision.models._chain import AttentionConfig, AttnStage, ChainBuilder, HeadedNetwork, Step, to_size
 
 __all__ = ["WideResNet"]
 
@@ -126,7 +125,6 @@ class WideResNet(HeadedNetwork, nn.Module):
         width: the groups have 16, 32 and 64 times as many channels.
         gate: "se" (squeeze-excite, a sixteenth of the channels and at least 8, no biases) or "ge" (gather-excite
             without parameters) on every block's branch, or None.
-        outer_residuals: whether the sums around each group and around the whole network are added.
         drop_rate: dropout before the classifier.
         drop_path_rate: stochastic depth at the last block, growing linearly from 0 at the first.
         **kwargs: those of `AttentionConfig` (attn_stages, the groups whose blocks' first convolutions are augmented, of
@@ -149,7 +147,6 @@ class WideResNet(HeadedNetwork, nn.Module):
             depth: int = 28,
             width: int = 10,
             gate: str | None = None,
-            outer_residuals: bool = False,
             drop_rate: float = 0.0,
             drop_path_rate: float = 0.0,
             device=None,
@@ -158,7 +155,6 @@ class WideResNet(HeadedNetwork, nn.Module):
     ) -> None:
         dd = {"device": device, "dtype": dtype}
         super().__init__()
-        take_former(kwargs, "attention", "attn_stages", lambda attends: (1, 2, 3) if attends else ())
         config = AttentionConfig.take(kwargs)
         if kwargs:
             raise TypeError(f"WideResNet() got an unexpected keyword argument '{next(iter(kwargs))}'")
@@ -193,11 +189,8 @@ class WideResNet(HeadedNetwork, nn.Module):
                     conv1, block_in, channels, stride, shared_norm=number == 0, gate=_gate(gate, channels, **dd),
                     drop_path=drop_path_rate * number / max(1, 3 * blocks_a_group - 1), **dd))
             setattr(self, f"group{index + 1}", AttnStage(*blocks))
-            outer = Shortcut(in_channels, channels, stride=1 if index == 0 else 2)
-            setattr(self, f"outer{index + 1}", outer if outer_residuals else None)
             self.feature_info.append(dict(num_chs=channels, reduction=reduction, module=f"group{index + 1}"))
             in_channels = channels
-        self.outer = Shortcut(16, channels, stride=4) if outer_residuals else None
         self.norm = BatchNormAct2d(self.num_features, **dd)
         self.head = ClassifierHead(self.num_features, num_classes, pool_type=global_pool, drop_rate=drop_rate, **dd)
         self.init_weights()
@@ -209,43 +202,27 @@ class WideResNet(HeadedNetwork, nn.Module):
 
     def forward_features(self, x: Tensor) -> Tensor:
         """(B, in_chans, H, W) -> (B, num_features, H/4, W/4)."""
-        stem = self.conv_stem(x)
-        y, logits = self.group1(stem)
-        x = y if self.outer1 is None else y + self.outer1(stem)
-        y, logits = self.group2(x, logits)
-        x = y if self.outer2 is None else y + self.outer2(x)
-        y, logits = self.group3(x, logits)
-        x = y if self.outer3 is None else y + self.outer3(x)
-        return self.norm(x if self.outer is None else x + self.outer(stem))
+        x, logits = self.group1(self.conv_stem(x))
+        x, logits = self.group2(x, logits)
+        x, logits = self.group3(x, logits)
+        return self.norm(x)
 
     def feature_steps(self) -> list[Step]:
         """The stem and the groups, the last one with the norm and ReLU behind it."""
-        stems: list[Tensor] = []
+        def last(x: Tensor, logits: Tensor | None) -> tuple[Tensor, Tensor | None]:
+            x, logits = self.group3(x, logits)
+            return self.norm(x), logits
 
-        def stem(x: Tensor, logits: Tensor | None) -> tuple[Tensor, Tensor | None]:
-            stems.append(self.conv_stem(x))
-            return stems[0], logits
-
-        def group(x: Tensor, logits: Tensor | None, index: int) -> tuple[Tensor, Tensor | None]:
-            y, logits = getattr(self, f"group{index}")(x, logits)
-            outer = getattr(self, f"outer{index}")
-            x = y if outer is None else y + outer(x)
-            if index < 3:
-                return x, logits
-            return self.norm(x if self.outer is None else x + self.outer(stems[0])), logits
-
-        return [stem, *(partial(group, index=index) for index in (1, 2, 3))]
+        return [lambda x, logits: (self.conv_stem(x), logits), self.group1, self.group2, last]
 
     @torch.jit.ignore
     def prune_intermediate_layers(
             self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True,
     ) -> list[int]:
-        """Drop the groups after the last one wanted, with the sums and the norm behind them, and the head."""
+        """Drop the groups after the last one wanted, with the norm behind them, and the head."""
         taken = super().prune_intermediate_layers(indices, prune_norm, prune_head)
-        for index in range(max(taken) + 1, 4):
-            setattr(self, f"outer{index}", None)
         if max(taken) < 3:
-            self.outer, self.norm = None, nn.Identity()
+            self.norm = nn.Identity()
         return taken
 
 

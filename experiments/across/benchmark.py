@@ -33,7 +33,7 @@ def networks(name: str) -> dict[str, nn.Module]:
     if name == "vit_small_patch16_224":
         return {"plain": plain, **{kind: ea_vision.evolve(plain, kind) for kind in KINDS}}
     kinds = {kind: dict(evolution=kind) for kind in KINDS}
-    extra = {"token_conv": dict(token_conv=True), "value_residual": dict(value_residual=True)}
+    extra = {"token_conv": dict(token_conv="paper"), "value_residual": dict(value_residual=True)}
     return {"plain": plain, **{kind: timm.create_model(name, **options) for kind, options in (kinds | extra).items()}}
 
 

@@ -29,7 +29,7 @@ class Network:
 
 NETWORKS = {
     VIT: Network("vit_mini_patch4_32", {}, "cifar10", 10, _VIT),
-    RIVAL: Network("vit_mini_patch4_32", {"token_conv": True}, "cifar10", 10, _VIT),
+    RIVAL: Network("vit_mini_patch4_32", {"token_conv": "paper"}, "cifar10", 10, _VIT),
     NARROW: Network("conv_transformer_cifar", {"widths": [16, 32, 64, 64]}, "cifar100", 100, _NARROW),
 }
 

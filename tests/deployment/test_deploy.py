@@ -92,7 +92,7 @@ def test_equals_the_network(name, monkeypatch):
 
 @pytest.mark.parametrize("options", [
     dict(alpha=0.01), dict(alpha=0.0), dict(beta=0.0), dict(alpha=0.6, beta=0.3), dict(alpha=1.0), dict(kernel_size=5),
-    dict(alpha=-0.5, beta=1.5, learnable="per_head"), dict(dilation=2, negative_slope=0.1), dict(position="none"),
+    dict(alpha=-0.5, beta=1.5, learnable="per_head"), dict(position="none"),
     dict(position="sine"), dict(position="coord"), dict(num_heads=2), dict(window=3), dict(qk_norm=True),
     dict(evolution="pa", num_layers=0, alpha=0.3), dict(evolution="pa", num_layers=2, alpha=0.3),
     dict(evolution="pa", alpha=-0.3, learnable=True),
@@ -115,8 +115,8 @@ def test_equals_a_transformer_whose_prefix_tokens(prefix, kind, monkeypatch):
 
 
 @pytest.mark.parametrize("kind, options", [
-    (EvolvingAttention, {}), (EvolvingAttention, {"kernel_size": 5, "negative_slope": 0.1}),
-    (EvolvingAttention, {"dilation": 2}), (PredictiveAttention, {"num_layers": 2})], ids=str)
+    (EvolvingAttention, {}), (EvolvingAttention, {"kernel_size": 5}), (PredictiveAttention, {"num_layers": 2}),
+], ids=str)
 @pytest.mark.parametrize("num_heads", [3, 4, 8, 9])
 def test_rows_in_phases_are_the_maps_that_an_evolution_gives(kind, options, num_heads, monkeypatch):
     torch.manual_seed(num_heads)
@@ -139,7 +139,7 @@ def test_rows_in_phases_are_the_maps_that_an_evolution_gives(kind, options, num_
         torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
         most = {3: 4, 4: 4, 8: 2, 9: 1}[num_heads]
         phases = next(phases for phases in (4, 2, 1) if phases <= most and rows % phases == 0)
-        assert set(strides) == {(1 if "dilation" in options else phases, 1)}, "a block of 16 channels is filled"
+        assert set(strides) == {(phases, 1)}, "a block of 16 channels is filled"
         strides.clear()
 
 

@@ -101,3 +101,17 @@ def mrla_light(x: Tensor, shortcut: Tensor, query: Tensor, key: Tensor, value: T
             channels.append(share * v[c] + scale[c] * shortcut[b, c])
         images.append(torch.stack(channels))
     return torch.stack(images)
+
+
+def exclusive(out: Tensor, values: Tensor, gain: Tensor) -> Tensor:
+    """out, values (B, K, N, D); gain (K)."""
+    rows = [o - gain[k] * (o @ v) / (v @ v) * v for n in range(len(out)) for k in range(out.shape[1])
+            for o, v in zip(out[n, k], values[n, k], strict=True)]
+    return torch.stack(rows).view(out.shape)
+
+
+def gated(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor, scale: float) -> Tensor:
+    """x (B, N, C), weight (K, C)."""
+    rows = [scale / (1 + (-(weight[k] @ x[n, i]) - bias[k]).exp()) * out[n, k, i]
+            for n, k, i in itertools.product(*(range(size) for size in out.shape[:3]))]
+    return torch.stack(rows).view(out.shape)

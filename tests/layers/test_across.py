@@ -29,7 +29,11 @@ def new(kind: str, **options):
 def run(mechanism, logits, prev, size=SIZE):
     """The maps that weigh the values."""
     logits = mechanism(logits, prev, size) if mechanism.spatial else mechanism(logits, prev)
-    return mechanism.mix_attn(logits.softmax(-1))
+    attn = mechanism.mix_attn(logits.softmax(-1))
+    if mechanism.mixes_output:  # of values with the maps' own shape
+        values = torch.ones_like(logits) + logits.detach()
+        return mechanism.mix_output(attn, values, values[:, 0, :, :1])
+    return attn
 
 
 def assert_same(mechanism, expected, inputs) -> None:
@@ -124,6 +128,23 @@ def test_conv2d_is_a_four_dimensional_loop_on_a_map_that_is_not_square(prefix):
     assert torch.equal(actual[..., :prefix], mixed[..., :prefix])
 
 
+@pytest.mark.parametrize("gain", [None, 0.7])
+def test_exclusive_attention_is_its_equation(gain):
+    m, out, values = new("xsa", gain=gain), maps(1, shape=(2, K, N, 4)), maps(2, shape=(2, K, N, 4))
+    gains = torch.ones(K, dtype=torch.float64) if gain is None else m.gain
+    actual = m.mix_output(out, values, None)
+    assert_same((actual, m), oracle.exclusive(out, values, gains), (out, values))
+    if gain is None:
+        assert (actual * values).sum(-1).abs().max() < 1e-12  # nothing of the own value is left
+
+
+@pytest.mark.parametrize("identity", [False, True])
+def test_gated_attention_is_its_equation(identity):
+    m, out, x = new("gated", channels=5, identity=identity), maps(1, shape=(2, K, N, 4)), maps(2, shape=(2, N, 5))
+    expected = oracle.gated(out, x, m.gate.weight, m.gate.bias, 2.0 if identity else 1.0)
+    assert_same((m.mix_output(out, None, x), m), expected, (out, x))
+
+
 def test_value_residual_is_its_equation():
     module = ValueResidual(identity=False, dtype=torch.float64)
     with torch.no_grad():
@@ -143,7 +164,7 @@ def test_mrla_is_its_equation():
 
 
 def test_token_conv_sees_the_patches_neighbours_in_the_image():
-    m = TokenConv(4, num_prefix_tokens=1, dtype=torch.float64)
+    m = TokenConv(4, num_prefix_tokens=1, identity=False, dtype=torch.float64)
     x = maps(1, shape=(2, 1 + N, 4))
     y = m(x, SIZE)
     assert torch.equal(y[:, :1], x[:, :1])
@@ -152,10 +173,10 @@ def test_token_conv_sees_the_patches_neighbours_in_the_image():
     assert_same((y[:, 1:], m), expected.flatten(2).transpose(1, 2), (x,))
 
 
-@pytest.mark.parametrize("kind", ["ea", "pa", *KINDS])
+@pytest.mark.parametrize("kind", ["ea", "pa", "xsa", "gated", *KINDS])
 def test_an_identity_start_changes_nothing_and_learns(kind):
     torch.manual_seed(0)
-    mechanism = create_evolution(kind, K, start="identity")
+    mechanism = create_evolution(kind, K, start="identity", channels=1)
     logits, prev = maps(1).float().detach(), maps(2).float().detach()
     assert mechanism.changes_nothing()
     actual = run(mechanism, logits, prev)
@@ -172,7 +193,7 @@ def test_an_identity_start_changes_nothing_and_learns(kind):
     assert [name for name, p in mechanism.named_parameters() if not p.grad.any()] == []
 
 
-@pytest.mark.parametrize("kind", ["residual", "talking_heads", "reattention", "refiner", "conv2d"])
+@pytest.mark.parametrize("kind", ["residual", "talking_heads", "reattention", "refiner", "conv2d", "xsa", "gated"])
 def test_a_papers_start_changes_maps(kind):
     torch.manual_seed(0)
     mechanism, logits, prev = create_evolution(kind, K, start="paper", dtype=torch.float64), maps(1), maps(2)

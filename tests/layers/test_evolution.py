@@ -1,14 +1,11 @@
 """The evolution modules against DESIGN's equations, and what they refuse."""
-import itertools
 import logging
 
 import pytest
 import timm
 import torch
-from timm.models import create_feature_extractor, get_graph_node_names
 from torch import nn
 
-import ea_vision
 from ea_vision import ops
 from ea_vision.layers import AugmentedConv2d, EvolvingAttention, PredictiveAttention, create_evolution
 from ea_vision.layers.token_attention import TokenAttention
@@ -131,114 +128,15 @@ def test_bad_gates_are_named():
     assert EvolvingAttention(4, alpha=-0.5, beta=2, learnable=True).beta.item() == 2.0
 
 
-def loop_convolve(maps, conv, dilation, slope):
-    """(K, N, N) -> (K, N, N), by a loop over entries and one over the kernel; what lies outside is left out."""
-    K, N, _ = maps.shape
-    middle, out = conv.weight.shape[-1] // 2, torch.empty_like(maps)
-    for i, j in itertools.product(range(N), range(N)):
-        total = conv.bias
-        for y, x in itertools.product(range(2 * middle + 1), repeat=2):
-            row, col = i + dilation * (y - middle), j + dilation * (x - middle)
-            if 0 <= row < N and 0 <= col < N:
-                total = total + conv.weight[:, :, y, x] @ maps[:, row, col]
-        out[:, i, j] = torch.where(total > 0, total, slope * total)
-    return out
-
-
-@pytest.mark.parametrize("N,kernel_size,dilation,slope", [
-    (7, 3, 2, 0.0), (7, 3, 1, 0.2), (6, 5, 2, 0.01), (5, 1, 3, 1.0), (3, 3, 4, 0.1), (1, 5, 3, 0.3)])
-@pytest.mark.parametrize("kind", ["ea", "pa"])
-def test_dilated_convolutions_and_leaky_relu_are_the_loop(kind, N, kernel_size, dilation, slope):
-    """Also of maps that are smaller than the kernel."""
-    form = {"kernel_size": kernel_size, "dilation": dilation, "negative_slope": slope}
-    module = create_evolution(kind, 2, alpha=0.3, **({"num_layers": 2} if kind == "pa" else {"beta": 0.6}), **form)
-    module.double()
-    logits, prev = torch.randn(2, 1, 2, N, N, dtype=torch.float64)
-    before = convolved = (prev if kind == "pa" else 0.3 * prev + 0.7 * logits)[0]
-    for conv in module.convs:
-        nn.init.normal_(conv.bias)
-        convolved = loop_convolve(convolved, conv, dilation, slope)
-    expected = 0.3 * convolved + 0.7 * logits[0] if kind == "pa" else 0.6 * convolved + 0.4 * before
-    torch.testing.assert_close(module(logits, prev)[0], expected)
-    assert (module.operands(prev) is None) == (dilation > 1 or slope > 0)
-    torch.testing.assert_close(module.parts(logits, prev, module(logits, prev))["conv_logits"][0], convolved)
-
-
-@pytest.mark.parametrize("kind", ["ea", "pa"])
-def test_gradcheck_of_dilation_and_leaky_relu(kind):
-    torch.manual_seed(0)
-    module = create_evolution(kind, 2, alpha=0.3, learnable="per_head", dilation=2, negative_slope=0.2).double()
-    names = [name for name, _ in module.named_parameters()]
-
-    def run(logits, prev, *values):
-        return torch.func.functional_call(module, dict(zip(names, values, strict=True)), (logits, prev))
-
-    maps = torch.randn(2, 1, 2, 4, 4, dtype=torch.float64).requires_grad_().unbind()
-    assert torch.autograd.gradcheck(run, (*maps, *(p.detach().clone().requires_grad_() for p in module.parameters())))
-
-
-def test_dilation_and_leaky_relu_need_no_other_weights_and_begin_as_before():
+def test_convolutions_begin_by_he_and_never_at_zero():
     torch.manual_seed(3)
     plain = EvolvingAttention(3)
     torch.manual_seed(3)
-    expected = nn.init.kaiming_normal_(torch.empty(3, 3, 3, 3), mode="fan_out", nonlinearity="relu")
-    torch.manual_seed(3)
     torch.nn.Conv2d(3, 3, 3)  # what the constructor draws first
-    expected = nn.init.kaiming_normal_(expected, mode="fan_out", nonlinearity="relu")
+    expected = nn.init.kaiming_normal_(torch.empty(3, 3, 3, 3), mode="fan_out", nonlinearity="relu")
     assert torch.equal(plain.convs[0].weight, expected)
-    other = EvolvingAttention(3, dilation=2, negative_slope=0.2)
-    other.load_state_dict(plain.state_dict())
-    assert "dilation=2, negative_slope=0.2" in repr(other) and "dilation" not in repr(plain)
-    zeros = {name: torch.zeros_like(value) for name, value in plain.state_dict().items()}
-    other.load_state_dict(zeros)  # a LeakyReLU lets a gradient through at 0
-    other(*torch.randn(2, 1, 3, 4, 4)).sum().backward()
-    assert other.convs[0].weight.grad.any()
     with pytest.raises(RuntimeError, match="never gets a gradient"):
-        plain.load_state_dict(zeros)
-
-
-def test_networks_take_dilation_and_leaky_relu_by_keyword(caplog):
-    torch.manual_seed(0)
-    model = timm.create_model("ea_conv_transformer_cifar", widths=(8, 8, 16, 16), depth=2, num_classes=3, alpha=0.3,
-                              beta=0.6, dilation=3, negative_slope=0.1).eval()
-    plain = timm.create_model("ea_conv_transformer_cifar", widths=(8, 8, 16, 16), depth=2, num_classes=3)
-    for module in model.modules():
-        if hasattr(module, "running_mean"):
-            nn.init.normal_(module.weight)  # zeros hide what the branches do
-    plain.load_state_dict(model.state_dict())
-    x = torch.randn(2, 3, 32, 32)
-    ops._logged.clear()
-    with caplog.at_level("INFO"), torch.no_grad():
-        y = model(x)
-    assert [line for line in caplog.messages if "'reference'" in line] == [
-        "evolving attention by 'reference': the others convolve maps without dilation and with a ReLU; got dilation=3, "
-        "negative_slope=0.1"]
-    with torch.no_grad(), use_implementation("reference"):
-        torch.testing.assert_close(y, model(x))
-        assert not torch.allclose(plain.eval()(x), y, atol=1e-3)
-        last = get_graph_node_names(model)[1][-1]
-        torch.testing.assert_close(create_feature_extractor(model, return_nodes=[last])(x)[last], y)
-    with ea_vision.record_attention(model, parts=("attn", "conv_logits", "logits")) as maps:
-        torch.testing.assert_close(model(x), y)
-    assert (maps[2].conv_logits < 0).any()
-    layer = model.stages[2].blocks[1].conv
-    args = torch.randn(2, 16, 8, 8), torch.randn(2, 4, 64, 64)
-    with torch.no_grad():
-        for same in (torch.jit.script(layer), torch.export.export(layer, args).module()):
-            torch.testing.assert_close(same(*args), layer(*args))
-
-
-def test_bad_forms_of_the_maps_convolution_are_named():
-    with pytest.raises(ValueError, match="dilation of an attention-map convolution must be .* from 1, got 0"):
-        EvolvingAttention(4, dilation=0)
-    with pytest.raises(ValueError, match="whole number from 1, got 1.5"):
-        PredictiveAttention(4, dilation=1.5)
-    with pytest.raises(ValueError, match="negative_slope must lie between 0 and 1, got -0.1"):
-        EvolvingAttention(4, negative_slope=-0.1)
-    with pytest.raises(ValueError, match="negative_slope must lie between 0 and 1, got x"):
-        PredictiveAttention(4, negative_slope="x")
-    with pytest.raises(ValueError, match="negative_slope"):
-        create_evolution(None, 4, negative_slope=0.1)
+        plain.load_state_dict({name: torch.zeros_like(value) for name, value in plain.state_dict().items()})
 
 
 def layer_with(evolution, over_tokens: bool) -> nn.Module:
@@ -252,15 +150,13 @@ def evolution_that_the_kernels_do_not_know(how: str) -> nn.Module:
         evolution = create_evolution("ea", 2)
         nn.utils.parametrizations.weight_norm(evolution.convs[0])
         return evolution
-    return create_evolution(*{"conv2d": ("conv2d", 2), "talking heads": ("talking_heads", 2)}.get(how, ("ea", 2)),
-                            **{"dilation": 2} if how == "dilated" else {})
+    return create_evolution(how, 2)
 
 
 @pytest.mark.parametrize("over_tokens", [False, True])
 @pytest.mark.parametrize("how, reason", [
     ("conv2d", "FourDimensionalConvolution has only its forward, which the others do not know"),
-    ("talking heads", "TalkingHeads has only its forward, which the others do not know"),
-    ("dilated", "the others convolve maps without dilation and with a ReLU; got dilation=2, negative_slope=0"),
+    ("talking_heads", "TalkingHeads has only its forward, which the others do not know"),
     ("parametrised", "the others take the weights of a Conv2d; got ParametrizedConv2d"),
 ])
 def test_a_forced_implementation_never_gives_way_to_modules(how, reason, over_tokens, caplog):

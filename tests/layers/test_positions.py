@@ -51,7 +51,7 @@ def test_the_branch_reads_them_at_the_maps_size(position, size, options):
     layer = AugmentedConv2d(4, 10, dim_qk=4, dim_v=6, num_heads=2, feat_size=(3, 5), position=position, **options)
     layer = layer.double()
     in_channels = 7 if position == "coord" else 4
-    plain = AugmentedConv2d(in_channels, 10, dim_qk=4, dim_v=6, num_heads=2, feat_size=(3, 5), relative=False).double()
+    plain = AugmentedConv2d(in_channels, 10, dim_qk=4, dim_v=6, num_heads=2, feat_size=(3, 5), position="none").double()
     assert not layer.relative and layer.height_rel is None
     plain.load_state_dict({**layer.state_dict(), "conv.weight": plain.conv.weight})
     x = torch.randn(2, 4, *size, dtype=D64)
@@ -70,7 +70,7 @@ def test_the_branch_reads_them_at_the_maps_size(position, size, options):
 
 @pytest.mark.parametrize("options,parameters", [
     ({}, 25_814_192), ({"position": "relative"}, 25_814_192), ({"position": "none"}, 25_801_832),
-    ({"relative": False}, 25_801_832), ({"position": "sine"}, 25_801_832), ({"position": "coord"}, 25_815_272)])
+    ({"position": "sine"}, 25_801_832), ({"position": "coord"}, 25_815_272)])
 def test_weights_of_aa_resnet50(options, parameters):
     with torch.device("meta"):
         model = timm.create_model("aa_resnet50", **options)
@@ -85,8 +85,3 @@ def test_networks_take_them_by_keyword_at_any_size(position):
     model.set_input_size((24, 40))
     model(torch.randn(2, 3, 24, 40)).square().sum().backward()
     assert all(p.grad is not None for p in model.parameters())
-
-
-def test_keywords_that_contradict_each_other_are_refused():
-    with pytest.raises(ValueError, match="relative=False is position='none'; got position='coord'"):
-        timm.create_model("ea_conv_transformer_cifar", position="coord", relative=False)

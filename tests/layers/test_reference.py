@@ -16,8 +16,28 @@ from ea_vision.ops.triton_attention import INTERPRETING
 CASES = ["aa_norel", "aa_rect", "aa_square", "ea_chain2", "ea_chain_a50_b100", "ea_chain_a70_b30"]
 
 
+def from_tensorflow(case, layer: int, meta: dict) -> dict[str, torch.Tensor]:
+    """State dict of a layer from the variables of the authors', whose kernels are HWIO and whose projection is ordered
+    k, q, v."""
+    def var(name):
+        value = torch.from_numpy(case[f"var.layer{layer}/{name}"])
+        return value.permute(3, 2, 0, 1) if value.ndim == 4 else value
+
+    names = {"conv": "conv2d", "qkv": "conv2d_1", "proj": "conv2d_3" if layer else "conv2d_2"}
+    names |= {"evolution.convs.0": "conv2d_2"} if layer else {}
+    state = {f"{ours}.{part}": var(f"{theirs}/{name}") for ours, theirs in names.items()
+             for part, name in (("weight", "kernel"), ("bias", "bias")) if (ours, part) != ("conv", "bias")}
+    dim_qk = int(meta["k"] * meta["filters"])
+    for part in ("weight", "bias"):
+        k, q, v = state[f"qkv.{part}"].tensor_split([dim_qk, 2 * dim_qk])
+        state[f"qkv.{part}"] = torch.cat([q, k, v])
+    if meta["relative"]:
+        state |= {"height_rel": var("r_height"), "width_rel": var("r_width")}
+    return state
+
+
 def build_chain(case, meta: dict) -> list:
-    """The layers of a case with its weights; the authors' kernels are HWIO, their projection is ordered k, q, v."""
+    """The layers of a case with its weights."""
     layers = []
     channels = case["input"].shape[-1]
     for i in range(meta["layers"]):
@@ -25,27 +45,9 @@ def build_chain(case, meta: dict) -> list:
         layer = AugmentedConv2d(
             channels, width, 3, meta["first_stride"] if i == 0 else 1,
             dim_qk=int(meta["k"] * width), dim_v=int(meta["v"] * width), num_heads=K,
-            feat_size=case["input"].shape[1:3], relative=meta["relative"],
+            feat_size=case["input"].shape[1:3], position="relative" if meta["relative"] else "none",
             evolution=EvolvingAttention(K, meta["paper_alpha"], meta["paper_beta"]) if i else None)
-
-        def var(name, i=i):
-            value = torch.from_numpy(case[f"var.layer{i}/{name}"])
-            return value.permute(3, 2, 0, 1) if value.ndim == 4 else value
-
-        D = layer.dim_qk
-        q_k_v = torch.cat([torch.arange(D, 2 * D), torch.arange(D), torch.arange(2 * D, 2 * D + layer.dim_v)])
-        proj = "conv2d_3" if i else "conv2d_2"
-        state = {
-            "conv.weight": var("conv2d/kernel"),
-            "qkv.weight": var("conv2d_1/kernel")[q_k_v], "qkv.bias": var("conv2d_1/bias")[q_k_v],
-            "proj.weight": var(f"{proj}/kernel"), "proj.bias": var(f"{proj}/bias"),
-        }
-        if meta["relative"]:
-            state |= {"height_rel": var("r_height"), "width_rel": var("r_width")}
-        if i:
-            state |= {"evolution.convs.0.weight": var("conv2d_2/kernel"),
-                      "evolution.convs.0.bias": var("conv2d_2/bias")}
-        layer.load_state_dict(state)
+        layer.load_state_dict(from_tensorflow(case, i, meta))
         layers.append(layer)
         channels = width
     return layers

@@ -16,7 +16,7 @@ from ea_vision.ops import use_implementation
 from tests.models.test_vision_transformer import TINY, fused, images, lively, plain
 from tests.slow import slow_but
 
-KINDS = ["ea", "pa", "residual", "talking_heads", "reattention", "refiner", "mta", "conv2d"]
+KINDS = ["ea", "pa", "residual", "talking_heads", "reattention", "refiner", "mta", "conv2d", "xsa", "gated"]
 NEW = KINDS[2:]
 kinds = pytest.mark.parametrize("kind", KINDS)
 new_kinds = pytest.mark.parametrize("kind", NEW)
@@ -87,7 +87,7 @@ def test_paper_starts_are_not_the_plain_network_but_for_mta(kind):
 def test_gradient_checkpointing_changes_nothing(kind):
     results = []
     for enable in (False, True):
-        model = mini(evolution=kind, value_residual="paper", token_conv=True, start="paper").train()
+        model = mini(evolution=kind, value_residual="paper", token_conv="paper", start="paper").train()
         for module in model.modules():
             if isinstance(module, torch.nn.BatchNorm2d):
                 module.eval()  # a recomputation would move its statistics twice
@@ -103,7 +103,7 @@ def test_gradient_checkpointing_changes_nothing(kind):
 @torch.no_grad()
 def test_timms_ways(kind):
     """Intermediates, features_only, other sizes, FX, TorchScript, pruning, for a name with each kind."""
-    options = dict(evolution=kind, value_residual="paper", token_conv=True, start="paper")
+    options = dict(evolution=kind, value_residual="paper", token_conv="paper", start="paper")
     model = mini(**options)
     final, taken = model.forward_intermediates(images())
     torch.testing.assert_close(final, model.forward_features(images()))
@@ -131,7 +131,7 @@ def test_timms_ways(kind):
 def test_onnx_and_torch_export_agree(kind, tmp_path):
     import onnxruntime
 
-    model = mini(evolution=kind, start="paper", token_conv=True)
+    model = mini(evolution=kind, start="paper", token_conv="paper")
     x = images()
     program = torch.export.export(model, (x,))
     torch.testing.assert_close(program.module()(x), model(x), atol=1e-5, rtol=1e-4)
@@ -264,17 +264,12 @@ def test_values_are_the_first_blocks_and_begin_as_the_plain_network():
 
 
 def test_token_convolutions_stand_before_each_block_but_the_first():
-    model = mini(token_conv=True)
+    model, reference = mini(token_conv=True), mini()
     assert [block.token_conv is not None for block in model.blocks] == [False, True, True]
-    with torch.no_grad():
-        for block in model.blocks[1:]:
-            for parameter in block.token_conv.parameters():
-                parameter.zero_()
-    reference = mini()
     reference.load_state_dict(model.state_dict(), strict=False)
-    torch.testing.assert_close(model(images()), reference(images()))
+    assert torch.equal(model(images()), reference(images()))
     with pytest.raises(ValueError, match="got 2 blocks where they are not, the first of them blocks.1.token_conv"):
-        ea_vision.unevolve(mini(token_conv=True))
+        ea_vision.unevolve(mini(token_conv="paper"))
     both = stepped(mini(token_conv=True, evolution="conv2d"))
     assert [n for n, p in both.named_parameters() if not p.grad.any()] == []
 
@@ -314,6 +309,8 @@ def test_mrla_begins_as_the_network_without_and_learns(block):
 def test_what_is_refused():
     with pytest.raises(ValueError, match="value_residual must be False, True or 'paper', got 'half'"):
         mini(value_residual="half")
+    with pytest.raises(ValueError, match="token_conv must be False, True or 'paper', got 3"):
+        mini(token_conv=3)
     with pytest.raises(ValueError, match="mrla must be False, True or 'paper', got 'base'"):
         timm.create_model("aa_resnet50", mrla="base")
     with pytest.raises(ValueError, match="start must be 'identity' or 'paper', got 'zero'"):

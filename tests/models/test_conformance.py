@@ -3,7 +3,6 @@ import copy
 from functools import partial
 
 import pytest
-import timm
 import torch
 from timm.layers import BlurPool2d, DropPath
 from timm.models import create_feature_extractor, get_graph_node_names, group_parameters
@@ -99,14 +98,14 @@ def test_intermediates_are_those_of_the_whole_network(model, image):
 
 @torch.no_grad()
 def test_features_only_are_the_intermediates(name, model, image):
-    features = lively(name, features_only=True, out_indices=(1, -2)).eval()
+    features = lively(name, features_only=True, out_indices=(0, -2)).eval()
     inner = getattr(features, "model", features)  # timm's ResNet is unwrapped
     kept = inner.state_dict().keys()
     inner.load_state_dict({n: v for n, v in model.state_dict().items() if n in kept})
     expected = model.forward_intermediates(image, intermediates_only=True)
-    torch.testing.assert_close(features(image), [expected[1], expected[-2]])
-    assert features.feature_info.channels() == [model.feature_info[i]["num_chs"] for i in (1, -2)]
-    assert features.feature_info.reduction() == [model.feature_info[i]["reduction"] for i in (1, -2)]
+    torch.testing.assert_close(features(image), [expected[0], expected[-2]])
+    assert features.feature_info.channels() == [model.feature_info[i]["num_chs"] for i in (0, -2)]
+    assert features.feature_info.reduction() == [model.feature_info[i]["reduction"] for i in (0, -2)]
     assert len(kept) < len(model.state_dict())  # what no wanted feature needs is gone
     features.set_grad_checkpointing(True)
 
@@ -127,16 +126,13 @@ def test_head_in_timms_ways(name, model, image):
 
 
 @torch.no_grad()
-def test_fx_computes_the_same(model, image):
-    _, nodes = get_graph_node_names(model)
-    extractor = create_feature_extractor(model, return_nodes=[nodes[-1]])
-    torch.testing.assert_close(next(iter(extractor(image).values())), model(image))
-
-
-@torch.no_grad()
-def test_torchscript_computes_the_same(name, model, image):
+def test_fx_and_torchscript_and_one_after_the_other_compute_the_same(model, image):
+    expected, nodes = model(image), get_graph_node_names(model)[1]
+    traced = create_feature_extractor(model, return_nodes=[nodes[-1]])
     with torch.jit.optimized_execution(False):
-        torch.testing.assert_close(torch.jit.script(model)(image), model(image))
+        torch.testing.assert_close(torch.jit.script(model)(image), expected)
+        for extractor in (traced, torch.jit.script(traced)):
+            torch.testing.assert_close(next(iter(extractor(image).values())), expected)
 
 
 def test_layer_decay_follows_the_order_of_the_network(name, image):
@@ -154,7 +150,7 @@ def test_layer_decay_follows_the_order_of_the_network(name, image):
     assert sorted(id(p) for p, _ in groups) == sorted(id(p) for p in model.parameters())  # each in one
     group_of = {id(p): group for p, group in groups}
     scales = [group_of[id(p)]["lr_scale"] for module in order for p in module.parameters(recurse=False)]
-    assert scales == sorted(scales) and scales[-1] == 1.0 and len(set(scales)) > 8
+    assert scales == sorted(scales) and scales[-1] == 1.0 and len(set(scales)) > len(model.feature_info)
     for layer in layers_of(model):
         assert len({group_of[id(p)]["lr_scale"] for p in layer.parameters()}) == 1
     for n, p in model.named_parameters():
@@ -213,7 +209,7 @@ def test_a_new_classifier_lives_where_the_network_does(small):
 def test_drop_path_grows_with_depth_and_is_off_in_evaluation(small):
     model = lively(small, deep=True, num_classes=5, drop_path_rate=0.3)
     rates = [m.drop_prob for m in model.modules() if isinstance(m, DropPath)]
-    assert rates == sorted(rates) and 0.28 < rates[-1] <= 0.3 and len(rates) >= 11
+    assert rates == sorted(rates) and 0.28 < rates[-1] <= 0.3 and len(rates) > 3
     x = torch.randn(2, 3, side(small), side(small))
     assert not torch.equal(model(x), model(x))
     model.eval()
@@ -267,23 +263,7 @@ def test_normalised_queries_and_keys_in_every_family(network):
         torch.testing.assert_close(features(image)[-1], taken[-1])
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("name", ["wrn28_10_cifar", "ea_aa_wrn28_10_cifar"])
-def test_outer_sums_of_wide_resnets(name):
-    model = timm.create_model(name, width=1, depth=10, outer_residuals=True).eval()
-    x = torch.randn(1, 3, 33, 21)
-    final, taken = model.forward_intermediates(x)
-    torch.testing.assert_close(final, model.forward_features(x))
-    torch.testing.assert_close(torch.jit.script(model)(x), model(x))
-    first = model.group1(taken[0])[0]
-    torch.testing.assert_close(taken[1], first + taken[0])
-    expected = model.group3(taken[2])[0] + model.outer3(taken[2]) + model.outer(taken[0])
-    torch.testing.assert_close(final, model.norm(expected))
-    model.prune_intermediate_layers([2])
-    torch.testing.assert_close(model(x), taken[2])
-
-
 def test_the_zoo_is_registered():
-    assert len(RESNETS) == 16 and len(CIFAR) == 5 and len(timm.list_models("*ea_aa*")) == 10
+    assert len(RESNETS) == 16 and len(CIFAR) == 5
     assert len(list_networks("attn_mnasnet")) == 13 and len(list_networks("wide_resnet")) == 6
     assert set(SMALL) < set(EVERY)

@@ -1,8 +1,6 @@
-"""Weights of runs, of timm's ResNets and of the authors' TensorFlow layer, in our networks."""
-import ast
+"""Weights of runs and of timm's ResNets in our networks."""
 import logging
 
-import numpy as np
 import pytest
 import safetensors.torch
 import timm
@@ -10,8 +8,7 @@ import torch
 
 from ea_vision.engine.checkpoint import encode
 from ea_vision.engine.run_folder import write_weights
-from ea_vision.models._convert import checkpoint_filter_fn, from_tensorflow
-from tests.layers.test_reference import CASES, build_chain
+from ea_vision.models._convert import checkpoint_filter_fn
 from tests.models.zoo import lively
 
 
@@ -50,20 +47,6 @@ def test_another_depth_is_named():
     state["layer2.0.conv1.weight"] = state["layer2.0.conv1.weight"][:, :8]
     with pytest.raises(ValueError, match=r"layer2\.0\.conv1\.weight must have at least 112 output channels"):
         checkpoint_filter_fn(state, timm.create_model("aa_resnet34"))
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_the_authors_variables_become_our_layers(shared, name):
-    case = np.load(shared / "reference" / f"{name}.npz")
-    for i, layer in enumerate(build_chain(case, ast.literal_eval(str(case["meta"])))):
-        prefix = f"var.layer{i}/"
-        variables = {key[len(prefix):]: case[key] for key in case.files if key.startswith(prefix)}
-        state = from_tensorflow(variables, evolves=i > 0)
-        assert state.keys() == layer.state_dict().keys()
-        for key, value in layer.state_dict().items():
-            assert torch.equal(state[key], value), key
-        with pytest.raises(ValueError, match="conv2d/kernel required"):
-            from_tensorflow({k: v for k, v in variables.items() if k != "conv2d/kernel"}, evolves=i > 0)
 
 
 @pytest.mark.parametrize("ema", [False, True])

@@ -195,7 +195,7 @@ def test_alpha_and_beta_are_the_papers():
 @pytest.mark.parametrize("name", ["ea_aa_resnet34", "ea_conv_transformer_cifar"])
 @pytest.mark.parametrize("options", [
     {"beta": 0.0}, {"alpha": 0.0}, {"alpha": 0.2, "beta": 0.4}, {"kernel_size": 1}, {"kernel_size": 5},
-    {"relative": False}, {"num_heads": 2}])
+    {"position": "none"}, {"num_heads": 2}])
 def test_ea_ablations_by_keyword(name, options):
     model = timm.create_model(name, num_classes=5, **options)
     evolutions = [layer.evolution for layer in layers_of(model) if layer.evolution is not None]
@@ -205,7 +205,7 @@ def test_ea_ablations_by_keyword(name, options):
         side_of_kernel, heads = options.get("kernel_size", 3), evolution.convs[0].in_channels
         assert evolution.convs[0].weight.shape == (heads, heads, side_of_kernel, side_of_kernel)
         assert heads == options.get("num_heads", heads)
-    assert all((layer.height_rel is None) == (options.get("relative") is False) for layer in layers_of(model))
+    assert all((layer.height_rel is None) == ("position" in options) for layer in layers_of(model))
     assert model(torch.randn(2, 3, 32, 32)).shape == (2, 5)
 
 
@@ -247,15 +247,17 @@ def layer_names(name, **options):
     ("conv_transformer_cifar", (3, 4), {"depth": 1}, {stage: f"stages.{stage - 1}." for stage in (1, 2, 3, 4)}),
     ("ea_vit_tiny_patch16_224", (2, 3), {"depth": 3}, {stage: f"blocks.{stage - 1}." for stage in (2, 3)})])
 def test_where_attention_stands_is_one_keyword_in_every_family(name, usual, options, expected):
-    def stages(**more):
-        names = layer_names(name, **options, **more)
+    keyword = "attn_layers" if "vit" in name else "attn_stages"
+
+    def stages(chosen=None):
+        names = layer_names(name, **options, **{keyword: chosen})
         return [stage for stage, start in expected.items() if any(path.startswith(start) for path in names)]
 
-    assert stages() == stages(attn_stages=usual) == list(usual)
+    assert stages() == stages(usual) == list(usual)
     for chosen in [(stage,) for stage in expected] + [tuple(expected), list(expected)[-2:]]:
-        assert stages(attn_stages=chosen) == list(chosen)
+        assert stages(chosen) == list(chosen)
     if not name.startswith("ea_"):
-        assert stages(attn_stages=()) == []
+        assert stages(()) == []
 
 
 @torch.no_grad()
@@ -272,25 +274,12 @@ def test_a_resnet_without_attention_is_timms_and_chains_pass_plain_stages():
     assert model.prune_intermediate_layers([2]) == [2] and model(x).shape == (1, 512, 8, 8)
 
 
-@pytest.mark.parametrize("name,former,now", [
-    ("conv_transformer_cifar", {"attention": False}, {"attn_stages": ()}),
-    ("conv_transformer_cifar", {"attention": True}, {}),
-    ("aa_mnasnet_100", {"attention": False}, {"attn_stages": ()}),
-    ("wrn28_10_cifar", {"attention": True, "depth": 10, "width": 1},
-     {"attn_stages": (1, 2, 3), "depth": 10, "width": 1}),
-    ("ea_vit_tiny_patch16_224", {"layers": [3], "depth": 3}, {"attn_stages": [3], "depth": 3})])
-def test_former_spellings_of_a_release_before_still_work(name, former, now):
-    with pytest.warns(DeprecationWarning, match="is attn_stages=.* from now on"):
-        names = layer_names(name, **former)
-    assert names == layer_names(name, **now)
-
-
 @pytest.mark.parametrize("name,options,message", [
     ("aa_resnet34", {"alpha": 0.5}, "alpha"),
     ("pa_aa_resnet34", {"beta": 0.5}, "beta"),
     ("cnn_cifar", {"kernel_size": 5}, "kernel_size"),
     ("aa_resnet34", {"augment": "second"}, "augment must be 'all' or 'first', got 'second'"),
-    ("cnn_cifar", {"evolution": "ea"}, r"attn_stages must be of .* for evolution='ea' .*got \(\)"),
+    ("cnn_cifar", {"evolution": "ea"}, r"attn_stages must be of .* for evolution='ea'.*got \(\)"),
     ("ea_aa_resnet34", {"img_size": 0}, "img_size"),
     ("wrn28_10_cifar", {"evolution": "ea"}, "attn_stages must be of .* for evolution='ea'"),
     ("wrn28_10_cifar", {"depth": 27}, "6 n \\+ 4.*got 27"),
@@ -307,8 +296,8 @@ def test_former_spellings_of_a_release_before_still_work(name, former, now):
     ("ea_aa_resnet50", {"attn_stages": ()}, r"attn_stages must be of .* at least one for evolution='ea'.*got \(\)"),
     ("aa_mnasnet_100", {"attn_stages": (1,)}, r"attn_stages must be of \(2, 3, 4, 5, 6\), got \(1,\)"),
     ("aa_wrn28_10_cifar", {"attn_stages": (4,)}, r"attn_stages must be of \(1, 2, 3\), got \(4,\)"),
-    ("ea_vit_tiny_patch16_224", {"attn_stages": 3}, r"attn_stages must be whole numbers.*got 3"),
-    ("ea_vit_tiny_patch16_224", {"attn_stages": (1,)}, r"can evolve are .*got \[1\]"),
+    ("ea_vit_tiny_patch16_224", {"attn_layers": 3}, r"attn_layers must be whole numbers.*got 3"),
+    ("ea_vit_tiny_patch16_224", {"attn_layers": (1,)}, r"can evolve are .*got \[1\]"),
     ("ea_conv_transformer_cifar", {"attn_stages": 3}, r"attn_stages must be whole numbers, such as \(2, 3\), got 3"),
     ("ea_conv_transformer_cifar", {"widths": 32}, "widths must be whole numbers.*got 32"),
     ("ea_conv_transformer_cifar", {"window_stages": (2,)}, r"window_stages must be of \(3, 4\), which.*got \(2,\)"),
@@ -316,9 +305,7 @@ def test_former_spellings_of_a_release_before_still_work(name, former, now):
     ("ea_aa_resnet50", {"channels": 64}, "channels must be 4 whole numbers, got 64"),
     ("aa_resnet50", {"window": 7, "window_stages": (9,)}, r"window_stages must be of \(2, 3, 4\).*got \(9,\)"),
     ("aa_resnet50", {"window": 7, "window_stages": 3}, "window_stages must be whole numbers.*got 3"),
-    pytest.param("ea_vit_tiny_patch16_224", {"layers": 3}, "layers must be whole numbers.*got 3",
-                 marks=pytest.mark.filterwarnings("ignore:layers=")),
-    ("ea_vit_tiny_patch16_224", {"attn_stages": (2.5,)}, r"attn_stages must be whole numbers.*got \(2.5,\)"),
+    ("ea_vit_tiny_patch16_224", {"attn_layers": (2.5,)}, r"attn_layers must be whole numbers.*got \(2.5,\)"),
 ])
 def test_bad_options_are_named(name, options, message):
     with pytest.raises(ValueError, match=message):

@@ -163,7 +163,7 @@ def test_evolve_is_exact_in_many_families(name, options, kind):
     pytest.param("vit_tiny_patch16_224", dict(attn_layer="diff", depth=2),
                  "blocks.0.attn must be timm's Attention, got DiffAtt", marks=needs_attn_layer),
     ("vit_tiny_patch16_224", dict(patch_drop_rate=0.5, depth=2), "patch_drop must be off.*PatchDropout"),
-    ("vit_tiny_patch16_224", dict(depth=1), r"layers of this model that can evolve are \[\] of 1"),
+    ("vit_tiny_patch16_224", dict(depth=1), r"attn_layers of this model that can evolve are \[\] of 1"),
     ("naflexvit_base_patch16_gap", dict(depth=1), "required, got NaFlexVit"),
     ("swin_tiny_patch4_window7_224", dict(depths=(1, 1, 1, 1)), "required, got SwinTransformer"),
     ("resnet18", {}, "required, got ResNet .no attention layer found"),
@@ -177,9 +177,9 @@ def test_evolve_refuses_by_name(name, options, reason):
 
 def test_what_the_constructor_refuses():
     for options, message in (
-            (dict(attn_stages=[1]), r"can evolve are \[2, 3\] of 3 .*got \[1\]"), (dict(attn_stages=[]), "got none"),
-            (dict(attn_stages=[2, 4]), r"got \[4\]"), (dict(prefix="drop"), "'convolve' or 'pass', got 'drop'"),
-            (dict(prefix="pass", attn_stages=[3]), "only the class token's row"),
+            (dict(attn_layers=[1]), r"can evolve are \[2, 3\] of 3 .*got \[1\]"), (dict(attn_layers=[]), "got none"),
+            (dict(attn_layers=[2, 4]), r"got \[4\]"), (dict(prefix="drop"), "'convolve' or 'pass', got 'drop'"),
+            (dict(prefix="pass", attn_layers=[3]), "only the class token's row"),
             *([(dict(attn_layer="diff"), "blocks.0.attn must be timm's Attention")] if HAS_ATTN_LAYER else []),
             (dict(evolution="xa"), "'xa'"),
             (dict(evolution="pa", beta=0.5), "beta"), (dict(alpha=1.5), "alpha must lie between 0 and 1, got 1.5"),
@@ -193,7 +193,7 @@ def test_what_the_constructor_refuses():
 
 
 @pytest.mark.parametrize("options", [
-    {}, dict(learnable="per_head"), dict(prefix="pass"), dict(attn_stages=[3]), dict(evolution="pa"),
+    {}, dict(learnable="per_head"), dict(prefix="pass"), dict(attn_layers=[3]), dict(evolution="pa"),
     dict(evolution="pa", num_layers=2), dict(evolution="pa", prefix="pass", num_layers=2), dict(alpha=0.5, beta=0.5),
     dict(weight_init="jax"), dict(weight_init="moco"), dict(class_token=False, global_pool="avg", prefix="pass")])
 def test_every_evolution_parameter_has_a_gradient_after_one_step(options):
@@ -206,7 +206,7 @@ def test_every_evolution_parameter_has_a_gradient_after_one_step(options):
     gradients = {name: p.grad for name, p in model.named_parameters() if ".evolution." in name}
     evolving = [number for number, block in enumerate(model.blocks, 1) if block.attn.evolution is not None]
     last = 2 if options.get("prefix") == "pass" and model.global_pool == "token" else 3
-    assert evolving == options.get("attn_stages", list(range(2, last + 1)))
+    assert evolving == options.get("attn_layers", list(range(2, last + 1)))
     assert gradients and [name for name, g in gradients.items() if g is None or not g.any()] == []
 
 
@@ -242,6 +242,7 @@ def test_gates_are_what_the_keywords_say():
     for e in evolutions(tiny("pa_vit_tiny_patch16_224", alpha=0.5))[1:]:
         assert isinstance(e, PredictiveAttention) and e.alpha == 0.5
     e = evolutions(ea_vision.evolve(plain(), alpha=0.2, beta=0.1, learnable=False, layers=[3]))
+    assert [e is None for e in evolutions(ea_vision.evolve(plain(), attn_layers=[3]))] == [True, True, False]
     assert e[1] is None and (e[2].alpha, e[2].beta) == (0.2, 0.1)
     assert evolutions(ea_vision.evolve(plain(), learnable="per_head"))[1].alpha.shape == (3,)
     names = [{key for key in tiny(**options).state_dict()} for options in (dict(alpha=0.5, beta=1.0), {})]
@@ -249,7 +250,7 @@ def test_gates_are_what_the_keywords_say():
 
 
 def test_only_maps_that_somebody_reads_are_handed_on():
-    model = tiny(attn_stages=[3])
+    model = tiny(attn_layers=[3])
     assert [block.attn.need_logits for block in model.blocks] == [False, True, False]
     x, logits = model.blocks[0](model._embed(images()))
     assert logits is None
@@ -282,7 +283,7 @@ def test_gates_that_count_change_the_network_and_unevolve_refuses():
 @torch.no_grad()
 def test_by_hand():
     """Two blocks' maps from timm's own layers, evolved by the papers' equations."""
-    model, x = tiny(alpha=0.3, beta=0.6, layers=[2], depth=2), images()
+    model, x = tiny(alpha=0.3, beta=0.6, attn_layers=[2], depth=2), images()
     tokens, logits = model.blocks[0](model._embed(x))
     y = model.blocks[1].norm1(tokens)
     attn = model.blocks[1].attn

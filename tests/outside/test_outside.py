@@ -12,8 +12,9 @@ HERE = Path(__file__).parent
 
 @pytest.mark.slow
 def test_an_outside_family_and_evolution_get_everything():
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "checks.py")]
     root = str(HERE.parents[1])
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "checks.py"),
+               "tests/models/test_conformance.py", "-k", "checks or tiny"]
     environment = {**os.environ, "EA_VISION_IMPORT": "tests.outside.tiny_attn,tests.outside.residual_maps",
                    "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
     done = subprocess.run(command, capture_output=True, text=True, cwd=root, env=environment)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from timm.layers import ClassifierHead, ConvNormAct
+from timm.layers import ClassifierHead, ConvNormAct, DropPath
 from timm.models import generate_default_cfgs
 from torch import Tensor, nn
 
@@ -25,14 +25,15 @@ from ea_vision.models import (
 class TinyBlock(nn.Module):
     """Augmented convolution with a residual: (x, prev_logits) -> (x, logits)."""
 
-    def __init__(self, conv: nn.Module, channels: int, **dd) -> None:
+    def __init__(self, conv: nn.Module, channels: int, drop_path: float, **dd) -> None:
         super().__init__()
         self.conv = conv
         self.bn = nn.BatchNorm2d(channels, **dd)
+        self.drop_path = DropPath(drop_path)
 
     def forward(self, x: Tensor, prev_logits: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         y, logits = self.conv(x, prev_logits)
-        return F.relu(x + self.bn(y)), logits
+        return F.relu(x + self.drop_path(self.bn(y))), logits
 
 
 class TinyAttn(HeadedNetwork, nn.Module):
@@ -42,7 +43,8 @@ class TinyAttn(HeadedNetwork, nn.Module):
 
     def __init__(
             self, num_classes: int = 10, in_chans: int = 3, img_size: int = 32, global_pool: str = "avg",
-            width: int = 16, depth: int = 2, drop_rate: float = 0.0, device=None, dtype=None, **kwargs: Any,
+            width: int = 16, drop_rate: float = 0.0, drop_path_rate: float = 0.0, device=None,
+            dtype=None, **kwargs: Any,
     ) -> None:
         super().__init__()
         dd = {"device": device, "dtype": dtype}
@@ -54,8 +56,9 @@ class TinyAttn(HeadedNetwork, nn.Module):
         chains = ChainBuilder(attention, self, **dd)
         self.stem = ConvNormAct(in_chans, width, 3, stride=4, padding=1, **dd)
         self.stage1, self.stage2 = (
-            AttnStage(*(TinyBlock(chains.layer(width, width, reduction=4), width, **dd) for _ in range(depth)))
-            for _ in range(2))
+            AttnStage(*(TinyBlock(chains.layer(width, width, reduction=4), width, drop_path_rate * number / 3, **dd)
+                        for number in (2 * stage, 2 * stage + 1)))
+            for stage in range(2))
         self.feature_info = [dict(num_chs=width, reduction=4, module=name) for name in ("stem", "stage1", "stage2")]
         self.head = ClassifierHead(width, num_classes, pool_type=global_pool, drop_rate=drop_rate, **dd)
 

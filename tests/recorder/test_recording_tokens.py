@@ -13,7 +13,7 @@ from tests.models.test_vision_transformer import HAS_ATTN_LAYER, TINY, active, i
 
 @pytest.mark.parametrize("options", [
     dict(), dict(evolution="pa", num_layers=2, learnable=True), dict(learnable="per_head"), dict(prefix="pass"),
-    dict(alpha=0.3, beta=1.0), dict(attn_stages=[3]), dict(reg_tokens=2, class_token=False, global_pool="avg")])
+    dict(alpha=0.3, beta=1.0), dict(attn_layers=[3]), dict(reg_tokens=2, class_token=False, global_pool="avg")])
 def test_parts_satisfy_the_equations(options):
     model, x = active(tiny(**options)), images(32, 40)
     model.set_input_size((32, 40))

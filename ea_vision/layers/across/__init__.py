@@ -6,6 +6,7 @@ Those over maps are evolutions (`evolution="..."` of the networks, `ea_vision.ev
 from ea_vision.layers.across.conv2d import FourDimensionalConvolution
 from ea_vision.layers.across.mrla import MRLALight
 from ea_vision.layers.across.mta import MultiTokenAttention
+from ea_vision.layers.across.output import ExclusiveAttention, GatedAttention
 from ea_vision.layers.across.reattention import ReAttention
 from ea_vision.layers.across.refiner import Refiner
 from ea_vision.layers.across.residual import ResidualAttention
@@ -15,7 +16,9 @@ from ea_vision.layers.across.uniform import UniformMaps
 from ea_vision.layers.across.value_residual import ValueResidual
 
 __all__ = [
+    "ExclusiveAttention",
     "FourDimensionalConvolution",
+    "GatedAttention",
     "MRLALight",
     "MultiTokenAttention",
     "ReAttention",

@@ -12,12 +12,17 @@ class TokenConv(nn.Module):
     Args:
         channels: C.
         num_prefix_tokens: tokens before the patches.
+        identity: begin at a convolution of zeros, where nothing changes; else at torch's random kernels.
     """
 
-    def __init__(self, channels: int, num_prefix_tokens: int = 0, device=None, dtype=None) -> None:
+    def __init__(self, channels: int, num_prefix_tokens: int = 0, identity: bool = True, device=None,
+                 dtype=None) -> None:
         super().__init__()
         self.num_prefix_tokens = num_prefix_tokens
         self.conv = nn.Conv2d(channels, channels, 3, padding=1, groups=channels, device=device, dtype=dtype)
+        if identity:
+            nn.init.zeros_(self.conv.weight)
+            nn.init.zeros_(self.conv.bias)
 
     def changes_nothing(self) -> bool:
         """Return whether the convolution is 0."""
