@@ -7,12 +7,14 @@ as they are; fused ones, which never form the map, are followed by its computati
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 Formed = tuple[Tensor, Tensor | None]  # probabilities (..., queries, keys), and logits where they are known
@@ -28,7 +30,8 @@ def _scaled_dot_product(_, query: Tensor, key: Tensor, value: Tensor, attn_mask:
                         dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
                         enable_gqa: bool = False) -> Formed:
     """See torch.nn.functional.scaled_dot_product_attention, whose documentation has the same lines."""
-    with torch.autocast(query.device.type, enabled=False):
+    device = query.device.type
+    with torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext():
         if enable_gqa:
             key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
         logits = query.float() @ key.float().transpose(-2, -1)
@@ -38,7 +41,8 @@ def _scaled_dot_product(_, query: Tensor, key: Tensor, value: Tensor, attn_mask:
             logits = logits.masked_fill(future, -torch.inf)
         if attn_mask is not None:
             logits = logits.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else logits + attn_mask
-        return logits.softmax(-1), logits
+        seen = (logits > -torch.inf).any(-1, keepdim=True)  # torch gives 0 to a query whose keys are all masked
+        return logits.softmax(-1).where(seen, 0), logits
 
 
 _MULTI_HEAD = inspect.signature(F.multi_head_attention_forward)
@@ -58,31 +62,107 @@ FORMS: dict[Callable, Callable[..., Formed | None]] = {
 }
 
 
+Take = Callable[[Tensor, Tensor | None], None]
+_this_thread = threading.local()
+
+
 class Interception(TorchFunctionMode):
-    """Hands what is formed while a watched layer runs to the innermost of them, the last of `running`."""
+    """Hands what is formed to each recorder of a thread: to the innermost of its watched layers that are running."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.running: list[Callable[[Tensor, Tensor | None], None]] = []
+        self.recorders: list[list[Take]] = []
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if self.running and func in FORMS:
-            with torch.no_grad(), torch._C.DisableTorchFunction():  # other recorders see no more than the network
+        takers = [running[-1] for running in self.recorders if running] if func in FORMS else []
+        if takers:
+            with torch.no_grad(), torch._C.DisableTorchFunction():
                 formed = FORMS[func](result, *args, **kwargs)
-                if formed is not None:
-                    self.running[-1](*formed)
+                for take in takers if formed is not None else ():
+                    take(*formed)
         return result
 
 
-def heads_of(module: torch.nn.Module) -> int | None:
-    """Return the number of heads that a module says it has."""
-    values = (getattr(module, name, None) for name in WRITES_ITS_HEADS)
+@contextmanager
+def intercepted() -> Iterator[list[Take]]:
+    """Watch the functions in this thread; yields a recorder's list of the running layers' takers, the innermost last.
+
+    The recorders of a thread share one mode, so that none ends with another.
+
+    Raises:
+        RuntimeError: it ends before a recorder that began after it, or in another thread. All is in order then.
+    """
+    thread, state = threading.get_ident(), _this_thread.__dict__
+    if "mode" not in state:
+        state["mode"] = Interception()
+        state["mode"].__enter__()
+    recorders, running = state["mode"].recorders, []
+    recorders.append(running)
+    try:
+        yield running
+    finally:
+        ended_last = recorders[-1] is running
+        recorders[:] = [other for other in recorders if other is not running]
+        if thread != threading.get_ident():
+            raise RuntimeError("a recorder must be closed by the thread that opened it")
+        if not recorders:
+            state.pop("mode").__exit__(None, None, None)
+        if not ended_last:
+            raise RuntimeError("recorders must be closed in the reverse order in which they were opened")
+
+
+_compiling = threading.Lock()
+_eager: list = []  # the stance of the compiler before the first recorder, and a place for each recorder
+
+
+@contextmanager
+def compiled_code_runs_eagerly() -> Iterator[None]:
+    """Have compiled code run eagerly, in all threads, until the last of those who asked for it has ended."""
+    with _compiling:
+        if not _eager:
+            _eager.append(torch.compiler.set_stance("force_eager"))
+        _eager.append(None)
+    try:
+        yield
+    finally:
+        with _compiling:
+            _eager.pop()
+            if len(_eager) == 1:
+                _eager.pop().__exit__(None, None, None)
+
+
+class Hooks:
+    """Hooks that heed only the thread that made this: the other threads' forwards of the same modules pass by.
+
+    stack: ends them.
+    """
+
+    def __init__(self, stack: ExitStack) -> None:
+        self.stack, self.thread = stack, threading.get_ident()
+
+    def _own(self, hook: Callable[..., None]) -> Callable[..., None]:
+        return lambda *given: hook(*given) if threading.get_ident() == self.thread else None
+
+    def before(self, module: nn.Module, hook: Callable[[nn.Module, tuple, dict], None]) -> None:
+        """Call hook(module, args, kwargs) before each forward."""
+        self.stack.callback(module.register_forward_pre_hook(self._own(hook), with_kwargs=True).remove)
+
+    def after(self, module: nn.Module, hook: Callable[..., None], always: bool = False) -> None:
+        """Call hook(module, args, kwargs, output) after each forward; `always`: also after one that raises."""
+        handle = module.register_forward_hook(self._own(hook), with_kwargs=True, always_call=always)
+        self.stack.callback(handle.remove)
+
+
+def heads_of(module: nn.Module) -> int | None:
+    """Return the number of heads that a module says it has; Llama's and its kin leave it to their configuration."""
+    owner = module.config if hasattr(module, "num_key_value_groups") and hasattr(module, "config") else module
+    values = (getattr(owner, name, None) for name in WRITES_ITS_HEADS)
     return next((value for value in values if isinstance(value, int) and value > 0), None)
 
 
-def calls_attention(module: torch.nn.Module) -> bool:
+def calls_attention(module: nn.Module) -> bool:
     """Return whether a module's forward names scaled_dot_product_attention."""
     code = getattr(type(module).forward, "__code__", None)
     return code is not None and "scaled_dot_product_attention" in code.co_names

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ea_vision.recorder.interception import Hooks
+
 Size = tuple[int, int]
 PREFIX_PARAMETERS = {"cls_token": "cls", "class_token": "cls", "class_embedding": "cls", "dist_token": "dist",
                      "distillation_token": "dist", "reg_token": "reg", "register_tokens": "reg"}
@@ -61,6 +63,7 @@ class Layout:
     feat_size: (H, W) of the queries' grid; of a layer that only prefix tokens ask, of the keys'.
     key_size: (H, W) of the keys' grid; None: as the queries'.
     prefix_names: of the tokens before the grid.
+    query_names: of queries that are no tokens (pooling by learned ones); (): the queries are tokens.
     windows: None: every query sees all keys.
     channels: rows and columns are channels of a head, and have no place in the image.
     """
@@ -68,6 +71,7 @@ class Layout:
     feat_size: Size = (0, 0)
     key_size: Size | None = None
     prefix_names: tuple[str, ...] = ()
+    query_names: tuple[str, ...] = ()
     windows: Windows | None = None
     channels: bool = False
 
@@ -75,18 +79,31 @@ class Layout:
 class Image:
     """The size of the image that a network is looking at: (B, H, W) of its stem's input, or of its own; None before."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, hooks: Hooks) -> None:
         self.size: tuple[int, int, int] | None = None
         stem = next((module for module in model.modules()
                      if isinstance(module, nn.Conv2d) and module.in_channels <= 4), None)
-        self.handles = [model.register_forward_pre_hook(self._see, with_kwargs=True)]
-        if stem is not None:
-            self.handles.append(stem.register_forward_pre_hook(self._see, with_kwargs=True))
+        for module in [model] if stem is None else [model, stem]:
+            hooks.before(module, self._see)
 
     def _see(self, _, args: tuple, kwargs: dict[str, Any]) -> None:
-        images = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.ndim == 4]
+        values = [*args, *(value for name, value in kwargs.items() if "mask" not in name)]
+        images = [value for value in values if isinstance(value, Tensor) and value.ndim == 4]
         if images and images[0].shape[1] <= 4:
             self.size = (images[0].shape[0], *images[0].shape[-2:])
+
+
+def learned_queries(model: nn.Module, name: str) -> tuple[str, ...]:
+    """Return names for the queries that a layer, or what it is a part of, has learned ("pool", or "pool1", "pool2"):
+    timm's AttentionPoolLatent, SigLIP's head in transformers; () of layers whose queries are tokens."""
+    parts = name.split(".")
+    for depth in range(len(parts), 0, -1):
+        owner = model.get_submodule(".".join(parts[:depth]))
+        queries = getattr(owner, "latent", getattr(owner, "probe", None))
+        if isinstance(queries, nn.Parameter):
+            count = queries.shape[-2]
+            return ("pool",) if count == 1 else tuple(f"pool{number + 1}" for number in range(count))
+    return ()
 
 
 def prefix_names(model: nn.Module) -> tuple[str, ...]:
@@ -118,13 +135,14 @@ def grid_of(tokens: int, image: Size) -> Size | None:
 
 
 def token_layout(shape: tuple[int, ...], image: tuple[int, int, int] | None, names: tuple[str, ...],
-                 taken: tuple[int, ...] = ()) -> Layout:
+                 taken: tuple[int, ...] = (), query_names: tuple[str, ...] = ()) -> Layout:
     """Return where the rows and columns of maps (B, K, queries, keys) lie, prefix tokens first.
 
     Args:
         image: (B, H, W); None: there is none, and the tokens are a sequence.
         names: of the prefix tokens that the network has; a layer may leave them out, among keys or queries.
         taken: shape of what the layer takes; the grid, where that is (B, C, H, W) or (B, H, W, C).
+        query_names: of learned queries.
 
     Raises:
         ValueError: numbers of tokens that are no grid over the image.
@@ -139,6 +157,8 @@ def token_layout(shape: tuple[int, ...], image: tuple[int, int, int] | None, nam
     if shape[0] == image[0]:
         for prefix in dict.fromkeys((len(names), 0)):
             key_size = grid_of(keys - prefix, image[1:])
+            if key_size is not None and query_names:
+                return Layout(key_size, None, names[:prefix], query_names)
             if key_size is not None:
                 feat_size = key_size if queries in (keys, prefix) else grid_of(queries - prefix, image[1:])
                 if feat_size is not None:
@@ -208,6 +228,11 @@ def _mobilevit(block: nn.Module, x: Tensor) -> Layout:
     return Layout((rows * h, cols * w), windows=Windows(tokens, torch.zeros_like(tokens)))
 
 
+def _pool2d(pool: nn.Module, x: Tensor, *_, **__) -> Layout:
+    """Before the pixels stands their mean, or a class token."""
+    return Layout(tuple(x.shape[-2:]), prefix_names=("mean" if getattr(pool, "cls_token", None) is None else "cls",))
+
+
 def _channels(*_) -> Layout:
     return Layout(channels=True)
 
@@ -221,6 +246,8 @@ SPECIAL: dict[str, Callable[..., Layout]] = {  # by the layer's class, or that o
     "timm.models.vision_transformer_sam.Block": _sam,
     "transformers.models.sam.modeling_sam.SamVisionLayer": _sam,
     "timm.models.mobilevit.MobileVitBlock": _mobilevit,
+    "timm.layers.attention_pool2d.AttentionPool2d": _pool2d,
+    "timm.layers.attention_pool2d.RotAttentionPool2d": _pool2d,
     "timm.models.xcit.XCA": _channels,
     "timm.models.edgenext.CrossCovarianceAttn": _channels,
     "timm.models.davit.ChannelAttention": _channels,

@@ -29,7 +29,7 @@ from ea_vision.detection.transforms import FILL, fit_image, fitted_size
 from ea_vision.engine import checkpoint, run_folder
 from ea_vision.recorder.recording import AttentionLayer, attention_layers
 
-TOKEN = re.compile(r"cls|dist|reg[1-9]\d*")  # as `recorder.recording.prefix_names` calls them
+TOKEN = re.compile(r"cls|dist|mean|pool|(reg|pool)[1-9]\d*")  # as `recorder.recording.prefix_names` calls them
 WEIGHTS_HELP = "NAME of a timm model (pretrained where it has weights, else random), RUN folder, or a checkpoint in one"
 
 
@@ -300,7 +300,7 @@ def parse_targets(text: str) -> list[str]:
 
 
 def parse_layers(text: str, model: LoadedModel) -> list[AttentionLayer]:
-    """`all`, numbers, ranges and module names, separated by commas.
+    """Return the layers that are named: `all` (but pooling), numbers, ranges and module names, separated by commas.
 
     Raises:
         UsageError: a layer there is not, or a model without attention.
@@ -309,7 +309,7 @@ def parse_layers(text: str, model: LoadedModel) -> list[AttentionLayer]:
     if not available:
         raise UsageError(f"{model.label} has no attention layer that can be recorded")
     if text == "all":
-        return available
+        return [layer for layer in available if not layer.pools]
     by_key = {key: layer for layer in available for key in (str(layer.number), layer.name)}
     chosen = []
     for item in text.split(","):

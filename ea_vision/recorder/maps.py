@@ -35,6 +35,8 @@ class LayerMaps:
     feat_size: (H, W) of the queries. key_size: (H, W) of the keys.
     num_prefix_tokens: tokens before the map's pixels; our ResNets have none.
     prefix_names: what they are, as `prefix_names` calls them.
+    query_names: what the queries before the pixels are: these tokens or, of a layer that pools by learned queries
+        (SigLIP's), "pool".
     window: (height, width) of what a query sees of the map around it; None: all of it.
     channels: rows and columns are channels of a head (XCiT): the matrix has a meaning, places in the image have none.
     attn: (B, K, T, T), the probabilities, before dropout; rows sum to 1. Of a window over heads the sum over the heads
@@ -44,8 +46,9 @@ class LayerMaps:
     self_logits: (B, K, T, T), this layer's dot products and position terms.
     conv_logits: (B, K, T, T), the evolution's convolution (EA: of the mixed maps, PA: of prev_logits), after its ReLU.
     prev_logits: (B, K, T, T), the previous layer's logits, as mixed in.
-    more: (B, K, T, T) each, by name: parts that an evolution from outside this package adds, and "mixed_attn", the
-        probabilities after talking heads (CaiT) have mixed them.
+    more: (B, K, T, T) each, by name: parts that an evolution adds; "mixed_attn", the probabilities after talking heads
+        (CaiT) have mixed them; "first_attn" and "second_attn", the two maps of differential attention, whose attn is
+        their difference as it weighs the values.
     """
 
     def __init__(self, number: int, name: str, heads: tuple[int, ...], feat_size: tuple[int, int] = (0, 0), *,
@@ -59,6 +62,7 @@ class LayerMaps:
     feat_size = property(lambda self: self.layout.feat_size)
     key_size = property(lambda self: self.layout.key_size or self.layout.feat_size)
     prefix_names = property(lambda self: self.layout.prefix_names)
+    query_names = property(lambda self: self.layout.query_names or self.layout.prefix_names)
     num_prefix_tokens = property(lambda self: len(self.layout.prefix_names))
     channels = property(lambda self: self.layout.channels)
 
@@ -69,7 +73,8 @@ class LayerMaps:
     @property
     def pixels_ask(self) -> bool:
         """Whether there are queries of pixels, and not of prefix tokens alone (class attention)."""
-        return not self.channels and next(iter(self._parts.values())).shape[-2] > self.num_prefix_tokens
+        queries = next(iter(self._parts.values())).shape[-2]
+        return not self.channels and not self.layout.query_names and queries > self.num_prefix_tokens
 
     def recorded(self) -> tuple[str, ...]:
         """Return the names of the parts that there are."""
@@ -125,7 +130,7 @@ class LayerMaps:
         if self.channels:
             return self[part] * self[part].shape[-1]
         keys = torch.from_numpy(self.num_keys()).flatten()
-        prefix = keys.new_full((self.num_prefix_tokens,), int(keys.max()))
+        prefix = keys.new_full((len(self.query_names),), int(keys.max()))
         rows = torch.cat([prefix, keys]) if self.pixels_ask else prefix
         return self[part] * rows[:, None].to(self[part].device)
 
@@ -156,8 +161,9 @@ class LayerMaps:
         """Raise UsageError for a layer without queries of pixels."""
         self.check_places()
         if not self.pixels_ask:
-            raise UsageError(f"layer {self.number} ({self.name}) is class attention: its queries are "
-                             f"{', '.join(self.prefix_names)} alone: choose other layers, or ask by name")
+            kind = "pooling" if self.layout.query_names else "class"
+            raise UsageError(f"layer {self.number} ({self.name}) is {kind} attention: its queries are "
+                             f"{', '.join(self.query_names)} alone: choose other layers, or ask by name")
 
     def token(self, query: Query) -> int:
         """The row of a query: (row, column) of the map, or a prefix token by name, such as "cls".
@@ -169,10 +175,10 @@ class LayerMaps:
             self.check_pixels_ask()
             return self.num_prefix_tokens + query[0] * self.feat_size[1] + query[1]
         self.check_places()
-        if query not in self.prefix_names:
+        if query not in self.query_names:
             raise UsageError(f"query {query} must be a token before the patches of layer {self.number} ({self.name}), "
-                             f"which has {', '.join(self.prefix_names) or 'none'}")
-        return self.prefix_names.index(query)
+                             f"which has {', '.join(self.query_names) or 'none'}")
+        return self.query_names.index(query)
 
     def of_query(self, query: Query, part: str = "attn") -> tuple[Tensor, Tensor]:
         """A part's row of one query (see `token`): towards the prefix tokens (B, K, P), and towards the map's pixels
@@ -231,13 +237,14 @@ class AttentionMaps(Mapping[int, LayerMaps]):
 
     def arrays(self) -> dict[str, np.ndarray]:
         """The maps by layer and part, float32 (B, K, N, N) under "layer2.attn", and beside them "layer2.name",
-        "layer2.heads", "layer2.feat_size" (H, W), "layer2.num_prefix_tokens" and "layer2.prefix_names", and where keys
-        are reduced "layer2.key_size" (H, W)."""
+        "layer2.heads", "layer2.feat_size" (H, W), "layer2.num_prefix_tokens" and "layer2.prefix_names", and where
+        keys are reduced "layer2.key_size" (H, W), and of learned queries "layer2.query_names"."""
         arrays = {}
         for layer in self.values():
             names = ("name", "heads", "feat_size", "num_prefix_tokens", "prefix_names")
-            reduced = () if layer.key_size == layer.feat_size else ("key_size",)
-            about = {name: np.array(getattr(layer, name)) for name in (*names, *reduced)}
+            more = (("key_size", layer.key_size != layer.feat_size), ("query_names", layer.layout.query_names))
+            names = (*names, *(name for name, there in more if there))
+            about = {name: np.array(getattr(layer, name)) for name in names}
             maps = {part: layer[part].float().cpu().numpy() for part in layer.recorded()}
             arrays.update({f"layer{layer.number}.{name}": value for name, value in {**about, **maps}.items()})
         return arrays

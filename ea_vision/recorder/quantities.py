@@ -145,7 +145,7 @@ def measure(model: nn.Module, batches: Iterable[Tensor], layers: Sequence[int] |
 
     Args:
         batches: (B, 3, H, W), normalised, all of one size, on the model's device.
-        layers: numbers; the previous layer is the one before in this list. None is all.
+        layers: one or several numbers; the previous layer is the one before in this list. None is all that do not pool.
 
     Raises:
         ValueError: no batch; a layer that there is not.
@@ -157,6 +157,8 @@ def measure(model: nn.Module, batches: Iterable[Tensor], layers: Sequence[int] |
             model(images)
         previous = None
         for layer in maps.values():
+            if layers is None and layer.layout.query_names:
+                continue
             cell = (images.shape[-2] / layer.feat_size[0], images.shape[-1] / layer.feat_size[1])
             correlations = None
             if previous is not None and previous.shape == layer.attn.shape:

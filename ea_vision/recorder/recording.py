@@ -14,15 +14,29 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from timm.layers.bottleneck_attn import BottleneckAttn
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from ea_vision.layers import AugmentedConv2d, TokenAttention
-from ea_vision.recorder.interception import Interception, calls_attention, heads_of
-from ea_vision.recorder.layouts import Image, Layout, prefix_names, special_layout, token_layout
+from ea_vision.recorder.interception import (
+    Hooks,
+    Take,
+    calls_attention,
+    compiled_code_runs_eagerly,
+    heads_of,
+    intercepted,
+)
+from ea_vision.recorder.layouts import (
+    Image,
+    Layout,
+    learned_queries,
+    prefix_names,
+    special_layout,
+    token_layout,
+)
 from ea_vision.recorder.maps import PARTS, AttentionMaps, LayerMaps
 
 __all__ = ["PARTS", "AttentionLayer", "AttentionMaps", "LayerMaps", "attention_layers", "prefix_names",
@@ -40,12 +54,14 @@ class AttentionLayer:
     name: of the module.
     num_heads: K; 1 where the module does not say.
     parts: those of PARTS that the layer has, and those that its evolution adds.
+    pools: whether its queries are learned, and no tokens.
     """
 
     number: int
     name: str
     num_heads: int
     parts: tuple[str, ...]
+    pools: bool = False
 
 
 class _Watch:
@@ -60,9 +76,12 @@ class _Watch:
         self.heads = tuple(range(layer.num_heads)) if heads is None else tuple(heads)
         self.window = module.window if isinstance(module, AugmentedConv2d) else None
         self.current: LayerMaps | None = None
+        self.differential = module if _is_differential(module) else None
+        self._formed: list[Tensor] = []  # of a differential layer's two maps
 
     def begin(self, *_) -> None:
         """The layer's forward begins; a recomputation in the backward pass (gradient checkpointing) is not one."""
+        self._formed = []
         if torch._C._current_graph_task_id() != -1:
             self.current = None
             return
@@ -95,12 +114,17 @@ class _Watch:
         """Save what a function formed, (B, K, T, T) or (B*K, T, T), windows as a part of the batch."""
         if self.current is None:
             return
+        if self.differential is not None:
+            self._take_differential(attn)
+            return
         if self.current.recorded():
             raise ValueError(f"attention layer {self.layer.number} ({self.layer.name}) must form one map in a forward, "
-                             "and forms several (as differential attention does)")
+                             "and forms several")
         K = self.num_heads or attn.shape[-3]
         if attn.ndim == 3 and attn.shape[0] % K == 0:
             attn, logits = (None if maps is None else maps.unflatten(0, (-1, K)) for maps in (attn, logits))
+        if attn.ndim == 4 and attn.shape[1] < K == attn.shape[1] * attn.shape[2]:  # transformers' groups of one query
+            attn, logits = (None if maps is None else maps.flatten(1, 2).unsqueeze(2) for maps in (attn, logits))
         if attn.ndim != 4 or attn.shape[1] != K:
             raise ValueError(f"attention layer {self.layer.number} ({self.layer.name}) must form maps of (images, {K} "
                              f"heads, queries, keys), got {list(attn.shape)}")
@@ -116,8 +140,29 @@ class _Watch:
             self.save("logits", logits)
             self.save("self_logits", logits)
 
+    def _take_differential(self, attn: Tensor) -> None:
+        """Save two maps (B, K, T, T), formed one by one or as (B, 2 K, T, T), and the difference that weighs values."""
+        self._formed += [attn] if attn.shape[1] == self.num_heads else attn.unflatten(1, (-1, 2)).unbind(2)
+        if len(self._formed) == 2:
+            first, second = self._formed
+            self._formed = []
+            self.place(self.find(first))
+            self.save("first_attn", first)
+            self.save("second_attn", second)
+            if self.wants("attn"):
+                self.save("attn", first - _lambda_of(self.differential).to(first) * second)
 
-def _watch_ours(module: AugmentedConv2d | TokenAttention, watch: _Watch) -> list[RemovableHandle]:
+
+def _lambda_of(module: nn.Module) -> Tensor:
+    """Return a differential attention's lambda (Ye et al. 2024, equation 2), or that of two scalars."""
+    if getattr(module, "lambda_a", None) is not None:
+        exponents = module.lambda_a, module.lambda_b
+    else:
+        exponents = (module.lambda_q1 * module.lambda_k1).sum(), (module.lambda_q2 * module.lambda_k2).sum()
+    return exponents[0].float().exp() - exponents[1].float().exp() + module.lambda_init
+
+
+def _watch_ours(module: AugmentedConv2d | TokenAttention, watch: _Watch, hooks: Hooks) -> None:
     """The layer goes on by its fast path, which hands out the logits (and so their softmax); the parts that only a slow
     one would have are computed again from the projection and the previous logits, as are all parts of a window."""
     projected: dict[str, Tensor] = {}
@@ -152,43 +197,42 @@ def _watch_ours(module: AugmentedConv2d | TokenAttention, watch: _Watch) -> list
                 for part, maps in evolution.parts(self_logits, previous, logits).items():
                     watch.save(part, maps)
 
-    return [
-        *([module.attn_drop.register_forward_pre_hook(lambda _, args: projected.update(mixed=args[0].detach()))]
-          if mixes else []),
-        module.register_forward_pre_hook(watch.begin),
-        module.qkv.register_forward_hook(lambda _, args, output: projected.update(qkv=output.detach())),
-        module.register_forward_hook(on_output, with_kwargs=True),
-    ]
+    if mixes:
+        hooks.before(module.attn_drop, lambda _, args, kwargs: projected.update(mixed=args[0].detach()))
+    hooks.before(module, watch.begin)
+    hooks.after(module.qkv, lambda _, args, kwargs, output: projected.update(qkv=output.detach()))
+    hooks.after(module, on_output)
 
 
-def _watch_any(module: nn.Module, watch: _Watch, interception: Interception) -> list[RemovableHandle]:
+def _watch_any(module: nn.Module, watch: _Watch, hooks: Hooks, running: list[Take]) -> None:
     """Any other layer: what softmax and the like form while it runs."""
-
     def begin(*_) -> None:
         watch.begin()
-        interception.running.append(watch.take)
+        running.append(watch.take)
 
-    def on_mixing(_, args, output: Tensor) -> None:
+    def end(*_) -> None:
+        running.pop()
+
+    def on_mixing(_, args, kwargs, output: Tensor) -> None:
         """Talking heads (timm's CaiT) mix probabilities (B, T, T, K) once more."""
         watch.save("mixed_attn", output.permute(0, 3, 1, 2))
 
-    return [
-        module.register_forward_pre_hook(begin),
-        module.register_forward_hook(lambda *_: interception.running.pop() and None, always_call=True),
-        *([module.proj_w.register_forward_hook(on_mixing)] if _talks(module) else []),
-    ]
+    hooks.before(module, begin)
+    hooks.after(module, end, always=True)
+    if _talks(module):
+        hooks.after(module.proj_w, on_mixing)
 
 
-def _layout_finder(model: nn.Module, name: str, image: Image, stack: ExitStack) -> Callable[..., Layout]:
+def _layout_finder(model: nn.Module, name: str, image: Image, hooks: Hooks) -> Callable[..., Layout]:
     """Return what gives a layer's layout: that of its windows or channels, or that of tokens over the image."""
     owner, read = special_layout(model, name) or (model.get_submodule(name), None)
-    names, seen = prefix_names(model), []
+    names, learned, seen = prefix_names(model), learned_queries(model, name), []
 
     def look(module: nn.Module, args: tuple, kwargs: dict) -> None:
         seen[:] = [read(module, *args, **kwargs) if read else [x.shape for x in args if isinstance(x, Tensor)][:1]]
 
-    stack.callback(owner.register_forward_pre_hook(look, with_kwargs=True).remove)
-    return lambda shape: seen[0] if read else token_layout(shape, image.size, names, *seen[0])
+    hooks.before(owner, look)
+    return lambda shape: seen[0] if read else token_layout(shape, image.size, names, *seen[0], query_names=learned)
 
 
 def _talks(module: nn.Module) -> bool:
@@ -205,21 +249,25 @@ def _parts_of(module: nn.Module) -> tuple[str, ...]:
         return (*PARTS[:3], *module.evolution.part_names, *(["prev_logits"] if module.evolution.reads_previous else []))
     if isinstance(module, BottleneckAttn):
         return PARTS[:3]
+    if _is_differential(module):
+        return ("attn", "first_attn", "second_attn")
     return ("attn", "mixed_attn") if _talks(module) else PARTS[:1]
 
 
+def _is_differential(module: nn.Module) -> bool:
+    """Return whether a module is timm's DiffAttention: a difference of two maps, by heads."""
+    return type(module).__name__ == "DiffAttention" and hasattr(module, "lambda_init")
+
+
 def _is_attention(module: nn.Module) -> bool:
-    """Whether a module says how many heads it has, or calls torch's attention; not that which is a difference of two
-    maps, nor pooling by queries that are no tokens."""
+    """Return whether a module says how many heads it has, or calls torch's attention; not other differences of maps
+    than timm's, nor pooling of unknown packages."""
     if isinstance(module, (AugmentedConv2d, TokenAttention, nn.MultiheadAttention)):
         return True
+    name = type(module).__name__
+    foreign_pool = "AttentionPool" in name and not type(module).__module__.startswith("timm.layers.")
     return (heads_of(module) is not None or calls_attention(module)) and not (
-        hasattr(module, "lambda_init") or POSITIONS.search(type(module).__name__))
-
-
-def _pools(module: nn.Module) -> bool:
-    """Whether a module attends by queries that it has learned (SigLIP's heads), or by the tokens' mean (CLIP's)."""
-    return hasattr(module, "latent") or hasattr(module, "probe") or "AttentionPool" in type(module).__name__
+        foreign_pool or POSITIONS.search(name) or hasattr(module, "lambda_init") and not _is_differential(module))
 
 
 def _unwrap(model: nn.Module) -> nn.Module:
@@ -236,14 +284,13 @@ def _unwrap(model: nn.Module) -> nn.Module:
 def _find(model: nn.Module) -> list[tuple[AttentionLayer, nn.Module]]:
     """The innermost modules that attend, in the order in which they stand in the network."""
     found: list[tuple[AttentionLayer, nn.Module]] = []
-    pooling = [name for name, module in model.named_modules() if _pools(module)]
     for name, module in model.named_modules():
         ours = isinstance(module, (AugmentedConv2d, TokenAttention))
         inner = () if ours or isinstance(module, nn.MultiheadAttention) else list(module.modules())[1:]
-        if not _is_attention(module) or any(map(_is_attention, inner)) or any(
-                name == pool or name.startswith(f"{pool}.") for pool in pooling):
+        if not _is_attention(module) or any(map(_is_attention, inner)):
             continue
-        layer = AttentionLayer(len(found) + 1, name.replace("_orig_mod.", ""), heads_of(module) or 1, _parts_of(module))
+        layer = AttentionLayer(len(found) + 1, name.replace("_orig_mod.", ""), heads_of(module) or 1, _parts_of(module),
+                               bool(learned_queries(model, name)))
         found.append((layer, module))
     return found
 
@@ -291,27 +338,33 @@ def _chosen(model: nn.Module, layers: Sequence[int | str] | None, heads: Sequenc
     return chosen
 
 
+def _several(given: Any) -> tuple | None:
+    """Return a tuple of what may be one: parts="attn", layers=2."""
+    return given if given is None else (given,) if isinstance(given, (int, str)) else tuple(given)
+
+
 @contextmanager
 def record_attention(
         model: nn.Module,
-        layers: Sequence[int | str] | None = None,
-        heads: Sequence[int] | None = None,
-        parts: Sequence[str] = ("attn",),
+        layers: int | str | Sequence[int | str] | None = None,
+        heads: int | Sequence[int] | None = None,
+        parts: str | Sequence[str] = ("attn",),
 ) -> Iterator[AttentionMaps]:
     """Record attention maps of the forwards made inside the `with` block; of several, the last one's are kept.
 
     Works in training and evaluation, under autocast, gradient checkpointing (a recomputation is not recorded) and
-    DistributedDataParallel. Compiled code runs eagerly inside the block, in the whole process. Only the chosen layers,
-    heads and parts take memory; windows (Swin's) take theirs alone until a map is asked for. Leaving the block restores
-    the model; the maps stay.
+    DistributedDataParallel. Only the forwards of the thread that entered the block are recorded, and other threads may
+    use, and record, the same model meanwhile. Compiled code runs eagerly inside the block, in the whole process. Only
+    the chosen layers, heads and parts take memory; windows (Swin's) take theirs alone until a map is asked for. Leaving
+    the block restores the model; the maps stay.
 
     Args:
         model: any network whose attention goes through softmax, scaled_dot_product_attention or nn.MultiheadAttention:
             ours, timm's, torchvision's, transformers'; DistributedDataParallel and torch.compile may wrap it.
-        layers: numbers counted from 1, or module names; None is all.
-        heads: counted from 0; None is all.
-        parts: some of "attn", "logits", "self_logits", "conv_logits", "prev_logits"; see `LayerMaps`. A layer without
-            evolution has neither conv_logits nor prev_logits, and its self_logits are its logits.
+        layers: numbers counted from 1, or module names, one or several; None is all.
+        heads: counted from 0, one or several; None is all.
+        parts: one or some of "attn", "logits", "self_logits", "conv_logits", "prev_logits"; see `LayerMaps`. A layer
+            without evolution has neither conv_logits nor prev_logits, and its self_logits are its logits.
 
     Yields:
         AttentionMaps: `maps[16]` or `maps["layer3.0.conv2"]` is a `LayerMaps`.
@@ -319,29 +372,27 @@ def record_attention(
     Raises:
         ValueError: a part, layer or head that there is not, or a model without attention layers; during a forward, a
             layer whose maps are not of tokens over the image.
-        RuntimeError: the block ended and none of the chosen layers had formed a map.
+        RuntimeError: the block ended and none of the chosen layers had formed a map; or it ended before a block that
+            began after it, or in another thread.
     """
     model = _unwrap(model)
-    parts = tuple(parts)
-    chosen = _chosen(model, layers, heads, parts)
+    parts = _several(parts)
+    chosen = _chosen(model, _several(layers), _several(heads), parts)
     maps, ran = AttentionMaps(), []
     with ExitStack() as stack:
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
-        interception, image = Interception(), Image(model)
-        handles = [*image.handles]
+        stack.enter_context(compiled_code_runs_eagerly())
+        running, hooks = stack.enter_context(intercepted()), Hooks(stack)
+        image = Image(model, hooks)
         for layer, module in chosen:
-            watch = _Watch(layer, module, heads, parts, maps, _layout_finder(model, layer.name, image, stack))
-            handles.append(module.register_forward_pre_hook(lambda *_: ran.append(1) if not ran else None))
+            watch = _Watch(layer, module, _several(heads), parts, maps, _layout_finder(model, layer.name, image, hooks))
+            hooks.before(module, lambda *_: ran.append(1) if not ran else None)
             if isinstance(module, (AugmentedConv2d, TokenAttention)):
-                handles += _watch_ours(module, watch)
+                _watch_ours(module, watch, hooks)
             else:
-                handles += _watch_any(module, watch, interception)
-        for handle in handles:
-            stack.callback(handle.remove)
-        stack.enter_context(interception)
+                _watch_any(module, watch, hooks, running)
         yield maps
     if not maps:
         names = ", ".join(f"{layer.number} ({layer.name})" for layer, _ in chosen)
         raise RuntimeError(f"attention layer {names} ran, and no map went through softmax, "
                            "scaled_dot_product_attention or nn.MultiheadAttention" if ran else
-                           f"no forward ran attention layer {names} while it was recorded")
+                           f"no forward ran attention layer {names} while it was recorded, in this thread")
