@@ -36,17 +36,16 @@ SHORTER = {  # options that end a command, over those that it has
                       "--device cpu --workers 0 --no-pretrained",
     "heatmap": "--dpi 30", "strip": "--dpi 30",
     "probe": "--limit 12 --epochs 1 --width 8 --controls none --layers 1 --workers 1 --cache-dir none",
-    "benchmark": "--models resnet18 --img-size 64 --batch-size 2 --repeats 1 --no-memory --system-malloc",
+    "benchmark": "--models resnet18 --img-size 64 --batch-size 2 --repeats 1 --no-memory",
     "predict": "", "explore": "", "write-ffcv": "--workers 1"}
 ELSEWHERE = {  # command lines and the tests that run them
-    r"benchmark --runtime ": "measure/test_speed.py",
     r"export ": "deployment/test_files.py",
     r"predict net.onnx ": "deployment/test_files.py",
     r"models --sizes ea_aa_tiny": "outside/test_outside.py",
     r"timm ": "test_timm_scripts.py",
     r"train-cifar$": "test_wheel.py",  # all digits: slow
     r"train-detection ": "detection/test_train.py"}
-ELSEWHERE_PAGES = {"results.md": "measure/test_reproduce.py"}
+ELSEWHERE_PAGES = {"results.md": "experiments/test_published.py"}
 SNIPPETS_ELSEWHERE = {  # first line of a Python block, and the test that runs it or what it is an excerpt of
     "register_networks(__name__, TinyAttn, {": "outside/tiny_attn.py",
     '@register_evolution("shared")': "outside/residual_maps.py",

@@ -7,38 +7,36 @@ import statistics
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 
-from ea_vision.studies.evidence import (
-    Effect,
-    by_variant,
-    compare,
-    corrected,
-    factorial,
-    holm,
-    paired_difference,
-    read_runs,
-)
+from experiments import sensitivity
+from experiments.evidence import by_variant, compare, factorial, holm, paired, read_runs
+from experiments.factorial import analyse
+from experiments.factorial.analyse import CELLS, FACTORS
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "experiments" / "results"
 PAGE = " ".join((ROOT / "docs" / "experiments.md").read_text().split())
 SETS = ("cifar10", "cifar100")
 FACTORIAL = ROOT / "experiments" / "factorial"
-analyse = runpy.run_path(str(FACTORIAL / "analyse.py"))
-FACTORS, CELLS = analyse["FACTORS"], analyse["CELLS"]
 
 
 def rows(name: str) -> list[dict[str, str]]:
     return list(csv.DictReader((RESULTS / name).open()))
 
 
-def evidence_of(path: Path) -> dict[str, dict[int, float]]:
-    return by_variant(read_runs([path])[1])
+def evidence_of(path: Path) -> pd.DataFrame:
+    return by_variant(read_runs(path))
 
 
-def evidence(name: str) -> dict[str, dict[int, float]]:
+def evidence(name: str) -> pd.DataFrame:
     return evidence_of(RESULTS / "evidence" / f"{name}-runs.csv")
+
+
+def paired_difference(first, second) -> tuple[float, float, float, float]:
+    found = paired(np.subtract(first, second))
+    return found["difference"], found["low"], found["high"], found["p"]
 
 
 def minus(text: str) -> str:
@@ -49,8 +47,12 @@ def said(difference, low, high, plus="") -> str:
     return minus(f"{difference:{plus}.2f} ({low:.2f} to {high:.2f})")
 
 
-def values(effect: Effect) -> tuple[float, float, float]:
+def values(effect) -> tuple[float, float, float]:
     return effect.difference, effect.low, effect.high
+
+
+def effects_of(top1: pd.DataFrame) -> list:
+    return list(factorial(top1[CELLS], FACTORS).itertuples(index=False))
 
 
 def test_the_page_is_short():
@@ -60,21 +62,19 @@ def test_the_page_is_short():
 def test_variants_of_both_data_sets():
     tables = [evidence(name) for name in SETS]
     for variant in tables[0]:
-        cells = [f"{statistics.mean(t[variant].values()):.2f} ± {statistics.stdev(t[variant].values()):.2f}"
-                 for t in tables]
+        cells = [f"{t[variant].mean():.2f} ± {t[variant].std():.2f}" for t in tables]
         assert f"| {variant} | {cells[0]} | {cells[1]} |" in PAGE
 
 
 def test_the_question_and_equal_time():
-    tables = {name: {variant: list(top1.values()) for variant, top1 in evidence(name).items()} for name in SETS}
-    ten, hundred = tables.values()
+    ten, hundred = map(evidence, SETS)
     gain = [paired_difference(t["EA"], t["none"]) for t in (ten, hundred)]
     first = said(*gain[0][:3], "+").replace(" ", " points ", 1)
     assert f"EA − none is {first} on CIFAR-10, {said(*gain[1][:3], '+')} on CIFAR-100" in PAGE
     assert f"p = {gain[0][3]:.3f} on CIFAR-10 (paired t test) and p = {gain[1][3]:.3f} on CIFAR-100" in PAGE
     above = [statistics.mean(t["none 5 epochs"]) - statistics.mean(t["EA"]) for t in (ten, hundred)]
     assert f"puts none {above[0]:.2f} and {above[1]:.2f} points above EA" in PAGE
-    fresh = [paired_difference(*([top1[name][seed] for seed in range(5, 10)] for name in ("EA", "none equal time")))
+    fresh = [paired_difference(top1["EA"], top1["none equal time"])
              for top1 in (evidence_of(FACTORIAL / f"{name}-runs.csv") for name in SETS)]
     at_equal_time = [minus(f"{difference:.2f} ({low:.2f} to {high:.2f}; p = {p:.3f}, corrected {p_holm:.3f})")
                      for (difference, low, high, p), p_holm in zip(fresh, holm([f[3] for f in fresh]), strict=True)]
@@ -84,7 +84,7 @@ def test_the_question_and_equal_time():
     (more, low, high, _), longer = (paired_difference(t["none 5 epochs"], t["none"]) for t in (ten, hundred))
     first = f"brings none {more:.2f} points ({low:.2f} to {high:.2f}) on CIFAR-10"
     assert f"{first} and {said(*longer[:3])} on CIFAR-100" in PAGE
-    [pair] = [p for p in compare(evidence("cifar10"), ("EA", "none")) if (p.first, p.second) == ("EA", "cnn")]
+    [pair] = compare(ten, ("EA", "none")).query("first == 'EA' and second == 'cnn'").itertuples()
     assert (f"is {-pair.difference:.2f} points ({-pair.high:.2f} to {-pair.low:.2f}; p = {pair.p_holm:.3f}, corrected "
             "for 20 pairs) above EA") in PAGE
 
@@ -92,45 +92,31 @@ def test_the_question_and_equal_time():
 def test_the_factorial_and_its_files():
     cells = []
     for name in SETS:
-        effects = factorial(evidence(name), FACTORS)
+        effects = effects_of(evidence(name))
         kept = rows(f"evidence/{name}-factors.csv")
         assert [row["name"] for row in kept] == [effect.name for effect in effects]
         for row, effect in zip(kept, effects, strict=True):
             assert [float(row[key]) for key in ("difference", "low", "high")] == pytest.approx(
                 [effect.difference, effect.low, effect.high])
-        cells.append([f"{said(*values(e), '+')} | {'' if e.p is None else f'{e.p:.3f} '}"
+        cells.append([f"{said(*values(e), '+')} | {'' if np.isnan(e.p) else f'{e.p:.3f} '}"
                       for e in effects])
     for label, ten, hundred in zip(("skip connection", "convolution", "interaction"), *cells, strict=True):
         assert f"| {label} | {ten}| {hundred}|" in PAGE, label
-    skip, convolution = ([factorial(evidence(name), FACTORS)[i].difference for name in SETS] for i in (0, 1))
+    skip, convolution = ([effects_of(evidence(name))[i].difference for name in SETS] for i in (0, 1))
     assert f"gain in these seeds ({skip[0]:+.2f} and {skip[1]:+.2f} points, looked at after the fact)" in PAGE
     assert max(convolution) < 0
 
 
 def test_the_fresh_seeds_of_the_factorial():
     """experiments/factorial/effects.csv is what the kept runs give, and the page says it."""
-    kept = {(row["data"], row["name"], row["seeds"]): row for row in rows("../factorial/effects.csv")}
-    fresh, ten, times = {}, {}, []
-    for name in SETS:
-        runs = evidence_of(FACTORIAL / f"{name}-runs.csv")
-        fresh[name] = factorial({cell: runs[cell] for cell in CELLS}, FACTORS)
-        ten[name] = factorial({cell: {**runs[cell], **evidence(name)[cell]} for cell in CELLS}, FACTORS)
-        times.append(analyse["equal_time"](runs))
-    tested = [(name, effect) for name in SETS for effect in fresh[name] if effect.p is not None]
-    p_holm = dict(zip(((name, effect.name) for name, effect in tested), holm([e.p for _, e in tested]), strict=True))
-    p_holm.update(zip(((name, times[0].name) for name in SETS), holm([e.p for e in times]), strict=True))
-    later = "0 to 9, partly after the fact"
-    written = [(of_set, effect, "5 to 9") for of_set, time in zip(SETS, times, strict=True)
-               for effect in (*fresh[of_set], time)] + [(of_set, e, later) for of_set in SETS for e in ten[of_set]]
-    for name, effect, seeds in written:
-        row = kept.pop((name, effect.name, seeds))
-        assert [float(row[key]) for key in ("difference", "low", "high")] == pytest.approx(
-            [effect.difference, effect.low, effect.high])
-        if seeds == "5 to 9" and effect.p is not None:
-            assert float(row["p_holm"]) == pytest.approx(p_holm[name, effect.name])
-    assert not kept
+    made = analyse.analysed({name: analyse.read_fresh(FACTORIAL / f"{name}-runs.csv") for name in SETS})
+    pd.testing.assert_frame_equal(made, pd.read_csv(FACTORIAL / "effects.csv"), rtol=1e-9)
+    p_holm = {(row.data, row.name): row.p_holm for row in made.dropna(subset="p_holm").itertuples(index=False)}
+    fresh, ten = ({name: effects_of(top1) for name, top1 in tops.items()} for tops in (
+        {name: evidence_of(FACTORIAL / f"{name}-runs.csv") for name in SETS},
+        {name: pd.concat([evidence_of(FACTORIAL / f"{name}-runs.csv"), evidence(name)]) for name in SETS}))
     for label, *effects in zip(("skip connection", "convolution", "interaction"), *fresh.values(), strict=True):
-        cells = [f"{said(*values(e), '+')} | {'' if e.p is None else f'{e.p:.3f} '}" for e in effects]
+        cells = [f"{said(*values(e), '+')} | {'' if np.isnan(e.p) else f'{e.p:.3f} '}" for e in effects]
         assert f"| {label}, seeds 5 to 9 | {cells[0]}| {cells[1]}|" in PAGE, label
     skip = [said(*values(fresh[name][0]), "+") for name in SETS]
     assert f"not confirmed by five fresh ones: {skip[0]} and {skip[1]} |" in PAGE
@@ -142,8 +128,8 @@ def test_the_fresh_seeds_of_the_factorial():
 
 def test_learned_gates():
     kept = rows("evidence/learned-gates.csv")
-    runs = read_runs([RESULTS / "evidence" / "cifar10-held-out-runs.csv"], ["EA learned"])[1]
-    assert {int(row["seed"]): float(row["held_out_top1"]) for row in kept} == {run.seed: run.top1 for run in runs}
+    runs = read_runs(RESULTS / "evidence" / "cifar10-held-out-runs.csv", variants=["EA learned"])
+    assert {int(row["seed"]): float(row["held_out_top1"]) for row in kept} == by_variant(runs)["EA learned"].to_dict()
     assert len(kept) == 4 * len(runs)
     alpha, beta = ([float(row[gate]) for row in kept] for gate in ("alpha", "beta"))
     assert (f"lowers every alpha from 0.5 to {min(alpha):.2f} to {max(alpha):.2f}, and beta ends between "
@@ -161,9 +147,8 @@ def test_muons_tables_and_classifier_by_adamw():
 
 
 def test_sensitivity():
-    script = runpy.run_path(str(ROOT / "experiments" / "sensitivity.py"))
     kept = rows("evidence/sensitivity.csv")
-    assert [{key: str(value) for key, value in script["row"](name).items()} for name in SETS] == kept
+    assert [{key: str(value) for key, value in sensitivity.row(name).items()} for name in SETS] == kept
     ten, hundred = kept
     assert (f"find a true difference of {ten['found_at_80_percent']} points on CIFAR-10 and "
             f"{hundred['found_at_80_percent']} on CIFAR-100 at 80% power") in PAGE
@@ -195,8 +180,8 @@ def test_the_scenes_are_those_of_the_runs_and_of_the_cards():
 def test_quarter_width_networks_and_distillation_on_scenes():
     protocol = " ".join((ROOT / "experiments" / "scenes" / "README.md").read_text().split())
     path = RESULTS / "scenes" / "quarter-width-runs.csv"
-    assert {(run.images, run.updates) for run in read_runs([path])[1]} == {(2534, 812)}
-    top1 = {variant: list(by_seed.values()) for variant, by_seed in evidence_of(path).items()}
+    assert {(run.images, run.updates) for run in read_runs(path).itertuples()} == {(2534, 812)}
+    top1 = evidence_of(path)
     for variant, values in top1.items():
         assert f"| {variant} | {' | '.join(f'{x:.2f}' for x in (*values, statistics.mean(values)))} |" in protocol
     plain, aa, taught = (paired_difference(top1[a], top1[b])
@@ -234,7 +219,7 @@ def test_what_maps_of_scenes_tell():
 
 def test_fine_tuning_from_the_scenes_weights():
     top1 = evidence_of(RESULTS / "scenes" / "fine-tuning-runs.csv")
-    tuned, scratch = (list(top1[name].values()) for name in ("fine-tuned", "from scratch"))
+    tuned, scratch = (top1[name].tolist() for name in ("fine-tuned", "from scratch"))
     text = " ".join((ROOT / "experiments" / "scenes" / "README.md").read_text().split())
     difference, low, high, p = paired_difference(tuned, scratch)
     figures = ", ".join(f"{value:.2f}" for value in tuned)
@@ -283,8 +268,8 @@ WAYS = {"plain": "plain", "gates": "EA, gates learn from 0", "residual": "residu
 
 def test_fine_tuning_of_a_pretrained_transformer_on_scenes():
     path = RESULTS / "finetune-scenes-runs.csv"
-    top1 = {variant: list(by_seed.values()) for variant, by_seed in evidence_of(path).items()}
-    assert set(top1) == set(WAYS) and {len(values) for values in top1.values()} == {5}
+    top1 = evidence_of(path)
+    assert set(top1) == set(WAYS) and len(top1) == 5
     effects = {way: paired_difference(top1[way], top1["plain"]) for way in WAYS if way != "plain"}
     corrected = dict(zip(effects, holm([effect[3] for effect in effects.values()]), strict=True))
     for way, name in WAYS.items():
@@ -432,30 +417,30 @@ def test_the_fixed_analysis(tmp_path, capsys):
         lines = [f"{cell},{seed},{value:.2f},1.0,9,10000,4,{name},\n" for (cell, seed), value in top1.items()]
         (tmp_path / f"{name}-seeds.csv").write_text(header + "".join(lines))
     sources = [str(tmp_path / f"{name}-seeds.csv") for name in SETS]
-    assert analyse["main"]([*sources, "-o", str(tmp_path)]) == 0
-    made = list(csv.DictReader((tmp_path / "effects.csv").open()))
-    fresh = [row for row in made if row["seeds"] == "5 to 9" and row["p"]]
-    assert [(row["data"], row["name"]) for row in fresh] == [(d, n) for d in SETS for n in ("skip", "convolution")]
-    assert [float(row["p_holm"]) for row in fresh] == pytest.approx(holm([float(row["p"]) for row in fresh]))
-    assert all(not row["p"] for row in made if row["seeds"] != "5 to 9") and len(made) == 12
-    assert float(fresh[0]["difference"]) == pytest.approx(1.0, abs=0.2)
-    [alone] = corrected([Effect("skip", 5, 1.0, 0.5, 1.5, 0.02, 0.02)], analyse["HYPOTHESES"])
-    assert alone.p_holm == pytest.approx(0.08)
+    assert analyse.main([*sources, "-o", str(tmp_path)]) == 0
+    made = pd.read_csv(tmp_path / "effects.csv")
+    fresh = made[(made["seeds"] == "5 to 9") & made["p"].notna()]
+    assert fresh[["data", "name"]].values.tolist() == [[d, n] for d in SETS for n in ("skip", "convolution")]
+    assert fresh["p_holm"].tolist() == pytest.approx(holm(fresh["p"]))
+    assert made[made["seeds"] != "5 to 9"]["p"].isna().all() and len(made) == 12
+    assert fresh["difference"].iloc[0] == pytest.approx(1.0, abs=0.2)
+    assert analyse.main([sources[0], "-o", str(tmp_path / "alone")]) == 0
+    alone = pd.read_csv(tmp_path / "alone" / "effects.csv")
+    assert alone["p_holm"][:2].tolist() == pytest.approx(holm(alone["p"][:2], 4)), "still over four hypotheses"
     longer = {seed: 50 + (seed * 11) % 7 / 10 for seed in range(5, 10)}
     with (tmp_path / "cifar10-seeds.csv").open("a") as file:
         file.writelines(f"none equal time,{seed},{top1:.2f},1.0,9,10000,5,cifar10,\n" for seed, top1 in longer.items())
-    assert analyse["main"]([*sources, "-o", str(tmp_path)]) == 0
-    with_time = list(csv.DictReader((tmp_path / "effects.csv").open()))
-    [time] = [row for row in with_time if row["name"] == "EA - none equal time"]
-    assert [row for row in with_time if row is not time] == made
-    ea = by_variant(read_runs([tmp_path / "cifar10-seeds.csv"])[1])["EA"]
-    difference, _, _, p = paired_difference([ea[seed] for seed in longer], list(longer.values()))
-    assert float(time["difference"]) == pytest.approx(difference) and float(time["p"]) == pytest.approx(p)
-    assert float(time["p_holm"]) == pytest.approx(min(1.0, 2 * p))
+    assert analyse.main([*sources, "-o", str(tmp_path)]) == 0
+    with_time = pd.read_csv(tmp_path / "effects.csv")
+    is_time = with_time["name"] == "EA - none equal time"
+    pd.testing.assert_frame_equal(with_time[~is_time].reset_index(drop=True), made)
+    [time] = with_time[is_time].itertuples()
+    difference, _, _, p = paired_difference(evidence_of(tmp_path / "cifar10-seeds.csv")["EA"], list(longer.values()))
+    assert (time.difference, time.p, time.p_holm) == pytest.approx((difference, p, min(1.0, 2 * p)))
     assert "none equal time" in (tmp_path / "cifar10-runs.csv").read_text()
     (tmp_path / "cifar10-few.csv").write_text(header + "".join(f"{cell},5,50.0,1.0,9,10000,4,d,\n" for cell in CELLS))
     with pytest.raises(ValueError, match="seeds 5 to 9, no others"):
-        analyse["main"]([str(tmp_path / "cifar10-few.csv"), "-o", str(tmp_path)])
+        analyse.main([str(tmp_path / "cifar10-few.csv"), "-o", str(tmp_path)])
 
 
 def test_the_profile_of_deployed_networks():

@@ -5,8 +5,7 @@ from pathlib import Path
 import ea_vision
 
 ROOT = Path(ea_vision.__file__).parent
-FLOORS = ("base", "ops", "layers", "models", "deployment", "data", "engine", "detection", "studies", "recorder",
-          "measure", "visualize")
+FLOORS = ("base", "ops", "layers", "models", "deployment", "data", "engine", "detection", "recorder", "visualize")
 
 
 def floor_of(module: str) -> int:

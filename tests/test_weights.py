@@ -14,7 +14,7 @@ from PIL import Image
 from timm.models import adapt_input_conv
 
 import ea_vision  # noqa: F401
-from ea_vision.studies import evidence
+from experiments.evidence import by_variant, paired, read_runs
 from experiments.weights_card import by_update
 from tests.slow import slow_but
 
@@ -128,50 +128,35 @@ def replaced_maps(table):
 @pytest.mark.parametrize("dataset, variants", [("cifar10", 7), ("cifar100", 7)])
 def test_docs_have_the_evidence(dataset, variants):
     """The tables of docs/experiments.md and the answers to its question, against the runs."""
-    split, read = evidence.read_runs([ROOT / "experiments" / "results" / "evidence" / f"{dataset}-runs.csv"])
-    top1_by_seed = evidence.by_variant(read)
-    assert split == "test" and all(list(top1) == list(range(5)) for top1 in top1_by_seed.values())
-    runs = {variant: list(top1.values()) for variant, top1 in top1_by_seed.items()}
+    runs = by_variant(read_runs(ROOT / "experiments" / "results" / "evidence" / f"{dataset}-runs.csv"))
+    assert list(runs.index) == list(range(5))
     text = written()
-    assert len(runs) == variants
+    assert runs.shape[1] == variants
     for variant, top1 in runs.items():
         assert variant_row(variant, top1) in text
     gains = [ea - none for ea, none in zip(runs["EA"], runs["none"], strict=True)]
     mean, margin = statistics.mean(gains), 2.776 * statistics.stdev(gains) / 5 ** 0.5  # t of 4 degrees of freedom
     assert f"EA is {mean:.2f} points above none (95% interval {mean - margin:.2f} to {mean + margin:.2f}" in text
-    means = {variant: statistics.mean(top1) for variant, top1 in runs.items()}
+    means = runs.mean()
     assert f"A fifth epoch brings none {means['none 5 epochs'] - means['none']:.2f} points (interval" in text
     assert f"and puts it {means['none 5 epochs'] - means['EA']:.2f} above EA (" in text.replace("\n  ", " ")
 
 
-@pytest.mark.parametrize("dataset", ["cifar10", "cifar100"])
-def test_the_pairs_are_those_of_the_runs(dataset, tmp_path):
-    folder = ROOT / "experiments" / "results" / "evidence"
-    assert evidence.main([str(folder / f"{dataset}-runs.csv"), "--question", "EA,none", "-o", str(tmp_path)]) == 0
-    assert (tmp_path / "evidence-runs.csv").read_text() == (folder / f"{dataset}-runs.csv").read_text()
-    kept, made = (list(csv.DictReader(path.open()))
-                  for path in (folder / f"{dataset}-pairs.csv", tmp_path / "evidence.csv"))
-    assert [(row["first"], row["second"]) for row in kept] == [(row["first"], row["second"]) for row in made]
-    for old, new in zip(kept, made, strict=True):
-        for name in ("difference", "low", "high", "p", "p_holm"):
-            assert old[name] == new[name] == "" or float(old[name]) == pytest.approx(float(new[name]), abs=1e-9)
-
-
 def test_docs_have_the_settings_compared_on_held_out_images():
     """The tables of the variants with three seeds and of their pairs; what was run at 16x16, with two."""
-    _, runs = evidence.read_runs([ROOT / "experiments" / "results" / "evidence" / "cifar10-held-out-runs.csv"])
+    runs = read_runs(ROOT / "experiments" / "results" / "evidence" / "cifar10-held-out-runs.csv")
     text = written()
-    assert len({run.variant for run in runs}) == 10 and len(runs) == 28
-    top1 = evidence.by_variant([run for run in runs if "16x16" not in run.variant])
-    for variant, by_seed in top1.items():
-        assert variant_row(variant, by_seed.values()) in text
+    assert runs["variant"].nunique() == 10 and len(runs) == 28
+    is_fine = runs["variant"].str.contains("16x16")
+    top1, fine = by_variant(runs[~is_fine]), by_variant(runs[is_fine])
+    for variant, values in top1.items():
+        assert variant_row(variant, values) in text
     pairs = set(re.findall(r"^\| (EA [^|]*|EA) − ([^|]*) \| ([-\d.]+) \| ([-\d.]+ to [-\d.]+) \|$", text, re.M))
     assert len(pairs) == 7
     for first, second, difference, interval in pairs:
-        [pair] = evidence.compare({name: top1[name] for name in (first, second)}, (first, second))
-        assert (difference, interval) == (f"{pair.difference:.2f}", f"{pair.low:.2f} to {pair.high:.2f}")
-    fine = evidence.by_variant([run for run in runs if "16x16" in run.variant])
-    ea, none = (" and ".join(f"{top1:.2f}" for top1 in fine[f"{name} 16x16 too"].values()) for name in ("EA", "none"))
+        pair = paired(top1[first] - top1[second])
+        assert (difference, interval) == (f"{pair['difference']:.2f}", f"{pair['low']:.2f} to {pair['high']:.2f}")
+    ea, none = (" and ".join(f"{top1:.2f}" for top1 in fine[f"{name} 16x16 too"]) for name in ("EA", "none"))
     assert f"EA {ea}, none {none}." in text
 
 

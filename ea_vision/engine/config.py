@@ -12,7 +12,6 @@ import re
 import typing
 from collections.abc import Collection
 from dataclasses import dataclass
-from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -334,13 +333,15 @@ def recipe_names() -> list[str]:
     return sorted(files | _published_recipes().keys())
 
 
-@cache
+# The networks of the papers' ImageNet tables: each has a recipe imagenet_MODEL, by difference from a base.
+PUBLISHED = (*(f"{kind}{depth}" for kind in ("resnet", "aa_resnet", "pa_aa_resnet", "ea_aa_resnet")
+               for depth in (34, 50, 101, 152) if (kind, depth) != ("pa_aa_resnet", 152)),
+             *(f"{kind}mnasnet_{width}" for kind in ("se", "aa_") for width in ("075", "100", "125", "140")))
+
+
 def _published_recipes() -> dict[str, dict[str, Any]]:
     """Return, by name, a recipe for each network of the papers' ImageNet tables that has no file."""
-    tables = yaml.safe_load((resources.files("ea_vision") / "models" / "published.yaml").read_text())
-    models = {row["model"] for table in tables if table.get("recipe") == "imagenet_{model}" for row in table["rows"]
-              if "recipe" not in row}
-    bases = {model: next((base for part, base in BASES.items() if part in model), "imagenet") for model in models}
+    bases = {model: next((base for part, base in BASES.items() if part in model), "imagenet") for model in PUBLISHED}
     return {f"imagenet_{model}": {"base": base, "model": model, "num_classes": 1000}
             for model, base in bases.items() if base != f"imagenet_{model}"}
 

@@ -4,20 +4,10 @@ from ea_vision.models._build import (
     build_network,
     get_network,
     list_networks,
-    published_figures,
-    published_names,
     register_networks,
     shipped_weights,
 )
 from ea_vision.models._chain import AttentionConfig, AttnStage, ChainBuilder, ChainedNetwork, HeadedNetwork, to_size
-from ea_vision.models._published import (
-    PrintedTable,
-    Published,
-    PublishedRow,
-    PublishedTable,
-    printed_tables,
-    published_tables,
-)
 from ea_vision.models.attn_mnasnet import AttnMnasNet
 from ea_vision.models.attn_resnet import AttnResNet
 from ea_vision.models.conv_transformer import ConvTransformer
@@ -43,10 +33,6 @@ __all__ = [
     "EvolvingVisionTransformer",
     "EvolvingVisionTransformerDistilled",
     "Network",
-    "PrintedTable",
-    "Published",
-    "PublishedRow",
-    "PublishedTable",
     "ResNetCifar",
     "SpatialTransformerNet",
     "WideResNet",
@@ -54,10 +40,6 @@ __all__ = [
     "evolve",
     "get_network",
     "list_networks",
-    "published_figures",
-    "published_names",
-    "printed_tables",
-    "published_tables",
     "register_networks",
     "shipped_weights",
     "to_size",

@@ -1,4 +1,4 @@
-"""How timm builds and registers our networks, and the figures that papers print of them."""
+"""How timm builds and registers our networks."""
 import logging
 import sys
 import zipfile
@@ -14,22 +14,19 @@ from torch import nn
 
 from ea_vision.base.networks import SCENES
 from ea_vision.models._convert import checkpoint_filter_fn
-from ea_vision.models._published import Published, papers_figures
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Network:
-    """A registered network: a sentence about it, its keywords, and published figures (ours are in published.yaml)."""
+    """A registered network: a sentence about it, and its keywords."""
 
     about: str
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    published: Published | None = None
 
 
 _NETWORKS: dict[str, tuple[str, Network]] = {}  # name: (module of the family, network), in order of registration
-_PUBLISHED: dict[str, Published] = {}
 
 
 def register_networks(module: str, model_cls: type[nn.Module], networks: Mapping[str, Network]) -> None:
@@ -48,8 +45,6 @@ def register_networks(module: str, model_cls: type[nn.Module], networks: Mapping
         entry.__module__, entry.__doc__ = module, network.about
         setattr(sys.modules[module], name, register_model(entry))
         _NETWORKS[name] = (module, network)
-        if network.published is not None:
-            _PUBLISHED[name] = network.published
 
 
 def list_networks(module: str | None = None) -> list[str]:
@@ -64,17 +59,6 @@ def get_network(name: str) -> Network:
         KeyError: no network of ours.
     """
     return _NETWORKS[name.split(".")[0]][1]
-
-
-def published_figures(name: str) -> Published | None:
-    """Return what is published of a network, ours or timm's, or None."""
-    name = name.split(".")[0]
-    return _PUBLISHED.get(name) or papers_figures().get(name)
-
-
-def published_names() -> list[str]:
-    """Return the networks, ours and timm's, of which papers print figures."""
-    return list({**papers_figures(), **_PUBLISHED})
 
 
 def imagenet_cfg(first_conv: str, classifier: str, **kwargs: Any) -> dict[str, Any]:

@@ -12,36 +12,33 @@ import argparse
 import csv
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 
+import pandas as pd
 from matplotlib.figure import Figure
 
 from ea_vision.base.errors import UsageError, exit_code
-from ea_vision.base.figures import PAGE, figure_bytes
-from ea_vision.base.files import atomic_write, create, csv_text
-from ea_vision.base.print import new_figure, points, print_style, small_ticks
-from ea_vision.studies.evidence import (
-    Effect,
-    by_variant,
-    corrected,
-    draw_differences,
-    effects_table,
-    paired_difference,
-    read_runs,
-    runs_text,
-    smallest_shown,
-)
 from experiments.across.plan import EPOCHS, PARTS, RESULTS, Part, step_times
 from experiments.across.sequences import MECHANISMS
+from experiments.evidence import (
+    by_variant,
+    draw_differences,
+    effects_table,
+    holm,
+    markdown,
+    paired,
+    read_runs,
+    smallest_shown,
+    write_runs,
+)
 
-Top1 = Mapping[str, Mapping[int, float]]  # percent by variant and seed
 ROWS = {"equal-time": "{}, equal time", "equal-operations": "{}, equal operations", "vit-dear": "{}, two seeds"}
 
 
-def read_part(part: Part, folder: Path) -> tuple[Top1, str]:
-    """Return top-1 of a part's runs, and the text of the part's file.
+def read_part(part: Part, folder: Path) -> pd.DataFrame:
+    """Return a part's runs, those of the part beside it too.
 
     Raises:
         UsageError: runs that are missing, damaged, not complete or not tested.
@@ -50,69 +47,66 @@ def read_part(part: Part, folder: Path) -> tuple[Top1, str]:
     sources = [path for name in names for path in (folder / name, folder / f"{name}.csv") if path.exists()]
     if len(sources) < len(names):
         raise UsageError(f"runs of {' and '.join(names)} are required in {folder}")
-    split, runs = read_runs(sources, part.variants)
-    if split != "test":
-        raise UsageError(f"runs that were tested are required, got top-1 on {split} images")
-    runs = [run for run in runs if run.seed in part.seeds]
-    lacking = {(v, seed) for v in part.variants for seed in part.seeds} - {(run.variant, run.seed) for run in runs}
+    runs = read_runs(*sources, variants=part.variants)
+    if set(runs["split"]) != {"test"}:
+        raise UsageError(f"runs that were tested are required, got top-1 on {runs['split'].iloc[0]} images")
+    runs = runs[runs["seed"].isin(part.seeds)]
+    lacking = ({(variant, seed) for variant in part.variants for seed in part.seeds}
+               - set(zip(runs["variant"], runs["seed"], strict=True)))
     if lacking:
         raise UsageError(f"{len(lacking)} runs are missing, the first is {min(lacking)[0]}, seed {min(lacking)[1]}")
-    return by_variant(runs), runs_text([run for run in runs if run.variant in part.own], split)
+    return runs
 
 
-def effects_of(part: Part, top1: Top1) -> list[Effect]:
-    """Return each variant minus the baseline; p of those that are tested, corrected."""
-    effects = []
+def effects_of(part: Part, runs: pd.DataFrame, times: Mapping[tuple[str, str], float]) -> pd.DataFrame:
+    """Return each variant minus the baseline, with Holm's p of those that are tested.
+
+    found_at_80_percent: the gain, in points, that the seeds find at 80% power; of a hypothesis at Holm's first level.
+    time_ratio: processor time of a run over the baseline's, from their training steps.
+    """
+    top1, rows = by_variant(runs), []
     for name in (*part.tested, *part.described):
-        *interval, p = paired_difference(*([top1[side][seed] for seed in part.seeds] for side in (name, part.baseline)))
-        effects.append(Effect(name, len(part.seeds), *interval, p if name in part.tested else None, None))
-    return corrected(effects, len(part.tested))
+        differences = top1[name] - top1[part.baseline]
+        found = smallest_shown(differences.std(), len(differences),
+                               0.05 / len(part.tested) if name in part.tested else 0.05)
+        ratio = times[part.network, name] / times[part.network, "plain"] / (EPOCHS.get(part.baseline, 8) / 8)
+        rows.append({"part": part.name, "against": part.baseline, "name": name, **paired(differences), "p_holm": None,
+                     "found_at_80_percent": round(found, 2), "time_ratio": round(ratio, 2)})
+    table = pd.DataFrame(rows)
+    table["p"] = table["p"].where(table["name"].isin(part.tested))
+    tested = table["p"].notna()
+    table["p_holm"] = pd.Series(holm(table["p"][tested], len(part.tested)), table.index[tested])
+    return table
 
 
-def smallest_found(part: Part, top1: Top1, name: str) -> float:
-    """Return the gain, in points, that the seeds find at 80% power; of a hypothesis at Holm's first level."""
-    differences = [top1[name][seed] - top1[part.baseline][seed] for seed in part.seeds]
-    level = 0.05 / len(part.tested) if name in part.tested else 0.05
-    return round(smallest_shown(stdev(differences), len(differences), level=level), 2)
-
-
-def time_ratio(part: Part, variant: str, times: Mapping[tuple[str, str], float]) -> float:
-    """Return processor time of a run over that of the baseline's, from their training steps."""
-    longer = EPOCHS.get(part.baseline, 8) / 8
-    return round(times[part.network, variant] / times[part.network, "plain"] / longer, 2)
-
-
-def draw(found: Mapping[Part, list[Effect]], ratios: Mapping[tuple[str, str], float]) -> Figure:
+def draw(found: Mapping[Part, pd.DataFrame]) -> Figure:
     """Draw differences with 95% intervals, a panel a part; what is tested is blue."""
-    with print_style():
-        rows = sum(len(effects) for effects in found.values())
-        figure = new_figure(PAGE, 0.5 * len(found) + 0.2 * rows, layout="constrained")
-        panels = figure.subplots(len(found), 1, sharex=True, squeeze=False,
-                                 height_ratios=[len(effects) + 1 for effects in found.values()])
-        for panel, (part, effects) in zip(panels[:, 0], found.items(), strict=True):
-            small_ticks(panel)
-            draw_differences(panel, effects, [f"{e.name} ({ratios[part.name, e.name]:.2f})" for e in effects])
-            panel.set_title(f"{part.title}: minus {part.baseline}, {len(part.seeds)} seeds", fontsize=points("medium"),
-                            loc="left")
-        panels[-1, 0].set_xlabel("difference, points of top-1, 95% interval (in brackets: time of a run)")
+    rows = sum(map(len, found.values()))
+    figure = Figure(figsize=(6.75, 0.5 * len(found) + 0.2 * rows), layout="constrained")
+    panels = figure.subplots(len(found), 1, sharex=True, squeeze=False,
+                             height_ratios=[len(effects) + 1 for effects in found.values()])
+    for panel, (part, effects) in zip(panels[:, 0], found.items(), strict=True):
+        names = [f"{row.name} ({row.time_ratio:.2f})" for row in effects.itertuples(index=False)]
+        draw_differences(panel, effects, names, effects["p"].notna())
+        panel.set_title(f"{part.title}: minus {part.baseline}, {len(part.seeds)} seeds", fontsize=8, loc="left")
+    panels[-1, 0].set_xlabel("difference, points of top-1, 95% interval (in brackets: time of a run)")
     return figure
 
 
-def verdict_table(found: Mapping[Part, list[Effect]], ratios: Mapping[tuple[str, str], float]) -> list[str]:
+def verdict_table(found: Mapping[Part, pd.DataFrame]) -> list[str]:
     """Return the lines of mechanisms by networks: difference (95% interval), bold if it is significant; time."""
     heads = {part.network: f"{part.title}, {len(part.seeds)} seeds" for part in reversed(found)}
-    cells: dict[str, dict[str, str]] = {}
+    cells: dict[str, dict[str, list[str]]] = {}
     for part, effects in found.items():
-        for effect in effects:
-            mark = "**" if effect.p_holm is not None and effect.p_holm < 0.05 else ""
-            cells.setdefault(ROWS.get(part.name, "{}").format(effect.name), {})[part.network] = (
-                f"{mark}{effect.difference:+.2f}{mark} ({effect.low:.2f} to {effect.high:.2f}) | "
-                f"{ratios[part.name, effect.name]:.2f}").replace("-", "\N{MINUS SIGN}")
+        for row in effects.itertuples(index=False):
+            mark = "**" if row.p_holm < 0.05 else ""
+            text = f"{mark}{row.difference:+.2f}{mark} ({row.low:.2f} to {row.high:.2f})"
+            cells.setdefault(ROWS.get(part.name, "{}").format(row.name), {})[part.network] = [
+                text.replace("-", "\N{MINUS SIGN}"), f"{row.time_ratio:.2f}"]
     networks = list(dict.fromkeys(part.network for part in found))
-    return [f"| | {' | '.join(f'{heads[network]} | time' for network in networks)} |",
-            "| --- |" + " --- | --- |" * len(networks),
-            *(f"| {name} | {' | '.join(row.get(network, ' | ') for network in networks)} |"
-              for name, row in cells.items())]
+    return markdown(["", *(head for network in networks for head in (heads[network], "time"))],
+                    [[name, *(cell for network in networks for cell in row.get(network, ["", ""]))]
+                     for name, row in cells.items()])
 
 
 def sequences_table(folder: Path) -> list[str]:
@@ -127,7 +121,7 @@ def sequences_table(folder: Path) -> list[str]:
             raise UsageError(f"{task}.csv is required in {folder}")
         for row in csv.DictReader((folder / f"{task}.csv").read_text(encoding="utf-8").splitlines()):
             results.setdefault((task, row["variant"]), []).append(float(row["result"]))
-    lines = ["| | recall, % | with `token_conv` | next character, bits | with `token_conv` |", "| --- |" + " --- |" * 4]
+    rows = []
     for kind in ("none", *MECHANISMS["recall"]):
         cells = []
         for task, digits in (("recall", 1), ("characters", 3)):
@@ -137,8 +131,8 @@ def sequences_table(folder: Path) -> list[str]:
                     raise UsageError(f"five runs of {name} are required in {task}.csv, got {len(values)}")
                 least, average, most = (f"{of(values):.{digits}f}" if values else "" for of in (min, mean, max))
                 cells.append(average if least == most else f"{average} ({least} to {most})")
-        lines.append(f"| {kind} | {' | '.join(cells)} |")
-    return lines
+        rows.append([kind, *cells])
+    return markdown(["", "recall, %", "with `token_conv`", "next character, bits", "with `token_conv`"], rows)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -146,33 +140,29 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("sweeps", type=Path, help="folder of the sweeps, or of the files of runs")
     parser.add_argument("-o", "--output", type=Path, default=RESULTS, help="where the files are written")
     args = parser.parse_args(argv)
-    create(args.output)
-    found: dict[Part, list[Effect]] = {}
-    rows, times = [], step_times()
+    args.output.mkdir(parents=True, exist_ok=True)
+    found: dict[Part, pd.DataFrame] = {}
+    times = step_times()
     conv2d_gains = False  # at equal updates: question 2 is asked only then
     for part in PARTS.values():
         try:
-            top1, text = read_part(part, args.sweeps)
+            runs = read_part(part, args.sweeps)
         except UsageError as error:
             print(f"left out: {part.name}: {error}")
             continue
         if part.name == "equal-time" and not conv2d_gains:
             part = replace(part, tested=(), described=part.tested)
-        found[part] = effects_of(part, top1)
-        rows += [{"part": part.name, "against": part.baseline, **asdict(effect),
-                  "found_at_80_percent": smallest_found(part, top1, effect.name),
-                  "time_ratio": time_ratio(part, effect.name, times)} for effect in found[part]]
+        effects = found[part] = effects_of(part, runs, times)
         if part.name == "vit-rival":
-            [conv2d] = [effect for effect in found[part] if effect.name == "conv2d"]
-            conv2d_gains = conv2d.difference > 0 and conv2d.p_holm is not None and conv2d.p_holm < 0.05
-        atomic_write(args.output / f"{part.name}.csv", text.encode())
-        print(part.title, f"minus {part.baseline}", "", *effects_table(found[part]), "", sep="\n")
+            [conv2d] = effects[effects["name"] == "conv2d"].itertuples()
+            conv2d_gains = conv2d.difference > 0 and conv2d.p_holm < 0.05
+        write_runs(runs[runs["variant"].isin(part.own)], args.output / f"{part.name}.csv")
+        print(part.title, f"minus {part.baseline}", "", *effects_table(effects), "", sep="\n")
     if not found:
         raise UsageError(f"no part of the verdict is complete in {args.sweeps}")
-    atomic_write(args.output / "verdict.csv", csv_text(rows).encode())
-    ratios = {(row["part"], row["name"]): row["time_ratio"] for row in rows}
-    atomic_write(args.output / "verdict.png", figure_bytes(draw(found, ratios)))
-    print(*verdict_table(found, ratios), "", sep="\n")
+    pd.concat(found.values()).to_csv(args.output / "verdict.csv", index=False)
+    draw(found).savefig(args.output / "verdict.png", dpi=200)
+    print(*verdict_table(found), "", sep="\n")
     try:
         print(*sequences_table(args.sweeps), sep="\n")
     except UsageError as error:

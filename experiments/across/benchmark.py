@@ -9,18 +9,19 @@ networks in bfloat16, each by its fastest code. For timm's own attention that is
 fused one takes twice as long in bfloat16 on a CPU).
 """
 import argparse
+import time
 from pathlib import Path
 
+import pandas as pd
 import timm
 import torch
 from timm.layers import set_fused_attn
 from torch import nn
 
 import ea_vision
-from ea_vision.base.files import atomic_write, create, csv_text
 from ea_vision.base.networks import lay_out
 from ea_vision.base.provenance import hardware
-from ea_vision.measure.steps import Bench, Runner, Setting
+from ea_vision.benchmark import Steps, interleaved
 from experiments.across.plan import NETWORKS, kinds_of, mechanism
 
 KINDS = ("residual", "ea", "pa", "talking_heads", "reattention", "refiner", "mta", "conv2d")
@@ -49,13 +50,13 @@ def verdict_networks(name: str) -> dict[str, nn.Module]:
     return made
 
 
-def rows_of(name: str, made: dict[str, nn.Module], setting: Setting, repeats: int) -> list[dict]:
+def rows_of(name: str, made: dict[str, nn.Module], images: torch.Tensor, amp: str, repeats: int) -> list[dict]:
     """Return a row of the table for each network: times of both steps, and their ratios to the plain one's."""
-    bench = Bench(setting, repeats, cpu_time=True)
-    runners = {kind: Runner(bench, lay_out(network, setting.layout)) for kind, network in made.items()}
-    seconds = bench.medians({(kind, phase): call for kind, runner in runners.items()
-                             for phase, call in (("forward", runner.infer), ("train", runner.train))})
-    return [{"network": name, "batch": setting.batch_size, "kind": kind,
+    steps = {kind: Steps(network, images, amp, "adamw") for kind, network in made.items()}
+    seconds = interleaved({(kind, phase): call for kind, of in steps.items()
+                           for phase, call in (("forward", of.infer), ("train", of.train))}, repeats,
+                          clock=time.process_time)
+    return [{"network": name, "batch": len(images), "kind": kind,
              **{key: value for phase in ("forward", "train") for key, value in (
                  (f"{phase}_ms", round(1e3 * seconds[kind, phase], 1)),
                  (f"{phase}_ratio", round(seconds[kind, phase] / seconds["plain", phase], 2)))}} for kind in made]
@@ -71,14 +72,15 @@ def main() -> None:
     under = {"hardware": hardware(torch.device("cpu"), 1), "torch": str(torch.__version__), "timm": timm.__version__,
              "ea_vision": ea_vision.__version__, "repeats": args.repeats}
     rows = []
-    create(args.csv.parent)
+    amp, layout = ("bfloat16", torch.channels_last) if args.verdict else ("none", torch.contiguous_format)
     for name, (side, batch) in ({name: (32, 128) for name in NETWORKS} if args.verdict else SETTINGS).items():
         torch.manual_seed(0)
-        setting = Setting(batch, side, device="cpu", amp="bfloat16" if args.verdict else "none", opt="adamw",
-                          channels_last=args.verdict)
-        rows += rows_of(name, (verdict_networks if args.verdict else networks)(name), setting, args.repeats)
-        print(csv_text(rows), end="", flush=True)
-        atomic_write(args.csv, csv_text([row | under for row in rows]).encode())
+        images = torch.randn(batch, 3, side, side).contiguous(memory_format=layout)
+        made = (verdict_networks if args.verdict else networks)(name)
+        made = {kind: lay_out(network, layout) for kind, network in made.items()}
+        rows += rows_of(name, made, images, amp, args.repeats)
+        pd.DataFrame(rows).assign(**under).to_csv(args.csv, index=False)
+        print(args.csv.read_text(), end="", flush=True)
 
 
 if __name__ == "__main__":

@@ -14,14 +14,14 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
+import pandas as pd
+
 from ea_vision.base.errors import UsageError, exit_code
-from ea_vision.base.files import atomic_write, create
-from ea_vision.studies.evidence import Run, read_runs, run_of, runs_text
-from ea_vision.studies.sweep import parse_seed, run_setting, stop
+from experiments import sweep
 from experiments.across.plan import NARROW, NETWORKS, PARTS, RESULTS, Part
+from experiments.evidence import read_runs, write_runs
 
 
 @contextmanager
@@ -36,29 +36,31 @@ def hold(path: Path, wait: bool) -> Iterator[bool]:
             yield True
 
 
-def rows_of(part: Part, results: Path) -> list[Run]:
-    """Return the runs that have a row."""
+def rows_of(part: Part, results: Path) -> list[pd.DataFrame]:
+    """Return the table of the runs that have a row, or none."""
     path = results / f"{part.name}.csv"
-    return read_runs([path])[1] if path.exists() else []
+    return [read_runs(path)] if path.exists() else []
 
 
-def keep(part: Part, run: Run, results: Path, runs: Path) -> None:
+def keep(part: Part, run: pd.DataFrame, results: Path, runs: Path) -> None:
     """Add a run's row to the part's file; processes that share the folder of runs do so one after another."""
     with hold(runs / f".{part.name}.lock", wait=True):
         order = {variant: number for number, variant in enumerate(part.own)}
-        rows = sorted([*rows_of(part, results), run], key=lambda row: (order[row.variant], row.seed))
-        atomic_write(results / f"{part.name}.csv", runs_text(rows, "test").encode())
+        rows = pd.concat([*rows_of(part, results), run])
+        rows = rows.iloc[sorted(range(len(rows)), key=lambda n: (order[rows["variant"].iloc[n]], rows["seed"].iloc[n]))]
+        path = results / f"{part.name}.csv"
+        write_runs(rows, path.with_suffix(".new"))
+        path.with_suffix(".new").replace(path)
 
 
-def train(part: Part, variant: str, seed: int, runs: Path, data: dict[str, Path]) -> Run:
-    """Make a run in its own process and return it."""
+def train(part: Part, variant: str, seed: int, runs: Path, data: dict[str, Path]) -> pd.DataFrame:
+    """Make a run in its own process and return it, a table of one row."""
     plain_vit = part.network != NARROW and variant == part.baseline
     os.environ["TIMM_FUSED_ATTN"] = "0" if plain_vit else "1"  # torch's fused attention is slow in bfloat16 on a CPU
-    output = runs / f"{part.name},{variant},{seed}"
-    finished = run_setting(["-m", "ea_vision", "train-cifar"], output, {}, {}, str(seed),
-                           [*part.options(variant), "--dataset", "folder", "--data-dir", str(data[part.data])])
-    options = " ".join([NETWORKS[part.network].model, *part.keywords(variant)])
-    return replace(run_of(variant, finished), options=options)
+    run = sweep.train(["-m", "ea_vision", "train-cifar", *part.options(variant), "--dataset", "folder", "--data-dir",
+                       str(data[part.data])], runs / f"{part.name},{variant},{seed}", seed)
+    return pd.DataFrame([{"variant": variant, **run,
+                          "options": " ".join([NETWORKS[part.network].model, *part.keywords(variant)])}])
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -77,24 +79,25 @@ def main(argv: list[str] | None = None) -> int:
         if name not in PARTS or variant not in PARTS[name].own:
             raise UsageError(f"--only takes a part and one of its own variants, got {name} {variant}: "
                              + "; ".join(f"{part.name}: {', '.join(part.own)}" for part in PARTS.values()))
-        wanted = [(PARTS[name], variant, parse_seed(seed))]
+        wanted = [(PARTS[name], variant, int(seed))]
     else:
         wanted = [(PARTS[name], variant, seed) for name in args.parts for seed in PARTS[name].seeds
                   for variant in PARTS[name].own]
     for part in {part.name: part for part, _, _ in wanted}.values():
         if data[part.data] is None:
             raise UsageError(f"part {part.name} needs --{part.data} DIR, got none")
-    signal.signal(signal.SIGTERM, stop)
-    create(args.runs)
-    create(args.output)
+    signal.signal(signal.SIGTERM, sweep.stop)
+    args.runs.mkdir(parents=True, exist_ok=True)
+    args.output.mkdir(parents=True, exist_ok=True)
     for part, variant, seed in wanted:
         with hold(args.runs / f".{part.name},{variant},{seed}.lock", wait=False) as claimed:
             if not claimed:
                 continue
-            if not args.only and (variant, seed) in {(run.variant, run.seed) for run in rows_of(part, args.output)}:
+            done = [(row.variant, row.seed) for rows in rows_of(part, args.output) for row in rows.itertuples()]
+            if not args.only and (variant, seed) in done:
                 continue
             run = train(part, variant, seed, args.runs, data)
-            print(runs_text([run], "test"), end="", flush=True)
+            print(run.to_csv(index=False), end="", flush=True)
             if not args.only:
                 keep(part, run, args.output, args.runs)
     return 0

@@ -1,6 +1,6 @@
 """The analysis that README.md of this folder fixed before the runs: skip connection and convolution, seeds 5 to 9.
 
-    python experiments/factorial/analyse.py RUNS/cifar10 RUNS/cifar100
+    python -m experiments.factorial.analyse RUNS/cifar10 RUNS/cifar100
 
 Each argument is a sweep's folder, or the file that an earlier call kept; a data set whose 20 runs are not complete is
 left out by naming the other one alone, and Holm's correction then still counts four hypotheses. Where the sweep has
@@ -10,48 +10,62 @@ after the fact) and, by data set, a picture.
 """
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
+import pandas as pd
+
 from ea_vision.base.errors import UsageError, exit_code
-from ea_vision.base.figures import figure_bytes
-from ea_vision.base.files import atomic_write, csv_text
-from ea_vision.studies.evidence import (
-    Effect,
-    Run,
+from experiments.evidence import (
     by_variant,
-    corrected,
     effects_table,
     factorial,
-    paired_difference,
+    holm,
+    paired,
     parse_factors,
     plot_evidence,
     read_runs,
-    runs_text,
+    write_runs,
 )
 
 HERE = Path(__file__).resolve().parent
 EARLIER = HERE.parent / "results" / "evidence"
-CELLS = ("none", "EA without skip", "EA without convolution", "EA")
+CELLS = ["none", "EA without skip", "EA without convolution", "EA"]
 FACTORS = parse_factors(["skip=none,EA without skip|EA without convolution,EA",
                          "convolution=none,EA without convolution|EA without skip,EA"])
-SEEDS, HYPOTHESES, TIME_HYPOTHESES = range(5, 10), 4, 2
+SEEDS, HYPOTHESES, TIME_HYPOTHESES = list(range(5, 10)), 4, 2
 LONGER = "none equal time"
 
 
-def checked(runs: Sequence[Run], split: str, variants: Sequence[str], source: Path) -> list[Run]:
-    """Return the variants' runs; raises UsageError unless each has the five seeds and was tested."""
-    if split != "test" or any(sorted(run.seed for run in runs if run.variant == name) != list(SEEDS)
-                              for name in variants):
+def read_fresh(source: Path) -> pd.DataFrame:
+    """Return the runs of a data set; raise UsageError unless each variant has the five seeds and was tested."""
+    runs = read_runs(source)
+    variants = [*CELLS, LONGER] if LONGER in set(runs["variant"]) else CELLS
+    runs = read_runs(source, variants=variants)
+    if set(runs["split"]) != {"test"} or any(sorted(seeds) != SEEDS for _, seeds in runs.groupby("variant")["seed"]):
         raise UsageError(f"{source} must have tested runs of {', '.join(variants)}: seeds 5 to 9, no others")
-    return [run for name in variants for run in runs if run.variant == name]
+    return runs
 
 
-def equal_time(top1: Mapping[str, Mapping[int, float]]) -> Effect:
-    """Return EA minus none with as many updates as take EA's time."""
-    figures = paired_difference(*([top1[name][seed] for seed in SEEDS] for name in ("EA", LONGER)), 0.01)
-    return Effect(f"EA - {LONGER}", len(SEEDS), *figures, None)
+def analysed(sources: dict[str, pd.DataFrame]) -> pd.DataFrame:
+    """Return effects by data set: those of the fresh seeds corrected together, and those of all ten."""
+    fresh, both = [], []
+    for data, runs in sources.items():
+        top1 = by_variant(runs)
+        effects = factorial(top1[CELLS], FACTORS, 0.01)
+        if LONGER in top1:
+            time = {"name": f"EA - {LONGER}", **paired(top1["EA"] - top1[LONGER], 0.01), "p_holm": np.nan}
+            effects = pd.concat([effects, pd.DataFrame([time])], ignore_index=True)
+        fresh.append(effects.assign(data=data, seeds="5 to 9"))
+        ten = pd.concat([by_variant(read_runs(EARLIER / f"{data}-runs.csv"))[CELLS], top1[CELLS]])
+        both.append(factorial(ten, FACTORS, 0.01).assign(data=data, seeds="0 to 9, partly after the fact", p=np.nan,
+                                                         p_holm=np.nan))
+    table = pd.concat([*fresh, *both], ignore_index=True)
+    table.insert(0, "data", table.pop("data"))
+    for names, hypotheses in ((list(FACTORS), HYPOTHESES), ([f"EA - {LONGER}"], TIME_HYPOTHESES)):
+        tested = table["p"].notna() & table["name"].isin(names)
+        table.loc[tested, "p_holm"] = holm(table["p"][tested], hypotheses)
+    return table
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -59,33 +73,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("sources", type=Path, nargs="+", help="folders or files, named cifar10... and cifar100...")
     parser.add_argument("-o", "--output", type=Path, default=HERE, help="where the files are written")
     args = parser.parse_args(argv)
-    sets = {"cifar100" if source.name.startswith("cifar100") else "cifar10": source for source in args.sources}
-    if len(sets) < len(args.sources):
+    sources = {"cifar100" if path.name.startswith("cifar100") else "cifar10": read_fresh(path) for path in args.sources}
+    if len(sources) < len(args.sources):
         raise UsageError(f"one folder or file of each data set is required, got {' '.join(map(str, args.sources))}")
-    fresh, times, together = [], [], []  # (data set, effect)
-    for name, source in sets.items():
-        split, runs = read_runs([source])
-        longer = any(run.variant == LONGER for run in runs)
-        runs = checked(runs, split, (*CELLS, LONGER) if longer else CELLS, source)
-        top1 = by_variant(runs)
-        cells = {cell: top1[cell] for cell in CELLS}
-        effects = factorial(cells, FACTORS, 0.01)
-        fresh += [(name, effect) for effect in effects]
-        times += [(name, equal_time(top1))] if longer else []
-        _, earlier = read_runs([EARLIER / f"{name}-runs.csv"], CELLS)
-        both = {cell: {**of_cell, **by_variant(earlier)[cell]} for cell, of_cell in cells.items()}
-        together += [{"data": name, **asdict(effect), "seeds": "0 to 9, partly after the fact", "p": None,
-                      "p_holm": None} for effect in factorial(both, FACTORS, 0.01)]
-        atomic_write(args.output / f"{name}-runs.csv", runs_text(runs, split).encode())
-        atomic_write(args.output / f"{name}.png", figure_bytes(plot_evidence(cells, effects, split)))
-    told = []
-    for named, hypotheses in ((fresh, HYPOTHESES), (times, TIME_HYPOTHESES)):
-        told += zip([name for name, _ in named], corrected([effect for _, effect in named], hypotheses), strict=True)
-    for name in sets:
-        print(name, "", *effects_table([effect for of_set, effect in told if of_set == name]), "", sep="\n")
-    rows = [{"data": name, **asdict(effect), "seeds": "5 to 9"} for name in sets for of_set, effect in told
-            if of_set == name] + together
-    atomic_write(args.output / "effects.csv", csv_text(rows).encode())
+    table = analysed(sources)
+    args.output.mkdir(parents=True, exist_ok=True)
+    for data, runs in sources.items():
+        effects = table[(table["data"] == data) & (table["seeds"] == "5 to 9")]
+        print(data, "", *effects_table(effects), "", sep="\n")
+        write_runs(runs, args.output / f"{data}-runs.csv")
+        plot_evidence(by_variant(runs)[CELLS], effects, "test").savefig(args.output / f"{data}.png", dpi=200)
+    table.to_csv(args.output / "effects.csv", index=False)
     return 0
 
 

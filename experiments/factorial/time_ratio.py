@@ -1,23 +1,24 @@
 """Measure r, the processor time of an update of EA over that of none, for the equal time of README.md beside this file.
 
-    OMP_NUM_THREADS=1 python experiments/factorial/time_ratio.py experiments/results/evidence/time-ratio.csv
+    OMP_NUM_THREADS=1 python -m experiments.factorial.time_ratio experiments/results/evidence/time-ratio.csv
 
 An update is forward, backward and the recipe's Muon step of the narrow networks, 128 images of 32 pixels, bfloat16,
 channels last, one thread; rounds are interleaved. The last line's ratio is that of the medians.
 """
 import argparse
+import time
 from pathlib import Path
 
+import pandas as pd
 import timm
 import torch
 
 import ea_vision
-from ea_vision.base.files import atomic_write, csv_text
 from ea_vision.base.provenance import hardware
+from ea_vision.benchmark import Steps, interleaved
 from ea_vision.engine.config import load_recipe
 from ea_vision.engine.optimizer import build_optimizer
 from ea_vision.engine.train_cifar import CifarConfig
-from ea_vision.measure.steps import Bench, Runner, Setting
 
 NETWORKS = {"none": "conv_transformer_cifar", "EA": "ea_conv_transformer_cifar"}
 WIDTHS, IMAGES = [16, 32, 64, 64], 128
@@ -29,23 +30,22 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=25, help="rounds in a row of the table (default: %(default)s)")
     parser.add_argument("--rows", type=int, default=5, help="(default: %(default)s)")
     args = parser.parse_args()
-    setting = Setting(IMAGES, 32, device="cpu", amp="bfloat16", channels_last=True)
     torch.set_num_threads(1)
-    bench, calls = Bench(setting, args.repeats, cpu_time=True), {}
+    images, calls = torch.randn(IMAGES, 3, 32, 32).contiguous(memory_format=torch.channels_last), {}
     for name, model_name in NETWORKS.items():
-        model = timm.create_model(model_name, widths=WIDTHS, num_classes=10).to(memory_format=setting.layout)
-        runner = Runner(bench, model)
-        runner.optimizer = build_optimizer(CifarConfig(model=model_name, **load_recipe("fast")), model, IMAGES)
-        calls[name] = runner.train
+        model = timm.create_model(model_name, widths=WIDTHS, num_classes=10).to(memory_format=torch.channels_last)
+        steps = Steps(model, images, "bfloat16")
+        steps.optimizer = build_optimizer(CifarConfig(model=model_name, **load_recipe("fast")), model, IMAGES)
+        calls[name] = steps.train
     under = {"repeats": args.repeats, "hardware": hardware(torch.device("cpu"), 1), "torch": str(torch.__version__),
              "timm": timm.__version__, "ea_vision": ea_vision.__version__}
     rows = []
     for _ in range(args.rows):
-        seconds = bench.medians(calls)
+        seconds = interleaved(calls, args.repeats, clock=time.process_time)
         rows.append({**{f"{name}_ms": round(1e3 * value, 1) for name, value in seconds.items()},
                      "ratio": round(seconds["EA"] / seconds["none"], 4), **under})
         print(*list(rows[-1].values()), flush=True)
-        atomic_write(args.csv, csv_text(rows).encode())
+        pd.DataFrame(rows).to_csv(args.csv, index=False)
 
 
 if __name__ == "__main__":

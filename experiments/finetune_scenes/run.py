@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 import timm
@@ -20,9 +21,9 @@ from torch import Tensor
 import ea_vision  # noqa: F401  (registers the models)
 from ea_vision.base.errors import UsageError, exit_code
 from ea_vision.base.files import atomic_write, csv_text
+from ea_vision.benchmark import Steps, interleaved
 from ea_vision.engine import run_folder, train_imagenet
 from ea_vision.engine.gates import by_gate
-from ea_vision.measure.steps import Bench, Runner, Setting
 
 SEEDS, PHOTOS, EPOCHS, BATCH, SIDE, PATCH = 5, 500, 4, 50, 112, 14
 VIT = {"patch_size": PATCH, "init_values": 1e-5}
@@ -80,7 +81,7 @@ def test(output: Path, data: Path) -> float:
 
 
 def row_of(way: str, seed: int, output: Path, top1: float) -> dict[str, str | int | float]:
-    """Return a run as a line of the file that ea-vision evidence reads, with the range of each gate at the end."""
+    """Return a run as a line of the file that experiments.evidence reads, with the range of each gate at the end."""
     metrics = run_folder.read_metrics(output)
     gates = by_gate({name: values[-1] for name, values in run_folder.read_gates(output).items()})
     ranges = {name: gates.get(name) for name in ("alpha", "beta")}
@@ -104,8 +105,8 @@ def measure(way: str) -> float:
     """Return the seconds of processor time that a run would take here, from three updates in bfloat16."""
     model, kwargs, _ = WAYS[way]
     network = timm.create_model(model, img_size=SIDE, num_classes=6, **VIT, **kwargs)
-    bench = Bench(Setting(BATCH, SIDE, device="cpu", amp="bfloat16", opt="adamw"), repeats=3, cpu_time=True)
-    update = bench.medians({way: Runner(bench, network).train})[way]
+    steps = Steps(network, torch.randn(BATCH, 3, SIDE, SIDE), "bfloat16", "adamw")
+    update = interleaved({way: steps.train}, repeats=3, clock=time.process_time)[way]
     return update * (EPOCHS * 6 * PHOTOS + (EPOCHS * 1500 + 2534) / 3) / BATCH  # a forward is a third of an update
 
 

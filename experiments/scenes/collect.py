@@ -4,19 +4,18 @@
 
 RUNS holds the run folders, each evaluated on the test photos by `train_imagenet.py --evaluate RUN --val-split test`.
 Written: results.csv and, of each run, MODEL.csv, its metrics. Where the folders are called variant=NAME,seed=S, as a
-sweep's, quarter-width-runs.csv is written instead, which `ea-vision evidence` reads.
+sweep's, quarter-width-runs.csv is written instead, which experiments.evidence reads.
 """
 import argparse
 import json
 import shutil
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 from ea_vision.base.errors import UsageError, exit_code
 from ea_vision.base.files import atomic_write, csv_text
 from ea_vision.engine import run_folder
-from ea_vision.studies.evidence import read_runs, runs_text
+from experiments.evidence import read_runs, write_runs
 from experiments.weights_card import interval
 
 
@@ -55,10 +54,11 @@ def main(argv: list[str] | None = None) -> int:
         raise UsageError(f"{args.runs} has no complete run")
     args.output.mkdir(parents=True, exist_ok=True)
     if any(folder.name.startswith("variant=") for folder in folders):
-        tested = [(run, evaluation_of(args.runs / f"variant={run.variant},seed={run.seed}"))
-                  for run in read_runs([args.runs])[1]]
-        runs = [replace(run, top1=round(found["top1"], 4), images=found["images"]) for run, found in tested]
-        atomic_write(args.output / "quarter-width-runs.csv", runs_text(runs, "test").encode())
+        runs = read_runs(args.runs)
+        tested = [evaluation_of(args.runs / f"variant={run.variant},seed={run.seed}") for run in runs.itertuples()]
+        runs = runs.assign(split="test", top1=[round(found["top1"], 4) for found in tested],
+                           images=[found["images"] for found in tested])
+        write_runs(runs, args.output / "quarter-width-runs.csv")
         return 0
     rows = [row_of(folder) for folder in folders]
     atomic_write(args.output / "results.csv", csv_text(rows).encode())

@@ -6,7 +6,7 @@ import torch
 from torchvision.models.detection.image_list import ImageList
 
 from ea_vision.detection.model import Anchors, Detector, DetectorNetwork, create_detector
-from ea_vision.measure.counts import count
+from ea_vision.sizes import count
 
 SMALL = {"num_classes": 3, "img_size": 64, "fpn_channels": 16, "head_convs": 1}
 

@@ -17,7 +17,6 @@ from PIL import Image
 
 from ea_vision.base.errors import exit_code
 from ea_vision.engine import checkpoint, run_folder, train_cifar
-from ea_vision.studies.sweep import main as sweep
 from tests.engine.runner import SignalAfterUpdate, arguments, assert_equal, make_folder, run, same_result
 
 
@@ -144,45 +143,6 @@ def test_learning_curves(finished, tmp_path, capsys):
     assert Image.open(picture).size[0] > 500
     assert "not a run folder" in fails(["--learning-curves", str(tmp_path)], capsys)
     assert "must end in .png" in fails(["--learning-curves", str(finished), "--output", "a.gif"], capsys)
-
-
-@pytest.mark.slow
-def test_sweep_runs_its_settings_draws_them_and_continues(data, tmp_path, monkeypatch, capsys):
-    """Real runs, in processes forked from one that has torch loaded instead of started anew."""
-    from ea_vision.studies import sweep as module
-
-    started = []
-
-    class Process:
-        def __init__(self, command):
-            started.append(command)
-            self.code = run(command[2:], tmp_path / "log")
-
-        def wait(self):
-            return self.code
-
-        def poll(self):
-            return self.code
-
-    monkeypatch.setattr(module.subprocess, "Popen", Process)
-    argv = ["--set", "drop_rate=0,0.5", "--option", "smoothing=0.2", "--seeds", "0,1",
-            "--output", str(tmp_path / "sweep"), "--script",
-            str(Path(__file__).parents[2] / "train_cifar.py"), "--", "--model", "test_resnet",
-            "--dataset", "folder", "--data-dir", str(data),
-            "--cache-dir", "none", "--epochs", "1", "--batch-size", "16", "--holdout", "16"]
-    assert sweep(argv) == 0
-    rows = list(csv.DictReader((tmp_path / "sweep" / "sweep.csv").open()))
-    assert [(r["drop_rate"], r["seed"]) for r in rows] == [("0", "0"), ("0", "1"), ("0.5", "0"), ("0.5", "1")]
-    config, about = run_folder.read_config(tmp_path / "sweep" / "drop_rate=0.5,smoothing=0.2,seed=1")
-    assert (config["model_kwargs"], config["seed"], about["eval_split"]) == ({"drop_rate": 0.5}, 1, "held_out")
-    assert config["smoothing"] == 0.2 and rows[0]["smoothing"] == "0.2"
-    assert not config["test"] and rows[0].keys() & {"test_top1"} == set(), "a search leaves the test images alone"
-    assert float(rows[0]["top1_by_epoch"]) == pytest.approx(float(rows[0]["top1"]), abs=0.01)
-    assert Image.open(tmp_path / "sweep" / "sweep.png").size[0] > 300
-    assert "best: drop_rate=" in capsys.readouterr().out
-    weights = tmp_path / "sweep" / "drop_rate=0,smoothing=0.2,seed=0" / "model.safetensors"
-    before = weights.stat().st_mtime_ns
-    assert sweep(argv) == 0 and weights.stat().st_mtime_ns == before, "finished runs are not trained again"
 
 
 @pytest.mark.parametrize("more, message", [

@@ -5,21 +5,20 @@ import random
 import re
 import statistics
 from pathlib import Path
-from types import SimpleNamespace
 
+import pandas as pd
 import pytest
 import timm
 import torch
 from scipy import stats
 
 from ea_vision.base.errors import UsageError
-from ea_vision.base.files import csv_text
 from ea_vision.engine.config import make_parser, parse, resolve
 from ea_vision.engine.train_cifar import CifarConfig
 from ea_vision.layers import create_evolution
 from ea_vision.layers.evolution import Evolution
-from ea_vision.measure.counts import count
-from ea_vision.studies.evidence import Run, by_variant, read_runs, runs_text
+from ea_vision.sizes import count
+from experiments import sweep
 from experiments.across import analyse, run
 from experiments.across.plan import (
     EPOCHS,
@@ -36,21 +35,28 @@ from experiments.across.plan import (
 )
 from experiments.across.power import power
 from experiments.across.sequences import MECHANISMS, recall
+from experiments.evidence import by_variant, read_runs, write_runs
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def made(name: str, gains: dict[str, float]) -> list[Run]:
+def table_of(rows: list[tuple[str, int, float]], split: str = "test") -> pd.DataFrame:
+    """Return runs of these variants, seeds and top-1."""
+    return pd.DataFrame(rows, columns=["variant", "seed", "top1"]).assign(
+        train_loss=1.0, seconds=100, images=10_000, updates=1250, data="d", options="", split=split)
+
+
+def made(name: str, gains: dict[str, float], split: str = "test") -> pd.DataFrame:
     """Runs of a part: 60% and the variant's gain, and a tenth of a point of noise, the seed's own."""
     noise = random.Random(name)
     part = PARTS[name]
-    return [Run(variant, seed, 60 + gains.get(variant, 0.0) + noise.gauss(0, 0.1), 1.0, 100, 10_000, 1250, "d")
-            for variant in sorted(part.own) for seed in part.seeds]
+    return table_of([(variant, seed, 60 + gains.get(variant, 0.0) + noise.gauss(0, 0.1))
+                     for variant in sorted(part.own) for seed in part.seeds], split)
 
 
-def write(folder: Path, runs: dict[str, list[Run]], split: str = "test") -> Path:
+def write(folder: Path, runs: dict[str, pd.DataFrame]) -> Path:
     for name, of_part in runs.items():
-        (folder / f"{name}.csv").write_text(runs_text(of_part, split))
+        write_runs(of_part, folder / f"{name}.csv")
     return folder
 
 
@@ -68,7 +74,7 @@ def test_each_part_against_its_baseline_by_hand(tmp_path):
     same = rows["equal-operations", "conv2d"]
     assert same["p"] == "" and float(same["time_ratio"]) == pytest.approx(
         8 / 10.02 * float(rows["vit-rival", "conv2d"]["time_ratio"]), abs=0.01)
-    top1 = {(run.variant, run.seed): run.top1 for run in runs["vit-rival"]}
+    top1 = {(run.variant, run.seed): run.top1 for run in runs["vit-rival"].itertuples()}
     p_values = {}
     for name in PARTS["vit-rival"].tested:
         differences = [top1[name, seed] - top1["token_conv", seed] for seed in range(100, 108)]
@@ -83,7 +89,7 @@ def test_each_part_against_its_baseline_by_hand(tmp_path):
               for name in PARTS["vit-rival"].tested]
     assert [power(gain, one / 2 ** 0.5, 8, 5) for gain, one in zip(seen, spread, strict=True)] == pytest.approx(
         [0.8] * 5, abs=0.05)  # the gains are rounded to 0.01
-    longer = {run.seed: run.top1 for run in runs["equal-time"]}
+    longer = {run.seed: run.top1 for run in runs["equal-time"].itertuples()}
     assert float(rows["equal-time", "conv2d"]["difference"]) == pytest.approx(
         sum(top1["conv2d", seed] - longer[seed] for seed in range(100, 108)) / 8)
     assert float(rows["equal-time", "conv2d"]["p_holm"]) == float(rows["equal-time", "conv2d"]["p"]) < 0.05
@@ -117,7 +123,7 @@ def test_an_incomplete_part_is_left_out_and_named(tmp_path, capsys):
 
 
 def test_runs_that_were_not_tested_are_left_out(tmp_path, capsys):
-    folder = write(tmp_path, {"vit-alone": made("vit-alone", {})}, "held_out")
+    folder = write(tmp_path, {"vit-alone": made("vit-alone", {}, "held_out")})
     with pytest.raises(UsageError, match="no part"):
         analyse.main([str(folder), "-o", str(tmp_path / "out")])
     assert "left out: vit-alone: runs that were tested are required, got top-1 on held_out" in capsys.readouterr().out
@@ -129,34 +135,33 @@ def test_the_table_of_tasks_without_images(tmp_path):
                    for variant in (kind, "token_conv" if kind == "none" else f"{kind}+token_conv")]
             for task in MECHANISMS}
     for task in rows:
-        (tmp_path / f"{task}.csv").write_text(csv_text(rows[task]))
+        pd.DataFrame(rows[task]).to_csv(tmp_path / f"{task}.csv", index=False)
     lines = analyse.sequences_table(tmp_path)
     assert lines[2] == ("| none | 92.0 (90.0 to 94.0) | 102.0 (100.0 to 104.0) | 92.000 (90.000 to 94.000) | "
                         "102.000 (100.000 to 104.000) |")
     assert [line.split()[1] for line in lines[3:]] == [*MECHANISMS["recall"]]
     assert lines[-1] == "| conv2d | 102.0 (100.0 to 104.0) | 102.0 (100.0 to 104.0) |  |  |"  # no mask is kept
-    (tmp_path / "characters.csv").write_text(csv_text(rows["characters"][:-1]))
+    pd.DataFrame(rows["characters"][:-1]).to_csv(tmp_path / "characters.csv", index=False)
     with pytest.raises(UsageError, match=r"five runs of talking_heads\+token_conv are required .*, got 4"):
         analyse.sequences_table(tmp_path)
 
 
 class Trainer:
-    """In place of `run_setting`: notes what is trained; the run's top-1 is its number."""
+    """In place of `sweep.train`: notes what is trained; the run's top-1 is its number."""
 
     def __init__(self):
         self.runs: list[tuple[str, list[str]]] = []
 
-    def __call__(self, trainer, folder, keywords, options, seed, arguments):
-        self.runs.append((folder.name, arguments))
-        return SimpleNamespace(seed=int(seed), last={"top1": float(len(self.runs))}, metrics={"train_loss": [1.0]},
-                               seconds=1.0, images=10_000, updates=1250, data="d")
+    def __call__(self, command, folder, seed):
+        self.runs.append((folder.name, command))
+        return table_of([("", seed, float(len(self.runs)))]).drop(columns="variant").iloc[0].to_dict()
 
 
 @pytest.fixture
 def trainer(monkeypatch) -> Trainer:
     monkeypatch.setenv("TIMM_FUSED_ATTN", "1")  # put back afterwards
     trainer = Trainer()
-    monkeypatch.setattr(run, "run_setting", trainer)
+    monkeypatch.setattr(sweep, "train", trainer)
     return trainer
 
 
@@ -167,15 +172,14 @@ def command(folder: Path, *more: str) -> list[str]:
 def test_runs_with_a_row_are_not_made_again_and_seeds_come_one_after_another(tmp_path, trainer):
     (tmp_path / "rows").mkdir()
     part = PARTS["vit-alone"]
-    first = [Run("plain", 100, 61.5, 1.0, 1, 10_000, 1250, "d"), Run("uniform", 101, 50.0, 1.0, 1, 10_000, 1250, "d")]
-    (tmp_path / "rows" / "vit-alone.csv").write_text(runs_text(first, "test"))
+    write_runs(table_of([("plain", 100, 61.5), ("uniform", 101, 50.0)]), tmp_path / "rows" / "vit-alone.csv")
     assert run.main(command(tmp_path, "--parts", "vit-alone")) == 0
     made = [name for name, _ in trainer.runs]
     assert made == [f"vit-alone,{variant},{seed}" for seed in part.seeds for variant in part.own
                     if (variant, seed) not in {("plain", 100), ("uniform", 101)}]
-    split, rows = read_runs([tmp_path / "rows" / "vit-alone.csv"], part.own)
-    assert split == "test" and len(rows) == len(part.own) * len(part.seeds)
-    assert rows[0] == first[0] and rows[1].options.startswith("vit_mini_patch4_32")
+    rows = read_runs(tmp_path / "rows" / "vit-alone.csv", variants=part.own)
+    assert set(rows["split"]) == {"test"} and len(rows) == len(part.own) * len(part.seeds)
+    assert rows["top1"].iloc[0] == 61.5 and rows["options"].iloc[1].startswith("vit_mini_patch4_32")
     run.main(command(tmp_path, "--parts", "vit-alone"))
     assert len(trainer.runs) == len(made)
 
@@ -259,8 +263,8 @@ def test_the_pages_say_what_the_kept_runs_say(tmp_path, capsys):
     assert float(longer["p_holm"]) < 0.001 and f"`conv2d` is {behind} points ({least} to {most}) behind it" in page
     assert f"at equal time it is {behind} ({least} to {most}) behind" in others
     assert f"in {float(conv2d['time_ratio']):.2f} times its time" in page
-    alone, rival = (by_variant(read_runs([RESULTS / f"{name}.csv"])[1]) for name in ("vit-alone", "vit-rival"))
-    added = statistics.mean(rival["token_conv"][seed] - top1 for seed, top1 in alone["plain"].items())
+    alone, rival = (by_variant(read_runs(RESULTS / f"{name}.csv")) for name in ("vit-alone", "vit-rival"))
+    added = (rival["token_conv"] - alone["plain"]).mean()
     assert f"It adds {added:.2f} points to the plain small ViT (five seeds" in page and len(alone["plain"]) == 5
     beside = {row["name"]: row for row in kept if row["part"] == "cifar100"}  # convolutions: question 3
     uniform = beside.pop("uniform")

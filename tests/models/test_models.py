@@ -7,9 +7,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ea_vision import record_attention
 from ea_vision.layers import AugmentedConv2d, EvolvingAttention, PredictiveAttention
-from ea_vision.models import AttnMnasNet, published_figures
+from ea_vision.models import AttnMnasNet
 from ea_vision.models._convert import checkpoint_filter_fn
 from ea_vision.ops import use_implementation
+from experiments.published import figures
 from tests.models.zoo import CIFAR, RESNETS, layers_of, lively
 
 
@@ -23,7 +24,7 @@ def test_resnet_sizes_are_the_published_ones(name):
     # to the digit: rounded, but EA-152 (61.657M) which the paper must have cut off
     count = millions(timm.create_model(name))
     # no paper has PA-152, whose size is EA-152's
-    published = (published_figures(name) or published_figures(name.replace("pa_", "ea_"))).params_m
+    published = (figures(name) or figures(name.replace("pa_", "ea_")))["params_m"]
     assert published in (round(count, 1), int(count * 10) / 10)
     assert count == pytest.approx(published, abs=0.06)
 
@@ -32,8 +33,8 @@ def test_resnet_sizes_are_the_published_ones(name):
 def test_cifar_sizes_lie_within_two_percent(name):
     # no paper has EA on CIFAR, whose size is PA's, nor windows
     plain = name.replace("ea_", "pa_").replace("csan_", "")  # which has but more rows in its position tables
-    published = published_figures(name) or published_figures(plain)
-    assert millions(timm.create_model(name)) == pytest.approx(published.params_m, rel=0.02)
+    published = figures(name) or figures(plain)
+    assert millions(timm.create_model(name)) == pytest.approx(published["params_m"], rel=0.02)
 
 
 # by the AA paper's rule, see the families' files; plain ones of timm beside them
@@ -48,13 +49,13 @@ PARAMETERS = {
 def test_sizes_and_arithmetic_are_the_aa_papers(name):
     with torch.device("meta"):
         model = timm.create_model(name).eval()
-    published, count = published_figures(name), round(millions(model) * 1e6)
+    published, count = figures(name), round(millions(model) * 1e6)
     assert count == PARAMETERS[name]
     digits = 1 if "wrn" in name else 2
     cut_off = {"semnasnet_140": 6.11, "aa_wrn28_10_cifar": 36.1}  # not what the paper prints, and said to be
-    assert round(count / 1e6, digits) == cut_off.get(name, published.params_m)
-    assert bool(published.note) == (name in cut_off or name == "semnasnet_100")
-    assert gflops_of_the_profiler(model) == pytest.approx(published.gflops, rel=0.02)
+    assert round(count / 1e6, digits) == cut_off.get(name, published["params_m"])
+    assert bool(published["note"]) == (name in cut_off or name == "semnasnet_100")
+    assert gflops_of_the_profiler(model) == pytest.approx(published["gflops"], rel=0.02)
 
 
 def gflops_of_the_profiler(model) -> float:

@@ -1,7 +1,6 @@
 """The Triton kernels against the readable torch in float64: on a CUDA device, else in Triton's interpreter.
 
 The interpreter must be asked for before Triton is imported, so this file runs itself again in a process of its own.
-What the compiler, which needs no GPU, makes of the kernels is in tests/measure/test_kernel_figures.py.
 """
 import importlib.util
 import os

@@ -16,7 +16,6 @@ from ea_vision.models import (
     ChainBuilder,
     HeadedNetwork,
     Network,
-    Published,
     register_networks,
     to_size,
 )
@@ -74,10 +73,9 @@ class TinyAttn(HeadedNetwork, nn.Module):
         return self.stage2(x, logits)[0]
 
 
-_FIGURES = Published(0.01, 0.001, {"CIFAR-10": 50.0}, source="a paper of the tests, table 1")
 _TINY = {
     "aa_tiny": Network("Tiny network with attention that does not evolve."),
-    "ea_aa_tiny": Network("Tiny network with evolving attention.", {"evolution": "ea"}, _FIGURES),
+    "ea_aa_tiny": Network("Tiny network with evolving attention.", {"evolution": "ea"}),
 }
 default_cfgs = generate_default_cfgs({name: {
     "url": "", "num_classes": 10, "input_size": (3, 32, 32), "pool_size": (8, 8), "crop_pct": 1.0,

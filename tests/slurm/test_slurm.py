@@ -10,7 +10,7 @@ import pytest
 
 from ea_vision.__main__ import main
 from ea_vision.engine import checkpoint, run_folder
-from ea_vision.studies import evidence
+from experiments import evidence
 from tests.engine.runner import make_folder, run, same_result
 
 ROOT = Path(__file__).resolve().parents[2]

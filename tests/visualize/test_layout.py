@@ -23,8 +23,6 @@ from ea_vision.recorder.loading import LoadedModel
 from ea_vision.recorder.probe_results import Result, results_figure
 from ea_vision.recorder.quantities import LayerQuantities
 from ea_vision.recorder.recording import AttentionMaps, LayerMaps
-from ea_vision.studies.evidence import Pair, plot_evidence
-from ea_vision.studies.sweep import plot_sweep
 from ea_vision.visualize import (
     MapStyle,
     draw_chain,
@@ -237,19 +235,6 @@ def result_figure(label, maps, seeds, width):
                            for kind in maps for layer in (1, 2, 3) for seed in range(seeds)], 10, width=width)
 
 
-def swept(labels, width):
-    rows = [{"widths": "w" * 40 + str(a), "beta": label, "seed": str(seed), "top1": 50.0 + a + b + seed / 4}
-            for a in range(3) for b, label in enumerate(labels) for seed in range(2 + (a == 1))]
-    return plot_sweep(rows, ["widths", "beta"], "top-1 on held-out images (%)", width=width)
-
-
-def evidence(labels, width):
-    names = [label[-30:] for label in labels] if len(labels) > 1 else ["EA", "AA"]
-    runs = {name: {seed: 60.0 + place + seed / 10 for seed in range(5)} for place, name in enumerate(names)}
-    pairs = [Pair(a, b, 5, 0.5, 0.1, 0.9, 0.01, 0.02) for a, b in itertools.permutations(names, 2)]
-    return plot_evidence(runs, pairs, "test", width=width)
-
-
 def learning_curves(labels, width, tmp_path, monkeypatch):
     """Of runs without folders: the readers of folders are replaced."""
     epochs = [1, 2, 3, 4]
@@ -277,8 +262,6 @@ RESULTS = {  # figures of results, of models' names, inches
     "probe": lambda names, width: result_figure([name[-40:] for name in names], ("trained", "untrained"), 1, width),
     "probe, seeds": lambda names, width: result_figure([name[-40:] for name in names], ("trained", "shuffled"), 3,
                                                        width),
-    "sweep": swept,
-    "evidence": evidence,
     "faithfulness": faithful,
     "confusion": lambda names, width: plot_confusion(
         Evaluation(30, 50.0, 90.0, 1.0, torch.eye(10 * len(names))), ["flying_squirrel"] * 10 * len(names), names[0],

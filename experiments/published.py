@@ -1,0 +1,323 @@
+"""The papers' tables of images, published beside ours: docs/results.md.
+
+    python -m experiments.published                   # writes the page
+    python -m experiments.published ea_aa_resnet50    # prints rows of networks or tables, and their commands
+
+Published figures are those of published.yaml. Parameters and GFLOPs are counted on the networks as this package builds
+them. Accuracies are those of the last epoch, on the test images, of the runs in results/runs.yaml.
+"""
+import argparse
+import csv
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import timm
+import torch
+import yaml
+
+import ea_vision  # noqa: F401  (registers the models)
+from ea_vision.base.errors import UsageError, exit_code, near_matches
+from ea_vision.detection.model import DetectorNetwork, create_detector
+from ea_vision.engine.config import load_recipe
+from ea_vision.sizes import Counts, count, inference_map_bytes, training_map_bytes
+from experiments.evidence import by_variant, markdown, paired, read_runs
+
+HERE = Path(__file__).resolve().parent
+PAGE = HERE.parent / "docs" / "results.md"
+TEXT = """\
+# Results: published beside ours
+
+`python -m experiments.published` writes this page: the papers' tables of which we know the figures. Our own experiments
+are on the page of [experiments](experiments.md).
+
+- **Published** figures and their sources come from one file, `experiments/published.yaml`. A network stands beside the
+  baseline of its own paper: the PA paper's are not the EA paper's.
+- **Parameters and GFLOPs** beside them are counted on the networks as this package builds them. GFLOPs are counted
+  as the paper of the table counted: the EA paper takes 2 for a multiply-add of a convolution and 1 for one of the
+  attention products; the AA paper's profiler takes 2 for a multiply-add of a convolution or a relative position, 6
+  for an element of the maps, and nothing for the other attention products.
+- **Ours** is an accuracy on the test images after the last epoch, of a network trained at full size on the same data.
+  Where a table has no such column, nothing has been run: we have had no GPU.
+
+`python -m experiments.published NAME` prints, for a network or a table, the commands, their epochs and their cost in
+exaFLOPs."""
+MISSING = """\
+## What is not here
+
+- The AA paper compares attention with squeeze-excite, gather-excite, BAM, CBAM and GALA in one more table; of these
+  only the squeeze-excite rows are known to us. Its times on a V100 are left out, since we have none to put beside
+  them.
+- The CSAN paper has no images. Its windows are in `csan_resnet50` and `csan_conv_transformer_cifar`.
+- `python -m experiments.published translation rationales pa-operations` prints three more: text and operations."""
+BY_NAME = ("translation", "rationales", "pa-operations")  # tables that the page leaves out
+DATA = {  # the trainer and where its images are; classes; images for training
+    "ImageNet": ("train-imagenet --data-dir DIR", 1000, 1_281_167),
+    "CIFAR-10": ("train-cifar --dataset cifar10 --download --device cuda", 10, 50_000),
+    "CIFAR-100": ("train-cifar --dataset cifar100 --download --device cuda", 100, 50_000),
+    "COCO": ("train-detection --data-dir COCO --sync-bn", 90, 118_287),
+}
+Row = dict[str, Any]
+
+
+@cache
+def tables() -> dict[str, dict[str, Any]]:
+    """Return the tables of published.yaml by name. Each row has a label, keywords, its source, recipes by data set, and
+    its top1 and top5 in percent by data set."""
+    found = {table["name"]: table for table in yaml.safe_load((HERE / "published.yaml").read_text())}
+    for table in found.values():
+        if "columns" not in table:
+            table["rows"] = [_row(table, row) for row in table["rows"]]
+    return found
+
+
+def _row(table: dict[str, Any], row: Row) -> Row:
+    row = {"kwargs": {}, "note": "", "source": table["source"], "recipe": table.get("recipe", {}),
+           "processes": table.get("processes", 1), "params_m": None, "gflops": None, "top1": {}, "top5": {}, **row}
+    for key in ("top1", "top5"):
+        row[key] = row[key] if isinstance(row[key], dict) else {table["data"][0]: row[key]}
+    recipes = row["recipe"] if isinstance(row["recipe"], dict) else dict.fromkeys(table["data"], row["recipe"])
+    row["recipes"] = {data: recipe.format(model=row["model"]) for data, recipe in recipes.items()}
+    row["label"] = f"{row['model']}, {row['name']}" if "name" in row else row["model"]
+    return row
+
+
+def figures(model: str) -> Row | None:
+    """Return the row of a network as it is registered, of the first table that has its accuracy."""
+    return next((row for table in tables().values() if "columns" not in table for row in table["rows"]
+                 if row["model"] == model and row["top1"] and not row["kwargs"]), None)
+
+
+@cache
+def runs() -> pd.DataFrame:
+    """Return the runs of results/runs.yaml: model, data, recipe, epochs, top1."""
+    found = []
+    for about in yaml.safe_load((HERE / "results" / "runs.yaml").read_text()):
+        last = list(csv.DictReader((HERE / "results" / about["metrics"]).open()))[-1]
+        found.append({**about, "epochs": int(last["epoch"]), "top1": float(last["top1"])})
+    return pd.DataFrame(found)
+
+
+@cache
+def _counted(model: str, kwargs: tuple[tuple[str, Any], ...], data: str) -> Counts:
+    with torch.device("meta"):
+        if data == "COCO":
+            detector = create_detector(model, DATA[data][1], 640, **dict(kwargs))
+            return count(DetectorNetwork(detector), (3, 640, 640))
+        network = timm.create_model(model, num_classes=DATA[data][1], **dict(kwargs))
+        return count(network, network.pretrained_cfg["input_size"])
+
+
+def counted(row: Row, data: str) -> Counts:
+    """Return parameters and arithmetic of a row's network or detector."""
+    return _counted(row["model"], tuple(row["kwargs"].items()), data)
+
+
+def command(row: Row, data: str) -> str:
+    """Return the command that trains a row's network: the recipe, and what the recipe does not say."""
+    start = f"torchrun --nproc-per-node {row['processes']} -m ea_vision" if row["processes"] > 1 else "ea-vision"
+    words = [start, DATA[data][0], f"--recipe {row['recipes'][data]}"]
+    if load_recipe(row["recipes"][data]).get("model") != row["model"]:
+        words.append(f"--model {row['model']}")
+    if row["kwargs"]:
+        words.append("--model-kwargs " + " ".join(f"{key}={value}" for key, value in row["kwargs"].items()))
+    return " ".join(words)
+
+
+def cost(row: Row, data: str) -> tuple[int, float]:
+    """Return the epochs of a row's training, and its arithmetic in exaFLOPs."""
+    recipe = load_recipe(row["recipes"][data])
+    images = DATA[data][2] - recipe.get("holdout", 0)
+    return recipe["epochs"], 3 * 2 * counted(row, data).macs * images * recipe["epochs"] / 1e18
+
+
+def ours(row: Row, data: str) -> str:
+    """Return the accuracies of the runs of a row."""
+    found = runs()[(runs()["model"] == row["model"]) & (runs()["data"] == data) & (not row["kwargs"])]
+    said = [f"{run.top1:.2f} ({run.epochs} epochs of `{run.recipe}`)" for run in found.itertuples()]
+    return "; ".join(said) or "not run"
+
+
+def digits(values: Iterable[float | None]) -> int:
+    """Return the decimals of a column as the paper prints it."""
+    return max((len(f"{value:g}".partition(".")[2]) for value in values if value is not None), default=1)
+
+
+def cell(value: float | None, decimals: int) -> str:
+    """Return a number as a cell, empty for None."""
+    return "" if value is None else f"{value:,.{decimals}f}"
+
+
+def classifiers(table: dict[str, Any], rows: Sequence[Row]) -> list[str]:
+    """Return the lines of a table of networks that are trained to classify; columns without a figure are left out."""
+    decimals = {key: digits(row[key] for row in table["rows"]) for key in ("params_m", "gflops")}
+    decimals |= {key: digits(x for row in table["rows"] for x in row[key].values()) for key in ("top1", "top5")}
+    lines = []
+    for row in rows:
+        for data in row["recipes"]:
+            said = ours(row, data)
+            if data != table["data"][0] and data not in row["top1"] and said == "not run":
+                continue  # the first line says as much
+            counts = counted(row, data)
+            flops = counts.flops_paper if table["counting"] == "paper" else counts.flops_profiler
+            lines.append({
+                "network": row["label"], "data": data if len(table["data"]) > 1 else "",
+                "params M": cell(counts.params / 1e6, decimals["params_m"] + 1),
+                "params M, published": cell(row["params_m"], decimals["params_m"]),
+                "GFLOPs": cell(flops / 1e9, decimals["gflops"] + 1),
+                "GFLOPs, published": cell(row["gflops"], decimals["gflops"]),
+                "top-1 %, published": cell(row["top1"].get(data), decimals["top1"]),
+                "top-5 %, published": cell(row["top5"].get(data), decimals["top5"]), "top-1 %, ours": said})
+    lines = pd.DataFrame(lines)
+    shown = lines.loc[:, [set(lines[name]) not in ({""}, {"not run"}) for name in lines]]
+    return markdown(list(shown), shown.values.tolist())
+
+
+def detectors(table: dict[str, Any], rows: Sequence[Row]) -> list[str]:
+    """Return the lines of the table of detectors."""
+    return markdown(["backbone", "params M", "published", "GFLOPs", "published", "mAP, published", "AP50, published",
+                     "AP75, published"],
+                    [[row["label"], cell(counts.params / 1e6, 2), cell(row["params_m"], 1),
+                      cell(counts.flops_profiler / 1e9, 1), cell(row["gflops"], 0), *(cell(ap, 1) for ap in row["ap"])]
+                     for row in rows for counts in [counted(row, "COCO")]])
+
+
+@cache
+def seeds_of(data: str) -> dict[str, pd.DataFrame]:
+    """Return top-1 by seed and variant of the narrow networks: the first five seeds, five fresh ones, and all ten."""
+    first = by_variant(read_runs(HERE / "results" / "evidence" / f"{data}-runs.csv"))
+    fresh = by_variant(read_runs(HERE / "factorial" / f"{data}-runs.csv"))
+    return {"seeds 0 to 4": first, "5 to 9": fresh, "all ten": pd.concat([first, fresh], join="inner")}
+
+
+def parts_of_evolution(table: dict[str, Any], rows: Sequence[Row]) -> list[str]:
+    """Return the lines of the ablation of evolution: published gains over AA, ours over no evolution."""
+    ours = {f"{title}, ours, {seeds}": top1 for title, data in (("CIFAR-10", "cifar10"), ("CIFAR-100", "cifar100"))
+            for seeds, top1 in seeds_of(data).items()}
+    aa, lines = table["rows"][0]["top1"]["ImageNet"], []
+    for row in rows:
+        gains = [paired(top1[row["ours"]] - top1["none"]) if row.get("ours", "none") in set(top1) - {"none"} else None
+                 for top1 in ours.values()]
+        top1 = row["top1"]["ImageNet"]
+        lines.append([row["label"], f"{top1:.2f}", "" if row["label"] == "aa_resnet34" else f"{top1 - aa:+.2f}",
+                      cell(row["top5"].get("ImageNet"), 2),
+                      *("" if g is None else f"{g['difference']:+.2f} ({g['low']:.2f} to {g['high']:.2f})"
+                        for g in gains)])
+    effects = pd.read_csv(HERE / "factorial" / "effects.csv")
+    ten = effects[effects["seeds"].str.startswith("0 to 9") & (effects["name"] == "convolution")].set_index("data")
+    bounds = " and ".join(f"{row.difference:+.2f} ({row.low:.2f} to {row.high:.2f}) on {data}" for data, row in (
+        ("CIFAR-10", ten.loc["cifar10"]), ("CIFAR-100", ten.loc["cifar100"])))
+    by_name = {row["label"]: row["top1"]["ImageNet"] for row in table["rows"]}
+    paper = by_name["ea_aa_resnet34"] - by_name["ea_aa_resnet34, without convolution"]
+    return [*markdown(["network", "top-1 %, published", "minus AA", "top-5 %, published", *ours], lines), "",
+            "- Ours: top-1 minus that of the same network without evolution, with the 95% interval, of narrow "
+            "Conv-Transformers after 4 epochs; seeds 5 to 9 were run after the question was fixed "
+            "([experiments](experiments.md)).",
+            f"- The convolution alone (its mean effect with and without the skip, ten seeds): {bounds}. The EA paper's "
+            f"is {paper:+.2f}."]
+
+
+def attention_cost(table: dict[str, Any], rows: Sequence[Row]) -> list[str]:
+    """Return the lines of the AA paper's table of what attention costs, by stage and in all."""
+    lines = []
+    for row in rows:
+        branches = counted(row, "ImageNet").branches
+        stage = [branch for branch in branches if branch.layer.startswith(f"{row['name']}.")]
+        if stage:
+            label, maps, params, flops = (f"{row['name']}, one of {len(stage)} layers", stage[0].map_bytes,
+                                          stage[0].params, stage[0].flops_profiler)
+        elif row["name"] == "training":
+            label, maps = "all, training", training_map_bytes(branches)
+            params, flops = (sum(getattr(branch, key) for branch in branches) for key in ("params", "flops_profiler"))
+        else:
+            label, maps, params, flops = "all, inference", inference_map_bytes(branches), None, None
+        lines.append([label, cell(maps / 1024, 2), cell(row["map_kb"], digits([row["map_kb"]])), cell(params, 0),
+                      cell(row.get("branch_params"), 0), cell(flops and flops / 1e6, 1), cell(row.get("mflops"), 0)])
+    return [*markdown(["", "maps, KiB", "published, KB", "parameters", "published", "MFLOPs", "published"], lines), "",
+            "- Maps are those of dense attention in bfloat16; our kernels keep fewer.",
+            "- `ea-vision models aa_resnet50 --layers` gives every branch."]
+
+
+def probes(table: dict[str, Any], rows: Sequence[Row]) -> list[str]:
+    """Return the lines of the EA paper's table of networks that see one map alone."""
+    layers = list(rows[0]["layers"])
+    return [*markdown(["network", *(f"layer {layer}, published" for layer in layers)],
+                      [[row["label"], *(cell(top1, 2) for top1 in row["layers"].values())] for row in rows]), "",
+            "- Top-1 in percent. The command needs both networks trained on ImageNet; [ours](experiments.md#the-probe) "
+            "are of CIFAR-10.", "", "```sh", f"ea-vision probe --model RUN_OF_AA,RUN_OF_EA --layers "
+            f"{','.join(map(str, layers))} --dataset folder --data-dir DIR --device cuda -o probe", "```"]
+
+
+def printed(table: dict[str, Any], rows: dict[str, Sequence[float | str]]) -> list[str]:
+    """Return the lines of a table that is only printed."""
+    decimals = [digits(x for x in column if not isinstance(x, str)) for column in zip(*rows.values(), strict=True)]
+    return markdown(["", *table["columns"]], [[name, *(
+        x if isinstance(x, str) else f"{x:.{d}f}" for x, d in zip(cells, decimals, strict=True))]
+        for name, cells in rows.items()])
+
+
+LINES: dict[str, Callable[[dict[str, Any], Sequence[Row]], list[str]]] = {
+    "detection": detectors, "attention-cost": attention_cost, "probe": probes, "evolution": parts_of_evolution}
+
+
+def section(table: dict[str, Any], rows: Sequence[Row]) -> str:
+    """Return a table, or some of its rows, under its heading, and what it says of its sources."""
+    lines = (printed if "columns" in table else LINES.get(table["name"], classifiers))(table, rows)
+    notes = [f"Source: {table['source']}." + (f" {table['note'][0].upper()}{table['note'][1:]}." if "note" in table
+                                             else "")]
+    if "columns" not in table:
+        elsewhere: dict[str, list[str]] = {}
+        for row in rows:
+            if row["source"] != table["source"]:
+                elsewhere.setdefault(row["source"], []).append(f"`{row['label']}`")
+        notes += [f"Source of {', '.join(labels)}: {source}." for source, labels in elsewhere.items()]
+        notes += [f"`{row['label']}`: {row['note']}." for row in rows if row["note"]]
+    notes += table.get("remarks", [])
+    return "\n".join([f"## {table['title']}: `{table['name']}`", "", *lines, "", *(f"- {note}" for note in notes)])
+
+
+def page() -> str:
+    """Return the whole page."""
+    shown = [section(table, table["rows"]) for name, table in tables().items() if name not in BY_NAME]
+    return "\n\n".join([TEXT, *shown, MISSING]) + "\n"
+
+
+def chosen(names: Sequence[str]) -> str:
+    """Return the rows of some networks or tables, and the commands that would train them.
+
+    Raises:
+        UsageError: a name of no network and no table.
+    """
+    of_networks = [table for table in tables().values() if "columns" not in table]
+    known = {*tables(), *(row["model"] for table in of_networks for row in table["rows"])}
+    for name in set(names) - known:
+        raise UsageError(f"no row of a paper's table is called {name!r}; {near_matches(name, known, 'names')}")
+    parts = []
+    for table in tables().values():
+        if "columns" in table:
+            parts += [section(table, table["rows"])] if table["name"] in names else []
+        elif rows := [row for row in table["rows"] if table["name"] in names or row["model"] in names]:
+            commands = []
+            for of, data in [(row, data) for row in rows for data in row["recipes"]]:
+                epochs, eflop = cost(of, data)
+                commands.append(f"# {of['label']}, {data}: {epochs} epochs, {eflop:.2g} EFLOP\n{command(of, data)}")
+            parts += [section(table, rows), *(["\n".join(commands)] if commands else [])]
+    return "\n\n".join(parts) + "\n"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="networks or tables (default: write the page)")
+    names = parser.parse_args(argv).names
+    if names:
+        print(chosen(names), end="")
+    else:
+        PAGE.write_text(page())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))

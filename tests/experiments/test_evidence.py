@@ -1,0 +1,235 @@
+"""Runs of a sweep and the paired tests between its variants, by hand and as they are kept."""
+import math
+from pathlib import Path
+from statistics import mean, stdev
+
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.image import imread
+
+from ea_vision.base.errors import RunError, UsageError
+from ea_vision.base.files import write_json
+from ea_vision.engine.run_folder import write_config
+from experiments import sweep
+from experiments.evidence import (
+    by_variant,
+    compare,
+    effects_table,
+    factorial,
+    holm,
+    main,
+    paired,
+    parse_factors,
+    read_run,
+    read_runs,
+    smallest_shown,
+)
+
+STORED = Path(__file__).parents[2] / "experiments" / "results" / "evidence"
+NONE, PA, EA = [70.1, 69.8, 71.0, 70.3, 69.9], [70.9, 70.1, 71.2, 71.3, 70.0], [71.0, 71.5, 72.1, 70.9, 71.6]
+FACTORS = ["skip=none,EA without skip|EA without convolution,EA",
+           "convolution=none,EA without convolution|EA without skip,EA"]
+
+
+def write_run(folder: Path, name: str, top1: float, split: str = "test", data: str = "photos", **options) -> None:
+    """Write a run folder's results.json, metrics.csv and config.yaml as the trainers do: 2 epochs, 10,000 images."""
+    path = folder / name
+    path.mkdir(parents=True)
+    write_json(path / "results.json", {
+        "model": "m", "epochs": 2, "eval_split": "held_out" if split == "test" else split, f"{split}_images": 10_000,
+        f"{split}_best": {"epoch": 1, "top1": 99.0, "top5": 99.0},
+        f"{split}_last": {"epoch": 2, "top1": top1, "top5": 99.0}})
+    (path / "metrics.csv").write_text("epoch,step,lr,train_loss,top1,top5,images_per_s,seconds\n"
+                                      f"1,2,0.1,2.0,99.0,99.0,10,1.25\n2,4,0.1,1.5,{top1},99.0,10,1.25\n")
+    write_config(path, {"model": "m", "seed": int(name.rpartition("=")[2]), "epochs": 2, "output": name, **options},
+                 {"model_kwargs": {}, "eval_split": "held_out", "data_fingerprint": data})
+
+
+@pytest.fixture
+def runs(tmp_path):
+    for name, figures in (("none", NONE), ("PA", PA), ("EA without skip", EA)):
+        for seed, top1 in enumerate(figures):
+            write_run(tmp_path, f"variant={name},seed={seed}", top1)
+    return tmp_path
+
+
+def test_paired_difference_is_student_s_by_hand():
+    """Mean, and 2.776 standard errors for 4 degrees of freedom (any table of t); p by integrating t's density."""
+    differences = np.subtract(EA, NONE)
+    error = stdev(differences) / math.sqrt(5)
+    found = paired(differences)
+    assert found["difference"] == pytest.approx(mean(differences)) and found["seeds"] == 5
+    assert (found["low"], found["high"]) == pytest.approx(
+        (mean(differences) - 2.776445 * error, mean(differences) + 2.776445 * error), abs=1e-5)
+    t, step = found["difference"] / error, 1e-3
+    density = [(1 + (x * step) ** 2 / 4) ** -2.5 * 3 / 8 for x in range(int(t / step))]  # t's density, 4 degrees
+    assert found["p"] == pytest.approx(1 - 2 * step * (sum(density) - density[0] / 2), abs=1e-3)
+    assert paired(-differences)["low"] == pytest.approx(-found["high"])
+    with pytest.raises(UsageError, match="at least 2 seeds, got 1"):
+        paired([1.0])
+
+
+def test_without_spread_there_is_neither_interval_nor_p():
+    """Two equal differences are no proof; differences are equal where they spread by less than one image."""
+    assert math.isnan(paired([0.5, 0.5])["p"])
+    assert math.isnan(paired([0.37, 0.37 + 1e-12], resolution=0.01)["low"])
+    assert not math.isnan(paired([0.37, 0.36], resolution=0.01)["p"])
+    table = compare(pd.DataFrame({"a": [1.0, 2.0], "b": [0.5, 1.5], "c": [1.0, 3.0]}), ("a", "b"))
+    assert table["p"].isna().tolist() == table["p_holm"].isna().tolist() == [True, False, False]
+    assert effects_table(table)[2] == "| a - b | +0.50 | no spread |  |  |"
+    shown = effects_table(table.assign(p=1e-4, low=0.1, high=0.9))[2]
+    assert shown == "| a - b | +0.50 | +0.10 to +0.90 | < 0.001 |  |"
+
+
+def test_holm_against_its_definition():
+    """The smallest p is taken times m, the next times m - 1, ..., none smaller than the one before, none above 1."""
+    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert holm([0.5, 0.9]).tolist() == [1.0, 1.0] and holm([0.02], 4) == pytest.approx([0.08])
+    assert holm([math.nan, 0.02, 0.3]) == pytest.approx([math.nan, 0.06, 0.6], nan_ok=True), "NaN counts as a test"
+
+
+def test_what_five_seeds_find_is_so_by_simulation():
+    drawn = np.random.default_rng(0).normal(smallest_shown(2.0, 5), 2.0, (20_000, 5))
+    t = drawn.mean(1) / (drawn.std(1, ddof=1) / math.sqrt(5))
+    assert np.mean(np.abs(t) > 2.776445) == pytest.approx(0.8, abs=0.01)
+
+
+def test_the_command_and_its_file_of_runs(runs, tmp_path, capsys):
+    """The question is not corrected, the other pairs are; the file says what the folder said."""
+    question = ["--question", "EA without skip,none"]
+    assert main([str(runs), *question]) == 0
+    said, table = capsys.readouterr().out, pd.read_csv(runs / "evidence.csv")
+    assert f"| none | {', '.join(f'{v:.2f}' for v in NONE)} | {mean(NONE):.2f} | {stdev(NONE):.2f} | model=m |" in said
+    assert (runs / "evidence.md").read_text() in said and imread(runs / "evidence.png").shape[1] > 1000
+    assert table["difference"][0] == pytest.approx(mean(EA) - mean(NONE)) and math.isnan(table["p_holm"][0])
+    assert table["p_holm"][1:].tolist() == pytest.approx(holm(table["p"][1:]))
+    kept = pd.read_csv(runs / "evidence-runs.csv")
+    assert kept.iloc[0].to_dict() == {
+        "variant": "EA without skip", "seed": 0, "test_top1": 71.0, "train_loss": 1.5, "seconds": 2, "images": 10000,
+        "updates": 4, "data": "photos", "options": "model=m"}
+    assert main([str(runs / "evidence-runs.csv"), *question, "-o", str(tmp_path / "again")]) == 0
+    for name in ("evidence-runs.csv", "evidence.csv", "evidence.md"):
+        assert (tmp_path / "again" / name).read_text() == (runs / name).read_text()
+    write_run(runs / "more", "variant=cnn,seed=0", 60.0)
+    write_run(runs / "more", "variant=going on,seed=0", 60.0)
+    (runs / "more" / "variant=going on,seed=0" / "results.json").unlink()
+    both = read_runs(runs / "more", runs / "evidence-runs.csv", variants=["none", "cnn"])
+    assert both["variant"].tolist() == ["none"] * 5 + ["cnn"]
+    with pytest.raises(UsageError, match="going on,seed=0 is not complete"):
+        read_runs(runs / "more")
+
+
+@pytest.mark.parametrize("made, message", [
+    ([("a", 0, {}), ("b", 0, {"data": "digits"})], "same data, got photos, digits"),
+    ([("a", 0, {}), ("b", 0, {"split": "held_out"})], "same split, got test, held_out"),
+    ([("a", 0, {"lr": 1}), ("a", 1, {"lr": 2})], "equal options: lr of a is 1 and 2"),
+    ([("a", 0, {}), ("a", 1, {}), ("b", 0, {})], "seeds that are missing: b: 1"), ([], "in .*, got none")])
+def test_runs_that_cannot_be_compared_are_refused(tmp_path, made, message):
+    for variant, seed, options in made:
+        write_run(tmp_path, f"variant={variant},seed={seed}", 60.0, **options)
+    with pytest.raises(UsageError, match=message):
+        by_variant(read_runs(tmp_path))
+
+
+def test_files_that_cannot_be_compared_are_refused(runs, tmp_path):
+    head, file = "variant,seed,test_top1,train_loss,seconds,images,updates\n", tmp_path / "runs.csv"
+    row = "a,0,1,1,1,9,4\n"
+    for text, message in (("a,b\n1,2\n", "must have the columns"), (head + row + row, "two of a, seed 0"),
+                          (head + row + "a,1,1,1,1,9,5\n", "equally long, got a with 4 and 5"),
+                          (head + row + "b,0,1,1,1,8,4\n", "same number of images, got 9, 8")):
+        file.write_text(text)
+        with pytest.raises(UsageError, match=message):
+            read_runs(file)
+    for question, message in (("PA,nonne", "takes two variants as A,B of"), ("PA,PA", "got PA,PA")):
+        with pytest.raises(UsageError, match=message):
+            main([str(runs), "--question", question])
+    for given, message in (([str(runs)], "got neither"), ([str(runs / "no"), "--question", "a,b"], "no such file"),
+                           ([str(runs), "--question", "a,b", "--variants", "a,PA"], "no runs of a")):
+        with pytest.raises(UsageError, match=message):
+            main(given)
+
+
+@pytest.mark.parametrize("data", ["cifar10", "cifar100"])
+def test_what_is_kept_is_what_the_runs_give(data, tmp_path):
+    """The effects by hand, too: seed by seed, as experiments/factorial/README.md writes them."""
+    argv = [str(STORED / f"{data}-runs.csv"), "--question", "EA,none", "-o", str(tmp_path)]
+    assert main(argv + [word for factor in FACTORS for word in ("--factor", factor)]) == 0
+    assert (tmp_path / "evidence-runs.csv").read_text() == (STORED / f"{data}-runs.csv").read_text()
+    for made, kept in (("evidence", "pairs"), ("evidence-factors", "factors")):
+        pd.testing.assert_frame_equal(*(pd.read_csv(path) for path in (
+            tmp_path / f"{made}.csv", STORED / f"{data}-{kept}.csv")), rtol=1e-9, atol=1e-12)
+    top1 = by_variant(read_runs(STORED / f"{data}-runs.csv"))
+    none, convolution, skip, both = (top1[name] for name in ("none", "EA without skip", "EA without convolution", "EA"))
+    by_hand = [((skip - none) + (both - convolution)) / 2, ((convolution - none) + (both - skip)) / 2,
+               (both - skip) - (convolution - none)]
+    for values, effect in zip(by_hand, factorial(top1, parse_factors(FACTORS)).itertuples(), strict=True):
+        error = 2.776445 * stdev(values) / math.sqrt(5)
+        assert (effect.difference, effect.low, effect.high) == pytest.approx(
+            (mean(values), mean(values) - error, mean(values) + error), abs=1e-4)
+
+
+def test_three_factors_and_the_order_of_their_cells():
+    """Effects put in are the effects that come out, and the order within a side says nothing."""
+    cells = {f"{a}{b}{c}": (a, b, c) for a in (0, 1) for b in (0, 1) for c in (0, 1)}
+    top1 = pd.DataFrame({name: [50 + seed * 0.3 + a - 2 * b + 0.5 * c + 4 * a * c + (0.1 if seed == a + b + c else 0.0)
+                                for seed in range(3)] for name, (a, b, c) in cells.items()})
+    words = [f"{factor}={','.join(n for n in cells if not cells[n][i])}|"
+             f"{','.join(reversed([n for n in cells if cells[n][i]]))}" for i, factor in enumerate("abc")]
+    found = factorial(top1, parse_factors(words)).set_index("name")
+    assert list(found.index) == ["a", "b", "c", "a x b", "a x c", "b x c"]
+    assert found["difference"].tolist() == pytest.approx([3, -2, 2.5, 0, 4, 0], abs=0.1)
+    assert found["p_holm"].notna().tolist() == [True] * 3 + [False] * 3
+
+
+@pytest.mark.parametrize("words, message", [
+    (["skip"], "NAME=WITHOUT"), (["skip=a,b|c"], "need 2 variants"), (["s=a|a"], "NAME=WITHOUT"), (["s=a,|b"], "WITH"),
+    (["s=a|b", "s=a|b"], "NAME=WITHOUT"), (["s=a,b|c,d", "t=a,c|b,e"], "need 4 variants"),
+    (["s=a,b|c,d", "t=a,b|c,d"], "own combination")])
+def test_factors_must_be_crossed(words, message):
+    with pytest.raises(UsageError, match=message):
+        parse_factors(words)
+
+
+def test_a_sweep_trains_its_settings_draws_them_and_goes_on(tmp_path, monkeypatch, capsys):
+    commands = []
+
+    class Process:
+        def __init__(self, command):
+            commands.append(command[1:])
+            folder = Path(command[command.index("--output") + 1])
+            if not folder.exists():
+                write_run(folder.parent, folder.name, 50.0 + len(commands))
+
+        def wait(self):
+            return 3 if len(commands) > 5 else 0
+
+        poll = wait
+
+    monkeypatch.setattr(sweep.subprocess, "Popen", Process)
+    argv = ["--variant", "none=--model a", "--variant", "EA=--model b", "--set", "alpha=0,0.5", "--option", "lr=0.1",
+            "--test", "--output", str(tmp_path / "s"), "--", "--epochs", "3"]
+    assert sweep.main(argv) == 0
+    folder = tmp_path / "s" / "variant=none,alpha=0.5,lr=0.1,seed=0"
+    assert commands[1] == ["-m", "ea_vision", "train-cifar", "--epochs", "3", "--test", "--model", "a", "--lr=0.1",
+                           "--model-kwargs", "alpha=0.5", "--output", str(folder), "--seed", "0"]
+    rows = pd.read_csv(tmp_path / "s" / "sweep.csv")
+    assert rows[["variant", "alpha", "top1"]].values.tolist() == [["none", 0, 51], ["none", 0.5, 52], ["EA", 0, 53],
+                                                                  ["EA", 0.5, 54]]
+    assert imread(tmp_path / "s" / "sweep.png").shape[1] > 1000
+    assert "best: variant=EA alpha=0.5" in capsys.readouterr().out
+    with pytest.raises(RunError, match="alpha=0.5,lr=0.1,seed=0 ended with exit code 3"):
+        sweep.main(argv)
+    assert read_run(folder)["top1"] == 52.0
+
+
+@pytest.mark.parametrize("argv, message", [
+    ("--variant none", "NAME=ARGUMENTS"), ("--variant '=--model a'", "NAME=ARGUMENTS"),
+    ("--variant 'a/b=--model a'", "comma"), ("--variant 'a=--m' --variant 'a=--m'", "once"),
+    ("--set a", "KEY=V1"), ("--set a=1,", "KEY=V1"),
+    ("--set a=1 --option a=2", "each key once"), ("--set a=1 --seeds 0,x", "whole numbers"),
+    ("", "is required, got none")])
+def test_a_wrong_sweep_is_an_error(tmp_path, argv, message):
+    with pytest.raises(UsageError, match=message):
+        sweep.main([*sweep.shlex.split(argv), "--output", str(tmp_path / "s")])
+    assert not (tmp_path / "s").exists()

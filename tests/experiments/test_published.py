@@ -1,0 +1,159 @@
+"""docs/results.md is what experiments/published.py writes; what is typed as the papers' stands in them."""
+import os
+import re
+import shlex
+from importlib import resources
+from pathlib import Path
+
+import pytest
+import timm
+import yaml
+
+from ea_vision.base.errors import UsageError
+from ea_vision.detection.train import DetectionConfig
+from ea_vision.engine.config import PUBLISHED, make_parser, parse, resolve
+from ea_vision.engine.train_cifar import CifarConfig
+from ea_vision.engine.train_imagenet import ImageNetConfig
+from ea_vision.sizes import Counts
+from experiments import published
+from experiments.published import command, cost, counted, figures, section, tables
+
+TABLES = {name: table for name, table in tables().items() if "columns" not in table}
+ROWS = [(table, row, data) for table in TABLES.values() for row in table["rows"] for data in row["recipes"]]
+SMALL = ("wide-resnet", "conv-transformer", "attention-cost", "detection", "probe")
+MEASURED = {"params M", "GFLOPs"}
+ALL = os.environ.get("EA_VISION_TEST_ALL") == "1"
+
+
+def unmeasured(text: str) -> list[list[str]]:
+    """Return lines as cells, without those that are counted on networks."""
+    lines, heading = [], []
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        heading = cells if MEASURED & set(cells) else heading if line.startswith("|") else []
+        lines.append([cell for index, cell in enumerate(cells)
+                      if not heading or cells is heading or heading[index] not in MEASURED])
+    return lines
+
+
+@pytest.mark.parametrize("name", [name for name in tables() if name not in published.BY_NAME])
+def test_the_page_is_what_the_script_writes(name, monkeypatch):
+    """Of large networks all but what is counted, which `make test-all` counts, too."""
+    if not (counts_all := name in SMALL or ALL):
+        monkeypatch.setattr(published, "counted", lambda *of: Counts(1, 1, 1, 1, ()))
+    made, page = section(tables()[name], tables()[name]["rows"]), published.PAGE.read_text()
+    [shown] = [f"## {part.rstrip()}" for part in page.split("\n## ") if part.startswith(tables()[name]["title"])]
+    hint = "run: python -m experiments.published"
+    assert (made == shown if counts_all else unmeasured(made) == unmeasured(shown)), hint
+    assert page.startswith(published.TEXT) and page.endswith(published.MISSING + "\n")
+
+
+def test_a_network_stands_beside_its_own_papers_baseline():
+    """PA-50's 77.55 is a gain over the PA paper's AA-50, 77.15; the EA paper's has 77.70."""
+    for paper, kind, table in (("PA", "pa", "pa-imagenet"), ("EA", "ea", "imagenet")):
+        top1 = {row["model"]: row["top1"]["ImageNet"] for row in TABLES[table]["rows"]}
+        assert {row["source"].split()[0] for row in TABLES[table]["rows"]} == {paper}
+        for name in (name for name in top1 if name.startswith(f"{kind}_")):
+            assert top1[name] > top1[name.removeprefix(f"{kind}_")] > top1[name.removeprefix(f"{kind}_aa_")]
+
+
+def test_commands_train_the_row_s_network_as_long_as_the_page_says():
+    trainers = {"train-cifar": CifarConfig, "train-imagenet": ImageNetConfig, "train-detection": DetectionConfig}
+    parsers = {cls: make_parser(cls, "", "") for cls in trainers.values()}
+    for _, row, data in ROWS:
+        words = shlex.split(command(row, data))
+        [start] = [index for index, word in enumerate(words) if word in trainers]
+        assert words[:start] in (["ea-vision"], ["torchrun", "--nproc-per-node", "8", "-m", "ea_vision"])
+        cls = trainers[words[start]]
+        config, _ = resolve(cls, parse(parsers[cls], words[start + 1:]))
+        assert config.model == row["model"] and row["kwargs"].items() <= config.model_kwargs.items(), words
+    named = {row["model"] for _, row, data in ROWS if row["recipes"][data] == f"imagenet_{row['model']}"}
+    assert named == set(PUBLISHED), "each of the papers' ImageNet networks has a recipe of its name"
+
+
+def test_cost_is_three_forward_passes_an_image():
+    [row] = [row for row in TABLES["imagenet"]["rows"] if row["model"] == "resnet50"]
+    macs = 4.09e9  # of ResNet-50, as is well known
+    epochs, eflop = cost(row, "ImageNet")
+    assert epochs == 100 and eflop == pytest.approx(3 * 2 * macs * 1_281_167 * 100 / 1e18, rel=1e-3)
+    [row] = [row for row in TABLES["conv-transformer"]["rows"] if row["model"] == "cnn_cifar"]
+    macs = counted(row, "CIFAR-10").macs
+    assert cost(row, "CIFAR-10") == (630, pytest.approx(6 * macs * 45_000 * 630 / 1e18))  # 5,000 held out
+
+
+def test_the_file_of_figures_is_whole():
+    labels = [(table["name"], row["label"]) for table in TABLES.values() for row in table["rows"]]
+    assert len(set(labels)) == len(labels) > 70
+    assert all(timm.is_model(row["model"]) and row["source"] for table in TABLES.values() for row in table["rows"])
+    assert figures("aa_resnet50")["top1"] == {"ImageNet": 77.70}, "the EA paper's, not the AA paper's"
+    assert figures("cnn_cifar")["top1"] == {"CIFAR-10": 95.90, "CIFAR-100": 78.17}
+    assert figures("ea_conv_transformer_cifar") is None
+
+
+def test_rows_of_a_network_and_a_wrong_name(capsys):
+    assert published.main(["conv_transformer_cifar"]) == 0
+    out = capsys.readouterr().out
+    assert "89.57 (10 epochs of `fast_sgd`); 93.48 (10 epochs of `fast`) |" in out
+    assert out.endswith("# conv_transformer_cifar, CIFAR-100: 620 epochs, 0.08 EFLOP\nea-vision train-cifar --dataset "
+                        "cifar100 --download --device cuda --recipe pa_cifar100 --model conv_transformer_cifar\n")
+    with pytest.raises(UsageError, match="called 'ea_aa_resnet5'; did you mean .*ea_aa_resnet50"):
+        published.main(["ea_aa_resnet5"])
+
+
+def shown(text: str) -> list[str]:
+    """Return the figures of a paper's table as PAPERS.md writes them."""
+    return re.findall(r"\d+(?:\.\d+)?(?:/\d+\.\d+)?", text)
+
+
+def test_every_published_figure_is_in_the_papers_tables(shared):
+    """Where the transcription of the papers' tables is at hand: what is typed as theirs stands in it."""
+    text = (shared / "PAPERS.md").read_text()
+    pa, ea = text.split("## EA paper")
+    of_papers = {f"{name} paper, table {number}": line for name, part in (("PA", pa), ("EA", ea))
+                 for number, line in re.findall(r"^Table ([\d/]+)[,:](.*?)(?=^Table |\Z)", part, re.M | re.S)}
+    of_papers["EA paper, tables 8 and 11"] = of_papers.pop("EA paper, table 8/11")
+    checked = 0
+    for table in TABLES.values():
+        for row in table["rows"]:
+            line = of_papers.get(row["source"])
+            if line is None:
+                assert row["source"].startswith("AA paper"), row["source"]
+                continue
+            typed = [*row["top1"].values(), *row["top5"].values(), *row.get("layers", {}).values()]
+            typed += [value for value in (row["params_m"], row["gflops"]) if value is not None]
+            assert set(map(float, typed)) <= set(map(float, re.findall(r"\d+(?:\.\d+)?", line))), row
+            if row["top1"] and "imagenet" in table["name"]:  # top-1 and top-5 stand together
+                together = f"{row['top1']['ImageNet']:.2f}" + "".join(f" {x:.2f}" for x in row["top5"].values())
+                assert together in line, together
+            checked += len(typed)
+    for table in (table for table in tables().values() if "columns" in table):
+        for cells in table["rows"].values():
+            typed = shown(" ".join(f"{cell:g}" if isinstance(cell, float) else cell for cell in cells))
+            known = {figure if "/" in figure else f"{float(figure):g}" for figure in shown(of_papers[table["source"]])}
+            assert set(typed) <= known, (table["name"], cells)
+            checked += len(cells)
+    assert checked > 180
+
+
+@pytest.mark.parametrize("name", ["share", "position"])
+def test_published_positions_and_shares_are_built_as_the_paper_says(name):
+    """They change the sizes as published, and positions that learn nothing add nothing."""
+    rows = [row for row in TABLES[name]["rows"] if row["model"] == "aa_resnet50" or ALL]
+    for row in (row for row in rows if row["params_m"]):
+        counts = counted(row, "ImageNet")
+        assert counts.params / 1e6 == pytest.approx(row["params_m"], abs=0.06)
+        assert counts.flops_profiler / 1e9 == pytest.approx(row["gflops"], rel=0.02)
+    if name == "position":
+        none, sine, coord, relative = (counted(row, "ImageNet").params for row in rows[-4:])
+        assert none == sine < relative and none < coord
+
+
+@pytest.mark.parametrize("recipe", sorted((
+    file for file in resources.files("ea_vision.recipes").iterdir() if file.name.startswith("imagenet_")),
+    key=lambda file: file.name), ids=lambda file: file.name)
+def test_recipes_say_what_is_published(recipe):
+    text = Path(recipe).read_text()
+    row = figures(yaml.safe_load(text)["model"])
+    assert float(re.search(r"(\d+\.\d+)M parameters", text)[1]) == row["params_m"]
+    assert row["gflops"] is None or f"{row['gflops']} GFLOPs" in text or f"{row['gflops']:.2f} GFLOPs" in text
+    assert float(re.search(r"top-1 (\d+\.\d+)", text)[1]) == row["top1"]["ImageNet"]

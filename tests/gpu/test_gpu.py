@@ -1,0 +1,215 @@
+"""A GPU's paths against the reference, whole networks, the trainers, and speed: `make test-gpu`, at most 25 minutes.
+
+torch, timm, numpy and pytest are all that is needed: images are made. Without a GPU the same tests run on a CPU with
+tiny networks, as far as a CPU has the path, so that they are known to work; that says nothing about a GPU. Figures are
+printed (`-rP`) and, with EA_VISION_GPU_REPORT=FOLDER, kept there.
+"""
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+
+import ea_vision  # noqa: F401
+from ea_vision.ops import evolving_attention, use_implementation
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 8e-2}  # of the norm of outputs and gradients
+NETWORKS = {"aa_resnet34": 224, "ea_aa_resnet50": 224, "pa_aa_resnet50": 224, "ea_conv_transformer_cifar": 32,
+            "ea_vit_tiny_patch16_224": 224} if ON_GPU else {"ea_conv_transformer_cifar": 32}
+on_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+
+CASES = {  # heads, size, width of q and v, then what differs
+    "EA": {"shape": (8, (14, 14), 20, 3)},
+    "EA, beta 0.6": {"shape": (4, (7, 9), 20, 6), "beta": 0.6},
+    "EA, kernel 5": {"shape": (8, (7, 7), 20, 6), "kernel": 5},
+    "EA, gates, prefix, 12 heads": {"shape": (12, (1, 197), 64, 64), "gates": True, "prefix": 1, "relative": False},
+    "EA, prefix, 577 tokens": {"shape": (6, (1, 577), 64, 64), "prefix": 1, "relative": False},
+    "PA": {"shape": (8, (14, 14), 20, 3), "predict": True},
+    "PA, gates": {"shape": (4, (8, 8), 64, 64), "predict": True, "gates": True},
+    "first": {"shape": (8, (14, 14), 20, 3), "prev": False},
+    "AA": {"shape": (8, (14, 14), 20, 3), "prev": False, "need_logits": False, "by": "sdpa"},
+    "windows": {"shape": (4, (14, 14), 32, 32), "prev": False, "need_logits": False, "window": 5, "relative": False,
+                "by": "flex"},
+}
+OPTIONS = ("beta", "predict", "need_logits", "window", "dropout_p")
+
+
+def leaves(case: dict, batch: int = 2) -> dict[str, torch.Tensor]:
+    """Return random arguments of a case, in float64."""
+    K, (H, W), D, E = case["shape"]
+    N, kernel = H * W, case.get("kernel", 3)
+    made = {"q": (batch, K, N, D), "k": (batch, K, N, D), "v": (batch, K, N, E)}
+    if case.get("relative", True):
+        made |= {"height_rel": (2 * H - 1, D), "width_rel": (2 * W - 1, D)}
+    if case.get("prev", True):
+        made |= {"prev_logits": (batch, K, N, N), "weight": (K, K, kernel, kernel), "bias": (K,)}
+    if case.get("gates"):
+        made |= {"alpha": (K,), "beta": (K,)}
+    factors = {"height_rel": D ** -0.5, "width_rel": D ** -0.5, "weight": 0.1, "bias": 0.1}
+    return {name: (factors.get(name, 1.0) * torch.randn(shape, dtype=torch.float64)).to(DEVICE)
+            for name, shape in made.items()}
+
+
+def outputs_and_gradients(case: dict, x: dict, dtype: torch.dtype, implementation: str) -> dict[str, torch.Tensor]:
+    """Return the operator's outputs and the gradients of a weighted sum of them; maps and q, k, v in `dtype`."""
+    small = torch.float64 if dtype == torch.float64 else torch.float32
+    x = {name: t.to(dtype if name in ("q", "k", "v", "prev_logits") else small).requires_grad_()
+         for name, t in x.items()}
+    out, logits = evolving_attention(
+        **x, **{name: case[name] for name in OPTIONS if name in case}, feat_size=case["shape"][1],
+        num_prefix_tokens=case.get("prefix", 0), implementation=implementation)
+    given = {"out": out} if logits is None else {"out": out, "logits": logits}
+    torch.manual_seed(2)
+    loss = sum((t.double() * torch.randn(t.shape, dtype=torch.float64).to(DEVICE)).sum() for t in given.values())
+    grads = torch.autograd.grad(loss, list(x.values()), allow_unused=True)
+    return given | {f"d_{name}": grad for name, grad in zip(x, grads, strict=True) if grad is not None}
+
+
+@pytest.mark.parametrize("dtype", DTYPES if ON_GPU else ["float32"])
+@pytest.mark.parametrize("name", CASES)
+def test_operators_are_the_reference_in_float64(name, dtype):
+    """Outputs and every gradient, relative to their norms; on a CPU small maps by its own path."""
+    case = dict(CASES[name])
+    if not ON_GPU:
+        K, (H, W), D, E = case["shape"]
+        case |= {"shape": (min(K, 3), (min(H, 3), min(W, 5)), min(D, 8), min(E, 6))}
+        case |= {"window": 3} if "window" in case else {}
+    implementation = case.get("by", "triton") if ON_GPU else "reference" if "window" in case else "cpu"
+    x = {key: t.to(DTYPES[dtype]).double() if key in ("q", "k", "v", "prev_logits") else t
+         for key, t in leaves(case).items()}
+    have = outputs_and_gradients(case, x, DTYPES[dtype], implementation)
+    want = outputs_and_gradients(case, x, torch.float64, "reference")
+    assert have.keys() >= want.keys()
+    for key, truth in want.items():
+        least = max(1e-3, truth.numel() ** 0.5) if key in ("d_alpha", "d_beta") else 1e-3
+        error = ((have[key].double() - truth).norm() / truth.norm().clamp_min(least)).item()
+        assert error <= TOLERANCE[dtype], f"{key} differs by {error:.1e}"
+
+
+def test_dropout_has_one_mask_in_forward_and_backward():
+    """The output is linear in v, so v's gradient says which mask the backward pass had."""
+    case = {"shape": (4, (8, 8), 64, 64) if ON_GPU else (2, (2, 3), 4, 3)}
+    x = {name: t.float() for name, t in leaves(case).items()}
+    x["v"].requires_grad_()
+    out, _ = evolving_attention(**x, feat_size=case["shape"][1], dropout_p=0.2,
+                                implementation="triton" if ON_GPU else "cpu")
+    up = torch.randn_like(out)
+    forward = (out.double() * up.double()).sum()
+    backward = (torch.autograd.grad(out, x["v"], up)[0].double() * x["v"].double()).sum()
+    assert (forward - backward).abs() <= TOLERANCE["float32"] * (out.double() * up.double()).norm()
+
+
+def made_network(name: str) -> tuple[torch.nn.Module, torch.Tensor]:
+    """Return a network in training mode, and images, channels-last."""
+    model = timm.create_model(name, **({} if ON_GPU else {"widths": [16, 16, 16, 16]})).to(DEVICE).train()
+    images = torch.randn(4, 3, NETWORKS[name], NETWORKS[name], device=DEVICE)
+    return model.to(memory_format=torch.channels_last), images.contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_networks_are_the_reference(name):
+    """Whole networks in float32, forward and backward, on the same device."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    model, images = made_network(name)
+    results = []
+    for how in ("reference", None):
+        model.zero_grad()
+        torch.manual_seed(1)
+        with use_implementation(how) if how else nullcontext():
+            y = model(images)
+        y.float().square().mean().backward()
+        results.append((y.detach(), [p.grad.clone() for p in model.parameters() if p.grad is not None]))
+    (want, want_grads), (have, have_grads) = results
+    assert (have - want).norm() <= 1e-3 * want.norm()
+    differences = torch.stack([(a - b).norm() for a, b in zip(have_grads, want_grads, strict=True)])
+    assert differences.norm() <= 1e-2 * torch.stack([g.norm() for g in want_grads]).norm()
+
+
+@on_gpu
+@pytest.mark.parametrize("name", ["ea_conv_transformer_cifar", "pa_aa_resnet50"])
+def test_compiled_in_one_graph(name):
+    model, images = made_network(name)
+    torch._dynamo.reset()
+    with torch.autocast("cuda", torch.bfloat16):
+        y = torch.compile(model, fullgraph=True)(images)
+    y.float().square().mean().backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory) -> Path:
+    """Class folders of small images, made of stripes and noise: train and test."""
+    folder, rng = tmp_path_factory.mktemp("images"), np.random.default_rng(0)
+    for split, count in (("train", 512 if ON_GPU else 16), ("test", 64 if ON_GPU else 4)):
+        for label in range(4):
+            (folder / split / f"class{label}").mkdir(parents=True)
+            for number in range(count):
+                image = rng.integers(0, 120, (32, 32, 3), dtype=np.uint8)
+                (image[::label + 2] if number % 2 else image[:, ::label + 2])[..., label % 3] += 120
+                Image.fromarray(image).save(folder / split / f"class{label}" / f"{number}.png")
+    return folder
+
+
+def trainer(data: Path, output: Path, *options: str, processes: int = 0) -> list[str]:
+    """Return the command of a training run."""
+    start = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m"] if processes else []
+    size = ["--batch-size", "64"] if ON_GPU else ["--model-kwargs", "widths=[8,8,16,16]", "--batch-size", "8"]
+    return [sys.executable, "-m", *start, "ea_vision", "train-cifar", "--dataset", "folder", "--data-dir", str(data),
+            "--model", "ea_conv_transformer_cifar", *size, "--device", DEVICE.type, "--channels-last", "--output",
+            str(output), *options]
+
+
+def run(command: list[str]) -> str:
+    """Run a command to its good end; return what it printed."""
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode == 0, done.stdout[-3000:]
+    return done.stdout
+
+
+@on_gpu
+@pytest.mark.parametrize("options", ["--amp bfloat16", "--amp float16",
+                                     "--amp bfloat16 --compile --model-ema-decay 0.99"])
+def test_the_trainer_in_each_precision(images, tmp_path, options):
+    run(trainer(images, tmp_path / "run", "--epochs", "1", *options.split()))
+    assert (tmp_path / "run" / "results.json").is_file()
+
+
+@on_gpu
+@pytest.mark.parametrize("processes", sorted({1, min(torch.cuda.device_count(), 8) or 1}))
+def test_the_trainer_on_several_gpus(images, tmp_path, processes):
+    run(trainer(images, tmp_path / "run", "--epochs", "1", "--amp", "bfloat16", processes=processes))
+    assert (tmp_path / "run" / "results.json").is_file()
+
+
+@pytest.mark.slow
+def test_a_trainer_that_sigterm_ends_goes_on(images, tmp_path):
+    output = tmp_path / "run"
+    command = trainer(images, output, "--epochs", "8" if ON_GPU else "4", "--checkpoint-steps", "2")
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    until = time.monotonic() + 120
+    while not (output / "last.ckpt").exists() and process.poll() is None and time.monotonic() < until:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 143, errors[-1500:]
+    run(command)
+    assert (output / "results.json").is_file()
+
+
+@on_gpu
+def test_speed_and_memory_of_the_50_layer_networks(tmp_path):
+    """The table of ratios: training, inference and memory in bfloat16, eager and compiled."""
+    folder = Path(os.environ.get("EA_VISION_GPU_REPORT", tmp_path))
+    print(run([sys.executable, "-m", "ea_vision", "benchmark", "--amp", "bfloat16", "--channels-last", "--compile",
+               "--repeats", "15", "--csv", str(folder / "benchmark.csv")]))

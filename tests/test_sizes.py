@@ -1,0 +1,130 @@
+"""`ea-vision models`: names, weights, and arithmetic against counts made by hand and the published figures."""
+import csv
+import io
+
+import pytest
+import timm
+import torch
+
+from ea_vision.base.errors import UsageError
+from ea_vision.models import list_networks
+from ea_vision.sizes import count, list_models, main, names_of, sizes_of
+from experiments.published import figures, tables
+
+
+def csv_of(*argv, capsys) -> list[dict[str, str]]:
+    assert main([*argv, "--csv", "-"]) == 0
+    return list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+
+
+def test_every_network_once_with_what_it_is(capsys):
+    assert main([]) == 0
+    lines = [[cell.strip() for cell in line.split("|")] for line in capsys.readouterr().out.splitlines()]
+    assert [cells[1] for cells in lines[2:]] == list_networks() and all(cells[4] for cells in lines[2:])
+
+
+def test_patterns_and_parts_of_names():
+    assert names_of(["ea_aa_resnet*"]) == [f"ea_aa_resnet{size}" for size in ("34", "50", "101", "152", "34_050")]
+    assert names_of(["_resnet50", "resnet50", "resnet50"]) == [
+        f"{kind}_resnet50" for kind in ("aa", "pa_aa", "ea_aa", "csan")] + ["resnet50"]
+    with pytest.raises(UsageError, match="fits 'ea_aa_resnet5O'; did you mean ea_aa_resnet50"):
+        names_of(["ea_aa_resnet5O"])
+
+
+def test_weights_are_names_that_timm_creates():
+    rows = list_models(names_of(["conv_transformer"]), weights=True)
+    assert rows and all(row["weights"] == "comes with ea_vision" for row in rows)
+    for row in rows:
+        timm.create_model(row["model"], pretrained=True)
+    assert all(row["weights"].startswith("hub: timm/") for row in list_models(names_of(["ea_deit_"]), weights=True))
+    with pytest.raises(UsageError, match="none of the 1 networks"):
+        list_models(["ea_aa_resnet50"], weights=True)
+
+
+def test_sizes_of_an_augmented_resnet(tmp_path, capsys):
+    plain, aa, ea = map(sizes_of, ("resnet34", "aa_resnet34", "ea_aa_resnet34"))
+    assert (plain["layers"], plain["maps"]) == (0, "")
+    assert (aa["layers"], aa["maps"]) == (26, "20 x 8 x (14x14) + 6 x 8 x (7x7)")
+    # an evolution convolution: 8 x 8 x 9 multiply-adds a pixel of the N x N map, 19 + 5 layers have one
+    assert ea["GMACs"] - aa["GMACs"] == pytest.approx(8 * 8 * 9 * (19 * 196**2 + 5 * 49**2) / 1e9, abs=2e-4)
+    path = tmp_path / "sizes.csv"
+    assert main(["--sizes", "resnet34", "aa_resnet34", "--csv", str(path)]) == 0
+    assert "| aa_resnet34 | 224x224 | 20.69" in " ".join(capsys.readouterr().out.split())
+    assert [row["model"] for row in csv.DictReader(path.open())] == ["resnet34", "aa_resnet34"]
+
+
+@pytest.mark.parametrize("row", [
+    row for table in ("imagenet", "mnasnet", "wide-resnet") for row in tables()[table]["rows"]
+    if not row["model"].endswith(("101", "152"))], ids=lambda row: row["model"])
+def test_arithmetic_is_the_papers_within_two_percent(row):
+    """The EA paper's ResNets in both countings; the AA paper's other families in that of the profiler."""
+    found = sizes_of(row["model"])
+    assert found["profiler"] == pytest.approx(row["gflops"], rel=0.02)
+    assert found["params M"] == pytest.approx(figures(row["model"])["params_m"], abs=0.15)
+    if "resnet" in row["model"]:
+        assert found["GFLOPs"] == pytest.approx(row["gflops"], rel=0.02)
+
+
+def test_the_profilers_counting_of_whole_networks():
+    """Totals worked out beside the AA paper's, which prints 8.3 for its AA-ResNet-50; EA adds its map convolutions."""
+    with torch.device("meta"):
+        aa, ea = (count(timm.create_model(name), (3, 224, 224)) for name in ("aa_resnet50", "ea_aa_resnet50"))
+    assert round(aa.flops_profiler / 1e9, 2) == 8.31 and sum(branch.evolves for branch in ea.branches) == 11
+    assert ea.flops_profiler - aa.flops_profiler == 2 * 8 * 8 * 9 * (9 * 196**2 + 2 * 49**2)
+    plain = count(timm.create_model("cnn_cifar"), (3, 32, 32))
+    assert plain.flops_profiler == plain.flops_paper == 2 * plain.macs and not plain.branches
+
+
+def test_branches_are_the_aa_papers_table_9(capsys):
+    """Published: 600 KB, 43k, 22M; 600 KB, 90k, 40M; 37.5 KB, 190k, 19M; in all 6 MB in training, 600 KB in inference,
+    1.3M, 390M."""
+    with torch.device("meta"):
+        branches = count(timm.create_model("aa_resnet50"), (3, 224, 224)).branches
+    by_hand = []
+    for stage, blocks, N, sides, planes, dim_v in ((2, 4, 196, 28, 128, 8), (3, 6, 196, 28, 256, 24),
+                                                   (4, 3, 49, 14, 512, 48)):
+        weights = planes * (320 + dim_v) + dim_v**2  # 160 for queries, 160 for keys; without biases
+        params = weights + (320 + 2 * dim_v) + (2 * sides - 2) * 20
+        flops = 2 * N * weights + 2 * N * 160 * (2 * sides - 2) + 6 * 8 * N**2
+        by_hand += [(f"layer{stage}.{block}.conv2", 2 * 8 * N**2, params, flops) for block in range(blocks)]
+    assert [(b.layer, b.map_bytes, b.params, b.flops_profiler) for b in branches] == by_hand
+    assert main(["aa_resnet50", "--layers"]) == 0
+    name, _, _, *rows, total = capsys.readouterr().out.splitlines()
+    assert name == "aa_resnet50" and [[cell.strip() for cell in row.strip("|").split("|")] for row in rows] == [
+        ["4", "layer2.0.conv2", "8 x (14x14)", "600.25", "43,464", "21.7", ""],
+        ["6", "layer3.0.conv2", "8 x (14x14)", "600.25", "90,088", "40.0", ""],
+        ["3", "layer4.0.conv2", "8 x (7x7)", "37.52", "191,656", "19.2", ""]]
+    assert total == "maps: 5.97 MiB in training, 600.25 KiB in inference; 1,289,352 parameters; 384.4 MFLOPs"
+
+
+def test_branches_that_evolve_have_the_convolution_and_a_second_map(capsys):
+    rows = csv_of("cnn_cifar", "ea_conv_transformer_cifar", "--layers", capsys=capsys)
+    assert [(row["feat_size"], row["evolves"]) for row in rows] == [
+        (size, evolves) for size in ("8x8", "4x4") for evolves in ("False", "True", "True")]
+    plain, evolving = ({key: int(row[key]) for key in ("map_bytes", "params", "flops_profiler")} for row in rows[:2])
+    assert plain["map_bytes"] == evolving["map_bytes"] == 2 * 4 * 64**2
+    assert evolving["params"] - plain["params"] == 4 * 4 * 9 + 4
+    assert evolving["flops_profiler"] - plain["flops_profiler"] == 2 * 4 * 4 * 9 * 64**2
+    assert main(["ea_conv_transformer_cifar", "--layers"]) == 0
+    assert f"{2 * 2 * 4 * 64**2 / 1024:.2f} KiB in inference" in capsys.readouterr().out
+    with pytest.raises(UsageError, match="--layers needs a network with this package's attention, got cnn_cifar"):
+        main(["cnn_cifar", "--layers"])
+
+
+def test_branches_of_a_vision_transformer(capsys):
+    """By hand: K 3, T 197, C 192; weights of qkv and projection, and of 11 convolutions over maps."""
+    rows = csv_of("ea_vit_tiny_patch16_224", "--layers", capsys=capsys)
+    weights, gates = 4 * 192**2 + 4 * 192, 2
+    assert [(row["layer"], row["evolves"], row["feat_size"]) for row in rows] == [
+        (f"blocks.{i}.attn", str(i > 0), "1x197") for i in range(12)]
+    assert [int(row["params"]) for row in rows] == [weights] + 11 * [weights + 9 * 3**2 + 3 + gates]
+    flops = [int(row["flops_profiler"]) for row in rows]
+    assert flops[0] == 2 * 197 * 4 * 192**2 + 6 * 3 * 197**2 and flops[1] - flops[0] == 2 * 9 * 3**2 * 197**2
+
+
+def test_fused_attention_of_timm_is_counted_on_every_device():
+    """By hand: 5 blocks of 64 tokens 64 wide; queries with keys and maps with values."""
+    on_cpu = count(timm.create_model("vit_mini_patch4_32"), (3, 32, 32))
+    with torch.device("meta"):
+        on_meta = count(timm.create_model("vit_mini_patch4_32"), (3, 32, 32))
+    assert on_cpu.attention_macs == on_meta.attention_macs == 5 * 2 * 64 * 64 * 64 and on_cpu.macs == on_meta.macs
