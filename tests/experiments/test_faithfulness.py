@@ -1,0 +1,190 @@
+"""Faithfulness of rankings: a class that depends on one marked patch, closed forms, and the script from end to end."""
+from functools import partial
+
+import numpy as np
+import pandas as pd
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ea_vision.base.errors import UsageError
+from ea_vision.layers import AugmentedConv2d
+from ea_vision.recorder.loading import LoadedModel
+from experiments.faithfulness import (
+    attention_source,
+    cam_source,
+    centre_source,
+    filled,
+    gradient_source,
+    main,
+    measure,
+    order_of,
+    random_source,
+)
+
+GREY = (0.5, 0.5, 0.5)
+GRID = (8, 8)
+
+
+class Marked(nn.Module):
+    """The class is the colour of one marked patch, red or blue on grey; its attention looks at what is coloured."""
+
+    def __init__(self, looks: float = 60.0):
+        super().__init__()
+        self.attn = AugmentedConv2d(3, 3, dim_qk=1, dim_v=1, num_heads=1, feat_size=GRID, position="none")
+        with torch.no_grad():
+            for parameter in self.attn.qkv.parameters():
+                parameter.zero_()
+            self.attn.qkv.bias[0] = 1.0  # each query asks for
+            self.attn.qkv.weight[1, 1] = looks  # green, which both marks have
+
+    def forward(self, x):
+        patches = F.avg_pool2d(x, 4)
+        self.attn(patches)  # looked at, and left out of the class: what the class depends on is known
+        colour = (patches[:, 0] - patches[:, 2]).flatten(1).sum(1)
+        return torch.stack([colour, -colour], dim=1) * 3
+
+
+def marked_images(count: int) -> torch.Tensor:
+    """Return uint8 images, grey but for a patch in an eighth of the side."""
+    generator = torch.Generator().manual_seed(0)
+    images = torch.full((count, 3, 32, 32), 127.5).round_().to(torch.uint8)
+    place = torch.randint(64, (count,), generator=generator)
+    for image, where, red in zip(images, place.tolist(), torch.rand(count, generator=generator) < 0.5, strict=True):
+        row, col = where // 8 * 4, where % 8 * 4
+        image[:, row:row + 4, col:col + 4] = torch.tensor([255, 255, 0] if red else [0, 255, 255]).view(3, 1, 1)
+    return images
+
+
+def loaded(model: nn.Module, size: int = 32) -> LoadedModel:
+    return LoadedModel(model.eval(), "marked", (size, size), {"mean": GREY, "std": (1.0, 1.0, 1.0)})
+
+
+@pytest.fixture(scope="module")
+def oracle():
+    """Rankings of 256 marked images by attention to the mark, the gradient, at random and wholly wrong."""
+    model = loaded(Marked())
+
+    def predict(batch):
+        return model.model(model.normalize(batch))
+
+    def wrong(batch, classes):
+        return {"wrong": -attention_source(model, [1], ["layers"])(batch, classes)["layer 1"]}
+
+    sources = [attention_source(model, [1], ["layers", "heads"]), partial(gradient_source, predict, GREY, GRID),
+               random_source, wrong]
+    curves = measure(predict, marked_images(256), sources, GRID, mean=GREY, steps=8, batch_size=100)
+    return {of.ranking: of for of in curves}
+
+
+@pytest.mark.parametrize("ranking", ["layer 1", "layer 1, head 0", "gradient"])
+def test_the_right_ranking_scores_as_well_as_can_be(oracle, ranking):
+    curves, scores = oracle[ranking], oracle[ranking].scores()
+    assert curves.whole.min() > 0.99  # the probability of the class, and a half without the mark
+    best = curves.whole - curves.empty
+    torch.testing.assert_close(curves.empty, torch.full((256,), 0.5), atol=1e-3, rtol=0)
+    torch.testing.assert_close(scores["comprehensiveness"], best)
+    torch.testing.assert_close(scores["sufficiency"], torch.zeros(256), atol=1e-6, rtol=0)
+    first = 1 / 64  # the class falls within the first patch
+    torch.testing.assert_close(scores["deletion"], curves.empty + first / 2 * best)
+    torch.testing.assert_close(scores["insertion"], curves.whole - first / 2 * best)
+
+
+def test_the_wrong_ranking_scores_as_badly_as_can_be(oracle):
+    curves, scores = oracle["wrong"], oracle["wrong"].scores()
+    torch.testing.assert_close(scores["comprehensiveness"], torch.zeros(256), atol=1e-6, rtol=0)
+    torch.testing.assert_close(scores["sufficiency"], curves.whole - curves.empty)
+
+
+def test_the_random_ranking_is_near_chance(oracle):
+    """The mark is among the first n of N patches with probability n / N."""
+    curves, row = oracle["random"], oracle["random"].row()
+    assert curves.bins == (1, 3, 6, 13, 32) and curves.counts == (1, 3, 6, 8, 13, 16, 24, 32, 40, 48, 56)
+    chance, best = np.mean(curves.bins) / 64, (curves.whole - curves.empty).mean().item()
+    middle = curves.empty.mean() + best / 2
+    for score, expected in (("comprehensiveness", chance * best), ("sufficiency", (1 - chance) * best),
+                            ("deletion", middle), ("insertion", middle)):
+        assert abs(row[score] - expected) < 4 * row[f"{score}_se"] < 0.1
+
+
+def test_a_map_that_knows_nothing_is_the_random_ranking():
+    model = loaded(Marked(looks=0.0))
+    uniform, chance = measure(lambda batch: model.model(model.normalize(batch)), marked_images(8),
+                              [attention_source(model, [1], ["layers"]), random_source], GRID, mean=GREY)
+    assert torch.equal(uniform.removed, chance.removed) and torch.equal(uniform.kept, chance.kept)
+
+
+def test_patches_by_hand():
+    """A 2x2 grid whose probability is known: the class's logit is the sum of a weight a patch, over what is shown."""
+    weights = torch.tensor([[3.0, -1.0], [0.5, 2.0]])
+
+    def predict(batch):
+        shown = F.adaptive_avg_pool2d(batch.mean(1, keepdim=True), 2)[:, 0]
+        logit = (shown * weights).sum((1, 2))
+        return torch.stack([logit, torch.zeros_like(logit)], dim=1)
+
+    images = torch.full((1, 3, 4, 6), 255, dtype=torch.uint8)
+    [curves] = measure(predict, images, [lambda *_: {"weights": weights[None]}], (2, 2), mean=(0, 0, 0), steps=4)
+    assert curves.counts == (1, 2, 3) and curves.bins == (1, 1, 1, 1, 2)
+    p = torch.sigmoid(torch.tensor([4.5, 1.5, -0.5, -1.0, 0.0]))  # as 3, 2, 0.5, -1 go
+    q = torch.sigmoid(torch.tensor([0.0, 3.0, 5.0, 5.5, 4.5]))  # as they come
+    torch.testing.assert_close(curves.curve("deletion")[0], p)
+    torch.testing.assert_close(curves.curve("insertion")[0], q)
+    by_hand = {"comprehensiveness": p[0] - (4 * p[1] + p[2]) / 5, "sufficiency": p[0] - (4 * q[1] + q[2]) / 5,
+               **{name: (x[0] / 2 + x[1:4].sum() + x[4] / 2) / 4 for name, x in (("deletion", p), ("insertion", q))}}
+    torch.testing.assert_close({name: score[0] for name, score in curves.scores().items()}, by_hand)
+
+
+def test_orders_ties_and_fillings():
+    ties = torch.tensor([[2, 0, 3, 1]])
+    assert order_of(torch.tensor([[[1.0, 5.0], [1.0, 1.0]]]), (2, 2), ties).tolist() == [[1, 2, 0, 3]]
+    assert order_of(torch.arange(16.0).view(1, 4, 4), (2, 2), ties).tolist() == [[3, 2, 1, 0]]  # reduced to the grid
+    centre = centre_source((3, 3), torch.zeros(2, 3, 9, 9), None)["centre"]
+    assert centre.flatten(1).argmax(1).tolist() == [4, 4]
+    images = torch.rand(2, 3, 32, 32)
+    assert torch.equal(filled(images, "mean", GREY, GRID), torch.full_like(images, 0.5))
+    blurred, flat = (filled(x, "blur", GREY, GRID) for x in (images, torch.full_like(images, 0.3)))
+    assert blurred.std() < 0.3 * images.std()
+    torch.testing.assert_close(flat, torch.full_like(images, 0.3))
+
+
+def test_a_class_token_ranks_where_the_classifier_reads_it():
+    vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, embed_dim=24, num_heads=3).eval()
+    by_token, by_all = (attention_source(loaded(vit), [1, 2], rows=rows)(torch.rand(2, 3, 32, 32), None)
+                        for rows in ("auto", "mean"))
+    assert by_token["layer 2, head 1"].shape == (2, 2, 2) and list(by_token) == list(by_all)
+    assert not torch.allclose(by_token["layer 2"], by_all["layer 2"])
+    sums = by_token["rollout"].sum((1, 2))
+    assert ((0 < sums) & (sums < 1)).all()  # the rest is the token's own
+    with pytest.raises(UsageError, match="need a network that has one; marked has none"):
+        attention_source(loaded(Marked()), [1], rows="cls")
+
+
+def test_class_activation_maps_by_their_package():
+    pytest.importorskip("pytorch_grad_cam", reason="needs pytorch-grad-cam")
+    model = loaded(timm.create_model("ea_conv_transformer_cifar", img_size=16, widths=(8, 8, 16, 16)), 16)
+    maps = cam_source(model, ["GradCAM", "LayerCAM"])(torch.rand(2, 3, 16, 16), torch.tensor([0, 1]))
+    assert list(maps) == ["GradCAM", "LayerCAM"] and all(of.shape == (2, 16, 16) for of in maps.values())
+    vit = loaded(timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, embed_dim=24, num_heads=3))
+    assert cam_source(vit, ["GradCAM"])(torch.rand(1, 3, 32, 32), torch.tensor([0]))["GradCAM"].shape == (1, 32, 32)
+    with pytest.raises(UsageError, match="must be a module of marked, got 'nowhere'"):
+        cam_source(model, ["GradCAM"], "nowhere")
+
+
+def test_the_script(tmp_path, capsys):
+    names = ["layer 3", "layer 6", "rollout", "layer 3, untrained", "layer 6, untrained", "gradient", "centre",
+             "random"]
+    assert main(["--img-size", "16", "--limit", "3", "--steps", "2", "--layers", "3,6", "--rankings",
+                 "random,layers,rollout,gradient,centre,untrained-layers", "--filling", "blur", "--patches", "4",
+                 "--cache-dir", "none", "-o", str(tmp_path)]) == 0
+    rows, curves = pd.read_csv(tmp_path / "results.csv"), pd.read_csv(tmp_path / "curves.csv")
+    assert rows["ranking"].tolist() == names and set(rows["images"]) == {3}
+    for row in rows.itertuples():
+        of = curves[curves["ranking"] == row.ranking]
+        assert of["share"].tolist() == [0, 0.0625, 0.125, 0.1875, 0.5, 1]
+        assert row.deletion == pytest.approx(np.trapezoid(of["deletion"], of["share"]), abs=1e-5)
+    assert (tmp_path / "results.png").stat().st_size > 20_000 and "layer 6, untrained" in capsys.readouterr().out
+    with pytest.raises(UsageError, match="--rankings must be some of layers, heads, rollout, random"):
+        main(["--rankings", "layers,best"])
