@@ -106,7 +106,7 @@ a query on the left eye looks at this eye in layer after layer, and at the other
 
 - `ea-vision explore --model ea_conv_transformer_cifar -o page.html cat.jpg`:
   click a pixel, see every head of every layer
-- `ea-vision heatmap`, `strip`, `matrix`, `rollout`, `statistics`, `faithfulness`:
+- `ea-vision heatmap`, `strip`, `matrix`, `rollout`, `statistics`:
   [Look at attention](look.md)
 - [Train on small images](train.md), [vision transformers and sequences](transformers.md), [results](results.md)""",
 )

@@ -17,7 +17,7 @@ from ea_vision.__main__ import COMMANDS, main
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "experiments").glob("[a-z]*.md"))]
 LEAVING = {  # commands that become scripts or go, and on the pages until these are rewritten
-    "faithfulness", "reproduce", "match", "matrix", "rollout"}
+    "reproduce", "match", "matrix", "rollout"}
 BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 
 

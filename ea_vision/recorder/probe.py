@@ -157,7 +157,7 @@ class Subject:
 
 
 def add_data_options(parser: argparse.ArgumentParser, limit: str) -> None:
-    """The data set, and how many of its images: what `probe` and `faithfulness` share. `limit`: help of --limit."""
+    """The data set, and how many of its images: for `probe`. `limit`: help of --limit."""
     add = parser.add_argument
     add("--dataset", default="digits", choices=DATASETS, help="see train_cifar.py --help (default: %(default)s)")
     add("--data-dir", default="", help="folder of the data set")

@@ -18,7 +18,6 @@ from ea_vision.base.print import text_width, wrapped
 from ea_vision.engine import curves
 from ea_vision.engine.evaluate import Evaluation
 from ea_vision.engine.report import plot_confusion
-from ea_vision.recorder.faithfulness import Curves
 from ea_vision.recorder.loading import LoadedModel
 from ea_vision.recorder.probe_results import Result, results_figure
 from ea_vision.recorder.quantities import LayerQuantities
@@ -37,7 +36,6 @@ from ea_vision.visualize import (
     draw_strip,
     draw_training,
 )
-from ea_vision.visualize.faithfulness_report import faithfulness_figure
 from ea_vision.visualize.image_maps import Recording
 from ea_vision.visualize.jacobian import draw_jacobian
 from ea_vision.visualize.match import Match
@@ -248,21 +246,10 @@ def learning_curves(labels, width, tmp_path, monkeypatch):
     return curves.plot_learning_curves([tmp_path / label.replace("/", "-") for label in labels], width=width)
 
 
-def faithful(labels, width):
-    torch.manual_seed(0)
-    rankings = [*(f"layer {number}" for number in range(1, 2 + len(labels))), "rollout", "random", "centre",
-                "untrained-rollout", "gradient", "layer 1, untrained"]
-    return faithfulness_figure({label: [Curves(
-        ranking, (1, 2, 4, 8, 16), 16, (1, 2, 4, 8, 16), torch.rand(20), torch.rand(20), torch.rand(20, 5),
-        torch.rand(20, 5))
-        for ranking in rankings] for label in labels}, width=width)
-
-
 RESULTS = {  # figures of results, of models' names, inches
     "probe": lambda names, width: result_figure([name[-40:] for name in names], ("trained", "untrained"), 1, width),
     "probe, seeds": lambda names, width: result_figure([name[-40:] for name in names], ("trained", "shuffled"), 3,
                                                        width),
-    "faithfulness": faithful,
     "confusion": lambda names, width: plot_confusion(
         Evaluation(30, 50.0, 90.0, 1.0, torch.eye(10 * len(names))), ["flying_squirrel"] * 10 * len(names), names[0],
         width=width),
