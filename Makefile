@@ -6,7 +6,7 @@ READY  := $(VENV)/.ready
 
 DEMO   := runs/demo
 
-.PHONY: demo pictures test test-slow test-all test-oldest test-gpu test-browser lint wheel clean
+.PHONY: demo pictures test test-slow test-all test-oldest test-gpu test-browser lint size wheel clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -76,6 +76,10 @@ test-browser: $(READY)
 
 lint: $(READY)
 	$(RUN) -m ruff check .
+
+# Tokens and statements by room, without docstrings and comments.
+size:
+	$(PYTHON) tests/test_size.py
 
 wheel: $(READY)
 	$(RUN) -m build --wheel

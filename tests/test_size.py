@@ -1,0 +1,50 @@
+"""The size of the code by room: printed by `make size`, and by this test, which never fails because of it.
+
+Statements and tokens of Python without docstrings and comments, so that packing lines gains nothing; lines of the rest.
+"""
+import ast
+import io
+import subprocess
+import tokenize
+from collections import defaultdict
+from pathlib import Path
+
+COUNTED = {tokenize.NAME, tokenize.NUMBER, tokenize.OP, tokenize.STRING}
+OTHERS = {".c", ".h", ".js", ".css", ".html", ".yaml"}
+
+
+def size_of(text: str) -> tuple[int, int, int]:
+    """Return lines, statements and tokens of a Python file."""
+    nodes = list(ast.walk(ast.parse(text)))
+    docstrings = {node.body[0].lineno for node in nodes
+                  if isinstance(node, (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
+                  and ast.get_docstring(node) is not None}
+    tokens = sum(t.type in COUNTED and not (t.type == tokenize.STRING and t.start[0] in docstrings)
+                 for t in tokenize.generate_tokens(io.StringIO(text).readline))
+    return len(text.splitlines()), sum(isinstance(node, ast.stmt) for node in nodes) - len(docstrings), tokens
+
+
+def table() -> str:
+    """Return lines, statements and tokens of Python and lines of other code, by room."""
+    rooms: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0, 0])
+    for path in map(Path, subprocess.check_output(["git", "ls-files"], text=True).splitlines()):
+        room = "/".join(path.parts[:2 if path.parts[0] == "ea_vision" else 1][:len(path.parts) - 1])
+        if path.suffix == ".py" and path.is_file():
+            rooms[room][:3] = map(sum, zip(rooms[room], size_of(path.read_text()), strict=False))
+        elif path.suffix in OTHERS and path.is_file():
+            rooms[room][3] += len(path.read_text().splitlines())
+    rooms["ea_vision, all"] = [sum(sizes) for sizes in zip(
+        *(size for room, size in rooms.items() if room.startswith("ea_vision")), strict=True)]
+    rows = [("room", "lines", "statements", "tokens", "other lines"),
+            *((room, *size) for room, size in sorted(rooms.items(), key=lambda item: -item[1][2]))]
+    return "\n".join(f"{name:28}{a:>8}{b:>12}{c:>9}{d:>13}" for name, a, b, c, d in rows)
+
+
+def test_sizes_are_printed(capsys):
+    assert size_of('"""Doc."""\nx = 1  # one\n') == (2, 1, 3)
+    with capsys.disabled():
+        print(f"\n{table()}" if Path(".git").exists() else "")
+
+
+if __name__ == "__main__":
+    print(table())
