@@ -171,8 +171,13 @@ def test_snippets_run(page, block, place, tmp_path, monkeypatch):
         block = block.replace(word, other)
     if "import transformers" in block and not importlib.util.find_spec("transformers"):
         pytest.skip("needs transformers (the extra dev)")
-    if page.name == "transformers.md":
+    if page.name in ("transformers.md", "record.md"):
         space["ea_vision"] = ea_vision
+    if page.name == "record.md":
+        space["model"] = timm.create_model("deit_tiny_distilled_patch16_224").eval()
+    if "import wandb" in block:
+        pytest.importorskip("wandb", reason="needs wandb (the extra logging)")
+        monkeypatch.chdir(tmp_path)
     if not importlib.util.find_spec("pandas"):
         block = re.sub(r"^maps\.to_dataframe.*$", "", block, flags=re.MULTILINE)
     exec(compile(block, page.name, "exec"), space)
