@@ -3,11 +3,9 @@
 Skipped where either is absent; with EA_VISION_REQUIRE_BROWSER=1 (`make test-browser`) that is a failure instead.
 EA_VISION_CHROMIUM names another chromium, EA_VISION_SCREENSHOTS a folder for pictures of the page.
 """
-import io
 import os
 import re
 import shutil
-import threading
 from pathlib import Path
 
 import matplotlib
@@ -17,7 +15,6 @@ import torch
 from PIL import Image
 
 import ea_vision
-from ea_vision.recorder.inputs import read_image
 from ea_vision.recorder.loading import load_model
 from ea_vision.recorder.recording import PARTS as RECORDED_PARTS
 from ea_vision.recorder.recording import attention_layers
@@ -25,11 +22,9 @@ from ea_vision.visualize import show_page
 from ea_vision.visualize.image_maps import record
 from ea_vision.visualize.map_style import MapStyle, norms_of
 from ea_vision.visualize.page import Explorer, build_page
-from ea_vision.visualize.page_server import PageServer
 from tests.detection.tiny import tiny_run
 
 from .conftest import picture
-from .test_explore import BROKEN, good_image
 
 REQUIRED = os.environ.get("EA_VISION_REQUIRE_BROWSER") == "1"
 CHROMIUM = os.environ.get("EA_VISION_CHROMIUM") or shutil.which("chromium")
@@ -635,61 +630,6 @@ def test_26_by_8_tiles_follow_within_a_frame(browser, open_page, tmp_path):
       return context.getImageData(button.offsetLeft + 5, button.offsetTop + 5, 1, 1).data[3];
     }""") == 255
     assert times[15] < 16.7, "a quarter of the frames may wait for a busy machine's other work, and then some"
-
-
-# ---- served ---------------------------------------------------------------------------------------------------------
-
-def test_images_are_opened_in_the_served_page(browser, explorer, tmp_path):
-    """Bad files get a message, good ones are shown, in turn."""
-    def view(name: str, data: bytes) -> dict:
-        return explorer.view(name, read_image(io.BytesIO(data), name, 50_000_000))
-
-    limits = {"maxBytes": 200_000, "maxPixels": 50_000_000}
-    files = {"truncated.jpg": BROKEN["truncated"][0], "huge.png": BROKEN["200 megapixels"][0], "good.jpg": good_image(),
-             "large.jpg": b"x" * 200_001, "notes.txt": b"not an image"}
-    for name, data in files.items():
-        (tmp_path / name).write_bytes(data)
-    with PageServer(build_page(explorer, [], upload=limits).encode(), view, 0, 200_000) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-        thread.start()
-        try:
-            page = browser.new_page()
-            errors, requests = [], []
-            page.on("pageerror", lambda error: errors.append(str(error)))
-            page.on("request", lambda request: requests.append(request.url))
-            page.goto(server.address + "#view=heads")
-            message, main = page.locator("#message"), page.locator("main")
-            assert not main.is_visible(), "nothing to see before the first image"
-            for name, text in (("truncated.jpg", "broken"), ("huge.png", "megapixels"), ("good.jpg", ""),
-                               ("large.jpg", "at most 0.2 MB"), ("notes.txt", "image file required"), ("good.jpg", "")):
-                page.set_input_files("#upload input", tmp_path / name)
-                page.wait_for_function("text => text ? document.getElementById('message').textContent.includes(text) : "
-                                       "document.getElementById('message').hidden", arg=text)
-                if text:
-                    assert name in message.inner_text()
-                else:
-                    page.wait_for_function("() => explorer.tile(0, 9, 0) && !document.body.matches('.waiting')")
-            assert main.is_visible() and page.locator("input[name=image]").count() == 2
-            page.set_input_files("#upload input", [tmp_path / name for name in ("good.jpg", "notes.txt", "good.jpg")])
-            page.wait_for_function("() => document.querySelectorAll('input[name=image]').length === 4 "
-                                   "&& !document.body.matches('.waiting')")
-            assert message.inner_text().startswith("notes.txt: an image file required")
-            page.wait_for_function("() => location.hash.includes('image=3')")
-            seen = page.evaluate("explorer.tile(0, 9, 0)")
-            page.reload()
-            page.wait_for_function("() => window.explorer?.tile(0, 9, 0)")
-            assert page.locator("input[name=image]").count() == 4 and not message.is_visible(), "they outlast a reload"
-            assert page.evaluate("explorer.state().image") == 3 and page.evaluate("explorer.tile(0, 9, 0)") == seen
-            server.page = build_page(explorer, [], upload=limits).encode()  # as another server's
-            page.reload()
-            page.wait_for_function("() => window.explorer && !document.getElementById('message').hidden")
-            assert "this page has no image yet" in message.inner_text()
-            assert page.locator("input[name=image]").count() == 0 and not main.is_visible()
-            assert not errors and all(url.startswith(server.address) or url.startswith("data:") for url in requests)
-        finally:
-            page.close()
-            server.shutdown()
-            thread.join()
 
 
 def test_class_tokens_and_registers_are_queries(open_page, tmp_path):

@@ -251,9 +251,7 @@ def test_photos_are_turned_upright_where_that_is_asked_for():
     (["--model", "a,b,c,d", "IMAGE"], "at most 3 models, got 4"),
     (["no-such-file.jpg"], "no-such-file.jpg does not exist"),
     (["BROKEN"], "broken.jpg"),
-    ([], "image files .* required"),
     (["-o", "page.png", "IMAGE"], "must end in .html"),
-    (["--serve", "--port", "99999"], "--port 99999"),
 ])
 def test_bad_input_is_one_line_and_leaves_no_file(tmp_path, monkeypatch, capsys, arguments, message):
     picture(0).save(tmp_path / "good.png")
@@ -263,8 +261,3 @@ def test_bad_input_is_one_line_and_leaves_no_file(tmp_path, monkeypatch, capsys,
     code, err = run(monkeypatch, capsys, *[names.get(argument, argument) for argument in arguments])
     assert code == 2 and re.search(message, err) and len(err.strip().splitlines()) == 1
     assert {path.name for path in tmp_path.iterdir()} == {"good.png", "broken.jpg"}
-
-
-def test_help_shows_defaults_and_examples():
-    text = explore.make_parser().format_help()
-    assert "examples:" in text and "(default: 8642)" in text
