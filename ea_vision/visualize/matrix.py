@@ -70,7 +70,7 @@ def _painter(values: np.ndarray, layer: LayerMaps, cmap: Colormap) -> Callable[[
         axes.imshow(values, cmap=cmap, norm=norm, interpolation="nearest", aspect="auto")
         axes.set_xticks(_ticks(prefix, layer.key_size), [])
         axes.set_yticks(_ticks(prefix, layer.feat_size if layer.pixels_ask else (0, 1)), [])
-        axes.tick_params(length=1.5, width=0.5)
+        axes.tick_params(length=1.5, width=0.5, pad=0)
         axes.spines[:].set_linewidth(0.5)
         for line in (axes.axhline, axes.axvline)[not layer.pixels_ask:] if prefix else ():
             line(prefix - 0.5, color="white", linewidth=0.5)

@@ -191,7 +191,7 @@ def _bar_painter(bar: Bar, label: str, length: float, orientation: str = "horizo
         taken: list[tuple[float, float]] = []
         for index in sorted(range(len(bar.ticks)), key=lambda i: (bar.ticks[i][0] != bar.mark, -bar.ticks[i][0])):
             value, text = bar.ticks[index]
-            half = text_width(text, small) / 2 + 1.5 if flat else 0.45 * small
+            half = text_width(text, small) / 2 + 1.5 if flat else 0.65 * small
             middle = places[index] * length
             if all(middle + half <= low or middle - half >= high for low, high in taken):
                 kept[value] = text

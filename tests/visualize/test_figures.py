@@ -470,7 +470,7 @@ def test_animations_through_the_snapshots_of_a_run(run, photo, tmp_path):
     (["--opacity", "2"], "opacity must lie between 0 and 1, got 2.0"),
     (["--cmap", "virids"], "cmap must be one of matplotlib's colour maps"),
     (["--img-size", "x"], "--img-size must be N or H,W"),
-    (["-o", "/proc/nowhere/a.png"], "cannot write into /proc/nowhere"),
+    (["-o", "/proc/nowhere/a.png"], "cannot make the folder /proc/nowhere"),
     (["-o", "a.jpg"], "--output must end in .png or .svg or .pdf"),
     (["README.txt"], "not an image that can be read"),
 ])

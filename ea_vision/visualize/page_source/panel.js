@@ -239,7 +239,8 @@ export class Panel {
       if (!tile.present) continue;
       tile.cell = this.maps.cellOf(layer, state.queries[this.index]);
       this.maps.row(layer, tile.head, tile.part, tile.cell, values);
-      tile.reach = values.reduce((most, value) => Math.max(most, Math.abs(value)), 0);
+      tile.reach = 0;
+      for (const value of values) tile.reach = Math.max(tile.reach, Math.abs(value));
       if (isAttention(tile.part)) tile.reach *= this.numKeys(tile);
       if (!this.maps.has(layer, "attn")) continue;
       const attn = isAttention(tile.part) ? values
