@@ -130,7 +130,8 @@ def _lay_block(block: Block, side: float, room: float, alone: bool) -> _Laid:
                 laid.text(0, wrapped(row.heading, laid.width, small), small)
                 _lay_tiles(laid, row, row.tiles[first:first + each], label, left, side)
         for col, bar in enumerate(block.column_bars[first:first + each]):
-            laid.items.append((left + col * (side + GAP) + 3, laid.height, _bar_painter(bar, "", side - 6)))
+            painter = _bar_painter(bar, "", side - 6, inward=True)
+            laid.items.append((left + col * (side + GAP) + 3, laid.height, painter))
         laid.height += (BAR + 4 + LEADING * small) * bool(block.column_bars)
     laid.bars(block.bars, left)
     shared = [*bars, *block.column_bars][:1]
@@ -179,7 +180,9 @@ def _tile_painter(tile: Tile, title: str, note: str, label: str, width: float, h
     return paint
 
 
-def _bar_painter(bar: Bar, label: str, length: float, orientation: str = "horizontal") -> Callable:
+def _bar_painter(bar: Bar, label: str, length: float, orientation: str = "horizontal",
+                 inward: bool = False) -> Callable:
+    """Return what draws a colour bar; `inward`: the numbers at its ends stay within it."""
     flat = orientation == "horizontal"
 
     def paint(figure: Figure, x: float, y: float) -> None:
@@ -191,13 +194,18 @@ def _bar_painter(bar: Bar, label: str, length: float, orientation: str = "horizo
         taken: list[tuple[float, float]] = []
         for index in sorted(range(len(bar.ticks)), key=lambda i: (bar.ticks[i][0] != bar.mark, -bar.ticks[i][0])):
             value, text = bar.ticks[index]
-            half = text_width(text, small) / 2 + 1.5 if flat else 0.65 * small
+            half = text_width(text, small) / 2 + (0.5 if inward else 1.5) if flat else 0.65 * small
             middle = places[index] * length
+            if inward:
+                middle = min(max(middle, half), length - half)
             if all(middle + half <= low or middle - half >= high for low, high in taken):
                 kept[value] = text
                 taken.append((middle - half, middle + half))
         drawn.set_ticks(sorted(kept), labels=[kept[value] for value in sorted(kept)])
         (axes.xaxis if flat else axes.yaxis).set_minor_locator(NullLocator())
+        for tick in axes.get_xticklabels() if inward else ():
+            place = float(drawn.norm(tick.get_position()[0]))
+            tick.set_ha("left" if place < 0.1 else "right" if place > 0.9 else "center")
         axes.tick_params(labelsize=small, pad=1, length=2)
         drawn.outline.set_visible(False)
         drawn.set_label(label, fontsize=small, labelpad=1)
