@@ -50,6 +50,7 @@ SNIPPETS_ELSEWHERE = {  # first line of a Python block, and the test that runs i
     "register_networks(__name__, TinyAttn, {": "outside/tiny_attn.py",
     '@register_evolution("shared")': "outside/residual_maps.py",
     "detector = create_detector(": "detection/test_model.py",
+    "half = convert_float_to_float16(": "deployment/test_files.py",
     "model = load_model(\"runs/mine\")": "detection/test_predict.py"}
 LINES = list(dict.fromkeys(shlex.join(words) for page in PAGES if page.name not in ELSEWHERE_PAGES
                            for words in commands(page)))

@@ -1,25 +1,25 @@
 """Deployed networks as files: ONNX (.onnx) and torch.export (.pt2), with all that classifying a photo needs in them.
 
-A file takes `images`, float32 (B, 3, H, W) of any batch size, normalised by the mean and std in its metadata, and gives
-`logits`, float32 (B, classes). The metadata of both kinds are the fields of `About`, as JSON.
+A file takes `images`, float32 (batch, 3, H, W), normalised by the mean and std in its metadata, and gives `logits`,
+float32 (batch, classes). The metadata of both kinds are the fields of `About`, as JSON; an ONNX file ends in one more
+entry of them, the SHA-256 of what stands before it.
 """
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import io
 import json
 import logging
-import tempfile
+import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import zipfile
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor, nn
 
 from ea_vision.base.errors import UsageError
@@ -28,7 +28,7 @@ from ea_vision.deployment.fold import deploy
 
 SUFFIXES = (".onnx", ".pt2")
 OPSET = 20
-PRECISIONS = ("float32", "float16", "int8")
+_SEAL = b"\x72\x4a\x0a\x06sha256\x12\x40"  # protobuf: an entry of metadata_props, its key, and 64 letters that follow
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,11 @@ class About:
 
 def check_packages(path: Path, *names: str) -> None:
     """Raise UsageError unless `path` has a suffix that can be written, and the packages for it are installed."""
-    if path.suffix not in SUFFIXES:
+    if path.suffix.lower() not in SUFFIXES:
         raise UsageError(f"the file must end in {' or '.join(SUFFIXES)}, got {path}")
     missing = [name for name in names if importlib.util.find_spec(name) is None]
-    if path.suffix == ".onnx" and missing:
-        raise UsageError(f"{path.name} needs {' and '.join(missing)}: pip install {' '.join(missing)}")
+    if path.suffix.lower() == ".onnx" and missing:
+        raise UsageError(f"{path.name} needs {' and '.join(missing)}: pip install 'ea_vision[export]'")
 
 
 def export_program(model: nn.Module, size: tuple[int, int]) -> torch.export.ExportedProgram:
@@ -79,147 +79,123 @@ def _quiet() -> Iterator[None]:
 
 
 def _onnx_model(program: torch.export.ExportedProgram):
-    """An onnx.ModelProto of the program, without the exporter's remarks."""
+    """Return an onnx.ModelProto of the program, its batch axis named `batch`."""
     with _quiet():
         onnx = torch.onnx.export(program, (), dynamo=True, verbose=False, opset_version=OPSET,
                                  input_names=["images"], output_names=["logits"])
-    proto = onnx.model_proto
-    for node in proto.graph.node:  # where in torch's code it was traced
+    proto = onnx.model_proto  # made anew at each look
+    graph = proto.graph
+    for node in graph.node:  # where in torch's code it was traced
         del node.metadata_props[:]
+    symbol = graph.input[0].type.tensor_type.shape.dim[0].dim_param
+    for value in (*graph.input, *graph.output, *graph.value_info):
+        for dim in value.type.tensor_type.shape.dim:
+            if dim.dim_param:
+                dim.dim_param = re.sub(rf"\b{symbol}\b", "batch", dim.dim_param)
     return proto
 
 
-def _half(proto):
-    """The ONNX model computed in float16, its input and output in float32."""
-    from onnxruntime.transformers.float16 import convert_float_to_float16
+def sealed(proto) -> bytes:
+    """Return the file of an onnx.ModelProto: what it is, then the SHA-256 of that.
 
-    with _quiet():  # of numbers that float16 rounds to 0
-        return convert_float_to_float16(proto, keep_io_types=True)
-
-
-def _quantised(proto, photos: Iterable[Tensor]):
-    """The ONNX model with convolutions and products with weights in 8 bits, calibrated on normalised (1, 3, H, W)."""
-    import onnx
-    from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
-    from onnxruntime.quantization.shape_inference import quant_pre_process
-
-    class Reader(CalibrationDataReader):
-        def __init__(self) -> None:
-            self.photos = iter(photos)
-
-        def get_next(self) -> dict[str, np.ndarray] | None:
-            photo = next(self.photos, None)
-            return None if photo is None else {"images": photo.numpy()}
-
-    with tempfile.TemporaryDirectory() as folder, _quiet():
-        plain, quantised = (str(Path(folder) / name) for name in ("plain.onnx", "quantised.onnx"))
-        quant_pre_process(proto, plain)
-        graph = onnx.load(plain).graph
-        # 8 bits by column need weights of two axes
-        weights = {tensor.name for tensor in graph.initializer if len(tensor.dims) == 2}
-        maps = [node.name for node in graph.node if node.op_type == "MatMul" and node.input[1] not in weights]
-        quantize_static(plain, quantised, Reader(), quant_format=QuantFormat.QDQ, per_channel=True,
-                        activation_type=QuantType.QUInt8, weight_type=QuantType.QInt8,
-                        op_types_to_quantize=["Conv", "Gemm", "MatMul"], nodes_to_exclude=maps)
-        return onnx.load(quantised)
+    What onnxruntime's tools make of a file (float16, 8 bits) is sealed anew by this.
+    """
+    kept = {entry.key: entry.value for entry in proto.metadata_props if entry.key != "sha256"}
+    del proto.metadata_props[:]
+    for key, value in kept.items():
+        proto.metadata_props.add(key=key, value=value)
+    data = proto.SerializeToString()
+    return data + _SEAL + hashlib.sha256(data).hexdigest().encode()
 
 
-def write(program: torch.export.ExportedProgram, path: Path, about: About, precision: str = "float32",
-          photos: Sequence[Tensor] = ()) -> None:
-    """Write a program of `export_program` to FILE.onnx or FILE.pt2, all or nothing.
-
-    Args:
-        precision: of `PRECISIONS`; float16 and int8 are onnxruntime's conversions of FILE.onnx.
-        photos: normalised images (1, 3, H, W) on which int8 is calibrated.
+def write(program: torch.export.ExportedProgram, path: Path, about: About) -> None:
+    """Write a program of `export_program` to FILE.onnx or FILE.pt2, in float32, all or nothing.
 
     Raises:
-        UsageError: another suffix or precision, packages missing, or int8 without photos.
+        UsageError: another suffix, or packages missing.
     """
-    check_packages(path, "onnx", "onnxscript", *(() if precision == "float32" else ("onnxruntime",)))
-    if precision not in PRECISIONS or (path.suffix == ".pt2" and precision != "float32"):
-        raise UsageError(f"precision must be one of {', '.join(PRECISIONS)}, float32 for .pt2, got {precision!r}")
-    if precision == "int8" and not photos:
-        raise UsageError("8 bits are calibrated on photos, at least one required, got none")
-    said, data = {key: json.dumps(value) for key, value in asdict(about).items()}, io.BytesIO()
-    if path.suffix == ".pt2":
-        torch.export.save(program, data, extra_files={"about.json": json.dumps(said)})
+    check_packages(path, "onnx", "onnxscript")
+    said = {key: json.dumps(value) for key, value in asdict(about).items()}
+    if path.suffix.lower() == ".pt2":
+        file = io.BytesIO()
+        torch.export.save(program, file, extra_files={"about.json": json.dumps(said)})
+        data = file.getvalue()
     else:
         proto = _onnx_model(program)
-        if precision != "float32":
-            proto = _half(proto) if precision == "float16" else _quantised(proto, photos)
         for key, value in said.items():
             proto.metadata_props.add(key=key, value=value)
-        data.write(proto.SerializeToString())
-    atomic_write(path, data.getvalue())
-
-
-def _checked_about(path: Path, said: Mapping[str, str]) -> About:
-    """Return the metadata of a file, which are JSON by name.
-
-    Raises:
-        UsageError: a field is missing, or has a value that no network has.
-    """
-    missing = [field.name for field in fields(About) if not isinstance(said, Mapping) or field.name not in said]
-    if missing:
-        raise UsageError(f"{path} must be a network that ea-vision export wrote; its metadata lack "
-                         f"{', '.join(missing)}")
-
-    def numbers(value: Any, count: int, kinds: tuple[type, ...] = (int, float)) -> bool:
-        return isinstance(value, list) and len(value) == count and all(type(x) in kinds and x >= 0 for x in value)
-
-    right = {
-        "name": lambda value: isinstance(value, str),
-        "size": lambda value: numbers(value, 2, (int,)) and 0 < min(value) and max(value) <= 100_000,
-        "mean": lambda value: numbers(value, 3) and max(value) <= 1,
-        "std": lambda value: numbers(value, 3) and 0 < min(value) <= max(value) <= 1,
-        "crop_pct": lambda value: type(value) in (int, float) and 0 < value <= 10,
-        "interpolation": lambda value: isinstance(value, str) and value.upper() in Image.Resampling.__members__,
-        "num_classes": lambda value: type(value) is int and value > 0,
-        "classes": lambda value: value is None or isinstance(value, list) and all(
-            isinstance(name, str) for name in value)}
-    values = {}
-    for name, check in right.items():
-        try:
-            values[name] = json.loads(said[name])
-        except (TypeError, ValueError, RecursionError) as error:
-            raise UsageError(f"{path} is damaged: its {name} is no JSON: {error}") from error
-        if not check(values[name]):
-            raise UsageError(f"{path} is damaged: its {name} cannot be {values[name]!r:.60}")
-    if values["classes"] is not None and len(values["classes"]) != values["num_classes"]:
-        raise UsageError(f"{path} is damaged: it names {len(values['classes'])} of {values['num_classes']} classes")
-    return About(**values | {"size": tuple(values["size"])})
+        data = sealed(proto)
+    atomic_write(path, data)
 
 
 class ExportedNetwork(nn.Module):
     """A file of `write` as a network: (B, 3, H, W) -> (B, num_classes), on a CPU.
 
     Raises:
-        UsageError: a file that cannot be read or has no metadata of ours, or onnxruntime missing.
+        UsageError: a file that cannot be read, is damaged, has no metadata of ours or others than its network's, or
+            onnxruntime is missing.
     """
 
     def __init__(self, path: Path, threads: int = 0) -> None:
         super().__init__()
         check_packages(path, "onnxruntime")
         try:
-            if path.suffix == ".pt2":
-                extra = {"about.json": ""}
-                with _quiet():
-                    program = torch.export.load(path, extra_files=extra)
-                module = program.module()  # hidden from this network, whose eval() it refuses
-                self.run = lambda images: module(images)
-                said = json.loads(extra["about.json"] or "{}")
-            else:
-                import onnxruntime
-
-                options = onnxruntime.SessionOptions()
-                options.intra_op_num_threads, options.log_severity_level = threads, 3
-                session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-                self.run = lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
-                said = session.get_modelmeta().custom_metadata_map
+            read = self._read_program if path.suffix.lower() == ".pt2" else self._read_onnx
+            said, inputs, outputs = read(path, threads)
+        except UsageError:
+            raise
         except Exception as error:  # onnxruntime and torch.export name theirs each in their way
             raise UsageError(f"cannot read {path}: {error}") from error
-        self.about = _checked_about(path, said)
-        self.num_classes = self.about.num_classes
+        try:
+            about = About(**{field.name: json.loads(said[field.name]) for field in fields(About)})
+            about = replace(about, size=tuple(about.size))
+        except (KeyError, TypeError, ValueError) as error:
+            raise UsageError(f"{path} must be a network that ea-vision export wrote; its metadata lack {error}"
+                             ) from error
+        wanted = {"images": (3, *about.size)}, {"logits": (about.num_classes,)}
+        if (inputs, outputs) != wanted:
+            raise UsageError(f"{path} says that it takes {wanted[0]} and gives {wanted[1]}, and its network takes "
+                             f"{inputs} and gives {outputs}")
+        if about.classes is not None and len(about.classes) != about.num_classes:
+            raise UsageError(f"{path} must name {about.num_classes} classes, got {len(about.classes)} names")
+        self.about, self.num_classes = about, about.num_classes
+
+    def _read_program(self, path: Path, threads: int) -> tuple[dict, dict, dict]:
+        """Open a program of torch.export; return its metadata, and shapes of inputs and outputs without the batch."""
+        with zipfile.ZipFile(path) as archive:
+            if archive.testzip():
+                raise UsageError(f"{path} is damaged: {archive.testzip()} in it does not match its checksum")
+        extra = {"about.json": ""}
+        with _quiet():
+            program = torch.export.load(path, extra_files=extra)
+        module = program.module()  # hidden from this network, whose eval() it refuses
+        self.run = lambda images: module(images)
+        values = {node.name: node.meta["val"] for node in program.graph.nodes if "val" in node.meta}
+        signature = program.graph_signature
+        inputs, outputs = ([tuple(values[name].shape[1:]) for name in names]
+                           for names in (signature.user_inputs, signature.user_outputs))
+        return json.loads(extra["about.json"] or "{}"), dict(zip(["images"], inputs, strict=True)), dict(
+            zip(["logits"], outputs, strict=True))
+
+    def _read_onnx(self, path: Path, threads: int) -> tuple[dict, dict, dict]:
+        """Open an ONNX file; return its metadata, and shapes of inputs and outputs by name without the batch."""
+        import onnxruntime
+
+        data = path.read_bytes()
+        if data[-64:] != hashlib.sha256(data[:-64 - len(_SEAL)]).hexdigest().encode():
+            raise UsageError(f"{path} is damaged: its checksum does not match" if _SEAL in data else
+                             f"{path} must be a network that ea-vision export wrote; its metadata lack 'sha256'")
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads, options.log_severity_level = threads, 3
+        session = onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
+        self.run = lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
+        inputs, outputs = ({value.name: tuple(value.shape[1:]) for value in values}
+                           for values in (session.get_inputs(), session.get_outputs()))
+        return session.get_modelmeta().custom_metadata_map, inputs, outputs
 
     def forward(self, images: Tensor) -> Tensor:
+        """Classify normalised images (B, 3, H, W) of the file's size."""
+        if images.shape[1:] != (3, *self.about.size):
+            raise ValueError(f"images of shape (B, 3, {self.about.size[0]}, {self.about.size[1]}) are required, got "
+                             f"{tuple(images.shape)}")
         return self.run(images.cpu())

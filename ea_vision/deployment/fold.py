@@ -2,15 +2,23 @@
 from __future__ import annotations
 
 import copy
+import math
+import warnings
+from collections.abc import Sequence
+from numbers import Number
+from typing import Any
 
 import timm
 import torch
-from timm.layers import BatchNormAct2d
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
+from ea_vision.base.errors import RunError, UsageError
 from ea_vision.deployment.attention import DeployedConv2d, DeployedTokenAttention
-from ea_vision.deployment.pairs import ATTENTION, watch
-from ea_vision.layers import AugmentedConv2d, TokenAttention
+from ea_vision.deployment.pairs import ATTENTION, watch, watched
+from ea_vision.layers import AugmentedConv2d
+
+LARGEST = 1e-3  # difference of a deployed network's outputs, in parts of the largest
 
 
 def _fold_norm(conv: nn.Module, weight_of_norm: Tensor, bias_of_norm: Tensor) -> None:
@@ -25,7 +33,7 @@ def _fold_norm(conv: nn.Module, weight_of_norm: Tensor, bias_of_norm: Tensor) ->
 
 
 def _constants(norm: nn.Module) -> tuple[Tensor, Tensor]:
-    """(factor, summand) by channel of a BatchNorm in evaluation mode, in float64."""
+    """Return (factor, summand) by channel of a BatchNorm in evaluation mode, in float64."""
     factor = (norm.running_var.double() + norm.eps).rsqrt()
     if norm.weight is not None:
         factor = factor * norm.weight.detach().double()
@@ -33,20 +41,8 @@ def _constants(norm: nn.Module) -> tuple[Tensor, Tensor]:
     return factor, summand if norm.bias is None else summand + norm.bias.detach().double()
 
 
-def _left_of(norm: nn.Module) -> nn.Module:
-    """What remains of a folded norm: timm's activation in it, or nothing."""
-    if isinstance(norm, BatchNormAct2d):
-        return norm.act
-    return nn.Identity()
-
-
-def _foldable(maker: nn.Module, norm: nn.Module) -> bool:
-    known = type(norm) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, BatchNormAct2d)
-    plain = type(maker) in (nn.Conv1d, nn.Conv2d, nn.Conv3d) or isinstance(maker, AugmentedConv2d)
-    return known and plain and norm.running_mean is not None and not isinstance(maker, TokenAttention)
-
-
 def _fold_pair(maker: nn.Module, norm: nn.Module) -> None:
+    """Fold a BatchNorm into a convolution, or into both branches of an augmented one."""
     factor, summand = _constants(norm)
     if not isinstance(maker, AugmentedConv2d):
         return _fold_norm(maker, factor, summand)
@@ -56,52 +52,91 @@ def _fold_pair(maker: nn.Module, norm: nn.Module) -> None:
     _fold_norm(maker.proj, factor[split:], summand[split:])
 
 
-def example_input(model: nn.Module) -> Tensor:
-    """An image (1, C, H, W) of the size that a network is made for.
+def example_images(model: nn.Module) -> Tensor:
+    """Return noise (1, C, H, W) of the size that a network is made for.
 
     Raises:
-        ValueError: a network without a 2-D convolution, whose input has no known shape.
+        UsageError: a network without a 2-D convolution, whose input has no known shape.
     """
     first = next((module for module in model.modules() if isinstance(module, nn.Conv2d)), None)
     if first is None:
-        raise ValueError(f"a network that begins with a convolution is required, got {type(model).__name__}")
+        raise UsageError(f"a network that begins with a convolution is required, got {type(model).__name__}")
     sizes = (getattr(module, "img_size", None) for module in model.modules())
     size = next((size for size in sizes if size is not None), None)
     if size is None:
         size = timm.data.resolve_model_data_config(model)["input_size"][-2:]
     height, width = (size, size) if isinstance(size, int) else size
-    return torch.zeros(1, first.in_channels, height, width, device=first.weight.device, dtype=first.weight.dtype)
+    noise = torch.randn(1, first.in_channels, height, width, generator=torch.Generator().manual_seed(0))
+    return noise.to(first.weight)
 
 
+def _tensors(outputs: Any) -> list[Tensor]:
+    """Return the tensors of a network's outputs, to compare.
+
+    Raises:
+        UsageError: it gives something that is neither a tensor nor a constant nor a container of such.
+    """
+    leaves = tree_leaves(outputs)
+    for leaf in leaves:
+        if not isinstance(leaf, (Tensor, Number, str, type(None))):
+            raise UsageError(f"a network that gives tensors is required, whose outputs can be compared, got "
+                             f"{type(leaf).__name__}")
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def _difference(wanted: Sequence[Tensor], got: Sequence[Tensor]) -> float:
+    """Return the largest difference of two networks' outputs, in parts of an output's largest number."""
+    if [tensor.shape for tensor in wanted] != [tensor.shape for tensor in got]:
+        return float("inf")
+    largest = 0.0
+    for own, other in zip(wanted, got, strict=True):
+        if own.numel():
+            away, size = float((other.double() - own.double()).abs().max()), float(own.double().abs().max())
+            largest = max(largest, away / max(size, 1e-6)) if math.isfinite(away) else float("inf")
+    return largest
+
+
+@torch.no_grad()
 def deploy(model: nn.Module) -> nn.Module:
     """Return a copy of a network for inference: the same outputs (to 1e-5 in float32) by fewer operations.
 
     BatchNorms are folded into the convolutions before them, those behind an augmented convolution into both of its
     branches; evolutions that change nothing fall away; scales and gates go into the weights of what is exported.
-    Evolutions that are not known here, windows, and norms that something else reads past, stay as they are. The copy's
-    weights are fixed: load weights, and choose the input size, before.
+    Evolutions that are not known here, windows, and norms of which something is unsure (see `watch`), stay as they are;
+    a warning names those. Copy and network are run on an image of noise and compared. The copy's weights are fixed:
+    load weights, and choose the input size, before.
 
     Args:
         model: ours or any other, in evaluation mode.
 
     Raises:
-        ValueError: no nn.Module, one that is (in part) in training mode, or one without a 2-D convolution.
+        UsageError: no nn.Module, one that is (in part) in training mode, or none that gives tensors for an image.
+        RunError: the copy's outputs differ by more than 1e-3 of the largest number.
     """
     if not isinstance(model, nn.Module):
-        raise ValueError(f"a network (torch.nn.Module) is required, got {type(model).__name__}")
+        raise UsageError(f"a network (torch.nn.Module) is required, got {type(model).__name__}")
     training = [name or type(model).__name__ for name, module in model.named_modules() if module.training]
     if training:
-        raise ValueError(f"a network in evaluation mode is required (model.eval()), got {training[0]} in training mode")
-    model = copy.deepcopy(model).requires_grad_(False)
-    for name, module in list(model.named_modules()):
-        if isinstance(module, nn.modules.dropout._DropoutNd) and name:
-            model.set_submodule(name, nn.Identity())
-    seen = watch(model, example_input(model))
-    names = {module: name for name, module in model.named_modules()}
+        raise UsageError(f"a network in evaluation mode is required (model.eval()), got {training[0]} in training mode")
+    images = example_images(model)
+    try:
+        wanted = _tensors(model(images))
+    except UsageError:
+        raise
+    except Exception as error:
+        raise UsageError(f"a network for images {tuple(images.shape)} is required, and {type(model).__name__} fails on "
+                         f"one: {error}") from error
+    computed = {id(value): value.detach().clone() for module in model.modules() for value in vars(module).values()
+                if isinstance(value, Tensor) and not value.is_leaf}  # pruned weights, which deepcopy refuses
+    original, model = model, copy.deepcopy(model, computed)
+    seen = watch(model, images)
     for maker, norm in seen.norms:
-        if _foldable(maker, norm):
-            _fold_pair(maker, norm)
-            model.set_submodule(names[norm], _left_of(norm).eval())
+        _fold_pair(maker, norm)
+        norm.__class__ = nn.Sequential  # of timm's activation in it, or of nothing; by every name that it has
+        norm._parameters, norm._buffers = {}, {}
+    if seen.left:
+        warnings.warn("deploy leaves BatchNorms as they are: " + ", ".join(
+            f"{name} ({reason})" for name, reason in seen.left.items()), stacklevel=3)
     layers = [module for module in model.modules() if isinstance(module, ATTENTION)]
     for layer in layers:
         if layer.evolution is not None and layer.evolution.changes_nothing():
@@ -110,6 +145,15 @@ def deploy(model: nn.Module) -> nn.Module:
         if layer in seen.readers:
             layer.need_logits = any(reader.evolution is not None for reader in seen.readers[layer])
     for layer in layers:
-        convert = DeployedConv2d.of if isinstance(layer, AugmentedConv2d) else DeployedTokenAttention.of_layer
-        convert(layer)
-    return model.requires_grad_(False).eval()
+        if not any(map(watched, layer.modules())):
+            convert = DeployedConv2d.of if isinstance(layer, AugmentedConv2d) else DeployedTokenAttention.of_layer
+            convert(layer)
+    model.requires_grad_(False).eval()
+    difference = _difference(wanted, _tensors(model(images)))
+    most = max(LARGEST, 16 * torch.finfo(images.dtype).eps)
+    if not difference <= most:
+        again = _difference(wanted, _tensors(original(images)))
+        raise RunError(f"{type(model).__name__} cannot be deployed: on noise its copy's outputs differ by "
+                       f"{difference:.1e} of the largest, at most {most:.0e} required (the network's own, run twice, "
+                       f"by {again:.1e})")
+    return model

@@ -142,7 +142,7 @@ def load_model(target: str, *, random: bool = False, img_size: tuple[int, int] |
         UsageError: no such model or run, unreadable or unfitting weights.
     """
     path = Path(target)
-    if path.suffix in SUFFIXES and path.is_file():
+    if path.suffix.lower() in SUFFIXES and path.is_file():
         return _load_exported(path, img_size)
     epoch, trained, weights, of_run = None, not random, "", {}
     if os.path.isdir(path) or os.path.isfile(path):

@@ -175,23 +175,6 @@ def test_plain_networks_of_timm():
     assert not any(isinstance(module, NORMS) for module in deployed.modules())
 
 
-def test_a_norm_that_is_read_past_stays():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv, self.norm = nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)
-
-        def forward(self, x):
-            x = self.conv(x)
-            return self.norm(x) + x
-
-    model = Net().eval()
-    nn.init.uniform_(model.norm.weight)
-    deployed = ea_vision.deploy(model)
-    assert isinstance(deployed.norm, nn.BatchNorm2d)
-    assert difference(model, deployed, torch.randn(1, 3, 8, 8)) < 1e-5
-
-
 def test_refuses_training_mode_and_what_is_no_network():
     model = timm.create_model("cnn_cifar")
     with pytest.raises(ValueError, match="evaluation mode is required"):
