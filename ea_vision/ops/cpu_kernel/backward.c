@@ -5,10 +5,7 @@
 
 /* What the backward pass of an image needs beside it. */
 typedef struct {
-    int base;                 /* the map row that lies at r in `maps` and `d_conv` */
-    float *maps;              /* (WINDOW + 2r, K, P): the maps before the convolution */
-    float *patches;           /* likewise, what the convolution reads of them; `maps` itself without a prefix */
-    float *d_conv;            /* (WINDOW + 2r, K, P): gradient of its output, zeros around */
+    window around;
     float *own, *conv;        /* (BLOCK, K, P): own logits, the convolution */
     int own_base, own_rows, own_size; /* of d_own: its first query; so many before they are used; its rows */
     float *d_own; /* (K, own_size, P): gradient of gain * own logits; a head's rows together, for their products */
@@ -27,7 +24,6 @@ typedef struct {
 } workspace;
 
 #define L2_FLOATS (1L << 18) /* half of what a second-level cache has, at least */
-#define WINDOW (BLOCK + 3 * GROUP) /* a block's rows and those before whose convolution still waits (r < GROUP) */
 
 static void allocate_workspace(workspace *w, buffers *m, const image *g, const problem *p) {
     const long map_row = (long)p->K * g->P, weights = (long)g->conv.planes * p->K * g->conv.taps;
@@ -50,12 +46,10 @@ static void allocate_workspace(workspace *w, buffers *m, const image *g, const p
     w->d_gates = (double *)new_floats(m, 4L * p->K);
     if (p->kind != MIX) w->own = new_floats(m, BLOCK * map_row);
     if (p->kind != NONE) {
-        w->maps = new_floats(m, (WINDOW + 2 * g->conv.r) * map_row);
+        allocate_window(&w->around, m, g, 1);
         w->conv = new_floats(m, BLOCK * map_row);
-        w->patches = p->prefix ? new_floats(m, (WINDOW + 2 * g->conv.r) * map_row) : w->maps;
     }
     if (p->weight) {
-        w->d_conv = new_floats(m, (WINDOW + 2 * g->conv.r) * map_row);
         w->d_maps = new_floats(m, GROUP * map_row);
         w->exchanged = new_floats(m, (long)p->K * p->K * p->kernel * p->kernel);
         w->turned = new_floats(m, weights);
@@ -92,17 +86,22 @@ static float *own_row(const image *g, const workspace *w, int head, int row) {
     return w->d_own + ((long)head * w->own_size + row - w->own_base) * g->P + MARGIN;
 }
 
-/* A row through values and softmax. In: l (n) its logits, norm (2), d_out (E, ld) the gradient of its query's values
- * and v (E, ld), or E = 0 and in `d` the gradient of attn. Out: attn, and in `d` attn times its gradient, to n's next
- * multiple of VL. Returns the sum of the latter. With `drop` the values see the attn that is kept. */
-INLINE float value_gradient(float *attn, float *d, const float *l, const float *norm, const float *d_out,
-                            const float *v, long ld, int n, const int E, const dropout *drop, draws of) {
+/* A row through values and softmax. In: l (N) its logits, norm (2), d_out (E, Np) the gradient of its query's values
+ * and v (E, Np), or E = 0 and in `d` the gradient of attn. Out: attn, and in `d` attn times its gradient, to N's next
+ * multiple of VL. Returns the sum of the latter. With `drop` the values see the attn that is kept. rows: needed soon,
+ * the last one to be written. */
+INLINE float value_gradient(const image *g, float *attn, float *d, const float *l, const float *norm,
+                            const float *d_out, const float *v, const int E, const dropout *drop, draws of,
+                            const char *const rows[4]) {
+    const int n = g->N;
     vec total = {};
     for (int j = 0; j < n; j += VL) {
+        for (int r = 0; r < 3; r++) fetch(g, rows[r], j, 0);
+        fetch(g, rows[3], j, 1);
         vec x = norm[1] * exp_of(LOAD(l + j) - norm[0]), y = E ? (vec){} : LOAD(d + j);
         if (n - j < VL) x = (vec)((ivec)x & before(n - j));
 #pragma GCC unroll 4
-        for (int e = 0; e < E; e++) y += d_out[e * ld] * LOAD(v + e * ld + j);
+        for (int e = 0; e < E; e++) y += d_out[e * g->Np] * LOAD(v + e * g->Np + j);
         STORE(attn + j, x);
         if (drop) y = drop->gain * (vec)((ivec)y & kept(drop, of, j));
         y *= x;
@@ -112,25 +111,20 @@ INLINE float value_gradient(float *attn, float *d, const float *l, const float *
     return sum_of(total);
 }
 
-INLINE float some_value_gradient(float *attn, float *d, const float *l, const float *norm, const float *d_out,
-                                 const float *v, long ld, int n, int E, const dropout *drop, draws of) {
-    switch (E) {
-        case 1: return value_gradient(attn, d, l, norm, d_out, v, ld, n, 1, drop, of);
-        case 2: return value_gradient(attn, d, l, norm, d_out, v, ld, n, 2, drop, of);
-        case 3: return value_gradient(attn, d, l, norm, d_out, v, ld, n, 3, drop, of);
-        case 4: return value_gradient(attn, d, l, norm, d_out, v, ld, n, 4, drop, of);
+#define VALUE_GRADIENT(E, drop, of) value_gradient(g, attn, d, l, norm, d_out, v, E, drop, of, rows)
+#define SOME_VALUE_GRADIENT(drop, of) \
+    switch (g->p->E) { \
+        case 1: return VALUE_GRADIENT(1, drop, of); \
+        case 2: return VALUE_GRADIENT(2, drop, of); \
+        case 3: return VALUE_GRADIENT(3, drop, of); \
+        case 4: return VALUE_GRADIENT(4, drop, of); \
+        default: return VALUE_GRADIENT(0, drop, of); \
     }
-    return value_gradient(attn, d, l, norm, d_out, v, ld, n, 0, drop, of);
-}
 
-static float all_value_gradient(float *attn, float *d, const float *l, const float *norm, const float *d_out,
-                                const float *v, long ld, int n, int E) {
-    return some_value_gradient(attn, d, l, norm, d_out, v, ld, n, E, NULL, (draws){0, 0});
-}
-
-static float kept_value_gradient(float *attn, float *d, const float *l, const float *norm, const float *d_out,
-                                 const float *v, long ld, int n, int E, const dropout *drop, draws of) {
-    return some_value_gradient(attn, d, l, norm, d_out, v, ld, n, E, drop, of);
+static float some_value_gradient(const image *g, float *attn, float *d, const float *l, const float *norm,
+                                 const float *d_out, const float *v, draws of, const char *const rows[4]) {
+    if (g->drop.threshold) SOME_VALUE_GRADIENT(&g->drop, of)
+    SOME_VALUE_GRADIENT(NULL, of)
 }
 
 /* The gradient of queries begin..end's logits into d_own (of gain * own, or of the mixture where nothing is convolved)
@@ -145,16 +139,16 @@ static void softmax_gradients(const image *g, workspace *w, int begin, int end) 
     const int gated = p->d_gates && (p->weight || p->kind == PREDICT);
     if (convolve_again)
         for (int i = begin; i < end; i += GROUP)
-            convolve(&g->conv, w->conv + (i - begin) * map_row, map_row, g->P, w->patches, i - w->base,
+            convolve(&g->conv, w->conv + (i - begin) * map_row, map_row, g->P, w->around.patches, i - w->around.base,
                      end - i < GROUP ? end - i : GROUP, g->weight, p->bias);
     if (p->prefix)
         for (int i = begin; i < end; i++)
-            pass_prefix(g, w->conv + (i - begin) * map_row, w->maps + (i - w->base + r) * map_row, i);
+            pass_prefix(g, w->conv + (i - begin) * map_row, w->around.maps + (i - w->around.base + r) * map_row, i);
     if (!p->logits)
         for (int i = begin; i < end; i++) {
             const long at = (i - begin) * map_row;
-            made[i - begin] = finish_logits(g, w->logits + at, w->conv ? w->conv + at : NULL, w->maps,
-                                            i - w->base + r, w->own ? w->own + at : NULL);
+            made[i - begin] = finish_logits(g, w->logits + at, w->conv ? w->conv + at : NULL, w->around.maps,
+                                            i - w->around.base + r, w->own ? w->own + at : NULL);
         }
     for (int head = 0; head < p->K; head++) {
         const long value = (long)head * p->E * g->Np, query = query_of(g, head, 0);
@@ -164,10 +158,6 @@ static void softmax_gradients(const image *g, workspace *w, int begin, int end) 
                  w->d_attn, g->Np);
         for (int i = begin; i < end; i++) {
             const float *l, *more = NULL;
-            fetch_row(g, p->logits, head, i + BLOCK, 0);
-            fetch_row(g, p->d_logits, head, i + BLOCK, 0);
-            fetch_row(g, p->prev, head, i + BLOCK + r, 0);
-            fetch_row(g, p->d_prev, head, i, 1);
             if (p->logits) {
                 l = stored_row(g, p->logits, head, i, w->scratch);
             } else {
@@ -180,12 +170,13 @@ static void softmax_gradients(const image *g, workspace *w, int begin, int end) 
             const dropout *drop = g->drop.threshold ? &g->drop : NULL;
             const draws of = drop ? draws_of(drop, query + i) : (draws){0, 0};
             const float *norm = p->norm + 2 * (query + i), *d_out = w->d_out + value + i, *v = g->v + value;
-            const float mean =
-                drop ? kept_value_gradient(attn, d_attn, l, norm, d_out, v, g->Np, g->N, p->E, drop, of)
-                     : all_value_gradient(attn, d_attn, l, norm, d_out, v, g->Np, g->N, p->E);
+            const char *rows[] = {
+                soon(g, p->logits, head, i + BLOCK, l), soon(g, p->d_logits, head, i + BLOCK, l),
+                soon(g, p->prev, head, i + BLOCK + r, l), soon(g, p->d_prev, head, i, l)};
+            const float mean = some_value_gradient(g, attn, d_attn, l, norm, d_out, v, of, rows);
             const float *passed = convolve_again ? w->conv + (i - begin) * map_row + head * g->P + MARGIN : l;
             float *d = own_row(g, w, head, i);
-            float *gate = p->weight ? row_of(g, w->d_conv, i - w->base + r, head) : NULL;
+            float *gate = p->weight ? row_of(g, w->around.d_conv, i - w->around.base + r, head) : NULL;
             const int unseen = !gate ? 0 : i < p->prefix ? g->N : p->prefix;
             vec bias = {};
             for (int j = 0; j < g->Np; j += VL) {
@@ -204,7 +195,7 @@ static void softmax_gradients(const image *g, workspace *w, int begin, int end) 
                     STORE(attn + j, drop->gain * (vec)((ivec)LOAD(attn + j) & kept(drop, of, j)));
             if (gate) STORE(w->d_bias + head * VL, LOAD(w->d_bias + head * VL) + bias);
             if (gated) { /* beta's: convolved - mixture; alpha's of PA: convolved, and less the own logits later */
-                const float *m = row_of(g, w->maps, i - w->base + r, head), *high = p->weight ? passed : m;
+                const float *m = row_of(g, w->around.maps, i - w->around.base + r, head), *high = p->weight ? passed : m;
                 vec sum = {};
                 for (int j = 0; j < g->Np; j += VL)
                     sum += LOAD(d + j) * (p->kind == MIX ? LOAD(high + j) - LOAD(m + j) : LOAD(high + j));
@@ -225,10 +216,10 @@ static void convolution_gradients(const image *g, workspace *w, int begin, int e
     for (int first = begin; first < end; first += GROUP) {
         const int rows = end - first < GROUP ? end - first : GROUP;
         if (p->weight) {
-            const int top = first - w->base;
+            const int top = first - w->around.base;
             convolve(&g->conv, direct ? own_row(g, w, 0, first) - MARGIN : w->d_maps, g->P,
-                     (direct ? w->own_size : GROUP) * (long)g->P, w->d_conv, top, rows, w->turned, NULL);
-            weight_gradient(&g->conv, w->d_weight, w->d_conv + (top + g->conv.r) * map_row, w->patches, top, rows);
+                     (direct ? w->own_size : GROUP) * (long)g->P, w->around.d_conv, top, rows, w->turned, NULL);
+            weight_gradient(&g->conv, w->d_weight, w->around.d_conv + (top + g->conv.r) * map_row, w->around.patches, top, rows);
         }
         for (int head = 0; head < p->K; head++) {
             const float alpha = alpha_of(p, head), kept = 1 - beta_of(p, head);
@@ -336,24 +327,6 @@ static void write_rows(float *to, float *from, long rows, long n, long ld) { /* 
     memset(from, 0, rows * ld * sizeof(float));
 }
 
-/* Lets the window begin at map row `base`; of d_conv the rows before `made`, of maps those before `mapped` are there.
- * What lies around the map is zero. */
-static void move_window(const image *g, workspace *w, int base, int made, int mapped) {
-    const int r = g->conv.r;
-    const long map_row = (long)g->p->K * g->P, size = WINDOW + 2 * r;
-    float *buffers[] = {w->maps, w->d_conv, w->patches == w->maps ? NULL : w->patches};
-    const long ready[] = {r + mapped - base, r + made - base, r + mapped - base};
-    for (int i = 0; i < 3 && buffers[i]; i++) {
-        float *rows = buffers[i], *rest = rows + ready[i] * map_row;
-        if (base == 0)
-            memset(rows, 0, r * map_row * sizeof(float));
-        else
-            memmove(rows, rows + (base - w->base) * map_row, ready[i] * map_row * sizeof(float));
-        if (base + size > r + g->N) memset(rest, 0, (size - ready[i]) * map_row * sizeof(float));
-    }
-    w->base = base;
-}
-
 static void backward_image(const image *g, workspace *w) {
     const problem *p = g->p;
     const long b = g->b;
@@ -366,19 +339,18 @@ static void backward_image(const image *g, workspace *w) {
     memset(w->d_v, 0, (long)p->K * p->E * g->Np * sizeof(float));
     /* A block of queries after the other, each step just far enough behind the one before that its neighbours are
      * there: what they hand on is still in the cache. */
-    int mapped = 0, convolved = 0;
-    w->own_base = 0;
+    int convolved = 0;
+    w->own_base = w->around.mapped = 0;
     for (int head = 0; head < p->K; head++)
         transpose(w->k_rows + (long)head * N * g->Dp, g->Dp, g->k + (long)head * p->D * g->Np, g->Np, p->D, N);
     for (int begin = 0; begin < N; begin += BLOCK) {
         const int end = begin + BLOCK < N ? begin + BLOCK : N;
-        const int map = end + r < N ? end + r : N, through = end < N ? (end - r) / GROUP * GROUP : N;
-        if (p->kind != NONE) move_window(g, w, convolved, begin, mapped);
-        if (p->kind == MIX) own_logits(g, w->maps, r + mapped - w->base, mapped, map, 1);
-        if (p->kind == PREDICT) previous_logits(g, w->maps, r + mapped - w->base, mapped, map);
-        if (p->prefix) without_prefix(g, w->patches, w->maps, r - w->base, mapped, map);
+        const int through = end < N ? (end - r) / GROUP * GROUP : N;
+        if (p->kind != NONE) {
+            move_window(g, &w->around, convolved, begin);
+            fill_window(g, &w->around, end + r < N ? end + r : N);
+        }
         if (p->kind != MIX && !p->logits) own_logits(g, w->own, 0, begin, end, 0); /* else those stored are enough */
-        mapped = map;
         softmax_gradients(g, w, begin, end);
         if (p->kind != NONE && convolved < through) convolution_gradients(g, w, convolved, through);
         convolved = p->kind == NONE ? end : through > convolved ? through : convolved;
@@ -411,7 +383,9 @@ static void backward_image(const image *g, workspace *w) {
 
 /* Each thread takes whole images; sums over images are left to the caller, in their order. Returns as forward. */
 int64_t evolving_attention_backward(const problem *p) {
+    const int N = p->H * p->W;
     int64_t missing = 0;
+    use_large_pages(p->d_prev, (long)p->B * p->K * N * N * size_of(p->dtype));
 #pragma omp parallel num_threads(p->threads < p->B ? p->threads : p->B)
     {
         static _Thread_local struct {

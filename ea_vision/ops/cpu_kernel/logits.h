@@ -33,12 +33,14 @@ static const float *stored_row(const image *g, const void *maps, int head, int r
     return scratch;
 }
 
-/* Asks for a row of such a map that is needed soon; short rows lie too far apart for the processor to guess. */
-INLINE void fetch_row(const image *g, const void *maps, int head, int row, const int to_write) {
-    if (!maps || row >= g->N) return;
-    const char *from = at(maps, map_element(g, head, row), g->p->dtype);
-    for (long byte = 0; byte < (long)g->N * size_of(g->p->dtype); byte += 64)
-        __builtin_prefetch(from + byte, to_write, 2);
+/* Where such a row is that is needed soon, or `otherwise`, which is at hand. */
+static const char *soon(const image *g, const void *maps, int head, int row, const void *otherwise) {
+    return maps && row < g->N ? at(maps, map_element(g, head, row), g->p->dtype) : otherwise;
+}
+
+/* Asks for the line of the row's element j. Loops do so between their arithmetic: of many requests at once most wait. */
+INLINE void fetch(const image *g, const char *row, int j, const int to_write) {
+    __builtin_prefetch(row + (long)j * size_of(g->p->dtype), to_write, 2);
 }
 
 /* gain * own logits (+ alpha * prev where `mix`) of queries begin..end, into maps rows first, first+1, ... */
@@ -85,6 +87,50 @@ static void without_prefix(const image *g, float *patches, const float *maps, lo
             memset(patches + at, 0, passed * sizeof(float));
             memcpy(patches + at + passed, maps + at + passed, (g->N - passed) * sizeof(float));
         }
+}
+
+/* The rows of the maps around a block of queries: row i lies at i - base + r; rows beyond the map are zero. */
+typedef struct {
+    int base, mapped; /* mapped: rows of `maps` before this one are there */
+    float *maps;      /* (WINDOW + 2r, K, P): the maps before the convolution */
+    float *patches;   /* likewise, what the convolution reads of them; `maps` itself without a prefix */
+    float *d_conv;    /* likewise, gradient of its output; NULL forward */
+} window;
+
+#define WINDOW (BLOCK + 3 * GROUP) /* a block's rows, and those before whose gradient still waits (r < GROUP) */
+
+static void allocate_window(window *w, buffers *m, const image *g, int backward) {
+    const long size = (WINDOW + 2L * g->conv.r) * g->p->K * g->P;
+    w->maps = new_floats(m, size);
+    w->patches = g->p->prefix ? new_floats(m, size) : w->maps;
+    w->d_conv = backward && g->p->weight ? new_floats(m, size) : NULL;
+}
+
+/* Let the window begin at map row `base`; of d_conv the rows before `made` are there. */
+static void move_window(const image *g, window *w, int base, int made) {
+    const int r = g->conv.r;
+    const long map_row = (long)g->p->K * g->P, size = WINDOW + 2 * r;
+    float *buffers[] = {w->maps, w->d_conv, w->patches == w->maps ? NULL : w->patches};
+    for (int i = 0; i < 3; i++) {
+        const long kept = (i == 1 ? made : w->mapped) - base + r;
+        if (!buffers[i]) continue;
+        if (base == 0)
+            memset(buffers[i], 0, r * map_row * sizeof(float));
+        else
+            memmove(buffers[i], buffers[i] + (base - w->base) * map_row, kept * map_row * sizeof(float));
+        if (base + size > r + g->N) memset(buffers[i] + kept * map_row, 0, (size - kept) * map_row * sizeof(float));
+    }
+    w->base = base;
+}
+
+/* Make the maps' rows before `to` that are not there. */
+static void fill_window(const image *g, window *w, int to) {
+    const problem *p = g->p;
+    const long row = g->conv.r - w->base;
+    if (p->kind == MIX) own_logits(g, w->maps, row + w->mapped, w->mapped, to, 1);
+    if (p->kind == PREDICT) previous_logits(g, w->maps, row + w->mapped, w->mapped, to);
+    if (p->prefix) without_prefix(g, w->patches, w->maps, row, w->mapped, to);
+    w->mapped = to;
 }
 
 /* Query i's row of the convolution, (K, P): what no convolution sees is as it was in the maps. */

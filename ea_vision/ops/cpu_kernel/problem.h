@@ -70,7 +70,7 @@ static int same_sizes(const problem *a, const problem *b) {
 
 static void allocate_image(image *g, buffers *m, const problem *p) {
     const int N = p->H * p->W;
-    *g = (image){.N = N, .Np = round_up(N), .Dp = round_up(p->D), .Ep = round_up(p->E), .P = row_length(N)};
+    *g = (image){.p = p, .N = N, .Np = round_up(N), .Dp = round_up(p->D), .Ep = round_up(p->E), .P = row_length(N)};
     g->q = new_floats(m, (long)p->K * p->D * g->Np);
     g->k = new_floats(m, (long)p->K * p->D * g->Np);
     g->v = new_floats(m, (long)p->K * p->E * g->Np);
