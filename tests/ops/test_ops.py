@@ -512,7 +512,7 @@ def test_where_nothing_can_be_kept_each_process_builds_the_library(use_compiler,
 
 def without_memory(_) -> int:
     """Ask for more than there is, then for less."""
-    x = torch.zeros(1, 64, 4000, 16)
+    x = torch.zeros(1, 4000, 64, 16).transpose(1, 2)
     own, kernels = torch.zeros(1, 2, 2500, 2500), torch.zeros(2, 2, 1, 1)
     torch.set_num_threads(2)
     few = x[:, :, :50].detach().requires_grad_()

@@ -77,8 +77,8 @@ static void read_more_parameters(workspace *w, const image *g) {
         read_weight(&g->conv, w->turned, w->exchanged);
     }
     if (p->height_rel) {
-        read_matrix(w->height_rows, g->Dp, p->height_rel, 2L * p->H - 1, p->D, FLOAT32, 1);
-        read_matrix(w->width_rows, g->Dp, p->width_rel, 2L * p->W - 1, p->D, FLOAT32, 1);
+        read_matrix(w->height_rows, g->Dp, p->height_rel, 2L * p->H - 1, p->D, FLOAT32, NULL);
+        read_matrix(w->width_rows, g->Dp, p->width_rel, 2L * p->W - 1, p->D, FLOAT32, NULL);
     }
 }
 
@@ -331,11 +331,8 @@ static void backward_image(const image *g, workspace *w) {
     const problem *p = g->p;
     const long b = g->b;
     const int N = g->N, r = g->conv.r;
-    const long values = (long)p->K * p->E, first = b * values * N;
-    if (p->channels_last)
-        read_transposed(w->d_out, g->Np, at(p->d_out, first, p->dtype), values, N, values, p->dtype, NULL);
-    else
-        read_matrix(w->d_out, g->Np, at(p->d_out, first, p->dtype), values, N, p->dtype, 1);
+    const long values = (long)p->K * p->E;
+    read_pixels(g, w->d_out, p->d_out, values * N, values, values, NULL);
     memset(w->d_v, 0, (long)p->K * p->E * g->Np * sizeof(float));
     /* A block of queries after the other, each step just far enough behind the one before that its neighbours are
      * there: what they hand on is still in the cache. */

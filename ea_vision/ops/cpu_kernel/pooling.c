@@ -15,18 +15,13 @@ void pool_forward(float *to, const float *from, long planes, int H, int W, int t
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (long plane = 0; plane < planes; plane++) {
         const float *x = from + plane * H * W;
-        float *y = to + plane * h * w, sums[2 * w + 1];
+        float *y = to + plane * h * w, sums[2 * w + 1], zeros[W];
         memset(sums, 0, sizeof sums);
+        memset(zeros, 0, sizeof zeros);
         for (int r = 0; r < h; r++, y += w) {
-            const float *middle = x + 2L * r * W, *above = middle - W, *below = middle + W;
-            if (r == 0 && 2 * r + 1 == H)
-                for (int c = 0; c < W; c++) sums[c + 1] = middle[c];
-            else if (r == 0)
-                for (int c = 0; c < W; c++) sums[c + 1] = middle[c] + below[c];
-            else if (2 * r + 1 == H)
-                for (int c = 0; c < W; c++) sums[c + 1] = above[c] + middle[c];
-            else
-                for (int c = 0; c < W; c++) sums[c + 1] = above[c] + middle[c] + below[c];
+            const float *middle = x + 2L * r * W, *above = r ? middle - W : zeros;
+            const float *below = 2 * r + 1 < H ? middle + W : zeros;
+            for (int c = 0; c < W; c++) sums[c + 1] = above[c] + middle[c] + below[c];
             for (int c = 0; c < w; c++)
                 y[c] = (sums[2 * c] + sums[2 * c + 1] + sums[2 * c + 2]) * (by_row[r] * by_col[c]);
         }

@@ -107,25 +107,25 @@ static void read_parameters(image *g, const problem *p) {
     if (p->weight) read_weight(&g->conv, g->weight, p->weight);
 }
 
+/* An image's queries, keys or values, or their gradient: `channels` of them -> (channels, Np). Channel i times
+ * factors[i], unless that is NULL; `row`: from pixel to pixel where channels lie last. */
+static void read_pixels(const image *g, float *to, const void *from, long step, long row, long channels,
+                        const float *factors) {
+    const int dtype = g->p->dtype;
+    from = at(from, g->b * step, dtype);
+    if (g->p->channels_last)
+        read_transposed(to, g->Np, from, row, g->N, channels, dtype, factors);
+    else
+        read_matrix(to, g->Np, from, channels, g->N, dtype, factors);
+}
+
 static void read_image(image *g, int b) {
     const problem *p = g->p;
     g->b = b;
-    if (p->channels_last) {
-        for (long c = 0; c < (long)p->K * p->D; c++) g->q_factors[c] = p->scale * gain_of(p, c / p->D);
-        read_transposed(g->q, g->Np, at(p->q, b * p->q_step, p->dtype), p->q_row, g->N, (long)p->K * p->D, p->dtype,
-                        g->q_factors);
-        read_transposed(g->k, g->Np, at(p->k, b * p->k_step, p->dtype), p->k_row, g->N, (long)p->K * p->D, p->dtype,
-                        NULL);
-        read_transposed(g->v, g->Np, at(p->v, b * p->v_step, p->dtype), p->v_row, g->N, (long)p->K * p->E, p->dtype,
-                        NULL);
-        return;
-    }
-    for (int head = 0; head < p->K; head++)
-        read_matrix(g->q + (long)head * p->D * g->Np, g->Np,
-                    at(p->q, b * p->q_step + (long)head * p->D * g->N, p->dtype), p->D, g->N, p->dtype,
-                    p->scale * gain_of(p, head));
-    read_matrix(g->k, g->Np, at(p->k, b * p->k_step, p->dtype), p->K * p->D, g->N, p->dtype, 1);
-    read_matrix(g->v, g->Np, at(p->v, b * p->v_step, p->dtype), p->K * p->E, g->N, p->dtype, 1);
+    for (long c = 0; c < (long)p->K * p->D; c++) g->q_factors[c] = p->scale * gain_of(p, c / p->D);
+    read_pixels(g, g->q, p->q, p->q_step, p->q_row, (long)p->K * p->D, g->q_factors);
+    read_pixels(g, g->k, p->k, p->k_step, p->k_row, (long)p->K * p->D, NULL);
+    read_pixels(g, g->v, p->v, p->v_step, p->v_row, (long)p->K * p->E, NULL);
 }
 
 /* The element of out, or of q's gradient, with `width` channels a head, at which a query's channel c lies; and how far

@@ -70,13 +70,12 @@ static void write_scaled(void *to, const float *restrict from, float factor, lon
     }
 }
 
-/* (rows, n) -> (rows, ld), each row followed by zeros, everything times `factor` */
-static void read_matrix(float *to, long ld, const void *from, long rows, long n, int dtype, float factor) {
+/* (rows, n) -> (rows, ld), each row followed by zeros; row i times factors[i], unless that is NULL */
+static void read_matrix(float *to, long ld, const void *from, long rows, long n, int dtype, const float *factors) {
     for (long r = 0; r < rows; r++) {
         float *row = to + r * ld;
         read_floats(row, (const char *)from + r * n * size_of(dtype), n, dtype);
-        if (factor != 1.0f)
-            for (long i = 0; i < n; i++) row[i] *= factor;
+        for (long i = 0; factors && i < n; i++) row[i] *= factors[r];
         memset(row + n, 0, (ld - n) * sizeof(float));
     }
 }
