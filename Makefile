@@ -19,14 +19,14 @@ demo: $(READY)
 	$(RUN) train_cifar.py --dataset digits --model ea_conv_transformer_cifar \
 		--model-kwargs 'widths=[32,64,128,128]' --epochs 10 --channels-last --output $(DEMO)
 	$(RUN) visualize/heatmap.py --model $(DEMO) --layers 1 --queries 6,12 16,16 26,20 \
-		-o $(DEMO)/heads.png digits:5
+		-o $(DEMO)/heads.png digits#5
 	$(RUN) visualize/strip.py --model $(DEMO) --layers 1-3 --heads mean --queries 16,16 \
-		-o $(DEMO)/evolution.png digits:5
+		-o $(DEMO)/evolution.png digits#5
 	@echo
 	@echo "Trained: $(DEMO). Pictures to open: $(DEMO)/heads.png, and $(DEMO)/evolution.png: a map from layer to layer."
 	@echo "The next three commands to try:"
-	@echo "  $(VENV)/bin/ea-vision predict $(DEMO) digits:5"
-	@echo "  $(VENV)/bin/ea-vision explore --model $(DEMO) -o $(DEMO)/page.html digits:5"
+	@echo "  $(VENV)/bin/ea-vision predict $(DEMO) digits#5"
+	@echo "  $(VENV)/bin/ea-vision explore --model $(DEMO) -o $(DEMO)/page.html digits#5"
 	@echo "  $(VENV)/bin/ea-vision predict ea_conv_transformer_cifar docs/cat.jpg"
 
 # README's pictures and a page to try, docs/attention.html, from the weights in weights/; the docs' pictures of what is not shipped. The photo is "Chelsea" by Stefan van der Walt, CC0, from scikit-image.

@@ -20,7 +20,7 @@ COMMANDS = {  # name: (module whose main(argv) runs it, what it does); another c
     "benchmark": ("ea_vision.benchmark", "speed and memory of networks"),
     "probe": ("ea_vision.recorder.probe", "classify images from their attention maps (EA paper, table 7)"),
     "heatmap": ("ea_vision.visualize.heatmap", "attention of query points by head, of several models or images"),
-    "strip": ("ea_vision.visualize.strip", "a map from layer to layer, part by part, or as a film (.gif, .mp4)"),
+    "strip": ("ea_vision.visualize.strip", "a map from layer to layer, part by part, or as a film (.gif)"),
     "statistics": ("ea_vision.visualize.statistics", "entropy, distance, ... by layer and head"),
     "explore": ("ea_vision.visualize.explore", "one HTML page: click a pixel, see every head of every layer"),
 }

@@ -144,7 +144,7 @@ def _files(words: Sequence[str], lines) -> list[str]:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", metavar="MODEL", help=WEIGHTS_HELP.replace("else random", "which it must have"))
-    parser.add_argument("images", nargs="+", metavar="IMAGE", help="image files, folders, digits:N (the Nth test image "
+    parser.add_argument("images", nargs="+", metavar="IMAGE", help="image files, folders, digits#N (the Nth test image "
                         "of the digits), or - for paths on standard input, one a line")
     parser.add_argument("--top", type=positive, default=5, metavar="K", help="classes an image (default: 5)")
     parser.add_argument("--json", metavar="FILE", help="write a list of images with their classes, or COCO's results, "

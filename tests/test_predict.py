@@ -89,13 +89,13 @@ def test_pipes_and_names_that_are_not_utf8_stop_nothing(photos, tmp_path, monkey
 
 @pytest.mark.parametrize("words, message", [
     ([MODEL, "/nowhere.png"], "does not exist"),
-    (["ea_conv_transformer_cifr", "digits:0"], "did you mean"),
-    (["resnet18_cifar", "digits:0"], "resnet18_cifar has no weights"),
-    ([MODEL, "digits:0", "--img-size", "x"], "--img-size must be"),
-    ([MODEL, "digits:0", "--img-size", "²"], "--img-size must be"),
-    ([MODEL, "digits:0", "--img-size", "99999999"], "at most 100 million together, got '99999999'"),
+    (["ea_conv_transformer_cifr", "digits#0"], "did you mean"),
+    (["resnet18_cifar", "digits#0"], "resnet18_cifar has no weights"),
+    ([MODEL, "digits#0", "--img-size", "x"], "--img-size must be"),
+    ([MODEL, "digits#0", "--img-size", "²"], "--img-size must be"),
+    ([MODEL, "digits#0", "--img-size", "99999999"], "at most 100 million together, got '99999999'"),
     ([MODEL, "n" * 300], "does not exist"),
-    (["m" * 300, "digits:0"], "unknown model"),
+    (["m" * 300, "digits#0"], "unknown model"),
 ])
 def test_bad_input_is_one_line(words, message, capsys):
     assert exit_code(lambda: main(words)) == 2

@@ -18,10 +18,10 @@ print("imported", ea_vision.__file__)
 for command in (
     "train-cifar --dataset digits --epochs 1 --img-size 8 --batch-size 500 --cache-dir none --output run "
     "--model ea_conv_transformer_cifar --model-kwargs widths=[8,8,16,16]",
-    "heatmap --model run --layers 1 --heads mean --dpi 50 -o heads.png digits:0",
-    "heatmap --layers 1 --heads mean --dpi 50 -o shipped.png digits:0",  # by the weights in the wheel
-    "explore --model run -o page.html digits:0",
-    "predict ea_conv_transformer_cifar digits:0 --json classes.json",
+    "heatmap --model run --layers 1 --heads mean --dpi 50 -o heads.png digits#0",
+    "heatmap --layers 1 --heads mean --dpi 50 -o shipped.png digits#0",  # by the weights in the wheel
+    "explore --model run -o page.html digits#0",
+    "predict ea_conv_transformer_cifar digits#0 --json classes.json",
     "models --sizes ea_conv_transformer_cifar --csv summary.csv",
 ):
     assert main(command.split()) == 0, command

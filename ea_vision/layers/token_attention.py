@@ -15,11 +15,8 @@ from ea_vision.ops.problem import check_prev_logits
 from ea_vision.ops.reference import attention_of, own_logits
 
 
-@register_notrace_module  # what runs depends on hooks, so FX keeps the layer whole
-class TokenAttention(Attention):
-    """timm's `Attention`, made by `TokenAttention.of`; (x, prev_logits) -> (x, logits).
-
-    With `fused_attn` off it computes timm's operations in timm's order, one by one.
+class MapsAttention:
+    """The maps of an attention layer over tokens, beside a class with `num_heads`, `scale`, `fused_attn`, `attn_drop`.
 
     evolution: the mechanism over its maps, or None.
     need_logits: whether the next layer's evolution reads this one's logits.
@@ -27,6 +24,60 @@ class TokenAttention(Attention):
     """
 
     head_window = 1  # maps are of a head's own keys, as those of `AugmentedConv2d` unless it is told otherwise
+
+    def logits_of(self, q: Tensor, k: Tensor, feat_size: tuple[int, int]) -> Tensor:
+        """Return the layer's logits before any evolution: (B, K, T, T)."""
+        return own_logits(q, k, None, None, self.scale, feat_size)
+
+    def attention_of(self, logits: Tensor, feat_size: tuple[int, int]) -> Tensor:
+        """Return the probabilities of (evolved) logits, of the same shape."""
+        attn = attention_of(logits)
+        if self.evolution is not None:
+            if self.evolution.mixes_attn:
+                attn = self.evolution.mix_attn(attn.to(logits.dtype))
+        return attn
+
+    def _attend_by_modules(
+            self, q: Tensor, k: Tensor, v: Tensor, prev_logits: Tensor | None, feat_size: tuple[int, int] | None,
+            bias: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Compute the reference: every map passes through a module of this layer, where a hook can see it."""
+        row = (1, q.shape[2])
+        logits = self.logits_of(q, k, row)
+        if bias is not None:
+            logits = logits + bias
+        if self.evolution is not None:
+            prev = logits if prev_logits is None else prev_logits
+            if self.evolution.spatial:
+                assert feat_size is not None, "checked by forward"
+                logits = self.evolution(logits, prev, feat_size)
+            else:
+                logits = self.evolution(logits, prev)
+        return self.attn_drop(self.attention_of(logits, row)).to(v.dtype) @ v, logits
+
+    @torch.jit.unused
+    def _attend(
+            self, q: Tensor, k: Tensor, v: Tensor, prev_logits: Tensor | None, feat_size: tuple[int, int] | None,
+            bias: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        operands = operands_of(self, prev_logits) if self.fused_attn else None
+        need_logits = self.need_logits or bool(self._forward_hooks and self.evolution is not None)
+        dropout_p = self.attn_drop.p if self.training else 0.0
+        if operands is not None and not operands and not need_logits:
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout_p), None
+        if operands is None or bias is not None:
+            return self._attend_by_modules(q, k, v, prev_logits, feat_size, bias)
+        scale = self.scale * operands.pop("own_scale", 1.0)
+        return evolving_attention(
+            q, k, v, **operands, scale=scale, need_logits=need_logits, dropout_p=dropout_p)
+
+
+@register_notrace_module  # what runs depends on hooks, so FX keeps the layer whole
+class TokenAttention(MapsAttention, Attention):
+    """timm's `Attention`, made by `TokenAttention.of`; (x, prev_logits) -> (x, logits).
+
+    With `fused_attn` off it computes timm's operations in timm's order, one by one.
+    """
 
     @classmethod
     def of(cls, attn: Attention, evolution: Evolution | None, need_logits: bool) -> "TokenAttention":
@@ -55,48 +106,6 @@ class TokenAttention(Attention):
         bias = self.qkv.bias
         values = F.linear(x, self.qkv.weight[first:], None if bias is None else bias[first:])
         return values.unflatten(2, [self.num_heads, self.head_dim]).transpose(1, 2)
-
-    def logits_of(self, q: Tensor, k: Tensor, feat_size: tuple[int, int]) -> Tensor:
-        """Return the layer's logits before any evolution: (B, K, T, T)."""
-        return own_logits(q, k, None, None, self.scale, feat_size)
-
-    def attention_of(self, logits: Tensor, feat_size: tuple[int, int]) -> Tensor:
-        """Return the probabilities of (evolved) logits, of the same shape."""
-        attn = attention_of(logits)
-        if self.evolution is not None:
-            if self.evolution.mixes_attn:
-                attn = self.evolution.mix_attn(attn.to(logits.dtype))
-        return attn
-
-    def _attend_by_modules(
-            self, q: Tensor, k: Tensor, v: Tensor, prev_logits: Tensor | None, feat_size: tuple[int, int] | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Compute the reference: every map passes through a module of this layer, where a hook can see it."""
-        row = (1, q.shape[2])
-        logits = self.logits_of(q, k, row)
-        if self.evolution is not None:
-            prev = logits if prev_logits is None else prev_logits
-            if self.evolution.spatial:
-                assert feat_size is not None, "checked by forward"
-                logits = self.evolution(logits, prev, feat_size)
-            else:
-                logits = self.evolution(logits, prev)
-        return self.attn_drop(self.attention_of(logits, row)).to(v.dtype) @ v, logits
-
-    @torch.jit.unused
-    def _attend(
-            self, q: Tensor, k: Tensor, v: Tensor, prev_logits: Tensor | None, feat_size: tuple[int, int] | None,
-    ) -> tuple[Tensor, Tensor | None]:
-        operands = operands_of(self, prev_logits) if self.fused_attn else None
-        if operands is None:
-            return self._attend_by_modules(q, k, v, prev_logits, feat_size)
-        need_logits = self.need_logits or bool(self._forward_hooks and self.evolution is not None)
-        dropout_p = self.attn_drop.p if self.training else 0.0
-        if not operands and not need_logits:
-            return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p), None
-        scale = self.scale * operands.pop("own_scale", 1.0)
-        return evolving_attention(
-            q, k, v, **operands, scale=scale, need_logits=need_logits, dropout_p=dropout_p)
 
     def forward(
             self, x: Tensor, prev_logits: Tensor | None = None, feat_size: tuple[int, int] | None = None,

@@ -8,6 +8,7 @@ from ea_vision.models._build import (
     shipped_weights,
 )
 from ea_vision.models._chain import AttentionConfig, AttnStage, ChainBuilder, ChainedNetwork, HeadedNetwork, to_size
+from ea_vision.models.any_transformer import evolve, unevolve
 from ea_vision.models.attn_mnasnet import AttnMnasNet
 from ea_vision.models.attn_resnet import AttnResNet
 from ea_vision.models.conv_transformer import ConvTransformer
@@ -16,8 +17,6 @@ from ea_vision.models.spatial_transformer import SpatialTransformerNet
 from ea_vision.models.vision_transformer import (
     EvolvingVisionTransformer,
     EvolvingVisionTransformerDistilled,
-    evolve,
-    unevolve,
 )
 from ea_vision.models.wide_resnet import WideResNet
 

@@ -5,14 +5,15 @@ that papers print of them. A file outside this package can do the same with the 
 
 Shape letters: B batch, C channels, H x W image or map, N = H*W pixels of a map, K heads.
 """
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 from numbers import Integral
 from typing import Any
 
 import torch
-from timm.models import checkpoint
 from torch import Tensor, nn
+from torch.utils import checkpoint as torch_checkpoint
 
 from ea_vision.layers import (
     AugmentedConv2d,
@@ -219,6 +220,26 @@ class ChainBuilder:
         layer.need_logits, layer.map_reduction = False, reduction
         self.previous = layer
         return layer
+
+
+@contextmanager
+def frozen_statistics(block: nn.Module) -> Iterator[None]:
+    """Leave the running statistics of a block's batch norms alone, which still normalise by the batch in training."""
+    norms = [module for module in block.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    before = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
+    for norm in norms:
+        norm.momentum, norm.num_batches_tracked = 0.0, None
+    try:
+        yield
+    finally:
+        for norm, (momentum, batches) in zip(norms, before, strict=True):
+            norm.momentum, norm.num_batches_tracked = momentum, batches
+
+
+def checkpoint(block: nn.Module, *args: Any) -> Any:
+    """Run block(*args), recomputed in the backward pass, which moves no running statistics a second time."""
+    options = {} if torch.compiler.is_compiling() else {"context_fn": lambda: (nullcontext(), frozen_statistics(block))}
+    return torch_checkpoint.checkpoint(block, *args, use_reentrant=False, **options)
 
 
 class AttnStage(nn.Sequential):

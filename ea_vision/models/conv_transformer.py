@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from timm.layers import ClassifierHead, ConvNormAct, DropPath
-from timm.models import checkpoint, generate_default_cfgs
+from timm.models import generate_default_cfgs
 from torch import Tensor, nn
 
 from ea_vision.base.networks import CIFAR10
@@ -30,6 +30,7 @@ from ea_vision.models._chain import (
     HeadedNetwork,
     Step,
     check_numbers,
+    checkpoint,
     to_size,
 )
 

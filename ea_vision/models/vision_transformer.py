@@ -19,10 +19,7 @@ Papers:
 
 Shape letters: B batch, C channels, H x W image in pixels, K heads, P prefix tokens (class token, registers), T tokens.
 """
-import copy
-import itertools
 import logging
-import operator
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -30,14 +27,13 @@ from typing import Any
 import timm
 import torch
 from timm.layers import Attention
-from timm.models import checkpoint, generate_default_cfgs, register_model, register_notrace_function
+from timm.models import generate_default_cfgs, register_model, register_notrace_function
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import Block, ResPostBlock, VisionTransformer
 from timm.models.vision_transformer import checkpoint_filter_fn as timm_filter
 from torch import Tensor, nn
 
 from ea_vision.layers import (
-    Evolution,
     TokenAttention,
     TokenConv,
     ValueResidual,
@@ -46,10 +42,10 @@ from ea_vision.layers import (
     evolution_options,
 )
 from ea_vision.models._build import Network, build_network, cifar_cfg, register_networks
-from ea_vision.models._chain import AttnStage, check_numbers, take_indices_of
+from ea_vision.models._chain import AttnStage, check_numbers, checkpoint, take_indices_of
 from ea_vision.models._convert import checkpoint_filter_fn
 
-__all__ = ["EvolvingVisionTransformer", "EvolvingVisionTransformerDistilled", "evolve", "unevolve"]
+__all__ = ["EvolvingVisionTransformer", "EvolvingVisionTransformerDistilled"]
 
 _logger = logging.getLogger(__name__)
 
@@ -147,14 +143,15 @@ class _Evolves:
             token_conv: bool | str = False,
             **kwargs: Any,
     ) -> None:
-        _check_starts(value_residual=value_residual, token_conv=token_conv)
+        check_starts(value_residual=value_residual, token_conv=token_conv)
         options = {name: kwargs.pop(name) for name in evolution_options() if name in kwargs}
         super().__init__(*args, **kwargs)
-        reason = _reason_against(self)
+        reason = reason_against(self)
         if reason is not None:
             raise ValueError(f"{type(self).__name__} must be able to evolve: {reason}")
         options = _with_start(evolution, options)
-        _evolve_blocks(self, evolution, attn_layers, prefix, options, value_residual, token_conv)
+        evolve_blocks(self, kind=evolution, attn_layers=attn_layers, prefix=prefix, options=options,
+                       value_residual=value_residual, token_conv=token_conv)
 
     @staticmethod
     def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
@@ -286,11 +283,11 @@ class EvolvingVisionTransformerDistilled(_Evolves, VisionTransformerDistilled):
     """
 
 
-_NETWORK_CLASSES = {VisionTransformer: EvolvingVisionTransformer,
+NETWORK_CLASSES = {VisionTransformer: EvolvingVisionTransformer,
                     VisionTransformerDistilled: EvolvingVisionTransformerDistilled}
 
 
-def _reason_against(model: nn.Module) -> str | None:
+def reason_against(model: nn.Module) -> str | None:
     """Return why the blocks of a VisionTransformer cannot evolve, or None."""
     for index, block in enumerate(model.blocks):
         if type(block) not in _BLOCKS:
@@ -308,7 +305,7 @@ def _reason_against(model: nn.Module) -> str | None:
     return None
 
 
-def _check_starts(**options: bool | str) -> None:
+def check_starts(**options: bool | str) -> None:
     for name, value in options.items():
         if value not in (False, True, "paper"):
             raise ValueError(f"{name} must be False, True or 'paper', got {value!r}")
@@ -329,15 +326,16 @@ def _with_start(kind: str | None, options: dict[str, Any]) -> dict[str, Any]:
     return {"start": "identity" if given.get("learnable", not chooses) else "paper", **given}
 
 
-def _evolving_layers(model: nn.Module, kind: str, attn_layers: Sequence[int] | None, prefix: str) -> list[int]:
+def _evolving_layers(depth: int, class_token_alone: bool, kind: str, attn_layers: Sequence[int] | None,
+                     prefix: str) -> list[int]:
     """Return the blocks, counted from 1, that are to evolve; see `evolve` for the errors."""
-    depth, kind_class = len(model.blocks), evolution_class(kind)
+    kind_class = evolution_class(kind)
     if attn_layers is not None:
         check_numbers("attn_layers", attn_layers)
     if prefix not in ("convolve", "pass"):
         raise ValueError(f"prefix must be 'convolve' or 'pass', got {prefix!r}")
     # the class token's row is all that is read of the last map, and it would pass the convolution
-    idle_last = (prefix == "pass" or kind_class.spatial) and model.global_pool == "token"
+    idle_last = (prefix == "pass" or kind_class.spatial) and class_token_alone
     possible = range(1 + kind_class.reads_previous, depth + (not idle_last))
     chosen = list(possible) if attn_layers is None else sorted(set(attn_layers))
     wrong = [layer for layer in chosen if layer not in possible]
@@ -352,134 +350,64 @@ def _evolving_layers(model: nn.Module, kind: str, attn_layers: Sequence[int] | N
     return chosen
 
 
-def _evolve_blocks(
-        model: nn.Module, kind: str | None, attn_layers: Sequence[int] | None, prefix: str, options: dict[str, Any],
-        value_residual: bool | str = False, token_conv: bool | str = False,
-) -> None:
-    """Turn the blocks of a VisionTransformer, in place, into evolving ones."""
-    chosen = [] if kind is None else _evolving_layers(model, kind, attn_layers, prefix)
-    weight = model.blocks[0].attn.qkv.weight
+def new_mechanisms(
+        blocks: Sequence[nn.Module], num_heads: int, channels: int, num_prefix_tokens: int, class_token_alone: bool, *,
+        kind: str | None, attn_layers: Sequence[int] | None, prefix: str, options: dict[str, Any],
+        value_residual: bool | str, token_conv: bool | str,
+) -> list[dict[str, Any]]:
+    """Return for each block its new `evolution`, `value_residual` and `token_conv`, each a module or None, and
+    `need_logits`.
+
+    class_token_alone: whether nothing but the class token's row of the last map is read.
+    """
+    depth, weight = len(blocks), next(blocks[0].parameters())
     dd = {"device": weight.device, "dtype": weight.dtype}
+    chosen = [] if kind is None else _evolving_layers(depth, class_token_alone, kind, attn_layers, prefix)
     if kind is None:
         create_evolution(None, 1, **options)  # refuses options
-    evolutions: list[Evolution | None] = [
-        create_evolution(kind, block.attn.num_heads, channels=model.embed_dim, **dd, **options)
-        if number in chosen else None for number, block in enumerate(model.blocks, start=1)]
-    for number in chosen:
-        evolution = evolutions[number - 1]
-        if hasattr(evolution, "num_prefix_tokens"):
-            evolution.num_prefix_tokens = model.num_prefix_tokens if prefix == "pass" or evolution.spatial else 0
-        elif prefix == "pass":
-            raise ValueError(f"prefix='pass' needs an evolution with num_prefix_tokens, got {kind!r}")
     reads = kind is not None and evolution_class(kind).reads_previous
-    for number, (block, evolution) in enumerate(zip(model.blocks, evolutions, strict=True), start=1):
-        TokenAttention.of(block.attn, evolution, need_logits=reads and number + 1 in chosen)
-        block.token_conv = None
-        if number > 1 and value_residual:
-            block.attn.value_residual = ValueResidual(value_residual != "paper", **dd)
-        if number > 1 and token_conv:
-            block.token_conv = TokenConv(model.embed_dim, model.num_prefix_tokens, token_conv != "paper", **dd)
-        for module in (evolution, block.attn.value_residual, block.token_conv):
-            if module is not None:
-                module.train(block.training)
+    made = []
+    for number, block in enumerate(blocks, start=1):
+        evolution = create_evolution(kind, num_heads, channels=channels, **dd, **options) if number in chosen else None
+        if hasattr(evolution, "num_prefix_tokens"):
+            evolution.num_prefix_tokens = num_prefix_tokens if prefix == "pass" or evolution.spatial else 0
+        elif prefix == "pass" and evolution is not None:
+            raise ValueError(f"prefix='pass' needs an evolution with num_prefix_tokens, got {kind!r}")
+        modules = {
+            "evolution": evolution,
+            "value_residual": ValueResidual(value_residual != "paper", **dd) if value_residual and number > 1 else None,
+            "token_conv": TokenConv(channels, num_prefix_tokens, token_conv != "paper", **dd)
+            if token_conv and number > 1 else None}
+        for module in filter(None, modules.values()):
+            module.train(block.training)
+        made.append({**modules, "need_logits": reads and number + 1 in chosen})
+    return made
+
+
+def evolve_blocks(model: nn.Module, **mechanisms: Any) -> None:
+    """Turn the blocks of a VisionTransformer, in place, into evolving ones; the keywords of `new_mechanisms`."""
+    made = new_mechanisms(model.blocks, model.blocks[0].attn.num_heads, model.embed_dim, model.num_prefix_tokens,
+                          model.global_pool == "token", **mechanisms)
+    for block, new in zip(model.blocks, made, strict=True):
+        TokenAttention.of(block.attn, new["evolution"], new["need_logits"])
+        block.attn.value_residual, block.token_conv = new["value_residual"], new["token_conv"]
         block.__class__ = _BLOCKS[type(block)]
     model.blocks = TokenStage(*model.blocks)
     model.blocks.training, model.blocks.grad_checkpointing = model.training, model.grad_checkpointing
 
 
-def _shared_copy(model: nn.Module) -> nn.Module:
-    """Return a copy of the modules that shares parameters and buffers."""
-    tensors = itertools.chain(model.parameters(), model.buffers())
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
-
-
-def evolve(
-        model: VisionTransformer,
-        kind: str | None = "ea",
-        layers: Sequence[int] | None = None,
-        alpha: float | None = None,
-        beta: float | None = None,
-        learnable: bool | str | None = None,
-        prefix: str = "convolve",
-        start: str = "identity",
-        attn_layers: Sequence[int] | None = None,
-        token_conv: bool | str = False,
-        value_residual: bool | str = False,
-        **options: Any,
-) -> EvolvingVisionTransformer | EvolvingVisionTransformerDistilled:
-    """A vision transformer of timm's with attention maps that evolve: a new model, which shares the weights.
-
-    Args:
-        model: timm's VisionTransformer or VisionTransformerDistilled, any name of theirs (ViT, DeiT, DINO, CLIP,
-            SigLIP, ...) whose blocks have timm's plain Attention.
-        kind: a registered evolution: "ea", "pa", "residual", "talking_heads", "reattention", "refiner", "mta",
-            "conv2d", "xsa", "gated", or one from outside; None for maps that do not evolve.
-        layers, attn_layers: which blocks evolve, counted from 1; None is all that can: not the first, which has no
-            predecessor, where the kind reads the predecessor's maps.
-        alpha, beta: gates of the kinds that have them; 0 at the identity start.
-        learnable: whether they are parameters; "per_head" for one a head. At the identity start they are.
-        prefix: "convolve" or "pass"; see `EvolvingVisionTransformer`.
-        start: "identity": the new model computes what the old one does (bit for bit where timm's fused attention is
-            off) and learns from there; "paper": it begins as its paper does.
-        token_conv, value_residual: see `EvolvingVisionTransformer`; also without a kind.
-        **options: further ones of the evolution, such as kernel_size.
-
-    Raises:
-        ValueError: a model that cannot evolve, naming the module at fault, layers that cannot, or an option that the
-            evolution does not have.
-    """
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"a network is required, such as timm.create_model('vit_small_patch16_224'), got {model!r}")
-    if type(model) in _NETWORK_CLASSES.values():
-        raise ValueError(f"timm's plain network required, got {type(model).__name__}, whose maps evolve already")
-    if type(model) not in _NETWORK_CLASSES:
-        known = " or ".join(cls.__name__ for cls in _NETWORK_CLASSES)
-        attention = next((f"{name} is {type(module).__name__}" for name, module in model.named_modules()
-                          if name and "attn" in name.split(".")[-1]), "no attention layer found")
-        raise ValueError(f"timm's {known} required, got {type(model).__name__} ({attention})")
-    reason = _reason_against(model)
-    if reason is not None:
-        raise ValueError(f"this {type(model).__name__} cannot evolve: {reason}")
-    gates = {"alpha": (alpha, 0.0), "beta": (beta, 0.0), "learnable": (learnable, True)}
-    known_options = evolution_options(kind) if kind is not None else ()
-    options.update((name, value) for name, (value, plain) in gates.items()
-                   if value is not None and (name in known_options or value != plain))
-    evolving = _shared_copy(model)
-    evolving.__class__ = _NETWORK_CLASSES[type(model)]
-    _check_starts(value_residual=value_residual, token_conv=token_conv)
-    options = {"start": start, **options} if kind is not None else options
-    layers = attn_layers if layers is None else layers
-    _evolve_blocks(evolving, kind, layers, prefix, options, value_residual, token_conv)
-    return evolving
-
-
-def unevolve(model: EvolvingVisionTransformer | EvolvingVisionTransformerDistilled) -> VisionTransformer:
-    """timm's plain network from an evolving one whose gates are all 0: a new model, which shares the weights.
-
-    Raises:
-        ValueError: another network, or an evolution that changes the maps.
-    """
-    plain_classes = {evolving: plain for plain, evolving in _NETWORK_CLASSES.items()}
-    if type(model) not in plain_classes:
-        raise ValueError(f"an evolving vision transformer required, got {type(model).__name__}")
-    parts = ("attn.evolution", "attn.value_residual", "token_conv")
-    inside = [[f"blocks.{index}.{path} ({part})" for path in parts
-               if (part := operator.attrgetter(path)(block)) is not None and not part.changes_nothing()]
-              for index, block in enumerate(model.blocks)]
-    active = [names[0] for names in inside if names]
-    if active:
-        raise ValueError("all gates must be 0, or mechanisms at their identity start, for the plain network to compute "
-                         f"the same; got {len(active)} blocks where they are not, the first of them {active[0]}")
-    plain = _shared_copy(model)
+def plain_again(model: nn.Module) -> VisionTransformer:
+    """Turn an evolving network, in place, into timm's, without its mechanisms."""
     plain_blocks = {evolving: block for block, evolving in _BLOCKS.items()}
-    for block in plain.blocks:
+    for block in model.blocks:
         block.attn.back()
         del block.token_conv
         block.__class__ = plain_blocks[type(block)]
-    plain.blocks = nn.Sequential(*plain.blocks)
-    plain.blocks.training = model.training
-    plain.__class__ = plain_classes[type(model)]
-    return plain
+    training = model.blocks.training
+    model.blocks = nn.Sequential(*model.blocks)
+    model.blocks.training = training
+    model.__class__ = next(plain for plain, evolving in NETWORK_CLASSES.items() if evolving is type(model))
+    return model
 
 
 _VIT = {"patch_size": 16}

@@ -33,7 +33,7 @@ ADDRESS = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+://")
 
 
 def find_images(paths: Iterable[str]) -> list[str]:
-    """List image files, those of folders (and their folders) in order, and `digits:N`, the Nth test image of digits.
+    """List image files, those of folders (and their folders) in order, and `digits#N`, the Nth test image of digits.
 
     Raises:
         UsageError: a path that does not exist, an address, or a folder without images.
@@ -46,7 +46,7 @@ def find_images(paths: Iterable[str]) -> list[str]:
             if not files:
                 raise UsageError(f"folder {path} has no image ({', '.join(IMAGE_SUFFIXES)})")
             images += files
-        elif os.path.exists(text) or text.startswith("digits:"):
+        elif os.path.exists(text) or text.startswith("digits#"):
             images.append(text)
         else:
             _refuse_address(text)
@@ -61,7 +61,7 @@ def read_image(source: ImageSource, name: str = "", max_pixels: int = MAX_PIXELS
     """Return an 8-bit RGB image. The size is looked at before pixels are decoded.
 
     Args:
-        source: a path, `digits:N` (the Nth test image of the digits), the bytes of an image file, a PIL image, or an
+        source: a path, `digits#N` (the Nth test image of the digits), the bytes of an image file, a PIL image, or an
             array (H, W), (H, W, 1), (H, W, 3) or (H, W, 4): uint8, uint16, or floating point in 0..1.
         name: for messages (default: the path).
         max_pixels: width x height at most.
@@ -80,7 +80,7 @@ def read_image(source: ImageSource, name: str = "", max_pixels: int = MAX_PIXELS
         source = io.BytesIO(source)
     if isinstance(source, (str, Path)):
         name = name or str(source)
-        if isinstance(source, str) and source.startswith("digits:") and not os.path.exists(source):
+        if isinstance(source, str) and source.startswith("digits#") and not os.path.exists(source):
             return _digit(source)
         _check_file(source)
     elif not hasattr(source, "read"):
@@ -168,7 +168,7 @@ def _digit(text: str) -> Image.Image:
     from ea_vision.data.small_images import load_dataset
 
     test = load_dataset("digits").test
-    number = text.removeprefix("digits:")
+    number = text.removeprefix("digits#")
     if not number.isdecimal() or int(number) >= len(test):
-        raise UsageError(f"digits:N must have N in 0..{len(test) - 1}, got {text}")
+        raise UsageError(f"digits#N must have N in 0..{len(test) - 1}, got {text}")
     return Image.fromarray(test.images[int(number)].permute(1, 2, 0).numpy())

@@ -23,22 +23,22 @@ import argparse
 import hashlib
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 
 from ea_vision.base.errors import UsageError
 from ea_vision.base.figures import figure_bytes
-from ea_vision.base.files import atomic_write, write_json
+from ea_vision.base.files import atomic_write, csv_text, write_json
 from ea_vision.base.processes import choose_device
 from ea_vision.base.provenance import hardware, provenance
 from ea_vision.base.tables import shown
-from ea_vision.data.small_images import DATASETS, DataSet, Images, hold_out, load_dataset
+from ea_vision.data.small_images import DATASETS, Images, hold_out, load_dataset
 from ea_vision.recorder.loading import (
     WEIGHTS_HELP,
     LoadedModel,
@@ -51,9 +51,9 @@ from ea_vision.recorder.loading import (
     parse_targets,
     positive,
 )
-from ea_vision.recorder.probe_maps import MapSource, extract_maps, shuffled_in_space, untrained_network
+from ea_vision.recorder.probe_maps import extract_maps, shuffled_in_space, untrained_network
 from ea_vision.recorder.probe_network import ProbeRecipe, train_probe
-from ea_vision.recorder.probe_results import PUBLISHED, Result, results_csv, results_figure, results_table
+from ea_vision.recorder.probe_results import PUBLISHED, Result, results_figure, results_table
 from ea_vision.recorder.recording import attention_layers, prefix_names
 
 MAPS_OF = ("trained", "untrained", "shuffled", "shuffled-together")
@@ -73,14 +73,9 @@ class Journal:
         self.file = folder / "done.json"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self.done = json.loads(self.file.read_text()) if self.file.exists() else {}
-        except (OSError, ValueError, RecursionError) as error:
+            self.done: dict[str, float] = json.loads(self.file.read_text()) if self.file.exists() else {}
+        except (OSError, ValueError) as error:
             raise UsageError(f"cannot use {folder} as the output folder: {error}") from error
-        right = isinstance(self.done, dict) and all(
-            type(top1) in (int, float) and 0 <= top1 <= 100 for top1 in self.done.values())
-        if not right:
-            raise UsageError(f"{self.file} must hold accuracies in percent by probe, got {self.done!r:.60}; without "
-                             "this file the probes are computed again")
 
     def top1(self, key: str, compute: Callable[[], float]) -> float:
         if key not in self.done:
@@ -90,7 +85,8 @@ class Journal:
 
 
 def probe_key(recipe: ProbeRecipe, maps: Sequence[np.ndarray], targets: Sequence[Tensor]) -> str:
-    """SHA-256 of all that decides a probe's accuracy: recipe, and maps and classes of the training and test images."""
+    """Return SHA-256 of all that decides a probe's accuracy: recipe, maps and classes of the training and test
+    images."""
     digest = hashlib.sha256(json.dumps(asdict(recipe)).encode())
     for part in (*maps, *(classes.numpy() for classes in targets)):
         digest.update(f"{part.dtype} {part.shape}".encode())
@@ -99,95 +95,46 @@ def probe_key(recipe: ProbeRecipe, maps: Sequence[np.ndarray], targets: Sequence
 
 
 def sample(images: Images, limit: int | None, seed: int) -> Images:
-    """At most `limit` images, chosen by `seed`, in their order."""
+    """Return at most `limit` images, chosen by `seed`, in their order."""
     if limit is None or limit >= len(images):
         return images
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
     return images.select(order[:limit].sort().values)
 
 
-class Subject:
-    """A model whose maps are probed, with the images to learn from and to measure on, at most as many of each as
-    asked for.
+class Subject(NamedTuple):
+    """A model whose maps are probed: what `load_model` takes and gave, the layers, and the query, None: the middle."""
+
+    target: str
+    model: LoadedModel
+    layers: tuple[int, ...]
+    query: tuple[int, int] | str | None
+
+
+def probe(subject: Subject, splits: Sequence[Images], num_classes: int, kind: str, recipe: ProbeRecipe,
+          journal: Journal, device: torch.device) -> Iterator[Result]:
+    """Probe each layer on maps of one kind, some of MAPS_OF; yield the results.
 
     Args:
-        target: what `load_model` takes.
-        model: loaded from it.
-        source: the maps to take.
-        options: of the command.
-        device: for all computation.
+        splits: the images to learn from and to measure on.
+        recipe: its seed is of all that is drawn but the images.
     """
+    model, (train, test) = subject.model, splits
+    if kind == "untrained":
+        model = untrained_network(subject.target, model, train.images, recipe.seed)
+    both = [extract_maps(model, split.images, subject.layers, subject.query) for split in splits]
+    for number, *pair in zip(subject.layers, *both, strict=True):
+        if kind.startswith("shuffled"):
+            pair = [shuffled_in_space(maps, recipe.seed + split, kind == "shuffled-together")
+                    for split, maps in enumerate(pair)]
+        name = f"{subject.model.label}, {kind}, layer {number}, seed {recipe.seed}"
 
-    def __init__(self, target: str, model: LoadedModel, source: MapSource, options: argparse.Namespace,
-                 device: torch.device) -> None:
-        self.target, self.model, self.source, self.options, self.device = target, model, source, options, device
-        data = load_data(options, model)
-        splits = (data.train, data.test)
-        if options.unseen:
-            splits = hold_out(data.test, len(data.test) // 5, options.seeds[0])
-        self.splits = [sample(split, options.limit, options.seeds[0]) for split in splits]
-        self.num_classes, self.fingerprint = len(data.classes), data.fingerprint()
+        def compute(pair: list[np.ndarray] = pair, name: str = name) -> float:
+            return train_probe(pair[0], train.targets, pair[1], test.targets, num_classes, recipe, device, name)
 
-    def maps(self, kind: str, seed: int) -> list[list[np.ndarray]]:
-        """Of the images to learn from and to measure on, by layer; extracted where they are not in the output folder
-        yet. seed: of the untrained network."""
-        untrained = kind == "untrained"
-        network = untrained_network(self.target, self.model, self.splits[0].images, seed) if untrained else self.model
-        which = f"untrained {seed}" if untrained else "trained"
-        folder = hashlib.sha256(f"{self.target} {which}".encode()).hexdigest()[:12]
-        return [extract_maps(network, split.images, self.source, Path(self.options.output) / "maps" / folder / name)
-                for name, split in zip(("train", "test"), self.splits, strict=True)]
-
-    def probe(self, kind: str, recipe: ProbeRecipe, journal: Journal) -> list[Result]:
-        """A probe for each layer, on maps of one kind. The recipe's seed is of all that is drawn but the images."""
-        train, test = self.splits
-        results = []
-        for number, *pair in zip(self.source.layers, *self.maps(kind, recipe.seed), strict=True):
-            if kind.startswith("shuffled"):
-                together = kind == "shuffled-together"
-                pair = [shuffled_in_space(maps, recipe.seed + split, together) for split, maps in enumerate(pair)]
-            name = f"{self.model.label}, {kind}, layer {number}, seed {recipe.seed}"
-            top1 = journal.top1(probe_key(recipe, pair, (train.targets, test.targets)),
-                                lambda pair=pair, name=name: train_probe(
-                                    pair[0], train.targets, pair[1], test.targets, self.num_classes, recipe,
-                                    self.device, name))
-            print(f"{name}: top-1 {top1:.2f}%", flush=True)
-            results.append(Result(self.model.label, kind, number, recipe.seed, top1, len(train), len(test)))
-        return results
-
-
-def add_data_options(parser: argparse.ArgumentParser, limit: str) -> None:
-    """The data set, and how many of its images: for `probe`. `limit`: help of --limit."""
-    add = parser.add_argument
-    add("--dataset", default="digits", choices=DATASETS, help="see train_cifar.py --help (default: %(default)s)")
-    add("--data-dir", default="", help="folder of the data set")
-    add("--cache-dir", default="", help="where decoded images are kept; none: nowhere (default: the user's cache)")
-    add("--download", action="store_true", help="fetch cifar10 or cifar100 if it is not in --data-dir")
-    add("--img-size", metavar="N", help="side of the images in pixels (default: the model's)")
-    add("--limit", type=positive, metavar="N", help=limit)
-    add("--workers", type=positive, default=2, help="threads that decode images (default: %(default)s)")
-    add_options(parser, "--device")
-
-
-def load_classifiers(options: argparse.Namespace) -> tuple[list[str], list[LoadedModel], torch.device]:
-    """Return what --model names, the networks and their device.
-
-    Raises:
-        UsageError: a detector, or an --img-size that is no square.
-    """
-    size, device = parse_size(options.img_size), choose_device(options.device)
-    if size and size[0] != size[1]:
-        raise UsageError(f"--img-size must be one number here, got {options.img_size!r}")
-    targets = parse_targets(options.model)
-    models = [load_model(target, img_size=size, device=device) for target in targets]
-    for model in models:
-        check_classifies(model)
-    return targets, models, device
-
-
-def load_data(options: argparse.Namespace, model: LoadedModel) -> DataSet:
-    return load_dataset(options.dataset, options.data_dir, options.cache_dir, model.img_size[0], options.download,
-                        options.workers)
+        top1 = journal.top1(probe_key(recipe, pair, (train.targets, test.targets)), compute)
+        print(f"{name}: top-1 {top1:.2f}%", flush=True)
+        yield Result(subject.model.label, kind, number, recipe.seed, top1, len(train), len(test))
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -205,7 +152,15 @@ def make_parser() -> argparse.ArgumentParser:
         help="what to compare with, some of: untrained, the network as it begins training; shuffled, the pixels of "
              "every map in a random order of its own; shuffled-together, one order for all heads of an image "
              "(default: %(default)s)")
-    add_data_options(parser, "N images to learn from and N to measure on, drawn by the first of --seeds (default: all)")
+    add("--dataset", default="digits", choices=DATASETS, help="see train_cifar.py --help (default: %(default)s)")
+    add("--data-dir", default="", help="folder of the data set")
+    add("--cache-dir", default="", help="where decoded images are kept; none: nowhere (default: the user's cache)")
+    add("--download", action="store_true", help="fetch cifar10 or cifar100 if it is not in --data-dir")
+    add("--img-size", metavar="N", help="side of the images in pixels (default: the model's)")
+    add("--limit", type=positive, metavar="N",
+        help="N images to learn from and N to measure on, drawn by the first of --seeds (default: all)")
+    add("--workers", type=positive, default=2, help="threads that decode images (default: %(default)s)")
+    add_options(parser, "--device")
     add("--unseen", action="store_true",
         help="learn from four fifths of the test images, drawn by the first of --seeds, and measure on the others, in "
              "place of training and test images")
@@ -216,21 +171,20 @@ def make_parser() -> argparse.ArgumentParser:
     add("--seeds", type=numbers, default=(0,), metavar="N[,..]",
         help="of the probe, the shuffling and the untrained network; the mean of several is shown (default: 0)")
     add("-o", "--output", default="probe", metavar="DIR",
-        help="results.csv, results.json, results.png and the cached maps; the same command continues "
-             "(default: %(default)s)")
+        help="results.csv, results.json and results.png; finished probes are not repeated (default: %(default)s)")
     return parser
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """Different whole numbers, separated by commas."""
+    """Return different whole numbers, separated by commas."""
     words = text.split(",")
     if not all(word.isdigit() for word in words) or len(set(words)) < len(words):
         raise argparse.ArgumentTypeError(f"different whole numbers, separated by commas, required, got {text!r}")
     return tuple(map(int, words))
 
 
-def chosen_maps(options: argparse.Namespace, model: LoadedModel) -> MapSource:
-    """The layers and the query asked for.
+def subject_of(options: argparse.Namespace, target: str, model: LoadedModel) -> Subject:
+    """Return a model with the layers and the query asked for.
 
     Raises:
         UsageError: the model lacks a layer, or the query is outside the input.
@@ -238,11 +192,23 @@ def chosen_maps(options: argparse.Namespace, model: LoadedModel) -> MapSource:
     layers = options.layers
     if layers == "auto":
         layers = "16,17,18" if len(attention_layers(model.model)) >= 18 else "all"
-    numbers, tokens = tuple(layer.number for layer in parse_layers(layers, model)), prefix_names(model.model)
+    chosen, tokens = tuple(layer.number for layer in parse_layers(layers, model)), prefix_names(model.model)
     [query] = [None] if options.query is None else parse_queries([options.query], model.img_size)
     if isinstance(query, str) and query not in tokens:
         raise UsageError(f"--query must be y,x{''.join(f' or {name}' for name in tokens)}, got {query!r}")
-    return MapSource(numbers, query)
+    return Subject(target, model, chosen, query)
+
+
+def subjects_of(options: argparse.Namespace, device: torch.device) -> list[Subject]:
+    """Load the models that --model names."""
+    size, found = parse_size(options.img_size), []
+    if size and size[0] != size[1]:
+        raise UsageError(f"--img-size must be one number here, got {options.img_size!r}")
+    for target in parse_targets(options.model):
+        model = load_model(target, img_size=size, device=device)
+        check_classifies(model)
+        found.append(subject_of(options, target, model))
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -254,35 +220,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UsageError(f"--lr must be above 0, got {options.lr}")
     recipe = ProbeRecipe(epochs=options.epochs, batch_size=options.batch_size, lr=options.lr, width=options.width,
                          seed=options.seeds[0])
-    targets, models, device = load_classifiers(options)
-    sources = [chosen_maps(options, model) for model in models]
-    journal = Journal(Path(options.output))
-    results, fingerprints = [], {}
-    for target, model, source in zip(targets, models, sources, strict=True):
-        subject = Subject(target, model, source, options, device)
-        fingerprints[model.label] = subject.fingerprint
+    device, folder = choose_device(options.device), Path(options.output)
+    subjects = subjects_of(options, device)
+    journal, results, fingerprints = Journal(folder), [], {}
+    for subject in subjects:
+        data = load_dataset(options.dataset, options.data_dir, options.cache_dir, subject.model.img_size[0],
+                            options.download, options.workers)
+        fingerprints[subject.model.label] = data.fingerprint()
+        splits = hold_out(data.test, len(data.test) // 5, recipe.seed) if options.unseen else (data.train, data.test)
+        splits = [sample(split, options.limit, recipe.seed) for split in splits]
         for kind in ("trained", *controls):
             for seed in options.seeds:
-                results += subject.probe(kind, replace(recipe, seed=seed), journal)
-    about = {"results": [asdict(result) for result in results], "recipe": asdict(recipe),
-             "data_fingerprint": fingerprints}
-    write_results(Path(options.output), results_csv(results), results_figure(results, subject.num_classes), about,
-                  options, device)
+                results += probe(subject, splits, len(data.classes), kind, replace(recipe, seed=seed), journal, device)
+    rows = [asdict(result) for result in results]
+    told = {name: value for name, value in vars(options).items() if name not in PLACES}
+    atomic_write(folder / "results.csv", csv_text([{**row, "top1": f"{row['top1']:.2f}"} for row in rows]).encode())
+    write_json(folder / "results.json", {
+        "results": rows, "recipe": asdict(recipe), "data_fingerprint": fingerprints, "options": told,
+        "hardware": hardware(device, 1), **provenance()})
+    atomic_write(folder / "results.png", figure_bytes(results_figure(results, len(data.classes))))
     print(shown(results_table(results)))
-    published = "; ".join(f"{name} {' / '.join(f'{top1:.2f}' for top1 in by_layer.values())}"
-                          for name, by_layer in PUBLISHED.items())
     runs = "one run each"
     if len(options.seeds) > 1:
         runs = f"mean ± standard deviation of seeds {', '.join(map(str, options.seeds))}"
-    print(f"top-1 in percent, {runs}; published on ImageNet, layers 16, 17, 18: {published}")
-    print("written:", *(Path(options.output) / f"results.{suffix}" for suffix in ("csv", "json", "png")))
+    print(f"top-1 in percent, {runs}; published on ImageNet, layers 16, 17, 18: {PUBLISHED}")
+    print("written:", *(folder / f"results.{suffix}" for suffix in ("csv", "json", "png")))
     return 0
-
-
-def write_results(folder: Path, table: str, figure: Figure, about: dict, options: argparse.Namespace,
-                  device: torch.device) -> None:
-    """Write results.csv, .json (with options, hardware and versions beside `about`) and .png."""
-    told = {name: value for name, value in vars(options).items() if name not in PLACES}
-    atomic_write(folder / "results.csv", table.encode())
-    write_json(folder / "results.json", {**about, "options": told, "hardware": hardware(device, 1), **provenance()})
-    atomic_write(folder / "results.png", figure_bytes(figure))

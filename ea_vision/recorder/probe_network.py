@@ -79,16 +79,21 @@ def train_probe(maps: np.ndarray, targets: Tensor, test_maps: np.ndarray, test_t
         torch.manual_seed(recipe.seed)
         net = ProbeNet(maps.shape[1], num_classes, recipe.width)
     net = net.to(device, memory_format=torch.channels_last)  # 1.5 times as fast on a CPU
-    mean, std = _head_statistics(maps, device)
+    means = maps.mean((0, 2, 3), dtype=np.float64)
+    squares = np.einsum("mkhw,mkhw->k", maps, maps, dtype=np.float64) * len(means) / maps.size
+    mean, std = (torch.from_numpy(value).float().view(-1, 1, 1).to(device)
+                 for value in (means, np.sqrt(np.maximum(squares - means**2, 1e-12))))
+
+    def seen(maps: np.ndarray, index: Tensor) -> Tensor:
+        return (torch.from_numpy(maps[index.numpy()]).to(device).float() - mean) / std
+
     order = torch.Generator().manual_seed(recipe.seed)
     optimizer = torch.optim.SGD(net.parameters(), recipe.lr, recipe.momentum, weight_decay=recipe.weight_decay)
     steps = math.ceil(len(maps) / recipe.batch_size)
     scheduler = CosineAnnealingLR(optimizer, recipe.epochs * steps, recipe.lr_min)
     for epoch in tqdm(range(recipe.epochs), desc=label, unit="epoch", disable=None):
-        net.train()
         for index in torch.randperm(len(maps), generator=order).split(recipe.batch_size):
-            batch = (torch.from_numpy(maps[index.numpy()]).to(device).float() - mean) / std
-            loss = F.cross_entropy(net(batch), targets[index].to(device))
+            loss = F.cross_entropy(net(seen(maps, index)), targets[index].to(device))
             if not math.isfinite(loss.item()):
                 raise RunError(f"{label}: the loss is {loss.item()} in epoch {epoch + 1}")
             optimizer.zero_grad()
@@ -96,22 +101,7 @@ def train_probe(maps: np.ndarray, targets: Tensor, test_maps: np.ndarray, test_t
             optimizer.step()
             scheduler.step()
     net.eval()
-    right = 0
     with torch.inference_mode():
-        for index in torch.arange(len(test_maps)).split(4 * recipe.batch_size):
-            batch = (torch.from_numpy(test_maps[index.numpy()]).to(device).float() - mean) / std
-            right += int((net(batch).argmax(1).cpu() == test_targets[index]).sum())
+        right = sum(int((net(seen(test_maps, index)).argmax(1).cpu() == test_targets[index]).sum())
+                    for index in torch.arange(len(test_maps)).split(4 * recipe.batch_size))
     return 100 * right / len(test_maps)
-
-
-def _head_statistics(maps: np.ndarray, device: str) -> tuple[Tensor, Tensor]:
-    """Mean and std (K, 1, 1) of the maps (M, K, H, W), taken in pieces."""
-    sums, squares = np.zeros(maps.shape[1]), np.zeros(maps.shape[1])
-    for first in range(0, len(maps), 4096):
-        piece = maps[first:first + 4096].astype(np.float64)
-        sums += piece.sum((0, 2, 3))
-        squares += (piece ** 2).sum((0, 2, 3))
-    count = len(maps) * maps.shape[2] * maps.shape[3]
-    mean = sums / count
-    std = np.sqrt(np.maximum(squares / count - mean ** 2, 1e-12))
-    return tuple(torch.from_numpy(v).float().view(-1, 1, 1).to(device) for v in (mean, std))

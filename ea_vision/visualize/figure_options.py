@@ -1,7 +1,5 @@
 """The options that the figures' commands have in common, and what their values mean.
 
-Heads are counted from 0, layers from 1, query points are y,x in pixels of the prepared (resized and cut) input.
-
 What the functions `plot_*` take alike:
 
     model    a timm network (an nn.Module, which runs in evaluation mode), or the name of one, a run folder or a
@@ -54,23 +52,31 @@ Models = Model | Sequence[Model] | Mapping[str, Model]
 Layers = str | int | Sequence[int | str] | None
 Heads = str | int | Sequence[int | str] | None
 Queries = Sequence[Query] | None
+DEMO = "ea_conv_transformer_cifar"  # the model unless one is named
 SOME_LAYERS = 6  # that are drawn unless others are asked for
 DIAGONAL, MIDDLE = ((0.25, 0.25), (0.5, 0.5), (0.75, 0.75)), ((0.5, 0.5),)
 
 
 def make_parser(description: str, examples: str, *, output: str, layers: str | None = "all",
-                heads: str | None = "all,mean", queries: bool = True,
+                heads: str | None = "all,mean", queries: bool = True, style: bool = True,
                 suffixes: Sequence[str] = PICTURES) -> argparse.ArgumentParser:
-    """The options that the figures' commands share; `heads=None`, `queries=False` leave theirs out."""
+    """Return a parser of the options that the figures and the page share.
+
+    Args:
+        description, examples: the beginning and the end of --help.
+        output, layers, heads: default values; heads None leaves --heads out, layers None means some of many.
+        queries, style: whether the figure has query points, and maps over photos.
+        suffixes: of the files that can be written; a page has no width and no dots per inch.
+    """
     parser = argparse.ArgumentParser(description=description, epilog="examples:\n" + examples,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="ea_conv_transformer_cifar", metavar="NAME|RUN[,..]",
-                        help=f"{WEIGHTS_HELP}; several separated by commas (default: %(default)s)")
+    parser.add_argument("--model", action="append", metavar="NAME|RUN[,..]",
+                        help=f"{WEIGHTS_HELP}; several separated by commas or each with its own --model (default: "
+                             f"{DEMO})")
     add_options(parser, "--random", "--img-size", "--device", "--exif-rotation")
     parser.add_argument("--layers", default=layers, metavar="1,2|3-5|all",
                         help="attention layers, counted from 1 in forward order, or their module names (default: "
-                             + (f"all of up to {SOME_LAYERS}, or {SOME_LAYERS} over the depth of the network)"
-                                if layers is None else "%(default)s)"))
+                             f"{layers or 'all, or of many some over the depth of the network'})")
     if heads is not None:
         parser.add_argument("--heads", default=heads, metavar="0,1|all|mean",
                             help="heads, counted from 0; mean: their average (default: %(default)s)")
@@ -81,23 +87,32 @@ def make_parser(description: str, examples: str, *, output: str, layers: str | N
                                  "(default: points on a diagonal, or the middle for one)")
     parser.add_argument("-o", "--output", default=output, metavar="FILE",
                         help=f"{', '.join(s[1:].upper() for s in suffixes)} by its suffix; of several images, "
-                             "each gets its own file, its name added (default: %(default)s)")
+                             "each figure gets its own file, its name added (default: %(default)s)")
     parser.add_argument("--npz", action="store_true",
-                        help="write what is drawn from beside each figure, too, as FILE.npz for np.load")
-    parser.add_argument("--width", type=inches, metavar="3.3|6.75|N",
-                        help="of the figure in inches; text keeps its 7 to 9 points, tiles shrink or wrap (default: as "
-                             "wide as it needs to be, at most 6.75)")
-    parser.add_argument("--dpi", type=dpi, default=150, help="of pictures made of pixels (default: %(default)s)")
+                        help="write the maps or numbers, too, as FILE.npz for np.load")
+    if PICTURES[0] in suffixes:
+        parser.add_argument("--width", type=inches, metavar="3.3|6.75|N",
+                            help="of the figure in inches; text keeps its 7 to 9 points, tiles shrink (default: as "
+                                 "wide as it needs to be, at most 6.75)")
+        parser.add_argument("--dpi", type=dpi, default=150, help="of pictures made of pixels (default: %(default)s)")
+    if style:
+        add_style(parser)
     parser.add_argument("images", nargs="+", metavar="IMAGE",
-                        help="image files, folders of them, or digits:N, the Nth test image of the digits")
+                        help="image files, folders of them, or digits#N, the Nth test image of the digits, from 0")
     parser.set_defaults(suffixes=tuple(suffixes))
     return parser
 
 
 def add_style(parser: argparse.ArgumentParser) -> None:
-    """The options that say how maps are drawn; see `MapStyle`."""
+    """Add the options that say how maps are drawn; see `MapStyle`."""
     parser.add_argument("--bare", action="store_true", help="draw the maps alone, not over the photo")
-    add_colors(parser)
+    parser.add_argument("--scale", default="layer", choices=SCALES,
+                        help="of the colours. layer: one for the maps that are compared (a layer's; in figures of "
+                             "several models one for all of them); tile: each map its own, its maximum written on it; "
+                             "all: one for the figure; uniform: from 1/8 to 8 times uniform attention in every figure "
+                             "(default: %(default)s)")
+    parser.add_argument("--cmap", metavar="NAME",
+                        help="a colour map of matplotlib's (default: viridis for attention, coolwarm for logits)")
     parser.add_argument("--opacity", type=float, default=STYLE.opacity, metavar="0..1",
                         help="of maps over the photo (default: %(default)s)")
     parser.add_argument("--smooth", action="store_true", help="shades between the cells of a map")
@@ -105,23 +120,13 @@ def add_style(parser: argparse.ArgumentParser) -> None:
                         help="under the maps the pixels that the network saw, not the photo at its own resolution")
 
 
-def add_colors(parser: argparse.ArgumentParser) -> None:
-    """Those of them that maps without a photo know."""
-    parser.add_argument("--scale", default="layer", choices=SCALES,
-                        help="of the colours. layer: one for the maps that are compared (a layer's; a block's in "
-                             "figures of several layers or models); tile: each map its own, its maximum written on "
-                             "it; all: one for the figure; uniform: from 1/8 to 8 times uniform attention in every "
-                             "figure (default: %(default)s)")
-    parser.add_argument("--cmap", metavar="NAME",
-                        help="a colour map of matplotlib's (default: viridis for attention, coolwarm for logits)")
-
-
 def style_of(options: argparse.Namespace) -> MapStyle:
+    """Return the style that the options of `add_style` ask for."""
     return MapStyle(not options.bare, options.scale, options.cmap, options.opacity, options.smooth, options.as_seen)
 
 
 def only(values: Sequence, kind: str):
-    """The one value of an option that allows one.
+    """Return the one value of an option that allows one.
 
     Raises:
         UsageError: several.
@@ -132,7 +137,7 @@ def only(values: Sequence, kind: str):
 
 
 def parse_heads(text: str, layers: Sequence[AttentionLayer]) -> list[Head]:
-    """`all`, numbers and `mean`, separated by commas.
+    """Return the heads of `all`, numbers and `mean`, separated by commas.
 
     Raises:
         UsageError: a head that a layer does not have.
@@ -151,46 +156,27 @@ def parse_heads(text: str, layers: Sequence[AttentionLayer]) -> list[Head]:
     return heads
 
 
-def some_layers(layers: Sequence[AttentionLayer]) -> list[AttentionLayer]:
-    """Return all layers of up to SOME_LAYERS, or so many over the depth of the network."""
-    return spread(layers, SOME_LAYERS)
-
-
-def spread(layers: Sequence[AttentionLayer], most: int) -> list[AttentionLayer]:
+def spread(layers: Sequence[AttentionLayer], most: int = SOME_LAYERS) -> list[AttentionLayer]:
     """Return all layers of up to `most`, or so many at even distances, the first and the last among them."""
     if len(layers) <= most:
         return list(layers)
     return [layers[round(index * (len(layers) - 1) / (most - 1))] for index in range(most)]
 
 
-def load_models(options: argparse.Namespace, targets: Sequence[str] | None = None) -> list[LoadedModel]:
-    """The models of --model, or of `targets`; an image that does not exist is found out first."""
-    if options.images:
-        find_images(options.images)
+def targets_of(options: argparse.Namespace) -> list[str]:
+    """Return the names, run folders and checkpoints of --model."""
+    return [target for text in options.model or [DEMO] for target in parse_targets(text)]
+
+
+def load_models(options: argparse.Namespace, targets: Sequence[str]) -> list[LoadedModel]:
+    """Load `targets` as the options say; an image that does not exist is found out first."""
+    find_images(options.images)
     size, device = parse_size(options.img_size), choose_device(options.device)
-    return distinct([load_model(target, random=options.random, img_size=size, device=device)
-                     for target in targets or parse_targets(options.model)])
-
-
-def add_through(parser: argparse.ArgumentParser, shown: str) -> None:
-    parser.add_argument("--through", default="layers", choices=("layers", "checkpoints"),
-                        help=f"{shown}, through the *.ckpt and snapshots (the trainers' --snapshot-epochs) of a run "
-                             "folder or the files of --model, by epoch (default: %(default)s)")
-
-
-def models_through(options: argparse.Namespace) -> list[LoadedModel]:
-    """The one model of --model, or with --through checkpoints one an epoch, in order.
-
-    Raises:
-        UsageError: several models, or files that say no epoch.
-    """
-    if options.through == "layers":
-        return [only(load_models(options), "model")]
-    return by_epoch(load_models(options, checkpoints_of(parse_targets(options.model))))
+    return distinct([load_model(target, random=options.random, img_size=size, device=device) for target in targets])
 
 
 def by_epoch(models: Sequence[LoadedModel]) -> list[LoadedModel]:
-    """In the order of epochs; of several files of the same epoch the last one.
+    """Return the models in the order of epochs; of several files of the same epoch the last one.
 
     Raises:
         UsageError: a model without an epoch.
@@ -203,7 +189,7 @@ def by_epoch(models: Sequence[LoadedModel]) -> list[LoadedModel]:
 
 
 def checkpoints_of(targets: Sequence[str]) -> list[str]:
-    """Run folders among the targets become their *.ckpt files and snapshots."""
+    """Replace run folders among the targets by their *.ckpt files and snapshots."""
     found = []
     for target in targets:
         files = [target]
@@ -219,9 +205,9 @@ def checkpoints_of(targets: Sequence[str]) -> list[str]:
 # ---- arguments of the functions -------------------------------------------------------------------------------------
 
 def chosen_layers(layers: Layers, model: LoadedModel, some: bool = False) -> list[AttentionLayer]:
-    """Return the layers asked for; by default all, or with `some` those of `some_layers`."""
+    """Return the layers asked for; by default all, or with `some` those of `spread`."""
     chosen = parse_layers(_text(layers, "all"), model)
-    return some_layers(chosen) if some and layers is None else chosen
+    return spread(chosen) if some and layers is None else chosen
 
 
 class Asked:
@@ -229,7 +215,7 @@ class Asked:
 
     Args:
         models, layers, heads, queries: see above, the models loaded.
-        some: without `layers` those of `some_layers`, not all.
+        some: without `layers` those of `spread`, not all.
         default_heads: where there are no `heads`.
 
     Raises:
@@ -246,8 +232,8 @@ class Asked:
     @classmethod
     def by_options(cls, options: argparse.Namespace, models: Sequence[LoadedModel] | None = None,
                    some: bool = False) -> Asked:
-        """What a command's options ask for. Where --layers is not given and only some are shown, a line says so."""
-        models = load_models(options) if models is None else models
+        """Return what a command's options ask for. If only some layers are shown unasked, a line says so."""
+        models = load_models(options, targets_of(options)) if models is None else models
         asked = cls(models, options.layers, vars(options).get("heads"), vars(options).get("queries"), some=some)
         for model, numbers in zip(models, asked.numbers, strict=True):
             if options.layers is None and len(numbers) < len(found := parse_layers("all", model)):

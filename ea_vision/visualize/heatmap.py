@@ -18,7 +18,6 @@ from ea_vision.visualize.figure_options import (
     Layers,
     Models,
     Queries,
-    add_style,
     make_parser,
     only,
     style_of,
@@ -40,9 +39,10 @@ from ea_vision.visualize.map_style import (
     MapStyle,
     aspect_of,
     head_name,
-    map_name,
+    letters,
     map_of,
     map_sheet,
+    names_of_layers,
     queries_name,
     short_head_name,
 )
@@ -50,7 +50,7 @@ from ea_vision.visualize.sheet import Row
 from ea_vision.visualize.writing import check_output, each_figure, save, save_maps
 
 EXAMPLES = """\
-  ea-vision heatmap --model ea_conv_transformer_cifar --layers 1,3 -o maps.png digits:0
+  ea-vision heatmap --model ea_conv_transformer_cifar --layers 1,3 -o maps.png digits#0
   ea-vision heatmap --model runs/digits-ea_conv_transformer_cifar --heads 0,2,mean photo.jpg
   ea-vision heatmap --model ea_aa_resnet50 --layers 8 --queries 40,40 --bare --width 3.3 -o a.pdf photo.jpg
   ea-vision heatmap --model vit_small_patch16_224.dino --layers 12 --queries cls -o class_token.png photo.jpg
@@ -63,9 +63,10 @@ def plot_heatmap(models: Models, images: ImageSource | Tensor | Sequence[ImageSo
                  heads: Heads = None, queries: Queries = None, *, width: float | None = None, **style) -> Figure:
     """Draw what query points attend to. See `ea_vision.visualize.figure_options` for the arguments.
 
-    One model and image: for each layer a row a head, a column a query. Several models: for each query and head (by
-    default the mean of heads) a row a model, a column a layer. Several images of one model: for each layer a row a
-    head, a column an image, of one query, or unless it is asked for of the mean of all.
+    One model and image: for each layer a row a head, a column a query; of one query a row a layer, a column a head.
+    Several models: for each query and head (by default the mean of heads) a row a model, a column a layer. Several
+    images of one model: for each layer a row a head, a column an image, of one query, or unless it is asked for of the
+    mean of all.
     """
     models, look = as_models(models), MapStyle(**style)
     asked = Asked(models, layers, heads, queries, some=True, default_heads=MEAN if len(models) > 1 else f"all,{MEAN}")
@@ -101,7 +102,7 @@ def _draw_images(asked: Asked, images: Sequence, names: Sequence[str], style: Ma
 
 def head_rows(recording: Recording, number: int, heads: Sequence[Head], points: Sequence[Query], style: MapStyle,
               name=short_head_name, shares: bool = True) -> list[Row]:
-    """A row a head, a column a query; `shares`: below a map what goes to the tokens before a transformer's patches."""
+    """Return a row a head, a column a query; `shares`: below a map what goes to the tokens before the patches."""
     return [Row([map_of(recording.relative_map(number, point, head), recording, style,
                         f"query {col}" if row == 0 and len(points) > 1 else "",
                         recording.beside_patches(number, point, head) if shares else "", point=point, number=col)
@@ -111,7 +112,8 @@ def head_rows(recording: Recording, number: int, heads: Sequence[Head], points: 
 
 def draw_heatmap(recording: Recording, layers: Sequence[int], heads: Sequence[Head], points: Sequence[Query],
                  style: MapStyle = STYLE, *, width: float | None = None) -> Figure:
-    """Draw the photo with numbered query points; below it, for each layer, a row a head and a column a query.
+    """Draw the photo with numbered query points; below it, for each layer, a row a head and a column a query, or of one
+    query a row a layer and a column a head.
 
     Args:
         recording: with the "attn" of `layers` (numbers).
@@ -122,11 +124,11 @@ def draw_heatmap(recording: Recording, layers: Sequence[int], heads: Sequence[He
         width: inches.
     """
     groups = []
-    for number in layers:
+    for number, name in zip(layers, names_of_layers(recording, layers, len(points) == 1), strict=True):
         rows = head_rows(recording, number, heads, points, style)
         if len(points) == 1:  # side by side
             rows = [Row([replace(row.tiles[0], title=row.label) for row in rows], aspect=rows[0].aspect)]
-        groups.append((map_name(recording.maps[number]), rows))
+        groups.append((name, rows))
     note = f"attention by head; {queries_name(points)}" + ("; mean: of all heads" if MEAN in heads else "")
     return map_sheet(title_of(recording.model), groups, style, width=width, note=note, photo=recording, points=points,
                      feat_size=recording.finest(layers))
@@ -134,7 +136,8 @@ def draw_heatmap(recording: Recording, layers: Sequence[int], heads: Sequence[He
 
 def draw_models(recordings: Sequence[Recording], layers: Sequence[Sequence[int]], heads: Sequence[Head],
                 points: Sequence[Query], style: MapStyle = STYLE, *, width: float | None = None) -> Figure:
-    """Draw for each query and head a block: a row a model under its name, a column a layer.
+    """Draw for each query and head a block, a row a model, a column a layer; of one layer a row a query and head, a
+    column a model.
 
     Args:
         recordings: of the same image, one a model, with the "attn" of its `layers`.
@@ -151,31 +154,37 @@ def draw_models(recordings: Sequence[Recording], layers: Sequence[Sequence[int]]
         counts = [f"{len(chosen)} of {r.model.label}" for chosen, r in zip(layers, recordings, strict=True)]
         raise UsageError(f"models side by side need as many layers each, got {', '.join(counts)}")
     first, groups = recordings[0], []
+    names, meaning = letters(recordings)
     for number, point in enumerate(points, start=1):
         for head in heads:
-            rows = [_model_row(recording, chosen, cell_of_query(point, first.img_size, recording.img_size), head,
-                               number, style) for recording, chosen in zip(recordings, layers, strict=True)]
-            groups.append((f"query {number} ({query_name(point)}), {head_name(head)}", rows))
-    return map_sheet(" and ".join(title_of(recording.model) for recording in recordings) if len(recordings) == 2 else
-                     f"{len(recordings)} models", groups, style, width=width, note="a row a model, a column a layer",
-                     photo=first, points=points, feat_size=first.finest(layers[0]))
-
-
-def _model_row(recording: Recording, layers: Sequence[int], place: Query, head: Head, number: int,
-               style: MapStyle) -> Row:
-    tiles = []
-    for layer in layers:
-        height, width = recording.maps[layer].feat_size
-        tiles.append(map_of(recording.relative_map(layer, place, head), recording, style,
-                            f"layer {layer}, {height}x{width}", recording.beside_patches(layer, place, head),
-                            point=place, number=number))
-    return Row(tiles, heading=title_of(recording.model), aspect=aspect_of(recording))
+            rows = []
+            for recording, chosen, name in zip(recordings, layers, names, strict=True):
+                place, tiles = cell_of_query(point, first.img_size, recording.img_size), []
+                for layer in chosen:
+                    title = f"layer {layer}, {'x'.join(map(str, recording.maps[layer].feat_size))}"
+                    tiles.append(map_of(recording.relative_map(layer, place, head), recording, style, title,
+                                        recording.beside_patches(layer, place, head), point=place, number=number))
+                rows.append(Row(tiles, name, aspect=aspect_of(recording)))
+            title = f"query {number} ({query_name(point)}), {head_name(head)}"
+            if len(layers[0]) == 1:
+                rows = [Row([replace(tile, title=f"{row.label}\n{tile.title}") for row in rows for tile in row.tiles],
+                            aspect=aspect_of(first))]
+            elif all([tile.title for tile in row.tiles] == [tile.title for tile in rows[0].tiles] for row in rows):
+                rows[1:] = [replace(row, tiles=[replace(tile, title="") for tile in row.tiles]) for row in rows[1:]]
+            groups.append((title, rows))
+    if len(groups) > 1 and len(layers[0]) == 1:  # of a grid
+        groups = [(f"query {number}\n{head_name(head)}", groups.pop(0)[1])
+                  for number in range(1, len(points) + 1) for head in heads]
+        meaning += f"\n{queries_name(points)}" if len(points) > 1 else ""
+    note = "attention; a column a model" if len(layers[0]) == 1 else "attention; a row a model, a column a layer"
+    return map_sheet(f"{len(recordings)} models", groups, style, width=width, note=note + meaning, photo=first,
+                     points=points, feat_size=first.finest(layers[0]))
 
 
 def draw_images(recordings: Sequence[Recording], layers: Sequence[int], heads: Sequence[Head],
                 query: Query | None = None, style: MapStyle = STYLE, *, width: float | None = None,
-                title: str = "") -> Figure:
-    """Draw for each layer a row a head and a column an image, under its recording's label.
+                title: str = "", note: str = "") -> Figure:
+    """Draw for each layer a row a head and a column an image, under its recording's label; of one head a row a layer.
 
     Args:
         recordings: one an image, with the "attn" of `layers` (numbers).
@@ -184,25 +193,24 @@ def draw_images(recordings: Sequence[Recording], layers: Sequence[int], heads: S
             what every pixel gets.
         style: how maps are drawn; the maps of a layer share a scale.
         width: inches.
-        title: the model.
+        title: the model; note: what else is to be said.
     """
     first = recordings[0]
-    groups = [(map_name(first.maps[layer]),
-               [Row([map_of(recording.received(layer, head) if query is None else
-                            recording.relative_map(layer, query, head), recording, style,
-                            recording.model.label if row == 0 else "", point=query) for recording in recordings],
-                    head_name(head) if len(heads) > 1 else "", aspect=aspect_of(first))
-                for row, head in enumerate(heads)]) for layer in layers]
-    whose = "mean of all queries" if query is None else f"query ({query_name(query)})"
+    groups = []
+    for layer, name in zip(layers, names_of_layers(first, layers, len(heads) == 1), strict=True):
+        groups.append((name, [Row([
+            map_of(recording.received(layer, head) if query is None else recording.relative_map(layer, query, head),
+                   recording, style, recording.model.label if row == 0 else "", point=query)
+            for recording in recordings], head_name(head) if len(heads) > 1 else "", aspect=aspect_of(first))
+            for row, head in enumerate(heads)]))
+    whose = "mean of all queries" if query is None else f"query {query_name(query)}"
     which = f", {head_name(heads[0])}" if len(heads) == 1 else ""
     return map_sheet(title, groups, style, width=width,
-                     note=f"attention on {len(recordings)} images: {whose}{which}")
+                     note=f"attention on {len(recordings)} images: {whose}{which}" + (f"\n{note}" if note else ""))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = make_parser(__doc__, EXAMPLES, output="attention.png", layers=None)
-    add_style(parser)
-    options = parser.parse_args(argv)
+    options = make_parser(__doc__, EXAMPLES, output="attention.png", layers=None).parse_args(argv)
     style = style_of(options)
     asked, paths = Asked.by_options(options, some=True), find_images(options.images)
     if len(paths) == 1 or len(asked.models) > 1:

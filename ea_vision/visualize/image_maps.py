@@ -48,25 +48,25 @@ class Recording:
         return tuple(self.image.shape[1:])
 
     def relative_map(self, layer: int, query: Query, head: Head, part: str = "attn") -> np.ndarray:
-        """(H', W'): attention of a query in units of uniform attention; part: "attn", or a name of WITHOUT."""
+        """Return (H', W'): attention of a query in units of uniform attention; part: "attn", or a name of WITHOUT."""
         maps, keys = self.maps[layer], self.maps[layer].num_keys()
         seen = keys.max() if isinstance(query, str) else keys[cell_of(query, self.img_size, maps.feat_size)]
         return query_map(maps, query, self.img_size, head, part) * seen
 
     def received(self, layer: int, head: Head) -> np.ndarray:
-        """(H', W'): what every pixel of the map gets, mean of all pixels' queries, in units of uniform attention."""
+        """Return (H', W'): what every pixel gets, mean of all pixels' queries, in units of uniform attention."""
         maps = self.maps[layer]
         maps.check_pixels_ask()
         got = maps.relative()[0, :, maps.num_prefix_tokens:, maps.num_prefix_tokens:].float().mean(1)  # (K, N)
         return (got.mean(0) if head == MEAN else got[head]).reshape(maps.key_size).cpu().numpy()
 
     def finest(self, layers: Sequence[int]) -> tuple[int, int]:
-        """Size of the largest map of these layers."""
+        """Return the size of the largest map of these layers."""
         return max((self.maps[layer].feat_size for layer in layers), key=math.prod)
 
     def beside_patches(self, layer: int, query: Query, head: Head) -> str:
-        """How much of a query's attention goes to the tokens before a transformer's patches: "cls 12%, reg 30%" (all
-        registers together); "" where there are none."""
+        """Say how much of a query's attention goes to the tokens before the patches: "cls 12%, reg 30%" (all registers
+        together); "" where there are none."""
         maps, shares = self.maps[layer], {}
         row = maps.of_query(cell_of_query(query, self.img_size, maps.feat_size))[0][0]  # (K, P)
         for name, share in zip(maps.prefix_names, (row.mean(0) if head == MEAN else row[head]).tolist(), strict=True):
@@ -76,7 +76,7 @@ class Recording:
 
 
 def as_model(model: nn.Module | LoadedModel | str) -> LoadedModel:
-    """A network with what is known of its images: a timm model as it is, or by name, run folder or checkpoint."""
+    """Return a network with what is known of its images: a timm model, or one by name, run folder or checkpoint."""
     if isinstance(model, str):
         return load_model(model)
     if isinstance(model, LoadedModel):
@@ -93,7 +93,7 @@ def title_of(model: LoadedModel) -> str:
 
 
 def as_models(models) -> list[LoadedModel]:
-    """One model, several, or several by label (a mapping); their labels differ."""
+    """Return the models of one, several, or several by label (a mapping); their labels differ."""
     if isinstance(models, Mapping):
         return [replace(as_model(model), label=label) for label, model in models.items()]
     if isinstance(models, (str, nn.Module, LoadedModel)):
@@ -102,7 +102,7 @@ def as_models(models) -> list[LoadedModel]:
 
 
 def distinct(models: Sequence[LoadedModel]) -> list[LoadedModel]:
-    """The models, those that share a label numbered."""
+    """Return the models, those that share a label numbered."""
     shared = Counter(model.label for model in models)
     seen: Counter[str] = Counter()
     named = []
@@ -115,7 +115,7 @@ def distinct(models: Sequence[LoadedModel]) -> list[LoadedModel]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside the block; each module's own mode after it."""
+    """Keep evaluation mode inside the block, and restore each module's own mode after it."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -152,12 +152,12 @@ def record(model: nn.Module | LoadedModel | str, image: ImageSource | Tensor, la
 
 
 def cell_of(point: Point, img_size: tuple[int, int], feat_size: tuple[int, int]) -> Point:
-    """(row, column) of the map's cell that a pixel (y, x) of the input lies in."""
+    """Return (row, column) of the map's cell that a pixel (y, x) of the input lies in."""
     return point[0] * feat_size[0] // img_size[0], point[1] * feat_size[1] // img_size[1]
 
 
 def cell_of_query(query: Query, img_size: tuple[int, int], feat_size: tuple[int, int]) -> Query:
-    """`cell_of` a pixel, which is also its place in an input of another size; a token by name as it is."""
+    """Return `cell_of` a pixel, which is also its place in an input of another size; a token by name as it is."""
     return query if isinstance(query, str) else cell_of(query, img_size, feat_size)
 
 
@@ -172,9 +172,11 @@ def add_contributions(recording: Recording) -> None:
         own, previous = layer.self_logits, layer.prev_logits
         if own is None or previous is None or layer.attn is None or getattr(module, "evolution", None) is None:
             continue
-        def attention(own: Tensor, previous: Tensor, module=module, layer=layer) -> Tensor:
+        size = [layer.feat_size] if module.evolution.spatial else []
+
+        def attention(own: Tensor, previous: Tensor, module=module, layer=layer, size=size) -> Tensor:
             with evaluating(module), torch.inference_mode():
-                return module.attention_of(module.evolution(own, previous), layer.feat_size)
+                return module.attention_of(module.evolution(own, previous, *size), layer.feat_size)
 
         again = attention(own, previous)
         if again.shape == layer.attn.shape and torch.allclose(again, layer.attn, atol=1e-3):
@@ -183,13 +185,13 @@ def add_contributions(recording: Recording) -> None:
 
 
 def query_name(query: Query) -> str:
-    """`y 3, x 4`, `class token`, `distillation token`, `register 1`."""
+    """Name a query: `y 3, x 4`, `class token`, `distillation token`, `register 1`."""
     if not isinstance(query, str):
         return f"y {query[0]}, x {query[1]}"
     return {"cls": "class token", "dist": "distillation token"}.get(query, query.replace("reg", "register "))
 
 
 def query_map(layer: LayerMaps, query: Query, img_size: tuple[int, int], head: Head, part: str = "attn") -> np.ndarray:
-    """(H, W): what a query attends to among the map's pixels, by one head or on average."""
+    """Return (H, W): what a query attends to among the map's pixels, by one head or on average."""
     maps = layer.of_query(cell_of_query(query, img_size, layer.feat_size), part)[1][0]  # (K, H, W)
     return (maps.mean(0) if head == MEAN else maps[head]).float().cpu().numpy()

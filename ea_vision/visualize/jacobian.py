@@ -15,14 +15,14 @@ from ea_vision.base.errors import UsageError
 from ea_vision.recorder.inputs import ImageSource, as_image, as_input
 from ea_vision.recorder.loading import check_classifies, class_names_of
 from ea_vision.recorder.recording import AttentionMaps, attention_layers
-from ea_vision.visualize.figure_options import Layers, Model, chosen_layers, some_layers
+from ea_vision.visualize.figure_options import Layers, Model, chosen_layers, spread
 from ea_vision.visualize.image_maps import MEAN, Recording, as_model, evaluating, record, title_of
-from ea_vision.visualize.map_style import MapStyle, aspect_of, map_of, photo_of, scaled_blocks
-from ea_vision.visualize.sheet import Row, sheet
+from ea_vision.visualize.map_style import BARE, MapStyle, aspect_of, draw_photo, map_of, norms_of, scale_bar
+from ea_vision.visualize.sheet import Block, Row, Tile, sheet
 
 
 def input_jacobian(model: nn.Module, batch: Tensor, target: int | None = None) -> tuple[Tensor, int]:
-    """|d logit of a class / d pixel|, the largest of the channels.
+    """Return |d logit of a class / d pixel|, the largest of the channels.
 
     Args:
         model: in evaluation mode.
@@ -59,7 +59,7 @@ def plot_jacobian(model: Model, image: ImageSource | Tensor, target: int | None 
     """
     loaded, image, look = as_model(model), as_image(image), MapStyle(**style)
     check_classifies(loaded)
-    shown = some_layers(attention_layers(loaded.model)) if layers is None else chosen_layers(layers, loaded)
+    shown = spread(attention_layers(loaded.model)) if layers is None else chosen_layers(layers, loaded)
     x = as_input(loaded, image)
     device = next(loaded.model.parameters()).device
     with evaluating(loaded.model):
@@ -79,15 +79,17 @@ def draw_jacobian(recording: Recording, jacobian: np.ndarray, chosen: int, style
         recording: with the "attn" of the layers to show, which may be none.
         jacobian, chosen: of `input_jacobian`; name: of the class.
     """
-    label = f"|d {name or f'class {chosen}'} / d input|"
-    tile = map_of(jacobian, recording, style, label, part="jacobian")
-    blocks, _ = scaled_blocks([("", [Row([tile], aspect=aspect_of(recording))])], MapStyle(), "jacobian",
-                              "|d logit / d pixel|", common=False)
+    aspect, norms = aspect_of(recording), norms_of([[jacobian]], BARE, "jacobian")[0]
+    subject = map_of(jacobian, recording, style, f"|d {name or f'class {chosen}'} / d input|", part="jacobian")
+    photo = Tile(lambda axes: (axes.set_label("photo"), draw_photo(axes, recording, style)), "photo")
+    blocks = [Block([Row([photo, subject.scaled(norms[0])], aspect=aspect)], enlarged=1.5,
+                    bars=[scale_bar(norms[0], style, "jacobian", "|d logit / d pixel|")])]
     note = f"class {chosen}" + (f" ({name})" if name else "") + ": how much each pixel moves its logit"
     if recording.maps:
         tiles = [map_of(recording.received(layer, MEAN), recording, style, f"layer {layer}")
                  for layer in recording.maps]
-        rows = [Row(tiles, aspect=aspect_of(recording))]
-        blocks += scaled_blocks([("attention that every pixel gets", rows)], style, common=False)[0]
+        [norms] = norms_of([[tile.values for tile in tiles]], style)
+        row = Row([tile.scaled(norm) for tile, norm in zip(tiles, norms, strict=True)], aspect=aspect)
+        blocks.append(Block([row], "attention that every pixel gets", [scale_bar(norms[0], style)]))
         note += "; attention: mean of heads and queries"
-    return sheet(title_of(recording.model), blocks, width=width, note=note, **photo_of(recording, style))
+    return sheet(title_of(recording.model), blocks, width=width, note=note)

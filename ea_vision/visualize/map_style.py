@@ -26,9 +26,10 @@ from torch import Tensor, nn
 
 from ea_vision.base.errors import UsageError
 from ea_vision.base.figures import COLORS as QUERY_COLORS
+from ea_vision.base.figures import PAGE
 from ea_vision.base.print import points
 from ea_vision.recorder.recording import PARTS, LayerMaps
-from ea_vision.visualize.image_maps import MEAN, Head, Query, Recording, cell_of, query_name
+from ea_vision.visualize.image_maps import MEAN, Head, Query, Recording, cell_of, query_name, title_of
 from ea_vision.visualize.sheet import Bar, Block, Row, Tile, sheet
 
 SCALES = ("layer", "tile", "all", "uniform")
@@ -74,7 +75,7 @@ class MapStyle:
                              f"{self.cmap!r}")
 
     def colormap(self, part: str = "attn") -> Colormap:
-        """Colours of a part: sequential for attention and what else has no sign, diverging for logits."""
+        """Return the colours of a part: sequential for attention and what else has no sign, diverging for logits."""
         signed = part in PARTS[1:]
         return matplotlib.colormaps[self.cmap or (SIGNED_MAP if signed else matplotlib.rcParams["image.cmap"])]
 
@@ -93,7 +94,7 @@ def short_head_name(head: Head) -> str:
 
 
 def queries_name(points: Sequence[Query]) -> str:
-    """`query y 3, x 4`, of several `queries 1: y 3, x 4; 2: class token`."""
+    """Name query points: `query y 3, x 4`, of several `queries 1: y 3, x 4; 2: class token`."""
     if len(points) == 1:
         return f"query {query_name(points[0])}"
     return "queries " + "; ".join(f"{number}: {query_name(point)}" for number, point in enumerate(points, start=1))
@@ -110,8 +111,27 @@ def map_name(layer: LayerMaps) -> str:
     return f"{name}, map {layer.feat_size[0]}x{layer.feat_size[1]}{prefix}"
 
 
+def map_label(layer: LayerMaps) -> str:
+    """Name a layer beside a row of a grid: `layer 3` and the size of its map, in two lines."""
+    return f"layer {layer.number}\n" + ("channels" if layer.channels else "x".join(map(str, layer.feat_size)))
+
+
+def names_of_layers(recording: Recording, layers: Sequence[int], grid: bool = True) -> list[str]:
+    """Name layers at length, or in a grid of several by `map_label`."""
+    return [(map_label if grid and len(layers) > 1 else map_name)(recording.maps[layer]) for layer in layers]
+
+
+def letters(recordings: Sequence[Recording]) -> tuple[list[str], str]:
+    """Return names of models beside their maps, letters unless all names are short, and what they stand for."""
+    names = [title_of(recording.model) for recording in recordings]
+    if all(len(name) <= 14 for name in names):
+        return names, ""
+    short = [chr(ord("A") + index % 26) for index in range(len(names))]
+    return short, "\n" + "\n".join(f"{letter}: {name}" for letter, name in zip(short, names, strict=True))
+
+
 def layers_name(numbers: Sequence[int]) -> str:
-    """`layer 4`, `layers 1 to 3` without a gap, `layers 1, 3` otherwise."""
+    """Name layers: `layer 4`, `layers 1 to 3` without a gap, `layers 1, 3` otherwise."""
     numbers = list(numbers)
     if len(numbers) == 1:
         return f"layer {numbers[0]}"
@@ -121,14 +141,14 @@ def layers_name(numbers: Sequence[int]) -> str:
 
 
 def before_shares(model: nn.Module, name: str) -> dict[str, float]:
-    """Weights of the recorded parts in the convolution's input of a layer; {} where it convolves no maps."""
+    """Return the weights of the recorded parts in the convolution's input of a layer; {} where it convolves no maps."""
     evolution = getattr(model.get_submodule(name), "evolution", None)
     return evolution.before_shares() if evolution else {}
 
 
 def equation(model: nn.Module, name: str, number: int) -> str:
-    """How the parts of a layer make each other, with its gates (of learnable ones their mean); "" where it convolves no
-    maps of a layer before."""
+    """Say how the parts of a layer make each other, with its gates (of learnable ones their mean); "" where it
+    convolves no maps of a layer before."""
     shares = before_shares(model, name)
     if not shares:
         return ""
@@ -148,12 +168,12 @@ def equation(model: nn.Module, name: str, number: int) -> str:
 # ---- photos and query points ----------------------------------------------------------------------------------------
 
 def aspect_of(recording: Recording) -> float:
-    """Height over width of the input."""
+    """Return the height over the width of the input."""
     return recording.image.shape[1] / recording.image.shape[2]
 
 
 def draw_image(axes: Axes, image: Tensor, **how) -> None:
-    """(3, H, W) in 0..1, pixel by pixel."""
+    """Draw (3, H, W) in 0..1, pixel by pixel."""
     H, W = image.shape[1:]
     axes.imshow(image.permute(1, 2, 0).cpu().numpy(), extent=(0, W, H, 0), interpolation="nearest", **how)
     bare(axes)
@@ -167,7 +187,7 @@ def bare(axes: Axes) -> None:
 
 
 def draw_photo(axes: Axes, recording: Recording, style: MapStyle, grey: bool = False) -> None:
-    """The photo, or what the network saw of it, in the input's coordinates."""
+    """Draw the photo, or what the network saw of it, in the input's coordinates."""
     H, W = recording.image.shape[1:]
     seen = style.as_seen or recording.photo is None
     pixels = recording.image.permute(1, 2, 0).cpu().numpy() if seen else recording.photo / 255
@@ -179,7 +199,7 @@ def draw_photo(axes: Axes, recording: Recording, style: MapStyle, grey: bool = F
 
 def photo_of(recording: Recording, style: MapStyle, queries: Sequence[Query] = (),
              feat_size: tuple[int, int] | None = None) -> dict[str, Any]:
-    """The photo with numbered query points, framed as cells of maps of `feat_size`, as `sheet` takes it."""
+    """Return the photo with numbered query points, framed as cells of maps of `feat_size`, as `sheet` takes it."""
     def paint(axes: Axes) -> None:
         axes.set_label("photo")
         draw_photo(axes, recording, style)
@@ -192,7 +212,7 @@ def photo_of(recording: Recording, style: MapStyle, queries: Sequence[Query] = (
 
 def mark_query(axes: Axes, recording: Recording, query: Query, feat_size: tuple[int, int] | None, number: int,
                numbered: bool = False) -> None:
-    """The frame of the map's cell that a query lies in, and its number in a disc. White around both shows on any
+    """Draw the frame of the map's cell that a query lies in, and its number in a disc. White around both shows on any
     ground. A token that is no patch has no cell: its disc is above the image."""
     color = QUERY_COLORS[(number - 1) % len(QUERY_COLORS)]
     H, W = recording.image.shape[1:]
@@ -216,7 +236,7 @@ def mark_query(axes: Axes, recording: Recording, query: Query, feat_size: tuple[
 # ---- maps -----------------------------------------------------------------------------------------------------------
 
 def norms_of(groups: Sequence[Sequence[np.ndarray]], style: MapStyle, part: str = "attn") -> list[list[Normalize]]:
-    """The scale of every map, in the nesting of `groups`, which are the maps that are compared with each other.
+    """Return the scale of every map, in the nesting of `groups`, which are the maps that are compared with each other.
 
     Attention, in units of uniform attention, has a logarithmic one, as far down as up, so that uniform attention is in
     the middle. Logits: the middle 99% of their values, as far down as up. Other quantities: from 0.
@@ -255,7 +275,7 @@ def _norm(maps: Sequence[np.ndarray], part: str, lowest_top: float = LOWEST_TOP)
 def draw_map(axes: Axes, values: np.ndarray, recording: Recording, norm: Normalize, style: MapStyle, *,
              point: Query | None = None, number: int = 1, cells: tuple[int, int] | None = None,
              overlay: bool | None = None, part: str = "attn"):
-    """A map (H', W') over the input's area, its query's cell framed; return the artist.
+    """Draw a map (H', W') over the input's area, its query's cell framed; return the artist.
 
     Args:
         values: attention in units of uniform attention (`Recording.relative_map`), or another part.
@@ -295,51 +315,66 @@ class Map:
 
 
 def map_of(values: np.ndarray, recording: Recording, style: MapStyle, title: str = "", note: str = "", **how) -> Map:
-    """A map that `draw_map` draws."""
+    """Return a map that `draw_map` draws."""
     return Map(values, lambda axes, norm: draw_map(axes, values, recording, norm, style, **how), title, note)
 
 
 def query_row(shown: Iterable[tuple[str, Recording, int]], head: Head, query: Query, style: MapStyle) -> Row:
-    """A row of where one query looks: a map for each title, recording and layer."""
+    """Return a row of where one query looks: a map for each title, recording and layer."""
     shown = list(shown)
     return Row([map_of(recording.relative_map(layer, query, head), recording, style, title, point=query)
                 for title, recording, layer in shown], aspect=aspect_of(shown[0][1]))
 
 
-def scaled_blocks(groups: Sequence[tuple[str, Sequence[Row]]], style: MapStyle, part: str = "attn", label: str = "",
-                  common: bool = True, norms: list[list[Normalize]] | None = None) -> tuple[list[Block], list[Bar]]:
-    """Blocks of maps with their scales, and the colour bar of the whole figure where all blocks have one scale.
-
-    Args:
-        groups: title and rows of each block, in whose rows `Map`s are the tiles. The maps of a block are compared.
-        part, label: see `scale_bar`.
-        common: a bar of the whole figure in place of equal ones; else each block has its own.
-        norms: the scales, by block; default: those of `norms_of`.
-    """
-    norms = norms or norms_of([[tile.values for row in rows for tile in row.tiles] for _, rows in groups], style, part)
-    bars = [[scale_bar(scales[0], style, part, label)] for scales in norms]
-    shared = []
-    if common and (style.scale != "layer" or len(norms) == 1):
-        bars, shared = [[] for _ in norms], bars[0]
-    blocks = []
-    for (title, rows), scales, own in zip(groups, map(iter, norms), bars, strict=True):
-        rows = [replace(row, tiles=[tile.scaled(next(scales)) for tile in row.tiles]) for row in rows]
-        blocks.append(Block(rows, title, own))
-    return blocks, shared
-
-
 def map_sheet(title: str, groups: Sequence[tuple[str, Sequence[Row]]], style: MapStyle, *, width: float | None,
               note: str, photo: Recording | None = None, points: Sequence[Query] = (),
-              feat_size: tuple[int, int] | None = None, **scales) -> Figure:
-    """Draw a figure of maps: the photo with its query points, and the blocks of `scaled_blocks`."""
-    blocks, bars = scaled_blocks(groups, style, **scales)
-    return sheet(title, blocks, width=width, note=note, bars=bars,
+              feat_size: tuple[int, int] | None = None, part: str = "attn", label: str = "",
+              norms: list[list[Normalize]] | None = None) -> Figure:
+    """Draw a figure of maps: the photo with its query points, and a block a group; groups of one row each are a grid.
+
+    Args:
+        groups: title and rows of each, in whose rows `Map`s are the tiles. The maps of a group are compared.
+        photo, points, feat_size: see `photo_of`.
+        part, label: see `scale_bar`.
+        norms: the scales, by group; default: those of `norms_of`.
+    """
+    norms = norms or norms_of([[tile.values for row in rows for tile in row.tiles] for _, rows in groups], style, part)
+    bars = [scale_bar(scales[0], style, part, label) for scales in norms]
+    own = style.scale == "layer" and len(groups) > 1  # else one bar of the whole figure
+    scaled = []
+    for (_, rows), scales in zip(groups, map(iter, norms), strict=True):
+        scaled.append([replace(row, tiles=[tile.scaled(next(scales)) for tile in row.tiles]) for row in rows])
+    names = [name for name, _ in groups]
+    if len(groups) > 1 and all(len(rows) == 1 for rows in scaled):
+        narrow = (width or PAGE) < 5
+        blocks = [_grid(names, [row for [row] in scaled], bars if own else [], narrow)]
+    else:
+        blocks = [Block(rows, name, [bar] if own else []) for rows, name, bar in zip(scaled, names, bars, strict=True)]
+    return sheet(title, blocks, width=width, note=note, bars=[] if own else bars[:1],
                  **({} if photo is None else photo_of(photo, style, points, feat_size)))
 
 
+def _grid(names: Sequence[str], rows: Sequence[Row], bars: Sequence[Bar], narrow: bool) -> Block:
+    """Return a block of a row a name, whose titles stand once where they are alike; in a narrow figure of more columns
+    than rows a column a name. Long names stand above their rows."""
+    titles = [tile.title for tile in rows[0].tiles]
+    alike = all([tile.title for tile in row.tiles] == titles for row in rows)
+    if any(len(line) > 24 for name in names for line in name.split("\n")):
+        rows = [replace(row, heading=name) for row, name in zip(rows, names, strict=True)]
+    elif narrow and alike and len(titles) > len(rows):
+        return Block([Row([replace(row.tiles[place], title=name if place == 0 else "")
+                           for row, name in zip(rows, names, strict=True)], title, aspect=rows[0].aspect)
+                      for place, title in enumerate(titles)], column_bars=bars)
+    else:
+        rows = [replace(row, label=name) for row, name in zip(rows, names, strict=True)]
+    if alike:
+        rows = [rows[0], *(replace(row, tiles=[replace(tile, title="") for tile in row.tiles]) for row in rows[1:])]
+    return Block([replace(row, bar=bar) for row, bar in zip(rows, bars or [None] * len(rows), strict=True)])
+
+
 def scale_bar(norm: Normalize, style: MapStyle, part: str = "attn", label: str = "") -> Bar:
-    """The colour bar of maps that are compared: of attention in units of uniform attention, which is marked; of other
-    parts or quantities as they are."""
+    """Return the colour bar of maps that are compared: of attention in units of uniform attention, which is marked; of
+    other parts or quantities as they are."""
     cmap, own, unit = style.colormap(part), style.scale == "tile", "logit" if part in PARTS[1:] else part
     if own and part == "attn":
         return Bar(Normalize(0, 1), cmap, label or f"{ATTENTION_BAR}; \N{MULTIPLICATION SIGN}: a map's highest",
@@ -354,7 +389,7 @@ def scale_bar(norm: Normalize, style: MapStyle, part: str = "attn", label: str =
 
 
 def _attention_ticks(norm: Normalize) -> list[tuple[float, str]]:
-    """1, the ends, and powers of two between them."""
+    """Return 1, the ends, and powers of two between them."""
     octaves = float(np.log2(norm.vmax))
     step = max(1, round(octaves / 3))
     ups = [(2.0 ** n, str(2 ** n)) for n in range(step, 64, step) if n < octaves - 0.5 * step]
@@ -363,7 +398,7 @@ def _attention_ticks(norm: Normalize) -> list[tuple[float, str]]:
 
 
 def short(value: float) -> str:
-    """A number of few figures."""
+    """Write a number in few figures."""
     if value == 0:
         return "0"
     return f"{value:.3g}" if abs(value) >= 10 or abs(value) < 0.1 else f"{value:.2f}".rstrip("0").rstrip(".")

@@ -15,9 +15,9 @@ from torch import Tensor
 from ea_vision.base.errors import UsageError
 from ea_vision.recorder.inputs import ImageSource
 from ea_vision.recorder.recording import PARTS, LayerMaps
-from ea_vision.visualize.figure_options import Asked, Heads, Layers, Model, add_colors, make_parser, only
+from ea_vision.visualize.figure_options import Asked, Heads, Layers, Model, make_parser, only, style_of
 from ea_vision.visualize.image_maps import MEAN, Head, Recording, as_model, title_of
-from ea_vision.visualize.map_style import BARE, PART_NAMES, Map, MapStyle, map_name, map_sheet, short_head_name
+from ea_vision.visualize.map_style import BARE, PART_NAMES, Map, MapStyle, map_sheet, names_of_layers, short_head_name
 from ea_vision.visualize.sheet import Row
 from ea_vision.visualize.writing import each_figure
 
@@ -29,7 +29,7 @@ EXAMPLES = """\
 
 def plot_matrix(model: Model, image: ImageSource | Tensor, layers: Layers = None, heads: Heads = None,
                 part: str = "attn", *, width: float | None = None, **style) -> Figure:
-    """Draw whole maps, queries by keys: a block a layer, a tile a head. `part`: one of PARTS. See
+    """Draw whole maps, queries by keys: a row a layer, a tile a head. `part`: one of PARTS. See
     `ea_vision.visualize.figure_options` for the other arguments."""
     asked = Asked([as_model(model)], layers, heads, some=True)
     return _draw(asked, image, part, MapStyle(**style), width)[0]
@@ -44,7 +44,7 @@ def _draw(asked: Asked, image: ImageSource | Tensor, part: str, style: MapStyle,
 
 def draw_matrix(recording: Recording, layers: Sequence[int], heads: Sequence[Head], part: str = "attn",
                 style: MapStyle = BARE, *, width: float | None = None) -> Figure:
-    """Draw a block a layer, a tile a head. Ticks stand where a row of the image begins.
+    """Draw a row a layer, a tile a head. Ticks stand where a row of the image begins.
 
     Args:
         recording: with `part` of `layers` (numbers).
@@ -54,10 +54,10 @@ def draw_matrix(recording: Recording, layers: Sequence[int], heads: Sequence[Hea
         width: inches.
     """
     groups = []
-    for layer in map(recording.maps.__getitem__, layers):
+    for layer, name in zip(map(recording.maps.__getitem__, layers), names_of_layers(recording, layers), strict=True):
         tiles = [Map(values, _painter(values, layer, style.colormap(part)), short_head_name(head))
                  for values, head in zip(_matrices(layer, heads, part), heads, strict=True)]
-        groups.append((map_name(layer), [Row(tiles)]))
+        groups.append((name, [Row(tiles)]))
     return map_sheet(f"{title_of(recording.model)}: {PART_NAMES[part]}", groups, style, width=width, part=part,
                      note="a row a query, a column a key, both row by row over the image; ticks: where a row of it "
                           "begins")
@@ -70,7 +70,7 @@ def _painter(values: np.ndarray, layer: LayerMaps, cmap: Colormap) -> Callable[[
         axes.imshow(values, cmap=cmap, norm=norm, interpolation="nearest", aspect="auto")
         axes.set_xticks(_ticks(prefix, layer.key_size), [])
         axes.set_yticks(_ticks(prefix, layer.feat_size if layer.pixels_ask else (0, 1)), [])
-        axes.tick_params(length=1.5, width=0.5)
+        axes.tick_params(length=1.5, width=0.5, pad=0)
         axes.spines[:].set_linewidth(0.5)
         for line in (axes.axhline, axes.axvline)[not layer.pixels_ask:] if prefix else ():
             line(prefix - 0.5, color="white", linewidth=0.5)
@@ -84,7 +84,7 @@ def _ticks(prefix: int, size: tuple[int, int]) -> np.ndarray:
 
 
 def _matrices(layer: LayerMaps, heads: Sequence[Head], part: str) -> list[np.ndarray]:
-    """(N, N) by head; attention in units of uniform attention."""
+    """Return (N, N) by head; attention in units of uniform attention."""
     maps = (layer.relative() if part == "attn" else layer[part])[0].float().cpu().numpy()  # (K, N, N)
     return [maps.mean(0) if head == MEAN else maps[head] for head in heads]
 
@@ -98,10 +98,9 @@ def check_part(part: str, asked: Asked) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser(__doc__, EXAMPLES, output="matrix.png", layers=None, queries=False)
-    add_colors(parser)
     parser.add_argument("--part", default="attn", choices=PARTS, help="what to draw (default: %(default)s)")
     options = parser.parse_args(argv)
-    style = MapStyle(overlay=False, scale=options.scale, cmap=options.cmap)
+    style = style_of(options)
     asked = Asked.by_options(options, some=True)
     only(asked.models, "model")
     check_part(options.part, asked)

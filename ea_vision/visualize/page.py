@@ -13,7 +13,6 @@ import html
 import io
 import json
 import re
-import secrets
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,15 +28,14 @@ from torch import Tensor, nn
 import ea_vision
 from ea_vision.base.errors import UsageError
 from ea_vision.recorder.loading import DetectorModel, LoadedModel
-from ea_vision.recorder.recording import AttentionLayer, LayerMaps, prefix_names
+from ea_vision.recorder.recording import PARTS, AttentionLayer, LayerMaps, prefix_names
 from ea_vision.visualize.figure_options import spread
-from ea_vision.visualize.image_maps import record
+from ea_vision.visualize.image_maps import WITHOUT, add_contributions, record
 from ea_vision.visualize.map_style import SIGNED_MAP, before_shares, equation
 
 SOURCE = Path(__file__).with_name("page_source")
-MODULES = ("bytes.js", "maps.js", "colours.js", "state.js", "draw.js", "kept.js", "panel.js",
-           "main.js")  # in order of need
-STORED_PARTS = ("attn", "logits", "conv_logits", "prev_logits", "self_logits")  # what is left out first comes last
+MODULES = ("maps.js", "state.js", "draw.js", "panel.js", "main.js")  # in order of need
+STORED_PARTS = (*PARTS, WITHOUT[0])  # what is left out first comes last
 COLOUR_MAPS = ("viridis", "cividis", "magma", "gray")
 MEGABYTE = 1_000_000
 MOST_OBJECTS, LEAST_SCORE = 9, 0.3  # of a detector's
@@ -47,7 +45,7 @@ PHOTO_SIDE = 384  # pixels of a photo, which is shown with up to 320
 # ---- images ---------------------------------------------------------------------------------------------------------
 
 def data_url(pixels: np.ndarray) -> str:
-    """(H, W, 3) uint8 -> PNG where it is small, JPEG otherwise, as a data: address."""
+    """Return (H, W, 3) uint8 as a data: address, PNG where it is small, JPEG otherwise."""
     data = io.BytesIO()
     kind = "png" if pixels.size <= 3 * 128 * 128 else "jpeg"
     Image.fromarray(pixels).save(data, kind, **({"quality": 90} if kind == "jpeg" else {"optimize": True}))
@@ -65,17 +63,17 @@ class Quantised:
     codes: np.ndarray
 
     def values(self) -> np.ndarray:
-        """(K, T, N), what the page reads; off by at most step / 2."""
+        """Return (K, T, N), what the page reads; off by at most step / 2."""
         return self.low[..., None] + self.step[..., None] * self.codes.astype(np.float32)
 
     def tobytes(self) -> bytes:
-        """As the page reads them: low, step (little-endian), codes, filled up to a multiple of 4 bytes."""
+        """Return what the page reads: low, step (little-endian), codes, filled up to a multiple of 4 bytes."""
         data = b"".join((self.low.astype("<f4").tobytes(), self.step.astype("<f4").tobytes(), self.codes.tobytes()))
         return data + bytes(-len(data) % 4)
 
 
 def quantise(maps: np.ndarray) -> Quantised:
-    """(K, T, N) -> 256 even steps from the smallest to the largest value of each row.
+    """Round (K, T, N) to 256 even steps from the smallest to the largest value of each row.
 
     Raises:
         UsageError: values that are not finite.
@@ -90,7 +88,7 @@ def quantise(maps: np.ndarray) -> Quantised:
 
 
 def pack(maps: dict[int, dict[str, np.ndarray]]) -> tuple[dict[str, str], dict[int, dict[str, list]]]:
-    """Streams by part, and where each layer's maps are.
+    """Return streams by part, and where each layer's maps are.
 
     Args:
         maps: layer number -> part -> (K, T, N), T >= N queries.
@@ -132,13 +130,17 @@ class Explorer:
         heads: counted from 0; None is all.
         parts: some of STORED_PARTS; a layer gives those that it has.
         class_names: of each model.
+        title: of its entries; default: the images' names.
     """
 
     def __init__(self, models: Sequence[LoadedModel], layers: Sequence[Sequence[AttentionLayer]],
-                 heads: Sequence[int] | None, parts: Sequence[str], class_names: Sequence[Sequence[str] | None]):
+                 heads: Sequence[int] | None, parts: Sequence[str], class_names: Sequence[Sequence[str] | None],
+                 title: str = ""):
         self.models, self.layers, self.heads, self.class_names = models, layers, heads, class_names
+        self.title = title
         self.parts = [part for part in STORED_PARTS if part in parts]
-        self.recorded = [[part for part in self.parts if any(part in layer.parts for layer in chosen)]
+        wanted = PARTS if WITHOUT[0] in self.parts else self.parts  # all are needed to compute what one changes
+        self.recorded = [[part for part in wanted if any(part in layer.parts for layer in chosen)]
                          for chosen in layers]
         for model, chosen, recorded in zip(models, layers, self.recorded, strict=True):
             if not recorded:
@@ -148,10 +150,10 @@ class Explorer:
     def thinned(self, most: int) -> Explorer:
         """Return the same with at most so many layers of each model, over its depth."""
         return Explorer(self.models, [spread(layers, most) for layers in self.layers], self.heads, self.parts,
-                        self.class_names)
+                        self.class_names, self.title)
 
     def describe(self) -> list[dict[str, Any]]:
-        """What the page knows of each model before any image."""
+        """Return what the page knows of each model before any image."""
         return [{
             "label": model.label,
             "imgSize": model.img_size,
@@ -168,51 +170,59 @@ class Explorer:
             "numHeads": layer.num_heads,
             "heads": list(range(layer.num_heads)) if self.heads is None else list(self.heads),
             "before": before_shares(model.model, layer.name),
+            "evolves": "prev_logits" in layer.parts,
         }
 
     def view(self, name: str, image: Image.Image) -> dict[str, Any]:
-        """An image's entry: its name, and for each model photo, predictions, streams and where the maps are in them."""
+        """Return an image's entry: its name, and for each model photo, predictions, streams and where the maps are."""
         return {"name": name, "models": [self._view(index, image) for index in range(len(self.models))]}
 
     def _view(self, index: int, image: Image.Image) -> dict[str, Any]:
         model, layers = self.models[index], self.layers[index]
-        seen = record(model, model.prepare(image), layers, self.recorded[index], heads=self.heads)
+        seen = record(model, model.prepare(image), layers, self.recorded[index])
+        if WITHOUT[0] in self.parts:
+            add_contributions(seen)
         streams, places = pack({layer.number: self._arrays(layer, len(prefix_names(model.model)))
                                 for layer in seen.maps.values()})
         return {
             **self._photos(model, image, seen.image),
             "predictions": (_objects(seen.output[0], model.classes) if isinstance(model, DetectorModel) else
-                            self._predictions(seen.output[0].float(), self.class_names[index])),
+                            _likeliest(seen.output, self.class_names[index])),
             "featSizes": {layer.number: layer.feat_size for layer in seen.maps.values()},
             "places": places,
             "streams": streams,
         }
 
     def _arrays(self, layer: LayerMaps, prefix: int) -> dict[str, np.ndarray]:
-        """(K, T, N) of each recorded part: rows of all T tokens, those before the patches first, over the N pixels. A
-        layer that runs before a prefix token comes in has zeros there."""
+        """Return (K, T, N) of each recorded part: rows of all tokens, those before the patches first, over N pixels.
+        A layer that runs before a prefix token comes in has zeros there."""
         missing = prefix - layer.num_prefix_tokens
-        return {part: nn.functional.pad(layer.on_queries_grid(part)[0, :, :, layer.num_prefix_tokens:].float(),
+        heads = slice(None) if self.heads is None else list(self.heads)
+        return {part: nn.functional.pad(layer.on_queries_grid(part)[0, heads, :, layer.num_prefix_tokens:].float(),
                                         (0, 0, missing, 0)).cpu().numpy()
                 for part in self.parts if part in layer.recorded()}
 
     @staticmethod
     def _photos(model: LoadedModel, image: Image.Image, prepared: Tensor) -> dict[str, str]:
-        """The photo, and beside it, where that is coarser, what the network saw of it."""
+        """Return the photo, and beside it, where that is coarser, what the network saw of it."""
         seen = data_url((prepared * 255).round().to(torch.uint8).permute(1, 2, 0).numpy())
         finer = model.photo(image, PHOTO_SIDE)
         return {"photo": seen} if finer is None else {"photo": data_url(finer), "seen": seen}
 
-    @staticmethod
-    def _predictions(logits: Tensor, names: Sequence[str] | None) -> list[dict[str, Any]]:
-        """The three likeliest classes."""
-        top = logits.softmax(-1).topk(min(3, logits.numel()))
-        return [{"name": names[index] if names else f"class {index}", "probability": round(probability, 6)}
-                for index, probability in zip(top.indices.tolist(), top.values.tolist(), strict=True)]
+
+def _likeliest(output: Any, names: Sequence[str] | None) -> list[dict[str, Any]]:
+    """Return the three likeliest classes: of logits (1, C), or of an output that has them, as transformers' models
+    have; [] of another one."""
+    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    if logits is None or logits.ndim != 2:
+        return []
+    top = logits[0].float().softmax(-1).topk(min(3, logits.shape[1]))
+    return [{"name": names[index] if names else f"class {index}", "probability": round(probability, 6)}
+            for index, probability in zip(top.indices.tolist(), top.values.tolist(), strict=True)]
 
 
 def _objects(found: dict[str, Tensor], classes: Sequence[str]) -> list[dict[str, Any]]:
-    """The surest objects that a detector found: name, probability, and box, x1 y1 x2 y2 in pixels of the input."""
+    """Return the surest objects of a detector: name, probability, and box, x1 y1 x2 y2 in pixels of the input."""
     rows = zip(*(found[key].tolist() for key in ("boxes", "scores", "labels")), strict=True)
     return [{"name": classes[label], "probability": round(score, 6), "box": [round(side, 2) for side in box]}
             for box, score, label in rows if score >= LEAST_SCORE][:MOST_OBJECTS]
@@ -240,20 +250,20 @@ def fit(entries: Sequence[dict[str, Any]], max_mb: float) -> list[str]:
 
 
 def size_mb(entries: Sequence[dict[str, Any]]) -> float:
-    """Size of the entries in a page, in millions of bytes."""
+    """Return the size of the entries in a page, in millions of bytes."""
     return sum(len(json.dumps(entry)) for entry in entries) / MEGABYTE
 
 
 # ---- the page -------------------------------------------------------------------------------------------------------
 
 def json_script(value: Any, attributes: str) -> str:
-    """A script element that holds data; nothing in it can end the element."""
+    """Return a script element that holds data; nothing in it can end the element."""
     text = json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")
     return f'<script type="application/json" {attributes}>{text}</script>'
 
 
 def program() -> str:
-    """The modules of page_source/ in one: what they import from each other comes before."""
+    """Return the modules of page_source/ in one: what they import from each other comes before."""
     modules = []
     for name in MODULES:
         text = (SOURCE / name).read_text(encoding="utf-8")
@@ -263,28 +273,25 @@ def program() -> str:
 
 
 def table_of(name: str) -> str:
-    """256 colours of a matplotlib colour map, RGB, in base64."""
+    """Return 256 colours of a matplotlib colour map, RGB, in base64."""
     shades = matplotlib.colormaps[name](np.linspace(0, 1, 256))[:, :3]
     return base64.b64encode((shades * 255).round().astype(np.uint8).tobytes()).decode()
 
 
-def build_page(explorer: Explorer, entries: Sequence[dict[str, Any]], *, upload: dict[str, Any] | None = None) -> str:
-    """The whole page as text.
+def build_page(explorer: Explorer, entries: Sequence[dict[str, Any]], epochs: bool = False) -> str:
+    """Return the whole page as text.
 
     Args:
         explorer: the models.
         entries: images, from `Explorer.view`.
-        upload: maxBytes and maxPixels of the server that takes images; None: a page that asks nobody. Browsers keep
-            what they sent for as long as this page is served, by a word of its own.
+        epochs: whether they are one image at the epochs of a run.
     """
     colours = {name: table_of(name) for name in COLOUR_MAPS}
     title = "Attention of " + ", ".join(model.label for model in explorer.models)
-    upload = {**upload, "session": secrets.token_hex(8)} if upload else None
-    about = {"models": explorer.describe(), "colours": colours, "signed": table_of(SIGNED_MAP), "upload": upload,
+    about = {"models": explorer.describe(), "colours": colours, "signed": table_of(SIGNED_MAP), "epochs": epochs,
              "version": ea_vision.__version__}
     fields = {
         "title": html.escape(title),
-        "connect": "'self'" if upload else "'none'",
         "style": (SOURCE / "page.css").read_text(encoding="utf-8"),
         "data": "\n".join([json_script(about, 'id="about"'),
                            *(json_script(entry, 'class="image"') for entry in entries)]),

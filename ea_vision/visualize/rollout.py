@@ -1,7 +1,7 @@
 """Attention rollout (Abnar and Zuidema 2020): where a pixel of the last map comes from, through all layers before it.
 
 Heads are averaged, the residual counts as identity. Where a network has convolutions, which move information too, this
-is an approximation and the figure says so."""
+is an approximation and the figure says so. Layers whose queries are the class token alone are left out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ea_vision.recorder.inputs import ImageSource
 from ea_vision.recorder.quantities import attention_rollout
-from ea_vision.visualize.figure_options import Asked, Layers, Models, Queries, add_style, make_parser, style_of
+from ea_vision.visualize.figure_options import Asked, Layers, Models, Queries, make_parser, style_of
 from ea_vision.visualize.image_maps import Query, Recording, as_models, cell_of_query, title_of
 from ea_vision.visualize.map_style import STYLE, MapStyle, aspect_of, layers_name, map_of, map_sheet, queries_name
 from ea_vision.visualize.sheet import Row
@@ -56,7 +56,7 @@ def draw_rollout(recordings: Sequence[Recording], points: Sequence[Query], style
                         number=number, cells=last)
                  for number, (values, place) in enumerate(zip(maps, [*places, None], strict=True), start=1)]
         groups.append((name, [Row(tiles, aspect=aspect_of(recording))]))
-    last = list(first.maps.values())[-1].feat_size
+    last = [layer for layer in first.maps.values() if layer.pixels_ask][-1].feat_size
     return map_sheet("attention rollout", groups, style, width=width, photo=first, points=points, feat_size=last,
                      label="share of the last map's pixel \N{MULTIPLICATION SIGN} N (1: uniform)",
                      note="where the last map's pixels come from, through all layers; "
@@ -64,25 +64,27 @@ def draw_rollout(recordings: Sequence[Recording], points: Sequence[Query], style
 
 
 def _rollout(recording: Recording, places: Sequence[Query]) -> tuple:
-    """Name of the row, size of the last map, maps of queries and of all pixels in units of uniform attention."""
-    layers = list(recording.maps.values())
+    """Return the row's name, the last map's size, maps of queries and of all pixels in units of uniform attention."""
+    layers = [layer for layer in recording.maps.values() if layer.pixels_ask]
+    if not layers:
+        next(iter(recording.maps.values())).check_pixels_ask()
     first, last = layers[0], layers[-1]
-    rollout = attention_rollout(recording.maps)[0, :, first.num_prefix_tokens:].unflatten(-1, first.feat_size)
-    rollout = rollout.cpu().numpy() * (math.prod(first.feat_size) + first.num_prefix_tokens)  # (T', H, W)
+    rollout = attention_rollout({layer.number: layer for layer in layers})[0, :, first.num_prefix_tokens:]
+    rollout = rollout.unflatten(-1, first.feat_size).cpu().numpy() * (
+        math.prod(first.feat_size) + first.num_prefix_tokens)  # (T', H, W)
     maps = [rollout[last.token(cell_of_query(place, recording.img_size, last.feat_size))] for place in places]
     maps.append(rollout[last.num_prefix_tokens:].mean(0))
     approximate = any(isinstance(module, nn.Conv2d) and max(module.kernel_size) > 1
                       for name, module in recording.model.model.named_modules()
                       if "patch_embed" not in name and ".evolution." not in name)
     note = "; approximation: convolutions left out" if approximate else ""
+    note += "; its class attention is left out" if len(layers) < len(recording.maps) else ""
     name = f"{title_of(recording.model)}, {layers_name([layer.number for layer in layers])}{note}"
     return name, last.feat_size, maps
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = make_parser(__doc__, EXAMPLES, output="rollout.png", heads=None)
-    add_style(parser)
-    options = parser.parse_args(argv)
+    options = make_parser(__doc__, EXAMPLES, output="rollout.png", heads=None).parse_args(argv)
     style = style_of(options)
     asked = Asked.by_options(options)
     return each_figure(options, lambda image: _draw(asked, image, style, options.width))

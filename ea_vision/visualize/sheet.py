@@ -1,8 +1,8 @@
-"""Tiles on a sheet of fixed width: text keeps its size, tiles shrink or wrap.
+"""Tiles on a sheet of fixed width: text keeps its size, tiles shrink.
 
-A figure is a list of blocks, a block rows of tiles and the colour bars below them. The width in inches is that of a
-paper's column (3.3) or page (6.75). Text has 7 to 9 points (in proportion larger or smaller where rcParams["font.size"]
-is not matplotlib's); every text is measured, so that none meets another one. Lengths here are points, 72 an inch.
+A figure is a list of blocks, a block a grid of tiles with its colour bars. The width in inches is that of a paper's
+column (3.3) or page (6.75). Text has 7 to 9 points (in proportion larger or smaller where rcParams["font.size"] is not
+matplotlib's); every text is measured, so that none meets another one. Lengths here are points, 72 an inch.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from ea_vision.base.figures import PAGE, check_width
 from ea_vision.base.print import new_figure, points, text_width, wrapped
 
 MARGIN, GAP = 4.0, 3.0
-LARGEST_TILE, SMALLEST_TILE = 92.0, 28.0
+LARGEST_TILE, SMALLEST_TILE = 92.0, 16.0
 PHOTO = 72.0
-BAR_WIDTH, BAR_HEIGHT = 100.0, 5.0
+BAR, BAR_LENGTH = 5.0, 100.0
 LEADING = 1.25  # height of a line of text over its size
 
 
@@ -40,16 +40,6 @@ class Tile:
 
 
 @dataclass
-class Row:
-    """Tiles side by side. label: left of them; heading: above; aspect: height of a tile over its width."""
-
-    tiles: Sequence[Tile]
-    label: str = ""
-    heading: str = ""
-    aspect: float = 1.0
-
-
-@dataclass
 class Bar:
     """A colour bar: values and texts of its ticks; `mark`: a value with a line across."""
 
@@ -58,21 +48,35 @@ class Bar:
     label: str
     ticks: Sequence[tuple[float, str]]
     mark: float | None = None
-    ground: str = "none"
+
+
+@dataclass
+class Row:
+    """Tiles side by side. label: left of them; heading: above; aspect: height of a tile over its width; bar: of this
+    row alone, right of it, its label below the block."""
+
+    tiles: Sequence[Tile]
+    label: str = ""
+    heading: str = ""
+    aspect: float = 1.0
+    bar: Bar | None = None
 
 
 @dataclass
 class Block:
+    """Rows of tiles. bars: below all; column_bars: one below each column; enlarged: width of a tile over that of other
+    blocks."""
+
     rows: Sequence[Row]
     title: str = ""
     bars: Sequence[Bar] = ()
+    column_bars: Sequence[Bar] = ()
+    enlarged: float = 1.0
 
 
 def _height(text: str, size: float) -> float:
     return LEADING * size * (1 + text.count("\n")) if text else 0.0
 
-
-# ---- layout ---------------------------------------------------------------------------------------------------------
 
 @dataclass
 class _Laid:
@@ -80,70 +84,81 @@ class _Laid:
 
     width: float = 0.0
     height: float = 0.0
+    lines: int = 1  # that the row of a block of one row is broken into
     items: list[tuple[float, float, Callable]] = field(default_factory=list)
 
-    def text(self, x: float, text: str, size: float, **how) -> None:
+    def text(self, x: float, text: str, size: float) -> None:
         """Add lines of text at the lower end."""
         if text:
             self.items.append((x, self.height, lambda figure, x, y: figure.text(
-                x, y, text, fontsize=size, va="top", parse_math=False, linespacing=1.15, **how)))
+                x, y, text, fontsize=size, va="top", parse_math=False, linespacing=1.15)))
             self.height += _height(text, size)
 
+    def bars(self, bars: Sequence[Bar], left: float = 0.0) -> None:
+        """Add colour bars at the lower end, side by side where they fit."""
+        side_by_side = self.width >= len(bars) * BAR_LENGTH
+        each = min(self.width / max(1, len(bars) if side_by_side else 1), 1.4 * BAR_LENGTH)
+        labels = [wrapped(bar.label, each - 2, points()) for bar in bars]
+        below = BAR + LEADING * points() + max([_height(label, points()) for label in labels] or [0.0]) + 7.0
+        for index, (bar, label) in enumerate(zip(bars, labels, strict=True)):
+            self.items.append(((index * each if side_by_side else 0.0) + 15, self.height + 1,
+                               _bar_painter(bar, label, each - 30)))
+            if not side_by_side or index == len(bars) - 1:
+                self.height += below
 
-def _lay_block(block: Block, side: float, width: float, alone: bool) -> tuple[_Laid, bool]:
-    """A block with tiles of this width, and whether its rows had to be broken."""
-    small, medium = points(), points("medium")
+
+def _lay_block(block: Block, side: float, room: float, alone: bool) -> _Laid:
+    """Lay a block with tiles of this width. A single row breaks into lines, more rows only where `room` forces it."""
+    small, side = points(), side * block.enlarged
     labels = [wrapped(row.label, max(side * row.aspect, 30.0), small) for row in block.rows]
     left = max(_height(label, small) for label in labels) + 2.0 * any(labels)
+    bars = [row.bar for row in block.rows if row.bar]
+    right = GAP + BAR + 4 + max(text_width(text, small) for bar in bars for _, text in bar.ticks) if bars else 0.0
     columns = max(len(row.tiles) for row in block.rows)
-    fitting = max(1, int((width - left + GAP) // (side + GAP)))
-    times = -(-columns // fitting)
-    each = -(-columns // times)
-    laid = _Laid(left + each * (side + GAP) - GAP)
-    wanted = [text_width(block.title, medium)] + [text_width(row.heading, small) for row in block.rows]
-    pair = not alone and 2 * max(laid.width, BAR_WIDTH) + 3 * GAP <= width  # another block may stand beside it
-    laid.width = max(laid.width, *(BAR_WIDTH for _ in block.bars), 0.0 if pair else min(width, max(wanted)))
-    laid.text(0, wrapped(block.title, laid.width, medium), medium)
+    lines = -(-columns // max(1, int((room - left - right + GAP) // (side + GAP))))
+    each = -(-columns // lines)
+    laid = _Laid(left + each * (side + GAP) - GAP + right, lines=lines)
+    wanted = [text_width(block.title, points("medium")), *(text_width(row.heading, small) for row in block.rows)]
+    least = max(laid.width, min(room, BAR_LENGTH * max(1, len(block.bars))))
+    pair = not alone and 2 * least + 3 * GAP <= room  # another block may stand beside it
+    laid.width = max(laid.width, least * bool(block.bars), 0.0 if pair else min(room, max(wanted)))
+    laid.text(0, wrapped(block.title, laid.width, points("medium")), points("medium"))
     laid.height += 2.0 * bool(block.title)
     for first in range(0, columns, each):
         for row, label in zip(block.rows, labels, strict=True):
-            tiles = row.tiles[first:first + each]
-            if not tiles:
-                continue
-            laid.text(0, wrapped(row.heading, laid.width, small), small)
-            titles = [wrapped(tile.title, side + GAP - 1, small) for tile in tiles]
-            notes = [wrapped(tile.note, side + GAP - 1, small) for tile in tiles]
-            above, below = (max(_height(text, small) for text in texts) for texts in (titles, notes))
-            tall = max(side * row.aspect, text_width(label, small) if label else 0.0)
-            laid.height += above + (0.3 * small if above else 0.0) + (tall - side * row.aspect) / 2
-            for col, (tile, title, note) in enumerate(zip(tiles, titles, notes, strict=True)):
-                x = left + col * (side + GAP)
-                laid.items.append((x, laid.height, _tile_painter(
-                    tile, title, note, label if col == 0 else "", side, side * row.aspect)))
-            laid.height += (tall + side * row.aspect) / 2 + (below + 2.0 if below else 0.0) + GAP
-    _lay_bars(laid, block.bars, left)
-    return laid, times > 1
+            if row.tiles[first:first + each]:
+                laid.text(0, wrapped(row.heading, laid.width, small), small)
+                _lay_tiles(laid, row, row.tiles[first:first + each], label, left, side)
+        for col, bar in enumerate(block.column_bars[first:first + each]):
+            painter = _bar_painter(bar, "", side - 6, inward=True)
+            laid.items.append((left + col * (side + GAP) + 3, laid.height, painter))
+        laid.height += (BAR + 4 + LEADING * small) * bool(block.column_bars)
+    laid.bars(block.bars, left)
+    shared = [*bars, *block.column_bars][:1]
+    laid.text(left, wrapped(f"colours: {shared[0].label}", laid.width - left, small) if shared else "", small)
+    return laid
 
 
-def _lay_bars(laid: _Laid, bars: Sequence[Bar], left: float) -> None:
-    """Colour bars below, side by side where they fit."""
-    if not bars:
-        return
-    small, inset = points(), 15.0
-    side_by_side = laid.width >= len(bars) * 100.0
-    each = min(laid.width / len(bars) if side_by_side else laid.width, 1.4 * BAR_WIDTH)
-    labels = [wrapped(bar.label, each - 2, small) for bar in bars]
-    height = BAR_HEIGHT + 4.0 + LEADING * small + max(_height(label, small) for label in labels) + 2.0
-    laid.height += 1.0
-    for index, (bar, label) in enumerate(zip(bars, labels, strict=True)):
-        x = index * each if side_by_side else 0.0
-        laid.items.append((x + inset, laid.height, _bar_painter(bar, label, each - 2 * inset)))
-        if not side_by_side or index == len(bars) - 1:
-            laid.height += height
+def _lay_tiles(laid: _Laid, row: Row, tiles: Sequence[Tile], label: str, left: float, side: float) -> None:
+    """Add a line of tiles, with the label of their row and its colour bar, at the lower end."""
+    small, high = points(), side * row.aspect
+    titles, notes = ([wrapped(text, side + GAP - 1, small) for text in texts]
+                     for texts in ([tile.title for tile in tiles], [tile.note for tile in tiles]))
+    above, below = (max(_height(text, small) for text in texts) for texts in (titles, notes))
+    tall = max(high, text_width(label, small) if label else 0.0)
+    laid.height += above + (0.3 * small if above else 0.0) + (tall - high) / 2
+    for col, (tile, title, note) in enumerate(zip(tiles, titles, notes, strict=True)):
+        laid.items.append((left + col * (side + GAP), laid.height,
+                           _tile_painter(tile, title, note, label if col == 0 else "", side, high)))
+    if row.bar:
+        inset = min(0.5 * small, 0.2 * high)  # so that the numbers at its ends stay beside the row
+        laid.items.append((left + len(tiles) * (side + GAP), laid.height + inset,
+                           _bar_painter(row.bar, "", high - 2 * inset, "vertical")))
+    laid.height += (tall + high) / 2 + (below + 2.0 if below else 0.0) + GAP
 
 
 def _add_axes(figure: Figure, x: float, y: float, width: float, height: float) -> Axes:
-    """Axes of points, whose left upper corner is at (x, y) of the figure's 0..1."""
+    """Return axes of points, whose left upper corner is at (x, y) of the figure's 0..1."""
     W, H = (72 * inches for inches in figure.get_size_inches())
     return figure.add_axes((x, y - height / H, width / W, height / H))
 
@@ -165,35 +180,43 @@ def _tile_painter(tile: Tile, title: str, note: str, label: str, width: float, h
     return paint
 
 
-def _bar_painter(bar: Bar, label: str, width: float) -> Callable:
+def _bar_painter(bar: Bar, label: str, length: float, orientation: str = "horizontal",
+                 inward: bool = False) -> Callable:
+    """Return what draws a colour bar; `inward`: the numbers at its ends stay within it."""
+    flat = orientation == "horizontal"
+
     def paint(figure: Figure, x: float, y: float) -> None:
-        axes, small = _add_axes(figure, x, y, width, BAR_HEIGHT), points()
+        axes, small = _add_axes(figure, x, y, *((length, BAR) if flat else (BAR, length))), points()
         axes.set_label("<colorbar>")
-        drawn = figure.colorbar(ScalarMappable(bar.norm, bar.cmap), cax=axes, orientation="horizontal")
-        places = drawn.norm(list(zip(*bar.ticks, strict=True))[0])
-        kept: list[tuple[float, str]] = []
+        drawn = figure.colorbar(ScalarMappable(bar.norm, bar.cmap), cax=axes, orientation=orientation)
+        places = drawn.norm([value for value, _ in bar.ticks])
+        kept: dict[float, str] = {}  # the mark and the ends first, others where they have room
         taken: list[tuple[float, float]] = []
         for index in sorted(range(len(bar.ticks)), key=lambda i: (bar.ticks[i][0] != bar.mark, -bar.ticks[i][0])):
             value, text = bar.ticks[index]
-            half, middle = text_width(text, small) / 2 + 1.5, places[index] * width
+            half = text_width(text, small) / 2 + (0.5 if inward else 1.5) if flat else 0.65 * small
+            middle = places[index] * length
+            if inward:
+                middle = min(max(middle, half), length - half)
             if all(middle + half <= low or middle - half >= high for low, high in taken):
-                kept.append((value, text))
+                kept[value] = text
                 taken.append((middle - half, middle + half))
-        kept.sort()
-        drawn.set_ticks([value for value, _ in kept], labels=[text for _, text in kept])
-        axes.xaxis.set_minor_locator(NullLocator())
+        drawn.set_ticks(sorted(kept), labels=[kept[value] for value in sorted(kept)])
+        (axes.xaxis if flat else axes.yaxis).set_minor_locator(NullLocator())
+        for tick in axes.get_xticklabels() if inward else ():
+            place = float(drawn.norm(tick.get_position()[0]))
+            tick.set_ha("left" if place < 0.1 else "right" if place > 0.9 else "center")
         axes.tick_params(labelsize=small, pad=1, length=2)
-        axes.set_facecolor(bar.ground)
         drawn.outline.set_visible(False)
         drawn.set_label(label, fontsize=small, labelpad=1)
         if bar.mark is not None:
-            axes.axvline(bar.mark, color="black", linewidth=1.2, clip_on=False)
+            (axes.axvline if flat else axes.axhline)(bar.mark, color="black", linewidth=1.2, clip_on=False)
 
     return paint
 
 
 def _flow(blocks: Sequence[_Laid], width: float) -> tuple[list[tuple[float, float]], float, float]:
-    """Places of blocks side by side where they fit, else below; width and height of all."""
+    """Return the places of blocks, side by side where they fit, else below; width and height of all."""
     places, x, y, line, reach = [], 0.0, 0.0, 0.0, 0.0
     for block in blocks:
         if x and x + block.width > width + 0.5:
@@ -205,20 +228,19 @@ def _flow(blocks: Sequence[_Laid], width: float) -> tuple[list[tuple[float, floa
 
 
 def _lay_all(blocks: Sequence[Block], width: float, limit: float) -> tuple[list[_Laid], tuple]:
-    """The blocks with the largest tiles that keep rows whole and the height below the limit, or the smallest."""
+    """Return the blocks with the largest tiles that keep grids whole, single rows within two lines, titles' words whole
+    and the height below the limit; else with the smallest."""
     words = [word for block in blocks for row in block.rows for tile in row.tiles for word in tile.title.split()]
-    longest = max([text_width(word, points()) for word in words] or [0.0]) - GAP + 1
-    smallest = min(max(SMALLEST_TILE, longest), 46.0 * points() / 7)
-    side, best = max(LARGEST_TILE, smallest), None
+    smallest = max(SMALLEST_TILE, *(text_width(word, points()) - GAP + 1 for word in words), 0.0)
+    smallest = min(smallest, 46.0 * points() / 7)
+    side = max(LARGEST_TILE, smallest)
     while True:
         laid = [_lay_block(block, side, width, len(blocks) == 1) for block in blocks]
-        flow = _flow([block for block, _ in laid], width)
-        fits, whole = flow[2] <= limit, not any(broken for _, broken in laid)
-        if fits and (whole or best is None):
-            best = laid, flow
-        if (fits and whole) or side <= smallest:
-            laid, flow = best or (laid, flow)
-            return [block for block, _ in laid], flow
+        flow = _flow(laid, width)
+        whole = all(one.lines <= (2 if len(block.rows) == 1 and len(block.rows[0].tiles) > 4 else 1)
+                    for one, block in zip(laid, blocks, strict=True))
+        if whole and flow[2] <= limit or side <= smallest:
+            return laid, flow
         side = max(smallest, side - 2.0)
 
 
@@ -236,22 +258,19 @@ def sheet(title: str, blocks: Sequence[Block], *, width: float | None = None, ph
         UsageError: a width that no text fits into.
     """
     room = 72 * (check_width(width) or PAGE) - 2 * MARGIN
-    laid, (places, reach, height) = _lay_all(blocks, room, 72 * min(8.5, 1.35 * (width or PAGE)))
+    laid, (places, reach, height) = _lay_all(blocks, room, 72 * min(7.0, 1.7 * (width or PAGE)))
     if width is None:
         room = min(room, max(reach, 200.0))
-    head = _Laid(room)
+    head, left = _Laid(room), 0.0
     if photo:
-        side = min(PHOTO, 0.32 * room)
-        note_above = 10.0 if photo.title else 0.0
-        head.items.append((0.0, note_above, _tile_painter(photo, photo.title, "", "", side, side * aspect)))
-    left = side + 2 * GAP if photo else 0.0
+        side, above = min(PHOTO, 0.32 * room), 10.0 if photo.title else 0.0
+        head.items.append((0.0, above, _tile_painter(photo, photo.title, "", "", side, side * aspect)))
+        left = side + 2 * GAP
     head.text(left, wrapped(title, room - left, points("title")), points("title"))
     head.text(left, wrapped(note, room - left, points()), points())
-    if photo:
-        head.height = max(head.height, note_above + side * aspect)
-    head.height += 2 * GAP
+    head.height = max(head.height, above + side * aspect if photo else 0.0) + 2 * GAP
     foot = _Laid(room)
-    _lay_bars(foot, bars, 0.0)
+    foot.bars(bars)
     total = head.height + height + foot.height + 2 * MARGIN
     figure = new_figure((room + 2 * MARGIN) / 72, total / 72)
     for part, (x, y) in [(head, (0.0, 0.0)), *zip(laid, [(x, y + head.height) for x, y in places], strict=True),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from tqdm import tqdm
 
+from ea_vision.base.errors import UsageError
 from ea_vision.base.figures import PAGE, check_width, color_cycle
 from ea_vision.base.files import atomic_write, write_npz
 from ea_vision.base.print import legend_below, new_figure, points, wrapped
@@ -31,25 +32,23 @@ EXAMPLES = """\
 MARKERS = "osD^vP*"
 
 
-def plot_statistics(models: Models, images: Iterable[ImageSource | Tensor], layers: Layers = None, *,
-                    width: float | None = None) -> Figure:
+def plot_statistics(models: Models, images: ImageSource | Tensor | Sequence[ImageSource | Tensor],
+                    layers: Layers = None, *, width: float | None = None) -> Figure:
     """Draw entropy, distance, likeness to the previous layer's map and share of position alone by layer and head, means
-    over images. See `ea_vision.visualize.figure_options` for the arguments."""
-    return draw_statistics(_titled(*_measured(Asked(as_models(models), layers), list(images))), width=width)
+    over images. See `ea_vision.visualize.figure_options` for the arguments.
 
-
-def plot_chain(models: Models, images: ImageSource | Tensor | Sequence[ImageSource | Tensor], layers: Layers = None, *,
-               width: float | None = None) -> Figure:
-    """Draw what evolution does to a chain in numbers, in one small panel a model: over all layers entropy, correlation
-    with the previous map, and share of position alone (of at least two images), means of heads and images. See
-    `ea_vision.visualize.figure_options` for the arguments."""
+    Raises:
+        UsageError: no image.
+    """
     several = list(images) if isinstance(images, (list, tuple)) else [images]
-    return draw_chain(_titled(*_measured(Asked(as_models(models), layers), several)), width=width)
+    if not several:
+        raise UsageError("at least one image required, got none")
+    return draw_statistics(_measured(Asked(as_models(models), layers), several), width=width)
 
 
-def _measured(asked: Asked, images: Sequence[ImageSource | Tensor], batch_size: int = 16, read: Callable | None = None
-              ) -> tuple[Asked, dict[str, list[LayerQuantities]]]:
-    """Quantities by label of the model. `read`: makes of paths what `as_input` takes, with a progress bar."""
+def _measured(asked: Asked, images: Sequence[ImageSource | Tensor], batch_size: int = 16,
+              read: Callable | None = None) -> dict[str, list[LayerQuantities]]:
+    """Return quantities by title of the model. `read`: makes of paths what `as_input` takes, with a progress bar."""
     measured = {}
     for model, numbers in zip(asked.models, asked.numbers, strict=True):
         starts = tqdm(range(0, len(images), batch_size), unit="batch", desc=model.label, disable=None if read else True)
@@ -57,13 +56,9 @@ def _measured(asked: Asked, images: Sequence[ImageSource | Tensor], batch_size: 
                                 for image in images[first:first + batch_size]]) for first in starts)
         device = next(model.model.parameters()).device
         with evaluating(model.model):
-            measured[model.label] = measure(
+            measured[title_of(model)] = measure(
                 model.model, (model.normalize(batch.to(device)) for batch in batches), numbers)
-    return asked, measured
-
-
-def _titled(asked: Asked, measured: Mapping[str, list[LayerQuantities]]) -> dict[str, list[LayerQuantities]]:
-    return {title_of(model): measured[model.label] for model in asked.models}
+    return measured
 
 
 @dataclass(frozen=True)
@@ -96,58 +91,53 @@ def draw_statistics(measured: Mapping[str, Sequence[LayerQuantities]], *, width:
         width: inches.
     """
     panels = [panel for panel in PANELS if any(_has(panel, layer) for layers in measured.values() for layer in layers)]
-    columns = 2 if (width or PAGE) >= 5 and len(panels) > 1 else 1
-    figure, axes = _panels(width, -(-len(panels) // columns), columns, [panel.title for panel in panels])
+    width, small = check_width(width) or PAGE, points()
+    columns = 2 if width >= 5 and len(panels) > 1 else 1
+    rows = -(-len(panels) // columns)
+    figure = new_figure(width, rows * 1.55 + 1.0, layout="constrained")
+    grid = list(figure.subplots(rows, columns, squeeze=False).ravel())
+    longest = max(measured.values(), key=len)
+    for index, (place, panel) in enumerate(zip(grid, panels, strict=False)):
+        _draw_panel(place, panel, measured)
+        place.set_title(wrapped(panel.title, 72 * width / columns - 40, points("medium")), fontsize=points("medium"),
+                        parse_math=False)
+        place.tick_params(labelsize=small)
+        place.grid(alpha=0.3, linewidth=0.5)
+        if index >= len(panels) - columns:
+            place.set_xlabel("attention layer", fontsize=small)
+        place.set_xlim(longest[0].number - 0.6, longest[-1].number + 0.6)
+        place.xaxis.get_major_locator().set_params(integer=True)
+    for place in grid[len(panels):]:
+        place.set_visible(False)
+    found = [place.get_legend_handles_labels() for place in grid[:len(panels)]]
+    lines = {name: line for handles, labels in found for line, name in zip(handles, labels, strict=True)}
+    legend_below(figure, list(lines.values()), list(lines))
+    number = longest[0].images
+    title = (f"mean over {number} image{'s' * (number > 1)}; dots: heads; lines: their means"
+             + ("; bars: standard deviation over images" if number > 1 else ""))
+    figure.suptitle(wrapped(title, 72 * width - 10, small), fontsize=small)
+    return figure
+
+
+def _draw_panel(place: Axes, panel: Panel, measured: Mapping[str, Sequence[LayerQuantities]]) -> None:
     colors = color_cycle()
     for index, (label, layers) in enumerate(measured.items()):
         color, marker = colors[index % len(colors)], MARKERS[index % len(MARKERS)]
         shift = (index - (len(measured) - 1) / 2) * 0.16
-        for place, panel in zip(axes, panels, strict=False):
-            x, means, spreads, heads = _line(layers, panel.values)
-            x = [number + shift for number in x]
-            for number, values in heads:
-                place.scatter([number + shift] * len(values), values, s=5, alpha=0.35, color=color, marker=marker,
-                              linewidths=0)
-            place.plot(x, means, color=color, marker=marker, markersize=3.5, linewidth=1, label=label)
-            place.errorbar(x, means, spreads, fmt="none", ecolor=color, elinewidth=0.8, capsize=1.5, alpha=0.7)
-            uniform = [panel.uniform(layer) for layer in layers]
-            if uniform[0] is not None:
-                places = [layer.number for layer in layers]
-                place.hlines(uniform, np.subtract(places, 0.5), np.add(places, 0.5), colors="0.4", linestyles=":",
-                             linewidth=1, label="uniform attention" if index == 0 else None)
-    for place, panel in zip(axes, panels, strict=False):
-        _at_least(place, panel.least)
-    for place in axes[len(panels):]:
-        place.set_visible(False)
-    _finish(figure, axes[:len(panels)], max(measured.values(), key=len),
-            "dots: heads; lines: their means")
-    return figure
-
-
-def draw_chain(measured: Mapping[str, Sequence[LayerQuantities]], *, width: float | None = None) -> Figure:
-    """Draw a panel a model: entropy over log N, correlation with the previous map and share of position alone by layer,
-    means of heads and images; see `plot_chain`.
-
-    Args:
-        measured: by label; from `ea_vision.recorder.quantities.measure`.
-        width: inches; None: that of a column, or of the page where there are several models.
-    """
-    width = width or (3.3 if len(measured) == 1 else PAGE)
-    columns = max(1, min(len(measured), int(width // 2.2)))
-    figure, axes = _panels(width, -(-len(measured) // columns), columns, list(measured), height=1.7)
-    drawn = [panel for panel in PANELS if panel.least[1]]
-    colors = color_cycle()
-    for place, layers in zip(axes, measured.values(), strict=False):
-        for index, panel in enumerate(drawn):
-            x, means, spreads, _ = _line(layers, panel.values)
-            if any(math.isfinite(value) for value in means):
-                place.errorbar(x, means, spreads, color=colors[index], marker=MARKERS[index], markersize=3.5,
-                               linewidth=1, elinewidth=0.8, capsize=1.5, label=panel.title)
-        _at_least(place, (0.0, 1.05))
-    for place in axes[len(measured):]:
-        place.set_visible(False)
-    _finish(figure, axes[:len(measured)], max(measured.values(), key=len), "means of heads")
-    return figure
+        x, means, spreads, heads = _line(layers, panel.values)
+        x = [number + shift for number in x]
+        for number, values in heads:
+            place.scatter([number + shift] * len(values), values, s=5, alpha=0.35, color=color, marker=marker,
+                          linewidths=0)
+        place.plot(x, means, color=color, marker=marker, markersize=3.5, linewidth=1, label=label)
+        place.errorbar(x, means, spreads, fmt="none", ecolor=color, elinewidth=0.8, capsize=1.5, alpha=0.7)
+        uniform = [panel.uniform(layer) for layer in layers]
+        if uniform[0] is not None:
+            places = [layer.number for layer in layers]
+            place.hlines(uniform, np.subtract(places, 0.5), np.add(places, 0.5), colors="0.4", linestyles=":",
+                         linewidth=1, label="uniform attention" if index == 0 else None)
+    low, high = place.get_ylim()
+    place.set_ylim(min(low, panel.least[0]), max(high, panel.least[1]))
 
 
 def _has(panel: Panel, layer: LayerQuantities) -> bool:
@@ -156,8 +146,8 @@ def _has(panel: Panel, layer: LayerQuantities) -> bool:
 
 
 def _line(layers: Sequence[LayerQuantities], values_of: Callable) -> tuple[list, list, list, list]:
-    """Of a quantity over the layers: numbers, means, standard deviations over images, and by number the heads' means;
-    not a number between layers whose maps differ in size."""
+    """Return of a quantity over the layers: numbers, means, standard deviations over images, and by number the heads'
+    means; not a number between layers whose maps differ in size."""
     x, means, spreads, heads = [], [], [], []
     for layer, before in zip(layers, [None, *layers], strict=False):
         if before is not None and before.feat_size != layer.feat_size:
@@ -176,47 +166,8 @@ def _line(layers: Sequence[LayerQuantities], values_of: Callable) -> tuple[list,
     return x, means, spreads, heads
 
 
-def _at_least(axes: Axes, least: tuple[float, float]) -> None:
-    low, high = axes.get_ylim()
-    axes.set_ylim(min(low, least[0]), max(high, least[1]))
-
-
-def _panels(width: float | None, rows: int, columns: int, titles: Sequence[str],
-            height: float = 1.55) -> tuple[Figure, list[Axes]]:
-    width = check_width(width) or PAGE
-    figure = new_figure(width, rows * height + 1.0, layout="constrained")
-    axes = list(figure.subplots(rows, columns, squeeze=False).ravel())
-    for place, title in zip(axes, titles, strict=False):
-        place.set_title(wrapped(title, 72 * width / columns - 40, points("medium")), fontsize=points("medium"),
-                        parse_math=False)
-    return figure, axes
-
-
-def _finish(figure: Figure, axes: Sequence[Axes], layers: Sequence[LayerQuantities], what: str) -> None:
-    """Names of the axes, the legend below in as many columns as fit, and what dots, lines and bars are above."""
-    small, width = points(), 72 * figure.get_size_inches()[0]
-    columns = len({place.get_position().x0 for place in axes})
-    for index, place in enumerate(axes):
-        place.tick_params(labelsize=small)
-        place.grid(alpha=0.3, linewidth=0.5)
-        if index >= len(axes) - columns:
-            place.set_xlabel("attention layer", fontsize=small)
-        place.set_xlim(layers[0].number - 0.6, layers[-1].number + 0.6)
-        place.xaxis.get_major_locator().set_params(integer=True)
-    lines, names = axes[0].get_legend_handles_labels()
-    for place in axes[1:]:
-        for line, name in zip(*place.get_legend_handles_labels(), strict=True):
-            if name not in names:
-                lines, names = [*lines, line], [*names, name]
-    legend_below(figure, lines, names)
-    number = layers[0].images
-    bars = "; bars: standard deviation over images" if number > 1 else ""
-    title = f"mean over {number} image{'s' * (number > 1)}; {what}{bars}"
-    figure.suptitle(wrapped(title, width - 10, small), fontsize=small)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = make_parser(__doc__, EXAMPLES, output="statistics.png", heads=None, queries=False)
+    parser = make_parser(__doc__, EXAMPLES, output="statistics.png", heads=None, queries=False, style=False)
     parser.add_argument("--csv", metavar="FILE", help="write the numbers too, a row a model, layer and head")
     parser.add_argument("--limit", type=positive, metavar="N", help="the first N images only")
     parser.add_argument("--batch-size", type=positive, default=16, help="images at a time (default: %(default)s)")
@@ -224,9 +175,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     output = check_output(Path(options.output), options.suffixes)
     table = check_output(Path(options.csv), (".csv",)) if options.csv else None
     asked = Asked.by_options(options)
-    _, measured = _measured(asked, find_images(options.images)[:options.limit], options.batch_size,
-                            lambda path: read_image(path, exif_rotation=options.exif_rotation))
-    figure = draw_statistics(_titled(asked, measured), width=options.width)
+    measured = _measured(asked, find_images(options.images)[:options.limit], options.batch_size,
+                         lambda path: read_image(path, exif_rotation=options.exif_rotation))
+    figure = draw_statistics(measured, width=options.width)
     save(figure, output, options.dpi)
     if table:
         atomic_write(table, quantities_csv(measured).encode())

@@ -1,10 +1,9 @@
 """One query through the layers of a chain: previous, own and convolved logits, the attention they give, and what that
-is without either (PA paper, figure 8; EA paper, figure 11). The suffix .gif or .mp4 makes a film of the attention."""
+is without either (PA paper, figure 8; EA paper, figure 11). The suffix .gif makes a film of the attention."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import torch
 from matplotlib.figure import Figure
@@ -14,6 +13,7 @@ from ea_vision.base.errors import UsageError
 from ea_vision.recorder.inputs import ImageSource
 from ea_vision.recorder.loading import load_model
 from ea_vision.recorder.recording import PARTS
+from ea_vision.visualize import writing
 from ea_vision.visualize.figure_options import (
     MIDDLE,
     Asked,
@@ -22,16 +22,14 @@ from ea_vision.visualize.figure_options import (
     Model,
     Models,
     Queries,
-    add_style,
-    add_through,
     by_epoch,
     checkpoints_of,
+    load_models,
     make_parser,
-    models_through,
     only,
     style_of,
+    targets_of,
 )
-from ea_vision.visualize.films import FILMS, film_writer
 from ea_vision.visualize.heatmap import head_rows
 from ea_vision.visualize.image_maps import (
     MEAN,
@@ -47,7 +45,6 @@ from ea_vision.visualize.image_maps import (
     title_of,
 )
 from ea_vision.visualize.map_style import (
-    PART_NAMES,
     STYLE,
     MapStyle,
     aspect_of,
@@ -55,6 +52,7 @@ from ea_vision.visualize.map_style import (
     equation,
     head_name,
     layers_name,
+    map_label,
     map_name,
     map_of,
     map_sheet,
@@ -65,7 +63,6 @@ from ea_vision.visualize.map_style import (
     scale_bar,
 )
 from ea_vision.visualize.sheet import Block, Row, Tile, sheet
-from ea_vision.visualize.writing import PICTURES, each_figure, save
 
 ARROW = "\N{RIGHTWARDS ARROW}"
 EXAMPLES = """\
@@ -73,7 +70,7 @@ EXAMPLES = """\
   ea-vision strip --model pa_aa_resnet50 --layers 5-10 --heads 3 --width 3.3 -o strip.pdf photo.jpg
   ea-vision strip --model runs/ea --through checkpoints --layers 1-3 -o training.png photo.jpg
   ea-vision strip --model ea_aa_resnet34 --layers 1-20 --heads mean -o layers.gif photo.jpg
-  ea-vision strip --model runs/ea --through checkpoints --layers 3 -o training.mp4 photo.jpg
+  ea-vision strip --model runs/ea --through checkpoints --layers 3 -o training.gif photo.jpg
 """
 Frame = tuple[Recording, int]  # and the number of the layer to show
 
@@ -106,7 +103,7 @@ def _draw(asked: Asked, image: ImageSource | Tensor, training: bool, style: MapS
 
 
 def chains_of(recording: Recording, layers: Sequence[int]) -> list[list[int]]:
-    """The layers by chain; without evolution by the size of their maps, layers in a row together."""
+    """Group layers by chain; without evolution by the size of their maps, layers in a row together."""
     evolving = any(recording.maps[layer].prev_logits is not None for layer in layers)
     chains: list[list[int]] = []
     for layer in layers:
@@ -119,7 +116,7 @@ def chains_of(recording: Recording, layers: Sequence[int]) -> list[list[int]]:
 
 
 def columns_of(recording: Recording, layers: Sequence[int]) -> dict[str, str]:
-    """The parts to draw, with their names, in the order in which a layer computes them; no two columns alike.
+    """Return the parts to draw, with their names, in the order in which a layer computes them; no two columns alike.
 
     EA convolves the mixture of the previous and the layer's own logits, PA the previous ones alone. Logits that are the
     convolved ones (EA's beta = 1) have no column of their own, nor have own logits where nothing evolves.
@@ -127,7 +124,7 @@ def columns_of(recording: Recording, layers: Sequence[int]) -> dict[str, str]:
     maps = [recording.maps[layer] for layer in layers]
     evolved = [layer for layer in maps if layer.prev_logits is not None]
     if not evolved:
-        return {"logits": "logits", "attn": f"{ARROW} attention"} if all(m.logits is not None for m in maps) else {
+        return {"logits": "logits", "attn": f"{ARROW} attn."} if all(m.logits is not None for m in maps) else {
             "attn": "attention"}
     convolved = [layer for layer in evolved if layer.conv_logits is not None]
     own_too = any("self_logits" in before_shares(recording.model.model, layer.name) for layer in convolved)
@@ -135,16 +132,11 @@ def columns_of(recording: Recording, layers: Sequence[int]) -> dict[str, str]:
     drawn = [part for part in order if any(getattr(layer, part) is not None for layer in maps)]
     if len(convolved) == len(evolved) and all(torch.equal(layer.conv_logits, layer.logits) for layer in convolved):
         drawn.remove("logits")
-    names = {part: PART_NAMES[part].replace(" ", "\n") for part in drawn}
-    if "self_logits" in names:
-        names["self_logits"] = "+ own\nlogits"
-    if "conv_logits" in names:
-        names["conv_logits"] = f"{ARROW} conv.\nof both" if own_too else f"{ARROW} conv.\nprevious"
-    if "logits" in names:
-        names["logits"] = f"{ARROW}\nlogits"
-    without = {part: name for part, name in zip(WITHOUT, ("without\nprevious", "without\nown"), strict=True)
+    names = {"prev_logits": "prev.\nlogits", "self_logits": "+ own\nlogits", "logits": f"{ARROW}\nlogits",
+             "conv_logits": f"{ARROW} conv.\nof both" if own_too else f"{ARROW} conv.\nof prev."}
+    without = {part: name for part, name in zip(WITHOUT, ("without\nprev.", "without\nown"), strict=True)
                if any(part in layer.recorded() for layer in evolved)}
-    return {**names, "attn": f"{ARROW}\nattention", **without}
+    return {**{part: names[part] for part in drawn}, "attn": f"{ARROW}\nattn.", **without}
 
 
 def draw_strip(recording: Recording, layers: Sequence[int], head: Head, point: Query, style: MapStyle = STYLE, *,
@@ -171,7 +163,7 @@ def draw_strip(recording: Recording, layers: Sequence[int], head: Head, point: Q
         rows = [(named[chain[0]], [query_row(((f"layer {layer}", recording, layer) for layer in chain), head, point,
                                              style)]) for chain in chains]
         return map_sheet(title_of(recording.model), rows, style, width=width, note=note + query, photo=recording,
-                         points=[point], feat_size=recording.maps[layers[0]].feat_size, common=False)
+                         points=[point], feat_size=recording.maps[layers[0]].feat_size)
     maps = {}
     for chain in chains:
         for layer, part in ((layer, part) for layer in chain for part in columns):
@@ -203,13 +195,13 @@ def draw_strip(recording: Recording, layers: Sequence[int], head: Head, point: Q
     if any(texts):
         note += f"\n{next(text for text in texts if text)}; previous: the logits of the row above"
     if WITHOUT[0] in columns:
-        note += "; without: the attention where that part is 0"
+        note += "; without: its attention where that part is 0"
     return sheet(title_of(recording.model), blocks, width=width, note=note,
                  **photo_of(recording, style, [point], recording.maps[layers[0]].feat_size))
 
 
 def _drawn(recording: Recording, layer: int, part: str, columns: dict[str, str]) -> bool:
-    """Whether a layer's row has a map in the column: it has the part, and it is not shown as its own logits already."""
+    """Return whether a layer's row has a map in the column: it has the part, and not as its own logits already."""
     maps = recording.maps[layer]
     again = part == "logits" and "self_logits" in columns and maps.prev_logits is None
     return part in maps.recorded() and not again
@@ -226,14 +218,14 @@ def draw_training(recordings: Sequence[Recording], layers: Sequence[int], head: 
         style: how maps are drawn; the maps of a layer share a scale.
         width: inches.
     """
-    first, groups = recordings[0], []
-    for layer in layers:
-        height, wide = first.maps[layer].feat_size
-        through = ((f"epoch {recording.model.epoch}", recording, layer) for recording in recordings)
-        groups.append((f"layer {layer}, {height}x{wide}", [query_row(through, head, query, style)]))
+    first = recordings[0]
+    groups = [(map_label(first.maps[layer]), [query_row(
+        ((f"epoch {recording.model.epoch}", recording, layer) for recording in recordings), head, query, style)])
+        for layer in layers]
     return map_sheet(first.model.label.rpartition(", epoch ")[0] or first.model.label, groups, style, width=width,
-                     note=f"attention through training: {head_name(head)}, query {query_name(query)}", photo=first,
-                     points=[query], feat_size=first.maps[layers[0]].feat_size, common=False)
+                     note=f"attention through training: {head_name(head)}, query {query_name(query)}"
+                          + (f", {map_name(first.maps[layers[0]])}" if len(layers) == 1 else ""), photo=first,
+                     points=[query], feat_size=first.maps[layers[0]].feat_size)
 
 
 def plot_frames(models: Models, image: ImageSource | Tensor, layers: Layers = None, heads: Heads = MEAN,
@@ -268,23 +260,31 @@ def draw_frames(frames: Sequence[Frame], heads: Sequence[Head], points: Sequence
         layer = recording.maps[number]
         yield map_sheet(title_of(recording.model), [(map_name(layer), of_frame)], style, width=width, photo=recording,
                         points=points, feat_size=layer.feat_size, note=f"attention; {queries_name(points)}",
-                        common=False, norms=[norms[index * each:(index + 1) * each]])
+                        norms=[norms[index * each:(index + 1) * each]])
 
 
-def main(argv: Sequence[str] | None = None, output: str = "evolution.png") -> int:
-    parser = make_parser(__doc__, EXAMPLES, output=output, heads="0", suffixes=(*PICTURES, *FILMS))
-    add_through(parser, "layers: of one model, part by part (a film: attention); checkpoints: attention")
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = make_parser(__doc__, EXAMPLES, output="evolution.png", heads="0",
+                         suffixes=(*writing.PICTURES, writing.FILM))
+    parser.add_argument("--through", default="layers", choices=("layers", "checkpoints"),
+                        help="layers: of one model, part by part (a film: attention); checkpoints: attention through "
+                             "the *.ckpt and snapshots (the trainers' --snapshot-epochs) of a run folder or the files "
+                             "of --model, by epoch (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=0.6,
                         help="of a film: how long a picture is shown (default: %(default)s)")
-    add_style(parser)
     options = parser.parse_args(argv)
-    film, training = Path(options.output).suffix.lower() in FILMS, options.through == "checkpoints"
-    style, write = style_of(options), film_writer(options) if film else save
-    asked = Asked.by_options(options, models_through(options))
+    film, training = options.output.lower().endswith(writing.FILM), options.through == "checkpoints"
+    style, targets = style_of(options), targets_of(options)
+    if not 0.02 <= options.seconds <= 60:
+        raise UsageError(f"--seconds must lie between 0.02 and 60, got {options.seconds}")
+    models = (by_epoch(load_models(options, checkpoints_of(targets))) if training else
+              load_models(options, [only(targets, "model")]))
+    asked = Asked.by_options(options, models)
     if film:
         if training:
             only(asked.layers[0], "layer")
-        return each_figure(options, lambda image: _draw_frames(asked, image, style, options.width), write)
+        return writing.each_figure(options, lambda image: _draw_frames(asked, image, style, options.width),
+                                   writing.film_writer(options.seconds))
     only(asked.heads, "head")
     only(asked.points(asked.models[0].img_size, MIDDLE), "query")
-    return each_figure(options, lambda image: _draw(asked, image, training, style, options.width))
+    return writing.each_figure(options, lambda image: _draw(asked, image, training, style, options.width))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ea_vision.base.errors import UsageError
 from ea_vision.recorder.loading import LoadedModel
 from ea_vision.recorder.recording import attention_layers, prefix_names
-from ea_vision.visualize.figure_options import some_layers
+from ea_vision.visualize.figure_options import spread
 from ea_vision.visualize.heatmap import draw_images
 from ea_vision.visualize.image_maps import MEAN, record
 from ea_vision.visualize.writing import save
@@ -39,7 +39,7 @@ class TrainingMaps:
         if not layers:
             raise UsageError(f"--log-maps needs a network with attention that can be recorded, and "
                              f"{type(model).__name__} has none")
-        self.folder, self.layers = folder / FOLDER, some_layers(layers)
+        self.folder, self.layers = folder / FOLDER, spread(layers)
         scale, shift = (torch.tensor(values, dtype=torch.float32).view(-1, 1, 1) for values in (std, mean))
         self.images = (images.float().cpu() * scale + shift).clamp(0, 1)
         H, W = images.shape[-2:]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+import io
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,16 @@ from ea_vision.base.files import atomic_write, write_npz
 from ea_vision.recorder.inputs import find_images, read_image
 from ea_vision.visualize.image_maps import Recording
 
+FILM = ".gif"
+
 
 def name_outputs(output: Path, images: Sequence[str]) -> list[Path]:
-    """The file of each image: `output` itself for one, NAME-IMAGE.SUFFIX for several."""
+    """Return the file of each image: `output` itself for one, NAME-IMAGE.SUFFIX for several."""
     if len(images) == 1:
         return [output]
     names, taken = [], set()
     for number, image in enumerate(images):
-        name = Path(image).stem.replace(":", "-")
+        name = Path(image).stem.replace("#", "-")
         name = f"{name}-{number}" if name in taken else name
         taken.add(name)
         names.append(output.with_name(f"{output.stem}-{name}{output.suffix}"))
@@ -48,6 +51,23 @@ def check_output(output: Path, suffixes: Sequence[str] = PICTURES) -> Path:
 def save(figure: Figure, output: Path, dpi: int) -> None:
     """Write a figure, all or nothing, in the format of the file's suffix."""
     atomic_write(output, figure_bytes(figure, output.suffix.lower(), dpi))
+
+
+def film_writer(seconds: float) -> Callable[[Iterable[Figure], Path, int], None]:
+    """Return what writes figures into a GIF that runs for ever, `seconds` a picture."""
+    def write(figures: Iterable[Figure], output: Path, dpi: int) -> None:
+        drawn = [Image.open(io.BytesIO(figure_bytes(figure, ".png", dpi))).convert("RGB") for figure in figures]
+        size = tuple(max(picture.size[axis] for picture in drawn) for axis in (0, 1))  # titles may differ in lines
+        pictures = []
+        for picture in drawn:
+            whole = Image.new("RGB", size, "white")
+            whole.paste(picture)
+            pictures.append(whole.quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE))
+        data = io.BytesIO()
+        pictures[0].save(data, "GIF", save_all=True, append_images=pictures[1:], duration=round(1000 * seconds), loop=0)
+        atomic_write(output, data.getvalue())
+
+    return write
 
 
 def save_maps(recordings: Sequence[Recording], output: Path, **further: np.ndarray) -> Path:

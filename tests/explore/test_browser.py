@@ -3,11 +3,9 @@
 Skipped where either is absent; with EA_VISION_REQUIRE_BROWSER=1 (`make test-browser`) that is a failure instead.
 EA_VISION_CHROMIUM names another chromium, EA_VISION_SCREENSHOTS a folder for pictures of the page.
 """
-import io
 import os
 import re
 import shutil
-import threading
 from pathlib import Path
 
 import matplotlib
@@ -17,26 +15,23 @@ import torch
 from PIL import Image
 
 import ea_vision
-from ea_vision.recorder.inputs import read_image
 from ea_vision.recorder.loading import load_model
 from ea_vision.recorder.recording import PARTS as RECORDED_PARTS
 from ea_vision.recorder.recording import attention_layers
 from ea_vision.visualize import show_page
-from ea_vision.visualize.image_maps import record
+from ea_vision.visualize.image_maps import add_contributions, record
 from ea_vision.visualize.map_style import MapStyle, norms_of
 from ea_vision.visualize.page import Explorer, build_page
-from ea_vision.visualize.page_server import PageServer
 from tests.detection.tiny import tiny_run
 
 from .conftest import picture
-from .test_explore import BROKEN, good_image
 
 REQUIRED = os.environ.get("EA_VISION_REQUIRE_BROWSER") == "1"
 CHROMIUM = os.environ.get("EA_VISION_CHROMIUM") or shutil.which("chromium")
 SCREENSHOTS = os.environ.get("EA_VISION_SCREENSHOTS")
 FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
          "--disable-background-networking", "--disable-component-update", "--disable-sync"]
-PARTS = ("attn", "logits", "before", "conv_logits", "prev_logits", "self_logits")
+PARTS = ("attn", "logits", "before", "conv_logits", "prev_logits", "self_logits", "attn_without_previous")
 
 try:
     from playwright.sync_api import sync_playwright
@@ -101,6 +96,12 @@ def settle(page) -> None:
     page.evaluate("explorer.ready()")
 
 
+def display(page):
+    """Open the options of the display, which are closed at first."""
+    page.locator("#settings summary").click()
+    return page
+
+
 def state(page) -> dict:
     return page.evaluate("explorer.state()")
 
@@ -133,10 +134,9 @@ def recordings(explorer):
     found = {}
     for image in range(2):
         for index, (model, layers) in enumerate(zip(explorer.models, explorer.layers, strict=True)):
-            with torch.inference_mode(), ea_vision.record_attention(
-                    model.model, [layer.number for layer in layers], parts=RECORDED_PARTS) as maps:
-                model.model(model.normalize(model.prepare(picture(image))[None]))
-            found[image, index] = maps
+            recording = record(model, picture(image), layers, RECORDED_PARTS)
+            add_contributions(recording)
+            found[image, index] = recording.maps
     return found
 
 
@@ -189,7 +189,7 @@ def test_tiles_equal_numpy(open_page, explorer, recordings):
                     evolves = "prev_logits" in layer.parts
                     for head in (0, layer.num_heads - 1, "mean"):
                         shown = tile(page, index, layer.number, head)
-                        if part in ("before", "conv_logits", "prev_logits") and not evolves:
+                        if part in ("before", "conv_logits", "prev_logits", "attn_without_previous") and not evolves:
                             assert shown is None
                             continue
                         values, bound = expected_row(explorer, maps, index, layer.number, part, head, own)
@@ -211,16 +211,7 @@ def test_entropy_and_distance_equal_numpy(open_page, explorer, recordings):
         assert shown["distance"] == pytest.approx((p * np.hypot(down * 64 / H, right * 96 / W)).sum(), abs=0.2)
 
 
-def test_predictions(open_page, entries):
-    page = open_page()
-    for index, view in enumerate(entries[0]["models"]):
-        text = page.locator(".predictions").nth(index).inner_text()
-        for prediction in view["predictions"]:
-            assert prediction["name"] in text and f"{100 * prediction['probability']:.1f}%" in text
-
-
-@pytest.mark.parametrize("part", ["attn", "logits"])
-@pytest.mark.parametrize("colours", ["viridis", "cividis"])
+@pytest.mark.parametrize("colours, part", [("viridis", "logits"), ("cividis", "attn")])
 def test_drawn_pixels_are_the_values_in_the_colour_map(open_page, colours, part):
     """By the scales and colours of the figures: attention's logarithms around uniform attention, logits around 0."""
     page = open_page(f"#query=20,30&layer=9&head=2&opacity=1&colours={colours}&part={part}&scale=tile")
@@ -275,7 +266,7 @@ def test_arrows_move_the_query_by_a_cell_and_stop_at_the_edge(open_page):
 
 
 def test_unlinked_models_have_their_own_queries(open_page):
-    page = open_page("#query=32,48")
+    page = display(open_page("#query=32,48"))
     page.get_by_label("Link the models").uncheck()
     second = page.locator(".photo").nth(1)
     second.focus()
@@ -331,19 +322,8 @@ def test_a_tile_enlarges_in_all_models(open_page):
     assert "layer 21 · mean of the heads" in page.locator(".stage").first.inner_text()
 
 
-def test_parts_toggle(open_page):
-    page = open_page("#layer=10")
-    shown = {}
-    for part in PARTS:
-        choose_part(page, part)
-        shown[part] = tile(page, 0, 10, 0)["values"]
-        assert state(page)["part"] == part
-    assert len({tuple(values) for values in shown.values()}) == 5, "EA with beta 1 hands its convolution on as it is"
-    assert shown["logits"] == shown["conv_logits"]
-
-
 def test_the_fragment_reproduces_the_view(open_page):
-    page = open_page()
+    page = display(open_page())
     choose_part(page, "logits")
     page.keyboard.press("ArrowRight")
     page.get_by_label("layer 21, head 5", exact=True).click()
@@ -362,20 +342,27 @@ def test_the_fragment_reproduces_the_view(open_page):
 
 def test_a_link_to_what_there_is_not_is_told_so(open_page):
     """And what there is instead is shown."""
-    page = open_page("#layer=99&head=7&image=5")
+    page = open_page("#layer=99&head=7&image=5&view=nope&query=64,0;3,3", view="")
     message = page.locator("#message")
-    assert message.inner_text() == (
+    assert message.inner_text().startswith(
         "The address asks for image 5; the images of this page are 0 to 1. "
-        "The address asks for layer 99; this page has layers 8, 9, 10, 21, 1, 2, 3, 4, 5, 6. Shown is layer 9.")
-    assert (state(page)["layer"], state(page)["head"], state(page)["image"]) == (9, 7, 0)
-    page.get_by_label("layer 8, head 1", exact=True).click()
+        "The address asks for layer 99; this page has layers 8, 9, 10, 21, 1, 2, 3, 4, 5, 6. Shown is layer 8. "
+        "The address asks for view nope; there are parts, heads. Shown is parts. "
+        "The address asks for query 64,0; the input of ea_aa_resnet34")
+    assert message.inner_text().endswith("has 64x96 pixels, from 0,0 to 63,95. Shown is y 32, x 48.")
+    assert (state(page)["layer"], state(page)["head"], state(page)["image"]) == (8, 7, 0)
+    page.get_by_label("layer 8, own", exact=True).click()
     assert not message.is_visible()
-    assert not open_page("#layer=21&head=mean&image=1").locator("#message").is_visible()
+    for fragment in ("#layer=21&head=mean&image=1", "#query=63,95"):
+        assert not open_page(fragment).locator("#message").is_visible()
 
 
-def test_captions_say_what_they_describe(open_page):
+def test_captions_say_what_they_describe(open_page, entries):
     page = open_page("#query=40,50&layer=9&head=2")
     query, zoom = page.locator(".stage").first.locator(".caption").all_inner_texts()
+    for text, view in zip(page.locator(".predictions").all_inner_texts(), entries[0]["models"], strict=True):
+        for prediction in view["predictions"]:
+            assert prediction["name"] in text and f"{100 * prediction['probability']:.1f}%" in text
     assert query == "query y 40, x 50 · framed: its cell of the 4x6 map"
     shown = tile(page, 0, 9, 2)
     largest = max(shown["values"])
@@ -389,31 +376,32 @@ def test_captions_say_what_they_describe(open_page):
     page.locator(".stage").first.get_by_text("2x3 map").first.wait_for(timeout=5000)  # drawn with the next frame
 
 
-@pytest.mark.parametrize("fragment", [
-    "#query=9999,-1&image=7&view=no&part=none&layer=x&head=-3&opacity=9&scale=&theme=<b>", "#%%%", "#"])
-def test_a_fragment_that_makes_no_sense_is_as_none(open_page, fragment):
-    assert state(open_page(fragment, view="")) == state(open_page(view=""))
+def test_a_fragment_that_makes_no_sense_is_as_none(open_page):
+    first = state(open_page(view=""))
+    for fragment in ("#query=9999,-1&image=7&view=no&part=none&layer=x&head=-3&opacity=9&scale=&theme=<b>", "#%%%"):
+        assert state(open_page(fragment, view="")) == first
 
 
 # ---- the first view: evolution, layer by layer -----------------------------------------------------------------------
 
-COLUMNS = (("prev_logits", "previous"), ("self_logits", "own"), ("conv_logits", "after conv."), ("attn", "attention"))
+COLUMNS = (("prev_logits", "previous"), ("self_logits", "own"), ("conv_logits", "after conv."), ("attn", "attention"),
+           ("attn_without_previous", "without previous"))
 
 
-@pytest.mark.parametrize("head", [0, 3, "mean"])
+@pytest.mark.parametrize("head", [3, "mean"])
 def test_the_first_view_is_what_one_head_computes(open_page, explorer, recordings, head):
     """A row a layer; previous, own, convolved, attention as recorded; PA has logits of its own besides."""
     page = open_page(f"#query=20,30&head={head}", view="")
     assert state(page)["view"] == "parts"
     labels = page.locator(".buttons").first.locator("button").evaluate_all("all => all.map(b => b.ariaLabel)")
     assert labels == [f"layer {layer.number}, {name}" for layer in explorer.layers[0] for _, name in COLUMNS]
-    assert page.locator(".buttons").nth(1).locator("button").count() == 6 * 5
+    assert page.locator(".buttons").nth(1).locator("button").count() == 6 * 6
     compared = 0
     for index, query in ((0, (20, 30)), (1, (20 * 32 // 64, 30 * 32 // 96))):
         for layer in explorer.layers[index]:
             for part in [part for part, _ in COLUMNS] + ["logits"] * index:
                 shown = page.evaluate("([m, l, h, p]) => explorer.tile(m, l, h, p)", [index, layer.number, head, part])
-                if part not in layer.parts:
+                if part not in recordings[0, index][layer.number].recorded():
                     assert shown is None
                     continue
                 values, bound = expected_row(explorer, recordings[0, index], index, layer.number, part, head, query)
@@ -432,24 +420,54 @@ def test_the_first_view_says_how_its_columns_make_each_other(open_page):
     assert not page.locator(".equation:visible").count()
 
 
-def test_the_first_view_by_keyboard_alone(open_page):
-    page = open_page("#layer=8", view="")
-    for _ in range(30):
-        page.keyboard.press("Tab")
-        focus = page.evaluate("document.activeElement.getAttribute('aria-label') ?? document.activeElement.name ?? ''")
-        if focus == "view":
-            page.keyboard.press("Tab")
-            page.keyboard.press("ArrowDown")  # the next head
-        if focus.startswith("layer 8"):
-            break
-    assert focus == "layer 8, attention"
-    page.keyboard.press("ArrowLeft")
-    page.keyboard.press("ArrowDown")
+def test_the_first_view_shows_what_a_chain_hands_on(open_page):
+    """The second layer of a chain is shown at first, the first one's empty boxes say why, and lines lead from what a
+    layer hands on to the next one's previous logits: own logits of the first, convolved ones of EA, PA's logits."""
+    page = open_page(view="")
+    assert state(page)["layer"] == 8, "its chain began on a layer that is not on the page"
+    assert page.locator("#settings").get_attribute("open") is None
+    box = page.get_by_label("layer 21, previous", exact=True)
+    assert "the chain begins" in box.get_attribute("title")
+    assert page.evaluate("explorer.links(0)") == [[0, 2, 0], [1, 2, 0]]  # layers 8, 9, 10; 21 is another chain's
+    assert page.evaluate("explorer.links(1)") == [[0, 3, 0], [1, 3, 0], [3, 3, 0], [4, 3, 0]]
+    assert page.locator(".bar.logits:visible").count() == page.locator(".bar.attn:visible").count() == 1
+    box.click()
+    assert "the chain begins" in page.locator(".stage").first.inner_text()
+
+
+@pytest.mark.parametrize("width, height, models, rows", [(1400, 900, 3, 2), (1400, 900, 1, 3), (400, 800, 3, 1)])
+def test_the_first_rows_are_in_view(browser, tmp_path, width, height, models, rows):
+    """Of models side by side; and rows of several models begin alike."""
+    names = ("ea_conv_transformer_cifar", "pa_conv_transformer_cifar", "conv_transformer_cifar")[:models]
+    shown = show_page([load_model(name) for name in names], picture(3))
+    (tmp_path / "page.html").write_text(shown.text)
+    page = browser.new_page(viewport={"width": width, "height": height})
+    page.goto((tmp_path / "page.html").as_uri())
     settle(page)
-    shown = state(page)
-    assert (shown["layer"], shown["part"], shown["head"], shown["view"]) == (9, "conv_logits", 1, "parts")
-    assert "layer 9 · head 1 · after conv." in page.locator(".stage").first.inner_text()
-    assert state(open_page(page.evaluate("explorer.fragment()"), view="")) == shown
+    boxes = [[page.locator(".buttons").nth(index).get_by_label(f"layer {row + 1}, attention", exact=True).bounding_box()
+              for row in range(rows)] for index in range(models if width > 1000 else 1)]
+    for of_model in boxes:
+        assert [box["y"] for box in of_model] == [box["y"] for box in boxes[0]]
+        assert of_model[-1]["y"] + of_model[-1]["height"] <= height
+    tiles = page.locator(".tiles canvas").first.bounding_box()
+    assert models > 1 or tiles["x"] + tiles["width"] > 0.95 * width, "one model uses the width"
+    page.close()
+
+
+def test_a_slider_over_epochs(open_page, tmp_path):
+    torch.manual_seed(0)
+    models = [load_model("ea_conv_transformer_cifar", random=True, seed=seed) for seed in range(3)]
+    made = [Explorer([model], [attention_layers(model.model)[:2]], None, ("attn",), [None]) for model in models]
+    entries = [one.view(f"epoch {5 * epoch}", picture(0)) for epoch, one in enumerate(made)]
+    (tmp_path / "page.html").write_text(build_page(made[0], entries, epochs=True))
+    page = open_page(url=(tmp_path / "page.html").as_uri())
+    slider = page.get_by_label("epoch", exact=True)
+    before = tile(page, 0, 2, 1)["values"]
+    slider.focus()
+    page.keyboard.press("ArrowRight")
+    settle(page)
+    assert state(page)["image"] == 1 and page.locator("output").inner_text() == "epoch 5"
+    assert tile(page, 0, 2, 1)["values"] != before
 
 
 def test_a_page_inside_a_notebook_works(browser, tmp_path):
@@ -465,15 +483,6 @@ def test_a_page_inside_a_notebook_works(browser, tmp_path):
     page.wait_for_timeout(400)  # the address is written when the hand rests
     assert not errors
     page.close()
-
-
-def test_a_query_outside_the_image_is_told_so(open_page):
-    page = open_page("#query=64,0;3,3", view="")
-    message = page.locator("#message").inner_text()
-    assert "asks for query 64,0; the input of ea_aa_resnet34" in message
-    assert "has 64x96 pixels, from 0,0 to 63,95" in message and "Shown is y 32, x 48." in message
-    for fragment in ("#query=63,95", "#query=0,0", "#head=2"):
-        assert not open_page(fragment, view="").locator("#message").is_visible()
 
 
 def test_a_head_that_the_other_model_lacks_is_explained(open_page):
@@ -499,7 +508,7 @@ def test_one_colour_scale_for_all(open_page, explorer):
 
 def test_attention_that_is_everywhere_alike_does_not_look_strong(open_page, explorer):
     """Colours reach to twice 1/N at least, each tile its own or not, and the bar marks 1/N, in its middle."""
-    page = open_page("#opacity=1&layer=8&head=0")
+    page = display(open_page("#opacity=1&layer=8&head=0"))
     shown = tile(page, 0, 8, 0)
     values = np.array(shown["values"])
     assert values.max() < 1.7 / 24, "random weights look everywhere nearly alike"
@@ -520,7 +529,7 @@ def test_attention_that_is_everywhere_alike_does_not_look_strong(open_page, expl
     assert ink and abs(np.mean(ink) - 1 / 2) < 0.02, "1/N is in the middle"
 
 
-@pytest.mark.parametrize("query, colours", [("0,0", "viridis"), ("40,50", "gray"), ("63,95", "magma")])
+@pytest.mark.parametrize("query, colours", [("0,0", "viridis"), ("40,50", "gray")])
 def test_the_querys_frame_stands_out_on_all_sides(open_page, query, colours):
     """Around the cell in the enlarged tile, a black and a white line: one has 3:1 or more on any ground."""
     page = open_page(f"#query={query}&layer=8&head=0&opacity=1&colours={colours}")
@@ -547,7 +556,7 @@ def test_the_querys_frame_stands_out_on_all_sides(open_page, query, colours):
 
 
 def test_the_photo_is_its_own_or_what_the_network_saw(open_page, explorer):
-    page = open_page("#query=0,0")
+    page = display(open_page("#query=0,0"))
 
     def shown() -> np.ndarray:
         """(32, 32, 3): the second model's photo in the middle of the input's pixels."""
@@ -572,7 +581,13 @@ def test_the_photo_is_its_own_or_what_the_network_saw(open_page, explorer):
 # ---- picture, looks, speed ------------------------------------------------------------------------------------------
 
 def test_the_view_is_saved_as_png(open_page, tmp_path):
-    page = open_page("#image=1&part=logits")
+    page = open_page("#image=1&part=logits", script="""
+      window.squeezed = [];
+      const fill = CanvasRenderingContext2D.prototype.fillText;
+      CanvasRenderingContext2D.prototype.fillText = function (text, x, y, most) {
+        if (most !== undefined && this.measureText(text).width > most + 1) squeezed.push(text);
+        fill.call(this, text, x, y, most);
+      };""")
     with page.expect_download() as download:
         page.get_by_role("button", name="Save as PNG").click()
     name = download.value.suggested_filename
@@ -581,15 +596,16 @@ def test_the_view_is_saved_as_png(open_page, tmp_path):
     with Image.open(tmp_path / name) as image:
         assert image.format == "PNG" and image.width > 1200 and image.height > 800
         assert len(image.convert("RGB").resize((64, 64)).getcolors(4096)) > 100
+    assert page.evaluate("squeezed") == []
     if SCREENSHOTS:
         shutil.copy(tmp_path / name, Path(SCREENSHOTS) / "saved.png")
 
 
 @pytest.mark.parametrize("view", ["parts", "heads"])
 @pytest.mark.parametrize("width", [1400, 400])
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_looks(open_page, width, theme, view):
+def test_looks(open_page, width, view):
     """Nothing sticks out to the side; the ground follows the system's theme; text stands out from it."""
+    theme = {"parts": "light", "heads": "dark"}[view]
     page = open_page(width=width, color_scheme=theme, view=view)
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     ground, text = (np.mean([int(value) for value in re.findall(r"\d+", colour)[:3]]) for colour in page.evaluate(
@@ -635,61 +651,6 @@ def test_26_by_8_tiles_follow_within_a_frame(browser, open_page, tmp_path):
       return context.getImageData(button.offsetLeft + 5, button.offsetTop + 5, 1, 1).data[3];
     }""") == 255
     assert times[15] < 16.7, "a quarter of the frames may wait for a busy machine's other work, and then some"
-
-
-# ---- served ---------------------------------------------------------------------------------------------------------
-
-def test_images_are_opened_in_the_served_page(browser, explorer, tmp_path):
-    """Bad files get a message, good ones are shown, in turn."""
-    def view(name: str, data: bytes) -> dict:
-        return explorer.view(name, read_image(io.BytesIO(data), name, 50_000_000))
-
-    limits = {"maxBytes": 200_000, "maxPixels": 50_000_000}
-    files = {"truncated.jpg": BROKEN["truncated"][0], "huge.png": BROKEN["200 megapixels"][0], "good.jpg": good_image(),
-             "large.jpg": b"x" * 200_001, "notes.txt": b"not an image"}
-    for name, data in files.items():
-        (tmp_path / name).write_bytes(data)
-    with PageServer(build_page(explorer, [], upload=limits).encode(), view, 0, 200_000) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-        thread.start()
-        try:
-            page = browser.new_page()
-            errors, requests = [], []
-            page.on("pageerror", lambda error: errors.append(str(error)))
-            page.on("request", lambda request: requests.append(request.url))
-            page.goto(server.address + "#view=heads")
-            message, main = page.locator("#message"), page.locator("main")
-            assert not main.is_visible(), "nothing to see before the first image"
-            for name, text in (("truncated.jpg", "broken"), ("huge.png", "megapixels"), ("good.jpg", ""),
-                               ("large.jpg", "at most 0.2 MB"), ("notes.txt", "image file required"), ("good.jpg", "")):
-                page.set_input_files("#upload input", tmp_path / name)
-                page.wait_for_function("text => text ? document.getElementById('message').textContent.includes(text) : "
-                                       "document.getElementById('message').hidden", arg=text)
-                if text:
-                    assert name in message.inner_text()
-                else:
-                    page.wait_for_function("() => explorer.tile(0, 9, 0) && !document.body.matches('.waiting')")
-            assert main.is_visible() and page.locator("input[name=image]").count() == 2
-            page.set_input_files("#upload input", [tmp_path / name for name in ("good.jpg", "notes.txt", "good.jpg")])
-            page.wait_for_function("() => document.querySelectorAll('input[name=image]').length === 4 "
-                                   "&& !document.body.matches('.waiting')")
-            assert message.inner_text().startswith("notes.txt: an image file required")
-            page.wait_for_function("() => location.hash.includes('image=3')")
-            seen = page.evaluate("explorer.tile(0, 9, 0)")
-            page.reload()
-            page.wait_for_function("() => window.explorer?.tile(0, 9, 0)")
-            assert page.locator("input[name=image]").count() == 4 and not message.is_visible(), "they outlast a reload"
-            assert page.evaluate("explorer.state().image") == 3 and page.evaluate("explorer.tile(0, 9, 0)") == seen
-            server.page = build_page(explorer, [], upload=limits).encode()  # as another server's
-            page.reload()
-            page.wait_for_function("() => window.explorer && !document.getElementById('message').hidden")
-            assert "this page has no image yet" in message.inner_text()
-            assert page.locator("input[name=image]").count() == 0 and not main.is_visible()
-            assert not errors and all(url.startswith(server.address) or url.startswith("data:") for url in requests)
-        finally:
-            page.close()
-            server.shutdown()
-            thread.join()
 
 
 def test_class_tokens_and_registers_are_queries(open_page, tmp_path):

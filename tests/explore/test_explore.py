@@ -10,18 +10,17 @@ import zlib
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from PIL import Image
 
-import ea_vision
 from ea_vision.base.errors import UsageError, exit_code
 from ea_vision.recorder.inputs import read_image
 from ea_vision.recorder.loading import load_model
-from ea_vision.recorder.recording import attention_layers
+from ea_vision.recorder.recording import PARTS, attention_layers
 from ea_vision.visualize import explore, page, show_page
+from ea_vision.visualize.image_maps import WITHOUT, add_contributions, record
 from ea_vision.visualize.page import STORED_PARTS, Explorer, build_page, fit, pack, quantise, size_mb
 
 from .conftest import picture
@@ -73,14 +72,14 @@ def unpack(view: dict, number: int, part: str, num_heads: int) -> np.ndarray:
 @pytest.mark.parametrize("index", [0, 1])
 def test_entries_hold_the_recorded_maps(explorer, entries, index):
     model, layers, view = explorer.models[index], explorer.layers[index], entries[0]["models"][index]
-    batch = model.normalize(model.prepare(picture(0))[None])
-    with torch.inference_mode(), ea_vision.record_attention(
-            model.model, [layer.number for layer in layers], parts=STORED_PARTS) as maps:
-        probabilities = model.model(batch).softmax(-1)[0]
+    recording = record(model, picture(0), layers, PARTS)
+    add_contributions(recording)
+    maps, probabilities = recording.maps, recording.output.softmax(-1)[0]
     for layer in layers:
         assert tuple(view["featSizes"][layer.number]) == maps[layer.number].feat_size
-        assert set(view["places"][layer.number]) == set(layer.parts)
-        for part in layer.parts:
+        assert set(view["places"][layer.number]) == set(maps[layer.number].recorded()) - {WITHOUT[1]}
+        assert (WITHOUT[0] in maps[layer.number].recorded()) == ("prev_logits" in layer.parts)
+        for part in view["places"][layer.number]:
             expected = maps[layer.number][part][0].numpy()
             step = (expected.max(-1) - expected.min(-1)) / 255
             error = np.abs(unpack(view, layer.number, part, layer.num_heads) - expected).max(-1)
@@ -251,9 +250,7 @@ def test_photos_are_turned_upright_where_that_is_asked_for():
     (["--model", "a,b,c,d", "IMAGE"], "at most 3 models, got 4"),
     (["no-such-file.jpg"], "no-such-file.jpg does not exist"),
     (["BROKEN"], "broken.jpg"),
-    ([], "image files .* required"),
     (["-o", "page.png", "IMAGE"], "must end in .html"),
-    (["--serve", "--port", "99999"], "--port 99999"),
 ])
 def test_bad_input_is_one_line_and_leaves_no_file(tmp_path, monkeypatch, capsys, arguments, message):
     picture(0).save(tmp_path / "good.png")
@@ -263,8 +260,3 @@ def test_bad_input_is_one_line_and_leaves_no_file(tmp_path, monkeypatch, capsys,
     code, err = run(monkeypatch, capsys, *[names.get(argument, argument) for argument in arguments])
     assert code == 2 and re.search(message, err) and len(err.strip().splitlines()) == 1
     assert {path.name for path in tmp_path.iterdir()} == {"good.png", "broken.jpg"}
-
-
-def test_help_shows_defaults_and_examples():
-    text = explore.make_parser().format_help()
-    assert "examples:" in text and "(default: 8642)" in text

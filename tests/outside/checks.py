@@ -152,7 +152,7 @@ def test_page_and_figures(tmp_path):
              str(run), "--batch-size", "256", "--lr", "0.01"]
     assert main([*train, "--model-kwargs", *(f"{key}={value}" for key, value in OURS.items())]) == 0
     page = tmp_path / "page.html"
-    assert main(["explore", "--model", str(run), "-o", str(page), "digits:0"]) == 0
+    assert main(["explore", "--model", str(run), "-o", str(page), "digits#0"]) == 0
     assert "<html" in page.read_text()[:500].lower()
-    assert main(["strip", "--model", str(run), "--layers", "1-3", "-o", str(tmp_path / "s.png"), "digits:0"]) == 0
+    assert main(["strip", "--model", str(run), "--layers", "1-3", "-o", str(tmp_path / "s.png"), "digits#0"]) == 0
     assert json.loads((run / "results.json").read_text())["model"] == "ea_aa_tiny"

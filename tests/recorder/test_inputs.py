@@ -30,11 +30,11 @@ def test_images_of_files_folders_and_digits(tmp_path):
     photo().save(tmp_path / "a" / "b" / "2.png")
     photo().save(tmp_path / "a" / "1.JPEG")
     (tmp_path / "a" / "notes.txt").write_text("no image")
-    found = find_images([str(tmp_path / "a"), "digits:3"])
-    assert [name.rsplit("/", 1)[-1] for name in found] == ["1.JPEG", "2.png", "digits:3"]
-    assert read_image(found[1]).size == (80, 60) and read_image("digits:3").size == (32, 32)
-    with pytest.raises(UsageError, match=r"must have N in 0\.\.\d+, got digits:100000"):
-        read_image("digits:100000")
+    found = find_images([str(tmp_path / "a"), "digits#3"])
+    assert [name.rsplit("/", 1)[-1] for name in found] == ["1.JPEG", "2.png", "digits#3"]
+    assert read_image(found[1]).size == (80, 60) and read_image("digits#3").size == (32, 32)
+    with pytest.raises(UsageError, match=r"must have N in 0\.\.\d+, got digits#100000"):
+        read_image("digits#100000")
     with pytest.raises(UsageError, match="notes.txt is not an image"):
         read_image(str(tmp_path / "a" / "notes.txt"))
     whole = (tmp_path / "a" / "b" / "2.png").read_bytes()

@@ -70,7 +70,7 @@ def test_a_class_has_the_layers_that_are_asked_for(digits):
 def test_the_jacobians_maps_are_what_is_drawn():
     """Of the trained weights, for a class of one's choice, and of the image that the network saw."""
     model = load_model("ea_conv_transformer_cifar")
-    image = read_image("digits:3")
+    image = read_image("digits#3")
     expected, _ = input_jacobian(model.model, model.normalize(model.prepare(image)[None]), 3)
     figure = plot_jacobian(model, image, target=3, layers=[1, 4])
     shown = [axes.images[-1].get_array() for axes in figure.axes
@@ -82,7 +82,7 @@ def test_the_jacobians_maps_are_what_is_drawn():
 
 def test_a_network_without_attention_has_a_jacobian():
     model = load_model("test_resnet", random=True)
-    figure = plot_jacobian(model, read_image("digits:3"))
+    figure = plot_jacobian(model, read_image("digits#3"))
     assert any("/ d input|" in " ".join(axes.get_title().split()) for axes in figure.axes)
     with pytest.raises(UsageError, match="no attention layer that can be recorded"):
-        plot_jacobian(model, read_image("digits:3"), layers=1)
+        plot_jacobian(model, read_image("digits#3"), layers=1)

@@ -24,11 +24,9 @@ from ea_vision.recorder.quantities import LayerQuantities
 from ea_vision.recorder.recording import AttentionMaps, LayerMaps
 from ea_vision.visualize import (
     MapStyle,
-    draw_chain,
     draw_frames,
     draw_heatmap,
     draw_images,
-    draw_match,
     draw_matrix,
     draw_models,
     draw_rollout,
@@ -38,7 +36,6 @@ from ea_vision.visualize import (
 )
 from ea_vision.visualize.image_maps import Recording
 from ea_vision.visualize.jacobian import draw_jacobian
-from ea_vision.visualize.match import Match
 
 LONG = "ea_conv_transformer_cifar_with_learnable_alpha_and_beta_per_head, 2026-11-22-cifar10-holdout-seed-3, epoch 195"
 
@@ -89,8 +86,9 @@ def problems(figure, smallest: float = 6.5) -> list[str]:
              if text.get_text().strip() and text.get_visible() and text.get_fontsize() < smallest]
     found += [f"{text.get_fontsize()} points: {text.get_text()!r}" for text in small
               if text.axes is None or text.axes.get_visible()]
-    found += ["a colour bar has no label" for axes in figure.axes
-              if axes.get_label() == "<colorbar>" and not (axes.get_xlabel() or axes.get_ylabel())]
+    shared = any(text.get_text().startswith("colours: ") for text in figure.texts)  # one label for the bars of rows
+    found += ["a colour bar has no label" for axes in figure.axes if not shared
+              and axes.get_label() == "<colorbar>" and not (axes.get_xlabel() or axes.get_ylabel())]
     edge = figure.bbox
     for text, box in boxes:
         if box.x0 < edge.x0 - 1 or box.y0 < edge.y0 - 1 or box.x1 > edge.x1 + 1 or box.y1 > edge.y1 + 1:
@@ -129,11 +127,6 @@ def quantities(layers, heads, images=3):
             for number in range(1, layers + 1)]
 
 
-def matched(made, heads):
-    found = {layer: torch.rand(heads, *made.maps[layer].feat_size * 2) for layer in made.maps}
-    return Match(made, made, found)
-
-
 def training(made):
     epochs = [recording(len(layer.heads), [m.feat_size for m in made.maps.values()]) for layer in [made.maps[1]] * 4]
     for epoch, one in enumerate(epochs):
@@ -157,13 +150,9 @@ KINDS = {  # of recordings (one a model, all alike), their layers' numbers, thei
     "matrix": lambda made, layers, heads, width: draw_matrix(made[0], layers, heads, width=width),
     "logits": lambda made, layers, heads, width: draw_matrix(made[0], layers, heads, "logits", width=width),
     "rollout": lambda made, layers, heads, width: draw_rollout(made, [(3, 3), (16, 16)], width=width),
-    "match": lambda made, layers, heads, width: draw_match(matched(made[0], len(heads) - 1), layers, heads, (3, 3),
-                                                           width=width),
     "jacobian": lambda made, layers, heads, width: draw_jacobian(
         made[0], np.random.default_rng(0).random((32, 32)), 3, MapStyle(), width=width, name="flying squirrel"),
     "statistics": lambda made, layers, heads, width: draw_statistics(
-        {r.model.label: quantities(len(layers), len(heads)) for r in made}, width=width),
-    "chain": lambda made, layers, heads, width: draw_chain(
         {r.model.label: quantities(len(layers), len(heads)) for r in made}, width=width),
 }
 SIZES = [(1, 1, 1), pytest.param(3, 4, 2, marks=pytest.mark.slow), (6, 8, 3)]  # layers, heads, models

@@ -1,6 +1,5 @@
 """A call a figure: what the functions take, what they draw, and that they leave the model as it was."""
 import io
-import re
 
 import numpy as np
 import pytest
@@ -11,12 +10,10 @@ from matplotlib.text import Text
 from PIL import Image
 
 import ea_vision
-from ea_vision import visualize
 from ea_vision.base.errors import UsageError
 from ea_vision.recorder.loading import load_model
 from ea_vision.recorder.quantities import PositionShares
 from ea_vision.visualize import (
-    plot_chain,
     plot_frames,
     plot_heads,
     plot_heatmap,
@@ -44,7 +41,6 @@ FIGURES = {
     "heads": lambda model, image: plot_heads(model, image, layers=[1, 2], heads=[0, "mean"], queries=[(3, 5)]),
     "models": lambda model, image: plot_heatmap({"one": model, "two": model}, image, layers="1-2", queries=[(3, 5)]),
     "images": lambda model, image: plot_heatmap(model, [image, image], layers="1-2", heads=0),
-    "chain": lambda model, image: plot_chain(model, [image, image]),
     "strip": lambda model, image: plot_strip(model, image, layers="1-3", head=1, query=(3, 5)),
     "matrix": lambda model, image: plot_matrix(model, image, layers=2, heads="0", part="conv_logits"),
     "rollout": lambda model, image: plot_rollout(model, image, layers=[1, 2, 3]),
@@ -111,21 +107,6 @@ def test_what_cannot_be_says_so(call, message, model):
         call(model)
 
 
-@pytest.mark.parametrize("old", sorted(visualize._RENAMED))
-def test_former_names_say_the_new_ones(old):
-    new = visualize._RENAMED[old][0]
-    with pytest.warns(DeprecationWarning, match=f"{old} is now {re.escape(new)}"):
-        assert callable(getattr(visualize, old))
-    with pytest.raises(AttributeError, match="no attribute 'plot_nothing'"):
-        visualize.plot_nothing  # noqa: B018
-
-
-def test_former_functions_draw(model, photo):
-    with pytest.warns(DeprecationWarning):
-        figure = visualize.plot_grid(model, [photo, photo], 2, 1, (5, 9))
-    assert len([axes for axes in figure.axes if len(axes.images) == 2]) == 2
-
-
 def test_titles_say_model_weights_layer_head_and_query():
     image = torch.rand(3, 32, 32)
     trained = as_text(plot_heatmap("ea_conv_transformer_cifar", image, layers=[2], heads=1, queries=[(9, 14)]))
@@ -142,12 +123,11 @@ def as_text(figure) -> str:
     return " ".join(" ".join(texts).split())
 
 
-def test_the_chain_in_numbers(model):
-    """Entropy, correlation and share of position alone, means of heads and images, as they are measured."""
+def test_statistics_in_numbers(model):
+    """Entropy and share of position alone, means of heads and images, as they are measured."""
     images = [torch.rand(3, 16, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
-    figure = plot_chain(model, images)
-    [axes] = [axes for axes in figure.axes if axes.get_visible()]
-    lines = {container.get_label(): container.lines[0].get_xydata() for container in axes.containers}
+    figure = plot_statistics(model, images)
+    lines = {axes.get_title(): axes.lines[0].get_xydata() for axes in figure.axes if axes.get_visible()}
     config = timm.data.resolve_model_data_config(model)
     mean, std = (torch.tensor(config[key]).view(3, 1, 1) for key in ("mean", "std"))
     with torch.no_grad(), ea_vision.record_attention(model.eval()) as maps:

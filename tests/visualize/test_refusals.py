@@ -47,10 +47,10 @@ def folder(tmp_path_factory):
     ("heatmap", ["--width", "nan"], "a width in inches from 2.5 to 40 required, got 'nan'"),
     ("heatmap", ["--width", "column"], "a width in inches from 2.5 to 40 required, got 'column'"),
     ("strip", ["--seconds", "nan", "-o", "a.gif"], "--seconds must lie between 0.02 and 60, got nan"),
-    ("strip", ["-o", "a.webm"], "--output must end in .png or .svg or .pdf or .gif or .mp4"),
+    ("strip", ["-o", "a.webm"], "--output must end in .png or .svg or .pdf or .gif"),
     ("explore", ["--layers", "1-99999999999", "-o", "a.html"], "no attention layer '7'"),
     ("explore", ["--heads", "\u00b2", "-o", "a.html"], "heads must be 0 to 3"),
-    ("heatmap", ["digits:\u00b2"], "digits:N must have N in 0..354"),
+    ("heatmap", ["digits#\u00b2"], "digits#N must have N in 0..354"),
 ])
 def test_refused_at_once_in_one_line(command, options, message, folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

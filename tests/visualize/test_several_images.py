@@ -6,17 +6,11 @@ import pytest
 import timm
 import torch
 from PIL import Image
-from torch import nn
 
 import ea_vision
 from ea_vision.base.errors import UsageError
 from ea_vision.engine import run_folder
-from ea_vision.layers import AugmentedConv2d
-from ea_vision.recorder.loading import LoadedModel
-from ea_vision.recorder.recording import attention_layers
-from ea_vision.visualize import explore, heatmap, match, plot_heatmap, plot_match, plot_strip, strip
-from ea_vision.visualize.match import draw_match
-from ea_vision.visualize.match import match as match_images
+from ea_vision.visualize import explore, heatmap, plot_heatmap, plot_strip, strip
 
 from .test_layout import recording
 
@@ -67,46 +61,9 @@ def test_a_tile_is_its_images_map(model):
         np.testing.assert_allclose(row, 16 * attn[1 * 4 + 2].view(4, 4), rtol=1e-4)
 
 
-class Colours(nn.Module):
-    """One layer whose queries and keys are the colours of a 4x4 map."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = AugmentedConv2d(3, 6, dim_qk=3, dim_v=1, num_heads=1, feat_size=(4, 4))
-        with torch.no_grad():
-            self.layer.qkv.weight.zero_()
-            self.layer.qkv.bias.zero_()
-            for channel in range(3):
-                self.layer.qkv.weight[channel, channel] = self.layer.qkv.weight[3 + channel, channel] = 6.0
-
-    def forward(self, x):
-        return self.layer(nn.functional.avg_pool2d(x, 8))[0]
-
-
-def test_a_red_pixel_matches_the_other_images_red_pixels():
-    """Wherever they are: positions are left out."""
-    config = dict(mean=(0.5,) * 3, std=(0.5,) * 3, crop_pct=1.0, interpolation="nearest")
-    colours = LoadedModel(Colours().eval(), "colours", (32, 32), config)
-    one, other = (torch.zeros(3, 32, 32) for _ in range(2))
-    one[0, :8, :8] = 1  # red in the first cell
-    other[0, 24:, 8:24] = 1  # and in two of the last row
-    matched = match_images(colours, one, other, attention_layers(colours.model))
-    found = matched.relative_map(1, (3, 3), 0)
-    expected = np.zeros((4, 4))
-    expected[3, 1:3] = 8.0
-    np.testing.assert_allclose(found, expected, atol=1e-3)
-    [shown] = maps_of(draw_match(matched, [1], [0], (3, 3)))
-    np.testing.assert_allclose(shown, found)
-    with pytest.raises(UsageError, match="images of one size required"):
-        match_images(colours, one, torch.zeros(3, 40, 32), attention_layers(colours.model))
-    vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1, num_classes=2)
-    with pytest.raises(UsageError, match="need layers of ea_vision .* others: blocks.0.attn"):
-        plot_match(vit, torch.rand(3, 32, 32), torch.rand(3, 32, 32))
-
-
 def test_training_goes_through_the_epochs_in_order(run):
     figure = plot_strip(str(run), photos(1)[0], layers="1,2", head=0, query=(5, 9), through="checkpoints")
-    assert [axes.get_title() for axes in figure.axes if axes.get_title()] == ["epoch 2", "epoch 4"] * 2
+    assert [axes.get_title() for axes in figure.axes if axes.get_title()] == ["epoch 2", "epoch 4"]
     first, later = maps_of(figure)[:2]
     assert not np.allclose(first, later)
     with pytest.raises(UsageError, match="nor snapshots/"):
@@ -118,22 +75,16 @@ def test_commands(run, tmp_path):
         photo.save(tmp_path / f"{number}.png")
     images = [str(tmp_path / "0.png"), str(tmp_path / "1.png")]
     options = ["--model", str(run), "--layers", "2", "--npz"]
-    for name, module, further in (("grid", heatmap, ["--heads", "1"]), ("match", match, ["--queries", "5,9"])):
-        assert module.main([*options, *further, "-o", str(tmp_path / f"{name}.png"), *images]) == 0
-        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert heatmap.main([*options, "--heads", "1", "-o", str(tmp_path / "grid.png"), *images]) == 0
+    assert (tmp_path / "grid.png").read_bytes().startswith(b"\x89PNG")
     with np.load(tmp_path / "grid.npz") as held:
         assert held["0.png/layer2.attn"].shape == held["1.png/layer2.attn"].shape == (1, 4, 16, 16)
-    with np.load(tmp_path / "match.npz") as held:
-        np.testing.assert_allclose(held["layer2.found"].sum((-2, -1)), 1, rtol=1e-5)
     assert strip.main([*options, "--through", "checkpoints", "-o", str(tmp_path / "t.png"), images[0]]) == 0
     with np.load(tmp_path / "t.npz") as held:
         assert len([key for key in held if key.endswith("layer2.attn")]) == 2
     assert explore.main(["--model", str(run), "--npz", "-o", str(tmp_path / "p.html"), *images]) == 0
     with np.load(tmp_path / "p-1.npz") as held:
         assert held["layer2.conv_logits"].shape == (1, 4, 16, 16)
-    for argv, message in ([*options, images[0]], "two images, got 1"), ([*options, *images, "--queries", "cls"], "cls"):
-        with pytest.raises(UsageError, match=message):
-            match.main(["-o", str(tmp_path / "m.png"), *argv])
 
 
 def test_maps_as_a_table(monkeypatch):

@@ -1,46 +1,73 @@
-// Drawing on canvases: photos, tiles, query marks. Nothing here knows about the page.
+// Drawing on canvases: colours, photos, tiles, query marks, text. Nothing here knows about the page.
 
-import { colourMap, cssColour } from "./colours.js";
+import { bytesOfBase64, isAttention } from "./maps.js";
 
 // A frame's lines from below: black and white together stand out from any ground, at 3:1 or more.
 const FRAME = [["#000", 6], ["#fff", 4], ["#e8431f", 2]];
 const BOX = [["#000", 3], ["#ffd23f", 1.5]];
 const SMALL_FRAME = [["#000", 3], ["#fff", 1]];
-const FONT = "system-ui, sans-serif";
 const GAP = 3;
 
-/** Where the tiles of a grid lie, in CSS pixels. */
-export function tileGeometry(width, numRows, numColumns, aspect, numbers) {
-  const left = 26, top = 18, minTile = 26, maxTile = numColumns < 6 ? 124 : 92;
-  const fitting = Math.floor((width - left) / numColumns) - GAP;
-  const tile = Math.max(minTile, Math.min(maxTile, fitting));
-  const height = Math.max(1, Math.round(tile * aspect));
-  const numLines = numbers ? (tile >= 62 ? 1 : 2) : 0;
-  const strip = numLines * 12;
-  return {
-    left, top, tile, height, numLines, strip,
-    stepX: tile + GAP,
-    stepY: height + strip + GAP + (numLines ? 3 : 0),
-    width: left + numColumns * (tile + GAP),
-    totalHeight: top + numRows * (height + strip + GAP + (numLines ? 3 : 0)),
-  };
+// ---- colours --------------------------------------------------------------------------------------------------------
+
+/** Uint32Array of 256 colours, as an ImageData holds them (little-endian RGBA). */
+export function colourTable(base64) {
+  const bytes = bytesOfBase64(base64);
+  return Uint32Array.from({ length: 256 }, (_, i) =>
+    (255 << 24 | bytes[3 * i + 2] << 16 | bytes[3 * i + 1] << 8 | bytes[3 * i]) >>> 0);
 }
+
+/**
+ * Colour a map: values from low to high become entries of the table, written into pixels of a given stride. Of
+ * attention, whose low is above 0, their logarithms; 0 has the lowest colour.
+ */
+function colourMap(values, [H, W], [low, high], table, pixels, start, stride) {
+  const log = low > 0, from = log ? Math.log(low) : low;
+  const span = (log ? Math.log(high) : high) - from;
+  const factor = span > 0 ? 255 / span : 0;
+  for (let i = 0, j = 0; i < H; i++) {
+    const base = start + i * stride;
+    for (let k = 0; k < W; k++, j++) {
+      const value = log ? Math.log(Math.max(values[j], low)) : values[j];
+      const index = (value - from) * factor + 0.5;
+      pixels[base + k] = table[index < 0 ? 0 : index > 255 ? 255 : index | 0];
+    }
+  }
+}
+
+// ---- canvases, text -------------------------------------------------------------------------------------------------
 
 /** Fit a canvas's pixels to the screen's and empty it; returns its context, scaled to CSS pixels. */
 export function sizeCanvas(canvas, width, height) {
   const ratio = window.devicePixelRatio || 1;
   const pixelWidth = Math.round(width * ratio), pixelHeight = Math.round(height * ratio);
   if (canvas.width !== pixelWidth || canvas.height !== pixelHeight) {
-    canvas.width = pixelWidth;
-    canvas.height = pixelHeight;
-    canvas.style.width = `${width}px`;
-    canvas.style.height = `${height}px`;
+    Object.assign(canvas, { width: pixelWidth, height: pixelHeight });
+    Object.assign(canvas.style, { width: `${width}px`, height: `${height}px` });
   }
   const context = canvas.getContext("2d");
   context.setTransform(ratio, 0, 0, ratio, 0, 0);
   context.clearRect(0, 0, width, height);
   return context;
 }
+
+export function setFont(context, size, colour, align = "left", baseline = "top", weight = "") {
+  Object.assign(context, { font: `${weight} ${size}px system-ui, sans-serif`, fillStyle: colour, textAlign: align,
+    textBaseline: baseline });
+}
+
+/** A text as lines no wider than `width` in the context's font, broken between words. */
+export function linesOf(context, text, width) {
+  const lines = [""];
+  for (const word of text.split(" ")) {
+    const longer = `${lines.at(-1)} ${word}`.trim();
+    if (!lines.at(-1) || context.measureText(longer).width <= width) lines[lines.length - 1] = longer;
+    else lines.push(word);
+  }
+  return lines;
+}
+
+// ---- photos and maps ------------------------------------------------------------------------------------------------
 
 /** A grey copy of an image: maps are laid over it. */
 export function greyCopy(image) {
@@ -66,8 +93,7 @@ export function drawPhoto(context, image, width, height, cell, [H, W]) {
 /** Boxes of found objects, x1 y1 x2 y2 in pixels of the network's input of H x W, on a photo of width x height. */
 export function drawBoxes(context, boxes, [H, W], width, height) {
   for (const [colour, thick] of BOX) {
-    context.strokeStyle = colour;
-    context.lineWidth = thick;
+    Object.assign(context, { strokeStyle: colour, lineWidth: thick });
     for (const [x1, y1, x2, y2] of boxes) {
       context.strokeRect((x1 * width) / W, (y1 * height) / H, ((x2 - x1) * width) / W, ((y2 - y1) * height) / H);
     }
@@ -85,8 +111,7 @@ function markCell(context, x, y, width, height, cell, [H, W], frame) {
   const right = Math.min(x + width - half, sharp(x + ((column + 1) * width) / W + half));
   const bottom = Math.min(y + height - half, sharp(y + ((row + 1) * height) / H + half));
   for (const [colour, thick] of frame) {
-    context.strokeStyle = colour;
-    context.lineWidth = thick;
+    Object.assign(context, { strokeStyle: colour, lineWidth: thick });
     context.strokeRect(left, top, right - left, bottom - top);
   }
 }
@@ -94,8 +119,7 @@ function markCell(context, x, y, width, height, cell, [H, W], frame) {
 /** One map over the grey photo. */
 export function drawMap(context, values, featSize, range, table, grey, opacity, cell, width, height) {
   const [H, W] = featSize;
-  const small = new OffscreenCanvas(W, H);
-  const data = new ImageData(W, H);
+  const small = new OffscreenCanvas(W, H), data = new ImageData(W, H);
   colourMap(values, featSize, range, table, new Uint32Array(data.data.buffer), 0, W);
   small.getContext("2d").putImageData(data, 0, 0);
   context.imageSmoothingEnabled = grey.width > 64;
@@ -107,13 +131,35 @@ export function drawMap(context, values, featSize, range, table, grey, opacity, 
   markCell(context, 0, 0, width, height, cell, featSize, FRAME);
 }
 
-/** The place of a map that there is not. */
-export function drawMissing(context, x, y, width, height, ink) {
-  context.strokeStyle = ink.faint;
-  context.lineWidth = 1;
+/** The place of a map that there is not, and why, where that has room. */
+export function drawMissing(context, x, y, width, height, ink, why = "") {
+  Object.assign(context, { strokeStyle: ink.faint, lineWidth: 1 });
   context.setLineDash([2, 3]);
   context.strokeRect(x + 0.5, y + 0.5, width - 1, height - 1);
   context.setLineDash([]);
+  setFont(context, 10, ink.faint, "center", "middle");
+  const lines = linesOf(context, why, width - 6);
+  if (lines.some((line) => context.measureText(line).width > width - 2) || 12 * lines.length > height) return;
+  lines.forEach((line, i) => context.fillText(line, x + width / 2, y + height / 2 + 12 * (i - (lines.length - 1) / 2)));
+}
+
+// ---- tiles ----------------------------------------------------------------------------------------------------------
+
+/**
+ * Where the tiles of a grid lie, in CSS pixels.
+ * @param size width of all; rows, columns; aspect: height of a tile over its width; numbers: whether there are some
+ *   below; largest: of a tile; high: of all, so that a sheet is seen as a whole, as far as tiles of 26 pixels allow it.
+ */
+export function tileGeometry({ width, rows, columns, aspect, numbers, largest, high = Infinity }) {
+  const left = 26, top = 18, gap = 3;
+  const fitting = Math.min(largest, Math.floor((width - left) / columns) - GAP, Math.floor((high / rows - gap) / aspect));
+  const tile = Math.max(26, fitting);
+  const height = Math.max(1, Math.round(tile * aspect));
+  const numLines = !numbers || tile < 40 && high < Infinity ? 0 : tile >= 62 ? 1 : 2;
+  const strip = numLines * 12;
+  const stepY = height + strip + GAP + (numLines ? 3 : 0);
+  return { left, top, tile, height, numLines, strip, stepX: tile + GAP, stepY,
+    totalHeight: top + rows * stepY };
 }
 
 /** All tiles of a model. The maps are coloured side by side in one small image, then enlarged onto the canvas. */
@@ -130,71 +176,72 @@ export class TilePainter {
   }
 
   /**
-   * @param tiles rows of { values, range, table, cell, entropy, distance }, null where the layer lacks the part.
-   * @param ink { text, faint }: colours of the theme.
-   * @param labels { rows, columns }: their texts.
-   * @param shows row number -> whether it can be seen: others are left empty.
+   * @param tiles rows of { present, why, values, range, table, cell, part, entropy, distance }.
+   * @param look { grey, opacity, ink: { text, faint }, rows, columns: texts, links: [[row, from, to], ...] of columns,
+   *   shows: row number -> whether it can be seen, others are left empty }.
    */
-  paint(context, geometry, tiles, { grey, opacity, ink, labels, shows }) {
+  paint(context, geometry, tiles, look) {
     const { left, top, tile, height, stepX, stepY } = geometry;
     const forEachTile = (paint) => tiles.forEach((row, r) => {
-      if (shows(r)) row.forEach((one, c) => paint(one, r, c));
+      if (look.shows(r)) row.forEach((one, c) => paint(one, left + c * stepX, top + r * stepY, r, c));
     });
-    forEachTile((one, r, c) => {
-      if (one) {
-        const start = r * this.cellHeight * this.atlas.width + c * this.cellWidth;
-        colourMap(one.values, this.sizes[r], one.range, one.table, this.pixels, start, this.atlas.width);
-      }
+    forEachTile((one, x, y, r, c) => {
+      if (!one.present) return;
+      const start = r * this.cellHeight * this.atlas.width + c * this.cellWidth;
+      colourMap(one.values, this.sizes[r], one.range, one.table, this.pixels, start, this.atlas.width);
     });
     this.context.putImageData(this.image, 0, 0);
-
-    this.paintLabels(context, geometry, labels, ink);
-    forEachTile((one, r, c) => {
-      const x = left + c * stepX, y = top + r * stepY;
-      if (!one) {
-        drawMissing(context, x, y, tile, height, ink);
+    this.paintLabels(context, geometry, look);
+    forEachTile((one, x, y, r, c) => {
+      if (!one.present) {
+        drawMissing(context, x, y, tile, height, look.ink, one.why);
         return;
       }
       const [H, W] = this.sizes[r];
-      if (one.part === "attn" && opacity < 1) { // logits are bare
+      if (isAttention(one.part) && look.opacity < 1) { // logits are bare
         context.imageSmoothingEnabled = true;
-        context.drawImage(grey, x, y, tile, height);
-        context.globalAlpha = opacity;
+        context.drawImage(look.grey, x, y, tile, height);
+        context.globalAlpha = look.opacity;
       }
       context.imageSmoothingEnabled = false;
       context.drawImage(this.atlas, c * this.cellWidth, r * this.cellHeight, W, H, x, y, tile, height);
       context.globalAlpha = 1;
       markCell(context, x, y, tile, height, one.cell, this.sizes[r], SMALL_FRAME);
     });
-    if (geometry.numLines) this.paintNumbers(context, geometry, forEachTile, ink);
+    for (const link of look.links) if (look.shows(link[0])) this.paintLink(context, geometry, link, look.ink);
+    if (geometry.numLines) forEachTile((one, x, y) => this.paintNumbers(context, geometry, one, x, y, look.ink));
   }
 
-  paintLabels(context, { left, top, tile, height, stepX, stepY }, labels, ink) {
-    context.fillStyle = ink.text;
-    context.font = `11px ${FONT}`;
-    context.textBaseline = "middle";
-    context.textAlign = "center";
-    labels.columns.forEach((text, c) => context.fillText(text, left + c * stepX + tile / 2, top / 2, tile + 2));
-    context.textAlign = "right";
-    labels.rows.forEach((text, r) => context.fillText(text, left - 6, top + r * stepY + height / 2, left - 6));
-  }
-
-  paintNumbers(context, { left, top, tile, height, stepX, stepY, numLines }, forEachTile, ink) {
-    context.fillStyle = ink.text;
-    context.font = `10px ${FONT}`;
-    context.textBaseline = "top";
-    context.textAlign = "center";
-    forEachTile((one, r, c) => {
-      if (!one || one.entropy === undefined || (one.fixed.part ?? "attn") !== "attn") return;
-      const x = left + c * stepX + tile / 2, y = top + r * stepY + height + 3;
-      const entropy = one.entropy.toFixed(2), distance = one.distance?.toFixed(1) ?? "–";
-      if (numLines === 1) {
-        context.fillText(`${entropy} · ${distance}`, x, y, tile);
-      } else {
-        context.fillText(entropy, x, y, tile);
-        context.fillText(distance, x, y + 11, tile);
-      }
+  paintLabels(context, { left, top, tile, height, stepX, stepY }, { rows, columns, ink }) {
+    setFont(context, 11, ink.text, "center", "middle");
+    columns.forEach((text, c) => {
+      const widest = Math.max(...columns.map((one) => context.measureText(one).width));
+      if (c === 0 && widest > tile + 2) setFont(context, Math.max(8, 11 * tile / widest), ink.text, "center", "middle");
+      context.fillText(text, left + c * stepX + tile / 2, top / 2, tile + 2);
     });
+    setFont(context, 11, ink.text, "right", "middle");
+    rows.forEach((text, r) => context.fillText(text, left - 6, top + r * stepY + height / 2, left - 6));
+  }
+
+  /** A line from what a row hands on to the previous logits of the row below. */
+  paintLink(context, { left, top, tile, height, stepX, stepY }, [row, from, to], ink) {
+    const y = top + row * stepY + height, below = top + (row + 1) * stepY, middle = (y + below) / 2;
+    const [start, end] = [from, to].map((column) => left + column * stepX + tile / 2);
+    Object.assign(context, { strokeStyle: ink.accent, fillStyle: ink.accent, lineWidth: 1.5 });
+    context.beginPath();
+    for (const point of [[start, y], [start, middle], [end, middle], [end, below - 1]]) context.lineTo(...point);
+    context.stroke();
+    context.beginPath();
+    for (const point of [[end - 4, below - 5], [end + 4, below - 5], [end, below]]) context.lineTo(...point);
+    context.fill();
+  }
+
+  paintNumbers(context, { tile, height, numLines }, one, left, top, ink) {
+    if (!one.present || one.entropy === undefined || one.fixed.part && one.part !== "attn") return;
+    setFont(context, 10, ink.text, "center");
+    const numbers = [one.entropy.toFixed(2), one.distance?.toFixed(1) ?? "–"];
+    const lines = numLines === 1 ? [numbers.join(" · ")] : numbers;
+    lines.forEach((text, i) => context.fillText(text, left + tile / 2, top + height + 3 + 11 * i, tile));
   }
 }
 
@@ -203,20 +250,19 @@ export class TilePainter {
 export function drawBar(context, table, [low, high], width, ink) {
   const bar = 8;
   for (let x = 0; x < width; x++) {
-    context.fillStyle = cssColour(table, Math.round((x / Math.max(1, width - 1)) * 255));
+    const value = table[Math.round((x / Math.max(1, width - 1)) * 255)];
+    context.fillStyle = `rgb(${value & 255} ${(value >> 8) & 255} ${(value >> 16) & 255})`;
     context.fillRect(x, 0, 1, bar);
   }
-  context.fillStyle = ink.text;
-  context.font = `11px ${FONT}`;
-  context.textBaseline = "top";
   const top = low > 0 ? String(Number(Math.sqrt(high / low).toPrecision(2))) : null; // the ends are 1/top and top
-  context.textAlign = "left";
-  context.fillText(top ? `1/${top}` : shortNumber(low), 0, bar + 4);
-  context.textAlign = "right";
-  context.fillText(top ?? shortNumber(high), width, bar + 4);
-  context.textAlign = "center";
+  setFont(context, 11, ink.text);
   if (top) context.fillRect(width / 2 - 0.5, 0, 1.5, bar + 3);
-  context.fillText(top ? "1: uniform" : low < 0 && high > 0 ? "0" : "", width / 2, bar + 4);
+  const texts = [["left", 0, top ? `1/${top}` : shortNumber(low)], ["right", width, top ?? shortNumber(high)],
+    ["center", width / 2, top ? "1: uniform" : "0: logits"]];
+  for (const [align, x, text] of texts) {
+    context.textAlign = align;
+    context.fillText(text, x, bar + 4);
+  }
 }
 
 /** Three figures that count: 0.0123, 4.56, -12.3. */

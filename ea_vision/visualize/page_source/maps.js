@@ -1,7 +1,5 @@
 // The maps of one model on one image, as page.py packed them: value = low + step * code.
 
-import { bytesOfBase64, inflate } from "./bytes.js";
-
 export const MEAN = "mean";
 
 // "before" is not stored: layers say of which parts it is made, in which shares.
@@ -12,28 +10,38 @@ export const PARTS = [
   ["conv_logits", "after conv.", "what the evolution's convolution gives, after its ReLU"],
   ["prev_logits", "previous", "the logits that the layer before handed on"],
   ["self_logits", "own", "the layer's own dot products and position terms"],
+  ["attn_without_previous", "without previous", "what the attention would be if the previous logits were 0"],
 ];
 
 /** What the first view shows of a layer, from left to right: [part, heading]. */
 export const EVOLUTION = [
   ["prev_logits", "previous"], ["self_logits", "+ own"], ["conv_logits", "\u2192 convolved"], ["logits", "\u2192 logits"],
-  ["attn", "\u2192 attention"],
+  ["attn", "\u2192 attention"], ["attn_without_previous", "without previous"],
 ];
 
 export const partName = (part) => PARTS.find(([name]) => name === part)[1];
+
+export const isAttention = (part) => part.startsWith("attn");
 
 /** Row-major index of the cell of an H x W map that a pixel [y, x] of a height x width input lies in. */
 export const cellAt = ([y, x], [H, W], [height, width]) =>
   Math.floor((y * H) / height) * W + Math.floor((x * W) / width);
 
+export const bytesOfBase64 = (text) => Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
+
+/** Uncompress a zlib stream (RFC 1950), a Uint8Array; a promise of an ArrayBuffer. */
+async function inflate(bytes) {
+  if (!window.DecompressionStream) throw new Error("it needs a browser of May 2023 or later (DecompressionStream)");
+  return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"))).arrayBuffer();
+}
+
 export class Maps {
   /**
-   * @param model one of about.models: imgSize, layers.
+   * @param model one of about.models: imgSize, prefix, layers.
    * @param entry the model's share of an image's entry: photo, predictions, featSizes, places, streams.
    */
   constructor(model, entry) {
-    this.model = model;
-    this.entry = entry;
+    Object.assign(this, { model, entry });
     this.buffers = new Map(); // part of the stream -> ArrayBuffer, once it is inflated
     this.loading = new Map();
   }
@@ -45,8 +53,7 @@ export class Maps {
 
   has(layer, part) {
     const needs = Object.keys(Maps.shares(layer, part));
-    const places = this.entry.places[layer.number];
-    return needs.length > 0 && needs.every((name) => name in places);
+    return needs.length > 0 && needs.every((name) => name in this.entry.places[layer.number]);
   }
 
   /** Parts that some layer has, in the order of PARTS. */
@@ -54,17 +61,26 @@ export class Maps {
     return PARTS.map(([part]) => part).filter((part) => this.model.layers.some((layer) => this.has(layer, part)));
   }
 
+  /** Whether a part of a layer is stored as the same map as a part of another one. */
+  same(layer, a, other, b) {
+    const [one, two] = [this.entry.places[layer.number][a], this.entry.places[other.number][b]];
+    return one !== undefined && two !== undefined && one[0] === two[0] && one[1] === two[1];
+  }
+
   /** The columns of the first view: logits have none where they are a layer's convolved, or its own, logits. */
   evolution() {
-    const same = (layer, a, b) => this.has(layer, a) && this.has(layer, b)
-      && String(this.entry.places[layer.number][a]) === String(this.entry.places[layer.number][b]);
     const present = this.parts();
     const needless = this.model.layers.every((layer) => !this.has(layer, "logits")
-      || same(layer, "logits", "conv_logits") || same(layer, "logits", "self_logits"));
+      || this.same(layer, "logits", layer, "conv_logits") || this.same(layer, "logits", layer, "self_logits"));
     const drawn = EVOLUTION.filter(([part]) => present.includes(part) && !(part === "logits" && needless
       && present.includes("self_logits")));
     return present.includes("prev_logits") ? drawn
       : drawn.map(([part, label]) => [part, part === "self_logits" ? "logits" : label]);
+  }
+
+  /** Of a layer the part among `shown` that the layer after it takes for its previous logits; undefined without one. */
+  handedOn(layer, next, shown) {
+    return shown.find((part) => this.same(layer, part, next, "prev_logits"));
   }
 
   /** The streams that the parts need. */
@@ -94,10 +110,7 @@ export class Maps {
     return this.entry.featSizes[layer.number];
   }
 
-  /**
-   * Row-major index of the map's cell that a query lies in, a pixel [y, x] of the input; of a token before the patches,
-   * by name, -1 for the first, -2 for the second, ...
-   */
+  /** Row-major index of the map's cell that a pixel lies in; of a token before the patches, by name, -1 for the first. */
   cellOf(layer, query) {
     if (typeof query === "string") return -1 - this.model.prefix.indexOf(query);
     return cellAt(query, this.featSize(layer), this.model.imgSize);
@@ -115,12 +128,7 @@ export class Maps {
     return out;
   }
 
-  /** Number of the stored row of a head and cell: tokens before the patches come first. */
-  rowIndex(layer, head, cell) {
-    const before = this.model.prefix.length;
-    return layer.heads.indexOf(head) * this.rowsAHead(layer) + (cell < 0 ? -1 - cell : before + cell);
-  }
-
+  /** Stored rows of a head: those of the tokens before the patches come first. */
   rowsAHead(layer) {
     return this.model.prefix.length + this.featSize(layer)[0] * this.featSize(layer)[1];
   }
@@ -132,24 +140,22 @@ export class Maps {
       return;
     }
     const { low, step, codes } = this.array(layer, part);
-    const N = out.length;
-    const index = this.rowIndex(layer, head, cell);
-    const base = weight * low[index], slope = weight * step[index], start = index * N;
-    for (let j = 0; j < N; j++) out[j] += base + slope * codes[start + j];
+    const index = layer.heads.indexOf(head) * this.rowsAHead(layer)
+      + (cell < 0 ? -1 - cell : this.model.prefix.length + cell);
+    const base = weight * low[index], slope = weight * step[index], start = index * out.length;
+    for (let j = 0; j < out.length; j++) out[j] += base + slope * codes[start + j];
   }
 
   /** Views into an inflated stream: low, step (K * T) and codes (K * T * N); T: with the tokens before the patches. */
   array(layer, part) {
     const place = this.entry.places[layer.number][part];
     if (place.views === undefined) {
-      const [stream, offset] = place;
-      const N = this.featSize(layer)[0] * this.featSize(layer)[1];
-      const rows = layer.heads.length * this.rowsAHead(layer);
-      const buffer = this.buffers.get(stream);
+      const [stream, offset] = place, [H, W] = this.featSize(layer);
+      const rows = layer.heads.length * this.rowsAHead(layer), buffer = this.buffers.get(stream);
       place.views = {
         low: new Float32Array(buffer, offset, rows),
         step: new Float32Array(buffer, offset + 4 * rows, rows),
-        codes: new Uint8Array(buffer, offset + 8 * rows, rows * N),
+        codes: new Uint8Array(buffer, offset + 8 * rows, rows * H * W),
       };
     }
     return place.views;

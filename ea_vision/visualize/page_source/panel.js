@@ -1,17 +1,21 @@
 // One model: its predictions, the photo on which the query is set, the enlarged tile, and all tiles.
 
-import { MEAN, Maps, cellAt, measure, partName } from "./maps.js";
+import { MEAN, Maps, cellAt, isAttention, measure, partName } from "./maps.js";
 import {
-  TilePainter, drawBar, drawBoxes, drawMap, drawMissing, drawPhoto, greyCopy, shortNumber, sizeCanvas, tileGeometry,
+  TilePainter, drawBar, drawBoxes, drawMap, drawMissing, drawPhoto, greyCopy, linesOf, setFont, shortNumber, sizeCanvas,
+  tileGeometry,
 } from "./draw.js";
 import { queryName } from "./state.js";
 
 const ARROWS = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] };
+const BEGINS = "the chain begins";
 
 /** Step in rows and columns of a key press, or undefined. */
 export const arrowOf = (event) => (event.ctrlKey || event.altKey || event.metaKey ? undefined : ARROWS[event.key]);
 
 export const headName = (head) => (head === MEAN ? "mean of the heads" : `head ${head}`);
+
+const clamp = (value, low, high) => Math.max(low, Math.min(high, value));
 
 /** Numbers as a text: `1 to 6`, or `1, 3`. */
 const listed = (numbers) => (numbers.length > 2 && numbers.at(-1) - numbers[0] === numbers.length - 1
@@ -31,17 +35,16 @@ export function element(tag, properties = {}, ...children) {
 
 export class Panel {
   /**
-   * @param model one of about.models.
-   * @param index of the model.
-   * @param actions of the page: moveQuery, pin, unpin, select, hover.
+   * @param model one of about.models; index: of the model; alone: whether it is the page's only one.
+   * @param actions of the page: moveQuery, pin, select, hover.
    */
-  constructor(model, index, actions) {
-    this.model = model;
-    this.index = index;
-    this.actions = actions;
+  constructor(model, index, alone, actions) {
+    Object.assign(this, { model, index, alone, actions });
     this.heads = [...new Set(model.layers.flatMap((layer) => layer.heads))].sort((a, b) => a - b);
     this.columns = []; // { head, label } or { part, label }: of the view
     this.build();
+    this.listenToPhoto();
+    this.listenToTiles();
   }
 
   build() {
@@ -57,51 +60,50 @@ export class Panel {
       ...this.model.prefix.map((token) => element("button", { type: "button", title: queryName(token) }, token)));
     this.tokens.hidden = !this.model.prefix.length;
     this.zoom = element("canvas", { class: "zoom", role: "img", "aria-label": "enlarged tile" });
-    this.bar = element("canvas", { class: "bar", "aria-hidden": "true" });
+    this.bars = ["attn", "logits"].map((kind) => element("canvas", { class: `bar ${kind}`, "aria-hidden": "true" }));
     this.zoomText = element("p", { class: "caption" });
     this.tileCanvas = element("canvas", { "aria-hidden": "true" });
     this.buttons = element("div", { class: "buttons", role: "group" });
     this.equation = element("p", { class: "equation" }, this.model.equation);
     this.tileBox = element("div", { class: "tiles" }, this.tileCanvas, this.buttons);
     this.node = element("section", { class: "model", "aria-labelledby": id },
-      element("header", {},
-        element("h2", { id }, name, element("span", { class: "run" }, run.join(", "))), this.predictions, this.equation),
+      element("header", {}, element("h2", { id }, name, element("span", { class: "run" }, run.join(", "))),
+        this.predictions, this.equation),
       element("div", { class: "body" },
         element("div", { class: "stage" },
           element("figure", {}, this.photo, this.tokens, this.queryText),
-          element("figure", {}, this.zoom, this.bar, this.zoomText)),
+          element("figure", {}, this.zoom, ...this.bars, this.zoomText)),
         this.tileBox));
-    this.listenToPhoto();
-    this.tokens.addEventListener("click", (event) => {
-      if (event.target.tagName === "BUTTON") this.actions.pin(this.index, event.target.textContent);
-    });
-    this.listenToTiles();
-    this.zoom.addEventListener("pointermove", (event) => this.readValue(event));
-    this.zoom.addEventListener("pointerleave", () => this.writeZoomText());
   }
 
   /** Make the tiles of a view: a row a layer, a column a part of one head, or a head of one part. */
   useView(view) {
-    this.columns = view === "parts" ? this.maps.evolution().map(([part, label]) => ({ part, label }))
+    const parts = view === "parts";
+    this.columns = parts ? this.maps.evolution().map(([part, label]) => ({ part, label }))
       : [...this.heads, MEAN].map((head) => ({ head, label: String(head) }));
-    const what = view === "parts" ? "what one head computes" : "a column a head";
+    const what = parts ? "what one head computes" : "a column a head";
     this.buttons.setAttribute("aria-label", `tiles of ${this.model.label}: a row a layer, ${what}`);
-    this.equation.hidden = view !== "parts" || !this.model.equation;
+    this.equation.hidden = !parts || !this.model.equation;
     const name = ({ part, head }) => (part === undefined ? headName(head) : partName(part));
-    this.tileButtons = this.model.layers.map((layer) => this.columns.map((column) => element("button", {
-      type: "button", tabIndex: -1, "aria-label": `layer ${layer.number}, ${name(column)}`,
-      title: `layer ${layer.number} (${layer.name}), ${name(column)}`,
+    const evolved = this.model.layers.some((layer) => layer.evolves);
+    this.tiles = this.model.layers.map((layer) => this.columns.map(({ head, part }) => {
+      const [H, W] = this.maps.featSize(layer);
+      return { layer, fixed: { head, part }, values: new Float32Array(H * W), range: [0, 1], cell: 0,
+        why: parts && evolved && !layer.evolves && !this.maps.has(layer, part) && part !== "logits" ? BEGINS : "" };
+    }));
+    this.tileButtons = this.tiles.map((row) => row.map(({ layer, why }, c) => element("button", {
+      type: "button", tabIndex: -1, "aria-label": `layer ${layer.number}, ${name(this.columns[c])}`,
+      title: `layer ${layer.number} (${layer.name}), ${name(this.columns[c])}${why ? `: ${why}` : ""}`,
     })));
     this.buttons.replaceChildren(...this.tileButtons.flat());
-    const sizes = this.model.layers.map((layer) => this.maps.featSize(layer));
-    this.painter = new TilePainter(sizes, this.columns.length);
-    this.tiles = this.model.layers.map((layer) => this.columns.map((column) => this.newTile(layer, column)));
+    this.painter = new TilePainter(this.model.layers.map((layer) => this.maps.featSize(layer)), this.columns.length);
+    const shown = this.columns.map(({ part }) => part), to = shown.indexOf("prev_logits");
+    this.links = this.model.layers.slice(1).flatMap((next, row) => {
+      const from = this.maps.handedOn(this.model.layers[row], next, ["conv_logits", "logits", "self_logits"]
+        .filter((part) => shown.includes(part)));
+      return parts && to >= 0 && from ? [[row, shown.indexOf(from), to]] : [];
+    });
     this.selected = undefined;
-  }
-
-  newTile(layer, { head, part }) {
-    const [H, W] = this.maps.featSize(layer);
-    return { layer, fixed: { head, part }, values: new Float32Array(H * W), range: [0, 1], cell: 0 };
   }
 
   /** Load an image's entry, with the maps of the parts; a promise of the function that shows it. */
@@ -113,9 +115,7 @@ export class Panel {
   }
 
   useEntry(entry, images, maps) {
-    this.entry = entry;
-    this.pictures = images.map((image) => ({ image, grey: greyCopy(image) }));
-    this.maps = maps;
+    Object.assign(this, { entry, maps, pictures: images.map((image) => ({ image, grey: greyCopy(image) })) });
     const sizes = this.model.layers.map((layer) => maps.featSize(layer));
     this.finest = sizes.reduce((a, b) => (b[0] * b[1] > a[0] * a[1] ? b : a));
     this.attn = new Float32Array(Math.max(...sizes.map(([H, W]) => H * W)));
@@ -137,9 +137,8 @@ export class Panel {
 
   listenToPhoto() {
     const pointOf = (event) => {
-      const box = this.photo.getBoundingClientRect();
-      const [H, W] = this.model.imgSize;
-      const within = (share, size) => Math.max(0, Math.min(size - 1, Math.floor(share * size)));
+      const box = this.photo.getBoundingClientRect(), [H, W] = this.model.imgSize;
+      const within = (share, size) => clamp(Math.floor(share * size), 0, size - 1);
       return [within((event.clientY - box.top) / box.height, H), within((event.clientX - box.left) / box.width, W)];
     };
     this.photo.addEventListener("pointermove", (event) => {
@@ -151,6 +150,11 @@ export class Panel {
       event.preventDefault();
       this.actions.pin(this.index, null);
     });
+    this.tokens.addEventListener("click", (event) => {
+      if (event.target.tagName === "BUTTON") this.actions.pin(this.index, event.target.textContent);
+    });
+    this.zoom.addEventListener("pointermove", (event) => this.readValue(event));
+    this.zoom.addEventListener("pointerleave", () => this.writeZoomText());
   }
 
   /** The query one cell of the finest map further, in pixels [y, x]: the middle of the cell. A token lies nowhere: the
@@ -158,16 +162,18 @@ export class Panel {
   neighbour(query, [down, right]) {
     const [H, W] = this.finest, [height, width] = this.model.imgSize;
     const [y, x] = typeof query === "string" ? [Math.floor(height / 2), Math.floor(width / 2)] : query;
-    const step = (pixel, cells, size, by) => {
-      const cell = Math.max(0, Math.min(cells - 1, Math.floor((pixel * cells) / size) + by));
-      return Math.floor(((cell + 0.5) * size) / cells);
-    };
+    const step = (pixel, cells, size, by) =>
+      Math.floor(((clamp(Math.floor((pixel * cells) / size) + by, 0, cells - 1) + 0.5) * size) / cells);
     return [step(y, H, height, down), step(x, W, width, right)];
   }
 
   /** Whether two queries lie in the same cell of the finest map. */
   sameCell(a, b) {
     return typeof a === "string" || typeof b === "string" ? a === b : this.finestCell(a) === this.finestCell(b);
+  }
+
+  finestCell(query) {
+    return typeof query === "string" ? -1 : cellAt(query, this.finest, this.model.imgSize);
   }
 
   // ---- the tiles -----------------------------------------------------------------------------------------------
@@ -178,22 +184,20 @@ export class Panel {
       return index < 0 ? null : [Math.floor(index / this.columns.length), index % this.columns.length];
     };
     const keysOf = ([row, column]) => [this.model.layers[row].number, this.columns[column]];
-    this.buttons.addEventListener("pointerover", (event) => {
+    const listen = (type, act) => this.buttons.addEventListener(type, (event) => {
       const place = placeOf(event.target);
-      if (place && event.pointerType === "mouse") this.actions.hover(keysOf(place));
+      if (place) act(event, place);
     });
+    listen("pointerover", (event, place) => event.pointerType === "mouse" && this.actions.hover(keysOf(place)));
     this.buttons.addEventListener("pointerleave", () => this.actions.hover(null));
-    this.buttons.addEventListener("click", (event) => {
-      const place = placeOf(event.target);
-      if (place) this.actions.select(...keysOf(place));
-    });
-    this.buttons.addEventListener("keydown", (event) => {
-      const arrow = arrowOf(event), place = placeOf(event.target);
-      if (!arrow || !place) return;
+    listen("click", (event, place) => this.actions.select(...keysOf(place)));
+    listen("keydown", (event, place) => {
+      const arrow = arrowOf(event);
+      if (!arrow) return;
       event.preventDefault();
       event.stopPropagation(); // elsewhere the arrows move the query
-      const row = Math.max(0, Math.min(this.model.layers.length - 1, place[0] + arrow[0]));
-      const column = Math.max(0, Math.min(this.columns.length - 1, place[1] + arrow[1]));
+      const row = clamp(place[0] + arrow[0], 0, this.model.layers.length - 1);
+      const column = clamp(place[1] + arrow[1], 0, this.columns.length - 1);
       this.actions.select(...keysOf([row, column]));
       this.tileButtons[row][column].focus();
     });
@@ -205,14 +209,16 @@ export class Panel {
       && (tile.fixed.part === undefined ? tile.fixed.head === head : tile.fixed.part === part));
   }
 
-  // ---- a frame: compute, then paint ----------------------------------------------------------------------------
-
   /** Fit canvases and buttons to the panel's width. */
-  layOut(numbers) {
-    const aspect = this.model.imgSize[0] / this.model.imgSize[1];
-    const width = this.tileBox.clientWidth;
-    this.geometry = tileGeometry(width, this.tiles.length, this.columns.length, aspect, numbers);
+  layOut(state, columns) {
+    const aspect = this.model.imgSize[0] / this.model.imgSize[1], sheet = state.view === "heads";
+    this.geometry = tileGeometry({
+      width: this.tileBox.clientWidth, rows: this.tiles.length, columns, aspect,
+      numbers: state.numbers, largest: this.alone ? 160 : sheet ? 92 : 124,
+      high: sheet ? Math.max(300, window.innerHeight - 120) : Infinity,
+    });
     const { left, top, tile, height, strip, stepX, stepY } = this.geometry;
+    this.geometry.width = left + this.columns.length * stepX;
     this.tileButtons.forEach((row, r) => row.forEach((button, c) => Object.assign(button.style, {
       left: `${left + c * stepX}px`, top: `${top + r * stepY}px`, width: `${tile}px`, height: `${height + strip}px`,
     })));
@@ -220,79 +226,34 @@ export class Panel {
     this.stageHeight = Math.round(this.stageWidth * aspect);
   }
 
-  /** Fill all tiles with the rows of the query. */
-  compute(state) {
-    for (const tile of this.tiles.flat()) this.fill(tile, state);
-  }
+  // ---- a frame: compute, then paint ----------------------------------------------------------------------------
 
-  /** Fill a tile: values, reach (of attention in units of uniform attention), entropy and distance. */
-  fill(tile, state) {
-    const { layer } = tile;
-    tile.head = tile.fixed.head ?? state.head;
-    tile.part = tile.fixed.part ?? state.part;
-    tile.present = this.maps.has(layer, tile.part) && (tile.head === MEAN || layer.heads.includes(tile.head));
-    if (!tile.present) return;
-    tile.cell = this.maps.cellOf(layer, state.queries[this.index]);
-    this.maps.row(layer, tile.head, tile.part, tile.cell, tile.values);
-    tile.reach = 0;
-    for (const value of tile.values) tile.reach = Math.max(tile.reach, Math.abs(value));
-    if (tile.part === "attn") tile.reach *= this.numKeys(tile);
-    this.measureTile(tile, tile.part);
+  /** Fill all tiles with the rows of the query: values, reach (of attention in units of uniform attention), entropy and
+   * distance of the attention, whatever part is shown. */
+  compute(state) {
+    for (const tile of this.tiles.flat()) {
+      const { layer, values } = tile;
+      tile.head = tile.fixed.head ?? state.head;
+      tile.part = tile.fixed.part ?? state.part;
+      tile.present = this.maps.has(layer, tile.part) && (tile.head === MEAN || layer.heads.includes(tile.head));
+      if (!tile.present) continue;
+      tile.cell = this.maps.cellOf(layer, state.queries[this.index]);
+      this.maps.row(layer, tile.head, tile.part, tile.cell, values);
+      tile.reach = 0;
+      for (const value of values) tile.reach = Math.max(tile.reach, Math.abs(value));
+      if (isAttention(tile.part)) tile.reach *= this.numKeys(tile);
+      if (!this.maps.has(layer, "attn")) continue;
+      const attn = isAttention(tile.part) ? values
+        : this.maps.row(layer, tile.head, "attn", tile.cell, this.attn.subarray(0, values.length));
+      Object.assign(tile, measure(attn, tile.cell, this.maps.featSize(layer), this.model.imgSize));
+    }
   }
 
   /** Give a tile its colours: attention as far below uniform attention as above, logits as far below 0 as above. */
   colour(tile, reach, look) {
-    const uniform = 1 / this.numKeys(tile);
-    tile.range = tile.part === "attn" ? [uniform / reach, uniform * reach] : [-reach, reach];
-    tile.table = tile.part === "attn" ? look.table : look.signed;
-  }
-
-  /** Entropy and distance of a tile's probabilities, whatever part it shows. */
-  measureTile(tile, part) {
-    const { layer, head, cell, values } = tile;
-    if (!this.maps.has(layer, "attn")) return;
-    const attn = part === "attn" ? values
-      : this.maps.row(layer, head, "attn", cell, this.attn.subarray(0, values.length));
-    Object.assign(tile, measure(attn, cell, this.maps.featSize(layer), this.model.imgSize));
-  }
-
-  /** Paint all of the panel. `look`: state, table, signed (that of logits), ink, shown: [layer number, head, part]. */
-  paint(look) {
-    const { state, ink } = look;
-    const query = state.queries[this.index];
-    this.look = look;
-    this.shown = this.tileOf(...look.shown);
-    const shows = this.rowsInView();
-
-    drawPhoto(sizeCanvas(this.photo, this.stageWidth, this.stageHeight), this.picture().image, this.stageWidth,
-      this.stageHeight, this.finestCell(query), this.finest);
-    drawBoxes(this.photo.getContext("2d"), this.entry.predictions.flatMap(({ box }) => (box ? [box] : [])),
-      this.model.imgSize, this.stageWidth, this.stageHeight);
-    this.queryText.textContent = this.queryLine(query) + (state.pinned ? " · pinned" : "");
-    for (const button of this.tokens.children) {
-      button.setAttribute("aria-pressed", String(button.textContent === query));
-    }
-
-    const zoom = sizeCanvas(this.zoom, this.stageWidth, this.stageHeight);
-    const bar = sizeCanvas(this.bar, this.stageWidth, 26);
-    if (this.shown?.present) {
-      this.paintZoom(zoom, this.stageWidth, this.stageHeight);
-      drawBar(bar, this.shown.table, this.shown.range, this.stageWidth, ink);
-    } else {
-      drawMissing(zoom, 0, 0, this.stageWidth, this.stageHeight, ink);
-    }
-    this.writeZoomText();
-    this.paintTiles(this.tileContext(), shows);
-    this.markSelected(state);
-  }
-
-  queryLine(query) {
-    const name = `query ${queryName(query)}`;
-    return typeof query === "string" ? name : `${name} · framed: its cell of the ${this.finest.join("x")} map`;
-  }
-
-  finestCell(query) {
-    return typeof query === "string" ? -1 : cellAt(query, this.finest, this.model.imgSize);
+    const uniform = 1 / this.numKeys(tile), attention = isAttention(tile.part);
+    tile.range = attention ? [uniform / reach, uniform * reach] : [-reach, reach];
+    tile.table = attention ? look.table : look.signed;
   }
 
   /** Tokens that a tile's query sees. */
@@ -300,9 +261,44 @@ export class Panel {
     return tile.values.length + this.model.prefix.length;
   }
 
+  /** Paint all of the panel. `look`: state, table, signed (that of logits), ink, shown: [layer number, head, part]. */
+  paint(look) {
+    const { state, ink } = look, query = state.queries[this.index];
+    const [width, height] = [this.stageWidth, this.stageHeight];
+    this.look = look;
+    this.shown = this.tileOf(...look.shown);
+    const shows = this.rowsInView();
+
+    drawPhoto(sizeCanvas(this.photo, width, height), this.picture().image, width, height, this.finestCell(query), this.finest);
+    drawBoxes(this.photo.getContext("2d"), this.entry.predictions.flatMap(({ box }) => (box ? [box] : [])),
+      this.model.imgSize, width, height);
+    this.queryText.textContent = `query ${queryName(query)}` + (typeof query === "string" ? ""
+      : ` · framed: its cell of the ${this.finest.join("x")} map`) + (state.pinned ? " · pinned" : "");
+    for (const button of this.tokens.children) {
+      button.setAttribute("aria-pressed", String(button.textContent === query));
+    }
+    const zoom = sizeCanvas(this.zoom, width, height);
+    if (this.shown?.present) this.paintZoom(zoom, width, height);
+    else drawMissing(zoom, 0, 0, width, height, ink, this.shown?.why);
+    this.shownBars().forEach((tile, i) => {
+      this.bars[i].hidden = !tile;
+      if (tile) drawBar(sizeCanvas(this.bars[i], width, 26), tile.table, tile.range, width, ink);
+    });
+    this.writeZoomText();
+    this.paintTiles(this.tileContext(), shows);
+    this.markSelected(state);
+  }
+
+  /** Of the row that is shown a tile of attention and one of logits, whose colours the bars explain. */
+  shownBars() {
+    const row = this.tiles.flat().filter((tile) => tile.present && tile.layer.number === this.look.shown[0]);
+    const which = this.look.state.view === "parts" ? row : this.shown?.present ? [this.shown] : [];
+    return [true, false].map((attention) => which.find((tile) => isAttention(tile.part) === attention));
+  }
+
   paintZoom(context, width, height) {
     const { values, layer, range, cell, table, part } = this.shown;
-    const opacity = part === "attn" ? this.look.state.opacity : 1;
+    const opacity = isAttention(part) ? this.look.state.opacity : 1;
     drawMap(context, values, this.maps.featSize(layer), range, table, this.picture().grey, opacity, cell, width, height);
   }
 
@@ -313,8 +309,7 @@ export class Panel {
 
   /** Whether a row of tiles is on the screen, or two rows from it. */
   rowsInView() {
-    const { top, stepY } = this.geometry;
-    const above = this.tileBox.getBoundingClientRect().top + top;
+    const { top, stepY } = this.geometry, above = this.tileBox.getBoundingClientRect().top + top;
     return (row) => above + (row + 3) * stepY > 0 && above + (row - 2) * stepY < window.innerHeight;
   }
 
@@ -322,16 +317,10 @@ export class Panel {
     return sizeCanvas(this.tileCanvas, this.geometry.width, this.geometry.totalHeight);
   }
 
-  paintAllTiles() {
-    this.paintTiles(this.tileContext(), () => true);
-  }
-
-  paintTiles(context, shows) {
-    const { state, ink } = this.look;
-    const tiles = this.tiles.map((row) => row.map((tile) => (tile.present ? tile : null)));
-    this.painter.paint(context, this.geometry, tiles, {
-      ink, shows, grey: this.picture().grey, opacity: state.opacity,
-      labels: { rows: this.model.layers.map(({ number }) => String(number)), columns: this.columns.map(({ label }) => label) },
+  paintTiles(context, shows = () => true) {
+    this.painter.paint(context, this.geometry, this.tiles, {
+      ink: this.look.ink, shows, grey: this.picture().grey, opacity: this.look.state.opacity, links: this.links,
+      rows: this.model.layers.map(({ number }) => String(number)), columns: this.columns.map(({ label }) => label),
     });
   }
 
@@ -349,34 +338,26 @@ export class Panel {
 
   /** What the enlarged tile is, as lines of text. */
   zoomLines() {
-    const [number, head, part] = this.look.shown;
-    const wanted = `layer ${number} · ${headName(head)}`;
-    if (!this.model.layers.some((layer) => layer.number === number)) {
-      return [wanted, `models are linked by layer and head, and this one has no layer ${number}: it has `
-        + `${listed(this.model.layers.map((layer) => layer.number))}`];
-    }
-    if (head !== MEAN && !this.heads.includes(head)) {
-      return [wanted, `models are linked by layer and head, and this one has no ${headName(head)}: it has `
-        + `${listed(this.heads)}`];
-    }
+    const [number, head, part] = this.look.shown, wanted = `layer ${number} · ${headName(head)}`;
+    const lacks = (what, has) => [wanted, `models are linked by layer and head, and this one has no ${what}: it has ${has}`];
+    const layers = this.model.layers.map((layer) => layer.number);
+    if (!layers.includes(number)) return lacks(`layer ${number}`, listed(layers));
+    if (head !== MEAN && !this.heads.includes(head)) return lacks(headName(head), listed(this.heads));
     if (!this.shown) return [`${wanted} · ${partName(part)}`, "this model has none"];
-    const [H, W] = this.maps.featSize(this.shown.layer);
-    const title = `layer ${number} · ${headName(head)} · ${partName(part)} · ${H}x${W} map`;
-    if (!this.shown.present) return [title, "this layer has none"];
+    const title = `${wanted} · ${partName(part)} · ${this.maps.featSize(this.shown.layer).join("x")} map`;
+    if (!this.shown.present) return [title, this.shown.why || "this layer has none"];
     const { entropy, distance, outside, values } = this.shown;
     if (entropy === undefined) return [title];
     const largest = Math.max(...values);
-    const most = part === "attn" ? [`largest ${(100 * largest).toFixed(1)}%, ${shortNumber(largest * this.numKeys())} times uniform`]
-      : [];
+    const most = isAttention(part)
+      ? [`largest ${(100 * largest).toFixed(1)}%, ${shortNumber(largest * this.numKeys())} times uniform`] : [];
     if (this.model.prefix.length) most.push(`${(100 * outside).toFixed(0)}% of it to ${this.model.prefix.join(", ")}`);
-    return [title, ...most, `${part === "attn" ? "" : "of its attention: "}entropy ${entropy.toFixed(2)} of at most `
-      + `${Math.log(values.length).toFixed(2)} nats`
-      + (distance === undefined ? "" : ` · distance ${distance.toFixed(1)} px`)];
+    return [title, ...most, `${isAttention(part) ? "" : "of its attention: "}entropy ${entropy.toFixed(2)} of at most `
+      + `${Math.log(values.length).toFixed(2)} nats` + (distance === undefined ? "" : ` · distance ${distance.toFixed(1)} px`)];
   }
 
   writeZoomText(more = "") {
-    const lines = this.zoomLines();
-    const rest = [...lines.slice(1), ...(more ? [more] : [])];
+    const lines = this.zoomLines(), rest = [...lines.slice(1), ...(more ? [more] : [])];
     this.zoomText.replaceChildren(element("strong", {}, lines[0]), ...rest.flatMap((line) => [element("br"), line]));
     this.zoom.setAttribute("aria-label", `enlarged tile: ${lines.join(", ")}`);
   }
@@ -384,51 +365,50 @@ export class Panel {
   /** The value under the pointer. */
   readValue(event) {
     if (!this.shown?.present) return;
-    const [H, W] = this.maps.featSize(this.shown.layer);
-    const box = this.zoom.getBoundingClientRect();
-    const row = Math.max(0, Math.min(H - 1, Math.floor(((event.clientY - box.top) / box.height) * H)));
-    const column = Math.max(0, Math.min(W - 1, Math.floor(((event.clientX - box.left) / box.width) * W)));
+    const [H, W] = this.maps.featSize(this.shown.layer), box = this.zoom.getBoundingClientRect();
+    const row = clamp(Math.floor(((event.clientY - box.top) / box.height) * H), 0, H - 1);
+    const column = clamp(Math.floor(((event.clientX - box.left) / box.width) * W), 0, W - 1);
     this.writeZoomText(`row ${row}, column ${column}: ${shortNumber(this.shown.values[row * W + column])}`);
   }
 
   // ---- the picture ---------------------------------------------------------------------------------------------
 
-  /** Size of this panel in the saved picture, in CSS pixels. */
-  pictureSize() {
-    const side = Math.min(260, Math.max(160, Math.floor((this.geometry.width - 12) / 2)));
+  /** Size of this panel in the saved picture, in CSS pixels, and its texts, broken into lines that fit. */
+  pictureSize(context) {
+    const side = clamp(Math.floor((this.geometry.width - 12) / 2), 200, 260), width = Math.max(this.geometry.width, 2 * side + 12);
     const height = Math.round((side * this.model.imgSize[0]) / this.model.imgSize[1]);
-    return { side, height, width: Math.max(this.geometry.width, 2 * side + 12),
-      totalHeight: 44 + height + 99 + this.geometry.totalHeight };
+    setFont(context, 14, "", "left", "top", "bold");
+    const title = linesOf(context, this.model.label, width);
+    setFont(context, 12, "");
+    const found = this.entry.predictions.map(({ name, probability }) => `${name} ${(100 * probability).toFixed(1)}%`);
+    const predictions = linesOf(context, found.join(" · "), width);
+    const texts = [`query ${queryName(this.look.state.queries[this.index])}`, ...this.zoomLines()]
+      .flatMap((line) => linesOf(context, line, width));
+    const bars = this.shownBars().filter(Boolean), begin = 18 * title.length + 16 * predictions.length + 8;
+    const tilesAt = begin + height + 8 + Math.max(28 * bars.length, 0) + 16 * texts.length + 8;
+    return { side, height, width, title, predictions, texts, bars, begin, tilesAt,
+      totalHeight: tilesAt + this.geometry.totalHeight };
   }
 
-  paintPicture(context) {
+  paintPicture(context, { side, height, title, predictions, texts, bars, begin, tilesAt }) {
     const { ink, state } = this.look;
-    const { side, height, width } = this.pictureSize();
-    const write = (text, x, y, font) => {
-      context.fillStyle = ink.text;
-      context.font = font;
-      context.textAlign = "left";
-      context.textBaseline = "top";
-      context.fillText(text, x, y, width - x);
-    };
+    const write = (lines, y, size, step, weight) => lines.forEach((line, i) => {
+      setFont(context, size, ink.text, "left", "top", weight);
+      context.fillText(line, 0, y + step * i);
+    });
     const at = (x, y, draw) => {
       context.save();
       context.translate(x, y);
       draw();
       context.restore();
     };
-    write(this.model.label, 0, 0, "bold 14px system-ui, sans-serif");
-    write(this.entry.predictions.map(({ name, probability }) => `${name} ${(100 * probability).toFixed(1)}%`).join(" · "),
-      0, 20, "12px system-ui, sans-serif");
-    const query = state.queries[this.index];
-    at(0, 44, () => drawPhoto(context, this.picture().image, side, height, this.finestCell(query), this.finest));
-    write(`query ${queryName(query)}`, 0, 44 + height + 4, "12px system-ui, sans-serif");
-    if (this.shown?.present) {
-      at(side + 12, 44, () => this.paintZoom(context, side, height));
-      at(side + 12, 44 + height + 6, () => drawBar(context, this.shown.table, this.shown.range, side, ink));
-    }
-    this.zoomLines().forEach((line, i) =>
-      write(line, side + 12, 44 + height + 36 + 15 * i, "12px system-ui, sans-serif"));
-    at(0, 44 + height + 99, () => this.paintTiles(context, () => true));
+    write(title, 0, 14, 18, "bold");
+    write(predictions, 18 * title.length, 12, 16);
+    at(0, begin, () => drawPhoto(context, this.picture().image, side, height,
+      this.finestCell(state.queries[this.index]), this.finest));
+    if (this.shown?.present) at(side + 12, begin, () => this.paintZoom(context, side, height));
+    bars.forEach((tile, i) => at(side + 12, begin + height + 6 + 28 * i, () => drawBar(context, tile.table, tile.range, side, ink)));
+    write(texts, begin + height + 8 + 28 * bars.length, 12, 16);
+    at(0, tilesAt, () => this.paintTiles(context));
   }
 }

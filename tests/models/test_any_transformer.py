@@ -1,0 +1,217 @@
+"""`evolve` on every block type it knows: equal to the plain network at the start, alive one step on, and back again."""
+import copy
+
+import pytest
+import timm
+import torch
+import torchvision
+from timm.models.vision_transformer import VisionTransformer
+from torch import nn
+
+import ea_vision
+from ea_vision.layers import MapsAttention, evolution_class, learnable_gates
+from ea_vision.models import any_transformer
+from tests.models.test_across import KINDS, stepped
+from tests.models.test_vision_transformer import active, plain
+from tests.models.test_vision_transformer import lively as random_linear
+from tests.slow import slow_but
+
+SMALL = dict(embed_dim=48, depth=3, num_heads=3, num_classes=5)
+SIZED = {**SMALL, "img_size": 32, "patch_size": 8}
+NAMES = {  # one of each block, attention layer and kind of position
+    "eva02_tiny_patch14_224": SIZED,  # rotary, split q, k, v, SwiGLU
+    "eva02_enormous_patch14_clip_224": SIZED,  # norms behind the branches
+    "vit_small_patch16_dinov3": SIZED,  # rotary, registers
+    "vit_pe_core_tiny_patch16_384": SIZED,  # AttentionRope
+    "naflexvit_base_patch16_gap": SMALL,
+    "beit_base_patch16_224": SIZED,  # relative bias a block
+    "cait_xxs24_224": SIZED,  # talking heads
+    "torchvision": {},
+}
+names = pytest.mark.parametrize("name", NAMES)
+KEPT = {"vit_small_patch16_dinov3", "cait_xxs24_224", "torchvision"}
+thorough = pytest.mark.parametrize("name", slow_but(KEPT, NAMES))
+
+
+def create(name: str) -> nn.Module:
+    """A small network of which all counts."""
+    torch.manual_seed(0)
+    if name == "torchvision":
+        model = torchvision.models.VisionTransformer(32, 8, 3, 3, 48, 96, num_classes=5)
+    else:
+        model = timm.create_model(name, **NAMES[name])
+    random_linear(model)
+    for key, parameter in model.named_parameters():
+        if key.endswith(("q_bias", "v_bias", "relative_position_bias_table", "in_proj_weight")):
+            nn.init.normal_(parameter, std=0.3)
+        elif "gamma" in key or parameter.ndim == 1 and not parameter.any() and key.endswith(".weight"):
+            nn.init.constant_(parameter, 0.7)  # scales of layers and last norms, which begin at 0 or nearly
+    return model
+
+
+def images(height: int = 32, width: int = 32) -> torch.Tensor:
+    return torch.randn(2, 3, height, width, generator=torch.Generator().manual_seed(1))
+
+
+def size_of(name: str) -> tuple[int, int]:
+    return (64, 32) if "naflex" in name else (32, 32)
+
+
+def attentions(model) -> list[nn.Module]:
+    return [module for module in model.modules() if isinstance(module, MapsAttention)]
+
+
+def assert_near(actual, expected) -> None:
+    assert (actual - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+@names
+@torch.no_grad()
+def test_begins_as_the_plain_network_by_every_kind_and_goes_back(name):
+    model, x = create(name), images(*size_of(name))
+    expected = model(x)
+    assert (expected[0] - expected[1]).abs().max() > 0.05 * expected.abs().max()
+    for kind in KINDS:
+        evolved = ea_vision.evolve(model, kind, token_conv=True, value_residual=True)
+        assert_near(evolved(x), expected)
+        assert {key for key, _ in model.named_parameters()} < {key for key, _ in evolved.named_parameters()}
+        assert all(evolved.get_parameter(key) is parameter for key, parameter in model.named_parameters())
+        back = ea_vision.unevolve(evolved)
+        assert torch.equal(back(x), expected) and repr(back) == repr(model)
+        mechanism = attentions(evolved)[1].evolution
+        assert (attentions(evolved)[0].evolution is None) == evolution_class(kind).reads_previous
+        for parameter in mechanism.parameters():
+            parameter.add_(torch.linspace(0.2, 0.8, parameter.numel()).view_as(parameter))
+        assert (evolved(x) - expected).abs().max() > 1e-3 * expected.abs().max()
+        with pytest.raises(ValueError, match=r"got 1 blocks where they are not, the first of them .*\.1\..*evolution"):
+            ea_vision.unevolve(evolved)
+    evolved = ea_vision.evolve(model, None, token_conv=True, value_residual=True)  # attention as it was
+    assert torch.equal(evolved(x), expected) and torch.equal(ea_vision.unevolve(evolved)(x), expected)
+    for options in (dict(token_conv=True), dict(value_residual=True)):
+        alone = ea_vision.evolve(model, None, **options)
+        assert torch.equal(alone(x), expected) and len(alone.state_dict()) > len(model.state_dict())
+    assert torch.equal(model(x), expected) and not any(isinstance(m, MapsAttention) for m in model.modules())
+
+
+@thorough
+@pytest.mark.parametrize("kind", ["ea", "conv2d", "gated", "xsa", "reattention"])
+def test_learns_is_saved_and_checkpoints(name, kind):
+    x = images(*size_of(name))
+    model = stepped(ea_vision.evolve(create(name), kind, token_conv=True, value_residual=True), x)
+    added = set(dict(model.named_parameters())) - set(dict(create(name).named_parameters()))
+    still = [key for key in added if not model.get_parameter(key).grad.any()]
+    assert [key for key in still if "convs.0" not in key] == [] and learnable_gates(model).keys() <= added
+    again = ea_vision.evolve(create(name), kind, token_conv=True, value_residual=True)
+    again.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        torch.testing.assert_close(again.eval()(x), copy.deepcopy(model).eval()(x))
+    if name == "torchvision":  # which has no gradient checkpointing
+        return
+    results = []
+    for enable in (False, True):
+        twin = copy.deepcopy(again).train()
+        twin.set_grad_checkpointing(enable)
+        y = twin(x)
+        y.square().sum().backward()
+        results.append((y.detach(), {key: p.grad for key, p in twin.named_parameters()}, dict(twin.named_buffers())))
+    torch.testing.assert_close(results[1], results[0], atol=1e-4, rtol=1e-3)
+    if hasattr(again, "forward_intermediates"):
+        with torch.no_grad():
+            final, taken = again.eval().forward_intermediates(x)
+            torch.testing.assert_close(final, again.forward_features(x))
+            assert len(taken) == 3
+
+
+@pytest.mark.parametrize("kind", ["ea", "conv2d", "talking_heads", "mta", "xsa", "gated"])
+@pytest.mark.parametrize("fused", [False, True])
+@torch.no_grad()
+def test_computes_what_the_network_of_timms_vision_transformer_does(kind, fused, monkeypatch):
+    """Two ways to the same: the explicit one of `vision_transformer.py`, and that of all other networks."""
+    timms = plain(reg_tokens=1, qk_norm=True)
+    for block in timms.blocks:
+        block.attn.fused_attn = fused
+    options = dict(token_conv="paper", value_residual="paper")
+    explicit = active(ea_vision.evolve(timms, kind, **options))
+    monkeypatch.setattr(any_transformer.ours, "NETWORK_CLASSES", {})
+    monkeypatch.setitem(any_transformer.ARCHITECTURES, VisionTransformer, any_transformer.Architecture())
+    generic = ea_vision.evolve(timms, kind, **options)
+    for parameter in attentions(explicit)[1].evolution.parameters():
+        parameter.add_(0.1)
+    generic.load_state_dict(explicit.state_dict())
+    assert type(generic) is VisionTransformer
+    assert_near(generic.forward_features(images()), explicit.forward_features(images()))
+    assert (generic(images()) - timms(images())).abs().max() > 1e-2
+
+
+@thorough
+@torch.no_grad()
+def test_compiles_and_exports(name):
+    x = images(*size_of(name))
+    with torch.enable_grad():
+        model = stepped(ea_vision.evolve(create(name), "ea", token_conv=True, value_residual=True), x).eval()
+    expected = model(x)
+    torch.testing.assert_close(torch.export.export(model, (x,)).module()(x), expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(torch.compile(model, backend="eager")(x), expected, atol=1e-4, rtol=1e-4)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("name", slow_but({"vit_small_patch16_dinov3"}, ["vit_small_patch16_dinov3", "torchvision"]))
+@torch.no_grad()
+def test_onnx_agrees(name, tmp_path):
+    import onnxruntime
+
+    x, path = images(), tmp_path / "model.onnx"
+    with torch.enable_grad():
+        model = stepped(ea_vision.evolve(create(name), "ea", token_conv=True), x).eval()
+    torch.onnx.export(model, (x,), path, dynamo=True, verbose=False)
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    (y,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(y), model(x), atol=1e-4, rtol=1e-3)
+
+
+@torch.no_grad()
+def test_rotary_transformers_of_other_sizes():
+    model = timm.create_model("vit_small_patch16_dinov3", **SIZED, dynamic_img_size=True).eval()
+    evolved = ea_vision.evolve(model, "conv2d", token_conv=True)
+    for size in ((32, 48), (40, 16)):
+        assert_near(evolved(images(*size)), model(images(*size)))
+
+
+@pytest.mark.parametrize("make,options,message", [
+    (lambda: torchvision.models.swin_t(), {}, "torchvision's VisionTransformer required, got SwinTransformer"),
+    (lambda: create("beit_base_patch16_224"), dict(kind=None), "a kind, token_conv or value_residual required"),
+    (lambda: ea_vision.evolve(create("torchvision")), {}, "encoder.layers.0 a EvolvingEncoderBlock, whose maps evolve"),
+    (lambda: create("cait_xxs24_224"), dict(layers=[1]), r"that can evolve are \[2, 3\] of 3"),
+    (lambda: create("cait_xxs24_224"), dict(kind="xsa", alpha=0.5), "alpha"),
+    (lambda: create("torchvision"), dict(kind="conv2d", layers=[3]), "the class token's row is read there"),
+    (lambda: timm.create_model("eva02_tiny_patch14_224", **SIZED, patch_drop_rate=0.5), {}, "patch_drop must be off"),
+])
+def test_what_cannot_evolve_is_refused_with_the_reason(make, options, message):
+    with pytest.raises(ValueError, match=message):
+        ea_vision.evolve(make(), **options)
+
+
+def test_masks_are_refused_where_maps_evolve():
+    model, x = create("vit_small_patch16_dinov3"), images()
+    mask = torch.zeros(1, 1, 21, 21)
+    mask[..., 0] = float("-inf")
+    with pytest.raises(ValueError, match="maps that evolve take no mask"):
+        ea_vision.evolve(model).forward_features(x, attn_mask=mask)
+    exclusive = ea_vision.evolve(model, "xsa")
+    for each in (mask, mask == 0):
+        assert_near(exclusive.forward_features(x, attn_mask=each), model.forward_features(x, attn_mask=mask))
+    with pytest.raises(ValueError, match="required, got VisionTransformer"):
+        ea_vision.unevolve(create("torchvision"))
+    naflex = ea_vision.evolve(create("naflexvit_base_patch16_gap"), None, token_conv=True)
+    coordinates = torch.cartesian_prod(torch.arange(2), torch.arange(2)).expand(2, -1, -1)
+    with pytest.raises(ValueError, match=r"images \(B, C, H, W\) required"):
+        naflex(torch.randn(2, 4, 16 * 16 * 3), coordinates, torch.ones(2, 4, dtype=torch.bool))
+
+
+def test_an_adapter_is_short():
+    import inspect
+
+    for cls in {*any_transformer.ATTENTIONS.values(), *any_transformer.BLOCKS.values()}:
+        own = [base for base in cls.__mro__ if base.__module__ == any_transformer.__name__ and base.__name__ in (
+            cls.__name__, "_Rotary")]
+        assert sum(len(inspect.getsource(base).splitlines()) for base in own) <= 40, cls
