@@ -58,8 +58,8 @@ def read_run(folder: Path) -> dict[str, Any]:
     return {"seed": config["seed"], "top1": results[f"{split}_last"]["top1"],
             "train_loss": metrics["train_loss"].iloc[-1], "seconds": round(metrics["seconds"].sum()),
             "images": results.get(f"{split}_images"), "updates": int(metrics["step"].iloc[-1]),
-            "data": config["run"]["data_fingerprint"], "split": split,
-            "options": {key: value for key, value in config.items() if key not in IGNORED | {"run"}}}
+            "data": (config.get("about") or config["run"])["data_fingerprint"], "split": split,
+            "options": {key: value for key, value in config.items() if key not in IGNORED | {"run", "about"}}}
 
 
 def _of_folder(folder: Path, variants: Sequence[str] | None) -> pd.DataFrame:

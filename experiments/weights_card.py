@@ -13,6 +13,7 @@ import argparse
 import math
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import groupby, pairwise
 from operator import itemgetter
 from pathlib import Path
@@ -27,10 +28,9 @@ from ea_vision.base.processes import World, join_world
 from ea_vision.data.on_device import EvalLoader
 from ea_vision.data.small_images import load_dataset
 from ea_vision.engine import run_folder
+from ea_vision.engine.command import resolve_target
 from ea_vision.engine.config import resolve
 from ea_vision.engine.evaluate import Evaluation, evaluate
-from ea_vision.engine.run import resolve_target
-from ea_vision.engine.run_folder import FinishedRun, read_finished
 from ea_vision.engine.train_cifar import CifarConfig
 from ea_vision.engine.train_imagenet import ClassFolders, ImageNetConfig
 
@@ -73,12 +73,39 @@ def interval(percent: float, images: int) -> str:
     return f"{100 * (middle - half_width):.2f} to {100 * (middle + half_width):.2f}"
 
 
+@dataclass
+class FinishedRun:
+    """A complete run: its options, `about` section and metrics; of which images it was evaluated on, best weights."""
+
+    config: dict
+    about: dict
+    metrics: dict[str, list[float]]
+    eval_split: str
+    best: dict
+
+    @property
+    def data(self) -> str:
+        """Fingerprint of the data set."""
+        return self.about["data_fingerprint"]
+
+
+def read_finished(folder: Path) -> FinishedRun:
+    """Return a run; raise UsageError where it is not complete or was not tested."""
+    results = run_folder.read_results(folder)
+    if results is None:
+        raise UsageError(f"only a complete run can be exported, and {folder} has no {run_folder.RESULTS}")
+    if "test_best" not in results:
+        raise UsageError(f"{folder} has not been tested: continue it without --no-test")
+    return FinishedRun(*run_folder.read_config(folder), run_folder.read_metrics(folder), results["eval_split"],
+                       results["test_best"])
+
+
 def card(finished: FinishedRun, name: str, dtype: str, result: Evaluation, tta: str, split: str) -> str:
     """Markdown: what the weights are, how they were made, and the command that checks them.
 
     tta: views that the result has beside the plain figure. split: of `write_weights`.
     """
-    config, run, metrics = finished.config, finished.run, finished.metrics
+    config, run, metrics = finished.config, finished.about, finished.metrics
     by_views, option = "", ""
     if result.views is not None:
         option = f" --tta {tta}"
@@ -136,7 +163,7 @@ def test_images(model: torch.nn.Module, finished: FinishedRun, folder: Path, dat
     Raises:
         UsageError: other data than the run's, or a split that the run has seen.
     """
-    run = finished.run
+    run = finished.about
     common = {"mean": run["mean"], "std": run["std"], "device": torch.device("cpu"), "rank": 0, "world_size": 1}
     if split:
         options, _ = resolve_target(ImageNetConfig, str(folder), {
@@ -170,10 +197,6 @@ def write_weights(folder: Path, output: Path, data_dir: str, split: str = "") ->
             MODEL.TAG.
     """
     finished = read_finished(folder)
-    if finished is None:
-        raise UsageError(f"only a complete run can be exported, and {folder} has no {run_folder.RESULTS}")
-    if finished.split != "test":
-        raise UsageError(f"{folder} has not been tested: continue it without --no-test")
     model, config, run = run_folder.load_run(folder)
     if bool(split) != ("val_split" in config):
         raise UsageError("--split names the test images of a run of train-imagenet, and of no other: "

@@ -58,4 +58,4 @@ def test_predict_does_not_wait_for_what_trains():
                 left += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
     names = {path.relative_to(ROOT).as_posix() for path in loaded}
     assert {"recorder/loading.py", "deployment/fold.py", "engine/run_folder.py", "detection/predict.py"} <= names
-    assert not names & {"engine/train.py", "engine/run.py", "engine/config.py", "detection/train.py"}
+    assert not names & {"engine/train.py", "engine/command.py", "engine/config.py", "detection/train.py"}

@@ -120,9 +120,7 @@ def test_weights_of_an_epoch_in_a_run_folder(photos, tmp_path, capsys):
     assert main([str(path), str(photos / "a.png")]) == 0
     said = capsys.readouterr().out
     assert all(name in said for name in ("ant", "bee", "cow"))
-    for classes, message in ((["ant", "bee"], "must name the 3 classes of the network, got 2"),
-                             ("abc", "classes must be of type list")):
-        run_folder.write_config(tmp_path, {"model": MODEL, "img_size": 32, "dataset": "folder"}, {
-            "model_kwargs": kwargs, "classes": classes, "mean": [0.5] * 3, "std": [0.2] * 3})
-        assert exit_code(lambda: main([str(path), str(photos / "a.png")])) == 2
-        assert message in capsys.readouterr().err
+    run_folder.write_config(tmp_path, {"model": MODEL, "img_size": 32, "dataset": "folder"}, {
+        "model_kwargs": kwargs, "classes": ["ant", "bee"], "mean": [0.5] * 3, "std": [0.2] * 3})
+    assert exit_code(lambda: main([str(path), str(photos / "a.png")])) == 2
+    assert "must name the 3 classes of the network, got 2" in capsys.readouterr().err

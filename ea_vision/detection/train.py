@@ -27,7 +27,7 @@ from ea_vision.detection.evaluate import MEASURES, DetectionResult, evaluate, re
 from ea_vision.detection.loaders import BoxEvalLoader, BoxTrainLoader
 from ea_vision.detection.model import Detector, create_detector
 from ea_vision.detection.transforms import eval_transform, train_transform
-from ea_vision.engine import run, run_folder
+from ea_vision.engine import command, run_folder
 from ea_vision.engine.config import (
     AUGMENT,
     DATA,
@@ -43,6 +43,7 @@ from ea_vision.engine.config import (
     option,
     setting,
 )
+from ea_vision.engine.data_module import DataModule
 from ea_vision.engine.evaluate import autocast
 from ea_vision.engine.train import Trainer
 from ea_vision.engine.train_imagenet import same_place
@@ -133,7 +134,7 @@ class DetectionTrainer(Trainer):
         return evaluate(model, loader, world, config.amp, should_stop)
 
 
-class CocoDetection(run.DataModule):
+class CocoDetection(DataModule):
     """Images with boxes in COCO's format, read as they are needed."""
 
     description, examples, options, trainer = DESCRIPTION, EXAMPLES, DetectionConfig, DetectionTrainer
@@ -230,8 +231,8 @@ class CocoDetection(run.DataModule):
         return kind(source, transform=transform, batch_size=batch_size, img_size=config.img_size,
                     workers=config.workers, seed=config.seed, bad_images=self.bad_images, **keywords)
 
-    def trained_on(self, run: dict[str, Any]) -> bool:
-        return same_place(run.get("train_data"), str(self.test.json))
+    def trained_on(self, about: dict[str, Any]) -> bool:
+        return same_place(about.get("train_data"), str(self.test.json))
 
     def check(self) -> None:
         if self.same_images and not self.config.eval_on_train:
@@ -308,8 +309,7 @@ def load_detector(folder: str | Path) -> tuple[Detector, dict[str, Any], dict[st
     Raises:
         UsageError: not the folder of a detection run, or weights that do not fit.
     """
-    detector, config, about = run_folder.load_run(Path(folder), "classes", "category_ids", task=TASK,
-                                                  create=create_detector)
+    detector, config, about = run_folder.load_run(Path(folder), task=TASK, create=create_detector)
     check_class_names(Path(folder), about, detector)
     return detector, config, about
 
@@ -323,7 +323,7 @@ def check_class_names(folder: Path, about: dict[str, Any], detector: Detector) -
 
 
 def main(argv: list[str] | None = None) -> int:
-    return run.main(CocoDetection, argv)
+    return command.main(CocoDetection, argv)
 
 
 if __name__ == "__main__":

@@ -1,19 +1,21 @@
 """Training and evaluation, shared by the trainers.
 
-    run             a run, put together: the one place where options, data, model and all below meet
+    command         the command of a trainer: the one place where options, data, model and all below meet
+    data_module     what a trainer's file adds: options, data, loaders
     train_cifar     small images: options and data
     train_imagenet  images in class folders, tars or FFCV files: options and data
+    classification  what classifiers add: options, loss, evaluation
     config          options: defaults < recipe file < command line
     preflight       what can be checked before the first step: memory, disk, pace
     train           the training loop
-    optimizer       the optimiser by name
-    schedules       learning rate per update
+    optimizer       the optimiser by name, and the learning rate of each update
+    gates           values of learnable alpha and beta
     signals         SIGTERM and Ctrl-C as a wish to stop
     evaluate        top-1, top-5, confusion; every image exactly once
     report          what an evaluation leaves on disk
-    checkpoint      one safetensors file with all that resuming needs, written atomically
+    checkpoint      files with all that resuming needs, verified when they are read
     run_folder      what a run leaves on disk
-    step_log        how a run goes between its epochs: speed.csv, TensorBoard, Weights & Biases
+    step_log        how a run goes between its epochs: speed.csv, the log, TensorBoard, Weights & Biases
+    watch           attention maps after each epoch: entropy by layer, pictures
     curves          learning curves of several runs in one picture
-    export          a complete run to a weights file with its card
 """

@@ -28,6 +28,8 @@ CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 class ClassificationConfig(TrainConfig):
     """The options of trainers of classifiers."""
 
+    linear_probe: bool = option(False, "train the classifier alone, on the features of the network as it begins",
+                                OPTIMISER)
     layer_decay: float = option(1.0, "rate of a layer over that of the one above it (timm's layer-wise decay, 0.65 to "
                                      "0.9 in fine-tuning); 1: one rate", OPTIMISER, above=0.0, maximum=1.0)
     smoothing: float = option(0.1, "label smoothing: part of the target spread over all classes", LOSS, minimum=0.0,
@@ -35,7 +37,7 @@ class ClassificationConfig(TrainConfig):
     bce_loss: bool = option(False, "binary cross-entropy, a yes or no for each class, in place of softmax and "
                                    "cross-entropy", LOSS)
     bce_target_thresh: float = option(0.0, "bce_loss: targets above this become 1, the others 0; 0: as they are", LOSS,
-                                      minimum=0.0, below=1.0)
+                                      minimum=0.0, below=1.0, goes_with="bce_loss")
     teacher: str = option("", "timm model with weights, or run folder, whose outputs the network learns beside the "
                               "targets (distillation); empty: none", LOSS)
     distillation_type: str = option("soft", "teacher; soft: its probabilities, hard: its likeliest class (DeiT)", LOSS,
@@ -44,31 +46,39 @@ class ClassificationConfig(TrainConfig):
     distillation_tau: float = option(1.0, "temperature of soft distillation", LOSS, above=0.0)
     mixup: float = option(0.0, "alpha of mixup; 0: off", AUGMENT, minimum=0.0)
     cutmix: float = option(0.0, "alpha of cutmix; 0: off", AUGMENT, minimum=0.0)
+    mixup_prob: float = option(1.0, "probability that a batch is mixed", AUGMENT, minimum=0.0, maximum=1.0)
+    mixup_switch_prob: float = option(0.5, "probability of cutmix in place of mixup, where both are on", AUGMENT,
+                                      minimum=0.0, maximum=1.0)
+    mixup_mode: str = option("batch", "what one strength of mixing is drawn for", AUGMENT,
+                             choices=("batch", "pair", "elem"))
     mixup_off_epoch: int = option(0, "epoch, counted from 0, from which on mixup and cutmix are off; 0: never", AUGMENT,
                                   minimum=0)
-    reprob: float = option(0.0, "random erasing: probability that an image has a rectangle replaced by noise", AUGMENT,
+    reprob: float = option(0.0, "random erasing: probability that an image has a rectangle replaced", AUGMENT,
                            minimum=0.0, maximum=1.0)
+    remode: str = option("pixel", "by what; pixel: noise, rand: noise of one colour, const: the mean", AUGMENT,
+                         choices=("pixel", "rand", "const"), goes_with="reprob")
     compile: bool = setting(False, "compile the model with torch.compile", SPEED)
     compile_mode: str = setting("default", "mode of torch.compile; reduce-overhead: CUDA graphs, for networks whose "
-                                           "kernels are short, such as those of CIFAR", SPEED, choices=COMPILE_MODES)
+                                           "kernels are short, such as those of CIFAR", SPEED, choices=COMPILE_MODES,
+                                goes_with="compile")
     tta: str = setting("none", "views whose logits are averaged, in a finished run's test and in --evaluate, beside "
                                "the plain figure; six: mirrored and shifted by a pixel (timm's --tta is a number)",
                        EVALUATION, choices=VIEWS)
 
     def __post_init__(self):
         super().__post_init__()
-        if (self.mixup or self.cutmix) and self.batch_size < 2:
+        if self.mixes and self.batch_size < 2:
             raise UsageError(f"mixup and cutmix mix pairs of images: batch_size must be at least 2, got "
                              f"{self.batch_size}")
-        if self.compile_mode != "default" and not self.compile:
-            raise UsageError(f"compile_mode goes with compile, got {self.compile_mode} without it")
         if self.cuda_graphs and self.grad_accum_steps > 1:
             raise UsageError(f"compile_mode {self.compile_mode} needs grad_accum_steps 1, for the next replay of a "
                              f"CUDA graph takes the gradients of the one before, got {self.grad_accum_steps}")
-        if self.bce_target_thresh and not self.bce_loss:
-            raise UsageError(f"bce_target_thresh goes with bce_loss, got {self.bce_target_thresh:g} without it")
         if self.bce_loss and self.smoothing == 1:
             raise UsageError("smoothing must be below 1 with bce_loss, got 1")
+
+    @property
+    def mixes(self) -> bool:
+        return bool(self.mixup or self.cutmix)
 
     @property
     def cuda_graphs(self) -> bool:
@@ -109,6 +119,7 @@ class ClassificationTrainer(Trainer):
     """The training loop with a classifier's loss, evaluated by top-1 and top-5."""
 
     config: ClassificationConfig
+    watches = True
     loss_on_noise = staticmethod(loss_on_noise)
 
     def __init__(self, config: ClassificationConfig, model: nn.Module, *args, num_classes: int, world: World, **given):
@@ -118,10 +129,12 @@ class ClassificationTrainer(Trainer):
         self.teacher: Teacher | None = None
         if config.bce_loss:
             self.bce = BinaryCrossEntropy(config.smoothing, config.bce_target_thresh or None)
-        if config.mixup or config.cutmix:
-            self.mix = Mixup(config.mixup, config.cutmix, label_smoothing=config.smoothing, num_classes=num_classes)
+        if config.mixes:
+            self.mix = Mixup(config.mixup, config.cutmix, prob=config.mixup_prob,
+                             switch_prob=config.mixup_switch_prob, mode=config.mixup_mode,
+                             label_smoothing=config.smoothing, num_classes=num_classes)
         if config.reprob:
-            self.erase = RandomErasing(config.reprob, mode="pixel", device=world.device)
+            self.erase = RandomErasing(config.reprob, mode=config.remode, device=world.device)
 
     def _compiled(self, model: nn.Module) -> nn.Module:
         config = self.config

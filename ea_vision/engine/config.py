@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import math
 import re
 import typing
@@ -21,10 +22,13 @@ import yaml
 from ea_vision.base.errors import UsageError, near_matches
 from ea_vision.base.processes import MOST_WORKERS
 
+GROUPS = ("run", "model", "data", "augmentation", "loss", "length and batch", "optimiser", "learning rate",
+          "precision and speed", "evaluation", "checkpoints and logs")
+RUN, MODEL, DATA, AUGMENT, LOSS, LENGTH, OPTIMISER, RATE, SPEED, EVALUATION, KEPT = GROUPS
 
-def option(default: Any, help: str, group: str = "further options", *, choices=None, minimum=None, maximum=None,
-           above=None, below=None,
-           not_with: str = "", bare: Any = None, resume: bool = False):
+
+def option(default: Any, help: str, group: str = RUN, *, choices=None, minimum=None, maximum=None,
+           above=None, below=None, not_with: str = "", goes_with: str = "", bare: Any = None, resume: bool = False):
     """Return a field of an options dataclass that is part of the experiment: it must not change on resume.
 
     Args:
@@ -32,24 +36,26 @@ def option(default: Any, help: str, group: str = "further options", *, choices=N
         group: title of the options among which --help lists it.
         choices, minimum, maximum, above, below: the values it allows; the last two are not allowed themselves.
         not_with: an option that excludes this one: while that has a value, this must keep its default.
+        goes_with: an option that this one needs: while that has no value, this must keep its default.
         bare: the value of the flag without a value.
         resume: whether it may change when a run is resumed; see `setting`.
     """
     metadata = {"help": help, "group": group, "choices": choices, "minimum": minimum, "maximum": maximum,
-                "above": above, "below": below, "may_change_on_resume": resume, "not_with": not_with, "bare": bare}
+                "above": above, "below": below, "not_with": not_with, "goes_with": goes_with, "bare": bare,
+                "may_change_on_resume": resume}
     if isinstance(default, (list, dict)):
         return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def setting(default: Any, help: str, group: str = "further options", **limits: Any):
+def setting(default: Any, help: str, group: str = RUN, **limits: Any):
     """Return an `option` that is no part of the experiment: it may change when a run is resumed."""
     return option(default, help, group, resume=True, **limits)
 
 
-GROUPS = ("run", "model", "data", "augmentation", "loss", "length and batch", "optimiser", "learning rate",
-          "precision and speed", "evaluation", "checkpoints and logs")
-RUN, MODEL, DATA, AUGMENT, LOSS, LENGTH, OPTIMISER, RATE, SPEED, EVALUATION, KEPT = GROUPS
+def default_of(field: dataclasses.Field) -> Any:
+    """Return the default of a field."""
+    return field.default_factory() if field.default is dataclasses.MISSING else field.default
 
 
 @dataclass
@@ -61,8 +67,12 @@ class TrainConfig:
     pretrained: bool = option(False, "begin with timm's weights of the model; their classifier goes where the data has "
                                      "another number of classes", MODEL)
     pretrained_path: str = setting("", "begin with the weights of a file or run folder instead: the model's own, or "
-                                       "those of the plain transformer for one whose maps evolve; images are "
-                                       "normalised as the model's name says, whatever they were made with", MODEL)
+                                       "those of the plain transformer for one whose maps evolve", MODEL)
+    mean: list[float] = option([], "mean of images in 0..1, by channel; empty: that of the run folder in "
+                                   "pretrained_path, else as the model's name says", MODEL, goes_with="std")
+    std: list[float] = option([], "their standard deviation, likewise", MODEL, goes_with="mean")
+    freeze: str = option("", "modules and parameters that are not trained, by the beginnings of their names, such as "
+                             "patch_embed,blocks.0,blocks.1", MODEL)
     recipe: str = setting("fast", "recipe: a name in ea_vision/recipes, a YAML file, or none", RUN)
     data_dir: str = setting("", "folder of the data set; empty: the cache folder's", DATA)
     output: str = setting("", "run folder itself (timm: the folder of run folders); empty: runs/DATASET-MODEL", RUN)
@@ -89,6 +99,9 @@ class TrainConfig:
     weight_decay: float = option(5e-4, "weight decay (not of norms, biases and position tables)", OPTIMISER,
                                  minimum=0.0)
     clip_grad: float = option(0.0, "largest norm of the gradient; 0: no limit", OPTIMISER, minimum=0.0)
+    clip_mode: str = option("norm", "how it is clipped; agc: each parameter's by the parameter's own norm, timm's "
+                                    "adaptive clipping, by a factor of clip_grad", OPTIMISER, choices=("norm", "agc"),
+                            goes_with="clip_grad")
     attention_lr: float = option(1.0, "learning-rate multiplier of the attention parameters (q, k, v, position tables, "
                                       "map convolutions)", OPTIMISER, minimum=0.0)
     gate_lr: float = option(1.0, "learning-rate multiplier of learnable gates (a model's alpha and beta)", OPTIMISER,
@@ -124,6 +137,8 @@ class TrainConfig:
     sync_bn: bool = option(False, "batch statistics over all processes (CUDA only)", SPEED)
     dist_bn: str = option("broadcast", "statistics of BatchNorm that are evaluated; broadcast: the first process's; "
                                        "reduce: the mean of all", SPEED, choices=("broadcast", "reduce"))
+    ddp_bb: bool = setting(True, "broadcast the first process's statistics of BatchNorm before each forward; never "
+                                 "with dist_bn reduce, which averages each process's own", SPEED)
     grad_checkpointing: bool = setting(False, "compute activations again in the backward pass: less memory, about a "
                                               "third more time; of models that have it", SPEED)
     dist_timeout: float = setting(10.0, "minutes that processes wait for one that does not answer", RUN, above=0.0)
@@ -140,24 +155,27 @@ class TrainConfig:
                                     minimum=0)
     snapshot_epochs: int = setting(0, "keep the weights of every so many epochs in RUN/snapshots; 0: none", KEPT,
                                    minimum=0)
-    checkpoint_hist: int = setting(0, "of these the latest so many are kept; 0: all", KEPT, minimum=0)
+    checkpoint_hist: int = setting(0, "of these the latest so many are kept; 0: all", KEPT, minimum=0,
+                                   goes_with="snapshot_epochs")
     on_nan: str = setting("stop", "on a non-finite loss or gradient; skip: leave the update out (at most 20 times)",
                           KEPT, choices=("stop", "skip"))
-    log_steps: int = setting(0, "updates between rows of speed.csv; 0: none", KEPT, minimum=0)
+    log_steps: int = setting(50, "updates between rows of speed.csv and lines of the log; 0: none", KEPT, minimum=0)
     tensorboard: bool = setting(False, "write TensorBoard events into the run folder", KEPT)
     wandb: str = setting("", "Weights & Biases project; empty: none", KEPT)
+    wandb_tags: str = setting("", "tags of the run on Weights & Biases, separated by commas", KEPT, goes_with="wandb")
     log_maps: int = setting(0, "epochs between pictures of the attention maps of the first images that are evaluated "
                                "on, in RUN/maps and on the boards; 0: none", KEPT, minimum=0)
 
     def __post_init__(self):
-        hints = typing.get_type_hints(type(self))
-        for field in dataclasses.fields(self):
+        hints, fields = typing.get_type_hints(type(self)), dataclasses.fields(self)
+        for field in fields:
             value = _coerce(field.name, getattr(self, field.name), hints[field.name])
             _check_range(field, value)
             setattr(self, field.name, value)
+        for field in fields:
+            self._check_company(field)
         if self.epochs == int(self.epochs):
             self.epochs = int(self.epochs)
-        self._check_exclusions()
         if self.min_lr > self.lr:
             raise UsageError(f"min_lr must be at most lr ({self.lr:g}), got {self.min_lr:g}")
         if self.cycle_epochs and self.warmup_updates(1000):
@@ -168,11 +186,28 @@ class TrainConfig:
         if self.decay_milestones != sorted(self.decay_milestones):
             raise UsageError(f"decay_milestones must rise, got {self.decay_milestones}")
 
+    def _check_company(self, field: dataclasses.Field) -> None:
+        """Raise UsageError where an option has a value beside one that excludes it, or without one that it needs."""
+        default, value = default_of(field), getattr(self, field.name)
+        excluded, needed = field.metadata["not_with"], field.metadata["goes_with"]
+        if value == default:
+            return
+        if excluded and getattr(self, excluded):
+            raise UsageError(f"{field.name} must be {default or (0 if default == 0 else 'empty')} with "
+                             f"--{excluded.replace('_', '-')}, got {value!r}")
+        if needed and not getattr(self, needed):
+            raise UsageError(f"{field.name} goes with {needed}, got {value} without it")
+
     def warmup_updates(self, updates_per_epoch: int) -> int:
         """Return the updates of the warm-up."""
         if isinstance(self.warmup_epochs, str):
             return round(float(self.warmup_epochs[:-1]) / 100 * round(self.epochs * updates_per_epoch))
         return round(self.warmup_epochs * updates_per_epoch)
+
+    @property
+    def mixes(self) -> bool:
+        """Whether pairs of images of a batch are mixed, so that it must be even."""
+        return False
 
     def for_processes(self, processes: int) -> TrainConfig:
         """Return these options with the batch and accumulation by which so many processes make `total_batch`.
@@ -186,16 +221,42 @@ class TrainConfig:
         total = self.total_batch
         if not total:
             return self
-        if total % processes:
-            able = [count for count in range(1, total + 1) if total % count == 0]
-            near = [max(n for n in able if n < processes), *[n for n in able if n > processes][:1]]
-            batches = [total // processes * processes, (total // processes + 1) * processes]
-            raise UsageError(f"total_batch {total} cannot be shared by {processes} processes: "
-                             f"{' or '.join(map(str, near))} processes can, or total_batch "
-                             f"{' or '.join(str(count) for count in batches if count)}")
-        own = total // processes
-        accum = next(n for n in range(1, own + 1) if own % n == 0 and own // n <= self.batch_size)
-        return dataclasses.replace(self, batch_size=own // accum, grad_accum_steps=accum)
+        shared = self._shared(total, processes)
+        if shared is None:
+            others = [max((n for n in range(1, processes) if self._shared(total, n)), default=0),
+                      next((n for n in range(processes + 1, total + 1) if self._shared(total, n)), 0)]
+            raise UsageError(f"total_batch {total} cannot be shared by {processes} processes"
+                             f"{' in batches of pairs, which mixup and cutmix need' if self.mixes else ''}: "
+                             f"{' or '.join(str(n) for n in others if n)} processes can, or total_batch "
+                             f"{' or '.join(map(str, self._near(total, processes, 1)))}")
+        return dataclasses.replace(self, batch_size=shared[0], grad_accum_steps=shared[1])
+
+    def small_parts(self, processes: int) -> str:
+        """Return a warning, or nothing, where these options share `total_batch` in batches far below batch_size."""
+        batch, _ = self._shared(self.total_batch, processes) or (self.batch_size, 1) if self.total_batch else (
+            self.batch_size, 1)
+        if 2 * batch > min(self.batch_size, self.total_batch // processes or self.batch_size):
+            return ""
+        better = " or ".join(map(str, self._near(self.total_batch, processes, self.batch_size // 2 + 1)))
+        return (f"total_batch {self.total_batch} on {processes} processes is made of batches of {batch}, far below "
+                f"batch_size {self.batch_size}: {better} would be made of larger ones")
+
+    def _shared(self, total: int, processes: int) -> tuple[int, int] | None:
+        """Return batch_size and grad_accum_steps by which so many processes share `total` images, or None."""
+        own, rest = divmod(total, processes)
+        for accum in range(1, 0 if rest else own + 1):
+            if own % accum == 0 and own // accum <= self.batch_size and not (self.mixes and own // accum % 2):
+                return own // accum, accum
+        return None
+
+    def _near(self, total: int, processes: int, least: int) -> list[int]:
+        """Return the nearest totals, below and above, that are shared in batches of at least so many images."""
+        def good(count: int) -> bool:
+            shared = self._shared(count, processes)
+            return shared is not None and shared[0] >= min(least, count // processes)
+
+        below = next((n for n in range(total - 1, 0, -1) if good(n)), 0)
+        return [n for n in (below, next(n for n in itertools.count(total + 1) if good(n))) if n]
 
     def images_of_update(self, processes: int) -> int:
         """Return the images of an update of so many processes, of options that are for them."""
@@ -223,75 +284,53 @@ class TrainConfig:
         An option that is missing there is younger than what was saved, which was made with its default. How
         processes share the images of an update may change, their number may not.
         """
-        own, changed = self.as_dict(), []
+        changed = []
         for field in dataclasses.fields(self):
-            default = field.default_factory() if field.default is dataclasses.MISSING else field.default
-            was, now = saved.get(field.name, default), own[field.name]
-            if field.name == "warmup_epochs" and was != now:
-                before, after = (_warmup_epochs(*pair) for pair in ((was, saved.get("epochs", self.epochs)),
-                                                                    (now, self.epochs)))
-                was = now if math.isclose(before, after, rel_tol=1e-4) else was
+            was, now = saved.get(field.name, default_of(field)), getattr(self, field.name)
             if was != now and not field.metadata["may_change_on_resume"] and field.name not in OF_AN_UPDATE:
                 changed.append(f"{field.name} was {was!r}, got {now!r}")
-        was = saved.get("batch_size", self.batch_size) * saved.get("grad_accum_steps", 1) * saved_processes
+        was = saved["batch_size"] * saved["grad_accum_steps"] * saved_processes
         if was != self.images_of_update(processes):
             changed.append(f"the images of an update (batch_size x grad_accum_steps x processes) were {was}, got "
                            f"{self.images_of_update(processes)}")
         return changed
 
-    def _check_exclusions(self) -> None:
-        """Raise UsageError where an option with `not_with` has a value beside the one that excludes it."""
-        fields = [f for f in dataclasses.fields(self) if f.metadata["not_with"]]
-        for other in dict.fromkeys(f.metadata["not_with"] for f in fields):
-            excluded = [f for f in fields if f.metadata["not_with"] == other]
-            if getattr(self, other) and any(getattr(self, f.name) != f.default for f in excluded):
-                names, required, given = (" and ".join(words) for words in zip(*(
-                    (f.name, "empty" if f.default == "" else f"{f.default:g}", repr(getattr(self, f.name)))
-                    for f in excluded), strict=True))
-                raise UsageError(f"{names} must be {required} with --{other.replace('_', '-')}, got {given}")
-
 
 OF_AN_UPDATE = ("batch_size", "grad_accum_steps", "total_batch")  # what counts is their product with the processes
 
 
-def _warmup_epochs(value: float | str, epochs: float) -> float:
-    """Return the epochs of a warm-up, of which a percentage is of all epochs."""
-    return float(value[:-1]) / 100 * epochs if isinstance(value, str) else value
+def _whole(value: Any) -> int:
+    """Return a whole number, of which 1e3 and 10.0 are ones too."""
+    try:
+        return int(str(value))
+    except ValueError:
+        if float(value) != int(float(value)):
+            raise
+        return int(float(value))
+
+
+def _percentage(value: Any) -> float | str:
+    """Return a number, or a percentage as text."""
+    if not str(value).endswith("%"):
+        return float(value)
+    percent = float(str(value)[:-1])
+    if not 0 <= percent <= 100:
+        raise OverflowError
+    return f"{percent:.10g}%" if percent else 0.0
 
 
 def _coerce(name: str, value: Any, kind: Any) -> Any:
     """Return `value` as `kind`. YAML reads 1e-4 as text, and 1 for a float as an integer: both are taken as meant."""
+    made = {int: _whole, float: float, float | str: _percentage, dict: lambda value: _plain(dict(value or {})),
+            list[float]: lambda value: [float(v) for v in value or []], bool: bool,
+            str: lambda value: "none" if value is None else str(value)}
     try:
-        if kind is bool:
-            if not isinstance(value, bool):
-                raise ValueError
-            return value
-        if kind is int:
-            if isinstance(value, bool):
-                raise ValueError
-            try:
-                return int(str(value))
-            except ValueError:  # 1e3 and 10.0 are whole numbers, too
-                if float(value) != int(float(value)):
-                    raise
-                return int(float(value))
-        if kind in (float, float | str):
-            if isinstance(value, bool):
-                raise ValueError
-            if kind is float or not str(value).endswith("%"):
-                return float(value)
-            percent = float(str(value)[:-1])
-            if not 0 <= percent <= 100:
-                raise UsageError(f"{name} must be at least 0 and at most 100%, got {value}")
-            return f"{percent:.10g}%" if percent else 0.0
-        if kind is str:
-            return "none" if value is None else str(value)
-        if kind is dict:
-            return _plain(dict(value or {}))
-        return [float(v) for v in value or []]
-    except UsageError:
-        raise
-    except (TypeError, ValueError, OverflowError):
+        if isinstance(value, bool) != (kind is bool):
+            raise TypeError
+        return made[kind](value)
+    except (TypeError, ValueError, OverflowError) as error:
+        if kind == float | str and isinstance(error, OverflowError):
+            raise UsageError(f"{name} must be at least 0 and at most 100%, got {value}") from None
         wanted = "a number or a percentage" if kind == float | str else f"of type {getattr(kind, '__name__', kind)}"
         raise UsageError(f"{name} must be {wanted}, got {value!r}") from None
 
@@ -328,8 +367,8 @@ def _check_range(field: dataclasses.Field, value: Any) -> None:
 
 def recipe_names() -> list[str]:
     """Return the names of the recipes: the files of the package, and imagenet_MODEL for each published network."""
-    files = {f.name.removesuffix(".yaml") for f in resources.files("ea_vision.recipes").iterdir()
-             if f.name.endswith(".yaml")}
+    files = {file.name.removesuffix(".yaml") for file in resources.files("ea_vision.recipes").iterdir()
+             if file.name.endswith(".yaml")}
     return sorted(files | _published_recipes().keys())
 
 
@@ -376,8 +415,7 @@ def describe_recipe(name: str) -> str:
     if name == "none":
         return "none (the options' own defaults)"
     if name in _published_recipes():
-        recipe = _published_recipes()[name]
-        return f"{name} (recipe {recipe['base']} with {recipe['model']} of the papers' tables)"
+        return "{0} (recipe {base} with {model} of the papers' tables)".format(name, **_published_recipes()[name])
     if name not in recipe_names():
         return name
     comment = ""
@@ -406,8 +444,8 @@ def _read_recipe(name: str, known: Collection[str] | None) -> dict[str, Any]:
         raise UsageError(f"recipe {name} is not valid YAML: {error}") from error
     if not isinstance(recipe, dict):
         raise UsageError(f"recipe {name} must be a YAML mapping, got {type(recipe).__name__}")
-    if "run" in recipe:  # a run folder's: its folder is no part of the experiment
-        recipe = {key: value for key, value in recipe.items() if key not in ("run", "output", "resume")
+    if "about" in recipe:  # a run folder's: its folder is no part of the experiment
+        recipe = {key: value for key, value in recipe.items() if key not in ("about", "output", "resume")
                   and (known is None or key in known)}
     return recipe
 
@@ -470,35 +508,36 @@ class _KeyValues(argparse.Action):
 
 
 def make_parser(cls: type[TrainConfig], description: str, examples: str) -> argparse.ArgumentParser:
-    """A parser with one flag for each field of `cls`; shown defaults are those of the default recipe."""
+    """Return a parser with one flag for each field of `cls`; shown defaults are those of the default recipe."""
     parser = _Parser(usage="%(prog)s [OPTION ...]", description=description, epilog="examples:\n" + examples,
-                     allow_abbrev=False,
-                     formatter_class=_Help, argument_default=argparse.SUPPRESS)
+                     allow_abbrev=False, formatter_class=_Help, argument_default=argparse.SUPPRESS)
     defaults, _ = resolve(cls, {})
     hints = typing.get_type_hints(cls)
     groups = {title: parser.add_argument_group(title) for title in GROUPS}
     for field in dataclasses.fields(cls):
-        title = field.metadata["group"]
-        group = groups[title] if title in groups else groups.setdefault(title, parser.add_argument_group(title))
-        flag = "--" + field.name.replace("_", "-")
-        shown = getattr(defaults, field.name)
+        shown, kind = getattr(defaults, field.name), hints[field.name]
         if isinstance(shown, dict):
             shown = " ".join(f"{k}={v}" for k, v in shown.items())
         help = f"{field.metadata['help']} (default: {shown if shown not in ('', []) else 'empty'})".replace("%", "%%")
-        kind = hints[field.name]
         if kind is bool:
             words = {"action": argparse.BooleanOptionalAction}
         elif kind is dict:
             words = {"nargs": "+", "action": _KeyValues, "metavar": "KEY=VALUE"}
         elif kind == list[float]:
-            words = {"nargs": "*", "metavar": "EPOCH"}
+            words = {"nargs": "*", "metavar": "X"}
         else:
             value = {int: "N", float: "X", float | str: "X|P%"}.get(kind, field.name.upper())
             words = {"metavar": "|".join(field.metadata["choices"] or [value])}
             if field.metadata["bare"]:
                 words.update(nargs="?", const=field.metadata["bare"])
-        group.add_argument(flag, help=help, **words)
+        groups[field.metadata["group"]].add_argument("--" + field.name.replace("_", "-"), help=help, **words)
     return parser
+
+
+# Flags that users look for here, where no name is near, and what to do instead.
+ELSEWHERE = {"--input-size": "images are squares of --img-size pixels a side",
+             "--num-classes": "the data says how many there are",
+             "--topk": "--evaluate gives top-1 and top-5, ea-vision predict --top the likeliest classes"}
 
 
 def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> dict[str, Any]:
@@ -510,6 +549,8 @@ def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> dict[str, 
     namespace, unknown = parser.parse_known_args(argv)
     if unknown:
         flags = [s for action in parser._actions for s in action.option_strings if s.startswith("--")]
+        if unknown[0] in ELSEWHERE:
+            raise UsageError(f"unknown argument {unknown[0]!r}: {ELSEWHERE[unknown[0]]}")
         near = near_matches(unknown[0].partition("=")[0], flags, "flags")
         raise UsageError(f"unknown argument {unknown[0]!r}; {near}")
     return vars(namespace)

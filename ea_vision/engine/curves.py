@@ -35,8 +35,8 @@ def write_learning_curves(folders: list[Path], output: Path, width: float | None
 
 
 def plot_learning_curves(folders: list[Path], *, width: float | None = None) -> Figure:
-    """Training loss and top-1 (of a detector AP) over epochs, one line per run folder; below, for each run whose model
-    has learnable gates, alpha and beta of every layer. `width` is in inches.
+    """Draw training and evaluation loss and top-1 (of a detector AP) over epochs by run folder; below, for each run
+    whose model has learnable gates, alpha and beta of every layer. `width` is in inches.
 
     Raises:
         UsageError: not a run folder, a run without a complete epoch, or a width that no text fits into.
@@ -44,12 +44,12 @@ def plot_learning_curves(folders: list[Path], *, width: float | None = None) -> 
     width = check_width(width) or PAGE
     runs = []
     for folder in folders:
-        config, run = read_config(folder, "eval_split")
-        measures = run.get("measures", MEASURES)
-        metrics = read_metrics(folder, measures)
+        config, about = read_config(folder)
+        metrics = read_metrics(folder)
         if not metrics["epoch"]:
             raise UsageError(f"{folder} has no complete epoch yet")
-        runs.append((f"{folder.name}: {config['model']}", run["eval_split"], metrics, measures[0]))
+        measure = about.get("measures", MEASURES)[0]
+        runs.append((f"{folder.name}: {config['model']}", about["eval_split"], metrics, measure))
 
     gates = [(label, read) for folder, (label, *_) in zip(folders, runs, strict=True) if (read := read_gates(folder))]
     with print_style():
@@ -70,13 +70,15 @@ def _draw(runs: list[tuple], gates: list[tuple], width: float) -> Figure:
         small_ticks(axes)
     for color, (label, _, metrics, measure) in zip(cycle(color_cycle()), runs, strict=False):
         loss_axes.plot(metrics["epoch"], metrics["train_loss"], color=color, label=label, marker=".")
-        epochs, values = np.array(metrics["epoch"]), np.array(metrics[measure])
+        epochs, values, losses = (np.array(metrics[name]) for name in ("epoch", measure, "eval_loss"))
         evaluated = ~np.isnan(values)  # --eval-epochs leaves epochs out
+        if not np.isnan(losses).all():
+            loss_axes.plot(epochs[evaluated], losses[evaluated], color=color, linestyle="--", marker=".")
         best = f" ({values[evaluated].max():.2f}%)" if evaluated.any() else ""
         accuracy_axes.plot(epochs[evaluated], values[evaluated], color=color, label=f"{label}{best}", marker=".")
     splits = sorted({split.replace("_", "-") for _, split, *_ in runs})
     measures = " or ".join(sorted({NAMES.get(measure, measure) for *_, measure in runs}))
-    loss_axes.set(xlabel="epoch", ylabel="training loss")
+    loss_axes.set(xlabel="epoch", ylabel="loss (evaluation dashed)")
     accuracy_axes.set(xlabel="epoch", ylabel=wrapped(f"{measures} on {' or '.join(splits)} images (%)", 80.0, points()))
     for axes in (loss_axes, accuracy_axes):
         axes.grid(alpha=0.3)

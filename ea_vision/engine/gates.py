@@ -10,7 +10,7 @@ from ea_vision.layers import learnable_gates
 
 
 def gate_values(model: nn.Module) -> dict[str, float]:
-    """The gates that are parameters, by their names in the state dict; of one for each head NAME[0], NAME[1], ..."""
+    """Return the gates that are parameters, by their names in the state dict; of one for each head NAME[0], NAME[1]."""
     values = {}
     for name, gate in learnable_gates(model).items():
         numbers = gate.detach().flatten().tolist()
@@ -19,7 +19,7 @@ def gate_values(model: nn.Module) -> dict[str, float]:
 
 
 def by_gate(values: Mapping[str, float]) -> dict[str, list[float]]:
-    """What `gate_values` gives, in lists by alpha and beta."""
+    """Return what `gate_values` gives as lists by alpha and beta."""
     lists: dict[str, list[float]] = {}
     for path, value in values.items():
         lists.setdefault(path.rpartition(".")[2].partition("[")[0], []).append(value)

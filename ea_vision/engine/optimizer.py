@@ -35,7 +35,7 @@ FALLBACK = ("fallback_list", "fallback_no_weight_decay")  # of timm's keywords, 
 
 
 def optimizer_names() -> list[str]:
-    """What --opt takes: timm's optimisers, each by itself and within Lookahead."""
+    """Return what --opt takes: timm's optimisers, each by itself and within Lookahead."""
     names = timm.optim.list_optimizers()
     return names + [LOOKAHEAD + name for name in names]
 
@@ -48,7 +48,7 @@ def check_optimizer_name(name: str) -> None:
 
 
 def build_optimizer(config: TrainConfig, model: nn.Module, images_per_update: int) -> torch.optim.Optimizer:
-    """The timm optimiser of the config.
+    """Return the timm optimiser of the config.
 
     There is no weight decay on norms, biases and what `model.no_weight_decay()` names, and frozen parameters are in no
     group. timm's schedulers multiply the rate by a group's `lr_scale`: with `config.layer_decay` each layer has one.
@@ -113,7 +113,7 @@ def _schedule_fallback(optimizer: torch.optim.Optimizer, scale: float) -> None:
 
 
 def map_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters of attention maps: queries, keys and (of the same matrix) values, position tables, map
+    """Return the parameters of attention maps: queries, keys and (of the same matrix) values, position tables, map
     convolutions; learnable gates are not among them."""
     gates = {id(gate) for gate in learnable_gates(model).values()}
     return [parameter for layer in attention_layers(model) for name, parameter in layer.named_parameters()
@@ -136,39 +136,22 @@ def _with_apart(groups: list[dict[str, Any]], parameters: Iterable[nn.Parameter]
     return rest + moved
 
 
-def hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """What each group has besides its parameters, lists for tuples, as a checkpoint gives it back."""
-    return [{key: list(value) if isinstance(value, tuple) else value for key, value in group.items() if key != "params"}
-            for group in optimizer.param_groups]
+def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], config: TrainConfig, source: str) -> None:
+    """Load an optimiser's state, counters and averages, from `source`; the values that options set are this run's.
 
-
-def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], begun: list[dict[str, Any]] | None,
-                   name: str, source: str) -> None:
-    """Load an optimiser's state, counters and averages; what the options changed since is this run's.
-
-    Some optimisers count in their groups (Lookahead its steps, Prodigy its estimates), so a group's values are the
-    saved ones, unless the run begins with others than the saved one did.
-
-    Args:
-        optimizer: as the run begins.
-        state: `optimizer.state_dict()` of a checkpoint.
-        begun: `hyperparameters` with which that run began; None where the checkpoint does not say.
-        name: of the optimiser, for errors. source: where the state is from, likewise.
+    Some optimisers count in their groups (Lookahead its steps, Prodigy its estimates), so other values are the saved.
 
     Raises:
         UsageError: the state of other parameters.
     """
-    own = hyperparameters(optimizer)
+    of_options = {"lr", "initial_lr", "lr_scale", "weight_decay", "momentum", *config.opt_kwargs}
+    own = [{key: value for key, value in group.items() if key in of_options} for group in optimizer.param_groups]
     try:
         optimizer.load_state_dict(state)
     except (KeyError, TypeError, ValueError) as error:
-        raise UsageError(f"optimiser state of {source} does not fit {name}: {error!r}") from error
-    for number, (group, ours) in enumerate(zip(optimizer.param_groups, own, strict=True)):
-        if begun is None or number >= len(begun):
-            group.update(ours)
-            continue
-        group.update({key: value for key, value in ours.items() if key not in begun[number]
-                      or begun[number][key] != value})
+        raise UsageError(f"optimiser state of {source} does not fit {config.opt}: {error!r}") from error
+    for group, ours in zip(optimizer.param_groups, own, strict=True):
+        group.update(ours)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for number, averages in optimizer.state_dict()["state"].items():  # of Lookahead those of what it wraps
         for name, value in averages.items():

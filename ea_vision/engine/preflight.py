@@ -32,7 +32,7 @@ def available_memory() -> int:
 
 
 def checkpoint_bytes(model: nn.Module, config: TrainConfig) -> int:
-    """Bytes that a run folder grows to, at most: three checkpoints and one being written, and the exported weights."""
+    """Return the bytes that a run folder grows to, at most: three checkpoints, one being written, weights."""
     weights = sum(t.numel() * t.element_size() for t in model.state_dict().values())
     averages = sum(p.numel() * 4 for p in model.parameters())  # momentum; Adam's second one is counted with the rest
     copies = weights + 2 * averages + (weights if config.model_ema_decay else 0)
@@ -40,14 +40,8 @@ def checkpoint_bytes(model: nn.Module, config: TrainConfig) -> int:
 
 
 def check_disk(folder: Path, needed: int) -> int:
-    """Return the free bytes where `folder` is, or will be.
-
-    Raises:
-        UsageError: there are fewer than `needed`.
-    """
-    place = folder.absolute()
-    while not place.exists():
-        place = place.parent
+    """Return the free bytes where `folder` is, or will be; raise UsageError where they are fewer than `needed`."""
+    place = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
     free = shutil.disk_usage(place).free
     if free < needed:
         raise UsageError(f"checkpoints need {memory_size(needed)} in {folder}, {memory_size(free)} are free")
@@ -75,6 +69,15 @@ def other_than_recipe(config: TrainConfig, processes: int) -> str:
     base, rate = recipe.get("lr_base_size", 0), recipe.get("lr", config.lr)
     meant = dataclasses.replace(config, lr=rate, lr_base_size=base, min_lr=0.0).peak_lr(wanted)
     return f"; recipe {config.recipe} means {wanted} images, rate {meant:g}"
+
+
+def norms_of_batches(model: nn.Module, config: TrainConfig) -> str:
+    """Return the end of that line where BatchNorm sees other batches than the recipe's authors had; else nothing."""
+    authors = {} if config.recipe == "none" else load_recipe(config.recipe)
+    if authors.get("batch_size", config.batch_size) == config.batch_size or config.sync_bn or not any(
+            isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
+        return ""
+    return f"; BatchNorm sees {config.batch_size} images a process, the recipe's has {authors['batch_size']}"
 
 
 def trial_step(model: nn.Module, config: TrainConfig, img_size: int, device: torch.device,
@@ -142,7 +145,8 @@ def preflight(model: nn.Module, config: TrainConfig, *, folder: Path, world: Wor
     log.info("model       %s, %.1fM parameters, %d pixels", config.model,
              sum(p.numel() for p in model.parameters()) / 1e6, img_size)
     log.info("processes   %d on %s%s", world.size, where, f", {memory_size(peak)} used each" if peak else "")
-    log.info("update      %s%s", describe_update(config, world.size), other_than_recipe(config, world.size))
+    log.info("update      %s%s%s", describe_update(config, world.size), other_than_recipe(config, world.size),
+             norms_of_batches(model, config))
     log.info("disk        up to %s for checkpoints in %s, %s free", memory_size(needed), folder, memory_size(free))
     log.info("time        about %s for %s of %d updates (computation alone, from one batch)",
              duration(seconds * batches * config.epochs), counted(config.epochs, "epoch"),

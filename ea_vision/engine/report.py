@@ -13,18 +13,19 @@ from torch import nn
 
 from ea_vision.base.figures import check_width, figure_bytes
 from ea_vision.base.files import atomic_write, create, csv_text, write_json
+from ea_vision.engine import run_folder
 from ea_vision.engine.evaluate import Evaluation
 
 
 def numbers_of(result: Evaluation) -> dict[str, Any]:
-    """What evaluation.json says: images, top1, top5, loss, and under `views` those of views."""
+    """Return what evaluation.json says: images, top1, top5, loss, and under `views` those of views."""
     numbers = {"images": result.images, "top1": round(result.top1, 4), "top5": round(result.top5, 4),
                "loss": round(result.loss, 6)}
     return {**numbers, **({"views": numbers_of(result.views)} if result.views is not None else {})}
 
 
 def line_of(result: Evaluation, tta: str) -> str:
-    """One line: the plain figures and, where there are, those of views."""
+    """Return a line: the plain figures and, where there are, those of views."""
     line = f"top1 {result.top1:.2f}%  top5 {result.top5:.2f}%  loss {result.loss:.4f}"
     if result.views is not None:
         line += f"  {tta} views: top1 {result.views.top1:.2f}%  loss {result.views.loss:.4f}"
@@ -64,7 +65,7 @@ def timm_crop_pct(img_size: int, resize: int) -> float:
 
 def timm_row(name: str, model: nn.Module, top1: float, top5: float, img_size: int, resize: int,
              interpolation: str) -> dict[str, Any]:
-    """A row of `write_timm_results`: `top1` and `top5` in percent, `model` for the number of its parameters."""
+    """Return a row of `write_timm_results`: `top1` and `top5` in percent, `model` for the number of its parameters."""
     params = sum(p.numel() for p in model.parameters())
     return {"model": name, "img_size": img_size, "top1": f"{top1:.3f}", "top1_err": f"{100 - top1:.3f}",
             "top5": f"{top5:.3f}", "top5_err": f"{100 - top5:.3f}", "param_count": f"{params / 1e6:.2f}",
@@ -76,6 +77,14 @@ def write_timm_results(path: Path, rows: Sequence[dict[str, Any]]) -> str:
     text = csv_text(sorted(rows, key=lambda row: -float(row["top1"])))
     atomic_write(path, text.encode())
     return text
+
+
+def write_results_row(folder: Path, name: str, model: nn.Module, top1: float, top5: float,
+                      preprocessing: tuple[int, int, str]) -> list[Path]:
+    """Write accuracies, in percent, in the columns of timm's results files; return the path."""
+    path = folder / run_folder.RESULTS_ROW
+    write_timm_results(path, [timm_row(name, model, top1, top5, *preprocessing)])
+    return [path]
 
 
 def plot_confusion(result: Evaluation, classes: list[str], name: str, *, width: float | None = None):

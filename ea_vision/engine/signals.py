@@ -6,7 +6,8 @@ import signal
 
 
 class StopRequest:
-    """While active, remembers the first SIGTERM or SIGINT; a second one acts at once, as it would have without us."""
+    """While active, remembers the first SIGTERM or SIGINT, and ignores a further SIGTERM: schedulers signal every
+    process of a job, and torchrun forwards its own to them. A second Ctrl-C acts at once."""
 
     def __init__(self):
         self.signal: int | None = None
@@ -18,12 +19,12 @@ class StopRequest:
         return self
 
     def __exit__(self, *_) -> None:
-        self._restore()
-
-    def _restore(self) -> None:
         for number, handler in self._previous.items():
-            signal.signal(number, handler)
+            stopping = number == signal.SIGTERM and self.signal is not None  # the second one may come at any time
+            signal.signal(number, signal.SIG_IGN if stopping else handler)
 
     def _remember(self, number: int, _frame) -> None:
-        self.signal = number
-        self._restore()
+        if self.signal is None:
+            self.signal = number
+        if number == signal.SIGINT:
+            signal.signal(number, self._previous[number])

@@ -1,11 +1,15 @@
-"""How a run goes between its epochs: speed.csv in the run folder; where wanted TensorBoard and Weights & Biases."""
+"""How a run goes between its epochs: speed.csv in the run folder, and a line in the log where no bar is seen; where
+wanted TensorBoard and Weights & Biases.
+"""
 
 from __future__ import annotations
 
 import csv
 import importlib
+import logging
 import math
 import resource
+import sys
 import uuid
 from pathlib import Path
 
@@ -15,47 +19,28 @@ from PIL import Image
 
 from ea_vision.base.errors import UsageError
 from ea_vision.base.files import atomic_write
+from ea_vision.base.units import duration
 
+log = logging.getLogger(__name__)
 FILE = "speed.csv"
 WANDB_ID = "wandb_id.txt"
 COLUMNS = ("step", "epoch", "lr", "train_loss", "images_per_s", "data_wait_percent", "memory_mib")
 
 
-def require(module: str, package: str, option: str):
-    """Import what an option needs.
-
-    Raises:
-        UsageError: it is not installed.
-    """
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise UsageError(f"{option} needs {package}, not installed ({error}): pip install {package}") from error
-
-
 def memory_mib(device: torch.device) -> float:
-    """Peak memory of this process in MiB: on its GPU where it has one, else in main memory, its workers apart."""
+    """Return the peak memory of this process in MiB: on its GPU where it has one, else in main memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
 
 
-def _begin_wandb(folder: Path, project: str, config: dict | None):
-    """Begin a Weights & Biases run, or continue that of the run folder, which keeps its id.
-
-    Raises:
-        UsageError: it refuses, for want of a login for example.
-    """
-    import wandb
-
-    known = folder / WANDB_ID
-    if not known.exists():
-        atomic_write(known, uuid.uuid4().hex.encode())
+def require(module: str, option: str):
+    """Import what an option needs; raise UsageError where it is not installed."""
     try:
-        return wandb.init(project=project, id=known.read_text(), name=folder.resolve().name, resume="allow",
-                          dir=str(folder), config=config)
-    except wandb.Error as error:
-        raise UsageError(f"--wandb: {error} (WANDB_MODE=offline logs into the run folder only)") from error
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.rpartition(".")[2]
+        raise UsageError(f"{option} needs {package}, not installed ({error}): pip install {package}") from error
 
 
 class StepLog:
@@ -63,68 +48,77 @@ class StepLog:
 
     Columns: step (updates so far), epoch (with its fraction), lr (per update), train_loss, images_per_s
     (all processes) and data_wait_percent (share of the time spent waiting for images) since the row before, memory_mib.
+
+    Raises:
+        UsageError: TensorBoard or Weights & Biases (`wandb` is its project) is not installed.
     """
 
-    def __init__(self, folder: Path, *, tensorboard: bool = False, wandb: str = "", config: dict | None = None):
-        self.path = folder / FILE
-        self._tensorboard, self._wandb = None, None
-        self._begin = {"folder": folder, "tensorboard": tensorboard, "wandb": wandb, "config": config}
-        if tensorboard:
-            require("torch.utils.tensorboard", "tensorboard", "--tensorboard")
-        if wandb:
-            require("wandb", "wandb", "--wandb")
+    def __init__(self, folder: Path, *, tensorboard: bool = False, wandb: str = "", tags: str = "",
+                 config: dict | None = None):
+        self.folder, self.config, self.project, self.tags = folder, config, wandb, tags
+        self._writer = require("torch.utils.tensorboard", "--tensorboard").SummaryWriter if tensorboard else None
+        self._wandb = require("wandb", "--wandb") if wandb else None
 
     def begin(self, updates: int) -> None:
-        """Start after `updates` updates: rows beyond them were written by a run that was killed later."""
-        rows = []
-        if self.path.exists():  # damaged rows are left out
-            text = self.path.read_text(encoding="ascii", errors="replace").replace("\0", "")
-            whole = [row for line in text.splitlines() if len(row := line.split(",")) == len(COLUMNS)
-                     and row[0].isdecimal()]
-            rows = [row for row in whole if int(row[0]) <= updates]
-        with open(self.path, "w", newline="") as file:
+        """Start after `updates` updates: rows beyond them were written by a run that was killed later.
+
+        Raises:
+            UsageError: Weights & Biases refuses, for want of a login for example.
+        """
+        path, rows = self.folder / FILE, []
+        if path.exists():
+            rows = [row for row in csv.reader(path.read_text().splitlines()[1:])
+                    if len(row) == len(COLUMNS) and int(row[0]) <= updates]  # a kill may have cut the last one
+        with open(path, "w", newline="") as file:
             csv.writer(file, lineterminator="\n").writerows([COLUMNS, *rows])
-        begin = self._begin
-        if begin["tensorboard"]:
-            from torch.utils.tensorboard import SummaryWriter
+        if self._writer is not None:
+            self._writer = self._writer(str(self.folder / "tensorboard"), purge_step=updates + 1)
+        if self._wandb is not None:
+            known = self.folder / WANDB_ID  # a run that continues keeps its id
+            if not known.exists():
+                atomic_write(known, uuid.uuid4().hex.encode())
+            try:
+                self._board = self._wandb.init(project=self.project, id=known.read_text(), resume="allow",
+                                               name=self.folder.resolve().name, dir=str(self.folder),
+                                               config=self.config, tags=self.tags.split(",") if self.tags else None)
+            except self._wandb.Error as error:
+                raise UsageError(f"--wandb: {error} (WANDB_MODE=offline logs into the run folder only)") from error
 
-            self._tensorboard = SummaryWriter(str(begin["folder"] / "tensorboard"), purge_step=updates + 1)
-        if begin["wandb"]:
-            self._wandb = _begin_wandb(begin["folder"], begin["wandb"], begin["config"])
-
-    def add(self, row: dict[str, float]) -> None:
-        """Add a row of speed.csv."""
+    def add(self, row: dict[str, float], seconds_left: float = math.nan) -> None:
+        """Add a row of speed.csv, and a line to the log where no progress bar is seen."""
         row = {name: float(f"{row[name]:.6g}") if isinstance(row[name], float) else row[name] for name in COLUMNS}
-        with open(self.path, "a", newline="") as file:
+        with open(self.folder / FILE, "a", newline="") as file:
             csv.DictWriter(file, COLUMNS, lineterminator="\n").writerow(row)
-        self._send({f"train/{name}": value for name, value in row.items() if name != "step"}, row["step"])
+        if not sys.stderr.isatty():
+            log.info("epoch %.2f  update %d  loss %.4f  lr %.5f  %.0f images/s  waiting for data %.0f%%  %.0f MiB  %s "
+                     "left", row["epoch"], row["step"], row["train_loss"], row["lr"], row["images_per_s"],
+                     row["data_wait_percent"], row["memory_mib"], duration(seconds_left))
+        self._send("train", row)
 
     def add_epoch(self, row: dict[str, float]) -> None:
         """Add the row of metrics.csv to the boards."""
-        self._send({f"epoch/{name}": value for name, value in row.items() if name != "step" and not math.isnan(value)},
-                   row["step"])
+        self._send("epoch", row)
 
     def add_picture(self, name: str, path: Path, step: int) -> None:
         """Show a picture on the boards."""
-        if self._tensorboard is not None:
+        if self._writer is not None:
             with Image.open(path) as image:
-                self._tensorboard.add_image(name, np.asarray(image.convert("RGB")), step, dataformats="HWC")
-            self._tensorboard.flush()
+                self._writer.add_image(name, np.asarray(image.convert("RGB")), step, dataformats="HWC")
+            self._writer.flush()
         if self._wandb is not None:
-            import wandb
+            self._board.log({name: self._wandb.Image(str(path))}, step=step)
 
-            self._wandb.log({name: wandb.Image(str(path))}, step=step)
-
-    def _send(self, values: dict[str, float], step: int) -> None:
-        if self._tensorboard is not None:
+    def _send(self, group: str, row: dict[str, float]) -> None:
+        values = {f"{group}/{name}": value for name, value in row.items() if name != "step" and not math.isnan(value)}
+        if self._writer is not None:
             for name, value in values.items():
-                self._tensorboard.add_scalar(name, value, step)
-            self._tensorboard.flush()
+                self._writer.add_scalar(name, value, row["step"])
+            self._writer.flush()
         if self._wandb is not None:
-            self._wandb.log(values, step=step)
+            self._board.log(values, step=row["step"])
 
     def close(self) -> None:
-        if self._tensorboard is not None:
-            self._tensorboard.close()
+        if self._writer is not None:
+            self._writer.close()
         if self._wandb is not None:
-            self._wandb.finish()
+            self._board.finish()

@@ -4,11 +4,10 @@ Counting: an update is one change of the weights, from `grad_accum_steps` batche
 counts the updates within the epoch. A run that was killed and continued makes the same updates as one that was not:
 order and augmentation are functions of seed and epoch, and all random states are in the checkpoint.
 
-The host gives the device one update after the other and never waits for the one that is computing: it reads the result
-of an update (its loss, whether a process was asked to stop) `Trainer.results_after` updates later, at the end of an
-epoch and before each checkpoint and row of the log at once. A loss or gradient that is not finite therefore stops the
-run before spoilt weights are saved or evaluated. With `--on-nan skip` the host waits for each gradient, and leaves an
-update out before it changes a weight.
+An update asks nothing of the device. Its loss, and whether a loss or gradient was not finite or a process was asked to
+stop, are added up there and read every `Trainer.check_every` updates, with each row of the log, and before each
+checkpoint and evaluation: weights that such a loss spoilt are never saved or evaluated. With `--on-nan skip` the host
+waits for each gradient, and leaves an update out before it changes a weight.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from timm.utils import ModelEmaV3, distribute_bn
+from timm.utils import ModelEmaV3, adaptive_clip_grad, distribute_bn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
@@ -34,15 +33,15 @@ from ea_vision.base.errors import RunError, UsageError
 from ea_vision.base.files import atomic_write, write_json
 from ea_vision.base.networks import check_state_fits, lay_out, non_finite
 from ea_vision.base.processes import World
+from ea_vision.base.units import duration
 from ea_vision.data.bad_images import BadImages
 from ea_vision.engine import checkpoint, run_folder
 from ea_vision.engine.config import TrainConfig
 from ea_vision.engine.evaluate import NonFiniteLoss
 from ea_vision.engine.gates import by_gate, gate_values
-from ea_vision.engine.optimizer import build_optimizer, build_schedule, hyperparameters, load_optimizer
+from ea_vision.engine.optimizer import build_optimizer, build_schedule, load_optimizer
 from ea_vision.engine.signals import StopRequest
 from ea_vision.engine.step_log import StepLog, memory_mib
-from ea_vision.engine.step_results import StepResult, StepResults
 
 log = logging.getLogger(__name__)
 MAX_SKIPPED = 20
@@ -67,10 +66,10 @@ class Progress:
     gates: list[dict[str, float]] = field(default_factory=list)  # of gates.csv
     starts: list[dict[str, Any]] = field(default_factory=list)  # from which update on, under which commit and hardware
 
-    def begin(self, run: dict[str, Any]) -> None:
-        """Note who makes the updates from here on: the `run` section's command, hardware, versions and commit."""
-        who = {key: run[key] for key in ("command", "hardware", "versions", "git_commit")}
-        who = copy.deepcopy(who)  # what config.yaml shares with `run` it would write as references of YAML
+    def begin(self, about: dict[str, Any]) -> None:
+        """Note who makes the updates from here on: the command, hardware, versions and commit of an `about` section."""
+        who = {key: about[key] for key in ("command", "hardware", "versions", "git_commit")}
+        who = copy.deepcopy(who)  # what config.yaml shares with `about` it would write as references of YAML
         while self.starts and self.starts[-1]["update"] > self.updates:  # made no update that is left
             self.starts.pop()
         if not self.starts or {**self.starts[-1], **who} != self.starts[-1]:
@@ -101,12 +100,18 @@ class Trainer:
         measures: what `evaluate`'s results give by `figures()`, in percent: columns of metrics.csv. The best epoch is
             that with the highest first one.
         quality: what they measure, for messages.
-        results_after: updates after which the host reads the result of one.
+        watches: whether its networks take images alone, so that their attention maps can be watched.
+        check_every: updates between looks at what they came to, on an accelerator; on a CPU, where none waits, 1.
+
+    Attributes:
+        watch: called on the first process with the network that was evaluated and the epochs and updates so far;
+            returns further columns of the epoch's row.
     """
 
     measures: ClassVar[tuple[str, ...]] = run_folder.MEASURES
     quality: ClassVar[str] = "accuracy"
-    results_after: ClassVar[int] = 4
+    check_every = 10
+    watches: ClassVar[bool] = False
     cuda_graphs = False  # whether the compiled model is replayed as CUDA graphs, where there is CUDA
 
     def __init__(self, config: TrainConfig, model: nn.Module, train_loader, eval_loader, *, num_classes: int,
@@ -116,20 +121,9 @@ class Trainer:
         self.eval_split = eval_split
         self.data_fingerprint, self.describe = data_fingerprint, describe
         self.bad_images, self.step_log = bad_images or BadImages(limit=0), step_log
-        self.after_epoch: Callable[[nn.Module, int, int], None] | None = None  # of a network, epochs and updates
+        self.watch: Callable[[nn.Module, int, int], Mapping[str, float]] = lambda *_: {}
         self.train_loader, self.eval_loader, self.num_classes = train_loader, eval_loader, num_classes
-        self.updates_per_epoch = len(train_loader) // config.grad_accum_steps
-        if self.updates_per_epoch < 1:
-            raise UsageError(f"an update needs {config.images_of_update(world.size)} training "
-                             f"images (batch_size x grad_accum_steps x processes), and the data set has fewer")
-        self.total_updates = round(config.epochs * self.updates_per_epoch)
-        self.total_epochs = math.ceil(self.total_updates / self.updates_per_epoch)  # the last may be a part
-        if self.total_updates < 1:
-            raise UsageError(f"epochs must be enough for an update, of which an epoch has {self.updates_per_epoch}, "
-                             f"got {config.epochs:g}")
-        if config.warmup_updates(self.updates_per_epoch) > self.total_updates:
-            raise UsageError(f"warmup_epochs must be at most the {config.epochs:g} epochs of the run, got "
-                             f"{config.warmup_epochs:g}; --warmup-epochs 20% is a fifth of them")
+        self._count_updates()
         if config.sync_bn and world.device.type != "cuda":
             raise UsageError(f"--sync-bn needs CUDA, got {world.device.type}")
         if config.sync_bn:
@@ -145,16 +139,38 @@ class Trainer:
             # Not with static_graph: it fails where the first backward is in no_sync, and brings nothing measurable.
             # Around the compiled model: what is compiled inside DDP's forward torch splits at the borders of its
             # buckets, so that each is averaged while backward goes on with the next (dynamo's optimize_ddp).
+            # Statistics that are averaged must be each process's own: broadcast, the first one's replace them all.
             self.net = DistributedDataParallel(self.net, [world.device.index] if world.device.type == "cuda" else None,
-                                               gradient_as_bucket_view=True)
+                                               gradient_as_bucket_view=True,
+                                               broadcast_buffers=config.ddp_bb and config.dist_bn == "broadcast")
         self.optimizer = build_optimizer(config, model, config.images_of_update(world.size))
         self.scheduler = build_schedule(config, self.optimizer, self.updates_per_epoch)
-        self.begun = hyperparameters(self.optimizer)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=config.amp == "float16")
-        self.results = StepResults()
-        self._collected = 0  # bad images were, after this update
         self.progress = Progress()
         self.last_good: Path | None = None
+        if world.device.type == "cpu" or config.on_nan == "skip":
+            self.check_every = 1
+        numbers = {"dtype": torch.float64, "device": world.device}
+        self.sums = torch.zeros(3, **numbers)  # of the epoch's losses; since the last look: stops, unreadable images
+        self.last = torch.zeros(3, **numbers)  # the latest update's number, loss and norm of the gradient
+        self.fault = torch.zeros(3, **numbers)  # the same of the first one since the last look that was not finite
+        self.unchecked: dict[int, tuple[int, float, list[torch.Tensor]]] = {}  # by update: step, rate, ids of samples
+
+    def _count_updates(self) -> None:
+        """Set the updates of an epoch and of the run; raise UsageError where there is none."""
+        config = self.config
+        self.updates_per_epoch = len(self.train_loader) // config.grad_accum_steps
+        if self.updates_per_epoch < 1:
+            raise UsageError(f"an update needs {config.images_of_update(self.world.size)} training images (batch_size "
+                             "x grad_accum_steps x processes), and an epoch has fewer")
+        self.total_updates = round(config.epochs * self.updates_per_epoch)
+        self.total_epochs = math.ceil(self.total_updates / self.updates_per_epoch)  # the last may be a part
+        if self.total_updates < 1:
+            raise UsageError(f"epochs must be enough for an update, of which an epoch has {self.updates_per_epoch}, "
+                             f"got {config.epochs:g}")
+        if config.warmup_updates(self.updates_per_epoch) > self.total_updates:
+            raise UsageError(f"warmup_epochs must be at most the {config.epochs:g} epochs of the run, got "
+                             f"{config.warmup_epochs:g}; --warmup-epochs 20% is a fifth of them")
 
     # ---- state ----------------------------------------------------------------------------------------------------
 
@@ -164,22 +180,16 @@ class Trainer:
         return self.ema.module if self.ema is not None else self.model
 
     def state(self) -> dict[str, Any] | None:
-        """All that resuming needs; None on all processes but the first."""
+        """Return the checkpoint's content on rank 0, None on other ranks."""
         random_states = self.world.gather(checkpoint.random_state(self.world.device))
         if not self.world.is_main:
             return None
         return {
-            "config": self.config.as_dict(),
-            "data_fingerprint": self.data_fingerprint,
-            "world_size": self.world.size,
-            "progress": dataclasses.asdict(self.progress),
-            "model": self.model.state_dict(),
+            "config": self.config.as_dict(), "data_fingerprint": self.data_fingerprint, "world_size": self.world.size,
+            "progress": dataclasses.asdict(self.progress), "model": self.model.state_dict(),
             "ema": self.ema.module.state_dict() if self.ema is not None else None,
-            "optimizer": self.optimizer.state_dict(),
-            "optimizer_began_as": self.begun,
-            "scheduler": self.scheduler.state_dict(),
-            "scaler": self.scaler.state_dict(),
-            "random": random_states,
+            "optimizer": self.optimizer.state_dict(), "scheduler": self.scheduler.state_dict(),
+            "scaler": self.scaler.state_dict(), "random": random_states,
         }
 
     def load(self, state: dict[str, Any], source: Path) -> None:
@@ -188,33 +198,23 @@ class Trainer:
         Raises:
             UsageError: its weights are another model's, or it lies inside an epoch of other batches.
         """
-        try:
-            saved = Progress(**state["progress"])
-        except TypeError as error:
-            raise UsageError(f"{source} is not a checkpoint of this trainer: {error}") from error
-        config, own = state["config"], self.config.images_of_update(self.world.size)
-        images = config.get("batch_size", 0) * config.get("grad_accum_steps", 1) * state["world_size"]
-        if saved.step and (images, config.get("seed")) != (own, self.config.seed):
+        saved, config, own = Progress(**state["progress"]), state["config"], self.config
+        images = config["batch_size"] * config["grad_accum_steps"] * state["world_size"]
+        if saved.step and (images, config["seed"]) != (own.images_of_update(self.world.size), own.seed):
             raise UsageError(f"{source} lies inside an epoch, so images of an update and seed must be {images} and "
-                             f"{config.get('seed')}, got {own} and {self.config.seed}")
-        check_state_fits(self.model, state["model"], str(source))
+                             f"{config['seed']}, got {own.images_of_update(self.world.size)} and {own.seed}")
         if (state["ema"] is None) != (self.ema is None):
             raise UsageError(f"{source} has {'no' if state['ema'] is None else 'the'} averaged weights of "
-                             f"--model-ema-decay, got {self.config.model_ema_decay:g}")
-        self.model.load_state_dict(state["model"])
-        if self.ema is not None:
-            check_state_fits(self.ema.module, state["ema"], str(source))
-            self.ema.module.load_state_dict(state["ema"])
-        load_optimizer(self.optimizer, state["optimizer"], state.get("optimizer_began_as"), self.config.opt,
-                       str(source))
-        try:
-            self.scaler.load_state_dict(state["scaler"])
-            if state["world_size"] == self.world.size:
-                checkpoint.set_random_state(state["random"][self.world.rank], self.world.device)
-        except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
-            raise UsageError(f"{source} is not a checkpoint of this trainer: its random or scaler state does not fit "
-                             f"({error!r})") from error
+                             f"--model-ema-decay, got {own.model_ema_decay:g}")
+        for model, weights in ((self.model, state["model"]), (self.best_model, state["ema"] or state["model"])):
+            check_state_fits(model, weights, str(source))
+            model.load_state_dict(weights)
+        load_optimizer(self.optimizer, state["optimizer"], own, str(source))
+        self.scaler.load_state_dict(state["scaler"])
+        if state["world_size"] == self.world.size:
+            checkpoint.set_random_state(state["random"][self.world.rank], self.world.device)
         self.progress = saved
+        self.sums[0] = saved.loss_sum
         self.last_good = source
         self.scheduler.step_update(max(saved.updates - 1, 0))  # the rate that the epoch's row names
 
@@ -257,10 +257,8 @@ class Trainer:
 
     @classmethod
     def text_of(cls, figures: Mapping[str, float], between: str = "  ") -> str:
-        """The measures among `figures` that are numbers, for a line of the log."""
+        """Return the measures among `figures` that are numbers, for a line of the log."""
         return between.join(f"{name} {figures[name]:.2f}%" for name in cls.measures if not math.isnan(figures[name]))
-
-    # ---- one update -----------------------------------------------------------------------------------------------
 
     def _batch_loss(self, images: torch.Tensor, targets: Any) -> torch.Tensor:
         """Return the mean loss of one batch, images (B, 3, H, W)."""
@@ -270,8 +268,10 @@ class Trainer:
         """Return what runs the model in training."""
         return model
 
+    # ---- one update -----------------------------------------------------------------------------------------------
+
     def _update(self, batches: list) -> None:
-        """Make one update from `grad_accum_steps` batches; its result goes to `self.results`.
+        """Make one update from `grad_accum_steps` batches.
 
         With `--on-nan skip` an update whose mean loss over all processes or gradient is not finite changes no weights,
         statistics, averages or state of the optimiser. It counts all the same in the schedule.
@@ -296,7 +296,9 @@ class Trainer:
         norm = self._gradient_norm()
         progress.updates += 1
         progress.step += 1
-        if skips and not (summed[0].isfinite() & norm.isfinite()).item():
+        loss, finite = summed[0] / size, summed[0].isfinite() & norm.isfinite()
+        skipped = skips and not finite.item()
+        if skipped:
             for buffer, before in buffers:
                 buffer.copy_(before)
         else:
@@ -306,38 +308,82 @@ class Trainer:
         self.scaler.update()
         if progress.step == self.updates_in(progress.epoch) and hasattr(self.optimizer, "sync_lookahead"):
             self.optimizer.sync_lookahead()  # the slow weights are those that are evaluated; here, as gradients exist
-        summed[0] /= size
-        rate, ids = self.optimizer.param_groups[0]["lr"], [ids for _, _, ids in batches]
-        self.results.add(StepResult(progress.epoch, progress.step, progress.updates, rate, ids),
-                         torch.cat([summed, norm[None]]))
+        if self.scaler.is_enabled() and self.scaler.get_scale() >= LEAST_SCALE:
+            finite = summed[0].isfinite()  # an overflow in float16 is no fault: the scaler lowers its scale
+        images = 0 if skipped else self.config.images_of_update(size)
+        progress.images += images
+        self.sums += torch.stack([loss.double() * images if images else torch.zeros_like(loss).double(),
+                                  *summed[1:].double()])
+        self.last = torch.stack([torch.full_like(total, progress.updates), loss, norm]).double()
+        self.fault = torch.where(finite | (self.fault[0] > 0), self.fault, self.last)
+        self.unchecked[progress.updates] = (progress.step, self.optimizer.param_groups[0]["lr"],
+                                            [ids for _, _, ids in batches])
 
     def _gradient_norm(self) -> torch.Tensor:
-        """The norm of the whole gradient, float32 () on the device; the gradient is clipped where that is asked for."""
-        if self.config.clip_grad:
+        """Return the norm of the whole gradient, float32 () on the device; the gradient is clipped where that is asked
+        for."""
+        if self.config.clip_grad and self.config.clip_mode == "norm":
             norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_grad)
         else:
             norm = nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+            if self.config.clip_mode == "agc":
+                adaptive_clip_grad(self.model.parameters(), self.config.clip_grad)
         return norm.float()
 
-    def fault_of(self, result: StepResult) -> NonFiniteLoss | None:
-        """Return the error for a result that is not finite. An overflow in float16 is none: the scaler expects it, and
-        lowers its scale, unless that is below `LEAST_SCALE` and the gradient is still not finite."""
-        if not math.isfinite(result.loss):
-            return NonFiniteLoss(f"the loss of {result.name} is {result.loss}")
-        if math.isfinite(result.norm) or self.scaler.is_enabled() and self.scaler.get_scale() >= LEAST_SCALE:
-            return None
-        return NonFiniteLoss(f"the norm of the gradient of {result.name} is {result.norm}")
+    # ---- what updates came to -------------------------------------------------------------------------------------
 
-    def _check_weights(self, result: StepResult) -> None:
-        """Raise NonFiniteLoss, on every process, for weights and buffers (batch statistics) no checkpoint should hold,
-        after the update of `result`: steps and statistics can overflow where losses and gradients do not."""
+    def check(self) -> bool:
+        """Read what the updates since the last look came to; return whether a process was asked to stop. All processes
+        must call this after the same update.
+
+        Raises:
+            NonFiniteLoss: a loss or gradient was not finite, and may not be left out.
+            RunError: more images than are allowed cannot be read.
+        """
+        loss_sum, stops, unreadable, *fault = torch.cat([self.sums, self.fault]).tolist()
+        self.progress.loss_sum = loss_sum
+        self.sums[1:], self.fault = 0, torch.zeros_like(self.fault)
+        unchecked, self.unchecked = self.unchecked, {}
+        if unreadable:
+            self.bad_images.collect(self.world, self.folder)
+        if fault[0]:
+            self._report(fault, *unchecked[int(fault[0])])
+        return stops > 0
+
+    def _report(self, fault: list[float], step: int, rate: float, ids: list[torch.Tensor]) -> None:
+        """Write which samples every process had in an update whose loss or gradient was not finite, and raise
+        NonFiniteLoss unless it was left out."""
+        progress, (_, loss, norm) = self.progress, fault
+        what, value = ("the loss", loss) if not math.isfinite(loss) else ("the norm of the gradient", norm)
+        error = NonFiniteLoss(f"{what} of update {step} of epoch {progress.epoch + 1} is {value}")
+        self._write_report(error, step, rate, ids)
+        if self.config.on_nan != "skip" or progress.skipped >= MAX_SKIPPED:
+            raise error
+        progress.skipped += 1
+        log.warning("%s: left out; its samples are in %s", error, error.report)
+
+    def _write_report(self, error: NonFiniteLoss, step: int, rate: float, ids: list[torch.Tensor]) -> None:
+        everywhere = self.world.gather([i for batch_ids in ids for i in batch_ids.tolist()])
+        epoch = self.progress.epoch + 1
+        error.report = self.folder / f"nonfinite-epoch{epoch:03d}-update{step:05d}.json"
+        if self.world.is_main:
+            write_json(error.report, {
+                "error": str(error), "epoch": epoch, "update": step, "lr": rate,
+                "last_good_checkpoint": str(self.last_good), "sample_ids": everywhere,
+                "samples": [[self.describe(i) for i in of_rank] for of_rank in everywhere]})
+        self.world.barrier()  # nobody leaves, and has the others ended, before the report is written
+
+    def _check_weights(self, latest: tuple[int, float, list[torch.Tensor]]) -> None:
+        """Raise NonFiniteLoss, on every process, for weights and buffers (batch statistics) no checkpoint should hold:
+        steps and statistics can overflow where losses and gradients do not. `latest`: of the latest update."""
         spoilt = non_finite(self.model.state_dict())
         if self.ema is not None:
             spoilt += [f"averaged {name}" for name in non_finite(self.ema.module.state_dict())]
         everywhere = [name for of_rank in self.world.gather(spoilt) for name in of_rank]  # statistics differ by rank
         if everywhere:
-            error = NonFiniteLoss(f"a weight is not finite after {result.name}: {everywhere[0]}")
-            self._report_non_finite(error, result)
+            error = NonFiniteLoss(f"a weight is not finite after update {latest[0]} of epoch "
+                                  f"{self.progress.epoch + 1}: {everywhere[0]}")
+            self._write_report(error, *latest)
             raise error
 
     # ---- epochs ---------------------------------------------------------------------------------------------------
@@ -350,132 +396,117 @@ class Trainer:
         """Make the updates of the current epoch that are still to make."""
         config, progress = self.config, self.progress
         self.net.train()
+        for module in self.model.modules():  # what is frozen keeps its statistics, too
+            if not any(p.requires_grad for p in module.parameters()) and any(True for _ in module.parameters()):
+                module.eval()
         self._logged = (progress.images, progress.seconds, progress.data_seconds)
-        accum = config.grad_accum_steps
-        source = self.train_loader.batches(progress.epoch, progress.step * accum)
+        source = self.train_loader.batches(progress.epoch, progress.step * config.grad_accum_steps)
         updates = self.updates_in(progress.epoch)
         bar = tqdm(total=updates, initial=progress.step, desc=f"epoch {progress.epoch + 1}", leave=False,
                    disable=None if self.world.is_main else True, unit="step")
         with bar, closing(source):  # ends the loader's processes and threads, whatever happens
             while progress.step < updates:
                 start = time.perf_counter()
-                batches = [next(source) for _ in range(accum)]
+                batches = [next(source) for _ in range(config.grad_accum_steps)]
                 progress.data_seconds += time.perf_counter() - start
                 self._update(batches)
+                latest = self.unchecked[progress.updates]
                 done = progress.step == updates
-                due = config.checkpoint_steps and progress.step % config.checkpoint_steps == 0
-                logged = self._log_is_due()
+                due = bool(config.checkpoint_steps) and progress.step % config.checkpoint_steps == 0
+                logged = bool(config.log_steps) and (done or progress.step % config.log_steps == 0)
                 stop = self.world.size == 1 and self.stop.signal is not None  # else all processes hear of it together
-                results = self.results.collect(0 if stop or done or due or logged else self.results_after)
-                if any(result.stop for result in results):
-                    stop, results = True, results + self.results.collect()
-                for result in results:
-                    self._take_in(result)
+                if stop or done or due or logged or progress.step % self.check_every == 0:
+                    stop = self.check() or stop
+                    bar.set_postfix(loss=f"{self.last[1].item():.3f}", refresh=False)
                 if stop or done or due:
-                    self._check_weights(results[-1])
+                    self._check_weights(latest)
                 progress.seconds += time.perf_counter() - start
-                if results:
-                    bar.set_postfix(loss=f"{results[-1].loss:.3f}", refresh=False)
                 bar.update()
-                if logged:
-                    self._log_step(results[-1].loss)
+                if logged and self.step_log is not None:
+                    self._log_step()
                 if stop:
                     self._leave()
                 if due and not done:
                     self.save()
 
-    def _take_in(self, result: StepResult) -> None:
-        """Add an update to the epoch's figures. All processes do so after the same update.
-
-        Raises:
-            NonFiniteLoss: its loss or gradient is not finite, and it may not be left out.
-        """
-        progress = self.progress
-        if result.unreadable and result.updates > self._collected:
-            self.bad_images.collect(self.world, self.folder)
-            self._collected = progress.updates  # those under way have told of the same images
-        fault = self.fault_of(result)
-        if fault is None:
-            images = self.config.images_of_update(self.world.size)
-            progress.loss_sum += result.loss * images
-            progress.images += images
-            return
-        self._report_non_finite(fault, result)
-        if self.config.on_nan != "skip" or progress.skipped >= MAX_SKIPPED:
-            raise fault
-        progress.skipped += 1
-        log.warning("%s: left out; its samples are in %s", fault, fault.report)
-
-    def _log_is_due(self) -> bool:
-        """Whether the step log has a row here, on every process: every so many updates, and at the end of an epoch."""
-        config, step = self.config, self.progress.step
-        if not config.logs_steps:
-            return False
-        return step == self.updates_in(self.progress.epoch) or bool(config.log_steps) and step % config.log_steps == 0
-
-    def _log_step(self, loss: float) -> None:
+    def _log_step(self) -> None:
         """Add a row to the step log."""
         progress = self.progress
-        if self.step_log is None:
-            return
         then, self._logged = self._logged, (progress.images, progress.seconds, progress.data_seconds)
         images, seconds, waiting = (now - before for now, before in zip(self._logged, then, strict=True))
+        left = (self.total_updates - progress.updates) * progress.seconds / progress.step
         self.step_log.add({
             "step": progress.updates, "epoch": progress.epoch + progress.step / self.updates_per_epoch,
-            "lr": self.optimizer.param_groups[0]["lr"], "train_loss": loss, "images_per_s": images / seconds,
-            "data_wait_percent": 100 * waiting / seconds, "memory_mib": memory_mib(self.world.device)})
+            "lr": self.optimizer.param_groups[0]["lr"], "train_loss": self.last[1].item(),
+            "images_per_s": images / seconds, "data_wait_percent": 100 * waiting / seconds,
+            "memory_mib": memory_mib(self.world.device)}, left)
 
     def finish_epoch(self) -> None:
         """Evaluate where that is due, add the epoch's row, save."""
-        progress = self.progress
-        number = progress.epoch + 1
+        progress, start = self.progress, time.perf_counter()
+        number, trained = progress.epoch + 1, progress.seconds
         if not progress.images:
             raise RunError(f"all {progress.step} updates of epoch {number} were left out, for a loss or gradient that "
                            f"is not finite (--on-nan skip): nothing was learnt; last good checkpoint: {self.last_good}")
-        figures = dict.fromkeys(self.measures, math.nan)
-        start = time.perf_counter()
-        if self.world.size > 1:  # batch statistics are each process's own until here
-            distribute_bn(self.best_model, self.world.size, reduce=self.config.dist_bn == "reduce")
-        if number % self.config.eval_epochs == 0 or number == self.total_epochs:
-            net = self.ema.module if self.ema is not None else self.eval_net
-            result = self.evaluate(net, self.eval_loader, self.num_classes, self.world, self.config,
-                                should_stop=self._stop_wanted)
-            if result is None:
-                self._leave()
-            figures = result.figures()
+        figures = self._evaluated(number)
         self.bad_images.collect(self.world, self.folder)
-        trained = progress.seconds
-        seconds = trained + time.perf_counter() - start
-        progress.epoch = number
         row = {
-            "epoch": progress.epoch, "step": progress.updates, "lr": self.optimizer.param_groups[0]["lr"],
+            "epoch": number, "step": progress.updates, "lr": self.optimizer.param_groups[0]["lr"],
             "train_loss": progress.loss_sum / progress.images, **figures,
-            "images_per_s": progress.images / trained, "seconds": seconds,
+            "images_per_s": progress.images / trained, "seconds": trained + time.perf_counter() - start,
         }
-        row = {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in row.items()}
-        progress.rows.append(row)
-        gates = {name: float(f"{value:.6g}") for name, value in gate_values(self.best_model).items()}
-        if gates:
-            progress.gates.append({"epoch": number, "step": progress.updates, **gates})
+        if self.world.is_main:
+            row |= self.watch(self.ema.module if self.ema is not None else self.eval_net, number, progress.updates)
+        progress.epoch = number
+        progress.rows.append({k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in row.items()})
+        row, gates = progress.rows[-1], self._note_gates()
         measured = figures[self.measures[0]]
         best = measured > progress.best_top1
         if best:
             progress.best_top1, progress.best_epoch = measured, number
         progress.begin_epoch()
+        self.sums.zero_()
         every = self.config.snapshot_epochs
         self.save(best, snapshot=every > 0 and number % every == 0)
         if self.step_log is not None:
             self.step_log.add_epoch({**row, **gates})
-        if self.after_epoch is not None:
-            self.after_epoch(self.ema.module if self.ema is not None else self.eval_net, number, progress.updates)
-        accuracy = "not evaluated" if math.isnan(measured) else self.text_of(figures)
-        accuracy += " of the training images" if self.eval_split == "train" else ""
-        log.info("epoch %d/%d  loss %.4f  %s  lr %.5f  %.0f images/s  %.1f s%s", number, self.total_epochs,
-                 row["train_loss"], accuracy, row["lr"], row["images_per_s"], row["seconds"], "  best" if best else "")
+        self._log_epoch(row, best)
+
+    def _evaluated(self, number: int) -> dict[str, float]:
+        """Return eval_loss and the measures after so many epochs, nan where --eval-epochs leaves them out."""
+        if self.world.size > 1:  # batch statistics are each process's own until here
+            distribute_bn(self.best_model, self.world.size, reduce=self.config.dist_bn == "reduce")
+        if number % self.config.eval_epochs and number != self.total_epochs:
+            return dict.fromkeys(("eval_loss", *self.measures), math.nan)
+        net = self.ema.module if self.ema is not None else self.eval_net
+        result = self.evaluate(net, self.eval_loader, self.num_classes, self.world, self.config,
+                               should_stop=self._stop_wanted)
+        if result is None:
+            self._leave()
+        return {"eval_loss": getattr(result, "loss", math.nan), **result.figures()}
+
+    def _note_gates(self) -> dict[str, float]:
+        """Add the row of learnable gates, where there are some, and log them; return the gates."""
+        gates = {name: float(f"{value:.6g}") for name, value in gate_values(self.best_model).items()}
         if gates:
+            self.progress.gates.append({"epoch": self.progress.epoch, "step": self.progress.updates, **gates})
             log.info("gates: %s", "  ".join(
                 f"{name} {min(values):.3f} to {max(values):.3f}, mean {sum(values) / len(values):.3f}"
                 for name, values in by_gate(gates).items()))
+        return gates
+
+    def _log_epoch(self, row: Mapping[str, float], best: bool) -> None:
+        """Say in a line what an epoch came to."""
+        progress, first = self.progress, self.measures[0]
+        accuracy = "not evaluated" if math.isnan(row[first]) else self.text_of(row)
+        accuracy += " of the training images" if self.eval_split == "train" else ""
+        seconds = sum(other["seconds"] for other in progress.rows) / len(progress.rows)
+        left = seconds * (self.total_epochs - progress.epoch)
+        ends = "  best" if best else f"  best {progress.best_top1:.2f}%, epoch {progress.best_epoch}" \
+            if progress.best_epoch else ""
+        log.info("epoch %d/%d  loss %.4f  %s  lr %.5f  %.0f images/s  %.1f s%s%s", row["epoch"], self.total_epochs,
+                 row["train_loss"], accuracy, row["lr"], row["images_per_s"], row["seconds"], ends,
+                 f"  {duration(left)} left" if left else "")
 
     def fit(self) -> None:
         """Train until `config.epochs` epochs are complete.
@@ -505,10 +536,8 @@ class Trainer:
                 raise RunError(f"{str(error).strip()} The system kills processes when main memory runs out, fewer "
                                f"--workers need less; last good checkpoint: {self.last_good}") from error
 
-    # ---- trouble --------------------------------------------------------------------------------------------------
-
     def _stop_wanted(self) -> bool:
-        """Whether any process was asked to stop; all processes must ask together."""
+        """Return whether any process was asked to stop; all processes must ask together."""
         wanted = torch.tensor(float(self.stop.signal is not None), device=self.world.device)
         return self.world.sum(wanted).item() > 0
 
@@ -518,14 +547,3 @@ class Trainer:
         number = self.stop.signal or 15
         raise RunError(f"stopped by signal {number} after update {self.progress.step} of epoch "
                        f"{self.progress.epoch + 1}; saved {self.last_good}", 128 + number)
-
-    def _report_non_finite(self, error: NonFiniteLoss, result: StepResult) -> None:
-        """Write which samples every process had in an update."""
-        ids = self.world.gather([i for batch_ids in result.ids for i in batch_ids.tolist()])
-        error.report = self.folder / f"nonfinite-epoch{result.epoch + 1:03d}-update{result.step:05d}.json"
-        if self.world.is_main:
-            write_json(error.report, {
-                "error": str(error), "epoch": result.epoch + 1, "update": result.step, "lr": result.lr,
-                "last_good_checkpoint": str(self.last_good), "sample_ids": ids,
-                "samples": [[self.describe(i) for i in of_rank] for of_rank in ids]})
-        self.world.barrier()  # nobody leaves, and has the others ended, before the report is written

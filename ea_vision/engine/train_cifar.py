@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -12,9 +13,10 @@ from ea_vision.data.augment import PADDING_MODES, Augmentation
 from ea_vision.data.on_device import EvalLoader, TrainLoader
 from ea_vision.data.on_disk import on_disk
 from ea_vision.data.small_images import DATASETS, Images, cache_folder, hold_out, load_dataset
-from ea_vision.engine import run
+from ea_vision.engine import command
 from ea_vision.engine.classification import ClassificationConfig, ClassificationTrainer
 from ea_vision.engine.config import AUGMENT, DATA, EVALUATION, option, setting
+from ea_vision.engine.data_module import DataModule, class_folders_in
 
 DESCRIPTION = __doc__
 EXAMPLES = """\
@@ -33,8 +35,8 @@ EXAMPLES = """\
 class CifarConfig(ClassificationConfig):
     """The options of this trainer."""
 
-    dataset: str = option("digits", "digits (scikit-learn's), cifar10, cifar100 (torchvision's files), folder", DATA,
-                          choices=DATASETS)
+    dataset: str = option("auto", "digits (scikit-learn's), cifar10, cifar100 (torchvision's files), folder; auto: "
+                                  "folder where data_dir names one, else digits", DATA, choices=("auto", *DATASETS))
     loader: str = setting("device", "where decoded images are kept; device: in its memory; ffcv: in FFCV files in "
                                     "cache_dir, for more images than fit", DATA, choices=("device", "ffcv"))
     cache_dir: str = setting("", "where decoded images are kept; empty: $XDG_CACHE_HOME/ea_vision; none: keep nothing",
@@ -56,21 +58,29 @@ class CifarConfig(ClassificationConfig):
 
     def __post_init__(self):
         super().__post_init__()
+        if self.dataset == "auto":
+            self.dataset = "folder" if self.data_dir else "digits"
+        if self.dataset == "digits" and self.data_dir:
+            raise UsageError(f"digits are scikit-learn's: data_dir must be empty, got {self.data_dir} (--dataset "
+                             "folder reads it)")
         if self.crop_padding_mode == "reflect" and self.crop_padding >= self.img_size:
             raise UsageError(f"crop_padding must be less than img_size ({self.img_size}) to be reflected, got "
                              f"{self.crop_padding}")
 
 
-class SmallImages(run.DataModule):
+class SmallImages(DataModule):
     """Images that fit in memory, decoded once."""
 
     description, examples, options, trainer = DESCRIPTION, EXAMPLES, CifarConfig, ClassificationTrainer
 
     def __init__(self, config: CifarConfig, world: World, training: bool):
         super().__init__(config, world, training)
-        with world.main_first():
-            data = load_dataset(config.dataset, config.data_dir, config.cache_dir, config.img_size, config.download,
-                                config.workers, config.exif_rotation)
+        try:
+            with world.main_first():
+                data = load_dataset(config.dataset, config.data_dir, config.cache_dir, config.img_size, config.download,
+                                    config.workers, config.exif_rotation)
+        except UsageError as error:
+            raise UsageError(f"{error}{class_folders_in(Path(config.data_dir)) if config.data_dir else ''}") from error
         self.classes, self.fingerprint = data.classes, data.fingerprint()
         self.same_images = torch.equal(data.train.images, data.test.images)
         if self.same_images and config.holdout:
@@ -124,4 +134,4 @@ class SmallImages(run.DataModule):
 
 
 def main(argv: list[str] | None = None) -> int:
-    return run.main(SmallImages, argv)
+    return command.main(SmallImages, argv)

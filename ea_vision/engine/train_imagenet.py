@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,9 +34,10 @@ from ea_vision.data.imagenet import (
 from ea_vision.data.rand_augment import RandAugment
 from ea_vision.data.splits import find_split, places_of
 from ea_vision.data.threads import FileTrainLoader
-from ea_vision.engine import run
+from ea_vision.engine import command
 from ea_vision.engine.classification import ClassificationConfig, ClassificationTrainer
 from ea_vision.engine.config import AUGMENT, DATA, EVALUATION, KEPT, MODEL, RUN, option, setting
+from ea_vision.engine.data_module import DataModule, class_folders_in
 
 DESCRIPTION = __doc__
 EXAMPLES = """\
@@ -60,8 +62,8 @@ class ImageNetConfig(ClassificationConfig):
     recipe: str = setting("imagenet", "recipe: a name in ea_vision/recipes, a YAML file, or none", RUN)
     data_dir: str = setting("", "folder with train and val, each a folder or .tar of class/name.jpg", DATA)
     output: str = setting("", "run folder; empty: runs/imagenet-MODEL", RUN)
-    workers: int = setting(8, "processes (threads for FFCV) that decode images, per training process; 0: in this one",
-                           DATA, minimum=0, maximum=MOST_WORKERS)
+    workers: int = setting(min(8, len(os.sched_getaffinity(0))), "processes (threads for FFCV) that decode images, per "
+                           "training process; 0: in this one", DATA, minimum=0, maximum=MOST_WORKERS)
     decoder: str = option("processes", "what decodes the training images of --data-dir; processes: Pillow, with "
                                        "timm's transforms; threads: torchvision in this process, JPEG about twice as "
                                        "fast, the rest on the device as for FFCV", DATA,
@@ -84,9 +86,10 @@ class ImageNetConfig(ClassificationConfig):
     img_size: int = option(224, "side of the training images in pixels; of those to evaluate on, unless "
                                 "eval_img_size says otherwise", DATA, minimum=8)
     first_img_size: int = option(0, "side of the training images at first, from which they grow to img_size; 0: one "
-                                    "size", AUGMENT, minimum=0)
+                                    "size", AUGMENT, minimum=0, goes_with="grow_epochs")
     grow_epochs: list[float] = option([], "the epochs up to which they have first_img_size and from which on "
-                                          "img_size, counted from 0; between them multiples of 32 pixels", AUGMENT)
+                                          "img_size, counted from 0; between them multiples of 32 pixels", AUGMENT,
+                                          goes_with="first_img_size")
     eval_img_size: int = option(0, "evaluation: side in pixels of the middle that is cut out; 0: img_size", EVALUATION,
                                 minimum=0)
     eval_resize: int = option(256, "evaluation: the short side in pixels, before the middle is cut out", EVALUATION,
@@ -115,9 +118,6 @@ class ImageNetConfig(ClassificationConfig):
             given = "train_beton" if self.train_beton else "dataset" if self.dataset else "color_jitter"
             raise UsageError(f"decoder threads reads files of --data-dir and has no colour jitter, got {given} "
                              f"{getattr(self, given)!r}")
-        if bool(self.first_img_size) != bool(self.grow_epochs):
-            raise UsageError(f"first_img_size and grow_epochs go together, got {self.first_img_size} and "
-                             f"{self.grow_epochs}")
         if self.first_img_size and not 8 <= self.first_img_size <= self.img_size:
             raise UsageError(f"first_img_size must be 8 to img_size ({self.img_size}), got {self.first_img_size}")
         if self.grow_epochs and not (len(self.grow_epochs) == 2 and 0 <= self.grow_epochs[0] <= self.grow_epochs[1]):
@@ -152,7 +152,7 @@ class GrowingTrainer(ClassificationTrainer):
         super().finish_epoch()
 
 
-class ClassFolders(run.DataModule):
+class ClassFolders(DataModule):
     """Images in class folders, tars or FFCV files, read as they are needed."""
 
     description, examples, options, trainer = DESCRIPTION, EXAMPLES, ImageNetConfig, GrowingTrainer
@@ -186,8 +186,8 @@ class ClassFolders(run.DataModule):
     def default_output(config: ImageNetConfig) -> str:
         return f"runs/imagenet-{config.model}"
 
-    def trained_on(self, run: dict[str, Any]) -> bool:
-        return same_place(run.get("train_data"), self.evaluated.name)
+    def trained_on(self, about: dict[str, Any]) -> bool:
+        return same_place(about.get("train_data"), self.evaluated.name)
 
     def _open(self, split: str):
         """The images of "train" or "validation": an FFCV file where one is given, else what --data-dir holds."""
@@ -218,7 +218,8 @@ class ClassFolders(run.DataModule):
         if self.same_images and not self.config.eval_on_train and self.about.get("train_data") == str(Path(root)):
             raise UsageError(f"{root} has neither training images nor others to evaluate on: looked for "
                              f"{places_of(Path(root), 'train')}, for {places_of(Path(root), 'validation')}; "
-                             "--eval-on-train takes the folder itself for both")
+                             "--eval-on-train takes the folder itself for both"
+                             f"{class_folders_in(Path(root))}")
         super().check()
 
     def train_loader(self, **keywords) -> ImageTrainLoader | FileTrainLoader | BetonTrainLoader:
@@ -311,4 +312,4 @@ def check_same_classes(train, evaluated) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    return run.main(ClassFolders, argv)
+    return command.main(ClassFolders, argv)

@@ -159,10 +159,9 @@ def load_model(target: str, *, random: bool = False, img_size: tuple[int, int] |
             epoch = None if random else _load_file(model, path)
             label += " (untrained)" if random else f", {path.stem}" if epoch is None else f", epoch {epoch}"
         if detects:
-            run_folder.read_config(folder, "classes", "category_ids")
             check_class_names(folder, run, model)
             return _detector(model.eval().to(device), run, label, img_size, epoch, trained)
-        of_run = _preprocessing_of(config)
+        of_run = _preprocessing_of(config) | {key: tuple(run[key]) for key in ("mean", "std") if key in run}
     else:
         check_model_name(target, "or run folder ")
         if not random and timm.models.is_model_pretrained(target):
@@ -279,7 +278,6 @@ def _load_file(model: nn.Module, path: Path) -> int | None:
         return int(epoch) if epoch and epoch.isdecimal() else None
     try:
         state = checkpoint.read_checkpoint(path)
-        checkpoint.check_complete(state, path, "model", "ema", "progress")
     except checkpoint.DamagedCheckpoint as error:
         raise UsageError(str(error)) from error
     weights = state["ema"] or state["model"]

@@ -97,7 +97,7 @@ def test_signal_to_one_process_stops_all_and_the_run_continues(data, tmp_path):
     codes = run_world(2, arguments(data, broken, *more), log, SignalAfterUpdate(signal.SIGTERM, 3, rank=1))
     assert codes == [128 + signal.SIGTERM] * 2
     saved = checkpoint.read_checkpoint(broken / checkpoint.LAST)["progress"]["updates"]
-    assert saved == 4, "all hear of it some updates later, or here, where the checkpoint of update 4 is due"
+    assert saved == 3, "all hear of it in the same update"
     assert run_world(2, arguments(data, broken, *more), log) == [0, 0], log.read_text()
     same_result(broken, whole)
 
@@ -178,3 +178,31 @@ def test_torchrun(data, tmp_path):
     assert train_cifar.main(["--evaluate", str(folder), "--output", str(tmp_path / "evaluation")]) == 0
     numbers = json.loads((tmp_path / "evaluation" / "evaluation.json").read_text())
     assert numbers["images"] == 13 and numbers["top1"] == pytest.approx(results["test_best"]["top1"], abs=1e-3)
+
+
+class RankStatistics:
+    """Write each process's own statistics of BatchNorm just before they become one."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __call__(self):
+        distribute = train.distribute_bn
+
+        def watched(model, *given, **more):
+            torch.save(model.bn1.running_mean.clone(), self.folder / f"rank{os.environ['RANK']}.pt")
+            distribute(model, *given, **more)
+
+        train.distribute_bn = watched
+
+
+@pytest.mark.parametrize("how", ["reduce", "broadcast"])
+def test_statistics_of_unlike_shards(data, tmp_path, how):
+    """reduce: the mean of what each process has seen; broadcast: the first one's."""
+    folder, log = tmp_path / "run", tmp_path / "log"
+    argv = arguments(data, folder, "--batch-size", "4", "--epochs", "1", "--dist-bn", how)
+    assert run_world(2, argv, log, RankStatistics(tmp_path)) == [0, 0], log.read_text()
+    first, second = (torch.load(tmp_path / f"rank{rank}.pt") for rank in (0, 1))
+    saved = checkpoint.read_checkpoint(folder / checkpoint.LAST)["model"]["bn1.running_mean"]
+    assert not torch.allclose(first, second, atol=1e-4), "or this does not test what it says"
+    torch.testing.assert_close(saved, (first + second) / 2 if how == "reduce" else first)

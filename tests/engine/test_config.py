@@ -59,17 +59,21 @@ def test_the_papers_recipe():
     (["--epochs", "0"], "epochs must be above 0, got 0"),
     (["--batch-size", "1.5"], "batch_size must be of type int"),
     (["--lr", "nan"], "lr must be a number"),
-    (["--dataset", "cifar"], "dataset must be one of digits, cifar10, cifar100, folder, got 'cifar'"),
+    (["--dataset", "cifar"], "dataset must be one of auto, digits, cifar10, cifar100, folder, got 'cifar'"),
     (["--lr", "0.1", "--min-lr", "0.2"], "min_lr must be at most lr"),
     (["--sched", "cosine", "--cycle-epochs", "2"], "warmup_epochs must be 0"),
     (["--model-kwargs", "alpha"], "key=value"),
     (["--lr"], "expected one argument"),
     (["stray"], "unknown argument 'stray'"),
+    (["--input-size", "3"], "unknown argument '--input-size': images are squares of --img-size pixels"),
+    (["--dataset", "digits", "--data-dir", "photos"], "data_dir must be empty, got photos (--dataset folder reads it)"),
+    (["--clip-mode", "agc"], "clip_mode goes with clip_grad, got agc without it"),
+    (["--checkpoint-hist", "3"], "checkpoint_hist goes with snapshot_epochs, got 3 without it"),
     (["--warmup-epochs", "120%"], "warmup_epochs must be at least 0 and at most 100%, got 120%"),
     (["--warmup-epochs", "long"], "warmup_epochs must be a number or a percentage, got 'long'"),
 ])
 def test_bad_options_are_named(argv, message):
-    with pytest.raises(UsageError, match=message.replace("(", r"\(")):
+    with pytest.raises(UsageError, match=re.escape(message)):
         parsed(*argv)
 
 
@@ -89,12 +93,12 @@ def test_bad_recipes_are_named(tmp_path, text, message):
 def test_a_runs_config_is_a_recipe(tmp_path):
     config, _ = parsed("--lr", "0.07", "--decay-milestones", "3", "5", "--output", "somewhere")
     path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump({**config.as_dict(), "run": {"seconds": 3}}))
+    path.write_text(yaml.safe_dump({**config.as_dict(), "about": {"seconds": 3}}))
     again, _ = parsed("--recipe", str(path))
     assert {k: v for k, v in again.as_dict().items() if k not in ("recipe", "output")} \
         == {k: v for k, v in config.as_dict().items() if k not in ("recipe", "output")}
     assert again.output == "", "the place of the old run is not taken over"
-    assert "run" not in load_recipe(str(path))
+    assert "about" not in load_recipe(str(path))
 
 
 def test_a_recipe_says_what_differs_from_its_base(tmp_path):
@@ -150,6 +154,12 @@ def test_options_of_a_trainer_come_on_top():
 
     with pytest.raises(UsageError, match="crop must be at least 1"):
         resolve(Config, {"crop": 0})
+
+
+def test_a_folder_that_is_given_is_read():
+    """--data-dir without --dataset is a folder of images, and never ignored."""
+    assert parsed("--data-dir", "photos")[0].dataset == "folder" and parsed()[0].dataset == "digits"
+    assert parsed("--data-dir", "d", "--dataset", "cifar10")[0].dataset == "cifar10"
 
 
 def test_amp_alone_is_bfloat16():

@@ -21,8 +21,8 @@ from ea_vision.base.errors import UsageError, exit_code
 from ea_vision.base.networks import create_classifier
 from ea_vision.base.processes import MOST_WORKERS, World
 from ea_vision.engine import checkpoint, run_folder, train_cifar, train_imagenet
+from ea_vision.engine.command import enable_checkpointing
 from ea_vision.engine.evaluate import NonFiniteLoss, evaluate
-from ea_vision.engine.run import enable_checkpointing
 from ea_vision.engine.train import Trainer
 from tests.data.photos import make_photos
 from tests.engine.runner import SignalAfterUpdate, arguments, make_folder, run
@@ -219,7 +219,7 @@ def test_what_was_refused_leaves_nothing_in_the_way_of_the_corrected_command(dat
 
 
 def test_large_seeds_are_taken_as_they_are():
-    config, _ = train_cifar.run.resolve(train_cifar.CifarConfig, {"seed": str(2**63 - 1)})
+    config, _ = train_cifar.command.resolve(train_cifar.CifarConfig, {"seed": str(2**63 - 1)})
     assert config.seed == 2**63 - 1, "not rounded to a float"
 
 
@@ -388,7 +388,7 @@ def test_an_evaluation_that_fails_ends_a_run(data, tmp_path):
 
 def test_a_config_of_a_model_that_refuses(old_run, capsys):
     config = yaml.safe_load((old_run / "config.yaml").read_text())
-    config["run"]["model_kwargs"]["depht"] = 3
+    config["about"]["model_kwargs"]["depht"] = 3
     (old_run / "config.yaml").write_text(yaml.safe_dump(config))
     error = error_of(train_cifar.main, ["--evaluate", str(old_run)], capsys)
     assert error.startswith(f"run {old_run}: model ea_conv_transformer_cifar refuses ") and "'depht'" in error
@@ -407,43 +407,31 @@ def spoil(state, key, value=None):
 
 
 @pytest.mark.parametrize("key, value, message", [
-    ("progress", None, "has no valid checkpoint"),
-    ("progress", [], "has no valid checkpoint"),
-    ("progress.updates", None, "has no valid checkpoint"),
-    ("progress.updates", "55", "has no valid checkpoint"),
-    ("progress.surprise", 3, "is not a checkpoint of this trainer: "),
-    ("config", None, "is not a checkpoint of this trainer: config has nothing"),
-    ("config", [], "is not a checkpoint of this trainer: config has list"),
     ("model", {}, "do not fit the model: "),
-    ("model", {"a": 3}, "is not a checkpoint of this trainer: model must hold tensors only"),
-    ("model", "x", "is not a checkpoint of this trainer: model has str"),
-    ("optimizer", {}, "does not fit sgd: "),
     ("optimizer", {"state": {}, "param_groups": []}, "does not fit sgd: "),
-    ("data_fingerprint", 3, "is not a checkpoint of this trainer: data_fingerprint has int"),
     ("data_fingerprint", "0" * 64, "was trained on other data: fingerprint 000000000000, got "),
-    ("world_size", None, "is not a checkpoint of this trainer: world_size has nothing"),
-    ("random", [], "is not a checkpoint of this trainer: its random or scaler state does not fit "),
-    ("random", [{}], "is not a checkpoint of this trainer: its random or scaler state does not fit "),
-    ("scaler", None, "is not a checkpoint of this trainer: scaler has nothing"),
     ("ema", {}, "has the averaged weights of --model-ema-decay, got 0"),
 ])
-def test_checkpoints_that_are_whole_and_wrong(old_run, capsys, key, value, message):
-    """Their checksum is right: what is refused is the content, in one line, and the file stays as it is."""
-    path = old_run / "last.ckpt"
-    state = checkpoint.read_checkpoint(path)
-    spoil(state, key, value)
-    path.write_bytes(checkpoint.encode(state))
+def test_checkpoints_of_another_run(old_run, capsys, key, value, message):
+    """What is refused is the content, in one line, and the file stays as it is."""
+    path, other = old_run / "last.ckpt", Path(f"{old_run}2")
+    path.write_bytes(checkpoint.encode({**checkpoint.read_checkpoint(path), key: value}))
     before = path.read_bytes()
-    other = Path(f"{old_run}2")
-    named = error_of(train_cifar.main, [*resume(old_run), "--resume", str(path), "--output", str(other)], capsys)
-    assert str(path) in named
-    if message == "has no valid checkpoint":
-        assert "is not a checkpoint of this trainer" in named
-    else:
-        assert message in named
-        error = error_of(train_cifar.main, resume(old_run), capsys)
+    for more in ([], ["--resume", str(path), "--output", str(other)]):
+        error = error_of(train_cifar.main, [*resume(old_run), *more], capsys)
         assert str(path) in error and message in error
     assert path.read_bytes() == before and not other.exists()
+
+
+def test_a_run_folder_of_another_format_is_one_line(old_run, capsys):
+    """As release 0.3 wrote them, and what is no config.yaml at all."""
+    path = old_run / "config.yaml"
+    for content in (path.read_text().replace("about:", "run:"), path.read_text().replace("format: 1", "format: 7"),
+                    "", "[]", "a: ["):
+        path.write_text(content)
+        for argv in (["--evaluate", str(old_run)], ["--learning-curves", str(old_run), "--output", "c.png"]):
+            error = error_of(train_cifar.main, argv, capsys)
+            assert error.startswith((f"{old_run} must be a run folder of format 1, got ", f"{path} is not the config"))
 
 
 def read_only(monkeypatch):
@@ -482,10 +470,10 @@ def test_survivors_stay_as_they_were(old_run, tmp_path, capsys):
     torch.save({"model": timm.create_model("test_resnet").state_dict()}, path)
     out = str(tmp_path / "other")
     error = error_of(train_cifar.main, [*resume(old_run), "--resume", str(path), "--output", out], capsys)
-    assert error.startswith(f"{path} cannot be read as a checkpoint: ")
+    assert error.startswith(f"{path} is not a checkpoint of this trainer: its format must be ")
     shutil.copy(old_run / "model.safetensors", path)
     error = error_of(train_cifar.main, [*resume(old_run), "--resume", str(path), "--output", out], capsys)
-    assert error == f"{path} is not a checkpoint of this trainer"
+    assert error.startswith(f"{path} cannot be read as a checkpoint: ")
     path.write_text(json.dumps({}))
     error = error_of(train_cifar.main, [*resume(old_run), "--resume", str(path), "--output", out], capsys)
     assert error.startswith(f"{path} cannot be read as a checkpoint: ")

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from ea_vision.base.provenance import provenance
-from ea_vision.engine import checkpoint, run, run_folder, train_imagenet
+from ea_vision.engine import checkpoint, command, run_folder, train_imagenet
 from tests.data.photos import make_photos
 from tests.engine import runner
 from tests.engine.runner import same_result
@@ -48,7 +48,7 @@ class OtherCommit:
     def __call__(self):
         told = provenance()
         if os.environ["RANK"] == "1":
-            run.provenance = lambda: {**told, "git_commit": "0" * 40}
+            command.provenance = lambda: {**told, "git_commit": "0" * 40}
 
 
 class OwnFolder:
@@ -94,8 +94,8 @@ class OtherArguments:
 
     def __call__(self):
         if os.environ["RANK"] == "1":
-            parse = run.parse
-            run.parse = lambda parser, argv: parse(parser, [*self.argv, *argv[-2:]])
+            parse = command.parse
+            command.parse = lambda parser, argv: parse(parser, [*self.argv, *argv[-2:]])
 
 
 # ---- two agents ------------------------------------------------------------------------------------------------------

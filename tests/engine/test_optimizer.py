@@ -14,7 +14,6 @@ from ea_vision.engine.config import TrainConfig, resolve
 from ea_vision.engine.optimizer import (
     build_optimizer,
     build_schedule,
-    hyperparameters,
     load_optimizer,
     optimizer_names,
 )
@@ -224,18 +223,17 @@ def test_what_an_optimiser_counts_in_its_groups_is_kept_and_changed_options_are_
         return layer.weight, build_optimizer(config(opt="lookahead_sgd", **options), layer, 1)
 
     weight, first = started()
-    begun = hyperparameters(first)
     steps(first, weight, 8)  # k is 6
     saved = first.state_dict()
     weight2, second = started(weight_decay=0.3)
-    load_optimizer(second, saved, begun, "lookahead_sgd", "x")
+    load_optimizer(second, saved, config(opt="lookahead_sgd", weight_decay=0.3), "x")
     group = second.param_groups[0]
     assert group["lookahead_step"] == 8 and group["weight_decay"] == 0.3
     buffers = second.state_dict()["state"][0]
     assert torch.equal(buffers["lookahead_slow_buff"], first.state_dict()["state"][0]["lookahead_slow_buff"])
     assert all(b.is_contiguous(memory_format=torch.channels_last) for b in buffers.values() if torch.is_tensor(b))
     with pytest.raises(UsageError, match="optimiser state of x does not fit lookahead_sgd"):
-        load_optimizer(build_optimizer(config(attention_lr=3), network(), 1), saved, begun, "lookahead_sgd", "x")
+        load_optimizer(build_optimizer(config(attention_lr=3), network(), 1), saved, config(opt="lookahead_sgd"), "x")
 
 
 def test_options_that_make_no_optimiser_stay_out_of_the_way():

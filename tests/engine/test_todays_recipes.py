@@ -158,8 +158,8 @@ def test_binary_cross_entropy(photos, tmp_path, mixed, threshold):
 @pytest.mark.parametrize("given, message", [
     ({"bce_target_thresh": 0.2}, "bce_target_thresh goes with bce_loss"),
     ({"bce_loss": True, "smoothing": 1}, "smoothing must be below 1"),
-    ({"first_img_size": 160}, "first_img_size and grow_epochs go together"),
-    ({"grow_epochs": [1, 2]}, "first_img_size and grow_epochs go together"),
+    ({"first_img_size": 160}, "first_img_size goes with grow_epochs"),
+    ({"grow_epochs": [1, 2]}, "grow_epochs goes with first_img_size"),
     ({"first_img_size": 256, "grow_epochs": [1, 2]}, r"first_img_size must be 8 to img_size \(224\), got 256"),
     ({"first_img_size": 160, "grow_epochs": [3, 2]}, "grow_epochs must be two epochs that do not fall"),
     ({"first_img_size": 160, "grow_epochs": [3]}, "grow_epochs must be two epochs"),

@@ -54,6 +54,20 @@ def test_who_can_share_is_named():
         config.for_processes(300)
 
 
+def test_mixed_batches_are_even_and_small_ones_are_warned_of():
+    """An odd batch would lose an image to mixup, which takes pairs."""
+    mixed = resolved("none", total_batch=1026, batch_size=128, mixup=0.2)
+    with pytest.raises(UsageError, match="in batches of pairs, .*: 1 or 3 processes can, or total_batch 1024 or 1028"):
+        mixed.for_processes(2)
+    for processes in (1, 3):
+        assert mixed.for_processes(processes).batch_size % 2 == 0
+    odd = resolved("none", total_batch=514, batch_size=128)
+    assert (odd.for_processes(2).batch_size, odd.for_processes(2).grad_accum_steps) == (1, 257)
+    assert odd.small_parts(2) == ("total_batch 514 on 2 processes is made of batches of 1, far below batch_size 128: "
+                                  "512 or 516 would be made of larger ones")
+    assert not odd.small_parts(514) and not resolved("rsb_a3").small_parts(8)
+
+
 def test_a_batch_size_that_is_given_stays_a_process_and_the_run_says_what_the_recipe_means():
     config = resolved("imagenet", batch_size=64).for_processes(2)
     assert (config.batch_size, config.grad_accum_steps, config.total_batch) == (64, 1, 0)

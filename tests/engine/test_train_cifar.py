@@ -47,13 +47,14 @@ def fails(argv: list[str], capsys) -> str:
 
 def test_run_folder(finished):
     assert {p.name for p in finished.iterdir() if p.is_file()} == {
-        "config.yaml", "metrics.csv", "last.ckpt", "last.prev.ckpt", "best.ckpt", "model.safetensors", "results.json"}
+        "config.yaml", "metrics.csv", "last.ckpt", "last.prev.ckpt", "best.ckpt", "model.safetensors", "results.json",
+        "speed.csv"}
     rows = list(csv.DictReader((finished / "metrics.csv").open()))
-    assert list(rows[0]) == ["epoch", "step", "lr", "train_loss", "top1", "top5", "images_per_s", "seconds"]
+    assert ",".join(rows[0]) == "epoch,step,lr,train_loss,eval_loss,top1,top5,images_per_s,seconds"
     assert [(r["epoch"], r["step"]) for r in rows] == [("1", "6"), ("2", "12"), ("3", "18")]
     config = yaml.safe_load((finished / "config.yaml").read_text())
     assert config["lr"] == 0.001 and config["momentum"] == 0.9, "resolved: given options and defaults"
-    about = config["run"]
+    about = config["about"]
     assert about["versions"].keys() >= {"ea_vision", "torch", "timm"} and len(about["data_fingerprint"]) == 64
     assert (about["train_images"], about["eval_images"], about["eval_split"]) == (48, 16, "held_out")
 
@@ -119,7 +120,7 @@ def test_evaluate_a_model_with_weights(finished, data, tmp_path, capsys):
 
 
 def test_evaluating_on_other_classes_is_an_error(finished, capsys):
-    error = fails(["--evaluate", str(finished), "--dataset", "digits"], capsys)
+    error = fails(["--evaluate", str(finished), "--dataset", "digits", "--data-dir", ""], capsys)
     assert "has 3 classes, the data 10" in error
 
 
@@ -150,6 +151,10 @@ def test_learning_curves(finished, tmp_path, capsys):
     (["--model-kwargs", "alpah=0.5"], "has no keyword 'alpah'"),
     (["--model", "ea_conv_transformer_cifar", "--model-kwargs", "num_heads=5"], "refuses"),
     (["--data-dir", "/nowhere"], "does not exist"),
+    (["--data-dir", "{data}/train"], "it has the classes class_0, class_1, class_2 itself: move them"),
+    (["--output", "x" * 256], "xxx: File name too long"),
+    (["--batch-size", "128"], "an update needs 128 training images (batch_size x grad_accum_steps x processes), "
+     "and the data set has fewer, 64: --batch-size 64"),
     (["--holdout", "64"], "holdout must lie between 1 and 63"),
     (["--batch-size", "65"], "the data set has fewer"),
     (["--opt", "sgdd"], "unknown optimiser 'sgdd'"),
@@ -161,7 +166,7 @@ def test_learning_curves(finished, tmp_path, capsys):
 def test_bad_input_is_one_line_and_leaves_nothing(data, tmp_path, capsys, more, message):
     if more[-1] == "cuda" and torch.cuda.is_available():
         pytest.skip("this machine has CUDA")
-    output = tmp_path / "run"
+    output, more = tmp_path / "run", [word.replace("{data}", str(data)) for word in more]
     assert message in fails(arguments(data, output, *more), capsys)
     assert not output.exists()
 

@@ -3,6 +3,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -10,14 +11,16 @@ import pytest
 
 from ea_vision.__main__ import main
 from ea_vision.engine import checkpoint, run_folder
+from ea_vision.engine.train import Trainer
 from experiments import evidence
-from tests.engine.runner import make_folder, run, same_result
+from tests.engine.runner import SignalAfterUpdate, arguments, make_folder, run, run_world, same_result
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 240  # that a job may take on a busy machine
 COMMANDS = {
     "srun": 'echo $$ > "$PLACE/step"; echo "$@" >> "$PLACE/srun"; exec "$@"',
-    "scancel": 'echo "$@" >> "$PLACE/scancel"; kill -TERM "$(cat "$PLACE/step")"',
+    "scancel": 'echo "$@" >> "$PLACE/scancel"; kill -TERM "$(cat "$PLACE/step")"; sleep 0.2; '
+               'kill -TERM "$(cat "$PLACE/step")" 2>/dev/null || true',
     "scontrol": 'case "$1" in show) printf "node1\\nnode2\\n";; requeue) echo "$2" >> "$PLACE/requeue";; esac',
     "torchrun": 'trap "echo saved >> $PLACE/trainer; exit 143" TERM\n'  # a training: TRAINER says how it goes
                 'case "$TRAINER" in hang) touch "$PLACE/began"; while :; do sleep 0.05; done;; esac; exit "$TRAINER"',
@@ -95,6 +98,36 @@ def test_without_sbatch_one_line_says_how_to_start_it(script, cluster):
     assert done.returncode != 0 and "is run by sbatch" in done.stderr and done.stderr.count("\n") == 1
     asked = [line for line in (ROOT / "slurm" / script).read_text().splitlines() if line.startswith("#SBATCH")]
     assert any("--signal=B:TERM@120 --requeue --open-mode=append" in line for line in asked)
+
+
+@pytest.mark.parametrize("script, before", [("imagenet.sbatch", ()), ("seeds.sbatch", ("sweep", "0", "a=", "--"))])
+def test_a_typo_is_told_once_before_the_training_starts(cluster, script, before):
+    code, out = sbatch(cluster, script, *before, "--epoch", "3", TRAINER="0", **(
+        {"task": 0} if before else {}))
+    assert code == 2 and out.count("error: ") == 1 and "unknown argument '--epoch'; did you mean --epochs" in out
+    assert not noted(cluster, "srun")
+
+
+class TermTwice:
+    """Send this process TERM in update 8 and again while it saves, as scancel and torchrun do, 0.2 seconds apart."""
+
+    def __call__(self):
+        SignalAfterUpdate(signal.SIGTERM, 8)()
+        save = Trainer.save
+
+        def slow(trainer, *given, **more):
+            if trainer.stop.signal:
+                threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+                time.sleep(0.5)
+            save(trainer, *given, **more)
+
+        Trainer.save = slow
+
+
+def test_a_second_term_does_not_keep_trainers_from_saving(cluster):
+    data, folder, log = make_folder(cluster / "data"), cluster / "run", cluster / "log"
+    assert run_world(2, arguments(data, folder, "--batch-size", "4"), log, TermTwice()) == [143, 143], log.read_text()
+    assert checkpoint.read_checkpoint(folder / checkpoint.LAST)["progress"]["updates"] == 8
 
 
 VARIANTS = ("none=--model conv_transformer_cifar --model-kwargs 'widths=[8, 8, 16, 16]'",

@@ -9,7 +9,7 @@ from PIL import Image
 
 from ea_vision.base.errors import UsageError
 from ea_vision.engine import train_cifar
-from ea_vision.engine.log_maps import maps_logger
+from ea_vision.engine.watch import FirstImages, MapsWatch
 from ea_vision.recorder.recording import record_attention
 from ea_vision.visualize import draw_images, plot_strip
 from ea_vision.visualize.training_maps import TrainingMaps
@@ -75,11 +75,13 @@ def test_the_drawn_maps_are_the_networks(tmp_path, monkeypatch):
 
 
 def test_a_network_without_attention_is_refused_before_the_first_epoch(tmp_path):
-    class Loader:
-        def batches(self):
-            yield type("Batch", (), {"images": torch.rand(2, 3, 32, 32)})
+    def watch(model):
+        return MapsWatch(timm.create_model(model, num_classes=2), FirstImages([]), MEAN, STD, tmp_path, None, 1, 3)
 
     with pytest.raises(UsageError, match="--log-maps needs a network with attention that can be recorded"):
-        maps_logger(1, 3, timm.create_model("resnet18"), Loader(), MEAN, STD, tmp_path, None)
+        watch("resnet18")
+    (tmp_path / "maps").touch()
+    with pytest.raises(UsageError, match="maps, which must be a folder, and is a file"):
+        watch("test_vit")
     with pytest.raises(UsageError, match="log_maps"):
         train(tmp_path / "run", "--log-maps", "-1")

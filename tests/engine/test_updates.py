@@ -1,11 +1,10 @@
-"""No update waits for the device, whose results the host reads later; with skip one that is not finite is left out."""
+"""No update waits for the device; a loss that is not finite never reaches what is saved; with skip no weight at all."""
 from __future__ import annotations
 
 import copy
 import json
 import math
 import os
-import signal
 from contextlib import nullcontext
 
 import pytest
@@ -20,23 +19,14 @@ from ea_vision.data.augment import Augmentation
 from ea_vision.data.batches import Batch
 from ea_vision.data.on_device import TrainLoader
 from ea_vision.data.small_images import Images
-from ea_vision.engine import checkpoint, classification, run_folder, step_results, train
+from ea_vision.engine import checkpoint, classification, run_folder, train
 from ea_vision.engine.classification import ClassificationTrainer
 from ea_vision.engine.config import resolve
 from ea_vision.engine.evaluate import NonFiniteLoss
 from ea_vision.engine.signals import StopRequest
 from ea_vision.engine.train import Trainer
 from ea_vision.engine.train_cifar import CifarConfig
-from tests.engine.runner import (
-    SignalAfterUpdate,
-    SpoilLoss,
-    arguments,
-    assert_equal,
-    make_folder,
-    run,
-    run_world,
-    same_result,
-)
+from tests.engine.runner import SpoilLoss, arguments, assert_equal, make_folder, run_world
 
 CPU = torch.device("cpu")
 
@@ -104,9 +94,8 @@ def test_a_bad_update_leaves_every_tensor_as_it_was(tmp_path, opt, more):
     for bad in (0, 5):  # the sixth is Lookahead's
         trainer = make_trainer(tmp_path, Loader(8 * accum, bad=bad * accum), opt=opt, on_nan="skip", **more)
         before = tensors_of(trainer)
-        results = []
         for step in updates(trainer):
-            results += trainer.results.collect()
+            assert not trainer.check() and trainer.progress.skipped == (step > bad)
             after = tensors_of(trainer)
             if step == bad + 1:
                 assert_equal(after, before, "state")
@@ -115,16 +104,16 @@ def test_a_bad_update_leaves_every_tensor_as_it_was(tmp_path, opt, more):
                 assert not torch.equal(after["model"]["conv1.0.weight"], before["model"]["conv1.0.weight"])
                 assert after["model"]["bn1.num_batches_tracked"] == before["model"]["bn1.num_batches_tracked"] + accum
             before = after
-        assert [trainer.fault_of(result) is None for result in results] == [step != bad for step in range(8)]
-        ids = torch.cat(results[bad].ids)
-        assert torch.equal(ids, torch.arange(8 * accum) + 8 * accum * bad)
+        report = json.loads((tmp_path / f"nonfinite-epoch001-update{bad + 1:05d}.json").read_text())
+        assert report["sample_ids"] == [list(range(8 * accum * bad, 8 * accum * (bad + 1)))]
+        assert trainer.progress.images == 7 * 8 * accum and math.isfinite(trainer.progress.loss_sum)
 
 
 def overflow_once(trainer):
     """Make an update whose gradient overflows, which must not change the weights.
 
     Returns:
-        its report, the steps of the following updates, whose gradients are as they should be, and the weights
+        the steps of the following updates, whose gradients are as they should be, and the weights
     """
     weights = tensors_of(trainer)["model"]
     hook = next(trainer.model.parameters()).register_hook(lambda grad: grad * math.inf)
@@ -135,17 +124,20 @@ def overflow_once(trainer):
     parameters = dict(trainer.model.named_parameters())
     names = parameters if trainer.config.on_nan == "stop" else weights  # statistics of finite losses may change
     assert_equal({name: changed[name] for name in names}, {name: weights[name] for name in names}, "weights")
-    result, = trainer.results.collect()
-    return result, steps, weights
+    assert trainer.last[1].isfinite() and not trainer.last[2].isfinite(), "of loss and gradient"
+    return steps, weights
 
 
 def test_a_gradient_that_overflows_while_the_loss_does_not(tmp_path):
     trainer = make_trainer(tmp_path, Loader(3), on_nan="skip")
-    result, steps, _ = overflow_once(trainer)
-    assert math.isfinite(result.loss)
-    assert str(trainer.fault_of(result)).startswith("the norm of the gradient of update 1 of epoch 1 is ")
+    steps, _ = overflow_once(trainer)
+    trainer.check()
+    assert trainer.progress.skipped == 1
+    report = json.loads((tmp_path / "nonfinite-epoch001-update00001.json").read_text())
+    assert report["error"].startswith("the norm of the gradient of update 1 of epoch 1 is ")
     next(steps)
-    assert trainer.fault_of(trainer.results.collect()[0]) is None
+    trainer.check()
+    assert trainer.progress.skipped == 1
 
 
 @pytest.mark.parametrize("on_nan", ["stop", "skip"])
@@ -153,11 +145,10 @@ def test_an_overflow_in_float16_is_left_out_and_lowers_the_scale(tmp_path, monke
     """The gradient scaler's own business: no fault."""
     monkeypatch.setattr(classification, "autocast", lambda amp, device: nullcontext())
     trainer = make_trainer(tmp_path, Loader(3), amp="float16", on_nan=on_nan)
-    result, steps, before = overflow_once(trainer)
-    assert not math.isfinite(result.norm) and trainer.fault_of(result) is None
+    steps, before = overflow_once(trainer)
     assert trainer.scaler.get_scale() == 2.0**15
     next(steps)
-    assert math.isfinite(trainer.results.collect()[0].norm)
+    assert not trainer.check() and trainer.progress.skipped == 0 and trainer.last[2].isfinite()
     assert not torch.equal(trainer.model.conv1[0].weight, before["conv1.0.weight"])
 
 
@@ -191,14 +182,6 @@ def test_an_update_asks_nothing_of_the_device(tmp_path, monkeypatch, given):
     loader = TrainLoader(images, augmentation=Augmentation(cutout=4), seed=0, mean=(0.5,) * 3, std=(0.2,) * 3,
                          device=meta, batch_size=8)
     trainer = make_trainer(tmp_path, loader, meta, **given)
-    sent = []
-
-    def to_host(numbers):  # the meta device has no numbers; every update went well
-        assert numbers.shape == (4,) and numbers.device.type == "meta"
-        sent.append(numbers)
-        return torch.tensor([1.0, 0.0, 0.0, 1.0]), None
-
-    monkeypatch.setattr(step_results, "to_host", to_host)
     trainer.net.train()
     batches = loader.batches(0)
     accum = trainer.config.grad_accum_steps
@@ -206,55 +189,43 @@ def test_an_update_asks_nothing_of_the_device(tmp_path, monkeypatch, given):
     with Copies() as copies:
         for _ in range(len(loader) // accum - 1):
             trainer._update([next(batches) for _ in range(accum)])
-            trainer.results.collect(trainer.results_after)
-    assert not copies.seen and len(sent) == trainer.progress.step == 6 // accum
-    assert len(trainer.results) == min(trainer.results_after, 6 // accum)
-    monkeypatch.undo()
+    assert not copies.seen and trainer.progress.step == len(trainer.unchecked) == 6 // accum
     with pytest.raises((RuntimeError, NotImplementedError)):  # as it would if it asked
-        step_results.to_host(torch.ones(4, device=meta))
-
-
-def test_results_come_in_order_and_the_latest_are_not_waited_for():
-    results = step_results.StepResults()
-    for number in (1, 2, 3):
-        results.add(step_results.StepResult(0, number, number, 0.1, []), torch.tensor([float(number), 0, 1, 2]))
-    first, = results.collect(2)
-    assert (first.step, first.loss, first.stop, first.unreadable, first.norm) == (1, 1.0, False, True, 2.0)
-    assert [result.step for result in results.collect()] == [2, 3] and not results.collect() and len(results) == 0
-    results.add(first, torch.zeros(4))
-    results.clear()
-    assert not results.collect()
+        trainer.check()
 
 
 # ---- what comes of it ---------------------------------------------------------------------------------------------
 
 
-def test_the_report_follows_some_updates_later_and_names_the_samples(tmp_path):
-    """The updates under way are made on good weights; with skip the run ends as one that only counts that update."""
-    trainer = make_trainer(tmp_path, Loader(10, bad=2), on_nan="skip")
-    trainer.last_good = tmp_path / checkpoint.LAST
-    path, update, seen = tmp_path / "nonfinite-epoch001-update00003.json", trainer._update, []
-
-    def watched(batches):
-        seen.append((trainer.progress.step, path.exists(), trainer.progress.images))
-        update(batches)
-
-    trainer._update = watched
-    trainer.train_epoch()
-    assert trainer.results_after == 4
-    assert seen == [(step, step >= 7, 8 * max(0, step - 4 - (step >= 7))) for step in range(10)]
-    report = json.loads(path.read_text())
+def test_a_look_at_several_updates_names_the_first_bad_one_and_its_samples(tmp_path):
+    """As on an accelerator: the host looks at every fourth update, and before anything is saved."""
+    trainer = make_trainer(tmp_path, Loader(10, bad=2))
+    trainer.check_every, trainer.last_good = 4, tmp_path / checkpoint.LAST
+    with pytest.raises(NonFiniteLoss, match="the loss of update 3 of epoch 1 is nan") as error:
+        trainer.train_epoch()
+    assert trainer.progress.updates == 4 and not (tmp_path / checkpoint.LAST).exists()
+    report = json.loads(error.value.report.read_text())
     assert report["sample_ids"] == [list(range(16, 24))] and report["samples"][0][3] == "image 19"
     assert (report["epoch"], report["update"], report["lr"]) == (1, 3, 0.05)
-    assert report["error"] == "the loss of update 3 of epoch 1 is nan"
-    assert (trainer.progress.skipped, trainer.progress.images) == (1, 72)
+    sums = []
+    for every in (1, 4):
+        trainer = make_trainer(tmp_path, Loader(10))
+        trainer.check_every = every
+        trainer.train_epoch()
+        sums.append((trainer.progress.loss_sum, trainer.progress.images))
+    assert sums[0] == sums[1] and sums[0][1] == 80, "however often it looks"
 
-    other = make_trainer(tmp_path, Loader(10), on_nan="skip")
+
+def test_a_run_that_skips_ends_as_one_that_only_counts_that_update(tmp_path):
+    trainer, other = (make_trainer(tmp_path, Loader(10, bad), on_nan="skip") for bad in (2, None))
+    trainer.train_epoch()
+    assert (trainer.progress.skipped, trainer.progress.images) == (1, 72)
     update = other._update
 
     def without(batches):
         if other.progress.step == 2:
             other.progress.step, other.progress.updates = 3, 3
+            other.unchecked[3] = ()
             return
         update(batches)
 
@@ -267,7 +238,6 @@ def test_the_report_follows_some_updates_later_and_names_the_samples(tmp_path):
 def test_skip_gives_up_when_too_many_are_left_out(tmp_path, monkeypatch):
     monkeypatch.setattr(train, "MAX_SKIPPED", 1)
     trainer = make_trainer(tmp_path, Loader(10, bad=2), on_nan="skip")
-    trainer.last_good = tmp_path / checkpoint.LAST
     trainer.progress.skipped = 1
     with pytest.raises(NonFiniteLoss):
         trainer.train_epoch()
@@ -314,53 +284,6 @@ def test_a_gradient_in_float16_that_no_scale_makes_finite_is_a_fault(tmp_path, m
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     return make_folder(tmp_path_factory.mktemp("data"))
-
-
-class Both:
-    """A loss that is not finite in update 2, and a signal in update 4, before the host has heard of that."""
-
-    def __init__(self, number: int | None = None):
-        self.number = number
-
-    def __call__(self):
-        SpoilLoss(2)()
-        if self.number is not None:
-            SignalAfterUpdate(self.number, 4)()
-
-
-SKIP = ["--checkpoint-steps", "0", "--on-nan", "skip", "--model-ema-decay", "0.9"]
-
-
-@pytest.fixture(scope="module")
-def skipped(data, tmp_path_factory):
-    """A run that left an update out and was not killed."""
-    folder = tmp_path_factory.mktemp("runs") / "skipped"
-    assert run(arguments(data, folder, *SKIP), folder.with_suffix(".log"), Both()) == 0
-    return folder
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_kill_between_the_bad_update_and_its_report(data, skipped, tmp_path, number):
-    """SIGTERM: what is under way is heard before the checkpoint. SIGKILL: it is done again. Either ends as no kill."""
-    broken, log, report = tmp_path / "broken", tmp_path / "log", "nonfinite-epoch001-update00002.json"
-    code = run(arguments(data, broken, *SKIP), log, Both(number))
-    saved = checkpoint.read_checkpoint(broken / checkpoint.LAST)["progress"]
-    if number == signal.SIGTERM:
-        assert (code, saved["updates"], saved["skipped"], saved["images"]) == (128 + number, 4, 1, 24)
-        assert (broken / report).exists()
-    else:
-        assert (code, saved["updates"], saved["skipped"]) == (-number, 0, 0) and not (broken / report).exists()
-    assert run(arguments(data, broken, *SKIP), log, Both()) == 0, log.read_text()
-    same_result(broken, skipped)
-    assert (broken / report).exists() and run_folder.read_results(broken)["skipped_updates"] == 1
-
-
-def test_a_signal_between_them_stops_with_the_report_and_saves_nothing(data, tmp_path):
-    folder, log = tmp_path / "run", tmp_path / "log"
-    assert run(arguments(data, folder, "--checkpoint-steps", "0"), log, Both(signal.SIGTERM)) == 1
-    assert "error: the loss of update 2 of epoch 1 is nan; last good checkpoint" in log.read_text()
-    assert checkpoint.read_checkpoint(folder / checkpoint.LAST)["progress"]["updates"] == 0
-    assert (folder / "nonfinite-epoch001-update00002.json").exists()
 
 
 class WatchRanks:
