@@ -28,7 +28,7 @@ NARROW_CIFAR = ["--model-kwargs", "widths=[8,8,16,16]"]
 PLACES = {"cifar10": "folder", "DIR": "data", "CIFAR10": "data", "/data/imagenet": "photos", "OWN_PHOTOS": "photos",
           "PHOTOS": "photos", "RUN_OR_MODEL": "runs/demo", "runs/imagenet-ea_aa_resnet50": "runs/imagenet",
           "/shared/runs/ea50": "runs/ea50", "docs/cat.jpg": "photo.jpg", "*.jpg": "photo.jpg",
-          "docs/attention.html": "page.html", "photos/test/bird": "photos/test/class_0",
+          "docs/attention.html": "page.html", "photos/val/bird": "photos/val/class_0",
           "vit_small_patch16_224.dino": "runs/vit", "deit_small_patch16_224,vit_small_patch16_224": "runs/vit"}
 SHORTER = {  # options that end a command, over those that it has
     "train-cifar": "--epochs 1 --batch-size 8 --img-size 8 --device cpu --workers 0 --cache-dir none",
@@ -73,7 +73,9 @@ def place(tmp_path_factory):
                      "patch_size=8", "--output", "runs/vit"]) == 0
         assert main(["train-imagenet", "--data-dir", "photos", *SHORTER["train-imagenet"].split(), "--model",
                      "test_resnet", "--output", "runs/imagenet"]) == 0
-        for copy in ("a", "b", "ea", "demo", "photos"):
+        assert main(["train-imagenet", "--data-dir", "photos", *SHORTER["train-imagenet"].split(), "--model", "test_vit",
+                     "--model-kwargs", "patch_size=8", "--output", "runs/photos"]) == 0
+        for copy in ("a", "b", "ea", "demo"):
             shutil.copytree("runs/aa", f"runs/{copy}")
         yield folder
 
@@ -82,7 +84,7 @@ def shorten(line: str) -> list[str]:
     """The words of a command line, and what makes it short. Of options given twice the last one counts."""
     command, *words = shlex.split(line)
     here = [PLACES.get(word, word) for word in words]
-    if command in ("heatmap", "rollout") and "runs/vit" in here:
+    if command == "heatmap" and {"runs/vit", "runs/photos"} & {*here}:
         here += ["--layers", "2"]
     if "--evaluate" in words or "--learning-curves" in words:
         return [command, *here, *(["--img-size", "32", "--cache-dir", "none"] if "folder" in here else [])]
