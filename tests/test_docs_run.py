@@ -73,8 +73,8 @@ def place(tmp_path_factory):
                      "patch_size=8", "--output", "runs/vit"]) == 0
         assert main(["train-imagenet", "--data-dir", "photos", *SHORTER["train-imagenet"].split(), "--model",
                      "test_resnet", "--output", "runs/imagenet"]) == 0
-        assert main(["train-imagenet", "--data-dir", "photos", *SHORTER["train-imagenet"].split(), "--model", "test_vit",
-                     "--model-kwargs", "patch_size=8", "--output", "runs/photos"]) == 0
+        assert main(["train-imagenet", "--data-dir", "photos", *SHORTER["train-imagenet"].split(), "--model",
+                     "test_vit", "--model-kwargs", "patch_size=8", "--output", "runs/photos"]) == 0
         for copy in ("a", "b", "ea", "demo"):
             shutil.copytree("runs/aa", f"runs/{copy}")
         yield folder
