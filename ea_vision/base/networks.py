@@ -130,8 +130,12 @@ def pretrained_model(name: str, kwargs: dict[str, Any]) -> nn.Module:
     if not timm.models.is_model_pretrained(name):
         raise UsageError(f"there are no pretrained weights of {name}: train it, or give a file by --pretrained-path")
     try:
-        return timm.create_model(name, pretrained=True, **kwargs)
-    except TypeError:
+        model = timm.create_model(name, pretrained=True, **kwargs)
+        shipped = str(model.pretrained_cfg.get("file") or "")
+        if shipped.endswith(".safetensors"):
+            read_weights(Path(shipped))  # for its checksum, which timm does not ask for
+        return model
+    except (TypeError, UsageError):
         raise
     except Exception as error:  # the Hub's clients raise classes of their own
         raise UsageError(f"the pretrained weights of {name} cannot be fetched or loaded ({_shortened(error)}): connect "
@@ -192,12 +196,11 @@ def encode_weights(state: dict[str, torch.Tensor], about: dict[str, str] | None 
     return safetensors.torch.save(state, {"format": "pt", **(about or {}), "sha256": digest_of(state)})
 
 
-def load_weights(model: nn.Module, path: Path) -> None:
-    """Load safetensors weights strictly. Those that `encode_weights` made carry a checksum.
+def read_weights(path: Path) -> dict[str, torch.Tensor]:
+    """Read safetensors weights. Those that `encode_weights` made carry a checksum.
 
     Raises:
-        UsageError: no such file, not safetensors, not what was written, names and shapes that differ from the model's,
-            or values that are not finite.
+        UsageError: no such file, not safetensors, or not what was written.
     """
     try:
         with safetensors.safe_open(path, framework="pt") as file:
@@ -207,6 +210,17 @@ def load_weights(model: nn.Module, path: Path) -> None:
         raise UsageError(f"cannot read weights {path}: {error}") from error
     if expected is not None and digest_of(state) != expected:
         raise UsageError(f"weights {path} are damaged: their checksum does not match")
+    return state
+
+
+def load_weights(model: nn.Module, path: Path) -> None:
+    """Load safetensors weights strictly.
+
+    Raises:
+        UsageError: what `read_weights` raises, names and shapes that differ from the model's, or values that are not
+            finite.
+    """
+    state = read_weights(path)
     check_state_fits(model, state, str(path))
     model.load_state_dict(state)
 

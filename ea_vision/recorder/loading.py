@@ -143,67 +143,74 @@ def load_model(target: str, *, random: bool = False, img_size: tuple[int, int] |
     """
     path = Path(target)
     if path.suffix.lower() in SUFFIXES and path.is_file():
-        return _load_exported(path, img_size)
-    epoch, trained, weights, of_run = None, not random, "", {}
+        network = ExportedNetwork(path).eval()
+        about = network.about
+        config = {"mean": about.mean, "std": about.std, "crop_pct": about.crop_pct,
+                  "interpolation": about.interpolation, "input_size": (3, *about.size)}
+        return _of_size(LoadedModel(network, about.name, about.size, config), img_size)
     if os.path.isdir(path) or os.path.isfile(path):
-        folder = _run_of(path)
-        from ea_vision.detection.train import TASK, check_class_names  # all of training: for runs alone
-
-        config, run = run_folder.read_config(folder)
-        label, detects = f"{config['model']}, {folder.resolve().name}", run.get("task") == TASK
-        create = create_detector if detects else timm.create_model
-        if path.is_dir() and not random:
-            model = run_folder.load_run(folder, task=TASK if detects else run_folder.CLASSIFICATION, create=create)[0]
-        else:
-            model = _create(config["model"], seed, create, **run["model_kwargs"])
-            epoch = None if random else _load_file(model, path)
-            label += " (untrained)" if random else f", {path.stem}" if epoch is None else f", epoch {epoch}"
-        if detects:
-            check_class_names(folder, run, model)
-            return _detector(model.eval().to(device), run, label, img_size, epoch, trained)
-        of_run = _preprocessing_of(config) | {key: tuple(run[key]) for key in ("mean", "std") if key in run}
+        return _load_run(path, random, img_size, seed, device)
+    check_model_name(target, "or run folder ")
+    if random or not timm.models.is_model_pretrained(target):
+        loaded = LoadedModel(_create(target, seed, **kwargs), f"{target} (untrained)", (0, 0), {}, trained=False)
     else:
-        check_model_name(target, "or run folder ")
-        if not random and timm.models.is_model_pretrained(target):
-            model, label = pretrained_model(target, kwargs), target
-            weights = (getattr(model, "pretrained_cfg", None) or {}).get("tag") or ""
-        else:
-            model, label, trained = _create(target, seed, **kwargs), f"{target} (untrained)", False
-    config = timm.data.resolve_model_data_config(model) | of_run
-    if img_size is None and config.get("img_size", input_size(model, config)) != input_size(model, config):
-        img_size = config["img_size"]  # of the images that the run was evaluated on
-    if img_size is not None and hasattr(model, "set_input_size"):  # timm's transformers; positions are resampled
-        try:
-            model.set_input_size(img_size=img_size)
-        except (ValueError, AssertionError, RuntimeError) as error:
-            raise UsageError(f"{label} cannot take images of {img_size[0]}x{img_size[1]} pixels: {error}") from error
-    size = img_size or input_size(model, config)
-    return LoadedModel(model.eval().to(device), label, (int(size[0]), int(size[1])), config, epoch, trained,
-                       weights)
+        model = _create(target, seed, lambda name, **given: pretrained_model(name, given), **kwargs)
+        loaded = LoadedModel(model, target, (0, 0), {})
+        loaded.weights = loaded.model.pretrained_cfg.get("tag") or ""
+    loaded.config = timm.data.resolve_model_data_config(loaded.model)
+    return _of_size(loaded, img_size, device)
 
 
-def _load_exported(path: Path, img_size: tuple[int, int] | None) -> LoadedModel:
-    """See `load_model`; `path` is a file of `ea-vision export`."""
-    network = ExportedNetwork(path).eval()
-    about = network.about
-    if img_size not in (None, about.size):
-        raise UsageError(f"{path} takes images of {about.size[0]}x{about.size[1]} pixels, got "
+def _load_run(path: Path, random: bool, img_size: tuple[int, int] | None, seed: int,
+              device: str | torch.device) -> LoadedModel:
+    """Load a run folder, or a file in one; see `load_model`."""
+    from ea_vision.detection.train import TASK, check_class_names  # all of training: for runs alone
+
+    folder = _run_of(path)
+    options, run = run_folder.read_config(folder)
+    label, epoch, detects = f"{options['model']}, {folder.resolve().name}", None, run.get("task") == TASK
+    create = create_detector if detects else timm.create_model
+    if path.is_dir() and not random:
+        model = run_folder.load_run(folder, task=TASK if detects else run_folder.CLASSIFICATION, create=create)[0]
+    else:
+        model = _create(options["model"], seed, create, **run["model_kwargs"])
+        epoch = None if random else _load_file(model, path)
+        label += " (untrained)" if random else f", {path.stem}" if epoch is None else f", epoch {epoch}"
+    loaded = LoadedModel(model, label, (0, 0), {}, epoch, not random)
+    if detects:
+        check_class_names(folder, run, model)
+        loaded = DetectorModel(**vars(loaded), classes=run["classes"], category_ids=run["category_ids"])
+        loaded.img_size = (model.img_size, model.img_size)
+        loaded.config = {"mean": tuple(model.transform.image_mean), "std": tuple(model.transform.image_std),
+                         "input_size": (3, *loaded.img_size), "interpolation": "bilinear", "crop_pct": 1.0}
+    else:
+        evaluated = _preprocessing_of(options) | {key: tuple(run[key]) for key in ("mean", "std") if key in run}
+        loaded.config = timm.data.resolve_model_data_config(model) | evaluated
+        own = input_size(model, loaded.config)
+        img_size = img_size or (size if (size := evaluated.get("img_size", own)) != own else None)
+    return _of_size(loaded, img_size, device)
+
+
+def _of_size(loaded: LoadedModel, img_size: tuple[int, int] | None, device: str | torch.device = "cpu") -> LoadedModel:
+    """Return a model on its device, in eval mode, for images of a size; one whose size is fixed has it already.
+
+    Raises:
+        UsageError: it cannot take such images.
+    """
+    model = loaded.model
+    if loaded.img_size == (0, 0):
+        if img_size is not None and hasattr(model, "set_input_size"):  # timm's transformers; positions are resampled
+            try:
+                model.set_input_size(img_size=img_size)
+            except (ValueError, AssertionError, RuntimeError) as error:
+                raise UsageError(f"{loaded.label} cannot take images of {img_size[0]}x{img_size[1]} pixels: {error}"
+                                 ) from error
+        loaded.img_size = img_size or input_size(model, loaded.config)
+    elif img_size not in (None, loaded.img_size):
+        raise UsageError(f"{loaded.label} takes images of {loaded.img_size[0]}x{loaded.img_size[1]} pixels, got "
                          f"{img_size[0]}x{img_size[1]}")
-    config = {"mean": about.mean, "std": about.std, "crop_pct": about.crop_pct, "interpolation": about.interpolation,
-              "input_size": (3, *about.size)}
-    return LoadedModel(network, about.name, about.size, config)
-
-
-def _detector(detector: nn.Module, run: dict[str, Any], label: str, img_size: tuple[int, int] | None,
-              epoch: int | None, trained: bool) -> DetectorModel:
-    """See `load_model`."""
-    size = (detector.img_size, detector.img_size)
-    if img_size not in (None, size):
-        raise UsageError(f"{label} takes images of {size[0]}x{size[1]} pixels, got {img_size[0]}x{img_size[1]}")
-    data = {"mean": tuple(detector.transform.image_mean), "std": tuple(detector.transform.image_std),
-            "input_size": (3, *size), "interpolation": "bilinear", "crop_pct": 1.0}
-    return DetectorModel(detector, label, size, data, epoch, trained, classes=run["classes"],
-                         category_ids=run["category_ids"])
+    model.eval().to(device)
+    return loaded
 
 
 def _preprocessing_of(options: dict[str, Any]) -> dict[str, Any]:
@@ -271,7 +278,7 @@ def _create(name: str, seed: int, create: Callable[..., nn.Module] = timm.create
 
 def _load_file(model: nn.Module, path: Path) -> int | None:
     """Load a checkpoint or a weights file; return its epoch, where it says it."""
-    if path.suffix == ".safetensors":
+    if path.suffix.lower() == ".safetensors":
         load_weights(model, path)
         with safetensors.safe_open(path, framework="pt") as file:
             epoch = (file.metadata() or {}).get("epoch")

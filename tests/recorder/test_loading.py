@@ -1,4 +1,6 @@
 """Models by name, run folder and checkpoint; images from files, folders and the digits."""
+from pathlib import Path
+
 import numpy as np
 import pytest
 import timm
@@ -6,7 +8,7 @@ import torch
 from PIL import Image
 from timm.data import create_transform
 
-import ea_vision  # noqa: F401
+import ea_vision
 from ea_vision.base.errors import UsageError
 from ea_vision.base.files import atomic_write
 from ea_vision.data import imagenet
@@ -106,6 +108,20 @@ def test_what_cannot_be_loaded(run, tmp_path):
     run_folder.write_weights(folder, timm.create_model(NAME, **{**KWARGS, "num_classes": 4}).state_dict())
     with pytest.raises(UsageError, match=r"head.fc.weight must be \(3, 16\), got \(4, 16\)"):
         load_model(str(folder))
+
+
+@pytest.mark.parametrize("damage, message", [(lambda data: data[:-9], "cannot be fetched or loaded"),
+                                             (lambda data: data[:-9] + b"x" + data[-8:], "checksum does not match")])
+def test_damaged_shipped_weights_are_one_line(tmp_path, damage, message):
+    """timm itself reads a flipped bit in silence."""
+    name, path = "conv_transformer_cifar.fast_c10", tmp_path / "weights.safetensors"
+    path.write_bytes((Path(ea_vision.__file__).parents[1] / "weights" / f"{name}.safetensors").read_bytes())
+    overlay = {"pretrained_cfg_overlay": {"file": str(path)}}
+    assert load_model(name, **overlay).trained
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(UsageError, match=message) as error:
+        load_model(name, **overlay)
+    assert "\n" not in str(error.value)
 
 
 def test_layers_by_number_range_and_name():
