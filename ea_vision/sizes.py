@@ -136,6 +136,9 @@ def count(model: nn.Module, input_size: tuple[int, int, int]) -> Counts:
         if layer.local and layer.evolution is None and not layer.need_logits:  # nobody wants the whole map
             seen = positions + 2 * elements * (layer.dim_head_qk + layer.dim_head_v)
             total, products = total + seen - dense, products + seen - dense
+        elif layer.height_rel is not None and layer.dim_head_qk == 1:  # torch multiplies without a counted product
+            missed = 2 * H * W * (H + W) * layer.dim_qk
+            total, products = total + missed, products + missed
         counted = sum(flops[path].values()) - dense
         params = sum(p.numel() for p in layer.parameters())
         if layer.conv is not None:

@@ -7,6 +7,7 @@ import timm
 import torch
 
 from ea_vision.base.errors import UsageError
+from ea_vision.layers import attention_layers
 from ea_vision.models import list_networks
 from ea_vision.sizes import count, list_models, main, names_of, sizes_of
 from experiments.published import figures, tables
@@ -128,3 +129,14 @@ def test_fused_attention_of_timm_is_counted_on_every_device():
     with torch.device("meta"):
         on_meta = count(timm.create_model("vit_mini_patch4_32"), (3, 32, 32))
     assert on_cpu.attention_macs == on_meta.attention_macs == 5 * 2 * 64 * 64 * 64 and on_cpu.macs == on_meta.macs
+
+
+@pytest.mark.parametrize("num_heads", [4, 16])
+def test_products_with_positions_are_counted_in_heads_of_any_width(num_heads):
+    with torch.device("meta"):
+        model = timm.create_model("conv_transformer_cifar", widths=(16, 16, 16, 16), num_heads=num_heads)
+    expected = 0
+    for layer in attention_layers(model):
+        (H, W), N = layer.feat_size, layer.feat_size[0] * layer.feat_size[1]
+        expected += N ** 2 * (layer.dim_qk + layer.dim_v) + N * (H + W) * layer.dim_qk
+    assert count(model, (3, 32, 32)).attention_macs == expected
