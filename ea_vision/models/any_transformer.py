@@ -107,7 +107,13 @@ class CarryingAttention(MapsAttention):
             if carried.first_values is None:
                 raise ValueError("the first block's values required, got tokens that no block has made")
             v = self.value_residual(v, carried.first_values)
-        out, logits = self._attend(q, k, v, carried.logits, self.grid_size, bias)
+        logits = None
+        if self.fused_attn and not self.need_logits and (evolution is None or evolution.mixes_output):
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=self.attn_drop.p * self.training)
+        elif bias is not None or self._forward_hooks:  # a recorder sees the map in its softmax
+            out, logits = self._attend_by_modules(q, k, v, carried.logits, self.grid_size, bias)
+        else:
+            out, logits = self._attend(q, k, v, carried.logits, self.grid_size, self.need_logits)
         if evolution is not None and evolution.mixes_output:
             out = evolution.mix_output(out, v, x)
         first_values = v if self.is_first else carried.first_values

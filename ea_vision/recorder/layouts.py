@@ -81,8 +81,8 @@ class Image:
 
     def __init__(self, model: nn.Module, hooks: Hooks) -> None:
         self.size: tuple[int, int, int] | None = None
-        stem = next((module for module in model.modules()
-                     if isinstance(module, nn.Conv2d) and module.in_channels <= 4), None)
+        stem = next((module for name, module in model.named_modules() if ".evolution." not in name
+                     and isinstance(module, nn.Conv2d) and module.in_channels <= 4), None)
         for module in [model] if stem is None else [model, stem]:
             hooks.before(module, self._see)
 

@@ -215,3 +215,33 @@ def test_an_adapter_is_short():
         own = [base for base in cls.__mro__ if base.__module__ == any_transformer.__name__ and base.__name__ in (
             cls.__name__, "_Rotary")]
         assert sum(len(inspect.getsource(base).splitlines()) for base in own) <= 40, cls
+
+
+@names
+@pytest.mark.parametrize("kind", ["ea", "xsa", "talking_heads"])
+@torch.no_grad()
+def test_recorded_maps_weigh_the_values(name, kind):
+    """The recorded map times the values is what attention puts out."""
+    model, x = create(name), images(*size_of(name))
+    evolved = ea_vision.evolve(model, kind)
+    for attn in attentions(evolved):
+        for parameter in attn.evolution.parameters() if attn.evolution is not None else ():
+            parameter.add_(0.1)
+    seen = []
+    for attn in attentions(evolved):
+        def attended(*args, attn=attn, plain=attn.attended):
+            seen.append((args[3], plain(*args)))
+            return seen[-1][1]
+
+        if kind != "xsa":  # which changes what is put out
+            attn.attended = attended
+    expected = evolved(x)
+    seen.clear()
+    with ea_vision.record_attention(evolved) as maps:
+        assert_near(evolved(x), expected)
+    recorded = [layer.attn for layer in maps.values()][:3]
+    assert all(attn.shape[2] == attn.shape[3] for attn in recorded)
+    if "cait" not in name or kind == "talking_heads":  # CaiT's recorded map is the one before its own mixing
+        assert len(seen) == 3 * (kind != "xsa")
+        for (values, out), attn in zip(seen, recorded, strict=False):
+            assert_near((attn @ values).transpose(1, 2).flatten(2), out)
