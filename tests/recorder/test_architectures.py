@@ -1,4 +1,4 @@
-"""The table of docs/record.md: what the recorder makes of each architecture in timm, one name each.
+"""The table of docs/record.md: what the recorder and `evolve` make of each architecture in timm, one name each.
 
 `python -m tests.recorder.test_architectures` prints the table anew, names of architectures that it lacks included.
 Networks lie on the device "meta": shapes say all that is asked here, and no weight takes memory.
@@ -11,10 +11,11 @@ import pytest
 import timm
 import torch
 
+from ea_vision.models.any_transformer import reason_against
 from ea_vision.recorder.recording import attention_layers, record_attention
 
 PAGE = Path(__file__).parents[2] / "docs" / "record.md"
-ROW = re.compile(r"^\| (\w+) \| `([\w.]+)` \| ([^|]+) \|", re.MULTILINE)
+ROW = re.compile(r"^\| (\w+) \| `([\w.]+)` \| ([^|]+) \| ([^|]+) \|$", re.MULTILINE)
 NONE = re.compile(r"^No attention map: (.*)\.$", re.MULTILINE)
 REASONS = {  # what the error says: what the table says
     "and forms several": "refused: a layer forms several maps",
@@ -53,6 +54,13 @@ def verdict(name: str) -> str:
     return ", ".join([*said, *prefix])
 
 
+def evolves(name: str) -> str:
+    """Return whether `evolve` takes a network, or "no" and the class that it refuses."""
+    with torch.device("meta"):
+        model = timm.create_model(name)
+    return f"no: {type(model).__name__}" if reason_against(model) else "yes"
+
+
 def architectures() -> dict[str, str]:
     """Return a small model's name for each of timm's modules."""
     names = {}
@@ -65,27 +73,29 @@ def architectures() -> dict[str, str]:
     return names
 
 
-def on_page() -> tuple[dict[str, tuple[str, str]], set[str]]:
-    """Return the table, module and verdict by name, and the names of the modules that have no map."""
+def on_page() -> tuple[dict[str, tuple[str, str, str]], set[str]]:
+    """Return the table, module and both verdicts by name, and the names of the modules that have no map."""
     text = PAGE.read_text()
-    return {name: (module, said) for module, name, said in ROW.findall(text)}, set(NONE.search(text)[1].split(", "))
+    rows = {name: (module, said, takes) for module, name, said, takes in ROW.findall(text)}
+    return rows, set(NONE.search(text)[1].split(", "))
 
 
 @pytest.mark.slow
 def test_the_table_of_architectures_is_what_the_recorder_does():
     table, without = on_page()
-    known, listed = architectures(), {module for module, _ in table.values()}
+    known, listed = architectures(), {module for module, *_ in table.values()}
     assert not set(known) - listed - without and not listed & without and len(listed) > 40
-    wrong = {name: found for name, (_, said) in table.items() if timm.is_model(name) and
-             (found := verdict(name)) != said}
+    wrong = {name: found for name, (_, *said) in table.items() if timm.is_model(name) and
+             (found := [verdict(name), evolves(name)]) != said}
     assert not wrong
     assert not {module: found for module in without & set(known) if (found := verdict(known[module]))}
 
 
 if __name__ == "__main__":
     warnings.filterwarnings("ignore")
-    names = {name: module for name, (module, _) in on_page()[0].items()}
+    names = {name: module for name, (module, *_) in on_page()[0].items()}
     names |= {name: module for module, name in architectures().items() if module not in names.values()}
     verdicts = {name: verdict(name) for name in names}
-    print(*sorted(f"| {names[name]} | `{name}` | {said} |" for name, said in verdicts.items() if said), sep="\n")
+    print(*sorted(f"| {names[name]} | `{name}` | {said} | {evolves(name)} |"
+                  for name, said in verdicts.items() if said), sep="\n")
     print(f"\nNo attention map: {', '.join(sorted(names[name] for name, said in verdicts.items() if not said))}.")
