@@ -31,8 +31,7 @@ demo: $(READY)
 
 # README's pictures and a page to try, docs/attention.html, from the weights in weights/; the docs' pictures of what is not shipped. The photo is "Chelsea" by Stefan van der Walt, CC0, from scikit-image.
 pictures: $(READY)
-	$(RUN) visualize/strip.py --model ea_conv_transformer_cifar --layers 1-3 --heads 1 --queries 16,16 \
-		--width 6.75 -o visualize/evolution.png docs/cat.jpg
+	$(RUN) -m experiments.evolution_at_work docs/cat.jpg -o visualize/evolution.png
 	$(RUN) visualize/explore.py --model ea_conv_transformer_cifar --model conv_transformer_cifar \
 		-o docs/attention.html docs/cat.jpg
 	@if [ -n "$(VIT_WEIGHTS)" ]; then $(RUN) experiments/finetune_scenes/pictures.py "$(VIT_WEIGHTS)" $(if $(VIT_RUNS),--runs "$(VIT_RUNS)"); \
