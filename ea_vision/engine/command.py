@@ -150,7 +150,7 @@ def put_together(data: DataModule, optional_kwargs: frozenset[str], folder: Path
         trainer.teacher = data.teacher(keywords["mean"], keywords["std"])
     if world.is_main and trainer.watches:
         trainer.watch = MapsWatch(model, eval_loader, keywords["mean"], keywords["std"], folder, step_log,
-                                  config.log_maps, trainer.total_epochs)
+                                  config.log_maps, trainer.total_epochs, data.classes)
     preflight(model, config, folder=folder, world=world, batches=len(train_loader),
               train_images=data.train_images, eval_images=data.eval_images, classes=len(data.classes),
               ahead=data.batches_ahead, loss_of=trainer.loss_on_noise)

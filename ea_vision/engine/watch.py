@@ -29,7 +29,7 @@ class FirstImages:
     """A loader that keeps the first images that it gives, about as many pixels as 32 images of 32 x 32 have."""
 
     def __init__(self, loader):
-        self.loader, self.images = loader, None
+        self.loader, self.images, self.targets = loader, None, []
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -39,6 +39,7 @@ class FirstImages:
             for batch in batches:
                 if self.images is None and len(batch[0]):
                     self.images = batch[0][:max(DRAWN, min(32, 2**15 // batch[0].shape[-1] ** 2))].clone()
+                    self.targets = batch[1][:DRAWN].tolist()
                 yield batch
 
 
@@ -50,15 +51,16 @@ class MapsWatch:
         mean, std: of their normalisation.
         every: epochs between pictures; 0: none.
         epochs: of the run; the last epoch is drawn, too.
+        classes: names of the targets, for the pictures.
 
     Raises:
         UsageError: pictures of a network without attention that can be recorded, or no place for them.
     """
 
     def __init__(self, model: nn.Module, loader: FirstImages, mean: Sequence[float], std: Sequence[float], folder: Path,
-                 step_log: StepLog | None, every: int, epochs: int):
+                 step_log: StepLog | None, every: int, epochs: int, classes: Sequence[str] = ()):
         self.loader, self.normalisation, self.folder, self.step_log = loader, (mean, std), folder, step_log
-        self.every, self.epochs, self.warned = every, epochs, False
+        self.every, self.epochs, self.classes, self.warned = every, epochs, classes, False
         self.recorder = importlib.import_module(RECORDER)
         self.has_attention = bool(self.recorder.attention_layers(model))
         if every and not self.has_attention:
@@ -74,7 +76,8 @@ class MapsWatch:
         if images is None or not self.has_attention:
             return {}
         if self.every and (epoch % self.every == 0 or epoch >= self.epochs):
-            maps = importlib.import_module(DRAWN_BY).TrainingMaps(self.folder, network, images[:DRAWN],
+            names = [f"image {number}: {self.classes[target]}" for number, target in enumerate(self.loader.targets)]
+            maps = importlib.import_module(DRAWN_BY).TrainingMaps(self.folder, network, images[:DRAWN], names,
                                                                   *self.normalisation)
             picture = maps.draw(network, epoch)
             if self.step_log is not None:

@@ -16,30 +16,34 @@ from ea_vision.visualize.heatmap import draw_images
 from ea_vision.visualize.image_maps import MEAN, record
 from ea_vision.visualize.writing import save
 
-FOLDER = "maps"  # of a run folder
 DPI = 100
 
 
 class TrainingMaps:
-    """Draws RUN/maps/epoch_0005.png: for each layer (of at most six) a column an image, mean of heads.
+    """Draws RUN/maps/epoch_0005.png: a row a layer (of at most six), a column an image, mean of heads.
 
     Args:
         folder: of the run.
         model: the network that is trained.
-        images: (M, 3, H, W), normalised.
+        images: (M, 3, H, W), normalised; names: of each, such as its number and class.
         mean, std: of the normalisation, by channel.
 
     Raises:
-        UsageError: a network without attention that can be recorded.
+        UsageError: a network without attention that can be recorded, or a folder that cannot be made.
     """
 
-    def __init__(self, folder: Path, model: nn.Module, images: Tensor, mean: Sequence[float],
+    def __init__(self, folder: Path, model: nn.Module, images: Tensor, names: Sequence[str], mean: Sequence[float],
                  std: Sequence[float]) -> None:
         layers = attention_layers(model)
         if not layers:
             raise UsageError(f"--log-maps needs a network with attention that can be recorded, and "
                              f"{type(model).__name__} has none")
-        self.folder, self.layers = folder / FOLDER, spread(layers)
+        self.run, self.folder, self.layers, self.names = folder.resolve().name, folder / "maps", spread(layers), names
+        try:
+            self.folder.mkdir(exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"--log-maps draws into {self.folder}, which cannot be a folder: {error.strerror}"
+                             ) from error
         scale, shift = (torch.tensor(values, dtype=torch.float32).view(-1, 1, 1) for values in (std, mean))
         self.images = (images.float().cpu() * scale + shift).clamp(0, 1)
         H, W = images.shape[-2:]
@@ -53,12 +57,10 @@ class TrainingMaps:
         Raises:
             UsageError: a layer whose maps have no place in the image, or no such query.
         """
-        recordings = [record(LoadedModel(model, f"image {number}", tuple(image.shape[1:]), self.config), image,
-                             self.layers) for number, image in enumerate(self.images, start=1)]
+        recordings = [record(LoadedModel(model, name, tuple(image.shape[1:]), self.config), image, self.layers)
+                      for name, image in zip(self.names, self.images, strict=True)]
         figure = draw_images(recordings, [layer.number for layer in self.layers], [MEAN], self.query,
-                             title=f"epoch {epoch}")
+                             title=f"{self.run}, epoch {epoch}")
         path = self.folder / f"epoch_{epoch:04d}.png"
-        path.parent.mkdir(exist_ok=True)
         save(figure, path, DPI)
         return path
-

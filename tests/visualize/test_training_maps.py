@@ -60,12 +60,15 @@ def test_the_drawn_maps_are_the_networks(tmp_path, monkeypatch):
     normalised = (images - torch.tensor(MEAN).view(-1, 1, 1)) / torch.tensor(STD).view(-1, 1, 1)
     drawn = []
     monkeypatch.setattr("ea_vision.visualize.training_maps.draw_images",
-                        lambda *args, **title: drawn.append(args) or draw_images(*args, **title))
-    maps = TrainingMaps(tmp_path, model, normalised, MEAN, STD)
+                        lambda *args, **title: drawn.append((args, title)) or draw_images(*args, **title))
+    (tmp_path / "ours").mkdir()
+    maps = TrainingMaps(tmp_path / "ours", model, normalised, ["image 0: cat", "image 1: dog"], MEAN, STD)
     path = maps.draw(model, 7)
-    assert path == tmp_path / "maps" / "epoch_0007.png" and np.asarray(Image.open(path)).std() > 1
+    assert path == tmp_path / "ours" / "maps" / "epoch_0007.png" and np.asarray(Image.open(path)).std() > 1
     assert model.training and all(module.training for module in model.modules())
-    recordings, layers, heads, query = drawn[0]
+    recordings, layers, heads, query = drawn[0][0]
+    assert [recording.model.label for recording in recordings] == ["image 0: cat", "image 1: dog"]
+    assert drawn[0][1] == {"title": "ours, epoch 7"}
     assert layers == [1, 2] and heads == ["mean"] and query == "cls"
     with torch.no_grad(), record_attention(model.eval()) as expected:
         model(normalised)
