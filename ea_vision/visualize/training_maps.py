@@ -29,7 +29,7 @@ class TrainingMaps:
         mean, std: of the normalisation, by channel.
 
     Raises:
-        UsageError: a network without attention that can be recorded, or a folder that cannot be made.
+        UsageError: a network without attention that can be recorded, or a file in place of the folder.
     """
 
     def __init__(self, folder: Path, model: nn.Module, images: Tensor, names: Sequence[str], mean: Sequence[float],
@@ -39,11 +39,8 @@ class TrainingMaps:
             raise UsageError(f"--log-maps needs a network with attention that can be recorded, and "
                              f"{type(model).__name__} has none")
         self.run, self.folder, self.layers, self.names = folder.resolve().name, folder / "maps", spread(layers), names
-        try:
-            self.folder.mkdir(exist_ok=True)
-        except OSError as error:
-            raise UsageError(f"--log-maps draws into {self.folder}, which cannot be a folder: {error.strerror}"
-                             ) from error
+        if self.folder.exists() and not self.folder.is_dir():
+            raise UsageError(f"--log-maps draws into the folder {self.folder}, which is a file")
         scale, shift = (torch.tensor(values, dtype=torch.float32).view(-1, 1, 1) for values in (std, mean))
         self.images = (images.float().cpu() * scale + shift).clamp(0, 1)
         H, W = images.shape[-2:]
@@ -62,5 +59,6 @@ class TrainingMaps:
         figure = draw_images(recordings, [layer.number for layer in self.layers], [MEAN], self.query,
                              title=f"{self.run}, epoch {epoch}")
         path = self.folder / f"epoch_{epoch:04d}.png"
+        path.parent.mkdir(exist_ok=True)
         save(figure, path, DPI)
         return path
