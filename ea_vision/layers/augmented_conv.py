@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from ea_vision.base.errors import UsageError
 from ea_vision.layers.positions import add_sine, append_coordinates, check_position
-from ea_vision.ops import check_windows, evolving_attention, forced, halve, log_once
+from ea_vision.ops import check_windows, evolving_attention, forced, halve, log_large_map, log_once
 from ea_vision.ops.problem import check_prev_logits
 from ea_vision.ops.reference import neighbours_logits, neighbours_values, own_logits, within_windows
 from ea_vision.ops.rel_pos import cover_offsets, fit_rel_table, reach
@@ -265,6 +265,8 @@ class AugmentedConv2d(nn.Module):
             self.register_parameter("width_rel", None)
         self.register_parameter("qk_gain", nn.Parameter(torch.empty(num_heads, **dd)) if qk_norm else None)
         self.evolution = evolution
+        if evolution is not None:
+            log_large_map(num_heads, self.feat_size)
         self.attn_drop = nn.Dropout(attn_drop)
         self.proj = Projection(dim_v, attn_channels, **dd)
         self.reset_parameters()
@@ -304,6 +306,8 @@ class AugmentedConv2d(nn.Module):
     def set_feat_size(self, feat_size: tuple[int, int]) -> None:
         """Fit the position tables to another (height, width) of the map, for good."""
         self.feat_size = (int(feat_size[0]), int(feat_size[1]))
+        if self.evolution is not None:
+            log_large_map(self.num_heads, self.feat_size)
         if self.relative:
             for name, size in zip(("height_rel", "width_rel"), self.reaches(self.feat_size), strict=True):
                 table = getattr(self, name)

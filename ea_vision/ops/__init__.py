@@ -32,13 +32,15 @@ from ea_vision.ops import cpu, flex, reference, sdpa, triton_attention
 from ea_vision.ops.problem import Implementation, Problem, check_windows, checked, reason_against_kernels
 
 __all__ = [
-    "IMPLEMENTATIONS", "check_windows", "evolving_attention", "forced", "halve", "log_once", "use_implementation",
+    "IMPLEMENTATIONS", "check_windows", "evolving_attention", "forced", "halve", "log_large_map", "log_once",
+    "use_implementation",
 ]
 
 IMPLEMENTATIONS: dict[str, Implementation] = {each.name: each for each in (
     cpu.CPU, triton_attention.TRITON, sdpa.SDPA, flex.FLEX, reference.REFERENCE)}
 BY_DEVICE = {"cpu": ("cpu",), "cuda": ("sdpa", "triton", "flex")}  # in this order
 OTHER_DEVICES = ("triton",)
+LARGE_MAP = 2500  # pixels
 
 _logger = logging.getLogger(__name__)
 _logged: set[tuple[str, ...]] = set()
@@ -119,6 +121,15 @@ def log_once(key: tuple[str, ...], line: str) -> None:
         _logger.info("%s", line)
 
 
+def log_large_map(num_heads: int, feat_size: tuple[int, int]) -> None:
+    """Log once for a size what maps of more than 2,500 pixels that are handed on take of memory."""
+    (H, W), N = feat_size, feat_size[0] * feat_size[1]
+    if N > LARGE_MAP:
+        log_once(("large map", f"{num_heads} {H} {W}"),
+                 f"a map of {H} x {W} takes {num_heads * N ** 2 * 4 / 1e6:,.0f} MB an image and layer in float32; "
+                 "map_reduction=32, attn_stages or smaller images take less")
+
+
 def evolving_attention(
         q: Tensor,
         k: Tensor,
@@ -196,6 +207,8 @@ def evolving_attention(
         alpha=_as_number(alpha), beta=_as_number(beta), feat_size=feat_size, predict=predict,
         num_prefix_tokens=num_prefix_tokens, scale=scale, dropout_p=dropout_p, need_logits=need_logits, window=window,
         head_window=head_window, head_border=head_border)
+    if problem.prev_logits is not None and not torch.compiler.is_compiling():
+        log_large_map(q.shape[1], problem.feat_size)
     name = implementation if implementation is not None else forced[-1] if forced else None
     return (_choose(problem) if name is None else _by_name(name, problem)).forward(problem)
 

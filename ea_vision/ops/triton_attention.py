@@ -46,15 +46,13 @@ Choices:
 
 import importlib.util
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ea_vision.ops import triton_tiles
-from ea_vision.ops.problem import Implementation, Problem
+from ea_vision.ops.problem import Implementation, Problem, refuse_second_derivatives
 from ea_vision.ops.triton_tiles import BY_KEYS, SMALL_MEMORY, Tile, default_tile
 
 MAX_HEADS = 16
@@ -136,9 +134,6 @@ def _power(n: int, least: int = 16) -> int:
     return max(least, 1 << (n - 1).bit_length())
 
 
-_assumed: list[tuple[int, int]] = []  # the capability that launches are recorded for
-
-
 def _sizes(q: Tensor, v: Tensor, H: int, W: int, weight: Tensor | None, relative: bool, prefix: int) -> dict:
     """The kernels' constants, of which each takes what it knows."""
     import triton.language as tl
@@ -148,85 +143,38 @@ def _sizes(q: Tensor, v: Tensor, H: int, W: int, weight: Tensor | None, relative
     operand = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[q.dtype]
     if INTERPRETING:
         operand = tl.float32
-    chip = _assumed[-1] if _assumed else _capability(q.device) if q.is_cuda else None
+    chip = _capability(q.device) if q.is_cuda else None
     return {
         "H": H, "W": W, "N": H * W, "K": K, "D": D, "E": E, "KS": kernel_size,
         "KP": _power(K, 1), "DP": _power(D), "EP": _power(E), "RP": _power(kernel_size * K),
         "SP": _power(H + W if relative else 1), "TP": _power(2 * H + 2 * W - 2 if relative else 1),
         "GROUPS": 8, "PREFIX": 0 if weight is None else prefix,
-        "SPLIT": chip is not None and by_groups(chip), "SMALL": chip in SMALL_MEMORY,
+        # on 10.x products of 64 rows and more go to tensor memory, where Triton before its pull request 10988 sums
+        # chained products wrongly (triton-lang/triton issue 10821); they are done by 32
+        "SPLIT": chip is not None and chip[0] == 10, "SMALL": chip in SMALL_MEMORY,
         "OP": operand, "PRECISION": "tf32x3" if q.dtype == torch.float32 else "tf32",
     }
-
-
-def by_groups(capability: tuple[int, int]) -> bool:
-    """Whether products of 64 rows and more are done by 32: on 10.x larger ones go to tensor memory, where Triton before
-    its pull request 10988 sums chained products wrongly (triton-lang/triton issue 10821)."""
-    return capability[0] == 10
 
 
 def _programs(q: Tensor, pixels: int) -> int:
     return q.shape[0] * -(-q.shape[2] // pixels)
 
 
-class Launch(NamedTuple):
-    """One launch of a kernel: what it is called with, and how many programs there are."""
-
-    kernel: Any
-    args: tuple
-    constants: dict[str, Any]
-    programs: int
-    tile: Tile
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """What the compiler is told."""
-        limit = {"maxnreg": self.tile.registers} if self.tile.registers else {}
-        return {"num_warps": self.tile.warps, "num_stages": self.tile.stages, **limit}
-
-    def run(self) -> None:
-        self.kernel[self.programs,](*self.args, **self.constants, **self.options)
-
-    def run_tuned(self) -> Any:
-        """Run it by triton.autotune, which is returned; by the default tile where a CUDA graph would capture trials."""
-        kernel = triton_tiles.tuned(self.kernel, self.tile, tuple(self.constants.items()))
-        if not kernel.cache and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            self.run()
-        else:
-            stepped = "I" if self.kernel.__name__ in BY_KEYS else "J"
-            kernel[self.programs,](*self.args, **{n: value for n, value in self.constants.items() if n != stepped})
-        return kernel
-
-
-_recorded: list[list[Launch]] = []
-
-
-@contextmanager
-def launches_recorded(capability: tuple[int, int] | None = None) -> Iterator[list[Launch]]:
-    """Inside the `with` block kernels are not run but put on the list, which is yielded; as for that GPU, if given."""
-    _recorded.append([])
-    if capability is not None:
-        _assumed.append(capability)
-    try:
-        yield _recorded[-1]
-    finally:
-        _recorded.pop()
-        if capability is not None:
-            _assumed.pop()
-
-
 def _launch(kernel, q: Tensor, sizes: dict, *args, tile: Tile, **flags) -> None:
-    """One program for each image and block of pixels."""
+    """Run one program for each image and block of pixels, by triton.autotune where that serves."""
     values = {**sizes, **flags, "I": tile.queries, "J": tile.keys}
     constants = {name: values[name] for name in kernel.arg_names if name in values}
-    programs = _programs(q, tile.keys if kernel.__name__ in BY_KEYS else tile.queries)
-    launch = Launch(kernel, args, constants, programs, tile)
-    if _recorded:
-        _recorded[-1].append(launch)
-    elif triton_tiles.tunes(q.device, programs, constants):
-        launch.run_tuned()
-    else:
-        launch.run()
+    by_keys = kernel.__name__ in BY_KEYS
+    programs = _programs(q, tile.keys if by_keys else tile.queries)
+    if triton_tiles.tunes(q.device, programs, constants):
+        tuner = triton_tiles.tuned(kernel, tile, tuple(constants.items()))
+        # a CUDA graph would capture the trials
+        if tuner.cache or not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+            del constants["I" if by_keys else "J"]
+            tuner[programs,](*args, **constants)
+            return
+    limit = {"maxnreg": tile.registers} if tile.registers else {}
+    kernel[programs,](*args, **constants, num_warps=tile.warps, num_stages=tile.stages, **limit)
 
 
 def _strides(*tensors: Tensor) -> tuple[list[int], int]:
@@ -310,8 +258,8 @@ _forward = torch.library.custom_op("ea_vision::triton_attention_forward", _run_f
 
 
 @_forward.register_fake
-def _(q, k, v, height_rel, width_rel, prev_logits, weight, bias, gates, seed, alpha, beta, predict, scale, dropout_p,
-      height, width, prefix, save):
+def _(q, k, v, height_rel, width_rel, prev_logits, weight, bias, gates, seed, alpha, beta, predict, *rest):
+    *_, prefix, save = rest
     B, K, N, _ = q.shape
     shares, _ = _shares(prev_logits is not None, weight is not None, alpha, beta, predict, gates is not None)
     logits = _new_maps(q).permute(0, 3, 1, 2) if save else q.new_empty(0)
@@ -436,8 +384,7 @@ _backward = torch.library.custom_op("ea_vision::triton_attention_backward", _run
 
 
 @_backward.register_fake
-def _(d_out, d_logits, q, k, v, height_rel, width_rel, prev_logits, weight, bias, gates, seed, out, logits, lse, signs,
-      alpha, beta, predict, scale, dropout_p, height, width, prefix):
+def _(d_out, d_logits, q, k, v, height_rel, width_rel, prev_logits, weight, bias, gates, *_):
     D, K = q.shape[-1], q.shape[1]
     tables, taps = (sum(x.numel() for x in xs if x is not None) for xs in ((height_rel, width_rel), (weight,)))
     d_maps = q.new_empty(0) if prev_logits is None else _new_maps(q).permute(0, 3, 1, 2)
@@ -476,6 +423,7 @@ def _differentiate(ctx, d_out, d_logits, d_lse, d_signs):
 
 
 _forward.register_autograd(_differentiate, setup_context=_keep)
+refuse_second_derivatives(_backward)
 
 
 class Triton(Implementation):
@@ -513,33 +461,16 @@ class Triton(Implementation):
 
     def forward(self, problem: Problem) -> tuple[Tensor, Tensor | None]:
         """As `Implementation.forward`: out lies as (B, N, K, E), logits as (B, N, N, K) in q's dtype."""
-        inputs, options = _inputs_of(problem)
+        p, prev, gates = problem, None, None
+        if p.prev_logits is not None:
+            prev, gates = p.prev_logits.to(p.q.dtype), p.gates()
+        alpha, beta = (p.alpha, p.beta) if gates is None else (1.0, 1.0)
+        inputs = (p.q, p.k, p.v, p.height_rel, p.width_rel, prev, p.weight, p.bias, gates, p.dropout_seed())
         learns = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-        out, logits, _, _ = _forward(*inputs, *options, problem.need_logits or learns)
-        return out, logits if problem.need_logits else None
+        out, logits, _, _ = _forward(
+            *inputs, float(alpha), float(beta), p.predict, float(p.scale), float(p.dropout_p), *p.feat_size,
+            p.num_prefix_tokens, p.need_logits or learns)
+        return out, logits if p.need_logits else None
 
 
 TRITON = Triton()
-
-
-def _inputs_of(problem: Problem) -> tuple[tuple[Tensor | None, ...], tuple]:
-    """The operator's tensors and its options, but for `save`."""
-    p = problem
-    evolves = p.prev_logits is not None
-    prev, gates = (p.prev_logits.to(p.q.dtype), p.gates()) if evolves else (None, None)
-    alpha, beta = (p.alpha, p.beta) if gates is None else (1.0, 1.0)
-    inputs = (p.q, p.k, p.v, p.height_rel, p.width_rel, prev, p.weight, p.bias, gates, p.dropout_seed())
-    return inputs, (float(alpha), float(beta), p.predict, float(p.scale), float(p.dropout_p), *p.feat_size,
-                    p.num_prefix_tokens)
-
-
-def launches_of(problem: Problem, capability: tuple[int, int] | None = None) -> list[Launch]:
-    """Return what the kernels would be launched with, forward and backward, logits needed; nothing is run.
-
-    capability: of the GPU that it would be launched on, if not of the arguments' own.
-    """
-    inputs, options = _inputs_of(problem)
-    with launches_recorded(capability) as launches:
-        outputs = _run_forward(*inputs, *options, True)
-        _run_backward(outputs[0], outputs[1], *inputs, *outputs, *options)
-    return launches

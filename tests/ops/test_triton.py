@@ -233,27 +233,28 @@ def test_maps_of_the_networks(side, monkeypatch):
 @pytest.mark.skipif(DEVICE == "cuda", reason="times are made up here")
 def test_tiles_are_timed_on_first_use_and_change_no_result(monkeypatch):
     """The last candidate wins; what multiplies in place is run again without harm."""
-    timed, winners = [], {}
+    timed, tuners = [], {}
 
     def milliseconds(call, quantiles):
         call()
         timed.append(call)
         return [1.0 / len(timed)] * len(quantiles)
 
-    def run_tuned(launch):
-        winners[launch.kernel.__name__] = run(launch).best_config
-        return None
+    def tuned(kernel, *args):
+        tuners[kernel.__name__] = by_triton(kernel, *args)
+        return tuners[kernel.__name__]
 
-    run = ours.Launch.run_tuned
-    triton_tiles.tuned.cache_clear()
+    by_triton = triton_tiles.tuned
+    by_triton.cache_clear()
     monkeypatch.setattr(triton_tiles, "milliseconds", milliseconds)
     monkeypatch.setattr(triton_tiles, "tunes", lambda device, programs, constants: "J" in constants)
-    monkeypatch.setattr(ours.Launch, "run_tuned", run_tuned)
+    monkeypatch.setattr(triton_tiles, "tuned", tuned)
     for timings in (True, False):
         timed.clear()
         check(dtype=torch.float32, **EA, size=(3, 4), K=3, gates="per head")
         assert bool(timed) == timings
-    assert len(winners) == 5 and all(config.maxnreg == 128 for config in winners.values()), winners
+    assert len(tuners) == 5 and all(tuner.best_config.maxnreg == 128 for tuner in tuners.values())
+    by_triton.cache_clear()
 
 
 @kernels
@@ -340,28 +341,21 @@ def results_of_layer(x, size, K, D, E):
     return out.sin().sum() + logits.cos().sum()
 
 
+SINGLE = dict.fromkeys("qkv", torch.zeros(1, 4, 6, 4))
+
+
 @kernels
-def test_reasons():
-    x = leaves((2, 3), torch.float32, K=4, D=4, E=2)
-    q, k, v = split(x["qkv"], 4, 4, 2)
-
-    def why(q, k, v, **options):
-        return ours.TRITON.reason_against(stated(q, k, v, **options))
-
-    zeros = torch.zeros(4, 4, 7, 7)
-    assert "kernel size 1, 3 or 5" in ours.TRITON.reason_against(
-        stated(q, k, v, None, None, x["prev_logits"], zeros, x["bias"], 0.5, 1.0))
-    assert "float64" in why(q.double(), k.double(), v.double())
-    assert "one dtype" in why(q, k.half(), v)
-    assert "heads" in why(*(t.expand(1, -1, -1, -1).repeat(1, 5, 1, 1) for t in (q, k, v)))
-    assert "wide" in why(q, k, v.repeat(1, 1, 1, 40))
-    assert "pixels" in why(*(t.repeat(1, 1, 200, 1) for t in (q, k, v)))
-    with pytest.raises(ValueError, match="height_rel of shape .* required, got"):
-        stated(q, k, v, x["height_rel"][:, 1:], x["width_rel"], feat_size=(2, 3))
+@pytest.mark.parametrize("reason, tensors", [
+    ("kernel size 1, 3 or 5", {"prev_logits": torch.zeros(1, 4, 6, 6), "weight": torch.zeros(4, 4, 7, 7),
+                               "bias": torch.zeros(4)}),
+    ("float64", {name: x.double() for name, x in SINGLE.items()}), ("one dtype", {"k": SINGLE["k"].half()}),
+    ("heads", dict.fromkeys("qkv", torch.zeros(1, 20, 6, 4))), ("wide", {"v": torch.zeros(1, 4, 6, 80)}),
+    ("pixels", dict.fromkeys("qkv", torch.zeros(1, 4, 1200, 4)))])
+def test_reasons(reason, tensors):
+    assert reason in ours.TRITON.reason_against(checked(**{n: x.to(DEVICE) for n, x in (SINGLE | tensors).items()}))
 
 
 def test_reason_on_the_cpu():
     if ours.INTERPRETING:
         pytest.skip("the interpreter runs there")
-    q = torch.zeros(1, 4, 6, 4)
-    assert "NVIDIA GPU is required, got cpu" in ours.TRITON.reason_against(stated(q, q, q))
+    assert "NVIDIA GPU is required, got cpu" in ours.TRITON.reason_against(checked(**SINGLE))
