@@ -22,7 +22,7 @@ from torch import nn
 from ea_vision.base.errors import UsageError, near_matches
 from ea_vision.base.figures import inches
 from ea_vision.base.files import check_writable, write_json
-from ea_vision.base.networks import check_model_name, lay_out
+from ea_vision.base.networks import check_model_name, create_classifier, lay_out
 from ea_vision.base.processes import World, join_world
 from ea_vision.base.provenance import hardware, provenance
 from ea_vision.engine import checkpoint, run_folder
@@ -86,6 +86,8 @@ def train(module: type[DataModule], config: TrainConfig, optional_kwargs: frozen
         RunError: the run had to stop.
     """
     check_model_name(config.model)
+    if module.trainer.watches:  # a classifier's
+        check_keywords(config, optional_kwargs)
     config = with_statistics(config)
     folder = Path(config.output or module.default_output(config))
     with join_world(config.device, config.dist_timeout) as world, StopRequest() as stop:
@@ -256,6 +258,20 @@ def enable_checkpointing(model: nn.Module, name: str) -> None:
         model.set_grad_checkpointing(True)
     except (AttributeError, AssertionError, NotImplementedError) as error:
         raise UsageError(f"--grad-checkpointing needs a model that has it, {name} has not") from error
+
+
+def check_keywords(config: TrainConfig, optional_kwargs: frozenset[str]) -> None:
+    """Raise UsageError for a keyword that the model lacks, before data is opened, which may take minutes."""
+    kwargs = {key: value for key, value in config.model_kwargs.items() if key not in ("num_classes", "in_chans")}
+    if not kwargs.keys() - optional_kwargs:
+        return
+    try:
+        with torch.device("meta"):
+            create_classifier(config.model, kwargs, optional_kwargs, num_classes=2,
+                              img_size=kwargs.get("img_size", config.img_size), notice=lambda line: None)
+    except UsageError as error:
+        if "has no keyword" in str(error):  # values are refused when the classes are known, and not on this device
+            raise
 
 
 def freeze(model: nn.Module, names: list[str], all_but_classifier: bool) -> None:

@@ -172,3 +172,9 @@ def test_a_recipe_says_in_a_sentence_what_it_is(tmp_path):
     assert describe_recipe("aa_cifar100").startswith("aa_cifar100 (AA paper (Bello et al.")
     assert describe_recipe("none") == "none (the options' own defaults)"
     assert describe_recipe(str(tmp_path / "own.yaml")) == str(tmp_path / "own.yaml")
+
+
+def test_an_option_younger_than_a_checkpoint_had_its_default():
+    config, _ = resolve(CifarConfig, {"momentum": 0.8})
+    saved = {key: value for key, value in config.as_dict().items() if key not in ("momentum", "clip_grad")}
+    assert config.differences(saved) == ["momentum was 0.9, got 0.8"]

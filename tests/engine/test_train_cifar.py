@@ -148,7 +148,7 @@ def test_learning_curves(finished, tmp_path, capsys):
 
 @pytest.mark.parametrize("more, message", [
     (["--model", "cnn_cifr"], "did you mean cnn_cifar"),
-    (["--model-kwargs", "alpah=0.5"], "has no keyword 'alpah'"),
+    (["--model-kwargs", "alpah=0.5", "--data-dir", "/nowhere"], "has no keyword 'alpah'"),
     (["--model", "ea_conv_transformer_cifar", "--model-kwargs", "num_heads=5"], "refuses"),
     (["--data-dir", "/nowhere"], "does not exist"),
     (["--data-dir", "{data}/train"], "it has the classes class_0, class_1, class_2 itself: move them"),
