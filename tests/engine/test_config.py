@@ -7,6 +7,8 @@ from importlib import resources
 
 import pytest
 import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from ea_vision.base.errors import UsageError
 from ea_vision.detection.train import DetectionConfig
@@ -69,6 +71,9 @@ def test_the_papers_recipe():
     (["--dataset", "digits", "--data-dir", "photos"], "data_dir must be empty, got photos (--dataset folder reads it)"),
     (["--clip-mode", "agc"], "clip_mode goes with clip_grad, got agc without it"),
     (["--checkpoint-hist", "3"], "checkpoint_hist goes with snapshot_epochs, got 3 without it"),
+    (["--tta", "five"], "tta must be one of none, mirror, six"),
+    (["--crop-padding", "32", "--crop-padding-mode", "reflect"], "crop_padding must be less than img_size"),
+    (["--gate-lr", "-1"], "gate_lr must be at least 0"),
     (["--warmup-epochs", "120%"], "warmup_epochs must be at least 0 and at most 100%, got 120%"),
     (["--warmup-epochs", "long"], "warmup_epochs must be a number or a percentage, got 'long'"),
 ])
@@ -178,3 +183,15 @@ def test_an_option_younger_than_a_checkpoint_had_its_default():
     config, _ = resolve(CifarConfig, {"momentum": 0.8})
     saved = {key: value for key, value in config.as_dict().items() if key not in ("momentum", "clip_grad")}
     assert config.differences(saved) == ["momentum was 0.9, got 0.8"]
+
+
+@settings(max_examples=100, deadline=None, derandomize=True,
+          suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=st.text(max_size=200))
+def test_recipes_of_any_text(tmp_path, text):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text, encoding="utf-8", errors="surrogatepass")
+    try:
+        assert isinstance(load_recipe(str(path)), dict)
+    except UsageError as error:
+        assert str(error)

@@ -135,17 +135,3 @@ def test_without_a_test_the_test_images_change_nothing(data, tmp_path, capsys):
     results = run_folder.read_results(folders[0])
     assert results["test_images"] == 13 and "held_out_top1" in results["test_last"]
     assert train_cifar.main(tested) == 0 and "is complete" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("more, message", [
-    (["--no-test"], "--no-test needs training images held out (--holdout) to evaluate on, got none"),
-    (["--tta", "five"], "tta must be one of none, mirror, six"),
-    (["--crop-padding", "32", "--crop-padding-mode", "reflect"], "crop_padding must be less than img_size"),
-    (["--model", "test_vit", "--gate-lr", "-1"], "gate_lr must be at least 0"),
-])
-def test_bad_options_are_one_line(data, tmp_path, capsys, more, message):
-    from ea_vision.base.errors import exit_code
-
-    assert exit_code(lambda: train_cifar.main(arguments(data, tmp_path / "run", *more))) == 2
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1 and not (tmp_path / "run").exists()
