@@ -133,6 +133,9 @@ def compiled_code_runs_eagerly() -> Iterator[None]:
                 _eager.pop().__exit__(None, None, None)
 
 
+_registering = threading.Lock()  # torch numbers hooks without one
+
+
 class Hooks:
     """Hooks that heed only the thread that made this: the other threads' forwards of the same modules pass by.
 
@@ -147,12 +150,46 @@ class Hooks:
 
     def before(self, module: nn.Module, hook: Callable[[nn.Module, tuple, dict], None]) -> None:
         """Call hook(module, args, kwargs) before each forward."""
-        self.stack.callback(module.register_forward_pre_hook(self._own(hook), with_kwargs=True).remove)
+        with _registering:
+            handle = module.register_forward_pre_hook(self._own(hook), with_kwargs=True)
+        self.stack.callback(handle.remove)
 
     def after(self, module: nn.Module, hook: Callable[..., None], always: bool = False) -> None:
         """Call hook(module, args, kwargs, output) after each forward; `always`: also after one that raises."""
-        handle = module.register_forward_hook(self._own(hook), with_kwargs=True, always_call=always)
+        with _registering:
+            handle = module.register_forward_hook(self._own(hook), with_kwargs=True, always_call=always)
         self.stack.callback(handle.remove)
+
+
+    def around(self, module: nn.Module, method: str, hook: Callable[..., None]) -> None:
+        """Call hook(*results, *arguments) after each call of a method that returns several results."""
+        own = self._own(hook)
+        with _registering:
+            if method not in vars(module):
+                setattr(module, method, _Watched(getattr(module, method)))
+            watched = vars(module)[method]
+            watched.hooks.append(own)
+
+        def end() -> None:
+            with _registering:
+                watched.hooks.remove(own)
+                if not watched.hooks:
+                    delattr(module, method)
+
+        self.stack.callback(end)
+
+
+class _Watched:
+    """A method of one object, which hooks follow; of all recorders of the object, in whatever order they end."""
+
+    def __init__(self, method: Callable[..., tuple]) -> None:
+        self.method, self.hooks = method, []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple:
+        results = self.method(*args, **kwargs)
+        for hook in tuple(self.hooks):
+            hook(*results, *args, **kwargs)
+        return results
 
 
 def heads_of(module: nn.Module) -> int | None:

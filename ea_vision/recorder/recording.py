@@ -20,7 +20,7 @@ import torch
 from timm.layers.bottleneck_attn import BottleneckAttn
 from torch import Tensor, nn
 
-from ea_vision.layers import AugmentedConv2d, TokenAttention
+from ea_vision.layers import AugmentedConv2d, MapsAttention
 from ea_vision.recorder.interception import (
     Hooks,
     Take,
@@ -162,46 +162,79 @@ def _lambda_of(module: nn.Module) -> Tensor:
     return exponents[0].float().exp() - exponents[1].float().exp() + module.lambda_init
 
 
-def _watch_ours(module: AugmentedConv2d | TokenAttention, watch: _Watch, hooks: Hooks) -> None:
+def _save_logits(watch: _Watch, evolution: nn.Module | None, logits: Tensor, own: Callable[[], Tensor],
+                 prev_logits: Tensor | None) -> None:
+    """Save the parts of a layer of ours before its softmax; own: computes the layer's own logits again."""
+    watch.save("logits", logits)
+    if evolution is None:
+        watch.save("self_logits", logits)
+        return
+    if evolution.reads_previous:
+        watch.save("prev_logits", prev_logits)
+    if watch.wants("self_logits", *evolution.part_names):
+        self_logits = own()
+        watch.save("self_logits", self_logits)
+        if watch.wants(*evolution.part_names):
+            previous = self_logits if prev_logits is None else prev_logits
+            for part, maps in evolution.parts(self_logits, previous, logits).items():
+                watch.save(part, maps)
+
+
+def _watch_mixing(module: nn.Module, hooks: Hooks) -> list[Tensor]:
+    """Return a list that gets what a mechanism after the softmax has made, which is not computed again: it may have
+    running statistics."""
+    mixed: list[Tensor] = []
+    if module.evolution is not None and module.evolution.mixes_attn:
+        hooks.before(module.attn_drop, lambda _, args, kwargs: mixed.append(args[0].detach()))
+    return mixed
+
+
+def _watch_convolution(module: AugmentedConv2d, watch: _Watch, hooks: Hooks) -> None:
     """The layer goes on by its fast path, which hands out the logits (and so their softmax); the parts that only a slow
     one would have are computed again from the projection and the previous logits, as are all parts of a window."""
-    projected: dict[str, Tensor] = {}
-    evolution = module.evolution
-    # not mixed again: a mechanism after the softmax may have running statistics
-    mixes = evolution is not None and evolution.mixes_attn
+    projected: list[Tensor] = []
+    mixed = _watch_mixing(module, hooks)
 
     @torch.no_grad()
     def on_output(_, args, kwargs, output) -> None:
-        q, k, _, feat_size = module.heads_of(projected.pop("qkv"))
+        q, k, _, feat_size = module.heads_of(projected.pop())
         logits = module.logits_of(q, k, feat_size) if output[1] is None else output[1].detach()
-        watch.place(watch.find(logits) if isinstance(module, TokenAttention) else Layout(feat_size))
+        watch.place(Layout(feat_size))
+        attn = mixed.pop() if mixed else None
         if watch.wants("attn"):
-            # (B, K, N, head_window * N)
-            attn = projected.pop("mixed") if mixes else module.attention_of(logits, feat_size)
+            attn = module.attention_of(logits, feat_size) if attn is None else attn  # (B, K, N, head_window * N)
             watch.save("attn", attn.unflatten(-1, (module.head_window, -1)).sum(-2) if module.head_window > 1 else attn)
-        if module.head_window > 1:
-            return
-        watch.save("logits", logits)
-        if evolution is None:
-            watch.save("self_logits", logits)
-            return
-        prev_logits = None
-        if evolution.reads_previous:
-            prev_logits = kwargs["prev_logits"] if "prev_logits" in kwargs else args[1]
-            watch.save("prev_logits", prev_logits)
-        if watch.wants("self_logits", *evolution.part_names):
-            self_logits = module.logits_of(q, k, feat_size)
-            watch.save("self_logits", self_logits)
-            if watch.wants(*evolution.part_names):
-                previous = self_logits if prev_logits is None else prev_logits
-                for part, maps in evolution.parts(self_logits, previous, logits).items():
-                    watch.save(part, maps)
+        if module.head_window == 1:
+            prev_logits = kwargs["prev_logits"] if "prev_logits" in kwargs else args[1] if len(args) > 1 else None
+            _save_logits(watch, module.evolution, logits, lambda: module.logits_of(q, k, feat_size), prev_logits)
 
-    if mixes:
-        hooks.before(module.attn_drop, lambda _, args, kwargs: projected.update(mixed=args[0].detach()))
     hooks.before(module, watch.begin)
-    hooks.after(module.qkv, lambda _, args, kwargs, output: projected.update(qkv=output.detach()))
+    hooks.after(module.qkv, lambda _, args, kwargs, output: projected.append(output.detach()))
     hooks.after(module, on_output)
+
+
+def _watch_tokens(module: MapsAttention, watch: _Watch, hooks: Hooks) -> None:
+    """The layer goes on by its fast path; it hands out its logits where an evolution changes them."""
+    mixed = _watch_mixing(module, hooks)
+
+    @torch.no_grad()
+    def on_attended(out, logits, q, k, v, prev_logits, feat_size, bias=None) -> None:
+        def own() -> Tensor:
+            logits = module.logits_of(q, k, row)
+            return logits if bias is None else logits + bias
+
+        row = (1, q.shape[2])
+        logits = own() if logits is None else logits.detach()
+        watch.place(watch.find(logits))
+        attn = mixed.pop() if mixed else None
+        if watch.wants("attn"):
+            watch.save("attn", module.attention_of(logits, row) if attn is None else attn)
+        _save_logits(watch, module.evolution, logits, own, prev_logits)
+
+    hooks.before(module, watch.begin)
+    hooks.around(module, "_attend", on_attended)
+    if module.evolution is not None and not module.evolution.mixes_output:
+        hooks.after(module, lambda *_: None)  # asks the layer for its logits
 
 
 def _watch_any(module: nn.Module, watch: _Watch, hooks: Hooks, running: list[Take]) -> None:
@@ -247,7 +280,7 @@ def _talks(module: nn.Module) -> bool:
 
 def _parts_of(module: nn.Module) -> tuple[str, ...]:
     """The parts that can be recorded of an attention layer."""
-    if isinstance(module, (AugmentedConv2d, TokenAttention)):
+    if isinstance(module, (AugmentedConv2d, MapsAttention)):
         if module.head_window > 1:
             return PARTS[:1]
         if module.evolution is None:
@@ -268,7 +301,7 @@ def _is_differential(module: nn.Module) -> bool:
 def _is_attention(module: nn.Module) -> bool:
     """Return whether a module says how many heads it has, or calls torch's attention; not other differences of maps
     than timm's, nor pooling of unknown packages."""
-    if isinstance(module, (AugmentedConv2d, TokenAttention, nn.MultiheadAttention)):
+    if isinstance(module, (AugmentedConv2d, MapsAttention, nn.MultiheadAttention)):
         return True
     name = type(module).__name__
     foreign_pool = "AttentionPool" in name and not type(module).__module__.startswith("timm.layers.")
@@ -291,7 +324,7 @@ def _find(model: nn.Module) -> list[tuple[AttentionLayer, nn.Module]]:
     """The innermost modules that attend, in the order in which they stand in the network."""
     found: list[tuple[AttentionLayer, nn.Module]] = []
     for name, module in model.named_modules():
-        ours = isinstance(module, (AugmentedConv2d, TokenAttention))
+        ours = isinstance(module, (AugmentedConv2d, MapsAttention))
         inner = () if ours or isinstance(module, nn.MultiheadAttention) else list(module.modules())[1:]
         if not _is_attention(module) or any(map(_is_attention, inner)):
             continue
@@ -392,8 +425,10 @@ def record_attention(
         for layer, module in chosen:
             watch = _Watch(layer, module, _several(heads), parts, maps, _layout_finder(model, layer.name, image, hooks))
             hooks.before(module, lambda *_: ran.append(1) if not ran else None)
-            if isinstance(module, (AugmentedConv2d, TokenAttention)):
-                _watch_ours(module, watch, hooks)
+            if isinstance(module, AugmentedConv2d):
+                _watch_convolution(module, watch, hooks)
+            elif isinstance(module, MapsAttention):
+                _watch_tokens(module, watch, hooks)
             else:
                 _watch_any(module, watch, hooks, running)
         yield maps

@@ -50,10 +50,11 @@ def check(layer, attn, feat_size, names=()):
     torch.testing.assert_close(layer.attn.sum(-1), torch.ones(layer.attn.shape[:-1]))
 
 
-def torchvision_vit(**kwargs):
+def torchvision_vit(num_layers=2, **kwargs):
     torch.manual_seed(0)
     return lively(torchvision.models.VisionTransformer(
-        image_size=32, patch_size=8, num_layers=2, num_heads=3, hidden_dim=24, mlp_dim=32, num_classes=5, **kwargs))
+        image_size=32, patch_size=8, num_layers=num_layers, num_heads=3, hidden_dim=24, mlp_dim=32, num_classes=5,
+        **kwargs))
 
 
 def weights_by_hand(model, x):

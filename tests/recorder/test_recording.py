@@ -157,6 +157,14 @@ def test_only_what_is_asked_for_is_kept():
         maps[1]
 
 
+def test_one_is_taken_where_several_are():
+    model = tiny()
+    with torch.no_grad(), ea_vision.record_attention(model, layers=2, heads=3, parts="logits") as one, \
+            ea_vision.record_attention(model, layers="stages.2.blocks.1.conv", heads=[3], parts=["logits"]) as several:
+        model(images())
+    assert list(one) == [2] and one[2].heads == (3,) and torch.equal(one[2].logits, several[2].logits)
+
+
 def test_layers_by_name_and_rectangular_maps():
     model = timm.create_model("aa_resnet34", img_size=(64, 96), num_classes=2).eval()
     assert len(attention_layers(model)) == 26

@@ -12,7 +12,8 @@ from ea_vision.base.errors import UsageError
 from ea_vision.recorder.quantities import measure
 from ea_vision.recorder.recording import attention_layers
 from tests.models.test_vision_transformer import HAS_ATTN_LAYER, TINY
-from tests.recorder.test_any_transformer import LIMIT, Plain, images, lively, recorded
+from tests.recorder.test_any_transformer import LIMIT, Plain, images, lively, recorded, torchvision_vit
+from tests.recorder.test_recording import hooks_of
 
 PATCHES = [(row, col) for row in range(4) for col in range(4)]
 
@@ -169,6 +170,40 @@ def test_rotary_attention(name, options, kind):
     assert len(blocks) == len(formed) == 3
     for layer, attn in zip(blocks, formed, strict=True):
         assert (layer.attn - attn).abs().max() <= LIMIT and attn.std(-1).max() > 1e-3 and layer.feat_size == (4, 4)
+
+
+EVOLVED = {
+    "vit_tiny_patch16_224": TINY, "eva02_tiny_patch14_224": TINY, "vit_small_patch16_dinov3": TINY,
+    "beit_base_patch16_224": TINY, "naflexvit_base_patch16_gap": {k: v for k, v in TINY.items() if k != "img_size"},
+    "cait_xxs24_224": TINY, "torchvision": {}}
+
+
+@pytest.mark.parametrize("name", EVOLVED)
+@pytest.mark.parametrize("kind", ["ea", "conv2d", "talking_heads", "xsa", None])
+def test_evolved_transformers_begin_with_the_maps_of_the_plain_ones(name, kind):
+    """Of CaiT with those that weigh the values; outputs keep every bit, and logits hand on what they should."""
+    torch.manual_seed(0)
+    x, plain = images(), torchvision_vit(3) if name == "torchvision" else timm.create_model(name, **EVOLVED[name])
+    plain = lively(plain)
+    model = ea_vision.evolve(plain, kind=kind, **({} if kind else {"token_conv": True})).eval()
+    found, hooks = [layer for layer in attention_layers(model) if "logits" in layer.parts], hooks_of(model)
+    parts = tuple(dict.fromkeys(part for layer in found for part in layer.parts))
+    theirs = "mixed_attn" if name.startswith("cait") else "attn"
+    with torch.no_grad():
+        expected = model(x)
+        with ea_vision.record_attention(model, parts=parts) as maps, \
+                ea_vision.record_attention(plain, parts=theirs) as before:
+            assert torch.equal(model(x), expected)
+            plain(x)
+    assert len(found) >= 2 and len(maps) == len(attention_layers(plain))
+    for layer in found:
+        own = maps[layer.number]
+        assert (own.attn - before[layer.number][theirs]).abs().max() <= LIMIT and own.feat_size == (4, 4)
+        if theirs == "attn":
+            torch.testing.assert_close(own.attn, own.logits.softmax(-1), atol=LIMIT, rtol=LIMIT)
+        if own.prev_logits is not None:
+            assert torch.equal(own.prev_logits, maps[layer.number - 1].logits)
+    assert hooks_of(model) == hooks and not any("_attend" in vars(module) for module in model.modules())
 
 
 @pytest.mark.parametrize("name,names", [
