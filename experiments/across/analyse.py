@@ -62,16 +62,18 @@ def effects_of(part: Part, runs: pd.DataFrame, times: Mapping[tuple[str, str], f
     """Return each variant minus the baseline, with Holm's p of those that are tested.
 
     found_at_80_percent: the gain, in points, that the seeds find at 80% power; of a hypothesis at Holm's first level.
-    time_ratio: processor time of a run over the baseline's, from their training steps.
+    run_ratio: mean time of the runs over that of the baseline's. time_ratio: processor time of a run over the
+    baseline's, from the training steps of today's code.
     """
-    top1, rows = by_variant(runs), []
+    top1, rows, seconds = by_variant(runs), [], runs.groupby("variant")["seconds"].mean()
     for name in (*part.tested, *part.described):
         differences = top1[name] - top1[part.baseline]
         found = smallest_shown(differences.std(), len(differences),
                                0.05 / len(part.tested) if name in part.tested else 0.05)
         ratio = times[part.network, name] / times[part.network, "plain"] / (EPOCHS.get(part.baseline, 8) / 8)
         rows.append({"part": part.name, "against": part.baseline, "name": name, **paired(differences), "p_holm": None,
-                     "found_at_80_percent": round(found, 2), "time_ratio": round(ratio, 2)})
+                     "found_at_80_percent": round(found, 2), "time_ratio": round(ratio, 2),
+                     "run_ratio": round(seconds[name] / seconds[part.baseline], 2)})
     table = pd.DataFrame(rows)
     table["p"] = table["p"].where(table["name"].isin(part.tested))
     tested = table["p"].notna()
@@ -94,7 +96,7 @@ def draw(found: Mapping[Part, pd.DataFrame]) -> Figure:
 
 
 def verdict_table(found: Mapping[Part, pd.DataFrame]) -> list[str]:
-    """Return the lines of mechanisms by networks: difference (95% interval), bold if it is significant; time."""
+    """Return the lines of mechanisms by networks: difference (95% interval), bold if it is significant; times."""
     heads = {part.network: f"{part.title}, {len(part.seeds)} seeds" for part in reversed(found)}
     cells: dict[str, dict[str, list[str]]] = {}
     for part, effects in found.items():
@@ -102,9 +104,9 @@ def verdict_table(found: Mapping[Part, pd.DataFrame]) -> list[str]:
             mark = "**" if row.p_holm < 0.05 else ""
             text = f"{mark}{row.difference:+.2f}{mark} ({row.low:.2f} to {row.high:.2f})"
             cells.setdefault(ROWS.get(part.name, "{}").format(row.name), {})[part.network] = [
-                text.replace("-", "\N{MINUS SIGN}"), f"{row.time_ratio:.2f}"]
+                text.replace("-", "\N{MINUS SIGN}"), f"{row.run_ratio:.2f}, {row.time_ratio:.2f}"]
     networks = list(dict.fromkeys(part.network for part in found))
-    return markdown(["", *(head for network in networks for head in (heads[network], "time"))],
+    return markdown(["", *(head for network in networks for head in (heads[network], "time: runs, step"))],
                     [[name, *(cell for network in networks for cell in row.get(network, ["", ""]))]
                      for name, row in cells.items()])
 

@@ -19,7 +19,7 @@ from ea_vision.layers import create_evolution
 from ea_vision.layers.evolution import Evolution
 from ea_vision.sizes import count
 from experiments import sweep
-from experiments.across import analyse, run
+from experiments.across import analyse, power, run
 from experiments.across.plan import (
     EPOCHS,
     EVEN,
@@ -33,11 +33,12 @@ from experiments.across.plan import (
     mechanism,
     step_times,
 )
-from experiments.across.power import power
 from experiments.across.sequences import MECHANISMS, recall
 from experiments.evidence import by_variant, read_runs, write_runs
+from tests.experiments.pages import page_says, points, section
 
 ROOT = Path(__file__).resolve().parents[2]
+PAGE, CHANCES = "docs/across-layers.md", "What these seeds could have found"
 
 
 def table_of(rows: list[tuple[str, int, float]], split: str = "test") -> pd.DataFrame:
@@ -87,7 +88,7 @@ def test_each_part_against_its_baseline_by_hand(tmp_path):
     seen = [float(rows["vit-rival", name]["found_at_80_percent"]) for name in PARTS["vit-rival"].tested]
     spread = [statistics.stdev(top1[name, seed] - top1["token_conv", seed] for seed in range(100, 108))
               for name in PARTS["vit-rival"].tested]
-    assert [power(gain, one / 2 ** 0.5, 8, 5) for gain, one in zip(seen, spread, strict=True)] == pytest.approx(
+    assert [power.power(gain, one / 2 ** 0.5, 8, 5) for gain, one in zip(seen, spread, strict=True)] == pytest.approx(
         [0.8] * 5, abs=0.05)  # the gains are rounded to 0.01
     longer = {run.seed: run.top1 for run in runs["equal-time"].itertuples()}
     assert float(rows["equal-time", "conv2d"]["difference"]) == pytest.approx(
@@ -239,72 +240,58 @@ def test_every_variant_is_an_experiment_of_the_trainer(part, variant):
 
 
 def test_the_pages_say_what_the_kept_runs_say(tmp_path, capsys):
-    """verdict.csv is what the rows of runs give, and docs/across-layers.md has each of its figures."""
+    """verdict.csv is what the rows of runs give, and docs/across-layers.md has its tables and figures."""
     assert analyse.main([str(RESULTS), "-o", str(tmp_path)]) == 0
-    kept, made = (list(csv.DictReader((folder / "verdict.csv").open())) for folder in (RESULTS, tmp_path))
-    assert [(row["part"], row["name"]) for row in kept] == [(row["part"], row["name"]) for row in made]
-    for row, other in zip(kept, made, strict=True):
-        for key in ("difference", "low", "high", "p", "p_holm", "found_at_80_percent", "time_ratio"):
-            assert row[key] == other[key] == "" or float(row[key]) == pytest.approx(float(other[key]), abs=1e-9)
-    page_lines = (ROOT / "docs" / "across-layers.md").read_text().splitlines()
-    page, readme, others = (" ".join((ROOT / name).read_text().split()) for name in (
-        "docs/across-layers.md", "README.md", "docs/experiments.md"))
-    tested = [row for row in kept if row["part"] == "vit-rival"]
-    [conv2d] = [row for row in tested if row["name"] == "conv2d"]
-    gain, low, high = (f"{float(conv2d[key]):.2f}" for key in ("difference", "low", "high"))
-    assert f"adds {gain} points to it at equal updates (corrected p = {float(conv2d['p_holm']):.3f})" in page
-    assert f"[gain {gain} points](docs/across-layers.md" in readme
-    assert f"+{gain} points ({low} to {high}) at equal updates" in others
-    assert [row["name"] for row in tested if float(row["difference"]) > 0 and float(row["p_holm"]) < 0.05] == ["conv2d"]
-    found = sorted(float(row["found_at_80_percent"]) for row in tested)
-    assert f"find gains of {found[0]:.2f} to {found[-1]:.2f} points" in page
-    [longer] = [row for row in kept if row["part"] == "equal-time"]
-    behind, least, most = (f"{-float(longer[key]):.2f}" for key in ("difference", "high", "low"))
-    assert float(longer["p_holm"]) < 0.001 and f"`conv2d` is {behind} points ({least} to {most}) behind it" in page
-    assert f"at equal time it is {behind} ({least} to {most}) behind" in others
-    assert f"in {float(conv2d['time_ratio']):.2f} times its time" in page
+    kept, made = (pd.read_csv(folder / "verdict.csv") for folder in (RESULTS, tmp_path))
+    pd.testing.assert_frame_equal(made, kept, rtol=1e-9)
+    printed, lines = capsys.readouterr().out, section(PAGE, "").splitlines()
+    tables = [line for line in printed[printed.index("\n|  | small"):].splitlines() if line.startswith("|")]
+    assert len(tables) > 20 and [line for line in tables if line not in lines] == []
+    rows = {(row["part"], row["name"]): row for row in kept.to_dict("records")}
+    conv2d, longer, even = (rows[part, "conv2d"] for part in ("vit-rival", "equal-time", "equal-operations"))
+    behind = [points({"difference": -of["difference"], "low": -of["high"], "high": -of["low"]})
+              for of in (longer, even)]
+    page_says(PAGE, "Which to use", points(conv2d).replace(" ", " points ", 1).replace(")", ","),
+              f"p = {conv2d['p_holm']:.3f}", behind[0].replace(" ", " points ", 1), behind[1],
+              f"{100 * (conv2d['time_ratio'] - 1):.0f}% more time")
+    page_says("README.md", "", f"{conv2d['difference']:.2f} points")
+    significant = kept[(kept["p_holm"] < 0.05) & (kept["difference"] > 0)]
+    assert significant[["part", "name"]].values.tolist() == [["vit-rival", "conv2d"]] and longer["p_holm"] < 0.001
+    beside = kept[(kept["part"] == "cifar100") & kept["p"].notna()]  # convolutions: question 3
+    page_says(PAGE, "Which to use", *(f"{x:+.2f}" for x in (beside["difference"].min(), beside["difference"].max())),
+              f"{beside['p_holm'].min():.3f}")
+    page_says(PAGE, "The verdict", points(rows["cifar100", "uniform"], "+").replace(" ", " points ", 1))
+    for part in ("vit-rival", "cifar100"):
+        found = kept[(kept["part"] == part) & kept["p"].notna()]["found_at_80_percent"]
+        page_says(PAGE, CHANCES, f"{found.min():.2f} to {found.max():.2f}")
+
+
+def test_token_convs_gain_its_cost_and_what_conv2d_is_worth():
     alone, rival = (by_variant(read_runs(RESULTS / f"{name}.csv")) for name in ("vit-alone", "vit-rival"))
-    added = (rival["token_conv"] - alone["plain"]).mean()
-    assert f"It adds {added:.2f} points to the plain small ViT (five seeds" in page and len(alone["plain"]) == 5
-    beside = {row["name"]: row for row in kept if row["part"] == "cifar100"}  # convolutions: question 3
-    uniform = beside.pop("uniform")
-    least_p = min(float(row["p_holm"]) for row in beside.values())
-    assert least_p >= 0.05 and "Beside convolutions no gain is shown" in page
-    assert "nor of four beside convolutions" in others
-    low, *_, high, same = (f"{difference:+.2f}".replace("-", "\N{MINUS SIGN}") for difference in (
-        *sorted(float(row["difference"]) for row in beside.values()), float(uniform["difference"])))
-    assert f"differ from it by {low} to {high} points (corrected p from {least_p:.3f})" in page
-    assert f"uniform maps (described) it is {same} points" in page and float(uniform["high"]) > 0
-    found = sorted(float(row["found_at_80_percent"]) for row in beside.values())
-    assert f"six of the Conv-Transformer {found[0]:.2f} to {found[-1]:.2f}" in page
-    printed = capsys.readouterr().out
-    for line in printed[printed.index("\n|  | small"):].strip().splitlines():  # the tables of the page
-        assert not line.startswith("|") or line in page_lines, line
+    added, times = (rival["token_conv"] - alone["plain"]).dropna(), step_times()
+    assert len(added) == 5
+    top1, share = power.worth_in_updates()
+    page_says(PAGE, "Which to use", f"{added.mean():.2f} points", f"{times[RIVAL, 'plain'] / times[VIT, 'plain']:.3f}",
+              f"{100 * share:.0f}% more updates", ", ".join(f"{x:.2f}" for x in top1[:2]) + f" and {top1[2]:.2f}%")
 
 
-def test_the_page_says_which_runs_found_what_recall_asks_for():
-    page = " ".join((ROOT / "docs" / "across-layers.md").read_text().split())
+def test_what_the_seeds_could_have_found():
+    """power.csv is what the spreads of the runs give, and the page says it."""
+    kept = pd.read_csv(RESULTS / "power.csv").set_index("name")
+    pd.testing.assert_frame_equal(power.achieved().set_index("name"), kept)
+    page_says(PAGE, CHANCES, *(f"{row.power:.2f}" for row in kept.itertuples()), f"{power.PLANNED} points",
+              *(f"{kept.overstated[name]:.1f}" for name in ("conv2d", "ea")))
+
+
+def test_what_recall_asks_for_and_what_solves_it():
     symbols, wanted = recall(100_000, torch.Generator().manual_seed(0))
     frequent = 100 * (symbols[:, 1:16:2].mode(1).values == wanted).float().mean().item()
-    assert f"no better than the most frequent value, {frequent:.0f}%" in page
-    rows = list(csv.DictReader((RESULTS / "recall.csv").open()))
-    solved = [float(row["result"]) > 99 for row in rows if row["variant"] == "ea"]
-    assert (sum(solved), len(solved)) == (3, 5) and "in three of five seeds" in page
+    rows = pd.read_csv(RESULTS / "recall.csv").query("variant == 'ea'")
+    assert (sum(rows["result"] > 99), len(rows)) == (3, 5)
+    page_says(PAGE, "Two tasks without images", f"{frequent:.0f}%", "three of five")
 
 
-def test_the_page_has_the_measured_costs():
-    page = (ROOT / "docs" / "across-layers.md").read_text()
-    rows = {(row["network"], row["kind"]): row for row in csv.DictReader((RESULTS / "benchmark.csv").open())}
-    networks = ("vit_small_patch16_224", "vit_mini_patch4_32")
-    kinds = [kind for network, kind in rows if network == networks[0]]
-    for kind in kinds:
-        cells = [f"{float(rows[network, kind][f'{step}_{unit}']):{form}}" for network in networks
-                 for step in ("forward", "train")
-                 for unit, form in [("ms", ".0f") if kind == "plain" else ("ratio", ".2f")]]
-        ms = " ms" if kind == "plain" else ""
-        assert f"| {kind} | {' | '.join(cell + ms for cell in cells)} |" in page
-    assert "`token_conv` and `value_residual` cost nothing that can be measured" in page
-    bfloat16 = step_times()
-    assert f"{bfloat16[RIVAL, 'plain'] / bfloat16[VIT, 'plain']:.2f} times a step of the small ViT" in page
-    for kind in ("token_conv", "value_residual"):
-        assert float(rows[networks[1], kind]["train_ratio"]) == pytest.approx(1, abs=0.05)
+def test_the_measured_steps():
+    rows = pd.read_csv(RESULTS / "benchmark.csv").set_index(["network", "kind"])["train_ratio"]
+    for kind, ratio in rows["vit_small_patch16_224"].drop("plain").items():
+        assert re.search(rf"^\| `{kind}` \|.*\| {ratio:.2f} \|$", section(PAGE, "Which there are"), re.M), kind

@@ -1,0 +1,29 @@
+"""What a page says: numbers that a section must have, whatever words stand around them."""
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def section(page: str, heading: str) -> str:
+    """Return a page's text under a heading of any level, up to the next one of that level; "": the whole page."""
+    text = (ROOT / page).read_text()
+    if not heading:
+        return text
+    for level in ("## ", "### "):
+        before, found, rest = f"\n{text}".partition(f"\n{level}{heading}\n")
+        if found:
+            return rest.partition(f"\n{level}")[0].partition("\n## ")[0]
+    raise AssertionError(f"{page} has no section {heading!r}")
+
+
+def page_says(page: str, heading: str, *numbers: str) -> None:
+    """Check that the section under `heading` has these numbers (a minus sign may be a hyphen)."""
+    text = " ".join(section(page, heading).replace("\N{MINUS SIGN}", "-").split())
+    missing = [number for number in numbers if number.replace("\N{MINUS SIGN}", "-") not in text]
+    assert missing == [], f"{page}, {heading}: {missing}"
+
+
+def points(of, plus: str = "") -> str:
+    """Return a difference with its interval, of a row or dict with difference, low and high: "0.35 (-0.01 to 0.71)"."""
+    difference, low, high = (of[key] for key in ("difference", "low", "high"))
+    return f"{difference:{plus}.2f} ({low:.2f} to {high:.2f})"
