@@ -1,33 +1,48 @@
-"""What the stored runs of five seeds could have found, and how much of PA's figure is none's.
+"""What each study could have found: the true difference that its seeds find at 80% power, from its own spread.
 
-    python -m experiments.sensitivity experiments/results/evidence/sensitivity.csv
+    python -m experiments.sensitivity experiments/results/sensitivity.csv
 
-By data set: the difference EA - none that five seeds find at 80% power (paired t test, 0.05), the mean correlation of
-the variants over seeds, and the differences of PA. With alpha 0.01 PA is nearly a repetition of none, so PA - none is
-what two sets of five runs of one network differ by, and EA may be compared with both together.
+A two-sided paired t test at 0.05, or at Holm's first level where a study has several hypotheses. mean_correlation: of
+the variants over seeds; near 0, pairing gains nothing.
 """
 import sys
 from pathlib import Path
 
 import pandas as pd
 
-from experiments.evidence import by_variant, mean_correlation, paired, read_runs, smallest_shown
+from experiments.evidence import by_variant, mean_correlation, read_runs, smallest_shown
 
-STORED = Path(__file__).resolve().parent / "results" / "evidence"
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "results"
+STUDIES = {  # study: (files of runs, read as one; first, second; hypotheses)
+    "narrow networks, CIFAR-10, seeds 0 to 4": (["results/evidence/cifar10-runs.csv"], "EA", "none", 1),
+    "narrow networks, CIFAR-100, seeds 0 to 4": (["results/evidence/cifar100-runs.csv"], "EA", "none", 1),
+    "narrow networks, CIFAR-10, seeds 5 to 9": (["factorial/cifar10-runs.csv"], "EA", "none", 1),
+    "narrow networks, CIFAR-100, seeds 5 to 9": (["factorial/cifar100-runs.csv"], "EA", "none", 1),
+    "equal time, CIFAR-10": (["factorial/cifar10-runs.csv"], "EA", "none equal time", 2),
+    "equal time, CIFAR-100": (["factorial/cifar100-runs.csv"], "EA", "none equal time", 2),
+    "scenes, quarter width": (["results/scenes/quarter-width-runs.csv"], "EA", "plain", 2),
+    "tuning a ViT": (["results/finetune-scenes-runs.csv"], "gates", "plain", 3),
+}
 
 
-def row(data: str) -> dict:
-    """Return the figures of a data set's stored runs, in points of top-1 on the test images."""
-    top1 = by_variant(read_runs(STORED / f"{data}-runs.csv"))
-    gains = top1["EA"] - top1["none"]
-    pa, ea = paired(top1["PA"] - top1["none"]), paired(top1["EA"] - (top1["none"] + top1["PA"]) / 2)
-    figures = {"pa_minus_none": pa["difference"], "pa_low": pa["low"], "pa_high": pa["high"],
-               "ea_minus_none": gains.mean(), "ea_minus_none_and_pa": ea["difference"], "ea_low": ea["low"],
-               "ea_high": ea["high"]}
-    return {"data": data, "found_at_80_percent": round(smallest_shown(gains.std(), len(gains)), 2),
-            "mean_correlation": round(float(mean_correlation(top1)), 1),
-            **{name: round(float(value), 2) for name, value in figures.items()}}
+def top1_of(study: str) -> pd.DataFrame:
+    """Return top-1 by seed and variant."""
+    return by_variant(read_runs(*(HERE / file for file in STUDIES[study][0])))
+
+
+def table() -> pd.DataFrame:
+    """Return a row for each study: seeds, spread of the differences and what they find, in points."""
+    rows = []
+    for study, (_, first, second, hypotheses) in STUDIES.items():
+        top1 = top1_of(study)
+        spread = (top1[first] - top1[second]).std()
+        rows.append({"study": study, "comparison": f"{first} - {second}", "seeds": len(top1), "spread": round(spread, 2),
+                     "found_at_80_percent": round(smallest_shown(spread, len(top1), 0.05 / hypotheses), 2),
+                     "mean_correlation": round(float(mean_correlation(top1)), 1)})
+    return pd.DataFrame(rows)
 
 
 if __name__ == "__main__":
-    pd.DataFrame([row("cifar10"), row("cifar100")]).to_csv(sys.argv[1], index=False)
+    table().to_csv(sys.argv[1], index=False)
+    print(table().to_string(index=False))
