@@ -37,7 +37,8 @@ def table() -> pd.DataFrame:
     for study, (_, first, second, hypotheses) in STUDIES.items():
         top1 = top1_of(study)
         spread = (top1[first] - top1[second]).std()
-        rows.append({"study": study, "comparison": f"{first} - {second}", "seeds": len(top1), "spread": round(spread, 2),
+        rows.append({"study": study, "comparison": f"{first} - {second}", "seeds": len(top1),
+                     "spread": round(spread, 2),
                      "found_at_80_percent": round(smallest_shown(spread, len(top1), 0.05 / hypotheses), 2),
                      "mean_correlation": round(float(mean_correlation(top1)), 1)})
     return pd.DataFrame(rows)
