@@ -37,7 +37,7 @@ from ea_vision.base.errors import UsageError, exit_code
 
 COLUMNS = ["variant", "seed", "top1", "train_loss", "seconds", "images", "updates", "data", "options"]
 # Options that do not belong to the experiment: where and how fast it runs, what it writes besides.
-IGNORED = {"data_dir", "cache_dir", "output", "resume", "seed", "workers", "device", "download", "loader", "recipe",
+IGNORED = {"data_dir", "output", "resume", "seed", "workers", "device", "download", "recipe",
            "channels_last", "compile", "compile_mode", "eval_batch_size", "eval_epochs", "checkpoint_steps",
            "snapshot_epochs", "log_steps", "tensorboard", "wandb", "on_nan", "max_bad_images", "train_beton",
            "val_beton"}

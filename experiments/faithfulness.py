@@ -304,7 +304,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--steps", type=int, default=10, help="equal steps of the curves (default: 10)")
     add("--dataset", default="digits", help="digits, cifar10, cifar100, folder (default: digits)")
     add("--data-dir", default="", help="folder of the data set")
-    add("--cache-dir", default="", help="where decoded images are kept; none: nowhere (default: the user's cache)")
     add("--img-size", type=int, help="side of the images in pixels (default: the model's)")
     add("--limit", type=int, metavar="N", help="N test images, drawn by --seed (default: all)")
     add("--batch-size", type=int, default=64)
@@ -326,7 +325,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             with torch.autocast(device.type, torch.bfloat16, enabled=args.amp == "bfloat16"):
                 return model.model(model.normalize(images))
 
-        data = load_dataset(args.dataset, args.data_dir, args.cache_dir, model.img_size[0], False, 2)
+        data = load_dataset(args.dataset, args.data_dir, model.img_size[0], False, 2)
         images = data.test.images
         if args.limit:
             order = torch.randperm(len(images), generator=torch.Generator().manual_seed(args.seed))

@@ -31,11 +31,11 @@ PLACES = {"cifar10": "folder", "DIR": "data", "CIFAR10": "data", "/data/imagenet
           "docs/attention.html": "page.html", "photos/val/bird": "photos/val/class_0",
           "vit_small_patch16_224.dino": "runs/vit", "deit_small_patch16_224,vit_small_patch16_224": "runs/vit"}
 SHORTER = {  # options that end a command, over those that it has
-    "train-cifar": "--epochs 1 --batch-size 8 --img-size 8 --device cpu --workers 0 --cache-dir none",
+    "train-cifar": "--epochs 1 --batch-size 8 --img-size 8 --device cpu --workers 0",
     "train-imagenet": "--epochs 1 --warmup-epochs 0 --batch-size 8 --img-size 32 --eval-img-size 0 --eval-resize 36 "
                       "--device cpu --workers 0 --no-pretrained",
     "heatmap": "--dpi 30", "strip": "--dpi 30",
-    "probe": "--limit 12 --epochs 1 --width 8 --controls none --layers 1 --workers 1 --cache-dir none",
+    "probe": "--limit 12 --epochs 1 --width 8 --controls none --layers 1 --workers 1",
     "benchmark": "--models resnet18 --img-size 64 --batch-size 2 --repeats 1 --no-memory",
     "predict": "", "explore": "", "write-ffcv": "--workers 1"}
 ELSEWHERE = {  # command lines and the tests that run them
@@ -87,7 +87,7 @@ def shorten(line: str) -> list[str]:
     if command == "heatmap" and {"runs/vit", "runs/photos"} & {*here}:
         here += ["--layers", "2"]
     if "--evaluate" in words or "--learning-curves" in words:
-        return [command, *here, *(["--img-size", "32", "--cache-dir", "none"] if "folder" in here else [])]
+        return [command, *here, *(["--img-size", "32", ] if "folder" in here else [])]
     if command == "probe":
         here += ["-o", f"out/{LINES.index(line)}"]
     if not command.startswith("train-"):

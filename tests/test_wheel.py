@@ -16,7 +16,7 @@ from ea_vision.__main__ import main
 
 print("imported", ea_vision.__file__)
 for command in (
-    "train-cifar --dataset digits --epochs 1 --img-size 8 --batch-size 500 --cache-dir none --output run "
+    "train-cifar --dataset digits --epochs 1 --img-size 8 --batch-size 500 --output run "
     "--model ea_conv_transformer_cifar --model-kwargs widths=[8,8,16,16]",
     "heatmap --model run --layers 1 --heads mean --dpi 50 -o heads.png digits#0",
     "heatmap --layers 1 --heads mean --dpi 50 -o shipped.png digits#0",  # by the weights in the wheel

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import logging
 from collections.abc import Sequence
 from pathlib import Path
 
 from ea_vision.base.errors import RunError
-from ea_vision.base.files import atomic_write
+from ea_vision.base.files import atomic_write, csv_text
 from ea_vision.base.processes import World
 
 log = logging.getLogger(__name__)
 FILE = "bad_images.csv"
-
-
-def without(count: int, bad: Sequence[int]) -> list[int]:
-    """The good places of a batch of `count` images."""
-    return sorted(set(range(count)) - set(bad))
 
 
 class BadImages:
@@ -34,20 +27,27 @@ class BadImages:
         self.new: dict[str, str] = {}  # met by this process since the last `collect`
 
     def add(self, path: str, error: str) -> None:
+        """Note an image."""
         if path not in self.known:
             self.new[path] = error
 
-    def replacements(self, count: int, bad: Sequence[int]) -> list[tuple[int, int]]:
-        """For the bad places of a training batch of `count` images: (place, the place of the image that takes it).
+    def places(self, count: int, bad: Sequence[int], training: bool) -> list[int]:
+        """Return the places of a batch of `count` images that are shown: without the bad ones or, in training, with
+        good ones in their place.
 
         Raises:
-            RunError: no image of the batch is good.
+            RunError: no image of a training batch is good.
         """
-        good = without(count, bad)
+        good = [place for place in range(count) if place not in bad]
+        if not training:
+            return good
         if not good:
             path, error = next(iter({**self.new, **self.known}.items()))
             raise RunError(f"none of the {count} images of a batch can be read, such as {path} ({error})")
-        return [(place, good[number % len(good)]) for number, place in enumerate(bad)]
+        taken = list(range(count))
+        for number, place in enumerate(bad):
+            taken[place] = good[number % len(good)]
+        return taken
 
     def collect(self, world: World, folder: Path) -> None:
         """Merge what the processes met, log it and list it in bad_images.csv. All processes must call this together.
@@ -60,12 +60,9 @@ class BadImages:
         for path, error in met.items():
             log.warning("unreadable image %s: %s", path, error)
         self.known.update(met)
+        rows = [{"path": path, "error": error} for path, error in sorted(self.known.items())]
         if met and world.is_main:
-            text = io.StringIO()
-            writer = csv.writer(text, lineterminator="\n")
-            writer.writerows([("path", "error"), *sorted(self.known.items())])
-            atomic_write(folder / FILE, text.getvalue().encode())
-        if len(self.known) > self.limit:
-            first = next(iter(self.known.items()))
-            raise RunError(f"{len(self.known)} images cannot be read, --max-bad-images allows {self.limit}; the first: "
-                           f"{first[0]} ({first[1]}); all are listed in {folder / FILE}")
+            atomic_write(folder / FILE, csv_text(rows).encode())
+        if len(rows) > self.limit:
+            raise RunError(f"{len(rows)} images cannot be read, --max-bad-images allows {self.limit}; the first: "
+                           f"{rows[0]['path']} ({rows[0]['error']}); all are listed in {folder / FILE}")

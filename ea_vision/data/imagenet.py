@@ -7,12 +7,9 @@ entered.
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import random
 import signal
-import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,15 +23,13 @@ from torchvision import transforms
 
 from ea_vision.base.errors import UsageError
 from ea_vision.data.augment import normalize
-from ea_vision.data.bad_images import BadImages, without
+from ea_vision.data.bad_images import BadImages
 from ea_vision.data.batches import Batch, Share, epoch_generator, epoch_order
-from ea_vision.data.image_files import BrokenImage, ImageFiles, check_scaled, decode_image, natural_key, to_rgb
+from ea_vision.data.image_files import BrokenImage, ImageFiles, check_scaled, decode_image, to_rgb
 
 TERM_SECONDS = 30  # that workers serve on after a SIGTERM, which clusters send to every process of a job
-GLOO_SECONDS = 0.3  # that gloo's threads have to end a collective in
 STUCK_SECONDS = 900  # without a batch from a worker: the process ends with an error, and torchrun restarts it
 TRIVIAL = "ta_wide"  # torchvision's name of a policy that timm has not
-PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 
 
 class ImageSource:
@@ -54,13 +49,9 @@ class ImageSource:
     def __init__(self, dataset: str, root: Path, split: str, num_classes: int = 0, exif_rotation: bool = False):
         self.name = f"{dataset} {split}" if dataset else str(root)
         self.exif_rotation = exif_rotation
-        self.files = None if dataset else ImageFiles(root, natural_key)
+        self.files = None if dataset else ImageFiles(root)
         if self.files is not None:
             self.classes = self.files.classes
-            empty = self.files.empty_classes()
-            if empty:
-                raise UsageError(f"{len(empty)} class folder(s) of {root} have no images: {', '.join(empty[:5])}"
-                                 f"{' ...' if len(empty) > 5 else ''}")
         else:
             self.dataset = _timms(dataset, root, split, self.name)
             self.reader = getattr(self.dataset, "reader", None)
@@ -70,10 +61,6 @@ class ImageSource:
 
     def __len__(self) -> int:
         return len(self.dataset if self.files is None else self.files)
-
-    def mean_bytes(self) -> float:
-        """Return the mean size of a stored image; 0 where timm reads them, and does not say."""
-        return 0.0 if self.files is None else float(self.files.sizes.mean())
 
     def _class_names(self, num_classes: int) -> list[str]:
         for owner in (self.reader, self.dataset):
@@ -113,23 +100,13 @@ class ImageSource:
             return decode_image(file, self.exif_rotation), int(target)
 
     def fingerprint(self) -> str:
-        """SHA-256 over what tells this data from other data: the same for the same files, wherever they lie. For what
-        timm reads, the names of classes and images; for files see `ImageFiles`."""
-        if self.files is None:
-            found = self.earlier_fingerprint()
-        else:
-            found = self.files.fingerprint()
-        return hashlib.sha256(f"{found} exif_rotation".encode()).hexdigest() if self.exif_rotation else found
-
-    def earlier_fingerprint(self) -> str:
-        """Return the fingerprint of release 0.1, so that its runs can go on."""
+        """Return SHA-256 over the names of classes and images and the sizes of files: the same wherever they lie."""
         if self.files is not None:
-            return self.files.earlier_fingerprint()
-        digest = hashlib.sha256("\n".join([*self.classes, "", str(len(self))]).encode())
-        if self.reader is not None:
-            for name in self.dataset.filenames():
-                digest.update(f"\n{name}".encode())
-        return digest.hexdigest()
+            found = self.files.fingerprint()
+        else:
+            names = [] if self.reader is None else self.dataset.filenames()
+            found = hashlib.sha256("\n".join([*self.classes, "", str(len(self)), *names]).encode()).hexdigest()
+        return f"{found} exif_rotation" if self.exif_rotation else found
 
 
 def _timms(dataset: str, root: Path, split: str, name: str):
@@ -143,43 +120,26 @@ def _timms(dataset: str, root: Path, split: str, name: str):
 
 
 def _pixels(image: Image.Image) -> torch.Tensor:
-    """uint8 (H, W, 3): the channels come first on the device, where that costs less."""
+    """Return uint8 (H, W, 3): the channels come first on the device, where that costs less."""
     return torch.from_numpy(np.array(image))
 
 
 def train_transform(img_size: int, *, scale: Sequence[float] = (0.08, 1.0), hflip: float = 0.5,
-                    color_jitter: float = 0.0, auto_augment: str = "", interpolation: str = "bilinear",
-                    splits: int = 1):
+                    color_jitter: float = 0.0, auto_augment: str = "", interpolation: str = "bilinear"):
     """Return timm's transform: crop of random area and aspect ratio (Szegedy et al. 2015), flip, and further ones.
 
     Args:
         img_size: side of the result in pixels. scale: least and largest share of the image's area in the crop.
         auto_augment: timm's policy, or ta_wide, torchvision's TrivialAugmentWide.
-        splits: of more than 1 the result is uint8 (splits, S, S, 3): the crop as it is, and so many less one that are
-            augmented otherwise each (timm's AugMixDataset).
     """
     trivial = auto_augment == TRIVIAL
-    crop, augment, _ = timm.data.create_transform(
+    steps = list(timm.data.create_transform(
         img_size, is_training=True, scale=tuple(scale), hflip=hflip, normalize=False, separate=True,
         color_jitter=color_jitter or None, auto_augment=None if trivial else auto_augment or None,
-        interpolation=interpolation, use_prefetcher=True)
-    augment = [augment]
+        interpolation=interpolation, use_prefetcher=True)[:2])
     if trivial:
-        augment.append(transforms.TrivialAugmentWide(interpolation=transforms.InterpolationMode(interpolation)))
-    if splits > 1:
-        return AugmentationSplits(crop, transforms.Compose([*augment, _pixels]), splits)
-    return transforms.Compose([crop, *augment, _pixels])
-
-
-class AugmentationSplits:
-    """Make uint8 (splits, S, S, 3) of an image: its crop, and other augmentations of it."""
-
-    def __init__(self, crop, augment, splits: int):
-        self.crop, self.augment, self.splits = crop, augment, splits
-
-    def __call__(self, image: Image.Image) -> torch.Tensor:
-        image = self.crop(image)
-        return torch.stack([_pixels(image), *(self.augment(image) for _ in range(self.splits - 1))])
+        steps.append(transforms.TrivialAugmentWide(interpolation=transforms.InterpolationMode(interpolation)))
+    return transforms.Compose([*steps, _pixels])
 
 
 def eval_transform(img_size: int, resize: int, interpolation: str = "bilinear"):
@@ -209,12 +169,8 @@ class _Decoder(Dataset):
 
     def __getitems__(self, keys: list[tuple[int, int, int]]):
         """Return uint8 (B, S, S, 3), int64 targets (B,), ids (B,), bad [(place, error)]; the pixels of bad are 0.
-
-        Of a transform with augmentation splits the images are (B, splits, S, S, 3).
         """
-        splits = getattr(self.transform, "splits", 1)
-        sizes = (len(keys), *([splits] if splits > 1 else []), self.img_size, self.img_size, 3)
-        images = torch.zeros(sizes, dtype=torch.uint8)
+        images = torch.zeros(len(keys), self.img_size, self.img_size, 3, dtype=torch.uint8)
         targets = torch.zeros(len(keys), dtype=torch.int64)
         bad = []
         for place, (epoch, index, copy) in enumerate(keys):
@@ -227,19 +183,16 @@ class _Decoder(Dataset):
         return images, targets, torch.tensor([index for _, index, _ in keys]), bad
 
 
-def die_with_parent() -> None:
-    """Have this process killed when the one that forked it ends, however it ends (Linux; elsewhere do nothing)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 def _begin_worker(_number: int) -> None:
-    """Signals are for the trainer, which finishes its update first; when it is killed, its workers go at once."""
+    """Leave signals to the trainer, which finishes its update first; torch ends workers whose trainer is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, lambda *_: signal.alarm(TERM_SECONDS))
-    die_with_parent()
     torch.set_num_threads(1)
+
+
+def _as_it_is(batch):
+    return batch
 
 
 @contextmanager
@@ -273,35 +226,26 @@ class DecodingLoader:
         """Return the data set that turns a list of keys into images, targets, ids and bad ones [(place, error)]."""
         return _Decoder(self.source, transform, img_size, self.seed)
 
-    def _decode(self, batches: list[list[tuple[int, int, int]]], transform, img_size: int) -> Iterator[tuple]:
-        """Yield what the decoder makes of each batch of keys, in order; img_size: what the transform gives."""
-        decoder = self._decoder(transform, img_size)
-        if not self.workers:
-            for keys in batches:
-                with _own_random_state():
-                    decoded = decoder.__getitems__(keys)
-                yield self._without_errors(*decoded)
-            return
-        if self.share.world_size > 1 and self.device.type == "cpu":
-            # A fork while one of gloo's threads enters the interpreter, as they do after a collective to drop its
-            # tensors, leaves a worker that waits for ever for the interpreter's list of threads.
-            time.sleep(GLOO_SECONDS)
-        loader = DataLoader(
-            decoder, batch_sampler=batches, num_workers=self.workers, collate_fn=lambda batch: batch,
-            prefetch_factor=self.prefetch, pin_memory=self.device.type == "cuda", worker_init_fn=_begin_worker,
-            multiprocessing_context="fork", timeout=STUCK_SECONDS,
-            generator=torch.Generator())  # its own: the trainer's random state is part of its checkpoints
-        for decoded in loader:
-            yield self._without_errors(*decoded)
-
-    def _without_errors(self, images: torch.Tensor, targets, ids: torch.Tensor, bad: list) -> tuple:
-        for place, error in bad:
-            self.bad_images.add(self.source.describe(int(ids[place])), error)
-        return images, targets, ids, [place for place, _ in bad]
+    def _show(self, batches: list[list[tuple[int, int, int]]], transform, img_size: int, training: bool,
+              ) -> Iterator[Batch]:
+        """Yield the batches of these keys, in order; img_size: what the transform gives."""
+        of_workers = {"prefetch_factor": self.prefetch, "multiprocessing_context": "fork", "timeout": STUCK_SECONDS}
+        loader = iter(DataLoader(
+            self._decoder(transform, img_size), batch_sampler=batches, num_workers=self.workers, collate_fn=_as_it_is,
+            pin_memory=self.device.type == "cuda", worker_init_fn=_begin_worker, **(of_workers if self.workers else {}),
+            generator=torch.Generator()))  # its own: the trainer's random state is part of its checkpoints
+        for _ in batches:
+            with _own_random_state():
+                images, targets, ids, bad = next(loader)
+            for place, error in bad:
+                self.bad_images.add(self.source.describe(int(ids[place])), error)
+            if bad:
+                places = self.bad_images.places(len(ids), [place for place, _ in bad], training)
+                images, ids = images[places], ids[places]
+                targets = [targets[place] for place in places] if isinstance(targets, list) else targets[places]
+            yield self._batch(images, targets, ids)
 
     def _batch(self, images: torch.Tensor, targets: torch.Tensor, ids: torch.Tensor) -> Batch:
-        if images.dim() == 5:  # (B, splits, S, S, 3) -> (splits B, S, S, 3): the images as they are come first
-            images = images.transpose(0, 1).flatten(0, 1)
         images = images.to(self.device, non_blocking=True).permute(0, 3, 1, 2)
         return Batch(normalize(images, self.mean, self.std), targets.to(self.device, non_blocking=True), ids)
 
@@ -330,10 +274,7 @@ class ImageTrainLoader(DecodingLoader):
                 for places in self.share.train_places(first)]
         size = self.img_size if self.size_of is None else self.size_of(epoch)
         transform = self.transform if self.size_of is None else self.transform(size)
-        for images, targets, ids, bad in self._decode(keys, transform, size):
-            for place, other in self.bad_images.replacements(len(ids), bad):
-                images[place], targets[place], ids[place] = images[other], targets[other], ids[other]
-            yield self._batch(images, targets, ids)
+        yield from self._show(keys, transform, size, training=True)
 
 
 class ImageEvalLoader(DecodingLoader):
@@ -343,10 +284,6 @@ class ImageEvalLoader(DecodingLoader):
         return self.share.eval_batches
 
     def batches(self) -> Iterator[Batch]:
+        """Yield the batches; the last ones may be short or empty."""
         keys = [[(0, index, 0) for index in images] for images in self.share.eval_images()]
-        for images, targets, ids, bad in self._decode(keys, self.transform, self.img_size):
-            if bad:
-                good = without(len(ids), bad)
-                targets = [targets[place] for place in good] if isinstance(targets, list) else targets[good]
-                images, ids = images[good], ids[good]
-            yield self._batch(images, targets, ids)
+        yield from self._show(keys, self.transform, self.img_size, training=False)

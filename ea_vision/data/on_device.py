@@ -21,10 +21,6 @@ class _OnDevice:
         self.std = torch.tensor(std, dtype=torch.float32, device=device)
         self.device, self.share = device, Share(len(split), batch_size, rank, world_size)
 
-    def _images_of(self, chosen: torch.Tensor, there: torch.Tensor) -> torch.Tensor:
-        """uint8 (B, C, H, W), on the device. chosen: indices in main memory; there: the same on the device."""
-        return self.images[there if isinstance(self.images, torch.Tensor) else chosen]
-
 
 class TrainLoader(_OnDevice):
     """Shuffled, augmented batches."""
@@ -45,7 +41,7 @@ class TrainLoader(_OnDevice):
             draws[:, 2] = self.augmentation.alternating_flips(len(self.targets), epoch, self.seed)[order]
         draws, order_there = draws.to(self.device), order.to(self.device)  # once, so that no batch has to wait
         for places in self.share.train_places(first):
-            images = self._images_of(order[places], order_there[places])
+            images = self.images[order_there[places]]
             images = self.augmentation.apply(images, draws[places], self.mean, self.std)
             yield Batch(images, self.targets[order_there[places]], order[places])
 
@@ -57,7 +53,8 @@ class EvalLoader(_OnDevice):
         return self.share.eval_batches
 
     def batches(self) -> Iterator[Batch]:
+        """Yield the batches; the last ones may be short or empty."""
         for images in self.share.eval_images():
             chosen = torch.tensor(list(images), dtype=torch.int64)
             there = sent(chosen, self.device)
-            yield Batch(normalize(self._images_of(chosen, there), self.mean, self.std), self.targets[there], chosen)
+            yield Batch(normalize(self.images[there], self.mean, self.std), self.targets[there], chosen)

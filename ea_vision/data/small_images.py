@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
-import logging
-import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +11,11 @@ import numpy as np
 import torch
 from PIL import Image
 
-from ea_vision.base.errors import RunError, UsageError
-from ea_vision.base.files import atomic_write, cache_root
+from ea_vision.base.errors import UsageError
+from ea_vision.base.files import cache_root
 from ea_vision.data.image_files import BrokenImage, ImageFiles, check_scaled, decode_image
 from ea_vision.data.splits import find_split
 
-log = logging.getLogger(__name__)
 DATASETS = ("digits", "cifar10", "cifar100", "folder")
 
 
@@ -68,15 +64,13 @@ def hold_out(images: Images, count: int, seed: int) -> tuple[Images, Images]:
     return images.select(order[count:].sort().values), images.select(order[:count].sort().values)
 
 
-def load_dataset(name: str, data_dir: str = "", cache_dir: str = "", img_size: int = 32, download: bool = False,
+def load_dataset(name: str, data_dir: str = "", img_size: int = 32, download: bool = False,
                  workers: int = 2, exif_rotation: bool = False) -> DataSet:
     """Load a data set as uint8 tensors of `img_size` x `img_size` RGB pixels.
 
     Args:
         name: digits | cifar10 | cifar100 (torchvision's files in `data_dir`) | folder (`data_dir` has train and test,
             or val, each a folder or a .tar of class/name.png).
-        cache_dir: where decoded folders are kept; empty: $XDG_CACHE_HOME/ea_vision; "none": nowhere. A cache that
-            cannot be written is done without.
         workers: decoding threads; 0: this one alone.
         exif_rotation: turn the images of folders and tars as their EXIF data says.
 
@@ -86,22 +80,13 @@ def load_dataset(name: str, data_dir: str = "", cache_dir: str = "", img_size: i
     if name == "digits":
         return _load_digits(img_size)
     if name in ("cifar10", "cifar100"):
-        root = Path(data_dir) if data_dir else cache_folder("") / "torchvision"
+        root = Path(data_dir) if data_dir else cache_root() / "torchvision"
         return _load_torchvision(name, root, img_size, download)
     if name == "folder":
         if not data_dir:
             raise UsageError("--dataset folder needs --data-dir: a folder with train and test (or val)")
-        return _load_folder(Path(data_dir), cache_folder(cache_dir), img_size, workers, exif_rotation)
+        return _load_folder(Path(data_dir), img_size, workers, exif_rotation)
     raise UsageError(f"dataset must be one of {', '.join(DATASETS)}, got {name!r}")
-
-
-def cache_folder(cache_dir: str) -> Path | None:
-    """The folder of decoded images, or None for "none"."""
-    if cache_dir == "none":
-        return None
-    if cache_dir:
-        return Path(cache_dir)
-    return cache_root()
 
 
 def _load_digits(img_size: int) -> DataSet:
@@ -163,73 +148,45 @@ def _fit(image: Image.Image, img_size: int) -> np.ndarray:
     return np.asarray(image)
 
 
-def _load_folder(root: Path, cache: Path | None, img_size: int, workers: int, exif_rotation: bool) -> DataSet:
-    train_source = find_split(root, "train")
-    test_source = find_split(root, "test")
-    train, train_classes = _load_split(train_source, cache, img_size, workers, exif_rotation)
-    test, test_classes = _load_split(test_source, cache, img_size, workers, exif_rotation)
-    if train_classes != test_classes:
-        differ = sorted(set(train_classes) ^ set(test_classes))
-        raise UsageError(f"{train_source} and {test_source} must have the same classes; "
-                         f"only one of them has {', '.join(differ[:5])}{' ...' if len(differ) > 5 else ''}")
-    return DataSet("folder", train, test, train_classes)
+def _load_folder(root: Path, img_size: int, workers: int, exif_rotation: bool) -> DataSet:
+    sources = [find_split(root, "train"), find_split(root, "test")]
+    (train, classes), (test, test_classes) = (decode_split(source, img_size, workers, exif_rotation)
+                                              for source in sources)
+    check_same_classes(sources[0], classes, sources[1], test_classes)
+    return DataSet("folder", train, test, classes)
 
 
-def _load_split(source: Path, cache: Path | None, img_size: int, workers: int,
-                exif_rotation: bool) -> tuple[Images, list[str]]:
-    """Decode a split, or take it from the cache if it has not changed since."""
-    cached = None if cache is None else cache / f"{_source_key(source, img_size, exif_rotation)}.npz"
-    if cached is not None and cached.exists():
-        try:
-            with np.load(cached, allow_pickle=False) as file:
-                return (Images(torch.from_numpy(file["images"]), torch.from_numpy(file["targets"]),
-                               file["names"].tolist()), file["classes"].tolist())
-        except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:  # decoded anew below
-            log.warning("cache file %s cannot be read (%s): decoding again", cached, error)
-    split, classes = _decode(source, img_size, workers, exif_rotation)
-    if cached is not None:
-        data = io.BytesIO()
-        np.savez(data, images=split.images.numpy(), targets=split.targets.numpy(), names=np.array(split.names),
-                 classes=np.array(classes))
-        try:
-            cached.parent.mkdir(parents=True, exist_ok=True)
-            atomic_write(cached, data.getbuffer())
-        except (OSError, RunError) as error:
-            log.warning("decoded images are not kept: %s", error)
-    return split, classes
+def check_same_classes(train: object, classes: list[str], test: object, test_classes: list[str]) -> None:
+    """Raise UsageError, naming the two sources, unless both have the same classes in the same order."""
+    if classes != test_classes:
+        differ = sorted(set(classes) ^ set(test_classes)) or ["their order"]
+        raise UsageError(f"{train} ({len(classes)} classes) and {test} ({len(test_classes)}) must have the same "
+                         f"classes; they differ in {', '.join(differ[:5])}{' ...' if len(differ) > 5 else ''}")
 
 
-def _source_key(source: Path, img_size: int, exif_rotation: bool) -> str:
-    """Names a state of a source, and what is made of it: its path and the size and time of its files."""
-    digest = hashlib.sha256(f"2 {source.resolve()} {img_size} {exif_rotation}".encode())
-    for path in [source / name for name in ImageFiles(source).names] if source.is_dir() else [source]:
-        if path.exists():  # not a link that leads nowhere
-            status = path.stat()
-            digest.update(f"{path} {status.st_size} {status.st_mtime_ns}".encode())
-    return digest.hexdigest()[:32]
-
-
-def _decode(source: Path, img_size: int, workers: int, exif_rotation: bool = False) -> tuple[Images, list[str]]:
-    """Decode all images of a folder or tar on `workers` threads, in the order of their names.
+def decode_split(source: Path, img_size: int, workers: int = 2, exif_rotation: bool = False,
+                 ) -> tuple[Images, list[str]]:
+    """Decode all images of a folder or tar on `workers` threads, in the order of their names; return them and the
+    names of their classes.
 
     Raises:
         UsageError: what `ImageFiles` does not take, or broken images, by path.
     """
     files = ImageFiles(source)
 
-    def decode(index: int) -> tuple[np.ndarray | None, str]:
+    def decode(index: int) -> np.ndarray | str:
         try:
             with files.open(index) as file:
-                return _fit(decode_image(file, exif_rotation), img_size), ""
+                return _fit(decode_image(file, exif_rotation), img_size)
         except (OSError, BrokenImage) as error:
-            return None, str(error)
+            return f"{files.describe(index)} ({error})"
 
     with ThreadPoolExecutor(max(workers, 1)) as pool:
         decoded = list((pool.map if workers else map)(decode, range(len(files))))
-    broken = [f"{files.describe(index)} ({error})" for index, (pixels, error) in enumerate(decoded) if pixels is None]
+    broken = [found for found in decoded if isinstance(found, str)]
     if broken:
         raise UsageError(f"{len(broken)} of {len(decoded)} images cannot be decoded: {'; '.join(broken[:5])}"
                          f"{' ...' if len(broken) > 5 else ''}")
-    images = torch.from_numpy(np.stack([pixels for pixels, _ in decoded])).permute(0, 3, 1, 2).contiguous()
-    return Images(images, torch.from_numpy(files.targets), [files.describe(index) for index in range(len(files))]), \
-        files.classes
+    images = torch.from_numpy(np.stack(decoded)).permute(0, 3, 1, 2).contiguous()
+    names = [files.describe(index) for index in range(len(files))]
+    return Images(images, torch.from_numpy(files.targets), names), files.classes

@@ -37,7 +37,7 @@ from ea_vision.engine.watch import FirstImages, MapsWatch
 
 log = logging.getLogger(__name__)
 # Options that may differ from node to node: where things lie, and how many hands a node has.
-OWN_OF_A_NODE = ("data_dir", "train_beton", "val_beton", "cache_dir", "output", "pretrained_path", "workers", "recipe")
+OWN_OF_A_NODE = ("data_dir", "train_beton", "val_beton", "output", "pretrained_path", "workers", "recipe")
 
 
 def main(module: type[DataModule], argv: list[str] | None = None) -> int:

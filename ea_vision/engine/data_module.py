@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from timm.data.readers.img_extensions import get_img_extensions
 from torch import nn
 
 from ea_vision.base.errors import UsageError
@@ -172,13 +171,6 @@ class DataModule:
         return {"mean": tuple(self.config.mean) or mean, "std": tuple(self.config.std) or std,
                 "device": self.world.device, "rank": self.world.rank,
                 "world_size": self.world.size}
-
-
-def class_folders_in(root: Path) -> str:
-    """Return the end of a message for a data folder that holds folders of images itself; else nothing."""
-    names = sorted(folder.name for folder in root.iterdir() if folder.is_dir() and any(
-        file.suffix.lower() in get_img_extensions() for file in folder.iterdir())) if root.is_dir() else []
-    return f"; it has the classes {', '.join(names[:3])} itself: move them into train/ and test/" if names else ""
 
 
 def with_statistics(config: TrainConfig) -> TrainConfig:

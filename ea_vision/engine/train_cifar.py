@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -11,12 +10,11 @@ from ea_vision.base.errors import UsageError
 from ea_vision.base.processes import World
 from ea_vision.data.augment import PADDING_MODES, Augmentation
 from ea_vision.data.on_device import EvalLoader, TrainLoader
-from ea_vision.data.on_disk import on_disk
-from ea_vision.data.small_images import DATASETS, Images, cache_folder, hold_out, load_dataset
+from ea_vision.data.small_images import DATASETS, hold_out, load_dataset
 from ea_vision.engine import command
 from ea_vision.engine.classification import ClassificationConfig, ClassificationTrainer
 from ea_vision.engine.config import AUGMENT, DATA, EVALUATION, option, setting
-from ea_vision.engine.data_module import DataModule, class_folders_in
+from ea_vision.engine.data_module import DataModule
 
 DESCRIPTION = __doc__
 EXAMPLES = """\
@@ -37,10 +35,6 @@ class CifarConfig(ClassificationConfig):
 
     dataset: str = option("auto", "digits (scikit-learn's), cifar10, cifar100 (torchvision's files), folder; auto: "
                                   "folder where data_dir names one, else digits", DATA, choices=("auto", *DATASETS))
-    loader: str = setting("device", "where decoded images are kept; device: in its memory; ffcv: in FFCV files in "
-                                    "cache_dir, for more images than fit", DATA, choices=("device", "ffcv"))
-    cache_dir: str = setting("", "where decoded images are kept; empty: $XDG_CACHE_HOME/ea_vision; none: keep nothing",
-                             DATA)
     download: bool = setting(False, "fetch cifar10 or cifar100 if it is not in data_dir", DATA)
     exif_rotation: bool = option(False, "folder: turn images as their EXIF data says; off, as in timm", DATA)
     img_size: int = option(32, "side of the images in pixels; others are scaled and cut", DATA, minimum=8)
@@ -75,17 +69,14 @@ class SmallImages(DataModule):
 
     def __init__(self, config: CifarConfig, world: World, training: bool):
         super().__init__(config, world, training)
-        try:
-            with world.main_first():
-                data = load_dataset(config.dataset, config.data_dir, config.cache_dir, config.img_size, config.download,
-                                    config.workers, config.exif_rotation)
-        except UsageError as error:
-            raise UsageError(f"{error}{class_folders_in(Path(config.data_dir)) if config.data_dir else ''}") from error
+        with world.main_first():
+            data = load_dataset(config.dataset, config.data_dir, config.img_size, config.download, config.workers,
+                                config.exif_rotation)
         self.classes, self.fingerprint = data.classes, data.fingerprint()
         self.same_images = torch.equal(data.train.images, data.test.images)
         if self.same_images and config.holdout:
             raise UsageError(f"the training images are the test images, so holdout must be 0, got {config.holdout}")
-        self.test = self.evaluated = self._kept(data.test)
+        self.test = self.evaluated = data.test
         self.test_images = self.eval_images = len(data.test)
         if not training:
             self.about = {"dataset": config.dataset}
@@ -93,22 +84,12 @@ class SmallImages(DataModule):
         train = data.train
         if config.holdout:
             train, held_out = hold_out(data.train, config.holdout, config.seed)
-            self.evaluated, self.eval_images, self.eval_split = self._kept(held_out), len(held_out), "held_out"
-        self.train, self.train_images = self._kept(train), len(train)
+            self.evaluated, self.eval_images, self.eval_split = held_out, len(held_out), "held_out"
+        self.train, self.train_images = train, len(train)
 
     @staticmethod
     def default_output(config: CifarConfig) -> str:
         return f"runs/{config.dataset}-{config.model}"
-
-    def _kept(self, split: Images) -> Images:
-        """The split where --loader wants it."""
-        if self.config.loader == "device":
-            return split
-        cache = cache_folder(self.config.cache_dir)
-        if cache is None:
-            raise UsageError("--loader ffcv needs a folder for its files, got --cache-dir none")
-        with self.world.main_first():
-            return on_disk(split, cache, self.config.workers)
 
     def train_loader(self, **keywords) -> TrainLoader:
         config = self.config

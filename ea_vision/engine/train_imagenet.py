@@ -23,7 +23,7 @@ from ea_vision.base.networks import REFUSALS
 from ea_vision.base.processes import MOST_WORKERS, World
 from ea_vision.data.bad_images import BadImages
 from ea_vision.data.batches import GrowingSize
-from ea_vision.data.ffcv import BetonEvalLoader, BetonTrainLoader, Evaluated, open_beton
+from ea_vision.data.ffcv import Beton, BetonEvalLoader, BetonTrainLoader, Evaluated
 from ea_vision.data.imagenet import (
     ImageEvalLoader,
     ImageSource,
@@ -31,13 +31,12 @@ from ea_vision.data.imagenet import (
     eval_transform,
     train_transform,
 )
-from ea_vision.data.rand_augment import RandAugment
-from ea_vision.data.splits import find_split, places_of
-from ea_vision.data.threads import FileTrainLoader
+from ea_vision.data.small_images import check_same_classes
+from ea_vision.data.splits import find_split, places_of, what_was_meant
 from ea_vision.engine import command
 from ea_vision.engine.classification import ClassificationConfig, ClassificationTrainer
 from ea_vision.engine.config import AUGMENT, DATA, EVALUATION, KEPT, MODEL, RUN, option, setting
-from ea_vision.engine.data_module import DataModule, class_folders_in
+from ea_vision.engine.data_module import DataModule
 
 DESCRIPTION = __doc__
 EXAMPLES = """\
@@ -64,15 +63,10 @@ class ImageNetConfig(ClassificationConfig):
     output: str = setting("", "run folder; empty: runs/imagenet-MODEL", RUN)
     workers: int = setting(min(8, len(os.sched_getaffinity(0))), "processes (threads for FFCV) that decode images, per "
                            "training process; 0: in this one", DATA, minimum=0, maximum=MOST_WORKERS)
-    decoder: str = option("processes", "what decodes the training images of --data-dir; processes: Pillow, with "
-                                       "timm's transforms; threads: torchvision in this process, JPEG about twice as "
-                                       "fast, the rest on the device as for FFCV", DATA,
-                          choices=("processes", "threads"))
     dataset: str = option("", "timm's name of another data set that can be indexed (torch/*, hfds/*); empty: images",
                           DATA)
     train_beton: str = setting("", "FFCV file of the training images; empty: data_dir is read", DATA)
     val_beton: str = setting("", "FFCV file of the images to evaluate on; empty: data_dir is read", DATA)
-    verify_beton: bool = setting(False, "FFCV: compare every image with its checksum when it is first read", DATA)
     os_cache: str = option("auto", "FFCV: order of the training images; on: random over the whole file; off: random "
                                    "within a few pages at a time; auto: on if the file fits in half the memory", DATA,
                            choices=("auto", "on", "off"))
@@ -101,9 +95,8 @@ class ImageNetConfig(ClassificationConfig):
     hflip: float = option(0.5, "probability of a left-right flip", AUGMENT, minimum=0.0, maximum=1.0)
     color_jitter: float = option(0.0, "strength of brightness, contrast and saturation changes (not FFCV)", AUGMENT,
                                  minimum=0.0, not_with="train_beton")
-    aa: str = option("", "timm's policy, such as rand-m9-mstd0.5 (FFCV, threads: a RandAugment, on the device, whose "
-                         "magnitudes are drawn by batch and operation), or ta_wide, torchvision's TrivialAugment (not "
-                         "FFCV, threads); empty: none", AUGMENT)
+    aa: str = option("", "timm's policy, such as rand-m9-mstd0.5, or ta_wide, torchvision's TrivialAugment (not FFCV); "
+                         "empty: none", AUGMENT, not_with="train_beton")
     interpolation: str = option("bilinear", "how images are scaled (FFCV: area, unless images are stored as evaluated)",
                                 DATA, choices=("bilinear", "bicubic"))
     max_bad_images: int = setting(10, "the run stops when more images cannot be read", DATA, minimum=0)
@@ -114,10 +107,6 @@ class ImageNetConfig(ClassificationConfig):
         name, side = ("eval_img_size", self.eval_img_size) if self.eval_img_size else ("img_size", self.img_size)
         if self.eval_resize < side:
             raise UsageError(f"eval_resize must be at least {name} ({side}), got {self.eval_resize}")
-        if self.decoder == "threads" and (self.train_beton or self.dataset or self.color_jitter):
-            given = "train_beton" if self.train_beton else "dataset" if self.dataset else "color_jitter"
-            raise UsageError(f"decoder threads reads files of --data-dir and has no colour jitter, got {given} "
-                             f"{getattr(self, given)!r}")
         if self.first_img_size and not 8 <= self.first_img_size <= self.img_size:
             raise UsageError(f"first_img_size must be 8 to img_size ({self.img_size}), got {self.first_img_size}")
         if self.grow_epochs and not (len(self.grow_epochs) == 2 and 0 <= self.grow_epochs[0] <= self.grow_epochs[1]):
@@ -162,10 +151,8 @@ class ClassFolders(DataModule):
         self.bad_images = BadImages(config.max_bad_images)
         self.batches_ahead = 2 * config.workers
         if training:
-            if config.decoder == "processes" and not config.train_beton:
+            if not config.train_beton:
                 checked_train_transform(config, config.img_size)
-            elif config.aa:
-                RandAugment(config.aa, (0.5, 0.5, 0.5))
             self.train = self._open("train")
         self.evaluated = self._open("validation")
         self.preprocessing = config.evaluation
@@ -175,7 +162,7 @@ class ClassFolders(DataModule):
         self.eval_images = self.test_images = len(self.evaluated)
         self.about = {"data": self.evaluated.name}
         if training:
-            check_same_classes(self.train, self.evaluated)
+            check_same_classes(self.train.name, self.train.classes, self.evaluated.name, self.classes)
             self.same_images = same_place(self.train.name, self.evaluated.name) or same_content(
                 self.train, self.evaluated)
             self.fingerprint = self.train.fingerprint() + self.fingerprint
@@ -194,9 +181,8 @@ class ClassFolders(DataModule):
         config = self.config
         beton = config.train_beton if split == "train" else config.val_beton
         if beton:
-            opened = open_beton(Path(beton), config.num_classes, config.verify_beton)
-            opened.check_exif_rotation(config.exif_rotation)
-            opened.check_evaluated(None if split == "train" else config.evaluation)
+            opened = Beton(Path(beton), config.num_classes)
+            opened.check(config.exif_rotation, None if split == "train" else config.evaluation)
             return opened
         if not config.data_dir:
             raise UsageError(f"no {split} images: --data-dir is required, or --train-beton and --val-beton")
@@ -219,26 +205,21 @@ class ClassFolders(DataModule):
             raise UsageError(f"{root} has neither training images nor others to evaluate on: looked for "
                              f"{places_of(Path(root), 'train')}, for {places_of(Path(root), 'validation')}; "
                              "--eval-on-train takes the folder itself for both"
-                             f"{class_folders_in(Path(root))}")
+                             + what_was_meant(Path(root), "train"))
         super().check()
 
-    def train_loader(self, **keywords) -> ImageTrainLoader | FileTrainLoader | BetonTrainLoader:
+    def train_loader(self, **keywords) -> ImageTrainLoader | BetonTrainLoader:
         config, source = self.config, self.train
         common = {**keywords, "img_size": config.img_size, "batch_size": config.batch_size, "workers": config.workers,
                   "seed": config.seed, "bad_images": self.bad_images, "size_of": config.size_of,
                   "repeats": config.aug_repeats}
-        if config.decoder == "processes" and not config.train_beton:
+        if not config.train_beton:
             transform = partial(checked_train_transform, config)
             return ImageTrainLoader(source, transform=transform if config.size_of else transform(config.img_size),
                                     **common)
-        common.update(scale=(config.crop_scale, 1.0), hflip=config.hflip)
-        if config.aa:
-            common["augment"] = RandAugment(config.aa, keywords["mean"])
-        if config.decoder == "threads":
-            return FileTrainLoader(source, interpolation=config.interpolation, **common)
         fits = all(self.world.gather(source.fits_in_memory()))  # one order for all, on whatever machine they are
         os_cache = config.os_cache == "on" or config.os_cache == "auto" and fits
-        return BetonTrainLoader(source, os_cache=os_cache, **common)
+        return BetonTrainLoader(source, os_cache=os_cache, scale=(config.crop_scale, 1.0), hflip=config.hflip, **common)
 
     def eval_loader(self, **keywords) -> ImageEvalLoader | BetonEvalLoader:
         return self._unaugmented(self.evaluated, self.config.val_beton, **keywords)
@@ -297,18 +278,8 @@ def same_place(a: Any, b: str) -> bool:
 
 
 def same_content(a, b) -> bool:
-    """Whether two splits hold the same images, where their fingerprints are of content and not of names alone."""
-    sources = (a, b)
-    told = all(getattr(source, "files", None) or getattr(source, "checksums", None) is not None for source in sources)
-    return told and a.fingerprint() == b.fingerprint()
-
-
-def check_same_classes(train, evaluated) -> None:
-    if train.classes != evaluated.classes:
-        differ = sorted(set(train.classes) ^ set(evaluated.classes)) or ["their order"]
-        raise UsageError(f"{train.name} ({len(train.classes)} classes) and {evaluated.name} ({len(evaluated.classes)}) "
-                         f"must have the same classes; they differ in {', '.join(differ[:5])}"
-                         f"{' ...' if len(differ) > 5 else ''}")
+    """Return whether two splits hold the same images, where their fingerprints have their sizes and not names alone."""
+    return all(getattr(source, "files", None) for source in (a, b)) and a.fingerprint() == b.fingerprint()
 
 
 def main(argv: list[str] | None = None) -> int:

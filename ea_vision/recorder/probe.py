@@ -57,7 +57,7 @@ from ea_vision.recorder.probe_results import PUBLISHED, Result, results_figure, 
 from ea_vision.recorder.recording import attention_layers, prefix_names
 
 MAPS_OF = ("trained", "untrained", "shuffled", "shuffled-together")
-PLACES = ("data_dir", "cache_dir", "output")  # of this machine: results.json has the data's fingerprint in their place
+PLACES = ("data_dir", "output")  # of this machine: results.json has the data's fingerprint in their place
 EXAMPLES = """\
 examples:
   ea-vision probe --model runs/aa,runs/ea --dataset cifar10 --data-dir DIR -o probe
@@ -154,7 +154,6 @@ def make_parser() -> argparse.ArgumentParser:
              "(default: %(default)s)")
     add("--dataset", default="digits", choices=DATASETS, help="see train_cifar.py --help (default: %(default)s)")
     add("--data-dir", default="", help="folder of the data set")
-    add("--cache-dir", default="", help="where decoded images are kept; none: nowhere (default: the user's cache)")
     add("--download", action="store_true", help="fetch cifar10 or cifar100 if it is not in --data-dir")
     add("--img-size", metavar="N", help="side of the images in pixels (default: the model's)")
     add("--limit", type=positive, metavar="N",
@@ -224,7 +223,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     subjects = subjects_of(options, device)
     journal, results, fingerprints = Journal(folder), [], {}
     for subject in subjects:
-        data = load_dataset(options.dataset, options.data_dir, options.cache_dir, subject.model.img_size[0],
+        data = load_dataset(options.dataset, options.data_dir, subject.model.img_size[0],
                             options.download, options.workers)
         fingerprints[subject.model.label] = data.fingerprint()
         splits = hold_out(data.test, len(data.test) // 5, recipe.seed) if options.unseen else (data.train, data.test)

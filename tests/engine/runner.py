@@ -43,7 +43,7 @@ def make_folder(root: Path, train: int = 40, test: int = 13, classes: int = 3, s
 
 def arguments(data: Path, output: Path, *more: str) -> list[str]:
     """A run of two epochs of five updates of eight images, a checkpoint every second update."""
-    return [*BN_MODEL, "--dataset", "folder", "--data-dir", str(data), "--cache-dir", "none", "--output", str(output),
+    return [*BN_MODEL, "--dataset", "folder", "--data-dir", str(data), "--output", str(output),
             "--epochs", "2", "--batch-size", "8", "--opt", "sgd", "--lr", "0.05", "--checkpoint-steps", "2",
             "--device", "cpu", *more]
 

@@ -40,7 +40,7 @@ def photos(tmp_path_factory):
     return make_photos(tmp_path_factory.mktemp("photos"))
 
 
-OF_THE_OLD_RUN = ["--dataset", "digits", "--recipe", "none", "--cache-dir", "none", "--device", "cpu", "--epochs", "2",
+OF_THE_OLD_RUN = ["--dataset", "digits", "--recipe", "none", "--device", "cpu", "--epochs", "2",
                   "--batch-size", "250", "--img-size", "16", "--output"]
 NARROW = ["--model-kwargs", "widths=[8,8,8,8]", "depth=1"]
 
@@ -124,7 +124,7 @@ def test_options(data, tmp_path, capsys, more, message):
     if "ea_conv_transformer_cifar" in more:
         argv = [word for word in argv if word not in ("--model-kwargs", "drop_rate=0.2")]
     if "--evaluate" in more:
-        argv = ["--cache-dir", "none", "--output", str(folder)]
+        argv = ["--output", str(folder)]
     error = error_of(train_cifar.main, [*argv, *more], capsys)
     assert fnmatchcase(error, message.replace("[", "[[]")), error
     assert not folder.exists()
@@ -455,7 +455,7 @@ def read_only(monkeypatch):
 def test_a_run_folder_on_a_read_only_mount(old_run, capsys, monkeypatch):
     files = {path: path.read_bytes() for path in old_run.iterdir()}
     read_only(monkeypatch)
-    error = error_of(train_cifar.main, [*resume(old_run), "--cache-dir", "none"], capsys)
+    error = error_of(train_cifar.main, [*resume(old_run)], capsys)
     assert error == f"cannot write into the folder {old_run}: Read-only file system"
     error = error_of(train_cifar.main, ["--evaluate", str(old_run)], capsys)
     assert error == f"cannot write into the folder {old_run}: Read-only file system"

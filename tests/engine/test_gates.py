@@ -32,7 +32,7 @@ def data(tmp_path_factory):
 def arguments(data, output, *more, model="ea_vit_tiny_patch16_224"):
     """Two epochs of five updates of eight images."""
     return ["--recipe", "none", "--model", model, "--model-kwargs", *KWARGS, "--img-size", "16", "--dataset", "folder",
-            "--data-dir", str(data), "--cache-dir", "none", "--output", str(output), "--epochs", "2", "--batch-size",
+            "--data-dir", str(data), "--output", str(output), "--epochs", "2", "--batch-size",
             "8", "--opt", "adamw", "--lr", "1e-3", "--eval-on-train", "--device", "cpu", *more]
 
 

@@ -43,7 +43,7 @@ def photos(tmp_path_factory):
 def arguments(photos, kind: str, recipe: str, output, *more: str) -> list[str]:
     """Two epochs of five updates of eight images. Where a recipe's images grow, they do so in the second epoch."""
     data = (["--train-beton", str(photos / "train.beton"), "--val-beton", str(photos / "validation.beton")]
-            if kind == "ffcv" else ["--data-dir", str(photos), "--decoder", kind])
+            if kind == "ffcv" else ["--data-dir", str(photos)])
     sizes = (["--first-img-size", "32", "--img-size", "64", "--grow-epochs", "0", "1", "--eval-img-size", "80",
               "--eval-resize", "92"] if recipe.startswith("ffcv") else
              ["--img-size", "32", "--eval-img-size", "48", "--eval-resize", "51"])
@@ -52,9 +52,8 @@ def arguments(photos, kind: str, recipe: str, output, *more: str) -> list[str]:
 
 
 @pytest.mark.parametrize("kind, recipe", [
-    *(("processes", recipe) for recipe in RECIPES),
-    *(pytest.param("ffcv", recipe, marks=needs_ffcv) for recipe in RECIPES),
-    ("threads", "rsb_a2"), ("threads", "ffcv_16")])
+    *(("files", recipe) for recipe in RECIPES),
+    *(pytest.param("ffcv", recipe, marks=needs_ffcv) for recipe in RECIPES if recipe.startswith("ffcv"))])
 def test_each_recipe_trains_through_all_loaders(photos, tmp_path, monkeypatch, kind, recipe):
     seen = []
     batch_loss = ClassificationTrainer._batch_loss
@@ -103,7 +102,7 @@ GROWING = ["--first-img-size", "32", "--img-size", "96", "--grow-epochs", "0", "
 def test_growing_images_and_what_follows_them_survive_a_kill(photos, tmp_path):
     """32, 64 and 96 pixels; killed inside the second epoch, stopped inside the third."""
     def run(folder, sabotage=None):
-        argv = arguments(photos, "processes", "rsb_a2", folder, *GROWING)
+        argv = arguments(photos, "files", "rsb_a2", folder, *GROWING)
         return runner.run(argv, tmp_path / "log", sabotage, main=train_imagenet.main)
 
     whole, broken = tmp_path / "whole", tmp_path / "broken"
@@ -163,8 +162,7 @@ def test_binary_cross_entropy(photos, tmp_path, mixed, threshold):
     ({"first_img_size": 256, "grow_epochs": [1, 2]}, r"first_img_size must be 8 to img_size \(224\), got 256"),
     ({"first_img_size": 160, "grow_epochs": [3, 2]}, "grow_epochs must be two epochs that do not fall"),
     ({"first_img_size": 160, "grow_epochs": [3]}, "grow_epochs must be two epochs"),
-    ({"decoder": "threads", "color_jitter": 0.4}, "decoder threads .* has no colour jitter, got color_jitter 0.4"),
-    ({"decoder": "threads", "train_beton": "x.beton"}, "decoder threads reads files of --data-dir"),
+    ({"aa": "rand-m6", "train_beton": "x.beton"}, "aa must be empty with --train-beton"),
     ({"eval_img_size": 300}, r"eval_resize must be at least eval_img_size \(300\), got 256"),
 ])
 def test_options_that_do_not_fit(given, message):

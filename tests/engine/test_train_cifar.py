@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
 import json
 import math
 import signal
@@ -107,7 +106,7 @@ def test_evaluate_a_run(finished, capsys):
 
 
 def test_evaluate_a_model_with_weights(finished, data, tmp_path, capsys):
-    common = ["--dataset", "folder", "--data-dir", str(data), "--cache-dir", "none", "--output", str(tmp_path / "e")]
+    common = ["--dataset", "folder", "--data-dir", str(data), "--output", str(tmp_path / "e")]
     weights = finished / "model.safetensors"
     assert train_cifar.main(["--evaluate", "test_resnet", "--weights", str(weights), *common]) == 0
     capsys.readouterr()
@@ -124,20 +123,6 @@ def test_evaluating_on_other_classes_is_an_error(finished, capsys):
     assert "has 3 classes, the data 10" in error
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("ffcv") is None, reason="needs FFCV: pip install .[ffcv]")
-def test_ffcv_files_in_place_of_memory_change_nothing(data, tmp_path):
-    folders, log = (tmp_path / "device", tmp_path / "ffcv"), tmp_path / "log"
-    for folder in folders:
-        argv = arguments(data, folder, "--loader", folder.name, "--holdout", "16", "--cache-dir", str(tmp_path / "c"))
-        assert run(argv, log) == 0, log.read_text()
-    same_result(*folders)
-    assert len(list((tmp_path / "c").glob("*.beton"))) == 3 and not list((tmp_path / "c").glob(".*"))
-    assert run(["--evaluate", str(folders[1])], log) == 0
-    numbers = json.loads((folders[1] / "evaluation" / "evaluation.json").read_text())
-    assert numbers["top1"] == pytest.approx(run_folder.read_results(folders[0])["test_best"]["top1"], abs=1e-3)
-
-
 def test_learning_curves(finished, tmp_path, capsys):
     picture = tmp_path / "curves.png"
     assert train_cifar.main(["--learning-curves", str(finished), str(finished), "--output", str(picture)]) == 0
@@ -151,7 +136,7 @@ def test_learning_curves(finished, tmp_path, capsys):
     (["--model-kwargs", "alpah=0.5", "--data-dir", "/nowhere"], "has no keyword 'alpah'"),
     (["--model", "ea_conv_transformer_cifar", "--model-kwargs", "num_heads=5"], "refuses"),
     (["--data-dir", "/nowhere"], "does not exist"),
-    (["--data-dir", "{data}/train"], "it has the classes class_0, class_1, class_2 itself: move them"),
+    (["--data-dir", "{data}/train"], "has it: give that folder"),
     (["--output", "x" * 256], "xxx: File name too long"),
     (["--batch-size", "128"], "an update needs 128 training images (batch_size x grad_accum_steps x processes), "
      "and the data set has fewer, 64: --batch-size 64"),
@@ -159,7 +144,6 @@ def test_learning_curves(finished, tmp_path, capsys):
     (["--batch-size", "65"], "the data set has fewer"),
     (["--opt", "sgdd"], "unknown optimiser 'sgdd'"),
     (["--resume", "/nowhere.ckpt"], "no such checkpoint"),
-    (["--loader", "ffcv"], "--loader ffcv needs a folder"),
     (["--weights", "w"], "--weights goes with --evaluate"),
     (["--device", "cuda"], "needs a CUDA device"),
 ])
@@ -231,7 +215,7 @@ def test_recipe_keywords_a_model_lacks_are_left_out_with_a_notice(data, tmp_path
     recipe, log = tmp_path / "r.yaml", tmp_path / "log"
     recipe.write_text("model_kwargs: {attn_drop_rate: 0.3, drop_rate: 0.1}\n")
     argv = ["--model", "test_resnet", "--recipe", str(recipe), "--dataset", "folder", "--data-dir", str(data),
-            "--cache-dir", "none", "--epochs", "1", "--batch-size", "16", "--output", str(tmp_path / "run")]
+            "--epochs", "1", "--batch-size", "16", "--output", str(tmp_path / "run")]
     assert run(argv, log) == 0, log.read_text()
     assert "test_resnet has no attn_drop_rate" in log.read_text()
     about = run_folder.read_config(tmp_path / "run")[1]

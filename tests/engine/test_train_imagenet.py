@@ -276,7 +276,7 @@ def test_too_many_unreadable_images_stop_the_run_and_are_listed(tmp_path, capsys
     (["--dataset", "torch/nothing"], "Unknown torchvision dataset"),
     (["--train-beton", "/nowhere.beton"], "no such .beton file"),
     (["--train-beton", "a.beton", "--color-jitter", "0.4"], "color_jitter must be 0 with --train-beton"),
-    (["--train-beton", "a.beton", "--aa", "original"], "a policy of timm's RandAugment, such as rand-m7"),
+    (["--train-beton", "a.beton", "--aa", "original"], "aa must be empty with --train-beton"),
 ])
 def test_bad_input_is_one_line_and_leaves_nothing(photos, tmp_path, capsys, more, message):
     output = tmp_path / "run"

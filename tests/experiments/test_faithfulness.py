@@ -178,7 +178,7 @@ def test_the_script(tmp_path, capsys):
              "random"]
     assert main(["--img-size", "16", "--limit", "3", "--steps", "2", "--layers", "3,6", "--rankings",
                  "random,layers,rollout,gradient,centre,untrained-layers", "--filling", "blur", "--patches", "4",
-                 "--cache-dir", "none", "-o", str(tmp_path)]) == 0
+                 "-o", str(tmp_path)]) == 0
     rows, curves = pd.read_csv(tmp_path / "results.csv"), pd.read_csv(tmp_path / "curves.csv")
     assert rows["ranking"].tolist() == names and set(rows["images"]) == {3}
     for row in rows.itertuples():

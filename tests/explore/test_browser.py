@@ -315,12 +315,6 @@ def test_a_tile_enlarges_in_all_models(open_page):
     texts = page.locator(".stage").all_inner_texts()
     assert "layer 9 · head 3" in texts[0]
     assert "linked by layer and head, and this one has no layer 9: it has 1 to 6" in texts[1].replace("\n", " ")
-    page.get_by_label("layer 21, head 7", exact=True).hover()
-    settle(page)
-    assert "and this one has no layer 21" in page.locator(".stage").nth(1).inner_text().replace("\n", " ")
-    page = open_page("#layer=1&head=7", view="")
-    assert "and this one has no head 7: it has 0 to 3" in page.locator(".stage").nth(1).inner_text().replace("\n", " ")
-    page = open_page()
     page.get_by_label("layer 21, mean of the heads", exact=True).click()
     page.mouse.move(2, 2)
     settle(page)
@@ -489,6 +483,15 @@ def test_a_page_inside_a_notebook_works(browser, tmp_path):
     page.wait_for_timeout(400)  # the address is written when the hand rests
     assert not errors
     page.close()
+
+
+def test_a_head_that_the_other_model_lacks_is_explained(open_page):
+    page = open_page("#layer=8&head=7", view="")
+    text = page.locator(".stage").nth(1).inner_text().replace("\n", " ")
+    assert "linked by layer and head, and this one has no layer 8: it has 1 to 6" in text
+    page = open_page("#layer=1&head=7", view="")
+    text = page.locator(".stage").nth(1).inner_text().replace("\n", " ")
+    assert "and this one has no head 7: it has 0 to 3" in text
 
 
 def test_one_colour_scale_for_all(open_page, explorer):

@@ -141,7 +141,7 @@ def test_an_array_trains_what_evidence_reads_and_continues_after_its_limit(clust
     """
     make_folder(cluster / "data", train=24, test=6, side=8)
     common = ["--", "--dataset", "folder", "--data-dir", cluster / "data", "--recipe", "none", "--epochs", "2",
-              "--batch-size", "4", "--img-size", "8", "--workers", "0", "--cache-dir", "none", "--device", "cpu",
+              "--batch-size", "4", "--img-size", "8", "--workers", "0", "--device", "cpu",
               "--holdout", "6", "--checkpoint-steps", "1"]
     first = cluster / "sweep" / "variant=none,seed=0"
     code, out = sbatch(cluster, "seeds.sbatch", cluster / "sweep", "0,1", *VARIANTS, *common, task=0,

@@ -23,7 +23,7 @@ SWIN = ["--model", "swin_tiny_patch4_window7_224", "--model-kwargs", "patch_size
 def train(output, *more):
     return train_cifar.main([
         "--dataset", "digits", "--recipe", "none", "--epochs", "3", "--img-size", "16", "--batch-size", "500",
-        "--device", "cpu", "--workers", "0", "--cache-dir", "none", "--seed", "1", "--output", str(output), *more])
+        "--device", "cpu", "--workers", "0", "--seed", "1", "--output", str(output), *more])
 
 
 def metrics(folder):

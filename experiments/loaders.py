@@ -1,0 +1,132 @@
+"""Images per second of every loader on the same images, and the share of time that a training step waits for them.
+
+    python -m experiments.loaders --data-dir DIR --workers 8 --rounds 3
+
+Training batches (random crop, flip, normalised) come from timm's loader, as its train script makes it without colour
+jitter, from image files by ea_vision, and from FFCV files written of the same images as JPEG, half of them, and as
+pixels. Each loader has a process of its own and the same number of workers; few images are repeated to make an epoch as
+long as ImageNet's, and its start is not timed. The loaders take turns in every round; medians are shown.
+
+The step stands for an accelerator that takes `--rate` images a second: it sleeps, so that the loader has the cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import timm.data
+import torch
+
+from ea_vision.data.bad_images import BadImages
+from ea_vision.data.ffcv import Beton, BetonTrainLoader
+from ea_vision.data.imagenet import ImageSource, ImageTrainLoader, train_transform
+from ea_vision.data.splits import find_split
+from ea_vision.data.write_ffcv import write_beton
+
+SHARES = {"FFCV, JPEG": 1.0, "FFCV, half JPEG": 0.5, "FFCV, pixels": 0.0}
+EPOCH = 200_000  # images at least
+MEAN, STD = timm.data.IMAGENET_DEFAULT_MEAN, timm.data.IMAGENET_DEFAULT_STD
+
+
+class Repeated:
+    """The items of a timm reader or an image source, over and over."""
+
+    def __init__(self, items, length: int = EPOCH):
+        self.items, self.length = items, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int):
+        return self.items[index % len(self.items)]
+
+    def read(self, index: int):
+        return self.items.read(index % len(self.items))
+
+
+def batches(kind: str, path: str, given: argparse.Namespace):
+    """Yield training batches of one loader."""
+    common = {"batch_size": given.batch_size, "device": torch.device(given.device), "mean": MEAN, "std": STD}
+    if kind == "timm":
+        dataset = timm.data.create_dataset("", str(find_split(Path(path), "train", or_root=True)), search_split=False)
+        dataset.reader = Repeated(dataset.reader)
+        yield from timm.data.create_loader(
+            dataset, (3, given.img_size, given.img_size), is_training=True, color_jitter=None, hflip=0.5,
+            interpolation="bilinear", num_workers=given.workers, **common)
+        return
+    common |= {"img_size": given.img_size, "workers": given.workers, "seed": 0, "bad_images": BadImages(0)}
+    if kind == "files":
+        source = ImageSource("", find_split(Path(path), "train", or_root=True), "train")
+        yield from ImageTrainLoader(Repeated(source), transform=train_transform(given.img_size), **common).batches(0)
+        return
+    source = Beton(Path(path))
+    source.labels, source.table = np.resize(source.labels, EPOCH), np.resize(source.table, (EPOCH, 5))
+    yield from BetonTrainLoader(source, scale=(0.08, 1), hflip=0.5, os_cache=True, **common).batches(0)
+
+
+def measure(kind: str, path: str, given: argparse.Namespace) -> dict[str, float]:
+    """Draw batches for some seconds as fast as they come, then for as long with a step between them."""
+    loader = batches(kind, path, given)
+    for _ in range(3):
+        next(loader)
+    start, images = time.perf_counter(), 0
+    while time.perf_counter() - start < given.seconds:
+        images += len(next(loader)[0])
+    rate = images / (time.perf_counter() - start)
+    start, waited = time.perf_counter(), 0.0
+    while time.perf_counter() - start < given.seconds:
+        asked = time.perf_counter()
+        next(loader)
+        waited += time.perf_counter() - asked
+        time.sleep(given.batch_size / given.rate)
+    return {"rate": rate, "waits": waited / (time.perf_counter() - start)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data-dir", required=True, help="folder with train, or of class folders")
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes or threads that decode")
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--img-size", type=int, default=224)
+    parser.add_argument("--max-size", type=int, default=500, help="longest side in the FFCV files, in pixels")
+    parser.add_argument("--rate", type=float, default=1000.0, help="images a second that the step takes")
+    parser.add_argument("--seconds", type=float, default=5.0, help="of each of the two measurements")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--only", nargs=2, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.only:
+        print(json.dumps(measure(*given.only, given)), flush=True)
+        os._exit(0)  # without waiting for timm's workers
+    targets = [("timm's loader, files", "timm", given.data_dir), ("image files", "files", given.data_dir)]
+    with tempfile.TemporaryDirectory() as folder:
+        source = ImageSource("", find_split(Path(given.data_dir), "train", or_root=True), "train")
+        for name, share in SHARES.items():
+            out = Path(folder) / f"{share}.beton"
+            write_beton(source, out, jpeg_share=share, max_size=given.max_size, workers=given.workers)
+            targets.append((f"{name}, {out.stat().st_size / 2**20:.0f} MiB", "ffcv", str(out)))
+        found: dict[str, list[dict[str, float]]] = {name: [] for name, *_ in targets}
+        for _ in range(given.rounds):
+            for name, kind, path in targets:
+                command = [sys.executable, "-m", "experiments.loaders", *sys.argv[1:], "--only", kind, path]
+                found[name].append(json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout))
+    print(f"{len(source)} images, {given.img_size} pixels, batch {given.batch_size}, {given.workers} workers, "
+          f"{os.cpu_count()} cores ({platform.machine()}), torch {torch.__version__}; medians of {given.rounds}\n")
+    print(f"| loader | images/s | a step of {given.rate:g} images/s waits |\n| --- | --- | --- |")
+    for name, rows in found.items():
+        rate, waits = (statistics.median(row[key] for row in rows) for key in ("rate", "waits"))
+        print(f"| {name} | {rate:,.0f} | {waits:.0%} |")
+
+
+if __name__ == "__main__":
+    main()

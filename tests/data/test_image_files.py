@@ -1,0 +1,382 @@
+"""Folders, tars and image files: what is refused and in which words, what is read; damage is never silent."""
+from __future__ import annotations
+
+import io
+import os
+import re
+import shutil
+import struct
+import tarfile
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from ea_vision.base.errors import UsageError
+from ea_vision.data.image_files import IMAGE_SUFFIXES, BrokenImage, ImageFiles, decode_image, to_rgb
+from ea_vision.data.imagenet import ImageSource
+from ea_vision.data.small_images import load_dataset
+from ea_vision.data.splits import find_split
+from tests.data.photos import make_photos
+
+
+@pytest.fixture
+def photos(tmp_path) -> Path:
+    """train and val of 12 and 6 images in 3 classes."""
+    return make_photos(tmp_path / "photos", train=12, val=6)
+
+
+def pack(folder: Path, path: Path) -> bytes:
+    with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
+        tar.add(folder, ".")
+    return path.read_bytes()
+
+
+def narrow_png(width: int, height: int) -> bytes:
+    """A grey PNG, a few bytes for many pixels."""
+    rows = zlib.compressobj(9)
+    data = b"".join(rows.compress(bytes(width + 1)) for _ in range(height)) + rows.flush()
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    return (b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0))
+            + chunk(b"IDAT", data) + chunk(b"IEND", b""))
+
+
+# ---- folders and tars: what is refused, and what is taken ------------------------------------------------------------
+
+def loop(train: Path) -> None:
+    (train / "class_0" / "back").symlink_to(train)
+
+
+def linked_twice(train: Path) -> None:
+    (train / "class_0" / "more").symlink_to(train / "class_1")
+
+
+def not_utf8(train: Path) -> None:
+    os.rename(train / "class_0" / "000.jpg", os.path.join(os.fsencode(train), b"class_0", b"\xff\xe9.jpg"))
+
+
+def stray(train: Path) -> None:
+    shutil.copy(train / "class_0" / "000.jpg", train / "stray.jpg")
+
+
+def texts(train: Path) -> None:
+    for path in train.rglob("*.jpg"):
+        path.rename(path.with_suffix(".txt"))
+
+
+def nothing(train: Path) -> None:
+    shutil.rmtree(train)
+    train.mkdir()
+
+
+def empty_class(train: Path) -> None:
+    (train / "class_9").mkdir()
+    (train / "class_9" / "x.heic").touch()
+
+
+NO_IMAGES = f"{{train}} has no images: class/name with a suffix of {', '.join(IMAGE_SUFFIXES)} is required; it has "
+
+
+@pytest.mark.parametrize("fault, message", [
+    (loop, "links of {train} lead to {train} again, as {train}/class_0/back"),
+    (linked_twice, r"links of {train} lead to {train}/class_(1 again, as .*/class_0/more|0/more again, as .*/class_1)"),
+    (not_utf8, r"file names in {train} must be UTF-8, got b'.*\\xff"),
+    (stray, "images of {train} must lie in class folders, got stray.jpg"),
+    (texts, NO_IMAGES + "other files: 12 of .txt"), (nothing, NO_IMAGES + "no files"),
+    (empty_class, r"1 class folder\(s\) of {train} have no images: class_9"),
+], ids=lambda given: getattr(given, "__name__", ""))
+def test_folders_that_are_refused(photos, fault, message):
+    fault(photos / "train")
+    for read in (lambda: ImageSource("", photos / "train", "train"), lambda: load_dataset("folder", str(photos))):
+        with pytest.raises(UsageError) as error:
+            read()
+        assert re.match(message.format(train=re.escape(str(photos / "train"))), str(error.value)), str(error.value)
+
+
+def last_member_end(data: bytes) -> int:
+    return -(-len(data.rstrip(b"\0")) // 512) * 512
+
+
+@pytest.mark.parametrize("hurt, message", [
+    (lambda data: b"", "empty file"), (lambda data: b"not a tar, but some text " * 40, "invalid header"),
+    (lambda data: data[:3000], "unexpected end of data|is cut off"),
+    (lambda data: data[:data.index(b"./class_1") + 100], "damaged or cut off at byte"),
+    (lambda data: data[:last_member_end(data)], "damaged or cut off at byte"),
+    (lambda data: data.replace(b"./class_1/", b"./klass_1/", 2), "damaged or cut off at byte"),
+    (lambda data: b"\x1f\x8b" + data, "it is compressed, unpack it once"),
+    (lambda data: bytes(10240), "has no images: class/name"),
+], ids=["empty", "foreign", "inside an image", "inside a header", "no end mark", "a header", "compressed", "no images"])
+def test_tars_that_are_refused(photos, hurt, message):
+    path = photos / "train.tar"
+    content = hurt(pack(photos / "train", path))
+    path.write_bytes(content)
+    with pytest.raises(UsageError, match=message) as error:
+        ImageFiles(path)
+    assert str(error.value).startswith(str(path))
+
+
+def as_they_are(train: Path) -> None:
+    pass
+
+
+def images_folders(train: Path) -> None:
+    """class/images/x.jpg, as Tiny-ImageNet has it."""
+    for folder in list(train.iterdir()):
+        (folder / "images").mkdir()
+        for path in folder.glob("*.jpg"):
+            path.rename(folder / "images" / path.name)
+
+
+def one_folder_around(train: Path) -> None:
+    around = train / "train"
+    around.mkdir()
+    for folder in list(train.glob("class_*")):
+        folder.rename(around / folder.name)
+
+
+def linked_class(train: Path) -> None:
+    (train / "class_1").rename(train.parent / "elsewhere")
+    (train / "class_1").symlink_to(train.parent / "elsewhere")
+
+
+def other_files(train: Path) -> None:
+    (train / "class_0" / "notes.txt").write_text("no image")
+    (train / "README").write_text("none either")
+    (train / "class_0" / "self").symlink_to(train / "class_0" / "self")
+    (train / ".cache").mkdir()
+
+
+@pytest.mark.parametrize("layout", [as_they_are, images_folders, one_folder_around, linked_class, other_files],
+                         ids=lambda layout: layout.__name__)
+def test_layouts(photos, tmp_path, layout):
+    """Folders and the tars of them have the same images, classes and names."""
+    layout(photos / "train")
+    source = ImageSource("", photos / "train", "train")
+    if layout is not linked_class:
+        pack(photos / "train", tmp_path / "train.tar")
+        assert ImageFiles(tmp_path / "train.tar").names == source.files.names
+    assert source.classes == ["class_0", "class_1", "class_2"] and len(source) == 12
+    for index in range(12):
+        assert source.read(index)[1] == int(Path(source.describe(index)).stem) % 3
+    data = load_dataset("folder", str(photos))
+    assert data.classes == source.classes and data.train.targets.bincount().tolist() == [4, 4, 4]
+
+
+def test_a_tar_of_tars_and_a_folder_of_tars_have_a_class_in_each(photos, tmp_path):
+    """As ILSVRC2012_img_train.tar, packed and unpacked."""
+    (tmp_path / "tars").mkdir()
+    with tarfile.open(tmp_path / "train.tar", "w") as outer:
+        for number in range(3):
+            inner = tmp_path / "tars" / f"class_{number}.tar"
+            with tarfile.open(inner, "w") as tar:
+                for path in sorted((photos / "train" / f"class_{number}").iterdir()):
+                    tar.add(path, path.name)
+            outer.add(inner, inner.name)
+    folder, *packed = (ImageSource("", path, "train") for path in (photos / "train", tmp_path / "train.tar",
+                                                                  tmp_path / "tars"))
+    for source in packed:
+        assert source.classes == folder.classes and source.files.names == folder.files.names
+        for index in range(12):
+            image, target = source.read(index)
+            assert target == folder.read(index)[1] and np.array_equal(image, folder.read(index)[0])
+
+
+def test_classes_of_several_folders_are_told_of(photos, caplog):
+    for path in (photos / "train/class_0").iterdir():
+        folder = path.parent / f"{int(path.stem) % 2}"
+        folder.mkdir(exist_ok=True)
+        path.rename(folder / path.name)
+    assert ImageFiles(photos / "train").classes == ["class_0", "class_1", "class_2"]
+    assert "the first folders; the images of class_0 lie in 2 folders" in caplog.text
+
+
+def test_the_folder_that_was_meant_is_named(photos):
+    (photos / "other").symlink_to(photos / "train")
+    for folder, split, meant in (
+            (photos / "train", "train", f"; {photos} has it: give that folder"),
+            (photos.parent, "validation", f"; {photos} has it: give that folder"),
+            (photos / "other", "test", "; it has the classes class_0, class_1, class_2 itself: move them into"),
+            (photos.parent / "nowhere", "train", "; it does not exist")):
+        with pytest.raises(UsageError, match=f"data folder {folder} must have .*{meant}"):
+            find_split(folder, split, or_root="give" in meant)
+    assert find_split(photos, "validation") == photos / "val" and find_split(photos, "train") == photos / "train"
+    assert find_split(photos / "other", "train", or_root=True) == photos / "other", "a folder without splits"
+
+
+def test_bad_data_is_named(photos, tmp_path):
+    with pytest.raises(UsageError, match="must have 4 classes .* got 3"):
+        ImageSource("", photos / "train", "train", num_classes=4)
+    (tmp_path / "half/train").mkdir(parents=True)
+    with pytest.raises(UsageError, match="must have val/ or val.tar"):
+        find_split(tmp_path / "half", "validation")
+
+
+def test_a_fingerprint_is_of_names_classes_and_sizes_wherever_they_lie(photos, tmp_path):
+    def of(root: Path, **more) -> str:
+        return ImageSource("", root / "train", "train", **more).fingerprint()
+
+    moved = tmp_path / "moved"
+    shutil.copytree(photos, moved)  # other times
+    before = of(photos)
+    assert of(moved) == before != of(photos, exif_rotation=True)
+    path = moved / "train" / "class_0" / "000.jpg"
+    path.write_bytes(path.read_bytes() + b"\0")
+    assert of(moved) != before
+    shutil.move(photos / "train/class_0/000.jpg", photos / "train/class_1/000.jpg")
+    assert of(photos) != before
+
+
+# ---- images ----------------------------------------------------------------------------------------------------------
+
+EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n0 0 9 9 rectfill\nshowpage\n%%EOF\n"
+
+
+@pytest.mark.parametrize("content, message", [
+    (b"", "UnidentifiedImageError: cannot identify image file"),
+    (EPS, "UnidentifiedImageError: cannot identify image file"),  # Ghostscript would draw it
+    (narrow_png(20_000, 10_000), "must have at most 100 megapixels: Image size (200000000 pixels) exceeds limit"),
+    (narrow_png(11_000, 10_000), "must have at most 100 megapixels, got 11000x10000"),
+], ids=["empty", "EPS", "200 megapixels", "110 megapixels"])
+def test_images_that_are_refused(tmp_path, monkeypatch, content, message):
+    monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *_: pytest.fail("reached Ghostscript"))
+    (tmp_path / "x.jpg").write_bytes(content)
+    with pytest.raises(BrokenImage, match=re.escape(message)):
+        decode_image(tmp_path / "x.jpg")
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe.jpg")
+    with pytest.raises(BrokenImage, match="not a regular file"):
+        decode_image(tmp_path / "pipe.jpg")
+
+
+def test_kinds_of_pixels(tmp_path):
+    """CMYK, grey, palettes, transparency and 16 bits show the same picture; numbers without a white are refused."""
+    pixels = np.tile(np.arange(0, 240, 4, dtype=np.uint8)[None, :, None], (20, 1, 3))  # (20, 60, 3)
+    image, wide = Image.fromarray(pixels), pixels[..., 0].astype(np.uint16) * 256
+    for name, kind in {"cmyk.jpg": image.convert("CMYK"), "cmyk.tif": image.convert("CMYK"), "grey.png": image.convert(
+            "L"), "rgba.png": image.convert("RGBA"), "palette.gif": image.quantize(64), "sixteen.png": Image.fromarray(
+            wide), "sixteen.tif": Image.fromarray(wide), "la.png": image.convert("LA")}.items():
+        kind.save(tmp_path / name, quality=95)
+        read = decode_image(tmp_path / name)
+        assert read.mode == "RGB" and np.abs(np.asarray(read).astype(int) - pixels).max() <= 3, name
+    (tmp_path / "sixteen.pgm").write_bytes(b"P5 60 20 65535\n" + wide.astype(">u2").tobytes())
+    assert np.array_equal(decode_image(tmp_path / "sixteen.pgm"), pixels)
+    white = to_rgb(Image.fromarray(np.full((2, 2), 65535, np.uint16)))
+    assert np.array_equal(np.asarray(white), np.full((2, 2, 3), 255))
+    for numbers in (np.float32(wide / 65536), wide.astype(np.int32)):
+        Image.fromarray(numbers).save(tmp_path / "numbers.tif")
+        with pytest.raises(BrokenImage, match="must have 8 or 16 bits a channel, got pixels of Pillow's mode [FI]"):
+            decode_image(tmp_path / "numbers.tif")
+
+
+def test_exif_rotation_is_off_unless_asked_for(photos):
+    """A photo that EXIF says lies on its side, red on the left as it is stored."""
+    exif, pixels = Image.Exif(), np.zeros((20, 40, 3), np.uint8)
+    exif[0x0112] = 6
+    pixels[:, :20, 0] = 255
+    Image.fromarray(pixels).save(photos / "train" / "class_0" / "000.jpg", exif=exif, quality=95)
+    plain, rotated = (ImageSource("", photos / "train", "train", exif_rotation=on) for on in (False, True))
+    assert plain.read(0)[0].size == (40, 20) and rotated.read(0)[0].size == (20, 40)
+    plain, rotated = (load_dataset("folder", str(photos), exif_rotation=on).train.images[0] for on in (False, True))
+    assert plain[0, :, 0].min() > 200 and plain[0, :, -1].max() < 50
+    assert rotated[0, 0, :].min() > 200 and rotated[0, -1, :].max() < 50
+
+
+# ---- damaged bytes: one error, or what was there ---------------------------------------------------------------------
+
+QUICK = settings(max_examples=60, deadline=None, derandomize=True,
+                 suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+PHOTO = Image.fromarray(np.random.default_rng(0).integers(0, 255, (6, 7, 3), dtype=np.uint8)).resize((40, 30))
+SAVED = {}
+for kind, options in {"JPEG": {}, "PNG": {}, "WEBP": {}, "BMP": {}, "GIF": {}, "PPM": {},
+                      "TIFF": {"compression": "tiff_lzw"}}.items():
+    buffer = io.BytesIO()
+    PHOTO.save(buffer, kind, **options)
+    SAVED[kind] = buffer.getvalue()
+
+
+def damage(length: int, places=None):
+    """Strategy: (kind, places) of a damage to bytes of this length; see `hurt`."""
+    place = places if places is not None else st.integers(0, length - 1)
+    flips = st.lists(st.tuples(place, st.integers(1, 255)), min_size=1, max_size=3)
+    return st.one_of(st.tuples(st.just("flip"), flips), st.tuples(st.just("swap"), st.tuples(place, place)),
+                     st.tuples(st.just("cut"), place))
+
+
+def hurt(content: bytes, kind: str, where) -> bytes:
+    data = bytearray(content)
+    if kind == "flip":
+        for at, bits in where:
+            data[at] ^= bits
+    elif kind == "swap":
+        data[where[0]], data[where[1]] = data[where[1]], data[where[0]]
+    return bytes(data[:where] if kind == "cut" else data)
+
+
+@pytest.mark.parametrize("kind", SAVED)
+def test_damaged_images(kind):
+    """PNG has checksums: nothing but its pixels or an error. The others' pixels may be others; a cut is noticed."""
+    whole = np.asarray(decode_image(io.BytesIO(SAVED[kind])))
+    assert np.abs(whole.astype(int) - np.asarray(PHOTO)).mean() < 30 and whole.shape == (30, 40, 3)
+
+    @QUICK
+    @given(how=damage(len(SAVED[kind])))
+    def holds(how):
+        data = hurt(SAVED[kind], *how)
+        try:
+            image = decode_image(io.BytesIO(data))
+        except BrokenImage as error:
+            assert str(error)
+            return
+        assert image.mode == "RGB"
+        if kind == "PNG" or len(data) < len(whole):
+            assert np.array_equal(np.asarray(image), whole)
+
+    holds()
+
+
+@pytest.fixture(scope="module")
+def tar(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("tars") / "train.tar"
+    with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as out:
+        for index in range(5):
+            info = tarfile.TarInfo(f"class_{index % 2}/{index}.png")
+            info.size = len(SAVED["PNG"])
+            out.addfile(info, io.BytesIO(SAVED["PNG"]))
+    return path
+
+
+@QUICK
+@given(data=st.data())
+def test_damaged_tars(tar, tmp_path, data):
+    """The same names and classes, each image as it was or broken; or one error.
+
+    The sum of a tar's header is the same with two of its bytes exchanged, so that names can change unnoticed: then
+    only no other exception.
+    """
+    names = ImageFiles(tar).names
+    used = 5 * (512 + -(-len(SAVED["PNG"]) // 512) * 512) + 512  # with the first block of its end mark
+    headers = st.integers(0, 5).flatmap(lambda n: st.integers(0, 511).map(lambda at: n * (used - 512) // 5 + at))
+    how = data.draw(damage(used, st.one_of(st.integers(0, used - 1), headers)))
+    path = tmp_path / "train.tar"
+    path.write_bytes(hurt(tar.read_bytes(), *how))
+    try:
+        files = ImageFiles(path)
+    except UsageError as error:
+        assert str(path) in str(error)
+        return
+    if how[0] != "swap":
+        assert files.names == names and files.targets.tolist() == [0, 0, 0, 1, 1]
+    for index in range(len(files)):
+        try:
+            assert np.array_equal(np.asarray(decode_image(files.open(index))), np.asarray(PHOTO))
+        except BrokenImage as error:
+            assert str(error)

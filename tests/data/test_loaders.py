@@ -1,0 +1,184 @@
+"""Loaders that decode images as they are needed, files and FFCV's: what is shown is a function of seed, epoch and image
+alone, evaluation shows every image once, damage is named and replaced."""
+from __future__ import annotations
+
+import importlib.util
+from collections import Counter
+
+import numpy as np
+import pytest
+import timm.data
+import torch
+from timm.data.distributed_sampler import RepeatAugSampler
+
+from ea_vision.base.errors import RunError
+from ea_vision.base.processes import World
+from ea_vision.data import write_ffcv
+from ea_vision.data.bad_images import BadImages
+from ea_vision.data.batches import GrowingSize, Share, epoch_generator, epoch_order, numbered_seed
+from ea_vision.data.ffcv import Beton, BetonEvalLoader, BetonTrainLoader
+from ea_vision.data.imagenet import ImageEvalLoader, ImageSource, ImageTrainLoader, eval_transform, train_transform
+from tests.data.photos import make_photos
+from tests.data.test_image_files import narrow_png
+
+MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.3, 0.25)
+KINDS = ["files", pytest.param("pages", marks=pytest.mark.skipif(
+    importlib.util.find_spec("ffcv") is None, reason="needs FFCV: pip install .[ffcv]")), pytest.param("ffcv", marks=(
+        pytest.mark.skipif(importlib.util.find_spec("ffcv") is None, reason="needs FFCV: pip install .[ffcv]")))]
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """By split and kind; pages: FFCV without os_cache."""
+    photos = make_photos(tmp_path_factory.mktemp("photos"))
+    found = {(split, "files"): ImageSource("", photos / split, split) for split in ("train", "val")}
+    if importlib.util.find_spec("ffcv"):
+        for split in ("train", "val"):
+            out = photos / f"{split}.beton"
+            write_ffcv.write_beton(found[split, "files"], out, jpeg_share=0.5, workers=1)
+            found[split, "ffcv"] = found[split, "pages"] = Beton(out)
+    return found
+
+
+def loader(sources, kind: str, batch_size: int, split: str = "train", size_of=None, bad=None, **more):
+    """A loader of 16 pixels."""
+    common = {"img_size": 16, "mean": MEAN, "std": STD, "device": torch.device("cpu"), "batch_size": batch_size,
+              "workers": 0, "bad_images": bad or BadImages(0), **more}
+    source = sources if isinstance(sources, (ImageSource, Beton)) else sources[split, kind]
+    if split == "val":
+        return (ImageEvalLoader(source, transform=eval_transform(16, 20), **common) if kind == "files" else
+                BetonEvalLoader(source, resize=20, **common))
+    common.update(seed=more.get("seed", 1), size_of=size_of)
+    if kind != "files":
+        return BetonTrainLoader(source, os_cache=kind == "ffcv", scale=(0.3, 1), hflip=0.5, **common)
+
+    def transform(size):
+        return train_transform(size, scale=(0.3, 1), color_jitter=0.4, auto_augment="rand-m7-mstd0.5-inc1")
+
+    return ImageTrainLoader(source, transform=transform if size_of else transform(16), **common)
+
+
+def test_repeated_augmentation_is_timms():
+    for images, batch_size, processes, times in ((40, 4, 2, 3), (96, 3, 4, 3), (41, 5, 1, 4), (64, 8, 2, 2)):
+        order = epoch_order(images, epoch_generator(5, 2))
+        assert torch.equal(Share(images, batch_size, 0, processes).repeated(order, 1)[0], order)
+        for rank in range(processes):
+            share = Share(images, batch_size, rank, processes)
+            repeated, copies = share.repeated(order, times)
+            own = torch.cat([repeated[places] for places in share.train_places()])
+            sampler = RepeatAugSampler(range(images), processes, rank, num_repeats=times, selected_round=0)
+            sampler.set_epoch(numbered_seed(5, 2))
+            assert own.tolist() == list(sampler)[:len(own)]
+            counts = Counter(repeated.tolist())
+            assert len(repeated) == images and sorted(counts.values())[1:] == [times] * (len(counts) - 1)
+            assert len(set(zip(repeated.tolist(), copies.tolist(), strict=True))) == images
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_images_depend_on_seed_and_epoch_only(sources, kind):
+    """Not on the number of workers or processes, on where the epoch is entered, nor on loaders used before."""
+    state = torch.get_rng_state(), np.random.get_state()[1].tolist()
+    used = loader(sources, kind, 8)
+    next(used.batches(0))
+    whole = list(used.batches(3))
+    assert torch.equal(state[0], torch.get_rng_state()) and state[1] == np.random.get_state()[1].tolist()
+    halves = [list(loader(sources, kind, 4, workers=2, rank=rank, world_size=2).batches(3, first=1)) for rank in (0, 1)]
+    assert len(whole) == 5 and len(halves[0]) == 4
+    for batch, first, second in zip(whole[1:], *halves, strict=True):
+        for part in range(3):
+            assert torch.equal(batch[part], torch.cat([first[part], second[part]]))
+    assert sorted(torch.cat([b.ids for b in whole]).tolist()) == list(range(40))
+    for other in (next(used.batches(4)), next(loader(sources, kind, 8, seed=2).batches(3))):
+        assert not torch.equal(other.ids, whole[0].ids)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_image_is_shown_so_many_times_each_time_otherwise(sources, kind):
+    batches = list(loader(sources, kind, 10, repeats=4).batches(3))
+    ids, images = torch.cat([b.ids for b in batches]), torch.cat([b.images for b in batches])
+    assert set(Counter(ids.tolist()).values()) == {4} and len(ids) == 40
+    for index in ids.unique():
+        assert len({copy.numpy().tobytes() for copy in images[ids == index]}) == 4
+    whole = list(loader(sources, kind, 8, repeats=3).batches(1))
+    halves = [list(loader(sources, kind, 4, repeats=3, rank=rank, world_size=2).batches(1, first=2)) for rank in (0, 1)]
+    for batch, *parts in zip(whole[2:], *halves, strict=True):  # the copies of an image are of different processes
+        assert sorted(batch.ids.tolist()) == sorted(torch.cat([part.ids for part in parts]).tolist())
+        seen = [{i.numpy().tobytes() for i in b.images} for b in (batch, *parts)]
+        assert kind != "files" or seen[0] == seen[1] | seen[2]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_images_have_the_size_of_their_epoch(sources, kind):
+    grows = loader(sources, kind, 8, size_of=GrowingSize(8, 16, 1, 2))
+    for epoch, side in enumerate((8, 8, 16, 16)):
+        batches = list(grows.batches(epoch, first=epoch))
+        assert len(batches) == 5 - epoch and all(b.images.shape == (8, 3, side, side) for b in batches)
+    assert torch.equal(next(grows.batches(3)).images, next(loader(sources, kind, 8).batches(3)).images)
+
+
+def test_sizes_are_ffcvs():
+    for first, last, start, end in ((160, 192, 65, 76), (160, 192, 11, 13), (128, 224, 2, 9), (100, 120, 0, 0)):
+        size_of = GrowingSize(first, last, start, end)
+        for epoch in range(90):  # ffcv-imagenet's get_resolution
+            wanted = last if epoch >= end else first if epoch <= start else int(
+                np.round(np.interp([epoch], [start, end], [first, last])[0] / 32)) * 32
+            assert size_of(epoch) == wanted
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("world_size, batch_size", [(1, 5), (2, 5), (3, 2), (4, 4)])
+def test_evaluation_shows_every_image_once(sources, kind, world_size, batch_size):
+    loaders = [loader(sources, kind, batch_size, "val", rank=rank, world_size=world_size) for rank in range(world_size)]
+    batches = [list(of_rank.batches()) for of_rank in loaders]
+    assert {len(b) for b in batches} == {len(loaders[0])}, "as many batches for all: they ask each other before each"
+    ids = torch.cat([b.ids for of_rank in batches for b in of_rank])
+    assert sorted(ids.tolist()) == list(range(13))
+
+
+def test_evaluation_pixels_are_timms(sources):
+    batch = next(loader(sources, "files", 13, "val").batches())
+    transform = timm.data.create_transform(16, crop_pct=0.8, interpolation="bilinear", mean=MEAN, std=STD)
+    wanted = torch.stack([transform(sources["val", "files"].read(index)[0]) for index in range(13)])
+    assert torch.allclose(batch.images, wanted, atol=1e-5)
+
+
+def test_unreadable_images_are_named_and_replaced(tmp_path):
+    root = make_photos(tmp_path)
+    (root / "train/class_0/000.jpg").write_text("no image")
+    (root / "train/class_0/gone.jpg").symlink_to(root / "nowhere.jpg")
+    (root / "val/class_1/001.jpg").write_bytes((root / "val/class_1/001.jpg").read_bytes()[:300])
+    (root / "val/class_1/narrow.png").write_bytes(narrow_png(1, 400_000))
+    bad = BadImages(3)
+    train, val = (ImageSource("", root / split, split) for split in ("train", "val"))
+    for workers in (0, 1):
+        batches = list(loader(train, "files", 8, bad=bad, workers=workers).batches(0))
+        for batch in batches:
+            assert len(batch.ids) == 8 and torch.equal(batch.targets, torch.from_numpy(train.files.targets)[batch.ids])
+        ids = torch.cat([batch.ids for batch in batches])
+        broken = [i for i in range(41) if train.describe(i).endswith(("000.jpg", "gone.jpg"))]
+        assert len(ids) == 40 and not set(broken) & set(ids.tolist())
+    assert list(bad.new) == [f"{root}/train/class_0/{name}.jpg" for name in ("gone", "000")] or set(bad.new) == {
+        f"{root}/train/class_0/{name}.jpg" for name in ("gone", "000")}
+    assert "UnidentifiedImageError" in str(bad.new) and "FileNotFoundError" in str(bad.new)
+    assert sum(len(b.ids) for b in loader(val, "files", 5, "val", bad=bad).batches()) == 12
+    assert bad.new[f"{root}/val/class_1/narrow.png"] == (
+        "must have at most 100 megapixels once its short side is 20, got 20x8000000 from 1x400000")
+    with pytest.raises(RunError, match=r"4 images cannot be read, --max-bad-images allows 3; the first: .*/000.jpg"):
+        bad.collect(World(0, 1, torch.device("cpu")), tmp_path)
+    assert (tmp_path / "bad_images.csv").read_text().count("\n") == 5
+
+
+def test_a_batch_without_a_good_image_ends_the_run():
+    bad = BadImages(10)
+    bad.add("a.jpg", "no image")
+    with pytest.raises(RunError, match=r"none of the 2 images of a batch can be read, such as a.jpg \(no image\)"):
+        bad.places(2, [0, 1], training=True)
+    assert bad.places(4, [1, 2], training=True) == [0, 0, 3, 3] and bad.places(2, [0, 1], training=False) == []
+
+
+def test_what_timm_indexes_is_read(tmp_path):
+    """A data set of torchvision by timm's name: its classes, and its images by number."""
+    photos = make_photos(tmp_path)
+    source = ImageSource("torch/image_folder", photos / "val", "val")
+    assert source.classes == ["class_0", "class_1", "class_2"] and len(source) == 13
+    assert source.read(0)[0].mode == "RGB" and source.read(12)[1] == 2
