@@ -16,6 +16,7 @@ Seconds are of the whole command, processor seconds too, with all its processes;
 trainers give them; memory is the most that the processes of a run had at once, shared pages counted once.
 """
 import argparse
+import contextlib
 import csv
 import os
 import re
@@ -27,7 +28,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ea_vision.base.process_tree import PeakMemory
+import psutil
 
 SEEDS = (0, 1)
 BATCH, LR, WEIGHT_DECAY, SMOOTHING, CROP = 64, 0.05, 5e-4, 0.1, 0.35
@@ -59,6 +60,16 @@ def link_part(tiny: Path, part: Path, classes: list[str], images: int) -> None:
             link.symlink_to(image.resolve())
 
 
+def memory_of(pid: int) -> int:
+    """Return bytes of main memory of a process and those that it started, shared pages divided among their users."""
+    total = 0
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for process in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                total += process.memory_full_info().pss
+    return total
+
+
 def measured(command: list[str], printed: Path) -> dict[str, float]:
     """Run a command: seconds, processor seconds and MiB of memory of its processes.
 
@@ -68,12 +79,15 @@ def measured(command: list[str], printed: Path) -> dict[str, float]:
     start = time.perf_counter()
     with printed.open("w") as file:
         running = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
-        with PeakMemory(2, running.pid) as memory:
-            _, status, used = os.wait4(running.pid, 0)
+        ended, peak = 0, 0
+        while not ended:
+            peak = max(peak, memory_of(running.pid))
+            time.sleep(0.5)
+            ended, status, used = os.wait4(running.pid, os.WNOHANG)
     if status:
         raise SystemExit(f"{' '.join(command)} ended with {os.waitstatus_to_exitcode(status)}: see {printed}")
     return {"seconds": time.perf_counter() - start, "processor_seconds": used.ru_utime + used.ru_stime,
-            "memory_mib": memory.peak / 2**20}
+            "memory_mib": peak / 2**20}
 
 
 def rows_of(path: Path) -> list[dict[str, str]]:

@@ -37,7 +37,6 @@ from ea_vision.base.figures import figure_bytes
 from ea_vision.base.files import atomic_write, csv_text, write_json
 from ea_vision.base.processes import choose_device
 from ea_vision.base.provenance import hardware, provenance
-from ea_vision.base.tables import shown
 from ea_vision.data.small_images import DATASETS, Images, hold_out, load_dataset
 from ea_vision.recorder.loading import (
     WEIGHTS_HELP,
@@ -238,7 +237,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "results": rows, "recipe": asdict(recipe), "data_fingerprint": fingerprints, "options": told,
         "hardware": hardware(device, 1), **provenance()})
     atomic_write(folder / "results.png", figure_bytes(results_figure(results, len(data.classes))))
-    print(shown(results_table(results)))
+    print(results_table(results))
     runs = "one run each"
     if len(options.seeds) > 1:
         runs = f"mean ± standard deviation of seeds {', '.join(map(str, options.seeds))}"
