@@ -32,8 +32,9 @@ try:
         for _module in filter(None, os.environ.get("EA_VISION_IMPORT", "").split(",")):
             try:
                 importlib.import_module(_module)
-            except ModuleNotFoundError as _error:
-                if _error.name not in (_module, _module.partition(".")[0]):
+            except (ModuleNotFoundError, TypeError) as _error:  # of `..name`
+                _named = getattr(_error, "name", None) in (_module, _module.partition(".")[0])
+                if not _named and not _module.startswith("."):
                     raise
                 raise UsageError(f"EA_VISION_IMPORT must name modules that can be imported, got {_module!r}: "
                                  f"{_error}") from _error

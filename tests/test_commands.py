@@ -91,10 +91,27 @@ def test_ctrl_c_while_torch_is_loaded(tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "error: interrupted\n")
 
 
-def test_a_module_of_your_own_that_is_not_found_is_one_line():
-    done = python("-m", "ea_vision", "models", EA_VISION_IMPORT="no_such.module")
-    assert (done.returncode, done.stderr) == (2, "error: EA_VISION_IMPORT must name modules that can be imported, got "
-                                                 "'no_such.module': No module named 'no_such'\n")
+@pytest.mark.parametrize("name, value, said", [
+    *(("EA_VISION_IMPORT", value, "error: EA_VISION_IMPORT must name modules that can be imported, got ")
+      for value in ("no_such.module", "..x", "os.path.no")),
+    ("EA_VISION_IMPLEMENTATION", "fast", "error: EA_VISION_IMPLEMENTATION must be one of "),
+    ("EA_VISION_TILES", "no", "error: EA_VISION_TILES must be one of ")])
+def test_nonsense_in_the_environment_is_one_line(name, value, said):
+    done = python("-m", "ea_vision", "models", **{name: value})
+    assert done.returncode == 2 and done.stderr.startswith(said) and done.stderr.count("\n") == 1
+    assert repr(value) in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("env", [{"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, {"COLUMNS": "20"},
+                                 {"HOME": "/proc/none", "MPLCONFIGDIR": "", "XDG_CACHE_HOME": ""}], ids=str)
+def test_odd_environments(env, tmp_path):
+    photo, picture = str(ROOT / "docs" / "cat.jpg"), tmp_path / "h.png"
+    for words in (["predict", "ea_conv_transformer_cifar", photo], ["heatmap", "--layers", "1", "-o", picture, photo],
+                  ["export", "--help"]):
+        done = python("-m", "ea_vision", *words, **env)
+        assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    assert picture.stat().st_size > 1000
 
 
 def test_every_script_is_tested():

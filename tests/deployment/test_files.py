@@ -1,8 +1,12 @@
 """Exported files compute what the network computes, and classify photos without anything else."""
 import json
 import shutil
+import signal
+import subprocess
+import sys
 import tarfile
 import tempfile
+import time
 from pathlib import Path
 
 import numpy as np
@@ -232,6 +236,15 @@ def test_what_onnxruntimes_tools_make_is_sealed_anew(tiny, tmp_path, monkeypatch
         network = ExportedNetwork(Path(name))
         assert 1e-6 < difference(model, network, torch.randn(16, 3, 8, 8)) < close
         assert network.about.classes[0] == "class 0"
+
+
+@pytest.mark.slow
+def test_a_signal_leaves_no_part_of_a_file(tmp_path):
+    process = subprocess.Popen([sys.executable, "-m", "ea_vision", "export", SHIPPED, "-o", tmp_path / "net.onnx"])
+    time.sleep(12)
+    process.terminate()
+    assert process.wait() in (-signal.SIGTERM, 0)  # written before, by a quick machine
+    assert process.returncode == 0 or not list(tmp_path.glob("net*"))
 
 
 def test_a_full_folder_for_temporary_files_is_no_obstacle(tiny, tmp_path, monkeypatch):
