@@ -8,13 +8,16 @@ A part is what the layer takes with it less what it takes without it, the median
 the bytes of N x N maps that the part must move, and the operations that it must do, as the least time of this machine:
 by the rate of a large matrix product, and by the rate at which memory is copied.
 
-networks: seconds of processor time an image, inference and training step, medians of interleaved rounds; peak: what the
-process had resident at most in training steps, less what it had before the network was made.
+networks: seconds of processor time an image, inference and training step, medians of interleaved rounds; peak: what a
+process of its own had resident at most in training steps, less what it had before the network was made. malloc keeps
+freed memory while times are taken (else each page is cleared again) and returns it where the peak is.
 """
 import argparse
 import multiprocessing
-import resource
+import os
+import re
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +30,8 @@ import ea_vision  # noqa: F401  (registers the networks)
 from ea_vision.ops import evolving_attention
 
 HEADS, DIM_QK, DIM_V = 8, 20, 3
+KEEP = {"MALLOC_TOP_PAD_": "1000000000", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "20000000000"}
+RETURN = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 LADDER = (  # each adds a part to the one before
     ("softmax, values", {"dim": 4}),
     ("products of q and k", {}),
@@ -138,14 +143,19 @@ def step(network: torch.nn.Module, loss: Callable, images: torch.Tensor, train: 
     return taken / len(images)
 
 
+def resident(field: str) -> float:
+    """Return MiB: VmRSS, what is resident now, or VmHWM, at most so far (getrusage's begins with the parent's)."""
+    return int(re.search(rf"^{field}:\s*(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)[1]) / 1024
+
+
 def peak(name: str, size: int, batch: int, threads: int) -> float:
     """Return the MiB that training steps take, in a process of its own."""
     torch.set_num_threads(threads)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = resident("VmRSS")
     network, loss = create(name, size)
     for _ in range(2):
         step(network, loss, torch.randn(batch, 3, size, size), True)
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    return resident("VmHWM") - before
 
 
 def networks(sizes: list[int], names: list[str], batch: int, rounds: int) -> pd.DataFrame:
@@ -161,6 +171,9 @@ def networks(sizes: list[int], names: list[str], batch: int, rounds: int) -> pd.
                     seconds = step(network, loss, images, train)
                     if number:  # the first warms up
                         taken.setdefault((name, train), []).append(seconds)
+        for variable in KEEP:
+            os.environ.pop(variable, None)
+        os.environ.update(RETURN)
         with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
             peaks = pool.starmap(peak, [(name, size, batch, torch.get_num_threads()) for name in names], chunksize=1)
         for name, most in zip(names, peaks, strict=True):
@@ -179,6 +192,8 @@ def main() -> None:
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=["resnet50", "aa", "pa", "ea"])
     parser.add_argument("--batch-size", type=int, default=2)
     args = parser.parse_args()
+    if os.environ.get("MALLOC_TOP_PAD_") is None:
+        os.execve(sys.executable, [sys.executable, "-m", "experiments.large_maps", *sys.argv[1:]], os.environ | KEEP)
     torch.manual_seed(0)
     table = parts(args.repeats) if args.what == "parts" else networks(
         args.sizes, args.networks, args.batch_size, args.repeats)

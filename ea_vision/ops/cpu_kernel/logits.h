@@ -3,23 +3,27 @@
 
 #include "problem.h"
 
-/* Position terms of one head's queries begin..end: by key row, then by key column (AA paper, equation 4). */
-static void position_terms(const image *g, int head, int begin, int end) {
+/* Position terms of up to TERMS queries from `begin` on: by key row, then by key column (AA paper, equation 4). */
+static void position_terms(const image *g, int begin) {
     const problem *p = g->p;
     const int H = p->H, W = p->W, Hp = round_up(H), Wp = round_up(W);
-    const float *q = g->q + (long)head * p->D * g->Np;
-    for (int i = begin; i < end;) {
-        const int y = i / W, stop = (y + 1) * W < end ? (y + 1) * W : end;
-        gemm(FRESH, stop - i, Hp, p->D, q + i, 1, g->Np, g->heights + H - 1 - y, g->height_ld, NULL,
-             g->position + i * g->position_ld, g->position_ld);
-        i = stop;
+    const int wanted = begin + 4 * BLOCK + (begin ? 0 : g->conv.r), end = wanted < g->N ? wanted : g->N;
+    const long ld = g->position_ld;
+    for (int head = 0; head < p->K; head++) {
+        const float *q = g->q + (long)head * p->D * g->Np + begin;
+        float *to = g->position + (long)head * TERMS * ld;
+        for (int i = begin, stop; i < end; i = stop) {
+            const int y = i / W;
+            stop = (y + 1) * W < end ? (y + 1) * W : end;
+            gemm(FRESH, stop - i, Hp, p->D, q + i - begin, 1, g->Np, g->heights + H - 1 - y, g->height_ld, NULL,
+                 to + (i - begin) * ld, ld);
+        }
+        for (int i = begin; i < end && i < begin + W; i++)
+            gemm(FRESH, (end - i + W - 1) / W, Wp, p->D, q + i - begin, W, g->Np, g->widths + W - 1 - i % W,
+                 g->width_ld, NULL, to + (i - begin) * ld + Hp, ld * W);
     }
-    for (int x = 0; x < W; x++) {
-        const int first = begin + ((x - begin) % W + W) % W, count = first < end ? (end - first + W - 1) / W : 0;
-        if (count)
-            gemm(FRESH, count, Wp, p->D, q + first, W, g->Np, g->widths + W - 1 - x, g->width_ld, NULL,
-                 g->position + first * g->position_ld + Hp, g->position_ld * W);
-    }
+    g->terms[0] = begin;
+    g->terms[1] = end;
 }
 
 /* A row of prev, logits or d_logits beyond whose end a vector may read that begins inside; in `scratch` (Np, and the
@@ -47,14 +51,15 @@ INLINE void fetch(const image *g, const char *row, int j, const int to_write) {
 static void own_logits(const image *g, float *maps, int first, int begin, int end, int mix) {
     const problem *p = g->p;
     const int H = p->H, W = p->W, Hp = round_up(H);
+    if (p->height_rel && (begin < g->terms[0] || end > g->terms[1])) position_terms(g, begin);
     for (int head = 0; head < p->K; head++) {
         const float alpha = alpha_of(p, head);
-        if (p->height_rel) position_terms(g, head, begin, end);
         for (int i = begin; i < end; i++) {
             float *row = row_of(g, maps, first + i - begin, head);
             const float *prev = mix ? stored_row(g, p->prev, head, i, g->previous) : NULL;
             if (p->height_rel) {
-                const float *by_row = g->position + i * g->position_ld, *by_col = by_row + Hp;
+                const float *by_row = g->position + (head * TERMS + i - g->terms[0]) * g->position_ld;
+                const float *by_col = by_row + Hp;
                 for (int y = 0; y < H; y++) /* the last vector of a row reaches into the next, which overwrites it */
                     for (int x = 0, j = y * W; x < W; x += VL, j = y * W + x) {
                         const vec position = LOAD(by_col + x) + by_row[y];

@@ -38,6 +38,7 @@ static float beta_of(const problem *p, int head) { return p->gates[p->K + head];
 static float gain_of(const problem *p, int head) { return p->kind == NONE ? 1.0f : 1.0f - alpha_of(p, head); }
 
 #define BLOCK (2 * GROUP) /* rows whose values are summed, or whose softmax is differentiated, together */
+#define TERMS (5 * BLOCK) /* queries whose position terms are kept */
 #define FEW 4             /* values of a head that are summed while its softmax is made; more are a matrix product */
 
 /* What all rows of an image share. */
@@ -50,8 +51,8 @@ typedef struct {
     float *q_factors;            /* (K*D): that scale and gain */
     float *heights, *widths;     /* (D, 2H-1 + VL padded), (D, ...): the tables transposed */
     long height_ld, width_ld;
-    float *position;             /* (N, Hp + Wp): position terms of one head's queries by row and column */
-    long position_ld;
+    float *position;             /* (K, TERMS, Hp + Wp): position terms of some queries by row and column */
+    long position_ld, *terms;    /* of the queries terms[0]..terms[1] */
     convolution conv;
     float *weight;               /* (planes, K, taps) */
     float *v_rows;               /* (K, N, Ep) where heads are wider than FEW: the values transposed */
@@ -87,7 +88,8 @@ static void allocate_image(image *g, buffers *m, const problem *p) {
         g->heights = new_floats(m, p->D * g->height_ld);
         g->widths = new_floats(m, p->D * g->width_ld);
         g->position_ld = round_up(p->H) + round_up(p->W);
-        g->position = new_floats(m, N * g->position_ld);
+        g->position = new_floats(m, (long)p->K * TERMS * g->position_ld);
+        g->terms = (long *)new_floats(m, 4);
     }
     if (p->weight) {
         allocate_convolution(&g->conv, m, p->K, N, p->kernel);
@@ -122,6 +124,7 @@ static void read_pixels(const image *g, float *to, const void *from, long step, 
 static void read_image(image *g, int b) {
     const problem *p = g->p;
     g->b = b;
+    if (p->height_rel) g->terms[1] = 0;
     for (long c = 0; c < (long)p->K * p->D; c++) g->q_factors[c] = p->scale * gain_of(p, c / p->D);
     read_pixels(g, g->q, p->q, p->q_step, p->q_row, (long)p->K * p->D, g->q_factors);
     read_pixels(g, g->k, p->k, p->k_step, p->k_row, (long)p->K * p->D, NULL);
