@@ -7,9 +7,11 @@ entered.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import random
 import signal
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +31,7 @@ from ea_vision.data.image_files import BrokenImage, ImageFiles, check_scaled, de
 
 TERM_SECONDS = 30  # that workers serve on after a SIGTERM, which clusters send to every process of a job
 STUCK_SECONDS = 900  # without a batch from a worker: the process ends with an error, and torchrun restarts it
+PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 TRIVIAL = "ta_wide"  # torchvision's name of a policy that timm has not
 
 
@@ -184,7 +187,10 @@ class _Decoder(Dataset):
 
 
 def _begin_worker(_number: int) -> None:
-    """Leave signals to the trainer, which finishes its update first; torch ends workers whose trainer is gone."""
+    """Leave signals to the trainer, which finishes its update first. A killed trainer's workers go at once (on Linux):
+    they hold the lock of its run folder too, and torchrun starts the next trainer before torch would notice."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, lambda *_: signal.alarm(TERM_SECONDS))
