@@ -23,13 +23,13 @@ from ea_vision.ops.rel_pos import by_position
 
 
 def exporting() -> bool:
-    """Whether torch.export or a tracer runs, whose programs must do without our kernels."""
+    """Return whether torch.export or a tracer runs, whose programs must do without our kernels."""
     # torch.compile answers True to is_exporting
     return torch.jit.is_tracing() or torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
 
 
 def _scaled(tensor: Tensor, gain: Tensor) -> Tensor:
-    """A tensor (K*D, ...) with each head's D rows times its gain (K,), in the tensor's type."""
+    """Return a tensor (K*D, ...) with each head's D rows times its gain (K,), in the tensor's type."""
     by_row = gain.to(tensor.device).repeat_interleave(tensor.shape[0] // len(gain))
     return (tensor.detach().double() * by_row.view(-1, *[1] * (tensor.dim() - 1))).to(tensor.dtype)
 
@@ -52,7 +52,7 @@ class _Folded(nn.Module):
             self.register_buffer(f"query_{name}", query, persistent=False)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, prev_logits: Tensor | None) -> tuple[Tensor, Tensor]:
-        """q (B, K, N, D) of the folded projection, k (B, K, D, N), v (B, K, N, E) -> (B, K, N, E) and the logits."""
+        """Attend: q (B, K, N, D) of the folded projection, k (B, K, D, N), v (B, K, N, E) -> (B, K, N, E), logits."""
         logits = q @ k
         if self.evolution is not None:
             logits = self.evolution(logits, prev_logits)
@@ -72,17 +72,17 @@ class PortableAttention(_Folded):
 
     @staticmethod
     def _table(table: Tensor, size: int) -> Tensor:
-        """(2L-1, D) by offset -> (S, D, S): for each query's position the products with every key's."""
+        """Lay out a table by offset, (2L-1, D), as (S, D, S): of each query's position, what every key's gives."""
         return by_position(fit_rel_table(table.detach(), size), size).transpose(1, 2).contiguous()
 
     @staticmethod
     def _places(H: int, W: int) -> Tensor:
-        """(H + W, N): of each pixel its row and its column, one-hot."""
+        """Return (H + W, N): of each pixel its row and its column, one-hot."""
         rows, cols = torch.eye(H).repeat_interleave(W, 1), torch.eye(W).repeat(1, H)
         return torch.cat([rows, cols])
 
     def forward(self, layer: AugmentedConv2d, x: Tensor, prev_logits: Tensor | None) -> tuple[Tensor, Tensor]:
-        """x (B, C, H', W'), the layer's input -> (B, dim_v, H, W) and the logits (B, K, N, N)."""
+        """Attend: x (B, C, H', W'), the layer's input -> (B, dim_v, H, W) and the logits (B, K, N, N)."""
         for _ in range(layer.num_pools):
             x = F.avg_pool2d(x, 3, stride=2, padding=1, count_include_pad=False)
         if layer.position == "sine":
@@ -140,7 +140,7 @@ class PortableTokenAttention(_Folded):
         super().__init__(layer, evolution, layer.num_heads * layer.head_dim)
 
     def forward(self, layer: TokenAttention, x: Tensor, prev_logits: Tensor | None) -> tuple[Tensor, Tensor]:
-        """x (B, T, C) -> (B, K, T, D) and the logits (B, K, T, T)."""
+        """Attend: x (B, T, C) -> (B, K, T, D) and the logits (B, K, T, T)."""
         weights = [self.query_weight, *layer.qkv.weight.chunk(3)[1:]]
         biases = [None] * 3 if layer.qkv.bias is None else [self.query_bias, *layer.qkv.bias.chunk(3)[1:]]
         B, T, _ = x.shape

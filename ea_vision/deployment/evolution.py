@@ -16,7 +16,7 @@ BLOCK = 16  # output channels that ONNX Runtime computes together, with AVX-512 
 
 
 def in_phases(weight: Tensor, phases: int) -> Tensor:
-    """(L, K, R, S) -> (L*phases, K, R + phases - 1, S), which with a stride of `phases` gives as many rows at once."""
+    """Lay out (L, K, R, S) as (L*phases, K, R + phases - 1, S), which with a stride of `phases` gives as many rows."""
     taps = weight.shape[2]
     placed = [F.pad(weight, (0, 0, phase, phases - 1 - phase)) for phase in range(phases)]
     return torch.stack(placed, 1).reshape(-1, weight.shape[1], taps + phases - 1, weight.shape[3])
@@ -74,7 +74,7 @@ class FoldedEvolution(nn.Module):
         return maps if name in self.plain else getattr(self, name) * maps
 
     def _convolve(self, maps: Tensor) -> Tensor:
-        """The convolutions over (B, K, N, N), each with its activation.
+        """Convolve (B, K, N, N), each convolution with its activation.
 
         Few heads leave a block of output channels half empty, so a convolution gives several rows at once, as phases:
         for two of them 12 products an output that is kept, where an empty half costs 18.
@@ -92,7 +92,7 @@ class FoldedEvolution(nn.Module):
         return self._times("convolved", maps)
 
     def forward(self, own: Tensor, prev: Tensor) -> Tensor:
-        """own (B, K, N, N), of queries times `own_gain`, and the previous layer's logits -> this layer's."""
+        """Mix own (B, K, N, N), of queries times `own_gain`, and the previous layer's logits -> this layer's."""
         before = prev
         if not self.predict:
             before = own if "prev" in self.idle else own + self._times("prev", prev)

@@ -67,8 +67,10 @@ def test_onnx_computes_what_the_network_computes(name, tmp_path):
     for batch in (1, 3):
         assert difference(model, network, torch.randn(batch, 3, *size)) < 2e-5
     kinds = [node.op_type for node in onnx.load(path).graph.node]
-    assert not {"BatchNormalization", "Einsum", "GatherElements"} & set(kinds)
-    if "csan" not in name:
+    assert "GatherElements" not in kinds
+    assert "wrn" in name or "BatchNormalization" not in kinds  # theirs stands before the convolution
+    if "csan" not in name:  # whose windows are computed by the reference
+        assert "Einsum" not in kinds
         assert kinds.count("Gather") <= ("vit" in name or "deit" in name)  # theirs takes the class token
 
 

@@ -186,6 +186,28 @@ class SignalInEvaluation:
         classification.evaluate = hurt
 
 
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class HalfFile:
+    """A file of which half of the first write gets out before the process is killed."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.file.close()
+
+    def write(self, data):
+        self.file.write(bytes(data)[:len(data) // 2])
+        self.file.flush()
+        die()
+
+
 class KillInWrite:
     """SIGKILL this process in the `nth` write of `name`, at one stage of it."""
 
@@ -198,26 +220,8 @@ class KillInWrite:
         real_open, real_fsync, real_replace = open, os.fsync, os.replace
         count = [0]
 
-        def die():
-            os.kill(os.getpid(), signal.SIGKILL)
-
         def now():
             return count[0] == self.nth
-
-        class HalfFile:
-            def __init__(self, file):
-                self.file = file
-
-            def __enter__(self):
-                return self
-
-            def __exit__(self, *_):
-                self.file.close()
-
-            def write(self, data):
-                self.file.write(bytes(data)[:len(data) // 2])
-                self.file.flush()
-                die()
 
         def hurt_open(path, mode="r", *args, **kwargs):
             file = real_open(path, mode, *args, **kwargs)
