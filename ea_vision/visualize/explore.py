@@ -31,9 +31,9 @@ from ea_vision.visualize.figure_options import (
     parse_heads,
     targets_of,
 )
-from ea_vision.visualize.image_maps import as_models, record
+from ea_vision.visualize.image_maps import as_models
 from ea_vision.visualize.page import MEGABYTE, STORED_PARTS, Explorer, build_page, fit, size_mb
-from ea_vision.visualize.writing import check_output, name_outputs, save_maps
+from ea_vision.visualize.writing import check_output
 
 EXAMPLES = """\
   ea-vision explore --model ea_conv_transformer_cifar -o page.html photo.jpg
@@ -153,15 +153,6 @@ class PageInNotebook:
                 f'{self.height}px"></iframe>')
 
 
-def write_maps(explorers: Sequence[Explorer], options: argparse.Namespace, output: Path) -> list[Path]:
-    """Write the maps of every image by `save_maps`: all heads of the layers on the page; return the files."""
-    paths = find_images(options.images)
-    return [save_maps([record(model, read_image(path, path, exif_rotation=options.exif_rotation), layers, recorded)
-                       for explorer in explorers for model, layers, recorded in zip(
-                           explorer.models, explorer.layers, explorer.recorded, strict=True)], file)
-            for path, file in zip(paths, name_outputs(output, paths), strict=True)]
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser(__doc__, EXAMPLES, output="attention.html", layers=None, heads="all", queries=False,
                          style=False, suffixes=SUFFIXES)
@@ -178,6 +169,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     explorers, entries = read_entries(make_explorers(options), options)
     page = build_page(explorers[0], entries, epochs=options.through == "checkpoints").encode()
     atomic_write(output, page)
-    written = write_maps(explorers, options, output) if options.npz else []
-    print(f"written: {output} ({len(page) / MEGABYTE:.1f} MB)", *written)
+    print(f"written: {output} ({len(page) / MEGABYTE:.1f} MB)")
     return 0

@@ -88,9 +88,9 @@ def make_parser(description: str, examples: str, *, output: str, layers: str | N
     parser.add_argument("-o", "--output", default=output, metavar="FILE",
                         help=f"{', '.join(s[1:].upper() for s in suffixes)} by its suffix; of several images, "
                              "each figure gets its own file, its name added (default: %(default)s)")
-    parser.add_argument("--npz", action="store_true",
-                        help="write the maps or numbers, too, as FILE.npz for np.load")
     if PICTURES[0] in suffixes:
+        parser.add_argument("--npz", action="store_true",
+                            help="write the maps or numbers, too, as FILE.npz for np.load")
         parser.add_argument("--width", type=inches, metavar="3.3|6.75|N",
                             help="of the figure in inches; text keeps its 7 to 9 points, tiles shrink (default: as "
                                  "wide as it needs to be, at most 6.75)")

@@ -10,12 +10,10 @@ from PIL import Image
 from torch import nn
 
 from ea_vision.base.errors import UsageError
-from ea_vision.base.files import atomic_write
 from ea_vision.base.print import new_figure
-from ea_vision.engine import checkpoint, run_folder
 from ea_vision.layers import AugmentedConv2d
 from ea_vision.recorder.loading import LoadedModel, load_model
-from ea_vision.recorder.recording import PARTS, AttentionLayer, attention_layers
+from ea_vision.recorder.recording import PARTS, attention_layers
 from ea_vision.visualize import (
     MapStyle,
     draw_heatmap,
@@ -30,37 +28,11 @@ from ea_vision.visualize import (
     statistics,
     strip,
 )
-from ea_vision.visualize.figure_options import checkpoints_of, spread
+from ea_vision.visualize.figure_options import checkpoints_of
 from ea_vision.visualize.map_style import SCALES, STYLE, draw_map, norms_of
 from ea_vision.visualize.writing import save
 
-KWARGS = dict(num_classes=3, img_size=16, widths=[8, 8, 16, 16])
-
-
-@pytest.fixture
-def photo(tmp_path):
-    pixels = np.random.default_rng(0).integers(0, 256, (48, 64, 3), dtype=np.uint8)
-    path = tmp_path / "photo.png"
-    Image.fromarray(pixels).save(path)
-    return path
-
-
-@pytest.fixture
-def run(tmp_path):
-    """A run folder of a small EA network with two checkpoints."""
-    return make_run(tmp_path / "small", "ea_conv_transformer_cifar")
-
-
-def make_run(folder, name):
-    folder.mkdir()
-    torch.manual_seed(0)
-    model = timm.create_model(name, **KWARGS)
-    run_folder.write_config(folder, {"model": name, "dataset": "digits"}, {"model_kwargs": KWARGS})
-    run_folder.write_weights(folder, model.state_dict())
-    for epoch, file in (2, "last.ckpt"), (1, "best.ckpt"):
-        state = {"model": model.state_dict(), "ema": None, "progress": {"epoch": epoch, "updates": epoch}}
-        atomic_write(folder / file, checkpoint.encode(state))
-    return folder
+from .conftest import KWARGS, make_run
 
 
 class Pointer(nn.Module):
@@ -146,28 +118,6 @@ def test_models_side_by_side_share_one_scale_and_place_the_query():
         draw_models(recordings, [[1], [1, 1]], [0], [(5, 20)])
 
 
-def test_the_strip_shows_every_part_of_every_chain(run):
-    model = load_model(str(run))
-    recording = image_maps.record(model, Image.new("RGB", (16, 16), "grey"), attention_layers(model.model), PARTS)
-    figure = draw_strip(recording, [1, 2, 3, 4, 5, 6], 1, (5, 9))
-    shown = [axes.images[-1].get_array() for axes in figure.axes if axes.images]
-    shown = [values for values in shown if values.shape in ((4, 4), (2, 2))]
-    # of a chain's first layer own logits and attention; at beta = 1 the others' logits are the convolved ones; and
-    # attention without either part
-    assert len(shown) == 2 * (2 + 2 * 6)
-    expected = recording.maps[2].conv_logits[0, 1, 1 * 4 + 2].view(4, 4).numpy()
-    assert any(values.shape == (4, 4) and np.allclose(values, expected) for values in shown)
-
-
-def test_matrices_are_the_recorded_ones(run):
-    model = load_model(str(run))
-    recording = image_maps.record(model, Image.new("RGB", (16, 16), "grey"), attention_layers(model.model)[:1])
-    figure = draw_matrix(recording, [1], [2, "mean"])
-    head, mean = (axes.images[0].get_array() for axes in figure.axes if axes.images)
-    relative = 16 * recording.maps[1].attn[0]  # of uniform attention on 4x4 keys
-    assert np.allclose(head, relative[2]) and np.allclose(mean, relative.mean(0))
-
-
 def test_rollout_says_where_it_is_an_approximation():
     convolutional = record(pointer(0, 0))
     vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, num_classes=2).eval()
@@ -225,6 +175,8 @@ def test_what_a_layer_attends_to_without_a_part_equals_a_recomputation_by_hand(n
         check_contributions(model, recording, name, kwargs["alpha"])
     figure = draw_strip(recording, [1, 2, 3], 2, (5, 9))
     shown = [axes.images[-1].get_array() for axes in figure.axes if axes.images]
+    assert any(values.shape == (4, 4) and np.allclose(values, recording.maps[3].conv_logits[0, 2, 1 * 4 + 2].view(4, 4))
+               for values in shown)
     for part in image_maps.WITHOUT:
         expected = 16 * recording.maps[3][part][0, 2, 1 * 4 + 2].view(4, 4).numpy()
         assert any(values.shape == (4, 4) and np.allclose(values, expected) for values in shown)
@@ -289,42 +241,6 @@ def test_logits_are_diverging_around_0_and_probabilities_sequential():
     assert artist.cmap.name == "viridis"
 
 
-def lab(rgb):
-    """CIELAB of sRGB in 0..1."""
-    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
-    to_xyz = np.array([[0.4124564, 0.3575761, 0.1804375], [0.2126729, 0.7151522, 0.0721750],
-                       [0.0193339, 0.1191920, 0.9503041]])
-    xyz = linear @ to_xyz.T / np.array([0.95047, 1, 1.08883])
-    f = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
-    return np.stack([116 * f[..., 1] - 16, 500 * (f[..., 0] - f[..., 1]), 200 * (f[..., 1] - f[..., 2])], -1)
-
-
-SEEN = {  # Machado, Oliveira and Fernandes 2009, complete; on linear RGB
-    "all cones": np.eye(3),
-    "protanopia": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
-    "deuteranopia": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.01182, 0.04294, 0.968881]],
-}
-
-
-@pytest.mark.parametrize("eyes", SEEN)
-def test_colour_maps_are_even_and_safe_for_the_colour_blind(eyes):
-    """Attention: lightness rises all along. Logits: even steps, both ends far apart and equally far from the middle."""
-    def seen(part):
-        rgb = MapStyle().colormap(part)(np.linspace(0, 1, 65))[:, :3]
-        linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
-        linear = np.clip(linear @ np.array(SEEN[eyes]).T, 0, 1)
-        return lab(np.where(linear <= 0.0031308, 12.92 * linear, 1.055 * linear ** (1 / 2.4) - 0.055))
-
-    assert (np.diff(seen("attn")[:, 0]) > 0).all()
-    signed = seen("logits")
-    steps = np.linalg.norm(np.diff(signed, axis=0), axis=1)
-    assert steps.std() / steps.mean() < 0.2 and steps.min() > 1.5
-    middle, ends = signed[32], (signed[0], signed[-1])
-    assert np.linalg.norm(ends[0] - ends[1]) > 75
-    away = [np.linalg.norm(end - middle) for end in ends]
-    assert min(away) > 30 and max(away) / min(away) < 2
-
-
 def test_every_bar_of_attention_marks_uniform_attention():
     recording = record(pointer(0, 0))
     for style in (MapStyle(overlay=overlay, scale=scale) for overlay in (True, False) for scale in SCALES):
@@ -350,12 +266,6 @@ def test_the_photo_lies_under_the_maps_as_the_network_saw_it_or_finer(run):
         assert shapes == {shape}
     small = image_maps.record(model, Image.new("RGB", (12, 16)), attention_layers(model.model)[:1])
     assert small.photo is None
-
-
-def test_few_layers_of_deep_networks_unless_asked():
-    layers = [AttentionLayer(number, f"l{number}", 2, PARTS) for number in range(1, 35)]
-    assert [layer.number for layer in spread(layers)] == [1, 8, 14, 21, 27, 34]
-    assert spread(layers[:6]) == layers[:6]
 
 
 @pytest.mark.parametrize("script,options,suffix,magic", [
@@ -406,13 +316,6 @@ def test_the_numbers_of_statistics(run, photo, tmp_path):
         assert held["layer2.uniform_entropy_nats"] == pytest.approx(np.log(16))
 
 
-def test_the_maps_of_several_models(run, photo, tmp_path):
-    assert command(heatmap, "--model", f"{run},{run}", "--layers", "1", "--npz", "-o", tmp_path / "a.png", photo) == 0
-    with np.load(tmp_path / "a.npz") as held:
-        label = "ea_conv_transformer_cifar, small"
-        assert np.array_equal(held[f"{label} [1]/layer1.attn"], held[f"{label} [2]/layer1.attn"])
-
-
 @pytest.mark.parametrize("route", ["command", "savefig"])
 def test_text_stays_text_in_vector_files(route, tmp_path):
     """So that it can be found and edited, and journals that refuse Type 3 fonts take the PDF."""
@@ -425,13 +328,6 @@ def test_text_stays_text_in_vector_files(route, tmp_path):
     assert b"/CIDFontType2" in pdf and b"/Type3" not in pdf  # TrueType
 
 
-def test_a_picture_has_two_pixels_a_point_or_more(tmp_path):
-    figure = draw_heatmap(record(pointer(0, 0)), [1], [0], [(3, 5)], width=3.3)
-    figure.savefig(tmp_path / "a.png")
-    with Image.open(tmp_path / "a.png") as picture:
-        assert picture.width >= 2 * 72 * 3.3
-
-
 def test_several_images_get_a_file_each_and_several_models_one_figure(run, photo, tmp_path):
     other = make_run(tmp_path / "other", "conv_transformer_cifar")
     Image.open(photo).save(tmp_path / "second.png")
@@ -440,48 +336,15 @@ def test_several_images_get_a_file_each_and_several_models_one_figure(run, photo
     assert (tmp_path / "m-photo.png").exists() and (tmp_path / "m-second.png").exists()
 
 
-def test_animations_through_layers_and_checkpoints(run, photo, tmp_path):
-    for options, frames in (["--layers", "1,2,4"], 3), (["--layers", "2", "--through", "checkpoints"], 2):
-        output = tmp_path / "a.gif"
-        assert command(strip, "--model", run, *options, "--seconds", "0.1", "--dpi", "40", "-o", output,
-                       photo) == 0
-        with Image.open(output) as film:
-            assert film.n_frames == frames and film.info["duration"] == 100
-
-
 def test_animations_through_the_snapshots_of_a_run(run, photo, tmp_path):
-    """Checkpoints of epochs 1 and 2, snapshots of 2 and 4: a frame an epoch, of that epoch's weights."""
-    for epoch in (2, 4):
-        run_folder.write_snapshot(run, timm.create_model("ea_conv_transformer_cifar", **KWARGS).state_dict(), epoch)
+    """And through layers. Checkpoints of epochs 1 and 2, snapshots of 2 and 4: a frame an epoch, of its weights."""
     files = checkpoints_of([str(run)])
     assert [load_model(file).epoch for file in files] == [1, 2, 2, 4]
-    assert command(strip, "--model", run, "--layers", "2", "--through", "checkpoints", "--dpi", "40",
-                   "-o", tmp_path / "a.gif", photo) == 0
-    with Image.open(tmp_path / "a.gif") as film:
-        assert film.n_frames == 3
-
-
-@pytest.mark.parametrize("options,message", [
-    (["--layers", "99"], "has no attention layer '99'; it has 1"),
-    (["--heads", "4"], "heads must be 0 to 3, all or mean, got '4'"),
-    (["--queries", "16,0"], "query y,x must lie within the 16x16 input, got '16,0'"),
-    (["--queries", "photo.png"], "transformer's patches (cls, dist, reg1, ...), got 'photo.png'"),
-    (["--model", "cnn_cifar"], "no attention layer that can be recorded"),
-    (["--opacity", "2"], "opacity must lie between 0 and 1, got 2.0"),
-    (["--cmap", "virids"], "cmap must be one of matplotlib's colour maps"),
-    (["--img-size", "x"], "--img-size must be N or H,W"),
-    (["-o", "/proc/nowhere/a.png"], "cannot make the folder /proc/nowhere"),
-    (["-o", "a.jpg"], "--output must end in .png or .svg or .pdf"),
-    (["README.txt"], "not an image that can be read"),
-])
-def test_bad_input_leaves_nothing(options, message, run, photo, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "README.txt").write_text("words")
-    before = set(tmp_path.iterdir())
-    with pytest.raises(UsageError) as error:
-        command(heatmap, "--model", run, "-o", tmp_path / "new.png", photo, *options)
-    assert message in str(error.value)
-    assert set(tmp_path.iterdir()) == before
+    for options in (["--layers", "1,2,4"], ["--layers", "2", "--through", "checkpoints"]):
+        assert command(strip, "--model", run, *options, "--seconds", "0.1", "--dpi", "40", "-o", tmp_path / "a.gif",
+                       photo) == 0
+        with Image.open(tmp_path / "a.gif") as film:
+            assert film.n_frames == 3 and film.info["duration"] == 100
 
 
 def test_one_value_where_a_figure_shows_one(run, photo, tmp_path):

@@ -58,15 +58,6 @@ def test_the_jacobian_stands_beside_the_maps(digits, name, panels):
     assert all(p.grad is None for p in model.parameters()) and model.training
 
 
-def test_a_class_has_the_layers_that_are_asked_for(digits):
-    model = timm.create_model("conv_transformer_cifar", widths=(8, 8, 16, 16), num_classes=4)
-    titles = [axes.get_title() for axes in plot_jacobian(model, digits[0], layers=[2, 5]).axes
-              if axes.get_label() != "<colorbar>"]
-    assert len(titles) == 4 and titles[2:] == ["layer 2", "layer 5"]
-    with pytest.raises(UsageError, match="9"):
-        plot_jacobian(model, digits[0], layers=9)
-
-
 def test_the_jacobians_maps_are_what_is_drawn():
     """Of the trained weights, for a class of one's choice, and of the image that the network saw."""
     model = load_model("ea_conv_transformer_cifar")
@@ -78,11 +69,3 @@ def test_the_jacobians_maps_are_what_is_drawn():
     np.testing.assert_allclose(shown[0], expected.numpy(), rtol=1e-5, atol=1e-7)
     with pytest.raises(UsageError, match="target must be a class from 0 to 9, got 10"):
         plot_jacobian(model, image, target=10)
-
-
-def test_a_network_without_attention_has_a_jacobian():
-    model = load_model("test_resnet", random=True)
-    figure = plot_jacobian(model, read_image("digits#3"))
-    assert any("/ d input|" in " ".join(axes.get_title().split()) for axes in figure.axes)
-    with pytest.raises(UsageError, match="no attention layer that can be recorded"):
-        plot_jacobian(model, read_image("digits#3"), layers=1)

@@ -13,15 +13,9 @@ import ea_vision
 from ea_vision.base.errors import UsageError
 from ea_vision.recorder.loading import load_model
 from ea_vision.recorder.quantities import PositionShares
-from ea_vision.visualize import (
-    plot_frames,
-    plot_heads,
-    plot_heatmap,
-    plot_matrix,
-    plot_rollout,
-    plot_statistics,
-    plot_strip,
-)
+from ea_vision.visualize import plot_heads, plot_heatmap, plot_matrix, plot_statistics, plot_strip
+
+from .test_every_kind import FIGURES
 
 KWARGS = dict(num_classes=3, img_size=16, widths=[8, 8, 16, 16])
 
@@ -37,25 +31,13 @@ def photo() -> Image.Image:
     return Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 50, 3), dtype=np.uint8))
 
 
-FIGURES = {
-    "heads": lambda model, image: plot_heads(model, image, layers=[1, 2], heads=[0, "mean"], queries=[(3, 5)]),
-    "models": lambda model, image: plot_heatmap({"one": model, "two": model}, image, layers="1-2", queries=[(3, 5)]),
-    "images": lambda model, image: plot_heatmap(model, [image, image], layers="1-2", heads=0),
-    "strip": lambda model, image: plot_strip(model, image, layers="1-3", head=1, query=(3, 5)),
-    "matrix": lambda model, image: plot_matrix(model, image, layers=2, heads="0", part="conv_logits"),
-    "rollout": lambda model, image: plot_rollout(model, image, layers=[1, 2, 3]),
-    "statistics": lambda model, image: plot_statistics([model, model], [image, image], layers="1,2"),
-    "frames": lambda model, image: list(plot_frames(model, image, layers="1-3", queries=[(1, 1)]))[2],
-}
-
-
 @pytest.mark.parametrize("name", FIGURES)
-def test_each_is_a_figure_that_a_notebook_shows_and_leaves_the_model_alone(name, model, photo):
+def test_each_is_a_figure_that_a_notebook_shows_and_leaves_the_model_alone(name, model):
     model.train()
     next(model.children()).eval()  # as some keep their BatchNorm in fine-tuning
     modes = [module.training for module in model.modules()]
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    figure = FIGURES[name](model, photo)
+    figure = FIGURES[name](model)
     assert isinstance(figure, Figure) and figure.axes
     with Image.open(io.BytesIO(figure._repr_png_())) as picture:
         assert picture.format == "PNG" and np.ptp(np.asarray(picture.convert("L"))) > 100
@@ -95,9 +77,6 @@ def test_models_that_share_a_name_stay_apart(model, photo):
 @pytest.mark.parametrize("call, message", [
     (lambda model: plot_heads(model, torch.rand(16, 16)), r"tensor \(3, H, W\), got \(16, 16\)"),
     (lambda model: plot_heads(model, torch.randn(3, 16, 16)), "must lie in 0..1 .* got torch.float32 from -"),
-    (lambda model: plot_heads(model, torch.rand(3, 16, 16), layers=[9]), "no attention layer '9'; it has 1"),
-    (lambda model: plot_heads(model, torch.rand(3, 16, 16), heads=7), "heads must be 0 to 3, all or mean, got '7'"),
-    (lambda model: plot_heads(model, torch.rand(3, 16, 16), queries=[(16, 0)]), "within the 16x16 input, got '16,0'"),
     (lambda model: plot_matrix(model, torch.rand(3, 16, 16), part="conv_logits"), "no conv_logits in layer 1, 4"),
     (lambda model: plot_heads("ea_conv_transformer_cifr", torch.rand(3, 16, 16)), "did you mean"),
     (lambda model: plot_heads(model, Image.new("RGB", (1, 10_000_000))), "at most 100 megapixels"),

@@ -3,35 +3,20 @@ import re
 import time
 
 import pytest
-import timm
-import torch
-from PIL import Image
 
-from ea_vision.__main__ import run
+from ea_vision.__main__ import run as run_command
 from ea_vision.base.errors import UsageError
-from ea_vision.engine import run_folder
-from ea_vision.visualize import plot_heatmap, plot_strip, show_page
-
-SMALL = dict(num_classes=3, img_size=16, widths=[8, 8, 16, 16])
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A run with weights of epoch 1, and a photo beside it."""
-    folder = tmp_path_factory.mktemp("runs") / "small"
-    folder.mkdir()
-    torch.manual_seed(0)
-    state = timm.create_model("ea_conv_transformer_cifar", **SMALL).state_dict()
-    run_folder.write_config(folder, {"model": "ea_conv_transformer_cifar", "dataset": "digits"},
-                            {"model_kwargs": SMALL, "classes": ["one", "two", "three"]})
-    run_folder.write_weights(folder, state)
-    run_folder.write_snapshot(folder, state, 1)
-    Image.new("RGB", (40, 40), "grey").save(folder.parent / "photo.png")
-    return folder
+from ea_vision.visualize import plot_heatmap, plot_statistics, plot_strip, show_page
 
 
 @pytest.mark.parametrize("command, options, message", [
     ("heatmap", ["--layers", "1-99999999999"], "no attention layer '7'; it has 1"),
+    ("heatmap", ["--queries", "16,0"], "query y,x must lie within the 16x16 input, got '16,0'"),
+    ("heatmap", ["--model", "cnn_cifar"], "no attention layer that can be recorded"),
+    ("heatmap", ["--opacity", "2"], "opacity must lie between 0 and 1, got 2.0"),
+    ("heatmap", ["--cmap", "virids"], "cmap must be one of matplotlib's colour maps"),
+    ("heatmap", ["-o", "/proc/nowhere/a.png"], "cannot make the folder /proc/nowhere"),
+    ("heatmap", [__file__], "test_refusals.py is not an image that can be read"),
     ("heatmap", ["--layers", "99999999999"], "no attention layer '99999999999'"),
     ("heatmap", ["--layers", "1" * 5000 + "-" + "2" * 5000], "no attention layer"),
     ("heatmap", ["--layers", "\u00b2"], "no attention layer '\u00b2'"),
@@ -52,36 +37,43 @@ def folder(tmp_path_factory):
     ("explore", ["--heads", "\u00b2", "-o", "a.html"], "heads must be 0 to 3"),
     ("heatmap", ["digits#\u00b2"], "digits#N must have N in 0..354"),
 ])
-def test_refused_at_once_in_one_line(command, options, message, folder, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    begin = time.monotonic()
+def test_refused_at_once_in_one_line(command, options, message, run, photo, monkeypatch, capsys):
+    monkeypatch.chdir(photo.parent)
+    begin = time.process_time()
     try:
-        code = run(command, ["--model", str(folder), str(folder.parent / "photo.png"), *options])
+        code = run_command(command, ["--model", str(run), str(photo), *options])
     except SystemExit as left:  # argparse
         code = left.code
     said = capsys.readouterr().err.strip().splitlines()[-1]
     assert code == 2 and re.search(message, said), said
-    assert time.monotonic() - begin < 10 and not list(tmp_path.iterdir())
+    assert time.process_time() - begin < 10 and list(photo.parent.iterdir()) == [photo]
 
 
 @pytest.mark.parametrize("call, message", [
-    (lambda folder: plot_heatmap(str(folder), []), "at least one image required, got none"),
-    (lambda folder: plot_heatmap([str(folder)] * 2, [folder.parent / "photo.png"] * 2), "models need one image"),
-    (lambda folder: plot_heatmap(str(folder), [folder.parent / "photo.png"], queries=[(1, 1), (2, 2)]), "one query"),
-    (lambda folder: plot_heatmap(str(folder), folder.parent / "nothing.png"), "nothing.png does not exist"),
-    (lambda folder: plot_strip(str(folder), folder.parent / "photo.png", through="time"), "layers or checkpoints"),
-    (lambda folder: plot_strip(str(folder), folder.parent / "photo.png", width=99), "2.5 and 40 inches, got 99"),
+    (lambda run, photo: plot_heatmap(run, []), "at least one image required, got none"),
+    (lambda run, photo: plot_heatmap([run] * 2, [photo] * 2), "models need one image"),
+    (lambda run, photo: plot_heatmap(run, [photo], queries=[(1, 1), (2, 2)]), "one query"),
+    (lambda run, photo: plot_heatmap(run, photo.with_name("nothing.png")), "nothing.png does not exist"),
+    (lambda run, photo: plot_strip(run, photo, through="time"), "layers or checkpoints"),
+    (lambda run, photo: plot_strip(run, photo, width=99), "2.5 and 40 inches, got 99"),
+    (lambda run, photo: plot_statistics(run, []), "at least one image required, got none"),
 ])
-def test_functions_refuse_alike(call, message, folder):
+def test_functions_refuse_alike(call, message, run, photo):
     with pytest.raises(UsageError, match=message):
-        call(folder)
+        call(str(run), photo)
 
 
-def test_weights_of_an_epoch_and_paths_are_taken_by_figures_and_page(folder, tmp_path):
-    snapshot, photo = folder / "snapshots" / "epoch_0001.safetensors", folder.parent / "photo.png"
-    assert snapshot.is_file()
+def test_weights_of_an_epoch_and_paths_are_taken_by_figures_and_page(run, photo, tmp_path):
+    snapshot = str(run / "snapshots" / "epoch_0002.safetensors")
     for command, output in ("heatmap", "a.png"), ("explore", "a.html"):
-        assert run(command, ["--model", str(snapshot), "-o", str(tmp_path / output), str(photo)]) == 0
-    assert "epoch 1" in (tmp_path / "a.html").read_text()
+        assert run_command(command, ["--model", snapshot, "-o", str(tmp_path / output), str(photo)]) == 0
+    assert "epoch 2" in (tmp_path / "a.html").read_text()
     for image in (photo, str(photo)):
-        assert plot_heatmap(str(snapshot), image, layers=1).axes and show_page(str(snapshot), image).text
+        assert plot_heatmap(snapshot, image, layers=1).axes and show_page(snapshot, image).text
+
+
+def test_a_page_of_the_epochs_of_a_run(run, photo, tmp_path):
+    assert run_command("explore", ["--model", str(run), "--through", "checkpoints", "--layers", "1,2", "-o",
+                                   str(tmp_path / "a.html"), str(photo)]) == 0
+    names = re.findall(r'class="image">{"name":"(.*?)"', (tmp_path / "a.html").read_text())
+    assert names == ["epoch 1", "epoch 2", "epoch 4"]

@@ -214,11 +214,9 @@ export class TilePainter {
 
   paintLabels(context, { left, top, tile, height, stepX, stepY }, { rows, columns, ink }) {
     setFont(context, 11, ink.text, "center", "middle");
-    columns.forEach((text, c) => {
-      const widest = Math.max(...columns.map((one) => context.measureText(one).width));
-      if (c === 0 && widest > tile + 2) setFont(context, Math.max(8, 11 * tile / widest), ink.text, "center", "middle");
-      context.fillText(text, left + c * stepX + tile / 2, top / 2, tile + 2);
-    });
+    const widest = Math.max(...columns.map((text) => context.measureText(text).width));
+    if (widest > tile + 2) setFont(context, Math.max(8, 11 * tile / widest), ink.text, "center", "middle");
+    columns.forEach((text, c) => context.fillText(text, left + c * stepX + tile / 2, top / 2, tile + 2));
     setFont(context, 11, ink.text, "right", "middle");
     rows.forEach((text, r) => context.fillText(text, left - 6, top + r * stepY + height / 2, left - 6));
   }
