@@ -220,6 +220,16 @@ def _sam(block: nn.Module, x: Tensor) -> Layout:
     return Layout(grid, windows=windows_of(grid, _pair(block.window_size)) if block.window_size else None)
 
 
+def _still(block: nn.Module, x: Tensor, *_, **__) -> Layout:
+    """Windows that do not shift, of (B, H, W, C)."""
+    grid = tuple(x.shape[1:3])
+    return Layout(grid, windows=windows_of(grid, _pair(block.window_size)))
+
+
+def _davit(block: nn.Module, x: Tensor) -> Layout:
+    return _still(block, x.permute(0, 2, 3, 1))
+
+
 def _mobilevit(block: nn.Module, x: Tensor) -> Layout:
     """A pixel sees those at its own place in all patches. The grid is that of whole patches, to which it is resized."""
     (h, w), (H, W) = block.patch_size, x.shape[-2:]
@@ -245,6 +255,9 @@ SPECIAL: dict[str, Callable[..., Layout]] = {  # by the layer's class, or that o
     "transformers.models.swinv2.modeling_swinv2.Swinv2Layer": _transformers_swin,
     "timm.models.vision_transformer_sam.Block": _sam,
     "transformers.models.sam.modeling_sam.SamVisionLayer": _sam,
+    "timm.models.gcvit.GlobalContextVitBlock": _still,
+    "timm.models.tiny_vit.TinyVitBlock": _still,
+    "timm.models.davit.SpatialBlock": _davit,
     "timm.models.mobilevit.MobileVitBlock": _mobilevit,
     "timm.layers.attention_pool2d.AttentionPool2d": _pool2d,
     "timm.layers.attention_pool2d.RotAttentionPool2d": _pool2d,

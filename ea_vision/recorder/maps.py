@@ -191,23 +191,19 @@ class LayerMaps:
         return row[..., :self.num_prefix_tokens], row[..., self.num_prefix_tokens:].unflatten(-1, self.key_size)
 
     def _columns(self, query: Query | None) -> dict[str, np.ndarray]:
-        """Those of `AttentionMaps.to_dataframe`."""
+        """Return the columns of `AttentionMaps.to_dataframe`."""
         self.check_places()
-        parts = {part: self[part].float().cpu().numpy() for part in self.recorded()}
-        if query is not None:
-            chosen = self.token(query)
-            parts = {part: maps[:, :, chosen:chosen + 1] for part, maps in parts.items()}
-        B, K, queries, T = next(iter(parts.values())).shape
-        image, head, asked, key = (index.reshape(-1) for index in np.indices((B, K, queries, T)))
-        asked = asked if query is None else np.full_like(asked, chosen)
+        first = 0 if query is None else self.token(query)
+        rows = slice(first, None if query is None else first + 1)
+        parts = {part: self[part][:, :, rows].float().cpu().numpy() for part in self.recorded()}
+        image, head, asked, key = (index.ravel() for index in np.indices(next(iter(parts.values())).shape))
         columns = {"image": image, "layer": np.full_like(image, self.number), "head": np.array(self.heads)[head],
-                   "query": asked, "key": key}
-        for name, token in ("query", asked), ("key", key):
-            pixel = token - self.num_prefix_tokens
-            width = self.feat_size[1] if name == "query" else self.key_size[1]
+                   "query": asked + first, "key": key}
+        for name, width in (("query", self.feat_size[1]), ("key", self.key_size[1])):
+            pixel = columns[name] - self.num_prefix_tokens
             columns[f"{name}_row"] = np.where(pixel < 0, -1, pixel // width)
             columns[f"{name}_col"] = np.where(pixel < 0, -1, pixel % width)
-        return {**columns, **{part: maps.reshape(-1) for part, maps in parts.items()}}
+        return {**columns, **{part: maps.ravel() for part, maps in parts.items()}}
 
 
 class AttentionMaps(Mapping[int, LayerMaps]):

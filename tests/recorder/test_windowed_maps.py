@@ -13,6 +13,7 @@ from ea_vision.base.errors import UsageError
 from ea_vision.recorder.quantities import attention_rollout, measure
 from ea_vision.recorder.recording import attention_layers
 from tests.recorder.test_any_transformer import LIMIT, images, lively, recorded
+from tests.recorder.test_todays_attention import unfused
 
 
 def softmaxes(model, x, kind):
@@ -228,6 +229,22 @@ def test_windows_that_are_not_known_are_refused():
     message = r"attention layer 1 \(.*\) must attend over .*got maps of shape"
     with torch.no_grad(), pytest.raises(ValueError, match=message), record_attention(model):
         model(images(256, 256, 1))
+
+
+@pytest.mark.parametrize("name,kind,windows", [
+    ("tiny_vit_5m_224", "Attention", [((8, 8), 7)] * 2 + [((4, 4), 14)] * 6 + [((2, 2), 7)] * 2),
+    ("davit_tiny", "WindowAttention", [((16, 16), 7), ((8, 8), 7)] + [((4, 4), 7)] * 3 + [((2, 2), 7)]),
+    ("gcvit_xxtiny", "WindowAttentionGlobal", [((16, 16), 2)] * 2 + [((8, 8), 2)] * 2 + [((4, 4), 4)] * 6
+     + [((2, 2), 2)] * 2)])
+def test_windows_that_do_not_shift(name, kind, windows):
+    torch.manual_seed(0)
+    options = {"img_size": 64} if name.startswith("gcvit") else {}
+    model, x = lively(timm.create_model(name, num_classes=3, **options)), images(64, 64)
+    maps = [layer for layer in recorded(model, x).values() if not layer.channels]
+    formed, _ = unfused(model, kind, x)
+    assert len(maps) == len(formed) == len(windows)
+    for layer, attn, (grid, window) in zip(maps, formed, windows, strict=True):
+        check_layer(layer, by_loops(attn, grid, window, 0, pad_first=True), grid)
 
 
 def test_uniform_attention_in_windows():
