@@ -83,7 +83,7 @@ def test_paper_starts_are_not_the_plain_network_but_for_mta(kind):
     assert isinstance(ea_vision.evolve(plain(), "ea", start="paper").blocks[1].attn.evolution.beta, float)
 
 
-@new_kinds
+@kinds
 def test_gradient_checkpointing_changes_nothing(kind):
     results = []
     for enable in (False, True):
@@ -96,7 +96,7 @@ def test_gradient_checkpointing_changes_nothing(kind):
     torch.testing.assert_close(results[1], results[0], atol=1e-4, rtol=1e-3)
 
 
-@new_kinds
+@kinds
 @torch.no_grad()
 def test_timms_ways(kind):
     """Intermediates, features_only, other sizes, FX, TorchScript, pruning, for a name with each kind."""
@@ -123,7 +123,7 @@ def test_timms_ways(kind):
     torch.testing.assert_close(pruned.forward_intermediates(images(), [1], intermediates_only=True), [taken[1]])
 
 
-@pytest.mark.parametrize("kind", slow_but({"conv2d"}, NEW))
+@pytest.mark.parametrize("kind", slow_but({"conv2d", "ea"}, KINDS))
 @torch.no_grad()
 def test_onnx_and_torch_export_agree(kind, tmp_path):
     import onnxruntime
@@ -321,7 +321,7 @@ def test_what_is_refused():
         layer(torch.randn(1, 17, 48), torch.randn(1, 3, 17, 17))
 
 
-@new_kinds
+@kinds
 def test_half_precision(kind):
     model = stepped(mini(evolution=kind)).eval()
     with torch.no_grad():

@@ -244,17 +244,6 @@ def test_gates_are_what_the_keywords_say():
     assert {key.rpartition(".")[2] for key in names[0] ^ names[1]} == {"alpha", "beta"} and names[0] < names[1]
 
 
-def test_only_maps_that_somebody_reads_are_handed_on():
-    model = tiny(attn_layers=[3])
-    assert [block.attn.need_logits for block in model.blocks] == [False, True, False]
-    x, logits = model.blocks[0](model._embed(images()))
-    assert logits is None
-    x, logits = model.blocks[1](x)
-    assert logits.shape == (2, 3, 17, 17) and model.blocks[2](x, logits)[1] is None
-    with pytest.raises(ValueError, match=r"prev_logits of shape \[2, 3, 17, 17\] required, got None"):
-        model.blocks[2](x)
-
-
 @torch.no_grad()
 def test_gates_that_count_change_the_network_and_unevolve_refuses():
     timms = plain()
@@ -358,19 +347,6 @@ def test_the_kernel_computes_what_the_reference_does(options):
         torch.testing.assert_close(grad, expected[name], atol=max(3e-5, 3e-6 * largest), rtol=1e-3)
 
 
-def test_gradient_checkpointing_changes_nothing():
-    results = []
-    for enable in (False, True):
-        model = active(tiny()).train()
-        model.set_grad_checkpointing(enable)
-        y = model(images())
-        y.square().sum().backward()
-        results.append((y.detach(), [p.grad for p in model.parameters()]))
-        final, _ = model.forward_intermediates(images())
-        results[-1][1].append(final.detach())
-    torch.testing.assert_close(results[1], results[0], atol=1e-5, rtol=1e-4)
-
-
 @torch.no_grad()
 def test_intermediates_are_timms():
     timms = plain(reg_tokens=2)
@@ -388,21 +364,6 @@ def test_intermediates_are_timms():
     torch.testing.assert_close(final, evolving.forward_features(images()))
     with pytest.raises(ValueError, match="'NCHW' or 'NLC', got 'NHWC'"):
         evolving.forward_intermediates(images(), output_fmt="NHWC")
-
-
-@torch.no_grad()
-def test_features_only():
-    model = active(tiny())
-    features = timm.create_model("ea_vit_tiny_patch16_224", features_only=True, out_indices=(0, 1), **{
-        key: value for key, value in TINY.items() if key != "num_classes"}).eval()
-    assert features.feature_info.channels() == [48, 48] and features.feature_info.reduction() == [8, 8]
-    kept = features.model.state_dict().keys()
-    assert not [key for key in kept if key.startswith("blocks.2")]
-    features.model.load_state_dict({key: value for key, value in model.state_dict().items() if key in kept})
-    expected = model.forward_intermediates(images(), indices=[0, 1], intermediates_only=True)
-    torch.testing.assert_close(features(images()), expected)
-    features.set_grad_checkpointing(True)
-    assert len(timm.create_model("pa_vit_tiny_patch16_224", features_only=True)(torch.zeros(1, 3, 224, 224))) == 3
 
 
 @torch.no_grad()
@@ -441,19 +402,6 @@ def test_compiles_in_one_graph_and_exports_with_any_batch_size():
     torch.testing.assert_close(program.module()(images(batch=5)), model(images(batch=5)), atol=1e-5, rtol=1e-4)
 
 
-@torch.no_grad()
-def test_onnx_agrees(tmp_path):
-    onnxruntime = pytest.importorskip("onnxruntime", reason="needs onnxruntime")
-    pytest.importorskip("onnxscript", reason="needs onnxscript")
-    model, path = active(tiny(depth=2, learnable="per_head", reg_tokens=1)), tmp_path / "model.onnx"
-    program = torch.export.export(model, (images(),), dynamic_shapes=({0: torch.export.Dim("batch")},))
-    torch.onnx.export(program, (), path, dynamo=True, verbose=False)
-    session = onnxruntime.InferenceSession(path)
-    x = images(batch=3)
-    (result,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
-    torch.testing.assert_close(torch.from_numpy(result), model(x), atol=1e-4, rtol=1e-4)
-
-
 def test_training_drops_and_still_hands_maps_on():
     model = active(tiny(drop_path_rate=0.9, attn_drop_rate=0.3, proj_drop_rate=0.1)).train()
     torch.manual_seed(0)
@@ -481,19 +429,6 @@ def test_masks_are_refused():
                  lambda: model.forward_intermediates(images(), is_causal=True)):
         with pytest.raises(ValueError, match="take no mask"):
             call()
-
-
-def test_half_precision_and_autocast():
-    model = active(tiny())
-    with torch.no_grad():
-        expected = model(images())
-        with torch.autocast("cpu", torch.bfloat16):
-            mixed = model(images())
-        half = copy.deepcopy(model).bfloat16()(images().bfloat16())
-    with torch.autocast("cpu", torch.bfloat16):
-        learning = model(images())
-    for got in (mixed, half, learning):
-        assert (got.float() - expected).norm() < 0.1 * expected.norm()
 
 
 def pretrained(path, name="ea_vit_tiny_patch16_224", **options):
