@@ -13,7 +13,9 @@ Shape letters: B batch, C channels, K heads, T tokens, P prefix tokens, D width 
 """
 import copy
 import itertools
+import threading
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,26 +38,34 @@ CARRIED = "_ea_vision_carried"  # attribute of the tokens between blocks
 
 @dataclass(frozen=True)
 class Carried:
-    """What a block hands on: its logits (B, K, T, T), the first block's values (B, K, T, D)."""
+    """What a block hands on: (H, W) of the patches, its logits (B, K, T, T), the first block's values (B, K, T, D)."""
 
+    feat_size: tuple[int, int] | None
     logits: Tensor | None = None
     first_values: Tensor | None = None
 
 
-class PatchGrid:
-    """(H, W) of the patches, noted by a hook before the patch embedding."""
+def _thread() -> int:
+    """Return whose forward runs: what a layer keeps for its length is kept by thread."""
+    return 0 if torch.compiler.is_compiling() else threading.get_ident()
 
-    size: tuple[int, int] | None = None
+
+class PatchGrid:
+    """(H, W) of the patches by thread, noted by a hook before the patch embedding; None where images are packed."""
+
+    def __init__(self) -> None:
+        self.sizes: dict[int, tuple[int, int] | None] = {}
 
     def __call__(self, embedding: nn.Module, args: tuple[Any, ...]) -> None:
-        images, self.size = args[0], None
+        images, size = args[0], None
         if images.ndim == 4:
             height, width = images.shape[-2:]
             if hasattr(embedding, "dynamic_feat_size"):
-                self.size = embedding.dynamic_feat_size((height, width))
+                size = embedding.dynamic_feat_size((height, width))
             else:
                 patch = to_2tuple(getattr(embedding, "patch_size", None) or embedding.kernel_size)
-                self.size = height // patch[0], width // patch[1]
+                size = height // patch[0], width // patch[1]
+        self.sizes[_thread()] = size
 
 
 class CarryingBlock:
@@ -68,19 +78,22 @@ class CarryingBlock:
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Run the block's own forward on (B, T, C) tokens."""
-        attn, carried = getattr(self, self.attention), getattr(x, CARRIED, Carried())
+        attn, carried = getattr(self, self.attention), getattr(x, CARRIED, None)
+        if carried is None:  # of the first block; a recomputation, in another thread perhaps, finds it there
+            carried = Carried(self.grid.sizes.get(_thread()))
+            setattr(x, CARRIED, carried)
         if self.token_conv is not None:
-            if self.grid.size is None:
+            if carried.feat_size is None:
                 raise ValueError("token_conv needs the patches' (height, width): images (B, C, H, W) required")
-            x = self.token_conv(x, self.grid.size)
-        attn.carried, attn.grid_size = carried, self.grid.size
-        if self.training and not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
-            with frozen_statistics(self):  # within the backward pass: timm's gradient checkpointing runs it again
+            x = self.token_conv(x, carried.feat_size)
+        attn.carried[_thread()] = carried
+        again = self.training and not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+        try:
+            with frozen_statistics(self) if again else nullcontext():  # timm's checkpointing, in the backward pass
                 y = super().forward(x, *args, **kwargs)
-        else:
-            y = super().forward(x, *args, **kwargs)
-        setattr(y, CARRIED, attn.carried)
-        attn.carried = None
+        finally:
+            carried = attn.carried.pop(_thread())
+        setattr(y, CARRIED, carried)
         return y
 
 
@@ -100,10 +113,10 @@ class CarryingAttention(MapsAttention):
         Returns:
             (B, T, K*D), heads concatenated.
         """
-        carried, evolution = self.carried, self.evolution
+        carried, evolution = self.carried[_thread()], self.evolution
         if evolution is not None and evolution.reads_previous:
             check_prev_logits(carried.logits, *q.shape[:3])
-        if evolution is not None and evolution.spatial and self.grid_size is None:
+        if evolution is not None and evolution.spatial and carried.feat_size is None:
             raise ValueError("this evolution needs the patches' (height, width): images (B, C, H, W) required")
         if self.value_residual is not None:
             if carried.first_values is None:
@@ -120,11 +133,11 @@ class CarryingAttention(MapsAttention):
             if watched:
                 logits.softmax(-1)  # in which a recorder sees the map
         else:
-            out, logits = self._attend_by_modules(q, k, v, carried.logits, self.grid_size, bias)
+            out, logits = self._attend_by_modules(q, k, v, carried.logits, carried.feat_size, bias)
         if evolution is not None and evolution.mixes_output:
             out = evolution.mix_output(out, v, x)
         first_values = v if self.is_first else carried.first_values
-        self.carried = replace(carried, logits=logits, first_values=first_values)
+        self.carried[_thread()] = replace(carried, logits=logits, first_values=first_values)
         return out.transpose(1, 2).flatten(2)
 
     def checked(self, attn_mask: Tensor | None, is_causal: bool) -> Tensor | None:
@@ -356,7 +369,7 @@ def _evolve_in_place(model: nn.Module, **mechanisms: Any) -> None:
         attn.__class__, block.__class__ = ATTENTIONS[type(attn)], BLOCKS[type(block)]
         if isinstance(attn, nn.MultiheadAttention):
             attn.attn_drop = nn.Dropout(attn.dropout).train(block.training)
-        attn.is_first, attn.carried, attn.grid_size = number == 0, None, None
+        attn.is_first, attn.carried = number == 0, {}
         attn.evolution, attn.need_logits = new["evolution"], new["need_logits"]
         attn.value_residual, block.token_conv, block.grid = new["value_residual"], new["token_conv"], grid
 
@@ -451,7 +464,7 @@ def unevolve(model: nn.Module) -> nn.Module:
     for block in _blocks_of(plain):
         attn = _attention_of(block)
         del block.token_conv, block.grid, attn.evolution, attn.value_residual, attn.need_logits
-        del attn.is_first, attn.carried, attn.grid_size
+        del attn.is_first, attn.carried
         if isinstance(attn, nn.MultiheadAttention):
             del attn.attn_drop
         attn.__class__, block.__class__ = plain_classes[type(attn)], plain_classes[type(block)]

@@ -273,19 +273,6 @@ def test_attention_dropout_acts_in_training_only():
     assert torch.equal(layer(x)[0], layer(x)[0])
 
 
-def test_scripted_layer_computes_the_same():
-    layer = make(evolution=EvolvingAttention(2), pool_attention=True, feat_size=(2, 2))
-    x, prev = torch.randn(1, 3, 3, 4, dtype=D64), torch.randn(1, 2, 4, 4, dtype=D64)
-    torch.testing.assert_close(torch.jit.script(layer)(x, prev), layer(x, prev))
-
-
-def test_layer_without_a_predecessor_has_no_evolution_parameters():
-    assert not [name for name, _ in make().named_parameters() if "evolution" in name]
-    names = [name for name, _ in make(evolution=EvolvingAttention(2)).named_parameters() if "evolution" in name]
-    assert names == ["evolution.convs.0.weight", "evolution.convs.0.bias"]
-    assert isinstance(make(evolution=PredictiveAttention(2, num_layers=3)).evolution.convs, nn.ModuleList)
-
-
 def test_a_shifted_input_shifts_the_logits():
     """Without borders (a 1x1 projection sees none), content and relative position are all that counts."""
     H, W, dy, dx = 5, 6, 1, 2

@@ -1,5 +1,6 @@
 """`evolve` on every block type it knows: equal to the plain network at the start, alive one step on, and back again."""
 import copy
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import timm
@@ -177,6 +178,26 @@ def test_rotary_transformers_of_other_sizes():
         assert_near(evolved(images(*size)), model(images(*size)))
 
 
+@torch.no_grad()
+def test_threads_share_a_network():
+    model = timm.create_model("vit_small_patch16_dinov3", **SIZED, dynamic_img_size=True).eval()
+    model = stirred(ea_vision.evolve(model, "conv2d", token_conv="paper", value_residual="paper"))
+    inputs = [torch.randn(2, 3, 32, 16 * width) for width in (1, 2, 3, 4)]
+    expected = [model(x) for x in inputs]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(10):
+            for got, wanted in zip(pool.map(torch.no_grad()(model), inputs), expected, strict=True):
+                torch.testing.assert_close(got, wanted)
+
+
+def stirred(model):
+    """All gates away from their start."""
+    for attn in attentions(model):
+        for parameter in attn.evolution.parameters() if attn.evolution is not None else ():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
 @pytest.mark.parametrize("make,options,message", [
     (lambda: torchvision.models.swin_t(), {}, "torchvision's VisionTransformer required, got SwinTransformer"),
     (lambda: create("beit_base_patch16_224"), dict(kind=None), "a kind, token_conv or value_residual required"),
@@ -224,9 +245,7 @@ def test_recorded_maps_weigh_the_values(name, kind):
     """The recorded map times the values is what attention puts out."""
     model, x = create(name), images(*size_of(name))
     evolved = ea_vision.evolve(model, kind)
-    for attn in attentions(evolved):
-        for parameter in attn.evolution.parameters() if attn.evolution is not None else ():
-            parameter.add_(0.1)
+    stirred(evolved)
     seen = []
     for attn in attentions(evolved):
         def attended(*args, attn=attn, plain=attn.attended):
