@@ -208,7 +208,7 @@ def with_separate_biases(attn: nn.Module, x: Tensor) -> Tensor:
     biases = [getattr(attn, name, None) for name in ("q_bias", "k_bias", "v_bias")]
     if biases[0] is None:
         qkv = attn.qkv(x)
-    elif attn.qkv_bias_separate:
+    elif getattr(attn, "qkv_bias_separate", False):
         qkv = attn.qkv(x) + torch.cat(biases)
     else:
         qkv = F.linear(x, attn.qkv.weight, torch.cat(biases))
