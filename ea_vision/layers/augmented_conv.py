@@ -115,7 +115,7 @@ class _NormaliseHeads(torch.autograd.Function):
         for part, times in ((0, gain.view(-1, 1, 1)), (1, 1.0)):
             x, r, out, a = (t.chunk(2, dim=1)[part] for t in (qk, rate, grad_qk, along))
             x, grad = x.to(rate.dtype), out.copy_(grads[part])  # in the layout of x
-            torch.sum(grad * x, 2, keepdim=True, out=a).mul_(r)
+            a.copy_((grad * x).sum(2, keepdim=True)).mul_(r)
             grad.mul_(r * times).addcmul_(x, a * r * (r * times), value=-1 / D)
         return grad_qk.to(qk.dtype), along.chunk(2, dim=1)[0].sum((0, 2, 3)).to(gain.dtype)
 
@@ -368,7 +368,8 @@ class AugmentedConv2d(nn.Module):
 
     @torch.jit.unused
     def _normalise(self, qk: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
-        if torch.is_grad_enabled() and forced[-1:] != ["reference"]:
+        # a compiler fuses the plain form, and the reference has second derivatives
+        if torch.is_grad_enabled() and forced[-1:] != ["reference"] and not torch.compiler.is_compiling():
             q, k, _ = _NormaliseHeads.apply(qk, gain)
         else:
             q, k = normalise_heads(qk, gain).chunk(2, dim=1)

@@ -93,6 +93,24 @@ def test_normalised_queries_and_keys_equal_the_double_loop(evolving, position):
     assert layer.qk_gain.grad_fn is None and layer.qk_gain.shape == (2,)
 
 
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_gradients_of_normalised_queries_and_keys_are_the_same_in_every_way(layout):
+    layer = make(dim_qk=8, qk_norm=True, feat_size=(4, 4)).float().to(memory_format=layout)
+    x = torch.randn(2, 3, 4, 4).to(memory_format=layout)
+    results, inputs = [], [x.requires_grad_(), *layer.parameters()]
+    with use_implementation("reference"):
+        results.append(gradients(layer(x), inputs))
+    results += [gradients(each(x), inputs) for each in (
+        layer, torch.jit.script(layer), torch.compile(layer, backend="aot_eager", fullgraph=True))]
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0], atol=1e-4, rtol=1e-4)
+    torch._dynamo.reset()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        half = gradients([y.float() for y in layer(x)], inputs)
+    for got, expected in zip(half, results[0], strict=True):
+        assert (got - expected).norm() < 0.05 * expected.norm()
+
+
 @pytest.mark.parametrize("implementation", ["reference", "cpu", "sdpa"])
 def test_every_implementation_normalises(implementation):
     """sdpa alone computes no maps that evolve."""
