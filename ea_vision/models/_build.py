@@ -1,13 +1,12 @@
 """How timm builds and registers our networks."""
 import logging
 import sys
-import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
+import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import build_model_with_cfg, list_pretrained, register_model, resolve_pretrained_cfg
 from torch import nn
@@ -119,8 +118,12 @@ def build_network(model_cls: type[nn.Module], variant: str, pretrained: bool, **
         overlay = dict(kwargs.pop("pretrained_cfg_overlay", None) or {})
         if path.is_dir() and cfg.source != "local-dir" and cfg.file:  # a run folder
             overlay["file"] = str(path / "model.safetensors")
-        elif path.suffix == ".ckpt" and not zipfile.is_zipfile(path):  # our trainers', where torch's are archives
-            overlay["state_dict"] = safetensors.torch.load_file(path)
+        elif path.suffix == ".ckpt":
+            held = torch.load(path, map_location="cpu", weights_only=True)
+            if "format" in held and "model" in held:  # our trainers'; timm would not look for averaged weights there
+                which = "ema" if held.get("ema") else "model"
+                log.info("checkpoint of a run: the weights under %r", which)
+                overlay["state_dict"] = held[which]
         kwargs["pretrained_cfg_overlay"] = overlay
         if cfg.notes:
             log.info("weights of %s: %s", variant, "; ".join(cfg.notes))

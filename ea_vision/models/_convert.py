@@ -1,4 +1,4 @@
-"""Weights of other makes, turned into ours: trainers' checkpoints and timm's ResNets."""
+"""Weights of timm's ResNets, turned into ours."""
 import logging
 
 from torch import Tensor, nn
@@ -11,14 +11,12 @@ _logger = logging.getLogger(__name__)
 def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """Make a checkpoint fit `model`; ours come back unchanged (position tables are fitted when they are loaded).
 
-    Of a trainer's checkpoint, which holds more than a network, the averaged weights are taken, or where it has none the
-    plain ones. In a plain ResNet's checkpoint a convolution that `model` augments has more output channels than our
+    In a plain ResNet's checkpoint a convolution that `model` augments has more output channels than our
     branch: the branch takes the first ones, which keep their place in the concatenation. Attention keeps the model's
     own initial values. Each is reported by a line of the log (level info).
 
     Args:
-        state_dict: parameters by name, of our network or of timm's ResNet of the same depth; or the tensors of a
-            checkpoint of a run folder.
+        state_dict: parameters by name, of our network or of timm's ResNet of the same depth.
         model: the network that is to load them.
 
     Returns:
@@ -27,13 +25,6 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dic
     Raises:
         ValueError: a convolution of other input channels or kernel than the model's.
     """
-    for prefix in ("ema.", "model."):
-        part = {key[len(prefix):]: value for key, value in state_dict.items() if key.startswith(prefix)}
-        if part:
-            _logger.info("checkpoint of a run: %d tensors under %s*, the other %d left", len(part), prefix,
-                         len(state_dict) - len(part))
-            state_dict = part
-            break
     own = model.state_dict()
     out = dict(state_dict)
     for name, module in model.named_modules():
