@@ -162,14 +162,15 @@ def test_snippets_run(page, block, place, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         make_folder(Path("photos"), train=24, test=0)
         exec(compile(block, page.name, "exec"), {})
-        counts = {split: len(list(Path("photos", split).rglob("*.png"))) for split in ("train", "test")}
-        assert counts == {"train": 18, "test": 6}
+        counts = {split: len(list(Path("photos", split).rglob("*.png"))) for split in ("train", "val")}
+        assert counts == {"train": 18, "val": 6}
         return
     images = torch.randn(1, 3, 224, 224)
     space = {"model": timm.create_model("ea_aa_resnet34"), "images": images, "timm": timm}
-    if "runs/photos" in block:
-        block = block.replace("num_classes=3,", "num_classes=3, widths=[8, 8, 16, 16],")
-    for word, other in (("pretrained=True", "pretrained=False"), ("vit_small", "vit_tiny"),
+    if "runs/photos" in block:  # the run of `place`
+        block = block.replace('"vit_small_patch16_224", num_classes=3,',
+                              '"test_vit", num_classes=3, patch_size=8, img_size=32,')
+    for word, other in (("pretrained=True", "pretrained=False"), ("vit_small_patch16_224", "vit_tiny_patch16_224"),
                         ("vit_base_patch16_224.dino", "vit_tiny_patch16_224")):
         block = block.replace(word, other)
     if "import transformers" in block and not importlib.util.find_spec("transformers"):
