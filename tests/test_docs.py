@@ -17,8 +17,6 @@ from ea_vision.__main__ import COMMANDS, main
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "experiments").glob("[a-z]*.md"))]
-LEAVING = {  # commands that become scripts or go, and on the pages until these are rewritten
-    "reproduce", "match", "matrix", "rollout"}
 BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 
 
@@ -36,8 +34,7 @@ def commands(page: Path) -> list[list[str]]:
             ours = re.search(r"(?:ea-vision|-m ea_vision) +([a-z][\w-]*.*)", line)
             if ours and not line.startswith("#"):
                 words = shlex.split(ours[1], comments=True)
-                if words[0] not in LEAVING:
-                    found.append(words[:-1] if words[-1] == "&" else words)  # SLURM's script runs it in the background
+                found.append(words[:-1] if words[-1] == "&" else words)  # SLURM's script runs it in the background
     return found
 
 
