@@ -131,7 +131,14 @@ def test_sharp_maps_of_the_shipped_networks():
     kept = table("shipped-entropy.csv")
     for column in (kept["entropy_share"], kept["largest"]):
         page_says(PAGE, "CIFAR-10", f"{column.min():.2f} to {column.max():.2f}")
+    readme = (ROOT / "README.md").read_text()
+    assert f"{kept['entropy_share'].min():.2f} to {kept['entropy_share'].max():.2f}" in readme
 
+
+def test_readme_has_the_three_figures_of_conv2d():
+    readme, page = ((ROOT / name).read_text() for name in ("README.md", "docs/across-layers.md"))
+    for figure in ("1.76", "4.42", "0.03"):
+        assert figure in readme and figure in page
 
 def test_muon_s_parameters_and_what_adamw_gains():
     made = runpy.run_path(str(ROOT / "experiments" / "muon_parameters.py"))["rows"]()
