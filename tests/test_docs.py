@@ -13,6 +13,7 @@ import torch
 import transformers
 from PIL import Image
 
+import ea_vision
 from ea_vision.__main__ import COMMANDS, main
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -101,3 +102,7 @@ def test_readme_creates(monkeypatch):
     exec(compile(blocks(ROOT / "README.md", "python")[1], "README.md", "exec"), space)
     assert space["model"].eval()(torch.randn(1, 3, 224, 224)).shape == (1, 1000)
     assert len(space["backbone"](torch.randn(1, 3, 64, 64))) == 5
+
+
+def test_the_citation_is_of_this_version():
+    assert f"\nversion: {ea_vision.__version__}\n" in (ROOT / "CITATION.cff").read_text()
