@@ -58,14 +58,16 @@ class MapsAttention:
     @torch.jit.unused
     def _attend(
             self, q: Tensor, k: Tensor, v: Tensor, prev_logits: Tensor | None, feat_size: tuple[int, int] | None,
-            need_logits: bool,
+            bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
+        """Return the heads' outputs and, where somebody reads them, the logits. A recorder follows this method."""
         operands = operands_of(self, prev_logits) if self.fused_attn else None
+        need_logits = self.need_logits or bool(self._forward_hooks and self.evolution is not None)
         dropout_p = self.attn_drop.p if self.training else 0.0
-        if operands is None:
-            return self._attend_by_modules(q, k, v, prev_logits, feat_size)
-        if not operands and not need_logits:
-            return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p), None
+        if operands is not None and not operands and not need_logits:
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout_p), None
+        if operands is None or bias is not None:
+            return self._attend_by_modules(q, k, v, prev_logits, feat_size, bias)
         scale = self.scale * operands.pop("own_scale", 1.0)
         return evolving_attention(
             q, k, v, **operands, scale=scale, need_logits=need_logits, dropout_p=dropout_p)
@@ -139,8 +141,7 @@ class TokenAttention(MapsAttention, Attention):
         if torch.jit.is_scripting():
             out, logits = self._attend_by_modules(q, k, v, prev_logits, feat_size)
         else:
-            need_logits = self.need_logits or bool(self._forward_hooks and self.evolution is not None)
-            out, logits = self._attend(q, k, v, prev_logits, feat_size, need_logits)
+            out, logits = self._attend(q, k, v, prev_logits, feat_size)
         if self.evolution is not None:
             if self.evolution.mixes_output:
                 out = self.evolution.mix_output(out, v, x)

@@ -27,10 +27,8 @@ from timm.models import beit, cait, eva, naflexvit, vision_transformer
 from torch import Tensor, nn
 
 from ea_vision.layers import MapsAttention, evolution_options
-from ea_vision.layers.augmented_conv import operands_of
 from ea_vision.models import vision_transformer as ours
 from ea_vision.models._chain import frozen_statistics
-from ea_vision.ops import evolving_attention
 from ea_vision.ops.problem import check_prev_logits
 
 CARRIED = "_ea_vision_carried"  # attribute of the tokens between blocks
@@ -122,18 +120,7 @@ class CarryingAttention(MapsAttention):
             if carried.first_values is None:
                 raise ValueError("the first block's values required, got tokens that no block has made")
             v = self.value_residual(v, carried.first_values)
-        logits = None
-        if self.fused_attn and not self.need_logits and (evolution is None or evolution.mixes_output):
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=self.attn_drop.p * self.training)
-        elif self.fused_attn and bias is None and (operands := operands_of(self, carried.logits)) is not None:
-            watched = bool(self._forward_hooks)
-            out, logits = evolving_attention(
-                q, k, v, scale=self.scale * operands.pop("own_scale", 1.0), **operands,
-                need_logits=self.need_logits or watched, dropout_p=self.attn_drop.p * self.training)
-            if watched:
-                logits.softmax(-1)  # in which a recorder sees the map
-        else:
-            out, logits = self._attend_by_modules(q, k, v, carried.logits, carried.feat_size, bias)
+        out, logits = self._attend(q, k, v, carried.logits, carried.feat_size, bias)
         if evolution is not None and evolution.mixes_output:
             out = evolution.mix_output(out, v, x)
         first_values = v if self.is_first else carried.first_values

@@ -239,11 +239,6 @@ def _watch_tokens(module: MapsAttention, watch: _Watch, hooks: Hooks) -> None:
 
 def _watch_any(module: nn.Module, watch: _Watch, hooks: Hooks, running: list[Take]) -> None:
     """Any other layer: what softmax and the like form while it runs."""
-    evolution = getattr(module, "evolution", None)
-    if evolution is not None and evolution.mixes_attn:  # what a softmax gives is mixed once more
-        hooks.before(module, watch.begin)
-        hooks.before(module.attn_drop, lambda _, args, kwargs: watch.take(args[0].detach(), None))
-        return
 
     def begin(*_) -> None:
         watch.begin()
