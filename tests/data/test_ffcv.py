@@ -237,7 +237,8 @@ def test_a_writing_that_fails_leaves_what_was_there(photos, betons, tmp_path, mo
     code = "import sys, time; from ea_vision.base.errors import exit_code; " \
            "from ea_vision.data import imagenet, write_ffcv; imagenet.ImageSource.read = lambda *_: time.sleep(60); " \
            "sys.exit(exit_code(lambda: write_ffcv.main(sys.argv[1:])))"
-    process = subprocess.Popen([sys.executable, "-c", code, "--data-dir", str(photos), "--out", str(out)])
+    process = subprocess.Popen([sys.executable, "-c", code, "--data-dir", str(photos), "--out", str(out)],
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # as in a terminal
     while not (tmp_path / ".val.beton.tmp").exists():
         time.sleep(0.1)
     time.sleep(3)  # by then its processes work

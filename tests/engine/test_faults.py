@@ -150,6 +150,9 @@ def test_a_data_folder_without_a_split_says_what_was_looked_for(photos, tmp_path
     argv = ["--model", "test_resnet", "--img-size", "16", "--eval-resize", "20", "--batch-size", "2", "--workers", "0",
             "--device", "cpu", "--output", str(tmp_path / "run"), "--data-dir"]
     error = error_of(train_imagenet.main, [*argv, str(photos / "train")], capsys)
+    assert error.endswith(f"train must have train/ or train.tar; {photos} has it: give that folder")
+    shutil.copytree(photos / "train", tmp_path / "mine")
+    error = error_of(train_imagenet.main, [*argv, str(tmp_path / "mine")], capsys)
     assert "has neither training images nor others to evaluate on: looked for train/ and train.tar" in error
     assert "ILSVRC/Data/CLS-LOC" in error and "--eval-on-train takes the folder itself for both" in error
     error = error_of(train_imagenet.main, [*argv, str(photos), "--val-split", "dev"], capsys)
