@@ -12,6 +12,7 @@ import hashlib
 import random
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +31,7 @@ from ea_vision.data.batches import Batch, Share, epoch_generator, epoch_order
 from ea_vision.data.image_files import BrokenImage, ImageFiles, check_scaled, decode_image, to_rgb
 
 TERM_SECONDS = 30  # that workers serve on after a SIGTERM, which clusters send to every process of a job
+GLOO_SECONDS = 0.3  # that gloo's threads have to end a collective in
 STUCK_SECONDS = 900  # without a batch from a worker: the process ends with an error, and torchrun restarts it
 PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 TRIVIAL = "ta_wide"  # torchvision's name of a policy that timm has not
@@ -236,6 +238,10 @@ class DecodingLoader:
               ) -> Iterator[Batch]:
         """Yield the batches of these keys, in order; img_size: what the transform gives."""
         of_workers = {"prefetch_factor": self.prefetch, "multiprocessing_context": "fork", "timeout": STUCK_SECONDS}
+        if self.workers and self.share.world_size > 1 and self.device.type == "cpu":
+            # A fork while one of gloo's threads enters the interpreter, as they do after a collective to drop its
+            # tensors, leaves a worker that waits for ever for the interpreter's list of threads.
+            time.sleep(GLOO_SECONDS)
         loader = iter(DataLoader(
             self._decoder(transform, img_size), batch_sampler=batches, num_workers=self.workers, collate_fn=_as_it_is,
             pin_memory=self.device.type == "cuda", worker_init_fn=_begin_worker, **(of_workers if self.workers else {}),
