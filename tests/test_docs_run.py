@@ -41,6 +41,7 @@ SHORTER = {  # options that end a command, over those that it has
 ELSEWHERE = {  # command lines and the tests that run them
     r"export ": "deployment/test_files.py",
     r"predict net.onnx ": "deployment/test_files.py",
+    r"predict runs/mine ": "detection/test_predict.py",  # a detector's
     r"models --sizes ea_aa_tiny": "outside/test_outside.py",
     r"timm ": "test_timm_scripts.py",
     r"train-cifar$": "test_wheel.py",  # all digits: slow
