@@ -194,7 +194,7 @@ def test_ffcv_files_train_and_resume_as_images_do(photos, tmp_path):
 @pytest.mark.slow
 def test_a_small_evolving_network_learns_its_images_by_heart(tmp_path):
     """The whole of it, layers to loop: ea_aa_resnet34, narrow and with few blocks, at 64 pixels, on 16 images."""
-    data = make_photos(tmp_path / "photos", train=16, val=0, side=64) / "train"
+    data = (make_photos(tmp_path / "photos", train=16, val=0, side=64) / "train").rename(tmp_path / "mine")
     folder, log = tmp_path / "run", tmp_path / "log"
     argv = ["--model", "ea_aa_resnet34", "--model-kwargs", "layers=[1,2,2,1]", "channels=[16,32,64,64]", "--img-size",
             "64", "--eval-resize", "64", "--crop-scale", "0.5", "--batch-size", "16", "--epochs", "16", "--lr", "0.05",
