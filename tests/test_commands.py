@@ -16,7 +16,7 @@ CONTRACT = ["train-cifar", "train-imagenet", "train-detection", "timm", "write-f
             "benchmark", "probe", "heatmap", "strip", "statistics", "explore"]  # of release 1.0
 SCRIPTS = {"train_cifar.py": "train-cifar", "train_imagenet.py": "train-imagenet",
            **{f"visualize/{name}.py": name for name in ("heatmap", "strip", "statistics", "explore")}}
-ALONE = {f"visualize/{name}.py" for name in ("matrix", "rollout")}  # scripts without a command
+ALONE = ("visualize/matrix.py", "visualize/rollout.py")  # scripts without a command
 
 
 @pytest.fixture
