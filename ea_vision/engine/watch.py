@@ -62,7 +62,7 @@ class MapsWatch:
         self.loader, self.normalisation, self.folder, self.step_log = loader, (mean, std), folder, step_log
         self.every, self.epochs, self.classes, self.warned = every, epochs, classes, False
         self.recorder = importlib.import_module(RECORDER)
-        self.has_attention = bool(self.recorder.attention_layers(model))
+        self.has_attention = bool(self.recorder.recordable_layers(model))
         if every and not self.has_attention:
             raise UsageError(f"--log-maps needs a network with attention that can be recorded, and "
                              f"{type(model).__name__} has none")

@@ -27,7 +27,7 @@ from ea_vision.detection.model import create_detector
 from ea_vision.detection.predict import detect
 from ea_vision.detection.transforms import FILL, fit_image, fitted_size
 from ea_vision.engine import checkpoint, run_folder
-from ea_vision.recorder.recording import AttentionLayer, attention_layers
+from ea_vision.recorder.recording import AttentionLayer, recordable_layers
 
 TOKEN = re.compile(r"cls|dist|mean|pool|(reg|pool)[1-9]\d*")  # as `recorder.recording.prefix_names` calls them
 WEIGHTS_HELP = "NAME of a timm model (pretrained where it has weights, else random), RUN folder, or a checkpoint in one"
@@ -310,7 +310,7 @@ def parse_layers(text: str, model: LoadedModel) -> list[AttentionLayer]:
     Raises:
         UsageError: a layer there is not, or a model without attention.
     """
-    available = attention_layers(model.model)
+    available = recordable_layers(model.model)
     if not available:
         raise UsageError(f"{model.label} has no attention layer that can be recorded")
     if text == "all":

@@ -53,7 +53,7 @@ from ea_vision.recorder.loading import (
 from ea_vision.recorder.probe_maps import extract_maps, shuffled_in_space, untrained_network
 from ea_vision.recorder.probe_network import ProbeRecipe, train_probe
 from ea_vision.recorder.probe_results import PUBLISHED, Result, results_figure, results_table
-from ea_vision.recorder.recording import attention_layers, prefix_names
+from ea_vision.recorder.recording import prefix_names, recordable_layers
 
 MAPS_OF = ("trained", "untrained", "shuffled", "shuffled-together")
 PLACES = ("data_dir", "output")  # of this machine: results.json has the data's fingerprint in their place
@@ -189,7 +189,7 @@ def subject_of(options: argparse.Namespace, target: str, model: LoadedModel) -> 
     """
     layers = options.layers
     if layers == "auto":
-        layers = "16,17,18" if len(attention_layers(model.model)) >= 18 else "all"
+        layers = "16,17,18" if len(recordable_layers(model.model)) >= 18 else "all"
     chosen, tokens = tuple(layer.number for layer in parse_layers(layers, model)), prefix_names(model.model)
     [query] = [None] if options.query is None else parse_queries([options.query], model.img_size)
     if isinstance(query, str) and query not in tokens:

@@ -39,7 +39,7 @@ from ea_vision.recorder.layouts import (
 )
 from ea_vision.recorder.maps import PARTS, AttentionMaps, LayerMaps
 
-__all__ = ["PARTS", "AttentionLayer", "AttentionMaps", "LayerMaps", "attention_layers", "prefix_names",
+__all__ = ["PARTS", "AttentionLayer", "AttentionMaps", "LayerMaps", "recordable_layers", "prefix_names",
            "record_attention"]
 
 
@@ -329,7 +329,7 @@ def _find(model: nn.Module) -> list[tuple[AttentionLayer, nn.Module]]:
     return found
 
 
-def attention_layers(model: nn.Module) -> list[AttentionLayer]:
+def recordable_layers(model: nn.Module) -> list[AttentionLayer]:
     """Return the layers that can be recorded, in the papers' numbering."""
     return [layer for layer, _ in _find(_unwrap(model))]
 

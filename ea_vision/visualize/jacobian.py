@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ea_vision.base.errors import UsageError
 from ea_vision.recorder.inputs import ImageSource, as_image, as_input
 from ea_vision.recorder.loading import check_classifies, class_names_of
-from ea_vision.recorder.recording import AttentionMaps, attention_layers
+from ea_vision.recorder.recording import AttentionMaps, recordable_layers
 from ea_vision.visualize.figure_options import Layers, Model, chosen_layers, spread
 from ea_vision.visualize.image_maps import MEAN, Recording, as_model, evaluating, record, title_of
 from ea_vision.visualize.map_style import BARE, MapStyle, aspect_of, draw_photo, map_of, norms_of, scale_bar
@@ -59,7 +59,7 @@ def plot_jacobian(model: Model, image: ImageSource | Tensor, target: int | None 
     """
     loaded, image, look = as_model(model), as_image(image), MapStyle(**style)
     check_classifies(loaded)
-    shown = spread(attention_layers(loaded.model)) if layers is None else chosen_layers(layers, loaded)
+    shown = spread(recordable_layers(loaded.model)) if layers is None else chosen_layers(layers, loaded)
     x = as_input(loaded, image)
     device = next(loaded.model.parameters()).device
     with evaluating(loaded.model):

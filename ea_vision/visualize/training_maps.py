@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ea_vision.base.errors import UsageError
 from ea_vision.recorder.loading import LoadedModel
-from ea_vision.recorder.recording import attention_layers, prefix_names
+from ea_vision.recorder.recording import prefix_names, recordable_layers
 from ea_vision.visualize.figure_options import spread
 from ea_vision.visualize.heatmap import draw_images
 from ea_vision.visualize.image_maps import MEAN, record
@@ -34,7 +34,7 @@ class TrainingMaps:
 
     def __init__(self, folder: Path, model: nn.Module, images: Tensor, names: Sequence[str], mean: Sequence[float],
                  std: Sequence[float]) -> None:
-        layers = attention_layers(model)
+        layers = recordable_layers(model)
         if not layers:
             raise UsageError(f"--log-maps needs a network with attention that can be recorded, and "
                              f"{type(model).__name__} has none")

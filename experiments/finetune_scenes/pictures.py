@@ -26,7 +26,7 @@ from ea_vision.base.errors import UsageError, exit_code
 from ea_vision.base.files import atomic_write
 from ea_vision.recorder.loading import LoadedModel
 from ea_vision.recorder.quantities import LayerQuantities, measure, quantities_csv
-from ea_vision.recorder.recording import attention_layers
+from ea_vision.recorder.recording import recordable_layers
 from ea_vision.visualize import draw_heatmap
 from ea_vision.visualize.image_maps import record
 from ea_vision.visualize.map_style import MapStyle, map_sheet, query_row
@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("weights", type=Path)
     parser.add_argument("--runs", type=Path, help="fine-tuned networks, of seed 0")
     args = parser.parse_args(argv)
-    seen = {way: record(network, PHOTO, attention_layers(network.model))
+    seen = {way: record(network, PHOTO, recordable_layers(network.model))
             for way, network in networks(args.weights, args.runs).items()}
     before = seen["before"]
     draw_heatmap(before, [12], [*range(HEADS), "mean"], ["cls"], width=6.75).savefig(

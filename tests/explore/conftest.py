@@ -4,7 +4,7 @@ import pytest
 from PIL import Image
 
 from ea_vision.recorder.loading import load_model
-from ea_vision.recorder.recording import attention_layers
+from ea_vision.recorder.recording import recordable_layers
 from ea_vision.visualize.page import STORED_PARTS, Explorer
 
 
@@ -19,7 +19,7 @@ def explorer() -> Explorer:
     """An EA network on 64x96 images (layers of maps 4x6, and 2x3 at the end) and a PA network on 32x32 images."""
     models = [load_model("ea_aa_resnet34", random=True, img_size=(64, 96), seed=1),
               load_model("pa_conv_transformer_cifar", random=True, seed=2)]
-    every = [attention_layers(model.model) for model in models]
+    every = [recordable_layers(model.model) for model in models]
     layers = [[layer for layer in every[0] if layer.number in (8, 9, 10, 21)], every[1]]
     names = [None, [f"kind <{index}>" for index in range(10)]]
     return Explorer(models, layers, None, STORED_PARTS, names)

@@ -17,7 +17,7 @@ from PIL import Image
 import ea_vision
 from ea_vision.recorder.loading import load_model
 from ea_vision.recorder.recording import PARTS as RECORDED_PARTS
-from ea_vision.recorder.recording import attention_layers
+from ea_vision.recorder.recording import recordable_layers
 from ea_vision.visualize import show_page
 from ea_vision.visualize.image_maps import add_contributions, record
 from ea_vision.visualize.map_style import MapStyle, norms_of
@@ -463,7 +463,7 @@ def test_the_first_rows_are_in_view(browser, tmp_path, width, height, models, ro
 def test_a_slider_over_epochs(open_page, tmp_path):
     torch.manual_seed(0)
     models = [load_model("ea_conv_transformer_cifar", random=True, seed=seed) for seed in range(3)]
-    made = [Explorer([model], [attention_layers(model.model)[:2]], None, ("attn",), [None]) for model in models]
+    made = [Explorer([model], [recordable_layers(model.model)[:2]], None, ("attn",), [None]) for model in models]
     entries = [one.view(f"epoch {5 * epoch}", picture(0)) for epoch, one in enumerate(made)]
     (tmp_path / "page.html").write_text(build_page(made[0], entries, epochs=True))
     page = open_page(url=(tmp_path / "page.html").as_uri())
@@ -609,7 +609,7 @@ def test_26_by_8_tiles_follow_within_a_frame(browser, open_page, tmp_path):
     Rows that are not on the screen are painted when the query rests.
     """
     model = load_model("ea_aa_resnet34", random=True)
-    big = Explorer([model], [attention_layers(model.model)], None, ["attn"], [None])
+    big = Explorer([model], [recordable_layers(model.model)], None, ["attn"], [None])
     path = tmp_path / "big.html"
     path.write_text(build_page(big, [big.view("photo", picture(0, (224, 224)))]))
     assert path.stat().st_size < 10e6
@@ -643,7 +643,7 @@ def test_class_tokens_and_registers_are_queries(open_page, tmp_path):
     small = dict(patch_size=8, embed_dim=24, depth=2, num_heads=3)
     models = [load_model("ea_vit_tiny_patch16_224", random=True, img_size=(32, 32), reg_tokens=2, alpha=0.3, **small),
               load_model("pa_conv_transformer_cifar", random=True, seed=2)]
-    made = Explorer(models, [attention_layers(model.model) for model in models], None, ("attn", "logits"), [None] * 2)
+    made = Explorer(models, [recordable_layers(model.model) for model in models], None, ("attn", "logits"), [None] * 2)
     path = tmp_path / "page.html"
     path.write_text(build_page(made, [made.view("photo.png", picture(0))]))
     with torch.inference_mode(), ea_vision.record_attention(models[0].model) as maps:
@@ -674,7 +674,7 @@ def test_class_tokens_and_registers_are_queries(open_page, tmp_path):
 def test_a_click_on_a_found_object_makes_its_middle_the_query(open_page, tmp_path):
     tiny_run(tmp_path / "run")
     model = load_model(str(tmp_path / "run"))
-    layers = attention_layers(model.model)[-2:]
+    layers = recordable_layers(model.model)[-2:]
     made = Explorer([model], [layers], None, ("attn",), [None])
     entry = made.view("photo.png", picture(0, (90, 60)))
     path = tmp_path / "page.html"

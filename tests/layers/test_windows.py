@@ -250,7 +250,7 @@ def test_recorded_maps_are_windowed_and_recording_changes_nothing(options):
             hidden[:, :, max(0, row - 1):row + 2, max(0, col - 1):col + 2] = 0
             assert not hidden.any()
     parts = ("attn",) if options.get("head_window") == 3 else ("attn", "logits", "self_logits")
-    assert ea_vision.recorder.recording.attention_layers(model)[0].parts == parts
+    assert ea_vision.recorder.recording.recordable_layers(model)[0].parts == parts
 
 
 def test_attention_of_a_window_over_heads_gives_the_branch():

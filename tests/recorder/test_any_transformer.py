@@ -11,7 +11,7 @@ import torchvision
 from torch import nn
 
 import ea_vision
-from ea_vision.recorder.recording import attention_layers, prefix_names
+from ea_vision.recorder.recording import prefix_names, recordable_layers
 
 LIMIT = 1e-5
 
@@ -263,7 +263,7 @@ def test_what_cannot_be_recorded_says_what_is_in_the_way():
     with pytest.raises(RuntimeError, match="layer 1 .* ran, and no map went through softmax, scaled_dot_product"), \
             ea_vision.record_attention(model):
         model(torch.ones(1))
-    assert attention_layers(timm.create_model("resnet18")) == []
+    assert recordable_layers(timm.create_model("resnet18")) == []
 
 
 def test_arrays_of_a_recording():

@@ -12,7 +12,7 @@ import timm
 import torch
 
 from ea_vision.models.any_transformer import reason_against
-from ea_vision.recorder.recording import attention_layers, record_attention
+from ea_vision.recorder.recording import record_attention, recordable_layers
 
 PAGE = Path(__file__).parents[2] / "docs" / "record.md"
 ROW = re.compile(r"^\| (\w+) \| `([\w.]+)` \| ([^|]+) \| ([^|]+) \|$", re.MULTILINE)
@@ -29,7 +29,7 @@ def verdict(name: str) -> str:
     """Record a network; return what its maps are, or why it is refused; "" for one without attention layers."""
     with torch.device("meta"):
         model = timm.create_model(name).eval()
-    found = attention_layers(model)
+    found = recordable_layers(model)
     if not found:
         return ""
     size = timm.data.resolve_model_data_config(model)["input_size"]

@@ -13,7 +13,7 @@ from torch import nn
 
 import ea_vision
 from ea_vision.layers import AugmentedConv2d
-from ea_vision.recorder.recording import PARTS, attention_layers
+from ea_vision.recorder.recording import PARTS, recordable_layers
 
 TINY = dict(widths=(8, 8, 16, 16), num_classes=3, img_size=16)  # maps of 4x4 and 2x2, two chains of three layers
 
@@ -33,7 +33,7 @@ def hooks_of(model):
 
 def modules_by_number(model):
     names = dict(model.named_modules())
-    return {layer.number: names[layer.name] for layer in attention_layers(model)}
+    return {layer.number: names[layer.name] for layer in recordable_layers(model)}
 
 
 @pytest.mark.parametrize("name,kwargs", [
@@ -167,8 +167,8 @@ def test_one_is_taken_where_several_are():
 
 def test_layers_by_name_and_rectangular_maps():
     model = timm.create_model("aa_resnet34", img_size=(64, 96), num_classes=2).eval()
-    assert len(attention_layers(model)) == 26
-    names = [layer.name for layer in attention_layers(model)]
+    assert len(recordable_layers(model)) == 26
+    names = [layer.name for layer in recordable_layers(model)]
     assert names[15:18] == ["layer3.3.conv2", "layer3.4.conv1", "layer3.4.conv2"]
     with torch.no_grad(), ea_vision.record_attention(model, layers=["layer3.3.conv2", 26]) as maps:
         model(images(1, 64, 96))
@@ -357,7 +357,7 @@ def test_maps_say_what_they_are_and_become_arrays(tmp_path):
     model, parts = tiny(), ("attn", "conv_logits")
     with torch.no_grad(), ea_vision.record_attention(model, [1, 2], heads=[0, 3], parts=parts) as maps:
         model(images())
-    names = [layer.name for layer in attention_layers(model)]
+    names = [layer.name for layer in recordable_layers(model)]
     assert repr(maps) == ("attention maps of 2 layers\n"
                           f"  layer 1 ({names[0]}), map 4x4, heads 0, 3: attn of 2x2x16x16\n"
                           f"  layer 2 ({names[1]}), map 4x4, heads 0, 3: attn, conv_logits of 2x2x16x16")

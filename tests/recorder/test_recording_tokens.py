@@ -7,7 +7,7 @@ from torch import nn
 import ea_vision
 from ea_vision.base.errors import UsageError
 from ea_vision.recorder.quantities import attention_rollout, measure
-from ea_vision.recorder.recording import PARTS, attention_layers, prefix_names
+from ea_vision.recorder.recording import PARTS, prefix_names, recordable_layers
 from tests.models.test_vision_transformer import TINY, active, images, lively, tiny
 
 
@@ -53,7 +53,7 @@ def test_at_the_identity_start_the_maps_are_timms():
         evolving(x)
     for number in (1, 2, 3):
         torch.testing.assert_close(ours[number].attn, theirs[number].attn, atol=1e-6, rtol=1e-5)
-    assert [layer.parts for layer in attention_layers(evolving)][:2] == [
+    assert [layer.parts for layer in recordable_layers(evolving)][:2] == [
         PARTS[:3], ("attn", "logits", "self_logits", "conv_logits", "prev_logits")]
 
 

@@ -10,7 +10,7 @@ from torch import nn
 import ea_vision
 from ea_vision.base.errors import UsageError
 from ea_vision.recorder.quantities import measure
-from ea_vision.recorder.recording import attention_layers
+from ea_vision.recorder.recording import recordable_layers
 from tests.models.test_vision_transformer import HAS_ATTN_LAYER, TINY
 from tests.recorder.test_any_transformer import LIMIT, Plain, images, lively, recorded, torchvision_vit
 from tests.recorder.test_recording import hooks_of
@@ -57,7 +57,7 @@ def test_differential_attention(dual_lambda):
                 if getattr(block.attn, name) is not None:
                     getattr(block.attn, name).fill_(0.3)
     model = lively(model)
-    assert [layer.parts for layer in attention_layers(model)] == [("attn", "first_attn", "second_attn")] * 3
+    assert [layer.parts for layer in recordable_layers(model)] == [("attn", "first_attn", "second_attn")] * 3
     values = []
     hook = model.blocks[2].attn.qkv.register_forward_hook(
         lambda _, args, output: values.append(output[..., 96:].reshape(2, 17, 3, 16).transpose(1, 2)))
@@ -186,7 +186,7 @@ def test_evolved_transformers_begin_with_the_maps_of_the_plain_ones(name, kind):
     x, plain = images(), torchvision_vit(3) if name == "torchvision" else timm.create_model(name, **EVOLVED[name])
     plain = lively(plain)
     model = ea_vision.evolve(plain, kind=kind, **({} if kind else {"token_conv": True})).eval()
-    found, hooks = [layer for layer in attention_layers(model) if "logits" in layer.parts], hooks_of(model)
+    found, hooks = [layer for layer in recordable_layers(model) if "logits" in layer.parts], hooks_of(model)
     parts = tuple(dict.fromkeys(part for layer in found for part in layer.parts))
     theirs = "mixed_attn" if name.startswith("cait") else "attn"
     with torch.no_grad():
@@ -195,7 +195,7 @@ def test_evolved_transformers_begin_with_the_maps_of_the_plain_ones(name, kind):
                 ea_vision.record_attention(plain, parts=theirs) as before:
             assert torch.equal(model(x), expected)
             plain(x)
-    assert len(found) >= 2 and len(maps) == len(attention_layers(plain))
+    assert len(found) >= 2 and len(maps) == len(recordable_layers(plain))
     for layer in found:
         own = maps[layer.number]
         assert (own.attn - before[layer.number][theirs]).abs().max() <= LIMIT and own.feat_size == (4, 4)
@@ -217,7 +217,7 @@ def test_pooling_by_a_learned_query(name, names):
     maps = recorded(model, x)
     [attn], _ = unfused(model, "AttentionPoolLatent", x)
     layer = maps["attn_pool"]
-    assert [entry.pools for entry in attention_layers(model)] == [False] * 3 + [True] and layer.number == 4
+    assert [entry.pools for entry in recordable_layers(model)] == [False] * 3 + [True] and layer.number == 4
     heads, keys = attn.shape[1], 16 + len(names)
     assert layer.attn.shape == (2, heads, 1, keys) and (layer.attn - attn).abs().max() <= LIMIT
     assert layer.query_names == ("pool",) and layer.prefix_names == names and layer.feat_size == (4, 4)

@@ -11,7 +11,7 @@ from torch import nn
 from ea_vision import record_attention
 from ea_vision.base.errors import UsageError
 from ea_vision.recorder.quantities import attention_rollout, measure
-from ea_vision.recorder.recording import attention_layers
+from ea_vision.recorder.recording import recordable_layers
 from tests.recorder.test_any_transformer import LIMIT, images, lively, recorded
 from tests.recorder.test_todays_attention import unfused
 
@@ -187,7 +187,7 @@ def test_caits_talking_heads_and_class_attention():
         with record_attention(model, parts=("attn", "mixed_attn")) as maps:
             assert torch.equal(model(x), expected)
     by_class = softmaxes(model, x, "ClassAttn")
-    assert [layer.parts for layer in attention_layers(model)] == [("attn", "mixed_attn")] * 2 + [("attn",)] * 2
+    assert [layer.parts for layer in recordable_layers(model)] == [("attn", "mixed_attn")] * 2 + [("attn",)] * 2
     for number in (1, 2):
         layer, proj = maps[number], model.blocks[number - 1].attn.proj_w
         assert (layer["mixed_attn"] - mixed[number - 1]).abs().max() <= LIMIT and layer.feat_size == (4, 6)
@@ -268,7 +268,7 @@ def test_transformers_text_layers_are_refused():
         text_config=dict(**small, vocab_size=30, max_position_embeddings=8),
         vision_config=dict(**small, image_size=32, patch_size=8), projection_dim=8)).eval()
 
-    names = [layer.name for layer in attention_layers(model)]
+    names = [layer.name for layer in recordable_layers(model)]
     vision = [name for name in names if name.startswith("vision_model")]
     assert len(names) == 2 and len(vision) == 1
     call = dict(input_ids=torch.ones(2, 5, dtype=torch.long), pixel_values=images())

@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 
 from ea_vision.recorder.loading import load_model
-from ea_vision.recorder.recording import PARTS, attention_layers
+from ea_vision.recorder.recording import PARTS, recordable_layers
 from ea_vision.visualize.image_maps import cell_of, record
 from experiments.evolution_at_work import changes, choose, main
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(scope="module")
 def recording():
     model = load_model("ea_conv_transformer_cifar")
-    return record(model, Image.open(ROOT / "docs" / "cat.jpg"), attention_layers(model.model)[:3], PARTS)
+    return record(model, Image.open(ROOT / "docs" / "cat.jpg"), recordable_layers(model.model)[:3], PARTS)
 
 
 def test_the_picture_shows_evolution_at_work(recording):

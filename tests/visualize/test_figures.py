@@ -13,7 +13,7 @@ from ea_vision.base.errors import UsageError
 from ea_vision.base.print import new_figure
 from ea_vision.layers import AugmentedConv2d
 from ea_vision.recorder.loading import LoadedModel, load_model
-from ea_vision.recorder.recording import PARTS, attention_layers
+from ea_vision.recorder.recording import PARTS, recordable_layers
 from ea_vision.visualize import (
     MapStyle,
     draw_heatmap,
@@ -57,7 +57,7 @@ def pointer(down, right):
 
 
 def record(model, parts=("attn",)):
-    return image_maps.record(model, Image.new("RGB", (64, 32), "grey"), attention_layers(model.model), parts)
+    return image_maps.record(model, Image.new("RGB", (64, 32), "grey"), recordable_layers(model.model), parts)
 
 
 def brightest(artist):
@@ -139,7 +139,7 @@ def strip_of(name, layers, **kwargs):
     torch.manual_seed(0)
     model = timm.create_model(name, **KWARGS, **kwargs).eval()
     loaded = image_maps.as_model(model)
-    chosen = [layer for layer in attention_layers(model) if layer.number in layers]
+    chosen = [layer for layer in recordable_layers(model) if layer.number in layers]
     parts = [part for part in PARTS if any(part in layer.parts for layer in chosen)]
     recording = image_maps.record(loaded, Image.new("RGB", (16, 16), "grey"), chosen, parts)
     return draw_strip(recording, layers, 1, (5, 9))
@@ -168,7 +168,7 @@ def test_what_a_layer_attends_to_without_a_part_equals_a_recomputation_by_hand(n
     """By the papers' equations with the previous, or the layer's own, logits set to 0."""
     torch.manual_seed(0)
     model = timm.create_model(name, **KWARGS, **kwargs).eval()
-    recording = image_maps.record(model, Image.new("RGB", (16, 16), "grey"), attention_layers(model)[:3], PARTS)
+    recording = image_maps.record(model, Image.new("RGB", (16, 16), "grey"), recordable_layers(model)[:3], PARTS)
     image_maps.add_contributions(recording)
     assert recording.maps[1].recorded() == ("attn", "logits", "self_logits")
     with torch.inference_mode():
@@ -199,7 +199,7 @@ def check_contributions(model, recording, name, alpha):
 def test_a_part_that_cannot_be_taken_away_is_left_out():
     """Of a layer whose attention is not what its evolution makes of the recorded parts."""
     model = timm.create_model("ea_conv_transformer_cifar", **KWARGS).eval()
-    recording = image_maps.record(model, Image.new("RGB", (16, 16), "grey"), attention_layers(model)[:2], PARTS)
+    recording = image_maps.record(model, Image.new("RGB", (16, 16), "grey"), recordable_layers(model)[:2], PARTS)
     recording.maps[2].save("attn", torch.rand_like(recording.maps[2].attn))
     image_maps.add_contributions(recording)
     assert not set(image_maps.WITHOUT) & set(recording.maps[2].recorded())
@@ -256,7 +256,7 @@ def test_the_photo_lies_under_the_maps_as_the_network_saw_it_or_finer(run):
     """The same part of the image: the network's 16x16 pixels are the means of the photo's."""
     model = load_model(str(run))
     pixels = np.random.default_rng(0).integers(0, 256, (8, 12, 3), dtype=np.uint8).repeat(20, 0).repeat(20, 1)
-    recording = image_maps.record(model, Image.fromarray(pixels), attention_layers(model.model)[:1])
+    recording = image_maps.record(model, Image.fromarray(pixels), recordable_layers(model.model)[:1])
     assert recording.photo.shape == (160, 160, 3)
     means = recording.photo.reshape(16, 10, 16, 10, 3).mean((1, 3))
     assert np.corrcoef(means.ravel(), recording.image.permute(1, 2, 0).numpy().ravel())[0, 1] > 0.9
@@ -264,7 +264,7 @@ def test_the_photo_lies_under_the_maps_as_the_network_saw_it_or_finer(run):
         figure = draw_heatmap(recording, [1], [0], [(3, 5)], style)
         shapes = {axes.images[0].get_array().shape for axes in figure.axes if axes.images}
         assert shapes == {shape}
-    small = image_maps.record(model, Image.new("RGB", (12, 16)), attention_layers(model.model)[:1])
+    small = image_maps.record(model, Image.new("RGB", (12, 16)), recordable_layers(model.model)[:1])
     assert small.photo is None
 
 
@@ -297,7 +297,7 @@ def test_the_maps_themselves(script, options, run, photo, tmp_path, capsys):
     assert command(script, "--model", run, "--layers", "2,3", "-o", tmp_path / "a.png", *options, "--npz", photo) == 0
     assert str(tmp_path / "a.npz") in capsys.readouterr().out
     model = load_model(str(run))
-    recording = image_maps.record(model, Image.open(photo), attention_layers(model.model)[1:3])
+    recording = image_maps.record(model, Image.open(photo), recordable_layers(model.model)[1:3])
     with np.load(tmp_path / "a.npz") as held:
         assert np.array_equal(held["image"], recording.image)
         for layer in (2, 3):

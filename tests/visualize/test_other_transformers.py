@@ -6,7 +6,7 @@ import torch
 
 from ea_vision.base.errors import UsageError
 from ea_vision.recorder.loading import LoadedModel
-from ea_vision.recorder.recording import attention_layers
+from ea_vision.recorder.recording import recordable_layers
 from ea_vision.visualize import plot_heads, plot_matrix, plot_rollout, plot_statistics, plot_strip
 from ea_vision.visualize.page import Explorer
 from tests.recorder.test_any_transformer import lively, torchvision_vit, transformers_model
@@ -77,6 +77,6 @@ def test_the_page_takes_windows_and_reduced_keys(make, layers):
 
     network = make()
     model = LoadedModel(network, "network", (32, 32), timm.data.resolve_model_data_config(network))
-    explorer = Explorer([model], [attention_layers(network)[:layers]], None, ("attn",), [None])
+    explorer = Explorer([model], [recordable_layers(network)[:layers]], None, ("attn",), [None])
     view = explorer.view("image", Image.new("RGB", (32, 32), (200, 30, 60)))["models"][0]
     assert len(view["featSizes"]) == layers and explorer.describe()[0]["prefix"] == ()
