@@ -43,3 +43,10 @@ except (KeyboardInterrupt, UsageError) as _error:
         raise
     print(f"error: {str(_error) or 'interrupted'}", file=sys.stderr)
     sys.exit(2 if isinstance(_error, UsageError) else 130)
+
+
+def __getattr__(name: str):
+    """Import ea_vision.visualize when it is first named: training needs no matplotlib."""
+    if name != "visualize":
+        raise AttributeError(f"module 'ea_vision' has no attribute {name!r}")
+    return importlib.import_module("ea_vision.visualize")

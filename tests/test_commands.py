@@ -117,3 +117,8 @@ def test_odd_environments(env, tmp_path):
 def test_every_script_is_tested():
     scripts = {str(path.relative_to(ROOT)) for folder in (".", "visualize") for path in ROOT.glob(f"{folder}/*.py")}
     assert scripts == {*SCRIPTS, *ALONE}
+
+
+def test_figures_are_a_name_of_the_package_that_loads_matplotlib_at_its_first_use():
+    done = python("-c", "import sys, ea_vision; assert 'matplotlib' not in sys.modules; ea_vision.visualize.plot_heatmap")
+    assert done.returncode == 0, done.stderr
