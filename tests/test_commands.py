@@ -120,5 +120,6 @@ def test_every_script_is_tested():
 
 
 def test_figures_are_a_name_of_the_package_that_loads_matplotlib_at_its_first_use():
-    done = python("-c", "import sys, ea_vision; assert 'matplotlib' not in sys.modules; ea_vision.visualize.plot_heatmap")
+    words = "import sys, ea_vision; assert 'matplotlib' not in sys.modules; ea_vision.visualize.plot_heatmap"
+    done = python("-c", words)
     assert done.returncode == 0, done.stderr
