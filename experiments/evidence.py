@@ -1,20 +1,14 @@
 """Whether variants of a sweep differ: paired differences over seeds, with intervals and a picture.
 
     python -m experiments.evidence sweeps/ea --question EA,none
-    python -m experiments.evidence experiments/results/evidence/cifar10-runs.csv -o evidence \\
-        --factor 'skip=none,EA without skip|EA without convolution,EA' \\
-        --factor 'convolution=none,EA without convolution|EA without skip,EA'
+    python -m experiments.evidence experiments/results/evidence/cifar10-runs.csv --question EA,none -o evidence
 
 Top-1 is that of the last epoch's weights, on the test images where the runs were tested. Differences are taken seed by
-seed; intervals (95%) and p values (two-sided) are those of Student's paired t test.
-
-`--question A,B` is asked before the runs: is A better than B? Its p stands as it is; those of all other pairs are
-corrected for their number (Holm 1979). `--factor NAME=WITHOUT,...|WITH,...`, once a factor, needs all 2^K variants: a
-main effect is the mean over the others' settings, an interaction the effect of one factor with the other minus that
-without it. Main effects are corrected together; interactions are not tested.
+seed; intervals (95%) and p values (two-sided) are those of Student's paired t test. `--question A,B` is asked before
+the runs: is A better than B? Its p stands as it is; those of all other pairs are corrected for their number (Holm).
 
 Sources are sweeps' folders or files of runs; several are read as one. Written: evidence-runs.csv (a row a run), which
-can be given in place of the folder; evidence.csv, .md and .png of a question, evidence-factors.* of factors.
+can be given in place of the folder, evidence.csv, .md and .png.
 """
 import argparse
 import json
@@ -30,14 +24,13 @@ import yaml
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from scipy import stats
-from statsmodels.stats.multitest import multipletests
 from statsmodels.stats.power import TTestPower
 
 from ea_vision.base.errors import UsageError, exit_code
 
 COLUMNS = ["variant", "seed", "top1", "train_loss", "seconds", "images", "updates", "data", "options"]
 # Options that do not belong to the experiment: where and how fast it runs, what it writes besides.
-IGNORED = {"data_dir", "output", "resume", "seed", "workers", "device", "download", "recipe",
+IGNORED = {"about", "data_dir", "output", "resume", "seed", "workers", "device", "download", "recipe",
            "channels_last", "compile", "compile_mode", "eval_batch_size", "eval_epochs", "checkpoint_steps",
            "snapshot_epochs", "log_steps", "tensorboard", "wandb", "on_nan", "max_bad_images", "train_beton",
            "val_beton"}
@@ -58,8 +51,8 @@ def read_run(folder: Path) -> dict[str, Any]:
     return {"seed": config["seed"], "top1": results[f"{split}_last"]["top1"],
             "train_loss": metrics["train_loss"].iloc[-1], "seconds": round(metrics["seconds"].sum()),
             "images": results.get(f"{split}_images"), "updates": int(metrics["step"].iloc[-1]),
-            "data": (config.get("about") or config["run"])["data_fingerprint"], "split": split,
-            "options": {key: value for key, value in config.items() if key not in IGNORED | {"run", "about"}}}
+            "data": config["about"]["data_fingerprint"], "split": split,
+            "options": {key: value for key, value in config.items() if key not in IGNORED}}
 
 
 def _of_folder(folder: Path, variants: Sequence[str] | None) -> pd.DataFrame:
@@ -91,11 +84,8 @@ def _of_folder(folder: Path, variants: Sequence[str] | None) -> pd.DataFrame:
 def _of_file(path: Path) -> pd.DataFrame:
     """Return the runs of a file that `write_runs` wrote."""
     rows = pd.read_csv(path, keep_default_na=False, na_values={"images": "", "updates": ""})
-    top1 = [name for name in rows if name.endswith("_top1")]
-    if len(top1) != 1 or not {"variant", "seed", "train_loss", "seconds"} <= set(rows):
-        raise UsageError(f"{path} must have the columns variant, seed, test_top1 (or held_out_top1), train_loss and "
-                         f"seconds, got {', '.join(rows)}")
-    return rows.rename(columns={top1[0]: "top1"}).assign(split=top1[0].removesuffix("_top1"))
+    [top1] = [name for name in rows if name.endswith("_top1")]
+    return rows.rename(columns={top1: "top1"}).assign(split=top1.removesuffix("_top1"))
 
 
 def read_runs(*sources: Path, variants: Sequence[str] | None = None) -> pd.DataFrame:
@@ -105,9 +95,6 @@ def read_runs(*sources: Path, variants: Sequence[str] | None = None) -> pd.DataF
         UsageError: a source without runs, a variant that is missing, a run twice, or runs that cannot be compared: of
             other data, evaluated on other images, or of one variant with other numbers of updates.
     """
-    for source in sources:
-        if not source.exists():
-            raise UsageError(f"no such file or folder: {source}")
     runs = pd.concat([_of_file(source) if source.is_file() else _of_folder(source, variants) for source in sources])
     runs = runs.reindex(columns=[*COLUMNS, "split"]).reset_index(drop=True)
     runs[["images", "updates"]] = runs[["images", "updates"]].astype("Int64")
@@ -171,10 +158,10 @@ def paired(differences: Sequence[float], resolution: float = 0.0) -> dict[str, f
 def holm(p_values: Sequence[float], hypotheses: int = 0) -> np.ndarray:
     """Return p values corrected for their number, or for that of `hypotheses`; NaN counts as a test without result."""
     p_values = np.asarray(p_values, float)
-    if not len(p_values):
-        return p_values  # a question between two variants has no other pairs
-    padded = np.append(np.nan_to_num(p_values, nan=1.0), np.ones(max(0, hypotheses - len(p_values))))
-    return np.where(np.isnan(p_values), np.nan, multipletests(padded, method="holm")[1][:len(p_values)])
+    order, count = np.argsort(p_values), max(len(p_values), hypotheses)  # NaN comes last
+    corrected = np.empty_like(p_values)
+    corrected[order] = np.maximum.accumulate(p_values[order] * (count - np.arange(len(order)))).clip(max=1)
+    return corrected
 
 
 def smallest_shown(spread: float, seeds: int, level: float = 0.05) -> float:
@@ -204,31 +191,12 @@ def compare(top1: pd.DataFrame, question: Sequence[str], resolution: float = 0.0
     return table
 
 
-def parse_factors(words: Sequence[str]) -> dict[str, dict[str, int]]:
-    """Read NAME=WITHOUT,...|WITH,... words: by factor and variant, -1 without it and 1 with it.
-
-    Raises:
-        UsageError: a word of another form, or factors that are not crossed: 2^K variants, each in its own combination.
-    """
-    factors = {}
-    for word in words:
-        name, _, text = word.partition("=")
-        sides = [side.split(",") for side in text.split("|")]
-        cells = sum(sides, [])
-        if not name or name in factors or len(sides) != 2 or "" in cells or len(set(cells)) < len(cells):
-            raise UsageError(f"--factor takes NAME=WITHOUT,...|WITH,..., each name and variant once, got {word!r}")
-        factors[name] = {cell: sign for side, sign in zip(sides, (-1, 1), strict=True) for cell in side}
-    cells = list(next(iter(factors.values())))
-    settings = {tuple(signs.get(cell) for signs in factors.values()) for cell in cells}
-    crossed = len(settings) == len(cells) == 2 ** len(factors)
-    if not crossed or any(set(signs) != set(cells) for signs in factors.values()):
-        raise UsageError(f"{len(factors)} factors need {2**len(factors)} variants, each in every --factor and in its "
-                         f"own combination, got {'; '.join(words)}")
-    return factors
-
-
 def factorial(top1: pd.DataFrame, factors: Mapping[str, Mapping[str, int]], resolution: float = 0.0) -> pd.DataFrame:
-    """Return the main effects with their p corrected, then the interactions of two factors, which are not tested."""
+    """Return the effects of K factors in 2^K variants: main effects with their p corrected, then interactions of two.
+
+    A main effect is the mean over the others' settings, an interaction the effect of one factor with the other minus
+    that without it, which is not tested. factors: by name and variant, -1 without the factor and 1 with it.
+    """
     signs = pd.DataFrame(factors)
     cells = top1[list(signs.index)]
     rows = [{"name": name, **paired(cells @ signs[name] * 2 / len(signs), resolution)} for name in factors]
@@ -261,19 +229,16 @@ def effects_table(table: pd.DataFrame) -> list[str]:
 
 
 def study(runs: pd.DataFrame, table: pd.DataFrame) -> str:
-    """Return the runs by variant, the table of pairs or effects, and what the runs could have found."""
+    """Return the runs by variant, the table of pairs, and what the runs could have found."""
     top1, options = by_variant(runs), runs.groupby("variant")["options"].first()
     lines = markdown(["variant", f"top-1 % on {runs['split'].iloc[0]} images, by seed", "mean", "standard deviation",
                       "options"], [[name, ", ".join(f"{value:.2f}" for value in top1[name]), f"{top1[name].mean():.2f}",
                                     f"{top1[name].std():.2f}", options[name]] for name in top1])
-    lines += ["", *effects_table(table), ""]
-    if "first" in table and not np.isnan(table["p"][0]):
-        spread = (top1[table["first"][0]] - top1[table["second"][0]]).std()
-        lines.append(f"With this spread {len(top1)} seeds find a difference of {smallest_shown(spread, len(top1)):.2f} "
-                     "points at 80% power (paired t test, 0.05).")
-    lines.append(f"Mean correlation of the variants over seeds: {mean_correlation(top1):.1f}; near 0, pairing gains "
-                 "nothing.")
-    return "\n".join(lines) + "\n"
+    spread = (top1[table["first"][0]] - top1[table["second"][0]]).std()
+    return "\n".join([*lines, "", *effects_table(table), "", f"With the question's spread {len(top1)} seeds find a "
+                      f"difference of {smallest_shown(spread, len(top1)):.2f} points at 80% power (paired t test, "
+                      "0.05).", f"Mean correlation of the variants over seeds: {mean_correlation(top1):.1f}; near 0, "
+                      "pairing gains nothing."]) + "\n"
 
 
 def draw_differences(axes: Axes, table: pd.DataFrame, names: Sequence[str], blue: Sequence[bool]) -> None:
@@ -297,8 +262,8 @@ def plot_evidence(top1: pd.DataFrame, table: pd.DataFrame, split: str) -> Figure
     left.plot(names, top1.mean(), "_", markersize=20, markeredgewidth=2, color="tab:blue")
     left.tick_params(axis="x", rotation=90 if len(names) > 3 else 0)
     left.set_ylabel(f"top-1 on {split} images (%), {len(top1)} seeds and their mean")
-    blue = [place == 0 for place in range(len(table))] if "first" in table else table["p_holm"].notna()
-    draw_differences(right, table, labels(table), blue)
+    draw_differences(right, table, labels(table),
+                     table.index == 0 if "first" in table else table["p_holm"].notna())
     right.set_xlabel("difference, points of top-1, 95% interval")
     return figure
 
@@ -306,35 +271,22 @@ def plot_evidence(top1: pd.DataFrame, table: pd.DataFrame, split: str) -> Figure
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path, nargs="+", help="sweeps' folders, or files evidence-runs.csv")
-    parser.add_argument("--question", metavar="A,B", help="is variant A better than variant B?")
-    parser.add_argument("--factor", action="append", default=[], metavar="NAME=WITHOUT,...|WITH,...",
-                        help="analyse a factorial; given once a factor")
-    parser.add_argument("--variants", metavar="A,B,...", help="compare these alone (default: all; of factors, theirs)")
+    parser.add_argument("--question", metavar="A,B", required=True, help="is variant A better than variant B?")
+    parser.add_argument("--variants", metavar="A,B,...", help="compare these alone (default: all)")
     parser.add_argument("-o", "--output", type=Path, metavar="FOLDER", help="default: that of the first source")
     args = parser.parse_args(argv)
-    if not (args.question or args.factor):
-        raise UsageError("--question A,B or --factor NAME=WITHOUT,...|WITH,... is required, got neither")
-    factors = parse_factors(args.factor) if args.factor else {}
-    cells = list(next(iter(factors.values()), {}))
-    runs = read_runs(*args.runs, variants=args.variants.split(",") if args.variants else
-                     None if args.question else cells)
-    top1 = by_variant(runs)
+    runs = read_runs(*args.runs, variants=args.variants and args.variants.split(","))
+    top1, split = by_variant(runs), runs["split"].iloc[0]
     resolution = 100 / runs["images"].dropna().iloc[0] if runs["images"].notna().any() else 0.0
+    table = compare(top1, args.question.split(","), resolution)
     folder = args.output or (args.runs[0].parent if args.runs[0].is_file() else args.runs[0])
-    found = {"evidence": compare(top1, args.question.split(","), resolution)} if args.question else {}
-    if factors:
-        found["evidence-factors"] = factorial(top1, factors, resolution)
     folder.mkdir(parents=True, exist_ok=True)
-    if folder / "evidence-runs.csv" not in args.runs:
-        write_runs(runs, folder / "evidence-runs.csv")
-    for name, table in found.items():
-        of_table = runs if "first" in table else runs[runs["variant"].isin(cells)]
-        text = study(of_table, table)
-        table.to_csv(folder / f"{name}.csv", index=False)
-        (folder / f"{name}.md").write_text(text)
-        plot_evidence(by_variant(of_table), table, runs["split"].iloc[0]).savefig(folder / f"{name}.png", dpi=200)
-        print(text)
-    print(f"written: {folder}")
+    write_runs(runs, folder / "evidence-runs.csv")
+    table.to_csv(folder / "evidence.csv", index=False)
+    text = study(runs, table)
+    (folder / "evidence.md").write_text(text)
+    plot_evidence(top1, table, split).savefig(folder / "evidence.png", dpi=200)
+    print(text, f"written: {folder}", sep="")
     return 0
 
 

@@ -1,16 +1,16 @@
 """Faithfulness of attention: how the prediction changes when ranked patches are removed.
 
     python -m experiments.faithfulness --model runs/aa,runs/ea --dataset cifar10 --data-dir DIR -o faithfulness
-    python -m experiments.faithfulness --rankings layers,rollout,random,GradCAM --limit 50       # on digits, a minute
+    python -m experiments.faithfulness --limit 50                                                # on digits, a minute
 
 An image is cut into a grid of N patches. x is the whole image, p(.) the probability of the class that the network
 predicts on x, and a ranking an order of the patches, such as an attention map's. A share r of the patches are
-max(1, round(r N)) of them; a removed patch shows a filling (the training images' mean colour, or the image blurred).
+max(1, round(r N)) of them; a removed patch shows the training images' mean colour.
 
     comprehensiveness   p(x) - p(x without the first r), mean over the shares 1, 5, 10, 20, 50%: high is faithful
     sufficiency         p(x) - p(the first r alone), mean over the same shares: low is faithful
     deletion            area under p as patches are removed in order, over the share removed: low is faithful
-    insertion           area under p as patches are put into the filling in order: high is faithful
+    insertion           area under p as patches are put into an image of that colour: high is faithful
 
 Patches that a ranking leaves alike stand in a random order, drawn once by a seed for each image: a uniform map is the
 random ranking. Written: results.csv (means over images and their standard errors), curves.csv and results.png.
@@ -34,13 +34,11 @@ import torch
 import torch.nn.functional as F
 from matplotlib.figure import Figure
 from torch import Tensor
-from torchvision.transforms.v2.functional import gaussian_blur
 from tqdm import tqdm
 
 import ea_vision
 from ea_vision.base.errors import UsageError, exit_code
 from ea_vision.data.small_images import load_dataset
-from ea_vision.recorder.layouts import grid_of
 from ea_vision.recorder.loading import LoadedModel, load_model
 from ea_vision.recorder.probe_maps import untrained_network
 from ea_vision.recorder.quantities import attention_rollout
@@ -48,9 +46,7 @@ from ea_vision.recorder.recording import prefix_names
 
 SHARES = (0.01, 0.05, 0.1, 0.2, 0.5)  # EA paper, table 8, and ERASER
 SCORES = ("comprehensiveness", "sufficiency", "deletion", "insertion")
-CAMS = ("GradCAM", "HiResCAM", "GradCAMPlusPlus", "XGradCAM", "EigenCAM", "EigenGradCAM", "LayerCAM")
-KINDS = ("layers", "heads", "rollout")
-RANKINGS = (*KINDS, "random", "centre", "gradient", "untrained-layers", "untrained-rollout", *CAMS)
+RANKINGS = ("layers", "rollout", "random", "centre", "gradient", "untrained-layers", "untrained-rollout")
 
 Predict = Callable[[Tensor], Tensor]  # (B, 3, H, W) in 0..1 -> logits (B, classes)
 Source = Callable[[Tensor, Tensor], Mapping[str, Tensor]]  # images, classes (B,) -> scores (B, any h, any w) by name
@@ -99,18 +95,6 @@ class Curves:
         return {"ranking": self.ranking, **found, "images": len(self.whole)}
 
 
-def filled(images: Tensor, filling: str, mean: Sequence[float], grid: tuple[int, int]) -> Tensor:
-    """Return images (B, 3, H, W) in 0..1 with all patches removed.
-
-    filling: "mean", the colour `mean`; "blur", the image under a Gaussian as wide (sigma) as a patch's longer side.
-    """
-    if filling == "mean":
-        return torch.tensor(mean, dtype=images.dtype, device=images.device).view(1, 3, 1, 1).expand_as(images)
-    H, W = images.shape[-2:]
-    sigma = max(H / grid[0], W / grid[1])
-    return gaussian_blur(images, [2 * min(math.ceil(2 * sigma), size - 1) + 1 for size in (W, H)], [sigma, sigma])
-
-
 def order_of(scores: Tensor, grid: tuple[int, int], ties: Tensor) -> Tensor:
     """Return the patches by falling score, (B, N).
 
@@ -125,7 +109,7 @@ def order_of(scores: Tensor, grid: tuple[int, int], ties: Tensor) -> Tensor:
 
 @torch.no_grad()
 def measure(predict: Predict, images: Tensor, sources: Sequence[Source], grid: tuple[int, int], *,
-            mean: Sequence[float], filling: str = "mean", steps: int = 10, batch_size: int = 64, seed: int = 0,
+            mean: Sequence[float], steps: int = 10, batch_size: int = 64, seed: int = 0,
             device: str | torch.device = "cpu") -> list[Curves]:
     """Remove patches in the order of rankings, and see what the network makes of the rest.
 
@@ -133,7 +117,7 @@ def measure(predict: Predict, images: Tensor, sources: Sequence[Source], grid: t
         images: uint8 (M, 3, H, W).
         sources: of rankings; those of one source share its work.
         grid: (h, w) of the patches, at most one a pixel.
-        mean: the colour that fills, where the filling is "mean".
+        mean: the colour of removed patches.
         steps: equal steps of the curves of deletion and insertion, to which SHARES add theirs.
         seed: of the order of patches that a ranking leaves alike.
     """
@@ -146,7 +130,7 @@ def measure(predict: Predict, images: Tensor, sources: Sequence[Source], grid: t
     bases, found = [], {}
     for index in tqdm(torch.arange(len(images)).split(batch_size), unit="batch", disable=None):
         batch = images[index].to(device) / 255
-        nothing = filled(batch, filling, mean, grid)
+        nothing = torch.tensor(mean).to(batch).view(1, 3, 1, 1).expand_as(batch)
         whole = predict(batch).float().softmax(-1)
         classes = whole.argmax(-1)
         chosen = torch.arange(len(batch)), classes
@@ -163,30 +147,27 @@ def measure(predict: Predict, images: Tensor, sources: Sequence[Source], grid: t
             for ranking, parts in found.items()]
 
 
-def attention_source(model: LoadedModel, layers: Sequence[int], kinds: Sequence[str] = KINDS, rows: str = "auto",
+def attention_source(model: LoadedModel, layers: Sequence[int], kinds: Sequence[str] = ("layers", "rollout"),
                      note: str = "") -> Source:
     """Return the source of rankings by attention maps: what a layer's queries look at together.
+
+    That is what the class token looks at where the classifier reads it, else the mean of what all patches look at.
 
     Args:
         model: whose maps they are; it need not be the network that is asked for probabilities.
         layers: numbers of those that rank patches; a rollout goes through all that the model has.
-        kinds: of KINDS: "layer 3", the mean of its heads; "layer 3, head 0"; "rollout".
-        rows: whose queries: "mean", of all patches; "cls", the class token's; "auto", the class token's where the
-            classifier reads it, else of all patches.
+        kinds: "layers": "layer 3", the mean of its heads; "rollout".
         note: is added to the rankings' names.
     """
-    has_cls = "cls" in prefix_names(model.model)
-    if rows == "cls" and not has_cls:
-        raise UsageError(f"the rows of a class token need a network that has one; {model.label} has none")
-    cls = rows == "cls" or rows == "auto" and has_cls and getattr(model.model, "global_pool", "") == "token"
+    cls = "cls" in prefix_names(model.model) and getattr(model.model, "global_pool", "") == "token"
 
     def looked_at(maps: Tensor, queries, keys) -> Tensor:
-        """(B, K, T', T) -> (B, K, h, w): the patches among the keys, as the class token or all patches see them."""
+        """(B, T', T) -> (B, h, w): the patches among the keys, as the class token or all patches see them."""
         if cls and "cls" in queries.prefix_names:
-            seen = maps[:, :, queries.token("cls")]
+            seen = maps[:, queries.token("cls")]
         else:  # also of a network whose class token comes in later (CaiT)
             queries.check_pixels_ask()
-            seen = maps[:, :, queries.num_prefix_tokens:].mean(2)
+            seen = maps[:, queries.num_prefix_tokens:].mean(1)
         pooled = maps.shape[-1] == keys.num_prefix_tokens + math.prod(keys.key_size)
         return seen[..., keys.num_prefix_tokens:].unflatten(-1, keys.key_size if pooled else keys.feat_size).float()
 
@@ -195,15 +176,12 @@ def attention_source(model: LoadedModel, layers: Sequence[int], kinds: Sequence[
                 model.model, None if "rollout" in kinds else list(layers)) as maps:
             model.model(model.normalize(images))
         scores = {}
-        for layer in map(maps.__getitem__, layers):
-            heads = looked_at(layer.attn, layer, layer)
-            if "layers" in kinds:
-                scores[f"layer {layer.number}{note}"] = heads.mean(1)
-            if "heads" in kinds:
-                scores |= {f"layer {layer.number}, head {head}{note}": heads[:, head] for head in layer.heads}
+        if "layers" in kinds:
+            scores = {f"layer {number}{note}": looked_at(maps[number].attn.mean(1), maps[number], maps[number])
+                      for number in layers}
         if "rollout" in kinds:
             first, *_, last = maps.values()
-            scores[f"rollout{note}"] = looked_at(attention_rollout(maps)[:, None], last, first)[:, 0]
+            scores[f"rollout{note}"] = looked_at(attention_rollout(maps), last, first)
         return scores
 
     return source
@@ -232,61 +210,17 @@ def gradient_source(predict: Predict, mean: Sequence[float], grid: tuple[int, in
     return {"gradient": F.adaptive_avg_pool2d((gradient * (images.detach() - mean)).sum(1), grid)}
 
 
-def cam_source(model: LoadedModel, methods: Sequence[str], layer: str | None = None) -> Source:
-    """Return the source of class activation maps of the predicted class, by pytorch-grad-cam.
-
-    layer: name of the module whose output is weighted, (B, C, h, w), or (B, T, C) of a vision transformer; None: the
-        last that the network names in `feature_info`, before the last block's attention in a transformer.
-    """
-    import pytorch_grad_cam
-    from pytorch_grad_cam.utils.model_targets import ClassifierOutputTarget
-
-    network, modules = model.model, dict(model.model.named_modules())
-    if layer is None:
-        layer = network.feature_info[-1]["module"]
-        layer = f"{layer}.norm1" if f"{layer}.norm1" in modules and hasattr(network, "num_prefix_tokens") else layer
-    if layer not in modules:
-        raise UsageError(f"--cam-layer must be a module of {model.label}, got {layer!r}")
-
-    def as_map(output: Tensor) -> Tensor:
-        """(B, T, C) of a vision transformer -> (B, C, h, w)."""
-        if output.ndim == 4:
-            return output
-        prefix = len(prefix_names(network))
-        return output[:, prefix:].transpose(1, 2).unflatten(-1, grid_of(output.shape[1] - prefix, model.img_size))
-
-    cams = {method: getattr(pytorch_grad_cam, method)(model=network, target_layers=[modules[layer]],
-                                                      reshape_transform=as_map) for method in methods}
-
-    def source(images: Tensor, classes: Tensor) -> Mapping[str, Tensor]:
-        targets = [ClassifierOutputTarget(number) for number in classes.tolist()]
-        with torch.enable_grad():
-            return {method: torch.from_numpy(cam(input_tensor=model.normalize(images).clone(), targets=targets))
-                    for method, cam in cams.items()}
-
-    return source
-
-
-def draw(results: pd.DataFrame, curves: pd.DataFrame) -> Figure:
-    """Draw comprehensiveness and sufficiency by ranking, a colour a model; under them the curves of each model."""
-    names, models = list(results["ranking"].unique()), list(results["model"].unique())
-    figure = Figure(figsize=(6.75, 0.25 * len(names) + 6), layout="constrained")
-    above, below = figure.subfigures(2, 1, height_ratios=(0.25 * len(names) + 1, 5))
-    for axes, score, better in zip(above.subplots(1, 2, sharey=True), SCORES, ("high", "low"), strict=False):
-        for index, model in enumerate(models):
-            rows = results[results["model"] == model]
+def draw(results: pd.DataFrame) -> Figure:
+    """Draw comprehensiveness and sufficiency by ranking, a colour a model."""
+    names = list(results["ranking"].unique())
+    figure = Figure(figsize=(6.75, 0.25 * len(names) + 1), layout="constrained")
+    for axes, score, better in zip(figure.subplots(1, 2, sharey=True), SCORES, ("high", "low"), strict=False):
+        for index, (model, rows) in enumerate(results.groupby("model", sort=False)):
             axes.errorbar(rows[score], [names.index(name) - 0.1 * index for name in rows["ranking"]], fmt="o",
                           xerr=2 * rows[f"{score}_se"], markersize=4, label=model)
         axes.set_yticks(range(len(names)), names, fontsize=7)
         axes.set_xlabel(f"{score} ({better} is faithful), ± two standard errors", fontsize=7)
     axes.legend(fontsize=7)
-    panels = below.subplots(2, len(models), squeeze=False, sharex=True, sharey=True)
-    for (model, ranking), of in curves.groupby(["model", "ranking"], sort=False):
-        for axes, score in zip(panels[:, models.index(model)], ("deletion", "insertion"), strict=True):
-            axes.plot(100 * of["share"], of[score], linewidth=1, label=ranking)
-            axes.set_title(f"{model}: {score}", fontsize=7)
-    panels[1, 0].set_xlabel("share of the patches (%)", fontsize=7)
-    panels[0, -1].legend(fontsize=6)
     return figure
 
 
@@ -296,11 +230,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--model", default="ea_conv_transformer_cifar", help="shipped weights or run folders, separated by commas")
     add("--layers", default="all", metavar="1,2|all", help="attention layers whose maps rank (default: all)")
     add("--rankings", default="layers,rollout,random,centre,untrained-rollout", help=f"of {', '.join(RANKINGS)}")
-    add("--rows", default="auto", choices=("auto", "mean", "cls"), help="whose rows of a map (default: the class "
-        "token's where the classifier reads it, else of all patches)")
-    add("--cam-layer", metavar="MODULE", help="whose output class activation maps weight (default: the last stage)")
-    add("--patches", type=int, metavar="N", help="a side of the grid of patches (default: the largest map's)")
-    add("--filling", default="mean", choices=("mean", "blur"), help="what a removed patch shows (default: mean colour)")
     add("--steps", type=int, default=10, help="equal steps of the curves (default: 10)")
     add("--dataset", default="digits", help="digits, cifar10, cifar100, folder (default: digits)")
     add("--data-dir", default="", help="folder of the data set")
@@ -333,25 +262,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         with torch.no_grad(), ea_vision.record_attention(model.model) as maps:
             model.model(torch.zeros(1, 3, *model.img_size, device=device))
         layers = list(maps) if args.layers == "all" else [int(number) for number in args.layers.split(",")]
-        grid = (args.patches,) * 2 if args.patches else max((maps[n].feat_size for n in layers), key=math.prod)
-        sources: list[Source] = [attention_source(model, layers, [name for name in wanted if name in KINDS], args.rows)]
-        if cams := [name for name in wanted if name in CAMS]:
-            sources.append(cam_source(model, cams, args.cam_layer))
+        grid = max((maps[n].feat_size for n in layers), key=math.prod)
+        sources: list[Source] = [attention_source(model, layers, wanted)]
         if untrained := [name.removeprefix("untrained-") for name in wanted if name.startswith("untrained-")]:
             network = untrained_network(target, model, data.train.images, args.seed)
-            sources.append(attention_source(network, layers, untrained, args.rows, ", untrained"))
+            sources.append(attention_source(network, layers, untrained, ", untrained"))
         controls = {"gradient": partial(gradient_source, predict, model.config["mean"], grid),
                     "centre": partial(centre_source, grid), "random": random_source}
         sources += [source for name, source in controls.items() if name in wanted]
-        for of in measure(predict, images, sources, grid, mean=model.config["mean"], filling=args.filling,
-                          steps=args.steps, batch_size=args.batch_size, seed=args.seed, device=device):
+        for of in measure(predict, images, sources, grid, mean=model.config["mean"], steps=args.steps,
+                          batch_size=args.batch_size, seed=args.seed, device=device):
             results.append({"model": model.label, **of.row()})
             curves.append(pd.DataFrame({"model": model.label, "ranking": of.ranking, "share": of.shares(),
                                         **{score: of.curve(score).mean(0) for score in SCORES[2:]}}))
         table = pd.DataFrame(results).round(6)  # written after each model: a command that is stopped leaves those
         table.to_csv(args.output / "results.csv", index=False)
         pd.concat(curves).round(6).to_csv(args.output / "curves.csv", index=False)
-        draw(table, pd.concat(curves)).savefig(args.output / "results.png", dpi=200)
+        draw(table).savefig(args.output / "results.png", dpi=200)
     print(table.to_string(index=False))
     return 0
 

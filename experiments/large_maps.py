@@ -4,9 +4,8 @@
     OMP_WAIT_POLICY=passive python -m experiments.large_maps networks experiments/results/large-maps.csv
 
 parts: one layer of ea_aa_resnet50 (8 heads, 20 wide, values 3 wide, one image, float32, one thread) in the C kernel.
-A part is what the layer takes with it less what it takes without it, the median of repeats in processor time. Beside it
-the bytes of N x N maps that the part must move, and the operations that it must do, as the least time of this machine:
-by the rate of a large matrix product, and by the rate at which memory is copied.
+A part is what the layer takes with it less what it takes without it, the median of repeats in processor time. The least
+times that the file has, too, are by this script at commit 7bb541b.
 
 networks: seconds of processor time an image, inference and training step, medians of interleaved rounds; peak: what a
 process of its own had resident at most in training steps, less what it had before the network was made. malloc keeps
@@ -40,23 +39,6 @@ LADDER = (  # each adds a part to the one before
     ("previous maps", {"relative": True, "logits": True, "prev": True}),
     ("convolution", {"relative": True, "logits": True, "prev": True, "conv": True}),
 )
-# operations and bytes an entry of the maps, forward and backward: backward does products twice and makes logits again
-WORK = {
-    "softmax, values": ((30, 0), (50, 0)), "products of q and k": ((2 * DIM_QK, 0), (6 * DIM_QK, 0)),
-    "position": ((2, 0), (4, 0)), "maps handed on": ((0, 4), (0, 8)), "previous maps": ((3, 4), (3, 8)),
-    "convolution": ((9 * HEADS, 0), (3 * 9 * HEADS, 0)),  # by Winograd, half of 18 * HEADS
-}
-
-
-def least(call: Callable[[], object], repeats: int) -> float:
-    """Return the median processor time of a call in milliseconds."""
-    taken = []
-    for _ in range(repeats + 1):
-        begun = time.process_time()
-        call()
-        taken.append(1000 * (time.process_time() - begun))
-    return statistics.median(taken[1:])
-
 
 def layer(side: int, dim: int = DIM_QK, relative: bool = False, logits: bool = False, prev: bool = False,
           conv: bool = False) -> Callable[[], tuple[float, float]]:
@@ -89,20 +71,14 @@ def layer(side: int, dim: int = DIM_QK, relative: bool = False, logits: bool = F
 def parts(repeats: int) -> pd.DataFrame:
     """Return the milliseconds of each part at four sizes of the map."""
     torch.set_num_threads(1)
-    square, block = torch.randn(2048, 2048), torch.randn(2 ** 24)
-    per_ms = 2 * 2048 ** 3 / least(lambda: square @ square, 5)
-    bytes_per_ms = 2 * 4 * 2 ** 24 / least(lambda: block.clone(), 5)
     rows = []
     for side in (14, 20, 28, 50):
         measured = [layer(side, **options) for _, options in LADDER]
         rounds = [[each() for each in measured] for _ in range(repeats + 1)][1:]
-        taken = [[statistics.median(run[i][way] for run in rounds) for i in range(len(LADDER))] for way in (0, 1)]
         for way, name in enumerate(("forward", "backward")):
-            for i, (part, _) in enumerate(LADDER):
-                operations, moved = (HEADS * side ** 4 * n for n in WORK[part][way])
-                rows.append({"pixels": side ** 2, "pass": name, "part": part,
-                             "ms": taken[way][i] - (taken[way][i - 1] if i else 0), "MB of maps": moved / 1e6,
-                             "least ms, operations": operations / per_ms, "least ms, bytes": moved / bytes_per_ms})
+            taken = [statistics.median(run[i][way] for run in rounds) for i in range(len(LADDER))]
+            rows += [{"pixels": side ** 2, "pass": name, "part": part, "ms": after - before}
+                     for (part, _), before, after in zip(LADDER, [0, *taken], taken, strict=False)]
     return pd.DataFrame(rows)
 
 

@@ -1,6 +1,6 @@
-"""The papers' tables of images, published beside ours: docs/results.md.
+"""The papers' tables of images, published beside ours: docs/results.md, and the rest in experiments/published.md.
 
-    python -m experiments.published                   # writes the page
+    python -m experiments.published                   # writes both pages
     python -m experiments.published ea_aa_resnet50    # prints rows of networks or tables, and their commands
 
 Published figures are those of published.yaml. Parameters and GFLOPs are counted on the networks as this package builds
@@ -27,33 +27,25 @@ from ea_vision.sizes import Counts, count, inference_map_bytes, training_map_byt
 from experiments.evidence import by_variant, markdown, paired, read_runs
 
 HERE = Path(__file__).resolve().parent
-PAGE = HERE.parent / "docs" / "results.md"
-TEXT = """\
+TEXT = {  # the pages, and what stands above their tables
+    HERE.parent / "docs" / "results.md": """\
 # Results: published beside ours
 
-`python -m experiments.published` writes this page: the papers' tables of which we know the figures. Our own experiments
-are on the page of [experiments](experiments.md).
+The papers' main tables; [the others](../experiments/published.md) are on a page of their own, and
+[experiments](experiments.md) says what we have run ourselves. `python -m experiments.published` writes both pages, and
+with the name of a network or table prints the commands that would train it, their epochs and exaFLOPs.
 
-- **Published** figures and their sources come from one file, `experiments/published.yaml`. A network stands beside the
-  baseline of its own paper: the PA paper's are not the EA paper's.
-- **Parameters and GFLOPs** beside them are counted on the networks as this package builds them. GFLOPs are counted
-  as the paper of the table counted: the EA paper takes 2 for a multiply-add of a convolution and 1 for one of the
-  attention products; the AA paper's profiler takes 2 for a multiply-add of a convolution or a relative position, 6
-  for an element of the maps, and nothing for the other attention products.
-- **Ours** is an accuracy on the test images after the last epoch, of a network trained at full size on the same data.
-  Where a table has no such column, nothing has been run: we have had no GPU.
+- **Published** figures come from the paper under each table; a network stands beside its own paper's baseline.
+- **Parameters and GFLOPs** beside them are counted on our networks, as the table's paper counted: the EA paper takes 2
+  for a multiply-add of a convolution and 1 for one of the attention products; the AA paper's profiler 2 for a
+  multiply-add of a convolution or a relative position, 6 for an element of the maps, 0 for other attention products.
+- **Ours** is top-1 on the test images after the last epoch, at full size. Nothing has been run on ImageNet yet.""",
+    HERE / "published.md": """\
+# More of the papers' tables, published beside ours
 
-`python -m experiments.published NAME` prints, for a network or a table, the commands, their epochs and their cost in
-exaFLOPs."""
-MISSING = """\
-## What is not here
-
-- The AA paper compares attention with squeeze-excite, gather-excite, BAM, CBAM and GALA in one more table; of these
-  only the squeeze-excite rows are known to us. Its times on a V100 are left out, since we have none to put beside
-  them.
-- The CSAN paper has no images. Its windows are in `csan_resnet50` and `csan_conv_transformer_cifar`.
-- `python -m experiments.published translation rationales pa-operations` prints three more: text and operations."""
-BY_NAME = ("translation", "rationales", "pa-operations")  # tables that the page leaves out
+`python -m experiments.published` writes this page; how things are counted is on the page of
+[results](../docs/results.md). Not known to us: the AA paper's ImageNet rows of other attention than squeeze-excite."""}
+MAIN = ("imagenet", "mnasnet", "wide-resnet", "conv-transformer", "evolution")  # tables of docs/results.md
 DATA = {  # the trainer and where its images are; classes; images for training
     "ImageNet": ("train-imagenet --data-dir DIR", 1000, 1_281_167),
     "CIFAR-10": ("train-cifar --dataset cifar10 --download --device cuda", 10, 50_000),
@@ -69,8 +61,7 @@ def tables() -> dict[str, dict[str, Any]]:
     its top1 and top5 in percent by data set."""
     found = {table["name"]: table for table in yaml.safe_load((HERE / "published.yaml").read_text())}
     for table in found.values():
-        if "columns" not in table:
-            table["rows"] = [_row(table, row) for row in table["rows"]]
+        table["rows"] = [_row(table, row) for row in table["rows"]]
     return found
 
 
@@ -83,12 +74,6 @@ def _row(table: dict[str, Any], row: Row) -> Row:
     row["recipes"] = {data: recipe.format(model=row["model"]) for data, recipe in recipes.items()}
     row["label"] = f"{row['model']}, {row['name']}" if "name" in row else row["model"]
     return row
-
-
-def figures(model: str) -> Row | None:
-    """Return the row of a network as it is registered, of the first table that has its accuracy."""
-    return next((row for table in tables().values() if "columns" not in table for row in table["rows"]
-                 if row["model"] == model and row["top1"] and not row["kwargs"]), None)
 
 
 @cache
@@ -195,29 +180,18 @@ def seeds_of(data: str) -> dict[str, pd.DataFrame]:
 
 def parts_of_evolution(table: dict[str, Any], rows: Sequence[Row]) -> list[str]:
     """Return the lines of the ablation of evolution: published gains over AA, ours over no evolution."""
-    ours = {f"{title}, ours, {seeds}": top1 for title, data in (("CIFAR-10", "cifar10"), ("CIFAR-100", "cifar100"))
-            for seeds, top1 in seeds_of(data).items()}
+    ours = {title: seeds_of(data)["all ten"] for title, data in (("CIFAR-10", "cifar10"), ("CIFAR-100", "cifar100"))}
     aa, lines = table["rows"][0]["top1"]["ImageNet"], []
     for row in rows:
         gains = [paired(top1[row["ours"]] - top1["none"]) if row.get("ours", "none") in set(top1) - {"none"} else None
                  for top1 in ours.values()]
         top1 = row["top1"]["ImageNet"]
         lines.append([row["label"], f"{top1:.2f}", "" if row["label"] == "aa_resnet34" else f"{top1 - aa:+.2f}",
-                      cell(row["top5"].get("ImageNet"), 2),
                       *("" if g is None else f"{g['difference']:+.2f} ({g['low']:.2f} to {g['high']:.2f})"
                         for g in gains)])
-    effects = pd.read_csv(HERE / "factorial" / "effects.csv")
-    ten = effects[effects["seeds"].str.startswith("0 to 9") & (effects["name"] == "convolution")].set_index("data")
-    bounds = " and ".join(f"{row.difference:+.2f} ({row.low:.2f} to {row.high:.2f}) on {data}" for data, row in (
-        ("CIFAR-10", ten.loc["cifar10"]), ("CIFAR-100", ten.loc["cifar100"])))
-    by_name = {row["label"]: row["top1"]["ImageNet"] for row in table["rows"]}
-    paper = by_name["ea_aa_resnet34"] - by_name["ea_aa_resnet34, without convolution"]
-    return [*markdown(["network", "top-1 %, published", "minus AA", "top-5 %, published", *ours], lines), "",
-            "- Ours: top-1 minus that of the same network without evolution, with the 95% interval, of narrow "
-            "Conv-Transformers after 4 epochs; seeds 5 to 9 were run after the question was fixed "
-            "([experiments](experiments.md)).",
-            f"- The convolution alone (its mean effect with and without the skip, ten seeds): {bounds}. The EA paper's "
-            f"is {paper:+.2f}."]
+    return [*markdown(["network", "top-1 %, published", "minus AA", *(f"ours, {title}" for title in ours)], lines), "",
+            "- Ours: minus the same network without evolution, 95% interval, narrow Conv-Transformers after 4 epochs, "
+            "[ten seeds](experiments.md#does-evolving-attention-help)."]
 
 
 def attention_cost(table: dict[str, Any], rows: Sequence[Row]) -> list[str]:
@@ -246,17 +220,10 @@ def probes(table: dict[str, Any], rows: Sequence[Row]) -> list[str]:
     layers = list(rows[0]["layers"])
     return [*markdown(["network", *(f"layer {layer}, published" for layer in layers)],
                       [[row["label"], *(cell(top1, 2) for top1 in row["layers"].values())] for row in rows]), "",
-            "- Top-1 in percent. The command needs both networks trained on ImageNet; [ours](experiments.md#the-probe) "
-            "are of CIFAR-10.", "", "```sh", f"ea-vision probe --model RUN_OF_AA,RUN_OF_EA --layers "
+            "- Top-1 in percent. The command needs both networks trained on ImageNet; "
+            "[ours](../docs/experiments.md#the-probe) are of CIFAR-10.", "", "```sh",
+            f"ea-vision probe --model RUN_OF_AA,RUN_OF_EA --layers "
             f"{','.join(map(str, layers))} --dataset folder --data-dir DIR --device cuda -o probe", "```"]
-
-
-def printed(table: dict[str, Any], rows: dict[str, Sequence[float | str]]) -> list[str]:
-    """Return the lines of a table that is only printed."""
-    decimals = [digits(x for x in column if not isinstance(x, str)) for column in zip(*rows.values(), strict=True)]
-    return markdown(["", *table["columns"]], [[name, *(
-        x if isinstance(x, str) else f"{x:.{d}f}" for x, d in zip(cells, decimals, strict=True))]
-        for name, cells in rows.items()])
 
 
 LINES: dict[str, Callable[[dict[str, Any], Sequence[Row]], list[str]]] = {
@@ -265,24 +232,24 @@ LINES: dict[str, Callable[[dict[str, Any], Sequence[Row]], list[str]]] = {
 
 def section(table: dict[str, Any], rows: Sequence[Row]) -> str:
     """Return a table, or some of its rows, under its heading, and what it says of its sources."""
-    lines = (printed if "columns" in table else LINES.get(table["name"], classifiers))(table, rows)
-    notes = [f"Source: {table['source']}." + (f" {table['note'][0].upper()}{table['note'][1:]}." if "note" in table
-                                             else "")]
-    if "columns" not in table:
-        elsewhere: dict[str, list[str]] = {}
-        for row in rows:
-            if row["source"] != table["source"]:
-                elsewhere.setdefault(row["source"], []).append(f"`{row['label']}`")
-        notes += [f"Source of {', '.join(labels)}: {source}." for source, labels in elsewhere.items()]
-        notes += [f"`{row['label']}`: {row['note']}." for row in rows if row["note"]]
+    lines = LINES.get(table["name"], classifiers)(table, rows)
+    note = table.get("note", "")
+    notes = [f"Source: {table['source']}." + (f" {note[0].upper()}{note[1:]}." if note else "")]
+    elsewhere: dict[str, list[str]] = {}
+    for row in rows:
+        if row["source"] != table["source"]:
+            elsewhere.setdefault(row["source"], []).append(f"`{row['label']}`")
+    notes += [f"Source of {', '.join(labels)}: {source}." for source, labels in elsewhere.items()]
+    notes += [f"`{row['label']}`: {row['note']}." for row in rows if row["note"]]
     notes += table.get("remarks", [])
     return "\n".join([f"## {table['title']}: `{table['name']}`", "", *lines, "", *(f"- {note}" for note in notes)])
 
 
-def page() -> str:
-    """Return the whole page."""
-    shown = [section(table, table["rows"]) for name, table in tables().items() if name not in BY_NAME]
-    return "\n\n".join([TEXT, *shown, MISSING]) + "\n"
+def pages() -> dict[Path, str]:
+    """Return both pages by path."""
+    return {path: "\n\n".join([text, *(section(table, table["rows"]) for name, table in tables().items()
+                                       if (name in MAIN) == (path.name == "results.md"))]) + "\n"
+            for path, text in TEXT.items()}
 
 
 def chosen(names: Sequence[str]) -> str:
@@ -291,15 +258,12 @@ def chosen(names: Sequence[str]) -> str:
     Raises:
         UsageError: a name of no network and no table.
     """
-    of_networks = [table for table in tables().values() if "columns" not in table]
-    known = {*tables(), *(row["model"] for table in of_networks for row in table["rows"])}
+    known = {*tables(), *(row["model"] for table in tables().values() for row in table["rows"])}
     for name in set(names) - known:
         raise UsageError(f"no row of a paper's table is called {name!r}; {near_matches(name, known, 'names')}")
     parts = []
     for table in tables().values():
-        if "columns" in table:
-            parts += [section(table, table["rows"])] if table["name"] in names else []
-        elif rows := [row for row in table["rows"] if table["name"] in names or row["model"] in names]:
+        if rows := [row for row in table["rows"] if table["name"] in names or row["model"] in names]:
             commands = []
             for of, data in [(row, data) for row in rows for data in row["recipes"]]:
                 epochs, eflop = cost(of, data)
@@ -310,12 +274,13 @@ def chosen(names: Sequence[str]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="networks or tables (default: write the page)")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="networks or tables (default: write the pages)")
     names = parser.parse_args(argv).names
     if names:
         print(chosen(names), end="")
     else:
-        PAGE.write_text(page())
+        for path, text in pages().items():
+            path.write_text(text)
     return 0
 
 

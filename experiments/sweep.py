@@ -1,15 +1,15 @@
-"""Train once per setting of model keywords, options or named variants, and draw accuracy over the settings.
+"""Train variants of a network with several seeds, each run in its own folder.
 
-    python -m experiments.sweep --set alpha=0.1,0.5,0.9 --output sweeps/alpha \\
-        -- --dataset cifar10 --data-dir DIR --holdout 5000
     python -m experiments.sweep --test --seeds 0,1,2,3,4 --output sweeps/ea \\
         --variant 'none=--model conv_transformer_cifar' --variant 'EA=--model ea_conv_transformer_cifar' \\
         -- --dataset cifar10 --data-dir DIR
+    python -m experiments.sweep --set alpha=0.1,0.5,0.9 --output sweeps/alpha \\
+        -- --model ea_conv_transformer_cifar --dataset cifar10 --data-dir DIR --holdout 5000
 
-Each run has its own folder and is trained by the trainer's own command, so the same sweep started again continues
-where it was. A sweep compares on images held out (--holdout) and leaves the test images alone; with --test, for
-settings that are fixed, each run is tested, once. Top-1 is that of the last epoch's weights. Written: sweep.csv and
-sweep.png. `python -m experiments.evidence` tests whether variants differ.
+Runs are trained by train-cifar, so the same sweep started again continues where it was. A sweep compares on images held
+out (--holdout) and leaves the test images alone; with --test, for settings that are fixed, each run is tested, once.
+Top-1 is that of the last epoch's weights. Written is sweep.csv; `python -m experiments.evidence` reads the folder,
+tests whether variants differ and draws them.
 """
 import argparse
 import itertools
@@ -22,21 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from matplotlib.figure import Figure
 
 from ea_vision.base.errors import RunError, UsageError, exit_code
-from experiments.evidence import read_run
-
-
-def parse_settings(words: Sequence[str]) -> dict[str, list[str]]:
-    """Read KEY=V1,V2,... words; raise UsageError for a word without values or a key given twice."""
-    settings: dict[str, list[str]] = {}
-    for word in words:
-        key, _, values = word.partition("=")
-        if not key or "" in values.split(",") or key in settings:
-            raise UsageError(f"--set and --option take KEY=V1,V2,..., each key once, got {word!r}")
-        settings[key] = values.split(",")
-    return settings
+from experiments.evidence import read_run, write_runs
 
 
 def parse_variants(words: Sequence[str]) -> dict[str, list[str]]:
@@ -49,6 +37,18 @@ def parse_variants(words: Sequence[str]) -> dict[str, list[str]]:
                              f"{word!r}")
         variants[name] = shlex.split(arguments)
     return variants
+
+
+def with_settings(variants: dict[str, list[str]], words: Sequence[str]) -> dict[str, list[str]]:
+    """Return each variant with each combination of KEY=V1,V2,... model keywords; raise UsageError for another word."""
+    grid = []
+    for word in words:
+        key, _, values = word.partition("=")
+        if not key or "" in values.split(","):
+            raise UsageError(f"--set takes KEY=V1,V2,..., got {word!r}")
+        grid.append([f"{key}={value}" for value in values.split(",")])
+    return {" ".join(filter(None, (name, *setting))): [*arguments, *(["--model-kwargs", *setting] if setting else [])]
+            for name, arguments in (variants or {"": []}).items() for setting in itertools.product(*grid)}
 
 
 def train(command: Sequence[str], folder: Path, seed: int) -> dict[str, Any]:
@@ -74,68 +74,33 @@ def stop(number: int, _frame) -> None:
     raise RunError("stopped by a signal; the same command continues", 128 + number)
 
 
-def plot_sweep(rows: pd.DataFrame, keys: Sequence[str], split: str) -> Figure:
-    """Draw top-1 over the values of the first key, a line a setting of the others: means, deviations, and each run."""
-    figure = Figure(figsize=(6.75, 4.5), layout="constrained")
-    axes = figure.add_subplot()
-    axis = rows[keys[0]]
-    if pd.to_numeric(axis, errors="coerce").notna().all():
-        axis = pd.to_numeric(axis)
-    others = rows[list(keys[1:])].agg(lambda row: ", ".join(f"{key}={value}" for key, value in row.items()), axis=1)
-    for name, of_line in rows.groupby(others if len(keys) > 1 else [""] * len(rows), sort=False):
-        found = of_line["top1"].groupby(axis[of_line.index], sort=False)
-        means = found.mean()
-        line = axes.errorbar(means.index, means, found.std(), marker="o", capsize=3, label=name or None)
-        axes.plot(axis[of_line.index], of_line["top1"], ".", color=line[0].get_color(), alpha=0.4)
-    axes.set(xlabel=keys[0], ylabel=f"top-1 on {split} images (%), mean ± deviation of {rows['seed'].nunique()} seeds")
-    if len(keys) > 1:
-        axes.legend()
-    return figure
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=V1,V2,...", dest="keywords",
-                        help="a model keyword and its values; given again, all combinations are run")
-    parser.add_argument("--option", action="append", default=[], metavar="KEY=V1,V2,...", dest="options",
-                        help="the same for an option of the trainer, such as lr=0.01,0.02")
     parser.add_argument("--variant", action="append", default=[], metavar="NAME=ARGUMENTS", dest="variants",
                         help="a named variant and the trainer's arguments that make it, as one word")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=V1,V2,...", dest="keywords",
+                        help="a model keyword and its values; given again, all combinations are run")
     parser.add_argument("--test", action="store_true", help="test each run, once: for settings that are fixed")
-    parser.add_argument("--seeds", default="0", help="seeds, each of which runs every setting (default: 0)")
-    parser.add_argument("--output", required=True, type=Path, help="folder of the runs, sweep.csv and sweep.png")
-    parser.add_argument("--script", help="trainer (default: ea-vision train-cifar)")
+    parser.add_argument("--seeds", type=lambda text: sorted(set(map(int, text.split(",")))), default=[0],
+                        help="seeds, each of which runs every variant (default: 0)")
+    parser.add_argument("--output", required=True, type=Path, help="folder of the runs and sweep.csv")
     parser.add_argument("arguments", nargs="*", metavar="-- ARGUMENT", help="arguments of the trainer, after --")
     args = parser.parse_args(argv)
-    settings, options = parse_settings(args.keywords + args.options), parse_settings(args.options)
-    variants = parse_variants(args.variants)
-    settings = ({"variant": list(variants)} if variants else {}) | settings
-    if not settings:
-        raise UsageError("--set, --option or --variant is required, got none of them")
-    if not all(seed.isdecimal() for seed in args.seeds.split(",")):
-        raise UsageError(f"--seeds takes whole numbers between commas, got {args.seeds!r}")
-    seeds = sorted({int(seed) for seed in args.seeds.split(",")})
+    if not (args.variants or args.keywords):
+        raise UsageError("--variant or --set is required, got neither")
+    variants = with_settings(parse_variants(args.variants), args.keywords)
     signal.signal(signal.SIGTERM, stop)
     args.output.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
-    for values in itertools.product(*settings.values()):
-        setting = dict(zip(settings, values, strict=True))
-        command = [*([args.script] if args.script else ["-m", "ea_vision", "train-cifar"]), *args.arguments,
-                   "--test" if args.test else "--no-test", *variants.get(setting.get("variant", ""), []),
-                   *(f"--{key.replace('_', '-')}={setting[key]}" for key in options)]
-        if keywords := [f"{key}={setting[key]}" for key in settings if key not in options and key != "variant"]:
-            command += ["--model-kwargs", *keywords]
-        for seed in seeds:
-            folder = args.output / ",".join(f"{key}={value}" for key, value in {**setting, "seed": seed}.items())
-            run = train(command, folder, seed)
-            kept = ("seed", "top1", "seconds", "updates", "data", "split")
-            rows.append({**setting, **{key: run[key] for key in kept}})
-            table = pd.DataFrame(rows)  # written after every run: the curve grows as the sweep goes
-            table.to_csv(args.output / "sweep.csv", index=False)
-            plot_sweep(table, list(settings), run["split"]).savefig(args.output / "sweep.png", dpi=200)
+    for (name, arguments), seed in itertools.product(variants.items(), args.seeds):
+        tested = "--test" if args.test else "--no-test"
+        run = train(["-m", "ea_vision", "train-cifar", *args.arguments, tested, *arguments],
+                    args.output / f"variant={name},seed={seed}", seed)
+        rows.append({"variant": name, **run, "options": shlex.join(arguments)})
+        write_runs(pd.DataFrame(rows), args.output / "sweep.csv")  # after every run
     best = max(rows, key=lambda row: row["top1"])
-    print(f"best: {' '.join(f'{key}={best[key]}' for key in settings)} seed={best['seed']} top1 {best['top1']:.2f}%")
-    print(f"written: {args.output / 'sweep.csv'} {args.output / 'sweep.png'}")
+    print(f"best: {best['variant']}, seed {best['seed']}: top1 {best['top1']:.2f}%")
+    print(f"written: {args.output / 'sweep.csv'}")
     return 0
 
 

@@ -46,7 +46,7 @@ ELSEWHERE = {  # command lines and the tests that run them
     r"timm ": "test_timm_scripts.py",
     r"train-cifar$": "test_wheel.py",  # all digits: slow
     r"train-detection ": "detection/test_train.py"}
-ELSEWHERE_PAGES = {"results.md": "experiments/test_published.py"}
+ELSEWHERE_PAGES = {"published.md": "experiments/test_published.py"}
 SNIPPETS_ELSEWHERE = {  # first line of a Python block, and the test that runs it or what it is an excerpt of
     "register_networks(__name__, TinyAttn, {": "outside/tiny_attn.py",
     '@register_evolution("shared")': "outside/residual_maps.py",

@@ -2,7 +2,6 @@
 the section it belongs to, whatever words stand around it."""
 import csv
 import re
-import runpy
 import statistics
 from pathlib import Path
 
@@ -11,12 +10,13 @@ import pandas as pd
 import pytest
 
 from experiments import published, sensitivity
-from experiments.evidence import by_variant, factorial, holm, paired, read_runs, shown_p
+from experiments.evidence import by_variant, factorial, holm, paired, read_runs, shown_p, write_runs
 from experiments.factorial import analyse
 from experiments.factorial.analyse import CELLS, FACTORS
 from tests.experiments.pages import ROOT, page_says, points, section
 
 RESULTS, FACTORIAL = ROOT / "experiments" / "results", ROOT / "experiments" / "factorial"
+REST, SPEED = "all else: copies, layouts, sums, pooling", "Speed and memory on a CPU"
 PAGE, QUESTIONS, HELP = "docs/experiments.md", "", "Does evolving attention help?"
 SETS = ("cifar10", "cifar100")
 
@@ -38,27 +38,16 @@ def spread(values, digits: int = 2) -> str:
     return f"{np.mean(values):.{digits}f} ± {np.std(values, ddof=1):.{digits}f}"
 
 
-def test_the_page_is_findings():
-    text = section(PAGE, QUESTIONS)
-    assert len(text.split()) <= 2050
-    questions = [row.split(" | ") for row in re.findall(r"^\| (.*) \|$", text.split("\n## ")[0], re.M)[2:]]
-    assert len(questions) > 10 and all(len(answer.split()) <= 50 for _, answer, _ in questions)
-
-
 def test_the_question_by_seeds():
-    """EA - none in the first seeds, the fresh ones and all ten, at equal time; the variants' means."""
-    ten, hundred = ({name: paired(top1["EA"] - top1["none"]) for name, top1 in published.seeds_of(data).items()}
-                    for data in SETS)
-    for seeds in ten:
-        page_says(PAGE, HELP if seeds == "seeds 0 to 4" else QUESTIONS,
-                  *(points(of[seeds], "+").rstrip(")") for of in (ten, hundred)))
-    page_says(PAGE, HELP, *(f"p = {of['seeds 0 to 4']['p']:.3f}" for of in (ten, hundred)))
-    first, second = (published.seeds_of(data)["seeds 0 to 4"] for data in SETS)
-    for variant in set(first) - {"none 5 epochs"}:
-        row = f"| {spread(first[variant])} | {spread(second[variant])} |"
-        assert re.search(rf"^\| {variant}(?: \(.*\))? {re.escape(row)}$", section(PAGE, HELP), re.M)
-    page_says(PAGE, HELP, *(
-        points(paired(top1["PA"] - top1["none"])) for top1 in (first, second)))
+    """EA - none in the first seeds, the fresh ones and all ten, at equal time; PA beside none."""
+    by_data = [published.seeds_of(data) for data in SETS]
+    for seeds in by_data[0]:
+        gains = [paired(of[seeds]["EA"] - of[seeds]["none"]) for of in by_data]
+        page_says(PAGE, HELP if seeds == "seeds 0 to 4" else QUESTIONS, *(points(of, "+").rstrip(")") for of in gains))
+        if seeds == "seeds 0 to 4":
+            page_says(PAGE, HELP, *(f"p = {of['p']:.3f}" for of in gains))
+    first = [of["seeds 0 to 4"] for of in by_data]
+    page_says(PAGE, HELP, *(points(paired(top1["PA"] - top1["none"])) for top1 in first))
     logits = table("replaced-maps/full-logits.csv")
     assert logits[logits["model"].str.startswith("pa_")]["correlation"].min() >= 0.999
 
@@ -74,7 +63,7 @@ def test_the_factorial():
     page_says(PAGE, HELP,
               " and ".join(f"{rows[data, 'skip', '5 to 9']['p_holm']:.3f}" for data in SETS))
     paper = {row["label"]: row["top1"]["ImageNet"] for row in published.tables()["evolution"]["rows"]}
-    page_says(PAGE, QUESTIONS, f"{paper['ea_aa_resnet34'] - paper['ea_aa_resnet34, without convolution']:+.2f}",
+    page_says(PAGE, HELP, f"{paper['ea_aa_resnet34'] - paper['ea_aa_resnet34, without convolution']:+.2f}",
               " and ".join(f"{rows[data, 'convolution', '0 to 9']['high']:.2f}" for data in SETS))
     for seeds, label in (("", "{}"), ("5 to 9", "{}, seeds 5 to 9")):
         of = {data: factorial(top1_of(FACTORIAL / f"{data}-runs.csv" if seeds else
@@ -89,7 +78,9 @@ def test_what_each_study_could_have_found():
     kept = table("sensitivity.csv")
     pd.testing.assert_frame_equal(sensitivity.table(), kept)
     found = [f"{value:.2f}" for value in kept["found_at_80_percent"]]
-    page_says(PAGE, "What each study could have found", *(" | ".join(found[i:i + 2]) for i in (0, 2, 4)), *found[6:])
+    page_says("experiments/evolution.md", "What each study could have found",
+              *(" | ".join(found[i:i + 2]) for i in (0, 2, 4)), *found[6:])
+    page_says(PAGE, QUESTIONS, f"{min(found[:6])} to {max(found[:6])} points")
 
 
 def test_equal_time_has_the_measured_ratio():
@@ -117,14 +108,20 @@ def test_replaced_maps():
     figures = pd.concat([table(f"replaced-maps/{name}-replaced.csv") for name in ("full", "narrow")])
     figures["network"] = figures["model"].str.replace(r".*variant=(.*),seed=\d|\.fast_c10", r"\1", regex=True)
     means = figures.groupby(["network", "maps"])["top1"].mean().unstack()
-    for network, label in (("conv_transformer_cifar", "full"), ("ea_conv_transformer_cifar", "full"),
-                           *((name, "narrow") for name in ("none", "EA", "EA without convolution"))):
-        page_says(PAGE, "What the networks owe to their maps", cells(f"{network}, {label}", *(
-            "" if np.isnan(x) else f"{x:.2f}" for x in means.loc[network, ["trained", "other", "none", "own"]])
-            ).replace("|  |", "| |"))
+    page_says(PAGE, "What the networks owe to their maps", *(
+        f"{means[maps][network]:.2f}" for network in ("ea_conv_transformer_cifar", "EA")
+        for maps in ("trained", "other", "none")), f"{means.own['EA']:.2f}")
     lost = (means["trained"] - means["none"])[["none", "PA", "EA", "EA without skip", "EA without convolution"]]
     page_says(PAGE, QUESTIONS, f"{lost.min():.0f} to {lost.max():.0f} points",
               f"{means.trained['ea_conv_transformer_cifar'] - means.none['ea_conv_transformer_cifar']:.1f}")
+
+
+def test_full_networks_on_cifar10():
+    last = {kind: list(csv.DictReader((RESULTS / "fast-cifar10" / f"{name}_cifar.csv").open()))[-1]["top1"]
+            for kind, name in (("`cnn_cifar` has", "cnn"), ("AA", "conv_transformer"), ("PA", "pa_conv_transformer"),
+                               ("EA", "ea_conv_transformer"))}
+    page_says(PAGE, "CIFAR-10", *(f"{kind} {float(top1):.2f}" for kind, top1 in last.items()))
+    page_says(PAGE, QUESTIONS, f"{float(min(last.values())):.1f} to {float(max(last.values())):.1f}%")
 
 
 def test_sharp_maps_of_the_shipped_networks():
@@ -141,9 +138,7 @@ def test_readme_has_the_three_figures_of_conv2d():
         assert figure in readme and figure in page
 
 def test_muon_s_parameters_and_what_adamw_gains():
-    made = runpy.run_path(str(ROOT / "experiments" / "muon_parameters.py"))["rows"]()
     kept = table("muon-parameters.csv")
-    assert made == kept.to_dict("records")
     muon, adamw = (int(kept[f"{name}_tensors"].sum()) for name in ("muon", "adamw"))
     page_says("experiments/cifar.md", "CIFAR-10", f"{muon} of the EA network's {muon + adamw} parameters")
     trials = table("recipe-search/trials.csv").set_index("trial")["held_out_top1_by_epoch"].str.split().str[-1]
@@ -156,7 +151,8 @@ def test_scenes():
     """The table in docs, beside the protocol and on the cards; copies among the test photos."""
     for row in csv.DictReader((RESULTS / "scenes" / "results.csv").open()):
         line = cells(row["model"], row["validation_top1"], row["top1"], row["interval"], row["minutes"])
-        page_says(PAGE, "Scenes", line)
+        kind = row["model"].partition("_")[0].upper().replace("RESNET34", "plain")
+        page_says(PAGE, "Scenes", f"{kind} {row['top1']}")
         page_says("experiments/scenes/README.md", "", line)
         last = table(f"scenes/{row['model']}.csv").iloc[-1]
         assert last["epoch"] == 10 and f"{last['top1']:.2f}" == row["validation_top1"] and row["images"] == "2534"
@@ -236,8 +232,8 @@ def test_pictures_of_a_pretrained_transformer_show_what_their_captions_say():
         page_says("experiments/finetune_scenes/README.md", "", f"{min(moves):.0f} to {max(moves):.0f}%")
 
 
-WAYS = {"plain": "plain", "gates": "EA, gates learn from 0", "residual": "residual, likewise",
-        "conv2d": "conv2d, likewise"}
+WAYS = {"plain": "Plain it has", "gates": "EA whose gates learn from 0", "residual": "residual maps",
+        "conv2d": "conv2d"}
 
 
 def test_fine_tuning_of_a_pretrained_transformer_on_scenes():
@@ -245,13 +241,14 @@ def test_fine_tuning_of_a_pretrained_transformer_on_scenes():
     top1 = top1_of(RESULTS / "finetune-scenes-runs.csv")
     assert set(top1) == set(WAYS) and len(top1) == 5
     effects = {way: paired(top1[way] - top1["plain"]) for way in WAYS if way != "plain"}
-    p_holm = dict(zip(effects, holm([effect["p"] for effect in effects.values()]), strict=True))
+    p_holm = holm([effect["p"] for effect in effects.values()])
     for way, name in WAYS.items():
-        more = [points(effects[way], "+"), f"{p_holm[way]:.2f}"] if way in effects else ["", ""]
-        page_says(PAGE, heading, cells(name, spread(top1[way]), *more).replace("|  |", "| |").replace("|  |", "| |"))
+        page_says(PAGE, heading, f"{name} {spread(top1[way])}")
         page_says(protocol, "", cells(f"`{way}`", *(f"{x:.2f}" for x in (*top1[way], top1[way].mean()))))
     page_says(protocol, "", *(f"({of['low']:.2f} to {of['high']:.2f})" for of in effects.values()))
+    page_says(protocol, "", " and ".join([", ".join(f"{p:.2f}" for p in p_holm[:2]), f"{p_holm[2]:.2f}"]))
     page_says(PAGE, QUESTIONS, points(effects["gates"]))
+    page_says(PAGE, heading, points(effects["conv2d"]))
     kept = table("finetune-scenes-runs.csv")[["alpha", "beta"]].stack().dropna()
     gates = [abs(float(value)) for values in kept for value in values.split(" to ")]
     page_says(PAGE, heading, f"within {max(gates):.2f} of 0")
@@ -263,16 +260,13 @@ def test_fine_tuning_of_a_pretrained_transformer_on_scenes():
 
 def test_probe_and_faithfulness():
     probe = table("probe/unseen/results.csv").groupby(["model", "maps", "layer"])["top1"].mean()
-    faithful = table("faithfulness/results.csv").set_index(["ranking", "model"])
-    models = {name: f"{kind}_transformer_cifar.fast_c10" for name, kind in (
-        ("AA", "conv"), ("PA", "pa_conv"), ("EA", "ea_conv"))}
-    for row in ("AA | trained", "AA | untrained", "PA | trained", "EA | trained", "EA | untrained"):
-        name, maps = row.split(" | ")
-        page_says(PAGE, "The probe", cells(row, *(f"{probe[models[name], maps, layer]:.2f}" for layer in (3, 6))))
-    for ranking in ("layer 3", "layer 6", "centre", "random"):
-        page_says(PAGE, "Faithfulness", cells(ranking, *(
-            f"{faithful.comprehensiveness[ranking, model]:.3f} ± {faithful.comprehensiveness_se[ranking, model]:.3f}"
-            for model in models.values())))
+    faithful = table("faithfulness/results.csv").set_index(["ranking", "model"])["comprehensiveness"]
+    models = [f"{kind}_transformer_cifar.fast_c10" for kind in ("conv", "pa_conv", "ea_conv")]
+    for maps in ("trained", "untrained"):
+        for layer in (3, 6):
+            page_says(PAGE, "The probe", *(f"{probe[model, maps, layer]:.2f}" for model in models))
+    page_says(PAGE, "Faithfulness", *(f"{faithful['layer 6', model]:.3f}" for model in models), *(
+        ", ".join(f"{faithful[ranking, model]:.3f}" for model in models) for ranking in ("centre", "random")))
 
 
 def test_smaller_experiments():
@@ -296,59 +290,67 @@ def test_smaller_experiments():
 
 def test_speed():
     for row in table("benchmark-cpu.csv").query("part == 'network' and mode == 'eager'").itertuples():
-        page_says(PAGE, "Speed and memory on a CPU", cells(
-            row.model, f"{row.train_images_per_s:.2f}", f"{row.train_ratio:.2f}", f"{row.infer_images_per_s:.2f}",
-            f"{row.infer_ratio:.2f}", f"{row.memory_mib:.0f}", f"{row.memory_ratio:.2f}"))
+        if row.model == "resnet50":
+            page_says(PAGE, SPEED, *(f"{x:{form}}" for x, form in (
+                (row.train_images_per_s, ".2f"), (row.infer_images_per_s, ".2f"), (row.memory_mib, ".0f"))))
+        else:
+            page_says(PAGE, SPEED, cells(row.model, *(
+                f"{x:.2f}" for x in (row.train_ratio, row.infer_ratio, row.memory_ratio))))
 
 
-def test_the_search_of_widths_counts_as_the_networks_do():
-    """Its formula gives our networks' parameters and operations; each row of its file is that formula's."""
-    script = runpy.run_path(str(ROOT / "experiments" / "width_search.py"))
-    kept = list(csv.DictReader((RESULTS / "widths" / "misses.csv").open()))
-    assert (kept[0]["cnn_params_m"], kept[0]["attention_params_m"]) == ("5.364", "4.984")  # as results.md counts
-    assert (kept[0]["cnn_operations_g"], kept[0]["attention_operations_g"]) == ("0.966", "0.943")
-    for row in kept:
-        reading = {key: row[key] for key in script["READINGS"]} | {"counting": int(row["counting"])}
-        made = script["row"](row["kind"], [int(width) for width in row["widths"].split()], reading)
-        assert {key: str(value) for key, value in made.items()} == row
-    best = {kind: min(float(row["largest_miss_percent"]) for row in kept if row["kind"] == kind)
-            for kind in ("any", "rising", "doubled")}
+def test_large_maps():
+    """The networks at 640 pixels, and the parts of a layer."""
+    kept = table("large-maps.csv")
+    shown = re.findall(r"^\| .* \| ([\d.]+) \| ([\d.]+) \| ([\d,]+) \|$",
+                       section("docs/kernels.md", "Large images"), re.M)
+    assert shown == [(f"{infer + 1e-6:.2f}", f"{train + 1e-6:.2f}", f"{mib:,.0f}") for *_, infer, train, mib in
+                     kept.itertuples(index=False)]
+    parts = table("large-maps-parts.csv").pivot(index="part", columns=["pixels", "pass"], values="ms")
+    for part, ms in parts.iterrows():
+        page_says("experiments/kernels.md", "Parts of a layer on a CPU", f"| {part} | " + " | ".join(
+            f"{ms[196 if n == 196 else n, 'forward']:.1f} {'-' if ms[n, 'backward'] < 0 else '+'} "
+            f"{abs(ms[n, 'backward']):.1f}" for n in (196, 400, 784)))
+
+
+def test_the_search_of_widths():
+    kept = table("widths/misses.csv")
+    best = kept.groupby("kind")["largest_miss_percent"].min()
     page_says("docs/results.md", "", f"{best['doubled']:.0f}%", f"{best['rising']:.1f}%", f"{best['any']:.1f}%",
-              f"{float(kept[1]['cnn_params_m']):.1f}M parameters")
+              f"{kept['cnn_params_m'][1]:.1f}M parameters")
+
+
+def made_up(data: str, gain: float, seeds: range = range(5, 10)) -> pd.DataFrame:
+    """Return runs of the factorial in which the skip connection gains so many points."""
+    rows = [{"variant": cell, "seed": seed, "top1": 50 + gain * (cell in CELLS[2:]) + (seed * 7 + 3 * i) % 5 / 10}
+            for i, cell in enumerate(CELLS) for seed in seeds]
+    return pd.DataFrame(rows).assign(split="test", train_loss=1.0, seconds=9, images=10_000, updates=4, data=data,
+                                     options="")
 
 
 def test_the_fixed_analysis(tmp_path):
-    """experiments/factorial/analyse.py on made-up runs: Holm's correction over four hypotheses, by hand."""
-    for data, gain in zip(SETS, (1.0, 0.1), strict=True):
-        rows = [{"variant": cell, "seed": seed,
-                 "test_top1": 50 + gain * (cell in CELLS[2:]) + (seed * 7 + 3 * i) % 5 / 10}
-                for i, cell in enumerate(CELLS) for seed in range(5, 10)]
-        pd.DataFrame(rows).assign(train_loss=1.0, seconds=9, images=10_000, updates=4, data=data, options="").to_csv(
-            tmp_path / f"{data}-seeds.csv", index=False)
-    sources = [str(tmp_path / f"{data}-seeds.csv") for data in SETS]
-    assert analyse.main([*sources, "-o", str(tmp_path)]) == 0
-    made = pd.read_csv(tmp_path / "effects.csv")
+    """experiments/factorial/analyse.py on made-up runs: Holm's correction over four hypotheses, and two of time."""
+    runs = {data: made_up(data, gain) for data, gain in zip(SETS, (1.0, 0.1), strict=True)}
+    made = analyse.analysed(runs)
     fresh = made[(made["seeds"] == "5 to 9") & made["p"].notna()]
     assert fresh[["data", "name"]].values.tolist() == [[d, n] for d in SETS for n in ("skip", "convolution")]
     assert fresh["p_holm"].tolist() == pytest.approx(holm(fresh["p"]))
     assert made[made["seeds"] != "5 to 9"]["p"].isna().all() and len(made) == 12
     assert fresh["difference"].iloc[0] == pytest.approx(1.0, abs=0.2)
-    assert analyse.main([sources[0], "-o", str(tmp_path / "alone")]) == 0
-    alone = pd.read_csv(tmp_path / "alone" / "effects.csv")
+    alone = analyse.analysed({"cifar10": runs["cifar10"]})
     assert alone["p_holm"][:2].tolist() == pytest.approx(holm(alone["p"][:2], 4)), "still over four hypotheses"
-    longer = {seed: 50 + (seed * 11) % 7 / 10 for seed in range(5, 10)}
-    with (tmp_path / "cifar10-seeds.csv").open("a") as file:
-        file.writelines(f"none equal time,{seed},{top1:.2f},1.0,9,10000,5,cifar10,\n" for seed, top1 in longer.items())
-    assert analyse.main([*sources, "-o", str(tmp_path)]) == 0
-    with_time = pd.read_csv(tmp_path / "effects.csv")
+    longer = made_up("cifar10", 0.0).query("variant == 'none'").assign(variant="none equal time", updates=5)
+    runs["cifar10"] = pd.concat([runs["cifar10"], longer])
+    with_time = analyse.analysed(runs)
     is_time = with_time["name"] == "EA - none equal time"
     pd.testing.assert_frame_equal(with_time[~is_time].reset_index(drop=True), made)
-    [time] = with_time[is_time].itertuples()
-    by_hand = paired(top1_of(tmp_path / "cifar10-seeds.csv")["EA"] - list(longer.values()))
+    top1, [time] = by_variant(runs["cifar10"]), with_time[is_time].itertuples()
+    by_hand = paired(top1["EA"] - top1["none equal time"])
     assert (time.difference, time.p, time.p_holm) == pytest.approx(
         (by_hand["difference"], by_hand["p"], min(1.0, 2 * by_hand["p"])))
-    few = pd.read_csv(sources[1]).query("seed == 5")
-    few.to_csv(tmp_path / "cifar100-few.csv", index=False)
+    write_runs(runs["cifar10"], tmp_path / "cifar10-seeds.csv")
+    assert analyse.main([str(tmp_path / "cifar10-seeds.csv"), "-o", str(tmp_path)]) == 0
+    assert {"cifar10-runs.csv", "cifar10.png", "effects.csv"} < {path.name for path in tmp_path.iterdir()}
+    write_runs(made_up("cifar100", 0.0, range(5, 6)), tmp_path / "cifar100-few.csv")
     with pytest.raises(ValueError, match="seeds 5 to 9, no others"):
         analyse.main([str(tmp_path / "cifar100-few.csv"), "-o", str(tmp_path)])
 
@@ -358,8 +360,9 @@ def test_the_profile_of_deployed_networks():
     kinds = {"convolutions, also of maps": ["Conv"], "products": ["MatMul", "FusedMatMul"], "softmax": ["Softmax"]}
     sums = {name: profile.loc[of].sum() for name, of in kinds.items()}
     needed = sum(sums.values())
-    sums |= {"all else: copies, layouts, sums, pooling": profile.sum() - needed, "all": profile.sum()}
+    sums |= {REST: profile.sum() - needed, "all": profile.sum()}
     for name, times in sums.items():
-        page_says("docs/deploy.md", "", cells(name, *(f"{time + 1e-6:.0f}" for time in times)))
-    page_says("docs/deploy.md", "", *(f"{sums['all']['resnet50'] / needed[name]:.2f}"
-                                      for name in ("aa_resnet50", "ea_aa_resnet50")))
+        page_says("experiments/kernels.md", "", cells(name, *(f"{time + 1e-6:.0f}" for time in times)))
+    networks = ("aa_resnet50", "ea_aa_resnet50")
+    page_says("docs/deploy.md", "Speed", *(f"{sums['all']['resnet50'] / needed[name]:.2f}" for name in networks), *(
+        f"{time + 1e-6:.0f}" for time in sums["all"]), *(f"{sums[REST][name]:.0f}" for name in networks))

@@ -229,8 +229,8 @@ def test_weights_know_their_images(name, shared):
 
 
 def test_docs_have_the_results_of_the_detectors():
-    """The table of docs/detection.md, against the metrics of its runs."""
-    text = (ROOT / "docs" / "detection.md").read_text()
+    """The table of experiments/detection.md, against the metrics of its runs."""
+    text = (ROOT / "experiments" / "detection.md").read_text()
     for name, label in (("plain", "resnet18"), ("aa", "aa_resnet34"), ("ea_aa", "ea_aa_resnet34")):
         folder = ROOT / "experiments" / "results" / "detection"
         last = [list(csv.DictReader((folder / f"{name}-seed{seed}.csv").open()))[-1] for seed in (0, 1)]

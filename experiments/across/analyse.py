@@ -5,8 +5,8 @@
 The folder holds the sweeps of README.md; a part may also be the file of runs that an earlier call kept (vit-rival.csv).
 A part whose runs are not complete is left out, with the reason. Written into experiments/results/across: a file of runs
 for each part, verdict.csv (a row a comparison, with the gain that its seeds find at 80% power) and verdict.png
-(differences with 95% intervals). Printed are, last, the tables of docs/across-layers.md, that of the two tasks without
-images from recall.csv and characters.csv of the folder.
+(differences with 95% intervals). Printed are, last, the tables of docs/across-layers.md and, of the two tasks without
+images from recall.csv and characters.csv of the folder, of README.md.
 """
 import argparse
 import csv
@@ -20,7 +20,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from ea_vision.base.errors import UsageError, exit_code
-from experiments.across.plan import EPOCHS, PARTS, RESULTS, Part, step_times
+from experiments.across.plan import EPOCHS, PARTS, RESULTS, VIT, Part, step_times
 from experiments.across.sequences import MECHANISMS
 from experiments.evidence import (
     by_variant,
@@ -105,10 +105,10 @@ def verdict_table(found: Mapping[Part, pd.DataFrame]) -> list[str]:
             text = f"{mark}{row.difference:+.2f}{mark} ({row.low:.2f} to {row.high:.2f})"
             cells.setdefault(ROWS.get(part.name, "{}").format(row.name), {})[part.network] = [
                 text.replace("-", "\N{MINUS SIGN}"), f"{row.run_ratio:.2f}, {row.time_ratio:.2f}"]
-    networks = list(dict.fromkeys(part.network for part in found))
+    networks = list(dict.fromkeys(part.network for part in found if part.network != VIT))  # that is in verdict.csv
     return markdown(["", *(head for network in networks for head in (heads[network], "time: runs, step"))],
                     [[name, *(cell for network in networks for cell in row.get(network, ["", ""]))]
-                     for name, row in cells.items()])
+                     for name, row in cells.items() if {*row} & {*networks}])
 
 
 def sequences_table(folder: Path) -> list[str]:

@@ -1,19 +1,16 @@
-"""Make the runs of the verdict that have no row yet, part by part and seed by seed; start it once for each free core.
+"""Make the runs of the verdict that have no row yet, part by part and seed by seed.
 
     OMP_NUM_THREADS=1 python -m experiments.across.run sweeps/across --cifar10 DIR --cifar100 DIR   # root of a checkout
     ... --only vit-rival conv2d 100                                       # one run again, for a cell of the table
 
 DIR has train and test, folders or tars of class/name.png. A finished run is a row of PART.csv in
-experiments/results/across, so another machine goes on where this one ends. A run that was interrupted goes on, too, and
-one that another process of this command is making is passed over. --only makes its run whether it has a row or not.
+experiments/results/across, so another machine goes on where this one ends; one that was interrupted goes on, too. On
+several cores give each its own --parts. --only makes its run whether it has a row or not.
 """
 import argparse
-import fcntl
 import os
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pandas as pd
@@ -24,33 +21,17 @@ from experiments.across.plan import NARROW, NETWORKS, PARTS, RESULTS, Part
 from experiments.evidence import read_runs, write_runs
 
 
-@contextmanager
-def hold(path: Path, wait: bool) -> Iterator[bool]:
-    """Hold a lock while the context lasts; False where another process has it and `wait` is false."""
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
-            yield False
-        else:
-            yield True
-
-
 def rows_of(part: Part, results: Path) -> list[pd.DataFrame]:
     """Return the table of the runs that have a row, or none."""
     path = results / f"{part.name}.csv"
     return [read_runs(path)] if path.exists() else []
 
 
-def keep(part: Part, run: pd.DataFrame, results: Path, runs: Path) -> None:
-    """Add a run's row to the part's file; processes that share the folder of runs do so one after another."""
-    with hold(runs / f".{part.name}.lock", wait=True):
-        order = {variant: number for number, variant in enumerate(part.own)}
-        rows = pd.concat([*rows_of(part, results), run])
-        rows = rows.iloc[sorted(range(len(rows)), key=lambda n: (order[rows["variant"].iloc[n]], rows["seed"].iloc[n]))]
-        path = results / f"{part.name}.csv"
-        write_runs(rows, path.with_suffix(".new"))
-        path.with_suffix(".new").replace(path)
+def keep(part: Part, run: pd.DataFrame, results: Path) -> None:
+    """Add a run's row to the part's file."""
+    rows = pd.concat([*rows_of(part, results), run])
+    order = pd.Categorical(rows["variant"], part.own)
+    write_runs(rows.assign(order=order).sort_values(["order", "seed"]), results / f"{part.name}.csv")
 
 
 def train(part: Part, variant: str, seed: int, runs: Path, data: dict[str, Path]) -> pd.DataFrame:
@@ -90,16 +71,13 @@ def main(argv: list[str] | None = None) -> int:
     args.runs.mkdir(parents=True, exist_ok=True)
     args.output.mkdir(parents=True, exist_ok=True)
     for part, variant, seed in wanted:
-        with hold(args.runs / f".{part.name},{variant},{seed}.lock", wait=False) as claimed:
-            if not claimed:
-                continue
-            done = [(row.variant, row.seed) for rows in rows_of(part, args.output) for row in rows.itertuples()]
-            if not args.only and (variant, seed) in done:
-                continue
-            run = train(part, variant, seed, args.runs, data)
-            print(run.to_csv(index=False), end="", flush=True)
-            if not args.only:
-                keep(part, run, args.output, args.runs)
+        done = [(row.variant, row.seed) for rows in rows_of(part, args.output) for row in rows.itertuples()]
+        if not args.only and (variant, seed) in done:
+            continue
+        run = train(part, variant, seed, args.runs, data)
+        print(run.to_csv(index=False), end="", flush=True)
+        if not args.only:
+            keep(part, run, args.output)
     return 0
 
 

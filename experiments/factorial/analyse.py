@@ -22,7 +22,6 @@ from experiments.evidence import (
     factorial,
     holm,
     paired,
-    parse_factors,
     plot_evidence,
     read_runs,
     write_runs,
@@ -31,8 +30,8 @@ from experiments.evidence import (
 HERE = Path(__file__).resolve().parent
 EARLIER = HERE.parent / "results" / "evidence"
 CELLS = ["none", "EA without skip", "EA without convolution", "EA"]
-FACTORS = parse_factors(["skip=none,EA without skip|EA without convolution,EA",
-                         "convolution=none,EA without convolution|EA without skip,EA"])
+FACTORS = {"skip": dict(zip(CELLS, (-1, -1, 1, 1), strict=True)),
+           "convolution": dict(zip(CELLS, (-1, 1, -1, 1), strict=True))}
 SEEDS, HYPOTHESES, TIME_HYPOTHESES = list(range(5, 10)), 4, 2
 LONGER = "none equal time"
 

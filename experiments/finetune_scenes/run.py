@@ -1,6 +1,6 @@
 """Fine-tune a pretrained ViT-S/14 on scenes in four ways, five seeds each; see README.md beside this file.
 
-    python experiments/finetune_scenes/run.py SCENES RUNS --weights WEIGHTS.safetensors [--measure]
+    python experiments/finetune_scenes/run.py SCENES RUNS --weights WEIGHTS.safetensors
 
 SCENES is what experiments/scenes/split.py writes. A run folder that is complete is not trained again, and one that is
 not goes on: start the same command again.
@@ -9,10 +9,8 @@ import argparse
 import json
 import os
 import sys
-import time
 from pathlib import Path
 
-import timm
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
@@ -21,7 +19,6 @@ from torch import Tensor
 import ea_vision  # noqa: F401  (registers the models)
 from ea_vision.base.errors import UsageError, exit_code
 from ea_vision.base.files import atomic_write, csv_text
-from ea_vision.benchmark import Steps, interleaved
 from ea_vision.engine import run_folder, train_imagenet
 from ea_vision.engine.gates import by_gate
 
@@ -90,32 +87,11 @@ def row_of(way: str, seed: int, output: Path, top1: float) -> dict[str, str | in
             **{name: f"{min(v):.4f} to {max(v):.4f}" if v else "" for name, v in ranges.items()}}
 
 
-def check_ways(ways: list[str]) -> None:
-    """Raise UsageError for a way whose network this release cannot make, before any work."""
-    for way in ways:
-        model, kwargs, _ = WAYS[way]
-        try:
-            with torch.device("meta"):
-                timm.create_model(model, img_size=SIDE, **VIT, **kwargs)
-        except (TypeError, ValueError) as error:
-            raise UsageError(f"way {way}: {model} with {kwargs} cannot be made: {error}") from error
-
-
-def measure(way: str) -> float:
-    """Return the seconds of processor time that a run would take here, from three updates in bfloat16."""
-    model, kwargs, _ = WAYS[way]
-    network = timm.create_model(model, img_size=SIDE, num_classes=6, **VIT, **kwargs)
-    steps = Steps(network, torch.randn(BATCH, 3, SIDE, SIDE), "bfloat16", "adamw")
-    update = interleaved({way: steps.train}, repeats=3, clock=time.process_time)[way]
-    return update * (EPOCHS * 6 * PHOTOS + (EPOCHS * 1500 + 2534) / 3) / BATCH  # a forward is a third of an update
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("scenes", type=Path)
     parser.add_argument("runs", type=Path)
     parser.add_argument("--weights", type=Path, required=True, help="of timm's vit_small_patch14_dinov2, safetensors")
-    parser.add_argument("--measure", action="store_true", help="print what a run would take, and start none")
     parser.add_argument("--ways", default=",".join(WAYS), help="some of them (default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=SEEDS, help="(default: %(default)s)")
     parser.add_argument("--photos", type=int, default=PHOTOS, help="a class to train on (default: %(default)s)")
@@ -124,11 +100,6 @@ def main(argv: list[str] | None = None) -> int:
     ways = args.ways.split(",")
     if not set(ways) <= set(WAYS):
         raise UsageError(f"--ways must be some of {', '.join(WAYS)}, got {args.ways}")
-    check_ways(ways)
-    if args.measure:
-        for way in ways:
-            print(f"{way}: {measure(way) / 60:.0f} core minutes a run on {torch.get_num_threads()} threads", flush=True)
-        return 0
     data, start = args.runs / "data", args.runs / "start.safetensors"
     pick(args.scenes, data, args.photos)
     if not start.exists():

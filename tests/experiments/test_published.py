@@ -1,4 +1,4 @@
-"""docs/results.md is what experiments/published.py writes; what is typed as the papers' stands in them."""
+"""The pages are what experiments/published.py writes; what is typed as the papers' stands in them."""
 import os
 import re
 import shlex
@@ -16,9 +16,9 @@ from ea_vision.engine.train_cifar import CifarConfig
 from ea_vision.engine.train_imagenet import ImageNetConfig
 from ea_vision.sizes import Counts
 from experiments import published
-from experiments.published import command, cost, counted, figures, section, tables
+from experiments.published import command, cost, counted, section, tables
 
-TABLES = {name: table for name, table in tables().items() if "columns" not in table}
+TABLES = tables()
 ROWS = [(table, row, data) for table in TABLES.values() for row in table["rows"] for data in row["recipes"]]
 SMALL = ("wide-resnet", "conv-transformer", "attention-cost", "detection", "probe")
 MEASURED = {"params M", "GFLOPs"}
@@ -36,16 +36,24 @@ def unmeasured(text: str) -> list[list[str]]:
     return lines
 
 
-@pytest.mark.parametrize("name", [name for name in tables() if name not in published.BY_NAME])
-def test_the_page_is_what_the_script_writes(name, monkeypatch):
+def figures(model: str) -> dict:
+    """Return the row of a network as it is registered, of the first table that has its accuracy."""
+    return next(row for table in TABLES.values() for row in table["rows"]
+                if row["model"] == model and row["top1"] and not row["kwargs"])
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_the_pages_are_what_the_script_writes(name, monkeypatch):
     """Of large networks all but what is counted, which `make test-all` counts, too."""
     if not (counts_all := name in SMALL or ALL):
         monkeypatch.setattr(published, "counted", lambda *of: Counts(1, 1, 1, 1, ()))
-    made, page = section(tables()[name], tables()[name]["rows"]), published.PAGE.read_text()
-    [shown] = [f"## {part.rstrip()}" for part in page.split("\n## ") if part.startswith(tables()[name]["title"])]
+    [(path, text)] = [(path, text) for path, text in published.TEXT.items()
+                      if (path.name == "results.md") == (name in published.MAIN)]
+    made, page = section(TABLES[name], TABLES[name]["rows"]), path.read_text()
+    [shown] = [f"## {part.rstrip()}" for part in page.split("\n## ") if part.startswith(f"{TABLES[name]['title']}:")]
     hint = "run: python -m experiments.published"
     assert (made == shown if counts_all else unmeasured(made) == unmeasured(shown)), hint
-    assert page.startswith(published.TEXT) and page.endswith(published.MISSING + "\n")
+    assert page.startswith(text)
 
 
 def test_a_network_stands_beside_its_own_papers_baseline():
@@ -85,9 +93,6 @@ def test_the_file_of_figures_is_whole():
     labels = [(table["name"], row["label"]) for table in TABLES.values() for row in table["rows"]]
     assert len(set(labels)) == len(labels) > 70
     assert all(timm.is_model(row["model"]) and row["source"] for table in TABLES.values() for row in table["rows"])
-    assert figures("aa_resnet50")["top1"] == {"ImageNet": 77.70}, "the EA paper's, not the AA paper's"
-    assert figures("cnn_cifar")["top1"] == {"CIFAR-10": 95.90, "CIFAR-100": 78.17}
-    assert figures("ea_conv_transformer_cifar") is None
 
 
 def test_rows_of_a_network_and_a_wrong_name(capsys):
@@ -100,18 +105,12 @@ def test_rows_of_a_network_and_a_wrong_name(capsys):
         published.main(["ea_aa_resnet5"])
 
 
-def shown(text: str) -> list[str]:
-    """Return the figures of a paper's table as PAPERS.md writes them."""
-    return re.findall(r"\d+(?:\.\d+)?(?:/\d+\.\d+)?", text)
-
-
 def test_every_published_figure_is_in_the_papers_tables(shared):
     """Where the transcription of the papers' tables is at hand: what is typed as theirs stands in it."""
     text = (shared / "PAPERS.md").read_text()
     pa, ea = text.split("## EA paper")
     of_papers = {f"{name} paper, table {number}": line for name, part in (("PA", pa), ("EA", ea))
                  for number, line in re.findall(r"^Table ([\d/]+)[,:](.*?)(?=^Table |\Z)", part, re.M | re.S)}
-    of_papers["EA paper, tables 8 and 11"] = of_papers.pop("EA paper, table 8/11")
     checked = 0
     for table in TABLES.values():
         for row in table["rows"]:
@@ -126,13 +125,7 @@ def test_every_published_figure_is_in_the_papers_tables(shared):
                 together = f"{row['top1']['ImageNet']:.2f}" + "".join(f" {x:.2f}" for x in row["top5"].values())
                 assert together in line, together
             checked += len(typed)
-    for table in (table for table in tables().values() if "columns" in table):
-        for cells in table["rows"].values():
-            typed = shown(" ".join(f"{cell:g}" if isinstance(cell, float) else cell for cell in cells))
-            known = {figure if "/" in figure else f"{float(figure):g}" for figure in shown(of_papers[table["source"]])}
-            assert set(typed) <= known, (table["name"], cells)
-            checked += len(cells)
-    assert checked > 180
+    assert checked > 100
 
 
 @pytest.mark.parametrize("name", ["share", "position"])
