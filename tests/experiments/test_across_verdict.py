@@ -33,7 +33,7 @@ from experiments.across.plan import (
     mechanism,
     step_times,
 )
-from experiments.across.sequences import MECHANISMS, recall
+from experiments.across.sequences import recall
 from experiments.evidence import by_variant, read_runs, write_runs
 from tests.experiments.pages import page_says, points, section
 
@@ -42,18 +42,18 @@ FACTORIAL = ROOT / "experiments" / "factorial"
 PAGE, CHANCES = "docs/across-layers.md", "What these seeds could have found"
 
 
-def table_of(rows: list[tuple[str, int, float]], split: str = "test") -> pd.DataFrame:
+def table_of(rows: list[tuple[str, int, float]]) -> pd.DataFrame:
     """Return runs of these variants, seeds and top-1."""
     return pd.DataFrame(rows, columns=["variant", "seed", "top1"]).assign(
-        train_loss=1.0, seconds=100, images=10_000, updates=1250, data="d", options="", split=split)
+        train_loss=1.0, seconds=100, images=10_000, updates=1250, data="d", options="", split="test")
 
 
-def made(name: str, gains: dict[str, float], split: str = "test") -> pd.DataFrame:
+def made(name: str, gains: dict[str, float]) -> pd.DataFrame:
     """Runs of a part: 60% and the variant's gain, and a tenth of a point of noise, the seed's own."""
     noise = random.Random(name)
     part = PARTS[name]
     return table_of([(variant, seed, 60 + gains.get(variant, 0.0) + noise.gauss(0, 0.1))
-                     for variant in sorted(part.own) for seed in part.seeds], split)
+                     for variant in sorted(part.own) for seed in part.seeds])
 
 
 def write(folder: Path, runs: dict[str, pd.DataFrame]) -> Path:
@@ -121,81 +121,31 @@ def test_an_incomplete_part_is_left_out_and_named(tmp_path, capsys):
         analyse.main([str(tmp_path), "-o", str(tmp_path / "out")])
 
 
-def test_runs_that_were_not_tested_are_left_out(tmp_path, capsys):
-    folder = write(tmp_path, {"vit-alone": made("vit-alone", {}, "held_out")})
-    with pytest.raises(UsageError, match="no part"):
-        analyse.main([str(folder), "-o", str(tmp_path / "out")])
-    assert "left out: vit-alone: runs that were tested are required, got top-1 on held_out" in capsys.readouterr().out
+def test_runs_with_a_row_are_not_made_again_and_seeds_come_one_after_another(tmp_path, monkeypatch):
+    made = []
 
+    def train(command, folder, seed):
+        made.append(folder.name)
+        return table_of([("", seed, float(len(made)))]).drop(columns="variant").iloc[0].to_dict()
 
-def test_the_table_of_tasks_without_images(tmp_path):
-    rows = {task: [{"task": task, "variant": variant, "seed": seed, "result": seed - 10 * (variant == "none")}
-                   for kind in ("none", *MECHANISMS[task]) for seed in range(100, 105)
-                   for variant in (kind, "token_conv" if kind == "none" else f"{kind}+token_conv")]
-            for task in MECHANISMS}
-    for task in rows:
-        pd.DataFrame(rows[task]).to_csv(tmp_path / f"{task}.csv", index=False)
-    lines = analyse.sequences_table(tmp_path)
-    assert lines[2] == ("| none | 92.0 (90.0 to 94.0) | 102.0 (100.0 to 104.0) | 92.000 (90.000 to 94.000) | "
-                        "102.000 (100.000 to 104.000) |")
-    assert [line.split()[1] for line in lines[3:]] == [*MECHANISMS["recall"]]
-    assert lines[-1] == "| conv2d | 102.0 (100.0 to 104.0) | 102.0 (100.0 to 104.0) |  |  |"  # no mask is kept
-    pd.DataFrame(rows["characters"][:-1]).to_csv(tmp_path / "characters.csv", index=False)
-    with pytest.raises(UsageError, match=r"five runs of talking_heads\+token_conv are required .*, got 4"):
-        analyse.sequences_table(tmp_path)
-
-
-class Trainer:
-    """In place of `sweep.train`: notes what is trained; the run's top-1 is its number."""
-
-    def __init__(self):
-        self.runs: list[tuple[str, list[str]]] = []
-
-    def __call__(self, command, folder, seed):
-        self.runs.append((folder.name, command))
-        return table_of([("", seed, float(len(self.runs)))]).drop(columns="variant").iloc[0].to_dict()
-
-
-@pytest.fixture
-def trainer(monkeypatch) -> Trainer:
     monkeypatch.setenv("TIMM_FUSED_ATTN", "1")  # put back afterwards
-    trainer = Trainer()
-    monkeypatch.setattr(sweep, "train", trainer)
-    return trainer
-
-
-def command(folder: Path, *more: str) -> list[str]:
-    return [str(folder / "runs"), "--cifar10", "ten", "--cifar100", "hundred", "-o", str(folder / "rows"), *more]
-
-
-def test_runs_with_a_row_are_not_made_again_and_seeds_come_one_after_another(tmp_path, trainer):
-    (tmp_path / "rows").mkdir()
-    part = PARTS["vit-alone"]
-    write_runs(table_of([("plain", 100, 61.5), ("uniform", 101, 50.0)]), tmp_path / "rows" / "vit-alone.csv")
-    assert run.main(command(tmp_path, "--parts", "vit-alone")) == 0
-    made = [name for name, _ in trainer.runs]
+    monkeypatch.setattr(sweep, "train", train)
+    part, out = PARTS["vit-alone"], tmp_path / "rows"
+    out.mkdir()
+    write_runs(table_of([("plain", 100, 61.5), ("uniform", 101, 50.0)]), out / "vit-alone.csv")
+    command = [str(tmp_path / "runs"), "--cifar10", "ten", "-o", str(out)]
+    assert run.main([*command, "--parts", "vit-alone"]) == 0
     assert made == [f"vit-alone,{variant},{seed}" for seed in part.seeds for variant in part.own
                     if (variant, seed) not in {("plain", 100), ("uniform", 101)}]
-    rows = read_runs(tmp_path / "rows" / "vit-alone.csv", variants=part.own)
+    rows = read_runs(out / "vit-alone.csv", variants=part.own)
     assert set(rows["split"]) == {"test"} and len(rows) == len(part.own) * len(part.seeds)
     assert rows["top1"].iloc[0] == 61.5 and rows["options"].iloc[1].startswith("vit_mini_patch4_32")
-    run.main(command(tmp_path, "--parts", "vit-alone"))
-    assert len(trainer.runs) == len(made)
-
-
-def test_one_run_again_leaves_the_rows_alone(tmp_path, trainer, capsys):
-    run.main(command(tmp_path, "--only", "cifar100", "conv2d", "103"))
-    [(name, arguments)] = trainer.runs
-    assert name == "cifar100,conv2d,103" and arguments[-4:] == ["--dataset", "folder", "--data-dir", "hundred"]
-    assert "conv2d,103,1.0" in capsys.readouterr().out and not list((tmp_path / "rows").iterdir())
-
-
-def test_what_cannot_be_run_is_said_before_any_run(tmp_path, trainer):
-    with pytest.raises(UsageError, match="vit-dear conv2d: .*vit-dear: refiner, mta"):
-        run.main(command(tmp_path, "--only", "vit-dear", "conv2d", "100"))
-    with pytest.raises(UsageError, match="vit-alone needs --cifar10 DIR"):
-        run.main([str(tmp_path), "--parts", "vit-alone"])
-    assert not trainer.runs
+    run.main([*command, "--only", "vit-alone", "conv2d", "103"])
+    assert made[-1] == "vit-alone,conv2d,103" and len(read_runs(out / "vit-alone.csv")) == len(rows)
+    for wrong, message in ((["--only", "vit-dear", "conv2d", "100"], "vit-dear conv2d: .*vit-dear: refiner, mta"),
+                           (["--parts", "cifar100"], "cifar100 needs --cifar100 DIR")):
+        with pytest.raises(UsageError, match=message):
+            run.main([*command, *wrong])
 
 
 def test_equal_time_and_equal_operations_are_those_that_were_measured():
