@@ -76,6 +76,12 @@ def _row(table: dict[str, Any], row: Row) -> Row:
     return row
 
 
+def figures(model: str) -> Row | None:
+    """Return the row of a network as it is registered, of the first table that has its accuracy."""
+    return next((row for table in tables().values() for row in table["rows"]
+                 if row["model"] == model and row["top1"] and not row["kwargs"]), None)
+
+
 @cache
 def runs() -> pd.DataFrame:
     """Return the runs of results/runs.yaml: model, data, recipe, epochs, top1."""

@@ -16,7 +16,7 @@ from ea_vision.engine.train_cifar import CifarConfig
 from ea_vision.engine.train_imagenet import ImageNetConfig
 from ea_vision.sizes import Counts
 from experiments import published
-from experiments.published import command, cost, counted, section, tables
+from experiments.published import command, cost, counted, figures, section, tables
 
 TABLES = tables()
 ROWS = [(table, row, data) for table in TABLES.values() for row in table["rows"] for data in row["recipes"]]
@@ -34,12 +34,6 @@ def unmeasured(text: str) -> list[list[str]]:
         lines.append([cell for index, cell in enumerate(cells)
                       if not heading or cells is heading or heading[index] not in MEASURED])
     return lines
-
-
-def figures(model: str) -> dict:
-    """Return the row of a network as it is registered, of the first table that has its accuracy."""
-    return next(row for table in TABLES.values() for row in table["rows"]
-                if row["model"] == model and row["top1"] and not row["kwargs"])
 
 
 @pytest.mark.parametrize("name", TABLES)
