@@ -19,6 +19,7 @@ from operator import itemgetter
 from pathlib import Path
 
 import torch
+from statsmodels.stats.proportion import proportion_confint
 
 import ea_vision  # noqa: F401  (registers the models)
 from ea_vision.base.errors import UsageError, exit_code
@@ -67,10 +68,8 @@ def evaluated_on(split: str, metrics: dict) -> str:
 
 def interval(percent: float, images: int) -> str:
     """Wilson's 95% interval of a share of so many images, in percent."""
-    share, z2 = percent / 100, 1.96 ** 2
-    middle = (share + z2 / (2 * images)) / (1 + z2 / images)
-    half_width = math.sqrt(z2 * (share * (1 - share) / images + z2 / (4 * images ** 2))) / (1 + z2 / images)
-    return f"{100 * (middle - half_width):.2f} to {100 * (middle + half_width):.2f}"
+    low, high = proportion_confint(percent / 100 * images, images, method="wilson")
+    return f"{100 * low:.2f} to {100 * high:.2f}"
 
 
 @dataclass
@@ -82,11 +81,6 @@ class FinishedRun:
     metrics: dict[str, list[float]]
     eval_split: str
     best: dict
-
-    @property
-    def data(self) -> str:
-        """Fingerprint of the data set."""
-        return self.about["data_fingerprint"]
 
 
 def read_finished(folder: Path) -> FinishedRun:
@@ -170,13 +164,13 @@ def test_images(model: torch.nn.Module, finished: FinishedRun, folder: Path, dat
             "data_dir": data_dir, "val_split": split, "device": "cpu", "workers": 0})
         data = ClassFolders(options, world, training=False)
         check_classes(model, data.classes, run["classes"], str(folder))
-        if data.fingerprint in finished.data:  # which is that of the training images, then that of the others
+        if data.fingerprint in run["data_fingerprint"]:  # that of the training images, then that of the others
             raise UsageError(f"--split must name images that {folder} has not seen, got {split}")
         return data.eval_loader(**common), options.tta
     options, _ = resolve_target(CifarConfig, str(folder), {})
     data = load_dataset(options.dataset, data_dir, img_size=options.img_size)
-    if data.fingerprint() != finished.data:
-        raise UsageError(f"{data_dir} is not the data of the run: fingerprint {finished.data} required, "
+    if data.fingerprint() != run["data_fingerprint"]:
+        raise UsageError(f"{data_dir} is not the data of the run: fingerprint {run['data_fingerprint']} required, "
                          f"got {data.fingerprint()}")
     return EvalLoader(data.test, batch_size=100, **common), options.tta
 

@@ -272,11 +272,10 @@ def test_probe_and_faithfulness():
 def test_smaller_experiments():
     tiny = table("tiny-imagenet/attention.csv").query("images == 160").groupby("run")["top1"].mean() + 1e-9
     digits = table("moved-digits.csv").groupby("transform")["top1"].mean()
-    share = table("ablation/share.csv")["held_out_top1"]
     page_says(PAGE, "Smaller experiments", f"{tiny['resnet34']:.1f}%", *(
         f"{kind.upper()} {tiny[name]:.1f}" for kind, name in (
             ("aa", "aa_resnet34"), ("pa", "pa_aa_resnet34"), ("ea", "ea_aa_resnet34"))),
-        *(f"{digits[transform]:.2f}%" for transform in (True, False)), *(f"{x:.2f}%" for x in share.iloc[[0, -1]]))
+        *(f"{digits[transform]:.2f}%" for transform in (True, False)))
     wide = table("wrn16-4-short.csv").groupby("model")["held_out_top1"].mean()
     page_says("experiments/cifar.md", "", f"{wide['wrn28_10_cifar'] - wide['aa_wrn28_10_cifar']:.1f} points")
     for name in ("share", "position"):

@@ -20,7 +20,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from ea_vision.base.errors import UsageError, exit_code
-from experiments.across.plan import EPOCHS, PARTS, RESULTS, VIT, Part, step_times
+from experiments.across.plan import EPOCHS, PARTS, RESULTS, Part, step_times
 from experiments.across.sequences import MECHANISMS
 from experiments.evidence import (
     by_variant,
@@ -34,7 +34,7 @@ from experiments.evidence import (
     write_runs,
 )
 
-ROWS = {"equal-time": "{}, equal time", "equal-operations": "{}, equal operations", "vit-dear": "{}, two seeds"}
+ROWS = {"equal-time": "{}, equal time", "equal-operations": "{}, equal operations"}
 
 
 def read_part(part: Part, folder: Path) -> pd.DataFrame:
@@ -105,10 +105,10 @@ def verdict_table(found: Mapping[Part, pd.DataFrame]) -> list[str]:
             text = f"{mark}{row.difference:+.2f}{mark} ({row.low:.2f} to {row.high:.2f})"
             cells.setdefault(ROWS.get(part.name, "{}").format(row.name), {})[part.network] = [
                 text.replace("-", "\N{MINUS SIGN}"), f"{row.run_ratio:.2f}, {row.time_ratio:.2f}"]
-    networks = list(dict.fromkeys(part.network for part in found if part.network != VIT))  # that is in verdict.csv
+    networks = list(dict.fromkeys(part.network for part in found))
     return markdown(["", *(head for network in networks for head in (heads[network], "time: runs, step"))],
                     [[name, *(cell for network in networks for cell in row.get(network, ["", ""]))]
-                     for name, row in cells.items() if {*row} & {*networks}])
+                     for name, row in cells.items()])
 
 
 def sequences_table(folder: Path) -> list[str]:
@@ -164,7 +164,8 @@ def main(argv: list[str] | None = None) -> int:
         raise UsageError(f"no part of the verdict is complete in {args.sweeps}")
     pd.concat(found.values()).to_csv(args.output / "verdict.csv", index=False)
     draw(found).savefig(args.output / "verdict.png", dpi=200)
-    print(*verdict_table(found), "", sep="\n")
+    main_parts = {part: effects for part, effects in found.items() if part.name not in ("vit-alone", "vit-dear")}
+    print(*verdict_table(main_parts), "", sep="\n")
     try:
         print(*sequences_table(args.sweeps), sep="\n")
     except UsageError as error:

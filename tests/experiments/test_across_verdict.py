@@ -188,7 +188,7 @@ def test_the_pages_say_what_the_kept_runs_say(tmp_path, capsys):
     printed, protocol = capsys.readouterr().out, "experiments/across/README.md"
     lines = [*section(PAGE, "").splitlines(), *section(protocol, "").splitlines()]
     tables = [line for line in printed[printed.index("\n|  | small"):].splitlines() if line.startswith("|")]
-    assert len(tables) > 20 and [line for line in tables if line not in lines] == []
+    assert len(tables) >= 20 and [line for line in tables if line not in lines] == []
     rows = {(row["part"], row["name"]): row for row in kept.to_dict("records")}
     conv2d, longer, even = (rows[part, "conv2d"] for part in ("vit-rival", "equal-time", "equal-operations"))
     page_says(PAGE, "Which to use", f"{points(conv2d, '+')}, corrected p = {conv2d['p_holm']:.3f}", points(longer),
