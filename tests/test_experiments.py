@@ -297,6 +297,12 @@ def test_speed():
                 f"{x:.2f}" for x in (row.train_ratio, row.infer_ratio, row.memory_ratio))))
 
 
+def test_what_recording_costs():
+    for row in table("recording-cost.csv").itertuples():
+        page_says("docs/record.md", "Cost", cells(f"`{row.network}`", *(
+            f"{x + 1e-6:.2f}" for x in (row.plain_s, row.recorded_s)), f"{row.maps_mib:.1f}"))
+
+
 def test_large_maps():
     """The networks at 640 pixels, and the parts of a layer."""
     kept = table("large-maps.csv")
