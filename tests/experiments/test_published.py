@@ -14,39 +14,23 @@ from ea_vision.detection.train import DetectionConfig
 from ea_vision.engine.config import PUBLISHED, make_parser, parse, resolve
 from ea_vision.engine.train_cifar import CifarConfig
 from ea_vision.engine.train_imagenet import ImageNetConfig
-from ea_vision.sizes import Counts
 from experiments import published
 from experiments.published import command, cost, counted, figures, section, tables
+from tests.slow import slow_but
 
 TABLES = tables()
 ROWS = [(table, row, data) for table in TABLES.values() for row in table["rows"] for data in row["recipes"]]
-SMALL = ("wide-resnet", "conv-transformer", "attention-cost", "detection", "probe")
-MEASURED = {"params M", "GFLOPs"}
+SMALL = ("wide-resnet", "conv-transformer", "attention-cost", "probe")
 ALL = os.environ.get("EA_VISION_TEST_ALL") == "1"
 
 
-def unmeasured(text: str) -> list[list[str]]:
-    """Return lines as cells, without those that are counted on networks."""
-    lines, heading = [], []
-    for line in text.splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        heading = cells if MEASURED & set(cells) else heading if line.startswith("|") else []
-        lines.append([cell for index, cell in enumerate(cells)
-                      if not heading or cells is heading or heading[index] not in MEASURED])
-    return lines
-
-
-@pytest.mark.parametrize("name", TABLES)
-def test_the_pages_are_what_the_script_writes(name, monkeypatch):
-    """Of large networks all but what is counted, which `make test-all` counts, too."""
-    if not (counts_all := name in SMALL or ALL):
-        monkeypatch.setattr(published, "counted", lambda *of: Counts(1, 1, 1, 1, ()))
+@pytest.mark.parametrize("name", slow_but(SMALL, TABLES))
+def test_the_pages_are_what_the_script_writes(name):
     [(path, text)] = [(path, text) for path, text in published.TEXT.items()
                       if (path.name == "results.md") == (name in published.MAIN)]
-    made, page = section(TABLES[name], TABLES[name]["rows"]), path.read_text()
+    page = path.read_text()
     [shown] = [f"## {part.rstrip()}" for part in page.split("\n## ") if part.startswith(f"{TABLES[name]['title']}:")]
-    hint = "run: python -m experiments.published"
-    assert (made == shown if counts_all else unmeasured(made) == unmeasured(shown)), hint
+    assert section(TABLES[name], TABLES[name]["rows"]) == shown, "run: python -m experiments.published"
     assert page.startswith(text)
 
 
@@ -122,7 +106,7 @@ def test_every_published_figure_is_in_the_papers_tables(shared):
     assert checked > 100
 
 
-@pytest.mark.parametrize("name", ["share", "position"])
+@pytest.mark.parametrize("name", slow_but({"share"}, ["share", "position"]))
 def test_published_positions_and_shares_are_built_as_the_paper_says(name):
     """They change the sizes as published, and positions that learn nothing add nothing."""
     rows = [row for row in TABLES[name]["rows"] if row["model"] == "aa_resnet50" or ALL]

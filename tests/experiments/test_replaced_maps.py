@@ -1,5 +1,4 @@
 """experiments/replaced_maps.py: each replacement is what it says, against a network with other weights or keywords."""
-import csv
 import runpy
 from pathlib import Path
 
@@ -9,7 +8,6 @@ import timm
 import torch
 
 import ea_vision
-from ea_vision.data.small_images import hold_out, load_dataset
 from ea_vision.layers import AugmentedConv2d
 from ea_vision.recorder.loading import load_model
 
@@ -100,15 +98,3 @@ def test_figures_of_logits_against_numpy():
         alike = [np.corrcoef(a, b)[0, 1] if a.any() and b.any() else 0.0 for a, b in zip(*heads, strict=True)]
         assert correlation == pytest.approx(np.mean(alike), abs=6e-4)
     assert rows[0][-1] == 1.0 and rows[1][-1] < 0.99  # the first layer has nothing to evolve from
-
-
-def test_images_are_those_a_run_held_out(tmp_path):
-    name = "conv_transformer_cifar.fast_c10"
-    _, held_out = hold_out(load_dataset("digits").train, 40, seed=0)
-    loaded = load_model(name)
-    with torch.no_grad():
-        right = loaded.model(loaded.normalize(held_out.images / 255)).argmax(1) == held_out.targets
-    assert 0 < right.sum() < 40
-    assert script["main"]([str(tmp_path), "--model", name, "--dataset", "digits", "--holdout", "40"]) == 0
-    rows = list(csv.DictReader((tmp_path / "replaced.csv").open()))
-    assert rows[0] == {"model": name, "maps": "trained", "top1": f"{100 * right.double().mean():.1f}", "images": "40"}
