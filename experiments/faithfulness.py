@@ -109,8 +109,7 @@ def order_of(scores: Tensor, grid: tuple[int, int], ties: Tensor) -> Tensor:
 
 @torch.no_grad()
 def measure(predict: Predict, images: Tensor, sources: Sequence[Source], grid: tuple[int, int], *,
-            mean: Sequence[float], steps: int = 10, batch_size: int = 64, seed: int = 0,
-            device: str | torch.device = "cpu") -> list[Curves]:
+            mean: Sequence[float], steps: int = 10, batch_size: int = 64, seed: int = 0) -> list[Curves]:
     """Remove patches in the order of rankings, and see what the network makes of the rest.
 
     Args:
@@ -122,21 +121,21 @@ def measure(predict: Predict, images: Tensor, sources: Sequence[Source], grid: t
         seed: of the order of patches that a ranking leaves alike.
     """
     N, (H, W) = grid[0] * grid[1], images.shape[-2:]
-    cells = ((torch.arange(H) * grid[0] // H)[:, None] * grid[1] + torch.arange(W) * grid[1] // W).to(device)  # (H, W)
+    cells = ((torch.arange(H) * grid[0] // H)[:, None] * grid[1] + torch.arange(W) * grid[1] // W)  # (H, W)
     bins = [max(1, round(share * N)) for share in SHARES]
     counts = sorted({*bins, *(round(step * N / steps) for step in range(1, steps))} - {0})
     generator = torch.Generator().manual_seed(seed)
     ties = torch.stack([torch.randperm(N, generator=generator) for _ in range(len(images))])
     bases, found = [], {}
     for index in tqdm(torch.arange(len(images)).split(batch_size), unit="batch", disable=None):
-        batch = images[index].to(device) / 255
+        batch = images[index] / 255
         nothing = torch.tensor(mean).to(batch).view(1, 3, 1, 1).expand_as(batch)
         whole = predict(batch).float().softmax(-1)
         classes = whole.argmax(-1)
         chosen = torch.arange(len(batch)), classes
         bases.append((whole[chosen].cpu(), predict(nothing).float().softmax(-1)[chosen].cpu()))
         for ranking, scores in [item for source in sources for item in source(batch, classes).items()]:
-            place = order_of(scores, grid, ties[index]).argsort(1).to(device)[:, cells]  # (B, H, W), in the order
+            place = order_of(scores, grid, ties[index]).argsort(1)[:, cells]  # (B, H, W), in the order
             left = []
             for kept, count in product((False, True), counts):
                 shown = torch.where((place < count)[:, None] == kept, batch, nothing)
@@ -206,7 +205,7 @@ def gradient_source(predict: Predict, mean: Sequence[float], grid: tuple[int, in
     with torch.enable_grad():
         logits = predict(images).float().log_softmax(-1)
         gradient, = torch.autograd.grad(logits.gather(1, classes[:, None]).sum(), images)
-    mean = torch.tensor(mean, device=images.device).view(1, 3, 1, 1)
+    mean = torch.tensor(mean).view(1, 3, 1, 1)
     return {"gradient": F.adaptive_avg_pool2d((gradient * (images.detach() - mean)).sum(1), grid)}
 
 
@@ -237,21 +236,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--limit", type=int, metavar="N", help="N test images, drawn by --seed (default: all)")
     add("--batch-size", type=int, default=64)
     add("--amp", default="none", choices=("none", "bfloat16"))
-    add("--device", default="cpu")
     add("--seed", type=int, default=0, help="of the drawn images, the ties and the untrained network (default: 0)")
     add("-o", "--output", type=Path, default=Path("faithfulness"), help="folder (default: %(default)s)")
     args = parser.parse_args(argv)
-    wanted, device = args.rankings.split(","), torch.device(args.device)
+    wanted = args.rankings.split(",")
     if not set(wanted) <= set(RANKINGS):
         raise UsageError(f"--rankings must be some of {', '.join(RANKINGS)}, got {args.rankings}")
     args.output.mkdir(parents=True, exist_ok=True)
     results, curves = [], []
     for target in args.model.split(","):
         size = (args.img_size, args.img_size) if args.img_size else None
-        model = load_model(target, img_size=size, device=device)
+        model = load_model(target, img_size=size)
 
         def predict(images: Tensor, model=model) -> Tensor:
-            with torch.autocast(device.type, torch.bfloat16, enabled=args.amp == "bfloat16"):
+            with torch.autocast("cpu", torch.bfloat16, enabled=args.amp == "bfloat16"):
                 return model.model(model.normalize(images))
 
         data = load_dataset(args.dataset, args.data_dir, model.img_size[0], False, 2)
@@ -260,7 +258,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             order = torch.randperm(len(images), generator=torch.Generator().manual_seed(args.seed))
             images = images[order[:args.limit].sort().values]
         with torch.no_grad(), ea_vision.record_attention(model.model) as maps:
-            model.model(torch.zeros(1, 3, *model.img_size, device=device))
+            model.model(torch.zeros(1, 3, *model.img_size))
         layers = list(maps) if args.layers == "all" else [int(number) for number in args.layers.split(",")]
         grid = max((maps[n].feat_size for n in layers), key=math.prod)
         sources: list[Source] = [attention_source(model, layers, wanted)]
@@ -271,7 +269,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     "centre": partial(centre_source, grid), "random": random_source}
         sources += [source for name, source in controls.items() if name in wanted]
         for of in measure(predict, images, sources, grid, mean=model.config["mean"], steps=args.steps,
-                          batch_size=args.batch_size, seed=args.seed, device=device):
+                          batch_size=args.batch_size, seed=args.seed):
             results.append({"model": model.label, **of.row()})
             curves.append(pd.DataFrame({"model": model.label, "ranking": of.ranking, "share": of.shares(),
                                         **{score: of.curve(score).mean(0) for score in SCORES[2:]}}))

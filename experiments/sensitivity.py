@@ -26,16 +26,11 @@ STUDIES = {  # study: (files of runs, read as one; first, second; hypotheses)
 }
 
 
-def top1_of(study: str) -> pd.DataFrame:
-    """Return top-1 by seed and variant."""
-    return by_variant(read_runs(*(HERE / file for file in STUDIES[study][0])))
-
-
 def table() -> pd.DataFrame:
     """Return a row for each study: seeds, spread of the differences and what they find, in points."""
     rows = []
-    for study, (_, first, second, hypotheses) in STUDIES.items():
-        top1 = top1_of(study)
+    for study, (files, first, second, hypotheses) in STUDIES.items():
+        top1 = by_variant(read_runs(*(HERE / file for file in files)))
         spread = (top1[first] - top1[second]).std()
         rows.append({"study": study, "comparison": f"{first} - {second}", "seeds": len(top1),
                      "spread": round(spread, 2),
