@@ -11,24 +11,22 @@ Papers:
 Shape letters: B batch, C channels, H x W the attention map, N = H*W its pixels (row-major), K heads, D width of a
 head.
 """
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from timm.models import register_notrace_module
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ea_vision.base.errors import UsageError
+from ea_vision.layers.evolution import EvolvingMaps
 from ea_vision.layers.positions import add_sine, append_coordinates, check_position
-from ea_vision.ops import check_windows, evolving_attention, forced, halve, log_large_map, log_once
+from ea_vision.ops import check_windows, evolving_attention, forced, halve, log_large_map
 from ea_vision.ops.problem import check_prev_logits
-from ea_vision.ops.reference import neighbours_logits, neighbours_values, own_logits, within_windows
+from ea_vision.ops.reference import neighbours_logits, own_logits
 from ea_vision.ops.rel_pos import cover_offsets, fit_rel_table, reach
 
 
 def _check_divides(name: str, value: int, num_heads: int) -> None:
-    if value < num_heads or value % num_heads:
+    if num_heads < 1 or value < num_heads or value % num_heads:
         raise ValueError(f"{name} must be a positive multiple of num_heads={num_heads}, got {value}")
 
 
@@ -107,43 +105,20 @@ class _NormaliseHeads(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, *grads: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx, grad_q: Tensor, grad_k: Tensor, _) -> tuple[Tensor, Tensor]:
         """y = rate * gain * x, d rate / dx = -rate**3 x / D."""
         qk, gain, rate = ctx.saved_tensors
-        grad_qk, D = torch.empty_like(qk, dtype=rate.dtype), qk.shape[2]
-        along = torch.empty_like(rate)
-        for part, times in ((0, gain.view(-1, 1, 1)), (1, 1.0)):
-            x, r, out, a = (t.chunk(2, dim=1)[part] for t in (qk, rate, grad_qk, along))
-            x, grad = x.to(rate.dtype), out.copy_(grads[part])  # in the layout of x
-            a.copy_((grad * x).sum(2, keepdim=True)).mul_(r)
-            grad.mul_(r * times).addcmul_(x, a * r * (r * times), value=-1 / D)
-        return grad_qk.to(qk.dtype), along.chunk(2, dim=1)[0].sum((0, 2, 3)).to(gain.dtype)
-
-
-def operands_of(layer: nn.Module, prev_logits: Tensor | None) -> dict[str, Any] | None:
-    """Return what `evolving_attention` needs to know of an attention layer's evolution; None where it cannot do as the
-    layer's modules do, or where a hook wants to see the maps in them.
-
-    Raises:
-        ValueError: an implementation is forced that cannot do as the modules do.
-    """
-    evolution, drop = layer.evolution, layer.attn_drop
-    if drop._forward_hooks or drop._forward_pre_hooks:
-        return None
-    if evolution is None:
-        return {}
-    if evolution._forward_hooks or evolution._forward_pre_hooks:
-        return None
-    operands = evolution.operands(prev_logits)
-    if operands is None and (reason := evolution.reason_for_reference()):
-        if forced and forced[-1] != "reference":
-            raise UsageError(f"implementation {forced[-1]!r} cannot run this: {reason}")
-        log_once(("reference", reason), f"evolving attention by 'reference': {reason}")
-    return operands
+        K, x = len(gain), qk.to(rate.dtype)
+        grad = torch.empty_like(x)  # in the layout of x
+        grad[:, :K], grad[:, K:] = grad_q, grad_k
+        along = (grad * x).sum(2, keepdim=True).mul_(rate)
+        times = rate * _gains(gain)
+        grad.mul_(times).addcmul_(x, times.mul_(rate).mul_(along), value=-1 / qk.shape[2])
+        return grad.to(qk.dtype), along[:, :K].sum((0, 2, 3)).to(gain.dtype)
 
 
 @register_notrace_module  # sizes are checked at run time, so FX keeps the layer whole
-class AugmentedConv2d(nn.Module):
+class AugmentedConv2d(EvolvingMaps, nn.Module):
     """A convolution and a multi-head self-attention side by side, concatenated on channels (AA paper, section 3.2).
 
     Args:
@@ -215,8 +190,6 @@ class AugmentedConv2d(nn.Module):
         dd = {"device": device, "dtype": dtype}
         super().__init__()
         attn_channels = dim_v if attn_channels is None else attn_channels
-        if num_heads < 1:
-            raise ValueError(f"num_heads must be 1 or more, got {num_heads}")
         _check_divides("dim_qk", dim_qk, num_heads)
         _check_divides("dim_v", dim_v, num_heads)
         if not 0 < attn_channels <= out_channels:
@@ -355,17 +328,6 @@ class AugmentedConv2d(nn.Module):
             x = append_coordinates(x)
         return x
 
-    def split_heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, tuple[int, int]]:
-        """Queries, keys and values of the attention branch, and the map's size after pooling.
-
-        Args:
-            x: (B, C, H', W'), the layer's input.
-
-        Returns:
-            q (B, K, N, D), normalised with qk_norm, not scaled, k (B, K, N, D) likewise, v (B, K, N, Dv), [H, W].
-        """
-        return self.heads_of(self.qkv(self.branch_input(x)))
-
     @torch.jit.unused
     def _normalise(self, qk: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
         # a compiler fuses the plain form, and the reference has second derivatives
@@ -376,7 +338,14 @@ class AugmentedConv2d(nn.Module):
         return q, k
 
     def heads_of(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, tuple[int, int]]:
-        """As `split_heads`, from the projection (B, 2 * dim_qk + dim_v, H, W)."""
+        """Return queries, keys and values of the attention branch, and the map's size.
+
+        Args:
+            projected: (B, 2 * dim_qk + dim_v, H, W), what `qkv` makes of `branch_input`.
+
+        Returns:
+            q (B, K, N, D), normalised with qk_norm, not scaled, k (B, K, N, D) likewise, v (B, K, N, Dv), [H, W].
+        """
         B, H, W = projected.shape[0], projected.shape[2], projected.shape[3]
         qk, v = projected.split([2 * self.dim_qk, self.dim_v], dim=1)
         qk = qk.reshape(B, 2 * self.num_heads, self.dim_head_qk, H * W)
@@ -391,8 +360,7 @@ class AugmentedConv2d(nn.Module):
         return q.transpose(-2, -1), k.transpose(-2, -1), v, (H, W)
 
     def logits_of(self, q: Tensor, k: Tensor, feat_size: tuple[int, int]) -> Tensor:
-        """Return the layer's logits before any evolution, whole: q, k of `split_heads` -> (B, K, N, N), or
-        (B, K, N, head_window * N) with the neighbouring heads' keys."""
+        """Return the layer's logits before any evolution; see `EvolvingMaps`."""
         H, W = feat_size
         height_rel, width_rel = self.height_rel, self.width_rel
         if height_rel is not None and width_rel is not None:
@@ -404,38 +372,12 @@ class AugmentedConv2d(nn.Module):
             return neighbours_logits(q, k, height_rel, width_rel, self.scale, feat_size, self.head_window)
         return own_logits(q, k, height_rel, width_rel, self.scale, feat_size)
 
-    def attention_of(self, logits: Tensor, feat_size: tuple[int, int]) -> Tensor:
-        """Return the probabilities of (evolved) logits, within the windows; the shape stays."""
-        if self.local:
-            logits = within_windows(logits, feat_size, self.window, self.head_window, self.head_border == "wrap")
-        attn = logits.softmax(dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
-        if self.evolution is not None:
-            if self.evolution.mixes_attn:
-                attn = self.evolution.mix_attn(attn.to(logits.dtype))
-        return attn
-
-    def _attend_by_modules(
-            self, q: Tensor, k: Tensor, v: Tensor, prev_logits: Tensor | None, feat_size: tuple[int, int],
-    ) -> tuple[Tensor, Tensor | None]:
-        """Compute the reference: every map passes through a module of this layer, where a hook can see it."""
-        logits = self.logits_of(q, k, feat_size)
-        if self.evolution is not None:
-            prev = logits if prev_logits is None else prev_logits
-            if self.evolution.spatial:
-                logits = self.evolution(logits, prev, feat_size)
-            else:
-                logits = self.evolution(logits, prev)
-        if self.head_window > 1:
-            v = neighbours_values(v, self.head_window)
-        out = self.attn_drop(self.attention_of(logits, feat_size)).to(v.dtype) @ v
-        return out, logits if self.head_window == 1 else None
-
     @torch.jit.unused
     def _attend_by_operator(
             self, q: Tensor, k: Tensor, v: Tensor, prev_logits: Tensor | None, feat_size: tuple[int, int],
             need_logits: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        operands = operands_of(self, prev_logits)
+        operands = self._operands(prev_logits)
         if operands is None:
             return self._attend_by_modules(q, k, v, prev_logits, feat_size)
         watched = bool(self._forward_hooks) and (self.evolution is not None or not self.local)

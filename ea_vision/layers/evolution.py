@@ -20,7 +20,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ea_vision.ops.reference import among_patches, mixed, readable, with_prefix
+from ea_vision.base.errors import UsageError
+from ea_vision.ops import forced, log_once
+from ea_vision.ops.reference import (
+    among_patches,
+    mixed,
+    neighbours_values,
+    own_logits,
+    readable,
+    with_prefix,
+    within_windows,
+)
 
 _EVOLUTIONS: dict[str, type["Evolution"]] = {}
 
@@ -40,6 +50,7 @@ class Evolution(nn.Module):
         mixes_attn: whether there is a `mix_attn`.
         mixes_output: whether there is a `mix_output`.
         identity_start: the options with which it begins as the plain network and learns from there.
+        gate_names: its gates (alpha, beta, ...): numbers, or parameters where they are learnable.
         part_names: further maps that `parts` returns; the default knows "softmax", the probabilities before `mix_attn`.
     """
 
@@ -49,6 +60,7 @@ class Evolution(nn.Module):
     mixes_attn = False
     mixes_output = False
     identity_start: Mapping[str, Any] = MappingProxyType({})
+    gate_names: tuple[str, ...] = ()
     part_names: tuple[str, ...] = ()
 
     def forward(self, logits: Tensor, prev_logits: Tensor) -> Tensor:
@@ -69,16 +81,11 @@ class Evolution(nn.Module):
         """Undo a network's own initialisation of all its convolutions; nothing to undo by default."""
 
     @torch.jit.ignore
-    def operands(self, prev_logits: Tensor) -> dict[str, Any] | None:
-        """Return the keywords with which `ea_vision.ops.evolving_attention` does as `forward`; None where it cannot.
+    def operands(self, prev_logits: Tensor) -> dict[str, Any] | str:
+        """Return the keywords with which `ea_vision.ops.evolving_attention` does as `forward`; where it cannot, why.
 
         own_scale among them multiplies the layer's own logits.
         """
-        return None
-
-    @torch.jit.ignore
-    def reason_for_reference(self) -> str:
-        """Return why no faster implementation computes `forward`, for the log; "" where `operands` says how."""
         return f"{type(self).__name__} has only its forward, which the others do not know"
 
     @torch.jit.ignore
@@ -93,13 +100,85 @@ class Evolution(nn.Module):
 
     @torch.jit.ignore
     def gates(self) -> dict[str, float | Tensor]:
-        """Return alpha and beta by name: numbers, or parameters where they are learnable; {} without them."""
-        return {}
+        """Return the gates by name; those that are None are not there."""
+        gates = {name: getattr(self, name) for name in self.gate_names}
+        return {name: gate for name, gate in gates.items() if gate is not None}
 
     @torch.jit.ignore
     def changes_nothing(self) -> bool:
-        """Return whether `forward`, as it stands, returns the layer's own logits."""
-        return False
+        """Return whether it leaves the layer as it is; unless a subclass knows better, whether its gates stand at
+        `identity_start` and nothing else does."""
+        start, gates = {name: x for name, x in self.identity_start.items() if name != "learnable"}, self.gates()
+        return bool(gates) and start.keys() == gates.keys() and not any(
+            (torch.as_tensor(gate) != start[name]).any() for name, gate in gates.items())
+
+
+class EvolvingMaps:
+    """The maps of an attention layer, beside nn.Module and a class with `num_heads`, `scale` and `attn_drop`.
+
+    evolution: the mechanism over its maps, or None.
+    need_logits: whether somebody reads its logits.
+    """
+
+    __constants__ = ["local"]  # noqa: RUF012 (for TorchScript)
+    local = False  # whether a query sees a part of the map alone, or other heads
+    window: tuple[int, int] | None = None
+    head_window = 1
+    head_border = "clip"
+
+    def logits_of(self, q: Tensor, k: Tensor, feat_size: tuple[int, int]) -> Tensor:
+        """Return the layer's logits before any evolution, whole: q, k (B, K, N, D), q not scaled -> (B, K, N, N), or
+        (B, K, N, head_window * N) with the neighbouring heads' keys."""
+        return own_logits(q, k, None, None, self.scale, feat_size)
+
+    def attention_of(self, logits: Tensor, feat_size: tuple[int, int]) -> Tensor:
+        """Return the probabilities of (evolved) logits, within the windows; the shape stays."""
+        if self.local:
+            logits = within_windows(logits, feat_size, self.window, self.head_window, self.head_border == "wrap")
+        attn = logits.softmax(dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+        if self.evolution is not None:
+            if self.evolution.mixes_attn:
+                attn = self.evolution.mix_attn(attn.to(logits.dtype))
+        return attn
+
+    def _attend_by_modules(
+            self, q: Tensor, k: Tensor, v: Tensor, prev_logits: Tensor | None, feat_size: tuple[int, int] | None,
+            bias: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Compute the reference: every map passes through a module of this layer, where a hook can see it."""
+        size = (1, q.shape[2]) if feat_size is None else feat_size
+        logits = self.logits_of(q, k, size)
+        if bias is not None:
+            logits = logits + bias
+        if self.evolution is not None:
+            prev = logits if prev_logits is None else prev_logits
+            if self.evolution.spatial:
+                logits = self.evolution(logits, prev, size)
+            else:
+                logits = self.evolution(logits, prev)
+        if self.head_window > 1:
+            v = neighbours_values(v, self.head_window)
+        out = self.attn_drop(self.attention_of(logits, size)).to(v.dtype) @ v
+        return out, logits if self.head_window == 1 else None
+
+    @torch.jit.unused
+    def _operands(self, prev_logits: Tensor | None) -> dict[str, Any] | None:
+        """Return what `evolving_attention` needs to know of the evolution; None where it cannot do as the modules do,
+        or where a hook wants to see the maps in them.
+
+        Raises:
+            ValueError: an implementation is forced that cannot do as the modules do.
+        """
+        evolving = [] if self.evolution is None else self.evolution.modules()
+        if any(module._forward_hooks or module._forward_pre_hooks for module in (self.attn_drop, *evolving)):
+            return None
+        operands = {} if self.evolution is None else self.evolution.operands(prev_logits)
+        if not isinstance(operands, str):
+            return operands
+        if forced and forced[-1] != "reference":
+            raise UsageError(f"implementation {forced[-1]!r} cannot run this: {operands}")
+        log_once(("reference", operands), f"evolving attention by 'reference': {operands}")
+        return None
 
 
 def register_evolution(name: str) -> Callable[[type[Evolution]], type[Evolution]]:
@@ -118,22 +197,18 @@ def register_evolution(name: str) -> Callable[[type[Evolution]], type[Evolution]
     return register
 
 
-def _check_kind(kind: str | None) -> None:
-    if kind is not None and kind not in _EVOLUTIONS:
-        raise ValueError(f"evolution must be one of {', '.join(map(repr, _EVOLUTIONS))} or None, got {kind!r}")
-
-
 def evolution_class(kind: str) -> type[Evolution]:
     """Return the class that is registered under a name.
 
     Raises:
         ValueError: unknown kind.
     """
-    _check_kind(kind)
+    if kind not in _EVOLUTIONS:
+        raise ValueError(f"evolution must be one of {', '.join(map(repr, _EVOLUTIONS))} or None, got {kind!r}")
     return _EVOLUTIONS[kind]
 
 
-_MADE_BY_NETWORKS = ("self", "num_heads", "channels", "device", "dtype")
+_MADE_BY_NETWORKS = ("num_heads", "channels", "device", "dtype")
 
 
 def evolution_options(kind: str | None = None) -> tuple[str, ...]:
@@ -142,9 +217,8 @@ def evolution_options(kind: str | None = None) -> tuple[str, ...]:
     Raises:
         ValueError: unknown kind.
     """
-    _check_kind(kind)
-    kinds = _EVOLUTIONS if kind is None else (kind,)
-    names = [name for each in kinds for name in inspect.signature(_EVOLUTIONS[each].__init__).parameters]
+    classes = _EVOLUTIONS.values() if kind is None else [evolution_class(kind)]
+    names = [name for cls in classes for name in inspect.signature(cls).parameters]
     names += ["start"] if kind is None else []  # of `create_evolution`
     return tuple(dict.fromkeys(name for name in names if name not in _MADE_BY_NETWORKS))
 
@@ -166,23 +240,22 @@ def create_evolution(
     Raises:
         ValueError: unknown kind or start, or an option that this kind does not have.
     """
-    _check_kind(kind)
+    cls = None if kind is None else evolution_class(kind)
+    known = () if cls is None else evolution_options(kind)
     options = {name: value for name, value in options.items() if value is not None}
-    known = evolution_options(kind) if kind is not None else ()
-    if kind is not None and start == "identity":
-        options = {**_EVOLUTIONS[kind].identity_start, **options}
-    elif start is not None and (kind is None or start != "paper"):
+    if cls is not None and start == "identity":
+        options = {**cls.identity_start, **options}
+    elif start is not None and (cls is None or start != "paper"):
         options["start"] = start
     foreign = sorted(set(options) - set(known))
-    if "start" in foreign and kind is not None:
+    if "start" in foreign and cls is not None:
         raise ValueError(f"start must be 'identity' or 'paper', got {start!r}")
     if foreign:
         has = f"has {', '.join(known)}" if known else "has no options"
         raise ValueError(f"evolution={kind!r} {has}; got {', '.join(foreign)}")
-    if kind is None:
+    if cls is None:
         return None
-    cls = _EVOLUTIONS[kind]
-    if channels is not None and "channels" in inspect.signature(cls.__init__).parameters:
+    if channels is not None and "channels" in inspect.signature(cls).parameters:
         options["channels"] = channels
     return cls(num_heads, **options, device=device, dtype=dtype)
 
@@ -193,36 +266,23 @@ def learnable_gates(model: nn.Module) -> dict[str, nn.Parameter]:
             if isinstance(module, Evolution) for name, gate in module.gates().items() if isinstance(gate, nn.Parameter)}
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _new_gate(name: str, value: float, learnable: bool | str, num_heads: int, device, dtype) -> float | nn.Parameter:
+def new_gate(name: str, value: float, learnable: bool | str, num_heads: int, **dd) -> float | nn.Parameter:
     """Return a gate: a number from 0 to 1, or a parameter, () or (K), that begins at any finite number."""
     if learnable not in (False, True, "per_head"):
         raise ValueError(f"learnable must be False, True or 'per_head', got {learnable!r}")
-    if not learnable and not (_is_number(value) and 0.0 <= value <= 1.0):
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not learnable and not (is_number and 0.0 <= value <= 1.0):
         raise ValueError(f"{name} must lie between 0 and 1, got {value}")
-    if not (_is_number(value) and math.isfinite(value)):
+    if not (is_number and math.isfinite(value)):
         raise ValueError(f"{name} must be a finite number, got {value}")
-    if not learnable:
-        return float(value)
     shape = (num_heads,) if learnable == "per_head" else ()
-    return nn.Parameter(torch.full(shape, float(value), device=device, dtype=dtype))
+    return nn.Parameter(torch.full(shape, float(value), **dd)) if learnable else float(value)
 
 
-def _map_conv(num_heads: int, kernel_size: int, device=None, dtype=None) -> nn.Conv2d:
-    """Return a convolution over the maps: heads -> heads, same padding."""
+def check_kernel_size(kernel_size: int) -> None:
+    """Check the side of a convolution over the maps."""
     if kernel_size < 1 or kernel_size % 2 == 0:
         raise ValueError(f"kernel_size of an attention-map convolution must be odd and positive, got {kernel_size}")
-    conv = nn.Conv2d(num_heads, num_heads, kernel_size, padding=kernel_size // 2, device=device, dtype=dtype)
-    _reset_map_conv(conv)
-    return conv
-
-
-def _reset_map_conv(conv: nn.Conv2d) -> None:
-    nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
-    nn.init.zeros_(conv.bias)
 
 
 class _ConvolvedEvolution(Evolution):
@@ -235,31 +295,21 @@ class _ConvolvedEvolution(Evolution):
     part_names = ("conv_logits",)
 
     def __init__(self, num_heads: int, num_layers: int, alpha: float, beta: float, kernel_size: int, predict: bool,
-                 learnable: bool | str, causal: str = "none", device=None, dtype=None) -> None:
+                 learnable: bool | str, causal: str = "none", **dd) -> None:
         super().__init__()
+        check_kernel_size(kernel_size)
         self.predict = predict  # PA's equations, else EA's
         self.num_prefix_tokens = 0
         self.causal = causal
         self.reach = kernel_size // 2
         mixes = learnable if causal == "none" else False  # else alpha is 0 for good
-        self.alpha = _new_gate("alpha", alpha, mixes, num_heads, device, dtype)
-        self.beta = 1.0 if predict else _new_gate("beta", beta, learnable, num_heads, device, dtype)
-        self.starts = {"alpha": float(alpha), "beta": float(beta)}
-        self.convs = nn.ModuleList([_map_conv(num_heads, kernel_size, device, dtype) for _ in range(num_layers)])
-
-    @torch.jit.ignore
-    def reset_parameters(self) -> None:
-        """He for the convolutions; learnable gates at their start."""
+        self.alpha = new_gate("alpha", alpha, mixes, num_heads, **dd)
+        self.beta = 1.0 if predict else new_gate("beta", beta, learnable, num_heads, **dd)
+        self.convs = nn.ModuleList(nn.Conv2d(num_heads, num_heads, kernel_size, padding=kernel_size // 2, **dd)
+                                   for _ in range(num_layers))
         for conv in self.convs:
-            _reset_map_conv(conv)
-        for name, gate in self.gates().items():
-            if isinstance(gate, Tensor):
-                nn.init.constant_(gate, self.starts[name])
-
-    @torch.jit.ignore
-    def gates(self) -> dict[str, float | Tensor]:
-        """alpha, and EA's beta, by name: numbers, or parameters where they are learnable."""
-        return {"alpha": self.alpha} if self.predict else {"alpha": self.alpha, "beta": self.beta}
+            nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
+            nn.init.zeros_(conv.bias)
 
     def forward(
             self, logits: Tensor, prev_logits: Tensor | None = None, key_padding: Tensor | None = None,
@@ -302,10 +352,13 @@ class _ConvolvedEvolution(Evolution):
         return with_prefix(maps, patches, self.num_prefix_tokens) if self.num_prefix_tokens > 0 else patches
 
     @torch.jit.ignore
-    def operands(self, prev_logits: Tensor) -> dict[str, Any] | None:
+    def operands(self, prev_logits: Tensor) -> dict[str, Any] | str:
         """Do all but the last convolution (PA alone has more than one); the operator does the rest."""
-        if self.reason_for_reference() or any(conv._forward_hooks or conv._forward_pre_hooks for conv in self.convs):
-            return None
+        if self.causal != "none":
+            return f"the others have no causal form; got causal={self.causal!r}"
+        for conv in self.convs:
+            if type(conv) is not nn.Conv2d:
+                return f"the others take the weights of a Conv2d; got {type(conv).__name__}"
         *first, last = self.convs or [None]
         if first:
             patches = among_patches(prev_logits, self.num_prefix_tokens)
@@ -315,15 +368,6 @@ class _ConvolvedEvolution(Evolution):
         weight, bias = (None, None) if last is None else (last.weight, last.bias)
         return {"prev_logits": prev_logits, "weight": weight, "bias": bias, "alpha": self.alpha, "beta": self.beta,
                 "predict": self.predict, "num_prefix_tokens": self.num_prefix_tokens}
-
-    @torch.jit.ignore
-    def reason_for_reference(self) -> str:
-        if self.causal != "none":
-            return f"the others have no causal form; got causal={self.causal!r}"
-        for conv in self.convs:
-            if type(conv) is not nn.Conv2d:
-                return f"the others take the weights of a Conv2d; got {type(conv).__name__}"
-        return ""
 
     @torch.jit.ignore
     def parts(self, logits: Tensor, prev_logits: Tensor, evolved: Tensor) -> dict[str, Tensor]:
@@ -339,10 +383,6 @@ class _ConvolvedEvolution(Evolution):
             return {"prev_logits": 1.0}
         alpha = float(torch.as_tensor(self.alpha).detach().mean())
         return {"prev_logits": alpha, "self_logits": 1.0 - alpha}
-
-    @torch.jit.ignore
-    def changes_nothing(self) -> bool:
-        return not any(bool(torch.as_tensor(gate).any()) for gate in self.gates().values())
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys,
                               error_msgs) -> None:
@@ -392,6 +432,7 @@ class EvolvingAttention(_ConvolvedEvolution):
     """
 
     identity_start = {"alpha": 0.0, "beta": 0.0, "learnable": True}
+    gate_names = ("alpha", "beta")
 
     def __init__(
             self, num_heads: int, alpha: float | None = None, beta: float = 1.0, kernel_size: int = 3,
@@ -403,7 +444,7 @@ class EvolvingAttention(_ConvolvedEvolution):
             raise ValueError(f"causal={causal!r} has no skip connection: alpha=0 required, got {alpha}")
         default = 0.5 if causal == "none" else 0.0
         super().__init__(num_heads, 1, default if alpha is None else alpha, beta, kernel_size, False, learnable,
-                         causal, device, dtype)
+                         causal, device=device, dtype=dtype)
 
 
 @register_evolution("pa")
@@ -425,6 +466,7 @@ class PredictiveAttention(_ConvolvedEvolution):
     """
 
     identity_start = {"alpha": 0.0, "learnable": True}
+    gate_names = ("alpha",)
 
     def __init__(
             self, num_heads: int, alpha: float = 0.5, num_layers: int = 1, kernel_size: int = 3,

@@ -8,52 +8,17 @@ from timm.layers import Attention
 from timm.models import register_notrace_module
 from torch import Tensor, nn
 
-from ea_vision.layers.augmented_conv import AugmentedConv2d, operands_of
-from ea_vision.layers.evolution import Evolution
+from ea_vision.layers.augmented_conv import AugmentedConv2d
+from ea_vision.layers.evolution import Evolution, EvolvingMaps
 from ea_vision.ops import evolving_attention
 from ea_vision.ops.problem import check_prev_logits
-from ea_vision.ops.reference import attention_of, own_logits
 
 
-class MapsAttention:
+class MapsAttention(EvolvingMaps):
     """The maps of an attention layer over tokens, beside a class with `num_heads`, `scale`, `fused_attn`, `attn_drop`.
 
-    evolution: the mechanism over its maps, or None.
-    need_logits: whether the next layer's evolution reads this one's logits.
     value_residual: mixes the first layer's values in, or None.
     """
-
-    head_window = 1  # maps are of a head's own keys, as those of `AugmentedConv2d` unless it is told otherwise
-
-    def logits_of(self, q: Tensor, k: Tensor, feat_size: tuple[int, int]) -> Tensor:
-        """Return the layer's logits before any evolution: (B, K, T, T)."""
-        return own_logits(q, k, None, None, self.scale, feat_size)
-
-    def attention_of(self, logits: Tensor, feat_size: tuple[int, int]) -> Tensor:
-        """Return the probabilities of (evolved) logits, of the same shape."""
-        attn = attention_of(logits)
-        if self.evolution is not None:
-            if self.evolution.mixes_attn:
-                attn = self.evolution.mix_attn(attn.to(logits.dtype))
-        return attn
-
-    def _attend_by_modules(
-            self, q: Tensor, k: Tensor, v: Tensor, prev_logits: Tensor | None, feat_size: tuple[int, int] | None,
-            bias: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Compute the reference: every map passes through a module of this layer, where a hook can see it."""
-        row = (1, q.shape[2])
-        logits = self.logits_of(q, k, row)
-        if bias is not None:
-            logits = logits + bias
-        if self.evolution is not None:
-            prev = logits if prev_logits is None else prev_logits
-            if self.evolution.spatial:
-                assert feat_size is not None, "checked by forward"
-                logits = self.evolution(logits, prev, feat_size)
-            else:
-                logits = self.evolution(logits, prev)
-        return self.attn_drop(self.attention_of(logits, row)).to(v.dtype) @ v, logits
 
     @torch.jit.unused
     def _attend(
@@ -61,7 +26,7 @@ class MapsAttention:
             bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the heads' outputs and, where somebody reads them, the logits. A recorder follows this method."""
-        operands = operands_of(self, prev_logits) if self.fused_attn else None
+        operands = self._operands(prev_logits) if self.fused_attn else None
         need_logits = self.need_logits or bool(self._forward_hooks and self.evolution is not None)
         dropout_p = self.attn_drop.p if self.training else 0.0
         if operands is not None and not operands and not need_logits:

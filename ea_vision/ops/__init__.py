@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ea_vision.base.errors import UsageError
 from ea_vision.ops import cpu, flex, reference, sdpa, triton_attention
-from ea_vision.ops.problem import Implementation, Problem, check_windows, checked, reason_against_kernels
+from ea_vision.ops.problem import Implementation, Problem, check_windows, reason_against_kernels
 
 __all__ = [
     "IMPLEMENTATIONS", "check_windows", "evolving_attention", "forced", "halve", "log_large_map", "log_once",
@@ -91,8 +91,6 @@ def _as_number(gate: float | Tensor) -> float | Tensor:
 
 def _choose(problem: Problem) -> Implementation:
     """Return the device's first implementation that can solve this; the log says why not those before it."""
-    if _exporting():
-        return reference.REFERENCE
     device, against = problem.q.device.type, []
     for name in (*BY_DEVICE.get(device, OTHER_DEVICES), "reference"):
         reason = IMPLEMENTATIONS[name].reason_against(problem)
@@ -102,15 +100,6 @@ def _choose(problem: Problem) -> Implementation:
     choice = f"evolving attention on {device} in {problem.q.dtype} by {name!r}"
     log_once((name, *against), "; ".join((choice, *against)))
     return IMPLEMENTATIONS[name]
-
-
-def _by_name(name: str, problem: Problem) -> Implementation:
-    """Return the implementation of this name, if it can solve this."""
-    chosen = IMPLEMENTATIONS[_check_name(name, "implementation")]
-    reason = chosen.reason_against(problem)
-    if reason is not None:
-        raise UsageError(f"implementation {name!r} cannot run this: {reason}")
-    return chosen
 
 
 @torch.compiler.assume_constant_result  # torch.compile calls it as it traces
@@ -202,15 +191,18 @@ def evolving_attention(
     Raises:
         ValueError: shapes that do not fit, or an implementation that cannot run this.
     """
-    problem = checked(
-        q=q, k=k, v=v, height_rel=height_rel, width_rel=width_rel, prev_logits=prev_logits, weight=weight, bias=bias,
-        alpha=_as_number(alpha), beta=_as_number(beta), feat_size=feat_size, predict=predict,
-        num_prefix_tokens=num_prefix_tokens, scale=scale, dropout_p=dropout_p, need_logits=need_logits, window=window,
-        head_window=head_window, head_border=head_border)
+    problem = Problem(
+        q, k, v, height_rel, width_rel, prev_logits, weight, bias, _as_number(alpha), _as_number(beta), feat_size,
+        predict, num_prefix_tokens, scale, dropout_p, need_logits, window, head_window, head_border).checked()
     if problem.prev_logits is not None and not torch.compiler.is_compiling():
         log_large_map(q.shape[1], problem.feat_size)
-    name = implementation if implementation is not None else forced[-1] if forced else None
-    return (_choose(problem) if name is None else _by_name(name, problem)).forward(problem)
+    name = implementation or (forced[-1] if forced else "reference" if _exporting() else None)
+    if name is None:
+        return _choose(problem).forward(problem)
+    reason = IMPLEMENTATIONS[_check_name(name, "implementation")].reason_against(problem)
+    if reason is not None:
+        raise UsageError(f"implementation {name!r} cannot run this: {reason}")
+    return IMPLEMENTATIONS[name].forward(problem)
 
 
 def by_torch() -> bool:

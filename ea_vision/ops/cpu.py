@@ -25,6 +25,7 @@ from ea_vision.ops.problem import (
 )
 
 NONE, MIX, PREDICT = range(3)  # as in problem.h
+OPTIONS = ("scale", "dropout", "kind", "prefix", "H", "W", "channels_last")  # of AttentionStruct
 
 
 def _lies_pixels_last(x: Tensor) -> bool:
@@ -56,15 +57,14 @@ def _fill(struct: ctypes.Structure, **tensors: Tensor | None) -> ctypes.Structur
     return struct
 
 
-def _run(function: str, q: Tensor, k: Tensor, v: Tensor, seed: Tensor | None, scale: float, dropout_p: float, kind: int,
-         prefix: int, height: int, width: int, channels_last: bool, **tensors: Tensor | None) -> None:
-    """q, k, v by `_in_order`; the others contiguous."""
-    B, K, _, D = _as_heads(q, channels_last).shape
-    weight = tensors["weight"]
+def _run(function: str, q: Tensor, k: Tensor, v: Tensor, seed: Tensor | None, *options: float,
+         **tensors: Tensor | None) -> None:
+    """q, k, v by `_in_order`; options: of OPTIONS; the others contiguous."""
+    named, weight = dict(zip(OPTIONS, options, strict=True)), tensors["weight"]
+    B, K, _, D = _as_heads(q, named["channels_last"]).shape
     problem = AttentionStruct(
-        B=B, K=K, H=height, W=width, D=D, E=_as_heads(v, channels_last).shape[3],
-        kernel=0 if weight is None else weight.shape[-1], kind=kind, dtype=DTYPES[q.dtype],
-        threads=torch.get_num_threads(), scale=scale, dropout=dropout_p, prefix=prefix, channels_last=channels_last,
+        **named, B=B, K=K, D=D, E=_as_heads(v, named["channels_last"]).shape[3],
+        kernel=0 if weight is None else weight.shape[-1], dtype=DTYPES[q.dtype], threads=torch.get_num_threads(),
         seed=0 if seed is None else seed.item(), q_row=q.stride(1), k_row=k.stride(1), v_row=v.stride(1),
         q_step=q.stride(0), k_step=k.stride(0), v_step=v.stride(0))
     run(function, ctypes.byref(_fill(problem, q=q, k=k, v=v, **tensors)))

@@ -10,38 +10,85 @@ from torch import Tensor
 from ea_vision.ops.rel_pos import fit_rel_table, reach
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Problem:
-    """The arguments of `ea_vision.ops.evolving_attention`, checked and completed by `checked`.
+    """The arguments of `ea_vision.ops.evolving_attention`, which describes them.
 
-    Tables fit the map or the window; `wrap` is head_border == "wrap". Where nothing evolves alpha and beta are 1, and
-    weight and bias are None; without weight num_prefix_tokens is 0.
+    Once `checked`, tables fit the map or the window, feat_size and scale are set, and window has two sides. Where
+    nothing evolves alpha and beta are 1, and weight and bias are None; without weight num_prefix_tokens is 0.
     """
 
     q: Tensor
     k: Tensor
     v: Tensor
-    height_rel: Tensor | None
-    width_rel: Tensor | None
-    prev_logits: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
-    alpha: float | Tensor
-    beta: float | Tensor
-    feat_size: tuple[int, int]
-    predict: bool
-    num_prefix_tokens: int
-    scale: float
-    dropout_p: float
-    need_logits: bool
-    window: tuple[int, int] | None
-    head_window: int
-    wrap: bool
+    height_rel: Tensor | None = None
+    width_rel: Tensor | None = None
+    prev_logits: Tensor | None = None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    alpha: float | Tensor = 0.5
+    beta: float | Tensor = 1.0
+    feat_size: tuple[int, int] | None = None
+    predict: bool = False
+    num_prefix_tokens: int = 0
+    scale: float | None = None
+    dropout_p: float = 0.0
+    need_logits: bool = True
+    window: int | tuple[int, int] | None = None
+    head_window: int = 1
+    head_border: str = "clip"
+
+    def checked(self) -> "Problem":
+        """Check and complete the problem, in place, and return it.
+
+        Raises:
+            ValueError: shapes that do not fit, or options that contradict each other.
+        """
+        p, (B, K, N, D), M = self, self.q.shape, self.k.shape[2]
+        if p.feat_size is None and p.height_rel is not None:
+            raise ValueError(f"feat_size (H, W) with H*W = {N} required for the position tables, got None")
+        p.feat_size = H, W = (1, N) if p.feat_size is None else p.feat_size
+        if H * W != N or p.k.shape != (B, K, M, D) or p.v.shape[:3] != p.k.shape[:3]:
+            raise ValueError(f"q (B, K, N, D), k (B, K, M, D) and v (B, K, M, E) with N = {H}*{W} required, "
+                             f"got {list(p.q.shape)}, {list(p.k.shape)}, {list(p.v.shape)}")
+        if not 0.0 <= p.dropout_p <= 1.0:
+            raise ValueError(f"dropout_p must be a probability, from 0 to 1, got {p.dropout_p}")
+        p.window = check_windows(p.window, p.head_window, p.head_border, K)
+        if p.prev_logits is None:
+            p.weight = p.bias = None
+            p.alpha = p.beta = 1.0
+        else:
+            check_prev_logits(p.prev_logits, B, K, N, M)
+            if p.head_window > 1:
+                raise ValueError(f"head_window must be 1 where maps evolve, got {p.head_window}")
+        if p.weight is None:
+            p.num_prefix_tokens = 0
+        else:
+            side = p.weight.shape[-1] | 1  # odd
+            _check_shape("weight", p.weight, (K, K, side, side))
+            _check_shape("bias", p.bias, (K,))
+        if M != N and (p.height_rel is not None or p.local or p.num_prefix_tokens):
+            raise ValueError("position tables, windows and prefix tokens need as many keys as queries (an offset "
+                             f"between their pixels has no meaning otherwise), got {M} keys and {N} queries")
+        if p.height_rel is not None:
+            high, wide = (H, W) if p.window is None else (reach(H, p.window[0]), reach(W, p.window[1]))
+            p.height_rel = fit_rel_table(p.height_rel, high)
+            p.width_rel = None if p.width_rel is None else fit_rel_table(p.width_rel, wide)
+            _check_shape("height_rel", p.height_rel, (2 * high - 1, D))
+            _check_shape("width_rel", p.width_rel, (2 * wide - 1, D))
+        p.scale = D ** -0.5 if p.scale is None else p.scale
+        p.need_logits = p.need_logits and p.head_window == 1
+        return p
 
     @property
     def local(self) -> bool:
         """Whether a query sees only a part of the map, or other heads."""
         return self.window is not None or self.head_window > 1
+
+    @property
+    def wrap(self) -> bool:
+        """Whether the heads are a ring."""
+        return self.head_border == "wrap"
 
     def gates(self) -> Tensor | None:
         """Return alpha and beta by heads, (2, K) in float32, or None where both are numbers.
@@ -161,70 +208,3 @@ def _check_shape(name: str, tensor: Tensor | None, shape: tuple[int, ...]) -> No
     if tensor is None or tensor.shape != shape:
         received = None if tensor is None else list(tensor.shape)
         raise ValueError(f"{name} of shape {list(shape)} required, got {received}")
-
-
-def checked(
-        *,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        height_rel: Tensor | None = None,
-        width_rel: Tensor | None = None,
-        prev_logits: Tensor | None = None,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        alpha: float | Tensor = 0.5,
-        beta: float | Tensor = 1.0,
-        feat_size: tuple[int, int] | None = None,
-        predict: bool = False,
-        num_prefix_tokens: int = 0,
-        scale: float | None = None,
-        dropout_p: float = 0.0,
-        need_logits: bool = True,
-        window: int | tuple[int, int] | None = None,
-        head_window: int = 1,
-        head_border: str = "clip",
-) -> Problem:
-    """Return the problem that the arguments of `ea_vision.ops.evolving_attention` state.
-
-    Raises:
-        ValueError: shapes that do not fit, or options that contradict each other.
-    """
-    B, K, N, D = q.shape
-    M = k.shape[2]
-    if feat_size is None and height_rel is not None:
-        raise ValueError(f"feat_size (H, W) with H*W = {N} required for the position tables, got None")
-    H, W = (1, N) if feat_size is None else feat_size
-    if H * W != N or k.shape != (B, K, M, D) or v.shape[:3] != k.shape[:3]:
-        raise ValueError(f"q (B, K, N, D), k (B, K, M, D) and v (B, K, M, E) with N = {H}*{W} required, "
-                         f"got {list(q.shape)}, {list(k.shape)}, {list(v.shape)}")
-    if not 0.0 <= dropout_p <= 1.0:
-        raise ValueError(f"dropout_p must be a probability, from 0 to 1, got {dropout_p}")
-    sides = check_windows(window, head_window, head_border, K)
-    if prev_logits is None:
-        weight = bias = None
-        alpha = beta = 1.0
-    else:
-        check_prev_logits(prev_logits, B, K, N, M)
-        if head_window > 1:
-            raise ValueError(f"head_window must be 1 where maps evolve, got {head_window}")
-    if weight is None:
-        num_prefix_tokens = 0
-    else:
-        side = weight.shape[-1] | 1  # odd
-        _check_shape("weight", weight, (K, K, side, side))
-        _check_shape("bias", bias, (K,))
-    if M != N and (height_rel is not None or sides is not None or head_window > 1 or num_prefix_tokens):
-        raise ValueError("position tables, windows and prefix tokens need as many keys as queries (an offset between "
-                         f"their pixels has no meaning otherwise), got {M} keys and {N} queries")
-    if height_rel is not None:
-        high, wide = (H, W) if sides is None else (reach(H, sides[0]), reach(W, sides[1]))
-        height_rel = fit_rel_table(height_rel, high)
-        width_rel = None if width_rel is None else fit_rel_table(width_rel, wide)
-        _check_shape("height_rel", height_rel, (2 * high - 1, D))
-        _check_shape("width_rel", width_rel, (2 * wide - 1, D))
-    return Problem(
-        q=q, k=k, v=v, height_rel=height_rel, width_rel=width_rel, prev_logits=prev_logits, weight=weight, bias=bias,
-        alpha=alpha, beta=beta, feat_size=(H, W), predict=predict, num_prefix_tokens=num_prefix_tokens,
-        scale=D ** -0.5 if scale is None else scale, dropout_p=dropout_p,
-        need_logits=need_logits and head_window == 1, window=sides, head_window=head_window, wrap=head_border == "wrap")

@@ -148,7 +148,7 @@ def _sizes(q: Tensor, v: Tensor, H: int, W: int, weight: Tensor | None, relative
         "H": H, "W": W, "N": H * W, "K": K, "D": D, "E": E, "KS": kernel_size,
         "KP": _power(K, 1), "DP": _power(D), "EP": _power(E), "RP": _power(kernel_size * K),
         "SP": _power(H + W if relative else 1), "TP": _power(2 * H + 2 * W - 2 if relative else 1),
-        "GROUPS": 8, "PREFIX": 0 if weight is None else prefix,
+        "GROUPS": 8, "PREFIX": 0 if weight is None else prefix, "RELATIVE": relative,
         # on 10.x products of 64 rows and more go to tensor memory, where Triton before its pull request 10988 sums
         # chained products wrongly (triton-lang/triton issue 10821); they are done by 32
         "SPLIT": chip is not None and chip[0] == 10, "SMALL": chip in SMALL_MEMORY,
@@ -160,10 +160,12 @@ def _programs(q: Tensor, pixels: int) -> int:
     return q.shape[0] * -(-q.shape[2] // pixels)
 
 
-def _launch(kernel, q: Tensor, sizes: dict, *args, tile: Tile, **flags) -> None:
-    """Run one program for each image and block of pixels, by triton.autotune where that serves."""
-    values = {**sizes, **flags, "I": tile.queries, "J": tile.keys}
-    constants = {name: values[name] for name in kernel.arg_names if name in values}
+def _launch(kernel, tile: Tile, q: Tensor, values: dict) -> None:
+    """Run one program for each image and block of pixels, by triton.autotune where that serves. values: the kernel's
+    arguments by name, and others; of tensors that it does not look at, None."""
+    values = {**values, "I": tile.queries, "J": tile.keys}
+    args = [q if values[name] is None else values[name] for name in kernel.arg_names if not name.isupper()]
+    constants = {name: values[name] for name in kernel.arg_names if name.isupper()}
     by_keys = kernel.__name__ in BY_KEYS
     programs = _programs(q, tile.keys if by_keys else tile.queries)
     if triton_tiles.tunes(q.device, programs, constants):
@@ -177,41 +179,46 @@ def _launch(kernel, q: Tensor, sizes: dict, *args, tile: Tile, **flags) -> None:
     kernel[programs,](*args, **constants, num_warps=tile.warps, num_stages=tile.stages, **limit)
 
 
-def _strides(*tensors: Tensor) -> tuple[list[int], int]:
+def _strides(unit_name: str, **tensors: Tensor) -> dict[str, int]:
     """Strides of (B, K, N, D) tensors, all but the last in units of 4 numbers where they are multiples of 4."""
-    unit = 4 if all(x.stride(3) == 1 and all(n % 4 == 0 for n in x.stride()[:3]) for x in tensors) else 1
-    return [n for x in tensors for n in (*(n // unit for n in x.stride()[:3]), x.stride(3))], unit
+    unit = 4 if all(x.stride(3) == 1 and all(n % 4 == 0 for n in x.stride()[:3]) for x in tensors.values()) else 1
+    values = {unit_name: unit}
+    for name, x in tensors.items():
+        image, head, pixel = (n // unit for n in x.stride()[:3])
+        values |= {f"{name}_image": image, f"{name}_head": head, f"{name}_pixel": pixel, f"{name}_width": x.stride(3)}
+    return values
 
 
-def _drawn(dropout_p: float) -> tuple[int, float]:
+def _weight_strides(weight: Tensor | None) -> dict[str, int]:
+    return dict(zip(("w_to", "w_from", "w_y", "w_x"), (0, 0, 0, 0) if weight is None else weight.stride(), strict=True))
+
+
+def _terms(**shares: Share) -> dict:
+    """Of each term's share its number, its row, and whether the term is there."""
+    return {key: value for name, share in shares.items() for key, value in (
+        (f"{name}_share", share.number), (f"{name.upper()}_ROW", share.row), (name.upper(), bool(share)))}
+
+
+def _dropout(p: float) -> dict:
     """Of 24 random bits, how many values drop; and the gain of what is kept."""
-    return round(dropout_p * (1 << 24)), 1.0 / (1.0 - dropout_p) if dropout_p < 1.0 else 0.0
+    return {"threshold": round(p * (1 << 24)), "kept_gain": 1.0 / (1.0 - p) if p < 1.0 else 0.0, "DROP": p > 0}
 
 
-def _weight_strides(weight: Tensor | None) -> list[int]:
-    return [0, 0, 0, 0] if weight is None else list(weight.stride())
-
-
-def _evolve(q, k, v, height_rel, width_rel, maps, weight, bias, gates, shares, scale, sizes, *, logits=None, signs=None,
-            out=None, lse=None, seed=None, dropout_p=0.0) -> None:
-    """One forward kernel: fills `logits`, `signs`, and `out` and `lse`, where given."""
+def _evolve(values: dict, shares: tuple[Share, Share, Share], dropout_p: float = 0.0, **filled: Tensor | None) -> None:
+    """Run one forward kernel, which fills `logits`, `signs`, and `out` and `lse`, where these are given."""
     from ea_vision.ops import triton_kernels
 
-    conv, kept, own = shares
-    strides, unit = _strides(q, k)
-    v_strides, unit_v = _strides(v)
-    tensors = (height_rel, width_rel, maps, weight, bias, gates, seed, logits, signs, out, lse)
-    _launch(
-        triton_kernels.evolve, q, sizes, q, k, v, *(q if x is None else x for x in tensors), *_weight_strides(weight),
-        *strides, *v_strides, conv.number, kept.number, own.number, scale, *_drawn(dropout_p),
-        tile=default_tile("evolve", q.dtype, sizes, bool(conv), out is not None), UNIT=unit, UNIT_V=unit_v,
-        OWN=bool(own), MAPS=bool(kept), CONV=bool(conv), RELATIVE=height_rel is not None, SAVE=logits is not None,
-        SIGNS=signs is not None, ATTEND=out is not None,
-        CONV_ROW=conv.row, MAPS_ROW=kept.row, OWN_ROW=own.row, DROP=dropout_p > 0 and out is not None)
+    (conv, kept, own), q = shares, values["q"]
+    filled = dict.fromkeys(("logits", "signs", "out", "lse")) | filled
+    attends = filled["out"] is not None
+    _launch(triton_kernels.evolve, default_tile("evolve", q.dtype, values, bool(conv), attends), q, {
+        **values, **filled, **_weight_strides(values["weight"]), **_strides("UNIT", q=q, k=values["k"]),
+        **_strides("UNIT_V", v=values["v"]), **_terms(conv=conv, maps=kept, own=own), **_dropout(dropout_p),
+        "SAVE": filled["logits"] is not None, "SIGNS": filled["signs"] is not None, "ATTEND": attends})
 
 
-def _contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
-    return [None if x is None else x.contiguous() for x in tensors]
+def _contiguous(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
 
 
 def _dense(x: Tensor | None) -> Tensor | None:
@@ -227,29 +234,26 @@ def _run_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """out, logits (empty unless `save`), the rows' log-sum-exp, base 2, and the ReLU's signs (empty where the logits
     tell them, and unless `save`)."""
-    sizes = _sizes(q, v, height, width, weight, height_rel is not None, prefix)
-    height_rel, width_rel, bias = _contiguous(height_rel, width_rel, bias)
-    weight = _dense(weight)
     shares, mixing = _shares(prev_logits is not None, weight is not None, alpha, beta, predict, gates is not None)
-    maps, gates = None if prev_logits is None else _heads_last(prev_logits), _gate_rows(gates)
+    values = _sizes(q, v, height, width, weight, height_rel is not None, prefix) | {
+        "q": q, "k": k, "v": v, "height_rel": _contiguous(height_rel), "width_rel": _contiguous(width_rel),
+        "maps": None if prev_logits is None else _heads_last(prev_logits), "weight": _dense(weight),
+        "bias": _contiguous(bias), "gates": _gate_rows(gates), "seed": seed, "scale": scale}
     B, K, N, _ = q.shape
     with torch.cuda.device_of(q):
         if mixing is not None:
             mixed = _new_maps(q)
-            _evolve(q, k, v, height_rel, width_rel, maps, None, None, gates, mixing, scale, sizes, logits=mixed)
-            maps = mixed
+            _evolve(values, mixing, logits=mixed)
+            values["maps"] = mixed
         logits = _new_maps(q) if save else None
         signs = _new_signs(q) if save and _needs_signs(shares, prefix) else None
         out, lse = _new_rows(q, v.shape[-1]), q.new_empty(B, K, N, dtype=torch.float32)
-        if sizes["KP"] > 8 and shares[0]:  # convolution and softmax of so many heads do not fit into one kernel
+        if values["KP"] > 8 and shares[0]:  # convolution and softmax of so many heads do not fit into one kernel
             evolved = _new_maps(q) if logits is None else logits
-            _evolve(q, k, v, height_rel, width_rel, maps, weight, bias, gates, shares, scale, sizes, logits=evolved,
-                    signs=signs)
-            _evolve(q, k, v, None, None, evolved, None, None, None, (NO_SHARE, WHOLE, NO_SHARE), scale, sizes, out=out,
-                    lse=lse, seed=seed, dropout_p=dropout_p)
+            _evolve(values, shares, logits=evolved, signs=signs)
+            _evolve(values | {"maps": evolved}, (NO_SHARE, WHOLE, NO_SHARE), dropout_p, out=out, lse=lse)
         else:
-            _evolve(q, k, v, height_rel, width_rel, maps, weight, bias, gates, shares, scale, sizes, logits=logits,
-                    signs=signs, out=out, lse=lse, seed=seed, dropout_p=dropout_p)
+            _evolve(values, shares, dropout_p, logits=logits, signs=signs, out=out, lse=lse)
     return (out, q.new_empty(0) if logits is None else logits.permute(0, 3, 1, 2), lse,
             q.new_empty(0, dtype=torch.uint8) if signs is None else signs)
 
@@ -277,43 +281,37 @@ def _run_backward(
     and the weight's, without shape, as they lie in memory; empty for what there is not."""
     from ea_vision.ops import triton_kernels
 
-    B, K, N, D = q.shape
-    E = v.shape[-1]
-    sizes = _sizes(q, v, height, width, weight, height_rel is not None, prefix)
-    gated = gates is not None
+    K, D, gated = q.shape[1], q.shape[-1], gates is not None
     (conv, kept, own), mixing = _shares(prev_logits is not None, weight is not None, alpha, beta, predict, gated)
-    rows = _gate_rows(gates)
-    height_rel, width_rel = _contiguous(height_rel, width_rel)
-    weight = _dense(weight)
-    prev = None if prev_logits is None else _heads_last(prev_logits)
+    sizes = _sizes(q, v, height, width, weight, height_rel is not None, prefix)
+    rows, weight = _gate_rows(gates), _dense(weight)
     with torch.cuda.device_of(q):
         delta = torch.empty_like(lse)
-        out_strides, unit_out = _strides(d_out)
-        _launch(triton_kernels.row_products, q, sizes, out, d_out, delta, *out_strides,
-                tile=Tile(), UNIT_OUT=unit_out)
+        values = sizes | _strides("UNIT_OUT", do=d_out) | {
+            "q": q, "k": k, "v": v, "height_rel": _contiguous(height_rel), "width_rel": _contiguous(width_rel),
+            "prev": None if prev_logits is None else _heads_last(prev_logits), "weight": weight, "gates": rows,
+            "seed": seed, "scale": scale, "out": out, "d_out": d_out, "lse": lse, "delta": delta}
+        _launch(triton_kernels.row_products, Tile(), q, values)
 
         # Softmax and ReLU: g (the logits' gradient), d_conv, d_v, d_bias
-        d_next = None if d_logits is None else _heads_last(d_logits.to(q.dtype))
-        d_v = _new_rows(q, E)
         save_g = mixing is None or bool(kept)
-        g = _new_maps(q) if save_g else q
-        d_conv = _new_maps(q) if conv else q
+        g = _new_maps(q) if save_g else None
+        d_conv = _new_maps(q) if conv else None
+        d_v = _new_rows(q, v.shape[-1])
         tile = default_tile("logits_backward", q.dtype, sizes, bool(conv))
         d_biases = q.new_empty(_programs(q, tile.keys) if conv else 0, K, dtype=torch.float32)
-        v_strides, unit = _strides(v)
-        with_signs = signs.numel() > 0
-        _launch(
-            triton_kernels.logits_backward, q, sizes,
-            v, q if seed is None else seed, _heads_last(logits), signs if with_signs else q,
-            q if d_next is None else d_next, d_out, lse, delta, d_conv, g, d_v, d_biases, *v_strides, *out_strides,
-            conv.number, *_drawn(dropout_p), tile=tile, UNIT_V=unit, UNIT_OUT=unit_out, CONV=bool(conv),
-            SIGNS=with_signs, FROM_NEXT=d_next is not None, SAVE=save_g, CONV_ROW=conv.row, DROP=dropout_p > 0)
+        _launch(triton_kernels.logits_backward, tile, q, {
+            **values, **_strides("UNIT_V", v=v), **_terms(conv=conv), **_dropout(dropout_p),
+            "logits": _heads_last(logits), "signs": signs if signs.numel() else None, "SIGNS": signs.numel() > 0,
+            "d_logits": None if d_logits is None else _heads_last(d_logits.to(q.dtype)),
+            "FROM_NEXT": d_logits is not None, "d_conv": d_conv, "d_maps": g, "SAVE": save_g, "d_v": d_v,
+            "d_bias": d_biases})
 
         # Convolution, mixing, and the query's side: d_prev, d_q, and by program d_tables, d_weight, d_alpha, d_beta
         _, prev_share, own_share = (NO_SHARE, WHOLE, own) if mixing is None else mixing
         # d_k comes from the stored d_prev = alpha * a; with alpha 0 that would be lost, so a is stored, d_prev cleared
         store_share = prev_share if prev_share else WHOLE
-        d_prev = _new_maps(q) if prev_logits is not None else q
+        d_prev = _new_maps(q) if prev_logits is not None else None
         n_tables = 0 if height_rel is None else height_rel.numel() + width_rel.numel()
         n_weight = weight.numel() if conv else 0
         n_gates = K if gated else 0
@@ -322,32 +320,23 @@ def _run_backward(
         weight_tile = default_tile("weight_backward", q.dtype, sizes, mixing is not None)
         by_tap = q.new_empty(_programs(q, weight_tile.queries) if conv else 0, n_weight + n_gates, dtype=torch.float32)
         d_q, d_k = _new_rows(q, D), _new_rows(q, D)
-        strides, unit = _strides(q, k)
-        strides = [*_weight_strides(weight), *strides]
+        values |= _strides("UNIT", q=q, k=k) | _weight_strides(weight) | _terms(prev=prev_share, own=own_share) | {
+            "d_conv": d_conv, "d_logits": g}
         if conv:
-            _launch(
-                triton_kernels.weight_backward, q, sizes,
-                q, k, *(q if x is None else x for x in (height_rel, width_rel, rows, prev)), d_conv, g, by_tap,
-                by_tap[:, n_weight:], by_tap.shape[1], *strides, prev_share.number, own_share.number, scale,
-                tile=weight_tile, UNIT=unit, RELATIVE=height_rel is not None, MIXES=mixing is not None,
-                PREV_ROW=prev_share.row, OWN_ROW=own_share.row, BETA=mixing is not None and kept.row >= 0)
-        _launch(
-            triton_kernels.queries_backward, q, sizes,
-            q, k, *(q if x is None else x for x in (height_rel, width_rel, weight, rows, prev)), d_conv, g, d_prev, d_q,
-            by_query, by_query[:, n_tables:], by_query.shape[1], *strides, kept.number, store_share.number,
-            own_share.number, scale, tile=tile, UNIT=unit, RELATIVE=height_rel is not None, CONV=bool(conv),
-            LOGITS=save_g, KEPT=bool(kept),
-            OWN_FROM_MAPS=mixing is not None, SAVE=prev_logits is not None, CONV_ROW=conv.row,
-            LOGITS_ROW=kept.row, OWN_ROW=own_share.row)
+            _launch(triton_kernels.weight_backward, weight_tile, q, {
+                **values, "d_weight": by_tap, "d_beta": by_tap[:, n_weight:], "part_stride": by_tap.shape[1],
+                "MIXES": mixing is not None, "BETA": mixing is not None and kept.row >= 0})
+        _launch(triton_kernels.queries_backward, tile, q, {
+            **values, **_terms(conv=conv, logits=kept), "d_maps": d_prev, "d_q": d_q, "d_table": by_query,
+            "d_alpha": by_query[:, n_tables:], "part_stride": by_query.shape[1], "maps_share": store_share.number,
+            "LOGITS": save_g, "KEPT": bool(kept), "OWN_FROM_MAPS": mixing is not None, "SAVE": d_prev is not None})
 
         # The key's side
         share = own_share.number / store_share.number if mixing is not None else own_share.number
-        strides, unit = _strides(q)
-        _launch(
-            triton_kernels.keys_backward, q, sizes, q, g if mixing is None else d_prev, q if rows is None else rows,
-            d_k, *strides, scale * share, tile=default_tile("keys_backward", q.dtype, sizes, True), UNIT=unit,
-            SHARE_ROW=own_share.row,
-            STORED_ROW=store_share.row if mixing is not None else -1)
+        _launch(triton_kernels.keys_backward, default_tile("keys_backward", q.dtype, sizes, True), q, {
+            **values, **_strides("UNIT", q=q), "maps": g if mixing is None else d_prev, "d_k": d_k,
+            "share": scale * share, "SHARE_ROW": own_share.row,
+            "STORED_ROW": store_share.row if mixing is not None else -1})
 
     d_table = by_query.sum(0)
     if conv:

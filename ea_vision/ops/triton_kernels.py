@@ -13,15 +13,16 @@ A share is a number, or where it has a ROW the row of `gates` (4, K): alpha, bet
 
 import triton
 import triton.language as tl
+from triton.language import constexpr
 
-LOG2E = tl.constexpr(1.4426950408889634)
+LOG2E = constexpr(1.4426950408889634)
 
 
 @triton.jit
 def _rows(
         ptr, stride_head, stride_pixel, stride_width, n,
-        N: tl.constexpr, K: tl.constexpr, D: tl.constexpr, KP: tl.constexpr, DP: tl.constexpr, OP: tl.constexpr,
-        UNIT: tl.constexpr,
+        N: constexpr, K: constexpr, D: constexpr, KP: constexpr, DP: constexpr, OP: constexpr,
+        UNIT: constexpr,
 ):
     """Pixels n (any number) of one image's (K, N, D) tensor, zeros outside: (KP, n, DP).
 
@@ -43,11 +44,11 @@ def _rows(
 @triton.jit
 def _rows_by_warps(
         ptr, stride_head, stride_pixel, stride_width, n0,
-        N: tl.constexpr, K: tl.constexpr, D: tl.constexpr, KP: tl.constexpr, DP: tl.constexpr, OP: tl.constexpr,
-        UNIT: tl.constexpr, I: tl.constexpr,
+        N: constexpr, K: constexpr, D: constexpr, KP: constexpr, DP: constexpr, OP: constexpr,
+        UNIT: constexpr, I: constexpr,
 ):
     """Pixels n0 to n0 + I - 1 of one image's (K, N, D) tensor, zeros outside: (KP, I, DP)."""
-    C: tl.constexpr = min(I, max(1, 32 * UNIT // DP))
+    C: constexpr = min(I, max(1, 32 * UNIT // DP))
     row = tl.arange(0, KP * I)[:, None]
     head = row // C % KP
     pixel = n0 + row // (C * KP) * C + row % C
@@ -59,7 +60,7 @@ def _rows_by_warps(
 
 
 @triton.jit
-def _store_rows(ptr, n, x, N: tl.constexpr, K: tl.constexpr, D: tl.constexpr, KP: tl.constexpr, DP: tl.constexpr):
+def _store_rows(ptr, n, x, N: constexpr, K: constexpr, D: constexpr, KP: constexpr, DP: constexpr):
     """The reverse of `_rows`, for one image of a tensor laid out as (B, N, K, D)."""
     head = tl.arange(0, KP)[:, None, None]
     pixel = n[None, :, None]
@@ -69,7 +70,7 @@ def _store_rows(ptr, n, x, N: tl.constexpr, K: tl.constexpr, D: tl.constexpr, KP
 
 
 @triton.jit
-def _map_tile(i, j, N: tl.constexpr, K: tl.constexpr, KP: tl.constexpr):
+def _map_tile(i, j, N: constexpr, K: constexpr, KP: constexpr):
     """Offsets and mask of a map's tile: (I, J, KP) each."""
     row = i[:, None, None]
     col = j[None, :, None]
@@ -78,7 +79,7 @@ def _map_tile(i, j, N: tl.constexpr, K: tl.constexpr, KP: tl.constexpr):
 
 
 @triton.jit
-def _flat_tile(i0, j0, N: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, I: tl.constexpr, J: tl.constexpr):
+def _flat_tile(i0, j0, N: constexpr, K: constexpr, KP: constexpr, I: constexpr, J: constexpr):
     """Of a map's tile whose pixels are one axis: offsets (I*J, KP), rows and columns of the map (I*J, 1)."""
     pixel = tl.arange(0, I * J)[:, None]
     row = i0 + pixel // J
@@ -88,9 +89,9 @@ def _flat_tile(i0, j0, N: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, I: tl
 
 @triton.jit
 def _tap_row(
-        maps, pixel, i0, j0, dy: tl.constexpr,
-        N: tl.constexpr, K: tl.constexpr, KS: tl.constexpr, RP: tl.constexpr, PREFIX: tl.constexpr,
-        J: tl.constexpr, OP: tl.constexpr, NEAR: tl.constexpr,
+        maps, pixel, i0, j0, dy: constexpr,
+        N: constexpr, K: constexpr, KS: constexpr, RP: constexpr, PREFIX: constexpr,
+        J: constexpr, OP: constexpr, NEAR: constexpr,
 ):
     """What tap row dy of the convolution sees at those pixels (X, 1) of a tile: (X, RP), the columns (dx, head) flat.
 
@@ -110,16 +111,16 @@ def _tap_row(
 
 
 @triton.jit
-def _among_patches(i, j, PREFIX: tl.constexpr):
+def _among_patches(i, j, PREFIX: constexpr):
     """Where the convolution runs: (I, J, 1)."""
     return (i >= PREFIX)[:, None, None] & (j >= PREFIX)[None, :, None]
 
 
 @triton.jit
 def _weight_row(
-        weight, w_to, w_from, w_y, w_x, gates, dy: tl.constexpr,
-        K: tl.constexpr, KS: tl.constexpr, KP: tl.constexpr, RP: tl.constexpr,
-        STORE: tl.constexpr, OP: tl.constexpr, ADJOINT: tl.constexpr, ROW: tl.constexpr,
+        weight, w_to, w_from, w_y, w_x, gates, dy: constexpr,
+        K: constexpr, KS: constexpr, KP: constexpr, RP: constexpr,
+        STORE: constexpr, OP: constexpr, ADJOINT: constexpr, ROW: constexpr,
 ):
     """The (K, K, KS, KS) weight as the matrix that `_tap_row`'s columns meet, these times a row of gates: (RP, KP)."""
     r = tl.arange(0, RP)[:, None]
@@ -137,15 +138,15 @@ def _weight_row(
 @triton.jit
 def _convolve(
         maps, weight, w_to, w_from, w_y, w_x, gates, i0, j0,
-        N: tl.constexpr, K: tl.constexpr, KS: tl.constexpr, KP: tl.constexpr, RP: tl.constexpr, PREFIX: tl.constexpr,
-        I: tl.constexpr, J: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr,
-        ADJOINT: tl.constexpr, ROW: tl.constexpr,
+        N: constexpr, K: constexpr, KS: constexpr, KP: constexpr, RP: constexpr, PREFIX: constexpr,
+        I: constexpr, J: constexpr, OP: constexpr, PRECISION: constexpr, SPLIT: constexpr,
+        ADJOINT: constexpr, ROW: constexpr,
 ):
     """Same-padded KS x KS convolution, heads -> heads, of a tile of maps, or its adjoint: (I*J, KP) float32.
 
     The maps are first multiplied by that ROW of gates, unless it is -1.
     """
-    STORE: tl.constexpr = maps.dtype.element_ty
+    STORE: constexpr = maps.dtype.element_ty
     out = tl.zeros((I * J, KP), dtype=tl.float32)
     pixel = tl.arange(0, I * J)[:, None]
     for dy in tl.static_range(KS):
@@ -156,13 +157,13 @@ def _convolve(
 
 
 @triton.jit
-def _bias(bias, K: tl.constexpr, KP: tl.constexpr, STORE: tl.constexpr):
+def _bias(bias, K: constexpr, KP: constexpr, STORE: constexpr):
     head = tl.arange(0, KP)
     return tl.load(bias + head, mask=head < K, other=0.0).to(STORE).to(tl.float32)[None, :]
 
 
 @triton.jit
-def _share(number, gates, ROW: tl.constexpr, K: tl.constexpr, KP: tl.constexpr):
+def _share(number, gates, ROW: constexpr, K: constexpr, KP: constexpr):
     """The number, or a row of `gates` by heads, (1, 1, KP)."""
     if ROW < 0:
         return number
@@ -172,11 +173,11 @@ def _share(number, gates, ROW: tl.constexpr, K: tl.constexpr, KP: tl.constexpr):
 
 
 @triton.jit
-def _product(a, b, SPLIT: tl.constexpr, PRECISION: tl.constexpr):
+def _product(a, b, SPLIT: constexpr, PRECISION: constexpr):
     """a (M, X) @ b (X, N) in float32. SPLIT: by groups of 32 rows, see `triton_attention.BY_GROUPS`."""
-    M: tl.constexpr = a.shape[0]
-    X: tl.constexpr = a.shape[1]
-    Y: tl.constexpr = b.shape[1]
+    M: constexpr = a.shape[0]
+    X: constexpr = a.shape[1]
+    Y: constexpr = b.shape[1]
     if SPLIT and M > 32:
         groups = tl.reshape(a, (M // 32, 32, X))
         shared = tl.broadcast_to(tl.reshape(b, (1, X, Y)), (M // 32, X, Y))
@@ -197,7 +198,7 @@ def _scramble(x):
 
 
 @triton.jit
-def _draws(seed, image, i, N: tl.constexpr, K: tl.constexpr, KP: tl.constexpr):
+def _draws(seed, image, i, N: constexpr, K: constexpr, KP: constexpr):
     """Two numbers for each head and query, (KP, I) each."""
     drawn = tl.load(seed + tl.zeros((1, 1), dtype=tl.int32))
     high_seed = (drawn >> 32).to(tl.uint32)
@@ -219,8 +220,8 @@ def _kept(key, salt, j, threshold):
 
 
 @triton.jit
-def _table(height_rel, width_rel, H: tl.constexpr, W: tl.constexpr, D: tl.constexpr, TP: tl.constexpr,
-           DP: tl.constexpr, STORE: tl.constexpr, OP: tl.constexpr):
+def _table(height_rel, width_rel, H: constexpr, W: constexpr, D: constexpr, TP: constexpr,
+           DP: constexpr, STORE: constexpr, OP: constexpr):
     """The position tables (2H-1, D) and (2W-1, D), one after the other, padded with zeros: (TP, DP)."""
     t = tl.arange(0, TP)[:, None]
     d = tl.arange(0, DP)[None, :]
@@ -236,16 +237,16 @@ def _table(height_rel, width_rel, H: tl.constexpr, W: tl.constexpr, D: tl.conste
 
 @triton.jit
 def _position_products(
-        q, height_rel, width_rel, i, H: tl.constexpr, W: tl.constexpr, D: tl.constexpr, SP: tl.constexpr,
-        TP: tl.constexpr, STORE: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr,
+        q, height_rel, width_rel, i, H: constexpr, W: constexpr, D: constexpr, SP: constexpr,
+        TP: constexpr, STORE: constexpr, OP: constexpr, PRECISION: constexpr, SPLIT: constexpr,
 ):
     """q (KP, I, DP) of pixels i, times the embedding of each position s as seen from i: (KP, I, SP).
 
     Positions from H+W on hold numbers that nothing uses.
     """
-    KP: tl.constexpr = q.shape[0]
-    I: tl.constexpr = q.shape[1]
-    DP: tl.constexpr = q.shape[2]
+    KP: constexpr = q.shape[0]
+    I: constexpr = q.shape[1]
+    DP: constexpr = q.shape[2]
     t = _table(height_rel, width_rel, H, W, D, TP, DP, STORE, OP)
     by_offset = _product(tl.reshape(q, (KP * I, DP)), tl.trans(t), SPLIT, PRECISION)  # (KP*I, TP)
     s = tl.arange(0, SP)[None, :]
@@ -257,12 +258,12 @@ def _position_products(
 
 @triton.jit
 def _by_offset(
-        d_products, i, H: tl.constexpr, W: tl.constexpr, SP: tl.constexpr, TP: tl.constexpr, STORE: tl.constexpr,
-        OP: tl.constexpr,
+        d_products, i, H: constexpr, W: constexpr, SP: constexpr, TP: constexpr, STORE: constexpr,
+        OP: constexpr,
 ):
     """The adjoint of the reordering in `_position_products`: (KP, I, SP) by position -> (KP*I, TP) by offset."""
-    KP: tl.constexpr = d_products.shape[0]
-    I: tl.constexpr = d_products.shape[1]
+    KP: constexpr = d_products.shape[0]
+    I: constexpr = d_products.shape[1]
     t = tl.arange(0, TP)[None, :]
     rows = t < 2 * H - 1
     s = tl.where(rows, t + i[:, None] // W - (H - 1), t + i[:, None] % W - (2 * H + W - 2) + H)
@@ -275,8 +276,8 @@ def _by_offset(
 
 
 @triton.jit
-def _positions(j0, J: tl.constexpr, H: tl.constexpr, W: tl.constexpr, KP: tl.constexpr, SP: tl.constexpr,
-               OP: tl.constexpr):
+def _positions(j0, J: constexpr, H: constexpr, W: constexpr, KP: constexpr, SP: constexpr,
+               OP: constexpr):
     """One at both positions of each pixel from j0 on, zero elsewhere, the same for each head: (KP, SP, J)."""
     s = tl.arange(0, SP)[None, :, None]
     j = j0 + tl.arange(0, J)[None, None, :]
@@ -285,9 +286,9 @@ def _positions(j0, J: tl.constexpr, H: tl.constexpr, W: tl.constexpr, KP: tl.con
 
 
 @triton.jit
-def _own(qi, by_position, k, k_head, k_pixel, k_width, j0, J: tl.constexpr,
-         H: tl.constexpr, W: tl.constexpr, K: tl.constexpr, D: tl.constexpr, KP: tl.constexpr, DP: tl.constexpr,
-         SP: tl.constexpr, UNIT: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr, RELATIVE: tl.constexpr):
+def _own(qi, by_position, k, k_head, k_pixel, k_width, j0, J: constexpr,
+         H: constexpr, W: constexpr, K: constexpr, D: constexpr, KP: constexpr, DP: constexpr,
+         SP: constexpr, UNIT: constexpr, OP: constexpr, PRECISION: constexpr, RELATIVE: constexpr):
     """q times keys and, RELATIVE, positions, without the scale: (KP, I, J)."""
     kj = _rows_by_warps(k, k_head, k_pixel, k_width, j0, H * W, K, D, KP, DP, OP, UNIT, J)
     own = tl.dot(qi, tl.permute(kj, (0, 2, 1)), input_precision=PRECISION)
@@ -302,13 +303,13 @@ def evolve(
         q, k, v, height_rel, width_rel, maps, weight, bias, gates, seed, logits, signs, out, lse,
         w_to, w_from, w_y, w_x, q_image, q_head, q_pixel, q_width, k_image, k_head, k_pixel, k_width,
         v_image, v_head, v_pixel, v_width, conv_share, maps_share, own_share, scale, threshold, kept_gain,
-        H: tl.constexpr, W: tl.constexpr, K: tl.constexpr, D: tl.constexpr, E: tl.constexpr, KS: tl.constexpr,
-        KP: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, RP: tl.constexpr, PREFIX: tl.constexpr,
-        SP: tl.constexpr, TP: tl.constexpr, UNIT: tl.constexpr, UNIT_V: tl.constexpr,
-        I: tl.constexpr, J: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr,
-        OWN: tl.constexpr, MAPS: tl.constexpr, CONV: tl.constexpr, RELATIVE: tl.constexpr,
-        SAVE: tl.constexpr, SIGNS: tl.constexpr, ATTEND: tl.constexpr,
-        CONV_ROW: tl.constexpr, MAPS_ROW: tl.constexpr, OWN_ROW: tl.constexpr, DROP: tl.constexpr,
+        H: constexpr, W: constexpr, K: constexpr, D: constexpr, E: constexpr, KS: constexpr,
+        KP: constexpr, DP: constexpr, EP: constexpr, RP: constexpr, PREFIX: constexpr,
+        SP: constexpr, TP: constexpr, UNIT: constexpr, UNIT_V: constexpr,
+        I: constexpr, J: constexpr, OP: constexpr, PRECISION: constexpr, SPLIT: constexpr,
+        OWN: constexpr, MAPS: constexpr, CONV: constexpr, RELATIVE: constexpr,
+        SAVE: constexpr, SIGNS: constexpr, ATTEND: constexpr,
+        CONV_ROW: constexpr, MAPS_ROW: constexpr, OWN_ROW: constexpr, DROP: constexpr,
 ):
     """logits = conv_share * relu(conv(maps)) + maps_share * maps + own_share * own; SAVE stores them, ATTEND attends.
 
@@ -316,9 +317,9 @@ def evolve(
     not see them. SIGNS stores a bit a head where the gradient passes. A program: I queries of an image, all heads, all
     keys by blocks of J. `lse` is the rows' log2 of sum of exp.
     """
-    N: tl.constexpr = H * W
-    BLOCKS: tl.constexpr = (N + I - 1) // I
-    STORE: tl.constexpr = q.dtype.element_ty
+    N: constexpr = H * W
+    BLOCKS: constexpr = (N + I - 1) // I
+    STORE: constexpr = q.dtype.element_ty
     image = (tl.program_id(0) // BLOCKS).to(tl.int64)
     i0 = tl.program_id(0) % BLOCKS * I
     i = i0 + tl.arange(0, I)
@@ -398,11 +399,11 @@ def evolve(
 @triton.jit
 def row_products(
         out, d_out, delta, do_image, do_head, do_pixel, do_width,
-        N: tl.constexpr, K: tl.constexpr, E: tl.constexpr, KP: tl.constexpr, EP: tl.constexpr,
-        UNIT_OUT: tl.constexpr, I: tl.constexpr,
+        N: constexpr, K: constexpr, E: constexpr, KP: constexpr, EP: constexpr,
+        UNIT_OUT: constexpr, I: constexpr,
 ):
     """delta (B, K, N) = the sum over E of out * d_out. A program: I pixels of an image, all heads."""
-    BLOCKS: tl.constexpr = (N + I - 1) // I
+    BLOCKS: constexpr = (N + I - 1) // I
     image = (tl.program_id(0) // BLOCKS).to(tl.int64)
     i = tl.program_id(0) % BLOCKS * I + tl.arange(0, I)
     x = _rows(out + image * (N * K * E), E, K * E, 1, i, N, K, E, KP, EP, tl.float32, 1)
@@ -417,12 +418,12 @@ def logits_backward(
         v, seed, logits, signs, d_logits, d_out, lse, delta, d_conv, d_maps, d_v, d_bias,
         v_image, v_head, v_pixel, v_width, do_image, do_head, do_pixel, do_width,
         conv_share, threshold, kept_gain,
-        H: tl.constexpr, W: tl.constexpr, K: tl.constexpr, E: tl.constexpr,
-        KP: tl.constexpr, EP: tl.constexpr, PREFIX: tl.constexpr,
-        I: tl.constexpr, J: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
-        UNIT_V: tl.constexpr, UNIT_OUT: tl.constexpr,
-        CONV: tl.constexpr, SIGNS: tl.constexpr, FROM_NEXT: tl.constexpr,
-        SAVE: tl.constexpr, CONV_ROW: tl.constexpr, DROP: tl.constexpr,
+        H: constexpr, W: constexpr, K: constexpr, E: constexpr,
+        KP: constexpr, EP: constexpr, PREFIX: constexpr,
+        I: constexpr, J: constexpr, OP: constexpr, PRECISION: constexpr,
+        UNIT_V: constexpr, UNIT_OUT: constexpr,
+        CONV: constexpr, SIGNS: constexpr, FROM_NEXT: constexpr,
+        SAVE: constexpr, CONV_ROW: constexpr, DROP: constexpr,
 ):
     """Back through softmax and ReLU. A program: J keys of an image, all heads, all queries by blocks of I.
 
@@ -431,9 +432,9 @@ def logits_backward(
     program of that's sum, d_bias, and for SAVE g itself to d_maps. The ReLU passes where `signs` has a bit, or
     without SIGNS where the logits, which then are the ReLU's, are positive.
     """
-    N: tl.constexpr = H * W
-    BLOCKS: tl.constexpr = (N + J - 1) // J
-    STORE: tl.constexpr = v.dtype.element_ty
+    N: constexpr = H * W
+    BLOCKS: constexpr = (N + J - 1) // J
+    STORE: constexpr = v.dtype.element_ty
     image = (tl.program_id(0) // BLOCKS).to(tl.int64)
     j = tl.program_id(0) % BLOCKS * J + tl.arange(0, J)
     head = tl.arange(0, KP)[:, None]
@@ -496,24 +497,24 @@ def logits_backward(
 
 
 @triton.jit
-def _grouped(x, GROUPS: tl.constexpr):
+def _grouped(x, GROUPS: constexpr):
     """(pixels, X) -> (GROUPS, pixels/GROUPS, X): sums over pixels are shared among the warps."""
-    PIXELS: tl.constexpr = x.shape[0]
+    PIXELS: constexpr = x.shape[0]
     return tl.reshape(x, (GROUPS, PIXELS // GROUPS, x.shape[1]))
 
 
 @triton.jit
 def _add_weight_part(
-        dw, d_conv, i0, j0, dy: tl.constexpr, m,
-        N: tl.constexpr, K: tl.constexpr, KS: tl.constexpr, RP: tl.constexpr, PREFIX: tl.constexpr,
-        I: tl.constexpr, J: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
+        dw, d_conv, i0, j0, dy: constexpr, m,
+        N: constexpr, K: constexpr, KS: constexpr, RP: constexpr, PREFIX: constexpr,
+        I: constexpr, J: constexpr, OP: constexpr, PRECISION: constexpr,
 ):
     """dw (GROUPS, RP, KP) + what the adjoint's tap row dy sees at each pixel, times m (GROUPS, pixels, KP) there."""
-    GROUPS: tl.constexpr = m.shape[0]
-    BITS: tl.constexpr = d_conv.dtype.element_ty.primitive_bitwidth
+    GROUPS: constexpr = m.shape[0]
+    BITS: constexpr = d_conv.dtype.element_ty.primitive_bitwidth
     # Rows are dealt out to the groups' warps as in _rows_by_warps
-    C: tl.constexpr = max(1, min(m.shape[1], 32 * min(K & -K, 128 // BITS) // RP))
-    RUNS: tl.constexpr = m.shape[1] // C
+    C: constexpr = max(1, min(m.shape[1], 32 * min(K & -K, 128 // BITS) // RP))
+    RUNS: constexpr = m.shape[1] // C
     row = tl.arange(0, I * J)[:, None]
     pixel = (row // C % GROUPS * RUNS + row // (C * GROUPS)) * C + row % C
     taps = tl.reshape(_tap_row(d_conv, pixel, i0, j0, dy, N, K, KS, RP, PREFIX, J, OP, True), (RUNS, GROUPS, C, RP))
@@ -522,8 +523,8 @@ def _add_weight_part(
 
 
 @triton.jit
-def _store_weight_part(ptr, x, w_to, w_from, w_y, w_x, dy: tl.constexpr, K: tl.constexpr, KS: tl.constexpr,
-                       KP: tl.constexpr, RP: tl.constexpr):
+def _store_weight_part(ptr, x, w_to, w_from, w_y, w_x, dy: constexpr, K: constexpr, KS: constexpr,
+                       KP: constexpr, RP: constexpr):
     """x (GROUPS, RP, KP), what the adjoint's tap row dy met, to a program's (K, K, KS, KS) slot."""
     r = tl.arange(0, RP)[:, None]
     to = tl.arange(0, KP)[None, :]
@@ -536,21 +537,21 @@ def weight_backward(
         q, k, height_rel, width_rel, gates, prev, d_conv, d_logits, d_weight, d_beta,
         part_stride, w_to, w_from, w_y, w_x, q_image, q_head, q_pixel, q_width, k_image, k_head, k_pixel, k_width,
         prev_share, own_share, scale,
-        H: tl.constexpr, W: tl.constexpr, K: tl.constexpr, D: tl.constexpr, KS: tl.constexpr,
-        KP: tl.constexpr, DP: tl.constexpr, RP: tl.constexpr, PREFIX: tl.constexpr,
-        SP: tl.constexpr, TP: tl.constexpr, UNIT: tl.constexpr, GROUPS: tl.constexpr,
-        I: tl.constexpr, J: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr,
-        RELATIVE: tl.constexpr, MIXES: tl.constexpr, PREV_ROW: tl.constexpr, OWN_ROW: tl.constexpr,
-        BETA: tl.constexpr,
+        H: constexpr, W: constexpr, K: constexpr, D: constexpr, KS: constexpr,
+        KP: constexpr, DP: constexpr, RP: constexpr, PREFIX: constexpr,
+        SP: constexpr, TP: constexpr, UNIT: constexpr, GROUPS: constexpr,
+        I: constexpr, J: constexpr, OP: constexpr, PRECISION: constexpr, SPLIT: constexpr,
+        RELATIVE: constexpr, MIXES: constexpr, PREV_ROW: constexpr, OWN_ROW: constexpr,
+        BETA: constexpr,
 ):
     """The gradient of the convolution's weight, a slot a program, of which there are as many as of `evolve`.
 
     What the convolution took is prev_share * prev + own_share * own [MIXES], computed again, or prev. BETA: also, a
     slot a program, what 1 - beta before the maps gives to beta's gradient, which are those that the convolution took.
     """
-    N: tl.constexpr = H * W
-    BLOCKS: tl.constexpr = (N + I - 1) // I
-    STORE: tl.constexpr = q.dtype.element_ty
+    N: constexpr = H * W
+    BLOCKS: constexpr = (N + I - 1) // I
+    STORE: constexpr = q.dtype.element_ty
     image = (tl.program_id(0) // BLOCKS).to(tl.int64)
     i0 = tl.program_id(0) % BLOCKS * I
     i = i0 + tl.arange(0, I)
@@ -620,13 +621,13 @@ def queries_backward(
         q, k, height_rel, width_rel, weight, gates, prev, d_conv, d_logits, d_maps, d_q, d_table, d_alpha,
         part_stride, w_to, w_from, w_y, w_x, q_image, q_head, q_pixel, q_width, k_image, k_head, k_pixel, k_width,
         logits_share, maps_share, own_share, scale,
-        H: tl.constexpr, W: tl.constexpr, K: tl.constexpr, D: tl.constexpr, KS: tl.constexpr,
-        KP: tl.constexpr, DP: tl.constexpr, RP: tl.constexpr, PREFIX: tl.constexpr,
-        SP: tl.constexpr, TP: tl.constexpr, UNIT: tl.constexpr,
-        I: tl.constexpr, J: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr,
-        RELATIVE: tl.constexpr, CONV: tl.constexpr, LOGITS: tl.constexpr, KEPT: tl.constexpr,
-        OWN_FROM_MAPS: tl.constexpr, SAVE: tl.constexpr, CONV_ROW: tl.constexpr,
-        LOGITS_ROW: tl.constexpr, OWN_ROW: tl.constexpr, SMALL: tl.constexpr,
+        H: constexpr, W: constexpr, K: constexpr, D: constexpr, KS: constexpr,
+        KP: constexpr, DP: constexpr, RP: constexpr, PREFIX: constexpr,
+        SP: constexpr, TP: constexpr, UNIT: constexpr,
+        I: constexpr, J: constexpr, OP: constexpr, PRECISION: constexpr, SPLIT: constexpr,
+        RELATIVE: constexpr, CONV: constexpr, LOGITS: constexpr, KEPT: constexpr,
+        OWN_FROM_MAPS: constexpr, SAVE: constexpr, CONV_ROW: constexpr,
+        LOGITS_ROW: constexpr, OWN_ROW: constexpr, SMALL: constexpr,
 ):
     """Back through the convolution and the query's side of the dot product. A program: as `evolve`'s.
 
@@ -636,9 +637,9 @@ def queries_backward(
     gradient has beside the convolution's part: what 1 - alpha before the own logits gives (which are q times their
     gradient by q), and alpha before prev where prev is not convolved.
     """
-    N: tl.constexpr = H * W
-    BLOCKS: tl.constexpr = (N + I - 1) // I
-    STORE: tl.constexpr = q.dtype.element_ty
+    N: constexpr = H * W
+    BLOCKS: constexpr = (N + I - 1) // I
+    STORE: constexpr = q.dtype.element_ty
     image = (tl.program_id(0) // BLOCKS).to(tl.int64)
     i0 = tl.program_id(0) % BLOCKS * I
     i = i0 + tl.arange(0, I)
@@ -707,7 +708,7 @@ def queries_backward(
         dq = own_gate * dq
     _store_rows(d_q + image * (N * K * D), i, scale * dq, N, K, D, KP, DP)
     if RELATIVE:  # last, so that fewer registers are held
-        T: tl.constexpr = 2 * H + 2 * W - 2
+        T: constexpr = 2 * H + 2 * W - 2
         qi = _rows(q, q_head, q_pixel, q_width, i, N, K, D, KP, DP, OP, UNIT)
         if OWN_ROW >= 0:
             qi = (qi * own_gate).to(STORE).to(OP)
@@ -720,15 +721,15 @@ def queries_backward(
 @triton.jit
 def keys_backward(
         q, maps, gates, d_k, q_image, q_head, q_pixel, q_width, share,
-        N: tl.constexpr, K: tl.constexpr, D: tl.constexpr, KP: tl.constexpr, DP: tl.constexpr,
-        UNIT: tl.constexpr, I: tl.constexpr, J: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
-        SHARE_ROW: tl.constexpr, STORED_ROW: tl.constexpr,
+        N: constexpr, K: constexpr, D: constexpr, KP: constexpr, DP: constexpr,
+        UNIT: constexpr, I: constexpr, J: constexpr, OP: constexpr, PRECISION: constexpr,
+        SHARE_ROW: constexpr, STORED_ROW: constexpr,
 ):
     """d_k = share * transposed(maps) @ q. A program: J keys of an image, all heads, all queries by blocks of I.
 
     With a SHARE_ROW, share is times that; with a STORED_ROW, the maps are multiplied by that, in place, when read.
     """
-    BLOCKS: tl.constexpr = (N + J - 1) // J
+    BLOCKS: constexpr = (N + J - 1) // J
     image = (tl.program_id(0) // BLOCKS).to(tl.int64)
     j = tl.program_id(0) % BLOCKS * J + tl.arange(0, J)
     maps += image * (N * N * K)

@@ -344,7 +344,7 @@ def test_an_evolution_that_mixes_after_the_softmax_runs_by_the_reference(caplog)
         y, logits = layer(x, prev)
     assert caplog.messages == [
         "evolving attention by 'reference': MixedHeads has only its forward, which the others do not know"]
-    q, k, v, size = layer.split_heads(x)
+    q, k, v, size = layer.heads_of(layer.qkv(layer.branch_input(x)))
     torch.testing.assert_close(logits, layer.logits_of(q, k, size) + 0.5 * prev)
     attn = logits.softmax(-1)
     attn = (attn + attn[:, [1, 0]]) / 2

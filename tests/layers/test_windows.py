@@ -9,7 +9,7 @@ import ea_vision
 from ea_vision import ops
 from ea_vision.layers import AugmentedConv2d, EvolvingAttention
 from ea_vision.ops import evolving_attention, flex, use_implementation
-from ea_vision.ops.problem import checked
+from ea_vision.ops.problem import Problem
 from tests.models.zoo import layers_of
 
 D64 = torch.float64
@@ -83,8 +83,8 @@ def test_flex_attention_is_the_reference_with_its_gradients(
         evolving_attention(*tensors, implementation="flex", **form)
     monkeypatch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda *tensors: None)
     monkeypatch.setattr(torch.nn.attention.flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
-    out, _ = flex.FLEX.forward(checked(
-        **dict(zip(("q", "k", "v", "height_rel", "width_rel"), tensors, strict=False)), **form))
+    out, _ = flex.FLEX.forward(Problem(
+        **dict(zip(("q", "k", "v", "height_rel", "width_rel"), tensors, strict=False)), **form).checked())
     weights = torch.randn_like(out)
     torch.testing.assert_close(torch.autograd.grad((out * weights).sum(), tensors),
                                torch.autograd.grad((exact * weights).sum(), tensors), atol=1e-12, rtol=1e-9)
@@ -217,7 +217,7 @@ def test_maps_evolve_whole_and_the_window_comes_after():
     _, logits = first(x, need_logits=True)
     assert logits.isfinite().all() and logits.shape == (2, 4, 30, 30)
     y, evolved = second(x, logits)
-    q, k, v, size = second.split_heads(x)
+    q, k, v, size = second.heads_of(second.qkv(second.branch_input(x)))
     expected = second.evolution(second.logits_of(q, k, size), logits)
     torch.testing.assert_close(evolved, expected)
     row, col = torch.arange(30) // 6, torch.arange(30) % 6
@@ -258,10 +258,10 @@ def test_attention_of_a_window_over_heads_gives_the_branch():
     with torch.no_grad(), ea_vision.record_attention(layer) as maps:
         out, _ = layer.attend(x, None)
         layer(x)
-    v = layer.split_heads(x)[2]
+    q, k, v, _ = layer.heads_of(layer.qkv(layer.branch_input(x)))
     same = v[:, :1].expand_as(v)  # where all heads have the same values the sum over heads is all that counts
     mixed = maps[1].attn @ same
-    expected, _ = evolving_attention(*layer.split_heads(x)[:2], same, layer.height_rel, layer.width_rel,
+    expected, _ = evolving_attention(q, k, same, layer.height_rel, layer.width_rel,
                                      feat_size=(5, 6), window=3, head_window=3, need_logits=False)
     torch.testing.assert_close(mixed, expected)
     assert out.shape == (1, 4, 5, 6)

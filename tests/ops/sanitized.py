@@ -9,7 +9,7 @@ import sys
 import torch
 
 from ea_vision.ops import cpu, cpu_library
-from ea_vision.ops.problem import checked
+from ea_vision.ops.problem import Problem
 
 
 def attend(draw: random.Random, dtype: torch.dtype, kernel: int, prev: bool, predict: bool) -> None:
@@ -34,10 +34,10 @@ def attend(draw: random.Random, dtype: torch.dtype, kernel: int, prev: bool, pre
     if kernel:
         further |= {"weight": new(K, K, kernel, kernel), "bias": new(K)}
     alpha, beta = (0.3, draw.choice((0.6, 1.0))) if draw.random() < 0.5 else new(2, K)
-    out, logits = cpu.CPU.forward(checked(
+    out, logits = cpu.CPU.forward(Problem(
         q=q, k=k, v=v, **further, alpha=alpha, beta=beta, feat_size=(H, W), predict=predict,
         num_prefix_tokens=draw.choice((0, 0, min(2, N))), dropout_p=draw.choice((0.0, 0.3)),
-        need_logits=draw.random() < 0.5))
+        need_logits=draw.random() < 0.5).checked())
     loss = out.float().square().sum()
     (loss if logits is None or draw.random() < 0.3 else loss + logits.float().square().sum()).backward()
 

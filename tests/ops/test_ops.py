@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import ea_vision.ops as ops
 from ea_vision.layers import AugmentedConv2d, EvolvingAttention, create_evolution
 from ea_vision.ops import cpu, cpu_library, evolving_attention, halve, use_implementation
-from ea_vision.ops.problem import checked
+from ea_vision.ops.problem import Problem
 from tests.engine import runner
 from tests.ops.oracle import kept_entries
 
@@ -370,7 +370,7 @@ def compiler_with(tmp_path):
 def reason_against(tensors):
     """Why the C kernel cannot solve the problem, on a map of any height."""
     H = 1 if "height_rel" not in tensors else (len(tensors["height_rel"]) + 1) // 2
-    return cpu.CPU.reason_against(checked(**tensors, feat_size=(H, tensors["q"].shape[2] // H)))
+    return cpu.CPU.reason_against(Problem(**tensors, feat_size=(H, tensors["q"].shape[2] // H)).checked())
 
 
 def load_library(_) -> int:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from ea_vision.ops import reference, triton_tiles
 from ea_vision.ops import triton_attention as ours
-from ea_vision.ops.problem import checked
+from ea_vision.ops.problem import Problem
 from tests.ops.oracle import kept_entries
 from tests.slow import slow_but
 
@@ -97,7 +97,7 @@ NAMES = ("q", "k", "v", "height_rel", "width_rel", "prev_logits", "weight", "bia
 def stated(*args, gates=None, **options):
     """The problem of q, k, v and, if they are there, tables, prev_logits, weight, bias, alpha and beta."""
     named = dict(zip(NAMES, args, strict=False)) | ({} if gates is None else {"alpha": gates[0], "beta": gates[1]})
-    return checked(**named, **options)
+    return Problem(**named, **options).checked()
 
 
 def ours_of(*args, seed=None, **options):
@@ -352,10 +352,11 @@ SINGLE = dict.fromkeys("qkv", torch.zeros(1, 4, 6, 4))
     ("heads", dict.fromkeys("qkv", torch.zeros(1, 20, 6, 4))), ("wide", {"v": torch.zeros(1, 4, 6, 80)}),
     ("pixels", dict.fromkeys("qkv", torch.zeros(1, 4, 1200, 4)))])
 def test_reasons(reason, tensors):
-    assert reason in ours.TRITON.reason_against(checked(**{n: x.to(DEVICE) for n, x in (SINGLE | tensors).items()}))
+    problem = Problem(**{name: x.to(DEVICE) for name, x in (SINGLE | tensors).items()})
+    assert reason in ours.TRITON.reason_against(problem.checked())
 
 
 def test_reason_on_the_cpu():
     if ours.INTERPRETING:
         pytest.skip("the interpreter runs there")
-    assert "NVIDIA GPU is required, got cpu" in ours.TRITON.reason_against(checked(**SINGLE))
+    assert "NVIDIA GPU is required, got cpu" in ours.TRITON.reason_against(Problem(**SINGLE).checked())

@@ -78,7 +78,7 @@ def test_attention_times_values_is_the_attention_branch():
     with torch.no_grad(), ea_vision.record_attention(layer) as maps:
         y, _ = layer(x)
     with torch.no_grad():
-        v = layer.split_heads(x)[2]
+        v = layer.heads_of(layer.qkv(layer.branch_input(x)))[2]
         out = (maps[1].attn @ v).transpose(1, 2).reshape(2, 3, 5, 4).permute(0, 3, 1, 2)
         torch.testing.assert_close(layer.proj(out), y[:, 6:])
 

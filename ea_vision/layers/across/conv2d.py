@@ -1,11 +1,9 @@
 """Convolutions over the two planes of an image's four-dimensional attention maps."""
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ea_vision.layers.evolution import Evolution, register_evolution
+from ea_vision.layers.evolution import Evolution, check_kernel_size, register_evolution
 from ea_vision.ops import by_torch, cpu, log_once
 from ea_vision.ops.reference import among_patches, with_prefix
 
@@ -38,13 +36,13 @@ class FourDimensionalConvolution(Evolution):
 
     spatial = True
     identity_start = {"std": 0.0}
+    gate_names = ("alpha",)
     part_names = ("conv_logits",)
 
     def __init__(self, num_heads: int, alpha: float = 0.0, std: float = 0.02, kernel_size: int = 3, device=None,
                  dtype=None) -> None:
         super().__init__()
-        if kernel_size < 1 or kernel_size % 2 == 0:
-            raise ValueError(f"kernel_size of an attention-map convolution must be odd and positive, got {kernel_size}")
+        check_kernel_size(kernel_size)
         dd = {"device": device, "dtype": dtype}
         self.num_prefix_tokens = 0
         self.alpha = nn.Parameter(torch.full((), float(alpha), **dd))
@@ -86,10 +84,6 @@ class FourDimensionalConvolution(Evolution):
     def parts(self, logits: Tensor, prev_logits: Tensor, evolved: Tensor) -> dict[str, Tensor]:
         """conv_logits: the sum of both convolutions, 0 where prefix tokens pass."""
         return {"conv_logits": evolved - (logits + self.alpha * prev_logits)}
-
-    @torch.jit.ignore
-    def gates(self) -> dict[str, Any]:
-        return {"alpha": self.alpha}
 
     @torch.jit.ignore
     def changes_nothing(self) -> bool:

@@ -41,25 +41,19 @@ class ExclusiveAttention(OutputMechanism):
     """
 
     identity_start = {"gain": 0.0}
+    gate_names = ("gain",)
 
     def __init__(self, num_heads: int, gain: float | None = None, device=None, dtype=None) -> None:
         super().__init__()
-        start = None if gain is None else torch.full((num_heads,), float(gain), device=device, dtype=dtype)
-        self.gain = None if start is None else nn.Parameter(start)
+        self.gain = None
+        if gain is not None:
+            self.gain = nn.Parameter(torch.full((num_heads,), float(gain), device=device, dtype=dtype))
 
     def mix_output(self, out: Tensor, values: Tensor, x: Tensor) -> Tensor:
         unit = F.normalize(values, dim=-1)
         along = (out * unit).sum(-1, keepdim=True) * unit
         gain = self.gain
         return (out - along if gain is None else out - gain.view(-1, 1, 1) * along).to(out.dtype)
-
-    @torch.jit.ignore
-    def gates(self) -> dict[str, Any]:
-        return {} if self.gain is None else {"gain": self.gain}
-
-    @torch.jit.ignore
-    def changes_nothing(self) -> bool:
-        return self.gain is not None and not self.gain.any()
 
 
 @register_evolution("gated")

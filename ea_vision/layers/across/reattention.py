@@ -1,6 +1,4 @@
 """Maps mixed across heads and normalised after the softmax: DeepViT's re-attention."""
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -16,6 +14,7 @@ class Gained(Evolution):
     reads_previous = False
     mixes_attn = True
     identity_start = {"gain": 0.0}
+    gate_names = ("gain",)
     part_names = ("softmax",)
 
     def __init__(self, gain: float | None, device=None, dtype=None) -> None:
@@ -37,14 +36,6 @@ class Gained(Evolution):
     def restore_start(self) -> None:
         for module in self.children():
             module.reset_parameters()
-
-    @torch.jit.ignore
-    def gates(self) -> dict[str, Any]:
-        return {} if self.gain is None else {"gain": self.gain}
-
-    @torch.jit.ignore
-    def changes_nothing(self) -> bool:
-        return self.gain is not None and not self.gain.any()
 
 
 @register_evolution("reattention")

@@ -4,7 +4,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ea_vision.layers.evolution import Evolution, _new_gate, register_evolution
+from ea_vision.layers.evolution import Evolution, new_gate, register_evolution
 from ea_vision.ops.reference import mixed
 
 
@@ -34,13 +34,14 @@ class ResidualAttention(Evolution):
     """
 
     identity_start = {"alpha": 0.0, "learnable": True}
+    gate_names = ("alpha",)
 
     def __init__(self, num_heads: int, alpha: float | None = None, mixture: bool = False,
                  learnable: bool | str = False, device=None, dtype=None) -> None:
         super().__init__()
         self.mixture = mixture
         alpha = (0.5 if mixture else 1.0) if alpha is None else alpha
-        self.alpha = _new_gate("alpha", alpha, learnable, num_heads, device, dtype)
+        self.alpha = new_gate("alpha", alpha, learnable, num_heads, device=device, dtype=dtype)
 
     def forward(self, logits: Tensor, prev_logits: Tensor) -> Tensor:
         alpha = self.alpha
@@ -61,11 +62,3 @@ class ResidualAttention(Evolution):
         else:
             prev_logits = twice * prev_logits
         return {"prev_logits": prev_logits, "alpha": 0.5, "own_scale": 2.0}
-
-    @torch.jit.ignore
-    def gates(self) -> dict[str, Any]:
-        return {"alpha": self.alpha}
-
-    @torch.jit.ignore
-    def changes_nothing(self) -> bool:
-        return not torch.as_tensor(self.alpha).any()
