@@ -120,7 +120,7 @@ class EvolvingMaps:
     need_logits: whether somebody reads its logits.
     """
 
-    __constants__ = ["local"]  # noqa: RUF012 (for TorchScript)
+    __constants__ = ["head_border", "head_window", "local", "window"]  # noqa: RUF012 (for TorchScript)
     local = False  # whether a query sees a part of the map alone, or other heads
     window: tuple[int, int] | None = None
     head_window = 1

@@ -23,9 +23,10 @@ from ea_vision.ops.problem import (
     reason_against_kernels,
     refuse_second_derivatives,
 )
+from ea_vision.ops.rel_pos import cover_offsets
 
 NONE, MIX, PREDICT = range(3)  # as in problem.h
-OPTIONS = ("scale", "dropout", "kind", "prefix", "H", "W", "channels_last")  # of AttentionStruct
+SIZES = ("kind", "prefix", "H", "W", "window_height", "window_width")  # of AttentionStruct
 
 
 def _lies_pixels_last(x: Tensor) -> bool:
@@ -57,16 +58,17 @@ def _fill(struct: ctypes.Structure, **tensors: Tensor | None) -> ctypes.Structur
     return struct
 
 
-def _run(function: str, q: Tensor, k: Tensor, v: Tensor, seed: Tensor | None, *options: float,
-         **tensors: Tensor | None) -> None:
-    """q, k, v by `_in_order`; options: of OPTIONS; the others contiguous."""
-    named, weight = dict(zip(OPTIONS, options, strict=True)), tensors["weight"]
-    B, K, _, D = _as_heads(q, named["channels_last"]).shape
+def _run(function: str, q: Tensor, k: Tensor, v: Tensor, seed: Tensor | None, scale: float, dropout_p: float,
+         sizes: list[int], channels_last: bool, **tensors: Tensor | None) -> None:
+    """q, k, v by `_in_order`; the others contiguous."""
+    B, K, _, D = _as_heads(q, channels_last).shape
+    weight = tensors["weight"]
     problem = AttentionStruct(
-        **named, B=B, K=K, D=D, E=_as_heads(v, named["channels_last"]).shape[3],
+        **dict(zip(SIZES, sizes, strict=True)), B=B, K=K, D=D, E=_as_heads(v, channels_last).shape[3],
         kernel=0 if weight is None else weight.shape[-1], dtype=DTYPES[q.dtype], threads=torch.get_num_threads(),
-        seed=0 if seed is None else seed.item(), q_row=q.stride(1), k_row=k.stride(1), v_row=v.stride(1),
-        q_step=q.stride(0), k_step=k.stride(0), v_step=v.stride(0))
+        scale=scale, dropout=dropout_p, channels_last=channels_last, seed=0 if seed is None else seed.item(),
+        q_row=q.stride(1), k_row=k.stride(1), v_row=v.stride(1), q_step=q.stride(0), k_step=k.stride(0),
+        v_step=v.stride(0))
     run(function, ctypes.byref(_fill(problem, q=q, k=k, v=v, **tensors)))
 
 
@@ -81,17 +83,17 @@ def _outputs(q: Tensor, v: Tensor, need_logits: bool, channels_last: bool) -> tu
 def _forward(
         q: Tensor, k: Tensor, v: Tensor, height_rel: Tensor | None, width_rel: Tensor | None, prev: Tensor | None,
         weight: Tensor | None, bias: Tensor | None, gates: Tensor, seed: Tensor | None, scale: float, dropout_p: float,
-        kind: int, prefix: int, height: int, width: int, channels_last: bool, need_logits: bool,
+        sizes: list[int], channels_last: bool, need_logits: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """-> `_outputs`.
 
-    gates: alpha and beta by heads, (2, K); seed: of the dropout, one integer; channels_last: the order in which q, k, v
-    and out lie, see `_in_order` (others are copied).
+    gates: alpha and beta by heads, (2, K); seed: of the dropout, one integer; sizes: of SIZES; channels_last: the order
+    in which q, k, v and out lie, see `_in_order` (others are copied).
     """
     out, logits, norm = _outputs(q, v, need_logits, channels_last)
     q, k, v = (_in_order(x, channels_last) for x in (q, k, v))
-    _run("evolving_attention_forward", q, k, v, seed, scale, dropout_p, kind, prefix, height, width, channels_last,
-         prev=prev, height_rel=height_rel, width_rel=width_rel, weight=weight, bias=bias, gates=gates, out=out,
+    _run("evolving_attention_forward", q, k, v, seed, scale, dropout_p, sizes, channels_last, prev=prev,
+         height_rel=height_rel, width_rel=width_rel, weight=weight, bias=bias, gates=gates, out=out,
          logits=logits if need_logits else None, norm=norm)
     return out, logits, norm
 
@@ -106,8 +108,8 @@ def _(q, k, v, *rest):
 def _backward(
         d_out: Tensor, d_logits: Tensor | None, q: Tensor, k: Tensor, v: Tensor, height_rel: Tensor | None,
         width_rel: Tensor | None, prev: Tensor | None, weight: Tensor | None, bias: Tensor | None, gates: Tensor,
-        seed: Tensor | None, logits: Tensor | None, norm: Tensor, scale: float, dropout_p: float, kind: int,
-        prefix: int, height: int, width: int, channels_last: bool, gates_learn: bool,
+        seed: Tensor | None, logits: Tensor | None, norm: Tensor, scale: float, dropout_p: float,
+        sizes: list[int], channels_last: bool, gates_learn: bool,
 ) -> list[Tensor]:
     """-> gradients of q, k, v in their order, then of those given: prev, tables, weight, bias; of gates that learn."""
     q, k, v = (_in_order(x, channels_last) for x in (q, k, v))
@@ -116,8 +118,8 @@ def _backward(
     parameters = {"height_rel": height_rel, "width_rel": width_rel, "weight": weight, "bias": bias}
     by_image = {f"d_{name}": x.new_empty(q.shape[0], *x.shape)
                 for name, x in (parameters | {"gates": gates if gates_learn else None}).items() if x is not None}
-    _run("evolving_attention_backward", q, k, v, seed, scale, dropout_p, kind, prefix, height, width, channels_last,
-         prev=prev, **parameters, gates=gates, logits=logits, norm=norm, d_out=d_out.contiguous(),
+    _run("evolving_attention_backward", q, k, v, seed, scale, dropout_p, sizes, channels_last, prev=prev, **parameters,
+         gates=gates, logits=logits, norm=norm, d_out=d_out.contiguous(),
          d_logits=None if d_logits is None else d_logits.contiguous(), **grads, **by_image)
     return [*grads.values(), *(grad.sum(0) for grad in by_image.values())]
 
@@ -131,10 +133,10 @@ def _(d_out, d_logits, q, k, v, height_rel, width_rel, prev, weight, bias, gates
 
 
 def _save(ctx, inputs, output) -> None:
-    *tensors, scale, dropout_p, kind, prefix, height, width, channels_last, need_logits = inputs
+    tensors, (*options, need_logits) = inputs[:10], inputs[10:]
     ctx.set_materialize_grads(False)  # of unused logits: a map of zeros
     ctx.save_for_backward(*tensors, output[1] if need_logits else None, output[2])
-    ctx.options = scale, dropout_p, kind, prefix, height, width, channels_last
+    ctx.options = options
 
 
 def _differentiate(ctx, d_out, d_logits, _):
@@ -149,7 +151,7 @@ def _differentiate(ctx, d_out, d_logits, _):
     d_prev, d_height, d_width, d_weight, d_bias = (
         None if x is None else next(grads) for x in (prev, height_rel, width_rel, weight, bias))
     return (d_q, d_k, d_v, d_height, d_width, d_prev, d_weight, d_bias, next(grads) if gates_learn else None,
-            *(None,) * 9)
+            *(None,) * 6)
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
@@ -170,12 +172,14 @@ class Cpu(Implementation):
     """The C kernel."""
 
     name = "cpu"
-    dropout = prefix = True
+    windows = dropout = prefix = True
 
     def own_reason_against(self, problem: Problem) -> str | None:
         q, k, v, weight = problem.q, problem.k, problem.v, problem.weight
         if not q.dtype == k.dtype == v.dtype:
             return f"it needs q, k and v of one dtype, got {q.dtype}, {k.dtype} and {v.dtype}"
+        if problem.head_window > 1:
+            return "it has no windows of heads"
         if weight is not None and weight.shape[-1] > 7:
             return f"it needs map convolutions of at most 7x7, got {weight.shape[-1]}x{weight.shape[-1]}"
         return _reason_against(q, v)
@@ -187,12 +191,14 @@ class Cpu(Implementation):
         gates = p.gates()
         if gates is None:
             gates = torch.tensor([[p.alpha] * K, [p.beta] * K], dtype=torch.float32)
+        tables = (None if x is None else cover_offsets(x, size) for x, size in zip(
+            (p.height_rel, p.width_rel), p.feat_size, strict=True))
         height_rel, width_rel, weight, bias, gates = (
-            None if x is None else x.float().contiguous() for x in (p.height_rel, p.width_rel, p.weight, p.bias, gates))
+            None if x is None else x.float().contiguous() for x in (*tables, p.weight, p.bias, gates))
         channels_last = all(_lies_channels_last(x) and not _lies_pixels_last(x) for x in (p.q, p.k, p.v))
         out, logits, _ = _forward(
             p.q, p.k, p.v, height_rel, width_rel, prev, weight, bias, gates, p.dropout_seed(), p.scale, p.dropout_p,
-            kind, p.num_prefix_tokens, *p.feat_size, channels_last, p.need_logits)
+            [kind, p.num_prefix_tokens, *p.feat_size, *(p.window or (0, 0))], channels_last, p.need_logits)
         return _as_heads(out, channels_last), logits if p.need_logits else None
 
 

@@ -30,7 +30,8 @@ SOURCES = Path(__file__).with_name("cpu_kernel")  # kernel.c takes in the other 
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast")
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in storage.h
 
-_INTS = ("B", "K", "H", "W", "D", "E", "kernel", "kind", "dtype", "threads", "prefix", "channels_last")
+_INTS = ("B", "K", "H", "W", "D", "E", "kernel", "kind", "dtype", "threads", "prefix", "channels_last",
+         "window_height", "window_width")
 _FLOATS = ("scale", "dropout")
 _LONGS = ("q_step", "k_step", "v_step", "q_row", "k_row", "v_row", "seed")
 _POINTERS = ("q", "k", "v", "prev", "height_rel", "width_rel", "weight", "bias", "gates", "out", "logits", "norm",

@@ -64,7 +64,7 @@ class Flex(Implementation):
 
     name = "flex"
     windows = True
-    evolves = logits = False
+    whole = evolves = logits = False
 
     def own_reason_against(self, problem: Problem) -> str | None:
         q, k, v = problem.q, problem.k, problem.v

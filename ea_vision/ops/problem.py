@@ -135,7 +135,8 @@ class Implementation:
     """One way to solve a `Problem`. A subclass states what it supports, and has `forward`."""
 
     name = ""
-    windows = False  # for windows of pixels and heads; else for whole maps
+    whole = True  # for whole maps
+    windows = False  # for windows of pixels and heads
     evolves = True  # takes previous logits
     logits = True  # can return the logits
     dropout = False
@@ -151,7 +152,7 @@ class Implementation:
             (p.num_prefix_tokens and not self.prefix,
              f"it convolves whole maps, and {p.num_prefix_tokens} prefix tokens are to stay out of the convolution"),
             (keys != queries and not self.fewer_keys, f"it needs as many keys as queries, got {keys} and {queries}"),
-            (self.windows and not p.local, "it is for windows"),
+            (not self.whole and not p.local, "it is for windows"),
             (p.prev_logits is not None and not self.evolves, "it has no place for previous logits"),
             (p.need_logits and not self.logits, "it never has the logits that are wanted"),
         )

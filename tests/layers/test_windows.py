@@ -282,8 +282,10 @@ def test_bad_windows_are_named(options, message):
 
 def test_implementations_without_windows_are_refused():
     tensors = problem((4, 5), (3, 3))
-    with pytest.raises(ValueError, match="implementation 'cpu' cannot run this: it has no windows"):
-        evolving_attention(*tensors, feat_size=(4, 5), window=3, need_logits=False, implementation="cpu")
+    for name, options, reason in (("sdpa", {"window": 3}, "it has no windows"),
+                                  ("cpu", {"head_window": 3}, "it has no windows of heads")):
+        with pytest.raises(ValueError, match=f"implementation '{name}' cannot run this: {reason}"):
+            evolving_attention(*tensors, feat_size=(4, 5), need_logits=False, implementation=name, **options)
     with pytest.raises(ValueError, match="head_window must be 1 where maps evolve"):
         evolving_attention(*tensors, torch.zeros(1, 4, 20, 20, dtype=D64), feat_size=(4, 5), window=3, head_window=3)
 

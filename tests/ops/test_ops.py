@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
@@ -70,6 +72,7 @@ def outputs_and_gradients(tensors, *, double=False, need_logits=True, **options)
 
 
 def assert_as_reference(tensors, implementation="cpu", **options):
+    """Compare outputs and all gradients with float64; return them."""
     fast = outputs_and_gradients(tensors, implementation=implementation, **options)
     slow = outputs_and_gradients(tensors, implementation="reference", double=True, **options)
     tolerance = TOLERANCE[tensors["q"].dtype]
@@ -80,47 +83,48 @@ def assert_as_reference(tensors, implementation="cpu", **options):
             scale = max(scale, (slow["prev_logits"].numel() / expected.numel()) ** 0.5)
         difference = (fast[name].double() - expected).abs().max().item()
         assert difference <= tolerance * scale, f"{name}: {difference} of {scale}"
+    return fast
 
 
-SIZES = [((5, 7), 8, 20, 3), ((1, 5), 3, 4, 6), ((7, 7), 4, 64, 64), ((4, 4), 4, 16, 1), ((14, 14), 8, 20, 2)]
+SIZES = [((5, 7), 8, 20, 3), ((1, 5), 3, 4, 6), ((4, 4), 4, 16, 1), ((7, 6), 4, 64, 64)]
+SMALL, ODD, NARROW, WIDE = SIZES
+CASES = [  # kind, then what differs; sizes go round
+    ("aa", {}), ("aa", {"channels_last": True}), ("aa", {"dtype": torch.bfloat16, "channels_last": True}),
+    ("ea", {}), ("ea", {"beta": 0.6, "channels_last": True}), ("ea", {"kernel": 5, "beta": 0.0}),
+    ("ea", {"kernel": 0}), ("ea", {"gates": "one"}), ("ea", {"gates": "heads", "kernel": 5}),
+    ("ea", {"gates": "heads", "kernel": 0}), ("pa", {}), ("pa", {"kernel": 1}), ("pa", {"kernel": 0}),
+    ("pa", {"gates": "one", "channels_last": True}), ("pa", {"gates": "heads", "kernel": 0}),
+    ("aa", {"window": 3}), ("aa", {"window": (1, 5), "channels_last": True}), ("ea", {"window": 3}),
+    ("ea", {"window": (5, 3), "gates": "heads"}), ("pa", {"window": (3, 21)})]
+FURTHER = [
+    ("pa", ((1, 2), 3, 37, 5), {"gates": "one", "channels_last": True}), ("ea", ((14, 14), 8, 20, 2), {"beta": 0.6}),
+    *((kind, ((1, 38), 3, 8, 6), {"num_prefix_tokens": prefix, **further}) for kind, prefix, further in (
+        ("ea", 1, {}), ("ea", 2, {"beta": 0.6, "gates": "one"}), ("ea", 5, {"kernel": 5, "beta": 0.3}),
+        ("pa", 2, {"gates": "one"}), ("pa", 5, {"kernel": 1}))),
+    ("ea", ((1, 197), 3, 64, 64), {"gates": "one", "batch": 1}),  # a vision transformer
+    ("ea", ((21, 20), 2, 8, 3), {"batch": 1}), ("pa", ((21, 20), 2, 8, 6), {"batch": 1}),  # maps of many blocks
+    ("ea", ((3, 140), 2, 8, 3), {"kernel": 5, "gates": "heads", "batch": 1}),
+    *((kind, ((7, 6), 8, 20, 3), {"dtype": dtype, "gates": gates}) for dtype in (torch.bfloat16, torch.float16)
+      for kind, gates in (("aa", None), ("ea", None), ("ea", "one"), ("pa", None), ("pa", "heads")))]
 
 
-def assert_cpu(kind, size, *widths, alpha=0.3, beta=1.0, options=None, **shape):
+@pytest.mark.parametrize("kind,size,further", [
+    *((kind, size, further) for i, (kind, further) in enumerate(CASES)
+      for size in (SIZES[i % 4], SIZES[(i + 2 + i % 2) % 4])), *FURTHER], ids=str)
+def test_cpu_kernel(kind, size, further):
     """The C kernel is the reference, whether logits are wanted or not."""
-    tensors = problem(kind, size, *widths, **shape)
-    shares = {name: gate for name, gate in (("alpha", alpha), ("beta", beta)) if name not in tensors}
+    (feat_size, K, *widths), further = size, dict(further)
+    options = {name: further.pop(name) for name in ("beta", "num_prefix_tokens", "window") if name in further}
+    further["gates"] = {None: None, "one": (), "heads": (K,)}[further.get("gates")]
+    tensors = problem(kind, feat_size, K, *widths, relative=feat_size[0] > 1 and size != NARROW, **further)
+    if "bias" in tensors and tensors["q"].dtype != torch.float32:
+        tensors["bias"] += 6.0  # the convolution stays positive: near zero, rounding would decide what passes its ReLU
+    options = {name: x for name, x in ({"alpha": 0.3} | options).items() if name not in tensors}
     for need_logits in (True, False):
-        assert_as_reference(tensors, predict=kind == "pa", feat_size=size, need_logits=need_logits, **shares,
-                            **options or {})
-
-
-@pytest.mark.parametrize("kind,kernel,beta", [
-    ("aa", 0, 1.0), ("ea", 3, 1.0), ("ea", 3, 0.6), ("ea", 5, 0.0), ("ea", 0, 1.0), ("pa", 3, 1.0), ("pa", 1, 1.0),
-    ("pa", 0, 1.0)])
-@pytest.mark.parametrize("size,num_heads,dim_qk,dim_v", SIZES)
-def test_cpu_kernel(size, num_heads, dim_qk, dim_v, kind, kernel, beta):
-    assert_cpu(kind, size, num_heads, dim_qk, dim_v, beta=beta, kernel=kernel, relative=size != (4, 4))
-
-
-@pytest.mark.parametrize("kind,beta,gates,dtype", [
-    ("aa", 1.0, None, torch.float32), ("ea", 1.0, None, torch.float32), ("pa", 0.5, (), torch.float32),
-    ("aa", 1.0, None, torch.bfloat16)])
-@pytest.mark.parametrize("size,num_heads,dim_qk,dim_v", [*SIZES, ((1, 2), 3, 37, 5)])
-def test_cpu_kernel_reads_and_writes_channels_last(size, num_heads, dim_qk, dim_v, kind, beta, gates, dtype):
-    shape = {"relative": size != (4, 4), "gates": gates, "dtype": dtype, "channels_last": True}
-    assert_cpu(kind, size, num_heads, dim_qk, dim_v, beta=beta, **shape)
-    results = outputs_and_gradients(problem(kind, size, num_heads, dim_qk, dim_v, **shape), implementation="cpu",
-                                    predict=kind == "pa", feat_size=size)
-    for name in ("out", "q", "k", "v"):
+        results = assert_as_reference(tensors, predict=kind == "pa", feat_size=feat_size, need_logits=need_logits,
+                                      **options)
+    for name in ("out", "q", "k", "v") if further.get("channels_last") else ():
         assert results[name].transpose(1, 2).is_contiguous(), name
-
-
-@pytest.mark.parametrize("per_head", [False, True])
-@pytest.mark.parametrize("kind,kernel", [("ea", 3), ("ea", 5), ("ea", 0), ("pa", 3), ("pa", 0)])
-@pytest.mark.parametrize("size,num_heads,dim_qk,dim_v", [((5, 7), 8, 20, 3), ((1, 50), 3, 16, 16)])
-def test_cpu_kernel_with_gates_that_learn(size, num_heads, dim_qk, dim_v, kind, kernel, per_head):
-    assert_cpu(kind, size, num_heads, dim_qk, dim_v, kernel=kernel, relative=size[0] > 1,
-               gates=(num_heads,) if per_head else ())
 
 
 @pytest.mark.parametrize("alpha,beta", [(0.0, 0.0), (1.0, 1.0), (0.0, 1.0), (1.0, 0.0)])
@@ -133,23 +137,6 @@ def test_cpu_kernel_where_learning_gates_drop_a_term(kind, alpha, beta):
         assert_as_reference(tensors, predict=kind == "pa", feat_size=(4, 5), need_logits=need_logits)
 
 
-@pytest.mark.parametrize("gates", [None, ()])
-@pytest.mark.parametrize("prefix", [1, 2, 5])
-@pytest.mark.parametrize("kind,kernel,beta", [
-    ("ea", 3, 1.0), ("ea", 3, 0.6), ("ea", 5, 0.3), ("pa", 3, 1.0), ("pa", 1, 1.0)])
-def test_cpu_kernel_lets_prefix_tokens_pass_the_convolution(kind, kernel, beta, prefix, gates):
-    assert_cpu(kind, (1, 38), 3, 8, 6, beta=beta, kernel=kernel, relative=False, gates=gates,
-               options={"num_prefix_tokens": prefix})
-
-
-@pytest.mark.parametrize("kind,size,widths,shape", [
-    ("ea", (1, 197), (3, 64, 64), {"gates": ()}),  # a vision transformer
-    ("ea", (21, 20), (2, 8, 3), {}), ("pa", (21, 20), (2, 8, 6), {}),  # large maps
-    ("ea", (3, 140), (2, 8, 3), {"kernel": 5, "gates": (2,)})])
-def test_cpu_kernel_on_maps_of_many_blocks(kind, size, widths, shape):
-    assert_cpu(kind, size, *widths, batch=1, relative=size[0] > 1, **shape)
-
-
 def test_a_number_beside_a_gate_that_learns():
     tensors = problem("ea", (4, 5), gates=())
     for other in ("alpha", "beta"):
@@ -158,28 +145,26 @@ def test_a_number_beside_a_gate_that_learns():
         evolving_attention(**tensors | {"beta": torch.ones(3)}, feat_size=(4, 5), implementation="cpu")
 
 
-@pytest.mark.parametrize("kind,size,num_heads,dim_v,dtype", [
-    ("aa", (5, 7), 8, 3, torch.float32), ("aa", (4, 4), 2, 16, torch.float32), ("ea", (5, 7), 8, 3, torch.float32),
-    ("ea", (1, 50), 3, 16, torch.float32), ("pa", (7, 6), 8, 4, torch.float32), ("ea", (5, 7), 4, 6, torch.bfloat16)])
-def test_dropout_is_the_references_with_the_same_entries(kind, size, num_heads, dim_v, dtype, monkeypatch):
+@pytest.mark.parametrize("kind,size,num_heads,dim_v,dtype,p", [
+    ("aa", (5, 7), 8, 3, torch.float32, 0.1), ("aa", (4, 4), 2, 16, torch.float32, 0.6),
+    ("ea", (5, 7), 8, 3, torch.float32, 0.6), ("ea", (1, 50), 3, 16, torch.float32, 0.1),
+    ("pa", (7, 6), 8, 4, torch.float32, 0.1), ("ea", (5, 7), 4, 6, torch.bfloat16, 0.6)])
+def test_dropout_is_the_references_with_the_same_entries(kind, size, num_heads, dim_v, dtype, p, monkeypatch):
     tensors = problem(kind, size, num_heads, dim_v=dim_v, dtype=dtype, gates=() if size[0] > 1 else (num_heads,))
     if dtype != torch.float32:
         tensors["bias"] += 6.0
-    for p in (0.1, 0.6):
-        seed = int(torch.randint(2 ** 62, (1,), generator=torch.Generator().manual_seed(7)))
-        kept = kept_entries(seed, 2, num_heads, size[0] * size[1], p)
-        monkeypatch.setattr(F, "dropout", lambda x, p, kept=kept: x * kept / (1 - p))
-        for need_logits in (True, False):
-            torch.manual_seed(7)
-            assert_as_reference(tensors, predict=kind == "pa", feat_size=size, need_logits=need_logits,
-                                dropout_p=p)
+    seed = int(torch.randint(2 ** 62, (1,), generator=torch.Generator().manual_seed(7)))
+    kept = kept_entries(seed, 2, num_heads, size[0] * size[1], p)
+    monkeypatch.setattr(F, "dropout", lambda x, p: x * kept / (1 - p))
+    for need_logits in (True, False):
+        torch.manual_seed(7)
+        assert_as_reference(tensors, predict=kind == "pa", feat_size=size, need_logits=need_logits, dropout_p=p)
 
 
-def attention_with_dropout(p, batch=2, num_heads=4, pixels=50, **options):
-    """The kernel's probabilities, (B, K, N, N), where they are uniform without dropout."""
-    q = torch.zeros(batch, num_heads, pixels, 4)
-    v = torch.eye(pixels).expand(batch, num_heads, pixels, pixels)
-    return evolving_attention(q, q, v, implementation="cpu", dropout_p=p, need_logits=False, **options)[0]
+def attention_with_dropout(p):
+    """The kernel's probabilities, (2, 4, 50, 50), which are uniform without dropout."""
+    q, v = torch.zeros(2, 4, 50, 4), torch.eye(50).expand(2, 4, 50, 50)
+    return evolving_attention(q, q, v, implementation="cpu", dropout_p=p, need_logits=False)[0]
 
 
 def test_dropout_drops_what_it_says_and_by_the_generator():
@@ -194,59 +179,36 @@ def test_dropout_drops_what_it_says_and_by_the_generator():
 
 
 def test_dropout_is_independent_between_entries_heads_images_and_draws():
-    torch.manual_seed(0)
+    """No two of these are correlated by more than four standard errors."""
     p, above = 0.3, torch.ones(100, 100).triu(1).bool()
-    first, second = ((attention_with_dropout(p, 4, 8, 100) > 0).double() - (1 - p) for _ in range(2))
-
-    def correlated(a, b):
-        """Whether two tensors of entries are by more than four standard errors."""
-        return abs(float((a * b).sum() / (p * (1 - p)) / a.numel() ** 0.5)) > 4
-
-    for x in (first, second):
-        assert abs(float(x.sum()) / (p * (1 - p) * x.numel()) ** 0.5) < 4
-        rows = x.sum(-1).square() / (100 * p * (1 - p))  # of each query; chi-square, mean 1
-        assert abs(float(rows.mean()) - 1) < 4 * (2 / rows.numel()) ** 0.5
-        for n in (1, 2, 16, 50):
-            assert not correlated(x[..., n:], x[..., :-n]) and not correlated(x[..., n:, :], x[..., :-n, :])
-            assert not correlated(x[..., n:, n:], x[..., :-n, :-n]) and not correlated(x[..., n:, :-n], x[..., :-n, n:])
-        assert not any(correlated(x, x.roll(1, axis)) for axis in (0, 1))
-        assert not correlated(x[..., above], x.mT[..., above])
-    assert not correlated(first, second)
-    p = 0.5
-    kept = [kept_entries(seed, 1, 4, 100, p).double() - p for seed in (0, 1, 2, 1 << 32, (1 << 32) + 1, -1)]
-    for i, one in enumerate(kept):
-        assert not any(correlated(one, other) or correlated(one[:, :, 1:], other[:, :, :-1]) for other in kept[:i])
+    seeds = (0, 1, 1 << 32, (1 << 32) + 1, -1)
+    x, *others = (kept_entries(seed, 2, 8, 100, p).double() - (1 - p) for seed in seeds)
+    pairs = [(x, other) for other in others] + [(x[:, :, 1:], other[:, :, :-1]) for other in others]
+    pairs += [(x, torch.ones_like(x)), (x, x.roll(1, 0)), (x, x.roll(1, 1)), (x[..., above], x.mT[..., above])]
+    for n in (1, 2, 16, 50):
+        pairs += [(x[..., n:], x[..., :-n]), (x[..., n:, :], x[..., :-n, :]), (x[..., n:, n:], x[..., :-n, :-n]),
+                  (x[..., n:, :-n], x[..., :-n, n:])]
+    for a, b in pairs:
+        assert abs(float((a * b).sum() / (p * (1 - p)) / a.numel() ** 0.5)) < 4
+    rows = x.sum(-1).square() / (100 * p * (1 - p))  # of each query; chi-square, mean 1
+    assert abs(float(rows.mean()) - 1) < 4 * (2 / rows.numel()) ** 0.5
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_cpu_kernel_on_random_shapes(seed):
-    random = torch.Generator().manual_seed(seed)
-
+@settings(max_examples=12, derandomize=True, deadline=None, database=None)
+@given(st.data())
+def test_cpu_kernel_on_random_shapes(data):
     def draw(low, high):
-        return int(torch.randint(low, high + 1, (), generator=random))
+        return data.draw(st.integers(low, high))
 
-    size = draw(1, 9), draw(1, 19)
-    kind = ("aa", "ea", "pa")[draw(0, 2)]
-    kernel = (1, 3, 5, 7)[draw(0, 3)]
-    tensors = problem(kind, size, draw(1, 10), draw(1, 40), draw(1, 20), draw(1, 5), kernel, seed=seed,
+    size, kind, kernel = (draw(1, 9), draw(1, 19)), ("aa", "ea", "pa")[draw(0, 2)], (1, 3, 5, 7)[draw(0, 3)]
+    tensors = problem(kind, size, draw(1, 10), draw(1, 40), draw(1, 20), draw(1, 5), kernel, seed=draw(0, 99),
                       channels_last=bool(draw(0, 1)))
     shares = {name: draw(0, 10) / 10 for name in ("alpha", "beta")}
     if kind != "aa" and draw(0, 1):
-        names = ("alpha", "beta") if kind == "ea" else ("alpha",)
+        names = ("alpha", "beta")[:1 + (kind == "ea")]
         tensors |= {name: torch.tensor(shares.pop(name)) for name in names}
     assert_as_reference(tensors, **shares, predict=kind == "pa", feat_size=size, need_logits=bool(draw(0, 1)),
                         scale=0.3)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind,gates", [("aa", None), ("ea", None), ("ea", ()), ("pa", None), ("pa", (8,))])
-def test_cpu_kernel_in_half_precision(kind, gates, dtype):
-    tensors = problem(kind, (7, 6), dtype=dtype, gates=gates)
-    if kind != "aa":  # the convolution stays positive: near zero, rounding would decide what passes its ReLU
-        tensors["bias"] += 6.0
-    for need_logits in (True, False):
-        shares = {} if gates is not None else {"alpha": 0.3}
-        assert_as_reference(tensors, predict=kind == "pa", feat_size=(7, 6), need_logits=need_logits, **shares)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -312,9 +274,11 @@ def test_pytorch_accepts_the_custom_operators():
     arguments = [tensors[name].requires_grad_() for name in names]
     for learns in (False, True):
         seed, dropout_p = (torch.tensor([5]), 0.2) if learns else (None, 0.0)
-        torch.library.opcheck(torch.ops.ea_vision.cpu_attention.default,
-                              (*arguments, torch.rand(2, 4, requires_grad=learns), seed, 0.3, dropout_p, cpu.MIX, 0, 3,
-                               4, learns, True))
+        torch.library.opcheck(
+            torch.ops.ea_vision.cpu_attention.default,
+            (*arguments, torch.rand(2, 4, requires_grad=learns), seed, 0.3, dropout_p, [cpu.MIX, 0, 3, 4, 0, 0],
+             learns, True),
+            test_utils=("test_schema", "test_faketensor", *(["test_aot_dispatch_dynamic"] if learns else [])))
     torch.library.opcheck(torch.ops.ea_vision.cpu_pool.default, (torch.randn(2, 3, 5, 4, requires_grad=True),))
 
 
@@ -389,16 +353,19 @@ def in_processes(log: Path, main, count=1) -> str:
     return text
 
 
-@pytest.mark.parametrize("damage", ["cut", "foreign", "one byte"])
-def test_a_damaged_library_is_built_again(use_compiler, compiler_with, tmp_path, damage):
-    """In processes of their own: to load some of them kills it. Two build it at once."""
+def test_a_damaged_library_is_built_again(use_compiler, compiler_with, tmp_path):
+    """What is cut in two processes of their own, which build it at once: to load it would kill them."""
     use_compiler(compiler_with("-O0"))
     assert reason_against(problem("ea", (3, 4))) is None
     library, = (tmp_path / "cache").rglob("cpu_kernel-*.so")
     whole = library.read_bytes()
-    library.unlink()  # this process has it loaded
-    foreign = (Path(torch.__file__).parent / "lib" / "libc10.so").read_bytes()
-    library.write_bytes({"cut": whole[:len(whole) // 2], "foreign": foreign, "one byte": b"\x00" + whole[1:]}[damage])
+    for damaged in (b"\x00" + whole[1:], (Path(torch.__file__).parent / "lib" / "libc10.so").read_bytes()):
+        library.unlink()  # this process has it loaded
+        library.write_bytes(damaged)
+        cpu_library.load.cache_clear()
+        assert reason_against(problem("ea", (3, 4))) is None and library.read_bytes() == whole
+    library.unlink()
+    library.write_bytes(whole[:len(whole) // 2])
     assert in_processes(tmp_path / "log", load_library, 2).count(str(library)) == 2
     assert library.read_bytes() == whole and [*library.parent.iterdir()] == [library]
 
@@ -411,8 +378,8 @@ def test_a_damaged_library_is_built_again(use_compiler, compiler_with, tmp_path,
 def test_whatever_goes_wrong_with_the_library_the_reference_runs_and_the_log_says_why(
         use_compiler, tmp_path, caplog, compiler, reason):
     scripts = {"strange": "printf '\\377\\376' >&2; exit 3",
-               "linker of another": 'case "$*" in *-shared*) echo > e.c; cc -shared -o "$4" e.c;; *) cc "$@";; esac',
-               "writes text": 'case "$*" in *-shared*) echo text > "$4";; *) cc "$@";; esac'}
+               "linker of another": 'case "$*" in *-shared*) echo > e.c; cc -shared -o "$4" e.c;; *) cc "$@" -O0; esac',
+               "writes text": 'case "$*" in *-shared*) echo text > "$4";; *) cc "$@" -O0;; esac'}
     if compiler in scripts:
         path = tmp_path / "compiler"
         path.write_text(f"#!/bin/sh\ncd {tmp_path}\n{scripts[compiler]}\n")
@@ -451,27 +418,20 @@ def test_narrower_vectors(use_compiler, compiler_with, flag):
     if isinstance(cpu_library.load(), str):
         pytest.skip(cpu_library.load())
     for kind, size, dim_v in (("aa", (3, 3), 3), ("ea", (5, 7), 3), ("ea", (2, 9), 6), ("pa", (4, 4), 2)):
-        assert_cpu(kind, size, dim_v=dim_v, beta=0.6)
+        for need_logits in (True, False):
+            assert_as_reference(problem(kind, size, dim_v=dim_v), predict=kind == "pa", feat_size=size, beta=0.6,
+                                need_logits=need_logits)
 
 
 def test_the_library_is_another_after_any_change(monkeypatch, tmp_path, compiler_with):
     changed = tmp_path / "changed"
     shutil.copytree(cpu_library.SOURCES, changed)
-    compilers = [["cc"], ["cc", "-m64"], [compiler_with("-m64")]]
-    for i in (1, 2):
-        newer = tmp_path / f"{i}" / "newer-cc"
-        newer.parent.mkdir()
-        newer.write_text(f"#!/bin/sh\necho version {i}\n")
-        newer.chmod(0o755)
-        compilers.append([str(newer)])
-    names = [cpu_library.library_name(compiler) for compiler in compilers]
+    names = [cpu_library.library_name(compiler) for compiler in (["cc"], ["cc", "-m64"], [compiler_with("-m64")])]
     monkeypatch.setattr(cpu_library, "SOURCES", changed)
     assert cpu_library.library_name(["cc"]) == names[0]
     for file in changed.iterdir():
-        text = file.read_text()
-        file.write_text(text + "\n")
+        file.write_text(file.read_text() + "\n")
         names.append(cpu_library.library_name(["cc"]))
-        file.write_text(text)
     monkeypatch.setattr(cpu_library, "FLAGS", (*cpu_library.FLAGS, "-g"))
     names.append(cpu_library.library_name(["cc"]))
     assert len(set(names)) == len(names) > 12
@@ -492,7 +452,7 @@ def test_where_nothing_can_be_kept_each_process_builds_the_library(use_compiler,
         (tmp_path / "cache").write_text("")
     assert reason_against(problem("ea", (3, 4))) is None
     assert caplog.messages[0].startswith("the C kernel is built for this process alone: ")
-    assert_cpu("ea", (3, 4))
+    assert_as_reference(problem("ea", (3, 4)), feat_size=(3, 4))
 
 
 def without_memory(_) -> int:
@@ -504,22 +464,17 @@ def without_memory(_) -> int:
     evolving_attention(few, few, few)  # the library is loaded, and its threads run
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + 2 ** 26, resource.RLIM_INFINITY))
-    for attempt in (lambda: evolving_attention(x, x, x, need_logits=False),
-                    lambda: cpu.planes(own, own, torch.ones(()), kernels, kernels, (50, 50), 0)):
-        try:
-            attempt()
-        except RuntimeError as error:
-            print(error)
+    start = "the C kernel cannot allocate memory: a thread of"
+    with pytest.raises(RuntimeError, match=rf"{start} evolving_attention_forward needs \d+ bytes \(.* MiB\)"):
+        evolving_attention(x, x, x, need_logits=False)
+    with pytest.raises(RuntimeError, match=f"{start} convolve_planes needs"):
+        cpu.planes(own, own, torch.ones(()), kernels, kernels, (50, 50), 0)
     evolving_attention(few, few, few, need_logits=False)[0].sum().backward()
-    print(few.grad.isfinite().all())
-    return 0
+    return 0 if few.grad.isfinite().all() else 1
 
 
 def test_memory_that_cannot_be_had_is_an_error_that_says_how_much(tmp_path):
-    log = in_processes(tmp_path / "log", without_memory)
-    start = "the C kernel cannot allocate memory: a thread of"
-    assert f"{start} evolving_attention_forward needs " in log and " MiB)" in log, log
-    assert f"{start} convolve_planes needs" in log and "tensor(True)" in log, log
+    in_processes(tmp_path / "log", without_memory)
 
 
 @pytest.mark.slow
@@ -565,29 +520,27 @@ def test_implementation_can_be_forced_by_argument_by_context_and_by_environment(
     assert runpy.run_path(ops.__file__)["forced"] == []
     monkeypatch.setenv("EA_VISION_IMPLEMENTATION", "reference")
     assert runpy.run_path(ops.__file__)["forced"] == ["reference"]
-    monkeypatch.setenv("EA_VISION_IMPLEMENTATION", "quick")
-    done = subprocess.run([sys.executable, "-m", "ea_vision", "models"], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (2, "error: EA_VISION_IMPLEMENTATION must be one of cpu, triton, sdpa, "
-                                                 "flex, reference, got 'quick'\n")
 
 
 def test_what_cannot_be_had_is_an_error():
-    tensors, size = problem("ea", (3, 4)), (3, 4)
+    size = (3, 4)
+    aa, ea = problem("aa", size), problem("ea", size)
     with pytest.raises(ValueError, match="must be one of .* got 'quick'"), use_implementation("quick"):
         pass
-    with pytest.raises(ValueError, match="'sdpa' cannot run this: it has no place for previous logits"):
-        evolving_attention(**tensors, feat_size=size, implementation="sdpa")
-    with pytest.raises(ValueError, match="'cpu' cannot run this: it needs float32, .* got torch.float64"):
-        evolving_attention(**{n: t.double() for n, t in tensors.items()}, feat_size=size, implementation="cpu")
-    with pytest.raises(ValueError, match="'flex' cannot run this: it has no dropout"):
-        evolving_attention(**problem("aa", size), feat_size=size, implementation="flex", dropout_p=0.1, window=3)
-    with pytest.raises(ValueError, match="dropout_p must be a probability, from 0 to 1, got 1.5"):
-        evolving_attention(**tensors, feat_size=size, dropout_p=1.5)
-    with pytest.raises(ValueError, match=r"N = 3\*5 required, got \[2, 8, 12, 20\]"):
-        evolving_attention(**tensors, feat_size=(3, 5))
-    tensors["prev_logits"] = tensors["prev_logits"][:1]
-    with pytest.raises(ValueError, match=r"prev_logits of shape \[2, 8, 12, 12\] required, got \[1, 8, 12, 12\]"):
-        evolving_attention(**tensors, feat_size=size)
+    for tensors, options, message in (
+            (ea, {"implementation": "sdpa"}, "'sdpa' cannot run this: it has no place for previous logits"),
+            ({n: t.double() for n, t in ea.items()}, {"implementation": "cpu"},
+             "'cpu' cannot run this: it needs float32, .* got torch.float64"),
+            (aa, {"implementation": "flex", "dropout_p": 0.1, "window": 3}, "'flex' cannot run this: it has no drop"),
+            (ea, {"dropout_p": 1.5}, "dropout_p must be a probability, from 0 to 1, got 1.5"),
+            (ea, {"feat_size": (3, 5)}, r"N = 3\*5 required, got \[2, 8, 12, 20\]"),
+            (ea, {"prev_logits": ea["prev_logits"][:1]},
+             r"prev_logits of shape \[2, 8, 12, 12\] required, got \[1, 8, 12, 12\]"),
+            *((ea, {name: wrong, "implementation": "cpu"}, f"{name} of shape .* required, got") for name, wrong in (
+                ("weight", ea["weight"][:, :7]), ("weight", ea["weight"][..., :2]), ("bias", None),
+                ("bias", ea["bias"][:7]), ("height_rel", ea["height_rel"][:, :7])))):
+        with pytest.raises(ValueError, match=message):
+            evolving_attention(**{**tensors, "feat_size": size, **options})
 
 
 def test_the_reason_is_logged_once(caplog):
@@ -626,10 +579,6 @@ def test_what_the_kernel_would_misread_goes_elsewhere_or_is_an_error():
     empty = {n: t[:0] if n in ("q", "k", "v", "prev_logits") else t for n, t in tensors.items()}
     results = outputs_and_gradients(empty, feat_size=size)
     assert results["out"].shape == (0, 8, 12, 3) and not results["weight"].any()
-    for name, wrong in (("weight", tensors["weight"][:, :7]), ("weight", tensors["weight"][..., :2]), ("bias", None),
-                        ("bias", tensors["bias"][:7]), ("height_rel", tensors["height_rel"][:, :7])):
-        with pytest.raises(ValueError, match=f"{name} of shape .* required, got"):
-            evolving_attention(**tensors | {name: wrong}, feat_size=size, implementation="cpu")
     unused = tensors | {"prev_logits": None}  # attention that does not evolve has no use for a convolution
     inputs = {n: t if t is None else t.clone().requires_grad_() for n, t in unused.items()}
     out, logits = evolving_attention(**inputs, feat_size=size, implementation="cpu")
@@ -690,24 +639,18 @@ def test_forward_derivatives_and_transforms_are_the_references(name):
 
 
 @pytest.mark.parametrize("kind", ["aa", "ea", "pa"])
-def test_fewer_keys_than_queries_are_the_loop(kind):
+def test_fewer_keys_than_queries(kind):
     """Keys and values that a network has reduced: maps (B, K, N, M)."""
     B, K, N, M, D = 2, 3, 6, 4, 5
-    torch.manual_seed(0)
-    q, k, v = torch.randn(B, K, N, D).double(), torch.randn(B, K, M, D).double(), torch.randn(B, K, M, 2).double()
-    prev, weight, bias = torch.randn(B, K, N, M).double(), torch.randn(K, K, 3, 3).double(), torch.randn(K).double()
-    logits = torch.stack([(q[:, :, i:i + 1] * k).sum(-1) / D ** 0.5 for i in range(N)], 2)
-    mixed = prev if kind == "pa" else 0.3 * prev + 0.7 * logits
-    around = torch.zeros(B, K, N + 2, M + 2).double()
-    around[:, :, 1:-1, 1:-1] = mixed
-    convolved = torch.stack([torch.stack([
-        (around[:, None, :, i:i + 3, j:j + 3] * weight).sum((2, 3, 4)) + bias for j in range(M)], -1)
-        for i in range(N)], 2).clamp_min(0)
+    q, k, v, prev, weight, bias = (torch.randn(shape, dtype=torch.float64) for shape in (
+        (B, K, N, D), (B, K, M, D), (B, K, M, 2), (B, K, N, M), (K, K, 3, 3), K))
+    logits = (q.unsqueeze(3) * k.unsqueeze(2)).sum(-1) / D ** 0.5
     if kind != "aa":
-        logits = 0.3 * convolved + 0.7 * logits if kind == "pa" else 0.6 * convolved + 0.4 * mixed
+        before = prev if kind == "pa" else 0.3 * prev + 0.7 * logits
+        convolved = F.conv2d(before, weight, bias, padding=1).relu()
+        logits = 0.3 * convolved + 0.7 * logits if kind == "pa" else 0.6 * convolved + 0.4 * before
     further = {} if kind == "aa" else {"prev_logits": prev, "weight": weight, "bias": bias}
-    options = {"alpha": 0.3, "beta": 0.6, "predict": kind == "pa"}
-    out, made = evolving_attention(q, k, v, **further, **options)
+    out, made = evolving_attention(q, k, v, **further, alpha=0.3, beta=0.6, predict=kind == "pa")
     torch.testing.assert_close(made, logits)
     torch.testing.assert_close(out, logits.softmax(-1) @ v)
     if kind == "aa":
@@ -753,8 +696,8 @@ def test_training_keeps_one_map_a_layer_and_none_of_the_last(learnable, dropout_
     assert logits is None and len(kept) == 2
 
 
-def test_layers_and_checkpoints_interchange():
-    layers, x = chain(), torch.randn(2, 8, 6, 5)
+def test_layers_and_checkpoints_interchange_and_hooks_see_the_maps():
+    layers, x, seen = chain(), torch.randn(2, 8, 6, 5), []
     fast, _ = run(layers, x)
     with use_implementation("reference"):
         slow, _ = run(layers, x)
@@ -763,18 +706,10 @@ def test_layers_and_checkpoints_interchange():
         assert torch.equal(run(other, x)[0], slow)
     torch.testing.assert_close(fast, slow)
     assert not torch.equal(fast, slow)  # two implementations ran
-
-
-def test_a_hook_inside_the_layer_sees_the_maps():
-    layer, seen = chain(1)[0], []
-    x = torch.randn(2, 8, 6, 5)
-    fast = layer(x)[0]
-    handle = layer.attn_drop.register_forward_hook(lambda _, args, output: seen.append(output))
-    torch.testing.assert_close(layer(x)[0], fast)
-    assert seen[0].shape == (2, 4, 30, 30)
+    handle = layers[0].attn_drop.register_forward_hook(lambda _, args, output: seen.append(output))
+    torch.testing.assert_close(run(layers, x)[0], fast)
     handle.remove()
-    layer(x)
-    assert len(seen) == 1
+    assert torch.equal(run(layers, x)[0], fast) and [maps.shape for maps in seen] == [(2, 4, 30, 30)]
 
 
 @pytest.mark.parametrize("learnable,dropout_p", [(False, 0.0), (True, 0.2)])
@@ -806,13 +741,12 @@ def test_what_is_computed_again_for_backward_drops_the_same():
     layers, x = chain(learnable=True), torch.randn(2, 8, 6, 5)
     for layer in layers:
         layer.attn_drop.p = 0.3
-    results = []
-    for again in (False, True):
-        torch.manual_seed(1)
+
+    def results(seed, again):
+        torch.manual_seed(seed)
         y, logits = x, None
         for layer in layers:
             y, logits = checkpoint(layer, y, logits, use_reentrant=False) if again else layer(y, logits)
-        results.append(torch.autograd.grad(y.square().sum(), list(layers.parameters())))
-    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
-    assert any((one != other).any() for one, other in zip(
-        results[0], torch.autograd.grad(run(layers, x)[0].square().sum(), list(layers.parameters())), strict=True))
+        return torch.cat([g.flatten() for g in torch.autograd.grad(y.square().sum(), list(layers.parameters()))])
+
+    assert torch.equal(results(1, False), results(1, True)) and not torch.equal(results(1, False), results(2, False))

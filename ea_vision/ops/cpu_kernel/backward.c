@@ -167,13 +167,18 @@ static void softmax_gradients(const image *g, workspace *w, int begin, int end) 
             }
             if (p->d_logits) more = stored_row(g, p->d_logits, head, i, w->scratch + g->Np);
             float *attn = w->attn + (long)(i - begin) * g->Np, *d_attn = w->d_attn + (long)(i - begin) * g->Np;
+            const float *seen = p->window_height ? g->previous : l;
+            if (seen != l) {
+                memcpy(g->previous, l, g->N * sizeof(float));
+                hide(g, g->previous, i);
+            }
             const dropout *drop = g->drop.threshold ? &g->drop : NULL;
             const draws of = drop ? draws_of(drop, query + i) : (draws){0, 0};
             const float *norm = p->norm + 2 * (query + i), *d_out = w->d_out + value + i, *v = g->v + value;
             const char *rows[] = {
                 soon(g, p->logits, head, i + BLOCK, l), soon(g, p->d_logits, head, i + BLOCK, l),
                 soon(g, p->prev, head, i + BLOCK + r, l), soon(g, p->d_prev, head, i, l)};
-            const float mean = some_value_gradient(g, attn, d_attn, l, norm, d_out, v, of, rows);
+            const float mean = some_value_gradient(g, attn, d_attn, seen, norm, d_out, v, of, rows);
             const float *passed = convolve_again ? w->conv + (i - begin) * map_row + head * g->P + MARGIN : l;
             float *d = own_row(g, w, head, i);
             float *gate = p->weight ? row_of(g, w->around.d_conv, i - w->around.base + r, head) : NULL;

@@ -74,6 +74,7 @@ static void attend_row(const image *g, float *rows, int i, int begin, int end) {
         const int next = (head + 1) % p->K; /* whose logits are written next */
         round_row(g, l);
         if (p->logits) write_floats((void *)at(p->logits, map_element(g, head, i), p->dtype), l, g->N, p->dtype);
+        hide(g, l, i);
         float sum = weigh_row(g, head, i, l, 0.0f, total, attn, soon(g, p->prev, head, i + BLOCK + g->conv.r, l),
                               soon(g, p->logits, next, i + !next, l));
         norm[0] = 0;

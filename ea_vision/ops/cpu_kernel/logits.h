@@ -169,6 +169,18 @@ static float *finish_logits(const image *g, float *row, float *conv, const float
     return row;
 }
 
+/* Hide from query i's softmax what lies outside its window. */
+static void hide(const image *g, float *l, int i) {
+    const problem *p = g->p;
+    const int y = i / p->W, x = i % p->W, high = p->window_height / 2, wide = p->window_width / 2;
+    const int left = x > wide ? x - wide : 0, right = x + wide < p->W ? x + wide + 1 : p->W;
+    for (int row = 0; p->window_height && row < p->H; row++, l += p->W) {
+        const int far = row < y - high || row > y + high;
+        for (int j = 0; j < (far ? p->W : left); j++) l[j] = -INFINITY;
+        for (int j = right; j < p->W; j++) l[j] = -INFINITY;
+    }
+}
+
 /* What enters the softmax is what is (or would be) stored. */
 static void round_row(const image *g, float *l) {
     if (g->p->dtype == FLOAT32) return;

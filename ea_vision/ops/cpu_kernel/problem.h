@@ -12,6 +12,7 @@ typedef struct {
     int32_t B, K, H, W, D, E, kernel, kind, dtype, threads;
     int32_t prefix;                                     /* tokens whose rows and columns no convolution sees */
     int32_t channels_last;                              /* the order of q, k, v, out and their gradients: below */
+    int32_t window_height, window_width;                /* odd: what a query sees around its pixel; 0 both for all */
     float scale, dropout;                               /* dropout: a probability */
     int64_t q_step, k_step, v_step;                     /* elements from one image to the next */
     int64_t q_row, k_row, v_row;                        /* channels last: from one pixel to the next */

@@ -1,6 +1,7 @@
 /* Vectors of floats, as wide as the machine's, and the buffers they lie in. */
 #pragma once
 
+#include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
