@@ -1,18 +1,19 @@
-"""The mechanisms of `ea_vision.layers.across`, each against its equation in a slow loop, outputs and gradients."""
+"""The mechanisms of `ea_vision.layers.across`, each against its equation, outputs and gradients."""
+import itertools
+
 import pytest
 import torch
+import torch.nn.functional as F
 
 from ea_vision.layers import MRLALight, TokenConv, ValueResidual, create_evolution
-from tests.layers import across_oracle as oracle
 
 KINDS = ["residual", "talking_heads", "reattention", "refiner", "mta", "conv2d"]
 K, SIZE = 3, (2, 3)
 N = SIZE[0] * SIZE[1]
 
 
-def maps(seed: int, prefix: int = 0, shape=None) -> torch.Tensor:
+def maps(seed: int, *shape: int, side: int = N) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    side = N + prefix
     return torch.randn(shape or (2, K, side, side), generator=generator, dtype=torch.float64).requires_grad_()
 
 
@@ -36,35 +37,95 @@ def run(mechanism, logits, prev, size=SIZE):
     return attn
 
 
-def assert_same(mechanism, expected, inputs) -> None:
-    """Outputs and all gradients of two functions of the same inputs and parameters."""
-    actual = mechanism[0]
+def assert_same(module, actual, expected, *inputs) -> None:
+    """Two functions of the same inputs and parameters have the same outputs and gradients."""
     torch.testing.assert_close(actual, expected, atol=1e-10, rtol=1e-10)
     weights = torch.randn(actual.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
-    inputs = [*inputs, *mechanism[1].parameters()]
+    inputs = [*inputs, *module.parameters()]
     grads = [torch.autograd.grad((y * weights).sum(), inputs, retain_graph=True, allow_unused=True)
              for y in (actual, expected)]
     assert all(grad is not None for grad in grads[1])
     torch.testing.assert_close(grads[0], grads[1], atol=1e-10, rtol=1e-10)
 
 
-@pytest.mark.parametrize("options", [
-    {}, {"mixture": True}, {"learnable": True}, {"mixture": True, "learnable": True}, {"learnable": "per_head"}])
-def test_residual_is_its_equation(options):
-    mechanism, logits, prev = new("residual", **options), maps(1), maps(2)
-    mixture, alpha = "mixture" in options, mechanism.alpha
-    if "learnable" not in options:
-        assert alpha == (0.5 if mixture else 1.0)
-    if options.get("learnable") == "per_head":
-        alpha = alpha.view(-1, 1, 1).expand(logits.shape).flatten()
-        expected = torch.stack([a + g * b for a, b, g in zip(logits.flatten(), prev.flatten(), alpha, strict=True)])
-        expected = expected.view(logits.shape)
-    else:
-        expected = oracle.residual(logits, prev, alpha, mixture)
-    assert_same((mechanism(logits, prev), mechanism), expected, (logits, prev))
+# ---- the equations, by sums over shifted maps
 
 
-def test_residual_mixture_is_realformers_running_mean():
+def softmax(logits):
+    return logits.exp() / logits.exp().sum(-1, keepdim=True)
+
+
+def mix_heads(weight, maps):
+    """out[a] = sum_b weight[a, b] maps[b]"""
+    return torch.stack([sum(weight[a, b] * maps[:, b] for b in range(maps.shape[1])) for a in range(len(weight))], 1)
+
+
+def by_head(numbers):
+    return numbers.view(-1, 1, 1)
+
+
+def batch_norm(norm, x):
+    mean = x.mean((0, 2, 3), keepdim=True)
+    rate = ((x - mean).square().mean((0, 2, 3), keepdim=True) + norm.eps).rsqrt()
+    return (x - mean) * rate * by_head(norm.weight) + by_head(norm.bias)
+
+
+def neighbours(x, height, width):
+    """Of each tap of a centred kernel, its place in it and x (..., H, W) as that tap sees it, zeros around."""
+    H, W = x.shape[-2:]
+    padded = F.pad(x, [width // 2, width // 2, height // 2, height // 2])
+    for u, w in itertools.product(range(height), range(width)):
+        yield u, w, padded[..., u:u + H, w:w + W]
+
+
+def depthwise(weight, x):
+    return sum(by_head(weight[:, 0, u, w]) * seen for u, w, seen in neighbours(x, *weight.shape[2:]))
+
+
+def talking_heads(m, logits, prev):
+    attn = softmax(mix_heads(m.proj_l.weight, logits) + by_head(m.proj_l.bias))
+    return mix_heads(m.proj_w.weight, attn) + by_head(m.proj_w.bias)
+
+
+def reattention(m, logits, prev):
+    conv, attn = m.reatten_matrix, softmax(logits)
+    refined = 0.5 * batch_norm(m.var_norm, mix_heads(conv.weight[:, :, 0, 0], attn) + by_head(conv.bias))
+    return refined if m.gain is None else attn + m.gain * refined
+
+
+def refiner(m, logits, prev):
+    attn = softmax(logits)
+    x = batch_norm(m.bn1, mix_heads(m.conv_exp.weight[:, :, 0, 0], attn)).clamp(0, 6)
+    x = batch_norm(m.bn2, depthwise(m.depth_sep_conv.weight, x)).clamp(0, 6)
+    x = attn + batch_norm(m.bn3, mix_heads(m.conv_pro.weight[:, :, 0, 0], x))
+    refined = batch_norm(m.adapt_bn, x)
+    return refined if m.gain is None else attn + m.gain * refined
+
+
+def multi_token(m, logits, prev):
+    attn = softmax(mix_heads(m.heads_before, depthwise(m.conv_before, logits)))
+    return by_head(m.heads_after[:, 0, 0]) * depthwise(m.conv_after, attn)
+
+
+def residual(m, logits, prev):
+    alpha = m.alpha.view(-1, 1, 1) if isinstance(m.alpha, torch.Tensor) else m.alpha
+    return softmax(((1 - alpha) if m.mixture else 1.0) * logits + alpha * prev)
+
+
+@pytest.mark.parametrize("equation,kind,options", [
+    *((residual, "residual", options) for options in (
+        {}, {"mixture": True}, {"learnable": True}, {"mixture": True, "learnable": True}, {"learnable": "per_head"})),
+    (talking_heads, "talking_heads", {}), (reattention, "reattention", {"scale": 0.5}),
+    (reattention, "reattention", {"scale": 0.5, "gain": 0.7}), (refiner, "refiner", {"expansion": 2}),
+    (refiner, "refiner", {"expansion": 2, "gain": 0.7}),
+    (multi_token, "mta", {"map_kernel": (3, 5), "head_kernel": 1})])
+def test_a_mechanism_is_its_equation(equation, kind, options):
+    m, logits, prev = new(kind, **options), maps(1), maps(2)
+    assert_same(m, run(m, logits, prev), equation(m, logits, prev), logits, *([prev] if m.reads_previous else []))
+
+
+def test_residual_begins_as_the_papers_and_its_mixture_is_realformers_running_mean():
+    assert [create_evolution("residual", K, mixture=mixture).alpha for mixture in (False, True)] == [1.0, 0.5]
     own = [maps(seed) for seed in range(4)]
     carried = own[0]
     for layer, logits in enumerate(own[1:], start=1):
@@ -72,77 +133,47 @@ def test_residual_mixture_is_realformers_running_mean():
     torch.testing.assert_close(carried, sum(own) / 4)
 
 
-def test_talking_heads_are_their_equation():
-    m, logits = new("talking_heads"), maps(1)
-    attn = oracle.softmax(oracle.mix_heads(logits, m.proj_l.weight, m.proj_l.bias))
-    assert_same((run(m, logits, logits), m), oracle.mix_heads(attn, m.proj_w.weight, m.proj_w.bias), (logits,))
-
-
-@pytest.mark.parametrize("gain", [None, 0.7])
-def test_reattention_is_its_equation(gain):
-    m, logits = new("reattention", gain=gain, scale=0.5), maps(1)
-    attn = oracle.softmax(logits)
-    mixed = oracle.mix_heads(attn, m.reatten_matrix.weight[:, :, 0, 0], m.reatten_matrix.bias)
-    mixed = 0.5 * oracle.batch_norm(mixed, m.var_norm.weight, m.var_norm.bias)
-    assert_same((run(m, logits, logits), m), mixed if gain is None else attn + m.gain * mixed, (logits,))
-
-
-@pytest.mark.parametrize("gain", [None, 0.7])
-def test_refiner_is_its_equation(gain):
-    m, logits = new("refiner", gain=gain, expansion=2), maps(1)
-    attn = oracle.softmax(logits)
-    x = oracle.mix_heads(attn, m.conv_exp.weight[:, :, 0, 0])
-    x = oracle.depthwise(oracle.relu6(oracle.batch_norm(x, m.bn1.weight, m.bn1.bias)), m.depth_sep_conv.weight)
-    x = oracle.mix_heads(oracle.relu6(oracle.batch_norm(x, m.bn2.weight, m.bn2.bias)), m.conv_pro.weight[:, :, 0, 0])
-    x = attn + oracle.batch_norm(x, m.bn3.weight, m.bn3.bias)
-    refined = oracle.batch_norm(x, m.adapt_bn.weight, m.adapt_bn.bias)
-    assert_same((run(m, logits, logits), m), refined if gain is None else attn + m.gain * refined, (logits,))
-
-
-def test_multi_token_attention_is_its_equation():
-    m, logits = new("mta", map_kernel=(3, 5), head_kernel=1), maps(1)
-    attn = oracle.softmax(oracle.mix_heads(oracle.depthwise(logits, m.conv_before), m.heads_before))
-    attn = oracle.depthwise(attn, m.conv_after)
-    expected = torch.stack([m.heads_after[k, 0, 0] * attn[:, k] for k in range(K)], dim=1)
-    assert_same((run(m, logits, logits), m), expected, (logits,))
-
-
 def test_groups_of_heads_mix_among_themselves():
     m = create_evolution("mta", 4, dtype=torch.float64, map_kernel=(1, 1), head_kernel=2)
     torch.nn.init.normal_(m.heads_after)
-    attn = maps(1, shape=(1, 4, 3, 3))
+    attn = maps(1, 1, 4, 3, 3)
     expected = torch.stack([sum(m.heads_after[e // 2, c, e % 2] * attn[:, e // 2 * 2 + c] for c in range(2))
                             for e in range(4)], dim=1)
     torch.testing.assert_close(m.mix_attn(attn), expected)
 
 
-@pytest.mark.parametrize("prefix", [0, 1, 2])
-def test_conv2d_is_a_four_dimensional_loop_on_a_map_that_is_not_square(prefix):
-    mechanism, logits, prev = new("conv2d"), maps(1, prefix), maps(2, prefix)
-    mechanism.num_prefix_tokens = prefix
-    expected = oracle.conv2d(logits, prev, mechanism.alpha, mechanism.keys, mechanism.queries, SIZE, prefix)
-    actual = mechanism(logits, prev, SIZE)
-    assert_same((actual, mechanism), expected, (logits, prev))
-    mixed = logits + mechanism.alpha * prev
-    assert torch.equal(actual[:, :, :prefix], mixed[:, :, :prefix])
-    assert torch.equal(actual[..., :prefix], mixed[..., :prefix])
+@pytest.mark.parametrize("prefix", [0, 2])
+def test_conv2d_convolves_four_dimensions_of_a_map_that_is_not_square(prefix):
+    """The entry from pixel (y, x) to pixel (v, u) sees the neighbours of either."""
+    m, logits, prev = new("conv2d"), maps(1, side=N + prefix), maps(2, side=N + prefix)
+    m.num_prefix_tokens = prefix
+    mixed = logits + m.alpha * prev
+    over_keys = mixed[:, :, prefix:, prefix:].reshape(2, K, *SIZE, *SIZE)
+    over_queries = over_keys.permute(0, 1, 4, 5, 2, 3)
+    total = sum(torch.einsum("ab,nb...->na...", m.keys[:, :, u, w], seen) for u, w, seen in neighbours(over_keys, 3, 3))
+    total = total + sum(torch.einsum("ab,nb...->na...", m.queries[:, :, u, w], seen)
+                        for u, w, seen in neighbours(over_queries, 3, 3)).permute(0, 1, 4, 5, 2, 3)
+    expected = mixed + F.pad(total.reshape(2, K, N, N), [prefix, 0, prefix, 0])
+    assert_same(m, m(logits, prev, SIZE), expected, logits, prev)
+    above = m.parts(logits, prev, m(logits, prev, SIZE))["conv_logits"]
+    torch.testing.assert_close(above, expected - mixed)
 
 
-@pytest.mark.parametrize("gain", [None, 0.7])
+@pytest.mark.parametrize("gain", [None, 0.6])
 def test_exclusive_attention_is_its_equation(gain):
-    m, out, values = new("xsa", gain=gain), maps(1, shape=(2, K, N, 4)), maps(2, shape=(2, K, N, 4))
-    gains = torch.ones(K, dtype=torch.float64) if gain is None else m.gain
+    m, out, values = new("xsa", gain=gain), maps(1, 2, K, N, 4), maps(2, 2, K, N, 4)
+    along = (out * values).sum(-1, keepdim=True) / (values * values).sum(-1, keepdim=True) * values
     actual = m.mix_output(out, values, None)
-    assert_same((actual, m), oracle.exclusive(out, values, gains), (out, values))
+    assert_same(m, actual, out - (1.0 if gain is None else by_head(m.gain)) * along, out, values)
     if gain is None:
         assert (actual * values).sum(-1).abs().max() < 1e-12  # nothing of the own value is left
 
 
 @pytest.mark.parametrize("identity", [False, True])
 def test_gated_attention_is_its_equation(identity):
-    m, out, x = new("gated", channels=5, identity=identity), maps(1, shape=(2, K, N, 4)), maps(2, shape=(2, N, 5))
-    expected = oracle.gated(out, x, m.gate.weight, m.gate.bias, 2.0 if identity else 1.0)
-    assert_same((m.mix_output(out, None, x), m), expected, (out, x))
+    m, out, x = new("gated", channels=5, identity=identity), maps(1, 2, K, N, 4), maps(2, 2, N, 5)
+    gates = [(2.0 if identity else 1.0) / (1 + (-(x @ m.gate.weight[k]) - m.gate.bias[k]).exp()) for k in range(K)]
+    assert_same(m, m.mix_output(out, None, x), torch.stack(gates, 1).unsqueeze(-1) * out, out, x)
 
 
 def test_value_residual_is_its_equation():
@@ -150,27 +181,28 @@ def test_value_residual_is_its_equation():
     with torch.no_grad():
         module.lambdas.add_(torch.tensor([0.2, -0.1], dtype=torch.float64))
     values, first = maps(1), maps(2)
-    assert_same((module(values, first), module), oracle.value_residual(values, first, module.lambdas), (values, first))
+    one, other = module.lambdas
+    assert_same(module, module(values, first), one * first + other * values, values, first)
 
 
 def test_mrla_is_its_equation():
     torch.manual_seed(0)
     m = MRLALight(8, dim_group=4, identity=False, dtype=torch.float64)
-    x, shortcut = maps(1, shape=(2, 8, 2, 3)), maps(2, shape=(2, 8, 2, 3))
-    expected = oracle.mrla_light(x, shortcut, m.query.weight[0, 0], m.key.weight[0, 0], m.value.weight,
-                                 m.shortcut_scale[:, 0, 0], 4)
-    expected = oracle.batch_norm(expected, m.bn.weight, m.bn.bias)
-    assert_same((m(x, shortcut), m), expected, (x, shortcut))
+    x, shortcut = maps(1, 2, 8, 2, 3), maps(2, 2, 8, 2, 3)
+    y = F.pad(x.mean((2, 3)), [1, 1])
+    q, k = (sum(conv.weight[0, 0, i] * y[:, i:i + 8] for i in range(3)) for conv in (m.query, m.key))
+    share = torch.stack([1 / (1 + (-(q * k)[:, c // 4 * 4:c // 4 * 4 + 4].sum(1) / 2).exp()) for c in range(8)], 1)
+    expected = share[..., None, None] * depthwise(m.value.weight, x) + m.shortcut_scale * shortcut
+    assert_same(m, m(x, shortcut), batch_norm(m.bn, expected), x, shortcut)
 
 
 def test_token_conv_sees_the_patches_neighbours_in_the_image():
-    m = TokenConv(4, num_prefix_tokens=1, identity=False, dtype=torch.float64)
-    x = maps(1, shape=(2, 1 + N, 4))
+    m, x = TokenConv(4, num_prefix_tokens=1, identity=False, dtype=torch.float64), maps(1, 2, 1 + N, 4)
     y = m(x, SIZE)
     assert torch.equal(y[:, :1], x[:, :1])
     image = x[:, 1:].transpose(1, 2).reshape(2, 4, *SIZE)
-    expected = image + oracle.depthwise(image, m.conv.weight) + m.conv.bias.view(-1, 1, 1)
-    assert_same((y[:, 1:], m), expected.flatten(2).transpose(1, 2), (x,))
+    expected = image + depthwise(m.conv.weight, image) + by_head(m.conv.bias)
+    assert_same(m, y[:, 1:], expected.flatten(2).transpose(1, 2), x)
 
 
 @pytest.mark.parametrize("kind", ["ea", "pa", "xsa", "gated", *KINDS])
@@ -179,8 +211,7 @@ def test_an_identity_start_changes_nothing_and_learns(kind):
     mechanism = create_evolution(kind, K, start="identity", channels=1)
     logits, prev = maps(1).float().detach(), maps(2).float().detach()
     assert mechanism.changes_nothing()
-    actual = run(mechanism, logits, prev)
-    assert torch.equal(actual, logits.softmax(-1))
+    assert torch.equal(run(mechanism, logits, prev), logits.softmax(-1))
     learned = []
     for _ in range(2):
         mechanism.zero_grad()
@@ -201,19 +232,19 @@ def test_a_papers_start_changes_maps(kind):
     assert not torch.allclose(run(mechanism, logits, prev), logits.softmax(-1), atol=1e-4)
 
 
-def test_starts_and_options_that_there_are_not():
-    with pytest.raises(ValueError, match="start must be 'identity' or 'paper', got 'zero'"):
-        create_evolution("conv2d", K, start="zero")
-    with pytest.raises(ValueError, match="two odd numbers .* got .4, 11."):
-        create_evolution("mta", K, map_kernel=(4, 11))
-    with pytest.raises(ValueError, match="must divide num_heads=3, got 2"):
-        create_evolution("mta", K, head_kernel=2)
-    with pytest.raises(ValueError, match="odd and positive, got 2"):
-        create_evolution("conv2d", K, kernel_size=2)
+@pytest.mark.parametrize("kind,options,message", [
+    ("conv2d", {"start": "zero"}, "start must be 'identity' or 'paper', got 'zero'"),
+    ("mta", {"map_kernel": (4, 11)}, "two odd numbers .* got .4, 11."),
+    ("mta", {"head_kernel": 2}, "must divide num_heads=3, got 2"),
+    ("conv2d", {"kernel_size": 2}, "odd and positive, got 2"),
+    ("residual", {"beta": 0.5}, "'residual' has alpha, mixture, learnable; got beta"),
+    ("xa", {}, "one of 'ea', 'pa', .* or None, got 'xa'"), ("pa", {"beta": 0.5}, "beta"),
+    (None, {"alpha": 0.5}, "alpha")])
+def test_starts_and_options_that_there_are_not(kind, options, message):
+    with pytest.raises(ValueError, match=message):
+        create_evolution(kind, K, **options)
     with pytest.raises(ValueError, match="dim_group=32 divides, got 48"):
         MRLALight(48)
-    with pytest.raises(ValueError, match="'residual' has alpha, mixture, learnable; got beta"):
-        create_evolution("residual", K, beta=0.5)
 
 
 def test_uniform_maps_are_uniform():

@@ -33,24 +33,17 @@ def test_predictive_attention_is_the_papers_equation(num_layers):
     torch.testing.assert_close(module(logits, prev), 0.2 * predicted + 0.8 * logits)
 
 
-def test_bad_options_are_named():
-    with pytest.raises(ValueError, match="alpha must lie between 0 and 1, got 1.5"):
-        EvolvingAttention(4, alpha=1.5)
-    with pytest.raises(ValueError, match="alpha must lie between 0 and 1, got x"):
-        EvolvingAttention(4, alpha="x")
-    with pytest.raises(ValueError, match="beta must lie between 0 and 1, got -1"):
-        EvolvingAttention(4, beta=-1)
-    with pytest.raises(ValueError, match="odd and positive, got 4"):
-        EvolvingAttention(4, kernel_size=4)
-    with pytest.raises(ValueError, match="num_layers must be 0 or more, got -1"):
-        PredictiveAttention(4, num_layers=-1)
-    with pytest.raises(ValueError, match="one of 'ea', 'pa', .* or None, got 'xa'"):
-        create_evolution("xa", 4)
-    with pytest.raises(ValueError, match="beta"):
-        create_evolution("pa", 4, beta=0.5)
-    with pytest.raises(ValueError, match="alpha"):
-        create_evolution(None, 4, alpha=0.5)
-
+@pytest.mark.parametrize("make,options,message", [
+    (EvolvingAttention, {"alpha": 1.5}, "alpha must lie between 0 and 1, got 1.5"),
+    (EvolvingAttention, {"alpha": "x"}, "alpha must lie between 0 and 1, got x"),
+    (EvolvingAttention, {"beta": -1}, "beta must lie between 0 and 1, got -1"),
+    (EvolvingAttention, {"alpha": float("inf"), "learnable": True}, "alpha must be a finite number, got inf"),
+    (EvolvingAttention, {"learnable": 2}, "False, True or 'per_head', got 2"),
+    (EvolvingAttention, {"kernel_size": 4}, "odd and positive, got 4"),
+    (PredictiveAttention, {"num_layers": -1}, "num_layers must be 0 or more, got -1")])
+def test_bad_options_are_named(make, options, message):
+    with pytest.raises(ValueError, match=message):
+        make(4, **options)
 
 @pytest.mark.parametrize("learnable", [True, "per_head"])
 @pytest.mark.parametrize("kind", ["ea", "pa"])
@@ -116,14 +109,6 @@ def test_half_maps_keep_their_dtype_with_learnable_gates():
             evolved = module(logits.bfloat16(), prev.bfloat16())
         assert evolved.dtype == torch.bfloat16
         torch.testing.assert_close(evolved.float(), module(logits, prev), atol=0.05, rtol=0.05)
-
-
-def test_bad_gates_are_named():
-    with pytest.raises(ValueError, match="alpha must be a finite number, got inf"):
-        EvolvingAttention(4, alpha=float("inf"), learnable=True)
-    with pytest.raises(ValueError, match="False, True or 'per_head', got 2"):
-        EvolvingAttention(4, learnable=2)
-    assert EvolvingAttention(4, alpha=-0.5, beta=2, learnable=True).beta.item() == 2.0
 
 
 def test_convolutions_begin_by_he_and_never_at_zero():

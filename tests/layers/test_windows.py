@@ -1,6 +1,4 @@
-"""Windows of pixels and heads in layer and networks: against loops, against global attention, and their cost."""
-import itertools
-
+"""Windows of pixels and heads in layer and networks: against their definition, and against global attention."""
 import pytest
 import timm
 import torch
@@ -16,29 +14,36 @@ D64 = torch.float64
 UNFUSED = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 
 
-def loop_attention(q, k, v, height_rel, width_rel, size, window, head_window, head_border):
-    """One image, by the definition: (K, N, D) each, q not scaled; tables in the middle of which is offset 0."""
-    K, N, D = q.shape
-    (_, W), out = size, torch.zeros(K, N, v.shape[-1], dtype=v.dtype)
-    for h, i in itertools.product(range(K), range(N)):
-        logits, values = [], []
-        for s, j in itertools.product(range(h - head_window // 2, h + head_window // 2 + 1), range(N)):
-            down, right = j // W - i // W, j % W - i % W
-            if head_border == "clip" and not 0 <= s < K:
-                continue
-            if window is not None and (abs(down) > window[0] // 2 or abs(right) > window[1] // 2):
-                continue
-            key = k[s % K, j]
-            if height_rel is not None:
-                key = key + height_rel[len(height_rel) // 2 + down] + width_rel[len(width_rel) // 2 + right]
-            logits.append(q[h, i] @ key * D ** -0.5)
-            values.append(v[s % K, j])
-        attn = torch.stack(logits).exp()
-        out[h, i] = attn @ torch.stack(values) / attn.sum()
-    return out
+def offsets(size):
+    """Rows and columns from each query to each key, (N, N) each."""
+    row, col = torch.arange(size[0]).repeat_interleave(size[1]), torch.arange(size[1]).repeat(size[0])
+    return row - row.unsqueeze(1), col - col.unsqueeze(1)
 
 
-def problem(size, window, num_heads=4, dim_qk=3, dim_v=2, relative=True, batch=1):
+def defined(q, k, v, height_rel, width_rel, size, window, head_window, head_border):
+    """Attention by the definition, head by head: (B, K, N, D) each; tables in the middle of which is offset 0."""
+    K, D, (down, right) = q.shape[1], q.shape[3], offsets(size)
+    near = torch.ones_like(down, dtype=torch.bool)
+    if window is not None:
+        near = (down.abs() <= window[0] // 2) & (right.abs() <= window[1] // 2)
+    heads = []
+    for h in range(K):
+        weights, values = [], []
+        for head in range(h - head_window // 2, h + head_window // 2 + 1):
+            if head_border == "clip" and not 0 <= head < K:
+                continue
+            logits = q[:, h] @ k[:, head % K].transpose(1, 2)
+            for table, offset in (() if height_rel is None else ((height_rel, down), (width_rel, right))):
+                middle = len(table) // 2
+                logits = logits + torch.einsum("bnd,nmd->bnm", q[:, h], table[middle + offset.clamp(-middle, middle)])
+            weights.append((logits * D ** -0.5).exp() * near)
+            values.append(v[:, head % K])
+        attn = torch.cat(weights, 2)
+        heads.append(attn @ torch.cat(values, 1) / attn.sum(2, keepdim=True))
+    return torch.stack(heads, 1)
+
+
+def problem(size, window, num_heads=4, dim_qk=3, dim_v=2, relative=True, batch=2):
     H, W = size
     tensors = [torch.randn(batch, num_heads, H * W, d, dtype=D64, requires_grad=True) for d in (dim_qk, dim_qk, dim_v)]
     if relative:
@@ -47,65 +52,60 @@ def problem(size, window, num_heads=4, dim_qk=3, dim_v=2, relative=True, batch=1
     return tensors
 
 
-CASES = [((4, 5), window, heads, border, relative)
-         for window, heads, border, relative in itertools.product(
-             [(3, 5), (1, 3), (9, 9)], [1, 3], ["clip", "wrap"], [True, False])]
-CASES += [((4, 5), None, 3, "clip", True), ((1, 6), (3, 3), 7, "clip", True), ((5, 1), (3, 1), 3, "wrap", False)]
-
-
-@pytest.mark.parametrize("size,window,head_window,head_border,relative", CASES)
-def test_windows_equal_the_loop(size, window, head_window, head_border, relative):
-    tensors = problem(size, window, relative=relative)
-    tables = tensors[3:] or [None, None]
-    slow = loop_attention(*(t[0] for t in tensors[:3]), *tables, size, window, head_window, head_border)[None]
-    fast, logits = evolving_attention(
-        *tensors, feat_size=size, window=window, head_window=head_window, head_border=head_border, need_logits=False)
-    torch.testing.assert_close(fast, slow, atol=1e-12, rtol=1e-10)
-    weights = torch.randn_like(slow)
-    torch.testing.assert_close(torch.autograd.grad((fast * weights).sum(), tensors),
-                               torch.autograd.grad((slow * weights).sum(), tensors), atol=1e-12, rtol=1e-9)
-    assert logits is None
-
-
 @UNFUSED
-@pytest.mark.parametrize("size,window,head_window,head_border,relative", CASES[::2] + CASES[-3:])
-def test_flex_attention_is_the_reference_with_its_gradients(
-        monkeypatch, size, window, head_window, head_border, relative):
-    """FlexAttention refuses to learn on a CPU, though its unfused form does."""
-    tensors = problem(size, window, relative=relative, batch=2)
+@pytest.mark.parametrize("size,window,head_window,head_border,relative", [
+    ((4, 5), (3, 5), 1, "clip", True), ((4, 5), (3, 5), 3, "wrap", True), ((4, 5), (1, 3), 3, "clip", False),
+    ((4, 5), (1, 3), 1, "wrap", True), ((4, 5), (9, 9), 3, "clip", True), ((4, 5), None, 3, "clip", True),
+    ((4, 5), (9, 9), 1, "wrap", False), ((1, 6), (3, 3), 7, "clip", True), ((5, 1), (3, 1), 3, "wrap", False)])
+def test_windows_are_their_definition_with_their_gradients(monkeypatch, size, window, head_window, head_border,
+                                                           relative):
+    """By the reference, and by FlexAttention, which refuses to learn on a CPU, though its unfused form does."""
+    tensors = problem(size, window, relative=relative)
     form = {"feat_size": size, "window": window, "head_window": head_window, "head_border": head_border,
             "need_logits": False}
+    expected = defined(*tensors[:3], *(tensors[3:] or [None, None]), size, window, head_window, head_border)
+    weights = torch.randn_like(expected)
+    gradients = torch.autograd.grad((expected * weights).sum(), tensors)
+
+    def assert_right(out):
+        torch.testing.assert_close(out, expected, atol=1e-12, rtol=1e-10)
+        torch.testing.assert_close(torch.autograd.grad((out * weights).sum(), tensors), gradients, atol=1e-12,
+                                   rtol=1e-9)
+
+    out, logits = evolving_attention(*tensors, **form)
+    assert_right(out)
+    assert logits is None
     with torch.no_grad():
         out, _ = evolving_attention(*tensors, implementation="flex", **form)
-    exact, _ = evolving_attention(*tensors, implementation="reference", **form)
-    torch.testing.assert_close(out, exact.detach(), atol=1e-12, rtol=1e-10)
+    torch.testing.assert_close(out, expected.detach(), atol=1e-12, rtol=1e-10)
     with pytest.raises(ValueError, match="'flex' cannot run this: it has no backward pass on a CPU"):
         evolving_attention(*tensors, implementation="flex", **form)
     monkeypatch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda *tensors: None)
     monkeypatch.setattr(torch.nn.attention.flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
-    out, _ = flex.FLEX.forward(Problem(
-        **dict(zip(("q", "k", "v", "height_rel", "width_rel"), tensors, strict=False)), **form).checked())
-    weights = torch.randn_like(out)
-    torch.testing.assert_close(torch.autograd.grad((out * weights).sum(), tensors),
-                               torch.autograd.grad((exact * weights).sum(), tensors), atol=1e-12, rtol=1e-9)
+    names = ("q", "k", "v", "height_rel", "width_rel")
+    assert_right(flex.FLEX.forward(Problem(**dict(zip(names, tensors, strict=False)), **form).checked())[0])
 
 
-def test_what_flex_attention_cannot_do_is_named():
+def test_what_an_implementation_cannot_do_is_named():
     tensors = [t.detach() for t in problem((4, 5), (3, 3))]
 
-    def refused(reason, *further, window=3, **options):
-        with pytest.raises(ValueError, match=f"'flex' cannot run this: {reason}"):
-            evolving_attention(*tensors, *further, feat_size=(4, 5), window=window, implementation="flex",
+    def refused(by, reason, *further, window=3, **options):
+        with pytest.raises(ValueError, match=f"'{by}' cannot run this: {reason}"):
+            evolving_attention(*tensors, *further, feat_size=(4, 5), window=window, implementation=by,
                                **{"need_logits": False, **options})
 
-    refused("it is for windows", window=None)
-    refused("it has no place for previous logits", torch.zeros(1, 4, 20, 20, dtype=D64))
-    refused("it never has the logits that are wanted", need_logits=True)
-    refused("it has no dropout on the attention probabilities", dropout_p=0.1)
+    refused("flex", "it is for windows", window=None)
+    refused("flex", "it has no place for previous logits", torch.zeros(2, 4, 20, 20, dtype=D64))
+    refused("flex", "it never has the logits that are wanted", need_logits=True)
+    refused("flex", "it has no dropout on the attention probabilities", dropout_p=0.1)
+    refused("sdpa", "it has no windows")
+    refused("cpu", "it has no windows of heads", head_window=3)
     wide = [torch.randn(1, 1, 6, 250) for _ in range(3)]
     with pytest.raises(ValueError, match="it takes heads up to 256 wide, got 257 with positions and values of 250"):
         evolving_attention(*wide, torch.randn(3, 250), torch.randn(3, 250), feat_size=(1, 6), window=3,
                            need_logits=False, implementation="flex")
+    with pytest.raises(ValueError, match="head_window must be 1 where maps evolve"):
+        evolving_attention(*tensors, torch.zeros(2, 4, 20, 20, dtype=D64), feat_size=(4, 5), window=3, head_window=3)
 
 
 @UNFUSED
@@ -135,23 +135,14 @@ def test_the_mask_of_flex_attention_may_be_saved_for_a_later_backward_pass():
     assert mask.sparsity() > 30  # percent of the blocks of keys are passed over
 
 
-def test_a_window_over_the_whole_map_is_global_attention():
-    size = (5, 4)
-    tensors = problem(size, None)
-    with_window, _ = evolving_attention(
-        *tensors, feat_size=size, window=(11, 7), need_logits=False)
-    assert (with_window - evolving_attention(*tensors, feat_size=size)[0]).abs().max() < 1e-12
-
-
 @UNFUSED
 @pytest.mark.parametrize("implementation", ["reference", "flex"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_is_the_reference(dtype, implementation):
     tensors = [t.detach().to(dtype) for t in problem((6, 6), (3, 3), dim_qk=8, dim_v=8)]
-    half, _ = evolving_attention(*tensors, feat_size=(6, 6), window=3, head_window=3, need_logits=False,
-                                 implementation=implementation)
-    exact, _ = evolving_attention(*(t.double() for t in tensors), feat_size=(6, 6), window=3, head_window=3,
-                                  need_logits=False, implementation="reference")
+    form = {"feat_size": (6, 6), "window": 3, "head_window": 3, "need_logits": False}
+    half, _ = evolving_attention(*tensors, **form, implementation=implementation)
+    exact, _ = evolving_attention(*(t.double() for t in tensors), **form, implementation="reference")
     assert half.dtype == dtype
     torch.testing.assert_close(half.double(), exact, atol=2e-2, rtol=1e-2)
 
@@ -211,8 +202,6 @@ def test_what_a_window_does_not_show_changes_nothing():
 
 def test_maps_evolve_whole_and_the_window_comes_after():
     first, second = make(window=3), make(window=3, evolution=EvolvingAttention(4, 0.3, 0.6))
-    whole = make(evolution=EvolvingAttention(4, 0.3, 0.6))
-    whole.load_state_dict(second.state_dict(), strict=False)
     x = torch.randn(2, 4, 5, 6, dtype=D64)
     _, logits = first(x, need_logits=True)
     assert logits.isfinite().all() and logits.shape == (2, 4, 30, 30)
@@ -220,9 +209,8 @@ def test_maps_evolve_whole_and_the_window_comes_after():
     q, k, v, size = second.heads_of(second.qkv(second.branch_input(x)))
     expected = second.evolution(second.logits_of(q, k, size), logits)
     torch.testing.assert_close(evolved, expected)
-    row, col = torch.arange(30) // 6, torch.arange(30) % 6
-    near = ((row[:, None] - row).abs() <= 1) & ((col[:, None] - col).abs() <= 1)
-    attn = expected.exp() * near
+    down, right = offsets((5, 6))
+    attn = expected.exp() * ((down.abs() <= 1) & (right.abs() <= 1))
     out = attn @ v / attn.sum(-1, keepdim=True)
     torch.testing.assert_close(second.proj(out.transpose(-2, -1).reshape(2, 8, 5, 6)), y[:, 8:])
     torch.testing.assert_close(torch.jit.script(second)(x, logits), (y, evolved))
@@ -253,20 +241,6 @@ def test_recorded_maps_are_windowed_and_recording_changes_nothing(options):
     assert ea_vision.recorder.recording.recordable_layers(model)[0].parts == parts
 
 
-def test_attention_of_a_window_over_heads_gives_the_branch():
-    layer, x = make(window=3, head_window=3, dim_v=4, num_heads=2).eval(), torch.randn(1, 4, 5, 6, dtype=D64)
-    with torch.no_grad(), ea_vision.record_attention(layer) as maps:
-        out, _ = layer.attend(x, None)
-        layer(x)
-    q, k, v, _ = layer.heads_of(layer.qkv(layer.branch_input(x)))
-    same = v[:, :1].expand_as(v)  # where all heads have the same values the sum over heads is all that counts
-    mixed = maps[1].attn @ same
-    expected, _ = evolving_attention(q, k, same, layer.height_rel, layer.width_rel,
-                                     feat_size=(5, 6), window=3, head_window=3, need_logits=False)
-    torch.testing.assert_close(mixed, expected)
-    assert out.shape == (1, 4, 5, 6)
-
-
 @pytest.mark.parametrize("options,message", [
     ({"window": 4}, "window must be an odd number of pixels"),
     ({"window": (3, 0)}, "window must be an odd number of pixels"),
@@ -280,16 +254,6 @@ def test_bad_windows_are_named(options, message):
         make(**options)
 
 
-def test_implementations_without_windows_are_refused():
-    tensors = problem((4, 5), (3, 3))
-    for name, options, reason in (("sdpa", {"window": 3}, "it has no windows"),
-                                  ("cpu", {"head_window": 3}, "it has no windows of heads")):
-        with pytest.raises(ValueError, match=f"implementation '{name}' cannot run this: {reason}"):
-            evolving_attention(*tensors, feat_size=(4, 5), need_logits=False, implementation=name, **options)
-    with pytest.raises(ValueError, match="head_window must be 1 where maps evolve"):
-        evolving_attention(*tensors, torch.zeros(1, 4, 20, 20, dtype=D64), feat_size=(4, 5), window=3, head_window=3)
-
-
 @pytest.mark.parametrize("options", [{}, {"window": 3}, {"window": (3, 15), "head_window": 3},
                                      {"window": 3, "head_window": 3, "head_border": "wrap"}])
 def test_the_elements_of_a_map_are_those_that_are_seen(options):
@@ -300,16 +264,17 @@ def test_the_elements_of_a_map_are_those_that_are_seen(options):
 
 
 def test_names_of_csan():
-    model = timm.create_model("csan_resnet50")
+    with torch.device("meta"):
+        model = timm.create_model("csan_resnet50")
     windows = {(layer.feat_size, layer.window, layer.head_window) for layer in layers_of(model)}
     assert windows == {((28, 28), (7, 7), 3), ((14, 14), (7, 7), 3), ((7, 7), None, 1)}
     small = layers_of(timm.create_model("csan_conv_transformer_cifar"))
     assert [(layer.window, layer.head_window) for layer in small] == [((5, 5), 3)] * 3 + [(None, 1)] * 3
-    plain = timm.create_model("conv_transformer_cifar")
     table = sum(p.numel() for layer in small[:3] for p in (layer.height_rel, layer.width_rel))
     assert table == 3 * 2 * 5 * 64  # nothing else differs
-    count = sum(p.numel() for p in timm.create_model("csan_conv_transformer_cifar").parameters())
-    assert count == sum(p.numel() for p in plain.parameters()) - 3 * 2 * (15 - 5) * 64
+    counts = [sum(p.numel() for p in timm.create_model(f"{csan}conv_transformer_cifar").parameters())
+              for csan in ("csan_", "")]
+    assert counts[0] == counts[1] - 3 * 2 * (15 - 5) * 64
 
 
 def test_stand_alone_self_attention_is_a_configuration():

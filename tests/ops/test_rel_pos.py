@@ -19,15 +19,6 @@ def test_terms_are_the_tables_rows_by_offset(H, W):
                 torch.testing.assert_close(width_logits[:, :, y, x, p], q[:, :, y, x] @ width_rel[p - x + W - 1])
 
 
-def test_a_shifted_query_has_shifted_terms():
-    """The same query one pixel down and two to the right sees the same terms one down and two to the right."""
-    H, W, query = 6, 7, torch.randn(3)
-    q = query.expand(1, 1, H, W, 3)
-    height_logits, width_logits = relative_logits(q, torch.randn(2 * H - 1, 3), torch.randn(2 * W - 1, 3))
-    torch.testing.assert_close(height_logits[..., 2, 1, :-1], height_logits[..., 3, 3, 1:])
-    torch.testing.assert_close(width_logits[..., 2, 1, :-2], width_logits[..., 3, 3, 2:])
-
-
 def test_a_smaller_map_uses_the_middle_of_the_table():
     table = torch.arange(13.0).unsqueeze(1)  # offsets -6..6
     torch.testing.assert_close(fit_rel_table(table, 4).squeeze(1), torch.arange(3.0, 10.0))  # offsets -3..3
