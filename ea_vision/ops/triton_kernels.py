@@ -19,6 +19,13 @@ LOG2E = constexpr(1.4426950408889634)
 
 
 @triton.jit
+def _block(N: constexpr, SIDE: constexpr):
+    """Image and first pixel of a program, of which there is one for SIDE of the N pixels of an image."""
+    BLOCKS: constexpr = (N + SIDE - 1) // SIDE
+    return (tl.program_id(0) // BLOCKS).to(tl.int64), tl.program_id(0) % BLOCKS * SIDE
+
+
+@triton.jit
 def _rows(
         ptr, stride_head, stride_pixel, stride_width, n,
         N: constexpr, K: constexpr, D: constexpr, KP: constexpr, DP: constexpr, OP: constexpr,
@@ -318,10 +325,8 @@ def evolve(
     keys by blocks of J. `lse` is the rows' log2 of sum of exp.
     """
     N: constexpr = H * W
-    BLOCKS: constexpr = (N + I - 1) // I
     STORE: constexpr = q.dtype.element_ty
-    image = (tl.program_id(0) // BLOCKS).to(tl.int64)
-    i0 = tl.program_id(0) % BLOCKS * I
+    image, i0 = _block(N, I)
     i = i0 + tl.arange(0, I)
     maps += image * (N * N * K)
     logits += image * (N * N * K)
@@ -403,9 +408,8 @@ def row_products(
         UNIT_OUT: constexpr, I: constexpr,
 ):
     """delta (B, K, N) = the sum over E of out * d_out. A program: I pixels of an image, all heads."""
-    BLOCKS: constexpr = (N + I - 1) // I
-    image = (tl.program_id(0) // BLOCKS).to(tl.int64)
-    i = tl.program_id(0) % BLOCKS * I + tl.arange(0, I)
+    image, i0 = _block(N, I)
+    i = i0 + tl.arange(0, I)
     x = _rows(out + image * (N * K * E), E, K * E, 1, i, N, K, E, KP, EP, tl.float32, 1)
     dx = _rows(d_out + image * do_image * UNIT_OUT, do_head, do_pixel, do_width, i, N, K, E, KP, EP, tl.float32,
                UNIT_OUT)
@@ -433,10 +437,9 @@ def logits_backward(
     without SIGNS where the logits, which then are the ReLU's, are positive.
     """
     N: constexpr = H * W
-    BLOCKS: constexpr = (N + J - 1) // J
     STORE: constexpr = v.dtype.element_ty
-    image = (tl.program_id(0) // BLOCKS).to(tl.int64)
-    j = tl.program_id(0) % BLOCKS * J + tl.arange(0, J)
+    image, j0 = _block(N, J)
+    j = j0 + tl.arange(0, J)
     head = tl.arange(0, KP)[:, None]
     logits += image * (N * N * K)
     signs += image * (N * N)
@@ -550,10 +553,8 @@ def weight_backward(
     slot a program, what 1 - beta before the maps gives to beta's gradient, which are those that the convolution took.
     """
     N: constexpr = H * W
-    BLOCKS: constexpr = (N + I - 1) // I
     STORE: constexpr = q.dtype.element_ty
-    image = (tl.program_id(0) // BLOCKS).to(tl.int64)
-    i0 = tl.program_id(0) % BLOCKS * I
+    image, i0 = _block(N, I)
     i = i0 + tl.arange(0, I)
     prev += image * (N * N * K)
     d_conv += image * (N * N * K)
@@ -638,10 +639,8 @@ def queries_backward(
     gradient by q), and alpha before prev where prev is not convolved.
     """
     N: constexpr = H * W
-    BLOCKS: constexpr = (N + I - 1) // I
     STORE: constexpr = q.dtype.element_ty
-    image = (tl.program_id(0) // BLOCKS).to(tl.int64)
-    i0 = tl.program_id(0) % BLOCKS * I
+    image, i0 = _block(N, I)
     i = i0 + tl.arange(0, I)
     prev += image * (N * N * K)
     d_conv += image * (N * N * K)
@@ -729,9 +728,8 @@ def keys_backward(
 
     With a SHARE_ROW, share is times that; with a STORED_ROW, the maps are multiplied by that, in place, when read.
     """
-    BLOCKS: constexpr = (N + J - 1) // J
-    image = (tl.program_id(0) // BLOCKS).to(tl.int64)
-    j = tl.program_id(0) % BLOCKS * J + tl.arange(0, J)
+    image, j0 = _block(N, J)
+    j = j0 + tl.arange(0, J)
     maps += image * (N * N * K)
     q += image * q_image * UNIT
     dk = tl.zeros((KP, J, DP), dtype=tl.float32)

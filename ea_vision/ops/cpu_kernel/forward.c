@@ -46,20 +46,18 @@ static float weigh_row(const image *g, int head, int row, const float *l, float 
 static void sum_values(const image *g, int head, int begin, int end) {
     const problem *p = g->p;
     const int rows = end - begin;
-    const long map = query_of(g, head, 0);
-    float values[BLOCK];
+    const long query = query_of(g, head, begin);
     gemm(FRESH, rows, g->Ep, g->N, g->attn + (long)head * BLOCK * g->Np, g->Np, 1,
          g->v_rows + (long)head * g->N * g->Ep, g->Ep, NULL, g->sums, g->Ep);
-    for (int i = 0; p->channels_last && i < rows; i++) {
-        float *row = g->sums + i * g->Ep, share = p->norm[2 * (map + begin + i) + 1] * g->drop.gain;
+    for (int i = 0; i < rows; i++) {
+        float *row = g->sums + i * g->Ep, share = p->norm[2 * (query + i) + 1] * g->drop.gain;
         for (int e = 0; e < p->E; e++) row[e] *= share;
-        write_floats((void *)at(p->out, channel_of(g, p->E, head, begin + i, 0), p->dtype), row, p->E, p->dtype);
+        if (p->channels_last)
+            write_floats((void *)at(p->out, channel_of(g, p->E, head, begin + i, 0), p->dtype), row, p->E, p->dtype);
     }
-    for (int e = 0; !p->channels_last && e < p->E; e++) {
-        for (int i = 0; i < rows; i++)
-            values[i] = g->sums[i * g->Ep + e] * (p->norm[2 * (map + begin + i) + 1] * g->drop.gain);
-        write_floats((void *)at(p->out, channel_of(g, p->E, head, begin, e), p->dtype), values, rows, p->dtype);
-    }
+    if (!p->channels_last)
+        write_transposed((void *)at(p->out, channel_of(g, p->E, head, begin, 0), p->dtype), g->N, g->sums, g->Ep, rows,
+                         p->E, p->dtype);
 }
 
 /* Softmax and values of query i of begin..end, all heads; `rows` (K, P) holds its logits. */

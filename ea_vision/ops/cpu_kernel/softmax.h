@@ -44,19 +44,6 @@ INLINE vec exp_of(vec x) {
 
 static float max_of(const float *l, int n) {
     float most = l[0];
-    int j = 0;
-    if (n >= VL) {
-        vec high = LOAD(l);
-        for (; j + VL <= n; j += VL) {
-            const vec x = LOAD(l + j);
-            const ivec more = x > high;
-            high = (vec)(((ivec)x & more) | ((ivec)high & ~more));
-        }
-        float a[4] = {high[0], high[1], high[2], high[3]};
-        for (int i = 4; i < VL; i += 4)
-            for (int s = 0; s < 4; s++) a[s] = high[i + s] > a[s] ? high[i + s] : a[s];
-        for (int s = 0; s < 4; s++) most = a[s] > most ? a[s] : most;
-    }
-    for (; j < n; j++) most = l[j] > most ? l[j] : most;
+    for (int j = 1; j < n; j++) most = l[j] > most ? l[j] : most;
     return most;
 }
