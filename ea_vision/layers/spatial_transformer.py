@@ -53,7 +53,7 @@ class SpatialTransformer(nn.Module):
         out_size: (height, width) of the output in pixels, or None for the input's.
 
     Raises:
-        ValueError: hidden below 2, or an out_size that is not two positive numbers.
+        ValueError: hidden below 2.
     """
 
     def __init__(
@@ -63,9 +63,7 @@ class SpatialTransformer(nn.Module):
         super().__init__()
         if hidden < 2:
             raise ValueError(f"hidden must be 2 or more, got {hidden}")
-        if out_size is not None and (len(out_size) != 2 or min(out_size) < 1):
-            raise ValueError(f"out_size must be a positive (height, width), got {tuple(out_size)}")
-        self.out_size = None if out_size is None else (int(out_size[0]), int(out_size[1]))
+        self.out_size = out_size
         self.localise = nn.Sequential(
             nn.Conv2d(in_channels, hidden // 2, 5, stride=2, padding=2, **dd), nn.ReLU(),
             nn.Conv2d(hidden // 2, hidden, 5, stride=2, padding=2, **dd), nn.ReLU(),

@@ -81,11 +81,9 @@ def test_layer_begins_as_the_identity_and_learns_where_to_look():
     assert layer.fc.weight.grad.any() and layer.fc.bias.grad.all()
 
 
-@pytest.mark.parametrize("options,message", [
-    ({"hidden": 1}, "hidden must be 2 or more, got 1"), ({"out_size": (0, 3)}, "out_size must be a positive")])
-def test_bad_options_are_named(options, message):
-    with pytest.raises(ValueError, match=message):
-        SpatialTransformer(2, **options)
+def test_bad_options_are_named():
+    with pytest.raises(ValueError, match="hidden must be 2 or more, got 1"):
+        SpatialTransformer(2, hidden=1)
 
 
 def test_network_without_it_is_the_same_network():
