@@ -99,9 +99,6 @@ def test_an_incomplete_part_is_left_out_and_named(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "left out: cifar100: 1 runs are missing, the first is uniform, seed 105" in said
     assert "left out: vit-dear: runs of vit-dear and vit-rival are required" in said
-    (tmp_path / "vit-alone.csv").unlink()
-    with pytest.raises(UsageError, match="no part of the verdict is complete"):
-        analyse.main([str(tmp_path), "-o", str(tmp_path / "out")])
 
 
 def test_runs_with_a_row_are_not_made_again_and_seeds_come_one_after_another(tmp_path, monkeypatch):

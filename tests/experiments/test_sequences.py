@@ -1,6 +1,4 @@
 """The two tasks without images of experiments/across: right labels, no later character is read, a table goes on."""
-import csv
-
 import pytest
 import torch
 
@@ -46,14 +44,3 @@ def test_mechanisms_begin_as_the_plain_network_of_the_same_weights(kind):
     assert not left.unexpected_keys and all(".evolution." in name for name in left.missing_keys)
     symbols, _ = sequences.recall(4, torch.Generator().manual_seed(0))
     torch.testing.assert_close(evolved(symbols), plain(symbols))
-
-
-def test_an_interrupted_table_goes_on(tmp_path):
-    path = tmp_path / "recall.csv"
-    options = ["recall", str(path), "--updates", "2", "--seeds", "0"]
-    sequences.main([*options, "--kinds", "none"])
-    first = path.read_text()
-    sequences.main([*options, "--kinds", "none", "conv2d+token_conv"])
-    assert path.read_text().startswith(first)
-    rows = list(csv.DictReader(path.open()))
-    assert [row["variant"] for row in rows] == ["none", "conv2d+token_conv"]
