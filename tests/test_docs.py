@@ -18,6 +18,7 @@ from ea_vision.__main__ import COMMANDS, main
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "experiments").glob("[a-z]*.md"))]
+OTHERS = [*(ROOT / "experiments").glob("*/**/README.md"), *(ROOT / "weights").glob("*.md"), ROOT / "CONTRIBUTING.md"]
 BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 
 
@@ -47,13 +48,13 @@ def help_of(command: str) -> str:
     return text.getvalue()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *OTHERS], ids=str)
 def test_links_inside_the_repository_exist(page):
     links = re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text())
     assert [link for link in links if "://" not in link and not (page.parent / link).exists()] == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *OTHERS], ids=str)
 def test_commands_have_the_options_that_are_named(page):
     for command, *words in commands(page):
         assert command in COMMANDS, command
