@@ -15,29 +15,34 @@ import timm
 
 import ea_vision  # noqa: F401  (registers the models)
 from ea_vision.base.errors import exit_code
-from ea_vision.engine.report import timm_row, write_timm_results
+from ea_vision.base.files import atomic_write, csv_text
 from ea_vision.models import list_networks
 
 ACCURACY = re.compile(r"(\d+\.\d+)% top-1, (\d+\.\d+)% top-5 on the test images")
 
 
 def collect(folder: Path) -> list[dict]:
-    """Return a row for each weights file of ten classes that has a name."""
+    """Return a row for each weights file of ten classes that has a name, the best first."""
     rows = []
     for name in (name for name in timm.list_pretrained() if name.split(".")[0] in list_networks()):
         cfg = timm.get_pretrained_cfg(name)
         if cfg.num_classes == 10:
             top1, top5 = map(float, ACCURACY.search((folder / f"{name}.md").read_text()).groups())
-            rows.append(timm_row(name, timm.create_model(name), top1, top5, cfg.input_size[-1], cfg.crop_pct,
-                                 cfg.interpolation))
-    return rows
+            params = sum(p.numel() for p in timm.create_model(name).parameters())
+            rows.append({"model": name, "img_size": cfg.input_size[-1], "top1": f"{top1:.3f}",
+                         "top1_err": f"{100 - top1:.3f}", "top5": f"{top5:.3f}", "top5_err": f"{100 - top5:.3f}",
+                         "param_count": f"{params / 1e6:.2f}", "crop_pct": cfg.crop_pct,
+                         "interpolation": cfg.interpolation})
+    return sorted(rows, key=lambda row: -float(row["top1"]))
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.parse_args(argv)
     here = Path(__file__).resolve().parent
-    print(write_timm_results(here / "results" / "results-cifar10.csv", collect(here.parent / "weights")), end="")
+    text = csv_text(collect(here.parent / "weights"))
+    atomic_write(here / "results" / "results-cifar10.csv", text.encode())
+    print(text, end="")
     return 0
 
 

@@ -119,7 +119,7 @@ def card(finished: FinishedRun, name: str, dtype: str, result: Evaluation, tta: 
         lambda start: ", ".join(f"{k} {v}" for k, v in start["versions"].items())))
     if split:
         seen = f"{run['eval_images']} images of `{Path(run['eval_data']).name}`, by which the best epoch was chosen"
-        recipe = resolve(ImageNetConfig, {"recipe": config["recipe"]})[0].as_dict()
+        recipe = resolve(ImageNetConfig, {"recipe": config["recipe"]}).as_dict()
         own = "".join(f" --{key.replace('_', '-')} {config[key]}" for key in (
             "img_size", "eval_img_size", "eval_resize", "interpolation") if config[key] != recipe[key])
         check = (f"python train_imagenet.py --evaluate {name} --recipe {config['recipe']}{own} --data-dir DIR "

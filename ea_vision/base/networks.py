@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import pickle
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -289,3 +289,8 @@ def image_statistics(model: nn.Module) -> tuple[tuple[float, ...], tuple[float, 
     """Return mean and std, per channel, of images in 0..1 that the model's configuration asks for."""
     data_config = timm.data.resolve_model_data_config(model)
     return data_config["mean"], data_config["std"]
+
+
+def set_image_statistics(model: nn.Module, mean: Sequence[float], std: Sequence[float]) -> None:
+    """Let a model's configuration ask for images in 0..1 that are normalised with this mean and std, per channel."""
+    model.pretrained_cfg = {**model.pretrained_cfg, "mean": tuple(mean), "std": tuple(std)}

@@ -130,18 +130,19 @@ def _pixels(image: Image.Image) -> torch.Tensor:
 
 
 def train_transform(img_size: int, *, scale: Sequence[float] = (0.08, 1.0), hflip: float = 0.5,
-                    color_jitter: float = 0.0, auto_augment: str = "", interpolation: str = "bilinear"):
+                    color_jitter: float = 0.0, auto_augment: str = "", interpolation: str = "bilinear", **more):
     """Return timm's transform: crop of random area and aspect ratio (Szegedy et al. 2015), flip, and further ones.
 
     Args:
         img_size: side of the result in pixels. scale: least and largest share of the image's area in the crop.
         auto_augment: timm's policy, or ta_wide, torchvision's TrivialAugmentWide.
+        more: other keywords of timm's `create_transform`: vflip, ratio, train_crop_mode.
     """
     trivial = auto_augment == TRIVIAL
     steps = list(timm.data.create_transform(
         img_size, is_training=True, scale=tuple(scale), hflip=hflip, normalize=False, separate=True,
         color_jitter=color_jitter or None, auto_augment=None if trivial else auto_augment or None,
-        interpolation=interpolation, use_prefetcher=True)[:2])
+        interpolation=interpolation, use_prefetcher=True, **more)[:2])
     if trivial:
         steps.append(transforms.TrivialAugmentWide(interpolation=transforms.InterpolationMode(interpolation)))
     return transforms.Compose([*steps, _pixels])

@@ -32,7 +32,6 @@ from ea_vision.engine.config import (
     AUGMENT,
     DATA,
     EVALUATION,
-    KEPT,
     LENGTH,
     LOSS,
     MODEL,
@@ -73,32 +72,28 @@ class DetectionConfig(TrainConfig):
     pretrained_path: str = setting("", "begin with the weights of a file or run folder of classification instead, "
                                        "for the backbone", MODEL)
     data_dir: str = setting("", "folder with train/, val/, train.json and val.json, or COCO's own", DATA)
-    output: str = setting("", "run folder; empty: runs/detection-MODEL", RUN)
-    workers: int = setting(8, "processes that decode images, per training process; 0: in this one", DATA, minimum=0,
+    workers: int = setting(8, "processes that decode images, per training process; 0: in this one", DATA,
                            maximum=MOST_WORKERS)
     batch_size: int = option(8, "images per process and step", LENGTH, minimum=1)
     eval_batch_size: int = option(8, "images per process and evaluation step", EVALUATION, minimum=1)
     opt: str = option("momentum", "timm optimiser, lookahead_NAME too (sgd is Nesterov's, momentum the plain one)",
                       OPTIMISER)
-    lr: float = option(0.01, "peak learning rate, per update", RATE, minimum=0.0)
-    weight_decay: float = option(1e-4, "weight decay (not of norms, biases and position tables)", OPTIMISER,
-                                 minimum=0.0)
+    lr: float = option(0.01, "peak learning rate, per update", RATE)
+    weight_decay: float = option(1e-4, "weight decay (not of norms, biases and position tables)", OPTIMISER)
     img_size: int = option(640, "side in pixels, a multiple of 32, of the square that images are scaled into", DATA,
                            minimum=32)
     anchors: int = option(6, "boxes at each place that objects are told from, 6 or 9", MODEL, minimum=6, maximum=9)
-    gamma: float = option(1.5, "of the focal loss", LOSS, minimum=0.0)
+    gamma: float = option(1.5, "of the focal loss", LOSS)
     box_loss: str = option("l1", "loss of boxes; huber: of the AA paper's code, weighted 50", LOSS,
                            choices=("l1", "smooth_l1", "huber"))
     head_norm: str = option("none", "norms in pyramid and heads, one for each level", MODEL, choices=("none", "batch"))
     scale_min: float = option(0.8, "training: least longer side of an image, in units of img_size", AUGMENT, above=0.0)
     scale_max: float = option(1.2, "training: its greatest longer side", AUGMENT, above=0.0)
-    hflip: float = option(0.5, "probability of a left-right flip", AUGMENT, minimum=0.0, maximum=1.0)
+    hflip: float = option(0.5, "probability of a left-right flip", AUGMENT, maximum=1.0)
     photometric: bool = option(False, "training: vary brightness, contrast, saturation and hue", AUGMENT)
-    holdout: int = option(0, "training images to hold out and evaluate on each epoch; 0: val is used", EVALUATION,
-                          minimum=0)
+    holdout: int = option(0, "training images to hold out and evaluate on each epoch; 0: val is used", EVALUATION)
     exif_rotation: bool = option(False, "turn images as their EXIF data says; off, as COCO's boxes are given", DATA)
-    max_bad_images: int = setting(10, "the run stops when more images cannot be read", DATA, minimum=0)
-    log_steps: int = setting(50, "updates between rows of speed.csv; 0: none", KEPT, minimum=0)
+    max_bad_images: int = setting(10, "the run stops when more images cannot be read", DATA)
 
     def __post_init__(self):
         super().__post_init__()
@@ -145,7 +140,6 @@ class CocoDetection(DataModule):
         if not config.data_dir:
             raise UsageError("no images: --data-dir is required, a folder with train/, val/, train.json and val.json")
         self.bad_images = BadImages(config.max_bad_images)
-        self.batches_ahead = 2 * config.workers
         self.test = self.evaluated = self._split("val")
         self.classes, self.fingerprint = self.test.classes, self.test.fingerprint()
         self.eval_images = self.test_images = len(self.test)
@@ -183,7 +177,7 @@ class CocoDetection(DataModule):
     def default_output(config: DetectionConfig) -> str:
         return f"runs/detection-{config.model}"
 
-    def create_model(self, optional_kwargs: frozenset[str]) -> tuple[nn.Module, dict[str, Any]]:
+    def create_model(self) -> tuple[nn.Module, dict[str, Any]]:
         """Return the detector, and the keywords that `create_detector` needs to make it again."""
         config = self.config
         weights: dict[str, Any] = {"pretrained": True} if config.pretrained or config.pretrained_path else {}
@@ -197,7 +191,7 @@ class CocoDetection(DataModule):
         check_model_name(config.model)
         try:
             return create_by_keywords(partial(create_detector, config.model, **weights), config.model,
-                                      detector_kwargs(config, len(self.classes)), optional_kwargs, log.info)
+                                      detector_kwargs(config, len(self.classes)), config.optional_kwargs, log.info)
         except UsageError as error:
             if weights and "size mismatch" in str(error):
                 raise UsageError(f"weights {config.pretrained_path or 'of timm'} do not fit {config.model}: those of a "
@@ -218,9 +212,6 @@ class CocoDetection(DataModule):
 
     def test_loader(self, **keywords) -> BoxEvalLoader:
         return self._unaugmented(self.test, keywords)
-
-    def unaugmented_loader(self, **keywords) -> BoxEvalLoader:
-        return self._unaugmented(self.train, keywords)
 
     def _unaugmented(self, source: CocoFolder, keywords: dict[str, Any]) -> BoxEvalLoader:
         config = self.config
@@ -271,9 +262,6 @@ class CocoDetection(DataModule):
         paths = result.write(folder, about)
         atomic_write(folder / "detections.png", png_bytes(gallery(self.test, result.detections)))
         return [*paths, folder / "detections.png"]
-
-    def numbers_of(self, result: DetectionResult) -> dict[str, Any]:
-        return result.numbers()
 
     def line_of(self, result: DetectionResult) -> str:
         return result.line()

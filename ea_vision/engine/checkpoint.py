@@ -10,17 +10,20 @@ import io
 import os
 import random
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from ea_vision.base.errors import UsageError
+
 FORMAT = "ea_vision-checkpoint-2"
 LAST, PREVIOUS, BEST = "last.ckpt", "last.prev.ckpt", "best.ckpt"
 
 
-class DamagedCheckpoint(ValueError):
+class DamagedCheckpoint(UsageError):
     """A file that is no checkpoint of ours, or not the one that was written."""
 
 
@@ -54,26 +57,27 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 
 def newest_checkpoint(folder: Path) -> tuple[Path, dict[str, Any]] | None:
     """Return the valid checkpoint of a run folder with the most updates, as its path and state, or None."""
-    found = []
-    for path in (folder / LAST, folder / PREVIOUS, folder / BEST):
-        try:
-            if path.exists():
-                found.append((path, read_checkpoint(path)))
-        except DamagedCheckpoint:
-            continue  # put_damaged_aside has named it, or the user asked for another run's folder
+    found = [(path, state) for path, state in _checkpoints(folder) if isinstance(state, dict)]
     return max(found, key=lambda entry: entry[1]["progress"]["updates"]) if found else None
 
 
 def put_damaged_aside(folder: Path, notice) -> None:
     """Rename damaged and foreign checkpoint files to NAME.damaged, so that none pushes out a good one later."""
-    for path in (folder / LAST, folder / PREVIOUS, folder / BEST):
-        try:
-            if path.exists():
-                read_checkpoint(path)
-        except DamagedCheckpoint as error:
+    for path, error in _checkpoints(folder):
+        if isinstance(error, DamagedCheckpoint):
             aside = path.with_name(path.name + ".damaged")
             os.replace(path, aside)
             notice(f"skipped: {error}; kept as {aside.name}")
+
+
+def _checkpoints(folder: Path) -> Iterator[tuple[Path, dict[str, Any] | DamagedCheckpoint]]:
+    """Yield the checkpoint files of a run folder, each with its state or the error of reading it."""
+    for path in (folder / LAST, folder / PREVIOUS, folder / BEST):
+        if path.exists():
+            try:
+                yield path, read_checkpoint(path)
+            except DamagedCheckpoint as error:
+                yield path, error
 
 
 def random_state(device: torch.device) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,9 +14,8 @@ from torch import nn
 
 from ea_vision.base.errors import UsageError
 from ea_vision.base.networks import image_statistics
-from ea_vision.base.processes import World
 from ea_vision.engine.config import AUGMENT, EVALUATION, LOSS, OPTIMISER, SPEED, TrainConfig, option, setting
-from ea_vision.engine.evaluate import VIEWS, Evaluation, autocast, evaluate
+from ea_vision.engine.evaluate import VIEWS, autocast, evaluate
 from ea_vision.engine.preflight import loss_on_noise
 from ea_vision.engine.train import Trainer
 
@@ -32,37 +31,35 @@ class ClassificationConfig(TrainConfig):
                                 OPTIMISER)
     layer_decay: float = option(1.0, "rate of a layer over that of the one above it (timm's layer-wise decay, 0.65 to "
                                      "0.9 in fine-tuning); 1: one rate", OPTIMISER, above=0.0, maximum=1.0)
-    smoothing: float = option(0.1, "label smoothing: part of the target spread over all classes", LOSS, minimum=0.0,
-                              maximum=1.0)
+    smoothing: float = option(0.1, "label smoothing: part of the target spread over all classes", LOSS, below=1.0)
     bce_loss: bool = option(False, "binary cross-entropy, a yes or no for each class, in place of softmax and "
                                    "cross-entropy", LOSS)
     bce_target_thresh: float = option(0.0, "bce_loss: targets above this become 1, the others 0; 0: as they are", LOSS,
-                                      minimum=0.0, below=1.0, goes_with="bce_loss")
+                                      below=1.0, goes_with="bce_loss")
     teacher: str = option("", "timm model with weights, or run folder, whose outputs the network learns beside the "
                               "targets (distillation); empty: none", LOSS)
-    distillation_type: str = option("soft", "teacher; soft: its probabilities, hard: its likeliest class (DeiT)", LOSS,
-                                    choices=("soft", "hard"))
-    distillation_alpha: float = option(0.5, "part of the teacher in the loss", LOSS, minimum=0.0, maximum=1.0)
-    distillation_tau: float = option(1.0, "temperature of soft distillation", LOSS, above=0.0)
-    mixup: float = option(0.0, "alpha of mixup; 0: off", AUGMENT, minimum=0.0)
-    cutmix: float = option(0.0, "alpha of cutmix; 0: off", AUGMENT, minimum=0.0)
-    mixup_prob: float = option(1.0, "probability that a batch is mixed", AUGMENT, minimum=0.0, maximum=1.0)
+    distillation_type: str = option("soft", "soft: the teacher's probabilities, hard: its likeliest class (DeiT)", LOSS,
+                                    choices=("soft", "hard"), goes_with="teacher")
+    distillation_alpha: float = option(0.5, "part of the teacher in the loss", LOSS, maximum=1.0, goes_with="teacher")
+    distillation_tau: float = option(1.0, "temperature of soft distillation", LOSS, above=0.0, goes_with="teacher")
+    mixup: float = option(0.0, "alpha of mixup; 0: off", AUGMENT)
+    cutmix: float = option(0.0, "alpha of cutmix; 0: off", AUGMENT)
+    mixup_prob: float = option(1.0, "probability that a batch is mixed", AUGMENT, maximum=1.0)
     mixup_switch_prob: float = option(0.5, "probability of cutmix in place of mixup, where both are on", AUGMENT,
-                                      minimum=0.0, maximum=1.0)
+                                      maximum=1.0)
     mixup_mode: str = option("batch", "what one strength of mixing is drawn for", AUGMENT,
                              choices=("batch", "pair", "elem"))
-    mixup_off_epoch: int = option(0, "epoch, counted from 0, from which on mixup and cutmix are off; 0: never", AUGMENT,
-                                  minimum=0)
+    mixup_off_epoch: int = option(0, "epoch, counted from 0, from which on mixup and cutmix are off; 0: never", AUGMENT)
     reprob: float = option(0.0, "random erasing: probability that an image has a rectangle replaced", AUGMENT,
-                           minimum=0.0, maximum=1.0)
+                           maximum=1.0)
     remode: str = option("pixel", "by what; pixel: noise, rand: noise of one colour, const: the mean", AUGMENT,
                          choices=("pixel", "rand", "const"), goes_with="reprob")
     compile: bool = setting(False, "compile the model with torch.compile", SPEED)
     compile_mode: str = setting("default", "mode of torch.compile; reduce-overhead: CUDA graphs, for networks whose "
                                            "kernels are short, such as those of CIFAR", SPEED, choices=COMPILE_MODES,
                                 goes_with="compile")
-    tta: str = setting("none", "views whose logits are averaged, in a finished run's test and in --evaluate, beside "
-                               "the plain figure; six: mirrored and shifted by a pixel (timm's --tta is a number)",
+    tta: str = setting("none", "evaluate: views whose logits are averaged, beside the plain figure; six: mirrored and "
+                               "shifted by a pixel (timm's --tta is a number)",
                        EVALUATION, choices=VIEWS)
 
     def __post_init__(self):
@@ -73,8 +70,6 @@ class ClassificationConfig(TrainConfig):
         if self.cuda_graphs and self.grad_accum_steps > 1:
             raise UsageError(f"compile_mode {self.compile_mode} needs grad_accum_steps 1, for the next replay of a "
                              f"CUDA graph takes the gradients of the one before, got {self.grad_accum_steps}")
-        if self.bce_loss and self.smoothing == 1:
-            raise UsageError("smoothing must be below 1 with bce_loss, got 1")
 
     @property
     def mixes(self) -> bool:
@@ -121,20 +116,20 @@ class ClassificationTrainer(Trainer):
     config: ClassificationConfig
     watches = True
     loss_on_noise = staticmethod(loss_on_noise)
+    evaluate = staticmethod(evaluate)
 
-    def __init__(self, config: ClassificationConfig, model: nn.Module, *args, num_classes: int, world: World, **given):
-        self.cuda_graphs = config.cuda_graphs
-        super().__init__(config, model, *args, num_classes=num_classes, world=world, **given)
-        self.bce = self.mix = self.erase = None
-        self.teacher: Teacher | None = None
-        if config.bce_loss:
-            self.bce = BinaryCrossEntropy(config.smoothing, config.bce_target_thresh or None)
+    def __init__(self, data, *args):
+        super().__init__(data, *args)
+        config = self.config
+        self.cuda_graphs, self.teacher, self.mix, self.erase = config.cuda_graphs, None, None, None
         if config.mixes:
             self.mix = Mixup(config.mixup, config.cutmix, prob=config.mixup_prob,
                              switch_prob=config.mixup_switch_prob, mode=config.mixup_mode,
-                             label_smoothing=config.smoothing, num_classes=num_classes)
+                             label_smoothing=config.smoothing, num_classes=len(data.classes))
         if config.reprob:
-            self.erase = RandomErasing(config.reprob, mode=config.remode, device=world.device)
+            self.erase = RandomErasing(config.reprob, mode=config.remode, device=self.world.device)
+        self.loss_of = (BinaryCrossEntropy(config.smoothing, config.bce_target_thresh or None) if config.bce_loss else
+                        nn.CrossEntropyLoss(label_smoothing=0.0 if config.mixes else config.smoothing))
 
     def _compiled(self, model: nn.Module) -> nn.Module:
         config = self.config
@@ -145,33 +140,22 @@ class ClassificationTrainer(Trainer):
 
     def _batch_loss(self, images: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the mean loss of one batch, images (B, 3, H, W), targets (B,)."""
+        config = self.config
         if self.erase is not None:
             images = self.erase(images)
-        smoothing = self.config.smoothing
         if self.mix is not None:
             if len(images) % 2:  # timm mixes pairs
                 images, targets = images[:-1], targets[:-1]
-            off = self.config.mixup_off_epoch
-            self.mix.mixup_enabled = not off or self.progress.epoch < off
+            self.mix.mixup_enabled = not config.mixup_off_epoch or self.progress.epoch < config.mixup_off_epoch
             images, targets = self.mix(images, targets)  # targets (B, classes), smoothed
-            smoothing = 0.0
-        if self.config.channels_last:
+        if config.channels_last:
             images = images.contiguous(memory_format=torch.channels_last)
-        with autocast(self.config.amp, self.world.device):
+        with autocast(config.amp, self.world.device):
             logits = self.net(images)
             taught = self.teacher(images) if self.teacher is not None else None
-        logits = logits.float()
-        if self.bce is not None:
-            loss = self.bce(logits, targets)
-        else:
-            loss = F.cross_entropy(logits, targets, label_smoothing=smoothing)
+        loss = self.loss_of(logits.float(), targets)
         if taught is None:
             return loss
-        alpha, tau = self.config.distillation_alpha, self.config.distillation_tau
-        hard = self.config.distillation_type == "hard"
-        return (1 - alpha) * loss + alpha * distillation_loss(logits, taught.float(), None if hard else tau)
-
-    @staticmethod
-    def evaluate(model: nn.Module, loader, num_classes: int, world: World, config: ClassificationConfig, *,
-                 should_stop: Callable[[], bool] | None = None, tta: str = "none") -> Evaluation | None:
-        return evaluate(model, loader, num_classes, world, config.amp, config.channels_last, should_stop, tta)
+        tau = None if config.distillation_type == "hard" else config.distillation_tau
+        second = distillation_loss(logits.float(), taught.float(), tau)
+        return (1 - config.distillation_alpha) * loss + config.distillation_alpha * second

@@ -20,18 +20,15 @@ import torch
 from torch import nn
 
 from ea_vision.base.errors import UsageError, near_matches
-from ea_vision.base.figures import inches
 from ea_vision.base.files import check_writable, write_json
 from ea_vision.base.networks import check_model_name, create_classifier, lay_out
 from ea_vision.base.processes import World, join_world
 from ea_vision.base.provenance import hardware, provenance
 from ea_vision.engine import checkpoint, run_folder
 from ea_vision.engine.config import TrainConfig, describe_recipe, make_parser, parse, resolve
-from ea_vision.engine.data_module import DataModule, with_statistics
+from ea_vision.engine.data_module import DataModule
 from ea_vision.engine.preflight import preflight
-from ea_vision.engine.report import write_results_row
 from ea_vision.engine.signals import StopRequest
-from ea_vision.engine.step_log import StepLog
 from ea_vision.engine.train import Trainer
 from ea_vision.engine.watch import FirstImages, MapsWatch
 
@@ -45,41 +42,33 @@ def main(module: type[DataModule], argv: list[str] | None = None) -> int:
     parser = make_parser(module.options, module.description, module.examples)
     modes = parser.add_argument_group("instead of training")
     modes.add_argument("--evaluate", metavar="RUN|MODEL", help="test a run folder's best weights, or a model by name: "
-                       "accuracy, per class too, a confusion picture and, for ImageNet, timm's results row, "
-                       "into --output (default: RUN/evaluation)")
+                       "accuracy, per class too, and a confusion picture, into --output (default: RUN/evaluation)")
     modes.add_argument("--weights", metavar="FILE", default="", help="with --evaluate MODEL: safetensors weights "
                        "(default: the model's own pretrained ones)")
     modes.add_argument("--learning-curves", metavar="RUN", nargs="+", help="draw loss and accuracy of run folders "
                        "into --output, PNG, SVG or PDF by its suffix (default: learning_curves.png)")
-    modes.add_argument("--width", type=inches, metavar="3.3|6.75|N", help="of the curves in inches; text keeps "
-                       "its 7 to 9 points (default: 6.75)")
     modes.add_argument("--check-options", action="store_true", default=False, help="say whether the options hold "
                        "together, and end")
     given = parse(parser, argv)
     target, weights, runs = given.pop("evaluate", ""), given.pop("weights"), given.pop("learning_curves", [])
-    width, only_checked = given.pop("width", None), given.pop("check_options")
-    if width is not None and not runs:
-        raise UsageError("--width is that of the picture of --learning-curves, got it without")
+    only_checked = given.pop("check_options")
     if weights and not target:
         raise UsageError("--weights goes with --evaluate MODEL")
     if runs:
         from ea_vision.engine.curves import write_learning_curves  # matplotlib, which training does without
 
-        output = Path(given.get("output", "learning_curves.png"))
-        write_learning_curves([Path(run) for run in runs], output, width)
-        print(f"written: {output}")
-        return 0
-    if target:
-        return evaluate_target(module, target, weights, given)
-    config, optional_kwargs = resolve(module.options, given)
-    return 0 if only_checked else train(module, config, optional_kwargs)
+        write_learning_curves([Path(run) for run in runs], Path(given.get("output", "learning_curves.png")))
+    elif target:
+        evaluate_target(module, target, weights, given)
+    else:
+        config = resolve(module.options, given)
+        if not only_checked:
+            train(module, config)
+    return 0
 
 
-def train(module: type[DataModule], config: TrainConfig, optional_kwargs: frozenset[str]) -> int:
-    """Train to the end of the run that `config` describes, from where it stands; return 0.
-
-    Args:
-        optional_kwargs: model keywords that only the recipe asks for: a model that lacks them goes without.
+def train(module: type[DataModule], config: TrainConfig) -> None:
+    """Train to the end of the run that `config` describes, from where it stands.
 
     Raises:
         UsageError: something the user can mend; nothing was written.
@@ -87,37 +76,27 @@ def train(module: type[DataModule], config: TrainConfig, optional_kwargs: frozen
     """
     check_model_name(config.model)
     if module.trainer.watches:  # a classifier's
-        check_keywords(config, optional_kwargs)
-    config = with_statistics(config)
+        check_keywords(config)
     folder = Path(config.output or module.default_output(config))
     with join_world(config.device, config.dist_timeout) as world, StopRequest() as stop:
         log_to_stdout(world.rank)
-        uneven, config = config.small_parts(world.size), config.for_processes(world.size)
-        complete = is_complete(folder, config, world.size)
         log.info("recipe      %s", describe_recipe(config.recipe))
-        if uneven:
-            log.warning(uneven)
-        data = module(config, world, training=True)
+        data = module(config.for_processes(world.size), world, training=True)
+        complete = is_complete(folder, data.config, world.size)
         data.check()
         if complete:
             data.check_fingerprint(run_folder.read_config(folder)[1]["data_fingerprint"], folder)
-            if world.is_main:
-                print(f"{folder} is complete")
-            return 0
-        trainer, test_loader, about = put_together(data, optional_kwargs, folder, stop)
+            log.info("%s is complete", folder)
+            return
+        trainer, test_loader, about = put_together(data, folder, stop)
         with run_folder.locked(folder, world):
-            begin_or_resume(trainer, data, about)
-            if trainer.step_log is not None:
-                trainer.step_log.begin(trainer.progress.updates)
+            begin_or_resume(trainer, about)
             trainer.fit()
-            finish(trainer, data, test_loader, about)
-            if trainer.step_log is not None:
-                trainer.step_log.close()
-    return 0
+            finish(trainer, test_loader, about)
+            trainer.step_log.close()
 
 
-def put_together(data: DataModule, optional_kwargs: frozenset[str], folder: Path,
-                 stop: StopRequest) -> tuple[Trainer, Any, dict[str, Any]]:
+def put_together(data: DataModule, folder: Path, stop: StopRequest) -> tuple[Trainer, Any, dict[str, Any]]:
     """Return the training loop of a run, the loader of its test images, and the `about` section of its config.yaml.
 
     Raises:
@@ -130,7 +109,7 @@ def put_together(data: DataModule, optional_kwargs: frozenset[str], folder: Path
                                   **{name: value for name, value in config.as_dict().items()
                                      if name not in OWN_OF_A_NODE}})
     seed_everything(config.seed)
-    model, kwargs = data.create_model(optional_kwargs)
+    model, kwargs = data.create_model()
     model.to(world.device)
     freeze(model, [name for name in config.freeze.split(",") if name], getattr(config, "linear_probe", False))
     if config.grad_checkpointing:
@@ -140,45 +119,26 @@ def put_together(data: DataModule, optional_kwargs: frozenset[str], folder: Path
     train_loader, eval_loader = data.train_loader(**keywords), data.eval_loader(**keywords)
     if data.trainer.watches:
         eval_loader = FirstImages(eval_loader)
-    test_loader = data.test_loader(**keywords) if data.eval_split == "held_out" else eval_loader
-    step_log = None
-    if world.is_main and (config.log_steps or config.tensorboard or config.wandb):
-        step_log = StepLog(folder, tensorboard=config.tensorboard, wandb=config.wandb, tags=config.wandb_tags,
-                           config=config.as_dict())
-    trainer = data.trainer(config, model, train_loader, eval_loader, num_classes=len(data.classes), world=world,
-                           folder=folder, stop=stop, data_fingerprint=data.fingerprint, describe=data.describe,
-                           bad_images=data.bad_images, step_log=step_log, eval_split=data.eval_split)
+    trainer = data.trainer(data, model, train_loader, eval_loader, folder, stop)
+    mean, std = keywords["mean"], keywords["std"]
     if getattr(config, "teacher", ""):
-        trainer.teacher = data.teacher(keywords["mean"], keywords["std"])
+        trainer.teacher = data.teacher(mean, std)
     if world.is_main and trainer.watches:
-        trainer.watch = MapsWatch(model, eval_loader, keywords["mean"], keywords["std"], folder, step_log,
-                                  config.log_maps, trainer.total_epochs, data.classes)
-    preflight(model, config, folder=folder, world=world, batches=len(train_loader),
-              train_images=data.train_images, eval_images=data.eval_images, classes=len(data.classes),
-              ahead=data.batches_ahead, loss_of=trainer.loss_on_noise)
+        trainer.watch = MapsWatch(model, eval_loader, mean, std, folder, trainer.step_log, config.log_maps,
+                                  trainer.total_epochs, data.classes)
+    preflight(trainer)
+    test_loader = data.test_loader(**keywords) if data.eval_split == "held_out" else eval_loader
     return trainer, test_loader, {
-        "model_kwargs": kwargs, "classes": data.classes,
-        "mean": list(keywords["mean"]), "std": list(keywords["std"]),
+        "model_kwargs": kwargs, "classes": data.classes, "mean": list(mean), "std": list(std),
         "train_images": data.train_images, "eval_images": data.eval_images, "eval_split": data.eval_split,
         "measures": list(trainer.measures), **data.about, "data_fingerprint": data.fingerprint,
         "processes": world.size, "hardware": hardware(world.device, world.size), "command": " ".join(sys.argv), **under}
 
 
-def check_data(data: DataModule) -> None:
-    """Raise UsageError for data that an update or an evaluation of this run cannot be made of."""
-    config, needed = data.config, data.config.images_of_update(data.world.size)
-    if data.same_images:
-        data.eval_split = "train"
-        log.warning("the same images are trained and evaluated on: the figures say how well they are fitted")
-    if not config.test and data.eval_split != "held_out":
-        raise UsageError("--no-test needs training images held out (--holdout) to evaluate on, got none")
-    if data.train_images < needed:
-        fits = 2 ** int(math.log2(max(data.train_images // data.world.size, 1)))
-        raise UsageError(f"an update needs {needed} training images (batch_size x grad_accum_steps x processes), and "
-                         f"the data set has fewer, {data.train_images}: --batch-size {fits}")
+# ---- evaluation -------------------------------------------------------------------------------------------------
 
 
-def evaluate_target(module: type[DataModule], target: str, weights: str, given: dict[str, Any]) -> int:
+def evaluate_target(module: type[DataModule], target: str, weights: str, given: dict[str, Any]) -> None:
     """Evaluate a run folder, or a model by name, on the test images.
 
     Args:
@@ -197,43 +157,43 @@ def evaluate_target(module: type[DataModule], target: str, weights: str, given: 
         if config.channels_last:
             lay_out(model, torch.channels_last)
         loader = data.eval_loader(**data.loader_keywords(model))
-        result, plain = evaluate_weights(module.trainer, model, run, loader, world, config)
+        tta = getattr(config, "tta", "none")  # an option of classifiers
+        result = module.trainer.evaluate(model, loader, model.num_classes, world, config, tta=tta)
         if world.is_main:
             about = {"target": target, "model": config.model, "weights": weights or None, **data.about,
-                     "amp": config.amp, "tta": views_of(config),
-                     **({"plain_weights": data.numbers_of(plain)} if plain is not None else {}),
-                     **({"eval_split": "train"} if data.same_images else {}),
-                     "data_fingerprint": data.fingerprint, **provenance()}
+                     "amp": config.amp, "tta": tta, "data_fingerprint": data.fingerprint,
+                     **({"eval_split": "train"} if data.same_images else {}), **provenance()}
             written = data.write_evaluation(output, model, result, about)
             print(f"{'fit to the training images: ' if data.same_images else ''}{data.line_of(result)}")
-            if plain is not None:
-                print(f"not averaged: {data.line_of(plain)}")
             print("written:", *written)
         data.bad_images.collect(world, output)
-    return 0
 
 
-def evaluate_weights(trainer: type[Trainer], model: nn.Module, run: Path | None, loader, world: World,
-                     config: TrainConfig) -> tuple[Any, Any | None]:
-    """Evaluate `model`, and where it is a run's whose best weights are averaged ones, the plain weights beside them.
+def resolve_target(schema: type, target: str, given: dict[str, Any]) -> tuple[Any, Path | None]:
+    """Return the options of an evaluation, and the run folder where `target` is one rather than a model's name.
 
     Args:
-        model: as `DataModule.model_to_evaluate` gives it; it has the plain weights afterwards.
-        run: the folder of `resolve_target`.
+        schema: the trainer's config class.
+        target: a run folder, whose options are the defaults, or the name of a model.
+        given: options of the command line.
 
     Raises:
-        UsageError: the run's best checkpoint, which has the plain weights, cannot be read.
+        UsageError: neither a run folder nor a model, or options that do not fit.
     """
-    common = {"num_classes": model.num_classes, "world": world, "config": config, "tta": views_of(config)}
-    result = trainer.evaluate(model, loader, **common)
-    best = None if run is None or not config.model_ema_decay else run / checkpoint.BEST
-    if best is None or not best.exists():
-        return result, None
-    model.load_state_dict(_read_named(best)["model"])
-    return result, trainer.evaluate(model, loader, **common)
+    path = Path(target) / run_folder.CONFIG
+    if path.is_file():
+        saved, _ = run_folder.read_config(path.parent)
+        for key in ("model", "model_kwargs"):
+            if key in given and given[key] != saved.get(key):
+                raise UsageError(f"--evaluate {target} is a run with {key} {saved.get(key)!r}, got {given[key]!r}")
+        return resolve(schema, {"recipe": str(path), **given}), path.parent
+    check_model_name(target, "or run folder ")
+    if given.get("model", target) != target:
+        raise UsageError(f"--evaluate {target} names the model, got --model {given['model']}")
+    return resolve(schema, {**given, "model": target}), None
 
 
-# ---- steps of a run -------------------------------------------------------------------------------------------------
+# ---- before a run -----------------------------------------------------------------------------------------------
 
 
 def log_to_stdout(world_rank: int = 0) -> None:
@@ -252,26 +212,40 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
 
 
+def check_data(data: DataModule) -> None:
+    """Raise UsageError for data that an update or an evaluation of this run cannot be made of."""
+    config, needed = data.config, data.config.images_of_update(data.world.size)
+    if data.same_images:
+        data.eval_split = "train"
+        log.warning("the same images are trained and evaluated on: the figures say how well they are fitted")
+    if not config.test and data.eval_split != "held_out":
+        raise UsageError("--no-test needs training images held out (--holdout) to evaluate on, got none")
+    if data.train_images < needed:
+        fits = 2 ** int(math.log2(max(data.train_images // data.world.size, 1)))
+        raise UsageError(f"an update needs {needed} training images (batch_size x grad_accum_steps x processes), and "
+                         f"the data set has fewer, {data.train_images}: --batch-size {fits}")
+
+
+def check_keywords(config: TrainConfig) -> None:
+    """Raise UsageError for a keyword that the model lacks, before data is opened, which may take minutes."""
+    kwargs = {key: value for key, value in config.model_kwargs.items() if key not in ("num_classes", "in_chans")}
+    if not kwargs.keys() - config.optional_kwargs:
+        return
+    try:
+        with torch.device("meta"):
+            create_classifier(config.model, kwargs, config.optional_kwargs, num_classes=2,
+                              img_size=kwargs.get("img_size", config.img_size), notice=lambda line: None)
+    except UsageError as error:
+        if "has no keyword" in str(error):  # values are refused when the classes are known, and not on this device
+            raise
+
+
 def enable_checkpointing(model: nn.Module, name: str) -> None:
     """Let a model compute activations again in backward; raise UsageError where it cannot."""
     try:
         model.set_grad_checkpointing(True)
     except (AttributeError, AssertionError, NotImplementedError) as error:
         raise UsageError(f"--grad-checkpointing needs a model that has it, {name} has not") from error
-
-
-def check_keywords(config: TrainConfig, optional_kwargs: frozenset[str]) -> None:
-    """Raise UsageError for a keyword that the model lacks, before data is opened, which may take minutes."""
-    kwargs = {key: value for key, value in config.model_kwargs.items() if key not in ("num_classes", "in_chans")}
-    if not kwargs.keys() - optional_kwargs:
-        return
-    try:
-        with torch.device("meta"):
-            create_classifier(config.model, kwargs, optional_kwargs, num_classes=2,
-                              img_size=kwargs.get("img_size", config.img_size), notice=lambda line: None)
-    except UsageError as error:
-        if "has no keyword" in str(error):  # values are refused when the classes are known, and not on this device
-            raise
 
 
 def freeze(model: nn.Module, names: list[str], all_but_classifier: bool) -> None:
@@ -306,6 +280,9 @@ def check_same_everywhere(world: World, own: dict[str, Any]) -> None:
                                  f"{other[name]!r}, process 0 on {first['']} {first[name]!r}")
 
 
+# ---- begin or resume --------------------------------------------------------------------------------------------
+
+
 def is_complete(folder: Path, config: TrainConfig, processes: int = 1) -> bool:
     """Return whether `folder` holds this run, complete, and --resume is auto.
 
@@ -316,14 +293,10 @@ def is_complete(folder: Path, config: TrainConfig, processes: int = 1) -> bool:
         holds_run = run_folder.holds_run(folder)
     except OSError as error:
         raise UsageError(f"--output {str(folder)[:60]}: {error.strerror}") from error
-    if not holds_run:
-        return False
-    if config.resume == "none":
+    if holds_run and config.resume == "none":
         raise UsageError(f"{folder} holds a run: continue it with --resume auto, choose another --output, or delete it")
-    results = run_folder.read_results(folder)
-    if config.resume != "auto" or results is None:
-        return False
-    if config.test and "held_out_last" in results:  # all but the test is done
+    results = run_folder.read_results(folder) if holds_run and config.resume == "auto" else None
+    if results is None or config.test and "held_out_last" in results:  # all but the test is done
         return False
     saved, about = run_folder.read_config(folder)
     _require_same(config.differences(saved, processes, about["processes"]), folder)
@@ -336,7 +309,7 @@ def _require_same(changed: list[str], source: Path) -> None:
                          "continue it with the new options by --resume PATH")
 
 
-def begin_or_resume(trainer: Trainer, data: DataModule, about: dict[str, Any]) -> None:
+def begin_or_resume(trainer: Trainer, about: dict[str, Any]) -> None:
     """Load the checkpoint that --resume names or finds, write config.yaml.
 
     Raises:
@@ -344,12 +317,13 @@ def begin_or_resume(trainer: Trainer, data: DataModule, about: dict[str, Any]) -
     """
     found = checkpoint_to_resume(trainer.config, trainer.folder, trainer.world)
     if found is not None:
-        resume(trainer, data, *found)
+        resume(trainer, *found)
     trainer.progress.begin(about)
     if trainer.world.is_main:
         (trainer.folder / run_folder.RESULTS).unlink(missing_ok=True)  # only a complete run has it
         run_folder.write_config(trainer.folder, trainer.config.as_dict(),
                                 {**about, "starts": trainer.progress.starts})
+    trainer.step_log.begin(trainer.progress.updates)
     trainer.world.barrier()
 
 
@@ -363,7 +337,7 @@ def checkpoint_to_resume(config: TrainConfig, folder: Path, world: World) -> tup
         return None
     if config.resume != "auto":
         path = Path(config.resume)
-        found = checkpoint.newest_checkpoint(path) if path.is_dir() else (path, _read_named(path))
+        found = checkpoint.newest_checkpoint(path) if path.is_dir() else (path, checkpoint.read_checkpoint(path))
         if found is None:
             raise UsageError(f"--resume {path}: no valid checkpoint in this folder")
         return found
@@ -378,7 +352,7 @@ def checkpoint_to_resume(config: TrainConfig, folder: Path, world: World) -> tup
     return found
 
 
-def resume(trainer: Trainer, data: DataModule, path: Path, state: dict[str, Any]) -> None:
+def resume(trainer: Trainer, path: Path, state: dict[str, Any]) -> None:
     """Continue from a checkpoint.
 
     Raises:
@@ -390,7 +364,7 @@ def resume(trainer: Trainer, data: DataModule, path: Path, state: dict[str, Any]
         _require_same(changes, path)
     for change in changes:
         log.warning("continuing with a changed option: %s", change)
-    data.check_fingerprint(state["data_fingerprint"], path)
+    trainer.data.check_fingerprint(state["data_fingerprint"], path)
     trainer.load(state, path)
     progress, epochs = trainer.progress, state["config"]["epochs"]
     if epochs < progress.epoch < epochs + 1 and config.epochs > epochs:
@@ -405,113 +379,43 @@ def resume(trainer: Trainer, data: DataModule, path: Path, state: dict[str, Any]
     log.info("resumed from %s: epoch %d, update %d", path, progress.epoch, progress.updates)
 
 
-def _read_named(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        raise UsageError(f"--resume {path}: no such checkpoint or run folder")
-    try:
-        return checkpoint.read_checkpoint(path)
-    except checkpoint.DamagedCheckpoint as error:
-        raise UsageError(str(error)) from error
+# ---- the end ----------------------------------------------------------------------------------------------------
 
 
-def finish(trainer: Trainer, data: DataModule, test_loader, about: dict[str, Any]) -> None:
+def finish(trainer: Trainer, test_loader, about: dict[str, Any]) -> None:
     """Test the best and the last weights, each image once; write results.json, which marks the run complete.
 
     With --no-test the test images are left alone, and the results are those on the images held out.
     """
-    config, progress, folder = trainer.config, trainer.progress, trainer.folder
-    last_row = progress.rows[-1]
-    best_row = next(row for row in progress.rows if row["epoch"] == progress.best_epoch)
+    config, progress, folder, data = trainer.config, trainer.progress, trainer.folder, trainer.data
     tested = config.test and data.eval_split == "held_out"
-    last = best = final_figures(trainer, last_row, test_loader if tested else None)
-    if best_row is not last_row:
-        if tested or views_of(config) != "none":
-            trainer.world.barrier()
-            trainer.best_model.load_state_dict(safetensors.torch.load_file(folder / run_folder.WEIGHTS))
-        best = final_figures(trainer, best_row, test_loader if tested else None)
-    split = "test" if tested else data.eval_split
-    ends_inside_epoch = config.epochs < progress.epoch < config.epochs + 1
-    results = {
-        "model": config.model, "epochs": config.epochs if ends_inside_epoch else progress.epoch,
-        "eval_split": data.eval_split, f"{split}_images": data.eval_images if split == "held_out" else data.test_images,
-        f"{split}_best": _written(best), f"{split}_last": _written(last),
-        "seconds_per_epoch": round(sum(r["seconds"] for r in progress.rows) / len(progress.rows), 3),
-        "skipped_updates": progress.skipped, "hardware": about["hardware"],
-    }
+    split, first = "test" if tested else data.eval_split, trainer.measures[0]
+    evaluated = [row for row in progress.rows if not math.isnan(row[first])]
+    rows = {"last": progress.rows[-1], "best": next(row for row in evaluated if row["epoch"] == progress.best_epoch)}
+    figures = {}
+    for name, row in rows.items():
+        figures[name] = {"epoch": row["epoch"], **{measure: row[measure] for measure in trainer.measures}}
+        if tested:
+            if row is not rows["last"]:
+                trainer.best_model.load_state_dict(safetensors.torch.load_file(folder / run_folder.WEIGHTS))
+            result = trainer.evaluate(trainer.best_model, test_loader, len(data.classes), trainer.world, config)
+            figures[name] |= {f"held_out_{first}": row[first], **result.figures()}
     if trainer.world.is_main:
-        if split == "test" and data.preprocessing is not None:
-            write_results_row(folder, config.model, trainer.model, best["top1"], best["top5"], data.preprocessing)
-        write_json(folder / run_folder.RESULTS, results)
+        ends_inside_epoch = config.epochs < progress.epoch < config.epochs + 1
+        write_json(folder / run_folder.RESULTS, {
+            "model": config.model, "epochs": config.epochs if ends_inside_epoch else progress.epoch,
+            "eval_split": data.eval_split,
+            f"{split}_images": data.eval_images if split == "held_out" else data.test_images,
+            **{f"{split}_{name}": {key: None if math.isnan(value) else round(value, 4) for key, value in of.items()}
+               for name, of in figures.items()},  # JSON has no nan: AP where no object is large
+            "seconds_per_epoch": round(sum(r["seconds"] for r in progress.rows) / len(progress.rows), 3),
+            "skipped_updates": progress.skipped, "hardware": about["hardware"]})
     trainer.world.barrier()
     said = {"test": f"test {trainer.quality}", "train": "fit to the training images",
-            "held_out": f"{trainer.quality} on images held out"}
-    log.info("%s: best weights (epoch %d) %s, last weights %s", said[split], best["epoch"], _shown(trainer, best),
-             _shown(trainer, last))
-    first = trainer.measures[0]
-    if data.eval_split == "test" and sum(not math.isnan(row[first]) for row in progress.rows) > 1:
+            "held_out": f"{trainer.quality} on images held out"}[split]
+    log.info("%s: best weights (epoch %d) %s, last weights %s", said, progress.best_epoch,
+             *(trainer.text_of(figures[name], " ") for name in ("best", "last")))
+    if data.eval_split == "test" and len(evaluated) > 1:
         log.info("the best epoch was chosen by the images that it is evaluated on: quote the last weights%s",
                  ", or hold images out (--holdout)" if hasattr(config, "holdout") else "")
     log.info("run folder: %s", folder)
-
-
-def final_figures(trainer: Trainer, row: dict[str, float], test_loader) -> dict[str, Any]:
-    """Return what results.json says of the trainer's present weights: epoch, measures in percent, top-1 by views.
-
-    Args:
-        row: of metrics.csv, of these weights' epoch.
-        test_loader: the test images where others were held out and evaluated on, whose figures are named held_out_*.
-    """
-    views, first = views_of(trainer.config), trainer.measures[0]
-
-    def evaluated(loader):
-        return trainer.evaluate(trainer.best_model, loader, trainer.num_classes, trainer.world, trainer.config,
-                                tta=views)
-
-    figures = {"epoch": row["epoch"], **{name: row[name] for name in trainer.measures}}
-    if views != "none":
-        figures["views_top1"] = round(evaluated(trainer.eval_loader).views.top1, 4)
-    if test_loader is None:
-        return figures
-    result = evaluated(test_loader)
-    by_views = {"views_top1": round(result.views.top1, 4)} if views != "none" else {}
-    return {"epoch": row["epoch"], **{name: round(x, 4) for name, x in result.figures().items()}, **by_views,
-            **{f"held_out_{key}": figures[key] for key in (first, "views_top1") if key in figures}}
-
-
-def views_of(config: TrainConfig) -> str:
-    """Return the views of --tta, which classifiers have."""
-    return getattr(config, "tta", "none")
-
-
-def _shown(trainer: Trainer, figures: dict[str, Any]) -> str:
-    views = f" ({views_of(trainer.config)} views {figures['views_top1']:.2f}%)" if "views_top1" in figures else ""
-    return trainer.text_of(figures, " ") + views
-
-
-def _written(figures: dict[str, float]) -> dict[str, float | None]:
-    """Return figures as JSON can have them: null for those that do not exist, such as AP where no object is large."""
-    return {name: None if math.isnan(value) else value for name, value in figures.items()}
-
-
-def resolve_target(schema: type, target: str, given: dict[str, Any]) -> tuple[Any, Path | None]:
-    """Return the options of an evaluation, and the run folder where `target` is one rather than a model's name.
-
-    Args:
-        schema: the trainer's config class.
-        target: a run folder, whose options are the defaults, or the name of a model.
-        given: options of the command line.
-
-    Raises:
-        UsageError: neither a run folder nor a model, or options that do not fit.
-    """
-    path = Path(target) / run_folder.CONFIG
-    if path.is_file():
-        saved, _ = run_folder.read_config(path.parent)
-        for key in ("model", "model_kwargs"):
-            if key in given and given[key] != saved.get(key):
-                raise UsageError(f"--evaluate {target} is a run with {key} {saved.get(key)!r}, got {given[key]!r}")
-        return resolve(schema, {"recipe": str(path), **given})[0], path.parent
-    check_model_name(target, "or run folder ")
-    if given.get("model", target) != target:
-        raise UsageError(f"--evaluate {target} names the model, got --model {given['model']}")
-    return resolve(schema, {**given, "model": target})[0], None

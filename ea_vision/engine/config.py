@@ -6,51 +6,68 @@ Every field becomes a flag and a recipe key of the same name. An unknown key is 
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
-import itertools
+import json
+import logging
 import math
-import re
+import operator
 import typing
-from collections.abc import Collection
 from dataclasses import dataclass
+from decimal import Decimal
+from functools import partial
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 
 from ea_vision.base.errors import UsageError, near_matches
 from ea_vision.base.processes import MOST_WORKERS
 
+log = logging.getLogger(__name__)
 GROUPS = ("run", "model", "data", "augmentation", "loss", "length and batch", "optimiser", "learning rate",
           "precision and speed", "evaluation", "checkpoints and logs")
 RUN, MODEL, DATA, AUGMENT, LOSS, LENGTH, OPTIMISER, RATE, SPEED, EVALUATION, KEPT = GROUPS
 
 
-def option(default: Any, help: str, group: str = RUN, *, choices=None, minimum=None, maximum=None,
-           above=None, below=None, not_with: str = "", goes_with: str = "", bare: Any = None, resume: bool = False):
-    """Return a field of an options dataclass that is part of the experiment: it must not change on resume.
+@dataclass(frozen=True)
+class Rules:
+    """What an option is for, and which values it allows.
 
-    Args:
-        help: for --help; states the unit.
-        group: title of the options among which --help lists it.
-        choices, minimum, maximum, above, below: the values it allows; the last two are not allowed themselves.
-        not_with: an option that excludes this one: while that has a value, this must keep its default.
-        goes_with: an option that this one needs: while that has no value, this must keep its default.
-        bare: the value of the flag without a value.
-        resume: whether it may change when a run is resumed; see `setting`.
+    help: for --help; states the unit.
+    group: title of the options among which --help lists it.
+    choices, minimum, maximum, above, below: the values it allows; the last two are not allowed themselves.
+    not_with: an option that excludes this one: while that has a value, this must keep its default.
+    goes_with: an option that this one needs: while that has no value, this must keep its default.
+    bare: the value of the flag without a value.
+    resume: whether it may change when a run is resumed.
     """
-    metadata = {"help": help, "group": group, "choices": choices, "minimum": minimum, "maximum": maximum,
-                "above": above, "below": below, "not_with": not_with, "goes_with": goes_with, "bare": bare,
-                "may_change_on_resume": resume}
+
+    help: str
+    group: str = RUN
+    choices: tuple[str, ...] = ()
+    minimum: float = 0
+    maximum: float = math.inf
+    above: float = -math.inf
+    below: float = math.inf
+    not_with: str = ""
+    goes_with: str = ""
+    bare: str = ""
+    resume: bool = False
+
+
+def option(default: Any, help: str, group: str = RUN, **rules: Any):
+    """Return a field of an options dataclass that is part of the experiment: it must not change on resume."""
+    metadata = {"rules": Rules(help, group, **rules)}
     if isinstance(default, (list, dict)):
-        return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
+        return dataclasses.field(default_factory=default.copy, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def setting(default: Any, help: str, group: str = RUN, **limits: Any):
+def setting(default: Any, help: str, group: str = RUN, **rules: Any):
     """Return an `option` that is no part of the experiment: it may change when a run is resumed."""
-    return option(default, help, group, resume=True, **limits)
+    return option(default, help, group, resume=True, **rules)
 
 
 def default_of(field: dataclasses.Field) -> Any:
@@ -78,9 +95,8 @@ class TrainConfig:
     output: str = setting("", "run folder itself (timm: the folder of run folders); empty: runs/DATASET-MODEL", RUN)
     resume: str = setting("auto", "auto: continue from the newest valid checkpoint of --output, or begin; "
                                   "none: begin; PATH: continue from this checkpoint or run folder", RUN)
-    seed: int = option(0, "seed of weights, order, augmentation and held-out images", RUN, minimum=0,
-                       maximum=2**63 - 1)
-    workers: int = setting(2, "threads that decode images; 0: in this process", DATA, minimum=0, maximum=MOST_WORKERS)
+    seed: int = option(0, "seed of weights, order, augmentation and held-out images", RUN, maximum=2**63 - 1)
+    workers: int = setting(2, "threads that decode images; 0: in this process", DATA, maximum=MOST_WORKERS)
     device: str = setting("auto", "where to compute; auto: cuda if there is one", RUN, choices=("auto", "cpu", "cuda"))
 
     epochs: float = setting(10, "passes over the training images; of 4.3 the last one ends after 0.3 of its updates",
@@ -89,31 +105,28 @@ class TrainConfig:
     grad_accum_steps: int = option(1, "batches added up for one update of the weights", LENGTH, minimum=1)
     total_batch: int = option(0, "images of an update over all processes: they share it, in batches of at most "
                                  "batch_size, which are added up; 0, and where batch_size or grad_accum_steps is given "
-                                 "alone: batch_size x grad_accum_steps x processes", LENGTH, minimum=0)
+                                 "alone: batch_size x grad_accum_steps x processes", LENGTH)
 
     opt: str = option("sgd", "timm optimiser, lookahead_NAME too (sgd is Nesterov's, momentum the plain one; muon: "
                              "AdamW for what is no matrix)", OPTIMISER)
     opt_kwargs: dict = option({}, "further keywords of the optimiser, as key=value ..., such as muon's "
                                   "fallback_lr_scale=0.5 (rate of its AdamW, times lr)", OPTIMISER)
-    momentum: float = option(0.9, "momentum of the optimiser", OPTIMISER, minimum=0.0, maximum=1.0)
-    weight_decay: float = option(5e-4, "weight decay (not of norms, biases and position tables)", OPTIMISER,
-                                 minimum=0.0)
-    clip_grad: float = option(0.0, "largest norm of the gradient; 0: no limit", OPTIMISER, minimum=0.0)
+    momentum: float = option(0.9, "momentum of the optimiser", OPTIMISER, maximum=1.0)
+    weight_decay: float = option(5e-4, "weight decay (not of norms, biases and position tables)", OPTIMISER)
+    clip_grad: float = option(0.0, "largest norm of the gradient; 0: no limit", OPTIMISER)
     clip_mode: str = option("norm", "how it is clipped; agc: each parameter's by the parameter's own norm, timm's "
                                     "adaptive clipping, by a factor of clip_grad", OPTIMISER, choices=("norm", "agc"),
                             goes_with="clip_grad")
     attention_lr: float = option(1.0, "learning-rate multiplier of the attention parameters (q, k, v, position tables, "
-                                      "map convolutions)", OPTIMISER, minimum=0.0)
-    gate_lr: float = option(1.0, "learning-rate multiplier of learnable gates (a model's alpha and beta)", OPTIMISER,
-                            minimum=0.0)
+                                      "map convolutions)", OPTIMISER)
+    gate_lr: float = option(1.0, "learning-rate multiplier of learnable gates (a model's alpha and beta)", OPTIMISER)
     model_ema_decay: float = option(0.0, "decay, per update, of the averaged weights that are evaluated and exported; "
-                                         "0: off", OPTIMISER, minimum=0.0, below=1.0)
+                                         "0: off", OPTIMISER, below=1.0)
     model_ema_warmup: bool = option(True, "let the decay of the average grow from 0 at the start", OPTIMISER)
 
     lr: float = option(0.2, "peak learning rate, per update; with lr_base_size that of so many images (timm: lr_base)",
-                       RATE, minimum=0.0)
-    lr_base_size: int = option(0, "if not 0, lr is per this many images and scaled to those of an update", RATE,
-                               minimum=0)
+                       RATE)
+    lr_base_size: int = option(0, "if not 0, lr is per this many images and scaled to those of an update", RATE)
     sched: str = option("linear", "learning rate over time; linear: line up, line down; cosine: warm-up, then cosine "
                                   "cycles; multistep: warm-up, then factors at decay_milestones; step: warm-up, then a "
                                   "factor every decay_epochs", RATE,
@@ -122,14 +135,14 @@ class TrainConfig:
     lr_base_scale: str = option("auto", "how lr grows with the images of an update, where lr_base_size says of how "
                                         "many it is; auto, as in timm: sqrt for LAMB and the optimisers with ada in "
                                         "their name, linear for others", RATE, choices=("auto", "linear", "sqrt"))
-    min_lr: float = option(0.0, "lowest learning rate", RATE, minimum=0.0)
-    cycle_epochs: float = option(0.0, "cosine: epochs of the first cycle; 0: one cycle for all", RATE, minimum=0.0)
+    min_lr: float = option(0.0, "lowest learning rate", RATE)
+    cycle_epochs: float = option(0.0, "cosine: epochs of the first cycle; 0: one cycle for all", RATE)
     lr_cycle_mul: float = option(1.0, "cosine: each cycle is this many times longer than the one before", RATE,
                                  minimum=1.0)
     decay_milestones: list[float] = option([], "multistep: epochs at which the rate is multiplied by decay_rate", RATE)
-    decay_epochs: float = option(0.0, "step: epochs, or a fraction of one, after which the rate is multiplied by "
-                                      "decay_rate", RATE, minimum=0.0)
-    decay_rate: float = option(0.1, "step, multistep: the factor", RATE, minimum=0.0, maximum=1.0)
+    decay_epochs: float = option(30.0, "step: epochs, or a fraction of one, after which the rate is multiplied by "
+                                       "decay_rate", RATE, above=0.0)
+    decay_rate: float = option(0.1, "step, multistep: the factor", RATE, maximum=1.0)
 
     amp: str = option("none", "precision of the forward pass; --amp alone: bfloat16", SPEED,
                       choices=("none", "bfloat16", "float16"), bare="bfloat16")
@@ -151,52 +164,42 @@ class TrainConfig:
     eval_on_train: bool = setting(False, "allow data whose training images are those to evaluate on; what comes out is "
                                          "no accuracy, and nothing calls it one", EVALUATION)
 
-    checkpoint_steps: int = setting(0, "updates between checkpoints inside an epoch; 0: at its end only", KEPT,
-                                    minimum=0)
-    snapshot_epochs: int = setting(0, "keep the weights of every so many epochs in RUN/snapshots; 0: none", KEPT,
-                                   minimum=0)
-    checkpoint_hist: int = setting(0, "of these the latest so many are kept; 0: all", KEPT, minimum=0,
-                                   goes_with="snapshot_epochs")
+    checkpoint_steps: int = setting(0, "updates between checkpoints inside an epoch; 0: at its end only", KEPT)
+    snapshot_epochs: int = setting(0, "keep the weights of every so many epochs in RUN/snapshots; 0: none", KEPT)
     on_nan: str = setting("stop", "on a non-finite loss or gradient; skip: leave the update out (at most 20 times)",
                           KEPT, choices=("stop", "skip"))
-    log_steps: int = setting(50, "updates between rows of speed.csv and lines of the log; 0: none", KEPT, minimum=0)
+    log_steps: int = setting(50, "updates between rows of speed.csv and lines of the log; 0: none", KEPT)
     tensorboard: bool = setting(False, "write TensorBoard events into the run folder", KEPT)
     wandb: str = setting("", "Weights & Biases project; empty: none", KEPT)
     wandb_tags: str = setting("", "tags of the run on Weights & Biases, separated by commas", KEPT, goes_with="wandb")
     log_maps: int = setting(0, "epochs between pictures of the attention maps of the first images that are evaluated "
-                               "on, in RUN/maps and on the boards; 0: none", KEPT, minimum=0)
+                               "on, in RUN/maps and on the boards; 0: none", KEPT)
+
+    optional_kwargs: ClassVar[frozenset[str]] = frozenset()  # model keywords of the recipe alone: a model may lack them
 
     def __post_init__(self):
-        hints, fields = typing.get_type_hints(type(self)), dataclasses.fields(self)
-        for field in fields:
-            value = _coerce(field.name, getattr(self, field.name), hints[field.name])
-            _check_range(field, value)
+        hints = typing.get_type_hints(type(self))
+        for field in dataclasses.fields(self):
+            value = _converted(field.name, getattr(self, field.name), hints[field.name])
+            _check_value(field.name, value, field.metadata["rules"])
             setattr(self, field.name, value)
-        for field in fields:
+        for field in dataclasses.fields(self):
             self._check_company(field)
         if self.epochs == int(self.epochs):
             self.epochs = int(self.epochs)
         if self.min_lr > self.lr:
             raise UsageError(f"min_lr must be at most lr ({self.lr:g}), got {self.min_lr:g}")
-        if self.cycle_epochs and self.warmup_updates(1000):
-            raise UsageError(f"cosine restarts have no warm-up: warmup_epochs must be 0 when cycle_epochs is "
-                             f"{self.cycle_epochs:g}, got {self.warmup_epochs}")
-        if self.sched == "step" and not self.decay_epochs:
-            raise UsageError("sched step needs decay_epochs above 0, got 0")
-        if self.decay_milestones != sorted(self.decay_milestones):
-            raise UsageError(f"decay_milestones must rise, got {self.decay_milestones}")
 
     def _check_company(self, field: dataclasses.Field) -> None:
         """Raise UsageError where an option has a value beside one that excludes it, or without one that it needs."""
-        default, value = default_of(field), getattr(self, field.name)
-        excluded, needed = field.metadata["not_with"], field.metadata["goes_with"]
+        default, value, rules = default_of(field), getattr(self, field.name), field.metadata["rules"]
         if value == default:
             return
-        if excluded and getattr(self, excluded):
+        if rules.not_with and getattr(self, rules.not_with):
             raise UsageError(f"{field.name} must be {default or (0 if default == 0 else 'empty')} with "
-                             f"--{excluded.replace('_', '-')}, got {value!r}")
-        if needed and not getattr(self, needed):
-            raise UsageError(f"{field.name} goes with {needed}, got {value} without it")
+                             f"--{rules.not_with.replace('_', '-')}, got {value!r}")
+        if rules.goes_with and not getattr(self, rules.goes_with):
+            raise UsageError(f"{field.name} goes with {rules.goes_with}, got {value} without it")
 
     def warmup_updates(self, updates_per_epoch: int) -> int:
         """Return the updates of the warm-up."""
@@ -212,51 +215,30 @@ class TrainConfig:
     def for_processes(self, processes: int) -> TrainConfig:
         """Return these options with the batch and accumulation by which so many processes make `total_batch`.
 
-        The fewest batches of at most `batch_size` images that divide a process's images are added up. Without
-        `total_batch` the options are returned as they are.
+        The fewest batches of at most `batch_size` images that divide a process's images are added up; a warning says
+        where they are far smaller. Without `total_batch` the options are returned as they are.
 
         Raises:
-            UsageError: the processes cannot share it; names the nearest numbers that can.
+            UsageError: the processes cannot share it; names the nearest numbers that they can.
         """
-        total = self.total_batch
+        total, pair, most = self.total_batch, 2 if self.mixes else 1, self.batch_size
         if not total:
             return self
-        shared = self._shared(total, processes)
-        if shared is None:
-            others = [max((n for n in range(1, processes) if self._shared(total, n)), default=0),
-                      next((n for n in range(processes + 1, total + 1) if self._shared(total, n)), 0)]
+        if total % (processes * pair):
+            near = total - total % (processes * pair)
             raise UsageError(f"total_batch {total} cannot be shared by {processes} processes"
-                             f"{' in batches of pairs, which mixup and cutmix need' if self.mixes else ''}: "
-                             f"{' or '.join(str(n) for n in others if n)} processes can, or total_batch "
-                             f"{' or '.join(map(str, self._near(total, processes, 1)))}")
-        return dataclasses.replace(self, batch_size=shared[0], grad_accum_steps=shared[1])
-
-    def small_parts(self, processes: int) -> str:
-        """Return a warning, or nothing, where these options share `total_batch` in batches far below batch_size."""
-        batch, _ = self._shared(self.total_batch, processes) or (self.batch_size, 1) if self.total_batch else (
-            self.batch_size, 1)
-        if 2 * batch > min(self.batch_size, self.total_batch // processes or self.batch_size):
-            return ""
-        better = " or ".join(map(str, self._near(self.total_batch, processes, self.batch_size // 2 + 1)))
-        return (f"total_batch {self.total_batch} on {processes} processes is made of batches of {batch}, far below "
-                f"batch_size {self.batch_size}: {better} would be made of larger ones")
-
-    def _shared(self, total: int, processes: int) -> tuple[int, int] | None:
-        """Return batch_size and grad_accum_steps by which so many processes share `total` images, or None."""
-        own, rest = divmod(total, processes)
-        for accum in range(1, 0 if rest else own + 1):
-            if own % accum == 0 and own // accum <= self.batch_size and not (self.mixes and own // accum % 2):
-                return own // accum, accum
-        return None
-
-    def _near(self, total: int, processes: int, least: int) -> list[int]:
-        """Return the nearest totals, below and above, that are shared in batches of at least so many images."""
-        def good(count: int) -> bool:
-            shared = self._shared(count, processes)
-            return shared is not None and shared[0] >= min(least, count // processes)
-
-        below = next((n for n in range(total - 1, 0, -1) if good(n)), 0)
-        return [n for n in (below, next(n for n in itertools.count(total + 1) if good(n))) if n]
+                             f"{' in pairs, which mixup and cutmix need' if self.mixes else ''}: "
+                             f"{f'{near} or ' if near else ''}{near + processes * pair} can")
+        own, shared = total // processes, copy.copy(self)
+        shared.grad_accum_steps = next(n for n in range(1, own + 1)
+                                       if own % (n * pair) == 0 and own // n <= most)
+        shared.batch_size = own // shared.grad_accum_steps
+        if 2 * shared.batch_size <= min(most, own):
+            full = total - total % (processes * most)
+            log.warning("total_batch %d on %d processes is made of batches of %d, far below batch_size %d: %d or %d "
+                        "is made of full ones", total, processes, shared.batch_size, most, full,
+                        full + processes * most)
+        return shared
 
     def images_of_update(self, processes: int) -> int:
         """Return the images of an update of so many processes, of options that are for them."""
@@ -270,11 +252,6 @@ class TrainConfig:
             part in self.opt.lower() for part in ("ada", "lamb"))
         return self.lr * (images / self.lr_base_size) ** (0.5 if root else 1)
 
-    @property
-    def logs_steps(self) -> bool:
-        """Whether the run keeps a step log."""
-        return bool(self.log_steps or self.tensorboard or self.wandb)
-
     def as_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
@@ -287,7 +264,7 @@ class TrainConfig:
         changed = []
         for field in dataclasses.fields(self):
             was, now = saved.get(field.name, default_of(field)), getattr(self, field.name)
-            if was != now and not field.metadata["may_change_on_resume"] and field.name not in OF_AN_UPDATE:
+            if was != now and not field.metadata["rules"].resume and field.name not in OF_AN_UPDATE:
                 changed.append(f"{field.name} was {was!r}, got {now!r}")
         was = saved["batch_size"] * saved["grad_accum_steps"] * saved_processes
         if was != self.images_of_update(processes):
@@ -301,12 +278,10 @@ OF_AN_UPDATE = ("batch_size", "grad_accum_steps", "total_batch")  # what counts 
 
 def _whole(value: Any) -> int:
     """Return a whole number, of which 1e3 and 10.0 are ones too."""
-    try:
-        return int(str(value))
-    except ValueError:
-        if float(value) != int(float(value)):
-            raise
-        return int(float(value))
+    number = Decimal(str(value))
+    if number % 1:
+        raise ValueError
+    return int(number)
 
 
 def _percentage(value: Any) -> float | str:
@@ -315,83 +290,65 @@ def _percentage(value: Any) -> float | str:
         return float(value)
     percent = float(str(value)[:-1])
     if not 0 <= percent <= 100:
-        raise OverflowError
-    return f"{percent:.10g}%" if percent else 0.0
-
-
-def _coerce(name: str, value: Any, kind: Any) -> Any:
-    """Return `value` as `kind`. YAML reads 1e-4 as text, and 1 for a float as an integer: both are taken as meant."""
-    made = {int: _whole, float: float, float | str: _percentage, dict: lambda value: _plain(dict(value or {})),
-            list[float]: lambda value: [float(v) for v in value or []], bool: bool,
-            str: lambda value: "none" if value is None else str(value)}
-    try:
-        if isinstance(value, bool) != (kind is bool):
-            raise TypeError
-        return made[kind](value)
-    except (TypeError, ValueError, OverflowError) as error:
-        if kind == float | str and isinstance(error, OverflowError):
-            raise UsageError(f"{name} must be at least 0 and at most 100%, got {value}") from None
-        wanted = "a number or a percentage" if kind == float | str else f"of type {getattr(kind, '__name__', kind)}"
-        raise UsageError(f"{name} must be {wanted}, got {value!r}") from None
+        raise ValueError
+    return f"{percent:.10g}%"
 
 
 def _plain(value: Any) -> Any:
-    """Return `value` where it is what checkpoints and YAML can hold, else raise ValueError."""
-    if isinstance(value, dict):
-        return {_plain(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    raise ValueError
+    """Return `value` where it is what checkpoints and YAML can hold, else raise TypeError or ValueError."""
+    return json.loads(json.dumps(value))
 
 
-def _check_range(field: dataclasses.Field, value: Any) -> None:
-    choices, low, high, above, below = (
-        field.metadata[k] for k in ("choices", "minimum", "maximum", "above", "below"))
-    if choices is not None and value not in choices:
-        raise UsageError(f"{field.name} must be one of {', '.join(choices)}, got {value!r}")
+CONVERTERS = {int: _whole, float: float, float | str: _percentage, bool: bool,
+              dict: lambda value: _plain(dict(value or {})), list[float]: lambda value: [float(v) for v in value or []],
+              str: lambda value: "none" if value is None else str(value)}
+
+
+def _converted(name: str, value: Any, kind: Any) -> Any:
+    """Return `value` as `kind`. YAML reads 1e-4 as text, and 1 for a float as an integer: both are taken as meant."""
+    try:
+        if isinstance(value, bool) != (kind is bool):
+            raise TypeError
+        return CONVERTERS[kind](value)
+    except (TypeError, ValueError, ArithmeticError) as error:
+        wanted = ("a number, or a percentage up to 100%" if kind == float | str else
+                  f"of type {getattr(kind, '__name__', kind)}")
+        raise UsageError(f"{name} must be {wanted}, got {value!r}") from error
+
+
+def _check_value(name: str, value: Any, rules: Rules) -> None:
+    """Raise UsageError unless `rules` allow this value, or each of a list."""
+    if rules.choices and value not in rules.choices:
+        raise UsageError(f"{name} must be one of {', '.join(rules.choices)}, got {value!r}")
     for number in value if isinstance(value, list) else [value]:
-        if isinstance(number, float) and not math.isfinite(number):
-            raise UsageError(f"{field.name} must be a {'number' if math.isnan(number) else 'finite number'}, "
-                             f"got {number}")
-    if low is not None and value < low:
-        raise UsageError(f"{field.name} must be at least {low}, got {value}")
-    if high is not None and value > high:
-        raise UsageError(f"{field.name} must be at most {high}, got {value}")
-    if above is not None and value <= above:
-        raise UsageError(f"{field.name} must be above {above}, got {value}")
-    if below is not None and value >= below:
-        raise UsageError(f"{field.name} must be below {below}, got {value}")
+        if not isinstance(number, (int, float)):
+            continue
+        if not math.isfinite(number):
+            raise UsageError(f"{name} must be a finite number, got {number}")
+        for limit, holds, words in ((rules.minimum, operator.ge, "at least"), (rules.maximum, operator.le, "at most"),
+                                    (rules.above, operator.gt, "above"), (rules.below, operator.lt, "below")):
+            if not holds(number, limit):
+                raise UsageError(f"{name} must be {words} {limit}, got {number}")
+
+
+# ---- recipes ----------------------------------------------------------------------------------------------------
+
+RECIPES = resources.files("ea_vision.recipes")
+# The networks of the papers' ImageNet tables, and the recipe that a recipe imagenet_MODEL differs from.
+PUBLISHED = {f"{kind}{size}": base for base, kinds, sizes in (
+    ("imagenet", ("resnet", "aa_resnet", "pa_aa_resnet", "ea_aa_resnet"), (34, 50, 101, 152)),
+    *((f"imagenet_{kind}100", (kind,), ("075", "100", "125", "140")) for kind in ("semnasnet_", "aa_mnasnet_")))
+    for kind in kinds for size in sizes if (kind, size) != ("pa_aa_resnet", 152)}
 
 
 def recipe_names() -> list[str]:
     """Return the names of the recipes: the files of the package, and imagenet_MODEL for each published network."""
-    files = {file.name.removesuffix(".yaml") for file in resources.files("ea_vision.recipes").iterdir()
-             if file.name.endswith(".yaml")}
-    return sorted(files | _published_recipes().keys())
+    files = {file.name.removesuffix(".yaml") for file in RECIPES.iterdir() if file.name.endswith(".yaml")}
+    return sorted(files | {f"imagenet_{model}" for model in PUBLISHED})
 
 
-# The networks of the papers' ImageNet tables: each has a recipe imagenet_MODEL, by difference from a base.
-PUBLISHED = (*(f"{kind}{depth}" for kind in ("resnet", "aa_resnet", "pa_aa_resnet", "ea_aa_resnet")
-               for depth in (34, 50, 101, 152) if (kind, depth) != ("pa_aa_resnet", 152)),
-             *(f"{kind}mnasnet_{width}" for kind in ("se", "aa_") for width in ("075", "100", "125", "140")))
-
-
-def _published_recipes() -> dict[str, dict[str, Any]]:
-    """Return, by name, a recipe for each network of the papers' ImageNet tables that has no file."""
-    bases = {model: next((base for part, base in BASES.items() if part in model), "imagenet") for model in PUBLISHED}
-    return {f"imagenet_{model}": {"base": base, "model": model, "num_classes": 1000}
-            for model, base in bases.items() if base != f"imagenet_{model}"}
-
-
-BASES = {"aa_mnasnet": "imagenet_aa_mnasnet_100", "semnasnet": "imagenet_semnasnet_100"}  # others: imagenet
-
-
-def load_recipe(name: str, known: Collection[str] | None = None) -> dict[str, Any]:
+def load_recipe(name: str) -> dict[str, Any]:
     """Read a recipe by name or path, over the one that it names as its `base`. A run folder's config.yaml is one too.
-
-    known: options of the trainer; others that a run folder of another trainer has are left out.
 
     Raises:
         UsageError: no such recipe, not a YAML mapping, or a recipe that is its own base.
@@ -401,7 +358,7 @@ def load_recipe(name: str, known: Collection[str] | None = None) -> dict[str, An
         if name in chain:
             raise UsageError(f"recipe {name} is its own base: {' -> '.join([*chain, name])}")
         chain.append(name)
-        own = _read_recipe(name, known)
+        own = _read_recipe(name)
         kwargs = {**(own.get("model_kwargs") or {}), **recipe.get("model_kwargs", {})}
         name = own.pop("base", "none")
         if "opt" in recipe:  # another optimiser's keywords
@@ -410,51 +367,39 @@ def load_recipe(name: str, known: Collection[str] | None = None) -> dict[str, An
     return recipe
 
 
-def describe_recipe(name: str) -> str:
-    """Return a recipe's name and the first sentence of its comment, for a log."""
-    if name == "none":
-        return "none (the options' own defaults)"
-    if name in _published_recipes():
-        return "{0} (recipe {base} with {model} of the papers' tables)".format(name, **_published_recipes()[name])
-    if name not in recipe_names():
-        return name
-    comment = ""
-    for line in (resources.files("ea_vision.recipes") / f"{name}.yaml").read_text().splitlines():
-        if not line.startswith("#"):
-            break
-        comment += " " + line.lstrip("# ")
-    sentence = re.split(r"(?<!et al)\. ", comment.strip() + " ")[0].rstrip(". ")
-    return f"{name} ({sentence})" if sentence else name
-
-
-def _read_recipe(name: str, known: Collection[str] | None) -> dict[str, Any]:
+def _read_recipe(name: str) -> dict[str, Any]:
     """Return what one recipe says, `base` included."""
-    if name in _published_recipes():
-        return dict(_published_recipes()[name])
-    if name in recipe_names():
-        return yaml.safe_load((resources.files("ea_vision.recipes") / f"{name}.yaml").read_text())
     path = Path(name)
-    if not path.is_file():
+    if name in recipe_names():
+        path, model = RECIPES / f"{name}.yaml", name.removeprefix("imagenet_")
+        if not path.is_file():
+            return {"base": PUBLISHED[model], "model": model, "num_classes": 1000}
+    elif not path.is_file():
         raise UsageError(f"no recipe {name!r}: {near_matches(name, recipe_names() + ['none'], 'recipes')}")
     try:
         recipe = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"recipe {name} cannot be read: {error}") from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise UsageError(f"recipe {name} is not valid YAML: {error}") from error
+    except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
+        raise UsageError(f"recipe {name} cannot be read, or is not valid YAML: {error}") from error
     if not isinstance(recipe, dict):
         raise UsageError(f"recipe {name} must be a YAML mapping, got {type(recipe).__name__}")
-    if "about" in recipe:  # a run folder's: its folder is no part of the experiment
-        recipe = {key: value for key, value in recipe.items() if key not in ("about", "output", "resume")
-                  and (known is None or key in known)}
     return recipe
 
 
-def resolve(cls: type[TrainConfig], given: dict[str, Any]) -> tuple[Any, frozenset[str]]:
-    """Build the config: defaults < recipe < `given` (the command line). Model keywords are merged key by key.
+def describe_recipe(name: str) -> str:
+    """Return a recipe's name and what its first line says, for a log."""
+    if name == "none":
+        return "none (the options' own defaults)"
+    if name not in recipe_names():
+        return name
+    path = RECIPES / f"{name}.yaml"
+    said = (path.read_text().splitlines()[0].lstrip("# ") if path.is_file() else
+            "recipe {base} with {model} of the papers' tables".format(**_read_recipe(name)))
+    return f"{name} ({said.rstrip('.')})"
 
-    Returns:
-        The config, and the model keywords that only the recipe asks for: a model that lacks them goes without.
+
+def resolve(cls: type[TrainConfig], given: dict[str, Any]) -> Any:
+    """Build the config: defaults < recipe < `given` (the command line). Model keywords are merged key by key; its
+    `optional_kwargs` are those that only the recipe asks for: a model that lacks them goes without.
 
     Raises:
         UsageError: unknown key (naming near matches), wrong type or range.
@@ -462,80 +407,76 @@ def resolve(cls: type[TrainConfig], given: dict[str, Any]) -> tuple[Any, frozens
     names = [f.name for f in dataclasses.fields(cls)]
     given = dict(given)
     recipe_name = given.get("recipe", cls.recipe)
-    recipe = load_recipe(recipe_name, names)
+    recipe = load_recipe(recipe_name)
+    if "about" in recipe:  # a run folder's, perhaps another trainer's; its folder is no part of the experiment
+        recipe = {key: value for key, value in recipe.items() if key in names and key not in ("output", "resume")}
     for source, keys in (("recipe " + recipe_name, recipe), ("command line", given)):
         for key in keys:
             if key not in names:
                 raise UsageError(f"{source}: unknown option {key!r}; {near_matches(key, names, 'options')}")
     if {"batch_size", "grad_accum_steps"} & given.keys() and "total_batch" not in given:
         given["total_batch"] = 0
-    opt_kwargs = given.get("opt_kwargs") or {}
+    opt_kwargs, own = given.get("opt_kwargs") or {}, given.get("model_kwargs") or {}
+    kwargs = recipe.get("model_kwargs") or {}
     if given.get("opt", recipe.get("opt")) == recipe.get("opt"):  # the recipe's are for the recipe's optimiser
         opt_kwargs = {**(recipe.get("opt_kwargs") or {}), **opt_kwargs}
-    recipe_kwargs, given_kwargs = recipe.get("model_kwargs") or {}, given.get("model_kwargs") or {}
-    values = {**recipe, **given, "recipe": recipe_name, "opt_kwargs": opt_kwargs,
-              "model_kwargs": {**recipe_kwargs, **given_kwargs}}
-    return cls(**values), frozenset(recipe_kwargs) - frozenset(given_kwargs)
+    config = cls(**{**recipe, **given, "recipe": recipe_name, "opt_kwargs": opt_kwargs,
+                    "model_kwargs": {**kwargs, **own}})
+    config.optional_kwargs = frozenset(kwargs) - frozenset(own)
+    return config
+
+
+# ---- the command line -------------------------------------------------------------------------------------------
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse with one-line errors that name near matches."""
+    """argparse with one-line errors."""
 
     def error(self, message: str):
         raise UsageError(f"{message} (see {self.prog} --help)")
 
 
-class _Help(argparse.RawDescriptionHelpFormatter):
-    def __init__(self, prog):
-        super().__init__(prog, max_help_position=26, width=100)
-
-
-class _KeyValues(argparse.Action):
-    """Collect key=value words into a dict; values are read as YAML (0.5, true, [1, 2], text)."""
-
-    def __call__(self, parser, namespace, values, option_string=None):
-        result = dict(getattr(namespace, self.dest, None) or {})
-        for word in values:
-            key, equals, value = word.partition("=")
-            if not equals or not key:
-                parser.error(f"{option_string} takes key=value, got {word!r}")
-            try:
-                result[key] = _plain(yaml.safe_load(value))
-            except (yaml.YAMLError, ValueError, RecursionError):
-                parser.error(f"{option_string} takes key=value with a number, true, false, text or a [list], "
-                             f"got {word[:80]!r}")
-        setattr(namespace, self.dest, result)
+def _key_value(word: str) -> tuple[str, Any]:
+    """Return a key and its value, read as YAML (0.5, true, [1, 2], text)."""
+    key, equals, value = word.partition("=")
+    try:
+        if not equals or not key:
+            raise ValueError
+        return key, _plain(yaml.safe_load(value))
+    except (yaml.YAMLError, TypeError, ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError("key=value required, with a number, true, false, text or a [list], got "
+                                         f"{word[:80]!r}") from error
 
 
 def make_parser(cls: type[TrainConfig], description: str, examples: str) -> argparse.ArgumentParser:
     """Return a parser with one flag for each field of `cls`; shown defaults are those of the default recipe."""
     parser = _Parser(usage="%(prog)s [OPTION ...]", description=description, epilog="examples:\n" + examples,
-                     allow_abbrev=False, formatter_class=_Help, argument_default=argparse.SUPPRESS)
-    defaults, _ = resolve(cls, {})
-    hints = typing.get_type_hints(cls)
+                     allow_abbrev=False, argument_default=argparse.SUPPRESS, formatter_class=partial(
+                         argparse.RawDescriptionHelpFormatter, max_help_position=26, width=100))
+    defaults, hints = resolve(cls, {}), typing.get_type_hints(cls)
     groups = {title: parser.add_argument_group(title) for title in GROUPS}
     for field in dataclasses.fields(cls):
-        shown, kind = getattr(defaults, field.name), hints[field.name]
+        shown, kind, rules = getattr(defaults, field.name), hints[field.name], field.metadata["rules"]
         if isinstance(shown, dict):
             shown = " ".join(f"{k}={v}" for k, v in shown.items())
-        help = f"{field.metadata['help']} (default: {shown if shown not in ('', []) else 'empty'})".replace("%", "%%")
+        help = f"{rules.help} (default: {shown if shown not in ('', []) else 'empty'})".replace("%", "%%")
+        words: dict[str, Any] = {"metavar": "|".join(rules.choices) or {
+            int: "N", float: "X", float | str: "X|P%"}.get(kind, field.name.upper())}
         if kind is bool:
             words = {"action": argparse.BooleanOptionalAction}
         elif kind is dict:
-            words = {"nargs": "+", "action": _KeyValues, "metavar": "KEY=VALUE"}
+            words = {"nargs": "+", "action": "extend", "type": _key_value, "metavar": "KEY=VALUE"}
         elif kind == list[float]:
             words = {"nargs": "*", "metavar": "X"}
-        else:
-            value = {int: "N", float: "X", float | str: "X|P%"}.get(kind, field.name.upper())
-            words = {"metavar": "|".join(field.metadata["choices"] or [value])}
-            if field.metadata["bare"]:
-                words.update(nargs="?", const=field.metadata["bare"])
-        groups[field.metadata["group"]].add_argument("--" + field.name.replace("_", "-"), help=help, **words)
+        elif rules.bare:
+            words.update(nargs="?", const=rules.bare)
+        groups[rules.group].add_argument("--" + field.name.replace("_", "-"), help=help, **words)
     return parser
 
 
 # Flags that users look for here, where no name is near, and what to do instead.
 ELSEWHERE = {"--input-size": "images are squares of --img-size pixels a side",
+             "--in-chans": "images are read as RGB",
              "--num-classes": "the data says how many there are",
              "--topk": "--evaluate gives top-1 and top-5, ea-vision predict --top the likeliest classes"}
 
@@ -549,8 +490,7 @@ def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> dict[str, 
     namespace, unknown = parser.parse_known_args(argv)
     if unknown:
         flags = [s for action in parser._actions for s in action.option_strings if s.startswith("--")]
-        if unknown[0] in ELSEWHERE:
-            raise UsageError(f"unknown argument {unknown[0]!r}: {ELSEWHERE[unknown[0]]}")
-        near = near_matches(unknown[0].partition("=")[0], flags, "flags")
-        raise UsageError(f"unknown argument {unknown[0]!r}; {near}")
-    return vars(namespace)
+        flag = unknown[0].partition("=")[0]
+        hint = ELSEWHERE.get(flag) or near_matches(flag, flags, "flags")
+        raise UsageError(f"unknown argument {unknown[0]!r}; {hint}")
+    return {key: dict(value) if key.endswith("_kwargs") else value for key, value in vars(namespace).items()}

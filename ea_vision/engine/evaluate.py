@@ -14,6 +14,7 @@ from torch import nn
 
 from ea_vision.base.errors import RunError
 from ea_vision.base.processes import World
+from ea_vision.engine.config import TrainConfig
 
 # Views of an image whose logits are averaged: test-time augmentation.
 #     mirror  the image and its mirror image, half each
@@ -24,39 +25,34 @@ VIEWS = ("none", "mirror", "six")
 
 
 def views(images: torch.Tensor, kind: str) -> list[tuple[float, torch.Tensor]]:
-    """The views of images (B, C, H, W) as (weight, view), the images themselves first; the weights' sum is 1.
+    """Return the views of images (B, C, H, W) as (weight, view), the images themselves first; the weights' sum is 1.
 
     Raises:
         ValueError: a kind that is none of VIEWS, or images of one pixel a side where shifted ones are wanted.
     """
     if kind not in VIEWS:
         raise ValueError(f"views must be one of {', '.join(VIEWS)}, got {kind!r}")
-    if kind == "none":
-        return [(1.0, images)]
-    if kind == "mirror":
-        return [(0.5, images), (0.5, images.flip(-1))]
-    height, width = images.shape[-2:]
-    if min(height, width) < 2:
-        raise ValueError(f"six views need images of at least 2 x 2 pixels, got {height} x {width}")
-    padded = F.pad(images, (1, 1, 1, 1), mode="reflect")
-    shifted = [padded[..., 2 * s:2 * s + height, 2 * s:2 * s + width] for s in (0, 1)]
-    return [(weight, view) for weight, source in ((0.25, images), *((0.125, s) for s in shifted))
-            for view in (source, source.flip(-1))]
+    sources = [images]
+    if kind == "six":
+        height, width = images.shape[-2:]
+        if min(height, width) < 2:
+            raise ValueError(f"six views need images of at least 2 x 2 pixels, got {height} x {width}")
+        padded = F.pad(images, (1, 1, 1, 1), mode="reflect")
+        sources += [padded[..., 2 * s:2 * s + height, 2 * s:2 * s + width] for s in (0, 1)]
+    weights = {1: (0.5,), 3: (0.25, 0.125, 0.125)}[len(sources)]
+    return [(1.0, images)] if kind == "none" else [
+        (weight, view) for weight, source in zip(weights, sources, strict=True) for view in (source, source.flip(-1))]
 
 
 def logits_of_views(model: Callable[[torch.Tensor], torch.Tensor], images: torch.Tensor,
                     kind: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """float32 logits of the images (B, classes), and the weighted mean of those of their views."""
-    plain = mean = None
-    for weight, view in views(images, kind):
-        logits = model(view).float()
-        plain = logits if plain is None else plain
-        mean = weight * logits if mean is None else mean + weight * logits
-    return plain, mean
+    """Return the float32 logits of the images (B, classes), and the weighted mean of those of their views."""
+    pairs = [(weight, model(view).float()) for weight, view in views(images, kind)]
+    return pairs[0][1], sum(weight * logits for weight, logits in pairs)
 
 
 def autocast(amp: str, device: torch.device) -> torch.autocast:
-    """The autocast context of an --amp choice: none, bfloat16 or float16."""
+    """Return the autocast context of an --amp choice: none, bfloat16 or float16."""
     return torch.autocast(device.type, dtype=None if amp == "none" else getattr(torch, amp), enabled=amp != "none")
 
 
@@ -78,11 +74,11 @@ class Evaluation:
     views: Evaluation | None = None  # by the mean of several views' logits, where that was asked for
 
     def figures(self) -> dict[str, float]:
-        """The measures of metrics.csv, in percent."""
+        """Return the measures of metrics.csv, in percent."""
         return {"top1": self.top1, "top5": self.top5}
 
     def per_class(self) -> torch.Tensor:
-        """Top-1 of each class in percent, nan for a class without images."""
+        """Return the top-1 of each class in percent, nan for a class without images."""
         return 100 * self.confusion.diagonal() / self.confusion.sum(1)
 
 
@@ -115,35 +111,33 @@ class _Tally:
 
 
 @torch.no_grad()  # not inference_mode: a tensor that a layer keeps from here must stay usable in training
-def evaluate(model: nn.Module, loader, num_classes: int, world: World, amp: str = "none", channels_last: bool = False,
+def evaluate(model: nn.Module, loader, num_classes: int, world: World, config: TrainConfig | None = None, *,
              should_stop: Callable[[], bool] | None = None, tta: str = "none") -> Evaluation | None:
     """Evaluate in eval mode (left so) over `loader.batches()`, of which each process sees its own share.
 
     The loader gives every process the same number of batches, empty ones if need be. Returns None if `should_stop`,
-    asked before each batch, said so. With a `tta` of VIEWS, the result's `views` has
-    what those give.
+    asked before each batch, said so. With a `tta` of VIEWS, the result's `views` has what those give. `config` says the
+    precision and the memory format; None: float32 as it is.
 
     Raises:
         NonFiniteLoss: on every process, where the loss is NaN or infinite: the ranks of such logits mean nothing.
         RunError: there was no image that could be read.
     """
     model.eval()
+    amp, last = ("none", False) if config is None else (config.amp, config.channels_last)
     tallies = [_Tally(num_classes, world.device) for _ in range(1 if tta == "none" else 2)]
 
     def logits_of(images: torch.Tensor) -> torch.Tensor:
-        if channels_last:
-            images = images.contiguous(memory_format=torch.channels_last)
         with autocast(amp, world.device):
-            return model(images)
+            return model(images.contiguous(memory_format=torch.channels_last) if last else images)
 
     with closing(loader.batches()) as batches:
         for images, targets, _ in batches:
             if should_stop is not None and should_stop():
                 return None
-            if not len(images):
-                continue
-            for tally, logits in zip(tallies, logits_of_views(logits_of, images, tta), strict=False):
-                tally.add(logits, targets)
+            if len(images):
+                for tally, logits in zip(tallies, logits_of_views(logits_of, images, tta), strict=False):
+                    tally.add(logits, targets)
     result, *others = (tally.result(world) for tally in tallies)
     result.views = others[0] if others else None
     return result

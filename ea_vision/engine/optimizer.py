@@ -62,26 +62,22 @@ def build_optimizer(config: TrainConfig, model: nn.Module, images_per_update: in
     """
     check_optimizer_name(config.opt)
     lr = config.peak_lr(images_per_update)
-    decayed = getattr(model, "no_weight_decay", set)()
-    fallback = {key: value for key, value in config.opt_kwargs.items() if key in FALLBACK}
-    others = {key: value for key, value in config.opt_kwargs.items() if key not in FALLBACK}
-    name = config.opt.removeprefix(LOOKAHEAD)
-    scale = others.pop(FALLBACK_SCALE, 1.0) if name.endswith("muon") and not MUON_SCALES_FALLBACK else 1.0
+    others = dict(config.opt_kwargs)
+    kwargs = {key: others.pop(key) for key in FALLBACK if key in others}
+    kwargs["no_weight_decay_list"] = getattr(model, "no_weight_decay", set)()
+    scale = others.pop(FALLBACK_SCALE, 1.0) if config.opt.endswith("muon") and not MUON_SCALES_FALLBACK else 1.0
+    layer_decay = getattr(config, "layer_decay", 1.0)  # an option of classifiers
     try:
-        if getattr(config, "layer_decay", 1.0) != 1:  # an option of classifiers
-            groups = timm.optim.param_groups_layer_decay(model, config.weight_decay, no_weight_decay_list=decayed,
-                                                         layer_decay=config.layer_decay, **fallback)
+        if layer_decay != 1:
+            groups = timm.optim.param_groups_layer_decay(model, config.weight_decay, layer_decay=layer_decay, **kwargs)
             groups.sort(key=lambda group: -group["lr_scale"])  # the first group's rate, which is logged, is lr
         else:
-            groups = timm.optim.param_groups_weight_decay(model, config.weight_decay, no_weight_decay_list=decayed,
-                                                          **fallback)
-        if config.attention_lr != 1:
-            groups = _with_apart(groups, map_parameters(model), config.attention_lr, "attention_lr",
-                                 "attention layers of ea_vision")
-        if config.gate_lr != 1:
-            gates = learnable_gates(model).values()
-            groups = _with_apart(groups, gates, config.gate_lr, "gate_lr", "learnable gates (alpha, beta)")
-        optimizer = timm.optim.create_optimizer_v2(groups, opt=name, lr=lr, momentum=config.momentum, **others)
+            groups = timm.optim.param_groups_weight_decay(model, config.weight_decay, **kwargs)
+        groups = _with_apart(groups, map_parameters(model), config.attention_lr, "attention_lr",
+                             "attention layers of ea_vision")
+        groups = _with_apart(groups, learnable_gates(model).values(), config.gate_lr, "gate_lr",
+                             "learnable gates (alpha, beta)")
+        optimizer = timm.optim.create_optimizer_v2(groups, opt=config.opt, lr=lr, momentum=config.momentum, **others)
     except UsageError:
         raise
     except (TypeError, ValueError, AssertionError) as error:
@@ -90,8 +86,8 @@ def build_optimizer(config: TrainConfig, model: nn.Module, images_per_update: in
                          f"{error}") from error
     for group in optimizer.param_groups:
         group.setdefault("lr_scale", 1.0)
-    _schedule_fallback(optimizer, scale)
-    return optimizer if name == config.opt else timm.optim.Lookahead(optimizer)
+    _schedule_fallback(getattr(optimizer, "_base_optimizer", optimizer), scale)
+    return optimizer
 
 
 def _schedule_fallback(optimizer: torch.optim.Optimizer, scale: float) -> None:
@@ -122,18 +118,17 @@ def map_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 def _with_apart(groups: list[dict[str, Any]], parameters: Iterable[nn.Parameter], scale: float, option: str,
                 needed: str) -> list[dict[str, Any]]:
-    """Move those of the parameters that are trained from timm's groups into groups of their own, behind the others."""
+    """Move those of the parameters that are trained from timm's groups into groups of their own, behind the others,
+    unless `scale` is 1."""
+    if scale == 1:
+        return groups
     apart = {id(parameter) for parameter in parameters if parameter.requires_grad}
     if not apart:
         raise UsageError(f"{option} {scale:g} needs {needed}, and the model has none")
-    rest, moved = [], []
-    for group in groups:
-        for kept, found in ((False, rest), (True, moved)):
-            chosen = [p for p in group["params"] if (id(p) in apart) is kept]
-            if chosen:
-                found.append({**group, "params": chosen,
-                              **({"lr_scale": scale * group.get("lr_scale", 1.0)} if kept else {})})
-    return rest + moved
+    rest = [{**group, "params": [p for p in group["params"] if id(p) not in apart]} for group in groups]
+    moved = [{**group, "params": [p for p in group["params"] if id(p) in apart],
+              "lr_scale": scale * group.get("lr_scale", 1.0)} for group in groups]
+    return [group for group in rest + moved if group["params"]]
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], config: TrainConfig, source: str) -> None:
@@ -152,30 +147,22 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], conf
         raise UsageError(f"optimiser state of {source} does not fit {config.opt}: {error!r}") from error
     for group, ours in zip(optimizer.param_groups, own, strict=True):
         group.update(ours)
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for number, averages in optimizer.state_dict()["state"].items():  # of Lookahead those of what it wraps
-        for name, value in averages.items():
-            parameter = parameters[number]
-            if torch.is_tensor(value) and value.shape == parameter.shape:  # back to the memory format of the weight
-                averages[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 def build_schedule(config: TrainConfig, optimizer: torch.optim.Optimizer, updates_per_epoch: int):
     """Return a timm scheduler; call `step_update(n)` after n updates, n = 0 included."""
     total, warmup = round(config.epochs * updates_per_epoch), config.warmup_updates(updates_per_epoch)
-    common = {"warmup_t": warmup, "t_in_epochs": False}
+    common = {"warmup_t": warmup, "t_in_epochs": False, "warmup_prefix": config.sched in ("linear", "cosine")}
     if config.sched == "linear":
-        return PolyLRScheduler(optimizer, t_initial=max(total - warmup, 1), power=1.0, lr_min=config.min_lr,
-                               warmup_prefix=True, **common)
+        return PolyLRScheduler(optimizer, max(total - warmup, 1), power=1.0, lr_min=config.min_lr, **common)
     if config.sched == "cosine":
         first = round(config.cycle_epochs * updates_per_epoch) or max(total - warmup, 1)
         # The cycle limit only has to exceed the number of cycles that fit.
-        return CosineLRScheduler(optimizer, t_initial=first, lr_min=config.min_lr, cycle_mul=config.lr_cycle_mul,
-                                 cycle_limit=total // first + 1, warmup_prefix=True, **common)
+        return CosineLRScheduler(optimizer, first, lr_min=config.min_lr, cycle_mul=config.lr_cycle_mul,
+                                 cycle_limit=total // first + 1, **common)
     if config.sched == "step":
-        return StepLRScheduler(optimizer, decay_t=config.decay_epochs * updates_per_epoch,
-                               decay_rate=config.decay_rate, warmup_prefix=False, **common)
-    milestones = config.decay_milestones if config.sched == "multistep" else []
+        return StepLRScheduler(optimizer, config.decay_epochs * updates_per_epoch, config.decay_rate, **common)
+    milestones = sorted(config.decay_milestones) if config.sched == "multistep" else []
     # timm's milestone m acts from index m - 1 on, hence the + 1.
-    return MultiStepLRScheduler(optimizer, decay_t=[round(e * updates_per_epoch) + 1 for e in milestones],
-                                decay_rate=config.decay_rate, warmup_prefix=False, **common)
+    return MultiStepLRScheduler(optimizer, [round(e * updates_per_epoch) + 1 for e in milestones], config.decay_rate,
+                                **common)

@@ -1,19 +1,14 @@
-"""What an evaluation leaves on disk: numbers, each class's accuracy, the confusion picture, timm's results rows."""
+"""What an evaluation leaves on disk: numbers, each class's accuracy, the confusion picture."""
 
 from __future__ import annotations
 
-import csv
-import io
-import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
 
 from ea_vision.base.figures import check_width, figure_bytes
 from ea_vision.base.files import atomic_write, create, csv_text, write_json
-from ea_vision.engine import run_folder
 from ea_vision.engine.evaluate import Evaluation
 
 
@@ -37,54 +32,14 @@ def write_evaluation(folder: Path, result: Evaluation, classes: list[str], about
     create(folder)
     paths = [folder / "evaluation.json", folder / "per_class.csv", folder / "confusion.png"]
     write_json(paths[0], {**about, **numbers_of(result)})
-    table = io.StringIO()
-    writer = csv.writer(table, lineterminator="\n")
-    writer.writerow(["class", "images", "top1", "most_confused_with", "confused_images"])
-    for index, (name, top1) in enumerate(zip(classes, result.per_class().tolist(), strict=True)):
-        row = result.confusion[index].clone()
-        images = int(row.sum())
-        row[index] = 0
-        worst = int(row.argmax())
-        writer.writerow([name, images, f"{top1:.2f}", classes[worst] if row[worst] else "", int(row[worst])])
-    atomic_write(paths[1], table.getvalue().encode())
+    others = result.confusion - torch.diag(result.confusion.diagonal())
+    atomic_write(paths[1], csv_text([
+        {"class": name, "images": int(row.sum()), "top1": f"{top1:.2f}",
+         "most_confused_with": classes[wrong.argmax()] if wrong.any() else "", "confused_images": int(wrong.max())}
+        for name, row, wrong, top1 in zip(classes, result.confusion, others, result.per_class().tolist(), strict=True)
+    ]).encode())
     atomic_write(paths[2], figure_bytes(plot_confusion(result, classes, about["model"])))
     return paths
-
-
-def timm_crop_pct(img_size: int, resize: int) -> float:
-    """Return the share img_size / resize in the fewest digits (4 at least) that timm turns back into `resize` pixels,
-    floor(img_size / share)."""
-    digits = 4
-    while True:
-        share = img_size / resize
-        for near in (round(share, digits), math.floor(share * 10**digits) / 10**digits):
-            if near and math.floor(img_size / near) == resize:
-                return near
-        digits += 1
-
-
-def timm_row(name: str, model: nn.Module, top1: float, top5: float, img_size: int, resize: int,
-             interpolation: str) -> dict[str, Any]:
-    """Return a row of `write_timm_results`: `top1` and `top5` in percent, `model` for the number of its parameters."""
-    params = sum(p.numel() for p in model.parameters())
-    return {"model": name, "img_size": img_size, "top1": f"{top1:.3f}", "top1_err": f"{100 - top1:.3f}",
-            "top5": f"{top5:.3f}", "top5_err": f"{100 - top5:.3f}", "param_count": f"{params / 1e6:.2f}",
-            "crop_pct": timm_crop_pct(img_size, resize), "interpolation": interpolation}
-
-
-def write_timm_results(path: Path, rows: Sequence[dict[str, Any]]) -> str:
-    """Write rows of `timm_row`, at least one, as a results file of timm's, the best first; return the text."""
-    text = csv_text(sorted(rows, key=lambda row: -float(row["top1"])))
-    atomic_write(path, text.encode())
-    return text
-
-
-def write_results_row(folder: Path, name: str, model: nn.Module, top1: float, top5: float,
-                      preprocessing: tuple[int, int, str]) -> list[Path]:
-    """Write accuracies, in percent, in the columns of timm's results files; return the path."""
-    path = folder / run_folder.RESULTS_ROW
-    write_timm_results(path, [timm_row(name, model, top1, top5, *preprocessing)])
-    return [path]
 
 
 def plot_confusion(result: Evaluation, classes: list[str], name: str, *, width: float | None = None):
@@ -118,10 +73,8 @@ def plot_confusion(result: Evaluation, classes: list[str], name: str, *, width: 
             axes.set_xticks(range(count), classes, rotation=90)
             axes.set_yticks(range(count), classes)
         if cell > text_width("100", small):
-            for row in range(count):
-                for column in range(count):
-                    value = percent[row, column].item()
-                    if value >= 0.5:
-                        axes.text(column, row, f"{value:.0f}", ha="center", va="center", fontsize=small,
-                                  color="white" if value > 50 else "black")
+            for row, column in (percent >= 0.5).nonzero().tolist():
+                value = percent[row, column].item()
+                axes.text(column, row, f"{value:.0f}", ha="center", va="center", fontsize=small,
+                          color="white" if value > 50 else "black")
     return figure

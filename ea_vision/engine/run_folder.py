@@ -1,4 +1,4 @@
-"""What a run leaves on disk: config.yaml, metrics.csv, gates.csv, checkpoints, model.safetensors, snapshots,
+"""What a run leaves on disk: config.yaml, metrics.csv, checkpoints, model.safetensors, snapshots,
 results.json.
 """
 
@@ -22,15 +22,13 @@ from torch import nn
 
 from ea_vision.base.errors import UsageError
 from ea_vision.base.files import atomic_write, check_writable, create, csv_text
-from ea_vision.base.networks import REFUSALS, check_model_name, encode_weights, load_weights
+from ea_vision.base.networks import REFUSALS, check_model_name, encode_weights, load_weights, set_image_statistics
 from ea_vision.base.processes import World
 from ea_vision.engine.checkpoint import BEST, LAST, PREVIOUS
 
 log = logging.getLogger(__name__)
 FORMAT = 1  # of a run folder, in config.yaml
 CONFIG, METRICS, WEIGHTS, RESULTS = "config.yaml", "metrics.csv", "model.safetensors", "results.json"
-GATES = "gates.csv"
-RESULTS_ROW = "results.csv"  # of timm's results files
 SNAPSHOTS = "snapshots"  # the folder of --snapshot-epochs
 MEASURES = ("top1", "top5")  # of an evaluation, in percent; another trainer may have others
 CLASSIFICATION = "classification"  # what a run learns, unless its `about` section has another `task`
@@ -99,32 +97,23 @@ def read_config(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         raise UsageError(f"{folder} is not a run folder: it has no readable {CONFIG}") from error
     except (yaml.YAMLError, ValueError) as error:
         raise UsageError(f"{path} is not the {CONFIG} of a run: it is not valid YAML") from error
-    about = config.pop("about", None) if isinstance(config, dict) else None
-    found = about.get("format") if isinstance(about, dict) else None
+    about = config.pop("about", {}) if isinstance(config, dict) else {}
+    found = about.get("format")
     if found != FORMAT:
         raise UsageError(f"{folder} must be a run folder of format {FORMAT}, got {found or 'one without a format'}: "
                          "another release wrote it")
     return config, about
 
 
-# ---- metrics.csv and gates.csv --------------------------------------------------------------------------------------
-
-
-def columns_with(measures: Sequence[str]) -> tuple[str, ...]:
-    """Return the columns of metrics.csv of a trainer with these measures, those of attention layers apart."""
-    return ("epoch", "step", "lr", "train_loss", "eval_loss", *measures, "images_per_s", "seconds")
+# ---- metrics.csv ----------------------------------------------------------------------------------------------------
 
 
 def write_metrics(folder: Path, rows: list[dict[str, float]], measures: Sequence[str] = MEASURES) -> None:
     """Write metrics.csv: one row per epoch; measures are nan where an epoch was not evaluated. Columns that rows have
-    besides, of attention layers, follow."""
-    columns = dict.fromkeys((*columns_with(measures), *(name for row in rows for name in row)), math.nan)
+    besides, of attention layers and learnable gates, follow."""
+    columns = dict.fromkeys(("epoch", "step", "lr", "train_loss", "eval_loss", *measures, "images_per_s", "seconds",
+                             *(name for row in rows for name in row)), math.nan)
     atomic_write(folder / METRICS, csv_text([{**columns, **row} for row in rows], list(columns)).encode())
-
-
-def write_gates(folder: Path, rows: list[dict[str, float]]) -> None:
-    """Write gates.csv: one row per epoch, epoch and step, then a column for every gate that is a parameter."""
-    atomic_write(folder / GATES, csv_text(rows).encode())
 
 
 def read_metrics(folder: Path) -> dict[str, list[float]]:
@@ -133,30 +122,22 @@ def read_metrics(folder: Path) -> dict[str, list[float]]:
     Raises:
         UsageError: no metrics, or a file that is not ours.
     """
-    return _read_columns(folder / METRICS)
-
-
-def read_gates(folder: Path) -> dict[str, list[float]]:
-    """Return the columns of gates.csv as lists of numbers; {} where the run's model has no learnable gates.
-
-    Raises:
-        UsageError: a file that is not ours.
-    """
-    return _read_columns(folder / GATES) if (folder / GATES).exists() else {}
-
-
-def _read_columns(path: Path) -> dict[str, list[float]]:
+    path = folder / METRICS
     try:
         names, *rows = csv.reader(path.read_text().splitlines())
-        if names[:2] != ["epoch", "step"]:
-            raise ValueError(f"the columns {', '.join(names)}")
-        columns = zip(*([float(value) for value in row] for row in rows), strict=True) if rows else [()] * len(names)
-        return {name: list(column) for name, column in zip(names, columns, strict=True)}
+        columns = {name: [float(row[number]) for row in rows] for number, name in enumerate(names)}
+        columns["epoch"], columns["step"]
     except OSError as error:
-        raise UsageError(f"{path.parent} is not a run folder: it has no readable {path.name}") from error
-    except ValueError as error:
+        raise UsageError(f"{folder} is not a run folder: it has no readable {METRICS}") from error
+    except (ValueError, LookupError) as error:
         raise UsageError(f"{path} must have the columns epoch, step and others with a number in each, got "
                          f"{error}") from error
+    return columns
+
+
+def gates_of(metrics: dict[str, list[float]]) -> dict[str, list[float]]:
+    """Return the columns of learnable gates, which are named as in the state dict."""
+    return {name: column for name, column in metrics.items() if "." in name}
 
 
 # ---- weights and results --------------------------------------------------------------------------------------------
@@ -167,15 +148,10 @@ def write_weights(folder: Path, weights: dict[str, torch.Tensor]) -> None:
     atomic_write(folder / WEIGHTS, encode_weights(weights))
 
 
-def write_snapshot(folder: Path, weights: dict[str, torch.Tensor], epoch: int, kept: int = 0) -> None:
-    """Write snapshots/epoch_NNNN.safetensors, weights like model.safetensors' that say their epoch.
-
-    kept: how many remain, the latest; older ones are deleted. 0: all.
-    """
+def write_snapshot(folder: Path, weights: dict[str, torch.Tensor], epoch: int) -> None:
+    """Write snapshots/epoch_NNNN.safetensors, weights like model.safetensors' that say their epoch."""
     create(folder / SNAPSHOTS)
     atomic_write(folder / SNAPSHOTS / f"epoch_{epoch:04d}.safetensors", encode_weights(weights, {"epoch": str(epoch)}))
-    for older in sorted((folder / SNAPSHOTS).glob("epoch_*.safetensors"))[:-kept] if kept else []:
-        older.unlink()
 
 
 def read_results(folder: Path) -> dict[str, Any] | None:
@@ -217,4 +193,6 @@ def load_run(folder: Path, *, task: str = CLASSIFICATION, create: Callable[..., 
     except REFUSALS as error:
         raise UsageError(f"run {folder}: model {config['model']} refuses {about['model_kwargs']}: {error}") from error
     load_weights(model, weights)
+    if "mean" in about and hasattr(model, "pretrained_cfg"):  # a classifier's
+        set_image_statistics(model, about["mean"], about["std"])
     return model.eval(), config, about

@@ -12,6 +12,7 @@ import resource
 import sys
 import uuid
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from PIL import Image
 from ea_vision.base.errors import UsageError
 from ea_vision.base.files import atomic_write
 from ea_vision.base.units import duration
+from ea_vision.engine.config import TrainConfig
 
 log = logging.getLogger(__name__)
 FILE = "speed.csv"
@@ -44,20 +46,21 @@ def require(module: str, option: str):
 
 
 class StepLog:
-    """Rows of speed.csv; kept by the first process, and cut back when a run resumes. The trainer says when one is due.
+    """Rows of speed.csv, and what the boards show; kept by the first process, on others it does nothing.
 
     Columns: step (updates so far), epoch (with its fraction), lr (per update), train_loss, images_per_s
     (all processes) and data_wait_percent (share of the time spent waiting for images) since the row before, memory_mib.
 
     Raises:
-        UsageError: TensorBoard or Weights & Biases (`wandb` is its project) is not installed.
+        UsageError: TensorBoard or Weights & Biases is not installed.
     """
 
-    def __init__(self, folder: Path, *, tensorboard: bool = False, wandb: str = "", tags: str = "",
-                 config: dict | None = None):
-        self.folder, self.config, self.project, self.tags = folder, config, wandb, tags
-        self._writer = require("torch.utils.tensorboard", "--tensorboard").SummaryWriter if tensorboard else None
-        self._wandb = require("wandb", "--wandb") if wandb else None
+    def __init__(self, folder: Path, config: TrainConfig, is_main: bool):
+        self.folder, self.config, self.is_main = folder, config, is_main
+        self.writer = self.board = None
+        wanted = is_main and config.tensorboard, is_main and config.wandb
+        self.tensorboard = require("torch.utils.tensorboard", "--tensorboard") if wanted[0] else None
+        self.wandb = require("wandb", "--wandb") if wanted[1] else None
 
     def begin(self, updates: int) -> None:
         """Start after `updates` updates: rows beyond them were written by a run that was killed later.
@@ -65,27 +68,33 @@ class StepLog:
         Raises:
             UsageError: Weights & Biases refuses, for want of a login for example.
         """
-        path, rows = self.folder / FILE, []
+        config, path, rows = self.config, self.folder / FILE, []
+        if not self.is_main:
+            return
         if path.exists():
             rows = [row for row in csv.reader(path.read_text().splitlines()[1:])
                     if len(row) == len(COLUMNS) and int(row[0]) <= updates]  # a kill may have cut the last one
-        with open(path, "w", newline="") as file:
-            csv.writer(file, lineterminator="\n").writerows([COLUMNS, *rows])
-        if self._writer is not None:
-            self._writer = self._writer(str(self.folder / "tensorboard"), purge_step=updates + 1)
-        if self._wandb is not None:
+        if config.log_steps:
+            with open(path, "w", newline="") as file:
+                csv.writer(file, lineterminator="\n").writerows([COLUMNS, *rows])
+        if self.tensorboard:
+            self.writer = self.tensorboard.SummaryWriter(str(self.folder / "tensorboard"), purge_step=updates + 1)
+        if self.wandb:
             known = self.folder / WANDB_ID  # a run that continues keeps its id
             if not known.exists():
                 atomic_write(known, uuid.uuid4().hex.encode())
             try:
-                self._board = self._wandb.init(project=self.project, id=known.read_text(), resume="allow",
-                                               name=self.folder.resolve().name, dir=str(self.folder),
-                                               config=self.config, tags=self.tags.split(",") if self.tags else None)
-            except self._wandb.Error as error:
+                self.board = self.wandb.init(
+                    project=config.wandb, id=known.read_text(), resume="allow", name=self.folder.resolve().name,
+                    dir=str(self.folder), config=config.as_dict(),
+                    tags=config.wandb_tags.split(",") if config.wandb_tags else None)
+            except self.wandb.Error as error:
                 raise UsageError(f"--wandb: {error} (WANDB_MODE=offline logs into the run folder only)") from error
 
-    def add(self, row: dict[str, float], seconds_left: float = math.nan) -> None:
+    def add(self, row: dict[str, Any], seconds_left: float = math.nan) -> None:
         """Add a row of speed.csv, and a line to the log where no progress bar is seen."""
+        if not self.is_main:
+            return
         row = {name: float(f"{row[name]:.6g}") if isinstance(row[name], float) else row[name] for name in COLUMNS}
         with open(self.folder / FILE, "a", newline="") as file:
             csv.DictWriter(file, COLUMNS, lineterminator="\n").writerow(row)
@@ -93,32 +102,29 @@ class StepLog:
             log.info("epoch %.2f  update %d  loss %.4f  lr %.5f  %.0f images/s  waiting for data %.0f%%  %.0f MiB  %s "
                      "left", row["epoch"], row["step"], row["train_loss"], row["lr"], row["images_per_s"],
                      row["data_wait_percent"], row["memory_mib"], duration(seconds_left))
-        self._send("train", row)
-
-    def add_epoch(self, row: dict[str, float]) -> None:
-        """Add the row of metrics.csv to the boards."""
-        self._send("epoch", row)
+        self.send("train", row)
 
     def add_picture(self, name: str, path: Path, step: int) -> None:
         """Show a picture on the boards."""
-        if self._writer is not None:
+        if self.writer is not None:
             with Image.open(path) as image:
-                self._writer.add_image(name, np.asarray(image.convert("RGB")), step, dataformats="HWC")
-            self._writer.flush()
-        if self._wandb is not None:
-            self._board.log({name: self._wandb.Image(str(path))}, step=step)
+                self.writer.add_image(name, np.asarray(image.convert("RGB")), step, dataformats="HWC")
+            self.writer.flush()
+        if self.board is not None:
+            self.board.log({name: self.wandb.Image(str(path))}, step=step)
 
-    def _send(self, group: str, row: dict[str, float]) -> None:
+    def send(self, group: str, row: dict[str, Any]) -> None:
+        """Show the numbers of a row, which has the updates as `step`, on the boards."""
         values = {f"{group}/{name}": value for name, value in row.items() if name != "step" and not math.isnan(value)}
-        if self._writer is not None:
+        if self.writer is not None:
             for name, value in values.items():
-                self._writer.add_scalar(name, value, row["step"])
-            self._writer.flush()
-        if self._wandb is not None:
-            self._board.log(values, step=row["step"])
+                self.writer.add_scalar(name, value, row["step"])
+            self.writer.flush()
+        if self.board is not None:
+            self.board.log(values, step=row["step"])
 
     def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-        if self._wandb is not None:
-            self._board.finish()
+        if self.writer is not None:
+            self.writer.close()
+        if self.board is not None:
+            self.board.finish()

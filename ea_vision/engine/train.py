@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from timm.utils import ModelEmaV3, adaptive_clip_grad, distribute_bn
@@ -34,7 +34,6 @@ from ea_vision.base.files import atomic_write, write_json
 from ea_vision.base.networks import check_state_fits, lay_out, non_finite
 from ea_vision.base.processes import World
 from ea_vision.base.units import duration
-from ea_vision.data.bad_images import BadImages
 from ea_vision.engine import checkpoint, run_folder
 from ea_vision.engine.config import TrainConfig
 from ea_vision.engine.evaluate import NonFiniteLoss
@@ -42,6 +41,9 @@ from ea_vision.engine.gates import by_gate, gate_values
 from ea_vision.engine.optimizer import build_optimizer, build_schedule, load_optimizer
 from ea_vision.engine.signals import StopRequest
 from ea_vision.engine.step_log import StepLog, memory_mib
+
+if TYPE_CHECKING:
+    from ea_vision.engine.data_module import DataModule
 
 log = logging.getLogger(__name__)
 MAX_SKIPPED = 20
@@ -63,13 +65,11 @@ class Progress:
     best_epoch: int = 0
     skipped: int = 0  # updates that were left out for their loss or gradient
     rows: list[dict[str, float]] = field(default_factory=list)  # of metrics.csv
-    gates: list[dict[str, float]] = field(default_factory=list)  # of gates.csv
     starts: list[dict[str, Any]] = field(default_factory=list)  # from which update on, under which commit and hardware
 
     def begin(self, about: dict[str, Any]) -> None:
         """Note who makes the updates from here on: the command, hardware, versions and commit of an `about` section."""
-        who = {key: about[key] for key in ("command", "hardware", "versions", "git_commit")}
-        who = copy.deepcopy(who)  # what config.yaml shares with `about` it would write as references of YAML
+        who = copy.deepcopy({key: about[key] for key in ("command", "hardware", "versions", "git_commit")})
         while self.starts and self.starts[-1]["update"] > self.updates:  # made no update that is left
             self.starts.pop()
         if not self.starts or {**self.starts[-1], **who} != self.starts[-1]:
@@ -79,20 +79,28 @@ class Progress:
         self.step, self.loss_sum, self.images, self.seconds, self.data_seconds = 0, 0.0, 0, 0.0, 0.0
 
 
+class Update(NamedTuple):
+    """An update that was made: number within its epoch, learning rate, ids of this process's samples by batch, images
+    that it was made from, and whether an infinite gradient is a fault; on the device (4,): mean loss, norm of the
+    gradient, processes that were asked to stop, images that could not be read."""
+
+    step: int
+    rate: float
+    ids: list[torch.Tensor]
+    images: int
+    strict: bool
+    values: torch.Tensor
+
+
 class Trainer:
     """A run: model, data and run folder, and everything a checkpoint holds.
 
     Args:
-        model: on the device of `world`, with its initial weights.
+        data: the data module of the run, with its options and processes.
+        model: on the device of these, with its initial weights.
         train_loader: `batches(epoch, first)` yields this process's (images, targets, ids) from batch `first` on;
             `len()` is the batches of an epoch, the same for all processes.
         eval_loader: same, all batches, every image once over all processes.
-        num_classes: of the targets.
-        data_fingerprint: goes into checkpoints, so that a run is not continued on other data.
-        describe: sample id -> text, for the report on a non-finite loss.
-        bad_images: where the loaders put what they cannot read, if they go on without it.
-        step_log: where rows between the epochs go, on the first process.
-        eval_split: of which images the eval_loader is, for messages: test, held_out, train.
 
     A subclass may have another loss (`_batch_loss`, `loss_on_noise`), and another `evaluate` with other measures.
 
@@ -110,19 +118,15 @@ class Trainer:
 
     measures: ClassVar[tuple[str, ...]] = run_folder.MEASURES
     quality: ClassVar[str] = "accuracy"
-    check_every = 10
     watches: ClassVar[bool] = False
+    check_every = 10
     cuda_graphs = False  # whether the compiled model is replayed as CUDA graphs, where there is CUDA
 
-    def __init__(self, config: TrainConfig, model: nn.Module, train_loader, eval_loader, *, num_classes: int,
-                 world: World, folder: Path, stop: StopRequest, data_fingerprint: str, describe,
-                 bad_images: BadImages | None = None, step_log: StepLog | None = None, eval_split: str = "test"):
-        self.config, self.world, self.folder, self.stop = config, world, folder, stop
-        self.eval_split = eval_split
-        self.data_fingerprint, self.describe = data_fingerprint, describe
-        self.bad_images, self.step_log = bad_images or BadImages(limit=0), step_log
+    def __init__(self, data: DataModule, model: nn.Module, train_loader, eval_loader, folder: Path, stop: StopRequest):
+        self.data, self.config, self.world, self.folder, self.stop = data, data.config, data.world, folder, stop
+        self.train_loader, self.eval_loader = train_loader, eval_loader
         self.watch: Callable[[nn.Module, int, int], Mapping[str, float]] = lambda *_: {}
-        self.train_loader, self.eval_loader, self.num_classes = train_loader, eval_loader, num_classes
+        config, world = self.config, self.world
         self._count_updates()
         if config.sync_bn and world.device.type != "cuda":
             raise UsageError(f"--sync-bn needs CUDA, got {world.device.type}")
@@ -135,6 +139,7 @@ class Trainer:
         self.ema = None
         if config.model_ema_decay:
             self.ema = ModelEmaV3(model, decay=config.model_ema_decay, use_warmup=config.model_ema_warmup)
+            self.eval_net = self.ema.module
         if world.size > 1:
             # Not with static_graph: it fails where the first backward is in no_sync, and brings nothing measurable.
             # Around the compiled model: what is compiled inside DDP's forward torch splits at the borders of its
@@ -146,28 +151,23 @@ class Trainer:
         self.optimizer = build_optimizer(config, model, config.images_of_update(world.size))
         self.scheduler = build_schedule(config, self.optimizer, self.updates_per_epoch)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=config.amp == "float16")
+        self.step_log = StepLog(folder, config, world.is_main)
         self.progress = Progress()
         self.last_good: Path | None = None
         if world.device.type == "cpu" or config.on_nan == "skip":
             self.check_every = 1
-        numbers = {"dtype": torch.float64, "device": world.device}
-        self.sums = torch.zeros(3, **numbers)  # of the epoch's losses; since the last look: stops, unreadable images
-        self.last = torch.zeros(3, **numbers)  # the latest update's number, loss and norm of the gradient
-        self.fault = torch.zeros(3, **numbers)  # the same of the first one since the last look that was not finite
-        self.unchecked: dict[int, tuple[int, float, list[torch.Tensor]]] = {}  # by update: step, rate, ids of samples
+        self.unchecked: list[Update] = []  # those since the last look
+        self.loss = math.nan  # of the latest update that was looked at
 
     def _count_updates(self) -> None:
         """Set the updates of an epoch and of the run; raise UsageError where there is none."""
         config = self.config
         self.updates_per_epoch = len(self.train_loader) // config.grad_accum_steps
-        if self.updates_per_epoch < 1:
-            raise UsageError(f"an update needs {config.images_of_update(self.world.size)} training images (batch_size "
-                             "x grad_accum_steps x processes), and an epoch has fewer")
         self.total_updates = round(config.epochs * self.updates_per_epoch)
-        self.total_epochs = math.ceil(self.total_updates / self.updates_per_epoch)  # the last may be a part
         if self.total_updates < 1:
             raise UsageError(f"epochs must be enough for an update, of which an epoch has {self.updates_per_epoch}, "
                              f"got {config.epochs:g}")
+        self.total_epochs = math.ceil(self.total_updates / self.updates_per_epoch)  # the last may be a part
         if config.warmup_updates(self.updates_per_epoch) > self.total_updates:
             raise UsageError(f"warmup_epochs must be at most the {config.epochs:g} epochs of the run, got "
                              f"{config.warmup_epochs:g}; --warmup-epochs 20% is a fifth of them")
@@ -185,7 +185,7 @@ class Trainer:
         if not self.world.is_main:
             return None
         return {
-            "config": self.config.as_dict(), "data_fingerprint": self.data_fingerprint, "world_size": self.world.size,
+            "config": self.config.as_dict(), "data_fingerprint": self.data.fingerprint, "world_size": self.world.size,
             "progress": dataclasses.asdict(self.progress), "model": self.model.state_dict(),
             "ema": self.ema.module.state_dict() if self.ema is not None else None,
             "optimizer": self.optimizer.state_dict(), "scheduler": self.scheduler.state_dict(),
@@ -199,10 +199,11 @@ class Trainer:
             UsageError: its weights are another model's, or it lies inside an epoch of other batches.
         """
         saved, config, own = Progress(**state["progress"]), state["config"], self.config
-        images = config["batch_size"] * config["grad_accum_steps"] * state["world_size"]
-        if saved.step and (images, config["seed"]) != (own.images_of_update(self.world.size), own.seed):
-            raise UsageError(f"{source} lies inside an epoch, so images of an update and seed must be {images} and "
-                             f"{config['seed']}, got {own.images_of_update(self.world.size)} and {own.seed}")
+        was = (config["batch_size"] * config["grad_accum_steps"] * state["world_size"], config["seed"])
+        now = (own.images_of_update(self.world.size), own.seed)
+        if saved.step and was != now:
+            raise UsageError(f"{source} lies inside an epoch, so images of an update and seed must be {was[0]} and "
+                             f"{was[1]}, got {now[0]} and {now[1]}")
         if (state["ema"] is None) != (self.ema is None):
             raise UsageError(f"{source} has {'no' if state['ema'] is None else 'the'} averaged weights of "
                              f"--model-ema-decay, got {own.model_ema_decay:g}")
@@ -214,7 +215,6 @@ class Trainer:
         if state["world_size"] == self.world.size:
             checkpoint.set_random_state(state["random"][self.world.rank], self.world.device)
         self.progress = saved
-        self.sums[0] = saved.loss_sum
         self.last_good = source
         self.scheduler.step_update(max(saved.updates - 1, 0))  # the rate that the epoch's row names
 
@@ -230,15 +230,12 @@ class Trainer:
         self.last_good = self.folder / checkpoint.LAST
         if state is None:
             return
-        data = checkpoint.encode(state)
+        data, weights = checkpoint.encode(state), self.best_model.state_dict()
         run_folder.write_metrics(self.folder, self.progress.rows, self.measures)
-        if self.progress.gates:
-            run_folder.write_gates(self.folder, self.progress.gates)
         if snapshot:
-            run_folder.write_snapshot(self.folder, self.best_model.state_dict(), self.progress.epoch,
-                                      self.config.checkpoint_hist)
+            run_folder.write_snapshot(self.folder, weights, self.progress.epoch)
         if best:
-            run_folder.write_weights(self.folder, self.best_model.state_dict())
+            run_folder.write_weights(self.folder, weights)
             atomic_write(self.folder / checkpoint.BEST, data)
         atomic_write(self.last_good, data, keep_previous_as=self.folder / checkpoint.PREVIOUS)
 
@@ -291,13 +288,12 @@ class Trainer:
             total += loss.detach().float()
         # One small sum over the processes: they all learn of a bad loss, a signal or a bad image in the same update.
         summed = self.world.sum(torch.stack([total, torch.full_like(total, self.stop.signal is not None),
-                                             torch.full_like(total, len(self.bad_images.new))]))
+                                             torch.full_like(total, len(self.data.bad_images.new))]))
         self.scaler.unscale_(self.optimizer)
-        norm = self._gradient_norm()
+        norm, loss = self._gradient_norm(), summed[0] / size
         progress.updates += 1
         progress.step += 1
-        loss, finite = summed[0] / size, summed[0].isfinite() & norm.isfinite()
-        skipped = skips and not finite.item()
+        skipped = skips and not (loss.isfinite() & norm.isfinite()).item()
         if skipped:
             for buffer, before in buffers:
                 buffer.copy_(before)
@@ -308,16 +304,12 @@ class Trainer:
         self.scaler.update()
         if progress.step == self.updates_in(progress.epoch) and hasattr(self.optimizer, "sync_lookahead"):
             self.optimizer.sync_lookahead()  # the slow weights are those that are evaluated; here, as gradients exist
-        if self.scaler.is_enabled() and self.scaler.get_scale() >= LEAST_SCALE:
-            finite = summed[0].isfinite()  # an overflow in float16 is no fault: the scaler lowers its scale
         images = 0 if skipped else self.config.images_of_update(size)
         progress.images += images
-        self.sums += torch.stack([loss.double() * images if images else torch.zeros_like(loss).double(),
-                                  *summed[1:].double()])
-        self.last = torch.stack([torch.full_like(total, progress.updates), loss, norm]).double()
-        self.fault = torch.where(finite | (self.fault[0] > 0), self.fault, self.last)
-        self.unchecked[progress.updates] = (progress.step, self.optimizer.param_groups[0]["lr"],
-                                            [ids for _, _, ids in batches])
+        # An overflow in float16 is no fault: the scaler lowers its scale.
+        strict = not self.scaler.is_enabled() or self.scaler.get_scale() < LEAST_SCALE
+        self.unchecked.append(Update(progress.step, self.optimizer.param_groups[0]["lr"], [b[2] for b in batches],
+                                     images, strict, torch.stack([loss, norm, *summed[1:]])))
 
     def _gradient_norm(self) -> torch.Tensor:
         """Return the norm of the whole gradient, float32 () on the device; the gradient is clipped where that is asked
@@ -340,51 +332,49 @@ class Trainer:
             NonFiniteLoss: a loss or gradient was not finite, and may not be left out.
             RunError: more images than are allowed cannot be read.
         """
-        loss_sum, stops, unreadable, *fault = torch.cat([self.sums, self.fault]).tolist()
-        self.progress.loss_sum = loss_sum
-        self.sums[1:], self.fault = 0, torch.zeros_like(self.fault)
-        unchecked, self.unchecked = self.unchecked, {}
+        progress, asked, unreadable, faults = self.progress, False, False, []
+        unchecked, self.unchecked = self.unchecked, []
+        for update, values in zip(unchecked, torch.stack([u.values for u in unchecked]).tolist(), strict=True):
+            self.loss, norm, stops, unread = values
+            asked, unreadable = asked or stops > 0, unreadable or unread > 0
+            progress.loss_sum += self.loss * update.images if update.images else 0.0
+            if not math.isfinite(self.loss):
+                faults.append((update, "the loss", self.loss))
+            elif update.strict and not math.isfinite(norm):
+                faults.append((update, "the norm of the gradient", norm))
         if unreadable:
-            self.bad_images.collect(self.world, self.folder)
-        if fault[0]:
-            self._report(fault, *unchecked[int(fault[0])])
-        return stops > 0
+            self.data.bad_images.collect(self.world, self.folder)
+        for update, what, value in faults:
+            error = self._reported(f"{what} of", f"is {value}", update)
+            if self.config.on_nan != "skip" or progress.skipped >= MAX_SKIPPED:
+                raise error
+            progress.skipped += 1
+            log.warning("%s: left out; its samples are in %s", error, error.report)
+        return asked
 
-    def _report(self, fault: list[float], step: int, rate: float, ids: list[torch.Tensor]) -> None:
-        """Write which samples every process had in an update whose loss or gradient was not finite, and raise
-        NonFiniteLoss unless it was left out."""
-        progress, (_, loss, norm) = self.progress, fault
-        what, value = ("the loss", loss) if not math.isfinite(loss) else ("the norm of the gradient", norm)
-        error = NonFiniteLoss(f"{what} of update {step} of epoch {progress.epoch + 1} is {value}")
-        self._write_report(error, step, rate, ids)
-        if self.config.on_nan != "skip" or progress.skipped >= MAX_SKIPPED:
-            raise error
-        progress.skipped += 1
-        log.warning("%s: left out; its samples are in %s", error, error.report)
-
-    def _write_report(self, error: NonFiniteLoss, step: int, rate: float, ids: list[torch.Tensor]) -> None:
-        everywhere = self.world.gather([i for batch_ids in ids for i in batch_ids.tolist()])
-        epoch = self.progress.epoch + 1
-        error.report = self.folder / f"nonfinite-epoch{epoch:03d}-update{step:05d}.json"
-        if self.world.is_main:
-            write_json(error.report, {
-                "error": str(error), "epoch": epoch, "update": step, "lr": rate,
-                "last_good_checkpoint": str(self.last_good), "sample_ids": everywhere,
-                "samples": [[self.describe(i) for i in of_rank] for of_rank in everywhere]})
-        self.world.barrier()  # nobody leaves, and has the others ended, before the report is written
-
-    def _check_weights(self, latest: tuple[int, float, list[torch.Tensor]]) -> None:
+    def _check_weights(self, latest: Update) -> None:
         """Raise NonFiniteLoss, on every process, for weights and buffers (batch statistics) no checkpoint should hold:
-        steps and statistics can overflow where losses and gradients do not. `latest`: of the latest update."""
+        steps and statistics can overflow where losses and gradients do not."""
         spoilt = non_finite(self.model.state_dict())
         if self.ema is not None:
             spoilt += [f"averaged {name}" for name in non_finite(self.ema.module.state_dict())]
         everywhere = [name for of_rank in self.world.gather(spoilt) for name in of_rank]  # statistics differ by rank
         if everywhere:
-            error = NonFiniteLoss(f"a weight is not finite after update {latest[0]} of epoch "
-                                  f"{self.progress.epoch + 1}: {everywhere[0]}")
-            self._write_report(error, *latest)
-            raise error
+            raise self._reported("a weight is not finite after", f"({everywhere[0]})", latest)
+
+    def _reported(self, before: str, after: str, update: Update) -> NonFiniteLoss:
+        """Write which samples every process had in an update of the epoch; return the error that names it."""
+        everywhere = self.world.gather([i for batch_ids in update.ids for i in batch_ids.tolist()])
+        epoch = self.progress.epoch + 1
+        error = NonFiniteLoss(f"{before} update {update.step} of epoch {epoch} {after}")
+        error.report = self.folder / f"nonfinite-epoch{epoch:03d}-update{update.step:05d}.json"
+        if self.world.is_main:
+            write_json(error.report, {
+                "error": str(error), "epoch": epoch, "update": update.step, "lr": update.rate,
+                "last_good_checkpoint": str(self.last_good), "sample_ids": everywhere,
+                "samples": [[self.data.describe(i) for i in of_rank] for of_rank in everywhere]})
+        self.world.barrier()  # nobody leaves, and has the others ended, before the report is written
+        return error
 
     # ---- epochs ---------------------------------------------------------------------------------------------------
 
@@ -410,19 +400,18 @@ class Trainer:
                 batches = [next(source) for _ in range(config.grad_accum_steps)]
                 progress.data_seconds += time.perf_counter() - start
                 self._update(batches)
-                latest = self.unchecked[progress.updates]
-                done = progress.step == updates
+                latest, done = self.unchecked[-1], progress.step == updates
                 due = bool(config.checkpoint_steps) and progress.step % config.checkpoint_steps == 0
                 logged = bool(config.log_steps) and (done or progress.step % config.log_steps == 0)
                 stop = self.world.size == 1 and self.stop.signal is not None  # else all processes hear of it together
                 if stop or done or due or logged or progress.step % self.check_every == 0:
                     stop = self.check() or stop
-                    bar.set_postfix(loss=f"{self.last[1].item():.3f}", refresh=False)
+                    bar.set_postfix(loss=f"{self.loss:.3f}", refresh=False)
                 if stop or done or due:
                     self._check_weights(latest)
                 progress.seconds += time.perf_counter() - start
                 bar.update()
-                if logged and self.step_log is not None:
+                if logged:
                     self._log_step()
                 if stop:
                     self._leave()
@@ -437,7 +426,7 @@ class Trainer:
         left = (self.total_updates - progress.updates) * progress.seconds / progress.step
         self.step_log.add({
             "step": progress.updates, "epoch": progress.epoch + progress.step / self.updates_per_epoch,
-            "lr": self.optimizer.param_groups[0]["lr"], "train_loss": self.last[1].item(),
+            "lr": self.optimizer.param_groups[0]["lr"], "train_loss": self.loss,
             "images_per_s": images / seconds, "data_wait_percent": 100 * waiting / seconds,
             "memory_mib": memory_mib(self.world.device)}, left)
 
@@ -449,27 +438,24 @@ class Trainer:
             raise RunError(f"all {progress.step} updates of epoch {number} were left out, for a loss or gradient that "
                            f"is not finite (--on-nan skip): nothing was learnt; last good checkpoint: {self.last_good}")
         figures = self._evaluated(number)
-        self.bad_images.collect(self.world, self.folder)
+        self.data.bad_images.collect(self.world, self.folder)
         row = {
             "epoch": number, "step": progress.updates, "lr": self.optimizer.param_groups[0]["lr"],
             "train_loss": progress.loss_sum / progress.images, **figures,
             "images_per_s": progress.images / trained, "seconds": trained + time.perf_counter() - start,
         }
         if self.world.is_main:
-            row |= self.watch(self.ema.module if self.ema is not None else self.eval_net, number, progress.updates)
-        progress.epoch = number
-        progress.rows.append({k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in row.items()})
-        row, gates = progress.rows[-1], self._note_gates()
-        measured = figures[self.measures[0]]
+            row |= self.watch(self.eval_net, number, progress.updates)
+        row = {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in {**row, **self._gates()}.items()}
+        progress.rows.append(row)
+        progress.epoch, measured = number, row[self.measures[0]]
         best = measured > progress.best_top1
         if best:
             progress.best_top1, progress.best_epoch = measured, number
         progress.begin_epoch()
-        self.sums.zero_()
         every = self.config.snapshot_epochs
         self.save(best, snapshot=every > 0 and number % every == 0)
-        if self.step_log is not None:
-            self.step_log.add_epoch({**row, **gates})
+        self.step_log.send("epoch", row)
         self._log_epoch(row, best)
 
     def _evaluated(self, number: int) -> dict[str, float]:
@@ -478,18 +464,16 @@ class Trainer:
             distribute_bn(self.best_model, self.world.size, reduce=self.config.dist_bn == "reduce")
         if number % self.config.eval_epochs and number != self.total_epochs:
             return dict.fromkeys(("eval_loss", *self.measures), math.nan)
-        net = self.ema.module if self.ema is not None else self.eval_net
-        result = self.evaluate(net, self.eval_loader, self.num_classes, self.world, self.config,
+        result = self.evaluate(self.eval_net, self.eval_loader, len(self.data.classes), self.world, self.config,
                                should_stop=self._stop_wanted)
         if result is None:
             self._leave()
         return {"eval_loss": getattr(result, "loss", math.nan), **result.figures()}
 
-    def _note_gates(self) -> dict[str, float]:
-        """Add the row of learnable gates, where there are some, and log them; return the gates."""
-        gates = {name: float(f"{value:.6g}") for name, value in gate_values(self.best_model).items()}
+    def _gates(self) -> dict[str, float]:
+        """Return the learnable gates by name, where there are some, and log them."""
+        gates = gate_values(self.best_model)
         if gates:
-            self.progress.gates.append({"epoch": self.progress.epoch, "step": self.progress.updates, **gates})
             log.info("gates: %s", "  ".join(
                 f"{name} {min(values):.3f} to {max(values):.3f}, mean {sum(values) / len(values):.3f}"
                 for name, values in by_gate(gates).items()))
@@ -497,16 +481,15 @@ class Trainer:
 
     def _log_epoch(self, row: Mapping[str, float], best: bool) -> None:
         """Say in a line what an epoch came to."""
-        progress, first = self.progress, self.measures[0]
-        accuracy = "not evaluated" if math.isnan(row[first]) else self.text_of(row)
-        accuracy += " of the training images" if self.eval_split == "train" else ""
-        seconds = sum(other["seconds"] for other in progress.rows) / len(progress.rows)
-        left = seconds * (self.total_epochs - progress.epoch)
-        ends = "  best" if best else f"  best {progress.best_top1:.2f}%, epoch {progress.best_epoch}" \
-            if progress.best_epoch else ""
-        log.info("epoch %d/%d  loss %.4f  %s  lr %.5f  %.0f images/s  %.1f s%s%s", row["epoch"], self.total_epochs,
-                 row["train_loss"], accuracy, row["lr"], row["images_per_s"], row["seconds"], ends,
-                 f"  {duration(left)} left" if left else "")
+        progress, seconds = self.progress, [other["seconds"] for other in self.progress.rows]
+        left = (self.total_epochs - progress.epoch) * sum(seconds) / len(seconds)
+        quality = self.text_of(row) or "not evaluated"
+        said = [f"epoch {progress.epoch}/{self.total_epochs}", f"loss {row['train_loss']:.4f}",
+                quality + (" of the training images" if self.data.eval_split == "train" else ""), f"lr {row['lr']:.5f}",
+                f"{row['images_per_s']:.0f} images/s", f"{row['seconds']:.1f} s"]
+        if progress.best_epoch:
+            said.append("best" if best else f"best {progress.best_top1:.2f}%, epoch {progress.best_epoch}")
+        log.info("%s", "  ".join(said + ([f"{duration(left)} left"] if left else [])))
 
     def fit(self) -> None:
         """Train until `config.epochs` epochs are complete.
@@ -526,12 +509,11 @@ class Trainer:
                 raise RunError(f"{error}; last good checkpoint: {self.last_good}{samples}") from error
             except (torch.OutOfMemoryError, MemoryError) as error:
                 raise RunError(f"out of memory in update {self.progress.step + 1} of epoch {self.progress.epoch + 1} "
-                               f"({str(error).splitlines()[0] if str(error) else 'main memory'}): a smaller "
-                               "--batch-size with --total-batch as it is adds up more batches, --grad-checkpointing "
-                               "and --amp need less; last good checkpoint: "
-                               f"{self.last_good}") from error
+                               f"({str(error).partition(chr(10))[0] or 'main memory'}): a smaller --batch-size with "
+                               "--total-batch as it is adds up more batches, --grad-checkpointing and --amp need less; "
+                               f"last good checkpoint: {self.last_good}") from error
             except RuntimeError as error:
-                if isinstance(error, RunError) or "DataLoader worker" not in str(error):
+                if "DataLoader worker" not in str(error):
                     raise
                 raise RunError(f"{str(error).strip()} The system kills processes when main memory runs out, fewer "
                                f"--workers need less; last good checkpoint: {self.last_good}") from error

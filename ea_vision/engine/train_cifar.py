@@ -39,16 +39,14 @@ class CifarConfig(ClassificationConfig):
     exif_rotation: bool = option(False, "folder: turn images as their EXIF data says; off, as in timm", DATA)
     img_size: int = option(32, "side of the images in pixels; others are scaled and cut", DATA, minimum=8)
     holdout: int = option(0, "training images to hold out and evaluate on each epoch; 0: the test images are used",
-                          EVALUATION, minimum=0)
+                          EVALUATION)
     flip: str = option("auto", "mirror half of the training images; auto: on; alternate: by chance in the first "
                                "epoch, then each every other epoch; these two never mirror digits", AUGMENT,
                        choices=("auto", "on", "off", "alternate"))
-    crop_padding: int = option(4, "pixels by which training images are padded before the random crop", AUGMENT,
-                               minimum=0)
+    crop_padding: int = option(4, "pixels by which training images are padded before the random crop", AUGMENT)
     crop_padding_mode: str = option("zeros", "what they are padded with; zeros: black; reflect: the image, mirrored "
                                              "at its border", AUGMENT, choices=PADDING_MODES)
-    cutout: int = option(8, "side, in pixels, of the square cut out of each training image; 0: none", AUGMENT,
-                         minimum=0)
+    cutout: int = option(8, "side, in pixels, of the square cut out of each training image; 0: none", AUGMENT)
 
     def __post_init__(self):
         super().__post_init__()
@@ -106,9 +104,6 @@ class SmallImages(DataModule):
 
     def test_loader(self, **keywords) -> EvalLoader:
         return EvalLoader(self.test, batch_size=self.config.eval_batch_size, **keywords)
-
-    def unaugmented_loader(self, **keywords) -> EvalLoader:
-        return EvalLoader(self.train, batch_size=self.config.eval_batch_size, **keywords)
 
     def describe(self, index: int) -> str:
         return self.train.names[index]

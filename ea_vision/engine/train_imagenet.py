@@ -7,7 +7,6 @@ Started by torchrun it runs on several GPUs or machines; the same command contin
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 from dataclasses import dataclass
@@ -35,7 +34,7 @@ from ea_vision.data.small_images import check_same_classes
 from ea_vision.data.splits import find_split, places_of, what_was_meant
 from ea_vision.engine import command
 from ea_vision.engine.classification import ClassificationConfig, ClassificationTrainer
-from ea_vision.engine.config import AUGMENT, DATA, EVALUATION, KEPT, MODEL, RUN, option, setting
+from ea_vision.engine.config import AUGMENT, DATA, EVALUATION, MODEL, RUN, option, setting
 from ea_vision.engine.data_module import DataModule
 
 DESCRIPTION = __doc__
@@ -50,7 +49,6 @@ EXAMPLES = """\
   python train_imagenet.py --evaluate runs/imagenet-ea_aa_resnet50 --data-dir DIR
   python train_imagenet.py --evaluate resnet50 --data-dir DIR                                          # timm's weights
 """
-log = logging.getLogger("ea_vision.train_imagenet")
 
 
 @dataclass
@@ -60,9 +58,8 @@ class ImageNetConfig(ClassificationConfig):
     model: str = option("ea_aa_resnet50", "registered timm model, ours or timm's", MODEL)
     recipe: str = setting("imagenet", "recipe: a name in ea_vision/recipes, a YAML file, or none", RUN)
     data_dir: str = setting("", "folder with train and val, each a folder or .tar of class/name.jpg", DATA)
-    output: str = setting("", "run folder; empty: runs/imagenet-MODEL", RUN)
     workers: int = setting(min(8, len(os.sched_getaffinity(0))), "processes (threads for FFCV) that decode images, per "
-                           "training process; 0: in this one", DATA, minimum=0, maximum=MOST_WORKERS)
+                           "training process; 0: in this one", DATA, maximum=MOST_WORKERS)
     dataset: str = option("", "timm's name of another data set that can be indexed (torch/*, hfds/*); empty: images",
                           DATA)
     train_beton: str = setting("", "FFCV file of the training images; empty: data_dir is read", DATA)
@@ -76,31 +73,36 @@ class ImageNetConfig(ClassificationConfig):
                                    "train, ILSVRC2012_img_train or that of ILSVRC/Data/CLS-LOC", DATA)
     val_split: str = setting("", "the same of the images to evaluate on; empty: val, validation, valid, "
                                  "ILSVRC2012_img_val, test", DATA)
-    num_classes: int = option(0, "classes the data must have; 0: those it has", DATA, minimum=0)
+    num_classes: int = option(0, "classes the data must have; 0: those it has", DATA)
     img_size: int = option(224, "side of the training images in pixels; of those to evaluate on, unless "
                                 "eval_img_size says otherwise", DATA, minimum=8)
     first_img_size: int = option(0, "side of the training images at first, from which they grow to img_size; 0: one "
-                                    "size", AUGMENT, minimum=0, goes_with="grow_epochs")
+                                    "size", AUGMENT, goes_with="grow_epochs")
     grow_epochs: list[float] = option([], "the epochs up to which they have first_img_size and from which on "
                                           "img_size, counted from 0; between them multiples of 32 pixels", AUGMENT,
                                           goes_with="first_img_size")
-    eval_img_size: int = option(0, "evaluation: side in pixels of the middle that is cut out; 0: img_size", EVALUATION,
-                                minimum=0)
+    eval_img_size: int = option(0, "evaluation: side in pixels of the middle that is cut out; 0: img_size", EVALUATION)
     eval_resize: int = option(256, "evaluation: the short side in pixels, before the middle is cut out", EVALUATION,
                               minimum=8)
     aug_repeats: int = option(1, "repeated augmentation: an epoch has each of its images this many times, and so "
                                  "many times fewer images", AUGMENT, minimum=1)
     crop_scale: float = option(0.08, "least share of an image's area in a training crop", AUGMENT, above=0.0,
                                maximum=1.0)
-    hflip: float = option(0.5, "probability of a left-right flip", AUGMENT, minimum=0.0, maximum=1.0)
+    hflip: float = option(0.5, "probability of a left-right flip", AUGMENT, maximum=1.0)
+    vflip: float = option(0.0, "probability of an upside-down flip (not FFCV)", AUGMENT, maximum=1.0,
+                          not_with="train_beton")
+    ratio: list[float] = option([0.75, 4 / 3], "least and greatest ratio of width to height of a training crop (not "
+                                               "FFCV)", AUGMENT, above=0.0, not_with="train_beton")
+    train_crop_mode: str = option("rrc", "timm's crop of training images: rrc a part that is resized, rkrc resized "
+                                         "with its ratio kept and cut at random, rkrr by random factors besides (not "
+                                         "FFCV)", AUGMENT, choices=("rrc", "rkrc", "rkrr"), not_with="train_beton")
     color_jitter: float = option(0.0, "strength of brightness, contrast and saturation changes (not FFCV)", AUGMENT,
-                                 minimum=0.0, not_with="train_beton")
+                                 not_with="train_beton")
     aa: str = option("", "timm's policy, such as rand-m9-mstd0.5, or ta_wide, torchvision's TrivialAugment (not FFCV); "
                          "empty: none", AUGMENT, not_with="train_beton")
     interpolation: str = option("bilinear", "how images are scaled (FFCV: area, unless images are stored as evaluated)",
                                 DATA, choices=("bilinear", "bicubic"))
-    max_bad_images: int = setting(10, "the run stops when more images cannot be read", DATA, minimum=0)
-    log_steps: int = setting(50, "updates between rows of speed.csv; 0: none", KEPT, minimum=0)
+    max_bad_images: int = setting(10, "the run stops when more images cannot be read", DATA)
 
     def __post_init__(self):
         super().__post_init__()
@@ -149,15 +151,11 @@ class ClassFolders(DataModule):
     def __init__(self, config: ImageNetConfig, world: World, training: bool):
         super().__init__(config, world, training)
         self.bad_images = BadImages(config.max_bad_images)
-        self.batches_ahead = 2 * config.workers
         if training:
             if not config.train_beton:
                 checked_train_transform(config, config.img_size)
             self.train = self._open("train")
         self.evaluated = self._open("validation")
-        self.preprocessing = config.evaluation
-        if config.val_beton and self.evaluated.evaluated is None:
-            self.preprocessing = self.preprocessing._replace(interpolation="area")
         self.classes, self.fingerprint = self.evaluated.classes, self.evaluated.fingerprint()
         self.eval_images = self.test_images = len(self.evaluated)
         self.about = {"data": self.evaluated.name}
@@ -177,7 +175,7 @@ class ClassFolders(DataModule):
         return same_place(about.get("train_data"), self.evaluated.name)
 
     def _open(self, split: str):
-        """The images of "train" or "validation": an FFCV file where one is given, else what --data-dir holds."""
+        """Return the images of "train" or "validation": an FFCV file where one is given, else what --data-dir holds."""
         config = self.config
         beton = config.train_beton if split == "train" else config.val_beton
         if beton:
@@ -188,15 +186,11 @@ class ClassFolders(DataModule):
             raise UsageError(f"no {split} images: --data-dir is required, or --train-beton and --val-beton")
         root = Path(config.data_dir)
         named = config.train_split if split == "train" else config.val_split
-        if config.dataset:
-            place = root
-        elif named:
-            place = next((path for path in (root / named, root / f"{named}.tar") if path.exists()), None)
-            if place is None:
-                raise UsageError(f"{'train' if split == 'train' else 'val'}_split {named}: {root} has neither {named} "
-                                 f"nor {named}.tar")
-        else:
-            place = find_split(root, split, or_root=True)
+        place = root if config.dataset else find_split(root, split, or_root=True) if not named else next(
+            (path for path in (root / named, root / f"{named}.tar") if path.exists()), None)
+        if place is None:
+            raise UsageError(f"{'train' if split == 'train' else 'val'}_split {named}: {root} has neither {named} nor "
+                             f"{named}.tar")
         return ImageSource(config.dataset, place, named or split, config.num_classes, config.exif_rotation)
 
     def check(self) -> None:
@@ -210,9 +204,8 @@ class ClassFolders(DataModule):
 
     def train_loader(self, **keywords) -> ImageTrainLoader | BetonTrainLoader:
         config, source = self.config, self.train
-        common = {**keywords, "img_size": config.img_size, "batch_size": config.batch_size, "workers": config.workers,
-                  "seed": config.seed, "bad_images": self.bad_images, "size_of": config.size_of,
-                  "repeats": config.aug_repeats}
+        common = self._common(keywords, config.img_size, config.batch_size) | {
+            "seed": config.seed, "size_of": config.size_of, "repeats": config.aug_repeats}
         if not config.train_beton:
             transform = partial(checked_train_transform, config)
             return ImageTrainLoader(source, transform=transform if config.size_of else transform(config.img_size),
@@ -222,25 +215,23 @@ class ClassFolders(DataModule):
         return BetonTrainLoader(source, os_cache=os_cache, scale=(config.crop_scale, 1.0), hflip=config.hflip, **common)
 
     def eval_loader(self, **keywords) -> ImageEvalLoader | BetonEvalLoader:
-        return self._unaugmented(self.evaluated, self.config.val_beton, **keywords)
+        config, side = self.config, self.config.side_to_evaluate
+        common = self._common(keywords, side, config.eval_batch_size)
+        if config.val_beton:
+            return BetonEvalLoader(self.evaluated, resize=config.eval_resize, **common)
+        return ImageEvalLoader(self.evaluated, **common,
+                               transform=eval_transform(side, config.eval_resize, config.interpolation))
 
-    def unaugmented_loader(self, **keywords) -> ImageEvalLoader | BetonEvalLoader:
-        return self._unaugmented(self.train, self.config.train_beton, **keywords)
+    def _common(self, keywords: dict[str, Any], img_size: int, batch_size: int) -> dict[str, Any]:
+        """Return the keywords of loaders of such images and batches."""
+        return {**keywords, "img_size": img_size, "batch_size": batch_size, "workers": self.config.workers,
+                "bad_images": self.bad_images}
 
     def loader_keywords(self, model: nn.Module) -> dict[str, Any]:
         config = self.config
         sizes = set(map(config.size_of, range(math.ceil(config.epochs)))) if config.size_of else set()
         check_sizes(model, sizes | {config.side_to_evaluate}, config)
         return super().loader_keywords(model)
-
-    def _unaugmented(self, source, beton: str, **keywords) -> ImageEvalLoader | BetonEvalLoader:
-        config = self.config
-        common = {**keywords, "img_size": config.side_to_evaluate, "batch_size": config.eval_batch_size,
-                  "workers": config.workers, "bad_images": self.bad_images}
-        if beton:
-            return BetonEvalLoader(source, resize=config.eval_resize, **common)
-        transform = eval_transform(config.side_to_evaluate, config.eval_resize, config.interpolation)
-        return ImageEvalLoader(source, transform=transform, **common)
 
 
 def check_sizes(model: nn.Module, sizes: set[int], config: ImageNetConfig) -> None:
@@ -258,13 +249,14 @@ def check_sizes(model: nn.Module, sizes: set[int], config: ImageNetConfig) -> No
 
 
 def checked_train_transform(config: ImageNetConfig, img_size: int):
-    """What is done to training images of a side in pixels.
+    """Return what is done to training images of a side in pixels.
 
     Raises:
         UsageError: timm knows no such policy.
     """
     try:
-        return train_transform(img_size, scale=(config.crop_scale, 1.0), hflip=config.hflip,
+        return train_transform(img_size, scale=(config.crop_scale, 1.0), hflip=config.hflip, vflip=config.vflip,
+                               ratio=tuple(config.ratio), train_crop_mode=config.train_crop_mode,
                                color_jitter=config.color_jitter, auto_augment=config.aa,
                                interpolation=config.interpolation)
     except (AssertionError, ValueError, KeyError, IndexError, TypeError) as error:
@@ -273,7 +265,7 @@ def checked_train_transform(config: ImageNetConfig, img_size: int):
 
 
 def same_place(a: Any, b: str) -> bool:
-    """Whether two names of images are one, or lead to the same folder or file."""
+    """Return whether two names of images are one, or lead to the same folder or file."""
     return a == b or isinstance(a, str) and Path(a).exists() and Path(b).exists() and Path(a).samefile(b)
 
 

@@ -80,7 +80,7 @@ def test(output: Path, data: Path) -> float:
 def row_of(way: str, seed: int, output: Path, top1: float) -> dict[str, str | int | float]:
     """Return a run as a line of the file that experiments.evidence reads, with the range of each gate at the end."""
     metrics = run_folder.read_metrics(output)
-    gates = by_gate({name: values[-1] for name, values in run_folder.read_gates(output).items()})
+    gates = by_gate({name: values[-1] for name, values in run_folder.gates_of(run_folder.read_metrics(output)).items()})
     ranges = {name: gates.get(name) for name in ("alpha", "beta")}
     return {"variant": way, "seed": seed, "test_top1": top1, "train_loss": metrics["train_loss"][-1],
             "seconds": round(sum(metrics["seconds"])),

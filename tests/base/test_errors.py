@@ -29,8 +29,7 @@ def test_other_errors_and_ends_stay_what_they_are(capsys):
     assert capsys.readouterr().err == "error: interrupted\n"
 
 
-@pytest.mark.parametrize("words", [["models"], ["models", "--help"], []])
-def test_a_reader_that_goes_ends_a_command_quietly(words):
+def test_a_reader_that_goes_ends_a_command_quietly():
     done = subprocess.run(["bash", "-c", '"$@" | head -1; exit ${PIPESTATUS[0]}', "bash", sys.executable, "-u", "-m",
-                           "ea_vision", *words], capture_output=True, text=True)
+                           "ea_vision", "models"], capture_output=True, text=True)
     assert done.stderr == "" and done.stdout.count("\n") == 1 and done.returncode in (0, 141)

@@ -11,4 +11,4 @@ TRAINERS = {**dict.fromkeys(("imagenet", "finetune", "rsb", "ffcv", "torchvision
 def resolved(name: str, **given):
     """Return the options of a recipe's trainer under this recipe; `given` replaces some."""
     kind = "cifar" if name == "finetune" else name.partition("_")[0]
-    return resolve(TRAINERS.get(kind, CifarConfig), {"recipe": name, **given})[0]
+    return resolve(TRAINERS.get(kind, CifarConfig), {"recipe": name, **given})

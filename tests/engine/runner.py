@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from fnmatch import fnmatch
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import safetensors.torch
@@ -19,8 +20,12 @@ from PIL import Image
 import train_imagenet  # noqa: F401  (loaded once, for the processes that train with it)
 from ea_vision.base import files
 from ea_vision.base.errors import exit_code
-from ea_vision.engine import checkpoint, classification, run_folder, train_cifar
+from ea_vision.base.processes import World
+from ea_vision.data.bad_images import BadImages
+from ea_vision.engine import checkpoint, run_folder, train_cifar
 from ea_vision.engine.classification import ClassificationTrainer
+from ea_vision.engine.config import resolve
+from ea_vision.engine.signals import StopRequest
 from ea_vision.engine.train import Trainer
 
 BN_MODEL = ["--model", "test_resnet", "--model-kwargs", "drop_rate=0.2"]  # batch statistics and dropout
@@ -39,6 +44,18 @@ def make_folder(root: Path, train: int = 40, test: int = 13, classes: int = 3, s
             path.parent.mkdir(parents=True, exist_ok=True)
             Image.fromarray(pixels).save(path)
     return root
+
+
+CPU = World(0, 1, torch.device("cpu"))
+
+
+def make_trainer(folder: Path, model: torch.nn.Module, train_loader=range(8), eval_loader=range(1), *, classes: int = 3,
+                 world: World = CPU, kind=ClassificationTrainer, schema=train_cifar.CifarConfig, **options):
+    """Return a training loop of these options, without data of its own."""
+    config = resolve(schema, {"recipe": "none", **options})
+    data = SimpleNamespace(config=config, world=world, classes=["class"] * classes, fingerprint="", eval_split="test",
+                           bad_images=BadImages(0), describe=lambda index: f"image {index}")
+    return kind(data, model, train_loader, eval_loader, folder, StopRequest())
 
 
 def arguments(data: Path, output: Path, *more: str) -> list[str]:
@@ -177,13 +194,13 @@ class SignalInEvaluation:
     """Send this process SIGTERM at the beginning of its first evaluation."""
 
     def __call__(self):
-        evaluate = classification.evaluate
+        evaluate = ClassificationTrainer.evaluate
 
         def hurt(*args, **kwargs):
             os.kill(os.getpid(), signal.SIGTERM)
             return evaluate(*args, **kwargs)
 
-        classification.evaluate = hurt
+        ClassificationTrainer.evaluate = staticmethod(hurt)
 
 
 def die() -> None:
@@ -287,20 +304,19 @@ class SpoilLoss:
         ClassificationTrainer._batch_loss = hurt
 
 
-class SpoilWeight:
-    """Put an infinity into a weight after update `number`, as an overflowing gradient would."""
+class SpoilTensor:
+    """Put an infinity into a weight or statistic after update `number`, as an overflowing gradient would."""
 
-    def __init__(self, number: int):
-        self.number = number
+    def __init__(self, number: int, name: str):
+        self.number, self.name = number, name
 
     def __call__(self):
         update = Trainer._update
 
         def hurt(trainer, batches):
-            result = update(trainer, batches)
+            update(trainer, batches)
             if trainer.progress.updates == self.number:
-                next(trainer.model.parameters()).data.view(-1)[0] = float("inf")
-            return result
+                trainer.model.state_dict()[self.name].view(-1)[0] = float("inf")
 
         Trainer._update = hurt
 

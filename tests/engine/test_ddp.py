@@ -13,8 +13,8 @@ from ea_vision.base.errors import UsageError
 from ea_vision.base.processes import World
 from ea_vision.engine.classification import ClassificationTrainer
 from ea_vision.engine.config import resolve
-from ea_vision.engine.signals import StopRequest
 from ea_vision.engine.train_cifar import CifarConfig
+from tests.engine.runner import make_trainer
 
 CPU = torch.device("cpu")
 
@@ -27,11 +27,9 @@ def group():
     dist.destroy_process_group()
 
 
-def make_trainer(folder, model, **given) -> ClassificationTrainer:
-    config, _ = resolve(CifarConfig, {"recipe": "none", "batch_size": 4, **given})
-    return ClassificationTrainer(config, model, range(8), range(1), num_classes=4, world=World(0, 2, CPU),
-                                 folder=folder,
-                   stop=StopRequest(), data_fingerprint="", describe=str)
+def two(folder, model, **given) -> ClassificationTrainer:
+    """Return the training loop of the first of two processes."""
+    return make_trainer(folder, model, classes=4, world=World(0, 2, CPU), batch_size=4, **given)
 
 
 def compiled_parts(node) -> list:
@@ -54,7 +52,7 @@ def test_compiled_gradients_are_averaged_while_backward_goes_on(group, tmp_path,
     monkeypatch.setattr(torch, "compile", lambda model, mode, dynamic: compile_(model, backend="aot_eager",
                                                                                 dynamic=dynamic))
     model = nn.Sequential(nn.Flatten(), nn.Linear(12, 512), *(nn.Linear(512, 512) for _ in range(4)), nn.Linear(512, 4))
-    trainer = make_trainer(tmp_path, model, compile=True)
+    trainer = two(tmp_path, model, compile=True)
     events = []
 
     def sent(state, bucket):
@@ -79,7 +77,7 @@ def test_compiled_gradients_are_averaged_while_backward_goes_on(group, tmp_path,
 def test_gradients_lie_in_the_buckets_as_their_weights_do(group, tmp_path):
     """Also those of map convolutions, channels-last: no copy to and from the buckets, and no warning of DDP's."""
     model = timm.create_model("ea_conv_transformer_cifar", num_classes=4, widths=[8, 8, 8, 8])
-    trainer = make_trainer(tmp_path, model, channels_last=True)
+    trainer = two(tmp_path, model, channels_last=True)
     always = torch.is_warn_always_enabled()
     torch.set_warn_always(True)
     try:
@@ -102,10 +100,7 @@ def test_gradients_lie_in_the_buckets_as_their_weights_do(group, tmp_path):
 def test_compile_mode_is_torchs(tmp_path, monkeypatch, mode, dynamic):
     asked = []
     monkeypatch.setattr(torch, "compile", lambda model, **how: asked.append(how) or model)
-    config, _ = resolve(CifarConfig, {"recipe": "none", "compile": True, "compile_mode": mode})
-    model = timm.create_model("test_resnet", num_classes=4)
-    ClassificationTrainer(config, model, range(8), range(1), num_classes=4, world=World(0, 1, CPU), folder=tmp_path,
-            stop=StopRequest(), data_fingerprint="", describe=str)
+    make_trainer(tmp_path, timm.create_model("test_resnet", num_classes=4), compile=True, compile_mode=mode)
     assert asked == [{"mode": mode, "dynamic": dynamic}]
 
 
@@ -125,12 +120,8 @@ def test_cuda_graphs_that_torch_leaves_out_train_all_the_same(tmp_path, monkeypa
     compile_ = torch.compile
     monkeypatch.setattr(torch, "compile", lambda model, mode, dynamic: compile_(model, backend="aot_eager",
                                                                                 dynamic=dynamic))
-    config, _ = resolve(CifarConfig, {"recipe": "none", "batch_size": 4, "compile": True,
-                                      "compile_mode": "reduce-overhead"})
     model = nn.Sequential(nn.Flatten(), nn.Linear(12, 4), nn.BatchNorm1d(4))
-    trainer = ClassificationTrainer(config, model, range(8), range(1), num_classes=4, world=World(0, 1, CPU),
-                                    folder=tmp_path,
-                      stop=StopRequest(), data_fingerprint="", describe=str)
+    trainer = make_trainer(tmp_path, model, classes=4, batch_size=4, compile=True, compile_mode="reduce-overhead")
     for size in (4, 4, 3):
         trainer._update([(torch.randn(size, 3, 2, 2), torch.arange(size), torch.arange(size))])
     assert not trainer.check()

@@ -1,7 +1,6 @@
 """What classifiers learn from besides labels: a teacher; and when mixing ends."""
 from __future__ import annotations
 
-import json
 import math
 
 import numpy as np
@@ -11,24 +10,17 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from ea_vision.base.processes import World
+from ea_vision.base.errors import exit_code
 from ea_vision.data.imagenet import train_transform
-from ea_vision.engine import run_folder, train_cifar, train_imagenet
-from ea_vision.engine.classification import ClassificationTrainer, Teacher, distillation_loss
-from ea_vision.engine.config import resolve
-from ea_vision.engine.signals import StopRequest
-from ea_vision.engine.train_cifar import CifarConfig
-from tests.data.photos import make_photos
-from tests.engine.runner import arguments, make_folder, run
+from ea_vision.engine import run_folder, train_cifar
+from ea_vision.engine.classification import Teacher, distillation_loss
+from tests.engine.runner import arguments, make_folder, make_trainer, run
 
 CPU = torch.device("cpu")
 
 
-def make_trainer(folder, cls=ClassificationTrainer, schema=CifarConfig, **given):
-    config, _ = resolve(schema, {"recipe": "none", "model": "test_resnet", "batch_size": 4, **given})
-    model = timm.create_model("test_resnet", num_classes=3).eval()
-    return cls(config, model, range(5), range(1), num_classes=3, world=World(0, 1, CPU), folder=folder,
-               stop=StopRequest(), data_fingerprint="", describe=str)
+def tiny(folder, **given):
+    return make_trainer(folder, timm.create_model("test_resnet", num_classes=3).eval(), batch_size=4, **given)
 
 
 @pytest.mark.parametrize("tau", [1.0, 4.0])
@@ -45,7 +37,7 @@ def test_soft_distillation_is_the_divergence_from_the_teacher(tau):
 
 @pytest.mark.parametrize("kind", ["soft", "hard"])
 def test_the_loss_is_shared_between_targets_and_teacher(tmp_path, kind):
-    trainer = make_trainer(tmp_path, distillation_type=kind, distillation_alpha=0.3, distillation_tau=2.0,
+    trainer = tiny(tmp_path, teacher="a teacher", distillation_type=kind, distillation_alpha=0.3, distillation_tau=2.0,
                            smoothing=0.0)
     teacher = timm.create_model("test_vit", num_classes=3, img_size=32)
     mean, std = (0.4, 0.5, 0.6), (0.2, 0.3, 0.1)
@@ -73,30 +65,28 @@ def data(tmp_path_factory):
 def test_a_run_learns_from_another_run(data, tmp_path, capsys):
     """With the teacher alone (alpha 1) the student ends nearer to it than with labels alone."""
     log, first = tmp_path / "log", tmp_path / "first"
-    assert run(arguments(data, first, "--epochs", "6", "--model-kwargs", "drop_rate=0"), log) == 0, log.read_text()
+    short = ["--epochs", "3", "--model-kwargs", "drop_rate=0"]
+    assert run([*arguments(data, first), *short], log) == 0, log.read_text()
     teacher = run_folder.load_run(first)[0]
     images = torch.randn(64, 3, 32, 32, generator=torch.Generator().manual_seed(1))
     distances = []
     for alpha in ("0", "1"):
-        folder = tmp_path / alpha
-        argv = arguments(data, folder, "--epochs", "6", "--seed", "3", "--teacher", str(first), "--distillation-alpha",
-                         alpha, "--model-kwargs", "drop_rate=0")
+        argv = [*arguments(data, tmp_path / alpha), *short, "--seed", "3", "--teacher", str(first),
+                "--distillation-alpha", alpha]
         assert run(argv, log) == 0, log.read_text()
         with torch.no_grad():
-            student = run_folder.load_run(folder)[0]
+            student = run_folder.load_run(tmp_path / alpha)[0]
             distances.append(distillation_loss(student(images), teacher(images), 1.0).item())
     assert distances[1] < distances[0]
     other = make_folder(tmp_path / "four", classes=4)
-    from ea_vision.base.errors import exit_code
-
-    assert exit_code(lambda: train_cifar.main(arguments(other, tmp_path / "x", "--teacher", str(first)))) == 2
-    assert "has 3 classes, the data 4" in capsys.readouterr().err
-    assert exit_code(lambda: train_cifar.main(arguments(data, tmp_path / "x", "--teacher", "resnet1"))) == 2
-    assert "unknown model or run folder 'resnet1'" in capsys.readouterr().err
+    for images, named, message in ((other, str(first), "has 3 classes, the data 4"),
+                                   (data, "resnet1", "unknown model or run folder 'resnet1'")):
+        argv = arguments(images, tmp_path / "x", "--teacher", named)
+        assert exit_code(lambda argv=argv: train_cifar.main(argv)) == 2 and message in capsys.readouterr().err
 
 
 def test_mixing_ends_at_its_epoch(tmp_path):
-    trainer = make_trainer(tmp_path, mixup=8.0, mixup_off_epoch=2, smoothing=0.0)  # halves, nearly
+    trainer = tiny(tmp_path, mixup=8.0, mixup_off_epoch=2, smoothing=0.0)  # halves, nearly
     images, targets = torch.randn(4, 3, 16, 16), torch.tensor([0, 1, 2, 0])
     with torch.no_grad():
         plain = F.cross_entropy(trainer.model(images), targets).item()
@@ -124,13 +114,3 @@ def test_trivial_augment_is_torchvisions():
         assert torch.equal(ours, torch.from_numpy(np.array(theirs)))
 
 
-def test_a_run_with_few_snapshots(tmp_path):
-    photos, folder, log = make_photos(tmp_path / "photos", train=24, val=8), tmp_path / "run", tmp_path / "log"
-    argv = ["--recipe", "none", "--model", "test_resnet", "--data-dir", str(photos), "--output", str(folder),
-            "--device", "cpu", "--img-size", "16", "--eval-resize", "20", "--batch-size", "8", "--workers", "0",
-            "--epochs", "3", "--aa", "ta_wide", "--snapshot-epochs", "1",
-            "--checkpoint-hist", "2"]
-    assert run(argv, log, main=train_imagenet.main) == 0, log.read_text()
-    assert sorted(path.name for path in (folder / run_folder.SNAPSHOTS).iterdir()) == [
-        "epoch_0002.safetensors", "epoch_0003.safetensors"]
-    assert json.loads((folder / "results.json").read_text())["epochs"] == 3

@@ -10,7 +10,6 @@ import ea_vision  # noqa: F401
 from ea_vision.base.errors import UsageError, exit_code
 from ea_vision.engine import run_folder, train_cifar, train_imagenet
 from ea_vision.engine.classification import ClassificationConfig
-from ea_vision.engine.curves import plot_learning_curves
 from ea_vision.engine.optimizer import build_optimizer
 from ea_vision.layers import learnable_gates
 from tests.engine import runner
@@ -45,30 +44,24 @@ def raised(data, tmp_path_factory):
     return folder, argv
 
 
-def test_gates_are_logged_exported_and_drawn(raised, data, tmp_path, capsys):
+def test_gates_are_logged_and_exported(raised, data, tmp_path, capsys):
     folder, _ = raised
-    gates = run_folder.read_gates(folder)
+    gates = run_folder.gates_of(run_folder.read_metrics(folder))
     names = [f"blocks.{block}.attn.evolution.{share}" for block in (1, 2) for share in ("alpha", "beta")]
-    assert list(gates) == ["epoch", "step", *names] and gates["step"] == [5, 10]
+    assert list(gates) == names
     weights = safetensors.torch.load_file(folder / run_folder.WEIGHTS)
     best = run_folder.read_results(folder)["test_best"]["epoch"]
     assert weights[names[1]].item() == pytest.approx(gates[names[1]][best - 1], rel=1e-5)
     learnt = tmp_path / "learnt"
     assert train_cifar.main(arguments(data, learnt, "--gate-lr", "30")) == 0
     assert "gates: alpha " in capsys.readouterr().out
-    assert all(values[1] != 0 for name, values in run_folder.read_gates(learnt).items())
-    figure = plot_learning_curves([folder, learnt])
-    lines = [[line for line in axes.lines if len(line.get_xdata()) == 2] for axes in figure.axes]
-    assert [len(drawn) for drawn in lines] == [4, 2, 4, 4]
-    assert all(tick == round(tick) for axes in figure.axes for tick in axes.get_xticks())  # epochs are whole
-    assert [list(line.get_ydata()) for line in lines[2]] == [gates[name] for name in names]
-
+    assert all(values[1] != 0 for name, values in run_folder.gates_of(run_folder.read_metrics(learnt)).items())
     constants = tmp_path / "constants"
     assert train_cifar.main(arguments(data, constants, "--model-kwargs", "alpha=0.5")) == 0
-    assert run_folder.read_gates(constants) == {} and len(plot_learning_curves([constants]).axes) == 2
-    (constants / run_folder.GATES).write_text("a,b\n1,2\n")
+    assert not run_folder.gates_of(run_folder.read_metrics(constants))
+    (constants / run_folder.METRICS).write_text("a,b\n1,2\n")
     with pytest.raises(UsageError, match="must have the columns epoch, step and others with a number in each, got"):
-        run_folder.read_gates(constants)
+        run_folder.read_metrics(constants)
 
 
 def test_layer_decay_is_timms_and_multiplies_the_rate_of_the_shares():

@@ -11,7 +11,6 @@ import timm
 import torch
 
 from ea_vision.engine import checkpoint, run_folder, train_cifar
-from ea_vision.engine.evaluate import evaluate
 from ea_vision.engine.train import Trainer
 from tests.engine.runner import SignalAfterUpdate, arguments, assert_equal, make_folder, run, same_result
 
@@ -37,12 +36,11 @@ def whole(data, tmp_path_factory):
 
 
 # Lookahead's two weights meet after update 6, and at the ends of the epochs, updates 5 and 10.
-@pytest.mark.parametrize("name, options, number, update", [
-    ("lookahead", LOOKAHEAD, signal.SIGKILL, 4), ("lookahead", LOOKAHEAD, signal.SIGTERM, 5),
-    ("all", ALL, signal.SIGKILL, 4), ("all", ALL, signal.SIGTERM, 8)])
-def test_a_run_that_was_killed_ends_as_one_that_was_not(data, whole, tmp_path, name, options, number, update):
+@pytest.mark.parametrize("name, options, updates", [("lookahead", LOOKAHEAD, (4, 3)), ("all", ALL, (4, 4))])
+def test_a_run_that_was_killed_ends_as_one_that_was_not(data, whole, tmp_path, name, options, updates):
     folder, log = tmp_path / "run", tmp_path / "log"
-    assert run(arguments(data, folder, *options), log, SignalAfterUpdate(number, update)) not in (0, 1, 2)
+    for number, update in zip((signal.SIGKILL, signal.SIGTERM), updates, strict=True):
+        assert run(arguments(data, folder, *options), log, SignalAfterUpdate(number, update)) not in (0, 1, 2)
     assert run(arguments(data, folder, *options), log) == 0, log.read_text()
     same_result(folder, whole[name])
 
@@ -79,40 +77,16 @@ def test_exported_weights_give_the_outputs_of_training_bit_for_bit(data, tmp_pat
     assert_equal(state["ema"], safetensors.torch.load_file(folder / run_folder.WEIGHTS), "weights")
 
 
-def test_results_and_evaluation_have_views_and_plain_weights_beside_the_plain_figures(whole, capsys):
+def test_an_evaluation_has_views_beside_the_plain_figures(whole, capsys):
     folder = whole["all"]
     results = run_folder.read_results(folder)
-    assert results["test_best"].keys() == {"epoch", "top1", "top5", "views_top1", "held_out_top1",
-                                           "held_out_views_top1"}
-    assert train_cifar.main(["--evaluate", str(folder)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    numbers = json.loads((folder / "evaluation" / "evaluation.json").read_text())
-    assert numbers["top1"] == pytest.approx(results["test_best"]["top1"], abs=1e-3)
-    assert numbers["views"]["top1"] == pytest.approx(results["test_best"]["views_top1"], abs=1e-3)
-    plain = numbers["plain_weights"]
-    assert numbers["tta"] == "six" and plain["views"]["images"] == plain["images"] == 13
-    assert plain["loss"] != numbers["loss"]
-    assert any(line.startswith(f"top1 {numbers['top1']:.2f}%") and "six views: top1" in line for line in lines)
-    assert any(line.startswith(f"not averaged: top1 {plain['top1']:.2f}%") for line in lines)
-    assert train_cifar.main(["--evaluate", str(folder), "--tta", "none"]) == 0
-    numbers = json.loads((folder / "evaluation" / "evaluation.json").read_text())
-    assert "views" not in numbers and "views" not in capsys.readouterr().out
-
-
-def test_plain_weights_are_those_of_the_checkpoint(whole, monkeypatch):
-    """What --evaluate calls not averaged is `model` of the best checkpoint, and the averaged ones are its `ema`."""
-    from ea_vision.engine import classification as module
-
-    seen = []
-
-    def spy(model, *args, **kwargs):
-        seen.append({name: value.clone() for name, value in model.state_dict().items()})
-        return evaluate(model, *args, **kwargs)
-
-    monkeypatch.setattr(module, "evaluate", spy)
-    assert train_cifar.main(["--evaluate", str(whole["all"])]) == 0
-    best = checkpoint.read_checkpoint(whole["all"] / checkpoint.BEST)
-    assert_equal(seen, [best["ema"], best["model"]], "weights")
+    assert results["test_best"].keys() == {"epoch", "top1", "top5", "held_out_top1"}
+    for tta in ("six", "none"):
+        assert train_cifar.main(["--evaluate", str(folder), "--tta", tta]) == 0
+        said, numbers = capsys.readouterr().out, json.loads((folder / "evaluation" / "evaluation.json").read_text())
+        assert numbers["top1"] == pytest.approx(results["test_best"]["top1"], abs=1e-3) and numbers["tta"] == tta
+        assert said.startswith(f"top1 {numbers['top1']:.2f}%") and ("six views: top1" in said) == (tta == "six")
+        assert numbers.get("views", {}).get("images") == (13 if tta == "six" else None)
 
 
 def test_without_a_test_the_test_images_change_nothing(data, tmp_path, capsys):
@@ -123,14 +97,14 @@ def test_without_a_test_the_test_images_change_nothing(data, tmp_path, capsys):
         shutil.copy(other / "train" / "class_1" / "001.png", path)
     folders, log = [tmp_path / "a", tmp_path / "b"], tmp_path / "log"
     for folder, source in zip(folders, (data, other), strict=True):
-        assert run(arguments(source, folder, "--holdout", "8", "--no-test", "--tta", "mirror"), log) == 0
+        assert run(arguments(source, folder, "--holdout", "8", "--no-test"), log) == 0
     results = [run_folder.read_results(folder) for folder in folders]
     for result in results:
         result.pop("seconds_per_epoch")
     assert results[0] == results[1] and not [key for key in results[0] if "test" in key]
-    assert results[0]["held_out_last"].keys() == {"epoch", "top1", "top5", "views_top1"}
+    assert results[0]["held_out_last"].keys() == {"epoch", "top1", "top5"}
     assert "test accuracy" not in log.read_text() and "accuracy on images held out" in log.read_text()
-    tested = arguments(data, folders[0], "--holdout", "8", "--tta", "mirror")
+    tested = arguments(data, folders[0], "--holdout", "8")
     assert run(tested, log) == 0
     results = run_folder.read_results(folders[0])
     assert results["test_images"] == 13 and "held_out_top1" in results["test_last"]

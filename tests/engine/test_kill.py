@@ -20,7 +20,7 @@ from tests.engine.runner import (
     SignalAfterUpdate,
     SignalInEvaluation,
     SpoilLoss,
-    SpoilWeight,
+    SpoilTensor,
     arguments,
     make_folder,
     nothing_truncated,
@@ -59,64 +59,57 @@ def continued(data, folder, uninterrupted):
     return log.read_text()
 
 
-# Updates 1 to 5 are the first epoch; checkpoints lie before 1 and after 2, 4, 5, 7, 9 and 10.
-@pytest.mark.parametrize("update", [1, 4, 6, 10])
-def test_sigkill_during_training(data, uninterrupted, tmp_path, update):
-    folder = tmp_path / "run"
-    code = run(arguments(data, folder, *EXTRAS), tmp_path / "run.log", SignalAfterUpdate(signal.SIGKILL, update))
-    assert code == -signal.SIGKILL
-    continued(data, folder, uninterrupted)
+def killed(data, folder, uninterrupted, *sabotages) -> str:
+    """Start the same command again and again, each time killed in another way, and then once more."""
+    for sabotage in sabotages:
+        code = run(arguments(data, folder, *EXTRAS), folder.with_suffix(".log"), sabotage)
+        assert code == -signal.SIGKILL, folder.with_suffix(".log").read_text()
+        nothing_truncated(folder)
+    return continued(data, folder, uninterrupted)
 
 
-# The third write of last.ckpt lies inside an epoch, the fourth at its end.
-@pytest.mark.parametrize("nth, stage", [(nth, stage) for nth in (1, 3, 4) for stage in KillInWrite.STAGES
-                                        if (nth, stage) != (1, "between")])  # the first checkpoint replaces none
-def test_sigkill_during_checkpoint_write(data, uninterrupted, tmp_path, nth, stage):
-    folder = tmp_path / "run"
-    code = run(arguments(data, folder, *EXTRAS), tmp_path / "run.log", KillInWrite(stage, nth))
-    assert code == -signal.SIGKILL
-    continued(data, folder, uninterrupted)
+# Updates 1 to 5 are the first epoch; checkpoints lie before 1 and after 2, 4, 5, 7, 9 and 10. Each start counts its own
+# updates: killed in update 1, 4, 7, 6 and 10 of the run, of which those since the last checkpoint are made again.
+def test_sigkill_during_training(data, uninterrupted, tmp_path):
+    killed(data, tmp_path / "run", uninterrupted, *(SignalAfterUpdate(signal.SIGKILL, n) for n in (1, 4, 5, 1, 4)))
 
 
-@pytest.mark.parametrize("name", [checkpoint.BEST, run_folder.WEIGHTS, run_folder.METRICS, run_folder.CONFIG,
-                                  run_folder.RESULTS, "epoch_0002.safetensors"])
-@pytest.mark.parametrize("stage", ["half", "renamed"])
-def test_sigkill_during_other_writes(data, uninterrupted, tmp_path, name, stage):
-    folder = tmp_path / "run"
-    code = run(arguments(data, folder, *EXTRAS), tmp_path / "run.log", KillInWrite(stage, 1, name))
-    assert code == -signal.SIGKILL
-    continued(data, folder, uninterrupted)
+@pytest.mark.parametrize("first", [1, 2, 3])
+def test_sigkill_during_checkpoint_writes(data, uninterrupted, tmp_path, first):
+    """At every stage of a write: of the run's first, one inside an epoch, one at its end."""
+    stages = [stage for stage in KillInWrite.STAGES if (first, stage) != (1, "between")]  # the first replaces none
+    before = [KillInWrite("renamed", 1)] * (first - 1)
+    killed(data, tmp_path / "run", uninterrupted, *before, *(KillInWrite(stage, 1) for stage in stages))
+
+
+@pytest.mark.parametrize("names", [(run_folder.CONFIG, run_folder.METRICS, checkpoint.BEST),
+                                   (run_folder.WEIGHTS, "epoch_0002.safetensors", run_folder.RESULTS)])
+def test_sigkill_during_other_writes(data, uninterrupted, tmp_path, names):
+    killed(data, tmp_path / "run", uninterrupted, *(KillInWrite(stage, 1, name) for name in names
+                                                    for stage in ("half", "renamed")))
 
 
 def test_sigkill_between_the_last_epochs_best_and_last_checkpoint(data, uninterrupted, tmp_path):
     """best.ckpt alone says that the epochs are done: the run that continues writes last.ckpt."""
     folder = tmp_path / "run"
-    best_epochs = checkpoint.read_checkpoint(uninterrupted / checkpoint.BEST)["progress"]["epoch"]
-    assert best_epochs == 2, "or this does not test what it says"
+    assert checkpoint.read_checkpoint(uninterrupted / checkpoint.BEST)["progress"]["epoch"] == 2, "or it says nothing"
     code = run(arguments(data, folder, *EXTRAS), tmp_path / "run.log", KillInWrite("renamed", 2, checkpoint.BEST))
     assert code == -signal.SIGKILL
     assert checkpoint.read_checkpoint(folder / checkpoint.LAST)["progress"]["updates"] == 9
     continued(data, folder, uninterrupted)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signals_finish_the_update_save_and_leave(data, uninterrupted, tmp_path, number):
-    folder = tmp_path / "run"
-    code = run(arguments(data, folder, *EXTRAS), tmp_path / "run.log", SignalAfterUpdate(number, 8))
-    assert code == 128 + number
-    saved = checkpoint.read_checkpoint(folder / checkpoint.LAST)["progress"]
-    assert (saved["epoch"], saved["step"], saved["updates"]) == (1, 3, 8), "the update it was in is finished and saved"
-    assert run_folder.read_results(folder) is None
-    assert "Traceback" not in (tmp_path / "run.log").read_text()
-    continued(data, folder, uninterrupted)
-
-
-def test_a_signal_during_evaluation_keeps_the_epochs_training(data, uninterrupted, tmp_path):
-    folder = tmp_path / "run"
-    code = run(arguments(data, folder, *EXTRAS), tmp_path / "run.log", SignalInEvaluation())
-    assert code == 128 + signal.SIGTERM
-    saved = checkpoint.read_checkpoint(folder / checkpoint.LAST)["progress"]
-    assert (saved["epoch"], saved["step"], saved["updates"], saved["rows"]) == (0, 5, 5, [])
+def test_signals_finish_the_update_save_and_leave(data, uninterrupted, tmp_path):
+    """TERM inside the first epoch, Ctrl-C inside the second, and TERM in an evaluation, which is made again."""
+    folder, log = tmp_path / "run", tmp_path / "run.log"
+    for sabotage, number, wanted in ((SignalAfterUpdate(signal.SIGTERM, 3), signal.SIGTERM, (0, 3, 3)),
+                                     (SignalInEvaluation(), signal.SIGTERM, (0, 5, 5)),
+                                     (SignalAfterUpdate(signal.SIGINT, 3), signal.SIGINT, (1, 3, 8))):
+        assert run(arguments(data, folder, *EXTRAS), log, sabotage) == 128 + number
+        saved = checkpoint.read_checkpoint(folder / checkpoint.LAST)["progress"]
+        assert (saved["epoch"], saved["step"], saved["updates"]) == wanted, "the update it was in is finished and saved"
+        assert len(saved["rows"]) == wanted[0] and run_folder.read_results(folder) is None
+    assert "Traceback" not in log.read_text()
     continued(data, folder, uninterrupted)
 
 
@@ -139,8 +132,8 @@ def test_a_second_run_that_is_refused_leaves_the_folder_of_one_that_has_only_jus
     with run_folder.locked(folder, world):
         with pytest.raises(UsageError, match="is in use by another run"), run_folder.locked(folder, world):
             raise AssertionError("two runs in one folder")
-        run_folder.write_gates(folder, [{"epoch": 1, "step": 1}])
-    assert (folder / run_folder.GATES).exists()
+        run_folder.write_metrics(folder, [])
+    assert (folder / run_folder.METRICS).exists()
     with run_folder.locked(tmp_path / "empty", world):
         pass
     assert not (tmp_path / "empty").exists(), "its own empty folder a run takes away"
@@ -200,7 +193,7 @@ def test_resume_goes_on_from_an_older_checkpoint_when_the_newest_is_damaged(data
 
 def test_config_says_which_start_made_which_updates(data, tmp_path):
     folder, log = tmp_path / "run", tmp_path / "run.log"
-    argv, two_threads = arguments(data, folder), partial(torch.set_num_threads, 2)
+    argv, two_threads = [*arguments(data, folder), "--epochs", "1"], partial(torch.set_num_threads, 2)
     assert run(argv, log, SignalAfterUpdate(signal.SIGKILL, 4)) < 0  # updates 1 and 2 are saved, the third is lost
     assert run(argv, log, SignalAfterUpdate(signal.SIGTERM, 1)) == 128 + signal.SIGTERM  # 3, like those before
     assert run(argv, log, two_threads) == 0
@@ -222,15 +215,15 @@ def test_a_start_without_updates_is_not_kept():
     assert [(s["update"], s["git_commit"]) for s in progress.starts] == [(1, "b"), (5, "e")]
 
 
-@pytest.mark.parametrize("name, nth", [(checkpoint.LAST, 3), (checkpoint.BEST, 1), (run_folder.WEIGHTS, 1)])
-def test_disk_full(data, uninterrupted, tmp_path, name, nth):
+def test_disk_full(data, uninterrupted, tmp_path):
     folder, log = tmp_path / "run", tmp_path / "run.log"
-    code = run(arguments(data, folder, *EXTRAS), log, DiskFullInWrite(nth, name))
-    assert code == 1
-    errors = [line for line in log.read_text().splitlines() if line.startswith("error:")]
-    assert len(errors) == 1 and f"cannot write {folder / name}" in errors[0] and "Traceback" not in log.read_text()
-    assert not list(folder.glob(".*.tmp")), "what was written in vain is freed"
-    checkpoint.read_checkpoint(folder / checkpoint.LAST)
+    for name, nth in ((checkpoint.LAST, 3), (checkpoint.BEST, 1), (run_folder.WEIGHTS, 1)):
+        assert run(arguments(data, folder, *EXTRAS), log, DiskFullInWrite(nth, name)) == 1
+        error = log.read_text().splitlines()[-1]
+        assert error.startswith("error: ") and f"cannot write {folder / name}" in error
+        assert not list(folder.glob(".*.tmp")), "what was written in vain is freed"
+        checkpoint.read_checkpoint(folder / checkpoint.LAST)
+    assert "Traceback" not in log.read_text()
     continued(data, folder, uninterrupted)
 
 
@@ -247,9 +240,10 @@ def test_non_finite_loss_stops_and_says_where(data, uninterrupted, tmp_path):
     continued(data, folder, uninterrupted)
 
 
-def test_non_finite_weights_are_never_saved(data, tmp_path):
+@pytest.mark.parametrize("spoilt", ["conv1.0.weight", "bn1.running_var"])
+def test_weights_and_statistics_that_are_not_finite_are_never_saved(data, tmp_path, spoilt):
     folder, log = tmp_path / "run", tmp_path / "run.log"
-    assert run(arguments(data, folder), log, SpoilWeight(4)) == 1
-    assert "a weight is not finite after update 4 of epoch 1" in log.read_text()
+    assert run(arguments(data, folder), log, SpoilTensor(4, spoilt)) == 1
+    assert f"a weight is not finite after update 4 of epoch 1 ({spoilt})" in log.read_text()
     saved = checkpoint.read_checkpoint(folder / checkpoint.LAST)
     assert saved["progress"]["updates"] == 2 and all(v.isfinite().all() for v in saved["model"].values())

@@ -1,7 +1,6 @@
 """Optimisers: whatever timm builds by name, groups and their rates, and states that survive."""
 from __future__ import annotations
 
-import dataclasses
 import warnings
 
 import pytest
@@ -37,24 +36,21 @@ def groups_of(model, **options):
 
 @pytest.mark.parametrize("opt, message", [
     ("lookahed_sgd", "did you mean lookahead_sgd"),
-    ("lookahead_sgdd", "did you mean lookahead_sgd"),
     ("fused_sgd", "unknown optimiser 'fused_sgd'"),  # timm would make it sgd, without a word
-    ("muonn", "did you mean"),
 ])
 def test_unknown_names_are_errors_with_near_matches(opt, message):
     with pytest.raises(UsageError, match=message):
         build_optimizer(config(opt=opt), network(), 1)
 
 
-@pytest.mark.parametrize("name", ["sgd", "momentum", "adamw", "lamb", "lion", "muon", "nmuon"])
-@pytest.mark.parametrize("prefix", ["", "lookahead_"])
-def test_what_timm_builds_makes_a_step(prefix, name):
-    if prefix + name not in optimizer_names():
+@pytest.mark.parametrize("name", ["sgd", "lamb", "lion", "nmuon", "lookahead_adamw", "lookahead_muon"])
+def test_what_timm_builds_makes_a_step(name):
+    if name not in optimizer_names():
         pytest.skip(f"timm {timm.__version__} has no {name}")
     model = network()
     before = [p.detach().clone() for p in model.parameters()]
-    optimizer = build_optimizer(config(opt=prefix + name, lr=0.01), model, 1)
-    assert isinstance(optimizer, timm.optim.Lookahead) == bool(prefix)
+    optimizer = build_optimizer(config(opt=name, lr=0.01), model, 1)
+    assert isinstance(optimizer, timm.optim.Lookahead) == name.startswith("lookahead_")
     model(torch.randn(4, 3, 8, 8)).square().sum().backward()
     optimizer.step()
     assert sum(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)) > len(before) / 2
@@ -67,18 +63,6 @@ def test_groups_without_further_options_are_timms():
     for mine, other in zip(ours.param_groups, theirs.param_groups, strict=True):
         assert [id(p) for p in mine["params"]] == [id(p) for p in other["params"]]
         assert all(mine[key] == other[key] for key in other if key != "params")
-
-
-def test_attention_lr_is_kept_through_every_schedule():
-    model = network()
-    for options in ({"sched": "linear", "warmup_epochs": "20%"}, {"sched": "cosine"}, {"sched": "constant"}):
-        settings = config(attention_lr=64, **options)
-        optimizer = build_optimizer(settings, model, 1)
-        schedule = build_schedule(settings, optimizer, 10)
-        for update in range(100):
-            schedule.step_update(update)
-            rates = [g["lr"] for g in optimizer.param_groups]
-            assert rates[-1] == pytest.approx(64 * rates[0], rel=1e-12)
 
 
 def test_attention_lr_is_the_rate_of_what_makes_the_maps():
@@ -103,15 +87,16 @@ def test_attention_lr_leaves_learnable_gates_to_gate_lr():
         **{f"blocks.{block}.attn.qkv.{part}": 0.5 for block in (0, 1) for part in ("weight", "bias")}}
 
 
-@pytest.mark.parametrize("opt", ["sgd", "adamw", "muon", "lookahead_muon"])
+@pytest.mark.parametrize("opt", ["sgd", "lookahead_muon"])
 def test_attention_lr_scales_the_update(opt):
-    """From the same weights and gradients: the maps' parameters move by that share, the others as without."""
+    """From the same weights and gradients: the maps' parameters move by that share, the others as without, at every
+    rate of a schedule."""
     moved = []
     for scale in (1, 0.25):
         model = network()
-        settings = config(opt=opt, lr=0.01, attention_lr=scale)
+        settings = config(opt=opt, lr=0.01, attention_lr=scale, sched="linear")
         optimizer = build_optimizer(settings, model, 1)
-        build_schedule(settings, optimizer, 10).step_update(0)  # which multiplies the rates by the groups' scales
+        build_schedule(settings, optimizer, 10).step_update(20)  # which multiplies the rates by the groups' scales
         for number, parameter in enumerate(model.parameters()):
             torch.manual_seed(number)
             parameter.grad = torch.randn_like(parameter)
@@ -155,33 +140,25 @@ def test_muon_takes_matrices_adamw_the_rest_each_at_its_rate():
     assert kernels and all("momentum_buffer" in states[name] for name in kernels)
 
 
-@pytest.mark.parametrize("opt", ["muon", "lookahead_muon"])
-def test_schedules_reach_all_parameters_of_muon(opt):
-    """Its AdamW's as well, of which timm's older releases keep the rate as it was at the start."""
-    model = network()
-    optimizer = build_optimizer(config(opt=opt), model, 1)
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0  # as schedules do at their end
-    before = [p.detach().clone() for p in model.parameters()]
-    model(torch.randn(4, 3, 8, 8)).square().sum().backward()
-    optimizer.step()
-    for old, new in zip(before, model.parameters(), strict=True):
-        assert torch.equal(old, new)
-
-
-def test_a_rate_for_muons_adamw_is_a_multiple_of_lr():
-    """As newer releases of timm take it, with a warning; it follows the schedule all the same."""
+@pytest.mark.parametrize("opt, kwargs, share", [("muon", {}, 1), ("lookahead_muon", {"adamw_lr": 0.01}, 0.1)])
+def test_schedules_reach_all_parameters_of_muon(opt, kwargs, share):
+    """Its AdamW's as well, of which timm's older releases keep the rate as it was at the start; a rate that is given
+    for it is a multiple of lr."""
     model = network()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        optimizer = build_optimizer(config(opt="muon", opt_kwargs={"adamw_lr": 0.01}), model, 1)  # a tenth of lr
-    for group in optimizer.param_groups:
-        group["lr"] = 0.05
-    before = model.head.fc.bias.detach().clone()
-    model(torch.randn(4, 3, 8, 8)).square().sum().backward()
-    optimizer.step()
-    moved = (model.head.fc.bias.detach() - before).abs()  # AdamW's first step: the rate, whatever the gradient
-    torch.testing.assert_close(moved, torch.full_like(moved, 0.005), atol=1e-5, rtol=0)
+        warnings.simplefilter("ignore")  # newer releases of timm warn of adamw_lr
+        optimizer = build_optimizer(config(opt=opt, opt_kwargs=kwargs), model, 1)
+    for rate in (0.0, 0.05):
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        before = [p.detach().clone() for p in model.parameters()]
+        model(torch.randn(4, 3, 8, 8)).square().sum().backward()
+        optimizer.step()
+        if not rate:  # as schedules have it at their end
+            assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+            optimizer.state.clear()
+    moved = (model.head.fc.bias.detach() - before[-1]).abs()  # AdamW's first step: the rate, whatever the gradient
+    torch.testing.assert_close(moved, torch.full_like(moved, 0.05 * share), atol=1e-4, rtol=0)
 
 
 def test_muon_leaves_what_a_pattern_names_to_adamw():
@@ -203,10 +180,10 @@ def test_a_recipes_keywords_are_for_its_own_optimiser(tmp_path):
     path = tmp_path / "r.yaml"
     path.write_text("opt: muon\nopt_kwargs: {nesterov: true, fallback_lr_scale: 0.5}\n")
     recipe = {"recipe": str(path)}
-    assert resolve(TrainConfig, recipe)[0].opt_kwargs == {"nesterov": True, "fallback_lr_scale": 0.5}
+    assert resolve(TrainConfig, recipe).opt_kwargs == {"nesterov": True, "fallback_lr_scale": 0.5}
     given = {**recipe, "opt_kwargs": {"nesterov": False}}
-    assert resolve(TrainConfig, given)[0].opt_kwargs == {"nesterov": False, "fallback_lr_scale": 0.5}
-    assert resolve(TrainConfig, {**recipe, "opt": "sgd"})[0].opt_kwargs == {}
+    assert resolve(TrainConfig, given).opt_kwargs == {"nesterov": False, "fallback_lr_scale": 0.5}
+    assert resolve(TrainConfig, {**recipe, "opt": "sgd"}).opt_kwargs == {}
 
 
 def steps(optimizer, weight, count: int) -> None:
@@ -234,7 +211,3 @@ def test_what_an_optimiser_counts_in_its_groups_is_kept_and_changed_options_are_
     assert all(b.is_contiguous(memory_format=torch.channels_last) for b in buffers.values() if torch.is_tensor(b))
     with pytest.raises(UsageError, match="optimiser state of x does not fit lookahead_sgd"):
         load_optimizer(build_optimizer(config(attention_lr=3), network(), 1), saved, config(opt="lookahead_sgd"), "x")
-
-
-def test_options_that_make_no_optimiser_stay_out_of_the_way():
-    assert dataclasses.asdict(TrainConfig())["attention_lr"] == 1 and TrainConfig().opt_kwargs == {}

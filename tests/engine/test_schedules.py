@@ -16,7 +16,7 @@ from ea_vision.layers import learnable_gates
 
 def rates(updates_per_epoch: int, **options) -> list[float]:
     """The rate of every update of a run."""
-    config, _ = resolve(CifarConfig, options if "recipe" in options else {"recipe": "none", "warmup_epochs": 0,
+    config = resolve(CifarConfig, options if "recipe" in options else {"recipe": "none", "warmup_epochs": 0,
                                                                           **options})
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=config.lr)
     schedule = build_schedule(config, optimizer, updates_per_epoch)
@@ -30,7 +30,7 @@ def rates(updates_per_epoch: int, **options) -> list[float]:
 @pytest.mark.parametrize("recipe, first, cycles, epochs", [("pa_cifar10", 10, 6, 630), ("pa_cifar100", 20, 5, 620)])
 def test_cosine_restarts_are_the_papers(recipe, first, cycles, epochs):
     """Equation 7, at every update; the rate jumps back to its maximum at each restart and nowhere else."""
-    per_epoch = 900
+    per_epoch = 91
     lr = rates(per_epoch, recipe=recipe)
     starts = [first * (2**i - 1) for i in range(cycles + 1)]
     assert starts[-1] == epochs and len(lr) == epochs * per_epoch
@@ -43,11 +43,6 @@ def test_cosine_restarts_are_the_papers(recipe, first, cycles, epochs):
             assert lr[begin + update] == pytest.approx(wanted, abs=1e-12)
     jumps = [u for u in range(1, len(lr)) if lr[u] > lr[u - 1]]
     assert jumps == [start * per_epoch for start in starts[1:-1]]
-
-
-def test_restarts_where_the_epoch_has_an_odd_number_of_updates():
-    lr = rates(351, sched="cosine", epochs=70, lr=0.05, min_lr=1e-4, cycle_epochs=10, lr_cycle_mul=2)
-    assert [u for u in range(1, len(lr)) if lr[u] > lr[u - 1]] == [3510, 3510 * 3]
 
 
 def test_one_cycle_rises_and_falls_in_straight_lines():
@@ -94,15 +89,11 @@ def test_half_the_rate_of_aa_ends_where_the_plain_recipe_does():
     assert ends[1][0] == ends[0][0] / 2 and ends[1][1] == pytest.approx(ends[0][1], rel=2e-3)
 
 
-def test_constant():
-    assert rates(5, sched="constant", epochs=3, lr=0.1) == [0.1] * 15
-
-
 def test_gate_lr_is_a_rate_of_learnable_gates_alone():
     model = timm.create_model("ea_vit_tiny_patch16_224", img_size=32, patch_size=16, embed_dim=48, depth=3)
     gates = {id(gate) for gate in learnable_gates(model).values()}
     assert len(gates) == 4 and list(learnable_gates(model))[0] == "blocks.1.attn.evolution.alpha"
-    config, _ = resolve(CifarConfig, {"recipe": "none", "gate_lr": 30.0, "lr": 0.01, "warmup_epochs": "50%",
+    config = resolve(CifarConfig, {"recipe": "none", "gate_lr": 30.0, "lr": 0.01, "warmup_epochs": "50%",
                                       "opt": "adamw"})
     optimizer = build_optimizer(config, model, 128)
     schedule = build_schedule(config, optimizer, 10)

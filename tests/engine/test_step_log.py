@@ -7,7 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from ea_vision.base.errors import UsageError
+from ea_vision.engine.config import resolve
 from ea_vision.engine.step_log import COLUMNS, StepLog
+from ea_vision.engine.train_cifar import CifarConfig
 
 
 @pytest.fixture
@@ -30,7 +32,7 @@ def begun(monkeypatch):
 
 def log(folder, project="p", step=3):
     folder.mkdir(parents=True, exist_ok=True)
-    step_log = StepLog(folder, wandb=project, config={"lr": 1})
+    step_log = StepLog(folder, resolve(CifarConfig, {"recipe": "none", "wandb": project, "lr": 1}), is_main=True)
     step_log.begin(0)
     step_log.add(dict.fromkeys(COLUMNS, 0.5) | {"step": step})
     step_log.close()
@@ -42,7 +44,7 @@ def test_a_run_that_continues_is_the_same_run_and_no_other_is(tmp_path, begun):
     log(tmp_path / "b" / "run")
     first, again, other = begun
     assert first["id"] == again["id"] != other["id"] and first["name"] == other["name"] == "run"
-    assert first["resume"] == "allow" and first["config"] == {"lr": 1} and first["dir"] == str(tmp_path / "a" / "run")
+    assert first["resume"] == "allow" and first["config"]["lr"] == 1 and first["dir"] == str(tmp_path / "a" / "run")
     assert again["logged"] == [(4, {f"train/{name}": 0.5 for name in COLUMNS if name != "step"})]
 
 

@@ -51,7 +51,7 @@ def test_commands_train_the_row_s_network_as_long_as_the_page_says():
         [start] = [index for index, word in enumerate(words) if word in trainers]
         assert words[:start] in (["ea-vision"], ["torchrun", "--nproc-per-node", "8", "-m", "ea_vision"])
         cls = trainers[words[start]]
-        config, _ = resolve(cls, parse(parsers[cls], words[start + 1:]))
+        config = resolve(cls, parse(parsers[cls], words[start + 1:]))
         assert config.model == row["model"] and row["kwargs"].items() <= config.model_kwargs.items(), words
     named = {row["model"] for _, row, data in ROWS if row["recipes"][data] == f"imagenet_{row['model']}"}
     assert named == set(PUBLISHED), "each of the papers' ImageNet networks has a recipe of its name"

@@ -227,12 +227,9 @@ def learning_curves(labels, width, tmp_path, monkeypatch):
     epochs = [1, 2, 3, 4]
     metrics = {"epoch": epochs, "train_loss": [2.0, 1.5, 1.2, 1.0], "eval_loss": [2.1, 1.7, 1.5, 1.4],
                "top1": [30.0, 40.0, 50.0, 55.0]}
-    gates = {"epoch": epochs, "step": epochs, **{f"stages.{layer}.block.attention_conv.evolution.{share}": [
-        0.5, 0.4 + layer / 9, 0.3, 0.2] for layer in range(3) for share in ("alpha", "beta")}}
     monkeypatch.setattr(curves, "read_config", lambda *of: ({"model": "ea_conv_transformer_cifar"},
                                                             {"eval_split": "held_out"}))
     monkeypatch.setattr(curves, "read_metrics", lambda *of: metrics)
-    monkeypatch.setattr(curves, "read_gates", lambda folder: gates)
     return curves.plot_learning_curves([tmp_path / label.replace("/", "-") for label in labels], width=width)
 
 
