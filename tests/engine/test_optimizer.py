@@ -156,7 +156,7 @@ def test_schedules_reach_all_parameters_of_muon(opt, kwargs, share):
         optimizer.step()
         if not rate:  # as schedules have it at their end
             assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
-            optimizer.state.clear()
+            getattr(optimizer, "_base_optimizer", optimizer).state.clear()
     moved = (model.head.fc.bias.detach() - before[-1]).abs()  # AdamW's first step: the rate, whatever the gradient
     torch.testing.assert_close(moved, torch.full_like(moved, 0.05 * share), atol=1e-4, rtol=0)
 
