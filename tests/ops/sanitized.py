@@ -37,7 +37,7 @@ def attend(draw: random.Random, dtype: torch.dtype, kernel: int, prev: bool, pre
     out, logits = cpu.CPU.forward(Problem(
         q=q, k=k, v=v, **further, alpha=alpha, beta=beta, feat_size=(H, W), predict=predict,
         num_prefix_tokens=draw.choice((0, 0, min(2, N))), dropout_p=draw.choice((0.0, 0.3)),
-        need_logits=draw.random() < 0.5).checked())
+        need_logits=draw.random() < 0.5, window=draw.choice((None, None, 1, (3, 5)))).checked())
     loss = out.float().square().sum()
     (loss if logits is None or draw.random() < 0.3 else loss + logits.float().square().sum()).backward()
 

@@ -24,68 +24,9 @@ from ea_vision.layers import AugmentedConv2d, EvolvingAttention, create_evolutio
 from ea_vision.ops import cpu, cpu_library, evolving_attention, halve, use_implementation
 from ea_vision.ops.problem import Problem
 from tests.engine import runner
-from tests.ops.oracle import kept_entries
+from tests.ops.oracle import assert_as_reference, kept_entries, outputs_and_gradients, problem
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
-TOLERANCE = {torch.float32: 5e-5, torch.bfloat16: 4e-2, torch.float16: 5e-3}  # of the largest entry
-
-
-def problem(kind: str, size, num_heads=8, dim_qk=20, dim_v=3, batch=2, kernel=3, relative=True, dtype=torch.float32,
-            device="cpu", seed=0, gates=None, channels_last=False):
-    """Tensors by name, q, k, v as views of (B, C, N), or of (B, N, C), like those of the layer; gates: shape of alpha
-    and beta."""
-    generator = torch.Generator().manual_seed(seed)
-    H, W = size
-    B, K, D, E, N = batch, num_heads, dim_qk, dim_v, H * W
-
-    def new(*shape, std=1.0, cast=dtype):
-        return (torch.randn(shape, generator=generator) * std).to(device, cast)
-
-    tensors = {"q": new(B, K, D, N, std=2).transpose(-2, -1), "k": new(B, K, D, N).transpose(-2, -1),
-               "v": new(B, K, E, N).transpose(-2, -1)}
-    if channels_last:
-        tensors = {name: x.transpose(1, 2).contiguous().transpose(1, 2) for name, x in tensors.items()}
-    if relative:
-        tensors |= {"height_rel": new(2 * H - 1, D, cast=torch.float32),
-                    "width_rel": new(2 * W - 1, D, cast=torch.float32)}
-    if kind != "aa":
-        tensors["prev_logits"] = new(B, K, N, N, std=2)
-        if kernel:
-            tensors |= {"weight": new(K, K, kernel, kernel, std=0.3, cast=torch.float32),
-                        "bias": new(K, std=0.3, cast=torch.float32)}
-        if gates is not None:
-            tensors["alpha"] = new(*gates, std=0.5, cast=torch.float32)
-            if kind == "ea":
-                tensors["beta"] = new(*gates, std=0.5, cast=torch.float32)
-    return tensors
-
-
-def outputs_and_gradients(tensors, *, double=False, need_logits=True, **options):
-    """out, logits, and the gradient of a fixed random projection of them for each tensor."""
-    inputs = {n: (t.double() if double else t.clone()).requires_grad_() for n, t in tensors.items()}
-    out, logits = evolving_attention(**inputs, need_logits=need_logits, **options)
-    results = {"out": out} | ({"logits": logits} if need_logits else {})
-    generator = torch.Generator().manual_seed(1)
-    total = sum((x * torch.randn(x.shape, generator=generator).to(x)).sum() for x in results.values())
-    results |= dict(zip(inputs, torch.autograd.grad(total, list(inputs.values())), strict=True))
-    return results
-
-
-def assert_as_reference(tensors, implementation="cpu", **options):
-    """Compare outputs and all gradients with float64; return them."""
-    fast = outputs_and_gradients(tensors, implementation=implementation, **options)
-    slow = outputs_and_gradients(tensors, implementation="reference", double=True, **options)
-    tolerance = TOLERANCE[tensors["q"].dtype]
-    for name, expected in slow.items():
-        assert fast[name].dtype == (tensors[name].dtype if name in tensors else tensors["q"].dtype)
-        scale = max(expected.abs().max().item(), 1.0)  # some are zero but for rounding: a softmax row's sum
-        if name in ("alpha", "beta"):  # a sum of all entries, most of which cancels
-            scale = max(scale, (slow["prev_logits"].numel() / expected.numel()) ** 0.5)
-        difference = (fast[name].double() - expected).abs().max().item()
-        assert difference <= tolerance * scale, f"{name}: {difference} of {scale}"
-    return fast
-
-
 SIZES = [((5, 7), 8, 20, 3), ((1, 5), 3, 4, 6), ((4, 4), 4, 16, 1), ((7, 6), 4, 64, 64)]
 SMALL, ODD, NARROW, WIDE = SIZES
 CASES = [  # kind, then what differs; sizes go round
@@ -115,7 +56,6 @@ def test_cpu_kernel(kind, size, further):
     """The C kernel is the reference, whether logits are wanted or not."""
     (feat_size, K, *widths), further = size, dict(further)
     options = {name: further.pop(name) for name in ("beta", "num_prefix_tokens", "window") if name in further}
-    further["gates"] = {None: None, "one": (), "heads": (K,)}[further.get("gates")]
     tensors = problem(kind, feat_size, K, *widths, relative=feat_size[0] > 1 and size != NARROW, **further)
     if "bias" in tensors and tensors["q"].dtype != torch.float32:
         tensors["bias"] += 6.0  # the convolution stays positive: near zero, rounding would decide what passes its ReLU
@@ -138,7 +78,7 @@ def test_cpu_kernel_where_learning_gates_drop_a_term(kind, alpha, beta):
 
 
 def test_a_number_beside_a_gate_that_learns():
-    tensors = problem("ea", (4, 5), gates=())
+    tensors = problem("ea", (4, 5), gates="one")
     for other in ("alpha", "beta"):
         assert_as_reference({n: t for n, t in tensors.items() if n != other}, feat_size=(4, 5), **{other: 1.0})
     with pytest.raises(ValueError, match=r"1 or num_heads=8 numbers, got shape \[3\]"):
@@ -149,15 +89,11 @@ def test_a_number_beside_a_gate_that_learns():
     ("aa", (5, 7), 8, 3, torch.float32, 0.1), ("aa", (4, 4), 2, 16, torch.float32, 0.6),
     ("ea", (5, 7), 8, 3, torch.float32, 0.6), ("ea", (1, 50), 3, 16, torch.float32, 0.1),
     ("pa", (7, 6), 8, 4, torch.float32, 0.1), ("ea", (5, 7), 4, 6, torch.bfloat16, 0.6)])
-def test_dropout_is_the_references_with_the_same_entries(kind, size, num_heads, dim_v, dtype, p, monkeypatch):
-    tensors = problem(kind, size, num_heads, dim_v=dim_v, dtype=dtype, gates=() if size[0] > 1 else (num_heads,))
+def test_dropout_is_the_references_with_the_same_entries(kind, size, num_heads, dim_v, dtype, p):
+    tensors = problem(kind, size, num_heads, dim_v=dim_v, dtype=dtype, gates="one" if size[0] > 1 else "heads")
     if dtype != torch.float32:
         tensors["bias"] += 6.0
-    seed = int(torch.randint(2 ** 62, (1,), generator=torch.Generator().manual_seed(7)))
-    kept = kept_entries(seed, 2, num_heads, size[0] * size[1], p)
-    monkeypatch.setattr(F, "dropout", lambda x, p: x * kept / (1 - p))
     for need_logits in (True, False):
-        torch.manual_seed(7)
         assert_as_reference(tensors, predict=kind == "pa", feat_size=size, need_logits=need_logits, dropout_p=p)
 
 
@@ -201,8 +137,8 @@ def test_cpu_kernel_on_random_shapes(data):
         return data.draw(st.integers(low, high))
 
     size, kind, kernel = (draw(1, 9), draw(1, 19)), ("aa", "ea", "pa")[draw(0, 2)], (1, 3, 5, 7)[draw(0, 3)]
-    tensors = problem(kind, size, draw(1, 10), draw(1, 40), draw(1, 20), draw(1, 5), kernel, seed=draw(0, 99),
-                      channels_last=bool(draw(0, 1)))
+    tensors = problem(kind, size, draw(1, 10), draw(1, 40), draw(1, 20), batch=draw(1, 5), kernel=kernel,
+                      seed=draw(0, 99), channels_last=bool(draw(0, 1)))
     shares = {name: draw(0, 10) / 10 for name in ("alpha", "beta")}
     if kind != "aa" and draw(0, 1):
         names = ("alpha", "beta")[:1 + (kind == "ea")]
@@ -219,7 +155,7 @@ def test_folded_position_is_the_reference(size, num_heads, dim_qk, dim_v, relati
     assert_as_reference(tensors, "sdpa", feat_size=size, need_logits=False)
 
 
-@pytest.mark.parametrize("gates,dropout_p,prefix", [(None, 0.0, 0), ((), 0.0, 0), (None, 0.2, 0), ((), 0.0, 3)])
+@pytest.mark.parametrize("gates,dropout_p,prefix", [(None, 0.0, 0), ("one", 0.0, 0), (None, 0.2, 0), ("one", 0.0, 3)])
 def test_cpu_kernel_gives_the_same_bits_however_the_work_is_cut(gates, dropout_p, prefix, monkeypatch):
     tensors = problem("ea", (9, 7), batch=3, gates=gates, channels_last=dropout_p > 0)
     options = {"implementation": "cpu", "feat_size": (9, 7), "dropout_p": dropout_p,
