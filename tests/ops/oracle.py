@@ -34,7 +34,7 @@ def problem(kind, size, num_heads=8, dim_qk=20, dim_v=3, *, batch=2, kernel=3, r
         return tensors
     tensors["prev_logits"] = new(B, K, N, N, std=2, cast=dtype)
     if kernel:
-        tensors |= {"weight": new(K, K, kernel, kernel, std=0.3), "bias": new(K, std=0.3)}
+        tensors |= {"weight": new(K, K, kernel, kernel, std=(2 / (K * kernel ** 2)) ** 0.5), "bias": new(K, std=0.1)}
     for place, name in enumerate(("alpha", "beta") if kind == "ea" else ("alpha",) if gates else ()):
         if gates in ("one", "heads"):
             tensors[name] = new(*([K] if gates == "heads" else []), std=0.5)

@@ -426,7 +426,7 @@ def test_memory_errors_and_undefined_behaviour(tmp_path, compiler_with):
         pytest.skip(f"the compiler has no shared sanitizer runtime: {trial.stdout} {trial.stderr}")
     compilers = [compiler, compiler_with(*sanitize, "-mno-avx")]
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("sanitized.py")), *compilers],
+        [sys.executable, "-m", "tests.ops.sanitized", *compilers], cwd=Path(__file__).parents[2],
         capture_output=True, text=True, env={
             **os.environ, "LD_PRELOAD": str(runtime), "ASAN_OPTIONS": "detect_leaks=0", "XDG_CACHE_HOME": str(tmp_path),
             "UBSAN_OPTIONS": "print_stacktrace=1"})

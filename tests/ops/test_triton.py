@@ -51,7 +51,7 @@ def new(kind, size, K=8, D=4, E=1, B=1, **shape) -> dict:
 def check(kind, size, *, K=8, D=4, E=1, B=1, kernel=3, relative=True, gates=None, dtype=torch.float32, prefix=0,
           **options):
     tensors = new(kind, size, K, D, E, B, kernel=kernel, relative=relative, gates=gates, dtype=dtype)
-    options = {"alpha": 0.5, **options} if "alpha" not in tensors else options
+    options = {name: x for name, x in ({"alpha": 0.5} | options).items() if name not in tensors}
     assert_as_reference(tensors, "triton", feat_size=size, predict=kind == "pa", num_prefix_tokens=prefix, **options)
 
 
@@ -121,17 +121,11 @@ def test_any_shape(data):
 
     torch.manual_seed(data.draw(st.integers(0, 99)))
     side = st.integers(1, 5 if DEVICE == "cpu" else 15)
-    kind = among("aa", "ea", "pa")
-    options = {"alpha": among(0.5, 0.01, 0.7), "beta": among(1.0, 0.6)}
-    gates = among(None, "heads")
-    if gates is not None and kind != "aa":
-        options.pop("alpha")
-        options |= {"beta": 1.0} if kind == "pa" else {}
     check(
-        kind, (data.draw(side), data.draw(side)), dtype=among(*TOLERANCE), B=among(1, 2), K=among(1, 4, 8, 12),
-        D=data.draw(st.integers(4, 64)), E=data.draw(st.integers(1, 64)), kernel=among(0, 1, 3, 5),
-        relative=among(True, False), need_logits=among(True, False), gates=gates,
-        **{name: x for name, x in options.items() if name != "beta" or kind != "ea" or gates is None})
+        among("aa", "ea", "pa"), (data.draw(side), data.draw(side)), dtype=among(*TOLERANCE), B=among(1, 2),
+        K=among(1, 4, 8, 12), D=data.draw(st.integers(4, 64)), E=data.draw(st.integers(1, 64)), kernel=among(0, 1, 3, 5),
+        relative=among(True, False), alpha=among(0.5, 0.01, 0.7), beta=among(1.0, 0.6), gates=among(None, "heads"),
+        need_logits=among(True, False))
 
 
 @kernels
