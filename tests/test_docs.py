@@ -48,10 +48,19 @@ def help_of(command: str) -> str:
     return text.getvalue()
 
 
+def anchors(page: Path) -> list[str]:
+    """Return the names by which links find a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
+
+
 @pytest.mark.parametrize("page", [*PAGES, *OTHERS], ids=str)
 def test_links_inside_the_repository_exist(page):
-    links = re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text())
-    assert [link for link in links if "://" not in link and not (page.parent / link).exists()] == []
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert "://" in link or target.exists(), link
+        assert "://" in link or not anchor or anchor in anchors(target), link
 
 
 @pytest.mark.parametrize("page", [*PAGES, *OTHERS], ids=str)
