@@ -45,7 +45,7 @@ with the name of a network or table prints the commands that would train it, the
 
 `python -m experiments.published` writes this page; how things are counted is on the page of
 [results](../docs/results.md). Not known to us: the AA paper's ImageNet rows of other attention than squeeze-excite."""}
-MAIN = ("imagenet", "mnasnet", "conv-transformer", "evolution")  # tables of docs/results.md
+MAIN = ("imagenet", "conv-transformer", "evolution")  # tables of docs/results.md
 DATA = {  # the trainer and where its images are; classes; images for training
     "ImageNet": ("train-imagenet --data-dir DIR", 1000, 1_281_167),
     "CIFAR-10": ("train-cifar --dataset cifar10 --download --device cuda", 10, 50_000),

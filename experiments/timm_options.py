@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Set the options of timm's train.py beside those of train-imagenet, for docs/imagenet.md.
+"""Set the options of timm's train.py beside those of train-imagenet: timm_options.md.
 
     python experiments/timm_options.py pytorch-image-models/train.py
 
-prints the section: options of one name, those that are called otherwise here, and those that there are not. The parser
+prints the page's tables: options of one name, those that are called otherwise here, and those that there are not. The parser
 is timm's own; an option that timm adds stands among the last until it is named here.
 """
 import argparse
@@ -45,7 +45,7 @@ def names_of(parser: argparse.ArgumentParser) -> list[str]:
 
 
 def section(timms: argparse.ArgumentParser) -> str:
-    """Return what docs/imagenet.md says of the options of timm's parser."""
+    """Return what timm_options.md says of the options of timm's parser."""
     parser = make_parser(ImageNetConfig, "", "")
     ours = {flag.lstrip("-") for action in parser._actions for flag in action.option_strings}
     names = names_of(timms)

@@ -136,7 +136,7 @@ def test_help_is_in_groups_of_two_screens(cls):
 
 def test_the_table_of_timms_options_says_what_there_is():
     """What experiments/timm_options.py printed into the page: names that are ours, and names that are not."""
-    page = (Path(__file__).parents[2] / "docs" / "imagenet.md").read_text()
+    page = (Path(__file__).parents[2] / "experiments" / "timm_options.md").read_text()
     ours = {flag for action in make_parser(ImageNetConfig, "", "")._actions for flag in action.option_strings}
     same, table, refused = (set(re.findall(r"--[a-z_-]+", part)) for part in re.search(
         r"Same name, same meaning(.*?)\| --- \| --- \|(.*?)Not here, and refused(.*)", page, re.DOTALL).groups())
