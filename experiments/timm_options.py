@@ -3,8 +3,8 @@
 
     python experiments/timm_options.py pytorch-image-models/train.py
 
-prints the page's tables: options of one name, those that are called otherwise here, and those that there are not. The parser
-is timm's own; an option that timm adds stands among the last until it is named here.
+prints the page's tables: options of one name, those that are called otherwise here, and those that there are not. The
+parser is timm's own; an option that timm adds stands among the last until it is named here.
 """
 import argparse
 import importlib.util
