@@ -1,10 +1,9 @@
 """The verdict on attention across layers: its analysis on made-up runs (what is compared, corrected, left out), and the
 script that makes its runs."""
-import csv
-import random
 import re
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 import timm
@@ -35,70 +34,34 @@ FACTORIAL = ROOT / "experiments" / "factorial"
 PAGE, CHANCES = "docs/across-layers.md", "What these seeds could have found"
 
 
-def table_of(rows: list[tuple[str, int, float]]) -> pd.DataFrame:
-    """Return runs of these variants, seeds and top-1."""
-    return pd.DataFrame(rows, columns=["variant", "seed", "top1"]).assign(
-        train_loss=1.0, seconds=100, images=10_000, updates=1250, data="d", options="", split="test")
-
-
-def made(name: str, gains: dict[str, float]) -> pd.DataFrame:
-    """Runs of a part: 60% and the variant's gain, and a tenth of a point of noise, the seed's own."""
-    noise = random.Random(name)
-    part = PARTS[name]
-    return table_of([(variant, seed, 60 + gains.get(variant, 0.0) + noise.gauss(0, 0.1))
-                     for variant in sorted(part.own) for seed in part.seeds])
-
-
-def write(folder: Path, runs: dict[str, pd.DataFrame]) -> Path:
-    for name, of_part in runs.items():
-        write_runs(of_part, folder / f"{name}.csv")
-    return folder
-
-
-def table(folder: Path) -> dict[tuple[str, str], dict[str, str]]:
-    return {(row["part"], row["name"]): row for row in csv.DictReader((folder / "verdict.csv").open())}
-
-
-def test_each_part_against_its_baseline_by_hand(tmp_path):
-    runs = {name: made(name, {"conv2d": 1.0, "residual": 0.05, "refiner": -2.0}) for name in PARTS}
-    out = tmp_path / "out"
-    assert analyse.main([str(write(tmp_path, runs)), "-o", str(out)]) == 0
-    rows, rival = table(out), PARTS["vit-rival"]
+def test_each_part_against_its_baseline_by_hand():
+    rows = {(row.part, row.name): row for row in pd.read_csv(RESULTS / "verdict.csv").itertuples(index=False)}
+    rival, top1 = PARTS["vit-rival"], by_variant(read_runs(RESULTS / "vit-rival.csv"))
     assert len(rows) == 5 + 1 + 1 + 2 + 3 + 5
-    top1 = by_variant(runs["vit-rival"])
     p_values = {name: stats.ttest_1samp(top1[name] - top1["token_conv"], 0).pvalue for name in rival.tested}
     for name, p in p_values.items():
         row, differences = rows["vit-rival", name], top1[name] - top1["token_conv"]
-        assert float(row["difference"]) == pytest.approx(differences.mean()) and float(row["p"]) == pytest.approx(p)
-        found = power.power(float(row["found_at_80_percent"]), differences.std() / 2 ** 0.5, 8, 5)
+        assert (row.difference, row.p) == pytest.approx((differences.mean(), p))
+        found = power.power(row.found_at_80_percent, differences.std() / 2 ** 0.5, 8, 5)
         assert found == pytest.approx(0.8, abs=0.05)  # the gains are rounded to 0.01
-    assert min(p_values, key=p_values.get) == "conv2d"
-    assert float(rows["vit-rival", "conv2d"]["p_holm"]) == pytest.approx(5 * p_values["conv2d"])
-    longer = top1["conv2d"] - by_variant(runs["equal-time"])["token_conv longer"]
-    assert float(rows["equal-time", "conv2d"]["difference"]) == pytest.approx(longer.mean())
-    assert float(rows["equal-time", "conv2d"]["p_holm"]) == float(rows["equal-time", "conv2d"]["p"]) < 0.05
-    same = rows["equal-operations", "conv2d"]
-    assert same["p"] == "" and float(same["time_ratio"]) == pytest.approx(
-        8 / 10.02 * float(rows["vit-rival", "conv2d"]["time_ratio"]), abs=0.01)
-    assert [name for (part, name), row in rows.items() if part == "cifar100" and not row["p_holm"]] == ["uniform"]
-    assert all(not row["p"] for (part, _), row in rows.items() if part in ("vit-dear", "vit-alone"))
-    assert (out / "verdict.png").read_bytes()[:4] == b"\x89PNG"
-
-
-def test_equal_time_is_tested_only_after_a_gain_at_equal_updates(tmp_path):
-    folder = write(tmp_path, {"vit-rival": made("vit-rival", {}), "equal-time": made("equal-time", {})})
-    analyse.main([str(folder), "-o", str(tmp_path / "out")])
-    row = table(tmp_path / "out")["equal-time", "conv2d"]
-    assert row["p"] == row["p_holm"] == "" and row["low"]
+    conv2d, longer, same = (rows[part, "conv2d"] for part in ("vit-rival", "equal-time", "equal-operations"))
+    assert min(p_values, key=p_values.get) == "conv2d" and conv2d.p_holm == pytest.approx(5 * p_values["conv2d"])
+    of_longer = by_variant(read_runs(RESULTS / "equal-time.csv"))["token_conv longer"]
+    assert longer.difference == pytest.approx((top1["conv2d"] - of_longer).mean()) and longer.p_holm == longer.p
+    assert np.isnan(same.p) and same.time_ratio == pytest.approx(8 / 10.02 * conv2d.time_ratio, abs=0.01)
+    assert [name for (part, name), row in rows.items() if part == "cifar100" and np.isnan(row.p_holm)] == ["uniform"]
+    assert all(np.isnan(row.p) for (part, _), row in rows.items() if part in ("vit-dear", "vit-alone"))
 
 
 def test_an_incomplete_part_is_left_out_and_named(tmp_path, capsys):
-    runs = {"vit-alone": made("vit-alone", {}), "cifar100": made("cifar100", {})[:-1]}
-    analyse.main([str(write(tmp_path, runs)), "-o", str(tmp_path / "out")])
-    assert {part for part, _ in table(tmp_path / "out")} == {"vit-alone"}
+    for name, lines in (("vit-alone", None), ("cifar100", -1)):
+        (tmp_path / f"{name}.csv").write_text("".join((RESULTS / f"{name}.csv").read_text().splitlines(True)[:lines]))
+    analyse.main([str(tmp_path), "-o", str(tmp_path / "out")])
+    assert set(pd.read_csv(tmp_path / "out" / "verdict.csv")["part"]) == {"vit-alone"}
     said = capsys.readouterr().out
     assert "left out: cifar100: 1 runs are missing, the first is uniform, seed 105" in said
     assert "left out: vit-dear: runs of vit-dear and vit-rival are required" in said
+    assert (tmp_path / "out" / "verdict.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_runs_with_a_row_are_not_made_again_and_seeds_come_one_after_another(tmp_path, monkeypatch):
@@ -106,20 +69,21 @@ def test_runs_with_a_row_are_not_made_again_and_seeds_come_one_after_another(tmp
 
     def train(command, folder, seed):
         made.append(folder.name)
-        return table_of([("", seed, float(len(made)))]).drop(columns="variant").iloc[0].to_dict()
+        return {**kept.drop(columns="variant").iloc[0], "seed": seed, "top1": float(len(made))}
 
     monkeypatch.setenv("TIMM_FUSED_ATTN", "1")  # put back afterwards
     monkeypatch.setattr(sweep, "train", train)
     part, out = PARTS["vit-alone"], tmp_path / "rows"
     out.mkdir()
-    write_runs(table_of([("plain", 100, 61.5), ("uniform", 101, 50.0)]), out / "vit-alone.csv")
+    kept = read_runs(RESULTS / "vit-alone.csv", variants=["plain", "uniform"]).iloc[[0, -1]]
+    write_runs(kept, out / "vit-alone.csv")
     command = [str(tmp_path / "runs"), "--cifar10", "ten", "-o", str(out)]
     assert run.main([*command, "--parts", "vit-alone"]) == 0
     assert made == [f"vit-alone,{variant},{seed}" for seed in part.seeds for variant in part.own
-                    if (variant, seed) not in {("plain", 100), ("uniform", 101)}]
+                    if (variant, seed) not in set(zip(kept["variant"], kept["seed"], strict=True))]
     rows = read_runs(out / "vit-alone.csv", variants=part.own)
     assert set(rows["split"]) == {"test"} and len(rows) == len(part.own) * len(part.seeds)
-    assert rows["top1"].iloc[0] == 61.5 and rows["options"].iloc[1].startswith("vit_mini_patch4_32")
+    assert rows["top1"].iloc[0] == kept["top1"].iloc[0] and rows["options"].iloc[1].startswith("vit_mini_patch4_32")
     run.main([*command, "--only", "vit-alone", "conv2d", "103"])
     assert made[-1] == "vit-alone,conv2d,103" and len(read_runs(out / "vit-alone.csv")) == len(rows)
     for wrong, message in ((["--only", "vit-dear", "conv2d", "100"], "vit-dear conv2d: .*vit-dear: refiner, mta"),
