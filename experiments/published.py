@@ -36,15 +36,16 @@ The papers' main tables; [the others](../experiments/published.md) are on a page
 with the name of a network or table prints the commands that would train it, their epochs and exaFLOPs.
 
 - **Published** figures come from the paper under each table; a network stands beside its own paper's baseline.
-- **Parameters and GFLOPs** beside them are counted on our networks, as the table's paper counted: the EA paper takes 2
-  for a multiply-add of a convolution and 1 for one of the attention products; the AA paper's profiler 2 for a
-  multiply-add of a convolution or a relative position, 6 for an element of the maps, 0 for other attention products.
+- **Parameters and GFLOPs** beside them are counted on our networks, as the EA paper counted: 2 for a multiply-add of a
+  convolution and 1 for one of the attention products.
 - **Ours** is top-1 on the test images after the last epoch, at full size. Nothing has been run on ImageNet yet.""",
     HERE / "published.md": """\
 # More of the papers' tables, published beside ours
 
-`python -m experiments.published` writes this page; how things are counted is on the page of
-[results](../docs/results.md). Not known to us: the AA paper's ImageNet rows of other attention than squeeze-excite."""}
+`python -m experiments.published` writes this page. The PA paper's rows are counted as on the page of
+[results](../docs/results.md), the AA paper's as TensorFlow's profiler did: 2 for a multiply-add of a convolution or a
+relative position, 6 for an element of the maps, 0 for other attention products. Not known to us: the AA paper's
+ImageNet rows of other attention than squeeze-excite."""}
 MAIN = ("imagenet", "conv-transformer", "evolution")  # tables of docs/results.md
 DATA = {  # the trainer and where its images are; classes; images for training
     "ImageNet": ("train-imagenet --data-dir DIR", 1000, 1_281_167),
