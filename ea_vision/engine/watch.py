@@ -77,9 +77,8 @@ class MapsWatch:
             return {}
         if self.every and (epoch % self.every == 0 or epoch >= self.epochs):
             names = [f"image {number}: {self.classes[target]}" for number, target in enumerate(self.loader.targets)]
-            maps = importlib.import_module(DRAWN_BY).TrainingMaps(self.folder, network, images[:DRAWN], names,
+            picture = importlib.import_module(DRAWN_BY).draw_maps(self.folder, network, epoch, images[:DRAWN], names,
                                                                   *self.normalisation)
-            picture = maps.draw(network, epoch)
             if self.step_log is not None:
                 self.step_log.add_picture("attention maps", picture, updates)
         columns = self.numbers(network, images)

@@ -17,30 +17,20 @@ plot_sampling    where a spatial transformer looks, and what it hands on
 show_page        the page of `ea-vision explore`, inside a notebook
 
 `ea_vision.visualize.figure_options` says what they take. Where one forward is to serve several figures, `record` makes
-the recording, and draw_heatmap, draw_models, draw_images, draw_strip, draw_training, draw_matrix, draw_rollout,
-draw_statistics and draw_frames draw it. Heads are counted from 0, layers from 1, query points are (y, x) in pixels of
-the input.
+the recording, and the modules' draw_* functions draw it. Heads are counted from 0, layers from 1, query points are
+(y, x) in pixels of the input.
 """
 from ea_vision.visualize.explore import show_page as show_page
-from ea_vision.visualize.heatmap import draw_heatmap as draw_heatmap
-from ea_vision.visualize.heatmap import draw_images as draw_images
-from ea_vision.visualize.heatmap import draw_models as draw_models
 from ea_vision.visualize.heatmap import plot_heatmap as plot_heatmap
 from ea_vision.visualize.image_maps import Recording as Recording
 from ea_vision.visualize.image_maps import record as record
 from ea_vision.visualize.jacobian import input_jacobian as input_jacobian
 from ea_vision.visualize.jacobian import plot_jacobian as plot_jacobian
 from ea_vision.visualize.map_style import MapStyle as MapStyle
-from ea_vision.visualize.matrix import draw_matrix as draw_matrix
 from ea_vision.visualize.matrix import plot_matrix as plot_matrix
-from ea_vision.visualize.rollout import draw_rollout as draw_rollout
 from ea_vision.visualize.rollout import plot_rollout as plot_rollout
 from ea_vision.visualize.sampling import plot_sampling as plot_sampling
-from ea_vision.visualize.statistics import draw_statistics as draw_statistics
 from ea_vision.visualize.statistics import plot_statistics as plot_statistics
-from ea_vision.visualize.strip import draw_frames as draw_frames
-from ea_vision.visualize.strip import draw_strip as draw_strip
-from ea_vision.visualize.strip import draw_training as draw_training
 from ea_vision.visualize.strip import plot_frames as plot_frames
 from ea_vision.visualize.strip import plot_strip as plot_strip
 

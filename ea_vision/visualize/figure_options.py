@@ -22,12 +22,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 
 from torch import Tensor, nn
 
 from ea_vision.base.errors import UsageError
+from ea_vision.base.figures import FORMATS as PICTURES
 from ea_vision.base.figures import dpi, inches
 from ea_vision.base.processes import choose_device
 from ea_vision.engine import run_folder
@@ -43,9 +45,8 @@ from ea_vision.recorder.loading import (
     parse_targets,
 )
 from ea_vision.recorder.recording import AttentionLayer
-from ea_vision.visualize.image_maps import MEAN, Head, Query, Recording, distinct, record
+from ea_vision.visualize.image_maps import MEAN, Head, Query, Recording, as_models, record
 from ea_vision.visualize.map_style import SCALES, STYLE, MapStyle
-from ea_vision.visualize.writing import PICTURES
 
 Model = nn.Module | LoadedModel | str
 Models = Model | Sequence[Model] | Mapping[str, Model]
@@ -58,13 +59,14 @@ DIAGONAL, MIDDLE = ((0.25, 0.25), (0.5, 0.5), (0.75, 0.75)), ((0.5, 0.5),)
 
 
 def make_parser(description: str, examples: str, *, output: str, layers: str | None = "all",
-                heads: str | None = "all,mean", queries: bool = True, style: bool = True,
+                heads: str | None = None, queries: bool = True, style: bool = True,
                 suffixes: Sequence[str] = PICTURES) -> argparse.ArgumentParser:
     """Return a parser of the options that the figures and the page share.
 
     Args:
         description, examples: the beginning and the end of --help.
-        output, layers, heads: default values; heads None leaves --heads out, layers None means some of many.
+        output, layers, heads: default values; layers None means some of many, heads "" those of `Asked`, and heads None
+            leaves --heads out.
         queries, style: whether the figure has query points, and maps over photos.
         suffixes: of the files that can be written; a page has no width and no dots per inch.
     """
@@ -78,8 +80,9 @@ def make_parser(description: str, examples: str, *, output: str, layers: str | N
                         help="attention layers, counted from 1 in forward order, or their module names (default: "
                              f"{layers or 'all, or of many some over the depth of the network'})")
     if heads is not None:
-        parser.add_argument("--heads", default=heads, metavar="0,1|all|mean",
-                            help="heads, counted from 0; mean: their average (default: %(default)s)")
+        parser.add_argument("--heads", default=heads or None, metavar="0,1|all|mean",
+                            help="heads, counted from 0; mean: their average (default: "
+                                 f"{heads or 'all,mean; of several models mean'})")
     if queries:
         parser.add_argument("--queries", nargs="+", default=[], metavar="Y,X|cls",
                             help="query points in pixels of the input as the network sees it, from its top left corner "
@@ -96,21 +99,20 @@ def make_parser(description: str, examples: str, *, output: str, layers: str | N
                                  "wide as it needs to be, at most 6.75)")
         parser.add_argument("--dpi", type=dpi, default=150, help="of pictures made of pixels (default: %(default)s)")
     if style:
-        add_style(parser)
+        _add_style(parser)
     parser.add_argument("images", nargs="+", metavar="IMAGE",
                         help="image files, folders of them, or digits#N, the Nth test image of the digits, from 0")
     parser.set_defaults(suffixes=tuple(suffixes))
     return parser
 
 
-def add_style(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say how maps are drawn; see `MapStyle`."""
-    parser.add_argument("--bare", action="store_true", help="draw the maps alone, not over the photo")
-    parser.add_argument("--scale", default="layer", choices=SCALES,
-                        help="of the colours. layer: one for the maps that are compared (a layer's; in figures of "
-                             "several models one for all of them); tile: each map its own, its maximum written on it; "
-                             "all: one for the figure; uniform: from 1/8 to 8 times uniform attention in every figure "
-                             "(default: %(default)s)")
+def _add_style(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `MapStyle`, by the names of its fields."""
+    parser.add_argument("--bare", dest="overlay", action="store_false", help="draw the maps alone, not over the photo")
+    parser.add_argument("--scale", default=STYLE.scale, choices=SCALES,
+                        help="of the colours. layer: one for the maps that are compared, which are a layer's (of a "
+                             "film all); tile: each map its own, its maximum written on it; all: one for the figure; "
+                             "uniform: from 1/8 to 8 times uniform attention in every figure (default: %(default)s)")
     parser.add_argument("--cmap", metavar="NAME",
                         help="a colour map of matplotlib's (default: viridis for attention, coolwarm for logits)")
     parser.add_argument("--opacity", type=float, default=STYLE.opacity, metavar="0..1",
@@ -118,11 +120,6 @@ def add_style(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--smooth", action="store_true", help="shades between the cells of a map")
     parser.add_argument("--as-seen", action="store_true",
                         help="under the maps the pixels that the network saw, not the photo at its own resolution")
-
-
-def style_of(options: argparse.Namespace) -> MapStyle:
-    """Return the style that the options of `add_style` ask for."""
-    return MapStyle(not options.bare, options.scale, options.cmap, options.opacity, options.smooth, options.as_seen)
 
 
 def only(values: Sequence, kind: str):
@@ -172,16 +169,17 @@ def load_models(options: argparse.Namespace, targets: Sequence[str]) -> list[Loa
     """Load `targets` as the options say; an image that does not exist is found out first."""
     find_images(options.images)
     size, device = parse_size(options.img_size), choose_device(options.device)
-    return distinct([load_model(target, random=options.random, img_size=size, device=device) for target in targets])
+    return as_models([load_model(target, random=options.random, img_size=size, device=device) for target in targets])
 
 
-def by_epoch(models: Sequence[LoadedModel]) -> list[LoadedModel]:
-    """Return the models in the order of epochs; of several files of the same epoch the last one.
+def epochs_of(targets: Sequence[str], load: Callable[[Sequence[str]], Sequence[LoadedModel]]) -> list[LoadedModel]:
+    """Return the models of run folders' *.ckpt files and snapshots, or of such files, in the order of epochs; of
+    several files of the same epoch the last one.
 
     Raises:
-        UsageError: a model without an epoch.
+        UsageError: a run folder without such files, or a model without an epoch.
     """
-    found = {model.epoch: model for model in models}
+    found = {model.epoch: model for model in load(checkpoints_of(targets))}
     if None in found:
         raise UsageError("what goes through checkpoints needs run folders or their *.ckpt or snapshots, got "
                          + found[None].label)
@@ -202,7 +200,7 @@ def checkpoints_of(targets: Sequence[str]) -> list[str]:
     return found
 
 
-# ---- arguments of the functions -------------------------------------------------------------------------------------
+# ---- what a figure is drawn of --------------------------------------------------------------------------------------
 
 def chosen_layers(layers: Layers, model: LoadedModel, some: bool = False) -> list[AttentionLayer]:
     """Return the layers asked for; by default all, or with `some` those of `spread`."""
@@ -211,47 +209,55 @@ def chosen_layers(layers: Layers, model: LoadedModel, some: bool = False) -> lis
 
 
 class Asked:
-    """What a figure is drawn of: models, and of each its layers; heads and query points, which are those of all.
+    """What a figure is drawn of: models, and of each its layers; heads and query points, which are those of all; width
+    and style. `recordings`: what `record` has recorded last.
 
     Args:
-        models, layers, heads, queries: see above, the models loaded.
+        models, layers, heads, queries, width, **style: see above; heads None: all and their mean, of several models the
+            mean alone.
         some: without `layers` those of `spread`, not all.
-        default_heads: where there are no `heads`.
 
     Raises:
-        UsageError: layers or heads that a model lacks.
+        UsageError: layers or heads that a model lacks, or a style that there is not.
     """
 
-    def __init__(self, models: Sequence[LoadedModel], layers: Layers = None, heads: Heads = None,
-                 queries: Queries = None, *, some: bool = False, default_heads: str = f"all,{MEAN}"):
-        self.models, self.queries = list(models), queries
-        self.layers = [chosen_layers(layers, model, some) for model in models]
+    def __init__(self, models: Models, layers: Layers = None, heads: Heads = None, queries: Queries = None, *,
+                 some: bool = False, width: float | None = None, **style):
+        self.style, self.width, self.queries = MapStyle(**style), width, queries
+        self.models = as_models(models)
+        self.layers = [chosen_layers(layers, model, some) for model in self.models]
         self.numbers = [[layer.number for layer in chosen] for chosen in self.layers]
-        self.heads = parse_heads(_text(heads, default_heads), [layer for chosen in self.layers for layer in chosen])
+        text = _text(heads, MEAN if len(self.models) > 1 else f"all,{MEAN}")
+        self.heads = parse_heads(text, [layer for chosen in self.layers for layer in chosen])
+        self.recordings: list[Recording] = []
 
     @classmethod
     def by_options(cls, options: argparse.Namespace, models: Sequence[LoadedModel] | None = None,
                    some: bool = False) -> Asked:
         """Return what a command's options ask for. If only some layers are shown unasked, a line says so."""
+        given = vars(options)
+        style = MapStyle(**{field.name: given[field.name] for field in fields(MapStyle) if field.name in given})
         models = load_models(options, targets_of(options)) if models is None else models
-        asked = cls(models, options.layers, vars(options).get("heads"), vars(options).get("queries"), some=some)
-        for model, numbers in zip(models, asked.numbers, strict=True):
+        asked = cls(models, options.layers, given.get("heads"), given.get("queries"), some=some, width=options.width,
+                    **vars(style))
+        for model, numbers in zip(asked.models, asked.numbers, strict=True):
             if options.layers is None and len(numbers) < len(found := parse_layers("all", model)):
                 print(f"{model.label}: layers {', '.join(map(str, numbers))} of {len(found)}; "
                       "--layers chooses others, --layers all draws all", file=sys.stderr)
-        asked.points(models[0].img_size)
+        asked.points()
         return asked
 
     def record(self, image: ImageSource | Tensor, parts: Sequence[str] = ("attn",),
                places: bool = True) -> list[Recording]:
         """Run each model on an image; see `ea_vision.visualize.image_maps.record`."""
-        return [record(model, image, chosen, parts, places)
-                for model, chosen in zip(self.models, self.layers, strict=True)]
+        self.recordings = [record(model, image, chosen, parts, places)
+                           for model, chosen in zip(self.models, self.layers, strict=True)]
+        return self.recordings
 
-    def points(self, img_size: tuple[int, int], default: Sequence[tuple[float, float]] = DIAGONAL) -> list[Query]:
-        """Return the query points in an input of this size; see `parse_queries`."""
+    def points(self, default: Sequence[tuple[float, float]] = DIAGONAL) -> list[Query]:
+        """Return the query points in the first model's input, by default those in shares of its sides."""
         texts = [query if isinstance(query, str) else ",".join(map(str, query)) for query in self.queries or []]
-        return parse_queries(texts, img_size, default)
+        return parse_queries(texts, (self.recordings or self.models)[0].img_size, default)
 
 
 def _text(value: str | int | Sequence[int | str] | None, default: str) -> str:

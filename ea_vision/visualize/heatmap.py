@@ -4,7 +4,6 @@ several images."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -12,39 +11,17 @@ from torch import Tensor
 
 from ea_vision.base.errors import UsageError
 from ea_vision.recorder.inputs import ImageSource, find_images, names_of, read_image
-from ea_vision.visualize.figure_options import (
-    Asked,
-    Heads,
-    Layers,
-    Models,
-    Queries,
-    make_parser,
-    only,
-    style_of,
-)
-from ea_vision.visualize.image_maps import (
-    MEAN,
-    Head,
-    Query,
-    Recording,
-    as_models,
-    cell_of_query,
-    distinct,
-    query_name,
-    record,
-    title_of,
-)
+from ea_vision.visualize.figure_options import Asked, Heads, Layers, Models, Queries, make_parser, only
+from ea_vision.visualize.image_maps import Head, Query, Recording, cell_of_query, title_of
 from ea_vision.visualize.map_style import (
     STYLE,
     MapStyle,
-    aspect_of,
+    attention_of,
     head_name,
-    letters,
-    map_of,
+    map_name,
     map_sheet,
-    names_of_layers,
     queries_name,
-    short_head_name,
+    short_names,
 )
 from ea_vision.visualize.sheet import Row
 from ea_vision.visualize.writing import check_output, each_figure, save, save_maps
@@ -63,57 +40,53 @@ def plot_heatmap(models: Models, images: ImageSource | Tensor | Sequence[ImageSo
                  heads: Heads = None, queries: Queries = None, *, width: float | None = None, **style) -> Figure:
     """Draw what query points attend to. See `ea_vision.visualize.figure_options` for the arguments.
 
-    One model and image: for each layer a row a head, a column a query; of one query a row a layer, a column a head.
-    Several models: for each query and head (by default the mean of heads) a row a model, a column a layer. Several
-    images of one model: for each layer a row a head, a column an image, of one query, or unless it is asked for of the
-    mean of all.
+    One model and image: for each layer a row a query, a column a head; of one query, or one head, a row a layer.
+    Several models, or several images of one: for each layer a row a query and head, a column a model or an image. By
+    default models show the mean of heads, and images the mean of all queries.
     """
-    models, look = as_models(models), MapStyle(**style)
-    asked = Asked(models, layers, heads, queries, some=True, default_heads=MEAN if len(models) > 1 else f"all,{MEAN}")
+    asked = Asked(models, layers, heads, queries, some=True, width=width, **style)
     if not isinstance(images, (list, tuple)):
-        return _draw(asked, images, look, width)[0]
-    if len(models) > 1:
-        raise UsageError(f"several models need one image, got {len(models)} models and {len(images)} images")
+        return _draw(asked, images)
+    if len(asked.models) > 1:
+        raise UsageError(f"several models need one image, got {len(asked.models)} models and {len(images)} images")
     if not images:
         raise UsageError("at least one image required, got none")
     if queries is not None and len(queries) != 1:
         raise UsageError(f"several images take one query, got {len(queries)}")
-    return _draw_images(asked, images, names_of(images), look, width)[0]
+    return _draw_images(asked, images, names_of(images))
 
 
-def _draw(asked: Asked, image: ImageSource | Tensor, style: MapStyle,
-          width: float | None) -> tuple[Figure, list[Recording]]:
-    recordings = asked.record(image)
-    points = asked.points(recordings[0].img_size)
-    if len(recordings) > 1:
-        return draw_models(recordings, asked.numbers, asked.heads, points, style, width=width), recordings
-    return draw_heatmap(recordings[0], asked.numbers[0], asked.heads, points, style, width=width), recordings
+def _draw(asked: Asked, image: ImageSource | Tensor) -> Figure:
+    recordings, points = asked.record(image), asked.points()
+    if len(recordings) == 1:
+        return draw_heatmap(recordings[0], asked.numbers[0], asked.heads, points, asked.style, width=asked.width)
+    return draw_columns(recordings, [title_of(model) for model in asked.models], asked.numbers, asked.heads, points,
+                        asked.style, width=asked.width, title=f"{len(recordings)} models", photo=True)
 
 
-def _draw_images(asked: Asked, images: Sequence, names: Sequence[str], style: MapStyle,
-                 width: float | None) -> tuple[Figure, list[Recording]]:
-    [model], [layers] = asked.models, asked.layers
-    named = distinct([replace(model, label=name) for name in names])
-    recordings = [record(one, image, layers) for one, image in zip(named, images, strict=True)]
-    point = asked.points(recordings[0].img_size)[0] if asked.queries else None
-    return draw_images(recordings, asked.numbers[0], asked.heads, point, style, width=width,
-                       title=title_of(model)), recordings
+def _draw_images(asked: Asked, images: Sequence[ImageSource | Tensor], names: Sequence[str]) -> Figure:
+    asked.recordings = recordings = [recording for image in images for recording in asked.record(image)]
+    points = asked.points() if asked.queries else [None]
+    return draw_columns(recordings, names, asked.numbers * len(images), asked.heads, points, asked.style,
+                        width=asked.width, title=title_of(asked.models[0]), what=f" on {len(images)} images")
 
 
-def head_rows(recording: Recording, number: int, heads: Sequence[Head], points: Sequence[Query], style: MapStyle,
-              name=short_head_name, shares: bool = True) -> list[Row]:
-    """Return a row a head, a column a query; `shares`: below a map what goes to the tokens before the patches."""
-    return [Row([map_of(recording.relative_map(number, point, head), recording, style,
-                        f"query {col}" if row == 0 and len(points) > 1 else "",
-                        recording.beside_patches(number, point, head) if shares else "", point=point, number=col)
-                 for col, point in enumerate(points, start=1)], name(head), aspect=aspect_of(recording))
-            for row, head in enumerate(heads)]
+def head_rows(recording: Recording, layer: int, heads: Sequence[Head], points: Sequence[Query],
+              style: MapStyle) -> list[Row]:
+    """Return a row a query, a column a head; of one head a row whose columns are queries."""
+    one_head = len(heads) == 1 and len(points) > 1
+    rows = [[attention_of(recording, layer, head, point, style,
+                          f"query {number}" if one_head else head_name(head) if number == 1 else "", number)
+             for head in heads] for number, point in enumerate(points, start=1)]
+    if one_head:
+        return [Row([tile for [tile] in rows])]
+    return [Row(tiles, f"query {number}" if len(points) > 1 else "") for number, tiles in enumerate(rows, start=1)]
 
 
 def draw_heatmap(recording: Recording, layers: Sequence[int], heads: Sequence[Head], points: Sequence[Query],
                  style: MapStyle = STYLE, *, width: float | None = None) -> Figure:
-    """Draw the photo with numbered query points; below it, for each layer, a row a head and a column a query, or of one
-    query a row a layer and a column a head.
+    """Draw the photo with numbered query points; below it, for each layer, a row a query and a column a head, or of one
+    query or head a row a layer.
 
     Args:
         recording: with the "attn" of `layers` (numbers).
@@ -123,103 +96,65 @@ def draw_heatmap(recording: Recording, layers: Sequence[int], heads: Sequence[He
         style: how maps are drawn; the maps of a layer share a scale.
         width: inches.
     """
-    groups = []
-    for number, name in zip(layers, names_of_layers(recording, layers, len(points) == 1), strict=True):
-        rows = head_rows(recording, number, heads, points, style)
-        if len(points) == 1:  # side by side
-            rows = [Row([replace(row.tiles[0], title=row.label) for row in rows], aspect=rows[0].aspect)]
-        groups.append((name, rows))
-    note = f"attention by head; {queries_name(points)}" + ("; mean: of all heads" if MEAN in heads else "")
-    return map_sheet(title_of(recording.model), groups, style, width=width, note=note, photo=recording, points=points,
-                     feat_size=recording.finest(layers))
+    grid = len(layers) > 1 and 1 in (len(points), len(heads))
+    groups = [(map_name(recording.maps[layer], grid), head_rows(recording, layer, heads, points, style))
+              for layer in layers]
+    which = f", {head_name(heads[0])}" if len(heads) == 1 else " by head"
+    return map_sheet(title_of(recording.model), groups, style, width=width, photo=recording, points=points,
+                     note=f"attention{which}; {queries_name(points)}")
 
 
-def draw_models(recordings: Sequence[Recording], layers: Sequence[Sequence[int]], heads: Sequence[Head],
-                points: Sequence[Query], style: MapStyle = STYLE, *, width: float | None = None) -> Figure:
-    """Draw for each query and head a block, a row a model, a column a layer; of one layer a row a query and head, a
-    column a model.
+def draw_columns(recordings: Sequence[Recording], names: Sequence[str], layers: Sequence[Sequence[int]],
+                 heads: Sequence[Head], points: Sequence[Query | None], style: MapStyle = STYLE, *,
+                 width: float | None = None, title: str, what: str = "", photo: bool = False) -> Figure:
+    """Draw for each layer a row a query and head, and a column a recording; of one query and head a row a layer.
 
     Args:
-        recordings: of the same image, one a model, with the "attn" of its `layers`.
-        layers: numbers, by model; as many for each.
+        recordings: by column, with the "attn" of its `layers`; names: of each.
+        layers: numbers, by column; as many for each.
         heads: counted from 0, or "mean".
-        points: queries, (y, x) in pixels of the first model's input, scaled to the others', or tokens by name.
-        style: how maps are drawn; the maps of a block share a scale.
-        width: inches.
-
-    Raises:
-        UsageError: models with different numbers of layers.
-    """
-    if any(len(chosen) != len(layers[0]) for chosen in layers):
-        counts = [f"{len(chosen)} of {r.model.label}" for chosen, r in zip(layers, recordings, strict=True)]
-        raise UsageError(f"models side by side need as many layers each, got {', '.join(counts)}")
-    first, groups = recordings[0], []
-    names, meaning = letters(recordings)
-    for number, point in enumerate(points, start=1):
-        for head in heads:
-            rows = []
-            for recording, chosen, name in zip(recordings, layers, names, strict=True):
-                place, tiles = cell_of_query(point, first.img_size, recording.img_size), []
-                for layer in chosen:
-                    title = f"layer {layer}, {'x'.join(map(str, recording.maps[layer].feat_size))}"
-                    tiles.append(map_of(recording.relative_map(layer, place, head), recording, style, title,
-                                        recording.beside_patches(layer, place, head), point=place, number=number))
-                rows.append(Row(tiles, name, aspect=aspect_of(recording)))
-            title = f"query {number} ({query_name(point)}), {head_name(head)}"
-            if len(layers[0]) == 1:
-                rows = [Row([replace(tile, title=f"{row.label}\n{tile.title}") for row in rows for tile in row.tiles],
-                            aspect=aspect_of(first))]
-            elif all([tile.title for tile in row.tiles] == [tile.title for tile in rows[0].tiles] for row in rows):
-                rows[1:] = [replace(row, tiles=[replace(tile, title="") for tile in row.tiles]) for row in rows[1:]]
-            groups.append((title, rows))
-    if len(groups) > 1 and len(layers[0]) == 1:  # of a grid
-        groups = [(f"query {number}\n{head_name(head)}", groups.pop(0)[1])
-                  for number in range(1, len(points) + 1) for head in heads]
-        meaning += f"\n{queries_name(points)}" if len(points) > 1 else ""
-    note = "attention; a column a model" if len(layers[0]) == 1 else "attention; a row a model, a column a layer"
-    return map_sheet(f"{len(recordings)} models", groups, style, width=width, note=note + meaning, photo=first,
-                     points=points, feat_size=first.finest(layers[0]))
-
-
-def draw_images(recordings: Sequence[Recording], layers: Sequence[int], heads: Sequence[Head],
-                query: Query | None = None, style: MapStyle = STYLE, *, width: float | None = None,
-                title: str = "", note: str = "") -> Figure:
-    """Draw for each layer a row a head and a column an image, under its recording's label; of one head a row a layer.
-
-    Args:
-        recordings: one an image, with the "attn" of `layers` (numbers).
-        heads: counted from 0, or "mean".
-        query: in pixels of the input or a token by name, the same for all; None: the mean of all queries, which is
-            what every pixel gets.
+        points: queries, (y, x) in pixels of the first recording's input, scaled to the others', or tokens by name;
+            [None]: the mean of all queries, which is what every pixel gets.
         style: how maps are drawn; the maps of a layer share a scale.
         width: inches.
-        title: the model; note: what else is to be said.
+        title: of the figure; what: of the attention is drawn; photo: whether to draw the first recording's, with the
+            query points.
+
+    Raises:
+        UsageError: columns with different numbers of layers.
     """
-    first = recordings[0]
-    groups = []
-    for layer, name in zip(layers, names_of_layers(first, layers, len(heads) == 1), strict=True):
-        groups.append((name, [Row([
-            map_of(recording.received(layer, head) if query is None else recording.relative_map(layer, query, head),
-                   recording, style, recording.model.label if row == 0 else "", point=query)
-            for recording in recordings], head_name(head) if len(heads) > 1 else "", aspect=aspect_of(first))
-            for row, head in enumerate(heads)]))
-    whose = "mean of all queries" if query is None else f"query {query_name(query)}"
+    if len({len(chosen) for chosen in layers}) > 1:
+        counts = [f"{len(chosen)} of {name}" for chosen, name in zip(layers, names, strict=True)]
+        raise UsageError(f"models side by side need as many layers each, got {', '.join(counts)}")
+    names, meaning = short_names(names)
+    first, groups = recordings[0], []
+    grid = len(layers[0]) > 1 and len(points) == len(heads) == 1
+    for of_layer in zip(*layers, strict=True):
+        rows = []
+        for number, point in enumerate(points, start=1):
+            for head in heads:
+                tiles = [attention_of(recording, layer, head, point and cell_of_query(
+                             point, first.img_size, recording.img_size), style, "" if rows else name, number)
+                         for recording, layer, name in zip(recordings, of_layer, names, strict=True)]
+                label = [f"query {number}"] * (len(points) > 1) + [head_name(head)] * (len(heads) > 1)
+                rows.append(Row(tiles, "\n".join(label)))
+        named = [map_name(recording.maps[layer], grid) for recording, layer in zip(recordings, of_layer, strict=True)]
+        groups.append(("\n".join(dict.fromkeys(named)), rows))
+    whose = "mean of all queries" if points[0] is None else queries_name(points)
     which = f", {head_name(heads[0])}" if len(heads) == 1 else ""
-    return map_sheet(title, groups, style, width=width,
-                     note=f"attention on {len(recordings)} images: {whose}{which}" + (f"\n{note}" if note else ""))
+    return map_sheet(title, groups, style, width=width, note=f"attention{what}: {whose}{which}{meaning}",
+                     photo=first if photo else None, points=points)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = make_parser(__doc__, EXAMPLES, output="attention.png", layers=None).parse_args(argv)
-    style = style_of(options)
+    options = make_parser(__doc__, EXAMPLES, output="attention.png", layers=None, heads="").parse_args(argv)
     asked, paths = Asked.by_options(options, some=True), find_images(options.images)
     if len(paths) == 1 or len(asked.models) > 1:
-        return each_figure(options, lambda image: _draw(asked, image, style, options.width))
+        return each_figure(options, asked, _draw)
     output = check_output(Path(options.output), options.suffixes)
     if options.queries:
         only(options.queries, "query")
     pictures = [read_image(path, exif_rotation=options.exif_rotation) for path in paths]
-    figure, recordings = _draw_images(asked, pictures, names_of(paths), style, options.width)
-    save(figure, output, options.dpi)
-    print("written:", output, *([save_maps(recordings, output)] if options.npz else []))
+    save(_draw_images(asked, pictures, names_of(paths)), output, options.dpi)
+    print("written:", output, *([save_maps(asked.recordings, output, names_of(paths))] if options.npz else []))
     return 0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -60,10 +58,6 @@ class Recording:
         got = maps.relative()[0, :, maps.num_prefix_tokens:, maps.num_prefix_tokens:].float().mean(1)  # (K, N)
         return (got.mean(0) if head == MEAN else got[head]).reshape(maps.key_size).cpu().numpy()
 
-    def finest(self, layers: Sequence[int]) -> tuple[int, int]:
-        """Return the size of the largest map of these layers."""
-        return max((self.maps[layer].feat_size for layer in layers), key=math.prod)
-
     def beside_patches(self, layer: int, query: Query, head: Head) -> str:
         """Say how much of a query's attention goes to the tokens before the patches: "cls 12%, reg 30%" (all registers
         together); "" where there are none."""
@@ -98,19 +92,15 @@ def as_models(models) -> list[LoadedModel]:
         return [replace(as_model(model), label=label) for label, model in models.items()]
     if isinstance(models, (str, nn.Module, LoadedModel)):
         models = [models]
-    return distinct([as_model(model) for model in models])
+    loaded = [as_model(model) for model in models]
+    labels = numbered([model.label for model in loaded])
+    return [replace(model, label=label) for model, label in zip(loaded, labels, strict=True)]
 
 
-def distinct(models: Sequence[LoadedModel]) -> list[LoadedModel]:
-    """Return the models, those that share a label numbered."""
-    shared = Counter(model.label for model in models)
-    seen: Counter[str] = Counter()
-    named = []
-    for model in models:
-        seen[model.label] += 1
-        label = f"{model.label} [{seen[model.label]}]" if shared[model.label] > 1 else model.label
-        named.append(replace(model, label=label))
-    return named
+def numbered(names: Sequence[str]) -> list[str]:
+    """Return the names, those that are the same numbered."""
+    return [f"{name} [{names[:place].count(name) + 1}]" if names.count(name) > 1 else name
+            for place, name in enumerate(names)]
 
 
 @contextmanager
@@ -126,12 +116,11 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def record(model: nn.Module | LoadedModel | str, image: ImageSource | Tensor, layers: Sequence[AttentionLayer],
-           parts: Sequence[str] = ("attn",), places: bool = True, heads: Sequence[int] | None = None) -> Recording:
+           parts: Sequence[str] = ("attn",), places: bool = True) -> Recording:
     """Run a network on an image, in evaluation mode; see `as_model` and `as_input`.
 
     Args:
         places: layers whose rows and columns have a place in the image are required.
-        heads: counted from 0; None is all.
 
     Raises:
         UsageError: an input size that the network refuses, or a layer without places.
@@ -142,7 +131,7 @@ def record(model: nn.Module | LoadedModel | str, image: ImageSource | Tensor, la
     batch = model.normalize(prepared[None].to(next(model.model.parameters()).device))
     try:
         with evaluating(model.model), torch.inference_mode(), ea_vision.record_attention(
-                model.model, [layer.number for layer in layers], heads, parts) as maps:
+                model.model, [layer.number for layer in layers], parts=parts) as maps:
             output = model.model(batch)
     except (ValueError, AssertionError) as error:
         raise UsageError(f"{model.label} on a {prepared.shape[1]}x{prepared.shape[2]} input: {error}") from error

@@ -6,6 +6,8 @@ not agree.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from matplotlib.figure import Figure
@@ -17,8 +19,8 @@ from ea_vision.recorder.loading import check_classifies, class_names_of
 from ea_vision.recorder.recording import AttentionMaps, recordable_layers
 from ea_vision.visualize.figure_options import Layers, Model, chosen_layers, spread
 from ea_vision.visualize.image_maps import MEAN, Recording, as_model, evaluating, record, title_of
-from ea_vision.visualize.map_style import BARE, MapStyle, aspect_of, draw_photo, map_of, norms_of, scale_bar
-from ea_vision.visualize.sheet import Block, Row, Tile, sheet
+from ea_vision.visualize.map_style import MapStyle, attention_of, map_of, photo_of, scaled
+from ea_vision.visualize.sheet import Block, Row, sheet
 
 
 def input_jacobian(model: nn.Module, batch: Tensor, target: int | None = None) -> tuple[Tensor, int]:
@@ -79,17 +81,13 @@ def draw_jacobian(recording: Recording, jacobian: np.ndarray, chosen: int, style
         recording: with the "attn" of the layers to show, which may be none.
         jacobian, chosen: of `input_jacobian`; name: of the class.
     """
-    aspect, norms = aspect_of(recording), norms_of([[jacobian]], BARE, "jacobian")[0]
     subject = map_of(jacobian, recording, style, f"|d {name or f'class {chosen}'} / d input|", part="jacobian")
-    photo = Tile(lambda axes: (axes.set_label("photo"), draw_photo(axes, recording, style)), "photo")
-    blocks = [Block([Row([photo, subject.scaled(norms[0])], aspect=aspect)], enlarged=1.5,
-                    bars=[scale_bar(norms[0], style, "jacobian", "|d logit / d pixel|")])]
+    photo = replace(photo_of(recording, style), title="photo")
+    blocks = [Block([Row([photo, subject])], enlarged=1.5,
+                    bars=scaled([[subject]], replace(style, scale="all"), "jacobian", "|d logit / d pixel|"))]
     note = f"class {chosen}" + (f" ({name})" if name else "") + ": how much each pixel moves its logit"
     if recording.maps:
-        tiles = [map_of(recording.received(layer, MEAN), recording, style, f"layer {layer}")
-                 for layer in recording.maps]
-        [norms] = norms_of([[tile.values for tile in tiles]], style)
-        row = Row([tile.scaled(norm) for tile, norm in zip(tiles, norms, strict=True)], aspect=aspect)
-        blocks.append(Block([row], "attention that every pixel gets", [scale_bar(norms[0], style)]))
+        tiles = [attention_of(recording, layer, MEAN, None, style, f"layer {layer}") for layer in recording.maps]
+        blocks.append(Block([Row(tiles)], "attention that every pixel gets", scaled([tiles], style)))
         note += "; attention: mean of heads and queries"
     return sheet(title_of(recording.model), blocks, width=width, note=note)

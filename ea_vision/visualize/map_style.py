@@ -10,9 +10,9 @@ Lines, fonts and colours that are not data follow matplotlib's rcParams.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import matplotlib
 import numpy as np
@@ -29,7 +29,7 @@ from ea_vision.base.figures import COLORS as QUERY_COLORS
 from ea_vision.base.figures import PAGE
 from ea_vision.base.print import points
 from ea_vision.recorder.recording import PARTS, LayerMaps
-from ea_vision.visualize.image_maps import MEAN, Head, Query, Recording, cell_of, query_name, title_of
+from ea_vision.visualize.image_maps import MEAN, Head, Query, Recording, cell_of, query_name
 from ea_vision.visualize.sheet import Bar, Block, Row, Tile, sheet
 
 SCALES = ("layer", "tile", "all", "uniform")
@@ -37,8 +37,6 @@ SIGNED_MAP = "coolwarm"  # Moreland's: even steps in CIELAB, both ends as dark, 
 UNIFORM_TOP = 8.0  # times uniform attention: where --scale uniform ends
 LOWEST_TOP = 2.0  # a scale reaches at least twice uniform attention: what is nearly uniform looks so
 ATTENTION_BAR = "attention \N{MULTIPLICATION SIGN} N keys (1: uniform)"
-PART_NAMES = {"attn": "attention", "logits": "logits", "self_logits": "own logits",
-              "conv_logits": "convolved logits", "prev_logits": "previous logits"}
 
 
 @dataclass(frozen=True)
@@ -89,10 +87,6 @@ def head_name(head: Head) -> str:
     return "mean of heads" if head == MEAN else f"head {head}"
 
 
-def short_head_name(head: Head) -> str:
-    return "mean" if head == MEAN else head_name(head)
-
-
 def queries_name(points: Sequence[Query]) -> str:
     """Name query points: `query y 3, x 4`, of several `queries 1: y 3, x 4; 2: class token`."""
     if len(points) == 1:
@@ -100,34 +94,22 @@ def queries_name(points: Sequence[Query]) -> str:
     return "queries " + "; ".join(f"{number}: {query_name(point)}" for number, point in enumerate(points, start=1))
 
 
-def map_name(layer: LayerMaps) -> str:
-    name = f"layer {layer.number} ({layer.name})"
-    if layer.channels:
-        return f"{name}, from channel to channel of a head"
-    names = [name for name in layer.prefix_names if not name.startswith("reg")]
-    registers = len(layer.prefix_names) - len(names)
-    names += [f"{registers} registers" if registers > 1 else "a register"] if registers else []
-    prefix = f" after {', '.join(names)}" if names else ""
-    return f"{name}, map {layer.feat_size[0]}x{layer.feat_size[1]}{prefix}"
+def map_name(layer: LayerMaps, short: bool = False) -> str:
+    """Name a layer and the size of its map at length, or beside a row of a grid in two lines."""
+    size = "x".join(map(str, layer.feat_size))
+    if short:
+        return f"layer {layer.number}\n" + ("channels" if layer.channels else size)
+    prefix = f" after {', '.join(layer.prefix_names)}" if layer.prefix_names else ""
+    return f"layer {layer.number} ({layer.name}), " + (
+        "from channel to channel of a head" if layer.channels else f"map {size}{prefix}")
 
 
-def map_label(layer: LayerMaps) -> str:
-    """Name a layer beside a row of a grid: `layer 3` and the size of its map, in two lines."""
-    return f"layer {layer.number}\n" + ("channels" if layer.channels else "x".join(map(str, layer.feat_size)))
-
-
-def names_of_layers(recording: Recording, layers: Sequence[int], grid: bool = True) -> list[str]:
-    """Name layers at length, or in a grid of several by `map_label`."""
-    return [(map_label if grid and len(layers) > 1 else map_name)(recording.maps[layer]) for layer in layers]
-
-
-def letters(recordings: Sequence[Recording]) -> tuple[list[str], str]:
-    """Return names of models beside their maps, letters unless all names are short, and what they stand for."""
-    names = [title_of(recording.model) for recording in recordings]
+def short_names(names: Sequence[str]) -> tuple[Sequence[str], str]:
+    """Return names that fit above a map, letters unless all of them do, and what letters stand for."""
     if all(len(name) <= 14 for name in names):
         return names, ""
-    short = [chr(ord("A") + index % 26) for index in range(len(names))]
-    return short, "\n" + "\n".join(f"{letter}: {name}" for letter, name in zip(short, names, strict=True))
+    short = [chr(ord("A") + index % 26) + "'" * (index // 26) for index in range(len(names))]
+    return short, "\n" + "; ".join(f"{letter}: {name}" for letter, name in zip(short, names, strict=True))
 
 
 def layers_name(numbers: Sequence[int]) -> str:
@@ -152,16 +134,16 @@ def equation(model: nn.Module, name: str, number: int) -> str:
     shares = before_shares(model, name)
     if not shares:
         return ""
-    evolution = model.get_submodule(name).evolution
-    gates = {gate: float(torch.as_tensor(value).detach().float().mean()) for gate, value in evolution.gates().items()}
+    gates = model.get_submodule(name).evolution.gates()
+    alpha, beta = (float(torch.as_tensor(gates.get(gate, 1.0)).detach().float().mean()) for gate in ("alpha", "beta"))
     names = {"prev_logits": "previous", "self_logits": "own"}
     mixed = " + ".join(f"{'' if share == 1 else f'{share:.2g} '}{names[part]}" for part, share in shares.items())
-    logits, beta = f"relu(conv({mixed}))", gates.get("beta", 1.0)
+    logits = f"relu(conv({mixed}))"
     if "self_logits" not in shares:
-        logits = f"{gates['alpha']:.2g} {logits} + {1 - gates['alpha']:.2g} own"
+        logits = f"{alpha:.2g} {logits} + {1 - alpha:.2g} own"
     elif beta != 1:
         logits = f"{beta:.2g} {logits} + {1 - beta:.2g} ({mixed})"
-    learned = any(isinstance(value, Tensor) for value in evolution.gates().values())
+    learned = any(isinstance(value, Tensor) for value in gates.values())
     return f"{f'layer {number}' if learned else 'a layer'}: logits = {logits}, attention = softmax(logits)"
 
 
@@ -169,45 +151,40 @@ def equation(model: nn.Module, name: str, number: int) -> str:
 
 def aspect_of(recording: Recording) -> float:
     """Return the height over the width of the input."""
-    return recording.image.shape[1] / recording.image.shape[2]
+    return recording.img_size[0] / recording.img_size[1]
 
 
-def draw_image(axes: Axes, image: Tensor, **how) -> None:
-    """Draw (3, H, W) in 0..1, pixel by pixel."""
-    H, W = image.shape[1:]
-    axes.imshow(image.permute(1, 2, 0).cpu().numpy(), extent=(0, W, H, 0), interpolation="nearest", **how)
+def draw_image(axes: Axes, pixels: np.ndarray, size: tuple[int, int], interpolation: str | None = "nearest") -> None:
+    """Draw (height, width, 3) in 0..1 over the area of an input of `size` (H, W)."""
+    axes.imshow(pixels, extent=(0, size[1], size[0], 0), interpolation=interpolation)
     bare(axes)
 
 
 def bare(axes: Axes) -> None:
     axes.set_xticks([])
     axes.set_yticks([])
-    for spine in axes.spines.values():
-        spine.set_visible(False)
+    axes.spines[:].set_visible(False)
 
 
 def draw_photo(axes: Axes, recording: Recording, style: MapStyle, grey: bool = False) -> None:
     """Draw the photo, or what the network saw of it, in the input's coordinates."""
-    H, W = recording.image.shape[1:]
     seen = style.as_seen or recording.photo is None
     pixels = recording.image.permute(1, 2, 0).cpu().numpy() if seen else recording.photo / 255
     if grey:
         pixels = np.repeat((pixels @ (0.299, 0.587, 0.114))[..., None], 3, -1)
-    axes.imshow(pixels.clip(0, 1), extent=(0, W, H, 0), interpolation="nearest" if seen else None)
-    bare(axes)
+    draw_image(axes, pixels.clip(0, 1), recording.img_size, "nearest" if seen else None)
 
 
 def photo_of(recording: Recording, style: MapStyle, queries: Sequence[Query] = (),
-             feat_size: tuple[int, int] | None = None) -> dict[str, Any]:
-    """Return the photo with numbered query points, framed as cells of maps of `feat_size`, as `sheet` takes it."""
-    def paint(axes: Axes) -> None:
+             feat_size: tuple[int, int] | None = None) -> Tile:
+    """Return the photo with numbered query points, framed as cells of maps of `feat_size`."""
+    def paint(axes: Axes, _) -> None:
         axes.set_label("photo")
         draw_photo(axes, recording, style)
         for number, query in enumerate(queries, start=1):
             mark_query(axes, recording, query, feat_size, number, numbered=True)
 
-    return {"photo": Tile(paint, " " if any(isinstance(query, str) for query in queries) else ""),
-            "aspect": aspect_of(recording)}
+    return Tile(paint, " " if any(isinstance(query, str) for query in queries) else "", aspect=aspect_of(recording))
 
 
 def mark_query(axes: Axes, recording: Recording, query: Query, feat_size: tuple[int, int] | None, number: int,
@@ -215,7 +192,7 @@ def mark_query(axes: Axes, recording: Recording, query: Query, feat_size: tuple[
     """Draw the frame of the map's cell that a query lies in, and its number in a disc. White around both shows on any
     ground. A token that is no patch has no cell: its disc is above the image."""
     color = QUERY_COLORS[(number - 1) % len(QUERY_COLORS)]
-    H, W = recording.image.shape[1:]
+    H, W = recording.img_size
     if isinstance(query, str):
         y, x = -0.09 * H, (0.08 + 0.2 * (number - 1)) * W
     else:
@@ -248,12 +225,12 @@ def norms_of(groups: Sequence[Sequence[np.ndarray]], style: MapStyle, part: str 
     if style.scale == "tile":
         return [[_norm([values], part, 1.05) for values in group] for group in groups]
     if style.scale == "uniform" and part == "attn":
-        norm = _attention_norm(UNIFORM_TOP)
-        return [[norm] * len(group) for group in groups]
-    if style.scale != "layer":
-        norm = _norm([values for group in groups for values in group], part)
-        return [[norm] * len(group) for group in groups]
-    return [[_norm(group, part)] * len(group) for group in groups]
+        norms = [_attention_norm(UNIFORM_TOP)] * len(groups)
+    elif style.scale == "layer":
+        norms = [_norm(group, part) for group in groups]
+    else:
+        norms = [_norm([values for group in groups for values in group], part)] * len(groups)
+    return [[norm] * len(group) for norm, group in zip(norms, groups, strict=True)]
 
 
 def _attention_norm(top: float) -> LogNorm:
@@ -285,7 +262,7 @@ def draw_map(axes: Axes, values: np.ndarray, recording: Recording, norm: Normali
         overlay: over the photo; default: as `style` says.
     """
     overlay = style.overlay if overlay is None else overlay
-    H, W = recording.image.shape[1:]
+    H, W = recording.img_size
     if overlay:
         draw_photo(axes, recording, style, grey=True)
     artist = axes.imshow(values, extent=(0, W, H, 0), cmap=style.colormap(part), norm=norm,
@@ -301,75 +278,70 @@ def draw_map(axes: Axes, values: np.ndarray, recording: Recording, norm: Normali
     return artist
 
 
-@dataclass
-class Map:
-    """A tile that waits for its scale: `paint` draws `values` into axes."""
-
-    values: np.ndarray
-    paint: Callable[[Axes, Normalize], object]
-    title: str = ""
-    note: str = ""
-
-    def scaled(self, norm: Normalize) -> Tile:
-        return Tile(lambda axes: self.paint(axes, norm), self.title, self.note)
+def map_of(values: np.ndarray, recording: Recording, style: MapStyle, title: str = "", note: str = "", **how) -> Tile:
+    """Return a tile that `draw_map` draws."""
+    return Tile(lambda axes, norm: draw_map(axes, values, recording, norm, style, **how), title, note,
+                aspect_of(recording), values)
 
 
-def map_of(values: np.ndarray, recording: Recording, style: MapStyle, title: str = "", note: str = "", **how) -> Map:
-    """Return a map that `draw_map` draws."""
-    return Map(values, lambda axes, norm: draw_map(axes, values, recording, norm, style, **how), title, note)
+def attention_of(recording: Recording, layer: int, head: Head, query: Query | None, style: MapStyle, title: str = "",
+                 number: int = 1) -> Tile:
+    """Return a tile of where a query looks, of a transformer with what goes to the tokens before its patches; without a
+    query of what every pixel gets. `number`: which of the queries."""
+    if query is None:
+        return map_of(recording.received(layer, head), recording, style, title)
+    return map_of(recording.relative_map(layer, query, head), recording, style, title,
+                  recording.beside_patches(layer, query, head), point=query, number=number)
 
 
-def query_row(shown: Iterable[tuple[str, Recording, int]], head: Head, query: Query, style: MapStyle) -> Row:
-    """Return a row of where one query looks: a map for each title, recording and layer."""
-    shown = list(shown)
-    return Row([map_of(recording.relative_map(layer, query, head), recording, style, title, point=query)
-                for title, recording, layer in shown], aspect=aspect_of(shown[0][1]))
+def scaled(groups: Sequence[Sequence[Tile]], style: MapStyle, part: str = "attn", label: str = "") -> list[Bar]:
+    """Give the tiles of each group, whose maps are compared, their scale; return the colour bar of each group."""
+    norms = norms_of([[tile.values for tile in group] for group in groups], style, part)
+    for group, scales in zip(groups, norms, strict=True):
+        for tile, norm in zip(group, scales, strict=True):
+            tile.norm = norm
+    return [scale_bar(scales[0], style, part, label) for scales in norms]
 
 
 def map_sheet(title: str, groups: Sequence[tuple[str, Sequence[Row]]], style: MapStyle, *, width: float | None,
               note: str, photo: Recording | None = None, points: Sequence[Query] = (),
               feat_size: tuple[int, int] | None = None, part: str = "attn", label: str = "",
-              norms: list[list[Normalize]] | None = None) -> Figure:
+              bars: Sequence[Bar] = ()) -> Figure:
     """Draw a figure of maps: the photo with its query points, and a block a group; groups of one row each are a grid.
 
     Args:
-        groups: title and rows of each, in whose rows `Map`s are the tiles. The maps of a group are compared.
-        photo, points, feat_size: see `photo_of`.
+        groups: title and rows of each; the maps of a group are compared.
+        photo, points, feat_size: see `photo_of`; by default cells of the largest map are framed.
         part, label: see `scale_bar`.
-        norms: the scales, by group; default: those of `norms_of`.
+        bars: of the groups, where their tiles have their scale already.
     """
-    norms = norms or norms_of([[tile.values for row in rows for tile in row.tiles] for _, rows in groups], style, part)
-    bars = [scale_bar(scales[0], style, part, label) for scales in norms]
+    bars = bars or scaled([[tile for row in rows for tile in row.tiles] for _, rows in groups], style, part, label)
     own = style.scale == "layer" and len(groups) > 1  # else one bar of the whole figure
-    scaled = []
-    for (_, rows), scales in zip(groups, map(iter, norms), strict=True):
-        scaled.append([replace(row, tiles=[tile.scaled(next(scales)) for tile in row.tiles]) for row in rows])
-    names = [name for name, _ in groups]
-    if len(groups) > 1 and all(len(rows) == 1 for rows in scaled):
-        narrow = (width or PAGE) < 5
-        blocks = [_grid(names, [row for [row] in scaled], bars if own else [], narrow)]
+    if len(groups) > 1 and all(len(rows) == 1 for _, rows in groups):
+        blocks = [_grid([name for name, _ in groups], [row for _, [row] in groups], bars if own else [],
+                        (width or PAGE) < 5)]
     else:
-        blocks = [Block(rows, name, [bar] if own else []) for rows, name, bar in zip(scaled, names, bars, strict=True)]
-    return sheet(title, blocks, width=width, note=note, bars=[] if own else bars[:1],
-                 **({} if photo is None else photo_of(photo, style, points, feat_size)))
+        blocks = [Block(rows, name, [bar] if own else []) for (name, rows), bar in zip(groups, bars, strict=True)]
+    return sheet(title, blocks, width=width, note=note, bars=[] if own else bars[:1], photo=photo and photo_of(
+        photo, style, points, feat_size or max((layer.feat_size for layer in photo.maps.values()), key=math.prod)))
 
 
 def _grid(names: Sequence[str], rows: Sequence[Row], bars: Sequence[Bar], narrow: bool) -> Block:
-    """Return a block of a row a name, whose titles stand once where they are alike; in a narrow figure of more columns
-    than rows a column a name. Long names stand above their rows."""
+    """Return a block of a row a name, whose titles stand once where they are alike; where that would be wider than high
+    in a narrow figure, or higher than wide in another one, a column a name. Long names stand above their rows."""
     titles = [tile.title for tile in rows[0].tiles]
     alike = all([tile.title for tile in row.tiles] == titles for row in rows)
-    if any(len(line) > 24 for name in names for line in name.split("\n")):
-        rows = [replace(row, heading=name) for row, name in zip(rows, names, strict=True)]
-    elif narrow and alike and len(titles) > len(rows):
-        return Block([Row([replace(row.tiles[place], title=name if place == 0 else "")
-                           for row, name in zip(rows, names, strict=True)], title, aspect=rows[0].aspect)
-                      for place, title in enumerate(titles)], column_bars=bars)
-    else:
-        rows = [replace(row, label=name) for row, name in zip(rows, names, strict=True)]
-    if alike:
-        rows = [rows[0], *(replace(row, tiles=[replace(tile, title="") for tile in row.tiles]) for row in rows[1:])]
-    return Block([replace(row, bar=bar) for row, bar in zip(rows, bars or [None] * len(rows), strict=True)])
+    place = "heading" if any(len(line) > 24 for name in names for line in name.split("\n")) else "label"
+    across = len(titles) > len(rows) if narrow else len(titles) < len(rows)
+    if across and alike and place == "label":
+        turned = [Row([row.tiles[column] for row in rows], title) for column, title in enumerate(titles)]
+        for row, above in zip(turned, [names, *[[""] * len(rows)] * (len(turned) - 1)], strict=True):
+            row.tiles = [replace(tile, title=name) for tile, name in zip(row.tiles, above, strict=True)]
+        return Block(turned, column_bars=bars)
+    for row in rows[1:] if alike else ():
+        row.tiles = [replace(tile, title="") for tile in row.tiles]
+    return Block([replace(row, bar=bar, **{place: name})
+                  for row, name, bar in zip(rows, names, bars or [None] * len(rows), strict=True)])
 
 
 def scale_bar(norm: Normalize, style: MapStyle, part: str = "attn", label: str = "") -> Bar:

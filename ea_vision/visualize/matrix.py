@@ -4,21 +4,21 @@ Of a vision transformer the tokens before the patches (class token, registers) c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import Colormap, Normalize
+from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from torch import Tensor
 
 from ea_vision.base.errors import UsageError
 from ea_vision.recorder.inputs import ImageSource
 from ea_vision.recorder.recording import PARTS, LayerMaps
-from ea_vision.visualize.figure_options import Asked, Heads, Layers, Model, make_parser, only, style_of
-from ea_vision.visualize.image_maps import MEAN, Head, Recording, as_model, title_of
-from ea_vision.visualize.map_style import BARE, PART_NAMES, Map, MapStyle, map_sheet, names_of_layers, short_head_name
-from ea_vision.visualize.sheet import Row
+from ea_vision.visualize.figure_options import Asked, Heads, Layers, Model, make_parser, only
+from ea_vision.visualize.image_maps import MEAN, Head, Recording, title_of
+from ea_vision.visualize.map_style import STYLE, MapStyle, head_name, map_name, map_sheet
+from ea_vision.visualize.sheet import Row, Tile
 from ea_vision.visualize.writing import each_figure
 
 EXAMPLES = """\
@@ -31,19 +31,17 @@ def plot_matrix(model: Model, image: ImageSource | Tensor, layers: Layers = None
                 part: str = "attn", *, width: float | None = None, **style) -> Figure:
     """Draw whole maps, queries by keys: a row a layer, a tile a head. `part`: one of PARTS. See
     `ea_vision.visualize.figure_options` for the other arguments."""
-    asked = Asked([as_model(model)], layers, heads, some=True)
-    return _draw(asked, image, part, MapStyle(**style), width)[0]
+    return _draw(Asked(model, layers, heads, some=True, width=width, **style), image, part)
 
 
-def _draw(asked: Asked, image: ImageSource | Tensor, part: str, style: MapStyle,
-          width: float | None) -> tuple[Figure, list[Recording]]:
+def _draw(asked: Asked, image: ImageSource | Tensor, part: str) -> Figure:
     check_part(part, asked)
-    recordings = asked.record(image, (part,), places=False)
-    return draw_matrix(recordings[0], asked.numbers[0], asked.heads, part, style, width=width), recordings
+    [recording] = asked.record(image, (part,), places=False)
+    return draw_matrix(recording, asked.numbers[0], asked.heads, part, asked.style, width=asked.width)
 
 
 def draw_matrix(recording: Recording, layers: Sequence[int], heads: Sequence[Head], part: str = "attn",
-                style: MapStyle = BARE, *, width: float | None = None) -> Figure:
+                style: MapStyle = STYLE, *, width: float | None = None) -> Figure:
     """Draw a row a layer, a tile a head. Ticks stand where a row of the image begins.
 
     Args:
@@ -53,21 +51,21 @@ def draw_matrix(recording: Recording, layers: Sequence[int], heads: Sequence[Hea
         style: scale and cmap of the maps; the maps of a layer share a scale.
         width: inches.
     """
-    groups = []
-    for layer, name in zip(map(recording.maps.__getitem__, layers), names_of_layers(recording, layers), strict=True):
-        tiles = [Map(values, _painter(values, layer, style.colormap(part)), short_head_name(head))
-                 for values, head in zip(_matrices(layer, heads, part), heads, strict=True)]
-        groups.append((name, [Row(tiles)]))
-    return map_sheet(f"{title_of(recording.model)}: {PART_NAMES[part]}", groups, style, width=width, part=part,
+    groups = [(map_name(recording.maps[layer], len(layers) > 1),
+               [Row([_tile(recording.maps[layer], head, part, style) for head in heads])]) for layer in layers]
+    return map_sheet(f"{title_of(recording.model)}: {part}", groups, style, width=width, part=part,
                      note="a row a query, a column a key, both row by row over the image; ticks: where a row of it "
                           "begins")
 
 
-def _painter(values: np.ndarray, layer: LayerMaps, cmap: Colormap) -> Callable[[Axes, Normalize], None]:
+def _tile(layer: LayerMaps, head: Head, part: str, style: MapStyle) -> Tile:
+    """Return a head's (T, T) map; attention in units of uniform attention."""
+    maps = (layer.relative() if part == "attn" else layer[part])[0].float()  # (K, T, T)
+    values = (maps.mean(0) if head == MEAN else maps[head]).cpu().numpy()
     prefix = layer.num_prefix_tokens
 
     def paint(axes: Axes, norm: Normalize) -> None:
-        axes.imshow(values, cmap=cmap, norm=norm, interpolation="nearest", aspect="auto")
+        axes.imshow(values, cmap=style.colormap(part), norm=norm, interpolation="nearest", aspect="auto")
         axes.set_xticks(_ticks(prefix, layer.key_size), [])
         axes.set_yticks(_ticks(prefix, layer.feat_size if layer.pixels_ask else (0, 1)), [])
         axes.tick_params(length=1.5, width=0.5, pad=0)
@@ -75,18 +73,12 @@ def _painter(values: np.ndarray, layer: LayerMaps, cmap: Colormap) -> Callable[[
         for line in (axes.axhline, axes.axvline)[not layer.pixels_ask:] if prefix else ():
             line(prefix - 0.5, color="white", linewidth=0.5)
 
-    return paint
+    return Tile(paint, head_name(head), values=values)
 
 
 def _ticks(prefix: int, size: tuple[int, int]) -> np.ndarray:
     """Return where rows of a grid begin, after the prefix tokens; nothing for channels."""
     return prefix + np.arange(0, size[0], max(1, -(-size[0] // 7))) * size[1] - 0.5
-
-
-def _matrices(layer: LayerMaps, heads: Sequence[Head], part: str) -> list[np.ndarray]:
-    """Return (N, N) by head; attention in units of uniform attention."""
-    maps = (layer.relative() if part == "attn" else layer[part])[0].float().cpu().numpy()  # (K, N, N)
-    return [maps.mean(0) if head == MEAN else maps[head] for head in heads]
 
 
 def check_part(part: str, asked: Asked) -> None:
@@ -97,11 +89,10 @@ def check_part(part: str, asked: Asked) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = make_parser(__doc__, EXAMPLES, output="matrix.png", layers=None, queries=False)
+    parser = make_parser(__doc__, EXAMPLES, output="matrix.png", layers=None, heads="", queries=False)
     parser.add_argument("--part", default="attn", choices=PARTS, help="what to draw (default: %(default)s)")
     options = parser.parse_args(argv)
-    style = style_of(options)
     asked = Asked.by_options(options, some=True)
     only(asked.models, "model")
     check_part(options.part, asked)
-    return each_figure(options, lambda image: _draw(asked, image, options.part, style, options.width))
+    return each_figure(options, asked, lambda asked, image: _draw(asked, image, options.part))

@@ -15,7 +15,7 @@ import json
 import re
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +31,11 @@ from ea_vision.recorder.loading import DetectorModel, LoadedModel
 from ea_vision.recorder.recording import PARTS, AttentionLayer, LayerMaps, prefix_names
 from ea_vision.visualize.figure_options import spread
 from ea_vision.visualize.image_maps import WITHOUT, add_contributions, record
-from ea_vision.visualize.map_style import SIGNED_MAP, before_shares, equation
+from ea_vision.visualize.map_style import SIGNED_MAP, equation
 
 SOURCE = Path(__file__).with_name("page_source")
 MODULES = ("maps.js", "state.js", "draw.js", "panel.js", "main.js")  # in order of need
-STORED_PARTS = (*PARTS, WITHOUT[0])  # what is left out first comes last
+STORED_PARTS = (*PARTS, WITHOUT[0])
 COLOUR_MAPS = ("viridis", "cividis", "magma", "gray")
 MEGABYTE = 1_000_000
 MOST_OBJECTS, LEAST_SCORE = 9, 0.3  # of a detector's
@@ -54,49 +54,34 @@ def data_url(pixels: np.ndarray) -> str:
 
 # ---- maps -----------------------------------------------------------------------------------------------------------
 
-@dataclass(frozen=True)
-class Quantised:
-    """Maps of a layer, value = low + step * code: low, step float32 (K, T), codes uint8 (K, T, N)."""
-
-    low: np.ndarray
-    step: np.ndarray
-    codes: np.ndarray
-
-    def values(self) -> np.ndarray:
-        """Return (K, T, N), what the page reads; off by at most step / 2."""
-        return self.low[..., None] + self.step[..., None] * self.codes.astype(np.float32)
-
-    def tobytes(self) -> bytes:
-        """Return what the page reads: low, step (little-endian), codes, filled up to a multiple of 4 bytes."""
-        data = b"".join((self.low.astype("<f4").tobytes(), self.step.astype("<f4").tobytes(), self.codes.tobytes()))
-        return data + bytes(-len(data) % 4)
-
-
-def quantise(maps: np.ndarray) -> Quantised:
+def quantise(maps: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Round (K, T, N) to 256 even steps from the smallest to the largest value of each row.
+
+    Returns:
+        low, step, float32 (K, T), and codes, uint8 (K, T, N): value = low + step * code, off by at most step / 2.
 
     Raises:
         UsageError: values that are not finite.
     """
-    maps = np.asarray(maps, dtype=np.float32)
     if not np.isfinite(maps).all():
         raise UsageError(f"maps must be finite, got {np.count_nonzero(~np.isfinite(maps))} values that are not")
     low = maps.min(-1)
     step = ((maps.max(-1).astype(np.float64) - low) / 255).astype(np.float32)
     codes = (maps - low[..., None]) / np.where(step > 0, step, 1)[..., None]
-    return Quantised(low, step, np.clip(np.rint(codes), 0, 255).astype(np.uint8))
+    return low, step, np.clip(np.rint(codes), 0, 255).astype(np.uint8)
 
 
 def pack(maps: dict[int, dict[str, np.ndarray]]) -> tuple[dict[str, str], dict[int, dict[str, list]]]:
     """Return streams by part, and where each layer's maps are.
 
     Args:
-        maps: layer number -> part -> (K, T, N), T >= N queries.
+        maps: layer number -> part -> float32 (K, T, N), T >= N queries.
 
     Returns:
-        part -> base64 of a zlib stream; layer number -> part -> [part of the stream, offset in it in bytes]. A map that
-        is the same as one of an earlier part or layer refers to it: EA's convolved logits are its logits where beta
-        is 1, and a layer's previous logits are the layer's before.
+        part -> base64 of a zlib stream; layer number -> part -> [part of the stream, offset in it in bytes], where low,
+        step (little-endian) and codes follow each other, filled up to a multiple of 4 bytes. A map that is the same as
+        one of an earlier part or layer refers to it: EA's convolved logits are its logits where beta is 1, and a
+        layer's previous logits are the layer's before.
     """
     streams: dict[str, str] = {}
     places: dict[int, dict[str, list]] = {number: {} for number in maps}
@@ -107,7 +92,9 @@ def pack(maps: dict[int, dict[str, np.ndarray]]) -> tuple[dict[str, str], dict[i
         for number, parts in maps.items():
             if part not in parts:
                 continue
-            data = quantise(parts[part]).tobytes()
+            low, step, codes = quantise(parts[part])
+            data = low.astype("<f4").tobytes() + step.astype("<f4").tobytes() + codes.tobytes()
+            data += bytes(-len(data) % 4)
             key = hashlib.sha256(data).digest()
             if key not in known:
                 known[key] = [part, offset]
@@ -121,36 +108,41 @@ def pack(maps: dict[int, dict[str, np.ndarray]]) -> tuple[dict[str, str], dict[i
 
 # ---- the page's contents --------------------------------------------------------------------------------------------
 
+@dataclass
 class Explorer:
     """Models, and the layers and heads of them that a page shows.
 
-    Args:
-        models: one to three.
-        layers: of each model; see `recorder.loading.parse_layers`.
-        heads: counted from 0; None is all.
-        parts: some of STORED_PARTS; a layer gives those that it has.
-        class_names: of each model.
-        title: of its entries; default: the images' names.
+    models: one to three.
+    layers: of each model; see `recorder.loading.parse_layers`.
+    heads: counted from 0; None is all.
+    class_names: of each model.
+    parts: some of STORED_PARTS; a layer gives those that it has.
+    title: of its entries; default: the images' names.
     """
 
-    def __init__(self, models: Sequence[LoadedModel], layers: Sequence[Sequence[AttentionLayer]],
-                 heads: Sequence[int] | None, parts: Sequence[str], class_names: Sequence[Sequence[str] | None],
-                 title: str = ""):
-        self.models, self.layers, self.heads, self.class_names = models, layers, heads, class_names
-        self.title = title
-        self.parts = [part for part in STORED_PARTS if part in parts]
-        wanted = PARTS if WITHOUT[0] in self.parts else self.parts  # all are needed to compute what one changes
-        self.recorded = [[part for part in wanted if any(part in layer.parts for layer in chosen)]
-                         for chosen in layers]
-        for model, chosen, recorded in zip(models, layers, self.recorded, strict=True):
-            if not recorded:
-                had = ", ".join(sorted({part for layer in chosen for part in layer.parts}))
-                raise UsageError(f"{model.label} has {had} in these layers; got --parts {','.join(parts)}")
+    models: Sequence[LoadedModel]
+    layers: Sequence[Sequence[AttentionLayer]]
+    heads: Sequence[int] | None
+    class_names: Sequence[Sequence[str] | None]
+    parts: Sequence[str] = STORED_PARTS
+    title: str = ""
+
+    def recorded(self, index: int) -> list[str]:
+        """Return the parts to record of a model: all, where what one of them changes is computed from them.
+
+        Raises:
+            UsageError: its layers have none of the parts.
+        """
+        wanted = PARTS if WITHOUT[0] in self.parts else self.parts
+        had = {part for layer in self.layers[index] for part in layer.parts}
+        if not had & set(wanted):
+            raise UsageError(f"{self.models[index].label} has {', '.join(sorted(had))} in these layers; got --parts "
+                             + ",".join(self.parts))
+        return [part for part in PARTS if part in had & set(wanted)]
 
     def thinned(self, most: int) -> Explorer:
         """Return the same with at most so many layers of each model, over its depth."""
-        return Explorer(self.models, [spread(layers, most) for layers in self.layers], self.heads, self.parts,
-                        self.class_names, self.title)
+        return replace(self, layers=[spread(layers, most) for layers in self.layers])
 
     def describe(self) -> list[dict[str, Any]]:
         """Return what the page knows of each model before any image."""
@@ -160,18 +152,13 @@ class Explorer:
             "prefix": prefix_names(model.model),
             "equation": next((text for layer in chosen if (text := equation(model.model, layer.name, layer.number))),
                              ""),
-            "layers": [self._describe_layer(model, layer) for layer in chosen],
+            "layers": [{
+                "number": layer.number,
+                "name": layer.name,
+                "heads": list(range(layer.num_heads) if self.heads is None else self.heads),
+                "evolves": "prev_logits" in layer.parts,
+            } for layer in chosen],
         } for model, chosen in zip(self.models, self.layers, strict=True)]
-
-    def _describe_layer(self, model: LoadedModel, layer: AttentionLayer) -> dict[str, Any]:
-        return {
-            "number": layer.number,
-            "name": layer.name,
-            "numHeads": layer.num_heads,
-            "heads": list(range(layer.num_heads)) if self.heads is None else list(self.heads),
-            "before": before_shares(model.model, layer.name),
-            "evolves": "prev_logits" in layer.parts,
-        }
 
     def view(self, name: str, image: Image.Image) -> dict[str, Any]:
         """Return an image's entry: its name, and for each model photo, predictions, streams and where the maps are."""
@@ -179,7 +166,7 @@ class Explorer:
 
     def _view(self, index: int, image: Image.Image) -> dict[str, Any]:
         model, layers = self.models[index], self.layers[index]
-        seen = record(model, model.prepare(image), layers, self.recorded[index])
+        seen = record(model, model.prepare(image), layers, self.recorded(index))
         if WITHOUT[0] in self.parts:
             add_contributions(seen)
         streams, places = pack({layer.number: self._arrays(layer, len(prefix_names(model.model)))
@@ -200,7 +187,7 @@ class Explorer:
         heads = slice(None) if self.heads is None else list(self.heads)
         return {part: nn.functional.pad(layer.on_queries_grid(part)[0, heads, :, layer.num_prefix_tokens:].float(),
                                         (0, 0, missing, 0)).cpu().numpy()
-                for part in self.parts if part in layer.recorded()}
+                for part in STORED_PARTS if part in self.parts and part in layer.recorded()}
 
     @staticmethod
     def _photos(model: LoadedModel, image: Image.Image, prepared: Tensor) -> dict[str, str]:
@@ -226,27 +213,6 @@ def _objects(found: dict[str, Tensor], classes: Sequence[str]) -> list[dict[str,
     rows = zip(*(found[key].tolist() for key in ("boxes", "scores", "labels")), strict=True)
     return [{"name": classes[label], "probability": round(score, 6), "box": [round(side, 2) for side in box]}
             for box, score, label in rows if score >= LEAST_SCORE][:MOST_OBJECTS]
-
-
-def fit(entries: Sequence[dict[str, Any]], max_mb: float) -> list[str]:
-    """Drop the last of STORED_PARTS from all entries until they fit into max_mb; "attn", or what is first, stays.
-
-    Returns:
-        the parts dropped.
-    """
-    views = [view for entry in entries for view in entry["models"]]
-    dropped = []
-    for part in reversed(STORED_PARTS):
-        present = {part for view in views for parts in view["places"].values() for part in parts}
-        if size_mb(entries) <= max_mb or len(present) == 1:
-            break
-        if part in present:
-            dropped.append(part)
-            for view in views:
-                view["streams"].pop(part, None)
-                for parts in view["places"].values():
-                    parts.pop(part, None)
-    return dropped
 
 
 def size_mb(entries: Sequence[dict[str, Any]]) -> float:

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from ea_vision.recorder.inputs import ImageSource
 from ea_vision.recorder.quantities import attention_rollout
-from ea_vision.visualize.figure_options import Asked, Layers, Models, Queries, make_parser, style_of
-from ea_vision.visualize.image_maps import Query, Recording, as_models, cell_of_query, title_of
-from ea_vision.visualize.map_style import STYLE, MapStyle, aspect_of, layers_name, map_of, map_sheet, queries_name
+from ea_vision.recorder.recording import LayerMaps
+from ea_vision.visualize.figure_options import Asked, Layers, Models, Queries, make_parser
+from ea_vision.visualize.image_maps import Query, Recording, cell_of_query, title_of
+from ea_vision.visualize.map_style import STYLE, MapStyle, layers_name, map_of, map_sheet, queries_name
 from ea_vision.visualize.sheet import Row
 from ea_vision.visualize.writing import each_figure
 
@@ -29,13 +30,11 @@ def plot_rollout(models: Models, image: ImageSource | Tensor, layers: Layers = N
                  width: float | None = None, **style) -> Figure:
     """Draw where pixels of the last map come from, through all `layers`: a row a model, a column a query. See
     `ea_vision.visualize.figure_options` for the arguments."""
-    return _draw(Asked(as_models(models), layers, queries=queries), image, MapStyle(**style), width)[0]
+    return _draw(Asked(models, layers, queries=queries, width=width, **style), image)
 
 
-def _draw(asked: Asked, image: ImageSource | Tensor, style: MapStyle,
-          width: float | None) -> tuple[Figure, list[Recording]]:
-    recordings = asked.record(image)
-    return draw_rollout(recordings, asked.points(recordings[0].img_size), style, width=width), recordings
+def _draw(asked: Asked, image: ImageSource | Tensor) -> Figure:
+    return draw_rollout(asked.record(image), asked.points(), asked.style, width=asked.width)
 
 
 def draw_rollout(recordings: Sequence[Recording], points: Sequence[Query], style: MapStyle = STYLE, *,
@@ -48,43 +47,51 @@ def draw_rollout(recordings: Sequence[Recording], points: Sequence[Query], style
         style: how maps are drawn; a row's maps share a scale.
         width: inches.
     """
-    first, groups = recordings[0], []
-    for recording in recordings:
-        places = [cell_of_query(point, first.img_size, recording.img_size) for point in points]
-        name, last, maps = _rollout(recording, places)
-        tiles = [map_of(values, recording, style, "all pixels" if place is None else f"query {number}", point=place,
-                        number=number, cells=last)
-                 for number, (values, place) in enumerate(zip(maps, [*places, None], strict=True), start=1)]
-        groups.append((name, [Row(tiles, aspect=aspect_of(recording))]))
-    last = [layer for layer in first.maps.values() if layer.pixels_ask][-1].feat_size
-    return map_sheet("attention rollout", groups, style, width=width, photo=first, points=points, feat_size=last,
+    first = recordings[0]
+    groups = [_group(recording, first.img_size, points, style) for recording in recordings]
+    return map_sheet("attention rollout", groups, style, width=width, photo=first, points=points,
+                     feat_size=_asking(first)[-1].feat_size,
                      label="share of the last map's pixel \N{MULTIPLICATION SIGN} N (1: uniform)",
                      note="where the last map's pixels come from, through all layers; "
                           f"{queries_name(points)}; all pixels: their mean")
 
 
-def _rollout(recording: Recording, places: Sequence[Query]) -> tuple:
-    """Return the row's name, the last map's size, maps of queries and of all pixels in units of uniform attention."""
+def _asking(recording: Recording) -> list[LayerMaps]:
+    """Return the layers whose queries are pixels.
+
+    Raises:
+        UsageError: there are none.
+    """
     layers = [layer for layer in recording.maps.values() if layer.pixels_ask]
     if not layers:
         next(iter(recording.maps.values())).check_pixels_ask()
+    return layers
+
+
+def _group(recording: Recording, img_size: tuple[int, int], points: Sequence[Query],
+           style: MapStyle) -> tuple[str, list[Row]]:
+    """Return a model's name and row: of queries, in an input of `img_size`, and of all pixels, in units of uniform
+    attention."""
+    layers = _asking(recording)
     first, last = layers[0], layers[-1]
     rollout = attention_rollout({layer.number: layer for layer in layers})[0, :, first.num_prefix_tokens:]
     rollout = rollout.unflatten(-1, first.feat_size).cpu().numpy() * (
         math.prod(first.feat_size) + first.num_prefix_tokens)  # (T', H, W)
-    maps = [rollout[last.token(cell_of_query(place, recording.img_size, last.feat_size))] for place in places]
-    maps.append(rollout[last.num_prefix_tokens:].mean(0))
+    tiles = []
+    for number, point in enumerate(points, start=1):
+        place = cell_of_query(point, img_size, recording.img_size)
+        values = rollout[last.token(cell_of_query(place, recording.img_size, last.feat_size))]
+        tiles.append(map_of(values, recording, style, f"query {number}", point=place, number=number,
+                            cells=last.feat_size))
+    tiles.append(map_of(rollout[last.num_prefix_tokens:].mean(0), recording, style, "all pixels"))
     approximate = any(isinstance(module, nn.Conv2d) and max(module.kernel_size) > 1
                       for name, module in recording.model.model.named_modules()
                       if "patch_embed" not in name and ".evolution." not in name)
     note = "; approximation: convolutions left out" if approximate else ""
     note += "; its class attention is left out" if len(layers) < len(recording.maps) else ""
-    name = f"{title_of(recording.model)}, {layers_name([layer.number for layer in layers])}{note}"
-    return name, last.feat_size, maps
+    return f"{title_of(recording.model)}, {layers_name([layer.number for layer in layers])}{note}", [Row(tiles)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = make_parser(__doc__, EXAMPLES, output="rollout.png", heads=None).parse_args(argv)
-    style = style_of(options)
-    asked = Asked.by_options(options)
-    return each_figure(options, lambda image: _draw(asked, image, style, options.width))
+    options = make_parser(__doc__, EXAMPLES, output="rollout.png").parse_args(argv)
+    return each_figure(options, Asked.by_options(options), _draw)

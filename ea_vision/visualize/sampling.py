@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -39,24 +40,24 @@ def plot_sampling(model: Model, images: Sequence[ImageSource | Tensor], *, width
         x = as_input(loaded, image).to(device)
         with evaluating(loaded.model), torch.inference_mode():
             theta = transformers[0].theta(loaded.normalize(x[None]))
-            size = transformers[0].out_size or tuple(x.shape[1:])
-            seen = sample_affine(x[None], theta, size)[0]
+            seen = sample_affine(x[None], theta, transformers[0].out_size or tuple(x.shape[1:]))[0]
         corners = quadrilateral(theta.float(), tuple(x.shape[1:]))[0].cpu().numpy()
-        above.append(Tile(_input_painter(x, corners), f"image {number}" if len(images) > 1 else ""))
-        below.append(Tile(lambda axes, seen=seen: draw_image(axes, seen.clamp(0, 1))))
-    aspects = x.shape[1] / x.shape[2], size[0] / size[1]
-    rows = [Row(above, "input", aspect=aspects[0]), Row(below, "sampled", aspect=aspects[1])]
-    return sheet(title_of(loaded), [Block(rows)], width=width,
+        above.append(_tile(x, f"input {number}", corners))
+        below.append(_tile(seen.clamp(0, 1), f"sampled {number}"))
+    return sheet(title_of(loaded), [Block([Row(above), Row(below)])], width=width,
                  note="what the first spatial transformer samples of each input, its left upper corner marked")
 
 
-def _input_painter(x: Tensor, corners):
-    def paint(axes: Axes) -> None:
-        draw_image(axes, x)
-        axes.plot(*corners[[0, 1, 2, 3, 0]].T, color=QUERY_COLORS[0], linewidth=1.2, clip_on=False)
-        axes.plot(*corners[0], "o", color=QUERY_COLORS[0], markersize=4, markeredgecolor="white", clip_on=False)
-        H, W = x.shape[1:]
-        axes.set(xlim=(min(0, corners[:, 0].min()), max(W, corners[:, 0].max())),
-                 ylim=(max(H, corners[:, 1].max()), min(0, corners[:, 1].min())))
+def _tile(image: Tensor, title: str, corners: np.ndarray | None = None) -> Tile:
+    """Return an image (3, H, W), with the quadrilateral of these corners (4, 2), x and y."""
+    H, W = image.shape[1:]
 
-    return paint
+    def paint(axes: Axes, _) -> None:
+        draw_image(axes, image.permute(1, 2, 0).cpu().numpy(), (H, W))
+        if corners is not None:
+            axes.plot(*corners[[0, 1, 2, 3, 0]].T, color=QUERY_COLORS[0], linewidth=1.2, clip_on=False)
+            axes.plot(*corners[0], "o", color=QUERY_COLORS[0], markersize=4, markeredgecolor="white", clip_on=False)
+            axes.set(xlim=(min(0, corners[:, 0].min()), max(W, corners[:, 0].max())),
+                     ylim=(max(H, corners[:, 1].max()), min(0, corners[:, 1].min())))
+
+    return Tile(paint, title, aspect=H / W)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Colormap, Normalize
@@ -30,13 +31,18 @@ LEADING = 1.25  # height of a line of text over its size
 class Tile:
     """A picture of a block.
 
-    paint: draws it into axes; None leaves its place empty.
+    paint: draws it into axes, by `norm`; None leaves its place empty.
     title, note: above and below it.
+    aspect: its height over its width.
+    values: what is drawn; norm: their scale, once the maps that are compared are known.
     """
 
-    paint: Callable[[Axes], None] | None
+    paint: Callable[[Axes, Normalize | None], object] | None
     title: str = ""
     note: str = ""
+    aspect: float = 1.0
+    values: np.ndarray | None = None
+    norm: Normalize | None = None
 
 
 @dataclass
@@ -52,14 +58,17 @@ class Bar:
 
 @dataclass
 class Row:
-    """Tiles side by side. label: left of them; heading: above; aspect: height of a tile over its width; bar: of this
-    row alone, right of it, its label below the block."""
+    """Tiles side by side, of one aspect. label: left of them; heading: above; bar: of this row alone, right of it, its
+    label below the block."""
 
     tiles: Sequence[Tile]
     label: str = ""
     heading: str = ""
-    aspect: float = 1.0
     bar: Bar | None = None
+
+    @property
+    def aspect(self) -> float:
+        return self.tiles[0].aspect
 
 
 @dataclass
@@ -87,12 +96,14 @@ class _Laid:
     lines: int = 1  # that the row of a block of one row is broken into
     items: list[tuple[float, float, Callable]] = field(default_factory=list)
 
-    def text(self, x: float, text: str, size: float) -> None:
-        """Add lines of text at the lower end."""
-        if text:
+    def text(self, x: float, text: str, kind: str = "small") -> None:
+        """Add text, broken into lines, at the lower end."""
+        size = points(kind)
+        lines = wrapped(text, self.width - x, size)
+        if lines:
             self.items.append((x, self.height, lambda figure, x, y: figure.text(
-                x, y, text, fontsize=size, va="top", parse_math=False, linespacing=1.15)))
-            self.height += _height(text, size)
+                x, y, lines, fontsize=size, va="top", parse_math=False, linespacing=1.15)))
+            self.height += _height(lines, size)
 
     def bars(self, bars: Sequence[Bar], left: float = 0.0) -> None:
         """Add colour bars at the lower end, side by side where they fit."""
@@ -122,12 +133,12 @@ def _lay_block(block: Block, side: float, room: float, alone: bool) -> _Laid:
     least = max(laid.width, min(room, BAR_LENGTH * max(1, len(block.bars))))
     pair = not alone and 2 * least + 3 * GAP <= room  # another block may stand beside it
     laid.width = max(laid.width, least * bool(block.bars), 0.0 if pair else min(room, max(wanted)))
-    laid.text(0, wrapped(block.title, laid.width, points("medium")), points("medium"))
+    laid.text(0, block.title, "medium")
     laid.height += 2.0 * bool(block.title)
     for first in range(0, columns, each):
         for row, label in zip(block.rows, labels, strict=True):
             if row.tiles[first:first + each]:
-                laid.text(0, wrapped(row.heading, laid.width, small), small)
+                laid.text(0, row.heading)
                 _lay_tiles(laid, row, row.tiles[first:first + each], label, left, side)
         for col, bar in enumerate(block.column_bars[first:first + each]):
             painter = _bar_painter(bar, "", side - 6, inward=True)
@@ -135,15 +146,15 @@ def _lay_block(block: Block, side: float, room: float, alone: bool) -> _Laid:
         laid.height += (BAR + 4 + LEADING * small) * bool(block.column_bars)
     laid.bars(block.bars, left)
     shared = [*bars, *block.column_bars][:1]
-    laid.text(left, wrapped(f"colours: {shared[0].label}", laid.width - left, small) if shared else "", small)
+    laid.text(left, f"colours: {shared[0].label}" if shared else "")
     return laid
 
 
 def _lay_tiles(laid: _Laid, row: Row, tiles: Sequence[Tile], label: str, left: float, side: float) -> None:
     """Add a line of tiles, with the label of their row and its colour bar, at the lower end."""
     small, high = points(), side * row.aspect
-    titles, notes = ([wrapped(text, side + GAP - 1, small) for text in texts]
-                     for texts in ([tile.title for tile in tiles], [tile.note for tile in tiles]))
+    titles = [wrapped(tile.title, side + GAP - 1, small) for tile in tiles]
+    notes = [wrapped(tile.note, side + GAP - 1, small) for tile in tiles]
     above, below = (max(_height(text, small) for text in texts) for texts in (titles, notes))
     tall = max(high, text_width(label, small) if label else 0.0)
     laid.height += above + (0.3 * small if above else 0.0) + (tall - high) / 2
@@ -171,7 +182,7 @@ def _tile_painter(tile: Tile, title: str, note: str, label: str, width: float, h
         if tile.paint is None:
             axes.set_frame_on(False)
         else:
-            tile.paint(axes)
+            tile.paint(axes, tile.norm)
         text = dict(fontsize=small, parse_math=False, linespacing=1.15)
         axes.set_title(title, pad=0.3 * small, y=1.0, **text)  # below the line hang letters
         axes.set_xlabel(note, labelpad=1.5, **text)
@@ -189,13 +200,11 @@ def _bar_painter(bar: Bar, label: str, length: float, orientation: str = "horizo
         axes, small = _add_axes(figure, x, y, *((length, BAR) if flat else (BAR, length))), points()
         axes.set_label("<colorbar>")
         drawn = figure.colorbar(ScalarMappable(bar.norm, bar.cmap), cax=axes, orientation=orientation)
-        places = drawn.norm([value for value, _ in bar.ticks])
         kept: dict[float, str] = {}  # the mark and the ends first, others where they have room
         taken: list[tuple[float, float]] = []
-        for index in sorted(range(len(bar.ticks)), key=lambda i: (bar.ticks[i][0] != bar.mark, -bar.ticks[i][0])):
-            value, text = bar.ticks[index]
+        for value, text in sorted(bar.ticks, key=lambda tick: (tick[0] != bar.mark, -tick[0])):
             half = text_width(text, small) / 2 + (0.5 if inward else 1.5) if flat else 0.65 * small
-            middle = places[index] * length
+            middle = float(drawn.norm(value)) * length
             if inward:
                 middle = min(max(middle, half), length - half)
             if all(middle + half <= low or middle - half >= high for low, high in taken):
@@ -245,12 +254,12 @@ def _lay_all(blocks: Sequence[Block], width: float, limit: float) -> tuple[list[
 
 
 def sheet(title: str, blocks: Sequence[Block], *, width: float | None = None, photo: Tile | None = None,
-          aspect: float = 1.0, note: str = "", bars: Sequence[Bar] = ()) -> Figure:
+          note: str = "", bars: Sequence[Bar] = ()) -> Figure:
     """Draw a figure: photo, title and note above, then the blocks.
 
     Args:
         width: inches; None: as wide as the blocks need, at most PAGE.
-        photo: left of the title; aspect: its height over its width.
+        photo: left of the title.
         note: below the title, in small text.
         bars: of the whole figure, below.
 
@@ -261,20 +270,18 @@ def sheet(title: str, blocks: Sequence[Block], *, width: float | None = None, ph
     laid, (places, reach, height) = _lay_all(blocks, room, 72 * min(7.0, 1.7 * (width or PAGE)))
     if width is None:
         room = min(room, max(reach, 200.0))
-    head, left = _Laid(room), 0.0
+    head, foot, left = _Laid(room), _Laid(room), 0.0
     if photo:
-        side, above = min(PHOTO, 0.32 * room), 10.0 if photo.title else 0.0
-        head.items.append((0.0, above, _tile_painter(photo, photo.title, "", "", side, side * aspect)))
+        side, above = min(PHOTO, 0.32 * room), 10.0 * bool(photo.title)
+        head.items.append((0.0, above, _tile_painter(photo, photo.title, "", "", side, side * photo.aspect)))
         left = side + 2 * GAP
-    head.text(left, wrapped(title, room - left, points("title")), points("title"))
-    head.text(left, wrapped(note, room - left, points()), points())
-    head.height = max(head.height, above + side * aspect if photo else 0.0) + 2 * GAP
-    foot = _Laid(room)
+    head.text(left, title, "title")
+    head.text(left, note)
+    head.height = max(head.height, above + side * photo.aspect if photo else 0.0) + 2 * GAP
     foot.bars(bars)
     total = head.height + height + foot.height + 2 * MARGIN
     figure = new_figure((room + 2 * MARGIN) / 72, total / 72)
-    for part, (x, y) in [(head, (0.0, 0.0)), *zip(laid, [(x, y + head.height) for x, y in places], strict=True),
-                         (foot, (0.0, head.height + height))]:
+    for part, (x, y) in [(head, (0.0, -head.height)), *zip(laid, places, strict=True), (foot, (0.0, height))]:
         for dx, dy, paint in part.items:
-            paint(figure, (MARGIN + x + dx) / (room + 2 * MARGIN), 1 - (MARGIN + y + dy) / total)
+            paint(figure, (MARGIN + x + dx) / (room + 2 * MARGIN), 1 - (MARGIN + head.height + y + dy) / total)
     return figure

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,12 +17,12 @@ from tqdm import tqdm
 from ea_vision.base.errors import UsageError
 from ea_vision.base.figures import PAGE, check_width, color_cycle
 from ea_vision.base.files import atomic_write, write_npz
-from ea_vision.base.print import legend_below, new_figure, points, wrapped
+from ea_vision.base.print import legend_below, new_figure, points, print_style, small_ticks, wrapped
 from ea_vision.recorder.inputs import ImageSource, as_input, find_images, read_image
 from ea_vision.recorder.loading import positive
 from ea_vision.recorder.quantities import LayerQuantities, measure, quantities_arrays, quantities_csv
 from ea_vision.visualize.figure_options import Asked, Layers, Models, make_parser
-from ea_vision.visualize.image_maps import as_models, evaluating, title_of
+from ea_vision.visualize.image_maps import evaluating, title_of
 from ea_vision.visualize.writing import check_output, save
 
 EXAMPLES = """\
@@ -43,7 +43,7 @@ def plot_statistics(models: Models, images: ImageSource | Tensor | Sequence[Imag
     several = list(images) if isinstance(images, (list, tuple)) else [images]
     if not several:
         raise UsageError("at least one image required, got none")
-    return draw_statistics(_measured(Asked(as_models(models), layers), several), width=width)
+    return draw_statistics(_measured(Asked(models, layers), several), width=width)
 
 
 def _measured(asked: Asked, images: Sequence[ImageSource | Tensor], batch_size: int = 16,
@@ -61,24 +61,22 @@ def _measured(asked: Asked, images: Sequence[ImageSource | Tensor], batch_size: 
     return measured
 
 
-@dataclass(frozen=True)
-class Panel:
-    """A panel: its title, a layer's values (images, K) or None, that of uniform attention or None, and the range that
-    its axis has at least."""
+class Panel(NamedTuple):
+    """A panel: its title, a layer's values (images, K) or None, that of uniform attention or None, and how far its axis
+    reaches at least."""
 
     title: str
     values: Callable[[LayerQuantities], Tensor | None]
-    uniform: Callable[[LayerQuantities], float | None]
-    least: tuple[float, float]
+    uniform: Callable[[LayerQuantities], float] | None = None
+    top: float = 1.05
 
 
 PANELS = (
-    Panel("entropy / log N", lambda layer: layer.entropies / layer.uniform_entropy, lambda layer: 1.0, (0.0, 1.05)),
+    Panel("entropy / log N", lambda layer: layer.entropies / layer.uniform_entropy, lambda layer: 1.0),
     Panel("distance of attention (pixels of the input)", lambda layer: layer.distances,
-          lambda layer: layer.uniform_distance, (0.0, 0.0)),
-    Panel("correlation with the previous layer's map", lambda layer: layer.correlations, lambda layer: None,
-          (0.0, 1.05)),
-    Panel("share of position alone", lambda layer: layer.positions, lambda layer: None, (0.0, 1.05)),
+          lambda layer: layer.uniform_distance, 0.0),
+    Panel("correlation with the previous layer's map", lambda layer: layer.correlations),
+    Panel("share of position alone", lambda layer: layer.positions),
 )
 
 
@@ -91,53 +89,56 @@ def draw_statistics(measured: Mapping[str, Sequence[LayerQuantities]], *, width:
         width: inches.
     """
     panels = [panel for panel in PANELS if any(_has(panel, layer) for layers in measured.values() for layer in layers)]
-    width, small = check_width(width) or PAGE, points()
+    width = check_width(width) or PAGE
     columns = 2 if width >= 5 and len(panels) > 1 else 1
     rows = -(-len(panels) // columns)
-    figure = new_figure(width, rows * 1.55 + 1.0, layout="constrained")
-    grid = list(figure.subplots(rows, columns, squeeze=False).ravel())
     longest = max(measured.values(), key=len)
-    for index, (place, panel) in enumerate(zip(grid, panels, strict=False)):
-        _draw_panel(place, panel, measured)
-        place.set_title(wrapped(panel.title, 72 * width / columns - 40, points("medium")), fontsize=points("medium"),
-                        parse_math=False)
-        place.tick_params(labelsize=small)
-        place.grid(alpha=0.3, linewidth=0.5)
-        if index >= len(panels) - columns:
-            place.set_xlabel("attention layer", fontsize=small)
-        place.set_xlim(longest[0].number - 0.6, longest[-1].number + 0.6)
-        place.xaxis.get_major_locator().set_params(integer=True)
-    for place in grid[len(panels):]:
-        place.set_visible(False)
-    found = [place.get_legend_handles_labels() for place in grid[:len(panels)]]
-    lines = {name: line for handles, labels in found for line, name in zip(handles, labels, strict=True)}
-    legend_below(figure, list(lines.values()), list(lines))
-    number = longest[0].images
-    title = (f"mean over {number} image{'s' * (number > 1)}; dots: heads; lines: their means"
-             + ("; bars: standard deviation over images" if number > 1 else ""))
-    figure.suptitle(wrapped(title, 72 * width - 10, small), fontsize=small)
+    images = longest[0].images
+    with print_style():
+        figure = new_figure(width, rows * 1.55 + 1.0, layout="constrained")
+        grid = list(figure.subplots(rows, columns, squeeze=False).ravel())
+        for index, (place, panel) in enumerate(zip(grid, panels, strict=False)):
+            _draw_panel(place, panel, measured)
+            place.set_title(wrapped(panel.title, 72 * width / columns - 40, points("medium")), parse_math=False)
+            small_ticks(place)
+            place.grid(alpha=0.3)
+            place.set_xlabel("attention layer" if index >= len(panels) - columns else "")
+            place.set_xlim(longest[0].number - 0.6, longest[-1].number + 0.6)
+            place.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
+        for place in grid[len(panels):]:
+            place.set_visible(False)
+        legend_below(figure, *grid[0].get_legend_handles_labels())
+        title = (f"mean over {images} image{'s' * (images > 1)}; dots: heads; lines: their means"
+                 + ("; bars: standard deviation over images" if images > 1 else ""))
+        figure.suptitle(wrapped(title, 72 * width - 10, points()), fontsize=points())
     return figure
 
 
 def _draw_panel(place: Axes, panel: Panel, measured: Mapping[str, Sequence[LayerQuantities]]) -> None:
     colors = color_cycle()
     for index, (label, layers) in enumerate(measured.items()):
-        color, marker = colors[index % len(colors)], MARKERS[index % len(MARKERS)]
+        how = {"color": colors[index % len(colors)], "marker": MARKERS[index % len(MARKERS)]}
         shift = (index - (len(measured) - 1) / 2) * 0.16
-        x, means, spreads, heads = _line(layers, panel.values)
-        x = [number + shift for number in x]
-        for number, values in heads:
-            place.scatter([number + shift] * len(values), values, s=5, alpha=0.35, color=color, marker=marker,
-                          linewidths=0)
-        place.plot(x, means, color=color, marker=marker, markersize=3.5, linewidth=1, label=label)
-        place.errorbar(x, means, spreads, fmt="none", ecolor=color, elinewidth=0.8, capsize=1.5, alpha=0.7)
-        uniform = [panel.uniform(layer) for layer in layers]
-        if uniform[0] is not None:
-            places = [layer.number for layer in layers]
-            place.hlines(uniform, np.subtract(places, 0.5), np.add(places, 0.5), colors="0.4", linestyles=":",
-                         linewidth=1, label="uniform attention" if index == 0 else None)
+        line = []
+        for before, layer in zip([layers[0], *layers], layers, strict=False):
+            if before.feat_size != layer.feat_size:
+                line.append([math.nan] * 3)
+            line.append([layer.number + shift, math.nan, math.nan])
+            if _has(panel, layer):
+                values = panel.values(layer)
+                of_heads, of_images = values.nanmean(0), values.nanmean(1)  # NaN where a map is constant
+                of_images = of_images[of_images.isfinite()]
+                line[-1][1:] = float(of_heads.nanmean()), float(of_images.std()) if len(of_images) > 1 else math.nan
+                place.scatter([line[-1][0]] * len(of_heads), of_heads, s=5, alpha=0.35, linewidths=0, **how)
+        x, means, spreads = zip(*line, strict=True)
+        place.plot(x, means, label=label, **how)
+        place.errorbar(x, means, spreads, fmt="none", ecolor=how["color"], elinewidth=0.8, alpha=0.7)
+        if panel.uniform:
+            places = np.array([layer.number for layer in layers])
+            place.hlines([panel.uniform(layer) for layer in layers], places - 0.5, places + 0.5, colors="0.4",
+                         linestyles=":", linewidth=1, label="uniform attention" if index == 0 else None)
     low, high = place.get_ylim()
-    place.set_ylim(min(low, panel.least[0]), max(high, panel.least[1]))
+    place.set_ylim(min(low, 0.0), max(high, panel.top))
 
 
 def _has(panel: Panel, layer: LayerQuantities) -> bool:
@@ -145,29 +146,8 @@ def _has(panel: Panel, layer: LayerQuantities) -> bool:
     return values is not None and bool(values.isfinite().any())
 
 
-def _line(layers: Sequence[LayerQuantities], values_of: Callable) -> tuple[list, list, list, list]:
-    """Return of a quantity over the layers: numbers, means, standard deviations over images, and by number the heads'
-    means; not a number between layers whose maps differ in size."""
-    x, means, spreads, heads = [], [], [], []
-    for layer, before in zip(layers, [None, *layers], strict=False):
-        if before is not None and before.feat_size != layer.feat_size:
-            x, means, spreads = [*x, math.nan], [*means, math.nan], [*spreads, math.nan]
-        values = values_of(layer)
-        x.append(layer.number)
-        if values is None or not values.isfinite().any():
-            means, spreads = [*means, math.nan], [*spreads, math.nan]
-            continue
-        of_heads = values.nanmean(0)  # NaN where a map is constant
-        heads.append((layer.number, of_heads))
-        means.append(float(of_heads.nanmean()))
-        of_images = values.nanmean(1)
-        of_images = of_images[of_images.isfinite()]
-        spreads.append(float(of_images.std()) if len(of_images) > 1 else math.nan)
-    return x, means, spreads, heads
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = make_parser(__doc__, EXAMPLES, output="statistics.png", heads=None, queries=False, style=False)
+    parser = make_parser(__doc__, EXAMPLES, output="statistics.png", queries=False, style=False)
     parser.add_argument("--csv", metavar="FILE", help="write the numbers too, a row a model, layer and head")
     parser.add_argument("--limit", type=positive, metavar="N", help="the first N images only")
     parser.add_argument("--batch-size", type=positive, default=16, help="images at a time (default: %(default)s)")

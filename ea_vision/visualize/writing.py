@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from matplotlib.figure import Figure
 from PIL import Image
 from tqdm import tqdm
@@ -19,7 +18,8 @@ from ea_vision.base.figures import FORMATS as PICTURES
 from ea_vision.base.figures import figure_bytes
 from ea_vision.base.files import atomic_write, write_npz
 from ea_vision.recorder.inputs import find_images, read_image
-from ea_vision.visualize.image_maps import Recording
+from ea_vision.visualize.figure_options import Asked
+from ea_vision.visualize.image_maps import Recording, numbered
 
 FILM = ".gif"
 
@@ -70,15 +70,15 @@ def film_writer(seconds: float) -> Callable[[Iterable[Figure], Path, int], None]
     return write
 
 
-def save_maps(recordings: Sequence[Recording], output: Path, **further: np.ndarray) -> Path:
+def save_maps(recordings: Sequence[Recording], output: Path, names: Sequence[str] = ()) -> Path:
     """Write the maps of recordings, and the images that the networks saw, into FILE.npz beside a figure; return that.
 
-    The names are those of `AttentionMaps.arrays` and "image", (3, H, W) in 0..1; of several models with the model's
-    label and a slash before. `further` arrays are written, too.
+    The arrays' names are those of `AttentionMaps.arrays` and "image", (3, H, W) in 0..1; of several recordings with the
+    name of each, by default the model's label, and a slash before.
     """
-    arrays = dict(further)
-    for recording in recordings:
-        prefix = f"{recording.model.label}/" if len(recordings) > 1 else ""
+    arrays = {}
+    for recording, name in zip(recordings, numbered(names or [r.model.label for r in recordings]), strict=True):
+        prefix = f"{name}/" if len(recordings) > 1 else ""
         own = {"image": recording.image.numpy(), **recording.maps.arrays()}
         arrays.update({prefix + name: array for name, array in own.items()})
     path = output.with_suffix(".npz")
@@ -86,12 +86,12 @@ def save_maps(recordings: Sequence[Recording], output: Path, **further: np.ndarr
     return path
 
 
-def each_figure(options: argparse.Namespace, draw: Callable[[Image.Image], tuple[Any, Sequence[Recording]]],
+def each_figure(options: argparse.Namespace, asked: Asked, draw: Callable[[Asked, Image.Image], Any],
                 write: Callable[[Any, Path, int], None] = save) -> int:
     """Draw and write a figure an image, with a progress bar, and with --npz what it is drawn from; say so at the end.
 
     Args:
-        draw: from an image to its figure, and the recordings that it is drawn from.
+        draw: what is asked for, of an image.
         write: the figure, into a file, at --dpi.
     """
     images = find_images(options.images)
@@ -99,9 +99,8 @@ def each_figure(options: argparse.Namespace, draw: Callable[[Image.Image], tuple
     for path in images:  # a broken one ends the command before the first picture
         read_image(path, exif_rotation=options.exif_rotation)
     for path, output in zip(tqdm(images, unit="image", disable=len(images) == 1 or None), outputs, strict=True):
-        figure, recordings = draw(read_image(path, exif_rotation=options.exif_rotation))
-        write(figure, output, options.dpi)
+        write(draw(asked, read_image(path, exif_rotation=options.exif_rotation)), output, options.dpi)
         if options.npz:
-            save_maps(recordings, output)
+            save_maps(asked.recordings, output)
     print("written:", *outputs, *([output.with_suffix(".npz") for output in outputs] if options.npz else []))
     return 0

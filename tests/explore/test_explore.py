@@ -20,7 +20,7 @@ from ea_vision.recorder.loading import load_model
 from ea_vision.recorder.recording import PARTS
 from ea_vision.visualize import explore, page, show_page
 from ea_vision.visualize.image_maps import WITHOUT, add_contributions, record
-from ea_vision.visualize.page import STORED_PARTS, build_page, fit, pack, quantise, size_mb
+from ea_vision.visualize.page import STORED_PARTS, build_page, pack, quantise
 
 from .conftest import picture
 
@@ -43,10 +43,11 @@ def png_header(width: int, height: int) -> bytes:
 
 # ---- values ---------------------------------------------------------------------------------------------------------
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(arrays.arrays(np.float32, (2, 3, 5), elements=st.floats(-1e4, 1e4, width=32)))
 def test_quantised_values_are_off_by_at_most_half_a_step(maps):
-    values = quantise(maps).values()
+    low, step, codes = quantise(maps)
+    values = low[..., None] + step[..., None] * codes
     step = (maps.max(-1) - maps.min(-1)) / 255
     rounding = 1e-6 * np.abs(maps).max(-1) + np.finfo(np.float32).tiny
     assert (np.abs(values - maps).max(-1) <= step / 2 * 1.001 + rounding).all()
@@ -55,7 +56,7 @@ def test_quantised_values_are_off_by_at_most_half_a_step(maps):
 
 def test_values_that_are_not_finite_are_refused():
     with pytest.raises(UsageError, match="finite, got 1 value"):
-        quantise(np.array([[[0.0, np.nan]]]))
+        quantise(np.array([[[0.0, np.nan]]], np.float32))
 
 
 def unpack(view: dict, number: int, part: str, num_heads: int) -> np.ndarray:
@@ -96,18 +97,6 @@ def test_a_map_that_occurs_twice_is_stored_once():
     assert set(streams) == {"logits", "self_logits"}
 
 
-def test_parts_are_dropped_until_the_page_fits(explorer, entries):
-    entries = json.loads(json.dumps(entries))
-    whole = size_mb(entries)
-    assert fit(entries, whole + 1) == []
-    dropped = fit(entries, whole * 0.7)
-    assert dropped and "attn" not in dropped and size_mb(entries) <= whole * 0.7
-    for view in (view for entry in entries for view in entry["models"]):
-        for parts in view["places"].values():
-            assert "attn" in parts and all(stream in view["streams"] for stream, _ in parts.values())
-    assert set(fit(entries, 0)) | set(dropped) == set(STORED_PARTS) - {"attn"}, "attention stays, whatever its size"
-
-
 # ---- the page -------------------------------------------------------------------------------------------------------
 
 def test_the_page_needs_nothing_from_elsewhere(explorer, entries):
@@ -136,22 +125,7 @@ def test_the_command_writes_a_page(tmp_path, monkeypatch, capsys):
         "ea_conv_transformer_cifar (untrained)", "pa_conv_transformer_cifar (untrained)"]
     assert [(layer["number"], layer["heads"]) for layer in about["models"][0]["layers"]] == [
         (1, [0, 3]), (2, [0, 3]), (3, [0, 3])]
-    shares = {"prev_logits": 0.5, "self_logits": 0.5}
-    assert [layer["before"] for layer in about["models"][0]["layers"]] == [{}, shares, shares]
-    predicted = {"prev_logits": 1.0}
-    assert [layer["before"] for layer in about["models"][1]["layers"]] == [{}, predicted, predicted]
     assert [path.name for path in output.parent.iterdir()] == ["page.html"]
-
-
-def test_a_page_that_grows_too_large_says_what_to_do(tmp_path, monkeypatch, capsys):
-    image = tmp_path / "photo.png"
-    picture(3).save(image)
-    monkeypatch.setattr(page, "MEGABYTE", 20_000)  # 1 "MB" is 20 kB
-    options = ["--max-mb", "1", "--layers", "all", "-o"]
-    code, err = run(monkeypatch, capsys, *options, tmp_path / "a.html", image)
-    assert code == 0 and "left out" in err and "self_logits" in err
-    code, err = run(monkeypatch, capsys, "--parts", "all", *options, tmp_path / "b.html", image)
-    assert code == 0 and "warning" in err and "--layers" in err and "--heads" in err
 
 
 def test_three_models_keep_the_parts_of_fewer_layers(tmp_path, monkeypatch, capsys):
@@ -159,18 +133,18 @@ def test_three_models_keep_the_parts_of_fewer_layers(tmp_path, monkeypatch, caps
     image = tmp_path / "photo.png"
     picture(3).save(image)
     names = "ea_conv_transformer_cifar,pa_conv_transformer_cifar,conv_transformer_cifar"
-    code, err = run(monkeypatch, capsys, "--model", names, "-o", tmp_path / "a.html", image)
-    assert code == 0 and not err and (tmp_path / "a.html").stat().st_size < 1_500_000, "all of it fits"
     monkeypatch.setattr(page, "MEGABYTE", 100_000)
     code, err = run(monkeypatch, capsys, "--model", names, "--max-mb", "3", "-o", tmp_path / "a.html", image)
     assert code == 0 and re.fullmatch(
-        r"layers on the page, to stay below 3 MB with all parts: ea_conv_transformer_cifar: 1, .*6; .*\n", err)
+        r"layers on the page, to stay below 3 MB: ea_conv_transformer_cifar: 1, .*6; .*\n", err)
     text = (tmp_path / "a.html").read_text()
     [entry] = [json.loads(found) for found in re.findall(r'class="image">(.*?)</script>', text, flags=re.DOTALL)]
     assert sum(map(len, json.dumps(entry))) < 3 * 100_000
     for view, evolved in zip(entry["models"], (True, True, False), strict=True):
         assert 2 <= len(view["places"]) < 6 and {"1", "6"} <= set(view["places"])
         assert set(view["places"]["6"]) == ({*STORED_PARTS} if evolved else {"attn", "logits", "self_logits"})
+    code, err = run(monkeypatch, capsys, "--max-mb", "1", "--layers", "all", "-o", tmp_path / "b.html", image)
+    assert code == 0 and "warning" in err and "--layers" in err and "--parts" in err
 
 
 def test_a_notebook_displays_the_page():
@@ -194,20 +168,16 @@ def good_image() -> bytes:
 
 BROKEN = {
     "truncated": (good_image()[:-400], "broken"),
-    "text": (b"not an image at all", "not an image"),
     "empty": (b"", "not an image"),
-    "200 megapixels": (png_header(20_000, 10_000), "at most 50 megapixels"),
     "60 megapixels": (png_header(10_000, 6_000), "at most 50 megapixels, got 10000x6000"),
-    "cut header": (png_header(10, 10)[:20], "broken|not an image"),
     "no pixels": (png_header(10, 10), "broken"),
 }
 
 
-@pytest.mark.parametrize("kind", BROKEN)
-def test_broken_images_are_refused_before_they_cost_memory(kind):
-    data, message = BROKEN[kind]
-    with pytest.raises(UsageError, match=message):
-        read_image(io.BytesIO(data), "photo", 50_000_000)
+def test_broken_images_are_refused_before_they_cost_memory():
+    for data, message in BROKEN.values():
+        with pytest.raises(UsageError, match=message):
+            read_image(io.BytesIO(data), "photo", 50_000_000)
 
 
 @pytest.mark.parametrize("arguments, message", [

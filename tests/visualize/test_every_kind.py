@@ -1,54 +1,55 @@
-"""Every figure and the page, of networks with every kind of evolution and of models of other packages."""
+"""Figures and the page of networks with every kind of evolution, and of models of other packages."""
 import numpy as np
 import pytest
 import timm
 import torch
-from matplotlib.text import Text
-from PIL import Image
 
 import ea_vision
+from ea_vision.base.errors import UsageError
 from ea_vision.layers import evolution
+from ea_vision.recorder.loading import LoadedModel
+from ea_vision.recorder.recording import recordable_layers
 from ea_vision.visualize import (
-    plot_frames,
-    plot_heatmap,
-    plot_jacobian,
+    plot_heads,
     plot_matrix,
     plot_rollout,
     plot_statistics,
     plot_strip,
     show_page,
 )
+from ea_vision.visualize.page import Explorer
 from tests.models.test_vision_transformer import TINY
-from tests.recorder.test_any_transformer import lively, transformers_model
+from tests.recorder.test_any_transformer import lively, torchvision_vit, transformers_model
+from tests.recorder.test_windowed_maps import SWIN
 
-PHOTO = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 50, 3), dtype=np.uint8))
-FIGURES = {
-    "heatmap": lambda model: plot_heatmap(model, PHOTO, layers=[1, 2], heads="0,mean", queries=[(3, 5)]),
-    "models": lambda model: plot_heatmap([model, model], PHOTO, layers=[2]),
-    "images": lambda model: plot_heatmap(model, [PHOTO, PHOTO], layers=[2], heads=0),
-    "strip": lambda model: plot_strip(model, PHOTO, layers="1-3"),
-    "frames": lambda model: list(plot_frames(model, PHOTO, layers="1,2", queries=[(1, 1)]))[1],
-    "matrix": lambda model: plot_matrix(model, PHOTO, layers=2, heads=0),
-    "rollout": lambda model: plot_rollout(model, PHOTO, layers="1-3", queries=[(5, 5)]),
-    "statistics": lambda model: plot_statistics(model, PHOTO, layers="1,2"),
-    "jacobian": lambda model: plot_jacobian(model, PHOTO, 1, layers=2),
-}
+from .conftest import PHOTO, maps_of, small, texts_of
+
+IMAGE = torch.rand(3, 32, 32, generator=torch.Generator().manual_seed(0))
 
 
-def of_kind(kind: str, transformer: bool):
+def tiny(name, **kwargs):
     torch.manual_seed(0)
-    if transformer:
-        return ea_vision.evolve(timm.create_model("vit_tiny_patch16_224", **TINY), kind).eval()
-    return timm.create_model("conv_transformer_cifar", num_classes=3, img_size=16, widths=[8, 8, 16, 16],
-                             evolution=kind).eval()
+    return lively(timm.create_model(name, **{"num_classes": 3, **kwargs}))
+
+
+def swin():
+    return tiny("swin_tiny_patch4_window7_224", img_size=32, **SWIN)
+
+
+def cait():
+    return tiny("cait_xxs24_224", img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3)
 
 
 @pytest.mark.parametrize("transformer", [True, False], ids=["transformer", "convolutional"])
 @pytest.mark.parametrize("kind", sorted(evolution._EVOLUTIONS))
 def test_every_kind_of_evolution(kind, transformer):
-    model = of_kind(kind, transformer)
-    for name, draw in FIGURES.items():
-        assert draw(model).axes, name
+    if transformer:
+        model = ea_vision.evolve(timm.create_model("vit_tiny_patch16_224", **TINY), kind).eval()
+    else:
+        model = small("conv_transformer_cifar", evolution=kind)
+    for figure in (plot_strip(model, PHOTO, layers="1-3"), plot_matrix(model, PHOTO, layers=2, heads=0),
+                   plot_rollout(model, PHOTO, layers="1-3", queries=[(5, 5)])):
+        assert all(np.isfinite(values).all() for values in maps_of(figure)) and figure.axes
     assert show_page(model, PHOTO, layers="1-3").text
 
 
@@ -59,14 +60,57 @@ def test_transformers_of_hugging_face():
     classifier = lively(transformers.ViTForImageClassification(backbone.config))
     for model in (backbone, classifier):
         assert ('"predictions":[{"name":"class' in show_page(model, PHOTO).text) == (model is classifier)
-    for figure in plot_strip(classifier, PHOTO), plot_rollout(classifier, PHOTO), plot_statistics(classifier, PHOTO):
+    assert plot_strip(classifier, PHOTO).axes
+
+
+@pytest.mark.parametrize("make", [torchvision_vit, lambda: transformers_model("ViT"), swin, lambda: tiny("pvt_v2_b0"),
+                                  lambda: tiny("mobilevit_xxs")],
+                         ids=["torchvision", "transformers", "swin", "pvt", "mobilevit"])
+def test_figures_of_any_transformer(make):
+    model = make()
+    heads = plot_heads(model, IMAGE, layers=[1, 2], heads="mean", queries=[(5, 20)], overlay=False)
+    assert len(heads.axes) >= 3 and all(np.isfinite(values).all() for values in maps_of(heads))
+    assert maps_of(plot_matrix(model, IMAGE, layers=[1], heads=[0]))
+    for figure in (plot_strip(model, IMAGE, layers=[1, 2]), plot_rollout(model, IMAGE, queries=[(5, 20)]),
+                   plot_statistics(model, [IMAGE])):
         assert figure.axes
 
 
-def test_rollout_stops_before_class_attention():
-    torch.manual_seed(0)
-    model = lively(timm.create_model("cait_xxs24_224", img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3,
-                                     num_classes=2))
-    figure = plot_rollout(model, PHOTO, queries=[(5, 20)])
-    texts = " ".join(" ".join(text.get_text() for text in figure.findobj(Text)).split())
+def test_a_querys_map_covers_its_window_alone():
+    """A window of 4 cells, 2 pixels each: at the left upper corner 8 x 8 pixels; shifted by 2 cells 4 x 4."""
+    model = swin()
+    for layer, side in ((1, 4), (2, 2)):
+        shown = maps_of(plot_heads(model, IMAGE, layers=[layer], heads=[0], queries=[(0, 0)], overlay=False))[-1]
+        assert shown.shape == (16, 16) and (shown[:side, :side] > 0).all()
+        assert np.abs(shown[side:]).max() < 1e-6 and np.abs(shown[:, side:]).max() < 1e-6
+        assert shown[:side, :side].mean() == pytest.approx(1, rel=1e-4), "in units of uniform attention in the window"
+
+
+def test_channel_maps_have_a_matrix_and_nothing_else():
+    model = tiny("xcit_nano_12_p16_224", img_size=32, embed_dim=24, depth=2, num_heads=3, cls_attn_layers=1)
+    assert maps_of(plot_matrix(model, IMAGE, layers=[1, 2], heads="all"))[0].shape == (8, 8)
+    for figure in (plot_heads, plot_strip, plot_rollout):
+        with pytest.raises(UsageError, match="attends from channel to channel of a head: its matrix can be drawn"):
+            figure(model, IMAGE, layers=[1])
+
+
+def test_class_attention_shows_its_one_query():
+    """And a rollout stops before it, and says so."""
+    model = cait()
+    assert maps_of(plot_heads(model, IMAGE, [3, 4], [0], ["cls"], overlay=False))[-1].shape == (4, 4)
+    assert maps_of(plot_matrix(model, IMAGE, layers=[3], heads=[0]))[0].shape == (1, 17)
+    for layers, query, message in (([3], (4, 4), "is class attention: its queries are cls alone"),
+                                   ([1], "cls", "query cls must be a token before the patches of layer 1 .*, which")):
+        with pytest.raises(UsageError, match=message):
+            plot_heads(model, IMAGE, layers=layers, queries=[query])
+    texts = texts_of(plot_rollout(model, PHOTO, queries=[(5, 20)]))
     assert "layers 1, 2" in texts and "class attention is left out" in texts
+
+
+@pytest.mark.parametrize("make,layers", [(swin, 4), (lambda: tiny("pvt_v2_b0"), 2)])
+def test_the_page_takes_windows_and_reduced_keys(make, layers):
+    network = make()
+    model = LoadedModel(network, "network", (32, 32), timm.data.resolve_model_data_config(network))
+    explorer = Explorer([model], [recordable_layers(network)[:layers]], None, [None], ("attn",))
+    view = explorer.view("image", PHOTO)["models"][0]
+    assert len(view["featSizes"]) == layers and explorer.describe()[0]["prefix"] == ()

@@ -1,6 +1,5 @@
 """The figures: what is drawn where, what is written, and what bad input leaves behind."""
 import re
-import sys
 
 import numpy as np
 import pytest
@@ -14,25 +13,15 @@ from ea_vision.base.print import new_figure
 from ea_vision.layers import AugmentedConv2d
 from ea_vision.recorder.loading import LoadedModel, load_model
 from ea_vision.recorder.recording import PARTS, recordable_layers
-from ea_vision.visualize import (
-    MapStyle,
-    draw_heatmap,
-    draw_matrix,
-    draw_models,
-    draw_rollout,
-    draw_strip,
-    heatmap,
-    image_maps,
-    matrix,
-    rollout,
-    statistics,
-    strip,
-)
+from ea_vision.visualize import MapStyle, heatmap, image_maps, matrix, plot_strip, rollout, statistics, strip
 from ea_vision.visualize.figure_options import checkpoints_of
+from ea_vision.visualize.heatmap import draw_columns, draw_heatmap
 from ea_vision.visualize.map_style import SCALES, STYLE, draw_map, norms_of
-from ea_vision.visualize.writing import save
+from ea_vision.visualize.matrix import draw_matrix
+from ea_vision.visualize.rollout import draw_rollout
+from ea_vision.visualize.strip import draw_strip
 
-from .conftest import KWARGS, make_run
+from .conftest import PHOTO, maps_of, small, texts_of
 
 
 class Pointer(nn.Module):
@@ -68,24 +57,11 @@ def brightest(artist):
     return top + (row + 0.5) * (bottom - top) / values.shape[0], left + (col + 0.5) * (right - left) / values.shape[1]
 
 
-def command(script, *argv):
-    """Run a script's main in this process."""
-    before, sys.argv = sys.argv, [script.__name__ + ".py", *map(str, argv)]
-    try:
-        return script.main()
-    finally:
-        sys.argv = before
-
-
-@pytest.mark.parametrize("down,right", [(0, 0), (1, -3), (-1, 2)])
-def test_a_map_lies_where_its_query_looks(down, right):
-    recording = record(pointer(down, right))
-    point = (13, 27)  # in the cell of row 1 and column 3
-    figure = draw_heatmap(recording, [1], [0, 1, "mean"], [point])
-    shown = [axes.images[-1] for axes in figure.axes if len(axes.images) == 2]  # a map over the grey image
-    assert len(shown) == 3
-    for artist in shown:
-        assert brightest(artist) == (8 * (1 + down) + 4, 8 * (3 + right) + 4)
+def test_a_map_lies_where_its_query_looks():
+    for down, right in ((0, 0), (1, -3), (-1, 2)):
+        figure = draw_heatmap(record(pointer(down, right)), [1], [0, 1, "mean"], [(13, 27)])  # cell: row 1, column 3
+        shown = [axes.images[-1] for axes in figure.axes if len(axes.images) == 2]  # a map over the grey image
+        assert [brightest(artist) for artist in shown] == [(8 * (1 + down) + 4, 8 * (3 + right) + 4)] * 3
 
 
 def test_the_querys_cell_is_framed():
@@ -103,19 +79,14 @@ def frame_of(patch):
     return patch.get_y(), patch.get_x(), patch.get_height(), patch.get_width()
 
 
-@pytest.mark.parametrize("point,cell", [((0, 0), (0, 0)), ((0, 63), (0, 7)), ((31, 0), (3, 0)), ((15, 16), (1, 2))])
-def test_cells_of_pixels(point, cell):
-    assert image_maps.cell_of(point, (32, 64), (4, 8)) == cell
-
-
 def test_models_side_by_side_share_one_scale_and_place_the_query():
     recordings = [record(pointer(0, 0)), record(pointer(1, 1))]
-    figure = draw_models(recordings, [[1], [1]], [0], [(5, 20)])
+    figure = draw_columns(recordings, ["one", "other"], [[1], [1]], [0], [(5, 20)], title="models")
     maps = [axes.images[-1] for axes in figure.axes if len(axes.images) == 2]
     assert [brightest(artist) for artist in maps] == [(4, 20), (12, 28)]
     assert len({artist.get_clim() for artist in maps}) == 1
-    with pytest.raises(UsageError, match="as many layers each, got 1 of pointer, 2 of pointer"):
-        draw_models(recordings, [[1], [1, 1]], [0], [(5, 20)])
+    with pytest.raises(UsageError, match="as many layers each, got 1 of one, 2 of other"):
+        draw_columns(recordings, ["one", "other"], [[1], [1, 1]], [0], [(5, 20)], title="models")
 
 
 def test_rollout_says_where_it_is_an_approximation():
@@ -123,8 +94,7 @@ def test_rollout_says_where_it_is_an_approximation():
     vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, num_classes=2).eval()
     config = timm.data.resolve_model_data_config(vit)
     exact = record(LoadedModel(vit, "vit", (32, 32), config))
-    titles = [" ".join(" ".join(text.get_text() for text in draw_rollout([recording], [(5, 5)]).texts).split())
-              for recording in (convolutional, exact)]
+    titles = [texts_of(draw_rollout([recording], [(5, 5)])) for recording in (convolutional, exact)]
     assert "approximation" in titles[0] and "vit, layers 1, 2" in titles[1] and "approximation" not in titles[1]
 
 
@@ -136,13 +106,7 @@ def strip_titles(figure):
 
 
 def strip_of(name, layers, **kwargs):
-    torch.manual_seed(0)
-    model = timm.create_model(name, **KWARGS, **kwargs).eval()
-    loaded = image_maps.as_model(model)
-    chosen = [layer for layer in recordable_layers(model) if layer.number in layers]
-    parts = [part for part in PARTS if any(part in layer.parts for layer in chosen)]
-    recording = image_maps.record(loaded, Image.new("RGB", (16, 16), "grey"), chosen, parts)
-    return draw_strip(recording, layers, 1, (5, 9))
+    return plot_strip(small(name, **kwargs), Image.new("RGB", (16, 16), "grey"), layers, 1, (5, 9))
 
 
 def test_strips_say_what_they_show_in_the_order_in_which_it_is_computed():
@@ -154,7 +118,7 @@ def test_strips_say_what_they_show_in_the_order_in_which_it_is_computed():
         ["layers 1, 3, 4x4", "layer 4, 2x2"], ["layer 1", "layer 3", "layer 4"], columns * 2)
     figure = strip_of(ea, [1, 2, 3], beta=0.5, alpha=0.25)
     assert strip_titles(figure)[2] == [previous, own, both, "\u2192\nlogits", attention, *without]
-    texts = " ".join(" ".join(text.get_text() for text in figure.texts).split())
+    texts = texts_of(figure)
     mixed = "0.25 previous + 0.75 own"
     assert f"logits = 0.5 relu(conv({mixed})) + 0.5 ({mixed}), attention = softmax(logits)" in texts
     columns = [previous, "\u2192 conv.\nof prev.", own, "\u2192\nlogits", attention, *without]
@@ -166,15 +130,14 @@ def test_strips_say_what_they_show_in_the_order_in_which_it_is_computed():
     ("ea_conv_transformer_cifar", dict(alpha=0.3, beta=0.6)), ("pa_conv_transformer_cifar", dict(alpha=0.4))])
 def test_what_a_layer_attends_to_without_a_part_equals_a_recomputation_by_hand(name, kwargs):
     """By the papers' equations with the previous, or the layer's own, logits set to 0."""
-    torch.manual_seed(0)
-    model = timm.create_model(name, **KWARGS, **kwargs).eval()
+    model = small(name, **kwargs)
     recording = image_maps.record(model, Image.new("RGB", (16, 16), "grey"), recordable_layers(model)[:3], PARTS)
     image_maps.add_contributions(recording)
     assert recording.maps[1].recorded() == ("attn", "logits", "self_logits")
     with torch.inference_mode():
         check_contributions(model, recording, name, kwargs["alpha"])
     figure = draw_strip(recording, [1, 2, 3], 2, (5, 9))
-    shown = [axes.images[-1].get_array() for axes in figure.axes if axes.images]
+    shown = maps_of(figure)
     assert any(values.shape == (4, 4) and np.allclose(values, recording.maps[3].conv_logits[0, 2, 1 * 4 + 2].view(4, 4))
                for values in shown)
     for part in image_maps.WITHOUT:
@@ -198,7 +161,7 @@ def check_contributions(model, recording, name, alpha):
 
 def test_a_part_that_cannot_be_taken_away_is_left_out():
     """Of a layer whose attention is not what its evolution makes of the recorded parts."""
-    model = timm.create_model("ea_conv_transformer_cifar", **KWARGS).eval()
+    model = small()
     recording = image_maps.record(model, Image.new("RGB", (16, 16), "grey"), recordable_layers(model)[:2], PARTS)
     recording.maps[2].save("attn", torch.rand_like(recording.maps[2].attn))
     image_maps.add_contributions(recording)
@@ -218,18 +181,17 @@ def test_scales_of_attention():
     assert norm(1.0) == 0.5
 
 
-@pytest.mark.parametrize("overlay", [True, False])
-@pytest.mark.parametrize("scale", SCALES)
-def test_a_map_with_zeros_has_no_transparent_cell(overlay, scale):
+def test_a_map_with_zeros_has_no_transparent_cell():
     """Attention that underflows to 0 has the scale's lowest colour."""
-    recording, style = record(pointer(0, 0)), MapStyle(overlay=overlay, scale=scale, opacity=0.7)
-    values = np.array([[0.0, 0.0, 1e-30, 0.5], [1.0, 2.0, 12.0, 0.0]])
-    [[norm]] = norms_of([[values]], style)
-    artist = draw_map(new_figure(1, 1).subplots(), values, recording, norm, style)
-    assert not np.ma.is_masked(norm(values))
-    colours = artist.cmap(norm(artist.get_array()))
-    assert (colours[..., 3] == 1).all() and np.array_equal(colours[0, 0], artist.cmap(0.0))
-    assert artist.get_alpha() == (0.7 if overlay else None)
+    recording, values = record(pointer(0, 0)), np.array([[0.0, 0.0, 1e-30, 0.5], [1.0, 2.0, 12.0, 0.0]])
+    axes = new_figure(1, 1).subplots()
+    for style in (MapStyle(overlay, scale, opacity=0.7) for overlay in (True, False) for scale in SCALES):
+        [[norm]] = norms_of([[values]], style)
+        artist = draw_map(axes, values, recording, norm, style)
+        assert not np.ma.is_masked(norm(values))
+        colours = artist.cmap(norm(artist.get_array()))
+        assert (colours[..., 3] == 1).all() and np.array_equal(colours[0, 0], artist.cmap(0.0))
+        assert artist.get_alpha() == (0.7 if style.overlay else None)
 
 
 def test_logits_are_diverging_around_0_and_probabilities_sequential():
@@ -243,7 +205,7 @@ def test_logits_are_diverging_around_0_and_probabilities_sequential():
 
 def test_every_bar_of_attention_marks_uniform_attention():
     recording = record(pointer(0, 0))
-    for style in (MapStyle(overlay=overlay, scale=scale) for overlay in (True, False) for scale in SCALES):
+    for style in map(lambda scale: MapStyle(scale=scale), SCALES):
         figure = draw_heatmap(recording, [1], [0], [(3, 5)], style)
         [bar] = [axes for axes in figure.axes if axes.get_xlabel().startswith("attention")]
         labels = [text.get_text() for text in bar.get_xticklabels()]
@@ -269,87 +231,72 @@ def test_the_photo_lies_under_the_maps_as_the_network_saw_it_or_finer(run):
 
 
 @pytest.mark.parametrize("script,options,suffix,magic", [
-    (heatmap, ["--layers", "1,3", "--heads", "0,mean", "--queries", "2,3"], ".png", b"\x89PNG"),
-    (heatmap, ["--layers", "2", "--bare"], ".svg", b"<?xml"),
-    (heatmap, ["--layers", "2", "--scale", "tile", "--cmap", "gray", "--opacity", "1", "--smooth", "--as-seen"],
-     ".png", b"\x89PNG"),
-    (heatmap, ["--heads", "mean", "--layers", "1-3"], ".pdf", b"%PDF"),
-    (strip, ["--heads", "1"], ".png", b"\x89PNG"),
-    (matrix, ["--part", "conv_logits", "--layers", "2"], ".png", b"\x89PNG"),
-    (rollout, [], ".png", b"\x89PNG"),
-    (statistics, ["--csv", "CSV"], ".png", b"\x89PNG"),
+    (heatmap, ["--layers", "1,3", "--heads", "0,mean", "--queries", "2,3", "--scale", "tile", "--cmap", "gray",
+               "--opacity", "1", "--smooth", "--as-seen"], ".png", b"\x89PNG"),
+    (heatmap, ["--layers", "2,3", "--bare"], ".svg", b"<?xml"),
+    (strip, ["--heads", "1", "--layers", "2,3"], ".pdf", b"%PDF"),
+    (matrix, ["--part", "conv_logits", "--layers", "2,3"], ".png", b"\x89PNG"),
+    (rollout, ["--layers", "2,3"], ".png", b"\x89PNG"),
     (strip, ["--layers", "1-3", "--dpi", "40"], ".gif", b"GIF8"),
 ])
-def test_every_script_writes_its_figure(script, options, suffix, magic, run, photo, tmp_path, capsys):
+def test_every_script_writes_its_figure_and_the_maps(script, options, suffix, magic, run, photo, tmp_path, capsys):
+    """The maps as they were recorded, with the image that the network saw."""
     output = tmp_path / "out" / f"figure{suffix}"
-    options = [str(tmp_path / "out" / "numbers.csv") if option == "CSV" else option for option in options]
-    assert command(script, "--model", run, *options, "-o", output, photo) == 0
-    assert output.read_bytes().startswith(magic) and str(output) in capsys.readouterr().out
-    left = {path.name for path in output.parent.iterdir()}
-    assert left == {output.name} | ({"numbers.csv"} if "--csv" in options else set())
-
-
-@pytest.mark.parametrize("script, options", [(heatmap, ["--heads", "1"]), (strip, []), (matrix, []), (rollout, []),
-                                             (strip, ["-o", "{}/a.gif", "--dpi", "40"])])
-def test_the_maps_themselves(script, options, run, photo, tmp_path, capsys):
-    """Beside the figure, as they were recorded, with the image that the network saw."""
-    options = [option.format(tmp_path) for option in options]
-    assert command(script, "--model", run, "--layers", "2,3", "-o", tmp_path / "a.png", *options, "--npz", photo) == 0
-    assert str(tmp_path / "a.npz") in capsys.readouterr().out
+    assert script.main(["--model", str(run), *options, "--npz", "-o", str(output), str(photo)]) == 0
+    assert output.read_bytes().startswith(magic) and f"{output} {output.with_suffix('.npz')}" in capsys.readouterr().out
+    assert {path.name for path in output.parent.iterdir()} == {output.name, "figure.npz"}
+    part = "conv_logits" if script is matrix else "attn"
     model = load_model(str(run))
-    recording = image_maps.record(model, Image.open(photo), recordable_layers(model.model)[1:3])
-    with np.load(tmp_path / "a.npz") as held:
+    recording = image_maps.record(model, PHOTO, recordable_layers(model.model)[2:3], (part,))
+    with np.load(tmp_path / "out" / "figure.npz") as held:
         assert np.array_equal(held["image"], recording.image)
-        for layer in (2, 3):
-            assert np.array_equal(held[f"layer{layer}.attn"], recording.maps[layer].attn)
-            assert tuple(held[f"layer{layer}.feat_size"]) == recording.maps[layer].feat_size
+        assert np.array_equal(held[f"layer3.{part}"], recording.maps[3][part])
+        assert tuple(held["layer3.feat_size"]) == recording.maps[3].feat_size
 
 
 def test_the_numbers_of_statistics(run, photo, tmp_path):
     """By image and head, as they are averaged in the figure."""
-    Image.open(photo).rotate(90).save(tmp_path / "second.png")
-    assert command(statistics, "--model", run, "--layers", "1,2", "--npz", "-o", tmp_path / "s.png", photo,
-                   tmp_path / "second.png") == 0
+    PHOTO.rotate(90).save(tmp_path / "second.png")
+    assert statistics.main(["--model", str(run), "--layers", "1,2", "--npz", "--csv", str(tmp_path / "s.csv"), "-o",
+                            str(tmp_path / "s.png"), str(photo), str(tmp_path / "second.png")]) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"photo.png", "second.png", "s.png", "s.npz", "s.csv"}
     with np.load(tmp_path / "s.npz") as held:
         assert held["layer2.entropy_nats"].shape == held["layer2.correlation_with_previous"].shape == (2, 4)
         assert (held["layer2.entropy_nats"] <= held["layer2.uniform_entropy_nats"] + 1e-5).all()
         assert held["layer2.uniform_entropy_nats"] == pytest.approx(np.log(16))
 
 
-@pytest.mark.parametrize("route", ["command", "savefig"])
-def test_text_stays_text_in_vector_files(route, tmp_path):
+def test_text_stays_text_in_vector_files(tmp_path):
     """So that it can be found and edited, and journals that refuse Type 3 fonts take the PDF."""
     figure = draw_heatmap(record(pointer(0, 0)), [1], [0], [(3, 5)])
     for suffix in (".svg", ".pdf"):
-        path = tmp_path / f"figure{suffix}"
-        save(figure, path, 100) if route == "command" else figure.savefig(path)
+        figure.savefig(tmp_path / f"figure{suffix}")
     assert b">layer 1 (layer), map 4x8</text>" in (tmp_path / "figure.svg").read_bytes()
     pdf = (tmp_path / "figure.pdf").read_bytes()
     assert b"/CIDFontType2" in pdf and b"/Type3" not in pdf  # TrueType
 
 
 def test_several_images_get_a_file_each_and_several_models_one_figure(run, photo, tmp_path):
-    other = make_run(tmp_path / "other", "conv_transformer_cifar")
-    Image.open(photo).save(tmp_path / "second.png")
-    assert command(heatmap, "--model", f"{run},{other}", "--layers", "1", "--heads", "mean", "--queries",
-                   "1,1", "-o", tmp_path / "m.png", photo, tmp_path / "second.png") == 0
+    snapshot = run / "snapshots" / "epoch_0002.safetensors"
+    PHOTO.save(tmp_path / "second.png")
+    assert heatmap.main(["--model", f"{run},{snapshot}", "--layers", "1", "--queries", "1,1", "--dpi", "40", "-o",
+                         str(tmp_path / "m.png"), str(photo), str(tmp_path / "second.png")]) == 0
     assert (tmp_path / "m-photo.png").exists() and (tmp_path / "m-second.png").exists()
 
 
-def test_animations_through_the_snapshots_of_a_run(run, photo, tmp_path):
-    """And through layers. Checkpoints of epochs 1 and 2, snapshots of 2 and 4: a frame an epoch, of its weights."""
+def test_films_through_the_snapshots_of_a_run(run, photo, tmp_path):
+    """Checkpoints of epochs 1 and 2, snapshots of 2 and 4: a frame an epoch, of its weights."""
     files = checkpoints_of([str(run)])
     assert [load_model(file).epoch for file in files] == [1, 2, 2, 4]
-    for options in (["--layers", "1,2,4"], ["--layers", "2", "--through", "checkpoints"]):
-        assert command(strip, "--model", run, *options, "--seconds", "0.1", "--dpi", "40", "-o", tmp_path / "a.gif",
-                       photo) == 0
-        with Image.open(tmp_path / "a.gif") as film:
-            assert film.n_frames == 3 and film.info["duration"] == 100
+    assert strip.main(["--model", str(run), "--layers", "2", "--through", "checkpoints", "--seconds", "0.1", "--dpi",
+                       "40", "-o", str(tmp_path / "a.gif"), str(photo)]) == 0
+    with Image.open(tmp_path / "a.gif") as film:
+        assert film.n_frames == 3 and film.info["duration"] == 100
 
 
 def test_one_value_where_a_figure_shows_one(run, photo, tmp_path):
     for options in (["--heads", "0,1"], ["--queries", "1,1", "2,2"], ["--model", str(run)]):
         with pytest.raises(UsageError, match="this figure shows one .*; got 2"):
-            command(strip, "--model", run, "-o", tmp_path / "a.png", *options, "--", photo)
+            strip.main(["--model", str(run), "-o", str(tmp_path / "a.png"), *options, "--", str(photo)])
     with pytest.raises(UsageError, match="has no conv_logits in layer 1, 4: choose --layers"):
-        command(matrix, "--model", run, "--part", "conv_logits", "-o", tmp_path / "a.png", photo)
+        matrix.main(["--model", str(run), "--part", "conv_logits", "-o", str(tmp_path / "a.png"), str(photo)])

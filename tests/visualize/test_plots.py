@@ -6,29 +6,48 @@ import pytest
 import timm
 import torch
 from matplotlib.figure import Figure
-from matplotlib.text import Text
 from PIL import Image
 
 import ea_vision
 from ea_vision.base.errors import UsageError
 from ea_vision.recorder.loading import load_model
 from ea_vision.recorder.quantities import PositionShares
-from ea_vision.visualize import plot_heads, plot_heatmap, plot_matrix, plot_statistics, plot_strip
+from ea_vision.visualize import (
+    plot_frames,
+    plot_heads,
+    plot_heatmap,
+    plot_jacobian,
+    plot_matrix,
+    plot_rollout,
+    plot_statistics,
+    plot_strip,
+)
 
-from .test_every_kind import FIGURES
+from .conftest import PHOTO, small
+from .conftest import texts_of as as_text
 
-KWARGS = dict(num_classes=3, img_size=16, widths=[8, 8, 16, 16])
+FIGURES = {
+    "heatmap": lambda model: plot_heatmap(model, PHOTO, layers=[1, 2], heads="0,mean", queries=[(3, 5)]),
+    "models": lambda model: plot_heatmap([model, model], PHOTO, layers=[2]),
+    "images": lambda model: plot_heatmap(model, [PHOTO, PHOTO], layers=[2], heads=0),
+    "strip": lambda model: plot_strip(model, PHOTO, layers="1-3"),
+    "frames": lambda model: list(plot_frames(model, PHOTO, layers="1,2", queries=[(1, 1)]))[1],
+    "matrix": lambda model: plot_matrix(model, PHOTO, layers=2, heads=0),
+    "rollout": lambda model: plot_rollout(model, PHOTO, layers="1-3", queries=[(5, 5)]),
+    "statistics": lambda model: plot_statistics(model, PHOTO, layers="1,2"),
+    "jacobian": lambda model: plot_jacobian(model, PHOTO, 1, layers=2),
+}
 
 
 @pytest.fixture(scope="module")
 def model():
-    torch.manual_seed(0)
-    return timm.create_model("ea_conv_transformer_cifar", **KWARGS)  # in training mode
+    return small().train()
 
 
-@pytest.fixture(scope="module")
-def photo() -> Image.Image:
-    return Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 50, 3), dtype=np.uint8))
+def normalised(model, image):
+    config = timm.data.resolve_model_data_config(model)
+    mean, std = (torch.tensor(config[key]).view(3, 1, 1) for key in ("mean", "std"))
+    return (image - mean) / std
 
 
 @pytest.mark.parametrize("name", FIGURES)
@@ -45,16 +64,14 @@ def test_each_is_a_figure_that_a_notebook_shows_and_leaves_the_model_alone(name,
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
-def test_they_draw_what_is_recorded(model, photo):
+def test_they_draw_what_is_recorded(model):
     """Of a tensor as the network is to see it; by the same numbers as a recording made by hand."""
     image = torch.rand(3, 16, 16)
     figure = plot_heads(model, image, layers=[2], heads=[3], queries=[(9, 14)], overlay=False)
     arrays = [axes.images[0].get_array() for axes in figure.axes if axes.images]
     [shown] = [values for values in arrays if values.ndim == 2]
-    config = timm.data.resolve_model_data_config(model)
-    mean, std = (torch.tensor(config[key]).view(3, 1, 1) for key in ("mean", "std"))
     with torch.no_grad(), ea_vision.record_attention(model.eval(), [2]) as maps:
-        model(((image - mean) / std)[None])
+        model(normalised(model, image)[None])
     H, W = maps[2].feat_size
     row, col = 9 * H // 16, 14 * W // 16
     np.testing.assert_allclose(shown, H * W * maps[2].attn[0, 3, row * W + col].view(H, W), rtol=1e-5)
@@ -68,8 +85,8 @@ def test_uint8_and_floating_point_are_the_same_image(model):
     assert all(np.allclose(first, other, atol=1e-6) for other in others)
 
 
-def test_models_that_share_a_name_stay_apart(model, photo):
-    figure = plot_statistics([model, model], [photo], layers="1,2")
+def test_models_that_share_a_name_stay_apart(model):
+    figure = plot_statistics([model, model], [PHOTO], layers="1,2")
     labels = [line.get_label() for line in figure.axes[0].lines if not line.get_label().startswith("_")]
     assert labels == ["ea_conv_transformer_cifar [1]", "ea_conv_transformer_cifar [2]"]
 
@@ -97,9 +114,17 @@ def test_titles_say_model_weights_layer_head_and_query():
     assert all(text in several for text in ("(untrained)", "layer 2", "head 1", "mean of all queries"))
 
 
-def as_text(figure) -> str:
-    texts = [text.get_text() for text in figure.findobj(Text)]
-    return " ".join(" ".join(texts).split())
+def test_a_tile_is_its_images_map(model):
+    """Of several images: what every pixel gets, or of one query."""
+    images = [torch.rand(3, 16, 16) for _ in range(3)]
+    mean, asked = ([axes.images[-1].get_array() for axes in figure.axes if len(axes.images) == 2]
+                   for figure in (plot_heatmap(model, images, 2, 1), plot_heatmap(model, images, 2, 1, [(5, 9)])))
+    for image, got, row in zip(images, mean, asked, strict=True):
+        with torch.no_grad(), ea_vision.record_attention(model.eval(), [2]) as maps:
+            model(normalised(model, image)[None])
+        attn = maps[2].attn[0, 1]
+        np.testing.assert_allclose(got, 16 * attn.mean(0).view(4, 4), rtol=1e-4)
+        np.testing.assert_allclose(row, 16 * attn[1 * 4 + 2].view(4, 4), rtol=1e-4)
 
 
 def test_statistics_in_numbers(model):
@@ -107,10 +132,8 @@ def test_statistics_in_numbers(model):
     images = [torch.rand(3, 16, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
     figure = plot_statistics(model, images)
     lines = {axes.get_title(): axes.lines[0].get_xydata() for axes in figure.axes if axes.get_visible()}
-    config = timm.data.resolve_model_data_config(model)
-    mean, std = (torch.tensor(config[key]).view(3, 1, 1) for key in ("mean", "std"))
     with torch.no_grad(), ea_vision.record_attention(model.eval()) as maps:
-        model((torch.stack(images) - mean) / std)
+        model(normalised(model, torch.stack(images)))
     drawn = {name: dict(points) for name, points in lines.items()}
     for layer in maps.values():
         attn, N = layer.attn.double(), layer.attn.shape[-1]

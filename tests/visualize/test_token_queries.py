@@ -43,7 +43,7 @@ def test_names_of_tokens_are_queries_of_the_commands():
 def test_a_class_tokens_maps_are_its_row_in_units_of_uniform_attention(seen):
     model, image, maps = seen
     figure = plot_heads(model, image, layers=[2], heads="1", queries=["cls", (12, 20), "reg2"], overlay=False)
-    assert "map 4x4 after cls, 2 registers" in texts(figure)
+    assert "map 4x4 after cls, reg1, reg2" in texts(figure)
     assert "queries 1: class token; 2: y 12, x 20; 3: register 2" in texts(figure)
     for title, token in (("query 1", 0), ("query 2", 3 + 1 * 4 + 2), ("query 3", 2)):
         [axes] = drawn(figure, title)
@@ -80,7 +80,7 @@ def test_other_figures_take_a_class_token(seen):
     foreign = lively(timm.create_model("eva02_tiny_patch14_224", **TINY))
     plot_strip(model, image, query="cls")
     figure = plot_heatmap({"ours": model, "foreign": foreign}, image, layers=[3], queries=["cls"])
-    assert "query 1 (class token), mean of heads" in texts(figure)
+    assert "query class token, mean of heads" in texts(figure)
     assert len(drawn(figure, "cls ")) == 2
     assert len(list(plot_frames(model, image, layers=[2, 3], queries=["cls", (1, 1)]))) == 2
 

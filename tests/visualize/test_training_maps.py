@@ -11,8 +11,9 @@ from ea_vision.base.errors import UsageError
 from ea_vision.engine import train_cifar
 from ea_vision.engine.watch import FirstImages, MapsWatch
 from ea_vision.recorder.recording import record_attention
-from ea_vision.visualize import draw_images, plot_strip
-from ea_vision.visualize.training_maps import TrainingMaps
+from ea_vision.visualize import plot_strip
+from ea_vision.visualize.heatmap import draw_columns
+from ea_vision.visualize.training_maps import draw_maps
 from tests.recorder.test_any_transformer import lively
 
 MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.3, 0.4)
@@ -59,17 +60,15 @@ def test_the_drawn_maps_are_the_networks(tmp_path, monkeypatch):
     images = torch.rand(2, 3, 32, 32)
     normalised = (images - torch.tensor(MEAN).view(-1, 1, 1)) / torch.tensor(STD).view(-1, 1, 1)
     drawn = []
-    monkeypatch.setattr("ea_vision.visualize.training_maps.draw_images",
-                        lambda *args, **title: drawn.append((args, title)) or draw_images(*args, **title))
+    monkeypatch.setattr("ea_vision.visualize.training_maps.draw_columns",
+                        lambda *args, **named: drawn.append((args, named)) or draw_columns(*args, **named))
     (tmp_path / "ours").mkdir()
-    maps = TrainingMaps(tmp_path / "ours", model, normalised, ["image 0: cat", "image 1: dog"], MEAN, STD)
-    path = maps.draw(model, 7)
+    names = ["image 0: cat", "image 1: dog"]
+    path = draw_maps(tmp_path / "ours", model, 7, normalised, names, MEAN, STD)
     assert path == tmp_path / "ours" / "maps" / "epoch_0007.png" and np.asarray(Image.open(path)).std() > 1
     assert model.training and all(module.training for module in model.modules())
-    recordings, layers, heads, query = drawn[0][0]
-    assert [recording.model.label for recording in recordings] == ["image 0: cat", "image 1: dog"]
-    assert drawn[0][1] == {"title": "ours, epoch 7"}
-    assert layers == [1, 2] and heads == ["mean"] and query == "cls"
+    recordings, *others = drawn[0][0]
+    assert drawn[0][1]["title"] == "ours, epoch 7" and others == [names, [[1, 2]] * 2, ["mean"], ["cls"]]
     with torch.no_grad(), record_attention(model.eval()) as expected:
         model(normalised)
     for number, recording in enumerate(recordings):

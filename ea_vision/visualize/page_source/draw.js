@@ -117,18 +117,25 @@ function markCell(context, x, y, width, height, cell, [H, W], frame) {
 }
 
 /** One map over the grey photo. */
-export function drawMap(context, values, featSize, range, table, grey, opacity, cell, width, height) {
+export function drawMap(context, { values, range, table, cell }, featSize, grey, opacity, width, height) {
   const [H, W] = featSize;
   const small = new OffscreenCanvas(W, H), data = new ImageData(W, H);
   colourMap(values, featSize, range, table, new Uint32Array(data.data.buffer), 0, W);
   small.getContext("2d").putImageData(data, 0, 0);
-  context.imageSmoothingEnabled = grey.width > 64;
-  context.drawImage(grey, 0, 0, width, height);
+  overlay(context, grey, [small, 0, 0, W, H], opacity, 0, 0, width, height);
+  markCell(context, 0, 0, width, height, cell, featSize, FRAME);
+}
+
+/** A map, [canvas, x, y, width, height], over the grey photo. */
+function overlay(context, grey, map, opacity, x, y, width, height) {
+  if (opacity < 1) {
+    context.imageSmoothingEnabled = grey.width > 64;
+    context.drawImage(grey, x, y, width, height);
+  }
   context.globalAlpha = opacity;
   context.imageSmoothingEnabled = false;
-  context.drawImage(small, 0, 0, width, height);
+  context.drawImage(...map, x, y, width, height);
   context.globalAlpha = 1;
-  markCell(context, 0, 0, width, height, cell, featSize, FRAME);
 }
 
 /** The place of a map that there is not, and why, where that has room. */
@@ -198,14 +205,8 @@ export class TilePainter {
         return;
       }
       const [H, W] = this.sizes[r];
-      if (isAttention(one.part) && look.opacity < 1) { // logits are bare
-        context.imageSmoothingEnabled = true;
-        context.drawImage(look.grey, x, y, tile, height);
-        context.globalAlpha = look.opacity;
-      }
-      context.imageSmoothingEnabled = false;
-      context.drawImage(this.atlas, c * this.cellWidth, r * this.cellHeight, W, H, x, y, tile, height);
-      context.globalAlpha = 1;
+      overlay(context, look.grey, [this.atlas, c * this.cellWidth, r * this.cellHeight, W, H],
+        isAttention(one.part) ? look.opacity : 1, x, y, tile, height); // logits are bare
       markCell(context, x, y, tile, height, one.cell, this.sizes[r], SMALL_FRAME);
     });
     for (const link of look.links) if (look.shows(link[0])) this.paintLink(context, geometry, link, look.ink);

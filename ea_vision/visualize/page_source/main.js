@@ -45,7 +45,7 @@ const actions = {
     schedule();
   },
 };
-const panels = about.models.map((model, index) => new Panel(model, index, about.models.length === 1, actions));
+const panels = about.models.map((model, index) => new Panel(model, index, about.models.length, actions));
 
 function complain(text) {
   byId("message").textContent = text;
@@ -195,7 +195,7 @@ function buildControls() {
 
 function writeControls() {
   const { elements } = toolbar;
-  for (const name of ["opacity", "scale", "colours", "theme", "head"]) elements[name].value = String(state[name]);
+  for (const name of ["opacity", "scale", "colours", "head"]) elements[name].value = String(state[name]);
   for (const name of ["numbers", "link", "seen"]) elements[name].checked = state[name];
   for (const input of document.querySelectorAll("input[type=radio]")) input.checked = input.value === String(state[input.name]);
   if (about.epochs) byId("images").querySelector("input").value = state.image;
@@ -204,8 +204,6 @@ function writeControls() {
   byId("one-head").hidden = state.view !== "parts";
   byId("part-help").textContent = state.view === "parts" ? "what one head computes, from left to right, layer after layer"
     : PARTS.find(([part]) => part === state.part)[2];
-  if (state.theme === "auto") delete document.documentElement.dataset.theme;
-  else document.documentElement.dataset.theme = state.theme;
 }
 
 function onControl({ target: { name, type, value, checked } }) {

@@ -2,11 +2,9 @@
 
 export const MEAN = "mean";
 
-// "before" is not stored: layers say of which parts it is made, in which shares.
 export const PARTS = [
   ["attn", "attention", "after the softmax: probabilities"],
   ["logits", "logits", "what entered the softmax"],
-  ["before", "before conv.", "the map that the evolution's convolution takes"],
   ["conv_logits", "after conv.", "what the evolution's convolution gives, after its ReLU"],
   ["prev_logits", "previous", "the logits that the layer before handed on"],
   ["self_logits", "own", "the layer's own dot products and position terms"],
@@ -46,14 +44,8 @@ export class Maps {
     this.loading = new Map();
   }
 
-  /** Of which stored parts, in which shares, a shown part is made, in a layer. */
-  static shares(layer, part) {
-    return part === "before" ? layer.before : { [part]: 1 };
-  }
-
   has(layer, part) {
-    const needs = Object.keys(Maps.shares(layer, part));
-    return needs.length > 0 && needs.every((name) => name in this.entry.places[layer.number]);
+    return part in this.entry.places[layer.number];
   }
 
   /** Parts that some layer has, in the order of PARTS. */
@@ -85,10 +77,8 @@ export class Maps {
 
   /** The streams that the parts need. */
   streamsOf(parts) {
-    const ofLayer = (layer) => parts.filter((part) => this.has(layer, part))
-      .flatMap((part) => Object.keys(Maps.shares(layer, part)))
-      .map((name) => this.entry.places[layer.number][name][0]);
-    return [...new Set(this.model.layers.flatMap(ofLayer))];
+    return [...new Set(this.model.layers.flatMap((layer) => parts.filter((part) => this.has(layer, part))
+      .map((part) => this.entry.places[layer.number][part][0])))];
   }
 
   /** Inflate what the parts need; a promise. */
@@ -116,6 +106,11 @@ export class Maps {
     return cellAt(query, this.featSize(layer), this.model.imgSize);
   }
 
+  /** Stored rows of a head: those of the tokens before the patches come first. */
+  rowsAHead(layer) {
+    return this.model.prefix.length + this.featSize(layer)[0] * this.featSize(layer)[1];
+  }
+
   /**
    * What a query attends to.
    * @param head number of the head, or MEAN: of the heads that the page has.
@@ -124,26 +119,14 @@ export class Maps {
    */
   row(layer, head, part, cell, out) {
     out.fill(0);
-    for (const [name, share] of Object.entries(Maps.shares(layer, part))) this.add(layer, head, name, cell, share, out);
-    return out;
-  }
-
-  /** Stored rows of a head: those of the tokens before the patches come first. */
-  rowsAHead(layer) {
-    return this.model.prefix.length + this.featSize(layer)[0] * this.featSize(layer)[1];
-  }
-
-  /** Add weight times a stored row to out. */
-  add(layer, head, part, cell, weight, out) {
-    if (head === MEAN) {
-      for (const one of layer.heads) this.add(layer, one, part, cell, weight / layer.heads.length, out);
-      return;
+    const { low, step, codes } = this.array(layer, part), heads = head === MEAN ? layer.heads : [head];
+    for (const one of heads) {
+      const index = layer.heads.indexOf(one) * this.rowsAHead(layer)
+        + (cell < 0 ? -1 - cell : this.model.prefix.length + cell);
+      const base = low[index] / heads.length, slope = step[index] / heads.length, start = index * out.length;
+      for (let j = 0; j < out.length; j++) out[j] += base + slope * codes[start + j];
     }
-    const { low, step, codes } = this.array(layer, part);
-    const index = layer.heads.indexOf(head) * this.rowsAHead(layer)
-      + (cell < 0 ? -1 - cell : this.model.prefix.length + cell);
-    const base = weight * low[index], slope = weight * step[index], start = index * out.length;
-    for (let j = 0; j < out.length; j++) out[j] += base + slope * codes[start + j];
+    return out;
   }
 
   /** Views into an inflated stream: low, step (K * T) and codes (K * T * N); T: with the tokens before the patches. */

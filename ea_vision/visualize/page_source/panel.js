@@ -35,11 +35,11 @@ export function element(tag, properties = {}, ...children) {
 
 export class Panel {
   /**
-   * @param model one of about.models; index: of the model; alone: whether it is the page's only one.
+   * @param model one of about.models; index: of the model; count: of all.
    * @param actions of the page: moveQuery, pin, select, hover.
    */
-  constructor(model, index, alone, actions) {
-    Object.assign(this, { model, index, alone, actions });
+  constructor(model, index, count, actions) {
+    Object.assign(this, { model, index, count, actions });
     this.heads = [...new Set(model.layers.flatMap((layer) => layer.heads))].sort((a, b) => a - b);
     this.columns = []; // { head, label } or { part, label }: of the view
     this.build();
@@ -67,8 +67,9 @@ export class Panel {
     this.equation = element("p", { class: "equation" }, this.model.equation);
     this.tileBox = element("div", { class: "tiles" }, this.tileCanvas, this.buttons);
     this.node = element("section", { class: "model", "aria-labelledby": id },
-      element("header", {}, element("h2", { id }, name, element("span", { class: "run" }, run.join(", "))),
-        this.predictions, this.equation),
+      element("header", {}, element("h2", { id }, name, element("span", { class: "run" }, run.join(", ")),
+        element("span", { class: "run place", hidden: this.count === 1 }, `${this.index + 1} of ${this.count}`)),
+      this.predictions, this.equation),
       element("div", { class: "body" },
         element("div", { class: "stage" },
           element("figure", {}, this.photo, this.tokens, this.queryText),
@@ -214,7 +215,7 @@ export class Panel {
     const aspect = this.model.imgSize[0] / this.model.imgSize[1], sheet = state.view === "heads";
     this.geometry = tileGeometry({
       width: this.tileBox.clientWidth, rows: this.tiles.length, columns, aspect,
-      numbers: state.numbers, largest: this.alone ? 160 : sheet ? 92 : 124,
+      numbers: state.numbers, largest: this.count === 1 ? 160 : sheet ? 92 : 124,
       high: sheet ? Math.max(300, window.innerHeight - 120) : Infinity,
     });
     const { left, top, tile, height, strip, stepX, stepY } = this.geometry;
@@ -297,9 +298,8 @@ export class Panel {
   }
 
   paintZoom(context, width, height) {
-    const { values, layer, range, cell, table, part } = this.shown;
-    const opacity = isAttention(part) ? this.look.state.opacity : 1;
-    drawMap(context, values, this.maps.featSize(layer), range, table, this.picture().grey, opacity, cell, width, height);
+    const opacity = isAttention(this.shown.part) ? this.look.state.opacity : 1;
+    drawMap(context, this.shown, this.maps.featSize(this.shown.layer), this.picture().grey, opacity, width, height);
   }
 
   /** The photo and its grey copy, or what the network saw of it. */

@@ -6,7 +6,6 @@ export const CHOICES = {
   view: ["parts", "heads"],
   part: PARTS.map(([part]) => part),
   scale: ["tile", "layer", "all"],
-  theme: ["auto", "light", "dark"],
 };
 const FLAGS = ["pinned", "numbers", "link", "seen"];
 
@@ -28,7 +27,6 @@ export function firstState(about) {
     numbers: true,
     link: true,
     seen: false,
-    theme: "auto",
   };
 }
 
