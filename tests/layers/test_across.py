@@ -1,11 +1,10 @@
 """The mechanisms of `ea_vision.layers.across`, each against its equation, outputs and gradients."""
-import itertools
-
 import pytest
 import torch
 import torch.nn.functional as F
 
 from ea_vision.layers import MRLALight, TokenConv, ValueResidual, create_evolution
+from tests.layers.oracle import neighbours
 
 KINDS = ["residual", "talking_heads", "reattention", "refiner", "mta", "conv2d"]
 K, SIZE = 3, (2, 3)
@@ -68,14 +67,6 @@ def batch_norm(norm, x):
     mean = x.mean((0, 2, 3), keepdim=True)
     rate = ((x - mean).square().mean((0, 2, 3), keepdim=True) + norm.eps).rsqrt()
     return (x - mean) * rate * by_head(norm.weight) + by_head(norm.bias)
-
-
-def neighbours(x, height, width):
-    """Of each tap of a centred kernel, its place in it and x (..., H, W) as that tap sees it, zeros around."""
-    H, W = x.shape[-2:]
-    padded = F.pad(x, [width // 2, width // 2, height // 2, height // 2])
-    for u, w in itertools.product(range(height), range(width)):
-        yield u, w, padded[..., u:u + H, w:w + W]
 
 
 def depthwise(weight, x):

@@ -1,4 +1,4 @@
-"""AugmentedConv2d against the double loop, and the properties that make it attention."""
+"""AugmentedConv2d against its definition, and the properties that make it attention."""
 import sys
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from ea_vision import ops
 from ea_vision.layers import AugmentedConv2d, Evolution, EvolvingAttention, PredictiveAttention
 from ea_vision.layers.augmented_conv import Projection
 from ea_vision.ops import use_implementation
-from tests.layers.oracle import loop_layer, loop_map_conv
+from tests.layers.oracle import attention_branch, map_conv
 
 D64 = torch.float64
 
@@ -36,7 +36,7 @@ def gradients(outputs, inputs):
 def assert_same(layer, x, prev=None, evolve=None):
     x = x.requires_grad_()
     inputs = [x, *layer.parameters()] + ([prev.requires_grad_()] if prev is not None else [])
-    fast, slow = layer(x, prev), loop_layer(layer, x, prev, evolve)
+    fast, slow = layer(x, prev), attention_branch(layer, x, prev, evolve)
     torch.testing.assert_close(fast, slow)
     torch.testing.assert_close(gradients(fast, inputs), gradients(slow, inputs))
 
@@ -51,7 +51,7 @@ def assert_same(layer, x, prev=None, evolve=None):
     ((9, 7), 2, True, (3, 2)),
     ((12, 9), 2, 2, (2, 2)),
 ])
-def test_output_and_gradients_equal_the_double_loop(size, stride, pool, feat_size, position):
+def test_output_and_gradients_equal_the_definition(size, stride, pool, feat_size, position):
     layer = make(stride=stride, pool_attention=pool, feat_size=feat_size, position=position)
     assert_same(layer, torch.randn(2, 3, *size, dtype=D64))
 
@@ -68,15 +68,15 @@ def test_attention_in_place_of_the_whole_convolution(size, stride, pool, options
 
 
 def residual_convolution(layer):
-    """The equation of EvolvingAttention(2, 0.3, 0.6), by loops."""
+    """The equation of EvolvingAttention(2, 0.3, 0.6)."""
     def evolve(logits, prev):
         mixed = 0.3 * prev + 0.7 * logits
-        return 0.6 * loop_map_conv(mixed, layer.evolution.convs[0]) + 0.4 * mixed
+        return 0.6 * map_conv(mixed, layer.evolution.convs[0]) + 0.4 * mixed
 
     return evolve
 
 
-def test_evolving_layer_equals_the_double_loop():
+def test_evolving_layer_equals_the_definition():
     layer = make(evolution=EvolvingAttention(2, 0.3, 0.6))
     assert_same(layer, torch.randn(2, 3, 3, 4, dtype=D64), torch.randn(2, 2, 12, 12, dtype=D64),
                 residual_convolution(layer))
@@ -84,7 +84,7 @@ def test_evolving_layer_equals_the_double_loop():
 
 @pytest.mark.parametrize("position", ["relative", "none"])
 @pytest.mark.parametrize("evolving", [False, True])
-def test_normalised_queries_and_keys_equal_the_double_loop(evolving, position):
+def test_normalised_queries_and_keys_equal_the_definition(evolving, position):
     layer = make(dim_qk=6, qk_norm=True, position=position,
                  evolution=EvolvingAttention(2, 0.3, 0.6) if evolving else None)
     further = (torch.randn(2, 2, 12, 12, dtype=D64), residual_convolution(layer)) if evolving else ()
@@ -138,12 +138,12 @@ def test_the_norm_is_off_by_default_and_its_gain_begins_at_1():
 
 
 @pytest.mark.parametrize("num_layers", [0, 1, 2])
-def test_predicting_layer_equals_the_double_loop(num_layers):
+def test_predicting_layer_equals_the_definition(num_layers):
     layer = make(evolution=PredictiveAttention(2, 0.3, num_layers))
 
     def evolve(logits, prev):
         for conv in layer.evolution.convs:
-            prev = loop_map_conv(prev, conv)
+            prev = map_conv(prev, conv)
         return 0.3 * prev + 0.7 * logits
 
     assert_same(layer, torch.randn(2, 3, 3, 4, dtype=D64), torch.randn(2, 2, 12, 12, dtype=D64), evolve)

@@ -10,7 +10,7 @@ from ea_vision import ops
 from ea_vision.layers import AugmentedConv2d, EvolvingAttention, PredictiveAttention, create_evolution
 from ea_vision.layers.token_attention import TokenAttention
 from ea_vision.ops import evolving_attention, use_implementation
-from tests.layers.oracle import loop_map_conv
+from tests.layers.oracle import map_conv
 
 
 @pytest.mark.parametrize("alpha,beta,kernel_size", [(0.5, 1.0, 3), (0.7, 0.3, 1), (0.0, 0.4, 5), (1.0, 0.0, 3)])
@@ -18,7 +18,7 @@ def test_evolving_attention_is_the_papers_equation(alpha, beta, kernel_size):
     module = EvolvingAttention(3, alpha, beta, kernel_size).double()
     logits, prev = torch.randn(2, 2, 3, 7, 7, dtype=torch.float64)
     mixed = alpha * prev + (1 - alpha) * logits
-    convolved = torch.stack([loop_map_conv(m, module.convs[0]) for m in mixed])
+    convolved = map_conv(mixed, module.convs[0])
     torch.testing.assert_close(module(logits, prev), beta * convolved + (1 - beta) * mixed)
 
 
@@ -28,7 +28,7 @@ def test_predictive_attention_is_the_papers_equation(num_layers):
     logits, prev = torch.randn(2, 2, 3, 7, 7, dtype=torch.float64)
     predicted = prev
     for conv in module.convs:
-        predicted = torch.stack([loop_map_conv(m, conv) for m in predicted])
+        predicted = map_conv(predicted, conv)
     assert len(module.convs) == num_layers
     torch.testing.assert_close(module(logits, prev), 0.2 * predicted + 0.8 * logits)
 

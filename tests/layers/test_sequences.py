@@ -3,8 +3,7 @@ import pytest
 import torch
 from torch import nn
 
-from ea_vision.layers import AugmentedConv2d, EvolvingAttention, PredictiveAttention
-from ea_vision.ops import evolving_attention
+from ea_vision.layers import EvolvingAttention, PredictiveAttention
 from ea_vision.ops.reference import attention_of, mask_logits
 
 D64 = torch.float64
@@ -131,20 +130,6 @@ def test_chains_of_an_encoder_stay_finite_with_padding():
         logits = module(torch.randn(1, 2, 6, 6, dtype=D64), logits, padding)
         attn = attention_of(mask_logits(logits, "none", padding))
         assert attn.isfinite().all() and not attn[..., 4:].any()
-
-
-def test_one_dimension_by_the_operator_and_the_layer():
-    """feat_size=(1, N) is a sequence: q_i . e[j - i], and maps that evolve."""
-    q, k, v = torch.randn(3, 2, 2, 7, 4, dtype=D64)
-    table, nothing = torch.randn(13, 4, dtype=D64), torch.zeros(1, 4, dtype=D64)
-    _, logits = evolving_attention(q, k, v, nothing, table, feat_size=(1, 7))
-    for i in range(7):
-        for j in range(7):
-            expected = (q[:, :, i] * (k[:, :, j] + table[6 + j - i])).sum(-1) / 2
-            torch.testing.assert_close(logits[:, :, i, j], expected)
-    layer = AugmentedConv2d(3, 8, dim_qk=4, dim_v=4, num_heads=2, feat_size=(1, 7), evolution=EvolvingAttention(2))
-    y, maps = layer(torch.randn(2, 3, 1, 7), torch.randn(2, 2, 7, 7))
-    assert y.shape == (2, 8, 1, 7) and maps.shape == (2, 2, 7, 7)
 
 
 def test_bad_options_are_named():

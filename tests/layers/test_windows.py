@@ -8,16 +8,11 @@ from ea_vision import ops
 from ea_vision.layers import AugmentedConv2d, EvolvingAttention
 from ea_vision.ops import evolving_attention, flex, use_implementation
 from ea_vision.ops.problem import Problem
+from tests.layers.oracle import offsets, own_logits
 from tests.models.zoo import layers_of
 
 D64 = torch.float64
 UNFUSED = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-
-
-def offsets(size):
-    """Rows and columns from each query to each key, (N, N) each."""
-    row, col = torch.arange(size[0]).repeat_interleave(size[1]), torch.arange(size[1]).repeat(size[0])
-    return row - row.unsqueeze(1), col - col.unsqueeze(1)
 
 
 def defined(q, k, v, height_rel, width_rel, size, window, head_window, head_border):
@@ -32,11 +27,8 @@ def defined(q, k, v, height_rel, width_rel, size, window, head_window, head_bord
         for head in range(h - head_window // 2, h + head_window // 2 + 1):
             if head_border == "clip" and not 0 <= head < K:
                 continue
-            logits = q[:, h] @ k[:, head % K].transpose(1, 2)
-            for table, offset in (() if height_rel is None else ((height_rel, down), (width_rel, right))):
-                middle = len(table) // 2
-                logits = logits + torch.einsum("bnd,nmd->bnm", q[:, h], table[middle + offset.clamp(-middle, middle)])
-            weights.append((logits * D ** -0.5).exp() * near)
+            logits = own_logits(q[:, h] * D ** -0.5, k[:, head % K], height_rel, width_rel, size)
+            weights.append(logits.exp() * near)
             values.append(v[:, head % K])
         attn = torch.cat(weights, 2)
         heads.append(attn @ torch.cat(values, 1) / attn.sum(2, keepdim=True))
