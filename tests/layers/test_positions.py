@@ -54,9 +54,6 @@ def test_the_branch_reads_them_at_the_maps_size(position, size, options):
     placed = pooled + table if position == "sine" else torch.cat([pooled, table], 1)
     torch.testing.assert_close(layer.attend(x, None), plain.attend(placed, None))
     torch.testing.assert_close(torch.jit.script(layer)(x), layer(x))
-    y, _ = layer(x)
-    y.sum().backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
 
 
 @pytest.mark.parametrize("options,parameters", [

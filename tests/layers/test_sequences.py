@@ -133,12 +133,11 @@ def test_chains_of_an_encoder_stay_finite_with_padding():
 
 
 def test_bad_options_are_named():
-    with pytest.raises(ValueError, match="prev_logits of the previous layer required, got None"):
-        EvolvingAttention(2)(torch.randn(1, 2, 5, 5))
-    with pytest.raises(ValueError, match="'none', 'self' or 'cross', got 'future'"):
-        EvolvingAttention(2, causal="future")
-    with pytest.raises(ValueError, match="causal='self' has no skip connection: alpha=0 required, got 0.5"):
-        EvolvingAttention(2, alpha=0.5, causal="self")
+    for options, message in (({}, "prev_logits of the previous layer required, got None"),
+                             ({"causal": "future"}, "'none', 'self' or 'cross', got 'future'"),
+                             ({"alpha": 0.5, "causal": "self"}, "has no skip connection: alpha=0 required, got 0.5")):
+        with pytest.raises(ValueError, match=message):
+            EvolvingAttention(2, **options)(torch.randn(1, 2, 5, 5))
     module = EvolvingAttention(2, beta=0.0, causal="self", learnable=True)
     assert module.alpha == 0.0 and isinstance(module.beta, nn.Parameter)
     assert "no causal form" in module.operands(None)
