@@ -234,13 +234,9 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
                 padding=dilation * (kernel_size // 2), dilation=dilation, groups=kept, bias=False, **dd)
         self.conv_drop = nn.Dropout(conv_drop)
         self.qkv = Projection(in_channels + 3 * (self.position == "coord"), 2 * dim_qk + dim_v, **dd)
-        if self.relative:
-            high, wide = self.reaches(self.feat_size)
-            self.height_rel = nn.Parameter(torch.empty(2 * high - 1, self.dim_head_qk, **dd))
-            self.width_rel = nn.Parameter(torch.empty(2 * wide - 1, self.dim_head_qk, **dd))
-        else:
-            self.register_parameter("height_rel", None)
-            self.register_parameter("width_rel", None)
+        for name, size in zip(("height_rel", "width_rel"), self.reaches(self.feat_size), strict=True):
+            table = nn.Parameter(torch.empty(2 * size - 1, self.dim_head_qk, **dd)) if self.relative else None
+            self.register_parameter(name, table)
         self.register_parameter("qk_gain", nn.Parameter(torch.empty(num_heads, **dd)) if qk_norm else None)
         self.evolution = evolution
         if evolution is not None:

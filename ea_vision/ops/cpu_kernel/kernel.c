@@ -21,8 +21,8 @@
  *     mix (EA)      m = alpha*prev + (1-alpha)*own;  logits = beta*relu(conv(m)) + (1-beta)*m   (EA paper, eq. 3 and 4)
  *     predict (PA)  logits = alpha*relu(conv(prev)) + (1-alpha)*own;  without a convolution alpha*prev + (1-alpha)*own
  *
- * A window hides keys from the softmax; the maps are made, mixed and stored whole. alpha and beta are given by heads. Their gradients, where wanted, need no further map: sum dm*own is sum q*dq, as own
- * is linear in q.
+ * A window hides keys from the softmax; the maps are made, mixed and stored whole. alpha and beta are given by heads.
+ * Their gradients, where wanted, need no further map: sum dm*own is sum q*dq, as own is linear in q.
  *
  * Every product, the convolutions included, is the one matrix product `gemm`.
  */
