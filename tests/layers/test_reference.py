@@ -53,26 +53,20 @@ def build_chain(case, meta: dict) -> list:
     return layers
 
 
-@pytest.mark.parametrize("implementation", ["triton"] if INTERPRETING else ["reference", "cpu"])
-@pytest.mark.parametrize("name", [*CASES[:-2], *(pytest.param(name, marks=pytest.mark.slow if INTERPRETING else ())
-                                                 for name in CASES[-2:])])  # ea_chain2 is a chain, of beta 0.5
+WAYS = ["triton"] if INTERPRETING else ["reference", "cpu"]
+
+
+@pytest.mark.parametrize("name,implementation", [
+    *((name, way) for name in CASES[:-2] for way in WAYS), *((name, "sdpa") for name in CASES[:3]),
+    *(pytest.param(name, way, marks=pytest.mark.slow if INTERPRETING else ())  # ea_chain2 is a chain, of beta 0.5
+      for name in CASES[-2:] for way in WAYS)])
 def test_matches_the_authors_layer(shared: Path, name: str, implementation: str):
     case = np.load(shared / "reference" / f"{name}.npz")
     layers = build_chain(case, ast.literal_eval(str(case["meta"])))
     x, logits = torch.from_numpy(case["input"]).permute(0, 3, 1, 2), None
     for i, layer in enumerate(layers):
         with torch.no_grad(), use_implementation(implementation):
-            x, logits = layer(x, logits)
+            x, logits = layer(x, logits, implementation != "sdpa")
         torch.testing.assert_close(x.permute(0, 2, 3, 1), torch.from_numpy(case[f"output.{i}"]), atol=1e-5, rtol=0)
-        torch.testing.assert_close(logits, torch.from_numpy(case[f"logits.{i}"]), atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("name", ["aa_norel", "aa_rect", "aa_square"])
-def test_folded_position_matches_the_authors_layer(shared: Path, name: str):
-    case = np.load(shared / "reference" / f"{name}.npz")
-    x = torch.from_numpy(case["input"]).permute(0, 3, 1, 2)
-    layers = build_chain(case, ast.literal_eval(str(case["meta"])))
-    with use_implementation("sdpa"):
-        y, logits = layers[0](x, None, need_logits=False)
-    torch.testing.assert_close(y.permute(0, 2, 3, 1), torch.from_numpy(case["output.0"]), atol=1e-5, rtol=0)
-    assert logits is None
+        if implementation != "sdpa":
+            torch.testing.assert_close(logits, torch.from_numpy(case[f"logits.{i}"]), atol=1e-5, rtol=0)
