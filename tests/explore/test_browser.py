@@ -13,7 +13,6 @@ import pytest
 import torch
 from PIL import Image
 
-import ea_vision
 from ea_vision.recorder.loading import load_model
 from ea_vision.recorder.recording import PARTS as RECORDED_PARTS
 from ea_vision.recorder.recording import recordable_layers
@@ -55,10 +54,13 @@ def browser():
 
 @pytest.fixture(scope="module")
 def address(explorer, entries, tmp_path_factory) -> str:
-    """The page as a file."""
-    path = tmp_path_factory.mktemp("page") / "page.html"
-    path.write_text(build_page(explorer, entries))
-    return path.as_uri()
+    return written(explorer, entries, tmp_path_factory.mktemp("page"))
+
+
+def written(explorer, entries, folder, **options) -> str:
+    """The address of the page as a file."""
+    (folder / "page.html").write_text(build_page(explorer, entries, **options))
+    return (folder / "page.html").as_uri()
 
 
 @pytest.fixture
@@ -295,23 +297,16 @@ def test_keyboard_alone(open_page):
 
 
 def test_a_tile_enlarges_in_all_models(open_page):
+    """A model that lacks the layer or head says what it has."""
     page = open_page()
-    page.get_by_label("layer 9, head 3", exact=True).hover()
-    settle(page)
-    texts = page.locator(".stage").all_inner_texts()
-    assert "layer 9 · head 3" in texts[0]
-    assert "linked by layer and head, and this one has no layer 9: it has 1 to 6" in texts[1].replace("\n", " ")
-    page.get_by_label("layer 21, head 7", exact=True).hover()
-    settle(page)
-    assert "and this one has no layer 21" in page.locator(".stage").nth(1).inner_text().replace("\n", " ")
-    page = open_page("#layer=1&head=7", view="")
-    assert "and this one has no head 7: it has 0 to 3" in page.locator(".stage").nth(1).inner_text().replace("\n", " ")
-    page = open_page()
-    page.get_by_label("layer 21, mean of the heads", exact=True).click()
-    page.mouse.move(2, 2)
-    settle(page)
+    for label, missing in (("layer 9, head 3", "layer 9: it has 1 to 6"), ("layer 21, mean of the heads", "layer 21")):
+        page.get_by_label(label, exact=True).click()
+        page.mouse.move(2, 2)
+        settle(page)
+        texts = [text.replace("\n", " ") for text in page.locator(".stage").all_inner_texts()]
+        assert label.replace(", ", " · ") in texts[0]
+        assert f"linked by layer and head, and this one has no {missing}" in texts[1]
     assert (state(page)["layer"], state(page)["head"]) == (21, "mean")
-    assert "layer 21 · mean of the heads" in page.locator(".stage").first.inner_text()
 
 
 def test_the_fragment_reproduces_the_view(open_page):
@@ -348,25 +343,6 @@ def test_a_link_to_what_there_is_not_is_told_so(open_page):
     first = state(open_page(view=""))
     for fragment in ("#query=9999,-1&image=7&view=no&part=none&layer=x&head=-3&opacity=9&scale=<b>", "#%%%"):
         assert state(open_page(fragment, view="")) == first
-
-
-def test_captions_say_what_they_describe(open_page, entries):
-    page = open_page("#query=40,50&layer=9&head=2")
-    query, zoom = page.locator(".stage").first.locator(".caption").all_inner_texts()
-    for text, view in zip(page.locator(".predictions").all_inner_texts(), entries[0]["models"], strict=True):
-        for prediction in view["predictions"]:
-            assert prediction["name"] in text and f"{100 * prediction['probability']:.1f}%" in text
-    assert query == "query y 40, x 50 · framed: its cell of the 4x6 map"
-    shown = tile(page, 0, 9, 2)
-    largest = max(shown["values"])
-    assert zoom.split("\n") == [
-        "layer 9 · head 2 · attention · 4x6 map", f"largest {100 * largest:.1f}%, {24 * largest:.3g} times uniform",
-        f"entropy {shown['entropy']:.2f} of at most 3.18 nats · distance {shown['distance']:.1f} px"]
-    choose_part(page, "conv_logits")
-    zoom = page.locator(".stage").first.locator(".caption").nth(1).inner_text()
-    assert zoom.startswith("layer 9 · head 2 · after conv. · 4x6 map\nof its attention: entropy ")
-    page.get_by_label("layer 21, head 0", exact=True).click()
-    page.locator(".stage").first.get_by_text("2x3 map").first.wait_for(timeout=5000)  # drawn with the next frame
 
 
 # ---- the first view: evolution, layer by layer -----------------------------------------------------------------------
@@ -442,15 +418,12 @@ def test_the_first_rows_are_in_view(browser, pages, width, height, rows):
 
 
 def test_a_slider_over_epochs(open_page, tmp_path):
-    torch.manual_seed(0)
-    models = [load_model("ea_conv_transformer_cifar", random=True, seed=seed) for seed in range(3)]
+    models = [load_model("ea_conv_transformer_cifar", random=True, seed=seed) for seed in range(2)]
     made = [Explorer([model], [recordable_layers(model.model)[:2]], None, [None], ("attn",)) for model in models]
     entries = [one.view(f"epoch {5 * epoch}", picture(0)) for epoch, one in enumerate(made)]
-    (tmp_path / "page.html").write_text(build_page(made[0], entries, epochs=True))
-    page = open_page(url=(tmp_path / "page.html").as_uri())
-    slider = page.get_by_label("epoch", exact=True)
+    page = open_page(url=written(made[0], entries, tmp_path, epochs=True))
     before = tile(page, 0, 2, 1)["values"]
-    slider.focus()
+    page.get_by_label("epoch", exact=True).focus()
     page.keyboard.press("ArrowRight")
     settle(page)
     assert state(page)["image"] == 1 and page.locator("output").inner_text() == "epoch 5"
@@ -472,20 +445,15 @@ def test_a_page_inside_a_notebook_works(browser, tmp_path):
     page.close()
 
 
-def test_attention_that_is_everywhere_alike_does_not_look_strong(open_page, explorer):
-    """Colours reach to twice 1/N at least, each tile its own or not, and the bar marks 1/N, in its middle."""
+def test_attention_that_is_everywhere_alike_does_not_look_strong(open_page):
+    """Colours reach to twice 1/N at least, each tile its own or not."""
     page = display(open_page("#opacity=1&layer=8&head=0"))
-    shown = tile(page, 0, 8, 0)
-    values = np.array(shown["values"])
-    assert values.max() < 1.7 / 24, "random weights look everywhere nearly alike"
+    assert max(tile(page, 0, 8, 0)["values"]) < 1.7 / 24, "random weights look everywhere nearly alike"
     for scale, heads in (("tile", [0]), ("layer", [*range(8), "mean"])):
         page.get_by_label("Colour scale").select_option(scale)
         settle(page)
         end = max(2, *(24 * value for head in heads for value in tile(page, 0, 8, head)["values"]))
         assert tile(page, 0, 8, 0)["range"] == pytest.approx([1 / 24 / end, end / 24], rel=1e-5)
-        colour = matplotlib.colormaps["viridis"](0.5 + np.log(24 * values) / np.log(end) / 2, bytes=True)
-        inside = [cell for cell in range(24) if cell != shown["cell"]]
-        assert np.abs(zoom_pixels(page, shown["featSize"]) - colour[:, :3])[inside].max() <= 6
 
 
 @pytest.mark.parametrize("query, colours", [("0,0", "viridis"), ("40,50", "gray")])
@@ -577,10 +545,7 @@ def test_26_by_8_tiles_follow_within_a_frame(browser, open_page, tmp_path):
     """
     model = load_model("ea_aa_resnet34", random=True)
     big = Explorer([model], [recordable_layers(model.model)], None, [None], ("attn",))
-    path = tmp_path / "big.html"
-    path.write_text(build_page(big, [big.view("photo", picture(0, (224, 224)))]))
-    assert path.stat().st_size < 10e6
-    page = open_page(url=path.as_uri())
+    page = open_page(url=written(big, [big.view("photo", picture(0, (224, 224)))], tmp_path))
     assert page.locator(".buttons button").count() == 26 * 9
     times = page.evaluate("""async () => {
       const times = [];
@@ -607,56 +572,39 @@ def test_26_by_8_tiles_follow_within_a_frame(browser, open_page, tmp_path):
 
 def test_class_tokens_and_registers_are_queries(open_page, tmp_path):
     """Values by numpy, of a button and of an address; a linked network without such a token stays where it was."""
-    small = dict(patch_size=8, embed_dim=24, depth=2, num_heads=3)
-    models = [load_model("ea_vit_tiny_patch16_224", random=True, img_size=(32, 32), reg_tokens=2, alpha=0.3, **small),
+    models = [load_model("ea_vit_tiny_patch16_224", random=True, img_size=(32, 32), reg_tokens=2, alpha=0.3,
+                         patch_size=8, embed_dim=24, depth=2, num_heads=3),
               load_model("pa_conv_transformer_cifar", random=True, seed=2)]
-    made = Explorer(models, [recordable_layers(model.model) for model in models], None, [None] * 2, ("attn", "logits"))
-    path = tmp_path / "page.html"
-    path.write_text(build_page(made, [made.view("photo.png", picture(0))]))
-    with torch.inference_mode(), ea_vision.record_attention(models[0].model) as maps:
-        models[0].model(models[0].normalize(models[0].prepare(picture(0))[None]))
-
-    page = open_page(url=path.as_uri())
-    assert page.locator(".tokens button:visible").all_inner_texts() == ["cls", "reg1", "reg2"]
+    made = Explorer(models, [recordable_layers(model.model) for model in models], None, [None] * 2, ("attn",))
+    address = written(made, [made.view("photo.png", picture(0))], tmp_path)
+    maps = record(models[0], picture(0), made.layers[0]).maps
+    page = open_page(url=address)
     for token, number in (("reg2", 2), ("cls", 0)):
         page.locator(".tokens button", has_text=token).click()
         settle(page)
         assert state(page)["queries"] == [token, [16, 16]] and state(page)["pinned"]
-        for head in (1, "mean"):
-            rows = maps[2].attn[0, [1] if head == 1 else slice(None), number].double().numpy()
-            shown, wanted = tile(page, 0, 2, head), rows[:, 3:].mean(0)
-            bound = (np.ptp(rows[:, 3:], axis=-1) / 510).mean()
-            assert np.abs(np.array(shown["values"]) - wanted).max() <= bound * 1.01 + 1e-6
-            assert shown["outside"] == pytest.approx(rows[:, :3].sum(-1).mean(), abs=2e-2)
-            assert shown["cell"] == -1 - number and shown.get("distance") is None and shown["entropy"] > 0
-    assert "% of it to cls, reg1, reg2" in page.locator(".zoom").first.get_attribute("aria-label")
-    assert "query class token" in page.locator("figure .caption").first.inner_text()
+        row, shown = maps[2].attn[0, 1, number].double().numpy(), tile(page, 0, 2, 1)
+        assert np.abs(np.array(shown["values"]) - row[3:]).max() <= np.ptp(row[3:]) / 510 * 1.01 + 1e-6
+        assert shown["outside"] == pytest.approx(row[:3].sum(), abs=2e-2) and shown.get("distance") is None
     assert page.evaluate("explorer.fragment()").startswith("#query=cls")
     page.keyboard.press("ArrowDown")  # from the middle on
     settle(page)
     assert state(page)["queries"][0] == [28, 20]
-    assert state(open_page("#query=reg3", url=path.as_uri()))["queries"][0] == [16, 16]
+    assert state(open_page("#query=reg3", url=address))["queries"][0] == [16, 16]
 
 
 def test_a_click_on_a_found_object_makes_its_middle_the_query(open_page, tmp_path):
     tiny_run(tmp_path / "run")
     model = load_model(str(tmp_path / "run"))
-    layers = recordable_layers(model.model)[-2:]
-    made = Explorer([model], [layers], None, [None], ("attn",))
+    made = Explorer([model], [recordable_layers(model.model)[-2:]], None, [None], ("attn",))
     entry = made.view("photo.png", picture(0, (90, 60)))
-    path = tmp_path / "page.html"
-    path.write_text(build_page(made, [entry]))
-
     [found] = model.detect([picture(0, (90, 60))])
     objects = entry["models"][0]["predictions"]
     sure = found["labels"][found["scores"] >= 0.3]
     assert [row["name"] for row in objects] == [model.classes[label] for label in sure.tolist()[:9]]
-    page = open_page(url=path.as_uri())
-    buttons = page.locator(".predictions button")
-    assert buttons.all_inner_texts() == [row["name"] for row in objects] and len(objects) > 2
+    page = open_page(url=written(made, [entry], tmp_path))
     for number in (2, 0):
-        buttons.nth(number).click()
+        page.locator(".predictions button").nth(number).click()
         settle(page)
         x1, y1, x2, y2 = (found["boxes"][number] * torch.tensor([64 / 90, 43 / 60] * 2)).tolist()
-        query = min(int((y1 + y2) / 2), 63), min(int((x1 + x2) / 2), 63)
-        assert state(page)["queries"] == [list(query)] and state(page)["pinned"]
+        assert state(page)["queries"] == [[min(int((y1 + y2) / 2), 63), min(int((x1 + x2) / 2), 63)]]

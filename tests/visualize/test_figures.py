@@ -219,15 +219,11 @@ def test_the_photo_lies_under_the_maps_as_the_network_saw_it_or_finer(run):
     model = load_model(str(run))
     pixels = np.random.default_rng(0).integers(0, 256, (8, 12, 3), dtype=np.uint8).repeat(20, 0).repeat(20, 1)
     recording = image_maps.record(model, Image.fromarray(pixels), recordable_layers(model.model)[:1])
-    assert recording.photo.shape == (160, 160, 3)
     means = recording.photo.reshape(16, 10, 16, 10, 3).mean((1, 3))
     assert np.corrcoef(means.ravel(), recording.image.permute(1, 2, 0).numpy().ravel())[0, 1] > 0.9
     for style, shape in (STYLE, (160, 160, 3)), (MapStyle(as_seen=True), (16, 16, 3)):
         figure = draw_heatmap(recording, [1], [0], [(3, 5)], style)
-        shapes = {axes.images[0].get_array().shape for axes in figure.axes if axes.images}
-        assert shapes == {shape}
-    small = image_maps.record(model, Image.new("RGB", (12, 16)), recordable_layers(model.model)[:1])
-    assert small.photo is None
+        assert {axes.images[0].get_array().shape for axes in figure.axes if axes.images} == {shape}
 
 
 @pytest.mark.parametrize("script,options,suffix,magic", [
