@@ -316,7 +316,6 @@ def test_the_fragment_reproduces_the_view(open_page):
     page.get_by_label("layer 21, head 5", exact=True).click()
     page.get_by_label("Colour scale").select_option("all")
     page.get_by_label("Colours").select_option("magma")
-    page.get_by_label("Entropy, distance").uncheck()
     page.locator("input[name=image]").nth(1).check(force=True)
     page.wait_for_function("() => location.hash.includes('image=1') && location.hash.includes('colours=magma')")
     settle(page)

@@ -8,7 +8,6 @@ import ea_vision
 from ea_vision.base.errors import UsageError
 from ea_vision.layers import evolution
 from ea_vision.recorder.loading import LoadedModel
-from ea_vision.recorder.recording import recordable_layers
 from ea_vision.visualize import (
     plot_heads,
     plot_matrix,
@@ -17,13 +16,13 @@ from ea_vision.visualize import (
     plot_strip,
     show_page,
 )
-from ea_vision.visualize.page import Explorer
 from tests.models.test_vision_transformer import TINY
 from tests.recorder.test_any_transformer import lively, torchvision_vit, transformers_model
 from tests.recorder.test_windowed_maps import SWIN
 
 from .conftest import PHOTO, maps_of, small, texts_of
 
+CONFIG = {"mean": (0.5,) * 3, "std": (0.5,) * 3, "crop_pct": 1.0, "interpolation": "bilinear"}
 IMAGE = torch.rand(3, 32, 32, generator=torch.Generator().manual_seed(0))
 
 
@@ -74,6 +73,7 @@ def test_figures_of_any_transformer(make):
     for figure in (plot_strip(model, IMAGE, layers=[1, 2]), plot_rollout(model, IMAGE, queries=[(5, 20)]),
                    plot_statistics(model, [IMAGE])):
         assert figure.axes
+    assert show_page(LoadedModel(model, "network", (32, 32), CONFIG), PHOTO, layers=[1, 2]).text
 
 
 def test_a_querys_map_covers_its_window_alone():
@@ -105,12 +105,3 @@ def test_class_attention_shows_its_one_query():
             plot_heads(model, IMAGE, layers=layers, queries=[query])
     texts = texts_of(plot_rollout(model, PHOTO, queries=[(5, 20)]))
     assert "layers 1, 2" in texts and "class attention is left out" in texts
-
-
-@pytest.mark.parametrize("make,layers", [(swin, 4), (lambda: tiny("pvt_v2_b0"), 2)])
-def test_the_page_takes_windows_and_reduced_keys(make, layers):
-    network = make()
-    model = LoadedModel(network, "network", (32, 32), timm.data.resolve_model_data_config(network))
-    explorer = Explorer([model], [recordable_layers(network)[:layers]], None, [None], ("attn",))
-    view = explorer.view("image", PHOTO)["models"][0]
-    assert len(view["featSizes"]) == layers and explorer.describe()[0]["prefix"] == ()

@@ -85,12 +85,9 @@ def test_other_figures_take_a_class_token(seen):
     assert len(list(plot_frames(model, image, layers=[2, 3], queries=["cls", (1, 1)]))) == 2
 
 
-def test_strip_of_a_network_without_evolution_has_its_layers_in_a_row():
-    plain = lively(timm.create_model("vit_tiny_patch16_224", **TINY))
-    image = torch.rand(3, 32, 32, generator=torch.Generator().manual_seed(0))
-    figure = plot_strip(plain, image, head="mean", query=(9, 9))
-    layers = [drawn(figure, f"layer {number}")[0] for number in range(1, TINY["depth"] + 1)]
-    assert len({round(axes.get_position().y0, 6) for axes in layers}) == 1
-    places = [axes.get_position().x0 for axes in layers]
-    assert places == sorted(set(places))
+def test_strip_of_a_network_without_evolution_has_its_layers_in_a_row(seen):
+    figure = plot_strip(lively(timm.create_model("vit_tiny_patch16_224", **TINY)), seen[1], head="mean", query=(9, 9))
+    places = [drawn(figure, f"layer {number}")[0].get_position() for number in range(1, TINY["depth"] + 1)]
+    assert len({round(place.y0, 6) for place in places}) == 1
+    assert [place.x0 for place in places] == sorted({place.x0 for place in places})
     assert "mean of heads, query y 9, x 9" in texts(figure)  # not "of their logits"

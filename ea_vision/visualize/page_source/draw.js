@@ -154,15 +154,15 @@ export function drawMissing(context, x, y, width, height, ink, why = "") {
 
 /**
  * Where the tiles of a grid lie, in CSS pixels.
- * @param size width of all; rows, columns; aspect: height of a tile over its width; numbers: whether there are some
- *   below; largest: of a tile; high: of all, so that a sheet is seen as a whole, as far as tiles of 26 pixels allow it.
+ * @param size width of all; rows, columns; aspect: height of a tile over its width; largest: of a tile; high: of all, so
+ *   that a sheet is seen as a whole, as far as tiles of 26 pixels allow it: small ones have no numbers below.
  */
-export function tileGeometry({ width, rows, columns, aspect, numbers, largest, high = Infinity }) {
+export function tileGeometry({ width, rows, columns, aspect, largest, high = Infinity }) {
   const left = 26, top = 18, gap = 3;
   const fitting = Math.min(largest, Math.floor((width - left) / columns) - GAP, Math.floor((high / rows - gap) / aspect));
   const tile = Math.max(26, fitting);
   const height = Math.max(1, Math.round(tile * aspect));
-  const numLines = !numbers || tile < 40 && high < Infinity ? 0 : tile >= 62 ? 1 : 2;
+  const numLines = tile < 40 && high < Infinity ? 0 : tile >= 62 ? 1 : 2;
   const strip = numLines * 12;
   const stepY = height + strip + GAP + (numLines ? 3 : 0);
   return { left, top, tile, height, numLines, strip, stepX: tile + GAP, stepY,

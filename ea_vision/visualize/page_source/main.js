@@ -196,7 +196,7 @@ function buildControls() {
 function writeControls() {
   const { elements } = toolbar;
   for (const name of ["opacity", "scale", "colours", "head"]) elements[name].value = String(state[name]);
-  for (const name of ["numbers", "link", "seen"]) elements[name].checked = state[name];
+  for (const name of ["link", "seen"]) elements[name].checked = state[name];
   for (const input of document.querySelectorAll("input[type=radio]")) input.checked = input.value === String(state[input.name]);
   if (about.epochs) byId("images").querySelector("input").value = state.image;
   if (about.epochs) byId("images").querySelector("output").textContent = entries[state.image].name;
@@ -211,7 +211,6 @@ function onControl({ target: { name, type, value, checked } }) {
   const isNumber = name === "opacity" || name === "image" || name === "head" && value !== MEAN;
   state[name] = type === "checkbox" ? checked : isNumber ? Number(value) : value;
   if (name === "link" && checked) setQuery(state, 0, state.queries[0], about);
-  if (name === "numbers") toLayOut = true;
   complain("");
   writeControls();
   if (["view", "part", "image"].includes(name)) show();

@@ -215,7 +215,7 @@ export class Panel {
     const aspect = this.model.imgSize[0] / this.model.imgSize[1], sheet = state.view === "heads";
     this.geometry = tileGeometry({
       width: this.tileBox.clientWidth, rows: this.tiles.length, columns, aspect,
-      numbers: state.numbers, largest: this.count === 1 ? 160 : sheet ? 92 : 124,
+      largest: this.count === 1 ? 160 : sheet ? 92 : 124,
       high: sheet ? Math.max(300, window.innerHeight - 120) : Infinity,
     });
     const { left, top, tile, height, strip, stepX, stepY } = this.geometry;

@@ -7,7 +7,7 @@ export const CHOICES = {
   part: PARTS.map(([part]) => part),
   scale: ["tile", "layer", "all"],
 };
-const FLAGS = ["pinned", "numbers", "link", "seen"];
+const FLAGS = ["pinned", "link", "seen"];
 
 /** The view of a page that was just opened: of the second layer of a chain, which has all that a layer may have. */
 export function firstState(about) {
@@ -24,7 +24,6 @@ export function firstState(about) {
     opacity: 0.8,
     scale: "layer",
     colours: Object.keys(about.colours)[0],
-    numbers: true,
     link: true,
     seen: false,
   };
