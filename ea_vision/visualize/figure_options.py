@@ -140,16 +140,12 @@ def parse_heads(text: str, layers: Sequence[AttentionLayer]) -> list[Head]:
         UsageError: a head that a layer does not have.
     """
     num_heads = min(layer.num_heads for layer in layers)
+    known = {"all": list(range(num_heads)), MEAN: [MEAN], **{str(head): [head] for head in range(num_heads)}}
     heads: list[Head] = []
     for item in text.split(","):
-        if item == "all":
-            heads += range(num_heads)
-        elif item == MEAN:
-            heads.append(MEAN)
-        elif item.isdecimal() and int(item[:9]) < num_heads and len(item) < 10:
-            heads.append(int(item))
-        else:
+        if item not in known:
             raise UsageError(f"heads must be 0 to {num_heads - 1}, all or {MEAN}, got {item!r}")
+        heads += known[item]
     return heads
 
 

@@ -25,6 +25,11 @@ Query = Point | str  # a pixel, or a token before a transformer's patches by nam
 Head = int | str  # a number, or MEAN
 
 
+def of_head(maps: Tensor, head: Head) -> Tensor:
+    """Return one head of (K, ...), or the mean of all."""
+    return maps.mean(0) if head == MEAN else maps[head]
+
+
 @dataclass
 class Recording:
     """An image as a network saw it, and the maps of its layers.
@@ -56,14 +61,14 @@ class Recording:
         maps = self.maps[layer]
         maps.check_pixels_ask()
         got = maps.relative()[0, :, maps.num_prefix_tokens:, maps.num_prefix_tokens:].float().mean(1)  # (K, N)
-        return (got.mean(0) if head == MEAN else got[head]).reshape(maps.key_size).cpu().numpy()
+        return of_head(got, head).reshape(maps.key_size).cpu().numpy()
 
     def beside_patches(self, layer: int, query: Query, head: Head) -> str:
         """Say how much of a query's attention goes to the tokens before the patches: "cls 12%, reg 30%" (all registers
         together); "" where there are none."""
         maps, shares = self.maps[layer], {}
         row = maps.of_query(cell_of_query(query, self.img_size, maps.feat_size))[0][0]  # (K, P)
-        for name, share in zip(maps.prefix_names, (row.mean(0) if head == MEAN else row[head]).tolist(), strict=True):
+        for name, share in zip(maps.prefix_names, of_head(row, head).tolist(), strict=True):
             kind = name.rstrip("0123456789")
             shares[kind] = shares.get(kind, 0.0) + share
         return ", ".join(f"{kind} {share:.0%}" for kind, share in shares.items())
@@ -183,4 +188,4 @@ def query_name(query: Query) -> str:
 def query_map(layer: LayerMaps, query: Query, img_size: tuple[int, int], head: Head, part: str = "attn") -> np.ndarray:
     """Return (H, W): what a query attends to among the map's pixels, by one head or on average."""
     maps = layer.of_query(cell_of_query(query, img_size, layer.feat_size), part)[1][0]  # (K, H, W)
-    return (maps.mean(0) if head == MEAN else maps[head]).float().cpu().numpy()
+    return of_head(maps, head).float().cpu().numpy()

@@ -250,8 +250,7 @@ def _norm(maps: Sequence[np.ndarray], part: str, lowest_top: float = LOWEST_TOP)
 
 
 def draw_map(axes: Axes, values: np.ndarray, recording: Recording, norm: Normalize, style: MapStyle, *,
-             point: Query | None = None, number: int = 1, cells: tuple[int, int] | None = None,
-             overlay: bool | None = None, part: str = "attn"):
+             point: Query | None = None, number: int = 1, cells: tuple[int, int] | None = None, part: str = "attn"):
     """Draw a map (H', W') over the input's area, its query's cell framed; return the artist.
 
     Args:
@@ -259,14 +258,12 @@ def draw_map(axes: Axes, values: np.ndarray, recording: Recording, norm: Normali
         norm: from `norms_of`.
         point: the query, in pixels of the input or a token by name; number: which of the queries.
         cells: (height, width) of the map that the query's cell is of; default: this one.
-        overlay: over the photo; default: as `style` says.
     """
-    overlay = style.overlay if overlay is None else overlay
     H, W = recording.img_size
-    if overlay:
+    if style.overlay:
         draw_photo(axes, recording, style, grey=True)
     artist = axes.imshow(values, extent=(0, W, H, 0), cmap=style.colormap(part), norm=norm,
-                         alpha=style.opacity if overlay else None,
+                         alpha=style.opacity if style.overlay else None,
                          interpolation="bilinear" if style.smooth else "nearest")
     if point is not None:
         mark_query(axes, recording, point, cells or values.shape, number)

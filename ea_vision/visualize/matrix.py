@@ -16,7 +16,7 @@ from ea_vision.base.errors import UsageError
 from ea_vision.recorder.inputs import ImageSource
 from ea_vision.recorder.recording import PARTS, LayerMaps
 from ea_vision.visualize.figure_options import Asked, Heads, Layers, Model, make_parser, only
-from ea_vision.visualize.image_maps import MEAN, Head, Recording, title_of
+from ea_vision.visualize.image_maps import Head, Recording, of_head, title_of
 from ea_vision.visualize.map_style import STYLE, MapStyle, head_name, map_name, map_sheet
 from ea_vision.visualize.sheet import Row, Tile
 from ea_vision.visualize.writing import each_figure
@@ -35,7 +35,9 @@ def plot_matrix(model: Model, image: ImageSource | Tensor, layers: Layers = None
 
 
 def _draw(asked: Asked, image: ImageSource | Tensor, part: str) -> Figure:
-    check_part(part, asked)
+    lacking = [str(layer.number) for layer in asked.layers[0] if part not in layer.parts]
+    if lacking:
+        raise UsageError(f"{asked.models[0].label} has no {part} in layer {', '.join(lacking)}: choose --layers")
     [recording] = asked.record(image, (part,), places=False)
     return draw_matrix(recording, asked.numbers[0], asked.heads, part, asked.style, width=asked.width)
 
@@ -61,7 +63,7 @@ def draw_matrix(recording: Recording, layers: Sequence[int], heads: Sequence[Hea
 def _tile(layer: LayerMaps, head: Head, part: str, style: MapStyle) -> Tile:
     """Return a head's (T, T) map; attention in units of uniform attention."""
     maps = (layer.relative() if part == "attn" else layer[part])[0].float()  # (K, T, T)
-    values = (maps.mean(0) if head == MEAN else maps[head]).cpu().numpy()
+    values = of_head(maps, head).cpu().numpy()
     prefix = layer.num_prefix_tokens
 
     def paint(axes: Axes, norm: Normalize) -> None:
@@ -81,18 +83,10 @@ def _ticks(prefix: int, size: tuple[int, int]) -> np.ndarray:
     return prefix + np.arange(0, size[0], max(1, -(-size[0] // 7))) * size[1] - 0.5
 
 
-def check_part(part: str, asked: Asked) -> None:
-    """Raise UsageError where a layer lacks the part."""
-    lacking = [str(layer.number) for layer in asked.layers[0] if part not in layer.parts]
-    if lacking:
-        raise UsageError(f"{asked.models[0].label} has no {part} in layer {', '.join(lacking)}: choose --layers")
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser(__doc__, EXAMPLES, output="matrix.png", layers=None, heads="", queries=False)
     parser.add_argument("--part", default="attn", choices=PARTS, help="what to draw (default: %(default)s)")
     options = parser.parse_args(argv)
     asked = Asked.by_options(options, some=True)
     only(asked.models, "model")
-    check_part(options.part, asked)
     return each_figure(options, asked, lambda asked, image: _draw(asked, image, options.part))

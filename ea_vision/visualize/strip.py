@@ -4,6 +4,7 @@ is without either (PA paper, figure 8; EA paper, figure 11). The suffix .gif mak
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -192,8 +193,8 @@ def _tile(recording: Recording, layer: int, part: str, head: Head, point: Query,
         return Tile(None, title, aspect=aspect_of(recording))
     if part.startswith("attn"):
         return map_of(recording.relative_map(layer, point, head, part), recording, style, title, point=point)
-    return map_of(query_map(maps, point, recording.img_size, head, part), recording, style, title, point=point,
-                  overlay=False, part=part)
+    return map_of(query_map(maps, point, recording.img_size, head, part), recording, replace(style, overlay=False),
+                  title, point=point, part=part)
 
 
 def plot_frames(models: Models, image: ImageSource | Tensor, layers: Layers = None, heads: Heads = MEAN,
