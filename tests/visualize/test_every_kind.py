@@ -46,10 +46,9 @@ def test_every_kind_of_evolution(kind, transformer):
         model = ea_vision.evolve(timm.create_model("vit_tiny_patch16_224", **TINY), kind).eval()
     else:
         model = small("conv_transformer_cifar", evolution=kind)
-    for figure in (plot_strip(model, PHOTO, layers="1-3"), plot_matrix(model, PHOTO, layers=2, heads=0),
-                   plot_rollout(model, PHOTO, layers="1-3", queries=[(5, 5)])):
-        assert all(np.isfinite(values).all() for values in maps_of(figure)) and figure.axes
-    assert show_page(model, PHOTO, layers="1-3").text
+    maps = maps_of(plot_strip(model, PHOTO, layers="1,2"))
+    assert maps and all(np.isfinite(values).all() for values in maps)
+    assert show_page(model, PHOTO, layers="1,2").text
 
 
 def test_transformers_of_hugging_face():

@@ -140,7 +140,7 @@ KINDS = {  # of recordings (one a model, all alike), their layers' numbers, thei
     "statistics": lambda made, layers, heads, width: draw_statistics(
         {r.model.label: quantities(len(layers), len(heads)) for r in made}, width=width),
 }
-SIZES = [(3.3, 1, 1, 1), (6.75, 3, 4, 2), (3.3, 6, 8, 3)]  # inches, layers, heads, models
+SIZES = [(6.75, 1, 3, 2), (3.3, 6, 8, 3)]  # inches, layers, heads, models
 
 
 def check(figure, width):
