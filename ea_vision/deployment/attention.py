@@ -5,9 +5,9 @@ An exported layer has one matrix product for dot products and positions together
     logits[i, j] = [q_i, q_i . height_rel[* - row(i)], q_i . width_rel[* - col(i)]]
                    . [k_j, row(j) one-hot, col(j) one-hot]
 
-so that no position term is repeated to the size of a map, and the scale and the evolution's gates are in its weights.
+so that no position term is repeated to the size of a map; the scale and the evolution's factor multiply the queries.
 
-Shape letters: B batch, C channels, H x W the attention map, N = H*W its pixels, T tokens, K heads, D width of a head.
+Shape letters: B batch, H x W the attention map, N = H*W its pixels, K heads, D width of a head.
 """
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from timm.models import register_notrace_module
 from torch import Tensor, nn
 
-from ea_vision.deployment.evolution import FoldedEvolution, fold_evolution
-from ea_vision.layers import AugmentedConv2d, TokenAttention, add_sine, append_coordinates, fit_rel_table
-from ea_vision.layers.augmented_conv import normalise_heads
+from ea_vision.deployment.evolution import fold_evolution
+from ea_vision.layers import AugmentedConv2d, TokenAttention, fit_rel_table
+from ea_vision.layers.augmented_conv import Projection
 from ea_vision.ops.rel_pos import by_position
 
 
@@ -28,152 +28,84 @@ def exporting() -> bool:
     return torch.jit.is_tracing() or torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
 
 
-def _scaled(tensor: Tensor, gain: Tensor) -> Tensor:
-    """Return a tensor (K*D, ...) with each head's D rows times its gain (K,), in the tensor's type."""
-    by_row = gain.to(tensor.device).repeat_interleave(tensor.shape[0] // len(gain))
-    return (tensor.detach().double() * by_row.view(-1, *[1] * (tensor.dim() - 1))).to(tensor.dtype)
+class DeployedProjection(Projection):
+    """A `Projection` that is a convolution in an exported program."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.conv2d(x, self.weight, self.bias) if exporting() else super().forward(x)
 
 
-class _Folded(nn.Module):
-    """A layer's projection to queries, with the scale and the evolution's factor in its weights."""
+class _Deployed:
+    """The common part of both layers, beside their class.
 
-    def __init__(self, layer: AugmentedConv2d | TokenAttention, evolution: FoldedEvolution | None, width: int) -> None:
-        super().__init__()
-        self.evolution, gain = evolution, torch.full((layer.num_heads,), layer.scale, dtype=torch.float64)
-        if evolution is not None:
-            gain = gain * evolution.own_gain
-        self.register_buffer("qk_gain", None, persistent=False)
-        if (learned := getattr(layer, "qk_gain", None)) is not None:  # no weight before a norm holds a gain
-            self.qk_gain = (learned.detach().double() * gain.to(learned.device)).to(learned.dtype)
-            gain = torch.ones_like(gain)
-        for name in ("weight", "bias"):
-            whole = getattr(layer.qkv, name)
-            query = None if whole is None else _scaled(whole[:width], gain)
-            self.register_buffer(f"query_{name}", query, persistent=False)
+    gain: (K, 1, 1), what multiplies the queries.
+    folded: the evolution, or None.
+    """
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, prev_logits: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Attend: q (B, K, N, D) of the folded projection, k (B, K, D, N), v (B, K, N, E) -> (B, K, N, E), logits."""
-        logits = q @ k
-        if self.evolution is not None:
-            logits = self.evolution(logits, prev_logits)
+    def _attend_in_plain_operations(self, q: Tensor, k: Tensor, v: Tensor, prev_logits: Tensor | None
+                                    ) -> tuple[Tensor, Tensor]:
+        """q (B, K, N, D) times the gain, k likewise, v (B, K, N, E) -> (B, K, N, E) and the logits."""
+        logits = q @ k.transpose(-2, -1)
+        if self.folded is not None:
+            logits = self.folded(logits, prev_logits)
         return logits.softmax(-1) @ v, logits
 
 
-class PortableAttention(_Folded):
-    """The attention branch of an `AugmentedConv2d`, before its output projection, in plain operations."""
+@register_notrace_module
+class DeployedConv2d(_Deployed, AugmentedConv2d):
+    """An `AugmentedConv2d` for inference, made by `make_portable`; its convolution may have a bias.
 
-    def __init__(self, layer: AugmentedConv2d, evolution: FoldedEvolution | None) -> None:
-        super().__init__(layer, evolution, layer.dim_qk)
+    rows, cols: (S, D, S), of each query's row or column what every key's gives.
+    places: (N, H + W), of each pixel its row and its column, one-hot.
+    """
+
+    def _attend_by_operator(
+            self, q: Tensor, k: Tensor, v: Tensor, prev_logits: Tensor | None, feat_size: tuple[int, int],
+            need_logits: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        if not exporting() or feat_size != self.feat_size:
+            return super()._attend_by_operator(q, k, v, prev_logits, feat_size, need_logits)
+        q = q * self.gain
+        if self.relative:
+            (B, K, N, D), (H, W) = q.shape, feat_size
+            q = q.transpose(1, 2)  # (B, N, K, D)
+            by_row = (q.reshape(B, H, W * K, D) @ self.rows).reshape(B, N, K, H)
+            by_col = (q.reshape(B, H, W, K, D) @ self.cols).reshape(B, N, K, W)
+            q = torch.cat([q, by_row, by_col], 3).transpose(1, 2)
+            k = torch.cat([k, self.places.expand(B, K, -1, -1)], 3)
+        return self._attend_in_plain_operations(q, k, v, prev_logits)
+
+
+@register_notrace_module
+class DeployedTokenAttention(_Deployed, TokenAttention):
+    """A `TokenAttention` for inference, made by `make_portable`."""
+
+    def _attend(
+            self, q: Tensor, k: Tensor, v: Tensor, prev_logits: Tensor | None, feat_size: tuple[int, int] | None,
+            bias: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        if not exporting():
+            return super()._attend(q, k, v, prev_logits, feat_size, bias)
+        return self._attend_in_plain_operations(q * self.gain, k, v, prev_logits)
+
+
+def make_portable(layer: AugmentedConv2d | TokenAttention) -> None:
+    """Turn a layer, in place, into its form for inference, unless it has windows or an evolution that cannot be folded,
+    or needs no maps at all: then torch's fused attention is best."""
+    over_tokens, evolution = type(layer) is TokenAttention, fold_evolution(layer.evolution, layer.num_heads)
+    if type(layer) not in (AugmentedConv2d, TokenAttention) or (evolution is None) != (layer.evolution is None):
+        return
+    if not (layer.evolution or layer.need_logits) if over_tokens else layer.local:
+        return
+    layer.__class__, layer.folded = DeployedTokenAttention if over_tokens else DeployedConv2d, evolution
+    gain = torch.full((layer.num_heads, 1, 1), layer.scale, dtype=torch.float64)
+    tables = {"gain": gain if evolution is None else gain * evolution.own_gain}
+    if not over_tokens:
+        layer.qkv.__class__ = layer.proj.__class__ = DeployedProjection
         if layer.relative:
             H, W = layer.feat_size
-            self.register_buffer("rows", self._table(layer.height_rel, H), persistent=False)
-            self.register_buffer("cols", self._table(layer.width_rel, W), persistent=False)
-            self.register_buffer("places", self._places(H, W).to(self.rows), persistent=False)
-
-    @staticmethod
-    def _table(table: Tensor, size: int) -> Tensor:
-        """Lay out a table by offset, (2L-1, D), as (S, D, S): of each query's position, what every key's gives."""
-        return by_position(fit_rel_table(table.detach(), size), size).transpose(1, 2).contiguous()
-
-    @staticmethod
-    def _places(H: int, W: int) -> Tensor:
-        """Return (H + W, N): of each pixel its row and its column, one-hot."""
-        rows, cols = torch.eye(H).repeat_interleave(W, 1), torch.eye(W).repeat(1, H)
-        return torch.cat([rows, cols])
-
-    def forward(self, layer: AugmentedConv2d, x: Tensor, prev_logits: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Attend: x (B, C, H', W'), the layer's input -> (B, dim_v, H, W) and the logits (B, K, N, N)."""
-        for _ in range(layer.num_pools):
-            x = F.avg_pool2d(x, 3, stride=2, padding=1, count_include_pad=False)
-        if layer.position == "sine":
-            x = add_sine(x)
-        elif layer.position == "coord":
-            x = append_coordinates(x)
-        B, _, H, W = x.shape
-        K, D, N = layer.num_heads, layer.dim_head_qk, H * W
-        q = F.conv2d(x, self.query_weight, self.query_bias)
-        kv = F.conv2d(x, layer.qkv.weight[layer.dim_qk:], layer.qkv.bias[layer.dim_qk:])
-        k, v = kv.split([layer.dim_qk, layer.dim_v], 1)
-        k, v = k.reshape(B, K, D, N), v.reshape(B, K, layer.dim_head_v, N)
-        if self.qk_gain is not None:
-            q, k = normalise_heads(torch.cat([q.reshape(B, K, D, N), k], 1), self.qk_gain).chunk(2, 1)
-        q = q.reshape(B, K * D, H, W).permute(0, 2, 3, 1)  # (B, H, W, K*D)
-        parts = [q.reshape(B, N, K, D)]
-        if layer.relative:
-            rows, cols, places = self.rows, self.cols, self.places
-            if (H, W) != layer.feat_size:
-                rows, cols = self._table(layer.height_rel, H), self._table(layer.width_rel, W)
-                places = self._places(H, W).to(rows)
-            parts.append((q.reshape(B, H, W * K, D) @ rows).reshape(B, N, K, H))
-            parts.append((q.reshape(B, H, W, K, D) @ cols).reshape(B, N, K, W))
-            k = torch.cat([k, places.expand(B, K, -1, -1)], 2)
-        q = torch.cat(parts, 3).transpose(1, 2)  # (B, K, N, D + H + W)
-        out, logits = self.attend(q, k, v.transpose(2, 3), prev_logits)
-        return out.transpose(2, 3).reshape(B, layer.dim_v, H, W), logits
-
-
-@register_notrace_module
-class DeployedConv2d(AugmentedConv2d):
-    """An `AugmentedConv2d` for inference, made by `DeployedConv2d.of`; its convolution may have a bias."""
-
-    @classmethod
-    def of(cls, layer: AugmentedConv2d) -> None:
-        """Turn a layer, in place, into this one, unless it has windows or an evolution that cannot be folded."""
-        evolution = fold_evolution(layer.evolution, layer.num_heads)
-        if type(layer) is not AugmentedConv2d or layer.local or (evolution is None and layer.evolution is not None):
-            return
-        layer.__class__ = cls
-        layer.portable = PortableAttention(layer, evolution)
-
-    def attend(self, x: Tensor, prev_logits: Tensor | None, need_logits: bool = True) -> tuple[Tensor, Tensor | None]:
-        """See `AugmentedConv2d.attend`."""
-        if not exporting():
-            return super().attend(x, prev_logits, need_logits)
-        out, logits = self.portable(self, x, prev_logits)
-        return F.conv2d(out, self.proj.weight, self.proj.bias), logits
-
-
-class PortableTokenAttention(_Folded):
-    """The attention of a `TokenAttention` in plain operations."""
-
-    def __init__(self, layer: TokenAttention, evolution: FoldedEvolution | None) -> None:
-        super().__init__(layer, evolution, layer.num_heads * layer.head_dim)
-
-    def forward(self, layer: TokenAttention, x: Tensor, prev_logits: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Attend: x (B, T, C) -> (B, K, T, D) and the logits (B, K, T, T)."""
-        weights = [self.query_weight, *layer.qkv.weight.chunk(3)[1:]]
-        biases = [None] * 3 if layer.qkv.bias is None else [self.query_bias, *layer.qkv.bias.chunk(3)[1:]]
-        B, T, _ = x.shape
-        q, k, v = (F.linear(x, weight, bias).reshape(B, T, layer.num_heads, layer.head_dim).transpose(1, 2)
-                   for weight, bias in zip(weights, biases, strict=True))
-        return self.attend(q, k.transpose(2, 3), v, prev_logits)
-
-
-@register_notrace_module
-class DeployedTokenAttention(TokenAttention):
-    """A `TokenAttention` for inference, made by `DeployedTokenAttention.of_layer`."""
-
-    @classmethod
-    def of_layer(cls, layer: TokenAttention) -> None:
-        """Turn a layer, in place, into this one, unless its queries are normalised, its evolution cannot be folded, it
-        mixes in the first layer's values, or it needs no maps at all: then torch's fused attention is best."""
-        evolution = fold_evolution(layer.evolution, layer.num_heads)
-        foreign = evolution is None and layer.evolution is not None or layer.value_residual is not None
-        normed = any(not isinstance(norm, nn.Identity) for norm in (layer.q_norm, layer.k_norm))
-        if type(layer) is not TokenAttention or foreign or normed or not (layer.evolution or layer.need_logits):
-            return
-        layer.__class__ = cls
-        layer.portable = PortableTokenAttention(layer, evolution)
-
-    def forward(
-            self, x: Tensor, prev_logits: Tensor | None = None, feat_size: tuple[int, int] | None = None,
-            first_values: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """See `TokenAttention.forward`; such a layer reads neither feat_size nor first_values."""
-        if not exporting():
-            return super().forward(x, prev_logits, feat_size, first_values)
-        out, logits = self.portable(self, x, prev_logits)
-        out = self.norm(out.transpose(1, 2).flatten(2))
-        if self.gate is not None:
-            out = out * self.gate(x).sigmoid()
-        return self.proj(out), logits
+            for name, table, size in (("rows", layer.height_rel, H), ("cols", layer.width_rel, W)):
+                tables[name] = by_position(fit_rel_table(table.detach(), size), size).transpose(1, 2).contiguous()
+            tables["places"] = torch.cat([torch.eye(H).repeat_interleave(W, 0), torch.eye(W).repeat(H, 1)], 1)
+    for name, table in tables.items():
+        layer.register_buffer(name, table.to(layer.qkv.weight), persistent=False)

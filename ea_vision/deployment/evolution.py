@@ -17,61 +17,45 @@ BLOCK = 16  # output channels that ONNX Runtime computes together, with AVX-512 
 
 def in_phases(weight: Tensor, phases: int) -> Tensor:
     """Lay out (L, K, R, S) as (L*phases, K, R + phases - 1, S), which with a stride of `phases` gives as many rows."""
-    taps = weight.shape[2]
     placed = [F.pad(weight, (0, 0, phase, phases - 1 - phase)) for phase in range(phases)]
-    return torch.stack(placed, 1).reshape(-1, weight.shape[1], taps + phases - 1, weight.shape[3])
+    return torch.stack(placed, 1).flatten(0, 1)
 
 
 class FoldedEvolution(nn.Module):
     """Mixes maps as `EvolvingAttention` and `PredictiveAttention` do, with as few passes over them as they allow.
 
-        EA   alpha * prev + (1 - alpha) * own = alpha * (prev + own * (1 - alpha) / alpha): alpha and beta go into the
+        EA   alpha * prev + (1 - alpha) * own = alpha * (prev + own * (1 - alpha) / alpha): alpha and |beta| go into the
              convolution, which ReLU lets them pass, and the factor of own into the queries
-        PA   alpha goes into the last convolution, 1 - alpha into the queries
+        PA   |alpha| goes into the last convolution, 1 - alpha into the queries
 
-    own_gain: (K,) in float64, the factor that the queries take.
+    own_gain: (K, 1, 1) in float64, the factor that the queries take.
     """
 
     def __init__(self, evolution: EvolvingAttention | PredictiveAttention, num_heads: int) -> None:
         super().__init__()
-
-        def by_head(gate: float | Tensor) -> Tensor:
-            return torch.as_tensor(gate).detach().double().cpu().reshape(-1).expand(num_heads)
-
         self.predict, self.num_prefix_tokens = evolution.predict, evolution.num_prefix_tokens
-        alpha, beta = by_head(evolution.alpha), by_head(evolution.beta)
-        taken = torch.ones_like(alpha)  # what the convolution takes is this times what `forward` mixes
-        self.own_gain, share = 1 - alpha, beta  # share: of what the convolution gives
-        if self.predict:
-            share = alpha
-        elif bool((alpha.abs() >= SMALLEST).all()):
-            self.own_gain, taken = (1 - alpha) / alpha, alpha
-        self.num_convs = len(evolution.convs) if bool(share.any()) else 0
-        inside = self.num_convs > 0 and bool((share >= 0).all())  # share * relu(x) = relu(share * x)
-        dtype = evolution.convs[0].weight.dtype if len(evolution.convs) else torch.float32
-        for name, gain in {"prev": alpha / taken, "rest": (1 - beta) * taken, "passing": share * taken,
-                           "convolved": torch.ones_like(share) if inside else share}.items():
-            value = gain.view(-1, 1, 1).to(dtype) if bool((gain != gain[0]).any()) else gain[0].to(dtype)
+        alpha, beta = (torch.as_tensor(gate).detach().double().cpu().reshape(-1).expand(num_heads).view(-1, 1, 1)
+                       for gate in (evolution.alpha, evolution.beta))
+        self.own_gain, share = 1 - alpha, alpha if self.predict else beta  # share: of what the convolution gives
+        unit = torch.ones_like(alpha)  # what the convolution takes is this times what `forward` mixes
+        if not self.predict and bool((alpha.abs() >= SMALLEST).all()):
+            self.own_gain, unit = (1 - alpha) / alpha, alpha
+        dtype = next((conv.weight.dtype for conv in evolution.convs), torch.float32)
+        for name, gain, idle in (("prev", alpha / unit, 1), ("rest", (1 - beta) * unit, 0),
+                                 ("passing", share * unit, None), ("sign", share.sign(), 1)):
+            value = None if idle is not None and bool((gain == idle).all()) else gain.to(dtype)
             self.register_buffer(name, value, persistent=False)
-        self.idle = {name for name in ("prev", "rest", "passing", "convolved") if not getattr(self, name).any()}
-        self.plain = {name for name in ("prev", "convolved") if bool((getattr(self, name) == 1).all())}
-        for number, conv in enumerate(evolution.convs[:self.num_convs]):
+        self.phases = [phases for phases in (4, 2, 1) if phases == 1 or phases * num_heads <= BLOCK]
+        self.num_convs = len(evolution.convs)
+        for number, conv in enumerate(evolution.convs):
             weight, bias = conv.weight.detach().double().cpu(), conv.bias.detach().double().cpu()
             if number == 0:
-                weight = weight * taken.view(1, -1, 1, 1)
-            if number == self.num_convs - 1 and inside:
-                weight, bias = weight * share.view(-1, 1, 1, 1), bias * share
-            self.register_buffer(f"weight{number}", weight.to(dtype), persistent=False)
-            self.register_buffer(f"bias{number}", bias.to(dtype), persistent=False)
-            for phases in self._phases(weight):
+                weight = weight * unit
+            if number == self.num_convs - 1:
+                weight, bias = weight * share.abs().unsqueeze(-1), bias * share.abs().flatten()
+            for phases in self.phases:
                 self.register_buffer(f"weight{number}_{phases}", in_phases(weight, phases).to(dtype), persistent=False)
-
-    def _phases(self, weight: Tensor) -> list[int]:
-        """In how many phases of rows a convolution's channels fit into one block, the most first."""
-        return [phases for phases in (4, 2) if phases * len(weight) <= BLOCK]
-
-    def _times(self, name: str, maps: Tensor) -> Tensor:
-        return maps if name in self.plain else getattr(self, name) * maps
+            self.register_buffer(f"bias{number}", bias.to(dtype), persistent=False)
 
     def _convolve(self, maps: Tensor) -> Tensor:
         """Convolve (B, K, N, N), each convolution with its activation.
@@ -79,33 +63,30 @@ class FoldedEvolution(nn.Module):
         Few heads leave a block of output channels half empty, so a convolution gives several rows at once, as phases:
         for two of them 12 products an output that is kept, where an empty half costs 18.
         """
-        B, _, rows, cols = maps.shape
+        B, K, rows, cols = maps.shape
+        phases = next(phases for phases in self.phases if rows % phases == 0)
         for number in range(self.num_convs):
-            weight, bias = getattr(self, f"weight{number}"), getattr(self, f"bias{number}")
-            phases = next((phases for phases in self._phases(weight) if rows % phases == 0), 1)
-            pad = weight.shape[-1] // 2
+            weight = getattr(self, f"weight{number}_{phases}")
+            bias = getattr(self, f"bias{number}").repeat_interleave(phases)
+            maps = F.relu(F.conv2d(maps, weight, bias, (phases, 1), weight.shape[-1] // 2))  # (B, K*phases, N/phases, N)
             if phases > 1:
-                weight, bias = getattr(self, f"weight{number}_{phases}"), bias.repeat_interleave(phases)
-            maps = F.relu(F.conv2d(maps, weight, bias, (phases, 1), pad))
-            if phases > 1:  # (B, K*phases, N/phases, N)
-                maps = maps.reshape(B, -1, phases, rows // phases, cols).transpose(2, 3).reshape(B, -1, rows, cols)
-        return self._times("convolved", maps)
+                maps = maps.reshape(B, K, phases, rows // phases, cols).transpose(2, 3).reshape(B, K, rows, cols)
+        return maps if self.sign is None else self.sign * maps
 
     def forward(self, own: Tensor, prev: Tensor) -> Tensor:
         """Mix own (B, K, N, N), of queries times `own_gain`, and the previous layer's logits -> this layer's."""
-        before = prev
+        mixed = prev
         if not self.predict:
-            before = own if "prev" in self.idle else own + self._times("prev", prev)
-        rest = own if self.predict else None if "rest" in self.idle else self.rest * before
-        if self.num_convs:
-            out = self._convolve(among_patches(before, self.num_prefix_tokens))
-            if self.num_prefix_tokens:
-                out = with_prefix(self.passing * before, out, self.num_prefix_tokens)
-        elif "passing" in self.idle:
-            return self.rest * before if rest is None else rest
+            mixed = own + (prev if self.prev is None else self.prev * prev)
+        if not self.num_convs:
+            out = self.passing * mixed
         else:
-            out = self.passing * before
-        return out if rest is None else out + rest
+            out = self._convolve(among_patches(mixed, self.num_prefix_tokens))
+            if self.num_prefix_tokens:
+                out = with_prefix(self.passing * mixed, out, self.num_prefix_tokens)
+        if self.predict:
+            return out + own
+        return out if self.rest is None else out + self.rest * mixed
 
 
 def fold_evolution(evolution: Evolution | None, num_heads: int) -> FoldedEvolution | None:

@@ -11,45 +11,28 @@ from typing import Any
 import timm
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import fuse_conv_bn_weights
 from torch.utils._pytree import tree_leaves
 
 from ea_vision.base.errors import RunError, UsageError
-from ea_vision.deployment.attention import DeployedConv2d, DeployedTokenAttention
-from ea_vision.deployment.pairs import ATTENTION, watch, watched
-from ea_vision.layers import AugmentedConv2d
+from ea_vision.deployment.attention import make_portable
+from ea_vision.deployment.pairs import ATTENTION, look, parts_of, watched
 
 LARGEST = 1e-3  # difference of a deployed network's outputs, in parts of the largest
 
 
-def _fold_norm(conv: nn.Module, weight_of_norm: Tensor, bias_of_norm: Tensor) -> None:
-    """Multiply a convolution's output channels and add to them, in its weights."""
-    weight = conv.weight.detach().double()
-    bias = bias_of_norm
-    if conv.bias is not None:
-        bias = bias + conv.bias.detach().double() * weight_of_norm
-    weight = weight * weight_of_norm.view(-1, *[1] * (weight.dim() - 1))
-    conv.weight = nn.Parameter(weight.to(conv.weight.dtype))
-    conv.bias = nn.Parameter(bias.to(conv.weight.dtype))
-
-
-def _constants(norm: nn.Module) -> tuple[Tensor, Tensor]:
-    """Return (factor, summand) by channel of a BatchNorm in evaluation mode, in float64."""
-    factor = (norm.running_var.double() + norm.eps).rsqrt()
-    if norm.weight is not None:
-        factor = factor * norm.weight.detach().double()
-    summand = -norm.running_mean.double() * factor
-    return factor, summand if norm.bias is None else summand + norm.bias.detach().double()
-
-
 def _fold_pair(maker: nn.Module, norm: nn.Module) -> None:
-    """Fold a BatchNorm into a convolution, or into both branches of an augmented one."""
-    factor, summand = _constants(norm)
-    if not isinstance(maker, AugmentedConv2d):
-        return _fold_norm(maker, factor, summand)
-    split = len(factor) - maker.proj.out_channels  # channels of the convolution, before those of the attention
-    if maker.conv is not None:
-        _fold_norm(maker.conv, factor[:split], summand[:split])
-    _fold_norm(maker.proj, factor[split:], summand[split:])
+    """Fold a BatchNorm into a convolution, or into both branches of an augmented one, in float64."""
+    first = 0
+    for conv in parts_of(maker):
+        channels = slice(first, first := first + conv.out_channels)
+        mean, var, scale, shift = (None if tensor is None else tensor.detach().double()[channels] for tensor in (
+            norm.running_mean, norm.running_var, norm.weight, norm.bias))
+        bias = None if conv.bias is None else conv.bias.detach().double()
+        folded = fuse_conv_bn_weights(conv.weight.detach().double(), bias, mean, var, norm.eps, scale, shift)
+        conv.weight, conv.bias = (nn.Parameter(tensor.to(conv.weight.dtype)) for tensor in folded)
+    norm.__class__ = nn.Sequential  # of timm's activation in it, or of nothing; by every name that it has
+    norm._parameters, norm._buffers = {}, {}
 
 
 def example_images(model: nn.Module) -> Tensor:
@@ -102,7 +85,7 @@ def deploy(model: nn.Module) -> nn.Module:
 
     BatchNorms are folded into the convolutions before them, those behind an augmented convolution into both of its
     branches; evolutions that change nothing fall away; scales and gates go into the weights of what is exported.
-    Evolutions that are not known here, windows, and norms of which something is unsure (see `watch`), stay as they are;
+    Evolutions that are not known here, windows, and norms of which something is unsure (see `look`), stay as they are;
     a warning names those. Copy and network are run on an image of noise and compared. The copy's weights are fixed:
     load weights, and choose the input size, before.
 
@@ -129,11 +112,9 @@ def deploy(model: nn.Module) -> nn.Module:
     computed = {id(value): value.detach().clone() for module in model.modules() for value in vars(module).values()
                 if isinstance(value, Tensor) and not value.is_leaf}  # pruned weights, which deepcopy refuses
     original, model = model, copy.deepcopy(model, computed)
-    seen = watch(model, images)
+    seen = look(model)
     for maker, norm in seen.norms:
         _fold_pair(maker, norm)
-        norm.__class__ = nn.Sequential  # of timm's activation in it, or of nothing; by every name that it has
-        norm._parameters, norm._buffers = {}, {}
     if seen.left:
         warnings.warn("deploy leaves BatchNorms as they are: " + ", ".join(
             f"{name} ({reason})" for name, reason in seen.left.items()), stacklevel=3)
@@ -141,13 +122,11 @@ def deploy(model: nn.Module) -> nn.Module:
     for layer in layers:
         if layer.evolution is not None and layer.evolution.changes_nothing():
             layer.evolution = None
-    for layer in layers:
-        if layer in seen.readers:
-            layer.need_logits = any(reader.evolution is not None for reader in seen.readers[layer])
+    for layer, readers in seen.readers.items():
+        layer.need_logits = any(reader.evolution is not None for reader in readers)
     for layer in layers:
         if not any(map(watched, layer.modules())):
-            convert = DeployedConv2d.of if isinstance(layer, AugmentedConv2d) else DeployedTokenAttention.of_layer
-            convert(layer)
+            make_portable(layer)
     model.requires_grad_(False).eval()
     difference = _difference(wanted, _tensors(model(images)))
     most = max(LARGEST, 16 * torch.finfo(images.dtype).eps)

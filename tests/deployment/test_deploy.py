@@ -85,7 +85,7 @@ def test_equals_the_network(name, monkeypatch):
     known = [layer for layer in deployed.modules() if isinstance(layer, (AugmentedConv2d, TokenAttention))]
     if "csan" not in name:
         evolving = [layer for layer in known if isinstance(layer, AugmentedConv2d) or layer.evolution is not None]
-        assert all(hasattr(layer, "portable") for layer in evolving)
+        assert all(hasattr(layer, "folded") for layer in evolving)
     assert {key: value.sum() for key, value in small(name).state_dict().items()} == {
         key: value.sum() for key, value in model.state_dict().items()}, "the network itself has changed"
 

@@ -117,7 +117,7 @@ CASES = {  # name: (network, norms that are left, reason in the warning)
     "with an activation": (lambda: Net(plain, BatchNormAct2d), FOLDED, ""),
     "a norm in a plain list, too": (lambda: after(
         lambda net: setattr(net, "listed", [net.norm]), lambda net, x: net.listed[0](net.conv(x))), FOLDED, ""),
-    "a norm in a plain list alone": (lambda: unregistered(lambda net, x: net.listed[0](net.conv(x))), ALONE, ""),
+    "a norm in a plain list alone": (lambda: unregistered(lambda net, x: net.listed[0](net.conv(x))), ALONE, "cannot trace"),
     "two names: an encoder": (body_listed_again, ALONE, "a second name"),
     "two names: Sequential": (
         lambda: after(lambda net: setattr(net, "again", nn.Sequential(net.norm))), ALONE, "a second name"),
@@ -125,7 +125,7 @@ CASES = {  # name: (network, norms that are left, reason in the warning)
     "a hook on the norm": (lambda: after(lambda net: net.norm.register_forward_hook(half)), ALONE, "hooks"),
     "a hook on the convolution": (lambda: after(lambda net: net.conv.register_forward_hook(half)), ALONE, "hooks"),
     "a hook before": (lambda: after(lambda net: net.conv.register_forward_pre_hook(double)), ALONE, "hooks"),
-    "a hook between": (lambda: after(lambda net: net.norm.register_forward_pre_hook(double)), ALONE, ""),
+    "a hook between": (lambda: after(lambda net: net.norm.register_forward_pre_hook(double)), ALONE, "hooks"),
     "another forward": (lambda: after(lambda net: setattr(net.conv, "forward", lambda x: 3 * x)), ALONE, "hooks"),
     "pruned": (lambda: after(lambda net: prune.l1_unstructured(net.conv, "weight", 0.5)), ALONE, "pruning"),
     "weight_norm": (lambda: after(lambda net: weight_norm(net.conv)), ALONE, "hooks"),
@@ -140,11 +140,11 @@ CASES = {  # name: (network, norms that are left, reason in the warning)
     "a skip by detach": (lambda: skipped(lambda y: y.detach()), ALONE, "read past"),
     "a change in place": (lambda: Net(in_place), ALONE, "read past"),
     "returned": (lambda: Net(lambda net, x: [y := net.conv(x), net.norm(y)]), ALONE, "read past"),
-    "chosen by a sum": (lambda: chosen(lambda x: x.sum() > 0), ALONE, "values decide"),
-    "chosen by item": (lambda: chosen(lambda x: x.mean().item() > 0.5), ALONE, "values decide"),
-    "chosen by a list": (lambda: chosen(lambda x: x.flatten().tolist()[0] > 1), ALONE, "values decide"),
-    "chosen by NumPy": (lambda: chosen(lambda x: x.numpy().mean() > 0.5), ALONE, "values decide"),
-    "chosen by a count": (lambda: chosen(lambda x: len(x[x > 1]) > 40), ALONE, "values decide"),
+    "chosen by a sum": (lambda: chosen(lambda x: x.sum() > 0), ALONE, "cannot trace"),
+    "chosen by item": (lambda: chosen(lambda x: x.mean().item() > 0.5), ALONE, "cannot trace"),
+    "chosen by a list": (lambda: chosen(lambda x: x.flatten().tolist()[0] > 1), ALONE, "cannot trace"),
+    "chosen by NumPy": (lambda: chosen(lambda x: x.numpy().mean() > 0.5), ALONE, "cannot trace"),
+    "chosen by a count": (lambda: chosen(lambda x: len(x[x > 1]) > 40), ALONE, "cannot trace"),
 }
 
 
