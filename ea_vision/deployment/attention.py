@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from timm.models import register_notrace_module
-from torch import Tensor, nn
+from torch import Tensor
 
 from ea_vision.deployment.evolution import fold_evolution
 from ea_vision.layers import AugmentedConv2d, TokenAttention, fit_rel_table

@@ -68,8 +68,8 @@ class FoldedEvolution(nn.Module):
         for number in range(self.num_convs):
             weight = getattr(self, f"weight{number}_{phases}")
             bias = getattr(self, f"bias{number}").repeat_interleave(phases)
-            maps = F.relu(F.conv2d(maps, weight, bias, (phases, 1), weight.shape[-1] // 2))  # (B, K*phases, N/phases, N)
-            if phases > 1:
+            maps = F.relu(F.conv2d(maps, weight, bias, (phases, 1), weight.shape[-1] // 2))
+            if phases > 1:  # (B, K*phases, N/phases, N)
                 maps = maps.reshape(B, K, phases, rows // phases, cols).transpose(2, 3).reshape(B, K, rows, cols)
         return maps if self.sign is None else self.sign * maps
 

@@ -6,7 +6,6 @@ import operator
 from collections import Counter
 from dataclasses import dataclass, field
 
-import torch.nn.utils.parametrize
 from timm.layers import BatchNormAct2d
 from timm.models import get_notrace_functions, get_notrace_modules
 from torch import fx, nn

@@ -117,7 +117,8 @@ CASES = {  # name: (network, norms that are left, reason in the warning)
     "with an activation": (lambda: Net(plain, BatchNormAct2d), FOLDED, ""),
     "a norm in a plain list, too": (lambda: after(
         lambda net: setattr(net, "listed", [net.norm]), lambda net, x: net.listed[0](net.conv(x))), FOLDED, ""),
-    "a norm in a plain list alone": (lambda: unregistered(lambda net, x: net.listed[0](net.conv(x))), ALONE, "cannot trace"),
+    "a norm in a plain list alone": (
+        lambda: unregistered(lambda net, x: net.listed[0](net.conv(x))), ALONE, "cannot trace"),
     "two names: an encoder": (body_listed_again, ALONE, "a second name"),
     "two names: Sequential": (
         lambda: after(lambda net: setattr(net, "again", nn.Sequential(net.norm))), ALONE, "a second name"),
