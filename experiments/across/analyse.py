@@ -20,7 +20,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from ea_vision.base.errors import UsageError, exit_code
-from experiments.across.plan import EPOCHS, PARTS, RESULTS, Part, step_times
+from experiments.across.plan import RESULTS, RUNS, Part, run_time, step_times
 from experiments.across.sequences import MECHANISMS
 from experiments.evidence import (
     by_variant,
@@ -34,7 +34,9 @@ from experiments.evidence import (
     write_runs,
 )
 
-ROWS = {"equal-time": "{}, equal time", "equal-operations": "{}, equal operations"}
+ROWS = {"equal-time": "{}, equal time", "equal-operations": "{}, equal operations", "vit-dear": "{}, two seeds",
+        **{f"second-{name}": "{}, equal time" for name in ("xsa", "gated", "token-conv", "long")}}
+AFTER = {"equal-time": "vit-rival", "second-xsa": "second-updates", "second-gated": "second-updates"}
 
 
 def read_part(part: Part, folder: Path) -> pd.DataFrame:
@@ -70,7 +72,7 @@ def effects_of(part: Part, runs: pd.DataFrame, times: Mapping[tuple[str, str], f
         differences = top1[name] - top1[part.baseline]
         found = smallest_shown(differences.std(), len(differences),
                                0.05 / len(part.tested) if name in part.tested else 0.05)
-        ratio = times[part.network, name] / times[part.network, "plain"] / (EPOCHS.get(part.baseline, 8) / 8)
+        ratio = run_time(times, part, name) / run_time(times, part, part.baseline)
         rows.append({"part": part.name, "against": part.baseline, "name": name, **paired(differences), "p_holm": None,
                      "found_at_80_percent": round(found, 2), "time_ratio": round(ratio, 2),
                      "run_ratio": round(seconds[name] / seconds[part.baseline], 2)})
@@ -145,19 +147,18 @@ def main(argv: list[str] | None = None) -> int:
     args.output.mkdir(parents=True, exist_ok=True)
     found: dict[Part, pd.DataFrame] = {}
     times = step_times()
-    conv2d_gains = False  # at equal updates: question 2 is asked only then
-    for part in PARTS.values():
+    confirmed: set[tuple[str, str]] = set()  # (part, variant): what is asked at equal time only if it gains before
+    for part in RUNS.values():
         try:
             runs = read_part(part, args.sweeps)
         except UsageError as error:
             print(f"left out: {part.name}: {error}")
             continue
-        if part.name == "equal-time" and not conv2d_gains:
+        if part.name in AFTER and not {(AFTER[part.name], name) for name in part.tested} & confirmed:
             part = replace(part, tested=(), described=part.tested)
         effects = found[part] = effects_of(part, runs, times)
-        if part.name == "vit-rival":
-            [conv2d] = effects[effects["name"] == "conv2d"].itertuples()
-            conv2d_gains = conv2d.difference > 0 and conv2d.p_holm < 0.05
+        gains = effects["difference"].gt(0) & effects["p_holm"].astype(float).lt(0.05)
+        confirmed |= {(part.name, name) for name in effects["name"][gains]}
         write_runs(runs[runs["variant"].isin(part.own)], args.output / f"{part.name}.csv")
         print(part.title, f"minus {part.baseline}", "", *effects_table(effects), "", sep="\n")
     if not found:

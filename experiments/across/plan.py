@@ -34,8 +34,11 @@ NETWORKS = {
 }
 
 
-def mechanism(network: str, kind: str) -> dict[str, Any]:
-    """Return the keywords that give the network the mechanism, from its identity start."""
+def mechanism(network: str, variant: str) -> dict[str, Any]:
+    """Return the keywords that give the network the mechanism of a variant, from its identity start."""
+    kind = variant.partition(" ")[0]
+    if kind == "token_conv":
+        return {"token_conv": "paper"}
     return {"evolution": kind, **({"start": "identity"} if network == NARROW and kind != "uniform" else {})}
 
 
@@ -80,7 +83,7 @@ class Part:
     @property
     def own(self) -> tuple[str, ...]:
         """The variants whose runs are this part's."""
-        others = PARTS[self.beside].variants if self.beside else ()
+        others = RUNS[self.beside].variants if self.beside else ()
         return tuple(variant for variant in self.variants if variant not in others)
 
 
@@ -99,13 +102,39 @@ PARTS = {part.name: part for part in (
 )}
 
 
+# README.md, "The second verdict"; the names of variants say how long they train
+AS_XSA, AS_GATED = "token_conv as long as xsa", "token_conv as long as gated"
+AS_TOKEN_CONV, LONG_TOKEN_CONV, LONG_CONV2D = "plain as long as token_conv", "token_conv 64 epochs", "conv2d 45 epochs"
+EPOCHS |= {AS_XSA: 12.61, AS_GATED: 8.84, AS_TOKEN_CONV: 8.72, LONG_TOKEN_CONV: 64, LONG_CONV2D: 45}
+SECOND = {part.name: part for part in (
+    Part("second-updates", "XSA and gated attention at equal updates", "token_conv", ("xsa", "gated"), (),
+         range(200, 208), RIVAL),
+    Part("second-xsa", "XSA at equal time", AS_XSA, ("xsa",), (), range(200, 208), RIVAL, beside="second-updates"),
+    Part("second-gated", "gated attention at equal time", AS_GATED, ("gated",), (), range(200, 208), RIVAL,
+         beside="second-updates"),
+    Part("second-token-conv", "token_conv at equal time", AS_TOKEN_CONV, ("token_conv",), (), range(200, 208), VIT,
+         beside="second-updates"),
+    Part("second-long", "conv2d at equal time, long training", LONG_TOKEN_CONV, (LONG_CONV2D,), (), range(200, 208),
+         RIVAL),
+)}
+RUNS = PARTS | SECOND
+
+
 def kinds_of(network: str) -> list[str]:
     """Return the mechanisms of the parts with this network."""
-    return list(dict.fromkeys(kind for part in PARTS.values() if part.network == network
-                              for kind in (*part.tested, *part.described)))
+    kinds = [variant.partition(" ")[0] for part in RUNS.values() if part.network == network
+             for variant in (*part.tested, *part.described)]
+    return [kind for kind in dict.fromkeys(kinds) if kind != "token_conv"]
 
 
 def step_times() -> Mapping[tuple[str, str], float]:
     """Return processor time of a training step in ms, by network and kind."""
     rows = csv.DictReader((RESULTS / "verdict-times.csv").read_text(encoding="utf-8").splitlines())
     return {(row["network"], row["kind"]): float(row["train_ms"]) for row in rows}
+
+
+def run_time(times: Mapping[tuple[str, str], float], part: Part, variant: str) -> float:
+    """Return what a run of a part takes: ms of a training step, times its epochs over 8."""
+    kind = "plain" if variant == part.baseline else variant.partition(" ")[0]
+    step = times[RIVAL, "plain"] if kind == "token_conv" else times[part.network, kind]
+    return step * EPOCHS.get(variant, 8) / 8

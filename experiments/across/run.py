@@ -17,7 +17,7 @@ import pandas as pd
 
 from ea_vision.base.errors import UsageError, exit_code
 from experiments import sweep
-from experiments.across.plan import NARROW, NETWORKS, PARTS, RESULTS, Part
+from experiments.across.plan import NARROW, NETWORKS, RESULTS, RUNS, Part, mechanism
 from experiments.evidence import read_runs, write_runs
 
 
@@ -36,8 +36,9 @@ def keep(part: Part, run: pd.DataFrame, results: Path) -> None:
 
 def train(part: Part, variant: str, seed: int, runs: Path, data: dict[str, Path]) -> pd.DataFrame:
     """Make a run in its own process and return it, a table of one row."""
-    plain_vit = part.network != NARROW and variant == part.baseline
-    os.environ["TIMM_FUSED_ATTN"] = "0" if plain_vit else "1"  # torch's fused attention is slow in bfloat16 on a CPU
+    kind = None if variant == part.baseline else mechanism(part.network, variant).get("evolution")
+    timms = part.network != NARROW and kind in (None, "xsa", "gated")  # these leave the maps alone
+    os.environ["TIMM_FUSED_ATTN"] = "0" if timms else "1"  # torch's fused attention is slow in bfloat16 on a CPU
     run = sweep.train(["-m", "ea_vision", "train-cifar", *part.options(variant), "--dataset", "folder", "--data-dir",
                        str(data[part.data])], runs / f"{part.name},{variant},{seed}", seed)
     return pd.DataFrame([{"variant": variant, **run,
@@ -49,21 +50,21 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("runs", type=Path, help="folder of the run folders")
     parser.add_argument("--cifar10", type=Path, metavar="DIR", help="needed by the parts of the small ViT")
     parser.add_argument("--cifar100", type=Path, metavar="DIR", help="needed by the part cifar100")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART",
-                        help=f"in this order (default: {' '.join(PARTS)})")
+    parser.add_argument("--parts", nargs="+", choices=RUNS, default=list(RUNS), metavar="PART",
+                        help=f"in this order (default: {' '.join(RUNS)})")
     parser.add_argument("--only", nargs=3, metavar=("PART", "VARIANT", "SEED"), help="this run alone")
     parser.add_argument("-o", "--output", type=Path, default=RESULTS, help="folder of the rows")
     args = parser.parse_args(argv)
     data = {"cifar10": args.cifar10, "cifar100": args.cifar100}
     if args.only:
         name, variant, seed = args.only
-        if name not in PARTS or variant not in PARTS[name].own:
+        if name not in RUNS or variant not in RUNS[name].own:
             raise UsageError(f"--only takes a part and one of its own variants, got {name} {variant}: "
-                             + "; ".join(f"{part.name}: {', '.join(part.own)}" for part in PARTS.values()))
-        wanted = [(PARTS[name], variant, int(seed))]
+                             + "; ".join(f"{part.name}: {', '.join(part.own)}" for part in RUNS.values()))
+        wanted = [(RUNS[name], variant, int(seed))]
     else:
-        wanted = [(PARTS[name], variant, seed) for name in args.parts for seed in PARTS[name].seeds
-                  for variant in PARTS[name].own]
+        wanted = [(RUNS[name], variant, seed) for name in args.parts for seed in RUNS[name].seeds
+                  for variant in RUNS[name].own]
     for part in {part.name: part for part, _, _ in wanted}.values():
         if data[part.data] is None:
             raise UsageError(f"part {part.name} needs --{part.data} DIR, got none")

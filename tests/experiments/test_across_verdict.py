@@ -15,12 +15,19 @@ from ea_vision.sizes import count
 from experiments import sweep
 from experiments.across import analyse, power, run
 from experiments.across.plan import (
+    AS_GATED,
+    AS_TOKEN_CONV,
+    AS_XSA,
     EPOCHS,
     EVEN,
+    LONG_CONV2D,
+    LONG_TOKEN_CONV,
     NETWORKS,
     PARTS,
     RESULTS,
     RIVAL,
+    RUNS,
+    SECOND,
     VIT,
     mechanism,
     step_times,
@@ -162,3 +169,25 @@ def test_the_measured_steps():
     rows = pd.read_csv(RESULTS / "benchmark.csv").set_index(["network", "kind"])["train_ratio"]
     for kind, ratio in rows["vit_small_patch16_224"].drop("plain").items():
         assert re.search(rf"^\| `{kind}` \|.*\| {ratio:.2f} \|$", section(PAGE, "Which there are"), re.M), kind
+
+
+def test_the_second_verdict_is_planned_as_its_protocol_says():
+    options = {}
+    for part in SECOND.values():
+        assert part.seeds == range(200, 208) and part.data == "cifar10"
+        for variant in part.own:
+            parsed = part.options(variant)
+            length = float([value for key, value in zip(parsed, parsed[1:], strict=False) if key == "--epochs"][-1])
+            options[part.name, variant] = length, part.keywords(variant)
+    conv = "token_conv=paper"
+    assert options == {
+        ("second-updates", "token_conv"): (8, [conv]),
+        ("second-updates", "xsa"): (8, [conv, "evolution=xsa"]),
+        ("second-updates", "gated"): (8, [conv, "evolution=gated"]),
+        ("second-xsa", AS_XSA): (12.61, [conv]), ("second-gated", AS_GATED): (8.84, [conv]),
+        ("second-token-conv", AS_TOKEN_CONV): (8.72, []),
+        ("second-long", LONG_TOKEN_CONV): (64, [conv]),
+        ("second-long", LONG_CONV2D): (45, [conv, "evolution=conv2d"])}
+    assert [part.tested for part in SECOND.values()] == [
+        ("xsa", "gated"), ("xsa",), ("gated",), ("token_conv",), (LONG_CONV2D,)]
+    assert PARTS.keys() | SECOND.keys() == RUNS.keys()
