@@ -54,12 +54,6 @@ class TokenAttention(MapsAttention, Attention):
         attn.evolution, attn.need_logits, attn.value_residual = evolution, need_logits, None
         return attn
 
-    def back(self) -> Attention:
-        """Turn this layer, in place, into timm's, without evolution."""
-        del self.evolution, self.need_logits, self.value_residual
-        self.__class__ = Attention
-        return self
-
     def heads_of(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, tuple[int, int]]:
         """q, k, v (B, K, T, D) and (1, T) from the projection (B, T, 3 * K * D); q and k normalised, q not scaled."""
         B, T = projected.shape[0], projected.shape[1]

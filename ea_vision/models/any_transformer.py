@@ -23,12 +23,13 @@ import torch
 import torch.nn.functional as F
 import torchvision
 from timm.layers import Attention, AttentionRope, apply_rot_embed_cat, to_2tuple
-from timm.models import beit, cait, eva, naflexvit, vision_transformer
+from timm.models import beit, cait, deit, eva, naflexvit, vision_transformer
 from torch import Tensor, nn
 
-from ea_vision.layers import MapsAttention, evolution_options
+from ea_vision.layers import MapsAttention, TokenAttention, evolution_options
 from ea_vision.models import vision_transformer as ours
 from ea_vision.models._chain import frozen_statistics
+from ea_vision.models._mechanisms import Mechanisms
 from ea_vision.ops.problem import check_prev_logits
 
 CARRIED = "_ea_vision_carried"  # attribute of the tokens between blocks
@@ -254,7 +255,11 @@ class EvolvingEvaBlockPostNorm(CarryingBlock, eva.EvaBlockPostNorm):
 
 
 class EvolvingVitBlock(CarryingBlock, vision_transformer.Block):
-    """timm's Block, in a NaFlexVit."""
+    """timm's Block."""
+
+
+class EvolvingResPostBlock(CarryingBlock, vision_transformer.ResPostBlock):
+    """timm's ResPostBlock."""
 
 
 class EvolvingBeitBlock(CarryingBlock, beit.Block):
@@ -278,8 +283,8 @@ def _by_plain_class(*classes: type[nn.Module]) -> dict[type[nn.Module], type[nn.
 
 ATTENTIONS = _by_plain_class(EvolvingAttention, EvolvingEvaAttention, EvolvingAttentionRope, EvolvingBeitAttention,
                              EvolvingTalkingHeadAttn, EvolvingMultiheadAttention)
-BLOCKS = _by_plain_class(EvolvingEvaBlock, EvolvingEvaBlockPostNorm, EvolvingVitBlock, EvolvingBeitBlock,
-                         EvolvingCaitBlock, EvolvingEncoderBlock)
+BLOCKS = _by_plain_class(EvolvingEvaBlock, EvolvingEvaBlockPostNorm, EvolvingVitBlock, EvolvingResPostBlock,
+                         EvolvingBeitBlock, EvolvingCaitBlock, EvolvingEncoderBlock)
 
 
 @dataclass(frozen=True)
@@ -292,10 +297,15 @@ class Architecture:
 
 
 ARCHITECTURES = {
+    vision_transformer.VisionTransformer: Architecture(), deit.VisionTransformerDistilled: Architecture(),
     eva.Eva: Architecture(), beit.Beit: Architecture(), naflexvit.NaFlexVit: Architecture(embedding="embeds"),
     cait.Cait: Architecture(num_prefix_tokens=0),  # the class token comes behind these blocks
     torchvision.models.VisionTransformer: Architecture("encoder.layers", "conv_proj", 1),
 }
+
+
+PLAIN_CLASSES = {evolving: plain for classes in (ATTENTIONS, BLOCKS, ours.NETWORK_CLASSES, {
+    Attention: TokenAttention, vision_transformer.Block: ours.EvolvingBlock}) for plain, evolving in classes.items()}
 
 
 def _shared_copy(model: nn.Module) -> nn.Module:
@@ -312,18 +322,7 @@ def _attention_of(block: nn.Module) -> nn.Module:
     return getattr(block, CarryingBlock.attention, None) or getattr(block, EvolvingEncoderBlock.attention, None)
 
 
-def reason_against(model: nn.Module) -> str | None:
-    """Return why a network cannot evolve, or None."""
-    if type(model) in ours.NETWORK_CLASSES:
-        return ours.reason_against(model)
-    if type(model) in ours.NETWORK_CLASSES.values():
-        return f"a plain network required, got {type(model).__name__}, whose maps evolve already"
-    if type(model) not in ARCHITECTURES:
-        attention = next((f"{name} is {type(module).__name__}" for name, module in model.named_modules()
-                          if name and "attn" in name.split(".")[-1]), "no attention layer found")
-        known = ", ".join(cls.__name__ for cls in [*ours.NETWORK_CLASSES, *ARCHITECTURES][:-1])
-        return (f"timm's {known} or torchvision's VisionTransformer required, got {type(model).__name__} "
-                f"({attention})")
+def _reason_against_blocks(model: nn.Module) -> str | None:
     path = ARCHITECTURES[type(model)].blocks
     for index, block in enumerate(_blocks_of(model)):
         attn = _attention_of(block)
@@ -333,6 +332,8 @@ def reason_against(model: nn.Module) -> str | None:
             if type(found) not in known:
                 names = " or ".join(sorted({cls.__name__ for cls in known}))
                 return f"{path}.{index}: its {what} must be {names}, got {type(found).__name__}"
+        if any(type(module).__module__.startswith("torch.ao.") for module in attn.modules()):
+            return f"{path}.{index}: its attention must not be quantised, got {attn}"
         if attn.num_heads != _attention_of(_blocks_of(model)[0]).num_heads:
             return f"{path}.{index} must have as many heads as the blocks before, got {attn.num_heads}"
     dropped = getattr(model, "patch_drop", None) or getattr(getattr(model, "embeds", None), "patch_drop", None)
@@ -341,24 +342,38 @@ def reason_against(model: nn.Module) -> str | None:
     return None
 
 
-def _evolve_in_place(model: nn.Module, **mechanisms: Any) -> None:
+def reason_against(model: nn.Module) -> str | None:
+    """Return why a network cannot evolve, or None."""
+    if type(model) in ours.NETWORK_CLASSES.values():
+        return f"a plain network required, got {type(model).__name__}, whose maps evolve already"
+    if type(model) in ARCHITECTURES:
+        return _reason_against_blocks(model)
+    attention = next((f"{name} is {type(module).__name__}" for name, module in model.named_modules()
+                      if name and "attn" in name.split(".")[-1]), "no attention layer found")
+    known = ", ".join(cls.__name__ for cls in [*ARCHITECTURES][:-1])
+    return f"timm's {known} or torchvision's VisionTransformer required, got {type(model).__name__} ({attention})"
+
+
+def _is_ours(model: nn.Module) -> bool:
+    """Return whether a plain network can become one of `vision_transformer.py`."""
+    return type(model) in ours.NETWORK_CLASSES and ours.reason_against_blocks(model) is None
+
+
+def _evolve_in_place(model: nn.Module, mechanisms: Mechanisms) -> None:
     """Turn the blocks of a network of `ARCHITECTURES` into evolving ones."""
     architecture, blocks, grid = ARCHITECTURES[type(model)], _blocks_of(model), PatchGrid()
-    prefix_tokens = architecture.num_prefix_tokens
-    prefix_tokens = model.num_prefix_tokens if prefix_tokens is None else prefix_tokens
-    channels = getattr(model, "embed_dim", None) or model.hidden_dim
-    class_token_alone = prefix_tokens > 0 and getattr(model, "global_pool", "token") == "token"
-    made = ours.new_mechanisms(blocks, _attention_of(blocks[0]).num_heads, channels, prefix_tokens, class_token_alone,
-                               **mechanisms)
-    model.get_submodule(architecture.embedding).register_forward_pre_hook(grid)
-    for number, (block, new) in enumerate(zip(blocks, made, strict=True)):
-        attn = _attention_of(block)
+    attentions = [_attention_of(block) for block in blocks]
+    for number, (block, attn) in enumerate(zip(blocks, attentions, strict=True)):
         attn.__class__, block.__class__ = ATTENTIONS[type(attn)], BLOCKS[type(block)]
         if isinstance(attn, nn.MultiheadAttention):
             attn.attn_drop = nn.Dropout(attn.dropout).train(block.training)
-        attn.is_first, attn.carried = number == 0, {}
-        attn.evolution, attn.need_logits = new["evolution"], new["need_logits"]
-        attn.value_residual, block.token_conv, block.grid = new["value_residual"], new["token_conv"], grid
+        attn.is_first, attn.carried, block.grid = number == 0, {}, grid
+    prefix_tokens = architecture.num_prefix_tokens
+    prefix_tokens = model.num_prefix_tokens if prefix_tokens is None else prefix_tokens
+    class_token_alone = prefix_tokens > 0 and getattr(model, "global_pool", "token") == "token"
+    channels = getattr(model, "embed_dim", None) or model.hidden_dim
+    mechanisms.give(blocks, attentions, channels, prefix_tokens, class_token_alone)
+    model.get_submodule(architecture.embedding).register_forward_pre_hook(grid)
 
 
 def evolve(
@@ -401,22 +416,22 @@ def evolve(
     reason = reason_against(model)
     if reason is not None:
         raise ValueError(f"this {type(model).__name__} cannot evolve: {reason}")
-    ours.check_starts(value_residual=value_residual, token_conv=token_conv)
     if kind is None and not (token_conv or value_residual):
         raise ValueError("a kind, token_conv or value_residual required, got none of them")
     gates = {"alpha": (alpha, 0.0), "beta": (beta, 0.0), "learnable": (learnable, True)}
     known_options = evolution_options(kind) if kind is not None else ()
     options.update((name, value) for name, (value, plain) in gates.items()
                    if value is not None and (name in known_options or value != plain))
-    mechanisms = dict(kind=kind, attn_layers=attn_layers if layers is None else layers, prefix=prefix,
-                      options={"start": start, **options} if kind is not None else options,
-                      value_residual=value_residual, token_conv=token_conv)
+    if kind is not None:
+        options["start"] = start
+    chosen = attn_layers if layers is None else layers
+    mechanisms = Mechanisms(kind, chosen, prefix, token_conv, value_residual, options)
     evolving = _shared_copy(model)
-    if type(model) in ours.NETWORK_CLASSES:
+    if _is_ours(evolving):
         evolving.__class__ = ours.NETWORK_CLASSES[type(model)]
-        ours.evolve_blocks(evolving, **mechanisms)
+        ours.give(evolving, mechanisms)
     else:
-        _evolve_in_place(evolving, **mechanisms)
+        _evolve_in_place(evolving, mechanisms)
     return evolving
 
 
@@ -442,17 +457,21 @@ def unevolve(model: nn.Module) -> nn.Module:
                          f"the same; got {len(active)} blocks where they are not, the first of them {active[0]}")
     plain = _shared_copy(model)
     if of_timm:
-        return ours.plain_again(plain)
-    embedding = plain.get_submodule(ARCHITECTURES[type(plain)].embedding)
-    for key, hook in list(embedding._forward_pre_hooks.items()):
-        if isinstance(hook, PatchGrid):
-            del embedding._forward_pre_hooks[key]
-    plain_classes = {evolving: cls for cls, evolving in [*ATTENTIONS.items(), *BLOCKS.items()]}
+        blocks, plain.__class__ = plain.blocks, PLAIN_CLASSES[type(plain)]
+        plain.blocks = nn.Sequential(*blocks)
+        plain.blocks.training = blocks.training
+    else:
+        embedding = plain.get_submodule(ARCHITECTURES[type(plain)].embedding)
+        for key, hook in list(embedding._forward_pre_hooks.items()):
+            if isinstance(hook, PatchGrid):
+                del embedding._forward_pre_hooks[key]
     for block in _blocks_of(plain):
         attn = _attention_of(block)
-        del block.token_conv, block.grid, attn.evolution, attn.value_residual, attn.need_logits
-        del attn.is_first, attn.carried
-        if isinstance(attn, nn.MultiheadAttention):
-            del attn.attn_drop
-        attn.__class__, block.__class__ = plain_classes[type(attn)], plain_classes[type(block)]
+        added = ["token_conv", "grid", "evolution", "need_logits", "value_residual", "is_first", "carried"]
+        added += ["attn_drop"] if isinstance(attn, nn.MultiheadAttention) else []
+        for module in (block, attn):
+            for name in added:
+                if hasattr(module, name):
+                    delattr(module, name)
+            module.__class__ = PLAIN_CLASSES[type(module)]
     return plain

@@ -19,9 +19,11 @@ Papers:
 
 Shape letters: B batch, C channels, H x W image in pixels, K heads, P prefix tokens (class token, registers), T tokens.
 """
+import copy
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import timm
@@ -29,21 +31,15 @@ import torch
 from timm.layers import Attention
 from timm.models import generate_default_cfgs, register_model, register_notrace_function
 from timm.models.deit import VisionTransformerDistilled
-from timm.models.vision_transformer import Block, ResPostBlock, VisionTransformer
+from timm.models.vision_transformer import Block, VisionTransformer
 from timm.models.vision_transformer import checkpoint_filter_fn as timm_filter
 from torch import Tensor, nn
 
-from ea_vision.layers import (
-    TokenAttention,
-    TokenConv,
-    ValueResidual,
-    create_evolution,
-    evolution_class,
-    evolution_options,
-)
+from ea_vision.layers import TokenAttention, evolution_class, evolution_options
 from ea_vision.models._build import Network, build_network, cifar_cfg, register_networks
-from ea_vision.models._chain import AttnStage, check_numbers, checkpoint, take_indices_of
+from ea_vision.models._chain import AttnStage, checkpoint
 from ea_vision.models._convert import checkpoint_filter_fn
+from ea_vision.models._mechanisms import Mechanisms
 
 __all__ = ["EvolvingVisionTransformer", "EvolvingVisionTransformerDistilled"]
 
@@ -65,35 +61,12 @@ class EvolvingBlock(Block):
         x = x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
         return x, logits
 
-    def values_of(self, x: Tensor) -> Tensor:
-        """Return the attention's values, (B, K, T, D), of the block's input (B, T, C)."""
-        return self.attn.values_of(self.norm1(x))
-
-
-class EvolvingResPostBlock(ResPostBlock):
-    """timm's ResPostBlock; (x, prev_logits) -> (x, logits)."""
-
-    def forward(
-            self, x: Tensor, prev_logits: Tensor | None = None, feat_size: tuple[int, int] | None = None,
-            first_values: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        if self.token_conv is not None:
-            assert feat_size is not None
-            x = self.token_conv(x, feat_size)
-        y, logits = self.attn(x, prev_logits, feat_size, first_values)
-        x = x + self.drop_path1(self.norm1(y))
-        x = x + self.drop_path2(self.norm2(self.mlp(x)))
-        return x, logits
-
-    def values_of(self, x: Tensor) -> Tensor:
-        """Return the attention's values, (B, K, T, D), of the block's input (B, T, C)."""
-        return self.attn.values_of(x)
-
 
 class TokenStage(AttnStage):
     """A transformer's blocks: (x, prev_logits, (H, W) of the patches) -> (x, logits).
 
     spatial: whether a block needs the patches' (H, W).
+    carries_values: whether a block reads the first one's values.
     """
 
     def __init__(self, *blocks: nn.Module) -> None:
@@ -102,13 +75,14 @@ class TokenStage(AttnStage):
                            for block in self)
         self.carries_values = any(block.attn.value_residual is not None for block in self)
 
+    def first_values(self, x: Tensor) -> Tensor | None:
+        """Return the first block's values, (B, K, T, D), of its input (B, T, C), where a block reads them."""
+        return self[0].attn.values_of(self[0].norm1(x)) if self.carries_values else None
+
     def forward(
             self, x: Tensor, prev_logits: Tensor | None = None, feat_size: tuple[int, int] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        logits = prev_logits
-        first_values: Tensor | None = None
-        if self.carries_values:
-            first_values = self[0].values_of(x)
+        logits, first_values = prev_logits, self.first_values(x)
         for block in self:
             if self.grad_checkpointing and not torch.jit.is_scripting():
                 x, logits = checkpoint(block, x, logits, feat_size, first_values)
@@ -116,8 +90,20 @@ class TokenStage(AttnStage):
                 x, logits = block(x, logits, feat_size, first_values)
         return x, logits
 
+    @torch.jit.ignore
+    def one_by_one(self, feat_size: tuple[int, int]) -> list[Callable[[Tensor], Tensor]]:
+        """Return the blocks as functions of the tokens alone, to be called once each and in order."""
+        handed_on: dict[str, Tensor | None] = {"prev_logits": None}
 
-_BLOCKS = {Block: EvolvingBlock, ResPostBlock: EvolvingResPostBlock}
+        def call(x: Tensor, block: nn.Module) -> Tensor:
+            if block is self[0]:
+                handed_on["first_values"] = self.first_values(x)
+            arguments = (x, handed_on["prev_logits"], feat_size, handed_on["first_values"])
+            x, logits = checkpoint(block, *arguments) if self.grad_checkpointing else block(*arguments)
+            handed_on["prev_logits"] = logits
+            return x
+
+        return [partial(call, block=block) for block in self]
 
 
 @torch.fx.wrap
@@ -143,15 +129,14 @@ class _Evolves:
             token_conv: bool | str = False,
             **kwargs: Any,
     ) -> None:
-        check_starts(value_residual=value_residual, token_conv=token_conv)
         options = {name: kwargs.pop(name) for name in evolution_options() if name in kwargs}
+        mechanisms = Mechanisms(evolution, attn_layers, prefix, token_conv, value_residual,
+                                _with_start(evolution, options))
         super().__init__(*args, **kwargs)
-        reason = reason_against(self)
+        reason = reason_against_blocks(self)
         if reason is not None:
             raise ValueError(f"{type(self).__name__} must be able to evolve: {reason}")
-        options = _with_start(evolution, options)
-        evolve_blocks(self, kind=evolution, attn_layers=attn_layers, prefix=prefix, options=options,
-                       value_residual=value_residual, token_conv=token_conv)
+        give(self, mechanisms)
 
     @staticmethod
     def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
@@ -170,13 +155,6 @@ class _Evolves:
             state.update(start)
         return state
 
-    def _embed(self, x: Tensor) -> Tensor:
-        """(B, in_chans, H, W) -> tokens (B, T, C), timm's steps before the blocks."""
-        x = self.patch_embed(x)
-        x = self._pos_embed(x)
-        x = self.patch_drop(x)
-        return self.norm_pre(x)
-
     def forward_features(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """(B, in_chans, H, W) -> (B, T, C).
 
@@ -187,70 +165,29 @@ class _Evolves:
         feat_size: tuple[int, int] | None = None
         if self.blocks.spatial:
             feat_size = self.patch_embed.dynamic_feat_size((x.shape[-2], x.shape[-1]))
-        x, logits = self.blocks(self._embed(x), None, feat_size)
+        x = self._pos_embed(self.patch_embed(x))
+        x, logits = self.blocks(self.norm_pre(x), None, feat_size)
         return self.norm(x)
+
+    def forward_intermediates(
+            self, x: Tensor, *args: Any, attn_mask: Tensor | None = None, is_causal: bool = False, **kwargs: Any,
+    ) -> Any:
+        """Return the blocks' outputs as timm's method of this name, whose arguments it takes.
+
+        Raises:
+            ValueError: a mask.
+        """
+        _check_no_mask(attn_mask, is_causal)
+        as_timms = copy.copy(self)  # shares all but the blocks, which timm calls with the tokens alone
+        feat_size = self.patch_embed.dynamic_feat_size((x.shape[-2], x.shape[-1]))
+        as_timms._modules = {**self._modules, "blocks": self.blocks.one_by_one(feat_size)}
+        as_timms.grad_checkpointing = False  # the functions know it
+        return super(_Evolves, as_timms).forward_intermediates(x, *args, **kwargs)
 
     @torch.jit.ignore
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         super().set_grad_checkpointing(enable)
         self.blocks.grad_checkpointing = enable
-
-    def forward_intermediates(
-            self,
-            x: Tensor,
-            indices: int | list[int] | None = None,
-            return_prefix_tokens: bool = False,
-            norm: bool = False,
-            stop_early: bool = False,
-            output_fmt: str = "NCHW",
-            intermediates_only: bool = False,
-            output_dict: bool = False,
-            attn_mask: Tensor | None = None,
-            is_causal: bool = False,
-    ) -> list[Any] | tuple[Tensor, list[Any]] | dict[str, Any]:
-        """The blocks' outputs, as timm's `VisionTransformer.forward_intermediates` gives them.
-
-        Args:
-            x: (B, in_chans, H, W).
-            indices: the last n blocks if a number, all if None, else those listed, counted from 0.
-            return_prefix_tokens: pairs (patches, prefix tokens) in place of the patches alone.
-            norm: normalise them as the last one.
-            stop_early: stop after the last one wanted.
-            output_fmt: "NCHW" for maps, "NLC" for tokens.
-            intermediates_only: leave out the final features.
-            output_dict: a dict with "image_features", "image_intermediates" and "image_intermediates_prefix".
-
-        Raises:
-            ValueError: another output_fmt, an index that does not exist, or a mask.
-        """
-        if output_fmt not in ("NCHW", "NLC"):
-            raise ValueError(f"output_fmt must be 'NCHW' or 'NLC', got {output_fmt!r}")
-        _check_no_mask(attn_mask, is_causal)
-        take_indices, max_index = take_indices_of(len(self.blocks), indices)
-        B, _, height, width = x.shape
-        H, W = self.patch_embed.dynamic_feat_size((height, width))
-        x, logits, taken = self._embed(x), None, []
-        first_values = self.blocks[0].values_of(x) if self.blocks.carries_values else None
-        for index, block in enumerate(self.blocks[:max_index + 1] if stop_early else self.blocks):
-            carried = (x, logits, (H, W), first_values)
-            x, logits = checkpoint(block, *carried) if self.grad_checkpointing else block(*carried)
-            if index in take_indices:
-                taken.append(self.norm(x) if norm else x)
-
-        P = self.num_prefix_tokens
-        prefix_tokens, patches = [y[:, :P] for y in taken], [y[:, P:] for y in taken]
-        if output_fmt == "NCHW":
-            patches = [y.reshape(B, H, W, -1).permute(0, 3, 1, 2).contiguous() for y in patches]
-        if output_dict:
-            result: dict[str, Any] = {"image_intermediates": patches}
-            if P and return_prefix_tokens:
-                result["image_intermediates_prefix"] = prefix_tokens
-            if not intermediates_only:
-                result["image_features"] = self.norm(x)
-            return result
-        if P and return_prefix_tokens:
-            patches = list(zip(patches, prefix_tokens, strict=True))
-        return patches if intermediates_only else (self.norm(x), patches)
 
 
 class EvolvingVisionTransformer(_Evolves, VisionTransformer):
@@ -284,31 +221,30 @@ class EvolvingVisionTransformerDistilled(_Evolves, VisionTransformerDistilled):
 
 
 NETWORK_CLASSES = {VisionTransformer: EvolvingVisionTransformer,
-                    VisionTransformerDistilled: EvolvingVisionTransformerDistilled}
+                   VisionTransformerDistilled: EvolvingVisionTransformerDistilled}
 
 
-def reason_against(model: nn.Module) -> str | None:
-    """Return why the blocks of a VisionTransformer cannot evolve, or None."""
+def reason_against_blocks(model: nn.Module) -> str | None:
+    """Return why the blocks of a VisionTransformer cannot become ours, or None."""
     for index, block in enumerate(model.blocks):
-        if type(block) not in _BLOCKS:
-            known = " or ".join(cls.__name__ for cls in _BLOCKS)
-            return f"blocks.{index} must be timm's {known}, got {type(block).__name__}"
-        if type(block.attn) is not Attention:
-            return f"blocks.{index}.attn must be timm's Attention, got {type(block.attn).__name__}"
-        if not isinstance(block.attn.qkv.weight, Tensor):
-            return f"blocks.{index}.attn.qkv must be a Linear layer that is not quantised, got {block.attn.qkv}"
-        if block.attn.num_heads != model.blocks[0].attn.num_heads:
-            return (f"blocks.{index}.attn must have the {model.blocks[0].attn.num_heads} heads of the blocks before, "
-                    f"got {block.attn.num_heads}")
+        for path, module, known in ((f"blocks.{index}", block, Block), (f"blocks.{index}.attn", block.attn, Attention)):
+            if type(module) is not known:
+                return f"{path} must be timm's {known.__name__}, got {type(module).__name__}"
     if not isinstance(model.patch_drop, nn.Identity):
         return f"patch_drop must be off (tokens would stop being neighbours), got {model.patch_drop}"
     return None
 
 
-def check_starts(**options: bool | str) -> None:
-    for name, value in options.items():
-        if value not in (False, True, "paper"):
-            raise ValueError(f"{name} must be False, True or 'paper', got {value!r}")
+def give(model: nn.Module, mechanisms: Mechanisms) -> None:
+    """Turn the blocks of a VisionTransformer, in place, into evolving ones."""
+    for block in model.blocks:
+        TokenAttention.of(block.attn, None, False)
+        block.__class__ = EvolvingBlock
+    mechanisms.give(model.blocks, [block.attn for block in model.blocks], model.embed_dim, model.num_prefix_tokens,
+                    model.global_pool == "token")
+    stage = TokenStage(*model.blocks)
+    stage.training, stage.grad_checkpointing = model.training, model.grad_checkpointing
+    model.blocks = stage
 
 
 def _is_added(name: str) -> bool:
@@ -324,90 +260,6 @@ def _with_start(kind: str | None, options: dict[str, Any]) -> dict[str, Any]:
         return given
     chooses = any(name in given for name in evolution_class(kind).identity_start if name != "learnable")
     return {"start": "identity" if given.get("learnable", not chooses) else "paper", **given}
-
-
-def _evolving_layers(depth: int, class_token_alone: bool, kind: str, attn_layers: Sequence[int] | None,
-                     prefix: str) -> list[int]:
-    """Return the blocks, counted from 1, that are to evolve; see `evolve` for the errors."""
-    kind_class = evolution_class(kind)
-    if attn_layers is not None:
-        check_numbers("attn_layers", attn_layers)
-    if prefix not in ("convolve", "pass"):
-        raise ValueError(f"prefix must be 'convolve' or 'pass', got {prefix!r}")
-    # the class token's row is all that is read of the last map, and it would pass the convolution
-    idle_last = (prefix == "pass" or kind_class.spatial) and class_token_alone
-    possible = range(1 + kind_class.reads_previous, depth + (not idle_last))
-    chosen = list(possible) if attn_layers is None else sorted(set(attn_layers))
-    wrong = [layer for layer in chosen if layer not in possible]
-    if wrong or not chosen:
-        why = "the first block has no predecessor"
-        if idle_last:
-            passing = "prefix='pass'" if prefix == "pass" else "prefix tokens that pass"
-            why += f", and with {passing} a convolution in the last would never get a gradient, since only the class " \
-                   "token's row is read there"
-        raise ValueError(f"attn_layers of this model that can evolve are {list(possible)} of {depth} ({why}); "
-                         f"got {wrong or 'none'}")
-    return chosen
-
-
-def new_mechanisms(
-        blocks: Sequence[nn.Module], num_heads: int, channels: int, num_prefix_tokens: int, class_token_alone: bool, *,
-        kind: str | None, attn_layers: Sequence[int] | None, prefix: str, options: dict[str, Any],
-        value_residual: bool | str, token_conv: bool | str,
-) -> list[dict[str, Any]]:
-    """Return for each block its new `evolution`, `value_residual` and `token_conv`, each a module or None, and
-    `need_logits`.
-
-    class_token_alone: whether nothing but the class token's row of the last map is read.
-    """
-    depth, weight = len(blocks), next(blocks[0].parameters())
-    dd = {"device": weight.device, "dtype": weight.dtype}
-    chosen = [] if kind is None else _evolving_layers(depth, class_token_alone, kind, attn_layers, prefix)
-    if kind is None:
-        create_evolution(None, 1, **options)  # refuses options
-    reads = kind is not None and evolution_class(kind).reads_previous
-    made = []
-    for number, block in enumerate(blocks, start=1):
-        evolution = create_evolution(kind, num_heads, channels=channels, **dd, **options) if number in chosen else None
-        if hasattr(evolution, "num_prefix_tokens"):
-            evolution.num_prefix_tokens = num_prefix_tokens if prefix == "pass" or evolution.spatial else 0
-        elif prefix == "pass" and evolution is not None:
-            raise ValueError(f"prefix='pass' needs an evolution with num_prefix_tokens, got {kind!r}")
-        modules = {
-            "evolution": evolution,
-            "value_residual": ValueResidual(value_residual != "paper", **dd) if value_residual and number > 1 else None,
-            "token_conv": TokenConv(channels, num_prefix_tokens, token_conv != "paper", **dd)
-            if token_conv and number > 1 else None}
-        for module in filter(None, modules.values()):
-            module.train(block.training)
-        made.append({**modules, "need_logits": reads and number + 1 in chosen})
-    return made
-
-
-def evolve_blocks(model: nn.Module, **mechanisms: Any) -> None:
-    """Turn the blocks of a VisionTransformer, in place, into evolving ones; the keywords of `new_mechanisms`."""
-    made = new_mechanisms(model.blocks, model.blocks[0].attn.num_heads, model.embed_dim, model.num_prefix_tokens,
-                          model.global_pool == "token", **mechanisms)
-    for block, new in zip(model.blocks, made, strict=True):
-        TokenAttention.of(block.attn, new["evolution"], new["need_logits"])
-        block.attn.value_residual, block.token_conv = new["value_residual"], new["token_conv"]
-        block.__class__ = _BLOCKS[type(block)]
-    model.blocks = TokenStage(*model.blocks)
-    model.blocks.training, model.blocks.grad_checkpointing = model.training, model.grad_checkpointing
-
-
-def plain_again(model: nn.Module) -> VisionTransformer:
-    """Turn an evolving network, in place, into timm's, without its mechanisms."""
-    plain_blocks = {evolving: block for block, evolving in _BLOCKS.items()}
-    for block in model.blocks:
-        block.attn.back()
-        del block.token_conv
-        block.__class__ = plain_blocks[type(block)]
-    training = model.blocks.training
-    model.blocks = nn.Sequential(*model.blocks)
-    model.blocks.training = training
-    model.__class__ = next(plain for plain, evolving in NETWORK_CLASSES.items() if evolving is type(model))
-    return model
 
 
 _VIT = {"patch_size": 16}
