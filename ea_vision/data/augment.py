@@ -13,7 +13,6 @@ import torch.nn.functional as F
 
 from ea_vision.data.batches import epoch_generator
 
-FLIPS = ("off", "on", "alternate")
 PADDING_MODES = ("zeros", "reflect")
 
 
@@ -26,12 +25,6 @@ class Augmentation:
     crop_padding: int = 4  # pad by this much and cut the original size out anywhere
     padding_mode: str = "zeros"  # zeros: black; reflect: mirrored at the border, whose pixels are not repeated
     cutout: int = 0  # side of the square that is set to the mean colour; its centre lies anywhere (DeVries 2017)
-
-    def __post_init__(self):
-        if self.flip not in FLIPS:
-            raise ValueError(f"flip must be one of {', '.join(FLIPS)}, got {self.flip!r}")
-        if self.padding_mode not in PADDING_MODES:
-            raise ValueError(f"padding_mode must be one of {', '.join(PADDING_MODES)}, got {self.padding_mode!r}")
 
     def draw(self, count: int, size: tuple[int, int], generator: torch.Generator) -> torch.Tensor:
         """Draw for `count` images of `size` (H, W): integers (count, 5), columns top, left, flip, cutout y and x.

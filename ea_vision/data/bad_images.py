@@ -44,10 +44,8 @@ class BadImages:
         if not good:
             path, error = next(iter({**self.new, **self.known}.items()))
             raise RunError(f"none of the {count} images of a batch can be read, such as {path} ({error})")
-        taken = list(range(count))
-        for number, place in enumerate(bad):
-            taken[place] = good[number % len(good)]
-        return taken
+        instead = {place: good[number % len(good)] for number, place in enumerate(bad)}
+        return [instead.get(place, place) for place in range(count)]
 
     def collect(self, world: World, folder: Path) -> None:
         """Merge what the processes met, log it and list it in bad_images.csv. All processes must call this together.

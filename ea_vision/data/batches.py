@@ -37,11 +37,6 @@ def epoch_generator(seed: int, epoch: int) -> torch.Generator:
     return torch.Generator().manual_seed(numbered_seed(seed, epoch) % 2**63)
 
 
-def epoch_order(count: int, generator: torch.Generator) -> torch.Tensor:
-    """The order of an epoch: a permutation of `count` images, drawn from its `epoch_generator`."""
-    return torch.randperm(count, generator=generator)
-
-
 @dataclass(frozen=True)
 class GrowingSize:
     """Side of the training images by epoch, in pixels: `first` up to epoch `start`, `last` from epoch `end` on, and

@@ -2,7 +2,7 @@
 
 FFCV reads the tables, draws the crops, decodes and scales; threads of this process call its C library. Its own Loader
 reached 0.2 to 0.7 of the images per second on a CPU, does not notice a damaged JPEG and draws other crops in every run.
-Here order, crops and flips are functions of seed, epoch and the image's position in the epoch.
+Here order, crops and flips are functions of seed, epoch and image.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import importlib
 import json
 import os
 import sys
+import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,17 +26,15 @@ import torch
 
 from ea_vision.base.errors import UsageError
 from ea_vision.data.augment import normalize
-from ea_vision.data.bad_images import BadImages
-from ea_vision.data.batches import Batch, Share, epoch_generator, epoch_order, sent
 from ea_vision.data.image_files import MAX_PIXELS
+from ea_vision.data.imagenet import ImageEvalLoader, ImageTrainLoader, image_seed
 
 HELP = """FFCV is not installed. Debian, Ubuntu: apt-get install libturbojpeg0-dev libopencv-dev pkg-config \
 && pip install 'ea_vision[ffcv]'; conda: conda install -c conda-forge opencv libjpeg-turbo pkg-config compilers \
 && pip install 'ea_vision[ffcv]'; or leave .beton files out and give --data-dir"""
 RAW = 1  # FFCV's mode of an image that is stored as pixels; 0: as JPEG
 PAGES_TOGETHER = 16  # os_cache off: images are shuffled within this many pages (of 8 MiB, as written here)
-AHEAD = 3  # batches in work
-TRIES, RATIO = 10, (3 / 4, 4 / 3)  # of a training crop: how often it is drawn, its width to its height
+RATIO = np.array([3 / 4, 4 / 3])  # least and greatest width of a training crop to its height
 
 
 class Evaluated(NamedTuple):
@@ -100,21 +98,21 @@ class Beton:
         starts, sizes, heights, widths, is_jpeg = self.table.T
         pixels = heights * widths
         wrong = ((starts < 0) | (sizes <= 0) | (starts + sizes > len(self.data)) | (pixels == 0) | (pixels > MAX_PIXELS)
-                 | ((is_jpeg == 0) & (sizes != 3 * pixels)))
+                 | ((is_jpeg == 0) & (sizes != 3 * pixels)))  # the C library would read beyond them
         if wrong.any():
             raise UsageError(f"{path} is damaged: {wrong.sum()} of its {len(wrong)} images lie outside the file or "
                              f"cannot have their size, the first is number {wrong.argmax()}")
         try:
             about = json.loads(sidecar(path).read_text()) if sidecar(path).exists() else {}
-            self.classes, self.exif_rotation = about.get("classes"), about.get("exif_rotation")
-            self.evaluated = Evaluated(*about["evaluated"]) if about.get("evaluated") else None
-        except (OSError, ValueError, TypeError, AttributeError) as error:
+        except (OSError, ValueError) as error:
             raise UsageError(f"{sidecar(path)} cannot be read: {error}; write {path} anew") from error
-        most = len(self.classes or ()) or num_classes or 1_000_000  # more are a damaged label
+        self.exif_rotation = about.get("exif_rotation")
+        self.evaluated = Evaluated(*about["evaluated"]) if about.get("evaluated") else None
+        most = len(about.get("classes", ())) or num_classes or 1_000_000  # more are a damaged label
         if self.labels.min() < 0 or self.labels.max() >= most:
             raise UsageError(f"labels of {path} must lie in 0..{most - 1}, got {self.labels.min()}.."
                              f"{self.labels.max()}")
-        self.classes = self.classes or [str(number) for number in range(num_classes or int(self.labels.max()) + 1)]
+        self.classes = about.get("classes") or [str(number) for number in range(num_classes or self.labels.max() + 1)]
         if num_classes and len(self.classes) != num_classes:
             raise UsageError(f"{path} must have {num_classes} classes (--num-classes), got {len(self.classes)}")
 
@@ -165,7 +163,7 @@ def _open_reader(path: Path):
         if not len(reader.metadata) == len(reader.alloc_table) > 0 or wanted != path.stat().st_size:
             raise ValueError(f"its writing was interrupted or it was cut off: {wanted} bytes are required, "
                              f"got {path.stat().st_size}")
-    except (AssertionError, ValueError, TypeError, KeyError, IndexError, OverflowError, MemoryError) as error:
+    except (AssertionError, ValueError, TypeError, LookupError, OverflowError, MemoryError) as error:
         raise UsageError(f"{path} is not a whole .beton file: {error}") from error
     if fields != ["RGBImageField", "IntField"]:
         raise UsageError(f"{path} must have an RGB image and an integer label, got {', '.join(fields)}")
@@ -180,49 +178,29 @@ def quasi_random_order(pages: np.ndarray, seed: int, epoch: int, together: int =
     return torch.from_numpy(np.lexsort((rng.random(len(pages)), group)))
 
 
-def random_boxes(sides: np.ndarray, draws: np.ndarray, scale: Sequence[float]) -> np.ndarray:
-    """Return crops of random area and aspect ratio (Szegedy et al. 2015), drawn as torchvision does.
-
-    Args:
-        sides: (B, 2), height and width in pixels; draws: (B, 2 TRIES + 2), of [0, 1): areas and ratios of the tries, of
-            which the first that fits counts, and the place; scale: least and largest share of the image's area.
-
-    Returns:
-        int64 (B, 4): top, left, height, width. Where no try fits: the middle, of the nearest ratio.
-    """
-    height, width = sides.T[:, :, None]
-    low, high = np.log(RATIO)
-    area = height * width * (scale[0] + (scale[1] - scale[0]) * draws[:, :TRIES])
-    aspect = np.exp(low + (high - low) * draws[:, TRIES:2 * TRIES])
-    nearest = np.clip(width / height, *RATIO)  # the last resort, which fits
-    heights = np.rint(np.hstack([np.sqrt(area / aspect), np.minimum(height, width / nearest)])).astype(np.int64)
-    widths = np.rint(np.hstack([np.sqrt(area * aspect), np.minimum(width, height * nearest)])).astype(np.int64)
-    chosen = ((0 < heights) & (heights <= height) & (0 < widths) & (widths <= width)).argmax(1)
-    size = np.stack([heights, widths])[:, np.arange(len(sides)), chosen].T
-    place = np.where(chosen[:, None] < TRIES, draws[:, 2 * TRIES:], 0.5)
-    return np.hstack([(place * (sides - size + 1)).astype(np.int64), size])
-
-
-def centre_boxes(sides: np.ndarray, img_size: int, resize: int) -> np.ndarray:
-    """Return what torchvision's Resize(resize) and CenterCrop(img_size) show of images of these sides (B, 2), height
-    and width in pixels: int64 (B, 4), top, left, height, width."""
-    resized = resize * sides // sides.min(1, keepdims=True)
-    size = np.rint(img_size * sides / resized)
-    start = np.rint(np.rint((resized - img_size) / 2) * sides / resized)  # both roundings are torchvision's
-    return np.hstack([np.minimum(start, sides - size), size]).astype(np.int64)
+def centre_crop(height: int, width: int, resize: int, side: int) -> tuple[int, int, int, int]:
+    """Return what torchvision's Resize(resize) and CenterCrop(side) show of an image: top, left, height, width."""
+    short = min(height, width)
+    tall, wide = resize * height // short, resize * width // short
+    crop_height, crop_width = int(np.rint(side * height / tall)), int(np.rint(side * width / wide))
+    top = int(np.rint(np.rint((tall - side) / 2) * height / tall))  # both roundings are torchvision's
+    left = int(np.rint(np.rint((wide - side) / 2) * width / wide))
+    return min(top, height - crop_height), min(left, width - crop_width), crop_height, crop_width
 
 
 @functools.cache
-def _compiled() -> Callable[..., None]:
-    """Compile `fill`, which holds no interpreter lock, around FFCV's decoder and its scaling by areas."""
+def _compiled(training: bool) -> Callable[..., None]:
+    """Compile `show`, which holds no interpreter lock, around FFCV's decoder, its scaling by areas and what chooses a
+    crop: FFCV's function in training, `centre_crop` else."""
     njit, lib = require_ffcv("numba").njit, require_ffcv("ffcv.libffcv")
     imdecode, resize_crop = njit(lib.imdecode), njit(lib.resize_crop)
+    choose_crop = njit(require_ffcv("ffcv.fields.rgb_image").get_random_crop if training else centre_crop)
 
     @njit(nogil=True)
-    def fill(data, table, boxes, flips, levels, decoded, out, bad):
-        """Show the boxes (B, 4) of the images that `table` (B, 5) places in `data`, those of `flips` mirrored: out
-        (B, 3, S, S) are the values of their bytes in `levels` (3, 256); bad (B,) is where a JPEG is damaged. decoded:
-        memory for the largest image."""
+    def show(data, table, seeds, first, second, hflip, levels, decoded, out, bad):
+        """Show crops of the images that `table` (B, 5) places in `data`: out (B, 3, S, S) are the values of their bytes
+        in `levels` (3, 256); first, second: of `choose_crop`; bad (B,) is where a JPEG is damaged. decoded: memory for
+        the largest image."""
         side = out.shape[2]
         scaled = np.empty((side, side, 3), np.uint8)
         for n in range(len(table)):
@@ -232,15 +210,16 @@ def _compiled() -> Callable[..., None]:
                 pixels = decoded[:height * width * 3]
                 bad[n] = imdecode(data[start:start + size], pixels, height, width, height, width, 0, 0, 1, 1, False,
                                   False) != 0
-            top, left, crop_height, crop_width = boxes[n]
+            np.random.seed(seeds[n])  # of this thread's generator in compiled code
+            top, left, crop_height, crop_width = choose_crop(height, width, first, second)
             resize_crop(pixels.reshape(height, width, 3), top, top + crop_height, left, left + crop_width, scaled)
-            shown = scaled[:, ::-1] if flips[n] else scaled[:, ::1]
+            shown = scaled[:, ::-1] if np.random.random() < hflip else scaled[:, ::1]
             for y in range(side):
                 for x in range(side):
                     for c in range(3):
                         out[n, c, y, x] = levels[c, shown[y, x, c]]
 
-    return fill
+    return show
 
 
 class _Memory:
@@ -249,107 +228,92 @@ class _Memory:
 
     def __init__(self):
         self._arrays: list[tuple[np.ndarray, weakref.ref]] = []
+        self._lock = threading.Lock()
 
     def empty(self, *shape: int) -> torch.Tensor:
         """Return an uninitialised tensor."""
-        free = next((number for number, (array, used) in enumerate(self._arrays)
-                     if used() is None and array.shape == shape), None)
-        array = np.empty(shape, np.float32) if free is None else self._arrays.pop(free)[0]
-        view = array[:]  # lives as long as the storage that all views of the tensor share
-        self._arrays.append((array, weakref.ref(view)))
-        return torch.from_numpy(view)
+        with self._lock:
+            free = next((number for number, (array, used) in enumerate(self._arrays)
+                         if used() is None and array.shape == shape), None)
+            array = np.empty(shape, np.float32) if free is None else self._arrays.pop(free)[0]
+            view = array[:]  # lives as long as the storage that all views of the tensor share
+            self._arrays.append((array, weakref.ref(view)))
+            return torch.from_numpy(view)
 
 
 class _BetonLoader:
-    """Args: mean and std of images in 0..1, per channel; batch_size: images per process; workers: threads that decode,
-    at least one; bad_images: gets the damaged ones.
+    """Beside a loader of images: its source is a `Beton`, and threads decode, at least one.
+
+    training: whether crops are random; how: the last two arguments of what chooses them; hflip: probability of a flip.
     """
 
-    def __init__(self, source: Beton, *, img_size: int, mean: Sequence[float], std: Sequence[float],
-                 device: torch.device, batch_size: int, workers: int, bad_images: BadImages, rank: int = 0,
-                 world_size: int = 1):
-        self.source, self.bad_images, self.device, self.workers = source, bad_images, device, max(workers, 1)
-        self.img_size, self.share = img_size, Share(len(source), batch_size, rank, world_size)
-        self.mean, self.std = (torch.tensor(values, dtype=torch.float32, device=device) for values in (mean, std))
-        # A GPU gets bytes and normalises them itself.
+    training: bool
+    how: tuple
+    hflip = 0.0
+
+    def _decoder(self, img_size: int):
+        """Return the function from a list of (epoch, index, number of the copy) to a batch; see `DecodingLoader`. On a
+        CPU its images are normalised; a GPU gets bytes and normalises them itself."""
+        show, table, labels = _compiled(self.training), self.source.table, self.source.labels
         levels = torch.arange(256, dtype=torch.uint8).expand(3, 1, 256)
-        self._levels = (normalize(levels, self.mean, self.std) if device.type == "cpu" else levels)[:, 0].numpy()
+        if self.device.type == "cpu":
+            levels = normalize(levels, self.mean, self.std)
+        levels = levels[:, 0].numpy()
+        largest, memory = 3 * int((table[:, 2] * table[:, 3]).max()), _Memory()
 
-    def _show(self, batches: Iterable[tuple[np.ndarray, ...]], side: int, training: bool) -> Iterator[Batch]:
-        """Yield batches of (indices (B,), boxes (B, 4), flips (B,)), scaled to `side` pixels."""
-        source, fill, memory = self.source, _compiled(), _Memory()
-        largest = 3 * int((source.table[:, 2] * source.table[:, 3]).max())
-
-        def start(indices: np.ndarray, boxes: np.ndarray, flips: np.ndarray) -> tuple:
-            shape = len(indices), 3, side, side
-            images = memory.empty(*shape) if self.device.type == "cpu" else torch.empty(
+        def decode(keys: list[tuple[int, int, int]]):
+            ids = np.array([index for _, index, _ in keys], np.int64)
+            seeds = np.array([image_seed(self.seed, *key) % 2**32 for key in keys], np.uint32)
+            shape = len(ids), 3, img_size, img_size
+            out = memory.empty(*shape) if self.device.type == "cpu" else torch.empty(
                 shape, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
-            out, bad, step = images.numpy(), np.zeros(len(indices), bool), -(-len(indices) // self.workers) or 1
-            jobs = [pool.submit(fill, source.data, source.table[indices[part]], boxes[part], flips[part], self._levels,
-                                np.empty(largest, np.uint8), out[part], bad[part])
-                    for part in (slice(first, first + step) for first in range(0, len(indices), step))]
-            return images, indices, bad, jobs
+            bad = np.zeros(len(ids), bool)
+            show(self.source.data, table[ids], seeds, *self.how, self.hflip, levels,
+                 np.empty(largest, np.uint8), out.numpy(), bad)
+            return (out, labels[ids].tolist(), torch.from_numpy(ids),
+                    [(place, "it is a damaged JPEG") for place in bad.nonzero()[0].tolist()])
 
-        waiting = iter(batches)
-        with ThreadPoolExecutor(self.workers) as pool:
-            running = deque(start(*batch) for batch in islice(waiting, AHEAD))
+        return decode
+
+    def _decoded(self, decoder, batches: list[list[tuple[int, int, int]]]) -> Iterator[tuple]:
+        """Yield the decoder's batches, in order; each is of one thread."""
+        running: deque = deque()
+        with ThreadPoolExecutor(max(self.workers, 1)) as pool:
             try:
+                for keys in batches:
+                    running.append(pool.submit(decoder, keys))
+                    if len(running) > self.workers + self.prefetch:
+                        yield running.popleft().result()
                 while running:
-                    images, indices, bad, jobs = running.popleft()
-                    running.extend(start(*batch) for batch in islice(waiting, 1))
-                    for job in jobs:
-                        job.result()
-                    yield self._batch(images, indices, bad.nonzero()[0].tolist(), training)
+                    yield running.popleft().result()
             finally:
                 pool.shutdown(cancel_futures=True)
 
-    def _batch(self, images: torch.Tensor, indices: np.ndarray, bad: list[int], training: bool) -> Batch:
-        if bad:
-            for place in bad:
-                self.bad_images.add(self.source.describe(int(indices[place])), "it is a damaged JPEG")
-            places = self.bad_images.places(len(indices), bad, training)
-            images, indices = images[places], indices[places]
-        if self.device.type != "cpu":
-            images = normalize(images.to(self.device, non_blocking=True), self.mean, self.std)
-        targets = torch.from_numpy(self.source.labels[indices])
-        return Batch(images, sent(targets, self.device), torch.from_numpy(indices))
+    def _pixels(self, images: torch.Tensor) -> torch.Tensor:
+        if self.device.type == "cpu":
+            return images
+        return normalize(images.to(self.device, non_blocking=True), self.mean, self.std)
 
 
-class BetonTrainLoader(_BetonLoader):
+class BetonTrainLoader(_BetonLoader, ImageTrainLoader):
     """Shuffled, cropped and flipped batches; a damaged image is replaced by another one of its batch.
 
     Args:
         os_cache: random order over the whole file; without it `quasi_random_order`.
         scale: least and largest share of an image's area in its crop; hflip: probability of a left-right flip.
-        size_of: side in pixels by epoch; None: img_size throughout.
-        repeats: how often an epoch has each of its images (see `Share.repeated`).
     """
 
-    def __init__(self, source: Beton, *, os_cache: bool, seed: int, scale: Sequence[float], hflip: float,
-                 size_of: Callable[[int], int] | None = None, repeats: int = 1, **common):
-        super().__init__(source, **common)
-        self.os_cache, self.seed, self.scale, self.hflip = os_cache, seed, scale, hflip
-        self.size_of, self.repeats = size_of, repeats
+    training = True
 
-    def __len__(self) -> int:
-        return self.share.train_batches
+    def __init__(self, source: Beton, *, os_cache: bool, scale: Sequence[float], hflip: float, **common):
+        super().__init__(source, transform=None, **common)
+        self.os_cache, self.how, self.hflip = os_cache, (np.array(scale, float), RATIO), hflip
 
-    def batches(self, epoch: int, first: int = 0) -> Iterator[Batch]:
-        """Yield the batches of an epoch from number `first` on."""
-        if self.os_cache:
-            order = epoch_order(len(self.source), epoch_generator(self.seed, epoch))
-        else:
-            order = quasi_random_order(self.source.pages, self.seed, epoch)
-        order = self.share.repeated(order, self.repeats)[0].numpy()
-        rng = np.random.default_rng((self.seed, epoch))
-        draws, flips = rng.random((len(order), 2 * TRIES + 2), np.float32), rng.random(len(order)) < self.hflip
-        sides = self.source.table[order, 2:4]
-        yield from self._show(((order[places], random_boxes(sides[places], draws[places], self.scale), flips[places])
-                               for places in self.share.train_places(first)),
-                              self.img_size if self.size_of is None else self.size_of(epoch), training=True)
+    def _order(self, epoch: int) -> torch.Tensor:
+        return super()._order(epoch) if self.os_cache else quasi_random_order(self.source.pages, self.seed, epoch)
 
 
-class BetonEvalLoader(_BetonLoader):
+class BetonEvalLoader(_BetonLoader, ImageEvalLoader):
     """Every image once over all processes; damaged ones are left out.
 
     Args:
@@ -357,16 +321,8 @@ class BetonEvalLoader(_BetonLoader):
             that were stored so nothing is scaled or cut any more.
     """
 
+    training = False
+
     def __init__(self, source: Beton, *, resize: int, **common):
-        super().__init__(source, **common)
-        self.resize = self.img_size if source.evaluated else resize
-
-    def __len__(self) -> int:
-        return self.share.eval_batches
-
-    def batches(self) -> Iterator[Batch]:
-        """Yield the batches; the last ones may be short or empty."""
-        boxes = centre_boxes(self.source.table[:, 2:4], self.img_size, self.resize)
-        batches = (np.array(images, np.int64) for images in self.share.eval_images())
-        yield from self._show(((indices, boxes[indices], np.zeros(len(indices), bool)) for indices in batches),
-                              self.img_size, training=False)
+        super().__init__(source, transform=None, **common)
+        self.how = self.img_size if source.evaluated else resize, self.img_size

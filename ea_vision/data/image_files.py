@@ -12,12 +12,11 @@ from __future__ import annotations
 import errno
 import hashlib
 import io
-import logging
 import os
+import re
 import stat
 import tarfile
 import warnings
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -30,7 +29,6 @@ from timm.utils.misc import natural_key
 from ea_vision.base.errors import UsageError
 from ea_vision.data import ilsvrc
 
-log = logging.getLogger(__name__)
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "PPM", "TIFF")  # Pillow's names; nothing else is decoded anywhere
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm", ".pgm", ".pbm", ".tif", ".tiff")
 MAX_PIXELS = 100_000_000  # of an image, as it is and scaled
@@ -132,28 +130,22 @@ class ImageFiles:
 
     def __init__(self, source: Path):
         self.source = source
-        others: Counter[str] = Counter()
         try:
-            found = _walk(source, others) if source.is_dir() else _scan_tar(source)
+            found = list(_walk(source)) if source.is_dir() else _scan_tar(source)
             if not found and source.is_dir():  # a tar for each class
                 found = [(f"{tar.stem}/{name}", *where) for tar in source.glob("*.tar")
                          for name, *where in _scan_tar(tar)]
         except OSError as error:
             raise UsageError(f"{error.filename or source} cannot be read: {error.strerror or error}") from error
         if not found:
-            there = ", ".join(f"{count} of {ascii(suffix)[1:-1]}" for suffix, count in others.most_common(3))
             raise UsageError(f"{source} has no images: class/name with a suffix of {', '.join(IMAGE_SUFFIXES)} is "
-                             f"required; it has {f'other files: {there}' if there else 'no files'}")
+                             "required")
         found.sort(key=lambda entry: (natural_key(entry[0]), entry[0]))
         self.names = [name for name, *_ in found]
         self._tars = [tar for _, tar, _, _ in found]  # the tar that an image lies in, and where; None: a file
         self._spans = np.array([span for _, _, *span in found], np.int64)
-        try:
-            "".join(self.names).encode()
-        except UnicodeEncodeError as error:
-            start = max(error.start - 20, 0)
-            raise UsageError(f"file names in {source} must be UTF-8, got {os.fsencode(error.object[start:error.end])!r}"
-                             ) from error
+        if strange := next((name for name in self.names if re.search("[\ud800-\udfff]", name)), None):
+            raise UsageError(f"file names in {source} must be UTF-8, got {os.fsencode(strange)!r}")
         self.flat = ilsvrc.is_flat(self.names)
         labels = ilsvrc.labels_of(source, self.names) if self.flat else self._labels()
         self.classes = sorted(set(labels), key=lambda label: (natural_key(label), label))
@@ -180,11 +172,6 @@ class ImageFiles:
             if empty:
                 raise UsageError(f"{len(empty)} class folder(s) of {self.source} have no images: {', '.join(empty[:5])}"
                                  f"{' ...' if len(empty) > 5 else ''}")
-        inner = Counter(label for label, _ in {(of_name[depth], of_name[-2]) for of_name in parts})
-        label, count = inner.most_common(1)[0]
-        if count > 1:
-            log.warning("%s: the classes are %s and the like, the first folders; the images of %s lie in %d folders",
-                        self.source, label, label, count)
         return labels
 
     def describe(self, index: int) -> str:
@@ -212,20 +199,15 @@ class ImageFiles:
         return digest.hexdigest()
 
 
-def _walk(root: Path, others: Counter[str]) -> list[tuple[str, Path | None, int, int]]:
-    """Return (name, None, 0, 0) of every image below a folder; count the suffixes of other files."""
-    found, seen = [], {}
+def _walk(root: Path) -> Iterator[tuple[str, Path | None, int, int]]:
+    """Yield (name, None, 0, 0) of every image below a folder."""
+    seen: dict[str, str] = {}
     for folder, _, files in os.walk(root, followlinks=True):
         real = os.path.realpath(folder)
         if seen.setdefault(real, folder) != folder:
             raise UsageError(f"links of {root} lead to {seen[real]} again, as {folder}")
-        prefix = os.path.relpath(folder, root) + "/"
-        for file in files:
-            if is_image_name(file):
-                found.append(((prefix + file).removeprefix("./"), None, 0, 0))
-            else:
-                others[Path(file).suffix.lower() or "no suffix"] += 1
-    return found
+        for file in filter(is_image_name, files):
+            yield os.path.relpath(f"{folder}/{file}", root), None, 0, 0
 
 
 def _scan_tar(path: Path) -> list[tuple[str, Path, int, int]]:
@@ -246,7 +228,7 @@ def _scan_open_tar(path: Path, file: BinaryIO, start: int, end: int, prefix: str
                 tar.members.clear()  # it would keep them all
                 name = prefix + os.path.normpath(member.name).lstrip("/")
                 if tar.offset > end or member.issparse():
-                    raise UsageError(f"{broken}: {ascii(name)} is {'sparse' if member.issparse() else 'cut off'}")
+                    raise UsageError(f"{broken}: {ascii(name)} is sparse or cut off")
                 if member.isreg() and name.lower().endswith(".tar") and not prefix:
                     yield from _scan_open_tar(path, file, member.offset_data, member.offset_data + member.size,
                                               name[:-4] + "/")

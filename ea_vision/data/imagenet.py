@@ -14,8 +14,9 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import timm.data
@@ -27,7 +28,7 @@ from torchvision import transforms
 from ea_vision.base.errors import UsageError
 from ea_vision.data.augment import normalize
 from ea_vision.data.bad_images import BadImages
-from ea_vision.data.batches import Batch, Share, epoch_generator, epoch_order
+from ea_vision.data.batches import Batch, Share, epoch_generator, sent
 from ea_vision.data.image_files import BrokenImage, ImageFiles, check_scaled, decode_image, to_rgb
 
 TERM_SECONDS = 30  # that workers serve on after a SIGTERM, which clusters send to every process of a job
@@ -58,33 +59,18 @@ class ImageSource:
         if self.files is not None:
             self.classes = self.files.classes
         else:
-            self.dataset = _timms(dataset, root, split, self.name)
-            self.reader = getattr(self.dataset, "reader", None)
-            self.classes = self._class_names(num_classes)
+            found = _timms(dataset, root, split, self.name)
+            self.items = getattr(found, "reader", found)  # (file or image, target) by number
+            self.classes = _class_names(self.items, num_classes, self.name)
         if num_classes and num_classes != len(self.classes):
             raise UsageError(f"{self.name} must have {num_classes} classes (--num-classes), got {len(self.classes)}")
 
     def __len__(self) -> int:
-        return len(self.dataset if self.files is None else self.files)
-
-    def _class_names(self, num_classes: int) -> list[str]:
-        for owner in (self.reader, self.dataset):
-            for attribute in ("class_to_idx", "class_name_to_idx"):
-                found = getattr(owner, attribute, None)
-                if found:
-                    return sorted(found, key=found.get)
-        if not num_classes:
-            raise UsageError(f"{self.name} does not name its classes: --num-classes is required")
-        return [str(number) for number in range(num_classes)]
+        return len(self.items if self.files is None else self.files)
 
     def describe(self, index: int) -> str:
-        """The path of an image, where it has one."""
-        if self.files is not None:
-            return self.files.describe(index)
-        if self.reader is None:
-            return f"{self.name} {index}"
-        name = self.dataset.filename(index, absolute=True)
-        return name if Path(name).is_absolute() or Path(name).exists() else f"{self.name}/{name}"
+        """Return the path of an image, where it has one."""
+        return f"{self.name} {index}" if self.files is None else self.files.describe(index)
 
     def read(self, index: int) -> tuple[Image.Image, int]:
         """Decode an image to RGB, and give its target.
@@ -96,7 +82,7 @@ class ImageSource:
             if self.files is not None:
                 file, target = self.files.open(index), self.files.targets[index]
             else:
-                file, target = (self.dataset if self.reader is None else self.reader)[index][:2]
+                file, target = self.items[index][:2]
             if isinstance(file, Image.Image):
                 return to_rgb(ImageOps.exif_transpose(file) if self.exif_rotation else file), int(target)
         except (OSError, SyntaxError, ValueError) as error:
@@ -105,12 +91,9 @@ class ImageSource:
             return decode_image(file, self.exif_rotation), int(target)
 
     def fingerprint(self) -> str:
-        """Return SHA-256 over the names of classes and images and the sizes of files: the same wherever they lie."""
-        if self.files is not None:
-            found = self.files.fingerprint()
-        else:
-            names = [] if self.reader is None else self.dataset.filenames()
-            found = hashlib.sha256("\n".join([*self.classes, "", str(len(self)), *names]).encode()).hexdigest()
+        """Return SHA-256 over the names of classes and, of files, their names and sizes: the same wherever they lie."""
+        found = (self.files.fingerprint() if self.files is not None else
+                 hashlib.sha256("\n".join([*self.classes, str(len(self))]).encode()).hexdigest())
         return f"{found} exif_rotation" if self.exif_rotation else found
 
 
@@ -122,6 +105,16 @@ def _timms(dataset: str, root: Path, split: str, name: str):
     if not hasattr(found, "__getitem__") or isinstance(found, torch.utils.data.IterableDataset):
         raise UsageError(f"{dataset} is a stream; one that can be indexed is required (folder, tar, torch/*, hfds/*)")
     return found
+
+
+def _class_names(items, num_classes: int, name: str) -> list[str]:
+    """Return the names that a data set of timm's has for its classes, else numbers."""
+    number = getattr(items, "class_to_idx", None) or getattr(items, "class_name_to_idx", None)
+    if number:
+        return sorted(number, key=number.get)
+    if not num_classes:
+        raise UsageError(f"{name} does not name its classes: --num-classes is required")
+    return [str(number) for number in range(num_classes)]
 
 
 def _pixels(image: Image.Image) -> torch.Tensor:
@@ -158,35 +151,45 @@ def eval_transform(img_size: int, resize: int, interpolation: str = "bilinear"):
     return transforms.Compose([limited, transforms.Resize(resize, mode), transforms.CenterCrop(img_size), _pixels])
 
 
-def seed_image(seed: int, epoch: int, index: int, copy: int = 0) -> None:
-    """Seed all that an image's augmentation may draw from, by the run's seed, epoch, image and number of the copy."""
+def image_seed(seed: int, epoch: int, index: int, copy: int = 0) -> int:
+    """Return the seed, of 63 bits, of an image in an epoch of a run; copy: its number among several."""
     drawn_by = f"{seed} {epoch} {index}" + (f" {copy}" if copy else "")
-    number = int.from_bytes(hashlib.sha256(drawn_by.encode()).digest()[:8], "little") >> 1
+    return int.from_bytes(hashlib.sha256(drawn_by.encode()).digest()[:8], "little") >> 1
+
+
+def seed_image(seed: int, epoch: int, index: int, copy: int = 0) -> None:
+    """Seed all that an image's augmentation may draw from."""
+    number = image_seed(seed, epoch, index, copy)
     random.seed(number)
     np.random.seed(number % 2**32)
     torch.default_generator.manual_seed(number)
 
 
-class _Decoder(Dataset):
-    """In the worker processes: a list of (epoch, index, number of the copy) -> one batch."""
+class Decoder(Dataset):
+    """In the worker processes: a list of (epoch, index, number of the copy) -> one batch. A subclass has other images.
 
-    def __init__(self, source: ImageSource, transform, img_size: int, seed: int):
-        self.source, self.transform, self.img_size, self.seed = source, transform, img_size, seed
+    shape: of an image.
+    """
+
+    def __init__(self, source, transform, shape: tuple[int, ...], seed: int):
+        self.source, self.transform, self.shape, self.seed = source, transform, shape, seed
+
+    def read(self, index: int) -> tuple[torch.Tensor, Any]:
+        """Return the uint8 pixels of an image and its target. Raises BrokenImage."""
+        image, target = self.source.read(index)
+        return self.transform(image), target
 
     def __getitems__(self, keys: list[tuple[int, int, int]]):
-        """Return uint8 (B, S, S, 3), int64 targets (B,), ids (B,), bad [(place, error)]; the pixels of bad are 0.
-        """
-        images = torch.zeros(len(keys), self.img_size, self.img_size, 3, dtype=torch.uint8)
-        targets = torch.zeros(len(keys), dtype=torch.int64)
-        bad = []
+        """Return uint8 (B, *shape), targets, ids (B,), bad [(place, error)]; the pixels of bad are 0."""
+        images = torch.zeros(len(keys), *self.shape, dtype=torch.uint8)
+        targets, bad = [0] * len(keys), []
         for place, (epoch, index, copy) in enumerate(keys):
             seed_image(self.seed, epoch, index, copy)
             try:
-                image, targets[place] = self.source.read(index)
-                images[place] = self.transform(image)
+                images[place], targets[place] = self.read(index)
             except BrokenImage as error:
                 bad.append((place, str(error)))
-        return images, targets, torch.tensor([index for _, index, _ in keys]), bad
+        return images, targets, torch.tensor([index for _, index, _ in keys], dtype=torch.int64), bad
 
 
 def _begin_worker(_number: int) -> None:
@@ -215,52 +218,64 @@ def _own_random_state() -> Iterator[None]:
 
 
 class DecodingLoader:
-    """Common to both loaders. Images with other targets have a subclass with another `_decoder` and `_batch`.
+    """Common to all loaders that decode images as they are needed. Other images, or other ways to decode them, are
+    subclasses with another `_decoder`, `_decoded`, `_pixels` or `_batch`.
 
-    Args: mean and std of images in 0..1, per channel; batch_size: images per process; workers: processes that decode
-    for this one, 0: none; prefetch: batches that each of them prepares ahead; bad_images: gets the unreadable ones.
+    Args: transform: of images of img_size; mean and std of images in 0..1, per channel; batch_size: images per process;
+    workers: processes that decode for this one, 0: none; prefetch: batches that each of them prepares ahead;
+    bad_images: gets the unreadable ones.
     """
 
-    def __init__(self, source: ImageSource, *, transform, img_size: int, mean: Sequence[float], std: Sequence[float],
+    size_of: Callable[[int], int] | None = None
+
+    def __init__(self, source, *, transform, img_size: int, mean: Sequence[float], std: Sequence[float],
                  device: torch.device, batch_size: int, workers: int, bad_images: BadImages, rank: int = 0,
                  world_size: int = 1, seed: int = 0, prefetch: int = 2):
         self.source, self.bad_images = source, bad_images
         self.transform, self.img_size = transform, img_size
-        self.mean = torch.tensor(mean, dtype=torch.float32, device=device)
-        self.std = torch.tensor(std, dtype=torch.float32, device=device)
+        self.mean, self.std = (torch.tensor(values, dtype=torch.float32, device=device) for values in (mean, std))
         self.share = Share(len(source), batch_size, rank, world_size)
         self.device, self.seed, self.workers, self.prefetch = device, seed, workers, prefetch
 
-    def _decoder(self, transform, img_size: int) -> Dataset:
-        """Return the data set that turns a list of keys into images, targets, ids and bad ones [(place, error)]."""
-        return _Decoder(self.source, transform, img_size, self.seed)
+    def _decoder(self, img_size: int):
+        """Return what makes images, targets, ids and bad ones [(place, error)] of a list of keys."""
+        transform = self.transform(img_size) if self.size_of else self.transform
+        return Decoder(self.source, transform, (img_size, img_size, 3), self.seed)
 
-    def _show(self, batches: list[list[tuple[int, int, int]]], transform, img_size: int, training: bool,
-              ) -> Iterator[Batch]:
-        """Yield the batches of these keys, in order; img_size: what the transform gives."""
+    def _decoded(self, decoder, batches: list[list[tuple[int, int, int]]]) -> Iterator[tuple]:
+        """Yield the decoder's batches, in order."""
         of_workers = {"prefetch_factor": self.prefetch, "multiprocessing_context": "fork", "timeout": STUCK_SECONDS}
         if self.workers and self.share.world_size > 1 and self.device.type == "cpu":
             # A fork while one of gloo's threads enters the interpreter, as they do after a collective to drop its
             # tensors, leaves a worker that waits for ever for the interpreter's list of threads.
             time.sleep(GLOO_SECONDS)
         loader = iter(DataLoader(
-            self._decoder(transform, img_size), batch_sampler=batches, num_workers=self.workers, collate_fn=_as_it_is,
+            decoder, batch_sampler=batches, num_workers=self.workers, collate_fn=_as_it_is,
             pin_memory=self.device.type == "cuda", worker_init_fn=_begin_worker, **(of_workers if self.workers else {}),
             generator=torch.Generator()))  # its own: the trainer's random state is part of its checkpoints
         for _ in batches:
             with _own_random_state():
-                images, targets, ids, bad = next(loader)
-            for place, error in bad:
-                self.bad_images.add(self.source.describe(int(ids[place])), error)
-            if bad:
-                places = self.bad_images.places(len(ids), [place for place, _ in bad], training)
-                images, ids = images[places], ids[places]
-                targets = [targets[place] for place in places] if isinstance(targets, list) else targets[places]
-            yield self._batch(images, targets, ids)
+                batch = next(loader)
+            yield batch
 
-    def _batch(self, images: torch.Tensor, targets: torch.Tensor, ids: torch.Tensor) -> Batch:
+    def _show(self, batches: list[list[tuple[int, int, int]]], img_size: int, training: bool) -> Iterator[Batch]:
+        """Yield the batches of these keys, in order."""
+        with closing(self._decoded(self._decoder(img_size), batches)) as decoded:
+            for images, targets, ids, bad in decoded:
+                for place, error in bad:
+                    self.bad_images.add(self.source.describe(int(ids[place])), error)
+                if bad:
+                    places = self.bad_images.places(len(ids), [place for place, _ in bad], training)
+                    images, ids, targets = images[places], ids[places], [targets[place] for place in places]
+                yield self._batch(images, targets, ids)
+
+    def _batch(self, images: torch.Tensor, targets: list[int], ids: torch.Tensor) -> Batch:
+        return Batch(self._pixels(images), sent(torch.tensor(targets, dtype=torch.int64), self.device), ids)
+
+    def _pixels(self, images: torch.Tensor) -> torch.Tensor:
+        """Return a decoder's images as the network takes them, on the device."""
         images = images.to(self.device, non_blocking=True).permute(0, 3, 1, 2)
-        return Batch(normalize(images, self.mean, self.std), targets.to(self.device, non_blocking=True), ids)
+        return normalize(images, self.mean, self.std)
 
 
 class ImageTrainLoader(DecodingLoader):
@@ -272,22 +287,22 @@ class ImageTrainLoader(DecodingLoader):
         repeats: how often an epoch has each of its images (see `Share.repeated`).
     """
 
-    def __init__(self, source: ImageSource, *, size_of: Callable[[int], int] | None = None, repeats: int = 1, **common):
+    def __init__(self, source, *, size_of: Callable[[int], int] | None = None, repeats: int = 1, **common):
         super().__init__(source, **common)
         self.size_of, self.repeats = size_of, repeats
 
     def __len__(self) -> int:
         return self.share.train_batches
 
+    def _order(self, epoch: int) -> torch.Tensor:
+        return torch.randperm(len(self.source), generator=epoch_generator(self.seed, epoch))
+
     def batches(self, epoch: int, first: int = 0) -> Iterator[Batch]:
         """Yield the batches of an epoch from number `first` on."""
-        order = epoch_order(len(self.source), epoch_generator(self.seed, epoch))
-        order, copies = (table.tolist() for table in self.share.repeated(order, self.repeats))
+        order, copies = (table.tolist() for table in self.share.repeated(self._order(epoch), self.repeats))
         keys = [[(epoch, index, copy) for index, copy in zip(order[places], copies[places], strict=True)]
                 for places in self.share.train_places(first)]
-        size = self.img_size if self.size_of is None else self.size_of(epoch)
-        transform = self.transform if self.size_of is None else self.transform(size)
-        yield from self._show(keys, transform, size, training=True)
+        yield from self._show(keys, self.size_of(epoch) if self.size_of else self.img_size, training=True)
 
 
 class ImageEvalLoader(DecodingLoader):
@@ -299,4 +314,4 @@ class ImageEvalLoader(DecodingLoader):
     def batches(self) -> Iterator[Batch]:
         """Yield the batches; the last ones may be short or empty."""
         keys = [[(0, index, 0) for index in images] for images in self.share.eval_images()]
-        yield from self._show(keys, self.transform, self.img_size, training=False)
+        yield from self._show(keys, self.img_size, training=False)

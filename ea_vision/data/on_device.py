@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from ea_vision.data.augment import Augmentation, normalize
-from ea_vision.data.batches import Batch, Share, epoch_generator, epoch_order, sent
+from ea_vision.data.batches import Batch, Share, epoch_generator, sent
 from ea_vision.data.small_images import Images
 
 
@@ -35,7 +35,7 @@ class TrainLoader(_OnDevice):
     def batches(self, epoch: int, first: int = 0) -> Iterator[Batch]:
         """Yield the batches of an epoch from number `first` on."""
         generator = epoch_generator(self.seed, epoch)
-        order = epoch_order(len(self.targets), generator)
+        order = torch.randperm(len(self.targets), generator=generator)
         draws = self.augmentation.draw(len(self.targets), tuple(self.images.shape[-2:]), generator)
         if self.augmentation.flip == "alternate":  # by the image, wherever the epoch's order has it
             draws[:, 2] = self.augmentation.alternating_flips(len(self.targets), epoch, self.seed)[order]

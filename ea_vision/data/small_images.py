@@ -82,11 +82,13 @@ def load_dataset(name: str, data_dir: str = "", img_size: int = 32, download: bo
     if name in ("cifar10", "cifar100"):
         root = Path(data_dir) if data_dir else cache_root() / "torchvision"
         return _load_torchvision(name, root, img_size, download)
-    if name == "folder":
-        if not data_dir:
-            raise UsageError("--dataset folder needs --data-dir: a folder with train and test (or val)")
-        return _load_folder(Path(data_dir), img_size, workers, exif_rotation)
-    raise UsageError(f"dataset must be one of {', '.join(DATASETS)}, got {name!r}")
+    if not data_dir:
+        raise UsageError("--dataset folder needs --data-dir: a folder with train and test (or val)")
+    sources = [find_split(Path(data_dir), split) for split in ("train", "test")]
+    (train, classes), (test, test_classes) = (decode_split(source, img_size, workers, exif_rotation)
+                                              for source in sources)
+    check_same_classes(sources[0], classes, sources[1], test_classes)
+    return DataSet("folder", train, test, classes)
 
 
 def _load_digits(img_size: int) -> DataSet:
@@ -97,11 +99,7 @@ def _load_digits(img_size: int) -> DataSet:
     grey = np.rint(digits.images * (255 / 16)).astype(np.uint8)  # (1797, 8, 8), values were 0..16
     images = _resized(grey[..., None].repeat(3, axis=-1), img_size)
     targets = torch.from_numpy(digits.target.astype(np.int64))
-    rank_in_class = torch.zeros_like(targets)
-    for target in range(10):
-        of_class = targets == target
-        rank_in_class[of_class] = torch.arange(int(of_class.sum()))
-    is_test = rank_in_class % 5 == 4
+    is_test = (targets[:, None] == targets).tril(-1).sum(1) % 5 == 4  # by the number in its class
     all_images = Images(images, targets, [f"digit {i}" for i in range(len(targets))])
     return DataSet("digits", all_images.select((~is_test).nonzero()[:, 0]), all_images.select(is_test.nonzero()[:, 0]),
                    [str(d) for d in range(10)])
@@ -112,18 +110,15 @@ def _load_torchvision(name: str, root: Path, img_size: int, download: bool) -> D
     from torchvision import datasets
 
     kind = {"cifar10": datasets.CIFAR10, "cifar100": datasets.CIFAR100}[name]
-    splits = {}
-    for train in (True, False):
-        try:
-            found = kind(str(root), train=train, download=download)
-        except (RuntimeError, OSError) as error:
-            raise UsageError(f"{name} cannot be read from {root}: {error} (--download fetches it; --dataset folder "
-                             "reads tars and folders)") from error
-        split = "train" if train else "test"
-        splits[split] = Images(_resized(np.asarray(found.data), img_size),
-                               torch.tensor(found.targets, dtype=torch.int64),
-                               [f"{name} {split} {i}" for i in range(len(found.targets))])
-    return DataSet(name, splits["train"], splits["test"], list(found.classes))
+    try:
+        splits = {split: kind(str(root), train=split == "train", download=download) for split in ("train", "test")}
+    except (RuntimeError, OSError) as error:
+        raise UsageError(f"{name} cannot be read from {root}: {error} (--download fetches it; --dataset folder reads "
+                         "tars and folders)") from error
+    train, test = (Images(_resized(np.asarray(found.data), img_size), torch.tensor(found.targets, dtype=torch.int64),
+                          [f"{name} {split} {i}" for i in range(len(found.targets))])
+                   for split, found in splits.items())
+    return DataSet(name, train, test, list(splits["train"].classes))
 
 
 def _resized(pixels: np.ndarray, img_size: int) -> torch.Tensor:
@@ -146,14 +141,6 @@ def _fit(image: Image.Image, img_size: int) -> np.ndarray:
         left, top = (image.width - img_size) // 2, (image.height - img_size) // 2
         image = image.crop((left, top, left + img_size, top + img_size))
     return np.asarray(image)
-
-
-def _load_folder(root: Path, img_size: int, workers: int, exif_rotation: bool) -> DataSet:
-    sources = [find_split(root, "train"), find_split(root, "test")]
-    (train, classes), (test, test_classes) = (decode_split(source, img_size, workers, exif_rotation)
-                                              for source in sources)
-    check_same_classes(sources[0], classes, sources[1], test_classes)
-    return DataSet("folder", train, test, classes)
 
 
 def check_same_classes(train: object, classes: list[str], test: object, test_classes: list[str]) -> None:

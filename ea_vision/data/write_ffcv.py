@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
 
 from ea_vision.base.errors import RunError, UsageError, exit_code
 from ea_vision.base.files import check_output, write_json
@@ -37,34 +36,25 @@ MOST_SIDE = 65_500  # pixels, of a JPEG
 
 
 class _Samples:
-    """What FFCV's writer reads: (uint8 (H, W, 3), class) by index. A broken image is a black pixel, and noted.
+    """What FFCV's writer reads: (uint8 (H, W, 3), class) by index. A broken image is a black pixel, and noted."""
 
-    Raises:
-        UsageError: on reading, more than max_bad_images are broken.
-    """
-
-    def __init__(self, source: ImageSource, max_size: int, raw: bool, evaluated: Evaluated | None, max_bad_images: int):
-        self.source, self.max_size, self.raw, self.max_bad_images = source, max_size, raw, max_bad_images
+    def __init__(self, source: ImageSource, max_size: int, raw: bool, evaluated: Evaluated | None):
+        self.source, self.max_size, self.raw = source, max_size, raw
         self.transform = None if evaluated is None else eval_transform(*evaluated)
-        self.broken, self.count = multiprocessing.Queue(), multiprocessing.Value("i", 0)
+        self.broken = multiprocessing.RawArray("b", len(source))
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
         try:
-            image, target = self.source.read(int(index))
-            return self._pixels(image), target
-        except BrokenImage as error:
-            with self.count.get_lock():
-                self.count.value += 1
-                if self.count.value > self.max_bad_images:
-                    raise UsageError(f"{self.count.value} image(s) cannot be written, the last: "
-                                     f"{self.source.describe(int(index))} ({error}); --max-bad-images says how many "
-                                     "may be left out") from error
-            self.broken.put((int(index), str(error)))
+            return self.read(int(index))
+        except BrokenImage:
+            self.broken[index] = 1
             return np.zeros((1, 1, 3), np.uint8), 0
 
-    def _pixels(self, image: Image.Image) -> np.ndarray:
+    def read(self, index: int) -> tuple[np.ndarray, int]:
+        """Return an image as it will be stored. Raises BrokenImage."""
+        image, target = self.source.read(index)
         if self.transform is not None:
-            return self.transform(image).numpy()
+            return self.transform(image).numpy(), target
         scale = min(1.0, self.max_size / max(image.size)) if self.max_size else 1.0
         width, height = (int(side * scale) for side in image.size)  # as FFCV will scale it
         fault = ("nothing is left of it, scaled to --max-size" if min(width, height) < 1
@@ -73,7 +63,17 @@ class _Samples:
                  else "")
         if fault:
             raise BrokenImage(f"{image.width}x{image.height} pixels: {fault}")
-        return np.asarray(image)
+        return np.asarray(image), target
+
+    def left_out(self) -> list[dict[str, str]]:
+        """Return path and error of the broken images; it reads them once more."""
+        found = []
+        for index in np.flatnonzero(self.broken).tolist():
+            try:
+                self.read(index)
+            except BrokenImage as error:
+                found.append({"path": self.source.describe(index), "error": str(error)})
+        return found
 
 
 def _work(work, parent: int, failures, *given) -> None:
@@ -82,17 +82,12 @@ def _work(work, parent: int, failures, *given) -> None:
     try:
         work(*given)
     except Exception as error:
-        failures.put((isinstance(error, UsageError), f"{error}"))
+        failures.put(str(error))
         os.kill(parent, signal.SIGUSR1)
 
 
 def _write(path: Path, samples: _Samples, fields: dict, workers: int, indices: list[int]) -> None:
-    """Write samples by FFCV's writer.
-
-    Raises:
-        UsageError: more images than allowed are broken.
-        RunError: the file cannot be written.
-    """
+    """Write samples by FFCV's writer. Raises RunError where it cannot."""
     failures = multiprocessing.SimpleQueue()
 
     class Writer(require_ffcv("ffcv.writer").DatasetWriter):
@@ -100,8 +95,7 @@ def _write(path: Path, samples: _Samples, fields: dict, workers: int, indices: l
             super()._write_common(count, chunks, partial(_work, work, os.getpid(), failures), more)
 
     def fail(*_) -> None:
-        is_usage, message = failures.get()
-        raise UsageError(message) if is_usage else RunError(f"cannot write {path}: {message}")
+        raise RunError(f"cannot write {path}: {failures.get()}")
 
     writer, before = Writer(str(path), fields, page_size=PAGE, num_workers=workers), signal.signal(signal.SIGUSR1, fail)
     try:
@@ -136,41 +130,33 @@ def write_beton(source: ImageSource, out: Path, *, max_size: int = 0, jpeg_share
     """
     field_types = require_ffcv("ffcv.fields")
     fields = {"image": field_types.RGBImageField(
-        write_mode={0.0: "raw", 1.0: "jpg"}.get(jpeg_share, "proportion"), max_resolution=max_size or None,
+        write_mode={0: "raw", 1: "jpg"}.get(jpeg_share, "proportion"), max_resolution=max_size or None,
         jpeg_quality=quality, compress_probability=jpeg_share), "label": field_types.IntField()}
     out = Path(os.path.realpath(check_output(out)))
     temporary = out.with_name(f".{out.name}.tmp")
-    samples = _Samples(source, max_size, jpeg_share < 1, evaluated, max_bad_images)
+    samples = _Samples(source, max_size, jpeg_share < 1, evaluated)
     try:
-        _write(temporary, samples, fields, workers, list(range(len(source))))
-        broken = dict(samples.broken.get() for _ in range(samples.count.value))
-        if len(broken) == len(source):
-            raise UsageError(f"{source.name} has no image that can be decoded")
-        if broken:
-            _write(temporary, samples, fields, workers, [n for n in range(len(source)) if n not in broken])
+        kept = list(range(len(source)))
+        _write(temporary, samples, fields, workers, kept)
+        left_out = samples.left_out()
+        if len(left_out) > min(max_bad_images, len(source) - 1):
+            raise UsageError(f"{len(left_out)} of {len(source)} images cannot be written, the first: "
+                             f"{left_out[0]['path']} ({left_out[0]['error']}); --max-bad-images says how many may be "
+                             "left out")
+        if left_out:
+            kept = np.flatnonzero(np.equal(samples.broken, 0)).tolist()
+            _write(temporary, samples, fields, workers, kept)
         sidecar(out).unlink(missing_ok=True)  # never the old one beside the new file
         os.replace(temporary, out)
     except OSError as error:
         raise RunError(f"cannot write {out}: {error.strerror or error}") from error
     finally:
         temporary.unlink(missing_ok=True)
-    about = {"images": len(source) - len(broken), "classes": source.classes, "source": source.name,
+    about = {"images": len(kept), "classes": source.classes, "source": source.name,
              "max_size": max_size, "jpeg_share": jpeg_share, "quality": quality, "evaluated": evaluated,
-             "exif_rotation": source.exif_rotation,
-             "left_out": [{"path": source.describe(index), "error": error} for index, error in sorted(broken.items())]}
+             "exif_rotation": source.exif_rotation, "left_out": left_out}
     write_json(sidecar(out), about)
     return about
-
-
-def _number(low: float, high: float, kind=int):
-    """Return a type of argparse: a number between two."""
-    def parse(text: str):
-        value = kind(text)
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"must lie in {low}..{high}, got {text}")
-        return value
-
-    return parse
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -189,16 +175,15 @@ def main(argv: list[str] | None = None) -> int:
     add("--eval-resize", type=int, default=256, help="with --eval-img-size (default: %(default)s)")
     add("--interpolation", choices=("bilinear", "bicubic"), default="bilinear", help="with --eval-img-size (default: "
         "%(default)s)")
-    add("--max-size", type=_number(0, MOST_SIDE), help="longest side in pixels; larger images are scaled down, 0: none "
-        "is (default: 500)")
-    add("--jpeg-share", type=_number(0, 1, float), help="share of the images stored as JPEG, 0..1; the others are "
-        "stored as pixels (default: 0.5)")
-    add("--quality", type=_number(1, 100), default=90, help="quality of the JPEGs, 1..100 (default: %(default)s)")
+    add("--max-size", type=int, help="longest side in pixels; larger images are scaled down, 0: none is (default: 500)")
+    add("--jpeg-share", type=float, help="share of the images stored as JPEG, 0..1; the others are stored as pixels "
+        "(default: 0.5)")
+    add("--quality", type=int, default=90, help="quality of the JPEGs, 1..100 (default: %(default)s)")
     add("--exif-rotation", action="store_true", help="turn images as their EXIF data says; the trainer needs the same "
         "option (default: do not, as timm and torchvision)")
-    add("--workers", type=_number(1, 1024), default=os.cpu_count(), help="processes (default: one per core)")
-    add("--max-bad-images", type=_number(0, 10**9), default=0, help="so many images that cannot be decoded are left "
-        "out, and listed in FILE.beton.json; one more stops the writing (default: 0)")
+    add("--workers", type=int, default=os.cpu_count(), help="processes (default: one per core)")
+    add("--max-bad-images", type=int, default=0, help="so many images that cannot be decoded are left out, and listed "
+        "in FILE.beton.json; with more, nothing is written (default: 0)")
     given = parser.parse_args(argv)
     evaluated = None
     if given.eval_img_size:
@@ -208,13 +193,18 @@ def main(argv: list[str] | None = None) -> int:
         if not 8 <= given.eval_img_size <= given.eval_resize:
             raise UsageError(f"--eval-img-size must lie in 8..{given.eval_resize} (--eval-resize), got "
                              f"{given.eval_img_size}")
-        given.max_size, given.jpeg_share = 0, 0.0
+    for name, default in (("max_size", 500), ("jpeg_share", 0.5)):
+        if getattr(given, name) is None:
+            setattr(given, name, 0 if evaluated else default)
+    for name, low, high in (("max_size", 0, MOST_SIDE), ("jpeg_share", 0, 1), ("quality", 1, 100), ("workers", 1, 1024),
+                            ("max_bad_images", 0, 10**9)):
+        if not low <= getattr(given, name) <= high:
+            raise UsageError(f"--{name.replace('_', '-')} must lie in {low}..{high}, got {getattr(given, name)}")
     require_ffcv("ffcv")
     root = Path(given.data_dir)
     place = root if given.dataset else find_split(root, given.split, or_root=True)
     source = ImageSource(given.dataset, place, given.split, given.num_classes, given.exif_rotation)
-    about = write_beton(source, given.out, max_size=500 if given.max_size is None else given.max_size,
-                        jpeg_share=0.5 if given.jpeg_share is None else given.jpeg_share, quality=given.quality,
+    about = write_beton(source, given.out, max_size=given.max_size, jpeg_share=given.jpeg_share, quality=given.quality,
                         workers=given.workers, max_bad_images=given.max_bad_images, evaluated=evaluated)
     for entry in about["left_out"]:
         print(f"left out {entry['path']}: {entry['error']}")

@@ -9,43 +9,24 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset
 
 from ea_vision.data.batches import Batch, sent
-from ea_vision.data.image_files import BrokenImage
-from ea_vision.data.imagenet import DecodingLoader, ImageEvalLoader, ImageTrainLoader, seed_image
-from ea_vision.detection.coco import CocoFolder
+from ea_vision.data.imagenet import Decoder, DecodingLoader, ImageEvalLoader, ImageTrainLoader
 
 
-class _BoxDecoder(Dataset):
-    """In the worker processes: a list of (epoch, index, number of the copy) -> one batch. Boxes travel as NumPy arrays:
-    every tensor would take a file descriptor on its way."""
+class _BoxDecoder(Decoder):
+    """Boxes travel as NumPy arrays: every tensor would take a file descriptor on its way."""
 
-    def __init__(self, source: CocoFolder, img_size: int, seed: int):
-        self.source, self.img_size, self.seed = source, img_size, seed
-
-    def __getitems__(self, keys: list[tuple[int, int, int]]):
-        """Return uint8 (B, 3, S, S), targets, ids (B,), bad [(place, error)]; the pixels of bad are 0."""
-        images = torch.zeros(len(keys), 3, self.img_size, self.img_size, dtype=torch.uint8)
-        targets: list[dict[str, Any]] = [{} for _ in keys]
-        bad = []
-        for place, (epoch, index, copy) in enumerate(keys):
-            seed_image(self.seed, epoch, index, copy)
-            try:
-                image, target = self.source[index]
-            except BrokenImage as error:
-                bad.append((place, str(error)))
-                continue
-            images[place] = image.mul(255).round_()
-            targets[place] = {**target, "boxes": target["boxes"].numpy(), "labels": target["labels"].numpy()}
-        return images, targets, torch.tensor([index for _, index, _ in keys]), bad
+    def read(self, index: int) -> tuple[torch.Tensor, dict[str, Any]]:
+        image, target = self.transform(*self.source[index])
+        return image.mul(255).round_(), {**target, "boxes": target["boxes"].numpy(), "labels": target["labels"].numpy()}
 
 
 class _Boxes(DecodingLoader):
-    """Beside a loader of images: its source is a `CocoFolder`, which is given the transform."""
+    """Beside a loader of images: its source is a `CocoFolder`."""
 
-    def _decoder(self, transform, img_size: int) -> Dataset:
-        return _BoxDecoder(self.source.select(range(len(self.source)), transform), img_size, self.seed)
+    def _decoder(self, img_size: int) -> _BoxDecoder:
+        return _BoxDecoder(self.source, self.transform, (3, img_size, img_size), self.seed)
 
     def _batch(self, images: torch.Tensor, targets: list[dict[str, Any]], ids: torch.Tensor) -> Batch:
         images = images.to(self.device, non_blocking=True).float().div_(255)

@@ -81,7 +81,7 @@ def empty_class(train: Path) -> None:
     (train / "class_9" / "x.heic").touch()
 
 
-NO_IMAGES = f"{{train}} has no images: class/name with a suffix of {', '.join(IMAGE_SUFFIXES)} is required; it has "
+NO_IMAGES = f"{{train}} has no images: class/name with a suffix of {', '.join(IMAGE_SUFFIXES)} is required"
 
 
 @pytest.mark.parametrize("fault, message", [
@@ -89,7 +89,7 @@ NO_IMAGES = f"{{train}} has no images: class/name with a suffix of {', '.join(IM
     (linked_twice, r"links of {train} lead to {train}/class_(1 again, as .*/class_0/more|0/more again, as .*/class_1)"),
     (not_utf8, r"file names in {train} must be UTF-8, got b'.*\\xff"),
     (stray, "images of {train} must lie in class folders, got stray.jpg"),
-    (texts, NO_IMAGES + "other files: 12 of .txt"), (nothing, NO_IMAGES + "no files"),
+    (texts, NO_IMAGES), (nothing, NO_IMAGES),
     (empty_class, r"1 class folder\(s\) of {train} have no images: class_9"),
 ], ids=lambda given: getattr(given, "__name__", ""))
 def test_folders_that_are_refused(photos, fault, message):
@@ -106,7 +106,7 @@ def last_member_end(data: bytes) -> int:
 
 @pytest.mark.parametrize("hurt, message", [
     (lambda data: b"", "empty file"), (lambda data: b"not a tar, but some text " * 40, "invalid header"),
-    (lambda data: data[:3000], "unexpected end of data|is cut off"),
+    (lambda data: data[:3000], "unexpected end of data|sparse or cut off"),
     (lambda data: data[:data.index(b"./class_1") + 100], "damaged or cut off at byte"),
     (lambda data: data[:last_member_end(data)], "damaged or cut off at byte"),
     (lambda data: data.replace(b"./class_1/", b"./klass_1/", 2), "damaged or cut off at byte"),
@@ -186,15 +186,6 @@ def test_a_tar_of_tars_and_a_folder_of_tars_have_a_class_in_each(photos, tmp_pat
         for index in range(12):
             image, target = source.read(index)
             assert target == folder.read(index)[1] and np.array_equal(image, folder.read(index)[0])
-
-
-def test_classes_of_several_folders_are_told_of(photos, caplog):
-    for path in (photos / "train/class_0").iterdir():
-        folder = path.parent / f"{int(path.stem) % 2}"
-        folder.mkdir(exist_ok=True)
-        path.rename(folder / path.name)
-    assert ImageFiles(photos / "train").classes == ["class_0", "class_1", "class_2"]
-    assert "the first folders; the images of class_0 lie in 2 folders" in caplog.text
 
 
 def test_the_folder_that_was_meant_is_named(photos):

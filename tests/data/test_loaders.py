@@ -15,7 +15,7 @@ from ea_vision.base.errors import RunError
 from ea_vision.base.processes import World
 from ea_vision.data import write_ffcv
 from ea_vision.data.bad_images import BadImages
-from ea_vision.data.batches import GrowingSize, Share, epoch_generator, epoch_order, numbered_seed
+from ea_vision.data.batches import GrowingSize, Share, epoch_generator, numbered_seed
 from ea_vision.data.ffcv import Beton, BetonEvalLoader, BetonTrainLoader
 from ea_vision.data.imagenet import ImageEvalLoader, ImageSource, ImageTrainLoader, eval_transform, train_transform
 from tests.data.photos import make_photos
@@ -60,7 +60,7 @@ def loader(sources, kind: str, batch_size: int, split: str = "train", size_of=No
 
 def test_repeated_augmentation_is_timms():
     for images, batch_size, processes, times in ((40, 4, 2, 3), (96, 3, 4, 3), (41, 5, 1, 4), (64, 8, 2, 2)):
-        order = epoch_order(images, epoch_generator(5, 2))
+        order = torch.randperm(images, generator=epoch_generator(5, 2))
         assert torch.equal(Share(images, batch_size, 0, processes).repeated(order, 1)[0], order)
         for rank in range(processes):
             share = Share(images, batch_size, rank, processes)
