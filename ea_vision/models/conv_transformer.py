@@ -164,10 +164,8 @@ class ConvTransformer(HeadedNetwork, nn.Module):
             **kwargs: Any,
     ) -> None:
         dd = {"device": device, "dtype": dtype}
-        super().__init__()
         config = AttentionConfig.take(kwargs, num_heads=4, qk_ratio=1.0, v_ratio=1.0)
-        if kwargs:
-            raise TypeError(f"ConvTransformer() got an unexpected keyword argument '{next(iter(kwargs))}'")
+        super().__init__(**kwargs)  # refuses what is left
         check_numbers("widths", widths)
         self.img_size = to_size(img_size, self.min_img_size)
         self.num_classes = num_classes

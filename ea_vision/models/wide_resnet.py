@@ -154,10 +154,8 @@ class WideResNet(HeadedNetwork, nn.Module):
             **kwargs: Any,
     ) -> None:
         dd = {"device": device, "dtype": dtype}
-        super().__init__()
         config = AttentionConfig.take(kwargs)
-        if kwargs:
-            raise TypeError(f"WideResNet() got an unexpected keyword argument '{next(iter(kwargs))}'")
+        super().__init__(**kwargs)  # refuses what is left
         if depth < 10 or (depth - 4) % 6:
             raise ValueError(f"depth must be 6 n + 4 with n blocks a group, n at least 1, got {depth}")
         if width < 1:

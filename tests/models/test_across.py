@@ -68,11 +68,13 @@ def test_every_parameter_has_a_gradient_one_step_from_the_identity(kind):
 @torch.no_grad()
 def test_a_real_network_of_timms_evolves_by_every_kind():
     torch.manual_seed(0)
-    timms = fused(timm.create_model("vit_small_patch16_224").eval(), False)
-    x = torch.randn(1, 3, 224, 224)
+    timms = timm.create_model("vit_small_patch16_dinov3").eval()
+    x = torch.randn(1, 3, 64, 64)
+    timms.set_input_size((64, 64))
     expected = timms(x)
     for kind in KINDS:
-        assert torch.equal(ea_vision.evolve(timms, kind)(x), expected), kind
+        difference = (ea_vision.evolve(timms, kind)(x) - expected).abs().max()
+        assert difference < 1e-5 * expected.abs().max(), kind
 
 
 @new_kinds

@@ -8,14 +8,11 @@ from timm.layers import BlurPool2d, DropPath
 from timm.models import create_feature_extractor, get_graph_node_names, group_parameters
 from timm.optim import create_optimizer_v2
 
-from ea_vision.models import list_networks
 from tests.models.zoo import (
     ALL,
     CHAINED,
     CIFAR,
-    EVERY,
     OUTLINES,
-    RESNETS,
     SMALL,
     TESTED,
     layers_of,
@@ -262,9 +259,3 @@ def test_normalised_queries_and_keys_in_every_family(network):
         inner.load_state_dict({n: v for n, v in model.state_dict().items() if n in inner.state_dict()})
         taken = model.forward_intermediates(image, intermediates_only=True)
         torch.testing.assert_close(features(image)[-1], taken[-1])
-
-
-def test_the_zoo_is_registered():
-    assert len(RESNETS) == 16 and len(CIFAR) == 5
-    assert len(list_networks("attn_mnasnet")) == 13 and len(list_networks("wide_resnet")) == 6
-    assert set(SMALL) < set(EVERY)

@@ -45,11 +45,9 @@ class TinyAttn(HeadedNetwork, nn.Module):
             width: int = 16, drop_rate: float = 0.0, drop_path_rate: float = 0.0, device=None,
             dtype=None, **kwargs: Any,
     ) -> None:
-        super().__init__()
         dd = {"device": device, "dtype": dtype}
         attention = AttentionConfig.take(kwargs, num_heads=2, qk_ratio=0.5, v_ratio=0.5)
-        if kwargs:
-            raise TypeError(f"TinyAttn() got an unexpected keyword argument '{next(iter(kwargs))}'")
+        super().__init__(**kwargs)  # refuses what is left
         self.img_size = to_size(img_size)
         self.num_classes, self.num_features, self.head_hidden_size = num_classes, width, width
         chains = ChainBuilder(attention, self, **dd)
