@@ -44,8 +44,8 @@ class _Deployed:
 
     def _attend_in_plain_operations(self, q: Tensor, k: Tensor, v: Tensor, prev_logits: Tensor | None
                                     ) -> tuple[Tensor, Tensor]:
-        """q (B, K, N, D) times the gain, k likewise, v (B, K, N, E) -> (B, K, N, E) and the logits."""
-        logits = q @ k.transpose(-2, -1)
+        """q (B, K, N, D) times the gain, k (B, K, D, N), v (B, K, N, E) -> (B, K, N, E) and the logits."""
+        logits = q @ k
         if self.folded is not None:
             logits = self.folded(logits, prev_logits)
         return logits.softmax(-1) @ v, logits
@@ -56,7 +56,7 @@ class DeployedConv2d(_Deployed, AugmentedConv2d):
     """An `AugmentedConv2d` for inference, made by `make_portable`; its convolution may have a bias.
 
     rows, cols: (S, D, S), of each query's row or column what every key's gives.
-    places: (N, H + W), of each pixel its row and its column, one-hot.
+    places: (H + W, N), of each pixel its row and its column, one-hot.
     """
 
     def _attend_by_operator(
@@ -65,14 +65,14 @@ class DeployedConv2d(_Deployed, AugmentedConv2d):
     ) -> tuple[Tensor, Tensor | None]:
         if not exporting() or feat_size != self.feat_size:
             return super()._attend_by_operator(q, k, v, prev_logits, feat_size, need_logits)
-        q = q * self.gain
+        q, k = q * self.gain, k.transpose(-2, -1)
         if self.relative:
             (B, K, N, D), (H, W) = q.shape, feat_size
             q = q.transpose(1, 2)  # (B, N, K, D)
             by_row = (q.reshape(B, H, W * K, D) @ self.rows).reshape(B, N, K, H)
             by_col = (q.reshape(B, H, W, K, D) @ self.cols).reshape(B, N, K, W)
             q = torch.cat([q, by_row, by_col], 3).transpose(1, 2)
-            k = torch.cat([k, self.places.expand(B, K, -1, -1)], 3)
+            k = torch.cat([k, self.places.expand(B, K, -1, -1)], 2)
         return self._attend_in_plain_operations(q, k, v, prev_logits)
 
 
@@ -86,7 +86,7 @@ class DeployedTokenAttention(_Deployed, TokenAttention):
     ) -> tuple[Tensor, Tensor | None]:
         if not exporting():
             return super()._attend(q, k, v, prev_logits, feat_size, bias)
-        return self._attend_in_plain_operations(q * self.gain, k, v, prev_logits)
+        return self._attend_in_plain_operations(q * self.gain, k.transpose(-2, -1), v, prev_logits)
 
 
 def make_portable(layer: AugmentedConv2d | TokenAttention) -> None:
@@ -106,6 +106,6 @@ def make_portable(layer: AugmentedConv2d | TokenAttention) -> None:
             H, W = layer.feat_size
             for name, table, size in (("rows", layer.height_rel, H), ("cols", layer.width_rel, W)):
                 tables[name] = by_position(fit_rel_table(table.detach(), size), size).transpose(1, 2).contiguous()
-            tables["places"] = torch.cat([torch.eye(H).repeat_interleave(W, 0), torch.eye(W).repeat(H, 1)], 1)
+            tables["places"] = torch.cat([torch.eye(H).repeat_interleave(W, 1), torch.eye(W).repeat(1, H)])
     for name, table in tables.items():
         layer.register_buffer(name, table.to(layer.qkv.weight), persistent=False)
