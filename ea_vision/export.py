@@ -36,7 +36,6 @@ from ea_vision.recorder.loading import (
     LoadedModel,
     add_options,
     check_classifies,
-    class_names_of,
     load_model,
     parse_size,
 )
@@ -79,12 +78,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UsageError(f"a model or run is required, and {args.model} is exported")
     if not model.trained and not args.random:
         raise UsageError(f"{args.model} has no weights: --random exports it with random ones")
-    noise = torch.Generator().manual_seed(0)
-    images = [model.prepare(read_image(path)) for path in paths] or [
-        torch.rand(3, *model.img_size, generator=noise) for _ in range(2)]
-    config = model.config
-    about = About(model.label, model.img_size, tuple(config["mean"]), tuple(config["std"]), config["crop_pct"],
-                  config["interpolation"], model.model.num_classes, class_names_of(args.model, model))
+    noise = torch.rand(2, 3, *model.img_size, generator=torch.Generator().manual_seed(0))
+    images = [model.prepare(read_image(path)) for path in paths] or list(noise)
+    mean, std, crop_pct, interpolation = (model.config[key] for key in ("mean", "std", "crop_pct", "interpolation"))
+    about = About(model.label, model.img_size, tuple(mean), tuple(std), crop_pct, interpolation,
+                  model.model.num_classes, model.classes)
     write(export_program(model.model, model.img_size), args.output, about)
     said = compare(model, images, args.output)
     kind = f"opset {OPSET}" if args.output.suffix.lower() == ".onnx" else "torch.export"

@@ -17,17 +17,15 @@ import io
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
 from torch import Tensor
 from torchvision.transforms.v2.functional import pil_to_tensor
 
-from ea_vision.base.errors import UsageError, exit_code
-from ea_vision.base.files import atomic_write, check_output, create
+from ea_vision.base.errors import UsageError
+from ea_vision.base.files import atomic_write, check_output, create, write_json
 from ea_vision.base.processes import choose_device
 from ea_vision.detection.coco import results_of
 from ea_vision.recorder.inputs import ImageSource, as_input, find_images, read_image
@@ -36,56 +34,49 @@ from ea_vision.recorder.loading import (
     DetectorModel,
     LoadedModel,
     add_options,
-    class_names_of,
     load_model,
     parse_size,
     positive,
 )
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """Prediction for an image: (class, probability) from the likeliest on, or why there is none."""
-
-    image: str
-    classes: list[dict[str, str | int | float]]  # name, index and probability
-    error: str = ""
-
-
-def predict(loaded: LoadedModel, images: Sequence[ImageSource | Tensor], names: Sequence[str] | None = None,
-            top: int = 5, batch_size: int = 16) -> Iterator[Prediction]:
+def predict(loaded: LoadedModel, images: Sequence[ImageSource | Tensor], top: int = 5,
+            batch_size: int = 16) -> Iterator[dict[str, Any]]:
     """Classify images, in their order.
 
     Args:
-        images: paths, PIL images, arrays or tensors; see `ea_vision.recorder.inputs.as_input`. One that is no path is
-            called by its number, from "image 1" on.
-        names: of the classes; None: they are named by their number.
+        images: paths, PIL images, arrays or tensors; see `ea_vision.recorder.inputs.as_input`.
         top: number of classes an image, at most as many as there are.
         batch_size: images that go through the network together.
+
+    Yields:
+        `image`, its path, or its number from "image 1" on; `classes`, from the likeliest on, with `name`, `index` and
+        `probability` each; and `error`, why there are none, of an image that cannot be read or has no finite result.
     """
     device = next((weight.device for weight in loaded.model.parameters()), "cpu")
     for start in range(0, len(images), batch_size):
-        chunk, read, errors = images[start:start + batch_size], {}, {}
-        for number, image in enumerate(chunk):
+        entries, inputs = [], []
+        for number, image in enumerate(images[start:start + batch_size], start + 1):
+            named = str(image) if isinstance(image, (str, Path)) else f"image {number}"
+            entries.append({"image": named, "classes": []})
             try:
-                read[number] = as_input(loaded, image)
+                inputs.append((entries[-1], as_input(loaded, image)))
             except UsageError as error:
-                errors[number] = str(error)
-        if read:
+                entries[-1]["error"] = str(error)
+        if inputs:
             with torch.inference_mode():
-                batch = loaded.normalize(torch.stack(list(read.values())).to(device))
-                likely = dict(zip(read, loaded.model(batch).float().softmax(-1).cpu(), strict=True))
-        for number, image in enumerate(chunk):
-            called = str(image) if isinstance(image, (str, Path)) else f"image {start + number + 1}"
-            if number in read and not likely[number].isfinite().all():
-                errors[number] = f"{loaded.label} gives no finite number for {called}"
-            if number in errors:
-                yield Prediction(called, [], errors[number])
-                continue
-            values, indices = likely[number].topk(min(top, len(likely[number])))
-            yield Prediction(called, [
-                {"name": names[index] if names else f"class {index}", "index": index, "probability": round(value, 6)}
-                for value, index in zip(values.tolist(), indices.tolist(), strict=True)])
+                batch = loaded.normalize(torch.stack([x for _, x in inputs]).to(device))
+                likely = loaded.model(batch).float().softmax(-1).cpu()
+            for (entry, _), shares in zip(inputs, likely, strict=True):
+                if not shares.isfinite().all():
+                    entry["error"] = f"{loaded.label} gives no finite number for {entry['image']}"
+                    continue
+                values, indices = shares.topk(min(top, len(shares)))
+                entry["classes"] = [
+                    {"name": loaded.classes[index] if loaded.classes else f"class {index}", "index": index,
+                     "probability": round(value, 6)}
+                    for value, index in zip(values.tolist(), indices.tolist(), strict=True)]
+        yield from entries
 
 
 def classify(loaded: LoadedModel, images: Sequence[str], args: argparse.Namespace) -> Iterator[tuple[str, str, list]]:
@@ -96,52 +87,42 @@ def classify(loaded: LoadedModel, images: Sequence[str], args: argparse.Namespac
                          f"--weights` lists ours), and {args.model} has no {lacking}")
     if args.output:
         raise UsageError(f"--output draws boxes, and {args.model} finds none: a run of train-detection is required")
-    for one in predict(loaded, images, class_names_of(args.model, loaded), args.top, args.batch_size):
-        likely = ", ".join(f"{c['name']} {100 * c['probability']:.1f}%" for c in one.classes)
-        entry = asdict(one)
-        if not one.error:
-            del entry["error"]
-        yield one.error, f"{one.image}: {likely}", [entry]
+    for entry in predict(loaded, images, args.top, args.batch_size):
+        likely = ", ".join(f"{one['name']} {100 * one['probability']:.1f}%" for one in entry["classes"])
+        yield entry.get("error", ""), f"{entry['image']}: {likely}", [entry]
 
 
 def find_objects(loaded: DetectorModel, images: Sequence[str], args: argparse.Namespace,
-                 ) -> Iterator[tuple[str, str, list[dict[str, Any]]]]:
+                 ) -> Iterator[tuple[str, str, list]]:
     """Yield for each image what is wrong with it, what is found as text, and COCO's results; draw it by --output."""
     if not 0 <= args.min_score <= 1:
         raise UsageError(f"--min-score must be a number from 0 to 1, got {args.min_score}")
     if args.output:
+        from ea_vision.detection.draw import draw_detections, png_bytes  # it needs matplotlib's fonts
+
         create(Path(args.output))
-    for number, path in enumerate(images):
+    for number, path in enumerate(images, start=1):
         try:
             image = read_image(path)
             [found] = loaded.detect([image])
-        except (UsageError, FloatingPointError) as error:
-            yield str(error) if isinstance(error, UsageError) else f"{loaded.label} {error} for {path}", "", []
+        except UsageError as error:
+            yield str(error), "", []
+            continue
+        except FloatingPointError as error:
+            yield f"{loaded.label} {error} for {path}", "", []
             continue
         sure = found["scores"] >= args.min_score
         found = {name: value[sure] for name, value in found.items()}
-        names = [f"{loaded.classes[label]} {score:.2f}" for label, score in
-                 zip(found["labels"].tolist(), found["scores"].tolist(), strict=True)]
         if args.output:
-            draw(image, found, loaded.classes, Path(args.output), f"{number + 1}-{Path(path).stem}.png")
-        yield "", f"{path}: {', '.join(names) or 'nothing found'}", results_of(path, found, loaded.category_ids)
-
-
-def draw(image: Image.Image, found: dict[str, Tensor], classes: Sequence[str], folder: Path, name: str) -> None:
-    from ea_vision.detection.draw import draw_detections, png_bytes  # it needs matplotlib's fonts
-
-    atomic_write(folder / name.replace(":", "-"), png_bytes(draw_detections(pil_to_tensor(image), found, classes)))
-
-
-def _files(words: Sequence[str], lines) -> list[str]:
-    """Return the images of the command line; `-` stands for the paths on standard input, a line each."""
-    paths: list[str] = []
-    for word in words:
-        paths += [line.rstrip("\r\n") for line in lines if line.strip()] if word == "-" else [word]
-    return find_images(paths)
+            file = Path(args.output) / f"{number}-{Path(path).stem}.png".replace(":", "-")
+            atomic_write(file, png_bytes(draw_detections(pil_to_tensor(image), found, loaded.classes)))
+        named = ", ".join(f"{loaded.classes[label]} {score:.2f}" for label, score in
+                          zip(found["labels"].tolist(), found["scores"].tolist(), strict=True))
+        yield "", f"{path}: {named or 'nothing found'}", results_of(path, found, loaded.category_ids)
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Predict as the arguments say."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", metavar="MODEL", help=WEIGHTS_HELP.replace("else random", "which it must have"))
     parser.add_argument("images", nargs="+", metavar="IMAGE", help="image files, folders, digits#N (the Nth test image "
@@ -156,28 +137,25 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")  # names that are not UTF-8 are names of files, too
-    images = _files(args.images, sys.stdin)
+    paths: list[str] = []
+    for word in args.images:
+        paths += [line.rstrip("\r\n") for line in sys.stdin if line.strip()] if word == "-" else [word]
+    images = find_images(paths)
     if args.json not in (None, "-"):
         check_output(Path(args.json))
     loaded = load_model(args.model, img_size=parse_size(args.img_size), device=choose_device(args.device))
-    entries, failed = [], False
+    rows, failed = [], False
     each = find_objects if isinstance(loaded, DetectorModel) else classify
     for error, text, of_image in each(loaded, images, args):
-        entries += of_image
+        rows += of_image
         if error:
             failed = True
             print(f"error: {error}", file=sys.stderr)
         elif args.json != "-":
             print(text, flush=True)
-    if args.json:
-        text = json.dumps(entries, indent=1, allow_nan=False) + "\n"
-        if args.json == "-":
-            print(text, end="")
-        else:
-            atomic_write(Path(args.json), text.encode())
-            print(f"written: {args.json}")
+    if args.json == "-":
+        print(json.dumps(rows, indent=1))
+    elif args.json:
+        write_json(Path(args.json), rows)
+        print(f"written: {args.json}")
     return 1 if failed else 0
-
-
-if __name__ == "__main__":
-    sys.exit(exit_code(main))

@@ -40,7 +40,7 @@ import ea_vision
 from ea_vision.base.errors import UsageError, exit_code
 from ea_vision.data.small_images import load_dataset
 from ea_vision.recorder.loading import LoadedModel, load_model
-from ea_vision.recorder.probe_maps import untrained_network
+from ea_vision.recorder.probe import untrained_network
 from ea_vision.recorder.quantities import attention_rollout
 from ea_vision.recorder.recording import prefix_names
 

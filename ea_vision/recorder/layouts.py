@@ -10,7 +10,7 @@ Shape letters: B images, K heads, H x W a layer's grid, N = H*W, P prefix tokens
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,7 +64,8 @@ class Layout:
     key_size: (H, W) of the keys' grid; None: as the queries'.
     prefix_names: of the tokens before the grid.
     query_names: of queries that are no tokens (pooling by learned ones); (): the queries are tokens.
-    windows: None: every query sees all keys.
+    window: (height, width) of the pixels around a query that it sees; None: all.
+    windows: groups of tokens that see one another; None: every query sees all keys.
     channels: rows and columns are channels of a head, and have no place in the image.
     """
 
@@ -72,6 +73,7 @@ class Layout:
     key_size: Size | None = None
     prefix_names: tuple[str, ...] = ()
     query_names: tuple[str, ...] = ()
+    window: Size | None = None
     windows: Windows | None = None
     channels: bool = False
 
@@ -96,11 +98,9 @@ class Image:
 def learned_queries(model: nn.Module, name: str) -> tuple[str, ...]:
     """Return names for the queries that a layer, or what it is a part of, has learned ("pool", or "pool1", "pool2"):
     timm's AttentionPoolLatent, SigLIP's head in transformers; () of layers whose queries are tokens."""
-    parts = name.split(".")
-    for depth in range(len(parts), 0, -1):
-        owner = model.get_submodule(".".join(parts[:depth]))
+    for owner in _owners(model, name):
         queries = getattr(owner, "latent", getattr(owner, "probe", None))
-        if isinstance(queries, nn.Parameter):
+        if isinstance(queries, nn.Parameter) and not (name and owner is model):
             count = queries.shape[-2]
             return ("pool",) if count == 1 else tuple(f"pool{number + 1}" for number in range(count))
     return ()
@@ -196,38 +196,37 @@ def _pair(value: int | tuple[int, int]) -> Size:
     return int(first), int(last)
 
 
-def _shifted(grid: Size, block: nn.Module, pad_first: bool) -> Layout:
-    return Layout(grid, windows=windows_of(grid, _pair(block.window_size), _pair(block.shift_size), pad_first))
+def _grouped(block: nn.Module, grid: Sequence[int], pad_first: bool = True) -> Layout:
+    """Lay out a grid in the windows of a block, which may shift; its window_size is 0 where there are none (SAM's)."""
+    if not block.window_size:
+        return Layout(tuple(grid))
+    shift = _pair(getattr(block, "shift_size", 0))
+    return Layout(tuple(grid), windows=windows_of(tuple(grid), _pair(block.window_size), shift, pad_first))
+
+
+def _channels_last(block: nn.Module, x: Tensor, *_, **__) -> Layout:
+    """Windows of an input (B, H, W, C)."""
+    return _grouped(block, x.shape[1:3])
+
+
+def _channels_first(block: nn.Module, x: Tensor) -> Layout:
+    """Windows of an input (B, C, H, W)."""
+    return _grouped(block, x.shape[2:])
 
 
 def _timm_swin(block: nn.Module, x: Tensor) -> Layout:
-    return _shifted(tuple(x.shape[1:3]), block, pad_first=False)
+    return _grouped(block, x.shape[1:3], pad_first=False)
 
 
 def _torchvision_swin(attention: nn.Module, x: Tensor) -> Layout:
-    grid = tuple(x.shape[1:3])
-    shift = [0 if window >= side + -side % window else shift for window, shift, side in
-             zip(attention.window_size, attention.shift_size, grid, strict=True)]
-    return Layout(grid, windows=windows_of(grid, _pair(tuple(attention.window_size)), _pair(tuple(shift))))
+    """A side that one window covers does not shift."""
+    grid, window = tuple(x.shape[1:3]), tuple(attention.window_size)
+    shift = [0 if width >= side else by for width, side, by in zip(window, grid, attention.shift_size, strict=True)]
+    return Layout(grid, windows=windows_of(grid, window, tuple(shift)))
 
 
 def _transformers_swin(block: nn.Module, _, input_dimensions: Size, *__, **___) -> Layout:
-    return _shifted(tuple(input_dimensions), block, pad_first=True)
-
-
-def _sam(block: nn.Module, x: Tensor) -> Layout:
-    grid = tuple(x.shape[1:3])
-    return Layout(grid, windows=windows_of(grid, _pair(block.window_size)) if block.window_size else None)
-
-
-def _still(block: nn.Module, x: Tensor, *_, **__) -> Layout:
-    """Windows that do not shift, of (B, H, W, C)."""
-    grid = tuple(x.shape[1:3])
-    return Layout(grid, windows=windows_of(grid, _pair(block.window_size)))
-
-
-def _davit(block: nn.Module, x: Tensor) -> Layout:
-    return _still(block, x.permute(0, 2, 3, 1))
+    return _grouped(block, input_dimensions)
 
 
 def _mobilevit(block: nn.Module, x: Tensor) -> Layout:
@@ -253,11 +252,11 @@ SPECIAL: dict[str, Callable[..., Layout]] = {  # by the layer's class, or that o
     "torchvision.models.swin_transformer.ShiftedWindowAttention": _torchvision_swin,
     "transformers.models.swin.modeling_swin.SwinLayer": _transformers_swin,
     "transformers.models.swinv2.modeling_swinv2.Swinv2Layer": _transformers_swin,
-    "timm.models.vision_transformer_sam.Block": _sam,
-    "transformers.models.sam.modeling_sam.SamVisionLayer": _sam,
-    "timm.models.gcvit.GlobalContextVitBlock": _still,
-    "timm.models.tiny_vit.TinyVitBlock": _still,
-    "timm.models.davit.SpatialBlock": _davit,
+    "timm.models.vision_transformer_sam.Block": _channels_last,
+    "transformers.models.sam.modeling_sam.SamVisionLayer": _channels_last,
+    "timm.models.gcvit.GlobalContextVitBlock": _channels_last,
+    "timm.models.tiny_vit.TinyVitBlock": _channels_last,
+    "timm.models.davit.SpatialBlock": _channels_first,
     "timm.models.mobilevit.MobileVitBlock": _mobilevit,
     "timm.layers.attention_pool2d.AttentionPool2d": _pool2d,
     "timm.layers.attention_pool2d.RotAttentionPool2d": _pool2d,
@@ -268,12 +267,23 @@ SPECIAL: dict[str, Callable[..., Layout]] = {  # by the layer's class, or that o
 }
 
 
-def special_layout(model: nn.Module, name: str) -> tuple[nn.Module, Callable[..., Layout]] | None:
-    """Return the module whose input says where the tokens of a layer lie, and the function that reads it."""
+def _owners(model: nn.Module, name: str) -> Iterator[nn.Module]:
+    """Yield the module of a name, then the modules around it, the network last."""
     parts = name.split(".") if name else []
     for depth in range(len(parts), -1, -1):
-        module = model.get_submodule(".".join(parts[:depth]))
-        for cls in type(module).__mro__:
-            if f"{cls.__module__}.{cls.__name__}" in SPECIAL:
-                return module, SPECIAL[f"{cls.__module__}.{cls.__name__}"]
-    return None
+        yield model.get_submodule(".".join(parts[:depth]))
+
+
+def layout_finder(model: nn.Module, name: str, image: Image, hooks: Hooks) -> Callable[[tuple[int, ...]], Layout]:
+    """Return what gives, from the maps' shape, a layer's layout: that of its windows or channels, which the input of
+    the layer or of a block around it tells, or that of tokens over the image."""
+    known = ((module, SPECIAL[path]) for module in _owners(model, name) for cls in type(module).__mro__
+             if (path := f"{cls.__module__}.{cls.__name__}") in SPECIAL)
+    owner, read = next(known, (model.get_submodule(name), None))
+    names, learned, seen = prefix_names(model), learned_queries(model, name), []
+
+    def look(module: nn.Module, args: tuple, kwargs: dict) -> None:
+        seen[:] = [read(module, *args, **kwargs)] if read else [x.shape for x in args if isinstance(x, Tensor)][:1]
+
+    hooks.before(owner, look)
+    return lambda shape: seen[0] if read else token_layout(shape, image.size, names, *seen, query_names=learned)

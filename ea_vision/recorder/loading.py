@@ -18,6 +18,7 @@ import torch
 from PIL import Image
 from timm.data import ImageNetInfo
 from torch import Tensor, nn
+from torchvision.transforms.v2.functional import pil_to_tensor
 
 from ea_vision.base.errors import UsageError
 from ea_vision.base.networks import check_model_name, check_state_fits, load_weights, pretrained_model
@@ -40,6 +41,7 @@ class LoadedModel:
     label: short, for titles. config: timm's data configuration (mean, std, crop_pct, interpolation).
     img_size: (height, width) of the input in pixels. epoch: of the checkpoint, where it is one.
     trained: whether the weights are those of a training rather than random. weights: their name, where they have one.
+    classes: names of the classes, where they are known.
     """
 
     model: nn.Module
@@ -49,27 +51,24 @@ class LoadedModel:
     epoch: int | None = None
     trained: bool = True
     weights: str = ""
+    classes: Sequence[str] | None = None
 
     def prepare(self, image: Image.Image) -> Tensor:
-        """(3, H, W) in 0..1: resized and cut around its middle, as in evaluation; what queries are counted on.
+        """Return (3, H, W) in 0..1: resized and cut around its middle, as in evaluation; what queries are counted on.
 
         Raises:
             UsageError: so narrow that it has more than MAX_PIXELS once its short side fits.
         """
-        H, W = self.img_size
-        size, left, top = self._place(image)
+        (H, W), (size, left, top) = self.img_size, self._place(image)
         resample = Image.Resampling[self.config["interpolation"].upper()]
-        image = image.convert("RGB").resize(size, resample).crop((left, top, left + W, top + H))
-        return torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(H, W, 3).permute(2, 0, 1) / 255
+        cut = image.convert("RGB").resize(size, resample).crop((left, top, left + W, top + H))
+        return pil_to_tensor(cut) / 255
 
     def photo(self, image: Image.Image, side: int = 512) -> np.ndarray | None:
-        """(height, width, 3) uint8: the part of the image that `prepare` cuts, at its own resolution or, where that is
-        finer, with `side` pixels along the longer side. None where the network sees it no smaller."""
-        H, W = self.img_size
-        size, left, top = self._place(image)
+        """Return (height, width, 3) uint8: the part of the image that `prepare` cuts, at its own resolution or, where
+        that is finer, with `side` pixels along the longer side. None where the network sees it no smaller."""
+        (H, W), (size, left, top) = self.img_size, self._place(image)
         right, down = image.width / size[0], image.height / size[1]  # pixels of the image a pixel of the input
-        if max(right, down) <= 1:
-            return None
         finer = min(max(right, down), side / max(H, W))
         if finer <= 1:
             return None
@@ -88,7 +87,7 @@ class LoadedModel:
         return size, (size[0] - W) // 2, (size[1] - H) // 2
 
     def normalize(self, images: Tensor) -> Tensor:
-        """(..., 3, H, W) in 0..1 -> what the network takes."""
+        """Return what the network takes of images (..., 3, H, W) in 0..1."""
         mean, std = (torch.tensor(self.config[name], device=images.device).view(-1, 1, 1) for name in ("mean", "std"))
         return (images - mean) / std
 
@@ -97,19 +96,18 @@ class LoadedModel:
 class DetectorModel(LoadedModel):
     """A detector, which has its images fitted into a square and padded at the right and below, not cut.
 
-    classes: names of the labels. category_ids: of the labels, in COCO's results.
+    category_ids: of the classes, in COCO's results.
     """
 
-    classes: Sequence[str] = ()
     category_ids: Sequence[int] = ()
 
     def prepare(self, image: Image.Image) -> Tensor:
-        """(3, S, S) in 0..1; see `ea_vision.detection.transforms.fit_image`."""
+        """Return (3, S, S) in 0..1; see `ea_vision.detection.transforms.fit_image`."""
         return fit_image(image.convert("RGB"), self.img_size[0])
 
     def photo(self, image: Image.Image, side: int = 512) -> np.ndarray | None:
-        """(side, side, 3) uint8: the same square at the image's own resolution or with `side` pixels, whichever is
-        coarser. None where the network sees it no smaller."""
+        """Return (side, side, 3) uint8: the same square at the image's own resolution or with `side` pixels, whichever
+        is coarser. None where the network sees it no smaller."""
         finer = min(max(image.size) / self.img_size[0], side / self.img_size[0])
         if finer <= 1:
             return None
@@ -120,7 +118,7 @@ class DetectorModel(LoadedModel):
         return np.asarray(square)
 
     def normalize(self, images: Tensor) -> Tensor:
-        """As they are: a detector normalises them itself."""
+        """Return them as they are: a detector normalises them itself."""
         return images
 
     def detect(self, images: Sequence[Image.Image], batch_size: int = 8) -> Iterator[dict[str, Tensor]]:
@@ -141,76 +139,77 @@ def load_model(target: str, *, random: bool = False, img_size: tuple[int, int] |
     Raises:
         UsageError: no such model or run, unreadable or unfitting weights.
     """
-    path = Path(target)
-    if path.suffix.lower() in SUFFIXES and path.is_file():
-        network = ExportedNetwork(path).eval()
+    path, wanted = Path(target), None
+    if os.path.isfile(path) and path.suffix.lower() in SUFFIXES:
+        network = ExportedNetwork(path)
         about = network.about
         config = {"mean": about.mean, "std": about.std, "crop_pct": about.crop_pct,
                   "interpolation": about.interpolation, "input_size": (3, *about.size)}
-        return _of_size(LoadedModel(network, about.name, about.size, config), img_size)
-    if os.path.isdir(path) or os.path.isfile(path):
-        return _load_run(path, random, img_size, seed, device)
-    check_model_name(target, "or run folder ")
-    if random or not timm.models.is_model_pretrained(target):
-        loaded = LoadedModel(_create(target, seed, **kwargs), f"{target} (untrained)", (0, 0), {}, trained=False)
+        loaded = LoadedModel(network, about.name, about.size, config, classes=about.classes)
+    elif os.path.exists(path):
+        loaded, wanted = _load_run(path, random, seed)
     else:
-        model = _create(target, seed, lambda name, **given: pretrained_model(name, given), **kwargs)
-        loaded = LoadedModel(model, target, (0, 0), {})
-        loaded.weights = loaded.model.pretrained_cfg.get("tag") or ""
-    loaded.config = timm.data.resolve_model_data_config(loaded.model)
-    return _of_size(loaded, img_size, device)
+        check_model_name(target, "or run folder ")
+        trained = not random and timm.models.is_model_pretrained(target)
+        create = (lambda name, **given: pretrained_model(name, given)) if trained else timm.create_model
+        model = _create(target, seed, create, **kwargs)
+        loaded = LoadedModel(model, target if trained else f"{target} (untrained)", (0, 0),
+                             timm.data.resolve_model_data_config(model), trained=trained,
+                             weights=trained and model.pretrained_cfg.get("tag") or "", classes=known_classes(model))
+    _set_size(loaded, img_size, wanted)
+    loaded.model.eval().to(device)
+    return loaded
 
 
-def _load_run(path: Path, random: bool, img_size: tuple[int, int] | None, seed: int,
-              device: str | torch.device) -> LoadedModel:
-    """Load a run folder, or a file in one; see `load_model`."""
-    from ea_vision.detection.train import TASK, check_class_names  # all of training: for runs alone
-
-    folder = _run_of(path)
+def _load_run(path: Path, random: bool, seed: int) -> tuple[LoadedModel, tuple[int, int] | None]:
+    """Load a run folder, or a file in one; return it, and the size of image that it was evaluated on, if that is not
+    the network's own. See `load_model`."""
+    folder = path if path.is_dir() else path.parent
+    folder = folder.parent if folder.name == run_folder.SNAPSHOTS else folder
     options, run = run_folder.read_config(folder)
-    label, epoch, detects = f"{options['model']}, {folder.resolve().name}", None, run.get("task") == TASK
-    create = create_detector if detects else timm.create_model
-    if path.is_dir() and not random:
-        model = run_folder.load_run(folder, task=TASK if detects else run_folder.CLASSIFICATION, create=create)[0]
+    detects = run.get("task", run_folder.CLASSIFICATION) != run_folder.CLASSIFICATION
+    model = _create(options["model"], seed, create_detector if detects else timm.create_model, **run["model_kwargs"])
+    label, epoch = f"{options['model']}, {folder.resolve().name}", None
+    if random:
+        label += " (untrained)"
     else:
-        model = _create(options["model"], seed, create, **run["model_kwargs"])
-        epoch = None if random else _load_file(model, path)
-        label += " (untrained)" if random else f", {path.stem}" if epoch is None else f", epoch {epoch}"
-    loaded = LoadedModel(model, label, (0, 0), {}, epoch, not random)
+        epoch = _load_file(model, folder / run_folder.WEIGHTS if path.is_dir() else path)
+        label += f", epoch {epoch}" if epoch is not None else f", {path.stem}" if path != folder else ""
+    names = run.get("classes")
+    if names is not None and len(names) != model.num_classes:
+        raise UsageError(f"config.yaml of {folder} must name the {model.num_classes} classes of the network, got "
+                         f"{len(names)} names")
     if detects:
-        check_class_names(folder, run, model)
-        loaded = DetectorModel(**vars(loaded), classes=run["classes"], category_ids=run["category_ids"])
-        loaded.img_size = (model.img_size, model.img_size)
-        loaded.config = {"mean": tuple(model.transform.image_mean), "std": tuple(model.transform.image_std),
-                         "input_size": (3, *loaded.img_size), "interpolation": "bilinear", "crop_pct": 1.0}
-    else:
-        evaluated = _preprocessing_of(options) | {key: tuple(run[key]) for key in ("mean", "std") if key in run}
-        loaded.config = timm.data.resolve_model_data_config(model) | evaluated
-        own = input_size(model, loaded.config)
-        img_size = img_size or (size if (size := evaluated.get("img_size", own)) != own else None)
-    return _of_size(loaded, img_size, device)
+        size, transform = (model.img_size, model.img_size), model.transform
+        config = {"mean": tuple(transform.image_mean), "std": tuple(transform.image_std), "input_size": (3, *size),
+                  "interpolation": "bilinear", "crop_pct": 1.0}
+        return DetectorModel(model, label, size, config, epoch, not random, "", names, run["category_ids"]), None
+    loaded = LoadedModel(model, label, (0, 0), {}, epoch, not random, classes=names)
+    evaluated = _preprocessing_of(options) | {key: tuple(run[key]) for key in ("mean", "std") if key in run}
+    loaded.config = timm.data.resolve_model_data_config(model) | evaluated
+    size = evaluated.get("img_size")
+    return loaded, size if size != input_size(model, loaded.config) else None
 
 
-def _of_size(loaded: LoadedModel, img_size: tuple[int, int] | None, device: str | torch.device = "cpu") -> LoadedModel:
-    """Return a model on its device, in eval mode, for images of a size; one whose size is fixed has it already.
+def _set_size(loaded: LoadedModel, img_size: tuple[int, int] | None, wanted: tuple[int, int] | None) -> None:
+    """Set the size of a model's images, (H, W): the one asked for, or wanted by its run, or its own.
 
     Raises:
         UsageError: it cannot take such images.
     """
-    model = loaded.model
-    if loaded.img_size == (0, 0):
-        if img_size is not None and hasattr(model, "set_input_size"):  # timm's transformers; positions are resampled
-            try:
-                model.set_input_size(img_size=img_size)
-            except (ValueError, AssertionError, RuntimeError) as error:
-                raise UsageError(f"{loaded.label} cannot take images of {img_size[0]}x{img_size[1]} pixels: {error}"
-                                 ) from error
-        loaded.img_size = img_size or input_size(model, loaded.config)
-    elif img_size not in (None, loaded.img_size):
-        raise UsageError(f"{loaded.label} takes images of {loaded.img_size[0]}x{loaded.img_size[1]} pixels, got "
-                         f"{img_size[0]}x{img_size[1]}")
-    model.eval().to(device)
-    return loaded
+    if loaded.img_size != (0, 0):  # fixed
+        if img_size not in (None, loaded.img_size):
+            raise UsageError(f"{loaded.label} takes images of {loaded.img_size[0]}x{loaded.img_size[1]} pixels, got "
+                             f"{img_size[0]}x{img_size[1]}")
+        return
+    img_size = img_size or wanted
+    if img_size is not None and hasattr(loaded.model, "set_input_size"):  # timm's transformers; positions are resampled
+        try:
+            loaded.model.set_input_size(img_size=img_size)
+        except (ValueError, AssertionError, RuntimeError) as error:
+            raise UsageError(f"{loaded.label} cannot take images of {img_size[0]}x{img_size[1]} pixels: {error}"
+                             ) from error
+    loaded.img_size = img_size or input_size(loaded.model, loaded.config)
 
 
 def _preprocessing_of(options: dict[str, Any]) -> dict[str, Any]:
@@ -222,12 +221,6 @@ def _preprocessing_of(options: dict[str, Any]) -> dict[str, Any]:
             "img_size": (side, side)}
 
 
-def _run_of(path: Path) -> Path:
-    """Return the run folder that `path` is, or that this file of weights lies in."""
-    folder = path if path.is_dir() else path.parent
-    return folder.parent if folder.name == run_folder.SNAPSHOTS else folder
-
-
 def check_classifies(model: LoadedModel) -> None:
     """Raise UsageError for a detector, where classes of whole images are asked for."""
     if isinstance(model, DetectorModel):
@@ -236,7 +229,7 @@ def check_classifies(model: LoadedModel) -> None:
 
 
 def input_size(model: nn.Module, config: dict[str, Any]) -> tuple[int, int]:
-    """(height, width) in pixels that a network is built for; of one that says none, what its configuration says."""
+    """Return (height, width) in pixels that a network is built for, or that its configuration says."""
     owners = (model, "img_size"), (getattr(model, "patch_embed", None), "img_size"), (model, "image_size"), \
         (getattr(model, "config", None), "image_size")  # timm's two, torchvision's, transformers'
     own = next(filter(None, (getattr(*owner, None) for owner in owners)), None) or config["input_size"][1:]
@@ -244,24 +237,12 @@ def input_size(model: nn.Module, config: dict[str, Any]) -> tuple[int, int]:
     return int(H), int(W)
 
 
-def class_names_of(target: str, model: LoadedModel) -> list[str] | None:
-    """Return the names of a model's classes: those of its run, of its weights, or ImageNet's where it has 1000.
-
-    Raises:
-        UsageError: a run that names another number of classes than its network has.
-    """
-    if isinstance(model.model, ExportedNetwork):
-        return model.model.about.classes
-    if os.path.exists(target):
-        names = run_folder.read_config(_run_of(Path(target)))[1].get("classes")
-        if names is not None and len(names) != model.model.num_classes:
-            raise UsageError(f"config.yaml of {target} must name the {model.model.num_classes} classes of the network, "
-                             f"got {len(names)} names")
-        return names
-    config = getattr(model.model, "pretrained_cfg", None) or {}
+def known_classes(model: nn.Module) -> list[str] | None:
+    """Return the names of a network's classes: its weights', or ImageNet's where it has 1000; None: not known."""
+    config = getattr(model, "pretrained_cfg", None) or {}
     if config.get("label_names"):
         return list(config["label_names"])
-    if config.get("num_classes") == 1000 and model.model.num_classes == 1000:
+    if config.get("num_classes") == model.num_classes == 1000:
         info = ImageNetInfo()
         return [info.index_to_description(index).split(",")[0] for index in range(1000)]
     return None
@@ -294,14 +275,19 @@ def _load_file(model: nn.Module, path: Path) -> int | None:
 
 
 def parse_targets(text: str) -> list[str]:
-    """What `load_model` takes, several separated by commas. A file or folder whose name has commas is one, such as a
-    sweep's run `model=a,seed=0`."""
+    """Return what `load_model` takes, several separated by commas. A file or folder whose name has commas is one, such
+    as a sweep's run `model=a,seed=0`."""
     words, targets = text.split(","), []
     while words:
         count = next((n for n in range(len(words), 1, -1) if os.path.exists(",".join(words[:n]))), 1)
         targets.append(",".join(words[:count]))
         words = words[count:]
     return targets
+
+
+def _number(text: str) -> int | None:
+    """Return a whole number below a billion, or None for any other text."""
+    return int(text) if re.fullmatch(r"[0-9]{1,9}", text.strip()) else None
 
 
 def parse_layers(text: str, model: LoadedModel) -> list[AttentionLayer]:
@@ -318,21 +304,21 @@ def parse_layers(text: str, model: LoadedModel) -> list[AttentionLayer]:
     by_key = {key: layer for layer in available for key in (str(layer.number), layer.name)}
     chosen = []
     for item in text.split(","):
-        first, _, last = item.partition("-")
+        first, last = map(_number, item.partition("-")[::2])
         keys = [item]
-        if first.isdecimal() and last.isdecimal():  # up to the first that there is not
-            keys = [str(n) for n in range(int(first[:9]), min(int(last[:9]), int(first[:9]) + len(available)) + 1)]
-        for key in keys or [item]:
+        if first is not None and last is not None:  # up to the first that there is not
+            keys = [str(n) for n in range(first, min(last, first + len(available)) + 1)] or keys
+        for key in keys:
             if key not in by_key:
-                named = ", ".join(f"{layer.number} ({layer.name})" for layer in available)
-                raise UsageError(f"{model.label} has no attention layer {key!r}; it has {named}")
+                raise UsageError(f"{model.label} has no attention layer {key!r}; it has "
+                                 f"{', '.join(map(str, available))}")
             chosen.append(by_key[key])
     return chosen
 
 
 def parse_queries(texts: Sequence[str], img_size: tuple[int, int],
                   default: Sequence[tuple[float, float]] = ()) -> list[tuple[int, int] | str]:
-    """`y,x` texts -> points, and names of tokens as they are; none gives the default, in shares of the sides.
+    """Return points of `y,x` texts, and names of tokens as they are; of no text the default, in shares of the sides.
 
     Raises:
         UsageError: neither y,x nor such a name, or outside the image.
@@ -342,34 +328,33 @@ def parse_queries(texts: Sequence[str], img_size: tuple[int, int],
         return [(int(H * y), int(W * x)) for y, x in default]
     points: list[tuple[int, int] | str] = []
     for text in texts:
+        sides = [_number(side) for side in text.split(",")]
         if TOKEN.fullmatch(text):
             points.append(text)
-            continue
-        sides = text.split(",")
-        if len(sides) != 2 or not all(side.strip().isdecimal() for side in sides):
+        elif len(sides) != 2 or None in sides:
             raise UsageError("a query must be y,x in pixels, or a token before a transformer's patches (cls, dist, "
                              f"reg1, ...), got {text!r}")
-        y, x = (int(side.strip()[:9]) for side in sides)
-        if y >= H or x >= W:
+        elif sides[0] >= H or sides[1] >= W:
             raise UsageError(f"query y,x must lie within the {H}x{W} input, got {text!r}")
-        points.append((y, x))
+        else:
+            points.append(tuple(sides))
     return points
 
 
-def parse_size(text: str | None, required: str = "--img-size must be N or H,W in pixels") -> tuple[int, int] | None:
-    """Return (H, W) of N or H,W, positive whole numbers whose product is at most MAX_PIXELS; None stays None.
+def parse_size(text: str | None) -> tuple[int, int] | None:
+    """Return (H, W) of --img-size, N or H,W: positive, their product at most MAX_PIXELS; None stays None.
 
     Raises:
-        UsageError: anything else, as `required` says.
+        UsageError: anything else.
     """
     if text is None:
         return None
-    sides = text.split(",")
-    if len(sides) > 2 or not all(side.isdecimal() and len(side) < 10 and int(side) > 0 for side in sides):
-        raise UsageError(f"{required}, got {text[:40]!r}")
-    H, W = int(sides[0]), int(sides[-1])
+    sides = [_number(side) for side in text.split(",")]
+    if len(sides) > 2 or not all(sides):
+        raise UsageError(f"--img-size must be N or H,W in pixels, got {text[:40]!r}")
+    H, W = sides[0], sides[-1]
     if H * W > MAX_PIXELS:
-        raise UsageError(f"{required}, at most {MAX_PIXELS / 1e6:g} million together, got {text!r}")
+        raise UsageError(f"--img-size must be at most {MAX_PIXELS / 1e6:g} million together, got {text!r}")
     return H, W
 
 
@@ -388,6 +373,7 @@ def add_options(parser: argparse.ArgumentParser, *names: str) -> None:
 
 
 def positive(text: str) -> int:
-    if not text.isdecimal() or len(text) > 9 or int(text) < 1:
+    """Return a positive whole number below a billion, for argparse."""
+    if not _number(text):
         raise argparse.ArgumentTypeError(f"a positive whole number below a billion required, got {text[:40]!r}")
     return int(text)

@@ -4,6 +4,7 @@ Shape letters: B batch, K heads, H x W the attention map, N = H*W its pixels, T 
 """
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -46,16 +47,15 @@ class LayerMaps:
     self_logits: (B, K, T, T), this layer's dot products and position terms.
     conv_logits: (B, K, T, T), the evolution's convolution (EA: of the mixed maps, PA: of prev_logits), after its ReLU.
     prev_logits: (B, K, T, T), the previous layer's logits, as mixed in.
-    more: (B, K, T, T) each, by name: parts that an evolution adds; "mixed_attn", the probabilities after talking heads
-        (CaiT) have mixed them; "first_attn" and "second_attn", the two maps of differential attention, whose attn is
-        their difference as it weighs the values.
+
+    Further parts are there by name, `layer["mixed_attn"]`, (B, K, T, T) each: those that an evolution adds;
+    "mixed_attn", the probabilities after talking heads (CaiT) have mixed them; "first_attn" and "second_attn", the two
+    maps of differential attention, whose attn is their difference as it weighs the values.
     """
 
-    def __init__(self, number: int, name: str, heads: tuple[int, ...], feat_size: tuple[int, int] = (0, 0), *,
-                 prefix_names: tuple[str, ...] = (), window: tuple[int, int] | None = None,
-                 layout: Layout | None = None, **parts: Tensor) -> None:
-        self.number, self.name, self.heads, self.window = number, name, heads, window
-        self.layout = layout or Layout(feat_size, prefix_names=prefix_names)
+    def __init__(self, number: int, name: str, heads: tuple[int, ...], layout: Layout = Layout(),  # noqa: B008
+                 **parts: Tensor) -> None:
+        self.number, self.name, self.heads, self.layout = number, name, heads, layout
         self._parts = parts  # of windows (B, W, K, n, n)
 
     attn, logits, self_logits, conv_logits, prev_logits = map(_part, PARTS)
@@ -64,11 +64,8 @@ class LayerMaps:
     prefix_names = property(lambda self: self.layout.prefix_names)
     query_names = property(lambda self: self.layout.query_names or self.layout.prefix_names)
     num_prefix_tokens = property(lambda self: len(self.layout.prefix_names))
+    window = property(lambda self: self.layout.window)
     channels = property(lambda self: self.layout.channels)
-
-    @property
-    def more(self) -> dict[str, Tensor]:
-        return {part: self._dense(part) for part in self._parts if part not in PARTS}
 
     @property
     def pixels_ask(self) -> bool:
@@ -78,7 +75,7 @@ class LayerMaps:
 
     def recorded(self) -> tuple[str, ...]:
         """Return the names of the parts that there are."""
-        return (*(part for part in PARTS if part in self._parts), *(part for part in self._parts if part not in PARTS))
+        return tuple(dict.fromkeys([*(part for part in PARTS if part in self._parts), *self._parts]))
 
     def save(self, part: str, maps: Tensor) -> None:
         """Set a part; of windows (B, W, K, n, n)."""
@@ -88,29 +85,40 @@ class LayerMaps:
         maps = self._parts.get(part)
         if maps is None or self.layout.windows is None:
             return maps
-        return self.layout.windows.dense(maps, self.feat_size[0] * self.feat_size[1])
+        return self.layout.windows.dense(maps, math.prod(self.feat_size))
 
     def __getitem__(self, part: str) -> Tensor:
         """Return the tensor of a part, which must have been recorded."""
         tensor = self._dense(part)
         if tensor is None:
-            raise KeyError(f"layer {self.number} ({self.name}) has recorded {', '.join(self.recorded())}; got {part!r}")
+            raise KeyError(f"layer {self} has recorded {', '.join(self.recorded())}; got {part!r}")
         return tensor
+
+    def __str__(self) -> str:
+        return f"{self.number} ({self.name})"
 
     def __repr__(self) -> str:
         parts = self.recorded()
         shape = f" of {'x'.join(map(str, self._parts[parts[0]].shape))}" if parts else ""
-        return (f"layer {self.number} ({self.name}), map {'x'.join(map(str, self.feat_size))}, heads "
-                f"{', '.join(map(str, self.heads))}: {', '.join(parts) or 'nothing'}{shape}")
+        return (f"layer {self}, map {'x'.join(map(str, self.feat_size))}, heads {', '.join(map(str, self.heads))}: "
+                f"{', '.join(parts) or 'nothing'}{shape}")
 
     def check_places(self) -> None:
         """Raise UsageError for a layer whose rows and columns are channels."""
         if self.channels:
-            raise UsageError(f"layer {self.number} ({self.name}) attends from channel to channel of a head: its matrix "
-                             "can be drawn (plot_matrix), and no map of an image: choose other layers")
+            raise UsageError(f"layer {self} attends from channel to channel of a head: its matrix can be drawn "
+                             "(plot_matrix), and no map of an image: choose other layers")
+
+    def check_pixels_ask(self) -> None:
+        """Raise UsageError for a layer without queries of pixels."""
+        self.check_places()
+        if not self.pixels_ask:
+            kind = "pooling" if self.layout.query_names else "class"
+            raise UsageError(f"layer {self} is {kind} attention: its queries are {', '.join(self.query_names)} alone: "
+                             "choose other layers, or ask by name")
 
     def sees(self) -> Tensor:
-        """(H, W, H', W'), True where the query at a pixel of the map sees the key at another."""
+        """Return (H, W, H', W'), True where the query at a pixel of the map sees the key at another."""
         self.check_places()
         H, W = self.feat_size
         if self.layout.windows is not None:
@@ -122,26 +130,27 @@ class LayerMaps:
         return rows[:, None, :, None] & cols[None, :, None, :]
 
     def num_keys(self) -> np.ndarray:
-        """(H, W): how many keys the query at a pixel of the map sees. One over it is uniform attention."""
+        """Return (H, W): how many keys the query at a pixel of the map sees. One over it is uniform attention."""
         return self.sees().sum((-2, -1)).numpy() + self.num_prefix_tokens
 
     def relative(self, part: str = "attn") -> Tensor:
-        """(B, K, T, T): a part times the number of keys that the query sees, so that uniform attention is 1."""
+        """Return (B, K, T, T): a part times the number of keys that the query sees, so that uniform attention is 1."""
+        maps = self[part]
         if self.channels:
-            return self[part] * self[part].shape[-1]
+            return maps * maps.shape[-1]
         keys = torch.from_numpy(self.num_keys()).flatten()
         prefix = keys.new_full((len(self.query_names),), int(keys.max()))
         rows = torch.cat([prefix, keys]) if self.pixels_ask else prefix
-        return self[part] * rows[:, None].to(self[part].device)
+        return maps * rows[:, None].to(maps.device)
 
     def spatial(self, part: str = "attn") -> Tensor:
-        """A part from pixel to pixel, without prefix tokens: (B, K, H, W, H, W), query row and column first."""
+        """Return a part from pixel to pixel, without prefix tokens: (B, K, H, W, H, W), query row and column first."""
         self.check_pixels_ask()
         first = self.num_prefix_tokens
         return self[part][:, :, first:, first:].unflatten(-1, self.key_size).unflatten(2, self.feat_size)
 
     def on_queries_grid(self, part: str = "attn") -> Tensor:
-        """A part with the keys as cells of the queries' grid: what goes to a reduced key goes to its cells alike.
+        """Return a part with keys as cells of the queries' grid: what goes to a reduced key goes to its cells alike.
 
         Raises:
             UsageError: keys that are not reduced by whole numbers; a layer without queries of pixels.
@@ -151,22 +160,14 @@ class LayerMaps:
         if (H, W) == (h, w):
             return maps
         if H % h or W % w:
-            raise UsageError(f"keys reduced by whole numbers are required, and those of layer {self.number} "
-                             f"({self.name}) are {h}x{w} of {H}x{W}: choose other layers")
+            raise UsageError(f"keys reduced by whole numbers are required, and those of layer {self} are {h}x{w} of "
+                             f"{H}x{W}: choose other layers")
         keys = maps[..., P:].unflatten(-1, (h, w)) / (H // h * (W // w))
         keys = keys.repeat_interleave(H // h, -2).repeat_interleave(W // w, -1).flatten(-2)
         return torch.cat([maps[..., :P], keys], -1)
 
-    def check_pixels_ask(self) -> None:
-        """Raise UsageError for a layer without queries of pixels."""
-        self.check_places()
-        if not self.pixels_ask:
-            kind = "pooling" if self.layout.query_names else "class"
-            raise UsageError(f"layer {self.number} ({self.name}) is {kind} attention: its queries are "
-                             f"{', '.join(self.query_names)} alone: choose other layers, or ask by name")
-
     def token(self, query: Query) -> int:
-        """The row of a query: (row, column) of the map, or a prefix token by name, such as "cls".
+        """Return the row of a query: (row, column) of the map, or a prefix token by name, such as "cls".
 
         Raises:
             UsageError: this layer has no such query.
@@ -176,16 +177,16 @@ class LayerMaps:
             return self.num_prefix_tokens + query[0] * self.feat_size[1] + query[1]
         self.check_places()
         if query not in self.query_names:
-            raise UsageError(f"query {query} must be a token before the patches of layer {self.number} ({self.name}), "
-                             f"which has {', '.join(self.query_names) or 'none'}")
+            raise UsageError(f"query {query} must be a token before the patches of layer {self}, which has "
+                             f"{', '.join(self.query_names) or 'none'}")
         return self.query_names.index(query)
 
     def of_query(self, query: Query, part: str = "attn") -> tuple[Tensor, Tensor]:
-        """A part's row of one query (see `token`): towards the prefix tokens (B, K, P), and towards the map's pixels
-        (B, K, H, W)."""
+        """Return a part's row of one query (see `token`): towards the prefix tokens (B, K, P), and towards the map's
+        pixels (B, K, H, W)."""
         token, windows = self.token(query), self.layout.windows
         if windows is not None and part in self._parts:
-            row = windows.row(self._parts[part], self.feat_size[0] * self.feat_size[1], token)
+            row = windows.row(self._parts[part], math.prod(self.feat_size), token)
         else:
             row = self[part][:, :, token]
         return row[..., :self.num_prefix_tokens], row[..., self.num_prefix_tokens:].unflatten(-1, self.key_size)
@@ -214,13 +215,9 @@ class AttentionMaps(Mapping[int, LayerMaps]):
 
     def __getitem__(self, key: int | str) -> LayerMaps:
         for layer in self._layers.values():
-            if key == layer.number or key == layer.name:
+            if key in (layer.number, layer.name):
                 return layer
-        recorded = ", ".join(f"{layer.number} ({layer.name})" for layer in self.values())
-        raise KeyError(f"recorded layers are {recorded or 'none yet'}; got {key!r}")
-
-    def __contains__(self, key: object) -> bool:
-        return any(key == layer.number or key == layer.name for layer in self._layers.values())
+        raise KeyError(f"recorded layers are {', '.join(map(str, self.values())) or 'none yet'}; got {key!r}")
 
     def __iter__(self) -> Iterator[int]:
         return iter(sorted(self._layers))
@@ -232,17 +229,15 @@ class AttentionMaps(Mapping[int, LayerMaps]):
         return "\n".join([f"attention maps of {len(self)} layers", *(f"  {layer!r}" for layer in self.values())])
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """The maps by layer and part, float32 (B, K, N, N) under "layer2.attn", and beside them "layer2.name",
-        "layer2.heads", "layer2.feat_size" (H, W), "layer2.num_prefix_tokens" and "layer2.prefix_names", and where
-        keys are reduced "layer2.key_size" (H, W), and of learned queries "layer2.query_names"."""
+        """Return the maps by layer and part, float32 (B, K, N, N) under "layer2.attn", and beside them "layer2.name",
+        "layer2.heads", "layer2.feat_size" and "layer2.key_size" (H, W), "layer2.prefix_names" and
+        "layer2.query_names"."""
         arrays = {}
         for layer in self.values():
-            names = ("name", "heads", "feat_size", "num_prefix_tokens", "prefix_names")
-            more = (("key_size", layer.key_size != layer.feat_size), ("query_names", layer.layout.query_names))
-            names = (*names, *(name for name, there in more if there))
-            about = {name: np.array(getattr(layer, name)) for name in names}
-            maps = {part: layer[part].float().cpu().numpy() for part in layer.recorded()}
-            arrays.update({f"layer{layer.number}.{name}": value for name, value in {**about, **maps}.items()})
+            for name in ("name", "heads", "feat_size", "key_size", "prefix_names", "query_names"):
+                arrays[f"layer{layer.number}.{name}"] = np.array(getattr(layer, name))
+            for part in layer.recorded():
+                arrays[f"layer{layer.number}.{part}"] = layer[part].float().cpu().numpy()
         return arrays
 
     def to_npz(self, path: str | Path) -> None:
@@ -254,7 +249,7 @@ class AttentionMaps(Mapping[int, LayerMaps]):
         write_npz(Path(path), self.arrays())
 
     def to_dataframe(self, query: Query | None = None) -> Any:
-        """A pandas.DataFrame: a row for each image, layer, head, query and key, a column a part.
+        """Return a pandas.DataFrame: a row for each image, layer, head, query and key, a column a part.
 
         The columns before the parts: image, layer, head, query and key (numbers of tokens, those before a transformer's
         patches first), and query_row, query_col, key_row, key_col of the map, -1 for a token that is no pixel of it.
@@ -264,12 +259,10 @@ class AttentionMaps(Mapping[int, LayerMaps]):
                 the number of keys for each head.
 
         Raises:
-            UsageError: pandas is not installed, or a layer without this query.
+            UsageError: a layer without this query.
         """
-        try:
-            import pandas
-        except ImportError as error:
-            raise UsageError("to_dataframe needs pandas, which is not installed: pip install pandas") from error
+        import pandas
+
         return pandas.concat([pandas.DataFrame(layer._columns(query)) for layer in self.values()], ignore_index=True)
 
     def _begin(self, layer: LayerMaps) -> None:

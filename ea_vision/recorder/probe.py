@@ -15,29 +15,38 @@ differ from those of others. With `--unseen` the probe learns and is measured on
 on: four fifths and one fifth of the test images.
 
 Paper: `Evolving Attention with Residual Convolutions` (ICML 2021) - https://arxiv.org/abs/2102.12895
+Shape letters: M images, B a batch of them, K heads, H x W the map.
 """
-
 from __future__ import annotations
 
 import argparse
 import hashlib
 import json
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import mean, stdev
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from matplotlib.colors import to_rgba
+from matplotlib.figure import Figure
 from torch import Tensor
+from torch.optim.swa_utils import update_bn
+from tqdm import tqdm
 
 from ea_vision.base.errors import UsageError
-from ea_vision.base.figures import figure_bytes
-from ea_vision.base.files import atomic_write, csv_text, write_json
+from ea_vision.base.figures import PAGE, check_width, color_cycle, figure_bytes
+from ea_vision.base.files import atomic_write, create, csv_text, write_json
+from ea_vision.base.print import legend_below, new_figure, print_style, small_ticks
 from ea_vision.base.processes import choose_device
 from ea_vision.base.provenance import hardware, provenance
+from ea_vision.base.tables import markdown
 from ea_vision.data.small_images import DATASETS, Images, hold_out, load_dataset
+from ea_vision.recorder.layouts import prefix_names
 from ea_vision.recorder.loading import (
     WEIGHTS_HELP,
     LoadedModel,
@@ -50,13 +59,13 @@ from ea_vision.recorder.loading import (
     parse_targets,
     positive,
 )
-from ea_vision.recorder.probe_maps import extract_maps, shuffled_in_space, untrained_network
 from ea_vision.recorder.probe_network import ProbeRecipe, train_probe
-from ea_vision.recorder.probe_results import PUBLISHED, Result, results_figure, results_table
-from ea_vision.recorder.recording import prefix_names, recordable_layers
+from ea_vision.recorder.recording import record_attention, recordable_layers
 
-MAPS_OF = ("trained", "untrained", "shuffled", "shuffled-together")
 PLACES = ("data_dir", "output")  # of this machine: results.json has the data's fingerprint in their place
+CONTROLS = ("untrained", "shuffled", "shuffled-together")
+PUBLISHED = "AA-ResNet-34 24.50 / 31.18 / 17.55; EA-AA-ResNet-34 31.02 / 31.71 / 31.93"  # layers 16 / 17 / 18
+SHADES = {"trained": (1.0, ""), "untrained": (0.55, "//"), "shuffled": (0.3, ""), "shuffled-together": (0.3, "..")}
 EXAMPLES = """\
 examples:
   ea-vision probe --model runs/aa,runs/ea --dataset cifar10 --data-dir DIR -o probe
@@ -65,32 +74,47 @@ examples:
 """
 
 
-class Journal:
-    """Finished probes of an output folder, so that the same command goes on where it was stopped."""
-
-    def __init__(self, folder: Path) -> None:
-        self.file = folder / "done.json"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self.done: dict[str, float] = json.loads(self.file.read_text()) if self.file.exists() else {}
-        except (OSError, ValueError) as error:
-            raise UsageError(f"cannot use {folder} as the output folder: {error}") from error
-
-    def top1(self, key: str, compute: Callable[[], float]) -> float:
-        if key not in self.done:
-            self.done[key] = compute()
-            atomic_write(self.file, json.dumps(self.done, indent=1).encode())
-        return self.done[key]
+# ---- what a probe sees -----------------------------------------------------------------------------------------------
 
 
-def probe_key(recipe: ProbeRecipe, maps: Sequence[np.ndarray], targets: Sequence[Tensor]) -> str:
-    """Return SHA-256 of all that decides a probe's accuracy: recipe, maps and classes of the training and test
-    images."""
-    digest = hashlib.sha256(json.dumps(asdict(recipe)).encode())
-    for part in (*maps, *(classes.numpy() for classes in targets)):
-        digest.update(f"{part.dtype} {part.shape}".encode())
-        digest.update(np.ascontiguousarray(part))
-    return digest.hexdigest()
+def extract_maps(model: LoadedModel, images: Tensor, layers: Sequence[int], query: tuple[int, int] | str | None = None,
+                 batch_size: int = 64) -> list[np.ndarray]:
+    """Return the maps of one query, float16 (M, K, H, W), for each layer.
+
+    Args:
+        images: uint8 (M, 3, H, W) of the model's input size.
+        query: y,x in pixels of the input, or a token before a transformer's patches; None: the middle.
+    """
+    device, (height, width) = next(model.model.parameters()).device, images.shape[-2:]
+    query = query or (height // 2, width // 2)
+    found: list[list[np.ndarray]] = [[] for _ in layers]
+    for batch in tqdm(images.split(batch_size), desc=f"maps of {model.label}", unit="batch", disable=None):
+        with torch.inference_mode(), record_attention(model.model, layers) as maps:
+            model.model(model.normalize(batch.to(device) / 255))
+        for kept, number in zip(found, layers, strict=True):
+            H, W = maps[number].feat_size
+            cell = query if isinstance(query, str) else (query[0] * H // height, query[1] * W // width)
+            kept.append(maps[number].of_query(cell)[1].half().cpu().numpy())
+    return [np.concatenate(kept) for kept in found]
+
+
+def shuffled_in_space(maps: np.ndarray, seed: int, together: bool = False) -> np.ndarray:
+    """Return (M, K, H, W), the pixels of every map in a random order of its own; `together`: one order for all K
+    heads."""
+    M, K, H, W = maps.shape
+    order = np.argsort(np.random.default_rng(seed).random((M, 1 if together else K, H * W)), axis=-1)
+    return np.take_along_axis(maps.reshape(M, K, H * W), order, axis=-1).reshape(maps.shape)
+
+
+def untrained_network(target: str, model: LoadedModel, images: Tensor, seed: int, count: int = 512,
+                      batch_size: int = 64) -> LoadedModel:
+    """Return the network of `target` as it begins training, for images of the size that `model` takes; its batch
+    statistics are those of `count` images of uint8 (M, 3, H, W), drawn by `seed`: folders lie class by class."""
+    device = next(model.model.parameters()).device
+    network = load_model(target, random=True, img_size=model.img_size, seed=seed, device=device)
+    drawn = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))[:count].split(batch_size)
+    update_bn((network.normalize(images[index].to(device) / 255) for index in drawn), network.model)
+    return network
 
 
 def sample(images: Images, limit: int | None, seed: int) -> Images:
@@ -99,6 +123,52 @@ def sample(images: Images, limit: int | None, seed: int) -> Images:
         return images
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
     return images.select(order[:limit].sort().values)
+
+
+# ---- probing ---------------------------------------------------------------------------------------------------------
+
+
+class Result(NamedTuple):
+    """A row of results.csv. top1 in percent."""
+
+    model: str
+    maps: str
+    layer: int
+    seed: int
+    top1: float
+    train_images: int
+    test_images: int
+
+
+class Journal:
+    """Finished probes of an output folder, so that the same command goes on where it was stopped.
+
+    A probe is known by all that decides its accuracy: recipe, maps and classes of the training and test images.
+
+    Raises:
+        UsageError: the folder cannot be made, or its journal not be read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        create(folder)
+        self.file = folder / "done.json"
+        try:
+            self.done: dict[str, float] = json.loads(self.file.read_text()) if self.file.exists() else {}
+        except (OSError, ValueError) as error:
+            raise UsageError(f"cannot use {folder} as the output folder: {error}") from error
+
+    def top1(self, recipe: ProbeRecipe, maps: Sequence[np.ndarray], targets: Sequence[Tensor],
+             compute: Callable[[], float]) -> float:
+        """Return the accuracy of a probe, computed or remembered."""
+        digest = hashlib.sha256(json.dumps(asdict(recipe)).encode())
+        for part in (*maps, *(classes.numpy() for classes in targets)):
+            digest.update(f"{part.dtype} {part.shape}".encode())
+            digest.update(np.ascontiguousarray(part))
+        key = digest.hexdigest()
+        if key not in self.done:
+            self.done[key] = compute()
+            write_json(self.file, self.done)
+        return self.done[key]
 
 
 class Subject(NamedTuple):
@@ -110,30 +180,107 @@ class Subject(NamedTuple):
     query: tuple[int, int] | str | None
 
 
+def subject_of(options: argparse.Namespace, target: str, device: torch.device) -> Subject:
+    """Load a model and find the layers and the query asked for.
+
+    Raises:
+        UsageError: the model lacks a layer, or the query is outside the input.
+    """
+    size = parse_size(options.img_size)
+    if size and size[0] != size[1]:
+        raise UsageError(f"--img-size must be one number here, got {options.img_size!r}")
+    model = load_model(target, img_size=size, device=device)
+    check_classifies(model)
+    layers, tokens = options.layers, prefix_names(model.model)
+    if layers == "auto":
+        layers = "16,17,18" if len(recordable_layers(model.model)) >= 18 else "all"
+    chosen = tuple(layer.number for layer in parse_layers(layers, model))
+    [query] = [None] if options.query is None else parse_queries([options.query], model.img_size)
+    if isinstance(query, str) and query not in tokens:
+        raise UsageError(f"--query must be y,x{''.join(f' or {name}' for name in tokens)}, got {query!r}")
+    return Subject(target, model, chosen, query)
+
+
 def probe(subject: Subject, splits: Sequence[Images], num_classes: int, kind: str, recipe: ProbeRecipe,
           journal: Journal, device: torch.device) -> Iterator[Result]:
-    """Probe each layer on maps of one kind, some of MAPS_OF; yield the results.
+    """Probe each layer on maps of one kind, `trained` or some of CONTROLS; yield the results.
 
     Args:
         splits: the images to learn from and to measure on.
         recipe: its seed is of all that is drawn but the images.
     """
-    model, (train, test) = subject.model, splits
+    model, targets = subject.model, [split.targets for split in splits]
     if kind == "untrained":
-        model = untrained_network(subject.target, model, train.images, recipe.seed)
+        model = untrained_network(subject.target, model, splits[0].images, recipe.seed)
     both = [extract_maps(model, split.images, subject.layers, subject.query) for split in splits]
-    for number, *pair in zip(subject.layers, *both, strict=True):
+    for number, *maps in zip(subject.layers, *both, strict=True):
         if kind.startswith("shuffled"):
-            pair = [shuffled_in_space(maps, recipe.seed + split, kind == "shuffled-together")
-                    for split, maps in enumerate(pair)]
+            maps = [shuffled_in_space(of_split, recipe.seed + split, kind == "shuffled-together")
+                    for split, of_split in enumerate(maps)]
         name = f"{subject.model.label}, {kind}, layer {number}, seed {recipe.seed}"
 
-        def compute(pair: list[np.ndarray] = pair, name: str = name) -> float:
-            return train_probe(pair[0], train.targets, pair[1], test.targets, num_classes, recipe, device, name)
+        def compute(maps: list[np.ndarray] = maps, name: str = name) -> float:
+            return train_probe(maps[0], targets[0], maps[1], targets[1], num_classes, recipe, device, name)
 
-        top1 = journal.top1(probe_key(recipe, pair, (train.targets, test.targets)), compute)
+        top1 = journal.top1(recipe, maps, targets, compute)
         print(f"{name}: top-1 {top1:.2f}%", flush=True)
-        yield Result(subject.model.label, kind, number, recipe.seed, top1, len(train), len(test))
+        yield Result(subject.model.label, kind, number, recipe.seed, top1, *map(len, splits))
+
+
+# ---- results ---------------------------------------------------------------------------------------------------------
+
+
+def over_seeds(results: Sequence[Result]) -> dict[tuple[str, str], dict[int, tuple[float, float]]]:
+    """Return top-1 by model and maps, and by layer: the mean over seeds and the standard deviation, nan of one seed."""
+    found: dict[tuple[str, str], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for one in results:
+        found[one.model, one.maps][one.layer].append(one.top1)
+    return {series: {layer: (mean(values), stdev(values) if len(values) > 1 else math.nan)
+                     for layer, values in by_layer.items()} for series, by_layer in found.items()}
+
+
+def results_table(results: Sequence[Result]) -> str:
+    """Return rows model and maps, columns layers: top-1 in percent, of several seeds the mean ± the deviation."""
+    layers = sorted({one.layer for one in results})
+    lines = [["model", "maps", *(f"layer {layer}" for layer in layers)]]
+    for (model, maps), by_layer in over_seeds(results).items():
+        top1 = {layer: f"{of:.2f}" + ("" if math.isnan(by) else f" ± {by:.2f}") for layer, (of, by) in by_layer.items()}
+        lines.append([model, maps, *(top1.get(layer, "") for layer in layers)])
+    return markdown(lines)
+
+
+def results_figure(results: Sequence[Result], num_classes: int, *, width: float | None = None) -> Figure:
+    """Draw bars by layer, a colour a model, a shade and hatch a kind of maps; `width` is in inches."""
+    found, layers = over_seeds(results), sorted({one.layer for one in results})
+    models, bar = list(dict.fromkeys(model for model, _ in found)), 0.8 / len(found)
+    with print_style():
+        figure = new_figure(check_width(width) or PAGE, 2.8, layout="constrained")
+        axes = figure.subplots()
+        for index, ((model, maps), by_layer) in enumerate(found.items()):
+            color, (shade, hatch) = color_cycle()[models.index(model) % len(color_cycle())], SHADES[maps]
+            means, deviations = zip(*by_layer.values(), strict=True)
+            axes.bar([layers.index(layer) + (index - (len(found) - 1) / 2) * bar for layer in by_layer], means,
+                     0.9 * bar, yerr=deviations, label=f"{model}, {maps}", facecolor=to_rgba(color, shade),
+                     edgecolor=color, hatch=hatch, linewidth=0.6, error_kw={"elinewidth": 1})
+        axes.axhline(100 / num_classes, color="0.5", linestyle=":", label="chance, classes alike")
+        axes.set_xticks(range(len(layers)), [f"layer {layer}" for layer in layers])
+        axes.set_ylabel("top-1 of the probe (%)")
+        axes.set_title(f"learnt from {results[0].train_images} images, measured on {results[0].test_images}")
+        axes.spines[["top", "right"]].set_visible(False)
+        small_ticks(axes)
+        legend_below(figure, *axes.get_legend_handles_labels())
+    return figure
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+def seeds(text: str) -> tuple[int, ...]:
+    """Return different whole numbers, separated by commas, for argparse."""
+    words = text.split(",")
+    if not all(word.isdecimal() for word in words) or len(set(words)) < len(words):
+        raise argparse.ArgumentTypeError(f"different whole numbers, separated by commas, required, got {text!r}")
+    return tuple(map(int, words))
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -164,83 +311,43 @@ def make_parser() -> argparse.ArgumentParser:
              "place of training and test images")
     add("--epochs", type=positive, default=recipe.epochs, help="of a probe (default: %(default)s)")
     add("--batch-size", type=positive, default=recipe.batch_size, help="images (default: %(default)s)")
-    add("--lr", type=float, default=recipe.lr, help="first learning rate; cosine to 0.0001 (default: %(default)s)")
     add("--width", type=positive, default=recipe.width, help="channels of the probe (default: %(default)s)")
-    add("--seeds", type=numbers, default=(0,), metavar="N[,..]",
+    add("--seeds", type=seeds, default=(0,), metavar="N[,..]",
         help="of the probe, the shuffling and the untrained network; the mean of several is shown (default: 0)")
     add("-o", "--output", default="probe", metavar="DIR",
         help="results.csv, results.json and results.png; finished probes are not repeated (default: %(default)s)")
     return parser
 
 
-def numbers(text: str) -> tuple[int, ...]:
-    """Return different whole numbers, separated by commas."""
-    words = text.split(",")
-    if not all(word.isdigit() for word in words) or len(set(words)) < len(words):
-        raise argparse.ArgumentTypeError(f"different whole numbers, separated by commas, required, got {text!r}")
-    return tuple(map(int, words))
-
-
-def subject_of(options: argparse.Namespace, target: str, model: LoadedModel) -> Subject:
-    """Return a model with the layers and the query asked for.
-
-    Raises:
-        UsageError: the model lacks a layer, or the query is outside the input.
-    """
-    layers = options.layers
-    if layers == "auto":
-        layers = "16,17,18" if len(recordable_layers(model.model)) >= 18 else "all"
-    chosen, tokens = tuple(layer.number for layer in parse_layers(layers, model)), prefix_names(model.model)
-    [query] = [None] if options.query is None else parse_queries([options.query], model.img_size)
-    if isinstance(query, str) and query not in tokens:
-        raise UsageError(f"--query must be y,x{''.join(f' or {name}' for name in tokens)}, got {query!r}")
-    return Subject(target, model, chosen, query)
-
-
-def subjects_of(options: argparse.Namespace, device: torch.device) -> list[Subject]:
-    """Load the models that --model names."""
-    size, found = parse_size(options.img_size), []
-    if size and size[0] != size[1]:
-        raise UsageError(f"--img-size must be one number here, got {options.img_size!r}")
-    for target in parse_targets(options.model):
-        model = load_model(target, img_size=size, device=device)
-        check_classifies(model)
-        found.append(subject_of(options, target, model))
-    return found
-
-
 def main(argv: Sequence[str] | None = None) -> int:
+    """Probe the models as the arguments say."""
     options = make_parser().parse_args(argv)
     controls = [] if options.controls == "none" else options.controls.split(",")
-    if set(controls) - set(MAPS_OF[1:]):
-        raise UsageError(f"--controls must be some of {', '.join(MAPS_OF[1:])}, or none, got {options.controls!r}")
-    if not 0 < options.lr < math.inf:
-        raise UsageError(f"--lr must be above 0, got {options.lr}")
-    recipe = ProbeRecipe(epochs=options.epochs, batch_size=options.batch_size, lr=options.lr, width=options.width,
-                         seed=options.seeds[0])
-    device, folder = choose_device(options.device), Path(options.output)
-    subjects = subjects_of(options, device)
+    if set(controls) - set(CONTROLS):
+        raise UsageError(f"--controls must be some of {', '.join(CONTROLS)}, or none, got {options.controls!r}")
+    recipe = ProbeRecipe(options.epochs, options.batch_size, width=options.width)
+    device, folder, first = choose_device(options.device), Path(options.output), options.seeds[0]
+    subjects = [subject_of(options, target, device) for target in parse_targets(options.model)]
     journal, results, fingerprints = Journal(folder), [], {}
     for subject in subjects:
         data = load_dataset(options.dataset, options.data_dir, subject.model.img_size[0],
                             options.download, options.workers)
         fingerprints[subject.model.label] = data.fingerprint()
-        splits = hold_out(data.test, len(data.test) // 5, recipe.seed) if options.unseen else (data.train, data.test)
-        splits = [sample(split, options.limit, recipe.seed) for split in splits]
+        splits = hold_out(data.test, len(data.test) // 5, first) if options.unseen else (data.train, data.test)
+        splits = [sample(split, options.limit, first) for split in splits]
         for kind in ("trained", *controls):
             for seed in options.seeds:
                 results += probe(subject, splits, len(data.classes), kind, replace(recipe, seed=seed), journal, device)
-    rows = [asdict(result) for result in results]
-    told = {name: value for name, value in vars(options).items() if name not in PLACES}
+    rows = [one._asdict() for one in results]
     atomic_write(folder / "results.csv", csv_text([{**row, "top1": f"{row['top1']:.2f}"} for row in rows]).encode())
     write_json(folder / "results.json", {
-        "results": rows, "recipe": asdict(recipe), "data_fingerprint": fingerprints, "options": told,
+        "results": rows, "recipe": asdict(replace(recipe, seed=first)), "data_fingerprint": fingerprints,
+        "options": {name: value for name, value in vars(options).items() if name not in PLACES},
         "hardware": hardware(device, 1), **provenance()})
     atomic_write(folder / "results.png", figure_bytes(results_figure(results, len(data.classes))))
+    runs = f"mean ± standard deviation of seeds {', '.join(map(str, options.seeds))}"
     print(results_table(results))
-    runs = "one run each"
-    if len(options.seeds) > 1:
-        runs = f"mean ± standard deviation of seeds {', '.join(map(str, options.seeds))}"
-    print(f"top-1 in percent, {runs}; published on ImageNet, layers 16, 17, 18: {PUBLISHED}")
+    print(f"top-1 in percent, {runs if len(options.seeds) > 1 else 'one run each'}; published on ImageNet, layers 16, "
+          f"17, 18: {PUBLISHED}")
     print("written:", *(folder / f"results.{suffix}" for suffix in ("csv", "json", "png")))
     return 0

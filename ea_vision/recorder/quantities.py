@@ -20,26 +20,32 @@ from ea_vision.recorder.recording import record_attention
 
 
 def attention_entropy(attn: Tensor) -> Tensor:
-    """Mean entropy of the rows, in nats: 0 where a query looks at one pixel, log(N) where at all alike.
+    """Return the mean entropy of the rows, in nats: 0 where a query looks at one pixel, log(N) where at all alike.
 
     Args:
         attn: (B, K, ..., N), rows sum to 1.
 
     Returns:
-        (B, K)
+        (B, K); not a number where a map has negative entries, for then its rows are no distributions: a difference of
+        maps, or maps that were mixed by weights of both signs.
     """
-    return torch.special.entr(attn.float()).sum(-1).flatten(2).mean(-1)
+    return only_distributions(torch.special.entr(attn.float()).sum(-1).flatten(2).mean(-1), attn)
+
+
+def only_distributions(values: Tensor, attn: Tensor) -> Tensor:
+    """Return values (B, K), not a number where the map of attn (B, K, ..., N) has negative entries."""
+    return values.where(attn.flatten(2).amin(-1) >= 0, torch.nan)
 
 
 def attention_distance(attn: Tensor, cell: tuple[float, float] = (1.0, 1.0)) -> Tensor:
-    """Mean distance between a query and what it attends to (Dosovitskiy et al. 2021, figure 7).
+    """Return the mean distance between a query and what it attends to (Dosovitskiy et al. 2021, figure 7).
 
     Args:
         attn: (B, K, H, W, H', W'), from query to key, each query's sum 1; keys of another size cover the same area.
         cell: (height, width) of a query's cell; pixels of the input give a distance in pixels.
 
     Returns:
-        (B, K)
+        (B, K); not a number where a map has negative entries, as in `attention_entropy`.
     """
     (H, W), sides = attn.shape[2:4], []
     for queries, keys, size in zip(attn.shape[2:4], attn.shape[4:], cell, strict=True):
@@ -47,11 +53,11 @@ def attention_distance(attn: Tensor, cell: tuple[float, float] = (1.0, 1.0)) -> 
         at_key = ((torch.arange(keys, device=attn.device) + 0.5) * (queries / keys) - 0.5) * size
         sides.append(at_query[:, None] - at_key)
     distance = (sides[0].view(H, 1, -1, 1) ** 2 + sides[1].view(1, W, 1, -1) ** 2).sqrt()  # (H, W, H', W')
-    return (attn.float() * distance).sum((-2, -1)).mean((-2, -1))
+    return only_distributions((attn.float() * distance).sum((-2, -1)).mean((-2, -1)), attn)
 
 
 def map_correlation(attn: Tensor, previous: Tensor) -> Tensor:
-    """Pearson's correlation of two layers' maps, head by head.
+    """Return Pearson's correlation of two layers' maps, head by head.
 
     Args:
         attn, previous: (B, K, N, N).
@@ -92,7 +98,7 @@ class PositionShares:
         self.energies.append(maps.square().sum(-1).cpu())
 
     def shares(self) -> Tensor:
-        """(images, K); not a number for a single image."""
+        """Return (images, K); not a number for a single image."""
         return torch.cat(self.products) / torch.cat(self.energies).mean(0)
 
 
@@ -106,17 +112,13 @@ def uniform_distance(layer: LayerMaps, cell: tuple[float, float]) -> float:
     return attention_distance((seen / seen.sum((-2, -1), keepdim=True))[None, None], cell).item()
 
 
-def _mean(name: str) -> property:
-    """(K,): the mean over images."""
-    return property(lambda layer: None if getattr(layer, name) is None else getattr(layer, name).mean(0))
-
-
 @dataclass
 class LayerQuantities:
     """Quantities of a layer's maps, by image and head: (images, K) each.
 
     entropies: in nats, over all tokens. distances: in pixels of the input, of what the patches attend to among the
     patches. prefixes: share of attention, of all queries, that goes to the tokens before a transformer's patches.
+    These three are not a number where a map has negative entries: see `attention_entropy`.
     correlations: with the previous layer's map, None where that has another shape. positions: see `PositionShares`;
     the others are those of an image's batch and of the batches before. uniform_entropy, uniform_distance: those of
     uniform attention over the keys that queries see. entropy, distance, prefix, correlation: (K,), means over images.
@@ -133,15 +135,15 @@ class LayerQuantities:
     uniform_distance: float
     positions: Tensor | None = None
 
-    @property
-    def images(self) -> int:
-        return len(self.entropies)
-
-    entropy, distance, prefix, correlation = map(_mean, ("entropies", "distances", "prefixes", "correlations"))
+    images = property(lambda self: len(self.entropies))
+    entropy = property(lambda self: self.entropies.mean(0))
+    distance = property(lambda self: self.distances.mean(0))
+    prefix = property(lambda self: self.prefixes.mean(0))
+    correlation = property(lambda self: None if self.correlations is None else self.correlations.mean(0))
 
 
 def measure(model: nn.Module, batches: Iterable[Tensor], layers: Sequence[int] | None = None) -> list[LayerQuantities]:
-    """Entropy, distance and correlation with the previous layer's map, over a data set.
+    """Measure entropy, distance and correlation with the previous layer's map over a data set.
 
     Args:
         batches: (B, 3, H, W), normalised, all of one size, on the model's device.
@@ -150,80 +152,78 @@ def measure(model: nn.Module, batches: Iterable[Tensor], layers: Sequence[int] |
     Raises:
         ValueError: no batch; a layer that there is not.
     """
-    parts: dict[int, list[LayerQuantities]] = {}
+    found: defaultdict[int, list[LayerQuantities]] = defaultdict(list)
     positions: defaultdict[int, PositionShares] = defaultdict(PositionShares)
     for images in batches:
         with torch.inference_mode(), record_attention(model, layers) as maps:
             model(images)
         previous = None
-        for layer in maps.values():
+        for number, layer in maps.items():
             if layers is None and layer.layout.query_names:
                 continue
+            attn, spatial = layer.attn, layer.spatial().float()
             cell = (images.shape[-2] / layer.feat_size[0], images.shape[-1] / layer.feat_size[1])
-            correlations = None
-            if previous is not None and previous.shape == layer.attn.shape:
-                correlations = map_correlation(layer.attn, previous).cpu()
-            previous = layer.attn
-            spatial = layer.spatial().float()
             if layer.num_prefix_tokens:
                 spatial = spatial / spatial.sum((-2, -1), keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
-            prefixes = layer.attn[..., :layer.num_prefix_tokens].float().sum(-1).mean(-1)
-            first = parts.get(layer.number, [None])[0]
-            positions[layer.number].add(layer.attn)
-            parts.setdefault(layer.number, []).append(LayerQuantities(
-                layer.number, layer.name, layer.feat_size, attention_entropy(layer.attn).cpu(),
-                attention_distance(spatial, cell).cpu(), prefixes.cpu(), correlations,
-                float(np.log(layer.num_keys()).mean()),
-                first.uniform_distance if first else uniform_distance(layer, cell)))
-    if not parts:
+            prefixes = attn[..., :layer.num_prefix_tokens].float().sum(-1).mean(-1)
+            same = previous is not None and previous.shape == attn.shape
+            positions[number].add(attn)
+            found[number].append(LayerQuantities(
+                number, layer.name, layer.feat_size, attention_entropy(attn).cpu(),
+                attention_distance(spatial, cell).cpu(), only_distributions(prefixes, attn).cpu(),
+                map_correlation(attn, previous).cpu() if same else None, float(np.log(layer.num_keys()).mean()),
+                found[number][0].uniform_distance if found[number] else uniform_distance(layer, cell)))
+            previous = attn
+    if not found:
         raise ValueError("measure needs at least one batch of images, got none")
-    return [replace(found[0], positions=positions[number].shares(), **{
-        name: torch.cat([getattr(part, name) for part in found])
-        for name in ("entropies", "distances", "prefixes", "correlations") if getattr(found[0], name) is not None})
-        for number, found in parts.items()]
+    return [replace(batches[0], positions=positions[number].shares(), **{
+        name: torch.cat([getattr(batch, name) for batch in batches])
+        for name in ("entropies", "distances", "prefixes", "correlations") if getattr(batches[0], name) is not None})
+        for number, batches in found.items()]
+
+
+WRITTEN = {  # fields of LayerQuantities: their names in files
+    "entropies": "entropy_nats", "distances": "distance_pixels", "correlations": "correlation_with_previous",
+    "prefixes": "share_of_prefix_tokens", "positions": "share_of_position_alone",
+    "uniform_entropy": "uniform_entropy_nats", "uniform_distance": "uniform_distance_pixels"}
 
 
 def quantities_csv(measured: dict[str, list[LayerQuantities]]) -> str:
-    """A row a model, layer and head: means and standard deviations over images."""
+    """Return a table as text: a row a model, layer and head, with means and standard deviations over images."""
     rows = []
     for model, layers in measured.items():
         for layer in layers:
-            values = {"entropy_nats": layer.entropies, "distance_pixels": layer.distances,
-                      "correlation_with_previous": layer.correlations}
-            for head in range(len(layer.entropy)):
-                means = {name: "" if v is None else f"{v[:, head].mean():.6f}" for name, v in values.items()}
-                spreads = {f"{name}_std": "" if v is None or len(v) < 2 else f"{v[:, head].std():.6f}"
-                           for name, v in values.items()}
-                rows.append({
-                    "model": model, "layer": layer.number, "name": layer.name,
-                    "map": "x".join(map(str, layer.feat_size)), "head": head, "images": layer.images,
-                    "entropy_nats": means["entropy_nats"],
-                    "entropy_share": f"{layer.entropy[head] / layer.uniform_entropy:.6f}", **means, **spreads,
-                    "uniform_entropy_nats": f"{layer.uniform_entropy:.6f}",
-                    "uniform_distance_pixels": f"{layer.uniform_distance:.6f}",
-                    "share_of_prefix_tokens": f"{layer.prefix[head]:.6f}"})
+            for head, entropy in enumerate(layer.entropy):
+                row = {"model": model, "layer": layer.number, "name": layer.name,
+                       "map": "x".join(map(str, layer.feat_size)), "head": head, "images": layer.images,
+                       "entropy_share": f"{entropy / layer.uniform_entropy:.6f}"}
+                for field, name in WRITTEN.items():
+                    value = getattr(layer, field)
+                    if isinstance(value, float):
+                        row[name] = f"{value:.6f}"
+                    else:
+                        row[name] = "" if value is None else f"{value[:, head].mean():.6f}"
+                        several = value is not None and len(value) > 1
+                        row[f"{name}_std"] = f"{value[:, head].std():.6f}" if several else ""
+                rows.append(row)
     return csv_text(rows)
 
 
 def quantities_arrays(measured: dict[str, list[LayerQuantities]]) -> dict[str, np.ndarray]:
-    """Every image's values, float32 (images, K), under "layer2.entropy_nats", "layer2.distance_pixels" and
-    "layer2.correlation_with_previous", and the references and "layer2.feat_size" (H, W) beside them; of several models
-    with the model's label and a slash before."""
+    """Return every image's values, float32 (images, K), under "layer2.entropy_nats" and the other names of WRITTEN, and
+    "layer2.name" and "layer2.feat_size" (H, W); of several models with the model's label and a slash before."""
     arrays = {}
     for model, layers in measured.items():
-        prefix = f"{model}/" if len(measured) > 1 else ""
         for layer in layers:
-            found = {"name": layer.name, "feat_size": layer.feat_size, "entropy_nats": layer.entropies,
-                     "distance_pixels": layer.distances, "correlation_with_previous": layer.correlations,
-                     "share_of_prefix_tokens": layer.prefixes, "share_of_position_alone": layer.positions,
-                     "uniform_entropy_nats": layer.uniform_entropy, "uniform_distance_pixels": layer.uniform_distance}
-            arrays.update({f"{prefix}layer{layer.number}.{key}": np.asarray(value) for key, value in found.items()
-                           if value is not None})
+            key = f"{model}/layer{layer.number}." if len(measured) > 1 else f"layer{layer.number}."
+            for field, name in {"name": "name", "feat_size": "feat_size", **WRITTEN}.items():
+                if getattr(layer, field) is not None:
+                    arrays[key + name] = np.asarray(getattr(layer, field))
     return arrays
 
 
 def attention_rollout(maps: AttentionMaps, residual: float = 0.5) -> Tensor:
-    """Where each pixel of the last map comes from, through all recorded layers (Abnar and Zuidema 2020).
+    """Return where each pixel of the last map comes from, through all recorded layers (Abnar and Zuidema 2020).
 
     Heads are averaged and the residual added as a share of identity. Where the map's size changes, cells are averaged
     into the new ones; reduced keys are spread over the cells that they cover. Convolutions beside or between the
@@ -251,7 +251,7 @@ def attention_rollout(maps: AttentionMaps, residual: float = 0.5) -> Tensor:
 
 
 def _resize_rows(rollout: Tensor, old: tuple[int, int], new: tuple[int, int]) -> Tensor:
-    """(B, old N, T) -> (B, new N, T): a new cell is the mean of the old ones it covers."""
+    """Return (B, new N, T) of (B, old N, T): a new cell is the mean of the old ones it covers."""
     B, N, T = rollout.shape
     cells = rollout.transpose(1, 2).reshape(B, T, *old)
     return F.adaptive_avg_pool2d(cells, new).flatten(2).transpose(1, 2)

@@ -29,20 +29,13 @@ from ea_vision.recorder.interception import (
     heads_of,
     intercepted,
 )
-from ea_vision.recorder.layouts import (
-    Image,
-    Layout,
-    learned_queries,
-    prefix_names,
-    special_layout,
-    token_layout,
-)
+from ea_vision.recorder.layouts import Image, Layout, layout_finder, learned_queries, prefix_names
 from ea_vision.recorder.maps import PARTS, AttentionMaps, LayerMaps
 
-__all__ = ["PARTS", "AttentionLayer", "AttentionMaps", "LayerMaps", "recordable_layers", "prefix_names",
-           "record_attention"]
+__all__ = ["PARTS", "AttentionLayer", "AttentionMaps", "LayerMaps", "prefix_names", "record_attention",
+           "recordable_layers"]
 
-
+OURS = (AugmentedConv2d, MapsAttention)
 POSITIONS = re.compile(r"^(?!.*Att).*(Pos|Bias|Rope|Rotary)")  # names of modules that have heads, and do not attend
 
 
@@ -63,6 +56,9 @@ class AttentionLayer:
     parts: tuple[str, ...]
     pools: bool = False
 
+    def __str__(self) -> str:
+        return f"{self.number} ({self.name})"
+
 
 class _Watch:
     """Collects the chosen parts and heads of one layer, as they are formed.
@@ -74,31 +70,26 @@ class _Watch:
                  maps: AttentionMaps, find: Callable[[tuple[int, ...]], Layout]) -> None:
         self.layer, self.num_heads, self.parts, self.maps, self._find = layer, heads_of(module), parts, maps, find
         self.heads = tuple(range(layer.num_heads)) if heads is None else tuple(heads)
-        self.window = module.window if isinstance(module, AugmentedConv2d) else None
-        self.current: LayerMaps | None = None
         self.differential = module if _is_differential(module) else None
+        self.current: LayerMaps | None = None
         self._formed: list[Tensor] = []  # of a differential layer's two maps
 
     def begin(self, *_) -> None:
         """The layer's forward begins; a recomputation in the backward pass (gradient checkpointing) is not one."""
+        recomputed = torch._C._current_graph_task_id() != -1
+        self.current = None if recomputed else LayerMaps(self.layer.number, self.layer.name, self.heads)
         self._formed = []
-        if torch._C._current_graph_task_id() != -1:
-            self.current = None
-            return
-        self.current = LayerMaps(self.layer.number, self.layer.name, self.heads, window=self.window)
 
-    def find(self, maps: Tensor) -> Layout:
-        """Return the layout of maps (B, K, queries, keys)."""
+    def place(self, maps: Tensor, layout: Layout | None = None) -> Layout:
+        """Say where maps (B, K, queries, keys) lie; None: find it. The layer counts as recorded from now on."""
         try:
-            return self._find(tuple(maps.shape))
+            layout = layout or self._find(tuple(maps.shape))
         except ValueError as error:
-            raise ValueError(f"attention layer {self.layer.number} ({self.layer.name}) {error}; choose other layers to "
-                             "record without it") from error
-
-    def place(self, layout: Layout) -> None:
-        if self.current is not None:
-            self.current.layout = layout
-            self.maps._begin(self.current)
+            raise ValueError(f"attention layer {self.layer} {error}; choose other layers to record without it"
+                             ) from error
+        self.current.layout = layout
+        self.maps._begin(self.current)
+        return layout
 
     def wants(self, *parts: str) -> bool:
         return self.current is not None and any(part in self.parts for part in parts)
@@ -118,39 +109,70 @@ class _Watch:
             self._take_differential(attn)
             return
         if self.current.recorded():
-            raise ValueError(f"attention layer {self.layer.number} ({self.layer.name}) must form one map in a forward, "
-                             "and forms several")
+            raise ValueError(f"attention layer {self.layer} must form one map in a forward, and forms several")
         K = self.num_heads or attn.shape[-3]
+        formed = {"attn": attn} if logits is None else {"attn": attn, "logits": logits, "self_logits": logits}
         if attn.ndim == 3 and attn.shape[0] % K == 0:
-            attn, logits = (None if maps is None else maps.unflatten(0, (-1, K)) for maps in (attn, logits))
-        if attn.ndim == 4 and attn.shape[1] < K == attn.shape[1] * attn.shape[2]:  # transformers' groups of one query
-            attn, logits = (None if maps is None else maps.flatten(1, 2).unsqueeze(2) for maps in (attn, logits))
-        if attn.ndim != 4 or attn.shape[1] != K:
-            raise ValueError(f"attention layer {self.layer.number} ({self.layer.name}) must form maps of (images, {K} "
-                             f"heads, queries, keys), got {list(attn.shape)}")
+            formed = {part: maps.unflatten(0, (-1, K)) for part, maps in formed.items()}
+        elif attn.ndim == 4 and attn.shape[1] < K == attn.shape[1] * attn.shape[2]:  # groups of one query (Llama's)
+            formed = {part: maps.flatten(1, 2).unsqueeze(2) for part, maps in formed.items()}
+        shape = formed["attn"].shape
+        if len(shape) != 4 or shape[1] != K:
+            raise ValueError(f"attention layer {self.layer} must form maps of (images, {K} heads, queries, keys), got "
+                             f"{list(shape)}")
         if self.num_heads is None and self.heads == (0,):
             self.current.heads = self.heads = tuple(range(K))
-        layout = self.find(attn)
-        if layout.windows is not None:
-            attn, logits = (None if maps is None else maps.unflatten(0, (-1, len(layout.windows.tokens)))
-                            for maps in (attn, logits))
-        self.place(layout)
-        self.save("attn", attn)
-        if logits is not None:
-            self.save("logits", logits)
-            self.save("self_logits", logits)
+        windows = self.place(formed["attn"]).windows
+        for part, maps in formed.items():
+            self.save(part, maps if windows is None else maps.unflatten(0, (-1, len(windows.tokens))))
 
     def _take_differential(self, attn: Tensor) -> None:
         """Save two maps (B, K, T, T), formed one by one or as (B, 2 K, T, T), and the difference that weighs values."""
         self._formed += [attn] if attn.shape[1] == self.num_heads else attn.unflatten(1, (-1, 2)).unbind(2)
         if len(self._formed) == 2:
             first, second = self._formed
-            self._formed = []
-            self.place(self.find(first))
+            self.place(first)
             self.save("first_attn", first)
             self.save("second_attn", second)
-            if self.wants("attn"):
-                self.save("attn", first - _lambda_of(self.differential).to(first) * second)
+            self.save("attn", first - _lambda_of(self.differential).to(first) * second)
+
+    @torch.no_grad()
+    def take_ours(self, module: nn.Module, q: Tensor, k: Tensor, logits: Tensor | None, prev_logits: Tensor | None,
+                  feat_size: tuple[int, int], attn: Tensor | None, bias: Tensor | None = None,
+                  layout: Layout | None = None) -> None:
+        """Save the parts of a layer of ours, which hands out its logits (or None) where a fast path computed it.
+
+        attn: the maps that weigh the values, where they are not the logits' probabilities.
+        """
+        if self.current is None:
+            return
+
+        def own() -> Tensor:
+            logits = module.logits_of(q, k, feat_size)
+            return logits if bias is None else logits + bias
+
+        evolution, logits = module.evolution, own() if logits is None else logits.detach()
+        self.place(logits, layout)
+        if self.wants("attn"):
+            attn = module.attention_of(logits, feat_size) if attn is None else attn
+            if module.head_window > 1:  # (B, K, N, head_window * N)
+                attn = attn.unflatten(-1, (module.head_window, -1)).sum(-2)
+            self.save("attn", attn)
+        if module.head_window > 1:
+            return
+        self.save("logits", logits)
+        if evolution is None:
+            self.save("self_logits", logits)
+            return
+        if evolution.reads_previous:
+            self.save("prev_logits", prev_logits)
+        if self.wants("self_logits", *evolution.part_names):
+            self_logits = own()
+            self.save("self_logits", self_logits)
+            if self.wants(*evolution.part_names):
+                previous = self_logits if prev_logits is None else prev_logits
+                for part, maps in evolution.parts(self_logits, previous, logits).items():
+                    self.save(part, maps)
 
 
 def _lambda_of(module: nn.Module) -> Tensor:
@@ -162,79 +184,32 @@ def _lambda_of(module: nn.Module) -> Tensor:
     return exponents[0].float().exp() - exponents[1].float().exp() + module.lambda_init
 
 
-def _save_logits(watch: _Watch, evolution: nn.Module | None, logits: Tensor, own: Callable[[], Tensor],
-                 prev_logits: Tensor | None) -> None:
-    """Save the parts of a layer of ours before its softmax; own: computes the layer's own logits again."""
-    watch.save("logits", logits)
-    if evolution is None:
-        watch.save("self_logits", logits)
-        return
-    if evolution.reads_previous:
-        watch.save("prev_logits", prev_logits)
-    if watch.wants("self_logits", *evolution.part_names):
-        self_logits = own()
-        watch.save("self_logits", self_logits)
-        if watch.wants(*evolution.part_names):
-            previous = self_logits if prev_logits is None else prev_logits
-            for part, maps in evolution.parts(self_logits, previous, logits).items():
-                watch.save(part, maps)
-
-
-def _watch_mixing(module: nn.Module, hooks: Hooks) -> list[Tensor]:
-    """Return a list that gets what a mechanism after the softmax has made, which is not computed again: it may have
-    running statistics."""
-    mixed: list[Tensor] = []
-    if module.evolution is not None and module.evolution.mixes_attn:
-        hooks.before(module.attn_drop, lambda _, args, kwargs: mixed.append(args[0].detach()))
-    return mixed
-
-
-def _watch_convolution(module: AugmentedConv2d, watch: _Watch, hooks: Hooks) -> None:
+def _watch_ours(module: nn.Module, watch: _Watch, hooks: Hooks) -> None:
     """The layer goes on by its fast path, which hands out the logits (and so their softmax); the parts that only a slow
-    one would have are computed again from the projection and the previous logits, as are all parts of a window."""
+    one would have are computed again from queries, keys and the previous logits, as are all parts of a window."""
+    mixed: list[Tensor] = []  # by a mechanism after the softmax: not computed again, it may have running statistics
     projected: list[Tensor] = []
-    mixed = _watch_mixing(module, hooks)
 
-    @torch.no_grad()
+    def on_attended(out, logits, q, k, v, prev_logits, feat_size, bias=None) -> None:
+        watch.take_ours(module, q, k, logits, prev_logits, (1, q.shape[2]), mixed.pop() if mixed else None, bias)
+
     def on_output(_, args, kwargs, output) -> None:
         q, k, _, feat_size = module.heads_of(projected.pop())
-        logits = module.logits_of(q, k, feat_size) if output[1] is None else output[1].detach()
-        watch.place(Layout(feat_size))
-        attn = mixed.pop() if mixed else None
-        if watch.wants("attn"):
-            attn = module.attention_of(logits, feat_size) if attn is None else attn  # (B, K, N, head_window * N)
-            watch.save("attn", attn.unflatten(-1, (module.head_window, -1)).sum(-2) if module.head_window > 1 else attn)
-        if module.head_window == 1:
-            prev_logits = kwargs["prev_logits"] if "prev_logits" in kwargs else args[1] if len(args) > 1 else None
-            _save_logits(watch, module.evolution, logits, lambda: module.logits_of(q, k, feat_size), prev_logits)
+        prev_logits = kwargs["prev_logits"] if "prev_logits" in kwargs else args[1] if len(args) > 1 else None
+        watch.take_ours(module, q, k, output[1], prev_logits, feat_size, mixed.pop() if mixed else None,
+                        layout=Layout(feat_size, window=module.window))
 
     hooks.before(module, watch.begin)
-    hooks.after(module.qkv, lambda _, args, kwargs, output: projected.append(output.detach()))
-    hooks.after(module, on_output)
-
-
-def _watch_tokens(module: MapsAttention, watch: _Watch, hooks: Hooks) -> None:
-    """The layer goes on by its fast path; it hands out its logits where an evolution changes them."""
-    mixed = _watch_mixing(module, hooks)
-
-    @torch.no_grad()
-    def on_attended(out, logits, q, k, v, prev_logits, feat_size, bias=None) -> None:
-        def own() -> Tensor:
-            logits = module.logits_of(q, k, row)
-            return logits if bias is None else logits + bias
-
-        row = (1, q.shape[2])
-        logits = own() if logits is None else logits.detach()
-        watch.place(watch.find(logits))
-        attn = mixed.pop() if mixed else None
-        if watch.wants("attn"):
-            watch.save("attn", module.attention_of(logits, row) if attn is None else attn)
-        _save_logits(watch, module.evolution, logits, own, prev_logits)
-
-    hooks.before(module, watch.begin)
-    hooks.around(module, "_attend", on_attended)
-    if module.evolution is not None and not module.evolution.mixes_output:
-        hooks.after(module, lambda *_: None)  # asks the layer for its logits
+    evolution = module.evolution
+    if evolution is not None and evolution.mixes_attn:
+        hooks.before(module.attn_drop, lambda _, args, kwargs: mixed.append(args[0].detach()))
+    if isinstance(module, AugmentedConv2d):
+        hooks.after(module.qkv, lambda _, args, kwargs, output: projected.append(output.detach()))
+        hooks.after(module, torch.no_grad()(on_output))
+    else:
+        hooks.around(module, "_attend", on_attended)
+        if evolution is not None and not evolution.mixes_output:
+            hooks.after(module, lambda *_: None)  # asks the layer for its logits
 
 
 def _watch_any(module: nn.Module, watch: _Watch, hooks: Hooks, running: list[Take]) -> None:
@@ -244,29 +219,14 @@ def _watch_any(module: nn.Module, watch: _Watch, hooks: Hooks, running: list[Tak
         watch.begin()
         running.append(watch.take)
 
-    def end(*_) -> None:
-        running.pop()
-
     def on_mixing(_, args, kwargs, output: Tensor) -> None:
         """Talking heads (timm's CaiT) mix probabilities (B, T, T, K) once more."""
         watch.save("mixed_attn", output.permute(0, 3, 1, 2))
 
     hooks.before(module, begin)
-    hooks.after(module, end, always=True)
+    hooks.after(module, lambda *_: running.pop() and None, always=True)
     if _talks(module):
         hooks.after(module.proj_w, on_mixing)
-
-
-def _layout_finder(model: nn.Module, name: str, image: Image, hooks: Hooks) -> Callable[..., Layout]:
-    """Return what gives a layer's layout: that of its windows or channels, or that of tokens over the image."""
-    owner, read = special_layout(model, name) or (model.get_submodule(name), None)
-    names, learned, seen = prefix_names(model), learned_queries(model, name), []
-
-    def look(module: nn.Module, args: tuple, kwargs: dict) -> None:
-        seen[:] = [read(module, *args, **kwargs) if read else [x.shape for x in args if isinstance(x, Tensor)][:1]]
-
-    hooks.before(owner, look)
-    return lambda shape: seen[0] if read else token_layout(shape, image.size, names, *seen[0], query_names=learned)
 
 
 def _talks(module: nn.Module) -> bool:
@@ -274,18 +234,17 @@ def _talks(module: nn.Module) -> bool:
 
 
 def _parts_of(module: nn.Module) -> tuple[str, ...]:
-    """The parts that can be recorded of an attention layer."""
-    if isinstance(module, (AugmentedConv2d, MapsAttention)):
-        if module.head_window > 1:
-            return PARTS[:1]
-        if module.evolution is None:
+    """Return the parts that can be recorded of an attention layer."""
+    if isinstance(module, OURS) and module.head_window == 1:
+        evolution = module.evolution
+        if evolution is None:
             return PARTS[:3]
-        return (*PARTS[:3], *module.evolution.part_names, *(["prev_logits"] if module.evolution.reads_previous else []))
+        return (*PARTS[:3], *evolution.part_names, *(["prev_logits"] if evolution.reads_previous else []))
     if isinstance(module, BottleneckAttn):
         return PARTS[:3]
     if _is_differential(module):
         return ("attn", "first_attn", "second_attn")
-    return ("attn", "mixed_attn") if _talks(module) else PARTS[:1]
+    return ("attn", "mixed_attn") if _talks(module) and not isinstance(module, OURS) else PARTS[:1]
 
 
 def _is_differential(module: nn.Module) -> bool:
@@ -296,7 +255,7 @@ def _is_differential(module: nn.Module) -> bool:
 def _is_attention(module: nn.Module) -> bool:
     """Return whether a module says how many heads it has, or calls torch's attention; not other differences of maps
     than timm's, nor pooling of unknown packages."""
-    if isinstance(module, (AugmentedConv2d, MapsAttention, nn.MultiheadAttention)):
+    if isinstance(module, (*OURS, nn.MultiheadAttention)):
         return True
     name = type(module).__name__
     foreign_pool = "AttentionPool" in name and not type(module).__module__.startswith("timm.layers.")
@@ -305,36 +264,30 @@ def _is_attention(module: nn.Module) -> bool:
 
 
 def _unwrap(model: nn.Module) -> nn.Module:
-    """The network inside DistributedDataParallel and torch.compile, in any order."""
-    while True:
-        if isinstance(model, nn.parallel.DistributedDataParallel):
-            model = model.module
-        elif hasattr(model, "_orig_mod"):
-            model = model._orig_mod
-        else:
-            return model
+    """Return the network inside DistributedDataParallel and torch.compile, in any order."""
+    while isinstance(model, nn.parallel.DistributedDataParallel) or hasattr(model, "_orig_mod"):
+        model = getattr(model, "_orig_mod", None) or model.module
+    return model
 
 
-def _find(model: nn.Module) -> list[tuple[AttentionLayer, nn.Module]]:
-    """The innermost modules that attend, in the order in which they stand in the network."""
-    found: list[tuple[AttentionLayer, nn.Module]] = []
+Found = list[tuple[AttentionLayer, nn.Module]]
+
+
+def _find(model: nn.Module) -> Found:
+    """Return the innermost modules that attend, in the order in which they stand in the network."""
+    found: Found = []
     for name, module in model.named_modules():
-        ours = isinstance(module, (AugmentedConv2d, MapsAttention))
-        inner = () if ours or isinstance(module, nn.MultiheadAttention) else list(module.modules())[1:]
-        if not _is_attention(module) or any(map(_is_attention, inner)):
-            continue
-        layer = AttentionLayer(len(found) + 1, name.replace("_orig_mod.", ""), heads_of(module) or 1, _parts_of(module),
-                               bool(learned_queries(model, name)))
-        found.append((layer, module))
+        inner = () if isinstance(module, (*OURS, nn.MultiheadAttention)) else list(module.modules())[1:]
+        if _is_attention(module) and not any(map(_is_attention, inner)):
+            found.append((AttentionLayer(
+                len(found) + 1, name.replace("_orig_mod.", ""), heads_of(module) or 1, _parts_of(module),
+                bool(learned_queries(model, name))), module))
     return found
 
 
 def recordable_layers(model: nn.Module) -> list[AttentionLayer]:
     """Return the layers that can be recorded, in the papers' numbering."""
     return [layer for layer, _ in _find(_unwrap(model))]
-
-
-Found = Sequence[tuple[AttentionLayer, nn.Module]]
 
 
 def _chosen(model: nn.Module, layers: Sequence[int | str] | None, heads: Sequence[int] | None,
@@ -344,31 +297,29 @@ def _chosen(model: nn.Module, layers: Sequence[int | str] | None, heads: Sequenc
     Raises:
         ValueError: a network without attention; a layer that it lacks; heads or parts that the layers lack.
     """
-    found = chosen = _find(model)
-    known = tuple(dict.fromkeys([*PARTS, *(part for layer, _ in found for part in layer.parts)]))
-    if not parts or not set(parts) <= set(known):
-        raise ValueError(f"parts must be some of {', '.join(known)}, got {tuple(parts)}")
+    found = _find(model)
     if not found:
         raise ValueError(
             f"{type(model).__name__} has no attention layer that can be recorded: AugmentedConv2d, "
             "nn.MultiheadAttention or a module that says how many heads it has is required (a TorchScript model hides "
             "its layers: record the model it was made from)")
-    if layers is not None:
-        missing = [key for key in layers if not any(key in (layer.number, layer.name) for layer, _ in found)]
-        if missing or not layers:
-            available = ", ".join(f"{layer.number} ({layer.name})" for layer, _ in found)
-            raise ValueError(f"attention layers of this model are {available}; got {missing or 'none'}")
-        chosen = [entry for entry in found if entry[0].number in layers or entry[0].name in layers]
-    for layer, _ in chosen:
-        outside = [head for head in heads or () if not 0 <= head < layer.num_heads]
-        if outside or (heads is not None and not heads):
-            raise ValueError(
-                f"heads of layer {layer.number} ({layer.name}) are 0 to {layer.num_heads - 1}; got {outside or 'none'}")
+    keys = {key for layer, _ in found for key in (layer.number, layer.name)}
+    if layers is not None and not (layers and keys.issuperset(layers)):
+        raise ValueError(f"attention layers of this model are {', '.join(str(layer) for layer, _ in found)}; got "
+                         f"{[key for key in layers if key not in keys] or 'none'}")
+    chosen = [(layer, module) for layer, module in found
+              if layers is None or layer.number in layers or layer.name in layers]
+    for layer, _ in chosen if heads is not None else ():
+        outside = [head for head in heads if not 0 <= head < layer.num_heads]
+        if outside or not heads:
+            raise ValueError(f"heads of layer {layer} are 0 to {layer.num_heads - 1}; got {outside or 'none'}")
+    known = {part for layer, _ in found for part in layer.parts}
+    if not parts or not known.union(PARTS).issuperset(parts):
+        raise ValueError(f"parts must be some of {', '.join(dict.fromkeys([*PARTS, *sorted(known)]))}, got {parts}")
     for part in parts:
         if not any(part in layer.parts for layer, _ in chosen):
-            raise ValueError(
-                f"none of the chosen layers has {part!r}: "
-                + "; ".join(f"{layer.number} ({layer.name}) has {', '.join(layer.parts)}" for layer, _ in chosen))
+            raise ValueError(f"none of the chosen layers has {part!r}: "
+                             + "; ".join(f"{layer} has {', '.join(layer.parts)}" for layer, _ in chosen))
     return chosen
 
 
@@ -409,26 +360,23 @@ def record_attention(
         RuntimeError: the block ended and none of the chosen layers had formed a map; or it ended before a block that
             began after it, or in another thread.
     """
-    model = _unwrap(model)
-    parts = _several(parts)
-    chosen = _chosen(model, _several(layers), _several(heads), parts)
+    model, parts, heads = _unwrap(model), _several(parts), _several(heads)
+    chosen = _chosen(model, _several(layers), heads, parts)
     maps, ran = AttentionMaps(), []
     with ExitStack() as stack:
         stack.enter_context(compiled_code_runs_eagerly())
         running, hooks = stack.enter_context(intercepted()), Hooks(stack)
         image = Image(model, hooks)
         for layer, module in chosen:
-            watch = _Watch(layer, module, _several(heads), parts, maps, _layout_finder(model, layer.name, image, hooks))
+            watch = _Watch(layer, module, heads, parts, maps, layout_finder(model, layer.name, image, hooks))
             hooks.before(module, lambda *_: ran.append(1) if not ran else None)
-            if isinstance(module, AugmentedConv2d):
-                _watch_convolution(module, watch, hooks)
-            elif isinstance(module, MapsAttention):
-                _watch_tokens(module, watch, hooks)
+            if isinstance(module, OURS):
+                _watch_ours(module, watch, hooks)
             else:
                 _watch_any(module, watch, hooks, running)
         yield maps
     if not maps:
-        names = ", ".join(f"{layer.number} ({layer.name})" for layer, _ in chosen)
+        names = ", ".join(str(layer) for layer, _ in chosen)
         raise RuntimeError(f"attention layer {names} ran, and no map went through softmax, "
                            "scaled_dot_product_attention or nn.MultiheadAttention" if ran else
                            f"no forward ran attention layer {names} while it was recorded, in this thread")

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from ea_vision.base.errors import UsageError
 from ea_vision.base.files import atomic_write
 from ea_vision.recorder.inputs import ImageSource, find_images, names_of, read_image
-from ea_vision.recorder.loading import LoadedModel, class_names_of, parse_layers, positive
+from ea_vision.recorder.loading import LoadedModel, parse_layers, positive
 from ea_vision.visualize.figure_options import (
     Layers,
     Models,
@@ -69,7 +69,7 @@ def _explorer(models: Sequence[LoadedModel], targets: Sequence[str], options: ar
     parts = STORED_PARTS if options.parts == "all" else options.parts.split(",")
     if not set(parts) <= set(STORED_PARTS):
         raise UsageError(f"--parts must be all or some of {', '.join(STORED_PARTS)}; got {options.parts!r}")
-    names = [class_names_of(target, model) for target, model in zip(targets, models, strict=True)]
+    names = [model.classes for model in models]
     return Explorer(models, layers, None if options.heads == "all" else parse_heads(options.heads, every), names, parts,
                     title)
 
@@ -108,7 +108,7 @@ def show_page(models: Models, images: ImageSource | Sequence[ImageSource], layer
         raise UsageError(f"a page takes at most {MAX_MODELS} models, got {len(loaded)}")
     several = list(images) if isinstance(images, (list, tuple)) else [images]
     explorer = Explorer(loaded, [chosen_layers(layers, model) for model in loaded], None,
-                        [class_names_of(model.label, model) for model in loaded])
+                        [model.classes for model in loaded])
     [explorer], entries = make_entries([explorer], [read_image(image) for image in several], names_of(several), MAX_MB,
                                        layers is not None)
     return PageInNotebook(build_page(explorer, entries), height)

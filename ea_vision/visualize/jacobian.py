@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ea_vision.base.errors import UsageError
 from ea_vision.recorder.inputs import ImageSource, as_image, as_input
-from ea_vision.recorder.loading import check_classifies, class_names_of
+from ea_vision.recorder.loading import check_classifies
 from ea_vision.recorder.recording import AttentionMaps, recordable_layers
 from ea_vision.visualize.figure_options import Layers, Model, chosen_layers, spread
 from ea_vision.visualize.image_maps import MEAN, Recording, as_model, evaluating, record, title_of
@@ -68,7 +68,7 @@ def plot_jacobian(model: Model, image: ImageSource | Tensor, target: int | None 
         jacobian, chosen = input_jacobian(loaded.model, loaded.normalize(x[None].to(device)), target)
     maps = record(loaded, x, shown).maps if shown else AttentionMaps()
     recording = Recording(loaded, x, maps, None if isinstance(image, Tensor) else loaded.photo(image))
-    names = class_names_of(model if isinstance(model, str) else "module", loaded)
+    names = loaded.classes
     return draw_jacobian(recording, jacobian.float().cpu().numpy(), chosen, look, width=width,
                          name=names[chosen] if names else "")
 

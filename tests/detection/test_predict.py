@@ -152,7 +152,7 @@ def test_a_run_with_fewer_names_than_outputs_is_refused(run, tmp_path):
     content["about"]["classes"].remove("owl")
     (folder / "config.yaml").write_text(yaml.safe_dump(content))
     for load in (load_detector, lambda path: load_model(str(path))):
-        with pytest.raises(UsageError, match=r"must have 3 classes, one for each output .* got \['cat', 'dog'\]"):
+        with pytest.raises(UsageError, match="must .* 3 classes"):
             load(folder)
 
 

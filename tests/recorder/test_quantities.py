@@ -9,6 +9,7 @@ import torch
 
 import ea_vision
 from ea_vision.layers import AugmentedConv2d
+from ea_vision.recorder.layouts import Layout
 from ea_vision.recorder.quantities import (
     attention_distance,
     attention_entropy,
@@ -26,7 +27,7 @@ def recorded(*layers):
     """AttentionMaps of (feat_size, attn) pairs."""
     maps = AttentionMaps()
     for number, (feat_size, attn) in enumerate(layers, start=1):
-        maps._begin(LayerMaps(number, f"layer{number}", tuple(range(attn.shape[1])), feat_size, attn=attn))
+        maps._begin(LayerMaps(number, f"layer{number}", tuple(range(attn.shape[1])), Layout(feat_size), attn=attn))
     return maps
 
 
@@ -68,7 +69,7 @@ def test_references_are_those_of_uniform_attention_also_in_a_window(window):
     [found] = measure(Network().eval(), [torch.rand(2, 3, 4, 6)])
     assert found.entropies.flatten().tolist() == pytest.approx([found.uniform_entropy] * 4)
     assert found.distances.flatten().tolist() == pytest.approx([found.uniform_distance] * 4)
-    maps = LayerMaps(1, "layer", (0,), (4, 6), window=window)
+    maps = LayerMaps(1, "layer", (0,), Layout((4, 6), window=window))
     assert found.uniform_distance == pytest.approx(uniform_distance(maps, (1, 1)))
     pixels, half = [(y, x) for y in range(4) for x in range(6)], [(side or 99) // 2 for side in window or (99, 99)]
     seen = [[math.dist(a, b) for b in pixels if abs(a[0] - b[0]) <= half[0] and abs(a[1] - b[1]) <= half[1]]

@@ -364,7 +364,7 @@ def test_maps_say_what_they_are_and_become_arrays(tmp_path):
     maps.to_npz(tmp_path / "maps.npz")
     with np.load(tmp_path / "maps.npz") as held:
         assert set(held) == {f"layer{number}.{name}" for number in (1, 2)
-                             for name in ("name", "heads", "feat_size", "num_prefix_tokens", "prefix_names",
-                                          "attn")} | {"layer2.conv_logits"}
+                             for name in ("name", "heads", "feat_size", "key_size", "prefix_names",
+                                          "query_names", "attn")} | {"layer2.conv_logits"}
         assert np.array_equal(held["layer2.conv_logits"], maps[2].conv_logits) and held["layer2.name"] == names[1]
         assert held["layer1.heads"].tolist() == [0, 3]

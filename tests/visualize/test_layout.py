@@ -17,8 +17,9 @@ from ea_vision.base.print import text_width, wrapped
 from ea_vision.engine import curves
 from ea_vision.engine.evaluate import Evaluation
 from ea_vision.engine.report import plot_confusion
+from ea_vision.recorder.layouts import Layout
 from ea_vision.recorder.loading import LoadedModel
-from ea_vision.recorder.probe_results import Result, results_figure
+from ea_vision.recorder.probe import Result, results_figure
 from ea_vision.recorder.quantities import LayerQuantities
 from ea_vision.recorder.recording import AttentionMaps, LayerMaps
 from ea_vision.visualize import MapStyle
@@ -40,7 +41,7 @@ def recording(heads=2, sizes=((8, 8),), label="a model", img_size=(32, 32), name
     for number, size in enumerate(sizes, start=1):
         N = size[0] * size[1]
         own = torch.randn(1, heads, N, N)
-        layer = LayerMaps(number, name, tuple(range(heads)), size, self_logits=own, logits=own)
+        layer = LayerMaps(number, name, tuple(range(heads)), Layout(size), self_logits=own, logits=own)
         if before is not None and before.feat_size == size:
             layer.prev_logits, layer.conv_logits = before.logits, torch.randn(1, heads, N, N)
             layer.logits = 0.5 * layer.conv_logits + 0.5 * own
