@@ -14,12 +14,12 @@ import ctypes
 import os
 import random
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import nullcontext
+from concurrent.futures import ProcessPoolExecutor
 from datetime import datetime
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -33,23 +33,25 @@ from torch import Tensor, nn
 import ea_vision
 from ea_vision.base.errors import RunError, UsageError
 from ea_vision.base.files import atomic_write, check_output, csv_text
-from ea_vision.base.networks import check_model_name, create_classifier, lay_out
+from ea_vision.base.networks import create_classifier, lay_out
 from ea_vision.base.processes import choose_device
 from ea_vision.base.provenance import hardware
 from ea_vision.base.tables import markdown
 from ea_vision.engine.optimizer import check_optimizer_name
-from ea_vision.models import list_networks
-from ea_vision.ops import IMPLEMENTATIONS, use_implementation
+from ea_vision.recorder.loading import add_options, positive
+from ea_vision.sizes import names_of
 
 EXAMPLES = """\
 examples:
   ea-vision benchmark                                                  # the 50-layer networks
-  ea-vision benchmark --models all --csv speed.csv
+  ea-vision benchmark --models 'ea_*resnet50' resnet50 --csv speed.csv
   ea-vision benchmark --amp bfloat16 --channels-last --compile         # what a GPU is trained with
-  ea-vision benchmark --models resnet50 ea_aa_resnet50 --implementation reference --repeats 15
+  EA_VISION_IMPLEMENTATION=reference ea-vision benchmark --models resnet50 ea_aa_resnet50 --repeats 15
 """
 DEFAULT = ("resnet50", "aa_resnet50", "pa_aa_resnet50", "ea_aa_resnet50")
 RETURN_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}  # where memory is measured
+COLUMNS = {"train_images_per_s": ("train img/s", 2), "infer_images_per_s": ("infer img/s", 2),
+           "memory_mib": ("memory MiB", 0)}  # headings and digits
 
 
 def baseline_of(name: str) -> str | None:
@@ -57,13 +59,6 @@ def baseline_of(name: str) -> str | None:
     transformer = re.fullmatch(r"(?:[ep]a_)?((?:vit|deit)_.*)", name)
     depth = re.search(r"net(\d+)", name)
     return transformer[1] if transformer else f"resnet{depth[1]}" if depth else None
-
-
-def all_networks(img_size: int) -> list[str]:
-    """Return our networks and their baselines that are made for about this image size."""
-    names = dict.fromkeys([*list_networks(), *filter(None, map(baseline_of, list_networks()))])
-    sides = {name: timm.get_pretrained_cfg(name).input_size[-1] for name in names}
-    return [name for name in names if img_size < 3 * sides[name] and sides[name] < 3 * img_size]
 
 
 def interleaved(calls: dict[Hashable, Callable[[], object]], repeats: int, warm_up: int = 1,
@@ -126,7 +121,6 @@ class Steps:
 
     def peak_on_gpu(self) -> int:
         """Return the most bytes that a training step allocates, its weights and optimiser state included."""
-        self.train()
         self.optimizer.zero_grad()
         own = [*self.model.parameters(), *self.model.buffers(),
                *(t for state in self.optimizer.state.values() for t in state.values() if torch.is_tensor(t))]
@@ -169,27 +163,29 @@ def noise(args: argparse.Namespace, device: torch.device) -> Tensor:
     return images.contiguous(memory_format=torch.channels_last if args.channels_last else torch.contiguous_format)
 
 
-def peak_resident(args: argparse.Namespace, device: torch.device) -> int:
-    """Return the most bytes of main memory that three training steps of --peak-of take in this process."""
-    images = noise(args, device)
+def peak_resident(name: str, args: argparse.Namespace) -> int:
+    """Return the most bytes of main memory that three training steps take, in a process in which nothing else ran."""
+    torch.set_num_threads(args.threads)
+    images = noise(args, torch.device("cpu"))
     before = psutil.Process().memory_info().rss
-    steps = Steps(live_network(args.peak_of, images), images, args.amp, args.opt)
+    steps = Steps(live_network(name, images), images, args.amp, args.opt)
     for _ in range(3):
         steps.train()
-    # not getrusage's maximum: after a fork that begins with the parent's
-    peak = re.search(r"^VmHWM:\s*(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)[1]
-    return int(peak) * 1024 - before
+    status = Path("/proc/self/status").read_text()  # getrusage's maximum begins with the parent's
+    return 1024 * int(re.search(r"^VmHWM:\s*(\d+) kB$", status, re.MULTILINE)[1]) - before
 
 
-def peak_on_cpu(name: str, argv: Sequence[str]) -> int | None:
+def peak_on_cpu(name: str, args: argparse.Namespace) -> int | None:
     """Return `peak_resident` of a process of its own, or None where there is no /proc to read it from."""
     if not Path("/proc/self/status").exists():
         return None
-    done = subprocess.run([sys.executable, "-m", "ea_vision", "benchmark", *argv, "--peak-of", name],
-                          stdout=subprocess.PIPE, text=True, env={**os.environ, **RETURN_MEMORY})
-    if done.returncode:
-        raise RunError(f"the process that measures the memory of {name} ended with code {done.returncode}")
-    return int(done.stdout.splitlines()[-1])
+    os.environ.update(RETURN_MEMORY)  # read by the C library as a process begins
+    try:
+        with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+            return pool.submit(peak_resident, name, args).result()
+    finally:
+        for key in RETURN_MEMORY:
+            del os.environ[key]
 
 
 def keep_freed_memory() -> None:
@@ -199,17 +195,16 @@ def keep_freed_memory() -> None:
         mallopt(option, value)
 
 
-def measure(args: argparse.Namespace, argv: Sequence[str], device: torch.device) -> list[dict[str, Any]]:
+def measure(args: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
     """Build and measure the networks; return a row for each network and mode.
 
     Raises:
         UsageError: a network that is asked for by name refuses the setting.
         RunError: a loss that is not finite.
     """
-    images, on_gpu = noise(args, device), device.type == "cuda"
+    images, on_gpu, rows = noise(args, device), device.type == "cuda", {}
     steps: dict[tuple[str, str], Steps] = {}
-    for name in dict.fromkeys(n for model in args.models for n in (
-            all_networks(args.img_size) if model == "all" else [model])):
+    for name in names_of(args.models):
         print(name, file=sys.stderr)
         try:
             model = live_network(name, images)
@@ -220,24 +215,24 @@ def measure(args: argparse.Namespace, argv: Sequence[str], device: torch.device)
             continue
         for mode in ("eager", "compiled")[:1 + args.compile]:
             steps[name, mode] = Steps(model, images, args.amp, args.opt, mode == "compiled")
-    rows = {(name, mode): {"model": name, "mode": mode} for name, mode in steps}
+            rows[name, mode] = {"model": name, "mode": mode}
     clock = time.process_time if args.cpu_time else time.perf_counter
+    synchronize = torch.cuda.synchronize if on_gpu else lambda: None
     for phase in ("train", "infer"):
         calls = {key: getattr(of, phase) for key, of in steps.items()}
-        medians = interleaved(calls, args.repeats, 3 if on_gpu else 1, torch.cuda.synchronize if on_gpu else
-                              lambda: None, clock)
-        for key, seconds in medians.items():
+        for key, seconds in interleaved(calls, args.repeats, 3 if on_gpu else 1, synchronize, clock).items():
             rows[key] |= {f"{phase}_ms": 1e3 * seconds, f"{phase}_images_per_s": len(images) / seconds}
     for key, of in steps.items():
         if not of.train().isfinite():
             raise RunError(f"the loss of {', '.join(key)}, is not finite: its times mean nothing")
+        peak = None
+        if not args.no_memory and (on_gpu or key[1] == "eager"):
+            peak = of.peak_on_gpu() if on_gpu else peak_on_cpu(key[0], args)
         of.optimizer.zero_grad()
-        wanted = not args.no_memory and (on_gpu or key[1] == "eager")
-        peak = None if not wanted else of.peak_on_gpu() if on_gpu else peak_on_cpu(key[0], argv)
         rows[key]["memory_mib"] = peak and peak / 2**20
     for (name, mode), row in rows.items():
         base = rows.get((baseline_of(name), mode), {})
-        for key in ("train_images_per_s", "infer_images_per_s", "memory_mib"):
+        for key in COLUMNS:
             row[f"{key}_ratio"] = row[key] / base[key] if row[key] and base.get(key) else None
     return list(rows.values())
 
@@ -245,67 +240,54 @@ def measure(args: argparse.Namespace, argv: Sequence[str], device: torch.device)
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, epilog=EXAMPLES,
                                      formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--models", nargs="+", default=DEFAULT, metavar="NAME", help="registered timm models; all: "
-                        "ours and their baselines that are made for about this image size (default: "
-                        f"{' '.join(DEFAULT)})")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: %(default)s)")
-    parser.add_argument("--batch-size", type=int, help="images (default: 8 on a CPU, 256 on CUDA)")
-    parser.add_argument("--img-size", type=int, default=224, help="side in pixels (default: %(default)s)")
-    parser.add_argument("--amp", choices=("none", "bfloat16", "float16"), default="none", help="precision of the "
-                        "forward pass (default: %(default)s, float32)")
-    parser.add_argument("--channels-last", action="store_true", help="images and weights channels-last in memory")
-    parser.add_argument("--implementation", choices=IMPLEMENTATIONS, help="of the attention (default: by device)")
-    parser.add_argument("--opt", default="sgd", metavar="NAME", help="timm's optimiser (default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=2, help="threads of a CPU (default: %(default)s)")
-    parser.add_argument("--compile", action="store_true", help="measure each network compiled by torch.compile, too")
-    parser.add_argument("--repeats", type=int, default=7, help="rounds, of which the median is given (default: "
-                        "%(default)s)")
-    parser.add_argument("--cpu-time", action="store_true", help="time a CPU by the CPU time of all threads, which "
-                        "other work on the machine changes less; start with OMP_WAIT_POLICY=passive")
-    parser.add_argument("--no-memory", action="store_true", help="leave out the peak memory")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="also write the figures to FILE")
-    parser.add_argument("--peak-of", help=argparse.SUPPRESS)
+    add = parser.add_argument
+    add("--models", nargs="+", default=DEFAULT, metavar="NAME", help="registered timm models, or patterns of ours, of "
+        f"which those that refuse the images are left out (default: {' '.join(DEFAULT)})")
+    add_options(parser, "--device")
+    add("--batch-size", type=positive, help="images (default: 8 on a CPU, 256 on CUDA)")
+    add("--img-size", type=positive, default=224, help="side in pixels (default: %(default)s)")
+    add("--amp", choices=("none", "bfloat16", "float16"), default="none", help="precision of the forward pass "
+        "(default: %(default)s, float32)")
+    add("--channels-last", action="store_true", help="images and weights channels-last in memory")
+    add("--opt", default="sgd", metavar="NAME", help="timm's optimiser (default: %(default)s)")
+    add("--threads", type=positive, default=2, help="threads of a CPU (default: %(default)s)")
+    add("--compile", action="store_true", help="measure each network compiled by torch.compile, too")
+    add("--repeats", type=positive, default=7, help="rounds, of which the median is given (default: %(default)s)")
+    add("--cpu-time", action="store_true", help="time a CPU by the CPU time of all threads, which other work on the "
+        "machine changes less; start with OMP_WAIT_POLICY=passive")
+    add("--no-memory", action="store_true", help="leave out the peak memory")
+    add("--csv", type=Path, metavar="FILE", help="also write the figures to FILE")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
+    """Measure the networks that the arguments name, and print a table."""
     args = make_parser().parse_args(argv)
     device = choose_device(args.device)
     args.batch_size = args.batch_size or (256 if device.type == "cuda" else 8)
-    for name in ("batch_size", "img_size", "threads", "repeats"):
-        if getattr(args, name) < 1:
-            raise UsageError(f"--{name.replace('_', '-')} must be 1 or more, got {getattr(args, name)}")
-    for name in args.models:
-        if name != "all":
-            check_model_name(name)
+    names_of(args.models)
     check_optimizer_name(args.opt)
     if args.csv:
         check_output(args.csv)
     threads = torch.get_num_threads()
     if device.type == "cpu":
         torch.set_num_threads(args.threads)
+    keep_freed_memory()
+    under = {"hardware": hardware(device, 1), "date": datetime.now().astimezone().isoformat(timespec="minutes"),
+             "ea_vision": ea_vision.__version__, "torch": str(torch.__version__), "timm": timm.__version__,
+             "batch_size": args.batch_size, "img_size": args.img_size, "amp": args.amp, "opt": args.opt,
+             "channels_last": args.channels_last,
+             "implementation": os.environ.get("EA_VISION_IMPLEMENTATION", "chosen"),
+             "repeats": args.repeats, "clock": "CPU" if args.cpu_time else "wall"}
+    print("; ".join(f"{name} {value}" for name, value in under.items()))
     try:
-        with nullcontext() if args.implementation is None else use_implementation(args.implementation):
-            if args.peak_of:
-                print(peak_resident(args, device))
-                return 0
-            keep_freed_memory()
-            under = {"hardware": hardware(device, 1), "date": datetime.now().astimezone().isoformat(timespec="minutes"),
-                     "ea_vision": ea_vision.__version__, "torch": str(torch.__version__), "timm": timm.__version__,
-                     "batch_size": args.batch_size, "img_size": args.img_size, "amp": args.amp, "opt": args.opt,
-                     "channels_last": args.channels_last, "implementation": args.implementation or "chosen",
-                     "repeats": args.repeats, "clock": "CPU" if args.cpu_time else "wall"}
-            print("; ".join(f"{name} {value}" for name, value in under.items()))
-            rows = measure(args, argv, device)
+        rows = measure(args, device)
     finally:
         torch.set_num_threads(threads)
-    columns = {"train_images_per_s": ("train img/s", 2), "infer_images_per_s": ("infer img/s", 2),
-               "memory_mib": ("memory MiB", 0)}
-    lines = [["network", "mode", *(word for title, _ in columns.values() for word in (title, "ratio"))]]
+    lines = [["network", "mode", *(word for heading, _ in COLUMNS.values() for word in (heading, "ratio"))]]
     for row in rows:
-        cells = [(row[name], digits) for key, (_, of_key) in columns.items() for name, digits in (
-            (key, of_key), (f"{key}_ratio", 3))]
+        cells = [(row[name], digits) for key, (_, of_key) in COLUMNS.items()
+                 for name, digits in ((key, of_key), (f"{key}_ratio", 3))]
         lines.append([row["model"], row["mode"], *("-" if x is None else f"{x:.{digits}f}" for x, digits in cells)])
     print(f"\n{markdown(lines)}")
     if args.csv:

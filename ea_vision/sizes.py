@@ -29,7 +29,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
 from functools import cache
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -89,16 +88,6 @@ class Counts:
         return 2 * self.macs - self.attention_macs
 
 
-def training_map_bytes(branches: Sequence[BranchCount]) -> int:
-    """Return the bytes of all maps, which dense attention keeps until the backward pass."""
-    return sum(branch.map_bytes for branch in branches)
-
-
-def inference_map_bytes(branches: Sequence[BranchCount]) -> int:
-    """Return the bytes of the maps that dense attention needs at once, a layer's and the previous one's."""
-    return max((branch.map_bytes * (1 + branch.evolves) for branch in branches), default=0)
-
-
 def count(model: nn.Module, input_size: tuple[int, int, int]) -> Counts:
     """Run the model on one image of (C, H, W), the size that it is built for, in readable torch, and count.
 
@@ -113,42 +102,35 @@ def count(model: nn.Module, input_size: tuple[int, int, int]) -> Counts:
         model.eval()(torch.zeros(1, *input_size, device=next(model.parameters()).device))
     flops = counter.get_flop_counts()  # by module and operation; Global: all
     bmm = torch.ops.aten.bmm  # projections are baddbmm, linear layers mm or addmm
-    total, products = counter.get_total_flops(), flops["Global"].get(bmm, 0)
-    branches, by_hand = [], 0
+    whole, products = counter.get_total_flops(), flops["Global"].get(bmm, 0)
+    profiler, missed, branches = whole - products, 0, []
     for name, layer in model.named_modules():
-        if isinstance(layer, TokenAttention):
-            T, path = model.num_prefix_tokens + model.patch_embed.num_patches, f"{type(model).__name__}.{name}"
-            elements = layer.num_heads * T ** 2
-            counted = sum(flops[path].values()) - flops[path].get(bmm, 0)
-            branches.append(BranchCount(name, layer.num_heads, (1, T), layer.evolution is not None, elements,
-                                        sum(p.numel() for p in layer.parameters()), counted + 6 * elements))
-            by_hand += 6 * elements
-        if not isinstance(layer, AugmentedConv2d):
+        if not isinstance(layer, (AugmentedConv2d, TokenAttention)):
             continue
-        H, W = layer.feat_size
-        elements = layer.map_elements(layer.feat_size)
-        positions = 0
-        if layer.height_rel is not None:
-            positions = 2 * H * W * (len(layer.height_rel) + len(layer.width_rel)) * layer.dim_qk
-        by_formula = positions + 6 * elements
         path = f"{type(model).__name__}.{name}"
-        dense = flops[path].get(bmm, 0)
-        if layer.local and layer.evolution is None and not layer.need_logits:  # nobody wants the whole map
-            seen = positions + 2 * elements * (layer.dim_head_qk + layer.dim_head_v)
-            total, products = total + seen - dense, products + seen - dense
-        elif layer.height_rel is not None and layer.dim_head_qk == 1:  # torch multiplies without a counted product
-            missed = 2 * H * W * (H + W) * layer.dim_qk
-            total, products = total + missed, products + missed
+        dense, params, by_hand = flops[path].get(bmm, 0), sum(p.numel() for p in layer.parameters()), 0
         counted = sum(flops[path].values()) - dense
-        params = sum(p.numel() for p in layer.parameters())
-        if layer.conv is not None:
-            counted -= sum(flops[f"{path}.conv"].values())
-            params -= layer.conv.weight.numel()
-        branches.append(BranchCount(name, layer.num_heads, layer.feat_size, layer.evolution is not None, elements,
-                                    params, counted + by_formula))
-        by_hand += by_formula
-    return Counts(sum(p.numel() for p in model.parameters()), total // 2, products // 2,
-                  total - products + by_hand, tuple(branches))
+        if isinstance(layer, TokenAttention):
+            feat_size = (1, model.num_prefix_tokens + model.patch_embed.num_patches)
+            elements = layer.num_heads * feat_size[1] ** 2
+        else:
+            feat_size, (H, W) = layer.feat_size, layer.feat_size
+            elements = layer.map_elements(feat_size)
+            if layer.height_rel is not None:
+                by_hand = 2 * H * W * (len(layer.height_rel) + len(layer.width_rel)) * layer.dim_qk
+            if layer.local and layer.evolution is None and not layer.need_logits:  # nobody wants the whole map
+                missed += by_hand + 2 * elements * (layer.dim_head_qk + layer.dim_head_v) - dense
+            elif layer.height_rel is not None and layer.dim_head_qk == 1:  # torch multiplies without a counted product
+                missed += 2 * H * W * (H + W) * layer.dim_qk
+            if layer.conv is not None:
+                counted -= sum(flops[f"{path}.conv"].values())
+                params -= layer.conv.weight.numel()
+        by_hand += 6 * elements
+        profiler += by_hand
+        branches.append(BranchCount(name, layer.num_heads, feat_size, layer.evolution is not None, elements, params,
+                                    counted + by_hand))
+    return Counts(sum(p.numel() for p in model.parameters()), (whole + missed) // 2, (products + missed) // 2, profiler,
+                  tuple(branches))
 
 
 @cache
@@ -182,28 +164,22 @@ def names_of(words: Sequence[str]) -> list[str]:
 
 
 def list_models(names: Sequence[str], weights: bool = False) -> list[dict[str, str]]:
-    """Return a row for each network, or for each file of weights, with where it is from.
-
-    Raises:
-        UsageError: none of the networks has weights.
-    """
+    """Return a row for each network, or for each file of weights, with where it is from."""
     tags: dict[str, list[str]] = {}
     for name in timm.list_pretrained():
         base, _, tag = name.partition(".")
         tags.setdefault(base, []).append(tag)
     rows = []
     for name in names:
+        own = tags.get(name, [])
+        having = f"{own[0]} and {len(own) - 1} more" if len(own) > 1 else "".join(own)
         about = get_network(name).about if name in list_networks() else "of timm"
-        for tag in tags.get(name, []) if weights else [""]:
-            cfg = timm.get_pretrained_cfg(f"{name}.{tag}" if tag else name)
-            first, *more = tags.get(name, [""])
-            having = f"{first} and {len(more)} more" if more else first
-            if tag:
+        for full in [f"{name}.{tag}" for tag in own] if weights else [name]:
+            cfg = timm.get_pretrained_cfg(full)
+            if weights:
                 having = "comes with ea_vision" if cfg.file else f"hub: {cfg.hf_hub_id or cfg.url}"
-            rows.append({"model": f"{name}.{tag}" if tag else name, "input": "{1}x{2}".format(*cfg.input_size),
-                         "weights": having, "what it is": about})
-    if not rows:
-        raise UsageError(f"none of the {len(names)} networks has weights")
+            rows.append({"model": full, "input": "{1}x{2}".format(*cfg.input_size), "weights": having,
+                         "what it is": about})
     return rows
 
 
@@ -217,46 +193,37 @@ def sizes_of(name: str) -> dict[str, Any]:
             "maps": " + ".join(f"{n} x {K} x ({H}x{W})" for (K, H, W), n in shapes.items())}
 
 
-def layers_table(branches: Sequence[BranchCount]) -> str:
-    """Return a Markdown table of attention branches, equal neighbours in one row, and what they need together."""
-    lines: list[Sequence[str]] = [("layers", "first", "maps", "maps KiB", "params", "MFLOPs", "evolve")]
-    for _, group in groupby(branches, lambda b: (b.num_heads, b.feat_size, b.params, b.flops_profiler, b.evolves)):
-        same = list(group)
-        first, (H, W) = same[0], same[0].feat_size
-        lines.append((str(len(same)), first.layer, f"{first.num_heads} x ({H}x{W})", f"{first.map_bytes / 1024:.2f}",
-                      f"{first.params:,}", f"{first.flops_profiler / 1e6:.1f}", "yes" if first.evolves else ""))
-    return (f"{markdown(lines)}\nmaps: {training_map_bytes(branches) / 2**20:.2f} MiB in training, "
-            f"{inference_map_bytes(branches) / 1024:.2f} KiB in inference; "
-            f"{sum(branch.params for branch in branches):,} parameters; "
-            f"{sum(branch.flops_profiler for branch in branches) / 1e6:.1f} MFLOPs")
+def layers_of(name: str) -> list[dict[str, Any]]:
+    """Return the rows of --layers: a network's attention branches, their maps in bytes of bfloat16."""
+    return [{"model": name, **asdict(branch), "feat_size": "{}x{}".format(*branch.feat_size),
+             "map_bytes": branch.map_bytes} for branch in count_network(name)[1].branches]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Print what the arguments ask of the networks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", metavar="NAME", help="names or patterns (default: all of ours)")
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--weights", action="store_true", help="a row for each file of weights")
     kind.add_argument("--sizes", action="store_true", help="parameters, arithmetic and attention maps")
-    kind.add_argument("--layers", action="store_true", help="a table of each network's attention branches")
+    kind.add_argument("--layers", action="store_true", help="a row for each attention branch")
     parser.add_argument("--csv", metavar="FILE", help="also write the rows to FILE ('-': to standard output instead of "
                         "the table)")
     args = parser.parse_args(argv)
     names = names_of(args.models)
     if args.layers:
-        branches = {name: found for name in names if (found := count_network(name)[1].branches)}
-        if not branches:
-            raise UsageError(f"--layers needs a network with this package's attention, got {', '.join(names)}")
-        rows = [{"model": name, **asdict(branch), "feat_size": "x".join(map(str, branch.feat_size)),
-                 "map_bytes": branch.map_bytes} for name, found in branches.items() for branch in found]
-        text = "\n\n".join(f"{name}\n{layers_table(found)}" for name, found in branches.items())
+        rows = [row for name in names for row in layers_of(name)]
     else:
         rows = [sizes_of(name) for name in names] if args.sizes else list_models(names, args.weights)
-        text = markdown([list(rows[0]), *([f"{x:.2f}" if isinstance(x, float) else str(x) for x in row.values()]
-                                          for row in rows)])
+    if not rows:
+        raise UsageError(f"none of the {len(names)} networks has {'weights' if args.weights else 'our attention'}")
     if args.csv == "-":
         print(csv_text(rows), end="")
         return 0
+    print(markdown([list(rows[0]), *([f"{x:.2f}" if isinstance(x, float) else str(x) for x in row.values()]
+                                     for row in rows)]))
     if args.csv:
-        atomic_write(check_output(Path(args.csv)), csv_text(rows).encode())
-    print(text)
+        path = check_output(Path(args.csv))
+        atomic_write(path, csv_text(rows).encode())
+        print(f"\nwritten: {path}")
     return 0

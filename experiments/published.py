@@ -23,7 +23,7 @@ import ea_vision  # noqa: F401  (registers the models)
 from ea_vision.base.errors import UsageError, exit_code, near_matches
 from ea_vision.detection.model import DetectorNetwork, create_detector
 from ea_vision.engine.config import load_recipe
-from ea_vision.sizes import Counts, count, inference_map_bytes, training_map_bytes
+from ea_vision.sizes import Counts, count
 from experiments.evidence import by_variant, markdown, paired, read_runs
 
 HERE = Path(__file__).resolve().parent
@@ -211,10 +211,12 @@ def attention_cost(table: dict[str, Any], rows: Sequence[Row]) -> list[str]:
             label, maps, params, flops = (f"{row['name']}, one of {len(stage)} layers", stage[0].map_bytes,
                                           stage[0].params, stage[0].flops_profiler)
         elif row["name"] == "training":
-            label, maps = "all, training", training_map_bytes(branches)
+            label, maps = "all, training", sum(branch.map_bytes for branch in branches)
             params, flops = (sum(getattr(branch, key) for branch in branches) for key in ("params", "flops_profiler"))
         else:
-            label, maps, params, flops = "all, inference", inference_map_bytes(branches), None, None
+            # at once: a layer's maps and, where they evolve, the previous one's
+            maps = max(branch.map_bytes * (1 + branch.evolves) for branch in branches)
+            label, params, flops = "all, inference", None, None
         lines.append([label, cell(maps / 1024, 2), cell(row["map_kb"], digits([row["map_kb"]])), cell(params, 0),
                       cell(row.get("branch_params"), 0), cell(flops and flops / 1e6, 1), cell(row.get("mflops"), 0)])
     return [*markdown(["", "maps, KiB", "published, KB", "parameters", "published", "MFLOPs", "published"], lines), "",

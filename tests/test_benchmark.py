@@ -7,7 +7,7 @@ import torch
 
 from ea_vision.base.errors import exit_code
 from ea_vision.base.networks import lay_out
-from ea_vision.benchmark import all_networks, baseline_of, interleaved, live_network, main
+from ea_vision.benchmark import baseline_of, interleaved, live_network, main
 
 TINY = ["--device", "cpu", "--batch-size", "2", "--img-size", "32", "--repeats", "1", "--threads", "1"]
 
@@ -34,19 +34,11 @@ def test_turns_are_interleaved_and_medians_are_of_the_counted_ones():
     assert seconds == {"a": 30, "b": 0}, "the median; the warm-up does not count"
 
 
-def test_baseline_is_the_resnet_of_the_same_depth():
-    assert [baseline_of(name) for name in ("ea_aa_resnet101", "resnet34", "halonet50ts")] == [
-        "resnet101", "resnet34", "resnet50"]
-    assert baseline_of("ea_conv_transformer_cifar") is None
-    assert baseline_of("ea_vit_tiny_patch16_224") == baseline_of("vit_tiny_patch16_224") == "vit_tiny_patch16_224"
-    assert baseline_of("pa_deit_base_patch16_224") == "deit_base_patch16_224"
-
-
-def test_all_is_what_is_registered_for_about_this_size():
-    large, small = all_networks(224), all_networks(32)
-    assert all(map(timm.is_model, [*large, *small])) and not set(large) & set(small)
-    assert {"resnet152", "aa_resnet34", "pa_aa_resnet152", "ea_aa_resnet101"} <= set(large)
-    assert {"cnn_cifar", "ea_conv_transformer_cifar"} <= set(small)
+@pytest.mark.parametrize("name, baseline", [
+    ("ea_aa_resnet101", "resnet101"), ("halonet50ts", "resnet50"), ("ea_conv_transformer_cifar", None),
+    ("ea_vit_tiny_patch16_224", "vit_tiny_patch16_224"), ("pa_deit_base_patch16_224", "deit_base_patch16_224")])
+def test_baseline_is_the_resnet_of_the_same_depth_or_timms_transformer(name, baseline):
+    assert baseline_of(name) == baseline
 
 
 def test_every_branch_is_alive():
@@ -58,7 +50,8 @@ def test_every_branch_is_alive():
 def test_a_run(tmp_path, capsys):
     path, threads = tmp_path / "sub" / "speed.csv", torch.get_num_threads()
     names = ["cnn_cifar", "vit_tiny_patch16_224", "ea_vit_tiny_patch16_224"]
-    assert main([*TINY, "--models", *names, "--no-memory", "--opt", "muon", "--cpu-time", "--csv", str(path)]) == 0
+    words = [*names[:2], "ea_vit_tiny*"]
+    assert main([*TINY, "--models", *words, "--no-memory", "--opt", "muon", "--cpu-time", "--csv", str(path)]) == 0
     out = capsys.readouterr().out
     assert f"torch {torch.__version__}" in out and "1 threads" in out and torch.get_num_threads() == threads
     rows = list(csv.DictReader(path.open()))
@@ -81,10 +74,8 @@ def test_memory_is_that_of_the_steps_alone(tmp_path):
 
 
 @pytest.mark.parametrize("more, message", [
-    (["--models", "ea_resnet50"], "unknown model 'ea_resnet50'; did you mean"),
+    (["--models", "ea_resnet5O"], "no network fits 'ea_resnet5O'; did you mean"),
     (["--opt", "muonn"], "unknown optimiser 'muonn'; did you mean"),
-    (["--repeats", "0"], "--repeats must be 1 or more, got 0"),
-    (["--models", "ea_conv_transformer_cifar", "--implementation", "sdpa"], "'sdpa' cannot run this"),
     (["--models", "halonet50ts"], "halonet50ts cannot run 2 images of 32 pixels: AssertionError")])
 def test_bad_input(more, message, capsys):
     assert exit_code(lambda: main([*TINY, *more])) == 2

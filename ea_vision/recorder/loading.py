@@ -242,7 +242,7 @@ def known_classes(model: nn.Module) -> list[str] | None:
     config = getattr(model, "pretrained_cfg", None) or {}
     if config.get("label_names"):
         return list(config["label_names"])
-    if config.get("num_classes") == model.num_classes == 1000:
+    if config.get("num_classes") == getattr(model, "num_classes", 0) == 1000:
         info = ImageNetInfo()
         return [info.index_to_description(index).split(",")[0] for index in range(1000)]
     return None

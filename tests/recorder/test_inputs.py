@@ -138,6 +138,6 @@ def test_predict_takes_the_same_images(tmp_path):
     path = tmp_path / "cat.png"
     given = [str(path), path, np.asarray(photo()), "https://example.org/cat.jpg", photo(), np.zeros(3)]
     found = list(predict(model, given, batch_size=2))
-    assert [one.image for one in found] == [str(path), str(path), "image 3", given[3], "image 5", "image 6"]
-    assert found[0].classes == found[1].classes == found[2].classes == found[4].classes != []
-    assert "is an address" in found[3].error and "an image array must have" in found[5].error
+    assert [one["image"] for one in found] == [str(path), str(path), "image 3", given[3], "image 5", "image 6"]
+    assert found[0]["classes"] == found[1]["classes"] == found[2]["classes"] == found[4]["classes"] != []
+    assert "is an address" in found[3]["error"] and "an image array must have" in found[5]["error"]
