@@ -49,8 +49,7 @@ def find_images(paths: Iterable[str]) -> list[str]:
         elif os.path.exists(text) or text.startswith("digits#"):
             images.append(text)
         else:
-            _refuse_address(text)
-            raise UsageError(f"image {path} does not exist")
+            raise _missing(text)
     if not images:
         raise UsageError("image files or folders of them required, got none")
     return images
@@ -82,7 +81,10 @@ def read_image(source: ImageSource, name: str = "", max_pixels: int = MAX_PIXELS
         name = name or str(source)
         if isinstance(source, str) and source.startswith("digits#") and not os.path.exists(source):
             return _digit(source)
-        _check_file(source)
+        if os.path.isdir(source):
+            raise UsageError(f"one image file is required, and {source} is a folder")
+        if not os.path.exists(source):
+            raise _missing(str(source))
     elif not hasattr(source, "read"):
         raise UsageError("an image must be a path, the bytes of a file, a PIL image, an array (H, W, 3) or a tensor "
                          f"(3, H, W), got {type(source).__name__}")
@@ -133,19 +135,11 @@ def as_input(model: LoadedModel, image: ImageSource | Tensor) -> Tensor:
     return image.float()
 
 
-def _check_file(source: str | Path) -> None:
-    """Raise UsageError for an address or a folder, where one image file is required."""
-    if isinstance(source, str):
-        _refuse_address(source)
-    if os.path.isdir(source):
-        raise UsageError(f"one image file is required, and {source} is a folder")
-    if not os.path.exists(source):
-        raise UsageError(f"image {source} does not exist")
-
-
-def _refuse_address(text: str) -> None:
+def _missing(text: str) -> UsageError:
+    """Return the error for a path where there is nothing: perhaps it is an address."""
     if ADDRESS.match(text):
-        raise UsageError(f"an image file is required, and {text} is an address: download it first, nothing is fetched")
+        return UsageError(f"an image file is required, and {text} is an address: download it first, nothing is fetched")
+    return UsageError(f"image {text} does not exist")
 
 
 def _from_array(array: np.ndarray) -> Image.Image:

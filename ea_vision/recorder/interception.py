@@ -6,7 +6,6 @@ as they are; fused ones, which never form the map, are followed by its computati
 
 from __future__ import annotations
 
-import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -45,14 +44,10 @@ def _scaled_dot_product(_, query: Tensor, key: Tensor, value: Tensor, attn_mask:
         return logits.softmax(-1).where(seen, 0), logits
 
 
-_MULTI_HEAD = inspect.signature(F.multi_head_attention_forward)
-
-
 def _multi_head(_, *args: Any, **kwargs: Any) -> Formed:
     """nn.MultiheadAttention's function gives its maps when asked: it is asked in a call of its own."""
-    bound = _MULTI_HEAD.bind(*args, **kwargs)
-    bound.arguments.update(need_weights=True, average_attn_weights=False, training=False)
-    return F.multi_head_attention_forward(*bound.args, **bound.kwargs)[1], None
+    asked = {**kwargs, "need_weights": True, "average_attn_weights": False, "training": False}
+    return F.multi_head_attention_forward(*args, **asked)[1], None
 
 
 FORMS: dict[Callable, Callable[..., Formed | None]] = {

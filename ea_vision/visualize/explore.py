@@ -53,15 +53,14 @@ def make_explorers(options: argparse.Namespace) -> list[Explorer]:
         only(find_images(options.images), "image")
         epochs = epochs_of(targets, partial(load_models, options))
         name = epochs[0].label.removesuffix(f", epoch {epochs[0].epoch}")
-        return [_explorer([replace(model, label=name)], targets[:1], options, f"epoch {model.epoch}")
+        return [_explorer([replace(model, label=name)], options, f"epoch {model.epoch}")
                 for model in epochs]
     if len(targets) > MAX_MODELS:
         raise UsageError(f"--model must be at most {MAX_MODELS} models, got {len(targets)}")
-    return [_explorer(load_models(options, targets), targets, options)]
+    return [_explorer(load_models(options, targets), options)]
 
 
-def _explorer(models: Sequence[LoadedModel], targets: Sequence[str], options: argparse.Namespace,
-              title: str = "") -> Explorer:
+def _explorer(models: Sequence[LoadedModel], options: argparse.Namespace, title: str = "") -> Explorer:
     layers = [parse_layers(options.layers or "all", model) for model in models]
     if "mean" in options.heads.split(","):
         raise UsageError(f"--heads must be numbers or all (the page adds the mean), got {options.heads!r}")

@@ -1,5 +1,4 @@
 """Commands of several images and of a run's epochs; maps as a table."""
-import sys
 
 import numpy as np
 import pytest
