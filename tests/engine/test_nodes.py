@@ -32,9 +32,9 @@ def photos(tmp_path_factory):
 
 
 def arguments(photos: Path, output: Path, *more: str) -> list[str]:
-    """Ten epochs of five updates of two times four images, a checkpoint in every update."""
+    """Ten epochs of five updates of four times two images, a checkpoint in every update."""
     return ["--data-dir", str(photos), "--recipe", "none", "--model", "test_resnet", "--model-kwargs", "drop_rate=0.2",
-            "--img-size", "16", "--eval-resize", "20", "--batch-size", "4", "--workers", "0", "--epochs", "10",
+            "--img-size", "16", "--eval-resize", "20", "--batch-size", "2", "--workers", "0", "--epochs", "10",
             "--warmup-epochs", "0", "--lr", "0.01", "--device", "cpu", "--log-steps", "0", "--checkpoint-steps", "1",
             "--output", str(output), *more]
 
@@ -128,7 +128,7 @@ def nodes():
 
 
 class Agents:
-    """Two agents of torchrun, each with one process; `start(n)` may be called again once node n is dead."""
+    """Two agents of torchrun, each with two processes; `start(n)` may be called again once node n is dead."""
 
     def __init__(self, nodes, argv: list[str], log: Path):
         self.nodes, self.argv, self.log = nodes, argv, log
@@ -141,7 +141,7 @@ class Agents:
     def start(self, *numbers: int) -> None:
         for number in numbers:
             prefix, address, environment = self.nodes[number]
-            launch = [*prefix, sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1",
+            launch = [*prefix, sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2",
                       "--rdzv-backend", "c10d", "--rdzv-id", "run", "--rdzv-endpoint",
                       f"{self.nodes[0][1]}:{self.port}", "--rdzv-conf",
                       f"is_host={str(number == 0).lower()},join_timeout={JOIN_SECONDS}", "--local-addr", address,
@@ -202,7 +202,7 @@ def whole(photos, nodes, tmp_path_factory):
 
 
 @slow
-@pytest.mark.parametrize("fault", ["process", "second node", "first node"])
+@pytest.mark.parametrize("fault", ["process", "agent", "second node", "first node", "TERM to all"])
 def test_what_dies_and_comes_back_changes_nothing(photos, nodes, whole, tmp_path, fault):
     folder, log = tmp_path / "run", tmp_path / "log"
     begun = time.monotonic()
@@ -211,16 +211,26 @@ def test_what_dies_and_comes_back_changes_nothing(photos, nodes, whole, tmp_path
         agents.wait_for_update(folder, 12)
         if fault == "process":
             os.kill(agents.trainers(agents.running[1])[0], signal.SIGKILL)
+        elif fault == "agent":  # its trainers end when the others are started anew
+            agents.running.pop(1).kill()
+            time.sleep(2)
+            agents.start(1)
         elif fault == "second node":
             agents.kill_node(1)
             time.sleep(2)
             agents.start(1)
-        else:  # where the agents meet: the other one ends, and the job is started anew
+        elif fault == "first node":  # where the agents meet: the other one ends, and the job is started anew
             agents.kill_node(0)
             assert agents.running[1].wait(120) != 0
             agents.start(0, 1)
+        else:  # as at a time limit; then the job comes back from the queue
+            for agent in agents.running.values():
+                agent.send_signal(signal.SIGTERM)
+            assert 0 not in agents.wait()
+            agents.start(0, 1)
         assert agents.wait() == [0, 0], log.read_text()
-    print(f"| {fault} killed | finished, weights as undisturbed | {time.monotonic() - begun - whole[1]:.0f} s more |")
+    print(f"| {fault} {'' if 'TERM' in fault else 'killed '}| finished, weights as undisturbed | "
+          f"{time.monotonic() - begun - whole[1]:.0f} s more |")
     assert "resumed from" in log.read_text()
     same_result(folder, whole[0])
 
