@@ -24,6 +24,7 @@ from ea_vision.base.files import check_writable, write_json
 from ea_vision.base.networks import check_model_name, create_classifier, lay_out
 from ea_vision.base.processes import World, join_world
 from ea_vision.base.provenance import hardware, provenance
+from ea_vision.base.units import duration
 from ea_vision.engine import checkpoint, run_folder
 from ea_vision.engine.config import TrainConfig, describe_recipe, make_parser, parse, resolve
 from ea_vision.engine.data_module import DataModule
@@ -199,7 +200,8 @@ def resolve_target(schema: type, target: str, given: dict[str, Any]) -> tuple[An
 def log_to_stdout(world_rank: int = 0) -> None:
     """Show the package's messages on stdout, those of rank 0 only."""
     handler = logging.StreamHandler(sys.stdout)
-    handler.setFormatter(logging.Formatter("%(message)s"))
+    shown = "%(message)s" if sys.stdout.isatty() else "%(asctime)s  %(message)s"  # a log is read later
+    handler.setFormatter(logging.Formatter(shown, "%m-%d %H:%M:%S"))
     logger = logging.getLogger("ea_vision")
     logger.handlers = [handler]
     logger.setLevel(logging.INFO if world_rank == 0 else logging.CRITICAL)
@@ -418,4 +420,5 @@ def finish(trainer: Trainer, test_loader, about: dict[str, Any]) -> None:
     if data.eval_split == "test" and len(evaluated) > 1:
         log.info("the best epoch was chosen by the images that it is evaluated on: quote the last weights%s",
                  ", or hold images out (--holdout)" if hasattr(config, "holdout") else "")
-    log.info("run folder: %s", folder)
+    log.info("run folder: %s, %d updates in %s", folder, progress.updates, duration(sum(
+        row["seconds"] for row in progress.rows)))

@@ -97,11 +97,13 @@ def preflight(trainer: Trainer) -> None:
     model, config, data, world = trainer.model, trainer.config, trainer.data, trainer.world
     seconds, peak = trial_step(model, config, config.img_size, world.device, trainer.loss_on_noise)
     norms = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+    split = data.eval_split.replace("_", " ")
     where = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
     for name, said in {
-        "data": f"{data.train_images} training images, {data.eval_images} for evaluation, {len(data.classes)} classes",
-        "model": f"{config.model}, {sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters, "
-                 f"{config.img_size} pixels",
+        "run": f"{trainer.folder}, seed {config.seed}",
+        "data": f"{data.train_images} training images, {data.eval_images} to evaluate on ({split}), "
+                f"{len(data.classes)} classes",
+        "model": f"{config.model}, {sum(p.numel() for p in model.parameters()):,} parameters, {config.img_size} pixels",
         "processes": f"{world.size} on {where}{f', {memory_size(peak)} used each' if peak else ''}",
         "update": describe_update(config, world.size, norms),
         "time": f"about {duration(seconds * len(trainer.train_loader) * config.epochs)} for "

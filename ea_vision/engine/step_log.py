@@ -99,8 +99,8 @@ class StepLog:
         with open(self.folder / FILE, "a", newline="") as file:
             csv.DictWriter(file, COLUMNS, lineterminator="\n").writerow(row)
         if not sys.stderr.isatty():
-            log.info("epoch %.2f  update %d  loss %.4f  lr %.5f  %.0f images/s  waiting for data %.0f%%  %.0f MiB  %s "
-                     "left", row["epoch"], row["step"], row["train_loss"], row["lr"], row["images_per_s"],
+            log.info("epoch %.2f  update %d  its loss %.4f  lr %.5f  %.0f images/s  waiting for data %.0f%%  %.0f MiB "
+                     "used  %s left", row["epoch"], row["step"], row["train_loss"], row["lr"], row["images_per_s"],
                      row["data_wait_percent"], row["memory_mib"], duration(seconds_left))
         self.send("train", row)
 

@@ -32,7 +32,7 @@ from tqdm import tqdm
 from ea_vision.base.errors import RunError, UsageError
 from ea_vision.base.files import atomic_write, write_json
 from ea_vision.base.networks import check_state_fits, lay_out, non_finite
-from ea_vision.base.processes import World
+from ea_vision.base.processes import World, mean_in_order
 from ea_vision.base.units import duration
 from ea_vision.engine import checkpoint, run_folder
 from ea_vision.engine.config import TrainConfig
@@ -148,6 +148,8 @@ class Trainer:
             self.net = DistributedDataParallel(self.net, [world.device.index] if world.device.type == "cuda" else None,
                                                gradient_as_bucket_view=True,
                                                broadcast_buffers=config.ddp_bb and config.dist_bn == "broadcast")
+            if world.device.type == "cpu" and world.size > 2:  # of two the order does not matter
+                self.net.register_comm_hook(None, mean_in_order)
         self.optimizer = build_optimizer(config, model, config.images_of_update(world.size))
         self.scheduler = build_schedule(config, self.optimizer, self.updates_per_epoch)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=config.amp == "float16")
@@ -484,11 +486,13 @@ class Trainer:
         progress, seconds = self.progress, [other["seconds"] for other in self.progress.rows]
         left = (self.total_epochs - progress.epoch) * sum(seconds) / len(seconds)
         quality = self.text_of(row) or "not evaluated"
-        said = [f"epoch {progress.epoch}/{self.total_epochs}", f"loss {row['train_loss']:.4f}",
+        said = [f"epoch {progress.epoch}/{self.total_epochs}", f"training loss {row['train_loss']:.4f}",
                 quality + (" of the training images" if self.data.eval_split == "train" else ""), f"lr {row['lr']:.5f}",
                 f"{row['images_per_s']:.0f} images/s", f"{row['seconds']:.1f} s"]
+        if not math.isnan(row["eval_loss"]):
+            said.insert(2, f"evaluation loss {row['eval_loss']:.4f}")
         if progress.best_epoch:
-            said.append("best" if best else f"best {progress.best_top1:.2f}%, epoch {progress.best_epoch}")
+            said.append("best so far" if best else f"best {progress.best_top1:.2f}%, epoch {progress.best_epoch}")
         log.info("%s", "  ".join(said + ([f"{duration(left)} left"] if left else [])))
 
     def fit(self) -> None:
