@@ -25,6 +25,7 @@ from tests.engine.runner import (
     make_folder,
     nothing_truncated,
     run,
+    run_world,
     same_result,
     start,
 )
@@ -247,3 +248,15 @@ def test_weights_and_statistics_that_are_not_finite_are_never_saved(data, tmp_pa
     assert f"a weight is not finite after update 4 of epoch 1 ({spoilt})" in log.read_text()
     saved = checkpoint.read_checkpoint(folder / checkpoint.LAST)
     assert saved["progress"]["updates"] == 2 and all(v.isfinite().all() for v in saved["model"].values())
+
+
+def test_three_processes_add_gradients_in_one_order(data, tmp_path):
+    """gloo's own order depends on a gradient's place in its bucket, and DDP lays the buckets anew when a run begins."""
+    more = ["--model", "ea_conv_transformer_cifar", "--model-kwargs", "widths=[16,16,16,16]", "--batch-size", "2"]
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    for folder, sabotages in ((whole, [None]), (broken, [SignalAfterUpdate(signal.SIGTERM, 4, rank=1), None])):
+        log = folder.with_suffix(".log")
+        for sabotage in sabotages:
+            codes = run_world(3, [*arguments(data, folder), *more], log, sabotage)
+            assert codes == [128 + signal.SIGTERM if sabotage else 0] * 3, log.read_text()
+    same_result(broken, whole)
