@@ -10,7 +10,7 @@ from ea_vision.visualize import plot_heatmap, plot_statistics, plot_strip, show_
 
 
 @pytest.mark.parametrize("command, options, message", [
-    ("heatmap", ["--layers", "1-99999999999"], "no attention layer '7'; it has 1"),
+    ("heatmap", ["--layers", "1-99999999999"], "no attention layer '1-99999999999'; it has 1"),
     ("heatmap", ["--queries", "16,0"], "query y,x must lie within the 16x16 input, got '16,0'"),
     ("heatmap", ["--model", "cnn_cifar"], "no attention layer that can be recorded"),
     ("heatmap", ["--opacity", "2"], "opacity must lie between 0 and 1, got 2.0"),
@@ -24,7 +24,7 @@ from ea_vision.visualize import plot_heatmap, plot_statistics, plot_strip, show_
     ("heatmap", ["--width", "1"], "a width in inches from 2.5 to 40 required, got '1'"),
     ("strip", ["--seconds", "nan", "-o", "a.gif"], "--seconds must lie between 0.02 and 60, got nan"),
     ("strip", ["-o", "a.webm"], "--output must end in .png or .svg or .pdf or .gif"),
-    ("explore", ["--layers", "1-99999999999", "-o", "a.html"], "no attention layer '7'"),
+    ("explore", ["--layers", "1-99999999999", "-o", "a.html"], "no attention layer '1-99999999999'"),
     ("explore", ["--heads", "\u00b2", "-o", "a.html"], "heads must be 0 to 3"),
     ("heatmap", ["digits#\u00b2"], "digits#N must have N in 0..354"),
 ])
