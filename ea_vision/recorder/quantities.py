@@ -19,33 +19,36 @@ from ea_vision.recorder.maps import AttentionMaps, LayerMaps
 from ea_vision.recorder.recording import record_attention
 
 
+def as_distributions(attn: Tensor) -> Tensor:
+    """Return maps (B, K, ..., N) in float32 with each row divided by its sum, rows of zeros as they are; not a number
+    where a head's map has negative entries: a difference of maps, or a mixture by weights of both signs."""
+    attn = attn.float()
+    rows = attn / attn.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+    signed = attn.flatten(2).amin(-1) < 0
+    return rows.masked_fill(signed.view(*signed.shape, *[1] * (attn.ndim - 2)), torch.nan)
+
+
 def attention_entropy(attn: Tensor) -> Tensor:
     """Return the mean entropy of the rows, in nats: 0 where a query looks at one pixel, log(N) where at all alike.
 
     Args:
-        attn: (B, K, ..., N), rows sum to 1.
+        attn: (B, K, ..., N); see `as_distributions`.
 
     Returns:
-        (B, K); not a number where a map has negative entries, for then its rows are no distributions: a difference of
-        maps, or maps that were mixed by weights of both signs.
+        (B, K)
     """
-    return only_distributions(torch.special.entr(attn.float()).sum(-1).flatten(2).mean(-1), attn)
-
-
-def only_distributions(values: Tensor, attn: Tensor) -> Tensor:
-    """Return values (B, K), not a number where the map of attn (B, K, ..., N) has negative entries."""
-    return values.where(attn.flatten(2).amin(-1) >= 0, torch.nan)
+    return torch.special.entr(as_distributions(attn)).sum(-1).flatten(2).mean(-1)
 
 
 def attention_distance(attn: Tensor, cell: tuple[float, float] = (1.0, 1.0)) -> Tensor:
     """Return the mean distance between a query and what it attends to (Dosovitskiy et al. 2021, figure 7).
 
     Args:
-        attn: (B, K, H, W, H', W'), from query to key, each query's sum 1; keys of another size cover the same area.
+        attn: (B, K, H, W, H', W'), from query to key; see `as_distributions`. Keys of another size cover the same area.
         cell: (height, width) of a query's cell; pixels of the input give a distance in pixels.
 
     Returns:
-        (B, K); not a number where a map has negative entries, as in `attention_entropy`.
+        (B, K)
     """
     (H, W), sides = attn.shape[2:4], []
     for queries, keys, size in zip(attn.shape[2:4], attn.shape[4:], cell, strict=True):
@@ -53,7 +56,7 @@ def attention_distance(attn: Tensor, cell: tuple[float, float] = (1.0, 1.0)) -> 
         at_key = ((torch.arange(keys, device=attn.device) + 0.5) * (queries / keys) - 0.5) * size
         sides.append(at_query[:, None] - at_key)
     distance = (sides[0].view(H, 1, -1, 1) ** 2 + sides[1].view(1, W, 1, -1) ** 2).sqrt()  # (H, W, H', W')
-    return only_distributions((attn.float() * distance).sum((-2, -1)).mean((-2, -1)), attn)
+    return (as_distributions(attn.flatten(-2)) * distance.flatten(-2)).sum(-1).mean((-2, -1))
 
 
 def map_correlation(attn: Tensor, previous: Tensor) -> Tensor:
@@ -108,8 +111,7 @@ def uniform_distance(layer: LayerMaps, cell: tuple[float, float]) -> float:
     Args:
         cell: (height, width) of a cell of the map.
     """
-    seen = layer.sees().float()
-    return attention_distance((seen / seen.sum((-2, -1), keepdim=True))[None, None], cell).item()
+    return attention_distance(layer.sees().float()[None, None], cell).item()
 
 
 @dataclass
@@ -118,7 +120,7 @@ class LayerQuantities:
 
     entropies: in nats, over all tokens. distances: in pixels of the input, of what the patches attend to among the
     patches. prefixes: share of attention, of all queries, that goes to the tokens before a transformer's patches.
-    These three are not a number where a map has negative entries: see `attention_entropy`.
+    These three are not a number where a map has negative entries: see `as_distributions`.
     correlations: with the previous layer's map, None where that has another shape. positions: see `PositionShares`;
     the others are those of an image's batch and of the batches before. uniform_entropy, uniform_distance: those of
     uniform attention over the keys that queries see. entropy, distance, prefix, correlation: (K,), means over images.
@@ -161,16 +163,14 @@ def measure(model: nn.Module, batches: Iterable[Tensor], layers: Sequence[int] |
         for number, layer in maps.items():
             if layers is None and layer.layout.query_names:
                 continue
-            attn, spatial = layer.attn, layer.spatial().float()
+            attn = layer.attn
             cell = (images.shape[-2] / layer.feat_size[0], images.shape[-1] / layer.feat_size[1])
-            if layer.num_prefix_tokens:
-                spatial = spatial / spatial.sum((-2, -1), keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
-            prefixes = attn[..., :layer.num_prefix_tokens].float().sum(-1).mean(-1)
+            prefixes = as_distributions(attn)[..., :layer.num_prefix_tokens].sum(-1).mean(-1)
             same = previous is not None and previous.shape == attn.shape
             positions[number].add(attn)
             found[number].append(LayerQuantities(
                 number, layer.name, layer.feat_size, attention_entropy(attn).cpu(),
-                attention_distance(spatial, cell).cpu(), only_distributions(prefixes, attn).cpu(),
+                attention_distance(layer.spatial(), cell).cpu(), prefixes.cpu(),
                 map_correlation(attn, previous).cpu() if same else None, float(np.log(layer.num_keys()).mean()),
                 found[number][0].uniform_distance if found[number] else uniform_distance(layer, cell)))
             previous = attn

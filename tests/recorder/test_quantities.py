@@ -21,6 +21,7 @@ from ea_vision.recorder.quantities import (
     uniform_distance,
 )
 from ea_vision.recorder.recording import AttentionMaps, LayerMaps
+from tests.models.test_vision_transformer import HAS_ATTN_LAYER, TINY
 
 
 def recorded(*layers):
@@ -36,6 +37,38 @@ def test_entropy_of_one_pixel_and_of_all_pixels():
     alike = torch.full((2, 3, 12, 12), 1 / 12)
     torch.testing.assert_close(attention_entropy(one), torch.zeros(2, 3))
     torch.testing.assert_close(attention_entropy(alike), torch.full((2, 3), math.log(12)))
+
+
+def test_maps_with_negative_entries_have_no_entropy_and_no_distance():
+    """A difference of maps is no distribution: head 0's is not a number, head 1's is that of its map."""
+    maps = torch.rand(2, 2, 9, 9).softmax(-1)
+    maps[:, 0] = 1.5 * maps[:, 0] - 0.5 * maps[:, 0].flip(-1)
+    maps[:, 0, 0, 0] = -0.1
+    entropy, distance = attention_entropy(maps), attention_distance(maps.view(2, 2, 3, 3, 3, 3))
+    assert entropy[:, 0].isnan().all() and distance[:, 0].isnan().all()
+    torch.testing.assert_close(entropy[:, 1], -(maps[:, 1] * maps[:, 1].log()).sum(-1).mean(-1))
+    assert distance[:, 1].isfinite().all()
+
+
+@pytest.mark.skipif(not HAS_ATTN_LAYER, reason="this timm has no differential attention")
+def test_measures_of_differential_attention_are_of_distributions_or_not_numbers():
+    """Maps without negative entries, whose rows sum to 1 - lambda, are divided by that; the others have no entropy."""
+    torch.manual_seed(0)
+    model, x = timm.create_model("vit_tiny_patch16_224", attn_layer="diff", **TINY).eval(), torch.randn(2, 3, 32, 32)
+    torch.nn.init.normal_(model.blocks[2].attn.qkv.weight)
+    with torch.no_grad(), ea_vision.record_attention(model) as maps:
+        model(x)
+    measured = measure(model, [x])
+    for layer in measured:
+        attn = maps[layer.number].attn
+        signed, rows = attn.amin((-2, -1)) < 0, attn / attn.sum(-1, keepdim=True)
+        assert signed.all() == (layer.number == 3) and (attn.sum(-1) < 0.9).all()
+        expected = (-(rows * rows.log()).sum(-1).mean(-1)).masked_fill(signed, torch.nan)
+        torch.testing.assert_close(layer.entropies, expected, equal_nan=True)
+        torch.testing.assert_close(layer.prefixes, rows[..., 0].mean(-1).masked_fill(signed, torch.nan), equal_nan=True)
+        assert torch.equal(layer.distances.isnan(), signed) and layer.positions.isfinite().all()
+    rows = list(csv.DictReader(io.StringIO(quantities_csv({"a": measured}))))
+    assert [row["entropy_nats"] == "nan" for row in rows] == [False] * 6 + [True] * 3
 
 
 def test_distance_of_a_known_shift_in_pixels_of_the_input():

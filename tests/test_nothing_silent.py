@@ -1,0 +1,68 @@
+"""Commands in trouble, a row each: one line says what is wrong, the exit code is not 0, nothing half written stays.
+
+Other faults of this kind are tested where they belong: deploy, exported files, threads, clusters, memory of the kernel.
+"""
+import json
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+
+import ea_vision
+from ea_vision.__main__ import main
+from ea_vision.recorder.loading import load_model
+
+MODEL = "ea_conv_transformer_cifar"
+WEIGHTS = Path(ea_vision.__file__).parents[1] / "weights"
+
+
+@pytest.mark.parametrize("words", [
+    ["predict", MODEL, "digits#0", "--json", "FILE.json"],
+    ["explore", "--model", MODEL, "--layers", "1", "-o", "FILE.html", "digits#0"],
+    ["heatmap", "--model", MODEL, "--layers", "1", "-o", "FILE.png", "digits#0"],
+    ["strip", "--model", MODEL, "--layers", "1-3", "-o", "FILE.gif", "digits#0"],
+    ["statistics", "--model", MODEL, "--layers", "1", "-o", "FILE.pdf", "digits#0"],
+    ["export", MODEL, "-o", "FILE.pt2"],
+    ["models", MODEL, "--csv", "FILE.csv"],
+    ["probe", "--model", MODEL, "--layers", "1", "--limit", "12", "--epochs", "1", "--width", "8", "--controls", "none",
+     "-o", "FILE"]], ids=lambda words: words[0])
+def test_a_full_disk(words, tmp_path, capsys):
+    """No file may become longer than 64 bytes, which the system answers as a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))
+    try:
+        code = main([word.replace("FILE", str(tmp_path / "out")) for word in words])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
+    assert code == 1 and line.startswith(f"error: cannot write {tmp_path}") and "File too large" in line
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_an_image_without_a_finite_prediction(monkeypatch, capsys):
+    broken = load_model(MODEL)
+    next(broken.model.head.parameters()).data.fill_(torch.nan)
+    monkeypatch.setattr("ea_vision.predict.load_model", lambda *_, **__: broken)
+    assert main(["predict", MODEL, "digits#0", "--json", "-"]) == 1
+    said = capsys.readouterr()
+    assert said.err == f"error: {MODEL} gives no finite number for digits#0\n"
+    assert json.loads(said.out)[0]["classes"] == []
+
+
+@pytest.mark.parametrize("name", ["ea_aa_resnet34_050.scenes", "aa_resnet34_050.scenes"])
+def test_cut_weights_of_the_scenes(name, tmp_path):
+    path = tmp_path / "weights.safetensors"
+    path.write_bytes((WEIGHTS / f"{name}.safetensors").read_bytes()[:-9])
+    with pytest.raises(ValueError, match="cannot be fetched or loaded") as error:
+        load_model(name, pretrained_cfg_overlay={"file": str(path)})
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("words, said", [
+    (["export", MODEL, "-o", "net.onnx", "--split"], "unrecognized arguments: --split"),
+    (["heatmap", "--split", "digits#0"], "unrecognized arguments: --split")])
+def test_an_option_that_there_is_not(words, said, capsys):
+    with pytest.raises(SystemExit) as left:
+        main(words)
+    assert left.value.code == 2 and said in capsys.readouterr().err
