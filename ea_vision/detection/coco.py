@@ -10,7 +10,7 @@ import copy
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,15 +52,14 @@ class CocoFolder(Dataset):
     Args:
         root: the data folder.
         split: train | val.
-        transforms: called with (image, target).
         exif_rotation: turn images as their EXIF data says; off by default, as everywhere here.
 
     Raises:
         UsageError: no such files, damaged JSON, images that are listed but not there.
     """
 
-    def __init__(self, root: str | Path, split: str, transforms: Callable | None = None, exif_rotation: bool = False):
-        self.transforms, self.exif_rotation = transforms, exif_rotation
+    def __init__(self, root: str | Path, split: str, exif_rotation: bool = False):
+        self.exif_rotation = exif_rotation
         self.folder, self.json = find_coco(Path(root), split)
         content = read_coco(self.json)
         self.images = [{key: image[key] for key in FIELDS["images"]} for image in content["images"]]
@@ -104,7 +103,7 @@ class CocoFolder(Dataset):
         return f"{self.folder}/{self.images[index]['file_name']}"
 
     def __getitem__(self, index: int) -> tuple[Any, dict[str, Any]]:
-        """Return (image, target), after the transforms.
+        """Return (image, target).
 
         The image is uint8 (3, H, W). The target has boxes: float32 (n, 4), x1 y1 x2 y2 in pixels, n may be 0; labels:
         int64 (n,), 0 to C-1; image_id: the JSON's; size: (H, W) of the image as it lies in its file.
@@ -127,15 +126,13 @@ class CocoFolder(Dataset):
             "image_id": about["id"],
             "size": size,
         }
-        image = tv_tensors.Image(image)
-        return (image, target) if self.transforms is None else self.transforms(image, target)
+        return tv_tensors.Image(image), target
 
-    def select(self, indices: Sequence[int], transforms: Callable | None = None) -> CocoFolder:
-        """Return the images at these places, in this order, with these transforms."""
+    def select(self, indices: Sequence[int]) -> CocoFolder:
+        """Return the images at these places, in this order."""
         chosen = copy.copy(self)
         chosen.images = [self.images[index] for index in indices]
         chosen.annotations = [self.annotations[index] for index in indices]
-        chosen.transforms = transforms
         return chosen
 
     def num_boxes(self) -> int:

@@ -140,8 +140,8 @@ def test_an_image_of_another_size_or_that_is_broken(tmp_path):
 def test_select_and_fingerprint(tmp_path):
     data = CocoFolder(write(tmp_path / "one", content()), "val")
     other = CocoFolder(write(tmp_path / "two", content()), "val")
-    chosen = data.select([1, 0], lambda image, target: target["image_id"])
-    assert [chosen[0], chosen[1]] == [3, 7] and data[0][1]["image_id"] == 7
+    chosen = data.select([1, 0])
+    assert [chosen[index][1]["image_id"] for index in (0, 1)] == [3, 7] and data[0][1]["image_id"] == 7
     assert [len(data.select([1]).ground_truth()[part]) for part in ("images", "annotations")] == [1, 0]
     assert (before := data.fingerprint()) == other.fingerprint() != chosen.fingerprint()
     Image.new("RGB", (30, 20), "red").save(data.folder / "a.png")
