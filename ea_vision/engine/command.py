@@ -396,9 +396,12 @@ def finish(trainer: Trainer, test_loader, about: dict[str, Any]) -> None:
     rows = {"last": progress.rows[-1], "best": next(row for row in evaluated if row["epoch"] == progress.best_epoch)}
     figures = {}
     for name, row in rows.items():
+        if name == "best" and row is rows["last"]:
+            figures[name] = figures["last"]
+            continue
         figures[name] = {"epoch": row["epoch"], **{measure: row[measure] for measure in trainer.measures}}
         if tested:
-            if row is not rows["last"]:
+            if name == "best":
                 trainer.best_model.load_state_dict(safetensors.torch.load_file(folder / run_folder.WEIGHTS))
             result = trainer.evaluate(trainer.best_model, test_loader, len(data.classes), trainer.world, config)
             figures[name] |= {f"held_out_{first}": row[first], **result.figures()}

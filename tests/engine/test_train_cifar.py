@@ -16,6 +16,7 @@ from PIL import Image
 
 from ea_vision.base.errors import exit_code
 from ea_vision.engine import checkpoint, run_folder, train_cifar
+from ea_vision.engine.classification import ClassificationTrainer
 from tests.engine.runner import SignalAfterUpdate, arguments, assert_equal, make_folder, run, same_result
 
 
@@ -56,6 +57,20 @@ def test_run_folder(finished):
     about = config["about"]
     assert about["versions"].keys() >= {"ea_vision", "torch", "timm"} and len(about["data_fingerprint"]) == 64
     assert (about["train_images"], about["eval_images"], about["eval_split"]) == (48, 16, "held_out")
+
+
+def test_last_weights_that_are_the_best_are_tested_once(data, tmp_path, monkeypatch):
+    evaluate, images = ClassificationTrainer.evaluate, []
+
+    def counted(*args, **given):
+        result = evaluate(*args, **given)
+        images.append(int(result.confusion.sum()))
+        return result
+
+    monkeypatch.setattr(ClassificationTrainer, "evaluate", staticmethod(counted))
+    assert train_cifar.main(arguments(data, tmp_path / "run", "--holdout", "16", "--epochs", "1")) == 0
+    results = run_folder.read_results(tmp_path / "run")
+    assert results["test_best"] == results["test_last"] and images == [16, 30]
 
 
 def test_epochs_may_end_inside_one(data, tmp_path, capsys):
