@@ -18,7 +18,8 @@ from torch import nn
 from ea_vision.base.errors import UsageError
 from ea_vision.engine.step_log import StepLog
 
-RECORDER, DRAWN_BY = "ea_vision.recorder.recording", "ea_vision.visualize.training_maps"
+RECORDER, QUANTITIES = "ea_vision.recorder.recording", "ea_vision.recorder.quantities"
+DRAWN_BY = "ea_vision.visualize.training_maps"
 FOLDER = "maps"  # of a run folder
 DRAWN = 4  # images
 COLLAPSED = 0.05  # mean entropy of a layer's rows over that of uniform attention
@@ -91,7 +92,8 @@ class MapsWatch:
 
     @torch.no_grad()
     def numbers(self, network: nn.Module, images: torch.Tensor) -> dict[str, float]:
-        """Return the columns for images (B, 3, H, W)."""
+        """Return the columns for images (B, 3, H, W); an entropy of maps with negative entries is not a number."""
+        attention_entropy = importlib.import_module(QUANTITIES).attention_entropy
         training, columns = network.training, {}
         try:
             with self.recorder.record_attention(network.eval()) as maps:
@@ -104,6 +106,6 @@ class MapsWatch:
             network.train(training)
         for number, layer in maps.items():
             attn = layer.attn.float()  # (B, heads, N, keys)
-            entropy = torch.special.entr(attn).sum(-1).mean().item() / max(math.log(attn.shape[-1]), 1e-9)
+            entropy = attention_entropy(attn).mean().item() / max(math.log(attn.shape[-1]), 1e-9)
             columns |= {f"entropy_{number}": entropy, f"largest_{number}": attn.amax(-1).mean().item()}
         return columns

@@ -66,6 +66,19 @@ def test_a_collapse_is_said_once(tmp_path, caplog):
     assert said == ["layer 2: attention has collapsed to single pixels; see qk_norm"]
 
 
+def test_maps_with_negative_entries_have_no_entropy_and_have_not_collapsed(tmp_path, caplog):
+    """A mixture of the heads' probabilities by weights of both signs, after the softmax."""
+    torch.manual_seed(0)
+    model = timm.create_model("ea_vit_tiny_patch16_224", **VIT, evolution="talking_heads")
+    watch = watch_of(model, tmp_path)
+    with torch.no_grad():
+        for parameter in model.blocks[1].attn.evolution.parameters():
+            parameter.copy_(torch.randn(parameter.shape) * 3)
+    with caplog.at_level(logging.WARNING, "ea_vision"):
+        columns = watch(model, 1, 1)
+    assert math.isnan(columns["entropy_2"]) and 0 < columns["entropy_1"] < 1 and not caplog.records
+
+
 def test_a_network_without_attention_has_no_columns(tmp_path):
     model = timm.create_model("test_resnet", num_classes=3)
     assert watch_of(model, tmp_path)(model, 1, 1) == {}
