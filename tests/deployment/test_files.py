@@ -243,10 +243,11 @@ def test_what_onnxruntimes_tools_make_is_sealed_anew(tiny, tmp_path, monkeypatch
 @pytest.mark.slow
 def test_a_signal_leaves_no_part_of_a_file(tmp_path):
     process = subprocess.Popen([sys.executable, "-m", "ea_vision", "export", SHIPPED, "-o", tmp_path / "net.onnx"])
-    time.sleep(12)
+    time.sleep(8)
     process.terminate()
-    assert process.wait() in (-signal.SIGTERM, 0)  # written before, by a quick machine
-    assert process.returncode == 0 or not list(tmp_path.glob("net*"))
+    assert process.wait() in (-signal.SIGTERM, 0)
+    for path in tmp_path.iterdir():  # a quick machine has written the whole file before
+        assert path.name == "net.onnx" and ExportedNetwork(path)(torch.zeros(1, 3, 32, 32)).shape == (1, 10)
 
 
 def test_a_full_folder_for_temporary_files_is_no_obstacle(tiny, tmp_path, monkeypatch):
