@@ -82,12 +82,12 @@ class Problem:
 
     @property
     def local(self) -> bool:
-        """Whether a query sees only a part of the map, or other heads."""
+        """Return whether a query sees only a part of the map, or other heads."""
         return self.window is not None or self.head_window > 1
 
     @property
     def wrap(self) -> bool:
-        """Whether the heads are a ring."""
+        """Return whether the heads are a ring."""
         return self.head_border == "wrap"
 
     def gates(self) -> Tensor | None:

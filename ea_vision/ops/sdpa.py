@@ -19,7 +19,7 @@ from ea_vision.ops.reference import relative_logits
 def fold_position(
         q: Tensor, k: Tensor, height_rel: Tensor, width_rel: Tensor, feat_size: tuple[int, int],
 ) -> tuple[Tensor, Tensor]:
-    """q, k (B, K, N, D), q scaled -> (B, K, N, D + H + W) each, whose dot product has the position terms."""
+    """Return q, k (B, K, N, D), q scaled, as (B, K, N, D + H + W) each, whose dot product has the position terms."""
     B, K, N, D = q.shape
     H, W = feat_size
     by_row, by_col = relative_logits(q.reshape(B, K, H, W, D), height_rel.to(q.dtype), width_rel.to(q.dtype))

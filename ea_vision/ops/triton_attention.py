@@ -69,7 +69,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 class Share(NamedTuple):
-    """Of a term in a sum: a number, or a row of the kernels' gates; a number that is 0 drops the term."""
+    """What a term of a sum is multiplied by: a number, or a row of the kernels' gates; 0 drops the term."""
 
     number: float = 1.0
     row: int = -1
@@ -82,7 +82,7 @@ NO_SHARE, WHOLE = Share(0.0), Share(1.0)
 
 
 def _shares(has_prev: bool, has_weight: bool, alpha: float, beta: float, predict: bool, gated: bool):
-    """(conv, maps, own) shares of the logits, and of EA's m, or None where there is none."""
+    """Return the (conv, maps, own) shares of the logits, and of EA's m, or None where there is none."""
     if not has_prev:
         return (NO_SHARE, NO_SHARE, WHOLE), None
     if gated:
@@ -97,12 +97,12 @@ def _shares(has_prev: bool, has_weight: bool, alpha: float, beta: float, predict
 
 
 def _gate_rows(gates: Tensor | None) -> Tensor | None:
-    """(2, K) -> alpha, beta, 1 - alpha, 1 - beta, (4, K) in float32."""
+    """Turn gates (2, K) into alpha, beta, 1 - alpha, 1 - beta, (4, K) in float32."""
     return None if gates is None else torch.cat([gates, 1.0 - gates]).float()
 
 
 def _heads_last(maps: Tensor) -> Tensor:
-    """(B, K, N, N) in any layout -> the (B, N, N, K) that the kernels read; a copy only where it lies otherwise."""
+    """Return (B, K, N, N) in any layout as the (B, N, N, K) that the kernels read, copied where it lies otherwise."""
     return maps.permute(0, 2, 3, 1).contiguous()
 
 
@@ -112,20 +112,20 @@ def _new_maps(q: Tensor) -> Tensor:
 
 
 def _new_signs(q: Tensor) -> Tensor:
-    """(B, N, N): a bit a head."""
+    """Return new signs (B, N, N), a bit a head."""
     B, K, N, _ = q.shape
     return q.new_empty(B, N, N, dtype=torch.uint8 if K <= 8 else torch.int16)
 
 
 def _needs_signs(shares, prefix: int) -> bool:
-    """Whether the logits, which backward reads, do not tell where the ReLU passed its gradient."""
+    """Return whether the logits, which backward reads, leave open where the ReLU passed its gradient."""
     conv, kept, own = shares
     alone = conv.row < 0 and conv.number > 0 and not kept and not own
     return bool(conv) and not (alone and prefix == 0)
 
 
 def _new_rows(q: Tensor, width: int) -> Tensor:
-    """(B, K, N, width), laid out so that heads concatenate without a copy."""
+    """Return new rows (B, K, N, width), laid out so that heads concatenate without a copy."""
     B, K, N, _ = q.shape
     return q.new_empty(B, N, K, width).transpose(1, 2)
 
@@ -135,7 +135,7 @@ def _power(n: int, least: int = 16) -> int:
 
 
 def _sizes(q: Tensor, v: Tensor, H: int, W: int, weight: Tensor | None, relative: bool, prefix: int) -> dict:
-    """The kernels' constants, of which each takes what it knows."""
+    """Return the kernels' constants, of which each takes what it knows."""
     import triton.language as tl
 
     K, D, E = q.shape[1], q.shape[-1], v.shape[-1]
@@ -180,7 +180,7 @@ def _launch(kernel, tile: Tile, q: Tensor, values: dict) -> None:
 
 
 def _strides(unit_name: str, **tensors: Tensor) -> dict[str, int]:
-    """Strides of (B, K, N, D) tensors, all but the last in units of 4 numbers where they are multiples of 4."""
+    """Return strides of (B, K, N, D) tensors, all but the last in units of 4 numbers where these divide them."""
     unit = 4 if all(x.stride(3) == 1 and all(n % 4 == 0 for n in x.stride()[:3]) for x in tensors.values()) else 1
     values = {unit_name: unit}
     for name, x in tensors.items():
@@ -194,13 +194,13 @@ def _weight_strides(weight: Tensor | None) -> dict[str, int]:
 
 
 def _terms(**shares: Share) -> dict:
-    """Of each term's share its number, its row, and whether the term is there."""
+    """Return the number and the row of each term's share, and whether the term is there."""
     return {key: value for name, share in shares.items() for key, value in (
         (f"{name}_share", share.number), (f"{name.upper()}_ROW", share.row), (name.upper(), bool(share)))}
 
 
 def _dropout(p: float) -> dict:
-    """Of 24 random bits, how many values drop; and the gain of what is kept."""
+    """Return how many values of 24 random bits drop, and the gain of what is kept."""
     return {"threshold": round(p * (1 << 24)), "kept_gain": 1.0 / (1.0 - p) if p < 1.0 else 0.0, "DROP": p > 0}
 
 
@@ -222,7 +222,7 @@ def _contiguous(x: Tensor | None) -> Tensor | None:
 
 
 def _dense(x: Tensor | None) -> Tensor | None:
-    """The tensor, copied only if its numbers do not fill its memory in some order."""
+    """Return the tensor, copied only if its numbers do not fill its memory in some order."""
     return x if x is None or torch.empty_like(x).stride() == x.stride() else x.contiguous()
 
 
@@ -232,8 +232,8 @@ def _run_forward(
         seed: Tensor | None, alpha: float, beta: float, predict: bool, scale: float, dropout_p: float, height: int,
         width: int, prefix: int, save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """out, logits (empty unless `save`), the rows' log-sum-exp, base 2, and the ReLU's signs (empty where the logits
-    tell them, and unless `save`)."""
+    """Return out, logits (empty unless `save`), the rows' log-sum-exp, base 2, and the ReLU's signs (empty where the
+    logits tell them, and unless `save`)."""
     shares, mixing = _shares(prev_logits is not None, weight is not None, alpha, beta, predict, gates is not None)
     values = _sizes(q, v, height, width, weight, height_rel is not None, prefix) | {
         "q": q, "k": k, "v": v, "height_rel": _contiguous(height_rel), "width_rel": _contiguous(width_rel),
@@ -277,8 +277,8 @@ def _run_backward(
         gates: Tensor | None, seed: Tensor | None, out: Tensor, logits: Tensor, lse: Tensor, signs: Tensor,
         alpha: float, beta: float, predict: bool, scale: float, dropout_p: float, height: int, width: int, prefix: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, prev_logits, both tables, weight, bias and gates; those of the tables one after the other,
-    and the weight's, without shape, as they lie in memory; empty for what there is not."""
+    """Return gradients of q, k, v, prev_logits, both tables, weight, bias and gates; those of the tables one after the
+    other, and the weight's, without shape, as they lie in memory; empty for what there is not."""
     from ea_vision.ops import triton_kernels
 
     K, D, gated = q.shape[1], q.shape[-1], gates is not None

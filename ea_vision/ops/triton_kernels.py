@@ -20,7 +20,7 @@ LOG2E = constexpr(1.4426950408889634)
 
 @triton.jit
 def _block(N: constexpr, SIDE: constexpr):
-    """Image and first pixel of a program, of which there is one for SIDE of the N pixels of an image."""
+    """Return image and first pixel of a program, of which there is one for SIDE of the N pixels of an image."""
     BLOCKS: constexpr = (N + SIDE - 1) // SIDE
     return (tl.program_id(0) // BLOCKS).to(tl.int64), tl.program_id(0) % BLOCKS * SIDE
 
@@ -31,7 +31,7 @@ def _rows(
         N: constexpr, K: constexpr, D: constexpr, KP: constexpr, DP: constexpr, OP: constexpr,
         UNIT: constexpr,
 ):
-    """Pixels n (any number) of one image's (K, N, D) tensor, zeros outside: (KP, n, DP).
+    """Load pixels n (any number) of one image's (K, N, D) tensor, zeros outside: (KP, n, DP).
 
     Strides but the last count UNITs of numbers, which tells the compiler how wide it may load.
     """
@@ -54,7 +54,7 @@ def _rows_by_warps(
         N: constexpr, K: constexpr, D: constexpr, KP: constexpr, DP: constexpr, OP: constexpr,
         UNIT: constexpr, I: constexpr,
 ):
-    """Pixels n0 to n0 + I - 1 of one image's (K, N, D) tensor, zeros outside: (KP, I, DP)."""
+    """Load pixels n0 to n0 + I - 1 of one image's (K, N, D) tensor, zeros outside: (KP, I, DP)."""
     C: constexpr = min(I, max(1, 32 * UNIT // DP))
     row = tl.arange(0, KP * I)[:, None]
     head = row // C % KP
@@ -68,7 +68,7 @@ def _rows_by_warps(
 
 @triton.jit
 def _store_rows(ptr, n, x, N: constexpr, K: constexpr, D: constexpr, KP: constexpr, DP: constexpr):
-    """The reverse of `_rows`, for one image of a tensor laid out as (B, N, K, D)."""
+    """Store what `_rows` loads, for one image of a tensor laid out as (B, N, K, D)."""
     head = tl.arange(0, KP)[:, None, None]
     pixel = n[None, :, None]
     d = tl.arange(0, DP)[None, None, :]
@@ -78,7 +78,7 @@ def _store_rows(ptr, n, x, N: constexpr, K: constexpr, D: constexpr, KP: constex
 
 @triton.jit
 def _map_tile(i, j, N: constexpr, K: constexpr, KP: constexpr):
-    """Offsets and mask of a map's tile: (I, J, KP) each."""
+    """Return offsets and mask of a map's tile: (I, J, KP) each."""
     row = i[:, None, None]
     col = j[None, :, None]
     head = tl.arange(0, KP)[None, None, :]
@@ -87,7 +87,7 @@ def _map_tile(i, j, N: constexpr, K: constexpr, KP: constexpr):
 
 @triton.jit
 def _flat_tile(i0, j0, N: constexpr, K: constexpr, KP: constexpr, I: constexpr, J: constexpr):
-    """Of a map's tile whose pixels are one axis: offsets (I*J, KP), rows and columns of the map (I*J, 1)."""
+    """Return, of a tile whose pixels are one axis, offsets (I*J, KP), and rows and columns of the map (I*J, 1)."""
     pixel = tl.arange(0, I * J)[:, None]
     row = i0 + pixel // J
     col = j0 + pixel % J
@@ -100,7 +100,7 @@ def _tap_row(
         N: constexpr, K: constexpr, KS: constexpr, RP: constexpr, PREFIX: constexpr,
         J: constexpr, OP: constexpr, NEAR: constexpr,
 ):
-    """What tap row dy of the convolution sees at those pixels (X, 1) of a tile: (X, RP), the columns (dx, head) flat.
+    """Load what the convolution's tap row dy sees at pixels (X, 1) of a tile: (X, RP), the columns (dx, head) flat.
 
     NEAR: all tap rows share their addresses, from which they are a number away that the compiler knows.
     """
@@ -119,7 +119,7 @@ def _tap_row(
 
 @triton.jit
 def _among_patches(i, j, PREFIX: constexpr):
-    """Where the convolution runs: (I, J, 1)."""
+    """Return where the convolution runs, (I, J, 1)."""
     return (i >= PREFIX)[:, None, None] & (j >= PREFIX)[None, :, None]
 
 
@@ -129,7 +129,7 @@ def _weight_row(
         K: constexpr, KS: constexpr, KP: constexpr, RP: constexpr,
         STORE: constexpr, OP: constexpr, ADJOINT: constexpr, ROW: constexpr,
 ):
-    """The (K, K, KS, KS) weight as the matrix that `_tap_row`'s columns meet, these times a row of gates: (RP, KP)."""
+    """Load the (K, K, KS, KS) weight as the matrix for `_tap_row`'s columns, these times a row of gates: (RP, KP)."""
     r = tl.arange(0, RP)[:, None]
     to = tl.arange(0, KP)[None, :]
     if ADJOINT:
@@ -149,7 +149,7 @@ def _convolve(
         I: constexpr, J: constexpr, OP: constexpr, PRECISION: constexpr, SPLIT: constexpr,
         ADJOINT: constexpr, ROW: constexpr,
 ):
-    """Same-padded KS x KS convolution, heads -> heads, of a tile of maps, or its adjoint: (I*J, KP) float32.
+    """Convolve a tile of maps, KS x KS, same-padded, heads -> heads, or by the adjoint: (I*J, KP) float32.
 
     The maps are first multiplied by that ROW of gates, unless it is -1.
     """
@@ -171,7 +171,7 @@ def _bias(bias, K: constexpr, KP: constexpr, STORE: constexpr):
 
 @triton.jit
 def _share(number, gates, ROW: constexpr, K: constexpr, KP: constexpr):
-    """The number, or a row of `gates` by heads, (1, 1, KP)."""
+    """Return the number, or a row of `gates` by heads, (1, 1, KP)."""
     if ROW < 0:
         return number
     else:
@@ -181,7 +181,7 @@ def _share(number, gates, ROW: constexpr, K: constexpr, KP: constexpr):
 
 @triton.jit
 def _product(a, b, SPLIT: constexpr, PRECISION: constexpr):
-    """a (M, X) @ b (X, N) in float32. SPLIT: by groups of 32 rows, see `triton_attention.BY_GROUPS`."""
+    """Return a (M, X) @ b (X, N) in float32. SPLIT: by groups of 32 rows, see `triton_attention.BY_GROUPS`."""
     M: constexpr = a.shape[0]
     X: constexpr = a.shape[1]
     Y: constexpr = b.shape[1]
@@ -206,7 +206,7 @@ def _scramble(x):
 
 @triton.jit
 def _draws(seed, image, i, N: constexpr, K: constexpr, KP: constexpr):
-    """Two numbers for each head and query, (KP, I) each."""
+    """Draw two numbers for each head and query, (KP, I) each."""
     drawn = tl.load(seed + tl.zeros((1, 1), dtype=tl.int32))
     high_seed = (drawn >> 32).to(tl.uint32)
     low = _scramble(drawn.to(tl.uint32) + _scramble(high_seed))
@@ -218,7 +218,7 @@ def _draws(seed, image, i, N: constexpr, K: constexpr, KP: constexpr):
 
 @triton.jit
 def _kept(key, salt, j, threshold):
-    """Of the draws and keys j, which broadcast to (KP, I, J) in any order, True where the probability is kept."""
+    """Return True where draws and keys j, which broadcast to (KP, I, J) in any order, keep the probability."""
     x = key + j.to(tl.uint32)
     x = (x ^ (x >> 16)) * 0x7FEB352D + salt
     x = (x ^ (x >> 15)) * 0x846CA68B
@@ -229,7 +229,7 @@ def _kept(key, salt, j, threshold):
 @triton.jit
 def _table(height_rel, width_rel, H: constexpr, W: constexpr, D: constexpr, TP: constexpr,
            DP: constexpr, STORE: constexpr, OP: constexpr):
-    """The position tables (2H-1, D) and (2W-1, D), one after the other, padded with zeros: (TP, DP)."""
+    """Load the position tables (2H-1, D) and (2W-1, D), one after the other, padded with zeros: (TP, DP)."""
     t = tl.arange(0, TP)[:, None]
     d = tl.arange(0, DP)[None, :]
     rows = tl.load(height_rel + t * D + d, mask=(t < 2 * H - 1) & (d < D), other=0.0)
@@ -247,7 +247,7 @@ def _position_products(
         q, height_rel, width_rel, i, H: constexpr, W: constexpr, D: constexpr, SP: constexpr,
         TP: constexpr, STORE: constexpr, OP: constexpr, PRECISION: constexpr, SPLIT: constexpr,
 ):
-    """q (KP, I, DP) of pixels i, times the embedding of each position s as seen from i: (KP, I, SP).
+    """Multiply q (KP, I, DP) of pixels i by the embedding of each position s as seen from i: (KP, I, SP).
 
     Positions from H+W on hold numbers that nothing uses.
     """
@@ -268,7 +268,7 @@ def _by_offset(
         d_products, i, H: constexpr, W: constexpr, SP: constexpr, TP: constexpr, STORE: constexpr,
         OP: constexpr,
 ):
-    """The adjoint of the reordering in `_position_products`: (KP, I, SP) by position -> (KP*I, TP) by offset."""
+    """Undo the reordering of `_position_products`, by its adjoint: (KP, I, SP) by position -> (KP*I, TP) by offset."""
     KP: constexpr = d_products.shape[0]
     I: constexpr = d_products.shape[1]
     t = tl.arange(0, TP)[None, :]
@@ -285,7 +285,7 @@ def _by_offset(
 @triton.jit
 def _positions(j0, J: constexpr, H: constexpr, W: constexpr, KP: constexpr, SP: constexpr,
                OP: constexpr):
-    """One at both positions of each pixel from j0 on, zero elsewhere, the same for each head: (KP, SP, J)."""
+    """Return one at both positions of each pixel from j0 on, zero elsewhere, the same for each head: (KP, SP, J)."""
     s = tl.arange(0, SP)[None, :, None]
     j = j0 + tl.arange(0, J)[None, None, :]
     hot = (j // W == s) | (j % W + H == s)
@@ -296,7 +296,7 @@ def _positions(j0, J: constexpr, H: constexpr, W: constexpr, KP: constexpr, SP: 
 def _own(qi, by_position, k, k_head, k_pixel, k_width, j0, J: constexpr,
          H: constexpr, W: constexpr, K: constexpr, D: constexpr, KP: constexpr, DP: constexpr,
          SP: constexpr, UNIT: constexpr, OP: constexpr, PRECISION: constexpr, RELATIVE: constexpr):
-    """q times keys and, RELATIVE, positions, without the scale: (KP, I, J)."""
+    """Return q times keys and, RELATIVE, positions, without the scale: (KP, I, J)."""
     kj = _rows_by_warps(k, k_head, k_pixel, k_width, j0, H * W, K, D, KP, DP, OP, UNIT, J)
     own = tl.dot(qi, tl.permute(kj, (0, 2, 1)), input_precision=PRECISION)
     if RELATIVE:
@@ -318,7 +318,7 @@ def evolve(
         SAVE: constexpr, SIGNS: constexpr, ATTEND: constexpr,
         CONV_ROW: constexpr, MAPS_ROW: constexpr, OWN_ROW: constexpr, DROP: constexpr,
 ):
-    """logits = conv_share * relu(conv(maps)) + maps_share * maps + own_share * own; SAVE stores them, ATTEND attends.
+    """Form conv_share * relu(conv(maps)) + maps_share * maps + own_share * own; SAVE stores them, ATTEND attends.
 
     In rows and columns of the first PREFIX tokens maps take the place of relu(conv(maps)), and the convolution does
     not see them. SIGNS stores a bit a head where the gradient passes. A program: I queries of an image, all heads, all
@@ -407,7 +407,7 @@ def row_products(
         N: constexpr, K: constexpr, E: constexpr, KP: constexpr, EP: constexpr,
         UNIT_OUT: constexpr, I: constexpr,
 ):
-    """delta (B, K, N) = the sum over E of out * d_out. A program: I pixels of an image, all heads."""
+    """Store delta (B, K, N), the sum over E of out * d_out. A program: I pixels of an image, all heads."""
     image, i0 = _block(N, I)
     i = i0 + tl.arange(0, I)
     x = _rows(out + image * (N * K * E), E, K * E, 1, i, N, K, E, KP, EP, tl.float32, 1)
@@ -429,7 +429,7 @@ def logits_backward(
         CONV: constexpr, SIGNS: constexpr, FROM_NEXT: constexpr,
         SAVE: constexpr, CONV_ROW: constexpr, DROP: constexpr,
 ):
-    """Back through softmax and ReLU. A program: J keys of an image, all heads, all queries by blocks of I.
+    """Go back through softmax and ReLU. A program: J keys of an image, all heads, all queries by blocks of I.
 
     With g the gradient of the logits, of the output's and (FROM_NEXT) of the next layer's making, it writes d_v, for
     CONV d_conv = conv_share * g where the ReLU passes it (with a CONV_ROW without the share, which may be 0), a slot a
@@ -501,7 +501,7 @@ def logits_backward(
 
 @triton.jit
 def _grouped(x, GROUPS: constexpr):
-    """(pixels, X) -> (GROUPS, pixels/GROUPS, X): sums over pixels are shared among the warps."""
+    """Split (pixels, X) into (GROUPS, pixels/GROUPS, X): sums over pixels are shared among the warps."""
     PIXELS: constexpr = x.shape[0]
     return tl.reshape(x, (GROUPS, PIXELS // GROUPS, x.shape[1]))
 
@@ -512,7 +512,7 @@ def _add_weight_part(
         N: constexpr, K: constexpr, KS: constexpr, RP: constexpr, PREFIX: constexpr,
         I: constexpr, J: constexpr, OP: constexpr, PRECISION: constexpr,
 ):
-    """dw (GROUPS, RP, KP) + what the adjoint's tap row dy sees at each pixel, times m (GROUPS, pixels, KP) there."""
+    """Add to dw (GROUPS, RP, KP) what the adjoint's tap row dy sees at each pixel, times m (GROUPS, pixels, KP)."""
     GROUPS: constexpr = m.shape[0]
     BITS: constexpr = d_conv.dtype.element_ty.primitive_bitwidth
     # Rows are dealt out to the groups' warps as in _rows_by_warps
@@ -528,7 +528,7 @@ def _add_weight_part(
 @triton.jit
 def _store_weight_part(ptr, x, w_to, w_from, w_y, w_x, dy: constexpr, K: constexpr, KS: constexpr,
                        KP: constexpr, RP: constexpr):
-    """x (GROUPS, RP, KP), what the adjoint's tap row dy met, to a program's (K, K, KS, KS) slot."""
+    """Store x (GROUPS, RP, KP), what the adjoint's tap row dy met, in a program's (K, K, KS, KS) slot."""
     r = tl.arange(0, RP)[:, None]
     to = tl.arange(0, KP)[None, :]
     at = r % K * w_to + to * w_from + (KS - 1 - dy) * w_y + (KS - 1 - r // K) * w_x
@@ -547,7 +547,7 @@ def weight_backward(
         RELATIVE: constexpr, MIXES: constexpr, PREV_ROW: constexpr, OWN_ROW: constexpr,
         BETA: constexpr,
 ):
-    """The gradient of the convolution's weight, a slot a program, of which there are as many as of `evolve`.
+    """Store the gradient of the convolution's weight, a slot a program, of which there are as many as of `evolve`.
 
     What the convolution took is prev_share * prev + own_share * own [MIXES], computed again, or prev. BETA: also, a
     slot a program, what 1 - beta before the maps gives to beta's gradient, which are those that the convolution took.
@@ -630,7 +630,7 @@ def queries_backward(
         OWN_FROM_MAPS: constexpr, SAVE: constexpr, CONV_ROW: constexpr,
         LOGITS_ROW: constexpr, OWN_ROW: constexpr, SMALL: constexpr,
 ):
-    """Back through the convolution and the query's side of the dot product. A program: as `evolve`'s.
+    """Go back through the convolution and the query's side of the dot product. A program: as `evolve`'s.
 
     With a = adjoint conv(d_conv, times the share of a CONV_ROW) [CONV] + logits_share * d_logits [KEPT], it writes
     d_maps = maps_share * a [SAVE], and the gradients of q and of both tables (a slot a program) from own_share * a, or,
@@ -724,7 +724,7 @@ def keys_backward(
         UNIT: constexpr, I: constexpr, J: constexpr, OP: constexpr, PRECISION: constexpr,
         SHARE_ROW: constexpr, STORED_ROW: constexpr,
 ):
-    """d_k = share * transposed(maps) @ q. A program: J keys of an image, all heads, all queries by blocks of I.
+    """Store d_k = share * transposed(maps) @ q. A program: J keys of an image, all heads, all queries by blocks of I.
 
     With a SHARE_ROW, share is times that; with a STORED_ROW, the maps are multiplied by that, in place, when read.
     """
