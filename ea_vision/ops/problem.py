@@ -156,8 +156,10 @@ class Implementation:
             (p.prev_logits is not None and not self.evolves, "it has no place for previous logits"),
             (p.need_logits and not self.logits, "it never has the logits that are wanted"),
         )
-        reason = next((reason for against, reason in reasons if against), None)
-        return reason or reason_against_kernels() or self.own_reason_against(p)
+        for against, reason in reasons:  # a loop: older torch.compile does not know next() with a default
+            if against:
+                return reason
+        return reason_against_kernels() or self.own_reason_against(p)
 
     def own_reason_against(self, problem: Problem) -> str | None:
         """Return what else speaks against it: device, dtype, sizes."""

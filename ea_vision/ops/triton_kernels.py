@@ -362,7 +362,7 @@ def evolve(
             z = tl.maximum(z, 0.0)
             if PREFIX > 0:
                 patches = _among_patches(i, j, PREFIX)
-                passes = passes | ~patches
+                passes = passes | (patches == 0)
                 z = tl.where(patches, z, here)
             s += conv_gate * z
             if SIGNS:

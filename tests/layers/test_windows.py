@@ -73,7 +73,7 @@ def test_windows_are_their_definition_with_their_gradients(monkeypatch, size, wi
     with pytest.raises(ValueError, match="'flex' cannot run this: it has no backward pass on a CPU"):
         evolving_attention(*tensors, implementation="flex", **form)
     monkeypatch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda *tensors: None)
-    monkeypatch.setattr(torch.nn.attention.flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    monkeypatch.setattr(torch.nn.attention.flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True, raising=False)
     names = ("q", "k", "v", "height_rel", "width_rel")
     assert_right(flex.FLEX.forward(Problem(**dict(zip(names, tensors, strict=False)), **form).checked())[0])
 

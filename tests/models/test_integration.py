@@ -62,7 +62,8 @@ def test_onnx_agrees_with_any_batch_size(name, tmp_path):
 def test_saved_for_the_hub_loads_from_a_folder(name, tmp_path):
     options = dict(alpha=0.25) if get_network(name).kwargs.get("evolution") else {}
     model = lively(name, num_classes=5, **options).eval()
-    save_for_hf(model, tmp_path, model_config=dict(num_classes=5), model_args={**options, **shrunk(name)})
+    save_for_hf(model, tmp_path, model_config=dict(num_classes=5), model_args={**options, **shrunk(name),
+                                                                              "num_classes": 5})
     loaded = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
     x = torch.randn(1, 3, side(name), side(name))
     with torch.no_grad():
