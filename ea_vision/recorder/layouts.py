@@ -175,20 +175,18 @@ def windows_of(grid: Size, window: Size, shift: Size = (0, 0), pad_first: bool =
     Args:
         pad_first: whether it is padded before it is shifted.
     """
-    H, W = grid
-    rows, cols = torch.meshgrid(torch.arange(H), torch.arange(W), indexing="ij")
-    wrapped = 2 * (rows < shift[0]) + (cols < shift[1])
-    planes = torch.stack([rows * W + cols, wrapped]) + 1  # 0 is padding
-    padding = (0, -W % window[1], 0, -H % window[0])
+    padding = (0, -grid[1] % window[1], 0, -grid[0] % window[0])
+    tokens = torch.arange(1, grid[0] * grid[1] + 1).view(grid)  # 0 is padding
     if pad_first:
-        planes = nn.functional.pad(planes, padding)
-    planes = torch.roll(planes, (-shift[0], -shift[1]), (1, 2))
+        tokens = nn.functional.pad(tokens, padding)
+    tokens = torch.roll(tokens, (-shift[0], -shift[1]), (0, 1))
     if not pad_first:
-        planes = nn.functional.pad(planes, padding)
-    Hp, Wp = planes.shape[1:]
-    planes = planes.reshape(2, Hp // window[0], window[0], Wp // window[1], window[1]).transpose(2, 3)
-    tokens, regions = planes.reshape(2, -1, window[0] * window[1]) - 1
-    return Windows(tokens, regions)
+        tokens = nn.functional.pad(tokens, padding)
+    bottom, right = (torch.arange(side) >= side - by for side, by in zip(tokens.shape, shift, strict=True))
+    regions = 2 * bottom[:, None] + right
+    tokens, regions = (plane.unfold(0, window[0], window[0]).unfold(1, window[1], window[1]).reshape(
+        -1, window[0] * window[1]) for plane in (tokens, regions))
+    return Windows(tokens - 1, regions)
 
 
 def _pair(value: int | tuple[int, int]) -> Size:

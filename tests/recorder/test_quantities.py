@@ -6,6 +6,7 @@ import math
 import pytest
 import timm
 import torch
+from torch import nn
 
 import ea_vision
 from ea_vision.layers import AugmentedConv2d
@@ -18,13 +19,13 @@ from ea_vision.recorder.quantities import (
     measure,
     quantities_arrays,
     quantities_csv,
-    uniform_distance,
 )
 from ea_vision.recorder.recording import AttentionMaps, LayerMaps
-from tests.models.test_vision_transformer import HAS_ATTN_LAYER, TINY
+from tests.models.test_vision_transformer import needs_attn_layer
+from tests.recorder.networks import SWIN, TINY, made, recorded, timms
 
 
-def recorded(*layers):
+def handmade(*layers):
     """AttentionMaps of (feat_size, attn) pairs."""
     maps = AttentionMaps()
     for number, (feat_size, attn) in enumerate(layers, start=1):
@@ -50,7 +51,7 @@ def test_maps_with_negative_entries_have_no_entropy_and_no_distance():
     assert distance[:, 1].isfinite().all()
 
 
-@pytest.mark.skipif(not HAS_ATTN_LAYER, reason="this timm has no differential attention")
+@needs_attn_layer
 def test_measures_of_differential_attention_are_of_distributions_or_not_numbers():
     """Maps without negative entries, whose rows sum to 1 - lambda, are divided by that; the others have no entropy."""
     torch.manual_seed(0)
@@ -82,35 +83,37 @@ def test_distance_of_a_known_shift_in_pixels_of_the_input():
     assert attention_distance(itself).item() == 0
 
 
-@pytest.mark.parametrize("window", [None, (3, 3), (1, 5)])
-def test_references_are_those_of_uniform_attention_also_in_a_window(window):
-    """A network without weights in its maps: what `measure` finds is what uniform attention has."""
-    torch.manual_seed(0)
-    layer = AugmentedConv2d(3, 8, dim_qk=4, dim_v=2, num_heads=2, feat_size=(4, 6), position="none", window=window)
+UNIFORM = {  # networks, their image's sides, the cell's side, prefix tokens
+    **{f"window {window}": (lambda window=window: nn.Sequential(AugmentedConv2d(
+        3, 8, dim_qk=4, dim_v=2, num_heads=2, feat_size=(4, 6), position="none", window=window)), (4, 6), window, 0)
+       for window in (None, (3, 3), (1, 5))},
+    "vit": (lambda: timms("vit_tiny_patch16_224", **TINY, reg_tokens=2), (4, 4), None, 3),
+    "swin": (lambda: timms("swin_tiny_patch4_window7_224", **SWIN, img_size=(36, 28)), (18, 14), "shifted", 0)}
+
+
+@pytest.mark.parametrize("name", UNIFORM)
+def test_references_are_those_of_uniform_attention_also_in_windows(name):
+    """A network whose logits are 0: what `measure` finds is what uniform attention has, by hand."""
+    make, (H, W), window, prefix = UNIFORM[name]
+    model, cell = make().eval(), 8 if name == "vit" else 2 if name == "swin" else 1
     with torch.no_grad():
-        layer.qkv.weight.zero_()
-        layer.qkv.bias.zero_()
-
-    class Network(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = layer
-
-        def forward(self, x):
-            return self.layer(x)[0]
-
-    [found] = measure(Network().eval(), [torch.rand(2, 3, 4, 6)])
-    assert found.entropies.flatten().tolist() == pytest.approx([found.uniform_entropy] * 4)
-    assert found.distances.flatten().tolist() == pytest.approx([found.uniform_distance] * 4)
-    maps = LayerMaps(1, "layer", (0,), Layout((4, 6), window=window))
-    assert found.uniform_distance == pytest.approx(uniform_distance(maps, (1, 1)))
-    pixels, half = [(y, x) for y in range(4) for x in range(6)], [(side or 99) // 2 for side in window or (99, 99)]
-    seen = [[math.dist(a, b) for b in pixels if abs(a[0] - b[0]) <= half[0] and abs(a[1] - b[1]) <= half[1]]
+        for key, parameter in model.named_parameters():
+            if "qkv" in key or "relative_position_bias" in key:
+                parameter.zero_()
+    measured = measure(model, [torch.rand(2, 3, H * cell, W * cell)] * 2)
+    for layer in measured:
+        heads = layer.images * layer.entropies.shape[1]
+        assert layer.entropies.flatten().tolist() == pytest.approx([layer.uniform_entropy] * heads, rel=1e-4)
+        assert layer.distances.flatten().tolist() == pytest.approx([layer.uniform_distance] * heads, rel=1e-4)
+    if name == "swin":
+        return
+    half = [(side or 99) // 2 for side in window or (99, 99)]
+    pixels = [(y, x) for y in range(H) for x in range(W)]
+    seen = [[cell * math.dist(a, b) for b in pixels if abs(a[0] - b[0]) <= half[0] and abs(a[1] - b[1]) <= half[1]]
             for a in pixels]
-    assert found.uniform_distance == pytest.approx(sum(sum(row) / len(row) for row in seen) / 24)
-    assert maps.num_keys().ravel().tolist() == [len(row) for row in seen]
-    if window is None:
-        assert found.uniform_entropy == pytest.approx(math.log(24))
+    assert layer.uniform_distance == pytest.approx(sum(sum(row) / len(row) for row in seen) / (H * W))
+    assert layer.uniform_entropy == pytest.approx(sum(math.log(len(row) + prefix) for row in seen) / (H * W))
+    assert layer.prefix.tolist() == pytest.approx([prefix / (H * W + prefix)] * len(layer.prefix), rel=1e-5)
 
 
 def test_correlation_of_a_map_with_itself_and_its_opposite():
@@ -119,29 +122,27 @@ def test_correlation_of_a_map_with_itself_and_its_opposite():
     torch.testing.assert_close(map_correlation(maps, -maps), -torch.ones(2, 3))
 
 
-def test_rollout_of_identities_is_identity_and_rows_sum_to_one():
-    identity = torch.eye(16).expand(1, 2, 16, 16)
-    torch.testing.assert_close(attention_rollout(recorded(((4, 4), identity), ((4, 4), identity)))[0], torch.eye(16))
-    random = [torch.rand(1, 2, n, n).softmax(-1) for n in (16, 16, 4)]
-    sizes = [(4, 4), (4, 4), (2, 2)]
-    rollout = attention_rollout(recorded(*zip(sizes, random, strict=True)))
-    assert rollout.shape == (1, 4, 16)
-    torch.testing.assert_close(rollout.sum(-1), torch.ones(1, 4))
-
-
 def test_rollout_through_a_pooling_stays_in_place():
-    maps = recorded(((4, 4), torch.eye(16)[None, None]), ((2, 2), torch.eye(4)[None, None]))
+    maps = handmade(((4, 4), torch.eye(16)[None, None]), ((2, 2), torch.eye(4)[None, None]))
     corner = attention_rollout(maps)[0, 1].view(4, 4)  # the new map's upper right cell
     expected = torch.zeros(4, 4)
     expected[:2, 2:] = 0.25
     torch.testing.assert_close(corner, expected)
 
 
-def test_rollout_multiplies_later_layers_from_the_left():
-    first, second = (torch.rand(1, 1, 9, 9).softmax(-1) for _ in range(2))
-    eye = torch.eye(9)
-    expected = (0.5 * second[0, 0] + 0.5 * eye) @ (0.5 * first[0, 0] + 0.5 * eye)
-    torch.testing.assert_close(attention_rollout(recorded(((3, 3), first), ((3, 3), second)))[0], expected)
+@pytest.mark.parametrize("name", ["vit_small_patch14_reg4_dinov2", "pvt"])
+def test_rollout_multiplies_later_layers_from_the_left(name):
+    """Of all tokens; reduced keys go to their cells alike, and rows sum to 1."""
+    maps = recorded(*made(name))
+    rollout = attention_rollout(maps)
+    torch.testing.assert_close(rollout.sum(-1), torch.ones(rollout.shape[:2]))
+    steps = [0.5 * layer.attn.mean(1) + 0.5 * torch.eye(21) for layer in maps.values()] if name != "pvt" else []
+    if steps:
+        torch.testing.assert_close(rollout, steps[2] @ steps[1] @ steps[0])
+    else:
+        assert rollout.shape == (2, 6, 16 * 24)
+    identity = handmade(*[((4, 4), torch.eye(16)[None, None])] * 2)
+    torch.testing.assert_close(attention_rollout(identity)[0], torch.eye(16))
 
 
 def test_measure_does_not_depend_on_the_batches():

@@ -1,6 +1,8 @@
 """The recorder: what it holds is what the network computed, and the network does not notice."""
 import gc
+import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -8,27 +10,20 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
-from timm.layers.bottleneck_attn import BottleneckAttn
 from torch import nn
 
 import ea_vision
 from ea_vision.layers import AugmentedConv2d
 from ea_vision.recorder.recording import PARTS, recordable_layers
+from tests.models.test_vision_transformer import active
+from tests.models.test_vision_transformer import tiny as tiny_vit
+from tests.recorder.networks import hooks_of, images, made, recorded, tiny, torchvision_vit
 
-TINY = dict(widths=(8, 8, 16, 16), num_classes=3, img_size=16)  # maps of 4x4 and 2x2, two chains of three layers
-
-
-def tiny(name="ea_conv_transformer_cifar", **kwargs):
-    torch.manual_seed(0)
-    return timm.create_model(name, **{**TINY, **kwargs}).eval()
+VIT = "ea_vit_tiny_patch16_224"
 
 
-def images(batch=2, height=16, width=16):
-    return torch.randn(batch, 3, height, width, generator=torch.Generator().manual_seed(1))
-
-
-def hooks_of(model):
-    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+def small(batch=2, height=16, width=16):
+    return images(height, width, batch)
 
 
 def modules_by_number(model):
@@ -36,120 +31,127 @@ def modules_by_number(model):
     return {layer.number: names[layer.name] for layer in recordable_layers(model)}
 
 
-@pytest.mark.parametrize("name,kwargs", [
+def ours():
+    return tiny(attn_drop_rate=0.2), small(1)
+
+
+def theirs():
+    return torchvision_vit(dropout=0.2, attention_dropout=0.3), images(batch=1)
+
+
+def timms():
+    return made("vit, wide")[0], images(32, 48, 1)
+
+
+@pytest.mark.parametrize("name,options", [
     ("ea_conv_transformer_cifar", dict(alpha=0.3, beta=0.6)),
     ("ea_conv_transformer_cifar", dict(alpha=0.3, kernel_size=1)),
     ("ea_conv_transformer_cifar", dict(alpha=0.3, beta=0.6, qk_norm=True)),
     ("pa_conv_transformer_cifar", dict(alpha=0.4, num_layers=0)),
     ("pa_conv_transformer_cifar", dict(alpha=0.4, num_layers=2)),
-])
-def test_recorded_parts_satisfy_the_equations_of_the_evolution(name, kwargs):
-    model = tiny(name, **kwargs)
-    with torch.no_grad(), ea_vision.record_attention(model, parts=PARTS) as maps:
-        model(images())
-    assert list(maps) == [1, 2, 3, 4, 5, 6]
-    for number, module in modules_by_number(model).items():
-        layer = maps[number]
-        torch.testing.assert_close(layer.attn, layer.logits.softmax(-1), rtol=0, atol=0)
-        if number in (1, 4):  # a chain begins
+    (VIT, dict()), (VIT, dict(evolution="pa", num_layers=2, learnable=True)), (VIT, dict(learnable="per_head")),
+    (VIT, dict(prefix="pass")), (VIT, dict(alpha=0.3, beta=1.0)), (VIT, dict(attn_layers=[3])),
+    (VIT, dict(reg_tokens=2, class_token=False, global_pool="avg"))])
+def test_recorded_parts_satisfy_the_equations_of_the_evolution(name, options):
+    if name == VIT:
+        model, x = active(tiny_vit(**options)), images(32, 40)
+        model.set_input_size((32, 40))
+        prefix, grids = model.num_prefix_tokens, [(4, 5)] * 3
+    else:
+        model, x, prefix, grids = tiny(name, **options), small(), 0, [(4, 4)] * 3 + [(2, 2)] * 3
+    maps = recorded(model, x, PARTS)
+    for (number, module), (height, width) in zip(modules_by_number(model).items(), grids, strict=True):
+        layer, evolution = maps[number], module.evolution
+        assert layer.feat_size == (height, width) and layer.num_prefix_tokens == prefix
+        assert layer.logits.shape[2:] == (prefix + height * width,) * 2
+        assert torch.equal(layer.attn, layer.logits.softmax(-1))
+        if evolution is None:  # a chain begins
             assert layer.prev_logits is None and layer.conv_logits is None
             assert torch.equal(layer.self_logits, layer.logits)
             continue
         assert torch.equal(layer.prev_logits, maps[number - 1].logits)
-        alpha = module.evolution.alpha
+        alpha, beta = (torch.as_tensor(gate).detach().reshape(-1, 1, 1) for gate in (evolution.alpha, evolution.beta))
+        mixed = alpha * layer.prev_logits + (1 - alpha) * layer.self_logits
+        before, own, share = mixed, mixed, beta
+        if evolution.predict:
+            before, own, share = layer.prev_logits, layer.self_logits, alpha
+        convolved = before[:, :, prefix:, prefix:]
         with torch.no_grad():
-            if name.startswith("ea"):
-                beta, mixed = module.evolution.beta, alpha * layer.prev_logits + (1 - alpha) * layer.self_logits
-                convolved = F.relu(module.evolution.convs[0](mixed))
-                expected = beta * layer.conv_logits + (1 - beta) * mixed
-            else:
-                convolved = layer.prev_logits
-                for conv in module.evolution.convs:
-                    convolved = F.relu(conv(convolved))
-                expected = alpha * layer.conv_logits + (1 - alpha) * layer.self_logits
-        torch.testing.assert_close(layer.conv_logits, convolved)
-        torch.testing.assert_close(layer.logits, expected)
+            for conv in evolution.convs if options.get("prefix") == "pass" or not prefix else ():
+                convolved = F.relu(conv(convolved))
+        if options.get("prefix") == "pass" or not prefix:
+            torch.testing.assert_close(layer.conv_logits[:, :, prefix:, prefix:], convolved, atol=1e-5, rtol=1e-4)
+        else:
+            with torch.no_grad():
+                torch.testing.assert_close(layer.conv_logits, evolution.convolve(before), atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(layer.logits, share * layer.conv_logits + (1 - share) * own, atol=1e-5, rtol=1e-4)
 
 
 def test_attention_times_values_is_the_attention_branch():
-    torch.manual_seed(0)
-    layer = AugmentedConv2d(6, 10, dim_qk=8, dim_v=4, num_heads=2, feat_size=(3, 5)).eval()
-    x = torch.randn(2, 6, 3, 5)
+    layer, x = AugmentedConv2d(6, 10, dim_qk=8, dim_v=4, num_heads=2, feat_size=(3, 5)).eval(), torch.randn(2, 6, 3, 5)
     with torch.no_grad(), ea_vision.record_attention(layer) as maps:
         y, _ = layer(x)
-    with torch.no_grad():
         v = layer.heads_of(layer.qkv(layer.branch_input(x)))[2]
         out = (maps[1].attn @ v).transpose(1, 2).reshape(2, 3, 5, 4).permute(0, 3, 1, 2)
         torch.testing.assert_close(layer.proj(out), y[:, 6:])
 
 
-def layer_attending_at(down, right, heads=2, size=(5, 6)):
-    """A layer whose every query attends to the pixel `down` rows below and `right` columns to the right of it."""
-    H, W = size
-    layer = AugmentedConv2d(3, 8, dim_qk=2 * heads, dim_v=heads, num_heads=heads, feat_size=size).eval()
-    with torch.no_grad():
-        layer.qkv.weight.zero_()
-        layer.qkv.bias.zero_()
-        layer.qkv.bias[:2 * heads] = 1.0
-        layer.height_rel.zero_()[H - 1 + down] = 60.0
-        layer.width_rel.zero_()[W - 1 + right] = 60.0
-    return layer
-
-
 @pytest.mark.parametrize("down,right", [(0, 0), (1, -2), (-3, 1)])
 def test_rows_are_queries_and_maps_are_not_transposed(down, right):
-    layer = layer_attending_at(down, right)
-    with torch.no_grad(), ea_vision.record_attention(layer) as maps:
-        layer(torch.randn(1, 3, 5, 6))
+    """Every query attends to the pixel `down` rows below and `right` columns to the right of it."""
+    layer = AugmentedConv2d(3, 8, dim_qk=4, dim_v=2, num_heads=2, feat_size=(5, 6)).eval()
+    with torch.no_grad():
+        layer.qkv.weight.zero_()
+        layer.qkv.bias.zero_()[:4] = 1.0
+        layer.height_rel.zero_()[4 + down] = 60.0
+        layer.width_rel.zero_()[5 + right] = 60.0
+        with ea_vision.record_attention(layer) as maps:
+            layer(torch.randn(1, 3, 5, 6))
     attn = maps[1].spatial()
     assert maps[1].feat_size == (5, 6) and attn.shape == (1, 2, 5, 6, 5, 6)
-    for row in range(5):
-        for col in range(6):
-            if 0 <= row + down < 5 and 0 <= col + right < 6:
-                assert attn[0, :, row, col, row + down, col + right].min() > 0.99
-                assert maps[1].attn[0, 0, row * 6 + col].argmax() == (row + down) * 6 + col + right
+    for row in range(max(0, -down), min(5, 5 - down)):
+        for col in range(max(0, -right), min(6, 6 - right)):
+            assert attn[0, :, row, col, row + down, col + right].min() > 0.99
+            assert maps[1].attn[0, 0, row * 6 + col].argmax() == (row + down) * 6 + col + right
 
 
 @pytest.mark.parametrize("train", [False, True])
-def test_recording_changes_no_bit_of_outputs_and_gradients(train):
+@pytest.mark.parametrize("make", [ours, theirs])
+def test_outputs_gradients_and_random_numbers_stay_and_maps_are_those_before_dropout(make, train):
+    """Every bit; of nn.MultiheadAttention, whose fast path is left, to the last bits."""
     def step(record):
-        model = tiny(attn_drop_rate=0.2).train(train)
+        torch.manual_seed(0)
+        model, x = make()
+        model.train(train)
         torch.manual_seed(3)
         if record:
-            with ea_vision.record_attention(model, parts=PARTS):
-                output = model(images())
+            with ea_vision.record_attention(model) as maps:
+                output = model(x)
                 output.square().sum().backward()
+            for layer in maps.values():
+                torch.testing.assert_close(layer.attn.sum(-1), torch.ones(layer.attn.shape[:3]))
+                assert not layer.attn.requires_grad
         else:
-            output = model(images())
+            output = model(x)
             output.square().sum().backward()
-        return output, [p.grad for p in model.parameters()]
+        return [output, torch.rand(1), *(p.grad for p in model.parameters())]
 
-    (plain, plain_grads), (recorded, grads) = step(False), step(True)
-    assert torch.equal(plain, recorded)
-    assert all(torch.equal(a, b) for a, b in zip(plain_grads, grads, strict=True))
-
-
-def test_probabilities_are_those_before_dropout():
-    model = tiny(attn_drop_rate=0.5).train()
-    with ea_vision.record_attention(model) as maps:
-        model(images())
-    torch.testing.assert_close(maps[1].attn.sum(-1), torch.ones(2, 4, 16))
-    assert not maps[1].attn.requires_grad
+    limit = 0 if make is ours else 1e-5
+    torch.testing.assert_close(step(True), step(False), atol=limit, rtol=limit)
 
 
 def test_only_what_is_asked_for_is_kept():
     model = tiny()
-    with torch.no_grad(), ea_vision.record_attention(model, layers=[2, 5], heads=[3, 1], parts=["logits"]) as maps:
-        model(images())
+    with torch.no_grad(), ea_vision.record_attention(model, layers=[2, 5], heads=[3, 1], parts=["logits"]) as maps, \
+            ea_vision.record_attention(model, layers="stages.2.blocks.1.conv", heads=3, parts="logits") as one:
+        model(small())
+    everything = recorded(model, small(), ("logits",))
     assert list(maps) == [2, 5] and maps[2].heads == (3, 1)
     for layer in maps.values():
         assert [part for part in PARTS if getattr(layer, part) is not None] == ["logits"]
-        N = layer.feat_size[0] * layer.feat_size[1]
-        assert layer.logits.shape == (2, 2, N, N)
+        assert torch.equal(layer.logits, everything[layer.number].logits[:, [3, 1]])
         assert layer.logits.untyped_storage().nbytes() == 4 * layer.logits.numel()
-    with torch.no_grad(), ea_vision.record_attention(model, parts=["logits"]) as everything:
-        model(images())
-    assert torch.equal(maps[2].logits, everything[2].logits[:, [3, 1]])
+    assert list(one) == [2] and one[2].heads == (3,) and torch.equal(one[2].logits, maps[2].logits[:, :1])
     assert len(maps) == 2 and 1 not in maps and everything["stages.2.blocks.1.conv"] is everything[2]
     with pytest.raises(KeyError, match="layer 2 .* has recorded logits; got 'attn'"):
         maps[2]["attn"]
@@ -157,206 +159,141 @@ def test_only_what_is_asked_for_is_kept():
         maps[1]
 
 
-def test_one_is_taken_where_several_are():
-    model = tiny()
-    with torch.no_grad(), ea_vision.record_attention(model, layers=2, heads=3, parts="logits") as one, \
-            ea_vision.record_attention(model, layers="stages.2.blocks.1.conv", heads=[3], parts=["logits"]) as several:
-        model(images())
-    assert list(one) == [2] and one[2].heads == (3,) and torch.equal(one[2].logits, several[2].logits)
-
-
-def test_layers_by_name_and_rectangular_maps():
-    model = timm.create_model("aa_resnet34", img_size=(64, 96), num_classes=2).eval()
-    assert len(recordable_layers(model)) == 26
-    names = [layer.name for layer in recordable_layers(model)]
-    assert names[15:18] == ["layer3.3.conv2", "layer3.4.conv1", "layer3.4.conv2"]
-    with torch.no_grad(), ea_vision.record_attention(model, layers=["layer3.3.conv2", 26]) as maps:
-        model(images(1, 64, 96))
-    assert list(maps) == [16, 26] and maps[16].feat_size == (4, 6) and maps[26].feat_size == (2, 3)
-    assert maps[16].spatial().shape == (1, 8, 4, 6, 4, 6)
-
-
-def test_the_order_of_modules_is_the_order_of_the_forward():
-    for name in ("ea_conv_transformer_cifar", "pa_aa_resnet34", "ea_aa_resnet50"):
-        model = timm.create_model(name, num_classes=2, img_size=32).eval()
-        ran = []
-        handles = [m.register_forward_hook(lambda m, *_, ran=ran: ran.append(m)) for m in model.modules()
-                   if isinstance(m, AugmentedConv2d)]
-        with torch.no_grad():
-            model(images(1, 32, 32))
-        assert ran == list(modules_by_number(model).values()) and len(handles) == len(ran)
+@pytest.mark.parametrize("name", ["ea_conv_transformer_cifar", "pa_aa_resnet34", "ea_aa_resnet50"])
+def test_layers_are_numbered_as_the_forward_runs_and_maps_may_be_rectangular(name):
+    model, ran = timm.create_model(name, num_classes=2, img_size=(32, 64)).eval(), []
+    layers = modules_by_number(model)
+    for module in layers.values():
+        module.register_forward_hook(lambda m, *_: ran.append(m))
+    with torch.no_grad(), ea_vision.record_attention(model) as maps:
+        model(small(1, 32, 64))
+    assert ran == list(layers.values()) and list(maps) == list(layers)
+    assert all(layer.feat_size[1] == 2 * layer.feat_size[0] for layer in maps.values())
+    if name == "pa_aa_resnet34":
+        assert len(maps) == 26
+        assert [maps[number].name for number in (16, 17, 18)] == ["layer3.3.conv2", "layer3.4.conv1", "layer3.4.conv2"]
 
 
 def test_of_several_forwards_the_last_is_kept():
     model = tiny()
     with torch.no_grad(), ea_vision.record_attention(model) as maps:
-        model(images())
-        model(images(3, 24, 16))
-    assert {layer.attn.shape[0] for layer in maps.values()} == {3} and maps[1].feat_size == (6, 4)
-    with torch.no_grad(), ea_vision.record_attention(model) as maps:
-        model(images())
-        model.forward_intermediates(images(1), indices=[2], stop_early=True)
+        model(small())
+        model(small(3, 24, 16))
+        assert {layer.attn.shape[0] for layer in maps.values()} == {3} and maps[1].feat_size == (6, 4)
+        model.forward_intermediates(small(1), indices=[2], stop_early=True)
     assert list(maps) == [1, 2, 3]
 
 
 def test_gradient_checkpointing_records_once():
-    expected = tiny().train()
-    with ea_vision.record_attention(expected, parts=PARTS) as plain:
-        expected(images())
-    model = tiny().train()
+    model, plain = tiny(), recorded(tiny(), small(), PARTS)
+    model.train()
     model.set_grad_checkpointing()
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.eval()
     with ea_vision.record_attention(model, parts=PARTS) as maps:
-        output = model(images())
+        output = model(small())
         held = dict(maps)
         output.sum().backward()
     assert list(maps) == list(plain)
-    for number in plain:
-        assert maps[number] is held[number]
-        for part in PARTS:
-            a, b = getattr(maps[number], part), getattr(plain[number], part)
-            assert (a is None and b is None) or torch.equal(a, b)
+    for number, layer in plain.items():
+        assert maps[number] is held[number] and maps[number].recorded() == layer.recorded()
+        for part in layer.recorded():
+            torch.testing.assert_close(maps[number][part], layer[part])
 
 
 def test_autocast_keeps_probabilities_in_float32():
     model = tiny()
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), ea_vision.record_attention(model) as maps:
-        model(images())
+        model(small())
     assert maps[1].attn.dtype == torch.float32
     torch.testing.assert_close(maps[6].attn.sum(-1), torch.ones(2, 4, 4))
 
 
-@pytest.mark.slow
-def test_compiled_models():
+def test_wrapped_networks(tmp_path):
+    """DistributedDataParallel, and torch.compile around it."""
     model = tiny()
-    with torch.no_grad():
-        with ea_vision.record_attention(model) as plain:
-            model(images())
-        compiled = torch.compile(model, backend="eager")
-        compiled(images())
-        with ea_vision.record_attention(compiled) as maps:
-            compiled(images())
-        assert torch.equal(maps["stages.2.blocks.2.conv"].attn, plain[3].attn)
-        calls = []
-        torch.compile(model, backend=lambda graph, inputs: calls.append(1) or graph.forward)(images(4))
-        assert calls  # compilation is on again
-
-
-def test_distributed_data_parallel(tmp_path):
+    plain = recorded(model, small())
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        model = tiny()
-        wrapped = nn.parallel.DistributedDataParallel(model)
-        with ea_vision.record_attention(wrapped) as maps:
-            wrapped(images())
+        for wrapped in (nn.parallel.DistributedDataParallel(model), torch.compile(model, backend="eager"),
+                        torch.compile(nn.parallel.DistributedDataParallel(model), backend="eager")):
+            with torch.no_grad(), ea_vision.record_attention(wrapped) as maps:
+                wrapped(small())
+            assert torch.equal(maps["stages.3.blocks.0.conv"].attn, plain[4].attn)
     finally:
         torch.distributed.destroy_process_group()
-    assert maps["stages.3.blocks.0.conv"].number == 4 and hooks_of(wrapped) == 0
+    assert hooks_of(wrapped) == 0
 
 
-def test_vit_maps_and_fused_attention():
-    torch.manual_seed(0)
-    model = timm.create_model("vit_tiny_patch16_224", img_size=(32, 48), depth=2, num_classes=3).eval()
-    x = images(2, 32, 48)
-    with torch.no_grad():
-        expected = model(x)
-        with ea_vision.record_attention(model) as maps:
-            output = model(x)
-    assert torch.equal(output, expected) and hooks_of(model) == 0
-    layer = maps[2]
-    assert layer.name == "blocks.1.attn" and layer.attn.shape == (2, 3, 7, 7) and layer.feat_size == (2, 3)
-    assert layer.num_prefix_tokens == 1 and layer.spatial().shape == (2, 3, 2, 3, 2, 3)
-    assert torch.equal(layer.spatial()[0, 0, 1, 2, 0, 1], layer.attn[0, 0, 1 + 5, 1 + 1])
+class Linear(nn.Module):
+    num_heads = 2
+
+    def forward(self, x):
+        return x * x.sigmoid()
 
 
-@pytest.mark.parametrize("scale_pos_embed", [False, True])
-def test_bottleneck_attention_maps_give_its_output(scale_pos_embed):
-    torch.manual_seed(0)
-    layer = BottleneckAttn(8, 8, feat_size=(3, 4), num_heads=2, scale_pos_embed=scale_pos_embed).eval()
-    x = torch.randn(2, 8, 3, 4)
-    with torch.no_grad(), ea_vision.record_attention(layer, parts=("attn", "logits")) as maps:
-        y = layer(x)
-        v = layer.qkv(x)[:, -8:].reshape(2, 2, 4, 12).transpose(-2, -1)
-        torch.testing.assert_close((maps[1].attn @ v).transpose(-2, -1).reshape(2, 8, 3, 4), y)
-    assert maps[1].feat_size == (3, 4)
-
-
-def test_errors_name_what_there_is():
-    model = tiny("conv_transformer_cifar")
-    with pytest.raises(ValueError, match=r"1 \(stages.2.blocks.0.conv\), 2 .*; got \[99\]"), \
-            ea_vision.record_attention(model, layers=[1, 99]):
-        pass
-    with pytest.raises(ValueError, match=r"heads of layer 1 .* are 0 to 3; got \[4\]"), \
-            ea_vision.record_attention(model, heads=[4]):
-        pass
-    with pytest.raises(ValueError, match="parts must be some of attn, .*got"), \
-            ea_vision.record_attention(model, parts=["maps"]):
-        pass
-    with pytest.raises(ValueError, match="none of the chosen layers has 'conv_logits'"), \
-            ea_vision.record_attention(model, parts=["conv_logits"]):
-        pass
-    for empty in (dict(layers=[]), dict(heads=[]), dict(parts=[])):
-        with pytest.raises(ValueError, match="got"), ea_vision.record_attention(model, **empty):
-            pass
-    for name in ("cnn_cifar", "resnet18"):
-        with pytest.raises(ValueError, match="has no attention layer that can be recorded"), \
-                ea_vision.record_attention(timm.create_model(name)):
-            pass
-    with pytest.raises(RuntimeError, match=r"no forward ran attention layer 2 \(stages.2.blocks.1.conv\)"), \
-            ea_vision.record_attention(model, layers=[2]):
-        pass
+@pytest.mark.parametrize("options,error,message", [
+    (dict(layers=[1, 99]), ValueError, r"1 \(stages.2.blocks.0.conv\), 2 .*; got \[99\]"),
+    (dict(heads=[4]), ValueError, r"heads of layer 1 .* are 0 to 3; got \[4\]"),
+    (dict(parts=["maps"]), ValueError, "parts must be some of attn, .*got"),
+    (dict(parts=["conv_logits"]), ValueError, "none of the chosen layers has 'conv_logits'"),
+    (dict(layers=[]), ValueError, "got none"), (dict(heads=[]), ValueError, "got none"),
+    (dict(parts=[]), ValueError, "got"),
+    (dict(layers=[2]), RuntimeError, r"no forward ran attention layer 2 \(stages.2.blocks.1.conv\)"),
+    (dict(model=timm.create_model("resnet18", num_classes=2)), ValueError, "has no attention layer that can be"),
+    (dict(model=Linear()), RuntimeError, "layer 1 .* ran, and no map went through softmax, scaled_dot_product")])
+def test_what_cannot_be_recorded_says_what_is_in_the_way(options, error, message):
+    model = options.pop("model", None) or tiny("conv_transformer_cifar")
+    with pytest.raises(error, match=message), ea_vision.record_attention(model, **options):
+        if isinstance(model, Linear):
+            model(torch.ones(1))
     assert hooks_of(model) == 0
 
 
-def test_an_error_inside_leaves_the_model_as_it_was():
-    model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1).eval()
-    fused = model.blocks[0].attn.fused_attn
+@pytest.mark.parametrize("make", [ours, theirs, timms])
+def test_nothing_is_kept_alive_and_an_error_in_a_forward_leaves_no_trace(make):
+    model, x = make()
+    inner, numbers = modules_by_number(model)[2], [layer.number for layer in recordable_layers(model)]
+    handle = inner.register_forward_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError), ea_vision.record_attention(model):
-        1 / 0  # noqa: B018
-    assert hooks_of(model) == 0 and model.blocks[0].attn.fused_attn == fused
+        model(x)
+    assert hooks_of(model) == 1 and torch._C._len_torch_function_stack() == 0
+    with torch.no_grad(), ea_vision.record_attention(model) as maps:
+        with pytest.raises(ZeroDivisionError):
+            model(x)
+        handle.remove()
+        model(x)
+    assert list(maps) == numbers
+    alive = weakref.ref(model)
+    del model, handle, inner
+    gc.collect()
+    assert alive() is None and len(maps[1].attn) == 1
 
 
-def test_a_thousand_recordings_leave_memory_where_it_was():
-    torch.manual_seed(0)
+def test_many_recordings_leave_memory_where_it_was():
     layer = AugmentedConv2d(4, 8, dim_qk=8, dim_v=4, num_heads=2, feat_size=(16, 16)).eval()
     x = torch.randn(1, 4, 16, 16)
+    if not Path("/proc/self/statm").exists():
+        pytest.skip("needs /proc to read the resident memory")
 
     def record(times):
         for _ in range(times):
             with torch.no_grad(), ea_vision.record_attention(layer, parts=("attn", "logits")) as maps:
                 layer(x)
-        return maps
-
-    def resident():
+        gc.collect()
         pages = int(Path("/proc/self/statm").read_text().split()[1])
-        return pages * 4096 / 2 ** 20
+        return pages * 4096 / 2 ** 20, sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects()), len(maps)
 
-    if not Path("/proc/self/statm").exists():
-        pytest.skip("needs /proc to read the resident memory")
-    record(100)
-    gc.collect()
-    tensors = sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
-    before = resident()
-    maps = record(1000)  # each holds 1 MiB
-    gc.collect()
-    assert resident() - before < 32
-    assert sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects()) <= tensors + 2
-    assert hooks_of(layer) == 0 and len(maps) == 1
-
-
-def test_maps_do_not_keep_the_model_alive():
-    model = tiny()
-    alive = weakref.ref(model)
-    with torch.no_grad(), ea_vision.record_attention(model) as maps:
-        model(images())
-    del model
-    gc.collect()
-    assert alive() is None and maps[1].attn.shape == (2, 4, 16, 16)
+    resident, tensors, _ = record(50)
+    resident_after, tensors_after, _ = record(300)  # each holds 1 MiB
+    assert resident_after - resident < 32 and tensors_after <= tensors + 2 and hooks_of(layer) == 0
 
 
 def test_maps_say_what_they_are_and_become_arrays(tmp_path):
     model, parts = tiny(), ("attn", "conv_logits")
     with torch.no_grad(), ea_vision.record_attention(model, [1, 2], heads=[0, 3], parts=parts) as maps:
-        model(images())
+        model(small())
     names = [layer.name for layer in recordable_layers(model)]
     assert repr(maps) == ("attention maps of 2 layers\n"
                           f"  layer 1 ({names[0]}), map 4x4, heads 0, 3: attn of 2x2x16x16\n"
@@ -368,3 +305,107 @@ def test_maps_say_what_they_are_and_become_arrays(tmp_path):
                                           "query_names", "attn")} | {"layer2.conv_logits"}
         assert np.array_equal(held["layer2.conv_logits"], maps[2].conv_logits) and held["layer2.name"] == names[1]
         assert held["layer1.heads"].tolist() == [0, 3]
+    arrays = recorded(*made("vit_pe_core_tiny_patch16_384")).arrays()
+    assert list(arrays["layer4.query_names"]) == ["pool"] and list(arrays["layer4.prefix_names"]) == ["cls"]
+
+
+# ---- threads, and recorders closed out of order ----------------------------------------------------------------------
+
+def maps_of(model, x):
+    return {number: layer.attn for number, layer in recorded(model, x).items()}
+
+
+@pytest.mark.parametrize("make", [ours, theirs, timms])
+def test_each_thread_has_its_own_maps_and_bystanders_their_outputs(make):
+    model, x = make()
+    inputs = [x.roll(n, -1) for n in range(24)]
+    with torch.no_grad():
+        expected, outputs = [maps_of(model, x) for x in inputs], [model(x) for x in inputs]
+    barrier = threading.Barrier(4)
+
+    def watch(start):
+        barrier.wait()
+        found = []
+        for x in inputs[start::2]:
+            with torch.no_grad(), ea_vision.record_attention(model) as maps:
+                model(x)
+            found.append({number: layer.attn for number, layer in maps.items()})
+        return found
+
+    def pass_by():
+        barrier.wait()
+        with torch.no_grad():
+            return [model(x) for x in inputs]
+
+    with ThreadPoolExecutor(4) as pool:
+        watching = [pool.submit(watch, start) for start in (0, 1)]
+        passing = [pool.submit(pass_by) for _ in range(2)]
+        for start, future in enumerate(watching):
+            torch.testing.assert_close(future.result(timeout=60), expected[start::2], atol=1e-6, rtol=1e-5)
+        for future in passing:
+            torch.testing.assert_close(future.result(timeout=60), outputs, atol=1e-6, rtol=1e-5)
+    assert hooks_of(model) == 0
+
+
+def test_two_recorders_and_two_networks_do_not_disturb_one_another():
+    (one, x), (other, y) = theirs(), timms()
+    expected, hers = maps_of(one, x), maps_of(other, y)
+    with torch.no_grad(), ea_vision.record_attention(one, [1]) as first, ea_vision.record_attention(one) as both, \
+            ea_vision.record_attention(other) as second:
+        one(x)
+        other(y)
+    assert list(first) == [1] and torch.equal(first[1].attn, expected[1])
+    for maps, values in ((both, expected), (second, hers)):
+        assert all(torch.equal(maps[number].attn, attn) for number, attn in values.items())
+
+
+def test_a_forward_of_another_thread_alone_is_said_not_to_be_recorded():
+    model, x = timms()
+    with pytest.raises(RuntimeError, match="no forward ran attention layer 1 .* in this thread"), \
+            ea_vision.record_attention(model), ThreadPoolExecutor(1) as pool:
+        pool.submit(model, x).result()
+
+
+@pytest.mark.parametrize("by", ["another recorder", "another thread"])
+def test_a_recorder_closed_out_of_order_says_so_and_disturbs_nothing(by):
+    model, x = timms()
+    expected, first, second = maps_of(model, x), ea_vision.record_attention(model), ea_vision.record_attention(model)
+    with torch.no_grad(), ThreadPoolExecutor(1) as pool:
+        first.__enter__()
+        model(x)
+        if by == "another thread":
+            with pytest.raises(RuntimeError, match="closed by the thread that opened it"):
+                pool.submit(first.__exit__, None, None, None).result()
+        else:
+            maps = second.__enter__()
+            with pytest.raises(RuntimeError, match="closed in the reverse order in which they were opened"):
+                first.__exit__(None, None, None)
+            model(x)  # still recorded
+            second.__exit__(None, None, None)
+            assert all(torch.equal(maps[number].attn, attn) for number, attn in expected.items())
+    assert all(torch.equal(attn, expected[number]) for number, attn in maps_of(model, x).items())
+    assert hooks_of(model) == 0 and torch._C._len_torch_function_stack() == 0
+
+
+def test_compilation_is_on_again_when_the_last_of_two_threads_has_ended():
+    (model, x), calls = timms(), []
+    compiled = torch.compile(model, backend=lambda graph, inputs: calls.append(1) or graph.forward)
+    inside, go_on = threading.Event(), threading.Event()
+
+    def watch():
+        with torch.no_grad(), ea_vision.record_attention(model):
+            model(x)
+            inside.set()
+            go_on.wait()
+
+    with torch.no_grad(), ThreadPoolExecutor(1) as pool:
+        with ea_vision.record_attention(model):
+            model(x)
+            other = pool.submit(watch)
+            inside.wait()
+        compiled(x)
+        assert not calls  # the other one still records
+        go_on.set()
+        other.result()
+        compiled(x)
+        assert calls

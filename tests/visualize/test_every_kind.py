@@ -16,9 +16,7 @@ from ea_vision.visualize import (
     plot_strip,
     show_page,
 )
-from tests.models.test_vision_transformer import TINY
-from tests.recorder.test_any_transformer import lively, torchvision_vit, transformers_model
-from tests.recorder.test_windowed_maps import SWIN
+from tests.recorder.networks import SWIN, TINY, lively, torchvision_vit, transformers_model
 
 from .conftest import PHOTO, maps_of, small, texts_of
 

@@ -14,7 +14,7 @@ from ea_vision.recorder.recording import record_attention
 from ea_vision.visualize import plot_strip
 from ea_vision.visualize.heatmap import draw_columns
 from ea_vision.visualize.training_maps import draw_maps
-from tests.recorder.test_any_transformer import lively
+from tests.recorder.networks import lively
 
 MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.3, 0.4)
 SWIN = ["--model", "swin_tiny_patch4_window7_224", "--model-kwargs", "patch_size=2", "window_size=4", "embed_dim=12",

@@ -1,0 +1,304 @@
+"""Maps of networks of every architecture are those of their own unfused attention, in the image's coordinates."""
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import ea_vision
+from ea_vision.base.errors import UsageError
+from ea_vision.recorder.layouts import prefix_names
+from ea_vision.recorder.recording import recordable_layers
+from tests.models.test_vision_transformer import needs_attn_layer
+from tests.recorder.networks import (
+    LIMIT,
+    NETWORKS,
+    TINY,
+    hooks_of,
+    images,
+    in_image,
+    lively,
+    made,
+    recorded,
+    timms,
+    torchvision_vit,
+    transformers_model,
+    unfused,
+)
+
+
+def check(layer, attn, place):
+    """Compare a layer with what was formed (B, K, T, T), (B * K, T, T), or in windows (B * W, K, n, n)."""
+    attn = attn.unflatten(0, (-1, layer.attn.shape[1])) if attn.ndim == 3 else attn
+    attn = attn if place.windows is None else in_image(attn, place)
+    assert (layer.attn - attn).abs().max() <= LIMIT and attn.std(-1).max() > 1e-3
+    assert (layer.feat_size, layer.prefix_names) == place[:2] and layer.key_size == (place.keys or place.grid)
+    assert layer.query_names == (place.queries or place.names)
+    queries = [(name, layer.query_names.index(name)) for name in layer.query_names]
+    if place.alone:
+        for refused in (layer.spatial, lambda: layer.of_query((0, 0))):
+            with pytest.raises(UsageError, match=place.alone):
+                refused()
+    else:
+        (H, W), P = place.grid, len(place.names)
+        queries += [((row, col), P + row * W + col) for row, col in ((0, 0), (1, W // 2), (H - 1, W - 1))]
+        assert torch.equal(layer.spatial().flatten(-2).flatten(2, 3), layer.attn[:, :, P:, P:])
+        seen = (attn.flatten(0, 1).amax(0)[P:] > 1e-20).sum(-1).view(H, W)
+        assert torch.equal(torch.from_numpy(layer.num_keys()), seen)
+        torch.testing.assert_close(layer.relative()[:, :, P:], layer.attn[:, :, P:] * seen.view(-1, 1))
+    for query, token in queries:
+        prefix, pixels = layer.of_query(query)
+        assert pixels.shape[-2:] == layer.key_size
+        assert torch.equal(torch.cat([prefix, pixels.flatten(2)], -1), layer.attn[:, :, token])
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_maps_are_those_of_the_networks_own_unfused_attention(name):
+    """And with its fused attention off."""
+    (model, x), places = made(name), NETWORKS[name].places
+    fast = [module.fused_attn for module in model.modules() if hasattr(module, "fused_attn")]
+    maps, found = recorded(model, x), recordable_layers(model)
+    assert fast == [module.fused_attn for module in model.modules() if hasattr(module, "fused_attn")]
+    formed = unfused(model, x)
+    assert [(layer.number, layer.name) for layer in maps.values()] == [(layer.number, layer.name) for layer in found]
+    assert [layer.pools for layer in found] == [bool(place.queries) for place in places]
+    for layer, slow, attn, place in zip(maps.values(), recorded(model, x).values(), formed, places, strict=True):
+        check(layer, attn, place)
+        check(slow, attn, place)
+
+
+def test_windows_alone_are_kept():
+    maps = recorded(*made("swin"))
+    assert maps[1]._parts["attn"].numel() < maps[1].attn.numel() / 4
+
+
+def test_names_of_prefix_tokens():
+    for name, options, names in (
+            ("deit_tiny_distilled_patch16_224", TINY, ("cls", "dist")),
+            ("vit_small_patch16_dinov3", TINY, ("cls", "reg1", "reg2", "reg3", "reg4")),
+            ("vit_pwee_patch16_reg1_gap_256", TINY, ("reg1",)), ("vit_base_patch16_siglip_gap_224", TINY, ()),
+            ("resnet18", {}, ())):
+        with torch.device("meta"):
+            assert prefix_names(timm.create_model(name, **options)) == names, name
+    assert prefix_names(transformers_model("Dinov2WithRegisters", num_register_tokens=2)) == ("cls", "reg1", "reg2")
+    with pytest.raises(UsageError, match="query dist must be a token before the patches of layer 3 .* cls, reg1"):
+        recorded(*made("vit_small_patch16_dinov3"))[3].of_query("dist")
+
+
+def test_talking_heads_mix_the_recorded_probabilities():
+    model, x = made("cait")
+    parts = ("attn", "mixed_attn")
+    assert [layer.parts for layer in recordable_layers(model)] == [parts] * 2 + [parts[:1]] * 2
+    maps = recorded(model, x, parts)
+    for block, layer in zip(model.blocks, maps.values(), strict=False):
+        with torch.no_grad():
+            again = block.attn.proj_w(layer.attn.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        torch.testing.assert_close(layer["mixed_attn"], again, atol=LIMIT, rtol=LIMIT)
+
+
+@needs_attn_layer
+@pytest.mark.parametrize("dual_lambda", [False, True])
+def test_differential_attention(dual_lambda):
+    """Both maps, and what weighs the values: their difference times the values, normed, is the layer's output."""
+    from timm.layers import DiffAttention
+
+    torch.manual_seed(0)
+    model, x = timm.create_model("vit_tiny_patch16_224", attn_layer="diff", **TINY), images()
+    for number, block in enumerate(model.blocks):
+        block.attn = DiffAttention(48, num_heads=3, qkv_bias=True, depth=number, dual_lambda=dual_lambda)
+        with torch.no_grad():
+            for name in ("lambda_a", "lambda_q1", "lambda_k1"):
+                if getattr(block.attn, name) is not None:
+                    getattr(block.attn, name).fill_(0.3)
+    model, parts = lively(model), ("attn", "first_attn", "second_attn")
+    assert [layer.parts for layer in recordable_layers(model)] == [parts] * 3
+    maps, values = recorded(model, x, parts), []
+    attention = model.blocks[2].attn
+    attention.qkv.register_forward_hook(
+        lambda _, args, output: values.append(output[..., 96:].reshape(2, 17, 3, 16).transpose(1, 2)))
+    attention.sub_norm.register_forward_pre_hook(lambda _, args: values.append(args[0]))
+    formed = unfused(model, x)
+    torch.testing.assert_close(maps[3].attn @ values[0], values[1], atol=1e-5, rtol=1e-5)
+    for layer, slow, both in zip(maps.values(), recorded(model, x, parts).values(), formed, strict=True):
+        for part, expected in zip(parts[1:], both.view(2, 3, 2, 17, 17).unbind(2), strict=True):
+            assert (layer[part] - expected).abs().max() <= LIMIT
+        assert (slow.attn - layer.attn).abs().max() <= LIMIT and layer.attn.min() < 0
+        assert layer.feat_size == (4, 4) and layer.prefix_names == ("cls",)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Qwen2"])
+def test_language_models_of_transformers(name):
+    """Whole sequences, padded on the left, and a token after the kept keys of the others."""
+    torch.manual_seed(0)
+    model = transformers_model(name, num_attention_heads=6, num_key_value_heads=2, vocab_size=30,
+                               max_position_embeddings=16, head_dim=4)
+    tokens = torch.randint(1, 30, (2, 7), generator=torch.Generator().manual_seed(1))
+    padded = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1] * 7])
+
+    def forwards(kept=None):
+        """The whole sequence, or its last token after the others."""
+        if kept is None:
+            return lambda **more: model(tokens, attention_mask=padded, use_cache=False, **more)
+        return lambda **more: model(tokens[:, -1:], attention_mask=padded, past_key_values=model(
+            tokens[:, :-1], attention_mask=padded[:, :-1], use_cache=True).past_key_values, **more)
+
+    for forward, queries in ((forwards(), 7), (forwards("kept"), 1)):
+        model.set_attn_implementation("sdpa")
+        with torch.no_grad(), ea_vision.record_attention(model) as maps:
+            forward()
+        model.set_attn_implementation("eager")
+        with torch.no_grad():
+            by_hand = forward(output_attentions=True).attentions
+        assert [layer.name for layer in maps.values()] == ["layers.0.self_attn", "layers.1.self_attn"]
+        for layer, attn in zip(maps.values(), by_hand, strict=True):
+            real = padded[:, -queries:].bool()  # what padding attends to is nobody's matter
+            assert layer.attn.shape == (2, 6, queries, 7)
+            assert (layer.attn - attn).transpose(1, 2)[real].abs().max() <= LIMIT
+            assert layer.feat_size == (1, queries) and layer.key_size == (1, 7)
+
+
+def test_a_layer_of_one_tower_and_windows_that_are_not_known():
+    """MaxViT's windows would pass for the grid of a small image, were it not for their number."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    small = dict(hidden_size=24, num_hidden_layers=1, num_attention_heads=3, intermediate_size=32)
+    clip = transformers.CLIPModel(transformers.CLIPConfig(
+        text_config=dict(**small, vocab_size=30, max_position_embeddings=8),
+        vision_config=dict(**small, image_size=32, patch_size=8), projection_dim=8)).eval()
+    [vision] = [layer.name for layer in recordable_layers(clip) if layer.name.startswith("vision_model")]
+    with torch.no_grad(), ea_vision.record_attention(clip, vision) as maps:
+        clip(input_ids=torch.ones(2, 5, dtype=torch.long), pixel_values=images())
+    assert len(recordable_layers(clip)) == 2 and maps[vision].attn.shape == (2, 3, 17, 17)
+    maxvit = timm.create_model("maxvit_rmlp_pico_rw_256", num_classes=3).eval()
+    with torch.no_grad(), pytest.raises(ValueError, match=r"attention layer 1 \(.*\) must attend over .*got maps of"), \
+            ea_vision.record_attention(maxvit):
+        maxvit(images(256, 256, 1))
+
+
+# ---- layers as anybody writes them -----------------------------------------------------------------------------------
+
+class Plain(nn.Module):
+    """Attention of 4 heads of queries, and as many or fewer of keys and values: `how` computes it, (B, heads, T, D)."""
+
+    def __init__(self, how, key_heads=4):
+        super().__init__()
+        self.how, self.key_heads, self.qkv = how, key_heads, nn.Linear(16, 48)
+
+    def heads(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 4)).permute(2, 0, 3, 1, 4)
+        return q, k[:, :self.key_heads], v[:, :self.key_heads]
+
+    def forward(self, x, **masks):
+        return self.how(*self.heads(x), **masks).transpose(1, 2).flatten(2)
+
+
+class Fused(Plain):
+    """As torch has it; its forward says so."""
+
+    def forward(self, x, **masks):
+        q, k, v = self.heads(x)
+        out = F.scaled_dot_product_attention(q, k, v, **masks, scale=0.7, enable_gqa=self.key_heads < 4)
+        return out.transpose(1, 2).flatten(2)
+
+
+LOWER = torch.ones(6, 6, dtype=torch.bool).tril()
+REAL = torch.tensor([[False] * 2 + [True] * 4, [True] * 6])  # as language models pad: the first lacks two tokens
+MASKS = {"none": {}, "causal": dict(is_causal=True), "float": dict(attn_mask=torch.arange(36.0).sin().view(6, 6)),
+         "padded": dict(attn_mask=LOWER & REAL[:, None, None, :])}
+
+
+@pytest.mark.parametrize("key_heads", [4, 2])
+@pytest.mark.parametrize("masked", MASKS)
+def test_masks_and_grouped_queries(masked, key_heads):
+    """Query by query; one whose keys are all masked has a row of zeros, as torch computes it. A sequence without an
+    image is a map of height 1."""
+    torch.manual_seed(0)
+    layer, x, masks = lively(Fused(None, key_heads)), torch.randn(2, 6, 16), MASKS[masked]
+    wrapped = nn.Sequential(nn.Identity(), layer) if masked == "none" else layer
+    maps = recorded(wrapped, x, **masks)
+    assert maps[1].heads == (0, 1, 2, 3) and maps[1].feat_size == (1, 6)
+    with torch.no_grad():
+        q, k, _ = layer.heads(x)
+    bias = torch.zeros(2, 6, 6)
+    if masked == "float":
+        bias += masks["attn_mask"]
+    elif masked != "none":
+        bias.masked_fill_(~(LOWER if masked == "causal" else masks["attn_mask"][:, 0]), -torch.inf)
+    for b in range(2):
+        for head in range(4):
+            for i in range(6):
+                logits = 0.7 * k[b, head * key_heads // 4] @ q[b, head, i] + bias[b, i]
+                row = logits.softmax(-1).nan_to_num(0)
+                assert (maps[1].attn[b, head, i] - row).abs().max() <= LIMIT
+
+
+@pytest.mark.parametrize("how", [
+    lambda a: a.softmax(-1), lambda a: torch.softmax(a, dim=3), lambda a: F.softmax(a, dim=-1), nn.Softmax(dim=-1),
+    lambda a: torch.special.softmax(a, -1), lambda a: a.flatten(0, 1).softmax(dim=-1).view(a.shape)])
+def test_softmax_however_it_is_written(how):
+    formed = []
+
+    def attend(q, k, v):
+        formed.append(how(q @ k.transpose(-2, -1)))
+        return formed[-1] @ v
+
+    torch.manual_seed(0)
+    layer = Plain(attend)
+    layer.num_heads = 4
+    maps = recorded(lively(layer), torch.randn(3, 6, 16))
+    assert torch.equal(maps[1].attn, formed[-1])
+
+
+@pytest.mark.parametrize("kwargs", [
+    dict(batch_first=True), dict(), dict(batch_first=True, kdim=5, vdim=7), dict(batch_first=True, add_bias_kv=True)])
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_multihead_attention_alone(kwargs, need_weights):
+    """Self and cross attention, with keys of another number than the queries."""
+    torch.manual_seed(0)
+    layer = lively(nn.MultiheadAttention(8, 2, **kwargs))
+    q, k, v = torch.randn(3, 6, 8), torch.randn(3, 4, kwargs.get("kdim", 8)), torch.randn(3, 4, kwargs.get("vdim", 8))
+    if not kwargs.get("batch_first"):
+        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+    with torch.no_grad():
+        expected, _ = layer(q, k, v, need_weights=False)
+        _, attn = layer(q, k, v, average_attn_weights=False)
+        with ea_vision.record_attention(layer) as maps:
+            output, weights = layer(q, k, v, need_weights=need_weights)
+    assert (weights is None) != need_weights
+    torch.testing.assert_close(output, expected, atol=1e-6, rtol=1e-6)
+    assert (maps[1].attn - attn).abs().max() <= LIMIT and maps[1].attn.shape == attn.shape
+
+
+# ---- networks that evolve --------------------------------------------------------------------------------------------
+
+EVOLVED = {
+    **{name: lambda name=name: timms(name, **TINY) for name in (
+        "vit_tiny_patch16_224", "eva02_tiny_patch14_224", "vit_small_patch16_dinov3", "beit_base_patch16_224",
+        "cait_xxs24_224")},
+    "naflexvit": lambda: timms("naflexvit_base_patch16_gap", **{k: v for k, v in TINY.items() if k != "img_size"}),
+    "torchvision": lambda: torchvision_vit(3)}
+
+
+@pytest.mark.parametrize("name", EVOLVED)
+@pytest.mark.parametrize("kind", ["ea", "conv2d", "talking_heads", "xsa", None])
+def test_evolved_transformers_begin_with_the_maps_of_the_plain_ones(name, kind):
+    """Of CaiT with those that weigh the values; outputs keep every bit, and logits hand on what they should."""
+    torch.manual_seed(0)
+    plain, x = EVOLVED[name](), images()
+    model = ea_vision.evolve(plain, kind=kind, **({} if kind else {"token_conv": True})).eval()
+    found, hooks = [layer for layer in recordable_layers(model) if "logits" in layer.parts], hooks_of(model)
+    theirs = "mixed_attn" if name.startswith("cait") else "attn"
+    with torch.no_grad():
+        expected = model(x)
+        with ea_vision.record_attention(model, parts={part for layer in found for part in layer.parts}) as maps, \
+                ea_vision.record_attention(plain, parts=theirs) as before:
+            assert torch.equal(model(x), expected)
+            plain(x)
+    assert len(found) >= 2 and len(maps) == len(recordable_layers(plain))
+    for layer in found:
+        own = maps[layer.number]
+        assert (own.attn - before[layer.number][theirs]).abs().max() <= LIMIT and own.feat_size == (4, 4)
+        if theirs == "attn":
+            torch.testing.assert_close(own.attn, own.logits.softmax(-1), atol=LIMIT, rtol=LIMIT)
+        if own.prev_logits is not None:
+            assert torch.equal(own.prev_logits, maps[layer.number - 1].logits)
+    assert hooks_of(model) == hooks and not any("_attend" in vars(module) for module in model.modules())
