@@ -198,8 +198,9 @@ NETWORKS = {
        for side, places in MOBILE.items()},
     "tiny_vit": Network(lambda: timms("tiny_vit_5m_224"), [within((8, 8), 7)] * 2 + [within((4, 4), 14)] * 6
                         + [within((2, 2), 7)] * 2, (64, 64)),
-    "davit": Network(lambda: timms("davit_tiny"), [place for grid, count in zip((16, 8, 4, 2), (1, 1, 3, 1), strict=True)
-                                                   for place in (within((grid, grid), 7), CHANNELS) * count], (64, 64)),
+    "davit": Network(lambda: timms("davit_tiny"), [
+        place for side, count in ((16, 1), (8, 1), (4, 3), (2, 1)) for _ in range(count)
+        for place in (within((side, side), 7), CHANNELS)], (64, 64)),
     "gcvit": Network(lambda: timms("gcvit_xxtiny", img_size=64),
                      [within((16, 16), 2)] * 2 + [within((8, 8), 2)] * 2 + [within((4, 4), 4)] * 6
                      + [within((2, 2), 2)] * 2, (64, 64)),
@@ -282,5 +283,5 @@ def in_image(maps, place):
         for i, query in enumerate(cells):
             for j, key in enumerate(cells):
                 if query and key:
-                    image[:, :, *query, *key] = maps[:, window, :, i, j]
+                    image[:, :, query[0], query[1], key[0], key[1]] = maps[:, window, :, i, j]
     return image.view(*image.shape[:2], H * W, H * W)
