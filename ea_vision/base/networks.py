@@ -61,7 +61,8 @@ def create_classifier(name: str, kwargs: dict[str, Any], optional: frozenset[str
             return _with_weights(timm.create_model(name, **keywords), name, keywords, weights, notice)
         return pretrained_model(name, keywords) if pretrained else timm.create_model(name, **keywords)
 
-    return create_by_keywords(create, name, wanted | kwargs, optional, notice)
+    model, taken = create_by_keywords(create, name, wanted | kwargs, optional, notice)
+    return model, {**model.pretrained_cfg.get("model_args", {}), **taken}
 
 
 def create_by_keywords(create: Callable[..., nn.Module], name: str, wanted: dict[str, Any], optional: frozenset[str],

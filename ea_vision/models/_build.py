@@ -19,10 +19,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Network:
-    """A registered network: a sentence about it, and its keywords."""
+    """A registered network: a sentence about it, its keywords, and by tag those its weights were trained with."""
 
     about: str
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+    trained: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 _NETWORKS: dict[str, tuple[str, Network]] = {}  # name: (module of the family, network), in order of registration
@@ -38,12 +39,32 @@ def register_networks(module: str, model_cls: type[nn.Module], networks: Mapping
     """
     for name, network in networks.items():
         def entry(pretrained: bool = False, *, name: str = name, network: Network = network, **kwargs: Any):
-            return build_network(model_cls, name, pretrained, **{**network.kwargs, **kwargs})
+            trained = _trained_with(name, network, **kwargs) if pretrained else {}
+            model = build_network(model_cls, name, pretrained, **{**network.kwargs, **trained, **kwargs})
+            model.pretrained_cfg["model_args"] = trained  # as timm's configurations on the Hub name them
+            return model
 
         entry.__name__ = entry.__qualname__ = name
         entry.__module__, entry.__doc__ = module, network.about
         setattr(sys.modules[module], name, register_model(entry))
         _NETWORKS[name] = (module, network)
+
+
+def _trained_with(name: str, network: Network, pretrained_cfg: Any = None, pretrained_cfg_overlay: Any = None,
+                  **kwargs: Any) -> Mapping[str, Any]:
+    """Return the keywords that the weights timm would load were trained with; none of a caller's own weights.
+
+    Raises:
+        ValueError: keywords that contradict them; timm would load what fits and leave the rest untrained.
+    """
+    if pretrained_cfg_overlay or not isinstance(pretrained_cfg, (str, type(None))):
+        return {}
+    tag = resolve_pretrained_cfg(name, pretrained_cfg).tag
+    trained = network.trained.get(tag, {})
+    for key, value in trained.items():
+        if kwargs.get(key, value) != value:
+            raise ValueError(f"the weights {name}.{tag} were trained with {key}={value}, got {key}={kwargs[key]}")
+    return trained
 
 
 def list_networks(module: str | None = None) -> list[str]:
