@@ -37,7 +37,7 @@ def exit_code(main: Callable[[], int]) -> int:
 
     torchrun gets every error in the file that it names, and shows the one that came first. What standard output cannot
     write, such as a file name that is not UTF-8, is printed with backslashes; a reader that has gone (`| head -1`) ends
-    the command as it ends other programs.
+    the command as it ends other programs, a full disk is an error.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -57,20 +57,24 @@ def exit_code(main: Callable[[], int]) -> int:
             who = "" if rank == "0" else f"process {rank}: "
             print(f"error: {who}{' '.join(str(error).split())}", file=sys.stderr)
         return error.code if isinstance(error, RunError) else 2
-    except BrokenPipeError:
-        if not _reader_has_gone():
+    except OSError:
+        refusal = _refusal_of_stdout()
+        if refusal is None:
             raise
-        return 141  # of a shell, for SIGPIPE
+        if isinstance(refusal, BrokenPipeError):
+            return 141  # of a shell, for SIGPIPE
+        print(f"error: standard output cannot be written: {refusal.strerror}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
         return 130
 
 
-def _reader_has_gone() -> bool:
-    """Return whether standard output cannot be written any more; what is left for it is thrown away then."""
+def _refusal_of_stdout() -> OSError | None:
+    """Return why standard output cannot be written any more, or None; what is left for it is thrown away then."""
     try:
         print(flush=True)  # a flush alone writes nothing where Python does not buffer
-    except BrokenPipeError:
+    except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return True
-    return False
+        return error
+    return None

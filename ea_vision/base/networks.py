@@ -27,9 +27,16 @@ REFUSALS = (ValueError, TypeError, AssertionError, RuntimeError, LookupError, At
 
 
 def check_model_name(name: str, alternative: str = "") -> None:
-    """Raise UsageError, with near matches, unless timm has a model of this name (a `.tag` is allowed)."""
+    """Raise UsageError, with near matches, unless timm has a model of this name (a `.tag` is allowed).
+
+    alternative: what else it might be, "or run folder "; then the folders beside a path are near matches, too.
+    """
     if not timm.is_model(name):
-        near = near_matches(name.split(".")[0], timm.list_models(), "models")
+        beside = Path(name).parent
+        folders = [str(folder) for folder in beside.iterdir() if folder.is_dir()] if (
+            alternative and "/" in name and beside.is_dir()) else []
+        near = near_matches(name if folders else name.split(".")[0], folders or timm.list_models(),
+                            f"folders in {beside}" if folders else "models")
         raise UsageError(f"unknown model {alternative}{name!r}; {near}")
 
 

@@ -91,15 +91,16 @@ class StepLog:
             except self.wandb.Error as error:
                 raise UsageError(f"--wandb: {error} (WANDB_MODE=offline logs into the run folder only)") from error
 
-    def add(self, row: dict[str, Any], seconds_left: float = math.nan) -> None:
-        """Add a row of speed.csv, and a line to the log where no progress bar is seen."""
+    def add(self, row: dict[str, Any], seconds_left: float | None = None) -> None:
+        """Add a row of speed.csv; with the seconds that the run will take, also a line to the log where no progress bar
+        is seen."""
         if not self.is_main:
             return
         row = {name: float(f"{row[name]:.6g}") if isinstance(row[name], float) else row[name] for name in COLUMNS}
         with open(self.folder / FILE, "a", newline="") as file:
             csv.DictWriter(file, COLUMNS, lineterminator="\n").writerow(row)
-        if not sys.stderr.isatty():
-            log.info("epoch %.2f  update %d  its loss %.4f  lr %.5f  %.0f images/s  waiting for data %.0f%%  %.0f MiB "
+        if seconds_left is not None and not sys.stderr.isatty():
+            log.info("epoch %.2f  update %d  its loss %.4f  lr %.3g  %.0f images/s  waiting for data %.0f%%  %.0f MiB "
                      "used  %s left", row["epoch"], row["step"], row["train_loss"], row["lr"], row["images_per_s"],
                      row["data_wait_percent"], row["memory_mib"], duration(seconds_left))
         self.send("train", row)

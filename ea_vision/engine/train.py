@@ -421,16 +421,17 @@ class Trainer:
                     self.save()
 
     def _log_step(self) -> None:
-        """Add a row to the step log."""
+        """Add a row to the step log; of an epoch's last update the epoch's own line tells."""
         progress = self.progress
         then, self._logged = self._logged, (progress.images, progress.seconds, progress.data_seconds)
         images, seconds, waiting = (now - before for now, before in zip(self._logged, then, strict=True))
         left = (self.total_updates - progress.updates) * progress.seconds / progress.step
+        ends = progress.step == self.updates_in(progress.epoch)
         self.step_log.add({
             "step": progress.updates, "epoch": progress.epoch + progress.step / self.updates_per_epoch,
             "lr": self.optimizer.param_groups[0]["lr"], "train_loss": self.loss,
             "images_per_s": images / seconds, "data_wait_percent": 100 * waiting / seconds,
-            "memory_mib": memory_mib(self.world.device)}, left)
+            "memory_mib": memory_mib(self.world.device)}, None if ends else left)
 
     def finish_epoch(self) -> None:
         """Evaluate where that is due, add the epoch's row, save."""
@@ -487,7 +488,7 @@ class Trainer:
         left = (self.total_epochs - progress.epoch) * sum(seconds) / len(seconds)
         quality = self.text_of(row) or "not evaluated"
         said = [f"epoch {progress.epoch}/{self.total_epochs}", f"training loss {row['train_loss']:.4f}",
-                quality + (" of the training images" if self.data.eval_split == "train" else ""), f"lr {row['lr']:.5f}",
+                quality + (" of the training images" if self.data.eval_split == "train" else ""), f"lr {row['lr']:.3g}",
                 f"{row['images_per_s']:.0f} images/s", f"{row['seconds']:.1f} s"]
         if not math.isnan(row["eval_loss"]):
             said.insert(2, f"evaluation loss {row['eval_loss']:.4f}")

@@ -70,9 +70,10 @@ class ImageNetConfig(ClassificationConfig):
     exif_rotation: bool = option(False, "turn images as their EXIF data says (FFCV: as the file was written); off, "
                                         "as in timm and torchvision", DATA)
     train_split: str = setting("", "folder or tar of data_dir (of --dataset: split) with the training images; empty: "
-                                   "train, ILSVRC2012_img_train or that of ILSVRC/Data/CLS-LOC", DATA)
+                                   "train, ILSVRC2012_img_train or that of ILSVRC/Data/CLS-LOC", DATA,
+                               not_with="train_beton")
     val_split: str = setting("", "the same of the images to evaluate on; empty: val, validation, valid, "
-                                 "ILSVRC2012_img_val, test", DATA)
+                                 "ILSVRC2012_img_val, test", DATA, not_with="val_beton")
     num_classes: int = option(0, "classes the data must have; 0: those it has", DATA)
     img_size: int = option(224, "side of the training images in pixels; of those to evaluate on, unless "
                                 "eval_img_size says otherwise", DATA, minimum=8)
@@ -106,6 +107,9 @@ class ImageNetConfig(ClassificationConfig):
 
     def __post_init__(self):
         super().__post_init__()
+        if self.train_beton and self.val_beton and self.data_dir:
+            raise UsageError(f"data_dir must be empty with --train-beton and --val-beton, which are read instead, got "
+                             f"{self.data_dir}")
         name, side = ("eval_img_size", self.eval_img_size) if self.eval_img_size else ("img_size", self.img_size)
         if self.eval_resize < side:
             raise UsageError(f"eval_resize must be at least {name} ({side}), got {self.eval_resize}")

@@ -33,3 +33,7 @@ def test_a_reader_that_goes_ends_a_command_quietly():
     done = subprocess.run(["bash", "-c", '"$@" | head -1; exit ${PIPESTATUS[0]}', "bash", sys.executable, "-u", "-m",
                            "ea_vision", "models"], capture_output=True, text=True)
     assert done.stderr == "" and done.stdout.count("\n") == 1 and done.returncode in (0, 141)
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-m", "ea_vision", "--version"], stdout=full, stderr=subprocess.PIPE,
+                              text=True)
+    assert (done.stderr, done.returncode) == ("error: standard output cannot be written: No space left on device\n", 1)

@@ -98,6 +98,9 @@ def test_rectangular_inputs_keep_the_aspect():
 
 def test_what_cannot_be_loaded(run, tmp_path):
     folder, _ = run
+    (tmp_path / "photos").mkdir()
+    with pytest.raises(UsageError, match="did you mean .*/photos"):
+        load_model(str(tmp_path / "phtos"))
     with pytest.raises(UsageError, match="unknown model or run folder 'ea_conv_transformer'.*did you mean ea_conv"):
         load_model("ea_conv_transformer")
     with pytest.raises(UsageError, match="is not a run folder"):
