@@ -144,25 +144,3 @@ def test_a_notebook_displays_the_page():
     assert shown.text.count('class="image"') == 2 and "ea_conv_transformer_cifar (untrained) [2]" in shown.text
     with pytest.raises(UsageError, match="at most 3 models, got 4"):
         show_page([model] * 4, picture(3))
-
-
-# ---- bad input ------------------------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize("arguments, message", [
-    (["--model", "cnn_cifar", "IMAGE"], "cnn_cifar .* no attention layer"),
-    (["--model", "ea_conv_transformer_cifar", "--layers", "99", "IMAGE"], "no attention layer '99'; it has 1"),
-    (["--heads", "mean", "IMAGE"], "the page adds the mean"),
-    (["--parts", "attn,maps", "IMAGE"], "--parts must be .* got 'attn,maps'"),
-    (["--model", "conv_transformer_cifar", "--parts", "prev_logits", "IMAGE"], "has attn, logits, self_logits"),
-    (["--model", "a,b,c,d", "IMAGE"], "at most 3 models, got 4"),
-    (["BROKEN"], "broken.jpg"),
-    (["-o", "page.png", "IMAGE"], "must end in .html"),
-])
-def test_bad_input_is_one_line_and_leaves_no_file(tmp_path, monkeypatch, capsys, arguments, message):
-    picture(0).save(tmp_path / "good.png")
-    (tmp_path / "broken.jpg").write_bytes((tmp_path / "good.png").read_bytes()[:-400])
-    monkeypatch.chdir(tmp_path)
-    names = {"IMAGE": "good.png", "BROKEN": "broken.jpg"}
-    code, err = run(monkeypatch, capsys, *[names.get(argument, argument) for argument in arguments])
-    assert code == 2 and re.search(message, err) and len(err.strip().splitlines()) == 1
-    assert {path.name for path in tmp_path.iterdir()} == {"good.png", "broken.jpg"}

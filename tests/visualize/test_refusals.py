@@ -26,6 +26,10 @@ from ea_vision.visualize import plot_heatmap, plot_statistics, plot_strip, show_
     ("strip", ["-o", "a.webm"], "--output must end in .png or .svg or .pdf or .gif"),
     ("explore", ["--layers", "1-99999999999", "-o", "a.html"], "no attention layer '1-99999999999'"),
     ("explore", ["--heads", "\u00b2", "-o", "a.html"], "heads must be 0 to 3"),
+    ("explore", ["--heads", "mean"], "the page adds the mean"), ("explore", ["-o", "page.png"], "must end in .html"),
+    ("explore", ["--parts", "attn,maps"], "--parts must be .* got 'attn,maps'"),
+    ("explore", ["--model", "conv_transformer_cifar", "--parts", "prev_logits"], "has attn, logits, self_logits"),
+    ("explore", ["--model", "a,b,c"], "at most 3 models, got 4"),
     ("heatmap", ["digits#\u00b2"], "digits#N must have N in 0..354"),
 ])
 def test_refused_at_once_in_one_line(command, options, message, run, photo, monkeypatch, capsys):

@@ -37,9 +37,13 @@ function colourMap(values, [H, W], [low, high], table, pixels, start, stride) {
 
 // ---- canvases, text -------------------------------------------------------------------------------------------------
 
+let fineness = 0; // pixels of a canvas for a CSS pixel; 0: the screen's
+
+export const setFineness = (pixels) => { fineness = pixels; };
+
 /** Fit a canvas's pixels to the screen's and empty it; returns its context, scaled to CSS pixels. */
 export function sizeCanvas(canvas, width, height) {
-  const ratio = window.devicePixelRatio || 1;
+  const ratio = fineness || window.devicePixelRatio || 1;
   const pixelWidth = Math.round(width * ratio), pixelHeight = Math.round(height * ratio);
   if (canvas.width !== pixelWidth || canvas.height !== pixelHeight) {
     Object.assign(canvas, { width: pixelWidth, height: pixelHeight });
@@ -65,6 +69,30 @@ export function linesOf(context, text, width) {
     else lines.push(word);
   }
   return lines;
+}
+
+/** Copy what an element shows to where the page has it: canvases, words, and the outlines of what is selected. */
+export function copyElement(context, node, accent) {
+  for (const canvas of node.querySelectorAll("canvas")) {
+    const { left, top, width, height } = canvas.getBoundingClientRect();
+    if (width) context.drawImage(canvas, left, top, width, height);
+  }
+  const texts = document.createTreeWalker(node, NodeFilter.SHOW_TEXT), range = document.createRange();
+  while (texts.nextNode()) {
+    const text = texts.currentNode, style = getComputedStyle(text.parentElement);
+    setFont(context, parseFloat(style.fontSize), style.color, "left", "middle", style.fontWeight);
+    for (const word of text.data.matchAll(/\S+/g)) {
+      range.setStart(text, word.index);
+      range.setEnd(text, word.index + word[0].length);
+      const { left, top, width, height } = range.getBoundingClientRect();
+      if (width) context.fillText(word[0], left, top + height / 2);
+    }
+  }
+  Object.assign(context, { strokeStyle: accent, lineWidth: 3 });
+  for (const selected of node.querySelectorAll("[aria-pressed=true]")) {
+    const { left, top, width, height } = selected.getBoundingClientRect();
+    context.strokeRect(left - 1.5, top - 1.5, width + 3, height + 3);
+  }
 }
 
 // ---- photos and maps ------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 // The page: reads what it was given, keeps the state, draws a frame when something changed.
 
 import { EVOLUTION, MEAN, PARTS, isAttention, partName } from "./maps.js";
-import { colourTable, linesOf, setFont } from "./draw.js";
+import { colourTable, copyElement, setFineness, setFont } from "./draw.js";
 import { firstState, fromFragment, queryName, setQuery, toFragment } from "./state.js";
 import { Panel, arrowOf, element, headName } from "./panel.js";
 
@@ -130,10 +130,19 @@ function draw() {
   const begin = performance.now();
   if (toLayOut) layOut();
   toLayOut = false;
+  paint(false);
+  lastFrame = performance.now() - begin;
+  clearTimeout(later);
+  later = setTimeout(finish, 200);
+}
+
+/** Paint all models: rows of tiles that are in view, or all. */
+function paint(all) {
   panels.forEach((panel) => panel.compute(state));
   const style = getComputedStyle(document.body);
   const look = {
     state,
+    all,
     table: tables[state.colours],
     signed,
     ink: { text: style.color, faint: getComputedStyle(byId("part-help")).color, accent: style.accentColor },
@@ -141,9 +150,7 @@ function draw() {
   };
   shareScales(look);
   panels.forEach((panel) => panel.paint(look));
-  lastFrame = performance.now() - begin;
-  clearTimeout(later);
-  later = setTimeout(finish, 200);
+  return look;
 }
 
 /**
@@ -165,7 +172,7 @@ function shareScales(look) {
 
 /** When the hand rests: tiles that are not in view, the spoken status, the address, which may not change too often. */
 function finish() {
-  panels.forEach((panel) => panel.paintTiles(panel.tileContext()));
+  panels.forEach((panel) => panel.paintTiles());
   const fragment = toFragment(state, about);
   const hasAddress = location.protocol !== "about:"; // a page inside a notebook has none
   if (hasAddress && location.hash !== fragment) history.replaceState(null, "", fragment);
@@ -199,7 +206,8 @@ function writeControls() {
   for (const name of ["link", "seen"]) elements[name].checked = state[name];
   for (const input of document.querySelectorAll("input[type=radio]")) input.checked = input.value === String(state[input.name]);
   if (about.epochs) byId("images").querySelector("input").value = state.image;
-  if (about.epochs) byId("images").querySelector("output").textContent = entries[state.image].name;
+  if (about.epochs) byId("images").querySelector("output").textContent =
+    `${entries[state.image].name} · ${state.image + 1} of ${entries.length}`;
   byId("parts").hidden = state.view === "parts";
   byId("one-head").hidden = state.view !== "parts";
   byId("part-help").textContent = state.view === "parts" ? "what one head computes, from left to right, layer after layer"
@@ -232,39 +240,39 @@ function onKey(event) {
 
 // ---- the picture ----------------------------------------------------------------------------------------------------
 
-/** The view as a canvas, twice as fine as the page. */
+/** The view as a canvas, twice as fine as the page: the models side by side, whatever the window's width. */
 function paintPicture() {
-  const margin = 16, between = 24, scale = 2;
-  const canvas = element("canvas"), context = canvas.getContext("2d");
-  const sizes = panels.map((panel) => panel.pictureSize(context));
-  const width = sizes.reduce((sum, size) => sum + size.width + between, 2 * margin - between);
-  setFont(context, 13, "");
-  const title = linesOf(context, `${entries[state.image].name} · ${state.view === "parts" ? headName(state.head)
-    : partName(state.part)}`, width - 2 * margin);
-  const head = 18 * title.length + 10, height = Math.max(...sizes.map((size) => size.totalHeight)) + head + 2 * margin;
-  Object.assign(canvas, { width: width * scale, height: height * scale });
-  context.scale(scale, scale);
-  const style = getComputedStyle(document.body);
-  context.fillStyle = style.backgroundColor;
+  const margin = 16, heading = 26, fine = 2, main = byId("models"), body = document.body;
+  const columns = Math.max(...panels.map((panel) => panel.columns.length));
+  body.classList.add("picture");
+  main.style.cssText = `width: ${panels.length * Math.max(640, 340 + 29 * columns)}px; `
+    + `grid-template-columns: repeat(${panels.length}, minmax(0, 1fr))`;
+  setFineness(fine);
+  layOut();
+  const look = paint(true), box = main.getBoundingClientRect();
+  const width = box.width + 2 * margin, height = box.height + heading + 2 * margin;
+  const canvas = element("canvas", { width: fine * width, height: fine * height }), context = canvas.getContext("2d");
+  context.scale(fine, fine);
+  context.fillStyle = getComputedStyle(body).backgroundColor;
   context.fillRect(0, 0, width, height);
-  setFont(context, 13, style.color);
-  title.forEach((line, i) => context.fillText(line, margin, margin + 18 * i));
-  let x = margin;
-  panels.forEach((panel, index) => {
-    context.save();
-    context.translate(x, margin + head);
-    panel.paintPicture(context, sizes[index]);
-    context.restore();
-    x += sizes[index].width + between;
-  });
+  setFont(context, 14, look.ink.text);
+  context.fillText(`${entries[state.image].name} · ${state.view === "parts" ? headName(state.head)
+    : partName(state.part)}`, margin, margin);
+  context.translate(margin - box.left, margin + heading - box.top);
+  copyElement(context, main, look.ink.accent);
+  body.classList.remove("picture");
+  main.style.cssText = "";
+  setFineness(0);
+  toLayOut = true;
+  schedule();
   return canvas;
 }
 
 async function save() {
   const blob = await new Promise((resolve) => paintPicture().toBlob(resolve, "image/png"));
-  const stem = entries[state.image].name.replace(/\.\w+$/, "").replace(/[^\w-]+/g, "-");
+  const what = [entries[state.image].name.replace(/\.\w+$/, ""), state.view === "parts" ? `head ${state.head}` : state.part];
   const address = URL.createObjectURL(blob);
-  element("a", { href: address, download: `attention-${stem}-${state.part}.png` }).click();
+  element("a", { href: address, download: `attention-${what.join("-").replace(/[^\w-]+/g, "-")}.png` }).click();
   setTimeout(() => URL.revokeObjectURL(address), 10_000);
 }
 

@@ -2,8 +2,7 @@
 
 import { MEAN, Maps, cellAt, isAttention, measure, partName } from "./maps.js";
 import {
-  TilePainter, drawBar, drawBoxes, drawMap, drawMissing, drawPhoto, greyCopy, linesOf, setFont, shortNumber, sizeCanvas,
-  tileGeometry,
+  TilePainter, drawBar, drawBoxes, drawMap, drawMissing, drawPhoto, greyCopy, shortNumber, sizeCanvas, tileGeometry,
 } from "./draw.js";
 import { queryName } from "./state.js";
 
@@ -262,13 +261,14 @@ export class Panel {
     return tile.values.length + this.model.prefix.length;
   }
 
-  /** Paint all of the panel. `look`: state, table, signed (that of logits), ink, shown: [layer number, head, part]. */
+  /** Paint all of the panel. `look`: state, table, signed (that of logits), ink, shown: [layer number, head, part], all:
+   * also rows of tiles that are not in view. */
   paint(look) {
     const { state, ink } = look, query = state.queries[this.index];
     const [width, height] = [this.stageWidth, this.stageHeight];
     this.look = look;
     this.shown = this.tileOf(...look.shown);
-    const shows = this.rowsInView();
+    const shows = look.all ? undefined : this.rowsInView();
 
     drawPhoto(sizeCanvas(this.photo, width, height), this.picture().image, width, height, this.finestCell(query), this.finest);
     drawBoxes(this.photo.getContext("2d"), this.entry.predictions.flatMap(({ box }) => (box ? [box] : [])),
@@ -279,14 +279,16 @@ export class Panel {
       button.setAttribute("aria-pressed", String(button.textContent === query));
     }
     const zoom = sizeCanvas(this.zoom, width, height);
-    if (this.shown?.present) this.paintZoom(zoom, width, height);
-    else drawMissing(zoom, 0, 0, width, height, ink, this.shown?.why);
+    if (this.shown?.present) {
+      drawMap(zoom, this.shown, this.maps.featSize(this.shown.layer), this.picture().grey,
+        isAttention(this.shown.part) ? state.opacity : 1, width, height);
+    } else drawMissing(zoom, 0, 0, width, height, ink, this.shown?.why);
     this.shownBars().forEach((tile, i) => {
       this.bars[i].hidden = !tile;
       if (tile) drawBar(sizeCanvas(this.bars[i], width, 26), tile.table, tile.range, width, ink);
     });
     this.writeZoomText();
-    this.paintTiles(this.tileContext(), shows);
+    this.paintTiles(shows);
     this.markSelected(state);
   }
 
@@ -295,11 +297,6 @@ export class Panel {
     const row = this.tiles.flat().filter((tile) => tile.present && tile.layer.number === this.look.shown[0]);
     const which = this.look.state.view === "parts" ? row : this.shown?.present ? [this.shown] : [];
     return [true, false].map((attention) => which.find((tile) => isAttention(tile.part) === attention));
-  }
-
-  paintZoom(context, width, height) {
-    const opacity = isAttention(this.shown.part) ? this.look.state.opacity : 1;
-    drawMap(context, this.shown, this.maps.featSize(this.shown.layer), this.picture().grey, opacity, width, height);
   }
 
   /** The photo and its grey copy, or what the network saw of it. */
@@ -313,11 +310,8 @@ export class Panel {
     return (row) => above + (row + 3) * stepY > 0 && above + (row - 2) * stepY < window.innerHeight;
   }
 
-  tileContext() {
-    return sizeCanvas(this.tileCanvas, this.geometry.width, this.geometry.totalHeight);
-  }
-
-  paintTiles(context, shows = () => true) {
+  paintTiles(shows = () => true) {
+    const context = sizeCanvas(this.tileCanvas, this.geometry.width, this.geometry.totalHeight);
     this.painter.paint(context, this.geometry, this.tiles, {
       ink: this.look.ink, shows, grey: this.picture().grey, opacity: this.look.state.opacity, links: this.links,
       rows: this.model.layers.map(({ number }) => String(number)), columns: this.columns.map(({ label }) => label),
@@ -369,46 +363,5 @@ export class Panel {
     const row = clamp(Math.floor(((event.clientY - box.top) / box.height) * H), 0, H - 1);
     const column = clamp(Math.floor(((event.clientX - box.left) / box.width) * W), 0, W - 1);
     this.writeZoomText(`row ${row}, column ${column}: ${shortNumber(this.shown.values[row * W + column])}`);
-  }
-
-  // ---- the picture ---------------------------------------------------------------------------------------------
-
-  /** Size of this panel in the saved picture, in CSS pixels, and its texts, broken into lines that fit. */
-  pictureSize(context) {
-    const side = clamp(Math.floor((this.geometry.width - 12) / 2), 200, 260), width = Math.max(this.geometry.width, 2 * side + 12);
-    const height = Math.round((side * this.model.imgSize[0]) / this.model.imgSize[1]);
-    setFont(context, 14, "", "left", "top", "bold");
-    const title = linesOf(context, this.model.label, width);
-    setFont(context, 12, "");
-    const found = this.entry.predictions.map(({ name, probability }) => `${name} ${(100 * probability).toFixed(1)}%`);
-    const predictions = linesOf(context, found.join(" · "), width);
-    const texts = [`query ${queryName(this.look.state.queries[this.index])}`, ...this.zoomLines()]
-      .flatMap((line) => linesOf(context, line, width));
-    const bars = this.shownBars().filter(Boolean), begin = 18 * title.length + 16 * predictions.length + 8;
-    const tilesAt = begin + height + 8 + Math.max(28 * bars.length, 0) + 16 * texts.length + 8;
-    return { side, height, width, title, predictions, texts, bars, begin, tilesAt,
-      totalHeight: tilesAt + this.geometry.totalHeight };
-  }
-
-  paintPicture(context, { side, height, title, predictions, texts, bars, begin, tilesAt }) {
-    const { ink, state } = this.look;
-    const write = (lines, y, size, step, weight) => lines.forEach((line, i) => {
-      setFont(context, size, ink.text, "left", "top", weight);
-      context.fillText(line, 0, y + step * i);
-    });
-    const at = (x, y, draw) => {
-      context.save();
-      context.translate(x, y);
-      draw();
-      context.restore();
-    };
-    write(title, 0, 14, 18, "bold");
-    write(predictions, 18 * title.length, 12, 16);
-    at(0, begin, () => drawPhoto(context, this.picture().image, side, height,
-      this.finestCell(state.queries[this.index]), this.finest));
-    if (this.shown?.present) at(side + 12, begin, () => this.paintZoom(context, side, height));
-    bars.forEach((tile, i) => at(side + 12, begin + height + 6 + 28 * i, () => drawBar(context, tile.table, tile.range, side, ink)));
-    write(texts, begin + height + 8 + 28 * bars.length, 12, 16);
-    at(0, tilesAt, () => this.paintTiles(context));
   }
 }
