@@ -68,7 +68,7 @@ class BranchCount:
 
     @property
     def map_bytes(self) -> int:
-        """K maps of N x N numbers in bfloat16, or what a window has of them."""
+        """Return the bytes of K maps of N x N numbers in bfloat16, or what a window has of them."""
         return BFLOAT16 * self.map_elements
 
 
@@ -84,7 +84,7 @@ class Counts:
 
     @property
     def flops_paper(self) -> int:
-        """In the EA paper's counting."""
+        """Return the operations in the EA paper's counting."""
         return 2 * self.macs - self.attention_macs
 
 

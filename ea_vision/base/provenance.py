@@ -15,7 +15,7 @@ from ea_vision import __version__
 
 
 def provenance() -> dict[str, Any]:
-    """Versions, hardware and, in a checkout, the git commit (with `+changes` where files differ from it)."""
+    """Return versions, hardware and, in a checkout, the git commit (with `+changes` where files differ from it)."""
     here = Path(__file__).parents[1]
     git = ["git", "-C", str(here)]
     commit = None
@@ -33,7 +33,7 @@ def provenance() -> dict[str, Any]:
 
 
 def hardware(device: torch.device, processes: int) -> str:
-    """One line: the device, how many of them, and threads on a CPU."""
+    """Return one line: the device, how many of them, and threads on a CPU."""
     if device.type == "cuda":
         return f"{processes} x {torch.cuda.get_device_name(device)}"
     model = platform.processor() or platform.machine()

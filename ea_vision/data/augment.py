@@ -74,7 +74,7 @@ class Augmentation:
         return result
 
     def _pad(self, images: torch.Tensor) -> torch.Tensor:
-        """(B, C, H, W) -> (B, C, H + 2 pad, W + 2 pad)."""
+        """Pad (B, C, H, W) to (B, C, H + 2 pad, W + 2 pad)."""
         pad = self.crop_padding
         if self.padding_mode == "zeros":
             return F.pad(images, (pad, pad, pad, pad))
@@ -89,13 +89,13 @@ def _reflected(length: int, pad: int, device: torch.device) -> torch.Tensor:
 
 
 def _within(positions: torch.Tensor, start: torch.Tensor, length: int) -> torch.Tensor:
-    """(B, L) booleans: position l lies in [start_b, start_b + length)."""
+    """Return (B, L) booleans: position l lies in [start_b, start_b + length)."""
     offset = positions - start[:, None]
     return (offset >= 0) & (offset < length)
 
 
 def normalize(images: torch.Tensor, mean: torch.Tensor, std: torch.Tensor) -> torch.Tensor:
-    """uint8 (B, C, H, W) -> float32, contiguous, with the given mean and std (C,) of images in 0..1 removed."""
+    """Normalise uint8 (B, C, H, W) by mean and std (C,) of images in 0..1: float32, contiguous."""
     scale = (1 / (255 * std)).view(-1, 1, 1)
     shift = (mean / std).view(-1, 1, 1)
     return images.to(torch.float32, memory_format=torch.contiguous_format).mul_(scale).sub_(shift)

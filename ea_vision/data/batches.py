@@ -20,7 +20,7 @@ class Batch(NamedTuple):
 
 
 def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of main memory on its way to the device; on a GPU by pinned memory, or the host might wait until the
+    """Send a tensor of main memory to the device; on a GPU by pinned memory, or the host might wait until the
     device has done all that it was given before."""
     if device.type == "cuda":
         tensor = tensor.pin_memory()
@@ -28,7 +28,7 @@ def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def numbered_seed(seed: int, number: int) -> int:
-    """The seed of the epoch or image `number` of a run."""
+    """Return the seed of the epoch or image `number` of a run."""
     return seed * 1_000_003 + number  # a fixed odd factor keeps the pairs apart
 
 
@@ -81,20 +81,21 @@ class Share:
         return math.ceil(math.ceil(self.images / self.world_size) / self.batch_size)
 
     def train_places(self, first: int = 0) -> list[slice]:
-        """Places in the epoch's order of the batches from number `first` on."""
+        """Return places in the epoch's order of the batches from number `first` on."""
         starts = [(number * self.world_size + self.rank) * self.batch_size
                   for number in range(first, self.train_batches)]
         return [slice(start, start + self.batch_size) for start in starts]
 
     def eval_images(self) -> list[range]:
-        """Indices of the images of each batch."""
+        """Return indices of the images of each batch."""
         own = range(self.rank, self.images, self.world_size)
         return [own[start:start + self.batch_size]
                 for start in range(0, self.eval_batches * self.batch_size, self.batch_size)]
 
     def repeated(self, order: torch.Tensor, times: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """An epoch that has each of its images `times` times (repeated augmentation, Hoffer et al. 2019): as long as
-        `order`, so of its first len(order) / times images.
+        """Return an epoch that has each of its images `times` times (repeated augmentation, Hoffer et al. 2019).
+
+        It is as long as `order`, so of its first len(order) / times images.
 
         The copies of an image are in one update, of different processes as far as there are: timm's RepeatAugSampler
         gives process r the same images.

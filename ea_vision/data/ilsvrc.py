@@ -22,7 +22,7 @@ FOLDERS_UP = 5  # ROOT/ILSVRC/Data/CLS-LOC/val, with Kaggle's file in ROOT
 
 
 def is_flat(names: list[str]) -> bool:
-    """Whether these are ILSVRC's validation images, by name relative to their source, without class folders."""
+    """Return whether these are ILSVRC's validation images, by name relative to their source, without class folders."""
     folders = {name.rpartition("/")[0] for name in names}
     flat = len(folders) == 1 and not re.search(r"n\d{8}$", next(iter(folders)))
     return flat and all(NAME.fullmatch(name.rpartition("/")[2]) for name in names)

@@ -142,7 +142,7 @@ def train_transform(img_size: int, *, scale: Sequence[float] = (0.08, 1.0), hfli
 
 
 def eval_transform(img_size: int, resize: int, interpolation: str = "bilinear"):
-    """Short side to `resize` pixels, then the middle `img_size` x `img_size`; BrokenImage where that is too large."""
+    """Scale the short side to `resize`, cut the middle `img_size` x `img_size`; BrokenImage where that is too large."""
     def limited(image: Image.Image) -> Image.Image:
         check_scaled(image.size, resize)
         return image

@@ -44,7 +44,7 @@ class DataSet:
     classes: list[str]
 
     def fingerprint(self) -> str:
-        """SHA-256 over pixels, targets and class names: the same for the same data, wherever it lay."""
+        """Return SHA-256 over pixels, targets and class names: the same for the same data, wherever it lay."""
         digest = hashlib.sha256("\n".join(self.classes).encode())
         for split in (self.train, self.test):
             digest.update(split.images.numpy())
@@ -92,7 +92,7 @@ def load_dataset(name: str, data_dir: str = "", img_size: int = 32, download: bo
 
 
 def _load_digits(img_size: int) -> DataSet:
-    """scikit-learn's 1,797 handwritten digits of 8x8 pixels, enlarged; every fifth image of a class is for testing."""
+    """Load scikit-learn's 1,797 digits of 8x8 pixels, enlarged; every fifth image of a class is for testing."""
     from sklearn.datasets import load_digits
 
     digits = load_digits()
@@ -106,7 +106,7 @@ def _load_digits(img_size: int) -> DataSet:
 
 
 def _load_torchvision(name: str, root: Path, img_size: int, download: bool) -> DataSet:
-    """CIFAR-10 or -100 in torchvision's layout under `root`."""
+    """Load CIFAR-10 or -100 in torchvision's layout under `root`."""
     from torchvision import datasets
 
     kind = {"cifar10": datasets.CIFAR10, "cifar100": datasets.CIFAR100}[name]
@@ -122,14 +122,14 @@ def _load_torchvision(name: str, root: Path, img_size: int, download: bool) -> D
 
 
 def _resized(pixels: np.ndarray, img_size: int) -> torch.Tensor:
-    """uint8 (N, H, W, 3) -> (N, 3, img_size, img_size), bicubic where the size differs."""
+    """Turn uint8 (N, H, W, 3) into (N, 3, img_size, img_size), bicubic where the size differs."""
     if pixels.shape[1:3] != (img_size, img_size):
         pixels = np.stack([_fit(Image.fromarray(p), img_size) for p in pixels])
     return torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous()
 
 
 def _fit(image: Image.Image, img_size: int) -> np.ndarray:
-    """RGB uint8 (img_size, img_size, 3): another size is scaled by its short side and cut around its middle.
+    """Return RGB uint8 (img_size, img_size, 3): another size is scaled by its short side and cut in the middle.
 
     Raises:
         BrokenImage: scaled, it would be too large.

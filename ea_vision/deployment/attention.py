@@ -44,7 +44,7 @@ class _Deployed:
 
     def _attend_in_plain_operations(self, q: Tensor, k: Tensor, v: Tensor, prev_logits: Tensor | None
                                     ) -> tuple[Tensor, Tensor]:
-        """q (B, K, N, D) times the gain, k (B, K, D, N), v (B, K, N, E) -> (B, K, N, E) and the logits."""
+        """Attend q (B, K, N, D), times the gain, k (B, K, D, N), v (B, K, N, E): return (B, K, N, E) and the logits."""
         logits = q @ k
         if self.folded is not None:
             logits = self.folded(logits, prev_logits)

@@ -81,7 +81,7 @@ class Pyramid(nn.Module):
         self.norms = nn.ModuleList(nn.BatchNorm2d(channels) for _ in LEVELS) if norm else None
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
-        """(B, 3, H, W) -> the maps "p3" to "p7", (B, channels, H / 2^n, W / 2^n) each."""
+        """Turn (B, 3, H, W) into the maps "p3" to "p7", (B, channels, H / 2^n, W / 2^n) each."""
         features = self.body(x)
         maps = self.fpn(OrderedDict((f"p{LEVELS[n]}", features[at]) for n, at in enumerate(self.positions)))
         if self.norms is not None:
@@ -113,7 +113,7 @@ class _Tower(nn.Module):
 
 
 def _by_place(x: Tensor, numbers: int) -> Tensor:
-    """(B, A * numbers, H, W) -> (B, H * W * A, numbers), in float32: losses and boxes need its precision."""
+    """Turn (B, A * numbers, H, W) into (B, H * W * A, numbers), in float32: losses and boxes need its precision."""
     return x.unflatten(1, (-1, numbers)).permute(0, 3, 4, 1, 2).flatten(1, 3).float()
 
 
@@ -127,13 +127,13 @@ class ClassHead(RetinaNetClassificationHead):
         self.alpha, self.gamma = alpha, gamma
 
     def forward(self, maps: list[Tensor]) -> Tensor:
-        """The pyramid's maps -> logits (B, places * A, C)."""
+        """Turn the pyramid's maps into logits (B, places * A, C)."""
         return torch.cat([_by_place(self.cls_logits(self.conv(x, n)), self.num_classes)
                           for n, x in enumerate(maps)], dim=1)
 
     def compute_loss(self, targets: list[dict[str, Tensor]], outputs: dict[str, Tensor],
                      matched: list[Tensor]) -> Tensor:
-        """The focal loss of the anchors that are matched or background, over the matched ones, mean of the images."""
+        """Return the focal loss of matched and background anchors over the matched ones, the images' mean."""
         losses = []
         for target, logits, match in zip(targets, outputs["cls_logits"], matched, strict=True):
             wanted, of_object = torch.zeros_like(logits), match >= 0
@@ -153,12 +153,12 @@ class BoxHead(RetinaNetRegressionHead):
         self._loss_type = loss
 
     def forward(self, maps: list[Tensor]) -> Tensor:
-        """The pyramid's maps -> offsets (B, places * A, 4)."""
+        """Turn the pyramid's maps into offsets (B, places * A, 4)."""
         return torch.cat([_by_place(self.bbox_reg(self.conv(x, n)), 4) for n, x in enumerate(maps)], dim=1)
 
     def compute_loss(self, targets: list[dict[str, Tensor]], outputs: dict[str, Tensor], anchors: list[Tensor],
                      matched: list[Tensor]) -> Tensor:
-        """torchvision's, or `HUBER_WEIGHT` times the mean Huber loss of the matched anchors' offsets."""
+        """Return torchvision's, or `HUBER_WEIGHT` times the mean Huber loss of the matched anchors' offsets."""
         if self._loss_type != "huber":
             return super().compute_loss(targets, outputs, anchors, matched)
         losses = []
@@ -205,7 +205,7 @@ class Detector(RetinaNet):
     img_size: int
 
     def no_weight_decay(self) -> set[str]:
-        """Names of the position tables, which timm's optimisers leave without weight decay."""
+        """Return the names of the position tables, which timm's optimisers leave without weight decay."""
         return {name for name, _ in self.named_parameters() if name.endswith(("height_rel", "width_rel"))}
 
 
@@ -217,7 +217,7 @@ class DetectorNetwork(nn.Module):
         self.detector = detector
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Normalised images (B, 3, H, W) -> logits (B, places * A, C) and offsets (B, places * A, 4)."""
+        """Turn normalised images (B, 3, H, W) into logits (B, places * A, C) and offsets (B, places * A, 4)."""
         outputs = self.detector.head(list(self.detector.backbone(images).values()))
         return outputs["cls_logits"], outputs["bbox_regression"]
 

@@ -111,7 +111,7 @@ class DetectionTrainer(Trainer):
     measures, quality = MEASURES, "precision"
 
     def _batch_loss(self, images: torch.Tensor, targets: list[dict[str, Any]]) -> torch.Tensor:
-        """The sum of the losses of classes and boxes; images (B, 3, S, S) in 0..1."""
+        """Return the sum of the losses of classes and boxes; images (B, 3, S, S) in 0..1."""
         with autocast(self.config.amp, self.world.device):
             losses = self.net(images, targets)
         return sum(losses.values())
@@ -231,7 +231,7 @@ class CocoDetection(DataModule):
                              "calls no result a precision")
 
     def loader_keywords(self, model: Detector) -> dict[str, Any]:
-        """The detector normalises by itself; mean and std are for config.yaml."""
+        """Return the loaders' keywords; mean and std are for config.yaml alone, the detector normalises by itself."""
         return {"mean": tuple(model.transform.image_mean), "std": tuple(model.transform.image_std),
                 "device": self.world.device, "rank": self.world.rank, "world_size": self.world.size}
 

@@ -49,7 +49,7 @@ class Projection(nn.Conv2d):
         super().__init__(in_channels, out_channels, 1, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, in_channels, H, W) -> (B, out_channels, H, W) in the layout of x."""
+        """Turn (B, in_channels, H, W) into (B, out_channels, H, W) in the layout of x."""
         if torch.jit.is_scripting():
             return F.conv2d(x, self.weight, self.bias)
         if x.device.type == "cpu" and x.is_contiguous():
@@ -106,7 +106,7 @@ class _NormaliseHeads(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_q: Tensor, grad_k: Tensor, _) -> tuple[Tensor, Tensor]:
-        """y = rate * gain * x, d rate / dx = -rate**3 x / D."""
+        """Return gradients: y = rate * gain * x, d rate / dx = -rate**3 x / D."""
         qk, gain, rate = ctx.saved_tensors
         K, x = len(gain), qk.to(rate.dtype)
         grad = torch.empty_like(x)  # in the layout of x
@@ -246,7 +246,7 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """He for the convolution, Glorot for the projections; tables normal with std dim_head_qk**-0.5 (AA code);
+        """Initialise the convolution by He, projections by Glorot; tables normal with std dim_head_qk**-0.5 (AA code);
         the gains of queries 1."""
         if self.conv is not None:
             nn.init.kaiming_normal_(self.conv.weight, mode="fan_out", nonlinearity="relu")
@@ -304,7 +304,7 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
                 table[-beyond:] = table[-beyond - 1]
 
     def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
-        """Position tables of a checkpoint made for another map size are fitted on load."""
+        """Fit position tables of a checkpoint that was made for another map size."""
         for name, size in zip(("height_rel", "width_rel"), self.reaches(self.feat_size), strict=True):
             table = state_dict.get(prefix + name)
             if self.relative and table is not None and table.ndim == 2 and table.shape[1] == self.dim_head_qk:

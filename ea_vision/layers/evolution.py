@@ -182,7 +182,7 @@ class EvolvingMaps:
 
 
 def register_evolution(name: str) -> Callable[[type[Evolution]], type[Evolution]]:
-    """Class decorator: networks and `create_evolution` know the evolution by this name from now on.
+    """Register a class, as its decorator: networks and `create_evolution` know it by this name from now on.
 
     Raises:
         ValueError: the name is taken.
@@ -340,7 +340,7 @@ class _ConvolvedEvolution(Evolution):
         return mixed(self.alpha, convolved, logits) if self.predict else mixed(self.beta, convolved, before)
 
     def convolve(self, maps: Tensor, allowed: Tensor | None = None) -> Tensor:
-        """(B, K, Q, N) -> (B, K, Q, N); what is not `allowed` is 0 in maps, and enters no convolution and no shift."""
+        """Convolve (B, K, Q, N); what is not `allowed` is 0 in maps, and enters no convolution and no shift."""
         patches = among_patches(maps, self.num_prefix_tokens) if self.num_prefix_tokens > 0 else maps
         for conv in self.convs:
             patches = F.relu(conv(patches))
@@ -371,7 +371,7 @@ class _ConvolvedEvolution(Evolution):
 
     @torch.jit.ignore
     def parts(self, logits: Tensor, prev_logits: Tensor, evolved: Tensor) -> dict[str, Tensor]:
-        """conv_logits: what the convolutions give, after the last activation."""
+        """Return conv_logits: what the convolutions give, after the last activation."""
         if isinstance(self.beta, float) and self.beta == 1.0 and not self.predict:
             return {"conv_logits": evolved}
         before = prev_logits if self.predict else mixed(self.alpha, prev_logits, logits)
@@ -386,7 +386,7 @@ class _ConvolvedEvolution(Evolution):
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys,
                               error_msgs) -> None:
-        """Refuses a convolution that no training can wake: zero, and its ReLU gives no gradient at 0."""
+        """Refuse a convolution that no training can wake: zero, and its ReLU gives no gradient at 0."""
         for i in range(len(self.convs)):
             weight, bias = (state_dict.get(f"{prefix}convs.{i}.{name}") for name in ("weight", "bias"))
             known = all(tensor is not None and not tensor.is_meta for tensor in (weight, bias))

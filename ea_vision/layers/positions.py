@@ -29,13 +29,13 @@ def check_position(position: str) -> str:
 
 
 def _axis(size: int, like: Tensor) -> Tensor:
-    """0 .. size - 1, in float32 at least."""
+    """Return 0 .. size - 1, in float32 at least."""
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
     return torch.arange(size, device=like.device, dtype=dtype)
 
 
 def add_sine(x: Tensor) -> Tensor:
-    """Sines and cosines of the pixel's row and column, added: (B, C, H, W) -> (B, C, H, W), C a multiple of 4.
+    """Add sines and cosines of the pixel's row and column to (B, C, H, W), C a multiple of 4.
 
     C/4 periods of 2 pi * 10000**(4 i / C) pixels, i = 0 .. C/4 - 1, in the order of timm's `build_sincos2d_pos_embed`
     (which TorchScript cannot compile): the sines of the row, of the column, the cosines of the row, of the column.
@@ -48,7 +48,7 @@ def add_sine(x: Tensor) -> Tensor:
 
 
 def append_coordinates(x: Tensor) -> Tensor:
-    """CoordConv's channels behind those of x: (B, C, H, W) -> (B, C + 3, H, W).
+    """Append CoordConv's channels to those of x: (B, C, H, W) -> (B, C + 3, H, W).
 
     The column and the row, each from -1 to 1 (0 where there is one alone), and their distance from the centre.
     """

@@ -73,7 +73,7 @@ class SpatialTransformer(nn.Module):
 
     @torch.jit.ignore
     def reset_parameters(self) -> None:
-        """He for the localisation network; the identity for what it says."""
+        """Initialise the localisation network by He, and what it says as the identity."""
         for module in self.localise:
             if isinstance(module, (nn.Conv2d, nn.Linear)):
                 nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
@@ -87,6 +87,6 @@ class SpatialTransformer(nn.Module):
         return self.fc(self.localise(x)).view(-1, 2, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, C, H, W) -> (B, C, h, w)."""
+        """Turn (B, C, H, W) into (B, C, h, w)."""
         size = self.out_size
         return sample_affine(x, self.theta(x), (x.shape[2], x.shape[3]) if size is None else size)

@@ -55,7 +55,7 @@ class TokenAttention(MapsAttention, Attention):
         return attn
 
     def heads_of(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, tuple[int, int]]:
-        """q, k, v (B, K, T, D) and (1, T) from the projection (B, T, 3 * K * D); q and k normalised, q not scaled."""
+        """Split the projection (B, T, 3 * K * D): q, k, v (B, K, T, D) and (1, T); q and k normalised, q not scaled."""
         B, T = projected.shape[0], projected.shape[1]
         q, k, v = projected.reshape(B, T, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
         return self.q_norm(q), self.k_norm(k), v, (1, T)

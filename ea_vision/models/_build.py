@@ -105,14 +105,14 @@ def scenes_cfg(first_conv: str, classifier: str, **kwargs: Any) -> dict[str, Any
 
 
 def shipped_weights(name: str) -> str:
-    """Path of a weights file that travels with the project: in the installed package, or in a checkout beside it."""
+    """Return the path of a shipped weights file: in the installed package, or in a checkout beside it."""
     package = Path(__file__).resolve().parents[1]
     installed = package / "weights" / f"{name}.safetensors"
     return str(installed if installed.is_file() else package.parent / "weights" / f"{name}.safetensors")
 
 
 def build_network(model_cls: type[nn.Module], variant: str, pretrained: bool, **kwargs: Any) -> nn.Module:
-    """timm's build_model_with_cfg, features by forward_intermediates where the class has `feature_indices`.
+    """Build by timm's build_model_with_cfg, features by forward_intermediates where the class has `feature_indices`.
 
     Stages that hand attention logits on cannot be run one by one, as timm does by default. Checkpoints pass through the
     class's `checkpoint_filter_fn`, where it has one of its own.

@@ -29,7 +29,7 @@ try:  # not exported; in newer timm its own models call it, so that save_for_hf 
     from timm.models._input import update_model_input_size
 except ImportError:
     def update_model_input_size(model: nn.Module, img_size: tuple[int, int]) -> None:
-        """Older timm keeps no record of sizes."""
+        """Do nothing: older timm keeps no record of sizes."""
 
 Step = Callable[[Tensor, "Tensor | None"], "tuple[Tensor, Tensor | None]"]  # (x, prev_logits) -> (x, logits)
 
@@ -195,7 +195,7 @@ class ChainBuilder:
             self, in_channels: int, out_channels: int, kernel_size: int = 3, stride: int = 1, *, reduction: int,
             dim_qk: int | None = None, dim_v: int | None = None, stage: int | None = None, **options: Any,
     ) -> AugmentedConv2d:
-        """The next attention layer.
+        """Return the next attention layer.
 
         Args:
             reduction: pixels of the image to a pixel of the attention map, along a side.
@@ -327,7 +327,7 @@ class ChainedNetwork:
             output_fmt: str = "NCHW",
             intermediates_only: bool = False,
     ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
-        """The features of `feature_info`.
+        """Return the features of `feature_info`.
 
         Args:
             x: (B, in_chans, H, W).
@@ -382,7 +382,7 @@ class HeadedNetwork(ChainedNetwork):
 
     @torch.jit.ignore
     def init_weights(self) -> None:
-        """He for the convolutions; the augmented ones have their own."""
+        """Initialise convolutions by He; the augmented ones do so themselves."""
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
@@ -406,9 +406,9 @@ class HeadedNetwork(ChainedNetwork):
         self.head_hidden_size = self.num_features * self.head.global_pool.feat_mult()
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """(B, num_features, H, W) -> (B, num_classes), or the pooled features where `pre_logits`."""
+        """Turn (B, num_features, H, W) into (B, num_classes), or the pooled features where `pre_logits`."""
         return self.head(x, pre_logits=pre_logits)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, in_chans, H, W) -> (B, num_classes)."""
+        """Turn (B, in_chans, H, W) into (B, num_classes)."""
         return self.forward_head(self.forward_features(x))

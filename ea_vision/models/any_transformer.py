@@ -143,7 +143,7 @@ class CarryingAttention(MapsAttention):
         return torch.zeros_like(attn_mask, dtype=self.proj.weight.dtype).masked_fill(~attn_mask, float("-inf"))
 
     def finish(self, out: Tensor, gate: Tensor | None) -> Tensor:
-        """timm's steps behind attention: norm, gate, projection."""
+        """Take timm's steps behind attention: norm, gate, projection."""
         out = self.norm(out)
         return self.proj_drop(self.proj(out if gate is None else out * gate))
 
@@ -162,7 +162,7 @@ class _Rotary(CarryingAttention):
     """The common part of timm's attention layers with rotary positions."""
 
     def projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(B, T, C) -> q, k, v (B, heads of each, T, D)."""
+        """Project (B, T, C) to q, k, v (B, heads of each, T, D)."""
         if self.qkv is None:
             return tuple(proj(x).unflatten(2, (-1, self.head_dim)).transpose(1, 2)
                          for proj in (self.q_proj, self.k_proj, self.v_proj))
@@ -390,7 +390,7 @@ def evolve(
         value_residual: bool | str = False,
         **options: Any,
 ) -> nn.Module:
-    """A transformer of timm's or torchvision's with attention maps that evolve: a new model, which shares the weights.
+    """Let the attention maps of timm's or torchvision's transformer evolve: a new model, which shares the weights.
 
     Args:
         model: timm's VisionTransformer or VisionTransformerDistilled (ViT, DeiT, DINO, CLIP, SigLIP, ...), Eva (EVA-02,

@@ -46,7 +46,7 @@ STAGES: tuple[Stage, ...] = (  # MnasNet-A1, from stage 1 on
 
 
 def _block_args() -> list[list[dict[str, Any]]]:
-    """MnasNet-A1 as timm's EfficientNet takes it: a list of the keywords of its blocks for each stage."""
+    """Return MnasNet-A1 as timm's EfficientNet takes it: for each stage a list of its blocks' keywords."""
     first = dict(block_type="ds", dw_kernel_size=3, stride=1, out_chs=16, noskip=True, act_layer=None)
     return [[first]] + [[
         dict(block_type="ir", dw_kernel_size=kernel, stride=stride, exp_ratio=float(expansion), out_chs=channels,
@@ -143,7 +143,7 @@ class AttnMnasNet(ChainedNetwork, EfficientNet):
         self.blocks = nn.ModuleList(stages)
 
     def forward_stem(self, x: Tensor) -> Tensor:
-        """(B, in_chans, H, W) -> (B, C, H/2, W/2)."""
+        """Turn (B, in_chans, H, W) into (B, C, H/2, W/2)."""
         return self.bn1(self.conv_stem(x))
 
     def forward_end(self, x: Tensor) -> Tensor:
@@ -151,7 +151,7 @@ class AttnMnasNet(ChainedNetwork, EfficientNet):
         return self.bn2(self.conv_head(x))
 
     def forward_features(self, x: Tensor) -> Tensor:
-        """(B, in_chans, H, W) -> (B, num_features, H/32, W/32)."""
+        """Turn (B, in_chans, H, W) into (B, num_features, H/32, W/32)."""
         x = self.forward_stem(x)
         logits: Tensor | None = None
         for stage in self.blocks:
@@ -167,7 +167,7 @@ class AttnMnasNet(ChainedNetwork, EfficientNet):
         return x, logits
 
     def feature_steps(self) -> list[Step]:
-        """The stages in five groups, each up to the next stride; the stem with the first."""
+        """Return the stages in five groups, each up to the next stride; the stem with the first."""
         begins = [0, *self.stage_ends[:-1]]
         return [partial(self._run_stages, begin=begin, end=end)
                 for begin, end in zip(begins, self.stage_ends, strict=True)]

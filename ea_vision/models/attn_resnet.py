@@ -237,11 +237,11 @@ class AttnResNet(ChainedNetwork, ResNet):
             setattr(self, name, (AttnStage if stage in attending or mrla else PlainStage)(*blocks))
 
     def forward_stem(self, x: Tensor) -> Tensor:
-        """(B, in_chans, H, W) -> (B, 64, H/2, W/2); with stem_stride the sides over that."""
+        """Turn (B, in_chans, H, W) into (B, 64, H/2, W/2); with stem_stride the sides over that."""
         return self.act1(self.bn1(self.conv1(x)))
 
     def forward_features(self, x: Tensor) -> Tensor:
-        """(B, in_chans, H, W) -> (B, num_features, H/32, W/32); with stem_stride the sides over 8 times that."""
+        """Turn (B, in_chans, H, W) into (B, num_features, H/32, W/32); with stem_stride the sides over 8 times that."""
         x, logits = self.layer1(self.maxpool(self.forward_stem(x)))
         x, logits = self.layer2(x, logits)
         x, logits = self.layer3(x, logits)
@@ -249,7 +249,7 @@ class AttnResNet(ChainedNetwork, ResNet):
         return x
 
     def feature_steps(self) -> list[Step]:
-        """The stem and the four stages."""
+        """Return the stem and the four stages."""
         return [lambda x, logits: (self.forward_stem(x), logits),
                 lambda x, logits: self.layer1(self.maxpool(x), logits), self.layer2, self.layer3, self.layer4]
 

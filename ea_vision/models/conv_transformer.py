@@ -67,7 +67,7 @@ class ConvBlock(nn.Module):
         self.drop_path = DropPath(drop_path)
 
     def after_conv(self, x: Tensor, y: Tensor) -> Tensor:
-        """From the convolution's output y on; x is the block's input."""
+        """Go on from the convolution's output y; x is the block's input."""
         x = F.relu_(x + self.drop_path(self.bn(y)))
         return F.relu_(x + self.drop_path(self.ff(x)))
 
@@ -226,11 +226,11 @@ class ConvTransformer(HeadedNetwork, nn.Module):
             blocks=[(r"^stages\.(\d+)\.(?:blocks|merge)\.(\d+)", None), (r"^stages\.(\d+)\.proj", (0,))])
 
     def forward_features(self, x: Tensor) -> Tensor:
-        """(B, in_chans, H, W) -> (B, num_features, H/8, W/8)."""
+        """Turn (B, in_chans, H, W) into (B, num_features, H/8, W/8)."""
         return self.stages(self.stem(x))
 
     def feature_steps(self) -> list[Step]:
-        """The stages, the stem with the first. A chain does not leave its stage."""
+        """Return the stages, the stem with the first. A chain does not leave its stage."""
         first, *others = self.stages
         return [lambda x, logits: (first(self.stem(x)), None),
                 *(lambda x, logits, stage=stage: (stage(x), None) for stage in others)]

@@ -156,7 +156,7 @@ class _Evolves:
         return state
 
     def forward_features(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        """(B, in_chans, H, W) -> (B, T, C).
+        """Turn (B, in_chans, H, W) into (B, T, C).
 
         Raises:
             ValueError: a mask.
@@ -272,7 +272,7 @@ _PLAIN["vit_base_patch16_siglip_gap_224"] = _VIT | _SIZES["base"] | dict(
 
 
 def _cfgs(kind: str, plain: str) -> dict[str, Any]:
-    """timm's own weights of the plain network, its default first."""
+    """Return timm's own weights of the plain network, its default first."""
     first = f"{plain}.{timm.get_pretrained_cfg(plain).tag}"
     tagged = sorted(timm.list_pretrained(f"{plain}.*"), key=lambda name: name != first)
     return {f"{kind}_{name}": replace(
@@ -294,7 +294,7 @@ register_networks(__name__, EvolvingVisionTransformer, _NETWORKS)
 
 @register_model
 def vit_mini_patch4_32(pretrained: bool = False, **kwargs: Any) -> EvolvingVisionTransformer:
-    """Small ViT for 32x32 images, ours: 5 blocks, 64 wide, 4 heads, mean pooling, plain unless `evolution` says how."""
+    """Create the small ViT for 32x32 images: 5 blocks, 64 wide, 4 heads, mean pooling, plain without `evolution`."""
     options = dict(img_size=32, patch_size=4, embed_dim=64, depth=5, num_heads=4, class_token=False, global_pool="avg",
                    fc_norm=False, evolution=None)
     return build_network(EvolvingVisionTransformer, "vit_mini_patch4_32", pretrained, **{**options, **kwargs})

@@ -43,7 +43,7 @@ class Shortcut(nn.Module):
         self.behind = out_channels - in_channels - self.before
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, in_channels, H, W) -> (B, out_channels, H/stride, W/stride), sides rounded up."""
+        """Turn (B, in_channels, H, W) into (B, out_channels, H/stride, W/stride), sides rounded up."""
         if self.stride > 1:
             x = F.avg_pool2d(x, self.stride, ceil_mode=True)
         if self.before + self.behind > 0:
@@ -76,7 +76,7 @@ class WideBlock(nn.Module):
         self.shortcut = Shortcut(in_channels, out_channels, stride)
 
     def second_half(self, y: Tensor, shortcut: Tensor) -> Tensor:
-        """From the first convolution's output on; `shortcut` is (B, in_channels, H, W)."""
+        """Go on from the first convolution's output; `shortcut` is (B, in_channels, H, W)."""
         y = self.gate(self.conv2(F.relu_(self.bn2(y))))
         return self.shortcut(shortcut) + self.drop_path(y)
 
@@ -199,14 +199,14 @@ class WideResNet(HeadedNetwork, nn.Module):
         return dict(stem=r"^conv_stem", blocks=[(blocks, None), (r"^norm", (99999,))])
 
     def forward_features(self, x: Tensor) -> Tensor:
-        """(B, in_chans, H, W) -> (B, num_features, H/4, W/4)."""
+        """Turn (B, in_chans, H, W) into (B, num_features, H/4, W/4)."""
         x, logits = self.group1(self.conv_stem(x))
         x, logits = self.group2(x, logits)
         x, logits = self.group3(x, logits)
         return self.norm(x)
 
     def feature_steps(self) -> list[Step]:
-        """The stem and the groups, the last one with the norm and ReLU behind it."""
+        """Return the stem and the groups, the last one with the norm and ReLU behind it."""
         def last(x: Tensor, logits: Tensor | None) -> tuple[Tensor, Tensor | None]:
             x, logits = self.group3(x, logits)
             return self.norm(x), logits

@@ -142,7 +142,7 @@ def evolving_attention(
         head_border: str = "clip",
         implementation: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention over the pixels of a map, or over any N tokens, whose logits evolve from the previous layer's.
+    """Attend over the pixels of a map, or over any N tokens, with logits that evolve from the previous layer's.
 
         own = scale * (q_i . k_j + q_i . height_rel[row(j) - row(i)] + q_i . width_rel[col(j) - col(i)])
         AA            logits = own                                                                (prev_logits None)

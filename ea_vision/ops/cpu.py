@@ -40,7 +40,7 @@ def _lies_channels_last(x: Tensor) -> bool:
 
 
 def _in_order(x: Tensor, channels_last: bool) -> Tensor:
-    """(B, K, N, D) -> the same numbers as (B, K, D, N), each image contiguous, or channels last as (B, N, K, D), each
+    """Return (B, K, N, D) as (B, K, D, N), each image contiguous, or channels last as (B, N, K, D), each
     pixel contiguous; a view where they lie so."""
     if channels_last:
         return x.transpose(1, 2) if _lies_channels_last(x) else x.transpose(1, 2).contiguous()
@@ -48,7 +48,7 @@ def _in_order(x: Tensor, channels_last: bool) -> Tensor:
 
 
 def _as_heads(x: Tensor, channels_last: bool) -> Tensor:
-    """`_in_order` back: a view (B, K, N, D)."""
+    """Undo `_in_order`: return a view (B, K, N, D)."""
     return x.transpose(1, 2) if channels_last else x.transpose(2, 3)
 
 
@@ -60,7 +60,7 @@ def _fill(struct: ctypes.Structure, **tensors: Tensor | None) -> ctypes.Structur
 
 def _run(function: str, q: Tensor, k: Tensor, v: Tensor, seed: Tensor | None, scale: float, dropout_p: float,
          sizes: list[int], channels_last: bool, **tensors: Tensor | None) -> None:
-    """q, k, v by `_in_order`; the others contiguous."""
+    """Run a kernel on q, k, v by `_in_order`; the others are contiguous."""
     B, K, _, D = _as_heads(q, channels_last).shape
     weight = tensors["weight"]
     problem = AttentionStruct(
@@ -85,7 +85,7 @@ def _forward(
         weight: Tensor | None, bias: Tensor | None, gates: Tensor, seed: Tensor | None, scale: float, dropout_p: float,
         sizes: list[int], channels_last: bool, need_logits: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """-> `_outputs`.
+    """Return `_outputs`, filled.
 
     gates: alpha and beta by heads, (2, K); seed: of the dropout, one integer; sizes: of SIZES; channels_last: the order
     in which q, k, v and out lie, see `_in_order` (others are copied).
@@ -111,7 +111,7 @@ def _backward(
         seed: Tensor | None, logits: Tensor | None, norm: Tensor, scale: float, dropout_p: float,
         sizes: list[int], channels_last: bool, gates_learn: bool,
 ) -> list[Tensor]:
-    """-> gradients of q, k, v in their order, then of those given: prev, tables, weight, bias; of gates that learn."""
+    """Return gradients of q, k, v, then of what is given: prev, tables, weight, bias, learnable gates."""
     q, k, v = (_in_order(x, channels_last) for x in (q, k, v))
     grads = {f"d_{name}": torch.empty_like(x, memory_format=torch.contiguous_format)
              for name, x in (("q", q), ("k", k), ("v", v), ("prev", prev)) if x is not None}
@@ -160,7 +160,7 @@ refuse_second_derivatives(_backward)
 
 @register_flop_formula(torch.ops.ea_vision.cpu_attention)
 def _flops(q, k, v, height_rel, width_rel, prev, weight, *_, out_shape=None, **__) -> int:
-    """Shapes -> operations, two for a multiply-add, as torch counts them in the reference."""
+    """Count operations by shapes, two for a multiply-add, as torch counts them in the reference."""
     B, K, N, D = q
     maps = 2 * B * K * N * N * (D + v[3])
     if height_rel is not None:
@@ -230,7 +230,7 @@ def _pool_sizes(x: Tensor) -> tuple[int, int, int, int]:
 
 @torch.library.custom_op("ea_vision::cpu_pool", mutates_args=(), device_types="cpu")
 def pool(x: Tensor) -> Tensor:
-    """3x3 average pooling of stride 2, padding 1 not counted: float32 (B, C, H, W) -> (B, C, ceil(H/2), ceil(W/2))."""
+    """Pool 3x3 averages with stride 2, padding 1 not counted: float32 (B, C, H, W) -> (B, C, ceil(H/2), ceil(W/2))."""
     x, out = x.contiguous(), x.new_empty(_pool_sizes(x))
     run("pool_forward", out.data_ptr(), x.data_ptr(), x.shape[0] * x.shape[1], *x.shape[2:], torch.get_num_threads())
     return out
@@ -280,7 +280,7 @@ def _planes(own: Tensor, prev: Tensor, alpha: Tensor, weight: Tensor, height: in
 @torch.library.custom_op("ea_vision::cpu_planes_backward", mutates_args=(), device_types="cpu")
 def _planes_backward(d_out: Tensor, own: Tensor, prev: Tensor, alpha: Tensor, weight: Tensor, height: int, width: int,
                      prefix: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """-> gradients of own, prev, alpha and weight."""
+    """Return gradients of own, prev, alpha and weight."""
     d_out, own, prev, weight = (x.contiguous() for x in (d_out, own, prev, weight))
     d_own, d_prev = torch.empty_like(own), torch.empty_like(own)
     d_weight, d_alpha = weight.new_empty(own.shape[0], *weight.shape), alpha.new_empty(own.shape[0])
@@ -304,7 +304,7 @@ refuse_second_derivatives(_planes_backward)
 
 @register_flop_formula(torch.ops.ea_vision.cpu_planes)
 def _planes_flops(own, prev, alpha, weight, height, width, *_, out_shape=None, **__) -> int:
-    """Shapes -> operations, two for a multiply-add, as torch counts them in the reference."""
+    """Count operations by shapes, two for a multiply-add, as torch counts them in the reference."""
     return 2 * own[0] * (height * width) ** 2 * math.prod(weight)
 
 

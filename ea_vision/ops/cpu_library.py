@@ -66,7 +66,7 @@ def _machine() -> str:
 
 
 def _openmp() -> list[str]:
-    """Arguments that link with the OpenMP library torch has loaded: two of them would fight for the cores."""
+    """Return arguments that link with the OpenMP library torch has loaded: two of them would fight for the cores."""
     bundled = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
     return [str(bundled[0]), f"-Wl,-rpath,{bundled[0].parent}"] if bundled else ["-fopenmp"]
 

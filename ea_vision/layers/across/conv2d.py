@@ -82,7 +82,7 @@ class FourDimensionalConvolution(Evolution):
 
     @torch.jit.ignore
     def parts(self, logits: Tensor, prev_logits: Tensor, evolved: Tensor) -> dict[str, Tensor]:
-        """conv_logits: the sum of both convolutions, 0 where prefix tokens pass."""
+        """Return conv_logits: the sum of both convolutions, 0 where prefix tokens pass."""
         return {"conv_logits": evolved - (logits + self.alpha * prev_logits)}
 
     @torch.jit.ignore

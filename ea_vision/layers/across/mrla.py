@@ -41,7 +41,7 @@ class MRLALight(nn.Module):
             nn.init.zeros_(self.bn.weight)
 
     def forward(self, x: Tensor, shortcut: Tensor) -> Tensor:
-        """(B, C, H, W) each -> (B, C, H, W)."""
+        """Return what (B, C, H, W), a block's output, gains: its own values and the shortcut's, (B, C, H, W)."""
         y = x.mean((2, 3)).unsqueeze(1)  # (B, 1, C)
         products = (self.query(y) * self.key(y)).unflatten(2, (-1, self.dim_group)).sum(-1)  # (B, 1, groups)
         share = (products * self.dim_group ** -0.5).sigmoid().repeat_interleave(self.dim_group, dim=2)

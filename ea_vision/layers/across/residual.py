@@ -53,7 +53,8 @@ class ResidualAttention(Evolution):
 
     @torch.jit.ignore
     def operands(self, prev_logits: Tensor) -> dict[str, Any]:
-        """EA without convolution: RealFormer's sum is half of twice the own logits and half of 2 alpha the previous."""
+        """Return those of EA without convolution: RealFormer's sum is half of twice the own logits and half of 2 alpha
+        the previous."""
         if self.mixture:
             return {"prev_logits": prev_logits, "alpha": self.alpha, "own_scale": 1.0}
         twice = 2 * self.alpha

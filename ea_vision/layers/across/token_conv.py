@@ -29,7 +29,7 @@ class TokenConv(nn.Module):
         return not any(p.any() for p in self.parameters())
 
     def forward(self, x: Tensor, feat_size: tuple[int, int]) -> Tensor:
-        """(B, P + H*W, C) and (H, W) -> (B, P + H*W, C)."""
+        """Convolve the patches of (B, P + H*W, C) tokens, (H, W) in all."""
         prefix, patches = x[:, :self.num_prefix_tokens], x[:, self.num_prefix_tokens:]
         maps = patches.transpose(1, 2).unflatten(2, feat_size)  # (B, C, H, W)
         return torch.cat([prefix, patches + self.conv(maps).flatten(2).transpose(1, 2)], dim=1)

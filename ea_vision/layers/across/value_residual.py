@@ -22,5 +22,5 @@ class ValueResidual(nn.Module):
         return self.lambdas.tolist() == [0.0, 1.0]
 
     def forward(self, values: Tensor, first_values: Tensor) -> Tensor:
-        """(B, K, N, D) each -> (B, K, N, D)."""
+        """Mix values (B, K, N, D) with the first layer's."""
         return self.lambdas[0] * first_values + self.lambdas[1] * values
