@@ -11,6 +11,7 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import build_model_with_cfg, list_pretrained, register_model, resolve_pretrained_cfg
 from torch import nn
 
+from ea_vision.base.errors import UsageError
 from ea_vision.base.networks import SCENES
 from ea_vision.models._convert import checkpoint_filter_fn
 
@@ -55,7 +56,7 @@ def _trained_with(name: str, network: Network, pretrained_cfg: Any = None, pretr
     """Return the keywords that the weights timm would load were trained with; none of a caller's own weights.
 
     Raises:
-        ValueError: keywords that contradict them; timm would load what fits and leave the rest untrained.
+        UsageError: keywords that contradict them.
     """
     if pretrained_cfg_overlay or not isinstance(pretrained_cfg, (str, type(None))):
         return {}
@@ -63,7 +64,7 @@ def _trained_with(name: str, network: Network, pretrained_cfg: Any = None, pretr
     trained = network.trained.get(tag, {})
     for key, value in trained.items():
         if kwargs.get(key, value) != value:
-            raise ValueError(f"the weights {name}.{tag} were trained with {key}={value}, got {key}={kwargs[key]}")
+            raise UsageError(f"the weights {name}.{tag} were trained with {key}={value}, got {key}={kwargs[key]}")
     return trained
 
 

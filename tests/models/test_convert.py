@@ -1,14 +1,19 @@
 """Weights of runs and of timm's ResNets in our networks."""
 import logging
+from dataclasses import replace
 
 import pytest
 import safetensors.torch
 import timm
 import torch
 
+from ea_vision.base.errors import UsageError
+from ea_vision.base.networks import create_classifier, encode_weights
 from ea_vision.engine.checkpoint import encode
 from ea_vision.engine.run_folder import write_weights
+from ea_vision.models import get_network
 from ea_vision.models._convert import checkpoint_filter_fn
+from ea_vision.recorder.loading import load_model
 from tests.models.zoo import lively
 
 
@@ -73,3 +78,28 @@ def test_a_run_folder_and_its_checkpoints_are_weights(ema, tmp_path, caplog):
     plain = timm.create_model(
         "ea_conv_transformer_cifar", num_classes=4, checkpoint_path=str(tmp_path / "model.safetensors"))
     assert torch.equal(plain.head.fc.weight, best.head.fc.weight)
+
+
+def test_pretrained_weights_name_the_keywords_they_were_trained_with(tmp_path, monkeypatch):
+    """As if the file of the default weights were of a network with `qk_norm`: each way by name builds that network."""
+    name = "ea_conv_transformer_cifar"
+    expected, path = lively(name, qk_norm=True).state_dict(), tmp_path / "weights.safetensors"
+    path.write_bytes(encode_weights(expected))
+    tag = timm.get_pretrained_cfg(name).tag
+    monkeypatch.setitem(get_network(name).trained, tag, {"qk_norm": True})
+    for key in (name, f"{name}.{tag}"):
+        monkeypatch.setitem(timm.models._registry._model_pretrained_cfgs, key,
+                            replace(timm.get_pretrained_cfg(name), file=str(path)))
+    training, keywords = create_classifier(name, {}, num_classes=10, img_size=32, pretrained=True)
+    for model in (timm.create_model(name, pretrained=True), timm.create_model(f"{name}.{tag}", pretrained=True),
+                  timm.create_model(name, pretrained=True, qk_norm=True), load_model(name).model, training):
+        torch.testing.assert_close(model.state_dict(), expected, rtol=0, atol=0)
+    timm.create_model(name, **keywords).load_state_dict(expected)  # as from a run folder
+    assert timm.create_model(name).state_dict().keys() < expected.keys()
+    message = f"the weights {name}.{tag} were trained with qk_norm=True, got qk_norm=False"
+    for create in (timm.create_model, load_model):
+        with pytest.raises(UsageError, match=message):
+            create(name, qk_norm=False, **{"pretrained": True} if create is timm.create_model else {})
+    overlay = {"file": str(tmp_path / "own.safetensors")}  # a caller's own weights are what the caller says
+    safetensors.torch.save_file(timm.create_model(name).state_dict(), overlay["file"])
+    timm.create_model(name, pretrained=True, pretrained_cfg_overlay=overlay)
