@@ -1,6 +1,11 @@
-"""What the page of healthy maps says of its trials is what trials.csv has."""
+"""What the page of healthy maps says of its runs is what their files have."""
 import csv
 from pathlib import Path
+
+import pandas as pd
+
+from experiments.healthy_maps.analyse import effects_of
+from tests.experiments.pages import page_says, points
 
 FOLDER = Path(__file__).parents[2] / "experiments" / "healthy_maps"
 
@@ -13,3 +18,15 @@ def test_the_page_has_the_figures_of_the_trials():
     entropies = sorted(float(row[f"entropy_{layer}"]) for row in rows for layer in range(1, 7))
     assert f"entropies are {entropies[0]} to {entropies[-1]} of log N" in page
     assert 0.55 <= second - first < 0.565 and "0.55 points" in page
+
+
+def test_the_page_has_what_the_norm_costs_so_far():
+    runs, effects = (pd.read_csv(FOLDER / f"norm-{name}.csv") for name in ("runs", "effects"))
+    pd.testing.assert_frame_equal(effects_of(runs), effects)
+    section = "Question 1: does the norm cost or bring accuracy?"
+    for row in effects.to_dict("records"):
+        page_says("experiments/healthy_maps/README.md", section, points(row, "+"))
+    entropies = runs.filter(like="entropy").stack().sort_values()
+    page_says("experiments/healthy_maps/README.md", section, f"{entropies.iloc[0]:.2f} to {entropies.iloc[-2]:.2f} of",
+              f"{entropies.iloc[-1]:.2f}")
+    assert runs.groupby("network")["seed"].apply(list).to_dict() == {"EA": [5, 6, 7], "none": [5, 6, 7]}

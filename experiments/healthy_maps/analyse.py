@@ -1,0 +1,59 @@
+"""The analysis of question 1, which README.md of this folder fixed before the runs: what query-key norm costs.
+
+    python -m experiments.healthy_maps.analyse SWEEP [SWEEP ...]
+
+SWEEP: folders of the page's command, of CIFAR-10, CIFAR-100 or both; runs that are not complete are left out. Written
+beside this file: norm-runs.csv, each run with the norm and beside it the accuracy of the same network and seed
+without it (of ../factorial), and norm-effects.csv. Holm's correction counts the protocol's four hypotheses.
+"""
+import argparse
+import sys
+from pathlib import Path
+
+import pandas as pd
+
+from ea_vision.base.errors import UsageError, exit_code
+from experiments.evidence import effects_table, holm, paired, read_run, read_runs
+
+HERE = Path(__file__).resolve().parent
+FACTORIAL = HERE.parent / "factorial"
+HYPOTHESES = 4  # two networks on two data sets
+
+
+def run_of(folder: Path, without: dict[str, pd.DataFrame]) -> dict:
+    """Return a run's row; `without` are the runs without the norm, by data set."""
+    run, metrics = read_run(folder), pd.read_csv(folder / "metrics.csv").iloc[-1]
+    network = folder.name.removeprefix("variant=").partition(" norm")[0]
+    [(data, others)] = [(data, runs) for data, runs in without.items() if runs["data"].iloc[0] == run["data"]]
+    [same] = others[(others["variant"] == network) & (others["seed"] == run["seed"])]["top1"]
+    return {"data": data, "network": network, "seed": run["seed"], "top1": run["top1"], "without_norm": same,
+            "train_loss": run["train_loss"], "updates": run["updates"], "fingerprint": run["data"],
+            **{name: round(value, 3) for name, value in metrics.items() if name.startswith(("entropy", "largest"))}}
+
+
+def effects_of(runs: pd.DataFrame) -> pd.DataFrame:
+    """Return, for each data set and network with two seeds or more, the differences with - without the norm."""
+    rows = [{"name": f"{data}, {network}", **paired(group["top1"] - group["without_norm"], 0.01)}
+            for (data, network), group in runs.groupby(["data", "network"]) if len(group) > 1]
+    table = pd.DataFrame(rows)
+    return table.assign(p_holm=holm(table["p"], HYPOTHESES))
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sweeps", type=Path, nargs="+", help="folders that experiments.sweep wrote")
+    args = parser.parse_args(argv)
+    folders = [path.parent for sweep in args.sweeps for path in sorted(sweep.glob("variant=*/results.json"))]
+    if not folders:
+        raise UsageError(f"complete runs are required, got none in {', '.join(map(str, args.sweeps))}")
+    without = {data: read_runs(FACTORIAL / f"{data}-runs.csv") for data in ("cifar10", "cifar100")}
+    runs = pd.DataFrame([run_of(folder, without) for folder in folders]).sort_values(["data", "network", "seed"])
+    runs.to_csv(HERE / "norm-runs.csv", index=False)
+    effects = effects_of(runs)
+    effects.to_csv(HERE / "norm-effects.csv", index=False)
+    print(*effects_table(effects), sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))
