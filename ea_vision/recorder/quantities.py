@@ -37,7 +37,11 @@ def attention_entropy(attn: Tensor) -> Tensor:
     Returns:
         (B, K)
     """
-    return torch.special.entr(as_distributions(attn)).sum(-1).flatten(2).mean(-1)
+    return _entropy(as_distributions(attn))
+
+
+def _entropy(rows: Tensor) -> Tensor:
+    return torch.special.entr(rows).sum(-1).flatten(2).mean(-1)
 
 
 def attention_distance(attn: Tensor, cell: tuple[float, float] = (1.0, 1.0)) -> Tensor:
@@ -165,11 +169,12 @@ def measure(model: nn.Module, batches: Iterable[Tensor], layers: Sequence[int] |
                 continue
             attn = layer.attn
             cell = (images.shape[-2] / layer.feat_size[0], images.shape[-1] / layer.feat_size[1])
-            prefixes = as_distributions(attn)[..., :layer.num_prefix_tokens].sum(-1).mean(-1)
+            rows = as_distributions(attn)
+            prefixes = rows[..., :layer.num_prefix_tokens].sum(-1).mean(-1)
             same = previous is not None and previous.shape == attn.shape
             positions[number].add(attn)
             found[number].append(LayerQuantities(
-                number, layer.name, layer.feat_size, attention_entropy(attn).cpu(),
+                number, layer.name, layer.feat_size, _entropy(rows).cpu(),
                 attention_distance(layer.spatial(), cell).cpu(), prefixes.cpu(),
                 map_correlation(attn, previous).cpu() if same else None, float(np.log(layer.num_keys()).mean()),
                 found[number][0].uniform_distance if found[number] else uniform_distance(layer, cell)))

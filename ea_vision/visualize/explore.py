@@ -68,25 +68,22 @@ def _explorer(models: Sequence[LoadedModel], options: argparse.Namespace, title:
     parts = STORED_PARTS if options.parts == "all" else options.parts.split(",")
     if not set(parts) <= set(STORED_PARTS):
         raise UsageError(f"--parts must be all or some of {', '.join(STORED_PARTS)}; got {options.parts!r}")
-    names = [model.classes for model in models]
-    return Explorer(models, layers, None if options.heads == "all" else parse_heads(options.heads, every), names, parts,
-                    title)
+    return Explorer(models, layers, None if options.heads == "all" else parse_heads(options.heads, every), parts, title)
 
 
 def make_entries(explorers: Sequence[Explorer], images: Sequence[Image.Image], names: Sequence[str], max_mb: float,
                  all_layers: bool) -> tuple[Sequence[Explorer], list[dict[str, Any]]]:
     """Return the entries of the images, with a progress bar, and the explorers that made them: unless all layers are
-    wanted, of so many over the depth as fit into max_mb."""
-    shown, most = explorers, max(map(len, explorers[0].layers))
-    while True:
-        jobs = [(explorer, name, image) for explorer in shown for name, image in zip(names, images, strict=True)]
-        entries = [explorer.view(explorer.title or name, image)
-                   for explorer, name, image in tqdm(jobs, unit="image", disable=len(jobs) < 2 or None)]
-        size = size_mb(entries)
-        if all_layers or size <= max_mb or most <= 2:
-            return shown, entries
+    wanted, of so many over the depth as fit into max_mb, by the size of the first entry."""
+    count, most = len(explorers) * len(images), max(map(len, explorers[0].layers))
+    shown, first = explorers, explorers[0].view(explorers[0].title or names[0], images[0])
+    while not all_layers and most > 2 and (size := count * size_mb([first])) > max_mb:
         most = max(2, min(most - 1, int(most * max_mb / size)))
         shown = [explorer.thinned(most) for explorer in explorers]
+        first = shown[0].view(shown[0].title or names[0], images[0])
+    jobs = [(explorer, name, image) for explorer in shown for name, image in zip(names, images, strict=True)][1:]
+    return shown, [first, *(explorer.view(explorer.title or name, image)
+                            for explorer, name, image in tqdm(jobs, unit="image", disable=not jobs or None))]
 
 
 def show_page(models: Models, images: ImageSource | Sequence[ImageSource], layers: Layers = None, *,
@@ -106,8 +103,7 @@ def show_page(models: Models, images: ImageSource | Sequence[ImageSource], layer
     if len(loaded) > MAX_MODELS:
         raise UsageError(f"a page takes at most {MAX_MODELS} models, got {len(loaded)}")
     several = list(images) if isinstance(images, (list, tuple)) else [images]
-    explorer = Explorer(loaded, [chosen_layers(layers, model) for model in loaded], None,
-                        [model.classes for model in loaded])
+    explorer = Explorer(loaded, [chosen_layers(layers, model) for model in loaded])
     [explorer], entries = make_entries([explorer], [read_image(image) for image in several], names_of(several), MAX_MB,
                                        layers is not None)
     return PageInNotebook(build_page(explorer, entries), height)

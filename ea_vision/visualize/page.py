@@ -115,15 +115,13 @@ class Explorer:
     models: one to three.
     layers: of each model; see `recorder.loading.parse_layers`.
     heads: counted from 0; None is all.
-    class_names: of each model.
     parts: some of STORED_PARTS; a layer gives those that it has.
     title: of its entries; default: the images' names.
     """
 
     models: Sequence[LoadedModel]
     layers: Sequence[Sequence[AttentionLayer]]
-    heads: Sequence[int] | None
-    class_names: Sequence[Sequence[str] | None]
+    heads: Sequence[int] | None = None
     parts: Sequence[str] = STORED_PARTS
     title: str = ""
 
@@ -174,7 +172,7 @@ class Explorer:
         return {
             **self._photos(model, image, seen.image),
             "predictions": (_objects(seen.output[0], model.classes) if isinstance(model, DetectorModel) else
-                            _likeliest(seen.output, self.class_names[index])),
+                            _likeliest(seen.output, model.classes)),
             "featSizes": {layer.number: layer.feat_size for layer in seen.maps.values()},
             "places": places,
             "streams": streams,

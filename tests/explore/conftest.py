@@ -21,8 +21,8 @@ def explorer() -> Explorer:
               load_model("pa_conv_transformer_cifar", random=True, seed=2)]
     every = [recordable_layers(model.model) for model in models]
     layers = [[layer for layer in every[0] if layer.number in (8, 9, 10, 21)], every[1]]
-    names = [None, [f"kind <{index}>" for index in range(10)]]
-    return Explorer(models, layers, None, names)
+    models[0].classes, models[1].classes = None, [f"kind <{index}>" for index in range(10)]
+    return Explorer(models, layers)
 
 
 @pytest.fixture(scope="session")

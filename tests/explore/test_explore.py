@@ -135,6 +135,19 @@ def test_three_models_keep_the_parts_of_fewer_layers(tmp_path, monkeypatch, caps
     assert code == 0 and "warning" in err and "--layers" in err and "--parts" in err
 
 
+def test_images_are_recorded_once_and_the_first_one_tells_how_many_layers_fit(monkeypatch):
+    model, seen, view = load_model("ea_conv_transformer_cifar", random=True), [], page.Explorer.view
+    monkeypatch.setattr(page.Explorer, "view", lambda one, name, image: seen.append(
+        (name, len(one.layers[0]))) or view(one, name, image))
+    show_page(model, [picture(3), picture(4)])
+    assert seen == [("image 1", 6), ("image 2", 6)]
+    monkeypatch.setattr(page, "MEGABYTE", 20_000)
+    seen.clear()
+    show_page(model, [picture(3), picture(4)])
+    *tried, last = seen
+    assert last == ("image 2", tried[-1][1]) and {name for name, _ in tried} == {"image 1"} and tried[-1][1] < 6
+
+
 def test_a_notebook_displays_the_page():
     model = load_model("ea_conv_transformer_cifar", random=True)
     shown = show_page([model, model], [picture(3), picture(4)], layers="1-2", height=500)

@@ -9,12 +9,10 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 import ea_vision
-from ea_vision.base.errors import UsageError
 from ea_vision.recorder.loading import load_model
 from ea_vision.recorder.quantities import PositionShares
 from ea_vision.visualize import (
     plot_frames,
-    plot_heads,
     plot_heatmap,
     plot_jacobian,
     plot_matrix,
@@ -76,18 +74,6 @@ def test_models_that_share_a_name_stay_apart(model):
     figure = plot_statistics([model, model], [PHOTO], layers="1,2")
     labels = [line.get_label() for line in figure.axes[0].lines if not line.get_label().startswith("_")]
     assert labels == ["ea_conv_transformer_cifar [1]", "ea_conv_transformer_cifar [2]"]
-
-
-@pytest.mark.parametrize("call, message", [
-    (lambda model: plot_heads(model, torch.rand(16, 16)), r"tensor \(3, H, W\), got \(16, 16\)"),
-    (lambda model: plot_heads(model, torch.randn(3, 16, 16)), "must lie in 0..1 .* got torch.float32 from -"),
-    (lambda model: plot_matrix(model, torch.rand(3, 16, 16), part="conv_logits"), "no conv_logits in layer 1, 4"),
-    (lambda model: plot_heads("ea_conv_transformer_cifr", torch.rand(3, 16, 16)), "did you mean"),
-    (lambda model: plot_heads(model, Image.new("RGB", (1, 10_000_000))), "at most 100 megapixels"),
-])
-def test_what_cannot_be_says_so(call, message, model):
-    with pytest.raises(UsageError, match=message):
-        call(model)
 
 
 def test_titles_say_model_weights_layer_head_and_query():

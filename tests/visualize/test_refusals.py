@@ -3,6 +3,8 @@ import re
 import time
 
 import pytest
+import torch
+from PIL import Image
 
 from ea_vision.__main__ import run as run_command
 from ea_vision.base.errors import UsageError
@@ -52,6 +54,9 @@ def test_refused_at_once_in_one_line(command, options, message, run, photo, monk
     (lambda run, photo: plot_strip(run, photo, through="time"), "layers or checkpoints"),
     (lambda run, photo: plot_strip(run, photo, width=99), "2.5 and 40 inches, got 99"),
     (lambda run, photo: plot_statistics(run, []), "at least one image required, got none"),
+    (lambda run, photo: plot_heatmap(run, torch.rand(16, 16)), r"tensor \(3, H, W\), got \(16, 16\)"),
+    (lambda run, photo: plot_heatmap(run, torch.randn(3, 16, 16)), "must lie in 0..1 .* got torch.float32 from -"),
+    (lambda run, photo: plot_heatmap(run, Image.new("RGB", (1, 10_000_000))), "at most 100 megapixels"),
 ])
 def test_functions_refuse_alike(call, message, run, photo):
     with pytest.raises(UsageError, match=message):
