@@ -12,6 +12,7 @@ from numbers import Integral
 from typing import Any
 
 import torch
+from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 from torch.utils import checkpoint as torch_checkpoint
 
@@ -58,25 +59,6 @@ def check_numbers(name: str, value: Any, count: int | None = None) -> None:
     if not numbers or count not in (None, len(value)):
         wanted = "whole numbers, such as (2, 3)" if count is None else f"{count} whole numbers"
         raise ValueError(f"{name} must be {wanted}, got {value!r}")
-
-
-def take_indices_of(num_features: int, indices: int | list[int] | None) -> tuple[list[int], int]:
-    """Return the features that `indices` asks for, timm's way: None all, n the last n, else those listed (negative from
-    the end).
-
-    Returns:
-        their indices counted from 0, and the largest.
-
-    Raises:
-        ValueError: an index that does not exist.
-    """
-    if indices is None:
-        indices = num_features
-    wanted = list(range(num_features - indices, num_features)) if isinstance(indices, int) else list(indices)
-    taken = [index + num_features if index < 0 else index for index in wanted]
-    if not taken or min(taken) < 0 or max(taken) >= num_features:
-        raise ValueError(f"feature indices must lie within the {num_features} features, got {indices}")
-    return taken, max(taken)
 
 
 @dataclass(frozen=True)
@@ -341,11 +323,12 @@ class ChainedNetwork:
             final features and the list of intermediates, or the list alone.
 
         Raises:
-            ValueError: another output_fmt, or an index that does not exist.
+            ValueError: another output_fmt.
+            AssertionError: an index that does not exist.
         """
         if output_fmt != "NCHW":
             raise ValueError(f"output_fmt must be 'NCHW', got {output_fmt!r}")
-        take_indices, max_index = take_indices_of(len(self.feature_info), indices)
+        take_indices, max_index = feature_take_indices(len(self.feature_info), indices)
         steps = self.feature_steps()
         intermediates, logits = [], None
         for index, step in enumerate(steps[:max_index + 1] if stop_early else steps):
@@ -361,7 +344,7 @@ class ChainedNetwork:
             self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True,
     ) -> list[int]:
         """Drop the stages after the last one wanted, and the head."""
-        take_indices, max_index = take_indices_of(len(self.feature_info), indices)
+        take_indices, max_index = feature_take_indices(len(self.feature_info), indices)
         unused = [info["module"] for info in self.feature_info[max_index + 1:]]
         for name in unused:
             parent, _, child = name.rpartition(".")

@@ -26,7 +26,7 @@ from timm.layers import Attention, AttentionRope, apply_rot_embed_cat, to_2tuple
 from timm.models import beit, cait, deit, eva, naflexvit, vision_transformer
 from torch import Tensor, nn
 
-from ea_vision.layers import MapsAttention, TokenAttention, evolution_options
+from ea_vision.layers import MapsAttention, TokenAttention
 from ea_vision.models import vision_transformer as ours
 from ea_vision.models._chain import frozen_statistics
 from ea_vision.models._mechanisms import Mechanisms
@@ -74,6 +74,11 @@ class CarryingBlock:
     """
 
     attention = "attn"
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        """Say to torch.jit.script why it cannot read this block."""
+        raise ValueError("TorchScript cannot read what evolving blocks hand on beside their tokens: torch.jit.trace or "
+                         f"torch.export required, got {type(self).__name__} to script")
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Run the block's own forward on (B, T, C) tokens."""
@@ -380,11 +385,7 @@ def evolve(
         model: nn.Module,
         kind: str | None = "ea",
         layers: Sequence[int] | None = None,
-        alpha: float | None = None,
-        beta: float | None = None,
-        learnable: bool | str | None = None,
         prefix: str = "convolve",
-        start: str = "identity",
         attn_layers: Sequence[int] | None = None,
         token_conv: bool | str = False,
         value_residual: bool | str = False,
@@ -399,13 +400,12 @@ def evolve(
             "conv2d", "xsa", "gated", or one from outside; None for maps that do not evolve.
         layers, attn_layers: which blocks evolve, counted from 1; None is all that can: not the first, which has no
             predecessor, where the kind reads the predecessor's maps.
-        alpha, beta: gates of the kinds that have them; 0 at the identity start.
-        learnable: whether they are parameters; "per_head" for one a head. At the identity start they are.
         prefix: "convolve" or "pass"; see `EvolvingVisionTransformer`.
-        start: "identity": the new model computes what the old one does (bit for bit where timm's fused attention is
-            off) and learns from there; "paper": it begins as its paper does.
         token_conv, value_residual: see `EvolvingVisionTransformer`; also without a kind.
-        **options: further ones of the evolution, such as kernel_size.
+        **options: the evolution's. start: "identity" unless given: the new model computes what the old one does (bit
+            for bit where timm's fused attention is off) and learns from there; "paper": it begins as its paper does.
+            alpha, beta: gates of the kinds that have them; 0 at the identity start. learnable: whether they are
+            parameters, as at the identity start; "per_head" for one a head. kernel_size, ...
 
     Raises:
         ValueError: a model that cannot evolve, naming the module at fault, layers that cannot, an option that the
@@ -418,12 +418,8 @@ def evolve(
         raise ValueError(f"this {type(model).__name__} cannot evolve: {reason}")
     if kind is None and not (token_conv or value_residual):
         raise ValueError("a kind, token_conv or value_residual required, got none of them")
-    gates = {"alpha": (alpha, 0.0), "beta": (beta, 0.0), "learnable": (learnable, True)}
-    known_options = evolution_options(kind) if kind is not None else ()
-    options.update((name, value) for name, (value, plain) in gates.items()
-                   if value is not None and (name in known_options or value != plain))
     if kind is not None:
-        options["start"] = start
+        options = {"start": "identity", **options}
     chosen = attn_layers if layers is None else layers
     mechanisms = Mechanisms(kind, chosen, prefix, token_conv, value_residual, options)
     evolving = _shared_copy(model)

@@ -18,6 +18,7 @@ from typing import Any
 
 from timm.layers import make_divisible
 from timm.models import generate_default_cfgs
+from timm.models._efficientnet_builder import decode_arch_def
 from timm.models.efficientnet import EfficientNet
 from torch import Tensor, nn
 
@@ -34,24 +35,9 @@ from ea_vision.models._chain import (
 
 __all__ = ["AttnMnasNet"]
 
-Stage = tuple[int, int, int, int, int, float]  # blocks, kernel, stride, expansion, channels, squeeze-excite ratio
-STAGES: tuple[Stage, ...] = (  # MnasNet-A1, from stage 1 on
-    (2, 3, 2, 6, 24, 0.0),
-    (3, 5, 2, 3, 40, 0.25),
-    (4, 3, 2, 6, 80, 0.0),
-    (2, 3, 1, 6, 112, 0.25),
-    (3, 5, 2, 6, 160, 0.25),
-    (1, 3, 1, 6, 320, 0.0),
-)
-
-
-def _block_args() -> list[list[dict[str, Any]]]:
-    """Return MnasNet-A1 as timm's EfficientNet takes it: for each stage a list of its blocks' keywords."""
-    first = dict(block_type="ds", dw_kernel_size=3, stride=1, out_chs=16, noskip=True, act_layer=None)
-    return [[first]] + [[
-        dict(block_type="ir", dw_kernel_size=kernel, stride=stride, exp_ratio=float(expansion), out_chs=channels,
-             se_ratio=se, act_layer=None) for _ in range(blocks)
-    ] for blocks, kernel, stride, expansion, channels, se in STAGES]
+MNASNET_A1 = [  # in timm's notation, stages 0 to 6
+    ["ds_r1_k3_s1_e1_c16_noskip"], ["ir_r2_k3_s2_e6_c24"], ["ir_r3_k5_s2_e3_c40_se0.25"], ["ir_r4_k3_s2_e6_c80"],
+    ["ir_r2_k3_s1_e6_c112_se0.25"], ["ir_r3_k5_s2_e6_c160_se0.25"], ["ir_r1_k3_s1_e6_c320"]]
 
 
 class ChainBlock(nn.Module):
@@ -115,14 +101,16 @@ class AttnMnasNet(ChainedNetwork, EfficientNet):
         dd = {"device": device, "dtype": dtype}
         config = AttentionConfig.take(kwargs, num_heads=4, qk_ratio=0.1, v_ratio=0.05)
         attending = config.stages((2, 3, 4, 5, 6), default=(2, 3, 4, 5, 6))
+        stage_args = decode_arch_def(MNASNET_A1)
         super().__init__(
-            _block_args(), stem_size=32, round_chs_fn=lambda channels: make_divisible(channels * multiplier),
+            stage_args, stem_size=32, round_chs_fn=lambda channels: make_divisible(channels * multiplier),
             **kwargs, **dd)
         self.img_size = to_size(img_size)
         chains = ChainBuilder(config, self, **dd)
         stages: list[nn.Module] = [PlainStage(*self.blocks[0])]
         reduction, largest = 2, kwargs.get("output_stride", 32)
-        for index, (_, _, stride, *_) in enumerate(STAGES, start=1):
+        for index, (first, *_) in enumerate(stage_args[1:], start=1):
+            stride = first["stride"]
             if index not in attending:
                 stages.append(PlainStage(*self.blocks[index]))
                 reduction = min(stride * reduction, largest)

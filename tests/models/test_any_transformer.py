@@ -147,6 +147,7 @@ def test_computes_what_the_network_of_timms_vision_transformer_does(kind, fused,
 
 
 @thorough
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @torch.no_grad()
 def test_compiles_and_exports(name):
     x = images(*size_of(name))
@@ -156,6 +157,9 @@ def test_compiles_and_exports(name):
     torch.testing.assert_close(torch.export.export(model, (x,)).module()(x), expected, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(torch.compile(model, backend="eager")(x), expected, atol=1e-4, rtol=1e-4)
     torch._dynamo.reset()
+    torch.testing.assert_close(torch.jit.trace(model, x)(x), expected, atol=1e-4, rtol=1e-4)
+    with pytest.raises(ValueError, match=r"torch.jit.trace or torch.export required, got Evolving\w+ to script"):
+        torch.jit.script(model)
 
 
 @pytest.mark.parametrize("name", slow_but({"vit_small_patch16_dinov3"}, ["vit_small_patch16_dinov3", "torchvision"]))
