@@ -9,8 +9,11 @@ import csv
 import io
 import json
 import os
+import signal
+import threading
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +82,25 @@ def check_output(path: Path) -> Path:
     return path
 
 
+@contextmanager
+def _before_a_signal_ends_it() -> Iterator[None]:
+    """Let a SIGTERM that would end the process do so after the block, in which a temporary file may lie about."""
+    came = []
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, lambda *_: came.append(True))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if came:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
 def atomic_write(path: Path, data: bytes, keep_previous_as: Path | None = None) -> None:
-    """Replace `path` by `data`, all or nothing. Of a link, its file is replaced; into a device the data is written.
+    """Replace `path` by `data`, all or nothing. Of a link, its file is replaced; into a device the data is written. A
+    process that SIGTERM ends in the middle writes it whole first.
 
     Args:
         keep_previous_as: a name for the file that was there before (default: it is gone).
@@ -94,16 +114,17 @@ def atomic_write(path: Path, data: bytes, keep_previous_as: Path | None = None) 
             return
         path = Path(os.path.realpath(path))
         temporary = path.with_name(f".{path.name[:40]}.{uuid.uuid4().hex}.tmp")  # two runs may write the same file
-        try:
-            with open(temporary, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            if keep_previous_as is not None and path.exists():
-                os.replace(path, keep_previous_as)
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with _before_a_signal_ends_it():
+            try:
+                with open(temporary, "wb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
+                if keep_previous_as is not None and path.exists():
+                    os.replace(path, keep_previous_as)
+                os.replace(temporary, path)
+            finally:
+                temporary.unlink(missing_ok=True)
     except OSError as error:
         raise RunError(f"cannot write {path}: {error.strerror}; what was there before is whole") from error
 

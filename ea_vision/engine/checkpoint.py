@@ -10,7 +10,7 @@ import io
 import os
 import random
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,29 +55,22 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     return state
 
 
-def newest_checkpoint(folder: Path) -> tuple[Path, dict[str, Any]] | None:
-    """Return the valid checkpoint of a run folder with the most updates, as its path and state, or None."""
-    found = [(path, state) for path, state in _checkpoints(folder) if isinstance(state, dict)]
-    return max(found, key=lambda entry: entry[1]["progress"]["updates"]) if found else None
+def newest_checkpoint(folder: Path, notice: Callable[[str], None] | None = None) -> tuple[Path, dict[str, Any]] | None:
+    """Return the valid checkpoint of a run folder with the most updates, as its path and state, or None.
 
-
-def put_damaged_aside(folder: Path, notice) -> None:
-    """Rename damaged and foreign checkpoint files to NAME.damaged, so that none pushes out a good one later."""
-    for path, error in _checkpoints(folder):
-        if isinstance(error, DamagedCheckpoint):
-            aside = path.with_name(path.name + ".damaged")
-            os.replace(path, aside)
-            notice(f"skipped: {error}; kept as {aside.name}")
-
-
-def _checkpoints(folder: Path) -> Iterator[tuple[Path, dict[str, Any] | DamagedCheckpoint]]:
-    """Yield the checkpoint files of a run folder, each with its state or the error of reading it."""
+    notice: where it is given, damaged and foreign files are renamed to NAME.damaged, so that none pushes out a good one
+        later, and it is called with a line for each.
+    """
+    found = []
     for path in (folder / LAST, folder / PREVIOUS, folder / BEST):
-        if path.exists():
-            try:
-                yield path, read_checkpoint(path)
-            except DamagedCheckpoint as error:
-                yield path, error
+        try:
+            found += [(path, read_checkpoint(path))] if path.exists() else []
+        except DamagedCheckpoint as error:
+            if notice is not None:
+                aside = path.with_name(path.name + ".damaged")
+                os.replace(path, aside)
+                notice(f"skipped: {error}; kept as {aside.name}")
+    return max(found, key=lambda entry: entry[1]["progress"]["updates"], default=None)
 
 
 def random_state(device: torch.device) -> dict[str, Any]:

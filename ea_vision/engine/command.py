@@ -343,10 +343,8 @@ def checkpoint_to_resume(config: TrainConfig, folder: Path, world: World) -> tup
         if found is None:
             raise UsageError(f"--resume {path}: no valid checkpoint in this folder")
         return found
-    if world.is_main:
-        checkpoint.put_damaged_aside(folder, log.warning)
-    world.barrier()
-    found = checkpoint.newest_checkpoint(folder)
+    with world.main_first():
+        found = checkpoint.newest_checkpoint(folder, log.warning if world.is_main else None)
     updates = world.gather(None if found is None else found[1]["progress"]["updates"])
     if len(set(updates)) > 1:
         raise UsageError(f"{folder} must be on a disk that all processes share: they find checkpoints after "

@@ -1,5 +1,7 @@
 """Outputs: written whole or not at all, through links, into devices and pipes, never in place of a folder."""
+import multiprocessing
 import os
+import signal
 import stat
 import threading
 from pathlib import Path
@@ -53,6 +55,21 @@ def test_what_cannot_be_written_is_said_before_work_and_nothing_is_replaced(tmp_
     with pytest.raises(UsageError, match="cannot write into the folder .*n: File name too long"):
         check_writable(tmp_path / ("n" * 256))
     assert sorted(os.listdir(tmp_path)) == ["file", "folder", "link"] and not os.listdir(tmp_path / "folder")
+
+
+def test_a_signal_in_the_middle_of_a_write_ends_the_process_after_it(tmp_path):
+    path, fsync = tmp_path / "file", os.fsync
+    path.write_bytes(b"old")
+
+    def write():
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.fsync = lambda descriptor: (os.kill(os.getpid(), signal.SIGTERM), fsync(descriptor))
+        atomic_write(path, b"new")
+
+    process = multiprocessing.get_context("fork").Process(target=write)
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGTERM and path.read_bytes() == b"new" and os.listdir(tmp_path) == ["file"]
 
 
 def test_the_longest_name_is_written(tmp_path):

@@ -106,7 +106,7 @@ def test_newest_valid_checkpoint_is_found_and_bad_ones_put_aside(tmp_path):
     assert checkpoint.newest_checkpoint(tmp_path)[0].name == checkpoint.LAST
     (tmp_path / checkpoint.LAST).write_bytes(b"no checkpoint")
     notices = []
-    checkpoint.put_damaged_aside(tmp_path, notices.append)
+    assert checkpoint.newest_checkpoint(tmp_path, notices.append)[0].name == checkpoint.PREVIOUS
     assert len(notices) == 1 and str(tmp_path / checkpoint.LAST) in notices[0]
     assert checkpoint.newest_checkpoint(tmp_path)[0].name == checkpoint.PREVIOUS
     assert (tmp_path / "last.ckpt.damaged").exists()
