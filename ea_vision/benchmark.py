@@ -37,6 +37,7 @@ from ea_vision.base.networks import create_classifier, lay_out
 from ea_vision.base.processes import choose_device
 from ea_vision.base.provenance import hardware
 from ea_vision.base.tables import markdown
+from ea_vision.engine.evaluate import autocast
 from ea_vision.engine.optimizer import check_optimizer_name
 from ea_vision.recorder.loading import add_options, positive
 from ea_vision.sizes import names_of
@@ -96,16 +97,11 @@ class Steps:
         self.optimizer = timm.optim.create_optimizer_v2(model, opt=opt, lr=1e-3, momentum=0.9)
         self.scaler = torch.amp.GradScaler(images.device.type, enabled=amp == "float16")
 
-    def autocast(self) -> torch.autocast:
-        """Return the context of the precision."""
-        return torch.autocast(self.images.device.type, torch.float16 if self.amp == "float16" else torch.bfloat16,
-                              enabled=self.amp != "none")
-
     def train(self) -> Tensor:
         """Run forward, backward and update; return the loss."""
         self.model.train()
         self.optimizer.zero_grad()
-        with self.autocast():
+        with autocast(self.amp, self.images.device):
             targets = torch.zeros(len(self.images), dtype=torch.int64, device=self.images.device)
             loss = F.cross_entropy(self.net(self.images).float(), targets)
         self.scaler.scale(loss).backward()
@@ -116,7 +112,7 @@ class Steps:
     def infer(self) -> Tensor:
         """Return the outputs in evaluation mode."""
         self.model.eval()
-        with torch.inference_mode(), self.autocast():
+        with torch.inference_mode(), autocast(self.amp, self.images.device):
             return self.net(self.images)
 
     def peak_on_gpu(self) -> int:

@@ -14,8 +14,3 @@ def duration(seconds: float) -> str:
 def memory_size(count: float) -> str:
     """Return bytes in MiB, or in GiB from one on."""
     return f"{count / GIB:.2f} GiB" if count >= GIB else f"{count / MIB:.1f} MiB"
-
-
-def counted(number: float, what: str) -> str:
-    """Return `1 epoch`, `2 epochs`, `4.5 epochs`."""
-    return f"{number:g} {what}{'' if number == 1 else 's'}"

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import logging
 import math
-import random
 import socket
 import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import safetensors.torch
 import torch
+from timm.utils import random_seed
 from torch import nn
 
 from ea_vision.base.errors import UsageError, near_matches
@@ -26,7 +25,7 @@ from ea_vision.base.processes import World, join_world
 from ea_vision.base.provenance import hardware, provenance
 from ea_vision.base.units import duration
 from ea_vision.engine import checkpoint, run_folder
-from ea_vision.engine.config import TrainConfig, describe_recipe, make_parser, parse, resolve
+from ea_vision.engine.config import TrainConfig, make_parser, parse, resolve
 from ea_vision.engine.data_module import DataModule
 from ea_vision.engine.preflight import preflight
 from ea_vision.engine.signals import StopRequest
@@ -81,7 +80,7 @@ def train(module: type[DataModule], config: TrainConfig) -> None:
     folder = Path(config.output or module.default_output(config))
     with join_world(config.device, config.dist_timeout) as world, StopRequest() as stop:
         log_to_stdout(world.rank)
-        log.info("recipe      %s", describe_recipe(config.recipe))
+        log.info("recipe      %s", config.recipe)
         data = module(config.for_processes(world.size), world, training=True)
         complete = is_complete(folder, data.config, world.size)
         data.check()
@@ -109,14 +108,14 @@ def put_together(data: DataModule, folder: Path, stop: StopRequest) -> tuple[Tra
     check_same_everywhere(world, {"data": data.fingerprint, "commit": under["git_commit"], **under["versions"],
                                   **{name: value for name, value in config.as_dict().items()
                                      if name not in OWN_OF_A_NODE}})
-    seed_everything(config.seed)
+    random_seed(config.seed)
     model, kwargs = data.create_model()
     model.to(world.device)
     freeze(model, [name for name in config.freeze.split(",") if name], getattr(config, "linear_probe", False))
     if config.grad_checkpointing:
         enable_checkpointing(model, config.model)
     keywords = data.loader_keywords(model)
-    seed_everything(config.seed + 1 + world.rank)  # dropout must differ between processes
+    random_seed(config.seed + 1, world.rank)  # dropout must differ between processes
     train_loader, eval_loader = data.train_loader(**keywords), data.eval_loader(**keywords)
     if data.trainer.watches:
         eval_loader = FirstImages(eval_loader)
@@ -205,13 +204,6 @@ def log_to_stdout(world_rank: int = 0) -> None:
     logger = logging.getLogger("ea_vision")
     logger.handlers = [handler]
     logger.setLevel(logging.INFO if world_rank == 0 else logging.CRITICAL)
-
-
-def seed_everything(seed: int) -> None:
-    """Seed torch (all devices), NumPy and Python."""
-    torch.manual_seed(seed)
-    np.random.seed(seed % 2**32)
-    random.seed(seed)
 
 
 def check_data(data: DataModule) -> None:

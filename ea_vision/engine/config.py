@@ -95,7 +95,7 @@ class TrainConfig:
     output: str = setting("", "run folder itself (timm: the folder of run folders); empty: runs/DATASET-MODEL", RUN)
     resume: str = setting("auto", "auto: continue from the newest valid checkpoint of --output, or begin; "
                                   "none: begin; PATH: continue from this checkpoint or run folder", RUN)
-    seed: int = option(0, "seed of weights, order, augmentation and held-out images", RUN, maximum=2**63 - 1)
+    seed: int = option(0, "seed of weights, order, augmentation and held-out images", RUN, maximum=2**31 - 1)
     workers: int = setting(2, "threads that decode images; 0: in this process", DATA, maximum=MOST_WORKERS)
     device: str = setting("auto", "where to compute; auto: cuda if there is one", RUN, choices=("auto", "cpu", "cuda"))
 
@@ -383,18 +383,6 @@ def _read_recipe(name: str) -> dict[str, Any]:
     if not isinstance(recipe, dict):
         raise UsageError(f"recipe {name} must be a YAML mapping, got {type(recipe).__name__}")
     return recipe
-
-
-def describe_recipe(name: str) -> str:
-    """Return a recipe's name and what its first line says, for a log."""
-    if name == "none":
-        return "none (the options' own defaults)"
-    if name not in recipe_names():
-        return name
-    path = RECIPES / f"{name}.yaml"
-    said = (path.read_text().splitlines()[0].lstrip("# ") if path.is_file() else
-            "recipe {base} with {model} of the papers' tables".format(**_read_recipe(name)))
-    return f"{name} ({said.rstrip('.')})"
 
 
 def resolve(cls: type[TrainConfig], given: dict[str, Any]) -> Any:

@@ -15,7 +15,7 @@ from torch import nn
 
 from ea_vision.base.errors import UsageError
 from ea_vision.base.networks import REFUSALS, lay_out
-from ea_vision.base.units import counted, duration, memory_size
+from ea_vision.base.units import duration, memory_size
 from ea_vision.engine.config import TrainConfig, load_recipe
 from ea_vision.engine.evaluate import autocast
 
@@ -107,6 +107,6 @@ def preflight(trainer: Trainer) -> None:
         "processes": f"{world.size} on {where}{f', {memory_size(peak)} used each' if peak else ''}",
         "update": describe_update(config, world.size, norms),
         "time": f"about {duration(seconds * len(trainer.train_loader) * config.epochs)} for "
-                f"{counted(config.epochs, 'epoch')} of {trainer.updates_per_epoch} updates (computation alone, from "
-                "one batch)"}.items():
+                f"{trainer.total_updates} updates, {trainer.updates_per_epoch} an epoch (computation alone, from one "
+                "batch)"}.items():
         log.info("%-11s %s", name, said)

@@ -32,10 +32,9 @@ from tqdm import tqdm
 from ea_vision.base.errors import RunError, UsageError
 from ea_vision.base.files import atomic_write, write_json
 from ea_vision.base.networks import check_state_fits, lay_out, non_finite
-from ea_vision.base.processes import World, mean_in_order
+from ea_vision.base.processes import mean_in_order
 from ea_vision.base.units import duration
 from ea_vision.engine import checkpoint, run_folder
-from ea_vision.engine.config import TrainConfig
 from ea_vision.engine.evaluate import NonFiniteLoss
 from ea_vision.engine.gates import by_gate, gate_values
 from ea_vision.engine.optimizer import build_optimizer, build_schedule, load_optimizer
@@ -102,7 +101,11 @@ class Trainer:
             `len()` is the batches of an epoch, the same for all processes.
         eval_loader: same, all batches, every image once over all processes.
 
-    A subclass may have another loss (`_batch_loss`, `loss_on_noise`), and another `evaluate` with other measures.
+    A subclass has:
+        _batch_loss(images, targets): the mean loss of one batch, images (B, 3, H, W).
+        loss_on_noise(model, images), static: a loss on images of noise, for the trial step before the run.
+        evaluate(model, loader, num_classes, world, config, should_stop=None, tta="none"), static: a result over
+            `loader.batches()`, which has `figures()`; None where `should_stop` said so.
 
     Class attributes:
         measures: what `evaluate`'s results give by `figures()`, in percent: columns of metrics.csv. The best epoch is
@@ -243,25 +246,10 @@ class Trainer:
 
     # ---- what differs between tasks ----------------------------------------------------------------------------------
 
-    @staticmethod
-    def loss_on_noise(model: nn.Module, images: torch.Tensor) -> torch.Tensor:
-        """Return a loss on images of noise, for the trial step before the run."""
-        raise NotImplementedError
-
-    @staticmethod
-    def evaluate(model: nn.Module, loader, num_classes: int, world: World, config: TrainConfig, *,
-                 should_stop: Callable[[], bool] | None = None, tta: str = "none"):
-        """Evaluate over `loader.batches()`; the result has `figures()`. Returns None where `should_stop` said so."""
-        raise NotImplementedError
-
     @classmethod
     def text_of(cls, figures: Mapping[str, float], between: str = "  ") -> str:
         """Return the measures among `figures` that are numbers, for a line of the log."""
         return between.join(f"{name} {figures[name]:.2f}%" for name in cls.measures if not math.isnan(figures[name]))
-
-    def _batch_loss(self, images: torch.Tensor, targets: Any) -> torch.Tensor:
-        """Return the mean loss of one batch, images (B, 3, H, W)."""
-        raise NotImplementedError
 
     def _compiled(self, model: nn.Module) -> nn.Module:
         """Return what runs the model in training."""

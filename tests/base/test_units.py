@@ -2,7 +2,7 @@
 import pytest
 
 from ea_vision.base.tables import markdown
-from ea_vision.base.units import counted, duration, memory_size
+from ea_vision.base.units import duration, memory_size
 
 
 @pytest.mark.parametrize("got, text", [
@@ -11,7 +11,6 @@ from ea_vision.base.units import counted, duration, memory_size
         (100000, "28 hours"), (86400 * 10.04, "10 days"))),
     *((memory_size(count), text) for count, text in (
         (0, "0.0 MiB"), (5 * 2**20, "5.0 MiB"), (2**30 - 1, "1024.0 MiB"), (3.5 * 2**30, "3.50 GiB"))),
-    *((counted(number, "epoch"), text) for number, text in ((1, "1 epoch"), (2, "2 epochs"), (4.5, "4.5 epochs"))),
     (markdown([("a", "wide"), ("long", "1")]), "| a    | wide |\n| ---- | ---- |\n| long | 1    |"),
 ])
 def test_text(got, text):

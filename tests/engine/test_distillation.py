@@ -1,8 +1,6 @@
 """What classifiers learn from besides labels: a teacher; and when mixing ends."""
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 import timm
@@ -21,18 +19,6 @@ CPU = torch.device("cpu")
 
 def tiny(folder, **given):
     return make_trainer(folder, timm.create_model("test_resnet", num_classes=3).eval(), batch_size=4, **given)
-
-
-@pytest.mark.parametrize("tau", [1.0, 4.0])
-def test_soft_distillation_is_the_divergence_from_the_teacher(tau):
-    logits, taught = torch.randn(6, 5, dtype=torch.float64), torch.randn(6, 5, dtype=torch.float64)
-    wanted = 0.0
-    for row, other in zip(logits.tolist(), taught.tolist(), strict=True):
-        p, q = ([math.exp(v / tau) for v in values] for values in (other, row))
-        p, q = ([v / sum(values) for v in values] for values in (p, q))
-        wanted += tau**2 * sum(a * math.log(a / b) for a, b in zip(p, q, strict=True)) / 6
-    assert distillation_loss(logits, taught, tau).item() == pytest.approx(wanted)
-    assert distillation_loss(taught, taught, tau).item() == pytest.approx(0, abs=1e-12)
 
 
 @pytest.mark.parametrize("kind", ["soft", "hard"])
@@ -55,11 +41,6 @@ def test_the_loss_is_shared_between_targets_and_teacher(tmp_path, kind):
     assert loss.item() == pytest.approx(wanted.item(), rel=1e-5)
     loss.backward()
     assert all(p.grad is None for p in teacher.parameters()) and not teacher.training
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return make_folder(tmp_path_factory.mktemp("data"))
 
 
 def test_a_run_learns_from_another_run(data, tmp_path, capsys):
@@ -112,5 +93,3 @@ def test_trivial_augment_is_torchvisions():
         torch.set_rng_state(state)
         theirs = TrivialAugmentWide(interpolation=InterpolationMode.BILINEAR)(plain)
         assert torch.equal(ours, torch.from_numpy(np.array(theirs)))
-
-

@@ -23,11 +23,6 @@ def network(name="ea_vit_tiny_patch16_224", **options):
     return timm.create_model(name, **{**SMALL, **options})
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return runner.make_folder(tmp_path_factory.mktemp("images"), side=16)
-
-
 def arguments(data, output, *more, model="ea_vit_tiny_patch16_224"):
     """Two epochs of five updates of eight images."""
     return ["--recipe", "none", "--model", model, "--model-kwargs", *KWARGS, "--img-size", "16", "--dataset", "folder",

@@ -22,18 +22,12 @@ from tests.engine.runner import (
     SpoilLoss,
     SpoilTensor,
     arguments,
-    make_folder,
     nothing_truncated,
     run,
     run_world,
     same_result,
     start,
 )
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return make_folder(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")

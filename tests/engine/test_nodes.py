@@ -17,18 +17,12 @@ import pytest
 
 from ea_vision.base.provenance import provenance
 from ea_vision.engine import checkpoint, command, run_folder, train_imagenet
-from tests.data.photos import make_photos
 from tests.engine import runner
 from tests.engine.runner import same_result
 
 slow = pytest.mark.skipif(os.environ.get("EA_VISION_TEST_ALL") != "1", reason="EA_VISION_TEST_ALL=1: 20 s each")
 SCRIPT = Path(__file__).parents[2] / "train_imagenet.py"
 JOIN_SECONDS = 20  # that an agent waits for the other one, which torchrun takes for 600 otherwise
-
-
-@pytest.fixture(scope="module")
-def photos(tmp_path_factory):
-    return make_photos(tmp_path_factory.mktemp("photos"))
 
 
 def arguments(photos: Path, output: Path, *more: str) -> list[str]:

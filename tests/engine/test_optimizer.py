@@ -65,18 +65,6 @@ def test_groups_without_further_options_are_timms():
         assert all(mine[key] == other[key] for key in other if key != "params")
 
 
-def test_attention_lr_is_the_rate_of_what_makes_the_maps():
-    model = network()
-    wanted = {name for name, _ in model.named_parameters()
-              if any(part in name for part in (".qkv.", "_rel", ".evolution."))}
-    groups = groups_of(model, attention_lr=0.25, weight_decay=0.01)
-    assert set().union(*(names for names, group in groups if group["lr_scale"] == 0.25)) == wanted and len(wanted) > 4
-    assert [group["lr_scale"] for _, group in groups] == [1, 1, 0.25, 0.25]
-    assert sorted(name for names, _ in groups for name in names) == sorted(name for name, _ in model.named_parameters())
-    with pytest.raises(UsageError, match="attention_lr 0.25 needs attention layers of ea_vision"):
-        build_optimizer(config(attention_lr=0.25), timm.create_model("resnet18_cifar"), 1)
-
-
 def test_attention_lr_leaves_learnable_gates_to_gate_lr():
     model = timm.create_model("ea_vit_tiny_patch16_224", img_size=32, patch_size=16, embed_dim=48, depth=2)
     scales = {name: group["lr_scale"] for names, group in groups_of(model, attention_lr=0.5, gate_lr=30)
@@ -107,6 +95,8 @@ def test_attention_lr_scales_the_update(opt):
         share = 0.25 if any(part in name for part in (".qkv.", "_rel", ".evolution.")) else 1
         assert whole.abs().max() > 1e-4
         torch.testing.assert_close(moved[1][name], share * whole, atol=1e-6, rtol=1e-3)
+    with pytest.raises(UsageError, match="attention_lr 0.25 needs attention layers of ea_vision"):
+        build_optimizer(config(attention_lr=0.25), timm.create_model("resnet18_cifar"), 1)
 
 
 def test_frozen_parameters_are_in_no_group():

@@ -10,12 +10,6 @@ from ea_vision.base.errors import UsageError, exit_code
 from ea_vision.base.networks import image_statistics
 from ea_vision.engine import run_folder, train_cifar
 from ea_vision.engine.command import freeze
-from tests.engine.runner import make_folder
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return make_folder(tmp_path_factory.mktemp("data"), side=16)
 
 
 def arguments(data, output, *more):

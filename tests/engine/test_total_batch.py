@@ -15,7 +15,7 @@ from ea_vision.engine.config import load_recipe, recipe_names
 from ea_vision.engine.preflight import describe_update
 from ea_vision.engine.train import Trainer
 from tests.engine.recipes import resolved
-from tests.engine.runner import GN_MODEL, SignalAfterUpdate, arguments, make_folder, run, run_world
+from tests.engine.runner import GN_MODEL, SignalAfterUpdate, arguments, run, run_world
 
 PAPERS = {"imagenet": 256, "imagenet_ea_aa_resnet50": 256, "imagenet_semnasnet_100": 1024, "rsb_a1": 2048,
           "rsb_a2": 2048, "rsb_a3": 2048, "ffcv_16": 4096, "ffcv_88": 4096, "torchvision_v2": 1024,
@@ -101,11 +101,6 @@ def test_rsb_a3_is_the_papers_table_argument_by_argument():
     weights = timm.get_pretrained_cfg("resnet50.a3_in1k")
     assert weights.input_size[1] == config.img_size and weights.test_input_size[1] == config.side_to_evaluate
     assert weights.interpolation == config.interpolation and int(224 / weights.crop_pct) == config.eval_resize
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return make_folder(tmp_path_factory.mktemp("data"))
 
 
 class LogIds:

@@ -5,7 +5,6 @@ import csv
 import json
 import math
 import signal
-from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -211,18 +210,3 @@ def test_recipe_keywords_a_model_lacks_are_left_out_with_a_notice(data, tmp_path
     about = run_folder.read_config(tmp_path / "run")[1]
     assert about["model_kwargs"] == {"num_classes": 3, "in_chans": 3, "drop_rate": 0.1}
     assert run(argv, log) == 0 and "is complete" in log.read_text(), "the same command continues, or finds it done"
-
-
-@pytest.mark.slow
-def test_it_learns(tmp_path):
-    """Digits, a small network, seconds: the data, the labels, the augmentation and the loop fit together."""
-    folder, log = tmp_path / "run", tmp_path / "log"
-    argv = ["--model", "test_resnet", "--epochs", "5", "--batch-size", "32", "--output", str(folder)]
-    assert run(argv, log) == 0, log.read_text()
-    assert run_folder.read_results(folder)["test_last"]["top1"] > 70
-
-
-def test_engine_and_data_do_not_import_the_models():
-    root = Path(train_cifar.__file__).parents[1]
-    for path in [*root.glob("engine/*.py"), *root.glob("data/*.py")]:
-        assert "ea_vision.models" not in path.read_text(), path

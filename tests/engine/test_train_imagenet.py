@@ -34,11 +34,6 @@ TINY = ["--model", "test_resnet", "--model-kwargs", "drop_rate=0.2", "--img-size
 
 
 @pytest.fixture(scope="module")
-def photos(tmp_path_factory):
-    return make_photos(tmp_path_factory.mktemp("photos"))
-
-
-@pytest.fixture(scope="module")
 def finished(photos, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "finished"
     argv = arguments(photos, folder)
@@ -216,12 +211,6 @@ def test_evaluation_on_three_processes_equals_one(finished, tmp_path):
     assert numbers[:2] == numbers[2:]
     rows = list(csv.DictReader(numbers[0].splitlines()))
     assert [int(row["images"]) for row in rows] == [67, 67, 66] and 0 < float(numbers[1][0]) < 100
-
-
-def test_evaluation_of_a_run_is_what_its_results_say(finished, tmp_path):
-    assert run(["--evaluate", str(finished), "--output", str(tmp_path)], tmp_path / "log") == 0
-    found = json.loads((tmp_path / "evaluation.json").read_text())
-    assert found["top1"] == pytest.approx(run_folder.read_results(finished)["test_best"]["top1"], abs=1e-3)
 
 
 def test_too_many_unreadable_images_stop_the_run_and_are_listed(tmp_path, capsys):

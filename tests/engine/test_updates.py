@@ -22,7 +22,7 @@ from ea_vision.data.small_images import Images
 from ea_vision.engine import checkpoint, classification, run_folder, train
 from ea_vision.engine.evaluate import NonFiniteLoss
 from ea_vision.engine.train import Trainer, Update
-from tests.engine.runner import SpoilLoss, arguments, assert_equal, make_folder, make_trainer, run_world
+from tests.engine.runner import SpoilLoss, arguments, assert_equal, make_trainer, run_world
 
 CPU = torch.device("cpu")
 
@@ -268,11 +268,6 @@ def test_a_gradient_in_float16_that_no_scale_makes_finite_is_a_fault(tmp_path, m
     with pytest.raises(NonFiniteLoss, match=r"the norm of the gradient of update \d+ of epoch 1 is nan"):
         trainer.train_epoch()
     assert 2.0**16 / 2**trainer.progress.updates < 1e-4 <= 2.0**16 / 2 ** (trainer.progress.updates - 5)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return make_folder(tmp_path_factory.mktemp("data"))
 
 
 class WatchRanks:
