@@ -185,9 +185,9 @@ def _shortened(error: Exception) -> str:
     return text if len(text) <= 400 else f"{text[:400]} ..."
 
 
-def digest_of(tensors: dict[str, torch.Tensor], text: str = "") -> str:
-    """Return SHA-256 over names, types, shapes and values of contiguous tensors on the CPU, and a text."""
-    digest = hashlib.sha256(text.encode())
+def _digest_of(tensors: dict[str, torch.Tensor]) -> str:
+    """Return SHA-256 over names, types, shapes and values of contiguous tensors on the CPU."""
+    digest = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name]
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -201,7 +201,7 @@ def encode_weights(state: dict[str, torch.Tensor], about: dict[str, str] | None 
     about: what else the file's metadata says.
     """
     state = {name: value.detach().cpu().contiguous() for name, value in state.items()}
-    return safetensors.torch.save(state, {"format": "pt", **(about or {}), "sha256": digest_of(state)})
+    return safetensors.torch.save(state, {"format": "pt", **(about or {}), "sha256": _digest_of(state)})
 
 
 def read_weights(path: Path) -> dict[str, torch.Tensor]:
@@ -216,33 +216,27 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
             expected = (file.metadata() or {}).get("sha256")
     except (OSError, safetensors.SafetensorError) as error:
         raise UsageError(f"cannot read weights {path}: {error}") from error
-    if expected is not None and digest_of(state) != expected:
+    if expected is not None and _digest_of(state) != expected:
         raise UsageError(f"weights {path} are damaged: their checksum does not match")
     return state
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
-    """Load safetensors weights strictly.
+    """Load safetensors weights strictly; raise UsageError as `read_weights` and `load_state` do."""
+    load_state(model, read_weights(path), str(path))
+
+
+def load_state(model: nn.Module, state: dict[str, torch.Tensor], source: str) -> None:
+    """Load weights and buffers strictly.
 
     Raises:
-        UsageError: what `read_weights` raises, names and shapes that differ from the model's, or values that are not
-            finite.
+        UsageError: names or shapes differ from the model's, or values are not finite.
     """
-    state = read_weights(path)
-    check_state_fits(model, state, str(path))
-    model.load_state_dict(state)
-
-
-def check_state_fits(model: nn.Module, state: dict[str, torch.Tensor], source: str) -> None:
-    """Raise UsageError, naming the first differences, unless names and shapes of `state` are those of the model, and
-    all its values finite."""
-    own, other = ({name: tuple(value.shape) for name, value in of.items()} for of in (model.state_dict(), state))
-    differences = [f"{name} must be {own.get(name, 'absent')}, got {other.get(name, 'nothing')}"
-                   for name in {**own, **other} if own.get(name) != other.get(name)]
-    if differences:
-        more = f" and {len(differences) - 3} more" if len(differences) > 3 else ""
-        raise UsageError(f"weights {source} do not fit the model: {'; '.join(differences[:3])}{more}")
     check_finite(state, source)
+    try:
+        model.load_state_dict(state)
+    except RuntimeError as error:
+        raise UsageError(f"weights {source} do not fit the model: {_shortened(error)}") from error
 
 
 def check_finite(state: dict[str, torch.Tensor], source: str) -> None:

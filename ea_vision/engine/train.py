@@ -31,7 +31,7 @@ from tqdm import tqdm
 
 from ea_vision.base.errors import RunError, UsageError
 from ea_vision.base.files import atomic_write, write_json
-from ea_vision.base.networks import check_state_fits, lay_out, non_finite
+from ea_vision.base.networks import lay_out, load_state, non_finite
 from ea_vision.base.processes import mean_in_order
 from ea_vision.base.units import duration
 from ea_vision.engine import checkpoint, run_folder
@@ -213,8 +213,7 @@ class Trainer:
             raise UsageError(f"{source} has {'no' if state['ema'] is None else 'the'} averaged weights of "
                              f"--model-ema-decay, got {own.model_ema_decay:g}")
         for model, weights in ((self.model, state["model"]), (self.best_model, state["ema"] or state["model"])):
-            check_state_fits(model, weights, str(source))
-            model.load_state_dict(weights)
+            load_state(model, weights, str(source))
         load_optimizer(self.optimizer, state["optimizer"], own, str(source))
         self.scaler.load_state_dict(state["scaler"])
         if state["world_size"] == self.world.size:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torchvision.transforms.v2.functional import pil_to_tensor
 
 from ea_vision.base.errors import UsageError
-from ea_vision.base.networks import check_model_name, check_state_fits, load_weights, pretrained_model
+from ea_vision.base.networks import check_model_name, load_state, load_weights, pretrained_model
 from ea_vision.data.image_files import MAX_PIXELS
 from ea_vision.deployment.files import SUFFIXES, ExportedNetwork
 from ea_vision.detection.model import create_detector
@@ -264,13 +264,8 @@ def _load_file(model: nn.Module, path: Path) -> int | None:
         with safetensors.safe_open(path, framework="pt") as file:
             epoch = (file.metadata() or {}).get("epoch")
         return int(epoch) if epoch and epoch.isdecimal() else None
-    try:
-        state = checkpoint.read_checkpoint(path)
-    except checkpoint.DamagedCheckpoint as error:
-        raise UsageError(str(error)) from error
-    weights = state["ema"] or state["model"]
-    check_state_fits(model, weights, str(path))
-    model.load_state_dict(weights)
+    state = checkpoint.read_checkpoint(path)
+    load_state(model, state["ema"] or state["model"], str(path))
     return state["progress"].get("epoch")
 
 

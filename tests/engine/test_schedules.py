@@ -61,15 +61,6 @@ def test_warmup_then_one_cosine_is_the_aa_recipe():
     assert lr[-1] == pytest.approx(0, abs=1e-8)
 
 
-def test_steps_fall_at_the_first_update_of_their_epoch():
-    """The ImageNet schedule of DESIGN section 5."""
-    lr = rates(20, sched="multistep", epochs=100, lr=0.128, warmup_epochs=5, decay_milestones=[30, 60, 80, 90])
-    assert lr[0] == 0 and lr[50] == pytest.approx(0.064) and lr[100] == pytest.approx(0.128)
-    for epoch, before, after in ((30, 0, 1), (60, 1, 2), (80, 2, 3), (90, 3, 4)):
-        assert lr[epoch * 20 - 1] == pytest.approx(0.128 * 0.1**before)
-        assert lr[epoch * 20] == pytest.approx(0.128 * 0.1**after)
-
-
 def test_exponential_decay_is_mnasnets():
     """build_learning_rate of tensorflow/tpu's mnasnet_utils.py: 0.97 every 2.4 epochs from epoch 0, 5 of warm-up."""
     per_epoch = 1251

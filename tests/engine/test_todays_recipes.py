@@ -73,8 +73,6 @@ def test_the_recipes_are_the_published_ones():
                        img_size=224),
         "rsb_a2": dict(epochs=300, lr=5e-3, weight_decay=0.02, smoothing=0.0, aug_repeats=3, mixup=0.1,
                        img_size=224),
-        "rsb_a3": dict(epochs=100, lr=8e-3, weight_decay=0.02, smoothing=0.0, aug_repeats=1, mixup=0.1,
-                       img_size=160),
         "ffcv_16": dict(epochs=16, lr=1.7, grow_epochs=[11, 13]),
         "ffcv_88": dict(epochs=88, lr=1.7, grow_epochs=[65, 76])}
     for name, values in wanted.items():

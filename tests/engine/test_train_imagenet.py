@@ -4,14 +4,10 @@ from __future__ import annotations
 import csv
 import importlib.util
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 import safetensors
 import timm
@@ -19,7 +15,7 @@ import torch
 
 from ea_vision.base.errors import exit_code
 from ea_vision.data import write_ffcv
-from ea_vision.engine import checkpoint, run_folder, train_imagenet
+from ea_vision.engine import run_folder, train_imagenet
 from ea_vision.engine.config import recipe_names, resolve
 from ea_vision.engine.optimizer import build_schedule
 from ea_vision.engine.preflight import trial_step
@@ -109,32 +105,6 @@ def test_interrupted_runs_end_as_uninterrupted_ones(photos, finished, tmp_path):
     same_result(folder, finished)
     steps = [r["step"] for r in csv.DictReader((folder / "speed.csv").open())]
     assert sorted(set(steps), key=int) == steps, "no row twice"
-
-
-@pytest.mark.slow  # torchrun's own restart; kill and resume, and torchrun alone, have quick tests
-def test_a_process_killed_under_torchrun_is_restarted_and_nothing_is_lost(photos, tmp_path):
-    """torchrun --max-restarts: two gloo processes, one of them killed, against the same command undisturbed."""
-    script = Path(__file__).parents[2] / "train_imagenet.py"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(script.parent)}
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts",
-              "2", str(script)]
-    more = ["--batch-size", "4", "--epochs", "6", "--checkpoint-steps", "1"]
-    whole, broken, log = tmp_path / "whole", tmp_path / "broken", tmp_path / "log"
-    codes = runner.run_world(2, arguments(photos, whole, *more), log, main=train_imagenet.main)
-    assert codes == [0, 0], log.read_text()
-    with open(log, "w") as file:
-        process = subprocess.Popen([*launch, *arguments(photos, broken, *more)], env=environment, stdout=file,
-                                   stderr=file)
-    while not (broken / checkpoint.LAST).exists() and process.poll() is None:
-        time.sleep(0.02)
-    killed = 0
-    for child in psutil.Process(process.pid).children():
-        if str(script) in child.cmdline() and not killed:
-            child.kill()
-            killed += 1
-    assert process.wait(900) == 0, log.read_text()
-    assert killed == 1 and "resumed from" in log.read_text()
-    same_result(broken, whole)
 
 
 @pytest.mark.slow
