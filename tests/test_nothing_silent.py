@@ -1,9 +1,9 @@
 """Commands in trouble, a row each: one line says what is wrong, the exit code is not 0, nothing half written stays.
 
 Other faults of this kind are tested where they belong: deploy in deployment/test_pairs.py, exported files and signals
-in deployment/test_files.py, token_conv's start and statistics under checkpointing in models/test_across.py, tangents and
-memory of the kernels in ops/test_ops.py, threads in recorder/test_recording.py, unlike shards in base/test_processes.py,
-odd parts of a batch in engine/test_total_batch.py, a second TERM in slurm/test_slurm.py.
+in deployment/test_files.py, token_conv's start and statistics under checkpointing in models/test_across.py, tangents
+and memory of the kernels in ops/test_ops.py, threads in recorder/test_recording.py, unlike shards in
+base/test_processes.py, odd parts of a batch in engine/test_total_batch.py, a second TERM in slurm/test_slurm.py.
 """
 import json
 import resource
