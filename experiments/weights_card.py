@@ -13,7 +13,7 @@ import argparse
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import groupby, pairwise
 from operator import itemgetter
 from pathlib import Path
@@ -119,7 +119,7 @@ def card(finished: FinishedRun, name: str, dtype: str, result: Evaluation, tta: 
         lambda start: ", ".join(f"{k} {v}" for k, v in start["versions"].items())))
     if split:
         seen = f"{run['eval_images']} images of `{Path(run['eval_data']).name}`, by which the best epoch was chosen"
-        recipe = resolve(ImageNetConfig, {"recipe": config["recipe"]}).as_dict()
+        recipe = asdict(resolve(ImageNetConfig, {"recipe": config["recipe"]}))
         own = "".join(f" --{key.replace('_', '-')} {config[key]}" for key in (
             "img_size", "eval_img_size", "eval_resize", "interpolation") if config[key] != recipe[key])
         check = (f"python train_imagenet.py --evaluate {name} --recipe {config['recipe']}{own} --data-dir DIR "

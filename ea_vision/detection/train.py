@@ -255,16 +255,12 @@ class CocoDetection(DataModule):
             load_weights(model, Path(weights))
         return model, Path(self.config.output or output)
 
-    def write_evaluation(self, folder: Path, model: nn.Module, result: DetectionResult,
-                         about: dict[str, Any]) -> list[Path]:
+    def write_evaluation(self, folder: Path, result: DetectionResult, about: dict[str, Any]) -> list[Path]:
         from ea_vision.detection.draw import gallery, png_bytes  # training needs no matplotlib
 
         paths = result.write(folder, about)
         atomic_write(folder / "detections.png", png_bytes(gallery(self.test, result.detections)))
         return [*paths, folder / "detections.png"]
-
-    def line_of(self, result: DetectionResult) -> str:
-        return result.line()
 
 
 def detector_kwargs(config: DetectionConfig, num_classes: int) -> dict[str, Any]:

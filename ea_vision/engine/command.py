@@ -10,6 +10,7 @@ import logging
 import math
 import socket
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,7 @@ def put_together(data: DataModule, folder: Path, stop: StopRequest) -> tuple[Tra
     check_data(data)
     under = provenance()
     check_same_everywhere(world, {"data": data.fingerprint, "commit": under["git_commit"], **under["versions"],
-                                  **{name: value for name, value in config.as_dict().items()
+                                  **{name: value for name, value in asdict(config).items()
                                      if name not in OWN_OF_A_NODE}})
     random_seed(config.seed)
     model, kwargs = data.create_model()
@@ -163,8 +164,8 @@ def evaluate_target(module: type[DataModule], target: str, weights: str, given: 
             about = {"target": target, "model": config.model, "weights": weights or None, **data.about,
                      "amp": config.amp, "tta": tta, "data_fingerprint": data.fingerprint,
                      **({"eval_split": "train"} if data.same_images else {}), **provenance()}
-            written = data.write_evaluation(output, model, result, about)
-            print(f"{'fit to the training images: ' if data.same_images else ''}{data.line_of(result)}")
+            written = data.write_evaluation(output, result, about)
+            print(f"{'fit to the training images: ' if data.same_images else ''}{result.line()}")
             print("written:", *written)
         data.bad_images.collect(world, output)
 
@@ -315,8 +316,7 @@ def begin_or_resume(trainer: Trainer, about: dict[str, Any]) -> None:
     trainer.progress.begin(about)
     if trainer.world.is_main:
         (trainer.folder / run_folder.RESULTS).unlink(missing_ok=True)  # only a complete run has it
-        run_folder.write_config(trainer.folder, trainer.config.as_dict(),
-                                {**about, "starts": trainer.progress.starts})
+        run_folder.write_config(trainer.folder, asdict(trainer.config), {**about, "starts": trainer.progress.starts})
     trainer.step_log.begin(trainer.progress.updates)
     trainer.world.barrier()
 

@@ -14,7 +14,6 @@ import math
 import operator
 import typing
 from dataclasses import dataclass
-from decimal import Decimal
 from functools import partial
 from importlib import resources
 from pathlib import Path
@@ -252,9 +251,6 @@ class TrainConfig:
             part in self.opt.lower() for part in ("ada", "lamb"))
         return self.lr * (images / self.lr_base_size) ** (0.5 if root else 1)
 
-    def as_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
     def differences(self, saved: dict[str, Any], processes: int = 1, saved_processes: int = 1) -> list[str]:
         """Return, as text, the options that differ from the saved ones and may not change on resume.
 
@@ -278,7 +274,7 @@ OF_AN_UPDATE = ("batch_size", "grad_accum_steps", "total_batch")  # what counts 
 
 def _whole(value: Any) -> int:
     """Return a whole number, of which 1e3 and 10.0 are ones too."""
-    number = Decimal(str(value))
+    number = float(value)
     if number % 1:
         raise ValueError
     return int(number)

@@ -26,7 +26,7 @@ from ea_vision.data.bad_images import BadImages
 from ea_vision.engine import run_folder
 from ea_vision.engine.classification import Teacher
 from ea_vision.engine.config import TrainConfig
-from ea_vision.engine.report import line_of, write_evaluation
+from ea_vision.engine.report import write_evaluation
 from ea_vision.engine.train import Trainer
 
 
@@ -160,10 +160,6 @@ class DataModule:
             raise UsageError(f"teacher {name} does not take images of {side} pixels: {error}") from error
         return teacher
 
-    def write_evaluation(self, folder: Path, model: nn.Module, result, about: dict[str, Any]) -> list[Path]:
+    def write_evaluation(self, folder: Path, result, about: dict[str, Any]) -> list[Path]:
         """Write what --evaluate leaves on disk of a result of the trainer's `evaluate`; return the paths."""
         return write_evaluation(folder, result, self.classes, about)
-
-    def line_of(self, result) -> str:
-        """Return a result in a line."""
-        return line_of(result, getattr(self.config, "tta", "none"))

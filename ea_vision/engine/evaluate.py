@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -64,18 +65,33 @@ class NonFiniteLoss(RunError):
 
 @dataclass
 class Evaluation:
-    """Result over all images. top1 and top5 in percent; confusion[i, j]: images of class i taken for class j."""
+    """Result over all images. top1 and top5 in percent; confusion[i, j]: images of class i taken for class j; views:
+    the result by the mean of the logits of views of the kind `tta`, where that was asked for."""
 
     images: int
     top1: float
     top5: float
     loss: float
     confusion: torch.Tensor
-    views: Evaluation | None = None  # by the mean of several views' logits, where that was asked for
+    views: Evaluation | None = None
+    tta: str = "none"
 
     def figures(self) -> dict[str, float]:
         """Return the measures of metrics.csv, in percent."""
         return {"top1": self.top1, "top5": self.top5}
+
+    def numbers(self) -> dict[str, Any]:
+        """Return what evaluation.json says: images, top1, top5, loss, and under `views` those of views."""
+        numbers = {"images": self.images, "top1": round(self.top1, 4), "top5": round(self.top5, 4),
+                   "loss": round(self.loss, 6)}
+        return numbers if self.views is None else {**numbers, "views": self.views.numbers()}
+
+    def line(self) -> str:
+        """Return the plain figures and, where there are, those of views."""
+        line = f"top1 {self.top1:.2f}%  top5 {self.top5:.2f}%  loss {self.loss:.4f}"
+        if self.views is not None:
+            line += f"  {self.tta} views: top1 {self.views.top1:.2f}%  loss {self.views.loss:.4f}"
+        return f"{line}  {self.images} images"
 
     def per_class(self) -> torch.Tensor:
         """Return the top-1 of each class in percent, nan for a class without images."""
@@ -139,5 +155,5 @@ def evaluate(model: nn.Module, loader, num_classes: int, world: World, config: T
                 for tally, logits in zip(tallies, logits_of_views(logits_of, images, tta), strict=False):
                     tally.add(logits, targets)
     result, *others = (tally.result(world) for tally in tallies)
-    result.views = others[0] if others else None
+    result.views, result.tta = others[0] if others else None, tta
     return result

@@ -12,26 +12,11 @@ from ea_vision.base.files import atomic_write, create, csv_text, write_json
 from ea_vision.engine.evaluate import Evaluation
 
 
-def numbers_of(result: Evaluation) -> dict[str, Any]:
-    """Return what evaluation.json says: images, top1, top5, loss, and under `views` those of views."""
-    numbers = {"images": result.images, "top1": round(result.top1, 4), "top5": round(result.top5, 4),
-               "loss": round(result.loss, 6)}
-    return {**numbers, **({"views": numbers_of(result.views)} if result.views is not None else {})}
-
-
-def line_of(result: Evaluation, tta: str) -> str:
-    """Return a line: the plain figures and, where there are, those of views."""
-    line = f"top1 {result.top1:.2f}%  top5 {result.top5:.2f}%  loss {result.loss:.4f}"
-    if result.views is not None:
-        line += f"  {tta} views: top1 {result.views.top1:.2f}%  loss {result.views.loss:.4f}"
-    return f"{line}  {result.images} images"
-
-
 def write_evaluation(folder: Path, result: Evaluation, classes: list[str], about: dict[str, Any]) -> list[Path]:
     """Write evaluation.json, per_class.csv and confusion.png (both of the images as they are); return their paths."""
     create(folder)
     paths = [folder / "evaluation.json", folder / "per_class.csv", folder / "confusion.png"]
-    write_json(paths[0], {**about, **numbers_of(result)})
+    write_json(paths[0], {**about, **result.numbers()})
     others = result.confusion - torch.diag(result.confusion.diagonal())
     atomic_write(paths[1], csv_text([
         {"class": name, "images": int(row.sum()), "top1": f"{top1:.2f}",

@@ -11,6 +11,7 @@ import math
 import resource
 import sys
 import uuid
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,7 @@ class StepLog:
             try:
                 self.board = self.wandb.init(
                     project=config.wandb, id=known.read_text(), resume="allow", name=self.folder.resolve().name,
-                    dir=str(self.folder), config=config.as_dict(),
+                    dir=str(self.folder), config=asdict(config),
                     tags=config.wandb_tags.split(",") if config.wandb_tags else None)
             except self.wandb.Error as error:
                 raise UsageError(f"--wandb: {error} (WANDB_MODE=offline logs into the run folder only)") from error

@@ -190,8 +190,9 @@ class Trainer:
         if not self.world.is_main:
             return None
         return {
-            "config": self.config.as_dict(), "data_fingerprint": self.data.fingerprint, "world_size": self.world.size,
-            "progress": dataclasses.asdict(self.progress), "model": self.model.state_dict(),
+            "config": dataclasses.asdict(self.config), "data_fingerprint": self.data.fingerprint,
+            "world_size": self.world.size, "progress": dataclasses.asdict(self.progress),
+            "model": self.model.state_dict(),
             "ema": self.ema.module.state_dict() if self.ema is not None else None,
             "optimizer": self.optimizer.state_dict(), "scheduler": self.scheduler.state_dict(),
             "scaler": self.scaler.state_dict(), "random": random_states,

@@ -77,10 +77,10 @@ def test_bad_recipes_are_named(tmp_path, text, message):
 def test_a_runs_config_is_a_recipe(tmp_path):
     config = parsed("--lr", "0.07", "--decay-milestones", "3", "5", "--output", "somewhere")
     path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump({**config.as_dict(), "about": {"seconds": 3}}))
+    path.write_text(yaml.safe_dump({**dataclasses.asdict(config), "about": {"seconds": 3}}))
     again = parsed("--recipe", str(path))
-    assert {k: v for k, v in again.as_dict().items() if k not in ("recipe", "output")} \
-        == {k: v for k, v in config.as_dict().items() if k not in ("recipe", "output")}
+    assert {k: v for k, v in dataclasses.asdict(again).items() if k not in ("recipe", "output")} \
+        == {k: v for k, v in dataclasses.asdict(config).items() if k not in ("recipe", "output")}
     assert again.output == "", "the place of the old run is not taken over"
 
 
@@ -145,7 +145,7 @@ def test_amp_alone_is_bfloat16():
 
 def test_an_option_younger_than_a_checkpoint_had_its_default():
     config = resolve(CifarConfig, {"momentum": 0.8})
-    saved = {key: value for key, value in config.as_dict().items() if key not in ("momentum", "clip_grad")}
+    saved = {key: value for key, value in dataclasses.asdict(config).items() if key not in ("momentum", "clip_grad")}
     assert config.differences(saved) == ["momentum was 0.9, got 0.8"]
 
 

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import signal
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -77,7 +78,7 @@ def test_learning_rates_are_the_papers(processes):
 @pytest.mark.parametrize("name", [name for name in recipe_names() if name.startswith("imagenet_")])
 def test_the_recipe_of_each_published_row_is_the_papers(name):
     base = "imagenet" if "resnet" in name else f"imagenet_{'aa_mnasnet' if '_aa_' in name else 'semnasnet'}_100"
-    row, papers = (resolve(ImageNetConfig, {"recipe": recipe}).as_dict() for recipe in (name, base))
+    row, papers = (asdict(resolve(ImageNetConfig, {"recipe": recipe})) for recipe in (name, base))
     assert timm.is_model(row["model"]) and name == f"imagenet_{row['model']}" and row["num_classes"] == 1000
     for key in ("model", "num_classes", "recipe"):
         del row[key], papers[key]
