@@ -1,5 +1,5 @@
 """Two nodes: two agents of torchrun with their own addresses, in two network namespaces where this process may make
-them. Faults and what comes of them: `EA_VISION_TEST_ALL=1 pytest -s` of this file prints the table that
+them. Faults and what comes of them: `pytest -s -m slow` of this file prints the table that
 experiments/others.md has.
 """
 from __future__ import annotations
@@ -20,7 +20,6 @@ from ea_vision.engine import checkpoint, command, run_folder, train_imagenet
 from tests.engine import runner
 from tests.engine.runner import same_result
 
-slow = pytest.mark.skipif(os.environ.get("EA_VISION_TEST_ALL") != "1", reason="EA_VISION_TEST_ALL=1: 20 s each")
 SCRIPT = Path(__file__).parents[2] / "train_imagenet.py"
 JOIN_SECONDS = 20  # that an agent waits for the other one, which torchrun takes for 600 otherwise
 
@@ -195,7 +194,7 @@ def whole(photos, nodes, tmp_path_factory):
     return folder, seconds
 
 
-@slow
+@pytest.mark.slow  # 20 s each
 @pytest.mark.parametrize("fault", ["process", "second node", "first node", "TERM to all"])
 def test_what_dies_and_comes_back_changes_nothing(photos, nodes, whole, tmp_path, fault):
     folder, log = tmp_path / "run", tmp_path / "log"
@@ -225,7 +224,7 @@ def test_what_dies_and_comes_back_changes_nothing(photos, nodes, whole, tmp_path
     same_result(folder, whole[0])
 
 
-@slow
+@pytest.mark.slow  # 20 s each
 def test_a_node_that_does_not_come_back_ends_the_job_and_loses_nothing(photos, nodes, whole, tmp_path):
     folder, log = tmp_path / "run", tmp_path / "log"
     with Agents(nodes, arguments(photos, folder), log) as agents:
