@@ -286,9 +286,6 @@ def test_films_through_the_snapshots_of_a_run(run, photo, tmp_path):
         assert film.n_frames == 3 and film.info["duration"] == 100
 
 
-def test_one_value_where_a_figure_shows_one(run, photo, tmp_path):
-    for options in (["--heads", "0,1"], ["--queries", "1,1", "2,2"], ["--model", str(run)]):
-        with pytest.raises(UsageError, match="this figure shows one .*; got 2"):
-            strip.main(["--model", str(run), "-o", str(tmp_path / "a.png"), *options, "--", str(photo)])
+def test_a_part_that_a_layer_lacks_is_named(run, photo, tmp_path):
     with pytest.raises(UsageError, match="has no conv_logits in layer 1, 4: choose --layers"):
         matrix.main(["--model", str(run), "--part", "conv_logits", "-o", str(tmp_path / "a.png"), str(photo)])
