@@ -15,7 +15,7 @@ import ea_vision
 from ea_vision.layers import MapsAttention, evolution_class, learnable_gates
 from ea_vision.models import any_transformer
 from tests.models.test_across import KINDS, stepped
-from tests.models.test_vision_transformer import active, plain
+from tests.models.test_vision_transformer import HAS_ATTN_LAYER, active, plain
 from tests.models.test_vision_transformer import lively as random_linear
 from tests.slow import slow_but
 
@@ -204,14 +204,33 @@ def stirred(model):
     return model
 
 
+def meta(name: str, **options) -> nn.Module:
+    with torch.device("meta"):
+        return timm.create_model(name, **options)
+
+
+def quantised() -> nn.Module:
+    return torch.ao.quantization.quantize_dynamic(timm.create_model("vit_tiny_patch16_224", depth=2), {nn.Linear})
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated")
 @pytest.mark.parametrize("make,options,message", [
-    (lambda: torchvision.models.swin_t(), {}, "torchvision's VisionTransformer required, got SwinTransformer"),
+    (lambda: None, {}, "a network is required, .* got None"),
+    (torchvision.models.swin_t, {}, "torchvision's VisionTransformer required, got SwinTransformer"),
+    (lambda: meta("resnet18"), {}, "required, got ResNet .no attention layer found"),
+    (lambda: meta("vit_relpos_small_patch16_224"), {}, "required, got VisionTransformerRelPos"),
     (lambda: create("beit_base_patch16_224"), dict(kind=None), "a kind, token_conv or value_residual required"),
     (lambda: ea_vision.evolve(create("torchvision")), {}, "encoder.layers.0 a EvolvingEncoderBlock, whose maps evolve"),
     (lambda: create("cait_xxs24_224"), dict(layers=[1]), r"that can evolve are \[2, 3\] of 3"),
+    (lambda: meta("vit_tiny_patch16_224", depth=1), {}, r"that can evolve are \[\] of 1"),
     (lambda: create("cait_xxs24_224"), dict(kind="xsa", alpha=0.5), "alpha"),
     (lambda: create("torchvision"), dict(kind="conv2d", layers=[3]), "the class token's row is read there"),
-    (lambda: timm.create_model("eva02_tiny_patch14_224", **SIZED, patch_drop_rate=0.5), {}, "patch_drop must be off"),
+    (lambda: meta("eva02_tiny_patch14_224", patch_drop_rate=0.5), {}, "patch_drop must be off.*PatchDropout"),
+    (lambda: meta("vit_small_patch16_18x2_224", depth=1), {}, "blocks.0: its block .* got ParallelThingsBlock"),
+    pytest.param(lambda: meta("vit_tiny_patch16_224", attn_layer="diff", depth=2), {},
+                 "blocks.0: its attention must be .*, got DiffAttention",
+                 marks=pytest.mark.skipif(not HAS_ATTN_LAYER, reason="needs a timm whose ViT has attn_layer")),
+    (quantised, {}, "blocks.0: its attention must not be quantised, got Attention"),
 ])
 def test_what_cannot_evolve_is_refused_with_the_reason(make, options, message):
     with pytest.raises(ValueError, match=message):

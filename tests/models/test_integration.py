@@ -1,7 +1,6 @@
 """What others do with a timm model: compile, export, save and load, detect objects."""
 import copy
 import functools
-from collections import OrderedDict
 
 import pytest
 import timm
@@ -90,30 +89,3 @@ def test_linear_layers_in_int8(name):
         expected, got = model(x), small(x)
     assert not isinstance(small.get_classifier(), nn.Linear)
     assert (got - expected).norm() < 0.05 * expected.norm()
-
-
-class Backbone(nn.Module):
-    """A features_only network as torchvision's detectors want it."""
-
-    def __init__(self) -> None:
-        from torchvision.ops import FeaturePyramidNetwork
-        super().__init__()
-        self.body = timm.create_model("ea_aa_resnet50", features_only=True, out_indices=(2, 3, 4))
-        self.out_channels = 16
-        self.fpn = FeaturePyramidNetwork(self.body.feature_info.channels(), self.out_channels)
-
-    def forward(self, x):
-        return self.fpn(OrderedDict((str(i), f) for i, f in enumerate(self.body(x))))
-
-
-def test_a_detector_trains_on_images_of_three_sizes():
-    from torchvision.models.detection import RetinaNet
-    from torchvision.models.detection.anchor_utils import AnchorGenerator
-    anchors = AnchorGenerator(((16,), (32,), (64,)), ((1.0,),) * 3)
-    detector = RetinaNet(Backbone(), num_classes=3, anchor_generator=anchors, min_size=64, max_size=96)
-    images = [torch.rand(3, 64, 80), torch.rand(3, 72, 64), torch.rand(3, 96, 96)]
-    targets = [{"boxes": torch.tensor([[8.0, 8.0, 40.0, 48.0]]), "labels": torch.tensor([1])} for _ in images]
-    losses = detector(images, targets)
-    sum(losses.values()).backward()
-    missing = [n for n, p in detector.backbone.body.named_parameters() if p.grad is None]
-    assert all(loss.isfinite() for loss in losses.values()) and missing == []
