@@ -10,27 +10,6 @@ from ea_vision import ops
 from ea_vision.layers import AugmentedConv2d, EvolvingAttention, PredictiveAttention, create_evolution
 from ea_vision.layers.token_attention import TokenAttention
 from ea_vision.ops import evolving_attention, use_implementation
-from tests.layers.oracle import map_conv
-
-
-@pytest.mark.parametrize("alpha,beta,kernel_size", [(0.5, 1.0, 3), (0.7, 0.3, 1), (0.0, 0.4, 5), (1.0, 0.0, 3)])
-def test_evolving_attention_is_the_papers_equation(alpha, beta, kernel_size):
-    module = EvolvingAttention(3, alpha, beta, kernel_size).double()
-    logits, prev = torch.randn(2, 2, 3, 7, 7, dtype=torch.float64)
-    mixed = alpha * prev + (1 - alpha) * logits
-    convolved = map_conv(mixed, module.convs[0])
-    torch.testing.assert_close(module(logits, prev), beta * convolved + (1 - beta) * mixed)
-
-
-@pytest.mark.parametrize("num_layers", [0, 1, 2, 3])
-def test_predictive_attention_is_the_papers_equation(num_layers):
-    module = PredictiveAttention(3, 0.2, num_layers).double()
-    logits, prev = torch.randn(2, 2, 3, 7, 7, dtype=torch.float64)
-    predicted = prev
-    for conv in module.convs:
-        predicted = map_conv(predicted, conv)
-    assert len(module.convs) == num_layers
-    torch.testing.assert_close(module(logits, prev), 0.2 * predicted + 0.8 * logits)
 
 
 @pytest.mark.parametrize("make,options,message", [
@@ -44,6 +23,7 @@ def test_predictive_attention_is_the_papers_equation(num_layers):
 def test_bad_options_are_named(make, options, message):
     with pytest.raises(ValueError, match=message):
         make(4, **options)
+
 
 @pytest.mark.parametrize("learnable", [True, "per_head"])
 @pytest.mark.parametrize("kind", ["ea", "pa"])

@@ -275,10 +275,3 @@ def test_stand_alone_self_attention_is_a_configuration():
     assert {(layer.conv, layer.window, layer.num_pools) for layer in layers_of(model)} == {(None, (7, 7), 0),
                                                                                         (None, (7, 7), 1)}
     assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(19.4, abs=0.06)
-
-
-def test_networks_take_windows_by_keyword():
-    model = timm.create_model("conv_transformer_cifar", widths=(8, 8, 16, 16), window=3, window_stages=(3,))
-    assert [layer.window for layer in layers_of(model)] == [(3, 3)] * 3 + [None] * 3
-    with pytest.raises(ValueError, match="head_window must be 1 where maps evolve"):
-        timm.create_model("conv_transformer_cifar", evolution="ea", head_window=3)
