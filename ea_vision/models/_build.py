@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import build_model_with_cfg, list_pretrained, register_model, resolve_pretrained_cfg
 from torch import nn
@@ -117,9 +116,6 @@ def build_network(model_cls: type[nn.Module], variant: str, pretrained: bool, **
 
     Stages that hand attention logits on cannot be run one by one, as timm does by default. Checkpoints pass through the
     class's `checkpoint_filter_fn`, where it has one of its own.
-    Where pretrained weights come from a file (timm's `pretrained_cfg_overlay={"file": ...}`), it may also be a run
-    folder (its best weights) or one of its checkpoints.
-
     Notes of the weights' configuration are logged.
 
     Raises:
@@ -132,21 +128,10 @@ def build_network(model_cls: type[nn.Module], variant: str, pretrained: bool, **
             raise RuntimeError(
                 f"{variant} has no pretrained weights; create it with pretrained=False. "
                 f"Models of ea_vision that have them: {', '.join(having) or 'none yet'}")
-        path = Path(cfg.file or "")
-        if cfg.file and not path.exists():
+        if cfg.file and not Path(cfg.file).exists():
             raise RuntimeError(
-                f"the weights of {variant} are missing: {path.name} belongs into the folder weights/ of a "
+                f"the weights of {variant} are missing: {Path(cfg.file).name} belongs into the folder weights/ of a "
                 f"checkout, or comes with the wheel; got neither")
-        overlay = dict(kwargs.pop("pretrained_cfg_overlay", None) or {})
-        if path.is_dir() and cfg.source != "local-dir" and cfg.file:  # a run folder
-            overlay["file"] = str(path / "model.safetensors")
-        elif path.suffix == ".ckpt":
-            held = torch.load(path, map_location="cpu", weights_only=True)
-            if "format" in held and "model" in held:  # our trainers'; timm would not look for averaged weights there
-                which = "ema" if held.get("ema") else "model"
-                log.info("checkpoint of a run: the weights under %r", which)
-                overlay["state_dict"] = held[which]
-        kwargs["pretrained_cfg_overlay"] = overlay
         if cfg.notes:
             log.info("weights of %s: %s", variant, "; ".join(cfg.notes))
     if hasattr(model_cls, "feature_indices"):

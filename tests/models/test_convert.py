@@ -9,8 +9,6 @@ import torch
 
 from ea_vision.base.errors import UsageError
 from ea_vision.base.networks import create_classifier, encode_weights
-from ea_vision.engine.checkpoint import encode
-from ea_vision.engine.run_folder import write_weights
 from ea_vision.models import get_network
 from ea_vision.models._convert import checkpoint_filter_fn
 from ea_vision.recorder.loading import load_model
@@ -52,32 +50,6 @@ def test_another_depth_is_named():
     state["layer2.0.conv1.weight"] = state["layer2.0.conv1.weight"][:, :8]
     with pytest.raises(ValueError, match=r"layer2\.0\.conv1\.weight must have at least 112 output channels"):
         checkpoint_filter_fn(state, timm.create_model("aa_resnet34"))
-
-
-@pytest.mark.parametrize("ema", [False, True])
-def test_a_run_folder_and_its_checkpoints_are_weights(ema, tmp_path, caplog):
-    best, last, average = (lively("ea_conv_transformer_cifar", num_classes=4) for _ in range(3))
-    write_weights(tmp_path, best.state_dict())
-    momentum = {"0": torch.zeros(3), "1": torch.ones(2)}
-    state = {"model": last.state_dict(), "ema": average.state_dict() if ema else None, "optimizer": momentum}
-    (tmp_path / "last.ckpt").write_bytes(encode(state))
-
-    def load(path, **options):
-        overlay = {"file": str(path), "num_classes": 4}
-        return timm.create_model(
-            "ea_conv_transformer_cifar", pretrained=True, pretrained_cfg_overlay=overlay, **options)
-
-    with caplog.at_level(logging.INFO, logger="ea_vision"):
-        loaded = [(load(tmp_path), best), (load(tmp_path / "last.ckpt"), average if ema else last)]
-    for got, expected in loaded:
-        for key, value in expected.state_dict().items():
-            assert torch.equal(got.state_dict()[key], value), key
-        assert "state_dict" not in got.pretrained_cfg
-    assert f"the weights under '{'ema' if ema else 'model'}'" in caplog.text
-    assert load(tmp_path / "last.ckpt", num_classes=9, in_chans=1).get_classifier().out_features == 9
-    plain = timm.create_model(
-        "ea_conv_transformer_cifar", num_classes=4, checkpoint_path=str(tmp_path / "model.safetensors"))
-    assert torch.equal(plain.head.fc.weight, best.head.fc.weight)
 
 
 def test_pretrained_weights_name_the_keywords_they_were_trained_with(tmp_path, monkeypatch):
