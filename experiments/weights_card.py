@@ -6,8 +6,8 @@
 The weights are stored in float16 where that keeps the top-1 on the test images within 0.1 point of the run's, else in
 float32. A run of train_cifar.py has test images; for one of train_imagenet.py they are a split that it has not seen.
 Where a run was tested with several views of an image (--tta), the card has their figure, too. To be loaded by name, the
-tag must stand in the `default_cfgs` of the model's file; then `python experiments/shipped_weights.py` renews the table
-of results.
+tag must stand in the `default_cfgs` of the model's file, and keywords of the run that are not the network's own in its
+`Network(..., trained={TAG: keywords})`; then `python experiments/shipped_weights.py` renews the table of results.
 """
 import argparse
 import math
