@@ -69,7 +69,7 @@ def create_classifier(name: str, kwargs: dict[str, Any], optional: frozenset[str
         return pretrained_model(name, keywords) if pretrained else timm.create_model(name, **keywords)
 
     model, taken = create_by_keywords(create, name, wanted | kwargs, optional, notice)
-    return model, {**model.pretrained_cfg.get("model_args", {}), **taken}
+    return model, {**getattr(model, "trained_with", {}), **taken}
 
 
 def create_by_keywords(create: Callable[..., nn.Module], name: str, wanted: dict[str, Any], optional: frozenset[str],

@@ -41,7 +41,7 @@ def register_networks(module: str, model_cls: type[nn.Module], networks: Mapping
         def entry(pretrained: bool = False, *, name: str = name, network: Network = network, **kwargs: Any):
             trained = _trained_with(name, network, **kwargs) if pretrained else {}
             model = build_network(model_cls, name, pretrained, **{**network.kwargs, **trained, **kwargs})
-            model.pretrained_cfg["model_args"] = trained  # as timm's configurations on the Hub name them
+            model.trained_with = trained  # what building it again needs; timm's configuration has no place for it
             return model
 
         entry.__name__ = entry.__qualname__ = name
