@@ -15,7 +15,7 @@ import ea_vision
 from ea_vision.layers import MapsAttention, evolution_class, learnable_gates
 from ea_vision.models import any_transformer
 from tests.models.test_across import KINDS, stepped
-from tests.models.test_vision_transformer import HAS_ATTN_LAYER, active, plain
+from tests.models.test_vision_transformer import active, needs_attn_layer, plain
 from tests.models.test_vision_transformer import lively as random_linear
 from tests.slow import slow_but
 
@@ -228,8 +228,7 @@ def quantised() -> nn.Module:
     (lambda: meta("eva02_tiny_patch14_224", patch_drop_rate=0.5), {}, "patch_drop must be off.*PatchDropout"),
     (lambda: meta("vit_small_patch16_18x2_224", depth=1), {}, "blocks.0: its block .* got ParallelThingsBlock"),
     pytest.param(lambda: meta("vit_tiny_patch16_224", attn_layer="diff", depth=2), {},
-                 "blocks.0: its attention must be .*, got DiffAttention",
-                 marks=pytest.mark.skipif(not HAS_ATTN_LAYER, reason="needs a timm whose ViT has attn_layer")),
+                 "blocks.0: its attention must be .*, got DiffAttention", marks=needs_attn_layer),
     (quantised, {}, "blocks.0: its attention must not be quantised, got Attention"),
 ])
 def test_what_cannot_evolve_is_refused_with_the_reason(make, options, message):

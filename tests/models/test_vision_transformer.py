@@ -23,6 +23,7 @@ NAMES = list_networks("vision_transformer")
 HAS_ATTN_LAYER = "attn_layer" in inspect.signature(VisionTransformer).parameters
 HAS_CAUSAL = "is_causal" in inspect.signature(VisionTransformer.forward).parameters
 RESETS = "needs_reset" in inspect.signature(VisionTransformer.init_weights).parameters
+needs_attn_layer = pytest.mark.skipif(not HAS_ATTN_LAYER, reason="needs a timm whose ViT has attn_layer")
 TINY = dict(img_size=32, patch_size=8, embed_dim=48, depth=3, num_heads=3, num_classes=5)  # 4x4 patches
 
 
