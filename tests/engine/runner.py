@@ -99,6 +99,14 @@ def run(argv: list[str], log: Path, sabotage=None, seconds: float = 900, main=tr
     return process.exitcode
 
 
+def error_of(main: Callable[[list[str]], int], argv: list[str], capsys, code: int = 2) -> str:
+    """Run a command in this process; return its error, which must be one line."""
+    assert exit_code(lambda: main(argv)) == code
+    lines = [line for line in capsys.readouterr().err.splitlines() if line]
+    assert len(lines) == 1 and lines[0].startswith("error: "), lines
+    return lines[0].removeprefix("error: ")
+
+
 def run_world(size: int, argv: list[str], log: Path, sabotage=None, seconds: float = 900,
               main=train_cifar.main) -> list[int]:
     """Run `size` processes with the environment that torchrun gives them; return their exit codes."""

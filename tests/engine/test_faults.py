@@ -14,7 +14,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from ea_vision.base.errors import UsageError, exit_code
+from ea_vision.base.errors import UsageError
 from ea_vision.base.processes import MOST_WORKERS, World
 from ea_vision.engine import checkpoint, run_folder, train_cifar, train_imagenet
 from ea_vision.engine.classification import ClassificationTrainer
@@ -22,7 +22,7 @@ from ea_vision.engine.command import enable_checkpointing
 from ea_vision.engine.evaluate import evaluate
 from ea_vision.engine.train import Trainer
 from tests.data.photos import make_photos
-from tests.engine.runner import SignalAfterUpdate, arguments, make_folder, run
+from tests.engine.runner import SignalAfterUpdate, arguments, error_of, make_folder, run
 
 WORLD = World(0, 1, torch.device("cpu"))
 
@@ -49,14 +49,6 @@ def half_done(tmp_path_factory):
 def old_run(half_done, tmp_path):
     """A copy of it, which a test may spoil."""
     return Path(shutil.copytree(half_done, tmp_path / "run"))
-
-
-def error_of(main, argv, capsys, code=2) -> str:
-    """Run a command; return its error, which must be one line."""
-    assert exit_code(lambda: main(argv)) == code
-    lines = [line for line in capsys.readouterr().err.splitlines() if line]
-    assert len(lines) == 1 and lines[0].startswith("error: "), lines
-    return lines[0].removeprefix("error: ")
 
 
 # ---- what is refused before anything is written ----------------------------------------------------------------------

@@ -73,6 +73,8 @@ def test_attention_lr_leaves_learnable_gates_to_gate_lr():
         "blocks.1.attn.evolution.alpha": 30, "blocks.1.attn.evolution.beta": 30,
         **{f"blocks.1.attn.evolution.convs.0.{part}": 0.5 for part in ("weight", "bias")},
         **{f"blocks.{block}.attn.qkv.{part}": 0.5 for block in (0, 1) for part in ("weight", "bias")}}
+    with pytest.raises(UsageError, match="gate_lr 30 needs learnable gates"):
+        build_optimizer(config(gate_lr=30), timm.create_model("resnet18_cifar"), 1)
 
 
 @pytest.mark.parametrize("opt", ["sgd", "lookahead_muon"])

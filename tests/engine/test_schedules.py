@@ -4,14 +4,11 @@ from __future__ import annotations
 import math
 
 import pytest
-import timm
 import torch
 
-from ea_vision.base.errors import UsageError
 from ea_vision.engine.config import load_recipe, resolve
-from ea_vision.engine.optimizer import build_optimizer, build_schedule
+from ea_vision.engine.optimizer import build_schedule
 from ea_vision.engine.train_cifar import CifarConfig
-from ea_vision.layers import learnable_gates
 
 
 def rates(updates_per_epoch: int, **options) -> list[float]:
@@ -78,24 +75,3 @@ def test_half_the_rate_of_aa_ends_where_the_plain_recipe_does():
         assert (options["epochs"], options["decay_epochs"], options["sched"]) == (350, 2.4, "step")
         ends.append((options["lr"], options["lr"] * options["decay_rate"] ** (350 / 2.4)))
     assert ends[1][0] == ends[0][0] / 2 and ends[1][1] == pytest.approx(ends[0][1], rel=2e-3)
-
-
-def test_gate_lr_is_a_rate_of_learnable_gates_alone():
-    model = timm.create_model("ea_vit_tiny_patch16_224", img_size=32, patch_size=16, embed_dim=48, depth=3)
-    gates = {id(gate) for gate in learnable_gates(model).values()}
-    assert len(gates) == 4 and list(learnable_gates(model))[0] == "blocks.1.attn.evolution.alpha"
-    config = resolve(CifarConfig, {"recipe": "none", "gate_lr": 30.0, "lr": 0.01, "warmup_epochs": "50%",
-                                      "opt": "adamw"})
-    optimizer = build_optimizer(config, model, 128)
-    schedule = build_schedule(config, optimizer, 10)
-    for update in (0, 3, 50, 99):
-        schedule.step_update(update)
-        rate = optimizer.param_groups[0]["lr"]
-        for group in optimizer.param_groups:
-            ours = {id(p) for p in group["params"]} <= gates
-            assert group["lr"] == pytest.approx(rate * (30 if ours else 1))
-            assert not ours or group["weight_decay"] == 0
-    grouped = [id(p) for group in optimizer.param_groups for p in group["params"]]
-    assert sorted(grouped) == sorted(id(p) for p in model.parameters())
-    with pytest.raises(UsageError, match="gate_lr 30 needs learnable gates"):
-        build_optimizer(config, timm.create_model("resnet18_cifar"), 128)

@@ -5,6 +5,7 @@ import csv
 import json
 import math
 import signal
+from functools import partial
 
 import pytest
 import safetensors.torch
@@ -12,10 +13,9 @@ import timm
 import yaml
 from PIL import Image
 
-from ea_vision.base.errors import exit_code
 from ea_vision.engine import checkpoint, run_folder, train_cifar
 from ea_vision.engine.classification import ClassificationTrainer
-from tests.engine.runner import SignalAfterUpdate, arguments, assert_equal, make_folder, run, same_result
+from tests.engine.runner import SignalAfterUpdate, arguments, assert_equal, error_of, make_folder, run, same_result
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +23,7 @@ def data(tmp_path_factory):
     return make_folder(tmp_path_factory.mktemp("data"), train=64, test=30)
 
 
+fails = partial(error_of, train_cifar.main)
 SWITCHES = ["--holdout", "16", "--model-ema-decay", "0.5", "--amp", "bfloat16", "--channels-last", "--cutmix", "1",
             "--opt", "adamw"]
 
@@ -34,14 +35,6 @@ def finished(data, tmp_path_factory):
     log = folder.with_suffix(".log")
     assert run(arguments(data, folder, *SWITCHES, "--epochs", "3", "--lr", "0.001"), log) == 0, log.read_text()
     return folder
-
-
-def fails(argv: list[str], capsys) -> str:
-    """Run the command; return its error, which must be one line and come with exit code 2."""
-    assert exit_code(lambda: train_cifar.main(argv)) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and error.count("\n") == 1
-    return error
 
 
 def test_run_folder(finished):

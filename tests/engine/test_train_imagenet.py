@@ -14,7 +14,6 @@ import safetensors
 import timm
 import torch
 
-from ea_vision.base.errors import exit_code
 from ea_vision.data import write_ffcv
 from ea_vision.engine import run_folder, train_imagenet
 from ea_vision.engine.config import recipe_names, resolve
@@ -46,14 +45,6 @@ def arguments(photos: Path, output: Path, *more: str) -> list[str]:
 
 def run(argv, log, sabotage=None):
     return runner.run(argv, log, sabotage, main=train_imagenet.main)
-
-
-def fails(argv: list[str], capsys, code: int = 2) -> str:
-    """Run the command; return its error, which must be one line."""
-    assert exit_code(lambda: train_imagenet.main(argv)) == code
-    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1
-    return errors[0]
 
 
 @pytest.mark.parametrize("processes", [1, 8])
