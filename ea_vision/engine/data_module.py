@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from ea_vision.base.errors import UsageError
+from ea_vision.base.figures import figure_bytes
+from ea_vision.base.files import atomic_write, create, csv_text, write_json
 from ea_vision.base.networks import (
     REFUSALS,
     check_classes,
@@ -26,7 +28,7 @@ from ea_vision.data.bad_images import BadImages
 from ea_vision.engine import run_folder
 from ea_vision.engine.classification import Teacher
 from ea_vision.engine.config import TrainConfig
-from ea_vision.engine.report import write_evaluation
+from ea_vision.engine.report import plot_confusion
 from ea_vision.engine.train import Trainer
 
 
@@ -161,5 +163,16 @@ class DataModule:
         return teacher
 
     def write_evaluation(self, folder: Path, result, about: dict[str, Any]) -> list[Path]:
-        """Write what --evaluate leaves on disk of a result of the trainer's `evaluate`; return the paths."""
-        return write_evaluation(folder, result, self.classes, about)
+        """Write evaluation.json, per_class.csv and confusion.png, both of the images as they are, of a result of the
+        trainer's `evaluate`; return their paths."""
+        create(folder)
+        paths = [folder / "evaluation.json", folder / "per_class.csv", folder / "confusion.png"]
+        write_json(paths[0], {**about, **result.numbers()})
+        others = result.confusion - torch.diag(result.confusion.diagonal())
+        atomic_write(paths[1], csv_text([
+            {"class": name, "images": int(row.sum()), "top1": f"{top1:.2f}",
+             "most_confused_with": self.classes[wrong.argmax()] if wrong.any() else "",
+             "confused_images": int(wrong.max())} for name, row, wrong, top1 in zip(
+                self.classes, result.confusion, others, result.per_class().tolist(), strict=True)]).encode())
+        atomic_write(paths[2], figure_bytes(plot_confusion(result, self.classes, about["model"])))
+        return paths

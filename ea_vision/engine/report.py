@@ -1,30 +1,9 @@
-"""What an evaluation leaves on disk: numbers, each class's accuracy, the confusion picture."""
+"""The confusion picture of an evaluation."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
-import torch
-
-from ea_vision.base.figures import check_width, figure_bytes
-from ea_vision.base.files import atomic_write, create, csv_text, write_json
+from ea_vision.base.figures import check_width
 from ea_vision.engine.evaluate import Evaluation
-
-
-def write_evaluation(folder: Path, result: Evaluation, classes: list[str], about: dict[str, Any]) -> list[Path]:
-    """Write evaluation.json, per_class.csv and confusion.png (both of the images as they are); return their paths."""
-    create(folder)
-    paths = [folder / "evaluation.json", folder / "per_class.csv", folder / "confusion.png"]
-    write_json(paths[0], {**about, **result.numbers()})
-    others = result.confusion - torch.diag(result.confusion.diagonal())
-    atomic_write(paths[1], csv_text([
-        {"class": name, "images": int(row.sum()), "top1": f"{top1:.2f}",
-         "most_confused_with": classes[wrong.argmax()] if wrong.any() else "", "confused_images": int(wrong.max())}
-        for name, row, wrong, top1 in zip(classes, result.confusion, others, result.per_class().tolist(), strict=True)
-    ]).encode())
-    atomic_write(paths[2], figure_bytes(plot_confusion(result, classes, about["model"])))
-    return paths
 
 
 def plot_confusion(result: Evaluation, classes: list[str], name: str, *, width: float | None = None):
