@@ -1,26 +1,26 @@
 """Images per second of every loader on the same images, and the share of time that a training step waits for them.
 
-    python -m experiments.loaders --data-dir DIR --workers 8 --rounds 3
+    python -m experiments.loaders --data-dir DIR --workers 8 --rounds 5
 
 Training batches (random crop, flip, normalised) come from timm's loader, as its train script makes it without colour
 jitter, from image files by ea_vision, and from FFCV files written of the same images as JPEG, half of them, and as
-pixels. Each loader has a process of its own and the same number of workers; few images are repeated to make an epoch as
-long as ImageNet's, and its start is not timed. The loaders take turns in every round; medians are shown.
+pixels. Each loader has a process of its own and as many workers; few images are repeated to make a long epoch, and its
+start is not timed. The loaders take turns in every round, while the others stand still; medians are shown.
 
-The step stands for an accelerator that takes `--rate` images a second: it sleeps, so that the loader has the cores.
+The step stands for an accelerator that takes `--rate` images a second: it sleeps, so that the loader has the cores. Of
+image files it waits for their normalising, too, which a GPU would do.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import multiprocessing
 import os
 import platform
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -74,10 +74,9 @@ def batches(kind: str, path: str, given: argparse.Namespace):
     yield from BetonTrainLoader(source, scale=(0.08, 1), hflip=0.5, os_cache=True, **common).batches(0)
 
 
-def measure(kind: str, path: str, given: argparse.Namespace) -> dict[str, float]:
+def measure(loader, given: argparse.Namespace) -> dict[str, float]:
     """Draw batches for some seconds as fast as they come, then for as long with a step between them."""
-    loader = batches(kind, path, given)
-    for _ in range(3):
+    for _ in range(3 + 2 * given.workers):  # those that were ready
         next(loader)
     start, images = time.perf_counter(), 0
     while time.perf_counter() - start < given.seconds:
@@ -92,6 +91,17 @@ def measure(kind: str, path: str, given: argparse.Namespace) -> dict[str, float]
     return {"rate": rate, "waits": waited / (time.perf_counter() - start)}
 
 
+def serve(connection: Connection, kind: str, path: str, given: argparse.Namespace) -> None:
+    """In a process of its own: measure one loader as often as something is received; None ends it."""
+    torch.set_num_threads(1)
+    loader = batches(kind, path, given)
+    next(loader)
+    connection.send(None)
+    while connection.recv():
+        connection.send(measure(loader, given))
+    os._exit(0)  # without waiting for timm's workers
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-dir", required=True, help="folder with train, or of class folders")
@@ -100,14 +110,10 @@ def main() -> None:
     parser.add_argument("--img-size", type=int, default=224)
     parser.add_argument("--max-size", type=int, default=500, help="longest side in the FFCV files, in pixels")
     parser.add_argument("--rate", type=float, default=1000.0, help="images a second that the step takes")
-    parser.add_argument("--seconds", type=float, default=5.0, help="of each of the two measurements")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=1.5, help="of each of the two measurements")
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--only", nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.only:
-        print(json.dumps(measure(*given.only, given)), flush=True)
-        os._exit(0)  # without waiting for timm's workers
     targets = [("timm's loader, files", "timm", given.data_dir), ("image files", "files", given.data_dir)]
     with tempfile.TemporaryDirectory() as folder:
         source = ImageSource("", find_split(Path(given.data_dir), "train", or_root=True), "train")
@@ -115,17 +121,25 @@ def main() -> None:
             out = Path(folder) / f"{share}.beton"
             write_beton(source, out, jpeg_share=share, max_size=given.max_size, workers=given.workers)
             targets.append((f"{name}, {out.stat().st_size / 2**20:.0f} MiB", "ffcv", str(out)))
-        found: dict[str, list[dict[str, float]]] = {name: [] for name, *_ in targets}
+        found, served, context = {name: [] for name, *_ in targets}, {}, multiprocessing.get_context("spawn")
+        for name, kind, path in targets:
+            served[name], theirs = context.Pipe()
+            context.Process(target=serve, args=(theirs, kind, path, given)).start()
+            theirs.close()  # so that its end is an error here
+            served[name].recv()
         for _ in range(given.rounds):
-            for name, kind, path in targets:
-                command = [sys.executable, "-m", "experiments.loaders", *sys.argv[1:], "--only", kind, path]
-                found[name].append(json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout))
+            for name, connection in served.items():
+                connection.send(True)
+                found[name].append(connection.recv())
+        for connection in served.values():
+            connection.send(None)
     print(f"{len(source)} images, {given.img_size} pixels, batch {given.batch_size}, {given.workers} workers, "
           f"{os.cpu_count()} cores ({platform.machine()}), torch {torch.__version__}; medians of {given.rounds}\n")
-    print(f"| loader | images/s | a step of {given.rate:g} images/s waits |\n| --- | --- | --- |")
+    print(f"| loader | images/s | least, most | a step of {given.rate:g} images/s waits |\n| --- | --- | --- | --- |")
     for name, rows in found.items():
-        rate, waits = (statistics.median(row[key] for row in rows) for key in ("rate", "waits"))
-        print(f"| {name} | {rate:,.0f} | {waits:.0%} |")
+        rates = sorted(row["rate"] for row in rows)
+        print(f"| {name} | {statistics.median(rates):,.0f} | {rates[0]:,.0f}, {rates[-1]:,.0f} | "
+              f"{statistics.median(row['waits'] for row in rows):.0%} |")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import functools
 import hashlib
 import importlib
 import json
+import logging
 import os
 import sys
 import threading
@@ -32,6 +33,7 @@ from ea_vision.data.imagenet import ImageEvalLoader, ImageTrainLoader, image_see
 HELP = """FFCV is not installed. Debian, Ubuntu: apt-get install libturbojpeg0-dev libopencv-dev pkg-config \
 && pip install 'ea_vision[ffcv]'; conda: conda install -c conda-forge opencv libjpeg-turbo pkg-config compilers \
 && pip install 'ea_vision[ffcv]'; or leave .beton files out and give --data-dir"""
+log = logging.getLogger(__name__)
 RAW = 1  # FFCV's mode of an image that is stored as pixels; 0: as JPEG
 PAGES_TOGETHER = 16  # os_cache off: images are shuffled within this many pages (of 8 MiB, as written here)
 RATIO = np.array([3 / 4, 4 / 3])  # least and greatest width of a training crop to its height
@@ -94,7 +96,7 @@ class Beton:
         places = np.searchsorted(by_place["ptr"], images["data_ptr"]).clip(max=len(by_place) - 1)
         self.table = np.stack([column.astype(np.int64) for column in (
             images["data_ptr"], by_place["size"][places], images["height"], images["width"], images["mode"] != RAW)], 1)
-        self.data = np.memmap(path, np.uint8, mode="c").view(np.ndarray)  # "c": numba has one type for all its arrays
+        self.data = np.memmap(path, np.uint8, mode="r").view(np.ndarray)  # Linux refuses "c" beyond the memory's size
         starts, sizes, heights, widths, is_jpeg = self.table.T
         pixels = heights * widths
         wrong = ((starts < 0) | (sizes <= 0) | (starts + sizes > len(self.data)) | (pixels == 0) | (pixels > MAX_PIXELS)
@@ -308,6 +310,10 @@ class BetonTrainLoader(_BetonLoader, ImageTrainLoader):
     def __init__(self, source: Beton, *, os_cache: bool, scale: Sequence[float], hflip: float, **common):
         super().__init__(source, transform=None, **common)
         self.os_cache, self.how, self.hflip = os_cache, (np.array(scale, float), RATIO), hflip
+        if not source.fits_in_memory():
+            log.info("%s takes more than half of the memory (%.0f GiB): %s", source.path, len(source.data) / 2**30,
+                     "with --os-cache on each image is a random read of the disk" if os_cache else
+                     f"images are shuffled within {PAGES_TOGETHER} pages at a time (--os-cache on: all of them)")
 
     def _order(self, epoch: int) -> torch.Tensor:
         return super()._order(epoch) if self.os_cache else quasi_random_order(self.source.pages, self.seed, epoch)

@@ -176,6 +176,27 @@ def test_a_file_says_how_it_was_written(photos, tmp_path, capsys):
     assert not (tmp_path / "b.beton").exists()
 
 
+@pytest.mark.parametrize("os_cache, said", [(True, "random read of the disk"), (False, "shuffled within 16 pages")])
+def test_a_file_larger_than_the_memory_is_read_as_any_other(betons, tmp_path, caplog, os_cache, said):
+    """Its size is that of a hole between images and tables; one line of the log tells what its order costs."""
+    from ffcv.types import ALLOC_TABLE_TYPE, HeaderType
+
+    path, data = tmp_path / "large.beton", betons["half"].read_bytes()
+    header, tables = np.frombuffer(data, HeaderType, 1).copy(), len(data) - 13 * ALLOC_TABLE_TYPE.itemsize
+    header["alloc_table_ptr"] = 2 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with path.open("wb") as file:
+        file.write(header.tobytes() + data[header.nbytes:tables])
+        file.seek(int(header["alloc_table_ptr"][0]))
+        file.write(data[tables:])
+    with caplog.at_level("INFO", "ea_vision"):
+        few, large = ([batch for batch in BetonTrainLoader(
+            Beton(file), seed=0, scale=(0.5, 1), hflip=0.5, os_cache=os_cache, batch_size=6, **COMMON).batches(0)]
+            for file in (betons["half"], path))
+    assert len(few) == 2 and all(torch.equal(a.images, b.images) for a, b in zip(few, large, strict=True))
+    line, = caplog.messages
+    assert str(path) in line and said in line
+
+
 # ---- faults ----------------------------------------------------------------------------------------------------------
 
 def test_broken_images_stop_the_writing_or_are_left_out_and_listed(tmp_path, capsys):
