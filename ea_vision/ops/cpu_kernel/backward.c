@@ -88,16 +88,12 @@ static float *own_row(const image *g, const workspace *w, int head, int row) {
 
 /* A row through values and softmax. In: l (N) its logits, norm (2), d_out (E, Np) the gradient of its query's values
  * and v (E, Np), or E = 0 and in `d` the gradient of attn. Out: attn, and in `d` attn times its gradient, to N's next
- * multiple of VL. Returns the sum of the latter. With `drop` the values see the attn that is kept. rows: needed soon,
- * the last one to be written. */
+ * multiple of VL. Returns the sum of the latter. With `drop` the values see the attn that is kept. */
 INLINE float value_gradient(const image *g, float *attn, float *d, const float *l, const float *norm,
-                            const float *d_out, const float *v, const int E, const dropout *drop, draws of,
-                            const char *const rows[4]) {
+                            const float *d_out, const float *v, const int E, const dropout *drop, draws of) {
     const int n = g->N;
     vec total = {};
     for (int j = 0; j < n; j += VL) {
-        for (int r = 0; r < 3; r++) fetch(g, rows[r], j, 0);
-        fetch(g, rows[3], j, 1);
         vec x = norm[1] * exp_of(LOAD(l + j) - norm[0]), y = E ? (vec){} : LOAD(d + j);
         if (n - j < VL) x = (vec)((ivec)x & before(n - j));
 #pragma GCC unroll 4
@@ -111,20 +107,11 @@ INLINE float value_gradient(const image *g, float *attn, float *d, const float *
     return sum_of(total);
 }
 
-#define VALUE_GRADIENT(E, drop, of) value_gradient(g, attn, d, l, norm, d_out, v, E, drop, of, rows)
-#define SOME_VALUE_GRADIENT(drop, of) \
-    switch (g->p->E) { \
-        case 1: return VALUE_GRADIENT(1, drop, of); \
-        case 2: return VALUE_GRADIENT(2, drop, of); \
-        case 3: return VALUE_GRADIENT(3, drop, of); \
-        case 4: return VALUE_GRADIENT(4, drop, of); \
-        default: return VALUE_GRADIENT(0, drop, of); \
-    }
+#define VALUE_GRADIENT(E, drop) value_gradient(g, attn, d, l, norm, d_out, v, E, drop, of)
 
 static float some_value_gradient(const image *g, float *attn, float *d, const float *l, const float *norm,
-                                 const float *d_out, const float *v, draws of, const char *const rows[4]) {
-    if (g->drop.threshold) SOME_VALUE_GRADIENT(&g->drop, of)
-    SOME_VALUE_GRADIENT(NULL, of)
+                                 const float *d_out, const float *v, draws of) {
+    RETURN_ROW(VALUE_GRADIENT)
 }
 
 /* The gradient of queries begin..end's logits into d_own (of gain * own, or of the mixture where nothing is convolved)
@@ -175,10 +162,7 @@ static void softmax_gradients(const image *g, workspace *w, int begin, int end) 
             const dropout *drop = g->drop.threshold ? &g->drop : NULL;
             const draws of = drop ? draws_of(drop, query + i) : (draws){0, 0};
             const float *norm = p->norm + 2 * (query + i), *d_out = w->d_out + value + i, *v = g->v + value;
-            const char *rows[] = {
-                soon(g, p->logits, head, i + BLOCK, l), soon(g, p->d_logits, head, i + BLOCK, l),
-                soon(g, p->prev, head, i + BLOCK + r, l), soon(g, p->d_prev, head, i, l)};
-            const float mean = some_value_gradient(g, attn, d_attn, seen, norm, d_out, v, of, rows);
+            const float mean = some_value_gradient(g, attn, d_attn, seen, norm, d_out, v, of);
             const float *passed = convolve_again ? w->conv + (i - begin) * map_row + head * g->P + MARGIN : l;
             float *d = own_row(g, w, head, i);
             float *gate = p->weight ? row_of(g, w->around.d_conv, i - w->around.base + r, head) : NULL;

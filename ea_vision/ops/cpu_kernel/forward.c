@@ -5,11 +5,10 @@
 /* Of one row: the sum of exp(l - shift), and in `total` the `count` sums of it times rows of v; or, where `attn` is not
  * NULL, the exponentials there. With `drop`, of those that are kept; the sum is of all. */
 INLINE float weigh(const image *g, const float *l, float shift, const float *v, const int count, float *total,
-                   float *attn, const dropout *drop, draws of, const char *prev, const char *logits) {
+                   float *attn, const dropout *drop, draws of, const char *logits) {
     const int n = g->N;
     vec sum = {}, sums[FEW] = {};
     for (int j = 0; j < n; j += VL) {
-        fetch(g, prev, j, 0);
         fetch(g, logits, j, 1);
         vec x = exp_of(LOAD(l + j) - shift);
         if (n - j < VL) x = (vec)((ivec)x & before(n - j));
@@ -23,23 +22,14 @@ INLINE float weigh(const image *g, const float *l, float shift, const float *v, 
     return sum_of(sum);
 }
 
-#define WEIGH(count, attn, drop, of) weigh(g, l, shift, v, count, total, attn, drop, of, prev, logits)
-#define WEIGH_SOME(drop, of) \
-    switch (g->p->E) { \
-        case 1: return WEIGH(1, NULL, drop, of); \
-        case 2: return WEIGH(2, NULL, drop, of); \
-        case 3: return WEIGH(3, NULL, drop, of); \
-        case 4: return WEIGH(4, NULL, drop, of); \
-        default: return WEIGH(0, attn, drop, of); \
-    }
+#define WEIGH(count, drop) weigh(g, l, shift, v, count, total, count ? NULL : attn, drop, of, logits)
 
-/* prev, logits: rows that are read and written soon. */
+/* logits: a row that is written soon. */
 static float weigh_row(const image *g, int head, int row, const float *l, float shift, float *total, float *attn,
-                       const char *prev, const char *logits) {
+                       const char *logits) {
     const float *v = g->v + (long)head * g->p->E * g->Np;
     const draws of = g->drop.threshold ? draws_of(&g->drop, query_of(g, head, row)) : (draws){0, 0};
-    if (g->drop.threshold) WEIGH_SOME(&g->drop, of)
-    WEIGH_SOME(NULL, of)
+    RETURN_ROW(WEIGH)
 }
 
 /* The values of queries begin..end of a head from what `attend_row` left in g->attn. */
@@ -73,12 +63,11 @@ static void attend_row(const image *g, float *rows, int i, int begin, int end) {
         round_row(g, l);
         if (p->logits) write_floats((void *)at(p->logits, map_element(g, head, i), p->dtype), l, g->N, p->dtype);
         hide(g, l, i);
-        float sum = weigh_row(g, head, i, l, 0.0f, total, attn, soon(g, p->prev, head, i + BLOCK + g->conv.r, l),
-                              soon(g, p->logits, next, i + !next, l));
+        float sum = weigh_row(g, head, i, l, 0.0f, total, attn, soon(g, p->logits, next, i + !next, l));
         norm[0] = 0;
         if (!(sum > 1e-16f && sum < 1e16f)) { /* the largest logit is far from 0 */
             norm[0] = max_of(l, g->N);
-            sum = weigh_row(g, head, i, l, norm[0], total, attn, (char *)l, (char *)l);
+            sum = weigh_row(g, head, i, l, norm[0], total, attn, (char *)l);
         }
         norm[1] = 1 / sum;
         if (p->E > FEW) {

@@ -57,12 +57,14 @@ static void own_logits(const image *g, float *maps, int first, int begin, int en
         for (int i = begin; i < end; i++) {
             float *row = row_of(g, maps, first + i - begin, head);
             const float *prev = mix ? stored_row(g, p->prev, head, i, g->previous) : NULL;
+            const char *next = mix ? soon(g, p->prev, head, i + 1, prev) : NULL;
             if (p->height_rel) {
                 const float *by_row = g->position + (head * TERMS + i - g->terms[0]) * g->position_ld;
                 const float *by_col = by_row + Hp;
                 for (int y = 0; y < H; y++) /* the last vector of a row reaches into the next, which overwrites it */
                     for (int x = 0, j = y * W; x < W; x += VL, j = y * W + x) {
                         const vec position = LOAD(by_col + x) + by_row[y];
+                        if (mix) fetch(g, next, j, 0);
                         STORE(row + j, mix ? alpha * LOAD(prev + j) + position : position);
                     }
             } else {

@@ -42,6 +42,19 @@ static float gain_of(const problem *p, int head) { return p->kind == NONE ? 1.0f
 #define TERMS (5 * BLOCK) /* queries whose position terms are kept */
 #define FEW 4             /* values of a head that are summed while its softmax is made; more are a matrix product */
 
+/* Returns ROW(E, drop), compiled for the width of a head's values, 0 where it is above FEW, with dropout and without. */
+#define RETURN_BY_WIDTH(ROW, drop) \
+    switch (g->p->E) { \
+        case 1: return ROW(1, drop); \
+        case 2: return ROW(2, drop); \
+        case 3: return ROW(3, drop); \
+        case 4: return ROW(4, drop); \
+        default: return ROW(0, drop); \
+    }
+#define RETURN_ROW(ROW) \
+    if (g->drop.threshold) RETURN_BY_WIDTH(ROW, &g->drop) \
+    RETURN_BY_WIDTH(ROW, NULL)
+
 /* What all rows of an image share. */
 typedef struct {
     const problem *p;
