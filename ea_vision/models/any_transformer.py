@@ -418,8 +418,9 @@ def evolve(
         raise ValueError(f"this {type(model).__name__} cannot evolve: {reason}")
     if kind is None and not (token_conv or value_residual):
         raise ValueError("a kind, token_conv or value_residual required, got none of them")
+    start = options.pop("start", "identity")
     if kind is not None:
-        options = {"start": "identity", **options}
+        options["start"] = start
     chosen = attn_layers if layers is None else layers
     mechanisms = Mechanisms(kind, chosen, prefix, token_conv, value_residual, options)
     evolving = _shared_copy(model)
