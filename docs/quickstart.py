@@ -49,16 +49,16 @@ for index, probability in zip(top.indices.tolist(), top.values.tolist(), strict=
 A query point is (y, x) in pixels of the 32x32 input; layers are counted from 1, heads from 0.
 Each tile shows what the point attends to.""",
     """\
-plot_heatmap(model, photo, layers=[2], heads=[0, 1, "mean"], queries=[(12, 10), (26, 26)], width=4.5)""",
+plot_heatmap(model, photo, layers=[2], heads=[0, 1, "mean"], queries=[(12, 10), (26, 26)], width=4)""",
     """\
 # ## How does a map evolve?
 
 One query through the three layers of a chain. Layer 1 has no predecessor. From then on a layer mixes the map that
 was handed on into its own and convolves the result: along a row are these steps, and at its end the attention
-without the map of the layer before, and without the layer's own logits. Head 3 and this query are those whose
+without the map of the layer before, and without the layer's own logits. Head 0 and this query are those whose
 attention changes the most without the previous map (`python -m experiments.evolution_at_work cat.jpg`).""",
     """\
-plot_strip(model, photo, layers=[1, 2, 3], head=3, query=(26, 18), width=4.5)""",
+plot_strip(model, photo, layers=[1, 2, 3], head=0, query=(10, 22), width=4)""",
     """\
 # ## Click a pixel
 

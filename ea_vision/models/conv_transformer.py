@@ -248,7 +248,7 @@ def _cfg(**kwargs: Any) -> dict[str, Any]:
 SHIPPED = (  # of a model's weights the first are the default
     "conv_transformer_cifar.fast_c10",
     "pa_conv_transformer_cifar.fast_c10",
-    "ea_conv_transformer_cifar.fast_c10",
+    "ea_conv_transformer_cifar.fast_norm_c10",
 )
 default_cfgs = generate_default_cfgs({
     "cnn_cifar": _cfg(),
@@ -267,7 +267,7 @@ register_networks(__name__, ConvTransformer, {
         {"evolution": "pa", "alpha": 0.01}),
     "ea_conv_transformer_cifar": Network(
         "Evolving attention in the same network: alpha 0.5, beta 1.0; no paper gives EA on CIFAR.",
-        {"evolution": "ea"}),
+        {"evolution": "ea"}, {"fast_norm_c10": {"qk_norm": True}}),
     "csan_conv_transformer_cifar": Network(
         "CSAN's windows in the same network: 5x5 pixels and 3 of 4 heads at 8x8, all of a 4x4 map; no paper has it.",
         {"window": 5, "head_window": 3, "head_border": "clip", "window_stages": (3,)}),

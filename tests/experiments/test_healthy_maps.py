@@ -1,5 +1,6 @@
 """What the page of healthy maps says of its runs is what their files have."""
 import csv
+import re
 from pathlib import Path
 
 import pandas as pd
@@ -30,3 +31,17 @@ def test_the_page_has_what_the_norm_costs_so_far():
     page_says("experiments/healthy_maps/README.md", section, f"{entropies.iloc[0]:.2f} to {entropies.iloc[-2]:.2f} of",
               f"{entropies.iloc[-1]:.2f}")
     assert runs.groupby("network")["seed"].apply(list).to_dict() == {"EA": [5, 6, 7], "none": [5, 6, 7]}
+
+
+def test_the_page_has_the_run_with_the_norm():
+    last = pd.read_csv(FOLDER / "ea_conv_transformer_cifar.csv").iloc[-1]
+    card = (FOLDER.parents[1] / "weights" / "ea_conv_transformer_cifar.fast_norm_c10.md").read_text()
+    stored, views = re.findall(r"(\d\d\.\d\d)%(?: top-1,|\. 10000)", card)
+    maps = pd.read_csv(FOLDER.parent / "results" / "shipped-entropy.csv").query("model.str.endswith('fast_norm_c10')")
+    page_says("experiments/healthy_maps/README.md", "Question 3: which findings were the collapse's?",
+              f"{last['top1']:.2f}% in bfloat16, {stored} as stored", f"with six views {views}",
+              f"training loss {last['train_loss']:.4f}", *(", ".join(f"{value:.2f}" for value in maps[column][:5])
+                                                          for column in ("entropy_share", "largest")))
+    assert maps["entropy_share"].iloc[-1] < 0.25 <= maps["entropy_share"].iloc[:-1].min()
+    recipe = (FOLDER.parents[1] / "ea_vision" / "recipes" / "fast.yaml").read_text()
+    assert f"{last['top1']:.2f}, six views {views} (ea_conv_transformer_cifar)" in recipe

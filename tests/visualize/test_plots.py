@@ -79,7 +79,7 @@ def test_models_that_share_a_name_stay_apart(model):
 def test_titles_say_model_weights_layer_head_and_query():
     image = torch.rand(3, 32, 32)
     trained = as_text(plot_heatmap("ea_conv_transformer_cifar", image, layers=[2], heads=1, queries=[(9, 14)]))
-    assert "ea_conv_transformer_cifar, weights fast_c10" in trained
+    assert "ea_conv_transformer_cifar, weights fast_norm_c10" in trained
     assert "layer 2 (stages.2.blocks.1.conv)" in trained and "head 1" in trained and "query y 9, x 14" in trained
     untrained = load_model("ea_conv_transformer_cifar", random=True)
     assert "ea_conv_transformer_cifar (untrained)" in as_text(plot_strip(untrained, image, layers="1-3", head=1))
