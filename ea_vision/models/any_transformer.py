@@ -328,9 +328,11 @@ def _attention_of(block: nn.Module) -> nn.Module:
 
 
 def _reason_against_blocks(model: nn.Module) -> str | None:
-    path = ARCHITECTURES[type(model)].blocks
+    path, places = ARCHITECTURES[type(model)].blocks, {}
     for index, block in enumerate(_blocks_of(model)):
         attn = _attention_of(block)
+        if places.setdefault(attn, index) != index:
+            return f"{path}.{index} must have an attention layer of its own, got that of {path}.{places[attn]}"
         if type(block) in BLOCKS.values():
             return f"a plain network required, got {path}.{index} a {type(block).__name__}, whose maps evolve already"
         for found, known, what in ((block, BLOCKS, "block"), (attn, ATTENTIONS, "attention")):

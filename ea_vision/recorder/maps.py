@@ -212,6 +212,7 @@ class AttentionMaps(Mapping[int, LayerMaps]):
 
     def __init__(self) -> None:
         self._layers: dict[int, LayerMaps] = {}
+        self._in_call = self._is_first = False  # a call of the network runs; none of its layers has run yet
 
     def __getitem__(self, key: int | str) -> LayerMaps:
         for layer in self._layers.values():
@@ -266,7 +267,18 @@ class AttentionMaps(Mapping[int, LayerMaps]):
         return pandas.concat([pandas.DataFrame(layer._columns(query)) for layer in self.values()], ignore_index=True)
 
     def _begin(self, layer: LayerMaps) -> None:
-        """A layer's forward begins. Its second one belongs to the next forward of the network: drop the last one's."""
-        if layer.number in self._layers:
+        """Take a layer whose forward begins; the first of another forward of the network drops the last one's layers.
+
+        In a call of the network a layer may run again (shared blocks). In its methods (`forward_intermediates`), whose
+        begin is not seen, a layer's second run belongs to the next one.
+        """
+        if self._is_first if self._in_call else layer.number in self._layers:
             self._layers.clear()
+        self._is_first = False
         self._layers[layer.number] = layer
+
+    def _call_begins(self, *_) -> None:
+        self._in_call = self._is_first = True
+
+    def _call_ends(self, *_) -> None:
+        self._in_call = False

@@ -335,7 +335,8 @@ def record_attention(
         heads: int | Sequence[int] | None = None,
         parts: str | Sequence[str] = ("attn",),
 ) -> Iterator[AttentionMaps]:
-    """Record attention maps of the forwards made inside the `with` block; of several, the last one's are kept.
+    """Record attention maps of the forwards made inside the `with` block; of several, the last one's are kept, and of a
+    layer that a forward runs several times (shared blocks) the last run's.
 
     Works in training and evaluation, under autocast, gradient checkpointing (a recomputation is not recorded) and
     DistributedDataParallel. Only the forwards of the thread that entered the block are recorded, and other threads may
@@ -367,6 +368,8 @@ def record_attention(
         stack.enter_context(compiled_code_runs_eagerly())
         running, hooks = stack.enter_context(intercepted()), Hooks(stack)
         image = Image(model, hooks)
+        hooks.before(model, maps._call_begins)
+        hooks.after(model, maps._call_ends, always=True)
         for layer, module in chosen:
             watch = _Watch(layer, module, heads, parts, maps, layout_finder(model, layer.name, image, hooks))
             hooks.before(module, lambda *_: ran.append(1) if not ran else None)

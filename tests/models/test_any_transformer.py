@@ -214,6 +214,13 @@ def quantised() -> nn.Module:
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated")
+def shared() -> nn.Module:
+    """A ViT whose last block is its first one again."""
+    model = plain()
+    model.blocks[-1] = model.blocks[0]
+    return model
+
+
 @pytest.mark.parametrize("make,options,message", [
     (lambda: None, {}, "a network is required, .* got None"),
     (torchvision.models.swin_t, {}, "torchvision's VisionTransformer required, got SwinTransformer"),
@@ -223,6 +230,7 @@ def quantised() -> nn.Module:
     (lambda: ea_vision.evolve(create("torchvision")), {}, "encoder.layers.0 a EvolvingEncoderBlock, whose maps evolve"),
     (lambda: create("cait_xxs24_224"), dict(layers=[1]), r"that can evolve are \[2, 3\] of 3"),
     (lambda: meta("vit_tiny_patch16_224", depth=1), {}, r"that can evolve are \[\] of 1"),
+    (shared, {}, r"blocks\.2 must have an attention layer of its own, got that of blocks\.0"),
     (lambda: create("cait_xxs24_224"), dict(kind="xsa", alpha=0.5), "alpha"),
     (lambda: create("torchvision"), dict(kind="conv2d", layers=[3]), "the class token's row is read there"),
     (lambda: meta("eva02_tiny_patch14_224", patch_drop_rate=0.5), {}, "patch_drop must be off.*PatchDropout"),

@@ -1,4 +1,5 @@
 """The recorder: what it holds is what the network computed, and the network does not notice."""
+import copy
 import gc
 import threading
 import weakref
@@ -182,6 +183,16 @@ def test_of_several_forwards_the_last_is_kept():
         assert {layer.attn.shape[0] for layer in maps.values()} == {3} and maps[1].feat_size == (6, 4)
         model.forward_intermediates(small(1), indices=[2], stop_early=True)
     assert list(maps) == [1, 2, 3]
+
+
+def test_of_a_block_that_runs_several_times_the_last_run_is_kept():
+    model, x = tiny_vit("vit_tiny_patch16_224").eval(), images(32, 32)
+    twin = copy.deepcopy(model)
+    twin.blocks[-1].load_state_dict(model.blocks[0].state_dict())
+    model.blocks[-1] = model.blocks[0]
+    shared, own = recorded(model, x), recorded(twin, x)
+    assert len(shared) == len(own) - 1
+    assert torch.equal(shared[1].attn, own[len(own)].attn) and not torch.equal(shared[1].attn, own[1].attn)
 
 
 def test_gradient_checkpointing_records_once():
