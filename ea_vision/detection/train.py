@@ -101,6 +101,8 @@ class DetectionConfig(TrainConfig):
             raise UsageError(f"anchors must be 6 or 9, got {self.anchors}")
         if self.img_size % 32:
             raise UsageError(f"img_size must be a multiple of 32, got {self.img_size}")
+        if self.mean:
+            raise UsageError(f"mean and std must be empty: a detector takes its backbone's, got {self.mean}")
         if self.scale_min > self.scale_max:
             raise UsageError(f"scale_min must be at most scale_max ({self.scale_max:g}), got {self.scale_min:g}")
 

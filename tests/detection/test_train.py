@@ -153,6 +153,7 @@ World = None  # what only loaders ask
 @pytest.mark.parametrize("more, message", [
     (["--mixup", "0.2"], "unknown argument '--mixup'"),
     (["--anchors", "7"], "anchors must be 6 or 9, got 7"),
+    (["--mean", "0.5", "--std", "0.5"], "mean and std must be empty: a detector takes its backbone's"),
     (["--img-size", "100"], "img_size must be a multiple of 32, got 100"),
     (["--model", "vit_tiny_patch16_224", "--img-size", "224"], "strides 8, 16, 32 are required, got 16, 16, 16"),
     (["--model-kwargs", "anchors=9"], "model keyword anchors must be 6"),
