@@ -388,6 +388,7 @@ def evolve(
         kind: str | None = "ea",
         layers: Sequence[int] | None = None,
         prefix: str = "convolve",
+        start: str = "identity",
         attn_layers: Sequence[int] | None = None,
         token_conv: bool | str = False,
         value_residual: bool | str = False,
@@ -403,11 +404,11 @@ def evolve(
         layers, attn_layers: which blocks evolve, counted from 1; None is all that can: not the first, which has no
             predecessor, where the kind reads the predecessor's maps.
         prefix: "convolve" or "pass"; see `EvolvingVisionTransformer`.
+        start: "identity": the new model computes what the old one does (bit for bit where timm's fused attention is
+            off) and learns from there; "paper": it begins as its paper does.
         token_conv, value_residual: see `EvolvingVisionTransformer`; also without a kind.
-        **options: the evolution's. start: "identity" unless given: the new model computes what the old one does (bit
-            for bit where timm's fused attention is off) and learns from there; "paper": it begins as its paper does.
-            alpha, beta: gates of the kinds that have them; 0 at the identity start. learnable: whether they are
-            parameters, as at the identity start; "per_head" for one a head. kernel_size, ...
+        **options: the evolution's. alpha, beta: gates of the kinds that have them; 0 at the identity start. learnable:
+            whether they are parameters, as at the identity start; "per_head" for one a head. kernel_size, ...
 
     Raises:
         ValueError: a model that cannot evolve, naming the module at fault, layers that cannot, an option that the
@@ -420,7 +421,6 @@ def evolve(
         raise ValueError(f"this {type(model).__name__} cannot evolve: {reason}")
     if kind is None and not (token_conv or value_residual):
         raise ValueError("a kind, token_conv or value_residual required, got none of them")
-    start = options.pop("start", "identity")
     if kind is not None:
         options["start"] = start
     chosen = attn_layers if layers is None else layers
