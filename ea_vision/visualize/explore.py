@@ -75,15 +75,17 @@ def make_entries(explorers: Sequence[Explorer], images: Sequence[Image.Image], n
                  all_layers: bool) -> tuple[Sequence[Explorer], list[dict[str, Any]]]:
     """Return the entries of the images, with a progress bar, and the explorers that made them: unless all layers are
     wanted, of so many over the depth as fit into max_mb, by the size of the first entry."""
+    def view(explorer: Explorer, name: str, image: Image.Image) -> dict[str, Any]:
+        return explorer.view(explorer.title or name, image)
+
     count, most = len(explorers) * len(images), max(map(len, explorers[0].layers))
-    shown, first = explorers, explorers[0].view(explorers[0].title or names[0], images[0])
+    shown, first = explorers, view(explorers[0], names[0], images[0])
     while not all_layers and most > 2 and (size := count * size_mb([first])) > max_mb:
         most = max(2, min(most - 1, int(most * max_mb / size)))
         shown = [explorer.thinned(most) for explorer in explorers]
-        first = shown[0].view(shown[0].title or names[0], images[0])
+        first = view(shown[0], names[0], images[0])
     jobs = [(explorer, name, image) for explorer in shown for name, image in zip(names, images, strict=True)][1:]
-    return shown, [first, *(explorer.view(explorer.title or name, image)
-                            for explorer, name, image in tqdm(jobs, unit="image", disable=not jobs or None))]
+    return shown, [first, *(view(*job) for job in tqdm(jobs, unit="image", disable=not jobs or None))]
 
 
 def show_page(models: Models, images: ImageSource | Sequence[ImageSource], layers: Layers = None, *,

@@ -61,7 +61,7 @@ export function setFont(context, size, colour, align = "left", baseline = "top",
 }
 
 /** A text as lines no wider than `width` in the context's font, broken between words. */
-export function linesOf(context, text, width) {
+function linesOf(context, text, width) {
   const lines = [""];
   for (const word of text.split(" ")) {
     const longer = `${lines.at(-1)} ${word}`.trim();
