@@ -1,7 +1,21 @@
 """What a page says: numbers that a section must have, whatever words stand around them."""
 from pathlib import Path
 
+import numpy as np
+import pandas as pd
+
 ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "experiments" / "results"
+
+
+def table(name: str) -> pd.DataFrame:
+    """Return a file of experiments/results."""
+    return pd.read_csv(RESULTS / name)
+
+
+def last_row(name: str) -> pd.Series:
+    """Return the last epoch's row of a run's metrics.csv in experiments/results."""
+    return table(name).iloc[-1]
 
 
 def section(page: str, heading: str) -> str:
@@ -27,3 +41,13 @@ def points(of, plus: str = "") -> str:
     """Return a difference with its interval, of a row or dict with difference, low and high: "0.35 (-0.01 to 0.71)"."""
     difference, low, high = (of[key] for key in ("difference", "low", "high"))
     return f"{difference:{plus}.2f} ({low:.2f} to {high:.2f})"
+
+
+def cells(name: str, *values: str) -> str:
+    """Return a row of a table."""
+    return f"| {name} | {' | '.join(values)} |"
+
+
+def spread(values, digits: int = 2) -> str:
+    """Return mean and standard deviation: "25.50 ± 0.59"."""
+    return f"{np.mean(values):.{digits}f} ± {np.std(values, ddof=1):.{digits}f}"

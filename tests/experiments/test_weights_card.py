@@ -56,3 +56,10 @@ def test_weights_of_photos_are_tested_on_photos_the_run_has_not_seen(tmp_path, c
         assert message in capsys.readouterr().err
     assert weights_card.main([*argv, "--split", "unseen"]) == 0
     assert re.search(r"on the\s+test images of `unseen`", out.with_suffix(".md").read_text())
+
+
+def test_cards_say_which_updates_an_earlier_start_made():
+    starts = [{"update": update, "by": by} for update, by in ((1, "a"), (11, "a"), (21, "b"), (31, "c"), (41, "b"))]
+    assert weights_card.by_update(starts, lambda start: start["by"]) == "b (updates 1 to 20: a; updates 31 to 40: c)"
+    assert weights_card.by_update(starts[1:2], lambda start: start["by"]) == "a (updates 1 to 10: not recorded)"
+    assert weights_card.by_update(starts[:1], lambda start: start["by"]) == "a"

@@ -1,6 +1,5 @@
 """The pages of experiments say what the files say: each figure that has a file is computed from it and looked for in
 the section it belongs to, whatever words stand around it."""
-import csv
 import re
 import statistics
 from pathlib import Path
@@ -13,29 +12,22 @@ from experiments import published, sensitivity
 from experiments.evidence import by_variant, factorial, holm, paired, read_runs, shown_p
 from experiments.factorial import analyse
 from experiments.factorial.analyse import CELLS, FACTORS
-from tests.experiments.pages import ROOT, page_says, points, section
+from tests.experiments.pages import RESULTS, ROOT, cells, last_row, page_says, points, section, spread, table
 
-RESULTS, FACTORIAL = ROOT / "experiments" / "results", ROOT / "experiments" / "factorial"
+FACTORIAL = ROOT / "experiments" / "factorial"
 REST, SPEED = "all else: copies, layouts, sums, pooling", "Speed and memory on a CPU"
 PAGE, QUESTIONS, HELP = "docs/experiments.md", "", "Does evolving attention help?"
+EVOLUTION, CIFAR, MAPS = (f"experiments/{name}.md" for name in ("evolution", "cifar", "maps"))
 SETS = ("cifar10", "cifar100")
-
-
-def table(name: str) -> pd.DataFrame:
-    return pd.read_csv(RESULTS / name)
 
 
 def top1_of(path: Path) -> pd.DataFrame:
     return by_variant(read_runs(path))
 
 
-def cells(name: str, *values: str) -> str:
-    """Return a row of a table."""
-    return f"| {name} | {' | '.join(values)} |"
-
-
-def spread(values, digits: int = 2) -> str:
-    return f"{np.mean(values):.{digits}f} ± {np.std(values, ddof=1):.{digits}f}"
+def variant_row(name: str, top1: pd.Series) -> str:
+    """Return a variant's row in the tables by seed."""
+    return cells(name, ", ".join(f"{x:.2f}" for x in top1), f"{top1.mean():.2f}", f"{top1.std():.2f}")
 
 
 def test_the_question_by_seeds():
@@ -50,6 +42,34 @@ def test_the_question_by_seeds():
     page_says(PAGE, HELP, *(points(paired(top1["PA"] - top1["none"])) for top1 in first))
     logits = table("replaced-maps/full-logits.csv")
     assert logits[logits["model"].str.startswith("pa_")]["correlation"].min() >= 0.999
+
+
+@pytest.mark.parametrize("data", SETS)
+def test_the_tables_by_seed(data):
+    top1 = top1_of(RESULTS / "evidence" / f"{data}-runs.csv")
+    assert top1.shape == (5, 7)
+    page_says(EVOLUTION, "", *(variant_row(name, values) for name, values in top1.items()))
+    means, gain = top1.mean(), paired(top1["EA"] - top1["none"])
+    page_says(EVOLUTION, "", f"EA is {gain['difference']:.2f} points above none (95% interval {gain['low']:.2f} to "
+              f"{gain['high']:.2f}", f"A fifth epoch brings none {means['none 5 epochs'] - means['none']:.2f} points "
+              "(interval", f"and puts it {means['none 5 epochs'] - means['EA']:.2f} above EA (")
+
+
+def test_settings_compared_on_held_out_images():
+    """The variants with three seeds and their pairs; what was run at 16x16, with two."""
+    runs = read_runs(RESULTS / "evidence" / "cifar10-held-out-runs.csv")
+    is_fine = runs["variant"].str.contains("16x16")
+    top1, fine = by_variant(runs[~is_fine]), by_variant(runs[is_fine])
+    assert len(top1) == 3 and len(fine) == 2
+    page_says(EVOLUTION, "", *(variant_row(name, values) for name, values in top1.items()))
+    pairs = re.findall(r"^\| (EA[^|]*?) − ([^|]*) \| ([-\d.]+) \| ([-\d.]+ to [-\d.]+) \|$",
+                       section(EVOLUTION, ""), re.M)
+    assert len(set(pairs)) == 7
+    for first, second, *shown in pairs:
+        of = paired(top1[first] - top1[second])
+        assert shown == [f"{of['difference']:.2f}", f"{of['low']:.2f} to {of['high']:.2f}"]
+    ea, none = (" and ".join(f"{x:.2f}" for x in fine[f"{name} 16x16 too"]) for name in ("EA", "none"))
+    page_says(EVOLUTION, "", f"EA {ea}, none {none}.")
 
 
 def test_the_factorial(tmp_path):
@@ -124,6 +144,11 @@ def test_replaced_maps():
     figures = pd.concat([table(f"replaced-maps/{name}-replaced.csv") for name in ("full", "narrow")])
     figures["network"] = figures["model"].str.replace(r".*variant=(.*),seed=\d|\.fast_c10", r"\1", regex=True)
     means = figures.groupby(["network", "maps"])["top1"].mean().unstack()
+    kinds = ["trained", "uniform", "mean", "other", "none", "own"]
+    for network, row in means[kinds].iterrows():
+        page_says(MAPS, "", cells(network, *(f"{x:.2f}" for x in row)).replace(" nan |", " |"))
+    slower = [f"{x:.2f}" for x in table("replaced-maps/attention-lr-replaced.csv")["top1"]]
+    page_says(MAPS, "", cells("that of the rest", *slower[:6]), cells("a quarter of it", *slower[6:]))
     page_says(PAGE, "What the networks owe to their maps", *(
         f"{means[maps][network]:.2f}" for network in ("ea_conv_transformer_cifar", "EA")
         for maps in ("trained", "other", "none")), f"{means.own['EA']:.2f}")
@@ -138,12 +163,38 @@ def test_replaced_maps():
               f"{means.trained['ea_conv_transformer_cifar'] - means.none['ea_conv_transformer_cifar']:.1f}")
 
 
+@pytest.mark.parametrize("name", ["conv_transformer_cifar", "ea_conv_transformer_cifar"])
+@pytest.mark.parametrize("rate, runs, maps", [("that of the rest", "fast-cifar10", "full"),
+                                              ("a quarter of it", "attention-lr-cifar10", "attention-lr-10-epochs")])
+def test_slower_attention(name, rate, runs, maps):
+    last, figures = last_row(f"{runs}/{name}.csv"), table(f"replaced-maps/{maps}-replaced.csv")
+    shown = " | ".join(f"{x:.2f}" for x in figures[figures["model"].str.match(rf"{name}\b")]["top1"])
+    start = re.escape(f"| {name} | {rate} | {last['top1']:.2f} | ")
+    assert last["epoch"] == 10 and re.search(rf"^{start}[\d.]+ \| {re.escape(shown)} \|", section(MAPS, ""), re.M)
+    page_says(MAPS, "", f"{last['train_loss']:.4f}")
+
+
+@pytest.mark.parametrize("recipe, row", [
+    ("fast-sgd", r"^\| (\w+_cifar) +\| [\d.]+ +\| ([\d.]+) +\| ([\d.]+) +\| \d+ ()()"),
+    ("fast", r"^\| (\w+_cifar) \| [\d.]+ \| ([\d.]+) \|(?: [\d.]+)? \| ([\d.]+) \| ([\d.]+) \| \d+ \|$")])
+def test_the_recipes_of_ten_epochs(recipe, row):
+    """The page's table and the recipe's own words have the figures of its runs."""
+    runs = {path.stem: last_row(path) for path in (RESULTS / f"{recipe}-cifar10").glob("*.csv")}
+    shown = {name: figures for name, *figures in re.findall(row, section(CIFAR, ""), re.M)}
+    assert len(shown) == 5 and shown.keys() == runs.keys()
+    expected = (ROOT / "ea_vision" / "recipes" / f"{recipe.replace('-', '_')}.yaml").read_text()
+    for name, (top1, top5, *loss) in shown.items():
+        assert [float(top1), float(top5)] == runs[name][["top1", "top5"]].tolist() and runs[name]["epoch"] == 10
+        assert not loss[0] or loss[0] == f"{runs[name]['train_loss']:.4f}"
+        assert re.search(rf"{top1}[^(]{{0,40}} \({name}\)", expected), name
+
+
 def test_full_networks_on_cifar10():
-    last = {kind: list(csv.DictReader((RESULTS / "fast-cifar10" / f"{name}_cifar.csv").open()))[-1]["top1"]
-            for kind, name in (("`cnn_cifar` has", "cnn"), ("AA", "conv_transformer"), ("PA", "pa_conv_transformer"),
-                               ("EA", "ea_conv_transformer"))}
-    page_says(PAGE, "CIFAR-10", *(f"{kind} {float(top1):.2f}" for kind, top1 in last.items()))
-    page_says(PAGE, QUESTIONS, f"{float(min(last.values())):.1f} to {float(max(last.values())):.1f}%")
+    last = {kind: last_row(f"fast-cifar10/{name}_cifar.csv")["top1"] for kind, name in (
+        ("`cnn_cifar` has", "cnn"), ("AA", "conv_transformer"), ("PA", "pa_conv_transformer"),
+        ("EA", "ea_conv_transformer"))}
+    page_says(PAGE, "CIFAR-10", *(f"{kind} {top1:.2f}" for kind, top1 in last.items()))
+    page_says(PAGE, QUESTIONS, f"{min(last.values()):.1f} to {max(last.values()):.1f}%")
 
 
 def test_maps_of_the_shipped_networks():
@@ -171,7 +222,7 @@ def test_muon_s_parameters_and_what_adamw_gains():
 
 def test_scenes():
     """The table in docs, beside the protocol and on the cards; copies among the test photos."""
-    for row in csv.DictReader((RESULTS / "scenes" / "results.csv").open()):
+    for row in pd.read_csv(RESULTS / "scenes" / "results.csv", dtype=str).to_dict("records"):
         line = cells(row["model"], row["validation_top1"], row["top1"], row["interval"], row["minutes"])
         kind = row["model"].partition("_")[0].upper().replace("RESNET34", "plain")
         page_says(PAGE, "Scenes", f"{kind} {row['top1']}")
@@ -278,6 +329,26 @@ def test_fine_tuning_of_a_pretrained_transformer_on_scenes():
         ["entropy_share", "distance_pixels"]].mean()
     page_says(protocol, "", *(f"{maps.entropy_share[way]:.2f}" for way in ("before", "plain", "gates")),
               *(f"{maps.distance_pixels[way]:.0f}" for way in ("before", "plain", "gates")))
+
+
+def test_the_table_of_the_probe():
+    """Mean and standard deviation over three seeds, from images seen and unseen."""
+    found = pd.concat([table(f"probe/{kind}/results.csv").assign(kind=kind) for kind in ("seen", "unseen")])
+    found = found.groupby(["model", "maps", "kind", "layer"])["top1"].apply(spread)
+    for network, label in (("conv", "AA"), ("pa_conv", "PA"), ("ea_conv", "EA")):
+        for maps in ("trained", "untrained", "shuffled"):
+            rows = found[f"{network}_transformer_cifar.fast_c10", maps]
+            page_says(MAPS, "", f"| {label} | {maps} | " + " | ".join(
+                rows[kind, layer] for kind in ("seen", "unseen") for layer in (3, 6)))
+
+
+def test_detectors():
+    for name, label in (("plain", "resnet18"), ("aa", "aa_resnet34, two blocks a stage"),
+                        ("ea_aa", "ea_aa_resnet34, two blocks a stage")):
+        runs = pd.DataFrame([last_row(f"detection/{name}-seed{seed}.csv") for seed in (0, 1)])
+        ap, ap50 = ([f"{of[0]:.1f}, {of[1]:.1f}", f"{(of[0] + of[1]) / 2:.1f}"]
+                    for of in (runs["AP"].tolist(), runs["AP50"].tolist()))
+        page_says("experiments/detection.md", "", cells(label, *ap, *ap50, f"{sum(runs['AP75']) / 2:.1f}"))
 
 
 def test_probe_and_faithfulness():
