@@ -36,7 +36,7 @@ SHORTER = {  # options that end a command, over those that it has
                       "--device cpu --workers 0 --no-pretrained",
     "heatmap": "--dpi 30", "strip": "--dpi 30",
     "probe": "--limit 12 --epochs 1 --width 8 --controls none --layers 1 --workers 1",
-    "benchmark": "--models resnet18 --img-size 64 --batch-size 2 --repeats 1 --no-memory",
+    "benchmark": "--models resnet18 --img-size 64 --batch-size 2 --repeats 1 --threads 1 --no-memory",
     "predict": "", "explore": "", "write-ffcv": "--workers 1"}
 ELSEWHERE = {  # command lines and the tests that run them
     r"export ": "deployment/test_files.py",

@@ -136,6 +136,7 @@ VARIANTS = ("none=--model conv_transformer_cifar --model-kwargs 'widths=[8, 8, 1
             "EA=--model ea_conv_transformer_cifar --model-kwargs 'widths=[8, 8, 16, 16]'")
 
 
+@pytest.mark.slow
 def test_an_array_trains_what_evidence_reads_and_continues_after_its_limit(cluster, capsys):
     """Two variants and two seeds; the first task is told to stop in its first epoch, and runs again.
 
