@@ -29,7 +29,8 @@ import torch
 
 from ea_vision.data.bad_images import BadImages
 from ea_vision.data.ffcv import Beton, BetonTrainLoader
-from ea_vision.data.imagenet import ImageSource, ImageTrainLoader, train_transform
+from ea_vision.data.image_files import ImageFiles
+from ea_vision.data.imagenet import ImageTrainLoader, train_transform
 from ea_vision.data.splits import find_split
 from ea_vision.data.write_ffcv import write_beton
 
@@ -66,8 +67,8 @@ def batches(kind: str, path: str, given: argparse.Namespace):
         return
     common |= {"img_size": given.img_size, "workers": given.workers, "seed": 0, "bad_images": BadImages(0)}
     if kind == "files":
-        source = ImageSource("", find_split(Path(path), "train", or_root=True), "train")
-        yield from ImageTrainLoader(Repeated(source), transform=train_transform(given.img_size), **common).batches(0)
+        source = ImageFiles(find_split(Path(path), "train", or_root=True))
+        yield from ImageTrainLoader(Repeated(source), transform=train_transform, **common).batches(0)
         return
     source = Beton(Path(path))
     source.labels, source.table = np.resize(source.labels, EPOCH), np.resize(source.table, (EPOCH, 5))
@@ -116,7 +117,7 @@ def main() -> None:
     given = parser.parse_args()
     targets = [("timm's loader, files", "timm", given.data_dir), ("image files", "files", given.data_dir)]
     with tempfile.TemporaryDirectory() as folder:
-        source = ImageSource("", find_split(Path(given.data_dir), "train", or_root=True), "train")
+        source = ImageFiles(find_split(Path(given.data_dir), "train", or_root=True))
         for name, share in SHARES.items():
             out = Path(folder) / f"{share}.beton"
             write_beton(source, out, jpeg_share=share, max_size=given.max_size, workers=given.workers)

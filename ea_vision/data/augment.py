@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
+from torchvision.transforms.v2 import functional as F
 
 from ea_vision.data.batches import epoch_generator
 
@@ -61,7 +61,8 @@ class Augmentation:
             if flips:
                 take_columns = torch.where(flip[:, None].bool(), width - 1 - take_columns, take_columns)
             take_columns = take_columns + left[:, None]  # (B, W)
-            padded = self._pad(images).flatten(2)  # (B, C, (H + 2 pad)(W + 2 pad))
+            mode = {"zeros": "constant", "reflect": "reflect"}[self.padding_mode]
+            padded = F.pad(images, [pad], padding_mode=mode).flatten(2)  # (B, C, (H + 2 pad)(W + 2 pad))
             index = take_rows[:, :, None] * (width + 2 * pad) + take_columns[:, None, :]  # (B, H, W)
             index = index.flatten(1)[:, None].expand(-1, images.shape[1], -1)  # (B, C, H W)
             images = padded.gather(2, index).view_as(images)
@@ -72,20 +73,6 @@ class Augmentation:
             in_columns = _within(columns, cut_x - self.cutout // 2, self.cutout)
             result.masked_fill_((in_rows[:, :, None] & in_columns[:, None, :])[:, None], 0.0)
         return result
-
-    def _pad(self, images: torch.Tensor) -> torch.Tensor:
-        """Pad (B, C, H, W) to (B, C, H + 2 pad, W + 2 pad)."""
-        pad = self.crop_padding
-        if self.padding_mode == "zeros":
-            return F.pad(images, (pad, pad, pad, pad))
-        rows, columns = (_reflected(side, pad, images.device) for side in images.shape[-2:])
-        return images[..., rows[:, None], columns]
-
-
-def _reflected(length: int, pad: int, device: torch.device) -> torch.Tensor:
-    """Return the sources of positions -pad to length + pad - 1, mirrored at the borders: 2 1 | 0 1 2 3 | 2 1."""
-    positions = torch.arange(-pad, length + pad, device=device).abs()
-    return torch.minimum(positions, 2 * (length - 1) - positions)
 
 
 def _within(positions: torch.Tensor, start: torch.Tensor, length: int) -> torch.Tensor:

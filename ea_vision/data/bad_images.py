@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection
 from pathlib import Path
 
 from ea_vision.base.errors import RunError
@@ -31,7 +31,7 @@ class BadImages:
         if path not in self.known:
             self.new[path] = error
 
-    def places(self, count: int, bad: Sequence[int], training: bool) -> list[int]:
+    def places(self, count: int, bad: Collection[int], training: bool) -> list[int]:
         """Return the places of a batch of `count` images that are shown: without the bad ones or, in training, with
         good ones in their place.
 
@@ -55,12 +55,13 @@ class BadImages:
         """
         met = {path: error for of_rank in world.gather(self.new) for path, error in of_rank.items()}
         self.new = {}
+        self.known.update(met)
         for path, error in met.items():
             log.warning("unreadable image %s: %s", path, error)
-        self.known.update(met)
-        rows = [{"path": path, "error": error} for path, error in sorted(self.known.items())]
         if met and world.is_main:
+            rows = [{"path": path, "error": error} for path, error in sorted(self.known.items())]
             atomic_write(folder / FILE, csv_text(rows).encode())
-        if len(rows) > self.limit:
-            raise RunError(f"{len(rows)} images cannot be read, --max-bad-images allows {self.limit}; the first: "
-                           f"{rows[0]['path']} ({rows[0]['error']}); all are listed in {folder / FILE}")
+        if len(self.known) > self.limit:
+            path, error = min(self.known.items())
+            raise RunError(f"{len(self.known)} images cannot be read, --max-bad-images allows {self.limit}; the first: "
+                           f"{path} ({error}); all are listed in {folder / FILE}")

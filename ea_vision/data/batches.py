@@ -27,14 +27,9 @@ def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.to(device, non_blocking=True)
 
 
-def numbered_seed(seed: int, number: int) -> int:
-    """Return the seed of the epoch or image `number` of a run."""
-    return seed * 1_000_003 + number  # a fixed odd factor keeps the pairs apart
-
-
 def epoch_generator(seed: int, epoch: int) -> torch.Generator:
     """Return the generator of an epoch's random numbers, on the CPU; the order is drawn first."""
-    return torch.Generator().manual_seed(numbered_seed(seed, epoch) % 2**63)
+    return torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)  # an odd factor keeps the pairs apart
 
 
 @dataclass(frozen=True)
@@ -50,11 +45,9 @@ class GrowingSize:
     def __call__(self, epoch: int) -> int:
         if epoch >= self.end:
             return self.last
-        if epoch <= self.start:
-            return self.first
-        share = (epoch - self.start) / (self.end - self.start)
+        share = max(0.0, (epoch - self.start) / (self.end - self.start))
         side = 32 * round((self.first + share * (self.last - self.first)) / 32)
-        return min(max(side, self.first), self.last)
+        return min(max(side, self.first), self.last) if share else self.first
 
 
 @dataclass(frozen=True)
@@ -92,10 +85,9 @@ class Share:
         return [own[start:start + self.batch_size]
                 for start in range(0, self.eval_batches * self.batch_size, self.batch_size)]
 
-    def repeated(self, order: torch.Tensor, times: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return an epoch that has each of its images `times` times (repeated augmentation, Hoffer et al. 2019).
-
-        It is as long as `order`, so of its first len(order) / times images.
+    def repeated(self, order: torch.Tensor, times: int) -> torch.Tensor:
+        """Return an epoch that has each of its images `times` times (repeated augmentation, Hoffer et al. 2019), so as
+        many times fewer of them.
 
         The copies of an image are in one update, of different processes as far as there are: timm's RepeatAugSampler
         gives process r the same images.
@@ -104,13 +96,8 @@ class Share:
             order: int64 (N,), a permutation.
 
         Returns:
-            int64 (N,): the new order; and the number of each copy, 0 to times - 1.
+            int64 (2, M), M images of whole updates: the new order, and the number of each copy, 0 to times - 1.
         """
-        count = len(order)
-        images, copies = order.repeat_interleave(times)[:count], torch.arange(count) % times
-        per_update = self.batch_size * self.world_size
-        whole = self.train_batches * per_update
-        if times > 1 and self.world_size > 1:
-            images, copies = (torch.cat([table[:whole].view(-1, self.batch_size, self.world_size).transpose(1, 2)
-                                         .reshape(-1), table[whole:]]) for table in (images, copies))
-        return images, copies
+        used = self.train_batches * self.batch_size * self.world_size
+        found = torch.stack([order.repeat_interleave(times)[:used], torch.arange(used) % times])
+        return found if times == 1 else found.view(2, -1, self.batch_size, self.world_size).mT.reshape(2, -1)

@@ -11,12 +11,9 @@ import functools
 import hashlib
 import importlib
 import json
-import logging
 import os
-import sys
-import threading
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,15 +24,14 @@ import torch
 
 from ea_vision.base.errors import UsageError
 from ea_vision.data.augment import normalize
-from ea_vision.data.image_files import MAX_PIXELS
-from ea_vision.data.imagenet import ImageEvalLoader, ImageTrainLoader, image_seed
+from ea_vision.data.image_files import check_classes
+from ea_vision.data.imagenet import AHEAD, ImageTrainLoader
 
-HELP = """FFCV is not installed. Debian, Ubuntu: apt-get install libturbojpeg0-dev libopencv-dev pkg-config \
-&& pip install 'ea_vision[ffcv]'; conda: conda install -c conda-forge opencv libjpeg-turbo pkg-config compilers \
-&& pip install 'ea_vision[ffcv]'; or leave .beton files out and give --data-dir"""
-log = logging.getLogger(__name__)
+HELP = """Debian, Ubuntu: apt-get install libturbojpeg0-dev libopencv-dev pkg-config && pip install 'ea_vision[ffcv]'; \
+conda: conda install -c conda-forge opencv libjpeg-turbo pkg-config compilers && pip install 'ea_vision[ffcv]'; or \
+leave .beton files out and give --data-dir"""
 RAW = 1  # FFCV's mode of an image that is stored as pixels; 0: as JPEG
-PAGES_TOGETHER = 16  # os_cache off: images are shuffled within this many pages (of 8 MiB, as written here)
+PAGES_TOGETHER = 16  # os_cache off: images are shuffled within this many pages (of 8 MiB, as FFCV writes them)
 RATIO = np.array([3 / 4, 4 / 3])  # least and greatest width of a training crop to its height
 
 
@@ -46,16 +42,9 @@ class Evaluated(NamedTuple):
     eval_resize: int
     interpolation: str
 
-    def __str__(self) -> str:
-        return ", ".join(f"{name} {value}" for name, value in self._asdict().items())
-
 
 def require_ffcv(module: str):
-    """Import a module of FFCV.
-
-    Raises:
-        UsageError: it is not installed, with the lines that install it, or does not work, with what it says.
-    """
+    """Import a module of FFCV. Raises UsageError, with the lines that install it, where that fails."""
     try:
         config = importlib.import_module("numba").config
         if config.THREADING_LAYER == "default":
@@ -64,8 +53,7 @@ def require_ffcv(module: str):
             config.THREADING_LAYER = "workqueue"
         return importlib.import_module(module)
     except ImportError as error:
-        missing = isinstance(error, ModuleNotFoundError) and sys.modules.get("ffcv") is None
-        raise UsageError(HELP if missing else f"FFCV cannot be imported: {error}") from error
+        raise UsageError(f"FFCV cannot be imported ({error}). {HELP}") from error
 
 
 def sidecar(path: Path) -> Path:
@@ -77,46 +65,38 @@ class Beton:
     """The images and classes of a .beton file: fields `image` (RGB) and `label` (int), in this order.
 
     classes: from the file that write-ffcv leaves beside it; numbers where there is none. table: int64 (N, 5), of each
-    image its place in the file, bytes, height, width and whether it is JPEG. exif_rotation: whether images were turned
-    as their EXIF data says; None: not known. evaluated: how images were scaled and cut to be stored; None: not.
+    image its place in the file, bytes, height, width and whether it is JPEG. evaluated: how images were scaled and cut
+    to be stored, None: not.
 
     Args:
         num_classes: that it must have; 0: any.
+        evaluated: how its images must have been scaled and cut; None, to train on: not.
 
     Raises:
-        UsageError: FFCV is not installed, or the file is missing, cut off, damaged or of other classes.
+        UsageError: FFCV is not installed, or the file is missing, cut off, of other classes, or written otherwise.
     """
 
-    def __init__(self, path: Path, num_classes: int = 0):
+    def __init__(self, path: Path, num_classes: int = 0, evaluated: Evaluated | None = None):
         self.path, self.name = path, str(path)
         reader = _open_reader(path)
         images, self.labels = (reader.metadata[name] for name in reader.metadata.dtype.names)
         self.pages = (images["data_ptr"] // np.uint64(reader.page_size)).astype(np.int64)
         by_place = np.sort(reader.alloc_table, order="ptr")
-        places = np.searchsorted(by_place["ptr"], images["data_ptr"]).clip(max=len(by_place) - 1)
+        sizes = by_place["size"][np.searchsorted(by_place["ptr"], images["data_ptr"])]
         self.table = np.stack([column.astype(np.int64) for column in (
-            images["data_ptr"], by_place["size"][places], images["height"], images["width"], images["mode"] != RAW)], 1)
+            images["data_ptr"], sizes, images["height"], images["width"], images["mode"] != RAW)], 1)
         self.data = np.memmap(path, np.uint8, mode="r").view(np.ndarray)  # Linux refuses "c" beyond the memory's size
-        starts, sizes, heights, widths, is_jpeg = self.table.T
-        pixels = heights * widths
-        wrong = ((starts < 0) | (sizes <= 0) | (starts + sizes > len(self.data)) | (pixels == 0) | (pixels > MAX_PIXELS)
-                 | ((is_jpeg == 0) & (sizes != 3 * pixels)))  # the C library would read beyond them
-        if wrong.any():
-            raise UsageError(f"{path} is damaged: {wrong.sum()} of its {len(wrong)} images lie outside the file or "
-                             f"cannot have their size, the first is number {wrong.argmax()}")
-        try:
-            about = json.loads(sidecar(path).read_text()) if sidecar(path).exists() else {}
-        except (OSError, ValueError) as error:
-            raise UsageError(f"{sidecar(path)} cannot be read: {error}; write {path} anew") from error
-        self.exif_rotation = about.get("exif_rotation")
+        about = json.loads(sidecar(path).read_text()) if sidecar(path).exists() else {}
         self.evaluated = Evaluated(*about["evaluated"]) if about.get("evaluated") else None
-        most = len(about.get("classes", ())) or num_classes or 1_000_000  # more are a damaged label
-        if self.labels.min() < 0 or self.labels.max() >= most:
-            raise UsageError(f"labels of {path} must lie in 0..{most - 1}, got {self.labels.min()}.."
+        self.classes = about.get("classes") or list(map(str, range(num_classes or self.labels.max() + 1)))
+        check_classes(self.name, self.classes, num_classes)
+        if self.labels.min() < 0 or self.labels.max() >= len(self.classes):
+            raise UsageError(f"labels of {path} must lie in 0..{len(self.classes) - 1}, got {self.labels.min()}.."
                              f"{self.labels.max()}")
-        self.classes = about.get("classes") or [str(number) for number in range(num_classes or self.labels.max() + 1)]
-        if num_classes and len(self.classes) != num_classes:
-            raise UsageError(f"{path} must have {num_classes} classes (--num-classes), got {len(self.classes)}")
+        if self.evaluated != evaluated:
+            wanted, got = (f"those of validation for {how}" if how else "whole images, to train on"
+                           for how in (evaluated, self.evaluated))
+            raise UsageError(f"{path} must have {wanted}, got {got}: write it anew by ea-vision write-ffcv")
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -125,21 +105,14 @@ class Beton:
         """Return a name for an image."""
         return f"{self.path} {index}"
 
+    def read(self, index: int) -> tuple[torch.Tensor, int]:
+        """Return an image that is stored as pixels, uint8 (H, W, 3), and its target."""
+        start, size, height, width, _ = self.table[index]
+        return torch.tensor(self.data[start:start + size].reshape(height, width, 3)), int(self.labels[index])
+
     def fits_in_memory(self) -> bool:
         """Return whether the file takes at most half of this machine's memory."""
         return len(self.data) <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-
-    def check(self, exif_rotation: bool, evaluated: Evaluated | None) -> None:
-        """Raise UsageError unless the file was written with this EXIF rotation and, where its images were stored for an
-        evaluation, for this one (None: it is to be trained on)."""
-        if self.exif_rotation is not None and self.exif_rotation != exif_rotation:
-            had, asked = ("with", "without") if self.exif_rotation else ("without", "with")
-            raise UsageError(f"{self.path} was written {had} --exif-rotation, the trainer was started {asked} it: both "
-                             "must be alike")
-        if self.evaluated is not None and self.evaluated != evaluated:
-            asked = f"got {evaluated}" if evaluated else "and cannot be trained on"
-            raise UsageError(f"{self.path} was written for {self.evaluated}, {asked}: write it anew, or without "
-                             "--eval-img-size")
 
     def fingerprint(self) -> str:
         """Return SHA-256 over classes, labels and the size of every image in pixels and bytes."""
@@ -150,11 +123,7 @@ class Beton:
 
 
 def _open_reader(path: Path):
-    """Return FFCV's reader of a file that is whole.
-
-    Raises:
-        UsageError: no such file, not FFCV's, other fields, or cut off.
-    """
+    """Return FFCV's reader of a file that is whole. Raises UsageError for others."""
     reader_module, types = require_ffcv("ffcv.reader"), require_ffcv("ffcv.types")
     if not path.is_file():
         raise UsageError(f"no such .beton file: {path}")
@@ -162,11 +131,11 @@ def _open_reader(path: Path):
         reader = reader_module.Reader(str(path))
         fields = [type(field).__name__ for field in reader.handlers.values()]
         wanted = int(reader.header["alloc_table_ptr"]) + len(reader.metadata) * types.ALLOC_TABLE_TYPE.itemsize
-        if not len(reader.metadata) == len(reader.alloc_table) > 0 or wanted != path.stat().st_size:
-            raise ValueError(f"its writing was interrupted or it was cut off: {wanted} bytes are required, "
-                             f"got {path.stat().st_size}")
     except (AssertionError, ValueError, TypeError, LookupError, OverflowError, MemoryError) as error:
         raise UsageError(f"{path} is not a whole .beton file: {error}") from error
+    if not len(reader.metadata) == len(reader.alloc_table) > 0 or wanted != path.stat().st_size:
+        raise UsageError(f"{path} is not a whole .beton file: its writing was interrupted or it was cut off, {wanted} "
+                         f"bytes are required, got {path.stat().st_size}")
     if fields != ["RGBImageField", "IntField"]:
         raise UsageError(f"{path} must have an RGB image and an integer label, got {', '.join(fields)}")
     return reader
@@ -180,29 +149,17 @@ def quasi_random_order(pages: np.ndarray, seed: int, epoch: int, together: int =
     return torch.from_numpy(np.lexsort((rng.random(len(pages)), group)))
 
 
-def centre_crop(height: int, width: int, resize: int, side: int) -> tuple[int, int, int, int]:
-    """Return what torchvision's Resize(resize) and CenterCrop(side) show of an image: top, left, height, width."""
-    short = min(height, width)
-    tall, wide = resize * height // short, resize * width // short
-    crop_height, crop_width = int(np.rint(side * height / tall)), int(np.rint(side * width / wide))
-    top = int(np.rint(np.rint((tall - side) / 2) * height / tall))  # both roundings are torchvision's
-    left = int(np.rint(np.rint((wide - side) / 2) * width / wide))
-    return min(top, height - crop_height), min(left, width - crop_width), crop_height, crop_width
-
-
 @functools.cache
-def _compiled(training: bool) -> Callable[..., None]:
-    """Compile `show`, which holds no interpreter lock, around FFCV's decoder, its scaling by areas and what chooses a
-    crop: FFCV's function in training, `centre_crop` else."""
+def _compiled() -> Callable[..., None]:
+    """Compile `show`, which holds no interpreter lock, around FFCV's decoder, its scaling by areas and its crops."""
     njit, lib = require_ffcv("numba").njit, require_ffcv("ffcv.libffcv")
     imdecode, resize_crop = njit(lib.imdecode), njit(lib.resize_crop)
-    choose_crop = njit(require_ffcv("ffcv.fields.rgb_image").get_random_crop if training else centre_crop)
+    choose_crop = njit(require_ffcv("ffcv.fields.rgb_image").get_random_crop)
 
     @njit(nogil=True)
-    def show(data, table, seeds, first, second, hflip, levels, decoded, out, bad):
+    def show(data, table, seeds, scale, ratio, hflip, levels, decoded, out, bad):
         """Show crops of the images that `table` (B, 5) places in `data`: out (B, 3, S, S) are the values of their bytes
-        in `levels` (3, 256); first, second: of `choose_crop`; bad (B,) is where a JPEG is damaged. decoded: memory for
-        the largest image."""
+        in `levels` (3, 256); bad (B,) is where a JPEG is damaged. decoded: memory for the largest image."""
         side = out.shape[2]
         scaled = np.empty((side, side, 3), np.uint8)
         for n in range(len(table)):
@@ -213,7 +170,7 @@ def _compiled(training: bool) -> Callable[..., None]:
                 bad[n] = imdecode(data[start:start + size], pixels, height, width, height, width, 0, 0, 1, 1, False,
                                   False) != 0
             np.random.seed(seeds[n])  # of this thread's generator in compiled code
-            top, left, crop_height, crop_width = choose_crop(height, width, first, second)
+            top, left, crop_height, crop_width = choose_crop(height, width, scale, ratio)
             resize_crop(pixels.reshape(height, width, 3), top, top + crop_height, left, left + crop_width, scaled)
             shown = scaled[:, ::-1] if np.random.random() < hflip else scaled[:, ::1]
             for y in range(side):
@@ -229,106 +186,61 @@ class _Memory:
     their pixels."""
 
     def __init__(self):
-        self._arrays: list[tuple[np.ndarray, weakref.ref]] = []
-        self._lock = threading.Lock()
+        self._free: dict[tuple[int, ...], list[np.ndarray]] = defaultdict(list)
 
     def empty(self, *shape: int) -> torch.Tensor:
         """Return an uninitialised tensor."""
-        with self._lock:
-            free = next((number for number, (array, used) in enumerate(self._arrays)
-                         if used() is None and array.shape == shape), None)
-            array = np.empty(shape, np.float32) if free is None else self._arrays.pop(free)[0]
-            view = array[:]  # lives as long as the storage that all views of the tensor share
-            self._arrays.append((array, weakref.ref(view)))
-            return torch.from_numpy(view)
+        try:
+            array = self._free[shape].pop()
+        except IndexError:
+            array = np.empty(shape, np.float32)
+        view = array[:]  # lives as long as the storage that all views of the tensor share
+        weakref.finalize(view, self._free[shape].append, array).atexit = False
+        return torch.from_numpy(view)
 
 
-class _BetonLoader:
-    """Beside a loader of images: its source is a `Beton`, and threads decode, at least one.
-
-    training: whether crops are random; how: the last two arguments of what chooses them; hflip: probability of a flip.
-    """
-
-    training: bool
-    how: tuple
-    hflip = 0.0
-
-    def _decoder(self, img_size: int):
-        """Return the function from a list of (epoch, index, number of the copy) to a batch; see `DecodingLoader`. On a
-        CPU its images are normalised; a GPU gets bytes and normalises them itself."""
-        show, table, labels = _compiled(self.training), self.source.table, self.source.labels
-        levels = torch.arange(256, dtype=torch.uint8).expand(3, 1, 256)
-        if self.device.type == "cpu":
-            levels = normalize(levels, self.mean, self.std)
-        levels = levels[:, 0].numpy()
-        largest, memory = 3 * int((table[:, 2] * table[:, 3]).max()), _Memory()
-
-        def decode(keys: list[tuple[int, int, int]]):
-            ids = np.array([index for _, index, _ in keys], np.int64)
-            seeds = np.array([image_seed(self.seed, *key) % 2**32 for key in keys], np.uint32)
-            shape = len(ids), 3, img_size, img_size
-            out = memory.empty(*shape) if self.device.type == "cpu" else torch.empty(
-                shape, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
-            bad = np.zeros(len(ids), bool)
-            show(self.source.data, table[ids], seeds, *self.how, self.hflip, levels,
-                 np.empty(largest, np.uint8), out.numpy(), bad)
-            return (out, labels[ids].tolist(), torch.from_numpy(ids),
-                    [(place, "it is a damaged JPEG") for place in bad.nonzero()[0].tolist()])
-
-        return decode
-
-    def _decoded(self, decoder, batches: list[list[tuple[int, int, int]]]) -> Iterator[tuple]:
-        """Yield the decoder's batches, in order; each is of one thread."""
-        running: deque = deque()
-        with ThreadPoolExecutor(max(self.workers, 1)) as pool:
-            try:
-                for keys in batches:
-                    running.append(pool.submit(decoder, keys))
-                    if len(running) > self.workers + self.prefetch:
-                        yield running.popleft().result()
-                while running:
-                    yield running.popleft().result()
-            finally:
-                pool.shutdown(cancel_futures=True)
-
-    def _pixels(self, images: torch.Tensor) -> torch.Tensor:
-        if self.device.type == "cpu":
-            return images
-        return normalize(images.to(self.device, non_blocking=True), self.mean, self.std)
-
-
-class BetonTrainLoader(_BetonLoader, ImageTrainLoader):
-    """Shuffled, cropped and flipped batches; a damaged image is replaced by another one of its batch.
+class BetonTrainLoader(ImageTrainLoader):
+    """Shuffled, cropped and flipped batches, decoded by threads, at least one; a damaged image is replaced by another
+    one of its batch.
 
     Args:
         os_cache: random order over the whole file; without it `quasi_random_order`.
         scale: least and largest share of an image's area in its crop; hflip: probability of a left-right flip.
     """
 
-    training = True
-
     def __init__(self, source: Beton, *, os_cache: bool, scale: Sequence[float], hflip: float, **common):
         super().__init__(source, transform=None, **common)
-        self.os_cache, self.how, self.hflip = os_cache, (np.array(scale, float), RATIO), hflip
-        if not source.fits_in_memory():
-            log.info("%s takes more than half of the memory (%.0f GiB): %s", source.path, len(source.data) / 2**30,
-                     "with --os-cache on each image is a random read of the disk" if os_cache else
-                     f"images are shuffled within {PAGES_TOGETHER} pages at a time (--os-cache on: all of them)")
+        self.os_cache, self.scale, self.hflip, self._memory = os_cache, np.array(scale, float), hflip, _Memory()
 
     def _order(self, epoch: int) -> torch.Tensor:
         return super()._order(epoch) if self.os_cache else quasi_random_order(self.source.pages, self.seed, epoch)
 
+    def _decoded(self, batches: list[np.ndarray], img_size: int) -> Iterator[tuple[torch.Tensor, list, dict[int, str]]]:
+        """Yield the images of each batch, which one thread decodes. On a CPU they are normalised; a GPU gets bytes and
+        normalises them itself."""
+        show, table, labels = _compiled(), self.source.table, self.source.labels
+        largest, on_cpu = 3 * int((table[:, 2] * table[:, 3]).max()), self.device.type == "cpu"
+        levels = torch.arange(256, dtype=torch.uint8).expand(3, 1, 256)
+        levels = (normalize(levels, self.mean, self.std) if on_cpu else levels)[:, 0].numpy()
 
-class BetonEvalLoader(_BetonLoader, ImageEvalLoader):
-    """Every image once over all processes; damaged ones are left out.
+        def decode(keys: np.ndarray) -> tuple[torch.Tensor, list[int], dict[int, str]]:
+            seeds, ids = keys.T
+            shape, bad = (len(ids), 3, img_size, img_size), np.zeros(len(ids), bool)
+            out = self._memory.empty(*shape) if on_cpu else torch.empty(shape, dtype=torch.uint8, pin_memory=True)
+            show(self.source.data, table[ids], (seeds % 2**32).astype(np.uint32), self.scale, RATIO, self.hflip, levels,
+                 np.empty(largest, np.uint8), out.numpy(), bad)
+            return out, labels[ids].tolist(), dict.fromkeys(bad.nonzero()[0].tolist(), "it is a damaged JPEG")
 
-    Args:
-        resize: what the short side is scaled to, in pixels, before the middle img_size x img_size is cut out. Of images
-            that were stored so nothing is scaled or cut any more.
-    """
+        running: deque = deque()
+        with ThreadPoolExecutor(max(self.workers, 1)) as pool:
+            for keys in batches:
+                running.append(pool.submit(decode, keys))
+                if len(running) > self.workers + AHEAD:
+                    yield running.popleft().result()
+            while running:
+                yield running.popleft().result()
 
-    training = False
-
-    def __init__(self, source: Beton, *, resize: int, **common):
-        super().__init__(source, transform=None, **common)
-        self.how = self.img_size if source.evaluated else resize, self.img_size
+    def _pixels(self, images: torch.Tensor) -> torch.Tensor:
+        if self.device.type == "cpu":
+            return images
+        return normalize(images.to(self.device, non_blocking=True), self.mean, self.std)

@@ -9,16 +9,11 @@ take `images` for the class of class/images/x.jpg.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import io
 import os
-import re
-import stat
 import tarfile
-import warnings
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import BinaryIO
 
@@ -57,36 +52,16 @@ def decode_image(file: str | Path | BinaryIO, exif_rotation: bool = False, max_p
     """
     limit = f"must have at most {max_pixels / 1e6:g} megapixels"
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the limit is max_pixels
-            with open_regular(file) if isinstance(file, (str, Path)) else nullcontext(file) as data:
-                image = Image.open(data, formats=IMAGE_FORMATS)
-                if image.width * image.height > max_pixels:
-                    raise TooLarge(f"{limit}, got {image.width}x{image.height}")
-                if image.format == "PNG":
-                    image.verify()  # its checksums, of which decoding leaves out some; it ends with the image
-                    data.seek(0)
-                    image = Image.open(data, formats=("PNG",))
-                return to_rgb(ImageOps.exif_transpose(image) if exif_rotation else image, over_white)
+        with Image.open(file, formats=IMAGE_FORMATS) as image:
+            if image.width * image.height > max_pixels:
+                raise TooLarge(f"{limit}, got {image.width}x{image.height}")
+            return to_rgb(ImageOps.exif_transpose(image) if exif_rotation else image, over_white)
     except BrokenImage:
         raise
     except Image.DecompressionBombError as error:
         raise TooLarge(f"{limit}: {error}") from error
     except Exception as error:  # Pillow's readers raise whatever damaged bytes lead them to
         raise BrokenImage(f"{type(error).__name__}: {error}") from error
-
-
-def open_regular(path: str | Path) -> BinaryIO:
-    """Open a file to read it. A named pipe or a device, which could wait for ever, is refused.
-
-    Raises:
-        OSError: it cannot be read, or is no regular file.
-    """
-    file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")  # a pipe is opened without waiting
-    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        return file
-    file.close()
-    raise OSError(errno.EINVAL, "not a regular file")
 
 
 def to_rgb(image: Image.Image, over_white: bool = False) -> Image.Image:
@@ -113,25 +88,21 @@ def check_scaled(size: tuple[int, int], short: int) -> None:
                        f"got {width}x{height} from {size[0]}x{size[1]}")
 
 
-def is_image_name(name: str) -> bool:
-    """Return whether a file's name ends like an image's."""
-    return name.lower().endswith(IMAGE_SUFFIXES)
-
-
 class ImageFiles:
     """The images of a folder or .tar of class/name.jpg, in the natural order of their names, as timm has it.
 
-    names: relative to the source; targets: int64 (N,), numbers of `classes`.
+    Attributes:
+        name: the source. names: relative to it. classes: their names. targets: int64 (N,), numbers of `classes`.
 
     Raises:
-        UsageError: no such source, no images, images outside a class folder, a class folder without images, names that
-            are not UTF-8, links that lead to a folder twice, a damaged or compressed tar.
+        UsageError: no such source, no images, images outside a class folder, a class folder without images, a damaged
+            or compressed tar, or other than `num_classes` classes (0: any).
     """
 
-    def __init__(self, source: Path):
-        self.source = source
+    def __init__(self, source: Path, num_classes: int = 0):
+        self.source, self.name = source, str(source)
         try:
-            found = list(_walk(source)) if source.is_dir() else _scan_tar(source)
+            found = list(_walk(source)) if source.is_dir() else list(_scan_tar(source))
             if not found and source.is_dir():  # a tar for each class
                 found = [(f"{tar.stem}/{name}", *where) for tar in source.glob("*.tar")
                          for name, *where in _scan_tar(tar)]
@@ -141,16 +112,12 @@ class ImageFiles:
             raise UsageError(f"{source} has no images: class/name with a suffix of {', '.join(IMAGE_SUFFIXES)} is "
                              "required")
         found.sort(key=lambda entry: (natural_key(entry[0]), entry[0]))
-        self.names = [name for name, *_ in found]
-        self._tars = [tar for _, tar, _, _ in found]  # the tar that an image lies in, and where; None: a file
-        self._spans = np.array([span for _, _, *span in found], np.int64)
-        if strange := next((name for name in self.names if re.search("[\ud800-\udfff]", name)), None):
-            raise UsageError(f"file names in {source} must be UTF-8, got {os.fsencode(strange)!r}")
-        self.flat = ilsvrc.is_flat(self.names)
-        labels = ilsvrc.labels_of(source, self.names) if self.flat else self._labels()
-        self.classes = sorted(set(labels), key=lambda label: (natural_key(label), label))
-        number = {label: index for index, label in enumerate(self.classes)}
-        self.targets = np.array([number[label] for label in labels], np.int64)
+        self.names, self._places = [name for name, *_ in found], [place for _, *place in found]
+        labels = ilsvrc.labels_of(source, self.names) if ilsvrc.is_flat(self.names) else self._labels()
+        self.classes, self.targets = np.unique(labels, return_inverse=True)
+        order = sorted(range(len(self.classes)), key=lambda label: natural_key(self.classes[label]))
+        self.classes, self.targets = self.classes[order].tolist(), np.argsort(order)[self.targets]
+        check_classes(self.name, self.classes, num_classes)
 
     def __len__(self) -> int:
         return len(self.names)
@@ -165,81 +132,79 @@ class ImageFiles:
         while len({of_name[depth] for of_name in parts}) == 1 and all(len(of_name) > depth + 2 for of_name in parts):
             depth += 1
         labels = [of_name[depth] for of_name in parts]
-        if self.source.is_dir() and self._tars[0] is None:
-            top = self.source.joinpath(*parts[0][:depth])
-            empty = sorted({entry.name for entry in os.scandir(top) if entry.is_dir() and entry.name[0] != "."}
-                           - set(labels), key=natural_key)
+        if self.source.is_dir():
+            folders = filter(os.DirEntry.is_dir, os.scandir(self.source.joinpath(*parts[0][:depth])))
+            empty = sorted({folder.name for folder in folders if folder.name[0] != "."} - set(labels))
             if empty:
-                raise UsageError(f"{len(empty)} class folder(s) of {self.source} have no images: {', '.join(empty[:5])}"
-                                 f"{' ...' if len(empty) > 5 else ''}")
+                raise UsageError(f"{len(empty)} class folder(s) of {self.source} have no images: "
+                                 f"{', '.join(empty[:5])}")
         return labels
 
     def describe(self, index: int) -> str:
         """Return the path of an image."""
         return f"{self.source}/{self.names[index]}"
 
-    def open(self, index: int) -> BinaryIO:
-        """Open the file of an image.
+    def read(self, index: int) -> tuple[Image.Image, int]:
+        """Decode an image to RGB; return it and its target.
 
         Raises:
-            OSError: it cannot be read (any more).
+            BrokenImage: it cannot be read or decoded.
         """
-        if self._tars[index] is None:
-            return open_regular(self.source / self.names[index])
-        start, size = self._spans[index].tolist()
-        with open(self._tars[index], "rb") as tar:
-            return io.BytesIO(os.pread(tar.fileno(), size, start))
+        tar, start, size = self._places[index]
+        if tar is None:
+            return decode_image(self.source / self.names[index]), int(self.targets[index])
+        with open(tar, "rb") as file:
+            data = os.pread(file.fileno(), size, start)
+        return decode_image(io.BytesIO(data)), int(self.targets[index])
 
     def fingerprint(self) -> str:
         """Return SHA-256 over the classes, names and sizes of the images: the same wherever they lie."""
         digest = hashlib.sha256("\n".join([*self.classes, "", *self.names]).encode())
-        sizes = [os.stat(self.source / name).st_size if tar is None and os.path.exists(self.source / name) else size
-                 for name, tar, size in zip(self.names, self._tars, self._spans[:, 1].tolist(), strict=True)]
+        sizes = [size if tar or not os.path.exists(self.source / name) else os.path.getsize(self.source / name)
+                 for name, (tar, _, size) in zip(self.names, self._places, strict=True)]
         digest.update(np.array([*sizes, *self.targets], np.int64))
         return digest.hexdigest()
 
 
-def _walk(root: Path) -> Iterator[tuple[str, Path | None, int, int]]:
+def check_classes(name: str, classes: list[str], required: int) -> None:
+    """Raise UsageError unless there are `required` classes (0: any number)."""
+    if required and required != len(classes):
+        raise UsageError(f"{name} must have {required} classes (--num-classes), got {len(classes)}")
+
+
+def _is_image(name: str) -> bool:
+    return name.lower().endswith(IMAGE_SUFFIXES)
+
+
+def _walk(root: Path) -> Iterator[tuple[str, None, int, int]]:
     """Yield (name, None, 0, 0) of every image below a folder."""
-    seen: dict[str, str] = {}
     for folder, _, files in os.walk(root, followlinks=True):
-        real = os.path.realpath(folder)
-        if seen.setdefault(real, folder) != folder:
-            raise UsageError(f"links of {root} lead to {seen[real]} again, as {folder}")
-        for file in filter(is_image_name, files):
+        for file in filter(_is_image, files):
             yield os.path.relpath(f"{folder}/{file}", root), None, 0, 0
 
 
-def _scan_tar(path: Path) -> list[tuple[str, Path, int, int]]:
-    """Return (name, tar, place in it, bytes) of every image of a tar, and of the tars in it.
-
-    Every header up to the mark of the end must be whole, and every image, too.
-    """
+def _scan_tar(path: Path) -> Iterator[tuple[str, Path, int, int]]:
+    """Yield (name, tar, place in it, bytes) of every image of a tar, and of the tars in it."""
     with open(path, "rb") as file:
-        return list(_scan_open_tar(path, file, 0, os.fstat(file.fileno()).st_size, ""))
+        yield from _scan_open_tar(path, file, 0, "")
 
 
-def _scan_open_tar(path: Path, file: BinaryIO, start: int, end: int, prefix: str) -> Iterator[tuple]:
-    broken = f"{path} is not a readable tar"
+def _scan_open_tar(path: Path, file: BinaryIO, start: int, prefix: str) -> Iterator[tuple[str, Path, int, int]]:
+    file.seek(start)
     try:
-        file.seek(start)
         with tarfile.open(fileobj=file, mode="r:") as tar:
             while (member := tar.next()) is not None:
                 tar.members.clear()  # it would keep them all
                 name = prefix + os.path.normpath(member.name).lstrip("/")
-                if tar.offset > end or member.issparse():
-                    raise UsageError(f"{broken}: {ascii(name)} is sparse or cut off")
                 if member.isreg() and name.lower().endswith(".tar") and not prefix:
-                    yield from _scan_open_tar(path, file, member.offset_data, member.offset_data + member.size,
-                                              name[:-4] + "/")
-                elif member.isreg() and is_image_name(name):
+                    yield from _scan_open_tar(path, file, member.offset_data, name[:-4] + "/")
+                elif member.isreg() and _is_image(name):
                     yield name, path, member.offset_data, member.size
-        file.seek(tar.offset)
-        if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # tarfile takes a damaged header for the end
-            raise UsageError(f"{broken}: it is damaged or cut off at byte {tar.offset}")
-    except (tarfile.TarError, EOFError, ValueError, OverflowError) as error:
-        if isinstance(error, UsageError):
-            raise
+    except tarfile.TarError as error:
         file.seek(start)
         packed = file.read(6).startswith((b"\x1f\x8b", b"BZh", b"\xfd7zXZ\0"))
-        raise UsageError(f"{broken}: {'it is compressed, unpack it once' if packed else error}") from error
+        raise UsageError(f"{path} is not a readable tar: {'it is compressed, unpack it once' if packed else error}"
+                         ) from error
+    file.seek(tar.offset)
+    if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # tarfile takes a damaged header for the end
+        raise UsageError(f"{path} is not a readable tar: it is damaged or cut off at byte {tar.offset}")

@@ -14,14 +14,14 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import timm.data
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 from torchvision import transforms
 
@@ -29,8 +29,9 @@ from ea_vision.base.errors import UsageError
 from ea_vision.data.augment import normalize
 from ea_vision.data.bad_images import BadImages
 from ea_vision.data.batches import Batch, Share, epoch_generator, sent
-from ea_vision.data.image_files import BrokenImage, ImageFiles, check_scaled, decode_image, to_rgb
+from ea_vision.data.image_files import BrokenImage, check_classes, check_scaled, decode_image, to_rgb
 
+AHEAD = 2  # batches that each worker prepares
 TERM_SECONDS = 30  # that workers serve on after a SIGTERM, which clusters send to every process of a job
 GLOO_SECONDS = 0.3  # that gloo's threads have to end a collective in
 STUCK_SECONDS = 900  # without a batch from a worker: the process ends with an error, and torchrun restarts it
@@ -38,83 +39,44 @@ PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 TRIVIAL = "ta_wide"  # torchvision's name of a policy that timm has not
 
 
-class ImageSource:
-    """One split: its classes and, by index, its images.
-
-    Args:
-        dataset: timm's name of the data set; empty for a folder or tar of class/name.jpg (`ImageFiles`).
-        root: the folder or .tar of the split itself, or, with `dataset`, what that reader takes.
-        split: for `dataset`.
-        num_classes: of the targets; needed where the data does not say it.
-        exif_rotation: turn images as their EXIF data says.
+class TimmImages:
+    """A split of a data set that timm can index, by timm's name: its classes and, by number, its images.
 
     Raises:
-        UsageError: no such data, no images, a class folder without images, a data set that cannot be indexed.
+        UsageError: no such data, a stream, other than `num_classes` classes, or, without that, unknown ones.
     """
 
-    def __init__(self, dataset: str, root: Path, split: str, num_classes: int = 0, exif_rotation: bool = False):
-        self.name = f"{dataset} {split}" if dataset else str(root)
-        self.exif_rotation = exif_rotation
-        self.files = None if dataset else ImageFiles(root)
-        if self.files is not None:
-            self.classes = self.files.classes
-        else:
-            found = _timms(dataset, root, split, self.name)
-            self.items = getattr(found, "reader", found)  # (file or image, target) by number
-            self.classes = _class_names(self.items, num_classes, self.name)
-        if num_classes and num_classes != len(self.classes):
-            raise UsageError(f"{self.name} must have {num_classes} classes (--num-classes), got {len(self.classes)}")
+    def __init__(self, dataset: str, root: Path, split: str, num_classes: int = 0):
+        self.name = f"{dataset} {split}"
+        try:
+            found = timm.data.create_dataset(dataset, str(root), split=split, search_split=False)
+        except (RuntimeError, AssertionError, OSError, ImportError, ValueError) as error:
+            raise UsageError(f"no images in {self.name}: {error}") from error
+        if isinstance(found, torch.utils.data.IterableDataset):
+            raise UsageError(f"{dataset} is a stream; one that can be indexed is required (torch/*, hfds/*)")
+        self.items = getattr(found, "reader", found)  # (file or image, target) by number
+        number = getattr(self.items, "class_to_idx", None) or getattr(self.items, "class_name_to_idx", {})
+        self.classes = sorted(number, key=number.get) or [str(label) for label in range(num_classes)]
+        if not self.classes:
+            raise UsageError(f"{self.name} does not name its classes: --num-classes is required")
+        check_classes(self.name, self.classes, num_classes)
 
     def __len__(self) -> int:
-        return len(self.items if self.files is None else self.files)
+        return len(self.items)
 
     def describe(self, index: int) -> str:
-        """Return the path of an image, where it has one."""
-        return f"{self.name} {index}" if self.files is None else self.files.describe(index)
+        return f"{self.name} {index}"
 
     def read(self, index: int) -> tuple[Image.Image, int]:
-        """Decode an image to RGB, and give its target.
-
-        Raises:
-            BrokenImage: it cannot be read or decoded.
-        """
+        """Return an image in RGB and its target. Raises BrokenImage."""
         try:
-            if self.files is not None:
-                file, target = self.files.open(index), self.files.targets[index]
-            else:
-                file, target = self.items[index][:2]
-            if isinstance(file, Image.Image):
-                return to_rgb(ImageOps.exif_transpose(file) if self.exif_rotation else file), int(target)
+            image, target = self.items[index][:2]
+            return (to_rgb(image) if isinstance(image, Image.Image) else decode_image(image)), int(target)
         except (OSError, SyntaxError, ValueError) as error:
             raise BrokenImage(f"{type(error).__name__}: {error}") from error
-        with file:
-            return decode_image(file, self.exif_rotation), int(target)
 
     def fingerprint(self) -> str:
-        """Return SHA-256 over the names of classes and, of files, their names and sizes: the same wherever they lie."""
-        found = (self.files.fingerprint() if self.files is not None else
-                 hashlib.sha256("\n".join([*self.classes, str(len(self))]).encode()).hexdigest())
-        return f"{found} exif_rotation" if self.exif_rotation else found
-
-
-def _timms(dataset: str, root: Path, split: str, name: str):
-    try:
-        found = timm.data.create_dataset(dataset, str(root), split=split, search_split=False)
-    except (RuntimeError, AssertionError, OSError, ImportError, ValueError) as error:
-        raise UsageError(f"no images in {name}: {error}") from error
-    if not hasattr(found, "__getitem__") or isinstance(found, torch.utils.data.IterableDataset):
-        raise UsageError(f"{dataset} is a stream; one that can be indexed is required (folder, tar, torch/*, hfds/*)")
-    return found
-
-
-def _class_names(items, num_classes: int, name: str) -> list[str]:
-    """Return the names that a data set of timm's has for its classes, else numbers."""
-    number = getattr(items, "class_to_idx", None) or getattr(items, "class_name_to_idx", None)
-    if number:
-        return sorted(number, key=number.get)
-    if not num_classes:
-        raise UsageError(f"{name} does not name its classes: --num-classes is required")
-    return [str(number) for number in range(num_classes)]
+        return hashlib.sha256("\n".join([*self.classes, str(len(self))]).encode()).hexdigest()
 
 
 def _pixels(image: Image.Image) -> torch.Tensor:
@@ -151,45 +113,38 @@ def eval_transform(img_size: int, resize: int, interpolation: str = "bilinear"):
     return transforms.Compose([limited, transforms.Resize(resize, mode), transforms.CenterCrop(img_size), _pixels])
 
 
-def image_seed(seed: int, epoch: int, index: int, copy: int = 0) -> int:
-    """Return the seed, of 63 bits, of an image in an epoch of a run; copy: its number among several."""
-    drawn_by = f"{seed} {epoch} {index}" + (f" {copy}" if copy else "")
-    return int.from_bytes(hashlib.sha256(drawn_by.encode()).digest()[:8], "little") >> 1
-
-
-def seed_image(seed: int, epoch: int, index: int, copy: int = 0) -> None:
-    """Seed all that an image's augmentation may draw from."""
-    number = image_seed(seed, epoch, index, copy)
-    random.seed(number)
-    np.random.seed(number % 2**32)
-    torch.default_generator.manual_seed(number)
+@contextmanager
+def _random_state() -> Iterator[None]:
+    """Keep what seeds the decoder sets from the trainer, whose random state is part of its checkpoints."""
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        yield
+    random.setstate(python)
+    np.random.set_state(numpy)
 
 
 class Decoder(Dataset):
-    """In the worker processes: a list of (epoch, index, number of the copy) -> one batch. A subclass has other images.
+    """Turns rows of (seed, index) into a batch, in the worker processes.
 
-    shape: of an image.
+    read: from an index to uint8 pixels of `shape` and a target; it may raise BrokenImage.
     """
 
-    def __init__(self, source, transform, shape: tuple[int, ...], seed: int):
-        self.source, self.transform, self.shape, self.seed = source, transform, shape, seed
+    def __init__(self, read: Callable[[int], tuple[torch.Tensor, Any]], shape: tuple[int, ...]):
+        self.read, self.shape = read, shape
 
-    def read(self, index: int) -> tuple[torch.Tensor, Any]:
-        """Return the uint8 pixels of an image and its target. Raises BrokenImage."""
-        image, target = self.source.read(index)
-        return self.transform(image), target
-
-    def __getitems__(self, keys: list[tuple[int, int, int]]):
-        """Return uint8 (B, *shape), targets, ids (B,), bad [(place, error)]; the pixels of bad are 0."""
-        images = torch.zeros(len(keys), *self.shape, dtype=torch.uint8)
-        targets, bad = [0] * len(keys), []
-        for place, (epoch, index, copy) in enumerate(keys):
-            seed_image(self.seed, epoch, index, copy)
-            try:
-                images[place], targets[place] = self.read(index)
-            except BrokenImage as error:
-                bad.append((place, str(error)))
-        return images, targets, torch.tensor([index for _, index, _ in keys], dtype=torch.int64), bad
+    def __getitems__(self, keys: np.ndarray) -> tuple[torch.Tensor, list[Any], dict[int, str]]:
+        """Return uint8 (B, *shape), targets, and what is wrong with bad ones, by place; their pixels are 0."""
+        images, targets, bad = torch.zeros(len(keys), *self.shape, dtype=torch.uint8), [0] * len(keys), {}
+        with _random_state():
+            for place, (seed, index) in enumerate(keys.tolist()):
+                random.seed(seed)
+                np.random.seed(seed % 2**32)
+                torch.default_generator.manual_seed(seed)
+                try:
+                    images[place], targets[place] = self.read(index)
+                except (BrokenImage, OSError) as error:
+                    bad[place] = str(error)
+        return images, targets, bad
 
 
 def _begin_worker(_number: int) -> None:
@@ -200,74 +155,56 @@ def _begin_worker(_number: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, lambda *_: signal.alarm(TERM_SECONDS))
-    torch.set_num_threads(1)
-
-
-def _as_it_is(batch):
-    return batch
-
-
-@contextmanager
-def _own_random_state() -> Iterator[None]:
-    """Keep what seeds the decoder sets from the trainer, whose random state is part of its checkpoints."""
-    python, numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
-        yield
-    random.setstate(python)
-    np.random.set_state(numpy)
 
 
 class DecodingLoader:
     """Common to all loaders that decode images as they are needed. Other images, or other ways to decode them, are
     subclasses with another `_decoder`, `_decoded`, `_pixels` or `_batch`.
 
-    Args: transform: of images of img_size; mean and std of images in 0..1, per channel; batch_size: images per process;
-    workers: processes that decode for this one, 0: none; prefetch: batches that each of them prepares ahead;
-    bad_images: gets the unreadable ones.
+    Args: transform: from a side in pixels to what is done to images (`train_transform`, `eval_transform`); mean and std
+    of images in 0..1, per channel; batch_size: images per process; workers: processes that decode for this one, 0:
+    none; bad_images: gets the unreadable ones.
     """
 
-    size_of: Callable[[int], int] | None = None
-
-    def __init__(self, source, *, transform, img_size: int, mean: Sequence[float], std: Sequence[float],
-                 device: torch.device, batch_size: int, workers: int, bad_images: BadImages, rank: int = 0,
-                 world_size: int = 1, seed: int = 0, prefetch: int = 2):
-        self.source, self.bad_images = source, bad_images
-        self.transform, self.img_size = transform, img_size
+    def __init__(self, source, *, transform: Callable[[int], Callable], img_size: int, mean: Sequence[float],
+                 std: Sequence[float], device: torch.device, batch_size: int, workers: int, bad_images: BadImages,
+                 rank: int = 0, world_size: int = 1, seed: int = 0):
+        self.source, self.transform, self.img_size, self.bad_images = source, transform, img_size, bad_images
         self.mean, self.std = (torch.tensor(values, dtype=torch.float32, device=device) for values in (mean, std))
         self.share = Share(len(source), batch_size, rank, world_size)
-        self.device, self.seed, self.workers, self.prefetch = device, seed, workers, prefetch
+        self.device, self.seed, self.workers = device, seed, workers
 
-    def _decoder(self, img_size: int):
-        """Return what makes images, targets, ids and bad ones [(place, error)] of a list of keys."""
-        transform = self.transform(img_size) if self.size_of else self.transform
-        return Decoder(self.source, transform, (img_size, img_size, 3), self.seed)
+    def _decoder(self, img_size: int) -> Decoder:
+        transform = self.transform(img_size)
 
-    def _decoded(self, decoder, batches: list[list[tuple[int, int, int]]]) -> Iterator[tuple]:
-        """Yield the decoder's batches, in order."""
-        of_workers = {"prefetch_factor": self.prefetch, "multiprocessing_context": "fork", "timeout": STUCK_SECONDS}
+        def read(index: int) -> tuple[torch.Tensor, int]:
+            image, target = self.source.read(index)
+            return transform(image), target
+
+        return Decoder(read, (img_size, img_size, 3))
+
+    def _decoded(self, batches: list[np.ndarray], img_size: int) -> Iterator[tuple[torch.Tensor, list, dict[int, str]]]:
+        """Yield what the decoder makes of each batch's rows of (seed, index), in order."""
+        of_workers = {"prefetch_factor": AHEAD, "multiprocessing_context": "fork", "timeout": STUCK_SECONDS}
         if self.workers and self.share.world_size > 1 and self.device.type == "cpu":
             # A fork while one of gloo's threads enters the interpreter, as they do after a collective to drop its
             # tensors, leaves a worker that waits for ever for the interpreter's list of threads.
             time.sleep(GLOO_SECONDS)
-        loader = iter(DataLoader(
-            decoder, batch_sampler=batches, num_workers=self.workers, collate_fn=_as_it_is,
+        yield from DataLoader(
+            self._decoder(img_size), batch_sampler=batches, num_workers=self.workers, collate_fn=lambda batch: batch,
             pin_memory=self.device.type == "cuda", worker_init_fn=_begin_worker, **(of_workers if self.workers else {}),
-            generator=torch.Generator()))  # its own: the trainer's random state is part of its checkpoints
-        for _ in batches:
-            with _own_random_state():
-                batch = next(loader)
-            yield batch
+            generator=torch.Generator())  # its own: the trainer's random state is part of its checkpoints
 
-    def _show(self, batches: list[list[tuple[int, int, int]]], img_size: int, training: bool) -> Iterator[Batch]:
-        """Yield the batches of these keys, in order."""
-        with closing(self._decoded(self._decoder(img_size), batches)) as decoded:
-            for images, targets, ids, bad in decoded:
-                for place, error in bad:
-                    self.bad_images.add(self.source.describe(int(ids[place])), error)
-                if bad:
-                    places = self.bad_images.places(len(ids), [place for place, _ in bad], training)
-                    images, ids, targets = images[places], ids[places], [targets[place] for place in places]
-                yield self._batch(images, targets, ids)
+    def _show(self, batches: list[np.ndarray], img_size: int, training: bool) -> Iterator[Batch]:
+        """Yield the batches of these rows of (seed, index), in order."""
+        for keys, (images, targets, bad) in zip(batches, self._decoded(batches, img_size), strict=True):
+            ids = torch.from_numpy(keys[:, 1].copy())
+            for place, error in bad.items():
+                self.bad_images.add(self.source.describe(int(ids[place])), error)
+            if bad:
+                places = self.bad_images.places(len(ids), bad, training)
+                images, ids, targets = images[places], ids[places], [targets[place] for place in places]
+            yield self._batch(images, targets, ids)
 
     def _batch(self, images: torch.Tensor, targets: list[int], ids: torch.Tensor) -> Batch:
         return Batch(self._pixels(images), sent(torch.tensor(targets, dtype=torch.int64), self.device), ids)
@@ -282,14 +219,13 @@ class ImageTrainLoader(DecodingLoader):
     """Shuffled, augmented batches; an unreadable image is replaced by another one of its batch.
 
     Args:
-        transform: of images of img_size; with `size_of`, a function from the size to the transform.
         size_of: side in pixels by epoch; None: img_size throughout.
         repeats: how often an epoch has each of its images (see `Share.repeated`).
     """
 
     def __init__(self, source, *, size_of: Callable[[int], int] | None = None, repeats: int = 1, **common):
         super().__init__(source, **common)
-        self.size_of, self.repeats = size_of, repeats
+        self.size_of, self.repeats = size_of or (lambda epoch: self.img_size), repeats
 
     def __len__(self) -> int:
         return self.share.train_batches
@@ -299,10 +235,11 @@ class ImageTrainLoader(DecodingLoader):
 
     def batches(self, epoch: int, first: int = 0) -> Iterator[Batch]:
         """Yield the batches of an epoch from number `first` on."""
-        order, copies = (table.tolist() for table in self.share.repeated(self._order(epoch), self.repeats))
-        keys = [[(epoch, index, copy) for index, copy in zip(order[places], copies[places], strict=True)]
-                for places in self.share.train_places(first)]
-        yield from self._show(keys, self.size_of(epoch) if self.size_of else self.img_size, training=True)
+        order, copies = self.share.repeated(self._order(epoch), self.repeats).numpy()
+        seeds = np.random.default_rng((self.seed, epoch)).integers(2**63, size=(self.repeats, len(self.source)))
+        keys = np.stack([seeds[copies, order], order], 1)
+        yield from self._show([keys[places] for places in self.share.train_places(first)], self.size_of(epoch),
+                              training=True)
 
 
 class ImageEvalLoader(DecodingLoader):
@@ -313,5 +250,6 @@ class ImageEvalLoader(DecodingLoader):
 
     def batches(self) -> Iterator[Batch]:
         """Yield the batches; the last ones may be short or empty."""
-        keys = [[(0, index, 0) for index in images] for images in self.share.eval_images()]
+        keys = [np.stack([np.zeros(len(images), np.int64), np.array(images, np.int64)], 1)
+                for images in self.share.eval_images()]
         yield from self._show(keys, self.img_size, training=False)

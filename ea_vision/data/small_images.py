@@ -13,7 +13,7 @@ from PIL import Image
 
 from ea_vision.base.errors import UsageError
 from ea_vision.base.files import cache_root
-from ea_vision.data.image_files import BrokenImage, ImageFiles, check_scaled, decode_image
+from ea_vision.data.image_files import BrokenImage, ImageFiles, check_scaled
 from ea_vision.data.splits import find_split
 
 DATASETS = ("digits", "cifar10", "cifar100", "folder")
@@ -65,14 +65,13 @@ def hold_out(images: Images, count: int, seed: int) -> tuple[Images, Images]:
 
 
 def load_dataset(name: str, data_dir: str = "", img_size: int = 32, download: bool = False,
-                 workers: int = 2, exif_rotation: bool = False) -> DataSet:
+                 workers: int = 2) -> DataSet:
     """Load a data set as uint8 tensors of `img_size` x `img_size` RGB pixels.
 
     Args:
         name: digits | cifar10 | cifar100 (torchvision's files in `data_dir`) | folder (`data_dir` has train and test,
             or val, each a folder or a .tar of class/name.png).
-        workers: decoding threads; 0: this one alone.
-        exif_rotation: turn the images of folders and tars as their EXIF data says.
+        workers: decoding threads.
 
     Raises:
         UsageError: missing data, broken images (all of them are found, the first named), classes that differ.
@@ -85,8 +84,7 @@ def load_dataset(name: str, data_dir: str = "", img_size: int = 32, download: bo
     if not data_dir:
         raise UsageError("--dataset folder needs --data-dir: a folder with train and test (or val)")
     sources = [find_split(Path(data_dir), split) for split in ("train", "test")]
-    (train, classes), (test, test_classes) = (decode_split(source, img_size, workers, exif_rotation)
-                                              for source in sources)
+    (train, classes), (test, test_classes) = (decode_split(source, img_size, workers) for source in sources)
     check_same_classes(sources[0], classes, sources[1], test_classes)
     return DataSet("folder", train, test, classes)
 
@@ -97,12 +95,12 @@ def _load_digits(img_size: int) -> DataSet:
 
     digits = load_digits()
     grey = np.rint(digits.images * (255 / 16)).astype(np.uint8)  # (1797, 8, 8), values were 0..16
-    images = _resized(grey[..., None].repeat(3, axis=-1), img_size)
     targets = torch.from_numpy(digits.target.astype(np.int64))
     is_test = (targets[:, None] == targets).tril(-1).sum(1) % 5 == 4  # by the number in its class
-    all_images = Images(images, targets, [f"digit {i}" for i in range(len(targets))])
-    return DataSet("digits", all_images.select((~is_test).nonzero()[:, 0]), all_images.select(is_test.nonzero()[:, 0]),
-                   [str(d) for d in range(10)])
+    images = Images(_resized(grey[..., None].repeat(3, axis=-1), img_size), targets,
+                    [f"digit {i}" for i in range(len(targets))])
+    return DataSet("digits", *(images.select(which.nonzero()[:, 0]) for which in (~is_test, is_test)),
+                   list(map(str, range(10))))
 
 
 def _load_torchvision(name: str, root: Path, img_size: int, download: bool) -> DataSet:
@@ -124,7 +122,7 @@ def _load_torchvision(name: str, root: Path, img_size: int, download: bool) -> D
 def _resized(pixels: np.ndarray, img_size: int) -> torch.Tensor:
     """Turn uint8 (N, H, W, 3) into (N, 3, img_size, img_size), bicubic where the size differs."""
     if pixels.shape[1:3] != (img_size, img_size):
-        pixels = np.stack([_fit(Image.fromarray(p), img_size) for p in pixels])
+        pixels = np.stack([_fit(Image.fromarray(image), img_size) for image in pixels])
     return torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous()
 
 
@@ -148,11 +146,10 @@ def check_same_classes(train: object, classes: list[str], test: object, test_cla
     if classes != test_classes:
         differ = sorted(set(classes) ^ set(test_classes)) or ["their order"]
         raise UsageError(f"{train} ({len(classes)} classes) and {test} ({len(test_classes)}) must have the same "
-                         f"classes; they differ in {', '.join(differ[:5])}{' ...' if len(differ) > 5 else ''}")
+                         f"classes; they differ in {', '.join(differ[:5])}")
 
 
-def decode_split(source: Path, img_size: int, workers: int = 2, exif_rotation: bool = False,
-                 ) -> tuple[Images, list[str]]:
+def decode_split(source: Path, img_size: int, workers: int = 2) -> tuple[Images, list[str]]:
     """Decode all images of a folder or tar on `workers` threads, in the order of their names; return them and the
     names of their classes.
 
@@ -163,17 +160,14 @@ def decode_split(source: Path, img_size: int, workers: int = 2, exif_rotation: b
 
     def decode(index: int) -> np.ndarray | str:
         try:
-            with files.open(index) as file:
-                return _fit(decode_image(file, exif_rotation), img_size)
+            return _fit(files.read(index)[0], img_size)
         except (OSError, BrokenImage) as error:
             return f"{files.describe(index)} ({error})"
 
     with ThreadPoolExecutor(max(workers, 1)) as pool:
-        decoded = list((pool.map if workers else map)(decode, range(len(files))))
+        decoded = list(pool.map(decode, range(len(files))))
     broken = [found for found in decoded if isinstance(found, str)]
     if broken:
-        raise UsageError(f"{len(broken)} of {len(decoded)} images cannot be decoded: {'; '.join(broken[:5])}"
-                         f"{' ...' if len(broken) > 5 else ''}")
+        raise UsageError(f"{len(broken)} of {len(decoded)} images cannot be decoded: {'; '.join(broken[:5])}")
     images = torch.from_numpy(np.stack(decoded)).permute(0, 3, 1, 2).contiguous()
-    names = [files.describe(index) for index in range(len(files))]
-    return Images(images, torch.from_numpy(files.targets), names), files.classes
+    return Images(images, torch.from_numpy(files.targets), list(map(files.describe, range(len(files))))), files.classes

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from ea_vision.base.errors import UsageError
-from ea_vision.data.image_files import is_image_name
 
 NAMES = {  # of a split's folder or tar, the first that exists counts
     "train": ("train", "training", "ILSVRC2012_img_train"),
@@ -15,29 +14,9 @@ NAMES = {  # of a split's folder or tar, the first that exists counts
 KAGGLE = "ILSVRC/Data/CLS-LOC"  # of Kaggle's archive of ImageNet, below the data folder
 
 
-def places_of(root: Path, split: str) -> str:
-    """Return where `find_split` looks for a split, for a message."""
-    names = ", ".join(f"{name}/ and {name}.tar" for name in NAMES[split])
-    return f"{names} in {root} and {root / KAGGLE}"
-
-
 def _split_in(root: Path, split: str) -> Path | None:
     return next((path for name in NAMES[split] for folder in (root, root / KAGGLE)
                  for path in (folder / name, folder / f"{name}.tar") if path.exists()), None)
-
-
-def what_was_meant(root: Path, split: str) -> str:
-    """Return the end of a message for a data folder without a split: the folder above or below that has it, or that
-    this one holds class folders itself."""
-    if not root.exists():
-        return "; it does not exist"
-    above, below = root.absolute().parent, [path for path in sorted(root.glob("*")) if path.is_dir()]
-    is_split = any(root.name in names for names in NAMES.values())
-    for folder in ([above] if is_split else []) + below:
-        if _split_in(folder, split):
-            return f"; {folder} has it: give that folder"
-    classes = [path.name for path in below if any(is_image_name(file.name) for file in path.iterdir())]
-    return f"; it has the classes {', '.join(classes[:3])} itself: move them into train/ and test/" if classes else ""
 
 
 def find_split(root: Path, split: str, or_root: bool = False) -> Path:
@@ -45,16 +24,14 @@ def find_split(root: Path, split: str, or_root: bool = False) -> Path:
 
     Args:
         split: train | validation (val before test) | test (test before val).
-        or_root: a data folder of class folders, without any split and not itself one of them, is taken itself.
+        or_root: a data folder without any split, so of class folders, is taken itself.
 
     Raises:
         UsageError: the data folder or the split does not exist.
     """
     if found := _split_in(root, split):
         return found
-    meant = what_was_meant(root, split)
-    if or_root and root.exists() and "give that folder" not in meant and not any(
-            _split_in(root, name) for name in NAMES):
+    if or_root and root.exists() and not any(_split_in(root, name) for name in NAMES):
         return root
     wanted = " or ".join(f"{name}/ or {name}.tar" for name in NAMES[split][:1 if split == "train" else 2])
-    raise UsageError(f"data folder {root} must have {wanted}{meant}")
+    raise UsageError(f"data folder {root} must have {wanted}{'' if root.exists() else '; it does not exist'}")

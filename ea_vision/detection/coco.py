@@ -52,14 +52,12 @@ class CocoFolder(Dataset):
     Args:
         root: the data folder.
         split: train | val.
-        exif_rotation: turn images as their EXIF data says; off by default, as everywhere here.
 
     Raises:
         UsageError: no such files, damaged JSON, images that are listed but not there.
     """
 
-    def __init__(self, root: str | Path, split: str, exif_rotation: bool = False):
-        self.exif_rotation = exif_rotation
+    def __init__(self, root: str | Path, split: str):
         self.folder, self.json = find_coco(Path(root), split)
         content = read_coco(self.json)
         self.images = [{key: image[key] for key in FIELDS["images"]} for image in content["images"]]
@@ -112,7 +110,7 @@ class CocoFolder(Dataset):
             BrokenImage: it cannot be decoded, or has not the size that the JSON says.
         """
         about = self.images[index]
-        image = decode_image(self.folder / about["file_name"], self.exif_rotation)
+        image = decode_image(self.folder / about["file_name"])
         if image.size != (about["width"], about["height"]):
             raise BrokenImage(f"it has {image.width}x{image.height} pixels, {self.json.name} says "
                               f"{about['width']}x{about['height']}")
@@ -155,7 +153,7 @@ class CocoFolder(Dataset):
 
     def fingerprint(self) -> str:
         """Return SHA-256 over classes, boxes, and the names and sizes of the images: the same wherever they lie."""
-        digest = hashlib.sha256(json.dumps([self.ground_truth(), self.exif_rotation], sort_keys=True).encode())
+        digest = hashlib.sha256(json.dumps(self.ground_truth(), sort_keys=True).encode())
         paths = [self.folder / image["file_name"] for image in self.images]
         sizes = [os.path.getsize(path) if os.path.isfile(path) else 0 for path in paths]
         digest.update(json.dumps(sizes).encode())

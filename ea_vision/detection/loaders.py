@@ -14,19 +14,18 @@ from ea_vision.data.batches import Batch, sent
 from ea_vision.data.imagenet import Decoder, DecodingLoader, ImageEvalLoader, ImageTrainLoader
 
 
-class _BoxDecoder(Decoder):
-    """Boxes travel as NumPy arrays: every tensor would take a file descriptor on its way."""
-
-    def read(self, index: int) -> tuple[torch.Tensor, dict[str, Any]]:
-        image, target = self.transform(*self.source[index])
-        return image.mul(255).round_(), {**target, "boxes": target["boxes"].numpy(), "labels": target["labels"].numpy()}
-
-
 class _Boxes(DecodingLoader):
     """Beside a loader of images: its source is a `CocoFolder`."""
 
-    def _decoder(self, img_size: int) -> _BoxDecoder:
-        return _BoxDecoder(self.source, self.transform, (3, img_size, img_size), self.seed)
+    def _decoder(self, img_size: int) -> Decoder:
+        transform = self.transform(img_size)
+
+        def read(index: int) -> tuple[torch.Tensor, dict[str, Any]]:
+            """Boxes travel as NumPy arrays: every tensor would take a file descriptor on its way."""
+            image, target = transform(*self.source[index])
+            return image.mul(255).round_(), {**target, **{key: target[key].numpy() for key in ("boxes", "labels")}}
+
+        return Decoder(read, (3, img_size, img_size))
 
     def _batch(self, images: torch.Tensor, targets: list[dict[str, Any]], ids: torch.Tensor) -> Batch:
         images = images.to(self.device, non_blocking=True).float().div_(255)

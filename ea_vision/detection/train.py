@@ -92,7 +92,6 @@ class DetectionConfig(TrainConfig):
     hflip: float = option(0.5, "probability of a left-right flip", AUGMENT, maximum=1.0)
     photometric: bool = option(False, "training: vary brightness, contrast, saturation and hue", AUGMENT)
     holdout: int = option(0, "training images to hold out and evaluate on each epoch; 0: val is used", EVALUATION)
-    exif_rotation: bool = option(False, "turn images as their EXIF data says; off, as COCO's boxes are given", DATA)
     max_bad_images: int = setting(10, "the run stops when more images cannot be read", DATA)
 
     def __post_init__(self):
@@ -162,7 +161,7 @@ class CocoDetection(DataModule):
 
     def _split(self, name: str) -> CocoFolder:
         """Open a split; say what is wrong in it."""
-        source = CocoFolder(self.config.data_dir, name, exif_rotation=self.config.exif_rotation)
+        source = CocoFolder(self.config.data_dir, name)
         for note in source.notes():
             log.warning("%s", note)
         return source
@@ -205,8 +204,8 @@ class CocoDetection(DataModule):
 
     def train_loader(self, **keywords) -> BoxTrainLoader:
         config = self.config
-        transform = train_transform(config.img_size, (config.scale_min, config.scale_max), config.hflip,
-                                    config.photometric)
+        transform = partial(train_transform, scale=(config.scale_min, config.scale_max), flip=config.hflip,
+                            photometric=config.photometric)
         return self._loader(BoxTrainLoader, self.train, transform, config.batch_size, keywords)
 
     def eval_loader(self, **keywords) -> BoxEvalLoader:
@@ -217,7 +216,7 @@ class CocoDetection(DataModule):
 
     def _unaugmented(self, source: CocoFolder, keywords: dict[str, Any]) -> BoxEvalLoader:
         config = self.config
-        return self._loader(BoxEvalLoader, source, eval_transform(config.img_size), config.eval_batch_size, keywords)
+        return self._loader(BoxEvalLoader, source, eval_transform, config.eval_batch_size, keywords)
 
     def _loader(self, kind: type, source: CocoFolder, transform, batch_size: int, keywords: dict[str, Any]):
         config = self.config

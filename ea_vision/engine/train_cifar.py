@@ -36,7 +36,6 @@ class CifarConfig(ClassificationConfig):
     dataset: str = option("auto", "digits (scikit-learn's), cifar10, cifar100 (torchvision's files), folder; auto: "
                                   "folder where data_dir names one, else digits", DATA, choices=("auto", *DATASETS))
     download: bool = setting(False, "fetch cifar10 or cifar100 if it is not in data_dir", DATA)
-    exif_rotation: bool = option(False, "folder: turn images as their EXIF data says; off, as in timm", DATA)
     img_size: int = option(32, "side of the images in pixels; others are scaled and cut", DATA, minimum=8)
     holdout: int = option(0, "training images to hold out and evaluate on each epoch; 0: the test images are used",
                           EVALUATION)
@@ -68,8 +67,7 @@ class SmallImages(DataModule):
     def __init__(self, config: CifarConfig, world: World, training: bool):
         super().__init__(config, world, training)
         with world.main_first():
-            data = load_dataset(config.dataset, config.data_dir, config.img_size, config.download, config.workers,
-                                config.exif_rotation)
+            data = load_dataset(config.dataset, config.data_dir, config.img_size, config.download, config.workers)
         self.classes, self.fingerprint = data.classes, data.fingerprint()
         self.same_images = torch.equal(data.train.images, data.test.images)
         if self.same_images and config.holdout:

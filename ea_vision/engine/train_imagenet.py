@@ -22,16 +22,11 @@ from ea_vision.base.networks import REFUSALS
 from ea_vision.base.processes import MOST_WORKERS, World
 from ea_vision.data.bad_images import BadImages
 from ea_vision.data.batches import GrowingSize
-from ea_vision.data.ffcv import Beton, BetonEvalLoader, BetonTrainLoader, Evaluated
-from ea_vision.data.imagenet import (
-    ImageEvalLoader,
-    ImageSource,
-    ImageTrainLoader,
-    eval_transform,
-    train_transform,
-)
+from ea_vision.data.ffcv import Beton, BetonTrainLoader, Evaluated
+from ea_vision.data.image_files import ImageFiles
+from ea_vision.data.imagenet import ImageEvalLoader, ImageTrainLoader, TimmImages, eval_transform, train_transform
 from ea_vision.data.small_images import check_same_classes
-from ea_vision.data.splits import find_split, places_of, what_was_meant
+from ea_vision.data.splits import find_split
 from ea_vision.engine import command
 from ea_vision.engine.classification import ClassificationConfig, ClassificationTrainer
 from ea_vision.engine.config import AUGMENT, DATA, EVALUATION, MODEL, RUN, option, setting
@@ -67,8 +62,6 @@ class ImageNetConfig(ClassificationConfig):
     os_cache: str = option("auto", "FFCV: order of the training images; on: random over the whole file; off: random "
                                    "within a few pages at a time; auto: on if the file fits in half the memory", DATA,
                            choices=("auto", "on", "off"))
-    exif_rotation: bool = option(False, "turn images as their EXIF data says (FFCV: as the file was written); off, "
-                                        "as in timm and torchvision", DATA)
     train_split: str = setting("", "folder or tar of data_dir (of --dataset: split) with the training images; empty: "
                                    "train, ILSVRC2012_img_train or that of ILSVRC/Data/CLS-LOC", DATA,
                                not_with="train_beton")
@@ -101,8 +94,8 @@ class ImageNetConfig(ClassificationConfig):
                                  not_with="train_beton")
     aa: str = option("", "timm's policy, such as rand-m9-mstd0.5, or ta_wide, torchvision's TrivialAugment (not FFCV); "
                          "empty: none", AUGMENT, not_with="train_beton")
-    interpolation: str = option("bilinear", "how images are scaled (FFCV: area, unless images are stored as evaluated)",
-                                DATA, choices=("bilinear", "bicubic"))
+    interpolation: str = option("bilinear", "how images are scaled (FFCV, training: area)", DATA,
+                                choices=("bilinear", "bicubic"))
     max_bad_images: int = setting(10, "the run stops when more images cannot be read", DATA)
 
     def __post_init__(self):
@@ -183,27 +176,25 @@ class ClassFolders(DataModule):
         config = self.config
         beton = config.train_beton if split == "train" else config.val_beton
         if beton:
-            opened = Beton(Path(beton), config.num_classes)
-            opened.check(config.exif_rotation, None if split == "train" else config.evaluation)
-            return opened
+            return Beton(Path(beton), config.num_classes, None if split == "train" else config.evaluation)
         if not config.data_dir:
             raise UsageError(f"no {split} images: --data-dir is required, or --train-beton and --val-beton")
         root = Path(config.data_dir)
         named = config.train_split if split == "train" else config.val_split
-        place = root if config.dataset else find_split(root, split, or_root=True) if not named else next(
+        if config.dataset:
+            return TimmImages(config.dataset, root, named or split, config.num_classes)
+        place = find_split(root, split, or_root=True) if not named else next(
             (path for path in (root / named, root / f"{named}.tar") if path.exists()), None)
         if place is None:
             raise UsageError(f"{'train' if split == 'train' else 'val'}_split {named}: {root} has neither {named} nor "
                              f"{named}.tar")
-        return ImageSource(config.dataset, place, named or split, config.num_classes, config.exif_rotation)
+        return ImageFiles(place, config.num_classes)
 
     def check(self) -> None:
         root = self.config.data_dir
         if self.same_images and not self.config.eval_on_train and self.about.get("train_data") == str(Path(root)):
-            raise UsageError(f"{root} has neither training images nor others to evaluate on: looked for "
-                             f"{places_of(Path(root), 'train')}, for {places_of(Path(root), 'validation')}; "
-                             "--eval-on-train takes the folder itself for both"
-                             + what_was_meant(Path(root), "train"))
+            raise UsageError(f"{root} must have train/ and val/, folders or tars; --eval-on-train takes the folder "
+                             "itself for both")
         super().check()
 
     def train_loader(self, **keywords) -> ImageTrainLoader | BetonTrainLoader:
@@ -211,20 +202,17 @@ class ClassFolders(DataModule):
         common = self._common(keywords, config.img_size, config.batch_size) | {
             "seed": config.seed, "size_of": config.size_of, "repeats": config.aug_repeats}
         if not config.train_beton:
-            transform = partial(checked_train_transform, config)
-            return ImageTrainLoader(source, transform=transform if config.size_of else transform(config.img_size),
-                                    **common)
+            return ImageTrainLoader(source, transform=partial(checked_train_transform, config), **common)
         fits = all(self.world.gather(source.fits_in_memory()))  # one order for all, on whatever machine they are
         os_cache = config.os_cache == "on" or config.os_cache == "auto" and fits
         return BetonTrainLoader(source, os_cache=os_cache, scale=(config.crop_scale, 1.0), hflip=config.hflip, **common)
 
-    def eval_loader(self, **keywords) -> ImageEvalLoader | BetonEvalLoader:
-        config, side = self.config, self.config.side_to_evaluate
-        common = self._common(keywords, side, config.eval_batch_size)
-        if config.val_beton:
-            return BetonEvalLoader(self.evaluated, resize=config.eval_resize, **common)
-        return ImageEvalLoader(self.evaluated, **common,
-                               transform=eval_transform(side, config.eval_resize, config.interpolation))
+    def eval_loader(self, **keywords) -> ImageEvalLoader:
+        config = self.config
+        transform = (partial(eval_transform, resize=config.eval_resize, interpolation=config.interpolation)
+                     if not config.val_beton else lambda _: lambda pixels: pixels)  # stored as they are evaluated
+        return ImageEvalLoader(self.evaluated, transform=transform, **self._common(
+            keywords, config.side_to_evaluate, config.eval_batch_size))
 
     def _common(self, keywords: dict[str, Any], img_size: int, batch_size: int) -> dict[str, Any]:
         """Return the keywords of loaders of such images and batches."""
@@ -275,7 +263,7 @@ def same_place(a: Any, b: str) -> bool:
 
 def same_content(a, b) -> bool:
     """Return whether two splits hold the same images, where their fingerprints have their sizes and not names alone."""
-    return all(getattr(source, "files", None) for source in (a, b)) and a.fingerprint() == b.fingerprint()
+    return isinstance(a, ImageFiles) and isinstance(b, ImageFiles) and a.fingerprint() == b.fingerprint()
 
 
 def main(argv: list[str] | None = None) -> int:

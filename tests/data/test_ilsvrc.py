@@ -11,7 +11,6 @@ from PIL import Image
 
 from ea_vision.base.errors import UsageError
 from ea_vision.data.image_files import ImageFiles
-from ea_vision.data.imagenet import ImageSource
 from ea_vision.data.splits import KAGGLE, find_split
 
 CLASSES = ["n01440764", "n01443537", "n02123045", "n03888257"]
@@ -108,7 +107,7 @@ def test_a_folder_of_class_tars(photos, tmp_path):
             for path in sorted(folder.iterdir()):
                 tar.add(path, path.name)
     assert labels_of(train) == labels_of(photos)
-    packed, plain = (ImageSource("", source, "train") for source in (train, photos))
+    packed, plain = map(ImageFiles, (train, photos))
     by_name = {packed.describe(i).rpartition("/")[2]: np.asarray(packed.read(i)[0]) for i in range(20)}
     for index in range(20):
         pixels, target = plain.read(index)

@@ -2,8 +2,8 @@
 alone, evaluation shows every image once, damage is named and replaced."""
 from __future__ import annotations
 
-import importlib.util
 from collections import Counter
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,67 +11,70 @@ import timm.data
 import torch
 from timm.data.distributed_sampler import RepeatAugSampler
 
-from ea_vision.base.errors import RunError
+from ea_vision.base.errors import RunError, UsageError
 from ea_vision.base.processes import World
 from ea_vision.data import write_ffcv
 from ea_vision.data.bad_images import BadImages
-from ea_vision.data.batches import GrowingSize, Share, epoch_generator, numbered_seed
-from ea_vision.data.ffcv import Beton, BetonEvalLoader, BetonTrainLoader
-from ea_vision.data.imagenet import ImageEvalLoader, ImageSource, ImageTrainLoader, eval_transform, train_transform
+from ea_vision.data.batches import GrowingSize, Share, epoch_generator
+from ea_vision.data.ffcv import Beton, BetonTrainLoader
+from ea_vision.data.image_files import ImageFiles
+from ea_vision.data.imagenet import ImageEvalLoader, ImageTrainLoader, TimmImages, eval_transform, train_transform
 from tests.data.photos import make_photos
 from tests.data.test_image_files import narrow_png
 
 MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.3, 0.25)
-KINDS = ["files", pytest.param("pages", marks=pytest.mark.skipif(
-    importlib.util.find_spec("ffcv") is None, reason="needs FFCV: pip install .[ffcv]")), pytest.param("ffcv", marks=(
-        pytest.mark.skipif(importlib.util.find_spec("ffcv") is None, reason="needs FFCV: pip install .[ffcv]")))]
+KINDS = ["files", "pages", "ffcv"]  # pages: FFCV without os_cache
 
 
 @pytest.fixture(scope="module")
-def sources(tmp_path_factory):
-    """By split and kind; pages: FFCV without os_cache."""
-    photos = make_photos(tmp_path_factory.mktemp("photos"))
-    found = {(split, "files"): ImageSource("", photos / split, split) for split in ("train", "val")}
-    if importlib.util.find_spec("ffcv"):
-        for split in ("train", "val"):
-            out = photos / f"{split}.beton"
-            write_ffcv.write_beton(found[split, "files"], out, jpeg_share=0.5, workers=1)
-            found[split, "ffcv"] = found[split, "pages"] = Beton(out)
-    return found
+def photos(tmp_path_factory):
+    return make_photos(tmp_path_factory.mktemp("photos"))
 
 
-def loader(sources, kind: str, batch_size: int, split: str = "train", size_of=None, bad=None, **more):
-    """A loader of 16 pixels."""
-    common = {"img_size": 16, "mean": MEAN, "std": STD, "device": torch.device("cpu"), "batch_size": batch_size,
-              "workers": 0, "bad_images": bad or BadImages(0), **more}
-    source = sources if isinstance(sources, (ImageSource, Beton)) else sources[split, kind]
-    if split == "val":
-        return (ImageEvalLoader(source, transform=eval_transform(16, 20), **common) if kind == "files" else
-                BetonEvalLoader(source, resize=20, **common))
-    common.update(seed=more.get("seed", 1), size_of=size_of)
+@pytest.fixture(scope="module")
+def sources(photos):
+    """Training images by kind."""
+    pytest.importorskip("ffcv", reason="needs FFCV: pip install .[ffcv]")
+    files, out = ImageFiles(photos / "train"), photos / "train.beton"
+    write_ffcv.write_beton(files, out)
+    return {"files": files, "pages": Beton(out), "ffcv": Beton(out)}
+
+
+def common(batch_size: int, bad=None, **more):
+    """Keywords of a loader of 16 pixels."""
+    return {"img_size": 16, "mean": MEAN, "std": STD, "device": torch.device("cpu"), "batch_size": batch_size,
+            "workers": 0, "bad_images": bad or BadImages(0), **more}
+
+
+def loader(source, kind: str, batch_size: int, **more):
+    keywords = {"seed": 1, **common(batch_size, **more)}
     if kind != "files":
-        return BetonTrainLoader(source, os_cache=kind == "ffcv", scale=(0.3, 1), hflip=0.5, **common)
+        return BetonTrainLoader(source[kind], os_cache=kind == "ffcv", scale=(0.3, 1), hflip=0.5, **keywords)
+    return ImageTrainLoader(source if isinstance(source, ImageFiles) else source["files"], transform=partial(
+        train_transform, scale=(0.3, 1), color_jitter=0.4, auto_augment="rand-m7-mstd0.5-inc1"), **keywords)
 
-    def transform(size):
-        return train_transform(size, scale=(0.3, 1), color_jitter=0.4, auto_augment="rand-m7-mstd0.5-inc1")
 
-    return ImageTrainLoader(source, transform=transform if size_of else transform(16), **common)
+def eval_loader(folder, batch_size: int, **more) -> ImageEvalLoader:
+    return ImageEvalLoader(ImageFiles(folder / "val"), transform=partial(eval_transform, resize=20),
+                           **common(batch_size, **more))
 
 
 def test_repeated_augmentation_is_timms():
     for images, batch_size, processes, times in ((40, 4, 2, 3), (96, 3, 4, 3), (41, 5, 1, 4), (64, 8, 2, 2)):
         order = torch.randperm(images, generator=epoch_generator(5, 2))
-        assert torch.equal(Share(images, batch_size, 0, processes).repeated(order, 1)[0], order)
+        share = Share(images, batch_size, 0, processes)
+        used = share.train_batches * batch_size * processes
+        assert torch.equal(share.repeated(order, 1)[0], order[:used])
         for rank in range(processes):
             share = Share(images, batch_size, rank, processes)
             repeated, copies = share.repeated(order, times)
             own = torch.cat([repeated[places] for places in share.train_places()])
             sampler = RepeatAugSampler(range(images), processes, rank, num_repeats=times, selected_round=0)
-            sampler.set_epoch(numbered_seed(5, 2))
+            sampler.set_epoch(epoch_generator(5, 2).initial_seed())
             assert own.tolist() == list(sampler)[:len(own)]
             counts = Counter(repeated.tolist())
-            assert len(repeated) == images and sorted(counts.values())[1:] == [times] * (len(counts) - 1)
-            assert len(set(zip(repeated.tolist(), copies.tolist(), strict=True))) == images
+            assert len(repeated) == used and sorted(counts.values())[1:] == [times] * (len(counts) - 1)
+            assert len(set(zip(repeated.tolist(), copies.tolist(), strict=True))) == used
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -125,20 +128,19 @@ def test_sizes_are_ffcvs():
             assert size_of(epoch) == wanted
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("world_size, batch_size", [(1, 5), (2, 5), (3, 2), (4, 4)])
-def test_evaluation_shows_every_image_once(sources, kind, world_size, batch_size):
-    loaders = [loader(sources, kind, batch_size, "val", rank=rank, world_size=world_size) for rank in range(world_size)]
+def test_evaluation_shows_every_image_once(photos, world_size, batch_size):
+    loaders = [eval_loader(photos, batch_size, rank=rank, world_size=world_size) for rank in range(world_size)]
     batches = [list(of_rank.batches()) for of_rank in loaders]
     assert {len(b) for b in batches} == {len(loaders[0])}, "as many batches for all: they ask each other before each"
     ids = torch.cat([b.ids for of_rank in batches for b in of_rank])
     assert sorted(ids.tolist()) == list(range(13))
 
 
-def test_evaluation_pixels_are_timms(sources):
-    batch = next(loader(sources, "files", 13, "val").batches())
+def test_evaluation_pixels_are_timms(photos):
+    batch, files = next(eval_loader(photos, 13).batches()), ImageFiles(photos / "val")
     transform = timm.data.create_transform(16, crop_pct=0.8, interpolation="bilinear", mean=MEAN, std=STD)
-    wanted = torch.stack([transform(sources["val", "files"].read(index)[0]) for index in range(13)])
+    wanted = torch.stack([transform(files.read(index)[0]) for index in range(13)])
     assert torch.allclose(batch.images, wanted, atol=1e-5)
 
 
@@ -148,19 +150,17 @@ def test_unreadable_images_are_named_and_replaced(tmp_path):
     (root / "train/class_0/gone.jpg").symlink_to(root / "nowhere.jpg")
     (root / "val/class_1/001.jpg").write_bytes((root / "val/class_1/001.jpg").read_bytes()[:300])
     (root / "val/class_1/narrow.png").write_bytes(narrow_png(1, 400_000))
-    bad = BadImages(3)
-    train, val = (ImageSource("", root / split, split) for split in ("train", "val"))
+    bad, train = BadImages(3), ImageFiles(root / "train")
+    broken = [index for index in range(41) if train.describe(index).endswith(("000.jpg", "gone.jpg"))]
     for workers in (0, 1):
         batches = list(loader(train, "files", 8, bad=bad, workers=workers).batches(0))
         for batch in batches:
-            assert len(batch.ids) == 8 and torch.equal(batch.targets, torch.from_numpy(train.files.targets)[batch.ids])
+            assert len(batch.ids) == 8 and torch.equal(batch.targets, torch.from_numpy(train.targets)[batch.ids])
         ids = torch.cat([batch.ids for batch in batches])
-        broken = [i for i in range(41) if train.describe(i).endswith(("000.jpg", "gone.jpg"))]
         assert len(ids) == 40 and not set(broken) & set(ids.tolist())
-    assert list(bad.new) == [f"{root}/train/class_0/{name}.jpg" for name in ("gone", "000")] or set(bad.new) == {
-        f"{root}/train/class_0/{name}.jpg" for name in ("gone", "000")}
+    assert set(bad.new) == {f"{root}/train/class_0/{name}.jpg" for name in ("gone", "000")}
     assert "UnidentifiedImageError" in str(bad.new) and "FileNotFoundError" in str(bad.new)
-    assert sum(len(b.ids) for b in loader(val, "files", 5, "val", bad=bad).batches()) == 12
+    assert sum(len(b.ids) for b in eval_loader(root, 5, bad=bad).batches()) == 12
     assert bad.new[f"{root}/val/class_1/narrow.png"] == (
         "must have at most 100 megapixels once its short side is 20, got 20x8000000 from 1x400000")
     with pytest.raises(RunError, match=r"4 images cannot be read, --max-bad-images allows 3; the first: .*/000.jpg"):
@@ -179,6 +179,8 @@ def test_a_batch_without_a_good_image_ends_the_run():
 def test_what_timm_indexes_is_read(tmp_path):
     """A data set of torchvision by timm's name: its classes, and its images by number."""
     photos = make_photos(tmp_path)
-    source = ImageSource("torch/image_folder", photos / "val", "val")
+    source = TimmImages("torch/image_folder", photos / "val", "val")
     assert source.classes == ["class_0", "class_1", "class_2"] and len(source) == 13
     assert source.read(0)[0].mode == "RGB" and source.read(12)[1] == 2
+    with pytest.raises(UsageError, match="must have 4 classes .* got 3"):
+        TimmImages("torch/image_folder", photos / "val", "val", num_classes=4)

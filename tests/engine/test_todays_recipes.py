@@ -31,8 +31,8 @@ def photos(tmp_path_factory):
     root = make_photos(tmp_path_factory.mktemp("photos"), side=72)
     if FFCV:
         for split in ("train", "validation"):
-            argv = ["--data-dir", str(root), "--split", split, "--out", str(root / f"{split}.beton"), "--jpeg-share",
-                    "0.5", "--workers", "1"]
+            argv = ["--data-dir", str(root), "--split", split, "--out", str(root / f"{split}.beton"), "--workers", "1",
+                    "--eval-img-size", "80", "--eval-resize", "92"]
             assert write_ffcv.main(argv) == 0
     return root
 
