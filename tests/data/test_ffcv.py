@@ -176,7 +176,7 @@ def test_a_writing_that_fails_leaves_what_was_there(photos, betons, tmp_path, mo
     assert "disk full" in capsys.readouterr().err
     assert os.listdir(tmp_path) == ["train.beton"] and len(Beton(out)) == 40
     code = "import sys, time; from ea_vision.base.errors import exit_code; from ea_vision.data import write_ffcv; " \
-           "write_ffcv._Samples.__getitem__ = lambda *_: time.sleep(9); " \
+           "write_ffcv._Samples.__getitem__ = lambda *_: time.sleep(0.3); " \
            "sys.exit(exit_code(lambda: write_ffcv.main(sys.argv[1:])))"
     process = subprocess.Popen([sys.executable, "-c", code, "--data-dir", str(photos), "--out", str(out)],
                                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # as in a terminal

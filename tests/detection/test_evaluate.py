@@ -99,7 +99,7 @@ def test_boxes_of_images_that_cannot_be_read_are_left_out(data, broken):
     detector = Perfect(data, 64, broken)
     for index in broken:
         (data.folder / data.images[index]["file_name"]).write_bytes(b"no image")
-    loader = BoxEvalLoader(data, transform=eval_transform(64), img_size=64, mean=(0, 0, 0), std=(1, 1, 1),
+    loader = BoxEvalLoader(data, transform=eval_transform, img_size=64, mean=(0, 0, 0), std=(1, 1, 1),
                            device=torch.device("cpu"), batch_size=3, workers=0, bad_images=BadImages(3))
     result = evaluate(detector, loader, World(0, 1, torch.device("cpu")))
     lost = sum(len(data.annotations[index]) for index in broken)
@@ -115,7 +115,7 @@ def test_boxes_of_images_that_cannot_be_read_are_left_out(data, broken):
 def test_no_box_on_an_image_that_can_be_read_is_an_error(data):
     for image in data.images:
         (data.folder / image["file_name"]).write_bytes(b"no image")
-    loader = BoxEvalLoader(data, transform=eval_transform(64), img_size=64, mean=(0, 0, 0), std=(1, 1, 1),
+    loader = BoxEvalLoader(data, transform=eval_transform, img_size=64, mean=(0, 0, 0), std=(1, 1, 1),
                            device=torch.device("cpu"), batch_size=3, workers=0, bad_images=BadImages(9))
     with pytest.raises(RunError, match="boxes on images that can be read, got 0 of 7 images"):
         evaluate(Perfect(data, 64, range(7)), loader, World(0, 1, torch.device("cpu")))

@@ -1,4 +1,6 @@
 """Batches of images with boxes: the same wherever an epoch is entered, and without images that cannot be read."""
+from functools import partial
+
 import pytest
 import torch
 
@@ -26,7 +28,7 @@ def loader(kind, source, transform, **options):
 
 
 def train(source, **options):
-    return loader(BoxTrainLoader, source, train_transform(32, photometric=True), **options)
+    return loader(BoxTrainLoader, source, partial(train_transform, photometric=True), **options)
 
 
 def same(a, b) -> bool:
@@ -52,7 +54,7 @@ def test_an_unreadable_image_is_replaced_in_training_and_left_out_in_evaluation(
     ids = [index for batch in training.batches(0) for index in batch.ids.tolist()]
     assert 5 not in ids and len(ids) == 9 and set(ids) | {5} == set(range(9))
     assert list(training.bad_images.new) == [data.describe(5)]
-    evaluation = loader(BoxEvalLoader, data, eval_transform(32))
+    evaluation = loader(BoxEvalLoader, data, eval_transform)
     batches = list(evaluation.batches())
     assert [batch.ids.tolist() for batch in batches] == [[0, 1, 2], [3, 4], [6, 7, 8]]
     assert [len(batch.images) for batch in batches] == [len(batch.targets) for batch in batches] == [3, 2, 3]
@@ -62,6 +64,6 @@ def test_an_unreadable_image_is_replaced_in_training_and_left_out_in_evaluation(
 
 
 def test_two_processes_see_every_image_once(data):
-    seen = [[index for batch in loader(BoxEvalLoader, data, eval_transform(32), rank=rank, world_size=2).batches()
+    seen = [[index for batch in loader(BoxEvalLoader, data, eval_transform, rank=rank, world_size=2).batches()
              for index in batch.ids.tolist()] for rank in (0, 1)]
     assert sorted(seen[0] + seen[1]) == [0, 1, 2, 3, 4, 6, 7, 8]
