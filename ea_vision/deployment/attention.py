@@ -19,7 +19,6 @@ from torch import Tensor
 from ea_vision.deployment.evolution import fold_evolution
 from ea_vision.layers import AugmentedConv2d, TokenAttention, fit_rel_table
 from ea_vision.layers.augmented_conv import Projection
-from ea_vision.models.any_transformer import EvolvingVitAttention
 from ea_vision.ops.rel_pos import by_position
 
 
@@ -77,8 +76,9 @@ class DeployedConv2d(_Deployed, AugmentedConv2d):
         return self._attend_in_plain_operations(q, k, v, prev_logits)
 
 
-class DeployedTokenAttention(_Deployed, EvolvingVitAttention):
-    """An `EvolvingVitAttention` for inference, made by `make_portable`."""
+@register_notrace_module
+class DeployedTokenAttention(_Deployed, TokenAttention):
+    """A `TokenAttention` for inference, made by `make_portable`."""
 
     def _attend(
             self, q: Tensor, k: Tensor, v: Tensor, prev_logits: Tensor | None, feat_size: tuple[int, int] | None,
@@ -92,8 +92,8 @@ class DeployedTokenAttention(_Deployed, EvolvingVitAttention):
 def make_portable(layer: AugmentedConv2d | TokenAttention) -> None:
     """Turn a layer, in place, into its form for inference, unless it has windows or an evolution that cannot be folded,
     or needs no maps at all: then torch's fused attention is best."""
-    over_tokens, evolution = type(layer) is EvolvingVitAttention, fold_evolution(layer.evolution, layer.num_heads)
-    if type(layer) not in (AugmentedConv2d, EvolvingVitAttention) or (evolution is None) != (layer.evolution is None):
+    over_tokens, evolution = type(layer) is TokenAttention, fold_evolution(layer.evolution, layer.num_heads)
+    if type(layer) not in (AugmentedConv2d, TokenAttention) or (evolution is None) != (layer.evolution is None):
         return
     if not (layer.evolution or layer.need_logits) if over_tokens else layer.local:
         return

@@ -5,7 +5,6 @@ import copy
 import math
 import warnings
 from collections.abc import Sequence
-from itertools import pairwise
 from numbers import Number
 from typing import Any
 
@@ -17,8 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from ea_vision.base.errors import RunError, UsageError
 from ea_vision.deployment.attention import make_portable
-from ea_vision.deployment.pairs import look, parts_of, watched
-from ea_vision.layers import TokenAttention, attention_layers
+from ea_vision.deployment.pairs import ATTENTION, look, parts_of, watched
 
 LARGEST = 1e-3  # difference of a deployed network's outputs, in parts of the largest
 
@@ -120,12 +118,11 @@ def deploy(model: nn.Module) -> nn.Module:
     if seen.left:
         warnings.warn("deploy leaves BatchNorms as they are: " + ", ".join(
             f"{name} ({reason})" for name, reason in seen.left.items()), stacklevel=3)
-    layers = attention_layers(model)
+    layers = [module for module in model.modules() if isinstance(module, ATTENTION)]
     for layer in layers:
         if layer.evolution is not None and layer.evolution.changes_nothing():
             layer.evolution = None
-    over_tokens = [layer for layer in layers if isinstance(layer, TokenAttention)]
-    for layer, readers in [*seen.readers.items(), *((layer, [reader]) for layer, reader in pairwise(over_tokens))]:
+    for layer, readers in seen.readers.items():
         layer.need_logits = any(reader.evolution is not None for reader in readers)
     for layer in layers:
         if not any(map(watched, layer.modules())):

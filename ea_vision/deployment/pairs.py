@@ -10,9 +10,10 @@ from timm.layers import BatchNormAct2d
 from timm.models import get_notrace_functions, get_notrace_modules
 from torch import fx, nn
 
-from ea_vision.layers import AugmentedConv2d
+from ea_vision.layers import AugmentedConv2d, TokenAttention
 from ea_vision.layers.augmented_conv import Projection
 
+ATTENTION = (AugmentedConv2d, TokenAttention)
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, BatchNormAct2d)
 NOTHING = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)  # in evaluation mode
@@ -24,7 +25,7 @@ class _Tracer(fx.Tracer):
     proxy_buffer_attributes = True
 
     def is_leaf_module(self, module: nn.Module, name: str) -> bool:
-        leaves = (AugmentedConv2d, *CONVOLUTIONS, *NORMS, *NOTHING, *get_notrace_modules())
+        leaves = (*ATTENTION, *CONVOLUTIONS, *NORMS, *NOTHING, *get_notrace_modules())
         return isinstance(module, leaves) or super().is_leaf_module(module, name)
 
 
@@ -34,7 +35,7 @@ class Seen:
 
     norms: (convolution or augmented convolution, BatchNorm) to fold.
     left: names of BatchNorms behind convolutions that are left alone, and why.
-    readers: by an augmented convolution whose logits nothing else reads, the ones that do.
+    readers: by an attention layer whose logits nothing else reads, the attention layers that do.
     """
 
     norms: list[tuple[nn.Module, nn.Module]] = field(default_factory=list)
@@ -108,10 +109,10 @@ def look(model: nn.Module) -> Seen:
         else:
             seen.norms.append((maker, norm))
     for node, layer in calls.items():
-        if isinstance(layer, AugmentedConv2d) and runs[layer] == 1:
+        if isinstance(layer, ATTENTION) and runs[layer] == 1:
             readers = [calls.get(reader) for user in node.users if _takes(user, 1) for reader in
                        (user.users if user.target is operator.getitem else [user])]
-            if all(isinstance(reader, AugmentedConv2d) for reader in readers):
+            if all(isinstance(reader, ATTENTION) for reader in readers):
                 seen.readers[layer] = readers
     return seen
 

@@ -13,7 +13,7 @@ from ea_vision.layers.evolution import (
 )
 from ea_vision.layers.positions import POSITIONS, add_sine, append_coordinates, check_position
 from ea_vision.layers.spatial_transformer import SpatialTransformer, quadrilateral, sample_affine
-from ea_vision.layers.token_attention import TokenAttention, attention_layers
+from ea_vision.layers.token_attention import MapsAttention, TokenAttention, attention_layers
 from ea_vision.ops.reference import relative_logits
 from ea_vision.ops.rel_pos import fit_rel_table
 
@@ -23,6 +23,7 @@ __all__ = [
     "Evolution",
     "EvolvingAttention",
     "MRLALight",
+    "MapsAttention",
     "PredictiveAttention",
     "SpatialTransformer",
     "TokenAttention",

@@ -1,46 +1,26 @@
-"""A transformer's attention over tokens, whose maps may evolve from block to block.
+"""timm's attention over a transformer's tokens, whose maps may evolve from block to block.
 
 Shape letters: B batch, C channels, K heads, T tokens (prefix tokens and patches), D width of a head.
 """
-import threading
-from dataclasses import dataclass, replace
-
 import torch
 import torch.nn.functional as F
+from timm.layers import Attention
+from timm.models import register_notrace_module
 from torch import Tensor, nn
 
 from ea_vision.layers.augmented_conv import AugmentedConv2d
-from ea_vision.layers.evolution import EvolvingMaps
+from ea_vision.layers.evolution import Evolution, EvolvingMaps
 from ea_vision.ops import evolving_attention
 from ea_vision.ops.problem import check_prev_logits
 
 
-@dataclass(frozen=True)
-class Carried:
-    """What a block hands on: (H, W) of the patches, its logits (B, K, T, T), the first block's values (B, K, T, D)."""
-
-    feat_size: tuple[int, int] | None
-    logits: Tensor | None = None
-    first_values: Tensor | None = None
-
-
-def this_thread() -> int:
-    """Return whose forward runs: what a layer keeps for its length is kept by thread."""
-    return 0 if torch.compiler.is_compiling() else threading.get_ident()
-
-
-class TokenAttention(EvolvingMaps):
-    """The maps of an attention layer over tokens, beside timm's or torch's class, whose forward calls `attended`.
-
-    That class has `num_heads`, `scale` and `attn_drop`.
+class MapsAttention(EvolvingMaps):
+    """The maps of an attention layer over tokens, beside a class with `num_heads`, `scale`, `fused_attn`, `attn_drop`.
 
     value_residual: mixes the first layer's values in, or None.
-    is_first: whether the layer's values are the first ones.
-    carried: by thread, what the block before hands on, while the layer's block runs.
     """
 
-    fused_attn = True
-
+    @torch.jit.unused
     def _attend(
             self, q: Tensor, k: Tensor, v: Tensor, prev_logits: Tensor | None, feat_size: tuple[int, int] | None,
             bias: Tensor | None = None,
@@ -57,49 +37,78 @@ class TokenAttention(EvolvingMaps):
         return evolving_attention(
             q, k, v, **operands, scale=scale, need_logits=need_logits, dropout_p=dropout_p)
 
-    def attended(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Attend, with the layer's mechanisms.
 
+@register_notrace_module  # what runs depends on hooks, so FX keeps the layer whole
+class TokenAttention(MapsAttention, Attention):
+    """timm's `Attention`, made by `TokenAttention.of`; (x, prev_logits) -> (x, logits).
+
+    With `fused_attn` off it computes timm's operations in timm's order, one by one.
+    """
+
+    @classmethod
+    def of(cls, attn: Attention, evolution: Evolution | None, need_logits: bool) -> "TokenAttention":
+        """Turn timm's layer, in place, into this one; its parameters and their names stay."""
+        attn.__class__ = cls
+        if not hasattr(attn, "gate"):  # timm before 1.0.25
+            attn.gate = None
+        attn.evolution, attn.need_logits, attn.value_residual = evolution, need_logits, None
+        return attn
+
+    def heads_of(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, tuple[int, int]]:
+        """Split the projection (B, T, 3 * K * D): q, k, v (B, K, T, D) and (1, T); q and k normalised, q not scaled."""
+        B, T = projected.shape[0], projected.shape[1]
+        q, k, v = projected.reshape(B, T, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
+        return self.q_norm(q), self.k_norm(k), v, (1, T)
+
+    def values_of(self, x: Tensor) -> Tensor:
+        """Return the values alone, (B, K, T, D), of the layer's input (B, T, C)."""
+        first = 2 * self.num_heads * self.head_dim
+        bias = self.qkv.bias
+        values = F.linear(x, self.qkv.weight[first:], None if bias is None else bias[first:])
+        return values.unflatten(2, [self.num_heads, self.head_dim]).transpose(1, 2)
+
+    def forward(
+            self, x: Tensor, prev_logits: Tensor | None = None, feat_size: tuple[int, int] | None = None,
+            first_values: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """
         Args:
-            x: (B, T, C), the layer's input.
-            q, k, v: (B, K, T, D), q not scaled.
-            bias: added to the logits, or a mask for mechanisms that leave the maps alone.
+            x: (B, T, C).
+            prev_logits: (B, K, T, T), the previous layer's logits; a layer without `evolution` does not look at them.
+            feat_size: (H, W) of the patches, for a `spatial` evolution.
+            first_values: (B, K, T, D) of the first layer, for `value_residual`.
 
         Returns:
-            (B, T, K*D), heads concatenated.
+            y (B, T, C) and the logits (B, K, T, T) that entered the softmax, or None where nobody reads them.
 
         Raises:
-            ValueError: something missing or of another shape that the mechanisms read of the blocks before.
+            ValueError: prev_logits missing or of another shape, or feat_size missing, where the evolution reads them.
         """
-        carried, evolution = self.carried[this_thread()], self.evolution
-        if evolution is not None and evolution.reads_previous:
-            check_prev_logits(carried.logits, *q.shape[:3])
-        if evolution is not None and evolution.spatial and carried.feat_size is None:
-            raise ValueError("this evolution needs the patches' (height, width): images (B, C, H, W) required")
+        gate = self.gate(x).sigmoid() if self.gate is not None else None
+        q, k, v, _ = self.heads_of(self.qkv(x))
+        B, K, T = q.shape[0], q.shape[1], q.shape[2]
+        if self.evolution is not None:
+            if self.evolution.reads_previous:
+                prev_logits = check_prev_logits(prev_logits, B, K, T)
+            if self.evolution.spatial:
+                if feat_size is None:
+                    raise ValueError("this layer's evolution needs the patches' (height, width), got None")
         if self.value_residual is not None:
-            if carried.first_values is None:
-                raise ValueError("the first block's values required, got tokens that no block has made")
-            v = self.value_residual(v, carried.first_values)
-        out, logits = self._attend(q, k, v, carried.logits, carried.feat_size, bias)
-        if evolution is not None and evolution.mixes_output:
-            out = evolution.mix_output(out, v, x)
-        first_values = v if self.is_first else carried.first_values
-        self.carried[this_thread()] = replace(carried, logits=logits, first_values=first_values)
-        return out.transpose(1, 2).flatten(2)
-
-    def checked(self, attn_mask: Tensor | None, is_causal: bool) -> Tensor | None:
-        """Return the mask as a bias.
-
-        Raises:
-            ValueError: a mask where maps evolve, or a causal one.
-        """
-        if is_causal or attn_mask is not None and (self.need_logits or self.evolution is not None and not
-                                                   self.evolution.mixes_output):
-            raise ValueError("maps that evolve take no mask (their convolutions would read what it hides): "
-                             "attn_mask=None and is_causal=False required")
-        if attn_mask is None or attn_mask.dtype != torch.bool:
-            return attn_mask
-        return torch.zeros_like(attn_mask, dtype=self.proj.weight.dtype).masked_fill(~attn_mask, float("-inf"))
+            assert first_values is not None
+            v = self.value_residual(v, first_values)
+        logits: Tensor | None = None
+        if torch.jit.is_scripting():
+            out, logits = self._attend_by_modules(q, k, v, prev_logits, feat_size)
+        else:
+            out, logits = self._attend(q, k, v, prev_logits, feat_size)
+        if self.evolution is not None:
+            if self.evolution.mixes_output:
+                out = self.evolution.mix_output(out, v, x)
+        out = out.transpose(1, 2).reshape(B, T, K * self.head_dim)  # heads concatenated
+        out = self.norm(out)
+        if gate is not None:
+            out = out * gate
+        return self.proj_drop(self.proj(out)), logits
 
 
 def attention_layers(model: nn.Module) -> list[AugmentedConv2d | TokenAttention]:

@@ -4,46 +4,70 @@
     model = ea_vision.evolve(torchvision.models.vit_b_16(), kind=None, token_conv=True, value_residual=True)
     plain = ea_vision.unevolve(model)                               # an error once the gates have moved
 
-The network stays what it is, and its blocks, in place, become ours: each runs timm's or torchvision's own forward, in
-which the attention does what the mechanisms ask. From block to block their tokens carry, as an attribute, what the next
-one reads, so features, gradient checkpointing, torch.compile and torch.export see nothing unusual.
+timm's VisionTransformer becomes the network of `vision_transformer.py`, which TorchScript knows. Of the others the
+network stays what it is, and its blocks, in place, become ours: each runs timm's or torchvision's own forward, in which
+the attention does what the mechanisms ask. From block to block their tokens carry, as an attribute, what the next one
+reads, so gradient checkpointing, torch.compile and torch.export see nothing unusual.
 
 Shape letters: B batch, C channels, K heads, T tokens, P prefix tokens, D width of a head.
 """
 import copy
 import itertools
+import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 import torchvision
-from timm.layers import Attention, AttentionRope, apply_rot_embed_cat
-from timm.models import beit, cait, deit, eva, naflexvit, register_notrace_module, vision_transformer
+from timm.layers import Attention, AttentionRope, apply_rot_embed_cat, to_2tuple
+from timm.models import beit, cait, deit, eva, naflexvit, vision_transformer
 from torch import Tensor, nn
 
-from ea_vision.layers import TokenAttention, TokenConv, ValueResidual, create_evolution, evolution_class
-from ea_vision.layers.token_attention import Carried, this_thread
-from ea_vision.models._chain import check_numbers, frozen_statistics
+from ea_vision.layers import MapsAttention, TokenAttention
+from ea_vision.models import vision_transformer as ours
+from ea_vision.models._chain import frozen_statistics
+from ea_vision.models._mechanisms import Mechanisms
+from ea_vision.ops.problem import check_prev_logits
 
 CARRIED = "_ea_vision_carried"  # attribute of the tokens between blocks
 
 
+@dataclass(frozen=True)
+class Carried:
+    """What a block hands on: (H, W) of the patches, its logits (B, K, T, T), the first block's values (B, K, T, D)."""
+
+    feat_size: tuple[int, int] | None
+    logits: Tensor | None = None
+    first_values: Tensor | None = None
+
+
+def _thread() -> int:
+    """Return whose forward runs: what a layer keeps for its length is kept by thread."""
+    return 0 if torch.compiler.is_compiling() else threading.get_ident()
+
+
 class PatchGrid:
-    """(H, W) of the patches by thread, noted by a hook behind the patch embedding; None where images are packed."""
+    """(H, W) of the patches by thread, noted by a hook before the patch embedding; None where images are packed."""
 
     def __init__(self) -> None:
         self.sizes: dict[int, tuple[int, int] | None] = {}
 
-    def __call__(self, embedding: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        size = output[1] if isinstance(output, tuple) else output.shape[-2:]  # NaFlex says it, others are convolutions
-        self.sizes[this_thread()] = None if size is None else (size[0], size[1])
+    def __call__(self, embedding: nn.Module, args: tuple[Any, ...]) -> None:
+        images, size = args[0], None
+        if images.ndim == 4:
+            height, width = images.shape[-2:]
+            if hasattr(embedding, "dynamic_feat_size"):
+                size = embedding.dynamic_feat_size((height, width))
+            else:
+                patch = to_2tuple(getattr(embedding, "patch_size", None) or embedding.kernel_size)
+                size = height // patch[0], width // patch[1]
+        self.sizes[_thread()] = size
 
 
-@register_notrace_module  # what a block hands on is no part of a graph of FX, which keeps it whole
-class CarryingBlock(nn.Module):
+class CarryingBlock:
     """A block, beside its own class, that reads and hands on what `Carried` has.
 
     attention: the name of its attention layer.
@@ -60,57 +84,99 @@ class CarryingBlock(nn.Module):
         """Run the block's own forward on (B, T, C) tokens."""
         attn, carried = getattr(self, self.attention), getattr(x, CARRIED, None)
         if carried is None:  # of the first block; a recomputation, in another thread perhaps, finds it there
-            carried = Carried(self.grid.sizes.pop(this_thread(), None))
+            carried = Carried(self.grid.sizes.get(_thread()))
             setattr(x, CARRIED, carried)
         if self.token_conv is not None:
             if carried.feat_size is None:
                 raise ValueError("token_conv needs the patches' (height, width): images (B, C, H, W) required")
             x = self.token_conv(x, carried.feat_size)
-        attn.carried[this_thread()] = carried
+        attn.carried[_thread()] = carried
         again = self.training and not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
         try:
             with frozen_statistics(self) if again else nullcontext():  # timm's checkpointing, in the backward pass
                 y = super().forward(x, *args, **kwargs)
         finally:
-            carried = attn.carried.pop(this_thread())
+            carried = attn.carried.pop(_thread())
         setattr(y, CARRIED, carried)
         return y
 
 
-class _TimmsAttention(TokenAttention):
-    """The common part of timm's attention layers with gate, norm and masks."""
+class CarryingAttention(MapsAttention):
+    """An attention layer, beside its own class, whose forward calls `attended`."""
 
-    def finish(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
-        """Attend, and take timm's steps behind attention: norm, gate, projection."""
-        out = self.norm(self.attended(x, q, k, v, self.checked(attn_mask, is_causal)))
-        if getattr(self, "gate", None) is not None:
-            out = out * self.gate(x).sigmoid()
-        return self.proj_drop(self.proj(out))
+    fused_attn = True
+
+    def attended(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Attend, with the layer's mechanisms.
+
+        Args:
+            x: (B, T, C), the layer's input.
+            q, k, v: (B, K, T, D), q not scaled.
+            bias: added to the logits, or a mask for mechanisms that leave the maps alone.
+
+        Returns:
+            (B, T, K*D), heads concatenated.
+        """
+        carried, evolution = self.carried[_thread()], self.evolution
+        if evolution is not None and evolution.reads_previous:
+            check_prev_logits(carried.logits, *q.shape[:3])
+        if evolution is not None and evolution.spatial and carried.feat_size is None:
+            raise ValueError("this evolution needs the patches' (height, width): images (B, C, H, W) required")
+        if self.value_residual is not None:
+            if carried.first_values is None:
+                raise ValueError("the first block's values required, got tokens that no block has made")
+            v = self.value_residual(v, carried.first_values)
+        out, logits = self._attend(q, k, v, carried.logits, carried.feat_size, bias)
+        if evolution is not None and evolution.mixes_output:
+            out = evolution.mix_output(out, v, x)
+        first_values = v if self.is_first else carried.first_values
+        self.carried[_thread()] = replace(carried, logits=logits, first_values=first_values)
+        return out.transpose(1, 2).flatten(2)
+
+    def checked(self, attn_mask: Tensor | None, is_causal: bool) -> Tensor | None:
+        """Return the mask as a bias.
+
+        Raises:
+            ValueError: a mask where maps evolve, or a causal one.
+        """
+        if is_causal or attn_mask is not None and (self.need_logits or self.evolution is not None and not
+                                                   self.evolution.mixes_output):
+            raise ValueError("maps that evolve take no mask (their convolutions would read what it hides): "
+                             "attn_mask=None and is_causal=False required")
+        if attn_mask is None or attn_mask.dtype != torch.bool:
+            return attn_mask
+        return torch.zeros_like(attn_mask, dtype=self.proj.weight.dtype).masked_fill(~attn_mask, float("-inf"))
+
+    def finish(self, out: Tensor, gate: Tensor | None) -> Tensor:
+        """Take timm's steps behind attention: norm, gate, projection."""
+        out = self.norm(out)
+        return self.proj_drop(self.proj(out if gate is None else out * gate))
 
 
-def by_heads(attn: nn.Module, qkv: Tensor) -> tuple[Tensor, ...]:
-    """Split a projection (B, T, 3*K*D) into q, k, v (B, K, T, D)."""
-    return qkv.unflatten(2, (3, attn.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
-
-
-class EvolvingVitAttention(_TimmsAttention, Attention):
+class EvolvingAttention(CarryingAttention, Attention):
     """timm's Attention."""
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        q, k, v = by_heads(self, self.qkv(x))
-        return self.finish(x, self.q_norm(q), self.k_norm(k), v, attn_mask, is_causal)
+        gate = self.gate(x).sigmoid() if getattr(self, "gate", None) is not None else None
+        q, k, v = self.qkv(x).unflatten(2, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        out = self.attended(x, self.q_norm(q), self.k_norm(k), v, self.checked(attn_mask, is_causal))
+        return self.finish(out, gate)
 
 
-class _Rotary(_TimmsAttention):
+class _Rotary(CarryingAttention):
     """The common part of timm's attention layers with rotary positions."""
+
+    def projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Project (B, T, C) to q, k, v (B, heads of each, T, D)."""
+        if self.qkv is None:
+            return tuple(proj(x).unflatten(2, (-1, self.head_dim)).transpose(1, 2)
+                         for proj in (self.q_proj, self.k_proj, self.v_proj))
+        return with_separate_biases(self, x).unbind(0)
 
     def forward(self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None,
                 is_causal: bool = False) -> Tensor:
-        if self.qkv is None:
-            q, k, v = (proj(x).unflatten(2, (-1, self.head_dim)).transpose(1, 2)
-                       for proj in (self.q_proj, self.k_proj, self.v_proj))
-        else:
-            q, k, v = by_heads(self, with_separate_biases(self, x))
+        gate = self.gate(x).sigmoid() if getattr(self, "gate", None) is not None else None
+        q, k, v = self.projected(x)
         q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
             P, half = self.num_prefix_tokens, {"half": True} if getattr(self, "rotate_half", False) else {}
@@ -119,7 +185,7 @@ class _Rotary(_TimmsAttention):
         groups = self.num_heads // v.shape[1]  # of heads that share keys and values
         if groups > 1:
             k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-        return self.finish(x, q, k, v, attn_mask, is_causal)
+        return self.finish(self.attended(x, q, k, v, self.checked(attn_mask, is_causal)), gate)
 
 
 class EvolvingEvaAttention(_Rotary, eva.EvaAttention):
@@ -131,28 +197,29 @@ class EvolvingAttentionRope(_Rotary, AttentionRope):
 
 
 def with_separate_biases(attn: nn.Module, x: Tensor) -> Tensor:
-    """Return the projection (B, T, 3*K*D) of a layer whose biases of queries and values may be parameters of their
-    own."""
+    """Return (3, B, K, T, D) of a layer whose biases of queries and values are parameters of their own."""
     biases = [getattr(attn, name, None) for name in ("q_bias", "k_bias", "v_bias")]
     if biases[0] is None:
-        return attn.qkv(x)
-    if getattr(attn, "qkv_bias_separate", False):
-        return attn.qkv(x) + torch.cat(biases)
-    return F.linear(x, attn.qkv.weight, torch.cat(biases))
+        qkv = attn.qkv(x)
+    elif getattr(attn, "qkv_bias_separate", False):
+        qkv = attn.qkv(x) + torch.cat(biases)
+    else:
+        qkv = F.linear(x, attn.qkv.weight, torch.cat(biases))
+    return qkv.unflatten(2, (3, attn.num_heads, -1)).permute(2, 0, 3, 1, 4)
 
 
-class EvolvingBeitAttention(TokenAttention, beit.Attention):
+class EvolvingBeitAttention(CarryingAttention, beit.Attention):
     """timm's BEiT attention; the logits that evolve have its relative position bias."""
 
     def forward(self, x: Tensor, shared_rel_pos_bias: Tensor | None = None) -> Tensor:
         bias = self._get_rel_pos_bias() if self.relative_position_bias_table is not None else None
         if shared_rel_pos_bias is not None:
             bias = shared_rel_pos_bias if bias is None else bias + shared_rel_pos_bias
-        out = self.attended(x, *by_heads(self, with_separate_biases(self, x)), bias)
+        out = self.attended(x, *with_separate_biases(self, x).unbind(0), bias)
         return self.proj_drop(self.proj(out))
 
 
-class EvolvingTalkingHeadAttn(TokenAttention, cait.TalkingHeadAttn):
+class EvolvingTalkingHeadAttn(CarryingAttention, cait.TalkingHeadAttn):
     """CaiT's talking heads; the logits that evolve are the mixed ones, probabilities are mixed by its own first."""
 
     fused_attn = False
@@ -167,10 +234,11 @@ class EvolvingTalkingHeadAttn(TokenAttention, cait.TalkingHeadAttn):
         return self.evolution.mix_attn(attn) if mixes else attn
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.proj_drop(self.proj(self.attended(x, *by_heads(self, self.qkv(x)))))
+        q, k, v = self.qkv(x).unflatten(2, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        return self.proj_drop(self.proj(self.attended(x, q, k, v)))
 
 
-class EvolvingMultiheadAttention(TokenAttention, nn.MultiheadAttention):
+class EvolvingMultiheadAttention(CarryingAttention, nn.MultiheadAttention):
     """torchvision's self-attention, torch's MultiheadAttention."""
 
     @property
@@ -178,7 +246,8 @@ class EvolvingMultiheadAttention(TokenAttention, nn.MultiheadAttention):
         return self.head_dim ** -0.5
 
     def forward(self, query: Tensor, *_: Tensor, **__: Any) -> tuple[Tensor, None]:
-        q, k, v = by_heads(self, F.linear(query, self.in_proj_weight, self.in_proj_bias))
+        qkv = F.linear(query, self.in_proj_weight, self.in_proj_bias)
+        q, k, v = qkv.unflatten(2, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
         return self.out_proj(self.attended(query, q, k, v)), None
 
 
@@ -214,14 +283,13 @@ class EvolvingEncoderBlock(CarryingBlock, torchvision.models.vision_transformer.
 
 def _by_plain_class(*classes: type[nn.Module]) -> dict[type[nn.Module], type[nn.Module]]:
     """Return classes of ours by that of timm or torchvision which each extends."""
-    return {cls.__bases__[1]: cls for cls in classes}
+    return {next(base for base in cls.__mro__ if not base.__module__.startswith("ea_vision")): cls for cls in classes}
 
 
-ATTENTIONS = _by_plain_class(EvolvingVitAttention, EvolvingEvaAttention, EvolvingAttentionRope, EvolvingBeitAttention,
+ATTENTIONS = _by_plain_class(EvolvingAttention, EvolvingEvaAttention, EvolvingAttentionRope, EvolvingBeitAttention,
                              EvolvingTalkingHeadAttn, EvolvingMultiheadAttention)
 BLOCKS = _by_plain_class(EvolvingEvaBlock, EvolvingEvaBlockPostNorm, EvolvingVitBlock, EvolvingResPostBlock,
                          EvolvingBeitBlock, EvolvingCaitBlock, EvolvingEncoderBlock)
-PLAIN_CLASSES = {ours: plain for classes in (ATTENTIONS, BLOCKS) for plain, ours in classes.items()}
 
 
 @dataclass(frozen=True)
@@ -229,7 +297,7 @@ class Architecture:
     """Where a network has its blocks and its patch embedding, and how many tokens stand before the patches."""
 
     blocks: str = "blocks"
-    embedding: str = "patch_embed.proj"
+    embedding: str = "patch_embed"
     num_prefix_tokens: int | None = None  # the network's own
 
 
@@ -241,6 +309,16 @@ ARCHITECTURES = {
 }
 
 
+PLAIN_CLASSES = {evolving: plain for classes in (ATTENTIONS, BLOCKS, ours.NETWORK_CLASSES, {
+    Attention: TokenAttention, vision_transformer.Block: ours.EvolvingBlock}) for plain, evolving in classes.items()}
+
+
+def _shared_copy(model: nn.Module) -> nn.Module:
+    """Return a copy of the modules that shares parameters and buffers."""
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+
+
 def _blocks_of(model: nn.Module) -> nn.ModuleList | nn.Sequential:
     return model.get_submodule(ARCHITECTURES[type(model)].blocks)
 
@@ -249,19 +327,13 @@ def _attention_of(block: nn.Module) -> nn.Module:
     return getattr(block, CarryingBlock.attention, None) or getattr(block, EvolvingEncoderBlock.attention, None)
 
 
-def reason_against(model: nn.Module) -> str | None:
-    """Return why a network cannot evolve, or None."""
-    if type(model) not in ARCHITECTURES:
-        attention = next((f"{name} is {type(module).__name__}" for name, module in model.named_modules()
-                          if name and "attn" in name.split(".")[-1]), "no attention layer found")
-        known = ", ".join(dict.fromkeys(cls.__name__ for cls in ARCHITECTURES if cls.__module__.startswith("timm.")))
-        return f"timm's {known} or torchvision's VisionTransformer required, got {type(model).__name__} ({attention})"
+def _reason_against_blocks(model: nn.Module) -> str | None:
     path, places = ARCHITECTURES[type(model)].blocks, {}
     for index, block in enumerate(_blocks_of(model)):
         attn = _attention_of(block)
         if places.setdefault(attn, index) != index:
             return f"{path}.{index} must have an attention layer of its own, got that of {path}.{places[attn]}"
-        if isinstance(block, CarryingBlock):
+        if type(block) in BLOCKS.values():
             return f"a plain network required, got {path}.{index} a {type(block).__name__}, whose maps evolve already"
         for found, known, what in ((block, BLOCKS, "block"), (attn, ATTENTIONS, "attention")):
             if type(found) not in known:
@@ -277,75 +349,38 @@ def reason_against(model: nn.Module) -> str | None:
     return None
 
 
-def _evolving_blocks(kind: str, attn_layers: Sequence[int] | None, depth: int, idle_last: bool) -> list[int]:
-    """Return the blocks, counted from 1, that are to evolve.
-
-    idle_last: whether nothing but the class token's row of the last map is read, and that passes the mechanism.
-    """
-    possible = range(1 + evolution_class(kind).reads_previous, depth + (not idle_last))
-    chosen = list(possible) if attn_layers is None else sorted(set(attn_layers))
-    wrong = [layer for layer in chosen if layer not in possible]
-    if wrong or not chosen:
-        why = "the first block has no predecessor"
-        if idle_last:
-            why += (", and where prefix tokens pass a convolution in the last would never get a gradient, since only "
-                    "the class token's row is read there")
-        raise ValueError(f"attn_layers of this model that can evolve are {list(possible)} of {depth} ({why}); got "
-                         f"{wrong or 'none'}")
-    return chosen
+def reason_against(model: nn.Module) -> str | None:
+    """Return why a network cannot evolve, or None."""
+    if type(model) in ours.NETWORK_CLASSES.values():
+        return f"a plain network required, got {type(model).__name__}, whose maps evolve already"
+    if type(model) in ARCHITECTURES:
+        return _reason_against_blocks(model)
+    attention = next((f"{name} is {type(module).__name__}" for name, module in model.named_modules()
+                      if name and "attn" in name.split(".")[-1]), "no attention layer found")
+    known = ", ".join(cls.__name__ for cls in [*ARCHITECTURES][:-1])
+    return f"timm's {known} or torchvision's VisionTransformer required, got {type(model).__name__} ({attention})"
 
 
-def let_evolve(model: nn.Module, kind: str | None, attn_layers: Sequence[int] | None, prefix: str,
-               token_conv: bool | str, value_residual: bool | str, options: dict[str, Any]) -> None:
-    """Turn the blocks of a network, in place, into evolving ones; see `evolve` for arguments and errors."""
-    reason = reason_against(model)
-    if reason is not None:
-        raise ValueError(f"this {type(model).__name__} cannot evolve: {reason}")
-    for name, value in (("token_conv", token_conv), ("value_residual", value_residual)):
-        if value not in (False, True, "paper"):
-            raise ValueError(f"{name} must be False, True or 'paper', got {value!r}")
-    if attn_layers is not None:
-        check_numbers("attn_layers", attn_layers)
-    if prefix not in ("convolve", "pass"):
-        raise ValueError(f"prefix must be 'convolve' or 'pass', got {prefix!r}")
+def _is_ours(model: nn.Module) -> bool:
+    """Return whether a plain network can become one of `vision_transformer.py`."""
+    return type(model) in ours.NETWORK_CLASSES and ours.reason_against_blocks(model) is None
+
+
+def _evolve_in_place(model: nn.Module, mechanisms: Mechanisms) -> None:
+    """Turn the blocks of a network of `ARCHITECTURES` into evolving ones."""
     architecture, blocks, grid = ARCHITECTURES[type(model)], _blocks_of(model), PatchGrid()
-    tokens = architecture.num_prefix_tokens
-    tokens = model.num_prefix_tokens if tokens is None else tokens
-    channels = getattr(model, "embed_dim", None) or model.hidden_dim
-    weight = next(blocks.parameters())
-    dd = {"device": weight.device, "dtype": weight.dtype}
-    evolutions = {}
-    if kind is None:
-        create_evolution(None, 1, **options)  # refuses options
-    else:
-        passes = prefix == "pass" or evolution_class(kind).spatial
-        idle_last = passes and tokens > 0 and getattr(model, "global_pool", "token") == "token"
-        for number in _evolving_blocks(kind, attn_layers, len(blocks), idle_last):
-            evolutions[number] = evolution = create_evolution(kind, _attention_of(blocks[0]).num_heads,
-                                                              channels=channels, **dd, **options)
-            if hasattr(evolution, "num_prefix_tokens"):
-                evolution.num_prefix_tokens = tokens if passes else 0
-            elif prefix == "pass":
-                raise ValueError(f"prefix='pass' needs an evolution with num_prefix_tokens, got {kind!r}")
-    for number, block in enumerate(blocks, start=1):
-        attn = _attention_of(block)
+    attentions = [_attention_of(block) for block in blocks]
+    for number, (block, attn) in enumerate(zip(blocks, attentions, strict=True)):
         attn.__class__, block.__class__ = ATTENTIONS[type(attn)], BLOCKS[type(block)]
         if isinstance(attn, nn.MultiheadAttention):
-            attn.attn_drop = nn.Dropout(attn.dropout)
-        attn.is_first, attn.carried, block.grid = number == 1, {}, grid
-        attn.evolution, reader = evolutions.get(number), evolutions.get(number + 1)
-        attn.need_logits = reader is not None and reader.reads_previous
-        residual, conv = number > 1 and value_residual, number > 1 and token_conv
-        attn.value_residual = ValueResidual(residual != "paper", **dd) if residual else None
-        block.token_conv = TokenConv(channels, tokens, conv != "paper", **dd) if conv else None
-        block.train(block.training)
-    model.get_submodule(architecture.embedding).register_forward_hook(grid)
-
-
-def _shared_copy(model: nn.Module) -> nn.Module:
-    """Return a copy of the modules that shares parameters and buffers."""
-    tensors = itertools.chain(model.parameters(), model.buffers())
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+            attn.attn_drop = nn.Dropout(attn.dropout).train(block.training)
+        attn.is_first, attn.carried, block.grid = number == 0, {}, grid
+    prefix_tokens = architecture.num_prefix_tokens
+    prefix_tokens = model.num_prefix_tokens if prefix_tokens is None else prefix_tokens
+    class_token_alone = prefix_tokens > 0 and getattr(model, "global_pool", "token") == "token"
+    channels = getattr(model, "embed_dim", None) or model.hidden_dim
+    mechanisms.give(blocks, attentions, channels, prefix_tokens, class_token_alone)
+    model.get_submodule(architecture.embedding).register_forward_pre_hook(grid)
 
 
 def evolve(
@@ -381,12 +416,21 @@ def evolve(
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"a network is required, such as timm.create_model('vit_small_patch16_224'), got {model!r}")
+    reason = reason_against(model)
+    if reason is not None:
+        raise ValueError(f"this {type(model).__name__} cannot evolve: {reason}")
     if kind is None and not (token_conv or value_residual):
         raise ValueError("a kind, token_conv or value_residual required, got none of them")
     if kind is not None:
         options["start"] = start
+    chosen = attn_layers if layers is None else layers
+    mechanisms = Mechanisms(kind, chosen, prefix, token_conv, value_residual, options)
     evolving = _shared_copy(model)
-    let_evolve(evolving, kind, attn_layers if layers is None else layers, prefix, token_conv, value_residual, options)
+    if _is_ours(evolving):
+        evolving.__class__ = ours.NETWORK_CLASSES[type(model)]
+        ours.give(evolving, mechanisms)
+    else:
+        _evolve_in_place(evolving, mechanisms)
     return evolving
 
 
@@ -396,11 +440,13 @@ def unevolve(model: nn.Module) -> nn.Module:
     Raises:
         ValueError: another network, or a mechanism that changes something.
     """
-    if type(model) not in ARCHITECTURES or not isinstance(_blocks_of(model)[0], CarryingBlock):
+    of_timm = type(model) in ours.NETWORK_CLASSES.values()
+    if not of_timm and not (type(model) in ARCHITECTURES and type(_blocks_of(model)[0]) in BLOCKS.values()):
         raise ValueError(f"an evolving vision transformer required, got {type(model).__name__}")
-    path, active = ARCHITECTURES[type(model)].blocks, []
-    for index, block in enumerate(_blocks_of(model)):
-        attn, name = _attention_of(block), block.attention
+    path = "blocks" if of_timm else ARCHITECTURES[type(model)].blocks
+    active = []
+    for index, block in enumerate(model.get_submodule(path)):
+        attn, name = _attention_of(block), getattr(block, "attention", "attn")
         parts = {f"{name}.evolution": attn.evolution, f"{name}.value_residual": attn.value_residual,
                  "token_conv": block.token_conv}
         active += [f"{path}.{index}.{name} ({part})" for name, part in parts.items()
@@ -409,16 +455,22 @@ def unevolve(model: nn.Module) -> nn.Module:
         raise ValueError("all gates must be 0, or mechanisms at their identity start, for the plain network to compute "
                          f"the same; got {len(active)} blocks where they are not, the first of them {active[0]}")
     plain = _shared_copy(model)
-    embedding = plain.get_submodule(ARCHITECTURES[type(plain)].embedding)
-    for key in [key for key, hook in embedding._forward_hooks.items() if isinstance(hook, PatchGrid)]:
-        del embedding._forward_hooks[key]
+    if of_timm:
+        blocks, plain.__class__ = plain.blocks, PLAIN_CLASSES[type(plain)]
+        plain.blocks = nn.Sequential(*blocks)
+        plain.blocks.training = blocks.training
+    else:
+        embedding = plain.get_submodule(ARCHITECTURES[type(plain)].embedding)
+        for key, hook in list(embedding._forward_pre_hooks.items()):
+            if isinstance(hook, PatchGrid):
+                del embedding._forward_pre_hooks[key]
     for block in _blocks_of(plain):
         attn = _attention_of(block)
-        added = ["evolution", "need_logits", "value_residual", "is_first", "carried"]
+        added = ["token_conv", "grid", "evolution", "need_logits", "value_residual", "is_first", "carried"]
         added += ["attn_drop"] if isinstance(attn, nn.MultiheadAttention) else []
-        for module, names in (attn, added), (block, ["token_conv", "grid"]):
-            for name in names:
-                delattr(module, name)
+        for module in (block, attn):
+            for name in added:
+                if hasattr(module, name):
+                    delattr(module, name)
             module.__class__ = PLAIN_CLASSES[type(module)]
-    plain.__class__ = PLAIN_CLASSES.get(type(plain), type(plain))
     return plain

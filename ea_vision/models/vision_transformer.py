@@ -19,26 +19,99 @@ Papers:
 
 Shape letters: B batch, C channels, H x W image in pixels, K heads, P prefix tokens (class token, registers), T tokens.
 """
+import copy
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import timm
-from timm.models import generate_default_cfgs, register_model
+import torch
+from timm.layers import Attention
+from timm.models import generate_default_cfgs, register_model, register_notrace_function
 from timm.models.deit import VisionTransformerDistilled
-from timm.models.vision_transformer import VisionTransformer
+from timm.models.vision_transformer import Block, VisionTransformer
 from timm.models.vision_transformer import checkpoint_filter_fn as timm_filter
 from torch import Tensor, nn
 
-from ea_vision.layers import evolution_class, evolution_options
+from ea_vision.layers import TokenAttention, evolution_class, evolution_options
 from ea_vision.models._build import Network, build_network, cifar_cfg, register_networks
+from ea_vision.models._chain import AttnStage, checkpoint
 from ea_vision.models._convert import checkpoint_filter_fn
-from ea_vision.models.any_transformer import ARCHITECTURES, PLAIN_CLASSES, let_evolve
+from ea_vision.models._mechanisms import Mechanisms
 
 __all__ = ["EvolvingVisionTransformer", "EvolvingVisionTransformerDistilled"]
 
 _logger = logging.getLogger(__name__)
+
+
+class EvolvingBlock(Block):
+    """timm's Block; (x, prev_logits) -> (x, logits). A dropped block still hands its maps on."""
+
+    def forward(
+            self, x: Tensor, prev_logits: Tensor | None = None, feat_size: tuple[int, int] | None = None,
+            first_values: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        if self.token_conv is not None:
+            assert feat_size is not None
+            x = self.token_conv(x, feat_size)
+        y, logits = self.attn(self.norm1(x), prev_logits, feat_size, first_values)
+        x = x + self.drop_path1(self.ls1(y))
+        x = x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
+        return x, logits
+
+
+class TokenStage(AttnStage):
+    """A transformer's blocks: (x, prev_logits, (H, W) of the patches) -> (x, logits).
+
+    spatial: whether a block needs the patches' (H, W).
+    carries_values: whether a block reads the first one's values.
+    """
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__(*blocks)
+        self.spatial = any(block.token_conv is not None or getattr(block.attn.evolution, "spatial", False)
+                           for block in self)
+        self.carries_values = any(block.attn.value_residual is not None for block in self)
+
+    def first_values(self, x: Tensor) -> Tensor | None:
+        """Return the first block's values, (B, K, T, D), of its input (B, T, C), where a block reads them."""
+        return self[0].attn.values_of(self[0].norm1(x)) if self.carries_values else None
+
+    def forward(
+            self, x: Tensor, prev_logits: Tensor | None = None, feat_size: tuple[int, int] | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        logits, first_values = prev_logits, self.first_values(x)
+        for block in self:
+            if self.grad_checkpointing and not torch.jit.is_scripting():
+                x, logits = checkpoint(block, x, logits, feat_size, first_values)
+            else:
+                x, logits = block(x, logits, feat_size, first_values)
+        return x, logits
+
+    @torch.jit.ignore
+    def one_by_one(self, feat_size: tuple[int, int]) -> list[Callable[[Tensor], Tensor]]:
+        """Return the blocks as functions of the tokens alone, to be called once each and in order."""
+        handed_on: dict[str, Tensor | None] = {"prev_logits": None}
+
+        def call(x: Tensor, block: nn.Module) -> Tensor:
+            if block is self[0]:
+                handed_on["first_values"] = self.first_values(x)
+            arguments = (x, handed_on["prev_logits"], feat_size, handed_on["first_values"])
+            x, logits = checkpoint(block, *arguments) if self.grad_checkpointing else block(*arguments)
+            handed_on["prev_logits"] = logits
+            return x
+
+        return [partial(call, block=block) for block in self]
+
+
+@torch.fx.wrap
+@register_notrace_function
+def _check_no_mask(attn_mask: Tensor | None, is_causal: bool) -> None:
+    if attn_mask is not None or is_causal:
+        raise ValueError("maps that evolve take no mask (their convolutions would read what it hides): "
+                         "attn_mask=None and is_causal=False required")
 
 
 class _Evolves:
@@ -57,8 +130,13 @@ class _Evolves:
             **kwargs: Any,
     ) -> None:
         options = {name: kwargs.pop(name) for name in evolution_options() if name in kwargs}
+        mechanisms = Mechanisms(evolution, attn_layers, prefix, token_conv, value_residual,
+                                _with_start(evolution, options))
         super().__init__(*args, **kwargs)
-        let_evolve(self, evolution, attn_layers, prefix, token_conv, value_residual, _with_start(evolution, options))
+        reason = reason_against_blocks(self)
+        if reason is not None:
+            raise ValueError(f"{type(self).__name__} must be able to evolve: {reason}")
+        give(self, mechanisms)
 
     @staticmethod
     def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
@@ -76,6 +154,40 @@ class _Evolves:
                          "start", len(start))
             state.update(start)
         return state
+
+    def forward_features(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        """Turn (B, in_chans, H, W) into (B, T, C).
+
+        Raises:
+            ValueError: a mask.
+        """
+        _check_no_mask(attn_mask, is_causal)
+        feat_size: tuple[int, int] | None = None
+        if self.blocks.spatial:
+            feat_size = self.patch_embed.dynamic_feat_size((x.shape[-2], x.shape[-1]))
+        x = self._pos_embed(self.patch_embed(x))
+        x, logits = self.blocks(self.norm_pre(x), None, feat_size)
+        return self.norm(x)
+
+    def forward_intermediates(
+            self, x: Tensor, *args: Any, attn_mask: Tensor | None = None, is_causal: bool = False, **kwargs: Any,
+    ) -> Any:
+        """Return the blocks' outputs as timm's method of this name, whose arguments it takes.
+
+        Raises:
+            ValueError: a mask.
+        """
+        _check_no_mask(attn_mask, is_causal)
+        as_timms = copy.copy(self)  # shares all but the blocks, which timm calls with the tokens alone
+        feat_size = self.patch_embed.dynamic_feat_size((x.shape[-2], x.shape[-1]))
+        as_timms._modules = {**self._modules, "blocks": self.blocks.one_by_one(feat_size)}
+        as_timms.grad_checkpointing = False  # the functions know it
+        return super(_Evolves, as_timms).forward_intermediates(x, *args, **kwargs)
+
+    @torch.jit.ignore
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        super().set_grad_checkpointing(enable)
+        self.blocks.grad_checkpointing = enable
 
 
 class EvolvingVisionTransformer(_Evolves, VisionTransformer):
@@ -108,9 +220,31 @@ class EvolvingVisionTransformerDistilled(_Evolves, VisionTransformerDistilled):
     """
 
 
-for _ours, _plain in ((EvolvingVisionTransformer, VisionTransformer),
-                      (EvolvingVisionTransformerDistilled, VisionTransformerDistilled)):
-    ARCHITECTURES[_ours], PLAIN_CLASSES[_ours] = ARCHITECTURES[_plain], _plain
+NETWORK_CLASSES = {VisionTransformer: EvolvingVisionTransformer,
+                   VisionTransformerDistilled: EvolvingVisionTransformerDistilled}
+
+
+def reason_against_blocks(model: nn.Module) -> str | None:
+    """Return why the blocks of a VisionTransformer cannot become ours, or None."""
+    for index, block in enumerate(model.blocks):
+        for path, module, known in ((f"blocks.{index}", block, Block), (f"blocks.{index}.attn", block.attn, Attention)):
+            if type(module) is not known:
+                return f"{path} must be timm's {known.__name__}, got {type(module).__name__}"
+    if not isinstance(model.patch_drop, nn.Identity):
+        return f"patch_drop must be off (tokens would stop being neighbours), got {model.patch_drop}"
+    return None
+
+
+def give(model: nn.Module, mechanisms: Mechanisms) -> None:
+    """Turn the blocks of a VisionTransformer, in place, into evolving ones."""
+    for block in model.blocks:
+        TokenAttention.of(block.attn, None, False)
+        block.__class__ = EvolvingBlock
+    mechanisms.give(model.blocks, [block.attn for block in model.blocks], model.embed_dim, model.num_prefix_tokens,
+                    model.global_pool == "token")
+    stage = TokenStage(*model.blocks)
+    stage.training, stage.grad_checkpointing = model.training, model.grad_checkpointing
+    model.blocks = stage
 
 
 def _is_added(name: str) -> bool:

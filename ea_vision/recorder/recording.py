@@ -20,7 +20,7 @@ import torch
 from timm.layers.bottleneck_attn import BottleneckAttn
 from torch import Tensor, nn
 
-from ea_vision.layers import AugmentedConv2d, TokenAttention
+from ea_vision.layers import AugmentedConv2d, MapsAttention
 from ea_vision.recorder.interception import (
     Hooks,
     Take,
@@ -35,7 +35,7 @@ from ea_vision.recorder.maps import PARTS, AttentionMaps, LayerMaps
 __all__ = ["PARTS", "AttentionLayer", "AttentionMaps", "LayerMaps", "prefix_names", "record_attention",
            "recordable_layers"]
 
-OURS = (AugmentedConv2d, TokenAttention)
+OURS = (AugmentedConv2d, MapsAttention)
 POSITIONS = re.compile(r"^(?!.*Att).*(Pos|Bias|Rope|Rotary)")  # names of modules that have heads, and do not attend
 
 

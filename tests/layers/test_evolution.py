@@ -8,7 +8,7 @@ from torch import nn
 
 from ea_vision import ops
 from ea_vision.layers import AugmentedConv2d, EvolvingAttention, PredictiveAttention, create_evolution
-from ea_vision.layers.token_attention import Carried, this_thread
+from ea_vision.layers.token_attention import TokenAttention
 from ea_vision.ops import evolving_attention, use_implementation
 
 
@@ -87,20 +87,10 @@ def test_convolutions_begin_by_he_and_never_at_zero():
         plain.load_state_dict({name: torch.zeros_like(value) for name, value in plain.state_dict().items()})
 
 
-def layer_with(evolution, over_tokens: bool):
-    """A layer, and the function (x, prev_logits) -> (y, logits) that runs it: on x (B, 16, 4, 3) or (B, 12, 16)."""
-    if not over_tokens:
-        layer = AugmentedConv2d(16, 8, dim_qk=8, dim_v=4, num_heads=2, feat_size=(4, 3), evolution=evolution)
-        return layer, layer
-    vit = timm.create_model("vit_mini_patch4_32", embed_dim=16, num_heads=2, depth=2, token_conv=True)
-    layer = vit.blocks[1].attn
-    layer.evolution, layer.need_logits = evolution, True
-
-    def run(x, prev_logits):
-        layer.carried[this_thread()] = Carried((4, 3), prev_logits)
-        return layer(x), layer.carried.pop(this_thread()).logits
-
-    return layer, run
+def layer_with(evolution, over_tokens: bool) -> nn.Module:
+    if over_tokens:
+        return TokenAttention.of(timm.layers.Attention(16, num_heads=2), evolution, need_logits=True)
+    return AugmentedConv2d(16, 8, dim_qk=8, dim_v=4, num_heads=2, feat_size=(4, 3), evolution=evolution)
 
 
 def evolution_that_the_kernels_do_not_know(how: str) -> nn.Module:
@@ -120,21 +110,21 @@ def evolution_that_the_kernels_do_not_know(how: str) -> nn.Module:
 def test_a_forced_implementation_never_gives_way_to_modules(how, reason, over_tokens, caplog):
     """Where the choice is free the modules run, as the reference does, and the log says why."""
     torch.manual_seed(0)
-    layer, run = layer_with(evolution_that_the_kernels_do_not_know(how), over_tokens)
-    layer.eval()
+    layer = layer_with(evolution_that_the_kernels_do_not_know(how), over_tokens).eval()
     x = torch.randn(2, 12, 16) if over_tokens else torch.randn(2, 16, 4, 3)
     prev = torch.randn(2, 2, 12, 12)
+    args = (x, prev, (4, 3)) if over_tokens else (x, prev)
     for name in ("cpu", "triton", "sdpa", "flex"):
         with use_implementation(name), pytest.raises(ValueError) as error:
-            run(x, prev)
+            layer(*args)
         assert str(error.value) == f"implementation {name!r} cannot run this: {reason}"
     ops._logged.clear()
     with caplog.at_level(logging.INFO), torch.no_grad():
-        chosen = run(x, prev)
+        chosen = layer(*args)
         with use_implementation("reference"):  # conv2d's maps are the C kernel's where there is one
             near = {} if how == "conv2d" else {"rtol": 0, "atol": 0}
-            torch.testing.assert_close(run(x, prev), chosen, **near)
+            torch.testing.assert_close(layer(*args), chosen, **near)
     assert f"evolving attention by 'reference': {reason}" in caplog.messages
     layer.attn_drop.register_forward_hook(lambda *_: None)  # asks for the modules themselves
     with torch.no_grad(), use_implementation("cpu"):
-        torch.testing.assert_close(run(x, prev), chosen, rtol=0, atol=0)
+        torch.testing.assert_close(layer(*args), chosen, rtol=0, atol=0)

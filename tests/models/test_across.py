@@ -1,5 +1,6 @@
 """Mechanisms across layers in networks: equal to the plain one where they begin, alive one step on, in timm's ways."""
 import copy
+import logging
 
 import pytest
 import timm
@@ -7,10 +8,10 @@ import torch
 from timm.models import create_feature_extractor, get_graph_node_names
 
 import ea_vision
+import ea_vision.ops as ops
 from ea_vision.engine.gates import learnable_gates
-from ea_vision.layers import AugmentedConv2d, create_evolution, evolution_class
+from ea_vision.layers import AugmentedConv2d, TokenAttention, create_evolution, evolution_class
 from ea_vision.ops import use_implementation
-from tests.layers.test_evolution import layer_with
 from tests.models.test_vision_transformer import fused, images, lively, plain
 from tests.slow import slow_but
 
@@ -97,7 +98,7 @@ def test_gradient_checkpointing_changes_nothing(kind):
 @kinds
 @torch.no_grad()
 def test_timms_ways(kind):
-    """Intermediates, features_only, other sizes, FX, pruning, for a name with each kind."""
+    """Intermediates, features_only, other sizes, FX, TorchScript, pruning, for a name with each kind."""
     options = dict(evolution=kind, value_residual="paper", token_conv="paper", start="paper")
     model = mini(**options)
     final, taken = model.forward_intermediates(images())
@@ -109,6 +110,8 @@ def test_timms_ways(kind):
     torch.testing.assert_close(features(images()), [taken[1]])
     extractor = create_feature_extractor(model, return_nodes=[get_graph_node_names(model)[1][-1]])
     torch.testing.assert_close(next(iter(extractor(images()).values())), model(images()))
+    with torch.jit.optimized_execution(False):
+        torch.testing.assert_close(torch.jit.script(model)(images()), model(images()))
     for sizes in (dict(img_size=(16, 24)), dict(dynamic_img_size=True)):  # not square
         other = mini(**options, **sizes)
         if "img_size" in sizes:
@@ -171,18 +174,25 @@ def test_gates_are_named_for_the_trainer():
     {}, dict(alpha=0.3, learnable=True), dict(alpha=-0.2, learnable="per_head"), dict(mixture=True),
     dict(mixture=True, learnable=True)])
 @pytest.mark.parametrize("over_tokens", [False, True])
-def test_residual_runs_on_the_kernels(options, over_tokens):
+def test_residual_runs_on_the_kernels(options, over_tokens, caplog):
     torch.manual_seed(0)
-    layer, run = layer_with(create_evolution("residual", 2, **options), over_tokens)
-    x, prev = torch.randn(2, 12, 16) if over_tokens else torch.randn(2, 16, 4, 3), torch.randn(2, 2, 12, 12)
+    evolution = create_evolution("residual", 2, **options)
+    if over_tokens:
+        layer = TokenAttention.of(timm.layers.Attention(16, num_heads=2), evolution, need_logits=True)
+        x, prev = torch.randn(2, 12, 16), torch.randn(2, 2, 12, 12)
+    else:
+        layer = AugmentedConv2d(8, 8, dim_qk=8, dim_v=4, num_heads=2, feat_size=(4, 3), evolution=evolution)
+        x, prev = torch.randn(2, 8, 4, 3), torch.randn(2, 2, 12, 12)
     results = []
-    for implementation in ("cpu", "reference"):
-        layer.zero_grad()
-        inputs = x.clone().requires_grad_(), prev.clone().requires_grad_()
-        with use_implementation(implementation):
-            y, logits = run(*inputs)
-        (y.square().sum() + logits.square().sum()).backward()
-        results.append((y, logits, [p.grad.clone() for p in [*inputs, *layer.parameters()]]))
+    ops._logged.clear()
+    with caplog.at_level(logging.INFO):
+        for implementation in ("cpu", "reference"):
+            layer.zero_grad()
+            inputs = x.clone().requires_grad_(), prev.clone().requires_grad_()
+            with use_implementation(implementation):
+                y, logits = layer(*inputs)
+            (y.square().sum() + logits.square().sum()).backward()
+            results.append((y, logits, [p.grad.clone() for p in [*inputs, *layer.parameters()]]))
     torch.testing.assert_close(results[0], results[1], atol=1e-4, rtol=1e-4)
 
 
@@ -285,6 +295,9 @@ def test_what_is_refused():
         timm.create_model("aa_resnet50", mrla="base")
     with pytest.raises(ValueError, match="window must be None where maps are mixed after the softmax, by TalkingHeads"):
         timm.create_model("conv_transformer_cifar", evolution="talking_heads", window=3)
+    layer = ea_vision.evolve(plain(), "conv2d").blocks[1].attn
+    with pytest.raises(ValueError, match="needs the patches' .height, width., got None"):
+        layer(torch.randn(1, 17, 48), torch.randn(1, 3, 17, 17))
 
 
 @kinds

@@ -1,0 +1,83 @@
+"""Which mechanisms the blocks of a vision transformer get."""
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from ea_vision.layers import TokenConv, ValueResidual, create_evolution, evolution_class
+from ea_vision.models._chain import check_numbers
+
+
+@dataclass(frozen=True)
+class Mechanisms:
+    """Mechanisms across layers, as `evolve` and `timm.create_model` take them; see `evolve` for the errors.
+
+    kind: a registered evolution, or None.
+    attn_layers: the blocks that evolve, counted from 1; None is all that can.
+    options: the evolution's.
+    """
+
+    kind: str | None
+    attn_layers: Sequence[int] | None = None
+    prefix: str = "convolve"
+    token_conv: bool | str = False
+    value_residual: bool | str = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("value_residual", "token_conv"):
+            if getattr(self, name) not in (False, True, "paper"):
+                raise ValueError(f"{name} must be False, True or 'paper', got {getattr(self, name)!r}")
+        if self.attn_layers is not None:
+            check_numbers("attn_layers", self.attn_layers)
+        if self.prefix not in ("convolve", "pass"):
+            raise ValueError(f"prefix must be 'convolve' or 'pass', got {self.prefix!r}")
+
+    def give(self, blocks: Sequence[nn.Module], attentions: Sequence[nn.Module], channels: int, num_prefix_tokens: int,
+             class_token_alone: bool) -> None:
+        """Give each block its `token_conv`, and its attention `evolution`, `need_logits` and `value_residual`.
+
+        class_token_alone: whether nothing but the class token's row of the last map is read.
+        """
+        weight = next(blocks[0].parameters())
+        dd = {"device": weight.device, "dtype": weight.dtype}
+        evolving = self._evolving(len(blocks), class_token_alone)
+        reads = bool(evolving) and evolution_class(self.kind).reads_previous
+        for number, (block, attn) in enumerate(zip(blocks, attentions, strict=True), start=1):
+            attn.evolution = attn.value_residual = block.token_conv = None
+            attn.need_logits = reads and number + 1 in evolving
+            if number in evolving:
+                attn.evolution = create_evolution(self.kind, attn.num_heads, channels=channels, **dd, **self.options)
+                if hasattr(attn.evolution, "num_prefix_tokens"):
+                    passing = self.prefix == "pass" or attn.evolution.spatial
+                    attn.evolution.num_prefix_tokens = num_prefix_tokens if passing else 0
+                elif self.prefix == "pass":
+                    raise ValueError(f"prefix='pass' needs an evolution with num_prefix_tokens, got {self.kind!r}")
+            if number > 1 and self.value_residual:
+                attn.value_residual = ValueResidual(self.value_residual != "paper", **dd)
+            if number > 1 and self.token_conv:
+                block.token_conv = TokenConv(channels, num_prefix_tokens, self.token_conv != "paper", **dd)
+            for module in filter(None, (attn.evolution, attn.value_residual, block.token_conv)):
+                module.train(block.training)
+
+    def _evolving(self, depth: int, class_token_alone: bool) -> list[int]:
+        """Return the blocks, counted from 1, that are to evolve."""
+        if self.kind is None:
+            create_evolution(None, 1, **self.options)  # refuses options
+            return []
+        kind = evolution_class(self.kind)
+        # the class token's row is all that is read of the last map, and it would pass the convolution
+        idle_last = (self.prefix == "pass" or kind.spatial) and class_token_alone
+        possible = range(1 + kind.reads_previous, depth + (not idle_last))
+        chosen = list(possible) if self.attn_layers is None else sorted(set(self.attn_layers))
+        wrong = [layer for layer in chosen if layer not in possible]
+        if wrong or not chosen:
+            why = "the first block has no predecessor"
+            if idle_last:
+                passing = "prefix='pass'" if self.prefix == "pass" else "prefix tokens that pass"
+                why += (f", and with {passing} a convolution in the last would never get a gradient, since only the "
+                        "class token's row is read there")
+            raise ValueError(f"attn_layers of this model that can evolve are {list(possible)} of {depth} ({why}); "
+                             f"got {wrong or 'none'}")
+        return chosen
