@@ -72,7 +72,7 @@ def batches(kind: str, path: str, given: argparse.Namespace):
         return
     source = Beton(Path(path))
     source.labels, source.table = np.resize(source.labels, EPOCH), np.resize(source.table, (EPOCH, 5))
-    yield from BetonTrainLoader(source, scale=(0.08, 1), hflip=0.5, os_cache=True, **common).batches(0)
+    yield from BetonTrainLoader(source, scale=(0.08, 1), hflip=0.5, **common).batches(0)
 
 
 def measure(loader, given: argparse.Namespace) -> dict[str, float]:

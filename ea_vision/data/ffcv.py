@@ -11,7 +11,6 @@ import functools
 import hashlib
 import importlib
 import json
-import os
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +30,6 @@ HELP = """Debian, Ubuntu: apt-get install libturbojpeg0-dev libopencv-dev pkg-co
 conda: conda install -c conda-forge opencv libjpeg-turbo pkg-config compilers && pip install 'ea_vision[ffcv]'; or \
 leave .beton files out and give --data-dir"""
 RAW = 1  # FFCV's mode of an image that is stored as pixels; 0: as JPEG
-PAGES_TOGETHER = 16  # os_cache off: images are shuffled within this many pages (of 8 MiB, as FFCV writes them)
 RATIO = np.array([3 / 4, 4 / 3])  # least and greatest width of a training crop to its height
 
 
@@ -78,9 +76,17 @@ class Beton:
 
     def __init__(self, path: Path, num_classes: int = 0, evaluated: Evaluated | None = None):
         self.path, self.name = path, str(path)
-        reader = _open_reader(path)
+        reader_module, types = require_ffcv("ffcv.reader"), require_ffcv("ffcv.types")
+        try:
+            reader = reader_module.Reader(self.name)
+            kinds = [type(field).__name__ for field in reader.handlers.values()]
+            size = int(reader.header["alloc_table_ptr"]) + len(reader.metadata) * types.ALLOC_TABLE_TYPE.itemsize
+        except Exception as error:  # whatever other bytes lead it to
+            raise UsageError(f"{path} is not a whole .beton file: {error}") from error
+        if kinds != ["RGBImageField", "IntField"] or size != path.stat().st_size:
+            raise UsageError(f"{path} is not a whole .beton file of an RGB image and an integer label, {size} bytes: "
+                             f"got {', '.join(kinds)}, {path.stat().st_size} bytes")
         images, self.labels = (reader.metadata[name] for name in reader.metadata.dtype.names)
-        self.pages = (images["data_ptr"] // np.uint64(reader.page_size)).astype(np.int64)
         by_place = np.sort(reader.alloc_table, order="ptr")
         sizes = by_place["size"][np.searchsorted(by_place["ptr"], images["data_ptr"])]
         self.table = np.stack([column.astype(np.int64) for column in (
@@ -110,43 +116,12 @@ class Beton:
         start, size, height, width, _ = self.table[index]
         return torch.tensor(self.data[start:start + size].reshape(height, width, 3)), int(self.labels[index])
 
-    def fits_in_memory(self) -> bool:
-        """Return whether the file takes at most half of this machine's memory."""
-        return len(self.data) <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-
     def fingerprint(self) -> str:
         """Return SHA-256 over classes, labels and the size of every image in pixels and bytes."""
         digest = hashlib.sha256("\n".join(self.classes).encode())
         for array in (self.labels, self.table[:, 1:]):
             digest.update(np.ascontiguousarray(array))
         return digest.hexdigest()
-
-
-def _open_reader(path: Path):
-    """Return FFCV's reader of a file that is whole. Raises UsageError for others."""
-    reader_module, types = require_ffcv("ffcv.reader"), require_ffcv("ffcv.types")
-    if not path.is_file():
-        raise UsageError(f"no such .beton file: {path}")
-    try:
-        reader = reader_module.Reader(str(path))
-        fields = [type(field).__name__ for field in reader.handlers.values()]
-        wanted = int(reader.header["alloc_table_ptr"]) + len(reader.metadata) * types.ALLOC_TABLE_TYPE.itemsize
-    except (AssertionError, ValueError, TypeError, LookupError, OverflowError, MemoryError) as error:
-        raise UsageError(f"{path} is not a whole .beton file: {error}") from error
-    if not len(reader.metadata) == len(reader.alloc_table) > 0 or wanted != path.stat().st_size:
-        raise UsageError(f"{path} is not a whole .beton file: its writing was interrupted or it was cut off, {wanted} "
-                         f"bytes are required, got {path.stat().st_size}")
-    if fields != ["RGBImageField", "IntField"]:
-        raise UsageError(f"{path} must have an RGB image and an integer label, got {', '.join(fields)}")
-    return reader
-
-
-def quasi_random_order(pages: np.ndarray, seed: int, epoch: int, together: int = PAGES_TOGETHER) -> torch.Tensor:
-    """Return an order that reads the file in large pieces: pages (N,) of the images, shuffled, `together` at a time."""
-    rng = np.random.default_rng((seed, epoch, 1))
-    _, page = np.unique(pages, return_inverse=True)
-    group = rng.permutation(page.max() + 1)[page] // together
-    return torch.from_numpy(np.lexsort((rng.random(len(pages)), group)))
 
 
 @functools.cache
@@ -204,16 +179,12 @@ class BetonTrainLoader(ImageTrainLoader):
     one of its batch.
 
     Args:
-        os_cache: random order over the whole file; without it `quasi_random_order`.
         scale: least and largest share of an image's area in its crop; hflip: probability of a left-right flip.
     """
 
-    def __init__(self, source: Beton, *, os_cache: bool, scale: Sequence[float], hflip: float, **common):
+    def __init__(self, source: Beton, *, scale: Sequence[float], hflip: float, **common):
         super().__init__(source, transform=None, **common)
-        self.os_cache, self.scale, self.hflip, self._memory = os_cache, np.array(scale, float), hflip, _Memory()
-
-    def _order(self, epoch: int) -> torch.Tensor:
-        return super()._order(epoch) if self.os_cache else quasi_random_order(self.source.pages, self.seed, epoch)
+        self.scale, self.hflip, self._memory = np.array(scale, float), hflip, _Memory()
 
     def _decoded(self, batches: list[np.ndarray], img_size: int) -> Iterator[tuple[torch.Tensor, list, dict[int, str]]]:
         """Yield the images of each batch, which one thread decodes. On a CPU they are normalised; a GPU gets bytes and

@@ -1,7 +1,7 @@
 """Labels of ILSVRC's validation images, which come in one flat folder or tar, from the files that come beside them.
 
     LOC_val_solution.csv                            Kaggle's: ImageId,PredictionString, which begins with a WordNet ID
-    ILSVRC2012_devkit_t12/ or its .tar.gz           data/ILSVRC2012_validation_ground_truth.txt and data/meta.mat
+    ILSVRC2012_devkit_t12.tar.gz                    numbers of classes, and their names in a file that scipy reads
     *validation_synset_labels.txt                   a WordNet ID a line, in the order of the images' names
 """
 
@@ -16,8 +16,6 @@ from pathlib import Path
 from ea_vision.base.errors import UsageError
 
 NAME = re.compile(r"ILSVRC2012_val_(\d{8})\.jpe?g", re.IGNORECASE)
-SOLUTION, DEVKIT, SYNSETS = "LOC_val_solution.csv", "ILSVRC2012_devkit_t12", "*validation_synset_labels.txt"
-DEVKIT_FILES = ("data/ILSVRC2012_validation_ground_truth.txt", "data/meta.mat")
 FOLDERS_UP = 5  # ROOT/ILSVRC/Data/CLS-LOC/val, with Kaggle's file in ROOT
 
 
@@ -37,27 +35,17 @@ def labels_of(source: Path, names: list[str]) -> list[str]:
     Raises:
         UsageError: no label file, or one that is damaged or does not name every image.
     """
-    folders = [source, *source.absolute().parents[:FOLDERS_UP]] if source.is_dir() else \
-        list(source.absolute().parents[:FOLDERS_UP])
-    for folder in folders:
-        readers = {folder / SOLUTION: _solution, folder / DEVKIT: _devkit, folder / f"{DEVKIT}.tar.gz": _devkit,
-                   **{path: _synsets for path in sorted(folder.glob(SYNSETS))}}
-        for path, read in readers.items():
-            if not path.exists():
-                continue
-            try:
-                by_number = read(path)
-            except UsageError:
-                raise
-            except (OSError, ValueError, KeyError, IndexError, TypeError, csv.Error, tarfile.TarError) as error:
-                raise UsageError(f"{path} cannot be read as labels of ILSVRC's validation images: {error}") from error
-            numbers = [int(NAME.fullmatch(name.rpartition("/")[2])[1]) for name in names]
-            without = next((name for name, n in zip(names, numbers, strict=True) if n not in by_number), None)
-            if without is not None:
-                raise UsageError(f"{path} must name the class of every image of {source}, got none for {without}")
-            return [by_number[number] for number in numbers]
-    raise UsageError(f"{source} has ILSVRC's validation images without class folders: {SOLUTION}, {DEVKIT} (folder or "
-                     f".tar.gz) or {SYNSETS} is required in it, beside it or above it, got none of them")
+    path, read = next(((path, read) for folder in (source, *source.absolute().parents[:FOLDERS_UP])
+                       for pattern, read in READERS.items() for path in sorted(folder.glob(pattern))), (None, None))
+    if path is None:
+        raise UsageError(f"{source} has ILSVRC's validation images without class folders: {' or '.join(READERS)} is "
+                         "required in it, beside it or above it, got none of them")
+    try:
+        by_number = read(path)
+        return [by_number[int(NAME.fullmatch(name.rpartition("/")[2])[1])] for name in names]
+    except Exception as error:  # csv, scipy, tarfile and what they meet have theirs
+        raise UsageError(f"{path} cannot be read as labels of the {len(names)} images of {source}: "
+                         f"{type(error).__name__} {error}") from error
 
 
 def _solution(path: Path) -> dict[int, str]:
@@ -71,16 +59,15 @@ def _synsets(path: Path) -> dict[int, str]:
 
 
 def _devkit(path: Path) -> dict[int, str]:
-    try:
-        from scipy.io import loadmat
-    except ImportError as error:
-        raise UsageError(f"the labels of {path} are in a file of MATLAB, which scipy reads, not installed: "
-                         f"pip install scipy, or give {SOLUTION}") from error
-    if path.is_dir():
-        truth, meta = ((path / name).read_bytes() for name in DEVKIT_FILES)
-    else:
-        with tarfile.open(path) as tar:
-            truth, meta = (tar.extractfile(f"{DEVKIT}/{name}").read() for name in DEVKIT_FILES)
+    from scipy.io import loadmat
+
+    with tarfile.open(path) as tar:
+        truth, meta = (tar.extractfile(f"ILSVRC2012_devkit_t12/data/{name}").read()
+                       for name in ("ILSVRC2012_validation_ground_truth.txt", "meta.mat"))
     synsets = loadmat(io.BytesIO(meta), squeeze_me=True)["synsets"]
-    wordnet = {int(number): str(name) for number, name in zip(synsets["ILSVRC2012_ID"], synsets["WNID"], strict=True)}
+    wordnet = dict(zip(synsets["ILSVRC2012_ID"].tolist(), synsets["WNID"].tolist(), strict=True))
     return {image: wordnet[int(number)] for image, number in enumerate(truth.split(), start=1)}
+
+
+READERS = {"LOC_val_solution.csv": _solution, "ILSVRC2012_devkit_t12.tar.gz": _devkit,
+           "*validation_synset_labels.txt": _synsets}

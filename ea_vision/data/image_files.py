@@ -80,14 +80,6 @@ def to_rgb(image: Image.Image, over_white: bool = False) -> Image.Image:
     return image.convert("RGB")
 
 
-def check_scaled(size: tuple[int, int], short: int) -> None:
-    """Raise TooLarge for an image (W, H) that has more than MAX_PIXELS once its short side has `short`."""
-    width, height = (max(short, round(side * short / min(size))) for side in size)
-    if width * height > MAX_PIXELS:
-        raise TooLarge(f"must have at most {MAX_PIXELS / 1e6:g} megapixels once its short side is {short}, "
-                       f"got {width}x{height} from {size[0]}x{size[1]}")
-
-
 class ImageFiles:
     """The images of a folder or .tar of class/name.jpg, in the natural order of their names, as timm has it.
 
@@ -102,17 +94,16 @@ class ImageFiles:
     def __init__(self, source: Path, num_classes: int = 0):
         self.source, self.name = source, str(source)
         try:
-            found = list(_walk(source)) if source.is_dir() else list(_scan_tar(source))
-            if not found and source.is_dir():  # a tar for each class
-                found = [(f"{tar.stem}/{name}", *where) for tar in source.glob("*.tar")
-                         for name, *where in _scan_tar(tar)]
+            found = list(_walk(source) if source.is_dir() else _scan_tar(source))
+            if not found and source.is_dir():
+                found = [entry for tar in source.glob("*.tar") for entry in _scan_tar(tar, prefix=f"{tar.stem}/")]
         except OSError as error:
             raise UsageError(f"{error.filename or source} cannot be read: {error.strerror or error}") from error
         if not found:
             raise UsageError(f"{source} has no images: class/name with a suffix of {', '.join(IMAGE_SUFFIXES)} is "
                              "required")
         found.sort(key=lambda entry: (natural_key(entry[0]), entry[0]))
-        self.names, self._places = [name for name, *_ in found], [place for _, *place in found]
+        self.names, self._places = [name for name, *_ in found], [place for _, *place in found]  # (file, start, size)
         labels = ilsvrc.labels_of(source, self.names) if ilsvrc.is_flat(self.names) else self._labels()
         self.classes, self.targets = np.unique(labels, return_inverse=True)
         order = sorted(range(len(self.classes)), key=lambda label: natural_key(self.classes[label]))
@@ -150,19 +141,18 @@ class ImageFiles:
         Raises:
             BrokenImage: it cannot be read or decoded.
         """
-        tar, start, size = self._places[index]
-        if tar is None:
-            return decode_image(self.source / self.names[index]), int(self.targets[index])
-        with open(tar, "rb") as file:
-            data = os.pread(file.fileno(), size, start)
+        file, start, size = self._places[index]
+        try:
+            with open(file, "rb") as opened:
+                data = os.pread(opened.fileno(), size, start)
+        except OSError as error:
+            raise BrokenImage(str(error)) from error
         return decode_image(io.BytesIO(data)), int(self.targets[index])
 
     def fingerprint(self) -> str:
         """Return SHA-256 over the classes, names and sizes of the images: the same wherever they lie."""
         digest = hashlib.sha256("\n".join([*self.classes, "", *self.names]).encode())
-        sizes = [size if tar or not os.path.exists(self.source / name) else os.path.getsize(self.source / name)
-                 for name, (tar, _, size) in zip(self.names, self._places, strict=True)]
-        digest.update(np.array([*sizes, *self.targets], np.int64))
+        digest.update(np.array([*(size for *_, size in self._places), *self.targets], np.int64))
         return digest.hexdigest()
 
 
@@ -176,35 +166,29 @@ def _is_image(name: str) -> bool:
     return name.lower().endswith(IMAGE_SUFFIXES)
 
 
-def _walk(root: Path) -> Iterator[tuple[str, None, int, int]]:
-    """Yield (name, None, 0, 0) of every image below a folder."""
+def _walk(root: Path) -> Iterator[tuple[str, str, int, int]]:
+    """Yield (name, file, 0, bytes) of every image below a folder; a link to nowhere has none."""
     for folder, _, files in os.walk(root, followlinks=True):
         for file in filter(_is_image, files):
-            yield os.path.relpath(f"{folder}/{file}", root), None, 0, 0
+            path = f"{folder}/{file}"
+            yield os.path.relpath(path, root), path, 0, os.path.getsize(path) if os.path.exists(path) else 0
 
 
-def _scan_tar(path: Path) -> Iterator[tuple[str, Path, int, int]]:
-    """Yield (name, tar, place in it, bytes) of every image of a tar, and of the tars in it."""
+def _scan_tar(path: Path, start: int = 0, prefix: str = "", outer: bool = True) -> Iterator[tuple[str, Path, int, int]]:
+    """Yield (name, tar, place in it, bytes) of every image of a tar and, of an outer one, of the tars in it."""
     with open(path, "rb") as file:
-        yield from _scan_open_tar(path, file, 0, "")
-
-
-def _scan_open_tar(path: Path, file: BinaryIO, start: int, prefix: str) -> Iterator[tuple[str, Path, int, int]]:
-    file.seek(start)
-    try:
-        with tarfile.open(fileobj=file, mode="r:") as tar:
-            while (member := tar.next()) is not None:
-                tar.members.clear()  # it would keep them all
-                name = prefix + os.path.normpath(member.name).lstrip("/")
-                if member.isreg() and name.lower().endswith(".tar") and not prefix:
-                    yield from _scan_open_tar(path, file, member.offset_data, name[:-4] + "/")
-                elif member.isreg() and _is_image(name):
-                    yield name, path, member.offset_data, member.size
-    except tarfile.TarError as error:
         file.seek(start)
-        packed = file.read(6).startswith((b"\x1f\x8b", b"BZh", b"\xfd7zXZ\0"))
-        raise UsageError(f"{path} is not a readable tar: {'it is compressed, unpack it once' if packed else error}"
-                         ) from error
-    file.seek(tar.offset)
-    if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # tarfile takes a damaged header for the end
-        raise UsageError(f"{path} is not a readable tar: it is damaged or cut off at byte {tar.offset}")
+        try:
+            with tarfile.open(fileobj=file, mode="r:") as tar:
+                while (member := tar.next()) is not None:
+                    tar.members.clear()  # it would keep them all
+                    name = prefix + os.path.normpath(member.name).lstrip("/")
+                    if member.isreg() and name.lower().endswith(".tar") and outer:
+                        yield from _scan_tar(path, member.offset_data, name[:-4] + "/", outer=False)
+                    elif member.isreg() and _is_image(name):
+                        yield name, path, member.offset_data, member.size
+        except tarfile.TarError as error:
+            raise UsageError(f"{path} is not a readable tar (nor may it be compressed): {error}") from error
+        file.seek(tar.offset)
+        if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # tarfile takes a damaged header for the end
+            raise UsageError(f"{path} is not a readable tar: it is damaged or cut off at byte {tar.offset}")

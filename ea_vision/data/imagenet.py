@@ -1,4 +1,4 @@
-"""Images by name, decoded as they are needed: folders, tars, and what else timm's `create_dataset` can index.
+"""Images of folders and tars, decoded as they are needed.
 
 Processes of their own read, decode and augment (0 workers: this process); pixels are normalised on the device. What
 happens to an image is a function of seed, epoch and index, whatever the number of workers and wherever an epoch is
@@ -8,14 +8,12 @@ entered.
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import random
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,58 +23,16 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 from torchvision import transforms
 
-from ea_vision.base.errors import UsageError
 from ea_vision.data.augment import normalize
 from ea_vision.data.bad_images import BadImages
 from ea_vision.data.batches import Batch, Share, epoch_generator, sent
-from ea_vision.data.image_files import BrokenImage, check_classes, check_scaled, decode_image, to_rgb
+from ea_vision.data.image_files import BrokenImage
 
 AHEAD = 2  # batches that each worker prepares
-TERM_SECONDS = 30  # that workers serve on after a SIGTERM, which clusters send to every process of a job
 GLOO_SECONDS = 0.3  # that gloo's threads have to end a collective in
 STUCK_SECONDS = 900  # without a batch from a worker: the process ends with an error, and torchrun restarts it
 PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 TRIVIAL = "ta_wide"  # torchvision's name of a policy that timm has not
-
-
-class TimmImages:
-    """A split of a data set that timm can index, by timm's name: its classes and, by number, its images.
-
-    Raises:
-        UsageError: no such data, a stream, other than `num_classes` classes, or, without that, unknown ones.
-    """
-
-    def __init__(self, dataset: str, root: Path, split: str, num_classes: int = 0):
-        self.name = f"{dataset} {split}"
-        try:
-            found = timm.data.create_dataset(dataset, str(root), split=split, search_split=False)
-        except (RuntimeError, AssertionError, OSError, ImportError, ValueError) as error:
-            raise UsageError(f"no images in {self.name}: {error}") from error
-        if isinstance(found, torch.utils.data.IterableDataset):
-            raise UsageError(f"{dataset} is a stream; one that can be indexed is required (torch/*, hfds/*)")
-        self.items = getattr(found, "reader", found)  # (file or image, target) by number
-        number = getattr(self.items, "class_to_idx", None) or getattr(self.items, "class_name_to_idx", {})
-        self.classes = sorted(number, key=number.get) or [str(label) for label in range(num_classes)]
-        if not self.classes:
-            raise UsageError(f"{self.name} does not name its classes: --num-classes is required")
-        check_classes(self.name, self.classes, num_classes)
-
-    def __len__(self) -> int:
-        return len(self.items)
-
-    def describe(self, index: int) -> str:
-        return f"{self.name} {index}"
-
-    def read(self, index: int) -> tuple[Image.Image, int]:
-        """Return an image in RGB and its target. Raises BrokenImage."""
-        try:
-            image, target = self.items[index][:2]
-            return (to_rgb(image) if isinstance(image, Image.Image) else decode_image(image)), int(target)
-        except (OSError, SyntaxError, ValueError) as error:
-            raise BrokenImage(f"{type(error).__name__}: {error}") from error
-
-    def fingerprint(self) -> str:
-        return hashlib.sha256("\n".join([*self.classes, str(len(self))]).encode()).hexdigest()
 
 
 def _pixels(image: Image.Image) -> torch.Tensor:
@@ -104,13 +60,9 @@ def train_transform(img_size: int, *, scale: Sequence[float] = (0.08, 1.0), hfli
 
 
 def eval_transform(img_size: int, resize: int, interpolation: str = "bilinear"):
-    """Scale the short side to `resize`, cut the middle `img_size` x `img_size`; BrokenImage where that is too large."""
-    def limited(image: Image.Image) -> Image.Image:
-        check_scaled(image.size, resize)
-        return image
-
+    """Scale the short side to `resize`, cut the middle `img_size` x `img_size`."""
     mode = transforms.InterpolationMode(interpolation)
-    return transforms.Compose([limited, transforms.Resize(resize, mode), transforms.CenterCrop(img_size), _pixels])
+    return transforms.Compose([transforms.Resize(resize, mode), transforms.CenterCrop(img_size), _pixels])
 
 
 @contextmanager
@@ -142,7 +94,7 @@ class Decoder(Dataset):
                 torch.default_generator.manual_seed(seed)
                 try:
                     images[place], targets[place] = self.read(index)
-                except (BrokenImage, OSError) as error:
+                except BrokenImage as error:
                     bad[place] = str(error)
         return images, targets, bad
 
@@ -153,8 +105,7 @@ def _begin_worker(_number: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(TERM_SECONDS))
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 class DecodingLoader:
@@ -250,6 +201,5 @@ class ImageEvalLoader(DecodingLoader):
 
     def batches(self) -> Iterator[Batch]:
         """Yield the batches; the last ones may be short or empty."""
-        keys = [np.stack([np.zeros(len(images), np.int64), np.array(images, np.int64)], 1)
-                for images in self.share.eval_images()]
-        yield from self._show(keys, self.img_size, training=False)
+        yield from self._show([np.array([(0, index) for index in images], np.int64).reshape(-1, 2)
+                               for images in self.share.eval_images()], self.img_size, training=False)

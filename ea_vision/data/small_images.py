@@ -13,7 +13,7 @@ from PIL import Image
 
 from ea_vision.base.errors import UsageError
 from ea_vision.base.files import cache_root
-from ea_vision.data.image_files import BrokenImage, ImageFiles, check_scaled
+from ea_vision.data.image_files import BrokenImage, ImageFiles
 from ea_vision.data.splits import find_split
 
 DATASETS = ("digits", "cifar10", "cifar100", "folder")
@@ -127,12 +127,7 @@ def _resized(pixels: np.ndarray, img_size: int) -> torch.Tensor:
 
 
 def _fit(image: Image.Image, img_size: int) -> np.ndarray:
-    """Return RGB uint8 (img_size, img_size, 3): another size is scaled by its short side and cut in the middle.
-
-    Raises:
-        BrokenImage: scaled, it would be too large.
-    """
-    check_scaled(image.size, img_size)
+    """Return RGB uint8 (img_size, img_size, 3): another size is scaled by its short side and cut in the middle."""
     if image.size != (img_size, img_size):
         scale = img_size / min(image.size)
         image = image.resize([max(img_size, round(side * scale)) for side in image.size], Image.Resampling.BICUBIC)
@@ -161,7 +156,7 @@ def decode_split(source: Path, img_size: int, workers: int = 2) -> tuple[Images,
     def decode(index: int) -> np.ndarray | str:
         try:
             return _fit(files.read(index)[0], img_size)
-        except (OSError, BrokenImage) as error:
+        except BrokenImage as error:
             return f"{files.describe(index)} ({error})"
 
     with ThreadPoolExecutor(max(workers, 1)) as pool:

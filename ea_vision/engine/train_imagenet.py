@@ -24,7 +24,7 @@ from ea_vision.data.bad_images import BadImages
 from ea_vision.data.batches import GrowingSize
 from ea_vision.data.ffcv import Beton, BetonTrainLoader, Evaluated
 from ea_vision.data.image_files import ImageFiles
-from ea_vision.data.imagenet import ImageEvalLoader, ImageTrainLoader, TimmImages, eval_transform, train_transform
+from ea_vision.data.imagenet import ImageEvalLoader, ImageTrainLoader, eval_transform, train_transform
 from ea_vision.data.small_images import check_same_classes
 from ea_vision.data.splits import find_split
 from ea_vision.engine import command
@@ -38,7 +38,6 @@ EXAMPLES = """\
   python train_imagenet.py --data-dir DIR --recipe imagenet_ea_aa_resnet50 --device cuda --amp bfloat16 --channels-last
   python train_imagenet.py --train-beton train.beton --val-beton val.beton --model aa_resnet34
   python train_imagenet.py --data-dir DIR --model resnet18 --img-size 64 --eval-resize 72 --epochs 5   # any timm model
-  python train_imagenet.py --dataset torch/cifar10 --data-dir DIR --model ea_aa_resnet34               # timm's readers
   torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400 --max-restarts 3 \\
       train_imagenet.py --data-dir DIR --output /shared/runs/ea50
   python train_imagenet.py --evaluate runs/imagenet-ea_aa_resnet50 --data-dir DIR
@@ -55,14 +54,9 @@ class ImageNetConfig(ClassificationConfig):
     data_dir: str = setting("", "folder with train and val, each a folder or .tar of class/name.jpg", DATA)
     workers: int = setting(min(8, len(os.sched_getaffinity(0))), "processes (threads for FFCV) that decode images, per "
                            "training process; 0: in this one", DATA, maximum=MOST_WORKERS)
-    dataset: str = option("", "timm's name of another data set that can be indexed (torch/*, hfds/*); empty: images",
-                          DATA)
     train_beton: str = setting("", "FFCV file of the training images; empty: data_dir is read", DATA)
     val_beton: str = setting("", "FFCV file of the images to evaluate on; empty: data_dir is read", DATA)
-    os_cache: str = option("auto", "FFCV: order of the training images; on: random over the whole file; off: random "
-                                   "within a few pages at a time; auto: on if the file fits in half the memory", DATA,
-                           choices=("auto", "on", "off"))
-    train_split: str = setting("", "folder or tar of data_dir (of --dataset: split) with the training images; empty: "
+    train_split: str = setting("", "folder or tar of data_dir with the training images; empty: "
                                    "train, ILSVRC2012_img_train or that of ILSVRC/Data/CLS-LOC", DATA,
                                not_with="train_beton")
     val_split: str = setting("", "the same of the images to evaluate on; empty: val, validation, valid, "
@@ -181,8 +175,6 @@ class ClassFolders(DataModule):
             raise UsageError(f"no {split} images: --data-dir is required, or --train-beton and --val-beton")
         root = Path(config.data_dir)
         named = config.train_split if split == "train" else config.val_split
-        if config.dataset:
-            return TimmImages(config.dataset, root, named or split, config.num_classes)
         place = find_split(root, split, or_root=True) if not named else next(
             (path for path in (root / named, root / f"{named}.tar") if path.exists()), None)
         if place is None:
@@ -203,9 +195,7 @@ class ClassFolders(DataModule):
             "seed": config.seed, "size_of": config.size_of, "repeats": config.aug_repeats}
         if not config.train_beton:
             return ImageTrainLoader(source, transform=partial(checked_train_transform, config), **common)
-        fits = all(self.world.gather(source.fits_in_memory()))  # one order for all, on whatever machine they are
-        os_cache = config.os_cache == "on" or config.os_cache == "auto" and fits
-        return BetonTrainLoader(source, os_cache=os_cache, scale=(config.crop_scale, 1.0), hflip=config.hflip, **common)
+        return BetonTrainLoader(source, scale=(config.crop_scale, 1.0), hflip=config.hflip, **common)
 
     def eval_loader(self, **keywords) -> ImageEvalLoader:
         config = self.config
