@@ -60,8 +60,9 @@ def convert(tiny: Path, out: Path, classes: Sequence[str], as_one: str = "", per
             width, height = Image.open(tiny / split / name).size
             box = [left, top, right - left + 1, bottom - top + 1]
             images.append({"id": number, "file_name": name, "width": width, "height": height})
-            annotations.append({"id": number, "image_id": number, "category_id": id_of[label], "bbox": box,
-                                "area": max(box[2], 0) * max(box[3], 0), "iscrowd": 0})
+            if min(box[2:]) > 0:
+                annotations.append({"id": number, "image_id": number, "category_id": id_of[label], "bbox": box,
+                                    "area": box[2] * box[3], "iscrowd": 0})
         if not (out / split).exists():
             (out / split).symlink_to((tiny / split).resolve())
         (out / f"{split}.json").write_text(json.dumps({"images": images, "annotations": annotations,

@@ -8,20 +8,19 @@ image count. What there is no object for is nan.
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from ea_vision.base.errors import RunError, UsageError
-from ea_vision.base.files import atomic_write, create, csv_text, write_json
 from ea_vision.base.processes import World
 from ea_vision.detection.coco import results_of
 from ea_vision.detection.transforms import boxes_to_original
@@ -50,7 +49,7 @@ class DetectionResult:
     """The results of a detector on `images` images.
 
     measures: MEASURES, in percent. per_class: a row a class: class, objects, AP, AP50. detections: COCO's results.
-    unreadable: number of images that could not be read; they and their `unreadable_boxes` boxes are not counted.
+    unreadable: number of images that could not be read; they and their boxes are not counted.
     """
 
     images: int
@@ -58,7 +57,6 @@ class DetectionResult:
     per_class: list[dict[str, Any]]
     detections: list[dict[str, Any]]
     unreadable: int = 0
-    unreadable_boxes: int = 0
 
     def figures(self) -> dict[str, float]:
         """Return the measures of metrics.csv, in percent."""
@@ -66,24 +64,13 @@ class DetectionResult:
 
     def numbers(self) -> dict[str, Any]:
         """Return the content of evaluation.json; measures without an object are None."""
-        without = {"unreadable_images": self.unreadable, "unreadable_boxes": self.unreadable_boxes}
-        return {"images": self.images, "detections": len(self.detections), **(without if self.unreadable else {}),
+        return {"images": self.images, "unreadable_images": self.unreadable, "detections": len(self.detections),
                 **{name: None if math.isnan(value) else round(value, 4) for name, value in self.measures.items()}}
 
     def line(self) -> str:
-        without = (f" without {self.unreadable} that cannot be read and have {self.unreadable_boxes} boxes"
-                   if self.unreadable else "")
+        without = f" without {self.unreadable} that cannot be read" if self.unreadable else ""
         return "  ".join([*(f"{name} {value:.2f}%" for name, value in self.measures.items() if not math.isnan(value)),
                           f"{self.images} images{without}"])
-
-    def write(self, folder: Path, about: dict[str, Any]) -> list[Path]:
-        """Write evaluation.json, per_class.csv and detections.json (COCO's results); return their paths."""
-        create(folder)
-        paths = [folder / "evaluation.json", folder / "per_class.csv", folder / "detections.json"]
-        write_json(paths[0], {**about, **self.numbers()})
-        atomic_write(paths[1], csv_text(self.per_class).encode())
-        write_json(paths[2], self.detections)
-        return paths
 
 
 def coco_metrics(ground_truth: dict[str, Any], detections: Sequence[dict[str, Any]],
@@ -98,14 +85,14 @@ def coco_metrics(ground_truth: dict[str, Any], detections: Sequence[dict[str, An
         UsageError: pycocotools is not installed.
     """
     COCO, COCOeval = require_pycocotools()
-    truth, found = COCO(), COCO()  # they add fields to what they are given
-    truth.dataset = {**ground_truth, "annotations": [dict(row) for row in ground_truth["annotations"]]}
+    truth, found = COCO(), COCO()
+    truth.dataset = copy.deepcopy(ground_truth)  # it adds fields to what it is given
     found.dataset = {**truth.dataset, "annotations": []}
     with contextlib.redirect_stdout(io.StringIO()):  # it prints its steps
         truth.createIndex()
         found.createIndex()
         if detections:  # loadRes takes no empty list
-            found = truth.loadRes([dict(row) for row in detections])
+            found = truth.loadRes(copy.deepcopy(detections))
         evaluation = COCOeval(truth, found, "bbox")
         evaluation.evaluate()
         evaluation.accumulate()
@@ -160,5 +147,4 @@ def evaluate(model: nn.Module, loader, world: World, amp: str = "none",
                        "none")
     found.sort(key=lambda row: str(row["image_id"]))  # the same order on any number of processes
     measures, per_class = coco_metrics(seen.ground_truth(), found)
-    return DetectionResult(len(ids), measures, per_class, found, len(source) - len(ids),
-                           source.num_boxes() - seen.num_boxes())
+    return DetectionResult(len(ids), measures, per_class, found, len(source) - len(ids))

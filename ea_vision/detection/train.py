@@ -18,10 +18,11 @@ from safetensors import SafetensorError
 from torch import nn
 
 from ea_vision.base.errors import UsageError
-from ea_vision.base.files import atomic_write
-from ea_vision.base.networks import check_model_name, create_by_keywords, load_weights
+from ea_vision.base.files import atomic_write, create, csv_text, write_json
+from ea_vision.base.networks import check_model_name, create_by_keywords
 from ea_vision.base.processes import MOST_WORKERS, World
 from ea_vision.data.bad_images import BadImages
+from ea_vision.data.small_images import check_same_classes
 from ea_vision.detection.coco import CocoFolder
 from ea_vision.detection.evaluate import MEASURES, DetectionResult, evaluate, require_pycocotools
 from ea_vision.detection.loaders import BoxEvalLoader, BoxTrainLoader
@@ -91,15 +92,10 @@ class DetectionConfig(TrainConfig):
     scale_max: float = option(1.2, "training: its greatest longer side", AUGMENT, above=0.0)
     hflip: float = option(0.5, "probability of a left-right flip", AUGMENT, maximum=1.0)
     photometric: bool = option(False, "training: vary brightness, contrast, saturation and hue", AUGMENT)
-    holdout: int = option(0, "training images to hold out and evaluate on each epoch; 0: val is used", EVALUATION)
     max_bad_images: int = setting(10, "the run stops when more images cannot be read", DATA)
 
     def __post_init__(self):
         super().__post_init__()
-        if self.anchors not in (6, 9):
-            raise UsageError(f"anchors must be 6 or 9, got {self.anchors}")
-        if self.img_size % 32:
-            raise UsageError(f"img_size must be a multiple of 32, got {self.img_size}")
         if self.mean:
             raise UsageError(f"mean and std must be empty: a detector takes its backbone's, got {self.mean}")
         if self.scale_min > self.scale_max:
@@ -141,38 +137,22 @@ class CocoDetection(DataModule):
         if not config.data_dir:
             raise UsageError("no images: --data-dir is required, a folder with train/, val/, train.json and val.json")
         self.bad_images = BadImages(config.max_bad_images)
-        self.test = self.evaluated = self._split("val")
+        self.test = CocoFolder(config.data_dir, "val")
         self.classes, self.fingerprint = self.test.classes, self.test.fingerprint()
         self.eval_images = self.test_images = len(self.test)
         self.about = {"task": TASK, "category_ids": self.test.category_ids, "eval_data": str(self.test.json)}
         if training:
-            self.train = self._split("train")
-            check_same_categories(self.train, self.test)
+            self.train = CocoFolder(config.data_dir, "train")
+            check_same_classes(self.train.json, list(map(str, self.train.categories)),
+                               self.test.json, list(map(str, self.test.categories)))
             self.same_images = self.train.fingerprint() == self.fingerprint
             self.fingerprint = self.train.fingerprint() + self.fingerprint
             self.about["train_data"] = str(self.train.json)
-            if config.holdout:
-                self._hold_out(config.holdout, config.seed)
             self.train_images, self.describe = len(self.train), self.train.describe
-        for source in (self.test, self.evaluated, *([self.train] if training else [])):
+        for source in (self.test, *([self.train] if training else [])):
             if not source.num_boxes():
                 raise UsageError(f"{len(source)} images of {source.json} must have at least one box that is no crowd, "
                                  "got none")
-
-    def _split(self, name: str) -> CocoFolder:
-        """Open a split; say what is wrong in it."""
-        source = CocoFolder(self.config.data_dir, name)
-        for note in source.notes():
-            log.warning("%s", note)
-        return source
-
-    def _hold_out(self, count: int, seed: int) -> None:
-        if count >= len(self.train) or self.same_images:
-            raise UsageError(f"holdout must leave training images, which are other ones than val's: {len(self.train)} "
-                             f"are there, got {count}")
-        order = torch.randperm(len(self.train), generator=torch.Generator().manual_seed(seed)).tolist()
-        self.evaluated, self.eval_images, self.eval_split = self.train.select(sorted(order[:count])), count, "held_out"
-        self.train = self.train.select(sorted(order[count:]))
 
     @staticmethod
     def default_output(config: DetectionConfig) -> str:
@@ -209,14 +189,7 @@ class CocoDetection(DataModule):
         return self._loader(BoxTrainLoader, self.train, transform, config.batch_size, keywords)
 
     def eval_loader(self, **keywords) -> BoxEvalLoader:
-        return self._unaugmented(self.evaluated, keywords)
-
-    def test_loader(self, **keywords) -> BoxEvalLoader:
-        return self._unaugmented(self.test, keywords)
-
-    def _unaugmented(self, source: CocoFolder, keywords: dict[str, Any]) -> BoxEvalLoader:
-        config = self.config
-        return self._loader(BoxEvalLoader, source, eval_transform, config.eval_batch_size, keywords)
+        return self._loader(BoxEvalLoader, self.test, eval_transform, self.config.eval_batch_size, keywords)
 
     def _loader(self, kind: type, source: CocoFolder, transform, batch_size: int, keywords: dict[str, Any]):
         config = self.config
@@ -237,31 +210,26 @@ class CocoDetection(DataModule):
                 "device": self.world.device, "rank": self.world.rank, "world_size": self.world.size}
 
     def model_to_evaluate(self, target: str, run: Path | None, weights: str) -> tuple[Detector, Path]:
-        """Return a run folder's detector, or one by its backbone's name with weights, and the folder for results.
+        """Return a run folder's detector, and the folder for results.
 
         Raises:
-            UsageError: a name without weights, or weights or classes that do not fit.
+            UsageError: a name, or classes that do not fit.
         """
-        output = Path("runs") / f"evaluation-detection-{target}"
-        if run is not None:
-            model, _, about = load_detector(run)
-            output = run / "evaluation"
-            if (about["classes"], about["category_ids"]) != (self.classes, self.test.category_ids):
-                raise UsageError(f"{run} was trained on other categories than those of {self.test.json}")
-        else:
-            if not weights:
-                raise UsageError(f"there are no pretrained detectors: --evaluate {target} needs --weights FILE")
-            model, _ = create_by_keywords(partial(create_detector, target), target,
-                                          detector_kwargs(self.config, len(self.classes)), frozenset())
-            load_weights(model, Path(weights))
-        return model, Path(self.config.output or output)
+        if run is None:
+            raise UsageError(f"there are no pretrained detectors: --evaluate needs a run folder, got {target}")
+        model, _, about = run_folder.load_run(run, task=TASK, create=create_detector)
+        if (about["classes"], about["category_ids"]) != (self.classes, self.test.category_ids):
+            raise UsageError(f"{run} was trained on other categories than those of {self.test.json}")
+        return model, Path(self.config.output or run / "evaluation")
 
     def write_evaluation(self, folder: Path, result: DetectionResult, about: dict[str, Any]) -> list[Path]:
-        from ea_vision.detection.draw import gallery, png_bytes  # training needs no matplotlib
-
-        paths = result.write(folder, about)
-        atomic_write(folder / "detections.png", png_bytes(gallery(self.test, result.detections)))
-        return [*paths, folder / "detections.png"]
+        """Write evaluation.json, per_class.csv and detections.json (COCO's results); return their paths."""
+        create(folder)
+        paths = [folder / "evaluation.json", folder / "per_class.csv", folder / "detections.json"]
+        write_json(paths[0], {**about, **result.numbers()})
+        atomic_write(paths[1], csv_text(result.per_class).encode())
+        write_json(paths[2], result.detections)
+        return paths
 
 
 def detector_kwargs(config: DetectionConfig, num_classes: int) -> dict[str, Any]:
@@ -277,34 +245,6 @@ def detector_kwargs(config: DetectionConfig, num_classes: int) -> dict[str, Any]
             raise UsageError(f"model keyword {key} must be {value}, as data and options are, got "
                              f"{config.model_kwargs[key]!r}")
     return {**wanted, **config.model_kwargs}
-
-
-def check_same_categories(train: CocoFolder, evaluated: CocoFolder) -> None:
-    """Raise UsageError unless both splits have the same categories, by id and name."""
-    first, second = (set(zip(split.category_ids, split.classes, strict=True)) for split in (train, evaluated))
-    if first != second:
-        differ = ", ".join(f"{number} {name}" for number, name in sorted(first ^ second)[:5])
-        raise UsageError(f"{train.json} and {evaluated.json} must have the same categories; they differ in {differ}")
-
-
-def load_detector(folder: str | Path) -> tuple[Detector, dict[str, Any], dict[str, Any]]:
-    """Load the detector of a run folder with its best weights, in eval mode; return it, the run's options and its `run`
-    section, which has `classes` (names by label) and `category_ids`.
-
-    Raises:
-        UsageError: not the folder of a detection run, or weights that do not fit.
-    """
-    detector, config, about = run_folder.load_run(Path(folder), task=TASK, create=create_detector)
-    check_class_names(Path(folder), about, detector)
-    return detector, config, about
-
-
-def check_class_names(folder: Path, about: dict[str, Any], detector: Detector) -> None:
-    """Raise UsageError unless a run's config.yaml has a name and an id for each output of its detector."""
-    for key in ("classes", "category_ids"):
-        if not isinstance(about[key], list) or len(about[key]) != detector.num_classes:
-            raise UsageError(f"config.yaml of {folder} must have {detector.num_classes} {key}, one for each output of "
-                             f"the detector, got {about[key]!r}")
 
 
 def main(argv: list[str] | None = None) -> int:

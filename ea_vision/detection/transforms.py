@@ -19,7 +19,8 @@ FILL = (124, 116, 104)  # ImageNet's mean colour, 0..255: what lies beside an im
 
 def train_transform(img_size: int, scale: tuple[float, float] = (0.8, 1.2), flip: float = 0.5,
                     photometric: bool = False) -> v2.Transform:
-    """Return scale jitter, crop or pad to a square at a random place, and flip; boxes below one pixel are left out.
+    """Return scale jitter, crop or pad to a square at a random place, and flip. Boxes are cut at the image's
+    border; those below one pixel are left out.
 
     Args:
         img_size: S, the side in pixels.
@@ -28,8 +29,9 @@ def train_transform(img_size: int, scale: tuple[float, float] = (0.8, 1.2), flip
         photometric: also jitter brightness, contrast, saturation and hue (SSD's distortion).
     """
     return v2.Compose([
+        v2.ClampBoundingBoxes(),
         *([v2.RandomPhotometricDistort(p=0.5)] if photometric else []),
-        Jitter((img_size, img_size), scale, antialias=True),
+        v2.ScaleJitter((img_size, img_size), scale, antialias=True),
         v2.RandomCrop((img_size, img_size), pad_if_needed=True, fill={tv_tensors.Image: FILL, "others": 0}),
         v2.RandomHorizontalFlip(flip),
         *_end(),
@@ -39,19 +41,12 @@ def train_transform(img_size: int, scale: tuple[float, float] = (0.8, 1.2), flip
 def eval_transform(img_size: int) -> v2.Transform:
     """Return what scales the longer side to S pixels and pads the rest at the right and below; `boxes_to_original` is
     the way back."""
-    return v2.Compose([Fit(img_size), *_end()])
+    return v2.Compose([v2.ClampBoundingBoxes(), Fit(img_size), *_end()])
 
 
 def _end() -> list[v2.Transform]:
     return [v2.SanitizeBoundingBoxes(), v2.ToDtype({tv_tensors.Image: torch.float32, "others": None}, scale=True),
             v2.ToPureTensor()]
-
-
-class Jitter(v2.ScaleJitter):
-    """torchvision's, for images so narrow that it would give them no pixel at all."""
-
-    def make_params(self, flat_inputs: list[Any]) -> dict[str, Any]:
-        return {"size": tuple(max(1, side) for side in super().make_params(flat_inputs)["size"])}
 
 
 class Fit(v2.Transform):

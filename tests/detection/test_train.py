@@ -10,7 +10,6 @@ import sys
 
 import pytest
 import torch
-from PIL import Image
 
 pytest.importorskip("pycocotools", reason="needs pycocotools")
 
@@ -94,7 +93,6 @@ def test_the_best_weights_are_evaluated_and_gaps_in_category_ids_map_back(data, 
                        "0", "--device", "cpu"]) == 0
     assert "AP50" in capsys.readouterr().out
     found = json.loads((output / "detections.json").read_text())
-    assert Image.open(output / "detections.png").width > 500
     assert found and {row["category_id"] for row in found} <= {3, 7, 90}
     truth = json.loads((data / "val.json").read_text())
     assert {row["image_id"] for row in found} <= {image["id"] for image in truth["images"]}
@@ -105,18 +103,12 @@ def test_the_best_weights_are_evaluated_and_gaps_in_category_ids_map_back(data, 
     rows = list(csv.DictReader((output / "per_class.csv").read_text().splitlines()))
     assert [row["class"] for row in rows] == ["disc", "square", "triangle"]
     assert sum(int(row["objects"]) for row in rows) == len(truth["annotations"])
-    detector, _, about = train.load_detector(uninterrupted)
-    assert detector.num_classes == len(about["classes"]) == 3 and not detector.training
 
 
-def test_images_held_out_judge_and_the_curves_are_drawn(data, tmp_path):
-    folder = tmp_path / "run"
-    more = ["--holdout", "4", "--epochs", "1", "--no-test", "--amp", "bfloat16", "--channels-last",
-            "--model-ema-decay", "0"]
+def test_bfloat16_trains_and_the_curves_are_drawn(data, tmp_path):
+    folder, picture = tmp_path / "run", tmp_path / "curves.png"
+    more = ["--epochs", "1", "--amp", "bfloat16", "--channels-last", "--model-ema-decay", "0"]
     assert train.main(arguments(data, folder, *more)) == 0
-    results = run_folder.read_results(folder)
-    assert results["held_out_images"] == 4 and "test_best" not in results
-    picture = tmp_path / "curves.png"
     assert train.main(["--learning-curves", str(folder), "--output", str(picture)]) == 0 and picture.stat().st_size
 
 
@@ -154,14 +146,13 @@ World = None  # what only loaders ask
     (["--mixup", "0.2"], "unknown argument '--mixup'"),
     (["--anchors", "7"], "anchors must be 6 or 9, got 7"),
     (["--mean", "0.5", "--std", "0.5"], "mean and std must be empty: a detector takes its backbone's"),
-    (["--img-size", "100"], "img_size must be a multiple of 32, got 100"),
+    (["--img-size", "100"], "img_size must be a multiple of 32 pixels, got 100"),
     (["--model", "vit_tiny_patch16_224", "--img-size", "224"], "strides 8, 16, 32 are required, got 16, 16, 16"),
     (["--model-kwargs", "anchors=9"], "model keyword anchors must be 6"),
     (["--model-kwargs", "nonsense=9"], "no keyword 'nonsense'"),
     (["--data-dir", "/nowhere"], "/nowhere must have"),
-    (["--holdout", "12"], "holdout must leave training images"),
     (["--pretrained-path", "/nowhere"], "must be a weights file or a run folder"),
-    (["--evaluate", "resnet18"], "--evaluate resnet18 needs --weights FILE"),
+    (["--evaluate", "resnet18"], "--evaluate needs a run folder, got resnet18"),
 ])
 def test_errors_are_one_line(data, tmp_path, more, message):
     given = arguments(data, tmp_path / "run", *more)
@@ -172,18 +163,15 @@ def test_errors_are_one_line(data, tmp_path, more, message):
     assert not os.path.exists(tmp_path / "run")
 
 
-@pytest.mark.parametrize("split, crowd, more", [("val", 0, []), ("val", 1, []), ("train", 0, []),
-                                                ("train", None, ["--holdout", "1"])])
-def test_data_without_boxes_is_refused_before_training(data, tmp_path, split, crowd, more):
-    """Also where the image held out has none: of a box of the first image alone, seed 0 holds out another one."""
+@pytest.mark.parametrize("split, crowd", [("val", 0), ("val", 1), ("train", 0)])
+def test_data_without_boxes_is_refused_before_training(data, tmp_path, split, crowd):
     shutil.copytree(data, tmp_path / "data")
     path = tmp_path / "data" / f"{split}.json"
     content = json.loads(path.read_text())
-    rows = content["annotations"]
-    content["annotations"] = rows[:1] if more else [{**row, "iscrowd": 1} for row in rows if crowd]
+    content["annotations"] = [{**row, "iscrowd": 1} for row in content["annotations"] if crowd]
     path.write_text(json.dumps(content))
     with pytest.raises(UsageError, match=f"{split}.json must have at least one box that is no crowd, got none"):
-        train.main(arguments(tmp_path / "data", tmp_path / "run", *more))
+        train.main(arguments(tmp_path / "data", tmp_path / "run"))
     assert not (tmp_path / "run").exists()
 
 

@@ -84,11 +84,11 @@ def test_evaluation_fits_pads_and_leads_back(size):
     assert beyond.tolist() == [[0, 0, size[1], size[0]]]
 
 
-@pytest.mark.parametrize("size", [(1, 4000), (4000, 1)])
-def test_images_of_one_pixel_s_width(size):
-    """At a scale below 1 their shorter side has less than half a pixel."""
-    target = {"boxes": tv_tensors.BoundingBoxes([[0, 0, size[1], size[0]]], format="XYXY", canvas_size=size),
-              "labels": torch.tensor([1]), "size": size}
-    image = tv_tensors.Image(torch.zeros(3, *size, dtype=torch.uint8))
-    for transform in (train_transform(64, (0.8, 0.8)), train_transform(64, (0.1, 1.2)), eval_transform(64)):
-        assert transform(image, dict(target))[0].shape == (3, 64, 64)
+def test_boxes_are_cut_at_the_border_of_their_image_and_those_without_area_left_out():
+    image, target = picture((5, 5, 20, 30), (40, 40))
+    boxes = tv_tensors.BoundingBoxes([[-5, 2, 5, 50], [40, 2, 44, 6], [4, 4, 4, 7]], format="XYXY",
+                                     canvas_size=(40, 40))
+    target |= {"boxes": boxes, "labels": torch.arange(3)}
+    for transform in (train_transform(40, (1, 1), flip=0), eval_transform(40)):
+        found = transform(image, dict(target))[1]
+        assert found["boxes"].tolist() == [[0, 2, 5, 40]] and found["labels"].tolist() == [0]

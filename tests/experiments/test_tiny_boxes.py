@@ -36,7 +36,6 @@ def test_boxes_and_names(tiny, tmp_path):
     assert train.classes == val.classes == ["goldfish", "crane (n02)", "crane (n03)"]
     assert [target["boxes"].tolist() for _, target in train] == [
         [[0, 0, 64, 64]], [[3, 4, 11, 21]], [], [[5, 5, 6, 10]], [[1, 2, 4, 5]], [[1, 2, 4, 5]]]
-    assert train.problems == {"box without area inside the image": [3]}
     assert [target["labels"].tolist() for _, target in val] == [[1], [0]]
     assert val[0][1]["boxes"].tolist() == [[0, 32, 45, 63]]
 
