@@ -37,7 +37,6 @@ from ea_vision.recorder.loading import (
     add_options,
     check_classifies,
     load_model,
-    parse_size,
 )
 
 
@@ -72,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     check_packages(args.output, "onnx", "onnxscript")
     paths = find_images(args.check) if args.check else []
     check_output(args.output)
-    model = load_model(args.model, random=args.random, img_size=parse_size(args.img_size))
+    model = load_model(args.model, random=args.random, img_size=args.img_size)
     check_classifies(model)
     if isinstance(model.model, ExportedNetwork):
         raise UsageError(f"a model or run is required, and {args.model} is exported")

@@ -35,7 +35,6 @@ from ea_vision.recorder.loading import (
     LoadedModel,
     add_options,
     load_model,
-    parse_size,
     positive,
 )
 
@@ -143,7 +142,7 @@ def main(argv: list[str] | None = None) -> int:
     images = find_images(paths)
     if args.json not in (None, "-"):
         check_output(Path(args.json))
-    loaded = load_model(args.model, img_size=parse_size(args.img_size), device=choose_device(args.device))
+    loaded = load_model(args.model, img_size=args.img_size, device=choose_device(args.device))
     rows, failed = [], False
     each = find_objects if isinstance(loaded, DetectorModel) else classify
     for error, text, of_image in each(loaded, images, args):

@@ -1,4 +1,4 @@
-"""Watching the functions that form attention maps: softmax, scaled_dot_product_attention, nn.MultiheadAttention.
+"""Watch the functions that form attention maps: softmax, scaled_dot_product_attention, nn.MultiheadAttention.
 
 A `TorchFunctionMode` sees every call of a torch function in its thread, whichever module makes it. The functions run
 as they are; fused ones, which never form the map, are followed by its computation from queries and keys.
@@ -16,19 +16,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-Formed = tuple[Tensor, Tensor | None]  # probabilities (..., queries, keys), and logits where they are known
-WRITES_ITS_HEADS = ("num_heads", "num_attention_heads", "n_heads", "nhead", "heads")
+HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "nhead", "heads")  # what modules call their number
 
 
-def _softmax(result: Tensor, input: Tensor, dim: int | None = None, *_, **__) -> Formed | None:
-    """A softmax over the last of at least three dimensions."""
-    return (result, input) if input.ndim > 2 and dim in (-1, input.ndim - 1) else None
+def _softmax(result: Tensor, input: Tensor, dim: int | None = None, *_, **__) -> Tensor | None:
+    """Return the result of a softmax over the last of at least three dimensions."""
+    return result if input.ndim > 2 and dim in (-1, input.ndim - 1) else None
 
 
 def _scaled_dot_product(_, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
                         dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
-                        enable_gqa: bool = False) -> Formed:
-    """See torch.nn.functional.scaled_dot_product_attention, whose documentation has the same lines."""
+                        enable_gqa: bool = False) -> Tensor:
+    """Compute the map of torch.nn.functional.scaled_dot_product_attention, whose documentation has the same lines."""
     device = query.device.type
     with torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext():
         if enable_gqa:
@@ -41,94 +40,61 @@ def _scaled_dot_product(_, query: Tensor, key: Tensor, value: Tensor, attn_mask:
         if attn_mask is not None:
             logits = logits.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else logits + attn_mask
         seen = (logits > -torch.inf).any(-1, keepdim=True)  # torch gives 0 to a query whose keys are all masked
-        return logits.softmax(-1).where(seen, 0), logits
+        return logits.softmax(-1).where(seen, 0)
 
 
-def _multi_head(_, *args: Any, **kwargs: Any) -> Formed:
-    """nn.MultiheadAttention's function gives its maps when asked: it is asked in a call of its own."""
+def _multi_head(_, *args: Any, **kwargs: Any) -> Tensor:
+    """Ask nn.MultiheadAttention's function for its maps, in a call of its own."""
     asked = {**kwargs, "need_weights": True, "average_attn_weights": False, "training": False}
-    return F.multi_head_attention_forward(*args, **asked)[1], None
+    return F.multi_head_attention_forward(*args, **asked)[1]
 
 
-FORMS: dict[Callable, Callable[..., Formed | None]] = {
-    torch.softmax: _softmax, Tensor.softmax: _softmax, F.softmax: _softmax, torch.special.softmax: _softmax,
+FORMS: dict[Callable, Callable[..., Tensor | None]] = {  # from a function's result and arguments: (..., queries, keys)
+    **dict.fromkeys((torch.softmax, Tensor.softmax, F.softmax, torch.special.softmax), _softmax),
     F.scaled_dot_product_attention: _scaled_dot_product,
     F.multi_head_attention_forward: _multi_head,
 }
 
 
-Take = Callable[[Tensor, Tensor | None], None]
-_this_thread = threading.local()
-
-
 class Interception(TorchFunctionMode):
-    """Hands what is formed to each recorder of a thread: to the innermost of its watched layers that are running."""
+    """Hands the maps that this thread forms to the innermost of the watched layers that are running.
+
+    running: what takes the maps of each of them, the innermost last.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.recorders: list[list[Take]] = []
+        self.running: list[Callable[[Tensor], None]] = []
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        takers = [running[-1] for running in self.recorders if running] if func in FORMS else []
-        if takers:
+        if self.running and func in FORMS:
             with torch.no_grad(), torch._C.DisableTorchFunction():
-                formed = FORMS[func](result, *args, **kwargs)
-                for take in takers if formed is not None else ():
-                    take(*formed)
+                attn = FORMS[func](result, *args, **kwargs)
+                if attn is not None:
+                    self.running[-1](attn)
         return result
 
 
-@contextmanager
-def intercepted() -> Iterator[list[Take]]:
-    """Watch the functions in this thread; yields a recorder's list of the running layers' takers, the innermost last.
-
-    The recorders of a thread share one mode, so that none ends with another.
-
-    Raises:
-        RuntimeError: it ends before a recorder that began after it, or in another thread. All is in order then.
-    """
-    thread, state = threading.get_ident(), _this_thread.__dict__
-    if "mode" not in state:
-        state["mode"] = Interception()
-        state["mode"].__enter__()
-    recorders, running = state["mode"].recorders, []
-    recorders.append(running)
-    try:
-        yield running
-    finally:
-        ended_last = recorders[-1] is running
-        recorders[:] = [other for other in recorders if other is not running]
-        if thread != threading.get_ident():
-            raise RuntimeError("a recorder must be closed by the thread that opened it")
-        if not recorders:
-            state.pop("mode").__exit__(None, None, None)
-        if not ended_last:
-            raise RuntimeError("recorders must be closed in the reverse order in which they were opened")
-
-
-_compiling = threading.Lock()
-_eager: list = []  # the stance of the compiler before the first recorder, and a place for each recorder
+_lock = threading.Lock()  # torch numbers hooks without one
+_eager: list = []  # the compiler's stance before the first recorder, and a place for each recorder
 
 
 @contextmanager
 def compiled_code_runs_eagerly() -> Iterator[None]:
     """Have compiled code run eagerly, in all threads, until the last of those who asked for it has ended."""
-    with _compiling:
+    with _lock:
         if not _eager:
             _eager.append(torch.compiler.set_stance("force_eager"))
         _eager.append(None)
     try:
         yield
     finally:
-        with _compiling:
+        with _lock:
             _eager.pop()
             if len(_eager) == 1:
                 _eager.pop().__exit__(None, None, None)
-
-
-_registering = threading.Lock()  # torch numbers hooks without one
 
 
 class Hooks:
@@ -145,28 +111,27 @@ class Hooks:
 
     def before(self, module: nn.Module, hook: Callable[[nn.Module, tuple, dict], None]) -> None:
         """Call hook(module, args, kwargs) before each forward."""
-        with _registering:
+        with _lock:
             handle = module.register_forward_pre_hook(self._own(hook), with_kwargs=True)
         self.stack.callback(handle.remove)
 
     def after(self, module: nn.Module, hook: Callable[..., None], always: bool = False) -> None:
         """Call hook(module, args, kwargs, output) after each forward; `always`: also after one that raises."""
-        with _registering:
+        with _lock:
             handle = module.register_forward_hook(self._own(hook), with_kwargs=True, always_call=always)
         self.stack.callback(handle.remove)
-
 
     def around(self, module: nn.Module, method: str, hook: Callable[..., None]) -> None:
         """Call hook(*results, *arguments) after each call of a method that returns several results."""
         own = self._own(hook)
-        with _registering:
+        with _lock:
             if method not in vars(module):
                 setattr(module, method, _Watched(getattr(module, method)))
             watched = vars(module)[method]
             watched.hooks.append(own)
 
         def end() -> None:
-            with _registering:
+            with _lock:
                 watched.hooks.remove(own)
                 if not watched.hooks:
                     delattr(module, method)
@@ -175,7 +140,7 @@ class Hooks:
 
 
 class _Watched:
-    """A method of one object, which hooks follow; of all recorders of the object, in whatever order they end."""
+    """A method of one object, which the hooks of all its recorders follow, in whatever order they end."""
 
     def __init__(self, method: Callable[..., tuple]) -> None:
         self.method, self.hooks = method, []
@@ -190,7 +155,7 @@ class _Watched:
 def heads_of(module: nn.Module) -> int | None:
     """Return the number of heads that a module says it has; Llama's and its kin leave it to their configuration."""
     owner = module.config if hasattr(module, "num_key_value_groups") and hasattr(module, "config") else module
-    values = (getattr(owner, name, None) for name in WRITES_ITS_HEADS)
+    values = (getattr(owner, name, None) for name in HEAD_COUNTS)
     return next((value for value in values if isinstance(value, int) and value > 0), None)
 
 

@@ -1,4 +1,4 @@
-"""Where the queries and keys of an attention map lie in the image.
+"""Find where the queries and keys of an attention map lie in the image.
 
 Most transformers need no word of their own: of T tokens those that a parameter names (class token, registers) come
 first, the others are the patches, row by row. Layers that attend inside windows, or among channels, are in a table at
@@ -10,11 +10,13 @@ Shape letters: B images, K heads, H x W a layer's grid, N = H*W, P prefix tokens
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+from timm.layers import to_2tuple
 from torch import Tensor, nn
 
 from ea_vision.recorder.interception import Hooks
@@ -116,12 +118,9 @@ def prefix_names(model: nn.Module) -> tuple[str, ...]:
         kind = PREFIX_PARAMETERS.get(name.rpartition(".")[2])
         if kind is not None and parameter.numel():
             counts[kind] = max(counts[kind], parameter.shape[-2] if kind == "reg" and parameter.ndim > 1 else 1)
-    names = (*(kind for kind in ("cls", "dist") if counts[kind]), *(f"reg{n + 1}" for n in range(counts["reg"])))
-    known = getattr(model, "num_prefix_tokens", None)  # timm's word, where there is one
-    if known is None or known == len(names):
-        return names
-    names = tuple(name for name in names if not name.startswith("reg"))[:known]
-    return (*names, *(f"reg{number}" for number in range(1, known - len(names) + 1)))
+    names = [kind for kind in ("cls", "dist") if counts[kind]]
+    known = getattr(model, "num_prefix_tokens", len(names) + counts["reg"])  # timm's word, where there is one
+    return (*names[:known], *(f"reg{number + 1}" for number in range(known - len(names))))
 
 
 def grid_of(tokens: int, image: Size) -> Size | None:
@@ -177,11 +176,9 @@ def windows_of(grid: Size, window: Size, shift: Size = (0, 0), pad_first: bool =
     """
     padding = (0, -grid[1] % window[1], 0, -grid[0] % window[0])
     tokens = torch.arange(1, grid[0] * grid[1] + 1).view(grid)  # 0 is padding
-    if pad_first:
-        tokens = nn.functional.pad(tokens, padding)
+    tokens = nn.functional.pad(tokens, padding) if pad_first else tokens
     tokens = torch.roll(tokens, (-shift[0], -shift[1]), (0, 1))
-    if not pad_first:
-        tokens = nn.functional.pad(tokens, padding)
+    tokens = tokens if pad_first else nn.functional.pad(tokens, padding)
     bottom, right = (torch.arange(side) >= side - by for side, by in zip(tokens.shape, shift, strict=True))
     regions = 2 * bottom[:, None] + right
     tokens, regions = (plane.unfold(0, window[0], window[0]).unfold(1, window[1], window[1]).reshape(
@@ -189,46 +186,22 @@ def windows_of(grid: Size, window: Size, shift: Size = (0, 0), pad_first: bool =
     return Windows(tokens - 1, regions)
 
 
-def _pair(value: int | tuple[int, int]) -> Size:
-    first, last = (value, value) if isinstance(value, int) else value
-    return int(first), int(last)
+def _grouped(block: nn.Module, x: Tensor, size: Any = None, *_, first: int = 1, pad_first: bool = True, **__) -> Layout:
+    """Lay out a grid in the windows of a block, which may shift; SAM's window_size is 0 where there are none.
 
-
-def _grouped(block: nn.Module, grid: Sequence[int], pad_first: bool = True) -> Layout:
-    """Lay out a grid in the windows of a block, which may shift; its window_size is 0 where there are none (SAM's)."""
+    The grid is `size`, where a block is told it (transformers' Swin), else the input's sides from dimension `first` on.
+    A side that one window covers does not shift.
+    """
+    grid = tuple(size) if isinstance(size, (tuple, list)) else tuple(x.shape[first:first + 2])
     if not block.window_size:
-        return Layout(tuple(grid))
-    shift = _pair(getattr(block, "shift_size", 0))
-    return Layout(tuple(grid), windows=windows_of(tuple(grid), _pair(block.window_size), shift, pad_first))
-
-
-def _channels_last(block: nn.Module, x: Tensor, *_, **__) -> Layout:
-    """Windows of an input (B, H, W, C)."""
-    return _grouped(block, x.shape[1:3])
-
-
-def _channels_first(block: nn.Module, x: Tensor) -> Layout:
-    """Windows of an input (B, C, H, W)."""
-    return _grouped(block, x.shape[2:])
-
-
-def _timm_swin(block: nn.Module, x: Tensor) -> Layout:
-    return _grouped(block, x.shape[1:3], pad_first=False)
-
-
-def _torchvision_swin(attention: nn.Module, x: Tensor) -> Layout:
-    """A side that one window covers does not shift."""
-    grid, window = tuple(x.shape[1:3]), tuple(attention.window_size)
-    shift = [0 if width >= side else by for width, side, by in zip(window, grid, attention.shift_size, strict=True)]
-    return Layout(grid, windows=windows_of(grid, window, tuple(shift)))
-
-
-def _transformers_swin(block: nn.Module, _, input_dimensions: Size, *__, **___) -> Layout:
-    return _grouped(block, input_dimensions)
+        return Layout(grid)
+    window, shift = (to_2tuple(value) for value in (block.window_size, getattr(block, "shift_size", 0)))
+    shift = tuple(0 if width >= side else by for width, side, by in zip(window, grid, shift, strict=True))
+    return Layout(grid, windows=windows_of(grid, tuple(window), shift, pad_first))
 
 
 def _mobilevit(block: nn.Module, x: Tensor) -> Layout:
-    """A pixel sees those at its own place in all patches. The grid is that of whole patches, to which it is resized."""
+    """Let a pixel see those at its own place in all patches. The grid is that of whole patches, the resized one."""
     (h, w), (H, W) = block.patch_size, x.shape[-2:]
     rows, cols = math.ceil(H / h), math.ceil(W / w)
     tokens = torch.arange(rows * h * cols * w).view(rows, h, cols, w).permute(1, 3, 0, 2).reshape(h * w, -1)
@@ -236,7 +209,7 @@ def _mobilevit(block: nn.Module, x: Tensor) -> Layout:
 
 
 def _pool2d(pool: nn.Module, x: Tensor, *_, **__) -> Layout:
-    """Before the pixels stands their mean, or a class token."""
+    """Put the pixels' mean, or a class token, before them."""
     return Layout(tuple(x.shape[-2:]), prefix_names=("mean" if getattr(pool, "cls_token", None) is None else "cls",))
 
 
@@ -245,23 +218,21 @@ def _channels(*_) -> Layout:
 
 
 SPECIAL: dict[str, Callable[..., Layout]] = {  # by the layer's class, or that of the block around it
-    "timm.models.swin_transformer.SwinTransformerBlock": _timm_swin,
-    "timm.models.swin_transformer_v2.SwinTransformerV2Block": _timm_swin,
-    "torchvision.models.swin_transformer.ShiftedWindowAttention": _torchvision_swin,
-    "transformers.models.swin.modeling_swin.SwinLayer": _transformers_swin,
-    "transformers.models.swinv2.modeling_swinv2.Swinv2Layer": _transformers_swin,
-    "timm.models.vision_transformer_sam.Block": _channels_last,
-    "transformers.models.sam.modeling_sam.SamVisionLayer": _channels_last,
-    "timm.models.gcvit.GlobalContextVitBlock": _channels_last,
-    "timm.models.tiny_vit.TinyVitBlock": _channels_last,
-    "timm.models.davit.SpatialBlock": _channels_first,
+    "timm.models.swin_transformer.SwinTransformerBlock": partial(_grouped, pad_first=False),
+    "timm.models.swin_transformer_v2.SwinTransformerV2Block": partial(_grouped, pad_first=False),
+    "torchvision.models.swin_transformer.ShiftedWindowAttention": _grouped,
+    "transformers.models.swin.modeling_swin.SwinLayer": _grouped,
+    "transformers.models.swinv2.modeling_swinv2.Swinv2Layer": _grouped,
+    "timm.models.vision_transformer_sam.Block": _grouped,
+    "transformers.models.sam.modeling_sam.SamVisionLayer": _grouped,
+    "timm.models.gcvit.GlobalContextVitBlock": _grouped,
+    "timm.models.tiny_vit.TinyVitBlock": _grouped,
+    "timm.models.davit.SpatialBlock": partial(_grouped, first=2),
     "timm.models.mobilevit.MobileVitBlock": _mobilevit,
-    "timm.layers.attention_pool2d.AttentionPool2d": _pool2d,
-    "timm.layers.attention_pool2d.RotAttentionPool2d": _pool2d,
-    "timm.models.xcit.XCA": _channels,
-    "timm.models.edgenext.CrossCovarianceAttn": _channels,
-    "timm.models.davit.ChannelAttention": _channels,
-    "timm.models.davit.ChannelAttentionV2": _channels,
+    **dict.fromkeys(("timm.layers.attention_pool2d.AttentionPool2d",
+                     "timm.layers.attention_pool2d.RotAttentionPool2d"), _pool2d),
+    **dict.fromkeys(("timm.models.xcit.XCA", "timm.models.edgenext.CrossCovarianceAttn",
+                     "timm.models.davit.ChannelAttention", "timm.models.davit.ChannelAttentionV2"), _channels),
 }
 
 
@@ -273,7 +244,7 @@ def _owners(model: nn.Module, name: str) -> Iterator[nn.Module]:
 
 
 def layout_finder(model: nn.Module, name: str, image: Image, hooks: Hooks) -> Callable[[tuple[int, ...]], Layout]:
-    """Return what gives, from the maps' shape, a layer's layout: that of its windows or channels, which the input of
+    """Return a function from the maps' shape to a layer's layout: that of its windows or channels, which the input of
     the layer or of a block around it tells, or that of tokens over the image."""
     known = ((module, SPECIAL[path]) for module in _owners(model, name) for cls in type(module).__mro__
              if (path := f"{cls.__module__}.{cls.__name__}") in SPECIAL)

@@ -1,4 +1,4 @@
-"""Models to look at: what the probe and the visualize scripts take on the command line."""
+"""Load models to look at: what the probe and the figures take on the command line."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,9 @@ from ea_vision.base.errors import UsageError
 from ea_vision.base.networks import check_model_name, load_state, load_weights, pretrained_model
 from ea_vision.data.image_files import MAX_PIXELS
 from ea_vision.deployment.files import SUFFIXES, ExportedNetwork
-from ea_vision.detection.model import create_detector
+from ea_vision.detection.model import Detector, create_detector
 from ea_vision.detection.predict import detect
-from ea_vision.detection.transforms import FILL, fit_image, fitted_size
+from ea_vision.detection.transforms import fit_image
 from ea_vision.engine import checkpoint, run_folder
 from ea_vision.recorder.recording import AttentionLayer, recordable_layers
 
@@ -77,7 +77,8 @@ class LoadedModel:
         return np.asarray(cut)
 
     def _place(self, image: Image.Image) -> tuple[tuple[int, int], int, int]:
-        """(width, height) that an image is scaled to, and where in it the input begins, from the left and the top."""
+        """Return (width, height) that an image is scaled to, and where in it the input begins, from the left and the
+        top."""
         H, W = self.img_size
         scale = max(H / image.height, W / image.width) / self.config["crop_pct"]
         size = (max(W, math.floor(image.width * scale + 0.5)), max(H, math.floor(image.height * scale + 0.5)))
@@ -94,7 +95,7 @@ class LoadedModel:
 
 @dataclass
 class DetectorModel(LoadedModel):
-    """A detector, which has its images fitted into a square and padded at the right and below, not cut.
+    """A detector, which has its images fitted into a square and padded at the right and below, and normalises them.
 
     category_ids: of the classes, in COCO's results.
     """
@@ -108,18 +109,10 @@ class DetectorModel(LoadedModel):
     def photo(self, image: Image.Image, side: int = 512) -> np.ndarray | None:
         """Return (side, side, 3) uint8: the same square at the image's own resolution or with `side` pixels, whichever
         is coarser. None where the network sees it no smaller."""
-        finer = min(max(image.size) / self.img_size[0], side / self.img_size[0])
-        if finer <= 1:
+        whole = min(max(image.size), side)
+        if whole <= self.img_size[0]:
             return None
-        whole = round(finer * self.img_size[0])
-        size = fitted_size((image.height, image.width), whole)
-        square = Image.new("RGB", (whole, whole), FILL)
-        square.paste(image.convert("RGB").resize(size[::-1], Image.Resampling.LANCZOS))
-        return np.asarray(square)
-
-    def normalize(self, images: Tensor) -> Tensor:
-        """Return them as they are: a detector normalises them itself."""
-        return images
+        return (fit_image(image.convert("RGB"), whole) * 255).round().byte().permute(1, 2, 0).numpy()
 
     def detect(self, images: Sequence[Image.Image], batch_size: int = 8) -> Iterator[dict[str, Tensor]]:
         """Find objects in RGB images of any size, in their order; see `ea_vision.detection.predict.detect`."""
@@ -137,88 +130,78 @@ def load_model(target: str, *, random: bool = False, img_size: tuple[int, int] |
         **kwargs: further keywords of a model given by NAME.
 
     Raises:
-        UsageError: no such model or run, unreadable or unfitting weights.
+        UsageError: no such model or run, unreadable or unfitting weights, a size that the model cannot take.
     """
-    path, wanted = Path(target), None
+    path = Path(target)
     if os.path.isfile(path) and path.suffix.lower() in SUFFIXES:
         network = ExportedNetwork(path)
-        about = network.about
-        config = {"mean": about.mean, "std": about.std, "crop_pct": about.crop_pct,
-                  "interpolation": about.interpolation, "input_size": (3, *about.size)}
-        loaded = LoadedModel(network, about.name, about.size, config, classes=about.classes)
+        config = {"input_size": (3, *network.about.size), **asdict(network.about)}
+        loaded = LoadedModel(network, network.about.name, network.about.size, config, classes=network.about.classes)
     elif os.path.exists(path):
-        loaded, wanted = _load_run(path, random, seed)
+        loaded = _load_run(path, random, seed)
     else:
         check_model_name(target, "or run folder ")
         trained = not random and timm.models.is_model_pretrained(target)
-        create = (lambda name, **given: pretrained_model(name, given)) if trained else timm.create_model
-        model = _create(target, seed, create, **kwargs)
-        loaded = LoadedModel(model, target if trained else f"{target} (untrained)", (0, 0),
-                             timm.data.resolve_model_data_config(model), trained=trained,
-                             weights=trained and model.pretrained_cfg.get("tag") or "", classes=known_classes(model))
-    _set_size(loaded, img_size, wanted)
+        model = _create(lambda name, **given: pretrained_model(name, given) if trained else
+                        timm.create_model(name, **given), target, seed, kwargs)
+        loaded = as_loaded(model, target if trained else f"{target} (untrained)", trained)
+        loaded.weights = trained and model.pretrained_cfg.get("tag") or ""
+    _set_size(loaded, img_size or loaded.img_size)
     loaded.model.eval().to(device)
     return loaded
 
 
-def _load_run(path: Path, random: bool, seed: int) -> tuple[LoadedModel, tuple[int, int] | None]:
-    """Load a run folder, or a file in one; return it, and the size of image that it was evaluated on, if that is not
-    the network's own. See `load_model`."""
+def as_loaded(model: nn.Module, label: str, trained: bool = True) -> LoadedModel:
+    """Return a network with what its own configuration tells of its images."""
+    config = timm.data.resolve_model_data_config(model)
+    return LoadedModel(model, label, input_size(model, config), config, trained=trained, classes=known_classes(model))
+
+
+def _load_run(path: Path, random: bool, seed: int) -> LoadedModel:
+    """Load a run folder, or a file in one, for images as it was evaluated on. See `load_model`."""
     folder = path if path.is_dir() else path.parent
     folder = folder.parent if folder.name == run_folder.SNAPSHOTS else folder
     options, run = run_folder.read_config(folder)
     detects = run.get("task", run_folder.CLASSIFICATION) != run_folder.CLASSIFICATION
-    model = _create(options["model"], seed, create_detector if detects else timm.create_model, **run["model_kwargs"])
+    model = _create(create_detector if detects else timm.create_model, options["model"], seed, run["model_kwargs"])
     label, epoch = f"{options['model']}, {folder.resolve().name}", None
     if random:
         label += " (untrained)"
     else:
         epoch = _load_file(model, folder / run_folder.WEIGHTS if path.is_dir() else path)
         label += f", epoch {epoch}" if epoch is not None else f", {path.stem}" if path != folder else ""
-    names = run.get("classes")
-    if names is not None and len(names) != model.num_classes:
-        raise UsageError(f"config.yaml of {folder} must name the {model.num_classes} classes of the network, got "
-                         f"{len(names)} names")
     if detects:
-        size, transform = (model.img_size, model.img_size), model.transform
-        config = {"mean": tuple(transform.image_mean), "std": tuple(transform.image_std), "input_size": (3, *size),
-                  "interpolation": "bilinear", "crop_pct": 1.0}
-        return DetectorModel(model, label, size, config, epoch, not random, "", names, run["category_ids"]), None
-    loaded = LoadedModel(model, label, (0, 0), {}, epoch, not random, classes=names)
-    evaluated = _preprocessing_of(options) | {key: tuple(run[key]) for key in ("mean", "std") if key in run}
-    loaded.config = timm.data.resolve_model_data_config(model) | evaluated
-    size = evaluated.get("img_size")
-    return loaded, size if size != input_size(model, loaded.config) else None
+        config = {"mean": (0.0,) * 3, "std": (1.0,) * 3, "interpolation": "bilinear", "crop_pct": 1.0}
+        return DetectorModel(model, label, (model.img_size,) * 2, config, epoch, not random, "",
+                             run["classes"], run["category_ids"])
+    loaded = as_loaded(model, label, not random)
+    loaded.epoch, loaded.classes = epoch, run.get("classes")
+    loaded.config |= {key: tuple(run[key]) for key in ("mean", "std") if key in run}
+    if "eval_resize" in options:  # of train-imagenet
+        side = options.get("eval_img_size") or options["img_size"]
+        loaded.img_size = side, side
+        loaded.config |= {"crop_pct": side / options["eval_resize"], "interpolation": options["interpolation"]}
+    elif "dataset" in options:  # train-cifar shows the whole image
+        loaded.config["crop_pct"] = 1.0
+    return loaded
 
 
-def _set_size(loaded: LoadedModel, img_size: tuple[int, int] | None, wanted: tuple[int, int] | None) -> None:
-    """Set the size of a model's images, (H, W): the one asked for, or wanted by its run, or its own.
+def _set_size(loaded: LoadedModel, img_size: tuple[int, int]) -> None:
+    """Set the size of a model's images, (H, W).
 
     Raises:
         UsageError: it cannot take such images.
     """
-    if loaded.img_size != (0, 0):  # fixed
-        if img_size not in (None, loaded.img_size):
-            raise UsageError(f"{loaded.label} takes images of {loaded.img_size[0]}x{loaded.img_size[1]} pixels, got "
-                             f"{img_size[0]}x{img_size[1]}")
-        return
-    img_size = img_size or wanted
-    if img_size is not None and hasattr(loaded.model, "set_input_size"):  # timm's transformers; positions are resampled
+    own = input_size(loaded.model, loaded.config)
+    if img_size != own and isinstance(loaded.model, (ExportedNetwork, Detector)):
+        raise UsageError(f"{loaded.label} takes images of {own[0]}x{own[1]} pixels, got {img_size[0]}x{img_size[1]}")
+    if img_size != own and hasattr(loaded.model, "set_input_size"):  # timm's transformers; positions are resampled
         try:
             loaded.model.set_input_size(img_size=img_size)
         except (ValueError, AssertionError, RuntimeError) as error:
             raise UsageError(f"{loaded.label} cannot take images of {img_size[0]}x{img_size[1]} pixels: {error}"
                              ) from error
-    loaded.img_size = img_size or input_size(loaded.model, loaded.config)
-
-
-def _preprocessing_of(options: dict[str, Any]) -> dict[str, Any]:
-    """Return how a trainer evaluated: crop_pct and, of train-imagenet, interpolation and img_size."""
-    if "eval_resize" not in options:
-        return {"crop_pct": 1.0} if "dataset" in options else {}  # train-cifar shows the whole image
-    side = options.get("eval_img_size") or options["img_size"]
-    return {"crop_pct": side / options["eval_resize"], "interpolation": options["interpolation"],
-            "img_size": (side, side)}
+    loaded.img_size = img_size
 
 
 def check_classifies(model: LoadedModel) -> None:
@@ -243,12 +226,11 @@ def known_classes(model: nn.Module) -> list[str] | None:
     if config.get("label_names"):
         return list(config["label_names"])
     if config.get("num_classes") == getattr(model, "num_classes", 0) == 1000:
-        info = ImageNetInfo()
-        return [info.index_to_description(index).split(",")[0] for index in range(1000)]
+        return [described.split(",")[0] for described in ImageNetInfo().label_descriptions()]
     return None
 
 
-def _create(name: str, seed: int, create: Callable[..., nn.Module] = timm.create_model, **kwargs: Any) -> nn.Module:
+def _create(create: Callable[..., nn.Module], name: str, seed: int, kwargs: dict[str, Any]) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
@@ -336,32 +318,23 @@ def parse_queries(texts: Sequence[str], img_size: tuple[int, int],
     return points
 
 
-def parse_size(text: str | None) -> tuple[int, int] | None:
-    """Return (H, W) of --img-size, N or H,W: positive, their product at most MAX_PIXELS; None stays None.
-
-    Raises:
-        UsageError: anything else.
-    """
-    if text is None:
-        return None
+def image_size(text: str) -> tuple[int, int]:
+    """Return (H, W) of N or H,W: positive, their product at most MAX_PIXELS; for argparse."""
     sides = [_number(side) for side in text.split(",")]
     if len(sides) > 2 or not all(sides):
-        raise UsageError(f"--img-size must be N or H,W in pixels, got {text[:40]!r}")
-    H, W = sides[0], sides[-1]
-    if H * W > MAX_PIXELS:
-        raise UsageError(f"--img-size must be at most {MAX_PIXELS / 1e6:g} million together, got {text!r}")
-    return H, W
+        raise argparse.ArgumentTypeError(f"must be N or H,W in pixels, got {text[:40]!r}")
+    if sides[0] * sides[-1] > MAX_PIXELS:
+        raise argparse.ArgumentTypeError(f"must be at most {MAX_PIXELS / 1e6:g} million together, got {text!r}")
+    return sides[0], sides[-1]
 
 
 def add_options(parser: argparse.ArgumentParser, *names: str) -> None:
     """Add options that several commands have."""
     options = {
         "--random": dict(action="store_true", help="random weights, whatever there is"),
-        "--img-size": dict(metavar="N|H,W", help="size of the input in pixels (default: the model's)"),
+        "--img-size": dict(type=image_size, metavar="N|H,W", help="size of the input in pixels (default: the model's)"),
         "--device": dict(default="auto", choices=("auto", "cpu", "cuda"),
                          help="where the network runs; auto: cuda if there is one (default: %(default)s)"),
-        "--exif-rotation": dict(action="store_true",
-                                help="turn images as their EXIF data says (default: do not, as networks are trained)"),
     }
     for name in names:
         parser.add_argument(name, **options[name])

@@ -1,4 +1,4 @@
-"""Recorded attention maps: those of a layer, and of all layers of a network.
+"""Hold recorded attention maps: those of a layer, and of all layers of a network.
 
 Shape letters: B batch, K heads, H x W the attention map, N = H*W its pixels, T tokens (N and a class token, ...).
 """
@@ -25,6 +25,10 @@ def _part(name: str) -> property:
     return property(lambda layer: layer._dense(name), lambda layer, maps: layer.save(name, maps))
 
 
+def _of_layout(name: str) -> property:
+    return property(lambda layer: getattr(layer.layout, name))
+
+
 class LayerMaps:
     """The maps of one layer in the last forward. A part that was not asked for, or that the layer lacks, is None.
 
@@ -38,7 +42,6 @@ class LayerMaps:
     prefix_names: what they are, as `prefix_names` calls them.
     query_names: what the queries before the pixels are: these tokens or, of a layer that pools by learned queries
         (SigLIP's), "pool".
-    window: (height, width) of what a query sees of the map around it; None: all of it.
     channels: rows and columns are channels of a head (XCiT): the matrix has a meaning, places in the image have none.
     attn: (B, K, T, T), the probabilities, before dropout; rows sum to 1. Of a window over heads the sum over the heads
         that were seen; where windows are padded (Swin) the padding's share is left out.
@@ -59,26 +62,23 @@ class LayerMaps:
         self._parts = parts  # of windows (B, W, K, n, n)
 
     attn, logits, self_logits, conv_logits, prev_logits = map(_part, PARTS)
-    feat_size = property(lambda self: self.layout.feat_size)
-    key_size = property(lambda self: self.layout.key_size or self.layout.feat_size)
-    prefix_names = property(lambda self: self.layout.prefix_names)
-    query_names = property(lambda self: self.layout.query_names or self.layout.prefix_names)
-    num_prefix_tokens = property(lambda self: len(self.layout.prefix_names))
-    window = property(lambda self: self.layout.window)
-    channels = property(lambda self: self.layout.channels)
+    feat_size, prefix_names, channels = map(_of_layout, ("feat_size", "prefix_names", "channels"))
+    key_size = property(lambda self: self.layout.key_size or self.feat_size)
+    query_names = property(lambda self: self.layout.query_names or self.prefix_names)
+    num_prefix_tokens = property(lambda self: len(self.prefix_names))
 
     @property
     def pixels_ask(self) -> bool:
-        """Whether there are queries of pixels, and not of prefix tokens alone (class attention)."""
+        """Tell whether there are queries of pixels, and not of prefix tokens alone (class attention)."""
         queries = next(iter(self._parts.values())).shape[-2]
         return not self.channels and not self.layout.query_names and queries > self.num_prefix_tokens
 
     def recorded(self) -> tuple[str, ...]:
         """Return the names of the parts that there are."""
-        return tuple(dict.fromkeys([*(part for part in PARTS if part in self._parts), *self._parts]))
+        return tuple(sorted(self._parts, key=lambda part: PARTS.index(part) if part in PARTS else len(PARTS)))
 
     def save(self, part: str, maps: Tensor) -> None:
-        """Set a part; of windows (B, W, K, n, n)."""
+        """Set a part, of windows (B, W, K, n, n)."""
         self._parts[part] = maps
 
     def _dense(self, part: str) -> Tensor | None:
@@ -120,14 +120,14 @@ class LayerMaps:
     def sees(self) -> Tensor:
         """Return (H, W, H', W'), True where the query at a pixel of the map sees the key at another."""
         self.check_places()
-        H, W = self.feat_size
+        (H, W), window = self.feat_size, self.layout.window
         if self.layout.windows is not None:
             return self.layout.windows.sees(H * W).view(H, W, H, W)
-        if self.window is None:
+        if window is None:
             return torch.ones(H, W, *self.key_size, dtype=torch.bool)
-        rows, cols = ((torch.arange(side)[:, None] - torch.arange(side)).abs() <= window // 2
-                      for side, window in zip(self.feat_size, self.window, strict=True))
-        return rows[:, None, :, None] & cols[None, :, None, :]
+        near = [(torch.arange(side)[:, None] - torch.arange(side)).abs() <= width // 2
+                for side, width in zip((H, W), window, strict=True)]
+        return near[0][:, None, :, None] & near[1][None, :, None, :]
 
     def num_keys(self) -> np.ndarray:
         """Return (H, W): how many keys the query at a pixel of the map sees. One over it is uniform attention."""
@@ -191,21 +191,6 @@ class LayerMaps:
             row = self[part][:, :, token]
         return row[..., :self.num_prefix_tokens], row[..., self.num_prefix_tokens:].unflatten(-1, self.key_size)
 
-    def _columns(self, query: Query | None) -> dict[str, np.ndarray]:
-        """Return the columns of `AttentionMaps.to_dataframe`."""
-        self.check_places()
-        first = 0 if query is None else self.token(query)
-        rows = slice(first, None if query is None else first + 1)
-        parts = {part: self[part][:, :, rows].float().cpu().numpy() for part in self.recorded()}
-        image, head, asked, key = (index.ravel() for index in np.indices(next(iter(parts.values())).shape))
-        columns = {"image": image, "layer": np.full_like(image, self.number), "head": np.array(self.heads)[head],
-                   "query": asked + first, "key": key}
-        for name, width in (("query", self.feat_size[1]), ("key", self.key_size[1])):
-            pixel = columns[name] - self.num_prefix_tokens
-            columns[f"{name}_row"] = np.where(pixel < 0, -1, pixel // width)
-            columns[f"{name}_col"] = np.where(pixel < 0, -1, pixel % width)
-        return {**columns, **{part: maps.ravel() for part, maps in parts.items()}}
-
 
 class AttentionMaps(Mapping[int, LayerMaps]):
     """The recorded layers by number; `maps["layer3.0.conv2"]` finds one by its module's name."""
@@ -264,7 +249,20 @@ class AttentionMaps(Mapping[int, LayerMaps]):
         """
         import pandas
 
-        return pandas.concat([pandas.DataFrame(layer._columns(query)) for layer in self.values()], ignore_index=True)
+        frames = []
+        for layer in self.values():
+            layer.check_places()
+            rows = [layer.token(query)] if query is not None else slice(None)
+            parts = {part: layer[part][:, :, rows].float().cpu().numpy() for part in layer.recorded()}
+            image, head, asked, key = (index.ravel() for index in np.indices(next(iter(parts.values())).shape))
+            columns = {"image": image, "layer": layer.number, "head": np.array(layer.heads)[head],
+                       "query": asked if query is None else asked + rows[0], "key": key}
+            for name, (_, width) in (("query", layer.feat_size), ("key", layer.key_size)):
+                pixel = columns[name] - layer.num_prefix_tokens
+                for side, place in zip(("row", "col"), np.divmod(pixel, width), strict=True):
+                    columns[f"{name}_{side}"] = np.where(pixel < 0, -1, place)
+            frames.append(pandas.DataFrame({**columns, **{part: maps.ravel() for part, maps in parts.items()}}))
+        return pandas.concat(frames, ignore_index=True)
 
     def _begin(self, layer: LayerMaps) -> None:
         """Take a layer whose forward begins; the first of another forward of the network drops the last one's layers.

@@ -1,4 +1,4 @@
-"""How much an attention map tells of the image: classify images by the maps of a frozen network (EA paper, table 7).
+"""Measure what attention maps tell of images: classify these by the maps of a frozen network (EA paper, table 7).
 
 The maps of one query, a pixel or a vision transformer's class token, (K, H, W) for an image and a layer, go into a
 small DenseNet of their own. Controls:
@@ -20,19 +20,17 @@ Shape letters: M images, B a batch of them, K heads, H x W the map.
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
+from itertools import product
 from pathlib import Path
 from statistics import mean, stdev
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 from torch import Tensor
 from torch.optim.swa_utils import update_bn
@@ -40,7 +38,7 @@ from tqdm import tqdm
 
 from ea_vision.base.errors import UsageError
 from ea_vision.base.figures import PAGE, check_width, color_cycle, figure_bytes
-from ea_vision.base.files import atomic_write, create, csv_text, write_json
+from ea_vision.base.files import atomic_write, check_output, csv_text, write_json
 from ea_vision.base.print import legend_below, new_figure, print_style, small_ticks
 from ea_vision.base.processes import choose_device
 from ea_vision.base.provenance import hardware, provenance
@@ -55,17 +53,15 @@ from ea_vision.recorder.loading import (
     load_model,
     parse_layers,
     parse_queries,
-    parse_size,
     parse_targets,
     positive,
 )
 from ea_vision.recorder.probe_network import ProbeRecipe, train_probe
 from ea_vision.recorder.recording import record_attention, recordable_layers
 
-PLACES = ("data_dir", "output")  # of this machine: results.json has the data's fingerprint in their place
 CONTROLS = ("untrained", "shuffled", "shuffled-together")
 PUBLISHED = "AA-ResNet-34 24.50 / 31.18 / 17.55; EA-AA-ResNet-34 31.02 / 31.71 / 31.93"  # layers 16 / 17 / 18
-SHADES = {"trained": (1.0, ""), "untrained": (0.55, "//"), "shuffled": (0.3, ""), "shuffled-together": (0.3, "..")}
+LINES = {"trained": "o-", "untrained": "s--", "shuffled": "^:", "shuffled-together": "v-."}  # matplotlib's formats
 EXAMPLES = """\
 examples:
   ea-vision probe --model runs/aa,runs/ea --dataset cifar10 --data-dir DIR -o probe
@@ -140,91 +136,51 @@ class Result(NamedTuple):
     test_images: int
 
 
-class Journal:
-    """Finished probes of an output folder, so that the same command goes on where it was stopped.
-
-    A probe is known by all that decides its accuracy: recipe, maps and classes of the training and test images.
-
-    Raises:
-        UsageError: the folder cannot be made, or its journal not be read.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        create(folder)
-        self.file = folder / "done.json"
-        try:
-            self.done: dict[str, float] = json.loads(self.file.read_text()) if self.file.exists() else {}
-        except (OSError, ValueError) as error:
-            raise UsageError(f"cannot use {folder} as the output folder: {error}") from error
-
-    def top1(self, recipe: ProbeRecipe, maps: Sequence[np.ndarray], targets: Sequence[Tensor],
-             compute: Callable[[], float]) -> float:
-        """Return the accuracy of a probe, computed or remembered."""
-        digest = hashlib.sha256(json.dumps(asdict(recipe)).encode())
-        for part in (*maps, *(classes.numpy() for classes in targets)):
-            digest.update(f"{part.dtype} {part.shape}".encode())
-            digest.update(np.ascontiguousarray(part))
-        key = digest.hexdigest()
-        if key not in self.done:
-            self.done[key] = compute()
-            write_json(self.file, self.done)
-        return self.done[key]
-
-
-class Subject(NamedTuple):
-    """A model whose maps are probed: what `load_model` takes and gave, the layers, and the query, None: the middle."""
-
-    target: str
-    model: LoadedModel
-    layers: tuple[int, ...]
-    query: tuple[int, int] | str | None
-
-
-def subject_of(options: argparse.Namespace, target: str, device: torch.device) -> Subject:
-    """Load a model and find the layers and the query asked for.
+def layers_and_query(options: argparse.Namespace, model: LoadedModel) -> tuple[list[int], tuple[int, int] | str | None]:
+    """Return the layers and the query that are asked for, None: the middle.
 
     Raises:
         UsageError: the model lacks a layer, or the query is outside the input.
     """
-    size = parse_size(options.img_size)
-    if size and size[0] != size[1]:
-        raise UsageError(f"--img-size must be one number here, got {options.img_size!r}")
-    model = load_model(target, img_size=size, device=device)
     check_classifies(model)
     layers, tokens = options.layers, prefix_names(model.model)
     if layers == "auto":
         layers = "16,17,18" if len(recordable_layers(model.model)) >= 18 else "all"
-    chosen = tuple(layer.number for layer in parse_layers(layers, model))
+    chosen = [layer.number for layer in parse_layers(layers, model)]
     [query] = [None] if options.query is None else parse_queries([options.query], model.img_size)
     if isinstance(query, str) and query not in tokens:
         raise UsageError(f"--query must be y,x{''.join(f' or {name}' for name in tokens)}, got {query!r}")
-    return Subject(target, model, chosen, query)
+    return chosen, query
 
 
-def probe(subject: Subject, splits: Sequence[Images], num_classes: int, kind: str, recipe: ProbeRecipe,
-          journal: Journal, device: torch.device) -> Iterator[Result]:
-    """Probe each layer on maps of one kind, `trained` or some of CONTROLS; yield the results.
+def probe(target: str, model: LoadedModel, layers: Sequence[int], query: tuple[int, int] | str | None,
+          splits: Sequence[Images], num_classes: int, controls: Sequence[str], seeds: Sequence[int],
+          recipe: ProbeRecipe) -> Iterator[Result]:
+    """Probe each layer on the maps of a network and on its controls; yield the results.
 
     Args:
+        target: what `load_model` made the network from.
+        query: see `extract_maps`.
         splits: the images to learn from and to measure on.
-        recipe: its seed is of all that is drawn but the images.
+        controls: some of CONTROLS.
+        seeds: of all that is drawn but the images.
     """
-    model, targets = subject.model, [split.targets for split in splits]
-    if kind == "untrained":
-        model = untrained_network(subject.target, model, splits[0].images, recipe.seed)
-    both = [extract_maps(model, split.images, subject.layers, subject.query) for split in splits]
-    for number, *maps in zip(subject.layers, *both, strict=True):
-        if kind.startswith("shuffled"):
-            maps = [shuffled_in_space(of_split, recipe.seed + split, kind == "shuffled-together")
-                    for split, of_split in enumerate(maps)]
-        name = f"{subject.model.label}, {kind}, layer {number}, seed {recipe.seed}"
-
-        def compute(maps: list[np.ndarray] = maps, name: str = name) -> float:
-            return train_probe(maps[0], targets[0], maps[1], targets[1], num_classes, recipe, device, name)
-
-        top1 = journal.top1(recipe, maps, targets, compute)
-        print(f"{name}: top-1 {top1:.2f}%", flush=True)
-        yield Result(subject.model.label, kind, number, recipe.seed, top1, *map(len, splits))
+    device = next(model.model.parameters()).device
+    trained = [extract_maps(model, split.images, layers, query) for split in splits]
+    for kind, seed in product(("trained", *controls), seeds):
+        both = trained
+        if kind == "untrained":
+            network = untrained_network(target, model, splits[0].images, seed)
+            both = [extract_maps(network, split.images, layers, query) for split in splits]
+        for number, *maps in zip(layers, *both, strict=True):
+            if kind.startswith("shuffled"):
+                maps = [shuffled_in_space(of_split, seed + split, kind == "shuffled-together")
+                        for split, of_split in enumerate(maps)]
+            name = f"{model.label}, {kind}, layer {number}, seed {seed}"
+            top1 = train_probe(maps[0], splits[0].targets, maps[1], splits[1].targets, num_classes,
+                               replace(recipe, seed=seed), device, name)
+            print(f"{name}: top-1 {top1:.2f}%", flush=True)
+            yield Result(model.label, kind, number, seed, top1, *map(len, splits))
 
 
 # ---- results ---------------------------------------------------------------------------------------------------------
@@ -243,25 +199,24 @@ def results_table(results: Sequence[Result]) -> str:
     """Return rows model and maps, columns layers: top-1 in percent, of several seeds the mean ± the deviation."""
     layers = sorted({one.layer for one in results})
     lines = [["model", "maps", *(f"layer {layer}" for layer in layers)]]
-    for (model, maps), by_layer in over_seeds(results).items():
+    for series, by_layer in over_seeds(results).items():
         top1 = {layer: f"{of:.2f}" + ("" if math.isnan(by) else f" ± {by:.2f}") for layer, (of, by) in by_layer.items()}
-        lines.append([model, maps, *(top1.get(layer, "") for layer in layers)])
+        lines.append([*series, *(top1.get(layer, "") for layer in layers)])
     return markdown(lines)
 
 
 def results_figure(results: Sequence[Result], num_classes: int, *, width: float | None = None) -> Figure:
-    """Draw bars by layer, a colour a model, a shade and hatch a kind of maps; `width` is in inches."""
+    """Draw top-1 by layer, a colour a model, a line and a marker a kind of maps, with bars of the deviation over seeds;
+    `width` is in inches."""
     found, layers = over_seeds(results), sorted({one.layer for one in results})
-    models, bar = list(dict.fromkeys(model for model, _ in found)), 0.8 / len(found)
+    models, colors = list(dict.fromkeys(model for model, _ in found)), color_cycle()
     with print_style():
         figure = new_figure(check_width(width) or PAGE, 2.8, layout="constrained")
         axes = figure.subplots()
-        for index, ((model, maps), by_layer) in enumerate(found.items()):
-            color, (shade, hatch) = color_cycle()[models.index(model) % len(color_cycle())], SHADES[maps]
+        for (model, maps), by_layer in found.items():
             means, deviations = zip(*by_layer.values(), strict=True)
-            axes.bar([layers.index(layer) + (index - (len(found) - 1) / 2) * bar for layer in by_layer], means,
-                     0.9 * bar, yerr=deviations, label=f"{model}, {maps}", facecolor=to_rgba(color, shade),
-                     edgecolor=color, hatch=hatch, linewidth=0.6, error_kw={"elinewidth": 1})
+            axes.errorbar([layers.index(layer) for layer in by_layer], means, deviations, label=f"{model}, {maps}",
+                          color=colors[models.index(model) % len(colors)], fmt=LINES[maps])
         axes.axhline(100 / num_classes, color="0.5", linestyle=":", label="chance, classes alike")
         axes.set_xticks(range(len(layers)), [f"layer {layer}" for layer in layers])
         axes.set_ylabel("top-1 of the probe (%)")
@@ -300,11 +255,9 @@ def make_parser() -> argparse.ArgumentParser:
              "(default: %(default)s)")
     add("--dataset", default="digits", choices=DATASETS, help="see train_cifar.py --help (default: %(default)s)")
     add("--data-dir", default="", help="folder of the data set")
-    add("--download", action="store_true", help="fetch cifar10 or cifar100 if it is not in --data-dir")
-    add("--img-size", metavar="N", help="side of the images in pixels (default: the model's)")
+    add("--img-size", type=positive, metavar="N", help="side of the images in pixels (default: the model's)")
     add("--limit", type=positive, metavar="N",
         help="N images to learn from and N to measure on, drawn by the first of --seeds (default: all)")
-    add("--workers", type=positive, default=2, help="threads that decode images (default: %(default)s)")
     add_options(parser, "--device")
     add("--unseen", action="store_true",
         help="learn from four fifths of the test images, drawn by the first of --seeds, and measure on the others, in "
@@ -314,8 +267,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--width", type=positive, default=recipe.width, help="channels of the probe (default: %(default)s)")
     add("--seeds", type=seeds, default=(0,), metavar="N[,..]",
         help="of the probe, the shuffling and the untrained network; the mean of several is shown (default: 0)")
-    add("-o", "--output", default="probe", metavar="DIR",
-        help="results.csv, results.json and results.png; finished probes are not repeated (default: %(default)s)")
+    add("-o", "--output", type=Path, default="probe", metavar="DIR",
+        help="results.csv, which grows with each finished probe, results.json and results.png (default: %(default)s)")
     return parser
 
 
@@ -326,28 +279,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     if set(controls) - set(CONTROLS):
         raise UsageError(f"--controls must be some of {', '.join(CONTROLS)}, or none, got {options.controls!r}")
     recipe = ProbeRecipe(options.epochs, options.batch_size, width=options.width)
-    device, folder, first = choose_device(options.device), Path(options.output), options.seeds[0]
-    subjects = [subject_of(options, target, device) for target in parse_targets(options.model)]
-    journal, results, fingerprints = Journal(folder), [], {}
-    for subject in subjects:
-        data = load_dataset(options.dataset, options.data_dir, subject.model.img_size[0],
-                            options.download, options.workers)
-        fingerprints[subject.model.label] = data.fingerprint()
+    device, first = choose_device(options.device), options.seeds[0]
+    size = options.img_size and (options.img_size,) * 2
+    models = {target: load_model(target, img_size=size, device=device) for target in parse_targets(options.model)}
+    asked = {target: layers_and_query(options, model) for target, model in models.items()}
+    csv, about, figure = (check_output(options.output / f"results.{suffix}") for suffix in ("csv", "json", "png"))
+    results, fingerprints = [], {}
+    for target, model in models.items():
+        data = load_dataset(options.dataset, options.data_dir, model.img_size[0])
+        fingerprints[model.label] = data.fingerprint()
         splits = hold_out(data.test, len(data.test) // 5, first) if options.unseen else (data.train, data.test)
         splits = [sample(split, options.limit, first) for split in splits]
-        for kind in ("trained", *controls):
-            for seed in options.seeds:
-                results += probe(subject, splits, len(data.classes), kind, replace(recipe, seed=seed), journal, device)
-    rows = [one._asdict() for one in results]
-    atomic_write(folder / "results.csv", csv_text([{**row, "top1": f"{row['top1']:.2f}"} for row in rows]).encode())
-    write_json(folder / "results.json", {
-        "results": rows, "recipe": asdict(replace(recipe, seed=first)), "data_fingerprint": fingerprints,
-        "options": {name: value for name, value in vars(options).items() if name not in PLACES},
-        "hardware": hardware(device, 1), **provenance()})
-    atomic_write(folder / "results.png", figure_bytes(results_figure(results, len(data.classes))))
+        for one in probe(target, model, *asked[target], splits, len(data.classes), controls, options.seeds, recipe):
+            results.append(one)
+            atomic_write(csv, csv_text([{**of._asdict(), "top1": f"{of.top1:.2f}"} for of in results]).encode())
+    given = {name: value for name, value in vars(options).items() if name not in ("data_dir", "output")}  # no places
+    write_json(about, {"results": [one._asdict() for one in results], "recipe": asdict(replace(recipe, seed=first)),
+                       "data_fingerprint": fingerprints, "options": given, "hardware": hardware(device, 1),
+                       **provenance()})
+    atomic_write(figure, figure_bytes(results_figure(results, len(data.classes))))
     runs = f"mean ± standard deviation of seeds {', '.join(map(str, options.seeds))}"
     print(results_table(results))
     print(f"top-1 in percent, {runs if len(options.seeds) > 1 else 'one run each'}; published on ImageNet, layers 16, "
           f"17, 18: {PUBLISHED}")
-    print("written:", *(folder / f"results.{suffix}" for suffix in ("csv", "json", "png")))
+    print("written:", csv, about, figure)
     return 0

@@ -1,4 +1,4 @@
-"""The probe: a DenseNet that classifies images by attention maps alone (EA paper, table 7), and its training.
+"""Train the probe: a DenseNet that classifies images by attention maps alone (EA paper, table 7).
 
 Shape letters: B a batch of M images, K heads, H x W the map.
 """
@@ -79,13 +79,11 @@ def train_probe(maps: np.ndarray, targets: Tensor, test_maps: np.ndarray, test_t
         torch.manual_seed(recipe.seed)
         net = ProbeNet(maps.shape[1], num_classes, recipe.width)
     net = net.to(device, memory_format=torch.channels_last)  # 1.5 times as fast on a CPU
-    means = maps.mean((0, 2, 3), dtype=np.float64)
-    squares = np.einsum("mkhw,mkhw->k", maps, maps, dtype=np.float64) * len(means) / maps.size
-    mean, std = (torch.from_numpy(value).float().view(-1, 1, 1).to(device)
-                 for value in (means, np.sqrt(np.maximum(squares - means**2, 1e-12))))
+    mean, std = (torch.tensor([getattr(head, name)(dtype=np.float64) for head in maps.swapaxes(0, 1)])
+                 .float().view(-1, 1, 1).to(device) for name in ("mean", "std"))
 
     def seen(maps: np.ndarray, index: Tensor) -> Tensor:
-        return (torch.from_numpy(maps[index.numpy()]).to(device).float() - mean) / std
+        return (torch.from_numpy(maps[index.numpy()]).to(device).float() - mean) / std.clamp_min(1e-6)
 
     order = torch.Generator().manual_seed(recipe.seed)
     optimizer = torch.optim.SGD(net.parameters(), recipe.lr, recipe.momentum, weight_decay=recipe.weight_decay)

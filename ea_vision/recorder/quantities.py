@@ -1,4 +1,4 @@
-"""Numbers that describe attention maps: entropy, distance, likeness to the previous layer's map, rollout.
+"""Describe attention maps by numbers: entropy, distance, likeness to the previous layer's map, rollout.
 
 Shape letters: B batch, K heads, H x W the attention map, N = H*W its pixels (row-major).
 """
@@ -77,36 +77,19 @@ def map_correlation(attn: Tensor, previous: Tensor) -> Tensor:
     return (a * b).sum(-1) / (a.norm(dim=-1) * b.norm(dim=-1))
 
 
-class PositionShares:
-    """How much of a map's energy is the same on every image, and so depends on positions alone: 1 where maps do not
-    depend on the image, about 0 where maps of different images have nothing in common.
+def position_share(total: Tensor, energy: Tensor, images: int) -> Tensor:
+    """Return how much of a layer's energy (the sum of squares of its maps) is the same on every image, and so depends
+    on positions alone: 1 where maps do not depend on the image, about 0 where those of different images have nothing in
+    common. It is the mean inner product of two images' maps over their mean energy, which is without bias.
 
-    An image's value is the inner product of its map with the mean of the others' maps, over the mean energy (the sum of
-    squares) of a map. Its mean over images estimates the energy of the mean map over the mean energy, without bias. The
-    others are those of its batch and of the batches before: maps are not kept, their sum is.
+    Args:
+        total: (K, N, N), the sum of the images' maps.
+        energy: (K,), the sum of the images' energies.
+
+    Returns:
+        (1, K); not a number for a single image.
     """
-
-    def __init__(self) -> None:
-        self.total: Tensor | None = None
-        self.images = 0
-        self.products: list[Tensor] = []  # (B, K): of a map and the others' mean
-        self.energies: list[Tensor] = []  # (B, K)
-
-    def add(self, attn: Tensor) -> None:
-        """Add the maps of a batch, (B, K, N, N)."""
-        maps = attn.float().flatten(2)
-        batch, before = maps.sum(0), self.total
-        self.total = batch if before is None else before + batch
-        if self.images == 1:  # a first batch of one image had no others
-            self.products[0] = (before * batch / len(maps)).sum(-1)[None].cpu()
-        self.images += len(maps)
-        self.products.append(((self.total - maps) * maps).sum(-1).cpu() / (self.images - 1) if self.images > 1 else
-                             torch.full(maps.shape[:2], torch.nan))
-        self.energies.append(maps.square().sum(-1).cpu())
-
-    def shares(self) -> Tensor:
-        """Return (images, K); not a number for a single image."""
-        return torch.cat(self.products) / torch.cat(self.energies).mean(0)
+    return ((total.square().sum((-2, -1)) - energy) / energy / (images - 1 or torch.nan))[None]
 
 
 def uniform_distance(layer: LayerMaps, cell: tuple[float, float]) -> float:
@@ -120,14 +103,13 @@ def uniform_distance(layer: LayerMaps, cell: tuple[float, float]) -> float:
 
 @dataclass
 class LayerQuantities:
-    """Quantities of a layer's maps, by image and head: (images, K) each.
+    """Quantities of a layer's maps, by image and head: (images, K) each, but positions.
 
     entropies: in nats, over all tokens. distances: in pixels of the input, of what the patches attend to among the
     patches. prefixes: share of attention, of all queries, that goes to the tokens before a transformer's patches.
     These three are not a number where a map has negative entries: see `as_distributions`.
-    correlations: with the previous layer's map, None where that has another shape. positions: see `PositionShares`;
-    the others are those of an image's batch and of the batches before. uniform_entropy, uniform_distance: those of
-    uniform attention over the keys that queries see. entropy, distance, prefix, correlation: (K,), means over images.
+    correlations: with the previous layer's map, None where that has another shape. uniform_entropy, uniform_distance:
+    those of uniform attention over the keys that queries see. positions: (1, K), over all images; see `position_share`.
     """
 
     number: int
@@ -142,10 +124,9 @@ class LayerQuantities:
     positions: Tensor | None = None
 
     images = property(lambda self: len(self.entropies))
-    entropy = property(lambda self: self.entropies.mean(0))
-    distance = property(lambda self: self.distances.mean(0))
-    prefix = property(lambda self: self.prefixes.mean(0))
-    correlation = property(lambda self: None if self.correlations is None else self.correlations.mean(0))
+
+
+PER_IMAGE = ("entropies", "distances", "prefixes", "correlations")
 
 
 def measure(model: nn.Module, batches: Iterable[Tensor], layers: Sequence[int] | None = None) -> list[LayerQuantities]:
@@ -159,7 +140,8 @@ def measure(model: nn.Module, batches: Iterable[Tensor], layers: Sequence[int] |
         ValueError: no batch; a layer that there is not.
     """
     found: defaultdict[int, list[LayerQuantities]] = defaultdict(list)
-    positions: defaultdict[int, PositionShares] = defaultdict(PositionShares)
+    totals: defaultdict[int, Tensor | float] = defaultdict(float)
+    energies: defaultdict[int, Tensor | float] = defaultdict(float)
     for images in batches:
         with torch.inference_mode(), record_attention(model, layers) as maps:
             model(images)
@@ -167,24 +149,28 @@ def measure(model: nn.Module, batches: Iterable[Tensor], layers: Sequence[int] |
         for number, layer in maps.items():
             if layers is None and layer.layout.query_names:
                 continue
-            attn = layer.attn
+            attn = layer.attn.float()
             cell = (images.shape[-2] / layer.feat_size[0], images.shape[-1] / layer.feat_size[1])
             rows = as_distributions(attn)
-            prefixes = rows[..., :layer.num_prefix_tokens].sum(-1).mean(-1)
+            totals[number] += attn.sum(0)
+            energies[number] += attn.square().sum((0, 2, 3))
             same = previous is not None and previous.shape == attn.shape
-            positions[number].add(attn)
             found[number].append(LayerQuantities(
                 number, layer.name, layer.feat_size, _entropy(rows).cpu(),
-                attention_distance(layer.spatial(), cell).cpu(), prefixes.cpu(),
+                attention_distance(layer.spatial(), cell).cpu(),
+                rows[..., :layer.num_prefix_tokens].sum(-1).mean(-1).cpu(),
                 map_correlation(attn, previous).cpu() if same else None, float(np.log(layer.num_keys()).mean()),
                 found[number][0].uniform_distance if found[number] else uniform_distance(layer, cell)))
             previous = attn
     if not found:
         raise ValueError("measure needs at least one batch of images, got none")
-    return [replace(batches[0], positions=positions[number].shares(), **{
-        name: torch.cat([getattr(batch, name) for batch in batches])
-        for name in ("entropies", "distances", "prefixes", "correlations") if getattr(batches[0], name) is not None})
-        for number, batches in found.items()]
+    measured = []
+    for number, parts in found.items():
+        joined = {name: torch.cat([getattr(part, name) for part in parts]) for name in PER_IMAGE
+                  if getattr(parts[0], name) is not None}
+        share = position_share(totals[number], energies[number], len(joined["entropies"])).cpu()
+        measured.append(replace(parts[0], positions=share, **joined))
+    return measured
 
 
 WRITTEN = {  # fields of LayerQuantities: their names in files
@@ -198,7 +184,7 @@ def quantities_csv(measured: dict[str, list[LayerQuantities]]) -> str:
     rows = []
     for model, layers in measured.items():
         for layer in layers:
-            for head, entropy in enumerate(layer.entropy):
+            for head, entropy in enumerate(layer.entropies.mean(0)):
                 row = {"model": model, "layer": layer.number, "name": layer.name,
                        "map": "x".join(map(str, layer.feat_size)), "head": head, "images": layer.images,
                        "entropy_share": f"{entropy / layer.uniform_entropy:.6f}"}
@@ -206,8 +192,9 @@ def quantities_csv(measured: dict[str, list[LayerQuantities]]) -> str:
                     value = getattr(layer, field)
                     if isinstance(value, float):
                         row[name] = f"{value:.6f}"
-                    else:
-                        row[name] = "" if value is None else f"{value[:, head].mean():.6f}"
+                        continue
+                    row[name] = "" if value is None else f"{value[:, head].mean():.6f}"
+                    if field in PER_IMAGE:
                         several = value is not None and len(value) > 1
                         row[f"{name}_std"] = f"{value[:, head].std():.6f}" if several else ""
                 rows.append(row)
@@ -215,8 +202,9 @@ def quantities_csv(measured: dict[str, list[LayerQuantities]]) -> str:
 
 
 def quantities_arrays(measured: dict[str, list[LayerQuantities]]) -> dict[str, np.ndarray]:
-    """Return every image's values, float32 (images, K), under "layer2.entropy_nats" and the other names of WRITTEN, and
-    "layer2.name" and "layer2.feat_size" (H, W); of several models with the model's label and a slash before."""
+    """Return every image's values, float32 (images, K), under "layer2.entropy_nats" and the other names of WRITTEN, the
+    share of position alone (1, K), and "layer2.name" and "layer2.feat_size" (H, W); of several models with the model's
+    label and a slash before."""
     arrays = {}
     for model, layers in measured.items():
         for layer in layers:
@@ -245,18 +233,8 @@ def attention_rollout(maps: AttentionMaps, residual: float = 0.5) -> Tensor:
     for layer in maps.values():
         attn = layer.on_queries_grid().float().mean(1)
         step = (1 - residual) * attn + residual * torch.eye(attn.shape[-1], device=attn.device)
-        if rollout is None:
-            rollout = step
-        else:
-            if layer.feat_size != size:
-                rollout = _resize_rows(rollout, size, layer.feat_size)
-            rollout = step @ rollout
-        size = layer.feat_size
+        if rollout is not None and layer.feat_size != size:
+            cells = rollout.transpose(1, 2).unflatten(2, size)  # (B, T, old H, W): a new cell is the mean of old ones
+            rollout = F.adaptive_avg_pool2d(cells, layer.feat_size).flatten(2).transpose(1, 2)
+        rollout, size = step if rollout is None else step @ rollout, layer.feat_size
     return rollout
-
-
-def _resize_rows(rollout: Tensor, old: tuple[int, int], new: tuple[int, int]) -> Tensor:
-    """Return (B, new N, T) of (B, old N, T): a new cell is the mean of the old ones it covers."""
-    B, N, T = rollout.shape
-    cells = rollout.transpose(1, 2).reshape(B, T, *old)
-    return F.adaptive_avg_pool2d(cells, new).flatten(2).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""Recording attention maps from any transformer, and from convolutional networks with attention.
+"""Record attention maps of any transformer, and of convolutional networks with attention.
 
     with ea_vision.record_attention(model, layers=[16, 17], parts=("attn", "logits")) as maps:
         model(images)
@@ -17,17 +17,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from timm.layers.bottleneck_attn import BottleneckAttn
 from torch import Tensor, nn
 
 from ea_vision.layers import AugmentedConv2d, MapsAttention
 from ea_vision.recorder.interception import (
     Hooks,
-    Take,
+    Interception,
     calls_attention,
     compiled_code_runs_eagerly,
     heads_of,
-    intercepted,
 )
 from ea_vision.recorder.layouts import Image, Layout, layout_finder, learned_queries, prefix_names
 from ea_vision.recorder.maps import PARTS, AttentionMaps, LayerMaps
@@ -36,6 +34,7 @@ __all__ = ["PARTS", "AttentionLayer", "AttentionMaps", "LayerMaps", "prefix_name
            "recordable_layers"]
 
 OURS = (AugmentedConv2d, MapsAttention)
+ALONE = (*OURS, nn.MultiheadAttention)  # what attends itself, whatever is in it
 POSITIONS = re.compile(r"^(?!.*Att).*(Pos|Bias|Rope|Rotary)")  # names of modules that have heads, and do not attend
 
 
@@ -75,7 +74,7 @@ class _Watch:
         self._formed: list[Tensor] = []  # of a differential layer's two maps
 
     def begin(self, *_) -> None:
-        """The layer's forward begins; a recomputation in the backward pass (gradient checkpointing) is not one."""
+        """Begin the layer's forward; a recomputation in the backward pass (gradient checkpointing) is not one."""
         recomputed = torch._C._current_graph_task_id() != -1
         self.current = None if recomputed else LayerMaps(self.layer.number, self.layer.name, self.heads)
         self._formed = []
@@ -83,25 +82,24 @@ class _Watch:
     def place(self, maps: Tensor, layout: Layout | None = None) -> Layout:
         """Say where maps (B, K, queries, keys) lie; None: find it. The layer counts as recorded from now on."""
         try:
-            layout = layout or self._find(tuple(maps.shape))
+            self.current.layout = layout or self._find(tuple(maps.shape))
         except ValueError as error:
             raise ValueError(f"attention layer {self.layer} {error}; choose other layers to record without it"
                              ) from error
-        self.current.layout = layout
         self.maps._begin(self.current)
-        return layout
+        return self.current.layout
 
     def wants(self, *parts: str) -> bool:
-        return self.current is not None and any(part in self.parts for part in parts)
+        return self.current is not None and not set(self.parts).isdisjoint(parts)
 
     def save(self, part: str, maps: Tensor) -> None:
-        """maps: (B, all heads, T, T), or (B, W, all heads, n, n) of windows."""
+        """Keep the chosen heads of maps (B, all heads, T, T), or (B, W, all heads, n, n) of windows."""
         if self.wants(part):
             maps = maps.detach()
             whole = len(self.heads) == maps.shape[-3]
             self.current.save(part, maps.clone() if whole else maps[..., list(self.heads), :, :])
 
-    def take(self, attn: Tensor, logits: Tensor | None) -> None:
+    def take(self, attn: Tensor) -> None:
         """Save what a function formed, (B, K, T, T) or (B*K, T, T), windows as a part of the batch."""
         if self.current is None:
             return
@@ -111,20 +109,17 @@ class _Watch:
         if self.current.recorded():
             raise ValueError(f"attention layer {self.layer} must form one map in a forward, and forms several")
         K = self.num_heads or attn.shape[-3]
-        formed = {"attn": attn} if logits is None else {"attn": attn, "logits": logits, "self_logits": logits}
         if attn.ndim == 3 and attn.shape[0] % K == 0:
-            formed = {part: maps.unflatten(0, (-1, K)) for part, maps in formed.items()}
+            attn = attn.unflatten(0, (-1, K))
         elif attn.ndim == 4 and attn.shape[1] < K == attn.shape[1] * attn.shape[2]:  # groups of one query (Llama's)
-            formed = {part: maps.flatten(1, 2).unsqueeze(2) for part, maps in formed.items()}
-        shape = formed["attn"].shape
-        if len(shape) != 4 or shape[1] != K:
+            attn = attn.flatten(1, 2).unsqueeze(2)
+        if attn.ndim != 4 or attn.shape[1] != K:
             raise ValueError(f"attention layer {self.layer} must form maps of (images, {K} heads, queries, keys), got "
-                             f"{list(shape)}")
+                             f"{list(attn.shape)}")
         if self.num_heads is None and self.heads == (0,):
             self.current.heads = self.heads = tuple(range(K))
-        windows = self.place(formed["attn"]).windows
-        for part, maps in formed.items():
-            self.save(part, maps if windows is None else maps.unflatten(0, (-1, len(windows.tokens))))
+        windows = self.place(attn).windows
+        self.save("attn", attn if windows is None else attn.unflatten(0, (-1, len(windows.tokens))))
 
     def _take_differential(self, attn: Tensor) -> None:
         """Save two maps (B, K, T, T), formed one by one or as (B, 2 K, T, T), and the difference that weighs values."""
@@ -185,8 +180,9 @@ def _lambda_of(module: nn.Module) -> Tensor:
 
 
 def _watch_ours(module: nn.Module, watch: _Watch, hooks: Hooks) -> None:
-    """The layer goes on by its fast path, which hands out the logits (and so their softmax); the parts that only a slow
-    one would have are computed again from queries, keys and the previous logits, as are all parts of a window."""
+    """Follow a layer of ours, which goes on by its fast path and hands out the logits (and so their softmax); compute
+    again, from queries, keys and the previous logits, the parts that only a slow one would have, and all of a window.
+    """
     mixed: list[Tensor] = []  # by a mechanism after the softmax: not computed again, it may have running statistics
     projected: list[Tensor] = []
 
@@ -212,21 +208,17 @@ def _watch_ours(module: nn.Module, watch: _Watch, hooks: Hooks) -> None:
             hooks.after(module, lambda *_: None)  # asks the layer for its logits
 
 
-def _watch_any(module: nn.Module, watch: _Watch, hooks: Hooks, running: list[Take]) -> None:
-    """Any other layer: what softmax and the like form while it runs."""
+def _watch_any(module: nn.Module, watch: _Watch, hooks: Hooks, mode: Interception) -> None:
+    """Follow any other layer: take what softmax and the like form while it runs."""
 
     def begin(*_) -> None:
         watch.begin()
-        running.append(watch.take)
-
-    def on_mixing(_, args, kwargs, output: Tensor) -> None:
-        """Talking heads (timm's CaiT) mix probabilities (B, T, T, K) once more."""
-        watch.save("mixed_attn", output.permute(0, 3, 1, 2))
+        mode.running.append(watch.take)
 
     hooks.before(module, begin)
-    hooks.after(module, lambda *_: running.pop() and None, always=True)
-    if _talks(module):
-        hooks.after(module.proj_w, on_mixing)
+    hooks.after(module, lambda *_: mode.running.pop() and None, always=True)
+    if _talks(module):  # timm's CaiT mixes probabilities (B, T, T, K) once more
+        hooks.after(module.proj_w, lambda _, args, kwargs, output: watch.save("mixed_attn", output.permute(0, 3, 1, 2)))
 
 
 def _talks(module: nn.Module) -> bool:
@@ -235,16 +227,15 @@ def _talks(module: nn.Module) -> bool:
 
 def _parts_of(module: nn.Module) -> tuple[str, ...]:
     """Return the parts that can be recorded of an attention layer."""
-    if isinstance(module, OURS) and module.head_window == 1:
-        evolution = module.evolution
-        if evolution is None:
-            return PARTS[:3]
-        return (*PARTS[:3], *evolution.part_names, *(["prev_logits"] if evolution.reads_previous else []))
-    if isinstance(module, BottleneckAttn):
-        return PARTS[:3]
+    if isinstance(module, OURS):
+        if module.head_window > 1:
+            return ("attn",)
+        own, evolution = ("attn", "logits", "self_logits"), module.evolution
+        return own if evolution is None else (
+            *own, *evolution.part_names, *["prev_logits"] * evolution.reads_previous)
     if _is_differential(module):
         return ("attn", "first_attn", "second_attn")
-    return ("attn", "mixed_attn") if _talks(module) and not isinstance(module, OURS) else PARTS[:1]
+    return ("attn", "mixed_attn") if _talks(module) else ("attn",)
 
 
 def _is_differential(module: nn.Module) -> bool:
@@ -255,7 +246,7 @@ def _is_differential(module: nn.Module) -> bool:
 def _is_attention(module: nn.Module) -> bool:
     """Return whether a module says how many heads it has, or calls torch's attention; not other differences of maps
     than timm's, nor pooling of unknown packages."""
-    if isinstance(module, (*OURS, nn.MultiheadAttention)):
+    if isinstance(module, ALONE):
         return True
     name = type(module).__name__
     foreign_pool = "AttentionPool" in name and not type(module).__module__.startswith("timm.layers.")
@@ -277,7 +268,7 @@ def _find(model: nn.Module) -> Found:
     """Return the innermost modules that attend, in the order in which they stand in the network."""
     found: Found = []
     for name, module in model.named_modules():
-        inner = () if isinstance(module, (*OURS, nn.MultiheadAttention)) else list(module.modules())[1:]
+        inner = () if isinstance(module, ALONE) else list(module.modules())[1:]
         if _is_attention(module) and not any(map(_is_attention, inner)):
             found.append((AttentionLayer(
                 len(found) + 1, name.replace("_orig_mod.", ""), heads_of(module) or 1, _parts_of(module),
@@ -313,13 +304,10 @@ def _chosen(model: nn.Module, layers: Sequence[int | str] | None, heads: Sequenc
         outside = [head for head in heads if not 0 <= head < layer.num_heads]
         if outside or not heads:
             raise ValueError(f"heads of layer {layer} are 0 to {layer.num_heads - 1}; got {outside or 'none'}")
-    known = {part for layer, _ in found for part in layer.parts}
-    if not parts or not known.union(PARTS).issuperset(parts):
-        raise ValueError(f"parts must be some of {', '.join(dict.fromkeys([*PARTS, *sorted(known)]))}, got {parts}")
-    for part in parts:
-        if not any(part in layer.parts for layer, _ in chosen):
-            raise ValueError(f"none of the chosen layers has {part!r}: "
-                             + "; ".join(f"{layer} has {', '.join(layer.parts)}" for layer, _ in chosen))
+    lacking = [part for part in parts if not any(part in layer.parts for layer, _ in chosen)]
+    if lacking or not parts:
+        raise ValueError(f"parts must be some of those of the chosen layers, got {lacking or 'none'}: "
+                         + "; ".join(f"{layer} has {', '.join(layer.parts)}" for layer, _ in chosen))
     return chosen
 
 
@@ -349,8 +337,9 @@ def record_attention(
             ours, timm's, torchvision's, transformers'; DistributedDataParallel and torch.compile may wrap it.
         layers: numbers counted from 1, or module names, one or several; None is all.
         heads: counted from 0, one or several; None is all.
-        parts: one or some of "attn", "logits", "self_logits", "conv_logits", "prev_logits"; see `LayerMaps`. A layer
-            without evolution has neither conv_logits nor prev_logits, and its self_logits are its logits.
+        parts: one or some of "attn" and, of layers of ours, "logits", "self_logits", "conv_logits", "prev_logits"; see
+            `LayerMaps`. A layer without evolution has neither conv_logits nor prev_logits, and its self_logits are its
+            logits.
 
     Yields:
         AttentionMaps: `maps[16]` or `maps["layer3.0.conv2"]` is a `LayerMaps`.
@@ -358,15 +347,14 @@ def record_attention(
     Raises:
         ValueError: a part, layer or head that there is not, or a model without attention layers; during a forward, a
             layer whose maps are not of tokens over the image.
-        RuntimeError: the block ended and none of the chosen layers had formed a map; or it ended before a block that
-            began after it, or in another thread.
+        RuntimeError: the block ended and none of the chosen layers had formed a map.
     """
     model, parts, heads = _unwrap(model), _several(parts), _several(heads)
     chosen = _chosen(model, _several(layers), heads, parts)
     maps, ran = AttentionMaps(), []
     with ExitStack() as stack:
         stack.enter_context(compiled_code_runs_eagerly())
-        running, hooks = stack.enter_context(intercepted()), Hooks(stack)
+        mode, hooks = stack.enter_context(Interception()), Hooks(stack)
         image = Image(model, hooks)
         hooks.before(model, maps._call_begins)
         hooks.after(model, maps._call_ends, always=True)
@@ -376,7 +364,7 @@ def record_attention(
             if isinstance(module, OURS):
                 _watch_ours(module, watch, hooks)
             else:
-                _watch_any(module, watch, hooks, running)
+                _watch_any(module, watch, hooks, mode)
         yield maps
     if not maps:
         names = ", ".join(str(layer) for layer, _ in chosen)

@@ -137,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     output, explorers = check_output(Path(options.output), options.suffixes), make_explorers(options)
     paths = find_images(options.images)
-    pictures = [read_image(path, path, exif_rotation=options.exif_rotation) for path in paths]
+    pictures = [read_image(path) for path in paths]
     shown, entries = make_entries(explorers, pictures, names_of(paths), options.max_mb, options.layers is not None)
     if shown is not explorers:
         layers = "; ".join(f"{model.label}: {', '.join(str(layer.number) for layer in chosen)}"

@@ -41,7 +41,6 @@ from ea_vision.recorder.loading import (
     load_model,
     parse_layers,
     parse_queries,
-    parse_size,
     parse_targets,
 )
 from ea_vision.recorder.recording import AttentionLayer
@@ -75,7 +74,7 @@ def make_parser(description: str, examples: str, *, output: str, layers: str | N
     parser.add_argument("--model", action="append", metavar="NAME|RUN[,..]",
                         help=f"{WEIGHTS_HELP}; several separated by commas or each with its own --model (default: "
                              f"{DEMO})")
-    add_options(parser, "--random", "--img-size", "--device", "--exif-rotation")
+    add_options(parser, "--random", "--img-size", "--device")
     parser.add_argument("--layers", default=layers, metavar="1,2|3-5|all",
                         help="attention layers, counted from 1 in forward order, or their module names (default: "
                              f"{layers or 'all, or of many some over the depth of the network'})")
@@ -164,7 +163,7 @@ def targets_of(options: argparse.Namespace) -> list[str]:
 def load_models(options: argparse.Namespace, targets: Sequence[str]) -> list[LoadedModel]:
     """Load `targets` as the options say; an image that does not exist is found out first."""
     find_images(options.images)
-    size, device = parse_size(options.img_size), choose_device(options.device)
+    size, device = options.img_size, choose_device(options.device)
     return as_models([load_model(target, random=options.random, img_size=size, device=device) for target in targets])
 
 

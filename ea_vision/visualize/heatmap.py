@@ -154,7 +154,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     output = check_output(Path(options.output), options.suffixes)
     if options.queries:
         only(options.queries, "query")
-    pictures = [read_image(path, exif_rotation=options.exif_rotation) for path in paths]
+    pictures = [read_image(path) for path in paths]
     save(_draw_images(asked, pictures, names_of(paths)), output, options.dpi)
     print("written:", output, *([save_maps(asked.recordings, output, names_of(paths))] if options.npz else []))
     return 0

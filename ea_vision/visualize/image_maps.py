@@ -8,14 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import timm
 import torch
 from torch import Tensor, nn
 
 import ea_vision
 from ea_vision.base.errors import UsageError
 from ea_vision.recorder.inputs import ImageSource, as_image, as_input
-from ea_vision.recorder.loading import LoadedModel, input_size, known_classes, load_model
+from ea_vision.recorder.loading import LoadedModel, as_loaded, load_model
 from ea_vision.recorder.recording import AttentionLayer, AttentionMaps, LayerMaps
 
 MEAN = "mean"
@@ -80,9 +79,8 @@ def as_model(model: nn.Module | LoadedModel | str) -> LoadedModel:
         return load_model(model)
     if isinstance(model, LoadedModel):
         return model
-    config = timm.data.resolve_model_data_config(model)
     label = (getattr(model, "pretrained_cfg", None) or {}).get("architecture") or type(model).__name__
-    return LoadedModel(model, label, input_size(model, config), config, classes=known_classes(model))
+    return as_loaded(model, label)
 
 
 def title_of(model: LoadedModel) -> str:

@@ -156,7 +156,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     table = check_output(Path(options.csv), (".csv",)) if options.csv else None
     asked = Asked.by_options(options)
     measured = _measured(asked, find_images(options.images)[:options.limit], options.batch_size,
-                         lambda path: read_image(path, exif_rotation=options.exif_rotation))
+                         read_image)
     figure = draw_statistics(measured, width=options.width)
     save(figure, output, options.dpi)
     if table:

@@ -97,9 +97,9 @@ def each_figure(options: argparse.Namespace, asked: Asked, draw: Callable[[Asked
     images = find_images(options.images)
     outputs = name_outputs(check_output(Path(options.output), options.suffixes), images)
     for path in images:  # a broken one ends the command before the first picture
-        read_image(path, exif_rotation=options.exif_rotation)
+        read_image(path)
     for path, output in zip(tqdm(images, unit="image", disable=len(images) == 1 or None), outputs, strict=True):
-        write(draw(asked, read_image(path, exif_rotation=options.exif_rotation)), output, options.dpi)
+        write(draw(asked, read_image(path)), output, options.dpi)
         if options.npz:
             save_maps(asked.recordings, output)
     print("written:", *outputs, *([output.with_suffix(".npz") for output in outputs] if options.npz else []))

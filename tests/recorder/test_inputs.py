@@ -1,6 +1,4 @@
 """Images as people have them are read alike by the figures, predict and the page."""
-import io
-
 import numpy as np
 import pytest
 import torch
@@ -13,16 +11,6 @@ from ea_vision.recorder.loading import load_model
 
 def photo(size=(80, 60)):
     return Image.fromarray(np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8))
-
-
-def test_images_are_turned_where_that_is_asked_for_and_their_size_is_limited(tmp_path):
-    exif = Image.Exif()
-    exif[0x0112] = 6  # taken with the camera on its side
-    photo().save(tmp_path / "turned.jpg", exif=exif)
-    assert read_image(str(tmp_path / "turned.jpg"), exif_rotation=True).size == (60, 80)
-    assert read_image(str(tmp_path / "turned.jpg")).size == (80, 60), "as the trainers see it"
-    with pytest.raises(UsageError, match="turned.jpg must have at most 0.001 megapixels, got 80x60"):
-        read_image(str(tmp_path / "turned.jpg"), max_pixels=1000)
 
 
 def test_images_of_files_folders_and_digits(tmp_path):
@@ -43,8 +31,7 @@ def test_images_of_files_folders_and_digits(tmp_path):
         read_image(str(tmp_path / "cut.png"))
     (tmp_path / "empty").mkdir()
     empty = [str(tmp_path / "empty")]
-    for wrong, message in (["nowhere.png"], "does not exist"), (empty, "has no image"), ([], "got none"), (
-            ["http://example.org/cat.jpg"], "is an address"):
+    for wrong, message in (["nowhere.png"], "does not exist"), (empty, "has no image"), ([], "got none"):
         with pytest.raises(UsageError, match=message):
             find_images(wrong)
 
@@ -66,7 +53,7 @@ def halves(mode, left, right):
 def test_transparent_pixels_are_white(tmp_path, mode, clear, opaque, left, right):
     image = halves(mode, clear, opaque)
     image.save(tmp_path / "clear.png")
-    sources = [image, str(tmp_path / "clear.png"), (tmp_path / "clear.png").read_bytes()]
+    sources = [image, tmp_path / "clear.png"]
     for source in [*sources, np.asarray(image)] if mode == "RGBA" else sources:
         read = np.asarray(read_image(source))
         assert (read[:, :4] == left).all() and (read[:, 4:] == right).all()
@@ -76,8 +63,7 @@ def test_16_bits_keep_the_upper_8(tmp_path):
     values = np.arange(0, 65536, 257, dtype=np.uint16).reshape(16, 16)
     Image.fromarray(values).save(tmp_path / "deep.png")
     expected = (values >> 8).astype(np.uint8)
-    for source in str(tmp_path / "deep.png"), values, np.repeat(values[:, :, None], 3, axis=2):
-        assert np.array_equal(np.asarray(read_image(source))[:, :, 0], expected)
+    assert np.array_equal(np.asarray(read_image(tmp_path / "deep.png"))[:, :, 0], expected)
 
 
 def test_arrays_files_bytes_and_pil_images_are_one_image(tmp_path):
@@ -88,8 +74,7 @@ def test_arrays_files_bytes_and_pil_images_are_one_image(tmp_path):
     array = np.asarray(image)
     expected = model.prepare(image)
     for source in (image, array, array.astype(np.float32) / 255, array.astype(np.float64) / 255, str(path), path,
-                   path.read_bytes(), io.BytesIO(path.read_bytes()), np.concatenate(
-                       [array, np.full((*array.shape[:2], 1), 255, np.uint8)], axis=2)):
+                   np.concatenate([array, np.full((*array.shape[:2], 1), 255, np.uint8)], axis=2)):
         assert torch.equal(as_input(model, source), expected)
     grey = np.asarray(image.convert("L"))
     assert torch.equal(as_input(model, grey), as_input(model, grey[:, :, None]))
@@ -97,13 +82,11 @@ def test_arrays_files_bytes_and_pil_images_are_one_image(tmp_path):
 
 
 @pytest.mark.parametrize("source,message", [
-    ("https://example.org/cat.jpg", "https://example.org/cat.jpg is an address: download it first"),
-    ("FILE:///cat.jpg", "is an address"), ("nowhere.png", "image nowhere.png does not exist"),
-    (".", "one image file is required, and . is a folder"), (b"text", "is not an image that can be read"),
-    (3, r"got int"), (np.zeros((3, 8, 9), np.uint8), r"got \(3, 8, 9\): turn channels last"),
-    (np.zeros((0, 8, 3), np.uint8), r"got \(0, 8, 3\)"), (np.zeros((8, 8, 2), np.uint8), r"got \(8, 8, 2\)"),
-    (np.full((8, 8, 3), 2.0), "floating point in 0..1, got float64 from 2.0 to 2.0"),
-    (np.full((8, 8, 3), np.nan), "got float64 from nan"), (np.zeros((8, 8, 3), np.int64), "got int64")])
+    ("https://example.org/cat.jpg", "image https://example.org/cat.jpg does not exist .*download first"),
+    (".", "one image file is required, and . is a folder"), (b"text", r"got bytes"),
+    (np.zeros((3, 8, 9), np.uint8), r"got \(3, 8, 9\)"), (np.zeros((0, 8, 3), np.uint8), r"got \(0, 8, 3\)"),
+    (np.full((8, 8, 3), 2.0), "0..1 .* got torch.float64 from 2 to 2"), (np.full((8, 8, 3), np.nan), "from nan"),
+    (np.zeros((8, 8, 3), np.uint16), "got torch.uint16")])
 def test_what_is_no_image_is_refused_with_one_line(source, message):
     with pytest.raises(UsageError, match=message) as error:
         read_image(source)
@@ -121,4 +104,4 @@ def test_predict_takes_the_same_images(tmp_path):
     found = list(predict(model, given, batch_size=2))
     assert [one["image"] for one in found] == [str(path), str(path), "image 3", given[3], "image 5", "image 6"]
     assert found[0]["classes"] == found[1]["classes"] == found[2]["classes"] == found[4]["classes"] != []
-    assert "is an address" in found[3]["error"] and "an image array must have" in found[5]["error"]
+    assert "does not exist" in found[3]["error"] and "an image array must have" in found[5]["error"]

@@ -113,7 +113,7 @@ def test_references_are_those_of_uniform_attention_also_in_windows(name):
             for a in pixels]
     assert layer.uniform_distance == pytest.approx(sum(sum(row) / len(row) for row in seen) / (H * W))
     assert layer.uniform_entropy == pytest.approx(sum(math.log(len(row) + prefix) for row in seen) / (H * W))
-    assert layer.prefix.tolist() == pytest.approx([prefix / (H * W + prefix)] * len(layer.prefix), rel=1e-5)
+    assert layer.prefixes.flatten().tolist() == pytest.approx([prefix / (H * W + prefix)] * heads, rel=1e-5)
 
 
 def test_correlation_of_a_map_with_itself_and_its_opposite():
@@ -153,12 +153,12 @@ def test_measure_does_not_depend_on_the_batches():
         model(images)
     for a, b in zip(whole, parts, strict=True):
         assert a.images == b.images == 6 and a.number == b.number
-        torch.testing.assert_close(a.entropy, b.entropy)
-        torch.testing.assert_close(a.distance, b.distance)
-        torch.testing.assert_close(a.entropy, attention_entropy(maps[a.number].attn).mean(0))
-        assert (a.correlation is None) == (a.number in (1, 4))
-        if a.correlation is not None:
-            torch.testing.assert_close(a.correlation, b.correlation, equal_nan=True)
+        for field in ("entropies", "distances", "prefixes", "correlations", "positions"):
+            one, other = getattr(a, field), getattr(b, field)
+            assert (one is None) == (field == "correlations" and a.number in (1, 4))
+            if one is not None:
+                torch.testing.assert_close(one, other, equal_nan=True)
+        torch.testing.assert_close(a.entropies, attention_entropy(maps[a.number].attn))
     with pytest.raises(ValueError, match="at least one batch"):
         measure(model, [])
 
@@ -168,4 +168,4 @@ def test_measure_does_not_depend_on_the_batches():
         attention_entropy(maps[2].attn).std(0)[1].item(), abs=1e-5)
     arrays = quantities_arrays({"a": whole})
     assert arrays["layer2.distance_pixels"].shape == (6, 4) and "layer1.correlation_with_previous" not in arrays
-    assert float(rows[5]["entropy_nats"]) == pytest.approx(whole[1].entropy[1].item(), abs=1e-5)
+    assert float(rows[5]["entropy_nats"]) == pytest.approx(whole[1].entropies[:, 1].mean().item(), abs=1e-5)

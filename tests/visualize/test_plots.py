@@ -10,7 +10,7 @@ from PIL import Image
 
 import ea_vision
 from ea_vision.recorder.loading import load_model
-from ea_vision.recorder.quantities import PositionShares
+from ea_vision.recorder.quantities import position_share
 from ea_vision.visualize import (
     plot_frames,
     plot_heatmap,
@@ -108,27 +108,19 @@ def test_statistics_in_numbers(model):
     with torch.no_grad(), ea_vision.record_attention(model.eval()) as maps:
         model(normalised(model, torch.stack(images)))
     for layer in maps.values():
-        shares = PositionShares()
-        shares.add(layer.attn)
+        energy = layer.attn.square().sum((0, 2, 3))
         entropy = torch.special.entr(layer.attn).sum(-1).mean() / np.log(layer.attn.shape[-1])
         assert drawn["entropy / log N"][layer.number] == pytest.approx(entropy.item(), rel=1e-4)
-        assert drawn["share of position alone"][layer.number] == pytest.approx(shares.shares().mean().item(), rel=1e-4)
+        share = position_share(layer.attn.sum(0), energy, 3).mean().item()
+        assert drawn["share of position alone"][layer.number] == pytest.approx(share, rel=1e-4)
     assert "mean over 3 images" in as_text(figure)
 
 
-@pytest.mark.parametrize("sizes", [(5,), (4, 1), (1, 4), (1, 1, 3)])
-def test_share_of_position_over_batches(sizes):
-    """No image is left out, whatever the batches: each is compared with its batch and the ones before, the first with
-    the second batch where it is alone."""
+def test_share_of_position_is_the_mean_product_of_two_images_maps():
     torch.manual_seed(0)
-    maps, shares, start = torch.rand(5, 2, 9, 9), PositionShares(), 0
-    for size in sizes:
-        shares.add(maps[start:start + size])
-        start += size
-    energy = maps.square().sum((2, 3)).mean(0)
-    ends = np.cumsum(sizes)
-    for image in range(5):
-        end = ends[1] if image == 0 and sizes[0] == 1 else ends[ends > image][0]
-        others = [other for other in range(end) if other != image]
-        products = torch.stack([(maps[image] * maps[other]).sum((1, 2)) for other in others]).mean(0)
-        torch.testing.assert_close(shares.shares()[image], products / energy)
+    maps = torch.rand(5, 2, 9, 9)
+    energies = maps.square().sum((2, 3))
+    share = position_share(maps.sum(0), energies.sum(0), 5)
+    products = torch.stack([(maps[i] * maps[j]).sum((1, 2)) for i in range(5) for j in range(5) if i != j]).mean(0)
+    torch.testing.assert_close(share[0], products / energies.mean(0))
+    assert position_share(maps[0], energies[0], 1).isnan().all()
