@@ -18,7 +18,7 @@ from ea_vision.base.errors import UsageError
 from ea_vision.base.figures import PAGE, check_width, color_cycle
 from ea_vision.base.files import atomic_write, write_npz
 from ea_vision.base.print import legend_below, new_figure, points, print_style, small_ticks, wrapped
-from ea_vision.recorder.inputs import ImageSource, as_input, find_images, read_image
+from ea_vision.recorder.inputs import ImageSource, as_input, find_images
 from ea_vision.recorder.loading import positive
 from ea_vision.recorder.quantities import LayerQuantities, measure, quantities_arrays, quantities_csv
 from ea_vision.visualize.figure_options import Asked, Layers, Models, make_parser
@@ -47,13 +47,14 @@ def plot_statistics(models: Models, images: ImageSource | Tensor | Sequence[Imag
 
 
 def _measured(asked: Asked, images: Sequence[ImageSource | Tensor], batch_size: int = 16,
-              read: Callable | None = None) -> dict[str, list[LayerQuantities]]:
-    """Return quantities by title of the model. `read`: makes of paths what `as_input` takes, with a progress bar."""
+              progress: bool = False) -> dict[str, list[LayerQuantities]]:
+    """Return quantities by title of the model, with a progress bar where it is asked for."""
     measured = {}
     for model, numbers in zip(asked.models, asked.numbers, strict=True):
-        starts = tqdm(range(0, len(images), batch_size), unit="batch", desc=model.label, disable=None if read else True)
-        batches = (torch.stack([as_input(model, read(image) if read else image)
-                                for image in images[first:first + batch_size]]) for first in starts)
+        starts = tqdm(range(0, len(images), batch_size), unit="batch", desc=model.label,
+                      disable=None if progress else True)
+        batches = (torch.stack([as_input(model, image) for image in images[first:first + batch_size]])
+                   for first in starts)
         device = next(model.model.parameters()).device
         with evaluating(model.model):
             measured[title_of(model)] = measure(
@@ -155,8 +156,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     output = check_output(Path(options.output), options.suffixes)
     table = check_output(Path(options.csv), (".csv",)) if options.csv else None
     asked = Asked.by_options(options)
-    measured = _measured(asked, find_images(options.images)[:options.limit], options.batch_size,
-                         read_image)
+    measured = _measured(asked, find_images(options.images)[:options.limit], options.batch_size, True)
     figure = draw_statistics(measured, width=options.width)
     save(figure, output, options.dpi)
     if table:
