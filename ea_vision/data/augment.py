@@ -49,36 +49,21 @@ class Augmentation:
         Returns:
             float32 (B, C, H, W).
         """
-        height, width = images.shape[-2:]
+        (B, _, height, width), pad = images.shape, self.crop_padding
         top, left, flip, cut_y, cut_x = draws.unbind(1)
-        rows = torch.arange(height, device=images.device)
-        columns = torch.arange(width, device=images.device)
-        flips = self.flip != "off"
-        if self.crop_padding or flips:
-            pad = self.crop_padding
-            take_rows = rows + top[:, None]  # (B, H)
-            take_columns = columns.expand(len(images), width)
-            if flips:
-                take_columns = torch.where(flip[:, None].bool(), width - 1 - take_columns, take_columns)
-            take_columns = take_columns + left[:, None]  # (B, W)
+        if pad:
             mode = {"zeros": "constant", "reflect": "reflect"}[self.padding_mode]
-            padded = F.pad(images, [pad], padding_mode=mode).flatten(2)  # (B, C, (H + 2 pad)(W + 2 pad))
-            index = take_rows[:, :, None] * (width + 2 * pad) + take_columns[:, None, :]  # (B, H, W)
-            index = index.flatten(1)[:, None].expand(-1, images.shape[1], -1)  # (B, C, H W)
-            images = padded.gather(2, index).view_as(images)
+            windows = F.pad(images, [pad], padding_mode=mode).unfold(2, height, 1).unfold(3, width, 1)
+            images = windows[torch.arange(B, device=images.device), :, top, left]  # of (B, C, 2p + 1, 2p + 1, H, W)
+        if self.flip != "off":
+            images = torch.where(flip.bool().view(-1, 1, 1, 1), images.flip(-1), images)
         result = normalize(images, mean, std)
-        if self.cutout:
-            # The square [centre - side // 2, centre - side // 2 + side), which the border may cut.
-            in_rows = _within(rows, cut_y - self.cutout // 2, self.cutout)
-            in_columns = _within(columns, cut_x - self.cutout // 2, self.cutout)
-            result.masked_fill_((in_rows[:, :, None] & in_columns[:, None, :])[:, None], 0.0)
+        if self.cutout:  # the square [centre - side // 2, centre - side // 2 + side), which the border may cut
+            rows, columns = (torch.arange(size, device=images.device) - centre[:, None] + self.cutout // 2
+                             for size, centre in ((height, cut_y), (width, cut_x)))  # (B, H), (B, W)
+            rows, columns = ((0 <= place) & (place < self.cutout) for place in (rows, columns))
+            result.masked_fill_((rows[:, :, None] & columns[:, None, :])[:, None], 0.0)
         return result
-
-
-def _within(positions: torch.Tensor, start: torch.Tensor, length: int) -> torch.Tensor:
-    """Return (B, L) booleans: position l lies in [start_b, start_b + length)."""
-    offset = positions - start[:, None]
-    return (offset >= 0) & (offset < length)
 
 
 def normalize(images: torch.Tensor, mean: torch.Tensor, std: torch.Tensor) -> torch.Tensor:

@@ -250,9 +250,7 @@ def create_detector(backbone: str = "aa_resnet50", num_classes: int = 90, img_si
             (anchors in OCTAVE_SCALES, f"anchors must be 6 or 9, got {anchors!r}"),
             (box_loss in BOX_LOSSES, f"box_loss must be one of {', '.join(BOX_LOSSES)}, got {box_loss!r}"),
             (head_norm in (None, "none", "batch"), f"head_norm must be 'batch' or None, got {head_norm!r}"),
-            (img_size >= 32 and not img_size % 32, f"img_size must be a multiple of 32 pixels, got {img_size!r}"),
-            (min(num_classes, fpn_channels) > 0 <= head_convs, "at least 1 class and channel and 0 convolutions are "
-             f"required, got num_classes {num_classes}, fpn_channels {fpn_channels}, head_convs {head_convs}")):
+            (img_size >= 32 and not img_size % 32, f"img_size must be a multiple of 32 pixels, got {img_size!r}")):
         if not right:
             raise ValueError(required)
     norm = head_norm == "batch"

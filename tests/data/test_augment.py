@@ -41,21 +41,6 @@ def test_batches_equal_single_images(augmentation):
         torch.testing.assert_close(result, plainly(image, draw, augmentation), atol=1e-6, rtol=0)
 
 
-def test_paddings_of_a_numbered_image():
-    """Rows 0 1 2 / 3 4 5 / 6 7 8, cut out at the upper left corner of what two pixels of padding make of them."""
-    image = torch.arange(9, dtype=torch.uint8).view(1, 1, 3, 3)
-    draw = torch.tensor([[0, 0, 0, 0, 0]])
-    mean, std = torch.zeros(1), torch.full((1,), 1 / 255)
-    for mode, wanted in (("reflect", [[8, 7, 6], [5, 4, 3], [2, 1, 0]]), ("zeros", [[0, 0, 0], [0, 0, 0], [0, 0, 0]])):
-        result = Augmentation(flip="on", crop_padding=2, padding_mode=mode).apply(image, draw, mean, std)
-        assert result[0, 0].tolist() == wanted
-    lower_right = torch.tensor([[4, 4, 1, 0, 0]])  # cut out, then mirrored
-    result = Augmentation(flip="on", crop_padding=2, padding_mode="zeros").apply(image, lower_right, mean, std)
-    assert result[0, 0].tolist() == [[0, 0, 8], [0, 0, 0], [0, 0, 0]]
-    result = Augmentation(flip="on", crop_padding=2, padding_mode="reflect").apply(image, lower_right, mean, std)
-    assert result[0, 0].tolist() == [[6, 7, 8], [3, 4, 5], [0, 1, 2]]
-
-
 def test_alternating_flips_are_by_chance_at_first_and_turn_with_every_epoch():
     augmentation = Augmentation(flip="alternate")
     first = augmentation.alternating_flips(10_000, 0, seed=3)

@@ -52,14 +52,8 @@ def test_every_weight_learns_though_one_image_has_no_box(backbone, kwargs):
     sum(losses.values()).backward()
     without = [name for name, p in detector.named_parameters() if p.grad is None]
     assert not without
-
-
-def test_images_without_boxes_alone_train():
-    detector = small_detector()
-    losses = detector([torch.rand(3, 64, 64)], [boxes()])
-    sum(losses.values()).backward()
-    assert losses["bbox_regression"] == 0 and losses["classification"] > 0
-    assert detector.head.regression_head.bbox_reg.weight.grad.abs().max() == 0
+    losses = detector(torch.rand(2, 3, 64, 64), [boxes(), boxes()])
+    assert losses["bbox_regression"] == 0 and losses["classification"] > 0, "images without boxes alone train, too"
 
 
 @torch.no_grad()
@@ -73,29 +67,6 @@ def test_a_detection_does_not_depend_on_the_other_images():
     assert torch.equal(alone["labels"], together["labels"])
     torch.testing.assert_close(alone["scores"], together["scores"])
     torch.testing.assert_close(alone["boxes"], together["boxes"])
-
-
-@pytest.mark.slow
-def test_it_learns_the_boxes_of_one_image():
-    detector = small_detector("resnet18", head_norm="batch")
-    images, targets = torch.rand(2, 3, 64, 64), [boxes((4, 4, 40, 44)), boxes((10, 20, 60, 60), (0, 0, 30, 30))]
-    optimizer = torch.optim.AdamW(detector.parameters(), 2e-3)
-    first = last = None
-    for _ in range(40):
-        loss = sum(detector(images, targets).values())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        first, last = first or loss.item(), loss.item()
-    assert last < first / 5
-    detector.backbone.train()  # the batch's own statistics: the running ones lag behind 40 steps
-    detector.head.train()
-    detector.transform.eval()
-    detector.training = False
-    with torch.no_grad():
-        found = detector(images)[0]
-    best = found["boxes"][found["labels"] == 0][0]
-    assert (best - targets[0]["boxes"][0]).abs().max() < 8
 
 
 def test_anchors_are_exact_in_bfloat16():
@@ -137,7 +108,6 @@ def test_frozen_norms_do_not_move():
     ({"box_loss": "giou"}, "box_loss must be .*, got 'giou'"),
     ({"head_norm": "layer"}, "head_norm must be 'batch' or None, got 'layer'"),
     ({"img_size": 100}, "a multiple of 32 pixels, got 100"),
-    ({"num_classes": 0}, "num_classes 0"),
     ({"backbone": "vit_tiny_patch16_224", "img_size": 224}, "strides 8, 16, 32 are required, got 16, 16, 16"),
 ])
 def test_errors_name_what_was_required_and_what_was_received(kwargs, message):
