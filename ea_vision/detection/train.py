@@ -46,7 +46,6 @@ from ea_vision.engine.config import (
 from ea_vision.engine.data_module import DataModule
 from ea_vision.engine.evaluate import autocast
 from ea_vision.engine.train import Trainer
-from ea_vision.engine.train_imagenet import same_place
 
 DESCRIPTION = __doc__
 EXAMPLES = """\
@@ -196,13 +195,9 @@ class CocoDetection(DataModule):
         return kind(source, transform=transform, batch_size=batch_size, img_size=config.img_size,
                     workers=config.workers, seed=config.seed, bad_images=self.bad_images, **keywords)
 
-    def trained_on(self, about: dict[str, Any]) -> bool:
-        return same_place(about.get("train_data"), str(self.test.json))
-
-    def check(self) -> None:
-        if self.same_images and not self.config.eval_on_train:
-            raise UsageError("the training images are those to evaluate on: give others, or --eval-on-train, which "
-                             "calls no result a precision")
+    def check(self) -> None:  # one category is enough
+        if self.same_images:
+            raise UsageError("the training images are those to evaluate on: give others")
 
     def loader_keywords(self, model: Detector) -> dict[str, Any]:
         """Return the loaders' keywords; mean and std are for config.yaml alone, the detector normalises by itself."""

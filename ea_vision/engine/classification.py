@@ -44,11 +44,6 @@ class ClassificationConfig(TrainConfig):
     distillation_tau: float = option(1.0, "temperature of soft distillation", LOSS, above=0.0, goes_with="teacher")
     mixup: float = option(0.0, "alpha of mixup; 0: off", AUGMENT)
     cutmix: float = option(0.0, "alpha of cutmix; 0: off", AUGMENT)
-    mixup_prob: float = option(1.0, "probability that a batch is mixed", AUGMENT, maximum=1.0)
-    mixup_switch_prob: float = option(0.5, "probability of cutmix in place of mixup, where both are on", AUGMENT,
-                                      maximum=1.0)
-    mixup_mode: str = option("batch", "what one strength of mixing is drawn for", AUGMENT,
-                             choices=("batch", "pair", "elem"))
     mixup_off_epoch: int = option(0, "epoch, counted from 0, from which on mixup and cutmix are off; 0: never", AUGMENT)
     reprob: float = option(0.0, "random erasing: probability that an image has a rectangle replaced", AUGMENT,
                            maximum=1.0)
@@ -123,9 +118,8 @@ class ClassificationTrainer(Trainer):
         config = self.config
         self.cuda_graphs, self.teacher, self.mix, self.erase = config.cuda_graphs, None, None, None
         if config.mixes:
-            self.mix = Mixup(config.mixup, config.cutmix, prob=config.mixup_prob,
-                             switch_prob=config.mixup_switch_prob, mode=config.mixup_mode,
-                             label_smoothing=config.smoothing, num_classes=len(data.classes))
+            self.mix = Mixup(config.mixup, config.cutmix, label_smoothing=config.smoothing,
+                             num_classes=len(data.classes))
         if config.reprob:
             self.erase = RandomErasing(config.reprob, mode=config.remode, device=self.world.device)
         self.loss_of = (BinaryCrossEntropy(config.smoothing, config.bce_target_thresh or None) if config.bce_loss else

@@ -19,9 +19,9 @@ import torch
 from timm.utils import random_seed
 from torch import nn
 
-from ea_vision.base.errors import UsageError, near_matches
+from ea_vision.base.errors import UsageError
 from ea_vision.base.files import check_writable, write_json
-from ea_vision.base.networks import check_model_name, create_classifier, lay_out
+from ea_vision.base.networks import check_model_name, lay_out
 from ea_vision.base.processes import World, join_world
 from ea_vision.base.provenance import hardware, provenance
 from ea_vision.base.units import duration
@@ -31,7 +31,7 @@ from ea_vision.engine.data_module import DataModule
 from ea_vision.engine.preflight import preflight
 from ea_vision.engine.signals import StopRequest
 from ea_vision.engine.train import Trainer
-from ea_vision.engine.watch import FirstImages, MapsWatch
+from ea_vision.engine.watch import MapsWatch
 
 log = logging.getLogger(__name__)
 # Options that may differ from node to node: where things lie, and how many hands a node has.
@@ -76,8 +76,6 @@ def train(module: type[DataModule], config: TrainConfig) -> None:
         RunError: the run had to stop.
     """
     check_model_name(config.model)
-    if module.trainer.watches:  # a classifier's
-        check_keywords(config)
     folder = Path(config.output or module.default_output(config))
     with join_world(config.device, config.dist_timeout) as world, StopRequest() as stop:
         log_to_stdout(world.rank)
@@ -112,21 +110,22 @@ def put_together(data: DataModule, folder: Path, stop: StopRequest) -> tuple[Tra
     random_seed(config.seed)
     model, kwargs = data.create_model()
     model.to(world.device)
-    freeze(model, [name for name in config.freeze.split(",") if name], getattr(config, "linear_probe", False))
+    if getattr(config, "linear_probe", False):
+        model.requires_grad_(False)
+        model.get_classifier().requires_grad_(True)
     if config.grad_checkpointing:
         enable_checkpointing(model, config.model)
     keywords = data.loader_keywords(model)
     random_seed(config.seed + 1, world.rank)  # dropout must differ between processes
     train_loader, eval_loader = data.train_loader(**keywords), data.eval_loader(**keywords)
     if data.trainer.watches:
-        eval_loader = FirstImages(eval_loader)
+        eval_loader = MapsWatch(eval_loader)
     trainer = data.trainer(data, model, train_loader, eval_loader, folder, stop)
     mean, std = keywords["mean"], keywords["std"]
     if getattr(config, "teacher", ""):
         trainer.teacher = data.teacher(mean, std)
-    if world.is_main and trainer.watches:
-        trainer.watch = MapsWatch(model, eval_loader, mean, std, folder, trainer.step_log, config.log_maps,
-                                  trainer.total_epochs, data.classes)
+    if trainer.watches:
+        trainer.watch = eval_loader
     preflight(trainer)
     test_loader = data.test_loader(**keywords) if data.eval_split == "held_out" else eval_loader
     return trainer, test_loader, {
@@ -150,7 +149,6 @@ def evaluate_target(module: type[DataModule], target: str, weights: str, given: 
     with join_world(config.device, config.dist_timeout) as world:
         log_to_stdout(world.rank)
         data = module(config, world, training=False)
-        data.same_images = data.same_images if run is None else data.trained_on(run_folder.read_config(run)[1])
         data.check()
         model, output = data.model_to_evaluate(target, run, weights)
         check_writable(output)
@@ -162,10 +160,9 @@ def evaluate_target(module: type[DataModule], target: str, weights: str, given: 
         result = module.trainer.evaluate(model, loader, model.num_classes, world, config, tta=tta)
         if world.is_main:
             about = {"target": target, "model": config.model, "weights": weights or None, **data.about,
-                     "amp": config.amp, "tta": tta, "data_fingerprint": data.fingerprint,
-                     **({"eval_split": "train"} if data.same_images else {}), **provenance()}
+                     "amp": config.amp, "tta": tta, "data_fingerprint": data.fingerprint, **provenance()}
             written = data.write_evaluation(output, result, about)
-            print(f"{'fit to the training images: ' if data.same_images else ''}{result.line()}")
+            print(result.line())
             print("written:", *written)
         data.bad_images.collect(world, output)
 
@@ -210,9 +207,6 @@ def log_to_stdout(world_rank: int = 0) -> None:
 def check_data(data: DataModule) -> None:
     """Raise UsageError for data that an update or an evaluation of this run cannot be made of."""
     config, needed = data.config, data.config.images_of_update(data.world.size)
-    if data.same_images:
-        data.eval_split = "train"
-        log.warning("the same images are trained and evaluated on: the figures say how well they are fitted")
     if not config.test and data.eval_split != "held_out":
         raise UsageError("--no-test needs training images held out (--holdout) to evaluate on, got none")
     if data.train_images < needed:
@@ -221,45 +215,12 @@ def check_data(data: DataModule) -> None:
                          f"the data set has fewer, {data.train_images}: --batch-size {fits}")
 
 
-def check_keywords(config: TrainConfig) -> None:
-    """Raise UsageError for a keyword that the model lacks, before data is opened, which may take minutes."""
-    kwargs = {key: value for key, value in config.model_kwargs.items() if key not in ("num_classes", "in_chans")}
-    if not kwargs.keys() - config.optional_kwargs:
-        return
-    try:
-        with torch.device("meta"):
-            create_classifier(config.model, kwargs, config.optional_kwargs, num_classes=2,
-                              img_size=kwargs.get("img_size", config.img_size), notice=lambda line: None)
-    except UsageError as error:
-        if "has no keyword" in str(error):  # values are refused when the classes are known, and not on this device
-            raise
-
-
 def enable_checkpointing(model: nn.Module, name: str) -> None:
     """Let a model compute activations again in backward; raise UsageError where it cannot."""
     try:
         model.set_grad_checkpointing(True)
     except (AttributeError, AssertionError, NotImplementedError) as error:
         raise UsageError(f"--grad-checkpointing needs a model that has it, {name} has not") from error
-
-
-def freeze(model: nn.Module, names: list[str], all_but_classifier: bool) -> None:
-    """Freeze the modules and parameters whose names begin so, or all but the classifier.
-
-    Raises:
-        UsageError: a name that none has.
-    """
-    known = dict(model.named_parameters())
-    for name in names:
-        found = [p for path, p in known.items() if path == name or path.startswith(f"{name}.")]
-        if not found:
-            near = {".".join(path.split(".")[:depth]) for path in known for depth in (1, 2)}
-            raise UsageError(f"freeze: the model has no {name!r}; {near_matches(name, near, 'modules')}")
-        for parameter in found:
-            parameter.requires_grad_(False)
-    if all_but_classifier:
-        model.requires_grad_(False)
-        model.get_classifier().requires_grad_(True)
 
 
 def check_same_everywhere(world: World, own: dict[str, Any]) -> None:
@@ -404,10 +365,9 @@ def finish(trainer: Trainer, test_loader, about: dict[str, Any]) -> None:
             **{f"{split}_{name}": {key: None if math.isnan(value) else round(value, 4) for key, value in of.items()}
                for name, of in figures.items()},  # JSON has no nan: AP where no object is large
             "seconds_per_epoch": round(sum(r["seconds"] for r in progress.rows) / len(progress.rows), 3),
-            "skipped_updates": progress.skipped, "hardware": about["hardware"]})
+            "hardware": about["hardware"]})
     trainer.world.barrier()
-    said = {"test": f"test {trainer.quality}", "train": "fit to the training images",
-            "held_out": f"{trainer.quality} on images held out"}[split]
+    said = f"test {trainer.quality}" if split == "test" else f"{trainer.quality} on images held out"
     log.info("%s: best weights (epoch %d) %s, last weights %s", said, progress.best_epoch,
              *(trainer.text_of(figures[name], " ") for name in ("best", "last")))
     if data.eval_split == "test" and len(evaluated) > 1:

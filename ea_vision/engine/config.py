@@ -87,8 +87,6 @@ class TrainConfig:
     mean: list[float] = option([], "mean of images in 0..1, by channel; empty: that of the run folder in "
                                    "pretrained_path, else as the model's name says", MODEL, goes_with="std")
     std: list[float] = option([], "their standard deviation, likewise", MODEL, goes_with="mean")
-    freeze: str = option("", "modules and parameters that are not trained, by the beginnings of their names, such as "
-                             "patch_embed,blocks.0,blocks.1", MODEL)
     recipe: str = setting("fast", "recipe: a name in ea_vision/recipes, a YAML file, or none", RUN)
     data_dir: str = setting("", "folder of the data set; empty: the cache folder's", DATA)
     output: str = setting("", "run folder itself (timm: the folder of run folders); empty: runs/DATASET-MODEL", RUN)
@@ -113,9 +111,6 @@ class TrainConfig:
     momentum: float = option(0.9, "momentum of the optimiser", OPTIMISER, maximum=1.0)
     weight_decay: float = option(5e-4, "weight decay (not of norms, biases and position tables)", OPTIMISER)
     clip_grad: float = option(0.0, "largest norm of the gradient; 0: no limit", OPTIMISER)
-    clip_mode: str = option("norm", "how it is clipped; agc: each parameter's by the parameter's own norm, timm's "
-                                    "adaptive clipping, by a factor of clip_grad", OPTIMISER, choices=("norm", "agc"),
-                            goes_with="clip_grad")
     attention_lr: float = option(1.0, "learning-rate multiplier of the attention parameters (q, k, v, position tables, "
                                       "map convolutions)", OPTIMISER)
     gate_lr: float = option(1.0, "learning-rate multiplier of learnable gates (a model's alpha and beta)", OPTIMISER)
@@ -149,8 +144,6 @@ class TrainConfig:
     sync_bn: bool = option(False, "batch statistics over all processes (CUDA only)", SPEED)
     dist_bn: str = option("broadcast", "statistics of BatchNorm that are evaluated; broadcast: the first process's; "
                                        "reduce: the mean of all", SPEED, choices=("broadcast", "reduce"))
-    ddp_bb: bool = setting(True, "broadcast the first process's statistics of BatchNorm before each forward; never "
-                                 "with dist_bn reduce, which averages each process's own", SPEED)
     grad_checkpointing: bool = setting(False, "compute activations again in the backward pass: less memory, about a "
                                               "third more time; of models that have it", SPEED)
     dist_timeout: float = setting(10.0, "minutes that processes wait for one that does not answer", RUN, above=0.0)
@@ -160,19 +153,12 @@ class TrainConfig:
                                minimum=1)
     test: bool = setting(True, "test a finished run on the test images; --no-test, with images held out: leave them "
                                "alone", EVALUATION)
-    eval_on_train: bool = setting(False, "allow data whose training images are those to evaluate on; what comes out is "
-                                         "no accuracy, and nothing calls it one", EVALUATION)
 
     checkpoint_steps: int = setting(0, "updates between checkpoints inside an epoch; 0: at its end only", KEPT)
     snapshot_epochs: int = setting(0, "keep the weights of every so many epochs in RUN/snapshots; 0: none", KEPT)
-    on_nan: str = setting("stop", "on a non-finite loss or gradient; skip: leave the update out (at most 20 times)",
-                          KEPT, choices=("stop", "skip"))
     log_steps: int = setting(50, "updates between rows of speed.csv and lines of the log; 0: none", KEPT)
     tensorboard: bool = setting(False, "write TensorBoard events into the run folder", KEPT)
     wandb: str = setting("", "Weights & Biases project; empty: none", KEPT)
-    wandb_tags: str = setting("", "tags of the run on Weights & Biases, separated by commas", KEPT, goes_with="wandb")
-    log_maps: int = setting(0, "epochs between pictures of the attention maps of the first images that are evaluated "
-                               "on, in RUN/maps and on the boards; 0: none", KEPT)
 
     optional_kwargs: ClassVar[frozenset[str]] = frozenset()  # model keywords of the recipe alone: a model may lack them
 
@@ -458,13 +444,6 @@ def make_parser(cls: type[TrainConfig], description: str, examples: str) -> argp
     return parser
 
 
-# Flags that users look for here, where no name is near, and what to do instead.
-ELSEWHERE = {"--input-size": "images are squares of --img-size pixels a side",
-             "--in-chans": "images are read as RGB",
-             "--num-classes": "the data says how many there are",
-             "--topk": "--evaluate gives top-1 and top-5, ea-vision predict --top the likeliest classes"}
-
-
 def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> dict[str, Any]:
     """Return the options that the command line gives, and only those.
 
@@ -475,6 +454,5 @@ def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> dict[str, 
     if unknown:
         flags = [s for action in parser._actions for s in action.option_strings if s.startswith("--")]
         flag = unknown[0].partition("=")[0]
-        hint = ELSEWHERE.get(flag) or near_matches(flag, flags, "flags")
-        raise UsageError(f"unknown argument {unknown[0]!r}; {hint}")
+        raise UsageError(f"unknown argument {unknown[0]!r}; {near_matches(flag, flags, 'flags')}")
     return {key: dict(value) if key.endswith("_kwargs") else value for key, value in vars(namespace).items()}

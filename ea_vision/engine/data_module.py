@@ -52,10 +52,9 @@ class DataModule:
     Attributes:
         classes: names, in the order of the targets.
         train_images, eval_images, test_images: how many there are; train_images is 0 for an evaluation.
-        eval_split: what the eval_loader has: "test", "held_out" where the test images are kept for the end, or "train"
-            where the training images are evaluated on.
+        eval_split: what the eval_loader has: "test", or "held_out" where the test images are kept for the end.
         fingerprint: the same for the same data; goes into checkpoints.
-        same_images: the training images are those that are evaluated on.
+        same_images: the training images are those that are evaluated on, which `check` refuses.
         about: what config.yaml and evaluation.json say of the data besides.
         bad_images: where the loaders put what they cannot read.
     """
@@ -91,17 +90,12 @@ class DataModule:
             set_image_statistics(model, about["mean"], about["std"])
         return model, kwargs
 
-    def trained_on(self, about: dict[str, Any]) -> bool:
-        """Return whether these images are those that the run with this `about` section was trained on."""
-        return self.same_images
-
     def check(self) -> None:
         """Raise UsageError for data that nothing can be learnt or judged from."""
         if len(self.classes) < 2:
             raise UsageError(f"at least 2 classes of images are required, got {', '.join(self.classes) or 'none'}")
-        if self.same_images and not self.config.eval_on_train:
-            raise UsageError("the training images are those to evaluate on: give others, or --eval-on-train, which "
-                             "calls no result an accuracy")
+        if self.same_images:
+            raise UsageError("the training images are those to evaluate on: give others")
 
     def check_fingerprint(self, saved: str, source: Path) -> None:
         """Raise UsageError unless a run's fingerprint is that of this data."""

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -58,9 +57,7 @@ def autocast(amp: str, device: torch.device) -> torch.autocast:
 
 
 class NonFiniteLoss(RunError):
-    """A loss, a weight or a buffer is no longer a finite number. `report`: the file that says in which samples."""
-
-    report: Path | None = None
+    """A loss, a weight or a buffer is no longer a finite number."""
 
 
 @dataclass

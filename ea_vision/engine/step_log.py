@@ -15,9 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from PIL import Image
 
 from ea_vision.base.errors import UsageError
 from ea_vision.base.files import atomic_write
@@ -87,8 +85,7 @@ class StepLog:
             try:
                 self.board = self.wandb.init(
                     project=config.wandb, id=known.read_text(), resume="allow", name=self.folder.resolve().name,
-                    dir=str(self.folder), config=asdict(config),
-                    tags=config.wandb_tags.split(",") if config.wandb_tags else None)
+                    dir=str(self.folder), config=asdict(config))
             except self.wandb.Error as error:
                 raise UsageError(f"--wandb: {error} (WANDB_MODE=offline logs into the run folder only)") from error
 
@@ -105,15 +102,6 @@ class StepLog:
                      "used  %s left", row["epoch"], row["step"], row["train_loss"], row["lr"], row["images_per_s"],
                      row["data_wait_percent"], row["memory_mib"], duration(seconds_left))
         self.send("train", row)
-
-    def add_picture(self, name: str, path: Path, step: int) -> None:
-        """Show a picture on the boards."""
-        if self.writer is not None:
-            with Image.open(path) as image:
-                self.writer.add_image(name, np.asarray(image.convert("RGB")), step, dataformats="HWC")
-            self.writer.flush()
-        if self.board is not None:
-            self.board.log({name: self.wandb.Image(str(path))}, step=step)
 
     def send(self, group: str, row: dict[str, Any]) -> None:
         """Show the numbers of a row, which has the updates as `step`, on the boards."""

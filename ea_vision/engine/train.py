@@ -6,8 +6,7 @@ order and augmentation are functions of seed and epoch, and all random states ar
 
 An update asks nothing of the device. Its loss, and whether a loss or gradient was not finite or a process was asked to
 stop, are added up there and read every `Trainer.check_every` updates, with each row of the log, and before each
-checkpoint and evaluation: weights that such a loss spoilt are never saved or evaluated. With `--on-nan skip` the host
-waits for each gradient, and leaves an update out before it changes a weight.
+checkpoint and evaluation: weights that such a loss spoilt are never saved or evaluated.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
-from timm.utils import ModelEmaV3, adaptive_clip_grad, distribute_bn
+from timm.utils import ModelEmaV3, distribute_bn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
@@ -36,16 +35,15 @@ from ea_vision.base.processes import mean_in_order
 from ea_vision.base.units import duration
 from ea_vision.engine import checkpoint, run_folder
 from ea_vision.engine.evaluate import NonFiniteLoss
-from ea_vision.engine.gates import by_gate, gate_values
 from ea_vision.engine.optimizer import build_optimizer, build_schedule, load_optimizer
 from ea_vision.engine.signals import StopRequest
 from ea_vision.engine.step_log import StepLog, memory_mib
+from ea_vision.layers import learnable_gates
 
 if TYPE_CHECKING:
     from ea_vision.engine.data_module import DataModule
 
 log = logging.getLogger(__name__)
-MAX_SKIPPED = 20
 LEAST_SCALE = 1e-4  # of float16 gradients, as fairseq's --min-loss-scale
 
 
@@ -62,7 +60,6 @@ class Progress:
     data_seconds: float = 0.0  # of these, waiting for images
     best_top1: float = -1.0  # of the trainer's first measure, top-1 or another
     best_epoch: int = 0
-    skipped: int = 0  # updates that were left out for their loss or gradient
     rows: list[dict[str, float]] = field(default_factory=list)  # of metrics.csv
     starts: list[dict[str, Any]] = field(default_factory=list)  # from which update on, under which commit and hardware
 
@@ -79,16 +76,25 @@ class Progress:
 
 
 class Update(NamedTuple):
-    """An update that was made: number within its epoch, learning rate, ids of this process's samples by batch, images
-    that it was made from, and whether an infinite gradient is a fault; on the device (4,): mean loss, norm of the
-    gradient, processes that were asked to stop, images that could not be read."""
+    """An update that was made: number within its epoch, learning rate, ids of this process's samples by batch, and
+    whether an infinite gradient is a fault; on the device (4,): mean loss, norm of the gradient, processes that were
+    asked to stop, images that could not be read."""
 
     step: int
     rate: float
     ids: list[torch.Tensor]
-    images: int
     strict: bool
     values: torch.Tensor
+
+
+def gates(model: nn.Module) -> dict[str, float]:
+    """Return learnable gates (alpha and beta of evolutions), by their names in the state dict; of one for each head
+    NAME[0], NAME[1]."""
+    values = {}
+    for name, gate in learnable_gates(model).items():
+        numbers = gate.detach().flatten().tolist()
+        values |= {name: numbers[0]} if gate.ndim == 0 else {f"{name}[{i}]": v for i, v in enumerate(numbers)}
+    return values
 
 
 class Trainer:
@@ -115,8 +121,8 @@ class Trainer:
         check_every: updates between looks at what they came to, on an accelerator; on a CPU, where none waits, 1.
 
     Attributes:
-        watch: called on the first process with the network that was evaluated and the epochs and updates so far;
-            returns further columns of the epoch's row.
+        watch: called on the first process with the network that was evaluated; returns further columns of the
+            epoch's row.
     """
 
     measures: ClassVar[tuple[str, ...]] = run_folder.MEASURES
@@ -128,7 +134,7 @@ class Trainer:
     def __init__(self, data: DataModule, model: nn.Module, train_loader, eval_loader, folder: Path, stop: StopRequest):
         self.data, self.config, self.world, self.folder, self.stop = data, data.config, data.world, folder, stop
         self.train_loader, self.eval_loader = train_loader, eval_loader
-        self.watch: Callable[[nn.Module, int, int], Mapping[str, float]] = lambda *_: {}
+        self.watch: Callable[[nn.Module], Mapping[str, float]] = lambda _: {}
         config, world = self.config, self.world
         self._count_updates()
         if config.sync_bn and world.device.type != "cuda":
@@ -150,7 +156,7 @@ class Trainer:
             # Statistics that are averaged must be each process's own: broadcast, the first one's replace them all.
             self.net = DistributedDataParallel(self.net, [world.device.index] if world.device.type == "cuda" else None,
                                                gradient_as_bucket_view=True,
-                                               broadcast_buffers=config.ddp_bb and config.dist_bn == "broadcast")
+                                               broadcast_buffers=config.dist_bn == "broadcast")
             if world.device.type == "cpu" and world.size > 2:  # of two the order does not matter
                 self.net.register_comm_hook(None, mean_in_order)
         self.optimizer = build_optimizer(config, model, config.images_of_update(world.size))
@@ -159,7 +165,7 @@ class Trainer:
         self.step_log = StepLog(folder, config, world.is_main)
         self.progress = Progress()
         self.last_good: Path | None = None
-        if world.device.type == "cpu" or config.on_nan == "skip":
+        if world.device.type == "cpu":
             self.check_every = 1
         self.unchecked: list[Update] = []  # those since the last look
         self.loss = math.nan  # of the latest update that was looked at
@@ -258,14 +264,9 @@ class Trainer:
     # ---- one update -----------------------------------------------------------------------------------------------
 
     def _update(self, batches: list) -> None:
-        """Make one update from `grad_accum_steps` batches.
-
-        With `--on-nan skip` an update whose mean loss over all processes or gradient is not finite changes no weights,
-        statistics, averages or state of the optimiser. It counts all the same in the schedule.
-        """
-        progress, size, skips = self.progress, self.world.size, self.config.on_nan == "skip"
+        """Make one update from `grad_accum_steps` batches."""
+        progress, size, clip = self.progress, self.world.size, self.config.clip_grad
         self.scheduler.step_update(progress.updates)
-        buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()] if skips else []
         self.optimizer.zero_grad(set_to_none=True)
         total = torch.zeros((), device=self.world.device)
         for index, (images, targets, _) in enumerate(batches):
@@ -280,37 +281,23 @@ class Trainer:
         summed = self.world.sum(torch.stack([total, torch.full_like(total, self.stop.signal is not None),
                                              torch.full_like(total, len(self.data.bad_images.new))]))
         self.scaler.unscale_(self.optimizer)
-        norm, loss = self._gradient_norm(), summed[0] / size
+        parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
+        norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters])
+        if clip:
+            nn.utils.clip_grads_with_norm_(parameters, clip, norm)
+        self.scaler.step(self.optimizer)  # of float16 alone it waits for the device
+        self.scaler.update()
         progress.updates += 1
         progress.step += 1
-        skipped = skips and not (loss.isfinite() & norm.isfinite()).item()
-        if skipped:
-            for buffer, before in buffers:
-                buffer.copy_(before)
-        else:
-            self.scaler.step(self.optimizer)  # of float16 alone it waits for the device
-            if self.ema is not None:
-                self.ema.update(self.model, step=progress.updates)
-        self.scaler.update()
+        progress.images += self.config.images_of_update(size)
+        if self.ema is not None:
+            self.ema.update(self.model, step=progress.updates)
         if progress.step == self.updates_in(progress.epoch) and hasattr(self.optimizer, "sync_lookahead"):
             self.optimizer.sync_lookahead()  # the slow weights are those that are evaluated; here, as gradients exist
-        images = 0 if skipped else self.config.images_of_update(size)
-        progress.images += images
         # An overflow in float16 is no fault: the scaler lowers its scale.
         strict = not self.scaler.is_enabled() or self.scaler.get_scale() < LEAST_SCALE
         self.unchecked.append(Update(progress.step, self.optimizer.param_groups[0]["lr"], [b[2] for b in batches],
-                                     images, strict, torch.stack([loss, norm, *summed[1:]])))
-
-    def _gradient_norm(self) -> torch.Tensor:
-        """Return the norm of the whole gradient, float32 () on the device; the gradient is clipped where that is asked
-        for."""
-        if self.config.clip_grad and self.config.clip_mode == "norm":
-            norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_grad)
-        else:
-            norm = nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
-            if self.config.clip_mode == "agc":
-                adaptive_clip_grad(self.model.parameters(), self.config.clip_grad)
-        return norm.float()
+                                     strict, torch.stack([summed[0] / size, norm.float(), *summed[1:]])))
 
     # ---- what updates came to -------------------------------------------------------------------------------------
 
@@ -319,28 +306,21 @@ class Trainer:
         must call this after the same update.
 
         Raises:
-            NonFiniteLoss: a loss or gradient was not finite, and may not be left out.
+            NonFiniteLoss: a loss or gradient was not finite.
             RunError: more images than are allowed cannot be read.
         """
-        progress, asked, unreadable, faults = self.progress, False, False, []
         unchecked, self.unchecked = self.unchecked, []
-        for update, values in zip(unchecked, torch.stack([u.values for u in unchecked]).tolist(), strict=True):
-            self.loss, norm, stops, unread = values
-            asked, unreadable = asked or stops > 0, unreadable or unread > 0
-            progress.loss_sum += self.loss * update.images if update.images else 0.0
-            if not math.isfinite(self.loss):
-                faults.append((update, "the loss", self.loss))
-            elif update.strict and not math.isfinite(norm):
-                faults.append((update, "the norm of the gradient", norm))
-        if unreadable:
+        values = torch.stack([update.values for update in unchecked]).tolist()
+        if any(unread for *_, unread in values):
             self.data.bad_images.collect(self.world, self.folder)
-        for update, what, value in faults:
-            error = self._reported(f"{what} of", f"is {value}", update)
-            if self.config.on_nan != "skip" or progress.skipped >= MAX_SKIPPED:
-                raise error
-            progress.skipped += 1
-            log.warning("%s: left out; its samples are in %s", error, error.report)
-        return asked
+        images = self.config.images_of_update(self.world.size)
+        for update, (self.loss, norm, _, _) in zip(unchecked, values, strict=True):
+            self.progress.loss_sum += self.loss * images
+            if not math.isfinite(self.loss):
+                raise self._reported("the loss of", f"is {self.loss}", update)
+            if update.strict and not math.isfinite(norm):
+                raise self._reported("the norm of the gradient of", f"is {norm}", update)
+        return any(stops for _, _, stops, _ in values)
 
     def _check_weights(self, latest: Update) -> None:
         """Raise NonFiniteLoss, on every process, for weights and buffers (batch statistics) no checkpoint should hold:
@@ -356,10 +336,10 @@ class Trainer:
         """Write which samples every process had in an update of the epoch; return the error that names it."""
         everywhere = self.world.gather([i for batch_ids in update.ids for i in batch_ids.tolist()])
         epoch = self.progress.epoch + 1
-        error = NonFiniteLoss(f"{before} update {update.step} of epoch {epoch} {after}")
-        error.report = self.folder / f"nonfinite-epoch{epoch:03d}-update{update.step:05d}.json"
+        path = self.folder / f"nonfinite-epoch{epoch:03d}-update{update.step:05d}.json"
+        error = NonFiniteLoss(f"{before} update {update.step} of epoch {epoch} {after}; its samples are in {path}")
         if self.world.is_main:
-            write_json(error.report, {
+            write_json(path, {
                 "error": str(error), "epoch": epoch, "update": update.step, "lr": update.rate,
                 "last_good_checkpoint": str(self.last_good), "sample_ids": everywhere,
                 "samples": [[self.data.describe(i) for i in of_rank] for of_rank in everywhere]})
@@ -425,9 +405,6 @@ class Trainer:
         """Evaluate where that is due, add the epoch's row, save."""
         progress, start = self.progress, time.perf_counter()
         number, trained = progress.epoch + 1, progress.seconds
-        if not progress.images:
-            raise RunError(f"all {progress.step} updates of epoch {number} were left out, for a loss or gradient that "
-                           f"is not finite (--on-nan skip): nothing was learnt; last good checkpoint: {self.last_good}")
         figures = self._evaluated(number)
         self.data.bad_images.collect(self.world, self.folder)
         row = {
@@ -436,8 +413,9 @@ class Trainer:
             "images_per_s": progress.images / trained, "seconds": trained + time.perf_counter() - start,
         }
         if self.world.is_main:
-            row |= self.watch(self.eval_net, number, progress.updates)
-        row = {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in {**row, **self._gates()}.items()}
+            row |= self.watch(self.eval_net)
+        row |= gates(self.best_model)
+        row = {name: float(f"{value:.6g}") if isinstance(value, float) else value for name, value in row.items()}
         progress.rows.append(row)
         progress.epoch, measured = number, row[self.measures[0]]
         best = measured > progress.best_top1
@@ -461,22 +439,13 @@ class Trainer:
             self._leave()
         return {"eval_loss": getattr(result, "loss", math.nan), **result.figures()}
 
-    def _gates(self) -> dict[str, float]:
-        """Return the learnable gates by name, where there are some, and log them."""
-        gates = gate_values(self.best_model)
-        if gates:
-            log.info("gates: %s", "  ".join(
-                f"{name} {min(values):.3f} to {max(values):.3f}, mean {sum(values) / len(values):.3f}"
-                for name, values in by_gate(gates).items()))
-        return gates
-
     def _log_epoch(self, row: Mapping[str, float], best: bool) -> None:
         """Say in a line what an epoch came to."""
         progress, seconds = self.progress, [other["seconds"] for other in self.progress.rows]
         left = (self.total_epochs - progress.epoch) * sum(seconds) / len(seconds)
         quality = self.text_of(row) or "not evaluated"
         said = [f"epoch {progress.epoch}/{self.total_epochs}", f"training loss {row['train_loss']:.4f}",
-                quality + (" of the training images" if self.data.eval_split == "train" else ""), f"lr {row['lr']:.3g}",
+                quality, f"lr {row['lr']:.3g}",
                 f"{row['images_per_s']:.0f} images/s", f"{row['seconds']:.1f} s"]
         if not math.isnan(row["eval_loss"]):
             said.insert(2, f"evaluation loss {row['eval_loss']:.4f}")
@@ -488,8 +457,7 @@ class Trainer:
         """Train until `config.epochs` epochs are complete.
 
         Raises:
-            RunError: stopped by a signal (code 128 + signal), a non-finite loss, an epoch without an update, or a full
-                disk.
+            RunError: stopped by a signal (code 128 + signal), a non-finite loss, or a full disk.
         """
         if self.last_good != self.folder / checkpoint.LAST:
             self.save()  # finds out now whether the folder can be written
@@ -498,18 +466,12 @@ class Trainer:
                 self.train_epoch()
                 self.finish_epoch()
             except NonFiniteLoss as error:
-                samples = f"; the samples of this update are in {error.report}" if error.report else ""
-                raise RunError(f"{error}; last good checkpoint: {self.last_good}{samples}") from error
+                raise RunError(f"{error}; last good checkpoint: {self.last_good}") from error
             except (torch.OutOfMemoryError, MemoryError) as error:
                 raise RunError(f"out of memory in update {self.progress.step + 1} of epoch {self.progress.epoch + 1} "
                                f"({str(error).partition(chr(10))[0] or 'main memory'}): a smaller --batch-size with "
                                "--total-batch as it is adds up more batches, --grad-checkpointing and --amp need less; "
                                f"last good checkpoint: {self.last_good}") from error
-            except RuntimeError as error:
-                if "DataLoader worker" not in str(error):
-                    raise
-                raise RunError(f"{str(error).strip()} The system kills processes when main memory runs out, fewer "
-                               f"--workers need less; last good checkpoint: {self.last_good}") from error
 
     def _stop_wanted(self) -> bool:
         """Return whether any process was asked to stop; all processes must ask together."""

@@ -69,15 +69,12 @@ class SmallImages(DataModule):
         with world.main_first():
             data = load_dataset(config.dataset, config.data_dir, config.img_size, config.download, config.workers)
         self.classes, self.fingerprint = data.classes, data.fingerprint()
-        self.same_images = torch.equal(data.train.images, data.test.images)
-        if self.same_images and config.holdout:
-            raise UsageError(f"the training images are the test images, so holdout must be 0, got {config.holdout}")
         self.test = self.evaluated = data.test
         self.test_images = self.eval_images = len(data.test)
         if not training:
             self.about = {"dataset": config.dataset}
             return
-        train = data.train
+        train, self.same_images = data.train, torch.equal(data.train.images, data.test.images)
         if config.holdout:
             train, held_out = hold_out(data.train, config.holdout, config.seed)
             self.evaluated, self.eval_images, self.eval_split = held_out, len(held_out), "held_out"

@@ -77,13 +77,6 @@ class ImageNetConfig(ClassificationConfig):
     crop_scale: float = option(0.08, "least share of an image's area in a training crop", AUGMENT, above=0.0,
                                maximum=1.0)
     hflip: float = option(0.5, "probability of a left-right flip", AUGMENT, maximum=1.0)
-    vflip: float = option(0.0, "probability of an upside-down flip (not FFCV)", AUGMENT, maximum=1.0,
-                          not_with="train_beton")
-    ratio: list[float] = option([0.75, 4 / 3], "least and greatest ratio of width to height of a training crop (not "
-                                               "FFCV)", AUGMENT, above=0.0, not_with="train_beton")
-    train_crop_mode: str = option("rrc", "timm's crop of training images: rrc a part that is resized, rkrc resized "
-                                         "with its ratio kept and cut at random, rkrr by random factors besides (not "
-                                         "FFCV)", AUGMENT, choices=("rrc", "rkrc", "rkrr"), not_with="train_beton")
     color_jitter: float = option(0.0, "strength of brightness, contrast and saturation changes (not FFCV)", AUGMENT,
                                  not_with="train_beton")
     aa: str = option("", "timm's policy, such as rand-m9-mstd0.5, or ta_wide, torchvision's TrivialAugment (not FFCV); "
@@ -145,15 +138,14 @@ class ClassFolders(DataModule):
         if training:
             if not config.train_beton:
                 checked_train_transform(config, config.img_size)
-            self.train = self._open("train")
-        self.evaluated = self._open("validation")
+            self.train = self._open("train", training)
+        self.evaluated = self._open("validation", training)
         self.classes, self.fingerprint = self.evaluated.classes, self.evaluated.fingerprint()
         self.eval_images = self.test_images = len(self.evaluated)
         self.about = {"data": self.evaluated.name}
         if training:
             check_same_classes(self.train.name, self.train.classes, self.evaluated.name, self.classes)
-            self.same_images = same_place(self.train.name, self.evaluated.name) or same_content(
-                self.train, self.evaluated)
+            self.same_images = self.train.fingerprint() == self.fingerprint
             self.fingerprint = self.train.fingerprint() + self.fingerprint
             self.train_images, self.describe = len(self.train), self.train.describe
             self.about = {"train_data": self.train.name, "eval_data": self.evaluated.name}
@@ -162,32 +154,23 @@ class ClassFolders(DataModule):
     def default_output(config: ImageNetConfig) -> str:
         return f"runs/imagenet-{config.model}"
 
-    def trained_on(self, about: dict[str, Any]) -> bool:
-        return same_place(about.get("train_data"), self.evaluated.name)
-
-    def _open(self, split: str):
-        """Return the images of "train" or "validation": an FFCV file where one is given, else what --data-dir holds."""
+    def _open(self, split: str, training: bool):
+        """Return the images of "train" or "validation": an FFCV file where one is given, else what --data-dir holds;
+        without training that may be class folders alone."""
         config = self.config
-        beton = config.train_beton if split == "train" else config.val_beton
+        beton, named, evaluation = ((config.train_beton, config.train_split, None) if split == "train" else
+                                    (config.val_beton, config.val_split, config.evaluation))
         if beton:
-            return Beton(Path(beton), config.num_classes, None if split == "train" else config.evaluation)
+            return Beton(Path(beton), config.num_classes, evaluation)
         if not config.data_dir:
             raise UsageError(f"no {split} images: --data-dir is required, or --train-beton and --val-beton")
         root = Path(config.data_dir)
-        named = config.train_split if split == "train" else config.val_split
-        place = find_split(root, split, or_root=True) if not named else next(
-            (path for path in (root / named, root / f"{named}.tar") if path.exists()), None)
-        if place is None:
-            raise UsageError(f"{'train' if split == 'train' else 'val'}_split {named}: {root} has neither {named} nor "
-                             f"{named}.tar")
-        return ImageFiles(place, config.num_classes)
-
-    def check(self) -> None:
-        root = self.config.data_dir
-        if self.same_images and not self.config.eval_on_train and self.about.get("train_data") == str(Path(root)):
-            raise UsageError(f"{root} must have train/ and val/, folders or tars; --eval-on-train takes the folder "
-                             "itself for both")
-        super().check()
+        if not named:
+            return ImageFiles(find_split(root, split, or_root=not training), config.num_classes)
+        places = [path for path in (root / named, root / f"{named}.tar") if path.exists()]
+        if not places:
+            raise UsageError(f"{split} images: {root} has neither {named} nor {named}.tar")
+        return ImageFiles(places[0], config.num_classes)
 
     def train_loader(self, **keywords) -> ImageTrainLoader | BetonTrainLoader:
         config, source = self.config, self.train
@@ -237,23 +220,12 @@ def checked_train_transform(config: ImageNetConfig, img_size: int):
         UsageError: timm knows no such policy.
     """
     try:
-        return train_transform(img_size, scale=(config.crop_scale, 1.0), hflip=config.hflip, vflip=config.vflip,
-                               ratio=tuple(config.ratio), train_crop_mode=config.train_crop_mode,
+        return train_transform(img_size, scale=(config.crop_scale, 1.0), hflip=config.hflip,
                                color_jitter=config.color_jitter, auto_augment=config.aa,
                                interpolation=config.interpolation)
     except (AssertionError, ValueError, KeyError, IndexError, TypeError) as error:
         raise UsageError(f"aa must be a policy of timm, such as rand-m9-mstd0.5, augmix-m3 or original, got "
                          f"{config.aa!r} ({error})") from error
-
-
-def same_place(a: Any, b: str) -> bool:
-    """Return whether two names of images are one, or lead to the same folder or file."""
-    return a == b or isinstance(a, str) and Path(a).exists() and Path(b).exists() and Path(a).samefile(b)
-
-
-def same_content(a, b) -> bool:
-    """Return whether two splits hold the same images, where their fingerprints have their sizes and not names alone."""
-    return isinstance(a, ImageFiles) and isinstance(b, ImageFiles) and a.fingerprint() == b.fingerprint()
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -20,7 +20,6 @@ import ea_vision  # noqa: F401  (registers the models)
 from ea_vision.base.errors import UsageError, exit_code
 from ea_vision.base.files import atomic_write, csv_text
 from ea_vision.engine import run_folder, train_imagenet
-from ea_vision.engine.gates import by_gate
 
 SEEDS, PHOTOS, EPOCHS, BATCH, SIDE, PATCH = 5, 500, 4, 50, 112, 14
 VIT = {"patch_size": PATCH, "init_values": 1e-5}
@@ -80,8 +79,9 @@ def test(output: Path, data: Path) -> float:
 def row_of(way: str, seed: int, output: Path, top1: float) -> dict[str, str | int | float]:
     """Return a run as a line of the file that experiments.evidence reads, with the range of each gate at the end."""
     metrics = run_folder.read_metrics(output)
-    gates = by_gate({name: values[-1] for name, values in run_folder.gates_of(run_folder.read_metrics(output)).items()})
-    ranges = {name: gates.get(name) for name in ("alpha", "beta")}
+    last = {path: values[-1] for path, values in run_folder.gates_of(metrics).items()}
+    ranges = {name: [value for path, value in last.items() if path.rpartition(".")[2].partition("[")[0] == name]
+              for name in ("alpha", "beta")}
     return {"variant": way, "seed": seed, "test_top1": top1, "train_loss": metrics["train_loss"][-1],
             "seconds": round(sum(metrics["seconds"])),
             **{name: f"{min(v):.4f} to {max(v):.4f}" if v else "" for name, v in ranges.items()}}

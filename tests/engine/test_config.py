@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from pathlib import Path
 
 import pytest
 import yaml
@@ -49,9 +48,8 @@ def test_the_papers_recipe():
     (["--model-kwargs", "alpha"], "key=value"),
     (["--lr"], "expected one argument"),
     (["stray"], "unknown argument 'stray'"),
-    (["--input-size", "3"], "unknown argument '--input-size'; images are squares of --img-size pixels"),
     (["--dataset", "digits", "--data-dir", "photos"], "data_dir must be empty, got photos (--dataset folder reads it)"),
-    (["--clip-mode", "agc"], "clip_mode goes with clip_grad, got agc without it"),
+    (["--remode", "const"], "remode goes with reprob, got const without it"),
     (["--crop-padding", "32", "--crop-padding-mode", "reflect"], "crop_padding must be less than img_size"),
     (["--gate-lr", "-1"], "gate_lr must be at least 0"),
     (["--warmup-epochs", "120%"], "warmup_epochs must be a number, or a percentage up to 100%, got '120%'"),
@@ -102,18 +100,6 @@ def test_a_recipe_says_what_differs_from_its_base(tmp_path):
 def test_a_longer_run_of_a_recipe_warms_up_for_as_many_epochs():
     for epochs in (100, 600):
         assert resolve(ImageNetConfig, {"recipe": "rsb_a1", "epochs": epochs}).warmup_updates(625) == 5 * 625
-
-
-def test_the_table_of_timms_options_says_what_there_is():
-    """What experiments/timm_options.py printed into the page: names that are ours, and names that are not."""
-    page = (Path(__file__).parents[2] / "experiments" / "timm_options.md").read_text()
-    ours = {flag for action in make_parser(ImageNetConfig, "", "")._actions for flag in action.option_strings}
-    same, table, refused = (set(re.findall(r"--[a-z_-]+", part)) for part in re.search(
-        r"Same name, same meaning(.*?)\| --- \| --- \|(.*?)Not here, and refused(.*)", page, re.DOTALL).groups())
-    assert len(same) > 50 and len(refused) > 50 and same <= ours and not refused & ours
-    for timms, here in re.findall(r"^\| `(--[a-z-]+)` \| (.*) \|$", page, re.MULTILINE):
-        named = set(re.findall(r"--[a-z-]+", here)) - {"--lr-base"}
-        assert named <= ours and (named or timms in ours or "`--" not in here), (timms, here)
 
 
 def test_detection_has_no_option_of_classification_alone():

@@ -27,7 +27,7 @@ def arguments(data, output, *more, model="ea_vit_tiny_patch16_224"):
     """Two epochs of five updates of eight images."""
     return ["--recipe", "none", "--model", model, "--model-kwargs", *KWARGS, "--img-size", "16", "--dataset", "folder",
             "--data-dir", str(data), "--output", str(output), "--epochs", "2", "--batch-size",
-            "8", "--opt", "adamw", "--lr", "1e-3", "--eval-on-train", "--device", "cpu", *more]
+            "8", "--opt", "adamw", "--lr", "1e-3", "--device", "cpu", *more]
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def raised(data, tmp_path_factory):
     return folder, argv
 
 
-def test_gates_are_logged_and_exported(raised, data, tmp_path, capsys):
+def test_gates_are_logged_and_exported(raised, data, tmp_path):
     folder, _ = raised
     gates = run_folder.gates_of(run_folder.read_metrics(folder))
     names = [f"blocks.{block}.attn.evolution.{share}" for block in (1, 2) for share in ("alpha", "beta")]
@@ -49,7 +49,6 @@ def test_gates_are_logged_and_exported(raised, data, tmp_path, capsys):
     assert weights[names[1]].item() == pytest.approx(gates[names[1]][best - 1], rel=1e-5)
     learnt = tmp_path / "learnt"
     assert train_cifar.main(arguments(data, learnt, "--gate-lr", "30")) == 0
-    assert "gates: alpha " in capsys.readouterr().out
     assert all(values[1] != 0 for name, values in run_folder.gates_of(run_folder.read_metrics(learnt)).items())
     constants = tmp_path / "constants"
     assert train_cifar.main(arguments(data, constants, "--model-kwargs", "alpha=0.5")) == 0

@@ -11,7 +11,7 @@ import torch
 
 from ea_vision.engine import run_folder, train_cifar
 from ea_vision.engine.classification import ClassificationTrainer
-from ea_vision.engine.watch import FirstImages, MapsWatch
+from ea_vision.engine.watch import MapsWatch
 from ea_vision.recorder.recording import record_attention
 from tests.engine.runner import make_folder
 
@@ -30,22 +30,21 @@ class Loader:
         yield images, torch.zeros(40, dtype=torch.int64), None
 
 
-def watch_of(model, tmp_path) -> MapsWatch:
-    loader = FirstImages(Loader())
-    watch = MapsWatch(model, loader, (0.5,) * 3, (0.5,) * 3, tmp_path, None, 0, 9)
-    assert watch(model, 1, 1) == {}, "nothing was evaluated yet"
-    assert len(list(loader.batches())) == 2 and loader.images.shape == (32, 3, 16, 16)
+def watch_of(model) -> MapsWatch:
+    watch = MapsWatch(Loader())
+    assert watch(model) == {}, "nothing was evaluated yet"
+    assert len(list(watch.batches())) == 2 and watch.images.shape == (32, 3, 16, 16)
     return watch
 
 
-def test_the_columns_are_means_over_every_row_of_every_map(tmp_path):
+def test_the_columns_are_means_over_every_row_of_every_map():
     torch.manual_seed(0)
     model = timm.create_model("ea_vit_tiny_patch16_224", **VIT).train()
-    watch = watch_of(model, tmp_path)
-    columns = watch(model, 1, 1)
+    watch = watch_of(model)
+    columns = watch(model)
     assert model.training and list(columns) == ["entropy_1", "largest_1", "entropy_2", "largest_2"]
     with torch.no_grad(), record_attention(model.eval()) as maps:
-        model(watch.loader.images)
+        model(watch.images)
     for number in (1, 2):
         rows = [row for image in maps[number].attn.tolist() for head in image for row in head]
         entropies = [-sum(p * math.log(p) for p in row if p) / math.log(len(row)) for row in rows]
@@ -53,35 +52,35 @@ def test_the_columns_are_means_over_every_row_of_every_map(tmp_path):
         assert columns[f"largest_{number}"] == pytest.approx(sum(map(max, rows)) / len(rows), rel=1e-4)
 
 
-def test_a_collapse_is_said_once(tmp_path, caplog):
+def test_a_collapse_is_said_once(caplog):
     torch.manual_seed(0)
     model = timm.create_model("vit_tiny_patch16_224", **VIT)
-    watch = watch_of(model, tmp_path)
+    watch = watch_of(model)
     with torch.no_grad():
         model.blocks[1].attn.qkv.weight *= 1e4  # logits so large that each query looks at one token
     with caplog.at_level(logging.WARNING, "ea_vision"):
-        for epoch in (1, 2):
-            assert watch(model, epoch, epoch)["entropy_2"] < 0.05
+        for _ in (1, 2):
+            assert watch(model)["entropy_2"] < 0.05
     said = [record.message for record in caplog.records]
     assert said == ["layer 2: attention has collapsed to single pixels; see qk_norm"]
 
 
-def test_maps_with_negative_entries_have_no_entropy_and_have_not_collapsed(tmp_path, caplog):
+def test_maps_with_negative_entries_have_no_entropy_and_have_not_collapsed(caplog):
     """A mixture of the heads' probabilities by weights of both signs, after the softmax."""
     torch.manual_seed(0)
     model = timm.create_model("ea_vit_tiny_patch16_224", **VIT, evolution="talking_heads")
-    watch = watch_of(model, tmp_path)
+    watch = watch_of(model)
     with torch.no_grad():
         for parameter in model.blocks[1].attn.evolution.parameters():
             parameter.copy_(torch.randn(parameter.shape) * 3)
     with caplog.at_level(logging.WARNING, "ea_vision"):
-        columns = watch(model, 1, 1)
+        columns = watch(model)
     assert math.isnan(columns["entropy_2"]) and 0 < columns["entropy_1"] < 1 and not caplog.records
 
 
-def test_a_network_without_attention_has_no_columns(tmp_path):
+def test_a_network_without_attention_has_no_columns():
     model = timm.create_model("test_resnet", num_classes=3)
-    assert watch_of(model, tmp_path)(model, 1, 1) == {}
+    assert watch_of(model)(model) == {}
 
 
 def test_a_run_has_the_columns_and_is_otherwise_as_without(tmp_path, monkeypatch):

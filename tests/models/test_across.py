@@ -9,8 +9,7 @@ from timm.models import create_feature_extractor, get_graph_node_names
 
 import ea_vision
 import ea_vision.ops as ops
-from ea_vision.engine.gates import learnable_gates
-from ea_vision.layers import AugmentedConv2d, TokenAttention, create_evolution, evolution_class
+from ea_vision.layers import AugmentedConv2d, TokenAttention, create_evolution, evolution_class, learnable_gates
 from ea_vision.ops import use_implementation
 from tests.models.test_vision_transformer import fused, images, lively, plain
 from tests.slow import slow_but
