@@ -32,7 +32,7 @@ COLUMNS = ["variant", "seed", "top1", "train_loss", "seconds", "images", "update
 # Options that do not belong to the experiment: where and how fast it runs, what it writes besides.
 IGNORED = {"about", "data_dir", "output", "resume", "seed", "workers", "device", "download", "recipe",
            "channels_last", "compile", "compile_mode", "eval_batch_size", "eval_epochs", "checkpoint_steps",
-           "snapshot_epochs", "log_steps", "tensorboard", "wandb", "on_nan", "max_bad_images", "train_beton",
+           "snapshot_epochs", "log_steps", "tensorboard", "max_bad_images", "train_beton",
            "val_beton"}
 
 

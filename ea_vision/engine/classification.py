@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from timm.data import Mixup
 from timm.data.random_erasing import RandomErasing
 from timm.loss import BinaryCrossEntropy
 from torch import nn
 
 from ea_vision.base.errors import UsageError
-from ea_vision.base.networks import image_statistics
 from ea_vision.engine.config import AUGMENT, EVALUATION, LOSS, OPTIMISER, SPEED, TrainConfig, option, setting
 from ea_vision.engine.evaluate import VIEWS, autocast, evaluate
 from ea_vision.engine.preflight import loss_on_noise
@@ -36,15 +33,8 @@ class ClassificationConfig(TrainConfig):
                                    "cross-entropy", LOSS)
     bce_target_thresh: float = option(0.0, "bce_loss: targets above this become 1, the others 0; 0: as they are", LOSS,
                                       below=1.0, goes_with="bce_loss")
-    teacher: str = option("", "timm model with weights, or run folder, whose outputs the network learns beside the "
-                              "targets (distillation); empty: none", LOSS)
-    distillation_type: str = option("soft", "soft: the teacher's probabilities, hard: its likeliest class (DeiT)", LOSS,
-                                    choices=("soft", "hard"), goes_with="teacher")
-    distillation_alpha: float = option(0.5, "part of the teacher in the loss", LOSS, maximum=1.0, goes_with="teacher")
-    distillation_tau: float = option(1.0, "temperature of soft distillation", LOSS, above=0.0, goes_with="teacher")
     mixup: float = option(0.0, "alpha of mixup; 0: off", AUGMENT)
     cutmix: float = option(0.0, "alpha of cutmix; 0: off", AUGMENT)
-    mixup_off_epoch: int = option(0, "epoch, counted from 0, from which on mixup and cutmix are off; 0: never", AUGMENT)
     reprob: float = option(0.0, "random erasing: probability that an image has a rectangle replaced", AUGMENT,
                            maximum=1.0)
     remode: str = option("pixel", "by what; pixel: noise, rand: noise of one colour, const: the mean", AUGMENT,
@@ -76,35 +66,6 @@ class ClassificationConfig(TrainConfig):
         return self.compile and self.compile_mode in CUDA_GRAPHS
 
 
-class Teacher:
-    """A network in eval mode whose logits a student learns.
-
-    Args:
-        mean, std: with which the student's images are normalised, per channel.
-    """
-
-    def __init__(self, model: nn.Module, mean: Sequence[float], std: Sequence[float], device: torch.device):
-        self.model = model.to(device).eval().requires_grad_(False)
-        student, own = ([torch.tensor(values, device=device).view(-1, 1, 1) for values in pair]
-                        for pair in ((mean, std), image_statistics(model)))
-        self.scale, self.shift = student[1] / own[1], (student[0] - own[0]) / own[1]
-
-    @torch.no_grad()
-    def __call__(self, images: torch.Tensor) -> torch.Tensor:
-        """Return logits (B, classes) of the student's images (B, 3, H, W)."""
-        return self.model(images * self.scale + self.shift)
-
-
-def distillation_loss(logits: torch.Tensor, taught: torch.Tensor, tau: float | None) -> torch.Tensor:
-    """Return the mean distance of logits (B, classes) from a teacher's: the cross-entropy with its likeliest class or,
-    with a temperature, tau**2 times the Kullback-Leibler divergence of softmax(logits / tau) from the teacher's
-    (Hinton et al. 2015, https://arxiv.org/abs/1503.02531)."""
-    if tau is None:
-        return F.cross_entropy(logits, taught.argmax(1))
-    student, teacher = ((values / tau).log_softmax(1) for values in (logits, taught))
-    return tau**2 * F.kl_div(student, teacher, reduction="batchmean", log_target=True)
-
-
 class ClassificationTrainer(Trainer):
     """The training loop with a classifier's loss, evaluated by top-1 and top-5."""
 
@@ -116,7 +77,7 @@ class ClassificationTrainer(Trainer):
     def __init__(self, data, *args):
         super().__init__(data, *args)
         config = self.config
-        self.cuda_graphs, self.teacher, self.mix, self.erase = config.cuda_graphs, None, None, None
+        self.cuda_graphs, self.mix, self.erase = config.cuda_graphs, None, None
         if config.mixes:
             self.mix = Mixup(config.mixup, config.cutmix, label_smoothing=config.smoothing,
                              num_classes=len(data.classes))
@@ -140,16 +101,9 @@ class ClassificationTrainer(Trainer):
         if self.mix is not None:
             if len(images) % 2:  # timm mixes pairs
                 images, targets = images[:-1], targets[:-1]
-            self.mix.mixup_enabled = not config.mixup_off_epoch or self.progress.epoch < config.mixup_off_epoch
             images, targets = self.mix(images, targets)  # targets (B, classes), smoothed
         if config.channels_last:
             images = images.contiguous(memory_format=torch.channels_last)
         with autocast(config.amp, self.world.device):
             logits = self.net(images)
-            taught = self.teacher(images) if self.teacher is not None else None
-        loss = self.loss_of(logits.float(), targets)
-        if taught is None:
-            return loss
-        tau = None if config.distillation_type == "hard" else config.distillation_tau
-        second = distillation_loss(logits.float(), taught.float(), tau)
-        return (1 - config.distillation_alpha) * loss + config.distillation_alpha * second
+        return self.loss_of(logits.float(), targets)

@@ -122,8 +122,6 @@ def put_together(data: DataModule, folder: Path, stop: StopRequest) -> tuple[Tra
         eval_loader = MapsWatch(eval_loader)
     trainer = data.trainer(data, model, train_loader, eval_loader, folder, stop)
     mean, std = keywords["mean"], keywords["std"]
-    if getattr(config, "teacher", ""):
-        trainer.teacher = data.teacher(mean, std)
     if trainer.watches:
         trainer.watch = eval_loader
     preflight(trainer)

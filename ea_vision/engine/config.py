@@ -9,7 +9,6 @@ import argparse
 import copy
 import dataclasses
 import json
-import logging
 import math
 import operator
 import typing
@@ -24,7 +23,6 @@ import yaml
 from ea_vision.base.errors import UsageError, near_matches
 from ea_vision.base.processes import MOST_WORKERS
 
-log = logging.getLogger(__name__)
 GROUPS = ("run", "model", "data", "augmentation", "loss", "length and batch", "optimiser", "learning rate",
           "precision and speed", "evaluation", "checkpoints and logs")
 RUN, MODEL, DATA, AUGMENT, LOSS, LENGTH, OPTIMISER, RATE, SPEED, EVALUATION, KEPT = GROUPS
@@ -158,7 +156,6 @@ class TrainConfig:
     snapshot_epochs: int = setting(0, "keep the weights of every so many epochs in RUN/snapshots; 0: none", KEPT)
     log_steps: int = setting(50, "updates between rows of speed.csv and lines of the log; 0: none", KEPT)
     tensorboard: bool = setting(False, "write TensorBoard events into the run folder", KEPT)
-    wandb: str = setting("", "Weights & Biases project; empty: none", KEPT)
 
     optional_kwargs: ClassVar[frozenset[str]] = frozenset()  # model keywords of the recipe alone: a model may lack them
 
@@ -200,8 +197,8 @@ class TrainConfig:
     def for_processes(self, processes: int) -> TrainConfig:
         """Return these options with the batch and accumulation by which so many processes make `total_batch`.
 
-        The fewest batches of at most `batch_size` images that divide a process's images are added up; a warning says
-        where they are far smaller. Without `total_batch` the options are returned as they are.
+        The fewest batches of at most `batch_size` images that divide a process's images are added up. Without
+        `total_batch` the options are returned as they are.
 
         Raises:
             UsageError: the processes cannot share it; names the nearest numbers that they can.
@@ -218,11 +215,6 @@ class TrainConfig:
         shared.grad_accum_steps = next(n for n in range(1, own + 1)
                                        if own % (n * pair) == 0 and own // n <= most)
         shared.batch_size = own // shared.grad_accum_steps
-        if 2 * shared.batch_size <= min(most, own):
-            full = total - total % (processes * most)
-            log.warning("total_batch %d on %d processes is made of batches of %d, far below batch_size %d: %d or %d "
-                        "is made of full ones", total, processes, shared.batch_size, most, full,
-                        full + processes * most)
         return shared
 
     def images_of_update(self, processes: int) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,9 +12,7 @@ from ea_vision.base.errors import UsageError
 from ea_vision.base.figures import figure_bytes
 from ea_vision.base.files import atomic_write, create, csv_text, write_json
 from ea_vision.base.networks import (
-    REFUSALS,
     check_classes,
-    check_model_name,
     create_classifier,
     image_statistics,
     load_weights,
@@ -26,7 +23,6 @@ from ea_vision.base.networks import (
 from ea_vision.base.processes import World
 from ea_vision.data.bad_images import BadImages
 from ea_vision.engine import run_folder
-from ea_vision.engine.classification import Teacher
 from ea_vision.engine.config import TrainConfig
 from ea_vision.engine.report import plot_confusion
 from ea_vision.engine.train import Trainer
@@ -120,41 +116,19 @@ class DataModule:
             UsageError: weights that are missing or do not fit, or other classes than those of the data.
         """
         config, output = self.config, Path("runs") / f"evaluation-{target}"
-        if weights:
+        if run is not None:
+            model, _, about = run_folder.load_run(run)
+            expected, output = about["classes"], run / "evaluation"
+        elif weights:
             model, _ = create_classifier(target, config.model_kwargs, num_classes=len(self.classes),
                                          img_size=config.img_size)
             load_weights(model, Path(weights))
-            check_classes(model, self.classes, None, target)
+            expected = None
         else:
-            model, output = self._trained(target, run, config.model_kwargs), run / "evaluation" if run else output
+            model = pretrained_model(target, config.model_kwargs)
+            expected = pretrained_classes(model, self.classes)
+        check_classes(model, self.classes, expected, target)
         return model, Path(config.output or output)
-
-    def _trained(self, name: str, run: Path | None, kwargs: dict[str, Any]) -> nn.Module:
-        """Return a run's best model, or a model by name with its pretrained weights, for the classes of this data."""
-        if run is not None:
-            model, _, about = run_folder.load_run(run)
-            check_classes(model, self.classes, about["classes"], name)
-        else:
-            model = pretrained_model(name, kwargs)
-            check_classes(model, self.classes, pretrained_classes(model, self.classes), name)
-        return model
-
-    def teacher(self, mean: Sequence[float], std: Sequence[float]) -> Teacher:
-        """Return the network that --teacher names, for images that are normalised with `mean` and `std`.
-
-        Raises:
-            UsageError: no such model or run, or one of other classes or sizes of images.
-        """
-        name, side, device = self.config.teacher, self.config.img_size, self.world.device
-        run = Path(name) if (Path(name) / run_folder.CONFIG).is_file() else None
-        if run is None:
-            check_model_name(name, "or run folder ")
-        teacher = Teacher(self._trained(name, run, {}), mean, std, device)
-        try:
-            teacher(torch.zeros(1, 3, side, side, device=device))
-        except REFUSALS as error:
-            raise UsageError(f"teacher {name} does not take images of {side} pixels: {error}") from error
-        return teacher
 
     def write_evaluation(self, folder: Path, result, about: dict[str, Any]) -> list[Path]:
         """Write evaluation.json, per_class.csv and confusion.png, both of the images as they are, of a result of the

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import logging
 import time
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from torch import nn
 from ea_vision.base.errors import UsageError
 from ea_vision.base.networks import REFUSALS, lay_out
 from ea_vision.base.units import duration, memory_size
-from ea_vision.engine.config import TrainConfig, load_recipe
+from ea_vision.engine.config import TrainConfig
 from ea_vision.engine.evaluate import autocast
 
 if TYPE_CHECKING:
@@ -29,23 +28,6 @@ TRIAL_IMAGES_ON_CPU = 8
 def loss_on_noise(model: nn.Module, images: torch.Tensor) -> torch.Tensor:
     """Return a classifier's loss on images (B, 3, H, W), all of the first class."""
     return F.cross_entropy(model(images).float(), torch.zeros(len(images), dtype=torch.int64, device=images.device))
-
-
-def describe_update(config: TrainConfig, processes: int, has_norms: bool = False) -> str:
-    """Return, for a line of the log, how so many processes make an update, its peak learning rate, and where the recipe
-    means another number of images, or BatchNorm (`has_norms`) other batches."""
-    images, accum = config.images_of_update(processes), config.grad_accum_steps
-    said = (f"{images} images = {config.batch_size} x {processes} processes"
-            f"{f' x {accum} batches' if accum > 1 else ''}, peak learning rate {config.peak_lr(images):g}")
-    recipe = load_recipe(config.recipe)
-    total, batch = recipe.get("total_batch") or images, recipe.get("batch_size", config.batch_size)
-    if total != images:
-        meant = dataclasses.replace(config, lr=recipe.get("lr", config.lr), lr_base_size=recipe.get("lr_base_size", 0),
-                                    min_lr=0.0).peak_lr(total)
-        said += f"; recipe {config.recipe} means {total} images, rate {meant:g}"
-    if has_norms and batch != config.batch_size and not config.sync_bn:
-        said += f"; BatchNorm sees {config.batch_size} images a process, the recipe's has {batch}"
-    return said
 
 
 def trial_step(model: nn.Module, config: TrainConfig, img_size: int, device: torch.device,
@@ -96,8 +78,7 @@ def preflight(trainer: Trainer) -> None:
     """
     model, config, data, world = trainer.model, trainer.config, trainer.data, trainer.world
     seconds, peak = trial_step(model, config, config.img_size, world.device, trainer.loss_on_noise)
-    norms = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
-    split = data.eval_split.replace("_", " ")
+    images, split = config.images_of_update(world.size), data.eval_split.replace("_", " ")
     where = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
     for name, said in {
         "run": f"{trainer.folder}, seed {config.seed}",
@@ -105,7 +86,8 @@ def preflight(trainer: Trainer) -> None:
                 f"{len(data.classes)} classes",
         "model": f"{config.model}, {sum(p.numel() for p in model.parameters()):,} parameters, {config.img_size} pixels",
         "processes": f"{world.size} on {where}{f', {memory_size(peak)} used each' if peak else ''}",
-        "update": describe_update(config, world.size, norms),
+        "update": f"{images} images = {config.batch_size} x {world.size} processes x {config.grad_accum_steps} batches"
+                  f", peak learning rate {config.peak_lr(images):g}",
         "time": f"about {duration(seconds * len(trainer.train_loader) * config.epochs)} for "
                 f"{trainer.total_updates} updates, {trainer.updates_per_epoch} an epoch (computation alone, from one "
                 "batch)"}.items():

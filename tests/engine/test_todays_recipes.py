@@ -2,15 +2,20 @@
 from __future__ import annotations
 
 import importlib.util
+import random
 import signal
 
+import numpy as np
 import pytest
 import timm
 import torch
+from PIL import Image
+from torchvision.transforms import InterpolationMode, TrivialAugmentWide
 
 import ea_vision  # noqa: F401
 from ea_vision.base.errors import UsageError, exit_code
 from ea_vision.data import write_ffcv
+from ea_vision.data.imagenet import train_transform
 from ea_vision.engine import run_folder, train_imagenet
 from ea_vision.engine.classification import ClassificationTrainer
 from ea_vision.engine.config import resolve
@@ -165,3 +170,18 @@ def test_a_model_that_does_not_take_the_sizes_is_refused_before_anything_is_writ
     assert "made for 64 pixels, does not take 32" in error and "dynamic_img_size=true" in error
     assert not (tmp_path / "run").exists()
     assert exit_code(lambda: train_imagenet.main([*argv, "dynamic_img_size=true"])) == 0
+
+
+def test_trivial_augment_is_torchvisions():
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 255, (40, 40, 3), dtype=np.uint8))
+    for seed in range(10):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        plain = Image.fromarray(train_transform(16)(image).numpy())
+        state = torch.get_rng_state()
+        torch.manual_seed(seed)
+        random.seed(seed)
+        ours = train_transform(16, auto_augment="ta_wide")(image)
+        torch.set_rng_state(state)
+        theirs = TrivialAugmentWide(interpolation=InterpolationMode.BILINEAR)(plain)
+        assert torch.equal(ours, torch.from_numpy(np.array(theirs)))
