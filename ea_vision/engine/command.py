@@ -241,15 +241,11 @@ def is_complete(folder: Path, config: TrainConfig, processes: int = 1) -> bool:
     """Return whether `folder` holds this run, complete, and --resume is auto.
 
     Raises:
-        UsageError: the folder holds a run and --resume none asks for a new one, or its name cannot be one.
+        UsageError: the folder holds a run and --resume none asks for a new one.
     """
-    try:
-        holds_run = run_folder.holds_run(folder)
-    except OSError as error:
-        raise UsageError(f"--output {str(folder)[:60]}: {error.strerror}") from error
-    if holds_run and config.resume == "none":
+    if config.resume == "none" and run_folder.holds_run(folder):
         raise UsageError(f"{folder} holds a run: continue it with --resume auto, choose another --output, or delete it")
-    results = run_folder.read_results(folder) if holds_run and config.resume == "auto" else None
+    results = run_folder.read_results(folder) if config.resume == "auto" else None
     if results is None or config.test and "held_out_last" in results:  # all but the test is done
         return False
     saved, about = run_folder.read_config(folder)
@@ -341,8 +337,7 @@ def finish(trainer: Trainer, test_loader, about: dict[str, Any]) -> None:
     config, progress, folder, data = trainer.config, trainer.progress, trainer.folder, trainer.data
     tested = config.test and data.eval_split == "held_out"
     split, first = "test" if tested else data.eval_split, trainer.measures[0]
-    evaluated = [row for row in progress.rows if not math.isnan(row[first])]
-    rows = {"last": progress.rows[-1], "best": next(row for row in evaluated if row["epoch"] == progress.best_epoch)}
+    rows = {"last": progress.rows[-1], "best": progress.rows[progress.best_epoch - 1]}
     figures = {}
     for name, row in rows.items():
         if name == "best" and row is rows["last"]:
@@ -368,7 +363,7 @@ def finish(trainer: Trainer, test_loader, about: dict[str, Any]) -> None:
     said = f"test {trainer.quality}" if split == "test" else f"{trainer.quality} on images held out"
     log.info("%s: best weights (epoch %d) %s, last weights %s", said, progress.best_epoch,
              *(trainer.text_of(figures[name], " ") for name in ("best", "last")))
-    if data.eval_split == "test" and len(evaluated) > 1:
+    if data.eval_split == "test" and len(progress.rows) > 1:
         log.info("the best epoch was chosen by the images that it is evaluated on: quote the last weights%s",
                  ", or hold images out (--holdout)" if hasattr(config, "holdout") else "")
     log.info("run folder: %s, %d updates in %s", folder, progress.updates, duration(sum(

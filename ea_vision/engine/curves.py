@@ -6,7 +6,6 @@ from itertools import cycle
 from pathlib import Path
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -48,7 +47,16 @@ def plot_learning_curves(folders: list[Path], *, width: float | None = None) -> 
         side = 2 if width >= 5 else 1  # panels side by side
         figure = new_figure(width, 4.0 / side + 0.5, layout="constrained")
         places = figure.subplots(2 // side, side).tolist()
-        _plot_runs(*places, runs)
+        loss_axes, measure_axes = places
+        for color, (label, _, measure, metrics) in zip(cycle(color_cycle()), runs, strict=False):
+            evaluated = ~np.isnan(metrics[measure])  # --eval-epochs leaves epochs out
+            epochs, values, losses = (metrics[name][evaluated] for name in ("epoch", measure, "eval_loss"))
+            loss_axes.plot(metrics["epoch"], metrics["train_loss"], color=color, marker=".")
+            loss_axes.plot(epochs, losses, color=color, linestyle="--", marker=".")
+            measure_axes.plot(epochs, values, color=color, marker=".", label=f"{label} ({values.max(initial=0):.2f}%)")
+        splits, measures = (" or ".join(sorted({run[place] for run in runs})) for place in (1, 2))
+        loss_axes.set_ylabel("loss (evaluation dashed)")
+        measure_axes.set_ylabel(wrapped(f"{measures} on {splits} images (%)", 80.0, points()))
         for axes in places:
             small_ticks(axes)
             axes.set_xlabel("epoch")
@@ -56,20 +64,3 @@ def plot_learning_curves(folders: list[Path], *, width: float | None = None) -> 
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         legend_below(figure, *places[1].get_legend_handles_labels())
     return figure
-
-
-NAMES = {"top1": "top-1"}  # of measures, where a figure has another
-
-
-def _plot_runs(loss_axes: Axes, measure_axes: Axes, runs: list[tuple]) -> None:
-    """Draw loss and measure of each run over epochs."""
-    for color, (label, _, measure, metrics) in zip(cycle(color_cycle()), runs, strict=False):
-        loss_axes.plot(metrics["epoch"], metrics["train_loss"], color=color, marker=".")
-        evaluated = ~np.isnan(metrics[measure])  # --eval-epochs leaves epochs out
-        epochs, values, losses = (metrics[name][evaluated] for name in ("epoch", measure, "eval_loss"))
-        loss_axes.plot(epochs, losses, color=color, linestyle="--", marker=".")
-        best = f" ({values.max():.2f}%)" if len(values) else ""
-        measure_axes.plot(epochs, values, color=color, marker=".", label=f"{label}{best}")
-    splits, measures = (" or ".join(sorted({NAMES.get(run[place], run[place]) for run in runs})) for place in (1, 2))
-    loss_axes.set_ylabel("loss (evaluation dashed)")
-    measure_axes.set_ylabel(wrapped(f"{measures} on {splits} images (%)", 80.0, points()))

@@ -25,23 +25,15 @@ VIEWS = ("none", "mirror", "six")
 
 
 def views(images: torch.Tensor, kind: str) -> list[tuple[float, torch.Tensor]]:
-    """Return the views of images (B, C, H, W) as (weight, view), the images themselves first; the weights' sum is 1.
-
-    Raises:
-        ValueError: a kind that is none of VIEWS, or images of one pixel a side where shifted ones are wanted.
-    """
-    if kind not in VIEWS:
-        raise ValueError(f"views must be one of {', '.join(VIEWS)}, got {kind!r}")
-    sources = [images]
+    """Return the views of images (B, C, H, W) as (weight, view), the images themselves first; the weights' sum is 1."""
+    if kind == "none":
+        return [(1.0, images)]
+    sources = [(0.5, images)]
     if kind == "six":
         height, width = images.shape[-2:]
-        if min(height, width) < 2:
-            raise ValueError(f"six views need images of at least 2 x 2 pixels, got {height} x {width}")
         padded = F.pad(images, (1, 1, 1, 1), mode="reflect")
-        sources += [padded[..., 2 * s:2 * s + height, 2 * s:2 * s + width] for s in (0, 1)]
-    weights = {1: (0.5,), 3: (0.25, 0.125, 0.125)}[len(sources)]
-    return [(1.0, images)] if kind == "none" else [
-        (weight, view) for weight, source in zip(weights, sources, strict=True) for view in (source, source.flip(-1))]
+        sources = [(0.25, images), *((0.125, padded[..., s:s + height, s:s + width]) for s in (0, 2))]
+    return [(weight, view) for weight, source in sources for view in (source, source.flip(-1))]
 
 
 def logits_of_views(model: Callable[[torch.Tensor], torch.Tensor], images: torch.Tensor,

@@ -1,10 +1,9 @@
-"""What can be known before the first step: memory and pace. Problems are errors, the rest a few lines to read."""
+"""What can be known before the first step. Problems are errors, the rest a few lines to read."""
 
 from __future__ import annotations
 
 import copy
 import logging
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -14,7 +13,7 @@ from torch import nn
 
 from ea_vision.base.errors import UsageError
 from ea_vision.base.networks import REFUSALS, lay_out
-from ea_vision.base.units import duration, memory_size
+from ea_vision.base.units import memory_size
 from ea_vision.engine.config import TrainConfig
 from ea_vision.engine.evaluate import autocast
 
@@ -31,13 +30,13 @@ def loss_on_noise(model: nn.Module, images: torch.Tensor) -> torch.Tensor:
 
 
 def trial_step(model: nn.Module, config: TrainConfig, img_size: int, device: torch.device,
-               loss_of: Callable[[nn.Module, torch.Tensor], torch.Tensor] = loss_on_noise) -> tuple[float, int]:
-    """Make training steps on noise with a copy of the model; nothing of the run is changed by it.
+               loss_of: Callable[[nn.Module, torch.Tensor], torch.Tensor] = loss_on_noise) -> int:
+    """Make a training step on noise with a copy of the model, on a CPU with few images; nothing of the run is changed.
 
     loss_of: the loss of a model and images.
 
     Returns:
-        Seconds per batch, computation alone, and the peak device memory in bytes (0 on a CPU).
+        The peak device memory in bytes (0 on a CPU).
 
     Raises:
         UsageError: the batch does not fit into the device's memory, or the model refuses it.
@@ -48,16 +47,10 @@ def trial_step(model: nn.Module, config: TrainConfig, img_size: int, device: tor
         memory_format = torch.channels_last if config.channels_last else torch.contiguous_format
         trial = lay_out(copy.deepcopy(model).train(), memory_format)
         images = torch.randn(count, 3, img_size, img_size, device=device).contiguous(memory_format=memory_format)
-        if on_gpu:
-            torch.cuda.reset_peak_memory_stats(device)
         try:
-            for _ in range(3 if on_gpu else 2):  # the last is timed: the first ones build kernels and choose algorithms
-                start = time.perf_counter()
-                with autocast(config.amp, device):
-                    loss = loss_of(trial, images)
-                loss.backward()
-                loss.item()
-            seconds = time.perf_counter() - start
+            with autocast(config.amp, device):
+                loss = loss_of(trial, images)
+            loss.backward()
         except torch.OutOfMemoryError as error:
             raise UsageError(f"a batch of {count} images of {img_size} pixels does not fit into the memory of {device} "
                              f"({memory_size(torch.cuda.get_device_properties(device).total_memory)}): lower "
@@ -66,18 +59,17 @@ def trial_step(model: nn.Module, config: TrainConfig, img_size: int, device: tor
         except REFUSALS as error:
             raise UsageError(f"model {config.model} cannot be trained on batches of {count} images of {img_size} "
                              f"pixels: {error}") from error
-    peak = torch.cuda.max_memory_allocated(device) if on_gpu else 0
-    return seconds * config.batch_size / count, peak
+    return torch.cuda.max_memory_allocated(device) if on_gpu else 0
 
 
 def preflight(trainer: Trainer) -> None:
-    """Check memory and pace, and log what the run is going to be.
+    """Check memory, and log what the run is going to be.
 
     Raises:
         UsageError: something does not fit.
     """
     model, config, data, world = trainer.model, trainer.config, trainer.data, trainer.world
-    seconds, peak = trial_step(model, config, config.img_size, world.device, trainer.loss_on_noise)
+    peak = trial_step(model, config, config.img_size, world.device, trainer.loss_on_noise)
     images, split = config.images_of_update(world.size), data.eval_split.replace("_", " ")
     where = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
     for name, said in {
@@ -88,7 +80,5 @@ def preflight(trainer: Trainer) -> None:
         "processes": f"{world.size} on {where}{f', {memory_size(peak)} used each' if peak else ''}",
         "update": f"{images} images = {config.batch_size} x {world.size} processes x {config.grad_accum_steps} batches"
                   f", peak learning rate {config.peak_lr(images):g}",
-        "time": f"about {duration(seconds * len(trainer.train_loader) * config.epochs)} for "
-                f"{trainer.total_updates} updates, {trainer.updates_per_epoch} an epoch (computation alone, from one "
-                "batch)"}.items():
+        "updates": f"{trainer.total_updates}, {trainer.updates_per_epoch} an epoch"}.items():
         log.info("%-11s %s", name, said)

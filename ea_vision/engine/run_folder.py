@@ -129,11 +129,6 @@ def read_metrics(folder: Path) -> dict[str, list[float]]:
     return {name: [float(row[number]) for row in rows] for number, name in enumerate(names)}
 
 
-def gates_of(metrics: dict[str, list[float]]) -> dict[str, list[float]]:
-    """Return the columns of learnable gates, which are named as in the state dict."""
-    return {name: column for name, column in metrics.items() if "." in name}
-
-
 # ---- weights and results --------------------------------------------------------------------------------------------
 
 

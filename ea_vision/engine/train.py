@@ -26,7 +26,6 @@ import torch
 from timm.utils import ModelEmaV3, distribute_bn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from tqdm import tqdm
 
 from ea_vision.base.errors import RunError, UsageError
 from ea_vision.base.files import atomic_write, write_json
@@ -54,8 +53,7 @@ class Progress:
     epoch: int = 0  # complete epochs
     step: int = 0  # updates within the epoch
     updates: int = 0  # updates since the beginning
-    loss_sum: float = 0.0  # sum of the losses of the images
-    images: int = 0
+    loss_sum: float = 0.0  # of the updates' mean losses
     seconds: float = 0.0
     data_seconds: float = 0.0  # of these, waiting for images
     best_top1: float = -1.0  # of the trainer's first measure, top-1 or another
@@ -72,7 +70,7 @@ class Progress:
             self.starts.append({"update": self.updates + 1, **who})
 
     def begin_epoch(self) -> None:
-        self.step, self.loss_sum, self.images, self.seconds, self.data_seconds = 0, 0.0, 0, 0.0, 0.0
+        self.step, self.loss_sum, self.seconds, self.data_seconds = 0, 0.0, 0.0, 0.0
 
 
 class Update(NamedTuple):
@@ -159,7 +157,8 @@ class Trainer:
                                                broadcast_buffers=config.dist_bn == "broadcast")
             if world.device.type == "cpu" and world.size > 2:  # of two the order does not matter
                 self.net.register_comm_hook(None, mean_in_order)
-        self.optimizer = build_optimizer(config, model, config.images_of_update(world.size))
+        self.images_of_update = config.images_of_update(world.size)
+        self.optimizer = build_optimizer(config, model, self.images_of_update)
         self.scheduler = build_schedule(config, self.optimizer, self.updates_per_epoch)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=config.amp == "float16")
         self.step_log = StepLog(folder, config, world.is_main)
@@ -289,7 +288,6 @@ class Trainer:
         self.scaler.update()
         progress.updates += 1
         progress.step += 1
-        progress.images += self.config.images_of_update(size)
         if self.ema is not None:
             self.ema.update(self.model, step=progress.updates)
         if progress.step == self.updates_in(progress.epoch) and hasattr(self.optimizer, "sync_lookahead"):
@@ -313,9 +311,8 @@ class Trainer:
         values = torch.stack([update.values for update in unchecked]).tolist()
         if any(unread for *_, unread in values):
             self.data.bad_images.collect(self.world, self.folder)
-        images = self.config.images_of_update(self.world.size)
         for update, (self.loss, norm, _, _) in zip(unchecked, values, strict=True):
-            self.progress.loss_sum += self.loss * images
+            self.progress.loss_sum += self.loss
             if not math.isfinite(self.loss):
                 raise self._reported("the loss of", f"is {self.loss}", update)
             if update.strict and not math.isfinite(norm):
@@ -359,12 +356,10 @@ class Trainer:
         for module in self.model.modules():  # what is frozen keeps its statistics, too
             if not any(p.requires_grad for p in module.parameters()) and any(True for _ in module.parameters()):
                 module.eval()
-        self._logged = (progress.images, progress.seconds, progress.data_seconds)
+        self._logged = (progress.step, progress.seconds, progress.data_seconds)
         source = self.train_loader.batches(progress.epoch, progress.step * config.grad_accum_steps)
         updates = self.updates_in(progress.epoch)
-        bar = tqdm(total=updates, initial=progress.step, desc=f"epoch {progress.epoch + 1}", leave=False,
-                   disable=None if self.world.is_main else True, unit="step")
-        with bar, closing(source):  # ends the loader's processes and threads, whatever happens
+        with closing(source):  # ends the loader's processes and threads, whatever happens
             while progress.step < updates:
                 start = time.perf_counter()
                 batches = [next(source) for _ in range(config.grad_accum_steps)]
@@ -376,11 +371,9 @@ class Trainer:
                 stop = self.world.size == 1 and self.stop.signal is not None  # else all processes hear of it together
                 if stop or done or due or logged or progress.step % self.check_every == 0:
                     stop = self.check() or stop
-                    bar.set_postfix(loss=f"{self.loss:.3f}", refresh=False)
                 if stop or done or due:
                     self._check_weights(latest)
                 progress.seconds += time.perf_counter() - start
-                bar.update()
                 if logged:
                     self._log_step()
                 if stop:
@@ -391,14 +384,14 @@ class Trainer:
     def _log_step(self) -> None:
         """Add a row to the step log; of an epoch's last update the epoch's own line tells."""
         progress = self.progress
-        then, self._logged = self._logged, (progress.images, progress.seconds, progress.data_seconds)
-        images, seconds, waiting = (now - before for now, before in zip(self._logged, then, strict=True))
+        then, self._logged = self._logged, (progress.step, progress.seconds, progress.data_seconds)
+        updates, seconds, waiting = (now - before for now, before in zip(self._logged, then, strict=True))
         left = (self.total_updates - progress.updates) * progress.seconds / progress.step
         ends = progress.step == self.updates_in(progress.epoch)
         self.step_log.add({
             "step": progress.updates, "epoch": progress.epoch + progress.step / self.updates_per_epoch,
             "lr": self.optimizer.param_groups[0]["lr"], "train_loss": self.loss,
-            "images_per_s": images / seconds, "data_wait_percent": 100 * waiting / seconds,
+            "images_per_s": updates * self.images_of_update / seconds, "data_wait_percent": 100 * waiting / seconds,
             "memory_mib": memory_mib(self.world.device)}, None if ends else left)
 
     def finish_epoch(self) -> None:
@@ -409,9 +402,9 @@ class Trainer:
         self.data.bad_images.collect(self.world, self.folder)
         row = {
             "epoch": number, "step": progress.updates, "lr": self.optimizer.param_groups[0]["lr"],
-            "train_loss": progress.loss_sum / progress.images, **figures,
-            "images_per_s": progress.images / trained, "seconds": trained + time.perf_counter() - start,
-        }
+            "train_loss": progress.loss_sum / progress.step, **figures,
+            "images_per_s": progress.step * self.images_of_update / trained,
+            "seconds": trained + time.perf_counter() - start}
         if self.world.is_main:
             row |= self.watch(self.eval_net)
         row |= gates(self.best_model)
@@ -443,15 +436,15 @@ class Trainer:
         """Say in a line what an epoch came to."""
         progress, seconds = self.progress, [other["seconds"] for other in self.progress.rows]
         left = (self.total_epochs - progress.epoch) * sum(seconds) / len(seconds)
-        quality = self.text_of(row) or "not evaluated"
-        said = [f"epoch {progress.epoch}/{self.total_epochs}", f"training loss {row['train_loss']:.4f}",
-                quality, f"lr {row['lr']:.3g}",
-                f"{row['images_per_s']:.0f} images/s", f"{row['seconds']:.1f} s"]
+        quality = "not evaluated"
+        if not math.isnan(row[self.measures[0]]):
+            best = "best so far" if best else f"best {progress.best_top1:.2f}%, epoch {progress.best_epoch}"
+            quality = f"{self.text_of(row)}  {best}"
         if not math.isnan(row["eval_loss"]):
-            said.insert(2, f"evaluation loss {row['eval_loss']:.4f}")
-        if progress.best_epoch:
-            said.append("best so far" if best else f"best {progress.best_top1:.2f}%, epoch {progress.best_epoch}")
-        log.info("%s", "  ".join(said + ([f"{duration(left)} left"] if left else [])))
+            quality = f"evaluation loss {row['eval_loss']:.4f}  {quality}"
+        log.info("epoch %d/%d  training loss %.4f  %s  lr %.3g  %.0f images/s  %.1f s  %s left", progress.epoch,
+                 self.total_epochs, row["train_loss"], quality, row["lr"], row["images_per_s"], row["seconds"],
+                 duration(left))
 
     def fit(self) -> None:
         """Train until `config.epochs` epochs are complete.

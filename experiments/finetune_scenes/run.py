@@ -79,8 +79,7 @@ def test(output: Path, data: Path) -> float:
 def row_of(way: str, seed: int, output: Path, top1: float) -> dict[str, str | int | float]:
     """Return a run as a line of the file that experiments.evidence reads, with the range of each gate at the end."""
     metrics = run_folder.read_metrics(output)
-    last = {path: values[-1] for path, values in run_folder.gates_of(metrics).items()}
-    ranges = {name: [value for path, value in last.items() if path.rpartition(".")[2].partition("[")[0] == name]
+    ranges = {name: [values[-1] for path, values in metrics.items() if f".{name}" in path]
               for name in ("alpha", "beta")}
     return {"variant": way, "seed": seed, "test_top1": top1, "train_loss": metrics["train_loss"][-1],
             "seconds": round(sum(metrics["seconds"])),

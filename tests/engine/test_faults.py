@@ -82,7 +82,6 @@ NOWHERE = "/nowhere.safetensors"
     (["--model-kwargs", "alpah=0.5"], "*has no keyword 'alpah'*"),
     (["--data-dir", "/nowhere"], "*does not exist*"),
     (["--data-dir", "{data}/train"], "*train must have train/ or train.tar"),
-    (["--output", "x" * 256], "*xxx: File name too long"),
     (["--batch-size", "128"], "an update needs 128 training images (batch_size x grad_accum_steps x processes), and "
      "the data set has fewer, 40: --batch-size 32"),
     (["--holdout", "64"], "holdout must lie between 1 and 39*"),

@@ -39,9 +39,14 @@ def raised(data, tmp_path_factory):
     return folder, argv
 
 
+def gates_of(folder):
+    """The columns of learnable gates, which are named as in the state dict."""
+    return {name: column for name, column in run_folder.read_metrics(folder).items() if "." in name}
+
+
 def test_gates_are_logged_and_exported(raised, data, tmp_path):
     folder, _ = raised
-    gates = run_folder.gates_of(run_folder.read_metrics(folder))
+    gates = gates_of(folder)
     names = [f"blocks.{block}.attn.evolution.{share}" for block in (1, 2) for share in ("alpha", "beta")]
     assert list(gates) == names
     weights = safetensors.torch.load_file(folder / run_folder.WEIGHTS)
@@ -49,10 +54,10 @@ def test_gates_are_logged_and_exported(raised, data, tmp_path):
     assert weights[names[1]].item() == pytest.approx(gates[names[1]][best - 1], rel=1e-5)
     learnt = tmp_path / "learnt"
     assert train_cifar.main(arguments(data, learnt, "--gate-lr", "30")) == 0
-    assert all(values[1] != 0 for name, values in run_folder.gates_of(run_folder.read_metrics(learnt)).items())
+    assert all(values[1] != 0 for name, values in gates_of(learnt).items())
     constants = tmp_path / "constants"
     assert train_cifar.main(arguments(data, constants, "--model-kwargs", "alpha=0.5")) == 0
-    assert not run_folder.gates_of(run_folder.read_metrics(constants))
+    assert not gates_of(constants)
 
 
 def test_layer_decay_is_timms_and_multiplies_the_rate_of_the_shares():

@@ -155,8 +155,8 @@ def test_a_look_at_several_updates_names_the_first_bad_one_and_its_samples(tmp_p
         trainer = trainer_of(tmp_path, Loader(10))
         trainer.check_every = every
         trainer.train_epoch()
-        sums.append((trainer.progress.loss_sum, trainer.progress.images))
-    assert sums[0] == sums[1] and sums[0][1] == 80, "however often it looks"
+        sums.append(trainer.progress.loss_sum)
+    assert sums[0] == sums[1], "however often it looks"
 
 
 def test_a_gradient_in_float16_that_no_scale_makes_finite_is_a_fault(tmp_path, monkeypatch):
