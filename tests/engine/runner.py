@@ -89,14 +89,20 @@ def start(argv: list[str], log: Path, sabotage=None, main=train_cifar.main, **en
     return process
 
 
+def ended(processes: list, log: Path, seconds: float) -> list[int]:
+    """Wait for processes; return their exit codes, negative for a signal."""
+    for process in processes:
+        process.join(seconds)
+    for process in processes:
+        if process.is_alive():
+            process.kill()
+            raise AssertionError(f"no end after {seconds} s:\n{log.read_text()}")
+    return [process.exitcode for process in processes]
+
+
 def run(argv: list[str], log: Path, sabotage=None, seconds: float = 900, main=train_cifar.main) -> int:
     """Run to the end; return the exit code, negative for a signal."""
-    process = start(argv, log, sabotage, main)
-    process.join(seconds)
-    if process.is_alive():
-        process.kill()
-        raise AssertionError(f"no end after {seconds} s:\n{log.read_text()}")
-    return process.exitcode
+    return ended([start(argv, log, sabotage, main)], log, seconds)[0]
 
 
 def error_of(main: Callable[[list[str]], int], argv: list[str], capsys, code: int = 2) -> str:
@@ -110,14 +116,7 @@ def error_of(main: Callable[[list[str]], int], argv: list[str], capsys, code: in
 def run_world(size: int, argv: list[str], log: Path, sabotage=None, seconds: float = 900,
               main=train_cifar.main) -> list[int]:
     """Run `size` processes with the environment that torchrun gives them; return their exit codes."""
-    processes = start_world(size, argv, log, sabotage, main)
-    for process in processes:
-        process.join(seconds)
-    for process in processes:
-        if process.is_alive():
-            process.kill()
-            raise AssertionError(f"no end after {seconds} s:\n{log.read_text()}")
-    return [process.exitcode for process in processes]
+    return ended(start_world(size, argv, log, sabotage, main), log, seconds)
 
 
 def start_world(size: int, argv: list[str], log: Path, sabotage=None, main=train_cifar.main) -> list:
@@ -294,18 +293,17 @@ class DiskFullInWrite:
 
 
 class SpoilLoss:
-    """Make the loss of update `number` of the first epoch non-finite on `rank`, `times` times."""
+    """Make the loss of update `number` of the first epoch non-finite on `rank`."""
 
-    def __init__(self, number: int, rank: int = 0, times: int = 1):
-        self.number, self.rank, self.times = number, rank, times
+    def __init__(self, number: int, rank: int = 0):
+        self.number, self.rank = number, rank
 
     def __call__(self):
-        batch_loss, left = ClassificationTrainer._batch_loss, [self.times]
+        batch_loss = ClassificationTrainer._batch_loss
 
         def hurt(trainer, images, targets):
             progress = trainer.progress
-            if (progress.epoch, progress.step + 1) == (0, self.number) and trainer.world.rank == self.rank and left[0]:
-                left[0] -= 1
+            if (progress.epoch, progress.step + 1) == (0, self.number) and trainer.world.rank == self.rank:
                 images = images * float("nan")
             return batch_loss(trainer, images, targets)
 

@@ -10,10 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ea_vision.base.errors import UsageError
-from ea_vision.detection.train import DetectionConfig
 from ea_vision.engine.config import load_recipe, make_parser, parse, resolve
 from ea_vision.engine.train_cifar import EXAMPLES, CifarConfig
-from ea_vision.engine.train_imagenet import ImageNetConfig
 
 
 def parsed(*argv: str):
@@ -97,25 +95,10 @@ def test_a_recipe_says_what_differs_from_its_base(tmp_path):
         load_recipe(str(second))
 
 
-def test_a_longer_run_of_a_recipe_warms_up_for_as_many_epochs():
-    for epochs in (100, 600):
-        assert resolve(ImageNetConfig, {"recipe": "rsb_a1", "epochs": epochs}).warmup_updates(625) == 5 * 625
-
-
-def test_detection_has_no_option_of_classification_alone():
-    names = {field.name for field in dataclasses.fields(DetectionConfig)}
-    assert not names & {"smoothing", "mixup", "cutmix", "reprob", "tta", "layer_decay", "compile", "bce_loss"}
-    with pytest.raises(UsageError, match="unknown argument '--mixup'"):
-        parse(make_parser(DetectionConfig, "", EXAMPLES), ["--mixup", "0.2"])
-
-
-def test_help_has_every_flag_its_default_and_examples():
+def test_help_has_the_default_of_every_flag():
     text = make_parser(CifarConfig, "about", EXAMPLES).format_help()
-    for field in dataclasses.fields(CifarConfig):
-        assert f"--{field.name.replace('_', '-')}" in text
     assert " ".join(text.split()).count("(default: ") >= len(dataclasses.fields(CifarConfig))  # lines may break there
     assert "--lr X" in text and "lr_base) (default: 0.02)" in " ".join(text.split()), "of the default recipe"
-    assert text.rstrip().endswith(EXAMPLES.rstrip())
 
 
 def test_a_folder_that_is_given_is_read():

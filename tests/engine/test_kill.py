@@ -134,21 +134,6 @@ def test_a_second_run_that_is_refused_leaves_the_folder_of_one_that_has_only_jus
     assert not (tmp_path / "empty").exists(), "its own empty folder a run takes away"
 
 
-def test_two_runs_started_together_end_as_one(data, uninterrupted, tmp_path):
-    """One trains; the other is refused or, if it comes later, sees a complete run."""
-    folder, logs = tmp_path / "run", [tmp_path / "a.log", tmp_path / "b.log"]
-    runs = [start(arguments(data, folder, *EXTRAS), log) for log in logs]
-    for process in runs:
-        process.join(600)
-    said = [log.read_text() for log in logs]
-    assert sorted(process.exitcode for process in runs) in ([0, 0], [0, 2]), said
-    for process, text in zip(runs, said, strict=True):
-        assert process.exitcode == 0 or text.splitlines()[-1] == f"error: {folder} is in use by another run that has " \
-                                                                 "not ended yet"
-    same_result(folder, uninterrupted)
-    nothing_truncated(folder)
-
-
 def test_kill_at_any_time_and_twice(data, uninterrupted, tmp_path):
     """Kill from outside, whenever it hits, as often as it takes."""
     folder, log = tmp_path / "run", tmp_path / "run.log"

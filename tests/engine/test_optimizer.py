@@ -153,15 +153,6 @@ def test_schedules_reach_all_parameters_of_muon(opt, kwargs, share):
     torch.testing.assert_close(moved, torch.full_like(moved, 0.05 * share), atol=1e-4, rtol=0)
 
 
-def test_muon_leaves_what_a_pattern_names_to_adamw():
-    model = network()
-    optimizer = build_optimizer(config(opt="muon", opt_kwargs={"fallback_list": ["head.fc.*"]}), model, 1)
-    model(torch.randn(4, 3, 8, 8)).sum().backward()
-    optimizer.step()
-    assert "exp_avg" in optimizer.state[model.head.fc.weight]
-    assert "momentum_buffer" in optimizer.state[model.stages[0].blocks[0].conv.weight]
-
-
 @pytest.mark.parametrize("options", [{"opt_kwargs": {"nosuch": 1}}, {"opt": "muon", "opt_kwargs": {"conv_mode": "x"}}])
 def test_keywords_that_an_optimiser_refuses_are_named(options):
     with pytest.raises(UsageError, match="refuses lr=0.1 momentum=0.9 (nosuch=1|conv_mode=x)"):
