@@ -111,15 +111,15 @@ class Hooks:
 
     def before(self, module: nn.Module, hook: Callable[[nn.Module, tuple, dict], None]) -> None:
         """Call hook(module, args, kwargs) before each forward."""
-        with _lock:
-            handle = module.register_forward_pre_hook(self._own(hook), with_kwargs=True)
-        self.stack.callback(handle.remove)
+        self._add(module.register_forward_pre_hook, hook)
 
     def after(self, module: nn.Module, hook: Callable[..., None], always: bool = False) -> None:
         """Call hook(module, args, kwargs, output) after each forward; `always`: also after one that raises."""
+        self._add(module.register_forward_hook, hook, always_call=always)
+
+    def _add(self, register: Callable, hook: Callable[..., None], **how: bool) -> None:
         with _lock:
-            handle = module.register_forward_hook(self._own(hook), with_kwargs=True, always_call=always)
-        self.stack.callback(handle.remove)
+            self.stack.callback(register(self._own(hook), with_kwargs=True, **how).remove)
 
     def around(self, module: nn.Module, method: str, hook: Callable[..., None]) -> None:
         """Call hook(*results, *arguments) after each call of a method that returns several results."""

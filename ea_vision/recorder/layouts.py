@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from timm.layers import to_2tuple
+from timm.models.swin_transformer import window_partition
 from torch import Tensor, nn
 
 from ea_vision.recorder.interception import Hooks
@@ -181,9 +182,8 @@ def windows_of(grid: Size, window: Size, shift: Size = (0, 0), pad_first: bool =
     tokens = tokens if pad_first else nn.functional.pad(tokens, padding)
     bottom, right = (torch.arange(side) >= side - by for side, by in zip(tokens.shape, shift, strict=True))
     regions = 2 * bottom[:, None] + right
-    tokens, regions = (plane.unfold(0, window[0], window[0]).unfold(1, window[1], window[1]).reshape(
-        -1, window[0] * window[1]) for plane in (tokens, regions))
-    return Windows(tokens - 1, regions)
+    tokens, regions = window_partition(torch.stack([tokens - 1, regions], -1)[None], window).flatten(1, 2).unbind(-1)
+    return Windows(tokens, regions)
 
 
 def _grouped(block: nn.Module, x: Tensor, size: Any = None, *_, first: int = 1, pad_first: bool = True, **__) -> Layout:

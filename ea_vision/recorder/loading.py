@@ -31,6 +31,7 @@ from ea_vision.engine import checkpoint, run_folder
 from ea_vision.recorder.recording import AttentionLayer, recordable_layers
 
 TOKEN = re.compile(r"cls|dist|mean|pool|(reg|pool)[1-9]\d*")  # as `recorder.recording.prefix_names` calls them
+NUMBER = "[0-9]{1,9}"
 WEIGHTS_HELP = "NAME of a timm model (pretrained where it has weights, else random), RUN folder, or a checkpoint in one"
 
 
@@ -252,19 +253,9 @@ def _load_file(model: nn.Module, path: Path) -> int | None:
 
 
 def parse_targets(text: str) -> list[str]:
-    """Return what `load_model` takes, several separated by commas. A file or folder whose name has commas is one, such
-    as a sweep's run `model=a,seed=0`."""
-    words, targets = text.split(","), []
-    while words:
-        count = next((n for n in range(len(words), 1, -1) if os.path.exists(",".join(words[:n]))), 1)
-        targets.append(",".join(words[:count]))
-        words = words[count:]
-    return targets
-
-
-def _number(text: str) -> int | None:
-    """Return a whole number below a billion, or None for any other text."""
-    return int(text) if re.fullmatch(r"[0-9]{1,9}", text.strip()) else None
+    """Return what `load_model` takes, several separated by commas; a file or folder of that whole name is one, such as
+    a sweep's run `model=a,seed=0`."""
+    return [text] if os.path.exists(text) else text.split(",")
 
 
 def parse_layers(text: str, model: LoadedModel) -> list[AttentionLayer]:
@@ -281,9 +272,9 @@ def parse_layers(text: str, model: LoadedModel) -> list[AttentionLayer]:
     by_key = {key: layer for layer in available for key in (str(layer.number), layer.name)}
     chosen = []
     for item in text.split(","):
-        first, last = map(_number, item.partition("-")[::2])
-        keys = [item]
-        if first is not None and last is not None:  # up to the first that there is not
+        keys, numbers = [item], re.fullmatch(f"({NUMBER})-({NUMBER})", item)
+        if numbers:  # up to the first that there is not
+            first, last = map(int, numbers.groups())
             keys = [str(n) for n in range(first, min(last, first + len(available)) + 1)] or keys
         for key in keys:
             if key not in by_key:
@@ -301,31 +292,30 @@ def parse_queries(texts: Sequence[str], img_size: tuple[int, int],
         UsageError: neither y,x nor such a name, or outside the image.
     """
     H, W = img_size
-    if not texts:
-        return [(int(H * y), int(W * x)) for y, x in default]
-    points: list[tuple[int, int] | str] = []
+    points: list[tuple[int, int] | str] = [] if texts else [(int(H * y), int(W * x)) for y, x in default]
     for text in texts:
-        sides = [_number(side) for side in text.split(",")]
+        sides = re.fullmatch(f"({NUMBER}), ?({NUMBER})", text)
         if TOKEN.fullmatch(text):
             points.append(text)
-        elif len(sides) != 2 or None in sides:
+        elif not sides:
             raise UsageError("a query must be y,x in pixels, or a token before a transformer's patches (cls, dist, "
                              f"reg1, ...), got {text!r}")
-        elif sides[0] >= H or sides[1] >= W:
-            raise UsageError(f"query y,x must lie within the {H}x{W} input, got {text!r}")
         else:
-            points.append(tuple(sides))
+            y, x = map(int, sides.groups())
+            if y >= H or x >= W:
+                raise UsageError(f"query y,x must lie within the {H}x{W} input, got {text!r}")
+            points.append((y, x))
     return points
 
 
 def image_size(text: str) -> tuple[int, int]:
     """Return (H, W) of N or H,W: positive, their product at most MAX_PIXELS; for argparse."""
-    sides = [_number(side) for side in text.split(",")]
-    if len(sides) > 2 or not all(sides):
-        raise argparse.ArgumentTypeError(f"must be N or H,W in pixels, got {text[:40]!r}")
-    if sides[0] * sides[-1] > MAX_PIXELS:
-        raise argparse.ArgumentTypeError(f"must be at most {MAX_PIXELS / 1e6:g} million together, got {text!r}")
-    return sides[0], sides[-1]
+    sides = re.fullmatch(f"({NUMBER})(?:,({NUMBER}))?", text)
+    H, W = (int(side or sides[1]) for side in sides.groups()) if sides else (0, 0)
+    if not 0 < H * W <= MAX_PIXELS:
+        raise argparse.ArgumentTypeError("must be N or H,W in pixels, at most "
+                                         f"{MAX_PIXELS / 1e6:g} million together, got {text[:40]!r}")
+    return H, W
 
 
 def add_options(parser: argparse.ArgumentParser, *names: str) -> None:
@@ -342,6 +332,6 @@ def add_options(parser: argparse.ArgumentParser, *names: str) -> None:
 
 def positive(text: str) -> int:
     """Return a positive whole number below a billion, for argparse."""
-    if not _number(text):
+    if not re.fullmatch(NUMBER, text) or not int(text):
         raise argparse.ArgumentTypeError(f"a positive whole number below a billion required, got {text[:40]!r}")
     return int(text)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ea_vision.base.errors import UsageError
@@ -162,9 +163,8 @@ class LayerMaps:
         if H % h or W % w:
             raise UsageError(f"keys reduced by whole numbers are required, and those of layer {self} are {h}x{w} of "
                              f"{H}x{W}: choose other layers")
-        keys = maps[..., P:].unflatten(-1, (h, w)) / (H // h * (W // w))
-        keys = keys.repeat_interleave(H // h, -2).repeat_interleave(W // w, -1).flatten(-2)
-        return torch.cat([maps[..., :P], keys], -1)
+        keys = F.interpolate(maps[..., P:].flatten(0, 1).unflatten(-1, (h, w)), (H, W)) / (H // h * (W // w))
+        return torch.cat([maps[..., :P], keys.flatten(-2).unflatten(0, maps.shape[:2])], -1)
 
     def token(self, query: Query) -> int:
         """Return the row of a query: (row, column) of the map, or a prefix token by name, such as "cls".
@@ -237,8 +237,8 @@ class AttentionMaps(Mapping[int, LayerMaps]):
     def to_dataframe(self, query: Query | None = None) -> Any:
         """Return a pandas.DataFrame: a row for each image, layer, head, query and key, a column a part.
 
-        The columns before the parts: image, layer, head, query and key (numbers of tokens, those before a transformer's
-        patches first), and query_row, query_col, key_row, key_col of the map, -1 for a token that is no pixel of it.
+        The columns before the parts: image, layer, head, query and key. These two are numbers of tokens: those before a
+        transformer's patches first, then the map's pixels row by row.
 
         Args:
             query: of one query only, (row, column) of the map or a token by name; None: of all, which is N rows times
@@ -255,13 +255,10 @@ class AttentionMaps(Mapping[int, LayerMaps]):
             rows = [layer.token(query)] if query is not None else slice(None)
             parts = {part: layer[part][:, :, rows].float().cpu().numpy() for part in layer.recorded()}
             image, head, asked, key = (index.ravel() for index in np.indices(next(iter(parts.values())).shape))
-            columns = {"image": image, "layer": layer.number, "head": np.array(layer.heads)[head],
-                       "query": asked if query is None else asked + rows[0], "key": key}
-            for name, (_, width) in (("query", layer.feat_size), ("key", layer.key_size)):
-                pixel = columns[name] - layer.num_prefix_tokens
-                for side, place in zip(("row", "col"), np.divmod(pixel, width), strict=True):
-                    columns[f"{name}_{side}"] = np.where(pixel < 0, -1, place)
-            frames.append(pandas.DataFrame({**columns, **{part: maps.ravel() for part, maps in parts.items()}}))
+            frames.append(pandas.DataFrame({
+                "image": image, "layer": layer.number, "head": np.array(layer.heads)[head],
+                "query": asked if query is None else rows[0], "key": key,
+                **{part: maps.ravel() for part, maps in parts.items()}}))
         return pandas.concat(frames, ignore_index=True)
 
     def _begin(self, layer: LayerMaps) -> None:

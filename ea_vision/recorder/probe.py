@@ -7,8 +7,6 @@ small DenseNet of their own. Controls:
   that the probe learns from (without those its logits have no bound and every row is one pixel).
 * `shuffled`: the trained network's maps, the pixels of every map in a random order of its own. What is left is how
   often a value occurs in each map; that two heads look at one place is knowledge of space too, and goes.
-* `shuffled-together`: one order for all heads of an image. A pixel loses its place and keeps its K values, so what
-  the heads agree on is left; the difference to `shuffled` is what that tells.
 
 The network may know the images that the probe learns from, since it was trained on them, and its maps of them may
 differ from those of others. With `--unseen` the probe learns and is measured on images that the network was not trained
@@ -20,7 +18,6 @@ Shape letters: M images, B a batch of them, K heads, H x W the map.
 from __future__ import annotations
 
 import argparse
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
@@ -31,15 +28,12 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 from torch.optim.swa_utils import update_bn
 from tqdm import tqdm
 
 from ea_vision.base.errors import UsageError
-from ea_vision.base.figures import PAGE, check_width, color_cycle, figure_bytes
 from ea_vision.base.files import atomic_write, check_output, csv_text, write_json
-from ea_vision.base.print import legend_below, new_figure, print_style, small_ticks
 from ea_vision.base.processes import choose_device
 from ea_vision.base.provenance import hardware, provenance
 from ea_vision.base.tables import markdown
@@ -59,9 +53,8 @@ from ea_vision.recorder.loading import (
 from ea_vision.recorder.probe_network import ProbeRecipe, train_probe
 from ea_vision.recorder.recording import record_attention, recordable_layers
 
-CONTROLS = ("untrained", "shuffled", "shuffled-together")
+CONTROLS = ("untrained", "shuffled")
 PUBLISHED = "AA-ResNet-34 24.50 / 31.18 / 17.55; EA-AA-ResNet-34 31.02 / 31.71 / 31.93"  # layers 16 / 17 / 18
-LINES = {"trained": "o-", "untrained": "s--", "shuffled": "^:", "shuffled-together": "v-."}  # matplotlib's formats
 EXAMPLES = """\
 examples:
   ea-vision probe --model runs/aa,runs/ea --dataset cifar10 --data-dir DIR -o probe
@@ -94,12 +87,10 @@ def extract_maps(model: LoadedModel, images: Tensor, layers: Sequence[int], quer
     return [np.concatenate(kept) for kept in found]
 
 
-def shuffled_in_space(maps: np.ndarray, seed: int, together: bool = False) -> np.ndarray:
-    """Return (M, K, H, W), the pixels of every map in a random order of its own; `together`: one order for all K
-    heads."""
-    M, K, H, W = maps.shape
-    order = np.argsort(np.random.default_rng(seed).random((M, 1 if together else K, H * W)), axis=-1)
-    return np.take_along_axis(maps.reshape(M, K, H * W), order, axis=-1).reshape(maps.shape)
+def shuffled_in_space(maps: np.ndarray, seed: int) -> np.ndarray:
+    """Return (M, K, H, W), the pixels of every map in a random order of its own."""
+    values = maps.reshape(*maps.shape[:2], -1)
+    return np.random.default_rng(seed).permuted(values, axis=-1).reshape(maps.shape)
 
 
 def untrained_network(target: str, model: LoadedModel, images: Tensor, seed: int, count: int = 512,
@@ -173,9 +164,8 @@ def probe(target: str, model: LoadedModel, layers: Sequence[int], query: tuple[i
             network = untrained_network(target, model, splits[0].images, seed)
             both = [extract_maps(network, split.images, layers, query) for split in splits]
         for number, *maps in zip(layers, *both, strict=True):
-            if kind.startswith("shuffled"):
-                maps = [shuffled_in_space(of_split, seed + split, kind == "shuffled-together")
-                        for split, of_split in enumerate(maps)]
+            if kind == "shuffled":
+                maps = [shuffled_in_space(of_split, seed + split) for split, of_split in enumerate(maps)]
             name = f"{model.label}, {kind}, layer {number}, seed {seed}"
             top1 = train_probe(maps[0], splits[0].targets, maps[1], splits[1].targets, num_classes,
                                replace(recipe, seed=seed), device, name)
@@ -186,56 +176,26 @@ def probe(target: str, model: LoadedModel, layers: Sequence[int], query: tuple[i
 # ---- results ---------------------------------------------------------------------------------------------------------
 
 
-def over_seeds(results: Sequence[Result]) -> dict[tuple[str, str], dict[int, tuple[float, float]]]:
-    """Return top-1 by model and maps, and by layer: the mean over seeds and the standard deviation, nan of one seed."""
+def results_table(results: Sequence[Result]) -> str:
+    """Return rows model and maps, columns layers: top-1 in percent, of several seeds the mean ± the deviation."""
     found: dict[tuple[str, str], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for one in results:
         found[one.model, one.maps][one.layer].append(one.top1)
-    return {series: {layer: (mean(values), stdev(values) if len(values) > 1 else math.nan)
-                     for layer, values in by_layer.items()} for series, by_layer in found.items()}
-
-
-def results_table(results: Sequence[Result]) -> str:
-    """Return rows model and maps, columns layers: top-1 in percent, of several seeds the mean ± the deviation."""
     layers = sorted({one.layer for one in results})
     lines = [["model", "maps", *(f"layer {layer}" for layer in layers)]]
-    for series, by_layer in over_seeds(results).items():
-        top1 = {layer: f"{of:.2f}" + ("" if math.isnan(by) else f" ± {by:.2f}") for layer, (of, by) in by_layer.items()}
+    for series, by_layer in found.items():
+        top1 = {layer: f"{mean(values):.2f}" + (f" ± {stdev(values):.2f}" if len(values) > 1 else "")
+                for layer, values in by_layer.items()}
         lines.append([*series, *(top1.get(layer, "") for layer in layers)])
     return markdown(lines)
-
-
-def results_figure(results: Sequence[Result], num_classes: int, *, width: float | None = None) -> Figure:
-    """Draw top-1 by layer, a colour a model, a line and a marker a kind of maps, with bars of the deviation over seeds;
-    `width` is in inches."""
-    found, layers = over_seeds(results), sorted({one.layer for one in results})
-    models, colors = list(dict.fromkeys(model for model, _ in found)), color_cycle()
-    with print_style():
-        figure = new_figure(check_width(width) or PAGE, 2.8, layout="constrained")
-        axes = figure.subplots()
-        for (model, maps), by_layer in found.items():
-            means, deviations = zip(*by_layer.values(), strict=True)
-            axes.errorbar([layers.index(layer) for layer in by_layer], means, deviations, label=f"{model}, {maps}",
-                          color=colors[models.index(model) % len(colors)], fmt=LINES[maps])
-        axes.axhline(100 / num_classes, color="0.5", linestyle=":", label="chance, classes alike")
-        axes.set_xticks(range(len(layers)), [f"layer {layer}" for layer in layers])
-        axes.set_ylabel("top-1 of the probe (%)")
-        axes.set_title(f"learnt from {results[0].train_images} images, measured on {results[0].test_images}")
-        axes.spines[["top", "right"]].set_visible(False)
-        small_ticks(axes)
-        legend_below(figure, *axes.get_legend_handles_labels())
-    return figure
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 
 def seeds(text: str) -> tuple[int, ...]:
-    """Return different whole numbers, separated by commas, for argparse."""
-    words = text.split(",")
-    if not all(word.isdecimal() for word in words) or len(set(words)) < len(words):
-        raise argparse.ArgumentTypeError(f"different whole numbers, separated by commas, required, got {text!r}")
-    return tuple(map(int, words))
+    """Return whole numbers, separated by commas, for argparse."""
+    return tuple(int(word) for word in text.split(","))
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -251,8 +211,7 @@ def make_parser() -> argparse.ArgumentParser:
                                            "patches: cls, dist, reg1, ... (default: the middle)")
     add("--controls", default="untrained,shuffled", metavar="A,B|none",
         help="what to compare with, some of: untrained, the network as it begins training; shuffled, the pixels of "
-             "every map in a random order of its own; shuffled-together, one order for all heads of an image "
-             "(default: %(default)s)")
+             "every map in a random order of its own (default: %(default)s)")
     add("--dataset", default="digits", choices=DATASETS, help="see train_cifar.py --help (default: %(default)s)")
     add("--data-dir", default="", help="folder of the data set")
     add("--img-size", type=positive, metavar="N", help="side of the images in pixels (default: the model's)")
@@ -263,12 +222,11 @@ def make_parser() -> argparse.ArgumentParser:
         help="learn from four fifths of the test images, drawn by the first of --seeds, and measure on the others, in "
              "place of training and test images")
     add("--epochs", type=positive, default=recipe.epochs, help="of a probe (default: %(default)s)")
-    add("--batch-size", type=positive, default=recipe.batch_size, help="images (default: %(default)s)")
     add("--width", type=positive, default=recipe.width, help="channels of the probe (default: %(default)s)")
     add("--seeds", type=seeds, default=(0,), metavar="N[,..]",
         help="of the probe, the shuffling and the untrained network; the mean of several is shown (default: 0)")
     add("-o", "--output", type=Path, default="probe", metavar="DIR",
-        help="results.csv, which grows with each finished probe, results.json and results.png (default: %(default)s)")
+        help="results.csv, which grows with each finished probe, and results.json (default: %(default)s)")
     return parser
 
 
@@ -278,12 +236,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     controls = [] if options.controls == "none" else options.controls.split(",")
     if set(controls) - set(CONTROLS):
         raise UsageError(f"--controls must be some of {', '.join(CONTROLS)}, or none, got {options.controls!r}")
-    recipe = ProbeRecipe(options.epochs, options.batch_size, width=options.width)
+    recipe = ProbeRecipe(options.epochs, width=options.width)
     device, first = choose_device(options.device), options.seeds[0]
     size = options.img_size and (options.img_size,) * 2
     models = {target: load_model(target, img_size=size, device=device) for target in parse_targets(options.model)}
     asked = {target: layers_and_query(options, model) for target, model in models.items()}
-    csv, about, figure = (check_output(options.output / f"results.{suffix}") for suffix in ("csv", "json", "png"))
+    csv, about = (check_output(options.output / f"results.{suffix}") for suffix in ("csv", "json"))
     results, fingerprints = [], {}
     for target, model in models.items():
         data = load_dataset(options.dataset, options.data_dir, model.img_size[0])
@@ -297,10 +255,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     write_json(about, {"results": [one._asdict() for one in results], "recipe": asdict(replace(recipe, seed=first)),
                        "data_fingerprint": fingerprints, "options": given, "hardware": hardware(device, 1),
                        **provenance()})
-    atomic_write(figure, figure_bytes(results_figure(results, len(data.classes))))
     runs = f"mean ± standard deviation of seeds {', '.join(map(str, options.seeds))}"
     print(results_table(results))
     print(f"top-1 in percent, {runs if len(options.seeds) > 1 else 'one run each'}; published on ImageNet, layers 16, "
           f"17, 18: {PUBLISHED}")
-    print("written:", csv, about, figure)
+    print("written:", csv, about)
     return 0

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ea_vision.base.files import csv_text
-from ea_vision.recorder.maps import AttentionMaps, LayerMaps
+from ea_vision.recorder.maps import AttentionMaps
 from ea_vision.recorder.recording import record_attention
 
 
@@ -73,8 +73,7 @@ def map_correlation(attn: Tensor, previous: Tensor) -> Tensor:
         (B, K); not a number where a map is constant.
     """
     a, b = (maps.float().flatten(2) for maps in (attn, previous))
-    a, b = a - a.mean(-1, keepdim=True), b - b.mean(-1, keepdim=True)
-    return (a * b).sum(-1) / (a.norm(dim=-1) * b.norm(dim=-1))
+    return F.cosine_similarity(a - a.mean(-1, keepdim=True), b - b.mean(-1, keepdim=True), -1, eps=0.0)
 
 
 def position_share(total: Tensor, energy: Tensor, images: int) -> Tensor:
@@ -90,15 +89,6 @@ def position_share(total: Tensor, energy: Tensor, images: int) -> Tensor:
         (1, K); not a number for a single image.
     """
     return ((total.square().sum((-2, -1)) - energy) / energy / (images - 1 or torch.nan))[None]
-
-
-def uniform_distance(layer: LayerMaps, cell: tuple[float, float]) -> float:
-    """Return the mean distance between a query and the keys that it sees, which is the distance of uniform attention.
-
-    Args:
-        cell: (height, width) of a cell of the map.
-    """
-    return attention_distance(layer.sees().float()[None, None], cell).item()
 
 
 @dataclass
@@ -160,7 +150,8 @@ def measure(model: nn.Module, batches: Iterable[Tensor], layers: Sequence[int] |
                 attention_distance(layer.spatial(), cell).cpu(),
                 rows[..., :layer.num_prefix_tokens].sum(-1).mean(-1).cpu(),
                 map_correlation(attn, previous).cpu() if same else None, float(np.log(layer.num_keys()).mean()),
-                found[number][0].uniform_distance if found[number] else uniform_distance(layer, cell)))
+                found[number][0].uniform_distance if found[number] else
+                attention_distance(layer.sees().float()[None, None], cell).item()))
             previous = attn
     if not found:
         raise ValueError("measure needs at least one batch of images, got none")

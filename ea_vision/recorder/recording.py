@@ -129,7 +129,7 @@ class _Watch:
             self.place(first)
             self.save("first_attn", first)
             self.save("second_attn", second)
-            self.save("attn", first - _lambda_of(self.differential).to(first) * second)
+            self.save("attn", first - self.differential._compute_lambda().to(first) * second)
 
     @torch.no_grad()
     def take_ours(self, module: nn.Module, q: Tensor, k: Tensor, logits: Tensor | None, prev_logits: Tensor | None,
@@ -168,15 +168,6 @@ class _Watch:
                 previous = self_logits if prev_logits is None else prev_logits
                 for part, maps in evolution.parts(self_logits, previous, logits).items():
                     self.save(part, maps)
-
-
-def _lambda_of(module: nn.Module) -> Tensor:
-    """Return a differential attention's lambda (Ye et al. 2024, equation 2), or that of two scalars."""
-    if getattr(module, "lambda_a", None) is not None:
-        exponents = module.lambda_a, module.lambda_b
-    else:
-        exponents = (module.lambda_q1 * module.lambda_k1).sum(), (module.lambda_q2 * module.lambda_k2).sum()
-    return exponents[0].float().exp() - exponents[1].float().exp() + module.lambda_init
 
 
 def _watch_ours(module: nn.Module, watch: _Watch, hooks: Hooks) -> None:

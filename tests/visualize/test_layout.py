@@ -19,7 +19,6 @@ from ea_vision.engine.evaluate import Evaluation
 from ea_vision.engine.report import plot_confusion
 from ea_vision.recorder.layouts import Layout
 from ea_vision.recorder.loading import LoadedModel
-from ea_vision.recorder.probe import Result, results_figure
 from ea_vision.recorder.quantities import LayerQuantities
 from ea_vision.recorder.recording import AttentionMaps, LayerMaps
 from ea_vision.visualize import MapStyle
@@ -206,11 +205,6 @@ def test_names_break_between_words_first():
     assert "".join(wrapped("w" * 40, 30, 7).split("\n")) == "w" * 40
 
 
-def result_figure(label, maps, seeds, width):
-    return results_figure([Result(one, kind, layer, seed, 30.0 + 5 * layer + seed, 500, 500) for one in label
-                           for kind in maps for layer in (1, 2, 3) for seed in range(seeds)], 10, width=width)
-
-
 def learning_curves(labels, width, tmp_path, monkeypatch):
     """Of runs without folders: the readers of folders are replaced."""
     epochs = [1, 2, 3, 4]
@@ -223,9 +217,6 @@ def learning_curves(labels, width, tmp_path, monkeypatch):
 
 
 RESULTS = {  # figures of results, of models' names, inches
-    "probe": lambda names, width: result_figure([name[-40:] for name in names], ("trained", "untrained"), 1, width),
-    "probe, seeds": lambda names, width: result_figure([name[-40:] for name in names], ("trained", "shuffled"), 3,
-                                                       width),
     "confusion": lambda names, width: plot_confusion(
         Evaluation(30, 50.0, 90.0, 1.0, torch.eye(10 * len(names))), ["flying_squirrel"] * 10 * len(names), names[0],
         width=width),

@@ -34,6 +34,5 @@ def test_maps_as_a_table():
     table = maps.to_dataframe()
     assert len(table) == 2 * 2 * 6 * 6 and table.conv_logits[table.layer == 1].isna().all()
     row = table[(table.layer == 2) & (table["head"] == 1) & (table["query"] == 4) & (table.key == 2)].iloc[0]
-    assert (row.query_row, row.query_col, row.key_row, row.key_col) == (1, 1, 0, 2)
     assert row.attn == pytest.approx(maps[2].attn[0, 1, 4, 2].item())
     assert maps.to_dataframe((1, 1)).equals(table[table["query"] == 4].reset_index(drop=True))
