@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
 from pathlib import Path
 
 from ea_vision.base.errors import RunError
@@ -30,22 +29,6 @@ class BadImages:
         """Note an image."""
         if path not in self.known:
             self.new[path] = error
-
-    def places(self, count: int, bad: Collection[int], training: bool) -> list[int]:
-        """Return the places of a batch of `count` images that are shown: without the bad ones or, in training, with
-        good ones in their place.
-
-        Raises:
-            RunError: no image of a training batch is good.
-        """
-        good = [place for place in range(count) if place not in bad]
-        if not training:
-            return good
-        if not good:
-            path, error = next(iter({**self.new, **self.known}.items()))
-            raise RunError(f"none of the {count} images of a batch can be read, such as {path} ({error})")
-        instead = {place: good[number % len(good)] for number, place in enumerate(bad)}
-        return [instead.get(place, place) for place in range(count)]
 
     def collect(self, world: World, folder: Path) -> None:
         """Merge what the processes met, log it and list it in bad_images.csv. All processes must call this together.

@@ -23,6 +23,7 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 from torchvision import transforms
 
+from ea_vision.base.errors import RunError
 from ea_vision.data.augment import normalize
 from ea_vision.data.bad_images import BadImages
 from ea_vision.data.batches import Batch, Share, epoch_generator, sent
@@ -151,9 +152,14 @@ class DecodingLoader:
         for keys, (images, targets, bad) in zip(batches, self._decoded(batches, img_size), strict=True):
             ids = torch.from_numpy(keys[:, 1].copy())
             for place, error in bad.items():
-                self.bad_images.add(self.source.describe(int(ids[place])), error)
+                path = self.source.describe(int(ids[place]))
+                self.bad_images.add(path, error)
             if bad:
-                places = self.bad_images.places(len(ids), bad, training)
+                places = [place for place in range(len(ids)) if place not in bad]
+                if training and not places:
+                    raise RunError(f"none of the {len(ids)} images of a batch can be read, such as {path} ({error})")
+                if training:  # good ones in the place of bad ones
+                    places = [places[place % len(places)] if place in bad else place for place in range(len(ids))]
                 images, ids, targets = images[places], ids[places], [targets[place] for place in places]
             yield self._batch(images, targets, ids)
 

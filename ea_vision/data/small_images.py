@@ -38,7 +38,6 @@ class Images:
 class DataSet:
     """Training and test images and the names of the classes."""
 
-    name: str
     train: Images
     test: Images
     classes: list[str]
@@ -86,7 +85,7 @@ def load_dataset(name: str, data_dir: str = "", img_size: int = 32, download: bo
     sources = [find_split(Path(data_dir), split) for split in ("train", "test")]
     (train, classes), (test, test_classes) = (decode_split(source, img_size, workers) for source in sources)
     check_same_classes(sources[0], classes, sources[1], test_classes)
-    return DataSet("folder", train, test, classes)
+    return DataSet(train, test, classes)
 
 
 def _load_digits(img_size: int) -> DataSet:
@@ -99,7 +98,7 @@ def _load_digits(img_size: int) -> DataSet:
     is_test = (targets[:, None] == targets).tril(-1).sum(1) % 5 == 4  # by the number in its class
     images = Images(_resized(grey[..., None].repeat(3, axis=-1), img_size), targets,
                     [f"digit {i}" for i in range(len(targets))])
-    return DataSet("digits", *(images.select(which.nonzero()[:, 0]) for which in (~is_test, is_test)),
+    return DataSet(*(images.select(which.nonzero()[:, 0]) for which in (~is_test, is_test)),
                    list(map(str, range(10))))
 
 
@@ -116,7 +115,7 @@ def _load_torchvision(name: str, root: Path, img_size: int, download: bool) -> D
     train, test = (Images(_resized(np.asarray(found.data), img_size), torch.tensor(found.targets, dtype=torch.int64),
                           [f"{name} {split} {i}" for i in range(len(found.targets))])
                    for split, found in splits.items())
-    return DataSet(name, train, test, list(splits["train"].classes))
+    return DataSet(train, test, list(splits["train"].classes))
 
 
 def _resized(pixels: np.ndarray, img_size: int) -> torch.Tensor:

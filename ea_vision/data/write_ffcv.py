@@ -48,6 +48,8 @@ class _Samples:
         return len(self.source)
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        if index and not index % 10_000:
+            print(f"{index:,} of {len(self):,} images", file=sys.stderr)
         try:
             image, target = self.source.read(int(index))
             if self.transform is not None:

@@ -100,17 +100,17 @@ def deploy(model: nn.Module) -> nn.Module:
     computed = {id(value): value.detach().clone() for module in model.modules() for value in vars(module).values()
                 if isinstance(value, Tensor) and not value.is_leaf}  # pruned weights, which deepcopy refuses
     model = copy.deepcopy(model, computed)
-    seen = look(model)
-    for maker, norm in seen.norms:
+    norms, left, attending = look(model)
+    for maker, norm in norms:
         _fold_pair(maker, norm)
-    if seen.left:
+    if left:
         warnings.warn("deploy leaves BatchNorms as they are: " + ", ".join(
-            f"{name} ({reason})" for name, reason in seen.left.items()), stacklevel=3)
+            f"{name} ({reason})" for name, reason in left.items()), stacklevel=3)
     layers = [module for module in model.modules() if isinstance(module, ATTENTION)]
     for layer in layers:
         if layer.evolution is not None and layer.evolution.changes_nothing():
             layer.evolution = None
-    for layer, readers in seen.readers.items():
+    for layer, readers in attending.items():
         layer.need_logits = any(reader.evolution is not None for reader in readers)
     for layer in layers:
         if not any(map(watched, layer.modules())):

@@ -41,15 +41,6 @@ def test_batches_equal_single_images(augmentation):
         torch.testing.assert_close(result, plainly(image, draw, augmentation), atol=1e-6, rtol=0)
 
 
-def test_alternating_flips_are_by_chance_at_first_and_turn_with_every_epoch():
-    augmentation = Augmentation(flip="alternate")
-    first = augmentation.alternating_flips(10_000, 0, seed=3)
-    assert set(first.tolist()) == {0, 1} and 0.48 < first.float().mean() < 0.52
-    for epoch in (1, 2, 3):
-        assert torch.equal(augmentation.alternating_flips(10_000, epoch, seed=3), first ^ (epoch % 2))
-    assert not torch.equal(augmentation.alternating_flips(10_000, 0, seed=4), first)
-
-
 def test_cutout_area():
     """8x8 pixels inside, less where the border cuts the square, and in all channels alike."""
     images = torch.full((2000, 3, 32, 32), 255, dtype=torch.uint8)

@@ -97,22 +97,6 @@ def test_a_flat_tar_and_kaggles_archive_are_found_and_labelled(photos, tmp_path)
     assert labels_of(find_split(root, "validation")) == labels_of(find_split(root, "train")) == wanted
 
 
-def test_a_folder_of_class_tars(photos, tmp_path):
-    train = tmp_path / "train"
-    train.mkdir()
-    for folder in photos.iterdir():
-        with tarfile.open(train / f"{folder.name}.tar", "w") as tar:
-            for path in sorted(folder.iterdir()):
-                tar.add(path, path.name)
-    assert labels_of(train) == labels_of(photos)
-    packed, plain = map(ImageFiles, (train, photos))
-    by_name = {packed.describe(i).rpartition("/")[2]: np.asarray(packed.read(i)[0]) for i in range(20)}
-    for index in range(20):
-        pixels, target = plain.read(index)
-        assert np.array_equal(by_name[plain.describe(index).rpartition("/")[2]], pixels)
-        assert plain.classes[target] == packed.classes[target]
-
-
 def test_damaged_label_files_are_one_line(photos, tmp_path):
     val = flat(photos, tmp_path / "val")
     solution = tmp_path / "LOC_val_solution.csv"
