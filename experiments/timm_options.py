@@ -30,10 +30,10 @@ OTHERWISE = {"data": "--data-dir", "initial-checkpoint": "--pretrained-path", "i
              "drop-path": "--model-kwargs drop_path_rate=X", "drop-block": "--model-kwargs drop_block_rate=X",
              "gp": "--model-kwargs global_pool=X", "epoch-repeats": "--epochs", "model-ema": "--model-ema-decay X",
              "log-interval": "--log-steps", "val-interval": "--eval-epochs", "recovery-interval": "--checkpoint-steps",
-             "checkpoint-hist": "--snapshot-epochs", "experiment": "--output",
-             "train-img-sizes": "--first-img-size, --grow-epochs",
-             "config": "--recipe FILE", "sched-on-updates": "always so", "warmup-prefix": "`cosine` and "
-             "`linear` always", "pin-mem": "always so on CUDA"}
+             "checkpoint-hist": "--snapshot-epochs", "experiment": "--output", "log-wandb": "--wandb PROJECT",
+             "wandb-project": "--wandb PROJECT", "train-img-sizes": "--first-img-size, --grow-epochs",
+             "config": "--recipe FILE", "sched-on-updates": "always so", "wandb-resume-id": "kept in the run folder",
+             "warmup-prefix": "`cosine` and `linear` always", "pin-mem": "always so on CUDA"}
 
 
 def names_of(parser: argparse.ArgumentParser) -> list[str]:

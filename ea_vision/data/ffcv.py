@@ -11,6 +11,7 @@ import functools
 import hashlib
 import importlib
 import json
+import os
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +30,7 @@ from ea_vision.data.imagenet import AHEAD, ImageTrainLoader
 HELP = """Debian, Ubuntu: apt-get install libturbojpeg0-dev libopencv-dev pkg-config && pip install 'ea_vision[ffcv]'; \
 conda: conda install -c conda-forge opencv libjpeg-turbo pkg-config compilers && pip install 'ea_vision[ffcv]'; or \
 leave .beton files out and give --data-dir"""
+PAGES_TOGETHER = 16  # os_cache off: images are shuffled within this many pages (of 8 MiB, as FFCV writes them)
 RAW = 1  # FFCV's mode of an image that is stored as pixels; 0: as JPEG
 RATIO = np.array([3 / 4, 4 / 3])  # least and greatest width of a training crop to its height
 
@@ -87,6 +89,7 @@ class Beton:
             raise UsageError(f"{path} is not a whole .beton file of an RGB image and an integer label, {size} bytes: "
                              f"got {', '.join(kinds)}, {path.stat().st_size} bytes")
         images, self.labels = (reader.metadata[name] for name in reader.metadata.dtype.names)
+        self.pages = (images["data_ptr"] // np.uint64(reader.page_size)).astype(np.int64)
         by_place = np.sort(reader.alloc_table, order="ptr")
         sizes = by_place["size"][np.searchsorted(by_place["ptr"], images["data_ptr"])]
         self.table = np.stack([column.astype(np.int64) for column in (
@@ -116,12 +119,24 @@ class Beton:
         start, size, height, width, _ = self.table[index]
         return torch.tensor(self.data[start:start + size].reshape(height, width, 3)), int(self.labels[index])
 
+    def fits_in_memory(self) -> bool:
+        """Return whether the file takes at most half of this machine's memory."""
+        return len(self.data) <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
     def fingerprint(self) -> str:
         """Return SHA-256 over classes, labels and the size of every image in pixels and bytes."""
         digest = hashlib.sha256("\n".join(self.classes).encode())
         for array in (self.labels, self.table[:, 1:]):
             digest.update(np.ascontiguousarray(array))
         return digest.hexdigest()
+
+
+def quasi_random_order(pages: np.ndarray, seed: int, epoch: int, together: int = PAGES_TOGETHER) -> torch.Tensor:
+    """Return an order that reads the file in large pieces: pages (N,) of the images, shuffled, `together` at a time."""
+    rng = np.random.default_rng((seed, epoch, 1))
+    _, page = np.unique(pages, return_inverse=True)
+    group = rng.permutation(page.max() + 1)[page] // together
+    return torch.from_numpy(np.lexsort((rng.random(len(pages)), group)))
 
 
 @functools.cache
@@ -179,12 +194,16 @@ class BetonTrainLoader(ImageTrainLoader):
     one of its batch.
 
     Args:
+        os_cache: random order over the whole file; without it `quasi_random_order`.
         scale: least and largest share of an image's area in its crop; hflip: probability of a left-right flip.
     """
 
-    def __init__(self, source: Beton, *, scale: Sequence[float], hflip: float, **common):
+    def __init__(self, source: Beton, *, os_cache: bool, scale: Sequence[float], hflip: float, **common):
         super().__init__(source, transform=None, **common)
-        self.scale, self.hflip, self._memory = np.array(scale, float), hflip, _Memory()
+        self.os_cache, self.scale, self.hflip, self._memory = os_cache, np.array(scale, float), hflip, _Memory()
+
+    def _order(self, epoch: int) -> torch.Tensor:
+        return super()._order(epoch) if self.os_cache else quasi_random_order(self.source.pages, self.seed, epoch)
 
     def _decoded(self, batches: list[np.ndarray], img_size: int) -> Iterator[tuple[torch.Tensor, list, dict[int, str]]]:
         """Yield the images of each batch, which one thread decodes. On a CPU they are normalised; a GPU gets bytes and

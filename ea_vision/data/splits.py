@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ea_vision.base.errors import UsageError
+from ea_vision.data.image_files import IMAGE_SUFFIXES
 
 NAMES = {  # of a split's folder or tar, the first that exists counts
     "train": ("train", "training", "ILSVRC2012_img_train"),
@@ -17,6 +18,20 @@ KAGGLE = "ILSVRC/Data/CLS-LOC"  # of Kaggle's archive of ImageNet, below the dat
 def _split_in(root: Path, split: str) -> Path | None:
     return next((path for name in NAMES[split] for folder in (root, root / KAGGLE)
                  for path in (folder / name, folder / f"{name}.tar") if path.exists()), None)
+
+
+def _what_was_meant(root: Path) -> str:
+    """Return the end of a message for a data folder without a split: the folder above or below that has it, or that
+    this one holds class folders itself."""
+    if not root.exists():
+        return "; it does not exist"
+    below = [path for path in sorted(root.glob("*")) if path.is_dir()]
+    above = [root.absolute().parent] if any(root.name in names for names in NAMES.values()) else []
+    for folder in above + below:
+        if _split_in(folder, "train"):
+            return f"; {folder} has it: give that folder"
+    classes = [path.name for path in below if any(file.suffix.lower() in IMAGE_SUFFIXES for file in path.iterdir())]
+    return f"; it has the classes {', '.join(classes[:3])} itself: move them into train/ and test/" if classes else ""
 
 
 def find_split(root: Path, split: str, or_root: bool = False) -> Path:
@@ -34,4 +49,4 @@ def find_split(root: Path, split: str, or_root: bool = False) -> Path:
     if or_root and root.exists() and not any(_split_in(root, name) for name in NAMES):
         return root
     wanted = " or ".join(f"{name}/ or {name}.tar" for name in NAMES[split][:1 if split == "train" else 2])
-    raise UsageError(f"data folder {root} must have {wanted}{'' if root.exists() else '; it does not exist'}")
+    raise UsageError(f"data folder {root} must have {wanted}{_what_was_meant(root)}")

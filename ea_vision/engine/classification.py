@@ -35,6 +35,12 @@ class ClassificationConfig(TrainConfig):
                                       below=1.0, goes_with="bce_loss")
     mixup: float = option(0.0, "alpha of mixup; 0: off", AUGMENT)
     cutmix: float = option(0.0, "alpha of cutmix; 0: off", AUGMENT)
+    mixup_prob: float = option(1.0, "probability that a batch is mixed", AUGMENT, maximum=1.0)
+    mixup_switch_prob: float = option(0.5, "probability of cutmix in place of mixup, where both are on", AUGMENT,
+                                      maximum=1.0)
+    mixup_mode: str = option("batch", "what one strength of mixing is drawn for", AUGMENT,
+                             choices=("batch", "pair", "elem"))
+    mixup_off_epoch: int = option(0, "epoch, counted from 0, from which on mixup and cutmix are off; 0: never", AUGMENT)
     reprob: float = option(0.0, "random erasing: probability that an image has a rectangle replaced", AUGMENT,
                            maximum=1.0)
     remode: str = option("pixel", "by what; pixel: noise, rand: noise of one colour, const: the mean", AUGMENT,
@@ -79,8 +85,9 @@ class ClassificationTrainer(Trainer):
         config = self.config
         self.cuda_graphs, self.mix, self.erase = config.cuda_graphs, None, None
         if config.mixes:
-            self.mix = Mixup(config.mixup, config.cutmix, label_smoothing=config.smoothing,
-                             num_classes=len(data.classes))
+            self.mix = Mixup(config.mixup, config.cutmix, prob=config.mixup_prob,
+                             switch_prob=config.mixup_switch_prob, mode=config.mixup_mode,
+                             label_smoothing=config.smoothing, num_classes=len(data.classes))
         if config.reprob:
             self.erase = RandomErasing(config.reprob, mode=config.remode, device=self.world.device)
         self.loss_of = (BinaryCrossEntropy(config.smoothing, config.bce_target_thresh or None) if config.bce_loss else
@@ -101,6 +108,7 @@ class ClassificationTrainer(Trainer):
         if self.mix is not None:
             if len(images) % 2:  # timm mixes pairs
                 images, targets = images[:-1], targets[:-1]
+            self.mix.mixup_enabled = not config.mixup_off_epoch or self.progress.epoch < config.mixup_off_epoch
             images, targets = self.mix(images, targets)  # targets (B, classes), smoothed
         if config.channels_last:
             images = images.contiguous(memory_format=torch.channels_last)

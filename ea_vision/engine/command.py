@@ -19,9 +19,9 @@ import torch
 from timm.utils import random_seed
 from torch import nn
 
-from ea_vision.base.errors import UsageError
+from ea_vision.base.errors import UsageError, near_matches
 from ea_vision.base.files import check_writable, write_json
-from ea_vision.base.networks import check_model_name, lay_out
+from ea_vision.base.networks import check_model_name, create_classifier, lay_out
 from ea_vision.base.processes import World, join_world
 from ea_vision.base.provenance import hardware, provenance
 from ea_vision.base.units import duration
@@ -76,6 +76,8 @@ def train(module: type[DataModule], config: TrainConfig) -> None:
         RunError: the run had to stop.
     """
     check_model_name(config.model)
+    if module.trainer.watches:  # a classifier's
+        check_keywords(config)
     folder = Path(config.output or module.default_output(config))
     with join_world(config.device, config.dist_timeout) as world, StopRequest() as stop:
         log_to_stdout(world.rank)
@@ -110,9 +112,7 @@ def put_together(data: DataModule, folder: Path, stop: StopRequest) -> tuple[Tra
     random_seed(config.seed)
     model, kwargs = data.create_model()
     model.to(world.device)
-    if getattr(config, "linear_probe", False):
-        model.requires_grad_(False)
-        model.get_classifier().requires_grad_(True)
+    freeze(model, [name for name in config.freeze.split(",") if name], getattr(config, "linear_probe", False))
     if config.grad_checkpointing:
         enable_checkpointing(model, config.model)
     keywords = data.loader_keywords(model)
@@ -213,12 +213,44 @@ def check_data(data: DataModule) -> None:
                          f"the data set has fewer, {data.train_images}: --batch-size {fits}")
 
 
+def check_keywords(config: TrainConfig) -> None:
+    """Raise UsageError for a keyword that the model lacks, before data is opened, which may take minutes."""
+    kwargs = {key: value for key, value in config.model_kwargs.items() if key not in ("num_classes", "in_chans")}
+    if not kwargs.keys() - config.optional_kwargs:
+        return
+    try:
+        with torch.device("meta"):
+            create_classifier(config.model, kwargs, config.optional_kwargs, num_classes=2,
+                              img_size=kwargs.get("img_size", config.img_size), notice=lambda line: None)
+    except UsageError as error:
+        if "has no keyword" in str(error):  # values are refused when the classes are known, and not on this device
+            raise
+
+
 def enable_checkpointing(model: nn.Module, name: str) -> None:
     """Let a model compute activations again in backward; raise UsageError where it cannot."""
     try:
         model.set_grad_checkpointing(True)
     except (AttributeError, AssertionError, NotImplementedError) as error:
         raise UsageError(f"--grad-checkpointing needs a model that has it, {name} has not") from error
+
+
+def freeze(model: nn.Module, names: list[str], all_but_classifier: bool) -> None:
+    """Freeze the modules and parameters whose names begin so, or all but the classifier.
+
+    Raises:
+        UsageError: a name that none has.
+    """
+    for name in names:
+        found = [p for path, p in model.named_parameters() if f"{path}.".startswith(f"{name}.")]
+        if not found:
+            raise UsageError(f"freeze: the model has no {name!r}; "
+                             f"{near_matches(name, dict(model.named_modules()), 'modules')}")
+        for parameter in found:
+            parameter.requires_grad_(False)
+    if all_but_classifier:
+        model.requires_grad_(False)
+        model.get_classifier().requires_grad_(True)
 
 
 def check_same_everywhere(world: World, own: dict[str, Any]) -> None:

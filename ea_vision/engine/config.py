@@ -9,6 +9,7 @@ import argparse
 import copy
 import dataclasses
 import json
+import logging
 import math
 import operator
 import typing
@@ -23,6 +24,7 @@ import yaml
 from ea_vision.base.errors import UsageError, near_matches
 from ea_vision.base.processes import MOST_WORKERS
 
+log = logging.getLogger(__name__)
 GROUPS = ("run", "model", "data", "augmentation", "loss", "length and batch", "optimiser", "learning rate",
           "precision and speed", "evaluation", "checkpoints and logs")
 RUN, MODEL, DATA, AUGMENT, LOSS, LENGTH, OPTIMISER, RATE, SPEED, EVALUATION, KEPT = GROUPS
@@ -85,6 +87,8 @@ class TrainConfig:
     mean: list[float] = option([], "mean of images in 0..1, by channel; empty: that of the run folder in "
                                    "pretrained_path, else as the model's name says", MODEL, goes_with="std")
     std: list[float] = option([], "their standard deviation, likewise", MODEL, goes_with="mean")
+    freeze: str = option("", "modules and parameters that are not trained, by the beginnings of their names, such as "
+                             "patch_embed,blocks.0,blocks.1", MODEL)
     recipe: str = setting("fast", "recipe: a name in ea_vision/recipes, a YAML file, or none", RUN)
     data_dir: str = setting("", "folder of the data set; empty: the cache folder's", DATA)
     output: str = setting("", "run folder itself (timm: the folder of run folders); empty: runs/DATASET-MODEL", RUN)
@@ -109,6 +113,9 @@ class TrainConfig:
     momentum: float = option(0.9, "momentum of the optimiser", OPTIMISER, maximum=1.0)
     weight_decay: float = option(5e-4, "weight decay (not of norms, biases and position tables)", OPTIMISER)
     clip_grad: float = option(0.0, "largest norm of the gradient; 0: no limit", OPTIMISER)
+    clip_mode: str = option("norm", "how it is clipped; agc: each parameter's by the parameter's own norm, timm's "
+                                    "adaptive clipping, by a factor of clip_grad", OPTIMISER, choices=("norm", "agc"),
+                            goes_with="clip_grad")
     attention_lr: float = option(1.0, "learning-rate multiplier of the attention parameters (q, k, v, position tables, "
                                       "map convolutions)", OPTIMISER)
     gate_lr: float = option(1.0, "learning-rate multiplier of learnable gates (a model's alpha and beta)", OPTIMISER)
@@ -142,6 +149,8 @@ class TrainConfig:
     sync_bn: bool = option(False, "batch statistics over all processes (CUDA only)", SPEED)
     dist_bn: str = option("broadcast", "statistics of BatchNorm that are evaluated; broadcast: the first process's; "
                                        "reduce: the mean of all", SPEED, choices=("broadcast", "reduce"))
+    ddp_bb: bool = setting(True, "broadcast the first process's statistics of BatchNorm before each forward; never "
+                                 "with dist_bn reduce, which averages each process's own", SPEED)
     grad_checkpointing: bool = setting(False, "compute activations again in the backward pass: less memory, about a "
                                               "third more time; of models that have it", SPEED)
     dist_timeout: float = setting(10.0, "minutes that processes wait for one that does not answer", RUN, above=0.0)
@@ -156,6 +165,8 @@ class TrainConfig:
     snapshot_epochs: int = setting(0, "keep the weights of every so many epochs in RUN/snapshots; 0: none", KEPT)
     log_steps: int = setting(50, "updates between rows of speed.csv and lines of the log; 0: none", KEPT)
     tensorboard: bool = setting(False, "write TensorBoard events into the run folder", KEPT)
+    wandb: str = setting("", "Weights & Biases project; empty: none", KEPT)
+    wandb_tags: str = setting("", "tags of the run on Weights & Biases, separated by commas", KEPT, goes_with="wandb")
 
     optional_kwargs: ClassVar[frozenset[str]] = frozenset()  # model keywords of the recipe alone: a model may lack them
 
@@ -197,8 +208,8 @@ class TrainConfig:
     def for_processes(self, processes: int) -> TrainConfig:
         """Return these options with the batch and accumulation by which so many processes make `total_batch`.
 
-        The fewest batches of at most `batch_size` images that divide a process's images are added up. Without
-        `total_batch` the options are returned as they are.
+        The fewest batches of at most `batch_size` images that divide a process's images are added up; a warning says
+        where they are far smaller. Without `total_batch` the options are returned as they are.
 
         Raises:
             UsageError: the processes cannot share it; names the nearest numbers that they can.
@@ -215,6 +226,11 @@ class TrainConfig:
         shared.grad_accum_steps = next(n for n in range(1, own + 1)
                                        if own % (n * pair) == 0 and own // n <= most)
         shared.batch_size = own // shared.grad_accum_steps
+        if 2 * shared.batch_size <= min(most, own):
+            full = total - total % (processes * most)
+            log.warning("total_batch %d on %d processes is made of batches of %d, far below batch_size %d: %d or %d "
+                        "is made of full ones", total, processes, shared.batch_size, most, full,
+                        full + processes * most)
         return shared
 
     def images_of_update(self, processes: int) -> int:

@@ -1,9 +1,11 @@
-"""What can be known before the first step. Problems are errors, the rest a few lines to read."""
+"""What can be known before the first step: memory and pace. Problems are errors, the rest a few lines to read."""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -13,8 +15,8 @@ from torch import nn
 
 from ea_vision.base.errors import UsageError
 from ea_vision.base.networks import REFUSALS, lay_out
-from ea_vision.base.units import memory_size
-from ea_vision.engine.config import TrainConfig
+from ea_vision.base.units import duration, memory_size
+from ea_vision.engine.config import TrainConfig, load_recipe
 from ea_vision.engine.evaluate import autocast
 
 if TYPE_CHECKING:
@@ -29,14 +31,31 @@ def loss_on_noise(model: nn.Module, images: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(model(images).float(), torch.zeros(len(images), dtype=torch.int64, device=images.device))
 
 
+def describe_update(config: TrainConfig, processes: int, has_norms: bool = False) -> str:
+    """Return, for a line of the log, how so many processes make an update, its peak learning rate, and where the recipe
+    means another number of images, or BatchNorm (`has_norms`) other batches."""
+    images, accum = config.images_of_update(processes), config.grad_accum_steps
+    said = (f"{images} images = {config.batch_size} x {processes} processes"
+            f"{f' x {accum} batches' if accum > 1 else ''}, peak learning rate {config.peak_lr(images):g}")
+    recipe = load_recipe(config.recipe)
+    total, batch = recipe.get("total_batch") or images, recipe.get("batch_size", config.batch_size)
+    if total != images:
+        meant = dataclasses.replace(config, lr=recipe.get("lr", config.lr), lr_base_size=recipe.get("lr_base_size", 0),
+                                    min_lr=0.0).peak_lr(total)
+        said += f"; recipe {config.recipe} means {total} images, rate {meant:g}"
+    if has_norms and batch != config.batch_size and not config.sync_bn:
+        said += f"; BatchNorm sees {config.batch_size} images a process, the recipe's has {batch}"
+    return said
+
+
 def trial_step(model: nn.Module, config: TrainConfig, img_size: int, device: torch.device,
-               loss_of: Callable[[nn.Module, torch.Tensor], torch.Tensor] = loss_on_noise) -> int:
-    """Make a training step on noise with a copy of the model, on a CPU with few images; nothing of the run is changed.
+               loss_of: Callable[[nn.Module, torch.Tensor], torch.Tensor] = loss_on_noise) -> tuple[float, int]:
+    """Make training steps on noise with a copy of the model; nothing of the run is changed by it.
 
     loss_of: the loss of a model and images.
 
     Returns:
-        The peak device memory in bytes (0 on a CPU).
+        Seconds per batch, computation alone, and the peak device memory in bytes (0 on a CPU).
 
     Raises:
         UsageError: the batch does not fit into the device's memory, or the model refuses it.
@@ -47,10 +66,16 @@ def trial_step(model: nn.Module, config: TrainConfig, img_size: int, device: tor
         memory_format = torch.channels_last if config.channels_last else torch.contiguous_format
         trial = lay_out(copy.deepcopy(model).train(), memory_format)
         images = torch.randn(count, 3, img_size, img_size, device=device).contiguous(memory_format=memory_format)
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(device)
         try:
-            with autocast(config.amp, device):
-                loss = loss_of(trial, images)
-            loss.backward()
+            for _ in range(3 if on_gpu else 2):  # the last is timed: the first ones build kernels and choose algorithms
+                start = time.perf_counter()
+                with autocast(config.amp, device):
+                    loss = loss_of(trial, images)
+                loss.backward()
+                loss.item()
+            seconds = time.perf_counter() - start
         except torch.OutOfMemoryError as error:
             raise UsageError(f"a batch of {count} images of {img_size} pixels does not fit into the memory of {device} "
                              f"({memory_size(torch.cuda.get_device_properties(device).total_memory)}): lower "
@@ -59,18 +84,20 @@ def trial_step(model: nn.Module, config: TrainConfig, img_size: int, device: tor
         except REFUSALS as error:
             raise UsageError(f"model {config.model} cannot be trained on batches of {count} images of {img_size} "
                              f"pixels: {error}") from error
-    return torch.cuda.max_memory_allocated(device) if on_gpu else 0
+    peak = torch.cuda.max_memory_allocated(device) if on_gpu else 0
+    return seconds * config.batch_size / count, peak
 
 
 def preflight(trainer: Trainer) -> None:
-    """Check memory, and log what the run is going to be.
+    """Check memory and pace, and log what the run is going to be.
 
     Raises:
         UsageError: something does not fit.
     """
     model, config, data, world = trainer.model, trainer.config, trainer.data, trainer.world
-    peak = trial_step(model, config, config.img_size, world.device, trainer.loss_on_noise)
-    images, split = config.images_of_update(world.size), data.eval_split.replace("_", " ")
+    seconds, peak = trial_step(model, config, config.img_size, world.device, trainer.loss_on_noise)
+    norms = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+    split = data.eval_split.replace("_", " ")
     where = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
     for name, said in {
         "run": f"{trainer.folder}, seed {config.seed}",
@@ -78,7 +105,8 @@ def preflight(trainer: Trainer) -> None:
                 f"{len(data.classes)} classes",
         "model": f"{config.model}, {sum(p.numel() for p in model.parameters()):,} parameters, {config.img_size} pixels",
         "processes": f"{world.size} on {where}{f', {memory_size(peak)} used each' if peak else ''}",
-        "update": f"{images} images = {config.batch_size} x {world.size} processes x {config.grad_accum_steps} batches"
-                  f", peak learning rate {config.peak_lr(images):g}",
-        "updates": f"{trainer.total_updates}, {trainer.updates_per_epoch} an epoch"}.items():
+        "update": describe_update(config, world.size, norms),
+        "time": f"about {duration(seconds * len(trainer.train_loader) * config.epochs)} for "
+                f"{trainer.total_updates} updates, {trainer.updates_per_epoch} an epoch (computation alone, from one "
+                "batch)"}.items():
         log.info("%-11s %s", name, said)

@@ -1,25 +1,30 @@
-"""How a run goes between its epochs: speed.csv in the run folder, a line in the log where no bar is seen, and
-TensorBoard where it is wanted.
+"""How a run goes between its epochs: speed.csv in the run folder, and a line in the log where no bar is seen; where
+wanted TensorBoard and Weights & Biases.
 """
 
 from __future__ import annotations
 
 import csv
+import importlib
 import logging
 import math
 import resource
 import sys
+import uuid
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ea_vision.base.errors import UsageError
+from ea_vision.base.files import atomic_write
 from ea_vision.base.units import duration
 from ea_vision.engine.config import TrainConfig
 
 log = logging.getLogger(__name__)
 FILE = "speed.csv"
+WANDB_ID = "wandb_id.txt"
 COLUMNS = ("step", "epoch", "lr", "train_loss", "images_per_s", "data_wait_percent", "memory_mib")
 
 
@@ -30,38 +35,60 @@ def memory_mib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
 
 
+def require(module: str, option: str):
+    """Import what an option needs; raise UsageError where it is not installed."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.rpartition(".")[2]
+        raise UsageError(f"{option} needs {package}, not installed ({error}): pip install {package}") from error
+
+
 class StepLog:
-    """Rows of speed.csv, and what TensorBoard shows; kept by the first process, on others it does nothing.
+    """Rows of speed.csv, and what the boards show; kept by the first process, on others it does nothing.
 
     Columns: step (updates so far), epoch (with its fraction), lr (per update), train_loss, images_per_s
     (all processes) and data_wait_percent (share of the time spent waiting for images) since the row before, memory_mib.
 
     Raises:
-        UsageError: TensorBoard is not installed.
+        UsageError: TensorBoard or Weights & Biases is not installed.
     """
 
     def __init__(self, folder: Path, config: TrainConfig, is_main: bool):
-        self.folder, self.is_main, self.steps, self.writer = folder, is_main, config.log_steps, None
-        self.boards = is_main and config.tensorboard
-        if self.boards:
-            try:
-                import torch.utils.tensorboard  # noqa: F401
-            except ImportError as error:
-                raise UsageError(f"--tensorboard needs tensorboard ({error}): pip install tensorboard") from error
+        self.folder, self.config, self.is_main = folder, config, is_main
+        self.writer = self.board = None
+        wanted = is_main and config.tensorboard, is_main and config.wandb
+        self.tensorboard = require("torch.utils.tensorboard", "--tensorboard") if wanted[0] else None
+        self.wandb = require("wandb", "--wandb") if wanted[1] else None
 
     def begin(self, updates: int) -> None:
-        """Start after `updates` updates: rows beyond them were written by a run that was killed later."""
-        path, rows = self.folder / FILE, []
-        if self.is_main and path.exists():
+        """Start after `updates` updates: rows beyond them were written by a run that was killed later.
+
+        Raises:
+            UsageError: Weights & Biases refuses, for want of a login for example.
+        """
+        config, path, rows = self.config, self.folder / FILE, []
+        if not self.is_main:
+            return
+        if path.exists():
             rows = [row for row in csv.reader(path.read_text().splitlines()[1:])
                     if len(row) == len(COLUMNS) and int(row[0]) <= updates]  # a kill may have cut the last one
-        if self.is_main and self.steps:
+        if config.log_steps:
             with open(path, "w", newline="") as file:
                 csv.writer(file, lineterminator="\n").writerows([COLUMNS, *rows])
-        if self.boards:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self.writer = SummaryWriter(str(self.folder / "tensorboard"), purge_step=updates + 1)
+        if self.tensorboard:
+            self.writer = self.tensorboard.SummaryWriter(str(self.folder / "tensorboard"), purge_step=updates + 1)
+        if self.wandb:
+            known = self.folder / WANDB_ID  # a run that continues keeps its id
+            if not known.exists():
+                atomic_write(known, uuid.uuid4().hex.encode())
+            try:
+                self.board = self.wandb.init(
+                    project=config.wandb, id=known.read_text(), resume="allow", name=self.folder.resolve().name,
+                    dir=str(self.folder), config=asdict(config),
+                    tags=config.wandb_tags.split(",") if config.wandb_tags else None)
+            except self.wandb.Error as error:
+                raise UsageError(f"--wandb: {error} (WANDB_MODE=offline logs into the run folder only)") from error
 
     def add(self, row: dict[str, Any], seconds_left: float | None = None) -> None:
         """Add a row of speed.csv; with the seconds that the run will take, also a line to the log where no progress bar
@@ -78,14 +105,17 @@ class StepLog:
         self.send("train", row)
 
     def send(self, group: str, row: dict[str, Any]) -> None:
-        """Show the numbers of a row, which has the updates as `step`, on TensorBoard."""
-        if self.writer is None:
-            return
-        for name, value in row.items():
-            if name != "step" and not math.isnan(value):
-                self.writer.add_scalar(f"{group}/{name}", value, row["step"])
-        self.writer.flush()
+        """Show the numbers of a row, which has the updates as `step`, on the boards."""
+        values = {f"{group}/{name}": value for name, value in row.items() if name != "step" and not math.isnan(value)}
+        if self.writer is not None:
+            for name, value in values.items():
+                self.writer.add_scalar(name, value, row["step"])
+            self.writer.flush()
+        if self.board is not None:
+            self.board.log(values, step=row["step"])
 
     def close(self) -> None:
         if self.writer is not None:
             self.writer.close()
+        if self.board is not None:
+            self.board.finish()

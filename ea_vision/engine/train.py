@@ -23,9 +23,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
-from timm.utils import ModelEmaV3, distribute_bn
+from timm.utils import ModelEmaV3, dispatch_clip_grad, distribute_bn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from tqdm import tqdm
 
 from ea_vision.base.errors import RunError, UsageError
 from ea_vision.base.files import atomic_write, write_json
@@ -154,7 +155,7 @@ class Trainer:
             # Statistics that are averaged must be each process's own: broadcast, the first one's replace them all.
             self.net = DistributedDataParallel(self.net, [world.device.index] if world.device.type == "cuda" else None,
                                                gradient_as_bucket_view=True,
-                                               broadcast_buffers=config.dist_bn == "broadcast")
+                                               broadcast_buffers=config.ddp_bb and config.dist_bn == "broadcast")
             if world.device.type == "cpu" and world.size > 2:  # of two the order does not matter
                 self.net.register_comm_hook(None, mean_in_order)
         self.images_of_update = config.images_of_update(world.size)
@@ -280,10 +281,9 @@ class Trainer:
         summed = self.world.sum(torch.stack([total, torch.full_like(total, self.stop.signal is not None),
                                              torch.full_like(total, len(self.data.bad_images.new))]))
         self.scaler.unscale_(self.optimizer)
-        parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
-        norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters])
+        norm = nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
         if clip:
-            nn.utils.clip_grads_with_norm_(parameters, clip, norm)
+            dispatch_clip_grad(self.model.parameters(), clip, self.config.clip_mode)
         self.scaler.step(self.optimizer)  # of float16 alone it waits for the device
         self.scaler.update()
         progress.updates += 1
@@ -359,7 +359,9 @@ class Trainer:
         self._logged = (progress.step, progress.seconds, progress.data_seconds)
         source = self.train_loader.batches(progress.epoch, progress.step * config.grad_accum_steps)
         updates = self.updates_in(progress.epoch)
-        with closing(source):  # ends the loader's processes and threads, whatever happens
+        bar = tqdm(total=updates, initial=progress.step, desc=f"epoch {progress.epoch + 1}", leave=False,
+                   disable=None if self.world.is_main else True, unit="step")
+        with bar, closing(source):  # ends the loader's processes and threads, whatever happens
             while progress.step < updates:
                 start = time.perf_counter()
                 batches = [next(source) for _ in range(config.grad_accum_steps)]
@@ -371,9 +373,11 @@ class Trainer:
                 stop = self.world.size == 1 and self.stop.signal is not None  # else all processes hear of it together
                 if stop or done or due or logged or progress.step % self.check_every == 0:
                     stop = self.check() or stop
+                    bar.set_postfix(loss=f"{self.loss:.3f}", refresh=False)
                 if stop or done or due:
                     self._check_weights(latest)
                 progress.seconds += time.perf_counter() - start
+                bar.update()
                 if logged:
                     self._log_step()
                 if stop:

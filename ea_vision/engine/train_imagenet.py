@@ -24,7 +24,7 @@ from ea_vision.data.bad_images import BadImages
 from ea_vision.data.batches import GrowingSize
 from ea_vision.data.ffcv import Beton, BetonTrainLoader, Evaluated
 from ea_vision.data.image_files import ImageFiles
-from ea_vision.data.imagenet import ImageEvalLoader, ImageTrainLoader, eval_transform, train_transform
+from ea_vision.data.imagenet import ImageEvalLoader, ImageTrainLoader, TimmImages, eval_transform, train_transform
 from ea_vision.data.small_images import check_same_classes
 from ea_vision.data.splits import find_split
 from ea_vision.engine import command
@@ -38,6 +38,7 @@ EXAMPLES = """\
   python train_imagenet.py --data-dir DIR --recipe imagenet_ea_aa_resnet50 --device cuda --amp bfloat16 --channels-last
   python train_imagenet.py --train-beton train.beton --val-beton val.beton --model aa_resnet34
   python train_imagenet.py --data-dir DIR --model resnet18 --img-size 64 --eval-resize 72 --epochs 5   # any timm model
+  python train_imagenet.py --dataset torch/cifar10 --data-dir DIR --model ea_aa_resnet34               # timm's readers
   torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400 --max-restarts 3 \\
       train_imagenet.py --data-dir DIR --output /shared/runs/ea50
   python train_imagenet.py --evaluate runs/imagenet-ea_aa_resnet50 --data-dir DIR
@@ -54,9 +55,14 @@ class ImageNetConfig(ClassificationConfig):
     data_dir: str = setting("", "folder with train and val, each a folder or .tar of class/name.jpg", DATA)
     workers: int = setting(min(8, len(os.sched_getaffinity(0))), "processes (threads for FFCV) that decode images, per "
                            "training process; 0: in this one", DATA, maximum=MOST_WORKERS)
+    dataset: str = option("", "timm's name of another data set that can be indexed (torch/*, hfds/*); empty: images",
+                          DATA)
     train_beton: str = setting("", "FFCV file of the training images; empty: data_dir is read", DATA)
     val_beton: str = setting("", "FFCV file of the images to evaluate on; empty: data_dir is read", DATA)
-    train_split: str = setting("", "folder or tar of data_dir with the training images; empty: "
+    os_cache: str = option("auto", "FFCV: order of the training images; on: random over the whole file; off: random "
+                                   "within a few pages at a time; auto: on if the file fits in half the memory", DATA,
+                           choices=("auto", "on", "off"))
+    train_split: str = setting("", "folder or tar of data_dir (of --dataset: split) with the training images; empty: "
                                    "train, ILSVRC2012_img_train or that of ILSVRC/Data/CLS-LOC", DATA,
                                not_with="train_beton")
     val_split: str = setting("", "the same of the images to evaluate on; empty: val, validation, valid, "
@@ -77,6 +83,13 @@ class ImageNetConfig(ClassificationConfig):
     crop_scale: float = option(0.08, "least share of an image's area in a training crop", AUGMENT, above=0.0,
                                maximum=1.0)
     hflip: float = option(0.5, "probability of a left-right flip", AUGMENT, maximum=1.0)
+    vflip: float = option(0.0, "probability of an upside-down flip (not FFCV)", AUGMENT, maximum=1.0,
+                          not_with="train_beton")
+    ratio: list[float] = option([0.75, 4 / 3], "least and greatest ratio of width to height of a training crop (not "
+                                               "FFCV)", AUGMENT, above=0.0, not_with="train_beton")
+    train_crop_mode: str = option("rrc", "timm's crop of training images: rrc a part that is resized, rkrc resized "
+                                         "with its ratio kept and cut at random, rkrr by random factors besides (not "
+                                         "FFCV)", AUGMENT, choices=("rrc", "rkrc", "rkrr"), not_with="train_beton")
     color_jitter: float = option(0.0, "strength of brightness, contrast and saturation changes (not FFCV)", AUGMENT,
                                  not_with="train_beton")
     aa: str = option("", "timm's policy, such as rand-m9-mstd0.5, or ta_wide, torchvision's TrivialAugment (not FFCV); "
@@ -165,6 +178,8 @@ class ClassFolders(DataModule):
         if not config.data_dir:
             raise UsageError(f"no {split} images: --data-dir is required, or --train-beton and --val-beton")
         root = Path(config.data_dir)
+        if config.dataset:
+            return TimmImages(config.dataset, root, named or split, config.num_classes)
         if not named:
             return ImageFiles(find_split(root, split, or_root=not training), config.num_classes)
         places = [path for path in (root / named, root / f"{named}.tar") if path.exists()]
@@ -178,7 +193,9 @@ class ClassFolders(DataModule):
             "seed": config.seed, "size_of": config.size_of, "repeats": config.aug_repeats}
         if not config.train_beton:
             return ImageTrainLoader(source, transform=partial(checked_train_transform, config), **common)
-        return BetonTrainLoader(source, scale=(config.crop_scale, 1.0), hflip=config.hflip, **common)
+        fits = all(self.world.gather(source.fits_in_memory()))  # one order for all, on whatever machine they are
+        os_cache = config.os_cache == "on" or config.os_cache == "auto" and fits
+        return BetonTrainLoader(source, os_cache=os_cache, scale=(config.crop_scale, 1.0), hflip=config.hflip, **common)
 
     def eval_loader(self, **keywords) -> ImageEvalLoader:
         config = self.config
@@ -220,7 +237,8 @@ def checked_train_transform(config: ImageNetConfig, img_size: int):
         UsageError: timm knows no such policy.
     """
     try:
-        return train_transform(img_size, scale=(config.crop_scale, 1.0), hflip=config.hflip,
+        return train_transform(img_size, scale=(config.crop_scale, 1.0), hflip=config.hflip, vflip=config.vflip,
+                               ratio=tuple(config.ratio), train_crop_mode=config.train_crop_mode,
                                color_jitter=config.color_jitter, auto_augment=config.aa,
                                interpolation=config.interpolation)
     except (AssertionError, ValueError, KeyError, IndexError, TypeError) as error:

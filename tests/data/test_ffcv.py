@@ -18,7 +18,7 @@ from PIL import Image
 from ea_vision.base.errors import UsageError, exit_code
 from ea_vision.data import write_ffcv
 from ea_vision.data.bad_images import BadImages
-from ea_vision.data.ffcv import Beton, BetonTrainLoader, Evaluated, sidecar
+from ea_vision.data.ffcv import Beton, BetonTrainLoader, Evaluated, quasi_random_order, sidecar
 from ea_vision.data.image_files import ImageFiles
 from ea_vision.data.imagenet import eval_transform
 from ea_vision.engine import train_imagenet
@@ -26,7 +26,7 @@ from tests.data.photos import make_photos
 from tests.data.test_image_files import narrow_png
 
 COMMON = {"img_size": 32, "mean": (0.5,) * 3, "std": (0.2,) * 3, "device": torch.device("cpu"), "workers": 2,
-          "bad_images": BadImages(0), "scale": (0.08, 1), "hflip": 0.5}
+          "bad_images": BadImages(0), "scale": (0.08, 1), "hflip": 0.5, "os_cache": True}
 
 
 def test_without_ffcv_the_error_says_how_to_install_it(tmp_path, monkeypatch, capsys):
@@ -120,6 +120,31 @@ def test_validation_images_are_the_folders_bit_for_bit(tmp_path, interpolation):
     for other in (stored._replace(eval_img_size=24), stored._replace(eval_resize=36), None):
         with pytest.raises(UsageError, match="must have (those|whole images).*, got those of validation for .*=37"):
             Beton(out, evaluated=other)
+
+
+def test_quasi_random_order_reads_few_pages_at_a_time():
+    pages = np.repeat(np.arange(100, 140), 25)
+    order = quasi_random_order(pages, seed=0, epoch=0, together=4).numpy()
+    assert sorted(order) == list(range(1000))
+    assert all(len(set(pages[order[start:start + 100]])) == 4 for start in range(0, 1000, 100))
+    assert not np.array_equal(order, quasi_random_order(pages, seed=0, epoch=1, together=4).numpy())
+
+
+def test_a_file_larger_than_the_memory_is_read_as_any_other(betons, tmp_path):
+    """Its size is that of a hole between images and tables."""
+    from ffcv.types import ALLOC_TABLE_TYPE, HeaderType
+
+    path, data = tmp_path / "large.beton", betons["half"].read_bytes()
+    header, tables = np.frombuffer(data, HeaderType, 1).copy(), len(data) - 40 * ALLOC_TABLE_TYPE.itemsize
+    header["alloc_table_ptr"] = 2 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with path.open("wb") as file:
+        file.write(header.tobytes() + data[header.nbytes:tables])
+        file.seek(int(header["alloc_table_ptr"][0]))
+        file.write(data[tables:])
+    assert Beton(betons["half"]).fits_in_memory() and not Beton(path).fits_in_memory()
+    few, large = ([batch for batch in BetonTrainLoader(Beton(file), batch_size=6, **{**COMMON, "os_cache": False}
+                                                       ).batches(0)] for file in (betons["half"], path))
+    assert len(few) == 6 and all(torch.equal(a.images, b.images) for a, b in zip(few, large, strict=True))
 
 
 # ---- faults ----------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from pathlib import Path
 
 import pytest
 import yaml
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from ea_vision.base.errors import UsageError
 from ea_vision.engine.config import load_recipe, make_parser, parse, resolve
 from ea_vision.engine.train_cifar import EXAMPLES, CifarConfig
+from ea_vision.engine.train_imagenet import ImageNetConfig
 
 
 def parsed(*argv: str):
@@ -48,6 +50,7 @@ def test_the_papers_recipe():
     (["stray"], "unknown argument 'stray'"),
     (["--dataset", "digits", "--data-dir", "photos"], "data_dir must be empty, got photos (--dataset folder reads it)"),
     (["--remode", "const"], "remode goes with reprob, got const without it"),
+    (["--clip-mode", "agc"], "clip_mode goes with clip_grad, got agc without it"),
     (["--crop-padding", "32", "--crop-padding-mode", "reflect"], "crop_padding must be less than img_size"),
     (["--gate-lr", "-1"], "gate_lr must be at least 0"),
     (["--warmup-epochs", "120%"], "warmup_epochs must be a number, or a percentage up to 100%, got '120%'"),
@@ -128,3 +131,15 @@ def test_recipes_of_any_text(tmp_path, text):
         assert isinstance(load_recipe(str(path)), dict)
     except UsageError as error:
         assert str(error)
+
+
+def test_the_table_of_timms_options_says_what_there_is():
+    """What experiments/timm_options.py printed into the page: names that are ours, and names that are not."""
+    page = (Path(__file__).parents[2] / "experiments" / "timm_options.md").read_text()
+    ours = {flag for action in make_parser(ImageNetConfig, "", "")._actions for flag in action.option_strings}
+    same, table, refused = (set(re.findall(r"--[a-z_-]+", part)) for part in re.search(
+        r"Same name, same meaning(.*?)\| --- \| --- \|(.*?)Not here, and refused(.*)", page, re.DOTALL).groups())
+    assert len(same) > 50 and len(refused) > 50 and same <= ours and not refused & ours
+    for timms, here in re.findall(r"^\| `(--[a-z-]+)` \| (.*) \|$", page, re.MULTILINE):
+        named = set(re.findall(r"--[a-z-]+", here)) - {"--lr-base"}
+        assert named <= ours and (named or timms in ours or "`--" not in here), (timms, here)

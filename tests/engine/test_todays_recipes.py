@@ -185,3 +185,15 @@ def test_trivial_augment_is_torchvisions():
         torch.set_rng_state(state)
         theirs = TrivialAugmentWide(interpolation=InterpolationMode.BILINEAR)(plain)
         assert torch.equal(ours, torch.from_numpy(np.array(theirs)))
+
+
+@torch.no_grad()
+def test_mixing_ends_at_its_epoch(tmp_path):
+    model = timm.create_model("test_resnet", num_classes=3)
+    trainer = make_trainer(tmp_path, model, mixup=8.0, mixup_off_epoch=2, smoothing=0.0)  # halves, nearly
+    images, targets = torch.randn(4, 3, 32, 32), torch.tensor([0, 1, 2, 0])
+    plain, losses = torch.nn.functional.cross_entropy(trainer.model(images), targets).item(), []
+    for epoch in (1, 2):
+        trainer.progress.epoch = epoch
+        losses.append(trainer._batch_loss(images.clone(), targets).item())
+    assert losses[0] != pytest.approx(plain, rel=1e-4) and losses[1] == pytest.approx(plain, rel=1e-5)

@@ -1,0 +1,53 @@
+"""What a run tells Weights & Biases, which a stand-in plays here: tried once with the real one, offline."""
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from ea_vision.base.errors import UsageError
+from ea_vision.engine.config import resolve
+from ea_vision.engine.step_log import COLUMNS, StepLog
+from ea_vision.engine.train_cifar import CifarConfig
+
+
+@pytest.fixture
+def begun(monkeypatch):
+    """The arguments of every `wandb.init`, with what was logged; a project named `refused` is."""
+    runs = []
+
+    class Error(Exception):
+        pass
+
+    def init(**given):
+        if given["project"] == "refused":
+            raise Error("no login")
+        runs.append({**given, "logged": []})
+        return SimpleNamespace(log=lambda values, step: runs[-1]["logged"].append((step, values)), finish=lambda: None)
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, Error=Error))
+    return runs
+
+
+def log(folder, project="p", step=3):
+    folder.mkdir(parents=True, exist_ok=True)
+    step_log = StepLog(folder, resolve(CifarConfig, {"recipe": "none", "wandb": project, "lr": 1}), is_main=True)
+    step_log.begin(0)
+    step_log.add(dict.fromkeys(COLUMNS, 0.5) | {"step": step})
+    step_log.close()
+
+
+def test_a_run_that_continues_is_the_same_run_and_no_other_is(tmp_path, begun):
+    log(tmp_path / "a" / "run")
+    log(tmp_path / "a" / "run", step=4)
+    log(tmp_path / "b" / "run")
+    first, again, other = begun
+    assert first["id"] == again["id"] != other["id"] and first["name"] == other["name"] == "run"
+    assert first["resume"] == "allow" and first["config"]["lr"] == 1 and first["dir"] == str(tmp_path / "a" / "run")
+    assert again["logged"] == [(4, {f"train/{name}": 0.5 for name in COLUMNS if name != "step"})]
+
+
+def test_a_refusal_is_one_clear_error(tmp_path, begun):
+    with pytest.raises(UsageError, match="--wandb: no login .WANDB_MODE=offline"):
+        log(tmp_path / "run", project="refused")
