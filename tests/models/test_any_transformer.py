@@ -222,7 +222,6 @@ def shared() -> nn.Module:
 
 
 @pytest.mark.parametrize("make,options,message", [
-    (lambda: None, {}, "a network is required, .* got None"),
     (torchvision.models.swin_t, {}, "torchvision's VisionTransformer required, got SwinTransformer"),
     (lambda: meta("resnet18"), {}, "required, got ResNet .no attention layer found"),
     (lambda: meta("vit_relpos_small_patch16_224"), {}, "required, got VisionTransformerRelPos"),
