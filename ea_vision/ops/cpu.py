@@ -34,22 +34,9 @@ def _lies_pixels_last(x: Tensor) -> bool:
     return x.stride()[1:] == (x.shape[2] * x.shape[3], 1, x.shape[2])
 
 
-def _lies_channels_last(x: Tensor) -> bool:
-    """Return whether each pixel of (B, K, N, D) lies as (K, D), as in a part of a channels-last tensor or of tokens."""
-    return x.stride(3) == 1 and x.stride(1) == x.shape[3] and x.stride(2) >= x.shape[1] * x.shape[3]
-
-
-def _in_order(x: Tensor, channels_last: bool) -> Tensor:
-    """Return (B, K, N, D) as (B, K, D, N), each image contiguous, or channels last as (B, N, K, D), each
-    pixel contiguous; a view where they lie so."""
-    if channels_last:
-        return x.transpose(1, 2) if _lies_channels_last(x) else x.transpose(1, 2).contiguous()
+def _in_order(x: Tensor) -> Tensor:
+    """Return (B, K, N, D) as (B, K, D, N), each image contiguous; a view where they lie so."""
     return x.transpose(2, 3) if _lies_pixels_last(x) else x.transpose(2, 3).contiguous()
-
-
-def _as_heads(x: Tensor, channels_last: bool) -> Tensor:
-    """Undo `_in_order`: return a view (B, K, N, D)."""
-    return x.transpose(1, 2) if channels_last else x.transpose(2, 3)
 
 
 def _fill(struct: ctypes.Structure, **tensors: Tensor | None) -> ctypes.Structure:
@@ -58,41 +45,39 @@ def _fill(struct: ctypes.Structure, **tensors: Tensor | None) -> ctypes.Structur
     return struct
 
 
-def _run(function: str, q: Tensor, k: Tensor, v: Tensor, seed: Tensor | None, scale: float, dropout_p: float,
-         sizes: list[int], channels_last: bool, **tensors: Tensor | None) -> None:
-    """Run a kernel on q, k, v by `_in_order`; the others are contiguous."""
-    B, K, _, D = _as_heads(q, channels_last).shape
+def _run(q: Tensor, k: Tensor, v: Tensor, seed: Tensor | None, scale: float, dropout_p: float, sizes: list[int],
+         **tensors: Tensor | None) -> None:
+    """Run the kernel on q, k, v by `_in_order`; the others are contiguous."""
+    B, K, D, _ = q.shape
     weight = tensors["weight"]
     problem = AttentionStruct(
-        **dict(zip(SIZES, sizes, strict=True)), B=B, K=K, D=D, E=_as_heads(v, channels_last).shape[3],
+        **dict(zip(SIZES, sizes, strict=True)), B=B, K=K, D=D, E=v.shape[2],
         kernel=0 if weight is None else weight.shape[-1], dtype=DTYPES[q.dtype], threads=torch.get_num_threads(),
-        scale=scale, dropout=dropout_p, channels_last=channels_last, seed=0 if seed is None else seed.item(),
-        q_row=q.stride(1), k_row=k.stride(1), v_row=v.stride(1), q_step=q.stride(0), k_step=k.stride(0),
-        v_step=v.stride(0))
-    run(function, ctypes.byref(_fill(problem, q=q, k=k, v=v, **tensors)))
+        scale=scale, dropout=dropout_p, seed=0 if seed is None else seed.item(), q_step=q.stride(0),
+        k_step=k.stride(0), v_step=v.stride(0))
+    run("evolving_attention", ctypes.byref(_fill(problem, q=q, k=k, v=v, **tensors)))
 
 
-def _outputs(q: Tensor, v: Tensor, need_logits: bool, channels_last: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return room for out in the order of v, logits (B, K, N, N) or none, norm (B, K, N, 2): see problem.h."""
+def _outputs(q: Tensor, v: Tensor, need_logits: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return room for out (B, K, E, N), logits (B, K, N, N) or none, norm (B, K, N, 2): see problem.h."""
     B, K, N, E = v.shape
-    return (v.new_empty((B, N, K, E) if channels_last else (B, K, E, N)),
-            q.new_empty((B, K, N, N) if need_logits else (0,)), q.new_empty(B, K, N, 2, dtype=torch.float32))
+    return (v.new_empty(B, K, E, N), q.new_empty((B, K, N, N) if need_logits else (0,)),
+            q.new_empty(B, K, N, 2, dtype=torch.float32))
 
 
 @torch.library.custom_op("ea_vision::cpu_attention", mutates_args=(), device_types="cpu")
 def _forward(
         q: Tensor, k: Tensor, v: Tensor, height_rel: Tensor | None, width_rel: Tensor | None, prev: Tensor | None,
         weight: Tensor | None, bias: Tensor | None, gates: Tensor, seed: Tensor | None, scale: float, dropout_p: float,
-        sizes: list[int], channels_last: bool, need_logits: bool,
+        sizes: list[int], need_logits: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return `_outputs`, filled.
 
-    gates: alpha and beta by heads, (2, K); seed: of the dropout, one integer; sizes: of SIZES; channels_last: the order
-    in which q, k, v and out lie, see `_in_order` (others are copied).
+    gates: alpha and beta by heads, (2, K); seed: of the dropout, one integer; sizes: of SIZES.
     """
-    out, logits, norm = _outputs(q, v, need_logits, channels_last)
-    q, k, v = (_in_order(x, channels_last) for x in (q, k, v))
-    _run("evolving_attention_forward", q, k, v, seed, scale, dropout_p, sizes, channels_last, prev=prev,
+    out, logits, norm = _outputs(q, v, need_logits)
+    q, k, v = (_in_order(x) for x in (q, k, v))
+    _run(q, k, v, seed, scale, dropout_p, sizes, prev=prev,
          height_rel=height_rel, width_rel=width_rel, weight=weight, bias=bias, gates=gates, out=out,
          logits=logits if need_logits else None, norm=norm)
     return out, logits, norm
@@ -100,8 +85,7 @@ def _forward(
 
 @_forward.register_fake
 def _(q, k, v, *rest):
-    *_, channels_last, need_logits = rest
-    return _outputs(q, v, need_logits, channels_last)
+    return _outputs(q, v, rest[-1])
 
 
 @torch.library.custom_op("ea_vision::cpu_attention_backward", mutates_args=(), device_types="cpu")
@@ -109,16 +93,16 @@ def _backward(
         d_out: Tensor, d_logits: Tensor | None, q: Tensor, k: Tensor, v: Tensor, height_rel: Tensor | None,
         width_rel: Tensor | None, prev: Tensor | None, weight: Tensor | None, bias: Tensor | None, gates: Tensor,
         seed: Tensor | None, logits: Tensor | None, norm: Tensor, scale: float, dropout_p: float,
-        sizes: list[int], channels_last: bool, gates_learn: bool,
+        sizes: list[int], gates_learn: bool,
 ) -> list[Tensor]:
     """Return gradients of q, k, v, then of what is given: prev, tables, weight, bias, learnable gates."""
-    q, k, v = (_in_order(x, channels_last) for x in (q, k, v))
+    q, k, v = (_in_order(x) for x in (q, k, v))
     grads = {f"d_{name}": torch.empty_like(x, memory_format=torch.contiguous_format)
              for name, x in (("q", q), ("k", k), ("v", v), ("prev", prev)) if x is not None}
     parameters = {"height_rel": height_rel, "width_rel": width_rel, "weight": weight, "bias": bias}
     by_image = {f"d_{name}": x.new_empty(q.shape[0], *x.shape)
                 for name, x in (parameters | {"gates": gates if gates_learn else None}).items() if x is not None}
-    _run("evolving_attention_backward", q, k, v, seed, scale, dropout_p, sizes, channels_last, prev=prev, **parameters,
+    _run(q, k, v, seed, scale, dropout_p, sizes, prev=prev, **parameters,
          gates=gates, logits=logits, norm=norm, d_out=d_out.contiguous(),
          d_logits=None if d_logits is None else d_logits.contiguous(), **grads, **by_image)
     return [*grads.values(), *(grad.sum(0) for grad in by_image.values())]
@@ -126,9 +110,8 @@ def _backward(
 
 @_backward.register_fake
 def _(d_out, d_logits, q, k, v, height_rel, width_rel, prev, weight, bias, gates, *rest):
-    *_, channels_last, gates_learn = rest
-    made = (*(_in_order(x, channels_last) for x in (q, k, v)), prev, height_rel, width_rel, weight, bias,
-            gates if gates_learn else None)
+    made = (*(_in_order(x) for x in (q, k, v)), prev, height_rel, width_rel, weight, bias,
+            gates if rest[-1] else None)
     return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in made if x is not None]
 
 
@@ -142,16 +125,16 @@ def _save(ctx, inputs, output) -> None:
 def _differentiate(ctx, d_out, d_logits, _):
     *inputs, logits, norm = ctx.saved_tensors
     _, _, v, height_rel, width_rel, prev, weight, bias, _, _ = inputs
-    channels_last, gates_learn = ctx.options[-1], ctx.needs_input_grad[8]
+    gates_learn = ctx.needs_input_grad[8]
     if d_out is None:
-        d_out = torch.zeros_like(_in_order(v, channels_last), memory_format=torch.contiguous_format)
+        d_out = torch.zeros_like(_in_order(v), memory_format=torch.contiguous_format)
     grads = iter(_backward(d_out, None if logits is None else d_logits, *inputs, logits, norm, *ctx.options,
                            gates_learn))
-    d_q, d_k, d_v = (_as_heads(next(grads), channels_last) for _ in range(3))
+    d_q, d_k, d_v = (next(grads).transpose(2, 3) for _ in range(3))
     d_prev, d_height, d_width, d_weight, d_bias = (
         None if x is None else next(grads) for x in (prev, height_rel, width_rel, weight, bias))
     return (d_q, d_k, d_v, d_height, d_width, d_prev, d_weight, d_bias, next(grads) if gates_learn else None,
-            *(None,) * 6)
+            *(None,) * 5)
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
@@ -195,11 +178,10 @@ class Cpu(Implementation):
             (p.height_rel, p.width_rel), p.feat_size, strict=True))
         height_rel, width_rel, weight, bias, gates = (
             None if x is None else x.float().contiguous() for x in (*tables, p.weight, p.bias, gates))
-        channels_last = all(_lies_channels_last(x) and not _lies_pixels_last(x) for x in (p.q, p.k, p.v))
         out, logits, _ = _forward(
             p.q, p.k, p.v, height_rel, width_rel, prev, weight, bias, gates, p.dropout_seed(), p.scale, p.dropout_p,
-            [kind, p.num_prefix_tokens, *p.feat_size, *(p.window or (0, 0))], channels_last, p.need_logits)
-        return _as_heads(out, channels_last), logits if p.need_logits else None
+            [kind, p.num_prefix_tokens, *p.feat_size, *(p.window or (0, 0))], p.need_logits)
+        return out.transpose(2, 3), logits if p.need_logits else None
 
 
 CPU = Cpu()
@@ -211,10 +193,10 @@ def _reason_against(*tensors: Tensor) -> str | None:
         if x.device.type != "cpu":
             return f"it needs tensors on the CPU, got {x.device}"
         if x.dtype not in DTYPES:
-            return f"it needs float32, bfloat16 or float16, got {x.dtype}"
+            return f"it needs float32 or bfloat16, got {x.dtype}"
         if 0 in x.shape:
             return f"it needs tensors that are not empty, got {list(x.shape)}"
-    return reason_against_kernels() or reason_against_library(DTYPES[tensors[0].dtype])
+    return reason_against_kernels() or reason_against_library()
 
 
 def reason_against_pooling(x: Tensor) -> str | None:

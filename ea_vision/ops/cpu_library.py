@@ -1,8 +1,7 @@
 """The library of C kernels, `cpu_kernel/kernel.c`, compiled on first use for the machine at hand, and its structs.
 
 The compiler is $CC or cc; the library is kept in ~/.cache/ea_vision ($XDG_CACHE_HOME/ea_vision), or where that cannot
-be written built in a temporary folder by each process. Which dtypes it can store depends on the compiler (GCC has
-_Float16 on x86 from version 12 on): the built library says it, and the rest is left to the reference.
+be written built in a temporary folder by each process.
 """
 
 from __future__ import annotations
@@ -28,12 +27,11 @@ SOURCES = Path(__file__).with_name("cpu_kernel")  # kernel.c takes in the other 
 # Not -ffast-math: linked with it, a library switches subnormal numbers off in the whole process, and reordered sums
 # would undo the rounding in the kernel's exp.
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast")
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in storage.h
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}  # as in storage.h
 
-_INTS = ("B", "K", "H", "W", "D", "E", "kernel", "kind", "dtype", "threads", "prefix", "channels_last",
-         "window_height", "window_width")
+_INTS = ("K", "H", "W", "D", "E", "kernel", "kind", "prefix", "B", "dtype", "threads", "window_height", "window_width")
 _FLOATS = ("scale", "dropout")
-_LONGS = ("q_step", "k_step", "v_step", "q_row", "k_row", "v_row", "seed")
+_LONGS = ("q_step", "k_step", "v_step", "seed")
 _POINTERS = ("q", "k", "v", "prev", "height_rel", "width_rel", "weight", "bias", "gates", "out", "logits", "norm",
              "d_out", "d_logits", "d_q", "d_k", "d_v", "d_prev", "d_height_rel", "d_width_rel", "d_weight", "d_bias",
              "d_gates")
@@ -132,9 +130,7 @@ def load() -> ctypes.CDLL | str:
             return f"no C compiler: {compiler[0]} is not there (set CC, or install one)"
         library = _opened(compiler)
         for name, types, result in (
-                ("stored_dtypes", (), ctypes.c_int32),
-                ("evolving_attention_forward", (ctypes.POINTER(AttentionStruct),), ctypes.c_int64),
-                ("evolving_attention_backward", (ctypes.POINTER(AttentionStruct),), ctypes.c_int64),
+                ("evolving_attention", (ctypes.POINTER(AttentionStruct),), ctypes.c_int64),
                 ("convolve_planes", (ctypes.POINTER(PlanesStruct),), ctypes.c_int64),
                 ("pool_forward", _POOLING, None), ("pool_backward", _POOLING, None)):
             function = getattr(library, name)
@@ -158,12 +154,7 @@ def run(function: str, *args) -> None:
 
 
 @torch.compiler.assume_constant_result  # else torch.compile would trace the compiler's call
-def reason_against_library(dtype: int) -> str | None:
-    """Return why there is no library that stores the dtype, a value of DTYPES, or None."""
+def reason_against_library() -> str | None:
+    """Return why there is no library, or None."""
     loaded = load()
-    if isinstance(loaded, str):
-        return loaded
-    if loaded.stored_dtypes() >> dtype & 1:
-        return None
-    name, = (str(name) for name, code in DTYPES.items() if code == dtype)
-    return f"its library was built by a compiler without {name} (GCC has _Float16 on x86 from version 12 on)"
+    return loaded if isinstance(loaded, str) else None

@@ -45,7 +45,7 @@ FURTHER = [
     ("ea", ((1, 197), 3, 64, 64), {"gates": "one", "batch": 1}),  # a vision transformer
     ("ea", ((21, 20), 2, 8, 3), {"batch": 1}), ("pa", ((21, 20), 2, 8, 6), {"batch": 1}),  # maps of many blocks
     ("ea", ((3, 140), 2, 8, 3), {"kernel": 5, "gates": "heads", "batch": 1}),
-    *((kind, ((7, 6), 8, 20, 3), {"dtype": dtype, "gates": gates}) for dtype in (torch.bfloat16, torch.float16)
+    *((kind, ((7, 6), 8, 20, 3), {"dtype": torch.bfloat16, "gates": gates})
       for kind, gates in (("aa", None), ("ea", None), ("ea", "one"), ("pa", None), ("pa", "heads")))]
 
 
@@ -61,10 +61,8 @@ def test_cpu_kernel(kind, size, further):
         tensors["bias"] += 6.0  # the convolution stays positive: near zero, rounding would decide what passes its ReLU
     options = {name: x for name, x in ({"alpha": 0.3} | options).items() if name not in tensors}
     for need_logits in (True, False):
-        results = assert_as_reference(tensors, predict=kind == "pa", feat_size=feat_size, need_logits=need_logits,
+        assert_as_reference(tensors, predict=kind == "pa", feat_size=feat_size, need_logits=need_logits,
                                       **options)
-    for name in ("out", "q", "k", "v") if further.get("channels_last") else ():
-        assert results[name].transpose(1, 2).is_contiguous(), name
 
 
 @pytest.mark.parametrize("alpha,beta", [(0.0, 0.0), (1.0, 1.0), (0.0, 1.0), (1.0, 0.0)])
@@ -213,7 +211,7 @@ def test_pytorch_accepts_the_custom_operators():
         torch.library.opcheck(
             torch.ops.ea_vision.cpu_attention.default,
             (*arguments, torch.rand(2, 4, requires_grad=learns), seed, 0.3, dropout_p, [cpu.MIX, 0, 3, 4, 0, 0],
-             learns, True),
+             True),
             test_utils=("test_schema", "test_faketensor", *(["test_aot_dispatch_dynamic"] if learns else [])))
     torch.library.opcheck(torch.ops.ea_vision.cpu_pool.default, (torch.randn(2, 3, 5, 4, requires_grad=True),))
 
@@ -308,7 +306,7 @@ def test_a_damaged_library_is_built_again(use_compiler, compiler_with, tmp_path)
 
 @pytest.mark.parametrize("compiler,reason", [
     ("cc 'x", "No closing quotation"), ("strange", "ended with code 3: \N{REPLACEMENT CHARACTER}"),
-    ("linker of another", "undefined symbol: stored_dtypes"), ("writes text", "file too short"),
+    ("linker of another", "undefined symbol: evolving_attention"), ("writes text", "file too short"),
     ("no-such-compiler", "no C compiler: no-such-compiler is not there")])
 def test_whatever_goes_wrong_with_the_library_the_reference_runs_and_the_log_says_why(
         use_compiler, tmp_path, caplog, compiler, reason):
@@ -327,20 +325,6 @@ def test_whatever_goes_wrong_with_the_library_the_reference_runs_and_the_log_say
         out = evolving_attention(**tensors, feat_size=(3, 4))
     assert "by 'reference'; not cpu: " in caplog.messages[-1] and reason in caplog.messages[-1]
     assert torch.equal(out[0], evolving_attention(**tensors, feat_size=(3, 4), implementation="reference")[0])
-
-
-def test_without_float16_the_reference_runs_and_the_log_says_why(use_compiler, compiler_with, caplog):
-    """As GCC 11 compiles it on x86: the library is whole, but for float16."""
-    use_compiler(compiler_with("-O0", "-U__FLT16_MANT_DIG__"))
-    size, why = (3, 4), "its library was built by a compiler without torch.float16 (GCC has _Float16 on x86 from"
-    half = problem("ea", size, dtype=torch.float16)
-    ops._logged.clear()
-    with caplog.at_level(logging.INFO, "ea_vision.ops"):
-        chosen = outputs_and_gradients(half, feat_size=size)
-    assert f"in torch.float16 by 'reference'; not cpu: {why}" in caplog.messages[0]
-    expected = outputs_and_gradients(half, feat_size=size, implementation="reference")
-    assert all(torch.equal(chosen[name], expected[name]) and chosen[name].isfinite().all() for name in expected)
-    assert_as_reference(problem("aa", size, dtype=torch.bfloat16), feat_size=size)
 
 
 @pytest.mark.parametrize("flag", ["-mno-avx512f", "-mno-avx"])
@@ -385,7 +369,7 @@ def test_where_nothing_can_be_kept_each_process_builds_the_library(use_compiler,
 
 def without_memory(_) -> int:
     """Ask for more than there is, then for less."""
-    x = torch.zeros(1, 4000, 64, 16).transpose(1, 2)
+    x = torch.zeros(1, 64, 16, 4000).transpose(2, 3)
     own, kernels = torch.zeros(1, 2, 2500, 2500), torch.zeros(2, 2, 1, 1)
     torch.set_num_threads(2)
     few = x[:, :, :50].detach().requires_grad_()
@@ -393,7 +377,7 @@ def without_memory(_) -> int:
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + 2 ** 26, resource.RLIM_INFINITY))
     start = "the C kernel cannot allocate memory: a thread of"
-    with pytest.raises(RuntimeError, match=rf"{start} evolving_attention_forward needs \d+ bytes \(.* MiB\)"):
+    with pytest.raises(RuntimeError, match=rf"{start} evolving_attention needs \d+ bytes \(.* MiB\)"):
         evolving_attention(x, x, x, need_logits=False)
     with pytest.raises(RuntimeError, match=f"{start} convolve_planes needs"):
         cpu.planes(own, own, torch.ones(()), kernels, kernels, (50, 50), 0)
@@ -458,7 +442,7 @@ def test_what_cannot_be_had_is_an_error():
     for tensors, options, message in (
             (ea, {"implementation": "sdpa"}, "'sdpa' cannot run this: it has no place for previous logits"),
             ({n: t.double() for n, t in ea.items()}, {"implementation": "cpu"},
-             "'cpu' cannot run this: it needs float32, .* got torch.float64"),
+             "'cpu' cannot run this: it needs float32 or bfloat16, got torch.float64"),
             (aa, {"implementation": "flex", "dropout_p": 0.1, "window": 3}, "'flex' cannot run this: it has no drop"),
             (ea, {"dropout_p": 1.5}, "dropout_p must be a probability, from 0 to 1, got 1.5"),
             (ea, {"feat_size": (3, 5)}, r"N = 3\*5 required, got \[2, 8, 12, 20\]"),
@@ -480,8 +464,8 @@ def test_the_reason_is_logged_once(caplog):
         evolving_attention(**{n: t.double() for n, t in tensors.items()}, feat_size=(3, 4))
     assert [record.message for record in caplog.records] == [
         "evolving attention on cpu in torch.float32 by 'cpu'",
-        "evolving attention on cpu in torch.float64 by 'reference'; not cpu: it needs float32, bfloat16 or float16, "
-        "got torch.float64"]
+        "evolving attention on cpu in torch.float64 by 'reference'; not cpu: it needs float32 or bfloat16, got "
+        "torch.float64"]
 
 
 def test_maps_of_more_than_2500_pixels_are_logged_once(caplog):

@@ -3,85 +3,6 @@
 #include "logits.h"
 #include "softmax.h"
 
-/* What the backward pass of an image needs beside it. */
-typedef struct {
-    window around;
-    float *own, *conv;        /* (BLOCK, K, P): own logits, the convolution */
-    int own_base, own_rows, own_size; /* of d_own: its first query; so many before they are used; its rows */
-    float *d_own; /* (K, own_size, P): gradient of gain * own logits; a head's rows together, for their products */
-    float *d_maps;            /* (K, GROUP, P): gradient of rows that the convolution read */
-    float *exchanged, *turned; /* the convolution's weight for that: heads exchanged, turned by 180 degrees */
-    float *logits;            /* (BLOCK, K, P) */
-    float *attn, *d_attn;     /* (BLOCK, Np) */
-    float *scratch;           /* (2, Np), and Dp */
-    float *q_rows, *k_rows;   /* (own_size, Dp), (K, N, Dp) */
-    float *d_q, *d_q_columns; /* (own_size, Dp), (D, own_size) */
-    float *d_k, *d_v, *d_out; /* (K*D, Np), (K*E, Np), (K*E, Np) */
-    float *position;          /* (own_size, Hp + Wp): gradient of one head's position terms */
-    float *height_rows, *width_rows, *d_heights, *d_widths; /* (2H-1, Dp), (2W-1, Dp) */
-    float *d_weight, *d_bias; /* (planes, K, taps, VL), (K, VL) */
-    double *d_gates;          /* (2, K) */
-} workspace;
-
-#define L2_FLOATS (1L << 18) /* half of what a second-level cache has, at least */
-
-static void allocate_workspace(workspace *w, buffers *m, const image *g, const problem *p) {
-    const long map_row = (long)p->K * g->P, weights = (long)g->conv.planes * p->K * g->conv.taps;
-    memset(w, 0, sizeof *w);
-    w->own_rows = L2_FLOATS / map_row < 32 ? 32 : L2_FLOATS / map_row;
-    w->own_rows = w->own_rows < g->N ? w->own_rows : g->N;
-    w->own_size = round_up(w->own_rows + WINDOW);
-    w->d_own = new_floats(m, w->own_size * map_row);
-    w->logits = new_floats(m, BLOCK * map_row);
-    w->attn = new_floats(m, (long)BLOCK * g->Np);
-    w->d_attn = new_floats(m, (long)BLOCK * g->Np);
-    w->scratch = new_floats(m, 2L * g->Np + g->Dp + w->own_size);
-    w->q_rows = new_floats(m, (long)w->own_size * g->Dp);
-    w->k_rows = new_floats(m, (long)p->K * g->N * g->Dp);
-    w->d_q = new_floats(m, (long)w->own_size * g->Dp);
-    w->d_q_columns = new_floats(m, (long)p->D * w->own_size);
-    w->d_k = new_floats(m, (long)p->K * p->D * g->Np);
-    w->d_v = new_floats(m, (long)p->K * p->E * g->Np);
-    w->d_out = new_floats(m, (long)p->K * p->E * g->Np);
-    w->d_gates = (double *)new_floats(m, 4L * p->K);
-    if (p->kind != MIX) w->own = new_floats(m, BLOCK * map_row);
-    if (p->kind != NONE) {
-        allocate_window(&w->around, m, g, 1);
-        w->conv = new_floats(m, BLOCK * map_row);
-    }
-    if (p->weight) {
-        w->d_maps = new_floats(m, GROUP * map_row);
-        w->exchanged = new_floats(m, (long)p->K * p->K * p->kernel * p->kernel);
-        w->turned = new_floats(m, weights);
-        w->d_weight = new_floats(m, weights * VL);
-        w->d_bias = new_floats(m, (long)p->K * VL);
-    }
-    if (p->height_rel) {
-        const long heights = 2L * p->H - 1, widths = 2L * p->W - 1;
-        w->position = new_floats(m, w->own_size * g->position_ld);
-        w->height_rows = new_floats(m, heights * g->Dp);
-        w->width_rows = new_floats(m, widths * g->Dp);
-        w->d_heights = new_floats(m, heights * g->Dp);
-        w->d_widths = new_floats(m, widths * g->Dp);
-    }
-}
-
-static void read_more_parameters(workspace *w, const image *g) {
-    const problem *p = g->p;
-    const int area = p->kernel * p->kernel;
-    if (p->weight) {
-        for (int o = 0; o < p->K; o++)
-            for (int c = 0; c < p->K; c++)
-                for (int t = 0; t < area; t++)
-                    w->exchanged[(c * p->K + o) * area + t] = p->weight[(o * p->K + c) * area + area - 1 - t];
-        read_weight(&g->conv, w->turned, w->exchanged);
-    }
-    if (p->height_rel) {
-        read_matrix(w->height_rows, g->Dp, p->height_rel, 2L * p->H - 1, p->D, FLOAT32, NULL);
-        read_matrix(w->width_rows, g->Dp, p->width_rel, 2L * p->W - 1, p->D, FLOAT32, NULL);
-    }
-}
-
 static float *own_row(const image *g, const workspace *w, int head, int row) {
     return w->d_own + ((long)head * w->own_size + row - w->own_base) * g->P + MARGIN;
 }
@@ -107,11 +28,11 @@ INLINE float value_gradient(const image *g, float *attn, float *d, const float *
     return sum_of(total);
 }
 
-#define VALUE_GRADIENT(E, drop) value_gradient(g, attn, d, l, norm, d_out, v, E, drop, of)
+#define VALUE_GRADIENT(E) value_gradient(g, attn, d, l, norm, d_out, v, E, g->drop.threshold ? &g->drop : NULL, of)
 
 static float some_value_gradient(const image *g, float *attn, float *d, const float *l, const float *norm,
                                  const float *d_out, const float *v, draws of) {
-    RETURN_ROW(VALUE_GRADIENT)
+    RETURN_BY_WIDTH(VALUE_GRADIENT)
 }
 
 /* The gradient of queries begin..end's logits into d_own (of gain * own, or of the mixture where nothing is convolved)
@@ -124,18 +45,11 @@ static void softmax_gradients(const image *g, workspace *w, int begin, int end) 
     /* where nothing else is in the logits, they show what passed the ReLU */
     const int convolve_again = p->weight && !(p->logits && g->only_convolved);
     const int gated = p->d_gates && (p->weight || p->kind == PREDICT);
-    if (convolve_again)
-        for (int i = begin; i < end; i += GROUP)
-            convolve(&g->conv, w->conv + (i - begin) * map_row, map_row, g->P, w->around.patches, i - w->around.base,
-                     end - i < GROUP ? end - i : GROUP, g->weight, p->bias);
-    if (p->prefix)
-        for (int i = begin; i < end; i++)
-            pass_prefix(g, w->conv + (i - begin) * map_row, w->around.maps + (i - w->around.base + r) * map_row, i);
+    if (convolve_again) convolve_block(g, w, begin, end);
     if (!p->logits)
         for (int i = begin; i < end; i++) {
-            const long at = (i - begin) * map_row;
-            made[i - begin] = finish_logits(g, w->logits + at, w->conv ? w->conv + at : NULL, w->around.maps,
-                                            i - w->around.base + r, w->own ? w->own + at : NULL);
+            made[i - begin] = finish_logits(g, w, i, i - begin) + MARGIN;
+            for (int head = 0; head < p->K; head++) round_row(g, made[i - begin] + head * g->P);
         }
     for (int head = 0; head < p->K; head++) {
         const long value = (long)head * p->E * g->Np, query = query_of(g, head, 0);
@@ -144,14 +58,8 @@ static void softmax_gradients(const image *g, workspace *w, int begin, int end) 
             gemm(FRESH, end - begin, g->Np, p->E, w->d_out + value + begin, 1, g->Np, g->v + value, g->Np, NULL,
                  w->d_attn, g->Np);
         for (int i = begin; i < end; i++) {
-            const float *l, *more = NULL;
-            if (p->logits) {
-                l = stored_row(g, p->logits, head, i, w->scratch);
-            } else {
-                float *row = made[i - begin] + head * g->P + MARGIN;
-                round_row(g, row);
-                l = row;
-            }
+            const float *l = p->logits ? stored_row(g, p->logits, head, i, w->scratch) : made[i - begin] + head * g->P;
+            const float *more = NULL;
             if (p->d_logits) more = stored_row(g, p->d_logits, head, i, w->scratch + g->Np);
             float *attn = w->attn + (long)(i - begin) * g->Np, *d_attn = w->d_attn + (long)(i - begin) * g->Np;
             const float *seen = p->window_height ? g->previous : l;
@@ -230,7 +138,7 @@ static void convolution_gradients(const image *g, workspace *w, int begin, int e
                     w->d_gates[head] += sum_of(sum);
                 }
                 if (p->d_prev)
-                    write_scaled((void *)at(p->d_prev, map_element(g, head, i), p->dtype), predicted ? d_maps : d,
+                    write_scaled(at(p->d_prev, map_element(g, head, i), p->dtype), predicted ? d_maps : d,
                                  predicted ? 1.0f : alpha, g->N, p->dtype, w->scratch);
             }
         }
@@ -243,7 +151,7 @@ static void position_gradients(const image *g, workspace *w, int head, int begin
     const int H = p->H, W = p->W, Dp = g->Dp, Hp = round_up(H);
     const long ld = g->position_ld;
     const ivec inside = before(W % VL); /* of a row's last vector */
-    transpose(w->q_rows, Dp, g->q + (long)head * p->D * g->Np + begin, g->Np, p->D, end - begin); /* scaled */
+    transpose(w->q_rows, Dp, FLOAT32, g->q + (long)head * p->D * g->Np + begin, g->Np, p->D, end - begin); /* scaled */
     for (int i = begin; i < end; i++) {
         const float *row = own_row(g, w, head, i);
         float *by_row = w->position + (i - begin) * ld, *by_col = by_row + Hp;
@@ -275,7 +183,7 @@ static void position_gradients(const image *g, workspace *w, int head, int begin
 /* From d_own of queries begin..end: their gradient, and their part in those of k and of the position tables. */
 static void own_gradients(const image *g, workspace *w, int begin, int end) {
     const problem *p = g->p;
-    const int D = p->D, Dp = g->Dp, last = p->channels_last;
+    const int D = p->D, Dp = g->Dp;
     for (int head = 0; head < p->K; head++) {
         const long first = (long)head * D * g->Np;
         const float *d = own_row(g, w, head, begin);
@@ -283,37 +191,25 @@ static void own_gradients(const image *g, workspace *w, int begin, int end) {
              g->Np);
         gemm(FRESH, end - begin, Dp, g->N, d, g->P, 1, w->k_rows + (long)head * g->N * Dp, Dp, NULL, w->d_q, Dp);
         if (p->height_rel) position_gradients(g, w, head, begin, end);
-        if (!last) transpose(w->d_q_columns, w->own_size, w->d_q, Dp, end - begin, D);
-        for (int r = 0; r < (last ? end - begin : D); r++) { /* in the order in which it is stored */
-            const float *row = last ? w->d_q + (long)r * Dp : w->d_q_columns + (long)r * w->own_size;
-            const int length = last ? D : end - begin;
+        transpose(w->d_q_columns, w->own_size, FLOAT32, w->d_q, Dp, end - begin, D);
+        for (int c = 0; c < D; c++) {
+            const float *row = w->d_q_columns + (long)c * w->own_size;
             if (p->d_gates) { /* alpha's: less the own logits, which are q times their gradient by q */
-                const long at_q = last ? (begin + r) * p->q_row + (long)head * D : ((long)head * D + r) * g->N + begin;
+                const long channel = g->b * p->q_step + ((long)head * D + c) * g->N + begin;
                 double sum = 0;
-                read_floats(w->scratch, at(p->q, g->b * p->q_step + at_q, p->dtype), length, p->dtype);
-                for (int i = 0; i < length; i++) sum += w->scratch[i] * row[i];
+                read_floats(w->scratch, at(p->q, channel, p->dtype), end - begin, p->dtype);
+                for (int i = 0; i < end - begin; i++) sum += w->scratch[i] * row[i];
                 w->d_gates[head] -= p->scale * sum;
             }
-            const long element = last ? channel_of(g, D, head, begin + r, 0) : channel_of(g, D, head, begin, r);
-            write_scaled((void *)at(p->d_q, element, p->dtype), row, p->scale * gain_of(p, head), length, p->dtype,
-                         w->scratch);
+            write_scaled(at(p->d_q, channel_of(g, D, head, c, begin), p->dtype), row, p->scale * gain_of(p, head),
+                         end - begin, p->dtype, w->scratch);
         }
     }
 }
 
-/* Store the gradient of k or v, (K*width, Np), of an image. */
-static void write_keys_gradient(const image *g, void *to, const float *from, int width) {
-    const problem *p = g->p;
-    const long channels = (long)p->K * width, first = g->b * channels * g->N;
-    if (p->channels_last)
-        write_transposed((void *)at(to, first, p->dtype), channels, from, g->Np, channels, g->N, p->dtype);
-    for (long c = 0; !p->channels_last && c < channels; c++)
-        write_floats((void *)at(to, first + c * g->N, p->dtype), from + c * g->Np, g->N, p->dtype);
-}
-
-static void write_rows(float *to, float *from, long rows, long n, long ld) { /* and empty `from` */
-    for (long r = 0; r < rows; r++) memcpy(to + r * n, from + r * ld, n * sizeof(float));
-    memset(from, 0, rows * ld * sizeof(float));
+/* Rows of n floats -> `to`, one after another. */
+static void write_matrix(void *to, const float *from, long rows, long n, long ld, int dtype) {
+    for (long r = 0; r < rows; r++) write_floats(at(to, r * n, dtype), from + r * ld, n, dtype);
 }
 
 static void backward_image(const image *g, workspace *w) {
@@ -321,14 +217,15 @@ static void backward_image(const image *g, workspace *w) {
     const long b = g->b;
     const int N = g->N, r = g->conv.r;
     const long values = (long)p->K * p->E;
-    read_pixels(g, w->d_out, p->d_out, values * N, values, values, NULL);
-    memset(w->d_v, 0, (long)p->K * p->E * g->Np * sizeof(float));
+    const long keys = (long)p->K * p->D, heights = 2L * p->H - 1, widths = 2L * p->W - 1;
+    read_matrix(w->d_out, g->Np, at(p->d_out, b * values * N, p->dtype), values, N, p->dtype, NULL);
+    memset(w->d_v, 0, values * g->Np * sizeof(float));
     /* A block of queries after the other, each step just far enough behind the one before that its neighbours are
      * there: what they hand on is still in the cache. */
     int convolved = 0;
     w->own_base = w->around.mapped = 0;
     for (int head = 0; head < p->K; head++)
-        transpose(w->k_rows + (long)head * N * g->Dp, g->Dp, g->k + (long)head * p->D * g->Np, g->Np, p->D, N);
+        transpose(w->k_rows + (long)head * N * g->Dp, g->Dp, FLOAT32, g->k + (long)head * p->D * g->Np, g->Np, p->D, N);
     for (int begin = 0; begin < N; begin += BLOCK) {
         const int end = begin + BLOCK < N ? begin + BLOCK : N;
         const int through = end < N ? (end - r) / GROUP * GROUP : N;
@@ -348,13 +245,13 @@ static void backward_image(const image *g, workspace *w) {
             w->own_base = convolved;
         }
     }
-    write_keys_gradient(g, p->d_k, w->d_k, p->D);
-    write_keys_gradient(g, p->d_v, w->d_v, p->E);
-
+    write_matrix(at(p->d_k, b * keys * N, p->dtype), w->d_k, keys, N, g->Np, p->dtype);
+    write_matrix(at(p->d_v, b * values * N, p->dtype), w->d_v, values, N, g->Np, p->dtype);
     if (p->height_rel) {
-        const long heights = 2L * p->H - 1, widths = 2L * p->W - 1;
-        write_rows(p->d_height_rel + b * heights * p->D, w->d_heights, heights, p->D, g->Dp);
-        write_rows(p->d_width_rel + b * widths * p->D, w->d_widths, widths, p->D, g->Dp);
+        write_matrix(p->d_height_rel + b * heights * p->D, w->d_heights, heights, p->D, g->Dp, FLOAT32);
+        write_matrix(p->d_width_rel + b * widths * p->D, w->d_widths, widths, p->D, g->Dp, FLOAT32);
+        memset(w->d_heights, 0, heights * g->Dp * sizeof(float));
+        memset(w->d_widths, 0, widths * g->Dp * sizeof(float));
     }
     if (p->weight) {
         write_weight_gradient(&g->conv, p->d_weight + b * p->K * p->K * p->kernel * p->kernel, w->d_weight);
@@ -365,40 +262,4 @@ static void backward_image(const image *g, workspace *w) {
         for (int i = 0; i < 2 * p->K; i++) p->d_gates[2 * b * p->K + i] = w->d_gates[i];
         memset(w->d_gates, 0, 2L * p->K * sizeof(double));
     }
-}
-
-/* Each thread takes whole images; sums over images are left to the caller, in their order. Returns as forward. */
-int64_t evolving_attention_backward(const problem *p) {
-    const int N = p->H * p->W;
-    int64_t missing = 0;
-    use_large_pages(p->d_prev, (long)p->B * p->K * N * N * size_of(p->dtype));
-#pragma omp parallel num_threads(p->threads < p->B ? p->threads : p->B)
-    {
-        static _Thread_local struct {
-            problem sizes;
-            buffers memory;
-            image g;
-            workspace w;
-        } kept;
-        image *g = &kept.g;
-        if (!same_sizes(&kept.sizes, p)) {
-            free_all(&kept.memory);
-            allocate_image(g, &kept.memory, p);
-            allocate_workspace(&kept.w, &kept.memory, g, p);
-            kept.sizes = *p;
-        }
-        if (all_have_memory(&kept.memory, &missing)) {
-            read_parameters(g, p);
-            read_more_parameters(&kept.w, g);
-#pragma omp for schedule(static)
-            for (int b = 0; b < p->B; b++) {
-                read_image(g, b);
-                backward_image(g, &kept.w);
-            }
-        } else {
-            free_all(&kept.memory);
-            kept.sizes.K = 0; /* of no problem */
-        }
-    }
-    return missing;
 }

@@ -22,14 +22,15 @@ INLINE float weigh(const image *g, const float *l, float shift, const float *v, 
     return sum_of(sum);
 }
 
-#define WEIGH(count, drop) weigh(g, l, shift, v, count, total, count ? NULL : attn, drop, of, logits)
+#define WEIGH(count) weigh(g, l, shift, v, count, total, count ? NULL : attn, drop, of, logits)
 
 /* logits: a row that is written soon. */
 static float weigh_row(const image *g, int head, int row, const float *l, float shift, float *total, float *attn,
                        const char *logits) {
     const float *v = g->v + (long)head * g->p->E * g->Np;
-    const draws of = g->drop.threshold ? draws_of(&g->drop, query_of(g, head, row)) : (draws){0, 0};
-    RETURN_ROW(WEIGH)
+    const dropout *drop = g->drop.threshold ? &g->drop : NULL;
+    const draws of = drop ? draws_of(drop, query_of(g, head, row)) : (draws){0, 0};
+    RETURN_BY_WIDTH(WEIGH)
 }
 
 /* The values of queries begin..end of a head from what `attend_row` left in g->attn. */
@@ -42,12 +43,8 @@ static void sum_values(const image *g, int head, int begin, int end) {
     for (int i = 0; i < rows; i++) {
         float *row = g->sums + i * g->Ep, share = p->norm[2 * (query + i) + 1] * g->drop.gain;
         for (int e = 0; e < p->E; e++) row[e] *= share;
-        if (p->channels_last)
-            write_floats((void *)at(p->out, channel_of(g, p->E, head, begin + i, 0), p->dtype), row, p->E, p->dtype);
     }
-    if (!p->channels_last)
-        write_transposed((void *)at(p->out, channel_of(g, p->E, head, begin, 0), p->dtype), g->N, g->sums, g->Ep, rows,
-                         p->E, p->dtype);
+    transpose(at(p->out, channel_of(g, p->E, head, 0, begin), p->dtype), g->N, p->dtype, g->sums, g->Ep, rows, p->E);
 }
 
 /* Softmax and values of query i of begin..end, all heads; `rows` (K, P) holds its logits. */
@@ -61,7 +58,7 @@ static void attend_row(const image *g, float *rows, int i, int begin, int end) {
         float *norm = p->norm + 2 * query;
         const int next = (head + 1) % p->K; /* whose logits are written next */
         round_row(g, l);
-        if (p->logits) write_floats((void *)at(p->logits, map_element(g, head, i), p->dtype), l, g->N, p->dtype);
+        if (p->logits) write_floats(at(p->logits, map_element(g, head, i), p->dtype), l, g->N, p->dtype);
         hide(g, l, i);
         float sum = weigh_row(g, head, i, l, 0.0f, total, attn, soon(g, p->logits, next, i + !next, l));
         norm[0] = 0;
@@ -76,83 +73,23 @@ static void attend_row(const image *g, float *rows, int i, int begin, int end) {
         }
         for (int e = 0; e < p->E; e++) {
             const float value = total[e] * (norm[1] * g->drop.gain);
-            write_floats((void *)at(p->out, channel_of(g, p->E, head, i, e), p->dtype), &value, 1, p->dtype);
+            write_floats(at(p->out, channel_of(g, p->E, head, e, i), p->dtype), &value, 1, p->dtype);
         }
     }
 }
 
-static void forward_rows(const image *g, window *w, int begin, int end, float *own, float *row, float *conv) {
-    const problem *p = g->p;
+static void forward_rows(const image *g, workspace *w, int begin, int end) {
     const int r = g->conv.r;
-    const long map_row = (long)p->K * g->P;
-    w->base = begin;
-    w->mapped = begin > r ? begin - r : 0;
+    w->around.base = begin;
+    w->around.mapped = begin > r ? begin - r : 0;
     for (int first = begin; first < end; first += BLOCK) {
         const int last = first + BLOCK < end ? first + BLOCK : end;
-        if (p->kind != NONE) {
-            move_window(g, w, first, 0);
-            fill_window(g, w, last + r < g->N ? last + r : g->N);
+        if (g->p->kind != NONE) {
+            move_window(g, &w->around, first, 0);
+            fill_window(g, &w->around, last + r < g->N ? last + r : g->N);
         }
-        if (p->kind != MIX) own_logits(g, own, 0, first, last, 0);
-        for (int i = first; i < last; i++) {
-            float *convolved = conv + (i - first) % GROUP * map_row;
-            if (p->weight && (i - first) % GROUP == 0)
-                convolve(&g->conv, conv, map_row, g->P, w->patches, i - first, last - i < GROUP ? last - i : GROUP,
-                         g->weight, p->bias);
-            if (p->prefix) pass_prefix(g, convolved, w->maps + (i - first + r) * map_row, i);
-            attend_row(g, finish_logits(g, row, convolved, w->maps, i - first + r, own + (i - first) * map_row), i,
-                       first, last);
-        }
+        if (g->p->kind != MIX) own_logits(g, w->own, 0, first, last, 0);
+        if (g->p->weight) convolve_block(g, w, first, last);
+        for (int i = first; i < last; i++) attend_row(g, finish_logits(g, w, i, i - first), i, first, last);
     }
-}
-
-/* Returns 0, or where a thread cannot get its memory the bytes that it needs; then nothing is done. */
-int64_t evolving_attention_forward(const problem *p) {
-    const int N = p->H * p->W;
-    int64_t missing = 0;
-    use_large_pages(p->logits, (long)p->B * p->K * N * N * size_of(p->dtype));
-    /* an image is cut where there are fewer images than threads; pieces read each other's neighbouring rows again */
-    const int wanted = p->B >= p->threads ? 1 : (p->threads + p->B - 1) / p->B;
-    const int rows = ((N + wanted - 1) / wanted + BLOCK - 1) / BLOCK * BLOCK, pieces = (N + rows - 1) / rows;
-#pragma omp parallel num_threads(p->threads)
-    {
-        static _Thread_local struct {
-            problem sizes;
-            buffers memory;
-            image g;
-            window w;
-            float *own, *row, *conv;
-        } kept;
-        image *g = &kept.g;
-        if (!same_sizes(&kept.sizes, p)) {
-            buffers *m = &kept.memory;
-            free_all(m);
-            allocate_image(g, m, p);
-            kept.sizes = *p;
-            if (p->kind != NONE) allocate_window(&kept.w, m, g, 0);
-            kept.own = new_floats(m, (long)BLOCK * p->K * g->P);
-            kept.row = new_floats(m, (long)p->K * g->P);
-            kept.conv = new_floats(m, (long)GROUP * p->K * g->P);
-        }
-        if (all_have_memory(&kept.memory, &missing)) {
-            read_parameters(g, p);
-            int read = -1;
-#pragma omp for schedule(static)
-            for (int task = 0; task < p->B * pieces; task++) {
-                const int b = task / pieces, begin = task % pieces * rows, end = begin + rows < N ? begin + rows : N;
-                if (b != read) {
-                    read_image(g, b);
-                    for (int head = 0; g->v_rows && head < p->K; head++)
-                        transpose(g->v_rows + (long)head * N * g->Ep, g->Ep, g->v + (long)head * p->E * g->Np, g->Np,
-                                  p->E, N);
-                }
-                read = b;
-                forward_rows(g, &kept.w, begin, end, kept.own, kept.row, kept.conv);
-            }
-        } else {
-            free_all(&kept.memory);
-            kept.sizes.K = 0; /* of no problem */
-        }
-    }
-    return missing;
 }

@@ -1,21 +1,11 @@
-/* Evolving attention on a CPU, forward and backward, one image after the other so that its maps stay in the cache; the
- * pooling that comes before it; and the maps of conv2d.
+/* Evolving attention on a CPU, forward and backward, an image after the other so that its maps stay in the cache; the
+ * pooling before it; the maps of conv2d.
  *
  * Plain C with GNU vector extensions: `cpu_library.py` compiles this file, which takes in the others, for the machine it
- * runs on. All arithmetic is float32; q, k, v, prev, logits and out may be stored as float32, bfloat16 or float16.
- *
- *     forward.c, backward.c   the operator, a block of queries at a time
- *     planes.c                conv2d: convolutions over the two planes of a map
- *     pooling.c               3x3 average pooling
- *     problem.h, logits.h     what the first two share: an image's buffers, and its logits
- *     convolution.h           the convolutions of the maps
- *     gemm.h, softmax.h       the matrix product; exp
- *     dropout.h               which probabilities are dropped
- *     storage.h, vectors.h    stored numbers; vectors of floats
+ * runs on. All arithmetic is float32; q, k, v, prev, logits and out may be stored as float32 or bfloat16.
  *
  * Shape letters: B batch, K heads, H x W the map's pixels, N = H*W, D width of a query's head, E of a value's. q, k, v
- * and out are stored as (K, D, N) or, channels last, as (N, K, D); the work is done on (K, D, N). "Own" logits are dot
- * product and position; one row of a map is one query.
+ * and out are stored as (K, D, N). "Own" logits are dot product and position; one row of a map is one query.
  *
  *     none (AA)     logits = own
  *     mix (EA)      m = alpha*prev + (1-alpha)*own;  logits = beta*relu(conv(m)) + (1-beta)*m   (EA paper, eq. 3 and 4)
@@ -23,10 +13,54 @@
  *
  * A window hides keys from the softmax; the maps are made, mixed and stored whole. alpha and beta are given by heads.
  * Their gradients, where wanted, need no further map: sum dm*own is sum q*dq, as own is linear in q.
- *
- * Every product, the convolutions included, is the one matrix product `gemm`.
  */
-#include "forward.c"
 #include "backward.c"
+#include "forward.c"
 #include "planes.c"
 #include "pooling.c"
+
+/* Forward, or backward where p->d_out is given: sums over images are left to the caller, in their order. Returns 0, or
+ * where a thread cannot get its memory the bytes that it needs; then nothing is done. */
+int64_t evolving_attention(const problem *p) {
+    const int N = p->H * p->W, backward = p->d_out != NULL;
+    int64_t missing = 0;
+    use_large_pages(backward ? p->d_prev : p->logits, (long)p->B * p->K * N * N * size_of(p->dtype));
+    /* forward, an image is cut where there are fewer images than threads; pieces make neighbouring rows again */
+    const int wanted = backward || p->B >= p->threads ? 1 : (p->threads + p->B - 1) / p->B;
+    const int rows = ((N + wanted - 1) / wanted + BLOCK - 1) / BLOCK * BLOCK, pieces = (N + rows - 1) / rows;
+#pragma omp parallel num_threads(p->threads < p->B * pieces ? p->threads : p->B * pieces)
+    {
+        static _Thread_local struct {
+            problem sizes;
+            buffers memory;
+            image g;
+            workspace w;
+        } both[2], *kept;
+        kept = &both[backward];
+        image *g = &kept->g;
+        if (!same_sizes(&kept->sizes, p)) {
+            free_all(&kept->memory);
+            allocate_image(g, &kept->memory, p);
+            allocate_workspace(&kept->w, &kept->memory, g, p);
+            kept->sizes = *p;
+        }
+        if (all_have_memory(&kept->memory, &missing)) {
+            read_parameters(g, p);
+            if (backward) read_more_parameters(&kept->w, g);
+            int read = -1;
+#pragma omp for schedule(static)
+            for (int task = 0; task < p->B * pieces; task++) {
+                const int b = task / pieces, begin = task % pieces * rows;
+                if (b != read) read_image(g, read = b);
+                if (backward)
+                    backward_image(g, &kept->w);
+                else
+                    forward_rows(g, &kept->w, begin, begin + rows < N ? begin + rows : N);
+            }
+        } else {
+            free_all(&kept->memory);
+            kept->sizes.K = 0; /* of no problem */
+        }
+    }
+    return missing;
+}

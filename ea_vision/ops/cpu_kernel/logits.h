@@ -77,13 +77,6 @@ static void own_logits(const image *g, float *maps, int first, int begin, int en
     }
 }
 
-static void previous_logits(const image *g, float *maps, int first, int begin, int end) {
-    for (int i = begin; i < end; i++)
-        for (int head = 0; head < g->p->K; head++)
-            read_floats(row_of(g, maps, first + i - begin, head), at(g->p->prev, map_element(g, head, i), g->p->dtype),
-                        g->N, g->p->dtype);
-}
-
 /* Rows from..to of the maps as the convolution sees them; row `first` of the buffers is that of query 0. */
 static void without_prefix(const image *g, float *patches, const float *maps, long first, int from, int to) {
     const problem *p = g->p;
@@ -106,11 +99,11 @@ typedef struct {
 
 #define WINDOW (BLOCK + 3 * GROUP) /* a block's rows, and those before whose gradient still waits (r < GROUP) */
 
-static void allocate_window(window *w, buffers *m, const image *g, int backward) {
+static void allocate_window(window *w, buffers *m, const image *g) {
     const long size = (WINDOW + 2L * g->conv.r) * g->p->K * g->P;
     w->maps = new_floats(m, size);
     w->patches = g->p->prefix ? new_floats(m, size) : w->maps;
-    w->d_conv = backward && g->p->weight ? new_floats(m, size) : NULL;
+    w->d_conv = g->p->d_out && g->p->weight ? new_floats(m, size) : NULL;
 }
 
 /* Let the window begin at map row `base`; of d_conv the rows before `made` are there. */
@@ -135,37 +128,118 @@ static void fill_window(const image *g, window *w, int to) {
     const problem *p = g->p;
     const long row = g->conv.r - w->base;
     if (p->kind == MIX) own_logits(g, w->maps, row + w->mapped, w->mapped, to, 1);
-    if (p->kind == PREDICT) previous_logits(g, w->maps, row + w->mapped, w->mapped, to);
+    for (int i = w->mapped; p->kind == PREDICT && i < to; i++)
+        for (int head = 0; head < p->K; head++)
+            read_floats(row_of(g, w->maps, row + i, head), at(p->prev, map_element(g, head, i), p->dtype), g->N,
+                        p->dtype);
     if (p->prefix) without_prefix(g, w->patches, w->maps, row, w->mapped, to);
     w->mapped = to;
 }
 
-/* Query i's row of the convolution, (K, P): what no convolution sees is as it was in the maps. */
-static void pass_prefix(const image *g, float *conv, const float *maps_row, int i) {
-    const problem *p = g->p;
-    for (int head = 0; head < p->K; head++)
-        memcpy(conv + (long)head * g->P + MARGIN, maps_row + (long)head * g->P + MARGIN,
-               (i < p->prefix ? g->N : p->prefix) * sizeof(float));
+/* What an image's rows are made in. */
+typedef struct {
+    window around;
+    float *own, *conv, *logits; /* (BLOCK, K, P): own logits, the convolution, what becomes of them */
+    /* backward only */
+    int own_base, own_rows, own_size; /* of d_own: its first query; so many before they are used; its rows */
+    float *d_own; /* (K, own_size, P): gradient of gain * own logits; a head's rows together, for their products */
+    float *d_maps;            /* (K, GROUP, P): gradient of rows that the convolution read */
+    float *exchanged, *turned; /* the convolution's weight for that: heads exchanged, turned by 180 degrees */
+    float *attn, *d_attn;     /* (BLOCK, Np) */
+    float *scratch;           /* (2, Np), and Dp */
+    float *q_rows, *k_rows;   /* (own_size, Dp), (K, N, Dp) */
+    float *d_q, *d_q_columns; /* (own_size, Dp), (D, own_size) */
+    float *d_k, *d_v, *d_out; /* (K*D, Np), (K*E, Np), (K*E, Np) */
+    float *position;          /* (own_size, Hp + Wp): gradient of one head's position terms */
+    float *height_rows, *width_rows, *d_heights, *d_widths; /* (2H-1, Dp), (2W-1, Dp) */
+    float *d_weight, *d_bias; /* (planes, K, taps, VL), (K, VL) */
+    double *d_gates;          /* (2, K) */
+} workspace;
+
+#define L2_FLOATS (1L << 18) /* half of what a second-level cache has, at least */
+
+static void allocate_workspace(workspace *w, buffers *m, const image *g, const problem *p) {
+    const long map_row = (long)p->K * g->P, weights = (long)g->conv.planes * p->K * g->conv.taps;
+    *w = (workspace){.own = new_floats(m, BLOCK * map_row), .conv = new_floats(m, BLOCK * map_row),
+                     .logits = new_floats(m, BLOCK * map_row)};
+    if (p->kind != NONE) allocate_window(&w->around, m, g);
+    if (!p->d_out) return;
+    w->own_rows = L2_FLOATS / map_row < 32 ? 32 : L2_FLOATS / map_row;
+    w->own_rows = w->own_rows < g->N ? w->own_rows : g->N;
+    w->own_size = round_up(w->own_rows + WINDOW);
+    w->d_own = new_floats(m, w->own_size * map_row);
+    w->attn = new_floats(m, (long)BLOCK * g->Np);
+    w->d_attn = new_floats(m, (long)BLOCK * g->Np);
+    w->scratch = new_floats(m, 2L * g->Np + g->Dp + w->own_size);
+    w->q_rows = new_floats(m, (long)w->own_size * g->Dp);
+    w->k_rows = new_floats(m, (long)p->K * g->N * g->Dp);
+    w->d_q = new_floats(m, (long)w->own_size * g->Dp);
+    w->d_q_columns = new_floats(m, (long)p->D * w->own_size);
+    w->d_k = new_floats(m, (long)p->K * p->D * g->Np);
+    w->d_v = new_floats(m, (long)p->K * p->E * g->Np);
+    w->d_out = new_floats(m, (long)p->K * p->E * g->Np);
+    w->d_gates = (double *)new_floats(m, 4L * p->K);
+    if (p->weight) {
+        w->d_maps = new_floats(m, GROUP * map_row);
+        w->exchanged = new_floats(m, (long)p->K * p->K * p->kernel * p->kernel);
+        w->turned = new_floats(m, weights);
+        w->d_weight = new_floats(m, weights * VL);
+        w->d_bias = new_floats(m, (long)p->K * VL);
+    }
+    if (p->height_rel) {
+        const long heights = 2L * p->H - 1, widths = 2L * p->W - 1;
+        w->position = new_floats(m, w->own_size * g->position_ld);
+        w->height_rows = new_floats(m, heights * g->Dp);
+        w->width_rows = new_floats(m, widths * g->Dp);
+        w->d_heights = new_floats(m, heights * g->Dp);
+        w->d_widths = new_floats(m, widths * g->Dp);
+    }
 }
 
-/* The logits of one query, all heads, (K, P): `own`, `conv`, or made in `row`. `maps` holds what the convolution reads
- * (mix: the mixture, predict: prev), its row `at` that of the query; `own` (none, predict) gain * own logits; `conv`
- * (K, P) the convolution after its ReLU. */
-static float *finish_logits(const image *g, float *row, float *conv, const float *maps, int at, float *own) {
+static void read_more_parameters(workspace *w, const image *g) {
+    const problem *p = g->p;
+    const int area = p->kernel * p->kernel;
+    if (p->weight) {
+        for (int o = 0; o < p->K; o++)
+            for (int c = 0; c < p->K; c++)
+                for (int t = 0; t < area; t++)
+                    w->exchanged[(c * p->K + o) * area + t] = p->weight[(o * p->K + c) * area + area - 1 - t];
+        read_weight(&g->conv, w->turned, w->exchanged);
+    }
+    if (p->height_rel) {
+        read_matrix(w->height_rows, g->Dp, p->height_rel, 2L * p->H - 1, p->D, FLOAT32, NULL);
+        read_matrix(w->width_rows, g->Dp, p->width_rel, 2L * p->W - 1, p->D, FLOAT32, NULL);
+    }
+}
+
+/* The convolution of queries begin..end; what it does not see is as it was in the maps. */
+static void convolve_block(const image *g, workspace *w, int begin, int end) {
     const problem *p = g->p;
     const long n = (long)p->K * g->P;
+    for (int i = begin; i < end; i += GROUP)
+        convolve(&g->conv, w->conv + (i - begin) * n, n, g->P, w->around.patches, i - w->around.base,
+                 end - i < GROUP ? end - i : GROUP, g->weight, p->bias);
+    for (int i = begin; p->prefix && i < end; i++)
+        for (int head = 0; head < p->K; head++)
+            memcpy(row_of(g, w->conv, i - begin, head), row_of(g, w->around.maps, i - w->around.base + g->conv.r, head),
+                   (i < p->prefix ? g->N : p->prefix) * sizeof(float));
+}
+
+/* The logits of query i, the block's `place`-th, of all heads, (K, P): where they lie, or made in w->logits. The window
+ * holds what the convolution reads (mix: the mixture, predict: prev), w->own (none, predict) gain * own logits. */
+static float *finish_logits(const image *g, const workspace *w, int i, int place) {
+    const problem *p = g->p;
+    const long n = (long)p->K * g->P;
+    float *row = w->logits + place * n, *own = w->own + place * n, *conv = w->conv + place * n;
     if (p->kind == NONE) return own;
     if (g->only_convolved) return conv;
-    const float *m = maps + at * n;
-    if (p->kind == MIX && !p->weight) {
-        memcpy(row, m, n * sizeof(float));
-        return row;
-    }
+    float *m = w->around.maps + (i - w->around.base + g->conv.r) * n;
+    if (p->kind == MIX && !p->weight) return m;
     const float *from = p->weight ? conv : m;
     for (int head = 0; head < p->K; head++) {
         const float alpha = alpha_of(p, head), beta = beta_of(p, head);
         for (long j = (long)head * g->P, end = j + g->P; j < end; j += VL)
-            STORE(row + j, p->kind == MIX ? beta * LOAD(conv + j) + (1 - beta) * LOAD(m + j)
+            STORE(row + j, p->kind == MIX ? beta * LOAD(from + j) + (1 - beta) * LOAD(m + j)
                                           : LOAD(own + j) + alpha * LOAD(from + j));
     }
     return row;

@@ -94,68 +94,54 @@ static void gather(const plane_buffers *g, const planes *p, float *row, const fl
     for (int y = 0; y < p->H; y++) memcpy(row + p->prefix + y * p->W, from + y * g->stride, p->W * sizeof(float));
 }
 
-/* g->product = a query's row of the convolved maps, all heads */
-static void convolve_query(const plane_buffers *g, const planes *p, float *maps, const float *weight, int patch) {
-    const convolution *c = &g->conv;
-    gemm(FRESH, p->K, c->Np, c->taps, weight, c->taps, 1, patch_row(g, maps, p, patch, 0), 0, c->offsets, g->product,
-         c->Np);
-}
-
-/* The result of the queries in the plane's rows y0..y1 of an image; with the first rows that of tokens before them. */
-static void planes_of_rows(const plane_buffers *g, const planes *p, int b, int y0, int y1) {
-    const int r = p->size / 2, begin = p->prefix + y0 * p->W, end = p->prefix + y1 * p->W;
-    for (int head = 0; head < p->K; head++)
-        for (int token = y0 ? p->prefix : 0; token < g->tokens; token++) {
-            const long element = plane_element(g, p, b, head, token);
-            if (token >= p->prefix && (token < begin - r * p->W || token >= end + r * p->W)) continue;
-            mix_row(g, p, element);
-            if (token >= p->prefix) spread(g, p, patch_row(g, g->maps, p, token - p->prefix, head), g->own);
-            if (token < p->prefix || (token >= begin && token < end))
-                write_floats((void *)at(p->out, element, p->dtype), g->own,
-                             token < p->prefix ? g->tokens : p->prefix, p->dtype);
-        }
-    for (int token = begin; token < end; token++) {
-        convolve_query(g, p, g->maps, g->weight, token - p->prefix);
-        for (int head = 0; head < p->K; head++) {
-            const long element = plane_element(g, p, b, head, token) + p->prefix;
-            gather(g, p, g->own, g->product + (long)head * g->conv.Np);
-            write_floats((void *)at(p->out, element, p->dtype), g->own + p->prefix, g->tokens - p->prefix, p->dtype);
-        }
-    }
-}
-
 /* Gradients of a query's row from that of its mixture, which g->own holds; g->prev holds the previous map's row. */
 static float write_row_gradients(const plane_buffers *g, const planes *p, long element) {
     float d_alpha = 0;
     for (int j = 0; j < g->tokens; j++) d_alpha += g->own[j] * g->prev[j];
-    write_floats((void *)at(p->d_own, element, p->dtype), g->own, g->tokens, p->dtype);
-    write_scaled((void *)at(p->d_prev, element, p->dtype), g->own, p->alpha, g->tokens, p->dtype, g->prev);
+    write_floats(at(p->d_own, element, p->dtype), g->own, g->tokens, p->dtype);
+    write_scaled(at(p->d_prev, element, p->dtype), g->own, p->alpha, g->tokens, p->dtype, g->prev);
     return d_alpha;
 }
 
-static void planes_backward_of_image(const plane_buffers *g, const planes *p, int b) {
+/* The result of the queries in the plane's rows y0..y1 of an image, with the first rows that of tokens before them; or,
+ * of all its rows, the gradients. */
+static void planes_of_rows(const plane_buffers *g, const planes *p, int b, int y0, int y1) {
+    const int r = p->size / 2, begin = p->prefix + y0 * p->W, end = p->prefix + y1 * p->W;
     double d_alpha = 0;
     for (int head = 0; head < p->K; head++)
-        for (int token = 0; token < g->tokens; token++) {
+        for (int token = y0 ? p->prefix : 0; token < g->tokens; token++) {
             const long element = plane_element(g, p, b, head, token);
+            const int patch = token - p->prefix;
+            if (patch >= 0 && (token < begin - r * p->W || token >= end + r * p->W)) continue;
             mix_row(g, p, element);
-            if (token >= p->prefix) spread(g, p, patch_row(g, g->maps, p, token - p->prefix, head), g->own);
-            read_floats(g->own, at(p->d_out, element, p->dtype), g->tokens, p->dtype);
-            if (token >= p->prefix)
-                spread(g, p, patch_row(g, g->grads, p, token - p->prefix, head), g->own);
-            else
-                d_alpha += write_row_gradients(g, p, element);
+            if (patch >= 0) spread(g, p, patch_row(g, g->maps, p, patch, head), g->own);
+            if (p->d_out) {
+                read_floats(g->own, at(p->d_out, element, p->dtype), g->tokens, p->dtype);
+                if (patch >= 0)
+                    spread(g, p, patch_row(g, g->grads, p, patch, head), g->own);
+                else
+                    d_alpha += write_row_gradients(g, p, element);
+            } else if (patch < 0 || (token >= begin && token < end))
+                write_floats(at(p->out, element, p->dtype), g->own, patch < 0 ? g->tokens : p->prefix, p->dtype);
         }
-    for (int token = p->prefix; token < g->tokens; token++) {
-        convolve_query(g, p, g->grads, g->transposed, token - p->prefix);
+    for (int token = begin; token < end; token++) {
+        gemm(FRESH, p->K, g->conv.Np, g->conv.taps, p->d_out ? g->transposed : g->weight, g->conv.taps, 1,
+             patch_row(g, p->d_out ? g->grads : g->maps, p, token - p->prefix, 0), 0, g->conv.offsets, g->product,
+             g->conv.Np);
         for (int head = 0; head < p->K; head++) {
-            const long element = plane_element(g, p, b, head, token);
-            read_floats(g->own, at(p->d_out, element, p->dtype), p->prefix, p->dtype);
-            read_floats(g->prev, at(p->prev, element, p->dtype), g->tokens, p->dtype);
+            const long element = plane_element(g, p, b, head, token), first = element + p->prefix;
+            if (p->d_out) {
+                read_floats(g->own, at(p->d_out, element, p->dtype), p->prefix, p->dtype);
+                read_floats(g->prev, at(p->prev, element, p->dtype), g->tokens, p->dtype);
+            }
             gather(g, p, g->own, g->product + (long)head * g->conv.Np);
-            d_alpha += write_row_gradients(g, p, element);
+            if (p->d_out)
+                d_alpha += write_row_gradients(g, p, element);
+            else
+                write_floats(at(p->out, first, p->dtype), g->own + p->prefix, g->tokens - p->prefix, p->dtype);
         }
     }
+    if (!p->d_out) return;
     for (int patch = 0; patch < p->H * p->W; patch += p->W)
         plane_gradient(&g->conv, g->sums, patch_row(g, g->grads, p, patch, 0) - MARGIN,
                        patch_row(g, g->maps, p, patch, 0), p->W);
@@ -163,7 +149,7 @@ static void planes_backward_of_image(const plane_buffers *g, const planes *p, in
     write_weight_gradient(&g->conv, p->d_weight + (long)b * p->K * g->conv.taps, g->sums);
 }
 
-int64_t convolve_planes(const planes *p) { /* returns as evolving_attention_forward */
+int64_t convolve_planes(const planes *p) { /* returns as evolving_attention */
     int64_t missing = 0;
     /* forward, an image is cut where there are fewer images than threads; pieces read each other's borders again */
     const int wanted = p->d_out || p->B >= p->threads ? 1 : (p->threads + p->B - 1) / p->B;
@@ -178,10 +164,7 @@ int64_t convolve_planes(const planes *p) { /* returns as evolving_attention_forw
 #pragma omp for schedule(static)
             for (int task = 0; task < p->B * pieces; task++) {
                 const int b = task / pieces, y = task % pieces * rows;
-                if (p->d_out)
-                    planes_backward_of_image(&g, p, b);
-                else
-                    planes_of_rows(&g, p, b, y, y + rows < p->H ? y + rows : p->H);
+                planes_of_rows(&g, p, b, y, y + rows < p->H ? y + rows : p->H);
             }
         }
         free_all(&memory);

@@ -36,24 +36,17 @@ void pool_backward(float *d_from, const float *d_to, long planes, int H, int W, 
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (long plane = 0; plane < planes; plane++) {
         const float *dy = d_to + plane * h * w;
-        float *dx = d_from + plane * H * W, two[2][2 * w + 1]; /* what a row of outputs gives each of its three rows */
-        memset(two, 0, sizeof two);
-        for (int r = 0; r <= h; r++) {
-            float *before = two[(r + 1) % 2], *now = two[r % 2];
-            if (r < h) {
-                float last = 0;
-                for (int c = 0; c < w; c++) {
-                    const float share = dy[r * w + c] * (by_row[r] * by_col[c]);
-                    now[2 * c] = last + share;
-                    now[2 * c + 1] = share;
-                    last = share;
-                }
-                now[2 * w] = last;
+        float *dx = d_from + plane * H * W, row[2 * w + 1]; /* what an output's row gives each of its three rows */
+        for (int r = 0; r < h; r++, dy += w) {
+            float last = 0;
+            for (int c = 0; c < w; c++) {
+                const float share = dy[c] * (by_row[r] * by_col[c]);
+                row[2 * c] = last + share;
+                row[2 * c + 1] = last = share;
             }
-            if (r > 0 && 2 * r - 1 < H)
-                for (int c = 0; c < W; c++) dx[(2 * r - 1L) * W + c] = before[c + 1] + (r < h ? now[c + 1] : 0);
-            if (r < h)
-                for (int c = 0; c < W; c++) dx[2L * r * W + c] = now[c + 1];
+            row[2 * w] = last;
+            for (int y = r ? 2 * r - 1 : 0; y < H && y <= 2 * r + 1; y++) /* the first is the last of those before */
+                for (int c = 0; c < W; c++) dx[y * W + c] = row[c + 1] + (y < 2 * r ? dx[y * W + c] : 0);
         }
     }
 }

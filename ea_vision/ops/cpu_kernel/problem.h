@@ -9,19 +9,17 @@
 enum { NONE, MIX, PREDICT };
 
 typedef struct {
-    int32_t B, K, H, W, D, E, kernel, kind, dtype, threads;
+    int32_t K, H, W, D, E, kernel, kind;
     int32_t prefix;                                     /* tokens whose rows and columns no convolution sees */
-    int32_t channels_last;                              /* the order of q, k, v, out and their gradients: below */
+    int32_t B, dtype, threads;
     int32_t window_height, window_width;                /* odd: what a query sees around its pixel; 0 both for all */
     float scale, dropout;                               /* dropout: a probability */
     int64_t q_step, k_step, v_step;                     /* elements from one image to the next */
-    int64_t q_row, k_row, v_row;                        /* channels last: from one pixel to the next */
     int64_t seed;                                       /* of the dropout */
-    const void *q, *k, *v, *prev;                       /* prev (B, K, N, N) or NULL */
+    const void *q, *k, *v, *prev;                       /* (B, K, D, N), likewise, (B, K, E, N); (B, K, N, N) or NULL */
     const float *height_rel, *width_rel;                /* (2H-1, D), (2W-1, D), or NULL both */
     const float *weight, *bias;                         /* (K, K, kernel, kernel), (K), or NULL both */
     const float *gates;                                 /* (2, K): alpha and beta of each head */
-    /* q, k (B, K, D, N) and v, out (B, K, E, N), or channels last (B, N, K, D) and (B, N, K, E); likewise gradients */
     void *out, *logits;                                 /* logits (B, K, N, N) or NULL */
     float *norm;                                        /* (B, K, N, 2): c and 1 / sum of exp(logits - c) */
     /* backward only */
@@ -42,18 +40,15 @@ static float gain_of(const problem *p, int head) { return p->kind == NONE ? 1.0f
 #define TERMS (5 * BLOCK) /* queries whose position terms are kept */
 #define FEW 4             /* values of a head that are summed while its softmax is made; more are a matrix product */
 
-/* Returns ROW(E, drop), compiled for the width of a head's values, 0 where it is above FEW, with dropout and without. */
-#define RETURN_BY_WIDTH(ROW, drop) \
+/* Returns ROW(E), compiled for the width of a head's values, 0 where it is above FEW. */
+#define RETURN_BY_WIDTH(ROW) \
     switch (g->p->E) { \
-        case 1: return ROW(1, drop); \
-        case 2: return ROW(2, drop); \
-        case 3: return ROW(3, drop); \
-        case 4: return ROW(4, drop); \
-        default: return ROW(0, drop); \
+        case 1: return ROW(1); \
+        case 2: return ROW(2); \
+        case 3: return ROW(3); \
+        case 4: return ROW(4); \
+        default: return ROW(0); \
     }
-#define RETURN_ROW(ROW) \
-    if (g->drop.threshold) RETURN_BY_WIDTH(ROW, &g->drop) \
-    RETURN_BY_WIDTH(ROW, NULL)
 
 /* What all rows of an image share. */
 typedef struct {
@@ -78,9 +73,8 @@ typedef struct {
 /* Buffers are kept by their thread for the next problem of the same sizes: getting them anew from the system costs as
  * much as the arithmetic. What must be zero in them (margins, rows beyond the map, sums) is left so. */
 static int same_sizes(const problem *a, const problem *b) {
-    return a->K == b->K && a->H == b->H && a->W == b->W && a->D == b->D && a->E == b->E && a->kernel == b->kernel &&
-           a->kind == b->kind && !a->height_rel == !b->height_rel && !a->weight == !b->weight &&
-           !a->logits == !b->logits && !a->prefix == !b->prefix;
+    return !memcmp(&a->K, &b->K, offsetof(problem, B) - offsetof(problem, K)) && !a->height_rel == !b->height_rel &&
+           !a->weight == !b->weight;
 }
 
 static void allocate_image(image *g, buffers *m, const problem *p) {
@@ -90,7 +84,7 @@ static void allocate_image(image *g, buffers *m, const problem *p) {
     g->k = new_floats(m, (long)p->K * p->D * g->Np);
     g->v = new_floats(m, (long)p->K * p->E * g->Np);
     g->q_factors = new_floats(m, (long)p->K * p->D);
-    if (p->E > FEW) {
+    if (p->E > FEW && !p->d_out) {
         g->v_rows = new_floats(m, (long)p->K * N * g->Ep);
         g->attn = new_floats(m, (long)p->K * BLOCK * g->Np);
         g->sums = new_floats(m, (long)BLOCK * g->Ep);
@@ -117,39 +111,29 @@ static void read_parameters(image *g, const problem *p) {
     g->drop = new_dropout(p->dropout, p->seed);
     for (int head = 0; head < p->K; head++) g->only_convolved &= beta_of(p, head) == 1.0f;
     if (p->height_rel) {
-        transpose(g->heights, g->height_ld, p->height_rel, p->D, 2 * p->H - 1, p->D);
-        transpose(g->widths, g->width_ld, p->width_rel, p->D, 2 * p->W - 1, p->D);
+        transpose(g->heights, g->height_ld, FLOAT32, p->height_rel, p->D, 2 * p->H - 1, p->D);
+        transpose(g->widths, g->width_ld, FLOAT32, p->width_rel, p->D, 2 * p->W - 1, p->D);
     }
     if (p->weight) read_weight(&g->conv, g->weight, p->weight);
 }
 
-/* An image's queries, keys or values, or their gradient: `channels` of them -> (channels, Np). Channel i times
- * factors[i], unless that is NULL; `row`: from pixel to pixel where channels lie last. */
-static void read_pixels(const image *g, float *to, const void *from, long step, long row, long channels,
-                        const float *factors) {
-    const int dtype = g->p->dtype;
-    from = at(from, g->b * step, dtype);
-    if (g->p->channels_last)
-        read_transposed(to, g->Np, from, row, g->N, channels, dtype, factors);
-    else
-        read_matrix(to, g->Np, from, channels, g->N, dtype, factors);
-}
-
 static void read_image(image *g, int b) {
     const problem *p = g->p;
+    const long keys = (long)p->K * p->D, values = (long)p->K * p->E;
     g->b = b;
     if (p->height_rel) g->terms[1] = 0;
-    for (long c = 0; c < (long)p->K * p->D; c++) g->q_factors[c] = p->scale * gain_of(p, c / p->D);
-    read_pixels(g, g->q, p->q, p->q_step, p->q_row, (long)p->K * p->D, g->q_factors);
-    read_pixels(g, g->k, p->k, p->k_step, p->k_row, (long)p->K * p->D, NULL);
-    read_pixels(g, g->v, p->v, p->v_step, p->v_row, (long)p->K * p->E, NULL);
+    for (long c = 0; c < keys; c++) g->q_factors[c] = p->scale * gain_of(p, c / p->D);
+    read_matrix(g->q, g->Np, at(p->q, b * p->q_step, p->dtype), keys, g->N, p->dtype, g->q_factors);
+    read_matrix(g->k, g->Np, at(p->k, b * p->k_step, p->dtype), keys, g->N, p->dtype, NULL);
+    read_matrix(g->v, g->Np, at(p->v, b * p->v_step, p->dtype), values, g->N, p->dtype, NULL);
+    for (int head = 0; g->v_rows && head < p->K; head++)
+        transpose(g->v_rows + (long)head * g->N * g->Ep, g->Ep, FLOAT32, g->v + (long)head * p->E * g->Np, g->Np,
+                  p->E, g->N);
 }
 
-/* The element of out, or of q's gradient, with `width` channels a head, at which a query's channel c lies; and how far
- * it is from there to its next. */
-static long channel_of(const image *g, int width, int head, int row, int c) {
-    const long K = g->p->K, b = g->b;
-    return g->p->channels_last ? ((b * g->N + row) * K + head) * width + c : ((b * K + head) * width + c) * g->N + row;
+/* The element of out, or of the gradient of q, at which a query's channel lies. */
+static long channel_of(const image *g, int width, int head, int channel, int row) {
+    return (((long)g->b * g->p->K + head) * width + channel) * g->N + row;
 }
 
 /* Where a head's row begins in a buffer of maps. */

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <math.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -84,21 +85,13 @@ static int all_have_memory(const buffers *m, int64_t *missing) {
     return !*missing;
 }
 
-#ifdef __clang__
-#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (ivec){__VA_ARGS__})
-#endif
-#if VL == 16
-#define LOW(a, b) SHUFFLE(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
-#define HIGH(a, b) SHUFFLE(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
-#elif VL == 8
-#define LOW(a, b) SHUFFLE(a, b, 0, 8, 1, 9, 2, 10, 3, 11)
-#define HIGH(a, b) SHUFFLE(a, b, 4, 12, 5, 13, 6, 14, 7, 15)
-#else
-#define LOW(a, b) SHUFFLE(a, b, 0, 4, 1, 5)
-#define HIGH(a, b) SHUFFLE(a, b, 2, 6, 3, 7)
-#endif
+/* a[from], b[from], a[from + 1], b[from + 1], ... */
+INLINE vec interleaved(vec a, vec b, const int from) {
+    vec made;
+#pragma GCC unroll 16
+    for (int i = 0; i < VL; i++) made[i] = i % 2 ? b[from + i / 2] : a[from + i / 2];
+    return made;
+}
 
 /* VL vectors become the VL columns of their square: both halves of them shuffled into each other log2(VL) times. */
 INLINE void transpose_square(vec x[VL]) {
@@ -107,8 +100,8 @@ INLINE void transpose_square(vec x[VL]) {
         vec y[VL];
 #pragma GCC unroll 8
         for (int i = 0; i < VL / 2; i++) {
-            y[2 * i] = LOW(x[i], x[i + VL / 2]);
-            y[2 * i + 1] = HIGH(x[i], x[i + VL / 2]);
+            y[2 * i] = interleaved(x[i], x[i + VL / 2], 0);
+            y[2 * i + 1] = interleaved(x[i], x[i + VL / 2], VL / 2);
         }
         memcpy(x, y, sizeof y);
     }
