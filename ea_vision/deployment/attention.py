@@ -61,9 +61,10 @@ class DeployedConv2d(_Deployed, AugmentedConv2d):
 
     def _attend_by_operator(
             self, q: Tensor, k: Tensor, v: Tensor, prev_logits: Tensor | None, feat_size: tuple[int, int],
+            need_logits: bool,
     ) -> tuple[Tensor, Tensor | None]:
         if not exporting() or feat_size != self.feat_size:
-            return super()._attend_by_operator(q, k, v, prev_logits, feat_size)
+            return super()._attend_by_operator(q, k, v, prev_logits, feat_size, need_logits)
         q, k = q * self.gain, k.transpose(-2, -1)
         if self.relative:
             (B, K, N, D), (H, W) = q.shape, feat_size

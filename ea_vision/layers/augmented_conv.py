@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from timm.models import register_notrace_module
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from ea_vision.layers.evolution import EvolvingMaps
 from ea_vision.layers.positions import add_sine, append_coordinates, check_position
@@ -27,6 +28,17 @@ from ea_vision.ops.rel_pos import cover_offsets, fit_rel_table, reach
 def _check_divides(name: str, value: int, num_heads: int) -> None:
     if num_heads < 1 or value < num_heads or value % num_heads:
         raise ValueError(f"{name} must be a positive multiple of num_heads={num_heads}, got {value}")
+
+
+def _kept_groups(in_channels: int, out_channels: int, attn_channels: int, groups: int) -> int:
+    """Return how many of a convolution's groups stay when its last attn_channels outputs are attention's."""
+    if groups < 1 or in_channels % groups or out_channels % groups:
+        raise ValueError(f"groups must divide in_channels={in_channels} and out_channels={out_channels}, got {groups}")
+    width = out_channels // groups  # outputs of a group
+    if groups > 1 and attn_channels % width:
+        raise ValueError(f"attn_channels must be a multiple of the {width} outputs of each of the {groups} groups, "
+                         f"got {attn_channels}")
+    return groups - attn_channels // width if groups > 1 else 1
 
 
 class Projection(nn.Conv2d):
@@ -50,6 +62,15 @@ class Projection(nn.Conv2d):
         return F.conv2d(x, self.weight, self.bias)
 
 
+def _gains(gain: Tensor) -> Tensor:
+    """Return the gain (K) of queries and the 1 of keys, (2K, 1, 1)."""
+    return torch.cat([gain, torch.ones_like(gain)]).view(-1, 1, 1)
+
+
+def _inverse_rms(wide: Tensor) -> Tensor:
+    return ((wide * wide).mean(2, keepdim=True) + 1e-6).rsqrt()
+
+
 def normalise_heads(qk: Tensor, gain: Tensor) -> Tensor:
     """Divide each head's queries and keys by the root of their mean square over the head's width, in float32 at least;
     the queries times their head's gain.
@@ -62,9 +83,38 @@ def normalise_heads(qk: Tensor, gain: Tensor) -> Tensor:
         (B, 2K, D, N) in the type of qk.
     """
     wide = qk.to(torch.promote_types(qk.dtype, torch.float32))
-    rate = ((wide * wide).mean(2, keepdim=True) + 1e-6).rsqrt()
-    gains = torch.cat([gain, torch.ones_like(gain)]).view(-1, 1, 1)
-    return (wide * (rate * gains)).to(qk.dtype)
+    return (wide * (_inverse_rms(wide) * _gains(gain))).to(qk.dtype)
+
+
+class _NormaliseHeads(torch.autograd.Function):
+    """`normalise_heads`, queries and keys apart, (B, K, D, N) each; its gradient passes over memory a third as often as
+    autograd's."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(qk: Tensor, gain: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        wide = qk.to(torch.promote_types(qk.dtype, torch.float32))
+        rate = _inverse_rms(wide)
+        return (*(wide * (rate * _gains(gain))).to(qk.dtype).chunk(2, dim=1), rate)
+
+    @staticmethod
+    def setup_context(ctx, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, Tensor, Tensor]) -> None:
+        ctx.mark_non_differentiable(output[2])
+        ctx.save_for_backward(*inputs, output[2])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_q: Tensor, grad_k: Tensor, _) -> tuple[Tensor, Tensor]:
+        """Return gradients: y = rate * gain * x, d rate / dx = -rate**3 x / D."""
+        qk, gain, rate = ctx.saved_tensors
+        K, x = len(gain), qk.to(rate.dtype)
+        grad = torch.empty_like(x)  # in the layout of x
+        grad[:, :K], grad[:, K:] = grad_q, grad_k
+        along = (grad * x).sum(2, keepdim=True).mul_(rate)
+        times = rate * _gains(gain)
+        grad.mul_(times).addcmul_(x, times.mul_(rate).mul_(along), value=-1 / qk.shape[2])
+        return grad.to(qk.dtype), along[:, :K].sum((0, 2, 3)).to(gain.dtype)
 
 
 @register_notrace_module  # sizes are checked at run time, so FX keeps the layer whole
@@ -92,6 +142,9 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
         attn_channels: output channels of the attention branch (default `dim_v`). Where they are all of out_channels,
             there is no convolution.
         dilation: of the convolution.
+        groups: of the convolution in_channels -> out_channels that the layer stands for, as torch counts them; its
+            branch keeps the first out_channels - attn_channels outputs, whole groups of them, and reads the input
+            channels of these. in_channels = out_channels = groups is a depthwise branch.
         conv_drop: dropout on the convolution branch's output, a probability.
         attn_drop: dropout on the attention probabilities, a probability.
         window: odd side in pixels, or (height, width), of what a query sees of the map around it, or None for all of
@@ -101,12 +154,9 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
             softmax with its own (CSAN).
         head_border: "clip": the first and the last heads have fewer neighbours; "wrap": the heads are a ring.
 
-    need_logits: whether somebody reads the logits; True unless the network says that no layer does or the layer has a
-        window and no evolution.
-
     Raises:
         ValueError: a width that num_heads does not divide, more attn_channels than out_channels, a stride other
-            than 1 and 2, a feat_size that is not two positive numbers, an unknown
+            than 1 and 2, an even kernel_size, a feat_size that is not two positive numbers, an unknown
             position, in_channels that "sine" cannot share out, windows that are not odd, a ring with fewer heads than
             head_window, or head_window beside an evolution.
     """
@@ -128,6 +178,7 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
             evolution: nn.Module | None = None,
             attn_channels: int | None = None,
             dilation: int = 1,
+            groups: int = 1,
             conv_drop: float = 0.0,
             attn_drop: float = 0.0,
             window: int | tuple[int, int] | None = None,
@@ -145,6 +196,8 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
             raise ValueError(f"attn_channels must be 1 to out_channels={out_channels}, got {attn_channels}")
         if stride not in (1, 2):
             raise ValueError(f"stride must be 1 or 2, got {stride}")
+        if kernel_size < 1 or kernel_size % 2 == 0:
+            raise ValueError(f"kernel_size must be odd and positive, got {kernel_size}")
         if len(feat_size) != 2 or min(feat_size) < 1:
             raise ValueError(f"feat_size must be a positive (height, width), got {tuple(feat_size)}")
 
@@ -175,8 +228,10 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
 
         self.conv = None
         if attn_channels < out_channels:
-            self.conv = nn.Conv2d(in_channels, out_channels - attn_channels, kernel_size, stride,
-                                  padding=dilation * (kernel_size // 2), dilation=dilation, bias=False, **dd)
+            kept = _kept_groups(in_channels, out_channels, attn_channels, groups)
+            self.conv = nn.Conv2d(
+                kept * in_channels // groups, out_channels - attn_channels, kernel_size, stride=stride,
+                padding=dilation * (kernel_size // 2), dilation=dilation, groups=kept, bias=False, **dd)
         self.conv_drop = nn.Dropout(conv_drop)
         self.qkv = Projection(in_channels + 3 * (self.position == "coord"), 2 * dim_qk + dim_v, **dd)
         for name, size in zip(("height_rel", "width_rel"), self.reaches(self.feat_size), strict=True):
@@ -269,6 +324,15 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
             x = append_coordinates(x)
         return x
 
+    @torch.jit.unused
+    def _normalise(self, qk: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
+        # a compiler fuses the plain form, and the reference has second derivatives
+        if torch.is_grad_enabled() and forced[-1:] != ["reference"] and not torch.compiler.is_compiling():
+            q, k, _ = _NormaliseHeads.apply(qk, gain)
+        else:
+            q, k = normalise_heads(qk, gain).chunk(2, dim=1)
+        return q, k
+
     def heads_of(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, tuple[int, int]]:
         """Return queries, keys and values of the attention branch, and the map's size.
 
@@ -282,9 +346,12 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
         qk, v = projected.split([2 * self.dim_qk, self.dim_v], dim=1)
         qk = qk.reshape(B, 2 * self.num_heads, self.dim_head_qk, H * W)
         gain = self.qk_gain
-        if gain is not None:
-            qk = normalise_heads(qk, gain)
-        q, k = qk.chunk(2, dim=1)
+        if gain is None:
+            q, k = qk.chunk(2, dim=1)
+        elif torch.jit.is_scripting():
+            q, k = normalise_heads(qk, gain).chunk(2, dim=1)
+        else:
+            q, k = self._normalise(qk, gain)
         v = v.reshape(B, self.num_heads, self.dim_head_v, H * W).transpose(-2, -1)
         return q.transpose(-2, -1), k.transpose(-2, -1), v, (H, W)
 
@@ -304,6 +371,7 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
     @torch.jit.unused
     def _attend_by_operator(
             self, q: Tensor, k: Tensor, v: Tensor, prev_logits: Tensor | None, feat_size: tuple[int, int],
+            need_logits: bool,
     ) -> tuple[Tensor, Tensor | None]:
         operands = self._operands(prev_logits)
         if operands is None:
@@ -312,10 +380,10 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
         scale = self.scale * operands.pop("own_scale", 1.0)
         return evolving_attention(
             q, k, v, self.height_rel, self.width_rel, **operands, feat_size=feat_size, scale=scale,
-            need_logits=self.need_logits or watched, dropout_p=self.attn_drop.p if self.training else 0.0,
+            need_logits=need_logits or watched, dropout_p=self.attn_drop.p if self.training else 0.0,
             window=self.window, head_window=self.head_window, head_border=self.head_border)
 
-    def attend(self, x: Tensor, prev_logits: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def attend(self, x: Tensor, prev_logits: Tensor | None, need_logits: bool = True) -> tuple[Tensor, Tensor | None]:
         """Return the attention branch before its resizing, (B, attn_channels, H, W), and the logits (B, K, N, N),
         or None as in `forward`."""
         pooled = self.branch_input(x)
@@ -330,7 +398,7 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
         elif forced[-1:] == ["reference"]:
             out, logits = self._attend_by_modules(q, k, v, prev_logits, feat_size)
         else:
-            out, logits = self._attend_by_operator(q, k, v, prev_logits, feat_size)
+            out, logits = self._attend_by_operator(q, k, v, prev_logits, feat_size, need_logits)
         if self.evolution is not None:
             if self.evolution.mixes_output:
                 out = self.evolution.mix_output(out, v, pooled.flatten(2).transpose(1, 2))
@@ -339,27 +407,34 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
             out = out.contiguous(memory_format=torch.channels_last)
         return self.proj(out), logits
 
-    def forward(self, x: Tensor, prev_logits: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def forward(
+            self, x: Tensor, prev_logits: Tensor | None = None, need_logits: bool | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
         """
         Args:
             x: (B, in_channels, H', W').
             prev_logits: (B, K, N, N), the previous attention layer's logits; a layer without `evolution` does not
                 look at them.
+            need_logits: whether the logits are wanted (default: the layer's `need_logits`, which is True unless the
+                network says that no layer reads them or the layer has a window and no evolution). Where not, faster
+                implementations do without them, and return None unless a hook on the layer looks at its output (which
+                changes nothing for a window without evolution).
 
         Returns:
             y (B, out_channels, H'/stride, W'/stride) and the logits (B, K, N, N) that entered the softmax,
-            before a window; None with head_window > 1, whose maps no layer evolves from, and from faster
-            implementations where `need_logits` is False and no hook on the layer looks at its output.
+            before a window; None with head_window > 1, whose maps no layer evolves from.
 
         Raises:
             ValueError: prev_logits missing or of another shape, in a layer with `evolution`.
         """
-        attn, logits = self.attend(x, prev_logits)
+        attn, logits = self.attend(x, prev_logits, self.need_logits if need_logits is None else need_logits)
         if self.resize_result:
             size: list[int] = [-(-x.shape[2] // self.stride), -(-x.shape[3] // self.stride)]
             attn = F.interpolate(attn, size=size, mode="bilinear", align_corners=False)
         if self.conv is None:
             return attn, logits
+        if self.conv.in_channels < x.shape[1]:  # groups that attention takes the place of
+            x = x[:, :self.conv.in_channels]
         return torch.cat([self.conv_drop(self.conv(x)), attn], dim=1), logits
 
     def extra_repr(self) -> str:

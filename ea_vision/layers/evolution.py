@@ -77,6 +77,10 @@ class Evolution(nn.Module):
         return out
 
     @torch.jit.ignore
+    def restore_start(self) -> None:
+        """Undo a network's own initialisation of all its convolutions; nothing to undo by default."""
+
+    @torch.jit.ignore
     def operands(self, prev_logits: Tensor) -> dict[str, Any] | str:
         """Return the keywords with which `ea_vision.ops.evolving_attention` does as `forward`; where it cannot, why.
 
@@ -379,6 +383,19 @@ class _ConvolvedEvolution(Evolution):
             return {"prev_logits": 1.0}
         alpha = float(torch.as_tensor(self.alpha).detach().mean())
         return {"prev_logits": alpha, "self_logits": 1.0 - alpha}
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys,
+                              error_msgs) -> None:
+        """Refuse a convolution that no training can wake: zero, and its ReLU gives no gradient at 0."""
+        for i in range(len(self.convs)):
+            weight, bias = (state_dict.get(f"{prefix}convs.{i}.{name}") for name in ("weight", "bias"))
+            known = all(tensor is not None and not tensor.is_meta for tensor in (weight, bias))
+            if known and not weight.any() and not (bias > 0).any():
+                error_msgs.append(f"{prefix}convs.{i} must have a weight or a positive bias that is not zero: behind "
+                                  "its ReLU a zero convolution never gets a gradient; an identity start is alpha = "
+                                  "beta = 0 with learnable=True")
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys,
+                                      error_msgs)
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={gate if isinstance(gate, float) else f'learnable {tuple(gate.shape)}'}"

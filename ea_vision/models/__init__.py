@@ -14,7 +14,10 @@ from ea_vision.models.attn_resnet import AttnResNet
 from ea_vision.models.conv_transformer import ConvTransformer
 from ea_vision.models.plain_resnet import ResNetCifar
 from ea_vision.models.spatial_transformer import SpatialTransformerNet
-from ea_vision.models.vision_transformer import EvolvingVisionTransformer
+from ea_vision.models.vision_transformer import (
+    EvolvingVisionTransformer,
+    EvolvingVisionTransformerDistilled,
+)
 from ea_vision.models.wide_resnet import WideResNet
 
 __all__ = [
@@ -27,6 +30,7 @@ __all__ = [
     "HeadedNetwork",
     "ConvTransformer",
     "EvolvingVisionTransformer",
+    "EvolvingVisionTransformerDistilled",
     "Network",
     "ResNetCifar",
     "SpatialTransformerNet",

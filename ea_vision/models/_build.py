@@ -1,4 +1,5 @@
 """How timm builds and registers our networks."""
+import logging
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -6,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from timm.models import build_model_with_cfg, register_model, resolve_pretrained_cfg
+from timm.models import build_model_with_cfg, list_pretrained, register_model, resolve_pretrained_cfg
 from torch import nn
 
 from ea_vision.base.errors import UsageError
 from ea_vision.base.networks import SCENES
 from ea_vision.models._convert import checkpoint_filter_fn
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,7 @@ def scenes_cfg(first_conv: str, classifier: str, **kwargs: Any) -> dict[str, Any
     """Return the same of a network for photos of six kinds of scenes at 112 pixels (`experiments/scenes`)."""
     return imagenet_cfg(first_conv, classifier, **{
         "num_classes": 6, "input_size": (3, 112, 112), "pool_size": (4, 4), "crop_pct": 0.875, "label_names": SCENES,
-        **kwargs})
+        "notes": ("six kinds of scenes at 112 pixels, not ImageNet",), **kwargs})
 
 
 def shipped_weights(name: str) -> str:
@@ -113,7 +116,24 @@ def build_network(model_cls: type[nn.Module], variant: str, pretrained: bool, **
 
     Stages that hand attention logits on cannot be run one by one, as timm does by default. Checkpoints pass through the
     class's `checkpoint_filter_fn`, where it has one of its own.
+    Notes of the weights' configuration are logged.
+
+    Raises:
+        RuntimeError: pretrained weights wanted where there are none, or whose file is missing.
     """
+    if pretrained:
+        cfg = resolve_pretrained_cfg(variant, kwargs.get("pretrained_cfg"), kwargs.get("pretrained_cfg_overlay"))
+        if not cfg.has_weights and not cfg.state_dict:
+            having = [name for name in list_pretrained() if name.split(".")[0] in _NETWORKS]
+            raise RuntimeError(
+                f"{variant} has no pretrained weights; create it with pretrained=False. "
+                f"Models of ea_vision that have them: {', '.join(having) or 'none yet'}")
+        if cfg.file and not Path(cfg.file).exists():
+            raise RuntimeError(
+                f"the weights of {variant} are missing: {Path(cfg.file).name} belongs into the folder weights/ of a "
+                f"checkout, or comes with the wheel; got neither")
+        if cfg.notes:
+            log.info("weights of %s: %s", variant, "; ".join(cfg.notes))
     if hasattr(model_cls, "feature_indices"):
         kwargs["feature_cfg"] = {"out_indices": kwargs.pop("out_indices", model_cls.feature_indices),
                                  "feature_cls": "getter"}

@@ -5,25 +5,26 @@ that papers print of them. A file outside this package can do the same with the 
 
 Shape letters: B batch, C channels, H x W image or map, N = H*W pixels of a map, K heads.
 """
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
-from functools import partial
 from numbers import Integral
 from typing import Any
 
 import torch
-from timm.layers import to_2tuple
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils import checkpoint as torch_checkpoint
 
 from ea_vision.layers import (
     AugmentedConv2d,
     Evolution,
+    check_position,
     create_evolution,
     evolution_class,
     evolution_options,
 )
+from ea_vision.ops import check_windows
 
 try:  # not exported; in newer timm its own models call it, so that save_for_hf knows of a resize
     from timm.models._input import update_model_input_size
@@ -31,19 +32,20 @@ except ImportError:
     def update_model_input_size(model: nn.Module, img_size: tuple[int, int]) -> None:
         """Do nothing: older timm keeps no record of sizes."""
 
-checkpoint = partial(torch_checkpoint, use_reentrant=False)  # (block, *args), computed again in the backward pass
 Step = Callable[[Tensor, "Tensor | None"], "tuple[Tensor, Tensor | None]"]  # (x, prev_logits) -> (x, logits)
 
 
-def to_size(img_size: int | tuple[int, int]) -> tuple[int, int]:
+def to_size(img_size: int | tuple[int, int], least: int = 1) -> tuple[int, int]:
     """Return an img_size of one number or two as (height, width) in pixels.
 
     Raises:
-        ValueError: not one or two positive numbers.
+        ValueError: not one or two whole numbers, or a side below `least`.
     """
-    size = to_2tuple(img_size)
-    if len(size) != 2 or min(size) < 1:
+    size = tuple(img_size) if isinstance(img_size, (tuple, list)) else (img_size, img_size)
+    if len(size) != 2 or any(not isinstance(side, int) or side < 1 for side in size):
         raise ValueError(f"img_size must be a positive whole number or a (height, width) of them, got {img_size!r}")
+    if min(size) < least:
+        raise ValueError(f"img_size must be at least {least} pixels a side, got {img_size}")
     return size
 
 
@@ -96,7 +98,11 @@ class AttentionConfig:
     def __post_init__(self) -> None:
         if self.num_heads < 1:
             raise ValueError(f"num_heads must be 1 or more, got {self.num_heads}")
-        self.new_evolution(device="meta")  # an option that fits no layer is an error at any depth
+        check_position(self.position)
+        check_windows(self.window, self.head_window, self.head_border, self.num_heads)
+        if self.head_window > 1 and self.evolution is not None:
+            raise ValueError(f"head_window must be 1 where maps evolve (evolution={self.evolution!r}), "
+                             f"got {self.head_window}")
         for name in ("window_stages", "attn_stages"):
             if getattr(self, name) is not None:
                 check_numbers(name, getattr(self, name))
@@ -119,9 +125,16 @@ class AttentionConfig:
         return max(self.num_heads, int(width + 1e-6) // self.num_heads * self.num_heads)
 
     def windows(self, stage: int | None) -> dict[str, Any]:
-        """Return the keywords of windows for `AugmentedConv2d` in a stage, counted from 1."""
-        if self.window_stages is not None and stage not in self.window_stages:
-            return {}
+        """Return the keywords of windows for `AugmentedConv2d` in a stage, counted from 1.
+
+        Raises:
+            ValueError: window_stages of a network that does not number its stages.
+        """
+        if self.window_stages is not None:
+            if stage is None:
+                raise ValueError(f"this network's stages have no numbers; got window_stages={self.window_stages}")
+            if stage not in self.window_stages:
+                return {}
         return {"window": self.window, "head_window": self.head_window, "head_border": self.head_border}
 
     def stages(self, possible: Collection[int], default: Collection[int]) -> tuple[int, ...]:
@@ -162,31 +175,53 @@ class ChainBuilder:
 
     def layer(
             self, in_channels: int, out_channels: int, kernel_size: int = 3, stride: int = 1, *, reduction: int,
-            stage: int | None = None, **options: Any,
+            dim_qk: int | None = None, dim_v: int | None = None, stage: int | None = None, **options: Any,
     ) -> AugmentedConv2d:
         """Return the next attention layer.
 
         Args:
             reduction: pixels of the image to a pixel of the attention map, along a side.
+            dim_qk, dim_v: widths; by the configuration unless given.
             stage: number of the layer's stage, counted from 1, for `window_stages`.
             **options: further ones of `AugmentedConv2d`.
         """
-        config, previous, evolution = self.config, self.previous, None
+        config, previous = self.config, self.previous
         dims = config.dims(out_channels)
-        follows = previous is not None and previous.map_reduction == reduction
-        reads = config.evolution is not None and evolution_class(config.evolution).reads_previous
-        if follows or not reads:
+        evolution = None
+        if previous is not None and previous.map_reduction == reduction:
             evolution = config.new_evolution(in_channels, **self.factory)
-        if follows:
-            previous.need_logits = reads
+            previous.need_logits = evolution is not None and evolution.reads_previous
+        elif config.evolution is not None and not evolution_class(config.evolution).reads_previous:
+            evolution = config.new_evolution(in_channels, **self.factory)
         layer = AugmentedConv2d(
-            in_channels, out_channels, kernel_size, stride, dim_qk=dims[0], dim_v=dims[1], num_heads=config.num_heads,
-            feat_size=self.network.map_size(self.network.img_size, reduction), position=config.position,
-            qk_norm=config.qk_norm, evolution=evolution, attn_drop=config.attn_drop_rate,
-            **{**config.windows(stage), **options}, **self.factory)
+            in_channels, out_channels, kernel_size, stride,
+            dim_qk=dims[0] if dim_qk is None else dim_qk, dim_v=dims[1] if dim_v is None else dim_v,
+            num_heads=config.num_heads, feat_size=self.network.map_size(self.network.img_size, reduction),
+            position=config.position, qk_norm=config.qk_norm, evolution=evolution,
+            attn_drop=config.attn_drop_rate, **{**config.windows(stage), **options}, **self.factory)
         layer.need_logits, layer.map_reduction = False, reduction
         self.previous = layer
         return layer
+
+
+@contextmanager
+def frozen_statistics(block: nn.Module) -> Iterator[None]:
+    """Leave the running statistics of a block's batch norms alone, which still normalise by the batch in training."""
+    norms = [module for module in block.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    before = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
+    for norm in norms:
+        norm.momentum, norm.num_batches_tracked = 0.0, None
+    try:
+        yield
+    finally:
+        for norm, (momentum, batches) in zip(norms, before, strict=True):
+            norm.momentum, norm.num_batches_tracked = momentum, batches
+
+
+def checkpoint(block: nn.Module, *args: Any) -> Any:
+    """Run block(*args), recomputed in the backward pass, which moves no running statistics a second time."""
+    options = {} if torch.compiler.is_compiling() else {"context_fn": lambda: (nullcontext(), frozen_statistics(block))}
+    return torch_checkpoint.checkpoint(block, *args, use_reentrant=False, **options)
 
 
 class AttnStage(nn.Sequential):
@@ -222,6 +257,7 @@ class ChainedNetwork:
     """
 
     feature_indices: tuple[int, ...] = (0, 1, 2, 3, 4)  # what features_only returns unless asked
+    min_img_size = 1  # pixels
 
     def feature_steps(self) -> list[Step]:
         """Return the network up to its head as functions (x, prev_logits) -> (x, logits), one for each feature of
@@ -240,7 +276,7 @@ class ChainedNetwork:
     @torch.jit.ignore
     def set_input_size(self, img_size: int | tuple[int, int]) -> None:
         """Fit the position tables to another input size, in pixels; see `AugmentedConv2d.set_feat_size`."""
-        self.img_size = to_size(img_size)
+        self.img_size = to_size(img_size, self.min_img_size)
         update_model_input_size(self, self.img_size)
         for module in self.modules():
             if isinstance(module, AugmentedConv2d):
@@ -252,7 +288,7 @@ class ChainedNetwork:
         `AugmentedConv2d.fill_offsets_beyond`."""
         for module in self.modules():
             if isinstance(module, AugmentedConv2d):
-                module.fill_offsets_beyond(self.map_size(to_size(img_size), module.map_reduction))
+                module.fill_offsets_beyond(self.map_size(to_size(img_size, self.min_img_size), module.map_reduction))
 
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
@@ -309,10 +345,12 @@ class ChainedNetwork:
     ) -> list[int]:
         """Drop the stages after the last one wanted, and the head."""
         take_indices, max_index = feature_take_indices(len(self.feature_info), indices)
-        unused = [name for info in self.feature_info[max_index + 1:] for name in (info["module"], *info.get("end", ()))]
+        unused = [info["module"] for info in self.feature_info[max_index + 1:]]
         for name in unused:
-            chained = isinstance(self.get_submodule(name), AttnStage)
-            self.set_submodule(name, AttnStage() if chained else nn.Identity())
+            parent, _, child = name.rpartition(".")
+            stage = self.get_submodule(name)
+            empty = type(stage)() if isinstance(stage, AttnStage) else nn.Identity()
+            setattr(self.get_submodule(parent), child, empty)
         if prune_head or unused:
             self.num_features = self.feature_info[max_index]["num_chs"]
             self.reset_classifier(0, "")
@@ -327,11 +365,15 @@ class HeadedNetwork(ChainedNetwork):
 
     @torch.jit.ignore
     def init_weights(self) -> None:
-        """Initialise convolutions by He, but those of attention, which have their own start."""
-        attention = {part for layer in self.modules() if isinstance(layer, AugmentedConv2d) for part in layer.modules()}
+        """Initialise convolutions by He; the augmented ones do so themselves."""
         for module in self.modules():
-            if isinstance(module, nn.Conv2d) and module not in attention:
+            if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        for module in self.modules():
+            if isinstance(module, AugmentedConv2d):
+                module.reset_parameters()
+            if isinstance(module, Evolution):
+                module.restore_start()
 
     @torch.jit.ignore
     def get_classifier(self) -> nn.Module:
@@ -342,6 +384,8 @@ class HeadedNetwork(ChainedNetwork):
         self.num_classes = num_classes
         self.head.in_features = self.num_features
         self.head.reset(num_classes, global_pool)
+        weight = next(self.parameters())  # a head without classifier does not know where the network lives
+        self.head.to(weight.device, weight.dtype).train(self.training)
         self.head_hidden_size = self.num_features * self.head.global_pool.feat_mult()
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:

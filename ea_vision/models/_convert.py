@@ -13,7 +13,7 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dic
 
     In a plain ResNet's checkpoint a convolution that `model` augments has more output channels than our
     branch: the branch takes the first ones, which keep their place in the concatenation. Attention keeps the model's
-    own initial values. A line of the log (level info) says how many layers were filled so.
+    own initial values. Each is reported by a line of the log (level info).
 
     Args:
         state_dict: parameters by name, of our network or of timm's ResNet of the same depth.
@@ -25,20 +25,26 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dic
     Raises:
         ValueError: a convolution of other input channels or kernel than the model's.
     """
-    own, out, filled = model.state_dict(), dict(state_dict), 0
+    own = model.state_dict()
+    out = dict(state_dict)
     for name, module in model.named_modules():
         if not isinstance(module, AugmentedConv2d) or f"{name}.weight" not in out:
             continue
-        weight, filled = out.pop(f"{name}.weight"), filled + 1
-        out.update((key, tensor) for key, tensor in own.items() if key.startswith(f"{name}."))
-        if module.conv is not None:
-            wanted = module.conv.weight.shape
+        weight = out.pop(f"{name}.weight")
+        if module.conv is None:
+            _logger.info("%s: attention alone, no convolution to take the checkpoint's", name)
+        else:
+            wanted = own[f"{name}.conv.weight"].shape
             if weight.shape[1:] != wanted[1:] or weight.shape[0] < wanted[0]:
                 raise ValueError(
                     f"{name}.weight must have at least {wanted[0]} output channels and shape (*, "
                     f"{', '.join(map(str, wanted[1:]))}), got {tuple(weight.shape)}")
             out[f"{name}.conv.weight"] = weight[:wanted[0]]
-    if filled:
-        _logger.info("%d augmented convolutions take the first output channels of the checkpoint's, their attention is "
-                     "fresh; %d tensors of the checkpoint are not used", filled, sum(key not in own for key in out))
+            _logger.info("%s.conv.weight: the first %d of %d output channels", name, wanted[0], weight.shape[0])
+        fresh = [key for key in own if key.startswith(f"{name}.") and key not in out]
+        out.update((key, own[key]) for key in fresh)
+        _logger.info("%s: fresh %s", name, ", ".join(key[len(name) + 1:] for key in fresh))
+    if len(out) > len(state_dict):
+        whole = sum(key in state_dict for key in out)
+        _logger.info("%d tensors as they are, %d of the checkpoint's not used", whole, sum(k not in own for k in out))
     return out

@@ -15,6 +15,7 @@ import copy
 import itertools
 import threading
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 
 from ea_vision.layers import MapsAttention, TokenAttention
 from ea_vision.models import vision_transformer as ours
+from ea_vision.models._chain import frozen_statistics
 from ea_vision.models._mechanisms import Mechanisms
 from ea_vision.ops.problem import check_prev_logits
 
@@ -89,8 +91,10 @@ class CarryingBlock:
                 raise ValueError("token_conv needs the patches' (height, width): images (B, C, H, W) required")
             x = self.token_conv(x, carried.feat_size)
         attn.carried[_thread()] = carried
+        again = self.training and not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
         try:
-            y = super().forward(x, *args, **kwargs)
+            with frozen_statistics(self) if again else nullcontext():  # timm's checkpointing, in the backward pass
+                y = super().forward(x, *args, **kwargs)
         finally:
             carried = attn.carried.pop(_thread())
         setattr(y, CARRIED, carried)
@@ -337,6 +341,8 @@ def _reason_against_blocks(model: nn.Module) -> str | None:
                 return f"{path}.{index}: its {what} must be {names}, got {type(found).__name__}"
         if any(type(module).__module__.startswith("torch.ao.") for module in attn.modules()):
             return f"{path}.{index}: its attention must not be quantised, got {attn}"
+        if attn.num_heads != _attention_of(_blocks_of(model)[0]).num_heads:
+            return f"{path}.{index} must have as many heads as the blocks before, got {attn.num_heads}"
     dropped = getattr(model, "patch_drop", None) or getattr(getattr(model, "embeds", None), "patch_drop", None)
     if dropped is not None and not isinstance(dropped, nn.Identity):
         return f"patch_drop must be off (tokens would stop being neighbours), got {dropped}"
@@ -408,6 +414,8 @@ def evolve(
         ValueError: a model that cannot evolve, naming the module at fault, layers that cannot, an option that the
             evolution does not have, or nothing to add.
     """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"a network is required, such as timm.create_model('vit_small_patch16_224'), got {model!r}")
     reason = reason_against(model)
     if reason is not None:
         raise ValueError(f"this {type(model).__name__} cannot evolve: {reason}")

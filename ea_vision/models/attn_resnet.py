@@ -40,11 +40,12 @@ from ea_vision.models._chain import (
     AttnStage,
     ChainBuilder,
     ChainedNetwork,
+    PlainStage,
     Step,
     check_numbers,
     to_size,
 )
-from ea_vision.models.plain_resnet import put_small_stem
+from ea_vision.models._stem import put_small_stem
 
 __all__ = ["AttnResNet"]
 
@@ -209,7 +210,9 @@ class AttnResNet(ChainedNetwork, ResNet):
         check_numbers("layers", layers, 4)
         if "channels" in kwargs:
             check_numbers("channels", kwargs["channels"], 4)
-        super().__init__(block, layers, **kwargs, device=device, dtype=dtype)
+        plain_block = BasicBlock if issubclass(block, BasicBlock) else Bottleneck
+        chained = [block if stage in attending or mrla else plain_block for stage in stages]
+        super().__init__(tuple(chained), layers, **kwargs, device=device, dtype=dtype)
         if stem_stride is not None:
             put_small_stem(self, kwargs.get("in_chans", 3), stem_stride, device, dtype)
         self.img_size = to_size(img_size)
@@ -231,7 +234,7 @@ class AttnResNet(ChainedNetwork, ResNet):
                 if mrla:
                     channels = self.feature_info[stage]["num_chs"]
                     attn_block.mrla = MRLALight(channels, identity=mrla != "paper", device=device, dtype=dtype)
-            setattr(self, name, AttnStage(*blocks))
+            setattr(self, name, (AttnStage if stage in attending or mrla else PlainStage)(*blocks))
 
     def forward_stem(self, x: Tensor) -> Tensor:
         """Turn (B, in_chans, H, W) into (B, 64, H/2, W/2); with stem_stride the sides over that."""
@@ -255,15 +258,21 @@ _KINDS = {"34": dict(block=AttnBasicBlock, layers=(3, 4, 6, 3), qk_ratio=0.25, v
           "50": dict(block=AttnBottleneck, layers=(3, 4, 6, 3)),
           "101": dict(block=AttnBottleneck, layers=(3, 4, 23, 3)),
           "152": dict(block=AttnBottleneck, layers=(3, 8, 36, 3))}
-_LAYERS = {"34": 26, "50": 13, "101": 30, "152": 47}  # with attention
-_NETWORKS = {f"aa_resnet{depth}": Network(f"AA-ResNet-{depth}, {_LAYERS[depth]} attention layers.", _KINDS[depth])
-             for depth in _KINDS}
-for _depth, _kwargs in _KINDS.items():
-    _alpha = {} if _LAYERS[_depth] < 30 else {"alpha": 0.7}
+_NETWORKS = {
+    "aa_resnet34": Network("AA-ResNet-34: both 3x3 convolutions of each block augmented, 26 attention layers.",
+                           _KINDS["34"]),
+    "aa_resnet50": Network("AA-ResNet-50: the 3x3 convolution of each block augmented, 13 attention layers.",
+                           _KINDS["50"]),
+    "aa_resnet101": Network("AA-ResNet-101, 30 attention layers.", _KINDS["101"]),
+    "aa_resnet152": Network("AA-ResNet-152, 47 attention layers.", _KINDS["152"]),
+}
+for _depth in _KINDS:
     _NETWORKS[f"pa_aa_resnet{_depth}"] = Network(
-        f"PA-AA-ResNet-{_depth}, alpha 0.5, one convolution.", {**_kwargs, "evolution": "pa"})
+        f"PA-AA-ResNet-{_depth}, alpha 0.5, one convolution.", {**_KINDS[_depth], "evolution": "pa"})
+for _depth, _alpha in (("34", 0.5), ("50", 0.5), ("101", 0.7), ("152", 0.7)):
     _NETWORKS[f"ea_aa_resnet{_depth}"] = Network(
-        f"EA-AA-ResNet-{_depth}, alpha {_alpha.get('alpha', 0.5)}, beta 1.0.", {**_kwargs, "evolution": "ea", **_alpha})
+        f"EA-AA-ResNet-{_depth}, alpha {_alpha}, beta 1.0.",
+        {**_KINDS[_depth], "evolution": "ea", **({"alpha": _alpha} if _alpha != 0.5 else {})})
 _NETWORKS["csan_resnet50"] = Network(
     "CSAN-ResNet-50: AA-ResNet-50 whose stages 2 (here at 28x28) and 3 attend in windows of 7x7 pixels and 3 heads; no "
     "paper has it.", {**_KINDS["50"], "window": 7, "head_window": 3, "head_border": "clip", "window_stages": (2, 3),

@@ -20,6 +20,7 @@ Papers:
 Shape letters: B batch, C channels, H x W image in pixels, K heads, P prefix tokens (class token, registers), T tokens.
 """
 import copy
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -41,6 +42,8 @@ from ea_vision.models._convert import checkpoint_filter_fn
 from ea_vision.models._mechanisms import Mechanisms
 
 __all__ = ["EvolvingVisionTransformer", "EvolvingVisionTransformerDistilled"]
+
+_logger = logging.getLogger(__name__)
 
 
 class EvolvingBlock(Block):
@@ -146,7 +149,10 @@ class _Evolves:
         if model.attn_pool is None:
             state = {name: tensor for name, tensor in state.items() if not name.startswith("attn_pool.")}
         if not any(_is_added(name) for name in state):
-            state.update((name, tensor) for name, tensor in model.state_dict().items() if _is_added(name))
+            start = {name: tensor for name, tensor in model.state_dict().items() if _is_added(name)}
+            _logger.info("checkpoint without evolution: %d tensors of the maps' convolutions and gates stay at their "
+                         "start", len(start))
+            state.update(start)
         return state
 
     def forward_features(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:

@@ -27,7 +27,6 @@ from timm.layers import BatchNormAct2d, ClassifierHead, DropPath, SEModule
 from timm.models import generate_default_cfgs
 from torch import Tensor, nn
 
-from ea_vision.layers import AugmentedConv2d
 from ea_vision.models._build import Network, cifar_cfg, register_networks
 from ea_vision.models._chain import AttentionConfig, AttnStage, ChainBuilder, HeadedNetwork, Step, to_size
 
@@ -53,15 +52,13 @@ class Shortcut(nn.Module):
 
 
 class WideBlock(nn.Module):
-    """BatchNorm, ReLU, 3x3 convolution, twice; beside it a shortcut: (x, prev_logits) -> (x, logits).
+    """BatchNorm, ReLU, 3x3 convolution, twice; beside it a shortcut. Hands no attention logits on.
 
     Args:
-        conv1: the first convolution, plain or augmented.
+        conv1: the first convolution.
         shared_norm: whether the shortcut, too, begins after the first norm and ReLU.
         gate: module on the branch's output, such as squeeze-excite.
     """
-
-    attends: torch.jit.Final[bool]
 
     def __init__(
             self, conv1: nn.Module, in_channels: int, out_channels: int, stride: int, shared_norm: bool,
@@ -69,7 +66,7 @@ class WideBlock(nn.Module):
     ) -> None:
         dd = {"device": device, "dtype": dtype}
         super().__init__()
-        self.shared_norm, self.attends = shared_norm, isinstance(conv1, AugmentedConv2d)
+        self.shared_norm = shared_norm
         self.bn1 = nn.BatchNorm2d(in_channels, **dd)
         self.conv1 = conv1
         self.bn2 = nn.BatchNorm2d(out_channels, **dd)
@@ -78,16 +75,23 @@ class WideBlock(nn.Module):
         self.drop_path = DropPath(drop_path)
         self.shortcut = Shortcut(in_channels, out_channels, stride)
 
+    def second_half(self, y: Tensor, shortcut: Tensor) -> Tensor:
+        """Go on from the first convolution's output; `shortcut` is (B, in_channels, H, W)."""
+        y = self.gate(self.conv2(F.relu_(self.bn2(y))))
+        return self.shortcut(shortcut) + self.drop_path(y)
+
     def forward(self, x: Tensor, prev_logits: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         y = F.relu_(self.bn1(x))
-        shortcut = self.shortcut(y if self.shared_norm else x)
-        logits: Tensor | None = None
-        if self.attends:
-            y, logits = self.conv1(y, prev_logits)
-        else:
-            y = self.conv1(y)
-        y = self.gate(self.conv2(F.relu_(self.bn2(y))))
-        return shortcut + self.drop_path(y), logits
+        return self.second_half(self.conv1(y), y if self.shared_norm else x), None
+
+
+class AttnWideBlock(WideBlock):
+    """The first convolution augmented; (x, prev_logits) -> (x, logits)."""
+
+    def forward(self, x: Tensor, prev_logits: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        y = F.relu_(self.bn1(x))
+        z, logits = self.conv1(y, prev_logits)
+        return self.second_half(z, y if self.shared_norm else x), logits
 
 
 class GatherExcite(nn.Module):
@@ -95,6 +99,17 @@ class GatherExcite(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x * x.mean((2, 3), keepdim=True).sigmoid()
+
+
+def _gate(kind: str | None, channels: int, device=None, dtype=None) -> nn.Module:
+    dd = {"device": device, "dtype": dtype}
+    if kind == "se":
+        return SEModule(channels, rd_channels=max(8, channels // 16), bias=False, **dd)
+    if kind == "ge":
+        return GatherExcite()
+    if kind is not None:
+        raise ValueError(f"gate must be 'se', 'ge' or None, got {kind!r}")
+    return nn.Identity()
 
 
 class WideResNet(HeadedNetwork, nn.Module):
@@ -143,18 +158,14 @@ class WideResNet(HeadedNetwork, nn.Module):
         super().__init__(**kwargs)  # refuses what is left
         if depth < 10 or (depth - 4) % 6:
             raise ValueError(f"depth must be 6 n + 4 with n blocks a group, n at least 1, got {depth}")
-        if gate not in (None, "ge", "se"):
-            raise ValueError(f"gate must be 'se', 'ge' or None, got {gate!r}")
+        if width < 1:
+            raise ValueError(f"width must be 1 or more, got {width}")
         attending = config.stages((1, 2, 3), default=())
+        config.new_evolution(**dd)  # an option that fits no layer is an error at any depth
         self.img_size = to_size(img_size)
         self.num_classes = num_classes
         self.in_chans = in_chans
         self.num_features = self.head_hidden_size = 64 * width
-
-        def make_gate(channels: int) -> nn.Module:
-            if gate == "se":
-                return SEModule(channels, rd_channels=max(8, channels // 16), bias=False, **dd)
-            return nn.Identity() if gate is None else GatherExcite()
 
         chains = ChainBuilder(config, self, **dd)
         blocks_a_group = (depth - 4) // 6
@@ -172,13 +183,12 @@ class WideResNet(HeadedNetwork, nn.Module):
                 else:
                     conv1 = nn.Conv2d(block_in, channels, 3, stride, padding=1, bias=False, **dd)
                 number = index * blocks_a_group + j
-                blocks.append(WideBlock(
-                    conv1, block_in, channels, stride, shared_norm=number == 0, gate=make_gate(channels),
+                blocks.append((AttnWideBlock if index + 1 in attending else WideBlock)(
+                    conv1, block_in, channels, stride, shared_norm=number == 0, gate=_gate(gate, channels, **dd),
                     drop_path=drop_path_rate * number / max(1, 3 * blocks_a_group - 1), **dd))
             setattr(self, f"group{index + 1}", AttnStage(*blocks))
             self.feature_info.append(dict(num_chs=channels, reduction=reduction, module=f"group{index + 1}"))
             in_channels = channels
-        self.feature_info[-1]["end"] = ("norm",)  # goes with the last group
         self.norm = BatchNormAct2d(self.num_features, **dd)
         self.head = ClassifierHead(self.num_features, num_classes, pool_type=global_pool, drop_rate=drop_rate, **dd)
         self.init_weights()
@@ -202,6 +212,16 @@ class WideResNet(HeadedNetwork, nn.Module):
             return self.norm(x), logits
 
         return [lambda x, logits: (self.conv_stem(x), logits), self.group1, self.group2, last]
+
+    @torch.jit.ignore
+    def prune_intermediate_layers(
+            self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True,
+    ) -> list[int]:
+        """Drop the groups after the last one wanted, with the norm behind them, and the head."""
+        taken = super().prune_intermediate_layers(indices, prune_norm, prune_head)
+        if max(taken) < 3:
+            self.norm = nn.Identity()
+        return taken
 
 
 _NETWORKS = {

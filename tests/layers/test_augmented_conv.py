@@ -2,6 +2,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from ea_vision import ops
 from ea_vision.layers import AugmentedConv2d, Evolution, EvolvingAttention, PredictiveAttention
@@ -115,9 +116,8 @@ def test_every_implementation_normalises(implementation):
     layer = make(dim_qk=8, qk_norm=True, evolution=evolution, feat_size=(4, 4)).float()
     x, prev = torch.randn(2, 3, 4, 4), torch.randn(2, 2, 16, 16) if evolution else None
     expected = layer(x, prev)[0]
-    layer.need_logits = False
     with use_implementation(implementation):
-        torch.testing.assert_close(layer(x, prev)[0], expected)
+        torch.testing.assert_close(layer(x, prev, need_logits=False)[0], expected)
     torch.testing.assert_close(torch.jit.script(layer)(x, prev)[0], expected)
     large = layer.heads_of(1e3 * torch.randn(2, 22, 4, 4))  # however large the projection grows
     torch.testing.assert_close(large[1].square().mean(-1), torch.ones(2, 2, 16))
@@ -225,7 +225,11 @@ def test_missing_or_wrong_prev_logits_is_an_error():
     ({"stride": 3}, "stride must be 1 or 2, got 3"), ({"feat_size": (0, 3)}, "feat_size"),
     ({"num_heads": 0}, "num_heads"),
     ({"position": "polar"}, "position must be one of 'relative', 'none', 'sine', 'coord', got 'polar'"),
-    ({"position": "sine"}, "in_channels that 4 divides, got 3")])
+    ({"position": "sine"}, "in_channels that 4 divides, got 3"),
+    ({"groups": 2}, "groups must divide in_channels=3 and out_channels=10, got 2"),
+    ({"groups": 0}, "groups must divide"),
+    ({"in_channels": 4, "out_channels": 8, "groups": 2, "dim_v": 6},
+     "multiple of the 4 outputs of each of the 2 groups")])
 def test_bad_arguments_are_named(wrong, message):
     with pytest.raises(ValueError, match=message):
         make(**wrong)
@@ -302,3 +306,16 @@ def test_an_evolution_that_mixes_after_the_softmax_runs_by_the_reference(caplog)
     torch.testing.assert_close(torch.jit.script(layer)(x, prev), (y, logits))
     with use_implementation("reference"):
         torch.testing.assert_close(layer(x, prev), (y, logits))
+
+
+@pytest.mark.parametrize("in_channels,out_channels,attn,groups", [(8, 8, 2, 8), (8, 16, 4, 4), (6, 12, 6, 2)])
+def test_a_grouped_branch_is_the_first_outputs_of_the_whole_convolution(in_channels, out_channels, attn, groups):
+    layer = AugmentedConv2d(in_channels, out_channels, 5, 2, dim_qk=4, dim_v=2, num_heads=2, feat_size=(3, 3),
+                            attn_channels=attn, groups=groups)
+    whole = nn.Conv2d(in_channels, out_channels, 5, 2, padding=2, groups=groups, bias=False)
+    kept = out_channels - attn
+    assert layer.conv.weight.shape == whole.weight[:kept].shape  # a checkpoint's first outputs fit
+    layer.conv.load_state_dict({"weight": whole.weight[:kept]})
+    x = torch.randn(2, in_channels, 6, 6)
+    torch.testing.assert_close(layer(x)[0][:, :kept], whole(x)[:, :kept])
+    torch.testing.assert_close(torch.jit.script(layer)(x), layer(x))

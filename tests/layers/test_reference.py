@@ -65,9 +65,8 @@ def test_matches_the_authors_layer(shared: Path, name: str, implementation: str)
     layers = build_chain(case, ast.literal_eval(str(case["meta"])))
     x, logits = torch.from_numpy(case["input"]).permute(0, 3, 1, 2), None
     for i, layer in enumerate(layers):
-        layer.need_logits = implementation != "sdpa"
         with torch.no_grad(), use_implementation(implementation):
-            x, logits = layer(x, logits)
+            x, logits = layer(x, logits, implementation != "sdpa")
         torch.testing.assert_close(x.permute(0, 2, 3, 1), torch.from_numpy(case[f"output.{i}"]), atol=1e-5, rtol=0)
         if implementation != "sdpa":
             torch.testing.assert_close(logits, torch.from_numpy(case[f"logits.{i}"]), atol=1e-5, rtol=0)

@@ -195,8 +195,7 @@ def test_what_a_window_does_not_show_changes_nothing():
 def test_maps_evolve_whole_and_the_window_comes_after():
     first, second = make(window=3), make(window=3, evolution=EvolvingAttention(4, 0.3, 0.6))
     x = torch.randn(2, 4, 5, 6, dtype=D64)
-    first.need_logits = True
-    _, logits = first(x)
+    _, logits = first(x, need_logits=True)
     assert logits.isfinite().all() and logits.shape == (2, 4, 30, 30)
     y, evolved = second(x, logits)
     q, k, v, size = second.heads_of(second.qkv(second.branch_input(x)))

@@ -89,7 +89,7 @@ def test_gradient_checkpointing_changes_nothing(kind):
         model.set_grad_checkpointing(enable)
         y = model(images())
         y.square().sum().backward()
-        results.append((y.detach(), {n: p.grad for n, p in model.named_parameters()}))
+        results.append((y.detach(), {n: p.grad for n, p in model.named_parameters()}, dict(model.named_buffers())))
     assert all(grad is not None for grad in results[0][1].values())
     torch.testing.assert_close(results[1], results[0], atol=1e-4, rtol=1e-3)
 

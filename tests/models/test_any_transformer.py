@@ -116,7 +116,7 @@ def test_learns_is_saved_and_checkpoints(name, kind):
         twin.set_grad_checkpointing(enable)
         y = twin(x)
         y.square().sum().backward()
-        results.append((y.detach(), {key: p.grad for key, p in twin.named_parameters()}))
+        results.append((y.detach(), {key: p.grad for key, p in twin.named_parameters()}, dict(twin.named_buffers())))
     torch.testing.assert_close(results[1], results[0], atol=1e-4, rtol=1e-3)
     if hasattr(again, "forward_intermediates"):
         with torch.no_grad():
@@ -222,6 +222,7 @@ def shared() -> nn.Module:
 
 
 @pytest.mark.parametrize("make,options,message", [
+    (lambda: None, {}, "a network is required, .* got None"),
     (torchvision.models.swin_t, {}, "torchvision's VisionTransformer required, got SwinTransformer"),
     (lambda: meta("resnet18"), {}, "required, got ResNet .no attention layer found"),
     (lambda: meta("vit_relpos_small_patch16_224"), {}, "required, got VisionTransformerRelPos"),

@@ -70,6 +70,13 @@ def gflops_of_the_profiler(model) -> float:
     return operations / 1e9
 
 
+def test_without_the_first_block_aa_mnasnet_prints_the_same_size():
+    for name, count in (("aa_mnasnet_075", 3_015_934), ("aa_mnasnet_100", 4_063_006)):
+        with torch.device("meta"):
+            model = timm.create_model(name, augment_first=False)
+        assert round(millions(model) * 1e6) == count and len(layers_of(model)) == 12
+
+
 def test_plain_mnasnet_is_timms():
     model, plain = AttnMnasNet(attn_stages=()).eval(), timm.create_model("semnasnet_100").eval()
     assert list(model.state_dict()) == list(plain.state_dict()) and model.feature_info == plain.feature_info
@@ -141,6 +148,27 @@ def test_convolutions_with_a_stride_can_stay_plain(name, layers):
     torch.testing.assert_close(torch.jit.script(model)(x), model(x))
 
 
+def test_dirac_init_lets_the_newest_channels_through():
+    """At the start a stage of zero branches hands on what comes in, rectified; the default stays as it was."""
+    def built(**kwargs):
+        torch.manual_seed(0)
+        return timm.create_model("ea_conv_transformer_cifar", widths=(8, 16, 12, 12), num_heads=2, **kwargs).eval()
+
+    plain, model = built(), built(dirac_init=True)
+    x = torch.rand(2, 8, 8, 8)
+    for stage, other in zip(model.stages, plain.stages, strict=True):
+        inputs = stage.proj(stage.pool(x))
+        kept = min(x.shape[1], inputs.shape[1])
+        torch.testing.assert_close(inputs[:, :kept], stage.pool(x)[:, :kept])
+        torch.testing.assert_close(stage(x), inputs, atol=1e-4, rtol=1e-4)  # the norms' epsilon, at every merge
+        assert not torch.allclose(other(x), other.proj(other.pool(x)), atol=0.1)
+        x = inputs
+    changed = {name for (name, a), b in zip(model.named_parameters(), plain.parameters(), strict=True)
+               if not torch.equal(a, b)}
+    assert changed == {name for name, p in model.named_parameters() if ".merge." in name and p.ndim == 4
+                       or ".proj.conv.weight" in name and "blocks" not in name}
+
+
 @pytest.mark.parametrize("name,layers,chains", [
     ("ea_aa_resnet34", 26, [20, 6]), ("ea_aa_resnet50", 13, [10, 3]), ("ea_aa_resnet101", 30, [27, 3]),
     ("ea_aa_resnet152", 47, [44, 3]), ("ea_aa_mnasnet_100", 13, [3, 1, 6, 3]),
@@ -199,7 +227,7 @@ def test_without_skip_and_convolution_ea_is_aa():
 
 
 def test_pretrained_without_weights_says_so():
-    with pytest.raises(RuntimeError, match="No pretrained weights exist for aa_resnet50"):
+    with pytest.raises(RuntimeError, match="aa_resnet50 has no pretrained weights.*that have them"):
         timm.create_model("aa_resnet50", pretrained=True)
 
 
@@ -252,9 +280,10 @@ def test_a_resnet_without_attention_is_timms_and_chains_pass_plain_stages():
     ("cnn_cifar", {"evolution": "ea"}, r"attn_stages must be of .* for evolution='ea'.*got \(\)"),
     ("ea_aa_resnet34", {"img_size": 0}, "img_size"),
     ("wrn28_10_cifar", {"depth": 27}, "6 n \\+ 4.*got 27"),
+    ("wrn28_10_cifar", {"width": 0}, "width must be 1 or more, got 0"),
     ("wrn28_10_cifar", {"gate": "eca"}, "gate must be 'se', 'ge' or None, got 'eca'"),
-    ("ea_conv_transformer_cifar", {"img_size": 4}, "feat_size must be a positive"),
-    ("ea_conv_transformer_cifar", {"num_heads": 0}, "num_heads must be 1 or more, got 0"),
+    ("ea_conv_transformer_cifar", {"img_size": 4}, "at least 8 pixels"),
+    ("ea_conv_transformer_cifar", {"num_heads": 3}, "multiple of num_heads=3, got 256"),
     ("ea_conv_transformer_cifar", {"attn_stages": (4, 5)}, r"attn_stages must be of \(1, 2, 3, 4\).*got .*\(4, 5\)"),
     ("ea_aa_resnet50", {"attn_stages": ()}, r"attn_stages must be of .* at least one for evolution='ea'.*got \(\)"),
     ("ea_vit_tiny_patch16_224", {"attn_layers": 3}, r"attn_layers must be whole numbers.*got 3"),

@@ -399,10 +399,12 @@ def pretrained(path, name="ea_vit_tiny_patch16_224", **options):
 
 
 @torch.no_grad()
-def test_pretrained_takes_timms_weights(tmp_path):
+def test_pretrained_takes_timms_weights(tmp_path, caplog):
     timms, path = plain(), tmp_path / "timms.safetensors"
     safetensors.torch.save_file(timms.state_dict(), path)
-    model = pretrained(path)
+    with caplog.at_level(logging.INFO, logger="ea_vision.models"):
+        model = pretrained(path)
+    assert "8 tensors of the maps' convolutions and gates stay at their start" in caplog.text
     assert_same_function(model, timms, images())
     assert_same_function(pretrained(path, "pa_vit_tiny_patch16_224"), timms, images())
     larger = pretrained(path, img_size=48, num_classes=0)  # positions are resampled, the head is left
@@ -426,6 +428,17 @@ def test_checkpoints_with_attention_pooling_load_into_the_network_without(tmp_pa
     model = pretrained(path, "ea_vit_base_patch16_siglip_gap_224")
     tokens = timms.forward_features(images())
     torch.testing.assert_close(model.forward_features(images()), tokens, atol=1e-5, rtol=1e-4)
+
+
+def test_a_dead_convolution_is_not_loaded():
+    model = tiny()
+    state = {key: torch.zeros_like(value) if "evolution" in key else value for key, value in model.state_dict().items()}
+    with pytest.raises(RuntimeError, match="blocks.1.attn.evolution.convs.0 must have a weight.*never gets a gradient"):
+        model.load_state_dict(state)
+    for key in state:
+        if key.endswith("convs.0.bias"):
+            state[key] = torch.ones(3)
+    model.load_state_dict(state)
 
 
 def test_set_fused_attn_is_heeded():
