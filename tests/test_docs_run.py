@@ -184,8 +184,6 @@ def test_snippets_run(page, block, place, tmp_path, monkeypatch):
     if "import wandb" in block:
         pytest.importorskip("wandb", reason="needs wandb (the extra logging)")
         monkeypatch.chdir(tmp_path)
-    if not importlib.util.find_spec("pandas"):
-        block = re.sub(r"^maps\.to_dataframe.*$", "", block, flags=re.MULTILINE)
     exec(compile(block, page.name, "exec"), space)
     if "def attend" in block:
         q, k, v = torch.randn(3, 2, 8, 6, 4).unbind()

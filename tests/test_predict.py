@@ -64,7 +64,7 @@ def test_a_broken_image_is_named_and_the_others_are_classified(photos, tmp_path,
     broken, output = tmp_path / "broken.png", tmp_path / "new" / "found.json"
     broken.write_bytes((photos / "a.png").read_bytes()[:60])
     assert main([MODEL, str(broken), str(photos / "a.png"), "--json", str(output)]) == 1
-    assert capsys.readouterr().err.startswith(f"error: image {broken} is broken")
+    assert capsys.readouterr().err.startswith(f"error: image {broken} cannot be read: ")
     bad, good = json.loads(output.read_text())
     assert bad["classes"] == [] and str(broken) in bad["error"] and "error" not in good and len(good["classes"]) == 5
 

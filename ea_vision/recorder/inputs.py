@@ -11,11 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from torch import Tensor
 
 from ea_vision.base.errors import UsageError
-from ea_vision.data.image_files import IMAGE_FORMATS, IMAGE_SUFFIXES, BrokenImage, TooLarge, decode_image, to_rgb
+from ea_vision.data.image_files import IMAGE_SUFFIXES, BrokenImage, decode_image, to_rgb
 from ea_vision.data.small_images import load_dataset
 from ea_vision.recorder.loading import LoadedModel
 
@@ -53,7 +53,7 @@ def read_image(source: ImageSource) -> Image.Image:
             (H, W, 3) or (H, W, 4): uint8, or floating point in 0..1.
 
     Raises:
-        UsageError: not an image of one of IMAGE_FORMATS, broken, too large, a folder, or another array.
+        UsageError: no image that can be decoded, one that is too large, a folder, or another array.
     """
     if isinstance(source, np.ndarray):
         source = _from_array(source)
@@ -69,12 +69,8 @@ def read_image(source: ImageSource) -> Image.Image:
         raise UsageError(f"one image file is required, and {source} is a folder")
     try:
         return decode_image(source, over_white=True)
-    except TooLarge as error:
-        raise UsageError(f"image {source} {error}") from error
     except BrokenImage as error:
-        if isinstance(error.__cause__, UnidentifiedImageError):
-            raise UsageError(f"{source} is not an image that can be read ({', '.join(IMAGE_FORMATS)})") from error
-        raise UsageError(f"image {source} is broken: {error}") from error
+        raise UsageError(f"image {source} cannot be read: {error}") from error
 
 
 def names_of(images: Sequence[ImageSource | Tensor]) -> list[str]:

@@ -47,14 +47,14 @@ class Windows:
         return image[:, :, :count, :count]
 
     def row(self, maps: Tensor, count: int, token: int) -> Tensor:
-        """`dense(maps, count)[:, :, token]`, without the rest: (B, K, N)."""
+        """Return `dense(maps, count)[:, :, token]`, (B, K, N), without the rest."""
         window, place = (self.tokens == token).nonzero()[0].tolist()
         image = maps.new_zeros(maps.shape[0], maps.shape[2], count + 1)
         image[:, :, self.tokens[window].to(maps.device)] = maps[:, window, :, place]
         return image[:, :, :count]
 
     def sees(self, count: int) -> Tensor:
-        """(N, N), True where the query of a row sees a key."""
+        """Return (N, N), True where the query of a row sees a key."""
         same = self.regions[:, :, None] == self.regions[:, None, :]
         return self.dense(same[None, :, None], count)[0, 0]
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -233,33 +232,6 @@ class AttentionMaps(Mapping[int, LayerMaps]):
             RunError: it cannot be written.
         """
         write_npz(Path(path), self.arrays())
-
-    def to_dataframe(self, query: Query | None = None) -> Any:
-        """Return a pandas.DataFrame: a row for each image, layer, head, query and key, a column a part.
-
-        The columns before the parts: image, layer, head, query and key. These two are numbers of tokens: those before a
-        transformer's patches first, then the map's pixels row by row.
-
-        Args:
-            query: of one query only, (row, column) of the map or a token by name; None: of all, which is N rows times
-                the number of keys for each head.
-
-        Raises:
-            UsageError: a layer without this query.
-        """
-        import pandas
-
-        frames = []
-        for layer in self.values():
-            layer.check_places()
-            rows = [layer.token(query)] if query is not None else slice(None)
-            parts = {part: layer[part][:, :, rows].float().cpu().numpy() for part in layer.recorded()}
-            image, head, asked, key = (index.ravel() for index in np.indices(next(iter(parts.values())).shape))
-            frames.append(pandas.DataFrame({
-                "image": image, "layer": layer.number, "head": np.array(layer.heads)[head],
-                "query": asked if query is None else rows[0], "key": key,
-                **{part: maps.ravel() for part, maps in parts.items()}}))
-        return pandas.concat(frames, ignore_index=True)
 
     def _begin(self, layer: LayerMaps) -> None:
         """Take a layer whose forward begins; the first of another forward of the network drops the last one's layers.

@@ -26,7 +26,6 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.optim.swa_utils import update_bn
@@ -67,8 +66,8 @@ examples:
 
 
 def extract_maps(model: LoadedModel, images: Tensor, layers: Sequence[int], query: tuple[int, int] | str | None = None,
-                 batch_size: int = 64) -> list[np.ndarray]:
-    """Return the maps of one query, float16 (M, K, H, W), for each layer.
+                 batch_size: int = 64) -> list[Tensor]:
+    """Return the maps of one query, float16 (M, K, H, W) on the CPU, for each layer.
 
     Args:
         images: uint8 (M, 3, H, W) of the model's input size.
@@ -76,21 +75,21 @@ def extract_maps(model: LoadedModel, images: Tensor, layers: Sequence[int], quer
     """
     device, (height, width) = next(model.model.parameters()).device, images.shape[-2:]
     query = query or (height // 2, width // 2)
-    found: list[list[np.ndarray]] = [[] for _ in layers]
+    found: list[list[Tensor]] = [[] for _ in layers]
     for batch in tqdm(images.split(batch_size), desc=f"maps of {model.label}", unit="batch", disable=None):
-        with torch.inference_mode(), record_attention(model.model, layers) as maps:
+        with torch.no_grad(), record_attention(model.model, layers) as maps:
             model.model(model.normalize(batch.to(device) / 255))
         for kept, number in zip(found, layers, strict=True):
             H, W = maps[number].feat_size
             cell = query if isinstance(query, str) else (query[0] * H // height, query[1] * W // width)
-            kept.append(maps[number].of_query(cell)[1].half().cpu().numpy())
-    return [np.concatenate(kept) for kept in found]
+            kept.append(maps[number].of_query(cell)[1].half().cpu())
+    return list(map(torch.cat, found))
 
 
-def shuffled_in_space(maps: np.ndarray, seed: int) -> np.ndarray:
+def shuffled_in_space(maps: Tensor, seed: int) -> Tensor:
     """Return (M, K, H, W), the pixels of every map in a random order of its own."""
-    values = maps.reshape(*maps.shape[:2], -1)
-    return np.random.default_rng(seed).permuted(values, axis=-1).reshape(maps.shape)
+    order = torch.rand(maps.flatten(2).shape, generator=torch.Generator().manual_seed(seed)).argsort(-1)
+    return maps.flatten(2).gather(2, order).view(maps.shape)
 
 
 def untrained_network(target: str, model: LoadedModel, images: Tensor, seed: int, count: int = 512,

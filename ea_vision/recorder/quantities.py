@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ea_vision.base.files import csv_text
-from ea_vision.recorder.maps import AttentionMaps
+from ea_vision.recorder.maps import AttentionMaps, LayerMaps
 from ea_vision.recorder.recording import record_attention
 
 
@@ -76,19 +76,20 @@ def map_correlation(attn: Tensor, previous: Tensor) -> Tensor:
     return F.cosine_similarity(a - a.mean(-1, keepdim=True), b - b.mean(-1, keepdim=True), -1, eps=0.0)
 
 
-def position_share(total: Tensor, energy: Tensor, images: int) -> Tensor:
+def position_share(total: Tensor, energies: Tensor) -> Tensor:
     """Return how much of a layer's energy (the sum of squares of its maps) is the same on every image, and so depends
     on positions alone: 1 where maps do not depend on the image, about 0 where those of different images have nothing in
     common. It is the mean inner product of two images' maps over their mean energy, which is without bias.
 
     Args:
         total: (K, N, N), the sum of the images' maps.
-        energy: (K,), the sum of the images' energies.
+        energies: (images, K).
 
     Returns:
         (1, K); not a number for a single image.
     """
-    return ((total.square().sum((-2, -1)) - energy) / energy / (images - 1 or torch.nan))[None]
+    energy, others = energies.sum(0), len(energies) - 1 or torch.nan
+    return ((total.square().sum((-2, -1)) - energy) / energy / others)[None]
 
 
 @dataclass
@@ -105,18 +106,15 @@ class LayerQuantities:
     number: int
     name: str
     feat_size: tuple[int, int]
+    uniform_entropy: float
+    uniform_distance: float
     entropies: Tensor
     distances: Tensor
     prefixes: Tensor
-    correlations: Tensor | None
-    uniform_entropy: float
-    uniform_distance: float
+    correlations: Tensor | None = None
     positions: Tensor | None = None
 
     images = property(lambda self: len(self.entropies))
-
-
-PER_IMAGE = ("entropies", "distances", "prefixes", "correlations")
 
 
 def measure(model: nn.Module, batches: Iterable[Tensor], layers: Sequence[int] | None = None) -> list[LayerQuantities]:
@@ -129,9 +127,8 @@ def measure(model: nn.Module, batches: Iterable[Tensor], layers: Sequence[int] |
     Raises:
         ValueError: no batch; a layer that there is not.
     """
-    found: defaultdict[int, list[LayerQuantities]] = defaultdict(list)
-    totals: defaultdict[int, Tensor | float] = defaultdict(float)
-    energies: defaultdict[int, Tensor | float] = defaultdict(float)
+    found: dict[int, dict[str, list[Tensor]]] = defaultdict(lambda: defaultdict(list))
+    totals: dict[int, Tensor | float] = defaultdict(float)
     for images in batches:
         with torch.inference_mode(), record_attention(model, layers) as maps:
             model(images)
@@ -139,29 +136,31 @@ def measure(model: nn.Module, batches: Iterable[Tensor], layers: Sequence[int] |
         for number, layer in maps.items():
             if layers is None and layer.layout.query_names:
                 continue
-            attn = layer.attn.float()
-            cell = (images.shape[-2] / layer.feat_size[0], images.shape[-1] / layer.feat_size[1])
+            attn, values = layer.attn.float(), found[number]
             rows = as_distributions(attn)
+            values["entropies"].append(_entropy(rows).cpu())
+            values["distances"].append(attention_distance(layer.spatial(), _cell(layer, images)).cpu())
+            values["prefixes"].append(rows[..., :layer.num_prefix_tokens].sum(-1).mean(-1).cpu())
+            if previous is not None and previous.shape == attn.shape:
+                values["correlations"].append(map_correlation(attn, previous).cpu())
+            values["energies"].append(attn.square().sum((-2, -1)))
             totals[number] += attn.sum(0)
-            energies[number] += attn.square().sum((0, 2, 3))
-            same = previous is not None and previous.shape == attn.shape
-            found[number].append(LayerQuantities(
-                number, layer.name, layer.feat_size, _entropy(rows).cpu(),
-                attention_distance(layer.spatial(), cell).cpu(),
-                rows[..., :layer.num_prefix_tokens].sum(-1).mean(-1).cpu(),
-                map_correlation(attn, previous).cpu() if same else None, float(np.log(layer.num_keys()).mean()),
-                found[number][0].uniform_distance if found[number] else
-                attention_distance(layer.sees().float()[None, None], cell).item()))
             previous = attn
     if not found:
         raise ValueError("measure needs at least one batch of images, got none")
     measured = []
-    for number, parts in found.items():
-        joined = {name: torch.cat([getattr(part, name) for part in parts]) for name in PER_IMAGE
-                  if getattr(parts[0], name) is not None}
-        share = position_share(totals[number], energies[number], len(joined["entropies"])).cpu()
-        measured.append(replace(parts[0], positions=share, **joined))
+    for number, lists in found.items():
+        layer, values = maps[number], {name: torch.cat(parts) for name, parts in lists.items()}
+        share = position_share(totals[number], values.pop("energies"))
+        distance = attention_distance(layer.sees().float()[None, None], _cell(layer, images)).item()
+        measured.append(LayerQuantities(number, layer.name, layer.feat_size, float(np.log(layer.num_keys()).mean()),
+                                        distance, positions=share.cpu(), **values))
     return measured
+
+
+def _cell(layer: LayerMaps, images: Tensor) -> tuple[float, float]:
+    """Return (height, width) of a cell of a layer's map in pixels of the images."""
+    return images.shape[-2] / layer.feat_size[0], images.shape[-1] / layer.feat_size[1]
 
 
 WRITTEN = {  # fields of LayerQuantities: their names in files
@@ -185,7 +184,7 @@ def quantities_csv(measured: dict[str, list[LayerQuantities]]) -> str:
                         row[name] = f"{value:.6f}"
                         continue
                     row[name] = "" if value is None else f"{value[:, head].mean():.6f}"
-                    if field in PER_IMAGE:
+                    if field != "positions":
                         several = value is not None and len(value) > 1
                         row[f"{name}_std"] = f"{value[:, head].std():.6f}" if several else ""
                 rows.append(row)

@@ -23,7 +23,7 @@ def test_images_of_files_folders_and_digits(tmp_path):
     assert read_image(found[1]).size == (80, 60) and read_image("digits#3").size == (32, 32)
     with pytest.raises(UsageError, match=r"must have N in 0\.\.\d+, got digits#100000"):
         read_image("digits#100000")
-    with pytest.raises(UsageError, match="notes.txt is not an image"):
+    with pytest.raises(UsageError, match="notes.txt cannot be read"):
         read_image(str(tmp_path / "a" / "notes.txt"))
     whole = (tmp_path / "a" / "b" / "2.png").read_bytes()
     (tmp_path / "cut.png").write_bytes(whole[:len(whole) // 2])
@@ -36,25 +36,17 @@ def test_images_of_files_folders_and_digits(tmp_path):
             find_images(wrong)
 
 
-def halves(mode, left, right):
-    """8x4 pixels, `left` in the left half and `right` in the right one."""
-    image = Image.new(mode, (8, 4), left)
-    image.paste(right, (4, 0, 8, 4))
+@pytest.mark.parametrize("mode,clear,opaque,left,right", [
+    ("RGBA", (0, 0, 0, 127), (255, 0, 0, 255), (128,) * 3, (255, 0, 0)), ("P", 0, 1, (255,) * 3, (0, 200, 0)),
+    ("LA", (0, 0), (76, 255), (255,) * 3, (76,) * 3)])
+def test_transparent_pixels_are_white(tmp_path, mode, clear, opaque, left, right):
+    image = Image.new(mode, (8, 4), clear)
+    image.paste(opaque, (4, 0, 8, 4))
     if mode == "P":
         image.putpalette([9, 9, 9, 0, 200, 0] + [0] * 762)
         image.info["transparency"] = 0
-    return image
-
-
-@pytest.mark.parametrize("mode,clear,opaque,left,right", [
-    ("RGBA", (0, 0, 0, 0), (255, 0, 0, 255), (255,) * 3, (255, 0, 0)), ("P", 0, 1, (255,) * 3, (0, 200, 0)),
-    ("RGBA", (0, 0, 0, 127), (255, 0, 0, 255), (128,) * 3, (255, 0, 0)),
-    ("LA", (0, 0), (76, 255), (255,) * 3, (76,) * 3)])
-def test_transparent_pixels_are_white(tmp_path, mode, clear, opaque, left, right):
-    image = halves(mode, clear, opaque)
     image.save(tmp_path / "clear.png")
-    sources = [image, tmp_path / "clear.png"]
-    for source in [*sources, np.asarray(image)] if mode == "RGBA" else sources:
+    for source in (image, tmp_path / "clear.png", *[np.asarray(image)] * (mode == "RGBA")):
         read = np.asarray(read_image(source))
         assert (read[:, :4] == left).all() and (read[:, 4:] == right).all()
 

@@ -4,13 +4,11 @@ import gc
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
 import timm
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import ea_vision
@@ -76,44 +74,20 @@ def test_recorded_parts_satisfy_the_equations_of_the_evolution(name, options):
         before, own, share = mixed, mixed, beta
         if evolution.predict:
             before, own, share = layer.prev_logits, layer.self_logits, alpha
-        convolved = before[:, :, prefix:, prefix:]
         with torch.no_grad():
-            for conv in evolution.convs if options.get("prefix") == "pass" or not prefix else ():
-                convolved = F.relu(conv(convolved))
-        if options.get("prefix") == "pass" or not prefix:
-            torch.testing.assert_close(layer.conv_logits[:, :, prefix:, prefix:], convolved, atol=1e-5, rtol=1e-4)
-        else:
-            with torch.no_grad():
-                torch.testing.assert_close(layer.conv_logits, evolution.convolve(before), atol=1e-5, rtol=1e-4)
-        torch.testing.assert_close(layer.logits, share * layer.conv_logits + (1 - share) * own, atol=1e-5, rtol=1e-4)
+            convolved = evolution.convolve(before)
+        torch.testing.assert_close(layer.conv_logits, convolved, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(layer.logits, share * convolved + (1 - share) * own, atol=1e-5, rtol=1e-4)
 
 
 def test_attention_times_values_is_the_attention_branch():
+    """So rows are queries, row by row over the image, and maps are not transposed."""
     layer, x = AugmentedConv2d(6, 10, dim_qk=8, dim_v=4, num_heads=2, feat_size=(3, 5)).eval(), torch.randn(2, 6, 3, 5)
     with torch.no_grad(), ea_vision.record_attention(layer) as maps:
         y, _ = layer(x)
         v = layer.heads_of(layer.qkv(layer.branch_input(x)))[2]
         out = (maps[1].attn @ v).transpose(1, 2).reshape(2, 3, 5, 4).permute(0, 3, 1, 2)
         torch.testing.assert_close(layer.proj(out), y[:, 6:])
-
-
-@pytest.mark.parametrize("down,right", [(0, 0), (1, -2), (-3, 1)])
-def test_rows_are_queries_and_maps_are_not_transposed(down, right):
-    """Every query attends to the pixel `down` rows below and `right` columns to the right of it."""
-    layer = AugmentedConv2d(3, 8, dim_qk=4, dim_v=2, num_heads=2, feat_size=(5, 6)).eval()
-    with torch.no_grad():
-        layer.qkv.weight.zero_()
-        layer.qkv.bias.zero_()[:4] = 1.0
-        layer.height_rel.zero_()[4 + down] = 60.0
-        layer.width_rel.zero_()[5 + right] = 60.0
-        with ea_vision.record_attention(layer) as maps:
-            layer(torch.randn(1, 3, 5, 6))
-    attn = maps[1].spatial()
-    assert maps[1].feat_size == (5, 6) and attn.shape == (1, 2, 5, 6, 5, 6)
-    for row in range(max(0, -down), min(5, 5 - down)):
-        for col in range(max(0, -right), min(6, 6 - right)):
-            assert attn[0, :, row, col, row + down, col + right].min() > 0.99
-            assert maps[1].attn[0, 0, row * 6 + col].argmax() == (row + down) * 6 + col + right
 
 
 @pytest.mark.parametrize("train", [False, True])
@@ -149,11 +123,11 @@ def test_only_what_is_asked_for_is_kept():
     everything = recorded(model, small(), ("logits",))
     assert list(maps) == [2, 5] and maps[2].heads == (3, 1)
     for layer in maps.values():
-        assert [part for part in PARTS if getattr(layer, part) is not None] == ["logits"]
+        assert layer.recorded() == ("logits",) and layer.attn is None
         assert torch.equal(layer.logits, everything[layer.number].logits[:, [3, 1]])
         assert layer.logits.untyped_storage().nbytes() == 4 * layer.logits.numel()
     assert list(one) == [2] and one[2].heads == (3,) and torch.equal(one[2].logits, maps[2].logits[:, :1])
-    assert len(maps) == 2 and 1 not in maps and everything["stages.2.blocks.1.conv"] is everything[2]
+    assert everything["stages.2.blocks.1.conv"] is everything[2]
     with pytest.raises(KeyError, match="layer 2 .* has recorded logits; got 'attn'"):
         maps[2]["attn"]
     with pytest.raises(KeyError, match=r"recorded layers are 2 \(stages.2.blocks.1.conv\)"):
@@ -211,14 +185,6 @@ def test_gradient_checkpointing_records_once():
         assert maps[number] is held[number] and maps[number].recorded() == layer.recorded()
         for part in layer.recorded():
             torch.testing.assert_close(maps[number][part], layer[part])
-
-
-def test_autocast_keeps_probabilities_in_float32():
-    model = tiny()
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), ea_vision.record_attention(model) as maps:
-        model(small())
-    assert maps[1].attn.dtype == torch.float32
-    torch.testing.assert_close(maps[6].attn.sum(-1), torch.ones(2, 4, 4))
 
 
 def test_wrapped_networks(tmp_path):
@@ -281,40 +247,15 @@ def test_nothing_is_kept_alive_and_an_error_in_a_forward_leaves_no_trace(make):
     assert alive() is None and len(maps[1].attn) == 1
 
 
-def test_many_recordings_leave_memory_where_it_was():
-    layer = AugmentedConv2d(4, 8, dim_qk=8, dim_v=4, num_heads=2, feat_size=(16, 16)).eval()
-    x = torch.randn(1, 4, 16, 16)
-    if not Path("/proc/self/statm").exists():
-        pytest.skip("needs /proc to read the resident memory")
-
-    def record(times):
-        for _ in range(times):
-            with torch.no_grad(), ea_vision.record_attention(layer, parts=("attn", "logits")) as maps:
-                layer(x)
-        gc.collect()
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        return pages * 4096 / 2 ** 20, sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects()), len(maps)
-
-    resident, tensors, _ = record(50)
-    resident_after, tensors_after, _ = record(300)  # each holds 1 MiB
-    assert resident_after - resident < 32 and tensors_after <= tensors + 2 and hooks_of(layer) == 0
-
-
-def test_maps_say_what_they_are_and_become_arrays(tmp_path):
-    model, parts = tiny(), ("attn", "conv_logits")
-    with torch.no_grad(), ea_vision.record_attention(model, [1, 2], heads=[0, 3], parts=parts) as maps:
+def test_maps_become_arrays(tmp_path):
+    model = tiny()
+    with torch.no_grad(), ea_vision.record_attention(model, [1, 2], [0, 3], ("attn", "conv_logits")) as maps:
         model(small())
-    names = [layer.name for layer in recordable_layers(model)]
-    assert repr(maps) == ("attention maps of 2 layers\n"
-                          f"  layer 1 ({names[0]}), map 4x4, heads 0, 3: attn of 2x2x16x16\n"
-                          f"  layer 2 ({names[1]}), map 4x4, heads 0, 3: attn, conv_logits of 2x2x16x16")
     maps.to_npz(tmp_path / "maps.npz")
     with np.load(tmp_path / "maps.npz") as held:
-        assert set(held) == {f"layer{number}.{name}" for number in (1, 2)
-                             for name in ("name", "heads", "feat_size", "key_size", "prefix_names",
-                                          "query_names", "attn")} | {"layer2.conv_logits"}
-        assert np.array_equal(held["layer2.conv_logits"], maps[2].conv_logits) and held["layer2.name"] == names[1]
-        assert held["layer1.heads"].tolist() == [0, 3]
+        assert "layer1.conv_logits" not in held and held["layer2.name"] == maps[2].name
+        assert np.array_equal(held["layer2.conv_logits"], maps[2].conv_logits)
+        assert held["layer1.heads"].tolist() == [0, 3] and held["layer1.feat_size"].tolist() == [4, 4]
     arrays = recorded(*made("vit_pe_core_tiny_patch16_384")).arrays()
     assert list(arrays["layer4.query_names"]) == ["pool"] and list(arrays["layer4.prefix_names"]) == ["cls"]
 
@@ -367,13 +308,6 @@ def test_two_recorders_and_two_networks_do_not_disturb_one_another():
     assert list(first) == [1] and torch.equal(first[1].attn, expected[1])
     for maps, values in ((both, expected), (second, hers)):
         assert all(torch.equal(maps[number].attn, attn) for number, attn in values.items())
-
-
-def test_a_forward_of_another_thread_alone_is_said_not_to_be_recorded():
-    model, x = timms()
-    with pytest.raises(RuntimeError, match="no forward ran attention layer 1 .* in this thread"), \
-            ea_vision.record_attention(model), ThreadPoolExecutor(1) as pool:
-        pool.submit(model, x).result()
 
 
 def test_compilation_is_on_again_when_the_last_of_two_threads_has_ended():

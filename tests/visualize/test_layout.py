@@ -115,8 +115,8 @@ def quantities(layers, heads, images=3):
     """Of maps that shrink after the first half of the layers."""
     torch.manual_seed(0)
     return [LayerQuantities(number, "a", (8, 8) if number <= (layers + 1) // 2 else (4, 4),
-                            *torch.rand(3, images, heads),
-                            torch.rand(images, heads) if number > 1 else None, 1.0, 0.5, torch.rand(images, heads))
+                            1.0, 0.5, *torch.rand(3, images, heads),
+                            torch.rand(images, heads) if number > 1 else None, torch.rand(1, heads))
             for number in range(1, layers + 1)]
 
 

@@ -108,10 +108,9 @@ def test_statistics_in_numbers(model):
     with torch.no_grad(), ea_vision.record_attention(model.eval()) as maps:
         model(normalised(model, torch.stack(images)))
     for layer in maps.values():
-        energy = layer.attn.square().sum((0, 2, 3))
         entropy = torch.special.entr(layer.attn).sum(-1).mean() / np.log(layer.attn.shape[-1])
         assert drawn["entropy / log N"][layer.number] == pytest.approx(entropy.item(), rel=1e-4)
-        share = position_share(layer.attn.sum(0), energy, 3).mean().item()
+        share = position_share(layer.attn.sum(0), layer.attn.square().sum((2, 3))).mean().item()
         assert drawn["share of position alone"][layer.number] == pytest.approx(share, rel=1e-4)
     assert "mean over 3 images" in as_text(figure)
 
@@ -120,7 +119,7 @@ def test_share_of_position_is_the_mean_product_of_two_images_maps():
     torch.manual_seed(0)
     maps = torch.rand(5, 2, 9, 9)
     energies = maps.square().sum((2, 3))
-    share = position_share(maps.sum(0), energies.sum(0), 5)
+    share = position_share(maps.sum(0), energies)
     products = torch.stack([(maps[i] * maps[j]).sum((1, 2)) for i in range(5) for j in range(5) if i != j]).mean(0)
     torch.testing.assert_close(share[0], products / energies.mean(0))
-    assert position_share(maps[0], energies[0], 1).isnan().all()
+    assert position_share(maps[0], energies[:1]).isnan().all()

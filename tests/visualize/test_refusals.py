@@ -18,7 +18,7 @@ from ea_vision.visualize import plot_heatmap, plot_statistics, plot_strip, show_
     ("heatmap", ["--opacity", "2"], "opacity must lie between 0 and 1, got 2.0"),
     ("heatmap", ["--cmap", "virids"], "cmap must be one of matplotlib's colour maps"),
     ("heatmap", ["-o", "/proc/nowhere/a.png"], "cannot make the folder /proc/nowhere"),
-    ("heatmap", [__file__], "test_refusals.py is not an image that can be read"),
+    ("heatmap", [__file__], "test_refusals.py cannot be read: UnidentifiedImageError"),
     ("heatmap", ["--heads", "\u00b2"], "heads must be 0 to 3, all or mean, got '\u00b2'"),
     ("heatmap", ["--queries", "\u00b2,1"], "a query must be y,x in pixels.*got '\u00b2,1'"),
     ("heatmap", ["--img-size", "\u00b2"], "--img-size: must be N or H,W"),

@@ -7,7 +7,6 @@ from ea_vision.base.errors import UsageError
 from ea_vision.visualize import heatmap, plot_strip
 
 from .conftest import PHOTO
-from .test_layout import recording
 
 
 def test_training_goes_through_the_epochs_in_order(run):
@@ -26,13 +25,3 @@ def test_images_side_by_side_and_their_maps(run, photo, tmp_path):
     assert (tmp_path / "grid.png").read_bytes().startswith(b"\x89PNG")
     with np.load(tmp_path / "grid.npz") as held:
         assert held["photo.png/layer2.attn"].shape == held["1.png/layer2.attn"].shape == (1, 4, 16, 16)
-
-
-def test_maps_as_a_table():
-    maps = recording(2, ((2, 3), (2, 3)), "a model").maps
-    pytest.importorskip("pandas", reason="pandas is not installed")
-    table = maps.to_dataframe()
-    assert len(table) == 2 * 2 * 6 * 6 and table.conv_logits[table.layer == 1].isna().all()
-    row = table[(table.layer == 2) & (table["head"] == 1) & (table["query"] == 4) & (table.key == 2)].iloc[0]
-    assert row.attn == pytest.approx(maps[2].attn[0, 1, 4, 2].item())
-    assert maps.to_dataframe((1, 1)).equals(table[table["query"] == 4].reset_index(drop=True))
