@@ -36,10 +36,8 @@ from ea_vision.visualize.map_style import SIGNED_MAP, equation
 SOURCE = Path(__file__).with_name("page_source")
 MODULES = ("maps.js", "state.js", "draw.js", "panel.js", "main.js")  # in order of need
 STORED_PARTS = (*PARTS, WITHOUT[0])
-COLOUR_MAPS = ("viridis", "cividis", "magma", "gray")
 MEGABYTE = 1_000_000
 MOST_OBJECTS, LEAST_SCORE = 9, 0.3  # of a detector's
-PHOTO_SIDE = 384  # pixels of a photo, which is shown with up to 320
 
 
 # ---- images ---------------------------------------------------------------------------------------------------------
@@ -170,7 +168,8 @@ class Explorer:
         streams, places = pack({layer.number: self._arrays(layer, len(prefix_names(model.model)))
                                 for layer in seen.maps.values()})
         return {
-            **self._photos(model, image, seen.image),
+            "photo": data_url((seen.image * 255).round().to(torch.uint8).permute(1, 2, 0).numpy()
+                              if seen.photo is None else seen.photo),
             "predictions": (_objects(seen.output[0], model.classes) if isinstance(model, DetectorModel) else
                             _likeliest(seen.output, model.classes)),
             "featSizes": {layer.number: layer.feat_size for layer in seen.maps.values()},
@@ -186,13 +185,6 @@ class Explorer:
         return {part: nn.functional.pad(layer.on_queries_grid(part)[0, heads, :, layer.num_prefix_tokens:].float(),
                                         (0, 0, missing, 0)).cpu().numpy()
                 for part in STORED_PARTS if part in self.parts and part in layer.recorded()}
-
-    @staticmethod
-    def _photos(model: LoadedModel, image: Image.Image, prepared: Tensor) -> dict[str, str]:
-        """Return the photo, and beside it, where that is coarser, what the network saw of it."""
-        seen = data_url((prepared * 255).round().to(torch.uint8).permute(1, 2, 0).numpy())
-        finer = model.photo(image, PHOTO_SIDE)
-        return {"photo": seen} if finer is None else {"photo": data_url(finer), "seen": seen}
 
 
 def _likeliest(output: Any, names: Sequence[str] | None) -> list[dict[str, Any]]:
@@ -250,10 +242,9 @@ def build_page(explorer: Explorer, entries: Sequence[dict[str, Any]], epochs: bo
         entries: images, from `Explorer.view`.
         epochs: whether they are one image at the epochs of a run.
     """
-    colours = {name: table_of(name) for name in COLOUR_MAPS}
     title = "Attention of " + ", ".join(model.label for model in explorer.models)
-    about = {"models": explorer.describe(), "colours": colours, "signed": table_of(SIGNED_MAP), "epochs": epochs,
-             "version": ea_vision.__version__}
+    about = {"models": explorer.describe(), "colours": table_of("viridis"), "signed": table_of(SIGNED_MAP),
+             "epochs": epochs, "version": ea_vision.__version__}
     fields = {
         "title": html.escape(title),
         "style": (SOURCE / "page.css").read_text(encoding="utf-8"),

@@ -3,10 +3,10 @@
 import { bytesOfBase64, isAttention } from "./maps.js";
 
 // A frame's lines from below: black and white together stand out from any ground, at 3:1 or more.
-const FRAME = [["#000", 6], ["#fff", 4], ["#e8431f", 2]];
-const BOX = [["#000", 3], ["#ffd23f", 1.5]];
+export const FRAME = [["#000", 6], ["#fff", 4], ["#e8431f", 2]];
 const SMALL_FRAME = [["#000", 3], ["#fff", 1]];
-const GAP = 3;
+const BOX = [["#000", 3], ["#ffd23f", 1.5]];
+const GAP = 3, LEFT = 26, TOP = 18; // pixels between tiles, and before them for the layers' and the columns' names
 
 // ---- colours --------------------------------------------------------------------------------------------------------
 
@@ -18,20 +18,16 @@ export function colourTable(base64) {
 }
 
 /**
- * Colour a map: values from low to high become entries of the table, written into pixels of a given stride. Of
- * attention, whose low is above 0, their logarithms; 0 has the lowest colour.
+ * Colour a map into pixels: values from low to high become entries of the table. Of attention, whose low is above 0,
+ * their logarithms; 0 has the lowest colour.
  */
-function colourMap(values, [H, W], [low, high], table, pixels, start, stride) {
+function colourMap({ values, range: [low, high], table }, pixels) {
   const log = low > 0, from = log ? Math.log(low) : low;
-  const span = (log ? Math.log(high) : high) - from;
-  const factor = span > 0 ? 255 / span : 0;
-  for (let i = 0, j = 0; i < H; i++) {
-    const base = start + i * stride;
-    for (let k = 0; k < W; k++, j++) {
-      const value = log ? Math.log(Math.max(values[j], low)) : values[j];
-      const index = (value - from) * factor + 0.5;
-      pixels[base + k] = table[index < 0 ? 0 : index > 255 ? 255 : index | 0];
-    }
+  const factor = 255 / ((log ? Math.log(high) : high) - from);
+  for (let j = 0; j < values.length; j++) {
+    const value = log ? Math.log(Math.max(values[j], low)) : values[j];
+    const index = (value - from) * factor + 0.5;
+    pixels[j] = table[index < 0 ? 0 : index > 255 ? 255 : index | 0];
   }
 }
 
@@ -44,31 +40,16 @@ export const setFineness = (pixels) => { fineness = pixels; };
 /** Fit a canvas's pixels to the screen's and empty it; returns its context, scaled to CSS pixels. */
 export function sizeCanvas(canvas, width, height) {
   const ratio = fineness || window.devicePixelRatio || 1;
-  const pixelWidth = Math.round(width * ratio), pixelHeight = Math.round(height * ratio);
-  if (canvas.width !== pixelWidth || canvas.height !== pixelHeight) {
-    Object.assign(canvas, { width: pixelWidth, height: pixelHeight });
-    Object.assign(canvas.style, { width: `${width}px`, height: `${height}px` });
-  }
+  Object.assign(canvas, { width: Math.round(width * ratio), height: Math.round(height * ratio) });
+  Object.assign(canvas.style, { width: `${width}px`, height: `${height}px` });
   const context = canvas.getContext("2d");
-  context.setTransform(ratio, 0, 0, ratio, 0, 0);
-  context.clearRect(0, 0, width, height);
+  context.scale(ratio, ratio);
   return context;
 }
 
 export function setFont(context, size, colour, align = "left", baseline = "top", weight = "") {
   Object.assign(context, { font: `${weight} ${size}px system-ui, sans-serif`, fillStyle: colour, textAlign: align,
     textBaseline: baseline });
-}
-
-/** A text as lines no wider than `width` in the context's font, broken between words. */
-function linesOf(context, text, width) {
-  const lines = [""];
-  for (const word of text.split(" ")) {
-    const longer = `${lines.at(-1)} ${word}`.trim();
-    if (!lines.at(-1) || context.measureText(longer).width <= width) lines[lines.length - 1] = longer;
-    else lines.push(word);
-  }
-  return lines;
 }
 
 /** Copy what an element shows to where the page has it: canvases, words, and the outlines of what is selected. */
@@ -99,23 +80,19 @@ export function copyElement(context, node, accent) {
 
 /** A grey copy of an image: maps are laid over it. */
 export function greyCopy(image) {
-  const canvas = new OffscreenCanvas(image.naturalWidth, image.naturalHeight);
-  const context = canvas.getContext("2d");
+  const canvas = new OffscreenCanvas(image.naturalWidth, image.naturalHeight), context = canvas.getContext("2d");
   context.drawImage(image, 0, 0);
-  const data = context.getImageData(0, 0, canvas.width, canvas.height);
-  for (let i = 0; i < data.data.length; i += 4) {
-    const grey = 0.299 * data.data[i] + 0.587 * data.data[i + 1] + 0.114 * data.data[i + 2];
-    data.data[i] = data.data[i + 1] = data.data[i + 2] = grey;
-  }
-  context.putImageData(data, 0, 0);
+  context.globalCompositeOperation = "saturation";
+  context.fillStyle = "#888";
+  context.fillRect(0, 0, canvas.width, canvas.height);
   return canvas;
 }
 
-/** The photo with the query's cell of the finest map outlined. */
-export function drawPhoto(context, image, width, height, cell, [H, W]) {
+/** The photo with the query's cell of a map of `featSize` outlined. */
+export function drawPhoto(context, image, width, height, cell, featSize) {
   context.imageSmoothingEnabled = image.naturalWidth > 64;
   context.drawImage(image, 0, 0, width, height);
-  markCell(context, 0, 0, width, height, cell, [H, W], FRAME);
+  markCell(context, 0, 0, width, height, cell, featSize, FRAME);
 }
 
 /** Boxes of found objects, x1 y1 x2 y2 in pixels of the network's input of H x W, on a photo of width x height. */
@@ -144,38 +121,30 @@ function markCell(context, x, y, width, height, cell, [H, W], frame) {
   }
 }
 
-/** One map over the grey photo. */
-export function drawMap(context, { values, range, table, cell }, featSize, grey, opacity, width, height) {
-  const [H, W] = featSize;
-  const small = new OffscreenCanvas(W, H), data = new ImageData(W, H);
-  colourMap(values, featSize, range, table, new Uint32Array(data.data.buffer), 0, W);
-  small.getContext("2d").putImageData(data, 0, 0);
-  overlay(context, grey, [small, 0, 0, W, H], opacity, 0, 0, width, height);
-  markCell(context, 0, 0, width, height, cell, featSize, FRAME);
-}
-
-/** A map, [canvas, x, y, width, height], over the grey photo. */
-function overlay(context, grey, map, opacity, x, y, width, height) {
-  if (opacity < 1) {
-    context.imageSmoothingEnabled = grey.width > 64;
-    context.drawImage(grey, x, y, width, height);
+/**
+ * A tile's map: attention over the grey photo, logits bare; where there is none a dashed place, and why.
+ * @param tile { present, why, pixels, values, range, table, cell, featSize, part }; pixels: a canvas of featSize.
+ */
+export function drawMap(context, tile, { grey, opacity, ink }, x, y, width, height, frame = SMALL_FRAME) {
+  if (!tile?.present) {
+    Object.assign(context, { strokeStyle: ink.faint, lineWidth: 1 });
+    context.setLineDash([2, 3]);
+    context.strokeRect(x + 0.5, y + 0.5, width - 1, height - 1);
+    context.setLineDash([]);
+    setFont(context, 10, ink.faint, "center", "middle");
+    if (tile?.why && width > 60) context.fillText(tile.why, x + width / 2, y + height / 2, width - 6);
+    return;
   }
-  context.globalAlpha = opacity;
+  const [H, W] = tile.featSize, data = new ImageData(W, H), attention = isAttention(tile.part);
+  colourMap(tile, new Uint32Array(data.data.buffer));
+  tile.pixels.getContext("2d").putImageData(data, 0, 0);
+  context.imageSmoothingEnabled = grey.width > 64;
+  if (attention) context.drawImage(grey, x, y, width, height);
+  context.globalAlpha = attention ? opacity : 1;
   context.imageSmoothingEnabled = false;
-  context.drawImage(...map, x, y, width, height);
+  context.drawImage(tile.pixels, x, y, width, height);
   context.globalAlpha = 1;
-}
-
-/** The place of a map that there is not, and why, where that has room. */
-export function drawMissing(context, x, y, width, height, ink, why = "") {
-  Object.assign(context, { strokeStyle: ink.faint, lineWidth: 1 });
-  context.setLineDash([2, 3]);
-  context.strokeRect(x + 0.5, y + 0.5, width - 1, height - 1);
-  context.setLineDash([]);
-  setFont(context, 10, ink.faint, "center", "middle");
-  const lines = linesOf(context, why, width - 6);
-  if (lines.some((line) => context.measureText(line).width > width - 2) || 12 * lines.length > height) return;
-  lines.forEach((line, i) => context.fillText(line, x + width / 2, y + height / 2 + 12 * (i - (lines.length - 1) / 2)));
+  markCell(context, x, y, width, height, tile.cell, tile.featSize, frame);
 }
 
 // ---- tiles ----------------------------------------------------------------------------------------------------------
@@ -186,90 +155,53 @@ export function drawMissing(context, x, y, width, height, ink, why = "") {
  *   that a sheet is seen as a whole, as far as tiles of 26 pixels allow it: small ones have no numbers below.
  */
 export function tileGeometry({ width, rows, columns, aspect, largest, high = Infinity }) {
-  const left = 26, top = 18, gap = 3;
-  const fitting = Math.min(largest, Math.floor((width - left) / columns) - GAP, Math.floor((high / rows - gap) / aspect));
-  const tile = Math.max(26, fitting);
-  const height = Math.max(1, Math.round(tile * aspect));
-  const numLines = tile < 40 && high < Infinity ? 0 : tile >= 62 ? 1 : 2;
-  const strip = numLines * 12;
-  const stepY = height + strip + GAP + (numLines ? 3 : 0);
-  return { left, top, tile, height, numLines, strip, stepX: tile + GAP, stepY,
-    totalHeight: top + rows * stepY };
+  const wide = Math.floor((width - LEFT) / columns) - GAP, fitting = Math.floor((high / rows - GAP) / aspect);
+  const tile = Math.max(26, Math.min(largest, wide, fitting)), height = Math.max(1, Math.round(tile * aspect));
+  const numLines = tile < 40 && high < Infinity ? 0 : tile >= 62 ? 1 : 2, strip = 12 * numLines;
+  return { left: LEFT, top: TOP, tile, height, numLines, strip, stepX: tile + GAP,
+    stepY: height + strip + GAP + (numLines ? 3 : 0) };
 }
 
-/** All tiles of a model. The maps are coloured side by side in one small image, then enlarged onto the canvas. */
-export class TilePainter {
-  /** @param sizes featSize of each row of tiles; numColumns of them. */
-  constructor(sizes, numColumns) {
-    this.sizes = sizes;
-    this.cellHeight = Math.max(...sizes.map(([H]) => H));
-    this.cellWidth = Math.max(...sizes.map(([, W]) => W));
-    this.atlas = new OffscreenCanvas(this.cellWidth * numColumns, this.cellHeight * sizes.length);
-    this.context = this.atlas.getContext("2d");
-    this.image = new ImageData(this.atlas.width, this.atlas.height);
-    this.pixels = new Uint32Array(this.image.data.buffer);
-  }
+/**
+ * All tiles of a model, with the names of rows and columns and the numbers below.
+ * @param tiles rows of tiles, see drawMap.
+ * @param look { grey, opacity, ink: { text, faint, accent }, rows, columns: texts, links: [[row, from, to], ...] of
+ *   columns }.
+ */
+export function drawTiles(context, geometry, tiles, look) {
+  const { left, top, tile, height, stepX, stepY } = geometry, { rows, columns, ink } = look;
+  setFont(context, 11, ink.text, "center", "middle");
+  columns.forEach((text, c) => context.fillText(text, left + c * stepX + tile / 2, top / 2, tile + 2));
+  setFont(context, 11, ink.text, "right", "middle");
+  rows.forEach((text, r) => context.fillText(text, left - 6, top + r * stepY + height / 2, left - 6));
+  tiles.forEach((row, r) => row.forEach((one, c) => {
+    const [x, y] = [left + c * stepX, top + r * stepY];
+    drawMap(context, one, look, x, y, tile, height);
+    if (geometry.numLines) drawNumbers(context, geometry, one, x, y + height + 3, ink);
+  }));
+  for (const link of look.links) drawLink(context, geometry, link, ink);
+}
 
-  /**
-   * @param tiles rows of { present, why, values, range, table, cell, part, entropy, distance }.
-   * @param look { grey, opacity, ink: { text, faint }, rows, columns: texts, links: [[row, from, to], ...] of columns,
-   *   shows: row number -> whether it can be seen, others are left empty }.
-   */
-  paint(context, geometry, tiles, look) {
-    const { left, top, tile, height, stepX, stepY } = geometry;
-    const forEachTile = (paint) => tiles.forEach((row, r) => {
-      if (look.shows(r)) row.forEach((one, c) => paint(one, left + c * stepX, top + r * stepY, r, c));
-    });
-    forEachTile((one, x, y, r, c) => {
-      if (!one.present) return;
-      const start = r * this.cellHeight * this.atlas.width + c * this.cellWidth;
-      colourMap(one.values, this.sizes[r], one.range, one.table, this.pixels, start, this.atlas.width);
-    });
-    this.context.putImageData(this.image, 0, 0);
-    this.paintLabels(context, geometry, look);
-    forEachTile((one, x, y, r, c) => {
-      if (!one.present) {
-        drawMissing(context, x, y, tile, height, look.ink, one.why);
-        return;
-      }
-      const [H, W] = this.sizes[r];
-      overlay(context, look.grey, [this.atlas, c * this.cellWidth, r * this.cellHeight, W, H],
-        isAttention(one.part) ? look.opacity : 1, x, y, tile, height); // logits are bare
-      markCell(context, x, y, tile, height, one.cell, this.sizes[r], SMALL_FRAME);
-    });
-    for (const link of look.links) if (look.shows(link[0])) this.paintLink(context, geometry, link, look.ink);
-    if (geometry.numLines) forEachTile((one, x, y) => this.paintNumbers(context, geometry, one, x, y, look.ink));
-  }
+/** A line from what a row hands on to the previous logits of the row below. */
+function drawLink(context, { left, top, tile, height, stepX, stepY }, [row, from, to], ink) {
+  const y = top + row * stepY + height, below = top + (row + 1) * stepY, middle = (y + below) / 2;
+  const [start, end] = [from, to].map((column) => left + column * stepX + tile / 2);
+  Object.assign(context, { strokeStyle: ink.accent, fillStyle: ink.accent, lineWidth: 1.5 });
+  context.beginPath();
+  for (const point of [[start, y], [start, middle], [end, middle], [end, below - 1]]) context.lineTo(...point);
+  context.stroke();
+  context.beginPath();
+  for (const point of [[end - 4, below - 5], [end + 4, below - 5], [end, below]]) context.lineTo(...point);
+  context.fill();
+}
 
-  paintLabels(context, { left, top, tile, height, stepX, stepY }, { rows, columns, ink }) {
-    setFont(context, 11, ink.text, "center", "middle");
-    const widest = Math.max(...columns.map((text) => context.measureText(text).width));
-    if (widest > tile + 2) setFont(context, Math.max(8, 11 * tile / widest), ink.text, "center", "middle");
-    columns.forEach((text, c) => context.fillText(text, left + c * stepX + tile / 2, top / 2, tile + 2));
-    setFont(context, 11, ink.text, "right", "middle");
-    rows.forEach((text, r) => context.fillText(text, left - 6, top + r * stepY + height / 2, left - 6));
-  }
-
-  /** A line from what a row hands on to the previous logits of the row below. */
-  paintLink(context, { left, top, tile, height, stepX, stepY }, [row, from, to], ink) {
-    const y = top + row * stepY + height, below = top + (row + 1) * stepY, middle = (y + below) / 2;
-    const [start, end] = [from, to].map((column) => left + column * stepX + tile / 2);
-    Object.assign(context, { strokeStyle: ink.accent, fillStyle: ink.accent, lineWidth: 1.5 });
-    context.beginPath();
-    for (const point of [[start, y], [start, middle], [end, middle], [end, below - 1]]) context.lineTo(...point);
-    context.stroke();
-    context.beginPath();
-    for (const point of [[end - 4, below - 5], [end + 4, below - 5], [end, below]]) context.lineTo(...point);
-    context.fill();
-  }
-
-  paintNumbers(context, { tile, height, numLines }, one, left, top, ink) {
-    if (!one.present || one.entropy === undefined || one.fixed.part && one.part !== "attn") return;
-    setFont(context, 10, ink.text, "center");
-    const numbers = [one.entropy.toFixed(2), one.distance?.toFixed(1) ?? "–"];
-    const lines = numLines === 1 ? [numbers.join(" · ")] : numbers;
-    lines.forEach((text, i) => context.fillText(text, left + tile / 2, top + height + 3 + 11 * i, tile));
-  }
+/** Entropy and distance of a tile's attention, below it. */
+function drawNumbers(context, { tile, numLines }, one, x, y, ink) {
+  if (!one.present || one.entropy === undefined || one.fixed.part && one.part !== "attn") return;
+  setFont(context, 10, ink.text, "center");
+  const numbers = [one.entropy.toFixed(2), one.distance?.toFixed(1) ?? "–"];
+  const lines = numLines === 1 ? [numbers.join(" · ")] : numbers;
+  lines.forEach((text, i) => context.fillText(text, x + tile / 2, y + 11 * i, tile));
 }
 
 /** A horizontal colour bar with its ends' values, 26 pixels high; of attention in units of uniform attention, with 1 in

@@ -1,23 +1,22 @@
 // The page: reads what it was given, keeps the state, draws a frame when something changed.
 
-import { EVOLUTION, MEAN, PARTS, isAttention, partName } from "./maps.js";
+import { MEAN, PARTS, isAttention } from "./maps.js";
 import { colourTable, copyElement, setFineness, setFont } from "./draw.js";
 import { firstState, fromFragment, queryName, setQuery, toFragment } from "./state.js";
-import { Panel, arrowOf, element, headName } from "./panel.js";
+import { Panel, element, headName } from "./panel.js";
 
+const ARROWS = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] };
 const byId = (id) => document.getElementById(id);
 const about = JSON.parse(byId("about").textContent);
 const entries = [...document.querySelectorAll("script.image")].map((script) => JSON.parse(script.textContent));
-const tables = Object.fromEntries(Object.entries(about.colours).map(([name, base64]) => [name, colourTable(base64)]));
-const signed = colourTable(about.signed);
+const [table, signed] = [colourTable(about.colours), colourTable(about.signed)];
 const toolbar = byId("toolbar");
 
 let state = firstState(about);
-let hovered = null; // [layer number, column] under the mouse
 let frame = 0; // the request of the next one
 let lastFrame = 0; // milliseconds that drawing took
 let toLayOut = true;
-let showing = Promise.resolve(); // the last change of image or part
+let showing = Promise.resolve(); // the last change of image or view
 let later = 0; // the timer of what is done when the hand rests
 
 const actions = {
@@ -29,19 +28,16 @@ const actions = {
   },
   /** Pin the query at a point, or where it is (null); again at the same place lets go. */
   pin(model, point) {
-    const same = point === null || panels[model].sameCell(state.queries[model], point);
+    const { [model]: panel } = panels, old = state.queries[model];
+    const same = point === null || panel.finestCell(point) === panel.finestCell(old);
     state.pinned = !(state.pinned && same);
     if (point !== null) setQuery(state, model, point, about);
     schedule();
   },
   select(layer, { head = state.head, part = state.part }) {
-    complain("");
     Object.assign(state, { layer, head, part });
+    complain("");
     writeControls();
-    schedule();
-  },
-  hover(place) {
-    hovered = place;
     schedule();
   },
 };
@@ -52,29 +48,19 @@ function complain(text) {
   byId("message").hidden = !text;
 }
 
-// ---- showing images and parts ---------------------------------------------------------------------------------------
+// ---- showing images and views ---------------------------------------------------------------------------------------
 
-/** Parts that the view needs; entropy and distance are of the attention. */
-function neededParts() {
-  return [...new Set([state.part, "attn", ...(state.view === "parts" ? EVOLUTION.map(([part]) => part) : [])])];
-}
-
-/** Load what image, view and part need, then show it; of several changes in a row the last one counts. */
+/** Load the image, then show it in the view; of several changes in a row the last one counts. */
 function show() {
-  const { image, part, view } = state, parts = neededParts(), wanted = entries[image].models;
+  const { image } = state, wanted = entries[image].models;
   showing = (async () => {
-    const switches = await Promise.all(panels.map(async (panel, index) => {
-      if (panel.entry !== wanted[index]) return panel.setEntry(wanted[index], parts);
-      await panel.maps.load(parts);
-      return () => {};
-    }));
-    if (state.image !== image || state.part !== part || state.view !== view) return;
+    const switches = await Promise.all(panels.map((panel, index) =>
+      (panel.entry === wanted[index] ? () => {} : panel.setEntry(wanted[index]))));
+    if (state.image !== image) return;
     switches.forEach((use) => use());
-    if (view === "parts" && panels.every((panel) => panel.maps.evolution().length < 3)) {
-      state.view = "heads"; // one head's attention alone is no evolution
-      return show();
-    }
-    panels.forEach((panel) => panel.useView(view));
+    // one head's attention alone is no evolution
+    if (panels.every((panel) => panel.maps.evolution().length < 3)) state.view = "heads";
+    panels.forEach((panel) => panel.useView(state.view));
     toLayOut = true;
     offerParts();
     schedule();
@@ -84,16 +70,9 @@ function show() {
 
 /** Enable the parts that the image has; a part that it lacks gives way to the first that it has. */
 function offerParts() {
-  const available = new Set(panels.flatMap((panel) =>
-    (state.view === "parts" ? panel.maps.evolution().map(([part]) => part) : panel.maps.parts())));
-  for (const input of byId("parts").querySelectorAll("input")) {
-    input.disabled = !available.has(input.value);
-    input.parentElement.title = input.disabled ? "not in this page, or none of its layers has it" : "";
-  }
-  if (!available.has(state.part)) {
-    state.part = PARTS.map(([part]) => part).find((part) => available.has(part));
-    show();
-  }
+  const available = new Set(panels.flatMap((panel) => panel.maps.parts()));
+  for (const option of toolbar.elements.part.options) option.disabled = !available.has(option.value);
+  if (!available.has(state.part)) [state.part] = available;
   writeControls();
 }
 
@@ -101,7 +80,6 @@ function applyFragment() {
   const [asked, problems] = fromFragment(location.hash, about, entries.length);
   state = asked;
   complain(problems.join(" "));
-  writeControls();
   show();
 }
 
@@ -110,44 +88,26 @@ function applyFragment() {
 function schedule() {
   frame ||= requestAnimationFrame(() => {
     frame = 0;
-    draw();
+    if (panels.every((panel) => panel.tiles)) draw();
   });
 }
 
-/** Fit all panels; models side by side have tiles of one size, and rows and stages that begin alike. */
-function layOut() {
-  const columns = Math.max(...panels.map((panel) => panel.columns.length));
-  const headers = panels.map((panel) => panel.node.firstChild);
-  headers.forEach((header) => { header.style.minHeight = ""; });
-  const beside = panels.length > 1 && panels[0].node.offsetTop === panels.at(-1).node.offsetTop;
-  const tallest = Math.max(...headers.map((header) => header.offsetHeight));
-  headers.forEach((header) => { header.style.minHeight = beside ? `${tallest}px` : ""; });
-  panels.forEach((panel) => panel.layOut(state, beside ? columns : panel.columns.length));
-}
-
 function draw() {
-  if (!panels.every((panel) => panel.tiles && panel.maps.isLoaded(neededParts()))) return;
   const begin = performance.now();
-  if (toLayOut) layOut();
-  toLayOut = false;
-  paint(false);
+  paint();
   lastFrame = performance.now() - begin;
   clearTimeout(later);
   later = setTimeout(finish, 200);
 }
 
-/** Paint all models: rows of tiles that are in view, or all. */
-function paint(all) {
+/** Paint all models; tiles of models side by side have one size. */
+function paint() {
+  const columns = Math.max(...panels.map((panel) => panel.columns.length));
+  if (toLayOut) panels.forEach((panel) => panel.layOut(state, columns));
+  toLayOut = false;
   panels.forEach((panel) => panel.compute(state));
-  const style = getComputedStyle(document.body);
-  const look = {
-    state,
-    all,
-    table: tables[state.colours],
-    signed,
-    ink: { text: style.color, faint: getComputedStyle(byId("part-help")).color, accent: style.accentColor },
-    shown: [hovered?.[0] ?? state.layer, hovered?.[1].head ?? state.head, hovered?.[1].part ?? state.part],
-  };
+  const style = getComputedStyle(document.body), faint = getComputedStyle(byId("part-help")).color;
+  const look = { state, table, signed, ink: { text: style.color, faint, accent: style.accentColor } };
   shareScales(look);
   panels.forEach((panel) => panel.paint(look));
   return look;
@@ -170,30 +130,24 @@ function shareScales(look) {
   tiles.forEach(([panel, tile], index) => panel.colour(tile, reaches.get(groupOf(tile, index)), look));
 }
 
-/** When the hand rests: tiles that are not in view, the spoken status, the address, which may not change too often. */
+/** When the hand rests: the spoken status, and the address, which may not change too often. */
 function finish() {
-  panels.forEach((panel) => panel.paintTiles());
   const fragment = toFragment(state, about);
   const hasAddress = location.protocol !== "about:"; // a page inside a notebook has none
   if (hasAddress && location.hash !== fragment) history.replaceState(null, "", fragment);
-  const spoken = `query ${queryName(state.queries[0])}; ` + panels[0].zoomLines().join(", ");
-  if (byId("status").textContent !== spoken) byId("status").textContent = spoken;
+  byId("status").textContent = `query ${queryName(state.queries[0])}; ${panels[0].zoomLines().join(", ")}`;
 }
 
 // ---- controls -------------------------------------------------------------------------------------------------------
 
 function buildControls() {
-  byId("parts").append(...PARTS.map(([part, name]) => element("label", {},
-    element("input", { type: "radio", name: "part", value: part, disabled: true }), name)));
-  const heads = [...new Set(panels.flatMap((panel) => panel.heads))].sort((a, b) => a - b);
-  toolbar.elements.head.append(...[...heads, MEAN].map((head) => element("option", { value: String(head) }, String(head))));
-  toolbar.elements.colours.append(...Object.keys(about.colours).map((name) => element("option", {}, name)));
-  byId("link").hidden = panels.length < 2;
-  byId("seen").hidden = !entries.some((entry) => entry.models.some((view) => view.seen));
+  const { elements } = toolbar, heads = [...new Set(panels.flatMap((panel) => panel.heads))].sort((a, b) => a - b);
+  elements.part.append(...Object.entries(PARTS).map(([value, [name]]) => element("option", { value }, name)));
+  elements.head.append(...[...heads, MEAN].map((head) => element("option", {}, String(head))));
   byId("version").textContent = about.version;
   byId("models").append(...panels.map((panel) => panel.node));
   byId("images").hidden = entries.length < 2;
-  byId("images").append(...(about.epochs ? [element("label", { class: "epochs" }, element("output", {}),
+  byId("images").append(...(about.epochs ? [element("label", { class: "epochs" }, element("output"),
     element("input", { type: "range", name: "image", min: 0, max: entries.length - 1, "aria-label": "epoch" }))]
     : entries.map((entry, index) => element("label", { title: entry.name },
       element("input", { type: "radio", name: "image", value: String(index), "aria-label": entry.name }),
@@ -201,27 +155,26 @@ function buildControls() {
 }
 
 function writeControls() {
-  const { elements } = toolbar;
-  for (const name of ["opacity", "scale", "colours", "head"]) elements[name].value = String(state[name]);
-  for (const name of ["link", "seen"]) elements[name].checked = state[name];
-  for (const input of document.querySelectorAll("input[type=radio]")) input.checked = input.value === String(state[input.name]);
-  if (about.epochs) byId("images").querySelector("input").value = state.image;
+  const { elements } = toolbar, parts = state.view === "parts";
+  for (const name of ["opacity", "scale", "view", "head", "part"]) elements[name].value = String(state[name]);
+  for (const input of byId("images").querySelectorAll("input")) {
+    if (about.epochs) input.value = state.image;
+    else input.checked = Number(input.value) === state.image;
+  }
   if (about.epochs) byId("images").querySelector("output").textContent =
     `${entries[state.image].name} · ${state.image + 1} of ${entries.length}`;
-  byId("parts").hidden = state.view === "parts";
-  byId("one-head").hidden = state.view !== "parts";
-  byId("part-help").textContent = state.view === "parts" ? "what one head computes, from left to right, layer after layer"
-    : PARTS.find(([part]) => part === state.part)[2];
+  elements.part.parentElement.hidden = parts;
+  elements.head.parentElement.hidden = !parts;
+  byId("part-help").textContent = parts ? "what one head computes, from left to right, layer after layer"
+    : PARTS[state.part][1];
 }
 
-function onControl({ target: { name, type, value, checked } }) {
-  if (!(name in state)) return;
+function onControl({ target: { name, value } }) {
   const isNumber = name === "opacity" || name === "image" || name === "head" && value !== MEAN;
-  state[name] = type === "checkbox" ? checked : isNumber ? Number(value) : value;
-  if (name === "link" && checked) setQuery(state, 0, state.queries[0], about);
+  state[name] = isNumber ? Number(value) : value;
   complain("");
   writeControls();
-  if (["view", "part", "image"].includes(name)) show();
+  if (name === "view" || name === "image") show();
   schedule();
 }
 
@@ -231,8 +184,8 @@ function onKey(event) {
     state.pinned = false;
     schedule();
   }
-  const arrow = arrowOf(event), { target } = event;
-  if (!arrow || !panels[0].maps || target.closest?.("input, select, .buttons")) return;
+  const arrow = ARROWS[event.key], { target } = event;
+  if (!arrow || event.ctrlKey || event.altKey || event.metaKey || !panels[0].maps || target.closest?.("input, select")) return;
   event.preventDefault();
   const index = Math.max(0, panels.findIndex((panel) => panel.node.contains(target)));
   actions.moveQuery(index, panels[index].neighbour(state.queries[index], arrow), false);
@@ -248,8 +201,8 @@ function paintPicture() {
   main.style.cssText = `width: ${panels.length * Math.max(640, 340 + 29 * columns)}px; `
     + `grid-template-columns: repeat(${panels.length}, minmax(0, 1fr))`;
   setFineness(fine);
-  layOut();
-  const look = paint(true), box = main.getBoundingClientRect();
+  toLayOut = true;
+  const look = paint(), box = main.getBoundingClientRect();
   const width = box.width + 2 * margin, height = box.height + heading + 2 * margin;
   const canvas = element("canvas", { width: fine * width, height: fine * height }), context = canvas.getContext("2d");
   context.scale(fine, fine);
@@ -257,7 +210,7 @@ function paintPicture() {
   context.fillRect(0, 0, width, height);
   setFont(context, 14, look.ink.text);
   context.fillText(`${entries[state.image].name} · ${state.view === "parts" ? headName(state.head)
-    : partName(state.part)}`, margin, margin);
+    : PARTS[state.part][0]}`, margin, margin);
   context.translate(margin - box.left, margin + heading - box.top);
   copyElement(context, main, look.ink.accent);
   body.classList.remove("picture");
@@ -301,10 +254,9 @@ window.explorer = {
   links: (model) => panels[model].links,
   /** What a tile shows: values row by row, the ends of its colours, entropy (nats), distance (pixels). */
   tile(model, layer, head, part = state.part) {
-    const panel = panels[model];
-    const tile = panel.tiles?.flat().find((one) => one.layer.number === layer && one.head === head && one.part === part);
+    const tile = panels[model].tiles.flat().find((one) => one.layer.number === layer && one.head === head && one.part === part);
     if (!tile?.present) return null;
-    const { values, cell, entropy, distance, outside, range } = tile;
-    return { values: [...values], cell, featSize: panel.maps.featSize(tile.layer), entropy, distance, outside, range };
+    const { values, cell, featSize, entropy, distance, outside, range } = tile;
+    return { values: [...values], cell, featSize, entropy, distance, outside, range };
   },
 };

@@ -2,22 +2,20 @@
 
 export const MEAN = "mean";
 
-export const PARTS = [
-  ["attn", "attention", "after the softmax: probabilities"],
-  ["logits", "logits", "what entered the softmax"],
-  ["conv_logits", "after conv.", "what the evolution's convolution gives, after its ReLU"],
-  ["prev_logits", "previous", "the logits that the layer before handed on"],
-  ["self_logits", "own", "the layer's own dot products and position terms"],
-  ["attn_without_previous", "without previous", "what the attention would be if the previous logits were 0"],
-];
+export const PARTS = {
+  attn: ["attention", "after the softmax: probabilities"],
+  logits: ["logits", "what entered the softmax"],
+  conv_logits: ["after conv.", "what the evolution's convolution gives, after its ReLU"],
+  prev_logits: ["previous", "the logits that the layer before handed on"],
+  self_logits: ["own", "the layer's own dot products and position terms"],
+  attn_without_previous: ["without previous", "what the attention would be if the previous logits were 0"],
+};
 
 /** What the first view shows of a layer, from left to right: [part, heading]. */
-export const EVOLUTION = [
+const EVOLUTION = [
   ["prev_logits", "previous"], ["self_logits", "+ own"], ["conv_logits", "\u2192 convolved"], ["logits", "\u2192 logits"],
   ["attn", "\u2192 attention"], ["attn_without_previous", "without previous"],
 ];
-
-export const partName = (part) => PARTS.find(([name]) => name === part)[1];
 
 export const isAttention = (part) => part.startsWith("attn");
 
@@ -34,14 +32,20 @@ async function inflate(bytes) {
 }
 
 export class Maps {
+  /** Inflate all maps of an image; a promise. See the constructor for `model` and `entry`. */
+  static async load(model, entry) {
+    const streams = await Promise.all(Object.entries(entry.streams).map(async ([part, text]) =>
+      [part, await inflate(bytesOfBase64(text))]));
+    return new Maps(model, entry, Object.fromEntries(streams));
+  }
+
   /**
    * @param model one of about.models: imgSize, prefix, layers.
    * @param entry the model's share of an image's entry: photo, predictions, featSizes, places, streams.
+   * @param buffers part of a stream -> ArrayBuffer.
    */
-  constructor(model, entry) {
-    Object.assign(this, { model, entry });
-    this.buffers = new Map(); // part of the stream -> ArrayBuffer, once it is inflated
-    this.loading = new Map();
+  constructor(model, entry, buffers) {
+    Object.assign(this, { model, entry, buffers });
   }
 
   has(layer, part) {
@@ -50,7 +54,7 @@ export class Maps {
 
   /** Parts that some layer has, in the order of PARTS. */
   parts() {
-    return PARTS.map(([part]) => part).filter((part) => this.model.layers.some((layer) => this.has(layer, part)));
+    return Object.keys(PARTS).filter((part) => this.model.layers.some((layer) => this.has(layer, part)));
   }
 
   /** Whether a part of a layer is stored as the same map as a part of another one. */
@@ -73,27 +77,6 @@ export class Maps {
   /** Of a layer the part among `shown` that the layer after it takes for its previous logits; undefined without one. */
   handedOn(layer, next, shown) {
     return shown.find((part) => this.same(layer, part, next, "prev_logits"));
-  }
-
-  /** The streams that the parts need. */
-  streamsOf(parts) {
-    return [...new Set(this.model.layers.flatMap((layer) => parts.filter((part) => this.has(layer, part))
-      .map((part) => this.entry.places[layer.number][part][0])))];
-  }
-
-  /** Inflate what the parts need; a promise. */
-  async load(parts) {
-    await Promise.all(this.streamsOf(parts).map((stream) => {
-      if (!this.loading.has(stream)) {
-        this.loading.set(stream, inflate(bytesOfBase64(this.entry.streams[stream]))
-          .then((buffer) => this.buffers.set(stream, buffer)));
-      }
-      return this.loading.get(stream);
-    }));
-  }
-
-  isLoaded(parts) {
-    return this.streamsOf(parts).every((stream) => this.buffers.has(stream));
   }
 
   featSize(layer) {
@@ -131,17 +114,13 @@ export class Maps {
 
   /** Views into an inflated stream: low, step (K * T) and codes (K * T * N); T: with the tokens before the patches. */
   array(layer, part) {
-    const place = this.entry.places[layer.number][part];
-    if (place.views === undefined) {
-      const [stream, offset] = place, [H, W] = this.featSize(layer);
-      const rows = layer.heads.length * this.rowsAHead(layer), buffer = this.buffers.get(stream);
-      place.views = {
-        low: new Float32Array(buffer, offset, rows),
-        step: new Float32Array(buffer, offset + 4 * rows, rows),
-        codes: new Uint8Array(buffer, offset + 8 * rows, rows * H * W),
-      };
-    }
-    return place.views;
+    const [stream, offset] = this.entry.places[layer.number][part], [H, W] = this.featSize(layer);
+    const rows = layer.heads.length * this.rowsAHead(layer), buffer = this.buffers[stream];
+    return {
+      low: new Float32Array(buffer, offset, rows),
+      step: new Float32Array(buffer, offset + 4 * rows, rows),
+      codes: new Uint8Array(buffer, offset + 8 * rows, rows * H * W),
+    };
   }
 }
 

@@ -2,12 +2,19 @@
 
 import { MEAN, PARTS } from "./maps.js";
 
-export const CHOICES = {
-  view: ["parts", "heads"],
-  part: PARTS.map(([part]) => part),
-  scale: ["tile", "layer", "all"],
-};
-const FLAGS = ["pinned", "link", "seen"];
+/** The values that a field of the state may have, by its name; of all models together. */
+function choices(about, numImages) {
+  const layers = about.models.flatMap((model) => model.layers);
+  return {
+    image: [...Array(numImages).keys()],
+    view: ["parts", "heads"],
+    part: Object.keys(PARTS),
+    layer: [...new Set(layers.map((layer) => layer.number))],
+    head: [...new Set(layers.flatMap((layer) => layer.heads)), MEAN],
+    scale: ["tile", "layer", "all"],
+    pinned: [false, true],
+  };
+}
 
 /** The view of a page that was just opened: of the second layer of a chain, which has all that a layer may have. */
 export function firstState(about) {
@@ -23,75 +30,58 @@ export function firstState(about) {
     head: layers[0].heads[0],
     opacity: 0.8,
     scale: "layer",
-    colours: Object.keys(about.colours)[0],
-    link: true,
-    seen: false,
   };
 }
 
-/** The fragment of a state: what differs from the first one, and always the query. */
+/** The fragment of a state: what differs from the first one, and always the queries. */
 export function toFragment(state, about) {
-  const first = firstState(about), fields = new URLSearchParams();
-  fields.set("query", (state.link ? state.queries.slice(0, 1) : state.queries).map(String).join(";"));
-  for (const [name, value] of Object.entries(state)) {
-    if (name === "queries" || value === first[name]) continue;
-    fields.set(name, FLAGS.includes(name) ? (value ? "1" : "0") : value);
-  }
+  const first = firstState(about), fields = new URLSearchParams({ query: state.queries.join(";") });
+  for (const [name, value] of Object.entries(state)) if (name !== "queries" && value !== first[name]) fields.set(name, value);
   return "#" + fields.toString().replaceAll("%2C", ",").replaceAll("%3B", ";");
+}
+
+/** A query of an address: a token by name or `y,x`; undefined where the model has no such token or pixel. */
+function parseQuery(text, { prefix, imgSize }) {
+  if (prefix.includes(text)) return text;
+  const point = text.split(",").map((side) => (side.trim() ? Number(side) : NaN));
+  const inside = point.length === 2 && point.every((side, axis) => Number.isInteger(side) && side >= 0 && side < imgSize[axis]);
+  return inside ? point : undefined;
 }
 
 /** The state of a fragment, and texts that name what it asks for and there is not: that is as at first. */
 export function fromFragment(fragment, about, numImages) {
-  const state = firstState(about), problems = [];
-  const fields = new URLSearchParams(fragment.replace(/^#/, ""));
-  /** Take a field, of the values that there are: a function from its text to what is shown. */
-  const take = (name, values, there, shown) => {
-    if (!fields.has(name)) return;
+  const state = firstState(about), problems = [], fields = new URLSearchParams(fragment.replace(/^#/, ""));
+  const refuse = (name, text, there) => problems.push(`The address asks for ${name} ${text}; there are ${there}.`);
+  for (const [name, values] of Object.entries(choices(about, numImages))) {
+    if (!fields.has(name)) continue;
     const value = values.find((one) => String(one) === fields.get(name));
     if (value !== undefined) state[name] = value;
-    else problems.push(`The address asks for ${name} ${fields.get(name)}; ${there}.${shown ? ` Shown is ${shown()}.` : ""}`);
-  };
-  take("image", [...Array(numImages).keys()], `the images of this page are 0 to ${numImages - 1}`);
-  const layers = new Map(about.models.flatMap((model) => model.layers.map((layer) => [layer.number, layer])));
-  take("layer", [...layers.keys()], `this page has layers ${[...layers.keys()].join(", ")}`, () => `layer ${state.layer}`);
-  const heads = [...new Set([...layers.values()].flatMap((layer) => layer.heads)), MEAN];
-  take("head", heads, `this page has heads ${heads.join(", ")}`, () => `head ${state.head}`);
-  for (const [name, values] of Object.entries({ ...CHOICES, colours: Object.keys(about.colours) })) {
-    take(name, values, `there are ${values.join(", ")}`, () => state[name]);
+    else refuse(name, fields.get(name), values.join(", "));
   }
-  if (fields.has("opacity")) {
-    const value = Number(fields.get("opacity"));
-    if (fields.get("opacity") && value >= 0 && value <= 1) state.opacity = value;
-    else problems.push(`The address asks for opacity ${fields.get("opacity")}; it lies between 0 and 1.`);
-  }
-  for (const name of FLAGS) if (fields.has(name)) state[name] = fields.get(name) === "1";
-  (fields.get("query") ?? "").split(";").slice(0, about.models.length).forEach((text, index) => {
-    const model = about.models[index], [H, W] = model.imgSize;
-    if (model.prefix.includes(text)) return setQuery(state, index, text, about);
-    const point = text.split(",").map((side) => (side.trim() ? Number(side) : NaN));
-    const inside = point.length === 2 && point.every(Number.isInteger)
-      && point[0] >= 0 && point[0] < H && point[1] >= 0 && point[1] < W;
-    if (inside) return setQuery(state, index, point, about);
-    if (text) {
-      problems.push(`The address asks for query ${text}; the input of ${model.label} has ${H}x${W} pixels, `
-        + `from 0,0 to ${H - 1},${W - 1}. Shown is ${queryName(state.queries[index])}.`);
-    }
+  const opacity = parseFloat(fields.get("opacity") ?? state.opacity);
+  if (opacity >= 0 && opacity <= 1) state.opacity = opacity;
+  else refuse("opacity", fields.get("opacity"), "0 to 1");
+  const asked = fields.get("query")?.split(";").slice(0, about.models.length) ?? [];
+  const queries = asked.map((text, index) => parseQuery(text, about.models[index]));
+  if (queries[0]) setQuery(state, 0, queries[0], about);
+  queries.forEach((query, index) => {
+    const { label, imgSize: [H, W] } = about.models[index];
+    if (query) state.queries[index] = query;
+    else refuse("query", asked[index], `0,0 to ${H - 1},${W - 1} in ${label}`);
   });
   return [state, problems];
 }
 
 /**
- * Set a model's query: [y, x] in pixels of its input, or a token before the patches by name. Linked models follow,
- * scaled to their size, or where they have such a token.
+ * Set a model's query: [y, x] in pixels of its input, or a token before the patches by name. Other models follow, scaled
+ * to their size, or where they have such a token.
  */
 export function setQuery(state, model, query, about) {
   const [H, W] = about.models[model].imgSize;
   state.queries = state.queries.map((old, other) => {
-    if (other === model) return query;
-    if (!state.link) return old;
     const { prefix, imgSize: [height, width] } = about.models[other];
     if (typeof query === "string") return prefix.includes(query) ? query : old;
-    return [Math.floor((query[0] * height) / H), Math.floor((query[1] * width) / W)];
+    return other === model ? query : [Math.floor((query[0] * height) / H), Math.floor((query[1] * width) / W)];
   });
 }
 
