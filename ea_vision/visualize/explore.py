@@ -30,6 +30,7 @@ from ea_vision.visualize.figure_options import (
     make_parser,
     only,
     parse_heads,
+    spread,
     targets_of,
 )
 from ea_vision.visualize.image_maps import as_models
@@ -46,21 +47,8 @@ MAX_MODELS, MAX_MB = 3, 10
 SUFFIXES = (".html", ".htm")
 
 
-def make_explorers(options: argparse.Namespace) -> list[Explorer]:
-    """Return the models of --model, with --layers, --heads and --parts; through checkpoints one an epoch."""
-    targets = targets_of(options)
-    if options.through == "checkpoints":
-        only(find_images(options.images), "image")
-        epochs = epochs_of(targets, partial(load_models, options))
-        name = epochs[0].label.removesuffix(f", epoch {epochs[0].epoch}")
-        return [_explorer([replace(model, label=name)], options, f"epoch {model.epoch}")
-                for model in epochs]
-    if len(targets) > MAX_MODELS:
-        raise UsageError(f"--model must be at most {MAX_MODELS} models, got {len(targets)}")
-    return [_explorer(load_models(options, targets), options)]
-
-
-def _explorer(models: Sequence[LoadedModel], options: argparse.Namespace, title: str = "") -> Explorer:
+def make_explorer(options: argparse.Namespace, models: Sequence[LoadedModel]) -> Explorer:
+    """Return models with --layers, --heads and --parts."""
     layers = [parse_layers(options.layers or "all", model) for model in models]
     if "mean" in options.heads.split(","):
         raise UsageError(f"--heads must be numbers or all (the page adds the mean), got {options.heads!r}")
@@ -68,24 +56,20 @@ def _explorer(models: Sequence[LoadedModel], options: argparse.Namespace, title:
     parts = STORED_PARTS if options.parts == "all" else options.parts.split(",")
     if not set(parts) <= set(STORED_PARTS):
         raise UsageError(f"--parts must be all or some of {', '.join(STORED_PARTS)}; got {options.parts!r}")
-    return Explorer(models, layers, None if options.heads == "all" else parse_heads(options.heads, every), parts, title)
+    return Explorer(models, layers, None if options.heads == "all" else parse_heads(options.heads, every), parts)
 
 
-def make_entries(explorers: Sequence[Explorer], images: Sequence[Image.Image], names: Sequence[str], max_mb: float,
-                 all_layers: bool) -> tuple[Sequence[Explorer], list[dict[str, Any]]]:
-    """Return the entries of the images, with a progress bar, and the explorers that made them: unless all layers are
-    wanted, of so many over the depth as fit into max_mb, by the size of the first entry."""
-    def view(explorer: Explorer, name: str, image: Image.Image) -> dict[str, Any]:
-        return explorer.view(explorer.title or name, image)
-
-    count, most = len(explorers) * len(images), max(map(len, explorers[0].layers))
-    shown, first = explorers, view(explorers[0], names[0], images[0])
-    while not all_layers and most > 2 and (size := count * size_mb([first])) > max_mb:
+def make_entries(explorer: Explorer, jobs: Sequence[tuple[str, Image.Image, Sequence[LoadedModel]]], max_mb: float,
+                 all_layers: bool) -> tuple[Explorer, list[dict[str, Any]]]:
+    """Return the entries of names, images and models, with a progress bar, and the explorer that made them: unless all
+    layers are wanted, of so many over the depth as fit into max_mb, by the size of the first entry."""
+    first, most = explorer.view(*jobs[0]), max(map(len, explorer.layers))
+    while not all_layers and most > 2 and (size := len(jobs) * size_mb([first])) > max_mb:
         most = max(2, min(most - 1, int(most * max_mb / size)))
-        shown = [explorer.thinned(most) for explorer in explorers]
-        first = view(shown[0], names[0], images[0])
-    jobs = [(explorer, name, image) for explorer in shown for name, image in zip(names, images, strict=True)][1:]
-    return shown, [first, *(view(*job) for job in tqdm(jobs, unit="image", disable=not jobs or None))]
+        explorer = replace(explorer, layers=[spread(layers, most) for layers in explorer.layers])
+        first = explorer.view(*jobs[0])
+    rest = tqdm(jobs[1:], unit="image", disable=len(jobs) == 1 or None)
+    return explorer, [first, *(explorer.view(*job) for job in rest)]
 
 
 def show_page(models: Models, images: ImageSource | Sequence[ImageSource], layers: Layers = None, *,
@@ -105,10 +89,9 @@ def show_page(models: Models, images: ImageSource | Sequence[ImageSource], layer
     if len(loaded) > MAX_MODELS:
         raise UsageError(f"a page takes at most {MAX_MODELS} models, got {len(loaded)}")
     several = list(images) if isinstance(images, (list, tuple)) else [images]
+    jobs = [(name, read_image(image), loaded) for name, image in zip(names_of(several), several, strict=True)]
     explorer = Explorer(loaded, [chosen_layers(layers, model) for model in loaded])
-    [explorer], entries = make_entries([explorer], [read_image(image) for image in several], names_of(several), MAX_MB,
-                                       layers is not None)
-    return PageInNotebook(build_page(explorer, entries), height)
+    return PageInNotebook(build_page(*make_entries(explorer, jobs, MAX_MB, layers is not None)), height)
 
 
 @dataclass
@@ -135,19 +118,29 @@ def main(argv: Sequence[str] | None = None) -> int:
                         help="checkpoints: the *.ckpt and snapshots of one run, by a slider over its epochs (default: "
                              "%(default)s)")
     options = parser.parse_args(argv)
-    output, explorers = check_output(Path(options.output), options.suffixes), make_explorers(options)
-    paths = find_images(options.images)
+    output, epochs = check_output(Path(options.output), options.suffixes), options.through == "checkpoints"
+    load, targets, paths = partial(load_models, options), targets_of(options), find_images(options.images)
+    if not epochs and len(targets) > MAX_MODELS:
+        raise UsageError(f"--model must be at most {MAX_MODELS} models, got {len(targets)}")
+    models = epochs_of(targets, load) if epochs else load(targets)
     pictures = [read_image(path) for path in paths]
-    shown, entries = make_entries(explorers, pictures, names_of(paths), options.max_mb, options.layers is not None)
-    if shown is not explorers:
+    if epochs:
+        image, label = only(pictures, "image"), models[0].label.removesuffix(f", epoch {models[0].epoch}")
+        jobs = [(f"epoch {model.epoch}", image, [model]) for model in models]
+        models = [replace(models[0], label=label)]
+    else:
+        jobs = [(name, image, models) for name, image in zip(names_of(paths), pictures, strict=True)]
+    whole = make_explorer(options, models)
+    explorer, entries = make_entries(whole, jobs, options.max_mb, options.layers is not None)
+    if explorer is not whole:
         layers = "; ".join(f"{model.label}: {', '.join(str(layer.number) for layer in chosen)}"
-                           for model, chosen in zip(shown[0].models, shown[0].layers, strict=True))
+                           for model, chosen in zip(models, explorer.layers, strict=True))
         print(f"layers on the page, to stay below {options.max_mb} MB: {layers}; --layers chooses others, --max-mb "
               "allows more", file=sys.stderr)
     if size_mb(entries) > options.max_mb:
         print(f"warning: the page has {size_mb(entries):.1f} MB, more than --max-mb {options.max_mb}; fewer --layers, "
               "--heads, --parts or images make it smaller", file=sys.stderr)
-    page = build_page(shown[0], entries, epochs=options.through == "checkpoints").encode()
+    page = build_page(explorer, entries, epochs).encode()
     atomic_write(output, page)
     print(f"written: {output} ({len(page) / MEGABYTE:.1f} MB)")
     return 0

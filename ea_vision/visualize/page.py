@@ -15,7 +15,7 @@ import json
 import re
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,6 @@ import ea_vision
 from ea_vision.base.errors import UsageError
 from ea_vision.recorder.loading import DetectorModel, LoadedModel
 from ea_vision.recorder.recording import PARTS, AttentionLayer, LayerMaps, prefix_names
-from ea_vision.visualize.figure_options import spread
 from ea_vision.visualize.image_maps import WITHOUT, add_contributions, record
 from ea_vision.visualize.map_style import SIGNED_MAP, equation
 
@@ -114,31 +113,22 @@ class Explorer:
     layers: of each model; see `recorder.loading.parse_layers`.
     heads: counted from 0; None is all.
     parts: some of STORED_PARTS; a layer gives those that it has.
-    title: of its entries; default: the images' names.
+
+    Raises:
+        UsageError: layers of a model that have none of the parts.
     """
 
     models: Sequence[LoadedModel]
     layers: Sequence[Sequence[AttentionLayer]]
     heads: Sequence[int] | None = None
     parts: Sequence[str] = STORED_PARTS
-    title: str = ""
 
-    def recorded(self, index: int) -> list[str]:
-        """Return the parts to record of a model: all, where what one of them changes is computed from them.
-
-        Raises:
-            UsageError: its layers have none of the parts.
-        """
-        wanted = PARTS if WITHOUT[0] in self.parts else self.parts
-        had = {part for layer in self.layers[index] for part in layer.parts}
-        if not had & set(wanted):
-            raise UsageError(f"{self.models[index].label} has {', '.join(sorted(had))} in these layers; got --parts "
-                             + ",".join(self.parts))
-        return [part for part in PARTS if part in had & set(wanted)]
-
-    def thinned(self, most: int) -> Explorer:
-        """Return the same with at most so many layers of each model, over its depth."""
-        return replace(self, layers=[spread(layers, most) for layers in self.layers])
+    def __post_init__(self) -> None:
+        for model, chosen in zip(self.models, self.layers, strict=True):
+            had = {part for layer in chosen for part in layer.parts}
+            if not had & {*self.parts, *(PARTS if WITHOUT[0] in self.parts else ())}:
+                raise UsageError(f"{model.label} has {', '.join(sorted(had))} in these layers; got --parts "
+                                 + ",".join(self.parts))
 
     def describe(self) -> list[dict[str, Any]]:
         """Return what the page knows of each model before any image."""
@@ -156,20 +146,29 @@ class Explorer:
             } for layer in chosen],
         } for model, chosen in zip(self.models, self.layers, strict=True)]
 
-    def view(self, name: str, image: Image.Image) -> dict[str, Any]:
-        """Return an image's entry: its name, and for each model photo, predictions, streams and where the maps are."""
-        return {"name": name, "models": [self._view(index, image) for index in range(len(self.models))]}
+    def view(self, name: str, image: Image.Image, models: Sequence[LoadedModel] | None = None) -> dict[str, Any]:
+        """Return an image's entry: its name, and for each model photo, predictions, streams and where the maps are.
 
-    def _view(self, index: int, image: Image.Image) -> dict[str, Any]:
-        model, layers = self.models[index], self.layers[index]
-        seen = record(model, model.prepare(image), layers, self.recorded(index))
-        if WITHOUT[0] in self.parts:
+        Args:
+            models: those of another epoch.
+        """
+        return {"name": name, "models": [self._view(image, model, chosen) for model, chosen in
+                                         zip(models or self.models, self.layers, strict=True)]}
+
+    def _view(self, image: Image.Image, model: LoadedModel, layers: Sequence[AttentionLayer]) -> dict[str, Any]:
+        without = WITHOUT[0] in self.parts  # computed from all others
+        had = {part for layer in layers for part in layer.parts}
+        seen = record(model, image, layers, [part for part in PARTS if part in had and (
+            without or part in self.parts)])
+        if without:
             add_contributions(seen)
         streams, places = pack({layer.number: self._arrays(layer, len(prefix_names(model.model)))
                                 for layer in seen.maps.values()})
+        photo = seen.photo
+        if photo is None:  # the network sees the image no smaller
+            photo = (seen.image * 255).round().to(torch.uint8).permute(1, 2, 0).numpy()
         return {
-            "photo": data_url((seen.image * 255).round().to(torch.uint8).permute(1, 2, 0).numpy()
-                              if seen.photo is None else seen.photo),
+            "photo": data_url(photo),
             "predictions": (_objects(seen.output[0], model.classes) if isinstance(model, DetectorModel) else
                             _likeliest(seen.output, model.classes)),
             "featSizes": {layer.number: layer.feat_size for layer in seen.maps.values()},

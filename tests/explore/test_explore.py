@@ -8,16 +8,18 @@ import zlib
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from ea_vision.base.errors import UsageError, exit_code
 from ea_vision.recorder.loading import load_model
-from ea_vision.recorder.recording import PARTS
+from ea_vision.recorder.recording import PARTS, recordable_layers
 from ea_vision.visualize import explore, page, show_page
 from ea_vision.visualize.image_maps import WITHOUT, add_contributions, record
 from ea_vision.visualize.page import STORED_PARTS, build_page, pack, quantise
+from tests.detection.tiny import tiny_run
 
 from .conftest import picture
 
@@ -85,6 +87,19 @@ def test_a_map_that_occurs_twice_is_stored_once():
     assert set(streams) == {"logits", "self_logits"}
 
 
+def test_entries_hold_the_surest_objects_of_a_detector(tmp_path):
+    """With their boxes in pixels of the input, 64 along the longer side."""
+    tiny_run(tmp_path / "run")
+    model = load_model(str(tmp_path / "run"))
+    made = page.Explorer([model], [recordable_layers(model.model)[-2:]], parts=("attn",))
+    [found], photo = model.detect([picture(0, (90, 60))]), picture(0, (90, 60))
+    objects = made.view("photo.png", photo)["models"][0]["predictions"]
+    sure = found["scores"] >= 0.3
+    assert [row["name"] for row in objects] == [model.classes[label] for label in found["labels"][sure].tolist()[:9]]
+    boxes = found["boxes"][sure][:9] * torch.tensor([64 / 90, 43 / 60] * 2)
+    assert np.allclose([row["box"] for row in objects], boxes, atol=0.5)
+
+
 # ---- the page -------------------------------------------------------------------------------------------------------
 
 def test_the_page_needs_nothing_from_elsewhere(explorer, entries):
@@ -137,8 +152,8 @@ def test_three_models_keep_the_parts_of_fewer_layers(tmp_path, monkeypatch, caps
 
 def test_images_are_recorded_once_and_the_first_one_tells_how_many_layers_fit(monkeypatch):
     model, seen, view = load_model("ea_conv_transformer_cifar", random=True), [], page.Explorer.view
-    monkeypatch.setattr(page.Explorer, "view", lambda one, name, image: seen.append(
-        (name, len(one.layers[0]))) or view(one, name, image))
+    monkeypatch.setattr(page.Explorer, "view", lambda one, name, *more: seen.append(
+        (name, len(one.layers[0]))) or view(one, name, *more))
     show_page(model, [picture(3), picture(4)])
     assert seen == [("image 1", 6), ("image 2", 6)]
     monkeypatch.setattr(page, "MEGABYTE", 20_000)

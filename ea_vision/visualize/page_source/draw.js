@@ -40,10 +40,12 @@ export const setFineness = (pixels) => { fineness = pixels; };
 /** Fit a canvas's pixels to the screen's and empty it; returns its context, scaled to CSS pixels. */
 export function sizeCanvas(canvas, width, height) {
   const ratio = fineness || window.devicePixelRatio || 1;
-  Object.assign(canvas, { width: Math.round(width * ratio), height: Math.round(height * ratio) });
+  const wide = Math.round(width * ratio), high = Math.round(height * ratio);
+  if (canvas.width !== wide || canvas.height !== high) Object.assign(canvas, { width: wide, height: high });
   Object.assign(canvas.style, { width: `${width}px`, height: `${height}px` });
   const context = canvas.getContext("2d");
-  context.scale(ratio, ratio);
+  context.setTransform(ratio, 0, 0, ratio, 0, 0);
+  context.clearRect(0, 0, width, height);
   return context;
 }
 
@@ -88,21 +90,28 @@ export function greyCopy(image) {
   return canvas;
 }
 
-/** The photo with the query's cell of a map of `featSize` outlined. */
-export function drawPhoto(context, image, width, height, cell, featSize) {
-  context.imageSmoothingEnabled = image.naturalWidth > 64;
-  context.drawImage(image, 0, 0, width, height);
-  markCell(context, 0, 0, width, height, cell, featSize, FRAME);
+/** A copy of a picture as fine as tiles need it: it is scaled once, not for each of them. */
+function scaledCopy(picture, width, height) {
+  const copy = new OffscreenCanvas(Math.round(width), Math.round(height)), context = copy.getContext("2d");
+  context.imageSmoothingEnabled = picture.width > 64;
+  context.drawImage(picture, 0, 0, copy.width, copy.height);
+  return copy;
 }
 
-/** Boxes of found objects, x1 y1 x2 y2 in pixels of the network's input of H x W, on a photo of width x height. */
-export function drawBoxes(context, boxes, [H, W], width, height) {
+/**
+ * The photo with boxes of found objects and the query's cell outlined.
+ * @param boxes x1 y1 x2 y2 in pixels of the network's input of H x W; cell: of a map of featSize.
+ */
+export function drawPhoto(context, image, width, height, boxes, [H, W], cell, featSize) {
+  context.imageSmoothingEnabled = image.naturalWidth > 64;
+  context.drawImage(image, 0, 0, width, height);
   for (const [colour, thick] of BOX) {
     Object.assign(context, { strokeStyle: colour, lineWidth: thick });
     for (const [x1, y1, x2, y2] of boxes) {
       context.strokeRect((x1 * width) / W, (y1 * height) / H, ((x2 - x1) * width) / W, ((y2 - y1) * height) / H);
     }
   }
+  markCell(context, 0, 0, width, height, cell, featSize, FRAME);
 }
 
 /** A frame around a cell; at the picture's edges it moves inwards, so that all four sides are seen. */
@@ -123,7 +132,8 @@ function markCell(context, x, y, width, height, cell, [H, W], frame) {
 
 /**
  * A tile's map: attention over the grey photo, logits bare; where there is none a dashed place, and why.
- * @param tile { present, why, pixels, values, range, table, cell, featSize, part }; pixels: a canvas of featSize.
+ * @param tile { present, why, pixels, data, values, range, table, cell, featSize, part }; pixels: a canvas of featSize,
+ *   as its context, and data what lies on it.
  */
 export function drawMap(context, tile, { grey, opacity, ink }, x, y, width, height, frame = SMALL_FRAME) {
   if (!tile?.present) {
@@ -135,14 +145,14 @@ export function drawMap(context, tile, { grey, opacity, ink }, x, y, width, heig
     if (tile?.why && width > 60) context.fillText(tile.why, x + width / 2, y + height / 2, width - 6);
     return;
   }
-  const [H, W] = tile.featSize, data = new ImageData(W, H), attention = isAttention(tile.part);
-  colourMap(tile, new Uint32Array(data.data.buffer));
-  tile.pixels.getContext("2d").putImageData(data, 0, 0);
+  const attention = isAttention(tile.part);
+  colourMap(tile, new Uint32Array(tile.data.data.buffer));
+  tile.pixels.putImageData(tile.data, 0, 0);
   context.imageSmoothingEnabled = grey.width > 64;
   if (attention) context.drawImage(grey, x, y, width, height);
   context.globalAlpha = attention ? opacity : 1;
   context.imageSmoothingEnabled = false;
-  context.drawImage(tile.pixels, x, y, width, height);
+  context.drawImage(tile.pixels.canvas, x, y, width, height);
   context.globalAlpha = 1;
   markCell(context, x, y, width, height, tile.cell, tile.featSize, frame);
 }
@@ -170,15 +180,15 @@ export function tileGeometry({ width, rows, columns, aspect, largest, high = Inf
  */
 export function drawTiles(context, geometry, tiles, look) {
   const { left, top, tile, height, stepX, stepY } = geometry, { rows, columns, ink } = look;
+  const grey = scaledCopy(look.grey, tile * context.getTransform().a, height * context.getTransform().a);
   setFont(context, 11, ink.text, "center", "middle");
   columns.forEach((text, c) => context.fillText(text, left + c * stepX + tile / 2, top / 2, tile + 2));
   setFont(context, 11, ink.text, "right", "middle");
   rows.forEach((text, r) => context.fillText(text, left - 6, top + r * stepY + height / 2, left - 6));
-  tiles.forEach((row, r) => row.forEach((one, c) => {
-    const [x, y] = [left + c * stepX, top + r * stepY];
-    drawMap(context, one, look, x, y, tile, height);
-    if (geometry.numLines) drawNumbers(context, geometry, one, x, y + height + 3, ink);
-  }));
+  const forEachTile = (act) => tiles.forEach((row, r) => row.forEach((one, c) => act(one, left + c * stepX, top + r * stepY)));
+  forEachTile((one, x, y) => drawMap(context, one, { ...look, grey }, x, y, tile, height));
+  setFont(context, 10, ink.text, "center");
+  forEachTile((one, x, y) => drawNumbers(context, geometry, one, x + tile / 2, y + height + 3));
   for (const link of look.links) drawLink(context, geometry, link, ink);
 }
 
@@ -196,12 +206,11 @@ function drawLink(context, { left, top, tile, height, stepX, stepY }, [row, from
 }
 
 /** Entropy and distance of a tile's attention, below it. */
-function drawNumbers(context, { tile, numLines }, one, x, y, ink) {
-  if (!one.present || one.entropy === undefined || one.fixed.part && one.part !== "attn") return;
-  setFont(context, 10, ink.text, "center");
+function drawNumbers(context, { tile, numLines }, one, x, y) {
+  if (!numLines || !one.present || one.entropy === undefined || one.fixed.part && one.part !== "attn") return;
   const numbers = [one.entropy.toFixed(2), one.distance?.toFixed(1) ?? "–"];
   const lines = numLines === 1 ? [numbers.join(" · ")] : numbers;
-  lines.forEach((text, i) => context.fillText(text, x + tile / 2, y + 11 * i, tile));
+  lines.forEach((text, i) => context.fillText(text, x, y + 11 * i, tile));
 }
 
 /** A horizontal colour bar with its ends' values, 26 pixels high; of attention in units of uniform attention, with 1 in

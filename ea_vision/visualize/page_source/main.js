@@ -14,7 +14,6 @@ const toolbar = byId("toolbar");
 
 let state = firstState(about);
 let frame = 0; // the request of the next one
-let lastFrame = 0; // milliseconds that drawing took
 let toLayOut = true;
 let showing = Promise.resolve(); // the last change of image or view
 let later = 0; // the timer of what is done when the hand rests
@@ -43,10 +42,7 @@ const actions = {
 };
 const panels = about.models.map((model, index) => new Panel(model, index, about.models.length, actions));
 
-function complain(text) {
-  byId("message").textContent = text;
-  byId("message").hidden = !text;
-}
+const complain = (text) => { byId("message").textContent = text; };
 
 // ---- showing images and views ---------------------------------------------------------------------------------------
 
@@ -65,7 +61,6 @@ function show() {
     offerParts();
     schedule();
   })().catch((error) => complain(`This page cannot show its maps: ${error.message}`));
-  return showing;
 }
 
 /** Enable the parts that the image has; a part that it lacks gives way to the first that it has. */
@@ -88,16 +83,11 @@ function applyFragment() {
 function schedule() {
   frame ||= requestAnimationFrame(() => {
     frame = 0;
-    if (panels.every((panel) => panel.tiles)) draw();
+    if (!panels.every((panel) => panel.tiles)) return;
+    paint();
+    clearTimeout(later);
+    later = setTimeout(finish, 200);
   });
-}
-
-function draw() {
-  const begin = performance.now();
-  paint();
-  lastFrame = performance.now() - begin;
-  clearTimeout(later);
-  later = setTimeout(finish, 200);
 }
 
 /** Paint all models; tiles of models side by side have one size. */
@@ -133,8 +123,8 @@ function shareScales(look) {
 /** When the hand rests: the spoken status, and the address, which may not change too often. */
 function finish() {
   const fragment = toFragment(state, about);
-  const hasAddress = location.protocol !== "about:"; // a page inside a notebook has none
-  if (hasAddress && location.hash !== fragment) history.replaceState(null, "", fragment);
+  // a page inside a notebook has no address
+  if (location.protocol !== "about:" && location.hash !== fragment) history.replaceState(null, "", fragment);
   byId("status").textContent = `query ${queryName(state.queries[0])}; ${panels[0].zoomLines().join(", ")}`;
 }
 
@@ -232,7 +222,6 @@ async function save() {
 // ---- start ----------------------------------------------------------------------------------------------------------
 
 buildControls();
-toolbar.addEventListener("submit", (event) => event.preventDefault());
 toolbar.addEventListener("input", onControl);
 byId("images").addEventListener("input", onControl);
 byId("save").addEventListener("click", save);
@@ -245,12 +234,11 @@ new ResizeObserver(() => {
 }).observe(byId("models"));
 applyFragment();
 
-/** For the console and for tests: the state, a tile's numbers, the time of a frame. */
+/** For the console and for tests: the state, a tile's numbers. */
 window.explorer = {
   ready: () => showing.then(() => new Promise((resolve) => requestAnimationFrame(() => requestAnimationFrame(resolve)))),
   state: () => structuredClone(state),
   fragment: () => toFragment(state, about),
-  frameTime: () => lastFrame, // milliseconds
   links: (model) => panels[model].links,
   /** What a tile shows: values row by row, the ends of its colours, entropy (nats), distance (pixels). */
   tile(model, layer, head, part = state.part) {

@@ -2,7 +2,7 @@
 
 import { MEAN, Maps, PARTS, cellAt, isAttention, measure } from "./maps.js";
 import {
-  FRAME, drawBar, drawBoxes, drawMap, drawPhoto, drawTiles, greyCopy, shortNumber, sizeCanvas, tileGeometry,
+  FRAME, drawBar, drawMap, drawPhoto, drawTiles, greyCopy, shortNumber, sizeCanvas, tileGeometry,
 } from "./draw.js";
 import { queryName } from "./state.js";
 
@@ -123,12 +123,13 @@ export class Panel {
         title: `${label} (${layer.name})${why && ": "}${why}` });
       button.addEventListener("click", () => this.actions.select(layer.number, { head, part }));
       return { layer, featSize, why, button, fixed: { head, part }, values: new Float32Array(H * W),
-        pixels: new OffscreenCanvas(W, H) };
+        pixels: new OffscreenCanvas(W, H).getContext("2d"), data: new ImageData(W, H) };
     }));
     this.buttons.replaceChildren(...this.tiles.flat().map((tile) => tile.button));
     const shown = this.columns.map(({ part }) => part), to = shown.indexOf("prev_logits");
     this.links = this.model.layers.slice(1).flatMap((next, row) => {
-      const from = shown.indexOf(this.maps.handedOn(this.model.layers[row], next, shown));
+      const handed = ["conv_logits", "logits", "self_logits"].filter((part) => shown.includes(part));
+      const from = shown.indexOf(this.maps.handedOn(this.model.layers[row], next, handed));
       return to >= 0 && from >= 0 ? [[row, from, to]] : [];
     });
   }
@@ -208,9 +209,9 @@ export class Panel {
     this.wanted = { layer, head, part };
     this.shown = this.tiles.flat().find(is);
 
-    const photo = sizeCanvas(this.photo, width, height);
-    drawPhoto(photo, this.image, width, height, typeof query === "string" ? -1 : this.finestCell(query), this.finest);
-    drawBoxes(photo, this.entry.predictions.flatMap(({ box }) => (box ? [box] : [])), this.model.imgSize, width, height);
+    const boxes = this.entry.predictions.flatMap(({ box }) => (box ? [box] : []));
+    drawPhoto(sizeCanvas(this.photo, width, height), this.image, width, height, boxes, this.model.imgSize,
+      typeof query === "string" ? -1 : this.finestCell(query), this.finest);
     this.queryText.textContent = `query ${queryName(query)}` + (typeof query === "string" ? ""
       : ` · framed: its cell of the ${this.finest.join("x")} map`) + (state.pinned ? " · pinned" : "");
     for (const button of this.tokens.children) button.setAttribute("aria-pressed", String(button.textContent === query));
