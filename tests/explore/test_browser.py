@@ -116,7 +116,7 @@ def zoom_pixels(page, feat_size) -> np.ndarray:
 
 
 def choose_part(page, part: str) -> None:
-    page.get_by_label("Map", exact=True).select_option(part)
+    page.locator("select[name=part]").select_option(part)
     settle(page)
 
 
