@@ -29,20 +29,14 @@ NONE, MIX, PREDICT = range(3)  # as in problem.h
 SIZES = ("kind", "prefix", "H", "W", "window_height", "window_width")  # of AttentionStruct
 
 
-def _lies_pixels_last(x: Tensor) -> bool:
-    """Return whether each image of (B, K, N, D) lies as (K, D, N), as where it is a part of a (B, C, H, W) tensor."""
-    return x.stride()[1:] == (x.shape[2] * x.shape[3], 1, x.shape[2])
-
-
 def _in_order(x: Tensor) -> Tensor:
-    """Return (B, K, N, D) as (B, K, D, N), each image contiguous; a view where they lie so."""
-    return x.transpose(2, 3) if _lies_pixels_last(x) else x.transpose(2, 3).contiguous()
+    """Return (B, K, N, D) as (B, K, D, N), each image contiguous; a view of a part of a (B, C, H, W) tensor."""
+    x = x.transpose(2, 3)
+    return x if x[0].is_contiguous() else x.contiguous()
 
 
-def _fill(struct: ctypes.Structure, **tensors: Tensor | None) -> ctypes.Structure:
-    for name, tensor in tensors.items():
-        setattr(struct, name, None if tensor is None else tensor.data_ptr())
-    return struct
+def _pointers(**tensors: Tensor | None) -> dict[str, int]:
+    return {name: tensor.data_ptr() for name, tensor in tensors.items() if tensor is not None}
 
 
 def _run(q: Tensor, k: Tensor, v: Tensor, seed: Tensor | None, scale: float, dropout_p: float, sizes: list[int],
@@ -54,8 +48,8 @@ def _run(q: Tensor, k: Tensor, v: Tensor, seed: Tensor | None, scale: float, dro
         **dict(zip(SIZES, sizes, strict=True)), B=B, K=K, D=D, E=v.shape[2],
         kernel=0 if weight is None else weight.shape[-1], dtype=DTYPES[q.dtype], threads=torch.get_num_threads(),
         scale=scale, dropout=dropout_p, seed=0 if seed is None else seed.item(), q_step=q.stride(0),
-        k_step=k.stride(0), v_step=v.stride(0))
-    run("evolving_attention", ctypes.byref(_fill(problem, q=q, k=k, v=v, **tensors)))
+        k_step=k.stride(0), v_step=v.stride(0), **_pointers(q=q, k=k, v=v, **tensors))
+    run("evolving_attention", ctypes.byref(problem))
 
 
 def _outputs(q: Tensor, v: Tensor, need_logits: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -77,9 +71,8 @@ def _forward(
     """
     out, logits, norm = _outputs(q, v, need_logits)
     q, k, v = (_in_order(x) for x in (q, k, v))
-    _run(q, k, v, seed, scale, dropout_p, sizes, prev=prev,
-         height_rel=height_rel, width_rel=width_rel, weight=weight, bias=bias, gates=gates, out=out,
-         logits=logits if need_logits else None, norm=norm)
+    _run(q, k, v, seed, scale, dropout_p, sizes, prev=prev, height_rel=height_rel, width_rel=width_rel, weight=weight,
+         bias=bias, gates=gates, out=out, logits=logits if need_logits else None, norm=norm)
     return out, logits, norm
 
 
@@ -97,20 +90,19 @@ def _backward(
 ) -> list[Tensor]:
     """Return gradients of q, k, v, then of what is given: prev, tables, weight, bias, learnable gates."""
     q, k, v = (_in_order(x) for x in (q, k, v))
-    grads = {f"d_{name}": torch.empty_like(x, memory_format=torch.contiguous_format)
-             for name, x in (("q", q), ("k", k), ("v", v), ("prev", prev)) if x is not None}
-    parameters = {"height_rel": height_rel, "width_rel": width_rel, "weight": weight, "bias": bias}
-    by_image = {f"d_{name}": x.new_empty(q.shape[0], *x.shape)
-                for name, x in (parameters | {"gates": gates if gates_learn else None}).items() if x is not None}
-    _run(q, k, v, seed, scale, dropout_p, sizes, prev=prev, **parameters,
-         gates=gates, logits=logits, norm=norm, d_out=d_out.contiguous(),
-         d_logits=None if d_logits is None else d_logits.contiguous(), **grads, **by_image)
-    return [*grads.values(), *(grad.sum(0) for grad in by_image.values())]
+    by_images = {f"d_{name}": torch.empty_like(x, memory_format=torch.contiguous_format)
+                 for name, x in (("q", q), ("k", k), ("v", v), ("prev", prev)) if x is not None}
+    parameters = {"height_rel": height_rel, "width_rel": width_rel, "weight": weight, "bias": bias, "gates": gates}
+    summed = {f"d_{name}": x.new_empty(len(q), *x.shape) for name, x in parameters.items()
+              if x is not None and (gates_learn or name != "gates")}
+    _run(q, k, v, seed, scale, dropout_p, sizes, prev=prev, **parameters, logits=logits, norm=norm,
+         d_out=d_out.contiguous(), d_logits=None if d_logits is None else d_logits.contiguous(), **by_images, **summed)
+    return [*by_images.values(), *(grad.sum(0) for grad in summed.values())]
 
 
 @_backward.register_fake
 def _(d_out, d_logits, q, k, v, height_rel, width_rel, prev, weight, bias, gates, *rest):
-    made = (*(_in_order(x) for x in (q, k, v)), prev, height_rel, width_rel, weight, bias,
+    made = (*(x.transpose(2, 3) for x in (q, k, v)), prev, height_rel, width_rel, weight, bias,
             gates if rest[-1] else None)
     return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in made if x is not None]
 
@@ -127,7 +119,7 @@ def _differentiate(ctx, d_out, d_logits, _):
     _, _, v, height_rel, width_rel, prev, weight, bias, _, _ = inputs
     gates_learn = ctx.needs_input_grad[8]
     if d_out is None:
-        d_out = torch.zeros_like(_in_order(v), memory_format=torch.contiguous_format)
+        d_out = torch.zeros_like(v.transpose(2, 3), memory_format=torch.contiguous_format)
     grads = iter(_backward(d_out, None if logits is None else d_logits, *inputs, logits, norm, *ctx.options,
                            gates_learn))
     d_q, d_k, d_v = (next(grads).transpose(2, 3) for _ in range(3))
@@ -247,8 +239,9 @@ def reason_against_planes(own: Tensor, prev: Tensor) -> str | None:
 def _run_planes(own: Tensor, alpha: Tensor, weight: Tensor, height: int, width: int, prefix: int,
                 **tensors: Tensor) -> None:
     struct = PlanesStruct(B=own.shape[0], K=own.shape[1], H=height, W=width, size=weight.shape[-1], prefix=prefix,
-                          dtype=DTYPES[own.dtype], threads=torch.get_num_threads(), alpha=alpha.item())
-    run("convolve_planes", ctypes.byref(_fill(struct, own=own, weight=weight, **tensors)))
+                          dtype=DTYPES[own.dtype], threads=torch.get_num_threads(), alpha=alpha.item(),
+                          **_pointers(own=own, weight=weight, **tensors))
+    run("convolve_planes", ctypes.byref(struct))
 
 
 @torch.library.custom_op("ea_vision::cpu_planes", mutates_args=(), device_types="cpu")
