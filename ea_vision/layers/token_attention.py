@@ -37,6 +37,47 @@ class MapsAttention(EvolvingMaps):
         return evolving_attention(
             q, k, v, **operands, scale=scale, need_logits=need_logits, dropout_p=dropout_p)
 
+    def attend(
+            self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, prev_logits: Tensor | None,
+            feat_size: tuple[int, int] | None, first_values: Tensor | None, bias: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Attend, with the layer's mechanisms.
+
+        Args:
+            x: (B, T, C), the layer's input.
+            q, k, v: (B, K, T, D), q not scaled.
+            prev_logits: (B, K, T, T), the previous layer's logits; a layer without `evolution` does not look at them.
+            feat_size: (H, W) of the patches, for a `spatial` evolution.
+            first_values: (B, K, T, D) of the first layer, for `value_residual`.
+            bias: added to the logits, or a mask for mechanisms that leave the maps alone.
+
+        Returns:
+            (B, T, K*D), heads concatenated; the logits (B, K, T, T) that entered the softmax, or None where nobody
+            reads them; the values (B, K, T, D) that were weighed.
+
+        Raises:
+            ValueError: something missing or of another shape that the mechanisms read of other blocks.
+        """
+        if self.evolution is not None:
+            if self.evolution.reads_previous:
+                prev_logits = check_prev_logits(prev_logits, q.shape[0], q.shape[1], q.shape[2])
+            if self.evolution.spatial:
+                if feat_size is None:
+                    raise ValueError("this evolution needs the patches' (height, width): images (B, C, H, W) required")
+        if self.value_residual is not None:
+            if first_values is None:
+                raise ValueError("the first block's values required, got tokens that no block has made")
+            v = self.value_residual(v, first_values)
+        logits: Tensor | None = None
+        if torch.jit.is_scripting():
+            out, logits = self._attend_by_modules(q, k, v, prev_logits, feat_size, bias)
+        else:
+            out, logits = self._attend(q, k, v, prev_logits, feat_size, bias)
+        if self.evolution is not None:
+            if self.evolution.mixes_output:
+                out = self.evolution.mix_output(out, v, x)
+        return out.transpose(1, 2).flatten(2), logits, v
+
 
 @register_notrace_module  # what runs depends on hooks, so FX keeps the layer whole
 class TokenAttention(MapsAttention, Attention):
@@ -54,12 +95,6 @@ class TokenAttention(MapsAttention, Attention):
         attn.evolution, attn.need_logits, attn.value_residual = evolution, need_logits, None
         return attn
 
-    def heads_of(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, tuple[int, int]]:
-        """Split the projection (B, T, 3 * K * D): q, k, v (B, K, T, D) and (1, T); q and k normalised, q not scaled."""
-        B, T = projected.shape[0], projected.shape[1]
-        q, k, v = projected.reshape(B, T, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
-        return self.q_norm(q), self.k_norm(k), v, (1, T)
-
     def values_of(self, x: Tensor) -> Tensor:
         """Return the values alone, (B, K, T, D), of the layer's input (B, T, C)."""
         first = 2 * self.num_heads * self.head_dim
@@ -74,9 +109,7 @@ class TokenAttention(MapsAttention, Attention):
         """
         Args:
             x: (B, T, C).
-            prev_logits: (B, K, T, T), the previous layer's logits; a layer without `evolution` does not look at them.
-            feat_size: (H, W) of the patches, for a `spatial` evolution.
-            first_values: (B, K, T, D) of the first layer, for `value_residual`.
+            prev_logits, feat_size, first_values: see `attend`.
 
         Returns:
             y (B, T, C) and the logits (B, K, T, T) that entered the softmax, or None where nobody reads them.
@@ -84,30 +117,11 @@ class TokenAttention(MapsAttention, Attention):
         Raises:
             ValueError: prev_logits missing or of another shape, or feat_size missing, where the evolution reads them.
         """
-        gate = self.gate(x).sigmoid() if self.gate is not None else None
-        q, k, v, _ = self.heads_of(self.qkv(x))
-        B, K, T = q.shape[0], q.shape[1], q.shape[2]
-        if self.evolution is not None:
-            if self.evolution.reads_previous:
-                prev_logits = check_prev_logits(prev_logits, B, K, T)
-            if self.evolution.spatial:
-                if feat_size is None:
-                    raise ValueError("this layer's evolution needs the patches' (height, width), got None")
-        if self.value_residual is not None:
-            assert first_values is not None
-            v = self.value_residual(v, first_values)
-        logits: Tensor | None = None
-        if torch.jit.is_scripting():
-            out, logits = self._attend_by_modules(q, k, v, prev_logits, feat_size)
-        else:
-            out, logits = self._attend(q, k, v, prev_logits, feat_size)
-        if self.evolution is not None:
-            if self.evolution.mixes_output:
-                out = self.evolution.mix_output(out, v, x)
-        out = out.transpose(1, 2).reshape(B, T, K * self.head_dim)  # heads concatenated
+        q, k, v = self.qkv(x).unflatten(2, [3, self.num_heads, self.head_dim]).permute(2, 0, 3, 1, 4).unbind(0)
+        out, logits, _ = self.attend(x, self.q_norm(q), self.k_norm(k), v, prev_logits, feat_size, first_values)
         out = self.norm(out)
-        if gate is not None:
-            out = out * gate
+        if self.gate is not None:
+            out = out * self.gate(x).sigmoid()
         return self.proj_drop(self.proj(out)), logits
 
 

@@ -30,7 +30,6 @@ from ea_vision.layers import MapsAttention, TokenAttention
 from ea_vision.models import vision_transformer as ours
 from ea_vision.models._chain import frozen_statistics
 from ea_vision.models._mechanisms import Mechanisms
-from ea_vision.ops.problem import check_prev_logits
 
 CARRIED = "_ea_vision_carried"  # attribute of the tokens between blocks
 
@@ -117,21 +116,11 @@ class CarryingAttention(MapsAttention):
         Returns:
             (B, T, K*D), heads concatenated.
         """
-        carried, evolution = self.carried[_thread()], self.evolution
-        if evolution is not None and evolution.reads_previous:
-            check_prev_logits(carried.logits, *q.shape[:3])
-        if evolution is not None and evolution.spatial and carried.feat_size is None:
-            raise ValueError("this evolution needs the patches' (height, width): images (B, C, H, W) required")
-        if self.value_residual is not None:
-            if carried.first_values is None:
-                raise ValueError("the first block's values required, got tokens that no block has made")
-            v = self.value_residual(v, carried.first_values)
-        out, logits = self._attend(q, k, v, carried.logits, carried.feat_size, bias)
-        if evolution is not None and evolution.mixes_output:
-            out = evolution.mix_output(out, v, x)
+        carried = self.carried[_thread()]
+        out, logits, v = self.attend(x, q, k, v, carried.logits, carried.feat_size, carried.first_values, bias)
         first_values = v if self.is_first else carried.first_values
         self.carried[_thread()] = replace(carried, logits=logits, first_values=first_values)
-        return out.transpose(1, 2).flatten(2)
+        return out
 
     def checked(self, attn_mask: Tensor | None, is_causal: bool) -> Tensor | None:
         """Return the mask as a bias.
@@ -147,36 +136,41 @@ class CarryingAttention(MapsAttention):
             return attn_mask
         return torch.zeros_like(attn_mask, dtype=self.proj.weight.dtype).masked_fill(~attn_mask, float("-inf"))
 
-    def finish(self, out: Tensor, gate: Tensor | None) -> Tensor:
-        """Take timm's steps behind attention: norm, gate, projection."""
-        out = self.norm(out)
-        return self.proj_drop(self.proj(out if gate is None else out * gate))
+
+class _TimmsAttention(CarryingAttention):
+    """The common part of timm's attention layers with gate, norm and masks."""
+
+    def finish(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
+        """Attend, and take timm's steps behind attention: norm, gate, projection."""
+        out = self.norm(self.attended(x, q, k, v, self.checked(attn_mask, is_causal)))
+        if getattr(self, "gate", None) is not None:
+            out = out * self.gate(x).sigmoid()
+        return self.proj_drop(self.proj(out))
 
 
-class EvolvingAttention(CarryingAttention, Attention):
+def by_heads(attn: nn.Module, qkv: Tensor) -> tuple[Tensor, ...]:
+    """Split a projection (B, T, 3*K*D) into q, k, v (B, K, T, D)."""
+    return qkv.unflatten(2, (3, attn.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+
+
+class EvolvingVitAttention(_TimmsAttention, Attention):
     """timm's Attention."""
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        gate = self.gate(x).sigmoid() if getattr(self, "gate", None) is not None else None
-        q, k, v = self.qkv(x).unflatten(2, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
-        out = self.attended(x, self.q_norm(q), self.k_norm(k), v, self.checked(attn_mask, is_causal))
-        return self.finish(out, gate)
+        q, k, v = by_heads(self, self.qkv(x))
+        return self.finish(x, self.q_norm(q), self.k_norm(k), v, attn_mask, is_causal)
 
 
-class _Rotary(CarryingAttention):
+class _Rotary(_TimmsAttention):
     """The common part of timm's attention layers with rotary positions."""
-
-    def projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Project (B, T, C) to q, k, v (B, heads of each, T, D)."""
-        if self.qkv is None:
-            return tuple(proj(x).unflatten(2, (-1, self.head_dim)).transpose(1, 2)
-                         for proj in (self.q_proj, self.k_proj, self.v_proj))
-        return with_separate_biases(self, x).unbind(0)
 
     def forward(self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None,
                 is_causal: bool = False) -> Tensor:
-        gate = self.gate(x).sigmoid() if getattr(self, "gate", None) is not None else None
-        q, k, v = self.projected(x)
+        if self.qkv is None:
+            q, k, v = (proj(x).unflatten(2, (-1, self.head_dim)).transpose(1, 2)
+                       for proj in (self.q_proj, self.k_proj, self.v_proj))
+        else:
+            q, k, v = by_heads(self, with_separate_biases(self, x))
         q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
             P, half = self.num_prefix_tokens, {"half": True} if getattr(self, "rotate_half", False) else {}
@@ -185,7 +179,7 @@ class _Rotary(CarryingAttention):
         groups = self.num_heads // v.shape[1]  # of heads that share keys and values
         if groups > 1:
             k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-        return self.finish(self.attended(x, q, k, v, self.checked(attn_mask, is_causal)), gate)
+        return self.finish(x, q, k, v, attn_mask, is_causal)
 
 
 class EvolvingEvaAttention(_Rotary, eva.EvaAttention):
@@ -197,15 +191,14 @@ class EvolvingAttentionRope(_Rotary, AttentionRope):
 
 
 def with_separate_biases(attn: nn.Module, x: Tensor) -> Tensor:
-    """Return (3, B, K, T, D) of a layer whose biases of queries and values are parameters of their own."""
+    """Return the projection (B, T, 3*K*D) of a layer whose biases of queries and values may be parameters of their
+    own."""
     biases = [getattr(attn, name, None) for name in ("q_bias", "k_bias", "v_bias")]
     if biases[0] is None:
-        qkv = attn.qkv(x)
-    elif getattr(attn, "qkv_bias_separate", False):
-        qkv = attn.qkv(x) + torch.cat(biases)
-    else:
-        qkv = F.linear(x, attn.qkv.weight, torch.cat(biases))
-    return qkv.unflatten(2, (3, attn.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        return attn.qkv(x)
+    if getattr(attn, "qkv_bias_separate", False):
+        return attn.qkv(x) + torch.cat(biases)
+    return F.linear(x, attn.qkv.weight, torch.cat(biases))
 
 
 class EvolvingBeitAttention(CarryingAttention, beit.Attention):
@@ -215,7 +208,7 @@ class EvolvingBeitAttention(CarryingAttention, beit.Attention):
         bias = self._get_rel_pos_bias() if self.relative_position_bias_table is not None else None
         if shared_rel_pos_bias is not None:
             bias = shared_rel_pos_bias if bias is None else bias + shared_rel_pos_bias
-        out = self.attended(x, *with_separate_biases(self, x).unbind(0), bias)
+        out = self.attended(x, *by_heads(self, with_separate_biases(self, x)), bias)
         return self.proj_drop(self.proj(out))
 
 
@@ -234,8 +227,7 @@ class EvolvingTalkingHeadAttn(CarryingAttention, cait.TalkingHeadAttn):
         return self.evolution.mix_attn(attn) if mixes else attn
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(2, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
-        return self.proj_drop(self.proj(self.attended(x, q, k, v)))
+        return self.proj_drop(self.proj(self.attended(x, *by_heads(self, self.qkv(x)))))
 
 
 class EvolvingMultiheadAttention(CarryingAttention, nn.MultiheadAttention):
@@ -246,8 +238,7 @@ class EvolvingMultiheadAttention(CarryingAttention, nn.MultiheadAttention):
         return self.head_dim ** -0.5
 
     def forward(self, query: Tensor, *_: Tensor, **__: Any) -> tuple[Tensor, None]:
-        qkv = F.linear(query, self.in_proj_weight, self.in_proj_bias)
-        q, k, v = qkv.unflatten(2, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        q, k, v = by_heads(self, F.linear(query, self.in_proj_weight, self.in_proj_bias))
         return self.out_proj(self.attended(query, q, k, v)), None
 
 
@@ -286,7 +277,7 @@ def _by_plain_class(*classes: type[nn.Module]) -> dict[type[nn.Module], type[nn.
     return {next(base for base in cls.__mro__ if not base.__module__.startswith("ea_vision")): cls for cls in classes}
 
 
-ATTENTIONS = _by_plain_class(EvolvingAttention, EvolvingEvaAttention, EvolvingAttentionRope, EvolvingBeitAttention,
+ATTENTIONS = _by_plain_class(EvolvingVitAttention, EvolvingEvaAttention, EvolvingAttentionRope, EvolvingBeitAttention,
                              EvolvingTalkingHeadAttn, EvolvingMultiheadAttention)
 BLOCKS = _by_plain_class(EvolvingEvaBlock, EvolvingEvaBlockPostNorm, EvolvingVitBlock, EvolvingResPostBlock,
                          EvolvingBeitBlock, EvolvingCaitBlock, EvolvingEncoderBlock)
