@@ -124,15 +124,6 @@ def test_residual_begins_as_the_papers_and_its_mixture_is_realformers_running_me
     torch.testing.assert_close(carried, sum(own) / 4)
 
 
-def test_groups_of_heads_mix_among_themselves():
-    m = create_evolution("mta", 4, dtype=torch.float64, map_kernel=(1, 1), head_kernel=2)
-    torch.nn.init.normal_(m.heads_after)
-    attn = maps(1, 1, 4, 3, 3)
-    expected = torch.stack([sum(m.heads_after[e // 2, c, e % 2] * attn[:, e // 2 * 2 + c] for c in range(2))
-                            for e in range(4)], dim=1)
-    torch.testing.assert_close(m.mix_attn(attn), expected)
-
-
 @pytest.mark.parametrize("prefix", [0, 2])
 def test_conv2d_convolves_four_dimensions_of_a_map_that_is_not_square(prefix):
     """The entry from pixel (y, x) to pixel (v, u) sees the neighbours of either."""

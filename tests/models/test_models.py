@@ -218,14 +218,6 @@ def test_pa_ablations_by_keyword(name, alpha, num_layers):
     assert model(torch.randn(2, 3, 32, 32)).shape == (2, 5)
 
 
-def test_without_skip_and_convolution_ea_is_aa():
-    plain = lively("aa_resnet34", num_classes=5).eval()
-    evolving = lively("ea_aa_resnet34", num_classes=5, alpha=0.0, beta=0.0).eval()
-    evolving.load_state_dict(plain.state_dict(), strict=False)
-    x = torch.randn(1, 3, 64, 64)
-    assert torch.equal(evolving(x), plain(x))
-
-
 def test_pretrained_without_weights_says_so():
     with pytest.raises(RuntimeError, match="aa_resnet50 has no pretrained weights.*that have them"):
         timm.create_model("aa_resnet50", pretrained=True)
