@@ -221,6 +221,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="learn from four fifths of the test images, drawn by the first of --seeds, and measure on the others, in "
              "place of training and test images")
     add("--epochs", type=positive, default=recipe.epochs, help="of a probe (default: %(default)s)")
+    add("--batch-size", type=positive, default=recipe.batch_size, help="images (default: %(default)s)")
     add("--width", type=positive, default=recipe.width, help="channels of the probe (default: %(default)s)")
     add("--seeds", type=seeds, default=(0,), metavar="N[,..]",
         help="of the probe, the shuffling and the untrained network; the mean of several is shown (default: 0)")
@@ -235,7 +236,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     controls = [] if options.controls == "none" else options.controls.split(",")
     if set(controls) - set(CONTROLS):
         raise UsageError(f"--controls must be some of {', '.join(CONTROLS)}, or none, got {options.controls!r}")
-    recipe = ProbeRecipe(options.epochs, width=options.width)
+    recipe = ProbeRecipe(options.epochs, options.batch_size, width=options.width)
     device, first = choose_device(options.device), options.seeds[0]
     size = options.img_size and (options.img_size,) * 2
     models = {target: load_model(target, img_size=size, device=device) for target in parse_targets(options.model)}
